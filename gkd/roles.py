@@ -11,8 +11,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-import numpy as np
-
 from gkd.errors import RankTimeout
 from gkd.handles import (
     Computation,
@@ -160,11 +158,8 @@ class ScoringRole(Protocol):
 
 
 class JudgeRole(ScoringRole, Protocol):
-    """The scoring of held-out prompts; what it collects has the values of eval.metric."""
-
-    def judge(self, samples: Sequence[Sample]) -> np.ndarray:
-        """Return the value of each greedy response: [n] float64; blocks. Raises RewardError."""
-        ...
+    def judge(self, samples: Sequence[Sample]) -> Sequence[float]:
+        """Return eval.metric of each greedy response; blocks. What is collected has that of sampled ones."""
 
 
 class ActorRole(MovableStates, Protocol):

@@ -114,17 +114,17 @@ class Evaluator:
         return judged(samples, judge.judge(samples), {prompt.prompt_id: prompt.route for prompt in self._prompts})
 
 
-def judged(samples: Sequence[Sample], values: np.ndarray, route_of: Mapping[int, int]) -> GreedyReport:
+def judged(samples: Sequence[Sample], values: Sequence[float], route_of: Mapping[int, int]) -> GreedyReport:
     """Return the report of greedy responses with these values; the accuracy is their mean.
 
     Args:
-        values: [n] float64, of eval.metric.
+        values: of eval.metric.
         route_of: prompt id -> route.
     """
     routes = np.array([route_of[sample.prompt_id] for sample in samples])
-    by_route = {route: float(values[routes == route].mean()) for route in sorted(set(routes.tolist()))}
+    by_route = {route: float(np.array(values)[routes == route].mean()) for route in sorted(set(routes.tolist()))}
     marked = [replace(sample, correct=bool(value >= CORRECT)) for sample, value in zip(samples, values, strict=True)]
-    return GreedyReport(float(values.mean()), marked, by_route)
+    return GreedyReport(float(np.mean(values)), marked, by_route)
 
 
 def pass_at_numbers(scored: Sequence[ScoredChunk], n: int) -> dict[str, float]:

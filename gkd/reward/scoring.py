@@ -86,8 +86,8 @@ class JudgedScoring:
     def take_computations(self, *, wait: bool) -> Mapping[str, Sequence[Computation]]:
         return self._inner.take_computations(wait=wait)
 
-    def judge(self, samples: Sequence[Sample]) -> np.ndarray:
-        """Return the value of each greedy response, [n] float64; blocks. Raises as `collect`."""
+    def judge(self, samples: Sequence[Sample]) -> Sequence[float]:
+        """Return the value of each greedy response; blocks. Raises as `collect`."""
         shares = [_rollouts(samples[group :: len(self._endpoints)]) for group in range(len(self._endpoints))]
         refs = {
             f"reward endpoint {group}": self._endpoints[group].judge.remote(share, self._prompts)
@@ -98,7 +98,7 @@ class JudgedScoring:
         found = gather(refs, "judging greedy responses", self._timeout_s)
         for group in range(len(refs)):
             values[group :: len(self._endpoints)] = np.frombuffer(found[f"reward endpoint {group}"], "<f8")
-        return values
+        return values.tolist()
 
     def _judged(self, pending: PendingScores) -> PendingScores:
         if not pending.rollouts.on_policy:

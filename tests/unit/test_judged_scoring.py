@@ -90,7 +90,7 @@ def test_greedy_responses_are_judged_in_their_order(calls: list[Any]) -> None:
     samples = [sample(i) for i in (0, 1, 1, 0, 1)]
     samples[1] = replace(samples[1], truncated=True)
     values = scoring.judge(samples)
-    assert values.tolist() == [0, 1, 1, 0, 1]
+    assert values == [0, 1, 1, 0, 1]
     assert [[r.finish_reason for r in rollouts] for rollouts, _ in calls] == [["stop"] * 3, ["length", "stop"]]
     report = judged(samples, values, {0: 1, 1: 0})
     assert (report.accuracy, report.by_route) == (0.6, {0: 1.0, 1: 0.0})
@@ -134,8 +134,8 @@ class Judged(World):
 class Judge(World):
     """The scoring of held-out prompts."""
 
-    def judge(self, samples: Sequence[Sample]) -> np.ndarray:
-        return np.array([each.prompt_id % 4 / 2 for each in samples])
+    def judge(self, samples: Sequence[Sample]) -> list[float]:
+        return [each.prompt_id % 4 / 2 for each in samples]
 
     def collect(self, pending: Sequence[PendingScores]) -> list[ScoredChunk]:
         even = [1.0 - p.rollouts.sample_index[:, None] % 2 for p in pending]

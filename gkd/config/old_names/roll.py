@@ -37,7 +37,7 @@ from gkd.config.old_names.row import Row, Table, mapped, meaningless, same, unsu
 from gkd.config.old_names.values import choices, fixed, nothing, schedule, tensor_parallel_only, trackers
 
 _PARALLEL = "strategy_args.strategy_config"
-_NO_REWARD = "rewards are functions: set reward.functions and distill.reward_weight by hand (docs/losses.md)."
+_NO_REWARD = "rewards are functions: set reward.functions and distill.reward_weight (docs/losses.md)."
 _TEMPLATE = "the tokenizer's own chat template is used, see data.chat_template."
 _METRICS = "metrics are written to metrics.jsonl in trainer.run_dir."
 

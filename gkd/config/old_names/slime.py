@@ -99,7 +99,7 @@ def _eval_files(value: Any, old: OldSettings) -> list[str]:
     return [str(word) for word in (words[1::2] if len(words) > 1 else words)]
 
 
-_NO_REWARD = "rewards are functions: set reward.functions and distill.reward_weight by hand (docs/losses.md)."
+_NO_REWARD = "rewards are functions: set reward.functions and distill.reward_weight (docs/losses.md)."
 _MODEL = "the model's shape is read from config.json of model.path."
 _NUMERICS = "sums and softmax are in float32, and the model has no dropout."
 _HOOKS = "there are no hooks for own functions; the interfaces to change are in CONTRIBUTING.md."

@@ -67,7 +67,7 @@ def _reference(value: Any, old: OldSettings) -> float | None:
     return float(old(f"{_ACTOR}.kl_loss_coef", 0.001)) if old(f"{_ACTOR}.use_kl_loss") else None
 
 
-_NO_REWARD = "rewards are functions: set reward.functions and distill.reward_weight by hand (docs/losses.md)."
+_NO_REWARD = "rewards are functions: set reward.functions and distill.reward_weight (docs/losses.md)."
 _NO_CRITIC = "there is no critic."
 _OFFLOAD = "weights, gradients and optimizer states move together, between calls on the actor"
 _CHECKPOINT_ALWAYS = (
