@@ -37,7 +37,7 @@ BATCH, N = 32, 4  # prompts of a step, responses of each
 WEIGHT = 1.0
 GOAL_KL, GOAL_REWARD, GOAL_COST = 0.83, 0.90, 0.02
 _N_HELDOUT = 1024
-_BAND = 0.75, 0.83  # accuracy of the teacher on these
+_BAND = 0.70, 0.83  # accuracy of the teacher on these
 _TEACHER_SEEDS = 6
 _LIMIT_S = 1800.0
 _FROM = 4  # first step whose costs count
@@ -56,7 +56,7 @@ def make_weak(out: Path) -> dict[str, float]:
             seed=seed,
             decay_from_accuracy=None,
             eval_every=15,
-            stop_accuracy=0.78,
+            stop_accuracy=0.70,
             min_accuracy=low,
             max_accuracy=high,
         )
