@@ -5,9 +5,12 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING
 
-from gkd.config.schema import TrainerConfig
 from gkd.errors import CheckpointError, ConfigError
+
+if TYPE_CHECKING:
+    from gkd.config.schema import TrainerConfig
 
 
 @dataclass(frozen=True, slots=True)
