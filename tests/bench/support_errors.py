@@ -54,20 +54,27 @@ def supports(k: int) -> tuple[Support, ...]:
     )
 
 
-def sample(student: Any, prompts: Sequence[np.ndarray], seed: int) -> list[TokenSequence]:
-    """Return one response per prompt, sampled at temperature 1, to its end-of-sequence token (id 1) or the limit."""
-    generator = torch.Generator().manual_seed(seed)
+def sample(student: Any, prompts: np.ndarray, seed: int) -> list[TokenSequence]:
+    """Return one response per prompt, sampled at temperature 1, to its end-of-sequence token or the limit.
+
+    Args:
+        prompts: [n, P], all of the same length.
+    """
+    torch.manual_seed(seed)
+    ids = torch.from_numpy(prompts.astype(np.int64))
+    whole = student.generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        do_sample=True,
+        top_k=0,
+        max_new_tokens=N_RESPONSE,
+        pad_token_id=student.config.pad_token_id,
+    ).numpy()
     sequences = []
-    for prompt in prompts:
-        tokens = torch.from_numpy(prompt.astype(np.int64))
-        for _ in range(N_RESPONSE):
-            with torch.inference_mode():
-                probabilities = student(input_ids=tokens[None]).logits[0, -1].softmax(-1)
-            token = torch.multinomial(probabilities, 1, generator=generator)
-            tokens = torch.cat([tokens, token])
-            if int(token) == student.config.eos_token_id:
-                break
-        sequences.append(TokenSequence(tokens.numpy().astype(np.int32), len(prompt)))
+    for tokens in whole.astype(np.int32):
+        ends = np.flatnonzero(tokens[prompts.shape[1] :] == student.config.eos_token_id)
+        n_response = int(ends[0]) + 1 if len(ends) else N_RESPONSE
+        sequences.append(TokenSequence(tokens[: prompts.shape[1] + n_response], prompts.shape[1]))
     return sequences
 
 
@@ -132,51 +139,54 @@ def whole(engine: HfEngine, sequences: Sequence[TokenSequence]) -> tuple[TokenTa
     return targets_of(sequences, hidden=hidden), head
 
 
-def measure(models: Path, k: int, n_prompts: int, seed: int) -> dict[str, dict[str, list[float]]]:
-    """Return loss -> name of a list -> relative squared error of the gradient in each of `BINS`, and `rows`, `kl`."""
+class Errors(NamedTuple):
+    """By bin of KL."""
+
+    n_rows: list[int]
+    relative: dict[tuple[int, str, str], list[float]]  # (K, loss, list): relative squared error of the gradient
+
+
+def measure(models: Path, ks: Sequence[int], n_prompts: int, seed: int) -> Errors:
+    """Return the errors of all lists on the responses of one seed."""
     student = AutoModelForCausalLM.from_pretrained(models / "student", dtype=torch.float32).eval()
     engine = HfEngine(str(models / "teacher"), dtype="float32", device="cpu", max_tokens=256)
     tokenizer = AutoTokenizer.from_pretrained(models / "student")
-    rows = [json.loads(line)["prompt"] for line in (models / "train.jsonl").read_text().splitlines()]
-    chosen = np.random.default_rng(seed).permutation(len(rows))[:n_prompts]
-    prompts = [np.array(tokenizer(rows[i])["input_ids"], np.int32) for i in chosen]
-    sequences = sample(student, prompts, seed)
+    texts = [json.loads(line)["prompt"] for line in (models / "train.jsonl").read_text().splitlines()]
+    chosen = np.random.default_rng(seed).permutation(len(texts))[:n_prompts]
+    sequences = sample(student, np.array(tokenizer([texts[i] for i in chosen])["input_ids"]), seed)
     logits = student_logits(student, sequences)
     exact_targets, head = whole(engine, sequences)
     _, kl = gradients("reverse_kl", logits, exact_targets, head)
     top = logits.argsort(dim=1, descending=True).numpy().astype(np.int32)
-    inside = [((kl >= low) & (kl < high)) for low, high in BINS]
-    found: dict[str, dict[str, list[float]]] = {
-        "all": {
-            "rows": [float(each.sum()) for each in inside],
-            "kl": [float(kl[each].mean()) if each.any() else float("nan") for each in inside],
-        }
-    }
-    for loss in LOSSES:
-        exact, _ = gradients(loss, logits, exact_targets, head)
-        found[loss] = {}
+    inside = [(kl >= low) & (kl < high) for low, high in BINS]
+    found = Errors([int(each.sum()) for each in inside], {})
+    exact = {loss: gradients(loss, logits, exact_targets, head)[0] for loss in LOSSES}
+    for k in ks:
         for support in supports(k):
-            got, _ = gradients(loss, logits, listed(engine, sequences, top, support), None)
-            error, size = (got - exact).square().sum(1), exact.square().sum(1)
-            found[loss][support.name] = [float(error[each].sum() / size[each].sum()) for each in inside]
+            targets = listed(engine, sequences, top, support)
+            for loss in LOSSES:
+                error = (gradients(loss, logits, targets, None)[0] - exact[loss]).square().sum(1)
+                size = exact[loss].square().sum(1)
+                of_bins = [float(error[each].sum() / size[each].sum()) for each in inside]
+                found.relative[k, loss, support.name] = of_bins
     return found
 
 
 def errors(models: Path, ks: Sequence[int], n_prompts: int, seeds: int) -> Part:
     """Return the errors by KL, and the union's at KL >= 2 relative to the teacher's list of as many bytes."""
     figures, tables = [], []
+    runs = [measure(models, ks, n_prompts, seed) for seed in range(seeds)]
     for k in ks:
-        runs = [measure(models, k, n_prompts, seed) for seed in range(seeds)]
         names = [support.name for support in supports(k)]
         for loss in LOSSES:
             rows: list[list[str | float]] = []
             for i, (low, high) in enumerate(BINS):
-                by_name = {name: [run[loss][name][i] for run in runs] for name in names}
+                by_name = {name: [run.relative[k, loss, name][i] for run in runs] for name in names}
                 ratios = [u / t for u, t in zip(by_name["union"], by_name[names[0]], strict=True)]
                 rows.append(
                     [
                         f"{low:g} to {high:g}",
-                        sum(run["all"]["rows"][i] for run in runs),
+                        sum(run.n_rows[i] for run in runs),
                         *(float(f"{median(values):.3g}") for values in by_name.values()),
                         float(f"{median(ratios):.3g}"),
                         f"{min(ratios):.3g} to {max(ratios):.3g}",
