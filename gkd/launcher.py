@@ -145,7 +145,7 @@ def _start(
     helpers |= {_endpoint_name(i, REWARD): e for i, e in enumerate(judges)}
     startup.expect(list(helpers))
     gather({name: e.is_up.remote() for name, e in helpers.items()}, "start", startup.left_s())
-    if config.teacher.signal == "hidden" and not is_local:
+    if config.teacher.signal == "hidden" and plan.derived.has_teacher_server:
         heads = teacher_heads(endpoints, actor.last_stage_nodes(startup.left_s()), startup.left_s())
         actor.set_teacher_head(heads, startup.left_s())
     sync = WeightSync(actor.exporters(), rollout_workers, config, plan.device, startup.left_s())
@@ -164,8 +164,10 @@ def _start(
     clocks = measure_clocks(places.rows, workers, actor.last_stage_ranks(), startup.left_s())
     timeout_s = config.trainer.stage_timeout_s
     reference = ReferencePool(actor.workers, endpoints, config) if plan.derived.loss.has_reference else NoReference()
-    if is_local:
-        local = LocalScoring(actor.workers, endpoints, timeout_s)
+    if not plan.derived.has_teacher_server:
+        local = LocalScoring(lambda: actor.workers, endpoints, timeout_s)
+        if not is_local:
+            local = LocalScoring(rollout.up, endpoints, timeout_s, of="rollout engine")
         roles = Roles(actor, rollout, local, pushes, reference, clocks=clocks)
     else:
         throttled = [info.n_streams for info in plan.teachers if throttle_warning(config.teacher, info)]
@@ -257,7 +259,7 @@ def _endpoints(config: Config, plan: Plan, actor: ActorPool, slots: Pool) -> lis
     # the end of a chunk. A stream's chunks are the samples of one prompt.
     n_in_flight = sum(window.n_connections * window.n_per_connection for window in windows)
     n_threads = -(-n_in_flight // CHUNK_SIZE) + 1
-    if plan.derived.is_local_teacher:
+    if not plan.derived.has_teacher_server:
         return spawn_endpoints(actor, slots, plan.device, RecordingEndpoint, config)
     args = config, plan.n_vocab, [info.fingerprint for info in plan.teachers], windows
     return spawn_endpoints(actor, slots, plan.device, ScoringEndpoint, *args, n_threads=n_threads)

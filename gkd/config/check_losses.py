@@ -92,24 +92,50 @@ _OF_LOCAL = ("path", "fsdp_cpu_offload", "update_interval", "update_ema")
 def check_backend(config: Config, derived: Derived) -> None:
     """Check that the teacher's keys belong to its backend, and that a local teacher can work."""
     teacher, default, is_local = config.teacher, TeacherConfig(), derived.is_local_teacher
-    for name in _OF_SERVER if is_local else _OF_LOCAL:
+    unused = [(name, "zmq") for name in _OF_SERVER if not derived.has_teacher_server]
+    unused += [(name, "local") for name in _OF_LOCAL if not is_local]
+    for name, other in unused:
         value = getattr(teacher, name)
         if value != getattr(default, name):
-            other = "zmq" if is_local else "local"
             problem = f"only teacher.backend={other} uses this key, and it is {teacher.backend}."
             raise ConfigError(f"teacher.{name}", value, problem, f"remove it, or set teacher.backend={other}.")
-    if not is_local:
+    if derived.has_teacher_server:
         return
-    if not teacher.path:
+    if is_local and not teacher.path:
         raise ConfigError("teacher.path", "", "teacher.backend=local needs a model.", "give its folder, or use zmq.")
     if config.trainer.scheduler != "sync" and not config.trainer.replay:
+        busy = "actor's ranks train" if is_local else "engines generate"
         raise ConfigError(
             "trainer.scheduler",
             config.trainer.scheduler,
-            "with teacher.backend=local the actor's ranks train and score, so scoring cannot overlap with training.",
+            f"with teacher.backend={teacher.backend} the {busy} and score, so these cannot overlap.",
             "use sync, or teacher.backend=zmq.",
         )
+    if not is_local:
+        _check_rollout_teacher(config)
     _check_ema("teacher", teacher)
+
+
+def _check_rollout_teacher(config: Config) -> None:
+    """Check that the rollout engines can score with the student's weights, and that there is something to learn."""
+    teacher, backend = config.teacher, ("teacher.backend", "rollout")
+    if not (teacher.prompt_template or config.data.teacher_prompt_key):
+        problem = "the teacher is the student itself, and with the same prompt there is nothing to learn."
+        raise ConfigError(*backend, problem, "set teacher.prompt_template or data.teacher_prompt_key.")
+    if config.trainer.colocate:
+        problem = "with trainer.colocate the engines sleep while the batch is scored."
+        raise ConfigError(*backend, problem, "use local with teacher.update_interval=1, or trainer.colocate=false.")
+    if config.distill.support != "teacher":
+        problem = "with teacher.backend=rollout vLLM returns the teacher's most probable ids, and no others."
+        raise ConfigError("distill.support", config.distill.support, problem, "use teacher.")
+    for name, works, fix in (
+        ("signal", teacher.signal in ("topk", "sampled"), "use topk or sampled."),
+        ("temperature", teacher.temperature == 1.0, "use 1.0."),
+        ("mass", teacher.mass == 0.0, "use 0."),
+    ):
+        if not works:
+            problem = "with teacher.backend=rollout vLLM returns top-k lists of one length at temperature 1."
+            raise ConfigError(f"teacher.{name}", getattr(teacher, name), problem, fix)
 
 
 def check_token_weights(config: Config, derived: Derived) -> None:

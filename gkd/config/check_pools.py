@@ -170,7 +170,7 @@ def check_sizes(config: Config, derived: Derived) -> None:
             f"use 0 or at least {longest}.",
         )
     patience = config.teacher.outage_budget_s + config.teacher.request_timeout_s
-    if not derived.is_local_teacher and t.stage_timeout_s <= patience:
+    if derived.has_teacher_server and t.stage_timeout_s <= patience:
         raise ConfigError(
             "trainer.stage_timeout_s",
             t.stage_timeout_s,

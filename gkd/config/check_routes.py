@@ -31,8 +31,8 @@ def check_routes(config: Config, derived: Derived) -> None:
         problem = "it is not one of teacher.routes."
         raise ConfigError("teacher.default_route", teacher.default_route, problem, f"use one of {names}.")
     _check_shares(config, names)
-    if derived.is_local_teacher:
-        problem = "a model on the actor's ranks is the only teacher."
+    if not derived.has_teacher_server:
+        problem = f"with teacher.backend={teacher.backend} there is one teacher."
         raise ConfigError("teacher.routes", names, problem, "remove them, or set teacher.backend=zmq.")
     if derived.loss.has_reference and derived.loss.has_temperatures:
         problem = "the reference computes at teacher.temperature, and a route has another one."

@@ -26,10 +26,12 @@ class Derived:
     max_staleness: int  # steps between the oldest weights of a sequence and the step that trains on it
     max_sequence_length: int  # tokens of prompt and response
     max_teacher_length: int  # tokens of the teacher's prompt, which may be longer, and response
+    max_engine_length: int  # tokens of a sequence in the rollout engines; if they are the teacher, with one to generate
     world_size: int  # actor ranks, on all nodes
     dp_size: int  # data-parallel groups of the actor
     n_engines: int  # vLLM engines, on all nodes
     n_gpus: int  # GPUs of both pools, on all nodes; colocated ones count once
+    has_teacher_server: bool
     is_local_teacher: bool  # the actor's ranks score
     reference_is_actor: bool  # the reference is the actor with its adapters disabled
     reference_folder: str  # frozen reference model on the actor's ranks; empty: no second model
@@ -49,6 +51,8 @@ def derive(config: Config) -> Derived:
         loss = replace(loss, domains=tuple(route.name for route in routes), temperatures=temperatures)
     world_size, engine_gpus = t.n_gpus_per_node * t.nnodes, r.n_gpus_per_node * r.nnodes
     is_local_teacher = teacher.backend == "local"
+    longest = data.max_prompt_length + data.max_response_length
+    longest_of_teacher = max(data.max_prompt_length, data.max_teacher_prompt_length) + data.max_response_length
     reference_is_actor = loss.has_reference and a.lora.rank > 0 and not config.reference.path
     has_folder = loss.has_reference and not reference_is_actor
     reference_folder = (config.reference.path or config.model.path) if has_folder else ""
@@ -65,12 +69,14 @@ def derive(config: Config) -> Derived:
         signals=teacher_signals(loss, cast(Signal, teacher.signal)),
         n_student_ids={"teacher": 0, "student": teacher.topk, "union": teacher.topk // 2}[config.distill.support],
         max_staleness=staleness_bound(t),
-        max_sequence_length=data.max_prompt_length + data.max_response_length,
-        max_teacher_length=max(data.max_prompt_length, data.max_teacher_prompt_length) + data.max_response_length,
+        max_sequence_length=longest,
+        max_teacher_length=longest_of_teacher,
+        max_engine_length=longest_of_teacher + 1 if teacher.backend == "rollout" else longest,
         world_size=world_size,
         dp_size=world_size // (a.tp * a.pp),
         n_engines=engine_gpus // r.tp,
         n_gpus=world_size if t.colocate else world_size + engine_gpus,
+        has_teacher_server=teacher.backend == "zmq",
         is_local_teacher=is_local_teacher,
         reference_is_actor=reference_is_actor,
         reference_folder=reference_folder,

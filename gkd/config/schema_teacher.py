@@ -37,9 +37,10 @@ class RouteConfig:
 class TeacherConfig:
     backend: str = key(
         "zmq",
-        "zmq: a separate server, `python -m teacher_server`. local: a model on the actor's ranks (docs/memory.md); "
-        "needs trainer.scheduler=sync, the server's keys left at their defaults, and ignores both timeouts.",
-        choices=("zmq", "local"),
+        "zmq: a separate server, `python -m teacher_server`. local: a model on the actor's ranks (docs/memory.md). "
+        "rollout: the engines' student, with a prompt of its own (docs/losses.md). The last two need "
+        "trainer.scheduler=sync and no keys of the server.",
+        choices=("zmq", "local", "rollout"),
     )
     path: str = key("", "local: the teacher's model folder.", limits="required for local, else empty", resume=True)
     fsdp_cpu_offload: bool = key(

@@ -31,7 +31,7 @@ def rollout_footprint(config: Config, dims: ModelDims, sizes: Groups, *, on_cpu:
         ConfigError: naming rollout.tp: an engine cannot split the model so.
     """
     rollout, b = config.rollout, _FLOAT32 if config.model.dtype == "float32" else 2
-    tp, longest = rollout.tp, derive(config).max_sequence_length
+    tp, longest = rollout.tp, derive(config).max_engine_length
     check_engine_split(tp, (dims.n_heads,), (dims.n_kv_heads,), dims.mlp_columns)
     cache = max_sequences(config) * longest * kv_bytes_per_token(config, dims)
     # The trial pass is as large as the engine's limits, however few sequences the run has.

@@ -85,7 +85,7 @@ def worker_placements(status: ServerStatus, first_rank: int = 0) -> list[RankPla
 def teacher_rows(routes: Sequence[Route], device: str) -> tuple[list[RankPlacement], list[Finding]]:
     """Return the rows of the teacher workers, and a finding for each server without a reply.
 
-    Blocks for a few seconds per server at most. A local teacher has no workers: it runs in the actor's ranks.
+    Blocks for a few seconds per server at most. A teacher without a server has no workers.
 
     Args:
         device: of the ranks; with "cuda", details from this machine's driver are added.
@@ -97,7 +97,7 @@ def teacher_rows(routes: Sequence[Route], device: str) -> tuple[list[RankPlaceme
     found: list[Finding] = []
     servers = {(route.teacher.server_ip, route.teacher.server_port): route for route in routes}
     for route in servers.values():
-        if route.teacher.backend == "local":
+        if route.teacher.backend != "zmq":
             continue
         try:
             rows += worker_placements(ask_status(route.teacher), first_rank=len(rows))

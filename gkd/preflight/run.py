@@ -28,7 +28,7 @@ from gkd.preflight.memory import check_memory
 from gkd.preflight.replay import check_replay
 from gkd.preflight.reward import check_answers, check_functions
 from gkd.preflight.student import check_student, check_tokenizer_fits
-from gkd.preflight.teacher import check_reachable, check_teacher, request_info, warn_about_losses
+from gkd.preflight.teacher import check_reachable, check_teacher, request_info, rollout_teacher, warn_about_losses
 from gkd.run.folder import RunFolder
 from gkd.run.open import check_run_folder, open_run_folder
 from gkd.teacher.base import TeacherInfo
@@ -69,7 +69,7 @@ def preflight(config: Config) -> Plan:
     check_ray_installed()
     check_trackers_installed(config)
     check_run_folder(config)  # open_run_folder reads the checkpoint
-    if not derived.is_local_teacher:
+    if derived.has_teacher_server:
         for route in derived.routes:
             check_reachable(route)
     log.info("checking the model, the prompts and the teacher")
@@ -143,9 +143,11 @@ def preflight(config: Config) -> Plan:
 
 def find_teachers(config: Config, derived: Derived, device: str) -> tuple[TeacherInfo, ...]:
     """Return the description of the teacher of each route. Raises as `request_info`, or as `local_teacher`."""
-    if not derived.is_local_teacher:
+    if derived.has_teacher_server:
         with activities.during("waiting for the teacher's description"):
             return tuple(request_info(route) for route in derived.routes)
+    if not derived.is_local_teacher:
+        return (rollout_teacher(config, device),)
     from gkd.preflight.frozen import local_teacher  # imports torch and transformers
 
     return (local_teacher(config, device),)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import socket
+import sys
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,7 +13,10 @@ from gkd.config.derived import derive
 from gkd.config.routes import Route
 from gkd.config.schedulers import staleness_bound
 from gkd.config.schema import Config
+from gkd.data.prompts import load_tokenizer
 from gkd.errors import ConfigError, TeacherError, TeacherRefusal, TeacherUnavailable
+from gkd.hf.files import weights_digest
+from gkd.hf.model_folder import read_config_json
 from gkd.log import get_logger
 from gkd.teacher.base import TeacherInfo
 from gkd.teacher.client import ZmqTeacher
@@ -111,6 +116,31 @@ def _check_head(teacher: ZmqTeacher) -> None:
         raise
     except TeacherError as error:
         raise ConfigError("teacher.signal", "hidden", f"{error}.", "use topk or logits.") from error
+
+
+def rollout_teacher(config: Config, device: str) -> TeacherInfo:
+    """Return the description of the student as the teacher on the rollout engines, as a server would."""
+    path, derived = config.model.path, derive(config)
+    config_json = read_config_json(path, "model.path")
+    text = config_json.get("text_config", config_json)
+    tokenizer = load_tokenizer(path, "model.path", trust_remote_code=config.model.trust_remote_code)
+    return TeacherInfo(
+        teacher="",
+        model_name=Path(path).resolve().name,
+        model_path=str(Path(path).resolve()),
+        fingerprint=weights_digest(Path(path)),
+        vocab_size=text["vocab_size"],
+        hidden_size=text["hidden_size"],
+        tokenizer_fingerprint=tokenizer_fingerprint(tokenizer.get_vocab()),
+        # One token more is generated.
+        max_tokens=text.get("max_position_embeddings", sys.maxsize) - 1,
+        n_workers=derived.n_engines,
+        n_streams=1,
+        engine="vllm",
+        device=device,
+        dtype=config.model.dtype,
+        protocol_version=0,
+    )
 
 
 def check_teacher(config: Config, route: Route, teacher: TeacherInfo, tokenizer: Any, student_vocab: int) -> int:

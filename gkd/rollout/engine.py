@@ -71,7 +71,7 @@ class RolloutEngine:
             enable_sleep_mode=enable_sleep_mode,
             lora=lora,
         )
-        self._request_options = {} if lora is None else {"lora_request": adapter_request()}
+        self.request_options: dict[str, Any] = {} if lora is None else {"lora_request": adapter_request()}
         self._sleep_state = SleepState(self._call_workers, enabled=enable_sleep_mode)
 
     def generate(
@@ -129,7 +129,7 @@ class RolloutEngine:
                 params = vllm_params(sampling, sample_index, self._eos_ids)
                 tokens = {"type": "token", "prompt_token_ids": prompt.token_ids.tolist()}
                 try:
-                    engine_id = self.llm.llm_engine.add_request(request_id, tokens, params, **self._request_options)
+                    engine_id = self.llm.llm_engine.add_request(request_id, tokens, params, **self.request_options)
                 except (ValueError, VLLMValidationError) as error:
                     raise DataError(f"the rollout engine refused prompt {prompt.prompt_id}: {error}") from error
                 self._running[request_id] = Request(owner, prompt, sample_index, engine_id, sampling.n_top_ids)

@@ -89,6 +89,10 @@ class RolloutPool:
                 job.close()
             self._generate_s += time.monotonic() - began_s
 
+    def up(self) -> list[Any]:
+        """Return the engines' processes, without those that are being restarted; waits for one. Raises RankTimeout."""
+        return list(self.engines.wait_up(self._config.trainer.init_timeout_s).values())
+
     def open_stream(self, *, n: int, temperature: float, seed: int) -> JobStream:
         """Open a stream on every engine. Raises ClusterError: a stream is open, or an engine timed out."""
         if self._stream is not None and not self._stream.closed:

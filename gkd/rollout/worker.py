@@ -34,6 +34,7 @@ from gkd.rollout.engine_loop import EngineLoop
 from gkd.rollout.engine_start import ENGINE_PHASES
 from gkd.rollout.engine_states import EngineStates, tags_of
 from gkd.rollout.sampling import Job, Sampling
+from gkd.rollout.self_scoring import SelfScoring
 from gkd.rollout.sleep_state import WEIGHTS
 from gkd.rollout.watch import Pulse
 from gkd.types import Prompt, Rollout
@@ -48,7 +49,7 @@ STREAM, ADMIT = "stream", "admit"
 CONCURRENCY_GROUPS = (STREAM, ADMIT, WATCH)
 
 
-class RolloutWorker:
+class RolloutWorker(SelfScoring):
     """One rollout engine. Ray runs all methods outside of `CONCURRENCY_GROUPS` in one thread, one at a time.
 
     While a stream is open, only the `stream` thread uses the engine and executes the other methods' calls. Methods that
@@ -98,7 +99,7 @@ class RolloutWorker:
                     config.model.path,
                     config.rollout,
                     dtype=config.model.dtype,
-                    max_model_len=derived.max_sequence_length,
+                    max_model_len=derived.max_engine_length,
                     device=device,
                     eos_ids=eos_ids,
                     trust_remote_code=config.model.trust_remote_code,
@@ -284,8 +285,7 @@ class RolloutWorker:
     def _diagnosed(self, phase: str) -> AbstractContextManager[None]:
         """Explain out-of-memory errors raised in this context.
 
-        Use it only around engine calls, not around a wait for the stream: the stream's error is raised in all waiting
-        calls and must be explained once.
+        Only around engine calls: the stream's error is raised in all waiting calls and must be explained once.
         """
         return diagnosed(
             self._run_dir / "memory",

@@ -53,7 +53,7 @@ class Closing:
         trainer, rollout = self._config.trainer, self._config.rollout
         run = shlex.quote(str(self._root))
         commands = [f"vllm serve {shlex.quote(str(self._root / EXPORT))}", f"python -m gkd.tools.report {run}"]
-        if trainer.colocate or self._config.teacher.backend == "local":
+        if trainer.colocate or self._config.teacher.backend != "zmq":
             return [*commands, f"python -m gkd.tools.memory --config {run}/config.yaml"]
         n_gpus = trainer.nnodes * trainer.n_gpus_per_node + rollout.nnodes * rollout.n_gpus_per_node
         return [*commands, f"python -m gkd.tools.split --run {run} --gpus {n_gpus} --teacher-elsewhere"]

@@ -71,8 +71,8 @@ def check_same_teacher(file: Path, teacher: Mapping[str, Any], now: Config) -> N
         if fingerprint == new["fingerprint"]:
             continue
         key, fix = route.key("server_port"), "start the server with the old model to resume"
-        if derived.is_local_teacher:
-            key, fix = "teacher.path", "name the old model to resume"
+        if not derived.has_teacher_server:
+            key, fix = "teacher.path" if derived.is_local_teacher else "model.path", "name the old model to resume"
         raise ConfigError(
             key,
             now.teacher.path or route.teacher.server_port,

@@ -155,7 +155,7 @@ def replayed(case: Case) -> TrainStats:
             if has_reference:
                 actor.init_reference(timeout_s)
             endpoints = spawn_endpoints(actor, slots, device, RecordingEndpoint, config)
-            scoring: ScoringRole = LocalScoring(workers, endpoints, config.trainer.stage_timeout_s)
+            scoring: ScoringRole = LocalScoring(lambda: workers, endpoints, config.trainer.stage_timeout_s)
             with_reference = check_config(config).loss.has_reference
             reference = ReferencePool(workers, endpoints, config) if with_reference else NoReference()
             scoring = _judged(scoring, config, partial(spawn_endpoints, actor, slots, device, name=REWARD, n_cpus=0.0))

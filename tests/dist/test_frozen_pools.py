@@ -126,7 +126,7 @@ def test_dataset_responses_are_not_computed(reference: ReferencePool) -> None:
 
 def test_local_scores_reach_their_sequences(actor: Actor, endpoints: list[Any]) -> None:
     """Fails if scores reach other sequences when a chunk is split over the ranks, or a chunk is scored twice."""
-    scoring = LocalScoring(actor.workers, endpoints, timeout_s=60.0)
+    scoring = LocalScoring(lambda: actor.workers, endpoints, timeout_s=60.0)
     first, second = (chunk.rollouts for chunk in batch())
     rollouts = [ray.get(chunk.ref) for chunk in (first, second)]
     expected = ray.get([chunk.ref for chunk in scoring.collect([scoring.submit(first), scoring.submit(second)])])

@@ -112,3 +112,19 @@ def test_a_run_with_a_local_teacher_resumes_and_replays_bit_exactly(lab: Lab) ->
     assert again == {step: first[step] for step in (3, 4)}
     replayed = train(lab, "replayed", "actor.strategy=fsdp2", f"trainer.replay={whole / 'batches'}")
     assert losses(replayed) == first
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("overrides", [(), ("distill.losses=[{name: jsd}, {name: k1}]", "rollout.n_gpus_per_node=2")])
+def test_the_engines_score_like_a_teacher_that_follows_the_student(lab: Lab, overrides: tuple[str, ...]) -> None:
+    """If it fails, the engines score after another prompt, with the weights of another step, or other sequences."""
+    settings = ("teacher.prompt_template=w3 w5 {prompt}", "data.max_teacher_prompt_length=14", "eval.every=2")
+    settings = (*settings, "eval.max_prompts=4", "eval.metric=none", *overrides)
+    name = f"live{len(overrides)}"
+    of_student = train(lab, name, *settings, f"teacher.path={lab.student}", "teacher.update_interval=1")
+    run_dir = lab.root / f"{name}_rollout"
+    done = lab.train_run(run_dir, UNUSED_PORT, "teacher.backend=rollout", *settings)
+    assert done.returncode == 0, done.stderr[-4000:]
+    found, expected = losses(run_dir), losses(of_student)
+    assert found.keys() == expected.keys() == {1, 2, 3, 4} and min(expected.values()) > 1e-3
+    assert max(abs(found[step] - loss) for step, loss in expected.items()) <= 10 * TOLERANCE, (found, expected)

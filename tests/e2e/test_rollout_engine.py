@@ -20,6 +20,7 @@ from tests.e2e.conftest import EOS, VOCAB, Lab
 pytestmark = pytest.mark.e2e
 N_PROMPTS, N_SAMPLES = 6, 2
 N_TOP = 25  # more than vLLM allows by default
+N_LISTED = 5  # of the teacher's most probable tokens
 
 
 def _prompts() -> list[Prompt]:
@@ -39,6 +40,7 @@ def _probe(student: Path) -> dict[Any, Any]:
     from gkd.errors import GkdError
     from gkd.rollout.engine import RolloutEngine
     from gkd.rollout.sampling import Sampling
+    from gkd.rollout.self_scoring import prompt_logprobs
     from gkd.weight_sync.buckets import TensorSpec, differing, layout, plan_buckets
     from gkd.weight_sync.group import GroupSpec, TransferGroup
     from gkd.weight_sync.segment import Segment
@@ -98,6 +100,19 @@ def _probe(student: Path) -> dict[Any, Any]:
             result.setdefault("rows", []).append(logprobs[first - 1 : -1].numpy())
             expected.append(logprobs[first - 1 : -1].gather(-1, tokens[first:, None])[:, 0].numpy())
     result["expected_logprobs"], result["largest"] = expected, top
+
+    other = [replace(rollout, prompt_ids=rollout.prompt_ids[::-1].copy()) for rollout in together]
+    result["scored"] = prompt_logprobs(engine.llm, other, N_LISTED, engine.request_options)
+    result["sampled_alone"] = prompt_logprobs(engine.llm, other[3:4], 0, engine.request_options)
+    result["after_scoring"] = sorted(engine.generate(prompts, sampling), key=lambda r: r.sample_index)
+    result["expected_scores"] = []
+    with torch.no_grad():
+        for rollout in other:
+            tokens = torch.from_numpy(np.concatenate([rollout.prompt_ids, rollout.response_ids])).long()
+            first = len(rollout.prompt_ids)
+            logprobs = model(tokens[None]).logits[0, first - 1 : -1].log_softmax(-1)
+            ids = torch.cat([tokens[first:, None], logprobs.topk(N_LISTED).indices], dim=1)
+            result["expected_scores"].append((ids.numpy(), logprobs.gather(-1, ids).numpy()))
 
     def message(call: Any) -> str:
         try:
@@ -185,6 +200,18 @@ def test_top_ids_are_those_of_the_position_and_change_nothing_else(probe: dict[s
         assert all(len(set(row)) == N_TOP for row in mixed.top_ids)
         values = np.take_along_axis(probe["rows"][i], mixed.top_ids.astype(np.int64), 1)
         np.testing.assert_allclose(values, probe["largest"][i], atol=1e-3)
+
+
+def test_scores_of_the_engine_are_those_of_its_model(probe: dict[str, Any]) -> None:
+    """Fails if the engine as the teacher scores another position, prompt or temperature, or leaves requests behind."""
+    for (ids, logprobs), (expected_ids, expected) in zip(probe["scored"], probe["expected_scores"], strict=True):
+        np.testing.assert_array_equal(ids, expected_ids)
+        np.testing.assert_allclose(logprobs, expected, atol=1e-4)
+    (ids, logprobs), (all_ids, all_logprobs) = probe["sampled_alone"][0], probe["scored"][3]
+    np.testing.assert_array_equal(ids, all_ids[:, :1])
+    np.testing.assert_allclose(logprobs, all_logprobs[:, :1], atol=1e-5)
+    for before, after in zip(probe["together"], probe["after_scoring"], strict=True):
+        np.testing.assert_array_equal(before.response_ids, after.response_ids)
 
 
 def test_a_sample_does_not_depend_on_concurrent_sequences(probe: dict[str, Any]) -> None:

@@ -37,7 +37,7 @@ def test_chunks_with_scores_are_not_scored_again() -> None:
     """Fails if a batch that was scored before a resume, or in the run that is replayed, is scored again."""
     n_tokens = np.array([1, 2], np.int32)
     chunk = RolloutChunk(0, None, 2, 0, 0, 0, 0, sample_index=np.arange(2, dtype=np.int32), n_tokens=n_tokens)
-    scoring = LocalScoring([], [], timeout_s=1.0)
+    scoring = LocalScoring(list, [], timeout_s=1.0)
     pending = scoring.submit(chunk)
     assert (pending.ref, pending.summary) == (None, None)
     restored = replace(pending, ref="scores", summary="summary")

@@ -27,20 +27,28 @@ from gkd.handles import PendingScores, Recording, RolloutChunk, ScoredChunk
 from gkd.metrics.pools import REFERENCE_S
 from gkd.teacher.scoring import RECORDS, RecordedScoring
 
+ACTOR_RANK = "actor rank"
+
 # The training step follows immediately, so the actor's weights stay on the device.
 _WITHOUT_ADAPTERS: Mapping[str, Any] = {"disable_adapter": True, "is_offload_states": False}
 
 
 class LocalScoring(RecordedScoring):
-    """Implement `gkd.roles.ScoringRole` over the actor's workers, in rank order, and endpoints without a teacher.
+    """Implement `gkd.roles.ScoringRole` over processes that score complete batches, and endpoints without a teacher.
 
-    `collect` and `record` may call the actor. On shared GPUs, call them in the training phase
+    `collect` and `record` may call these processes. On shared GPUs, call them in the training phase
     (`gkd.pipeline.colocation`).
+
+    Args:
+        workers: returns the processes with a method `score`: the actor's in rank order, or rollout engines.
+        of: what they are, for errors.
     """
 
-    def __init__(self, workers: Sequence[Any], endpoints: Sequence[Any], timeout_s: float) -> None:
+    def __init__(
+        self, workers: Callable[[], Sequence[Any]], endpoints: Sequence[Any], timeout_s: float, of: str = ACTOR_RANK
+    ) -> None:
         super().__init__(endpoints, timeout_s)
-        self._workers = list(workers)
+        self._workers, self._of = workers, of
 
     def submit(self, chunk: RolloutChunk) -> PendingScores:
         """Return a chunk without handles: it is scored when it is collected."""
@@ -66,7 +74,7 @@ class LocalScoring(RecordedScoring):
     def _score(self, chunks: Sequence[RolloutChunk]) -> list[PendingScores]:
         if not chunks:
             return []
-        calls, results = call_scattered(self._workers, "score", chunks)
+        calls, results = call_scattered(self._workers(), "score", chunks, of=self._of)
         gather(calls, "teacher scoring", self._timeout_s)
         scored = []
         for chunk, parts in zip(chunks, results, strict=True):
@@ -171,6 +179,7 @@ def call_scattered(
     chunks: Sequence[RolloutChunk],
     *,
     groups: Sequence[Sequence[int]] | None = None,
+    of: str = ACTOR_RANK,
     **options: Any,
 ) -> tuple[dict[str, Any], list[PartialResults]]:
     """Start one collective call on the actor's ranks; returns at once.
@@ -179,6 +188,7 @@ def call_scattered(
         method: of `ActorWorker`; called with the sequence_indices of each chunk and the chunks' rollouts. It returns
             a value for the whole call, and then a list of results for each chunk.
         groups: ranks that compute the same sequences together and return the same. None: each rank computes its own.
+        of: what the workers are, for errors.
         options: keyword arguments of the call.
 
     Returns:
@@ -194,7 +204,7 @@ def call_scattered(
         for rank in ranks:
             call = getattr(workers[rank], method).options(num_returns=1 + len(parts))
             returned = call.remote(sequence_indices, *rollouts, **options)
-            calls[f"actor rank {rank}"], *refs = returned if parts else [returned]
+            calls[f"{of} {rank}"], *refs = returned if parts else [returned]
         # Those of the group's last rank; the others' are freed.
         for part, ref in zip(parts, refs, strict=True):
             results[part.chunk_index].sequence_indices.append(part.sequence_indices)

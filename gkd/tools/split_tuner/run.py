@@ -63,11 +63,11 @@ def check_plannable(config: Config) -> None:
     """Check that the roles have separate GPUs. Raises ConfigError: they share some."""
     shared = {
         "trainer.colocate": (config.trainer.colocate, "actor and engines share their GPUs."),
-        "teacher.backend": (derive(config).is_local_teacher, "the teacher is on the actor's GPUs."),
+        "teacher.backend": (not derive(config).has_teacher_server, "the teacher is on the GPUs of another role."),
     }
     for key, (is_shared, problem) in shared.items():
         if is_shared:
-            value = "local" if key == "teacher.backend" else True
+            value = config.teacher.backend if key == "teacher.backend" else True
             raise ConfigError(key, value, problem, "use a run whose three roles have separate GPUs.")
 
 

@@ -1,0 +1,59 @@
+"""Settings of teacher.backend: rollout, the engines' student as the teacher: what is refused, and what follows."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from gkd.config.check import check_config
+from gkd.config.load import load_config
+from gkd.errors import ConfigError
+from gkd.rollout.self_scoring import _teacher_scores
+
+MINIMAL = ["data.train_files=[a.jsonl]", "model.path=m", "trainer.run_dir=r", "teacher.backend=rollout"]
+OWN_PROMPT = ["teacher.prompt_template=Be brief. {prompt}"]
+
+
+@pytest.mark.parametrize(
+    ("key", "overrides"),
+    [
+        ("teacher.backend", []),
+        ("teacher.backend", [*OWN_PROMPT, "trainer.colocate=true", "rollout.n_gpus_per_node=1"]),
+        ("trainer.scheduler", [*OWN_PROMPT, "trainer.scheduler=one_step_off"]),
+        ("teacher.signal", [*OWN_PROMPT, "teacher.signal=hidden"]),
+        ("teacher.temperature", [*OWN_PROMPT, "teacher.temperature=0.7"]),
+        ("teacher.mass", [*OWN_PROMPT, "teacher.mass=0.9"]),
+        ("distill.support", [*OWN_PROMPT, "distill.support=union"]),
+        ("teacher.path", [*OWN_PROMPT, "teacher.path=t"]),
+        ("teacher.update_interval", [*OWN_PROMPT, "teacher.update_interval=1"]),
+        ("teacher.server_port", [*OWN_PROMPT, "teacher.server_port=1"]),
+        ("teacher.routes", [*OWN_PROMPT, "teacher.routes={a: {}}", "data.teacher_key=domain"]),
+    ],
+)
+def test_settings_that_the_engines_cannot_follow_are_refused(key: str, overrides: list[str]) -> None:
+    """Fails if a key without effect is accepted, or scores would be those of another distribution."""
+    with pytest.raises(ConfigError) as caught:
+        check_config(load_config(None, [*MINIMAL, *overrides]))
+    assert caught.value.key == key
+
+
+def test_engines_have_room_for_the_teachers_prompt() -> None:
+    """Fails if a sequence that the settings allow is longer than the engine, which generates one token after it."""
+    lengths = ["data.max_prompt_length=10", "data.max_response_length=5", "data.max_teacher_prompt_length=20"]
+    derived = check_config(load_config(None, [*MINIMAL, *OWN_PROMPT, *lengths]))
+    assert (derived.max_engine_length, derived.has_teacher_server, derived.is_local_teacher) == (26, False, False)
+    served = [*MINIMAL[:-1], *OWN_PROMPT, *lengths]
+    assert check_config(load_config(None, served)).max_engine_length == 15
+
+
+def test_scores_of_the_sampled_token_and_of_the_list_are_separate() -> None:
+    """Fails if the sampled token, which the engine returns first, is taken for an entry of the list."""
+    ids, probs = np.array([[7, 1, 2], [3, 3, 9]], np.int32), np.array([[0.1, 0.5, 0.25], [0.5, 0.5, 0.5]])
+    scores = _teacher_scores(ids, np.log(probs).astype(np.float32), with_sampled=True)
+    assert scores.topk is not None and scores.sampled_logprobs is not None
+    assert scores.topk.topk_ids.tolist() == [[1, 2], [3, 9]]
+    np.testing.assert_allclose(scores.topk.tail_mass, [0.25, 0.0], atol=1e-6)
+    np.testing.assert_allclose(np.exp(scores.sampled_logprobs), [0.1, 0.5], rtol=1e-6)
+    alone = _teacher_scores(ids[:, :1], np.log(probs[:, :1]).astype(np.float32), with_sampled=True)
+    assert alone.topk is None and alone.sampled_logprobs is not None
+    assert _teacher_scores(ids, np.log(probs).astype(np.float32), with_sampled=False).sampled_logprobs is None
