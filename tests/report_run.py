@@ -20,7 +20,7 @@ from tokenizers.models import WordLevel
 from gkd.cluster.gpu_table import GpuInfo, GpuMap, PoolNeed, RankPlacement
 from gkd.config.load import load_config, save_config
 from gkd.handles import Sample, TokenRecord
-from gkd.metrics.catalog import NUMBER, PLACEHOLDERS
+from gkd.metrics.catalog import PLACEHOLDERS
 from gkd.metrics.catalog_learning import LEARNING
 from gkd.metrics.catalog_system import SYSTEM
 from gkd.metrics.writer import MetricsWriter
@@ -89,9 +89,12 @@ def _keys(loss: str, n_ranks: int) -> list[str]:
         "call": (),
         "age": ("0", "1"),
         "rank": tuple(map(str, range(n_ranks))),
+        "k": ("1", "4"),
+        "function": ("exact_match", "length"),
+        "route": ("code", "math"),
     }
     values = {name: chosen.get(name, all_) for name, all_ in PLACEHOLDERS.items()}
-    assert NUMBER not in values.values()
+    assert not any(isinstance(options, str) for options in values.values()), "a pattern"
     keys = [row.key for rows in (LEARNING | SYSTEM).values() for row in rows if row.key != "time/unix_s"]
     for name, options in values.items():
         keys = [key.replace(f"<{name}>", str(option)) for key in keys for option in _options(key, name, options)]

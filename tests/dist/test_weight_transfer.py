@@ -207,4 +207,4 @@ def _orphaned(rank: int, world_size: int, port: int) -> tuple[str, str]:
 def test_a_killed_sender_is_an_error_of_the_receivers() -> None:
     """Fails if an engine waits for the time-out of a bucket when the actor's rank has died."""
     _, (kind, _) = run_gloo(_orphaned, 2, free_port(), timeout_s=25.0)
-    assert kind == "TransferCutOff"
+    assert kind in {"TransferCutOff", "WeightSyncError"}  # the second if it dies while the engine joins
