@@ -283,7 +283,8 @@ class Roles:
         remark: warning about a setting that slows every step down, for the steps' log lines; may be empty.
         teacher_health: returns what is known of the teacher server, within seconds, in any thread; None: nothing.
         diagnose_hang: returns the error with a report of which ranks hang where.
-        judge: scores and judges held-out responses; None: `scoring`, and the engines compare greedy responses.
+        judge: scores and judges held-out responses; None: the engines compare greedy responses.
+        evaluation: scores held-out responses if there is no judge; None: `scoring`.
         clocks: of the processes on other hosts than the driver's, by the names in `ProcessSpans`.
     """
 
@@ -297,3 +298,4 @@ class Roles:
     diagnose_hang: Callable[[RankTimeout], RankTimeout] = lambda error: error
     clocks: Mapping[str, HostClock] = field(default_factory=dict)
     judge: JudgeRole | None = None
+    evaluation: ScoringRole | None = None

@@ -46,7 +46,7 @@ class Evaluator:
             evaluated: called with the step and the numbers of each evaluation.
         """
         self._config, self._roles, self._folder = config.eval, roles, folder
-        self._scoring = roles.judge or roles.scoring
+        self._scoring = roles.judge or roles.evaluation or roles.scoring
         self._routes = routes_of(config)
         self._gpus, self._metrics, self._evaluated = gpus, metrics, evaluated
         self._prompts = list(prompts)[: config.eval.max_prompts or None]

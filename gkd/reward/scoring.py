@@ -138,7 +138,8 @@ def with_judges(roles: Roles, config: Config, derived: Derived, endpoints: Seque
     """Return the roles with the judging that the settings require."""
     scoring, timeout_s = roles.scoring, config.trainer.stage_timeout_s
     if derived.rewards:
-        roles = replace(roles, scoring=judged_training(scoring, config, derived, endpoints))
+        # Held-out responses answer other prompts: no reward of training, and no advantage, belongs to them.
+        roles = replace(roles, scoring=judged_training(scoring, config, derived, endpoints), evaluation=scoring)
     if derived.metrics:
         judge = JudgedScoring(scoring, endpoints, timeout_s, VALIDATION, len(derived.metrics))
         roles = replace(roles, judge=judge)

@@ -12,12 +12,13 @@ from typing import Any
 import numpy as np
 import pytest
 
+from gkd.config.derived import derive
 from gkd.data.chunks import chunk_of, part_of
-from gkd.handles import GreedyReport, PendingScores, RolloutChunk, Sample, ScoredChunk
+from gkd.handles import GreedyReport, PendingScores, RolloutChunk, Sample, ScoredChunk, TrainStats
 from gkd.metrics.writer import read_metrics
 from gkd.pipeline.evaluate import judged, pass_at_k, pass_at_numbers
 from gkd.reward.endpoint import TRAINING, VALIDATION
-from gkd.reward.scoring import JudgedScoring
+from gkd.reward.scoring import JudgedScoring, with_judges
 from gkd.types import Prompt
 from tests.metric_keys import unlisted_keys
 from tests.unit.world import PROMPTS, World, make
@@ -154,3 +155,41 @@ def test_evaluations_use_the_metric(tmp_path: Path) -> None:
     assert "greedy 4" in world.events, "all responses are judged"
     assert len([event for event in world.events if event.startswith("generate n=2 seed=2147483648")]) == 2
     assert not unlisted_keys(tmp_path / "run")
+
+
+class Advantages(World):
+    """A world that keeps the advantages of the chunks that the actor gets."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.of_training: list[Any] = []
+        self.of_evaluation: list[Any] = []
+
+    def train_step(self, batch: Sequence[ScoredChunk], meta: Any = None) -> TrainStats:
+        self.of_training += [chunk.advantages for chunk in batch]
+        return super().train_step(batch)
+
+    def evaluate(self, batch: Sequence[ScoredChunk], **settings: Any) -> TrainStats:
+        self.of_evaluation += [chunk.advantages for chunk in batch]
+        return super().evaluate(batch, **settings)
+
+
+def test_held_out_responses_get_no_reward_of_training(calls: list[Any], tmp_path: Path) -> None:
+    """Fails if evaluations of a run that trains on rewards are judged by rows of training, or get advantages."""
+    world = Advantages()
+    settings = ("trainer.total_steps=1", "eval.every=1", "eval.metric=none", "rollout.n=2", "distill.reward_weight=1")
+    settings += ("distill.advantage=none",)
+    functions = "reward.functions=[{path: length}, {path: exact_match}]"
+    trainer = make(tmp_path, world, *settings, functions, val=PROMPTS[:2])
+
+    def judge(rollouts: Any, prompts: str) -> bytes:
+        calls.append(prompts)
+        return np.array([[len(calls), 0.0], [0.0, 0.0]]).tobytes()
+
+    endpoint = SimpleNamespace(judge=SimpleNamespace(remote=judge))
+    roles = with_judges(trainer.roles, trainer.config, derive(trainer.config), [endpoint])
+    trainer = type(trainer)(trainer.config, roles, PROMPTS, PROMPTS[:2], trainer.folder, 1)
+    trainer.fit()
+    assert len(world.of_evaluation) == 4 and all(each is None for each in world.of_evaluation)
+    assert len(calls) == len(world.of_training) and set(calls) == {TRAINING}
+    assert [own.tolist() for own in world.of_training] == [[1.0, 0.0], [2.0, 0.0]]
