@@ -165,8 +165,9 @@ def _start(
     timeout_s = config.trainer.stage_timeout_s
     reference = ReferencePool(actor.workers, endpoints, config) if plan.derived.loss.has_reference else NoReference()
     if not plan.derived.has_teacher_server:
-        local = LocalScoring(lambda: actor.workers, endpoints, timeout_s)
-        if not is_local:
+        if is_local:
+            local = LocalScoring(lambda: actor.workers, endpoints, timeout_s)
+        else:
             local = LocalScoring(rollout.up, endpoints, timeout_s, of="rollout engine")
         roles = Roles(actor, rollout, local, pushes, reference, clocks=clocks)
     else:

@@ -17,7 +17,6 @@ import itertools
 import json
 import os
 import shutil
-import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
@@ -25,16 +24,15 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
-from gkd.metrics.writer import read_metrics
 from tests.bench.cpu_time import CpuTime
 from tests.bench.domain_models import DOMAINS, make
+from tests.bench.quickstart_run import train
 from tests.bench.teacher_report import machine
 from tests.service.harness import ServerProcess
 
 NORMALIZATIONS = ("token", "domain")
 SHARES = "{addition: 7, sums: 4}"  # of the prompts: 8 to 1 of the tokens
 BATCH = 132  # 84 and 48 prompts
-_LIMIT_S = 1800.0
 _COST_STEPS, _COST_FROM = 24, 4  # steps of a run of the costs, and the first one that counts
 _ROUNDS = 2
 
@@ -43,15 +41,7 @@ def run(out: Path, models: Path, settings: Sequence[str], steps: int) -> dict[st
     """Run the trainer, unless `out` has the result, and return it. Raises RuntimeError: it ended early."""
     file = out / "result.json"
     if not file.exists():
-        shutil.rmtree(out, ignore_errors=True)
-        out.mkdir(parents=True)
-        with (out / "log.txt").open("wb") as log, CpuTime() as cpu:
-            command = [sys.executable, "-m", "gkd.main_gkd", "--config", "configs/quickstart_cpu.yaml"]
-            command += [f"trainer.run_dir={out / 'run'}", f"trainer.total_steps={steps}", *settings]
-            subprocess.run(command, stdout=log, stderr=subprocess.STDOUT, timeout=_LIMIT_S, check=False)
-        lines = read_metrics(out / "run" / "metrics.jsonl") if (out / "run" / "metrics.jsonl").exists() else []
-        if not lines or lines[-1]["step"] < steps:
-            raise RuntimeError(f"{out.name}: it ended before step {steps}; see {out / 'log.txt'}")
+        lines, cpu = train(out, settings, steps)
         trained = [line for line in lines if "loss/total" in line]
         result: dict[str, Any] = {
             "domains": {

@@ -18,7 +18,6 @@ import itertools
 import json
 import os
 import shutil
-import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -27,9 +26,8 @@ from statistics import mean
 from typing import Any
 
 from gkd.errors import ModelError
-from gkd.metrics.writer import read_metrics
 from gkd.quickstart.make_models import Recipe, make_models
-from tests.bench.cpu_time import CpuTime
+from tests.bench.quickstart_run import train
 from tests.bench.teacher_report import machine
 from tests.service.harness import ServerProcess
 
@@ -40,7 +38,6 @@ GOAL_KL, GOAL_REWARD, GOAL_COST = 0.83, 0.90, 0.02
 _N_HELDOUT = 1024
 _BAND = 0.70, 0.83  # accuracy of the teacher on these
 _TEACHER_SEEDS = 6
-_LIMIT_S = 1800.0
 _FROM = 4  # first step whose costs count
 
 
@@ -75,15 +72,7 @@ def run(out: Path, settings: Sequence[str], steps: int) -> dict[str, Any]:
     """Run the trainer, unless `out` has the result, and return it. Raises RuntimeError: it ended early."""
     file = out / "result.json"
     if not file.exists():
-        shutil.rmtree(out, ignore_errors=True)
-        out.mkdir(parents=True)
-        with (out / "log.txt").open("wb") as log, CpuTime() as cpu:
-            command = [sys.executable, "-m", "gkd.main_gkd", "--config", "configs/quickstart_cpu.yaml"]
-            command += [f"trainer.run_dir={out / 'run'}", f"trainer.total_steps={steps}", *settings]
-            subprocess.run(command, stdout=log, stderr=subprocess.STDOUT, timeout=_LIMIT_S, check=False)
-        lines = read_metrics(out / "run" / "metrics.jsonl") if (out / "run" / "metrics.jsonl").exists() else []
-        if not lines or lines[-1]["step"] < steps:
-            raise RuntimeError(f"{out.name}: it ended before step {steps}; see {out / 'log.txt'}")
+        lines, cpu = train(out, settings, steps)
         trained = [line for line in lines if "loss/total" in line]
         used = cpu.between(trained[min(_FROM, steps - 2)]["time/unix_s"], trained[-1]["time/unix_s"])
         result = {

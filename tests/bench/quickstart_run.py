@@ -1,0 +1,34 @@
+"""Train with the quickstart's settings and others, and measure the CPU time of the processes."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from gkd.metrics.writer import read_metrics
+from tests.bench.cpu_time import CpuTime
+
+_LIMIT_S = 1800.0
+
+
+def train(out: Path, settings: Sequence[str], steps: int) -> tuple[list[dict[str, Any]], CpuTime]:
+    """Run the trainer in `out/run`, which is made anew. Raises RuntimeError: it ended early.
+
+    Returns:
+        The lines of its metrics.jsonl, and its CPU time.
+    """
+    shutil.rmtree(out, ignore_errors=True)
+    out.mkdir(parents=True)
+    with (out / "log.txt").open("wb") as log, CpuTime() as cpu:
+        command = [sys.executable, "-m", "gkd.main_gkd", "--config", "configs/quickstart_cpu.yaml"]
+        command += [f"trainer.run_dir={out / 'run'}", f"trainer.total_steps={steps}", *settings]
+        subprocess.run(command, stdout=log, stderr=subprocess.STDOUT, timeout=_LIMIT_S, check=False)
+    file = out / "run" / "metrics.jsonl"
+    lines = read_metrics(file) if file.exists() else []
+    if not lines or lines[-1]["step"] < steps:
+        raise RuntimeError(f"{out.name}: it ended before step {steps}; see {out / 'log.txt'}")
+    return lines, cpu
