@@ -16,7 +16,7 @@ _LIMIT_S = 1800.0
 
 
 def train(out: Path, settings: Sequence[str], steps: int) -> tuple[list[dict[str, Any]], CpuTime]:
-    """Run the trainer in `out/run`, which is made anew. Raises RuntimeError: it ended early.
+    """Run the trainer in `out/run`; what `out` has is deleted. Raises RuntimeError: it ended early.
 
     Returns:
         The lines of its metrics.jsonl, and its CPU time.
