@@ -21,7 +21,12 @@ import tomllib
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-CONSTRAINTS = ROOT / "launch" / "constraints-cpu.txt"
+CONSTRAINTS = {  # versions of what the pins of pyproject.toml pull in; launch/freeze.py writes those for GPUs
+    "cpu": ROOT / "launch" / "constraints-cpu.txt",
+    "gpu": ROOT / "launch" / f"constraints-gpu-py3{sys.version_info.minor}.txt",
+}
+AMD_DRIVER = Path("/dev/kfd")
+SMI_S = 30
 STAMP = Path(sys.prefix) / "gkd-installed"
 # PyTorch's index of CPU builds, for machines whose default index has only the CUDA build.
 TORCH_CPU_INDEX = "https://download.pytorch.org/whl/cpu"
@@ -29,13 +34,10 @@ TORCH_CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 
 def main() -> int:
     parser = argparse.ArgumentParser(description="install the project into this virtual environment")
-    parser.add_argument(
-        "--extra", choices=("cpu", "gpu"), help="default: as installed before, else gpu with at least two GPUs"
-    )
-    # Actor and rollout pool need a GPU each: with a single GPU the CPU build is used.
+    parser.add_argument("--extra", choices=("cpu", "gpu"), help="default: as installed before, else gpu with a GPU")
     stamp = STAMP.read_text().splitlines() if STAMP.is_file() else []
     installed, installed_key, checkout = [*stamp, "", "", ""][:3]
-    extra = parser.parse_args().extra or installed or ("gpu" if n_gpus() >= 2 else "cpu")
+    extra = parser.parse_args().extra or installed or choice()
     if sys.prefix == sys.base_prefix:
         print("install.py: run it with a virtual environment's python (launch/setup.sh does)", file=sys.stderr)
         return 2
@@ -50,30 +52,64 @@ def main() -> int:
         return 2
     if installed_key == key:
         print(f"[setup] dependencies are installed ({extra})", flush=True)
+        if extra == "cpu" and gpus_here()[0]:
+            hint = "GKD_VENV=.venv-gpu bash launch/setup.sh --extra gpu"
+            print(f"[setup] this machine has a GPU, which these builds do not use: {hint}", flush=True)
         return 0
     STAMP.write_text(f"{extra}\n\n{ROOT}\n")  # kind and checkout before the first package; the key follows at the end
+    if extra == "gpu":
+        print_gpu_problems()
     started = time.monotonic()
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
     if extra == "cpu":
         install_cpu(project)
     else:
-        pip("torch, vLLM, Ray, Megatron-core and the project", "-e", f"{ROOT}[gpu,dev]")
+        pip("torch, vLLM, Ray, Megatron-core and the project", "-c", str(CONSTRAINTS[extra]), "-e", f"{ROOT}[gpu,dev]")
     STAMP.write_text(f"{extra}\n{key}\n{ROOT}\n")
     print(f"[setup] installed in {time.monotonic() - started:.0f} s", flush=True)
     return 0
 
 
-def n_gpus() -> int:
-    """Return the number of GPUs that nvidia-smi lists; 0 without it."""
-    tool = shutil.which("nvidia-smi")
-    listed = b"" if tool is None else subprocess.run([tool, "-L"], capture_output=True, check=False).stdout
-    return sum(line.startswith(b"GPU ") for line in listed.splitlines())
+def choice() -> str:
+    """Return "gpu" if nvidia-smi lists a GPU, otherwise "cpu", and print why."""
+    n_gpus, why = gpus_here()
+    if n_gpus:
+        print(f"[setup] CUDA builds: {why}", flush=True)
+        return "gpu"
+    print(f"[setup] CPU builds: {why}. With an NVIDIA GPU: bash launch/setup.sh --extra gpu", flush=True)
+    return "cpu"
+
+
+def gpus_here() -> tuple[int, str]:
+    """Return the number of GPUs that nvidia-smi lists, and a phrase with what was found."""
+    if shutil.which("nvidia-smi") is None:
+        amd = "an AMD GPU (/dev/kfd), and AMD's GPUs are not supported" if AMD_DRIVER.exists() else ""
+        return 0, amd or "no nvidia-smi, so no driver of an NVIDIA GPU"
+    try:
+        done = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, check=False, timeout=SMI_S)
+    except subprocess.TimeoutExpired:
+        return 0, f"nvidia-smi did not finish within {SMI_S} s: the driver may hang"
+    n_gpus = sum(line.startswith("GPU ") for line in done.stdout.splitlines())
+    if done.returncode and not n_gpus:
+        return 0, f"nvidia-smi failed: {' '.join((done.stderr or done.stdout).split())}"
+    return n_gpus, f"nvidia-smi lists {n_gpus} GPU{'' if n_gpus == 1 else 's'}"
+
+
+def print_gpu_problems() -> None:
+    """Print what this machine lacks for the CUDA builds, as each training does later."""
+    sys.path.insert(0, str(ROOT))
+    from gkd.preflight.machine import driver_problems, toolchain_problems
+
+    frozen = CONSTRAINTS["gpu"].read_text()
+    cuda = re.search(r"^cuda-toolkit==([0-9]+[.][0-9]+)", frozen, re.M)
+    for problem in (*driver_problems(cuda[1] if cuda else ""), *toolchain_problems()):
+        print(f"[setup] warning: {problem}", flush=True)
 
 
 def install_key(extra: str) -> str:
     """Return a digest of everything that determines the result of an installation."""
     digest = hashlib.sha256(f"{extra} {sys.version} {ROOT}".encode())
-    for file in (ROOT / "pyproject.toml", CONSTRAINTS, Path(__file__)):
+    for file in (ROOT / "pyproject.toml", CONSTRAINTS[extra], Path(__file__)):
         digest.update(file.read_bytes())
     return digest.hexdigest()
 
@@ -89,7 +125,7 @@ def install_cpu(project: dict) -> None:  # type: ignore[type-arg]
     pip(
         "Ray, Megatron-core, vLLM's requirements and the project",
         "-c",
-        str(CONSTRAINTS),
+        str(CONSTRAINTS["cpu"]),
         "-e",
         f"{ROOT}[cpu,dev]",
         *rest,

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Quickstart on any machine with Python 3.11: install, make two small models, start the teacher server, distill,
-# evaluate, print a table. Ctrl-C leaves no process.
+# Quickstart on any machine with Python 3.11 or 3.12: install, make two small models, start the teacher server, distill,
+# evaluate, print a table. With a GPU it uses that, with several two of them; it prints which. Ctrl-C leaves no process.
 #   bash launch/quickstart.sh [--help]
 set -euo pipefail
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"

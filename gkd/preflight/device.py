@@ -7,6 +7,8 @@ import os
 from gkd.config.derived import derive
 from gkd.config.schema import Config
 from gkd.errors import ConfigError
+from gkd.memory.advice import has_expandable_segments
+from gkd.weight_sync.choice import IPC, NCCL
 from teacher_server.wire.nvidia_smi import visible_ids
 
 
@@ -50,12 +52,20 @@ def resolve_device(config: Config) -> str:
             f"sees {n_gpus} here.",
             "use smaller pools, or a larger cluster in cluster.ray_address.",
         )
-    if device == "cpu" and config.weight_sync.transport == "nccl":
-        raise ConfigError("weight_sync.transport", "nccl", "there is no GPU here.", "use auto or gloo.")
+    _check_transport(config.weight_sync.transport, device)
     if device == "cuda":
         _check_adapter_dtype(config)
     _check_gpus_are_here(config.cluster.gpus, n_gpus if device == "cuda" else None)
     return device
+
+
+def _check_transport(transport: str, device: str) -> None:
+    if device == "cpu" and transport in (NCCL, IPC):
+        raise ConfigError("weight_sync.transport", transport, "there is no GPU here.", "use auto or gloo.")
+    if transport == IPC and has_expandable_segments(os.environ):
+        problem = "the environment asks torch for expandable segments, which other processes may be unable to open."
+        fix = "take expandable_segments out of PYTORCH_CUDA_ALLOC_CONF, or use auto or gloo."
+        raise ConfigError("weight_sync.transport", transport, problem, fix)
 
 
 def _check_adapter_dtype(config: Config) -> None:

