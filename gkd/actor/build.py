@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 import torch
@@ -12,9 +12,12 @@ from gkd.actor.megatron.layout import ParallelLayout
 from gkd.cluster.imports import quick_imports
 from gkd.config.derived import derive
 from gkd.config.schema import Config, OptimConfig
+from gkd.hf.model_dims import read_dims
+from gkd.hf.model_folder import read_config_json
 
 if TYPE_CHECKING:
     from gkd.actor.common.base import Student, StudentArgs
+    from gkd.actor.common.flash import Heads
 
 
 def build_student(
@@ -34,6 +37,11 @@ def build_student(
         on_phase: called with the name of each start-up phase.
     """
     actor, derived = config.actor, derive(config)
+    if actor.attention != "auto":
+        from gkd.actor.common.flash import use_flash_attention
+
+        on_phase("comparing the attention kernels")
+        use_flash_attention(actor.attention, _heads(config), getattr(torch, config.model.dtype), device)
     common: StudentArgs = {
         "optim": _optim_spec(actor.optim, total_steps),
         "dtype": getattr(torch, config.model.dtype),
@@ -66,12 +74,31 @@ def build_student(
     return MegatronStudent(
         config.model.path,
         layout,
+        layers=actor.layers,
+        overlap_grad_reduce=config.trainer.nnodes > 1 and device.type == "cuda",  # within a node it takes little
         recompute=actor.recompute,
         sequence_parallel=actor.sequence_parallel,
         lora=actor.lora,
         collective_timeout_s=collective_timeout_s,
         **common,
     )
+
+
+def _heads(config: Config) -> Iterator[Heads]:
+    """Yield the attention shapes of one rank: of the student, and of frozen models, whose heads are not split."""
+    derived = derive(config)
+    yield _heads_of(config.model.path, "model.path", config.actor.tp)
+    if derived.is_local_teacher:
+        yield _heads_of(config.teacher.path, "teacher.path")
+    if derived.reference_folder:
+        yield _heads_of(derived.reference_folder, "reference.path" if config.reference.path else "model.path")
+
+
+def _heads_of(folder: str, key: str, tp: int = 1) -> Heads:
+    from gkd.actor.common.flash import Heads
+
+    dims = read_dims(read_config_json(folder, key))
+    return Heads(dims.n_heads // tp, max(1, dims.n_kv_heads // tp), dims.head_dim)
 
 
 def _optim_spec(optim: OptimConfig, total_steps: int) -> OptimSpec:

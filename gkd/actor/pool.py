@@ -16,6 +16,7 @@ from gkd.data.scatter import GroupPart, scatter_to_groups
 from gkd.handles import FileDigest, PendingScores, ProcessSpans, ScoredChunk, TrainStats
 from gkd.memory.timeline import merge
 from gkd.run import shared_folder
+from gkd.weight_sync.choice import IPC, transport_of
 
 
 class ActorPool:
@@ -156,12 +157,16 @@ class ActorPool:
         spans, self._spans = self._spans, []
         return spans
 
-    def exporters(self) -> list[list[Any]]:
+    def exporters(self, device: str = "cpu") -> list[list[Any]]:
         """Return, by pipeline stage, the ranks that export its tensors together; the first of them sends.
 
-        Megatron: see `ParallelLayout.exports`. fsdp2: all ranks, because each has a shard of every tensor.
+        Megatron: see `ParallelLayout.exports`. fsdp2: all ranks, because each has a shard of every tensor. With CUDA
+        IPC all ranks, each of which sends to the engine on its card.
+
+        Args:
+            device: "cpu" | "cuda".
         """
-        if self._config.actor.strategy == "fsdp2":
+        if self._config.actor.strategy == "fsdp2" or transport_of(self._config, device) == IPC:
             return [self._workers]
         stages: list[list[Any]] = [[] for _ in range(self._config.actor.pp)]
         for worker, layout in zip(self._workers, self._layouts, strict=True):

@@ -31,6 +31,7 @@ from gkd.memory.states import PARAMS, Moves
 from gkd.memory.usage import log_gpu_memory_usage
 from gkd.metrics.spans import SpanRecorder
 from gkd.run import shared_folder
+from gkd.weight_sync.choice import IPC, transport_of
 
 # Concurrency group of the methods that give weights to a restarted engine while this rank computes.
 RESTORES = "restores"
@@ -111,7 +112,8 @@ class ActorRank:
         self._layout = ParallelLayout(
             tp=actor.tp, pp=actor.pp, world_size=derived.world_size, rank=self._rank, vpp=actor.vpp, ep=actor.ep
         )
-        self._sends_weights = actor.strategy == "fsdp2" or self._layout.exports  # see `ActorPool.exporters`
+        all_send = actor.strategy == "fsdp2" or transport_of(config, device) == IPC
+        self._sends_weights = all_send or self._layout.exports  # see `ActorPool.exporters`
         with self._memory.diagnosed("building the student"):
             self._student = self._build_student(total_steps, timeout_s)
         self._frozen = FrozenModels(config, self._student, self._layout, self._device, self._name)

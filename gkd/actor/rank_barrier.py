@@ -15,7 +15,10 @@ from gkd.errors import ClusterError, GkdError
 
 
 class RankBarrier:
-    """Barriers of all actor ranks over gloo, which works while a GPU is full. The constructor is a collective.
+    """Barriers of all actor ranks over gloo, which works while a GPU is full.
+
+    The first one makes the group: runs that never move states need no gloo, which fails on hosts whose name does not
+    resolve.
 
     Args:
         timeout_s: how long a rank waits for the others.
@@ -26,8 +29,8 @@ class RankBarrier:
     """
 
     def __init__(self, timeout_s: float, diagnosed: Callable[[str], AbstractContextManager[None]]) -> None:
-        several = dist.get_world_size() > 1
-        self._group: Any = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s)) if several else None
+        self._group: Any = None
+        self._timeout = timedelta(seconds=timeout_s)
         self._diagnosed = diagnosed
         self.waited_s = 0.0
 
@@ -46,10 +49,12 @@ class RankBarrier:
             OutOfMemory: this rank or another one ran out of memory in the block.
             ClusterError: another rank failed in the block.
         """
-        if self._group is None or alone:
+        if alone or dist.get_world_size() == 1:
             with self._diagnosed(phase):
                 yield
             return
+        if self._group is None:
+            self._group = dist.new_group(backend="gloo", timeout=self._timeout)
         with self._timed():
             dist.barrier(self._group)
         error: Exception | None = None

@@ -212,16 +212,13 @@ class ActorWorker(ActorRank):
             return [TensorSpec(name, tuple(shape), self._config.model.dtype) for name, shape, _ in plan]
         return [TensorSpec(name, tuple(shape), str(dtype).removeprefix("torch.")) for name, shape, dtype in plan]
 
-    def join_group(self, spec: GroupSpec) -> str:
-        """Join the weight-sync group of this stage, after leaving the one before. Returns its transport.
-
-        Raises WeightSyncError.
-        """
+    def join_group(self, spec: GroupSpec | None) -> str:
+        """Leave the weight-sync group and join another; None: no engine is on this card. Returns its transport."""
         with self._phases.during("joining the weight-sync group"):
             if self._group is not None:
                 self._group.close()
-            self._group = TransferGroup(spec, self._device)
-        return self._group.transport
+            self._group = None if spec is None else TransferGroup(spec, self._device)
+        return "" if self._group is None else self._group.transport
 
     def send_weights(
         self,
@@ -237,7 +234,8 @@ class ActorWorker(ActorRank):
         Returns the tensors' digests by name, see `send`.
         """
         group = self._group
-        keeps = group is not None and (group.shares_memory or self._config.rollout.max_restarts > 0)
+        restores = self._config.rollout.max_restarts > 0
+        keeps = group is not None and (group.shares_memory or (group.spec.keeps and restores))
         with self._phase("sending weights", "sync", [PARAMS], meta, alone=True), ExitStack() as stack:
             tensors = self._student.export(content)
             if content == "adapters":

@@ -7,6 +7,7 @@ stored gradients.
 
 from __future__ import annotations
 
+import functools
 from typing import Any, Protocol
 
 import torch
@@ -100,10 +101,23 @@ class LogitsLoss(torch.autograd.Function):
         return grad.mul_(grad_outputs[0]), None, None
 
 
+@functools.cache
+def _adds_to_float32(device: torch.device, dtype: torch.dtype) -> bool:
+    """Return whether this torch adds a product of `dtype` to a float32 matrix in one call, without a copy of either."""
+    total, one = torch.ones(16, 16, device=device), torch.ones(16, 16, device=device, dtype=dtype)
+    try:
+        torch.addmm(total, one, one, torch.float32, out=total)
+    except RuntimeError:
+        return False
+    return bool((total == 17).all())
+
+
 def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
     """Compute total += a @ b in the dtype of `total`."""
     if a.dtype == total.dtype:
         total.addmm_(a, b)
+    elif a.is_cuda and _adds_to_float32(a.device, a.dtype):
+        torch.addmm(total, a, b, total.dtype, out=total)
     elif a.is_cuda:
         total += torch.mm(a, b, out_dtype=total.dtype)  # the tensor cores accumulate and return float32
     else:

@@ -8,6 +8,7 @@ import sys
 import pytest
 import torch
 
+from gkd.actor.megatron import optim
 from gkd.actor.megatron.optim import GroupStepAdamW, OptimSpec
 from gkd.errors import ConfigError
 
@@ -70,6 +71,23 @@ def test_group_step_adamw_is_adamw() -> None:
         b.step()
         assert torch.equal(mine, theirs), step
     assert a.param_groups[0]["step"] == 6 and "step" not in a.state[mine]
+
+
+def test_fused_adamw_is_adamw(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fails if the fused update, which CUDA uses, counts steps otherwise or has another arithmetic."""
+    monkeypatch.setattr(optim, "_is_fused", lambda params: True)
+    generator = torch.Generator().manual_seed(0)
+    mine, theirs = ([torch.nn.Parameter(torch.linspace(-1, 1, n)) for n in (7, 4)] for _ in range(2))
+    options = {"lr": 0.1, "betas": (0.8, 0.9), "eps": 1e-6, "weight_decay": 0.3}
+    a, b = GroupStepAdamW(mine, **options), torch.optim.AdamW(theirs, **options)  # type: ignore[arg-type]
+    for step in range(6):
+        for ours, plain in zip(mine, theirs, strict=True):
+            ours.grad = torch.randn(ours.shape, generator=generator)
+            plain.grad = ours.grad.clone()
+        a.step()
+        b.step()
+        for ours, plain in zip(mine, theirs, strict=True):
+            assert torch.allclose(ours, plain, rtol=1e-6, atol=1e-6), step
 
 
 def test_learning_rates() -> None:

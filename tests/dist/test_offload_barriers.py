@@ -11,6 +11,7 @@ from typing import Any, cast
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from gkd.actor.offload import OffloadController
 from gkd.errors import DataError
@@ -26,11 +27,27 @@ TO_HOST = {"is_offload_states": True}
 
 def _run(rank: int, world_size: int, root: Path) -> dict[str, Any]:
     """Runs in a rank."""
-    result = _errors(rank, root)
+    result = {"gloo_groups": _groups_of_barriers(), **_errors(rank, root)}
     result["diagnosed"] = _diagnosed(rank, root / "reports")
     result["local_call"] = _local_call(rank)
     result["n_cache_releases"] = _n_cache_releases(rank)
     return result
+
+
+def _groups_of_barriers() -> list[int]:
+    """Return the groups that exist before any call, after a call that moves nothing, and after two that do."""
+    made: list[Any] = []
+    states = States(CPU, lambda: found)
+    found = {PARAMS: [torch.ones(10)]}
+    with pytest.MonkeyPatch.context() as patch:
+        new_group = dist.new_group
+        patch.setattr(dist, "new_group", lambda **options: made.append(options) or new_group(**options))
+        controller = OffloadController(cast(Any, SimpleNamespace(states=states)), CPU, automatic=False, timeout_s=60)
+        counts = [len(made)]
+        for meta in (None, TO_HOST, TO_HOST):
+            with controller.states_on_device("train", meta=meta):
+                counts.append(len(made))
+    return counts
 
 
 @contextmanager
@@ -196,3 +213,8 @@ def test_a_call_of_one_rank_may_move_its_states(ranks: list[dict[str, Any]]) -> 
     """
     sums = [[1000.0], [1000.0, 10.0], [1000.0, 10.0], [1000.0, 10.0]]
     assert [rank["local_call"] for rank in ranks] == [[0, *sums], sums]
+
+
+def test_the_group_of_the_barriers_is_made_for_the_first_move(ranks: list[dict[str, Any]]) -> None:
+    """Fails if a run that never moves states needs gloo, or each move makes another group."""
+    assert [rank["gloo_groups"] for rank in ranks] == [[0, 0, 1, 1]] * 2

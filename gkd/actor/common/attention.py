@@ -13,6 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.varlen import varlen_attn
 
+from gkd.actor.common.torch_versions import gqa_option
+
 # Supported by the flash kernels behind varlen_attn.
 _VARLEN_DTYPES = (torch.bfloat16, torch.float16)
 _VARLEN_MAX_HEAD_DIM, _VARLEN_HEAD_DIM_STEP = 256, 8
@@ -89,7 +91,7 @@ def _varlen(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_length: int
         longest,
         scale=scale,
         window_size=_CAUSAL_WINDOW,
-        enable_gqa=q.shape[1] != k.shape[1],
+        **gqa_option(varlen_attn, q.shape[1] != k.shape[1]),
     )
     assert isinstance(context, Tensor)  # it returns a tuple only on request
     return context.transpose(0, 1)[None]

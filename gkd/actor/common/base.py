@@ -17,6 +17,7 @@ from torch import Tensor
 from gkd.actor.common.host_copies import HostCopies, Snapshot
 from gkd.actor.common.optim_spec import OptimSpec
 from gkd.actor.common.step import BatchSums, diagnostics, evaluation, not_finite
+from gkd.config.derived import logits_chunk_bytes
 from gkd.config.loss_spec import LossSpec
 from gkd.handles import TrainStats
 from gkd.loss.distill_loss import DistillLoss
@@ -49,7 +50,7 @@ class StudentArgs(TypedDict, total=False):
     signals: Sequence[Signal]
     # Compute LM head and loss together, one chunk of logits at a time. Default: True. False: all logits first.
     fused_lm_head: bool
-    logits_chunk_mib: int  # MiB of logits per chunk. Default: 128
+    logits_chunk_mib: int  # as the key. Default: 0
     loss_kernel: str  # see `gkd.loss.row_kernels.row_kernels`. Default: auto
     on_phase: Callable[[str], None]  # called with the name of each start-up phase. Default: `no_phase`
 
@@ -219,5 +220,5 @@ def build_loss(args: StudentArgs, shard: VocabShard) -> DistillLoss:
         tuple(args.get("signals", ("topk",))),
         shard,
         row_kernels(args.get("loss_kernel", "auto"), args["device"]),
-        chunk_bytes=args.get("logits_chunk_mib", 128) << 20,
+        chunk_bytes=logits_chunk_bytes(args.get("logits_chunk_mib", 0), on_cpu=args["device"].type == "cpu"),
     )

@@ -27,10 +27,11 @@ from torch import Tensor
 from gkd.actor.common.agree import same_error
 from gkd.actor.common.host_copies import HostCopies, Snapshot
 from gkd.actor.common.step import empty_micro_batch
+from gkd.actor.common.torch_versions import reset
 from gkd.actor.frozen import checkpoint
 from gkd.actor.frozen.refresh import blend, check_plan
 from gkd.actor.fsdp.attention import Pack
-from gkd.actor.fsdp.model import build_on_meta, layer_list, reset, reshard, shard
+from gkd.actor.fsdp.model import build_on_meta, layer_list, reshard, shard
 from gkd.actor.fsdp.optim import host_threads, threads_per_rank
 from gkd.actor.fsdp.probe import probe
 from gkd.actor.fsdp.weights import full_tensor, load_weights, local_rows, match_files

@@ -2,7 +2,7 @@
 
 fully_shard pins each shard separately, and torch rounds each pinned allocation up to a power of two: a 7B model in
 bfloat16 would take 27 GiB instead of 14. One allocation of the exact size, registered with CUDA in place, has no such
-overhead. Depends on torch 2.13: it replaces the memory of fully_shard's internal records.
+overhead. Depends on the private names of torch 2.11 to 2.13: it replaces the memory of fully_shard's internal records.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.cuda._pin_memory_utils import pin_memory
 from torch.distributed.fsdp import FSDPModule
 
+from gkd.actor.common.torch_versions import param_groups
 from gkd.memory.oom import PINNED
 
 _ALIGN = 64  # bytes; a multiple of every item size
@@ -38,7 +39,7 @@ def into_one_block(root: nn.Module, *, pinned: bool) -> Tensor:
         RuntimeError: not enough memory.
     """
     modules = [module for module in root.modules() if isinstance(module, FSDPModule)]
-    groups = [group for module in modules for group in module._get_fsdp_state()._fsdp_param_groups]
+    groups = [group for module in modules for group in param_groups(module)]
     shards: list[Any] = [shard for group in groups for shard in group.fsdp_params]
     n_bytes = [-(-shard._sharded_param_data.nbytes // _ALIGN) * _ALIGN for shard in shards]
     block = torch.empty(sum(n_bytes), dtype=torch.uint8)

@@ -20,6 +20,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
 
+from gkd.actor.common.torch_versions import reduce_unused_params
 from gkd.actor.fsdp.attention import PACKED_ATTENTION, Pack, refuse_packing, register_packed_attention
 from gkd.actor.fsdp.head import HeadUse, RowsHead
 from gkd.actor.fsdp.host_block import into_one_block
@@ -185,7 +186,7 @@ def shard(
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)
         # A parameter without gradient on a rank, such as an expert without tokens, must join the reduction as zeros.
-        module.set_reduce_scatter_unused_params(True, recurse=False)
+        reduce_unused_params(module)
     return root
 
 
@@ -198,12 +199,6 @@ def reshard(root: nn.Module) -> None:
     """Free all gathered parameters; a forward pass without a backward pass leaves some of them gathered."""
     for module in fsdp_modules(root):
         module.reshard()
-
-
-def reset(root: nn.Module) -> None:
-    """Free all gathered parameters after an error inside a forward or backward pass. Gradients are lost."""
-    assert isinstance(root, FSDPModule)
-    root.reset_iter_state()
 
 
 def layer_list(hf: PreTrainedModel) -> nn.ModuleList:

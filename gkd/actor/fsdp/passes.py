@@ -18,8 +18,9 @@ from torch import Tensor
 
 from gkd.actor.common.agree import same_error
 from gkd.actor.common.step import BatchSums, check_before, check_next_tokens, empty_micro_batch, token_counts
+from gkd.actor.common.torch_versions import reset
 from gkd.actor.fsdp.attention import Pack
-from gkd.actor.fsdp.model import LossModel, reset, reshard
+from gkd.actor.fsdp.model import LossModel, reshard
 from gkd.data.collate import without_targets
 from gkd.errors import DataError
 from gkd.loss.distill_loss import DistillLoss

@@ -1,10 +1,11 @@
-"""Select the modules of a stage's layers: Transformer Engine's on CUDA if installed, else Megatron's local ones.
+"""Select the modules of a stage's layers, `actor.layers`: Megatron's local ones, or Transformer Engine's.
 
 Both use this project's attention, so packed sequences are handled in one place.
 """
 
 from __future__ import annotations
 
+import importlib
 from typing import Any
 
 import torch
@@ -15,6 +16,8 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from gkd.actor.megatron.attention import CausalSdpaAttention
+from gkd.actor.megatron.experts import GroupedExperts
+from gkd.errors import ConfigError
 
 # Transformer Engine fuses a norm with the following matrix and names its weight after that matrix.
 _FUSED_NORMS = {
@@ -34,18 +37,38 @@ class RmsNorm(torch.nn.RMSNorm):
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
 
-def use_transformer_engine(device: torch.device) -> bool:
-    """Return whether Transformer Engine is installed and has kernels for `device`."""
-    return device.type == "cuda" and bool(gpt_layer_specs.HAVE_TE)
+def check_transformer_engine(device: torch.device) -> None:
+    """Check that `actor.layers: te` works here.
+
+    Raises:
+        ConfigError: the device is not CUDA, or Transformer Engine cannot be imported.
+    """
+    fix = "use auto."
+    if device.type != "cuda":
+        raise ConfigError("actor.layers", "te", f"Transformer Engine has no kernels for {device.type}.", fix)
+    try:
+        importlib.import_module("transformer_engine.pytorch")
+    except (ImportError, OSError, RuntimeError) as error:  # also: its libraries are of another CUDA or torch
+        problem = f"Transformer Engine cannot be imported: {type(error).__name__}: {error}."
+        raise ConfigError("actor.layers", "te", problem, f"install it for this torch, or {fix}") from error
+    if not gpt_layer_specs.HAVE_TE:
+        raise ConfigError("actor.layers", "te", "Megatron-core cannot use this Transformer Engine.", fix)
 
 
-def layer_spec(config: TransformerConfig, *, with_te: bool, chunk: int | None) -> TransformerBlockSubmodules:
+def is_fused(layers: str, device: torch.device) -> bool:
+    """Return whether elementwise operations of a layer are compiled to one kernel: on CUDA, unless layers is torch."""
+    return device.type == "cuda" and layers != "torch"
+
+
+def layer_spec(
+    config: TransformerConfig, *, with_te: bool, chunk: int | None, fused: bool = False
+) -> TransformerBlockSubmodules:
     """Return the modules of the layers of one model chunk.
 
     Args:
-        with_te: use Transformer Engine's modules, see `use_transformer_engine`. Adapters need the local ones: TE's
-            matrices include the preceding norm, so the adapters would not get their input.
+        with_te: use Transformer Engine's modules.
         chunk: index of the chunk on this pipeline stage; None without virtual pipeline stages.
+        fused: compute the experts of a rank together, where torch has such a product.
     """
     spec = get_gpt_decoder_block_spec(config, use_transformer_engine=with_te, normalization="RMSNorm", vp_stage=chunk)
     for layer in spec.layer_specs:
@@ -54,6 +77,8 @@ def layer_spec(config: TransformerConfig, *, with_te: bool, chunk: int | None) -
         if not with_te:
             _use_rms_norm(layer.submodules, "input_layernorm", "pre_mlp_layernorm")
             _use_rms_norm(attention, "q_layernorm", "k_layernorm")
+            if fused and hasattr(layer.submodules.mlp.submodules, "experts") and _has_grouped_product(config):
+                layer.submodules.mlp.submodules.experts.module = GroupedExperts
     if not with_te:
         _use_rms_norm(spec, "layer_norm")
     return spec
@@ -65,6 +90,15 @@ def local_name(param: str) -> str:
         if param.endswith(fused):
             return param.removesuffix(fused) + local
     return param
+
+
+def _has_grouped_product(config: TransformerConfig) -> bool:
+    """Return whether torch can multiply the experts' matrices together: on CUDA bfloat16 with rows of 16 bytes."""
+    if not hasattr(torch.nn.functional, "grouped_mm"):  # an older torch
+        return False
+    sizes = (config.hidden_size, config.moe_ffn_hidden_size)
+    on_cuda = not config.use_cpu_initialization
+    return not on_cuda or (config.params_dtype == torch.bfloat16 and all(size % 8 == 0 for size in sizes))
 
 
 def _use_rms_norm(submodules: Any, *names: str) -> None:

@@ -24,7 +24,7 @@ from gkd.actor.common.base import no_phase
 from gkd.actor.megatron.hf_config import MegatronDims, read_megatron_dims
 from gkd.actor.megatron.hf_load import load_hf_weights
 from gkd.actor.megatron.hf_mapping import TensorEntry, chunk_prefix, held_entries
-from gkd.actor.megatron.layer_spec import layer_spec, local_name, use_transformer_engine
+from gkd.actor.megatron.layer_spec import check_transformer_engine, is_fused, layer_spec, local_name
 from gkd.actor.megatron.layout import ParallelLayout
 from gkd.actor.megatron.lora import Adapter, add_adapters, check_targets
 from gkd.actor.megatron.model_config import transformer_config
@@ -75,7 +75,9 @@ class StudentGPT(GPTModel):
                 tokens,
                 position_ids,
                 attention_mask=None,
-                packed_seq_params=None if cu_seqlens is None else _packed_params(cu_seqlens, tokens.device),
+                packed_seq_params=None
+                if cu_seqlens is None
+                else _packed_params(cu_seqlens, tokens.device, fused=self.config.apply_rope_fusion),
             )
         finally:
             self._position_major, self._with_logits = None, True
@@ -117,7 +119,7 @@ def _pad_columns(
     return F.pad(tokens, (0, missing)), F.pad(position_ids, (0, missing)), cu_seqlens
 
 
-def _packed_params(cu_seqlens: Tensor, device: torch.device) -> PackedSeqParams:
+def _packed_params(cu_seqlens: Tensor, device: torch.device, *, fused: bool) -> PackedSeqParams:
     """Return the boundaries that Megatron passes to the rotary embedding and to attention."""
     on_device = cu_seqlens.to(device, non_blocking=True)
     longest = int(cu_seqlens.diff().max())
@@ -125,9 +127,10 @@ def _packed_params(cu_seqlens: Tensor, device: torch.device) -> PackedSeqParams:
         qkv_format="thd",
         cu_seqlens_q=on_device,
         cu_seqlens_kv=on_device,
-        # The rotary embedding prefers these and converts them to lists in every layer: on CPU without a device sync.
-        cu_seqlens_q_padded=cu_seqlens,
-        cu_seqlens_kv_padded=cu_seqlens,
+        # The rotary embedding prefers these. Megatron's converts them to lists in every layer, without a device sync if
+        # they are on the CPU. The compiled one reads them on the device.
+        cu_seqlens_q_padded=on_device if fused else cu_seqlens,
+        cu_seqlens_kv_padded=on_device if fused else cu_seqlens,
         max_seqlen_q=longest,
         max_seqlen_kv=longest,
     )
@@ -189,6 +192,7 @@ def build_model(
     *,
     dtype: torch.dtype,
     device: torch.device,
+    layers: str = "auto",
     recompute: str = "none",
     sequence_parallel: bool = False,
     lora: LoraConfig | None = None,
@@ -199,6 +203,7 @@ def build_model(
 
     Args:
         dtype: of parameters and activations; gradients and optimizer states are always float32.
+        layers: auto | torch | te: modules of the layers, see the key actor.layers.
         recompute: none | selective | full: activations that the backward pass recomputes instead of storing them.
         sequence_parallel: split activations along the sequence over TP where TP does not split them otherwise.
         lora: freeze the weights and train these adapters. None: train all weights.
@@ -207,27 +212,28 @@ def build_model(
 
     Raises:
         ModelError: the folder is unsupported or damaged.
-        ConfigError: the layout cannot split this model, it cannot have these adapters, or `recompute` or
+        ConfigError: the layout cannot split this model, it cannot have these adapters, or `layers`, `recompute` or
             `sequence_parallel` is invalid.
     """
     dims = read_megatron_dims(model_path)
     layout.check_model(dims, sequence_parallel=sequence_parallel)
     if lora is not None:
         check_targets(dims, lora)
-    with_te = lora is None and use_transformer_engine(device)
+    with_te, fused = layers == "te", is_fused(layers, device)
+    if with_te:
+        check_transformer_engine(device)
     config = transformer_config(
-        dims, layout, dtype=dtype, device=device, recompute=recompute, sequence_parallel=sequence_parallel
+        dims, layout, dtype=dtype, device=device, recompute=recompute, sequence_parallel=sequence_parallel, fused=fused
     )
-    get_logger(f"actor.{layout.rank}").info(
-        "layers: %s", "Transformer Engine" if with_te else "Megatron local layer spec"
-    )
+    kind = "Transformer Engine's" if with_te else "Megatron's local ones"
+    get_logger(f"actor.{layout.rank}").info("layers: %s%s", kind, ", compiled" if fused else "")
     on_phase("building the model")
     chunks = []
     for number in range(layout.vpp):
         vp_stage = number if layout.vpp > 1 else None
         chunk = StudentGPT(
             config=config,
-            transformer_layer_spec=layer_spec(config, with_te=with_te, chunk=vp_stage),
+            transformer_layer_spec=layer_spec(config, with_te=with_te, chunk=vp_stage, fused=fused),
             vocab_size=layout.padded_vocab_size(dims),
             max_sequence_length=dims.max_positions,
             pre_process=layout.holds_embedding(number),

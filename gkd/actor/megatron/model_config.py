@@ -11,6 +11,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from gkd.actor.megatron.experts import expert_settings
 from gkd.actor.megatron.hf_config import MegatronDims
 from gkd.actor.megatron.layout import ParallelLayout
+from gkd.actor.megatron.rope import install_fused_rope
 from gkd.errors import ConfigError
 
 # actor.recompute -> Megatron's settings
@@ -29,11 +30,13 @@ def transformer_config(
     device: torch.device,
     recompute: str,
     sequence_parallel: bool,
+    fused: bool = False,
 ) -> TransformerConfig:
     """Return Megatron's configuration of a RMSNorm + SwiGLU + rotary decoder, dense or with experts.
 
     Args:
         recompute, sequence_parallel: see `build_model`.
+        fused: compile SwiGLU and the rotary embedding to one kernel each.
 
     Raises:
         ConfigError: actor.recompute is not a valid choice, or actor.sequence_parallel is set with one TP rank.
@@ -43,6 +46,8 @@ def transformer_config(
         raise ConfigError("actor.recompute", recompute, "is not a valid choice.", f"use one of {choices}.")
     if sequence_parallel and layout.tp == 1:
         raise ConfigError("actor.sequence_parallel", True, "there is one TP rank.", "use false, or actor.tp > 1.")
+    if fused:
+        install_fused_rope()
     return TransformerConfig(
         **expert_settings(dims, layout),
         num_layers=dims.n_layers,
@@ -80,11 +85,12 @@ def transformer_config(
         perform_initialization=False,
         use_cpu_initialization=device.type == "cpu",
         **_RECOMPUTE[recompute],
-        # Fusions need CUDA extensions (apex, Transformer Engine) or torch.compile.
+        # These need torch.compile only. SwiGLU then saves its input instead of every intermediate result.
+        bias_activation_fusion=fused,
+        apply_rope_fusion=fused,
+        # These need apex or Transformer Engine, or do nothing for a model without dropout and attention scores.
         gradient_accumulation_fusion=False,
-        bias_activation_fusion=False,
         bias_dropout_fusion=False,
         masked_softmax_fusion=False,
-        apply_rope_fusion=False,
         persist_layer_norm=False,
     )

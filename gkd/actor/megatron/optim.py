@@ -56,7 +56,8 @@ class GroupStepAdamW(torch.optim.Optimizer):
                 [self.state[param]["exp_avg"] for param in params],
                 [self.state[param]["exp_avg_sq"] for param in params],
                 [],
-                [torch.tensor(float(group["step"])) for _ in params],  # adamw() adds the 1
+                _steps(float(group["step"]), params),
+                fused=_is_fused(params) or None,
                 amsgrad=False,
                 beta1=group["betas"][0],
                 beta2=group["betas"][1],
@@ -66,6 +67,17 @@ class GroupStepAdamW(torch.optim.Optimizer):
                 maximize=False,
             )
             group["step"] += 1
+
+
+def _is_fused(params: Sequence[Tensor]) -> bool:
+    """Return whether one kernel computes the whole update: it needs no temporary as large as the parameters."""
+    return all(param.is_cuda for param in params)
+
+
+def _steps(step: float, params: Sequence[Tensor]) -> list[Tensor]:
+    """Return the steps before this one; adamw() adds 1 to each. The fused kernel reads them on the device."""
+    device = params[0].device if params else None
+    return list(torch.full((len(params),), step, device=device).unbind())
 
 
 def build_optimizer(
@@ -117,9 +129,8 @@ def clip_and_step(optimizer: MegatronOptimizer, *, clip_grad: float, grad_norm: 
 
 
 def _install_adamw() -> None:
-    """Use `GroupStepAdamW` if Megatron has neither apex's nor Transformer Engine's FusedAdam."""
-    if megatron_optimizer.USING_PYTORCH_OPTIMIZER:
-        megatron_optimizer.Adam = distrib_optimizer.Adam = GroupStepAdamW
-        megatron_optimizer.USING_PYTORCH_OPTIMIZER = False
-        distrib_optimizer.HAVE_APEX_OR_TE = True
-        distrib_optimizer.USING_APEX_OPTIMIZER = True
+    """Use `GroupStepAdamW` in place of apex's FusedAdam, also where apex or Transformer Engine is installed."""
+    megatron_optimizer.Adam = distrib_optimizer.Adam = GroupStepAdamW
+    megatron_optimizer.USING_PYTORCH_OPTIMIZER = False
+    distrib_optimizer.HAVE_APEX_OR_TE = True
+    distrib_optimizer.USING_APEX_OPTIMIZER = True

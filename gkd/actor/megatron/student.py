@@ -48,6 +48,8 @@ class MegatronStudent(Student):
         model_path: str | Path,
         layout: ParallelLayout,
         *,
+        layers: str = "auto",
+        overlap_grad_reduce: bool = False,
         recompute: str = "none",
         sequence_parallel: bool = False,
         lora: LoraConfig | None = None,
@@ -58,7 +60,9 @@ class MegatronStudent(Student):
 
         Args:
             layout: this rank's position in the actor's world.
-            recompute, sequence_parallel: see `build_model`.
+            layers, recompute, sequence_parallel: see `build_model`.
+            overlap_grad_reduce: reduce gradients during the last backward pass instead of after it. Ignored with
+                experts, of which one without tokens has no gradient to reduce, and with several chunks.
             lora: train adapters of this rank instead of all weights. None or rank 0: train all weights.
             collective_timeout_s: timeout of a collective of Megatron's groups; the process ends when it expires.
             args: see `StudentArgs`. `seed` is for torch's generators, Megatron's RNG tracker and the adapters.
@@ -82,6 +86,7 @@ class MegatronStudent(Student):
             groups,
             dtype=dtype,
             device=device,
+            layers=layers,
             recompute=recompute,
             sequence_parallel=sequence_parallel,
             lora=lora if adapted else None,
@@ -91,8 +96,9 @@ class MegatronStudent(Student):
         self._base_digest = weights_digest(Path(model_path)) if adapted else ""
         on_phase("creating the optimizer")
         config = self.model.config
+        overlap_grad_reduce = overlap_grad_reduce and layout.vpp == 1 and self.model.dims.moe is None
         ddp_config = DistributedDataParallelConfig(
-            grad_reduce_in_fp32=True, use_distributed_optimizer=True, overlap_grad_reduce=False
+            grad_reduce_in_fp32=True, use_distributed_optimizer=True, overlap_grad_reduce=overlap_grad_reduce
         )
         self._ddps = [DistributedDataParallel(config, ddp_config, chunk) for chunk in self.model.chunks]
         tp_group = groups.tp if layout.tp > 1 else None

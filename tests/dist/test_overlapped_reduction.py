@@ -1,0 +1,37 @@
+"""Gradients that are reduced during the backward pass, on two gloo ranks, against reducing them after it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.dist.helpers import run_gloo
+from tests.dist.megatron_reference import make_hf_folder, make_micro_batches
+from tests.dist.student_cases import as_numpy, build_student, share, weights
+
+pytestmark = pytest.mark.dist
+
+
+def _train(rank: int, world_size: int, root: Path) -> dict[bool, dict[str, Any]]:
+    from megatron.core import parallel_state
+
+    found = {}
+    for overlaps in (False, True):
+        student = build_student("megatron", root, rank, world_size, overlap_grad_reduce=overlaps)
+        assert student._ddps[0].ddp_config.overlap_grad_reduce == overlaps
+        for step in range(3):  # in the second one this rank or the other has no micro-batch
+            mine = share(make_micro_batches(step), rank, world_size)
+            student.train_step(mine if step != 1 or rank == 1 else [])
+        found[overlaps] = as_numpy(weights(student))
+        parallel_state.destroy_model_parallel()
+    return found
+
+
+def test_overlapped_reduction_changes_nothing(tmp_path: Path) -> None:
+    """Fails if a gradient is reduced before it is complete, or a rank without micro-batches blocks the other."""
+    make_hf_folder(tmp_path, "qwen2_tied")
+    for found in run_gloo(_train, 2, tmp_path, timeout_s=120.0):
+        assert found[True].keys() == found[False].keys()
+        assert all((found[True][name] == plain).all() for name, plain in found[False].items())

@@ -1,0 +1,90 @@
+"""Choice of a student's layers; the formulas of the rotary embedding. Compiled: tests/dist/test_fused_layers.py."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+from megatron.core.models.common.embeddings import rope_utils
+
+from gkd.actor.megatron.experts import GroupedProduct
+from gkd.actor.megatron.layer_spec import check_transformer_engine, is_fused
+from gkd.actor.megatron.rope import rotate, rotate_packed
+from gkd.config.load import load_config
+from gkd.errors import ConfigError
+from gkd.launcher import actor_env
+
+QUICKSTART = Path(__file__).parents[2] / "configs" / "quickstart_cpu.yaml"
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+
+
+class OneRank:
+    """A context-parallel group of one rank."""
+
+    size, rank = (lambda self: 1), (lambda self: 0)
+
+
+@torch.compiler.set_stance("force_eager")
+def test_rotation_is_that_of_megatron() -> None:
+    """Fails if a position in a pack, or the pairs that are rotated, differ from Megatron's."""
+    generator = torch.Generator().manual_seed(0)
+    cu_seqlens = torch.tensor([0, 3, 4, 10], dtype=torch.int32)
+    angles = torch.rand(6, 1, 1, 8, generator=generator)
+    angles[..., 4:] = angles[..., :4]
+    heads = torch.randn(10, 2, 8, generator=generator, requires_grad=True)
+    plain = rope_utils._apply_rotary_pos_emb_thd(heads, cu_seqlens, angles, cp_group=OneRank())
+    ours = rotate_packed(heads, cu_seqlens, angles, cp_size=1, cp_rank=0)
+    assert torch.equal(ours, plain)
+    weights = torch.randn(ours.shape, generator=generator)
+    (mine,), (theirs,) = (torch.autograd.grad((out * weights).sum(), [heads]) for out in (ours, plain))
+    assert torch.equal(mine, theirs)
+    padded = torch.randn(6, 3, 2, 8, generator=generator)
+    assert torch.equal(rotate(padded, angles, interleaved=False), rope_utils._apply_rotary_pos_emb_bshd(padded, angles))
+
+
+def test_grouped_product_is_that_of_each_expert() -> None:
+    """Fails if a row meets another expert's weights, or an expert without tokens has no gradient, or another one's."""
+    generator = torch.Generator().manual_seed(0)
+    rows = torch.randn(9, 16, generator=generator, requires_grad=True)
+    weights = [torch.randn(24, 16, generator=generator, requires_grad=True) for _ in range(4)]
+    counts = [3, 0, 5, 1]
+    grouped = GroupedProduct.apply(rows, torch.tensor(counts).cumsum(0).to(torch.int32), *weights)
+    each = torch.cat([part @ weight.T for part, weight in zip(rows.split(counts), weights, strict=True)])
+    assert torch.allclose(grouped, each, atol=1e-5)
+    scale = torch.randn(grouped.shape, generator=generator)
+    ours, plain = (torch.autograd.grad((out * scale).sum(), [rows, *weights]) for out in (grouped, each))
+    assert all(torch.allclose(mine, theirs, atol=1e-5) for mine, theirs in zip(ours, plain, strict=True))
+    assert not ours[2].any() and ours[1].any()
+    frozen = GroupedProduct.apply(rows, torch.tensor([9], dtype=torch.int32), weights[0].detach())
+    assert torch.autograd.grad(frozen.sum(), [rows])[0].shape == rows.shape
+
+
+def test_layers_are_compiled_on_cuda_only() -> None:
+    """Fails if the CPU's numbers change with the compiler, or `torch` does not turn it off."""
+    assert not is_fused("auto", CPU) and is_fused("auto", CUDA) and is_fused("te", CUDA) and not is_fused("torch", CUDA)
+
+
+def test_tensor_parallel_ranks_have_one_hardware_queue(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fails if collectives wait for products on CUDA, another run gets the variable, or a user's value is replaced."""
+    split = load_config(QUICKSTART, ["actor.tp=2", "trainer.n_gpus_per_node=2"])
+    monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS", raising=False)
+    assert actor_env(split, False) == {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+    assert actor_env(split, True) == actor_env(load_config(QUICKSTART), False) == {}
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "8")
+    assert actor_env(split, False) == {"CUDA_DEVICE_MAX_CONNECTIONS": "8"}
+
+
+def test_transformer_engine_that_cannot_be_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fails if a run starts with other layers than it was told to, or ends in an error without the key."""
+    monkeypatch.setitem(sys.modules, "transformer_engine", None)  # import raises ImportError
+    for device in (CPU, CUDA):
+        with pytest.raises(ConfigError) as caught:
+            check_transformer_engine(device)
+        assert (caught.value.key, caught.value.value) == ("actor.layers", "te")
+    monkeypatch.setitem(sys.modules, "transformer_engine", ModuleType("transformer_engine"))
+    monkeypatch.setitem(sys.modules, "transformer_engine.pytorch", ModuleType("transformer_engine.pytorch"))
+    with pytest.raises(ConfigError):  # Megatron has found none at its import
+        check_transformer_engine(CUDA)
