@@ -71,7 +71,7 @@ class Dispatcher:
         self._chunk_size = chunk_size(n_sequences)
         self._linger_s = min(max(_LINGER_S_PER_SEQUENCE * n_sequences, _LINGER_S[0]), _LINGER_S[1])
         # With a single engine there is no choice.
-        max_running = config.rollout.max_num_seqs
+        max_running = config.rollout.sequence_limit
         reserve = max(self._chunk_size, math.ceil(max_running * _RESERVE))
         self._is_only = len(engines.up()) == 1
         self._room = math.inf if self._is_only else max_running + reserve

@@ -60,7 +60,7 @@ class RolloutEngine:
         self.policy_version = self._n_requests = 0
         self._running: dict[str, Request] = {}
         self._finished: defaultdict[Hashable, list[Rollout]] = defaultdict(list)
-        self._eos_ids, self._meter = list(eos_ids), PassMeter(config.max_num_seqs, spans)
+        self._eos_ids, self._meter = list(eos_ids), PassMeter(config.sequence_limit, spans)
         self.llm = start_vllm(
             model_path,
             config,

@@ -45,7 +45,7 @@ def start_vllm(
     lora: LoraConfig | None,
 ) -> Any:
     """Return a vLLM `LLM` that is ready to generate; blocks. Arguments as for `gkd.rollout.engine.RolloutEngine`."""
-    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    os.environ.update(VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_NO_USAGE_STATS="1")
     # vLLM sets this level only after its first modules have logged that Triton has no backend for the CPU.
     logging.getLogger("vllm").setLevel(os.environ.get("VLLM_LOGGING_LEVEL", "ERROR"))
     with quick_imports():
@@ -57,7 +57,7 @@ def start_vllm(
         dtype=dtype,
         tensor_parallel_size=config.tp,
         max_model_len=max_model_len,
-        max_num_seqs=config.max_num_seqs,
+        max_num_seqs=config.sequence_limit,
         enforce_eager=config.enforce_eager or on_cpu,
         skip_tokenizer_init=True,
         trust_remote_code=trust_remote_code,

@@ -115,6 +115,11 @@ class Engines:
             if self._failure is not None:
                 raise self._failure
 
+    @property
+    def has_failed(self) -> bool:
+        """Return whether `check` raises."""
+        return self._failure is not None
+
     def lost(self, index: int, worker: Any, cause: GkdError, n_prompts: int = 0) -> None:
         """Report that a process failed, and start the engine again. Only the first report of a process has an effect.
 

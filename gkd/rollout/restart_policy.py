@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from gkd.errors import EngineFailed, GkdError, RankFailed, RankTimeout, WeightSyncError
+from gkd.errors import EngineFailed, GkdError, RankFailed, RankTimeout, SenderFailed, WeightSyncError
 
 # A new process may do better; other errors (settings, memory) would come again.
 _RECOVERABLE = (RankFailed, RankTimeout, WeightSyncError)
@@ -17,7 +17,7 @@ def fatal_error(engine: str, cause: GkdError, n_restarts: int, max_restarts: int
         n_restarts: of this engine so far, also in vain.
         max_restarts: rollout.max_restarts.
     """
-    if not isinstance(cause, _RECOVERABLE):
+    if not isinstance(cause, _RECOVERABLE) or isinstance(cause, SenderFailed):
         return cause
     if n_restarts < max_restarts:
         return None

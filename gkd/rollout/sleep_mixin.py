@@ -16,6 +16,7 @@ import torch
 
 from gkd.memory.usage import read_usage
 from gkd.rollout.sleep_state import KV_CACHE, TAGS, WEIGHTS
+from teacher_server.engines.vllm_versions import discard, sleep, wake_up
 
 _NAN_BYTE = 0xFF  # a float of any width made of these bytes is NaN
 
@@ -52,11 +53,11 @@ class SleepMixin:
             return
         worker: Any = self
         if WEIGHTS in tags:
-            worker.sleep(level)
+            sleep(worker, level)
             if KV_CACHE in remaining:
                 self.gkd_wake([KV_CACHE], False)
         else:
-            worker.discard((KV_CACHE,))
+            discard(worker, KV_CACHE)
 
     def gkd_wake(self, tags: list[str], discarded: bool) -> None:
         """Restore tags: the weights with their old values, the KV cache zeroed.
@@ -69,7 +70,7 @@ class SleepMixin:
             self._gkd_restore(tags, discarded)
             return
         worker: Any = self
-        worker.wake_up(tags)
+        wake_up(worker, tags)
         if KV_CACHE in tags:  # uninitialized memory may be NaN, which survives attention masks
             for storage in _storages(self.model_runner.kv_caches):
                 _bytes_of(storage).zero_()

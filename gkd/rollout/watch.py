@@ -69,9 +69,10 @@ class EngineWatch:
                 self._watched.clear()
             try:
                 self._poll()
-            except GkdError as error:  # the run ends; the training loop raises it
-                log.debug("engines are not watched any more: %s", str(error))
-                return
+            except GkdError as error:
+                if self._engines.has_failed:  # the run ends; the training loop raises the error
+                    return
+                log.warning("checking the rollout engines failed and is repeated: %s", str(error))
             except (RayError, RuntimeError, ConnectionError) as error:
                 if not self._ended.is_set():
                     log.warning("engines are not watched any more: %s: %s", type(error).__name__, str(error))

@@ -13,6 +13,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from typing import Any, TypeVar
 
 import torch
@@ -30,8 +31,10 @@ from gkd.rollout.experts import expert_names, expert_tensors, keep_cpu_experts_l
 from gkd.rollout.sleep_mixin import SleepMixin
 from gkd.rollout.vllm_transfer import open_sessions, receive_in_session
 from gkd.weight_sync.buckets import Bucket, digest
+from gkd.weight_sync.choice import IPC, NCCL
 from gkd.weight_sync.group import GroupSpec, TransferGroup
 from gkd.weight_sync.transfer import receive
+from teacher_server.engines.vllm_versions import shared_nccl_env
 
 T = TypeVar("T")
 
@@ -80,15 +83,21 @@ class WeightReceiver(SleepMixin):
 
     @returns_sync_errors
     def gkd_join_groups(self, specs: list[GroupSpec]) -> None:
-        """Join one group per sender; blocks until all members joined. `spec.rank` is the engine's first worker's.
+        """Join one group per sender; blocks until all members joined. Leaves the groups joined before.
 
-        Leaves the groups joined before.
+        Args:
+            specs: by sender, with the rank of the engine's first worker; with CUDA IPC by worker, of its card's group.
         """
         for group in getattr(self, "_gkd_groups", []):
             group.close()
-        self._gkd_groups = [
-            TransferGroup(dataclasses.replace(spec, rank=spec.rank + self.rank), self.device) for spec in specs
-        ]
+        own = [dataclasses.replace(spec, rank=spec.rank + self.rank) for spec in specs]
+        if specs[0].transport == IPC:
+            own = [specs[self.rank]]
+        try:
+            with shared_nccl_env() if own[0].transport == NCCL else nullcontext():
+                self._gkd_groups = [TransferGroup(spec, self.device) for spec in own]
+        except RuntimeError as error:
+            raise WeightSyncError(str(error)) from error
         self._gkd_in_session = specs[0].in_session
         if self._gkd_in_session:
             open_sessions(self, self._gkd_groups)

@@ -18,7 +18,7 @@ from gkd.cluster.gpu_table import RankPlacement
 from gkd.cluster.progress import OPENING, UP, WATCH, Phases, Progress
 from gkd.config.derived import derive
 from gkd.config.schema import Config
-from gkd.data.answers import is_correct
+from gkd.data.answers import greedy_sample
 from gkd.data.chunks import chunk_sizes, encode_sizes
 from gkd.data.prompt_codec import decode_prompts
 from gkd.data.prompts import load_tokenizer
@@ -129,22 +129,13 @@ class RolloutWorker(SelfScoring):
         samples: dict[int, Sample] = {}
         for rollout in self._generate(prompts, sampling, range(len(prompts))):
             index = rollout.sample_index
-            text = self._tokenizer.decode(rollout.response_ids, skip_special_tokens=True)
-            answer = str(prompts[index].answer)
             truncated = rollout.finish_reason == "length"
-            correct = not truncated and is_correct(text, answer, marker)
-            n_correct[rollout.route] += correct
+            sample = greedy_sample(
+                self._tokenizer, prompts[index], rollout.response_ids, truncated=truncated, marker=marker
+            )
+            n_correct[rollout.route] += sample.correct
             if index < n_samples:
-                samples[index] = Sample(
-                    prompt_id=rollout.prompt_id,
-                    prompt_ids=rollout.prompt_ids.tolist(),
-                    response_ids=rollout.response_ids.tolist(),
-                    text=text,
-                    answer=answer,
-                    correct=correct,
-                    prompt=self._tokenizer.decode(rollout.prompt_ids, skip_special_tokens=False),
-                    truncated=truncated,
-                )
+                samples[index] = sample
         return n_correct, [samples[index] for index in sorted(samples)]
 
     def open_stream(self, session: int, n_groups: int, chunk_size: int) -> None:
@@ -162,7 +153,7 @@ class RolloutWorker(SelfScoring):
         self._ensure_awake()
         with self._phases.during(OPENING):
             self._engine.synchronize()
-        chunks, max_running = Coalescer(n_groups, chunk_size), self._config.rollout.max_num_seqs
+        chunks, max_running = Coalescer(n_groups, chunk_size), self._config.rollout.sequence_limit
         self._session = session  # before the loop exists: no late prompt of the last stream gets into it
         self._loop = EngineLoop(self._engine, max_running, chunks, partial(self._diagnosed, "generating"))
 

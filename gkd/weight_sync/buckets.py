@@ -20,6 +20,8 @@ Content: TypeAlias = Literal["merged", "base", "adapters"]
 
 # Offsets are multiples of this, so a view of any dtype into a bucket is aligned.
 _ALIGN_BYTES = 256
+_CHECKSUM_BYTES = 32 << 20  # summed at a time on a GPU
+_FACTOR = -7046029254386353131  # an odd number whose multiples differ in all bits (2**64 / golden ratio, signed)
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,8 +85,25 @@ def layout(buckets: Sequence[Bucket]) -> tuple[list[int], int]:
 
 
 def checksum(data: torch.Tensor) -> int:
-    """Return the 64-bit xxh3 of a uint8 tensor's bytes; a tensor on a GPU is copied to host memory."""
-    return int(xxhash.xxh3_64_intdigest(np.from_dlpack(data.cpu()).data))
+    """Return a 64-bit checksum of a uint8 tensor's bytes: xxh3 on the CPU, `device_checksum` on a GPU."""
+    if data.device.type != "cpu":
+        return device_checksum(data)
+    return int(xxhash.xxh3_64_intdigest(np.from_dlpack(data).data))
+
+
+def device_checksum(data: torch.Tensor) -> int:
+    """Return a sum of the 64-bit words of a uint8 tensor, each times an odd factor of its place, modulo 2**64.
+
+    Every change of a single word changes it. It is computed where the data are, so that no byte of a bucket passes
+    through the host.
+    """
+    total = torch.zeros((), dtype=torch.int64, device=data.device)
+    n_words = -(-min(data.numel(), _CHECKSUM_BYTES) // 8)
+    factors = torch.arange(n_words, device=data.device).mul_(_FACTOR).bitwise_or_(1)
+    for part in data.split(_CHECKSUM_BYTES):
+        words = torch.nn.functional.pad(part, (0, -part.numel() % 8)).view(torch.int64)
+        total = total * _FACTOR + (factors[: words.numel()] * words).sum()
+    return int(total) % (1 << 64)
 
 
 def digest(tensor: torch.Tensor) -> str:

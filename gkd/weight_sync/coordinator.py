@@ -5,16 +5,18 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from gkd.cluster.calls import gather
 from gkd.config.derived import derive
 from gkd.config.schema import Config
-from gkd.errors import GkdError, RankTimeout, TransferCutOff, WeightSyncError
+from gkd.errors import GkdError, RankFailed, RankTimeout, SenderFailed, TransferCutOff, WeightSyncError
 from gkd.handles import SyncReport
 from gkd.log import get_logger
 from gkd.weight_sync.buckets import Bucket, Content, differing, plan_buckets
-from gkd.weight_sync.group import AUTO, GLOO, NCCL, VLLM, GroupSpec
+from gkd.weight_sync.choice import AUTO, GLOO, IPC, VLLM, transport_of
+from gkd.weight_sync.group import GroupSpec
 
 log = get_logger("weight_sync")
 
@@ -30,7 +32,8 @@ class WeightSync:
     """Implement `gkd.roles.WeightSyncRole`.
 
     Args:
-        exporters: by pipeline stage, the ranks that produce its tensors together; the first of each sends.
+        exporters: by pipeline stage, the ranks that produce its tensors together; the first of each sends. With CUDA
+            IPC there is one stage, and each rank sends to the engine's worker on its card.
         engines: the rollout pool's workers.
         timeout_s: until all members have joined the groups.
 
@@ -47,7 +50,8 @@ class WeightSync:
         timeout_s: float,
     ) -> None:
         self._exporters, self._engines, self._config = exporters, dict(enumerate(engines)), config
-        self._device = device
+        self._transport = transport_of(config, device)
+        self._keepers = self._senders()  # the ranks that keep the last version for engines that are started again
         self._lock = threading.Lock()  # a push and a restoration exclude each other
         self._n_pushed = 0
         self._pushed: int | None = None  # version of the last push; None: there is none, or it failed
@@ -104,6 +108,7 @@ class WeightSync:
 
         Raises:
             WeightSyncError: the transfer failed, or the engine has other weights than were kept.
+            SenderFailed: an actor rank died.
             ClusterError: the engine died.
         """
         with self._lock:
@@ -113,7 +118,8 @@ class WeightSync:
                 return self._pushed if self._n_pushed else 0
             name, limit_s = f"rollout engine {index}", self._config.weight_sync.timeout_s
             transport = GLOO if self._config.weight_sync.transport == GLOO else AUTO  # the bytes are in host memory
-            senders, specs = self._senders(), self._specs(transport, 1 + self._config.rollout.tp, _REJOIN_S)
+            senders = self._keepers
+            specs = self._specs(senders, transport, 1 + self._config.rollout.tp, _REJOIN_S)
             sending = {
                 stage: sender.send_kept.remote(specs[stage](0), self._contents) for stage, sender in senders.items()
             }
@@ -122,7 +128,15 @@ class WeightSync:
                 f"{name}: {content}": worker.receive.remote(self._plans[content], self._pushed, content)
                 for content in self._contents
             }
-            results = gather(sending | joined | received, "restoring the weights", limit_s)
+            try:
+                results = gather(sending | joined | received, "restoring the weights", limit_s)
+            except RankTimeout:
+                raise
+            except GkdError as first:
+                for error in _errors(sending, "restoring the weights", _LEAVE_S).values():
+                    if isinstance(error, RankFailed):
+                        raise SenderFailed(str(error)) from first
+                raise
             digests = {tensor: value for stage in senders for tensor, value in results[stage].items()}
             self._compare(digests, {name: worker.digests.remote()})
             return self._pushed
@@ -195,17 +209,19 @@ class WeightSync:
         return {f"actor stage {stage}": ranks[0] for stage, ranks in enumerate(self._exporters)}
 
     def _join(self, timeout_s: float, join_s: float) -> None:
-        """Create one group for each stage's sender; every engine joins all of them, in stage order.
+        """Make new groups.
+
+        One for each stage's sender; every engine joins all of them, in stage order. With CUDA IPC one for each card.
 
         Args:
             timeout_s: of the calls.
             join_s: see `GroupSpec`.
         """
-        settings, tp, senders = self._config.weight_sync, self._config.rollout.tp, self._senders()
-        transport = AUTO if settings.transport == VLLM else settings.transport
-        if transport == AUTO and self._device == "cuda":
-            transport = GLOO if self._config.trainer.colocate else NCCL  # NCCL needs a GPU for each member
-        specs = self._specs(transport, 1 + len(self._engines) * tp, join_s)
+        tp, senders = self._config.rollout.tp, self._senders()
+        if self._transport == IPC:
+            self._join_cards(timeout_s, join_s)
+            return
+        specs = self._specs(senders, self._transport, 1 + len(self._engines) * tp, join_s)
         joining = {name: sender.join_group.remote(specs[name](0)) for name, sender in senders.items()}
         receivers = {
             f"rollout engine {i}": engine.join_groups.remote([spec(1 + place * tp) for spec in specs.values()])
@@ -217,9 +233,31 @@ class WeightSync:
             "%d weight-sync groups of 1 sender and %d receivers (%s)", len(senders), len(self._engines) * tp, chosen
         )
 
-    def _specs(self, transport: str, world_size: int, join_s: float) -> dict[str, Callable[[int], GroupSpec]]:
+    def _join_cards(self, timeout_s: float, join_s: float) -> None:
+        """Make a group of each actor rank and the engine's worker on its card; ranks and workers have one order."""
+        tp, (ranks,) = self._config.rollout.tp, self._exporters
+        with_engine = [i * tp + k for i in self._engines for k in range(tp)]
+        specs = self._specs({f"actor rank {rank}": ranks[rank] for rank in with_engine}, IPC, 2, join_s)
+        self._keepers = {"actor stage 0": ranks[with_engine[0]]}
+
+        def of(rank: int, member: int) -> GroupSpec | None:
+            if rank not in with_engine:
+                return None
+            return replace(specs[f"actor rank {rank}"](member), keeps=rank == with_engine[0])
+
+        joining = {f"actor rank {rank}": sender.join_group.remote(of(rank, 0)) for rank, sender in enumerate(ranks)}
+        receivers = {
+            f"rollout engine {i}": engine.join_groups.remote([of(i * tp + k, 1) for k in range(tp)])
+            for i, engine in self._engines.items()
+        }
+        self._gather(joining, receivers, "joining the weight-sync groups", timeout_s)
+        log.info("%d weight-sync groups of 1 sender and 1 receiver (%s)", len(with_engine), IPC)
+
+    def _specs(
+        self, senders: Mapping[str, Any], transport: str, world_size: int, join_s: float
+    ) -> dict[str, Callable[[int], GroupSpec]]:
         """Return, by sender, a function from a member's rank to its arguments for joining the sender's new group."""
-        refs = {name: sender.rendezvous.remote() for name, sender in self._senders().items()}
+        refs = {name: sender.rendezvous.remote() for name, sender in senders.items()}
         settings = self._config.weight_sync
         timeout_s, in_session = settings.timeout_s + _EXTRA_TIMEOUT_S, settings.transport == VLLM
 

@@ -2,10 +2,12 @@
 
 A group is a bare ProcessGroup over a TCPStore of its own. It is not registered as a default group, so it can span a
 Megatron process and a vLLM process that have default groups of their own. There is one group for each pipeline stage.
-Its rank 0 is the stage's exporting rank, and the others are all workers of all rollout engines.
+Its rank 0 is the stage's exporting rank, and the others are all workers of all rollout engines. With CUDA IPC there is
+one for each card: an exporting rank and the one worker on its card.
 
 Transports differ only in how the bytes of a bucket travel. Each bucket is followed by a header over gloo, with its
-checksum and, for shared memory, its place.
+checksum and, for shared memory, its place. CUDA IPC sends the handle of the bucket after it, and waits until the worker
+has copied the bucket.
 """
 
 from __future__ import annotations
@@ -19,9 +21,9 @@ import torch.distributed as dist
 
 from gkd.errors import TransferCutOff, WeightSyncError
 from gkd.weight_sync.buckets import checksum
+from gkd.weight_sync.card import HANDLE_BYTES, card_id, copy_shared, shared_handle
+from gkd.weight_sync.choice import AUTO, GLOO, IPC, NCCL, SHARED_MEMORY
 from gkd.weight_sync.segment import Segment, SegmentId, attached, host_id
-
-GLOO, NCCL, SHARED_MEMORY, AUTO, VLLM = "gloo", "nccl", "shared_memory", "auto", "vllm"
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +35,7 @@ class GroupSpec:
         timeout_s: of one bucket.
         join_s: until all members have arrived.
         in_session: the engines load the weights in a session of vLLM's weight transfer.
+        keeps: the sender keeps what it sends for engines that are started again; with CUDA IPC one sender does.
     """
 
     transport: str
@@ -43,14 +46,15 @@ class GroupSpec:
     timeout_s: float
     join_s: float
     in_session: bool = False
+    keeps: bool = True
 
 
 class TransferGroup:
     """One member of a group. The constructor blocks until all members have joined. Raises WeightSyncError.
 
     Attributes:
-        transport: GLOO, NCCL or SHARED_MEMORY.
-        device: where the buckets are; host memory unless with NCCL.
+        transport: GLOO, NCCL, SHARED_MEMORY or IPC.
+        device: where the buckets are; host memory unless with NCCL or IPC.
     """
 
     def __init__(self, spec: GroupSpec, device: torch.device) -> None:
@@ -69,10 +73,10 @@ class TransferGroup:
                 wait_for_workers=False,
             )
             # First, because the group's constructor waits for the members as long as a bucket may take.
-            self._store.set(f"host {spec.rank}", host_id())
+            self._store.set(f"host {spec.rank}", _place(spec, device))
             hosts = [self._store.get(f"host {rank}") for rank in range(spec.world_size)]
             self.transport = self._resolved(hosts)
-            self.device = device if self.transport == NCCL else torch.device("cpu")
+            self.device = device if self.transport in (NCCL, IPC) else torch.device("cpu")
             self._gloo = dist.ProcessGroupGloo(
                 dist.PrefixStore("gloo", self._store), spec.rank, spec.world_size, timeout
             )
@@ -93,24 +97,31 @@ class TransferGroup:
     def shares_memory(self) -> bool:
         return self.transport == SHARED_MEMORY
 
-    def send_bucket(self, buffer: torch.Tensor, on_host: torch.Tensor, place: tuple[Segment, int] | None) -> None:
-        """Send one bucket; blocks until it is sent, or available in shared memory.
+    def send_bucket(
+        self, buffer: torch.Tensor, on_host: torch.Tensor | None, place: tuple[Segment, int] | None
+    ) -> None:
+        """Send one bucket; blocks until it is sent, available in shared memory, or copied by the worker on this card.
 
         Args:
             buffer: its bytes, on `device`.
-            on_host: host memory with the same bytes, or that gets them.
+            on_host: host memory with the same bytes, or that gets them; None: no copy is needed.
             place: the segment and the offset in it where the bytes are; None: not in shared memory.
         """
-        if on_host.data_ptr() != buffer.data_ptr():
-            on_host.copy_(buffer)  # before NCCL's broadcast, which never ends if a member dies; the header then fails
-        if not self.shares_memory:
-            self._broadcast(buffer)
-        header = [checksum(on_host), 0, 0, 0, 0, 0]
+        # Before NCCL's broadcast, which never ends if a member dies; the header then fails.
+        if on_host is not None and on_host.data_ptr() != buffer.data_ptr():
+            on_host.copy_(buffer)
+        header = [checksum(buffer), 0, 0, 0, 0, 0]
         if self.shares_memory:
             assert place is not None
             segment, offset = place
             header[1:] = [segment.id.pid, segment.id.fd, segment.id.n_bytes, segment.id.token, offset]
+        elif self.transport != IPC:
+            self._broadcast(buffer)
         self._broadcast(_as_tensor(header), on_host=True)
+        if self.transport == IPC:
+            handle = torch.frombuffer(bytearray(shared_handle(buffer).ljust(HANDLE_BYTES)), dtype=torch.uint8)
+            self._broadcast(handle, on_host=True)
+            self._meet()
 
     def receive_bucket(self, n_bytes: int, buffer: torch.Tensor | None) -> torch.Tensor:
         """Receive one bucket into `buffer`, or where the sender has it. Return its bytes.
@@ -123,7 +134,8 @@ class TransferGroup:
         """
         if buffer is not None:
             buffer = buffer[:n_bytes]
-            self._broadcast(buffer)
+            if self.transport != IPC:
+                self._broadcast(buffer)
         header = torch.zeros(6, dtype=torch.int64)
         self._broadcast(header, on_host=True)
         expected, *segment, offset = header.tolist()
@@ -132,8 +144,14 @@ class TransferGroup:
             if found not in self._attached:
                 self._attached[found] = attached(found)
             buffer = self._attached[found][offset : offset + n_bytes]
+        if self.transport == IPC:
+            handle = torch.zeros(HANDLE_BYTES, dtype=torch.uint8)
+            self._broadcast(handle, on_host=True)
+            copy_shared(bytes(handle.tolist()), buffer)
         if _signed(checksum(buffer)) != expected:
             raise WeightSyncError(f"a bucket of {n_bytes} bytes was damaged on its way ({self.transport})")
+        if self.transport == IPC:
+            self._meet()
         return buffer
 
     def close(self) -> None:
@@ -146,14 +164,15 @@ class TransferGroup:
             self._nccl.abort()
         self._gloo = self._nccl = None
 
-    def _resolved(self, hosts: list[bytes]) -> str:
+    def _resolved(self, places: list[bytes]) -> str:
         chosen = self.spec.transport
-        others = [rank for rank, host in enumerate(hosts) if host != hosts[0]]
+        others = [rank for rank, place in enumerate(places) if place != places[0]]
         if chosen == AUTO:
             return GLOO if others else SHARED_MEMORY
-        if chosen == SHARED_MEMORY and others:
+        if chosen in (SHARED_MEMORY, IPC) and others:
+            where = "card" if chosen == IPC else "host"
             raise WeightSyncError(
-                f"weight_sync.transport = shared_memory: members {others} of the group are not on the sender's host. "
+                f"weight_sync.transport = {chosen}: members {others} of the group are not on the sender's {where}. "
                 "Fix: use auto or gloo"
             )
         return chosen
@@ -170,16 +189,28 @@ class TransferGroup:
         options = dist.BroadcastOptions()
         options.rootRank = 0
         options.rootTensor = 0
+        self._call("broadcast", [buffer], options, on_host=on_host)
+
+    def _meet(self) -> None:
+        """Wait until all members call this. Errors as for `_broadcast`."""
+        self._call("barrier", dist.BarrierOptions(), on_host=True)
+
+    def _call(self, name: str, *args: Any, on_host: bool) -> None:
         group = self._gloo if on_host else self._nccl or self._gloo
         who = f"rank {self.spec.rank} of {self.spec.world_size}"
         if group is None:
             raise TransferCutOff(f"{who} has left the weight-sync group")
         try:
-            group.broadcast([buffer], options).wait()
+            getattr(group, name)(*args).wait()
         except RuntimeError as error:
             del group  # the traceback keeps this frame
             self.close()
-            raise TransferCutOff(f"weight-sync broadcast failed on {who}: {error}") from error
+            raise TransferCutOff(f"weight-sync {name} failed on {who}: {error}") from error
+
+
+def _place(spec: GroupSpec, device: torch.device) -> str:
+    """Return a text that is equal for members that can share memory."""
+    return f"{host_id()} {card_id(device)}" if spec.transport == IPC else host_id()
 
 
 def _signed(number: int) -> int:

@@ -18,6 +18,8 @@ import torch
 
 from gkd.errors import WeightSyncError
 from gkd.weight_sync.buckets import Bucket, digest, layout
+from gkd.weight_sync.card import collect
+from gkd.weight_sync.choice import IPC
 from gkd.weight_sync.group import TransferGroup
 from gkd.weight_sync.segment import Segment
 
@@ -47,10 +49,19 @@ def send(
         for _ in _fill(buckets, tensors, [None] * len(buckets)):
             pass
         return {}
-    hosts = _views(buckets, kept) if kept is not None else _two_buffers(buckets, torch.device("cpu"))
     in_place = group.device.type == "cpu"
+    hosts: Sequence[torch.Tensor | None] = [None] * len(buckets)
+    if kept is not None:
+        hosts = _views(buckets, kept)
+    elif in_place or with_digests:
+        hosts = _two_buffers(buckets, torch.device("cpu"))
     filled = _fill(buckets, tensors, hosts if in_place else _two_buffers(buckets, group.device))
-    return _send_filled(group, buckets, filled, None if in_place else hosts, kept, with_digests=with_digests)
+    try:
+        return _send_filled(group, buckets, filled, hosts, kept, with_digests=with_digests)
+    finally:
+        del filled
+        if group.transport == IPC:
+            collect(group.device)
 
 
 @contextmanager
@@ -72,7 +83,8 @@ def failing_together(group: TransferGroup | None, tensors: Iterator[object]) -> 
 
 def send_kept(group: TransferGroup, buckets: Sequence[Bucket], kept: Segment) -> dict[str, str]:
     """Send buckets that an earlier `send` has kept, over a group whose buckets are in host memory. Returns digests."""
-    return _send_filled(group, buckets, iter(_views(buckets, kept)), None, kept, with_digests=True)
+    views = _views(buckets, kept)
+    return _send_filled(group, buckets, iter(views), views, kept, with_digests=True)
 
 
 def receive(
@@ -112,7 +124,7 @@ def _send_filled(
     group: TransferGroup,
     buckets: Sequence[Bucket],
     filled: Iterator[torch.Tensor],
-    hosts: Sequence[torch.Tensor] | None,
+    hosts: Sequence[torch.Tensor | None],
     kept: Segment | None,
     *,
     with_digests: bool,
@@ -121,15 +133,15 @@ def _send_filled(
 
     Args:
         filled: the buckets' buffers.
-        hosts: host memory for each bucket of a group with buckets on a device; None: `filled` is in host memory.
+        hosts: host memory of each bucket, the same as in `filled` or for a copy of it; None: no copy is needed.
     """
     digests: dict[str, str] = {}
     offsets, _ = layout(buckets)
 
     def leave(i: int, buffer: torch.Tensor) -> None:
-        on_host = buffer if hosts is None else hosts[i]
+        on_host = hosts[i]
         group.send_bucket(buffer, on_host, None if kept is None else (kept, offsets[i]))
-        if with_digests:
+        if with_digests and on_host is not None:
             digests.update((name, digest(view)) for name, view in buckets[i].views(on_host))
 
     with _mover(group) as mover:

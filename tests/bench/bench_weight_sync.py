@@ -1,10 +1,15 @@
-"""Measure a weight sync of a student with 0.5 billion parameters between two processes of this host, on the CPU.
+"""Measure a weight sync of a student with 0.5 billion parameters between two processes of this host.
 
     python -m tests.bench.bench_weight_sync [--only qwen25_05b,delta] [--json FILE] [--rounds N]
+                                            [--device cpu|cuda] [--gpus 1]
 
 The student has the shapes of Qwen2.5-0.5B, random weights, 2 GB in float32. The receiver is a real vLLM engine. In each
 round every way is measured once, interleaved, after one round that is not counted. The part `delta` measures whether it
 would pay to send only what a step has changed. Needs 12 GB and up to 5 minutes in all.
+
+cuda: with one GPU sender and engine share it, as in a colocated run: over CUDA IPC, and over gloo, which passes through
+host memory. With two, NCCL connects them. Figures have goals on the CPU and for CUDA IPC; every verified way must give
+the engine the sender's digests.
 """
 
 from __future__ import annotations
@@ -22,9 +27,10 @@ from statistics import median
 from typing import Any
 
 from gkd.cluster.assignment import free_port
-from gkd.weight_sync.group import AUTO, GLOO, SHARED_MEMORY, VLLM, GroupSpec
+from gkd.weight_sync.choice import AUTO, GLOO, IPC, NCCL, SHARED_MEMORY, VLLM
+from gkd.weight_sync.group import GroupSpec
 from tests.bench import weight_sync_peers as peers
-from tests.bench.command import parsed, parser, run_parts
+from tests.bench.command import add_device, parsed, parser, run_parts
 from tests.bench.teacher_report import Figure, Part, Table
 from tests.bench.weight_delta import measure_delta
 
@@ -38,7 +44,11 @@ _SIZES = {
     "num_key_value_heads": 2,
     "tie_word_embeddings": True,
 }
-_TRANSPORTS = (GLOO, SHARED_MEMORY, VLLM)  # vllm: a session of vLLM, over shared memory
+# By the number of GPUs. vllm: a session of vLLM, over shared memory.
+_TRANSPORTS = ((GLOO, SHARED_MEMORY, VLLM), (GLOO, IPC), (NCCL,))
+# Loaded, verified, and kept in host memory as with rollout.max_restarts.
+_WAYS, _KEPT = ((False, False, False), (True, False, False), (True, True, False)), (True, False, True)
+_AND_KEPT = ", kept for restarts"
 _MEMCPY = "memcpy"
 _TENSORS = "tensor by tensor over gloo"
 
@@ -60,16 +70,17 @@ def save_model(folder: Path) -> None:
 
 @dataclass
 class Peer:
-    """A process of `tests.bench.weight_sync_peers`."""
+    """A process of `tests.bench.weight_sync_peers`; `gpu`: index of its GPU, None: CPU."""
 
     target: Any
     folder: Path
+    gpu: int | None
     _connection: Connection = field(init=False)
 
     def __post_init__(self) -> None:
         context = multiprocessing.get_context("spawn")
         self._connection, other = context.Pipe()
-        self._process = context.Process(target=self.target, args=(other, self.folder), daemon=True)
+        self._process = context.Process(target=self.target, args=(other, self.folder, self.gpu), daemon=True)
         self._process.start()
         other.close()
 
@@ -97,14 +108,17 @@ class Peer:
 class Pair:
     """Both processes, and the measurements by way: (seconds, CPU seconds of the sender, of the engine)."""
 
-    def __init__(self, folder: Path) -> None:
-        self.sender, self.engine = Peer(peers.sender, folder), Peer(peers.engine, folder)
+    def __init__(self, folder: Path, n_gpus: int) -> None:
+        """Start both; `n_gpus`: 0 = on the CPU, 1 = on the same GPU, 2 = on one each."""
+        self.transports = _TRANSPORTS[n_gpus]
+        gpus = [(None, None), (0, 0), (0, 1)][n_gpus]
+        self.sender, self.engine = Peer(peers.sender, folder, gpus[0]), Peer(peers.engine, folder, gpus[1])
         self.times: dict[str, list[tuple[float, float, float]]] = {}
         for peer in (self.sender, self.engine):
             peer.result()
         self.sender.start("plan")
         self.plan = self.sender.result()[0]
-        for transport in _TRANSPORTS:
+        for transport in self.transports:
             port, bytes_by = free_port("127.0.0.1"), AUTO if transport == VLLM else transport
             for rank, peer in enumerate((self.sender, self.engine)):
                 spec = GroupSpec(bytes_by, "127.0.0.1", port, rank, 2, 120.0, 60.0, in_session=transport == VLLM)
@@ -132,17 +146,17 @@ class Pair:
         _, (begun, ended, cpu) = self.sender.result()
         self.times.setdefault(_MEMCPY, []).append((ended - begun, cpu, 0.0))
         print(f"  memcpy: {ended - begun:.2f} s, CPU {cpu:.2f} s", file=sys.stderr, flush=True)
-        for loads in (False, True):
+        for loads in (False, True) if GLOO in self.transports else ():
             self.step()
             self.both(_named(_TENSORS, loads, False), ("tensor_by_tensor",), ("tensor_by_tensor", self.plan, loads))
-        for transport in _TRANSPORTS:
-            for loads, with_digests in ((False, False), (True, False), (True, True)):
+        for transport in self.transports:
+            for loads, with_digests, keeps in _WAYS if transport != IPC else (*_WAYS, _KEPT):
                 if transport == VLLM and not loads:
                     continue  # the bytes travel as with shared_memory
                 self.step()
                 sent, got = self.both(
-                    _named(transport, loads, with_digests),
-                    ("transfer", transport, with_digests),
+                    _named(transport, loads, with_digests) + (_AND_KEPT if keeps else ""),
+                    ("transfer", transport, with_digests, keeps),
                     ("transfer", transport, self.plan, loads, with_digests),
                 )
                 assert sent == got, "the engine has other tensors than were sent"
@@ -160,12 +174,12 @@ def _named(transport: str, loads: bool, with_digests: bool) -> str:
     return transport + (", loaded" if loads else "") + (" and verified by digests" if with_digests else "")
 
 
-def measure(rounds: int) -> Part:
+def measure(rounds: int, n_gpus: int) -> Part:
     with tempfile.TemporaryDirectory() as name:
         print("making the student", file=sys.stderr, flush=True)
         save_model(Path(name))
         print("starting the engine", file=sys.stderr, flush=True)
-        pair = Pair(Path(name))
+        pair = Pair(Path(name), n_gpus)
         try:
             for number in range(rounds + 1):
                 print(f"round {number} of {rounds}", file=sys.stderr, flush=True)
@@ -175,19 +189,10 @@ def measure(rounds: int) -> Part:
         finally:
             pair.close()
     seconds = {way: median(time for time, _, _ in times) for way, times in pair.times.items()}
-    memcpy, shared = seconds[_MEMCPY], _named(SHARED_MEMORY, True, False)
-    by_tensor, in_session = _named(_TENSORS, True, False), _named(VLLM, True, False)
-    figures = [
-        Figure("memcpy / shared_memory", memcpy / seconds[SHARED_MEMORY], at_least=0.3),
-        Figure("memcpy / shared_memory, loaded", memcpy / seconds[shared], at_least=0.1, note="goal 0.25"),
-        Figure("memcpy / shared_memory, loaded and verified", memcpy / seconds[_named(SHARED_MEMORY, True, True)]),
-        Figure("tensor by tensor / shared_memory, both loaded", seconds[by_tensor] / seconds[shared], at_least=3.0),
-        Figure("vllm / shared_memory, both loaded", seconds[in_session] / seconds[shared], at_least=1.0),
-        Figure("memcpy / gloo, loaded", memcpy / seconds[_named(GLOO, True, False)]),
-    ]
+    figures = _figures(seconds, n_gpus)
     gigabytes = pair.n_bytes / 1e9
     rows = [
-        [way, f"{seconds[way]:.3f}", f"{gigabytes / seconds[way]:.2f}", f"{memcpy / seconds[way]:.0%}",
+        [way, f"{seconds[way]:.3f}", f"{gigabytes / seconds[way]:.2f}", f"{seconds[_MEMCPY] / seconds[way]:.0%}",
          *(f"{median(time[side] for time in times):.2f}" for side in (1, 2))]
         for way, times in pair.times.items()
     ]  # fmt: skip
@@ -197,10 +202,44 @@ def measure(rounds: int) -> Part:
     return Part(_PARTS[0], what, figures, [Table("weight sync", columns, rows)], settings)
 
 
+def _figures(seconds: dict[str, float], n_gpus: int) -> list[Figure]:
+    memcpy = seconds[_MEMCPY]
+    if n_gpus == 1:
+        on_card, by_host = _named(IPC, True, False), _named(GLOO, True, False)
+        return [
+            Figure(on_card, seconds[on_card], "s"),
+            Figure("gloo / ipc, both loaded", seconds[by_host] / seconds[on_card], at_least=5.0),
+            Figure("memcpy to pinned memory / ipc, loaded", memcpy / seconds[on_card]),
+            Figure(on_card + _AND_KEPT, seconds[on_card + _AND_KEPT], "s"),
+            Figure(_named(IPC, True, True), seconds[_named(IPC, True, True)], "s", note="digests equal"),
+        ]
+    if n_gpus:
+        way = _named(_TRANSPORTS[n_gpus][-1], True, True)
+        copied = Figure("memcpy to pinned memory", memcpy, "s")
+        return [
+            Figure(way, seconds[way], "s", note="digests equal"),
+            Figure(f"memcpy / {way}", memcpy / seconds[way]),
+            copied,
+        ]
+    shared = _named(SHARED_MEMORY, True, False)
+    by_tensor, in_session = _named(_TENSORS, True, False), _named(VLLM, True, False)
+    return [
+        Figure("memcpy / shared_memory", memcpy / seconds[SHARED_MEMORY], at_least=0.3),
+        Figure("memcpy / shared_memory, loaded", memcpy / seconds[shared], at_least=0.1, note="goal 0.25"),
+        Figure("memcpy / shared_memory, loaded and verified", memcpy / seconds[_named(SHARED_MEMORY, True, True)]),
+        Figure("tensor by tensor / shared_memory, both loaded", seconds[by_tensor] / seconds[shared], at_least=3.0),
+        Figure("vllm / shared_memory, both loaded", seconds[in_session] / seconds[shared], at_least=1.0),
+        Figure("memcpy / gloo, loaded", memcpy / seconds[_named(GLOO, True, False)]),
+    ]
+
+
 def main(argv: Sequence[str] | None = None) -> int:
-    args: argparse.Namespace = parsed(parser("tests.bench.bench_weight_sync", __doc__ or "", _PARTS, 5), _PARTS, argv)
-    began = time.monotonic()
-    code = run_parts(args, lambda name: measure_delta(args.rounds) if name == "delta" else measure(args.rounds))
+    made = parser("tests.bench.bench_weight_sync", __doc__ or "", _PARTS, 5)
+    made.add_argument("--gpus", type=int, choices=(1, 2), default=1, help="with --device cuda; default: %(default)s")
+    add_device(made, "cpu")
+    args: argparse.Namespace = parsed(made, _PARTS, argv)
+    n_gpus, began = args.gpus if args.device == "cuda" else 0, time.monotonic()
+    code = run_parts(args, lambda name: measure_delta(args.rounds) if name == "delta" else measure(args.rounds, n_gpus))
     print(f"{time.monotonic() - began:.0f} s in all", file=sys.stderr)
     return code
 

@@ -18,10 +18,20 @@ import torch
 BUCKET_BYTES = 256 << 20
 
 
-def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
+def tensors_of(folder: Path, device: torch.device) -> dict[str, torch.Tensor]:
     from safetensors.torch import load_file
 
-    return {name: tensor.clone() for name, tensor in load_file(folder / "model.safetensors").items()}
+    loaded = load_file(folder / "model.safetensors")
+    return {name: tensor.to(device, copy=True) for name, tensor in loaded.items()}
+
+
+def device_of(gpu: int | None) -> torch.device:
+    """Return the device of this process, which then sees no other GPU; None: the CPU. Call it before CUDA is used."""
+    if gpu is None:
+        return torch.device("cpu")
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(8)))).split(",")
+    os.environ["CUDA_VISIBLE_DEVICES"] = visible[gpu]
+    return torch.device("cuda", 0)
 
 
 def serve(connection: Connection, commands: dict[str, Callable[..., Any]]) -> None:
@@ -38,40 +48,49 @@ def serve(connection: Connection, commands: dict[str, Callable[..., Any]]) -> No
         except BaseException as error:
             connection.send((error, None))
             raise
+        if torch.cuda.is_initialized():
+            torch.cuda.synchronize()
         connection.send((result, (began, time.monotonic(), time.process_time() - cpu)))
 
 
-def sender(connection: Connection, folder: Path) -> None:
-    """Hold the student's tensors, as a rank without shards does; `export` yields them without a copy."""
+def sender(connection: Connection, folder: Path, gpu: int | None) -> None:
+    """Hold the student's tensors, as a rank without shards does; `export` yields them without a copy.
+
+    memcpy: to other memory of the CPU, from a GPU to pinned memory.
+    """
+    device = device_of(gpu)
     from gkd.weight_sync.buckets import TensorSpec, layout, plan_buckets
     from gkd.weight_sync.group import TransferGroup
     from gkd.weight_sync.segment import Segment
     from gkd.weight_sync.transfer import send
 
     torch.set_num_threads(1)
-    tensors = tensors_of(folder)
+    tensors = tensors_of(folder, device)
     specs = [TensorSpec(name, tuple(t.shape), "float32") for name, t in tensors.items()]
     plan = plan_buckets(specs, BUCKET_BYTES)
     kept = Segment(layout(plan)[1])
-    target = torch.zeros(sum(spec.n_bytes for spec in specs), dtype=torch.uint8)
+    target = torch.zeros(sum(spec.n_bytes for spec in specs), dtype=torch.uint8, pin_memory=gpu is not None)
     groups: dict[str, TransferGroup] = {}
 
     def join(name: str, spec: Any) -> None:
-        groups[name] = TransferGroup(spec, torch.device("cpu"))
+        groups[name] = TransferGroup(spec, device)
 
     def memcpy() -> None:
         start = 0
         for tensor in tensors.values():
             n_bytes = tensor.numel() * 4
-            target[start : start + n_bytes].copy_(tensor.reshape(-1).view(torch.uint8))
+            target[start : start + n_bytes].copy_(tensor.reshape(-1).view(torch.uint8), non_blocking=True)
             start += n_bytes
+        if gpu is not None:
+            torch.cuda.synchronize()
 
     def tensor_by_tensor() -> None:
         for tensor in tensors.values():
-            groups["gloo"]._broadcast(tensor.clone())
+            groups["gloo"]._broadcast(tensor.to("cpu", copy=True))
 
-    def transfer(name: str, with_digests: bool) -> dict[str, str]:
-        return send(groups[name], plan, tensors.items(), with_digests=with_digests, kept=kept)
+    def transfer(name: str, with_digests: bool, keeps: bool) -> dict[str, str]:
+        host = kept if keeps or groups[name].shares_memory else None
+        return send(groups[name], plan, tensors.items(), with_digests=with_digests, kept=host)
 
     def step() -> None:
         """Change all tensors, so that a transfer that loads nothing is noticed."""
@@ -91,11 +110,12 @@ def sender(connection: Connection, folder: Path) -> None:
     )
 
 
-def engine(connection: Connection, folder: Path) -> None:
+def engine(connection: Connection, folder: Path, gpu: int | None) -> None:
     """Hold a real engine. It receives with the product's `RolloutEngine.receive`, or only the bytes."""
     from gkd.rollout.engine_start import CPU_ENV
 
-    os.environ.update({**CPU_ENV, "VLLM_LOGGING_LEVEL": "ERROR", "TQDM_DISABLE": "1"})
+    device = device_of(gpu)
+    os.environ.update({**(CPU_ENV if gpu is None else {}), "VLLM_LOGGING_LEVEL": "ERROR", "TQDM_DISABLE": "1"})
     from gkd.config.schema import RolloutConfig
     from gkd.rollout.engine import RolloutEngine
     from gkd.weight_sync.group import TransferGroup
@@ -103,10 +123,10 @@ def engine(connection: Connection, folder: Path) -> None:
 
     made = RolloutEngine(
         str(folder),
-        RolloutConfig(cpu_kv_cache_mib=64, max_num_seqs=4),
+        RolloutConfig(cpu_kv_cache_mib=64, max_num_seqs=4, gpu_memory_utilization=0.3),
         dtype="float32",
         max_model_len=64,
-        device="cpu",
+        device=device.type,
         eos_ids=[0],
     )
     worker = made.llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker
@@ -125,7 +145,7 @@ def engine(connection: Connection, folder: Path) -> None:
                 for spec in bucket.specs:
                     tensor = torch.empty(spec.shape, dtype=spec.torch_dtype)
                     group._broadcast(tensor)
-                    yield spec.name, tensor
+                    yield spec.name, tensor.to(device)
 
         if loads:
             model.load_weights(received())

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.dist import fake_card
 from tests.dist.helpers import free_port, run_gloo
 
 SHAPES = [((7, 3), "float32"), ((5,), "bfloat16"), ((), "float32"), ((300, 11), "bfloat16")]
@@ -38,7 +39,7 @@ def _kept(plan: list[Any], transport: str) -> Any:
     from gkd.weight_sync.buckets import layout
     from gkd.weight_sync.segment import Segment
 
-    return None if transport == "gloo" else Segment(layout(plan)[1])
+    return None if transport in ("gloo", "ipc") else Segment(layout(plan)[1])
 
 
 def _exchange(rank: int, world_size: int, ports: list[int], transport: str) -> dict[str, str]:
@@ -47,6 +48,7 @@ def _exchange(rank: int, world_size: int, ports: list[int], transport: str) -> d
     from gkd.weight_sync.group import GroupSpec, TransferGroup
     from gkd.weight_sync.transfer import receive, send
 
+    fake_card.install()
     n_senders = len(ports)
     n_members = 1 + world_size - n_senders
     digests: dict[str, str] = {}
@@ -71,7 +73,7 @@ def _exchange(rank: int, world_size: int, ports: list[int], transport: str) -> d
     return digests
 
 
-@pytest.mark.parametrize("transport", ["gloo", "shared_memory", "auto"])
+@pytest.mark.parametrize("transport", ["gloo", "shared_memory", "ipc", "auto"])
 @pytest.mark.parametrize(("n_senders", "n_receivers"), [(1, 2), (2, 1)])
 def test_every_receiver_has_the_senders_weights(n_senders: int, n_receivers: int, transport: str) -> None:
     """Fails if an engine samples from other weights than the actor's."""
@@ -127,9 +129,17 @@ def _damage(rank: int, world_size: int, port: int, transport: str) -> tuple[str,
 
     (plan,) = _plans(1)
     wrong = 1
+    fake_card.install()
     if rank == 1:
         attached, broadcast = module.attached, module.TransferGroup._broadcast
         payloads: list[torch.Tensor] = []
+        copy_shared = module.copy_shared
+
+        def damaged_card(handle: bytes, buffer: torch.Tensor) -> None:
+            copy_shared(handle, buffer)
+            payloads.append(buffer)
+            if len(payloads) == wrong + 1:
+                buffer[0] ^= 1
 
         def damaged_segment(segment: Any) -> torch.Tensor:
             copy = attached(segment).clone()
@@ -138,12 +148,13 @@ def _damage(rank: int, world_size: int, port: int, transport: str) -> tuple[str,
 
         def damaged_broadcast(self: Any, buffer: torch.Tensor, *, on_host: bool = False) -> None:
             broadcast(self, buffer, on_host=on_host)
-            if buffer.dtype == torch.uint8:
+            if buffer.dtype == torch.uint8 and transport == "gloo":
                 payloads.append(buffer)
                 if len(payloads) == wrong + 1:
                     buffer[0] ^= 1
 
         module.attached, module.TransferGroup._broadcast = damaged_segment, damaged_broadcast  # type: ignore[method-assign]
+        module.copy_shared = damaged_card
     spec = module.GroupSpec(transport, "127.0.0.1", port, rank, world_size, 30.0, 30.0)
     group, loads = module.TransferGroup(spec, torch.device("cpu")), []
     if rank == 0:
@@ -154,7 +165,7 @@ def _damage(rank: int, world_size: int, port: int, transport: str) -> tuple[str,
     return *error, len(loads)
 
 
-@pytest.mark.parametrize("transport", ["gloo", "shared_memory"])
+@pytest.mark.parametrize("transport", ["gloo", "shared_memory", "ipc"])
 def test_a_damaged_bucket_is_refused(transport: str) -> None:
     """Fails if an engine loads bytes that were damaged on their way, or the error lacks the bucket and its tensors."""
     _, (kind, text, n_loaded), (_, _, n_others) = run_gloo(_damage, 3, free_port(), transport, timeout_s=40.0)
@@ -179,7 +190,23 @@ def test_shared_memory_that_cannot_be_allocated_is_refused() -> None:
     assert kind == "WeightSyncError" and "weight_sync.transport" in text and "Fix" in text
 
 
-def _orphaned(rank: int, world_size: int, port: int) -> tuple[str, str]:
+def _on_two_cards(rank: int, world_size: int, port: int) -> tuple[str, str]:
+    from gkd.weight_sync.group import GroupSpec, TransferGroup
+    from tests.dist.helpers import caught
+
+    fake_card.install(f"card {rank}")
+    return caught(lambda: TransferGroup(GroupSpec("ipc", "127.0.0.1", port, rank, 2, 9.0, 9.0), torch.device("cpu")))
+
+
+def test_members_on_two_cards_are_refused() -> None:
+    """Fails if a handle is opened on another card, or the error lacks key and fix."""
+    found = run_gloo(_on_two_cards, 2, free_port())
+    assert [kind for kind, _ in found] == ["WeightSyncError"] * 2
+    # The sender has the store: the other may lose it first.
+    assert "weight_sync.transport = ipc" in found[0][1] and "[1]" in found[0][1] and "Fix" in found[0][1]
+
+
+def _orphaned(rank: int, world_size: int, port: int, transport: str) -> tuple[str, str]:
     """Kill the sender (rank 0) between two buckets. Return the receiver's error."""
     import os
     import signal
@@ -189,9 +216,10 @@ def _orphaned(rank: int, world_size: int, port: int) -> tuple[str, str]:
     from tests.dist.helpers import caught
 
     (plan,) = _plans(1)
+    fake_card.install()
     if rank == 0 and os.fork():
         return "", ""
-    spec = GroupSpec("shared_memory", "127.0.0.1", port, rank, 2, 30.0, 30.0)
+    spec = GroupSpec(transport, "127.0.0.1", port, rank, 2, 30.0, 30.0)
     group = TransferGroup(spec, torch.device("cpu"))
     if rank == 0:
         tensors = list(_tensors(0).items())
@@ -200,11 +228,12 @@ def _orphaned(rank: int, world_size: int, port: int) -> tuple[str, str]:
             yield from tensors[:3]
             os.kill(os.getpid(), signal.SIGKILL)
 
-        send(group, plan, exported(), with_digests=False, kept=_kept(plan, "shared_memory"))
+        send(group, plan, exported(), with_digests=False, kept=_kept(plan, transport))
     return caught(lambda: receive(group, plan, lambda tensors: None))
 
 
-def test_a_killed_sender_is_an_error_of_the_receivers() -> None:
+@pytest.mark.parametrize("transport", ["shared_memory", "ipc"])
+def test_a_killed_sender_is_an_error_of_the_receivers(transport: str) -> None:
     """Fails if an engine waits for the time-out of a bucket when the actor's rank has died."""
-    _, (kind, _) = run_gloo(_orphaned, 2, free_port(), timeout_s=25.0)
+    _, (kind, _) = run_gloo(_orphaned, 2, free_port(), transport, timeout_s=25.0)
     assert kind in {"TransferCutOff", "WeightSyncError"}  # the second if it dies while the engine joins

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from gkd.config.load import load_config
-from gkd.errors import GkdError, RankFailed, RankTimeout, TransferCutOff, WeightSyncError
+from gkd.errors import GkdError, RankFailed, RankTimeout, SenderFailed, TransferCutOff, WeightSyncError
 from gkd.weight_sync import coordinator
 from gkd.weight_sync.buckets import TensorSpec
 
@@ -87,6 +87,25 @@ def test_adapters_follow_the_base_alone(monkeypatch: pytest.MonkeyPatch) -> None
     held["a"] = "another base"
     with pytest.raises(WeightSyncError, match="'a'"):
         sync.push(3)
+
+
+def test_a_sender_that_dies_while_it_restores_an_engine_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fails if the engine is started again, and blamed in the end, for the death of an actor rank."""
+    engine = Engine({"a": "1", "b": "2", "c": "3"})
+    sync = make(monkeypatch, [engine], "never")
+    sync.push(1)
+    for stage, exporters in zip(STAGES, sync._exporters, strict=True):
+        exporters[0].send_kept = Method(lambda spec, contents, sent=stage: sent)
+    assert sync.restore_engine(0, engine) == 1
+
+    def dying_gather(refs: Mapping[str, Any], what: str, timeout_s: float) -> dict[str, Any]:
+        if "actor stage 1" in refs and what == "restoring the weights":
+            raise DIED if len(refs) == 1 else CUT_OFF  # Ray reports the engine's broken connection first
+        return dict(refs)
+
+    monkeypatch.setattr(coordinator, "gather", dying_gather)
+    with pytest.raises(SenderFailed, match=str(DIED)):
+        sync.restore_engine(0, engine)
 
 
 CUT_OFF = TransferCutOff("connection closed by peer")

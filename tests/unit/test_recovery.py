@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from gkd.config.schema import RolloutConfig
-from gkd.errors import EngineFailed, GkdError, OutOfMemory, RankFailed, RankTimeout, WeightSyncError
+from gkd.errors import EngineFailed, GkdError, OutOfMemory, RankFailed, RankTimeout, SenderFailed, WeightSyncError
 from gkd.handles import EngineRestarts
 from gkd.rollout.recovery import Engines
 
@@ -138,12 +138,13 @@ def test_a_restore_that_fails_is_repeated_in_a_new_process() -> None:
     assert engines.up()[0] == "engine 0 process 2"
 
 
-def test_an_error_that_would_come_again_ends_the_run_at_once() -> None:
-    """Fails if a restart that runs out of memory is repeated, or its error is lost."""
+@pytest.mark.parametrize("error", [OutOfMemory("no room for the KV cache"), SenderFailed("actor rank 1 died")])
+def test_an_error_that_would_come_again_ends_the_run_at_once(error: GkdError) -> None:
+    """Fails if a restart that runs out of memory is repeated, or a dead actor rank is blamed on the engine."""
     engines, slots = pool(n=1, max_restarts=5)
-    slots.errors = [OutOfMemory("no room for the KV cache")]
+    slots.errors = [error]
     engines.lost(0, "engine 0", DIED)
-    with pytest.raises(OutOfMemory):
+    with pytest.raises(type(error)):
         engines.wait_up(SOON_S)
     assert slots.started == [(0, 1)]
 
