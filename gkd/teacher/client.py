@@ -1,4 +1,4 @@
-"""Client of the teacher server: each request returns a future of the sequence's scores.
+"""Client of the teacher server: each request returns a future of its sequences' scores.
 
     ZmqTeacher -> requests, score_requests, streams    build a request; check the replies
                -> exchange (inbox)     one thread: window of requests in flight, resends
@@ -14,12 +14,12 @@ import queue
 from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 
 from gkd.config.check_values import check_value
-from gkd.config.schema_teacher import MAX_NAME_LENGTH
+from gkd.config.schema_teacher import MAX_NAME_LENGTH, TeacherConfig
 from gkd.errors import ConfigError, TeacherUnavailable
 from gkd.handles import TeacherHealth
 from gkd.teacher.base import TeacherInfo
@@ -32,10 +32,10 @@ from gkd.teacher.requests import (
     RequestSettings,
     T,
 )
-from gkd.teacher.score_requests import MixedRequest, SampledRequest, TopKRequest
+from gkd.teacher.score_requests import ScoresRequest
 from gkd.teacher.streams import RowBlocks, WholeMatrix
 from gkd.types import Rollout, TeacherScores, TeacherTopK
-from teacher_server.wire.protocol import MAX_ID, Wire
+from teacher_server.wire.protocol import MAX_ID, Signal, Wire
 
 if TYPE_CHECKING:
     from teacher_server.wire.keys import PeerKeys
@@ -64,7 +64,7 @@ class ZmqTeacher:
         name: one of the server's teachers; may be empty if there is only one.
         keys: folder with server.key and client.key_secret; empty: no encryption.
         max_waiting: requests waiting in the client before `submit` blocks.
-        on_scored: called with each reply that holds scores, in the client's thread.
+        on_scored: as in `Exchange`.
 
     Raises:
         ConfigError: a setting is out of range, or the keys are invalid.
@@ -186,21 +186,33 @@ class ZmqTeacher:
         """
         return self._send(self._topk_request(rollout, self._vocab_size(), k, mass))
 
-    def submit_mixed(self, rollout: Rollout, *, mass: float = 0.0) -> Future[TeacherScores]:
-        """Request the top-k scores and the logprob of each response token in one request. See `submit`."""
-        message = self._settings.for_rollout(rollout, "topk", k=self._settings.k, mass=mass, with_sampled=True)
-        return self._send(MixedRequest(message, self._vocab_size()))
+    def submit_many(
+        self, rollouts: Sequence[Rollout], signals: Sequence[Signal], *, mass: float = 0.0
+    ) -> Future[list[TeacherScores]]:
+        """Request the scores of several sequences in one message, which costs little more than one sequence's.
 
-    def submit_sampled(self, rollout: Rollout) -> Future[np.ndarray]:
-        """Request the teacher's logprob of each response token, [R] float32, nats. See `submit`."""
-        return self._send(SampledRequest(self._settings.for_rollout(rollout, "sampled")))
+        See `submit`. The first error of a sequence ends the request. A server of version 2 takes one sequence.
+
+        Args:
+            rollouts: at most `teacher_server.wire.protocol.MAX_SEQUENCES`; either all have `top_ids`, or none has.
+            signals: "topk", "sampled" (the logprob of each response token, [R] float32, nats), or both.
+        """
+        topk = "topk" in signals
+        message = self._settings.for_rollouts(
+            rollouts,
+            "topk" if topk else "sampled",
+            k=self._settings.k if topk else 0,
+            mass=mass if topk else 0.0,
+            with_sampled=topk and "sampled" in signals,
+        )
+        return self._send(ScoresRequest(message, self._vocab_size(), list))
 
     def submit_hidden(self, rollout: Rollout) -> Future[np.ndarray]:
         """Request the final hidden states, [R, H] float32. See `submit`.
 
         Their product with `lm_head` is the logits, not yet truncated to `n_vocab` nor divided by `temperature`.
         """
-        message = self._settings.for_rollout(rollout, "hidden")
+        message = self._settings.for_rollouts([rollout], "hidden")
         shape = (message.header.n_response, self.hidden_size)
         return self._send(WholeMatrix(message, shape, self._exchange.acknowledge))
 
@@ -211,7 +223,7 @@ class ZmqTeacher:
         closing the iterator cancels it. One thread.
         """
         vocab_size = self._vocab_size()
-        message = self._settings.for_rollout(rollout, "logits")
+        message = self._settings.for_rollouts([rollout], "logits")
         request = RowBlocks(message, (message.header.n_response, vocab_size), self._exchange.acknowledge)
         self._send(request)
         yield from request.blocks()
@@ -222,9 +234,11 @@ class ZmqTeacher:
         shape = (info.vocab_size, info.hidden_size)
         return self._send(WholeMatrix(self._settings.for_head(), shape, self._exchange.acknowledge)).result()
 
-    def _topk_request(self, rollout: Rollout, vocab_size: int, k: int = 0, mass: float = 0.0) -> TopKRequest:
-        message = self._settings.for_rollout(rollout, "topk", k=k or self._settings.k, mass=mass)
-        return TopKRequest(message, vocab_size)
+    def _topk_request(
+        self, rollout: Rollout, vocab_size: int, k: int = 0, mass: float = 0.0
+    ) -> ScoresRequest[TeacherTopK]:
+        message = self._settings.for_rollouts([rollout], "topk", k=k or self._settings.k, mass=mass)
+        return ScoresRequest(message, vocab_size, _only_table)
 
     def _vocab_size(self) -> int:
         """Return the upper bound of token ids; asks the server once if `n_vocab` is 0."""
@@ -233,6 +247,39 @@ class ZmqTeacher:
     def _send(self, request: PendingRequest[T]) -> Future[T]:
         self._exchange.submit([request])
         return request.future
+
+
+def connect(
+    teacher: TeacherConfig,
+    *,
+    k: int,
+    n_vocab: int,
+    n_in_flight: int,
+    fingerprint: str,
+    on_scored: OnScored | None = None,
+) -> ZmqTeacher:
+    """Return a client of the server that these settings name; arguments as in `ZmqTeacher`."""
+    return ZmqTeacher(
+        teacher.server_ip,
+        teacher.server_port,
+        k=k,
+        temperature=teacher.temperature,
+        n_vocab=n_vocab,
+        n_in_flight=n_in_flight,
+        request_timeout_s=teacher.request_timeout_s,
+        outage_budget_s=teacher.outage_budget_s,
+        wire=cast(Wire, teacher.wire),
+        expected_fingerprint=fingerprint,
+        name=teacher.name,
+        keys=teacher.keys,
+        on_scored=on_scored,
+    )
+
+
+def _only_table(scores: list[TeacherScores]) -> TeacherTopK:
+    (only,) = scores
+    assert only.topk is not None  # ScoresRequest has checked it
+    return only.topk
 
 
 def _put_index(done: queue.SimpleQueue[int], index: int, _: Future[TeacherTopK]) -> None:

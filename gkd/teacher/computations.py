@@ -19,10 +19,11 @@ class Computations:
         self._batches: dict[tuple[str, float], Computation] = {}
         self._lock = threading.Lock()
 
-    def note(self, reply: ScoreReply | RowsReply, *, route: str = "") -> None:
+    def note(self, reply: ScoreReply | RowsReply, n_sequences: int, *, route: str = "") -> None:
         """Note a reply; all replies of one batch have the same worker and compute_s.
 
         Args:
+            n_sequences: that are complete with this reply.
             route: of several teachers, whose workers may have equal names.
         """
         worker = f"{route} {reply.worker}".lstrip()
@@ -30,9 +31,9 @@ class Computations:
         with self._lock:
             known = self._batches.get(key)
             if known is not None:
-                self._batches[key] = replace(known, n_replies=known.n_replies + 1)
+                self._batches[key] = replace(known, n_sequences=known.n_sequences + n_sequences)
                 return
-            self._batches[key] = Computation(worker, time.time(), reply.queue_s, reply.compute_s, 1)
+            self._batches[key] = Computation(worker, time.time(), reply.queue_s, reply.compute_s, n_sequences)
             if len(self._batches) > _MOST:
                 del self._batches[next(iter(self._batches))]
 

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 
@@ -23,13 +23,13 @@ from gkd.config.schema import Config
 from gkd.data.score_checks import check_top_ids
 from gkd.errors import TeacherError, TeacherUnavailable
 from gkd.handles import Computation, ScoreTimes, TeacherHealth
-from gkd.teacher.client import ZmqTeacher
+from gkd.teacher.client import ZmqTeacher, connect
 from gkd.teacher.computations import Computations
+from gkd.teacher.grouping import grouped
 from gkd.teacher.outage import merged
 from gkd.teacher.records import RecordingEndpoint, summary_of
 from gkd.teacher.window import Window
-from gkd.types import SIGNAL_FIELDS, Rollout, TeacherScores
-from teacher_server.wire.protocol import Wire
+from gkd.types import Rollout, TeacherScores
 
 
 class ScoringEndpoint(RecordingEndpoint):
@@ -70,19 +70,12 @@ class ScoringEndpoint(RecordingEndpoint):
 
     def _connect(self, route: int) -> ZmqTeacher:
         teacher = self._routes[route].teacher
-        return ZmqTeacher(
-            teacher.server_ip,
-            teacher.server_port,
+        return connect(
+            teacher,
             k=teacher.topk if "topk" in self._signals else 1,
-            temperature=teacher.temperature,
             n_vocab=self._n_vocab,
             n_in_flight=self._windows[route].n_per_connection,
-            request_timeout_s=teacher.request_timeout_s,
-            outage_budget_s=teacher.outage_budget_s,
-            wire=cast(Wire, teacher.wire),
-            expected_fingerprint=self._fingerprints[route],
-            name=teacher.name,
-            keys=teacher.keys,
+            fingerprint=self._fingerprints[route],
             on_scored=functools.partial(self._computations.note, route=self._routes[route].name),
         )
 
@@ -166,22 +159,26 @@ class ScoringEndpoint(RecordingEndpoint):
     def _request_all(
         self, teachers: Sequence[Sequence[ZmqTeacher]], rollouts: Sequence[Rollout], completed_s: list[float]
     ) -> list[TeacherScores]:
-        """Submit one request per sequence and wait; write each sequence's completion time to `completed_s`."""
+        """Submit all requests and wait; write each sequence's completion time to `completed_s`."""
+        one = self._signals == ("hidden",)  # a stream has one sequence
+        groups = grouped(rollouts, [1 if one else window.n_per_request for window in self._windows])
         futures: list[Future[Any]] = []
         try:
-            for index, rollout in enumerate(rollouts):
-                own = teachers[rollout.route]
-                future = self._submit(own[index % len(own)], rollout)
-                future.add_done_callback(functools.partial(_record_time, completed_s, index))
+            for number, group in enumerate(groups):
+                own = teachers[rollouts[group[0]].route]
+                future = self._submit(own[number % len(own)], [rollouts[index] for index in group])
+                future.add_done_callback(functools.partial(_record_time, completed_s, group))
                 futures.append(future)
             done = wait(futures, return_when=FIRST_EXCEPTION).done
-            for rollout, future in zip(rollouts, futures, strict=True):
+            for group, future in zip(groups, futures, strict=True):
                 if future in done:
-                    with self._named(rollout):
+                    with self._named(rollouts[group[0]]):
                         future.result()  # raises the error that ended the wait
-            return [
-                self._scores(future.result(), rollout.route) for rollout, future in zip(rollouts, futures, strict=True)
-            ]
+            scores = [TeacherScores()] * len(rollouts)
+            for group, future in zip(groups, futures, strict=True):
+                for index, found in zip(group, self._scores(future.result(), rollouts[group[0]].route), strict=True):
+                    scores[index] = found
+            return scores
         finally:
             for future in futures:
                 future.cancel()
@@ -195,26 +192,17 @@ class ScoringEndpoint(RecordingEndpoint):
             route = self._routes[rollout.route]
             raise type(error)(f"{route.label}: {error}") if route.name else error from error
 
-    def _submit(self, teacher: ZmqTeacher, rollout: Rollout) -> Future[Any]:
-        """Request all signals of a sequence."""
-        check_top_ids(rollout, self._n_student_ids, f"prompt {rollout.prompt_id}, sample {rollout.sample_index}")
-        mass = self._config.teacher.mass
-        if self._signals == ("topk", "sampled"):
-            return teacher.submit_mixed(rollout, mass=mass)
-        (signal,) = self._signals
-        if signal == "topk":
-            return teacher.submit(rollout, mass=mass)
-        return teacher.submit_sampled(rollout) if signal == "sampled" else teacher.submit_hidden(rollout)
+    def _submit(self, teacher: ZmqTeacher, rollouts: Sequence[Rollout]) -> Future[Any]:
+        """Request all signals of the sequences of one request."""
+        for rollout in rollouts:
+            check_top_ids(rollout, self._n_student_ids, f"prompt {rollout.prompt_id}, sample {rollout.sample_index}")
+        if self._signals == ("hidden",):
+            return teacher.submit_hidden(rollouts[0])
+        return teacher.submit_many(rollouts, self._signals, mass=self._config.teacher.mass)
 
-    def _scores(self, result: Any, route: int) -> TeacherScores:
-        """Return the scores of one sequence from the result of `_submit`."""
-        if isinstance(result, TeacherScores):
-            return result
-        (signal,) = self._signals
-        fields: dict[str, Any] = {
-            SIGNAL_FIELDS[signal]: self._in_columns(result, route) if signal == "hidden" else result
-        }
-        return TeacherScores(**fields)
+    def _scores(self, result: Any, route: int) -> list[TeacherScores]:
+        """Return the scores of each sequence from the result of `_submit`."""
+        return [TeacherScores(hidden=self._in_columns(result, route))] if self._signals == ("hidden",) else result
 
     def _logits(self, teacher: ZmqTeacher, rollout: Rollout) -> np.ndarray:
         """Return [R, n_vocab] in the precision of the wire: float16 or float32."""
@@ -225,5 +213,6 @@ class ScoringEndpoint(RecordingEndpoint):
         return logits
 
 
-def _record_time(completed_s: list[float], index: int, _: Future[Any]) -> None:
-    completed_s[index] = time.time()
+def _record_time(completed_s: list[float], group: Sequence[int], _: Future[Any]) -> None:
+    for index in group:
+        completed_s[index] = time.time()

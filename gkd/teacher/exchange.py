@@ -23,6 +23,7 @@ from gkd.handles import TeacherHealth
 from gkd.teacher.inbox import AnyRequest, Inbox
 from gkd.teacher.link import POLL_S, Message, TeacherLink
 from teacher_server.wire.protocol import (
+    MAX_SEQUENCES,
     NO_REQUEST,
     Cancel,
     ErrorReply,
@@ -38,7 +39,7 @@ _MAX_DAMAGED = 5  # damaged messages of one request before it fails
 _RETRY_S = 0.02  # delay of a resend after a transient failure
 _DOUBT_S = 0.5  # delay of a resend if a message may be lost: a reply in transit arrives before
 _CLOSE_S = 5.0  # limit of the wait for the thread; a future's callback may delay it
-OnScored = Callable[[ScoreReply | RowsReply], None]
+OnScored = Callable[[ScoreReply | RowsReply, int], None]  # the reply, sequences that are complete with it
 
 
 @dataclass(slots=True)
@@ -58,10 +59,10 @@ class Exchange:
     """Own `link` and the thread that uses it, from construction to `close`.
 
     Args:
-        n_in_flight: size of the window.
+        n_in_flight: size of the window in sequences. A request that is larger is sent when the window is empty.
         max_waiting: number of requests waiting for the window from which on `submit` blocks.
         fingerprint: of the teacher's weights; empty: that of the first reply.
-        on_scored: called in the thread with each reply that holds scores.
+        on_scored: called in the thread with each reply that holds scores, and how many sequences it completes.
     """
 
     def __init__(
@@ -73,7 +74,7 @@ class Exchange:
         self._link, self._clock = link, link.clock
         self._n_in_flight, self._fingerprint, self._on_scored = n_in_flight, fingerprint, on_scored
         self._pending: dict[bytes, AnyRequest] = {}
-        self._n_in_window = 0  # pending requests that use the window
+        self._n_in_window = 0  # sequences of pending requests
         self._next_due_s = 0.0  # lower bound of all `due_s`
         self._thread = threading.Thread(target=self._run, name=f"teacher {link.address}", daemon=True)
         self._inbox.reader = self._thread
@@ -93,7 +94,7 @@ class Exchange:
 
     def health(self) -> TeacherHealth:
         """Return what this client has heard; numbers of another thread, each for itself."""
-        n_in_flight = self._n_in_window + len(self._inbox)
+        n_in_flight = self._n_in_window + self._inbox.n_sequences
         silent_s = self._clock.silent_s if self._pending else 0.0
         return TeacherHealth(
             silent_s, self._clock.outage_budget_s, n_in_flight, self._link.n_workers, self._link.n_queued
@@ -156,14 +157,18 @@ class Exchange:
         return min(max(self._next_due_s - self._clock.now_s, 0.0), POLL_S)
 
     def _fill_window(self) -> None:
-        while (request := self._inbox.next(room=self._n_in_window < self._n_in_flight)) is not None:
+        while (request := self._inbox.next(self._n_free)) is not None:
             if request.future.cancelled():
                 continue
             if not self._pending:
                 self._link.begin()
             self._pending[request.request_id] = request
-            self._n_in_window += request.uses_window
+            self._n_in_window += request.n_sequences
             self._next_due_s = 0.0
+
+    @property
+    def _n_free(self) -> int:
+        return self._n_in_flight - self._n_in_window if self._n_in_window else MAX_SEQUENCES
 
     def _send_due(self) -> None:
         now_s, next_due_s = self._clock.now_s, float("inf")
@@ -174,8 +179,8 @@ class Exchange:
                 if not self._link.send(request.frames):
                     self._next_due_s = now_s + POLL_S
                     return
-                self.stats.n_sent += request.uses_window
-                self.stats.n_resent += request.uses_window and request.n_sent > 0
+                self.stats.n_sent += request.n_sequences > 0
+                self.stats.n_resent += request.n_sequences > 0 and request.n_sent > 0
                 request.n_sent += 1
                 request.due_s = now_s + request.resend_s
             next_due_s = min(next_due_s, request.due_s)
@@ -217,7 +222,7 @@ class Exchange:
                 result = request.accept(header, frames, self._clock.now_s)
                 self._clock.progressed()
                 if self._on_scored is not None and isinstance(header, ScoreReply | RowsReply):
-                    self._on_scored(header)
+                    self._on_scored(header, request.n_sequences if result is not None else 0)
                 if result is not None:
                     self._finish(request, result)
         except ProtocolError as error:
@@ -240,8 +245,11 @@ class Exchange:
         elif error.code == "damaged":
             self._on_damaged(request, error.text)
         else:
-            where = f"{request.name}: teacher {self._link.address}"
-            raise TeacherRefusal(f"{where} refused the request: {error.code}: {error.text}", error.code)
+            of_one = error.code in ("bad_request", "engine") and error.sequence < len(request.names)
+            name = request.names[error.sequence] if of_one else request.name
+            raise TeacherRefusal(
+                f"{name}: teacher {self._link.address} refused the request: {error.code}: {error.text}", error.code
+            )
 
     def _on_damaged(self, request: AnyRequest, problem: str) -> None:
         self.stats.n_damaged += 1
@@ -269,7 +277,7 @@ class Exchange:
 
     def _remove(self, request: AnyRequest) -> None:
         del self._pending[request.request_id]
-        self._n_in_window -= request.uses_window
+        self._n_in_window -= request.n_sequences
 
     def _drop_cancelled(self, request: AnyRequest) -> None:
         if self._pending.get(request.request_id) is request:
@@ -285,7 +293,7 @@ class Exchange:
             return
         if all(request.paused for request in self._pending.values()):
             self._clock.progressed()  # the delay is on this side
-        n_sequences = self._n_in_window + len(self._inbox)
+        n_sequences = self._n_in_window + self._inbox.n_sequences
         error = self._link.unavailable(f"{n_sequences} sequences" if n_sequences else "the teacher's description")
         if error is not None:
             self._fail_all(str(error), TeacherUnavailable)

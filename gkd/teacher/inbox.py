@@ -25,6 +25,7 @@ class Inbox:
         self.reader: threading.Thread | None = None
         self.closed_because = ""  # the reason; empty while open
         self._max_waiting, self._wake = max_waiting, wake
+        self.n_sequences = 0  # of the waiting requests
         self._changed = threading.Condition()
         self._waiting: deque[AnyRequest] = deque()
         self._woken = False  # the reader was woken, and has not found the queue empty since
@@ -37,12 +38,13 @@ class Inbox:
             TeacherError: the inbox is closed.
         """
         with self._changed:
-            if not self._is_reader() and any(request.uses_window for request in batch):
+            if not self._is_reader() and any(request.n_sequences for request in batch):
                 self._changed.wait_for(lambda: len(self._waiting) < self._max_waiting or self.closed_because)
             if self.closed_because:
                 raise TeacherError(self.closed_because)
             for request in batch:
-                if request.uses_window:
+                self.n_sequences += request.n_sequences
+                if request.n_sequences:
                     self._waiting.append(request)
                 else:
                     self._waiting.appendleft(request)
@@ -79,18 +81,20 @@ class Inbox:
         while self._commands:
             yield self._commands.popleft()
 
-    def next(self, *, room: bool) -> AnyRequest | None:
+    def next(self, n_free: int) -> AnyRequest | None:
         """Return the next request to send, or None.
 
         Args:
-            room: the window has room; otherwise only requests that do not use it are returned.
+            n_free: sequences that the window has room for.
         """
         with self._changed:
-            if not self._waiting or (self._waiting[0].uses_window and not room):
+            if not self._waiting or self._waiting[0].n_sequences > n_free:
                 self._woken = False
                 return None
             self._changed.notify_all()
-            return self._waiting.popleft()
+            request = self._waiting.popleft()
+            self.n_sequences -= request.n_sequences
+            return request
 
     def remove(self, request: AnyRequest) -> bool:
         """Remove a waiting request; return False if it is not in the queue."""
@@ -98,6 +102,7 @@ class Inbox:
             if request not in self._waiting:
                 return False
             self._waiting.remove(request)
+            self.n_sequences -= request.n_sequences
             self._changed.notify_all()
             return True
 
@@ -106,5 +111,6 @@ class Inbox:
         with self._changed:
             waiting = list(self._waiting)
             self._waiting.clear()
+            self.n_sequences = 0
             self._changed.notify_all()
             return waiting

@@ -52,12 +52,12 @@ H = TypeVar("H", bound=Header, covariant=True)
 class RequestMessage(Generic[H]):
     """Content of a request."""
 
-    name: str  # identifies the request in errors, e.g. ``prompt 17, sample 2``
+    names: Sequence[str]  # identify the sequences in errors, e.g. ``prompt 17, sample 2``
     header: H
     frames: Sequence[Buffer]
     digest: bytes  # of the tokens; zeros if there are none
     resend_s: float  # send again if no reply arrived for this long
-    given: np.ndarray | None = None  # [R, G] ids that each row of the reply must list
+    given: np.ndarray | None = None  # [R, G] ids that each row of the reply must list, R of all sequences
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,21 +71,22 @@ class RequestSettings:
     wire: Wire
     resend_s: float
 
-    def for_rollout(
-        self, rollout: Rollout, signal: Signal, *, k: int = 0, mass: float = 0.0, with_sampled: bool = False
+    def for_rollouts(
+        self, rollouts: Sequence[Rollout], signal: Signal, *, k: int = 0, mass: float = 0.0, with_sampled: bool = False
     ) -> RequestMessage[ScoreRequest]:
-        """Request a signal of one sequence, for topk with the rollout's `top_ids`.
+        """Request a signal of some sequences, for topk with the rollouts' `top_ids`.
 
         Raises:
             TeacherError: a value exceeds the limits of the protocol, or the `top_ids` cannot be given.
         """
-        name = f"prompt {rollout.prompt_id}, sample {rollout.sample_index}"
-        rollout = rollout.for_teacher()
-        with _refusals_of(name):
-            tokens = check_tokens(np.concatenate([rollout.prompt_ids, rollout.response_ids]))
-            given = rollout.top_ids if signal == "topk" else None
-            if given is not None and (problem := given_problem(given, len(rollout.response_ids), self.id_limit)):
-                raise ProtocolError(problem)
+        names = [f"prompt {rollout.prompt_id}, sample {rollout.sample_index}" for rollout in rollouts]
+        rollouts = [rollout.for_teacher() for rollout in rollouts]
+        given = None
+        if signal == "topk" and rollouts[0].top_ids is not None:
+            given = self._checked_given(rollouts, names)
+        lengths = [(len(rollout.prompt_ids), rollout.n_tokens) for rollout in rollouts]
+        with _refusals_of(together(names)):
+            tokens = check_tokens(np.concatenate([ids for r in rollouts for ids in (r.prompt_ids, r.response_ids)]))
             frames = [] if given is None else pack_given(given)
             header = ScoreRequest(
                 request_id=os.urandom(ID_BYTES),
@@ -95,7 +96,7 @@ class RequestSettings:
                 mass=mass,
                 temperature=self.temperature,
                 n_vocab=self.n_vocab,
-                prompt_length=len(rollout.prompt_ids),
+                prompt_length=sum(n_prompt for n_prompt, _ in lengths),
                 total_length=len(tokens),
                 wire=self.wire,
                 deadline_s=self._deadline_s,
@@ -103,8 +104,21 @@ class RequestSettings:
                 n_given=0 if given is None else given.shape[1],
                 given_checksums=[checksum(frame) for frame in frames],
                 with_sampled=with_sampled,
+                lengths=lengths if len(lengths) > 1 else [],
             )
-        return RequestMessage(name, header, [as_frame(tokens), *frames], token_digest(tokens), self.resend_s, given)
+        return RequestMessage(names, header, [as_frame(tokens), *frames], token_digest(tokens), self.resend_s, given)
+
+    def _checked_given(self, rollouts: Sequence[Rollout], names: Sequence[str]) -> np.ndarray:
+        """Return the `top_ids` of all rollouts, [R, G]. Raises TeacherError."""
+        given = []
+        for rollout, name in zip(rollouts, names, strict=True):
+            with _refusals_of(name):
+                if rollout.top_ids is None:
+                    raise ProtocolError("it has no top_ids, and others of its request have")
+                if problem := given_problem(rollout.top_ids, len(rollout.response_ids), self.id_limit):
+                    raise ProtocolError(problem)
+            given.append(rollout.top_ids)
+        return np.concatenate(given)
 
     def for_head(self) -> RequestMessage[HeadRequest]:
         """Request the LM head. Raises TeacherError as `for_rollout`."""
@@ -113,7 +127,7 @@ class RequestSettings:
             header = HeadRequest(
                 request_id=os.urandom(ID_BYTES), teacher=self.teacher, wire=self.wire, deadline_s=self._deadline_s
             )
-        return RequestMessage(name, header, [], bytes(ID_BYTES), self.resend_s)
+        return RequestMessage([name], header, [], bytes(ID_BYTES), self.resend_s)
 
     @property
     def id_limit(self) -> int:
@@ -132,18 +146,22 @@ class PendingRequest(Generic[T]):
         TeacherError: the header exceeds the limits of the protocol.
     """
 
-    uses_window = True  # counts toward n_in_flight
+    n_sequences = 1  # that count toward n_in_flight
     is_stream = False
 
     def __init__(self, message: RequestMessage[Header]) -> None:
-        self.name, self.resend_s = message.name, message.resend_s
+        self.names, self.resend_s = message.names, message.resend_s
         self.future: Future[T] = Future()
         self._header, self._digest = message.header, message.digest  # a stream may change its request id
-        with _refusals_of(message.name):
+        with _refusals_of(self.name):
             self.frames: list[Buffer] = [requests.encode(message.header), *message.frames]
         self.due_s = 0.0  # next time to send it, on the exchange's clock
         self.n_sent = 0
         self.n_damaged = 0
+
+    @property
+    def name(self) -> str:
+        return together(self.names)
 
     @property
     def request_id(self) -> bytes:
@@ -187,11 +205,11 @@ class DescriptionRequest(PendingRequest[TeacherInfo]):
         teacher: its name; empty if the server has one teacher.
     """
 
-    uses_window = False
+    n_sequences = 0
 
     def __init__(self, teacher: str) -> None:
         header = InfoRequest(request_id=os.urandom(ID_BYTES), teacher=teacher)
-        super().__init__(RequestMessage("the teacher's description", header, [], bytes(ID_BYTES), _INFO_RESEND_S))
+        super().__init__(RequestMessage(["the teacher's description"], header, [], bytes(ID_BYTES), _INFO_RESEND_S))
         self._teacher = teacher
 
     def accept(self, reply: Reply, frames: list[Buffer], now_s: float) -> TeacherInfo:
@@ -213,6 +231,11 @@ class DescriptionRequest(PendingRequest[TeacherInfo]):
             dtype=reply.dtype,
             protocol_version=reply.protocol_version,
         )
+
+
+def together(names: Sequence[str]) -> str:
+    """Return one name for the sequences of a request."""
+    return names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more sequences"
 
 
 @contextmanager

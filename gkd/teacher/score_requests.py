@@ -1,6 +1,8 @@
-"""Requests of the teacher client whose reply is one message: top-k scores, logprobs of the response tokens, or both."""
+"""Request of the teacher client whose reply is one message: top-k scores, logprobs of the response tokens, or both."""
 
 from __future__ import annotations
+
+from collections.abc import Callable, Iterator
 
 import numpy as np
 
@@ -13,12 +15,39 @@ from teacher_server.wire.payload import unpack_sampled, unpack_topk
 from teacher_server.wire.protocol import Buffer, ProtocolError, ScoreReply, ScoreRequest
 
 
-class _ScoreRequest(PendingRequest[T]):
-    """Base of requests whose reply is one message."""
+class ScoresRequest(PendingRequest[T]):
+    """Request the scores of one or several sequences.
 
-    def __init__(self, message: RequestMessage[ScoreRequest]) -> None:
+    Args:
+        n_vocab: upper bound (exclusive) of the token ids in the reply.
+        result: makes the future's result from the scores of the sequences, in order.
+    """
+
+    def __init__(
+        self, message: RequestMessage[ScoreRequest], n_vocab: int, result: Callable[[list[TeacherScores]], T]
+    ) -> None:
         super().__init__(message)
+        self.n_sequences = len(message.names)
         self._sent, self._given = message.header, message.given
+        self._n_vocab, self._result = n_vocab, result
+
+    def accept(self, reply: Reply, frames: list[Buffer], now_s: float) -> T:
+        checked = self._check(reply)
+        if checked.signal == "topk":
+            unpacked = unpack_topk(checked, frames)
+            table = TeacherTopK(unpacked.ids, unpacked.logprobs, unpacked.tail, unpacked.counts)
+            joined = TeacherScores(table, unpacked.sampled)
+        else:
+            joined = TeacherScores(sampled_logprobs=unpack_sampled(checked, frames))
+        n_rows, worker = self._sent.n_response, f"from worker {checked.worker!r}"
+        try:
+            self._validate(joined, self._given, n_rows, f"{self.name}, {worker}")
+        except TeacherError:
+            for name, rows in zip(self.names, self._rows(), strict=True):  # which sequence is it?
+                given = None if self._given is None else self._given[rows]
+                self._validate(_part(joined, rows), given, rows.stop - rows.start, f"{name}, {worker}")
+            raise
+        return self._result([joined] if len(self.names) == 1 else [_part(joined, rows) for rows in self._rows()])
 
     def _check(self, reply: Reply) -> ScoreReply:
         sent = self._sent
@@ -31,70 +60,42 @@ class _ScoreRequest(PendingRequest[T]):
             raise ProtocolError(f"(signal, rows, k, wire, adaptive, with_sampled) are {received}, expected {expected}")
         return reply
 
+    def _rows(self) -> Iterator[slice]:
+        """Yield the rows of each sequence."""
+        start = 0
+        for n_prompt, n_total in self._sent.sequences:
+            yield slice(start, start := start + n_total - n_prompt)
 
-class _TableRequest(_ScoreRequest[T]):
-    """Base of requests for top-k scores.
+    def _validate(self, scores: TeacherScores, given: np.ndarray | None, n_rows: int, where: str) -> None:
+        """Check the scores of one or of all sequences. Raises TeacherError."""
+        table = scores.topk
+        if table is not None:
+            validate_topk(table, self._n_vocab, where, n_rows=n_rows)
+            if table.counts is not None:
+                self._check_mass(table, table.counts, where)
+            if given is not None and (problem := listed_problem(given, table.topk_ids)):
+                raise TeacherError(f"{where}: {problem}")
+        sampled = scores.sampled_logprobs
+        if sampled is not None and sampled.max() > MASS_SLACK:
+            raise TeacherError(f"{where}: a logprob is {sampled.max():.6g}, above 0")
 
-    Args:
-        n_vocab: upper bound (exclusive) of the token ids in the reply.
-    """
-
-    def __init__(self, message: RequestMessage[ScoreRequest], n_vocab: int) -> None:
-        super().__init__(message)
-        self._n_vocab = n_vocab
-
-    def _unpack(self, reply: Reply, frames: list[Buffer]) -> tuple[TeacherTopK, np.ndarray | None]:
-        """Return the checked table, and the logprobs of the response tokens if they were requested."""
-        checked = self._check(reply)
-        unpacked = unpack_topk(checked, frames)
-        scores = TeacherTopK(unpacked.ids, unpacked.logprobs, unpacked.tail, unpacked.counts)
-        where = f"{self.name}, from worker {checked.worker!r}"
-        validate_topk(scores, self._n_vocab, where, n_rows=self._sent.n_response)
-        if scores.counts is not None:
-            self._check_mass(scores, scores.counts, where)
-        if self._given is not None and (problem := listed_problem(self._given, scores.topk_ids)):
-            raise TeacherError(f"{where}: {problem}")
-        if unpacked.sampled is not None:
-            _check_sampled(unpacked.sampled, where)
-        return scores, unpacked.sampled
-
-    def _check_mass(self, scores: TeacherTopK, counts: np.ndarray, where: str) -> None:
+    def _check_mass(self, table: TeacherTopK, counts: np.ndarray, where: str) -> None:
         """Raise TeacherError if a row lists fewer than k entries without reaching the mass target."""
         sent = self._sent
-        short = (counts < sent.k) & (1 - scores.tail_mass < sent.mass - MASS_SLACK)
+        short = (counts < sent.k) & (1 - table.tail_mass < sent.mass - MASS_SLACK)
         if short.any():
             row = int(short.argmax())
             raise TeacherError(
                 f"{where}: response position {row}: {counts[row]} of {sent.k} entries have a mass of "
-                f"{1 - scores.tail_mass[row]:.6g}, below the target of {sent.mass:g}"
+                f"{1 - table.tail_mass[row]:.6g}, below the target of {sent.mass:g}"
             )
 
 
-class TopKRequest(_TableRequest[TeacherTopK]):
-    """Request top-k scores."""
-
-    def accept(self, reply: Reply, frames: list[Buffer], now_s: float) -> TeacherTopK:
-        return self._unpack(reply, frames)[0]
-
-
-class MixedRequest(_TableRequest[TeacherScores]):
-    """Request top-k scores and the logprob of each response token, from one forward pass."""
-
-    def accept(self, reply: Reply, frames: list[Buffer], now_s: float) -> TeacherScores:
-        table, sampled = self._unpack(reply, frames)
-        return TeacherScores(topk=table, sampled_logprobs=sampled)
-
-
-class SampledRequest(_ScoreRequest[np.ndarray]):
-    """Request the logprob of each response token."""
-
-    def accept(self, reply: Reply, frames: list[Buffer], now_s: float) -> np.ndarray:
-        checked = self._check(reply)
-        logprobs = unpack_sampled(checked, frames)
-        _check_sampled(logprobs, f"{self.name}, from worker {checked.worker!r}")
-        return logprobs
-
-
-def _check_sampled(logprobs: np.ndarray, where: str) -> None:
-    if logprobs.max() > MASS_SLACK:
-        raise TeacherError(f"{where}: a logprob is {logprobs.max():.6g}, above 0")
+def _part(scores: TeacherScores, rows: slice) -> TeacherScores:
+    """Return some rows of the tables, as views."""
+    table, sampled = scores.topk, scores.sampled_logprobs
+    part = None
+    if table is not None:
+        counts = None if table.counts is None else table.counts[rows]
+        part = TeacherTopK(table.topk_ids[rows], table.topk_logprobs[rows], table.tail_mass[rows], counts)
+    return TeacherScores(part, None if sampled is None else sampled[rows])

@@ -6,6 +6,9 @@ from typing import NamedTuple
 
 from gkd.config.schema_teacher import TeacherConfig
 from gkd.teacher.base import TeacherInfo
+from teacher_server.wire.protocol import MAX_SEQUENCES
+
+_REQUESTS_IN_FLIGHT = 4
 
 
 class Window(NamedTuple):
@@ -13,6 +16,7 @@ class Window(NamedTuple):
 
     n_connections: int
     n_per_connection: int  # sequences in flight
+    n_per_request: int = 1  # most sequences of a request
 
 
 def window_of_group(teacher: TeacherConfig, info: TeacherInfo, n_groups: int) -> Window:
@@ -24,7 +28,10 @@ def window_of_group(teacher: TeacherConfig, info: TeacherInfo, n_groups: int) ->
     limit = teacher.max_in_flight
     n_in_flight = max(1, limit // n_groups) if limit else -(-info.n_streams // n_groups)
     n_connections = min(max(1, -(-teacher.n_server_workers // n_groups)), n_in_flight)
-    return Window(n_connections, n_in_flight // n_connections if limit else -(-n_in_flight // n_connections))
+    n_per_connection = n_in_flight // n_connections if limit else -(-n_in_flight // n_connections)
+    # Several requests in flight: the server computes one while this side reads the reply to another.
+    several = min(max(1, n_per_connection // _REQUESTS_IN_FLIGHT), MAX_SEQUENCES)
+    return Window(n_connections, n_per_connection, several if info.protocol_version >= 3 else 1)
 
 
 def throttle_warning(teacher: TeacherConfig, info: TeacherInfo) -> str:

@@ -55,6 +55,11 @@ class Job:
         return self.request.total_length if isinstance(self.request, ScoreRequest) else 1
 
     @property
+    def longest(self) -> int:
+        """Return the tokens of its longest sequence."""
+        return self.request.longest if isinstance(self.request, ScoreRequest) else 1
+
+    @property
     def is_stream(self) -> bool:
         return not isinstance(self.request, ScoreRequest) or self.request.signal in ("logits", "hidden")
 
@@ -172,7 +177,7 @@ class RequestQueue:
         able = {k: w for k, w in self.workers.items() if w.hello.teacher == teacher and not w.leaving}
         # Without another worker, one that failed on this job or is too small for it gets it, and replies with an error.
         able = {k: w for k, w in able.items() if w.hello.name not in job.failed_workers} or able
-        able = {k: w for k, w in able.items() if w.hello.max_tokens >= job.n_tokens} or able
+        able = {k: w for k, w in able.items() if w.hello.max_tokens >= job.longest} or able
         free = [(w.n_tokens, k) for k, w in able.items() if w.has_credit(job.n_tokens)]
         return min(free)[1] if free else None
 

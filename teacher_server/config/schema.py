@@ -33,7 +33,9 @@ class TeacherSettings:
     threads: int = option(1, "CPU threads of a worker", ge=1, le=1024)
     max_tokens: int = option(0, "longest prompt + response; 0: the model's limit", ge=0, le=1 << 20)
     max_batch_tokens: int = option(8192, "padded tokens of a batch", ge=2, le=1 << 24)
-    gpu_memory_utilization: float = option(0.85, "fraction of GPU memory for vllm", ge=0.01, le=1, metavar="X")
+    gpu_memory_utilization: float = option(
+        0.85, "fraction of each GPU that a worker may use", ge=0.01, le=1, metavar="X"
+    )
     n_workers: int | None = option(
         None,
         "model copies of each teacher, one process each; default: one per GPU group, 1 on cpu; "

@@ -25,7 +25,7 @@ class EngineSettings:
     tensor_parallel_size: int = 1  # vllm only
     threads: int = 1  # of each worker process, on a CPU
     max_batch_tokens: int = 8192  # vllm: tokens of one forward pass
-    gpu_memory_utilization: float = 0.85  # vllm: fraction of each GPU for weights and KV cache
+    gpu_memory_utilization: float = 0.85  # fraction of each GPU; vllm: of weights and KV cache; hf: of all tensors
     cpu_kv_cache_mib: int = 0  # vllm: per worker; 0: computed from max_tokens and max_batch_tokens
 
 
@@ -66,6 +66,8 @@ def load_engine(settings: EngineSettings) -> Engine:
     from teacher_server.engines.hf import HfEngine
 
     torch.set_num_threads(settings.threads)
+    if device != "cpu":  # torch would otherwise cache whatever is free, also of what a trainer on the same GPU needs
+        torch.cuda.set_per_process_memory_fraction(settings.gpu_memory_utilization, device)
     return HfEngine(settings.model, dtype=dtype, device=device, max_tokens=settings.max_tokens)
 
 

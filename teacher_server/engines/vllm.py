@@ -19,10 +19,12 @@ from transformers import AutoConfig
 
 from teacher_server.engines.base import ENGINE_PID, RowStream, ScoreParams, Scores, TokenSequence
 from teacher_server.engines.streams import row_dtype
+from teacher_server.engines.vllm_versions import choose_model_runner, with_vllm_errors
 from teacher_server.errors import ServerError
 from teacher_server.wire.protocol import RowDtype, Wire
 
 MAX_SEQUENCES = 128  # of one forward pass; vLLM samples one token for each, from [128, V] float32
+_LOAD_ERRORS = (OSError, ValueError, RuntimeError, KeyError, ImportError, AssertionError)
 _EXTENSION = "teacher_server.engines.vllm_extension"
 
 
@@ -32,7 +34,6 @@ def set_vllm_environment(device: str, threads: int) -> None:
     os.environ.update(
         VLLM_ENABLE_V1_MULTIPROCESSING="0",  # run the scheduler in this process
         VLLM_WORKER_MULTIPROC_METHOD="spawn",  # this process has threads, which are lost in a fork
-        VLLM_USE_V2_MODEL_RUNNER="0",  # `vllm_extension` reads the batch layout of the first model runner
         VLLM_NO_USAGE_STATS="1",
     )
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
@@ -76,7 +77,6 @@ class VllmEngine:
     ) -> None:
         set_vllm_environment(device, threads)
         from vllm import EngineArgs, LLMEngine
-        from vllm.exceptions import VLLMError
         from vllm.platforms import current_platform
 
         on_cpu = device == "cpu"
@@ -89,6 +89,7 @@ class VllmEngine:
             if on_cpu and not cpu_kv_cache_mib:
                 n_tokens = max(max_tokens, 2 * max_batch_tokens)
                 cpu_kv_cache_mib = _kv_cache_mib(path, dtype, tensor_parallel_size, n_tokens)
+            choose_model_runner()
             args = EngineArgs(
                 model=path,
                 dtype=dtype,
@@ -116,7 +117,7 @@ class VllmEngine:
             facts = self._call("teacher_start")[0]
             # The first forward pass compiles kernels, or fails if vLLM has none for this model.
             self.score([TokenSequence(np.zeros(2, np.int32), 1)], ScoreParams("sampled"))
-        except (OSError, ValueError, RuntimeError, KeyError, ImportError, AssertionError, VLLMError) as error:
+        except with_vllm_errors(*_LOAD_ERRORS) as error:
             raise ServerError(
                 f"model folder {path}: vllm cannot load the model: {error}. Fix: if it is out of memory, lower "
                 f"--max-tokens ({max_tokens}) or --max-batch-tokens ({max_batch_tokens}); else try --engine hf."
@@ -128,13 +129,11 @@ class VllmEngine:
 
     def _call(self, method: str, *args: Any) -> list[Any]:
         """Call a method on every worker, and return the results by rank. Blocks."""
-        from vllm.exceptions import VLLMError
-
         from teacher_server.engines.vllm_extension import Failure
 
         try:
             results = self._engine.collective_rpc(method, args=args)
-        except (VLLMError, AssertionError) as error:  # if the executor has lost a worker
+        except with_vllm_errors(AssertionError) as error:  # if the executor has lost a worker
             raise RuntimeError(f"vllm: {type(error).__name__}: {error}") from error
         for result in results:
             if isinstance(result, Failure):
@@ -152,7 +151,6 @@ class VllmEngine:
 
     def _prefill(self, batch: Sequence[TokenSequence]) -> None:
         from vllm import SamplingParams
-        from vllm.exceptions import VLLMError
         from vllm.sampling_params import RequestOutputKind
 
         from teacher_server.engines.vllm_extension import ROW_RANGE, RowRange
@@ -175,7 +173,7 @@ class VllmEngine:
                 row += sequence.n_response
             while running:
                 running -= {output.request_id for output in engine.step() if output.finished}
-        except (VLLMError, AssertionError) as error:
+        except with_vllm_errors(AssertionError) as error:
             raise RuntimeError(f"vllm: {type(error).__name__}: {error}") from error
         finally:
             if running:  # a step failed: remove its requests from the scheduler

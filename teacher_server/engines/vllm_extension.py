@@ -124,7 +124,7 @@ class TeacherExtension:
             return
         for request in scheduler_output.scheduled_new_reqs:
             self._teacher_row_ranges[request.req_id] = RowRange(*request.sampling_params.extra_args[ROW_RANGE])
-        for span in _spans(self.model_runner):
+        for span in _spans(self.model_runner, state):
             kept = self._teacher_row_ranges[span.request_id]
             start = max(span.position, kept.position)
             stop = min(span.position + span.n_rows, kept.position + kept.n_rows)
@@ -194,13 +194,15 @@ class _Span(NamedTuple):
     n_rows: int
 
 
-def _spans(runner: Any) -> Iterator[_Span]:
-    """Yield the spans of the last forward pass."""
-    rows = runner.query_start_loc.np
-    for i, request_id in enumerate(runner.input_batch.req_ids):
-        yield _Span(
-            request_id, int(rows[i]), runner.requests[request_id].num_computed_tokens, int(rows[i + 1] - rows[i])
-        )
+def _spans(runner: Any, state: Any) -> Iterator[_Span]:
+    """Yield the spans of the last forward pass. vLLM's second model runner keeps the batch in the pass's state."""
+    if (batch := getattr(state, "input_batch", None)) is not None:
+        ids, rows, positions = batch.req_ids, batch.query_start_loc_np, batch.num_computed_tokens_np
+    else:
+        ids, rows = runner.input_batch.req_ids, runner.query_start_loc.np
+        positions = [runner.requests[request_id].num_computed_tokens for request_id in ids]
+    for i, request_id in enumerate(ids):
+        yield _Span(request_id, int(rows[i]), int(positions[i]), int(rows[i + 1] - rows[i]))
 
 
 def _probe_head(model: Any, probe: torch.Tensor) -> tuple[torch.Tensor, Any, bool]:

@@ -1,4 +1,4 @@
-"""Protocol between a client (the trainer) and the teacher server, versions 1 and 2: all headers and their codec.
+"""Protocol between a client (the trainer) and the teacher server, versions 1 to 3: all headers and their codec.
 
 A message is a list of byte frames. The first is the header, `b"GKT" + version, xxh3-64 of the body,
 msgpack body`. The others are raw little-endian arrays of at most 4 MiB each, described in
@@ -45,6 +45,7 @@ MAX_ID = (1 << 24) - 1  # the low uint16 and high uint8 planes of fp16 mode hold
 MAX_K = 1 << 16
 MAX_ENTRIES = 1 << 25  # R * K of one reply: 160 MiB in fp16 mode, 256 MiB in fp32 mode
 MAX_FRAMES = 256  # of one message
+MAX_SEQUENCES = 256  # of one request
 ID_BYTES = 16  # of request ids and token digests
 NO_REQUEST = bytes(ID_BYTES)  # request_id of an error about an unreadable request
 STREAM_WINDOW = 8  # messages of a stream that may be sent before they are confirmed by `Received`; 32 MiB
@@ -60,6 +61,8 @@ Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 40)]
 Rows = Annotated[int, msgspec.Meta(ge=1, le=MAX_ID + 1)]
 Checksum = Annotated[int, msgspec.Meta(ge=0)]  # uint64, the largest integer of msgpack
 Checksums = Annotated[list[Checksum], msgspec.Meta(max_length=MAX_FRAMES)]  # one per frame after the header
+Length = Annotated[int, msgspec.Meta(ge=1, le=MAX_TOKENS)]
+Lengths = Annotated[list[tuple[Length, Length]], msgspec.Meta(max_length=MAX_SEQUENCES)]
 
 
 def check_seconds(**values: float) -> None:
@@ -74,7 +77,8 @@ def check_seconds(**values: float) -> None:
 
 
 class ScoreRequest(Header, tag="score", kw_only=True, omit_defaults=True):
-    """Score the response of one sequence. The first frame holds the P + R token ids, int32; given ids may follow.
+    """Score the responses of one or several sequences. The first frame holds the P + R token ids of one sequence after
+    the other, int32; given ids may follow. The rows of the reply are those of one sequence after the other.
 
     signal: values returned for each of the R positions that predict a response token
         topk     the K most probable ids, their logprobs, and the total probability of all other ids; with
@@ -92,14 +96,15 @@ class ScoreRequest(Header, tag="score", kw_only=True, omit_defaults=True):
     mass: float = 0.0  # for topk; 0 = always K entries
     temperature: float = 1.0  # logits are divided by it before normalization
     n_vocab: Annotated[int, msgspec.Meta(ge=0, le=MAX_ID + 1)] = 0  # keep ids < n_vocab, then normalize; 0 = all
-    prompt_length: Annotated[int, msgspec.Meta(ge=1, le=MAX_TOKENS)]  # P
-    total_length: Annotated[int, msgspec.Meta(ge=2, le=MAX_TOKENS)]  # P + R
+    prompt_length: Length  # P; of several sequences the sum
+    total_length: Annotated[int, msgspec.Meta(ge=2, le=MAX_TOKENS)]  # P + R; of several sequences the sum
     wire: Wire
     deadline_s: float  # the server drops the request after this time
     checksum: Checksum  # of the token frame
     n_given: Annotated[int, msgspec.Meta(ge=0, le=MAX_K)] = 0  # for topk: given ids per row, see `given_ids`
     given_checksums: Checksums = []  # of the frames of the given ids
     with_sampled: bool = False  # for topk: also return the logprob of the response token
+    lengths: Lengths = []  # P and P + R of each, if there are several sequences; only for topk and sampled
 
     def __post_init__(self) -> None:
         check_seconds(deadline_s=self.deadline_s, temperature=self.temperature, mass=self.mass)
@@ -119,15 +124,38 @@ class ScoreRequest(Header, tag="score", kw_only=True, omit_defaults=True):
             )
         if self.with_sampled and self.signal != "topk":
             raise ValueError(f"with_sampled with signal {self.signal}: only topk has it")
+        if self.lengths:
+            self._check_lengths()
         if self.n_response * self.k > MAX_ENTRIES:
             raise ValueError(f"{self.n_response} rows x k = {self.k} is more than {MAX_ENTRIES} entries")
+
+    def _check_lengths(self) -> None:
+        if len(self.lengths) == 1 or self.signal not in ("topk", "sampled"):
+            raise ValueError(f"lengths of {len(self.lengths)} sequences with signal {self.signal}")
+        if any(prompt >= total for prompt, total in self.lengths):
+            raise ValueError("a sequence has no response")
+        sums = tuple(map(sum, zip(*self.lengths, strict=True)))
+        if sums != (self.prompt_length, self.total_length):
+            raise ValueError(f"lengths add up to {sums}, expected {(self.prompt_length, self.total_length)}")
 
     @property
     def n_response(self) -> int:
         return self.total_length - self.prompt_length
 
     @property
+    def sequences(self) -> list[tuple[int, int]]:
+        """Return (P, P + R) of each sequence."""
+        return self.lengths or [(self.prompt_length, self.total_length)]
+
+    @property
+    def longest(self) -> int:
+        """Return the largest P + R."""
+        return max(total for _, total in self.sequences)
+
+    @property
     def version(self) -> int:
+        if self.lengths:
+            return 3
         return 2 if self.n_given or self.given_checksums or self.with_sampled else 1
 
 
@@ -185,21 +213,21 @@ class Ping(Header, tag="ping"):
 
 
 class ScoreReply(Header, tag="scores", kw_only=True, omit_defaults=True):
-    """Complete reply for `topk` or `sampled`. `payload.score_planes` describes the frames."""
+    """Complete reply for `topk` or `sampled`, all sequences. `payload.score_planes` describes the frames."""
 
     request_id: Id
     token_digest: Id  # xxh3-128 of the token ids that the worker has scored
     model_fingerprint: Name
     worker: Name
     signal: Literal["topk", "sampled"]
-    n_rows: Annotated[int, msgspec.Meta(ge=1, le=MAX_TOKENS)]  # R; row j predicts response token j
+    n_rows: Length  # R; row j predicts response token j
     k: Annotated[int, msgspec.Meta(ge=0, le=MAX_K)] = 0
     n_entries: Annotated[int, msgspec.Meta(ge=0, le=MAX_ENTRIES)] = 0  # R * K, or fewer with a mass target
     adaptive: bool = False  # each row has its own count of entries
     wire: Wire
     checksums: Checksums
     queue_s: float  # from arrival at the broker to the start of the forward pass
-    compute_s: float  # of the whole batch that contained this sequence
+    compute_s: float  # from the start of the batch with its first sequence to the end of the one with its last
     with_sampled: bool = False  # as in the request
 
     @property
@@ -240,16 +268,21 @@ class RowsReply(Header, tag="rows"):
             raise ValueError(f"rows {self.start} to {self.stop} of {self.n_rows}")
 
 
-class ErrorReply(Header, tag="error"):
+class ErrorReply(Header, tag="error", omit_defaults=True):
     """The request failed. Send it again after busy, draining, deadline and damaged; other codes are final."""
 
     request_id: Id
     code: ErrorCode
     text: Text
     retry_after_s: float = 0.0
+    sequence: Annotated[int, msgspec.Meta(ge=0, le=MAX_SEQUENCES)] = 0  # index of the one that failed, if one did
 
     def __post_init__(self) -> None:
         check_seconds(retry_after_s=self.retry_after_s)
+
+    @property
+    def version(self) -> int:
+        return 3 if self.sequence else 1
 
 
 class InfoReply(Header, tag="info"):

@@ -12,25 +12,21 @@ import time
 import numpy as np
 import zmq
 
-from teacher_server.engines.base import Engine, RowStream, Scores, TokenSequence, request_problem
-from teacher_server.wire.given_ids import unpack_given
-from teacher_server.wire.payload import TopKScores, pack_sampled, pack_topk, unpack_tokens
+from teacher_server.engines.base import Engine, RowStream, Scores, request_problem
+from teacher_server.wire.payload import TopKScores
 from teacher_server.wire.protocol import (
     ID_BYTES,
-    Buffer,
     ErrorCode,
     ErrorReply,
     HeadRequest,
     ProtocolError,
-    ScoreReply,
     ScoreRequest,
-    checksum,
     replies,
     requests,
-    token_digest,
 )
 from teacher_server.wire.worker_protocol import Assignment, JobCancel, JobReceived
 from teacher_server.worker.link import End, Event, NewConnection, Work, WorkerLink
+from teacher_server.worker.open_request import OpenRequest, open_request
 from teacher_server.worker.open_stream import OpenStream, open_stream
 from teacher_server.worker.token_budget import WorkItem, take_batch
 
@@ -90,7 +86,7 @@ class Worker:
                 stream.received = max(stream.received, event.n_messages)
                 stream.deadline_s = time.monotonic() + stream.timeout_s
         elif isinstance(event, JobCancel):
-            self._waiting = [item for item in self._waiting if item.job_id != event.job_id]
+            self._waiting = [item for item in self._waiting if item.request.job.job_id != event.job_id]
             self._close(event.job_id)
         elif isinstance(event, NewConnection):
             self._waiting.clear()
@@ -98,8 +94,7 @@ class Worker:
                 self._close(job_id)
 
     def _accept(self, job: Assignment, frames: list[zmq.Frame]) -> None:
-        request_id = b""
-        now_s = time.monotonic()
+        request_id, now_s = b"", time.monotonic()
         try:
             request = requests.decode(frames[0].buffer)
             if not isinstance(request, ScoreRequest | HeadRequest):
@@ -108,40 +103,39 @@ class Worker:
             if isinstance(request, HeadRequest):
                 self._open_head(job, request)
                 return
-            buffers = [frame.buffer for frame in frames[1:]]
-            tokens, given = unpack_tokens(request, buffers[:1]), unpack_given(request, buffers[1:])
+            opened, sequences = open_request(job, request, [frame.buffer for frame in frames[1:]], now_s)
         except ProtocolError as error:
             # The broker has checked this header, so without a request id no client can get the error.
             log.error("refused job %s: %s", job.job_id.hex(), error)
             if request_id:
                 self._refuse(job.job_id, request_id, "damaged", str(error))
             return
-        sequence = TokenSequence(tokens, request.prompt_length, given)
-        deadline_s = now_s + job.remaining_s
-        item = WorkItem(job, request, sequence, token_digest(tokens), now_s, job.waited_s, deadline_s)
-        problem = request_problem(self._engine, sequence, item.params)
-        if problem is None:
-            self._waiting.append(item)
-        else:
-            self._refuse(job.job_id, request_id, "bad_request", problem)
+        for index, sequence in enumerate(sequences):
+            problem = request_problem(self._engine, sequence, opened.params)
+            if problem is not None:
+                self._refuse(job.job_id, request_id, "bad_request", problem, index)
+                return
+        self._waiting += [WorkItem(opened, index, sequence) for index, sequence in enumerate(sequences)]
 
     # Batches
 
     def _score(self, batch: list[WorkItem]) -> None:
         start_s = time.monotonic()
-        for item in [item for item in batch if item.deadline_s < start_s]:
-            batch.remove(item)
-            self._refuse(item.job_id, item.request.request_id, "deadline", "expired before its forward pass")
+        for item in batch:
+            if item.request.deadline_s < start_s:
+                self._drop(item, "deadline", "expired before its forward pass")
+        batch = [item for item in batch if not item.request.refused]
         if not batch:
             return
         scores: list[Scores] | None
         try:
             with self._link.computing():
-                scores = self._engine.score([item.sequence for item in batch], batch[0].params)
+                scores = self._engine.score([item.sequence for item in batch], batch[0].request.params)
         except _ENGINE_ERRORS as error:
             if len(batch) == 1:
                 log.exception("engine failed on a sequence")
-                self._on_engine_error(batch[0].job_id, batch[0].request.request_id, error)
+                self._drop(batch[0], "engine", _described(error))
+                self._count(error)
                 return
             log.warning("engine failed on a batch of %d (%s); repeating its sequences one by one", len(batch), error)
             scores = None
@@ -150,35 +144,28 @@ class Worker:
                 self._score([item])
             return
         self._n_runtime_errors = self._n_nans = 0
-        compute_s = time.monotonic() - start_s
+        end_s = time.monotonic()
         for item, scored in zip(batch, scores, strict=True):
-            self._reply(item, scored, item.waited_s + start_s - item.received_s, compute_s)
+            if item.request.add(item.index, scored, start_s):
+                self._reply(item.request, end_s - item.request.started_s)
 
-    def _reply(self, item: WorkItem, scored: Scores, queue_s: float, compute_s: float) -> None:
-        request = item.request
+    def _reply(self, request: OpenRequest, compute_s: float) -> None:
+        header, scored = request.header, request.joined()
         if isinstance(scored, TopKScores | np.ndarray):
-            counts = scored.counts if isinstance(scored, TopKScores) else None
-            header = ScoreReply(
-                request_id=request.request_id,
-                token_digest=item.digest,
-                model_fingerprint=self._model_fingerprint,
-                worker=self._name,
-                signal="topk" if isinstance(scored, TopKScores) else "sampled",
-                n_rows=request.n_response,
-                k=request.k,
-                n_entries=request.n_response * request.k if counts is None else int(counts.sum()),
-                adaptive=counts is not None,
-                wire=request.wire,
-                checksums=[],
-                queue_s=queue_s,
-                compute_s=compute_s,
-                with_sampled=request.with_sampled,
-            )
-            frames = pack_topk(scored, header) if isinstance(scored, TopKScores) else pack_sampled(scored, header)
-            header.checksums = [checksum(frame) for frame in frames]
-            self._link.send_reply(item.job_id, [replies.encode(header), *frames])
+            reply, frames = request.reply(scored, self._model_fingerprint, self._name, compute_s)
+            self._link.send_reply(request.job.job_id, [replies.encode(reply), *frames])
             return
-        self._open(item.job, request.request_id, item.digest, scored, request.signal, queue_s, compute_s)
+        job, queue_s = request.job, request.queue_s
+        self._open(job, header.request_id, request.digest, scored, header.signal, queue_s, compute_s)
+
+    def _drop(self, item: WorkItem, code: ErrorCode, text: str) -> None:
+        """Refuse the request of `item`, once, and forget its other sequences."""
+        request = item.request
+        if request.refused:
+            return
+        request.refused = True
+        self._waiting = [other for other in self._waiting if other.request is not request]
+        self._refuse(request.job.job_id, request.header.request_id, code, text, item.index)
 
     # Streams
 
@@ -225,7 +212,8 @@ class Worker:
         except _ENGINE_ERRORS as error:
             log.exception("engine failed in a stream")
             self._close(stream.job_id)
-            self._on_engine_error(stream.job_id, stream.header.request_id, error)
+            self._refuse(stream.job_id, stream.header.request_id, "engine", _described(error))
+            self._count(error)
             return
         for frames, last in messages:
             self._link.send_reply(stream.job_id, frames, final=last)
@@ -240,13 +228,18 @@ class Worker:
 
     # Errors
 
-    def _on_engine_error(self, job_id: bytes, request_id: bytes, error: BaseException) -> None:
-        self._refuse(job_id, request_id, "engine", f"{type(error).__name__}: {error}")
+    def _count(self, error: BaseException) -> None:
+        """Raise RuntimeError if the engine has failed too often."""
         self._n_runtime_errors = self._n_runtime_errors + 1 if isinstance(error, RuntimeError) else 0
         self._n_nans = self._n_nans + 1 if isinstance(error, ArithmeticError) else 0
         if self._n_runtime_errors >= _MAX_RUNTIME_ERRORS or self._n_nans >= _MAX_NANS:
             raise RuntimeError(f"the engine fails repeatedly: {error}") from error
 
-    def _refuse(self, job_id: bytes, request_id: bytes, code: ErrorCode, text: str) -> None:
-        error: list[Buffer] = [replies.encode(ErrorReply(request_id=request_id, code=code, text=text[:1000]))]
-        self._link.send_reply(job_id, error)
+    def _refuse(self, job_id: bytes, request_id: bytes, code: ErrorCode, text: str, index: int = 0) -> None:
+        """Send an error; `index` is that of the sequence that failed."""
+        error = ErrorReply(request_id=request_id, code=code, text=text[:1000], sequence=index)
+        self._link.send_reply(job_id, [replies.encode(error)])
+
+
+def _described(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}"

@@ -1,37 +1,25 @@
-"""Select the requests of the next forward pass: the oldest, and others that fit the token budget with it."""
+"""Select the sequences of the next forward pass: the oldest, and others that fit the token budget with it."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from teacher_server.engines.base import ScoreParams, TokenSequence
-from teacher_server.wire.protocol import ScoreRequest
-from teacher_server.wire.worker_protocol import Assignment
+from teacher_server.engines.base import TokenSequence
+from teacher_server.worker.open_request import OpenRequest
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class WorkItem:
-    """A request at a worker. Times are on this process's monotonic clock."""
+    """A sequence that waits for its forward pass."""
 
-    job: Assignment
-    request: ScoreRequest
+    request: OpenRequest
+    index: int  # in the request
     sequence: TokenSequence
-    digest: bytes  # of its tokens
-    received_s: float
-    waited_s: float  # in the broker, before this worker received it
-    deadline_s: float
 
     @property
-    def job_id(self) -> bytes:
-        return self.job.job_id
-
-    @property
-    def params(self) -> ScoreParams:
-        r = self.request
-        # Only streams depend on the wire format before packing; scores of both formats share a batch.
-        wire = r.wire if r.signal in ("logits", "hidden") else "fp32"
-        return ScoreParams(r.signal, r.k, r.mass, r.temperature, r.n_vocab, wire, r.n_given, r.with_sampled)
+    def n_tokens(self) -> int:
+        return len(self.sequence.token_ids)
 
 
 def take_batch(waiting: list[WorkItem], max_batch_tokens: int) -> list[WorkItem]:
@@ -42,11 +30,11 @@ def take_batch(waiting: list[WorkItem], max_batch_tokens: int) -> list[WorkItem]
     `max_batch_tokens`. A sequence longer than the budget is a batch by itself.
     """
     oldest = waiting[0]
-    length, params = oldest.request.total_length, oldest.params
+    length, params = oldest.n_tokens, oldest.request.params
     batch, longest = [oldest], length
     for item in _nearest_first(waiting[1:], length):
-        longest_with = max(longest, item.request.total_length)
-        if (len(batch) + 1) * longest_with <= max_batch_tokens and item.params == params:
+        longest_with = max(longest, item.n_tokens)
+        if (len(batch) + 1) * longest_with <= max_batch_tokens and item.request.params == params:
             batch.append(item)
             longest = longest_with
     taken = {id(item) for item in batch}
@@ -55,4 +43,4 @@ def take_batch(waiting: list[WorkItem], max_batch_tokens: int) -> list[WorkItem]
 
 
 def _nearest_first(items: Sequence[WorkItem], length: int) -> list[WorkItem]:
-    return sorted(items, key=lambda item: abs(item.request.total_length - length))
+    return sorted(items, key=lambda item: abs(item.n_tokens - length))

@@ -14,9 +14,11 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 
 from teacher_server.engines import signals
@@ -163,12 +165,30 @@ def pid(engine: Engine) -> int:
 _loaded: Engine | ServerError | None = None
 
 
-def _load(settings: EngineSettings) -> None:
+def _load(settings: EngineSettings, second_runner: bool) -> None:
     global _loaded
+    if second_runner:
+        use_second_runner()
     try:
         _loaded = load_engine(settings)
     except ServerError as error:  # an exception of the initializer would not reach the test
         _loaded = error
+
+
+def use_second_runner() -> None:
+    """Let vLLM use its second model runner on a CPU: its Triton kernels run in Triton's interpreter.
+
+    vLLM's build for CPUs requires a backend of Triton for them, which the interpreter does not need.
+    """
+    from triton.backends import backends
+
+    os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "1"
+    backends["cpu"] = SimpleNamespace(driver=SimpleNamespace(is_active=lambda: True), compiler=None)
+
+
+def runner(engine: Any) -> str:
+    """Return the module of the engine's model runner."""
+    return type(engine._engine.model_executor.driver_worker.worker.model_runner).__module__
 
 
 def _call(function: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -184,7 +204,14 @@ def local(settings: EngineSettings) -> Ask:
 
 
 @contextlib.contextmanager
-def hosted(settings: EngineSettings) -> Iterator[Ask]:
-    """Load an engine in a separate process."""
-    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), _load, (settings,)) as pool:
+def hosted(settings: EngineSettings, *, second_runner: bool = False) -> Iterator[Ask]:
+    """Load an engine in a separate process; see `use_second_runner`."""
+    with (
+        ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), _load, (settings, second_runner)) as pool,
+        pytest.MonkeyPatch.context() as patch,
+    ):
+        if second_runner:
+            patch.setenv("TRITON_INTERPRET", "1")  # read when Triton is imported, which is before `_load`
+        pool.submit(os.getpid).result(TIMEOUT_S)
+        patch.undo()
         yield lambda function, *args, **kwargs: pool.submit(_call, function, args, kwargs).result(TIMEOUT_S)

@@ -35,7 +35,7 @@ TEMPERATURE = 0.7
 
 @contextmanager
 def endpoint(
-    port: int, *overrides: str, n_vocab: int = CUT, window: tuple[int, int] = (1, 4)
+    port: int, *overrides: str, n_vocab: int = CUT, window: tuple[int, ...] = (1, 6, 3)
 ) -> Iterator[tuple[ScoringEndpoint, ZmqTeacher]]:
     """Open an endpoint and its first client; closes all clients."""
     settings = (f"teacher.server_port={port}", "teacher.topk=8", "teacher.wire=fp32", "teacher.request_timeout_s=20")
@@ -253,9 +253,10 @@ def test_a_mixture_asks_once_for_each_sequence_and_within_the_window() -> None:
         ScriptedServer(script) as server,
         endpoint(server.port, mixture, n_vocab=SCRIPTED_VOCAB) as (opened, client),
     ):
-        with pytest.raises(TeacherError, match=r"prompt 1, sample 0.*engine"):
-            opened.score(random_rollouts(5, SCRIPTED_VOCAB))
-        assert [(request.signal, request.with_sampled) for request in seen[:4]] == [("topk", True)] * 4
+        with pytest.raises(TeacherError, match=r"prompt 3, sample 0.*engine"):
+            opened.score(random_rollouts(15, SCRIPTED_VOCAB))
+        found = [(request.signal, request.with_sampled, len(request.sequences)) for request in seen[:2]]
+        assert found == [("topk", True, 3)] * 2
         wait_until(lambda: client.stats.n_cancelled == 4, 5.0, "cancellation of the other four requests")
 
 

@@ -49,7 +49,15 @@ def vllm(model: Path) -> Iterator[Ask]:
         yield ask
 
 
-@pytest.fixture(params=["hf", "vllm"])
+@pytest.fixture(scope="module")
+def second(model: Path) -> Iterator[Ask]:
+    """vLLM with its second model runner, which it chooses itself on GPUs."""
+    with hosted(engine_settings(model, "vllm"), second_runner=True) as ask:
+        assert ask("runner") == "vllm.v1.worker.cpu.model_runner"
+        yield ask
+
+
+@pytest.fixture(params=["hf", "vllm", pytest.param("second", marks=pytest.mark.slow)])
 def ask(request: pytest.FixtureRequest) -> Ask:
     return request.getfixturevalue(request.param)
 
@@ -168,6 +176,7 @@ def test_the_rest_of_the_batch_has_no_effect_on_a_sequence(ask: Ask) -> None:
         np.testing.assert_allclose(alone.logprobs, scored.logprobs, atol=2e-5)
 
 
+@pytest.mark.parametrize("ask", ["hf", "vllm"], indirect=True)  # Triton's interpreter samples no token from NaN
 def test_a_nan_is_an_error_and_not_a_score(ask: Ask) -> None:
     """Fails if a NaN in the weights gives scores, or if a failed batch affects the next one."""
     for params in (ScoreParams("topk", k=8), ScoreParams("sampled"), ScoreParams("logits"), ScoreParams("hidden")):

@@ -13,6 +13,7 @@ import numpy as np
 import psutil
 import pytest
 
+from teacher_server.engines import hf
 from teacher_server.engines.base import ScoreParams
 from teacher_server.engines.load import EngineSettings, default_engine, load_engine, resolve_device
 from teacher_server.errors import ServerError
@@ -35,6 +36,23 @@ BATCH = mixed_batch()
 def test_auto_is_hf_on_a_cpu_and_vllm_on_gpus() -> None:
     """Fails if the default engine differs from the documented one."""
     assert (default_engine("cpu"), default_engine("cuda:0")) == ("hf", "vllm")
+
+
+def test_the_share_of_a_gpu_bounds_the_engine_hf(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fails if the teacher takes memory of a trainer on the same GPU, because torch caches whatever is free."""
+    import torch
+
+    limits: list[tuple[float, str]] = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", lambda *given: limits.append(given))
+    monkeypatch.setattr(hf, "HfEngine", lambda path, **settings: (limits[-1], settings["device"]))
+    for device, share in (("cuda:1", 0.25), ("auto", 0.85)):
+        settings = EngineSettings(model="m", max_tokens=8, engine="hf", device=device, gpu_memory_utilization=share)
+        where = "cuda:0" if device == "auto" else device
+        assert load_engine(settings) == ((share, where), where)
+    on_cpu = EngineSettings(model="m", max_tokens=8, engine="hf", device="cpu")
+    assert load_engine(on_cpu) == ((0.85, "cuda:0"), "cpu") and len(limits) == 2
 
 
 @pytest.mark.parametrize(

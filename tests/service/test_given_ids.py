@@ -94,12 +94,12 @@ def test_one_request_returns_the_list_with_the_given_ids_and_the_sampled_token(
     """Fails if ids are mixed up between sequences of a batch, or a table comes from another request."""
     rollouts = rollouts_with_ids(20, n_given)
     with connect(server.port, k=K, wire=wire) as teacher:
-        futures = [teacher.submit_mixed(rollout) for rollout in rollouts]
+        future = teacher.submit_many(rollouts, ("topk", "sampled"))
         plain = [teacher.submit(rollout) for rollout in rollouts]
         n_sent = teacher.stats.n_sent
-        results = [future.result(timeout=20) for future in futures]
+        results = future.result(timeout=20)
         tables = [future.result(timeout=20) for future in plain]
-    assert n_sent <= 2 * len(rollouts) + 1  # and the description
+    assert n_sent <= len(rollouts) + 1
     for rollout, result, table in zip(rollouts, results, tables, strict=True):
         tokens = np.concatenate([rollout.prompt_ids, rollout.response_ids])
         expected = trivial_topk(tokens, len(rollout.prompt_ids), K, N_VOCAB, given=rollout.top_ids)
@@ -115,7 +115,7 @@ def test_the_sampled_token_comes_with_a_mass_target(server: ServerProcess) -> No
     rollout = random_rollouts(1, N_VOCAB, response=(30, 30))[0]
     tokens = np.concatenate([rollout.prompt_ids, rollout.response_ids])
     with connect(server.port, k=K) as teacher:
-        result = teacher.submit_mixed(rollout, mass=0.6).result(timeout=20)
+        result = teacher.submit_many([rollout], ("topk", "sampled"), mass=0.6).result(timeout=20)[0]
     assert result.topk is not None and result.topk.counts is not None
     np.testing.assert_array_equal(
         result.topk.counts, trivial_topk(tokens, len(rollout.prompt_ids), K, N_VOCAB, 0.6).counts

@@ -6,6 +6,7 @@ import numpy as np
 
 from teacher_server.engines.base import TokenSequence
 from teacher_server.wire.worker_protocol import Assignment
+from teacher_server.worker.open_request import OpenRequest
 from teacher_server.worker.token_budget import WorkItem, take_batch
 from tests.service.test_request_queue import request
 
@@ -15,7 +16,7 @@ JOB = Assignment(job_id=bytes(16), stream_id=bytes(16), waited_s=0.0, remaining_
 def item(n_tokens: int, temperature: float = 1.0) -> WorkItem:
     header = request(n_tokens)
     header.temperature = temperature
-    return WorkItem(JOB, header, TokenSequence(np.zeros(n_tokens, np.int32), 1), b"", 0.0, 0.0, 10.0)
+    return WorkItem(OpenRequest(JOB, header, b"", 0.0), 0, TokenSequence(np.zeros(n_tokens, np.int32), 1))
 
 
 def test_padding_counts_and_no_request_is_lost() -> None:
@@ -27,7 +28,7 @@ def test_padding_counts_and_no_request_is_lost() -> None:
         oldest = waiting[0]
         batch = take_batch(waiting, 1000)
         assert batch[0] is oldest, "the oldest request must be in the batch"
-        assert len(batch) * max(one.request.total_length for one in batch) <= 1000
+        assert len(batch) * max(one.n_tokens for one in batch) <= 1000
         seen += batch
     assert sorted(map(id, seen)) == sorted(map(id, everything))
 
@@ -35,11 +36,11 @@ def test_padding_counts_and_no_request_is_lost() -> None:
 def test_a_sequence_over_budget_goes_alone() -> None:
     """Fails if a sequence over the budget never runs, or shares its batch."""
     waiting = [item(2000), item(5)]
-    assert [one.request.total_length for one in take_batch(waiting, 1000)] == [2000]
+    assert [one.n_tokens for one in take_batch(waiting, 1000)] == [2000]
 
 
 def test_parameters_are_not_mixed() -> None:
     """Fails if a request is scored with the temperature of another one."""
     waiting = [item(10, 1.0), item(10, 0.5), item(10, 1.0)]
-    assert [one.request.temperature for one in take_batch(waiting, 1000)] == [1.0, 1.0]
-    assert [one.request.temperature for one in waiting] == [0.5]
+    assert [one.request.params.temperature for one in take_batch(waiting, 1000)] == [1.0, 1.0]
+    assert [one.request.params.temperature for one in waiting] == [0.5]

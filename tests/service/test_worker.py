@@ -20,7 +20,7 @@ import pytest
 import zmq
 
 from teacher_server.engines.base import ScoreParams, Scores, TokenSequence
-from teacher_server.wire.payload import unpack_rows
+from teacher_server.wire.payload import unpack_rows, unpack_topk
 from teacher_server.wire.protocol import (
     STREAM_WINDOW,
     ErrorReply,
@@ -44,6 +44,8 @@ from teacher_server.wire.worker_protocol import (
 )
 from teacher_server.worker.compute import Worker
 from teacher_server.worker.link import WorkerLink
+from teacher_server.worker.open_request import open_request
+from teacher_server.worker.token_budget import WorkItem
 from tests.service.harness import wait_until
 from tests.service.messages import make_hello, make_request, make_scores, make_tokens
 
@@ -215,6 +217,32 @@ def test_a_sequence_that_fails_does_not_fail_its_batch(broker: ScriptedBroker) -
     assert replies_by_job[0].queue_s >= 1.0, "queue_s must include the time in the broker"
 
 
+def test_a_request_of_several_sequences_has_one_reply(broker: ScriptedBroker, engine: StubEngine) -> None:
+    """Fails if the rows of its sequences are not one after the other, or if several batches have several replies."""
+    lengths = [(3, 90), (10, 12), (5, 80), (1, 40)]  # several batches of at most 200 padded tokens
+    tokens = harmless(sum(total for _, total in lengths))
+    request = broker.assign(0, tokens, lengths=lengths, prompt_length=sum(prompt for prompt, _ in lengths))
+    final, header, frames = broker.reply()
+    assert final and (header.request_id, header.n_rows) == (request.request_id, request.n_response)
+    assert header.token_digest == token_digest(tokens)
+    assert len(engine.batches) > 1 and sum(engine.batches) == len(lengths)
+    got = unpack_topk(header, [memoryview(frame) for frame in frames])
+    expected = np.concatenate([make_scores(total - prompt, 4).ids for prompt, total in lengths])
+    np.testing.assert_array_equal(got.ids, expected)
+    assert broker.receives_only_hellos(0.3)
+
+
+@pytest.mark.parametrize(("token", "code"), [(13, "engine"), (60, "bad_request")])
+def test_an_error_names_the_sequence_of_its_request(broker: ScriptedBroker, token: int, code: str) -> None:
+    """Fails if the client cannot tell which sequence failed, or if the rest of the request is sent after the error."""
+    sequences = [tokens_with(1), tokens_with(2), tokens_with(token), tokens_with(3)]
+    broker.assign(0, np.concatenate(sequences), lengths=[(1, 3)] * 4, prompt_length=4)
+    final, header, _ = broker.reply()
+    assert final and isinstance(header, ErrorReply) and (header.code, header.sequence) == (code, 2)
+    broker.assign(1, tokens_with(4))
+    assert isinstance(broker.reply()[1], ScoreReply)
+
+
 def test_waiting_requests_share_a_batch(broker: ScriptedBroker, engine: StubEngine) -> None:
     """Fails if requests that fit into one batch are computed one by one."""
     tokens = harmless(20)
@@ -354,14 +382,21 @@ def test_a_failed_device_ends_the_worker() -> None:
             assert isinstance(header, ErrorReply)
             self.codes.append(header.code)
 
+        def computing(self) -> contextlib.AbstractContextManager[None]:
+            return contextlib.nullcontext()
+
+    def fail(worker: Worker, token: int) -> None:
+        tokens = tokens_with(token)
+        job = Assignment(job_id=bytes(16), stream_id=bytes(16), waited_s=0.0, remaining_s=9.0)
+        request, sequences = open_request(job, make_request(tokens), [as_frame(tokens)], time.monotonic())
+        worker._score([WorkItem(request, 0, sequences[0])])
+
     link = Link()
     worker = Worker(StubEngine(), link, "f", "w", 100)  # type: ignore[arg-type]
-    worker._on_engine_error(bytes(16), bytes(16), RuntimeError("CUDA error"))
-    worker._on_engine_error(bytes(16), bytes(16), ArithmeticError("NaN"))  # caused by the model, not by the device
-    worker._on_engine_error(bytes(16), bytes(16), RuntimeError("CUDA error"))
-    worker._on_engine_error(bytes(16), bytes(16), RuntimeError("CUDA error"))
-    with pytest.raises(RuntimeError, match="CUDA"):
-        worker._on_engine_error(bytes(16), bytes(16), RuntimeError("CUDA error"))
+    for token in (13, 14, 13, 13):  # 14: caused by the model, not by the device
+        fail(worker, token)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        fail(worker, 13)
     assert link.codes == ["engine"] * 5
 
 

@@ -62,6 +62,13 @@ from tests.service.messages import make_reply, make_request, make_tokens
         {"n_given": 2, "mass": 0.9},
         {"n_given": 2, "signal": "sampled"},
         {"with_sampled": True, "signal": "logits"},
+        {"lengths": [(10, 40)]},
+        {"lengths": [(5, 20), (4, 20)]},
+        {"lengths": [(5, 20), (5, 21)]},
+        {"lengths": [(9, 10), (1, 30), (0, 0)]},
+        {"lengths": [(9, 9), (1, 31)]},
+        {"lengths": [(5, 20), (5, 20)], "signal": "hidden"},
+        {"lengths": [(1, 2)] * 257, "prompt_length": 257, "total_length": 514},
     ],
 )
 def test_out_of_range_requests_are_refused_by_the_sender(changes: dict[str, Any]) -> None:
@@ -74,10 +81,13 @@ def test_a_message_has_the_lowest_version_that_has_its_fields() -> None:
     """Fails if a peer of version 1 gets a version or a field that it refuses, or new fields hide in an old version."""
     tokens = make_tokens()
     old, new = make_request(tokens), make_request(tokens, with_sampled=True)
-    for header, version in ((old, 1), (new, 2), (make_request(tokens, n_given=2), 2)):
+    several = make_request(tokens, lengths=[(5, 20), (5, 20)])
+    for header, version in ((old, 1), (new, 2), (make_request(tokens, n_given=2), 2), (several, 3)):
         assert requests.encode(header)[3] == version
-    new_fields = {"n_given", "given_checksums", "with_sampled"}
-    for header in (old, make_reply(old, tokens)[0]):
+    error = ErrorReply(request_id=bytes(16), code="engine", text="x", sequence=1)
+    assert [replies.encode(msgspec.structs.replace(error, sequence=n))[3] for n in (0, 1)] == [1, 3]
+    new_fields = {"n_given", "given_checksums", "with_sampled", "lengths", "sequence"}
+    for header in (old, make_reply(old, tokens)[0], msgspec.structs.replace(error, sequence=0)):
         assert not new_fields & msgspec.msgpack.decode(msgspec.msgpack.encode(header)).keys()
     with pytest.raises(ProtocolError, match="version 1 .* 2"):
         requests.decode(seal(msgspec.msgpack.encode(new), 1))
@@ -88,7 +98,7 @@ def test_other_versions_and_services_have_their_own_errors() -> None:
     """Fails if the error for a peer of another version lacks the two versions."""
     frame = bytearray(requests.encode(make_request()))
     frame[3] = 9
-    with pytest.raises(ProtocolError, match="version 9 .* 2:"):
+    with pytest.raises(ProtocolError, match=f"version 9 .* {PROTOCOL_VERSION}:"):
         requests.decode(bytes(frame))
     with pytest.raises(ProtocolError, match="b'GET'"):
         requests.decode(b"GET / HTTP/1.1\r\n\r\n")

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import product
 
+import numpy as np
 import pytest
 
 from gkd.config.schema_teacher import TeacherConfig
 from gkd.teacher.base import TeacherInfo
+from gkd.teacher.grouping import grouped
 from gkd.teacher.window import Window, throttle_warning, window_of_group
+from tests.service.harness import random_rollouts
 
 
-def info(n_streams: int) -> TeacherInfo:
-    return TeacherInfo("t", "m", "p", "f", 10, 4, "x", 99, 1, n_streams, "hf", "cpu", "float32", 1)
+def info(n_streams: int, version: int = 3) -> TeacherInfo:
+    return TeacherInfo("t", "m", "p", "f", 10, 4, "x", 99, 1, n_streams, "hf", "cpu", "float32", version)
 
 
 @pytest.mark.parametrize("n_groups", [1, 3, 8])
@@ -32,6 +36,29 @@ def test_the_limit_holds_for_all_groups_and_connections_together() -> None:
         window = window_of_group(teacher, info(64), n_groups)
         assert 1 <= n_groups * window.n_connections * window.n_per_connection <= max(limit, n_groups)
     assert window_of_group(TeacherConfig(max_in_flight=8, n_server_workers=4), info(64), 2) == Window(2, 2)
+
+
+def test_requests_share_the_window_and_old_servers_get_single_sequences() -> None:
+    """If it fails, one request fills the window, so server and client take turns, or an old server refuses it."""
+    assert window_of_group(TeacherConfig(), info(64), 1) == Window(1, 64, 16)
+    assert window_of_group(TeacherConfig(), info(64, version=2), 1) == Window(1, 64, 1)
+    assert window_of_group(TeacherConfig(max_in_flight=3), info(64), 1).n_per_request == 1
+
+
+def test_sequences_of_a_request_have_one_route_and_one_number_of_ids() -> None:
+    """If it fails, a sequence goes to another teacher, is lost, or a request is larger than the server's batch."""
+    rollouts = [
+        replace(rollout, route=i % 2, top_ids=np.zeros((len(rollout.response_ids), 4), np.int32) if i % 3 else None)
+        for i, rollout in enumerate(random_rollouts(40, 99))
+    ]
+    long = replace(rollouts[0], response_ids=np.zeros(4096, np.int32))
+    groups = grouped([*rollouts, long, long], [3, 5])
+    assert sorted(index for group in groups for index in group) == list(range(42))
+    assert [40] in groups and [41] in groups
+    for group in groups[:-2]:
+        kinds = {(rollouts[i].route, rollouts[i].top_ids is None) for i in group}
+        assert len(kinds) == 1 and len(group) <= [3, 5][rollouts[group[0]].route]
+    assert max(map(len, groups)) == 5
 
 
 def test_only_a_limit_below_the_announced_number_is_warned_about() -> None:

@@ -1,0 +1,117 @@
+"""A score request at a worker: its sequences, and their scores until all of them can be sent."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from teacher_server.engines.base import RowStream, ScoreParams, Scores, TokenSequence
+from teacher_server.wire.given_ids import unpack_given
+from teacher_server.wire.payload import TopKScores, pack_sampled, pack_topk, unpack_tokens
+from teacher_server.wire.protocol import Buffer, ScoreReply, ScoreRequest, checksum, token_digest
+from teacher_server.wire.worker_protocol import Assignment
+
+
+@dataclass(slots=True, eq=False)
+class OpenRequest:
+    """Times are on this process's monotonic clock."""
+
+    job: Assignment
+    header: ScoreRequest
+    digest: bytes  # of its tokens
+    received_s: float
+    scores: dict[int, Scores] = field(default_factory=dict)  # by index of the sequence
+    started_s: float = 0.0  # start of the forward pass of its first sequence
+    refused: bool = False
+    params: ScoreParams = field(init=False)
+
+    def __post_init__(self) -> None:
+        r = self.header
+        # Only streams depend on the wire format before packing; scores of both formats share a batch.
+        wire = r.wire if r.signal in ("logits", "hidden") else "fp32"
+        self.params = ScoreParams(r.signal, r.k, r.mass, r.temperature, r.n_vocab, wire, r.n_given, r.with_sampled)
+
+    @property
+    def deadline_s(self) -> float:
+        return self.received_s + self.job.remaining_s
+
+    @property
+    def queue_s(self) -> float:
+        """Return the time from its arrival at the broker to its first forward pass."""
+        return self.job.waited_s + self.started_s - self.received_s
+
+    def add(self, index: int, scored: Scores, started_s: float) -> bool:
+        """Add the scores of one sequence; return whether all sequences have theirs."""
+        self.started_s = self.started_s or started_s
+        self.scores[index] = scored
+        return len(self.scores) == len(self.header.sequences)
+
+    def joined(self) -> Scores:
+        """Return the scores of all sequences, one after the other."""
+        parts = [self.scores[index] for index in range(len(self.scores))]
+        return parts[0] if len(parts) == 1 else _join(parts)
+
+    def reply(self, scored: TopKScores | np.ndarray, model_fingerprint: str, worker: str, compute_s: float) -> Message:
+        """Return the header and the frames of the reply."""
+        request, counts = self.header, scored.counts if isinstance(scored, TopKScores) else None
+        header = ScoreReply(
+            request_id=request.request_id,
+            token_digest=self.digest,
+            model_fingerprint=model_fingerprint,
+            worker=worker,
+            signal="topk" if isinstance(scored, TopKScores) else "sampled",
+            n_rows=request.n_response,
+            k=request.k,
+            n_entries=request.n_response * request.k if counts is None else int(counts.sum()),
+            adaptive=counts is not None,
+            wire=request.wire,
+            checksums=[],
+            queue_s=self.queue_s,
+            compute_s=compute_s,
+            with_sampled=request.with_sampled,
+        )
+        frames = pack_topk(scored, header) if isinstance(scored, TopKScores) else pack_sampled(scored, header)
+        header.checksums = [checksum(frame) for frame in frames]
+        return header, frames
+
+
+Message = tuple[ScoreReply, list[memoryview]]
+
+
+def open_request(
+    job: Assignment, header: ScoreRequest, frames: Sequence[Buffer], now_s: float
+) -> tuple[OpenRequest, list[TokenSequence]]:
+    """Return a request that has arrived, and its sequences.
+
+    Args:
+        frames: those after the header.
+
+    Raises:
+        ProtocolError: the frames do not match the header.
+    """
+    tokens, given = unpack_tokens(header, frames[:1]), unpack_given(header, frames[1:])
+    sequences, at, row = [], 0, 0
+    for n_prompt, n_total in header.sequences:
+        n_rows = n_total - n_prompt
+        own = None if given is None else given[row : row + n_rows]
+        sequences.append(TokenSequence(tokens[at : at + n_total], n_prompt, own))
+        at, row = at + n_total, row + n_rows
+    return OpenRequest(job, header, token_digest(tokens), now_s), sequences
+
+
+def _join(parts: Sequence[TopKScores | np.ndarray | RowStream]) -> TopKScores | np.ndarray:
+    """Join the rows of several sequences; the protocol allows no streams of them."""
+    tables = [part for part in parts if isinstance(part, TopKScores)]
+    if not tables:
+        return np.concatenate([part for part in parts if isinstance(part, np.ndarray)])
+    counts = [table.counts for table in tables if table.counts is not None]
+    sampled = [table.sampled for table in tables if table.sampled is not None]
+    return TopKScores(
+        np.concatenate([table.ids for table in tables]),
+        np.concatenate([table.logprobs for table in tables]),
+        np.concatenate([table.tail for table in tables]),
+        np.concatenate(counts) if counts else None,
+        np.concatenate(sampled) if sampled else None,
+    )

@@ -1,0 +1,91 @@
+"""Requests of several sequences, of protocol version 3, at a real server."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from gkd.errors import TeacherError, TeacherRefusal
+from teacher_server.engines.trivial import trivial_sampled
+from teacher_server.wire.protocol import ScoreReply, ScoreRequest, as_frame, checksum, replies
+from tests.service.harness import ServerProcess, connect, random_rollouts, trivial_model
+from tests.service.scripted import N_VOCAB as SCRIPTED_VOCAB
+from tests.service.scripted import Message, ScriptedServer, client, valid_reply
+
+pytestmark = pytest.mark.service
+N_VOCAB = 500
+BOTH = ("topk", "sampled")
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    folder = tmp_path_factory.mktemp("several")
+    options = ("--engine", "trivial", "--max-batch-tokens", "300")
+    with ServerProcess(trivial_model(folder / "m", N_VOCAB), folder, options=options) as process:
+        yield process
+
+
+@pytest.mark.parametrize("mass", [0.0, 0.6])
+@pytest.mark.parametrize("wire", ["fp16", "fp32"])
+def test_each_sequence_has_the_scores_of_a_request_of_its_own(server: ServerProcess, wire: str, mass: float) -> None:
+    """Fails if rows go to another sequence of the request, also where its sequences are in several batches."""
+    rollouts = random_rollouts(60, N_VOCAB)
+    with connect(server.port, n_in_flight=16, wire=wire) as teacher:
+        single = [teacher.submit(rollout, mass=mass).result(timeout=20) for rollout in rollouts]
+        assert teacher.stats.n_sent == 60
+        futures = [teacher.submit_many(rollouts[at : at + 12], BOTH, mass=mass) for at in range(0, 60, 12)]
+        together = [scores for future in futures for scores in future.result(timeout=20)]
+        assert teacher.stats.n_sent == 65
+        larger = teacher.submit_many(rollouts, ("sampled",)).result(timeout=20)
+        assert len(larger) == 60, "a request that is larger than the window is sent when the window is empty"
+    for rollout, one, several, sampled in zip(rollouts, single, together, larger, strict=True):
+        table, tokens = several.topk, np.concatenate([rollout.prompt_ids, rollout.response_ids])
+        assert table is not None and sampled.topk is None
+        for got, expected in ((table.topk_ids, one.topk_ids), (table.topk_logprobs, one.topk_logprobs)):
+            np.testing.assert_array_equal(got, expected)
+        np.testing.assert_array_equal(table.tail_mass, one.tail_mass)
+        np.testing.assert_array_equal(table.counts, one.counts)
+        for logprobs in (several.sampled_logprobs, sampled.sampled_logprobs):
+            np.testing.assert_array_equal(logprobs, trivial_sampled(tokens, len(rollout.prompt_ids)))
+
+
+def test_a_refusal_names_the_sequence(server: ServerProcess) -> None:
+    """Fails if the user cannot find the sequence that the teacher refused, or the client is unusable afterwards."""
+    rollouts = random_rollouts(5, N_VOCAB)
+    bad = replace(rollouts[3], response_ids=np.array([1, N_VOCAB], np.int32))
+    with connect(server.port) as teacher:
+        with pytest.raises(TeacherRefusal) as refused:
+            teacher.submit_many([*rollouts[:3], bad, rollouts[4]], ("topk",)).result(timeout=20)
+        assert refused.value.code == "bad_request" and str(refused.value).startswith("prompt 3, sample 0:")
+        assert len(teacher.submit_many(rollouts, ("topk",)).result(timeout=20)) == 5
+
+
+def test_sequences_with_and_without_ids_are_not_mixed(server: ServerProcess) -> None:
+    """Fails if the ids of one sequence would be read as those of the next one."""
+    first, second = random_rollouts(2, N_VOCAB)
+    with_ids = replace(first, top_ids=np.tile(np.arange(2, dtype=np.int32), (len(first.response_ids), 1)))
+    with connect(server.port) as teacher, pytest.raises(TeacherError, match="prompt 1, sample 0"):
+        teacher.submit_many([with_ids, second], ("topk",))
+
+
+def test_invalid_scores_name_the_sequence() -> None:
+    """Fails if an invalid row of the joined tables is not traced back to its sequence."""
+    rollouts = random_rollouts(4, SCRIPTED_VOCAB)
+    row = sum(len(rollout.response_ids) for rollout in rollouts[:3]) - 1  # the last one of the third sequence
+
+    def script(request: ScoreRequest, tokens: np.ndarray, n: int) -> list[Message]:
+        header, *frames = valid_reply(request, tokens)
+        reply, tail = replies.decode(header), np.frombuffer(frames[2], "<f4").copy()
+        tail[row] = 0.9
+        frames[2] = as_frame(tail)
+        assert isinstance(reply, ScoreReply)
+        reply.checksums[2] = checksum(frames[2])
+        return [[replies.encode(reply), *frames]]
+
+    with ScriptedServer(script) as scripted, client(scripted, wire="fp32") as teacher:
+        future = teacher.submit_many(rollouts, ("topk",))
+        with pytest.raises(TeacherError, match=f"prompt 2, sample 0, .*position {len(rollouts[2].response_ids) - 1} "):
+            future.result(timeout=20)
