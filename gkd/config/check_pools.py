@@ -10,6 +10,9 @@ from gkd.errors import ConfigError
 def check_strategy(config: Config, derived: Derived) -> None:
     """Check that the student's backend supports the settings."""
     a = config.actor
+    if a.attention != "auto" and config.model.dtype == "float32":
+        problem = "FlashAttention computes in 16 bits, and model.dtype is float32."
+        raise ConfigError("actor.attention", a.attention, problem, "use auto, or model.dtype=bfloat16.")
     if a.strategy == "fsdp2":
         split = {"actor.tp": a.tp, "actor.pp": a.pp, "actor.vpp": a.vpp, "actor.ep": a.ep}
         for key, size in split.items():
@@ -22,7 +25,13 @@ def check_strategy(config: Config, derived: Derived) -> None:
         if a.sequence_parallel:
             problem = "actor.strategy=fsdp2 has no tensor-parallel regions."
             raise ConfigError("actor.sequence_parallel", True, problem, "use false, or actor.strategy=megatron.")
+        if a.layers != "auto":
+            problem = "actor.strategy=fsdp2 has transformers' layers."
+            raise ConfigError("actor.layers", a.layers, problem, "use auto, or actor.strategy=megatron.")
         return
+    if a.layers == "te" and a.lora.rank:
+        problem = "Transformer Engine's matrices include the preceding norm, so adapters would not get their input."
+        raise ConfigError("actor.layers", a.layers, problem, "use auto, or actor.lora.rank=0.")
     if a.fsdp_cpu_offload:
         fix = "turn it off, or use actor.strategy=fsdp2."
         raise ConfigError("actor.fsdp_cpu_offload", True, "needs actor.strategy=fsdp2.", fix)
@@ -109,6 +118,13 @@ def _check_sharing(config: Config, derived: Derived) -> None:
     if config.memory.strategy == "resident" and moving:
         problem = f"with {moving} the actor's states move between calls."
         raise ConfigError("memory.strategy", "resident", problem, f"use auto, or {moving}=false.")
+    share, taken = config.cluster.teacher_gpu_share, r.gpu_memory_utilization
+    if share and not derived.has_teacher_server:
+        problem = f"teacher.backend={config.teacher.backend} has no server."
+        raise ConfigError("cluster.teacher_gpu_share", share, problem, "remove it, or use teacher.backend=zmq.")
+    if share + taken > 1:
+        problem = f"cluster.teacher_gpu_share {share:g} of the same GPUs is the teacher's: together more than 1."
+        raise ConfigError("rollout.gpu_memory_utilization", taken, problem, f"use at most {1 - share:g}.")
     if not t.colocate:
         return
     for name, own, other in (("n_gpus_per_node", r.n_gpus_per_node, t.n_gpus_per_node), ("nnodes", r.nnodes, t.nnodes)):
@@ -130,7 +146,7 @@ def _check_sharing(config: Config, derived: Derived) -> None:
         raise ConfigError("reference.fsdp_cpu_offload", False, problem, "use true, or trainer.colocate=false.")
     if config.weight_sync.transport == "nccl":
         problem = "with trainer.colocate two ranks of a group are on one GPU, which NCCL does not support."
-        raise ConfigError("weight_sync.transport", "nccl", problem, "use auto or gloo, or trainer.colocate=false.")
+        raise ConfigError("weight_sync.transport", "nccl", problem, "use auto, or trainer.colocate=false.")
 
 
 def check_adapter_sync(config: Config, derived: Derived) -> None:
@@ -182,10 +198,15 @@ def check_sizes(config: Config, derived: Derived) -> None:
     if config.weight_sync.transport == "shared_memory" and n_nodes > 1:
         problem = f"it needs all members on one host, and there are {n_nodes} nodes."
         raise ConfigError("weight_sync.transport", "shared_memory", problem, "use auto.")
-    if config.weight_sync.transport == "nccl" and t.device == "cpu":
-        raise ConfigError(
-            "weight_sync.transport", "nccl", "NCCL needs GPUs, and trainer.device is cpu.", "use auto or gloo."
-        )
+    transport = config.weight_sync.transport
+    if transport in ("nccl", "ipc") and t.device == "cpu":
+        raise ConfigError("weight_sync.transport", transport, "it needs GPUs, and trainer.device is cpu.", "use auto.")
+    if transport == "ipc" and not t.colocate:
+        problem = "it needs actor and engine on the same card, and trainer.colocate is false."
+        raise ConfigError("weight_sync.transport", "ipc", problem, "use auto.")
+    if transport == "ipc" and config.actor.pp > 1:
+        problem = f"each card must hold tensors of all layers, and actor.pp is {config.actor.pp}."
+        raise ConfigError("weight_sync.transport", "ipc", problem, "use auto, or actor.pp=1.")
 
 
 def _check_schedule(config: Config) -> None:

@@ -28,6 +28,9 @@ def check_reward(config: Config, derived: Derived) -> None:
         _check_path("eval.metric", metric, f", or {NO_METRIC}")
     elif config.eval.n > 1:
         raise ConfigError("eval.n", config.eval.n, "eval.metric is none.", "use 1, or choose a metric.")
+    if config.eval.teacher_prompts and (metric == NO_METRIC or not derived.has_teacher_server):
+        problem = "eval.metric is none." if metric == NO_METRIC else "there is no teacher server."
+        raise ConfigError("eval.teacher_prompts", config.eval.teacher_prompts, problem, "use 0.")
     names = [function_name(path) for path in paths]
     if len(set(names)) < len(names):
         problem = "two functions have the same name, and the metrics contain it."

@@ -95,6 +95,14 @@ def _metrics(config: Config) -> tuple[str, ...]:
     return () if metric == NO_METRIC or engines_judge or not config.data.val_files else (metric,)
 
 
+def logits_chunk_bytes(logits_chunk_mib: int, *, on_cpu: bool) -> int:
+    """Return the bytes of a chunk of logits for `actor.logits_chunk_mib`.
+
+    On a GPU small chunks are slow: the LM head's gradient is read and written once for each.
+    """
+    return (logits_chunk_mib or (128 if on_cpu else 1024)) << 20
+
+
 def engine_rank(rank: int) -> int:
     """Return the smallest of `ENGINE_RANKS` that holds adapters of this rank; 0 without adapters, or if none does."""
     return next((each for each in ENGINE_RANKS if each >= rank), 0) if rank else 0

@@ -12,6 +12,7 @@ import dataclasses
 import difflib
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -52,22 +53,15 @@ def load_config(path: str | Path | None, overrides: Sequence[str] = ()) -> Confi
         ConfigError: the file is not readable; or it names every unknown key (with the nearest known one), every wrong
             type and malformed override, and then also every value outside its limits.
     """
-    merged: Any = OmegaConf.structured(Config)
     errors: list[ConfigError] = []
-    sources = [] if path is None else [_read_yaml(path)]
+    sources = [] if path is None else [_auto_gpus(_read_yaml(path))]
     for override in overrides:
         try:
-            sources.append(_read_override(override))
+            sources.append(_auto_gpus(_read_override(override)))
         except ConfigError as error:
             errors.append(error)
-    for source in map(_auto_gpus, sources):
-        try:
-            merged = OmegaConf.merge(merged, source)
-        except (OmegaConfBaseException, TypeError) as error:
-            merged, found = _merge_by_key(merged, source)
-            if not found:
-                raise ConfigError("config", OmegaConf.to_yaml(source), "cannot be read.", "correct it.") from error
-            errors += found
+    merged, found = _merge(sources)
+    errors += found
     try:
         config = OmegaConf.to_object(merged)
     except OmegaConfBaseException as error:
@@ -148,6 +142,29 @@ def _auto_gpus(source: Any) -> Any:
     if isinstance(plain.get("cluster"), dict) and plain["cluster"].get("gpus") == "auto":
         source.cluster.gpus = []
     return source
+
+
+@cache
+def _defaults() -> Any:
+    return OmegaConf.structured(Config)
+
+
+def _merge(sources: Sequence[Any]) -> tuple[Any, list[ConfigError]]:
+    """Merge sources into the defaults, all at once if they are right, because each merge copies the settings."""
+    merged = _defaults()
+    try:
+        return OmegaConf.merge(merged, *sources), []
+    except (OmegaConfBaseException, TypeError):
+        errors: list[ConfigError] = []
+    for source in sources:
+        try:
+            merged = OmegaConf.merge(merged, source)
+        except (OmegaConfBaseException, TypeError) as error:
+            merged, found = _merge_by_key(merged, source)
+            if not found:
+                raise ConfigError("config", OmegaConf.to_yaml(source), "cannot be read.", "correct it.") from error
+            errors += found
+    return merged, errors
 
 
 def _merge_by_key(merged: Any, source: Any) -> tuple[Any, list[ConfigError]]:

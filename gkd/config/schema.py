@@ -12,6 +12,7 @@ from gkd.config.declare import key
 from gkd.config.schema_actor import ActorConfig, LoraConfig, OptimConfig
 from gkd.config.schema_health import HealthConfig
 from gkd.config.schema_reward import RewardConfig, RewardFunctionConfig
+from gkd.config.schema_rollout import RolloutConfig, WeightSyncConfig
 from gkd.config.schema_teacher import DistillConfig, LossTermConfig, ReferenceConfig, RouteConfig, TeacherConfig
 from gkd.config.schema_trainer import TRACKER_NAMES, TrainerConfig
 
@@ -106,75 +107,6 @@ class ModelConfig:
 
 
 @dataclass
-class RolloutConfig:
-    n_gpus_per_node: int = key(
-        1, "GPUs per node of the rollout pool. Times rollout.nnodes: engines x rollout.tp.", gt=0, resume=True
-    )
-    nnodes: int = key(1, "Nodes of the rollout pool.", gt=0, resume=True)
-    tp: int = key(1, "Tensor parallel size of one vLLM engine.", gt=0, resume=True)
-    n: int = key(1, "Responses sampled per prompt.", gt=0)
-    temperature: float = key(1.0, "Sampling temperature of training rollouts.", gt=0)
-    top_p: float = key(
-        1.0, "Sample from the most probable tokens that hold this probability mass; 1 = all.", gt=0, le=1
-    )
-    stop_token_ids: list[int] = key(
-        [], "Token ids that end a response, in addition to the student's end-of-sequence tokens."
-    )
-    max_num_seqs: int = key(128, "Sequences that an engine decodes at a time.", gt=0, resume=True)
-    gpu_memory_utilization: float = key(
-        0.85, "Fraction of GPU memory for vLLM (weights and KV cache); ignored on cpu.", gt=0, le=1, resume=True
-    )
-    enable_sleep_mode: bool = key(
-        False, "Let calls release the engines' memory without trainer.colocate; docs/own_pipeline.md.", resume=True
-    )
-    cpu_kv_cache_mib: int = key(256, "Size of the KV cache on cpu in MiB.", gt=0, resume=True)
-    enforce_eager: bool = key(
-        False, "Skip CUDA graphs and torch.compile: slower steps, faster start. Always on for cpu.", resume=True
-    )
-    max_restarts: int = key(
-        1,
-        "How often each engine that died or hangs is started again; one failure more saves a checkpoint and ends the "
-        "run. 0 = the first failure ends it. See docs/operations.md.",
-        ge=0,
-        resume=True,
-    )
-    hang_timeout_s: float = key(
-        300.0,
-        "Seconds without a finished pass, or without any reply, after which an engine with unfinished sequences hangs "
-        "and is killed. Longer than its longest pass, shorter than trainer.stage_timeout_s.",
-        gt=0,
-        resume=True,
-    )
-
-
-@dataclass
-class WeightSyncConfig:
-    transport: str = key(
-        "auto",
-        "How weights travel; auto = nccl on GPUs of their own, shared_memory if all members are on one host with "
-        "trainer.device cpu, else gloo. vllm = as auto, but loaded in a session of vLLM's weight transfer.",
-        choices=("auto", "nccl", "gloo", "shared_memory", "vllm"),
-        resume=True,
-    )
-    bucket_mib: int = key(256, "Size of the buckets in which tensors are sent, in MiB.", gt=0, resume=True)
-    lora: str = key(
-        "merged",
-        "What is sent after a step with actor.lora: merged = all weights; adapters = only the adapters, with which the "
-        "engines compute (vLLM's LoRA). See docs/student.md.",
-        choices=("merged", "adapters"),
-        resume=True,
-    )
-    verify: str = key(
-        "first",
-        "Compare digests of the engines' tensors with the exported ones: always, first (at the start and after the "
-        "first training step) or never.",
-        choices=("always", "first", "never"),
-        resume=True,
-    )
-    timeout_s: float = key(600.0, "Seconds one weight sync may take.", gt=0, resume=True)
-
-
-@dataclass
 class EvalConfig:
     every: int = key(
         0, "Steps between evaluations; 0 = only before the first and after the last step.", ge=0, resume=True
@@ -200,6 +132,14 @@ class EvalConfig:
         gt=0,
         resume=True,
     )
+    teacher_prompts: int = key(
+        0,
+        "Held-out prompts that the teacher answers greedily before the first step, for eval/teacher_accuracy; 0 = "
+        "none. The server scores one token at a time: an answer of R tokens costs R requests.",
+        ge=0,
+        limits="0 without a teacher server or eval.metric",
+        resume=True,
+    )
     answer_marker: str = key(
         "=",
         "Text before the answer in responses, and in reference answers that contain it.",
@@ -214,8 +154,16 @@ class MemoryConfig:
         "auto",
         "Where the student's states are while a local teacher or reference with fsdp_cpu_offload=false computes: "
         "resident (on the GPU; nothing moves), offload (in host memory) or auto (resident if the prediction fits the "
-        "GPU with a margin of 10%, else offload).",
+        "GPU with memory.margin, else offload).",
         choices=("auto", "resident", "offload"),
+        resume=True,
+    )
+    margin: float = key(
+        0.1,
+        "GPUs: share of each that a prediction has to leave free before it counts as fitting, for fragmentation and "
+        "what no estimate counts (docs/sizing.md).",
+        ge=0,
+        lt=1,
         resume=True,
     )
     fragmentation_warn: float = key(
@@ -247,6 +195,14 @@ class ClusterConfig:
         "are visible, without those of a teacher server on this host. See docs/operations.md for CUDA_VISIBLE_DEVICES "
         "and running clusters.",
         limits="auto, or each >= 0 and once",
+        resume=True,
+    )
+    teacher_gpu_share: float = key(
+        0.0,
+        "Share of each of the pools' GPUs that teacher servers on the same GPUs take: their --gpu-memory-utilization. "
+        "Automatic gpus then include theirs. 0 = they have GPUs of their own (docs/memory.md).",
+        ge=0,
+        lt=1,
         resume=True,
     )
     order: list[str] = key(

@@ -66,6 +66,21 @@ class ActorConfig:
     sequence_parallel: bool = key(
         False, "Split activations between tensor-parallel regions along the sequence; needs actor.tp > 1.", resume=True
     )
+    layers: str = key(
+        "auto",
+        "megatron: modules of the layers. auto = Megatron's own, on cuda with SwiGLU and the rotary embedding compiled "
+        "to one kernel each (needs a C compiler); torch = the same without compiling; te = Transformer Engine's, which "
+        "must be installed.",
+        choices=("auto", "torch", "te"),
+        resume=True,
+    )
+    attention: str = key(
+        "auto",
+        "Attention kernels on cuda: auto = torch's FlashAttention-2; fa3, fa4 = FlashAttention-3 or -4, whose package "
+        "must be installed. Compared with torch's results before weights are loaded; needs model.dtype=bfloat16.",
+        choices=("auto", "fa3", "fa4"),
+        resume=True,
+    )
     recompute: str = key(
         "none",
         "Activations recomputed in the backward pass: none, selective (attention; megatron only), or full (whole "
@@ -108,10 +123,10 @@ class ActorConfig:
         resume=True,
     )
     logits_chunk_mib: int = key(
-        128,
-        "Logits of one chunk in MiB, with the teacher's if teacher.signal is hidden or logits. Those signals use "
-        "chunks also without fused_lm_head.",
-        gt=0,
+        0,
+        "Logits of one chunk in MiB, with the teacher's if teacher.signal is hidden or logits; 0 = 1024 on cuda, 128 "
+        "on cpu. Those signals use chunks also without fused_lm_head.",
+        ge=0,
         resume=True,
     )
     loss_kernel: str = key(

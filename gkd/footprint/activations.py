@@ -58,6 +58,7 @@ class Kernels:
     sequence_parallel: bool = False
     frozen: bool = False  # only adapters are trained; the tensors that they save, r numbers per token, are left out
     n_sequences: int = 1  # of a padded micro-batch, which share one table of positions
+    fused: bool = False  # SwiGLU saves its input alone, the rotary embedding nothing
 
     @property
     def _share(self) -> float:
@@ -118,7 +119,8 @@ class Kernels:
             kept += b * (2 * q + kv)  # rotated queries and keys, and the context
             # The values are a view of the projection, which keeps all of it, or are copied for the kernel.
             kept += b * (kv if self._in_one_call(dims) else q + 2 * kv)
-        kept += 4 * b * dims.head_dim / (1 if self.packed else self.n_sequences)  # sines and cosines, twice
+        if not self.fused:  # sines and cosines, twice
+            kept += 4 * b * dims.head_dim / (1 if self.packed else self.n_sequences)
         if self.recompute != "selective":
             kept += _FLOAT32 * dims.n_heads / self.tp + b * q * self._pieces(dims)
         if dims.qk_norm:
@@ -138,10 +140,12 @@ class Kernels:
         b, hidden = self.itemsize, dims.hidden_size * self._share
         kept = (self._norm() + b) * hidden
         if dims.moe is None or not dims.is_moe_layer(layer):
-            # Both halves of the projection, a copy of the second, the activation of the first, and the product.
-            return kept + 5 * b * dims.ffn_size / self.tp
+            # Both halves of the projection, and the product; unless fused a copy of the second half, and the activation
+            # of the first.
+            return kept + (3 if self.fused else 5) * b * dims.ffn_size / self.tp
         routed = dims.moe.n_active * self._share
-        kept += routed * b * (dims.hidden_size + 6 * dims.moe.ffn_size)  # as above, and the weighted product
+        # As above; unless fused also the weighted product.
+        kept += routed * b * (dims.hidden_size + (3 if self.fused else 6) * dims.moe.ffn_size)
         return kept + 3 * _FLOAT32 * dims.moe.n_experts * self._share  # the scores of the router
 
     def _hf_attention(self, dims: ModelDims) -> float:

@@ -52,7 +52,7 @@ class Step:
 
     @property
     def short_bytes(self) -> int:
-        """The largest lack, the advised margin included; 0 or less: everything fits."""
+        """The largest lack, memory.margin included; 0 or less: everything fits."""
         return max(self.short.values())
 
 
@@ -65,7 +65,7 @@ class Combination:
 
     @property
     def fits(self) -> bool:
-        """Return whether the last of `steps` fits, with the advised margin."""
+        """Return whether the last of `steps` fits, with memory.margin."""
         return self.steps[-1].short_bytes <= 0
 
     @property

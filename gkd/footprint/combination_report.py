@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from gkd.footprint.combination import HOST, Combination, Step
-from gkd.footprint.limits import ADVISED_MARGIN, GIB, gib
+from gkd.footprint.limits import GIB, gib
 from gkd.footprint.rank import HOST_PARTS, UNCOUNTED_PARTS
 from gkd.footprint.totals import HostTotal, PoolTotal, host_shortage
 from gkd.memory.remedy import as_yaml
@@ -25,7 +25,7 @@ def combination_lines(found: Combination, command: str = "") -> list[str]:
     width = max(len(text) for text, _ in rows)
     lines = [
         "changes, cheapest in speed first (GiB; peak: on the actor's fullest GPU; short: until "
-        f"{ADVISED_MARGIN:.0%} of it are free, or what an engine or a host lacks):",
+        f"{found.steps[0].config.memory.margin:.0%} of it are free, or what an engine or a host lacks):",
         *(f"  {text:{width}}  peak {_gib(step.peak_bytes):>7}  {_short(step)}" for text, step in rows),
     ]
     if not found.fits:

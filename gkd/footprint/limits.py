@@ -7,15 +7,22 @@ from dataclasses import dataclass
 
 from gkd.config.derived import derive
 from gkd.config.schema import Config
-from gkd.footprint.rank import RankFootprint, engine_of, shared_phases
+from gkd.footprint.rank import OTHER_PROCESSES, RankFootprint, engine_of, shared_phases
 from gkd.footprint.rollout import kv_max, kv_room_bytes, max_sequences
 
 GIB = 1 << 30
-ADVISED_MARGIN = 0.1  # of a GPU: fragmentation and what no estimate counts
+_FIXES_OF_TEACHER = {"share": " Fix: state a larger share.", "all": " Fix: more GPUs for each teacher worker."}
+
+
+def allowed_bytes(gpu_bytes: int, config: Config) -> int:
+    """Return what memory.margin leaves of a GPU, for fragmentation and what no estimate counts."""
+    return round(gpu_bytes * (1 - config.memory.margin))
 
 
 def check(footprints: Sequence[RankFootprint], gpu_bytes: int, config: Config) -> list[str]:
-    """Return one line for each problem; empty if everything fits. `gkd.footprint.combination` finds what to change.
+    """Return one line for each problem; empty if everything fits with memory.margin.
+
+    `gkd.footprint.combination` finds what to change.
 
     Args:
         footprints: of `footprint`, and of `teacher_footprint` to check the teacher, too.
@@ -31,22 +38,21 @@ def check(footprints: Sequence[RankFootprint], gpu_bytes: int, config: Config) -
     for part in footprints:
         for need, lack in _missing(part, case).items():
             if lack > 0:
-                fix = " Fix: more GPUs for each teacher worker." if part.role == "teacher" else ""
+                fix = _FIXES_OF_TEACHER[need] if part.role == "teacher" else ""
                 problems.append(f"{_sentence(part, need, lack, case)}.{fix}")
     return problems
 
 
 def shortages(footprints: Sequence[RankFootprint], gpu_bytes: int, config: Config) -> dict[tuple[str, str], int]:
-    """Return the missing bytes of the neediest rank by (role, need), the advised margin included; 0 or less: enough.
+    """Return the missing bytes of the neediest rank by (role, need), memory.margin included; 0 or less: enough.
 
-    The needs of an actor are the phases of its GPU, those of an engine as in `_missing`. An engine needs no margin.
+    The needs of an actor are the phases of its GPU, those of an engine as in `_missing`.
     """
     case, found = _Case(footprints, gpu_bytes, config), dict[tuple[str, str], int]()
     for part in footprints:
         needs = _missing(part, case)
         if part.role == "actor":
-            allowed = round(gpu_bytes * (1 - ADVISED_MARGIN))
-            needs = {phase: size - allowed for phase, size in _phases(part, case).items()}
+            needs = {phase: size - case.allowed for phase, size in _phases(part, case).items()}
         for need, lack in needs.items():
             found[part.role, need] = max(lack, found.get((part.role, need), lack))
     return found
@@ -61,13 +67,15 @@ def actor_peak(footprints: Sequence[RankFootprint], gpu_bytes: int, config: Conf
 def smallest_margin(footprints: Sequence[RankFootprint], gpu_bytes: int, config: Config) -> tuple[str, float]:
     """Return (rank, free share of its GPU) of the fullest rank.
 
-    An engine with a GPU of its own takes a fixed share of it, and so does not count.
+    An engine with a GPU of its own takes a fixed share of it, as does a teacher on the pools' GPUs: they do not count.
     """
     case = _Case(footprints, gpu_bytes, config)
     free = {
-        f"{part.role} rank {part.rank}": min(-lack for lack in _missing(part, case).values()) / gpu_bytes
+        f"{part.role} rank {part.rank}": (gpu_bytes - case.allowed - max(_missing(part, case).values())) / gpu_bytes
         for part in footprints
-        if part.role != "rollout" or config.trainer.device == "cpu"
+        if part.role == "actor"
+        or (part.role == "teacher" and not config.cluster.teacher_gpu_share)
+        or config.trainer.device == "cpu"
     }
     return min(free.items(), key=lambda item: item[1])
 
@@ -89,6 +97,10 @@ class _Case:
     config: Config
 
     @property
+    def allowed(self) -> int:
+        return allowed_bytes(self.gpu_bytes, self.config)
+
+    @property
     def is_shared(self) -> bool:
         """True if an actor rank and an engine share one GPU."""
         return self.config.trainer.colocate and self.config.trainer.device != "cpu"
@@ -104,18 +116,22 @@ def _phases(part: RankFootprint, case: _Case) -> dict[str, int]:
 def _missing(part: RankFootprint, case: _Case) -> dict[str, int]:
     """Return the missing bytes for each need of a rank; 0 or less if there is enough.
 
-    On CUDA an engine takes its share of the GPU, whatever it needs. vLLM does not start without room in its cache for
-    one sequence of full length, and the share must leave room for a weight sync. On a shared GPU each phase must fit.
+    On CUDA an engine takes its share of the GPU, whatever it needs, and needs no margin. vLLM does not start without
+    room in its cache for one sequence of full length, and the share must leave room for a weight sync and other
+    processes. On a shared GPU each phase must fit.
     """
     gpu_bytes, config = case.gpu_bytes, case.config
     if case.is_shared and part.role == "actor":
-        return {phase: size - gpu_bytes for phase, size in _phases(part, case).items()}
+        return {phase: size - case.allowed for phase, size in _phases(part, case).items()}
+    if part.role == "teacher" and config.cluster.teacher_gpu_share:
+        return {"share": part.total_bytes - round(gpu_bytes * config.cluster.teacher_gpu_share)}
     if part.role != "rollout" or config.trainer.device == "cpu":
-        return {"all": part.total_bytes - gpu_bytes}
+        return {"all": part.total_bytes - case.allowed}
     sequence = kv_max(part) // max_sequences(config) - kv_room_bytes(part, gpu_bytes, config)
     if case.is_shared:
         return {"sequence": sequence}
-    sync = part.parts["weight_sync"] - round(gpu_bytes * (1 - config.rollout.gpu_memory_utilization))
+    left = round(gpu_bytes * (1 - config.rollout.gpu_memory_utilization)) - part.parts.get(OTHER_PROCESSES, 0)
+    sync = part.parts["weight_sync"] - left
     return {"sequence": sequence, "sync": sync}
 
 
@@ -127,8 +143,13 @@ def _sentence(part: RankFootprint, need: str, lack: int, case: _Case) -> str:
         return f"{name}: the KV cache of one sequence of {longest} tokens needs {gib(lack)} more"
     if need == "sync":
         share, bucket = config.rollout.gpu_memory_utilization, gib(part.parts["weight_sync"])
-        return f"{name}: rollout.gpu_memory_utilization {share} leaves {gib(lack)} too little for two buckets, {bucket}"
+        others = part.parts.get(OTHER_PROCESSES, 0)
+        beside = f", {bucket}, and other processes, {gib(others)}" if others else f", {bucket}"
+        return f"{name}: rollout.gpu_memory_utilization {share} leaves {gib(lack)} too little for two buckets{beside}"
+    if need == "share":
+        of_teacher = f"cluster.teacher_gpu_share ({config.cluster.teacher_gpu_share:g})"
+        return f"{name} needs {gib(part.total_bytes)}, {gib(lack)} more than {of_teacher} of a GPU"
+    limit = f"the GPU's {gib(gpu_bytes)} less memory.margin ({config.memory.margin:g} of it)"
     if need == "all":
-        return f"{name} needs {gib(part.total_bytes)}, {gib(lack)} more than the GPU's {gib(gpu_bytes)}"
-    both = gib(lack + gpu_bytes)
-    return f"{name} and its engine need {both} ({need}), {gib(lack)} more than the GPU's {gib(gpu_bytes)}"
+        return f"{name} needs {gib(part.total_bytes)}, {gib(lack)} more than {limit}"
+    return f"{name} and its engine need {gib(lack + case.allowed)} ({need}), {gib(lack)} more than {limit}"

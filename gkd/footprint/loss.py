@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from gkd.config.derived import derive
+from gkd.config.derived import derive, logits_chunk_bytes
 from gkd.config.schema import Config
 from gkd.footprint.activations import MicroBatchShape
 
@@ -69,8 +69,8 @@ class LossShape:
             return rows
         if b == _FLOAT32:
             return 2 * rows + _FLOAT32 * head
-        # The sum over chunks is float32. In addition each chunk's part exists, in float32 on CUDA.
-        return 2 * rows + (_FLOAT32 + (b if self.on_cpu else _FLOAT32)) * head
+        # The sum over chunks is float32. In addition a chunk's part exists on the CPU, and at the end the cast sum.
+        return 2 * rows + (_FLOAT32 + b) * head
 
     @property
     def head_grad_bytes(self) -> int:
@@ -105,7 +105,7 @@ def loss_shape(
         on_cpu=on_cpu,
         batch=batch,
         fused=config.actor.fused_lm_head,
-        chunk_bytes=config.actor.logits_chunk_mib << 20,
+        chunk_bytes=logits_chunk_bytes(config.actor.logits_chunk_mib, on_cpu=on_cpu),
         topk=config.teacher.topk if "topk" in signals else 0,
         is_full="logits" in signals or "hidden" in signals,
         frozen=frozen,

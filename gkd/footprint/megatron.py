@@ -125,6 +125,7 @@ def _training_peak(
         sequence_parallel=actor.sequence_parallel,
         frozen=stage.adapter_params > 0,
         n_sequences=batch.n_sequences,
+        fused=not on_cpu and actor.layers != "torch",
     )
     in_flight = _chunks_in_flight(config, stage, batch)
     whole = [kernels.layer(dims, layer) * batch.n_tokens for layer in stage.layers]
@@ -147,6 +148,9 @@ def _training_peak(
         frozen=kernels.frozen,
     )
     transient = layer + _layer_gradients(dims, actor.tp, batch, itemsize, on_cpu=on_cpu, frozen=kernels.frozen)
+    if kernels.fused and dims.moe is not None:  # the experts' first matrices as one tensor, and its gradient
+        largest = max((dims.expert_params(layer, actor.ep) for layer in stage.layers), default=0)
+        transient += itemsize * (1 if kernels.frozen else 2) * largest * 2 // 3
     embedding_bytes = 0 if kernels.frozen else embedding * itemsize
     return training_peak(
         activations, transient, loss, stage, tied=dims.tied_embeddings, embedding_bytes=embedding_bytes
@@ -194,9 +198,9 @@ def _layer_gradients(
 
 
 def _optimizer_step(config: Config, dims: ModelDims, stage: Stage, *, on_cpu: bool) -> int:
-    """Return the bytes of torch's AdamW: on the CPU two copies of the largest parameter; on CUDA all denominators."""
+    """Return the temporary bytes of torch's AdamW: two copies of the largest parameter; fused, on CUDA, none."""
     if not on_cpu:
-        return _FLOAT32 * (stage.dense_owned + stage.expert_owned)
+        return 0
     if stage.adapter_params:
         return 2 * _FLOAT32 * stage.dense_owned  # at most
     dp = max(1, stage.dense_params // max(1, stage.dense_owned))

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from gkd.config.schema import Config
+from gkd.weight_sync.choice import IPC, transport_of
 
 STATES = ("weights", "gradients", "optimizer")
 GENERATE, WEIGHT_SYNC = "generate", "weight_sync"
@@ -22,6 +23,7 @@ OFFLOADED_STATES = (*STATES, "teacher_head")  # the teacher's LM head moves with
 AWAY = {WEIGHT_SYNC: ("gradients", "optimizer"), "teacher_pass": OFFLOADED_STATES, "reference_pass": OFFLOADED_STATES}
 # Parts in host memory, whatever the rank computes on.
 HOST_PARTS = ("offloaded", "moved_states", "saved_copy", "teacher_shards", "reference_shards")
+OTHER_PROCESSES = "other_processes"  # what processes that are not the run's have of a GPU of the pools
 # Parts that are in no sum: a cache for all of an engine's sequences.
 UNCOUNTED_PARTS = ("kv_max",)
 
@@ -32,7 +34,7 @@ class RankFootprint:
 
     On the device:
         always: `weights`, `gradients`, `optimizer` (moments, and float32 masters of bfloat16 weights), `teacher_head`,
-            `teacher_weights` (of a local teacher), `reference_weights`, `kv_cache`, `context`.
+            `teacher_weights` (of a local teacher), `reference_weights`, `kv_cache`, `context`, `other_processes`.
         at the peak of a training step: `activations`, `logits`, `transient` (gradients before they are reduced,
             gathered layers, working memory of the loss).
         in other phases: `optimizer_step`, `weight_sync`, `teacher_pass` (of a local teacher), `reference_pass`.
@@ -86,14 +88,19 @@ class RankFootprint:
 def sync_buffers(config: Config, largest: int, total: int) -> int:
     """Return the bytes of the buckets that exist at a time in a weight sync.
 
-    Two, while one is sent or loaded; with `trainer.colocate` they are in host memory, and one is an allowance.
+    Two, while one is sent or loaded. Where gloo sends them from host memory, one is an allowance.
 
     Args:
         largest: bytes of the largest tensor; it has a bucket of its own.
         total: bytes of all tensors of the rank's pipeline stage.
     """
     one = max(min(config.weight_sync.bucket_mib << 20, total), largest)
-    return one if config.trainer.colocate else min(2 * one, total)
+    return one if on_host(config) else min(2 * one, total)
+
+
+def on_host(config: Config) -> bool:
+    """Return whether the weights of a run on GPUs travel through host memory."""
+    return config.trainer.colocate and transport_of(config, "cuda") != IPC
 
 
 def shared_phases(actor: RankFootprint, engine: RankFootprint, gpu_bytes: int | None, config: Config) -> dict[str, int]:
@@ -123,6 +130,31 @@ def shared_phases_by_rank(
         return {}
     engine = engine_of(footprints)
     return {part.rank: shared_phases(part, engine, gpu_bytes, config) for part in footprints if part.role == "actor"}
+
+
+def other_processes_bytes(config: Config, gpu_bytes: int | None, in_use: int = 0) -> int:
+    """Return what other processes have of each GPU of the pools: what they use now, or will as the settings state.
+
+    Args:
+        gpu_bytes: memory of the GPU; None: unknown.
+        in_use: bytes that they have before the pools start.
+    """
+    return max(in_use, round((gpu_bytes or 0) * config.cluster.teacher_gpu_share))
+
+
+def with_other_processes(footprints: Sequence[RankFootprint], n_bytes: int, config: Config) -> list[RankFootprint]:
+    """Return the footprints of a run with the memory that other processes have of each GPU of the pools.
+
+    Args:
+        n_bytes: of a teacher server, for example; on a GPU that an actor rank and an engine share they count once.
+    """
+    roles = ("actor",) if config.trainer.colocate else ("actor", "rollout")
+    if not n_bytes or config.trainer.device == "cpu":
+        return list(footprints)
+    return [
+        replace(part, parts={**part.parts, OTHER_PROCESSES: n_bytes}) if part.role in roles else part
+        for part in footprints
+    ]
 
 
 def engine_of(footprints: Sequence[RankFootprint]) -> RankFootprint:

@@ -7,14 +7,22 @@ from typing import Any
 
 from gkd.config.derived import derive
 from gkd.config.schema import Config
-from gkd.footprint.limits import ADVISED_MARGIN, GIB, gib, smallest_margin
-from gkd.footprint.rank import HOST_PARTS, PHASES, UNCOUNTED_PARTS, RankFootprint, engine_of, shared_phases_by_rank
+from gkd.footprint.limits import GIB, gib, smallest_margin
+from gkd.footprint.rank import (
+    HOST_PARTS,
+    OTHER_PROCESSES,
+    PHASES,
+    UNCOUNTED_PARTS,
+    RankFootprint,
+    engine_of,
+    shared_phases_by_rank,
+)
 from gkd.footprint.rollout import kv_bytes_per_token, kv_room_bytes, max_sequences
 from gkd.hf.model_dims import ModelDims
 
 _ORDER = (
     *("weights", "gradients", "optimizer", "teacher_head", "teacher_weights"),
-    *("reference_weights", "kv_cache", "context"),
+    *("reference_weights", "kv_cache", "context", OTHER_PROCESSES),
     *(name for names in PHASES.values() for name in names),
 )
 _NOTE = (
@@ -92,13 +100,8 @@ def kv_line(footprints: Sequence[RankFootprint], dims: ModelDims, gpu_bytes: int
 
 def margin_line(footprints: Sequence[RankFootprint], gpu_bytes: int, config: Config) -> str:
     """Return a line for ranks that all fit: the share of the GPU that the fullest actor or teacher rank leaves free."""
-    name, margin = smallest_margin(footprints, gpu_bytes, config)
-    if margin >= ADVISED_MARGIN:
-        return f"it fits: {name} leaves {margin:.0%} of its GPU free"
-    return (
-        f"no shortage predicted, but {name} leaves only {margin:.1%} of its GPU free; {ADVISED_MARGIN:.0%} is advised, "
-        "for fragmentation and allocations that are not counted"
-    )
+    name, free = smallest_margin(footprints, gpu_bytes, config)
+    return f"it fits: {name} leaves {free:.0%} of its GPU free (memory.margin {config.memory.margin:g})"
 
 
 def as_json(

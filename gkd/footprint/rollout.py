@@ -14,12 +14,14 @@ from gkd.config.check_parallel import check_engine_split
 from gkd.config.derived import derive
 from gkd.config.schedulers import AHEAD, STREAM
 from gkd.config.schema import Config
+from gkd.config.schema_rollout import LEAST_SEQUENCES
 from gkd.footprint.adapters import adapter_params
 from gkd.footprint.fsdp import Groups
 from gkd.footprint.rank import RankFootprint, sync_buffers
 from gkd.hf.model_dims import ModelDims
 
 _FLOAT32 = 4
+_MOST_SEQUENCES = 1024  # that rollout.max_num_seqs 0 becomes; vLLM's own default on GPUs of this size
 # Tokens of vLLM's largest batch, by its default for offline use: per rank on the CPU; on CUDA, for GPUs above 70 GiB.
 BATCHED_TOKENS = {True: 4096, False: 16384}  # on the CPU, on CUDA
 
@@ -35,10 +37,9 @@ def rollout_footprint(config: Config, dims: ModelDims, sizes: Groups, *, on_cpu:
     check_engine_split(tp, (dims.n_heads,), (dims.n_kv_heads,), dims.mlp_columns)
     cache = max_sequences(config) * longest * kv_bytes_per_token(config, dims)
     # The trial pass is as large as the engine's limits, however few sequences the run has.
-    n_tokens = min(BATCHED_TOKENS[on_cpu] * (tp if on_cpu else 1), rollout.max_num_seqs * longest)
+    n_tokens = min(BATCHED_TOKENS[on_cpu] * (tp if on_cpu else 1), rollout.sequence_limit * longest)
     # Of one layer: its input, the residual and a norm's output; both halves of the MLP's projection and their product.
     widest = 3 * dims.hidden_size + 3 * max(dims.ffn_size, dims.q_columns) // tp
-    logits = rollout.max_num_seqs * dims.vocab_size * _FLOAT32  # and as much for the sampler
     return RankFootprint(
         "rollout",
         0,
@@ -46,10 +47,15 @@ def rollout_footprint(config: Config, dims: ModelDims, sizes: Groups, *, on_cpu:
             "weights": b * sizes.total // tp + _adapter_bytes(config, dims, b),
             "kv_cache": config.rollout.cpu_kv_cache_mib << 20 if on_cpu else cache,
             "activations": n_tokens * widest * b,
-            "logits": 2 * logits,
+            "logits": rollout.sequence_limit * _logits_bytes(dims),
             "weight_sync": sync_buffers(config, sizes.embedding * b, sizes.total * b),
         },
     )
+
+
+def _logits_bytes(dims: ModelDims) -> int:
+    """Return the bytes of one sequence's logits, and of as many for the sampler."""
+    return 2 * dims.vocab_size * _FLOAT32
 
 
 def _adapter_bytes(config: Config, dims: ModelDims, b: int) -> int:
@@ -92,7 +98,7 @@ def max_sequences(config: Config) -> int:
     Schedulers that run ahead start one batch at a time; a stream starts as many as its staleness allows. They continue
     during an evaluation, whose prompts are in the engines as well.
     """
-    trainer, limit = config.trainer, config.rollout.max_num_seqs
+    trainer, limit = config.trainer, config.rollout.sequence_limit
     n_batches = trainer.max_staleness + 1 if trainer.scheduler == STREAM else 1
     training = n_batches * trainer.global_batch_size * config.rollout.n
     validation, n_engines = 0, derive(config).n_engines
@@ -101,6 +107,31 @@ def max_sequences(config: Config) -> int:
     overlap = AHEAD.get(trainer.scheduler) != 0
     together = training + validation if overlap else max(training, validation)
     return min(limit, -(-together // n_engines))
+
+
+def with_max_num_seqs(config: Config, engine: RankFootprint, dims: ModelDims, gpu_bytes: int | None) -> Config:
+    """Return the settings with rollout.max_num_seqs 0 replaced.
+
+    Sequences of a batch start together, so all of them may have full length at a time. More than the cache holds are
+    preempted and computed again; fewer leave a GPU idle whose passes cost the same with more sequences. No more than
+    the run has at a time: each takes a row of logits, and CUDA graphs are captured for each size of a batch.
+
+    Args:
+        engine: footprint with these settings.
+        gpu_bytes: memory of a GPU; None: unknown, or the ranks compute on the CPU.
+    """
+    if config.rollout.max_num_seqs:
+        return config
+    limit = LEAST_SEQUENCES
+    if gpu_bytes is not None:
+        room = kv_room_bytes(engine, gpu_bytes, config) + limit * _logits_bytes(dims)
+        each = derive(config).max_engine_length * kv_bytes_per_token(config, dims) + _logits_bytes(dims)
+        limit = max(limit, min(_MOST_SEQUENCES, room // each, max_sequences(_limited(config, _MOST_SEQUENCES))))
+    return _limited(config, limit)
+
+
+def _limited(config: Config, limit: int) -> Config:
+    return replace(config, rollout=replace(config.rollout, max_num_seqs=limit))
 
 
 def kv_bytes_per_token(config: Config, dims: ModelDims) -> int:

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from gkd.config.derived import derive
 from gkd.config.schema import Config
-from gkd.footprint.limits import ADVISED_MARGIN, actor_peak, gib
+from gkd.footprint.limits import actor_peak, allowed_bytes, gib
 from gkd.footprint.rank import RankFootprint
 from gkd.footprint.rollout import with_engine_cache
 
@@ -18,7 +18,7 @@ RESIDENT, OFFLOAD = "resident", "offload"
 def with_strategy(config: Config, refit: Refit, gpu_bytes: int | None) -> tuple[Config, str]:
     """Return the settings with memory.strategy `auto` replaced, and a line on what fits; empty: nothing to choose.
 
-    `auto` becomes `resident` if the fullest GPU then keeps the advised margin, else `offload`.
+    `auto` becomes `resident` if the fullest GPU then keeps memory.margin, else `offload`.
 
     Args:
         refit: returns the footprints of changed settings.
@@ -28,7 +28,7 @@ def with_strategy(config: Config, refit: Refit, gpu_bytes: int | None) -> tuple[
     frozen = _frozen_models(config)
     if gpu_bytes is None or not frozen or config.trainer.colocate:
         return offload, ""
-    allowed = round(gpu_bytes * (1 - ADVISED_MARGIN))
+    allowed = allowed_bytes(gpu_bytes, config)
     if not derive(_changed(config, OFFLOAD)).moves_states:  # the frozen models are on the host: nothing to choose
         peak = _peak(_changed(config, RESIDENT, on_gpu=frozen), refit, gpu_bytes)
         keys = " ".join(f"{section}.fsdp_cpu_offload=false" for section in frozen)

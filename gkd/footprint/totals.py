@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from gkd.config.derived import derive
 from gkd.config.schedulers import staleness_bound
 from gkd.config.schema import Config
-from gkd.footprint.rank import HOST_PARTS, RankFootprint, engine_of, shared_phases
+from gkd.footprint.rank import HOST_PARTS, RankFootprint, engine_of, on_host, shared_phases
 
 # Host memory of a process with its libraries before the first tensor. An allowance: on CUDA not measured.
 PROCESS_BYTES = {"cpu": 1 << 30, "cuda": 2 << 30}
@@ -112,7 +112,7 @@ def _node(ranks: Sequence[RankFootprint], process: int, config: Config) -> Count
         found.update({name: part.parts[name] for name in HOST_PARTS if name in part.parts})
         if config.trainer.device == "cpu":
             found[f"{part.role} ranks"] += part.total_bytes
-        elif part.role != "teacher" and config.trainer.colocate:  # gloo sends from host memory
+        elif part.role != "teacher" and on_host(config):
             found["weight_sync"] += 2 * (config.weight_sync.bucket_mib << 20)
     return found
 

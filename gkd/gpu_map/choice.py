@@ -20,8 +20,9 @@ log = get_logger("gpus")
 def with_own_gpus(config: Config, device: str, teacher: Sequence[RankPlacement]) -> Config:
     """Return the settings with the GPUs of cluster.gpus, or with those that the teacher leaves if it is auto.
 
-    Without GPUs of a teacher on this host, auto stays auto: Ray may assign every visible GPU. So it does if Ray already
-    runs (cluster.ray_address), because its nodes have their GPUs.
+    Without GPUs of a teacher on this host, auto stays auto: Ray may assign every visible GPU. So it does if the pools
+    share GPUs with the teacher (cluster.teacher_gpu_share), or if Ray already runs (cluster.ray_address), because its
+    nodes have their GPUs.
 
     Args:
         device: of the ranks.
@@ -30,7 +31,8 @@ def with_own_gpus(config: Config, device: str, teacher: Sequence[RankPlacement])
     Raises:
         ConfigError: naming cluster.gpus: too few GPUs are left.
     """
-    if device == "cpu" or config.cluster.gpus or config.cluster.ray_address:
+    cluster = config.cluster
+    if device == "cpu" or cluster.gpus or cluster.ray_address or cluster.teacher_gpu_share:
         return config
     machine = machine_gpus()
     visible = visible_gpus(os.environ.get("CUDA_VISIBLE_DEVICES"), machine)
@@ -44,7 +46,8 @@ def with_own_gpus(config: Config, device: str, teacher: Sequence[RankPlacement])
             "cluster.gpus",
             "auto",
             f"the teacher server uses GPU {taken} here. The pools need {n_wanted}, and {len(free)} are left.",
-            "give the teacher fewer GPUs (its --gpus), use smaller pools, or list GPUs to share with it here.",
+            "give the teacher fewer GPUs (its --gpus), use smaller pools, or state its share of a GPU in "
+            "cluster.teacher_gpu_share.",
         )
     numbers = [_number(gpu, machine) for gpu in free]
     if None in numbers:

@@ -80,15 +80,16 @@ def make_gpu_map(
     """
     rows = (*_placements(calls, timeout_s), *teacher)
     pools = tuple(pool.need for pool in calls)
-    gpus = tuple(sorted(cluster.gpus))
+    gpus, share = tuple(sorted(cluster.gpus)), cluster.teacher_gpu_share
     return GpuMap(
         device=device,
         pools=pools,
         rows=rows,
-        findings=(*find_problems(rows, pools, gpus=gpus), *found),
+        findings=(*find_problems(rows, pools, gpus=gpus, teacher_gpu_share=share), *found),
         notes=tuple(non_adjacent(rows, gpus)),
         gpus=gpus,
         order=tuple(cluster.order),
+        teacher_gpu_share=share,
     )
 
 

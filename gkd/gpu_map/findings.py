@@ -14,7 +14,12 @@ Device = str | tuple[str, str]  # UUID; without a driver: (node or host, id)
 
 
 def find_problems(
-    rows: Sequence[RankPlacement], pools: Sequence[PoolNeed], *, loaded: bool = False, gpus: Sequence[int] = ()
+    rows: Sequence[RankPlacement],
+    pools: Sequence[PoolNeed],
+    *,
+    loaded: bool = False,
+    gpus: Sequence[int] = (),
+    teacher_gpu_share: float = 0.0,
 ) -> list[Finding]:
     """Return the problems of a placement, worst first.
 
@@ -22,13 +27,14 @@ def find_problems(
         rows: of the pools and of the teacher workers.
         loaded: the ranks already use their GPUs, so allocated memory is not evidence of other processes.
         gpus: cluster.gpus, the only GPUs that the pools may use; empty: all.
+        teacher_gpu_share: cluster.teacher_gpu_share; above 0: the pools may use the teacher's GPUs.
     """
     needs = {pool.name: pool for pool in pools}
     ranks = [row for row in rows if row.pool in needs]
     teacher = [row for row in rows if row.pool == TEACHER]
     return [
         *_shared(ranks, needs),
-        *_overlaps(ranks, needs, teacher),
+        *([] if teacher_gpu_share else _overlaps(ranks, needs, teacher)),
         *_outside(ranks, gpus),
         *_too_few(ranks, pools),
         *_not_as_assigned(ranks),
@@ -98,7 +104,8 @@ def _overlaps(
                     ranks=(*_labels(users), *_labels(workers)),
                     problem=f"{_names(users)} on {users[0].host} use a GPU of the teacher, {_device(device)} "
                     f"({_names(workers)}).",
-                    fix="set other GPUs for the teacher (its --gpus) or for the trainer (cluster.gpus).",
+                    fix="set other GPUs for the teacher (its --gpus) or for the trainer (cluster.gpus), or state the "
+                    "teacher's share of them in cluster.teacher_gpu_share.",
                 )
             )
     return found

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Sequence
 
 from msgspec import structs
@@ -17,6 +18,7 @@ from gkd.log import get_logger
 from gkd.run.folder import RunFolder
 
 log = get_logger("launcher")
+_CHANGING = threading.Lock()  # engines are restarted in threads, which the end of a run does not wait for
 
 
 def record_placement(
@@ -36,17 +38,19 @@ def record_placement(
 
 def record_restart(folder: RunFolder, row: RankPlacement) -> None:
     """Put a restarted rank in the place of the process before it. Raises CheckpointError."""
-    table = _read(folder)
-    rows = [
-        structs.replace(row, local_rank=old.local_rank) if (old.pool, old.rank) == (row.pool, row.rank) else old
-        for old in table.rows
-    ]
-    folder.write_places(structs.replace(table, rows=tuple(rows)).to_json())
+    with _CHANGING:
+        table = _read(folder)
+        rows = [
+            structs.replace(row, local_rank=old.local_rank) if (old.pool, old.rank) == (row.pool, row.rank) else old
+            for old in table.rows
+        ]
+        folder.write_places(structs.replace(table, rows=tuple(rows)).to_json())
 
 
 def record_end(folder: RunFolder) -> None:
     """Note that the run has reached its end. Raises CheckpointError."""
-    folder.write_places(structs.replace(_read(folder), ended=True).to_json())
+    with _CHANGING:
+        folder.write_places(structs.replace(_read(folder), ended=True).to_json())
 
 
 def _read(folder: RunFolder) -> GpuMap:

@@ -47,7 +47,8 @@ def refresh(saved: GpuMap, host: str, machine: Sequence[GpuInfo], teacher: Seque
         f"{count} ranks on {other} are shown as of the start; run this command there to refresh them"
         for other, count in elsewhere.items()
     )
-    findings += find_problems(rows, saved.pools, loaded=True, gpus=saved.gpus)
+    share = saved.teacher_gpu_share
+    findings += find_problems(rows, saved.pools, loaded=True, gpus=saved.gpus, teacher_gpu_share=share)
     return structs.replace(saved, rows=tuple(rows), findings=tuple(findings), notes=notes)
 
 

@@ -49,8 +49,13 @@ def _larger(config: Config, shortage: Shortage) -> str:
     return f"or use a GPU with more memory; for a combination of changes: {tool}"
 
 
+def has_expandable_segments(environ: Mapping[str, str]) -> bool:
+    """Return whether torch's allocator makes segments of pages, which it can join."""
+    return any(EXPANDABLE in environ.get(name, "") for name in ALLOCATOR_VARIABLES)
+
+
 def _expandable_segments(environ: Mapping[str, str]) -> list[str]:
-    if any(EXPANDABLE in environ.get(name, "") for name in ALLOCATOR_VARIABLES):
+    if has_expandable_segments(environ):
         return []
     return [
         f"{ALLOCATOR_VARIABLES[1]}={EXPANDABLE} in the environment that the trainer is started in (with "

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
-from gkd.config.derived import derive
+from gkd.config.derived import derive, logits_chunk_bytes
 from gkd.config.schema import Config
 
 Changes: TypeAlias = Mapping[str, float | str]  # next value by key
@@ -92,6 +92,16 @@ def halve(key: str, low: int, applies: Callable[[Config], bool] = always) -> Cal
         now = value_of(config, key)
         assert isinstance(now, int)
         return {key: max(low, now // 2)} if now > low and applies(config) else {}
+
+    return halved
+
+
+def smaller_chunks(low: int) -> Callable[[Config], Changes]:
+    """Return a `next` that halves actor.logits_chunk_mib, or its size on this device if it is 0, down to `low`."""
+
+    def halved(config: Config) -> Changes:
+        now = logits_chunk_bytes(config.actor.logits_chunk_mib, on_cpu=config.trainer.device == "cpu") >> 20
+        return {"actor.logits_chunk_mib": max(low, now // 2)} if now > low and computes_in_chunks(config) else {}
 
     return halved
 

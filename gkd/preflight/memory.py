@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 
 from gkd.cluster.gpus import machine_gpus, visible_gpus
 from gkd.cluster.host_memory import host_memory_bytes
+from gkd.config.derived import derive
 from gkd.config.schema import ClusterConfig, Config
 from gkd.errors import ConfigError, ModelError
 from gkd.footprint import RankFootprint, check
@@ -16,16 +16,18 @@ from gkd.footprint.combination import Combination, find_combination
 from gkd.footprint.combination_report import combination_lines, host_problems, totals_lines
 from gkd.footprint.estimate import read_models
 from gkd.footprint.limits import GIB, gib, state_fits
-from gkd.footprint.report import footprint_table, kv_line, shared_phases_table, totals_line
-from gkd.footprint.rollout import with_engine_cache
+from gkd.footprint.rank import engine_of, other_processes_bytes, with_other_processes
+from gkd.footprint.report import footprint_table, kv_line, margin_line, shared_phases_table, totals_line
+from gkd.footprint.rollout import with_engine_cache, with_max_num_seqs
 from gkd.footprint.strategy import OFFLOAD, with_strategy
 from gkd.footprint.totals import HostTotal, host_shortage, host_totals, pool_totals
+from gkd.gpu_map.findings import IDLE_MIB
 from gkd.log import get_logger
 
 log = get_logger("preflight")
 
 
-def check_memory(config: Config, device: str, teacher_hidden: int | None, scores_gib: float = 0.0) -> str:
+def check_memory(config: Config, device: str, teacher_hidden: int | None, scores_gib: float = 0.0) -> Config:
     """Log the estimate, and warn of shortages on CUDA, with the changes that make the run fit.
 
     A shortage is a warning, because the worst case (every sequence of full length) is rare. It is an error if weights,
@@ -37,25 +39,31 @@ def check_memory(config: Config, device: str, teacher_hidden: int | None, scores
         scores_gib: host memory of the teacher's scores.
 
     Returns:
-        memory.strategy, with `auto` replaced by what fits.
+        The settings with memory.strategy `auto` and rollout.max_num_seqs 0 replaced by what fits.
 
     Raises:
         ConfigError: naming trainer.n_gpus_per_node: the actor's state does not fit on its GPUs.
     """
-    strategy = OFFLOAD if config.memory.strategy == "auto" else config.memory.strategy
     config = replace(config, trainer=replace(config.trainer, device=device))
     try:
         models = read_models(config)
-        refit = partial(models.footprint, teacher_hidden=teacher_hidden)
         gpu_bytes = None if device == "cpu" else smallest_gpu(config.cluster)
+        others = other_processes_bytes(config, gpu_bytes, memory_in_use(config) if device == "cuda" else 0)
+
+        def refit(changed: Config) -> list[RankFootprint]:
+            found = models.footprint(changed, teacher_hidden=teacher_hidden)
+            return with_other_processes(found, others, changed)
+
+        config = with_max_num_seqs(config, engine_of(refit(config)), models.student.dims, gpu_bytes)
         config, choice = with_strategy(config, refit, gpu_bytes)
         found: Sequence[RankFootprint] = refit(config)
     except ModelError as error:  # fsdp2 accepts models that name their sizes otherwise
         log.warning("cannot estimate memory: %s", error)
-        return strategy
+        strategy = OFFLOAD if config.memory.strategy == "auto" else config.memory.strategy
+        return replace(config, memory=replace(config.memory, strategy=strategy))
     if device == "cpu":
         log.info("estimated memory per rank (without libraries): %s", totals_line(found))
-        return strategy
+        return config
     if choice:
         log.info("%s", choice)
     found = with_engine_cache(found, gpu_bytes, config)
@@ -67,7 +75,7 @@ def check_memory(config: Config, device: str, teacher_hidden: int | None, scores
         address = config.cluster.ray_address
         reason = f"the GPUs are those of the Ray cluster at {address}" if address else "the driver does not report it"
         log.info("GPU memory size is unknown on this host (%s): compare the totals with it yourself", reason)
-        return strategy
+        return config
 
     def hosts(changed: Config, ranks: Sequence[RankFootprint]) -> list[HostTotal]:
         return host_totals(ranks, round(scores_gib * GIB), changed)
@@ -77,7 +85,8 @@ def check_memory(config: Config, device: str, teacher_hidden: int | None, scores
         log.info("%s", line)
     problems = [*check(found, gpu_bytes, config), *host_problems(totals, host_bytes)]
     if not problems:
-        return config.memory.strategy
+        log.info("%s", margin_line(found, gpu_bytes, config))
+        return config
     combination = find_combination(
         config, refit, gpu_bytes, lambda changed, ranks: host_shortage(hosts(changed, ranks), host_bytes)
     )
@@ -85,7 +94,7 @@ def check_memory(config: Config, device: str, teacher_hidden: int | None, scores
     for problem in problems:
         log.warning("memory: %s", problem)
     log.warning("%s", "\n".join(combination_lines(combination)))
-    return config.memory.strategy
+    return config
 
 
 def smallest_gpu(cluster: ClusterConfig) -> int | None:
@@ -105,6 +114,25 @@ def smallest_gpu(cluster: ClusterConfig) -> int | None:
 
     sizes = [torch.cuda.get_device_properties(i).total_memory for i in range(torch.cuda.device_count())]
     return min(sizes, default=None)
+
+
+def memory_in_use(config: Config) -> int:
+    """Return the bytes of the fullest GPU of the pools that processes have before the pools start; 0: none, or unknown.
+
+    It is the memory of a teacher server, or of another job. What the driver reserves does not count.
+    """
+    if config.cluster.ray_address:
+        return 0
+    gpus = visible_gpus(os.environ.get("CUDA_VISIBLE_DEVICES"), machine_gpus())
+    if config.cluster.gpus:
+        gpus = tuple(gpu for gpu in gpus if gpu.id in map(str, config.cluster.gpus))
+    used = [
+        gpu.memory_total_mib - gpu.memory_free_mib
+        for gpu in gpus[: derive(config).n_gpus]
+        if gpu.memory_total_mib is not None and gpu.memory_free_mib is not None
+    ]
+    most = max(used, default=0)
+    return most << 20 if most > IDLE_MIB else 0
 
 
 def _refuse_state(found: Sequence[RankFootprint], gpu_bytes: int, config: Config, combination: Combination) -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from gkd.config.check import check_config
@@ -24,6 +24,7 @@ from gkd.gpu_map.teacher import teacher_rows
 from gkd.log import get_logger
 from gkd.metrics.trackers import check_trackers_installed
 from gkd.preflight.device import resolve_device
+from gkd.preflight.machine import check_machine
 from gkd.preflight.memory import check_memory
 from gkd.preflight.replay import check_replay
 from gkd.preflight.reward import check_answers, check_functions
@@ -50,8 +51,7 @@ class Plan:
     teachers: tuple[TeacherInfo, ...]  # by route, see `Derived.routes`
     n_vocab: int  # ids that student and teacher share
     total_steps: int  # optimizer steps of the whole run; the learning rate schedule ends there
-    gpus: list[int]  # numbers of the GPUs that the pools may use; empty: all
-    memory_strategy: str  # memory.strategy, with `auto` replaced
+    config: Config  # the settings, with cluster.gpus, memory.strategy and rollout.max_num_seqs replaced by what fits
     folder: RunFolder
 
 
@@ -74,6 +74,8 @@ def preflight(config: Config) -> Plan:
             check_reachable(route)
     log.info("checking the model, the prompts and the teacher")
     device = resolve_device(config)
+    if device == "cuda" and not config.cluster.ray_address:
+        check_machine()
     if device == "cpu" and config.actor.loss_kernel == "triton":
         raise ConfigError("actor.loss_kernel", "triton", "the student is on the CPU.", "use auto or torch.")
     n_student_vocab = check_student(config)
@@ -122,7 +124,7 @@ def preflight(config: Config) -> Plan:
             log.warning("%s", warning)
     hidden_size = sum(teacher.hidden_size for teacher in teachers)  # of `hidden`: see `ScoringEndpoint.lm_head`
     gib = scores_gib(config, n_vocab, hidden_size, len(val))
-    strategy = check_memory(with_gpus, device, hidden_size, gib)
+    settled = check_memory(with_gpus, device, hidden_size, gib)
     if config.actor.offload_train and config.actor.fsdp_cpu_offload:
         log.warning("actor.offload_train is ignored: actor.fsdp_cpu_offload keeps the states in host memory already")
     warn_about_losses(config, gib)
@@ -135,8 +137,7 @@ def preflight(config: Config) -> Plan:
         teachers=teachers,
         n_vocab=n_vocab,
         total_steps=total_steps,
-        gpus=with_gpus.cluster.gpus,
-        memory_strategy=strategy,
+        config=replace(settled, trainer=config.trainer),
         folder=open_run_folder(config, identity),
     )
 

@@ -10,8 +10,7 @@ import json
 import shlex
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from gkd.cluster.gpus import gpu_memory_bytes
@@ -32,7 +31,7 @@ from gkd.footprint.combination_report import (
 )
 from gkd.footprint.estimate import RunModels, read_models
 from gkd.footprint.limits import GIB
-from gkd.footprint.rank import shared_phases_by_rank
+from gkd.footprint.rank import engine_of, other_processes_bytes, shared_phases_by_rank, with_other_processes
 from gkd.footprint.report import (
     as_json,
     footprint_table,
@@ -42,7 +41,7 @@ from gkd.footprint.report import (
     rule_of_thumb_table,
     shared_phases_table,
 )
-from gkd.footprint.rollout import with_engine_cache
+from gkd.footprint.rollout import with_engine_cache, with_max_num_seqs
 from gkd.footprint.strategy import with_strategy
 from gkd.footprint.totals import HostTotal, host_shortage, host_totals, pool_totals, scores_gib
 from gkd.hf.model_folder import ModelFolder, read_model_folder
@@ -53,7 +52,7 @@ _EXAMPLES = """examples:
   python -m gkd.tools.memory --config mine.yaml --gpu-gib 24 --host-gib 64 actor.recompute=full
   python -m gkd.tools.memory --config mine.yaml --teacher models/Qwen2.5-7B-Instruct --json | jq '.ranks[].total_bytes'
 
-exit code: 0 no shortage is predicted, or the GPU's memory is unknown; 1 it does not fit (each line that begins with
+exit code: 0 it fits with memory.margin, or the GPU's memory is unknown; 1 it does not (each line that begins with
 TOO LARGE names a shortage; the changes that make it fit follow); 2 wrong settings, or a model folder that cannot be
 read
 """
@@ -84,8 +83,8 @@ class _Case:
     teacher: ModelFolder | None  # of a server
     gpu_bytes: int | None
     host_bytes: int | None
-    found: Sequence[RankFootprint]
-    choice: str  # line on memory.strategy; may be empty
+    found: Sequence[RankFootprint] = ()  # of these settings; with a teacher server's folder also that of its worker
+    choice: str = ""  # line on memory.strategy; may be empty
 
     def hosts(self, config: Config, found: Sequence[RankFootprint]) -> list[HostTotal]:
         """Return the host memory of these settings; the footprints are those of the run's own ranks."""
@@ -96,23 +95,27 @@ class _Case:
         ranks = [part for part in found if part.role != "teacher"]
         return host_totals([*ranks, *workers], round(scores * GIB), config)
 
+    def refit(self, config: Config) -> list[RankFootprint]:
+        """Return the footprints of the ranks with these settings."""
+        hidden = None if self.teacher is None else self.teacher.dims.hidden_size
+        others = other_processes_bytes(config, self.gpu_bytes)
+        return with_other_processes(self.models.footprint(config, hidden), others, config)
+
     def problems(self) -> list[str]:
         """Return a line for each shortage of a GPU or a host."""
         on_gpus = [] if self.gpu_bytes is None else check(self.found, self.gpu_bytes, self.config)
         return [*on_gpus, *host_problems(self.hosts(self.config, self.found), self.host_bytes)]
 
     def combination(self) -> Combination | None:
-        """Return what to change so that the run fits with the advised margin; None: it does, or no GPU is known."""
+        """Return what to change so that the run fits with memory.margin; None: it does, or no GPU is known."""
         if self.gpu_bytes is None:
             return None
 
         def lacks_host(changed: Config, found: Sequence[RankFootprint]) -> int:
             return host_shortage(self.hosts(changed, found), self.host_bytes or 0)
 
-        hidden = None if self.teacher is None else self.teacher.dims.hidden_size
-        refit = partial(self.models.footprint, teacher_hidden=hidden)
         limited = lacks_host if self.host_bytes is not None else None
-        combination = find_combination(self.config, refit, self.gpu_bytes, limited)
+        combination = find_combination(self.config, self.refit, self.gpu_bytes, limited)
         return combination if len(combination.steps) > 1 or not combination.fits else None
 
 
@@ -129,13 +132,19 @@ def _read(args: argparse.Namespace) -> _Case:
     config = load_config(args.config, args.overrides)
     check_config(config)
     models = read_models(config)
-    config, choice = with_strategy(config, models.footprint, gpu_bytes)
     teacher = None if args.teacher is None else read_model_folder(args.teacher, "--teacher")
     if teacher is not None and models.local_teacher is not None:
         problem = "teacher.backend is local: teacher.path is the teacher, and it is on the actor's ranks."
         raise ConfigError("--teacher", str(args.teacher), problem, "leave it out.")
-    found = with_engine_cache(_footprints(config, models, teacher), gpu_bytes, config)
-    return _Case(config, models, teacher, gpu_bytes, host_bytes, found, choice)
+    case = _Case(config, models, teacher, gpu_bytes, host_bytes)
+    on_gpu = None if config.trainer.device == "cpu" else gpu_bytes
+    config = with_max_num_seqs(config, engine_of(case.refit(config)), models.student.dims, on_gpu)
+    config, choice = with_strategy(config, case.refit, gpu_bytes)
+    found = case.refit(config)
+    if teacher is not None:
+        longest = derive(config).max_teacher_length
+        found.append(teacher_footprint(teacher.config_json, n_tokens=longest, tensors=teacher.tensors))
+    return replace(case, config=config, found=with_engine_cache(found, gpu_bytes, config), choice=choice)
 
 
 def _text(case: _Case, problems: Sequence[str], combination: Combination | None, args: argparse.Namespace) -> str:
@@ -173,15 +182,6 @@ def _json(case: _Case, problems: Sequence[str], combination: Combination | None)
         **totals_json(pool_totals(found, case.gpu_bytes, config), case.hosts(config, found), case.host_bytes),
     }
     return json.dumps(as_json(found, case.gpu_bytes, problems, extra), indent=1)
-
-
-def _footprints(config: Config, models: RunModels, teacher: ModelFolder | None) -> list[RankFootprint]:
-    """Return the footprints of a run; with a teacher server's folder also that of its worker."""
-    found = [*models.footprint(config, None if teacher is None else teacher.dims.hidden_size)]
-    if teacher is not None:
-        longest = derive(config).max_teacher_length
-        found.append(teacher_footprint(teacher.config_json, n_tokens=longest, tensors=teacher.tensors))
-    return found
 
 
 def _gib_number(flag: str, text: str | None) -> float | None:

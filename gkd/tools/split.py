@@ -23,6 +23,7 @@ from gkd.config.schema import Config
 from gkd.errors import ConfigError, GkdError
 from gkd.footprint import check
 from gkd.footprint.estimate import read_models
+from gkd.footprint.rank import other_processes_bytes, with_other_processes
 from gkd.tools.split_tuner import layout
 from gkd.tools.split_tuner.calibration import SCHEDULER, calibrate, calibration_folder
 from gkd.tools.split_tuner.layout import Hardware
@@ -112,7 +113,7 @@ def _read(args: argparse.Namespace) -> _Measured:
 
 
 def _memory_check(config: Config, gpu_bytes: int) -> CheckMemory:
-    """Return a check whether the pools fit into GPUs of this size, without the teacher server.
+    """Return a check whether the pools fit into GPUs of this size, with what teacher servers take of the same GPUs.
 
     Raises:
         ConfigError: a model folder of the run is missing.
@@ -121,7 +122,8 @@ def _memory_check(config: Config, gpu_bytes: int) -> CheckMemory:
     models = read_models(config)
 
     def problems(changed: Config) -> list[str]:  # without fixes: the ranking has other splits
-        return check(models.footprint(changed), gpu_bytes, changed)
+        others = other_processes_bytes(changed, gpu_bytes)
+        return check(with_other_processes(models.footprint(changed), others, changed), gpu_bytes, changed)
 
     return problems
 

@@ -99,7 +99,7 @@ def _one_step(
 
 def _answered(lengths: list[int], config: Config, rates: Rates) -> EngineUsage:
     """Pass by pass."""
-    now, limit = [0.0], config.rollout.max_num_seqs
+    now, limit = [0.0], config.rollout.sequence_limit
     meter = PassMeter(limit, clock=lambda: now[0])
     waiting, running = list(lengths), list[int]()
     for _ in lengths:

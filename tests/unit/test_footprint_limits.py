@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,7 +10,8 @@ import pytest
 from gkd.errors import ConfigError, ModelError
 from gkd.footprint import check, footprint
 from gkd.footprint.report import as_json, footprint_table
-from gkd.footprint.rollout import with_engine_cache
+from gkd.footprint.rollout import kv_bytes_per_token, kv_room_bytes, with_engine_cache, with_max_num_seqs
+from gkd.hf.model_dims import read_dims
 from tests.unit.test_footprint import EXPERTS, GIB, QWEN25_15B, SIZES, TP2, _actor, _config
 
 MOE = {"model_type": "qwen3_moe", **SIZES, **EXPERTS, "head_dim": 8}
@@ -31,6 +33,54 @@ def test_an_engines_row_on_a_gpu() -> None:
     published = as_json([before[0], engine], 80 * GIB, [], {})
     assert published["ranks"][1]["parts"]["kv_wanted"] == engine.parts["kv_max"]
     assert published["ranks"][0]["parts"]["passing"] == before[0].parts["transient"] and published["card_bytes"]
+
+
+def test_the_room_of_the_kv_cache() -> None:
+    """Fails if the cache's room is not what utilization leaves after weights, a forward pass and the context."""
+    config = _config()
+    engine = footprint(config, QWEN25_15B)[-1]
+    room = kv_room_bytes(engine, 80 * GIB, config)
+    others = sum(engine.parts[name] for name in ("weights", "activations", "logits", "context"))
+    assert room == round(0.85 * 80 * GIB) - others
+    # A key or value head is never cut; with more ranks than heads they are repeated.
+    assert kv_bytes_per_token(_config("rollout.tp=2"), read_dims(QWEN25_15B)) == 14336
+    assert kv_bytes_per_token(_config("rollout.tp=4"), read_dims(QWEN25_15B)) == 14336
+
+
+AUTO = ("rollout.max_num_seqs=0", "rollout.n_gpus_per_node=1", "trainer.global_batch_size=4096")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "card_gib", "expected"),
+    [
+        (AUTO, 80, 1024),  # the most
+        (AUTO, 24, None),
+        ((*AUTO, "model.dtype=float32"), 24, None),
+        ((*AUTO, "data.max_response_length=7680"), 80, None),
+        (AUTO, 6, 128),  # the least
+        ((*AUTO, "trainer.global_batch_size=700"), 80, 700),  # all that the run has
+        ((*AUTO, "rollout.max_num_seqs=40"), 80, 40),
+        (AUTO, None, 128),
+    ],
+)
+def test_the_number_of_sequences_follows_from_the_kv_cache(
+    overrides: tuple[str, ...], card_gib: int | None, expected: int | None
+) -> None:
+    """Fails if a GPU decodes fewer sequences than it has room for, or more, which vLLM preempts."""
+    config, dims = _config(*overrides), read_dims(QWEN25_15B)
+    gpu_bytes = None if card_gib is None else card_gib * GIB
+    settled = with_max_num_seqs(config, footprint(config, QWEN25_15B)[-1], dims, gpu_bytes)
+    found = settled.rollout.max_num_seqs
+    assert found == settled.rollout.sequence_limit
+    if expected is not None or gpu_bytes is None:
+        assert found == expected
+        return
+    longest = config.data.max_prompt_length + config.data.max_response_length
+    assert 128 < found < 1024
+    for n, is_enough in ((found, True), (found + 1, False)):
+        changed = replace(settled, rollout=replace(settled.rollout, max_num_seqs=n))
+        room = kv_room_bytes(footprint(changed, QWEN25_15B)[-1], gpu_bytes, changed)
+        assert (room >= n * longest * kv_bytes_per_token(changed, dims)) == is_enough, n
 
 
 @pytest.mark.parametrize(

@@ -109,6 +109,7 @@ def test_the_phases_are_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     model.mkdir()
     (model / "config.json").write_text(json.dumps(QWEN25_15B))
     args = ["--config", "configs/gsm8k_qwen2.5_1.5b.yaml", "--gpu-gib", "80", f"model.path={model}"]
+    args.append("actor.max_tokens_per_micro_batch=16384")
     assert memory.main([*args, *COLOCATED, "actor.recompute=full"]) == 0
     out = capsys.readouterr().out
     config = _config(*COLOCATED, "actor.recompute=full")

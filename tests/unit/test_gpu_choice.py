@@ -63,6 +63,7 @@ def test_the_pools_keep_off_the_teachers_gpus(
     if visible is None:
         assert chosen(rows("3", uuids=False)) == [0, 1, 2], "by host and id"
     assert chosen(rows("0"), "cluster.gpus=[0,1]") == [0, 1], "the user's choice"
+    assert chosen(rows("0", "1", "2", "3"), "cluster.teacher_gpu_share=0.1") == [], "all, shared with the teacher"
     assert chosen(rows("0"), "cluster.ray_address=h:1") == [] == chosen(rows("0"), device="cpu")
 
 

@@ -238,6 +238,7 @@ def test_memory_of_the_ranks_and_the_teacher_is_not_a_finding() -> None:
     assert find_problems(own, [ACTOR, ROLLOUT], loaded=True) == []
     both = [row("actor", 0, 0, gpus=(gpu_info(0, pids=(9,), memory_free_mib=5),)), *RIGHT[1:3], teacher(0)]
     assert [finding.kind for finding in find_problems(both, [ACTOR, ROLLOUT])] == ["teacher_overlap"]
+    assert find_problems(both, [ACTOR, ROLLOUT], teacher_gpu_share=0.1) == [], "as the settings state"
 
 
 def test_run_stops_if_ranks_share_a_real_gpu() -> None:

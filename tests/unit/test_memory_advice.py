@@ -136,7 +136,8 @@ def test_the_advice_for_an_engine() -> None:
                 check_line(line, config())
         assert ("bucket_mib" in told(phase)) == (phase == "receiving weights")
         assert ("gpu_memory_utilization=0.85: try 0.75." in told(phase)) == (phase != "offloading states")
-        assert ("max_num_seqs" in told(phase)) == (phase != "offloading states")
+        halved = "max_num_seqs=64: try 32." in told(phase, "rollout.max_num_seqs=64")
+        assert halved == (phase != "offloading states")
     assert "cpu_kv_cache_mib" in told("generating", on_cuda=False)
     assert "cpu_kv_cache_mib" not in told("generating")
 

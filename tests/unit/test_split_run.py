@@ -14,7 +14,7 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
 from gkd.errors import CheckpointError, ClusterError, ConfigError, GkdError
-from gkd.metrics.pools import WITH_EVALUATION
+from gkd.metrics.pools import MAX_NUM_SEQS, WITH_EVALUATION
 from gkd.tools.split_tuner.fit import line, non_negative, passes
 from gkd.tools.split_tuner.rates import Rates, Sizes
 from gkd.tools.split_tuner.run import read_run, read_steps
@@ -54,6 +54,14 @@ def test_a_run_s_rates_come_out_of_its_metrics(tmp_path: Path, more: list[str]) 
     assert run.sizes == Sizes(2, 2, 2) and run.gpus_per_worker == 1 and run.n_steps == 10
     assert run.workload.prompt_tokens == PROMPT and run.workload.max_num_seqs == (5 if more else 128)
     assert not any("differ too little" in note or "all passes had" in note for note in run.notes)
+
+
+def test_the_number_of_sequences_is_the_one_that_preflight_chose(tmp_path: Path) -> None:
+    """Fails if a run with rollout.max_num_seqs 0 is planned with another number than it had."""
+    folder = write_run(tmp_path, settings(tmp_path, "rollout.max_num_seqs=0"), RATES)
+    keep(folder, [line | {MAX_NUM_SEQS: 300.0} for line in lines_of(folder)])
+    run = read_run([folder])
+    assert run.workload.max_num_seqs == run.config.rollout.max_num_seqs == 300
 
 
 def test_the_run_s_own_step_is_predicted(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ import pytest
 from gkd.config.check import check_config
 from gkd.config.load import config_yaml, load_config
 from gkd.config.schema import Config
+from gkd.config.schema_rollout import LEAST_SEQUENCES
 from gkd.footprint.estimate import read_models
 from gkd.tools.split import _memory_check, main
 from gkd.tools.split_tuner.run import read_run
@@ -71,7 +72,7 @@ def test_splits_that_do_not_fit_into_memory_are_last(tmp_path: Path, capsys: pyt
     # On 24 GiB the optimizer has to be spread over some ranks of the actor.
     small = [bool(c["too_large"]) for c in told["24"]]
     assert small == sorted(small) and 0 < sum(small) < len(small)
-    assert all(c["split"]["actor"]["per_node"] == 1 for c in told["24"] if c["too_large"])
+    assert {c["split"]["actor"]["per_node"] for c in told["24"] if c["too_large"]} == {1, 2}
     assert all("actor rank 0 needs" in c["too_large"][0] for c in told["6"])
     assert main(["--gpus", "8", "--gpu-gib", "0", *args]) == 2
     assert "--gpu-gib = 0.0" in capsys.readouterr().err
@@ -173,6 +174,17 @@ def calibrated(tmp_path: Path) -> list[str]:
     return ["--gpus", "4", "--calibrate", str(tmp_path / "c.yaml"), "--schedulers", "sync"]
 
 
+def test_a_calibration_of_an_automatic_number_of_sequences(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Fails if the second run does not have fewer sequences than preflight chose for the first."""
+    launched = Launched()
+    monkeypatch.setattr("gkd.tools.split_tuner.calibration.launched", launched)
+    (tmp_path / "c.yaml").write_text(config_yaml(settings(tmp_path / "mine", "rollout.max_num_seqs=0")))
+    assert main(["--gpus", "4", "--calibrate", str(tmp_path / "c.yaml"), "--schedulers", "sync", "--json"]) == 0
+    assert [config.rollout.max_num_seqs for config in launched.configs] == [0, LEAST_SEQUENCES // 4]
+
+
 def test_a_calibration_compares_like_with_like(
     calibrated: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -240,7 +252,7 @@ def test_a_reference_beside_the_actor_counts(tmp_path: Path) -> None:
     model = tmp_path / "model"
     model.mkdir()
     (model / "config.json").write_text(json.dumps(QWEN25_15B))
-    base = (f"model.path={model}", "actor.recompute=full", "data.max_response_length=512")
+    base = (f"model.path={model}", "actor.recompute=full", "data.max_response_length=512", "memory.margin=0")
     free = settings(tmp_path, *base)
     held = settings(tmp_path, *base, "distill.reference_kl_weight=0.1", "reference.fsdp_cpu_offload=false")
     (actor, *_) = read_models(free).footprint(free)

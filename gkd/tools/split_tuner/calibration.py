@@ -13,9 +13,11 @@ from pathlib import Path
 
 from gkd.config.schema import Config
 from gkd.errors import ClusterError, ConfigError
+from gkd.metrics.pools import MAX_NUM_SEQS
 from gkd.run import export_folder
 from gkd.run.disk import remove
 from gkd.run.folder import CHECKPOINTS
+from gkd.tools.split_tuner.run import read_steps
 
 SCHEDULER = "sync"  # stages of different steps do not overlap
 _STEPS = 10
@@ -50,24 +52,31 @@ def calibrate(file: str, overrides: Sequence[str], config: Config, root: Path) -
         ClusterError: a run failed; its error is on stderr.
     """
     most = config.rollout.max_num_seqs
+    folders = [_calibrated(file, overrides, root, most)]
+    if not most:  # preflight chose the number
+        most = int(read_steps(folders[0])[-1][MAX_NUM_SEQS])
     fewer = max(min(_MIN_CONCURRENCY, most), most // 4)
-    folders = []
-    for concurrency in dict.fromkeys((most, fewer)):
-        folder = root / f"max_num_seqs_{concurrency}"
-        print(f"calibrating: {_STEPS} steps, {concurrency} sequences per engine, in {folder} ...", file=sys.stderr)
-        settings = [f"{key}={value}" for key, value in _settings(folder, concurrency).items()]
-        command = [sys.executable, "-m", "gkd.main_gkd", "--config", file, *overrides, *settings]
-        code = launched(command)
-        remove(folder / CHECKPOINTS)
-        export_folder.delete(folder)
-        if code == 2:
-            problem = f"the run in {folder} was refused, see above."
-            raise ConfigError("--calibrate", file, problem, "correct it, or name another folder: --calibration-dir.")
-        if code:
-            where = f"its files are in {folder}; delete {root} or name another --calibration-dir before the next one"
-            raise ClusterError(f"the calibration run of {file} ended with exit code {code}, see above; {where}")
-        folders.append(folder)
-    return folders
+    return folders if fewer == most else [*folders, _calibrated(file, overrides, root, fewer)]
+
+
+def _calibrated(file: str, overrides: Sequence[str], root: Path, concurrency: int) -> Path:
+    """Make one run. Returns and raises as `calibrate`."""
+    folder = root / f"max_num_seqs_{concurrency}"
+    print(
+        f"calibrating: {_STEPS} steps, {concurrency or 'auto'} sequences per engine, in {folder} ...", file=sys.stderr
+    )
+    settings = [f"{key}={value}" for key, value in _settings(folder, concurrency).items()]
+    command = [sys.executable, "-m", "gkd.main_gkd", "--config", file, *overrides, *settings]
+    code = launched(command)
+    remove(folder / CHECKPOINTS)
+    export_folder.delete(folder)
+    if code == 2:
+        problem = f"the run in {folder} was refused, see above."
+        raise ConfigError("--calibrate", file, problem, "correct it, or name another folder: --calibration-dir.")
+    if code:
+        where = f"its files are in {folder}; delete {root} or name another --calibration-dir before the next one"
+        raise ClusterError(f"the calibration run of {file} ended with exit code {code}, see above; {where}")
+    return folder
 
 
 def launched(command: Sequence[str]) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -88,6 +88,8 @@ def read_run(folders: Sequence[Path], *, workers: int = 0, gpus_per_worker: int 
     lines = [line for folder in folders for line in _steps(folder, last)]
     config = load_config(folders[0] / "config.yaml")
     check_plannable(config)
+    if not config.rollout.max_num_seqs:  # the number that preflight chose
+        config = replace(config, rollout=replace(config.rollout, max_num_seqs=int(lines[0][MAX_NUM_SEQS])))
     notes: list[str] = []
     n_workers, per_worker = _teacher(folders[0], workers, gpus_per_worker, notes)
     derived = derive(config)
@@ -179,7 +181,7 @@ def _of_last_start(folder: Path, config: Config, lines: list[dict[str, float]]) 
     for name, value in (
         (DP, derived.dp_size),
         (ENGINES, derived.n_engines),
-        (MAX_NUM_SEQS, config.rollout.max_num_seqs),
+        (MAX_NUM_SEQS, config.rollout.max_num_seqs or newest[MAX_NUM_SEQS][0]),
     ):
         if newest[name][0] != value:
             problem = f"{name} is {value} in its config.yaml, and {newest[name][0]:g} in its last step."
@@ -233,7 +235,7 @@ def _workload(config: Config, table: _Table) -> Workload:
         n_prompts=config.trainer.global_batch_size,
         n_on_policy=config.distill.on_policy_share * config.trainer.global_batch_size,
         n=config.rollout.n,
-        max_num_seqs=config.rollout.max_num_seqs,
+        max_num_seqs=config.rollout.sequence_limit,
         prompt_tokens=float(table["rollout/prompt_tokens"].sum() / sequences),
         dataset_tokens=float(table[DATASET_TOKENS].sum() / dataset) if dataset else 0.0,
         overlap=config.teacher.overlap_rollout,

@@ -1,0 +1,89 @@
+"""Declare the settings of the rollout engines and the weight sync: sections `rollout` and `weight_sync`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from gkd.config.declare import key
+
+LEAST_SEQUENCES = 128  # that rollout.max_num_seqs 0 becomes
+
+
+@dataclass
+class RolloutConfig:
+    n_gpus_per_node: int = key(
+        1, "GPUs per node of the rollout pool. Times rollout.nnodes: engines x rollout.tp.", gt=0, resume=True
+    )
+    nnodes: int = key(1, "Nodes of the rollout pool.", gt=0, resume=True)
+    tp: int = key(1, "Tensor parallel size of one vLLM engine.", gt=0, resume=True)
+    n: int = key(1, "Responses sampled per prompt.", gt=0)
+    temperature: float = key(1.0, "Sampling temperature of training rollouts.", gt=0)
+    top_p: float = key(
+        1.0, "Sample from the most probable tokens that hold this probability mass; 1 = all.", gt=0, le=1
+    )
+    stop_token_ids: list[int] = key(
+        [], "Token ids that end a response, in addition to the student's end-of-sequence tokens."
+    )
+    max_num_seqs: int = key(
+        0,
+        "Sequences that an engine decodes at a time; 0 = 128, on GPUs of known size as many of full length as its KV "
+        "cache holds, up to 1024. See docs/sizing.md.",
+        ge=0,
+        resume=True,
+    )
+    gpu_memory_utilization: float = key(
+        0.85, "Fraction of GPU memory for vLLM (weights and KV cache); ignored on cpu.", gt=0, le=1, resume=True
+    )
+    enable_sleep_mode: bool = key(
+        False, "Let calls release the engines' memory without trainer.colocate; docs/own_pipeline.md.", resume=True
+    )
+    cpu_kv_cache_mib: int = key(256, "Size of the KV cache on cpu in MiB.", gt=0, resume=True)
+    enforce_eager: bool = key(
+        False, "Skip CUDA graphs and torch.compile: slower steps, faster start. Always on for cpu.", resume=True
+    )
+    max_restarts: int = key(
+        1,
+        "How often each engine that died or hangs is started again; one failure more saves a checkpoint and ends the "
+        "run. 0 = the first failure ends it. See docs/operations.md.",
+        ge=0,
+        resume=True,
+    )
+    hang_timeout_s: float = key(
+        300.0,
+        "Seconds without a finished pass, or without any reply, after which an engine with unfinished sequences hangs "
+        "and is killed. Longer than its longest pass, shorter than trainer.stage_timeout_s.",
+        gt=0,
+        resume=True,
+    )
+
+    @property
+    def sequence_limit(self) -> int:
+        """max_num_seqs; the smallest number that it becomes while it is 0: preflight replaces it."""
+        return self.max_num_seqs or LEAST_SEQUENCES
+
+
+@dataclass
+class WeightSyncConfig:
+    transport: str = key(
+        "auto",
+        "How weights travel; auto = nccl on GPUs of their own, ipc with trainer.colocate on GPUs, shared_memory on one "
+        "host's cpu, else gloo. vllm = as auto, loaded in a session of vLLM's weight transfer.",
+        choices=("auto", "nccl", "ipc", "gloo", "shared_memory", "vllm"),
+        resume=True,
+    )
+    bucket_mib: int = key(256, "Size of the buckets in which tensors are sent, in MiB.", gt=0, resume=True)
+    lora: str = key(
+        "merged",
+        "What is sent after a step with actor.lora: merged = all weights; adapters = only the adapters, with which the "
+        "engines compute (vLLM's LoRA). See docs/student.md.",
+        choices=("merged", "adapters"),
+        resume=True,
+    )
+    verify: str = key(
+        "first",
+        "Compare digests of the engines' tensors with the exported ones: always, first (at the start and after the "
+        "first training step) or never.",
+        choices=("always", "first", "never"),
+        resume=True,
+    )
+    timeout_s: float = key(600.0, "Seconds one weight sync may take.", gt=0, resume=True)
