@@ -74,5 +74,5 @@ def open_pools(config: Config) -> Iterator[Pools]:
         from gkd.launcher import started_roles  # a heavy import, after the cheap checks
 
     header = f"==== {time.ctime()}: {shlex.join(facts['command'])}"
-    with plan.folder.logged(header), started_roles(config, plan) as roles:
+    with plan.folder.logged(header), started_roles(plan) as roles:
         yield Pools(plan=plan, **{field.name: getattr(roles, field.name) for field in fields(roles)})

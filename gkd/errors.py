@@ -63,6 +63,10 @@ class RankFailed(ClusterError):
     """A process died, or raised an error that is not a `GkdError`; a new process may succeed."""
 
 
+class SenderFailed(RankFailed):
+    """An actor rank died while it gave a restarted engine its weights; another process of the engine would not help."""
+
+
 class EngineFailed(ClusterError):
     """A rollout engine failed more often than rollout.max_restarts allows; names its host and GPU."""
 

@@ -41,7 +41,7 @@ class Computation:
     received_s: float  # first reply of the batch; since the epoch, on the clock of the endpoint's host
     queue_s: float  # that this request waited at the server
     compute_s: float
-    n_replies: int
+    n_sequences: int  # of this endpoint
 
 
 @dataclass(frozen=True, slots=True)

@@ -44,6 +44,7 @@ from gkd.rollout.slots import EngineSlots, restarting
 from gkd.rollout.worker import RolloutWorker
 from gkd.run.ending import attempt
 from gkd.teacher.endpoint import ScoringEndpoint
+from gkd.teacher.greedy import greedy_samples
 from gkd.teacher.records import RecordingEndpoint
 from gkd.teacher.scoring import HEALTH, RECORDS, ScoringPool, teacher_heads
 from gkd.teacher.window import throttle_warning, window_of_group
@@ -60,7 +61,7 @@ INLINE_BYTES = 1024
 
 
 @contextmanager
-def started_roles(config: Config, plan: Plan) -> Iterator[Roles]:
+def started_roles(plan: Plan) -> Iterator[Roles]:
     """Start both pools, load the models and join the weight-sync groups; stop everything on exit.
 
     Raises:
@@ -68,12 +69,7 @@ def started_roles(config: Config, plan: Plan) -> Iterator[Roles]:
         RankTimeout: ranks were not ready within trainer.init_timeout_s, or did not complete a later call in time. Names
             the ranks that hang; the run folder has all stacks.
     """
-    t = config.trainer
-    cluster_config, memory = (
-        replace(config.cluster, gpus=plan.gpus),
-        replace(config.memory, strategy=plan.memory_strategy),
-    )
-    config = replace(config, cluster=cluster_config, memory=memory)
+    config, t = plan.config, plan.config.trainer
     with activities.during("joining Ray" if config.cluster.ray_address else "starting Ray"):
         cluster = make_cluster(config, on_cpu=plan.device == "cpu")
     try:
@@ -109,7 +105,8 @@ def _start(
     on_cpu = plan.device == "cpu"
     env = worker_env(on_cpu)
     log.info("starting %d actor ranks and %d rollout engines", actor_slots.spec.world_size, plan.derived.n_engines)
-    actor_workers = actor_slots.spawn(ActorWorker, env, concurrency_groups=actor_worker.CONCURRENCY_GROUPS)
+    of_actor = env | actor_env(config, on_cpu)
+    actor_workers = actor_slots.spawn(ActorWorker, of_actor, concurrency_groups=actor_worker.CONCURRENCY_GROUPS)
     actor = ActorPool(actor_workers, config)
     rollout_workers = rollout_slots.spawn(RolloutWorker, env, concurrency_groups=rollout_worker.CONCURRENCY_GROUPS)
     rollout = RolloutPool(rollout_workers, config, actor.dp_size)
@@ -148,7 +145,7 @@ def _start(
     if config.teacher.signal == "hidden" and plan.derived.has_teacher_server:
         heads = teacher_heads(endpoints, actor.last_stage_nodes(startup.left_s()), startup.left_s())
         actor.set_teacher_head(heads, startup.left_s())
-    sync = WeightSync(actor.exporters(), rollout_workers, config, plan.device, startup.left_s())
+    sync = WeightSync(actor.exporters(plan.device), rollout_workers, config, plan.device, startup.left_s())
     engine_slots = EngineSlots(
         rollout_slots,
         env,
@@ -175,6 +172,9 @@ def _start(
         remark = f"set teacher.max_in_flight to {max(throttled)}" if throttled else ""
         pool = ScoringPool(endpoints, timeout_s)
         roles = Roles(actor, rollout, pool, pushes, reference, remark, pool.health, clocks=clocks)
+        if prompts := plan.val_prompts[: config.eval.teacher_prompts]:
+            settings = (config, plan.derived.routes, plan.teachers, plan.n_vocab, plan.eos_ids)
+            roles = replace(roles, teacher_samples=partial(greedy_samples, *settings, prompts))
     return with_judges(roles, config, plan.derived, judges), restarts
 
 
@@ -251,6 +251,16 @@ def worker_env(on_cpu: bool) -> dict[str, str]:
         return env | CPU_ENV
     # So that ids in CUDA_VISIBLE_DEVICES mean the same GPUs as in nvidia-smi, Ray and the teacher.
     return env | {"CUDA_DEVICE_ORDER": os.environ.get("CUDA_DEVICE_ORDER", "PCI_BUS_ID")}
+
+
+def actor_env(config: Config, on_cpu: bool) -> dict[str, str]:
+    """Return what the actor's ranks have in addition.
+
+    With one hardware queue, a collective starts before the product that is launched after it, so that tensor-parallel
+    ranks communicate while they compute.
+    """
+    name = "CUDA_DEVICE_MAX_CONNECTIONS"
+    return {} if on_cpu or config.actor.tp == 1 else {name: os.environ.get(name, "1")}
 
 
 def _endpoints(config: Config, plan: Plan, actor: ActorPool, slots: Pool) -> list[Any]:

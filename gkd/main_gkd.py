@@ -67,7 +67,7 @@ def run(config: Config, closing: Closing) -> None:
     """Check the run, start the pools, train, and stop the pools. Blocks until training ends."""
     with Terminal(config.trainer.progress, config.trainer.run_dir) as terminal, open_pools(config) as pools:
         plan = pools.plan
-        trainer = Trainer(config, pools, plan.train_prompts, plan.val_prompts, plan.folder, plan.total_steps)
+        trainer = Trainer(plan.config, pools, plan.train_prompts, plan.val_prompts, plan.folder, plan.total_steps)
         closing.state = trainer.metrics.state
         with terminal.watching(trainer.metrics.state, pools.teacher_health):
             trainer.fit()

@@ -81,6 +81,7 @@ class Cluster:
         logging.getLogger("ray._private.authentication").setLevel(logging.ERROR)
         os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
         os.environ["RAY_ENABLE_AUTO_CONNECT"] = "0"  # a thread that calls Ray after the end must not start a cluster
+        os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
         common: dict[str, Any] = {"logging_level": "WARNING", "log_to_driver": True, "runtime_env": _JOB_ENV}
         local: dict[str, Any] = common | {"include_dashboard": False}
         on_sigterm = signal.getsignal(signal.SIGTERM)
@@ -93,7 +94,9 @@ class Cluster:
                 # Logical CPUs: with fewer cores than slots, the processes share cores.
                 # "local", because without an address Ray would join a cluster that runs on this machine.
                 cpus, slots = math.ceil(n_slots * cpus_a_slot) + 2, len(gpus) or n_slots
-                with _visible(gpus):
+                # Ray refuses more slots than CUDA_VISIBLE_DEVICES lists, which users empty to hide their GPUs.
+                hidden = os.environ.get("CUDA_VISIBLE_DEVICES") == ""
+                with _visible(range(slots) if hidden and not gpus else gpus):
                     ray.init("local", num_cpus=cpus, num_gpus=slots, object_store_memory=512 << 20, **local)
             else:
                 with _visible(gpus):

@@ -1,6 +1,13 @@
-"""Exact-match metric of validation responses."""
+"""Greedy validation responses and their exact-match metric."""
 
 from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from gkd.handles import Sample
+from gkd.types import Prompt
 
 
 def final_answer(text: str, marker: str) -> str | None:
@@ -16,3 +23,22 @@ def is_correct(response: str, reference: str, marker: str) -> bool:
     """
     expected = final_answer(reference, marker)
     return final_answer(response, marker) == (reference.strip() if expected is None else expected)
+
+
+def greedy_sample(tokenizer: Any, prompt: Prompt, response_ids: np.ndarray, *, truncated: bool, marker: str) -> Sample:
+    """Return a greedy response, judged by exact match; a truncated one is not correct.
+
+    Args:
+        response_ids: [R] int32.
+    """
+    text, answer = tokenizer.decode(response_ids, skip_special_tokens=True), str(prompt.answer)
+    return Sample(
+        prompt_id=prompt.prompt_id,
+        prompt_ids=prompt.token_ids.tolist(),
+        response_ids=response_ids.tolist(),
+        text=text,
+        answer=answer,
+        correct=not truncated and is_correct(text, answer, marker),
+        prompt=tokenizer.decode(prompt.token_ids, skip_special_tokens=False),
+        truncated=truncated,
+    )

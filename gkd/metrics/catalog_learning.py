@@ -216,9 +216,15 @@ _EVAL = (
     Row(
         "eval/accuracy", "share", f"{_EVALUATION}, `eval.metric`",
         "Mean of `eval.metric` over the greedy responses; with `exact_match` the share that is correct.",
-        "Rises towards the teacher's accuracy.",
+        "Rises towards the teacher's accuracy, `eval/teacher_accuracy`.",
         "0 from the start: `eval.answer_marker` does not occur in the responses; see `samples/`. Constant while "
         "`eval/kl` falls: the teacher's own accuracy may be the limit.",
+    ),
+    Row(
+        "eval/teacher_accuracy", "share", "step 0, `eval.teacher_prompts` above 0",
+        "Mean of `eval.metric` over the teacher's own greedy responses to the first `eval.teacher_prompts` prompts.",
+        "Above `eval/accuracy` at step 0: what the student can gain.",
+        "Not above it: this teacher cannot help here, or its prompt needs a template (`teacher.prompt_template`).",
     ),
     Row(
         "eval/pass_at_<k>", "share", f"{_EVALUATION}, `eval.n` above 1; k = 1, 2, 4, ... and `eval.n`",

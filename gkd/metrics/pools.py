@@ -53,7 +53,7 @@ def layout_numbers(config: Config, since_start: int) -> dict[str, float]:
     Args:
         since_start: steps since the run was started or resumed, this one included.
     """
-    dp, limit = derive(config).dp_size, config.rollout.max_num_seqs
+    dp, limit = derive(config).dp_size, config.rollout.sequence_limit
     return {SINCE_START: float(since_start), DP: float(dp), MAX_NUM_SEQS: float(limit)}
 
 

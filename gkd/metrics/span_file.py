@@ -8,7 +8,7 @@ belongs to the step in which it starts. The driver may learn of it later: then t
 from __future__ import annotations
 
 import time
-from collections import defaultdict, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import msgspec
@@ -70,10 +70,12 @@ class SpanFile:
         Its replies may go to several endpoints.
         """
         first: dict[tuple[str, float], tuple[float, Computation]] = {}
+        n_sequences: Counter[tuple[str, float]] = Counter()
         for endpoint, computations in by_endpoint.items():
             offset_s = self._clocks.get(endpoint, _SAME).offset_s
             for found in computations:
                 key, end_s = (found.worker, found.compute_s), found.received_s - offset_s
+                n_sequences[key] += found.n_sequences
                 if key not in first or end_s < first[key][0]:
                     first[key] = end_s, found
         by_worker: defaultdict[str, list[Span]] = defaultdict(list)
@@ -82,7 +84,7 @@ class SpanFile:
             if spans and spans[-1].start_s + spans[-1].duration_s > start_s:
                 last = spans[-1]
                 spans[-1] = Span(last.name, last.start_s, start_s - last.start_s, last.args)
-            args = {"queue_s": round(batch.queue_s, 6), "replies": batch.n_replies}
+            args = {"queue_s": round(batch.queue_s, 6), "sequences": n_sequences[batch.worker, batch.compute_s]}
             spans.append(Span("compute", start_s, end_s - start_s, args))
         self._found += [ProcessSpans(name, self._teacher_host, merged(spans)) for name, spans in by_worker.items()]
 

@@ -33,7 +33,7 @@ from tests.service.harness import ServerProcess
 
 LOSSES = ("KL", "KL + reward")
 BATCH, N = 32, 4  # prompts of a step, responses of each
-WEIGHT = 1.0
+WEIGHT = 3.0
 GOAL_KL, GOAL_REWARD, GOAL_COST = 0.83, 0.90, 0.02
 _N_HELDOUT = 1024
 _BAND = 0.70, 0.83  # accuracy of the teacher on these

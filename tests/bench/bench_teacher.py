@@ -20,10 +20,10 @@ from typing import Any
 from tests.bench.teacher_report import Observer, Part, as_json, as_markdown, as_text, machine, merge_json
 
 
-def _engines(quick: bool) -> Part:
+def _engines(quick: bool, device: str = "cpu") -> Part:
     from tests.bench.teacher_engines import engines
 
-    return engines(rounds=1 if quick else 3, seconds=4.0 if quick else 20.0)
+    return engines(rounds=1 if quick else 3, seconds=4.0 if quick else 20.0, device=device)
 
 
 def _transport(quick: bool) -> Part:
@@ -59,11 +59,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--only", default=",".join(PARTS), metavar="PART,..", help="default: %(default)s")
     parser.add_argument("--json", type=Path, metavar="FILE", help="put the parts that ran into this file")
     parser.add_argument("--markdown", type=Path, metavar="FILE", help="tables of all that is in the JSON file")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="of the part engines; default: cpu")
     parser.add_argument("--quick", action="store_true", help="a minute or two, to see that it runs; noisy")
     args = parser.parse_args(argv)
     names = args.only.split(",")
     if unknown := [name for name in names if name not in PARTS]:
         parser.error(f"--only {args.only}: no part {unknown[0]!r}; there are {', '.join(PARTS)}")
+    if args.device == "cuda" and names != ["engines"]:
+        parser.error("--device cuda: only the part engines computes on a GPU; give --only engines, too")
     if args.markdown is not None and args.json is None:
         parser.error("--markdown shows what is in the JSON file: give --json, too")
     for variable in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
@@ -73,7 +76,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for name in names:
         print(f"measuring {name} ...", file=sys.stderr, flush=True)
         observer = Observer()
-        part = PARTS[name](args.quick)
+        part = _engines(args.quick, args.device) if name == "engines" else PARTS[name](args.quick)
         results[name] = as_json(part, where, observer.stop())
         missed += sum(figure.met is False for figure in part.figures)
         print(f"{as_text(part)}\n", flush=True)

@@ -55,7 +55,7 @@ def spans_cost(run: Path, used_s: dict[str, float], steps: range) -> dict[str, d
         "actor 0": len(of_process["actor 0"]) * unit["span"] + n_steps * unit["take"],
         "engine 0": sum(s.args.get("parts", 1) for s in of_process["engine 0"]) * unit["extend"]
         + n_steps * unit["take"],
-        "scoring 0": sum(span.args["replies"] for span in batches) * unit["note"] + n_calls * unit["call_worker"],
+        "scoring 0": sum(span.args["sequences"] for span in batches) * unit["note"] + n_calls * unit["call_worker"],
     }
     return {name: {"spans_s": of[name], "used_s": used_s[name], "share": of[name] / used_s[name]} for name in used_s}
 
@@ -104,7 +104,7 @@ def _unit_costs() -> dict[str, float]:
     fields = {"request_id": b"", "token_digest": b"", "model_fingerprint": "", "signal": "topk", "n_rows": 1}
     reply = ScoreReply(**fields, worker="w", k=1, n_entries=1, wire="fp16", checksums=[], queue_s=0.0, compute_s=1.0)
     costs = {"span": _each(one_span), "extend": _each(lambda: spans.extend("generate", 0.0, 1.0)), "take": _each(take)}
-    costs["note"] = _each(lambda: noted.note(reply))
+    costs["note"] = _each(lambda: noted.note(reply, 1))
     with tempfile.TemporaryDirectory() as folder:
         file = SpanFile(MetricsWriter(Path(folder) / "spans.jsonl", -1), 1, {})
         costs["scored"] = _each(lambda: file.add_scored([scored]))

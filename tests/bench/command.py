@@ -24,6 +24,11 @@ def parser(prog: str, description: str, parts: Collection[str], rounds: int) -> 
     return made
 
 
+def add_device(made: argparse.ArgumentParser, default: str) -> None:
+    """--device."""
+    made.add_argument("--device", choices=("cuda", "cpu"), default=default, help="default: %(default)s")
+
+
 def parsed(made: argparse.ArgumentParser, parts: Collection[str], argv: Sequence[str] | None) -> argparse.Namespace:
     """Exits with a usage error for a part that does not exist or no rounds."""
     args = made.parse_args(argv)
@@ -31,6 +36,11 @@ def parsed(made: argparse.ArgumentParser, parts: Collection[str], argv: Sequence
         made.error(f"--only {args.only}: no part {unknown[0]!r}; there are {', '.join(parts)}")
     if args.rounds < 1:
         made.error(f"--rounds {args.rounds}: at least one round")
+    if getattr(args, "device", "cpu") == "cuda":
+        import torch  # only here, so that children that import this file stay light
+
+        if not torch.cuda.is_available():
+            made.error("--device cuda: torch sees no CUDA device")
     return args
 
 
@@ -66,5 +76,5 @@ def run_parts(args: argparse.Namespace, measure: Callable[[str], Part]) -> int:
         missed += sum(figure.met is False for figure in part.figures)
         print(f"{as_text(part)}\n", flush=True)
         if args.json is not None:
-            merge_json(args.json, {name: result})
+            merge_json(args.json, {part.name: result})
     return 1 if missed else 0

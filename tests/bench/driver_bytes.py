@@ -135,7 +135,7 @@ def main(argv: Sequence[str]) -> None:
     plan = preflight(config)
     longest = config.data.max_response_length
     results: dict[str, dict[str, int]] = {}
-    with counted() as counters, started_roles(config, plan) as roles:
+    with counted() as counters, started_roles(plan) as roles:
         for name, (n_prompts, share) in BATCHES.items():
             config.data.max_response_length = int(longest * share)  # the rollout pool reads it for each batch
             results[name] = measure(roles, plan.train_prompts[:n_prompts], config.rollout.n, counters)

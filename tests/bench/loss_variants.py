@@ -13,15 +13,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from gkd.config.derived import logits_chunk_bytes
 from gkd.config.loss_spec import LossSpec, LossTerm
-from gkd.config.schema import ActorConfig
 from gkd.loss.distill_loss import DistillLoss
 from gkd.loss.row_kernels import TorchRows
 from gkd.loss.token_loss import topk_losses
 from gkd.loss.vocab_parallel import VocabShard, vocab_parallel_logprobs
 from gkd.types import TokenTargets
 
-CHUNK_BYTES = ActorConfig().logits_chunk_mib << 20
+CHUNK_BYTES = logits_chunk_bytes(0, on_cpu=True)
 SPEC = LossSpec((LossTerm("forward_kl"),))
 JSD_SPEC = LossSpec((LossTerm("jsd", beta=0.5),))
 

@@ -61,6 +61,7 @@ class Measured:
     copy_to_device: float = 0.0
     left: list[int] = field(default_factory=list)  # allocated after each round
     peak: int = 0
+    held_unused: list[float] = field(default_factory=list)  # of reserved memory, while the model is on the device
     external: list[float] = field(default_factory=list)
     unused: list[float] = field(default_factory=list)
     empty_cache_calls: int = 0
@@ -71,7 +72,8 @@ class Measured:
 def run(case: Case) -> Measured:
     device = torch.device(case.device)
     with tempfile.TemporaryDirectory(prefix="gkd_bench_") as folder:
-        save_model(Path(folder) / "model", **case.sizes)
+        save_model(Path(folder) / "model", device=case.device, dtype=getattr(torch, case.dtype), **case.sizes)
+        torch.cuda.empty_cache()
         dist.init_process_group(
             "nccl" if device.type == "cuda" else "gloo", init_method=f"file://{folder}/rendezvous", rank=0, world_size=1
         )
@@ -98,16 +100,16 @@ def _measure(case: Case, device: torch.device, folder: Path) -> Measured:
     first: Tensor | None = None
     _reset_peak(device)
     for _ in range(case.rounds):
-        times = [time.perf_counter()]
-        for step in (come, lambda: _forward(case, model, tokens), go):
+        for name, step in (("on_s", come), ("forward_s", lambda: _forward(case, model, tokens)), ("off_s", go)):
+            began = time.perf_counter()
             answer = step()
             if isinstance(answer, Tensor):
                 first = answer if first is None else first
                 measured.outputs_equal &= torch.equal(answer, first)
             _synchronize(device)
-            times.append(time.perf_counter())
-        for name, began, ended in zip(("on_s", "forward_s", "off_s"), times[:-1], times[1:], strict=True):
-            getattr(measured, name).append(ended - began)
+            getattr(measured, name).append(time.perf_counter() - began)
+            if name == "forward_s":
+                measured.held_unused.append(fragmentation(device).unused_ratio)
         measured.left.append(_allocated(device, state))
         _somebody_else(device)
         found = fragmentation(device)

@@ -25,7 +25,8 @@ def train(out: Path, settings: Sequence[str], steps: int) -> tuple[list[dict[str
     out.mkdir(parents=True)
     with (out / "log.txt").open("wb") as log, CpuTime() as cpu:
         command = [sys.executable, "-m", "gkd.main_gkd", "--config", "configs/quickstart_cpu.yaml"]
-        command += [f"trainer.run_dir={out / 'run'}", f"trainer.total_steps={steps}", *settings]
+        command += [f"trainer.run_dir={out / 'run'}", f"trainer.total_steps={steps}"]
+        command += [f"trainer.total_epochs={steps}", *settings]  # the steps decide
         subprocess.run(command, stdout=log, stderr=subprocess.STDOUT, timeout=_LIMIT_S, check=False)
     file = out / "run" / "metrics.jsonl"
     lines = read_metrics(file) if file.exists() else []

@@ -113,7 +113,7 @@ def _alternate(rounds: int, choose: Callable[[Trainer, bool], None], *overrides:
             settings = [word for word in command if "=" in word]
             config = load_config(None, [*settings, f"trainer.total_steps={2 * rounds + 2}"])
             plan = preflight(config)
-            with started_roles(config, plan) as roles:
+            with started_roles(plan) as roles:
                 trainer = Trainer(config, roles, plan.train_prompts, [], plan.folder, plan.total_steps)
                 trainer.resume()
                 roles.weight_sync.push(0)

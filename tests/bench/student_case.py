@@ -97,12 +97,14 @@ def run(case: Case) -> Measured:
     return Measured(seconds, losses, sum(r.n_tokens for r in rollouts))
 
 
-def save_model(folder: Path, **sizes: Any) -> None:
-    """A random Qwen3 of `SIZES`, or of others."""
+def save_model(folder: Path, *, device: str = "cpu", dtype: torch.dtype = torch.float32, **sizes: Any) -> None:
+    """A random Qwen3 of `SIZES`, or of others, initialized on a device: billions of weights take long on a CPU."""
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     torch.manual_seed(0)
-    Qwen3ForCausalLM(Qwen3Config(**(SIZES | sizes))).save_pretrained(folder)
+    with torch.device(device):
+        model = Qwen3ForCausalLM(Qwen3Config(**(SIZES | sizes)))
+    model.to(dtype).save_pretrained(folder)
 
 
 def sequences(mix: str, vocab: int = VOCAB) -> tuple[list[Rollout], list[TeacherScores]]:
@@ -148,9 +150,9 @@ def _step(
 
 
 def make_student(
-    backend: str, folder: Path, *, dtype: torch.dtype = torch.float32, device: str = "cpu", lr: float = LR
+    backend: str, folder: Path, *, dtype: torch.dtype = torch.float32, device: str = "cpu", lr: float = LR, **more: Any
 ) -> Any:
-    """A student of one rank."""
+    """A student of one rank; `more`: settings of its backend."""
     from gkd.actor.common.optim_spec import OptimSpec
 
     settings: dict[str, Any] = {
@@ -164,10 +166,10 @@ def make_student(
         from gkd.actor.megatron.layout import ParallelLayout
         from gkd.actor.megatron.student import MegatronStudent
 
-        return MegatronStudent(folder, ParallelLayout(tp=1, pp=1, world_size=1, rank=0), **settings)
+        return MegatronStudent(folder, ParallelLayout(tp=1, pp=1, world_size=1, rank=0), **settings, **more)
     from gkd.actor.fsdp.student import FsdpStudent
 
-    return FsdpStudent(folder, **settings)
+    return FsdpStudent(folder, **settings, **more)
 
 
 class PlainStep:
@@ -184,6 +186,13 @@ class PlainStep:
         self._batches, self._device = batches, torch.device(device)
 
     def __call__(self) -> float:
+        total = self.backward()
+        torch.nn.utils.clip_grad_norm_(self._model.parameters(), 1.0)
+        self._optimizer.step()
+        return total
+
+    def backward(self) -> float:
+        """Return the loss, and leave the gradients in the parameters."""
         n_tokens = sum(batch.n_loss_tokens for batch in self._batches)
         self._optimizer.zero_grad()
         total = 0.0
@@ -195,9 +204,23 @@ class PlainStep:
             loss = self._loss(self._model.lm_head(rows).float(), batch) / n_tokens
             loss.backward()
             total += float(loss.detach())
-        torch.nn.utils.clip_grad_norm_(self._model.parameters(), 1.0)
-        self._optimizer.step()
         return total
+
+    def gradients(self) -> dict[str, Tensor]:
+        """Return HF name -> gradient, after `backward`."""
+        return {name: param.grad for name, param in self._model.named_parameters() if param.grad is not None}
+
+    @torch.no_grad()
+    def logprobs(self) -> list[Tensor]:
+        """Return [N] float32 for each micro-batch: the logprob of the token after each loss row."""
+        found = []
+        for batch in self._batches:
+            tokens = batch.tokens.to(self._device)
+            logits = self._model(tokens, position_ids=batch.position_ids.to(self._device), use_cache=False).logits
+            rows = batch.loss_index.to(self._device)
+            following = tokens.flatten()[rows + 1]
+            found.append(logits.flatten(0, 1)[rows].float().log_softmax(-1).gather(1, following[:, None])[:, 0])
+        return found
 
     def _loss(self, logits: Tensor, batch: MicroBatch) -> Tensor:
         """Forward KL on the top-k and the rest as one outcome."""

@@ -82,9 +82,11 @@ def requests(teacher: ZmqTeacher, rollouts: Sequence[Rollout]) -> dict[str, Call
     return {
         "list": lambda: [teacher.submit(rollout) for rollout in plain],
         "list with ids": lambda: [teacher.submit(rollout) for rollout in rollouts],
-        "jsd + k3, one request": lambda: [teacher.submit_mixed(rollout) for rollout in plain],
+        "jsd + k3, one request": lambda: [teacher.submit_many([rollout], ("topk", "sampled")) for rollout in plain],
         "jsd + k3, two requests": lambda: [
-            future for rollout in plain for future in (teacher.submit(rollout), teacher.submit_sampled(rollout))
+            future
+            for rollout in plain
+            for future in (teacher.submit(rollout), teacher.submit_many([rollout], ("sampled",)))
         ],
     }
 

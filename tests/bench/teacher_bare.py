@@ -17,12 +17,16 @@ import numpy as np
 
 from gkd.types import Rollout
 from teacher_server.engines.base import TokenSequence
+from teacher_server.wire.worker_protocol import Assignment
 from teacher_server.worker.compute import CREDIT_BATCHES
+from teacher_server.worker.open_request import OpenRequest
 from teacher_server.worker.token_budget import WorkItem, take_batch
 from tests.bench.teacher_payloads import make_topk_request
 
 VOCAB, K = 32_768, 64
 N_LAYERS, HIDDEN = 4, 256
+GPU_LAYERS, GPU_HIDDEN = 24, 2048  # about a billion parameters: on a GPU the tiny model would measure launches only
+GPU_SHARE = 0.35  # of the card, for each of the two vLLM engines
 MAX_TOKENS = 1024
 _PROMPT, _RESPONSE = (16, 128), (32, 512)  # tokens, both ends included
 
@@ -41,25 +45,30 @@ class Done(NamedTuple):
     padding: float  # padded tokens of all batches / real ones
 
 
-def save_model(folder: Path) -> Path:
-    """A random Qwen3 with 4 layers; weights large enough for peaked rows."""
+def save_model(folder: Path, device: str = "cpu") -> Path:
+    """A random Qwen3 with 4 layers, on a GPU with 24 wider ones; weights large enough for peaked rows."""
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
+    n_layers, hidden = (GPU_LAYERS, GPU_HIDDEN) if device == "cuda" else (N_LAYERS, HIDDEN)
     torch.manual_seed(0)
     config = Qwen3Config(
         vocab_size=VOCAB,
-        hidden_size=HIDDEN,
-        intermediate_size=768,
-        num_hidden_layers=N_LAYERS,
+        hidden_size=hidden,
+        intermediate_size=3 * hidden,
+        num_hidden_layers=n_layers,
         num_attention_heads=8,
         num_key_value_heads=4,
-        head_dim=32,
+        head_dim=hidden // 8,
         max_position_embeddings=MAX_TOKENS,
         tie_word_embeddings=False,
         initializer_range=0.1,
     )
-    Qwen3ForCausalLM(config).save_pretrained(folder)
+    with torch.device(device):
+        model = Qwen3ForCausalLM(config)
+    model.save_pretrained(folder)
+    del model
+    torch.cuda.empty_cache()
     return folder
 
 
@@ -76,14 +85,19 @@ def make_rollouts(n: int) -> list[Rollout]:
     return rollouts
 
 
-def serve_engine(pipe: Connection, model: str, engine_name: str, max_batch_tokens: int) -> None:
+def dtype_on(device: str) -> str:
+    return "bfloat16" if device == "cuda" else "float32"
+
+
+def serve_engine(pipe: Connection, model: str, engine_name: str, max_batch_tokens: int, device: str = "cpu") -> None:
     from teacher_server.engines.load import EngineSettings, load_engine
 
     settings = EngineSettings(
         model=model,
         engine=engine_name,
-        device="cpu",
-        dtype="float32",
+        device=device,
+        dtype=dtype_on(device),
+        gpu_memory_utilization=GPU_SHARE,
         threads=1,
         max_tokens=MAX_TOKENS,
         max_batch_tokens=max_batch_tokens,
@@ -93,13 +107,13 @@ def serve_engine(pipe: Connection, model: str, engine_name: str, max_batch_token
     while True:
         job: Job = pipe.recv()
         items = [_make_item(rollout) for rollout in make_rollouts(job.n_sequences)]
-        n_tokens = sum(item.request.total_length for item in items)
+        n_tokens = sum(item.n_tokens for item in items)
         n_batches = n_padded = 0
         start_s = time.perf_counter()
         for batch in _batches(items, job):
-            engine.score([item.sequence for item in batch], batch[0].params)
+            engine.score([item.sequence for item in batch], batch[0].request.params)
             n_batches += 1
-            n_padded += len(batch) * max(item.request.total_length for item in batch)
+            n_padded += len(batch) * max(item.n_tokens for item in batch)
         pipe.send(Done(time.perf_counter() - start_s, n_batches, n_padded / n_tokens))
 
 
@@ -107,21 +121,22 @@ def _make_item(rollout: Rollout) -> WorkItem:
     tokens = np.concatenate([rollout.prompt_ids, rollout.response_ids])
     n_prompt = len(rollout.prompt_ids)
     request = make_topk_request(tokens, n_prompt, K)
-    return WorkItem(bytes(16), request, TokenSequence(tokens, n_prompt), bytes(16), 0.0, 0.0, float("inf"))
+    job = Assignment(job_id=bytes(16), stream_id=bytes(16), waited_s=0.0, remaining_s=1e9)
+    return WorkItem(OpenRequest(job, request, bytes(16), 0.0), 0, TokenSequence(tokens, n_prompt))
 
 
 def _batches(items: list[WorkItem], job: Job) -> Iterator[list[WorkItem]]:
     todo, waiting = deque(items), list[WorkItem]()
     n_computed = n_computed_tokens = 0  # of the batch before: the next ones arrived while it was computed
     while todo or waiting:
-        n_tokens = n_computed_tokens + sum(item.request.total_length for item in waiting)
+        n_tokens = n_computed_tokens + sum(item.n_tokens for item in waiting)
         n_held = n_computed + len(waiting)
-        while todo and _has_credit(job.credit, n_tokens + todo[0].request.total_length, n_held + 1):
-            n_tokens += todo[0].request.total_length
+        while todo and _has_credit(job.credit, n_tokens + todo[0].n_tokens, n_held + 1):
+            n_tokens += todo[0].n_tokens
             n_held += 1
             waiting.append(todo.popleft())
         batch = take_batch(waiting, job.max_batch_tokens)
-        n_computed, n_computed_tokens = len(batch), sum(item.request.total_length for item in batch)
+        n_computed, n_computed_tokens = len(batch), sum(item.n_tokens for item in batch)
         yield batch
 
 

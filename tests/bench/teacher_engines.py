@@ -11,6 +11,9 @@ from typing import NamedTuple
 
 from gkd.teacher.client import ZmqTeacher
 from tests.bench.teacher_bare import (
+    GPU_HIDDEN,
+    GPU_LAYERS,
+    GPU_SHARE,
     HIDDEN,
     MAX_TOKENS,
     N_LAYERS,
@@ -18,6 +21,7 @@ from tests.bench.teacher_bare import (
     Done,
     Job,
     K,
+    dtype_on,
     make_rollouts,
     save_model,
     serve_engine,
@@ -40,14 +44,14 @@ class Round(NamedTuple):
     server: float
 
 
-def engines(rounds: int, seconds: float) -> Part:
+def engines(rounds: int, seconds: float, device: str = "cpu") -> Part:
     figures: list[Figure] = []
     rows: list[tuple[str | float, ...]] = []
     sizes: dict[str, int] = {}
     with tempfile.TemporaryDirectory(prefix="bench.") as folder:
-        model = save_model(Path(folder) / "model")
+        model = save_model(Path(folder) / "model", device)
         for engine in ENGINES:
-            found = _compare(engine, model, Path(folder), rounds, seconds)
+            found = _compare(engine, model, Path(folder), rounds, seconds, device)
             best = Round(*map(statistics.median, zip(*found.rounds, strict=True)))
             figures += [
                 Figure(
@@ -74,12 +78,14 @@ def engines(rounds: int, seconds: float) -> Part:
             ]
             sizes[f"sequences of {engine}"] = found.n_sequences
     columns = ("who", "tokens/s", "batches", "padded / real tokens")
+    n_layers, hidden = (GPU_LAYERS, GPU_HIDDEN) if device == "cuda" else (N_LAYERS, HIDDEN)
     return Part(
         "engines",
-        f"Top-{K} of mixed lengths (48 to 640 tokens, prompt and response) from a random Qwen3: {N_LAYERS} layers, H = "
-        f"{HIDDEN}, V = {VOCAB}, float32, one thread. The server has one worker and one client, which keeps as many "
-        "sequences under way as the server asks for; from the first request to the last validated answer. The bare "
-        "engine is the same in a process of its own, with the same `take_batch`; from the first batch to the last.",
+        f"Top-{K} of mixed lengths (48 to 640 tokens, prompt and response) from a random Qwen3: {n_layers} layers, H = "
+        f"{hidden}, V = {VOCAB}, {dtype_on(device)}, one thread. The server has one worker and one client, which keeps "
+        "as many sequences under way as the server asks for; from the first request to the last validated answer. "
+        "The bare engine is the same in a process of its own, with the same `take_batch`; from the first batch to the "
+        "last.",
         figures,
         (Table("Medians of the rounds", columns, rows),),
         {"rounds": rounds, "max_batch_tokens": MAX_BATCH_TOKENS, **sizes},
@@ -93,12 +99,13 @@ class _Found(NamedTuple):
     in_order: Done
 
 
-def _compare(engine: str, model: Path, folder: Path, rounds: int, seconds: float) -> _Found:
-    options = ["--engine", engine, "--dtype", "float32", "--threads", "1"]
+def _compare(engine: str, model: Path, folder: Path, rounds: int, seconds: float, device: str) -> _Found:
+    options = ["--engine", engine, "--device", device, "--dtype", dtype_on(device), "--threads", "1"]
+    options += ["--gpu-memory-utilization", str(GPU_SHARE)]
     options += ["--max-tokens", str(MAX_TOKENS), "--max-batch-tokens", str(MAX_BATCH_TOKENS)]
     with contextlib.ExitStack() as stack:
         # vLLM leaves semaphores behind when it is killed.
-        bare = stack.enter_context(Child(serve_engine, str(model), engine, MAX_BATCH_TOKENS, goodbye_s=10.0))
+        bare = stack.enter_context(Child(serve_engine, str(model), engine, MAX_BATCH_TOKENS, device, goodbye_s=10.0))
         bare.answer()
         server = stack.enter_context(ServerProcess(model, folder, options=options))
         with connect(server.port, k=K) as asking:

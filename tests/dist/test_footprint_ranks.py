@@ -59,6 +59,7 @@ class Case:
     tp: int = 1
     sequence_parallel: bool = False
     lora: bool = False
+    fused: bool = False
 
 
 CASES = [
@@ -77,6 +78,8 @@ CASES = [
     Case("megatron", "qwen3", "bfloat16", packed=True, lora=True),
     Case("megatron", "qwen2", "bfloat16", packed=True, tp=2),
     Case("megatron", "qwen3", "float32", packed=True, tp=2, sequence_parallel=True),
+    Case("megatron", "qwen2", "bfloat16", packed=True, fused=True),
+    Case("megatron", "qwen3_moe", "float32", packed=False, fused=True),
 ]
 
 
@@ -133,6 +136,7 @@ def _kernels(case: Case) -> Kernels:
         sequence_parallel=case.sequence_parallel,
         frozen=case.lora,
         n_sequences=N_SEQUENCES,
+        fused=case.fused,
     )
 
 
@@ -195,9 +199,11 @@ def _saved_bytes(rank: int, world_size: int, folder: Path, case: Case) -> int:
         return _bytes_saved_in(
             lambda: _forward(sharded.model, batches[0], torch.device("cpu"), **arguments), [sharded.model]
         )
+    from gkd.actor.megatron import model as megatron_model
     from gkd.actor.megatron.layout import ParallelLayout
     from gkd.actor.megatron.student import MegatronStudent
 
+    megatron_model.is_fused = lambda layers, device: case.fused  # type: ignore[assignment]
     layout = ParallelLayout(tp=case.tp, pp=1, world_size=world_size, rank=rank)
     student = MegatronStudent(folder, layout, sequence_parallel=case.sequence_parallel, lora=lora, **settings)
     batch, (chunk,) = batches[0], student.model.chunks

@@ -127,7 +127,7 @@ def base_run(lab: Lab, teacher_port: int) -> Path:
     """
     run_dir = lab.root / "base_run"
     settings = ("trainer.save_every=2", "trainer.keep_last=9", "weight_sync.verify=always", "cluster.gpus=[6,4]")
-    kept = ("trainer.record_batches=true", "trainer.profile_steps=[2]")
+    kept = ("trainer.record_batches=true", "trainer.profile_steps=[2]", "eval.teacher_prompts=4")
     done = lab.train_run(run_dir, teacher_port, *settings, *kept)
     assert done.returncode == 0, done.stderr[-4000:]
     (lab.root / "base_run.stderr").write_text(done.stderr)

@@ -15,8 +15,16 @@ from gkd.data.sampler import PromptSampler
 from gkd.metrics.writer import read_metrics
 from gkd.types import Prompt, Rollout
 
-# Times, memory, the number of verified tensors, and a mean over chunks in their order of arrival.
-_NOT_COMPARED = ("time/", "perf/", "memory/", "weight_sync/verified_tensors", "teacher/topk_mass")
+# Times, memory, the number of verified tensors, a mean over chunks in their order of arrival, and what `base_run` alone
+# measures.
+_NOT_COMPARED = (
+    "time/",
+    "perf/",
+    "memory/",
+    "weight_sync/verified_tensors",
+    "teacher/topk_mass",
+    "eval/teacher_accuracy",
+)
 
 
 def differences(one: Path, other: Path, *, export: bool = True, through: int | None = None) -> list[str]:

@@ -15,6 +15,7 @@ import pytest
 from gkd.cluster.assignment import free_port
 from gkd.rollout.engine_start import CPU_ENV
 from gkd.types import Prompt, Rollout
+from tests.dist import fake_card
 from tests.e2e.conftest import EOS, VOCAB, Lab
 
 pytestmark = pytest.mark.e2e
@@ -35,6 +36,7 @@ def _probe(student: Path) -> dict[Any, Any]:
     import torch
     import vllm
     from transformers import AutoModelForCausalLM
+    from vllm.usage.usage_lib import is_usage_stats_enabled
 
     from gkd.config.schema import RolloutConfig
     from gkd.errors import GkdError
@@ -54,7 +56,7 @@ def _probe(student: Path) -> dict[Any, Any]:
     sampling = Sampling(N_SAMPLES, 0.7, 1.0, 10, seed=11)
     together = sorted(engine.generate(prompts, sampling), key=lambda r: r.sample_index)
     alone = list(engine.generate([prompts[4]], sampling, prompt_indices=[4]))
-    result: dict[str, Any] = {"together": together, "alone": alone}
+    result: dict[str, Any] = {"together": together, "alone": alone, "reports_usage": is_usage_stats_enabled()}
     # Sequences with and without top ids in the same passes, of which some start later than others.
     engine.add("top", prompts[:2], replace(sampling, n_top_ids=N_TOP), range(2))
     engine.step()
@@ -125,17 +127,20 @@ def _probe(student: Path) -> dict[Any, Any]:
     result["too_long"] = message(lambda: list(engine.generate([too_long], sampling)))
     result["after_refusal"] = len(list(engine.generate(prompts[:1], sampling)))
 
-    def push(tensors: dict[str, torch.Tensor], version: int, *, in_session: bool) -> dict[str, str]:
+    fake_card.install()
+
+    def push(tensors: dict[str, torch.Tensor], version: int, *, in_session: bool, by: str = "ipc") -> dict[str, str]:
         """Sync weights with a sender in a thread; return the digests of what was sent."""
         specs = [TensorSpec(name, tuple(t.shape), "float32") for name, t in tensors.items()]
         buckets, sent, port = plan_buckets(specs, 1 << 18), {}, free_port("127.0.0.1")
-        transport = "auto" if in_session else "gloo"
+        transport = "auto" if in_session else by
 
         def spec(rank: int) -> GroupSpec:
             return GroupSpec(transport, "127.0.0.1", port, rank, 2, 60.0, 60.0, in_session)
 
         def sender() -> None:
-            group, kept = TransferGroup(spec(0), torch.device("cpu")), Segment(layout(buckets)[1])
+            group = TransferGroup(spec(0), torch.device("cpu"))
+            kept = Segment(layout(buckets)[1]) if group.shares_memory else None
             sent.update(send(group, buckets, iter(tensors.items()), with_digests=True, kept=kept))
             groups.append(group)
 
@@ -152,7 +157,7 @@ def _probe(student: Path) -> dict[Any, Any]:
     part = dict(list(tensors.items())[:-1])
     result["missing"] = list(tensors)[-1]
     for in_session in (False, True):
-        result["incomplete", in_session] = message(lambda case=in_session: push(part, 1, in_session=case))
+        result["incomplete", in_session] = message(lambda case=in_session: push(part, 1, in_session=case, by="gloo"))
         result["version_after", in_session] = engine.policy_version
         result["refused", in_session] = message(lambda: list(engine.generate(prompts[:1], sampling)))
         changed = {name: tensor * (1.5 + in_session) for name, tensor in tensors.items()}
@@ -180,6 +185,11 @@ def test_every_sample_is_whole(probe: dict[str, Any]) -> None:
         ended = rollout.response_ids[-1] == EOS
         assert (rollout.finish_reason == "stop") == ended and (ended or len(rollout.response_ids) == 10)
         assert EOS not in rollout.response_ids[:-1]
+
+
+def test_the_engine_reports_no_usage_statistics(probe: dict[str, Any]) -> None:
+    """Fails if vLLM calls its makers' server from the user's cluster."""
+    assert probe["reports_usage"] is False
 
 
 def test_logprobs_are_those_of_the_sampling_distribution(probe: dict[str, Any]) -> None:

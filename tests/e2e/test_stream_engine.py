@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import multiprocessing
+import os
 import threading
 import time
 from collections import deque
@@ -25,6 +26,11 @@ N_PROMPTS, N_SAMPLES, MAX_TOKENS, TEMPERATURE = 6, 2, 12, 0.7
 N_STREAM, N_EVAL = 60, 4  # prompts of a stream, and of a concurrent evaluation
 # Passes before each weight update. 8 of the 12 sequences run at a time: 4 are still waiting at the first one.
 AFTER = (5, 9)
+# gpu_proof runs this file on a GPU, with CUDA graphs and vLLM's own asynchronous scheduling. Products there may round
+# their factors to 10 bits, and a recomputed KV cache is rounded in another order: samples may change at a close call.
+DEVICE = os.environ.get("GKD_TEST_DEVICE", "cpu")
+ON_GPU = DEVICE == "cuda"
+CLOSE = 2e-2 if ON_GPU else 1e-3
 
 
 def _prompts() -> list[Prompt]:
@@ -72,8 +78,8 @@ def _probe(student: Path, port: int) -> dict[str, Any]:
     from gkd.weight_sync.group import GroupSpec, TransferGroup
     from gkd.weight_sync.transfer import send
 
-    config = RolloutConfig(cpu_kv_cache_mib=32, max_num_seqs=8)
-    engine = RolloutEngine(str(student), config, dtype="float32", max_model_len=32, device="cpu", eos_ids=[EOS])
+    config = RolloutConfig(cpu_kv_cache_mib=32, max_num_seqs=8, gpu_memory_utilization=0.3)
+    engine = RolloutEngine(str(student), config, dtype="float32", max_model_len=32, device=DEVICE, eos_ids=[EOS])
     sampling = Sampling(N_SAMPLES, TEMPERATURE, 1.0, MAX_TOKENS, seed=11)
 
     old = AutoModelForCausalLM.from_pretrained(student, dtype=torch.float32)
@@ -154,10 +160,11 @@ def _probe(student: Path, port: int) -> dict[str, Any]:
     result["new"] = _generate_with_pushes(engine, sampling, {AFTER[0]: lambda: push(2), AFTER[1]: lambda: push(3)})
     result["alone"].append((one_streamed(), one_generated()))
 
-    # Emulates asynchronous scheduling, which vLLM uses only on GPUs: a pass starts before the last one's tokens arrive.
+    # A pass starts before the last one's tokens arrive. vLLM does that only on GPUs; elsewhere it is emulated.
     result["together_again"] = sorted(engine.generate(_prompts(), sampling), key=lambda r: r.sample_index)
     core = engine.llm.llm_engine.engine_core.engine_core
-    core.batch_queue, core.batch_queue_size, core.step_fn = deque(maxlen=2), 2, core.step_with_batch_queue
+    if not ON_GPU:
+        core.batch_queue, core.batch_queue_size, core.step_fn = deque(maxlen=2), 2, core.step_with_batch_queue
     result["in_flight"] = []
 
     def push_in_flight(version: int) -> None:
@@ -176,7 +183,7 @@ def _probe(student: Path, port: int) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def probe(lab: Lab) -> dict[str, Any]:
     with pytest.MonkeyPatch.context() as patch:
-        for key, value in {**CPU_ENV, "VLLM_LOGGING_LEVEL": "ERROR", "TQDM_DISABLE": "1"}.items():
+        for key, value in {**({} if ON_GPU else CPU_ENV), "VLLM_LOGGING_LEVEL": "ERROR", "TQDM_DISABLE": "1"}.items():
             patch.setenv(key, value)
         with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
             return pool.submit(_probe, lab.student, free_port("127.0.0.1")).result(timeout=200)
@@ -206,7 +213,7 @@ def test_each_span_has_the_logprobs_of_its_version(
             for wrong in set(versions) - {span.policy_version}:
                 other.append(np.abs(rollout.rollout_logprobs[part] - expected[wrong][part]).mean())
     print(f"{name}: tokens by version {seen}, largest error {max(errors):.1e}, by a wrong version {min(other):.1e}")
-    assert max(errors) < 1e-3 and (min(other) > 0.05) == differ
+    assert max(errors) < CLOSE and (min(other) > 0.05) == differ
     assert all(seen.values()) and len({len(r.version_spans) for r in rollouts}) > 1
     assert probe["left"] == 0
 
@@ -214,9 +221,11 @@ def test_each_span_has_the_logprobs_of_its_version(
 @pytest.mark.parametrize(("plain", "interrupted"), [("together", "same"), ("together_again", "async_same")])
 def test_an_update_with_equal_weights_changes_nothing(probe: dict[str, Any], plain: str, interrupted: str) -> None:
     """Fails if a weight update shifts a sequence's random numbers, or loses a token in flight."""
-    for before, after in zip(probe[plain], probe[interrupted], strict=True):
-        assert before.response_ids.tolist() == after.response_ids.tolist()
-        np.testing.assert_allclose(before.rollout_logprobs, after.rollout_logprobs, atol=1e-4)
+    pairs = list(zip(probe[plain], probe[interrupted], strict=True))
+    same = [pair for pair in pairs if pair[0].response_ids.tolist() == pair[1].response_ids.tolist()]
+    for before, after in same:
+        np.testing.assert_allclose(before.rollout_logprobs, after.rollout_logprobs, atol=0.1 * CLOSE)
+    assert len(same) >= (len(pairs) / 2 if ON_GPU else len(pairs))
     assert probe["in_flight"] == [1, 1], "an asynchronous pass was in flight at each push"
 
 
@@ -226,7 +235,7 @@ def test_a_streamed_prompt_gets_the_same_samples_as_a_generated_one(probe: dict[
         assert [r.sample_index for r in streamed] == [8, 9]
         for one, other in zip(streamed, generated, strict=True):
             assert one.response_ids.tolist() == other.response_ids.tolist()
-            assert one.rollout_logprobs.tobytes() == other.rollout_logprobs.tobytes()
+            np.testing.assert_allclose(one.rollout_logprobs, other.rollout_logprobs, atol=0.1 * CLOSE if ON_GPU else 0)
             assert one.version_spans == other.version_spans and len(one.version_spans) == 1
     (first, _), (last, _) = probe["alone"]
     assert [r.policy_version for r in first + last] == [0, 0, 3, 3]

@@ -63,7 +63,7 @@ def test_spans_of_all_processes_fit_into_the_stages_of_the_driver(base_run: Path
     scores = spans_of(base_run, "scoring", "score")
     assert sum(span.args["sequences"] for step, span in scores if step == 2) == 12
     computed = spans_of(base_run, "teacher", "compute")
-    assert sum(span.args["replies"] for _, span in computed) == sum(span.args["sequences"] for _, span in scores)
+    assert sum(span.args["sequences"] for _, span in computed) == sum(span.args["sequences"] for _, span in scores)
     assert not outside(computed, scores, ARRIVAL_S) and all(span.args["queue_s"] >= 0 for _, span in computed)
     numbers = {int(line["step"]): line for line in read_metrics(base_run / "metrics.jsonl")}
     for step, span in spans_of(base_run, "driver", "train"):

@@ -1,94 +1,142 @@
-"""Measure training steps of a random Qwen3-shaped student on one GPU: share of the peak, compared with HF + AdamW.
+"""Measure training steps of random students on one GPU: share of the peak, compared with HF + AdamW.
 
-    python -m tests.gpu.bench_student_cuda [--peak-tflops 989] [--tokens 8192] [--json docs/results/student_cuda.json]
+    python -m tests.gpu.bench_student_cuda [--only 0.6b,1.5b,7b,offload] [--device cuda|cpu] [--json FILE]
+                                           [--tokens 8192] [--rounds 10] [--peak-tflops 989]
 
 bfloat16, `--tokens` of 8 sequences: a batch for the plain step, one pack for ours. A step's useful work is 6 operations
 a parameter and token for the matrices, and attention's, causal, forward and backward; what is recomputed does not count
 (model FLOPs utilisation, as in PaLM, arXiv:2204.02311, appendix B). The plain step keeps bfloat16 weights and states.
+7b: layers of Qwen2.5-7B's shape, 8 of 28, because an 80 GB card does not hold all states. offload: FSDP2 with host
+memory against without. On a CPU: tiny shapes in float32, and the peak is that of a matrix product in the same run.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
-import platform
+import gc
+import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from gkd.data.batching import make_micro_batches
+from tests.bench.command import add_device, parsed, parser, run_parts
 from tests.bench.student_case import MIXES, PlainStep, make_student, save_model, sequences
+from tests.bench.teacher_report import Figure, Part, Table
 from tests.gpu.timing import median_ms
 
-# Qwen3-0.6B.
-SIZES = {
-    "vocab_size": 151_936,
-    "hidden_size": 1024,
-    "intermediate_size": 3072,
-    "num_hidden_layers": 28,
-    "num_attention_heads": 16,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "max_position_embeddings": 40_960,
-    "tie_word_embeddings": True,
+_COMMON = {"vocab_size": 151_936, "head_dim": 128, "max_position_embeddings": 40_960, "tie_word_embeddings": True}
+_7B = {"num_attention_heads": 28, "num_key_value_heads": 4, "tie_word_embeddings": False, "vocab_size": 152_064}
+SHAPES: dict[str, dict[str, Any]] = {
+    "0.6b": {"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28, "num_attention_heads": 16},
+    "1.5b": {"hidden_size": 1536, "intermediate_size": 8960, "num_hidden_layers": 28, "num_attention_heads": 12},
+    "7b": {"hidden_size": 3584, "intermediate_size": 18_944, "num_hidden_layers": 8} | _7B,
 }
+SHAPES["0.6b"]["num_key_value_heads"], SHAPES["1.5b"]["num_key_value_heads"] = 8, 2
+SHAPES["offload"] = SHAPES["0.6b"]
+_TINY = {"hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 2, "num_attention_heads": 4} | {
+    "num_key_value_heads": 2, "head_dim": 64, "vocab_size": 4096, "max_position_embeddings": 4096,
+}  # fmt: skip
+GOAL = 0.45
+# The states of 7b fill most of a card, and the plain step's logits the rest.
+VARIANTS = {"offload": ("fsdp2", "fsdp2, host memory"), "7b": ("megatron",)}
 
 
-def useful_flops(lengths: Sequence[int], n_loss_tokens: int) -> float:
+def useful_flops(sizes: dict[str, Any], lengths: Sequence[int], n_loss_tokens: int) -> float:
     """Return the useful FLOPs of one step. The LM head computes the loss rows only."""
-    s = SIZES
-    q, kv = s["num_attention_heads"] * s["head_dim"], s["num_key_value_heads"] * s["head_dim"]
-    layer = s["hidden_size"] * (2 * q + 2 * kv + 3 * s["intermediate_size"])
-    matrices = 6.0 * layer * s["num_hidden_layers"] * sum(lengths)
-    head = 6.0 * s["hidden_size"] * s["vocab_size"] * n_loss_tokens
+    q, kv = (sizes[heads] * sizes["head_dim"] for heads in ("num_attention_heads", "num_key_value_heads"))
+    layer = sizes["hidden_size"] * (2 * q + 2 * kv + 3 * sizes["intermediate_size"])
+    matrices = 6.0 * layer * sizes["num_hidden_layers"] * sum(lengths)
+    head = 6.0 * sizes["hidden_size"] * sizes["vocab_size"] * n_loss_tokens
     # Two products of [n, d] with [d, n] forward, four backward, half of each masked away.
-    attention = 6.0 * q * s["num_hidden_layers"] * sum(n * n for n in lengths)
+    attention = 6.0 * q * sizes["num_hidden_layers"] * sum(n * n for n in lengths)
     return matrices + head + attention
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--peak-tflops", type=float, default=989.0, help="dense bfloat16 peak; default: H100, H200 SXM")
-    parser.add_argument("--tokens", type=int, default=8192)
-    parser.add_argument("--rounds", type=int, default=10)
-    parser.add_argument("--json", type=Path)
-    args = parser.parse_args()
-    dtype, table = torch.bfloat16, {}
-    MIXES["one_pack"] = lambda rng: [(128, args.tokens // 8 - 128)] * 8
-    rollouts, scores = sequences("one_pack", SIZES["vocab_size"])
-    (packed,) = make_micro_batches(rollouts, scores, micro_batch_size=8, packed=True)
-    (padded,) = make_micro_batches(rollouts, scores, micro_batch_size=8, packed=False)
-    flops = useful_flops([r.n_tokens for r in rollouts], packed.n_loss_tokens)
+def matmul_tflops(device: str, dtype: torch.dtype) -> float:
+    """Return the rate of one large square product."""
+    n = 8192 if device == "cuda" else 1024
+    a, b = torch.randn(n, n, device=device, dtype=dtype), torch.randn(n, n, device=device, dtype=dtype)
+    return 2 * n**3 / median_ms(lambda: a @ b, 10, device=device) / 1e9
+
+
+def measure(name: str, args: Any) -> Part:
+    on_card = args.device == "cuda"
+    dtype = torch.bfloat16 if on_card else torch.float32
+    sizes = _COMMON | SHAPES[name] | ({} if on_card else _TINY)
+    n_tokens = args.tokens if on_card else 1024
+    MIXES["one_pack"] = lambda rng: [(n_tokens // 64, n_tokens // 8 - n_tokens // 64)] * 8
+    rollouts, scores = sequences("one_pack", sizes["vocab_size"])
+    packed, padded = (
+        make_micro_batches(rollouts, scores, micro_batch_size=8, packed=is_packed) for is_packed in (True, False)
+    )
+    flops = useful_flops(sizes, [r.n_tokens for r in rollouts], packed[0].n_loss_tokens)
+    product = matmul_tflops(args.device, dtype)
+    peak = args.peak_tflops if on_card else product
+    variants = VARIANTS.get(name, ("hf", "fsdp2", "megatron"))
+    table: dict[str, tuple[float, float, float, float]] = {}
     with tempfile.TemporaryDirectory(prefix="gkd_bench_") as folder:
-        save_model(Path(folder), **SIZES)
-        dist.init_process_group("nccl", init_method=f"file://{folder}/rendezvous", rank=0, world_size=1)
-        for name in ("hf", "megatron", "fsdp2"):
-            step: Callable[[], float]
-            if name == "hf":
-                step = PlainStep(Path(folder), [padded], dtype, "cuda")
-            else:
-                student = make_student(name, Path(folder), dtype=dtype, device="cuda:0")
-                step = lambda student=student: float(student.train_step([packed]).loss)  # noqa: E731
-            torch.cuda.reset_peak_memory_stats()
-            seconds = median_ms(step, args.rounds, warm_up=3) / 1e3
-            table[name] = {
-                "step_s": seconds,
-                "tokens_per_s": sum(r.n_tokens for r in rollouts) / seconds,
-                "mfu": flops / seconds / (args.peak_tflops * 1e12),
-                "peak_gib": torch.cuda.max_memory_allocated() / 2**30,
-            }
-            print(f"{name:9}" + "  ".join(f"{key} {value:10.4g}" for key, value in table[name].items()), flush=True)
+        save_model(Path(folder), device=args.device, dtype=dtype, **sizes)
+        backend = "nccl" if on_card else "gloo"
+        dist.init_process_group(backend, init_method=f"file://{folder}/rendezvous", rank=0, world_size=1)
+        for variant in variants:
+            if on_card:
+                torch.cuda.empty_cache()
+                torch.cuda.reset_peak_memory_stats()
+            step = _step(variant, Path(folder), dtype, args.device, packed, padded)
+            seconds = median_ms(step, args.rounds, warm_up=2, device=args.device) / 1e3
+            gib = torch.cuda.max_memory_allocated() / 2**30 if on_card else 0.0
+            table[variant] = (seconds, sum(r.n_tokens for r in rollouts) / seconds, flops / seconds / peak / 1e12, gib)
+            print(f"  {variant}: {seconds:.3f} s, {table[variant][2]:.1%} of the peak", file=sys.stderr, flush=True)
             del step
-            torch.cuda.empty_cache()
+            gc.collect()  # the students have reference cycles
         dist.destroy_process_group()
-    if args.json:
-        where = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "python": platform.python_version()}
-        report = {"machine": where, "tokens": args.tokens, "peak_tflops": args.peak_tflops, "steps": table}
-        args.json.write_text(json.dumps(report, indent=1) + "\n")
+    rows = [(variant, *numbers) for variant, numbers in table.items()]
+    columns = ("step", "seconds", "tokens/s", "share of the peak", "peak GiB")
+    what = f"Training steps of {n_tokens} tokens, {str(dtype)[6:]}; peak {peak:.1f} TFLOP/s, a product {product:.1f}."
+    return Part(
+        name, what, _figures(table, on_card), [Table("medians", columns, rows)], {"device": args.device, **sizes}
+    )
+
+
+def _figures(table: dict[str, tuple[float, float, float, float]], on_card: bool) -> list[Figure]:
+    if "megatron" not in table:
+        resident, offloaded = table["fsdp2"], table["fsdp2, host memory"]
+        figures = [Figure("FSDP2 step, host memory / resident", offloaded[0] / resident[0])]
+        if on_card:
+            figures.append(Figure("FSDP2 peak memory, host memory / resident", offloaded[3] / resident[3], at_most=0.8))
+        return figures
+    figures = [Figure("megatron: MFU", table["megatron"][2], at_least=GOAL if on_card else None)]
+    if "hf" in table:
+        figures.append(Figure("fsdp2: MFU", table["fsdp2"][2]))
+        for backend in ("megatron", "fsdp2"):
+            figures.append(Figure(f"{backend}: tokens/s / plain Hugging Face", table[backend][1] / table["hf"][1]))
+    return figures
+
+
+def _step(
+    variant: str, folder: Path, dtype: torch.dtype, device: str, packed: Sequence[Any], padded: Sequence[Any]
+) -> Callable[[], float]:
+    if variant == "hf":
+        return PlainStep(folder, list(padded), dtype, device)
+    where = "cuda:0" if device == "cuda" else "cpu"
+    more = {"cpu_offload": True} if variant == "fsdp2, host memory" else {}
+    student = make_student(variant.partition(",")[0], folder, dtype=dtype, device=where, **more)
+    return lambda: float(student.train_step(packed).loss)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Exit code: 1 if a figure missed its goal."""
+    made = parser("tests.gpu.bench_student_cuda", __doc__ or "", SHAPES, rounds=10)
+    made.add_argument("--peak-tflops", type=float, default=989.0, help="dense bfloat16 peak; default: H100, H200 SXM")
+    made.add_argument("--tokens", type=int, default=8192)
+    add_device(made, "cuda")
+    args = parsed(made, SHAPES, argv)
+    return run_parts(args, lambda name: measure(name, args))
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

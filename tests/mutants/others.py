@@ -160,15 +160,15 @@ _CLIENT = (
     Mutant(
         "mass_target_missed",
         _TRAINER,
-        "1 - scores.tail_mass < ",
-        "1 + scores.tail_mass < ",
+        "1 - table.tail_mass < ",
+        "1 + table.tail_mass < ",
         ("test_client.py::test_a_missed_mass_target_is_an_error",),
     ),
     Mutant(
         "window_has_one_more",
         _TRAINER,
-        "room=self._n_in_window < self._n_in_flight",
-        "room=self._n_in_window <= self._n_in_flight",
+        "self._n_in_flight - self._n_in_window if",
+        "self._n_in_flight - self._n_in_window + 1 if",
         ("test_client_futures.py::test_requests_above_the_window_wait_in_the_client",),
     ),
     Mutant(

@@ -37,10 +37,12 @@ LIBRARIES: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("jinja2", "plotly"), ("gkd/tools/report/page.py",)),
 }
 # The parts of the teacher server that the trainer may import. The local teacher computes with the server's engines;
-# both programs declare their settings with the same helper.
+# both programs declare their settings with the same helper, and support the same versions of vLLM.
 FROM_SERVER = ("teacher_server.wire.",)
 FROM_SERVER_IN = {
     "gkd/config/": ("teacher_server.config.declare",),
+    "gkd/rollout/sleep_mixin.py": ("teacher_server.engines.vllm_versions",),
+    "gkd/rollout/weights.py": ("teacher_server.engines.vllm_versions",),
     "gkd/actor/frozen/": ("teacher_server.engines.base", "teacher_server.engines.signals"),
 }
 

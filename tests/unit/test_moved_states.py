@@ -15,7 +15,7 @@ from gkd.config.load import load_config
 from gkd.config.schema import Config
 from gkd.errors import ConfigError
 from gkd.footprint import RankFootprint, footprint
-from gkd.footprint.limits import ADVISED_MARGIN, GIB
+from gkd.footprint.limits import GIB
 from gkd.footprint.strategy import with_strategy
 from gkd.preflight.run import preflight
 from tests.dist.megatron_reference import VOCAB, make_hf_folder
@@ -96,7 +96,7 @@ def test_the_strategy_is_resident_where_all_models_fit(frozen: tuple[str, ...]) 
 
     resident = refit(settings("memory.strategy=resident"))
     together = max(part.total_bytes for part in resident if part.role == "actor")
-    enough = math.ceil(together / (1 - ADVISED_MARGIN) / GIB)
+    enough = math.ceil(together / (1 - settings().memory.margin) / GIB)
     assert chosen(enough)[0] == "resident" and chosen(enough - 1)[0] == "offload" == chosen(None)[0]
     assert f"{together / GIB:.2f}" in chosen(enough)[1] and not chosen(None)[1]
     for by_hand in ("resident", "offload"):

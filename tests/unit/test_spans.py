@@ -154,6 +154,7 @@ def test_chunks_and_batches_of_the_teacher_are_placed(tmp_path: Path) -> None:
     assert [span.args.get("lane", 0) for span in found[1, "scoring 0"]] == [0, 1]
     assert found[1, "scoring 0"][0].args == {"sequences": 2, "tokens": 14}
     placed = [(span.start_s - at, span.duration_s) for span in found[1, "teacher w"]]
+    assert [span.args["sequences"] for span in found[1, "teacher w"]] == [4, 3]
     assert placed == [pytest.approx(each, abs=1e-4) for each in ((0.0625, 0.3125), (0.375, 0.25))]
 
 

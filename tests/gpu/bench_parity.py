@@ -1,0 +1,88 @@
+"""Compare logprobs and gradients of both backends, one rank, with Hugging Face in float32; float32 and bfloat16.
+
+    python -m tests.gpu.bench_parity [--json FILE] [--device cuda|cpu]
+
+In float32 the error itself has a limit. In bfloat16 it is compared with that of Hugging Face in bfloat16: the rounding
+of weights and activations is in both. 5.8M parameters, packed sequences for ours, padded ones for the reference.
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from gkd.data.batching import make_micro_batches
+from tests.bench.command import add_device, parsed, parser, run_parts
+from tests.bench.student_case import PlainStep, make_student, save_model, sequences
+from tests.bench.teacher_report import Figure, Part, Table
+
+LIMITS = {"logprobs": 1e-4, "gradients": 1e-3}  # float32: nats, and share of a gradient's norm
+AS_GOOD = 2.0  # bfloat16: times the error of Hugging Face in bfloat16
+
+
+def measure(device: str) -> Part:
+    rollouts, scores = sequences("even")
+    packed, padded = (
+        make_micro_batches(rollouts, scores, micro_batch_size=4, packed=is_packed) for is_packed in (True, False)
+    )
+    figures: list[Figure] = []
+    rows: list[tuple[str | float, ...]] = []
+    with tempfile.TemporaryDirectory(prefix="gkd_bench_") as name:
+        folder = Path(name)
+        save_model(folder)
+        backend = "nccl" if device == "cuda" else "gloo"
+        dist.init_process_group(backend, init_method=f"file://{folder}/rendezvous", rank=0, world_size=1)
+        exact = _plain(PlainStep(folder, list(padded), torch.float32, device))
+        where = "cuda:0" if device == "cuda" else "cpu"
+        for dtype in (torch.float32, torch.bfloat16):
+            plain = _errors(_plain(PlainStep(folder, list(padded), dtype, device)), exact)
+            for kind in ("megatron", "fsdp2"):
+                student = make_student(kind, folder, dtype=dtype, device=where)
+                logprobs = torch.cat([part.cpu() for part in student.compute_logprobs(packed)])
+                found = _errors((logprobs, student.grads_by_hf_name(packed)), exact)
+                for what, error in found.items():
+                    label = f"{kind}, {str(dtype)[6:]}: {what}"
+                    if dtype == torch.float32:
+                        figures.append(Figure(f"{label}, largest error", error, at_most=LIMITS[what]))
+                    else:
+                        figures.append(Figure(f"{label}, error / Hugging Face's", error / plain[what], at_most=AS_GOOD))
+                    rows.append((label, error, plain[what]))
+                del student
+        dist.destroy_process_group()
+    what = "Largest difference of a logprob in nats, and of a gradient as a share of its norm, from float32."
+    table = Table("errors", ("what", "error", "Hugging Face in the same dtype"), rows)
+    return Part("parity", what, figures, [table], {"device": device})
+
+
+def _plain(step: PlainStep) -> tuple[Tensor, dict[str, Tensor]]:
+    logprobs = torch.cat([part.cpu() for part in step.logprobs()])
+    step.backward()
+    return logprobs, {name: grad.float().cpu() for name, grad in step.gradients().items()}
+
+
+def _errors(found: tuple[Tensor, Mapping[str, Any]], exact: tuple[Tensor, Mapping[str, Tensor]]) -> dict[str, float]:
+    assert found[1].keys() == exact[1].keys(), found[1].keys() ^ exact[1].keys()
+    gradients = [
+        float((torch.as_tensor(found[1][name]).float().cpu() - grad).norm() / grad.norm())
+        for name, grad in exact[1].items()
+    ]
+    return {"logprobs": float((found[0] - exact[0]).abs().max()), "gradients": max(gradients)}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Exit code: 1 if a figure missed its goal."""
+    made = parser("tests.gpu.bench_parity", __doc__ or "", ("parity",), rounds=1)
+    add_device(made, "cuda")
+    args = parsed(made, ("parity",), argv)
+    return run_parts(args, lambda _: measure(args.device))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,206 @@
+"""The runner of gpu_proof with real processes: verdicts, time limit, kill, Ctrl-C, bad input; and its table."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from gkd.tools.gpu_proof import __main__ as command
+from gkd.tools.gpu_proof.run import ERROR, FAIL, PASS, SKIPPED, TIMED_OUT, Outcome, run_all, run_stage
+from gkd.tools.gpu_proof.stages import JSON, STAGES, XML, Stage, page_with_stages
+
+ROOT = Path(__file__).parents[2]
+CHILD = "tests.unit.proof_child"
+
+
+def stage(*words: str, name: str = "one", limit_s: int = 20, figure: str = "", n_gpus: int = 1) -> Stage:
+    return Stage(name, "what", words, words, limit_s, "much", figure, n_gpus)
+
+
+def run(tmp_path: Path, made: Stage, *, grace_s: float = 1.0) -> Outcome:
+    return run_stage(made, "cpu", ROOT, tmp_path, grace_s=grace_s)
+
+
+def gone(pid: int) -> bool:
+    return not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+
+
+@pytest.mark.parametrize(
+    ("mode", "figure", "verdict", "n_figures"),
+    [
+        ("met", "", PASS, 1),
+        ("met", "speed", PASS, 1),
+        ("met", "size", ERROR, 1),  # another figure than the table promises
+        ("missed", "", FAIL, 1),
+        ("met, then exit 3", "", ERROR, 1),
+        ("crashes", "", ERROR, 0),
+        ("unknown", "", ERROR, 0),
+    ],
+)
+def test_verdicts_of_a_benchmark(tmp_path: Path, mode: str, figure: str, verdict: str, n_figures: int) -> None:
+    """Fails if a missed bar, a crash, or results that are not there count as a pass."""
+    outcome = run(tmp_path, stage(CHILD, mode, JSON, figure=figure))
+    assert (outcome.verdict, len(outcome.figures)) == (verdict, n_figures)
+    assert bool(outcome.reason) == (verdict != PASS)
+    assert mode != "crashes" or ("out of memory" in outcome.reason and "-9" in outcome.reason)
+
+
+def test_results_of_an_earlier_run_do_not_count(tmp_path: Path) -> None:
+    """Fails if a stage that dies early is judged by the file that an earlier run left in the folder."""
+    assert run(tmp_path, stage(CHILD, "met", JSON)).verdict == PASS
+    assert run(tmp_path, stage(CHILD, "crashes", JSON)).verdict == ERROR
+
+
+@pytest.mark.parametrize(
+    ("body", "verdict"),
+    [
+        ("def test_a(): pass\ndef test_b(): assert 0", FAIL),
+        ("import pytest\n@pytest.fixture\ndef f(): raise OSError\ndef test_a(f): pass", FAIL),
+        ("import pytest\n@pytest.mark.skip(reason='no card')\ndef test_a(): pass", SKIPPED),
+        ("import pytest\n@pytest.mark.skip\ndef test_a(): pass\ndef test_b(): pass", PASS),
+        ("import os\ndef test_a(): pass\ndef test_b(): os._exit(3)", ERROR),
+        ("x = 1", ERROR),
+    ],
+)
+def test_verdicts_of_tests(tmp_path: Path, body: str, verdict: str) -> None:
+    """Fails if a failed test, a fixture's error, a crash or no test at all counts as a pass, or all skipped as one."""
+    (tmp_path / "test_it.py").write_text(body)
+    words = ("pytest", "-q", "-p", "no:cacheprovider", "--junitxml", XML, str(tmp_path / "test_it.py"))
+    outcome = run(tmp_path, stage(*words))
+    assert outcome.verdict == verdict
+    assert verdict != SKIPPED or outcome.reason == "no card"
+    assert verdict not in (PASS, FAIL) or outcome.figures[0]["name"] == "tests passed"
+
+
+def test_a_stage_has_the_device_and_the_repository(tmp_path: Path) -> None:
+    """Fails if the tests that a stage reuses run on another device than was chosen, or from another folder."""
+    assert run(tmp_path, stage(CHILD, "device", JSON)).verdict == PASS
+    assert (tmp_path / "one.log").read_text().split() == ["cpu", str(ROOT), "measured"]
+
+
+def test_the_time_limit_leaves_no_process(tmp_path: Path) -> None:
+    """Fails if a stage that ignores SIGTERM goes on after its limit, or its children do, in its group or outside."""
+    began = time.monotonic()
+    outcome = run(tmp_path, stage(CHILD, "hangs", JSON, limit_s=3), grace_s=0.5)
+    assert outcome.verdict == TIMED_OUT and time.monotonic() - began < 15
+    pids = json.loads((tmp_path / "one.json").read_text())
+    assert len(pids) == 3 and all(gone(pid) for pid in pids)
+
+
+def test_a_child_that_a_finished_stage_leaves_is_stopped(tmp_path: Path) -> None:
+    """Fails if a leftover of one stage occupies the GPU of the next."""
+    assert run(tmp_path, stage(CHILD, "leaves a child", JSON)).verdict == PASS
+    assert gone(int((tmp_path / "one.pid").read_text()))
+
+
+def test_it_goes_on_after_a_failure_and_skips_what_needs_more_gpus() -> None:
+    """Fails if one stage ends the others, or a stage for two cards runs on one."""
+    verdicts = {"a": FAIL, "b": TIMED_OUT, "c": PASS}
+    stages = [stage(name=name) for name in "abc"] + [stage(name="d", n_gpus=2)]
+    seen: list[str] = []
+    run_one = lambda one: Outcome(verdicts[one.name])  # noqa: E731
+    outcomes = run_all(stages, run_one, 1, "cuda", lambda one: None, lambda one, outcome: seen.append(one.name))
+    assert [outcome.verdict for outcome in outcomes.values()] == [FAIL, TIMED_OUT, PASS, SKIPPED]
+    assert seen == list("abcd") and "2 GPUs" in outcomes["d"].reason
+    no_form = Stage("e", "what", ("x",), None, 1, "much")
+    assert run_all([no_form], run_one, 0, "cpu", lambda one: None, lambda *_: None)["e"].verdict == SKIPPED
+
+
+def test_ctrl_c_stops_the_stage_and_keeps_the_results(tmp_path: Path) -> None:
+    """Fails if Ctrl-C leaves processes, loses the stages before, or looks like a success."""
+    main = (
+        "import sys; from gkd.tools.gpu_proof import __main__ as m, run, stages as s\n"
+        f"one = lambda mode: s.Stage(mode, 'w', ({CHILD!r}, mode, s.JSON), ({CHILD!r}, mode, s.JSON), 60, 'e')\n"
+        "m.STAGES = (one('met'), one('hangs'), one('missed')); run.run_stage.__kwdefaults__['grace_s'] = 0.5\n"
+        f"sys.exit(m.main(['--device', 'cpu', '--out', {str(tmp_path)!r}]))"
+    )
+    tool = subprocess.Popen([sys.executable, "-c", main], cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    deadline = time.monotonic() + 30
+    while not (tmp_path / "hangs.json").exists() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    pids = json.loads((tmp_path / "hangs.json").read_text())
+    tool.send_signal(signal.SIGINT)
+    printed, _ = tool.communicate(timeout=30)
+    assert tool.returncode == 130 and all(gone(pid) for pid in pids)
+    report = json.loads((tmp_path / "gpu_proof.json").read_text())
+    assert {name: row["verdict"] for name, row in report["stages"].items()} == {"met": PASS, "hangs": ERROR}
+    assert report["machine"]["versions"]["torch"] and report["device"] == "cpu"
+    assert "hangs" in printed and "missed:" not in printed
+
+
+@pytest.mark.parametrize(
+    ("arguments", "key"),
+    [
+        (["--stages", "loss,none"], "--stages"),
+        (["--stages", ""], "--stages"),
+        (["--device", "cuda"], "--device"),
+        (["--device", "cpu", "--out", "{file}/folder"], "--out"),
+    ],
+)
+def test_bad_input_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], arguments: list[str], key: str
+) -> None:
+    """Fails if wrong arguments start a stage, or are answered with a traceback."""
+    monkeypatch.setattr(command, "machine_gpus", list)
+    monkeypatch.setattr(command, "_run", lambda *_: pytest.fail("it ran"))
+    file = tmp_path / "file"
+    file.write_text("")
+    assert command.main([word.replace("{file}", str(file)) for word in arguments]) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1 and key in error and "Fix:" in error
+
+
+def test_an_installed_package_has_no_stages(tmp_path: Path) -> None:
+    """Fails if a wheel, which has no tests, ends in a traceback."""
+    shutil.copytree(ROOT / "gkd", tmp_path / "gkd", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(ROOT / "teacher_server", tmp_path / "teacher_server", ignore=shutil.ignore_patterns("__pycache__"))
+    words = [sys.executable, "-m", "gkd.tools.gpu_proof", "--device", "cpu"]
+    environment = os.environ | {"PYTHONPATH": str(tmp_path), "PWD": str(tmp_path)}
+    done = subprocess.run(words, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2 and done.stderr.count("\n") == 1 and "Fix:" in done.stderr, done.stderr
+
+
+def test_every_stage_starts_something_that_exists() -> None:
+    """Fails if a stage names a test file, a benchmark, or one of its options, that is not there (any more)."""
+    assert len({one.name for one in STAGES}) == len(STAGES)
+    for one in STAGES:
+        for words in (one.command, one.cpu or one.command):
+            if words[0] == "pytest":
+                files = [word for word in words if word.startswith("tests/")]
+                assert files and all((ROOT / file.partition("::")[0]).is_file() for file in files), one.name
+            else:
+                sources = [ROOT / "tests/bench/command.py", ROOT / f"{words[0].replace('.', '/')}.py"]
+                known = "".join(source.read_text() for source in sources)
+                options = [word for word in words if word.startswith("--")]
+                assert "--json" in options and all(f'"{option}"' in known for option in options), (one.name, options)
+
+
+def test_the_page_has_the_stages() -> None:
+    """Fails if docs/gpu_proof.md lists other stages, limits or expectations than the command."""
+    page = (ROOT / "docs" / "gpu_proof.md").read_text()
+    assert page == page_with_stages(page), "run python -m gkd.tools.gpu_proof.stages"
+    assert all(f"| `{one.name}` |" in page for one in STAGES) and len(STAGES) > 15
+
+
+def test_a_short_run_on_the_cpu(tmp_path: Path) -> None:
+    """Fails if the command, its table or its JSON do not work with real stages."""
+    words = [sys.executable, "-m", "gkd.tools.gpu_proof", "--device", "cpu", "--out", str(tmp_path), "--stages"]
+    done = subprocess.run([*words, SHORT], cwd=ROOT, capture_output=True, text=True, timeout=180)
+    assert done.returncode == 0, done.stdout
+    report: dict[str, Any] = json.loads((tmp_path / "gpu_proof.json").read_text())
+    assert [row["verdict"] for row in report["stages"].values()] == [PASS] * len(SHORT.split(","))
+    assert all(row["figure"]["met"] is not False and row["expected"] for row in report["stages"].values())
+    assert not [word for row in report["stages"].values() for word in row["command"] if str(tmp_path) in word]
+
+
+SHORT = "attention"
