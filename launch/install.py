@@ -16,6 +16,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import sysconfig
 import time
 import tomllib
 from pathlib import Path
@@ -65,6 +66,7 @@ def main() -> int:
         install_cpu(project)
     else:
         pip("torch, vLLM, Ray, Megatron-core and the project", "-c", str(CONSTRAINTS[extra]), "-e", f"{ROOT}[gpu,dev]")
+    compile_packages()
     STAMP.write_text(f"{extra}\n{key}\n{ROOT}\n")
     print(f"[setup] installed in {time.monotonic() - started:.0f} s", flush=True)
     return 0
@@ -143,6 +145,14 @@ def requirements_of(package: str, left_out: set[str]) -> list[str]:
     return [f"{r.name}{'[' + ','.join(sorted(r.extras)) + ']' if r.extras else ''}{r.specifier}" for r in chosen]
 
 
+def compile_packages() -> None:
+    """Write the bytecode of all packages, on all cores; pip would use one."""
+    print("[setup] compiling the packages to bytecode", flush=True)
+    command = [sys.executable, "-m", "compileall", "-q", "-j", "0", sysconfig.get_path("purelib")]
+    # Templates that are not valid Python, which some packages contain, fail here as they do under pip.
+    subprocess.run(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, check=False)
+
+
 def pip(what: str, *args: str, may_fail: bool = False) -> int:
     """Run pip install with a progress line every ten seconds; exit with pip's output if it fails."""
     print(f"[setup] installing {what}", flush=True)
@@ -153,6 +163,7 @@ def pip(what: str, *args: str, may_fail: bool = False) -> int:
         "install",
         "--disable-pip-version-check",
         "--no-input",
+        "--no-compile",
         "--progress-bar",
         "off",
     ]

@@ -31,6 +31,7 @@ def install(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
     module.STAMP = tmp_path / "stamp"
     module.calls = []
     monkeypatch.setattr(module, "pip", lambda what, *args, may_fail=False: module.calls.append(args) or 0)
+    monkeypatch.setattr(module, "compile_packages", lambda: None)
     monkeypatch.setattr(module, "requirements_of", lambda package, left_out: ["x>=1"])
     module.AMD_DRIVER = tmp_path / "kfd"
     monkeypatch.setenv("PATH", str(tmp_path / "bin"))  # no nvidia-smi
