@@ -93,6 +93,8 @@ def corpus() -> list[Message]:
     ids = np.array([[3, 1 << 20, 0], [7, 5, 6]], np.int32)
     given = make_request(tokens, request_id=some_id, n_given=3, given_checksums=checksums(pack_given(ids)))
     messages.append((given, [as_frame(tokens), *pack_given(ids)]))
+    several = make_request(tokens, request_id=some_id, prompt_length=5, lengths=[(2, 5), (3, 7)])
+    messages.append((several, [as_frame(tokens)]))
     for wire in ("fp16", "fp32"):
         mixed = make_request(tokens, request_id=some_id, k=3, wire=wire, with_sampled=True)
         messages.append(make_reply(mixed, tokens))
@@ -231,6 +233,7 @@ def _decode_frames(header: Any, frames: Message) -> None:
     if isinstance(header, ScoreRequest):
         tokens, given = unpack_tokens(header, frames[:1]), unpack_given(header, frames[1:])
         assert tokens.shape == (header.total_length,) and tokens.min() >= 0
+        assert sum(total - prompt for prompt, total in header.sequences) == header.n_response
         assert (given is None) == (header.n_given == 0)
         if given is not None:
             assert given.shape == (header.n_response, header.n_given) and given.min() >= 0
