@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+import pytest
 import ray
 from ray.cluster_utils import Cluster as RayNodes
 
@@ -31,21 +31,16 @@ def my_place() -> Place:
 def ray_nodes(specs: Sequence[NodeSpec]) -> Iterator[str]:
     """Start the nodes and yield the cluster's address; the first node is the head. Stop all nodes afterwards."""
     nodes = RayNodes()
-    before = os.environ.get("CUDA_VISIBLE_DEVICES")
-    # Otherwise each node starts a process for each CPU as soon as a driver joins.
-    os.environ.update(RAY_prestart_worker_first_driver="0")
     try:
-        for spec in specs:
-            os.environ.pop("CUDA_VISIBLE_DEVICES", None)
-            if spec.visible:
-                os.environ["CUDA_VISIBLE_DEVICES"] = spec.visible
-            where = {"node_ip_address": spec.address} if spec.address else {}
-            nodes.add_node(num_gpus=spec.gpus, num_cpus=spec.cpus, include_dashboard=False, **where)
-        os.environ.pop("CUDA_VISIBLE_DEVICES", None)
+        with pytest.MonkeyPatch.context() as env:
+            # Otherwise each node starts a process for each CPU as soon as a driver joins.
+            env.setenv("RAY_prestart_worker_first_driver", "0")
+            for spec in specs:
+                env.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+                if spec.visible:
+                    env.setenv("CUDA_VISIBLE_DEVICES", spec.visible)
+                where = {"node_ip_address": spec.address} if spec.address else {}
+                nodes.add_node(num_gpus=spec.gpus, num_cpus=spec.cpus, include_dashboard=False, **where)
         yield str(nodes.address)
     finally:
-        os.environ.pop("CUDA_VISIBLE_DEVICES", None)
-        os.environ.pop("RAY_prestart_worker_first_driver")
-        if before is not None:
-            os.environ["CUDA_VISIBLE_DEVICES"] = before
         nodes.shutdown()

@@ -49,7 +49,7 @@ def test_valid_placement(tmp_path: Path) -> None:
     assert len({row["pid"] for row in rows.values()}) == 4
 
 
-@pytest.mark.slow  # tests/e2e/test_colocate.py sees one of each on one slot
+@pytest.mark.slow  # test_colocate.py has one of each on one slot
 def test_engines_on_the_actors_gpus(tmp_path: Path) -> None:
     """Fails if with trainer.colocate an engine is not on the GPUs of adjacent actor ranks."""
     options = ("--engine", "trivial", "--gpus", "7")
@@ -63,6 +63,7 @@ def test_engines_on_the_actors_gpus(tmp_path: Path) -> None:
     assert seen == ["1", "2", "4", "6", "1,2", "4,6"]
 
 
+@pytest.mark.slow  # in CI: tests/unit/test_gpu_findings.py, and the command over several nodes (dist/test_pools.py)
 def test_shared_gpus_and_a_silent_teacher(tmp_path: Path) -> None:
     """Fails if ranks with the GPUs ['0', '0', '1', '1'] pass, or if an unreachable teacher hides them."""
     silent = ("teacher.server_port=1", "teacher.outage_budget_s=0.5")

@@ -1,4 +1,7 @@
-"""Test time-sharing of actor and engines on the same slots (trainer.colocate), with real offloads and reloads."""
+"""Test time-sharing of actor and engines on the same slots (trainer.colocate), with real offloads and reloads.
+
+Run manually. In CI, test_lora.py has colocated pools, and tests/dist compares results with and without offloading.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ from tests.e2e.conftest import Lab
 from tests.e2e.exactness import differences
 from tests.e2e.kill_matrix import Kill, Runs, torture
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
 
 @pytest.fixture(scope="module")
@@ -58,7 +61,6 @@ def test_states_are_offloaded_and_reloaded_around_every_call(run: Path) -> None:
         assert held > 0 and line["memory/sync/after_onload"] == pytest.approx(held / n_times, rel=0.02)
 
 
-@pytest.mark.slow
 def test_a_run_killed_in_a_switch_resumes_bit_exactly(base_run: Path, lab: Lab, teacher_port: int) -> None:
     """If it fails, a SIGKILL during an offload or reload changes the resumed run."""
     settings = ("trainer.save_every=1", "trainer.resume=auto", "trainer.colocate=true")

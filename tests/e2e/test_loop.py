@@ -200,7 +200,7 @@ def test_a_run_resumes_with_its_pools_split_anew(base_run: Path, lab: Lab, teach
         pytest.param(
             ("trainer.n_gpus_per_node=2", "rollout.n_gpus_per_node=2", "rollout.tp=2"),
             id="dp2-engine-tp2",
-            marks=pytest.mark.slow,  # test_lora.py has two data-parallel ranks and an engine of two workers, too
+            marks=pytest.mark.slow,  # test_lora.py, also run manually, has both, too
         ),
         pytest.param(
             ("trainer.n_gpus_per_node=4", "actor.tp=2", "actor.pp=2", "teacher.overlap_rollout=false"),

@@ -1,7 +1,6 @@
 """Test the whole loop with LoRA on both backends: Ray, vLLM, two actor ranks, a reference; on Megatron a local teacher.
 
-Run manually. In CI, tests/dist compares the trained adapters with peft's on every layout, test_rollout_adapters.py the
-engines that hold them, and test_losses.py trains them in a whole loop.
+tests/dist compares the trained adapters with peft's; test_local_teacher.py, run manually, every step with the server's.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from gkd.metrics.writer import read_metrics
 from gkd.quickstart.check_export import count_equal
 from tests.e2e.conftest import Lab
 
-pytestmark = [pytest.mark.e2e, pytest.mark.slow]
+pytestmark = pytest.mark.e2e
 
 UNUSED_PORT = 15555  # the default; a local teacher does not use it
 
@@ -32,7 +31,9 @@ def teacher_keys(line: dict[str, Any]) -> set[str]:
     return {name for name in line if name.startswith("teacher/")}
 
 
-@pytest.mark.parametrize("backend", [pytest.param(MEGATRON, id="megatron"), pytest.param(FSDP2, id="fsdp2")])
+@pytest.mark.parametrize(
+    "backend", [pytest.param(MEGATRON, id="megatron"), pytest.param(FSDP2, id="fsdp2", marks=pytest.mark.slow)]
+)
 def test_adapters_are_trained_and_synced(
     lab: Lab,
     teacher_port: int,

@@ -13,6 +13,7 @@ from tests.e2e.test_loop import environment, start, wait_for_step
 pytestmark = pytest.mark.e2e
 
 
+@pytest.mark.slow  # in CI: tests/dist/test_startup.py
 def test_start_time_out_names_the_ranks_and_their_code(
     lab: Lab, teacher_port: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
