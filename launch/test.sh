@@ -24,6 +24,8 @@ if [ -n "$chromium_pid" ] && ! wait "$chromium_pid"; then
     tail -n 3 "$chromium_log"
 fi
 bin="${GKD_VENV:-$root/.venv}/bin"
+# Where PYTHONDONTWRITEBYTECODE is set, each of the hundreds of processes would compile the project anew.
+"$bin/python" -m compileall -q gkd teacher_server tests
 workers="$(env -u OMP_NUM_THREADS nproc)" # nproc would take that variable for the number of cores
 export OMP_NUM_THREADS=1
 pytest() { "$bin/python" -m pytest -m "not slow and not bench and not gpu" "$@"; }
