@@ -92,6 +92,8 @@ def guided(n: int) -> dict[str, Any]:
         raise RuntimeError(f"the guided fuzzer found a bug:\n{process.stderr[-3000:]}")
     found = dict(re.findall(r"stat::(\w+):\s+(\d+)", process.stderr))
     coverage = re.findall(r"cov: (\d+)", process.stderr)
+    if not coverage:
+        raise RuntimeError(f"the guided fuzzer measures no coverage:\n{process.stderr[-3000:]}")
     return {
         "n": int(found["number_of_executed_units"]),
         "coverage points, first and last": [int(coverage[0]), int(coverage[-1])],
