@@ -24,7 +24,7 @@ if [ -n "$chromium_pid" ] && ! wait "$chromium_pid"; then
     tail -n 3 "$chromium_log"
 fi
 bin="${GKD_VENV:-$root/.venv}/bin"
-# Where PYTHONDONTWRITEBYTECODE is set, each of the hundreds of processes would compile the project anew.
+# The tests start hundreds of processes. With PYTHONDONTWRITEBYTECODE set, each of them would compile the project again.
 "$bin/python" -m compileall -q gkd teacher_server tests
 workers="$(env -u OMP_NUM_THREADS nproc)" # nproc would take that variable for the number of cores
 export OMP_NUM_THREADS=1

@@ -121,7 +121,7 @@ class RequestSettings:
         return np.concatenate(given)
 
     def for_head(self) -> RequestMessage[HeadRequest]:
-        """Request the LM head. Raises TeacherError as `for_rollout`."""
+        """Request the LM head. Raises TeacherError as `for_rollouts`."""
         name = "the LM head"
         with _refusals_of(name):
             header = HeadRequest(

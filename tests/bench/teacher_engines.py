@@ -83,9 +83,9 @@ def engines(rounds: int, seconds: float, device: str = "cpu") -> Part:
         "engines",
         f"Top-{K} of mixed lengths (48 to 640 tokens, prompt and response) from a random Qwen3: {n_layers} layers, H = "
         f"{hidden}, V = {VOCAB}, {dtype_on(device)}, one thread. The server has one worker and one client, which keeps "
-        "as many sequences under way as the server asks for; from the first request to the last validated answer. "
-        "The bare engine is the same in a process of its own, with the same `take_batch`; from the first batch to the "
-        "last.",
+        "the number of sequences in flight that the server asks for. Its time is from the first request to the last "
+        "validated answer. The bare engine is the same engine in a process of its own, with the same `take_batch`. Its "
+        "time is from the first batch to the last.",
         figures,
         (Table("Medians of the rounds", columns, rows),),
         {"rounds": rounds, "max_batch_tokens": MAX_BATCH_TOKENS, **sizes},

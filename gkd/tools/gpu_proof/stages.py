@@ -18,7 +18,7 @@ class Stage:
 
     Args:
         command: words after `python -m`. {json} and {xml} become the file of the results, {device} cuda or cpu.
-        cpu: the same without a GPU; None: there is no such form.
+        cpu: the words to use on a machine without a GPU; None: the stage needs a GPU.
         limit_s: the stage is stopped after this time.
         expected: of the figure in the table, on a GPU.
         figure: the beginning of its name; "": the first figure.
