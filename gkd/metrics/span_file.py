@@ -90,15 +90,15 @@ class SpanFile:
 
     def end(self) -> None:
         """Write what has been added. Raises CheckpointError: the file cannot be written."""
-        to_wall_s = time.time() - time.perf_counter()
-        found, self._found = [self._driver.take(), *self._found], []
+        to_wall_s = self._driver.to_wall_s()
+        found, self._found = [self._driver.take(to_wall_s), *self._found], []
         hosts = {spans.process: spans.host for spans in found}
         lines: defaultdict[tuple[int, str], list[Span]] = defaultdict(list)
         for spans in found if self.is_on else ():
             offset_s = self._clocks.get(spans.process, _SAME).offset_s
             for span in spans.spans:
                 start_s = span.start_s - offset_s
-                step = self._step_at(start_s - to_wall_s)
+                step = self._step_at(start_s, to_wall_s)
                 if step % self._every == 0:
                     moved = Span(span.name, round(start_s, 6), round(span.duration_s, 6), span.args)
                     lines[step, spans.process].append(moved)
@@ -109,9 +109,9 @@ class SpanFile:
             data += msgspec.json.encode(line) + b"\n"
         self._writer.append(bytes(data))
 
-    def _step_at(self, time_s: float) -> int:
-        """Return the step that was being made; before the first known one, that one."""
+    def _step_at(self, time_s: float, to_wall_s: float) -> int:
+        """Return the step that was being made at a time of the wall clock; before the first known one, that one."""
         for start_s, step in reversed(self._starts):
-            if start_s <= time_s:
+            if start_s + to_wall_s <= time_s:  # the same sum as for the driver's spans: rounding keeps their order
                 return step
         return self._starts[0][1] if self._starts else 0

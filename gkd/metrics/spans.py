@@ -77,11 +77,27 @@ class SpanRecorder:
             else:
                 self._append(Span(name, began_s, ended_s - began_s, {"parts": 1}))
 
-    def take(self) -> ProcessSpans:
-        """Return the spans since the last call, in order of their starts, on the wall clock of this host."""
+    def to_wall_s(self) -> float:
+        """Return the wall clock minus the monotonic one, from the fastest of three readings.
+
+        The process may lose the processor between the two clocks; that would shift every span.
+        """
+        readings = []
+        for _ in range(3):
+            before_s, wall_s, after_s = self._clock(), self._wall(), self._clock()
+            readings.append((after_s - before_s, wall_s - before_s))
+        return min(readings)[1]
+
+    def take(self, to_wall_s: float | None = None) -> ProcessSpans:
+        """Return the spans since the last call, in order of their starts, on the wall clock of this host.
+
+        Args:
+            to_wall_s: see `to_wall_s`; default: measured now.
+        """
         with self._lock:
             spans, self._spans = self._spans, []
-        to_wall_s = self._wall() - self._clock()
+        if to_wall_s is None:
+            to_wall_s = self.to_wall_s()
         moved = [replace(span, start_s=span.start_s + to_wall_s) for span in spans]
         return ProcessSpans(self.process, self._host, in_lanes(merged(moved, self._most)))
 

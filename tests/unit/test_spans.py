@@ -121,9 +121,9 @@ def test_a_late_span_belongs_to_the_step_in_which_it_started(tmp_path: Path) -> 
     for step in (1, 2, 3, 4):
         on_stage = file.begin(step)
         began = time.perf_counter()
+        time.sleep(0.02)
         if step == 2:
             early_s = time.time()
-        time.sleep(0.002)
         on_stage("train", began, time.perf_counter())
         if step == 3:
             file.add(
@@ -132,6 +132,22 @@ def test_a_late_span_belongs_to_the_step_in_which_it_started(tmp_path: Path) -> 
         file.end()
     found = lines_of(tmp_path)
     assert set(found) == {(2, "driver"), (2, "engine 0"), (4, "driver")} and len(found[2, "engine 0"]) == 1
+
+
+def test_a_stage_that_starts_with_its_step_is_not_drawn_in_the_step_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Fails if the driver's stages and the starts of steps are put on the wall clock by two different readings."""
+    skews = iter(np.linspace(0.0, -1.0, 200).tolist())  # of the wall clock: each reading is earlier than the last one
+    wall_s = time.time()
+    monkeypatch.setattr(time, "time", lambda: wall_s + next(skews))
+    file = SpanFile(MetricsWriter(tmp_path / "spans.jsonl", -1), 1, {})
+    file._driver = SpanRecorder("driver", wall=time.time)
+    for step in (1, 2, 3):
+        on_stage = file.begin(step)
+        on_stage("train", file._starts[-1][0], time.perf_counter())
+        file.end()
+    assert set(lines_of(tmp_path)) == {(step, "driver") for step in (1, 2, 3)}
 
 
 def test_chunks_and_batches_of_the_teacher_are_placed(tmp_path: Path) -> None:
