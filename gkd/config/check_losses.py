@@ -94,6 +94,7 @@ def check_backend(config: Config, derived: Derived) -> None:
     teacher, default, is_local = config.teacher, TeacherConfig(), derived.is_local_teacher
     unused = [(name, "zmq") for name in _OF_SERVER if not derived.has_teacher_server]
     unused += [(name, "local") for name in _OF_LOCAL if not is_local]
+    unused += [("weights", "local")] if derived.has_teacher_server else []
     for name, other in unused:
         value = getattr(teacher, name)
         if value != getattr(default, name):
@@ -113,18 +114,21 @@ def check_backend(config: Config, derived: Derived) -> None:
         )
     if not is_local:
         _check_rollout_teacher(config)
-    _check_ema("teacher", teacher)
+    _check_updates("teacher", teacher)
 
 
 def _check_rollout_teacher(config: Config) -> None:
     """Check that the rollout engines can score with the student's weights, and that there is something to learn."""
     teacher, backend = config.teacher, ("teacher.backend", "rollout")
+    if teacher.weights != "live":
+        problem = "with teacher.backend=rollout the engines score with the student's current weights."
+        raise ConfigError("teacher.weights", teacher.weights, problem, "use live, or teacher.backend=local.")
     if not (teacher.prompt_template or config.data.teacher_prompt_key):
         problem = "the teacher is the student itself, and with the same prompt there is nothing to learn."
         raise ConfigError(*backend, problem, "set teacher.prompt_template or data.teacher_prompt_key.")
     if config.trainer.colocate:
         problem = "with trainer.colocate the engines sleep while the batch is scored."
-        raise ConfigError(*backend, problem, "use local with teacher.update_interval=1, or trainer.colocate=false.")
+        raise ConfigError(*backend, problem, "use local with teacher.weights=live, or trainer.colocate=false.")
     if config.distill.support != "teacher":
         problem = "with teacher.backend=rollout vLLM returns the teacher's most probable ids, and no others."
         raise ConfigError("distill.support", config.distill.support, problem, "use teacher.")
@@ -197,7 +201,7 @@ def check_reference(config: Config, derived: Derived) -> None:
             raise ConfigError(f"reference.{item.name}", value, problem, "remove it, or set the weight.")
     if derived.reference_is_actor:
         problem = "with actor.lora the reference is the actor with its adapters disabled, not a second model."
-        for name in ("fsdp_cpu_offload", "update_interval", "update_ema"):
+        for name in ("fsdp_cpu_offload", "weights", "update_interval", "update_ema"):
             value = getattr(config.reference, name)
             if value != getattr(ReferenceConfig(), name):
                 raise ConfigError(f"reference.{name}", value, problem, "remove it, or set reference.path.")
@@ -205,15 +209,21 @@ def check_reference(config: Config, derived: Derived) -> None:
     if scale != 1 and not derived.loss.policy_gradients:
         problem = "it scales the teacher's reward of a sampled token, and no loss uses one."
         raise ConfigError("distill.teacher_reward_scale", scale, problem, "use 1, or add k1, k2 or k3 to the losses.")
-    _check_ema("reference", config.reference)
+    _check_updates("reference", config.reference)
+    if config.reference.weights == "live" and config.reference.update_interval == 1:
+        problem = "after every step the reference is the student itself, so the KL to it is 0."
+        fix = "use ema, or a larger reference.update_interval."
+        raise ConfigError("reference.weights", "live", problem, fix)
     if weight and share == 0.0:
         problem = "it is estimated from tokens that the student generated, and distill.on_policy_share is 0."
         raise ConfigError("distill.reference_kl_weight", weight, problem, "use 0, or a share above 0.")
 
 
-def _check_ema(section: str, model: TeacherConfig | ReferenceConfig) -> None:
-    if model.update_ema > 0.0 and not model.update_interval:
-        problem = f"{section}.update_interval is 0, so the {section} is never updated."
-        raise ConfigError(
-            f"{section}.update_ema", model.update_ema, problem, f"use 0, or set {section}.update_interval."
-        )
+def _check_updates(section: str, model: TeacherConfig | ReferenceConfig) -> None:
+    """Check that settings of updates have an effect with `weights`."""
+    for name, used_by in (("update_interval", ("live", "ema")), ("update_ema", ("ema",))):
+        value = getattr(model, name)
+        if model.weights not in used_by and value != getattr(type(model)(), name):
+            problem = f"{section}.weights is {model.weights}, and only {' and '.join(used_by)} use this key."
+            fix = f"remove it, or set {section}.weights to {' or '.join(used_by)}."
+            raise ConfigError(f"{section}.{name}", value, problem, fix)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, TypeAlias, get_args
+from typing import Literal, NamedTuple, TypeAlias, get_args
 
 from gkd.config.declare import IF_MOVED, key
 from teacher_server.wire.protocol import MAX_K, Signal
@@ -16,6 +16,7 @@ POLICY_GRADIENT_NAMES = ("k1", "k2", "k3")
 SFT = "sft"
 NORMALIZATIONS = ("token", "sequence", "domain")
 TOKEN_WEIGHTS = ("none", "entropy", "teachability", "position")
+WEIGHTS = ("frozen", "live", "ema")
 LOSS_NAMES = (*DIVERGENCE_NAMES, *POLICY_GRADIENT_NAMES, SFT)
 
 MAX_NAME_LENGTH = 128  # characters of a teacher's name
@@ -49,17 +50,21 @@ class TeacherConfig:
         "actor's states are offloaded while the teacher computes.",
         resume=True,
     )
+    weights: str = key(
+        "frozen",
+        "frozen: the teacher stays as it is. local: live = a copy of the student's weights, ema = their exponential "
+        "moving average (self-distillation), in a teacher of the student's architecture, which checkpoints then "
+        "include. rollout: live.",
+        choices=WEIGHTS,
+    )
     update_interval: int = key(
-        0,
-        "local: steps between updates of the teacher's weights from the student's (self-distillation); 0 = never. "
-        "Needs a teacher of the student's architecture. Checkpoints then include the teacher.",
-        ge=0,
+        1, "local, weights live or ema: steps between updates from the student's weights.", ge=1, resume=True
     )
     update_ema: float = key(
-        0.0,
-        "local: an update sets the weights to update_ema x the teacher's + (1 - update_ema) x the student's. Above 0 "
-        "the teacher is kept in float32.",
-        ge=0,
+        0.99,
+        "local, weights ema: an update sets the weights to update_ema x the teacher's + (1 - update_ema) x the "
+        "student's, in float32.",
+        gt=0,
         lt=1,
     )
     server_ip: str = key("127.0.0.1", "Host name or IPv4 address of the teacher server.", resume=True)
@@ -277,17 +282,38 @@ class ReferenceConfig:
         "actor's states are offloaded while the reference computes.",
         resume=True,
     )
+    weights: str = key(
+        "frozen",
+        "frozen: the reference stays as it is. live = a copy of the student's weights, ema = their moving average, in "
+        "a reference of the student's architecture, which checkpoints then include. Not for actor.lora without "
+        "reference.path.",
+        choices=WEIGHTS,
+    )
     update_interval: int = key(
-        0,
-        "Steps between updates of the reference's weights from the student's; 0 = never. Needs a reference of the "
-        "student's architecture, and no adapters (actor.lora) unless reference.path is set. Checkpoints then include "
-        "the reference.",
-        ge=0,
+        1, "weights live or ema: steps between updates from the student's weights.", ge=1, resume=True
     )
     update_ema: float = key(
-        0.0,
-        "An update sets the weights to update_ema x the reference's + (1 - update_ema) x the student's. Above 0 the "
-        "reference is kept in float32.",
-        ge=0,
+        0.99,
+        "weights ema: an update sets the weights to update_ema x the reference's + (1 - update_ema) x the student's, "
+        "in float32.",
+        gt=0,
         lt=1,
     )
+
+
+class WeightUpdates(NamedTuple):
+    """How a teacher or a reference follows the student.
+
+    Args:
+        interval: steps between updates; 0: never.
+        ema: share of the old weights that an update keeps; 0: it copies the student's.
+    """
+
+    interval: int
+    ema: float
+
+
+def weight_updates(model: TeacherConfig | ReferenceConfig) -> WeightUpdates:
+    """Return how a model on the actor's ranks follows the student."""
+    interval = 0 if model.weights == "frozen" else model.update_interval
+    return WeightUpdates(interval, model.update_ema if model.weights == "ema" else 0.0)

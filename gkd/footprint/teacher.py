@@ -13,6 +13,7 @@ from typing import Any
 
 from gkd.config.derived import derive
 from gkd.config.schema import Config
+from gkd.config.schema_teacher import weight_updates
 from gkd.footprint.fsdp import gathered
 from gkd.footprint.rank import RankFootprint
 from gkd.hf.model_dims import ModelDims, read_dims
@@ -57,9 +58,10 @@ def with_local_teacher(
         config_json, tensors: of teacher.path.
     """
     teacher = config.teacher
-    hosted, exact = teacher.fsdp_cpu_offload, teacher.update_ema > 0.0
+    hosted, updates = teacher.fsdp_cpu_offload, weight_updates(teacher)
+    exact = updates.ema > 0.0
     part = _with_frozen(part, "teacher", config, config_json, tensors, hosted=hosted, exact=exact, on_cpu=on_cpu)
-    return _with_saved_copy(part, "teacher") if teacher.update_interval else part
+    return _with_saved_copy(part, "teacher") if updates.interval else part
 
 
 def with_reference(
@@ -67,9 +69,10 @@ def with_reference(
 ) -> RankFootprint:
     """Return an actor rank's footprint with its share of the reference model. Raises ModelError as `read_dims`."""
     reference = config.reference
-    hosted, exact = reference.fsdp_cpu_offload, reference.update_ema > 0.0
+    hosted, updates = reference.fsdp_cpu_offload, weight_updates(reference)
+    exact = updates.ema > 0.0
     part = _with_frozen(part, "reference", config, config_json, tensors, hosted=hosted, exact=exact, on_cpu=on_cpu)
-    return _with_saved_copy(part, "reference") if reference.update_interval else part
+    return _with_saved_copy(part, "reference") if updates.interval else part
 
 
 def _with_saved_copy(part: RankFootprint, name: str) -> RankFootprint:

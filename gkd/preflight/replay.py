@@ -87,11 +87,11 @@ def _check_head(recorded: Config, now: Config) -> None:
     if "hidden" not in derive(now).signals:
         return
     for config, whose in ((recorded, "the recorded run's"), (now, "this run's")):
-        if interval := config.teacher.update_interval:
+        if config.teacher.weights != "frozen":
             raise ConfigError(
                 "trainer.replay",
                 now.trainer.replay,
-                f"{whose} teacher.update_interval is {interval}: hidden states need the LM head of their step, and "
-                "batches do not contain it.",
-                "record with teacher.signal topk or logits, or with teacher.update_interval 0.",
+                f"{whose} teacher.weights is {config.teacher.weights}: hidden states need the LM head of their step, "
+                "and batches do not contain it.",
+                "record with teacher.signal topk or logits, or with teacher.weights frozen.",
             )

@@ -18,13 +18,13 @@ from tests.dist.megatron_reference import BETAS, CLIP, EPS, LR, WEIGHT_DECAY
 from tests.dist.student_cases import CPU
 
 STEP = 3  # of the checkpoint; not a multiple of the interval
-EMA = ("teacher.update_interval=2", "teacher.update_ema=0.75", "teacher.signal=hidden")
+EMA = ("teacher.weights=ema", "teacher.update_interval=2", "teacher.update_ema=0.75", "teacher.signal=hidden")
 # The reference copies the student when the teacher averages, and the reverse.
 REFERENCE = {
-    "ema": ("reference.update_interval=1",),
-    "copy": ("reference.update_interval=2", "reference.update_ema=0.5"),
+    "ema": ("reference.weights=live",),
+    "copy": ("reference.weights=ema", "reference.update_interval=2", "reference.update_ema=0.5"),
 }
-COPY = ("teacher.update_interval=2",)
+COPY = ("teacher.weights=live", "teacher.update_interval=2")
 CASES = (
     ("ema", "qwen3", (*EMA, *REFERENCE["ema"])),
     ("copy", "qwen3", (*COPY, *REFERENCE["copy"])),

@@ -178,11 +178,11 @@ def test_a_local_teacher_is_on_the_actors_ranks() -> None:
         config = _config(*local, *overrides)
         return footprint(config, QWEN25_15B, local_teacher=(QWEN25_15B, None))[0]
 
-    hosted, resident, averaged = ranks(), ranks("teacher.fsdp_cpu_offload=false"), ranks("teacher.update_ema=0.5")
+    hosted, resident, averaged = ranks(), ranks("teacher.fsdp_cpu_offload=false"), ranks("teacher.weights=ema")
     n_ranks = _config().trainer.n_gpus_per_node
     assert hosted.host_bytes - plain.host_bytes == resident.parts["teacher_weights"] == -(-2 * total // n_ranks)
     assert averaged.parts["teacher_shards"] == -(-4 * total // n_ranks)
-    follows = ranks("teacher.update_interval=2")
+    follows = ranks("teacher.weights=live")
     assert follows.parts["saved_copy"] - plain.parts["saved_copy"] == follows.parts["teacher_shards"]
     assert hosted.total_bytes == plain.total_bytes  # a pass takes less than a training step
     assert resident.total_bytes == plain.total_bytes + resident.parts["teacher_weights"]

@@ -10,7 +10,13 @@ from gkd.config.load import load_config
 from gkd.errors import ConfigError
 from gkd.rollout.self_scoring import _teacher_scores
 
-MINIMAL = ["data.train_files=[a.jsonl]", "model.path=m", "trainer.run_dir=r", "teacher.backend=rollout"]
+MINIMAL = [
+    "data.train_files=[a.jsonl]",
+    "model.path=m",
+    "trainer.run_dir=r",
+    "teacher.backend=rollout",
+    "teacher.weights=live",
+]
 OWN_PROMPT = ["teacher.prompt_template=Be brief. {prompt}"]
 
 
@@ -25,7 +31,9 @@ OWN_PROMPT = ["teacher.prompt_template=Be brief. {prompt}"]
         ("teacher.mass", [*OWN_PROMPT, "teacher.mass=0.9"]),
         ("distill.support", [*OWN_PROMPT, "distill.support=union"]),
         ("teacher.path", [*OWN_PROMPT, "teacher.path=t"]),
-        ("teacher.update_interval", [*OWN_PROMPT, "teacher.update_interval=1"]),
+        ("teacher.update_interval", [*OWN_PROMPT, "teacher.update_interval=2"]),
+        ("teacher.weights", [*OWN_PROMPT, "teacher.weights=frozen"]),
+        ("teacher.weights", [*OWN_PROMPT, "teacher.weights=ema"]),
         ("teacher.server_port", [*OWN_PROMPT, "teacher.server_port=1"]),
         ("teacher.routes", [*OWN_PROMPT, "teacher.routes={a: {}}", "data.teacher_key=domain"]),
     ],
@@ -42,7 +50,7 @@ def test_engines_have_room_for_the_teachers_prompt() -> None:
     lengths = ["data.max_prompt_length=10", "data.max_response_length=5", "data.max_teacher_prompt_length=20"]
     derived = check_config(load_config(None, [*MINIMAL, *OWN_PROMPT, *lengths]))
     assert (derived.max_engine_length, derived.has_teacher_server, derived.is_local_teacher) == (26, False, False)
-    served = [*MINIMAL[:-1], *OWN_PROMPT, *lengths]
+    served = [*MINIMAL[:-2], *OWN_PROMPT, *lengths]
     assert check_config(load_config(None, served)).max_engine_length == 15
 
 

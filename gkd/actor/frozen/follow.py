@@ -14,6 +14,7 @@ from gkd.actor.common.base import Student
 from gkd.actor.common.host_copies import Snapshot
 from gkd.actor.frozen.model import FrozenModel
 from gkd.actor.megatron.layout import ParallelLayout
+from gkd.config.schema_teacher import WeightUpdates
 from gkd.errors import ConfigError, ModelError
 from gkd.hf.folder import TensorPlan, exhaust
 from gkd.log import get_logger
@@ -22,15 +23,14 @@ log = get_logger("frozen.follow")
 
 
 class Follower:
-    """Copy the student's weights into a frozen model every `interval` steps. Its methods are collectives of all ranks.
+    """Update a frozen model's weights from the student's. Its methods are collectives of all ranks.
 
     Args:
         layout: of the student, which maps pipeline stages to ranks.
-        interval: 0: never; then the model is not part of checkpoints.
-        ema: share of the old weights that a refresh keeps; 0: copy.
+        updates: without any the model is not part of checkpoints.
 
     Raises:
-        ConfigError: naming update_interval of the model's section: model and student have different architectures.
+        ConfigError: naming `weights` of the model's section: model and student have different architectures.
     """
 
     def __init__(
@@ -39,14 +39,12 @@ class Follower:
         student: Student,
         layout: ParallelLayout,
         device: torch.device,
-        *,
-        interval: int,
-        ema: float,
+        updates: WeightUpdates,
     ) -> None:
         self._model, self._student, self._layout, self._device = model, student, layout, device
-        self._interval, self._ema = interval, ema
-        if interval:
-            self._check_can_follow()
+        self._interval, self._ema = updates
+        if self._interval:
+            self._check_can_follow(updates)
 
     def after_step(self) -> bool:
         """Refresh the model if it is due; call it after each step of the student. Return whether it was."""
@@ -73,14 +71,14 @@ class Follower:
             self._model.load(folder)
         return bool(self._interval)
 
-    def _check_can_follow(self) -> None:
+    def _check_can_follow(self, updates: WeightUpdates) -> None:
         plan = [spec for stage in stage_plans(self._student, self._layout) for spec in stage]
         try:
             self._model.check_plan(plan)
         except ModelError as error:
             role = self._model.role
-            fix = f"use 0, or a {role}.path of the student's architecture."
-            raise ConfigError(f"{role}.update_interval", self._interval, f"{error}.", fix) from error
+            fix = f"use frozen, or a {role}.path of the student's architecture."
+            raise ConfigError(f"{role}.weights", "ema" if updates.ema else "live", f"{error}.", fix) from error
 
 
 def stage_plans(student: Student, layout: ParallelLayout) -> list[list[TensorPlan]]:

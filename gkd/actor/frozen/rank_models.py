@@ -14,6 +14,7 @@ from gkd.actor.common.base import Student
 from gkd.actor.common.host_copies import Snapshot
 from gkd.actor.megatron.layout import ParallelLayout
 from gkd.config.schema import Config
+from gkd.config.schema_teacher import weight_updates
 from gkd.types import Rollout, TeacherScores
 
 if TYPE_CHECKING:
@@ -52,10 +53,8 @@ class FrozenModels:
         from gkd.actor.frozen.follow import Follower
         from gkd.actor.frozen.reference import frozen_reference
 
-        self._reference, reference = frozen_reference(self._config, self._device), self._config.reference
-        interval, ema = reference.update_interval, reference.update_ema
-        follower = Follower(self._reference, self._student, self._layout, self._device, interval=interval, ema=ema)
-        self._followers.append(follower)
+        self._reference, updates = frozen_reference(self._config, self._device), weight_updates(self._config.reference)
+        self._followers.append(Follower(self._reference, self._student, self._layout, self._device, updates))
 
     def score(
         self, sequence_indices: Sequence[bytes | None], chunks: Sequence[list[Rollout]]

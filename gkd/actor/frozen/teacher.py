@@ -18,6 +18,7 @@ from gkd.actor.frozen.model import FrozenModel, Table
 from gkd.actor.megatron.layout import ParallelLayout
 from gkd.config.derived import derive
 from gkd.config.schema import Config
+from gkd.config.schema_teacher import weight_updates
 from gkd.data.scatter import map_selected
 from gkd.types import SIGNAL_FIELDS, Rollout, TeacherScores, TeacherTopK
 from teacher_server.engines.base import ScoreParams
@@ -34,7 +35,7 @@ class LocalTeacher:
         n_vocab: ids that student and teacher share; the teacher's other logits are dropped before the softmax.
 
     Raises:
-        ModelError, ConfigError: see `FrozenModel`; or ConfigError naming teacher.update_interval: student and teacher
+        ModelError, ConfigError: see `FrozenModel`; or ConfigError naming teacher.weights: student and teacher
             have different architectures.
     """
 
@@ -43,7 +44,7 @@ class LocalTeacher:
     ) -> None:
         teacher, actor = config.teacher, config.actor
         self._student, self._n_vocab = student, n_vocab
-        derived = derive(config)
+        derived, updates = derive(config), weight_updates(teacher)
         self._model = FrozenModel(
             teacher.path,
             device=device,
@@ -52,15 +53,14 @@ class LocalTeacher:
             cpu_offload=teacher.fsdp_cpu_offload,
             packing=actor.packing,
             max_batch_tokens=actor.max_tokens_per_micro_batch or actor.micro_batch_size * derived.max_teacher_length,
-            float32_weights=teacher.update_ema > 0.0,
+            float32_weights=updates.ema > 0.0,
             trust_remote_code=config.model.trust_remote_code,
         )
         self._signals, self._n_student_ids = derived.signals, derived.n_student_ids
         # The top-k table also holds the logprobs of the response tokens.
         requested = ("topk",) if self._signals == ("topk", "sampled") else self._signals
         self._params = [self._score_params(config, each) for each in requested]
-        interval, ema = teacher.update_interval, teacher.update_ema
-        self._follower = Follower(self._model, student, layout, device, interval=interval, ema=ema)
+        self._follower = Follower(self._model, student, layout, device, updates)
         self._hand_over_head()
 
     def score(

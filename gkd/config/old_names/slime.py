@@ -173,7 +173,8 @@ _DATA = (
 
 _STUDENT = (
     mapped("--hf-checkpoint", "model.path", "the Hugging Face folder is the student; nothing is converted"),
-    mapped("--ref-update-interval", "reference.update_interval", "x optimizer steps of a rollout", _steps),
+    mapped("--ref-update-interval", "reference.weights reference.update_interval", "x optimizer steps of a rollout",
+        lambda value, old: {"reference.weights": "live", "reference.update_interval": _steps(value, old)}),
     meaningless("--ref-load --ref-ckpt-step --ckpt-step --finetune --no-load-optim --no-load-rng",
         "the reference is the initial student, or the folder reference.path."),
     mapped("--load", "trainer.resume", "slime resumes if --load has a checkpoint, as auto does with trainer.run_dir",
