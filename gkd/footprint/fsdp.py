@@ -70,8 +70,15 @@ def fsdp_footprint(
     boundary = kernels.boundary(dims) * batch.n_tokens
     activations = boundary * dims.n_layers if actor.recompute == "full" else sum(whole)
     activations += boundary + kernels.final_norm(dims) * batch.n_tokens
-    sizes = {"hidden": dims.hidden_size, "rows_of_head": dims.vocab_size, "itemsize": b}
-    loss = loss_shape(config, batch, **sizes, on_cpu=on_cpu, frozen=frozen)
+    loss = loss_shape(
+        config,
+        batch,
+        hidden=dims.hidden_size,
+        rows_of_head=dims.vocab_size,
+        itemsize=b,
+        on_cpu=on_cpu,
+        frozen=frozen,
+    )
     layer, sums = _gathered_layer(found.layer, b, dp, on_cpu=on_cpu, offloads=actor.fsdp_cpu_offload)
     table = found.embedding * b
     layer_gradient = 0 if frozen else sums

@@ -37,6 +37,7 @@ class LossShape:
     topk: int  # 0 without a list
     is_full: bool  # the teacher's full distribution exists as logits
     frozen: bool = False  # the LM head is not trained and has no gradient
+    in_place: bool = False  # fused, the LM head's gradient is added to the gradient buffer by the loss
 
     @property
     def rows_at_once(self) -> int:
@@ -67,6 +68,8 @@ class LossShape:
         rows = self.batch.n_rows * self.hidden * b
         if not self.fused:
             return rows
+        if self.in_place:
+            return 2 * rows + (b * head if self.on_cpu and b < _FLOAT32 else 0)  # a chunk's part
         if b == _FLOAT32:
             return 2 * rows + _FLOAT32 * head
         # The sum over chunks is float32. In addition a chunk's part exists on the CPU, and at the end the cast sum.
@@ -75,7 +78,8 @@ class LossShape:
     @property
     def head_grad_bytes(self) -> int:
         """Bytes of the LM head's gradient before it is added to the gradient buffer."""
-        return 0 if self.frozen else self.rows_of_head * self.hidden * self.itemsize
+        kept = not self.frozen and not (self.fused and self.in_place)
+        return self.rows_of_head * self.hidden * self.itemsize if kept else 0
 
     @property
     def backward_bytes(self) -> int:
@@ -95,6 +99,7 @@ def loss_shape(
     itemsize: int,
     on_cpu: bool,
     frozen: bool = False,
+    in_place: bool = False,
 ) -> LossShape:
     """Return the loss of these settings on a rank with `rows_of_head` rows of the LM head."""
     signals = derive(config).signals
@@ -109,4 +114,5 @@ def loss_shape(
         topk=config.teacher.topk if "topk" in signals else 0,
         is_full="logits" in signals or "hidden" in signals,
         frozen=frozen,
+        in_place=in_place,
     )

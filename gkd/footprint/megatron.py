@@ -146,6 +146,7 @@ def _training_peak(
         itemsize=itemsize,
         on_cpu=on_cpu,
         frozen=kernels.frozen,
+        in_place=True,
     )
     transient = layer + _layer_gradients(dims, actor.tp, batch, itemsize, on_cpu=on_cpu, frozen=kernels.frozen)
     if kernels.fused and dims.moe is not None:  # the experts' first matrices as one tensor, and its gradient

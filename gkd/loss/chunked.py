@@ -38,7 +38,13 @@ class HeadLoss(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, head: Tensor, targets: TokenTargets, loss: ChunkLoss, reduce_hidden_grad: bool
+        ctx: Any,
+        hidden: Tensor,
+        head: Tensor,
+        targets: TokenTargets,
+        loss: ChunkLoss,
+        reduce_hidden_grad: bool,
+        head_grad_sum: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
         needs_hidden_grad, needs_head_grad = ctx.needs_input_grad[:2]
         targets = targets.on(hidden.device)
@@ -46,21 +52,25 @@ class HeadLoss(torch.autograd.Function):
         valid_head = head[:v_valid]
         hidden_grad = torch.empty_like(hidden) if needs_hidden_grad else None
         # The chunks are summed in float32: a running bfloat16 sum would round small contributions away.
-        head_grad = torch.zeros_like(head, dtype=statistics_dtype(head)) if needs_head_grad else None
+        head_grad = head_grad_sum
+        if needs_head_grad and head_grad_sum is None:
+            head_grad = torch.zeros_like(head, dtype=statistics_dtype(head))
         sums = torch.zeros(len(loss.report_names), dtype=torch.float64, device=hidden.device)
         step = loss.rows_per_chunk(len(head), hidden.element_size())  # from the padded size: equal on all ranks
         buffer = hidden.new_empty((min(step, len(hidden)), v_valid))
         for start in range(0, len(hidden), step):
             rows = slice(start, min(start + step, len(hidden)))
             logits = torch.mm(hidden[rows], valid_head.T, out=buffer[: rows.stop - start])
-            sums += loss.chunk(logits, targets, rows, with_grad=needs_hidden_grad or needs_head_grad)
+            sums += loss.chunk(logits, targets, rows, with_grad=hidden_grad is not None or head_grad is not None)
             if hidden_grad is not None:
                 torch.mm(logits, valid_head, out=hidden_grad[rows])
             if head_grad is not None:
                 _add_product(head_grad[:v_valid], logits.T, hidden[rows])
         if hidden_grad is not None and reduce_hidden_grad and loss.shard.group is not None:
             dist.all_reduce(hidden_grad, group=loss.shard.group)
-        ctx.save_for_backward(hidden_grad, None if head_grad is None else head_grad.to(head.dtype))
+        own_head_grad = None if head_grad is None or head_grad is head_grad_sum else head_grad.to(head.dtype)
+        ctx.save_for_backward(hidden_grad, own_head_grad)
+        ctx.unset_like = head.detach() if needs_head_grad and own_head_grad is None else None
         ctx.mark_non_differentiable(sums)
         return sums[0].to(statistics_dtype(hidden), copy=True), sums
 
@@ -69,7 +79,9 @@ class HeadLoss(torch.autograd.Function):
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
         # In place. Autograd detects a second backward pass, which would use scaled gradients, and raises.
         hidden_grad, head_grad = (None if g is None else g.mul_(grad_outputs[0]) for g in ctx.saved_tensors)
-        return hidden_grad, head_grad, None, None, None
+        if ctx.unset_like is not None:
+            head_grad = torch.empty_like(ctx.unset_like)
+        return hidden_grad, head_grad, None, None, None, None
 
 
 class LogitsLoss(torch.autograd.Function):

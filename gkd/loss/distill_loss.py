@@ -102,7 +102,13 @@ class DistillLoss:
         return ("total", *names, SUPPORT_MASS) if self.with_support else ("total", *names)
 
     def from_hidden(
-        self, hidden: Tensor, head: Tensor, targets: TokenTargets, *, reduce_hidden_grad: bool = True
+        self,
+        hidden: Tensor,
+        head: Tensor,
+        targets: TokenTargets,
+        *,
+        reduce_hidden_grad: bool = True,
+        head_grad_sum: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Compute the loss of all rows from hidden states. Collective over the shard's group.
 
@@ -111,6 +117,8 @@ class DistillLoss:
             head: [V_local, H] this rank's rows of the student's LM head.
             reduce_hidden_grad: sum the gradient of `hidden` over the group. False: return this rank's part only, if
                 the caller sums it (sequence parallel: the backward pass of the gather is a reduce-scatter).
+            head_grad_sum: [V_local, H] float32: the forward pass adds the gradient of `head` to it, so the backward
+                pass must start with a gradient of 1. If `head` requires a gradient, it gets one of undefined values.
 
         Returns:
             The sum of the losses of all rows, differentiable once, and float64 sums in the order of `report_names`.
@@ -122,8 +130,8 @@ class DistillLoss:
         targets = self._weighed(targets, lambda first: first.from_hidden(hidden, head, targets))
         hidden = self._at_temperatures(hidden, targets)
         if not torch.is_grad_enabled():  # needs_input_grad of a Function ignores no_grad
-            hidden, head = hidden.detach(), head.detach()
-        loss, sums = HeadLoss.apply(hidden, head, targets, self, reduce_hidden_grad)
+            hidden, head, head_grad_sum = hidden.detach(), head.detach(), None
+        loss, sums = HeadLoss.apply(hidden, head, targets, self, reduce_hidden_grad, head_grad_sum)
         return loss, sums
 
     def from_logits(self, logits_local: Tensor, targets: TokenTargets) -> tuple[Tensor, Tensor]:

@@ -29,6 +29,8 @@ _NAMES = {
     "trl": "as TRL's generalized_jsd_loss",
     "fused": "LM head and loss fused",
     "unfused": "LM head, then loss",
+    "in_place": "head's gradient added in place",
+    "added": "head's gradient computed, then added",
 }
 Rounds = dict[str, list[Measured]]
 
@@ -82,6 +84,21 @@ def head(vocabulary: int, rounds: int, rows: Sequence[int]) -> Part:
     return Part("head", what, figures, tables, {"rounds": rounds})
 
 
+def head_gradient(vocabulary: int, rounds: int, rows: int) -> Part:
+    """Accumulation of the LM head's gradient over micro-batches."""
+    found = _rounds({name: Case("head_gradient", name, rows, vocabulary) for name in ("added", "in_place")}, rounds)
+    bytes_of_head = 4 * 896 * vocabulary
+    figures = [
+        Figure("in place: time / computed, then added", _ratio(found, "in_place", "added")),
+        *(
+            Figure(f"{name}: extra memory / that of the head", _extra(found[name]) / bytes_of_head)
+            for name in ("in_place", "added")
+        ),
+    ]
+    what = f"LM head and forward KL of {rows} rows, float32, the head's gradient added to a buffer of gradients."
+    return Part("head_gradient", what, figures, [_table(found)], {"rounds": rounds})
+
+
 # Its kernels are Triton's, and Triton compiles for GPUs; this benchmark is about the CPU.
 _LIGER = "not run: no GPU"
 
@@ -126,6 +143,7 @@ PARTS: dict[str, Callable[[int, bool], Part]] = {
     # Fewer rows: TRL's formulation takes ten times the memory of the logits.
     "jsd_32000": lambda rounds, quick: jsd(32_000, rounds, 128 if quick else 1024),
     "jsd_151936": lambda rounds, quick: jsd(151_936, rounds, 64 if quick else 512),
+    "head_gradient": lambda rounds, quick: head_gradient(151_936, rounds, 64 if quick else 512),
     "head": lambda rounds, quick: head(151_936, rounds, (256, 512) if quick else (256, 1024, 2048)),
 }
 

@@ -28,11 +28,11 @@ _BLOCK = 64  # rows of random numbers; the rows after them repeat, which no vari
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    kind: str  # topk | jsd | head | memcpy
+    kind: str  # topk | jsd | head | head_gradient | memcpy
     variant: str  # of `loss_variants`; "" for memcpy
     rows: int
     vocabulary: int
-    hidden: int = 896  # head only
+    hidden: int = 896  # head and head_gradient only
     threads: int = 2
 
 
@@ -64,6 +64,8 @@ def run(case: Case) -> Measured:
 
 def _pass(case: Case, meter: PeakMeter) -> Measured:
     targets = _targets(case)
+    if case.kind == "head_gradient":
+        return _head_gradient(case, targets, meter)
     if case.kind == "head":
         hidden = torch.randn(case.rows, case.hidden)
         inputs = [hidden, _random_rows(case.vocabulary, case.hidden).mul_(3.0 * case.hidden**-0.5)]
@@ -79,6 +81,24 @@ def _pass(case: Case, meter: PeakMeter) -> Measured:
     # A gradient that overwrites its input needs no additional memory.
     own = [g for g, x in zip(gradients, inputs, strict=True) if g.data_ptr() != x.data_ptr()]
     return Measured(seconds, meter.peak_bytes - sum(g.nbytes for g in own), float(loss.detach()))
+
+
+def _head_gradient(case: Case, targets: TokenTargets, meter: PeakMeter) -> Measured:
+    """Add the LM head's gradient of a micro-batch to a buffer of gradients."""
+    hidden = torch.randn(case.rows, case.hidden).requires_grad_()
+    head = _random_rows(case.vocabulary, case.hidden).mul_(3.0 * case.hidden**-0.5).requires_grad_()
+    total = torch.full_like(head, 0.5, requires_grad=False)
+    with meter:
+        start = time.perf_counter()
+        if case.variant == "in_place":
+            loss = head_kl("fused", hidden, head.detach(), targets, head_grad_sum=total)
+            (gradient,) = torch.autograd.grad(loss, hidden)
+        else:
+            loss = head_kl("fused", hidden, head, targets)
+            gradient, of_head = torch.autograd.grad(loss, (hidden, head))
+            total += of_head
+        seconds = time.perf_counter() - start
+    return Measured(seconds, meter.peak_bytes - gradient.nbytes, float(loss.detach()))
 
 
 def _targets(case: Case) -> TokenTargets:

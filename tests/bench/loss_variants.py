@@ -59,13 +59,15 @@ def jsd(variant: str, logits: Tensor, targets: TokenTargets) -> Tensor:
     return (0.5 * parts[0] + 0.5 * parts[1]).sum()
 
 
-def head_kl(variant: str, hidden: Tensor, head: Tensor, targets: TokenTargets) -> Tensor:
-    """`topk_kl` of the logits hidden [N, H] @ head [V, H] transposed."""
+def head_kl(
+    variant: str, hidden: Tensor, head: Tensor, targets: TokenTargets, head_grad_sum: Tensor | None = None
+) -> Tensor:
+    """`topk_kl` of the logits hidden [N, H] @ head [V, H] transposed; `head_grad_sum` for `fused`."""
     if variant == "dense":
         return topk_kl("dense", F.linear(hidden, head), targets)
     loss = _distill_loss(SPEC, "topk", len(head))
     if variant == "fused":
-        return loss.from_hidden(hidden, head, targets)[0]
+        return loss.from_hidden(hidden, head, targets, head_grad_sum=head_grad_sum)[0]
     return loss.from_logits(F.linear(hidden, head), targets)[0]
 
 

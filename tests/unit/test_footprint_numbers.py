@@ -84,29 +84,32 @@ def test_logits_and_tables() -> None:
     """Fails if the loss's working memory is counted of other rows than a chunk's, or the teacher's lists are not."""
     # A chunk of 128 MiB has 441 rows, and one of 1 GiB 3533.
     chunk, piece, listed, tables = 441 * 151936 * 2, (1 << 22) * 4 * 2, 16384 * 64 * 12, 441 * 65 * 4 * 12
-    assert _actor("actor.logits_chunk_mib=128").parts["logits"] == chunk + piece + listed + tables
-    assert _actor().parts["logits"] == 3533 * 151936 * 2 + piece + listed + 3533 * 65 * 4 * 12
+    assert _loss("actor.logits_chunk_mib=128").logits_bytes == chunk + piece + listed + tables
+    assert _loss().logits_bytes == 3533 * 151936 * 2 + piece + listed + 3533 * 65 * 4 * 12
     whole = 16384 * 151936 * 2 + piece + listed + 16384 * 65 * 4 * 12
     assert _loss("actor.fused_lm_head=false").logits_bytes == whole
     # The teacher's logits are float32 and share the chunk: 147 rows. There are no lists, but the sampled column.
     full = 147 * 151936 * (2 + 4) + piece + 147 * 4 * 12
-    assert _actor("teacher.signal=logits", "actor.logits_chunk_mib=128").parts["logits"] == full
+    assert _loss("teacher.signal=logits", "actor.logits_chunk_mib=128").logits_bytes == full
 
 
-def _loss(*overrides: str, frozen: bool = False) -> LossShape:
+def _loss(*overrides: str, frozen: bool = False, in_place: bool = False) -> LossShape:
     config = _config(*overrides)
     sizes = {"hidden": 1536, "rows_of_head": 151936, "itemsize": 2}
-    return loss_shape(config, largest_micro_batch(config), **sizes, on_cpu=False, frozen=frozen)
+    return loss_shape(config, largest_micro_batch(config), **sizes, on_cpu=False, frozen=frozen, in_place=in_place)
 
 
 def test_the_heads_gradient() -> None:
     """Fails if the sum of the chunks' gradients of the LM head, its cast copy, or the one that is kept is forgotten; or
-    adapters are charged for a gradient of the head, which is frozen.
+    adapters are charged for a gradient of the head, which is frozen, or Megatron for one that is added in place.
     """
     rows = 16384 * 1536 * 2
     trained, frozen = _loss(), _loss(frozen=True)
     assert (trained.forward_bytes, trained.backward_bytes) == (2 * rows + 6 * TABLE, 2 * rows + 2 * TABLE)
     assert (frozen.forward_bytes, frozen.backward_bytes) == (2 * rows, 2 * rows)
+    in_place = _loss(in_place=True)
+    assert (in_place.forward_bytes, in_place.backward_bytes, in_place.head_grad_bytes) == (2 * rows, 2 * rows, 0)
+    assert _loss("actor.fused_lm_head=false", in_place=True).head_grad_bytes == 2 * TABLE
     separate = _loss("actor.fused_lm_head=false", frozen=True)
     assert (separate.forward_bytes, separate.backward_bytes) == (rows, rows + 16384 * 151936 * 2)
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from gkd.config.loss_spec import LossSpec, LossTerm
 from gkd.errors import DataError, NumericsError
@@ -114,6 +116,56 @@ def test_a_frozen_part_changes_nothing_for_the_other(signal: Signal) -> None:
     assert torch.equal(grads[0]["hidden"], grads[1]["hidden"])  # type: ignore[arg-type]
     assert torch.equal(grads[0]["head"], grads[2]["head"])  # type: ignore[arg-type]
     assert grads[1]["head"] is None and grads[2]["hidden"] is None
+
+
+@pytest.mark.parametrize("frozen", [True, False])
+@pytest.mark.parametrize("signal", SIGNALS)
+def test_the_heads_gradient_is_added_to_a_sum_in_place(signal: Signal, frozen: bool) -> None:
+    """Fails if gradients of micro-batches overwrite each other, are in the sum twice, or padding rows get one."""
+    batch = Batch()
+    loss, targets = batch.loss(SPEC, signal, 3), batch.targets(signal, 0.7)
+    grads = []
+    total = torch.full_like(batch.head, 0.25)
+    for head_grad_sum in (None, total, total):
+        hidden, head = batch.hidden.clone().requires_grad_(), batch.head.clone().requires_grad_()
+        used = head.detach() if frozen and head_grad_sum is not None else head
+        loss.from_hidden(hidden, used, targets, head_grad_sum=head_grad_sum)[0].backward()
+        grads.append((hidden.grad, head.grad))
+        assert (head.grad is None) == (used is not head)  # the hook of its own gradient must run
+    (of_hidden, of_head), (in_place, _), _ = grads
+    assert of_hidden is not None and of_head is not None and in_place is not None
+    torch.testing.assert_close(total - 0.25, 2 * of_head, rtol=1e-12, atol=1e-12)
+    assert torch.equal(in_place, of_hidden) and torch.equal(total[V:], torch.full_like(total[V:], 0.25))
+    with torch.no_grad():  # an evaluation between two steps
+        loss.from_hidden(batch.hidden, batch.head, targets, head_grad_sum=total)
+    torch.testing.assert_close(total - 0.25, 2 * of_head, rtol=1e-12, atol=1e-12)
+
+
+class _LargestNew(TorchDispatchMode):
+    """Record the largest tensor that an operation in the block returns in memory of its own."""
+
+    def __init__(self, *known: Tensor) -> None:
+        super().__init__()
+        self._known, self.largest = {tensor.untyped_storage().data_ptr() for tensor in known}, 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if isinstance(out, Tensor) and out.untyped_storage().data_ptr() not in self._known:
+            self.largest = max(self.largest, out.numel())
+        return out
+
+
+def test_a_gradient_in_place_needs_no_memory_of_the_heads_size() -> None:
+    """Fails if the sum is no longer formed in place: gigabytes for a large vocabulary."""
+    batch = Batch()
+    loss, targets, total = batch.loss(SPEC, "topk", 1), batch.targets("topk", 0.7), torch.zeros_like(batch.head)
+    found = []
+    for head, into in ((batch.head.clone().requires_grad_(), None), (batch.head, total)):
+        hidden = batch.hidden.clone().requires_grad_()
+        with _LargestNew(batch.head, total) as mode:
+            loss.from_hidden(hidden, head, targets, head_grad_sum=into)[0].backward()
+        found.append(mode.largest)
+    assert found[0] >= batch.head.numel() > found[1]
 
 
 @pytest.mark.parametrize("fused", [True, False])

@@ -28,6 +28,7 @@ from gkd.data.collate import without_targets
 from gkd.errors import DataError
 from gkd.loss.distill_loss import DistillLoss
 from gkd.loss.reduce import sum_over_group
+from gkd.loss.row_kernels import statistics_dtype
 from gkd.loss.sampled_logprobs import logprobs_of_hidden, logprobs_of_logits
 from gkd.types import MicroBatch
 
@@ -72,7 +73,12 @@ def run_batch(
             _forward_step,
             device=device,
             fused=fused,
-            loss_function=partial(_loss_sums, model=model, loss=loss, fused=fused),
+            loss_function=partial(
+                _loss_sums,
+                model=model,
+                loss=loss,
+                head_and_sum=_head_and_sum(model, ddps[-1]) if fused and model.layout.is_last_stage else None,
+            ),
         ),
         forward_only=forward_only,
         force_all_reduce=force_all_reduce,
@@ -211,24 +217,51 @@ def _forward_step(
 
 
 def _loss_sums(
-    output: Tensor, *, batch: MicroBatch, model: StudentModel, loss: DistillLoss, fused: bool
+    output: Tensor,
+    *,
+    batch: MicroBatch,
+    model: StudentModel,
+    loss: DistillLoss,
+    head_and_sum: tuple[Tensor, Tensor | None] | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return (sum to differentiate, its int token count, numbers to report), as Megatron requires of a loss function.
 
     Args:
-        output: of the last stage: [N, H] hidden states if `fused`, else [N, V_local] logits.
+        output: of the last stage: [N, V_local] logits, or with `head_and_sum` [N, H] hidden states.
+        head_and_sum: see `_head_and_sum`.
     """
     targets = batch.targets
     if targets is None:
         raise DataError("the last pipeline stage got a micro-batch without targets")
-    if fused:
+    if head_and_sum is not None:
         # The backward pass of the gather under sequence parallelism sums the gradient of the hidden states.
         reduce_hidden_grad = not model.config.sequence_parallel
-        loss_sum, values = loss.from_hidden(output, model.lm_head, targets, reduce_hidden_grad=reduce_hidden_grad)
+        head, head_grad_sum = head_and_sum
+        loss_sum, values = loss.from_hidden(
+            output, head, targets, reduce_hidden_grad=reduce_hidden_grad, head_grad_sum=head_grad_sum
+        )
     else:
         loss_sum, values = loss.from_logits(output, targets)
     n_tokens = torch.tensor(batch.n_loss_tokens, dtype=torch.int, device=output.device)
     return loss_sum, n_tokens, torch.cat([token_counts(batch, targets, output.device), values])
+
+
+def _head_and_sum(model: StudentModel, ddp: DistributedDataParallel) -> tuple[Tensor, Tensor | None]:
+    """Return this rank's rows of the LM head, and their `main_grad` if the loss can add the gradient there in place.
+
+    Megatron starts each backward pass with a gradient of 1, which `head_grad_sum` of the loss requires. The float32
+    `main_grad` then has no rounding of a micro-batch's gradient to the weights' dtype, and the gradient no memory.
+    """
+    head = model.lm_head
+    main_grad: Tensor | None = getattr(head, "main_grad", None)  # a frozen head has none
+    if main_grad is None or main_grad.dtype != statistics_dtype(head):
+        return head, None
+    shares_embedding = model.dims.tied_embeddings and model.layout.pp == 1
+    if shares_embedding or not ddp.ddp_config.overlap_grad_reduce:
+        return head.detach(), main_grad
+    # The gradient's hook starts the reduction. It must run for the head, and add nothing.
+    head.grad_added_to_main_grad = True  # type: ignore[attr-defined]
+    return head, main_grad
 
 
 def _n_common(n_batches: int, model: StudentModel) -> int:
