@@ -199,16 +199,20 @@ def _layer_gradients(
 
 
 def _optimizer_step(config: Config, dims: ModelDims, stage: Stage, *, on_cpu: bool) -> int:
-    """Return the temporary bytes of torch's AdamW: two copies of the largest parameter; fused, on CUDA, none."""
+    """Return the temporary bytes of the update.
+
+    Fused, on CUDA, none. On the CPU two copies of the largest parameter in torch's AdamW, or, if that is more, gloo's
+    copy of the gradient buffer while it is reduced.
+    """
     if not on_cpu:
         return 0
     if stage.adapter_params:
-        return 2 * _FLOAT32 * stage.dense_owned  # at most
+        return _FLOAT32 * max(2 * stage.dense_owned, stage.adapter_params)  # at most
     dp = max(1, stage.dense_params // max(1, stage.dense_owned))
     largest = max(
         dims.embedding_params(config.actor.tp) if stage.first or stage.last else 0, dims.hidden_size * dims.ffn_size * 2
     )
-    return 2 * _FLOAT32 * largest // dp
+    return _FLOAT32 * max(2 * largest // dp, stage.params)
 
 
 def _weight_sync(config: Config, dims: ModelDims, stage: Stage, *, itemsize: int) -> int:
