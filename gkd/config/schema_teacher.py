@@ -66,6 +66,7 @@ class TeacherConfig:
         "student's, in float32.",
         gt=0,
         lt=1,
+        resume=True,
     )
     server_ip: str = key("127.0.0.1", "Host name or IPv4 address of the teacher server.", resume=True)
     server_port: int = key(15555, "Port of the teacher server.", ge=1, le=65535, resume=True)
@@ -298,6 +299,7 @@ class ReferenceConfig:
         "in float32.",
         gt=0,
         lt=1,
+        resume=True,
     )
 
 
