@@ -69,10 +69,10 @@ def test_splits_that_do_not_fit_into_memory_are_last(tmp_path: Path, capsys: pyt
         assert main(["--gpus", "8", "--gpu-gib", gib, *args]) == code, gib
         told[gib] = json.loads(capsys.readouterr().out)["ranking"]
     assert all(not c["too_large"] for c in told["80"])
-    # On 24 GiB the optimizer has to be spread over some ranks of the actor.
+    # On 24 GiB the optimizer has to be spread over two ranks of the actor or more.
     small = [bool(c["too_large"]) for c in told["24"]]
     assert small == sorted(small) and 0 < sum(small) < len(small)
-    assert {c["split"]["actor"]["per_node"] for c in told["24"] if c["too_large"]} == {1, 2}
+    assert {c["split"]["actor"]["per_node"] for c in told["24"] if c["too_large"]} == {1}
     assert all("actor rank 0 needs" in c["too_large"][0] for c in told["6"])
     assert main(["--gpus", "8", "--gpu-gib", "0", *args]) == 2
     assert "--gpu-gib = 0.0" in capsys.readouterr().err
