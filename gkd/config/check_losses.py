@@ -8,6 +8,7 @@ from fractions import Fraction
 from gkd.config.derived import Derived
 from gkd.config.schedulers import AHEAD, STREAM
 from gkd.config.schema import Config, ReferenceConfig, TeacherConfig, TrainerConfig
+from gkd.config.schema_teacher import weight_updates
 from gkd.errors import ConfigError
 
 
@@ -210,7 +211,7 @@ def check_reference(config: Config, derived: Derived) -> None:
         problem = "it scales the teacher's reward of a sampled token, and no loss uses one."
         raise ConfigError("distill.teacher_reward_scale", scale, problem, "use 1, or add k1, k2 or k3 to the losses.")
     _check_updates("reference", config.reference)
-    if config.reference.weights == "live" and config.reference.update_interval == 1:
+    if config.reference.weights == "live" and weight_updates(config.reference).interval == 1:
         problem = "after every step the reference is the student itself, so the KL to it is 0."
         fix = "use ema, or a larger reference.update_interval."
         raise ConfigError("reference.weights", "live", problem, fix)
@@ -227,3 +228,6 @@ def _check_updates(section: str, model: TeacherConfig | ReferenceConfig) -> None
             problem = f"{section}.weights is {model.weights}, and only {' and '.join(used_by)} use this key."
             fix = f"remove it, or set {section}.weights to {' or '.join(used_by)}."
             raise ConfigError(f"{section}.{name}", value, problem, fix)
+    if model.weights == "ema" and model.update_ema == 0.0:
+        problem = f"with {section}.weights=ema it is the share of the old weights that an update keeps."
+        raise ConfigError(f"{section}.update_ema", 0.0, problem, f"use for example 0.99, or {section}.weights=live.")

@@ -58,15 +58,15 @@ class TeacherConfig:
         choices=WEIGHTS,
     )
     update_interval: int = key(
-        1, "local, weights live or ema: steps between updates from the student's weights.", ge=1, resume=True
+        0, "local, weights live or ema: steps between updates from the student's weights; 0 = each step.", ge=0
     )
     update_ema: float = key(
-        0.99,
+        0.0,
         "local, weights ema: an update sets the weights to update_ema x the teacher's + (1 - update_ema) x the "
         "student's, in float32.",
-        gt=0,
+        ge=0,
         lt=1,
-        resume=True,
+        limits="above 0 with weights ema",
     )
     server_ip: str = key("127.0.0.1", "Host name or IPv4 address of the teacher server.", resume=True)
     server_port: int = key(15555, "Port of the teacher server.", ge=1, le=65535, resume=True)
@@ -291,15 +291,15 @@ class ReferenceConfig:
         choices=WEIGHTS,
     )
     update_interval: int = key(
-        1, "weights live or ema: steps between updates from the student's weights.", ge=1, resume=True
+        0, "weights live or ema: steps between updates from the student's weights; 0 = each step.", ge=0
     )
     update_ema: float = key(
-        0.99,
+        0.0,
         "weights ema: an update sets the weights to update_ema x the reference's + (1 - update_ema) x the student's, "
         "in float32.",
-        gt=0,
+        ge=0,
         lt=1,
-        resume=True,
+        limits="above 0 with weights ema",
     )
 
 
@@ -317,5 +317,5 @@ class WeightUpdates(NamedTuple):
 
 def weight_updates(model: TeacherConfig | ReferenceConfig) -> WeightUpdates:
     """Return how a model on the actor's ranks follows the student."""
-    interval = 0 if model.weights == "frozen" else model.update_interval
+    interval = 0 if model.weights == "frozen" else max(1, model.update_interval)
     return WeightUpdates(interval, model.update_ema if model.weights == "ema" else 0.0)

@@ -178,7 +178,11 @@ def test_a_local_teacher_is_on_the_actors_ranks() -> None:
         config = _config(*local, *overrides)
         return footprint(config, QWEN25_15B, local_teacher=(QWEN25_15B, None))[0]
 
-    hosted, resident, averaged = ranks(), ranks("teacher.fsdp_cpu_offload=false"), ranks("teacher.weights=ema")
+    hosted, resident, averaged = (
+        ranks(),
+        ranks("teacher.fsdp_cpu_offload=false"),
+        ranks("teacher.weights=ema", "teacher.update_ema=0.5"),
+    )
     n_ranks = _config().trainer.n_gpus_per_node
     assert hosted.host_bytes - plain.host_bytes == resident.parts["teacher_weights"] == -(-2 * total // n_ranks)
     assert averaged.parts["teacher_shards"] == -(-4 * total // n_ranks)

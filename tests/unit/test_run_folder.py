@@ -123,7 +123,7 @@ def test_settings_that_a_resumed_run_may_change(tmp_path: Path, changes: tuple[s
 
 
 def test_a_run_from_before_the_key_weights_may_be_resumed(tmp_path: Path) -> None:
-    """Fails if defaults that a key of a newer version has replaced make every older run impossible to resume."""
+    """Fails if a new default of a key makes every older run impossible to resume."""
     file = tmp_path / "config.yaml"
     save_config(config(tmp_path), file)
     recorded = OmegaConf.load(file)
