@@ -95,8 +95,8 @@ def make_lab(
     teacher: Mapping[str, int] = MappingProxyType({}),
 ) -> Lab:
     made = Lab(root, root / "teacher", root / "student", root / "train.jsonl", root / "heldout.jsonl")
-    _save_model(made.teacher, **{"seed": 0, "layers": 2, **teacher})
-    _save_model(made.student, **{"seed": 1, "layers": 2, **student})
+    save_model(made.teacher, **{"seed": 0, "layers": 2, **teacher})
+    save_model(made.student, **{"seed": 1, "layers": 2, **student})
     rng = np.random.default_rng(0)
     for path, n in ((made.train, N_TRAIN), (made.heldout, N_HELDOUT)):
         texts = ({"prompt": _words(rng), "answer": "w2", "response": _words(rng)} for _ in range(n))
@@ -138,7 +138,9 @@ def _words(rng: np.random.Generator) -> str:
     return " ".join(f"w{i}" for i in rng.integers(2, VOCAB, rng.integers(3, 13)))
 
 
-def _save_model(folder: Path, *, seed: int, layers: int, hidden_size: int = 64, intermediate_size: int = 96) -> None:
+def save_model(
+    folder: Path, *, seed: int, layers: int, hidden_size: int = 64, intermediate_size: int = 96, n_vocab: int = VOCAB
+) -> None:
     """Save a random model whose top 64 of 32003 probabilities hold much of the mass, but never all of it."""
     import torch
     from tokenizers import Tokenizer, models, pre_tokenizers
@@ -146,7 +148,7 @@ def _save_model(folder: Path, *, seed: int, layers: int, hidden_size: int = 64, 
 
     torch.manual_seed(seed)
     config = Qwen3Config(
-        vocab_size=VOCAB,
+        vocab_size=n_vocab,
         hidden_size=hidden_size,
         intermediate_size=intermediate_size,
         num_hidden_layers=layers,
@@ -161,7 +163,7 @@ def _save_model(folder: Path, *, seed: int, layers: int, hidden_size: int = 64, 
         pad_token_id=0,
     )
     Qwen3ForCausalLM(config).float().save_pretrained(folder)
-    words = {"<pad>": 0, "<eos>": EOS, **{f"w{i}": i for i in range(2, VOCAB)}}
+    words = {"<pad>": 0, "<eos>": EOS, **{f"w{i}": i for i in range(2, n_vocab)}}
     inner = Tokenizer(models.WordLevel(words, unk_token="<pad>"))
     inner.pre_tokenizer = pre_tokenizers.Whitespace()
     PreTrainedTokenizerFast(tokenizer_object=inner, eos_token="<eos>", pad_token="<pad>").save_pretrained(folder)

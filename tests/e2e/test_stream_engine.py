@@ -20,6 +20,7 @@ from gkd.cluster.assignment import free_port
 from gkd.rollout.engine_start import CPU_ENV
 from gkd.types import Prompt, Rollout
 from tests.e2e.conftest import EOS, VOCAB, Lab
+from tests.second_runner import ENVIRONMENT, N_VOCAB, allow_second_runner, small_student
 
 pytestmark = pytest.mark.e2e
 N_PROMPTS, N_SAMPLES, MAX_TOKENS, TEMPERATURE = 6, 2, 12, 0.7
@@ -33,9 +34,9 @@ ON_GPU = DEVICE == "cuda"
 CLOSE = 2e-2 if ON_GPU else 1e-3
 
 
-def _prompts() -> list[Prompt]:
+def _prompts(n_vocab: int) -> list[Prompt]:
     rng = np.random.default_rng(3)
-    return [Prompt(i, rng.integers(2, VOCAB, 3 + i).astype(np.int32)) for i in range(N_PROMPTS)]
+    return [Prompt(i, rng.integers(2, n_vocab, 3 + i).astype(np.int32)) for i in range(N_PROMPTS)]
 
 
 def _expected(model: Any, rollout: Rollout) -> np.ndarray:
@@ -50,9 +51,11 @@ def _expected(model: Any, rollout: Rollout) -> np.ndarray:
     return picked
 
 
-def _generate_with_pushes(engine: Any, sampling: Any, pushes: dict[int, Callable[[], None]]) -> list[Rollout]:
+def _interrupted(
+    engine: Any, prompts: list[Prompt], sampling: Any, pushes: dict[int, Callable[[], None]]
+) -> list[Rollout]:
     """Generate all prompts; call pushes[i] after pass i."""
-    engine.add("stream", _prompts(), sampling, range(N_PROMPTS))
+    engine.add("stream", prompts, sampling, range(N_PROMPTS))
     finished: list[Rollout] = []
     n_passes = 0
     while engine.n_running:
@@ -64,8 +67,9 @@ def _generate_with_pushes(engine: Any, sampling: Any, pushes: dict[int, Callable
     return sorted(finished, key=lambda r: r.sample_index)
 
 
-def _probe(student: Path, port: int) -> dict[str, Any]:
+def _probe(student: Path, n_vocab: int, port: int) -> dict[str, Any]:
     """Run in a child process: vLLM allows one engine per process."""
+    allow_second_runner()
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -80,6 +84,7 @@ def _probe(student: Path, port: int) -> dict[str, Any]:
 
     config = RolloutConfig(cpu_kv_cache_mib=32, max_num_seqs=8, gpu_memory_utilization=0.3)
     engine = RolloutEngine(str(student), config, dtype="float32", max_model_len=32, device=DEVICE, eos_ids=[EOS])
+    prompts = _prompts(n_vocab)
     sampling = Sampling(N_SAMPLES, TEMPERATURE, 1.0, MAX_TOKENS, seed=11)
 
     old = AutoModelForCausalLM.from_pretrained(student, dtype=torch.float32)
@@ -117,25 +122,25 @@ def _probe(student: Path, port: int) -> dict[str, Any]:
 
     def one_streamed() -> list[Rollout]:
         loop = open_loop()
-        loop.admit(job, _prompts()[4:5], [4])
+        loop.admit(job, prompts[4:5], [4])
         *_, rollouts = next(loop.run())
         loop.close()
         return sorted(rollouts, key=lambda r: r.sample_index)
 
     def one_generated() -> list[Rollout]:
-        return sorted(engine.generate(_prompts()[4:5], sampling, [4]), key=lambda r: r.sample_index)
+        return sorted(engine.generate(prompts[4:5], sampling, [4]), key=lambda r: r.sample_index)
 
     def evaluate_during_stream() -> tuple[list[int], int, list[Rollout]]:
         """Return finished prompt indices in order, their number when the evaluation ended, and its rollouts."""
         loop = open_loop()
-        loop.admit(job, [_prompts()[i % N_PROMPTS] for i in range(N_STREAM)], range(N_STREAM))
+        loop.admit(job, [prompts[i % N_PROMPTS] for i in range(N_STREAM)], range(N_STREAM))
         finished: list[int] = []
         got: list[Rollout] = []
         at_end: list[int] = []
 
         def evaluate() -> None:
             try:
-                got.extend(loop.generate(_prompts()[:N_EVAL], sampling, range(N_EVAL)))
+                got.extend(loop.generate(prompts[:N_EVAL], sampling, range(N_EVAL)))
             finally:
                 at_end.append(len(finished))
 
@@ -155,13 +160,13 @@ def _probe(student: Path, port: int) -> dict[str, Any]:
 
     result: dict[str, Any] = {"alone": [(one_streamed(), one_generated())]}
     result["evaluation"] = evaluate_during_stream()
-    result["together"] = sorted(engine.generate(_prompts(), sampling), key=lambda r: r.sample_index)
-    result["same"] = _generate_with_pushes(engine, sampling, {AFTER[0]: lambda: push(1)})
-    result["new"] = _generate_with_pushes(engine, sampling, {AFTER[0]: lambda: push(2), AFTER[1]: lambda: push(3)})
+    result["together"] = sorted(engine.generate(prompts, sampling), key=lambda r: r.sample_index)
+    result["same"] = _interrupted(engine, prompts, sampling, {AFTER[0]: lambda: push(1)})
+    result["new"] = _interrupted(engine, prompts, sampling, {AFTER[0]: lambda: push(2), AFTER[1]: lambda: push(3)})
     result["alone"].append((one_streamed(), one_generated()))
 
     # A pass starts before the last one's tokens arrive. vLLM does that only on GPUs; elsewhere it is emulated.
-    result["together_again"] = sorted(engine.generate(_prompts(), sampling), key=lambda r: r.sample_index)
+    result["together_again"] = sorted(engine.generate(prompts, sampling), key=lambda r: r.sample_index)
     core = engine.llm.llm_engine.engine_core.engine_core
     if not ON_GPU:
         core.batch_queue, core.batch_queue_size, core.step_fn = deque(maxlen=2), 2, core.step_with_batch_queue
@@ -171,8 +176,8 @@ def _probe(student: Path, port: int) -> dict[str, Any]:
         result["in_flight"].append(len(core.batch_queue))
         push(version)
 
-    result["async_same"] = _generate_with_pushes(engine, sampling, {2 * AFTER[0] + 1: lambda: push_in_flight(4)})
-    result["async_new"] = _generate_with_pushes(engine, sampling, {2 * AFTER[0] + 1: lambda: push_in_flight(5)})
+    result["async_same"] = _interrupted(engine, prompts, sampling, {2 * AFTER[0] + 1: lambda: push_in_flight(4)})
+    result["async_new"] = _interrupted(engine, prompts, sampling, {2 * AFTER[0] + 1: lambda: push_in_flight(5)})
     versions = sorted(models)
     for name in ("same", "new", "async_same", "async_new"):
         result[f"expected_{name}"] = [{v: _expected(models[v], r) for v in versions} for r in result[name]]
@@ -180,13 +185,20 @@ def _probe(student: Path, port: int) -> dict[str, Any]:
     return result
 
 
-@pytest.fixture(scope="module")
-def probe(lab: Lab) -> dict[str, Any]:
+SECOND = pytest.param(ENVIRONMENT, id="second", marks=[pytest.mark.slow, pytest.mark.timeout(600)])
+RUNNERS = [pytest.param({}, id="first"), SECOND]
+
+
+@pytest.fixture(scope="module", params=[{}] if ON_GPU else RUNNERS)
+def probe(lab: Lab, request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What an engine with vLLM's first or second model runner did. On a GPU vLLM chooses, the second one by default."""
+    case = (small_student(tmp_path_factory.mktemp("small")), N_VOCAB) if request.param else (lab.student, VOCAB)
+    environment = {**({} if ON_GPU else CPU_ENV), **request.param, "VLLM_LOGGING_LEVEL": "ERROR", "TQDM_DISABLE": "1"}
     with pytest.MonkeyPatch.context() as patch:
-        for key, value in {**({} if ON_GPU else CPU_ENV), "VLLM_LOGGING_LEVEL": "ERROR", "TQDM_DISABLE": "1"}.items():
+        for key, value in environment.items():
             patch.setenv(key, value)
         with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
-            return pool.submit(_probe, lab.student, free_port("127.0.0.1")).result(timeout=200)
+            return pool.submit(_probe, *case, free_port("127.0.0.1")).result(timeout=500 if request.param else 200)
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -26,6 +25,7 @@ from teacher_server.engines.base import Engine, ScoreParams, TokenSequence, requ
 from teacher_server.engines.load import EngineSettings, load_engine
 from teacher_server.errors import ServerError
 from teacher_server.wire.payload import TopKScores
+from tests.second_runner import ENVIRONMENT, allow_second_runner
 
 VOCAB = 4099  # odd, so that tensor parallelism pads it; large enough for a top-8 in two stages
 MAX_TOKENS = 400
@@ -165,25 +165,13 @@ def pid(engine: Engine) -> int:
 _loaded: Engine | ServerError | None = None
 
 
-def _load(settings: EngineSettings, second_runner: bool) -> None:
+def _load(settings: EngineSettings) -> None:
     global _loaded
-    if second_runner:
-        use_second_runner()
+    allow_second_runner()
     try:
         _loaded = load_engine(settings)
     except ServerError as error:  # an exception of the initializer would not reach the test
         _loaded = error
-
-
-def use_second_runner() -> None:
-    """Let vLLM use its second model runner on a CPU: its Triton kernels run in Triton's interpreter.
-
-    vLLM's build for CPUs requires a backend of Triton for them, which the interpreter does not need.
-    """
-    from triton.backends import backends
-
-    os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "1"
-    backends["cpu"] = SimpleNamespace(driver=SimpleNamespace(is_active=lambda: True), compiler=None)
 
 
 def runner(engine: Any) -> str:
@@ -205,13 +193,14 @@ def local(settings: EngineSettings) -> Ask:
 
 @contextlib.contextmanager
 def hosted(settings: EngineSettings, *, second_runner: bool = False) -> Iterator[Ask]:
-    """Load an engine in a separate process; see `use_second_runner`."""
+    """Load an engine in a separate process; see `tests.second_runner`."""
     with (
-        ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), _load, (settings, second_runner)) as pool,
+        ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), _load, (settings,)) as pool,
         pytest.MonkeyPatch.context() as patch,
     ):
         if second_runner:
-            patch.setenv("TRITON_INTERPRET", "1")  # read when Triton is imported, which is before `_load`
+            for name, value in ENVIRONMENT.items():
+                patch.setenv(name, value)
         pool.submit(os.getpid).result(TIMEOUT_S)
         patch.undo()
         yield lambda function, *args, **kwargs: pool.submit(_call, function, args, kwargs).result(TIMEOUT_S)
