@@ -34,7 +34,7 @@ from gkd.gpu_map import collect
 from gkd.gpu_map.record import record_end, record_placement, record_restart
 from gkd.log import get_logger
 from gkd.preflight.run import Plan
-from gkd.reward.scoring import REWARD, start_judges, with_judges
+from gkd.reward.scoring import JUDGING, init_judging, with_judges, workers_per_endpoint
 from gkd.roles import NoReference, Roles
 from gkd.rollout import worker as rollout_worker
 from gkd.rollout.engine_start import CPU_ENV
@@ -136,12 +136,9 @@ def _start(
     if plan.derived.reference_folder:
         actor.init_reference(startup.left_s())
     endpoints = _endpoints(config, plan, actor, actor_slots)
-    spawn = partial(spawn_endpoints, actor, actor_slots, plan.device, name=REWARD, n_cpus=0.0)
-    judges = start_judges(config, plan.derived, plan.train_prompts, plan.val_prompts, spawn)
-    helpers = {_endpoint_name(i): e for i, e in enumerate(endpoints)}
-    helpers |= {_endpoint_name(i, REWARD): e for i, e in enumerate(judges)}
-    startup.expect(list(helpers))
-    gather({name: e.is_up.remote() for name, e in helpers.items()}, "start", startup.left_s())
+    startup.expect([_endpoint_name(i) for i in range(len(endpoints))])
+    gather({_endpoint_name(i): e.is_up.remote() for i, e in enumerate(endpoints)}, "start", startup.left_s())
+    init_judging(config, plan.derived, plan.train_prompts, plan.val_prompts, endpoints, startup.left_s())
     if config.teacher.signal == "hidden" and plan.derived.has_teacher_server:
         heads = teacher_heads(endpoints, actor.last_stage_nodes(startup.left_s()), startup.left_s())
         actor.set_teacher_head(heads, startup.left_s())
@@ -175,7 +172,7 @@ def _start(
         if prompts := plan.val_prompts[: config.eval.teacher_prompts]:
             settings = (config, plan.derived.routes, plan.teachers, plan.n_vocab, plan.eos_ids)
             roles = replace(roles, teacher_samples=partial(greedy_samples, *settings, prompts))
-    return with_judges(roles, config, plan.derived, judges), restarts
+    return with_judges(roles, config, plan.derived, endpoints), restarts
 
 
 def _record_restart(plan: Plan, startup: Startup, name: str, worker: Any, row: RankPlacement) -> None:
@@ -271,35 +268,29 @@ def _endpoints(config: Config, plan: Plan, actor: ActorPool, slots: Pool) -> lis
     n_in_flight = sum(window.n_connections * window.n_per_connection for window in windows)
     n_threads = -(-n_in_flight // CHUNK_SIZE) + 1
     if not plan.derived.has_teacher_server:
-        return spawn_endpoints(actor, slots, plan.device, RecordingEndpoint, config)
-    args = config, plan.n_vocab, [info.fingerprint for info in plan.teachers], windows
-    return spawn_endpoints(actor, slots, plan.device, ScoringEndpoint, *args, n_threads=n_threads)
+        return spawn_endpoints(config, actor, slots, plan.device, RecordingEndpoint)
+    args = plan.n_vocab, [info.fingerprint for info in plan.teachers], windows
+    return spawn_endpoints(config, actor, slots, plan.device, ScoringEndpoint, *args, n_threads=n_threads)
 
 
 def spawn_endpoints(
-    actor: ActorPool,
-    slots: Pool,
-    device: str,
-    kind: type,
-    *args: Any,
-    n_threads: int = 1,
-    name: str = "scoring",
-    n_cpus: float = HELPER_CPUS,
+    config: Config, actor: ActorPool, slots: Pool, device: str, kind: type, *args: Any, n_threads: int = 1
 ) -> list[Any]:
     """Start an endpoint of this class per data-parallel group, on the node of its last pipeline stage."""
     env = worker_env(device == "cpu")
+    groups = {RECORDS: 1, HEALTH: 1, JUDGING: workers_per_endpoint(config, actor.dp_size)}
     return [
-        ray.remote(concurrency_groups={RECORDS: 1, HEALTH: 1})(kind)
+        ray.remote(concurrency_groups=groups)(kind)
         .options(
-            num_cpus=n_cpus,
+            num_cpus=HELPER_CPUS,
             max_concurrency=n_threads,
-            runtime_env={"env_vars": env | rank_env(slots.run, _endpoint_name(i, name))},
+            runtime_env={"env_vars": env | rank_env(slots.run, _endpoint_name(i))},
             scheduling_strategy=slots.near(rank),
         )
-        .remote(*args)
+        .remote(config, *args)
         for i, rank in enumerate(actor.last_stage_ranks())
     ]
 
 
-def _endpoint_name(dp_rank: int, name: str = "scoring") -> str:
-    return f"{name} endpoint {dp_rank}"
+def _endpoint_name(dp_rank: int) -> str:
+    return f"scoring endpoint {dp_rank}"

@@ -82,6 +82,7 @@ class Cluster:
         os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
         os.environ["RAY_ENABLE_AUTO_CONNECT"] = "0"  # a thread that calls Ray after the end must not start a cluster
         os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+        os.environ.setdefault("RAY_prestart_worker_first_driver", "0")  # two processes that no actor uses
         common: dict[str, Any] = {"logging_level": "WARNING", "log_to_driver": True, "runtime_env": _JOB_ENV}
         local: dict[str, Any] = common | {"include_dashboard": False}
         on_sigterm = signal.getsignal(signal.SIGTERM)

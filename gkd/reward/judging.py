@@ -1,12 +1,12 @@
-"""Process that judges the responses of one data-parallel group, on the group's host; no GPU, no torch.
+"""Judge the responses of one data-parallel group, in the process of its scoring endpoint; no GPU, no torch.
 
-It is a Ray actor on the host of the scoring endpoint. Tokens come from the object store, as they do for the teacher.
-The driver reads 8 bytes per sequence and function.
+Tokens come from the object store, as they do for the teacher. The driver reads 8 bytes per sequence and function.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 
 import numpy as np
 
@@ -20,14 +20,17 @@ from gkd.types import Rollout
 TRAINING, VALIDATION = "training", "validation"
 
 
-class RewardEndpoint:
+class Judging:
     """Judge rollouts of two sets of prompts, those of training and the held-out ones, each with its own functions.
 
     Args:
         functions: by set of prompts, paths of its functions.
-        n_workers: processes of this endpoint.
+        n_workers: processes that call them.
         search_path: folders in which the driver finds modules.
         training, validation: rows of the prompts; arguments of their own, because Ray maps each without a copy.
+
+    Raises:
+        RewardError: a worker could not import the functions within trainer.init_timeout_s.
     """
 
     def __init__(
@@ -39,22 +42,17 @@ class RewardEndpoint:
         training: RowTable,
         validation: RowTable,
     ) -> None:
-        self._config = config
         self._rows = {TRAINING: training, VALIDATION: validation}
         paths = tuple(dict.fromkeys(path for own in functions.values() for path in own))
         self._functions = {name: tuple(paths.index(path) for path in own) for name, own in functions.items()}
         self._workers = RewardWorkers(Start(config, paths, tuple(search_path)), n_workers, config.reward.timeout_s)
+        model = config.model  # loaded while the workers start
+        self._tokenizer = load_tokenizer(model.path, "model.path", trust_remote_code=model.trust_remote_code)
+        self._workers.wait_ready(config.trainer.init_timeout_s)
 
     def close(self) -> None:
         """End the workers; without it they end with this process."""
         self._workers.close()
-
-    def is_up(self) -> bool:
-        """Return once all workers have imported the functions. Raises RewardError."""
-        model = self._config.model
-        self._tokenizer = load_tokenizer(model.path, "model.path", trust_remote_code=model.trust_remote_code)
-        self._workers.wait_ready(self._config.trainer.init_timeout_s)
-        return True
 
     def judge(self, rollouts: Sequence[Rollout], prompts: str) -> bytes:
         """Return [n, functions] float64 of a chunk, as bytes; blocks.
@@ -67,10 +65,13 @@ class RewardEndpoint:
             DataError: a rollout answers a prompt that is not in the set.
         """
         rows, functions = self._rows[prompts], self._functions[prompts]
+        decode = partial(self._tokenizer.decode, skip_special_tokens=True)
+        prompt_ids = {rollout.prompt_id: rollout.prompt_ids for rollout in rollouts}  # a prompt has several responses
+        prompt_texts = {prompt_id: decode(ids.tolist()) for prompt_id, ids in prompt_ids.items()}
         requests = [
             Request(
-                self._tokenizer.decode(rollout.prompt_ids, skip_special_tokens=True),
-                self._tokenizer.decode(rollout.response_ids, skip_special_tokens=True),
+                prompt_texts[rollout.prompt_id],
+                decode(rollout.response_ids.tolist()),
                 len(rollout.response_ids),
                 rollout.finish_reason == "length",
                 rows.row(rollout.prompt_id),

@@ -1,7 +1,7 @@
 """Worker processes of one host that call the functions, each with a time limit.
 
 A call that takes too long, or crashes the interpreter, can only be stopped by ending its process. So every function
-runs in a process of its own, and its parent waits for each number.
+runs in a process of its own. It replies once for a list of responses; where it is meanwhile is in shared memory.
 """
 
 from __future__ import annotations
@@ -15,11 +15,13 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from multiprocessing.connection import Pipe
 from queue import SimpleQueue
+from typing import Any
 
 import numpy as np
 
 from gkd.data.rows import decode_row
 from gkd.errors import RewardError
+from gkd.reward.progress import Progress
 from gkd.reward.worker import Request, Start
 
 _END_S = 5.0  # a process that is killed ends at once
@@ -36,17 +38,18 @@ class Worker:
     def __init__(self, start: Start) -> None:
         self._start = start
         self._connection, theirs = Pipe()
-        command = [sys.executable, "-m", "gkd.reward.worker", str(theirs.fileno())]
+        self._progress = Progress()
+        fds = theirs.fileno(), self._progress.fd
+        command = [sys.executable, "-m", "gkd.reward.worker", *map(str, fds)]
         # A session of its own: Ctrl-C does not reach it, and its end includes processes that a function has started.
-        self._process = subprocess.Popen(
-            command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, start_new_session=True
-        )
+        self._process = subprocess.Popen(command, pass_fds=fds, stdin=subprocess.DEVNULL, start_new_session=True)
         theirs.close()
         self._connection.send(start)
 
     def wait_ready(self, timeout_s: float) -> None:
         """Wait until the functions are imported. Raises RewardError: they cannot be, or not in time."""
-        if (problem := self._receive(timeout_s, lambda: f"importing {', '.join(self._start.paths)}")) is not None:
+        self._progress.begin(0)
+        if problem := self._receive(timeout_s, lambda _: f"importing {', '.join(self._start.paths)}"):
             raise RewardError(str(problem))
 
     def values(self, requests: Sequence[Request], timeout_s: float) -> np.ndarray:
@@ -58,21 +61,17 @@ class Worker:
         Raises:
             RewardError: see `RewardWorkers.values`. The process has ended.
         """
-        numbers: list[list[float]] = []
+        name = partial(self._name, requests)
         try:
+            self._progress.begin(0)
             self._connection.send(list(requests))
-            for request in requests:
-                numbers.append([])
-                for index in request.functions:
-                    who = partial(self._name, index, request)
-                    value = self._receive(timeout_s, who)
-                    if not isinstance(value, float):
-                        raise RewardError(f"{who()}: {value}")
-                    numbers[-1].append(value)
+            numbers, problem = self._receive(timeout_s, name)
+            if problem:
+                raise RewardError(f"{name(len(numbers))}: {problem}")
         except BaseException:
             self.close()
             raise
-        return np.array(numbers, np.float64)
+        return np.array(numbers, np.float64).reshape(len(requests), -1)
 
     def close(self) -> None:
         """End the process. Idempotent."""
@@ -80,20 +79,32 @@ class Worker:
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait(_END_S)
         self._connection.close()
+        self._progress.close()
 
-    def _name(self, index: int, request: Request) -> str:
-        return f"{self._start.paths[index]}, row {decode_row(request.row)[0]}"
+    def _name(self, requests: Sequence[Request], call: int) -> str:
+        """Return the function and the row of a call; each request has the same functions."""
+        functions = requests[0].functions
+        path = self._start.paths[functions[call % len(functions)]]
+        return f"{path}, row {decode_row(requests[call // len(functions)].row)[0]}"
 
-    def _receive(self, timeout_s: float, who: Callable[[], str]) -> object:
+    def _receive(self, timeout_s: float, name: Callable[[int], str]) -> Any:
+        """Wait for the next message.
+
+        Args:
+            timeout_s: limit of each call.
+            name: describes a call.
+        """
+        left_s = timeout_s
         try:
-            if self._connection.poll(max(0.0, timeout_s)):
-                reply: object = self._connection.recv()
-                return reply
+            while not self._connection.poll(max(0.0, left_s)):
+                if (left_s := timeout_s - self._progress.age_s) <= 0:
+                    fix = "Fix: correct it, or raise reward.timeout_s"
+                    raise RewardError(f"{name(self._progress.call)}: took longer than {timeout_s:g} s. {fix}")
+            return self._connection.recv()
         except (EOFError, OSError):
             code = self._process.wait(_END_S)
             ended = f"signal {-code}" if code < 0 else f"exit code {code}"
-            raise RewardError(f"{who()}: the worker process died ({ended})") from None
-        raise RewardError(f"{who()}: took longer than {timeout_s:g} s. Fix: correct it, or raise reward.timeout_s")
+            raise RewardError(f"{name(self._progress.call)}: the worker process died ({ended})") from None
 
 
 class RewardWorkers:

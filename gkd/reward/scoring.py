@@ -17,12 +17,13 @@ from gkd.config.schema import Config
 from gkd.data.rows import RowTable
 from gkd.handles import Computation, FileDigest, PendingScores, Recording, RolloutChunk, Sample, ScoredChunk
 from gkd.reward.advantages import with_advantages
-from gkd.reward.endpoint import TRAINING, VALIDATION, RewardEndpoint
+from gkd.reward.judging import TRAINING, VALIDATION
 from gkd.reward.pool import import_path
 from gkd.roles import Roles, ScoringRole
 from gkd.types import Prompt, Rollout
 
-REWARD = "reward"  # endpoints' name
+# Concurrency group of the scoring endpoints; they judge while their other threads wait for the teacher.
+JUDGING = "judging"
 
 
 class JudgedScoring:
@@ -33,7 +34,7 @@ class JudgedScoring:
 
     Args:
         inner: scores the chunks.
-        endpoints: of `RewardEndpoint`, by data-parallel group.
+        endpoints: those of scoring, by data-parallel group.
         prompts: `TRAINING` or `VALIDATION`, the set that the chunks answer.
         n_functions: of this set.
         advantages: adds the advantages to a whole batch; `list`: the loss has no rewards.
@@ -58,10 +59,10 @@ class JudgedScoring:
         """As `ScoringRole.collect`, with the values of all chunks that the student generated.
 
         Raises:
-            RewardError, DataError: see `RewardEndpoint.judge`.
+            RewardError, DataError: see `gkd.reward.judging.Judging.judge`.
         """
         scored = self._inner.collect(pending)
-        names = {p.rewards: f"chunk {i} (reward endpoint {p.rollouts.dp_rank})" for i, p in enumerate(pending)}
+        names = {p.rewards: f"chunk {i} (scoring endpoint {p.rollouts.dp_rank})" for i, p in enumerate(pending)}
         names.pop(None, None)
         found = gather({name: ref for ref, name in names.items()}, "judging rollouts", self._timeout_s)
         batch = []
@@ -89,22 +90,21 @@ class JudgedScoring:
     def judge(self, samples: Sequence[Sample]) -> Sequence[float]:
         """Return the value of each greedy response; blocks. Raises as `collect`."""
         shares = [_rollouts(samples[group :: len(self._endpoints)]) for group in range(len(self._endpoints))]
-        refs = {
-            f"reward endpoint {group}": self._endpoints[group].judge.remote(share, self._prompts)
-            for group, share in enumerate(shares)
-            if share
-        }
+        refs = {f"scoring endpoint {group}": self._judge(group, share) for group, share in enumerate(shares) if share}
         values = np.empty(len(samples))
         found = gather(refs, "judging greedy responses", self._timeout_s)
         for group in range(len(refs)):
-            values[group :: len(self._endpoints)] = np.frombuffer(found[f"reward endpoint {group}"], "<f8")
+            values[group :: len(self._endpoints)] = np.frombuffer(found[f"scoring endpoint {group}"], "<f8")
         return values.tolist()
 
     def _judged(self, pending: PendingScores) -> PendingScores:
         if not pending.rollouts.on_policy:
             return pending
-        ref = self._endpoints[pending.rollouts.dp_rank].judge.remote(pending.rollouts.ref, self._prompts)
-        return replace(pending, rewards=ref)
+        return replace(pending, rewards=self._judge(pending.rollouts.dp_rank, pending.rollouts.ref))
+
+    def _judge(self, group: int, rollouts: Any) -> Any:
+        """Return the handle of the values of rollouts, or of their handle."""
+        return self._endpoints[group].judge.options(concurrency_group=JUDGING).remote(rollouts, self._prompts)
 
     def _values(self, data: bytes, rollouts: RolloutChunk) -> np.ndarray:
         """Return the values of a chunk, or of the part of one: [n_sequences, functions] float64."""
@@ -112,26 +112,37 @@ class JudgedScoring:
         return values if at is None else values[at]
 
 
-def start_judges(
+def workers_per_endpoint(config: Config, dp_size: int) -> int:
+    """Return the processes that judge for each data-parallel group; also the threads that wait for them."""
+    return -(-config.reward.workers // dp_size)
+
+
+def init_judging(
     config: Config,
     derived: Derived,
     train: Sequence[Prompt],
     validation: Sequence[Prompt],
-    spawn: Callable[..., list[Any]],
-) -> list[Any]:
-    """Start the reward endpoints, one per data-parallel group; nothing if no function judges responses.
+    endpoints: Sequence[Any],
+    timeout_s: float,
+) -> None:
+    """Let the scoring endpoints start the processes that judge; nothing if no function judges responses.
+
+    No CPUs are reserved: they judge while the engines and the teacher work.
 
     Args:
         train, validation: prompts, loaded with the rows that the functions need.
-        spawn: starts endpoints of a class, see `gkd.launcher.spawn_endpoints`. No CPUs are reserved: they judge while
-            the engines and the teacher work.
+
+    Raises:
+        RewardError: see `gkd.reward.judging.Judging`.
     """
     if not (derived.rewards or derived.metrics):
-        return []
+        return
     functions = {TRAINING: derived.rewards, VALIDATION: derived.metrics}
-    n_workers = -(-config.reward.workers // derived.dp_size)
+    n_workers = workers_per_endpoint(config, derived.dp_size)
     rows = [ray.put(RowTable.of(prompts)) for prompts in (train, validation)]
-    return spawn(RewardEndpoint, config, functions, n_workers, import_path(), *rows, n_threads=n_workers)
+    calls = [each.init_judging.options(concurrency_group=JUDGING) for each in endpoints]
+    refs = [call.remote(functions, n_workers, import_path(), *rows) for call in calls]
+    gather({f"scoring endpoint {i}": ref for i, ref in enumerate(refs)}, "start", timeout_s)
 
 
 def with_judges(roles: Roles, config: Config, derived: Derived, endpoints: Sequence[Any]) -> Roles:

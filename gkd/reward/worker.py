@@ -1,8 +1,9 @@
-"""Worker process that calls the functions: `python -m gkd.reward.worker FD`, started by `gkd.reward.pool`.
+"""Worker process that calls the functions: `python -m gkd.reward.worker FD FD`, started by `gkd.reward.pool`.
 
-FD is a socket to the parent. Messages are pickled: the parent sends one `Start`, then lists of `Request`s. The worker
-replies to Start with None, and to a request with one number per function; instead of any of them it sends the text of
-an error. It ends with its parent, also if that is killed, and ignores Ctrl-C, after which the parent ends it.
+The first FD is a socket to the parent, the second one the memory of `Progress`. Messages are pickled: the parent sends
+one `Start`, then lists of `Request`s. The worker replies to Start with the text of an error, or an empty one, and to a
+list with what `judged` returns. It ends with its parent, also if that is killed, and ignores Ctrl-C, after which the
+parent ends it.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import select
 import signal
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 
@@ -21,6 +22,7 @@ from gkd.config.schema import Config
 from gkd.data.rows import decode_row
 from gkd.errors import GkdError
 from gkd.reward.functions import Case, Judge, judge_of
+from gkd.reward.progress import Progress
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,11 +51,11 @@ class Request:
     functions: tuple[int, ...]  # positions in `Start.paths`
 
 
-def main(fd: int) -> None:
+def main(fd: int, progress_fd: int) -> None:
     """Serve requests until the parent closes the socket."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=_end_with_parent, args=(fd,), daemon=True).start()
-    parent = Connection(fd)
+    parent, progress = Connection(fd), Progress(progress_fd)
     start: Start = parent.recv()
     sys.path[:0] = [folder for folder in start.search_path if folder not in sys.path]
     try:
@@ -61,19 +63,30 @@ def main(fd: int) -> None:
     except GkdError as error:
         parent.send(str(error))
         return
-    parent.send(None)
+    parent.send("")
     while True:
-        for reply in replies(parent.recv(), judges):
-            parent.send(reply)
+        parent.send(judged(parent.recv(), judges, progress.begin))
 
 
-def replies(requests: Sequence[Request], judges: Sequence[Judge]) -> Iterator[float | str]:
-    """Yield, for each request and each of its functions, a finite number or the text of what is wrong."""
+def judged(
+    requests: Sequence[Request], judges: Sequence[Judge], begin: Callable[[int], None]
+) -> tuple[list[float], str]:
+    """Return a finite number for each request and each of its functions, and what is wrong with the next; "": nothing.
+
+    Args:
+        begin: called before each call, with its place.
+    """
+    numbers: list[float] = []
     for request in requests:
         _, row = decode_row(request.row)
         case = Case(request.prompt, request.response, row, request.n_tokens, request.truncated)
         for index in request.functions:
-            yield _call(judges[index], case)
+            begin(len(numbers))
+            value = _call(judges[index], case)
+            if isinstance(value, str):
+                return numbers, value
+            numbers.append(value)
+    return numbers, ""
 
 
 def _call(judge: Judge, case: Case) -> float | str:
@@ -100,4 +113,4 @@ def _end_with_parent(fd: int) -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]))
+    main(int(sys.argv[1]), int(sys.argv[2]))

@@ -1,4 +1,4 @@
-"""Scoring endpoints without a teacher: summarize, gather, record and restore the scores of chunks.
+"""Scoring endpoints without a teacher: summarize, gather, record and restore the scores of chunks; judge responses.
 
 Base of all scoring endpoints: one process per data-parallel group, on the host of the group's last pipeline stage,
 without a GPU and without torch.
@@ -10,7 +10,7 @@ import math
 import os
 import struct
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -20,8 +20,10 @@ import numpy as np
 from gkd.config.schema import Config
 from gkd.data.chunks import chunk_sizes, encode_sizes
 from gkd.data.rollout_file import read_sequences, write_sequences
+from gkd.data.rows import RowTable
 from gkd.data.scatter import gather_results, select
 from gkd.handles import FileDigest, PendingScores, ScoredChunk, ScoreTimes
+from gkd.reward.judging import Judging
 from gkd.run.disk import naming
 from gkd.run.manifest import digest_file
 from gkd.types import SIGNAL_FIELDS, Rollout, TeacherScores
@@ -76,6 +78,23 @@ class RecordingEndpoint:
 
     def __init__(self, config: Config) -> None:
         self._config = config
+        self._judging: Judging | None = None
+
+    def init_judging(
+        self,
+        functions: Mapping[str, Sequence[str]],
+        n_workers: int,
+        search_path: Sequence[str],
+        training: RowTable,
+        validation: RowTable,
+    ) -> None:
+        """Start the processes that judge responses. Arguments and errors as `gkd.reward.judging.Judging`."""
+        self._judging = Judging(self._config, functions, n_workers, search_path, training, validation)
+
+    def judge(self, rollouts: Sequence[Rollout], prompts: str) -> bytes:
+        """See `gkd.reward.judging.Judging.judge`."""
+        assert self._judging is not None
+        return self._judging.judge(rollouts, prompts)
 
     def is_up(self) -> bool:
         """Return once the process runs."""

@@ -9,9 +9,7 @@ from __future__ import annotations
 import argparse
 import sys
 import tempfile
-from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -129,7 +127,6 @@ def replayed(case: Case) -> TrainStats:
     from gkd.launcher import pool_specs, spawn_endpoints, worker_env
     from gkd.pipeline.replay import ReplayedBatches
     from gkd.preflight.device import resolve_device
-    from gkd.reward.scoring import REWARD
     from gkd.roles import NoReference
     from gkd.teacher.records import RecordingEndpoint
 
@@ -154,11 +151,11 @@ def replayed(case: Case) -> TrainStats:
             has_reference = bool(check_config(config).reference_folder)
             if has_reference:
                 actor.init_reference(timeout_s)
-            endpoints = spawn_endpoints(actor, slots, device, RecordingEndpoint, config)
+            endpoints = spawn_endpoints(config, actor, slots, device, RecordingEndpoint)
             scoring: ScoringRole = LocalScoring(lambda: workers, endpoints, config.trainer.stage_timeout_s)
             with_reference = check_config(config).loss.has_reference
             reference = ReferencePool(workers, endpoints, config) if with_reference else NoReference()
-            scoring = _judged(scoring, config, partial(spawn_endpoints, actor, slots, device, name=REWARD, n_cpus=0.0))
+            scoring = _judged(scoring, config, endpoints)
             batches = ReplayedBatches(config, scoring)
             if case.start is not None:
                 actor.load(case.start / ACTOR)
@@ -199,17 +196,15 @@ def _total_steps(case: Case) -> int:
     return planned_steps(config, len(_prompts(config)))
 
 
-def _judged(scoring: ScoringRole, config: Config, spawn: Callable[..., list[Any]]) -> ScoringRole:
+def _judged(scoring: ScoringRole, config: Config, endpoints: list[Any]) -> ScoringRole:
     """Return the scoring that also judges, if the run has rewards. Raises RewardError, ConfigError."""
-    from gkd.cluster.calls import gather
-    from gkd.reward.scoring import judged_training, start_judges
+    from gkd.reward.scoring import init_judging, judged_training
 
     derived = replace(check_config(config), metrics=())
-    judges = start_judges(config, derived, _prompts(config), [], spawn) if derived.rewards else []
-    gather(
-        {f"judge {i}": judge.is_up.remote() for i, judge in enumerate(judges)}, "start", config.trainer.init_timeout_s
-    )
-    return judged_training(scoring, config, derived, judges) if judges else scoring
+    if not derived.rewards:
+        return scoring
+    init_judging(config, derived, _prompts(config), [], endpoints, config.trainer.init_timeout_s)
+    return judged_training(scoring, config, derived, endpoints)
 
 
 def _prompts(config: Config) -> list[Prompt]:

@@ -2,10 +2,10 @@
 
     python -m tests.bench.bench_reward --out DIR [--seeds N] [--steps N] [--json FILE]
 
-The quickstart's addition with a teacher whose training is stopped early: 73% of 1,024 held-out problems with seed 0 of
-the recipe. Two runs per seed, equal but for distill.reward_weight: the KL to the teacher alone, and with the reward
-exact_match. Accuracy is greedy, over the same problems. The costs are CPU seconds: those of the processes that judge,
-as a share of all of a step.
+The quickstart's addition with a teacher whose training is stopped early: the first seed of the recipe that gives one of
+78% to 82% of 1,024 held-out problems. Two runs per seed, equal but for distill.reward_weight: the KL to the teacher
+alone, and with the reward exact_match. Accuracy is greedy, over the same problems. The costs are CPU seconds: those of
+the processes that judge, and what the scoring endpoint uses more than in the run without rewards, as a share of a step.
 
 A run that `--out` has is not repeated, so the command can be interrupted and continued. About 3 minutes per run on two
 cores, and 2 for the models: 20 minutes with three seeds.
@@ -19,7 +19,7 @@ import json
 import os
 import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from statistics import mean
@@ -36,8 +36,8 @@ BATCH, N = 32, 4  # prompts of a step, responses of each
 WEIGHT = 3.0
 GOAL_KL, GOAL_REWARD, GOAL_COST = 0.83, 0.90, 0.02
 _N_HELDOUT = 1024
-_BAND = 0.70, 0.83  # accuracy of the teacher on these
-_TEACHER_SEEDS = 6
+_BAND = 0.78, 0.82  # accuracy of the teacher on these
+_TEACHER_SEEDS = 12
 _FROM = 4  # first step whose costs count
 
 
@@ -53,8 +53,8 @@ def make_weak(out: Path) -> dict[str, float]:
             quickstart.teacher,
             seed=seed,
             decay_from_accuracy=None,
-            eval_every=15,
-            stop_accuracy=0.70,
+            eval_every=5,
+            stop_accuracy=low,
             min_accuracy=low,
             max_accuracy=high,
         )
@@ -74,19 +74,27 @@ def run(out: Path, settings: Sequence[str], steps: int) -> dict[str, Any]:
     if not file.exists():
         lines, cpu = train(out, settings, steps)
         trained = [line for line in lines if "loss/total" in line]
-        used = cpu.between(trained[min(_FROM, steps - 2)]["time/unix_s"], trained[-1]["time/unix_s"])
+        first, last = trained[min(_FROM, steps - 2)], trained[-1]
+        used = cpu.between(first["time/unix_s"], last["time/unix_s"])
         result = {
             "before": lines[0]["eval/accuracy"],
             "after": lines[-1]["eval/accuracy"],
             "kl": lines[-1]["eval/kl"],
             "rewards": [round(line["reward/mean"], 4) for line in trained if "reward/mean" in line],
-            "cpu_share": used.get("reward", 0.0) / sum(used.values()),
+            "cpu_s": {kind: seconds / (last["step"] - first["step"]) for kind, seconds in sorted(used.items())},
             "waited_for_scores": mean(line["time/teacher_s"] / line["time/step_s"] for line in trained[_FROM:]),
         }
         file.write_text(json.dumps(result) + "\n")
         shutil.rmtree(out / "run")  # checkpoints and samples
     loaded: dict[str, Any] = json.loads(file.read_text())
     return loaded
+
+
+def cost_of_rewards(alone: Mapping[str, Any], rewarded: Mapping[str, Any]) -> float:
+    """Return the share of a step's CPU seconds that judging uses, from two runs with the same seed."""
+    own, without = rewarded["cpu_s"], alone["cpu_s"]
+    more: float = own["reward"] + max(0.0, own["endpoint"] - without["endpoint"])
+    return more / sum(own.values())
 
 
 def measure(out: Path, seeds: int, steps: int) -> list[dict[str, Any]]:
@@ -122,20 +130,22 @@ def main(argv: list[str] | None = None) -> int:
     models = make_weak(out / "models")
     runs = measure(out, args.seeds, args.steps)
     print(f"teacher {models['teacher']:.1%}, student before {models['student']:.1%}; {args.steps} steps")
-    print(f"{'loss':14}{'seed':>5}{'accuracy':>10}{'KL':>8}{'CPU of rewards':>16}{'waited for scores':>19}")
+    print(f"{'loss':14}{'seed':>5}{'accuracy':>10}{'KL':>8}{'waited for scores':>19}")
     for each in runs:
         print(
-            f"{each['loss']:14}{each['seed']:5}{each['after']:10.1%}{each['kl']:8.4f}{each['cpu_share']:16.2%}"
-            f"{each['waited_for_scores']:19.1%}"
+            f"{each['loss']:14}{each['seed']:5}{each['after']:10.1%}{each['kl']:8.4f}{each['waited_for_scores']:19.1%}"
         )
-    if args.json is not None:
-        result = {"machine": machine(), "models": models, "steps": args.steps, "weight": WEIGHT, "runs": runs}
-        args.json.write_text(json.dumps(result, indent=1) + "\n")
     alone, rewarded = ([each for each in runs if each["loss"] == loss] for loss in LOSSES)
+    costs = [cost_of_rewards(*pair) for pair in zip(alone, rewarded, strict=True)]
+    print(f"CPU time of rewards, share of a step: {', '.join(f'{cost:.2%}' for cost in costs)} (goal {GOAL_COST:.0%})")
+    if args.json is not None:
+        result = {"machine": machine(), "models": models, "steps": args.steps, "weight": WEIGHT, "costs": costs}
+        result["runs"] = runs
+        args.json.write_text(json.dumps(result, indent=1) + "\n")
     met = (
         max(each["after"] for each in alone) <= GOAL_KL,
         min(each["after"] for each in rewarded) >= GOAL_REWARD,
-        max(each["cpu_share"] for each in rewarded) <= GOAL_COST,
+        max(costs) <= GOAL_COST,
     )
     return int(not all(met))
 

@@ -1,10 +1,12 @@
-"""CPU seconds of all descendants of this process over time, by process kind."""
+"""CPU seconds of processes and their descendants over time, by process kind."""
 
 from __future__ import annotations
 
 import threading
 import time
 from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from types import TracebackType
 
 import psutil
@@ -15,7 +17,6 @@ _KINDS = {
     "RolloutWorker": "engine",
     "ActorWorker": "actor",
     "ScoringEndpoint": "endpoint",
-    "RewardEndpoint": "reward",
     "gkd.reward.worker": "reward",
     "raylet": "ray",
     "gcs_server": "ray",
@@ -28,9 +29,14 @@ _KINDS = {
 
 
 class CpuTime:
-    """Sample in a thread, as a context manager. `between` interpolates."""
+    """Sample in a thread, as a context manager. `between` interpolates.
 
-    def __init__(self) -> None:
+    Args:
+        pids: processes to measure with their descendants; none: the descendants of this process.
+    """
+
+    def __init__(self, pids: Sequence[int] = ()) -> None:
+        self._roots = [psutil.Process(pid) for pid in pids]
         self._samples: list[tuple[float, dict[tuple[int, str], float]]] = []
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True)
@@ -56,13 +62,19 @@ class CpuTime:
     def _run(self) -> None:
         while not self._stop.wait(_EVERY_S):
             used = {}
-            for process in psutil.Process().children(recursive=True):
+            for process in self._processes():
                 try:
                     times, title = process.cpu_times(), " ".join(process.cmdline())
                 except (psutil.NoSuchProcess, psutil.ZombieProcess, psutil.AccessDenied):
                     continue  # it has ended since the list was made
                 used[process.pid, _kind(title)] = times.user + times.system
             self._samples.append((time.time(), used))
+
+    def _processes(self) -> Iterator[psutil.Process]:
+        yield from self._roots
+        for root in self._roots or [psutil.Process()]:
+            with suppress(psutil.NoSuchProcess):  # it has ended
+                yield from root.children(recursive=True)
 
 
 def _kind(title: str) -> str:

@@ -175,7 +175,7 @@ SECOND = pytest.param("second", marks=[pytest.mark.slow, pytest.mark.timeout(600
 
 @pytest.fixture(scope="module", params=["first", SECOND])
 def probe(lab: Lab, request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """What an engine with vLLM's first or second model runner did; vLLM chooses the second one on GPUs."""
+    """Return what an engine with vLLM's first or second model runner did; vLLM chooses the second one on GPUs."""
     is_second = request.param == "second"
     case = (small_student(tmp_path_factory.mktemp("small")), N_VOCAB) if is_second else (lab.student, VOCAB)
     runner = ENVIRONMENT if is_second else {}

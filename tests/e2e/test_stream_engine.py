@@ -191,7 +191,7 @@ RUNNERS = [pytest.param({}, id="first"), SECOND]
 
 @pytest.fixture(scope="module", params=[{}] if ON_GPU else RUNNERS)
 def probe(lab: Lab, request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """What an engine with vLLM's first or second model runner did. On a GPU vLLM chooses, the second one by default."""
+    """Return what an engine with vLLM's first or second model runner did. vLLM chooses the second one on GPUs."""
     case = (small_student(tmp_path_factory.mktemp("small")), N_VOCAB) if request.param else (lab.student, VOCAB)
     environment = {**({} if ON_GPU else CPU_ENV), **request.param, "VLLM_LOGGING_LEVEL": "ERROR", "TQDM_DISABLE": "1"}
     with pytest.MonkeyPatch.context() as patch:

@@ -39,6 +39,8 @@ def misbehave(prompt: str, response: str, row: dict[str, Any]) -> Any:
         raise SystemExit(0)
     if response == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
+    if response == "nap":
+        time.sleep(0.4)
     if response == "sleep":
         subprocess.Popen(["sleep", "977"])  # ends with the worker
         time.sleep(60)

@@ -17,7 +17,7 @@ from gkd.data.chunks import chunk_of, part_of
 from gkd.handles import GreedyReport, PendingScores, RolloutChunk, Sample, ScoredChunk, TrainStats
 from gkd.metrics.writer import read_metrics
 from gkd.pipeline.evaluate import judged, pass_at_k, pass_at_numbers
-from gkd.reward.endpoint import TRAINING, VALIDATION
+from gkd.reward.judging import TRAINING, VALIDATION
 from gkd.reward.scoring import JudgedScoring, with_judges
 from gkd.types import Prompt
 from tests.metric_keys import unlisted_keys
@@ -36,7 +36,7 @@ class Endpoint:
 
     def __init__(self, calls: list[Any]) -> None:
         self._calls = calls
-        self.judge = SimpleNamespace(remote=self._judge)
+        self.judge = SimpleNamespace(options=lambda **_: SimpleNamespace(remote=self._judge))
 
     def _judge(self, rollouts: Sequence[Any], prompts: str) -> bytes:
         self._calls.append((list(rollouts), prompts))
@@ -188,7 +188,7 @@ def test_held_out_responses_get_no_reward_of_training(calls: list[Any], tmp_path
         calls.append(prompts)
         return np.array([[len(calls), 0.0], [0.0, 0.0]]).tobytes()
 
-    endpoint = SimpleNamespace(judge=SimpleNamespace(remote=judge))
+    endpoint = SimpleNamespace(judge=SimpleNamespace(options=lambda **_: SimpleNamespace(remote=judge)))
     roles = with_judges(trainer.roles, trainer.config, derive(trainer.config), [endpoint])
     trainer = type(trainer)(trainer.config, roles, PROMPTS, PROMPTS[:2], trainer.folder, 1)
     trainer.fit()

@@ -23,10 +23,10 @@ from gkd.data.rows import RowTable, decode_row, encode_row
 from gkd.errors import ConfigError, DataError, RewardError
 from gkd.preflight.reward import check_answers, check_functions
 from gkd.quickstart.addition import build_tokenizer
-from gkd.reward.endpoint import TRAINING, VALIDATION, RewardEndpoint
 from gkd.reward.functions import Case, judge_of
+from gkd.reward.judging import TRAINING, VALIDATION, Judging
 from gkd.reward.pool import RewardWorkers, import_path
-from gkd.reward.worker import Request, Start, replies
+from gkd.reward.worker import Request, Start, judged
 from gkd.types import Prompt, Rollout
 from tests.structure import ROOT
 
@@ -47,8 +47,8 @@ def ids(text: str) -> np.ndarray:
     return np.array(TOKENIZER(text)["input_ids"], np.int32)
 
 
-def request(response: str) -> Request:
-    return Request("1+2=", response, 1, False, encode_row("f.jsonl:7", {}), (0,))
+def request(response: str, line: int = 7) -> Request:
+    return Request("1+2=", response, 1, False, encode_row(f"f.jsonl:{line}", {}), (0,))
 
 
 @pytest.fixture(scope="module")
@@ -70,21 +70,20 @@ def rollout(prompt_id: int, response: str, reason: str = "stop") -> Rollout:
     return Rollout(prompt_id, prompt_id, ids(f"{prompt_id}+2="), response_ids, zeros, (), reason)
 
 
-def test_an_endpoint_calls_the_functions_of_each_set_of_prompts(config: Config) -> None:
+def test_judging_calls_the_functions_of_each_set_of_prompts(config: Config) -> None:
     """Fails if a function gets another row, prompt or response, or the functions of another set of prompts."""
     rows = [Prompt(i, ids("x"), row=encode_row(f"t:{i}", {"level": i, "answer": str(3 * i)})) for i in (1, 3, 4)]
     table, derived = RowTable.of(rows), derive(config)
     functions = {TRAINING: derived.rewards, VALIDATION: derived.metrics}
-    endpoint = RewardEndpoint(config, functions, 2, import_path(), table, table)
+    judging = Judging(config, functions, 2, import_path(), table, table)
     try:
-        assert endpoint.is_up()
-        training = np.frombuffer(endpoint.judge([rollout(4, "a12"), rollout(1, "7")], TRAINING)).reshape(2, 2)
+        training = np.frombuffer(judging.judge([rollout(4, "a12"), rollout(1, "7")], TRAINING)).reshape(2, 2)
         assert training.tolist() == [[2.0, 4.0], [1.0, 1.5]]
-        assert np.frombuffer(endpoint.judge([rollout(3, "x;9"), rollout(3, ";8")], VALIDATION)).tolist() == [1.0, 0.0]
+        assert np.frombuffer(judging.judge([rollout(3, "x;9"), rollout(3, ";8")], VALIDATION)).tolist() == [1.0, 0.0]
         with pytest.raises(DataError):
-            endpoint.judge([rollout(2, "1")], TRAINING)
+            judging.judge([rollout(2, "1")], TRAINING)
     finally:
-        endpoint.close()
+        judging.close()
 
 
 @pytest.mark.parametrize("response", ["raise", "exit", "nan", "inf", "none", "text"])
@@ -92,27 +91,32 @@ def test_a_value_that_is_no_finite_number_is_an_error(
     workers: list[RewardWorkers], response: str, config: Config
 ) -> None:
     """Fails if a failed function counts as a reward of 0, or its error does not name function and row."""
-    reply = next(replies([request(response)], [judge_of(f"{HERE}:misbehave", config)]))
-    assert isinstance(reply, str)
+    calls: list[int] = []
+    requests = [request(each) for each in ("fine", response, "fine")]
+    numbers, problem = judged(requests, [judge_of(f"{HERE}:misbehave", config)], calls.append)
+    assert (numbers, calls) == ([1.0], [0, 1])
+    assert problem
     if response == "raise":
         broken = workers.pop()
         for _ in range(2):  # the run ends: nothing else may be judged meanwhile
             with pytest.raises(RewardError, match=r"misbehave.*f\.jsonl:7.*no such unit"):
-                broken.values([request("fine"), request(response)])
+                broken.values([request("fine", 6), request(response), request("fine", 8)])
 
 
 def test_a_killed_worker_is_an_error(workers: list[RewardWorkers]) -> None:
     """Fails if the death of a worker hangs the run, or does not name the row."""
     with pytest.raises(RewardError, match=r"misbehave.*f\.jsonl:7.*9"):
-        workers.pop().values([request("kill")])
+        workers.pop().values([request("fine", 6), request("kill"), request("fine", 8)])
 
 
 def test_a_slow_function_is_stopped_with_its_processes(workers: list[RewardWorkers]) -> None:
-    """Fails if a function that hangs stops the run without an error, or what it started outlives it."""
+    """Fails if a function that hangs stops the run without an error, or what it started outlives it; or if the limit
+    counts for a list of responses instead of one.
+    """
     began_s = time.monotonic()
-    assert workers[-1].values([request("fine")]).tolist() == [[1.0]]
+    assert workers[-1].values([request("nap")] * 4).tolist() == [[1.0]] * 4
     with pytest.raises(RewardError, match=r"misbehave.*f\.jsonl:7.*reward\.timeout_s"):
-        workers.pop().values([request("sleep")])
+        workers.pop().values([request("nap", 6), request("sleep"), request("fine", 8)])
     assert time.monotonic() - began_s < 20
     assert not [p for p in psutil.process_iter(["cmdline"]) if p.info["cmdline"] == ["sleep", "977"]]
 
