@@ -6,6 +6,7 @@ The driver reads the files. A row travels to the hosts once, at the start, and i
 from __future__ import annotations
 
 import pickle
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -45,7 +46,7 @@ class RowTable:
 
     def row(self, prompt_id: int) -> bytes:
         """Return the encoded row of a prompt. Raises DataError: there is none."""
-        at = int(np.searchsorted(self.prompt_ids, prompt_id))
+        at = bisect_left(self.prompt_ids, prompt_id)  # np.searchsorted releases the GIL, which other threads then take
         if at == len(self.prompt_ids) or self.prompt_ids[at] != prompt_id:
             raise DataError(
                 f"prompt {prompt_id} has no row in the data of this run, and a reward function needs it. "

@@ -66,15 +66,16 @@ class Judging:
         """
         rows, functions = self._rows[prompts], self._functions[prompts]
         decode = partial(self._tokenizer.decode, skip_special_tokens=True)
-        prompt_ids = {rollout.prompt_id: rollout.prompt_ids for rollout in rollouts}  # a prompt has several responses
-        prompt_texts = {prompt_id: decode(ids.tolist()) for prompt_id, ids in prompt_ids.items()}
+        ids = {rollout.prompt_id: rollout.prompt_ids for rollout in rollouts}  # a prompt has several responses
+        texts = {prompt_id: decode(own.tolist()) for prompt_id, own in ids.items()}
+        encoded = {prompt_id: rows.row(prompt_id) for prompt_id in ids}
         requests = [
             Request(
-                prompt_texts[rollout.prompt_id],
+                texts[rollout.prompt_id],
                 decode(rollout.response_ids.tolist()),
                 len(rollout.response_ids),
                 rollout.finish_reason == "length",
-                rows.row(rollout.prompt_id),
+                encoded[rollout.prompt_id],
                 functions,
             )
             for rollout in rollouts
