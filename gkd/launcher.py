@@ -28,7 +28,7 @@ from gkd.cluster.stacks import rank_env
 from gkd.cluster.startup import Startup
 from gkd.config.schema import Config
 from gkd.console.activity import activities
-from gkd.data.chunks import CHUNK_SIZE
+from gkd.data.chunks import CHUNK_SIZE, chunk_size
 from gkd.errors import GkdError, RankTimeout
 from gkd.gpu_map import collect
 from gkd.gpu_map.record import record_end, record_placement, record_restart
@@ -54,10 +54,8 @@ log = get_logger("launcher")
 
 ACTOR, ROLLOUT = "actor", "rollout"
 
-# Ray returns results below this size to the caller (the driver), and keeps larger ones in the object store of the
-# worker's host. With Ray's default of 100 kB many chunks of rollouts and scores would travel through the driver, twice,
-# since it also sends them on as arguments. The sizes of most full chunks are smaller, and their rollouts are larger.
-INLINE_BYTES = 1024
+# The most bytes of a chunk's sizes or of the summary of its scores: of the chunk, and per sequence.
+_SIZES_BYTES = 640, 24
 
 
 @contextmanager
@@ -103,7 +101,7 @@ def _start(
         The roles, and a context in which engines are restarted.
     """
     on_cpu = plan.device == "cpu"
-    env = worker_env(on_cpu)
+    env = worker_env(on_cpu, chunk_size(config))
     log.info("starting %d actor ranks and %d rollout engines", actor_slots.spec.world_size, plan.derived.n_engines)
     of_actor = env | actor_env(config, on_cpu)
     actor_workers = actor_slots.spawn(ActorWorker, of_actor, concurrency_groups=actor_worker.CONCURRENCY_GROUPS)
@@ -236,14 +234,27 @@ def shares_with(config: Config) -> str:
     return ACTOR if config.trainer.colocate else ""
 
 
-def worker_env(on_cpu: bool) -> dict[str, str]:
+def inline_bytes(n_sequences: int) -> int:
+    """Return the size below which Ray returns a result to the caller, the driver.
+
+    Larger results stay in the object store of the worker's host. With Ray's default of 100 kB chunks of rollouts and
+    scores would travel through the driver, twice, since it also sends them on as arguments. What the driver reads of a
+    full chunk of `n_sequences` is smaller than this limit.
+    """
+    return _SIZES_BYTES[0] + _SIZES_BYTES[1] * n_sequences
+
+
+def worker_env(on_cpu: bool, n_sequences: int = CHUNK_SIZE) -> dict[str, str]:
     """Return the environment of the workers: bulk results stay off the driver, libraries log little (unless the user
     sets otherwise), and on CPU each has one thread.
+
+    Args:
+        n_sequences: of a full chunk.
     """
     env = {"VLLM_LOGGING_LEVEL": "ERROR", "PYTHONWARNINGS": "ignore", "TQDM_DISABLE": "1"}
     env = {key: os.environ.get(key, value) for key, value in env.items()}
     env["TOKENIZERS_PARALLELISM"] = "false"
-    env["RAY_max_direct_call_object_size"] = str(INLINE_BYTES)
+    env["RAY_max_direct_call_object_size"] = str(inline_bytes(n_sequences))
     if on_cpu:
         return env | CPU_ENV
     # So that ids in CUDA_VISIBLE_DEVICES mean the same GPUs as in nvidia-smi, Ray and the teacher.
@@ -277,7 +288,7 @@ def spawn_endpoints(
     config: Config, actor: ActorPool, slots: Pool, device: str, kind: type, *args: Any, n_threads: int = 1
 ) -> list[Any]:
     """Start an endpoint of this class per data-parallel group, on the node of its last pipeline stage."""
-    env = worker_env(device == "cpu")
+    env = worker_env(device == "cpu", chunk_size(config))
     groups = {RECORDS: 1, HEALTH: 1, JUDGING: workers_per_endpoint(config, actor.dp_size)}
     return [
         ray.remote(concurrency_groups=groups)(kind)

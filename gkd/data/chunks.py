@@ -6,6 +6,7 @@ object or array has an overhead of at least 100 bytes, and a chunk may hold a si
 
 from __future__ import annotations
 
+import math
 import struct
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Sequence
@@ -13,6 +14,8 @@ from typing import Any
 
 import numpy as np
 
+from gkd.config.derived import derive
+from gkd.config.schema import Config
 from gkd.errors import DataError
 from gkd.handles import RolloutChunk
 from gkd.types import Prompt, Rollout
@@ -23,12 +26,26 @@ _COLUMNS = 4
 # Least sequences per full chunk: few objects for the driver, and scoring starts long before the rollout ends.
 CHUNK_SIZE = 16
 _LARGEST_CHUNK = 256
-_CHUNKS_PER_BATCH = 32
+_CHUNKS_PER_BATCH = 8
+_RESERVE = 1 / 4  # of the sequences that an engine runs
 
 
-def chunk_size(n_sequences: int) -> int:
-    """Return the sequences per full chunk of a batch of `n_sequences`: larger batches have larger chunks."""
-    return min(max(CHUNK_SIZE, n_sequences // _CHUNKS_PER_BATCH), _LARGEST_CHUNK)
+def reserve_size(max_running: int) -> int:
+    """Return how many sequences each of several engines gets in addition to those that it runs.
+
+    It starts them while the driver does not yet have its finished ones.
+    """
+    return max(CHUNK_SIZE, math.ceil(max_running * _RESERVE))
+
+
+def chunk_size(config: Config) -> int:
+    """Return the sequences per full chunk of rollouts: larger batches have larger chunks.
+
+    One of several engines sends a chunk before its reserve is used up.
+    """
+    n_sequences = config.trainer.global_batch_size * config.rollout.n
+    size = min(max(CHUNK_SIZE, n_sequences // _CHUNKS_PER_BATCH), _LARGEST_CHUNK)
+    return size if derive(config).n_engines == 1 else min(size, reserve_size(config.rollout.sequence_limit))
 
 
 def chunk_sizes(dp_rank: int, rollouts: Sequence[Rollout], policy_version: int | None = None) -> RolloutChunk:

@@ -22,7 +22,7 @@ from typing import Any
 
 from gkd.cluster.calls import fetch, gather
 from gkd.config.schema import Config
-from gkd.data.chunks import chunk_size, decode_sizes, part_of
+from gkd.data.chunks import chunk_size, decode_sizes, part_of, reserve_size
 from gkd.data.prompt_codec import encode_prompts
 from gkd.errors import ClusterError, GkdError, RankFailed
 from gkd.handles import RolloutChunk
@@ -35,9 +35,8 @@ from gkd.rollout.stream import JobStream, Waiting, take_missing
 log = get_logger("rollout_stream")
 
 # Finished sequences wait for others of their chunk for a share of the time of a step, which grows with the batch.
-_LINGER_S_PER_SEQUENCE = 80e-6
+_LINGER_S_PER_SEQUENCE = 500e-6
 _LINGER_S = 0.02, 2.5  # least and most
-_RESERVE = 1 / 8  # of the sequences that an engine runs: the next ones, while the driver learns that others finished
 
 
 def name_of(engine: int) -> str:
@@ -68,13 +67,12 @@ class Dispatcher:
         self._engines, self._config, self._n_groups = engines, config, n_groups
         self._timeout_s = config.trainer.stage_timeout_s
         n_sequences = config.trainer.global_batch_size * config.rollout.n
-        self._chunk_size = chunk_size(n_sequences)
+        self._chunk_size = chunk_size(config)
         self._linger_s = min(max(_LINGER_S_PER_SEQUENCE * n_sequences, _LINGER_S[0]), _LINGER_S[1])
         # With a single engine there is no choice.
         max_running = config.rollout.sequence_limit
-        reserve = max(self._chunk_size, math.ceil(max_running * _RESERVE))
         self._is_only = len(engines.up()) == 1
-        self._room = math.inf if self._is_only else max_running + reserve
+        self._room = math.inf if self._is_only else max_running + reserve_size(max_running)
         self._changing = threading.Lock()  # one session is opened or closed at a time; taken before the next lock
         self._lock = threading.Lock()  # guards all below
         self._queue = PromptQueue(n_groups, self._window(n_groups))
@@ -88,14 +86,14 @@ class Dispatcher:
         """Start a job; open the engines' streams if it is the only one.
 
         Args:
-            lingers: chunks leave before they are full although the engine is busy; with several engines always.
+            lingers: chunks leave soon, in proportion to the batch, before they are full; with several engines always.
             first: its prompts go before those of other jobs.
 
         Raises:
             GkdError: an engine's stream could not be opened.
         """
         with self._changing:
-            linger_s = self._linger_s if lingers or not self._is_only else math.inf
+            linger_s = self._linger_s if lingers or not self._is_only else _LINGER_S[1]
             with self._lock:
                 self._n_jobs += 1
                 is_only = not self._jobs

@@ -17,6 +17,7 @@ from gkd.cluster.calls import Pending
 from gkd.config.derived import derive
 from gkd.config.schema import Config
 from gkd.data.chunks import CHUNK_SIZE, dataset_chunks
+from gkd.data.columns import ColumnList
 from gkd.errors import ClusterError, RankFailed, RankTimeout
 from gkd.handles import GreedyReport, RolloutChunk, RolloutUsage, Sample
 from gkd.memory.timeline import merge
@@ -122,7 +123,7 @@ class RolloutPool:
             policy_version=policy_version,
             eos_ids=self._eos_ids,
         )
-        return [dataclasses.replace(sizes, ref=ray.put(rollouts)) for rollouts, sizes in chunks]
+        return [dataclasses.replace(sizes, ref=ray.put(ColumnList(rollouts))) for rollouts, sizes in chunks]
 
     def greedy(self, prompts: Sequence[Prompt], *, n_samples: int) -> GreedyReport:
         """Evaluate greedily on all engines concurrently; see `RolloutWorker.greedy`.

@@ -20,6 +20,7 @@ from gkd.config.derived import derive
 from gkd.config.schema import Config
 from gkd.data.answers import greedy_sample
 from gkd.data.chunks import chunk_sizes, encode_sizes
+from gkd.data.columns import ColumnList
 from gkd.data.prompt_codec import decode_prompts
 from gkd.data.prompts import load_tokenizer
 from gkd.errors import ClusterError
@@ -166,7 +167,7 @@ class RolloutWorker(SelfScoring):
         streamed items themselves.)
         """
         for job, group, rollouts in self._open_loop().run():
-            yield rollouts
+            yield ColumnList(rollouts)
             yield encode_sizes(chunk_sizes(group, rollouts), job)
 
     @ray.method(concurrency_group=ADMIT)

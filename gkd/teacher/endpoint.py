@@ -20,6 +20,7 @@ import numpy as np
 
 from gkd.config.derived import derive
 from gkd.config.schema import Config
+from gkd.data.columns import ColumnList
 from gkd.data.score_checks import check_top_ids
 from gkd.errors import TeacherError, TeacherUnavailable
 from gkd.handles import Computation, ScoreTimes, TeacherHealth
@@ -112,7 +113,7 @@ class ScoringEndpoint(RecordingEndpoint):
         except TeacherUnavailable as error:
             self._outage = error
             raise
-        return scores, summary_of(scores, ScoreTimes(submitted_s, tuple(completed_s))).encode()
+        return ColumnList(scores), summary_of(scores, ScoreTimes(submitted_s, tuple(completed_s))).encode()
 
     def health(self) -> TeacherHealth | None:
         """Return what all connections of this endpoint have heard; None: it has not connected yet."""

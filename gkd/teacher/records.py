@@ -19,6 +19,7 @@ import numpy as np
 
 from gkd.config.schema import Config
 from gkd.data.chunks import chunk_sizes, encode_sizes
+from gkd.data.columns import ColumnList
 from gkd.data.rollout_file import read_sequences, write_sequences
 from gkd.data.rows import RowTable
 from gkd.data.scatter import gather_results, select
@@ -174,8 +175,8 @@ class RecordingEndpoint:
                 group = kind[start : start + chunk_size]
                 chunk = [rollout for rollout, _ in group]
                 scores = [score for _, score in group if score is not None] or None
-                yield chunk
-                yield scores
+                yield ColumnList(chunk)
+                yield ColumnList(scores) if scores else None
                 # Dataset responses have no version: they are never stale.
                 yield encode_sizes(chunk_sizes(dp_rank, chunk, None if on_policy else 0))
                 yield summary_of(scores).encode() if scores else b""

@@ -11,14 +11,17 @@ from ray._private.serialization import SerializationContext
 from ray._private.worker import global_worker
 
 from gkd.data.chunks import CHUNK_SIZE, chunk_sizes, encode_sizes, part_of
+from gkd.data.columns import ColumnList
 from gkd.handles import PendingScores, ScoreTimes
-from gkd.launcher import INLINE_BYTES, worker_env
+from gkd.launcher import inline_bytes, worker_env
 from gkd.teacher.records import ScoreSummary, summary_of
 from gkd.types import Rollout, TeacherScores, TeacherTopK
 
 ONE = np.zeros(1, np.float32)
 TIMES = ScoreTimes(1.7e9 + 2**-10, (1.7e9 + 0.5, 1.7e9 + 0.25, 1.7e9 + 2))
-ROLLOUT = Rollout(0, 0, np.zeros(1, np.int32), np.zeros(1, np.int32), ONE, (), "stop", on_policy=False)
+# A short prompt, and a short response.
+IDS, TABLE = np.zeros(24, np.int32), np.zeros((24, 8), np.float32)
+ROLLOUT = Rollout(0, 0, IDS, IDS, TABLE[:, 0], (), "stop", on_policy=False)
 
 
 def n_bytes(value: object) -> int:
@@ -30,28 +33,30 @@ def n_bytes(value: object) -> int:
     "bulk",
     [
         ROLLOUT,
-        TeacherScores(sampled_logprobs=ONE),
-        TeacherScores(hidden=ONE[None]),
-        TeacherScores(logits=ONE[None]),
-        TeacherScores(TeacherTopK(np.zeros((1, 1), np.int32), ONE[None], ONE)),
+        TeacherScores(sampled_logprobs=TABLE[:, 0]),
+        TeacherScores(hidden=TABLE),
+        TeacherScores(logits=TABLE),
+        TeacherScores(TeacherTopK(TABLE.astype(np.int32), TABLE, TABLE[:, 0])),
     ],
 )
-def test_a_full_chunk_of_the_smallest_rollouts_or_scores_is_over_the_limit(bulk: object) -> None:
+@pytest.mark.parametrize("n", [CHUNK_SIZE, 256])
+def test_a_full_chunk_of_short_rollouts_or_scores_is_over_the_limit(bulk: object, n: int) -> None:
     """Fails if Ray would send full chunks of rollouts or scores inline through the driver."""
-    assert n_bytes([deepcopy(bulk) for _ in range(CHUNK_SIZE)]) >= INLINE_BYTES
+    assert n_bytes(ColumnList([deepcopy(bulk) for _ in range(n)])) >= inline_bytes(n)
 
 
-def test_sizes_and_summaries_are_under_the_limit() -> None:
+@pytest.mark.parametrize("n", [CHUNK_SIZE, 256])
+def test_sizes_and_summaries_are_under_the_limit(n: int) -> None:
     """Fails if sizes or summaries of a chunk go through an object store."""
-    sizes = encode_sizes(chunk_sizes(0, [ROLLOUT] * CHUNK_SIZE, 0))
-    summary = summary_of([TeacherScores(sampled_logprobs=ONE)] * CHUNK_SIZE, ScoreTimes(0.0, (1.0,) * CHUNK_SIZE))
-    assert n_bytes(sizes) < INLINE_BYTES and n_bytes(summary.encode()) < INLINE_BYTES
+    sizes = encode_sizes(chunk_sizes(0, [ROLLOUT] * n, 0))
+    summary = summary_of([TeacherScores(sampled_logprobs=TABLE[:, 0])] * n, ScoreTimes(0.0, (1.0,) * n))
+    assert n_bytes(sizes) < inline_bytes(n) and n_bytes(summary.encode()) < inline_bytes(n)
 
 
 @pytest.mark.parametrize("on_cpu", [False, True])
 def test_the_limit_is_in_the_workers_environment(on_cpu: bool) -> None:
     """Fails if workers start without the limit. tests/e2e/test_driver_bytes.py checks that Ray applies it."""
-    assert worker_env(on_cpu)["RAY_max_direct_call_object_size"] == str(INLINE_BYTES)
+    assert worker_env(on_cpu, 128)["RAY_max_direct_call_object_size"] == str(inline_bytes(128))
 
 
 @pytest.mark.parametrize("mass", [0.25, float("nan")])
@@ -67,5 +72,5 @@ def test_a_score_summary_is_decoded_exactly(mass: float) -> None:
     part = part_of(chunk_sizes(0, rollouts, 0), [0, 2])
     scored = again.scored(PendingScores(part, "scores", "summary"))
     assert (scored.ref, scored.n_teacher_bytes, scored.rollouts) == ("scores", 1, part)
-    assert scored.teacher_mass == (None if np.isnan(mass) else 5 * mass / 2)
+    assert scored.teacher_mass == (None if np.isnan(mass) else 5 * mass / (2 * len(IDS)))
     assert scored.times == ScoreTimes(TIMES.submitted_s, (TIMES.completed_s[0], TIMES.completed_s[2]))

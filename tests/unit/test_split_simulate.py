@@ -11,7 +11,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gkd.data.chunks import CHUNK_SIZE
-from gkd.rollout import dispatcher
 from gkd.tools.split_tuner import dispatch, stream
 from gkd.tools.split_tuner.batches import chunk_times
 from gkd.tools.split_tuner.engine import Engine, finish_times
@@ -227,7 +226,6 @@ def test_a_batch_is_shared_by_the_engines() -> None:
 
 def test_the_engine_that_is_free_first_gets_the_next_prompt() -> None:
     """Fails if the simulation shares prompts out otherwise than `gkd.rollout.dispatcher`."""
-    assert dispatch.RESERVE == dispatcher._RESERVE
     workload = work(equal(1.0), 200, max_num_seqs=4)
     assert dispatch.room(workload, 2) == 4 + CHUNK_SIZE and dispatch.room(workload, 1) == np.inf
     queue, n_held = deque(range(5)), [3, 0, 8]

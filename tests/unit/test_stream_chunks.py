@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
-from gkd.data.chunks import chunk_of
+from gkd.config.load import load_config
+from gkd.config.schema import Config
+from gkd.data.chunks import CHUNK_SIZE, chunk_of, chunk_size, reserve_size
 from gkd.handles import PendingScores
 from gkd.pipeline.stream_chunks import StreamChunks
 from gkd.rollout.sampling import Job, Sampling
@@ -24,6 +28,28 @@ def pending(name: str, samples: list[int], versions: list[int]) -> PendingScores
 
 def parts(chunks: StreamChunks, *positions: int) -> dict[str, list[int]]:
     return {part.ref: part.rollouts.sample_index.tolist() for part in chunks.parts(positions)}
+
+
+def config_of(n_sequences: int, n_engines: int, max_num_seqs: int) -> Config:
+    base = load_config(None, [])
+    trainer = replace(base.trainer, global_batch_size=n_sequences)
+    return replace(
+        base, trainer=trainer, rollout=replace(base.rollout, n_gpus_per_node=n_engines, max_num_seqs=max_num_seqs)
+    )
+
+
+@pytest.mark.parametrize("n", [1, 200, 1024, 1 << 16])
+@pytest.mark.parametrize("max_num_seqs", [1, 40, 256, 4096])
+def test_an_engine_sends_a_chunk_before_its_reserve_is_used_up(n: int, max_num_seqs: int) -> None:
+    """Fails if an engine of several runs out of prompts while the driver waits for its chunk to be full."""
+    size = chunk_size(config_of(n, 3, max_num_seqs))
+    assert CHUNK_SIZE <= size <= min(reserve_size(max_num_seqs), chunk_size(config_of(n, 1, max_num_seqs)))
+
+
+def test_a_large_batch_of_one_engine_has_few_chunks() -> None:
+    """Fails if the driver's work for a batch grows with each sequence: it has a constant cost per chunk."""
+    sizes = [chunk_size(config_of(n, 1, 64)) for n in (16, 128, 1024, 2048, 65536)]
+    assert sizes == [16, 16, 128, 256, 256]
 
 
 def test_a_prompt_is_complete_with_its_last_sample() -> None:

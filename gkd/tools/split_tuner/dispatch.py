@@ -9,17 +9,14 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from gkd.data.chunks import chunk_size
+from gkd.data.chunks import reserve_size
 from gkd.tools.split_tuner.engine import Engine, finish_times
 from gkd.tools.split_tuner.rates import Rates, Workload
-
-RESERVE = 1 / 8  # of the sequences that an engine runs, as in the dispatcher
 
 
 def room(workload: Workload, n_engines: int) -> float:
     """Return the number of sequences from which on an engine gets no more prompts; a single engine gets all."""
-    reserve = max(chunk_size(workload.n_prompts * workload.n), math.ceil(workload.max_num_seqs * RESERVE))
-    return math.inf if n_engines == 1 else workload.max_num_seqs + reserve
+    return math.inf if n_engines == 1 else workload.max_num_seqs + reserve_size(workload.max_num_seqs)
 
 
 def assign(queue: deque[int], n_held: list[int], limit: float, n: int, engines: Iterable[int]) -> list[tuple[int, int]]:
