@@ -27,7 +27,7 @@ _COLUMNS = 4
 CHUNK_SIZE = 16
 _LARGEST_CHUNK = 256
 _CHUNKS_PER_BATCH = 8
-_RESERVE = 1 / 4  # of the sequences that an engine runs
+_RESERVE = 1 / 2  # of the sequences that an engine runs
 
 
 def reserve_size(max_running: int) -> int:
