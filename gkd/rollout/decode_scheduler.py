@@ -3,7 +3,8 @@
 For small models vLLM's own bookkeeping takes longer than the forward pass. In most passes of a rollout nothing is to be
 decided: no sequence starts or ends, and each has a slot in its last KV block for the next token. `schedule` then lists
 the sequences, and `update_from_output` appends their tokens. Everything else is left to the base class: prefills,
-preemption, new KV blocks, and the last token of a sequence.
+preemption, new KV blocks, and the last token of a sequence. If others start in a pass, the base class schedules it,
+but does not look for KV blocks of sequences that have a slot.
 
 Tokens reach the output processor only with the last one. Sequences do not differ from those of the base class.
 
@@ -16,13 +17,14 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
+from vllm.v1.core.kv_cache_manager import KVCacheBlocks
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.output import CachedRequestData, SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import EngineCoreOutputs
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm.v1.outputs import LogprobsLists, ModelRunnerOutput
-from vllm.v1.request import Request
+from vllm.v1.request import Request, RequestStatus
 
 
 class DecodeScheduler(Scheduler):
@@ -39,6 +41,11 @@ class DecodeScheduler(Scheduler):
             and not self.scheduler_config.async_scheduling
             and not self.num_spec_tokens
             and self.connector is self.ec_connector is self.aux_output_connector is None
+        )
+        # In most passes of a busy engine a sequence starts, so the base class schedules them.
+        self._allocate_slots, self.kv_cache_manager.allocate_slots = (
+            self.kv_cache_manager.allocate_slots,
+            self._slots_of,
         )
         # Request id -> (token, ids and logprobs of the sampled and the top tokens, rank) not yet output.
         self._held: dict[str, list[tuple[int, list[int], list[float], int]]] = {}
@@ -59,13 +66,25 @@ class DecodeScheduler(Scheduler):
             return False
         in_last_pass = self.prev_step_scheduled_req_ids
         for request in running:
-            position = request.num_computed_tokens
-            if position + 1 != len(request.all_token_ids) or request.request_id not in in_last_pass:
+            if request.num_computed_tokens + 1 != len(request.all_token_ids) or request.request_id not in in_last_pass:
                 return False
-            # The base class allocates a block before its first token, and caches it with its last one.
-            if (position + 1) % self.block_size < 2:
+            if not self._has_slot(request):
                 return False
         return True
+
+    def _has_slot(self, request: Request) -> bool:
+        """Return whether the base class neither allocates nor caches a block for the next token.
+
+        It allocates a block before its first token, and caches it with its last one.
+        """
+        return (request.num_computed_tokens + 1) % self.block_size >= 2
+
+    def _slots_of(self, request: Request, num_new_tokens: int, *args: Any, **kwargs: Any) -> KVCacheBlocks | None:
+        """Return the new KV blocks of a request, see `KVCacheManager.allocate_slots`."""
+        decodes = num_new_tokens == 1 and request.num_computed_tokens >= request.num_prompt_tokens
+        if self._has_short_path and decodes and request.status == RequestStatus.RUNNING and self._has_slot(request):
+            return self.kv_cache_manager.empty_kv_cache_blocks
+        return self._allocate_slots(request, num_new_tokens, *args, **kwargs)
 
     def _schedule_decodes(self) -> SchedulerOutput:
         self.current_step += 1

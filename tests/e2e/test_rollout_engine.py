@@ -70,19 +70,25 @@ def _probe(student: Path, n_vocab: int) -> dict[Any, Any]:
     result["mixed"] = sorted(mixed, key=lambda r: r.sample_index)
 
     scheduler = engine.llm.llm_engine.engine_core.engine_core.scheduler
-    n_short, list_decodes = 0, scheduler._schedule_decodes
+    n_short, n_decodes, list_decodes = 0, 0, scheduler._schedule_decodes
+    n_slots, allocate_slots = 0, scheduler._allocate_slots
 
     def counted() -> Any:
-        nonlocal n_short
-        n_short += 1
+        nonlocal n_short, n_decodes
+        n_short, n_decodes = n_short + 1, n_decodes + len(scheduler.running)
         return list_decodes()
 
-    scheduler._schedule_decodes = counted
+    def counted_slots(*args: Any, **kwargs: Any) -> Any:
+        nonlocal n_slots
+        n_slots += 1
+        return allocate_slots(*args, **kwargs)
+
+    scheduler._schedule_decodes, scheduler._allocate_slots = counted, counted_slots
     list(engine.generate(prompts, sampling))
-    result["short_passes"] = n_short
+    result["short_passes"], result["slots"], n_slots = n_short, n_slots + n_decodes, 0
     scheduler._has_short_path = False
     result["base_class"] = sorted(engine.generate(prompts, sampling), key=lambda r: r.sample_index)
-    result["passes_of_base_class"] = n_short - result["short_passes"]
+    result["passes_of_base_class"], result["slots_of_base_class"] = n_short - result["short_passes"], n_slots
     scheduler._has_short_path = True
     tokens_a_pass, scheduler.max_num_scheduled_tokens = scheduler.max_num_scheduled_tokens, 40
     result["small_passes"] = sorted(engine.generate(prompts, sampling), key=lambda r: r.sample_index)
@@ -254,6 +260,7 @@ def test_the_short_path_of_the_scheduler_changes_nothing(probe: dict[str, Any]) 
         assert probe["short_passes"] == probe["held_before_stop"] == 0
         return
     assert probe["short_passes"] >= 5
+    assert probe["slots"] < probe["slots_of_base_class"]  # also in passes in which others start
     for short, base in zip(probe["together"], probe["base_class"], strict=True):
         assert short.response_ids.tolist() == base.response_ids.tolist()
         assert short.rollout_logprobs.tolist() == base.rollout_logprobs.tolist()
