@@ -20,6 +20,12 @@ REWARD = (
         "Well below 1.",
         "Near 1: the prompts are too easy or too hard for the student; raise `rollout.n`, or change the prompts.",
     ),
+    Row(
+        "reward/undecided", "responses", _REWARDS,
+        "Responses that `math_verify` could not parse or compare in 2 s; they count as 0.",
+        "0, or a few of a thousand.",
+        "More: read the samples; the student writes expressions that no function should have to evaluate.",
+    ),
     Row("reward/<function>/mean", "value", _REWARDS, "Mean of one function over the student's responses, unweighted."),
     Row(
         "loss/reward", "-", _TRAINS,

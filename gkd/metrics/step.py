@@ -68,7 +68,7 @@ def step_numbers(
 
 
 def reward_numbers(batch: Sequence[ScoredChunk], config: Config) -> dict[str, float]:
-    """Return mean and spread of the rewards, the mean of each function, and the share of prompts without a signal.
+    """Return mean and spread of the rewards, the mean of each function, and prompts and responses without a signal.
 
     Nothing for a batch that no function judges.
     """
@@ -88,6 +88,7 @@ def reward_numbers(batch: Sequence[ScoredChunk], config: Config) -> dict[str, fl
         "reward/mean": float(rewards.mean()),
         "reward/std": float(rewards.std()),
         "reward/flat_groups": float((highest == lowest).mean()),
+        "reward/undecided": float(sum(chunk.n_undecided for chunk in judged)),
         **{f"reward/{function_name(entry.path)}/mean": mean for entry, mean in means},
     }
 

@@ -29,6 +29,10 @@ class Case:
 Judge = Callable[[Case], float]
 
 
+class Undecided(Exception):
+    """A function reached a time limit of its own: counts as 0, and in the metric `reward/undecided`."""
+
+
 def judge_of(path: str, config: Config) -> Judge:
     """Return the function of an entry of `reward.functions`, or of `eval.metric`.
 
@@ -62,11 +66,12 @@ def _answer(case: Case, config: Config) -> str:
 def _math_verify(config: Config) -> Judge:
     """Return the comparison of mathematical answers of the package math-verify.
 
-    A response that it cannot parse, or compare in 2 s, counts as wrong; a reference answer that it cannot parse is an
-    error.
+    A response that it cannot parse counts as wrong. One that it cannot parse or compare in 2 s raises Undecided. A
+    reference answer that it cannot parse, and an error of a comparison, are errors.
     """
     try:
         from math_verify import parse, verify
+        from math_verify.errors import TimeoutException
     except ImportError as error:
         raise RewardError(f"{MATH_VERIFY}: needs the extra math of this package ({error})") from error
 
@@ -75,7 +80,17 @@ def _math_verify(config: Config) -> Judge:
         expected = parse(answer, parsing_timeout=_MATH_S) or parse(f"${answer}$", parsing_timeout=_MATH_S)
         if not expected:
             raise ValueError(f"math_verify cannot parse the reference answer {answer!r}")
-        found = parse(case.response, parsing_timeout=_MATH_S)
-        return float(not case.truncated and verify(expected, found, timeout_seconds=_MATH_S))
+        if case.truncated:
+            return 0.0
+        try:
+            found = parse(case.response, parsing_timeout=_MATH_S, raise_on_error=True)
+        except TimeoutException as error:
+            raise Undecided from error
+        except Exception:  # of the text of the student, for example a digit of another script
+            return 0.0
+        try:
+            return float(verify(expected, found, timeout_seconds=_MATH_S, raise_on_error=True))
+        except TimeoutException as error:
+            raise Undecided from error
 
     return judge

@@ -55,7 +55,7 @@ class Judging:
         self._workers.close()
 
     def judge(self, rollouts: Sequence[Rollout], prompts: str) -> bytes:
-        """Return [n, functions] float64 of a chunk, as bytes; blocks.
+        """Return [n, functions] float64 of a chunk, as bytes; NaN: undecided. Blocks.
 
         Args:
             prompts: the set that the rollouts answer, `TRAINING` or `VALIDATION`.

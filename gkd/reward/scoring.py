@@ -16,11 +16,14 @@ from gkd.config.derived import Derived
 from gkd.config.schema import Config
 from gkd.data.rows import RowTable
 from gkd.handles import Computation, FileDigest, PendingScores, Recording, RolloutChunk, Sample, ScoredChunk
+from gkd.log import get_logger
 from gkd.reward.advantages import with_advantages
 from gkd.reward.judging import TRAINING, VALIDATION
 from gkd.reward.pool import import_path
 from gkd.roles import Roles, ScoringRole
 from gkd.types import Prompt, Rollout
+
+log = get_logger("reward")
 
 # Concurrency group of the scoring endpoints; they judge while their other threads wait for the teacher.
 JUDGING = "judging"
@@ -67,8 +70,10 @@ class JudgedScoring:
         found = gather({name: ref for ref, name in names.items()}, "judging rollouts", self._timeout_s)
         batch = []
         for chunk, p in zip(scored, pending, strict=True):
-            values = None if p.rewards is None else self._values(found[names[p.rewards]], p.rollouts)
-            batch.append(replace(chunk, rewards=values))
+            if p.rewards is not None:
+                values, n_undecided = _decided(self._values(found[names[p.rewards]], p.rollouts))
+                chunk = replace(chunk, rewards=values, n_undecided=n_undecided)
+            batch.append(chunk)
         return self._advantages(batch)
 
     def restore(self, folder: Path, label: str) -> list[PendingScores]:
@@ -95,7 +100,7 @@ class JudgedScoring:
         found = gather(refs, "judging greedy responses", self._timeout_s)
         for group in range(len(refs)):
             values[group :: len(self._endpoints)] = np.frombuffer(found[f"scoring endpoint {group}"], "<f8")
-        return values.tolist()
+        return _decided(values)[0].tolist()
 
     def _judged(self, pending: PendingScores) -> PendingScores:
         if not pending.rollouts.on_policy:
@@ -107,9 +112,17 @@ class JudgedScoring:
         return self._endpoints[group].judge.options(concurrency_group=JUDGING).remote(rollouts, self._prompts)
 
     def _values(self, data: bytes, rollouts: RolloutChunk) -> np.ndarray:
-        """Return the values of a chunk, or of the part of one: [n_sequences, functions] float64."""
+        """Return the values of a chunk, or of the part of one: [n_sequences, functions] float64; NaN: undecided."""
         values, at = np.frombuffer(data, "<f8").reshape(-1, self._n_functions), rollouts.sequence_indices
         return values if at is None else values[at]
+
+
+def _decided(values: np.ndarray) -> tuple[np.ndarray, int]:
+    """Return the values with 0 in place of NaN, see `gkd.reward.functions.Undecided`, and the number of these."""
+    undecided = np.isnan(values)
+    if n_undecided := int(undecided.sum()):
+        log.warning("%d of %d values count as 0: math_verify reached its time limit", n_undecided, values.size)
+    return np.where(undecided, 0.0, values), n_undecided
 
 
 def workers_per_endpoint(config: Config, dp_size: int) -> int:

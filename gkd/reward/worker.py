@@ -21,7 +21,7 @@ from multiprocessing.connection import Connection
 from gkd.config.schema import Config
 from gkd.data.rows import decode_row
 from gkd.errors import GkdError
-from gkd.reward.functions import Case, Judge, judge_of
+from gkd.reward.functions import Case, Judge, Undecided, judge_of
 from gkd.reward.progress import Progress
 
 
@@ -71,7 +71,9 @@ def main(fd: int, progress_fd: int) -> None:
 def judged(
     requests: Sequence[Request], judges: Sequence[Judge], begin: Callable[[int], None]
 ) -> tuple[list[float], str]:
-    """Return a finite number for each request and each of its functions, and what is wrong with the next; "": nothing.
+    """Return a number for each request and each of its functions, and what is wrong with the next; "": nothing.
+
+    Numbers are finite; NaN stands for Undecided.
 
     Args:
         begin: called before each call, with its place.
@@ -92,6 +94,8 @@ def judged(
 def _call(judge: Judge, case: Case) -> float | str:
     try:
         value = judge(case)
+    except Undecided:
+        return math.nan
     except BaseException as error:  # also SystemExit: it is the function's own
         return f"raised {type(error).__name__}: {error}"
     if isinstance(value, str | bytes):

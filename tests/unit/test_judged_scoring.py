@@ -32,7 +32,7 @@ def chunk(samples: Sequence[int], group: int = 0, *, on_policy: bool = True) -> 
 
 
 class Endpoint:
-    """Judges a sample index as its value and a tenth of it. Its handles are the bytes."""
+    """Judges a sample index as its value and a tenth of it, undecided from 8 on. Its handles are the bytes."""
 
     def __init__(self, calls: list[Any]) -> None:
         self._calls = calls
@@ -42,7 +42,7 @@ class Endpoint:
         self._calls.append((list(rollouts), prompts))
         if prompts == VALIDATION:
             return np.array([float(rollout.prompt_id) for rollout in rollouts]).tobytes()
-        return np.array([[i, i / 10] for i in rollouts], np.float64).tobytes()
+        return np.array([[i, i / 10 if i < 8 else np.nan] for i in rollouts], np.float64).tobytes()
 
 
 @pytest.fixture
@@ -67,6 +67,16 @@ def test_each_sequence_gets_its_own_values(calls: list[Any]) -> None:
     batch = scoring.collect([parts[0], dataset, other, parts[1]])
     values = [None if each.rewards is None else each.rewards.tolist() for each in batch]
     assert values == [[[5, 0.5], [7, 0.7]], None, [[0, 0], [1, 0.1]], [[4, 0.4], [6, 0.6]]]
+
+
+def test_an_undecided_value_counts_as_zero_and_is_counted(calls: list[Any]) -> None:
+    """Fails if NaN of a comparison that took too long reaches the advantages, or nothing reports it."""
+    scoring = JudgedScoring(World(), [Endpoint(calls)], 9.0, TRAINING, 2)
+    whole = scoring.submit(chunk([6, 8, 9]))
+    parts = [replace(whole, rollouts=part_of(whole.rollouts, at)) for at in ([0, 1], [2])]
+    batch = scoring.collect(parts)
+    assert [each.rewards is not None and each.rewards.tolist() for each in batch] == [[[6, 0.6], [8, 0]], [[9, 0]]]
+    assert [each.n_undecided for each in batch] == [1, 1]
 
 
 def test_restored_rollouts_are_judged_again(calls: list[Any], tmp_path: Path) -> None:

@@ -169,7 +169,7 @@ def test_reward_numbers() -> None:
     config = load_config(None, [functions, "rollout.n=3"])
     values = np.stack([REWARDS, np.ones(9)], axis=1)
     parts = [[0, 3, 4, 5, 6], [1, 2, 7, 8]]
-    batch = [dataclasses.replace(chunk(part, [0.0] * len(part)), rewards=values[part]) for part in parts]
+    batch = [dataclasses.replace(chunk(part, [0.0] * len(part)), rewards=values[part], n_undecided=2) for part in parts]
     numbers = reward_numbers([*batch, chunk([27], None)], config)
     total = 2 * REWARDS - 1
     assert numbers == pytest.approx(
@@ -177,6 +177,7 @@ def test_reward_numbers() -> None:
             "reward/mean": total.mean(),
             "reward/std": total.std(),
             "reward/flat_groups": 1 / 3,
+            "reward/undecided": 4,
             "reward/length/mean": REWARDS.mean(),
             "reward/unit/mean": 1.0,
         }

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import pickle
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import psutil
 import pytest
+from math_verify.errors import TimeoutException
 
 from gkd.config.derived import derive
 from gkd.config.load import load_config
@@ -163,6 +166,7 @@ def case(response: str, answer: object, *, truncated: bool = False) -> Case:
         ("math_verify", r"so it is $x^2 - 1$", "(x-1)(x+1)", 1.0),
         ("math_verify", "it is 7", "0.5", 0.0),
         ("math_verify", "no answer", "0.5", 0.0),
+        ("math_verify", "$\u0663$", "3", 0.0),  # a digit at which the package's parser fails
     ],
 )
 def test_builtin_functions(config: Config, path: str, response: str, answer: str, value: float) -> None:
@@ -183,6 +187,30 @@ def test_a_missing_answer_is_an_error(config: Config) -> None:
     with pytest.raises(ConfigError) as caught:
         check_answers(config, "data.train_files", [Prompt(0, ids("1"))], [("reward.functions", "math_verify")])
     assert caught.value.key == "data.answer_key"
+
+
+def test_math_verify_hides_no_failed_comparison(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fails if an error within the package, or a comparison that takes too long, silently counts as wrong."""
+    judge, requests = judge_of("math_verify", config), [request("it is 7")]
+    requests[0] = dataclasses.replace(requests[0], row=encode_row("f.jsonl:7", {"answer": "8"}))
+
+    def failing(error: BaseException, text: str = "") -> Callable[..., list[int]]:
+        def call(first: object, *_: Any, **__: Any) -> list[int]:
+            if not text or first == text:
+                raise error
+            return [8]
+
+        return call
+
+    for where, call, undecided in (
+        ("grader.sympy_expr_eq", failing(TypeError("no such unit")), False),
+        ("grader.sympy_expr_eq", failing(TimeoutException()), True),
+        ("parser.extract_target_from_pred", failing(TimeoutException(), "it is 7"), True),
+    ):
+        monkeypatch.setattr(f"math_verify.{where}", call)
+        numbers, problem = judged(requests, [judge], lambda _: None)
+        assert np.isnan(numbers).tolist() == [True] * undecided and bool(problem) != undecided
+    assert judge(case("it is 7", "8", truncated=True)) == 0.0
 
 
 def test_rows_keep_all_columns_and_their_line(tmp_path: Path) -> None:
