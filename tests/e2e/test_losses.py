@@ -13,7 +13,8 @@ from gkd.metrics.writer import read_metrics
 from gkd.tools.report.page import page
 from gkd.tools.report.read import read_runs
 from gkd.tools.report.samples import browser
-from tests.e2e.conftest import TWO_ROUTES, Lab
+from tests.e2e.conftest import REWARDS, TWO_ROUTES, Lab
+from tests.e2e.exactness import differences
 
 pytestmark = pytest.mark.e2e
 
@@ -184,3 +185,20 @@ def test_a_mixture_trains_adapters_on_student_and_dataset_responses(
         assert total == pytest.approx([r + 0.5 * k for r, k in zip(reverse_kl, k3, strict=True)], rel=1e-5)
     (shown,) = read_runs([run_dir])
     assert browser(shown)["steps"] == [0, 3] and run_dir.name in page([shown])
+
+
+@pytest.mark.slow
+def test_settings_without_effect_change_no_bit(base_run: Path, lab: Lab, teacher_port: int, shared_ray: str) -> None:
+    """If it fails, two routes to one teacher, the student's own prompt for the teacher, or rewards of weight 0 change
+    the training: a route has other scores or another share, or what they add is not left out of the loss.
+    """
+    run_dir = lab.root / "run_same"
+    rewards = (REWARDS[0], "distill.reward_weight=0")
+    prompts = ("data.teacher_prompt_key=prompt",)
+    done = lab.train_run(run_dir, teacher_port, *TWO_ROUTES, *prompts, *rewards, shared_ray)
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert "data.train_files: 40 of 40 rows have a prompt for the teacher" in done.stderr
+    lines = steps_of(run_dir)
+    assert all(lines[step]["reward/std"] > 0 < lines[step]["domain/b/token_kl"] for step in (1, 2, 3, 4))
+    added = ("reward/", "domain/")
+    assert not [text for text in differences(base_run, run_dir) if not text.split(": ")[-1].startswith(added)]
