@@ -32,7 +32,7 @@ from gkd.preflight.student import check_student, check_tokenizer_fits
 from gkd.preflight.teacher import check_reachable, check_teacher, request_info, rollout_teacher, warn_about_losses
 from gkd.run.folder import RunFolder
 from gkd.run.open import check_run_folder, open_run_folder
-from gkd.teacher.base import TeacherInfo
+from gkd.teacher.base import TeacherInfo, head_columns
 from gkd.teacher.window import throttle_warning
 from gkd.types import Prompt
 
@@ -122,7 +122,7 @@ def preflight(config: Config) -> Plan:
         n_vocab = check_teacher(config, route, teacher, tokenizer, n_student_vocab)
         if warning := throttle_warning(config.teacher, teacher):
             log.warning("%s", warning)
-    hidden_size = sum(teacher.hidden_size for teacher in teachers)  # of `hidden`: see `ScoringEndpoint.lm_head`
+    _, hidden_size = head_columns(teachers)  # of `hidden`: see `ScoringEndpoint.lm_head`
     gib = scores_gib(config, n_vocab, hidden_size, len(val))
     settled = check_memory(with_gpus, device, hidden_size, gib)
     if config.actor.offload_train and config.actor.fsdp_cpu_offload:

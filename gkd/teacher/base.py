@@ -29,6 +29,20 @@ class TeacherInfo:
     protocol_version: int
 
 
+def head_columns(teachers: Sequence[TeacherInfo]) -> tuple[list[int], int]:
+    """Return the first column of each teacher's LM head where all heads are side by side, and the number of columns.
+
+    Teachers with the same weights in the same precision share a head.
+    """
+    starts: dict[tuple[str, str], int] = {}
+    n_columns = 0
+    for teacher in teachers:
+        if (teacher.fingerprint, teacher.dtype) not in starts:
+            starts[teacher.fingerprint, teacher.dtype] = n_columns
+            n_columns += teacher.hidden_size
+    return [starts[teacher.fingerprint, teacher.dtype] for teacher in teachers], n_columns
+
+
 class Teacher(Protocol):
     """Scores rollouts. Thread-safe."""
 

@@ -24,6 +24,7 @@ from gkd.data.columns import ColumnList
 from gkd.data.score_checks import check_top_ids
 from gkd.errors import TeacherError, TeacherUnavailable
 from gkd.handles import Computation, ScoreTimes, TeacherHealth
+from gkd.teacher.base import head_columns
 from gkd.teacher.client import ZmqTeacher, connect
 from gkd.teacher.computations import Computations
 from gkd.teacher.grouping import grouped
@@ -127,34 +128,43 @@ class ScoringEndpoint(RecordingEndpoint):
     def lm_head(self) -> np.ndarray:
         """Return the LM head, [n_vocab, D] float32; hidden states @ lm_head.T = logits before the temperature.
 
-        With several teachers the heads are side by side, and D is the sum of theirs, see `_in_columns`. Called once,
-        for the actor; not cached.
+        The heads of several teachers are side by side, see `_in_columns`; D is the sum of theirs. Called once, for the
+        actor; not cached.
 
         Raises:
             TeacherError, TeacherUnavailable: as for `score`; also if one has too few rows or non-finite values.
         """
-        heads = [teachers[0].lm_head() for teachers in self._clients()]
-        for head, route in zip(heads, self._routes, strict=True):
+        heads: dict[int, np.ndarray] = {}  # by first column
+        for start, teachers, route in zip(self._head_columns[0], self._clients(), self._routes, strict=True):
+            if start in heads:
+                continue
+            head = teachers[0].lm_head()
             if len(head) < self._n_vocab:
                 problem = f"has {len(head)} rows, expected at least {self._n_vocab}"
                 raise TeacherError(f"the LM head of {route.label} {problem}")
             if not np.isfinite(head.sum(dtype=np.float64)):  # finite float32 values cannot overflow a float64 sum
                 raise TeacherError(f"the LM head of {route.label} contains NaN or infinity")
-        return heads[0][: self._n_vocab] if len(heads) == 1 else np.hstack([head[: self._n_vocab] for head in heads])
+            heads[start] = head[: self._n_vocab]
+        return heads[0] if len(heads) == 1 else np.hstack(list(heads.values()))
+
+    @functools.cached_property
+    def _head_columns(self) -> tuple[list[int], int]:
+        """Return `head_columns` of the routes; asks the servers once."""
+        return head_columns([teachers[0].info() for teachers in self._clients()])
 
     def _in_columns(self, hidden: np.ndarray, route: int) -> np.ndarray:
-        """Return [R, sum of all D] with the hidden states in the columns of their teacher, and zeros in the others.
+        """Return [R, D of all heads] with the hidden states in the columns of their teacher, and zeros in the others.
 
         So one product with the joined LM head gives each row the logits of its own teacher. They are scaled so that
         teacher.temperature divides them as the route's own would.
         """
         if len(self._routes) == 1:
             return hidden
-        sizes = [teachers[0].hidden_size for teachers in self._clients()]
-        start = sum(sizes[:route])
-        wide = np.zeros((len(hidden), sum(sizes)), np.float32)
+        starts, n_columns = self._head_columns
+        wide = np.zeros((len(hidden), n_columns), np.float32)
+        own = wide[:, starts[route] : starts[route] + hidden.shape[1]]
         scale = self._config.teacher.temperature / self._routes[route].teacher.temperature
-        np.multiply(hidden, np.float32(scale), out=wide[:, start : start + sizes[route]])
+        np.multiply(hidden, np.float32(scale), out=own)
         return wide
 
     def _request_all(

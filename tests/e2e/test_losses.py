@@ -42,8 +42,8 @@ def hidden(lab: Lab, port: int, scheduler: str, shared_ray: str, *more: str) -> 
 
 
 def test_hidden_states_train(lab: Lab, teacher_port: int, shared_ray: str) -> None:
-    """If it fails, the LM heads of two teachers do not reach the actor, their logits do not reduce the KL, a stream of
-    real engines does not feed the loop, or a stream has other shares of the routes.
+    """If it fails, the LM head of two routes to one teacher does not reach the actor, its logits do not reduce the KL,
+    a stream of real engines does not feed the loop, or a stream has other shares of the routes.
     """
     shares = ("data.domain_shares={a: 2, b: 1}", "distill.normalize=domain", "teacher.routes.b.temperature=0.9")
     lines = hidden(lab, teacher_port, "stream", shared_ray, *TWO_ROUTES, *shares)

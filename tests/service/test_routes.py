@@ -162,3 +162,18 @@ def test_hidden_states_of_two_teachers_share_one_head(server: ServerProcess, oth
     for i, score in enumerate(scores):
         assert score.hidden is not None and score.hidden.shape == (len(rollouts[i].response_ids), 64)
         np.testing.assert_allclose(score.hidden @ head.T / 0.5, expected[i], rtol=1e-5, atol=1e-5)
+
+
+def test_hidden_states_of_the_same_teacher_twice_are_those_of_one(server: ServerProcess) -> None:
+    """Fails if two routes to one model hold its LM head twice, or a row differs in a bit from that of one route."""
+    rollouts = random_rollouts(6, CUT, seed=8)
+    settings = (f"teacher.server_port={server.port}", "teacher.signal=hidden", "teacher.temperature=0.5")
+    with endpoint(*settings) as one:
+        head, (scores, _) = one.lm_head(), one.score(rollouts)
+    for own, scale in (("{}", 1.0), ("{temperature: 0.25}", 2.0)):
+        with endpoint(*settings, f"teacher.routes={{a: {{}}, b: {own}}}") as two:
+            np.testing.assert_array_equal(two.lm_head(), head)
+            twice, _ = two.score(routed(rollouts, 2))
+        for i, (score, expected) in enumerate(zip(twice, scores, strict=True)):
+            assert score.hidden is not None and expected.hidden is not None
+            np.testing.assert_array_equal(score.hidden, expected.hidden * (scale if i % 2 else 1.0))

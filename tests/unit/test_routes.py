@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from gkd.metrics.writer import read_metrics
 from gkd.preflight.run import check_shares, teacher_identity
 from gkd.run.folder import teacher_json
 from gkd.run.resume_compat import check_same_run, check_same_teacher
+from gkd.teacher.base import TeacherInfo, head_columns
 from gkd.types import Prompt
 from tests.unit.test_data import tokenizer as tokenizer  # fixture
 from tests.unit.world import World, make
@@ -52,6 +54,15 @@ def test_a_route_inherits_what_it_leaves_out() -> None:
     assert [route.name for route in derive(swapped).routes] == ["code", "math"]
     (only,) = derive(load_config(None, BASE)).routes
     assert only.name == "" and only.key("server_port") == "teacher.server_port"
+
+
+def test_routes_to_the_same_weights_share_an_lm_head() -> None:
+    """Fails if a head is held twice, its memory counted twice, or the head of another precision taken for it."""
+    of_a = TeacherInfo("a", "m", "p", "f", 300, 32, "", 99, 1, 1, "hf", "cpu", "float32", 3)
+    of_b = replace(of_a, fingerprint="g", hidden_size=48)
+    assert head_columns([of_a]) == ([0], 32)
+    assert head_columns([of_a, of_b, of_a, of_b]) == ([0, 32, 0, 32], 80)
+    assert head_columns([of_a, replace(of_a, dtype="bfloat16", teacher="b"), of_b]) == ([0, 32, 64], 112)
 
 
 @pytest.mark.parametrize(
