@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -93,6 +94,38 @@ def check_topk(scores: list[TopKScores], plain: list[np.ndarray], params: ScoreP
 def test_topk_equals_plain_transformers(ask: Ask, plain: list[np.ndarray], params: ScoreParams) -> None:
     """Fails if rows are off by one, padding leaks, n_vocab is applied after normalization, or lengths are mixed up."""
     assert check_topk(ask("score", BATCH, params), plain, params) <= TOLERANCE
+
+
+@pytest.mark.parametrize(("k", "n_given"), [(8, 3), (3, 3)], ids=["with-others", "given-alone"])
+def test_given_ids_and_the_sampled_token_equal_plain_transformers(
+    ask: Ask, plain: list[np.ndarray], k: int, n_given: int
+) -> None:
+    """Fails if an engine drops the given ids or gives them to other rows, lists one twice, includes a listed id in the
+    tail, or returns the logprob of another token as the sampled one.
+    """
+    params = ScoreParams("topk", k=k, temperature=0.8, n_vocab=VOCAB - 99, n_given=n_given, with_sampled=True)
+    rng = np.random.default_rng(4)
+    batch = []
+    for sequence, logits in zip(BATCH, plain, strict=True):
+        given = np.stack([rng.permutation(VOCAB - 99)[:n_given] for _ in logits]).astype(np.int32)
+        given[::2, 0] = plain_logprobs(logits, params)[::2].argmax(-1)  # the most probable one, also in the list
+        given[1::3, 1] = sequence.response[1::3]
+        batch.append(replace(sequence, given=given))
+    for scored, logits, sequence in zip(ask("score", batch, params), plain, batch, strict=True):
+        expected, given = plain_logprobs(logits, params), sequence.given
+        assert given is not None and scored.ids.shape == (len(logits), k)
+        listed = np.zeros(expected.shape, bool)
+        np.put_along_axis(listed, scored.ids, True, 1)
+        assert (listed.sum(-1) == k).all() and np.take_along_axis(listed, given, 1).all()
+        own = np.take_along_axis(expected, scored.ids, 1)
+        np.testing.assert_allclose(scored.logprobs, own, atol=TOLERANCE, rtol=0)
+        np.testing.assert_allclose(scored.tail, 1 - np.exp(own).sum(-1), atol=TOLERANCE, rtol=0)
+        np.put_along_axis(expected, given, -np.inf, 1)
+        others = np.sort(np.where(listed, expected, -np.inf), -1)[:, ::-1][:, : k - n_given]
+        largest = np.sort(expected, -1)[:, ::-1][:, : k - n_given]
+        np.testing.assert_allclose(others, largest, atol=TOLERANCE, rtol=0)
+        sampled = np.take_along_axis(plain_logprobs(logits, params), sequence.response[:, None], 1)[:, 0]
+        np.testing.assert_allclose(scored.sampled, sampled, atol=TOLERANCE, rtol=0)
 
 
 def test_sampled_equals_plain_transformers(ask: Ask, plain: list[np.ndarray]) -> None:
