@@ -39,19 +39,38 @@ def dense_losses(
         if spec.has_residual and teacher_logprobs is None:
             loss = loss + _residual(spec, targets, student, tables)
         losses = losses + term.weight * loss
-    for term in spec.policy_gradients:
-        teacher = targets.sampled_logprobs if teacher_logprobs is None else teacher_logprobs.gather(1, sampled)[:, 0]
-        assert teacher is not None
-        ratio = student.detach() - teacher.to(student.dtype)
-        rho = (student.detach() - targets.rollout_logprobs).exp()
-        rho = rho.clamp(max=spec.importance_clip) if spec.importance_clip else rho
+    targets_of = [(term, _scaled_teacher(spec, targets, teacher_logprobs)) for term in spec.policy_gradients]
+    if spec.reference_weight:
+        targets_of.append((LossTerm("k3", spec.reference_weight), targets.reference_logprobs))
+    rho = (student.detach() - targets.rollout_logprobs).exp()
+    rho = rho.clamp(max=spec.importance_clip) if spec.importance_clip else rho
+    for term, target in targets_of:
+        ratio = student.detach() - target.to(student.dtype)
         value = {"k1": ratio, "k2": ratio**2 / 2, "k3": (-ratio).exp() - 1 + ratio}[term.name]
         score = rho * ratio * student  # its gradient is that of REINFORCE
         loss = rho * value + score - score.detach()
         losses = losses + term.weight * loss.masked_fill(~targets.on_policy, 0.0)
+    if spec.has_rewards:
+        assert targets.advantages is not None
+        advantages, (low, high) = targets.advantages.to(student.dtype), spec.reward_clip
+        ratio = (student - targets.rollout_logprobs).exp()
+        limited = torch.where(advantages > 0, ratio.clamp(max=1 + high), ratio.clamp(min=1 - low))
+        losses = losses - spec.reward_weight * (limited * advantages).masked_fill(~targets.on_policy, 0.0)
     if spec.sft is not None:
         losses = losses - spec.sft.weight * student.masked_fill(targets.on_policy, 0.0)
     return losses
+
+
+def _scaled_teacher(spec: LossSpec, targets: TokenTargets, teacher_logprobs: Tensor | None) -> Tensor:
+    """Return [N] logprobs whose k1 is G-OPD's: lambda (log p - log r) + log r."""
+    sampled = targets.sampled_ids[:, None]
+    teacher = targets.sampled_logprobs if teacher_logprobs is None else teacher_logprobs.gather(1, sampled)[:, 0]
+    assert teacher is not None
+    if spec.teacher_reward_scale == 1:
+        return teacher
+    assert targets.reference_logprobs is not None
+    reference = targets.reference_logprobs.to(teacher.dtype)
+    return spec.teacher_reward_scale * (teacher - reference) + reference
 
 
 def dense_factors(

@@ -60,6 +60,10 @@ def _specs(temperature: float) -> Iterator[tuple[str, LossSpec, Signal]]:
     for weight, signal in product(TOKEN_WEIGHTS[1:], SIGNALS):
         spec = LossSpec(MIXTURE, temperature=temperature, token_weight=weight, token_share=0.6)
         yield f"{weight} {signal}", spec, signal
+    terms = (LossTerm("forward_kl"), LossTerm("k1", 0.5), LossTerm("k3"))
+    for signal in SIGNALS:
+        more = {"reference_weight": 0.3, "teacher_reward_scale": 1.25, "reward_weight": 0.7, "reward_clip": (0.1, 0.3)}
+        yield f"rewards {signal}", LossSpec(terms, temperature=temperature, **more), signal
     yield "residual topk", LossSpec((LossTerm("reverse_kl", 2.0), LossTerm("k3")), "residual", temperature), "topk"
 
 
@@ -75,6 +79,8 @@ class Case:
     sampled_ids: Tensor  # [N], likewise
     rollout_logprobs: Tensor  # [N]
     on_policy: Tensor  # [N]
+    reference_logprobs: Tensor  # [N]
+    advantages: Tensor  # [N], of the sequences
 
     @property
     def n_vocab(self) -> int:
@@ -89,6 +95,8 @@ class Case:
         logits = self.teacher_logits(spec.temperature)
         log_p = logits.log_softmax(dim=-1)
         targets = TokenTargets(self.sampled_ids, self.rollout_logprobs, self.on_policy, sequences=SEQUENCES)
+        if spec.has_rewards:
+            targets.reference_logprobs, targets.advantages = self.reference_logprobs, self.advantages
         signals = teacher_signals(spec, signal)
         if "topk" in signals:
             picked = log_p.gather(1, self.topk_ids.clamp(min=0)).masked_fill(self.topk_ids < 0, -torch.inf)
@@ -129,6 +137,8 @@ def make_case(vocab: int, tp: int, dtype: torch.dtype) -> Case:
         sampled_ids=torch.tensor(sorted(borders))[torch.arange(N) % len(borders)],
         rollout_logprobs=(normal(N).double() / 2 - 1.5).to(dtype),
         on_policy=torch.arange(N) % 3 != 1,
+        reference_logprobs=(normal(N).double() / 2 - 1.5).to(dtype),
+        advantages=torch.tensor([1.2, -0.7, 0.4], dtype=dtype)[SEQUENCES],
     )
 
 
@@ -217,7 +227,7 @@ def no_rows(rank: int, world_size: int) -> float:
     case = make_case(5, world_size, torch.float32)
     no_ids = torch.zeros(0, dtype=torch.int64)
     for label, spec, signal in _specs(1.0):
-        if not label.startswith(("mixture", "entropy")):
+        if not label.startswith(("mixture", "entropy", "rewards")):
             continue
         loss = _distill_loss(case, spec, signal, rank, world_size)
         targets = TokenTargets(no_ids, torch.zeros(0), torch.zeros(0, dtype=torch.bool))
