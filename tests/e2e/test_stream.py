@@ -20,6 +20,8 @@ SETTINGS = (
     "trainer.save_every=1",
     "trainer.resume=auto",
     "distill.support=union",  # so that responses in flight take the student's ids along
+    "teacher.prompt_template=w3 w5 {prompt}",
+    "data.max_teacher_prompt_length=14",
     *TWO_ROUTES,
     *REWARDS,
 )
@@ -27,7 +29,9 @@ SETTINGS = (
 
 @pytest.mark.slow
 def test_a_killed_stream_loses_no_prompt_and_can_be_replayed(lab: Lab, teacher_port: int) -> None:
-    """If it fails, a resumed stream loses or repeats prompts, or a run with rewards cannot be replayed exactly."""
+    """If it fails, a resumed stream loses or repeats prompts, or a run with rewards and prompts of the teacher's own
+    cannot be replayed exactly.
+    """
     runs = Runs(lab, teacher_port, lab.root / "stream_logs", SETTINGS)
     run_dir = lab.root / "stream"
     code, log = runs.launch(run_dir, Kill("train", 4, 0.0, "all"))
