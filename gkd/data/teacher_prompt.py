@@ -12,6 +12,8 @@ from gkd.log import get_logger
 
 log = get_logger("data")
 
+_PRIVILEGED = ("answer", "response")  # placeholders of text that each row has for itself, and the student does not read
+
 
 class TeacherPrompts:
     """Return the teacher's prompt of each row, before tokenization, and count them.
@@ -76,7 +78,7 @@ class TeacherPrompts:
         return text if last is None else [*prompt[:-1], {**last, "content": text}]
 
     def log(self, key: str) -> None:
-        """Log how many rows have a prompt for the teacher.
+        """Log how many rows have a prompt for the teacher, and warn if training rows hold what differs per row.
 
         Args:
             key: config key of the files.
@@ -90,4 +92,12 @@ class TeacherPrompts:
         if not self._n_own and key == "data.train_files":
             problem = "no row of data.train_files has a value in this column."
             raise ConfigError(setting, value, problem, "name the column of the teacher's prompts, or remove the key.")
+        names = [name for name in _PRIVILEGED if name in {name for _, name in self._parts}]
+        if names and key == "data.train_files":
+            log.warning(
+                "%s has {%s}, a text of each row that the student does not read: a weak signal, because the student "
+                "cannot produce it from its own prompt. A rule that all rows share is learned. docs/losses.md.",
+                setting,
+                "} and {".join(names),
+            )
         log.info("%s: %d of %d rows have a prompt for the teacher", key, self._n_own, self._n_rows)

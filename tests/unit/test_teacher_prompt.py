@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -97,6 +98,23 @@ def test_a_template_replaces_the_last_message(tmp_path: Path) -> None:
     rows = [{"prompt": "hi", "t": [{"role": "system", "content": "rule"}, {"role": "user", "content": "hi"}]}]
     (prompt,) = load(tmp_path, rows, ChatTokenizer(), teacher_prompt_key="t")
     assert prompt.teacher_ids is not None and bytes(prompt.teacher_ids.tolist()) == b"system:rule|user:hi|"
+
+
+@pytest.mark.parametrize(
+    ("template", "n"), [("{prompt} {answer} {response}", 1), ("rule {prompt}", 0), ("{hint} {prompt} {{answer}}", 0)]
+)
+def test_a_text_that_the_student_cannot_see_is_warned_about(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, template: str, n: int
+) -> None:
+    """Fails if a run starts without a word with a teacher that reads each row's answer, or a shared rule warns."""
+    logger = logging.getLogger("gkd.data")
+    logger.addHandler(caplog.handler)  # the project's loggers do not propagate to caplog's logger
+    try:
+        load(tmp_path, [{"prompt": "a", "answer": "b", "response": "c", "hint": "d"}] * 3, template=template)
+    finally:
+        logger.removeHandler(caplog.handler)
+    warnings = {record.getMessage() for record in caplog.records if record.levelno == logging.WARNING}
+    assert len(warnings) == n and all("{answer} and {response}" in text for text in warnings)
 
 
 @pytest.mark.parametrize(
