@@ -13,12 +13,13 @@ import numpy as np
 import pytest
 
 from gkd.config.derived import derive
+from gkd.config.load import load_config
 from gkd.data.chunks import chunk_of, part_of
 from gkd.handles import GreedyReport, PendingScores, RolloutChunk, Sample, ScoredChunk, TrainStats
 from gkd.metrics.writer import read_metrics
 from gkd.pipeline.evaluate import judged, pass_at_k, pass_at_numbers
 from gkd.reward.judging import TRAINING, VALIDATION
-from gkd.reward.scoring import JudgedScoring, with_judges
+from gkd.reward.scoring import JudgedScoring, init_judging, with_judges, workers_per_endpoint
 from gkd.types import Prompt
 from tests.metric_keys import unlisted_keys
 from tests.unit.world import PROMPTS, World, make
@@ -89,6 +90,23 @@ def test_restored_rollouts_are_judged_again(calls: list[Any], tmp_path: Path) ->
     assert calls == [([2, 3], TRAINING)]
     (scored,) = scoring.collect([restored])
     assert scored.rewards is not None and scored.rewards.tolist() == [[2, 0.2], [3, 0.3]]
+
+
+@pytest.mark.parametrize(
+    ("workers", "groups", "each"), [(1, 1, 1), (1, 4, 1), (4, 4, 1), (5, 4, 2), (6, 2, 3), (7, 2, 4)]
+)
+def test_each_group_gets_its_part_of_the_workers(
+    monkeypatch: pytest.MonkeyPatch, calls: list[Any], workers: int, groups: int, each: int
+) -> None:
+    """Fails if a run has fewer workers than `reward.workers`, or each group has all of them, or a group has none."""
+    monkeypatch.setattr("gkd.reward.scoring.ray", SimpleNamespace(put=lambda rows: rows))
+    layout = (f"trainer.n_gpus_per_node={groups}", f"reward.workers={workers}", "reward.functions=[{path: length}]")
+    config = load_config(None, layout)
+    derived = derive(config)
+    assert derived.dp_size == groups and workers_per_endpoint(config, groups) == each
+    started = SimpleNamespace(options=lambda **_: SimpleNamespace(remote=lambda *args: calls.append(args[:2])))
+    init_judging(config, derived, [], [], [SimpleNamespace(init_judging=started)] * groups, 9.0)
+    assert [(own[TRAINING], n) for own, n in calls] == [(("length",), each)] * groups
 
 
 def sample(prompt_id: int) -> Sample:
