@@ -211,6 +211,42 @@ _HEAD = (
     ),
 )
 
+# Rewards, the tail's residual, and the factors of tokens.
+_REWARDS = (
+    _mutant(
+        "reward_limits_swapped",
+        "ratio.clamp(1 - clip[0], 1 + clip[1])",
+        "ratio.clamp(1 - clip[1], 1 + clip[0])",
+        ("test_reward_loss.py",),
+    ),
+    _mutant(
+        "reward_limit_moves_tokens",
+        "-torch.minimum(plain, limited)",
+        "-torch.maximum(plain, limited)",
+        ("test_reward_loss.py",),
+    ),
+    _mutant(
+        "teacher_reward_scale_from_the_teacher",
+        "return reference + scale * (teacher_logprobs - reference)",
+        "return teacher_logprobs + scale * (teacher_logprobs - reference)",
+        _POLICY,
+    ),
+    _mutant(
+        "residual_of_listed_tokens",
+        "(targets.topk_ids != targets.sampled_ids[:, None]).all(dim=-1)",
+        "(targets.topk_ids != targets.sampled_ids[:, None]).any(dim=-1)",
+        ("test_tail_residual.py",),
+    ),
+    _mutant(
+        "residual_in_addition_to_the_tail",
+        "actor_logprobs.detach() - teacher_logprobs - tail_log_ratio",
+        "actor_logprobs.detach() - teacher_logprobs",
+        ("test_tail_residual.py",),
+    ),
+    _mutant("token_share_rounded_down", "math.ceil(Fraction(", "math.floor(Fraction(", ("test_token_weights.py",)),
+    _mutant("position_of_signed_gaps", "log_ratio.abs().cumsum(0)", "log_ratio.cumsum(0)", ("test_token_weights.py",)),
+)
+
 LOSS = (
     *_DIVERGENCES,
     *_CLOSED_FORMS,
@@ -220,4 +256,5 @@ LOSS = (
     *_KERNELS,
     *_VOCABULARY,
     *_HEAD,
+    *_REWARDS,
 )

@@ -372,4 +372,56 @@ _CONFIG = (
     ),
 )
 
-OTHERS = (*_BATCHES, *_WEIGHTS, *_OPTIMIZER, *_CLIENT, *_BROKER, *_CHECKPOINTS, *_FOOTPRINT, *_CONFIG)
+_SUPERVISION = (
+    Mutant(
+        "domain_mean_over_sequences",
+        _TRAINER,
+        "counts[[rollout.route for rollout in rollouts], 0]",
+        "counts[[rollout.route for rollout in rollouts], 1]",
+        ("test_domain_loss.py",),
+    ),
+    Mutant(
+        "sequence_mean_of_one_sequence",
+        _TRAINER,
+        "n_tokens / (n_sequences * np.array(",
+        "n_tokens / (np.array(",
+        ("test_domain_loss.py",),
+    ),
+    Mutant(
+        "given_ids_listed_twice",
+        _SERVER,
+        "logits.scatter_(1, given, -torch.inf)",
+        "logits.clone()",
+        ("unit/test_given_ids.py",),
+    ),
+    Mutant(
+        "sampled_beside_the_list_at_temperature_1",
+        _SERVER,
+        "(own - top).div_(params.temperature)[:, 0].sub_(total.log())",
+        "(own - top)[:, 0].sub_(total.log())",
+        ("unit/test_given_ids.py",),
+    ),
+    Mutant(
+        "template_loses_the_history",
+        _TRAINER,
+        'else [*prompt[:-1], {**last, "content": text}]',
+        'else [{**last, "content": text}]',
+        ("test_teacher_prompt.py",),
+    ),
+    Mutant(
+        "teacher_scores_after_the_students_prompt",
+        _TRAINER,
+        "replace(self, prompt_ids=self.teacher_ids)",
+        "replace(self)",
+        ("test_teacher_prompt.py",),
+    ),
+    Mutant(
+        "failed_comparison_is_wrong",
+        _TRAINER,
+        "timeout_seconds=_MATH_S, raise_on_error=True",
+        "timeout_seconds=_MATH_S",
+        ("test_reward_workers.py::test_math_verify_hides_no_failed_comparison",),
+    ),
+)
+
+OTHERS = (*_BATCHES, *_WEIGHTS, *_OPTIMIZER, *_CLIENT, *_BROKER, *_CHECKPOINTS, *_FOOTPRINT, *_CONFIG, *_SUPERVISION)
