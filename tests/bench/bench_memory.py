@@ -1,7 +1,7 @@
 """States that go and come: ours against `.cpu()`/`.cuda()` and FSDP2's CPU offload; and pools that take turns.
 
     python -m tests.bench.bench_memory [--only switch,optimizer,colocate,overlap,transfers,reference]
-                                       [--device cpu|cuda] [--json FILE] [--rounds N]
+                                       [--ways manual,states,fsdp] [--device cpu|cuda] [--json FILE] [--rounds N]
 
 On a GPU: a 7B-shaped model in bfloat16 that only computes forwards, and a 1.5B-shaped one with full optimizer state.
 Times are given as a share of one pinned copy of the same size. Without a GPU both sides of a switch are host memory:
@@ -56,23 +56,16 @@ _SMALL = {
 _NAMES = {"manual": ".cpu() / .cuda()", "states": "offload / reload", "fsdp": "FSDP2 CPUOffloadPolicy"}
 
 
-def switch(device: str, rounds: int) -> Part:
-    """A model that only computes forwards, as a teacher or a reference does."""
-    sizes = _7B if device == "cuda" else _SMALL
-    return _compared("switch", ["manual", "states", "fsdp"], device, sizes, rounds, moments=False)
-
-
-def optimizer(device: str, rounds: int) -> Part:
-    """A model with two float32 moments for each parameter."""
-    sizes = _1_5B if device == "cuda" else _SMALL
-    return _compared("optimizer", ["manual", "states"], device, sizes, rounds, moments=True)
-
-
-def _compared(
-    name: str, ways: Sequence[str], device: str, sizes: dict[str, Any], rounds: int, *, moments: bool
-) -> Part:
+def moving(name: str, ways: Sequence[str], device: str, rounds: int) -> Part:
+    """switch: a model that only computes forwards, as a teacher or a reference does. optimizer: one with two float32
+    moments for each parameter; FSDP2's offload has none here.
+    """
+    moments = name == "optimizer"
+    sizes = _SMALL if device == "cpu" else _1_5B if moments else _7B
     results = {}
-    for how in ways:
+    for how in _NAMES:
+        if how not in ways or (moments and how == "fsdp"):
+            continue
         case = Case(how, device, sizes, "bfloat16", rounds, moments)
         found = in_fresh_process("tests.bench.memory_case", asdict(case), threads=1, timeout_s=900.0)
         results[how] = Measured(**found)
@@ -88,18 +81,21 @@ def _compared(
             float(ours.left[-1] - ours.left[0]),
             at_most=0.0,
         ),
-        Figure(
-            "growth of the host's memory over the rounds after the second", _growth(ours), "of the states", at_most=0.01
-        ),
     ]
+    if rounds > 2:
+        growth = (ours.host_rss[-1] - ours.host_rss[1]) / ours.n_bytes
+        what = "growth of the host's memory over the rounds after the second"
+        figures.append(Figure(what, growth, "of the states", at_most=0.01))
     if device == "cuda":
         come, go = share_of_copy(ours)
         figures += [
             Figure("reload, share of one pinned copy's bandwidth", come, at_least=0.8),
             Figure("offload, share of one pinned copy's bandwidth", go, at_least=0.8),
-            *_claims(results["manual"], ours),
         ]
-    columns = ["", "GiB", "left after going, MiB", "peak, GiB", "external ratio", "unused ratio", "empty_cache a round"]
+        if name == "switch" and "manual" in results:
+            figures += _claims(results["manual"], ours)
+    columns = ["", "GiB", "left after going, MiB", "peak, GiB", "peak reserved, GiB"]
+    columns += ["external ratio", "unused ratio", "empty_cache a round"]
     timed = ["come, s", "compute, s", "go, s"] if device == "cuda" else []
     rows = [
         [_NAMES[how], *_numbers(how, device, result), *(_times(result) if timed else [])]
@@ -116,14 +112,20 @@ def _claims(manual: Measured, ours: Measured) -> list[Figure]:
     """Return what is claimed of offloading without `.cpu()` and `.cuda()`; a missed goal refutes the claim.
 
     The claims: a peak of 25 GB instead of 40, fragmentation of 1-5% instead of 30-40%, and no call of empty_cache in an
-    iteration instead of 2 to 4. Fragmentation here: what is reserved and not in use while the model is on the device.
+    iteration instead of 2 to 4. They fit together if the peak is that of reserved memory, which the card must have, and
+    fragmentation the share of it that was never in use at once: 1 - 25/40. Both ways allocate the same at once. With
+    `.cuda()` 15 GB of weights are new memory, on top of the 25 GB of cache that was filled in between; ours
+    return to their own blocks. The bar of the ratio is below 40/25, because both numbers are rounded.
     """
+    unused = {name: 1 - one.peak / one.peak_reserved for name, one in (("manual", manual), ("ours", ours))}
+    peak = manual.peak_reserved / ours.peak_reserved
     return [
-        Figure("claim: peak, .cpu() / .cuda() as a multiple of ours", manual.peak / ours.peak, at_least=40 / 25),
-        Figure("claim: unused share of reserved memory, .cpu() / .cuda()", fmean(manual.held_unused), at_least=0.3),
-        Figure("claim: unused share of reserved memory, ours", fmean(ours.held_unused), at_most=0.05),
+        Figure("claim: peak of reserved memory, .cpu() / .cuda() as a multiple of ours", peak, at_least=1.5),
+        Figure("claim: share of it that is not in use at the peak, .cpu() / .cuda()", unused["manual"], at_least=0.3),
+        Figure("claim: share of it that is not in use at the peak, ours", unused["ours"], at_most=0.05),
         Figure("claim: empty_cache a round, .cpu() / .cuda()", _empty_cache(manual), note="claimed: 2 to 4"),
         Figure("claim: empty_cache a round, ours", _empty_cache(ours), at_most=0.0),
+        Figure("peak of allocated memory, .cpu() / .cuda() as a multiple of ours", manual.peak / ours.peak),
     ]
 
 
@@ -131,14 +133,11 @@ def _empty_cache(measured: Measured) -> float:
     return measured.empty_cache_calls / len(measured.on_s)
 
 
-def _growth(measured: Measured) -> float:
-    return (measured.host_rss[-1] - measured.host_rss[min(2, len(measured.host_rss) - 1)]) / measured.n_bytes
-
-
 def _numbers(how: str, device: str, measured: Measured) -> list[str]:
     """Without a GPU only our own moves leave anything, and nothing has a peak or fragments."""
     numbers = [f"{measured.n_bytes / _GIB:.2f}", f"{measured.left[-1] / (1 << 20):.1f}"]
-    numbers += [f"{measured.peak / _GIB:.2f}", f"{fmean(measured.external):.3f}", f"{fmean(measured.unused):.3f}"]
+    numbers += [f"{size / _GIB:.2f}" for size in (measured.peak, measured.peak_reserved)]
+    numbers += [f"{fmean(measured.external):.3f}", f"{fmean(measured.unused):.3f}"]
     numbers.append(f"{_empty_cache(measured):.1f}")
     known = {"states": 2}.get(how, 1) if device == "cpu" else len(numbers)
     return [*numbers[:known], *["-"] * (len(numbers) - known)]
@@ -184,13 +183,18 @@ def colocate(rounds: int) -> Part:
 def main(argv: Sequence[str] | None = None) -> int:
     parts = ("switch", "optimizer", "colocate", "overlap", "transfers", "reference")
     made = parser("tests.bench.bench_memory", __doc__ or "", parts, rounds=10)
+    made.add_argument("--ways", default=",".join(_NAMES), metavar="WAY,..", help="of moving; default: %(default)s")
     add_device(made, "cpu")
     args = parsed(made, parts, argv)
-    moving = {"switch": switch, "optimizer": optimizer}
+    ways = args.ways.split(",")
+    if not {"states"} <= set(ways) <= set(_NAMES):
+        made.error(f"--ways {args.ways}: give states, and others of {', '.join(_NAMES)}")
     loops = {"colocate": colocate, "overlap": overlap, "transfers": transfers, "reference": reference}
-    return run_parts(
-        args, lambda name: loops[name](args.rounds) if name in loops else moving[name](args.device, args.rounds)
-    )
+
+    def part(name: str) -> Part:
+        return loops[name](args.rounds) if name in loops else moving(name, ways, args.device, args.rounds)
+
+    return run_parts(args, part)
 
 
 if __name__ == "__main__":

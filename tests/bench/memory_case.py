@@ -2,8 +2,9 @@
 
     python -m tests.bench.memory_case '{"how": "states", "device": "cpu", "sizes": {...}, "rounds": 10}'
 
-prints a JSON line. Between two switches, blocks of many sizes are allocated and freed on the device, like activations
-and the buffers of an engine.
+prints a JSON line. While the model is away, blocks of many sizes are allocated and freed on the device, like the
+activations of a student that trains: on a GPU 25 GB of them, the peak that the claims of `bench_memory` start from.
+The weights are random and made on the device: only their bytes matter.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -25,19 +27,19 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from gkd.actor.fsdp.model import build_on_meta, reshard, shard
-from gkd.actor.fsdp.weights import load_weights, match_files
-from gkd.hf.files import open_tensors
 from gkd.memory.fragmentation import fragmentation
 from gkd.memory.states import OPTIMIZER, PARAMS, States
-from tests.bench.student_case import save_model
+from tests.bench.student_case import SIZES
 
 MIB = 1 << 20
+# By device: bytes of the blocks between two rounds, and of the largest: smaller than most weights of 7B (136 MB).
+OTHERS = {"cuda": (25_000_000_000, 64 * MIB), "cpu": (32 * MIB, MIB)}
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """`how`: manual (`module.cpu()`, `module.cuda()`, empty_cache) | states (ours) | fsdp (CPUOffloadPolicy, a layer at
-    a time). `moments`: with two float32 tensors for each parameter, as of Adam; not for fsdp.
+    """`how`: manual (`module.cpu()` and empty_cache, `module.cuda()`) | states (ours) | fsdp (CPUOffloadPolicy, a layer
+    at a time). `moments`: with two float32 tensors for each parameter, as of Adam; not for fsdp.
     """
 
     how: str
@@ -60,8 +62,8 @@ class Measured:
     copy_to_host: float = 0.0  # bytes a second, one pinned copy of the same size
     copy_to_device: float = 0.0
     left: list[int] = field(default_factory=list)  # allocated after each round
-    peak: int = 0
-    held_unused: list[float] = field(default_factory=list)  # of reserved memory, while the model is on the device
+    peak: int = 0  # allocated, of the model and of the blocks in between
+    peak_reserved: int = 0
     external: list[float] = field(default_factory=list)
     unused: list[float] = field(default_factory=list)
     empty_cache_calls: int = 0
@@ -70,24 +72,25 @@ class Measured:
 
 
 def run(case: Case) -> Measured:
+    from transformers import Qwen3Config
+
     device = torch.device(case.device)
     with tempfile.TemporaryDirectory(prefix="gkd_bench_") as folder:
-        save_model(Path(folder) / "model", device=case.device, dtype=getattr(torch, case.dtype), **case.sizes)
-        torch.cuda.empty_cache()
+        Qwen3Config(**(SIZES | case.sizes)).save_pretrained(folder)
         dist.init_process_group(
             "nccl" if device.type == "cuda" else "gloo", init_method=f"file://{folder}/rendezvous", rank=0, world_size=1
         )
         try:
-            return _measure(case, device, Path(folder) / "model")
+            return _measure(case, device, Path(folder))
         finally:
             dist.destroy_process_group()
 
 
 def _measure(case: Case, device: torch.device, folder: Path) -> Measured:
-    model, state = _built(case, device, folder)
-    come, go = _switch(case, device, model, state)
-    measured = Measured(sum(t.numel() * t.itemsize for t in state))
-    if device.type == "cuda":
+    model, moments = built(case, device, folder)
+    come, go = switch(case, device, model, moments)
+    measured = Measured(sum(t.numel() * t.itemsize for t in [*local_weights(model), *moments]))
+    if device.type == "cuda" and case.how == "states":
         measured.copy_to_host, measured.copy_to_device = _copy_rates(min(measured.n_bytes, 4 << 30), device)
     calls, real = [0], torch.cuda.empty_cache
 
@@ -98,9 +101,9 @@ def _measure(case: Case, device: torch.device, folder: Path) -> Measured:
     torch.cuda.empty_cache = counted
     tokens = torch.arange(1, case.seq_len + 1, device=device)[None] % case.sizes["vocab_size"]
     first: Tensor | None = None
-    _reset_peak(device)
-    for _ in range(case.rounds):
-        for name, step in (("on_s", come), ("forward_s", lambda: _forward(case, model, tokens)), ("off_s", go)):
+    _reset_peak(device, real)
+    for number in range(case.rounds):
+        for name, step in (("on_s", come), ("forward_s", lambda: forward(case, model, tokens)), ("off_s", go)):
             began = time.perf_counter()
             answer = step()
             if isinstance(answer, Tensor):
@@ -108,42 +111,49 @@ def _measure(case: Case, device: torch.device, folder: Path) -> Measured:
                 measured.outputs_equal &= torch.equal(answer, first)
             _synchronize(device)
             getattr(measured, name).append(time.perf_counter() - began)
-            if name == "forward_s":
-                measured.held_unused.append(fragmentation(device).unused_ratio)
-        measured.left.append(_allocated(device, state))
-        _somebody_else(device)
+        measured.left.append(_allocated(device, [*local_weights(model), *moments]))
+        _blocks_in_between(device, number)
         found = fragmentation(device)
         measured.external.append(found.external_ratio)
         measured.unused.append(found.unused_ratio)
         measured.host_rss.append(psutil.Process().memory_info().rss)
-    measured.peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
+    if device.type == "cuda":
+        measured.peak, measured.peak_reserved = (
+            torch.cuda.max_memory_allocated(device),
+            torch.cuda.max_memory_reserved(device),
+        )
     measured.empty_cache_calls = calls[0]
     return measured
 
 
-def _built(case: Case, device: torch.device, folder: Path) -> tuple[nn.Module, list[Tensor]]:
-    """The model, on the device if it moves as a whole, and all tensors that move."""
+def built(case: Case, device: torch.device, folder: Path) -> tuple[nn.Module, list[Tensor]]:
+    """The model, on the device if it moves as a whole, and the optimizer's states."""
     dtype = getattr(torch, case.dtype)
     hf = build_on_meta(folder, dtype=dtype, packing=False)
-    with open_tensors(folder) as tensors:
-        places = match_files(hf, folder, tensors)
     hf.requires_grad_(False)
     model = shard(hf, device=device, dtype=dtype, recompute=False, offload=case.how == "fsdp")
-    load_weights(folder, places)
-    params = [param.to_local() for param in model.parameters()]  # type: ignore[attr-defined]
+    torch.manual_seed(0)
+    weights = local_weights(model)
+    for weight in weights:
+        weight.fill_(1.0) if weight.ndim == 1 else weight.normal_(std=0.02)
     if not case.moments:
-        return model, params
-    return model, [*params, *(torch.zeros(p.shape, device=device) for p in params for _ in range(2))]
+        return model, []
+    return model, [torch.zeros(weight.shape, device=device) for weight in weights for _ in range(2)]
 
 
-def _switch(
-    case: Case, device: torch.device, model: nn.Module, state: list[Tensor]
+def local_weights(model: nn.Module) -> list[Tensor]:
+    """The tensors that fully_shard holds. `to_local()` returns views: what is assigned to these moves nothing."""
+    return [param._local_tensor for param in model.parameters()]  # type: ignore[attr-defined]
+
+
+def switch(
+    case: Case, device: torch.device, model: nn.Module, moments: list[Tensor]
 ) -> tuple[Callable[[], object], Callable[[], object]]:
     """(come, go), and the state is away."""
     if case.how == "fsdp":
         return _nothing, lambda: reshard(model)
     if case.how == "states":
-        states = States(device, lambda: {PARAMS: state[: len(list(model.parameters()))], OPTIMIZER: state})
+        states = States(device, lambda: {PARAMS: local_weights(model), OPTIMIZER: moments})
 
         def go() -> None:
             states.offload_states()
@@ -151,23 +161,25 @@ def _switch(
         go()
         return states.reload_states, go
 
+    def move(where: torch.device) -> None:
+        # On the CPU both sides are host memory, and without a copy nothing would move.
+        moved = partial(torch.Tensor.to, device=where, copy=device.type == "cpu")
+        model._apply(moved)
+        for moment in moments:
+            moment.data = moved(moment.data)
+
     def away() -> None:
-        for tensor in state:
-            tensor.data = tensor.data.to("cpu", copy=True)
+        move(torch.device("cpu"))
         gc.collect()
         if device.type == "cuda":
             torch.cuda.empty_cache()
 
-    def back() -> None:
-        for tensor in state:
-            tensor.data = tensor.data.to(device, copy=True)
-
     away()
-    return back, away
+    return partial(move, device), away
 
 
 @torch.no_grad()
-def _forward(case: Case, model: nn.Module, tokens: Tensor) -> Tensor:
+def forward(case: Case, model: nn.Module, tokens: Tensor) -> Tensor:
     """[16] logits of the last position. Optimizer states take part by being there."""
     rows = torch.tensor([tokens.shape[1] - 1], device=tokens.device)
     logits: Tensor = model(tokens, rows)
@@ -176,16 +188,16 @@ def _forward(case: Case, model: nn.Module, tokens: Tensor) -> Tensor:
     return logits[0, :16].float().clone()
 
 
-def _somebody_else(device: torch.device) -> None:
-    """Uses the device for a while: many blocks, some of which outlive others."""
-    generator = torch.Generator().manual_seed(int(time.time_ns()) % 2**31)
-    top = 64 * MIB if device.type == "cuda" else MIB
-    blocks = [
-        torch.empty(int(torch.randint(1, top, (), generator=generator)), dtype=torch.uint8, device=device)
-        for _ in range(64)
-    ]
+def _blocks_in_between(device: torch.device, number: int) -> None:
+    """Allocate and free many blocks, some of which outlive others: the same ones for each way of moving."""
+    generator, blocks = torch.Generator().manual_seed(number), list[Tensor]()
+    n_bytes, largest = OTHERS[device.type]
+    while n_bytes > 0:
+        size = min(int(torch.randint(1, largest, (), generator=generator)), n_bytes)
+        blocks.append(torch.empty(size, dtype=torch.uint8, device=device))
+        n_bytes -= size
     del blocks[::2]
-    more = [torch.empty(top // 3, dtype=torch.uint8, device=device) for _ in range(16)]
+    more = [torch.empty(largest // 3, dtype=torch.uint8, device=device) for _ in range(16)]
     del blocks, more
 
 
@@ -213,8 +225,9 @@ def _allocated(device: torch.device, state: list[Tensor]) -> int:
     return sum({t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in state}.values())
 
 
-def _reset_peak(device: torch.device) -> None:
+def _reset_peak(device: torch.device, empty_cache: Callable[[], None]) -> None:
     if device.type == "cuda":
+        empty_cache()  # of building the model and of the copies; not counted
         torch.cuda.reset_peak_memory_stats(device)
 
 
