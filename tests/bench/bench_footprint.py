@@ -78,7 +78,7 @@ def students(name: str, device: str) -> Part:
             found = measure(case, Path(folder), device=device)
             worst = max(found, key=lambda one: abs(one.peak_ratio - 1))
             print(f"  {case.name}: {worst.peak_ratio:.3f}", file=sys.stderr, flush=True)
-            figures.append(_figure(case.name, worst.peak_ratio))
+            figures.append(off_by(case.name, worst.peak_ratio))
             rows += [_row(case.name, one) for one in found]
     columns = ("case", "rank", "state, MB", "predicted", "ratio", "peak, MB", "predicted", "ratio")
     what = (
@@ -119,11 +119,11 @@ def rollout(device: str) -> Part:
     what = f"One vLLM engine that answers {N_PROMPTS} prompts of 448 tokens; no weight sync. Predicted, MB: {parts}."
     row = (round(found["state"] / 1e6), round(found["peak"] / 1e6), round(wanted / 1e6))
     table = Table("", ("engine up, MB", "peak, MB", "predicted"), [row])
-    return Part("rollout", what, [_figure("engine", wanted / found["peak"])], [table], {**SIZES, "device": device})
+    return Part("rollout", what, [off_by("engine", wanted / found["peak"])], [table], {**SIZES, "device": device})
 
 
-def _figure(name: str, ratio: float) -> Figure:
-    """`Figure` takes one bound: how far off it is, either way."""
+def off_by(name: str, ratio: float) -> Figure:
+    """Return how far off a prediction is, either way, with the goal of 0.85 to 1.15: `Figure` takes one bound."""
     return Figure(f"{name}: off by", abs(ratio - 1), at_most=0.15, note=f"predicted / measured = {ratio:.3f}")
 
 

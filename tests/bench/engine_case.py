@@ -16,7 +16,7 @@ import numpy as np
 import psutil
 import torch
 
-from teacher_server.engines.base import Engine, ScoreParams, Scores, TokenSequence, stream_rows
+from teacher_server.engines.base import Engine, RowStream, ScoreParams, Scores, TokenSequence, stream_rows
 from teacher_server.engines.hf import HfEngine
 from teacher_server.engines.load import EngineSettings, load_engine
 from teacher_server.wire.payload import TopKScores, rows_per_message
@@ -30,9 +30,9 @@ SIGNALS = {
 }
 
 
-def sequences(n: int, n_prompt: int, n_response: int) -> list[TokenSequence]:
+def sequences(n: int, n_prompt: int, n_response: int, vocab: int = VOCAB) -> list[TokenSequence]:
     rng = np.random.default_rng(0)
-    return [TokenSequence(rng.integers(0, VOCAB, n_prompt + n_response).astype(np.int32), n_prompt) for _ in range(n)]
+    return [TokenSequence(rng.integers(0, vocab, n_prompt + n_response).astype(np.int32), n_prompt) for _ in range(n)]
 
 
 def take(scores: list[Scores]) -> None:
@@ -99,12 +99,63 @@ def measure_speed(engine: Engine, rounds: int) -> dict[str, float]:
     return speed
 
 
-def measure_error(engine: Engine, reference: Path) -> dict[str, float]:
+def save_reference(model: str, file: Path, *, device: str, vocab: int = VOCAB) -> float:
+    """Save float32 logprobs [R, V] of plain, unbatched transformers; return its largest error in the engines' dtype.
+
+    On the CPU the engines compute in float32, too: 0.
+    """
+    exact = _plain_logits(model, torch.float32, device, vocab)
+    np.savez(file, *(logits.log_softmax(-1).numpy() for logits in exact))
+    if device == "cpu":
+        return 0.0
+    rounded = _plain_logits(model, torch.bfloat16, device, vocab)
+    return max(
+        float((form(a) - form(b)).abs().max())
+        for a, b in zip(rounded, exact, strict=True)
+        for form in (_shifted, _logprobs)
+    )
+
+
+def error_limit(device: str, plain_error: float) -> float:
+    """Return the limit of an engine's error. In bfloat16 rounding depends on depth and width of the model."""
+    return 1e-3 if device == "cpu" else 2.0 * plain_error
+
+
+def _plain_logits(model: str, dtype: torch.dtype, device: str, vocab: int) -> list[torch.Tensor]:
+    from transformers import AutoModelForCausalLM
+
+    plain = AutoModelForCausalLM.from_pretrained(model, dtype=dtype).eval().to(device)
+    found = []
+    with torch.inference_mode():
+        for sequence in sequences(3, 20, 30, vocab):
+            tokens = torch.from_numpy(sequence.token_ids.astype(np.int64))[None].to(device)
+            found.append(plain(input_ids=tokens).logits[0, sequence.prompt_length - 1 : -1].float().cpu())
+    del plain
+    if device != "cpu":
+        torch.cuda.empty_cache()  # an engine takes the card's memory next
+    return found
+
+
+def _logprobs(logits: torch.Tensor) -> torch.Tensor:
+    return logits.log_softmax(-1)
+
+
+def _shifted(logits: torch.Tensor) -> torch.Tensor:
+    return logits - logits.amax(-1, keepdim=True)
+
+
+def _float_rows(stream: RowStream, step: int) -> np.ndarray:
+    """Return [R, C] float32. A stream of bfloat16 yields the bits of its numbers."""
+    rows = np.concatenate([rows for _, _, rows in stream_rows(stream, step)])
+    return (rows.astype(np.uint32) << 16).view(np.float32) if stream.dtype == "bfloat16" else rows.astype(np.float32)
+
+
+def measure_error(engine: Engine, reference: Path, vocab: int = VOCAB) -> dict[str, float]:
     """Largest |difference| of a logprob (of the logits and hidden signals: of a shifted logit) from plain HF."""
-    batch = sequences(3, 20, 30)
+    batch = sequences(3, 20, 30, vocab)
     expected = np.load(reference)  # logprobs [R, V] of each sequence
     worst = dict.fromkeys(SIGNALS, 0.0)
-    head = np.concatenate([rows for _, _, rows in stream_rows(engine.lm_head("fp32"), 4096)])
+    head = _float_rows(engine.lm_head("fp32"), 4096)
     for name, params in SIGNALS.items():
         exact = ScoreParams(params.signal, k=params.k, wire="fp32")
         for i, (sequence, scored) in enumerate(zip(batch, engine.score(batch, exact), strict=True)):
@@ -115,7 +166,7 @@ def measure_error(engine: Engine, reference: Path) -> dict[str, float]:
             elif isinstance(scored, np.ndarray):
                 off = scored - want[np.arange(len(want)), sequence.token_ids[sequence.prompt_length :]]
             else:
-                rows = np.concatenate([rows for _, _, rows in stream_rows(scored, 16)])
+                rows = _float_rows(scored, 16)
                 if name == "hidden":
                     rows = rows @ head.T
                     rows -= rows.max(-1, keepdims=True)

@@ -81,7 +81,7 @@ def measure(case: Case, folder: Path, *, device: str = "cpu", timeout_s: float =
     with _environment():
         found = run_gloo(_train, world_size, config, case.n_steps, device, timeout_s=timeout_s, start="spawn")
     shape = json.loads((model / "config.json").read_text())
-    actors = [_as_metered(part) for part in footprint(config, shape) if part.role == "actor"]
+    actors = [as_metered(part) for part in footprint(config, shape) if part.role == "actor"]
     keeps = config.actor.strategy == "megatron"
     per_stage = world_size // config.actor.pp if keeps else world_size
     return [
@@ -90,7 +90,7 @@ def measure(case: Case, folder: Path, *, device: str = "cpu", timeout_s: float =
     ]
 
 
-def _as_metered(part: RankFootprint) -> RankFootprint:
+def as_metered(part: RankFootprint) -> RankFootprint:
     """Remove the weight sync, which does not run here, and the CUDA context, which torch's allocator does not count."""
     return replace(part, parts={k: size for k, size in part.parts.items() if k not in ("weight_sync", "context")})
 

@@ -66,7 +66,7 @@ def save_model(folder: Path, device: str = "cpu") -> Path:
     )
     with torch.device(device):
         model = Qwen3ForCausalLM(config)
-    model.save_pretrained(folder)
+    model.to(getattr(torch, dtype_on(device))).save_pretrained(folder)
     del model
     torch.cuda.empty_cache()
     return folder
@@ -91,6 +91,7 @@ def dtype_on(device: str) -> str:
 
 def serve_engine(pipe: Connection, model: str, engine_name: str, max_batch_tokens: int, device: str = "cpu") -> None:
     from teacher_server.engines.load import EngineSettings, load_engine
+    from tests.bench.engine_case import measure_error
 
     settings = EngineSettings(
         model=model,
@@ -105,7 +106,10 @@ def serve_engine(pipe: Connection, model: str, engine_name: str, max_batch_token
     engine = load_engine(settings)
     pipe.send("ready")
     while True:
-        job: Job = pipe.recv()
+        job: Job | Path = pipe.recv()
+        if isinstance(job, Path):  # of `save_reference`
+            pipe.send(measure_error(engine, job, VOCAB))
+            continue
         items = [_make_item(rollout) for rollout in make_rollouts(job.n_sequences)]
         n_tokens = sum(item.n_tokens for item in items)
         n_batches = n_padded = 0

@@ -1,4 +1,4 @@
-"""Part `engines`: compare tokens/s through a real server and client with the same engine called directly."""
+"""Part `engines`: tokens/s through a real server and client against the same engine called directly; and its error."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from gkd.teacher.client import ZmqTeacher
+from tests.bench.engine_case import error_limit, save_reference
 from tests.bench.teacher_bare import (
     GPU_HIDDEN,
     GPU_LAYERS,
@@ -32,6 +33,7 @@ from tests.bench.teacher_report import Figure, Part, Table
 from tests.service.harness import ServerProcess, connect
 
 ENGINES = ("hf", "vllm")
+REFERENCE = "reference.npz"
 MAX_BATCH_TOKENS = 2048  # a quarter of the default: some forty batches in a run at a CPU's speed
 _TRIAL = 64  # sequences, to learn how many make a run of the wanted length
 
@@ -50,6 +52,7 @@ def engines(rounds: int, seconds: float, device: str = "cpu") -> Part:
     sizes: dict[str, int] = {}
     with tempfile.TemporaryDirectory(prefix="bench.") as folder:
         model = save_model(Path(folder) / "model", device)
+        plain_error = save_reference(str(model), Path(folder) / REFERENCE, device=device, vocab=VOCAB)
         for engine in ENGINES:
             found = _compare(engine, model, Path(folder), rounds, seconds, device)
             best = Round(*map(statistics.median, zip(*found.rounds, strict=True)))
@@ -59,6 +62,13 @@ def engines(rounds: int, seconds: float, device: str = "cpu") -> Part:
                     statistics.median(r.server / r.bare for r in found.rounds),
                     at_least=0.95,
                     note="the bare engine batches from all sequences at once",
+                ),
+                Figure(
+                    f"{engine}: largest error of a logprob",
+                    found.error,
+                    "nats",
+                    at_most=error_limit(device, plain_error),
+                    note="the limit is twice the error of plain transformers" if device == "cuda" else "",
                 ),
                 Figure(
                     f"{engine}: server / bare engine, batched alike",
@@ -84,8 +94,9 @@ def engines(rounds: int, seconds: float, device: str = "cpu") -> Part:
         f"Top-{K} of mixed lengths (48 to 640 tokens, prompt and response) from a random Qwen3: {n_layers} layers, H = "
         f"{hidden}, V = {VOCAB}, {dtype_on(device)}, one thread. The server has one worker and one client, which keeps "
         "the number of sequences in flight that the server asks for. Its time is from the first request to the last "
-        "validated answer. The bare engine is the same engine in a process of its own, with the same `take_batch`. Its "
-        "time is from the first batch to the last.",
+        "validated answer. The error is the largest difference from unbatched transformers in float32. The bare engine "
+        "is the same engine in a process of its own, with the same `take_batch`. Its time is from the first batch to "
+        "the last.",
         figures,
         (Table("Medians of the rounds", columns, rows),),
         {"rounds": rounds, "max_batch_tokens": MAX_BATCH_TOKENS, **sizes},
@@ -93,6 +104,7 @@ def engines(rounds: int, seconds: float, device: str = "cpu") -> Part:
 
 
 class _Found(NamedTuple):
+    error: float
     rounds: list[Round]
     n_sequences: int
     bare: Done
@@ -106,8 +118,12 @@ def _compare(engine: str, model: Path, folder: Path, rounds: int, seconds: float
     with contextlib.ExitStack() as stack:
         # vLLM leaves semaphores behind when it is killed.
         bare = stack.enter_context(Child(serve_engine, str(model), engine, MAX_BATCH_TOKENS, device, goodbye_s=10.0))
-        bare.answer()
+        if engine == "vllm":
+            bare.answer()  # while it measures the free memory of a GPU, nothing else may start there
         server = stack.enter_context(ServerProcess(model, folder, options=options))
+        if engine != "vllm":
+            bare.answer()
+        errors: dict[str, float] = bare.ask(folder / REFERENCE)
         with connect(server.port, k=K) as asking:
             n_streams = asking.info().n_streams
         teacher = stack.enter_context(
@@ -125,7 +141,7 @@ def _compare(engine: str, model: Path, folder: Path, rounds: int, seconds: float
             through_server_s = _score(teacher, n_sequences)
             second: Done = bare.ask(in_order, 5 * seconds + 60)
             found.append(Round(n_tokens / first.seconds, n_tokens / second.seconds, n_tokens / through_server_s))
-    return _Found(found, n_sequences, first, second)
+    return _Found(max(errors.values()), found, n_sequences, first, second)
 
 
 def _score(teacher: ZmqTeacher, n_sequences: int) -> float:

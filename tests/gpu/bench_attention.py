@@ -22,6 +22,7 @@ from gkd.actor.common.attention import causal_attention
 from gkd.actor.common.flash import IMPLEMENTATIONS, Heads, use_flash_attention
 from tests.bench.command import add_device, parsed, parser, run_parts
 from tests.bench.teacher_report import Figure, Part, Table
+from tests.gpu.peaks import peak_tflops, share_of_peak
 from tests.gpu.timing import median_ms
 
 HEADS, KV_HEADS, HEAD_DIM = 28, 4, 128
@@ -63,9 +64,9 @@ def _flops(lengths: Sequence[int]) -> float:
     return 6.0 * HEADS * HEAD_DIM * sum(n * n for n in lengths)
 
 
-def measure(device: str, rounds: int, peak_tflops: float) -> Part:
+def measure(device: str, rounds: int, peak: float | None) -> Part:
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
-    errors, times, shares = [], [], []
+    errors, times, speeds = [], [], []
     rows: list[tuple[str | float, ...]] = []
     for name, lengths in PACKS[device].items():
         inputs, weights = _inputs(lengths, device, dtype)
@@ -92,8 +93,8 @@ def measure(device: str, rounds: int, peak_tflops: float) -> Part:
         flops = _flops(lengths)
         errors.append(error / plain_error if first is not None and plain_error else 1.0)
         times.append(ms / plain_ms)
-        shares.append(flops / ms / 1e9 / peak_tflops)
-        rows.append((name, error, plain_error, ms, plain_ms, flops / ms / 1e9))
+        speeds.append(flops / ms / 1e9)
+        rows.append((name, error, plain_error, ms, plain_ms, speeds[-1]))
     on_card = device == "cuda"
     figures = [
         Figure("time, packed / SDPA by sequence, worst", max(times), at_most=1.2 if on_card else None),
@@ -101,13 +102,13 @@ def measure(device: str, rounds: int, peak_tflops: float) -> Part:
         Figure("largest error", max(float(row[1]) for row in rows), at_most=2e-2 if on_card else 1e-5),
     ]
     if on_card:
-        figures.append(Figure("share of the peak, longest sequences", shares[-1], at_least=0.25))
+        figures.append(share_of_peak("share of the peak, longest sequences", speeds[-1], peak, at_least=0.25))
     columns = ("pack", "error", "SDPA's error", "ms", "SDPA's ms", "TFLOP/s")
     what = "Forward and backward of one layer, causal, heads shared 7 to 1; useful FLOPs only (half of each square)."
     return Part("attention", what, figures, [Table("", columns, rows)], {"device": device, "rounds": rounds})
 
 
-def measure_kernels(attention: str, rounds: int, peak_tflops: float) -> Part:
+def measure_kernels(attention: str, rounds: int, peak: float | None) -> Part:
     """Compare the kernels of `actor.attention` with torch's FlashAttention-2."""
     packs = [(name, lengths, *_inputs(lengths, "cuda", torch.bfloat16)) for name, lengths in PACKS["cuda"].items()]
 
@@ -130,7 +131,7 @@ def measure_kernels(attention: str, rounds: int, peak_tflops: float) -> Part:
     restore_flash_attention_impl()
     figures = [
         Figure(f"time, {attention} / FlashAttention-2, worst", max(ratios)),
-        Figure("share of the peak, longest sequences", speeds[-1] / peak_tflops),
+        share_of_peak("share of the peak, longest sequences", speeds[-1], peak),
     ]
     columns = ("pack", "ms", "FlashAttention-2's ms", "TFLOP/s")
     what = f"Forward and backward of one layer with actor.attention={attention}."
@@ -148,16 +149,18 @@ def _dense(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 def main(argv: Sequence[str] | None = None) -> int:
     """Exit code: 1 if a figure missed its goal."""
     made = parser("tests.gpu.bench_attention", __doc__ or "", ("attention",), rounds=10)
-    made.add_argument("--peak-tflops", type=float, default=989.0, help="dense bfloat16 peak; default: H100, H200 SXM")
+    made.add_argument("--peak-tflops", type=float, metavar="X", help="dense bfloat16 peak; default: by the card's name")
     add_device(made, "cuda")
     args = parsed(made, ("attention", *IMPLEMENTATIONS), argv)
     if args.device == "cpu" and args.only != "attention":
         made.error(f"--only {args.only}: the CPU has no other attention")
 
+    peak = args.peak_tflops or (peak_tflops(torch.cuda.get_device_name()) if args.device == "cuda" else None)
+
     def part(name: str) -> Part:
         if name == "attention":
-            return measure(args.device, args.rounds, args.peak_tflops)
-        return measure_kernels(name, args.rounds, args.peak_tflops)
+            return measure(args.device, args.rounds, peak)
+        return measure_kernels(name, args.rounds, peak)
 
     return run_parts(args, part)
 

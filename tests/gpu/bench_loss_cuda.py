@@ -1,9 +1,10 @@
 """Compare the loss's two passes over the logits with the lower bound of the memory bandwidth, and with Liger-Kernel.
 
-    python -m tests.gpu.bench_loss_cuda [--json docs/results/loss_cuda.json] [--rounds 20] [--device cuda|cpu]
+    python -m tests.gpu.bench_loss_cuda [--json docs/results/loss_cuda.json] [--rounds 20] [--device cuda|cpu] [--tune]
 
 The bound: the logits are read twice and the gradient is written once, at the bandwidth that a large copy reaches in the
-same run. Everything is in place, as in training. About a minute, 8 GB of GPU memory. On a CPU: torch's kernels, small.
+same run. Everything is in place, as in training. 8 GB of GPU memory. --tune: also torch's kernels and Triton's with
+other blocks, which takes a minute. On a CPU: torch's kernels, small.
 """
 
 from __future__ import annotations
@@ -62,17 +63,19 @@ def liger_ms(logits: Tensor, rounds: int) -> float:
         logits.requires_grad_(False)
 
 
-def _kernels(device: str) -> dict[str, RowKernels]:
+def _kernels(device: str, tune: bool) -> dict[str, RowKernels]:
     """Return those of training first."""
     if device == "cpu":
         return {"torch": TorchRows()}
     from gkd.loss.triton_rows import TritonRows
 
+    if not tune:
+        return {"triton": row_kernels("triton", torch.device("cuda"))}
     tried: dict[str, RowKernels] = {f"triton, block {b}, {w} warps": TritonRows(b, w) for b, w in CONFIGURATIONS}
     return {"triton": row_kernels("triton", torch.device("cuda")), "torch": TorchRows(), **tried}
 
 
-def measure(device: str, rounds: int) -> Part:
+def measure(device: str, rounds: int, *, tune: bool) -> Part:
     torch.manual_seed(0)
     n_tokens = TOKENS[device]
     logits = torch.empty(n_tokens, VOCAB, dtype=torch.bfloat16, device=device)
@@ -80,7 +83,7 @@ def measure(device: str, rounds: int) -> Part:
     floor = 3 * logits.nbytes / bandwidth
     figures: list[Figure] = []
     rows: list[tuple[str | float, ...]] = []
-    for name, kernels in _kernels(device).items():
+    for name, kernels in _kernels(device, tune).items():
         statistics, gradient = passes_ms(kernels, logits.normal_(std=4.0), rounds)
         both = statistics + gradient
         rows.append((name, statistics, gradient, both, both / floor))
@@ -101,9 +104,10 @@ def measure(device: str, rounds: int) -> Part:
 def main(argv: Sequence[str] | None = None) -> int:
     """Exit code: 1 if a figure missed its goal."""
     made = parser("tests.gpu.bench_loss_cuda", __doc__ or "", ("loss",), rounds=20)
+    made.add_argument("--tune", action="store_true", help="also other kernels and sizes of their blocks")
     add_device(made, "cuda")
     args = parsed(made, ("loss",), argv)
-    return run_parts(args, lambda _: measure(args.device, args.rounds))
+    return run_parts(args, lambda _: measure(args.device, args.rounds, tune=args.tune))
 
 
 if __name__ == "__main__":

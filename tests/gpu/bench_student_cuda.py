@@ -1,18 +1,20 @@
 """Measure training steps of random students on one GPU: share of the peak, compared with HF + AdamW.
 
     python -m tests.gpu.bench_student_cuda [--only 0.6b,1.5b,7b,offload] [--device cuda|cpu] [--json FILE]
-                                           [--tokens 8192] [--rounds 10] [--peak-tflops 989]
+                                           [--tokens 8192] [--rounds 10] [--peak-tflops X]
 
 bfloat16, `--tokens` of 8 sequences: a batch for the plain step, one pack for ours. A step's useful work is 6 operations
 a parameter and token for the matrices, and attention's, causal, forward and backward; what is recomputed does not count
 (model FLOPs utilisation, as in PaLM, arXiv:2204.02311, appendix B). The plain step keeps bfloat16 weights and states.
 7b: layers of Qwen2.5-7B's shape, 8 of 28, because an 80 GB card does not hold all states. offload: FSDP2 with host
-memory against without. On a CPU: tiny shapes in float32, and the peak is that of a matrix product in the same run.
+memory against without. The peak of torch's allocator is compared with what preflight predicts for these settings.
+On a CPU: tiny shapes in float32, and the peak is that of a matrix product in the same run.
 """
 
 from __future__ import annotations
 
 import gc
+import json
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
@@ -23,9 +25,13 @@ import torch
 import torch.distributed as dist
 
 from gkd.data.batching import make_micro_batches
+from gkd.footprint import footprint
+from tests.bench.bench_footprint import off_by
 from tests.bench.command import add_device, parsed, parser, run_parts
-from tests.bench.student_case import MIXES, PlainStep, make_student, save_model, sequences
+from tests.bench.footprint_case import Case, as_metered, case_config
+from tests.bench.student_case import MIXES, TOPK, PlainStep, make_student, save_model, sequences
 from tests.bench.teacher_report import Figure, Part, Table
+from tests.gpu.peaks import peak_tflops, share_of_peak
 from tests.gpu.timing import median_ms
 
 _COMMON = {"vocab_size": 151_936, "head_dim": 128, "max_position_embeddings": 40_960, "tie_word_embeddings": True}
@@ -75,46 +81,77 @@ def measure(name: str, args: Any) -> Part:
     )
     flops = useful_flops(sizes, [r.n_tokens for r in rollouts], packed[0].n_loss_tokens)
     product = matmul_tflops(args.device, dtype)
-    peak = args.peak_tflops if on_card else product
+    peak = args.peak_tflops or peak_tflops(torch.cuda.get_device_name()) if on_card else product
     variants = VARIANTS.get(name, ("hf", "fsdp2", "megatron"))
-    table: dict[str, tuple[float, float, float, float]] = {}
+    table: dict[str, tuple[float, float, float, float, float]] = {}
     with tempfile.TemporaryDirectory(prefix="gkd_bench_") as folder:
-        save_model(Path(folder), device=args.device, dtype=dtype, **sizes)
+        model = Path(folder) / "tied"  # where `case_config` expects it
+        save_model(model, device=args.device, dtype=dtype, **sizes)
         backend = "nccl" if on_card else "gloo"
         dist.init_process_group(backend, init_method=f"file://{folder}/rendezvous", rank=0, world_size=1)
         for variant in variants:
             if on_card:
                 torch.cuda.empty_cache()
                 torch.cuda.reset_peak_memory_stats()
-            step = _step(variant, Path(folder), dtype, args.device, packed, padded)
+            before = torch.cuda.memory_allocated() if on_card else 0
+            step = _step(variant, model, dtype, args.device, packed, padded)
             seconds = median_ms(step, args.rounds, warm_up=2, device=args.device) / 1e3
-            gib = torch.cuda.max_memory_allocated() / 2**30 if on_card else 0.0
-            table[variant] = (seconds, sum(r.n_tokens for r in rollouts) / seconds, flops / seconds / peak / 1e12, gib)
-            print(f"  {variant}: {seconds:.3f} s, {table[variant][2]:.1%} of the peak", file=sys.stderr, flush=True)
+            gib = (torch.cuda.max_memory_allocated() - before) / 2**30 if on_card else 0.0
+            expected_gib = predicted_gib(variant, Path(folder), n_tokens, dtype, args.device)
+            rates = (sum(r.n_tokens for r in rollouts) / seconds, flops / seconds / 1e12)
+            table[variant] = (seconds, *rates, gib, expected_gib)
+            print(f"  {variant}: {seconds:.3f} s, {rates[1]:.1f} TFLOP/s", file=sys.stderr, flush=True)
             del step
             gc.collect()  # the students have reference cycles
         dist.destroy_process_group()
     rows = [(variant, *numbers) for variant, numbers in table.items()]
-    columns = ("step", "seconds", "tokens/s", "share of the peak", "peak GiB")
-    what = f"Training steps of {n_tokens} tokens, {str(dtype)[6:]}; peak {peak:.1f} TFLOP/s, a product {product:.1f}."
+    columns = ("step", "seconds", "tokens/s", "TFLOP/s", "peak GiB", "predicted GiB")
+    peaks = f"peak {'unknown' if peak is None else f'{peak:.1f}'} TFLOP/s, a product {product:.1f}"
+    what = f"Training steps of {n_tokens} tokens, {str(dtype)[6:]}; {peaks}."
     return Part(
-        name, what, _figures(table, on_card), [Table("medians", columns, rows)], {"device": args.device, **sizes}
+        name, what, _figures(table, on_card, peak), [Table("medians", columns, rows)], {"device": args.device, **sizes}
     )
 
 
-def _figures(table: dict[str, tuple[float, float, float, float]], on_card: bool) -> list[Figure]:
+def predicted_gib(variant: str, folder: Path, n_tokens: int, dtype: torch.dtype, device: str) -> float:
+    """Return the peak of these steps in torch's allocator as preflight predicts it; 0 for the plain step."""
+    if variant == "hf":
+        return 0.0
+    strategy, _, where = variant.partition(", ")
+    prompt = n_tokens // 64
+    settings = (
+        f"data.max_prompt_length={prompt}", f"data.max_response_length={n_tokens // 8 - prompt}",
+        "trainer.global_batch_size=8", "actor.micro_batch_size=8", "actor.logits_chunk_mib=0", f"teacher.topk={TOPK}",
+        f"model.dtype={str(dtype)[6:]}", f"actor.strategy={strategy}",
+        f"actor.fsdp_cpu_offload={str(bool(where)).lower()}",
+    )  # fmt: skip
+    config = case_config(Case(variant, settings), folder, device)
+    shape = json.loads((Path(config.model.path) / "config.json").read_text())
+    (actor,) = (as_metered(part) for part in footprint(config, shape) if part.role == "actor")
+    return actor.total_bytes / 2**30
+
+
+def _figures(
+    table: dict[str, tuple[float, float, float, float, float]], on_card: bool, peak: float | None
+) -> list[Figure]:
+    ours = [variant for variant in table if variant != "hf"]
+    memory = [
+        off_by(f"{variant}: predicted peak memory", table[variant][4] / table[variant][3])
+        for variant in ours
+        if on_card
+    ]
     if "megatron" not in table:
         resident, offloaded = table["fsdp2"], table["fsdp2, host memory"]
         figures = [Figure("FSDP2 step, host memory / resident", offloaded[0] / resident[0])]
         if on_card:
             figures.append(Figure("FSDP2 peak memory, host memory / resident", offloaded[3] / resident[3], at_most=0.8))
-        return figures
-    figures = [Figure("megatron: MFU", table["megatron"][2], at_least=GOAL if on_card else None)]
+        return figures + memory
+    figures = [share_of_peak("megatron: MFU", table["megatron"][2], peak, at_least=GOAL if on_card else None)]
     if "hf" in table:
-        figures.append(Figure("fsdp2: MFU", table["fsdp2"][2]))
+        figures.append(share_of_peak("fsdp2: MFU", table["fsdp2"][2], peak))
         for backend in ("megatron", "fsdp2"):
             figures.append(Figure(f"{backend}: tokens/s / plain Hugging Face", table[backend][1] / table["hf"][1]))
-    return figures
+    return figures + memory
 
 
 def _step(
@@ -131,7 +168,7 @@ def _step(
 def main(argv: Sequence[str] | None = None) -> int:
     """Exit code: 1 if a figure missed its goal."""
     made = parser("tests.gpu.bench_student_cuda", __doc__ or "", SHAPES, rounds=10)
-    made.add_argument("--peak-tflops", type=float, default=989.0, help="dense bfloat16 peak; default: H100, H200 SXM")
+    made.add_argument("--peak-tflops", type=float, metavar="X", help="dense bfloat16 peak; default: by the card's name")
     made.add_argument("--tokens", type=int, default=8192)
     add_device(made, "cuda")
     args = parsed(made, SHAPES, argv)

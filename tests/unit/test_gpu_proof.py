@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,15 +17,27 @@ import psutil
 import pytest
 
 from gkd.tools.gpu_proof import __main__ as command
-from gkd.tools.gpu_proof.run import ERROR, FAIL, PASS, SKIPPED, TIMED_OUT, Outcome, run_all, run_stage
+from gkd.tools.gpu_proof.run import (
+    ERROR,
+    FAIL,
+    PASS,
+    SKIPPED,
+    TIMED_OUT,
+    Outcome,
+    missing,
+    prepared,
+    run_all,
+    run_stage,
+)
 from gkd.tools.gpu_proof.stages import JSON, STAGES, XML, Stage, page_with_stages
+from tests.gpu.peaks import peak_tflops, share_of_peak
 
 ROOT = Path(__file__).parents[2]
 CHILD = "tests.unit.proof_child"
 
 
 def stage(*words: str, name: str = "one", limit_s: int = 20, figure: str = "", n_gpus: int = 1) -> Stage:
-    return Stage(name, "what", words, words, limit_s, "much", figure, n_gpus)
+    return Stage(name, "what", words, words, limit_s, 1, "much", figure, n_gpus)
 
 
 def run(tmp_path: Path, made: Stage, *, grace_s: float = 1.0) -> Outcome:
@@ -109,18 +122,57 @@ def test_it_goes_on_after_a_failure_and_skips_what_needs_more_gpus() -> None:
     stages = [stage(name=name) for name in "abc"] + [stage(name="d", n_gpus=2)]
     seen: list[str] = []
     run_one = lambda one: Outcome(verdicts[one.name])  # noqa: E731
-    outcomes = run_all(stages, run_one, 1, "cuda", lambda one: None, lambda one, outcome: seen.append(one.name))
+    outcomes = run_all(stages, run_one, [80.0], "cuda", lambda one: None, lambda one, outcome: seen.append(one.name))
     assert [outcome.verdict for outcome in outcomes.values()] == [FAIL, TIMED_OUT, PASS, SKIPPED]
     assert seen == list("abcd") and "2 GPUs" in outcomes["d"].reason
-    no_form = Stage("e", "what", ("x",), None, 1, "much")
-    assert run_all([no_form], run_one, 0, "cpu", lambda one: None, lambda *_: None)["e"].verdict == SKIPPED
+    no_form = Stage("e", "what", ("x",), None, 1, 1, "much")
+    assert run_all([no_form], run_one, [], "cpu", lambda one: None, lambda *_: None)["e"].verdict == SKIPPED
+
+
+@pytest.mark.parametrize(
+    ("gpus_gib", "lacks"),
+    [([79.6], False), ([39.4], True), ([None], False), ([79.6, 39.4], False), ([39.4, 79.6], True)],
+)
+def test_a_small_card_skips_what_does_not_fit(gpus_gib: list[float | None], lacks: bool) -> None:
+    """Fails if a stage runs out of memory on a card that is too small, or is skipped on one that is not."""
+    large = replace(stage(), min_gib=70)
+    assert bool(missing(large, "cuda", gpus_gib)) == lacks and not missing(large, "cpu", [])
+    assert not lacks or "70 GiB" in missing(large, "cuda", gpus_gib)
+
+
+def test_a_stage_finds_what_was_prepared(tmp_path: Path) -> None:
+    """Fails if a preparation is not complete when its stage runs, runs twice, sees a GPU, or is left at the end."""
+    slow = ("tests.unit.proof_child", "leaves a child", str(tmp_path / "ready.json"))
+    hangs = ("tests.unit.proof_child", "hangs", str(tmp_path / "hangs.json"))
+    stages = [replace(stage(name="a"), prepare=slow), replace(stage(name="b"), prepare=slow), stage(name="c")]
+    with prepared([*stages, replace(stage(name="d"), prepare=hangs)], ROOT, tmp_path, grace_s=0.5) as wait_for:
+        for one in stages:
+            wait_for(one)
+            assert (tmp_path / "ready.json").exists()
+        assert gone(int((tmp_path / "ready.pid").read_text()))
+        while not (tmp_path / "hangs.json").exists():
+            time.sleep(0.05)
+    assert all(gone(pid) for pid in json.loads((tmp_path / "hangs.json").read_text()))
+    assert [file.name for file in sorted(tmp_path.glob("*.prepare.log"))] == ["a.prepare.log", "d.prepare.log"]
+
+
+def test_the_peak_of_a_card_follows_from_its_name() -> None:
+    """Fails if a card is judged by the peak of another one: an A100 has no chance with an H100's."""
+    names = {
+        "NVIDIA H100 80GB HBM3": 989.0, "NVIDIA H100 PCIe": 756.0, "NVIDIA H200": 989.0, "NVIDIA A100-SXM4-80GB": 312.0,
+        "NVIDIA A10": 125.0, "NVIDIA L40S": 362.0, "NVIDIA GeForce RTX 4090": 165.0, "NVIDIA B200": 2250.0,
+        "NVIDIA H100 80GB HBM3 MIG 1g.10gb": None, "Tesla V100-SXM2-32GB": None,
+    }  # fmt: skip
+    assert {name: peak_tflops(name) for name in names} == names
+    unknown, known = share_of_peak("MFU", 300.0, None, 0.45), share_of_peak("MFU", 300.0, 989.0, 0.45)
+    assert (unknown.met, unknown.value, known.met) == (None, 300.0, False)
 
 
 def test_ctrl_c_stops_the_stage_and_keeps_the_results(tmp_path: Path) -> None:
     """Fails if Ctrl-C leaves processes, loses the stages before, or looks like a success."""
     main = (
         "import sys; from gkd.tools.gpu_proof import __main__ as m, run, stages as s\n"
-        f"one = lambda mode: s.Stage(mode, 'w', ({CHILD!r}, mode, s.JSON), ({CHILD!r}, mode, s.JSON), 60, 'e')\n"
+        f"one = lambda mode: s.Stage(mode, 'w', ({CHILD!r}, mode, s.JSON), ({CHILD!r}, mode, s.JSON), 60, 1, 'e')\n"
         "m.STAGES = (one('met'), one('hangs'), one('missed')); run.run_stage.__kwdefaults__['grace_s'] = 0.5\n"
         f"sys.exit(m.main(['--device', 'cpu', '--out', {str(tmp_path)!r}]))"
     )
@@ -174,6 +226,8 @@ def test_every_stage_starts_something_that_exists() -> None:
     """Fails if a stage names a test file, a benchmark, or one of its options, that is not there (any more)."""
     assert len({one.name for one in STAGES}) == len(STAGES)
     for one in STAGES:
+        assert not one.prepare or (ROOT / f"{one.prepare[0].replace('.', '/')}.py").is_file()
+        assert 0 < one.expected_s < one.limit_s, one.name
         for words in (one.command, one.cpu or one.command):
             if words[0] == "pytest":
                 files = [word for word in words if word.startswith("tests/")]

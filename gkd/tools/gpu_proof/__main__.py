@@ -11,7 +11,6 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
-from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -28,6 +27,8 @@ from gkd.tools.gpu_proof.run import (
     TIMED_OUT,
     Outcome,
     headline,
+    missing,
+    prepared,
     run_all,
     run_stage,
 )
@@ -47,7 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if args.list:
             print(_listing(stages))
             return 0
-        n_gpus = _n_gpus(args.device)
+        gpus_gib = _gpus_gib(args.device)
         _check_checkout()
         out = _out_folder(args.out)
     except ConfigError as error:
@@ -55,7 +56,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     for number in INTERRUPTS:  # also SIGINT, which a shell ignores for what it starts in the background
         signal.signal(number, _as_interrupt)
-    return _run(stages, args.device, n_gpus, out)
+    return _run(stages, args.device, gpus_gib, out)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -85,15 +86,15 @@ def _chosen(names: str | None) -> list[Stage]:
     return [stage for stage in STAGES if stage.name in wanted]
 
 
-def _n_gpus(device: str) -> int:
-    """Return the number of visible GPUs. Raise ConfigError: cuda without one."""
+def _gpus_gib(device: str) -> list[float | None]:
+    """Return the memory of each visible GPU; None: unknown. Raise ConfigError: cuda without one."""
     if device == "cpu":
-        return 0
-    n_gpus = len(visible_gpus(os.environ.get("CUDA_VISIBLE_DEVICES"), machine_gpus()))
-    if not n_gpus:
+        return []
+    gpus = visible_gpus(os.environ.get("CUDA_VISIBLE_DEVICES"), machine_gpus())
+    if not gpus:
         fix = "check the driver with nvidia-smi, or use --device cpu for the stages that have a CPU form."
         raise ConfigError("--device", device, "this machine has no visible NVIDIA GPU.", fix)
-    return n_gpus
+    return [gpu.memory_total_mib / 1024 if gpu.memory_total_mib else None for gpu in gpus]
 
 
 def _check_checkout() -> None:
@@ -116,7 +117,7 @@ def _out_folder(given: Path | None) -> Path:
     return out.resolve()
 
 
-def _run(stages: Sequence[Stage], device: str, n_gpus: int, out: Path) -> int:
+def _run(stages: Sequence[Stage], device: str, gpus_gib: Sequence[float | None], out: Path) -> int:
     report: dict[str, Any] = {
         "started": datetime.now(UTC).isoformat(timespec="seconds"),
         "device": device,
@@ -125,6 +126,9 @@ def _run(stages: Sequence[Stage], device: str, n_gpus: int, out: Path) -> int:
         "stages": {},
     }
     began, number = time.monotonic(), 0
+    runnable = [stage for stage in stages if not missing(stage, device, gpus_gib)]
+    if device == "cuda":
+        print(f"expected on an H100 with 16 cores: {_minutes(runnable)}", flush=True)
 
     def before(stage: Stage) -> None:
         nonlocal number
@@ -133,6 +137,7 @@ def _run(stages: Sequence[Stage], device: str, n_gpus: int, out: Path) -> int:
 
     def after(stage: Stage, outcome: Outcome) -> None:
         row = asdict(outcome) | {"what": stage.what, "limit_s": stage.limit_s, "expected": stage.expected}
+        row["expected_s"] = stage.expected_s
         row["figure"] = headline(outcome.figures, stage.figure)
         report["stages"][stage.name] = row | {"command": _portable(outcome.command, out)}
         report["seconds"] = round(time.monotonic() - began, 1)
@@ -141,7 +146,14 @@ def _run(stages: Sequence[Stage], device: str, n_gpus: int, out: Path) -> int:
 
     code = 0
     try:
-        outcomes = run_all(stages, partial(run_stage, device=device, root=ROOT, out=out), n_gpus, device, before, after)
+        # Without a GPU the stages need the cores themselves.
+        with prepared(runnable if device == "cuda" else [], ROOT, out) as wait_for:
+
+            def run(stage: Stage) -> Outcome:
+                wait_for(stage)
+                return run_stage(stage, device, ROOT, out)
+
+            outcomes = run_all(stages, run, gpus_gib, device, before, after)
         code = int(any(outcome.verdict in (FAIL, ERROR, TIMED_OUT) for outcome in outcomes.values()))
     except KeyboardInterrupt:
         print("interrupted; every process of the stage is stopped", file=sys.stderr)
@@ -189,11 +201,17 @@ def _bar(row: Mapping[str, Any]) -> str:
 
 
 def _listing(stages: Sequence[Stage]) -> str:
-    lines = [f"{'stage':16}{'GPUs':>5}{'CPU form':>10}{'limit, s':>10}  what it shows; expected on an H100 (never run)"]
+    head = f"{'stage':16}{'GPUs':>5}{'CPU form':>10}{'limit, s':>10}{'expected, s':>13}"
+    lines = [f"{head}  what it shows; expected on an H100 (never run)"]
     for stage in stages:
         form = "no" if stage.cpu is None else "yes"
-        lines.append(f"{stage.name:16}{stage.n_gpus:5}{form:>10}{stage.limit_s:10}  {stage.what}; {stage.expected}")
-    return "\n".join(lines)
+        numbers = f"{stage.n_gpus:5}{form:>10}{stage.limit_s:10}{stage.expected_s:13}"
+        lines.append(f"{stage.name:16}{numbers}  {stage.what}; {stage.expected}")
+    return "\n".join([*lines, f"expected in all: {_minutes(stages)}"])
+
+
+def _minutes(stages: Sequence[Stage]) -> str:
+    return f"{sum(stage.expected_s for stage in stages) / 60:.0f} minutes"
 
 
 def _as_interrupt(signum: int, frame: FrameType | None) -> None:

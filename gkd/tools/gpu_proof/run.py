@@ -12,8 +12,8 @@ import subprocess
 import sys
 import time
 import xml.etree.ElementTree as ET
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -53,12 +53,7 @@ def run_stage(stage: Stage, device: str, root: Path, out: Path, *, grace_s: floa
         file.unlink(missing_ok=True)
     command = [sys.executable, "-m", *(str(files.get(word, word)) for word in stage.words(device))]
     log, began = out / f"{stage.name}.log", time.monotonic()
-    environment = os.environ | {"PYTHONUNBUFFERED": "1", "VLLM_NO_USAGE_STATS": "1", "GKD_TEST_DEVICE": device}
-    with log.open("wb") as output:
-        process = psutil.Popen(
-            command, cwd=root, env=environment, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )  # fmt: skip
+    process = _started(command, root, log, {"GKD_TEST_DEVICE": device})
     in_time = False
     try:
         in_time = _wait(process, stage.limit_s)
@@ -71,6 +66,45 @@ def run_stage(stage: Stage, device: str, root: Path, out: Path, *, grace_s: floa
         outcome.verdict, outcome.reason = TIMED_OUT, f"stopped after {stage.limit_s} s; {log.name} ends: {_last(log)}"
     outcome.seconds, outcome.command = round(time.monotonic() - began, 1), command
     return outcome
+
+
+@contextmanager
+def prepared(
+    stages: Sequence[Stage], root: Path, out: Path, *, grace_s: float = GRACE_S
+) -> Iterator[Callable[[Stage], None]]:
+    """Start what these stages prepare, in the background, without a GPU; yield a function that waits for a stage's.
+
+    A stage whose preparation fails or takes longer than its limit makes the same itself. At the end of the context,
+    Ctrl-C included, what still runs is stopped. Its output goes to `out/<stage>.prepare.log`.
+    """
+    first = {stage.prepare: stage for stage in reversed(stages) if stage.prepare}
+    hidden = {"CUDA_VISIBLE_DEVICES": ""}
+    running = {
+        words: _started([sys.executable, "-m", *words], root, out / f"{stage.name}.prepare.log", hidden)
+        for words, stage in first.items()
+    }
+
+    def wait_for(stage: Stage) -> None:
+        if (process := running.pop(stage.prepare, None)) is not None:
+            try:
+                _wait(process, stage.limit_s)
+            finally:
+                _stop(process, grace_s)
+
+    try:
+        yield wait_for
+    finally:
+        for process in running.values():
+            _stop(process, grace_s)
+
+
+def _started(command: Sequence[str], root: Path, log: Path, more: dict[str, str]) -> psutil.Popen:
+    environment = os.environ | {"PYTHONUNBUFFERED": "1", "VLLM_NO_USAGE_STATS": "1"} | more
+    with log.open("wb") as output:
+        return psutil.Popen(
+            command, cwd=root, env=environment, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )  # fmt: skip
 
 
 def headline(figures: Sequence[dict[str, Any]], name: str) -> dict[str, Any] | None:
@@ -179,11 +213,27 @@ def _last(log: Path) -> str:
     return lines[-1].strip()[:200] if lines else "(empty)"
 
 
+def missing(stage: Stage, device: str, gpus_gib: Sequence[float | None]) -> str:
+    """Return what this machine lacks for a stage; "": nothing.
+
+    Args:
+        gpus_gib: the memory of each visible GPU; None: unknown, and taken as enough.
+    """
+    if device == "cpu":
+        return "no form without a GPU" if stage.cpu is None else ""
+    if len(gpus_gib) < stage.n_gpus:
+        return f"needs {stage.n_gpus} GPUs, and {len(gpus_gib)} are visible"
+    smallest = min((gib for gib in gpus_gib[: stage.n_gpus] if gib is not None), default=None)
+    if smallest is not None and smallest < stage.min_gib:
+        return f"needs {stage.min_gib} GiB of GPU memory, and the GPU has {smallest:.1f}"
+    return ""
+
+
 def run_all(
-    stages: Sequence[Stage], run: Callable[[Stage], Outcome], n_gpus: int, device: str,
+    stages: Sequence[Stage], run: Callable[[Stage], Outcome], gpus_gib: Sequence[float | None], device: str,
     before: Callable[[Stage], None], after: Callable[[Stage, Outcome], None],
 ) -> dict[str, Outcome]:  # fmt: skip
-    """Run the stages in order; a failed one does not stop the next. Stages without the GPUs they need are skipped.
+    """Run the stages in order; a failed one does not stop the next. One for which something is `missing` is skipped.
 
     Args:
         before, after: called around each stage, also a skipped one.
@@ -196,12 +246,8 @@ def run_all(
         before(stage)
         outcome = Outcome(ERROR, "interrupted")
         try:
-            if device == "cpu" and stage.cpu is None:
-                outcome = Outcome(SKIPPED, "no form without a GPU")
-            elif device != "cpu" and n_gpus < stage.n_gpus:
-                outcome = Outcome(SKIPPED, f"needs {stage.n_gpus} GPUs, and {n_gpus} are visible")
-            else:
-                outcome = run(stage)
+            lack = missing(stage, device, gpus_gib)
+            outcome = Outcome(SKIPPED, lack) if lack else run(stage)
         finally:
             outcomes[stage.name] = outcome
             after(stage, outcome)
