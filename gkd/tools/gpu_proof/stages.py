@@ -104,6 +104,7 @@ STAGES = (
         20,
         "1.1: 7.5 GB in 2.5 ms at T = 8k, V = 152k",
         figure="both passes / three-pass floor",
+        min_gib=10,
     ),
     Stage(
         "attention",
@@ -122,6 +123,7 @@ STAGES = (
         20,
         "1.0: the same kernel, FlashAttention-2; 29% of the peak at 16k",
         figure="time, packed / SDPA",
+        min_gib=15,
     ),
     Stage(
         "parity",
