@@ -74,6 +74,8 @@ class Hit:
 class Killer:
     """Hits engines of this process at random times. `visit` is called at the beginning of each stage.
 
+    A step waits for the hits of earlier ones, so that none is left when the run ends.
+
     Args:
         steps: the step of each hit, ascending.
     """
@@ -90,6 +92,8 @@ class Killer:
             now = time.monotonic()
             self._step += 1
             self._step_s, self._step_began_s = min(5.0, now - self._step_began_s), now
+            while len(self._hits) < sum(step <= self._step - STEPS_A_KILL for step in self._steps):
+                time.sleep(0.01)
         self._stage = stage
 
     def _run(self) -> None:
