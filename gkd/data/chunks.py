@@ -25,7 +25,7 @@ _HEAD = struct.Struct("<4i")
 _COLUMNS = 4
 # Least sequences per full chunk: few objects for the driver, and scoring starts long before the rollout ends.
 CHUNK_SIZE = 16
-_LARGEST_CHUNK = 256
+_LARGEST_CHUNK, _MOST_TOKENS = 256, 1 << 18
 _CHUNKS_PER_BATCH = 8
 _RESERVE = 1 / 2  # of the sequences that an engine runs
 
@@ -39,13 +39,16 @@ def reserve_size(max_running: int) -> int:
 
 
 def chunk_size(config: Config) -> int:
-    """Return the sequences per full chunk of rollouts: larger batches have larger chunks.
+    """Return the sequences per full chunk of rollouts: more in larger batches, fewer of long responses.
 
-    One of several engines sends a chunk before its reserve is used up.
+    A scoring endpoint holds the scores of whole chunks. One of several engines sends a chunk before its reserve is used
+    up.
     """
+    limits = [_LARGEST_CHUNK, _MOST_TOKENS // config.data.max_response_length]
+    if derive(config).n_engines > 1:
+        limits.append(reserve_size(config.rollout.sequence_limit))
     n_sequences = config.trainer.global_batch_size * config.rollout.n
-    size = min(max(CHUNK_SIZE, n_sequences // _CHUNKS_PER_BATCH), _LARGEST_CHUNK)
-    return size if derive(config).n_engines == 1 else min(size, reserve_size(config.rollout.sequence_limit))
+    return max(CHUNK_SIZE, min(n_sequences // _CHUNKS_PER_BATCH, *limits))
 
 
 def chunk_sizes(dp_rank: int, rollouts: Sequence[Rollout], policy_version: int | None = None) -> RolloutChunk:

@@ -52,6 +52,13 @@ def test_a_large_batch_of_one_engine_has_few_chunks() -> None:
     assert sizes == [16, 16, 128, 256, 256]
 
 
+def test_chunks_of_long_responses_are_small() -> None:
+    """Fails if an endpoint must hold gigabytes of scores before the first sequence of a chunk is handed over."""
+    base = config_of(65536, 1, 64)
+    sizes = [chunk_size(replace(base, data=replace(base.data, max_response_length=n))) for n in (1024, 4096, 1 << 17)]
+    assert sizes == [256, 64, 16]
+
+
 def test_a_prompt_is_complete_with_its_last_sample() -> None:
     """Fails if a prompt is trained on without all samples, with those of others, twice, or as younger than it is."""
     chunks = StreamChunks(N)
