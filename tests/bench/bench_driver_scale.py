@@ -205,7 +205,7 @@ def measure(n_steps: int, n_engines: int, tp: int, pp: int, root: Path) -> dict[
 
 
 def main() -> int:
-    """Return 1 if the driver takes too much CPU, or its memory grows."""
+    """Return 1 if the driver's own code takes too much CPU, or its memory grows; Ray's calls are an estimate."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=1000, help="default: %(default)s; 50 for a glance")
     parser.add_argument("--engines", type=int, default=64, help="default: %(default)s")
@@ -217,6 +217,8 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="bench_driver_scale.") as root:
         result = measure(args.steps, args.engines, args.tp, args.pp, Path(root))
     result["ray"] = ray_cost(result)
+    result["share_with_ray"] = result["driver_share"] + result["ray"]["share"]
+    result["met_with_ray"] = result["share_with_ray"] < MOST_SHARE
     print(json.dumps({key: value for key, value in result.items() if key != "rss_mib"}, indent=1))
     if args.json is not None:
         args.json.write_text(json.dumps({"machine": machine(), **result}, indent=1) + "\n")
