@@ -51,7 +51,7 @@ class ActorWorker(ActorRank):
     def __init__(self, rank: int) -> None:
         super().__init__(rank)
         self._group: TransferGroup | None = None
-        self._kept = KeptVersion()
+        self._kept = KeptVersion(pinned=self._device.type == "cuda")
         self._writer = BackgroundWriter()
 
     def train_step(

@@ -7,7 +7,7 @@ one for each card: an exporting rank and the one worker on its card.
 
 Transports differ only in how the bytes of a bucket travel. Each bucket is followed by a header over gloo, with its
 checksum and, for shared memory, its place. CUDA IPC sends the handle of the bucket after it, and waits until the worker
-has copied the bucket.
+has copied the bucket; a copy in the sender's host memory is made meanwhile.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from gkd.errors import TransferCutOff, WeightSyncError
 from gkd.weight_sync.buckets import checksum
-from gkd.weight_sync.card import HANDLE_BYTES, card_id, copy_shared, shared_handle
+from gkd.weight_sync.card import HANDLE_BYTES, card_id, copy_shared, finish_copies, shared_handle
 from gkd.weight_sync.choice import AUTO, GLOO, IPC, NCCL, SHARED_MEMORY
 from gkd.weight_sync.segment import Segment, SegmentId, attached, host_id
 
@@ -102,14 +102,16 @@ class TransferGroup:
     ) -> None:
         """Send one bucket; blocks until it is sent, available in shared memory, or copied by the worker on this card.
 
+        `on_host` has the bytes then, so the bucket may be overwritten.
+
         Args:
             buffer: its bytes, on `device`.
             on_host: host memory with the same bytes, or that gets them; None: no copy is needed.
             place: the segment and the offset in it where the bytes are; None: not in shared memory.
         """
-        # Before NCCL's broadcast, which never ends if a member dies; the header then fails.
-        if on_host is not None and on_host.data_ptr() != buffer.data_ptr():
-            on_host.copy_(buffer)
+        copied_to = on_host if on_host is not None and on_host.data_ptr() != buffer.data_ptr() else None
+        if copied_to is not None and self.transport != IPC:
+            copied_to.copy_(buffer)  # before NCCL's broadcast, which never ends if a member dies; the header then fails
         header = [checksum(buffer), 0, 0, 0, 0, 0]
         if self.shares_memory:
             assert place is not None
@@ -121,7 +123,10 @@ class TransferGroup:
         if self.transport == IPC:
             handle = torch.frombuffer(bytearray(shared_handle(buffer).ljust(HANDLE_BYTES)), dtype=torch.uint8)
             self._broadcast(handle, on_host=True)
+            if copied_to is not None:
+                copied_to.copy_(buffer, non_blocking=True)
             self._meet()
+            finish_copies(self.device)
 
     def receive_bucket(self, n_bytes: int, buffer: torch.Tensor | None) -> torch.Tensor:
         """Receive one bucket into `buffer`, or where the sender has it. Return its bytes.

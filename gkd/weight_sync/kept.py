@@ -11,9 +11,14 @@ from gkd.weight_sync.segment import Segment
 
 
 class KeptVersion:
-    """The buckets of the last version by content. Their memory is reused by the next version."""
+    """The buckets of the last version by content. Their memory is reused by the next version.
 
-    def __init__(self) -> None:
+    Args:
+        pinned: they are copied from a GPU.
+    """
+
+    def __init__(self, *, pinned: bool = False) -> None:
+        self._pinned = pinned
         self._contents: dict[Content, tuple[list[Bucket], Segment]] = {}
         self._complete: set[Content] = set()
 
@@ -26,7 +31,7 @@ class KeptVersion:
         self._complete.discard(content)
         if content not in self._contents or self._contents[content][0] != list(buckets):
             self._contents.pop(content, None)  # free it first
-            self._contents[content] = list(buckets), Segment(layout(buckets)[1])
+            self._contents[content] = list(buckets), Segment(layout(buckets)[1], pinned=self._pinned)
         yield self._contents[content][1]
         self._complete.add(content)
 

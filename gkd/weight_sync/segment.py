@@ -9,13 +9,18 @@ from __future__ import annotations
 import mmap
 import os
 import secrets
+import weakref
 from dataclasses import dataclass
 from pathlib import Path
+from typing import ClassVar
 
 import torch
 
 from gkd.errors import WeightSyncError
+from gkd.log import get_logger
+from gkd.memory.page_lock import page_lock, page_unlock
 
+log = get_logger("weight_sync")
 _FIX = "Fix: weight_sync.transport = gloo, or rollout.max_restarts = 0, which keeps no weights"
 
 
@@ -32,11 +37,16 @@ class SegmentId:
 class Segment:
     """Shared memory that is created here, allocated at once, and freed with this object.
 
+    Args:
+        pinned: page-lock it, so that a GPU copies into it asynchronously. Where CUDA refuses, it is pageable.
+
     Raises:
         WeightSyncError: the host has not enough memory, or the process may not allocate that much.
     """
 
-    def __init__(self, n_bytes: int) -> None:
+    _warned: ClassVar[bool] = False
+
+    def __init__(self, n_bytes: int, *, pinned: bool = False) -> None:
         fd = os.memfd_create("gkd_weights", os.MFD_CLOEXEC)
         try:
             # Reserve the pages now: later a lack of memory would be a SIGBUS in the middle of a copy.
@@ -50,10 +60,27 @@ class Segment:
         self._fd = fd
         self.id = SegmentId(os.getpid(), fd, n_bytes, secrets.randbits(63))
         self.bytes = torch.frombuffer(self._memory, dtype=torch.uint8)
+        if pinned:
+            self._pin()
 
     def __del__(self) -> None:
         if hasattr(self, "_fd"):
             os.close(self._fd)  # the mappings, here and elsewhere, stay valid
+
+    def _pin(self) -> None:
+        try:
+            page_lock(self.bytes)
+        except MemoryError as error:
+            if not Segment._warned:
+                Segment._warned = True
+                log.warning(
+                    "kept weights are in pageable memory, so each weight sync takes several times longer: %s. Fix: let "
+                    "the process lock this much memory, or rollout.max_restarts = 0, which keeps no weights",
+                    error,
+                )
+            return
+        # It holds the mapping until CUDA has released it. At exit CUDA may be gone, and the system frees the pages.
+        weakref.finalize(self, page_unlock, self.bytes).atexit = False
 
 
 def attached(segment: SegmentId) -> torch.Tensor:

@@ -68,7 +68,7 @@ def sender(connection: Connection, folder: Path, gpu: int | None) -> None:
     tensors = tensors_of(folder, device)
     specs = [TensorSpec(name, tuple(t.shape), "float32") for name, t in tensors.items()]
     plan = plan_buckets(specs, BUCKET_BYTES)
-    kept = Segment(layout(plan)[1])
+    kept = Segment(layout(plan)[1], pinned=gpu is not None)
     target = torch.zeros(sum(spec.n_bytes for spec in specs), dtype=torch.uint8, pin_memory=gpu is not None)
     groups: dict[str, TransferGroup] = {}
 

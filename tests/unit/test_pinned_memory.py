@@ -10,12 +10,16 @@ import torch
 
 from gkd.actor.common.host_copies import HostCopies
 from gkd.actor.common.shards import Piece
-from gkd.actor.fsdp import host_block
 from gkd.errors import OutOfMemory
+from gkd.memory import page_lock
 from gkd.memory.advice import Shortage
 from gkd.memory.host_buffer import HostBuffer, host_slabs
 from gkd.memory.oom import diagnosed, is_out_of_memory, parse
 from gkd.memory.states import PARAMS, States
+from gkd.weight_sync import segment
+from gkd.weight_sync.buckets import Bucket, TensorSpec
+from gkd.weight_sync.kept import KeptVersion
+from gkd.weight_sync.segment import Segment
 
 CPU = torch.device("cpu")
 SAID = (
@@ -50,16 +54,88 @@ def test_the_error_has_the_requested_bytes() -> None:
         copies.snapshot([Piece("w", "param", 0, 0, torch.ones(100))], {}, {})
 
 
-def test_a_run_of_shards_that_cannot_be_pinned_is_the_host_s(monkeypatch: pytest.MonkeyPatch) -> None:
+class Cudart:
+    """CUDA's registration of host memory. `code` is what it returns."""
+
+    def __init__(self) -> None:
+        self.code, self.calls, self.n_cleared = 0, 0, 0
+        self.registered: dict[int, int] = {}
+
+    def cudaHostRegister(self, address: int, n_bytes: int, flags: int) -> int:
+        assert _is_mapped(address)
+        self.calls += 1
+        if not self.code:
+            self.registered[address] = n_bytes
+        return self.code
+
+    def cudaHostUnregister(self, address: int) -> int:
+        assert _is_mapped(address), "the memory was unmapped while CUDA had it pinned"
+        del self.registered[address]
+        return 0
+
+
+def _is_mapped(address: int) -> bool:
+    ranges = (line.split()[0].split("-") for line in Path("/proc/self/maps").read_text().splitlines())
+    return any(int(start, 16) <= address < int(end, 16) for start, end in ranges)
+
+
+@pytest.fixture
+def cudart(monkeypatch: pytest.MonkeyPatch) -> Cudart:
+    made, ones = Cudart(), torch.ones
+
+    def kernel(*args: Any, **options: Any) -> torch.Tensor:
+        if options.get("device") != "cuda":
+            return ones(*args, **options)
+        made.n_cleared += 1
+        raise torch.AcceleratorError(SAID)
+
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: made)
+    monkeypatch.setattr(torch, "ones", kernel)
+    monkeypatch.setattr(Segment, "_warned", False)
+    return made
+
+
+def test_memory_that_cannot_be_pinned_is_the_host_s(cudart: Cudart) -> None:
     """Fails if CUDA's text for it is taken for an unknown error, so that the largest shortage has no diagnosis."""
-
-    def refuse(address: int, n_bytes: int) -> None:
-        raise RuntimeError("Registering memory failed with cudaError: 2. It's possible that this is asynchronous")
-
-    monkeypatch.setattr(host_block, "pin_memory", refuse)
+    cudart.code = 2
     with pytest.raises(MemoryError, match="Unable to allocate 512 bytes of pinned host memory") as raised:
-        host_block._pin(torch.empty(512, dtype=torch.uint8))
+        page_lock.page_lock(torch.empty(512, dtype=torch.uint8))
     assert is_out_of_memory(raised.value) and parse(str(raised.value)).requested == 512
+
+
+def test_kept_weights_are_pinned_until_they_are_freed(cudart: Cudart) -> None:
+    """Fails if a GPU copies them through pageable memory, memory that CUDA has pinned is unmapped, pages stay locked,
+    or a segment on the CPU calls CUDA.
+    """
+    bucket = Bucket((TensorSpec("a", (5000,), "uint8"),), (0,), 5000)
+    kept = KeptVersion(pinned=True)
+    with kept.replacing("merged", [bucket]) as first:
+        address = first.bytes.data_ptr()
+    assert cudart.registered == {address: 5120}
+    with kept.replacing("merged", [bucket]) as again:
+        assert again is first
+    del first, again
+    with kept.replacing("merged", [bucket, bucket]) as larger:
+        assert cudart.registered == {larger.bytes.data_ptr(): 10240}
+    outlives = larger.bytes[:10]
+    del larger, kept
+    assert not cudart.registered and cudart.calls == 2
+    outlives.fill_(1)
+    Segment(4096)
+    assert cudart.calls == 2
+
+
+def test_kept_weights_that_cannot_be_pinned_are_pageable(cudart: Cudart, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fails if a run ends because its host locks no memory, each segment warns, nothing is logged, or CUDA's
+    error fails the next kernel.
+    """
+    warned: list[str] = []
+    monkeypatch.setattr(segment.log, "warning", lambda text, error: warned.append(text % error))
+    cudart.code = 2
+    for _ in range(2):
+        Segment(4096, pinned=True).bytes.fill_(7)
+    assert cudart.calls == cudart.n_cleared == 2 and len(warned) == 1
+    assert "rollout.max_restarts" in warned[0] and "4096 bytes" in warned[0]
 
 
 @pytest.mark.usefixtures("one_slab")

@@ -12,11 +12,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.cuda._pin_memory_utils import pin_memory
 from torch.distributed.fsdp import FSDPModule
 
 from gkd.actor.common.torch_versions import param_groups
-from gkd.memory.oom import PINNED
+from gkd.memory.page_lock import page_lock
 
 _ALIGN = 64  # bytes; a multiple of every item size
 # Memory must not be freed while CUDA has it pinned; an actor's models live as long as its process.
@@ -44,7 +43,8 @@ def into_one_block(root: nn.Module, *, pinned: bool) -> Tensor:
     n_bytes = [-(-shard._sharded_param_data.nbytes // _ALIGN) * _ALIGN for shard in shards]
     block = torch.empty(sum(n_bytes), dtype=torch.uint8)
     if pinned and block.numel():
-        _pin(block)
+        page_lock(block)
+        _PINNED.append(block)
     at = 0
     for shard, size in zip(shards, n_bytes, strict=True):
         old, local = shard._sharded_param_data, shard.sharded_param._local_tensor
@@ -56,12 +56,3 @@ def into_one_block(root: nn.Module, *, pinned: bool) -> Tensor:
         shard.pin_memory = pinned
         at += size
     return block
-
-
-def _pin(block: Tensor) -> None:
-    """Raise MemoryError if CUDA cannot pin the memory; CUDA's own message would be classified as another error."""
-    try:
-        pin_memory(block.data_ptr(), block.nbytes)
-    except RuntimeError as error:
-        raise MemoryError(f"Unable to allocate {block.nbytes} bytes of {PINNED} (in one block; {error})") from error
-    _PINNED.append(block)
