@@ -1,4 +1,4 @@
-"""Check what CUDA needs of this machine: driver, builds, C compiler, Python.h and /dev/shm. No torch.
+"""Check what CUDA needs of this machine: driver, builds, C compiler, Python.h, /dev/shm, Transformer Engine. No torch.
 
 launch/install.py prints the same lines before it installs the CUDA builds, so this imports only the standard library.
 """
@@ -9,6 +9,7 @@ import ctypes
 import importlib.util
 import os
 import shutil
+import subprocess
 import sys
 import sysconfig
 from importlib import metadata
@@ -26,6 +27,7 @@ OLDEST_DRIVER = {12: 525, 13: 580}  # by the major version of CUDA; see its rele
 SHM_GIB = 8.0
 _SHM = Path("/dev/shm")
 _SMI_S = 10.0
+_IMPORT_S = 120.0  # it imports torch, maybe from a network disk
 
 
 def check_machine() -> None:
@@ -45,6 +47,37 @@ def check_machine() -> None:
     if refusals:
         first = refusals[0]
         raise ConfigError(first.key, first.value, first.problem, first.fix, refusals[1:])
+
+
+def check_transformer_engine(layers: str) -> None:
+    """Refuse a Transformer Engine that cannot be imported, in a process of its own: the error may be a signal.
+
+    Megatron-core imports it wherever it is installed, for all layers, and catches ImportError only. The missing library
+    of another CUDA is an OSError.
+
+    Args:
+        layers: actor.layers.
+
+    Raises:
+        ConfigError: naming actor.layers.
+    """
+    if importlib.util.find_spec("transformer_engine") is None:
+        if layers == "te":
+            fix = "install it for this torch, or use auto."
+            raise ConfigError("actor.layers", layers, "Transformer Engine is not installed.", fix)
+        return
+    command = [sys.executable, "-c", "import transformer_engine.pytorch"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_IMPORT_S, check=False)
+        lines = [f"exit code {done.returncode}", *done.stderr.split("\n")] if done.returncode else []
+        reason = next((line.strip() for line in reversed(lines) if line.strip()), "")
+    except subprocess.TimeoutExpired:
+        reason = f"no end within {_IMPORT_S:g} s"
+    is_caught = layers != "te" and reason.startswith(("ImportError", "ModuleNotFoundError"))
+    if reason and not is_caught:
+        problem = f"Transformer Engine is installed and cannot be imported: {reason}."
+        fix = "install its build for this torch and CUDA, or remove it: pip uninstall transformer_engine."
+        raise ConfigError("actor.layers", layers, problem, fix)
 
 
 def driver_problems(cuda: str) -> list[ConfigError]:

@@ -24,7 +24,7 @@ from gkd.gpu_map.teacher import teacher_rows
 from gkd.log import get_logger
 from gkd.metrics.trackers import check_trackers_installed
 from gkd.preflight.device import resolve_device
-from gkd.preflight.machine import check_machine
+from gkd.preflight.machine import check_machine, check_transformer_engine
 from gkd.preflight.memory import check_memory
 from gkd.preflight.replay import check_replay
 from gkd.preflight.reward import check_answers, check_functions
@@ -76,6 +76,8 @@ def preflight(config: Config) -> Plan:
     device = resolve_device(config)
     if device == "cuda" and not config.cluster.ray_address:
         check_machine()
+        if config.actor.strategy == "megatron":
+            check_transformer_engine(config.actor.layers)
     if device == "cpu" and config.actor.loss_kernel == "triton":
         raise ConfigError("actor.loss_kernel", "triton", "the student is on the CPU.", "use auto or torch.")
     n_student_vocab = check_student(config)

@@ -130,17 +130,61 @@ def test_what_kernels_need_is_warned_of(good: Path, monkeypatch: pytest.MonkeyPa
     assert all("\n" not in str(problem) and problem.fix for problem in machine.toolchain_problems())
 
 
-@pytest.mark.parametrize(("overrides", "key"), [([], "driver"), (["cluster.ray_address=h:1"], "model.path")])
-def test_the_machine_is_checked_before_the_models(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, overrides: list[str], key: str
+@pytest.mark.parametrize(
+    ("code", "refused", "reason"),
+    [
+        (None, ("te",), ""),
+        ("", (), ""),
+        ("raise ImportError('undefined symbol')", ("te",), "ImportError: undefined symbol"),
+        ("raise OSError('libcudart.so.11: no such file')", ("auto", "torch", "te"), "OSError: libcudart.so.11"),
+        ("import os; os.abort()", ("auto", "torch", "te"), "exit code -6"),
+        ("import time; time.sleep(60)", ("auto", "torch", "te"), "0.2 s"),
+    ],
+)
+def test_transformer_engine_of_another_cuda_is_refused(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, code: str | None, refused: tuple[str, ...], reason: str
 ) -> None:
-    """Fails if weights are read before the driver is checked, or the driver's host is taken for a node of Ray's."""
+    """Fails if Megatron's import ends in a traceback, or a package that Megatron does without ends the run."""
+    if code is not None:
+        (tmp_path / "transformer_engine").mkdir()
+        (tmp_path / "transformer_engine" / "__init__.py").touch()
+        (tmp_path / "transformer_engine" / "pytorch.py").write_text(code)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setattr(machine, "_IMPORT_S", 0.2 if "sleep" in (code or "") else 20.0)
+    for layers in ("auto", "torch", "te"):
+        if layers not in refused:
+            machine.check_transformer_engine(layers)
+            continue
+        with pytest.raises(ConfigError) as caught:
+            machine.check_transformer_engine(layers)
+        assert (caught.value.key, caught.value.value) == ("actor.layers", layers)
+        assert reason in caught.value.problem and "\n" not in str(caught.value)
 
-    def refuse() -> None:
-        raise ConfigError("driver", "1", "old.", "update it.")
+
+@pytest.mark.parametrize(
+    ("overrides", "broken", "key"),
+    [
+        ([], ("driver", "actor.layers"), "driver"),
+        ([], ("actor.layers",), "actor.layers"),
+        (["actor.strategy=fsdp2"], ("actor.layers",), "model.path"),
+        (["cluster.ray_address=h:1"], ("driver", "actor.layers"), "model.path"),
+    ],
+)
+def test_the_machine_is_checked_before_the_models(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, overrides: list[str], broken: tuple[str, ...], key: str
+) -> None:
+    """Fails if weights are read before the machine is checked, the driver's host is taken for a node of Ray's, or a run
+    without Megatron needs its libraries.
+    """
+
+    def check(checked: str) -> None:
+        if checked in broken:
+            raise ConfigError(checked, "1", "old.", "update it.")
 
     monkeypatch.setattr(run, "resolve_device", lambda config: "cuda")
-    monkeypatch.setattr(run, "check_machine", refuse)
+    monkeypatch.setattr(run, "check_machine", lambda: check("driver"))
+    monkeypatch.setattr(run, "check_transformer_engine", lambda layers: check("actor.layers"))
     local = ["teacher.backend=local", f"teacher.path={tmp_path}", f"model.path={tmp_path}/none"]
     files = [f"trainer.run_dir={tmp_path}/run", f"data.train_files=[{tmp_path}/x.jsonl]"]
     with pytest.raises(ConfigError) as caught:

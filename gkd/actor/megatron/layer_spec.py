@@ -5,7 +5,6 @@ Both use this project's attention, so packed sequences are handled in one place.
 
 from __future__ import annotations
 
-import importlib
 from typing import Any
 
 import torch
@@ -38,21 +37,16 @@ class RmsNorm(torch.nn.RMSNorm):
 
 
 def check_transformer_engine(device: torch.device) -> None:
-    """Check that `actor.layers: te` works here.
+    """Check that `actor.layers: te` works on this rank. The preflight has checked the import on the trainer's machine.
 
     Raises:
-        ConfigError: the device is not CUDA, or Transformer Engine cannot be imported.
+        ConfigError: the device is not CUDA, or Megatron-core could not import Transformer Engine.
     """
-    fix = "use auto."
     if device.type != "cuda":
-        raise ConfigError("actor.layers", "te", f"Transformer Engine has no kernels for {device.type}.", fix)
-    try:
-        importlib.import_module("transformer_engine.pytorch")
-    except (ImportError, OSError, RuntimeError) as error:  # also: its libraries are of another CUDA or torch
-        problem = f"Transformer Engine cannot be imported: {type(error).__name__}: {error}."
-        raise ConfigError("actor.layers", "te", problem, f"install it for this torch, or {fix}") from error
+        raise ConfigError("actor.layers", "te", f"Transformer Engine has no kernels for {device.type}.", "use auto.")
     if not gpt_layer_specs.HAVE_TE:
-        raise ConfigError("actor.layers", "te", "Megatron-core cannot use this Transformer Engine.", fix)
+        problem = "Megatron-core finds no Transformer Engine here that it can use."
+        raise ConfigError("actor.layers", "te", problem, "install it for this torch, or use auto.")
 
 
 def is_fused(layers: str, device: torch.device) -> bool:
