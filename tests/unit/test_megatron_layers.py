@@ -7,7 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 from megatron.core.models.common.embeddings import rope_utils
+from torch._dynamo.testing import CompileCounter
 
+from gkd.actor.megatron import rope
 from gkd.actor.megatron.experts import GroupedProduct
 from gkd.actor.megatron.layer_spec import check_transformer_engine, is_fused
 from gkd.actor.megatron.rope import rotate, rotate_packed
@@ -41,6 +43,35 @@ def test_rotation_is_that_of_megatron() -> None:
     assert torch.equal(mine, theirs)
     padded = torch.randn(6, 3, 2, 8, generator=generator)
     assert torch.equal(rotate(padded, angles, interleaved=False), rope_utils._apply_rotary_pos_emb_bshd(padded, angles))
+
+
+@pytest.mark.parametrize(("packs", "n_variants"), [(True, 4), (False, 8)])
+def test_rotation_is_compiled_a_few_times(monkeypatch: pytest.MonkeyPatch, packs: bool, n_variants: int) -> None:
+    """Fails if dynamo's limit of variants is exceeded, so that a run goes on uncompiled, or a variant computes other
+    numbers. Queries and keys, both passes, with and without gradients; without packs also batches of one sequence.
+    """
+    generator, counter = torch.Generator().manual_seed(0), CompileCounter()
+    for name in ("_turned", "_turned_packed"):
+        plain = getattr(rope, name)._torchdynamo_orig_callable
+        monkeypatch.setattr(rope, name, torch.compile(plain, dynamic=False, backend=counter))
+    for grad, n, length in [(True, 3, 6), (False, 1, 4), (True, 1, 8), (False, 3, 2), (True, 5, 12), (True, 7, 8)]:
+        lead = (n * length,) if packs else (length, n)
+        qkv = torch.randn(*lead, 2, 4 * 8, generator=generator, requires_grad=grad)  # a key head has 2 query heads
+        angles = torch.rand(length, 1, 1, 4, generator=generator).repeat(1, 1, 1, 2)
+        cu_seqlens = torch.arange(0, n * length + 1, length, dtype=torch.int32)
+        queries, keys, _ = qkv.split([16, 8, 8], dim=-1)
+        for values in (queries.reshape(*lead, 4, 8), keys):
+            if packs:
+                ours = rotate_packed(values, cu_seqlens, angles)
+                plain = rope_utils._apply_rotary_pos_emb_thd(values, cu_seqlens, angles, cp_group=OneRank())
+            else:
+                ours, plain = rotate(values, angles), rope_utils._apply_rotary_pos_emb_bshd(values, angles)
+            assert torch.equal(ours, plain)
+            if grad:
+                of_attention = torch.randn(values.transpose(0, -2).shape, generator=generator).transpose(0, -2)
+                mine, theirs = (torch.autograd.grad(out, values, of_attention) for out in (ours, plain))
+                assert torch.equal(*mine, *theirs)
+    assert counter.frame_count == n_variants <= torch._dynamo.config.recompile_limit
 
 
 def test_grouped_product_is_that_of_each_expert() -> None:
