@@ -108,3 +108,18 @@ def test_logprobs_on_cuda_equal_float64(choice: str) -> None:
     assert leaf.grad is not None and reference.grad is not None
     assert_close(got.logprobs.double(), expected, atol=1e-4, rtol=1e-5)
     assert_close(leaf.grad.double(), reference.grad, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("in_one_call", [True, False])
+def test_a_product_is_added_in_float32_on_cuda(monkeypatch: pytest.MonkeyPatch, in_one_call: bool) -> None:
+    """Fails if the LM head's gradient is rounded to 16 bits before it is added, or this torch adds something else."""
+    from gkd.loss import chunked
+
+    if not in_one_call:
+        monkeypatch.setattr(chunked, "_adds_to_float32", lambda device, dtype: False)
+    torch.manual_seed(0)
+    a, b = (torch.randn(shape, device="cuda", dtype=torch.bfloat16) for shape in ((96, 512), (512, 64)))
+    total = torch.randn(96, 64, device="cuda")
+    expected = total.double() + a.double() @ b.double()
+    chunked._add_product(total, a, b)
+    assert_close(total.double(), expected, atol=1e-3, rtol=1e-5)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from gkd.config.loss_spec import LossSpec, LossTerm
 from gkd.errors import DataError, NumericsError
+from gkd.loss import chunked
 from gkd.loss.distill_loss import DistillLoss
 from gkd.types import TokenTargets
 from teacher_server.wire.protocol import Signal
@@ -139,6 +141,34 @@ def test_the_heads_gradient_is_added_to_a_sum_in_place(signal: Signal, frozen: b
     with torch.no_grad():  # an evaluation between two steps
         loss.from_hidden(batch.hidden, batch.head, targets, head_grad_sum=total)
     torch.testing.assert_close(total - 0.25, 2 * of_head, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize(("added", "expected"), [(16.0, True), (0.0, False), (None, False)])
+def test_products_are_added_to_float32_where_torch_does_it(
+    monkeypatch: pytest.MonkeyPatch, added: float | None, expected: bool
+) -> None:
+    """Fails if a torch that refuses the call, or one that leaves the sum as it is, loses the LM head's gradient."""
+    calls: list[str] = []
+
+    def addmm(total: Tensor, a: Any, b: Any, dtype: torch.dtype, *, out: Tensor) -> None:
+        calls.append("addmm")
+        if added is None:
+            raise NotImplementedError("addmm.dtype_out on this backend")
+        out += added
+
+    def mm(a: Any, b: Any, *, out_dtype: torch.dtype) -> Tensor:
+        calls.append("mm")
+        return torch.full((2, 2), 16.0, dtype=out_dtype)
+
+    monkeypatch.setattr(torch, "addmm", addmm)
+    monkeypatch.setattr(torch, "mm", mm)
+    chunked._adds_to_float32.cache_clear()
+    assert chunked._adds_to_float32(torch.device("cpu"), torch.bfloat16) == expected
+    on_card: Any = SimpleNamespace(dtype=torch.bfloat16, is_cuda=True, device=torch.device("cpu"))
+    total = torch.ones(2, 2)
+    chunked._add_product(total, on_card, on_card)
+    assert (total == 17).all() and calls == ["addmm", "addmm" if expected else "mm"]
+    chunked._adds_to_float32.cache_clear()
 
 
 class _LargestNew(TorchDispatchMode):

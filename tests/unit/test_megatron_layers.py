@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from megatron.core.models.common.embeddings import rope_utils
 from torch._dynamo.testing import CompileCounter
 
-from gkd.actor.megatron import rope
+from gkd.actor.build import build_student
+from gkd.actor.megatron import rope, student
 from gkd.actor.megatron.experts import GroupedProduct
 from gkd.actor.megatron.layer_spec import check_transformer_engine, is_fused
+from gkd.actor.megatron.layout import ParallelLayout
 from gkd.actor.megatron.rope import rotate, rotate_packed
 from gkd.config.load import load_config
 from gkd.errors import ConfigError
@@ -94,6 +97,21 @@ def test_grouped_product_is_that_of_each_expert() -> None:
 def test_layers_are_compiled_on_cuda_only() -> None:
     """Fails if the CPU's numbers change with the compiler, or `torch` does not turn it off."""
     assert not is_fused("auto", CPU) and is_fused("auto", CUDA) and is_fused("te", CUDA) and not is_fused("torch", CUDA)
+
+
+@pytest.mark.parametrize(
+    ("nnodes", "device", "overlaps"), [(1, CUDA, False), (2, CUDA, True), (1, CPU, False), (2, CPU, False)]
+)
+def test_gradients_are_reduced_in_the_backward_pass_across_nodes(
+    monkeypatch: pytest.MonkeyPatch, nnodes: int, device: torch.device, overlaps: bool
+) -> None:
+    """Fails if several nodes wait for their network after each backward pass, or one node pays for the overlap."""
+    built: list[dict[str, Any]] = []
+    monkeypatch.setattr(student, "MegatronStudent", lambda *args, **settings: built.append(settings))
+    config = load_config(QUICKSTART, [f"trainer.nnodes={nnodes}"])
+    layout = ParallelLayout(tp=1, pp=1, world_size=1, rank=0)
+    build_student(config, layout, device, 10, 60.0, on_phase=lambda name: None)
+    assert [settings["overlap_grad_reduce"] for settings in built] == [overlaps]
 
 
 def test_tensor_parallel_ranks_have_one_hardware_queue(monkeypatch: pytest.MonkeyPatch) -> None:
