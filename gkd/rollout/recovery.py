@@ -100,7 +100,7 @@ class Engines:
             if not self.up():
                 self._restart_waiting()  # also after `hold`: the caller needs an engine
             if not self._changed.wait_for(lambda: self._failure or self.up(), timeout_s):
-                raise RankTimeout(f"no rollout engine was ready within {timeout_s:.0f} s")
+                raise RankTimeout(f"no rollout engine was ready within {timeout_s:g} s")
             self.check()
             return self.up()
 
@@ -211,7 +211,7 @@ class Engines:
             if not members():
                 self._restart_waiting()  # also while another pool has the GPUs: it waits for this sync
             if not self._changed.wait_for(lambda: not self._syncing and (members() or self._failure), timeout_s):
-                raise RankTimeout(f"no rollout engine was ready within {timeout_s:.0f} s")
+                raise RankTimeout(f"no rollout engine was ready within {timeout_s:g} s")
             self._syncing = True
             found = members()
             if not found:

@@ -108,6 +108,27 @@ def test_a_sender_that_dies_while_it_restores_an_engine_is_named(monkeypatch: py
         sync.restore_engine(0, engine)
 
 
+def test_a_sync_that_takes_too_long_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fails if weight_sync.timeout_s has no effect, a hang is taken for a lost engine, or the groups are used again."""
+    engine = Engine({"a": "1", "b": "2", "c": "3"})
+    monkeypatch.setattr(coordinator, "gather", gather)
+    config = load_config(None, ["weight_sync.verify=never", "weight_sync.timeout_s=7"])
+    sync = coordinator.WeightSync([[Exporter(stage)] for stage in STAGES], [engine], config, "cpu", 60)
+
+    def hanging_gather(refs: Mapping[str, Any], what: str, timeout_s: float) -> dict[str, Any]:
+        if what == "weight sync":
+            raise RankTimeout(f"{timeout_s}")
+        return dict(refs)
+
+    monkeypatch.setattr(coordinator, "gather", hanging_gather)
+    with pytest.raises(RankTimeout) as caught:
+        sync.push(1)
+    assert float(str(caught.value)) == 7
+    monkeypatch.setattr(coordinator, "gather", gather)
+    sync.push(1)
+    assert engine.ranks == [1, 1, 1, 1], "two groups at the start, and two new ones"
+
+
 CUT_OFF = TransferCutOff("connection closed by peer")
 DIED = RankFailed("the process died")
 NO_MEMORY = WeightSyncError("no shared memory")

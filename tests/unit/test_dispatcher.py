@@ -190,6 +190,17 @@ def test_the_prompts_of_a_dead_engine_are_answered_by_the_others() -> None:
     assert again.engine.started, "it joined the open stream"
 
 
+@pytest.mark.parametrize("n_items", [0, 1])
+def test_a_stream_that_ends_too_early_ends_the_job(n_items: int) -> None:
+    """Fails if the prompts of an engine that ends its stream, or the sequences without their sizes, are waited for."""
+    config = settings()
+    handle = Handle(config, 0)
+    handle.stream = Method(lambda: iter([[]] * n_items))
+    with pytest.raises(ClusterError) as caught:
+        generate(RolloutPool([handle], config, N_GROUPS), 3)
+    assert type(caught.value) is ClusterError and "rollout engine 0" in str(caught.value)
+
+
 def take(stream: JobStream, n: int) -> list[int]:
     seen: list[int] = []
     while len(seen) < n:

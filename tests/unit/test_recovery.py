@@ -107,6 +107,22 @@ def test_one_failure_more_than_allowed_names_the_card(max_restarts: int) -> None
     assert set(engines.up()) == {0}, "what is left of the pool can be offloaded and asked for its numbers"
 
 
+def test_waiting_for_an_engine_has_an_end() -> None:
+    """Fails if a pool without a ready engine hangs, or the engine that is ready later is not used."""
+    engines, slots = pool(n=1)
+    slots.gate.clear()
+    engines.lost(0, "engine 0", DIED)
+    pushed: list[Mapping[int, Any]] = []
+    for wait in (engines.wait_up, lambda timeout_s: engines.sync(pushed.append, timeout_s)):
+        with pytest.raises(RankTimeout) as caught:
+            wait(0.1)
+        assert "0.1 s" in str(caught.value)
+    slots.gate.set()
+    assert engines.wait_up(SOON_S) == {0: "engine 0 process 1"}
+    engines.sync(pushed.append, SOON_S)
+    assert pushed == [{0: "engine 0 process 1"}]
+
+
 @pytest.mark.parametrize("error", [DIED, RankTimeout("not ready"), WeightSyncError("digests differ")])
 def test_a_death_during_the_restart_counts(error: GkdError) -> None:
     """Fails if an engine that dies while it starts is lost for good, or is started again for ever."""

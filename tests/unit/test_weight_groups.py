@@ -5,13 +5,18 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
+from gkd.errors import TransferCutOff, WeightSyncError
 from gkd.weight_sync import group as module
+from gkd.weight_sync.buckets import Bucket, TensorSpec
 from gkd.weight_sync.group import GroupSpec, TransferGroup
+from gkd.weight_sync.kept import KeptVersion
+from gkd.weight_sync.segment import Segment, attached
 from tests.dist import fake_card
 from tests.dist.helpers import free_port
 
@@ -37,8 +42,8 @@ def join(members: ThreadPoolExecutor) -> Join:
             barrier.wait(20)  # so that each has a thread of its own
             return TransferGroup(GroupSpec(transport, "127.0.0.1", port, rank, 2, timeout_s, 20.0), CPU)
 
-        sender, receiver = members.map(member, range(2))
-        return sender, receiver
+        sender, receiver = [members.submit(member, rank) for rank in range(2)]
+        return sender.result(40), receiver.result(40)
 
     return made
 
@@ -69,3 +74,65 @@ def test_an_engine_on_the_card_does_not_wait_for_the_kept_copy(
     receiving: Any = members.submit(receiver.receive_bucket, 8, received)
     members.submit(sender.send_bucket, bucket, kept, None).result(20)
     assert at_handle == [[0] * 8] and kept.tolist() == receiving.result(20).tolist() == list(range(8))
+
+
+@pytest.fixture
+def two_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each member is on a host of its own."""
+    monkeypatch.setattr(module, "host_id", lambda: threading.current_thread().name)
+
+
+@pytest.mark.usefixtures("two_hosts")
+def test_auto_crosses_hosts_by_gloo(members: ThreadPoolExecutor, join: Join) -> None:
+    """Fails if an engine on another host is given a place in memory that it cannot open."""
+    sender, receiver = join("auto")
+    assert sender.transport == receiver.transport == "gloo"
+    receiving: Any = members.submit(receiver.receive_bucket, 4, torch.zeros(4, dtype=torch.uint8))
+    sender.send_bucket(torch.arange(4, dtype=torch.uint8), None, None)
+    assert receiving.result(20).tolist() == [0, 1, 2, 3]
+
+
+@pytest.mark.usefixtures("two_hosts")
+def test_shared_memory_of_two_hosts_is_refused(join: Join) -> None:
+    """Fails if the first sync fails instead of the start, or the error lacks the key, the members or the fix."""
+    with pytest.raises(WeightSyncError) as caught:
+        join("shared_memory")
+    assert all(part in str(caught.value) for part in ("weight_sync.transport = shared_memory", "[1]", "Fix"))
+
+
+def test_a_bucket_that_does_not_arrive_in_time_ends_the_transfer(join: Join) -> None:
+    """Fails if a member waits for ever, its error lacks its rank, or it uses the connection again."""
+    sender, receiver = join("gloo", timeout_s=0.3)
+    for _ in range(2):  # it has left the group after the first
+        with pytest.raises(TransferCutOff) as caught:
+            receiver.receive_bucket(4, torch.zeros(4, dtype=torch.uint8))
+        assert "rank 1 of 2" in str(caught.value)
+    assert sender._gloo is not None, "the sender was there"
+
+
+def test_memory_that_cannot_be_opened_names_the_fix() -> None:
+    """Fails if a sender that is gone, or has less memory, ends an engine in an error without key and fix."""
+    made = Segment(4096)
+    assert torch.equal(attached(made.id), made.bytes)
+    with pytest.raises(WeightSyncError) as short:
+        attached(replace(made.id, n_bytes=8192))
+    gone = replace(made.id, fd=10**6)
+    with pytest.raises(WeightSyncError) as closed:
+        attached(gone)
+    for caught, path in ((short, f"/proc/{made.id.pid}/fd/{made.id.fd}"), (closed, f"/proc/{gone.pid}/fd/{gone.fd}")):
+        assert all(part in str(caught.value) for part in ("weight_sync.transport", path, "Fix"))
+
+
+def test_an_incomplete_version_is_not_given_to_an_engine() -> None:
+    """Fails if a restarted engine gets the weights of a push that failed in the middle."""
+    kept, bucket = KeptVersion(), Bucket((TensorSpec("a", (8,), "uint8"),), (0,), 8)
+    for content in ("base", "adapters"):
+        with kept.replacing(content, [bucket]):
+            pass
+    with pytest.raises(TransferCutOff), kept.replacing("adapters", [bucket]):
+        raise TransferCutOff("cut off")
+    assert kept.complete("base")[0] == [bucket]
+    for missing in ("adapters", "merged"):
+        with pytest.raises(WeightSyncError) as caught:
+            kept.complete(missing)
+        assert missing in str(caught.value)
