@@ -207,8 +207,10 @@ class PlainStep:
         return total
 
     def gradients(self) -> dict[str, Tensor]:
-        """Return HF name -> gradient, after `backward`."""
-        return {name: param.grad for name, param in self._model.named_parameters() if param.grad is not None}
+        """Return copies of the gradients by the names in the files, after `backward`."""
+        from tests.dist.megatron_reference import by_file_name
+
+        return by_file_name(self._model, lambda param: param.grad)
 
     @torch.no_grad()
     def logprobs(self) -> list[Tensor]:
