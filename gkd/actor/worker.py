@@ -51,7 +51,7 @@ class ActorWorker(ActorRank):
     def __init__(self, rank: int) -> None:
         super().__init__(rank)
         self._group: TransferGroup | None = None
-        self._kept = KeptVersion(pinned=self._device.type == "cuda")
+        self._kept = KeptVersion()
         self._writer = BackgroundWriter()
 
     def train_step(
@@ -241,7 +241,8 @@ class ActorWorker(ActorRank):
             if content == "adapters":
                 tensors = scaled_factors(tensors, self._config.actor.lora.scale)
             stack.enter_context(failing_together(group, tensors))
-            kept = stack.enter_context(self._kept.replacing(content, buckets)) if keeps else None
+            on_card = self._device.type == "cuda"
+            kept = stack.enter_context(self._kept.replacing(content, buckets, pinned=on_card)) if keeps else None
             return send(group, buckets, tensors, with_digests=with_digests, kept=kept)
 
     @ray.method(concurrency_group=RESTORES)

@@ -11,27 +11,25 @@ from gkd.weight_sync.segment import Segment
 
 
 class KeptVersion:
-    """The buckets of the last version by content. Their memory is reused by the next version.
+    """The buckets of the last version by content. Their memory is reused by the next version."""
 
-    Args:
-        pinned: they are copied from a GPU.
-    """
-
-    def __init__(self, *, pinned: bool = False) -> None:
-        self._pinned = pinned
+    def __init__(self) -> None:
         self._contents: dict[Content, tuple[list[Bucket], Segment]] = {}
         self._complete: set[Content] = set()
 
     @contextmanager
-    def replacing(self, content: Content, buckets: Sequence[Bucket]) -> Iterator[Segment]:
+    def replacing(self, content: Content, buckets: Sequence[Bucket], *, pinned: bool) -> Iterator[Segment]:
         """Yield the memory of the buckets, one behind the other, to be filled in this context.
+
+        Args:
+            pinned: the buckets are copied from a GPU.
 
         After an error the content is incomplete. Raises WeightSyncError: there is not enough memory.
         """
         self._complete.discard(content)
         if content not in self._contents or self._contents[content][0] != list(buckets):
             self._contents.pop(content, None)  # free it first
-            self._contents[content] = list(buckets), Segment(layout(buckets)[1], pinned=self._pinned)
+            self._contents[content] = list(buckets), Segment(layout(buckets)[1], pinned=pinned)
         yield self._contents[content][1]
         self._complete.add(content)
 

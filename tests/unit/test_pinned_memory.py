@@ -108,14 +108,14 @@ def test_kept_weights_are_pinned_until_they_are_freed(cudart: Cudart) -> None:
     or a segment on the CPU calls CUDA.
     """
     bucket = Bucket((TensorSpec("a", (5000,), "uint8"),), (0,), 5000)
-    kept = KeptVersion(pinned=True)
-    with kept.replacing("merged", [bucket]) as first:
+    kept = KeptVersion()
+    with kept.replacing("merged", [bucket], pinned=True) as first:
         address = first.bytes.data_ptr()
     assert cudart.registered == {address: 5120}
-    with kept.replacing("merged", [bucket]) as again:
+    with kept.replacing("merged", [bucket], pinned=True) as again:
         assert again is first
     del first, again
-    with kept.replacing("merged", [bucket, bucket]) as larger:
+    with kept.replacing("merged", [bucket, bucket], pinned=True) as larger:
         assert cudart.registered == {larger.bytes.data_ptr(): 10240}
     outlives = larger.bytes[:10]
     del larger, kept
