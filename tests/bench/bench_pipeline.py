@@ -6,7 +6,7 @@
 The trainer, schedulers, dispatcher, engine loops, scoring endpoints and Ray's actors are the product's own. A stage
 waits for a clock instead of computing (`tests.bench.timed_roles`), so two cores suffice: an engine holds each pass for
 a time that depends on its sequences, the teacher and the actor hold for a time in proportion to tokens, and a weight
-sync takes a constant. Responses have a long tail. About 11 minutes. The second form distills the quickstart's models
+sync takes a constant. Responses have a long tail. About 14 minutes. The second form distills the quickstart's models
 (`gkd.quickstart.make_models`) under each scheduler, with all stages real; about 5 minutes.
 
 A step is compared with its slowest stage. The time of a stage is what its clock holds for the step's tokens. A batch of
@@ -26,6 +26,7 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -49,7 +50,7 @@ from gkd.teacher.scoring import RECORDS, ScoringPool
 from gkd.teacher.window import Window
 from gkd.tools.split_tuner.rates import Rates
 from gkd.trainer import Roles, Trainer
-from gkd.types import Prompt, Rollout, TeacherTopK
+from gkd.types import Prompt, Rollout, TeacherScores, TeacherTopK
 from gkd.weight_sync.coordinator import WeightSync
 from tests.bench.pipeline_spans import COMPUTE, RunSpans
 from tests.bench.teacher_report import machine
@@ -68,7 +69,7 @@ SCHEDULERS: dict[str, dict[str, Any]] = {
 # "rollout" the longest responses last three steps: a bound of 2 makes `stream` wait for them.
 SHAPES = {"balanced": (1.0, 1.0), "rollout": (0.4, 0.4), "teacher": (1.6, 0.5), "train": (0.5, 1.6)}
 BATCH, N_ENGINES, MAX_RUNNING, PROMPT, MEAN, LONGEST, WARM_UP = 64, 2, 16, 12, 32.0, 192, 3
-STEPS = {"rollout": 40}  # elsewhere 12
+STEPS = {"rollout": 40}  # elsewhere 20
 MOST = {"one_step_off": 1.25, "two_step_off": 1.10, "stream": 1.10, "stream_4": 1.10}  # step / slowest stage
 LEAST_SPEED_UP, LEAST_NAMED = 1.8, 0.95
 
@@ -126,7 +127,8 @@ class ClockTeacher:
                     self._cut(time.time())
                     self._since_s = None
             if future.set_running_or_notify_cancel():
-                future.set_result(TeacherTopK(self._one.astype(np.int32), self._one, self._one[0]))
+                table = TeacherTopK(self._one.astype(np.int32), self._one, self._one[0])
+                future.set_result([TeacherScores(table)])
 
     def _cut(self, now_s: float) -> None:
         if self._since_s is not None and now_s > self._since_s:
@@ -135,7 +137,7 @@ class ClockTeacher:
 
 
 class ClockEndpoint(ScoringEndpoint):
-    """Asks a clock about each sequence instead of a server."""
+    """Asks a clock about each sequence instead of a server; a request has one sequence."""
 
     def prepare(self, token_s: float) -> None:
         self._clock_teacher = ClockTeacher(token_s)
@@ -143,8 +145,8 @@ class ClockEndpoint(ScoringEndpoint):
     def _clients(self) -> list[list[Any]]:
         return [[self._clock_teacher]]
 
-    def _submit(self, teacher: Any, rollout: Rollout, signal: str) -> Future[Any]:
-        del signal
+    def _submit(self, teacher: Any, rollouts: Sequence[Rollout]) -> Future[Any]:
+        (rollout,) = rollouts
         submitted: Future[Any] = teacher.submit(rollout.n_tokens)
         return submitted
 
@@ -290,7 +292,7 @@ def measure(root: Path, shapes: list[str], schedulers: list[str], steps: int) ->
     processes = Processes(config_of(root / "none", "sync", 1))
     try:
         for shape in shapes:
-            n_steps = steps or STEPS.get(shape, 12)
+            n_steps = steps or STEPS.get(shape, 20)
             for scheduler in schedulers:
                 if scheduler == "stream_4" and shape != "rollout":
                     continue  # a bound of 2 is enough
