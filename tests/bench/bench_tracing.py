@@ -132,7 +132,7 @@ def _call_costs(n: int = 1000) -> dict[str, float]:
     """Return the CPU seconds, of all threads, of a call and its result: on the driver and in the worker."""
     ray.init("local", num_cpus=1, include_dashboard=False, log_to_driver=False)
     try:
-        endpoint = _Endpoint.remote()
+        endpoint = _Endpoint.remote()  # type: ignore[attr-defined]
         ray.get(endpoint.take.remote())
         before_s, here_s = ray.get(endpoint.cpu_s.remote()), time.process_time()
         for _ in range(n):

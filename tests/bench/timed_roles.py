@@ -31,7 +31,7 @@ from gkd.rollout.worker import RolloutWorker
 from gkd.run.manifest import digest_bytes
 from gkd.teacher.endpoint import ScoringEndpoint
 from gkd.tools.split_tuner.rates import Rates
-from gkd.types import Prompt, Rollout, TeacherTopK, VersionSpan
+from gkd.types import Prompt, Rollout, TeacherScores, TeacherTopK, VersionSpan
 from gkd.weight_sync.buckets import Bucket, Content, TensorSpec
 from gkd.weight_sync.group import GroupSpec
 
@@ -259,14 +259,14 @@ class TimedTeacher:
     def __init__(self, rates: Rates) -> None:
         self._rates = rates
 
-    def score(self, n_tokens: int) -> TeacherTopK:
+    def score(self, n_tokens: int) -> list[TeacherScores]:
         time.sleep(self._rates.score_s + self._rates.score_token_s * n_tokens)
         one = np.zeros((1, 1), np.float32)
-        return TeacherTopK(one.astype(np.int32), one, one[0])
+        return [TeacherScores(TeacherTopK(one.astype(np.int32), one, one[0]))]
 
 
 class TimedEndpoint(ScoringEndpoint):
-    """Asks a `TimedTeacher` about each sequence instead of a server."""
+    """Asks a `TimedTeacher` about each sequence instead of a server; a request has one sequence."""
 
     def ask(self, teacher: Any) -> None:
         self._timed = teacher
@@ -274,6 +274,6 @@ class TimedEndpoint(ScoringEndpoint):
     def _clients(self) -> list[list[Any]]:
         return [[self._timed]]
 
-    def _submit(self, teacher: Any, rollout: Rollout, signal: str) -> Future[Any]:
-        del signal
+    def _submit(self, teacher: Any, rollouts: Sequence[Rollout]) -> Future[Any]:
+        (rollout,) = rollouts
         return cast("Future[Any]", teacher.score.remote(rollout.n_tokens).future())
