@@ -85,7 +85,7 @@ class WeightSync:
             contents = self._contents[-1:] if self._n_pushed and not self._stale else self._contents
             was_stale, self._pushed, self._stale = self._stale, None, True  # until nothing has failed
             if was_stale:
-                self._join(self._config.weight_sync.timeout_s, _REJOIN_S)
+                self._rejoin()
             n_bytes = sum(self._transfer(content, policy_version, with_digests=check) for content in contents)
             n_verified = self._verify() if check else 0
             self._n_pushed += 1
@@ -190,14 +190,14 @@ class WeightSync:
         except RankTimeout:
             raise
         except GkdError as first:
-            for error in _errors(senders, what, 0.0).values():
-                if not isinstance(error, WeightSyncError | RankTimeout):
-                    raise error from None
+            _raise_of_process(_errors(senders, what, 0.0))
             errors = _errors(receivers, what, _LEAVE_S)
             lost = {i: errors[f"rollout engine {i}"] for i in self._engines if f"rollout engine {i}" in errors}
             lost = {i: error for i, error in lost.items() if not isinstance(error, WeightSyncError)}
             if not lost:  # Ray may have learned only now that a sender died
                 raise _cause([*_errors(senders, what, _LEAVE_S).values(), *errors.values(), first]) from None
+            # A sender that is still in this call would be late for the next one.
+            _raise_of_process(_errors(senders, what, _LEAVE_S))
             raise WeightSyncError("\n".join(f"rollout engine {i}: {e}" for i, e in lost.items()), lost) from first
 
     def _stage_plans(self, content: Content, timeout_s: float) -> list[list[Bucket]]:
@@ -207,6 +207,16 @@ class WeightSync:
 
     def _senders(self) -> dict[str, Any]:
         return {f"actor stage {stage}": ranks[0] for stage, ranks in enumerate(self._exporters)}
+
+    def _rejoin(self) -> None:
+        """Make new groups; once more if the members missed each other: one may have waited for an engine that died."""
+        try:
+            self._join(self._config.weight_sync.timeout_s, _REJOIN_S)
+        except WeightSyncError as error:
+            if error.lost:
+                raise
+            log.warning("joining the weight-sync groups once more: %s", error)
+            self._join(self._config.weight_sync.timeout_s, _REJOIN_S)
 
     def _join(self, timeout_s: float, join_s: float) -> None:
         """Make new groups.
@@ -265,6 +275,13 @@ class WeightSync:
             return lambda rank: GroupSpec(transport, host, port, rank, world_size, timeout_s, join_s, in_session)
 
         return {name: of(*address) for name, address in gather(refs, "rendezvous", join_s).items()}
+
+
+def _raise_of_process(errors: Mapping[str, GkdError]) -> None:
+    """Raise the first error that is neither of the transfer nor a timeout."""
+    for error in errors.values():
+        if not isinstance(error, WeightSyncError | RankTimeout):
+            raise error from None
 
 
 def _cause(errors: Sequence[GkdError]) -> GkdError:

@@ -164,3 +164,51 @@ def test_the_member_that_failed_first_is_the_cause(
     with pytest.raises(GkdError) as caught:
         sync._gather({"sender": 1}, {"engine": 2}, "weight sync", 60.0)
     assert caught.value is expected or expected in str(caught.value).split()
+
+
+JOINING = "joining the weight-sync groups"
+
+
+def test_a_sender_leaves_the_call_before_it_is_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fails if the next call of a sender waits behind one with a dead engine, so that the others time out, or a sender
+    that died meanwhile is taken for a lost engine.
+    """
+    waits: list[float] = []
+    left: GkdError = CUT_OFF
+
+    def slow_gather(refs: Mapping[str, Any], what: str, timeout_s: float) -> dict[str, Any]:
+        if set(refs) == {"sender"}:
+            waits.append(timeout_s)
+            raise left if timeout_s else RankTimeout("not yet")
+        raise DIED
+
+    sync = make(monkeypatch, [Engine({})], "never")
+    monkeypatch.setattr(coordinator, "gather", slow_gather)
+    with pytest.raises(WeightSyncError) as caught:
+        sync._gather({"sender": 1}, {"rollout engine 0": 2}, JOINING, 60.0)
+    assert caught.value.lost == {0: DIED} and len(waits) == 2 and waits[0] == 0 < 60 < waits[1] <= coordinator._LEAVE_S
+    left = SenderFailed("the rank died")
+    with pytest.raises(SenderFailed):
+        sync._gather({"sender": 1}, {"rollout engine 0": 2}, JOINING, 60.0)
+
+
+@pytest.mark.parametrize("n_failures", [1, 2])
+def test_members_that_missed_each_other_join_once_more(monkeypatch: pytest.MonkeyPatch, n_failures: int) -> None:
+    """Fails if a member that was late for new groups ends the run, or groups that never form are tried forever."""
+    engine = Engine({"a": "1", "b": "2", "c": "3"})
+    sync = make(monkeypatch, [engine], "never")
+    failures = [NO_MEMORY] * n_failures
+
+    def late_gather(refs: Mapping[str, Any], what: str, timeout_s: float) -> dict[str, Any]:
+        if what == JOINING and len(refs) > 1 and failures:
+            raise failures.pop()
+        return dict(refs)
+
+    monkeypatch.setattr(coordinator, "gather", late_gather)
+    sync._stale = True
+    if n_failures == 1:
+        sync.push(1)
+        assert len(engine.ranks) == 2 * 3, "groups of two stages: at the start, late, and once more"
+    else:
+        with pytest.raises(WeightSyncError):
+            sync.push(1)
