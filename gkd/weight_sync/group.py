@@ -72,14 +72,15 @@ class TransferGroup:
                 timeout=join_time,
                 wait_for_workers=False,
             )
-            # First, because the group's constructor waits for the members as long as a bucket may take.
             self._store.set(f"host {spec.rank}", _place(spec, device))
             hosts = [self._store.get(f"host {rank}") for rank in range(spec.world_size)]
             self.transport = self._resolved(hosts)
             self.device = device if self.transport in (NCCL, IPC) else torch.device("cpu")
+            # Its constructor waits for the members, too: one may have died since it wrote its place.
             self._gloo = dist.ProcessGroupGloo(
-                dist.PrefixStore("gloo", self._store), spec.rank, spec.world_size, timeout
+                dist.PrefixStore("gloo", self._store), spec.rank, spec.world_size, join_time
             )
+            self._gloo._set_default_timeout(timeout)
             if self.transport == NCCL:
                 options = dist.ProcessGroupNCCL.Options()
                 options._timeout = timeout

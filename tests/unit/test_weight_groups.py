@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from gkd.errors import TransferCutOff, WeightSyncError
 from gkd.weight_sync import group as module
@@ -136,3 +137,14 @@ def test_an_incomplete_version_is_not_given_to_an_engine() -> None:
         with pytest.raises(WeightSyncError) as caught:
             kept.complete(missing)
         assert missing in str(caught.value)
+
+
+def test_a_member_that_dies_while_the_group_forms_is_not_waited_for_as_for_a_bucket() -> None:
+    """Fails if the others wait for it for weight_sync.timeout_s, in which no engine can be given weights."""
+    spec = GroupSpec("gloo", "127.0.0.1", free_port(), 0, 2, timeout_s=600.0, join_s=2.0)
+    with ThreadPoolExecutor(1) as threads:
+        joining = threads.submit(TransferGroup, spec, CPU)
+        store = dist.TCPStore(spec.host, spec.port, 2, is_master=False, wait_for_workers=False)
+        store.set("host 1", "another host")  # and it is gone
+        with pytest.raises(WeightSyncError):
+            joining.result(timeout=60)
