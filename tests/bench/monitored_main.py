@@ -8,7 +8,6 @@ less that of an empty function in the same wrapper. Start-up and end of the run 
 
 from __future__ import annotations
 
-import importlib
 import json
 import sys
 import threading
@@ -22,6 +21,7 @@ from typing import Any
 import psutil
 
 from gkd import main_gkd
+from tests.bench.driver_calls import wrap
 
 # Part -> its functions, as module:attribute.attribute.
 PARTS: dict[str, tuple[str, ...]] = {
@@ -84,16 +84,6 @@ def children_cpu_s() -> float:
             used = process.cpu_times()
             total_s += used.user + used.system
     return total_s
-
-
-def wrap(place: str, make: Callable[[Any], Any]) -> None:
-    """Replace module:attribute.attribute by `make` of it."""
-    module, _, path = place.partition(":")
-    *outer, name = path.split(".")
-    holder = importlib.import_module(module)
-    for attribute in outer:
-        holder = getattr(holder, attribute)
-    setattr(holder, name, make(getattr(holder, name)))
 
 
 def main() -> int:

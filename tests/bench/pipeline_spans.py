@@ -1,25 +1,25 @@
-"""Divide the steps of a run into what the driver waited for, from spans.jsonl; for bench_pipeline.
+"""Divide the steps of a run into what the driver waited for; for bench_pipeline.
 
-Each stage of the driver is divided by what the processes did meanwhile: "train" is the actor's computation while a rank
-computes, and overhead (calls, scatter, reading) for the rest. What is between two stages has no name.
+Each stage of the driver is divided by what the processes did meanwhile (spans.jsonl): "train" is the actor's
+computation while a rank computes. The rest, and the time between two stages, is divided by what the driver did
+(`tests.bench.driver_calls`).
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from gkd.metrics.span_lines import read_spans
-
-Interval = tuple[float, float]
+from tests.bench.driver_calls import UNKNOWN, Interval, read_calls
 
 # Stage of the driver -> (prefix of the process, span, name of the part); the first that was active counts.
 COMPUTED: dict[str, tuple[tuple[str, str, str], ...]] = {
     "rollout": (("engine", "generate", "generate"), ("teacher", "compute", "teacher compute")),
     "teacher": (
         ("teacher", "compute", "teacher compute"),
-        ("scoring", "score", "score: endpoint, wire"),
+        ("scoring", "score", "teacher: endpoint, wire"),
         ("engine", "generate", "generate"),
     ),
     "train": (("actor", "train", "train compute"),),
@@ -30,6 +30,14 @@ COMPUTED: dict[str, tuple[tuple[str, str, str], ...]] = {
     ),
 }
 COMPUTE = ("generate", "teacher compute", "train compute", "weights")
+
+
+def kinds_s(parts: Mapping[str, float]) -> dict[str, float]:
+    """Return kind -> seconds: "compute", the kinds of `tests.bench.driver_calls`, and other spans of processes."""
+    kinds: defaultdict[str, float] = defaultdict(float)
+    for part, value in parts.items():
+        kinds["compute" if part in COMPUTE else part.rpartition(": ")[2]] += value
+    return dict(kinds)
 
 
 def union(intervals: Iterable[Interval]) -> list[Interval]:
@@ -69,10 +77,11 @@ class RunSpans:
     """The spans of a run between the starts of two of its steps.
 
     Args:
+        calls: the driver's, see `DriverCalls.take`.
         first, last: steps; `last` is not included.
     """
 
-    def __init__(self, run: Path, first: int, last: int) -> None:
+    def __init__(self, run: Path, calls: Path, first: int, last: int) -> None:
         driver: dict[int, list[tuple[float, float, str]]] = defaultdict(list)
         self._busy: dict[tuple[str, str], list[Interval]] = defaultdict(list)
         for line in read_spans(run / "spans.jsonl"):
@@ -86,6 +95,9 @@ class RunSpans:
         self._n_steps = last - first
         self._start, self._end = min(driver[first])[0], min(driver[last])[0]
         self._stages = sorted(stage for step in range(first, last) for stage in driver[step])
+        self._calls = [
+            (kind, within(union(intervals), self._start, self._end)) for kind, intervals in read_calls(calls)
+        ]
 
     def step_s(self) -> float:
         return (self._end - self._start) / self._n_steps
@@ -103,10 +115,9 @@ class RunSpans:
         """Return the seconds a step that the driver spends in one of its stages."""
         return sum(end - start for start, end, name in self._stages if name == stage) / self._n_steps
 
-    def breakdown(self) -> tuple[dict[str, float], float]:
-        """Return part -> seconds a step, which add up to the step, and the sum of those parts that no span covers."""
+    def breakdown(self) -> dict[str, float]:
+        """Return part -> seconds a step, which add up to the step; a part is a computation, or "stage: kind"."""
         parts: defaultdict[str, float] = defaultdict(float)
-        rest_s = 0.0
         for start, end, stage in self._stages:
             left = [(start, end)]
             for process, span, part in COMPUTED.get(stage, ()):
@@ -116,12 +127,20 @@ class RunSpans:
                     if name.startswith(process) and kind == span
                     for i in every
                 ]
-                active = union(kinds)
-                rest = without(left, active)
-                parts[part] += seconds(left) - seconds(rest)
-                left = rest
-            parts[f"{stage}: calls, queues" if stage in COMPUTED else stage] += seconds(left)
-            rest_s += seconds(left) if stage in COMPUTED else 0.0
-        parts["between stages"] = self._end - self._start - sum(parts.values())
-        rest_s += parts["between stages"]
-        return {part: value / self._n_steps for part, value in parts.items()}, rest_s / self._n_steps
+                left = self._divide(left, part, union(kinds), parts)
+            self._divide_by_calls(left, stage, parts)
+        stages = [(start, end) for start, end, _ in self._stages]
+        self._divide_by_calls(without([(self._start, self._end)], stages), "between stages", parts)
+        return {part: value / self._n_steps for part, value in parts.items()}
+
+    def _divide_by_calls(self, left: list[Interval], stage: str, parts: dict[str, float]) -> None:
+        for kind, intervals in self._calls:
+            left = self._divide(left, f"{stage}: {kind}", intervals, parts)
+        parts[f"{stage}: {UNKNOWN}"] += seconds(left)
+
+    @staticmethod
+    def _divide(left: list[Interval], part: str, active: Sequence[Interval], parts: dict[str, float]) -> list[Interval]:
+        """Add the time of `left` that is active to a part; return the rest."""
+        rest = without(left, active)
+        parts[part] += seconds(left) - seconds(rest)
+        return rest
