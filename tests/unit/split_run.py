@@ -18,6 +18,7 @@ from gkd.metrics.step import step_numbers
 from gkd.metrics.teacher_meter import TeacherMeter
 from gkd.metrics.writer import MetricsWriter
 from gkd.rollout.usage import PassMeter
+from gkd.data.chunks import chunk_size
 from gkd.tools.split_tuner.batches import n_chunks as n_chunks_of
 from gkd.tools.split_tuner.rates import Rates
 
@@ -83,7 +84,7 @@ def _one_step(
     total = float((lengths + PROMPT).sum())
     groups = np.bincount(place % dp, lengths + PROMPT, dp)
     heaviest = total / dp if config.actor.balance else float(groups.max())
-    n_chunks = [n_chunks_of(place[place % engines == e] % dp) for e in range(engines)]
+    n_chunks = [n_chunks_of(place[place % engines == e] % dp, chunk_size(config)) for e in range(engines)]
     generate_s = max(usage.busy_s for usage in usages) + rates.chunk_s * (1 + max(n_chunks))
     times = {
         "time/rollout_s": generate_s,

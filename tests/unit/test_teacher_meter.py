@@ -17,7 +17,7 @@ from gkd.tools.split_tuner.rates import Rates, Sizes, Workload, lognormal
 from gkd.tools.split_tuner.teacher import Teacher
 
 RATES = Rates(0.02, 0.001, 5e-5, 0.01, 0.005, 1e-3, 0.1, 2e-4, 0.05, 0.02)
-WORK = Workload(32, 32, 1, 64, 12.0, 0.0, True, True, lognormal(40, 0.6, 300))
+WORK = Workload(32, 32, 1, 64, 16, 12.0, 0.0, True, True, lognormal(40, 0.6, 300))
 
 
 def scored(times: ScoreTimes | None, *n_tokens: int) -> ScoredChunk:

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 import numpy as np
 
 from gkd.config.schedulers import AHEAD
-from gkd.data.chunks import CHUNK_SIZE
 from gkd.tools.split_tuner.dispatch import answer_batch
 from gkd.tools.split_tuner.outcome import Outcome, Totals, train_seconds
 from gkd.tools.split_tuner.rates import Rates, Sizes, Workload
@@ -86,8 +85,8 @@ def _answer(
     for mine in np.split(order, np.cumsum(np.bincount(engine_of, minlength=sizes.engines))[:-1]):
         if len(mine):
             finished = finished_s[mine]
-            handed_s = rates.chunk_s * (1 + n_chunks(group_of[mine]))
-            arrived[mine] = chunk_times(finished, group_of[mine]) + handed_s
+            handed_s = rates.chunk_s * (1 + n_chunks(group_of[mine], workload.chunk_size))
+            arrived[mine] = chunk_times(finished, group_of[mine], workload.chunk_size) + handed_s
             engine_s += float(finished.max())
             last_s = max(last_s, float(finished.max()) + handed_s)
     answered_s = start_s + last_s
@@ -106,12 +105,12 @@ def _answer(
     return _Batch(version, answered_s, scored_s, tokens, groups, response_tokens, len(place), engine_s)
 
 
-def n_chunks(groups: np.ndarray, chunk_size: int = CHUNK_SIZE) -> int:
+def n_chunks(groups: np.ndarray, chunk_size: int) -> int:
     """That an engine makes of its sequences, of these data-parallel groups."""
     return int((-(-np.bincount(groups) // chunk_size)).sum())
 
 
-def chunk_times(finished: np.ndarray, groups: np.ndarray, chunk_size: int = CHUNK_SIZE) -> np.ndarray:
+def chunk_times(finished: np.ndarray, groups: np.ndarray, chunk_size: int) -> np.ndarray:
     """[m]: when each of an engine's sequences leaves it: with the last of its chunk, see `RolloutWorker.generate`."""
     left = np.full(len(finished), finished.max())
     for group in np.unique(groups):

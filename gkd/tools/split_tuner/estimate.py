@@ -5,7 +5,6 @@ from __future__ import annotations
 import numpy as np
 
 from gkd.config.schedulers import AHEAD
-from gkd.data.chunks import CHUNK_SIZE
 from gkd.tools.split_tuner.rates import Lengths, Rates, Workload
 
 
@@ -42,7 +41,7 @@ def estimate(
     longest = _longest(workload.lengths, np.minimum(most, workload.max_num_seqs))
     passes = np.maximum(longest, most / workload.max_num_seqs * mean + longest / 2 * (most > workload.max_num_seqs))
     rollout_s = rates.pass_s * passes + most * (rates.sequence_s * mean + rates.prefill_s * workload.prompt_tokens)
-    rollout_s = rollout_s + rates.chunk_s * (1 + np.ceil(most / groups / CHUNK_SIZE) * np.minimum(groups, most))
+    rollout_s = rollout_s + rates.chunk_s * (1 + np.ceil(most / groups / workload.chunk_size) * np.minimum(groups, most))
     late_s = np.maximum(score_s - rollout_s, 0.0) if workload.overlap else score_s
     if scheduler == "sync":
         return rollout_s + late_s + train_s + after_s

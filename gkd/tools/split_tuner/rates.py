@@ -68,6 +68,7 @@ class Workload:
     n_on_policy: float  # prompts per step with rollouts, on average; the others take the dataset's response
     n: int  # rollout.n
     max_num_seqs: int
+    chunk_size: int  # sequences per full chunk of an engine, see `gkd.data.chunks.chunk_size`
     prompt_tokens: float  # mean
     dataset_tokens: float  # mean of a dataset response
     overlap: bool  # teacher.overlap_rollout

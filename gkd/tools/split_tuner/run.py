@@ -15,7 +15,7 @@ from gkd.config.load import load_config
 from gkd.config.schedulers import STREAM, staleness_bound
 from gkd.config.schema import Config
 from gkd.console.forecast import NOT_EACH_STEP
-from gkd.data.chunks import CHUNK_SIZE
+from gkd.data.chunks import chunk_size
 from gkd.errors import ConfigError
 from gkd.metrics.pools import (
     DP,
@@ -236,6 +236,7 @@ def _workload(config: Config, table: _Table) -> Workload:
         n_on_policy=config.distill.on_policy_share * config.trainer.global_batch_size,
         n=config.rollout.n,
         max_num_seqs=config.rollout.sequence_limit,
+        chunk_size=chunk_size(config),
         prompt_tokens=float(table["rollout/prompt_tokens"].sum() / sequences),
         dataset_tokens=float(table[DATASET_TOKENS].sum() / dataset) if dataset else 0.0,
         overlap=config.teacher.overlap_rollout,
@@ -289,7 +290,7 @@ def _chunk_seconds(config: Config, sizes: Sizes, table: _Table) -> float:
     more_s = float(np.mean(table[GENERATE_S] - table["perf/engine_busy_max_s"]))
     of_engine = math.ceil(config.distill.on_policy_share * config.trainer.global_batch_size / sizes.engines)
     groups = min(of_engine, sizes.dp // math.gcd(sizes.dp, sizes.engines))
-    n_chunks = groups * math.ceil(math.ceil(of_engine / groups) * config.rollout.n / CHUNK_SIZE) if groups else 0
+    n_chunks = groups * math.ceil(math.ceil(of_engine / groups) * config.rollout.n / chunk_size(config)) if groups else 0
     return max(0.0, more_s / (1 + n_chunks))
 
 
