@@ -155,7 +155,7 @@ def _damage(rank: int, world_size: int, port: int, transport: str) -> tuple[str,
 
         module.attached, module.TransferGroup._broadcast = damaged_segment, damaged_broadcast  # type: ignore[method-assign]
         module.copy_shared = damaged_card
-    spec = module.GroupSpec(transport, "127.0.0.1", port, rank, world_size, 30.0, 30.0)
+    spec = module.GroupSpec(transport, "127.0.0.1", port, rank, world_size, 120.0, 60.0)
     group, loads = module.TransferGroup(spec, torch.device("cpu")), []
     if rank == 0:
         kept = _kept(plan, transport)
@@ -168,7 +168,7 @@ def _damage(rank: int, world_size: int, port: int, transport: str) -> tuple[str,
 @pytest.mark.parametrize("transport", ["gloo", "shared_memory", "ipc"])
 def test_a_damaged_bucket_is_refused(transport: str) -> None:
     """Fails if an engine loads bytes that were damaged on their way, or the error lacks the bucket and its tensors."""
-    _, (kind, text, n_loaded), (_, _, n_others) = run_gloo(_damage, 3, free_port(), transport, timeout_s=40.0)
+    _, (kind, text, n_loaded), (_, _, n_others) = run_gloo(_damage, 3, free_port(), transport, timeout_s=90.0)
     assert kind == "WeightSyncError" and "member 1" in text and "bucket 1" in text and "stage0.t3" in text
     assert n_loaded <= 1, "the damaged bucket was loaded"
     assert n_others <= 2
@@ -195,7 +195,7 @@ def _on_two_cards(rank: int, world_size: int, port: int) -> tuple[str, str]:
     from tests.dist.helpers import caught
 
     fake_card.install(f"card {rank}")
-    return caught(lambda: TransferGroup(GroupSpec("ipc", "127.0.0.1", port, rank, 2, 9.0, 9.0), torch.device("cpu")))
+    return caught(lambda: TransferGroup(GroupSpec("ipc", "127.0.0.1", port, rank, 2, 60.0, 60.0), torch.device("cpu")))
 
 
 def test_members_on_two_cards_are_refused() -> None:
@@ -219,7 +219,7 @@ def _orphaned(rank: int, world_size: int, port: int, transport: str) -> tuple[st
     fake_card.install()
     if rank == 0 and os.fork():
         return "", ""
-    spec = GroupSpec(transport, "127.0.0.1", port, rank, 2, 30.0, 30.0)
+    spec = GroupSpec(transport, "127.0.0.1", port, rank, 2, 120.0, 60.0)
     group = TransferGroup(spec, torch.device("cpu"))
     if rank == 0:
         tensors = list(_tensors(0).items())
@@ -235,5 +235,5 @@ def _orphaned(rank: int, world_size: int, port: int, transport: str) -> tuple[st
 @pytest.mark.parametrize("transport", ["shared_memory", "ipc"])
 def test_a_killed_sender_is_an_error_of_the_receivers(transport: str) -> None:
     """Fails if an engine waits for the time-out of a bucket when the actor's rank has died."""
-    _, (kind, _) = run_gloo(_orphaned, 2, free_port(), transport, timeout_s=25.0)
+    _, (kind, _) = run_gloo(_orphaned, 2, free_port(), transport, timeout_s=90.0)
     assert kind in {"TransferCutOff", "WeightSyncError"}  # the second if it dies while the engine joins
