@@ -53,8 +53,9 @@ def test_no_memory_on_the_gpu_leaves_all_on_the_host(tmp_path: Path) -> None:
     states = States(CUDA, lambda: found)
     states.offload_states()
     torch.cuda.empty_cache()
-    free, _ = torch.cuda.mem_get_info(CUDA)
-    taken = torch.empty(free - 2 * N, dtype=torch.uint8, device=CUDA)
+    # A limit of this process, because others may use the GPU.
+    allowed = torch.cuda.memory_reserved(CUDA) + 2 * N
+    torch.cuda.set_per_process_memory_fraction(allowed / torch.cuda.mem_get_info(CUDA)[1], CUDA)
     with pytest.raises(torch.OutOfMemoryError):
         states.reload_states()
     assert states.allocated_bytes() == 0
@@ -67,8 +68,8 @@ def test_no_memory_on_the_gpu_leaves_all_on_the_host(tmp_path: Path) -> None:
             OffloadController(student, CUDA, automatic=True, timeout_s=60).reload_states()
     finally:
         dist.destroy_process_group()
+        torch.cuda.set_per_process_memory_fraction(1.0, CUDA)
     assert torch.cuda.memory_reserved(CUDA) == reserved
-    del taken
     states.reload_states()
     assert [tensor.double().sum().item() for tensor in found[PARAMS]] == sums
 
