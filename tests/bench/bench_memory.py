@@ -185,7 +185,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     made = parser("tests.bench.bench_memory", __doc__ or "", parts, rounds=10)
     made.add_argument("--ways", default=",".join(_NAMES), metavar="WAY,..", help="of moving; default: %(default)s")
     add_device(made, "cpu")
-    args = parsed(made, parts, argv)
+    args = parsed(made, parts, argv, waits=False)
     ways = args.ways.split(",")
     if not {"states"} <= set(ways) <= set(_NAMES):
         made.error(f"--ways {args.ways}: give states, and others of {', '.join(_NAMES)}")

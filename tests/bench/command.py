@@ -12,6 +12,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from gkd.tools.gpu_proof.turn import wait_for_turn
 from tests.bench.teacher_report import Observer, Part, as_json, as_text, machine, merge_json
 
 
@@ -29,8 +30,16 @@ def add_device(made: argparse.ArgumentParser, default: str) -> None:
     made.add_argument("--device", choices=("cuda", "cpu"), default=default, help="default: %(default)s")
 
 
-def parsed(made: argparse.ArgumentParser, parts: Collection[str], argv: Sequence[str] | None) -> argparse.Namespace:
-    """Exits with a usage error for a part that does not exist or no rounds."""
+def parsed(
+    made: argparse.ArgumentParser, parts: Collection[str], argv: Sequence[str] | None, *, imports: Sequence[str] = (),
+    waits: bool = True,
+) -> argparse.Namespace:  # fmt: skip
+    """Parse, and wait for the GPU. Exits with a usage error for a part that does not exist or no rounds.
+
+    Args:
+        imports: modules that the measurement imports later; see `wait_for_turn`.
+        waits: False: this process does not use the GPU, or not yet, and others of the benchmark wait.
+    """
     args = made.parse_args(argv)
     if unknown := [name for name in args.only.split(",") if name not in parts]:
         made.error(f"--only {args.only}: no part {unknown[0]!r}; there are {', '.join(parts)}")
@@ -41,6 +50,8 @@ def parsed(made: argparse.ArgumentParser, parts: Collection[str], argv: Sequence
 
         if not torch.cuda.is_available():
             made.error("--device cuda: torch sees no CUDA device")
+    if waits:
+        wait_for_turn(*imports)
     return args
 
 

@@ -15,6 +15,8 @@ from typing import Any
 
 import torch
 
+from gkd.tools.gpu_proof.turn import wait_for_turn
+
 BUCKET_BYTES = 256 << 20
 
 
@@ -65,6 +67,7 @@ def sender(connection: Connection, folder: Path, gpu: int | None) -> None:
     from gkd.weight_sync.transfer import send
 
     torch.set_num_threads(1)
+    wait_for_turn()
     tensors = tensors_of(folder, device)
     specs = [TensorSpec(name, tuple(t.shape), "float32") for name, t in tensors.items()]
     plan = plan_buckets(specs, BUCKET_BYTES)
@@ -121,9 +124,11 @@ def engine(connection: Connection, folder: Path, gpu: int | None) -> None:
     from gkd.weight_sync.group import TransferGroup
     from gkd.weight_sync.transfer import receive
 
+    wait_for_turn()
     made = RolloutEngine(
         str(folder),
-        RolloutConfig(cpu_kv_cache_mib=64, max_num_seqs=4, gpu_memory_utilization=0.3),
+        # Nothing is generated, so CUDA graphs would only take time.
+        RolloutConfig(cpu_kv_cache_mib=64, max_num_seqs=4, gpu_memory_utilization=0.3, enforce_eager=True),
         dtype="float32",
         max_model_len=64,
         device=device.type,

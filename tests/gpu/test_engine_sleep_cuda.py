@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from gkd.cluster.assignment import free_port
+from gkd.tools.gpu_proof.turn import wait_for_turn
 from gkd.types import Prompt
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -59,6 +60,7 @@ def _probe(student: Path, port: int, eager: bool) -> dict[str, Any]:
     from gkd.weight_sync.group import GroupSpec, TransferGroup
     from gkd.weight_sync.transfer import send
 
+    wait_for_turn()
     config = RolloutConfig(gpu_memory_utilization=0.3, max_num_seqs=8, enforce_eager=eager)
     engine = RolloutEngine(
         str(student), config, dtype="bfloat16", max_model_len=256, device="cuda", eos_ids=[EOS], enable_sleep_mode=True
@@ -131,7 +133,9 @@ def probe(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     student = tmp_path_factory.mktemp("student")
     _save(student)
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
-        return pool.submit(_probe, student, free_port("127.0.0.1"), request.param).result(timeout=280)
+        found = pool.submit(_probe, student, free_port("127.0.0.1"), request.param)
+        wait_for_turn()  # as the child does, so that this wait is not part of the limit
+        return found.result(timeout=280)
 
 
 def test_sleep_does_not_change_the_responses(probe: dict[str, Any]) -> None:
