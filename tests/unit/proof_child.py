@@ -10,10 +10,36 @@ import sys
 import time
 from pathlib import Path
 
+from gkd.tools.gpu_proof.turn import wait_for_turn
+
 SLEEP = "import time; time.sleep(300)"
 
 
 def main(mode: str, file: str = "", *_: str) -> int:
+    if mode == "waits":
+        print("started", flush=True)
+        wait_for_turn("json")
+        return main("met", file)
+    if mode.startswith("meets "):  # each of these stages waits until all have started
+        Path(file).with_suffix(".here").touch()
+        print("meeting", flush=True)
+        while not all(Path(file).with_name(f"{name}.here").exists() for name in mode.split()[1:]):
+            time.sleep(0.02)
+        return main("met", file)
+    if mode == "after b has started":
+        while "started" not in Path(file).with_name("b.log").read_text():
+            time.sleep(0.02)
+        return main("met", file)
+    if mode == "slow":
+        time.sleep(4)
+        return main("met", file)
+    if mode in ("alone", "shares"):
+        here, folder = Path(file).with_suffix(f".{mode}"), Path(file).parent
+        here.touch()
+        time.sleep(0.3)
+        others = [*folder.glob("*.alone"), *(folder.glob("*.shares") if mode == "alone" else ())]
+        here.unlink()
+        return main("missed" if set(others) - {here} else "met", file)
     if mode in ("met", "missed", "met, then exit 3"):
         figure = {"name": "speed", "value": 0.5, "unit": "GB/s", "goal": ">= 0.4", "met": mode != "missed", "note": ""}
         Path(file).write_text(json.dumps({"parts": {"a": {"figures": [figure]}}}))

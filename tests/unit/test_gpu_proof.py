@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -17,19 +18,11 @@ import psutil
 import pytest
 
 from gkd.tools.gpu_proof import __main__ as command
-from gkd.tools.gpu_proof.run import (
-    ERROR,
-    FAIL,
-    PASS,
-    SKIPPED,
-    TIMED_OUT,
-    Outcome,
-    missing,
-    prepared,
-    run_all,
-    run_stage,
-)
-from gkd.tools.gpu_proof.stages import JSON, STAGES, XML, Stage, page_with_stages
+from gkd.tools.gpu_proof.judge import ERROR, FAIL, PASS, SKIPPED, TIMED_OUT, Outcome
+from gkd.tools.gpu_proof.run import Place, missing, prepared, run_all
+from gkd.tools.gpu_proof.schedule import expected_seconds
+from gkd.tools.gpu_proof.stage import JSON, XML, Stage
+from gkd.tools.gpu_proof.stages import STAGES, page_with_stages
 from tests.gpu.peaks import peak_tflops, share_of_peak
 
 ROOT = Path(__file__).parents[2]
@@ -41,7 +34,14 @@ def stage(*words: str, name: str = "one", limit_s: int = 20, figure: str = "", n
 
 
 def run(tmp_path: Path, made: Stage, *, grace_s: float = 1.0) -> Outcome:
-    return run_stage(made, "cpu", ROOT, tmp_path, grace_s=grace_s)
+    return run_together(tmp_path, [made], cores=1, grace_s=grace_s)[made.name]
+
+
+def run_together(
+    tmp_path: Path, stages: list[Stage], *, cores: int, device: str = "cpu", grace_s: float = 1.0
+) -> dict[str, Outcome]:
+    place = Place(device, ROOT, tmp_path, (80.0,), cores=cores, grace_s=grace_s)
+    return run_all(stages, place, lambda one: None, lambda one, outcome: None)
 
 
 def gone(pid: int) -> bool:
@@ -116,17 +116,18 @@ def test_a_child_that_a_finished_stage_leaves_is_stopped(tmp_path: Path) -> None
     assert gone(int((tmp_path / "one.pid").read_text()))
 
 
-def test_it_goes_on_after_a_failure_and_skips_what_needs_more_gpus() -> None:
+def test_it_goes_on_after_a_failure_and_skips_what_needs_more_gpus(tmp_path: Path) -> None:
     """Fails if one stage ends the others, or a stage for two cards runs on one."""
-    verdicts = {"a": FAIL, "b": TIMED_OUT, "c": PASS}
-    stages = [stage(name=name) for name in "abc"] + [stage(name="d", n_gpus=2)]
+    stages = [stage(CHILD, mode, JSON, name=name) for name, mode in (("a", "missed"), ("b", "crashes"), ("c", "met"))]
+    stages += [stage(name="d", n_gpus=2)]
     seen: list[str] = []
-    run_one = lambda one: Outcome(verdicts[one.name])  # noqa: E731
-    outcomes = run_all(stages, run_one, [80.0], "cuda", lambda one: None, lambda one, outcome: seen.append(one.name))
-    assert [outcome.verdict for outcome in outcomes.values()] == [FAIL, TIMED_OUT, PASS, SKIPPED]
-    assert seen == list("abcd") and "2 GPUs" in outcomes["d"].reason
-    no_form = Stage("e", "what", ("x",), None, 1, 1, "much")
-    assert run_all([no_form], run_one, [], "cpu", lambda one: None, lambda *_: None)["e"].verdict == SKIPPED
+    place = Place("cuda", ROOT, tmp_path, (80.0,))
+    outcomes = run_all(stages, place, lambda one: None, lambda one, outcome: seen.append(one.name))
+    assert {name: outcome.verdict for name, outcome in outcomes.items()} == {
+        "a": FAIL, "b": ERROR, "c": PASS, "d": SKIPPED,
+    }  # fmt: skip
+    assert seen == list("dabc") and "2 GPUs" in outcomes["d"].reason
+    assert run(tmp_path, Stage("e", "what", ("x",), None, 1, 1, "much")).verdict == SKIPPED
 
 
 @pytest.mark.parametrize(
@@ -145,10 +146,13 @@ def test_a_stage_finds_what_was_prepared(tmp_path: Path) -> None:
     slow = ("tests.unit.proof_child", "leaves a child", str(tmp_path / "ready.json"))
     hangs = ("tests.unit.proof_child", "hangs", str(tmp_path / "hangs.json"))
     stages = [replace(stage(name="a"), prepare=slow), replace(stage(name="b"), prepare=slow), stage(name="c")]
-    with prepared([*stages, replace(stage(name="d"), prepare=hangs)], ROOT, tmp_path, grace_s=0.5) as wait_for:
+    place = Place("cuda", ROOT, tmp_path, grace_s=0.5)
+    with prepared([*stages, replace(stage(name="d"), prepare=hangs)], place) as is_ready:
+        assert is_ready(stages[2]) and not is_ready(stages[0])
         for one in stages:
-            wait_for(one)
-            assert (tmp_path / "ready.json").exists()
+            while not is_ready(one):
+                time.sleep(0.05)
+            assert one is stages[2] or (tmp_path / "ready.json").exists()
         assert gone(int((tmp_path / "ready.pid").read_text()))
         while not (tmp_path / "hangs.json").exists():
             time.sleep(0.05)
@@ -168,26 +172,29 @@ def test_the_peak_of_a_card_follows_from_its_name() -> None:
     assert (unknown.met, unknown.value, known.met) == (None, 300.0, False)
 
 
-def test_ctrl_c_stops_the_stage_and_keeps_the_results(tmp_path: Path) -> None:
-    """Fails if Ctrl-C leaves processes, loses the stages before, or looks like a success."""
+def test_ctrl_c_stops_all_stages_and_keeps_the_results(tmp_path: Path) -> None:
+    """Fails if Ctrl-C leaves processes, loses the stages before or one of several at once, or looks like a success."""
     main = (
-        "import sys; from gkd.tools.gpu_proof import __main__ as m, run, stages as s\n"
-        f"one = lambda mode: s.Stage(mode, 'w', ({CHILD!r}, mode, s.JSON), ({CHILD!r}, mode, s.JSON), 60, 1, 'e')\n"
-        "m.STAGES = (one('met'), one('hangs'), one('missed')); run.run_stage.__kwdefaults__['grace_s'] = 0.5\n"
+        "import functools, os, sys; from gkd.tools.gpu_proof import __main__ as m, stage as s\n"
+        "def one(name, mode, gib):\n"
+        f"    return s.Stage(name, 'w', *2 * (({CHILD!r}, mode, s.JSON),), 60, 1, 'e', shares_gib=gib)\n"
+        "m.STAGES = (one('met', 'met', 0), one('a', 'hangs', 1), one('b', 'hangs', 1), one('missed', 'missed', 1))\n"
+        "os.sched_getaffinity = lambda _: range(8); m.Place = functools.partial(m.Place, grace_s=0.5)\n"
         f"sys.exit(m.main(['--device', 'cpu', '--out', {str(tmp_path)!r}]))"
     )
     tool = subprocess.Popen([sys.executable, "-c", main], cwd=ROOT, stdout=subprocess.PIPE, text=True)
-    deadline = time.monotonic() + 30
-    while not (tmp_path / "hangs.json").exists() and time.monotonic() < deadline:
+    deadline, files = time.monotonic() + 30, [tmp_path / "a.json", tmp_path / "b.json"]
+    while not all(file.exists() for file in files) and time.monotonic() < deadline:
         time.sleep(0.05)
-    pids = json.loads((tmp_path / "hangs.json").read_text())
+    pids = [pid for file in files for pid in json.loads(file.read_text())]
     tool.send_signal(signal.SIGINT)
     printed, _ = tool.communicate(timeout=30)
-    assert tool.returncode == 130 and all(gone(pid) for pid in pids)
+    assert tool.returncode == 130 and len(pids) == 6 and all(gone(pid) for pid in pids)
     report = json.loads((tmp_path / "gpu_proof.json").read_text())
-    assert {name: row["verdict"] for name, row in report["stages"].items()} == {"met": PASS, "hangs": ERROR}
+    verdicts = {name: row["verdict"] for name, row in report["stages"].items()}
+    assert verdicts == {"met": PASS, "a": ERROR, "b": ERROR}
     assert report["machine"]["versions"]["torch"] and report["device"] == "cpu"
-    assert "hangs" in printed and "missed:" not in printed
+    assert all(f"\n{name} " in printed for name in verdicts) and "missed:" not in printed
 
 
 @pytest.mark.parametrize(
@@ -240,10 +247,14 @@ def test_every_stage_starts_something_that_exists() -> None:
 
 
 def test_the_page_has_the_stages() -> None:
-    """Fails if docs/gpu_proof.md lists other stages, limits or expectations than the command."""
+    """Fails if docs/gpu_proof.md lists other stages, limits or expectations than the command, or takes more than ten
+    minutes for what it promises in ten.
+    """
     page = (ROOT / "docs" / "gpu_proof.md").read_text()
     assert page == page_with_stages(page), "run python -m gkd.tools.gpu_proof.stages"
     assert all(f"| `{one.name}` |" in page for one in STAGES) and len(STAGES) > 15
+    (names,) = re.findall(r"In ten minutes.*?--stages (\S+)`", page, re.DOTALL)
+    assert expected_seconds([one for one in STAGES if one.name in names.split(",")]) <= 600
 
 
 def test_a_short_run_on_the_cpu(tmp_path: Path) -> None:

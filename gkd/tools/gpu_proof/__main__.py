@@ -18,21 +18,11 @@ from typing import Any
 from gkd.cluster.gpus import machine_gpus, visible_gpus
 from gkd.errors import ConfigError
 from gkd.preflight.environment import describe_machine
-from gkd.tools.gpu_proof.run import (
-    ERROR,
-    FAIL,
-    INTERRUPTS,
-    PASS,
-    SKIPPED,
-    TIMED_OUT,
-    Outcome,
-    headline,
-    missing,
-    prepared,
-    run_all,
-    run_stage,
-)
-from gkd.tools.gpu_proof.stages import STAGES, Stage
+from gkd.tools.gpu_proof.judge import ERROR, FAIL, PASS, SKIPPED, TIMED_OUT, Outcome, headline
+from gkd.tools.gpu_proof.run import INTERRUPTS, Place, missing, run_all
+from gkd.tools.gpu_proof.schedule import expected_seconds
+from gkd.tools.gpu_proof.stage import Stage
+from gkd.tools.gpu_proof.stages import STAGES
 
 ROOT = Path(__file__).resolve().parents[3]
 RESULTS = "gpu_proof.json"
@@ -125,9 +115,10 @@ def _run(stages: Sequence[Stage], device: str, gpus_gib: Sequence[float | None],
         "machine": describe_machine(),
         "stages": {},
     }
-    began, number = time.monotonic(), 0
-    runnable = [stage for stage in stages if not missing(stage, device, gpus_gib)]
+    began, number, rows = time.monotonic(), 0, dict[str, dict[str, Any]]()
+    place = Place(device, ROOT, out, tuple(gpus_gib), cores=len(os.sched_getaffinity(0)))
     if device == "cuda":
+        runnable = [stage for stage in stages if not missing(stage, device, gpus_gib)]
         print(f"expected on an H100 with 16 cores: {_minutes(runnable)}", flush=True)
 
     def before(stage: Stage) -> None:
@@ -139,24 +130,19 @@ def _run(stages: Sequence[Stage], device: str, gpus_gib: Sequence[float | None],
         row = asdict(outcome) | {"what": stage.what, "limit_s": stage.limit_s, "expected": stage.expected}
         row["expected_s"] = stage.expected_s
         row["figure"] = headline(outcome.figures, stage.figure)
-        report["stages"][stage.name] = row | {"command": _portable(outcome.command, out)}
+        rows[stage.name] = row | {"command": _portable(outcome.command, out)}
+        report["stages"] = {one.name: rows[one.name] for one in stages if one.name in rows}
         report["seconds"] = round(time.monotonic() - began, 1)
         _write(out / RESULTS, report)
-        print(f"    {outcome.verdict}, {outcome.seconds:.0f} s  {outcome.reason or _figure(row)}", flush=True)
+        end = f"{outcome.verdict}, {outcome.seconds:.0f} s  {outcome.reason or _figure(row)}"
+        print(f"    {stage.name}: {end}", flush=True)
 
     code = 0
     try:
-        # Without a GPU the stages need the cores themselves.
-        with prepared(runnable if device == "cuda" else [], ROOT, out) as wait_for:
-
-            def run(stage: Stage) -> Outcome:
-                wait_for(stage)
-                return run_stage(stage, device, ROOT, out)
-
-            outcomes = run_all(stages, run, gpus_gib, device, before, after)
+        outcomes = run_all(stages, place, before, after)
         code = int(any(outcome.verdict in (FAIL, ERROR, TIMED_OUT) for outcome in outcomes.values()))
     except KeyboardInterrupt:
-        print("interrupted; every process of the stage is stopped", file=sys.stderr)
+        print("interrupted; every process of the stages is stopped", file=sys.stderr)
         code = 130
     print(f"\n{_table(report['stages'])}\n\nJSON and logs: {out}")
     return code
@@ -201,17 +187,17 @@ def _bar(row: Mapping[str, Any]) -> str:
 
 
 def _listing(stages: Sequence[Stage]) -> str:
-    head = f"{'stage':16}{'GPUs':>5}{'CPU form':>10}{'limit, s':>10}{'expected, s':>13}"
+    head = f"{'stage':16}{'GPUs':>5}{'shares, GiB':>13}{'CPU form':>10}{'limit, s':>10}{'expected, s':>13}"
     lines = [f"{head}  what it shows; expected on an H100 (never run)"]
     for stage in stages:
         form = "no" if stage.cpu is None else "yes"
-        numbers = f"{stage.n_gpus:5}{form:>10}{stage.limit_s:10}{stage.expected_s:13}"
+        numbers = f"{stage.n_gpus:5}{stage.shares_gib or '':>13}{form:>10}{stage.limit_s:10}{stage.expected_s:13}"
         lines.append(f"{stage.name:16}{numbers}  {stage.what}; {stage.expected}")
     return "\n".join([*lines, f"expected in all: {_minutes(stages)}"])
 
 
 def _minutes(stages: Sequence[Stage]) -> str:
-    return f"{sum(stage.expected_s for stage in stages) / 60:.0f} minutes"
+    return f"{expected_seconds(stages) / 60:.0f} minutes"
 
 
 def _as_interrupt(signum: int, frame: FrameType | None) -> None:

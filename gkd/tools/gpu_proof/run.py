@@ -1,157 +1,231 @@
-"""Run one stage as a process group of its own with a time limit, and judge what it has left.
-
-A stage is a benchmark that writes the figures of `tests/bench/teacher_report.py`, or pytest, which writes JUnit XML.
-"""
+"""Run stages, each as a process group of its own with a time limit: alone on the GPU, or several that share it."""
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
 import sys
 import time
-import xml.etree.ElementTree as ET
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import psutil
 
-from gkd.tools.gpu_proof.stages import JSON, XML, Stage
+from gkd.tools.gpu_proof.judge import ERROR, PASS, SKIPPED, TIMED_OUT, Outcome, headline, judged, last_line
+from gkd.tools.gpu_proof.schedule import Room, in_order, next_up, started_ahead
+from gkd.tools.gpu_proof.stage import JSON, XML, Stage
+from gkd.tools.gpu_proof.turn import TURN
 
-PASS, FAIL, SKIPPED, ERROR, TIMED_OUT = "pass", "fail", "skipped", "error", "timed out"
-GRACE_S = 20.0  # from SIGTERM to SIGKILL: a run of the whole system stops its own processes
 INTERRUPTS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _POLL_S = 0.1
-_NO_TESTS = 5  # pytest's exit code
 
 
-@dataclass(slots=True)
-class Outcome:
-    """The end of a stage. `figures`: name, value, unit, goal, met, note of each."""
-
-    verdict: str
-    reason: str = ""
-    seconds: float = 0.0
-    figures: list[dict[str, Any]] = field(default_factory=list)
-    command: list[str] = field(default_factory=list)
-
-
-def run_stage(stage: Stage, device: str, root: Path, out: Path, *, grace_s: float = GRACE_S) -> Outcome:
-    """Run a stage to its end or its limit; blocks. Its output goes to `out/<stage>.log`. Call it in the main thread.
-
-    Whatever ends this call, Ctrl-C included, no process of the stage is left.
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where stages run.
 
     Args:
-        root: the repository, where the stage runs.
+        device: "cuda" | "cpu".
+        root: the repository.
+        out: folder of results and logs; the output of a stage goes to `<stage>.log`.
+        gpus_gib: memory of each visible GPU; None: unknown, and taken as enough for one stage at a time.
+        grace_s: from SIGTERM to SIGKILL. A run of the whole system stops its own processes.
     """
-    files = {JSON: out / f"{stage.name}.json", XML: out / f"{stage.name}.xml"}
-    for file in files.values():
-        file.unlink(missing_ok=True)
-    command = [sys.executable, "-m", *(str(files.get(word, word)) for word in stage.words(device))]
-    log, began = out / f"{stage.name}.log", time.monotonic()
-    process = _started(command, root, log, {"GKD_TEST_DEVICE": device})
-    in_time = False
-    try:
-        in_time = _wait(process, stage.limit_s)
-    finally:
-        _stop(process, grace_s)
-    outcome = _judged(process.returncode, files[JSON], files[XML], log)
-    if outcome.verdict == PASS and headline(outcome.figures, stage.figure) is None:
-        outcome.verdict, outcome.reason = ERROR, f"it has measured no figure named {stage.figure!r}"
-    if not in_time:
-        outcome.verdict, outcome.reason = TIMED_OUT, f"stopped after {stage.limit_s} s; {log.name} ends: {_last(log)}"
-    outcome.seconds, outcome.command = round(time.monotonic() - began, 1), command
-    return outcome
+
+    device: str
+    root: Path
+    out: Path
+    gpus_gib: tuple[float | None, ...] = ()
+    cores: int = 1
+    grace_s: float = 20.0
+
+    @property
+    def room(self) -> Room:
+        if self.device == "cpu":
+            return Room(self.cores, float("inf"))
+        return Room(self.cores, min((gib or 0.0 for gib in self.gpus_gib), default=0.0))
+
+
+class Started:
+    """A stage with a process. It has the GPU from `begin` on."""
+
+    def __init__(self, stage: Stage, place: Place) -> None:
+        self.stage, self._place, self._joined = stage, place, not stage.starts_alone
+        self._json, self._xml, self._log, self._turn = (
+            place.out / f"{stage.name}.{kind}" for kind in ("json", "xml", "log", "turn")
+        )
+        for file in (self._json, self._xml, self._turn):
+            file.unlink(missing_ok=True)
+        files = {JSON: str(self._json), XML: str(self._xml)}
+        self._command = [sys.executable, "-m", *(files.get(word, word) for word in stage.words(place.device))]
+        more = {"GKD_TEST_DEVICE": place.device} | ({TURN: str(self._turn)} if stage.ahead_s else {})
+        self._began = 0.0
+        self.process = _process(self._command, place, self._log, more)
+
+    def begin(self) -> None:
+        self._began = time.monotonic()
+        self._turn.touch()
+
+    def alone(self) -> bool:
+        """Return whether no other stage may have the GPU now."""
+        if not self._joined and self.stage.alone_until:
+            self._joined = self.stage.alone_until in self._log.read_text(errors="replace")
+        return not self._joined
+
+    def over(self) -> bool:
+        return self.process.poll() is not None or time.monotonic() - self._began > self.stage.limit_s
+
+    def outcome(self) -> Outcome:
+        """End it, and judge it."""
+        in_time = self.process.poll() is not None
+        _stop([self.process], self._place.grace_s)
+        self._turn.unlink(missing_ok=True)
+        found = judged(self.process.returncode, self._json, self._xml, self._log)
+        if found.verdict == PASS and headline(found.figures, self.stage.figure) is None:
+            found.verdict, found.reason = ERROR, f"it has measured no figure named {self.stage.figure!r}"
+        if not in_time:
+            end = f"{self._log.name} ends: {last_line(self._log)}"
+            found.verdict, found.reason = TIMED_OUT, f"stopped after {self.stage.limit_s} s; {end}"
+        found.seconds, found.command = round(time.monotonic() - self._began, 1), self._command
+        return found
+
+
+def run_all(
+    stages: Sequence[Stage], place: Place, before: Callable[[Stage], None], after: Callable[[Stage, Outcome], None]
+) -> dict[str, Outcome]:
+    """Run the stages, see `in_order` and `next_up`; a failed one does not stop others. Call it in the main thread.
+
+    A stage for which something is `missing` is skipped. Whatever ends this call, Ctrl-C included, no process is left.
+
+    Args:
+        before, after: called around each stage, also a skipped one.
+
+    Raises:
+        KeyboardInterrupt: Ctrl-C or SIGTERM; `after` has been called with each stage that had begun.
+    """
+    outcomes: dict[str, Outcome] = {}
+
+    def finish(stage: Stage, outcome: Outcome) -> None:
+        outcomes[stage.name] = outcome
+        after(stage, outcome)
+
+    runnable = [stage for stage in stages if not missing(stage, place.device, place.gpus_gib)]
+    for stage in stages:
+        if stage not in runnable:
+            before(stage)
+            finish(stage, Outcome(SKIPPED, missing(stage, place.device, place.gpus_gib)))
+    waiting, running, ahead = in_order(runnable), list[Started](), list[Started]()
+    on_gpu = place.device == "cuda"  # elsewhere the stages need the cores themselves
+    with _noted_interrupts() as check, prepared(runnable if on_gpu else [], place) as is_ready:
+        try:
+            while waiting or running:
+                ready = [stage for stage in waiting if is_ready(stage)]
+                while following := next_up(ready, [(one.stage, one.alone()) for one in running], place.room):
+                    ready.remove(following)
+                    waiting.remove(following)
+                    before(following)
+                    early = [one for one in ahead if one.stage is following]
+                    ahead = [one for one in ahead if one.stage is not following]
+                    running += early or [Started(following, place)]
+                    running[-1].begin()
+                if on_gpu and not ahead and (following := started_ahead(waiting, place.room)):
+                    ahead.append(Started(following, place))
+                time.sleep(_POLL_S)
+                check()
+                for one in [one for one in running if one.over()]:
+                    running.remove(one)
+                    finish(one.stage, one.outcome())
+        finally:
+            _stop([one.process for one in running + ahead], place.grace_s)
+            for one in running:
+                finish(one.stage, Outcome(ERROR, "interrupted"))
+    return outcomes
 
 
 @contextmanager
-def prepared(
-    stages: Sequence[Stage], root: Path, out: Path, *, grace_s: float = GRACE_S
-) -> Iterator[Callable[[Stage], None]]:
-    """Start what these stages prepare, in the background, without a GPU; yield a function that waits for a stage's.
+def _noted_interrupts() -> Iterator[Callable[[], None]]:
+    """Note INTERRUPTS while processes run, so that none is lost; yield a function that raises KeyboardInterrupt then.
 
-    A stage whose preparation fails or takes longer than its limit makes the same itself. At the end of the context,
-    Ctrl-C included, what still runs is stopped. Its output goes to `out/<stage>.prepare.log`.
+    Another Ctrl-C does not interrupt what ends the processes.
     """
-    first = {stage.prepare: stage for stage in reversed(stages) if stage.prepare}
-    hidden = {"CUDA_VISIBLE_DEVICES": ""}
-    running = {
-        words: _started([sys.executable, "-m", *words], root, out / f"{stage.name}.prepare.log", hidden)
-        for words, stage in first.items()
-    }
+    noted: list[int] = []
+    handlers = {number: signal.signal(number, lambda number, _: noted.append(number)) for number in INTERRUPTS}
 
-    def wait_for(stage: Stage) -> None:
-        if (process := running.pop(stage.prepare, None)) is not None:
-            try:
-                _wait(process, stage.limit_s)
-            finally:
-                _stop(process, grace_s)
+    def check() -> None:
+        if noted:
+            raise KeyboardInterrupt
 
     try:
-        yield wait_for
-    finally:
-        for process in running.values():
-            _stop(process, grace_s)
-
-
-def _started(command: Sequence[str], root: Path, log: Path, more: dict[str, str]) -> psutil.Popen:
-    environment = os.environ | {"PYTHONUNBUFFERED": "1", "VLLM_NO_USAGE_STATS": "1"} | more
-    with log.open("wb") as output:
-        return psutil.Popen(
-            command, cwd=root, env=environment, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )  # fmt: skip
-
-
-def headline(figures: Sequence[dict[str, Any]], name: str) -> dict[str, Any] | None:
-    """Return the figure for the table: the first whose name begins with `name`."""
-    return next((figure for figure in figures if figure["name"].startswith(name)), None)
-
-
-def _wait(process: psutil.Popen, limit_s: float) -> bool:
-    """Return whether the process ended within the limit."""
-    try:
-        process.wait(limit_s)
-    except (psutil.TimeoutExpired, subprocess.TimeoutExpired):
-        return False
-    return True
-
-
-def _stop(process: psutil.Popen, grace_s: float) -> None:
-    """End the process, its group, and descendants that have left the group. A second Ctrl-C does not interrupt it."""
-    handlers = {number: signal.signal(number, signal.SIG_IGN) for number in INTERRUPTS}
-    try:
-        _end(process, grace_s)
+        yield check
     finally:
         for number, handler in handlers.items():
             signal.signal(number, handler)
 
 
-def _end(process: psutil.Popen, grace_s: float) -> None:
-    strays: list[psutil.Process] = []
-    with suppress(psutil.NoSuchProcess):  # it has ended; its group may still have members
-        strays = process.children(recursive=True)
+@contextmanager
+def prepared(stages: Sequence[Stage], place: Place) -> Iterator[Callable[[Stage], bool]]:
+    """Start what these stages prepare, in the background, without a GPU; yield a function that tells if it is complete.
+
+    A stage whose preparation fails or takes longer than its limit makes the same itself. At the end of the context,
+    Ctrl-C included, what still runs is stopped. Its output goes to `<stage>.prepare.log`.
+    """
+    first = {stage.prepare: stage for stage in reversed(stages) if stage.prepare}
+    began, running = time.monotonic(), dict[tuple[str, ...], psutil.Popen]()
+
+    def is_ready(stage: Stage) -> bool:
+        process = running.get(stage.prepare)
+        if process is None:
+            return True
+        if process.poll() is None and time.monotonic() - began < stage.limit_s:
+            return False
+        _stop([running.pop(stage.prepare)], place.grace_s)
+        return True
+
+    try:
+        for words, stage in first.items():
+            log = place.out / f"{stage.name}.prepare.log"
+            running[words] = _process([sys.executable, "-m", *words], place, log, {"CUDA_VISIBLE_DEVICES": ""})
+        yield is_ready
+    finally:
+        _stop(list(running.values()), place.grace_s)
+
+
+def _process(command: Sequence[str], place: Place, log: Path, more: dict[str, str]) -> psutil.Popen:
+    environment = os.environ | {"PYTHONUNBUFFERED": "1", "VLLM_NO_USAGE_STATS": "1"} | more
+    with log.open("wb") as output:
+        return psutil.Popen(
+            command, cwd=place.root, env=environment, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )  # fmt: skip
+
+
+def _stop(processes: Sequence[psutil.Popen], grace_s: float) -> None:
+    """End processes, their groups, and descendants that have left the groups."""
+    groups, strays = {process.pid for process in processes}, list[psutil.Process]()
+    for process in processes:
+        with suppress(psutil.NoSuchProcess):  # it has ended; its group may still have members
+            strays += process.children(recursive=True)
     for number, patience_s in ((signal.SIGTERM, grace_s), (signal.SIGKILL, 5.0)):
         deadline = time.monotonic() + patience_s
-        left = _alive(process.pid, strays)
+        left = _alive(groups, strays)
         for member in left:
-            # A descendant outside the group has a parent in it, which ends it in its own way if there is time.
-            if number == signal.SIGKILL or member not in strays or _group_of(member) == process.pid:
+            # A descendant outside the groups has a parent in one, which ends it in its own way if there is time.
+            if number == signal.SIGKILL or member not in strays or _group_of(member) in groups:
                 with suppress(psutil.NoSuchProcess):
                     member.send_signal(number)
         while left and time.monotonic() < deadline:
             time.sleep(_POLL_S)
-            left = _alive(process.pid, strays)
-    process.wait()
+            left = _alive(groups, strays)
+    for process in processes:
+        process.wait()
 
 
-def _alive(group: int, strays: Sequence[psutil.Process]) -> list[psutil.Process]:
-    """Return the members of a process group and these others, without those that have ended."""
-    members = [other for other in psutil.process_iter() if _group_of(other) == group]
+def _alive(groups: set[int], strays: Sequence[psutil.Process]) -> list[psutil.Process]:
+    """Return the members of process groups and these others, without those that have ended."""
+    members = [other for other in psutil.process_iter() if _group_of(other) in groups]
     members += [stray for stray in strays if stray not in members]
     alive = []
     for member in members:
@@ -168,51 +242,6 @@ def _group_of(process: psutil.Process) -> int | None:
         return None
 
 
-def _judged(code: int, results: Path, junit: Path, log: Path) -> Outcome:
-    """Return the verdict of a stage that has ended by itself."""
-    try:
-        if junit.exists():
-            return _judged_tests(code, junit, log)
-        found = json.loads(results.read_text())["parts"]
-        figures = [figure for part in found.values() for figure in part["figures"]]
-    except (OSError, ValueError, KeyError, TypeError, ET.ParseError):
-        return Outcome(ERROR, f"exit code {code} without results; {log.name} ends: {_last(log)}")
-    missed = [
-        f"{f['name']} = {f['value']:.4g}, {f['goal']} wanted{': ' if f['note'] else ''}{f['note']}"
-        for f in figures
-        if f["met"] is False
-    ]
-    if missed:
-        return Outcome(FAIL, "; ".join(missed), figures=figures)
-    if code or not figures:
-        return Outcome(ERROR, f"exit code {code}; {log.name} ends: {_last(log)}", figures=figures)
-    return Outcome(PASS, figures=figures)
-
-
-def _judged_tests(code: int, junit: Path, log: Path) -> Outcome:
-    suite = next(ET.parse(junit).getroot().iter("testsuite"))
-    cases = list(suite.iter("testcase"))
-    bad = [case for case in cases if case.find("failure") is not None or case.find("error") is not None]
-    skipped = [case.find("skipped") for case in cases if case.find("skipped") is not None]
-    passed = len(cases) - len(bad) - len(skipped)
-    goal = f">= {len(cases) - len(skipped)}"
-    figure = {"name": "tests passed", "value": passed, "unit": "", "goal": goal, "met": not bad, "note": ""}
-    if bad:
-        names = ", ".join(str(case.get("name")) for case in bad[:3])
-        return Outcome(FAIL, f"{len(bad)} failed: {names}{' ...' if len(bad) > 3 else ''}", figures=[figure])
-    if code not in (0, _NO_TESTS):
-        return Outcome(ERROR, f"pytest ended with exit code {code}; {log.name} ends: {_last(log)}", figures=[figure])
-    if not passed:
-        reasons = {str(skip.get("message")) for skip in skipped if skip is not None}
-        return Outcome(SKIPPED, "; ".join(sorted(reasons))) if skipped else Outcome(ERROR, "no test was found")
-    return Outcome(PASS, figures=[figure])
-
-
-def _last(log: Path) -> str:
-    lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
-    return lines[-1].strip()[:200] if lines else "(empty)"
-
-
 def missing(stage: Stage, device: str, gpus_gib: Sequence[float | None]) -> str:
     """Return what this machine lacks for a stage; "": nothing.
 
@@ -227,28 +256,3 @@ def missing(stage: Stage, device: str, gpus_gib: Sequence[float | None]) -> str:
     if smallest is not None and smallest < stage.min_gib:
         return f"needs {stage.min_gib} GiB of GPU memory, and the GPU has {smallest:.1f}"
     return ""
-
-
-def run_all(
-    stages: Sequence[Stage], run: Callable[[Stage], Outcome], gpus_gib: Sequence[float | None], device: str,
-    before: Callable[[Stage], None], after: Callable[[Stage, Outcome], None],
-) -> dict[str, Outcome]:  # fmt: skip
-    """Run the stages in order; a failed one does not stop the next. One for which something is `missing` is skipped.
-
-    Args:
-        before, after: called around each stage, also a skipped one.
-
-    Raises:
-        KeyboardInterrupt: Ctrl-C; the stage is over, and `after` has been called with it.
-    """
-    outcomes: dict[str, Outcome] = {}
-    for stage in stages:
-        before(stage)
-        outcome = Outcome(ERROR, "interrupted")
-        try:
-            lack = missing(stage, device, gpus_gib)
-            outcome = Outcome(SKIPPED, lack) if lack else run(stage)
-        finally:
-            outcomes[stage.name] = outcome
-            after(stage, outcome)
-    return outcomes

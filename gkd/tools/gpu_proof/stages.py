@@ -3,50 +3,19 @@
 Bars are in the benchmarks and tests themselves. Expected figures are computed from first principles for an H100 SXM
 (989 TFLOP/s dense bfloat16, 3.35 TB/s, PCIe 5 x16 of 55 GB/s, NVLink of 450 GB/s each way). They were never measured.
 
-Seconds are expected for 16 cores: a process needs about 10 to import torch and start CUDA, an engine of vLLM 25, with
-CUDA graphs 45, Megatron's layers 25 to compile.
+Seconds are expected for 16 cores: a process needs about 10, of them 4 to 6 to import torch and others and the rest to
+start CUDA, an engine of vLLM 25, with CUDA graphs 45, Megatron's layers 25 to compile.
+
+An engine of vLLM asserts at its start that no other process frees GPU memory meanwhile, unless the size of its KV cache
+is given. A stage that starts one without it runs alone until then. Engines' shares of a card count as those of 80 GiB.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 
-JSON, XML, DEVICE = "{json}", "{xml}", "{device}"
-
-
-@dataclass(frozen=True, slots=True)
-class Stage:
-    """One row of the table.
-
-    Args:
-        command: words after `python -m`. {json} and {xml} become the file of the results, {device} cuda or cpu.
-        cpu: the words to use on a machine without a GPU; None: the stage needs a GPU.
-        limit_s: the stage is stopped after this time.
-        expected_s: its time on an H100 with 16 cores; most of it loads libraries, compiles and starts engines.
-        expected: of the figure in the table, on a GPU.
-        figure: the beginning of its name; "": the first figure.
-        min_gib: memory of each GPU; on a smaller one the stage is skipped.
-        prepare: words after `python -m` that make on the CPU what the stage finds then. They run in the background from
-            the start.
-    """
-
-    name: str
-    what: str
-    command: tuple[str, ...]
-    cpu: tuple[str, ...] | None
-    limit_s: int
-    expected_s: int
-    expected: str
-    figure: str = ""
-    n_gpus: int = 1
-    min_gib: int = 0
-    prepare: tuple[str, ...] = ()
-
-    def words(self, device: str) -> list[str]:
-        command = self.cpu if device == "cpu" else self.command
-        assert command is not None, f"{self.name} has no form without a GPU"
-        return [device if word == DEVICE else word for word in command]
+from gkd.tools.gpu_proof.schedule import expected_seconds
+from gkd.tools.gpu_proof.stage import DEVICE, JSON, XML, Stage
 
 
 def _tests(*words: str) -> tuple[str, ...]:
@@ -61,6 +30,7 @@ _MEMORY, _STUDENT = "tests.bench.bench_memory", "tests.gpu.bench_student_cuda"
 _LOOP, _SYNC = "tests.gpu.bench_loop", "tests.bench.bench_weight_sync"
 # Two to four minutes on two cores.
 _MODELS = ("gkd.quickstart.make_models", "--out", "models/quickstart")
+_SYNCED = "weights synced: "  # in the log of its trainer, whose engine has started before
 
 
 def _both(*command: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
@@ -85,6 +55,7 @@ STAGES = (
         30,
         "0.8 of the copy: NCCL spends a fifth on its protocol; 350 of 450 GB/s over NVLink, 45 of 55 over PCIe 5",
         n_gpus=2,
+        ahead_s=4,
     ),
     Stage(
         "loss",
@@ -94,6 +65,7 @@ STAGES = (
         180,
         25,
         "all pass: sums of 152k float32 terms round by 1e-6, bfloat16 gradients by 2^-9",
+        shares_gib=10,
     ),
     Stage(
         "loss_floor",
@@ -105,6 +77,7 @@ STAGES = (
         "1.1: 7.5 GB in 2.5 ms at T = 8k, V = 152k",
         figure="both passes / three-pass floor",
         min_gib=10,
+        ahead_s=4,
     ),
     Stage(
         "attention",
@@ -113,6 +86,7 @@ STAGES = (
         120,
         12,
         "all pass: bfloat16 rounds by 2^-9, as the mask's way does",
+        shares_gib=2,
     ),
     Stage(
         "attention_speed",
@@ -124,6 +98,7 @@ STAGES = (
         "1.0: the same kernel, FlashAttention-2; 29% of the peak at 16k",
         figure="time, packed / SDPA",
         min_gib=15,
+        ahead_s=4,
     ),
     Stage(
         "parity",
@@ -133,6 +108,7 @@ STAGES = (
         85,
         "1e-6 in float32: 6 layers of roundings by 6e-8; in bfloat16 the roundings of Hugging Face: 1.0",
         figure="megatron, float32: gradients",
+        shares_gib=4,
     ),
     Stage(
         "mfu_1.5b",
@@ -144,6 +120,7 @@ STAGES = (
         "0.47 (0.36 with actor.layers: torch and small loss chunks); 43 GiB predicted",
         figure="megatron: MFU",
         min_gib=60,
+        ahead_s=6,
     ),
     Stage(
         "mfu_7b",
@@ -155,6 +132,7 @@ STAGES = (
         "0.45 to 0.54: products at 65-70% of the peak, and their share of the step; 59 GiB predicted",
         figure="megatron: MFU",
         min_gib=70,
+        ahead_s=6,
     ),
     Stage(
         "fsdp_offload",
@@ -166,6 +144,7 @@ STAGES = (
         "3 to 4: 0.1 s resident; 7 GB over PCIe (0.14 s) and 17 GB of AdamW in host memory (0.17 s at 100 GB/s) more",
         figure="FSDP2 step",
         min_gib=34,
+        ahead_s=6,
     ),
     Stage(
         "frozen",
@@ -175,6 +154,7 @@ STAGES = (
         180,
         25,
         "all pass: copies round nothing",
+        shares_gib=2,
     ),
     Stage(
         "offload",
@@ -185,6 +165,7 @@ STAGES = (
         60,
         "all pass: copies round nothing; 200 x 2 x 1.07 GB in 8 s",
         min_gib=8,
+        shares_gib=6,
     ),
     Stage(
         "offload_speed",
@@ -196,6 +177,7 @@ STAGES = (
         "0.9: 15.4 GB in 0.3 s each way",
         figure="reload, share",
         min_gib=30,
+        ahead_s=10,
     ),
     Stage(
         "memory_claims",
@@ -207,6 +189,7 @@ STAGES = (
         "1: outputs are equal; 40.5 GB reserved against 25.7 (1.57 times), unused 38% against 2%",
         figure="outputs are the same",
         min_gib=44,
+        ahead_s=10,
     ),
     Stage(
         "memory_reports",
@@ -217,6 +200,7 @@ STAGES = (
         15,
         "all pass: the allocator's own counters, exact",
         min_gib=8,
+        shares_gib=6,
     ),
     Stage(
         "rollout",
@@ -225,6 +209,7 @@ STAGES = (
         300,
         80,
         "all pass: float32 logprobs differ by the order of sums, 1e-5",
+        shares_gib=8,
     ),
     Stage(
         "sleep",
@@ -234,15 +219,17 @@ STAGES = (
         360,
         60,
         "all pass: copies round nothing, and vLLM unmaps what sleeps",
+        ahead_s=8,
     ),
     Stage(
         "teacher",
         "teacher engines (hf, vllm): error against Hugging Face; tokens/s of the server against the bare engine",
         *_both(*_bench("tests.bench.bench_teacher", "--only", "engines", "--quick")),
         420,
-        135,
+        100,
         "0.9 to 1.0: 1 ms of packing for a batch of 2,048 tokens, which takes 12; errors as plain bfloat16",
         figure="vllm: server / bare engine",
+        ahead_s=6,
     ),
     Stage(
         "sync",
@@ -250,8 +237,9 @@ STAGES = (
         _bench(_SYNC, "--only", "qwen25_05b", "--rounds", "2"),
         _bench(_SYNC, "--only", "qwen25_05b", "--rounds", "1"),
         300,
-        85,
+        65,
         "0.1 s (2 GB); at least 5 times as fast as gloo",
+        ahead_s=16,
     ),
     Stage(
         "sync_nccl",
@@ -259,9 +247,10 @@ STAGES = (
         _bench(_SYNC, "--only", "qwen25_05b", "--rounds", "3", "--gpus", "2"),
         None,
         300,
-        75,
+        55,
         "0.8 s, of it 0.7 for the digests",
         n_gpus=2,
+        ahead_s=16,
     ),
     Stage(
         "loop",
@@ -272,6 +261,10 @@ STAGES = (
         "0.33, as measured on a CPU: a GPU only rounds differently",
         figure="KL after / before",
         prepare=_MODELS,
+        shares_gib=36,
+        alone_until=_SYNCED,
+        alone_s=82,
+        ahead_s=4,
     ),
     Stage(
         "loop_two",
@@ -284,20 +277,24 @@ STAGES = (
         figure="KL after / before",
         n_gpus=2,
         prepare=_MODELS,
+        ahead_s=4,
     ),
 )
 
 
 def page_with_stages(page: str) -> str:
     """Return docs/gpu_proof.md with its table of stages replaced."""
-    lines = ["| stage | GPUs | GiB | CPU form | limit, s | expected, s | what it shows | expected |", "|---" * 8 + "|"]
+    lines = ["| stage | GPUs | GiB | shares, GiB | CPU form | limit, s | expected, s | what it shows | expected |"]
+    lines.append("|---" * 9 + "|")
     for one in STAGES:
         form = "no" if one.cpu is None else "yes"
-        needs = f"{one.n_gpus} | {one.min_gib or ''} | {form} | {one.limit_s} | {one.expected_s}"
-        lines.append(f"| `{one.name}` | {needs} | {one.what} | {one.expected} |")
+        cells = (one.n_gpus, one.min_gib or "", one.shares_gib or "", form, one.limit_s, one.expected_s, one.what)
+        lines.append(f"| `{one.name}` | {' | '.join(map(str, cells))} | {one.expected} |")
     for n_gpus, machine in ((1, "one GPU"), (2, "two GPUs")):
-        seconds = sum(one.expected_s for one in STAGES if one.n_gpus <= n_gpus)
-        lines.append(f"| all on {machine} | | | | | {seconds} | | {seconds / 60:.0f} minutes |")
+        stages = [one for one in STAGES if one.n_gpus <= n_gpus]
+        seconds, one_by_one = expected_seconds(stages), sum(one.expected_s for one in stages)
+        times = f"{seconds / 60:.0f} minutes; one after the other {one_by_one / 60:.0f}"
+        lines.append(f"| all on {machine} | | | | | | {seconds:.0f} | | {times} |")
     before, _, rest = page.partition(_BEGIN)
     return "\n".join([before + _BEGIN, *lines, _END + rest.partition(_END)[2]])
 
