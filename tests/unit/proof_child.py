@@ -27,9 +27,11 @@ def main(mode: str, file: str = "", *_: str) -> int:
             time.sleep(0.02)
         return main("met", file)
     if mode == "after b has started":
-        while "started" not in Path(file).with_name("b.log").read_text():
+        log = Path(file).with_name("b.log")
+        while "started" not in log.read_text():
             time.sleep(0.02)
-        return main("met", file)
+        time.sleep(0.3)
+        return main("missed" if "measured" in log.read_text() else "met", file)
     if mode == "slow":
         time.sleep(4)
         return main("met", file)

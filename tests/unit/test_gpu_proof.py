@@ -230,7 +230,9 @@ def test_an_installed_package_has_no_stages(tmp_path: Path) -> None:
 
 
 def test_every_stage_starts_something_that_exists() -> None:
-    """Fails if a stage names a test file, a benchmark, or one of its options, that is not there (any more)."""
+    """Fails if a stage names a test file, a benchmark, or one of its options, that is not there, or is started
+    ahead and does not wait for its turn.
+    """
     assert len({one.name for one in STAGES}) == len(STAGES)
     for one in STAGES:
         assert not one.prepare or (ROOT / f"{one.prepare[0].replace('.', '/')}.py").is_file()
@@ -242,6 +244,7 @@ def test_every_stage_starts_something_that_exists() -> None:
             else:
                 sources = [ROOT / "tests/bench/command.py", ROOT / f"{words[0].replace('.', '/')}.py"]
                 known = "".join(source.read_text() for source in sources)
+                assert not one.ahead_s or re.search(r"(wait_for_turn|parsed)\(", sources[1].read_text()), one.name
                 options = [word for word in words if word.startswith("--")]
                 assert "--json" in options and all(f'"{option}"' in known for option in options), (one.name, options)
 

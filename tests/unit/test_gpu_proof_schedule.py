@@ -46,6 +46,7 @@ def test_others_join_a_stage_from_a_line_in_its_log_on(tmp_path: Path) -> None:
 def test_a_stage_waits_for_its_turn(tmp_path: Path, cores: int) -> None:
     """Fails if a stage that is started ahead uses the GPU before its turn, or is not started ahead."""
     follower = replace(stage(CHILD, "waits", JSON, name="b"), ahead_s=5)
+    # The leader ends when the follower has started, and passes if that has not measured by then.
     leader = stage(CHILD, "after b has started" if cores > 8 else "met", JSON, name="a")
     outcomes = run_together(tmp_path, [leader, follower], cores=cores, device="cuda")
     assert [outcome.verdict for outcome in outcomes.values()] == [PASS, PASS]
