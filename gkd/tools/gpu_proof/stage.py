@@ -26,8 +26,8 @@ class Stage:
         alone_until: text in the log of a stage with `shares_gib`; it runs alone until then. "": it shares from the
             start.
         alone_s: the part of `expected_s` until then.
-        ahead_s: the part of `expected_s` before it first uses the GPU. It calls `wait_for_turn` there, so it is started
-            while the stage before it runs. 0: it does not call it.
+        ahead_s: the part of `expected_s` before it first uses the GPU, where it calls `wait_for_turn`. It is started
+            while the stage before it runs. 0: it is not.
     """
 
     name: str
