@@ -33,7 +33,7 @@ def main(mode: str, file: str = "", *_: str) -> int:
         time.sleep(0.3)
         return main("missed" if "measured" in log.read_text() else "met", file)
     if mode == "slow":
-        time.sleep(4)
+        time.sleep(2)
         return main("met", file)
     if mode in ("alone", "shares"):
         here, folder = Path(file).with_suffix(f".{mode}"), Path(file).parent
