@@ -53,7 +53,7 @@ def started_ahead(waiting: Sequence[Stage], room: Room) -> Stage | None:
 
 
 def expected_seconds(stages: Sequence[Stage], room: Room = EXPECTED_ROOM) -> float:
-    """Return the time of a run in which each stage takes `expected_s`."""
+    """Return the time of a run in which each stage takes `expected_s`, also one that shares the GPU and the cores."""
     waiting, began, now = in_order(stages), dict[Stage, float](), 0.0  # `began`: of those that run
     ahead_since = 0.0
     while waiting or began:
