@@ -22,7 +22,6 @@ from teacher_server.worker.compute import CREDIT_BATCHES
 from teacher_server.worker.open_request import OpenRequest
 from teacher_server.worker.token_budget import WorkItem, take_batch
 from tests.bench.teacher_payloads import make_topk_request
-from tests.fixed_kv_cache import fix_kv_cache
 
 VOCAB, K = 32_768, 64
 N_LAYERS, HIDDEN = 4, 256
@@ -92,14 +91,8 @@ def dtype_on(device: str) -> str:
 
 def serve_engine(pipe: Connection, model: str, engine_name: str, max_batch_tokens: int, device: str = "cpu") -> None:
     from teacher_server.engines.load import EngineSettings, load_engine
-    from teacher_server.engines.vllm import set_vllm_environment
     from tests.bench.engine_case import measure_error
 
-    if engine_name == "vllm" and device == "cuda":
-        # The server's engine starts at the same time. vLLM asserts there that other processes do not free more than the
-        # engine itself takes, 2.5 GB of weights; this one frees less than 1 GB, the activations of a trial pass.
-        set_vllm_environment(device, 1)
-        fix_kv_cache(4096)
     settings = EngineSettings(
         model=model,
         engine=engine_name,

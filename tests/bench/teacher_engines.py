@@ -118,8 +118,11 @@ def _compare(engine: str, model: Path, folder: Path, rounds: int, seconds: float
     with contextlib.ExitStack() as stack:
         # vLLM leaves semaphores behind when it is killed.
         bare = stack.enter_context(Child(serve_engine, str(model), engine, MAX_BATCH_TOKENS, device, goodbye_s=10.0))
+        if engine == "vllm":
+            bare.answer()  # while it measures the free memory of a GPU, nothing else may start there
         server = stack.enter_context(ServerProcess(model, folder, options=options))
-        bare.answer()
+        if engine != "vllm":
+            bare.answer()
         errors: dict[str, float] = bare.ask(folder / REFERENCE)
         with connect(server.port, k=K) as asking:
             n_streams = asking.info().n_streams
