@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from queue import Empty, SimpleQueue
 from typing import Protocol
 
@@ -40,20 +39,23 @@ def take_missing(held: dict[tuple[int, int], Waiting], job: Job, sample_index: n
     """
     n = job.sampling.n
     order = np.argsort(sample_index)
-    ordered = sample_index[order]
-    starts = np.flatnonzero(np.diff(ordered // n, prepend=-1))
+    of_prompts, samples = np.divmod(sample_index[order], n)
+    starts = np.flatnonzero(np.diff(of_prompts, prepend=-1))
+    ends = [*starts[1:].tolist(), len(order)]
+    bits = np.array(1, np.int64 if n < 63 else object) << samples
+    returned_bits = np.bitwise_or.reduceat(bits, starts).tolist()
     kept = np.ones(len(order), bool)
-    of_prompts, samples = (ordered[starts] // n).tolist(), (ordered % n).tolist()
-    for index, (start, end) in zip(of_prompts, pairwise([*starts.tolist(), len(order)]), strict=True):
-        returned = sum(1 << sample for sample in samples[start:end])
-        prompt = held.get((job.id, index))
+    for index, returned, start, end in zip(
+        of_prompts[starts].tolist(), returned_bits, starts.tolist(), ends, strict=True
+    ):
+        prompt = held.get(key := (job.id, index))
         missing = 0 if prompt is None else prompt.missing
         if returned & ~missing:
-            kept[order[start:end]] = [bool(missing >> sample & 1) for sample in samples[start:end]]
+            kept[order[start:end]] = [bool(missing & bit) for bit in bits[start:end].tolist()]
         if prompt is not None:
-            prompt.missing &= ~returned
+            prompt.missing = missing & ~returned
             if not prompt.missing:
-                del held[prompt.key]
+                del held[key]
     return np.flatnonzero(kept)
 
 
