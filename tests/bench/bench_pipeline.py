@@ -12,7 +12,7 @@ sync takes a constant. Responses have a long tail. About 14 minutes. The second 
 A step is compared with its slowest stage. The time of a stage is what its clock holds for the step's tokens. A batch of
 rollouts that starts together ends with engines half empty, so the time of the rollout is that of the `sync` run of the
 same shape; under `stream` engines need never be empty, so there it is that of full engines. With real stages it is what
-the processes recorded under `sync`. A step is divided into what the processes recorded as computation and, where nobody
+the processes recorded under `sync`. A step is divided into what the processes recorded as computation and, where none
 computes, what the driver did (`tests.bench.driver_calls`). "named" is all but the time in which the driver was neither
 in a call nor on a processor.
 """
