@@ -12,13 +12,13 @@ from gkd.config.derived import derive
 from gkd.config.load import config_yaml, load_config
 from gkd.config.schedulers import staleness_bound
 from gkd.config.schema import Config
+from gkd.data.chunks import chunk_size
 from gkd.handles import EngineUsage, RolloutChunk, RolloutUsage, ScoredChunk, ScoreTimes, SyncReport, TrainStats
 from gkd.metrics.pools import layout_numbers, rollout_numbers, shares
 from gkd.metrics.step import step_numbers
 from gkd.metrics.teacher_meter import TeacherMeter
 from gkd.metrics.writer import MetricsWriter
 from gkd.rollout.usage import PassMeter
-from gkd.data.chunks import chunk_size
 from gkd.tools.split_tuner.batches import n_chunks as n_chunks_of
 from gkd.tools.split_tuner.rates import Rates
 

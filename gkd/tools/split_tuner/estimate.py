@@ -41,7 +41,8 @@ def estimate(
     longest = _longest(workload.lengths, np.minimum(most, workload.max_num_seqs))
     passes = np.maximum(longest, most / workload.max_num_seqs * mean + longest / 2 * (most > workload.max_num_seqs))
     rollout_s = rates.pass_s * passes + most * (rates.sequence_s * mean + rates.prefill_s * workload.prompt_tokens)
-    rollout_s = rollout_s + rates.chunk_s * (1 + np.ceil(most / groups / workload.chunk_size) * np.minimum(groups, most))
+    n_chunks = np.ceil(most / groups / workload.chunk_size) * np.minimum(groups, most)
+    rollout_s = rollout_s + rates.chunk_s * (1 + n_chunks)
     late_s = np.maximum(score_s - rollout_s, 0.0) if workload.overlap else score_s
     if scheduler == "sync":
         return rollout_s + late_s + train_s + after_s

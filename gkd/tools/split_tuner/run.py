@@ -290,8 +290,8 @@ def _chunk_seconds(config: Config, sizes: Sizes, table: _Table) -> float:
     more_s = float(np.mean(table[GENERATE_S] - table["perf/engine_busy_max_s"]))
     of_engine = math.ceil(config.distill.on_policy_share * config.trainer.global_batch_size / sizes.engines)
     groups = min(of_engine, sizes.dp // math.gcd(sizes.dp, sizes.engines))
-    n_chunks = groups * math.ceil(math.ceil(of_engine / groups) * config.rollout.n / chunk_size(config)) if groups else 0
-    return max(0.0, more_s / (1 + n_chunks))
+    of_group = math.ceil(of_engine / groups) * config.rollout.n if groups else 0
+    return max(0.0, more_s / (1 + groups * math.ceil(of_group / chunk_size(config))))
 
 
 def _scoring(sizes: Sizes, table: _Table, notes: list[str]) -> tuple[float, float]:
