@@ -57,6 +57,7 @@ def test_adapters_are_trained_and_synced(
         "weight_sync.verify=always",
         "weight_sync.lora=adapters",
         "distill.reference_kl_weight=0.1",
+        "trainer.total_steps=2",
         *backend,
         *((f"teacher.path={lab.teacher}",) if is_local else ()),
     )
@@ -64,19 +65,18 @@ def test_adapters_are_trained_and_synced(
     base, export = (load_file(folder / "model.safetensors") for folder in (lab.student, run_dir / "export"))
     n_weights = sum(tensor.numel() for tensor in base.values())
     lines = {int(line["step"]): line for line in read_metrics(run_dir / "metrics.jsonl")}
-    assert sorted(lines) == [0, 1, 2, 3, 4]
+    assert sorted(lines) == [0, 1, 2]
     # Two factors of each of seven layers in two blocks.
-    assert all(lines[step]["weight_sync/verified_tensors"] == 24 + 2 * 7 * 2 for step in range(1, 5))
-    assert all(lines[step]["weight_sync/bytes"] < 0.02 * 4 * n_weights for step in range(1, 5))
-    assert all(lines[step]["loss/importance_weight"] == pytest.approx(1.0, abs=1e-4) for step in range(1, 5))
-    kl = {step: lines[step]["loss/reference_kl"] for step in (1, 2, 3, 4)}
-    assert abs(kl[1]) <= 1e-6 < min(kl[2], kl[3], kl[4]), kl
+    assert all(lines[step]["weight_sync/verified_tensors"] == 24 + 2 * 7 * 2 for step in (1, 2))
+    assert all(lines[step]["weight_sync/bytes"] < 0.02 * 4 * n_weights for step in (1, 2))
+    assert all(lines[step]["loss/importance_weight"] == pytest.approx(1.0, abs=1e-4) for step in (1, 2))
+    assert abs(lines[1]["loss/reference_kl"]) <= 1e-6 < lines[2]["loss/reference_kl"]
     # No adapter has moved in the first step, so it is that of the run without adapters, with the teacher server.
     served = {int(line["step"]): line for line in read_metrics(base_run / "metrics.jsonl")}
     assert lines[1]["loss/forward_kl"] == pytest.approx(served[1]["loss/total"], abs=1e-5)
     assert lines[0]["eval/kl"] == pytest.approx(served[0]["eval/kl"], abs=1e-5)
     assert teacher_keys(lines[1]) == teacher_keys(served[1]) >= {"teacher/topk_mass", "teacher/score_bytes"}
-    assert all(lines[step]["time/reference_s"] > 0 for step in range(1, 5))
-    assert count_equal(run_dir / "export", run_dir / "samples" / "step_00000004.jsonl") == (50, 50)
+    assert all(lines[step]["time/reference_s"] > 0 for step in (1, 2))
+    assert count_equal(run_dir / "export", run_dir / "samples" / "step_00000002.jsonl") == (50, 50)
     moved = {name for name in base if not torch.equal(base[name], export[name])}
     assert moved == {name for name in base if name.endswith("_proj.weight")}

@@ -82,7 +82,7 @@ def test_each_sequence_is_scored_by_its_own_teacher(server: ServerProcess, other
         assert tables(twice, routed(rollouts, 2)) == of_a, "the same teacher twice is one teacher, to the bit"
 
 
-@pytest.mark.parametrize("signal", ["topk", "logits"])
+@pytest.mark.parametrize("signal", [pytest.param("topk", marks=pytest.mark.slow), "logits"])
 def test_an_outage_names_its_route(tmp_path: Path, server: ServerProcess, signal: str) -> None:
     """Fails if an outage does not name its route, or a dead one is not an outage within its budget."""
     rollouts = routed(random_rollouts(8, CUT, seed=4), 2)
