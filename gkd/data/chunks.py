@@ -27,6 +27,9 @@ _COLUMNS = 4
 CHUNK_SIZE = 16
 _LARGEST_CHUNK, _MOST_TOKENS = 256, 1 << 18
 _CHUNKS_PER_BATCH = 8
+# Finished sequences wait for others of their chunk for a share of the time of a step, which grows with the batch.
+_LINGER_S_PER_SEQUENCE = 500e-6
+_LINGER_S = 0.02, 2.5  # least and most
 _RESERVE = 1 / 2  # of the sequences that an engine runs
 
 
@@ -49,6 +52,17 @@ def chunk_size(config: Config) -> int:
         limits.append(reserve_size(config.rollout.sequence_limit))
     n_sequences = config.trainer.global_batch_size * config.rollout.n
     return max(CHUNK_SIZE, min(n_sequences // _CHUNKS_PER_BATCH, *limits))
+
+
+def linger_s(n_sequences: int, *, soon: bool) -> float:
+    """Return how long a finished sequence waits at most for others of its chunk.
+
+    Args:
+        n_sequences: of a batch.
+        soon: in proportion to the batch; False: the longest time, which a single engine takes outside of a stream.
+    """
+    least, most = _LINGER_S
+    return min(max(_LINGER_S_PER_SEQUENCE * n_sequences, least), most) if soon else most
 
 
 def chunk_sizes(dp_rank: int, rollouts: Sequence[Rollout], policy_version: int | None = None) -> RolloutChunk:

@@ -22,7 +22,7 @@ from typing import Any
 
 from gkd.cluster.calls import fetch, gather
 from gkd.config.schema import Config
-from gkd.data.chunks import chunk_size, decode_sizes, part_of, reserve_size
+from gkd.data.chunks import chunk_size, decode_sizes, linger_s, part_of, reserve_size
 from gkd.data.prompt_codec import encode_prompts
 from gkd.errors import ClusterError, GkdError, RankFailed
 from gkd.handles import RolloutChunk
@@ -33,10 +33,6 @@ from gkd.rollout.sampling import Job, Sampling
 from gkd.rollout.stream import JobStream, Waiting, take_missing
 
 log = get_logger("rollout_stream")
-
-# Finished sequences wait for others of their chunk for a share of the time of a step, which grows with the batch.
-_LINGER_S_PER_SEQUENCE = 500e-6
-_LINGER_S = 0.02, 2.5  # least and most
 
 
 def name_of(engine: int) -> str:
@@ -66,9 +62,8 @@ class Dispatcher:
     def __init__(self, engines: Engines, config: Config, n_groups: int) -> None:
         self._engines, self._config, self._n_groups = engines, config, n_groups
         self._timeout_s = config.trainer.stage_timeout_s
-        n_sequences = config.trainer.global_batch_size * config.rollout.n
+        self._n_sequences = config.trainer.global_batch_size * config.rollout.n
         self._chunk_size = chunk_size(config)
-        self._linger_s = min(max(_LINGER_S_PER_SEQUENCE * n_sequences, _LINGER_S[0]), _LINGER_S[1])
         # With a single engine there is no choice.
         max_running = config.rollout.sequence_limit
         self._is_only = len(engines.up()) == 1
@@ -93,11 +88,11 @@ class Dispatcher:
             GkdError: an engine's stream could not be opened.
         """
         with self._changing:
-            linger_s = self._linger_s if lingers or not self._is_only else _LINGER_S[1]
+            waits_s = linger_s(self._n_sequences, soon=lingers or not self._is_only)
             with self._lock:
                 self._n_jobs += 1
                 is_only = not self._jobs
-                stream = JobStream(self, Job(self._n_jobs, sampling, linger_s), first=first)
+                stream = JobStream(self, Job(self._n_jobs, sampling, waits_s), first=first)
                 self._jobs[self._n_jobs] = stream
                 if is_only:
                     self._session, self._error = self._session + 1, None

@@ -11,12 +11,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gkd.data.chunks import CHUNK_SIZE
+from gkd.rollout.coalesce import Coalescer
+from gkd.rollout.sampling import Job, Sampling
 from gkd.tools.split_tuner import dispatch, stream
 from gkd.tools.split_tuner.batches import chunk_times
 from gkd.tools.split_tuner.engine import Engine, finish_times
 from gkd.tools.split_tuner.rates import Lengths, Rates, Sizes, Workload, lognormal
 from gkd.tools.split_tuner.simulate import simulate
 from gkd.tools.split_tuner.teacher import Teacher
+from gkd.types import Rollout
 
 FREE = Rates(0, 0, 0, 0, 0, 0, 0, 0, 0, 0)
 SCHEDULERS = ("sync", "one_step_off", "two_step_off", "stream")
@@ -85,19 +88,24 @@ def test_an_engine_stops_only_between_passes() -> None:
     assert engine.run_to_finish() == [0, 0] and engine.busy_s == pytest.approx(10 * pass_s + (40 + 46) * 1e-4)
 
 
-@given(st.lists(st.tuples(st.floats(0, 10), st.integers(0, 2)), min_size=1, max_size=60), st.integers(1, 5))
+@given(
+    st.lists(st.tuples(st.floats(0, 10), st.integers(0, 2)), min_size=1, max_size=60),
+    st.integers(1, 5),
+    st.sampled_from([0.5, 3.0, 11.0]),
+)
 @settings(deadline=None, max_examples=100)
-def test_chunks_leave_with_their_last_sequence(made: list[tuple[float, int]], size: int) -> None:
-    """Fails if the teacher is thought to hear of a sequence before its chunk is full or its engine is done."""
+def test_chunks_leave_as_from_an_engine(made: list[tuple[float, int]], size: int, linger: float) -> None:
+    """Fails if the teacher hears of a sequence at another time than from the engine's own coalescer."""
     finished, groups = np.array([t for t, _ in made]), np.array([g for _, g in made])
-    left = chunk_times(finished, groups, size)
-    for group in set(groups.tolist()):
-        mine = np.flatnonzero(groups == group)
-        in_order = sorted(mine.tolist(), key=lambda i: finished[i])
-        for start in range(0, len(in_order), size):
-            chunk = in_order[start : start + size]
-            last = finished[chunk].max() if len(chunk) == size else finished.max()
-            np.testing.assert_array_equal(left[chunk], last)
+    chunks, job = Coalescer(3, size), Job(1, Sampling(1, 1.0, 1.0, 8, seed=0), linger)
+    expected, nothing = np.empty(len(made)), np.zeros(0, np.int32)
+    end = finished.max()
+    for now in sorted({*finished.tolist(), *(finished + linger).tolist()}):
+        for i in np.flatnonzero(finished == now).tolist():
+            chunks.add(job, Rollout(i, 3 * i + groups[i], nothing, nothing, nothing, (), "stop"), now)
+        for _, _, rollouts in chunks.due(now, flush=now == end):
+            expected[[rollout.prompt_id for rollout in rollouts]] = now
+    np.testing.assert_array_equal(chunk_times(finished, groups, size, linger), expected)
 
 
 def test_sync_is_the_sum_and_the_others_are_the_longest() -> None:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from gkd.config.schedulers import AHEAD
+from gkd.data.chunks import linger_s
 from gkd.tools.split_tuner.dispatch import answer_batch
 from gkd.tools.split_tuner.outcome import Outcome, Totals, train_seconds
 from gkd.tools.split_tuner.rates import Rates, Sizes, Workload
@@ -81,12 +82,13 @@ def _answer(
     lengths = workload.lengths.draw(rng, len(place), number)
     engine_of, finished_s = answer_batch(lengths, workload, rates, sizes.engines)
     order = np.argsort(engine_of, kind="stable")
+    waits_s = linger_s(workload.n_prompts * workload.n, soon=sizes.engines > 1)
     arrived, engine_s, last_s = np.empty(len(place)), 0.0, 0.0
     for mine in np.split(order, np.cumsum(np.bincount(engine_of, minlength=sizes.engines))[:-1]):
         if len(mine):
             finished = finished_s[mine]
             handed_s = rates.chunk_s * (1 + n_chunks(group_of[mine], workload.chunk_size))
-            arrived[mine] = chunk_times(finished, group_of[mine], workload.chunk_size) + handed_s
+            arrived[mine] = chunk_times(finished, group_of[mine], workload.chunk_size, waits_s) + handed_s
             engine_s += float(finished.max())
             last_s = max(last_s, float(finished.max()) + handed_s)
     answered_s = start_s + last_s
@@ -110,12 +112,21 @@ def n_chunks(groups: np.ndarray, chunk_size: int) -> int:
     return int((-(-np.bincount(groups) // chunk_size)).sum())
 
 
-def chunk_times(finished: np.ndarray, groups: np.ndarray, chunk_size: int) -> np.ndarray:
-    """[m]: when each of an engine's sequences leaves it: with the last of its chunk, see `RolloutWorker.generate`."""
-    left = np.full(len(finished), finished.max())
+def chunk_times(finished: np.ndarray, groups: np.ndarray, chunk_size: int, linger_s: float) -> np.ndarray:
+    """[m]: when each of an engine's sequences leaves it, see `gkd.rollout.coalesce.Coalescer`.
+
+    A chunk leaves when it is full, `linger_s` after its first sequence, or when the engine has nothing left.
+    """
+    left, last_s = np.empty(len(finished)), finished.max()
     for group in np.unique(groups):
         mine = np.flatnonzero(groups == group)
         mine = mine[np.argsort(finished[mine], kind="stable")]
-        full = len(mine) - len(mine) % chunk_size
-        left[mine[:full]] = finished[mine[chunk_size - 1 : full : chunk_size]].repeat(chunk_size)
+        full_s = -1.0  # when the chunk before was full: what is left of that moment has its deadline
+        while len(mine):
+            if finished[mine[0]] != full_s:
+                due_s = finished[mine[0]] + linger_s
+            chunk = mine[:chunk_size][finished[mine[:chunk_size]] <= due_s]
+            full_s = finished[chunk[-1]] if len(chunk) == chunk_size else -1.0
+            left[chunk] = full_s if full_s >= 0 else min(due_s, last_s)
+            mine = mine[len(chunk) :]
     return left
