@@ -33,6 +33,7 @@ SINCE_START = "perf/steps_since_start"  # 1, 2, ...; starts again from 1 after a
 DP, ENGINES, MAX_NUM_SEQS = "perf/dp", "perf/engines", "perf/max_num_seqs"
 WITH_EVALUATION = "perf/with_evaluation"  # 1: the engines' numbers of this step include an evaluation
 LENGTH_MEAN = "perf/response_length_mean"  # of the responses that finished in this step
+FINISHED = "perf/responses"  # how many those are
 REFERENCE_S = "perf/reference_s"  # of the reference's pass, also if the loop waited for the teacher meanwhile
 GENERATE_S = "perf/generate_s"  # from the first call to an engine to the last chunk of the batch
 _BLOCKED = 0.05  # share of a step; a pool that the loop waits for less than this is not the bottleneck
@@ -67,6 +68,7 @@ def rollout_numbers(usage: RolloutUsage) -> dict[str, float]:
     numbers[ENGINES] = float(len(engines))
     numbers["perf/engine_busy_max_s"] = max((engine.busy_s for engine in engines), default=0.0)
     numbers[GENERATE_S] = usage.generate_s
+    numbers[FINISHED] = float(lengths.size)
     if lengths.size:
         points = np.percentile(lengths, QUANTILES)
         numbers[LENGTH_MEAN] = float(lengths.mean())

@@ -12,14 +12,12 @@ from gkd.config.derived import derive
 from gkd.config.load import config_yaml, load_config
 from gkd.config.schedulers import staleness_bound
 from gkd.config.schema import Config
-from gkd.data.chunks import chunk_size
 from gkd.handles import EngineUsage, RolloutChunk, RolloutUsage, ScoredChunk, ScoreTimes, SyncReport, TrainStats
 from gkd.metrics.pools import layout_numbers, rollout_numbers, shares
 from gkd.metrics.step import step_numbers
 from gkd.metrics.teacher_meter import TeacherMeter
 from gkd.metrics.writer import MetricsWriter
 from gkd.rollout.usage import PassMeter
-from gkd.tools.split_tuner.batches import n_chunks as n_chunks_of
 from gkd.tools.split_tuner.rates import Rates
 
 PROMPT = 12  # tokens
@@ -84,8 +82,7 @@ def _one_step(
     total = float((lengths + PROMPT).sum())
     groups = np.bincount(place % dp, lengths + PROMPT, dp)
     heaviest = total / dp if config.actor.balance else float(groups.max())
-    n_chunks = [n_chunks_of(place[place % engines == e] % dp, chunk_size(config)) for e in range(engines)]
-    generate_s = max(usage.busy_s for usage in usages) + rates.chunk_s * (1 + max(n_chunks))
+    generate_s = max(usage.busy_s + usage.gap_s for usage in usages) + rates.batch_s
     times = {
         "time/rollout_s": generate_s,
         "time/teacher_s": 0.01,
@@ -119,4 +116,4 @@ def _answered(lengths: list[int], config: Config, rates: Rates) -> EngineUsage:
             meter.finished(1)
         running = [left for left in running if left]
     usage = meter.pop_usage()
-    return EngineUsage(usage.busy_s, rates.chunk_s * len(lengths), usage.products, np.array(lengths, np.int32))
+    return EngineUsage(usage.busy_s, rates.hand_over_s * len(lengths), usage.products, np.array(lengths, np.int32))

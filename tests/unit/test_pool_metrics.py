@@ -111,7 +111,7 @@ def test_rollout_numbers_are_sums_and_quantiles() -> None:
     m = rollout_numbers(RolloutUsage(engines, 1.25))
     assert (m["perf/pass_n"], m["perf/pass_b"], m["perf/pass_bs"], m["perf/pass_pp"]) == (3, 9, 4.5, 300)
     assert (m["perf/engine_busy_max_s"], m["perf/generate_s"], m[LENGTH_MEAN]) == (1.0, 1.25, 20)
-    assert m["perf/gap_s"] == 0.75
+    assert (m["perf/gap_s"], m["perf/responses"]) == (0.75, 3)
     assert [m[quantile_name(q)] for q in (0, 50, 100)] == [10, 20, 30]
     assert shares(m | numbers(1, 0, 0, 2), "sync")["perf/rollout_busy_share"] == pytest.approx(1.5 / 2 / 2)
     idle = rollout_numbers(RolloutUsage([EngineUsage(0.0, 0.0, np.zeros((4, 4)), np.zeros(0, np.int32))], 0.0))

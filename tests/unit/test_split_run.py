@@ -25,7 +25,8 @@ RATES = Rates(
     pass_s=0.02,
     sequence_s=0.001,
     prefill_s=5e-5,
-    chunk_s=0.01,
+    hand_over_s=0.002,
+    batch_s=0.02,
     score_s=0.01,
     score_token_s=7e-4,
     train_s=0.1,
@@ -102,18 +103,23 @@ def test_what_equal_steps_cannot_show_is_assumed_and_said(tmp_path: Path) -> Non
     assert both.rates.pass_s == pytest.approx(RATES.pass_s, rel=0.02) and both.workload.max_num_seqs == 128
 
 
-def test_a_stream_s_steps_may_have_finished_nothing(tmp_path: Path) -> None:
-    """Fails if a step in which no response was finished has a length of zero."""
+def test_a_stream_s_lengths_are_those_of_all_its_responses(tmp_path: Path) -> None:
+    """Fails if few short responses of a short step count as many, or a step in which none finished has lengths."""
     folder = write_run(tmp_path, settings(tmp_path, "trainer.scheduler=stream"), RATES)
     lines = lines_of(folder)
-    run = read_run([folder])
-    expected = run.workload.lengths
-    assert run.rates.chunk_s == pytest.approx(RATES.chunk_s)
-    for name in [name for name in lines[-3] if "response_length_" in name and name.startswith("perf/")]:
+    assert read_run([folder]).rates.hand_over_s == pytest.approx(RATES.hand_over_s)
+    names = [name for name in lines[-3] if name.startswith("perf/response_length_")]
+    for i, numbers in enumerate(lines):
+        length, count = (10.0, 3.0) if i % 2 else (40.0, 27.0)
+        numbers |= {name: length for name in names} | {"perf/responses": count}
+    for name in names:
         del lines[-3][name]
     keep(folder, lines)
     lengths = read_run([folder]).workload.lengths
-    np.testing.assert_array_equal(lengths.tokens, np.delete(expected.tokens, -2, axis=0))
+    share = 5 * 27 / (5 * 27 + 3 * 3)  # steps 3 to 11 count, without the tenth
+    assert lengths.mean == pytest.approx(10 * (1 - share) + 40 * share)
+    drawn = lengths.draw(np.random.default_rng(0), 4000, 0)
+    assert (drawn.min(), drawn.max()) == (10, 40) and np.mean(drawn > 25) == pytest.approx(share, abs=0.02)
 
 
 def test_steps_after_an_evaluation_beside_a_stream_do_not_count(tmp_path: Path) -> None:
@@ -124,7 +130,7 @@ def test_steps_after_an_evaluation_beside_a_stream_do_not_count(tmp_path: Path) 
     keep(folder, lines)
     run = read_run([folder])
     assert run.n_steps == 8 and run.rates.pass_s == pytest.approx(RATES.pass_s, rel=0.02)
-    assert run.rates.chunk_s == pytest.approx(RATES.chunk_s)
+    assert run.rates.hand_over_s == pytest.approx(RATES.hand_over_s)
 
 
 def test_the_teacher_s_numbers_belong_to_an_earlier_step(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from gkd.tools.split_tuner import batches, stream
 from gkd.tools.split_tuner.rates import Rates, Sizes, Workload, lognormal
 from gkd.tools.split_tuner.teacher import Teacher
 
-RATES = Rates(0.02, 0.001, 5e-5, 0.01, 0.005, 1e-3, 0.1, 2e-4, 0.05, 0.02)
+RATES = Rates(0.02, 0.001, 5e-5, 0.01, 0.01, 0.005, 1e-3, 0.1, 2e-4, 0.05, 0.02)
 WORK = Workload(32, 32, 1, 64, 16, 12.0, 0.0, True, True, lognormal(40, 0.6, 300))
 
 
@@ -103,8 +103,8 @@ class MeteredRun:
         watched = self
 
         class Run(stream._Run):
-            def _finish(self, position: int, number: int, at_s: float) -> None:
-                super()._finish(position, number, at_s)
+            def _finish(self, position: int, at_s: float) -> None:
+                super()._finish(position, at_s)
                 tokens = int(self._lengths[position].sum() + WORK.prompt_tokens)
                 requests[position] = scored(ScoreTimes(at_s, (self._scored_s[position],)), tokens)
 

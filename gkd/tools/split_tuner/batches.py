@@ -87,10 +87,9 @@ def _answer(
     for mine in np.split(order, np.cumsum(np.bincount(engine_of, minlength=sizes.engines))[:-1]):
         if len(mine):
             finished = finished_s[mine]
-            handed_s = rates.chunk_s * (1 + n_chunks(group_of[mine], workload.chunk_size))
-            arrived[mine] = chunk_times(finished, group_of[mine], workload.chunk_size, waits_s) + handed_s
+            arrived[mine] = chunk_times(finished, group_of[mine], workload.chunk_size, waits_s) + rates.batch_s
             engine_s += float(finished.max())
-            last_s = max(last_s, float(finished.max()) + handed_s)
+            last_s = max(last_s, float(finished.max()) + rates.batch_s)
     answered_s = start_s + last_s
     n_dataset = workload.n_prompts - n_on_policy
     of_dataset = workload.prompt_tokens + workload.dataset_tokens
@@ -105,11 +104,6 @@ def _answer(
         scored_s = max(scored_s, teacher.score(at_s, (n_tokens,)))
     response_tokens = float(lengths.sum()) + n_dataset * workload.dataset_tokens
     return _Batch(version, answered_s, scored_s, tokens, groups, response_tokens, len(place), engine_s)
-
-
-def n_chunks(groups: np.ndarray, chunk_size: int) -> int:
-    """That an engine makes of its sequences, of these data-parallel groups."""
-    return int((-(-np.bincount(groups) // chunk_size)).sum())
 
 
 def chunk_times(finished: np.ndarray, groups: np.ndarray, chunk_size: int, linger_s: float) -> np.ndarray:

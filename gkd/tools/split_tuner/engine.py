@@ -66,11 +66,12 @@ class Engine:
         return self.at_s + self._unread_s + (self._running[0][0] - self.n_passes) * self._pass_s()
 
     def run_to_finish(self) -> list[int]:
-        """Run until a sequence finishes; return the owners of all that finish in that pass."""
+        """Run until a sequence finishes and is handed over; return the owners of all that finish in that pass."""
         self._advance(self._running[0][0] - self.n_passes)
         finished = []
         while self._running and self._running[0][0] == self.n_passes:
             finished.append(heapq.heappop(self._running)[1])
+        self.at_s += self._rates.hand_over_s * len(finished)
         return finished
 
     def run_to(self, time_s: float) -> None:
@@ -108,7 +109,8 @@ def finish_times(lengths: np.ndarray, prompt_tokens: float, max_running: int, ra
         n_running = m - np.searchsorted(in_order, in_order, side="left")
         more = np.diff(in_order, prepend=0)
         took = more * (rates.pass_s + rates.sequence_s * n_running)
-        finished[order] = np.cumsum(took) + rates.prefill_s * prompt_tokens * m
+        handed_over = np.searchsorted(in_order, in_order, side="right")
+        finished[order] = np.cumsum(took) + rates.prefill_s * prompt_tokens * m + rates.hand_over_s * handed_over
         return finished
     engine = Engine(rates, max_running)
     for i, length in enumerate(lengths.tolist()):

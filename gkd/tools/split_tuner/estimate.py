@@ -30,19 +30,15 @@ def estimate(
     score_s = (workload.n_sequences * rates.score_s + tokens * rates.score_token_s) / workers
     train_s = rates.train_s + rates.train_token_s * tokens / dp
     after_s = rates.sync_s + rates.other_s
+    per_rollout = rates.sequence_s * mean + rates.prefill_s * workload.prompt_tokens + rates.hand_over_s
     if scheduler not in AHEAD:  # an engine always runs as many sequences as fit
         running = np.minimum(workload.max_num_seqs, np.maximum(1.0, n_rollouts * (1 + max_staleness) / engines))
-        per_rollout = rates.sequence_s * mean + rates.prefill_s * workload.prompt_tokens + rates.chunk_s / workload.n
         rollout_s = n_rollouts / engines * (per_rollout + rates.pass_s * mean / running)
         return np.maximum(np.maximum(rollout_s, train_s) + after_s, score_s)
     most = np.minimum(np.ceil(prompts / engines) * workload.n, n_rollouts)
-    # The j-th prompt goes to engine j mod engines, and is of group j mod dp.
-    groups = dp / np.gcd(dp.astype(int), engines.astype(int))
     longest = _longest(workload.lengths, np.minimum(most, workload.max_num_seqs))
     passes = np.maximum(longest, most / workload.max_num_seqs * mean + longest / 2 * (most > workload.max_num_seqs))
-    rollout_s = rates.pass_s * passes + most * (rates.sequence_s * mean + rates.prefill_s * workload.prompt_tokens)
-    n_chunks = np.ceil(most / groups / workload.chunk_size) * np.minimum(groups, most)
-    rollout_s = rollout_s + rates.chunk_s * (1 + n_chunks)
+    rollout_s = rates.pass_s * passes + most * per_rollout + rates.batch_s
     late_s = np.maximum(score_s - rollout_s, 0.0) if workload.overlap else score_s
     if scheduler == "sync":
         return rollout_s + late_s + train_s + after_s

@@ -18,7 +18,8 @@ class Rates:
     pass_s: float
     sequence_s: float
     prefill_s: float
-    chunk_s: float  # of an engine in addition to its passes, per returned chunk and per call
+    hand_over_s: float  # of an engine between two passes, per finished sequence
+    batch_s: float  # of a batch's generation in addition to its engines' time; not of a stream
     score_s: float  # of a teacher worker, per sequence
     score_token_s: float  # and per token of it, prompt and response
     train_s: float  # per step
@@ -48,16 +49,13 @@ class Lengths:
 
 
 @dataclass(frozen=True, slots=True)
-class Lognormal(Lengths):
-    """Independent lognormal lengths; the quantiles describe a typical step."""
-
-    untruncated_mean: float  # tokens
-    sigma: float  # of the logarithm
-    longest: float  # tokens
+class Independent(Lengths):
+    """Independent draws from one distribution, the only row of `tokens`."""
 
     def draw(self, rng: np.random.Generator, n: int, step: int) -> np.ndarray:
         del step
-        return np.rint(_lognormal(rng, n, self.untruncated_mean, self.sigma, self.longest)).astype(np.int64)
+        drawn = np.interp(rng.uniform(0.0, 100.0, n), self.percent, self.tokens[0])
+        return np.maximum(np.rint(drawn), 1).astype(np.int64)
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,16 +92,22 @@ class Sizes:
     workers: int  # of the teacher
 
 
-def lognormal(mean: float, sigma: float, longest: float) -> Lognormal:
-    """Return lognormal lengths with this mean before truncation at `longest`; `sigma` is that of the logarithm."""
-    drawn = _lognormal(np.random.default_rng(0), 100_000, mean, sigma, longest)
+def independent(values: np.ndarray, counts: np.ndarray | None = None) -> Independent:
+    """Return the distribution of these lengths.
+
+    Args:
+        values: [k] tokens.
+        counts: [k] how often each occurs; None: equally often.
+    """
     percent = np.concatenate([np.arange(100.0), 100.0 - np.logspace(0, -3, 20), [100.0]])  # finer for the few long ones
-    return Lognormal(percent, np.percentile(drawn, percent)[None], float(drawn.mean()), mean, sigma, longest)
+    tokens = np.percentile(values, percent, weights=counts, method="inverted_cdf")
+    return Independent(percent, tokens[None], float(np.average(values, weights=counts)))
 
 
-def _lognormal(rng: np.random.Generator, n: int, mean: float, sigma: float, longest: float) -> np.ndarray:
-    """Draw [n] float64."""
-    return np.clip(rng.lognormal(np.log(mean) - sigma**2 / 2, sigma, n), 1.0, longest)
+def lognormal(mean: float, sigma: float, longest: float) -> Independent:
+    """Return lognormal lengths with this mean before truncation at `longest`; `sigma` is that of the logarithm."""
+    drawn = np.random.default_rng(0).lognormal(np.log(mean) - sigma**2 / 2, sigma, 100_000)
+    return independent(np.clip(drawn, 1.0, longest))
 
 
 def max_staleness(config: Config, scheduler: str) -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -20,6 +19,7 @@ from gkd.errors import ConfigError
 from gkd.metrics.pools import (
     DP,
     ENGINES,
+    FINISHED,
     GENERATE_S,
     LENGTH_MEAN,
     MAX_NUM_SEQS,
@@ -37,7 +37,7 @@ from gkd.metrics.teacher_meter import SEQUENCES, TOKENS
 from gkd.metrics.writer import read_metrics
 from gkd.run.folder import PLACES
 from gkd.tools.split_tuner.fit import line, passes
-from gkd.tools.split_tuner.rates import Lengths, Rates, Sizes, Workload
+from gkd.tools.split_tuner.rates import Lengths, Rates, Sizes, Workload, independent
 
 WARM_UP = 2  # steps that are excluded: loading, compiling and first caches
 _MIN_STEPS = 4  # after them
@@ -230,6 +230,9 @@ def _workload(config: Config, table: _Table) -> Workload:
     quantiles = np.stack([table.get(quantile_name(q))[with_lengths] for q in QUANTILES], axis=1)
     if not quantiles.all():  # a response has at least one token
         raise table.lacks(quantile_name(QUANTILES[int((quantiles == 0).any(axis=0).argmax())]))
+    lengths = Lengths(np.array(QUANTILES, float), quantiles, float(means[with_lengths].mean()))
+    if config.trainer.scheduler == STREAM:  # long responses finish in long steps, with many others
+        lengths = _pooled(lengths, table[FINISHED][with_lengths])
     dataset = sequences - on_policy
     return Workload(
         n_prompts=config.trainer.global_batch_size,
@@ -241,8 +244,19 @@ def _workload(config: Config, table: _Table) -> Workload:
         dataset_tokens=float(table[DATASET_TOKENS].sum() / dataset) if dataset else 0.0,
         overlap=config.teacher.overlap_rollout,
         balance=config.actor.balance,
-        lengths=Lengths(np.array(QUANTILES, float), quantiles, float(means[with_lengths].mean())),
+        lengths=lengths,
     )
+
+
+def _pooled(lengths: Lengths, counts: np.ndarray) -> Lengths:
+    """Return the lengths of all steps as one distribution.
+
+    Args:
+        counts: [steps], responses of each.
+    """
+    points = np.linspace(0.0, 100.0, 1001)
+    values = np.stack([np.interp(points, lengths.percent, row) for row in lengths.tokens])
+    return independent(values.ravel(), counts.repeat(len(points)))
 
 
 def _rates(config: Config, sizes: Sizes, table: _Table, notes: list[str]) -> Rates:
@@ -257,6 +271,13 @@ def _rates(config: Config, sizes: Sizes, table: _Table, notes: list[str]) -> Rat
             f"the duration of an engine's pass does not depend on its number of sequences: all passes had about "
             f"{products[0, 1] / products[0, 0]:.1f}; --calibrate varies it"
         )
+    hand_over_s = float(table["perf/gap_s"].sum() / table["rollout/on_policy_sequences"].sum())
+    batch_s = 0.0
+    if config.trainer.scheduler == STREAM:
+        notes.append("generating a batch takes no longer than its engines' time, which a stream does not show")
+    else:
+        of_engine_s = table["perf/engine_busy_max_s"] + table["perf/gap_s"] / sizes.engines
+        batch_s = max(0.0, float(np.mean(table[GENERATE_S] - of_engine_s)))
     score_s, score_token_s = _scoring(sizes, table, notes)
     train_s, train_token_s = _training(config, sizes, table, notes)
     sync_s = float(np.mean(table["time/weight_sync_s"]))
@@ -269,7 +290,8 @@ def _rates(config: Config, sizes: Sizes, table: _Table, notes: list[str]) -> Rat
         pass_s=float(pass_s),
         sequence_s=float(sequence_s),
         prefill_s=float(prefill_s),
-        chunk_s=_chunk_seconds(config, sizes, table),
+        hand_over_s=hand_over_s,
+        batch_s=batch_s,
         score_s=score_s,
         score_token_s=score_token_s,
         train_s=train_s,
@@ -277,21 +299,6 @@ def _rates(config: Config, sizes: Sizes, table: _Table, notes: list[str]) -> Rat
         sync_s=sync_s,
         other_s=other_s,
     )
-
-
-def _chunk_seconds(config: Config, sizes: Sizes, table: _Table) -> float:
-    """Return the seconds of an engine per chunk that it returns.
-
-    In a stream these are the gaps between passes, one chunk per prompt. In a batch it is the time of generation beyond
-    the passes of the busiest engine, which has about as many prompts as the others.
-    """
-    if config.trainer.scheduler == STREAM:
-        return float(table["perf/gap_s"].sum() / table["rollout/on_policy_sequences"].sum() * config.rollout.n)
-    more_s = float(np.mean(table[GENERATE_S] - table["perf/engine_busy_max_s"]))
-    of_engine = math.ceil(config.distill.on_policy_share * config.trainer.global_batch_size / sizes.engines)
-    groups = min(of_engine, sizes.dp // math.gcd(sizes.dp, sizes.engines))
-    of_group = math.ceil(of_engine / groups) * config.rollout.n if groups else 0
-    return max(0.0, more_s / (1 + groups * math.ceil(of_group / chunk_size(config))))
 
 
 def _scoring(sizes: Sizes, table: _Table, notes: list[str]) -> tuple[float, float]:

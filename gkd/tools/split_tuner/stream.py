@@ -147,7 +147,7 @@ class _Run:
         while self._events and self._events[0][0] <= until_s:
             self._run_event()
 
-    def _finish(self, position: int, number: int, at_s: float) -> None:
+    def _finish(self, position: int, at_s: float) -> None:
         del self._left[position]
         self._scheduler.finish(position, self._versions[position])
         self._open[self._given[position]] -= 1
@@ -224,6 +224,5 @@ class _Run:
             self._left[position] -= 1
             self._n_held[number] -= 1
             if not self._left[position]:
-                engine.at_s += self._rates.chunk_s
-                self._finish(position, number, engine.at_s)
+                self._finish(position, engine.at_s)
         self._assign([number])
