@@ -91,12 +91,12 @@ class PendingScores:
     rewards: Any = None  # handle of the values' bytes, of the same sequences; None: not judged
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class ScoreTimes:
     """Times of a scored chunk: submission, and completion of each sequence. Seconds since the epoch, host clock."""
 
     submitted_s: float
-    completed_s: tuple[float, ...]  # [n_sequences]
+    completed_s: np.ndarray  # [n_sequences] float64
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,6 +20,7 @@ from gkd.errors import ConfigError, DataError, GkdError, ModelError
 from gkd.run import interrupts
 from gkd.run.again import may_start_again, start_again
 from gkd.run.closing import Closing
+from gkd.run.garbage import collect_garbage_rarely
 from gkd.trainer import Trainer
 
 
@@ -30,6 +31,7 @@ def main(argv: list[str] | None = None) -> int:
     """
     environment = dict(os.environ)
     args = _parse(argv)
+    collect_garbage_rarely()
     interrupts.install()  # also where a shell started it in the background with SIGINT ignored
     closing: Closing | None = None
     failure: GkdError | None = None

@@ -20,7 +20,8 @@ TOLERANCE = 0.01
 def even_groups(samples: Sequence[np.ndarray], lengths: Sequence[np.ndarray]) -> list[np.ndarray]:
     """Move sequences until no group has more than 1 + TOLERANCE times the mean, or no move or exchange helps.
 
-    The result does not depend on the order of the sequences in a group. A group that has a sequence keeps at least
+    The result does not depend on the order of the sequences in a group. What two groups have above and below the mean
+    moves in few, long sequences at once; single moves and exchanges follow. A group that has a sequence keeps at least
     one, and an empty group gets one if another group has two.
 
     Args:
@@ -31,16 +32,20 @@ def even_groups(samples: Sequence[np.ndarray], lengths: Sequence[np.ndarray]) ->
         By group, the samples that it has afterwards, ascending.
     """
     groups = [_Group(s, n) for s, n in zip(samples, lengths, strict=True)]
-    limit = (1 + TOLERANCE) * sum(g.total for g in groups) / len(groups)
+    mean = sum(g.total for g in groups) / len(groups)
     while True:
         heavy, *_ = by_weight = sorted(groups, key=lambda g: -g.total)  # stable: ties in the order of the groups
         light = by_weight[-1]
-        if len(light.samples) == 0:
-            donor = next((g for g in by_weight if len(g.samples) > 1), None)
+        if len(light.keys) == 0:
+            donor = next((g for g in by_weight if len(g.keys) > 1), None)
             if donor is None:
                 break
             donor.give(light, donor.nearest((donor.total - light.total) / 2))
-        elif heavy.total <= limit or not any(_relieve(heavy, other) for other in reversed(by_weight[1:])):
+        elif heavy.total <= (1 + TOLERANCE) * mean:
+            break
+        elif heavy.give_longest(light, min(heavy.total - mean, mean - light.total)):
+            continue
+        elif not any(_relieve(heavy, other) for other in reversed(by_weight[1:])):
             break
     return [np.sort(g.samples) for g in groups]
 
@@ -49,9 +54,15 @@ class _Group:
     """One group's sequences, shortest first; ties ordered by sample."""
 
     def __init__(self, samples: np.ndarray, lengths: np.ndarray) -> None:
-        order = np.lexsort((samples, lengths))
-        self.samples, self.lengths = samples[order], lengths[order].astype(np.int64)
+        self._set(np.sort(lengths.astype(np.int64) << 32 | samples))
+
+    def _set(self, keys: np.ndarray) -> None:
+        self.keys, self.lengths = keys, keys >> 32
         self.total = int(self.lengths.sum())
+
+    @property
+    def samples(self) -> np.ndarray:
+        return (self.keys & 0xFFFFFFFF).astype(np.int32)
 
     def nearest(self, length: float) -> int:
         """Return the index of the sequence whose length is nearest; of several, the first."""
@@ -65,14 +76,18 @@ class _Group:
         is_below = lengths - self.lengths[below] <= self.lengths[above] - lengths
         return np.searchsorted(self.lengths, self.lengths[np.where(is_below, below, above)])
 
-    def give(self, other: _Group, index: int) -> None:
-        """Move the sequence at `index` to the other group."""
-        sample, length = self.samples[index], self.lengths[index]
-        first, last = np.searchsorted(other.lengths, length), np.searchsorted(other.lengths, length, "right")
-        at = int(first + np.searchsorted(other.samples[first:last], sample))
-        other.samples, other.lengths = np.insert(other.samples, at, sample), np.insert(other.lengths, at, length)
-        self.samples, self.lengths = np.delete(self.samples, index), np.delete(self.lengths, index)
-        other.total, self.total = other.total + int(length), self.total - int(length)
+    def give(self, other: _Group, index: int | slice) -> None:
+        """Move the sequences at `index` to the other group."""
+        moved = np.atleast_1d(self.keys[index])
+        self._set(np.delete(self.keys, index))
+        other._set(np.sort(np.concatenate((other.keys, moved)), kind="stable"))  # fast: two sorted parts
+
+    def give_longest(self, other: _Group, tokens: float) -> bool:
+        """Move the longest sequences, as many as have at most these tokens together; return False if there are none."""
+        n = int(np.searchsorted(self.lengths[:0:-1].cumsum(), tokens, "right"))  # the shortest one stays
+        if n:
+            self.give(other, slice(len(self.keys) - n, None))
+        return n > 0
 
 
 def _relieve(heavy: _Group, light: _Group) -> bool:
@@ -94,9 +109,9 @@ def _relieve(heavy: _Group, light: _Group) -> bool:
             exchange = int(given[returned]), returned
     if exchange is not None:
         index, returned = exchange
-        sample = light.samples[returned]
+        key = light.keys[returned]
         heavy.give(light, index)
-        light.give(heavy, int(np.flatnonzero(light.samples == sample)[0]))
+        light.give(heavy, int(np.searchsorted(light.keys, key)))
         return True
     if 0 < moved < gap:
         heavy.give(light, single)

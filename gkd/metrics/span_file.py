@@ -58,7 +58,7 @@ class SpanFile:
         by_endpoint: defaultdict[str, list[Span]] = defaultdict(list)
         for chunk in batch if self.is_on else ():
             if chunk.times is not None:
-                start_s, end_s = chunk.times.submitted_s, max(chunk.times.completed_s)
+                start_s, end_s = chunk.times.submitted_s, float(chunk.times.completed_s.max())
                 args = {"sequences": chunk.rollouts.n_sequences, "tokens": int(chunk.rollouts.n_tokens.sum())}
                 by_endpoint[f"scoring {chunk.rollouts.dp_rank}"].append(Span("score", start_s, end_s - start_s, args))
         self._found += [ProcessSpans(name, "", in_lanes(merged(spans))) for name, spans in by_endpoint.items()]

@@ -35,12 +35,14 @@ class TeacherMeter:
 
     def add(self, batch: Sequence[ScoredChunk]) -> None:
         """Add scores that have arrived. Scores from a checkpoint have no times and are ignored."""
-        new = [
-            np.stack([np.full(len(c.times.completed_s), c.times.submitted_s), c.times.completed_s, c.rollouts.n_tokens])
-            for c in batch
-            if c.times is not None
-        ]
-        self._requests = np.concatenate([self._requests, *new], axis=1)
+        timed = [(c.times, c.rollouts) for c in batch if c.times is not None]
+        if not timed:
+            return
+        submitted_s = np.repeat([times.submitted_s for times, _ in timed], [chunk.n_sequences for _, chunk in timed])
+        completed_s = np.concatenate([times.completed_s for times, _ in timed])
+        n_tokens = np.concatenate([chunk.n_tokens for _, chunk in timed])
+        new = np.stack([submitted_s, completed_s, n_tokens])
+        self._requests = np.concatenate([self._requests, new], axis=1)
 
     def end_step(self) -> dict[str, float]:
         """End a step; the first call starts the first one. Call it before the engines get new weights.

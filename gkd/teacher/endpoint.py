@@ -114,7 +114,7 @@ class ScoringEndpoint(RecordingEndpoint):
         except TeacherUnavailable as error:
             self._outage = error
             raise
-        return ColumnList(scores), summary_of(scores, ScoreTimes(submitted_s, tuple(completed_s))).encode()
+        return ColumnList(scores), summary_of(scores, ScoreTimes(submitted_s, np.array(completed_s))).encode()
 
     def health(self) -> TeacherHealth | None:
         """Return what all connections of this endpoint have heard; None: it has not connected yet."""

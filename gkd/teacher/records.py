@@ -43,7 +43,7 @@ class ScoreSummary:
 
     def encode(self) -> bytes:
         submitted_s = math.nan if self.times is None else self.times.submitted_s
-        times = np.zeros(len(self.masses)) if self.times is None else np.array(self.times.completed_s) - submitted_s
+        times = np.zeros(len(self.masses)) if self.times is None else self.times.completed_s - submitted_s
         tables = self.n_bytes.astype("<i8"), self.masses.astype("<f4"), times.astype("<f4")
         return b"".join([_SUBMITTED.pack(submitted_s), *(table.tobytes() for table in tables)])
 
@@ -55,7 +55,7 @@ class ScoreSummary:
         masses, after_s = np.frombuffer(data, "<f4", 2 * n, _SUBMITTED.size + 8 * n).reshape(2, n)
         times = None
         if not math.isnan(submitted_s):
-            times = ScoreTimes(submitted_s, tuple((submitted_s + after_s.astype(np.float64)).tolist()))
+            times = ScoreTimes(submitted_s, submitted_s + after_s.astype(np.float64))
         return cls(masses, n_bytes, times)
 
     def scored(self, pending: PendingScores) -> ScoredChunk:
@@ -63,7 +63,7 @@ class ScoreSummary:
         rollouts, at = pending.rollouts, pending.rollouts.sequence_indices
         times = self.times
         if at is not None and times is not None:
-            times = ScoreTimes(times.submitted_s, tuple(times.completed_s[i] for i in at.tolist()))
+            times = ScoreTimes(times.submitted_s, times.completed_s[at])
         mass = float(self.masses[... if at is None else at].sum(dtype=np.float64))
         n_bytes = int(self.n_bytes[... if at is None else at].sum())
         mean = None if math.isnan(mass) else mass / rollouts.n_response_tokens

@@ -3,10 +3,11 @@
     python -m tests.bench.bench_driver_scale [--steps 1000] [--engines 64] [--tp 8] [--pp 4] [--json FILE]
 
 Real: `Trainer`, `StreamedBatches`, `StreamScheduler`, the sampler, the dispatcher and the pools of engines, endpoints
-and ranks, the coalescing of sequences, the metrics and their files. Not real: the engines, endpoints and ranks, which
-are objects of this process on a simulated clock, so the CPU time of a step is divided by 10 s instead of measured over
-10 s; their time is measured and not counted. Weight sync does nothing. The calls of a step are counted, and what they
-would cost in Ray is an estimate of its own: a sample of each kind is timed between real Ray actors (`ray_calls`).
+and ranks, the coalescing of sequences, the metrics and their files, the settings of the garbage collector. Not real:
+the engines, endpoints and ranks, which are objects of this process on a simulated clock, so the CPU time of a step is
+divided by 10 s instead of measured over 10 s; their time is measured and not counted. Weight sync does nothing. The
+calls of a step are counted, and what they would cost in Ray is an estimate of its own: a sample of each kind is timed
+between real Ray actors (`ray_calls`).
 
 Half of the ranks train, the others generate. 1,000 steps take about 10 minutes.
 """
@@ -30,6 +31,7 @@ from gkd.actor.pool import ActorPool
 from gkd.config.load import load_config
 from gkd.handles import ScoreTimes, SyncReport, TrainStats
 from gkd.rollout.pool import RolloutPool
+from gkd.run.garbage import collect_garbage_rarely
 from gkd.run.manifest import digest_bytes
 from gkd.run.open import open_run_folder
 from gkd.teacher.records import ScoreSummary
@@ -96,7 +98,7 @@ class Roles1024:
 
 def _score(rollouts: Ref) -> tuple[None, bytes]:
     n = rollouts.get()
-    return None, ScoreSummary(np.ones(n, np.float32), np.full(n, 1000, np.int64), ScoreTimes(0.0, (1.0,) * n)).encode()
+    return None, ScoreSummary(np.ones(n, np.float32), np.full(n, 1000, np.int64), ScoreTimes(0.0, np.ones(n))).encode()
 
 
 def _stats() -> TrainStats:
@@ -173,6 +175,7 @@ def measure(n_steps: int, n_engines: int, tp: int, pp: int, root: Path) -> dict[
             return next_batch(step)
 
     trainer.source.next_batch = waiting_next_batch  # type: ignore[method-assign]
+    collect_garbage_rarely()
     trainer.fit()
     first, last = _WARM_UP, n_steps - MAX_STALENESS - 2
     n = last - first

@@ -90,7 +90,7 @@ def _unit_costs() -> dict[str, float]:
     spans, noted = SpanRecorder("p"), Computations()
     sizes = np.full(16, 20, np.int32)
     chunk = RolloutChunk(0, None, 16, 160, 160, 0, 0, sample_index=sizes, n_tokens=sizes)
-    scored = ScoredChunk(chunk, None, None, 0, ScoreTimes(1.0, (2.0,) * 16))
+    scored = ScoredChunk(chunk, None, None, 0, ScoreTimes(1.0, np.full(16, 2.0)))
 
     def one_span() -> None:
         with spans.span("train"):

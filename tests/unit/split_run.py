@@ -78,7 +78,7 @@ def _one_step(
         took_s = rates.score_s + rates.score_token_s * tokens
         sizes = np.array([tokens], np.int32)
         chunk = RolloutChunk(i % dp, None, 1, PROMPT, n_tokens, 0, 0, sample_index=sizes, n_tokens=sizes)
-        batch.append(ScoredChunk(chunk, None, None, 8, ScoreTimes(free_s, (free_s + took_s,))))
+        batch.append(ScoredChunk(chunk, None, None, 8, ScoreTimes(free_s, np.array([free_s + took_s]))))
     total = float((lengths + PROMPT).sum())
     groups = np.bincount(place % dp, lengths + PROMPT, dp)
     heaviest = total / dp if config.actor.balance else float(groups.max())

@@ -18,7 +18,7 @@ from gkd.teacher.records import ScoreSummary, summary_of
 from gkd.types import Rollout, TeacherScores, TeacherTopK
 
 ONE = np.zeros(1, np.float32)
-TIMES = ScoreTimes(1.7e9 + 2**-10, (1.7e9 + 0.5, 1.7e9 + 0.25, 1.7e9 + 2))
+TIMES = ScoreTimes(1.7e9 + 2**-10, np.array([1.7e9 + 0.5, 1.7e9 + 0.25, 1.7e9 + 2]))
 # A short prompt, and a short response.
 IDS, TABLE = np.zeros(24, np.int32), np.zeros((24, 8), np.float32)
 ROLLOUT = Rollout(0, 0, IDS, IDS, TABLE[:, 0], (), "stop", on_policy=False)
@@ -49,7 +49,7 @@ def test_a_full_chunk_of_short_rollouts_or_scores_is_over_the_limit(bulk: object
 def test_sizes_and_summaries_are_under_the_limit(n: int) -> None:
     """Fails if sizes or summaries of a chunk go through an object store."""
     sizes = encode_sizes(chunk_sizes(0, [ROLLOUT] * n, 0))
-    summary = summary_of([TeacherScores(sampled_logprobs=TABLE[:, 0])] * n, ScoreTimes(0.0, (1.0,) * n))
+    summary = summary_of([TeacherScores(sampled_logprobs=TABLE[:, 0])] * n, ScoreTimes(0.0, np.ones(n)))
     assert n_bytes(sizes) < inline_bytes(n) and n_bytes(summary.encode()) < inline_bytes(n)
 
 
@@ -67,10 +67,12 @@ def test_a_score_summary_is_decoded_exactly(mass: float) -> None:
     assert ScoreSummary.decode(untimed.encode()).times is None and len(untimed.encode()) == 8 + 16 * 3
     again = ScoreSummary.decode(replace(untimed, times=TIMES).encode())
     assert np.array_equal(again.masses, masses, equal_nan=True) and np.array_equal(again.n_bytes, n_bytes)
-    assert again.times == TIMES
+    assert again.times is not None and again.times.submitted_s == TIMES.submitted_s
+    assert again.times.completed_s.tolist() == TIMES.completed_s.tolist()
     rollouts = [replace(ROLLOUT, sample_index=i) for i in range(3)]
     part = part_of(chunk_sizes(0, rollouts, 0), [0, 2])
     scored = again.scored(PendingScores(part, "scores", "summary"))
     assert (scored.ref, scored.n_teacher_bytes, scored.rollouts) == ("scores", 1, part)
     assert scored.teacher_mass == (None if np.isnan(mass) else 5 * mass / (2 * len(IDS)))
-    assert scored.times == ScoreTimes(TIMES.submitted_s, (TIMES.completed_s[0], TIMES.completed_s[2]))
+    assert scored.times is not None and scored.times.submitted_s == TIMES.submitted_s
+    assert scored.times.completed_s.tolist() == TIMES.completed_s[[0, 2]].tolist()

@@ -157,7 +157,7 @@ def test_chunks_and_batches_of_the_teacher_are_placed(tmp_path: Path) -> None:
     at = time.time()
     sizes = np.full(2, 7, np.int32)
     chunk = RolloutChunk(0, None, 2, 4, 10, 0, 0, sample_index=sizes, n_tokens=sizes)
-    times = (ScoreTimes(at, (at + 0.25, at + 0.5)), ScoreTimes(at + 0.25, (at + 0.75,)), None)
+    times = (ScoreTimes(at, np.array([at + 0.25, at + 0.5])), ScoreTimes(at + 0.25, np.array([at + 0.75])), None)
     file.add_scored([ScoredChunk(chunk, None, None, 0, each) for each in times])
     second = Computation("w", at + 0.625, 0.5, 0.25, 3)  # starts before the reply of the first one has arrived
     by_endpoint = {

@@ -40,7 +40,7 @@ def test_teacher_work_matches_its_open_requests(requests: list[tuple[float, list
     now = [0.5]
     meter = TeacherMeter(0, clock=lambda: now[0])
     assert meter.end_step() == {}
-    meter.add([scored(ScoreTimes(t, tuple(t + s for s in after)), *[7] * len(after)) for t, after in requests])
+    meter.add([scored(ScoreTimes(t, np.array([t + s for s in after])), *[7] * len(after)) for t, after in requests])
     now[0] = end_s
     got = meter.end_step()
     spans = [(t, t + s) for t, after in requests for s in after]
@@ -62,7 +62,7 @@ def test_restored_scores_do_not_count_as_work() -> None:
     meter.add([scored(None, 5, 5)])
     now[0] = 5.0
     assert meter.end_step() == {}
-    meter.add([scored(None, 5, 5), scored(ScoreTimes(6.0, (8.0,)), 9)])
+    meter.add([scored(None, 5, 5), scored(ScoreTimes(6.0, np.array([8.0])), 9)])
     now[0] = 10.0
     assert meter.end_step() == {busy_name(1): 2.0, SEQUENCES: 1.0, TOKENS: 9.0}
 
@@ -72,10 +72,10 @@ def test_a_step_is_reported_when_all_its_requests_are_known() -> None:
     now = [0.0]
     meter = TeacherMeter(1, clock=lambda: now[0])
     meter.end_step()
-    meter.add([scored(ScoreTimes(0.0, (2.0,)), 3)])
+    meter.add([scored(ScoreTimes(0.0, np.array([2.0])), 3)])
     now[0] = 4.0
     assert meter.end_step() == {}, "the requests of the next batch are not known yet"
-    meter.add([scored(ScoreTimes(1.0, (6.0,)), 4)])
+    meter.add([scored(ScoreTimes(1.0, np.array([6.0])), 4)])
     now[0] = 8.0
     assert meter.end_step() == {busy_name(1): 4.0, busy_name(2): 5.0, SEQUENCES: 1.0, TOKENS: 3.0}
     now[0] = 9.0
@@ -106,7 +106,7 @@ class MeteredRun:
             def _finish(self, position: int, at_s: float) -> None:
                 super()._finish(position, at_s)
                 tokens = int(self._lengths[position].sum() + WORK.prompt_tokens)
-                requests[position] = scored(ScoreTimes(at_s, (self._scored_s[position],)), tokens)
+                requests[position] = scored(ScoreTimes(at_s, np.array([self._scored_s[position]])), tokens)
 
             def _batch(self, step: int, chosen: list[int]) -> tuple[np.ndarray, np.ndarray]:
                 watched.lists.append([requests[position] for position in chosen])
@@ -125,7 +125,7 @@ class MeteredRun:
         class RecordingTeacher(Teacher):
             def score(self, asked_s: float, tokens: tuple[float, ...]) -> float:  # type: ignore[override]
                 done_s = super().score(asked_s, tokens)
-                chunks.append(scored(ScoreTimes(asked_s, (done_s,)), int(sum(tokens))))
+                chunks.append(scored(ScoreTimes(asked_s, np.array([done_s])), int(sum(tokens))))
                 return done_s
 
         def answered(number: int, step: int, start_s: float, *others: object) -> object:

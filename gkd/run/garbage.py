@@ -1,0 +1,18 @@
+"""Run Python's cyclic garbage collector less often in the driver's process."""
+
+from __future__ import annotations
+
+import gc
+
+# Objects that are made and not freed between two collections; collections between two of the next generation. The
+# default is 700, 10, 10.
+_THRESHOLDS = 20_000, 10, 10
+
+
+def collect_garbage_rarely() -> None:
+    """Collect after 20,000 new objects instead of 700.
+
+    A step of 65,536 sequences makes about 44,000 objects that live for some steps, and the collector traverses them,
+    and everything that was imported, without finding garbage: a fifth of the driver's CPU time.
+    """
+    gc.set_threshold(*_THRESHOLDS)
