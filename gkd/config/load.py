@@ -23,6 +23,7 @@ from gkd.config.check_values import value_errors
 from gkd.config.foreign_keys import flag_suggestion, is_hydra_flag, suggestion
 from gkd.config.key_list import all_keys, sections
 from gkd.config.schema import Config, LossTermConfig, RewardFunctionConfig, RouteConfig
+from gkd.config.schema_rollout import CPU_KV_CACHE_MIB
 from gkd.errors import ConfigError
 
 _EXPECTED = {
@@ -54,7 +55,7 @@ def load_config(path: str | Path | None, overrides: Sequence[str] = ()) -> Confi
             type and malformed override, and then also every value outside its limits.
     """
     errors: list[ConfigError] = []
-    sources = [] if path is None else [_auto_gpus(_read_yaml(path))]
+    sources = [] if path is None else [_new_names(_auto_gpus(_read_yaml(path)))]
     for override in overrides:
         try:
             sources.append(_auto_gpus(_read_override(override)))
@@ -141,6 +142,22 @@ def _auto_gpus(source: Any) -> Any:
     plain: Any = OmegaConf.to_container(source, resolve=False)
     if isinstance(plain.get("cluster"), dict) and plain["cluster"].get("gpus") == "auto":
         source.cluster.gpus = []
+    return source
+
+
+def _new_names(source: Any) -> Any:
+    """Return the settings of a file with new names: the config.yaml of an older run has all keys.
+
+    rollout.cpu_kv_cache_mib had no effect on GPUs. Another size than the default is refused if the device is unknown.
+    """
+    plain: Any = OmegaConf.to_container(source, resolve=False)
+    rollout, trainer = plain.get("rollout"), plain.get("trainer")
+    device = trainer.get("device") if isinstance(trainer, dict) else None
+    size = rollout.get("cpu_kv_cache_mib") if isinstance(rollout, dict) else None
+    if size is not None and (device in ("cpu", "cuda") or size == CPU_KV_CACHE_MIB):
+        del source.rollout.cpu_kv_cache_mib
+        if device == "cpu":
+            source.rollout.kv_cache_mib = size
     return source
 
 

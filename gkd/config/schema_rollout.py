@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from gkd.config.declare import key
 
 LEAST_SEQUENCES = 128  # that rollout.max_num_seqs 0 becomes
+CPU_KV_CACHE_MIB = 256  # that rollout.kv_cache_mib 0 becomes on the CPU
 
 
 @dataclass
@@ -32,12 +33,23 @@ class RolloutConfig:
         resume=True,
     )
     gpu_memory_utilization: float = key(
-        0.85, "Fraction of GPU memory for vLLM (weights and KV cache); ignored on cpu.", gt=0, le=1, resume=True
+        0.85,
+        "Fraction of GPU memory that must be free when vLLM starts, and that it takes (weights and KV cache) unless "
+        "rollout.kv_cache_mib is set; ignored on cpu.",
+        gt=0,
+        le=1,
+        resume=True,
+    )
+    kv_cache_mib: int = key(
+        0,
+        "Size of the KV cache of each rank in MiB; 0 = on a GPU what rollout.gpu_memory_utilization leaves, on cpu "
+        f"{CPU_KV_CACHE_MIB}. With a size, engines start also while other processes allocate and free GPU memory.",
+        ge=0,
+        resume=True,
     )
     enable_sleep_mode: bool = key(
         False, "Let calls release the engines' memory without trainer.colocate; docs/own_pipeline.md.", resume=True
     )
-    cpu_kv_cache_mib: int = key(256, "Size of the KV cache on cpu in MiB.", gt=0, resume=True)
     enforce_eager: bool = key(
         False, "Skip CUDA graphs and torch.compile: slower steps, faster start. Always on for cpu.", resume=True
     )
@@ -60,6 +72,11 @@ class RolloutConfig:
     def sequence_limit(self) -> int:
         """max_num_seqs; the smallest number that it becomes while it is 0: preflight replaces it."""
         return self.max_num_seqs or LEAST_SEQUENCES
+
+    def kv_cache_bytes(self, *, on_cpu: bool) -> int | None:
+        """Return the size of the KV cache; None: what gpu_memory_utilization leaves."""
+        mib = self.kv_cache_mib or (CPU_KV_CACHE_MIB if on_cpu else 0)
+        return mib << 20 if mib else None
 
 
 @dataclass

@@ -67,16 +67,15 @@ def actor_peak(footprints: Sequence[RankFootprint], gpu_bytes: int, config: Conf
 def smallest_margin(footprints: Sequence[RankFootprint], gpu_bytes: int, config: Config) -> tuple[str, float]:
     """Return (rank, free share of its GPU) of the fullest rank.
 
-    An engine with a GPU of its own takes a fixed share of it, as does a teacher on the pools' GPUs: they do not count.
+    Ranks that take a fixed share of a GPU do not count: an engine, and a teacher on the pools' GPUs.
     """
     case = _Case(footprints, gpu_bytes, config)
-    free = {
-        f"{part.role} rank {part.rank}": (gpu_bytes - case.allowed - max(_missing(part, case).values())) / gpu_bytes
+    lacks = {
+        f"{part.role} rank {part.rank}": needs["all"] if "all" in needs else max(needs.values())
         for part in footprints
-        if part.role == "actor"
-        or (part.role == "teacher" and not config.cluster.teacher_gpu_share)
-        or config.trainer.device == "cpu"
+        if "all" in (needs := _missing(part, case)) or part.role == "actor"
     }
+    free = {name: (gpu_bytes - case.allowed - lack) / gpu_bytes for name, lack in lacks.items()}
     return min(free.items(), key=lambda item: item[1])
 
 
@@ -118,7 +117,7 @@ def _missing(part: RankFootprint, case: _Case) -> dict[str, int]:
 
     On CUDA an engine takes its share of the GPU, whatever it needs, and needs no margin. vLLM does not start without
     room in its cache for one sequence of full length, and the share must leave room for a weight sync and other
-    processes. On a shared GPU each phase must fit.
+    processes. An engine whose KV cache has a given size must fit as any rank. On a shared GPU each phase must fit.
     """
     gpu_bytes, config = case.gpu_bytes, case.config
     if case.is_shared and part.role == "actor":
@@ -130,6 +129,8 @@ def _missing(part: RankFootprint, case: _Case) -> dict[str, int]:
     sequence = kv_max(part) // max_sequences(config) - kv_room_bytes(part, gpu_bytes, config)
     if case.is_shared:
         return {"sequence": sequence}
+    if config.rollout.kv_cache_mib:
+        return {"sequence": sequence, "all": part.total_bytes - case.allowed}
     left = round(gpu_bytes * (1 - config.rollout.gpu_memory_utilization)) - part.parts.get(OTHER_PROCESSES, 0)
     sync = part.parts["weight_sync"] - left
     return {"sequence": sequence, "sync": sync}

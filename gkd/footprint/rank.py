@@ -111,9 +111,12 @@ def shared_phases(actor: RankFootprint, engine: RankFootprint, gpu_bytes: int | 
         weight_sync                       the actor's weights, bucket | the engine's weights, bucket
 
     Args:
-        gpu_bytes: memory of the GPU, of which an engine takes its share; None: the engine's own total.
+        gpu_bytes: memory of the GPU, of which an engine takes its share; None, or the size of its KV cache is given:
+            the engine's own total.
     """
-    share = round(gpu_bytes * config.rollout.gpu_memory_utilization) if gpu_bytes else engine.total_bytes
+    share = engine.total_bytes
+    if gpu_bytes and not config.rollout.kv_cache_mib:
+        share = round(gpu_bytes * config.rollout.gpu_memory_utilization)
     asleep = engine.parts.get("context", 0)  # neither the CUDA context nor NCCL's buffers are released
     found = {GENERATE: share + actor.offloaded_resident_bytes}
     for phase, size in actor.phases().items():

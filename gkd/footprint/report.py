@@ -89,7 +89,7 @@ def kv_line(footprints: Sequence[RankFootprint], dims: ModelDims, gpu_bytes: int
         f"KV cache of an engine: {each} bytes per token and rank; up to {max_sequences(config)} sequences of up to "
         f"{longest} tokens run at a time"
     )
-    if config.trainer.device == "cpu":
+    if config.trainer.device == "cpu" or config.rollout.kv_cache_mib:
         room = engine.parts["kv_cache"]
     elif gpu_bytes:
         room = kv_room_bytes(engine, gpu_bytes, config)
@@ -99,7 +99,7 @@ def kv_line(footprints: Sequence[RankFootprint], dims: ModelDims, gpu_bytes: int
 
 
 def margin_line(footprints: Sequence[RankFootprint], gpu_bytes: int, config: Config) -> str:
-    """Return a line for ranks that all fit: the share of the GPU that the fullest actor or teacher rank leaves free."""
+    """Return a line for ranks that all fit: the share of the GPU that the fullest rank leaves free."""
     name, free = smallest_margin(footprints, gpu_bytes, config)
     return f"it fits: {name} leaves {free:.0%} of its GPU free (memory.margin {config.memory.margin:g})"
 

@@ -1,8 +1,9 @@
 """Compute the memory of a rollout engine's ranks (vLLM): weights, KV cache, and the largest forward pass.
 
-On CUDA an engine takes rollout.gpu_memory_utilization of its GPU, whatever it needs: what weights and a trial forward
-pass leave of that is KV cache. Without the GPU's size, `kv_cache` is what all its sequences need at full length (with
-less, fewer run at a time); `with_engine_cache` replaces it by the real size. On the CPU it is rollout.cpu_kv_cache_mib.
+The KV cache has rollout.kv_cache_mib. If that is 0, an engine on CUDA takes rollout.gpu_memory_utilization of its GPU,
+whatever it needs: what weights and a trial forward pass leave of that is KV cache. Without the GPU's size, `kv_cache`
+is what all its sequences need at full length (with less, fewer run at a time); `with_engine_cache` replaces it by the
+real size.
 """
 
 from __future__ import annotations
@@ -35,7 +36,8 @@ def rollout_footprint(config: Config, dims: ModelDims, sizes: Groups, *, on_cpu:
     rollout, b = config.rollout, _FLOAT32 if config.model.dtype == "float32" else 2
     tp, longest = rollout.tp, derive(config).max_engine_length
     check_engine_split(tp, (dims.n_heads,), (dims.n_kv_heads,), dims.mlp_columns)
-    cache = max_sequences(config) * longest * kv_bytes_per_token(config, dims)
+    given = rollout.kv_cache_bytes(on_cpu=on_cpu)
+    wanted = max_sequences(config) * longest * kv_bytes_per_token(config, dims)
     # The trial pass is as large as the engine's limits, however few sequences the run has.
     n_tokens = min(BATCHED_TOKENS[on_cpu] * (tp if on_cpu else 1), rollout.sequence_limit * longest)
     # Of one layer: its input, the residual and a norm's output; both halves of the MLP's projection and their product.
@@ -45,7 +47,8 @@ def rollout_footprint(config: Config, dims: ModelDims, sizes: Groups, *, on_cpu:
         0,
         {
             "weights": b * sizes.total // tp + _adapter_bytes(config, dims, b),
-            "kv_cache": config.rollout.cpu_kv_cache_mib << 20 if on_cpu else cache,
+            "kv_cache": wanted if given is None else given,
+            **({} if on_cpu or given is None else {"kv_max": wanted}),
             "activations": n_tokens * widest * b,
             "logits": rollout.sequence_limit * _logits_bytes(dims),
             "weight_sync": sync_buffers(config, sizes.embedding * b, sizes.total * b),
@@ -82,7 +85,9 @@ def _with_cache(part: RankFootprint, gpu_bytes: int, config: Config) -> RankFoot
 
 
 def kv_room_bytes(part: RankFootprint, gpu_bytes: int, config: Config) -> int:
-    """Return the bytes that rollout.gpu_memory_utilization leaves for the KV cache; may be negative."""
+    """Return the bytes of the KV cache on a GPU; may be negative if rollout.gpu_memory_utilization leaves none."""
+    if given := config.rollout.kv_cache_bytes(on_cpu=False):
+        return given
     others = sum(part.parts.get(name, 0) for name in ("weights", "activations", "logits", "context"))
     return round(gpu_bytes * config.rollout.gpu_memory_utilization) - others
 
@@ -124,8 +129,10 @@ def with_max_num_seqs(config: Config, engine: RankFootprint, dims: ModelDims, gp
         return config
     limit = LEAST_SEQUENCES
     if gpu_bytes is not None:
-        room = kv_room_bytes(engine, gpu_bytes, config) + limit * _logits_bytes(dims)
-        each = derive(config).max_engine_length * kv_bytes_per_token(config, dims) + _logits_bytes(dims)
+        # Logits of more sequences leave less for the cache, unless its size is given.
+        logits = 0 if config.rollout.kv_cache_mib else _logits_bytes(dims)
+        room = kv_room_bytes(engine, gpu_bytes, config) + limit * logits
+        each = derive(config).max_engine_length * kv_bytes_per_token(config, dims) + logits
         limit = max(limit, min(_MOST_SEQUENCES, room // each, max_sequences(_limited(config, _MOST_SEQUENCES))))
     return _limited(config, limit)
 

@@ -20,11 +20,13 @@ from gkd.memory.remedy import (
     first_token_budget,
     halve,
     is_fsdp2,
+    larger_cache,
     less_utilization,
     more_engine_gpus,
     more_gpus,
     more_utilization,
     set_to,
+    smaller_cache,
     smaller_chunks,
     split_further,
     to_fsdp2,
@@ -219,11 +221,20 @@ ACTOR_REMEDIES = (
 
 ENGINE_REMEDIES = (
     Remedy(
-        ("rollout.cpu_kv_cache_mib",),
-        "half",
+        ("rollout.kv_cache_mib",),
+        "half, on a GPU if it is set",
         "The KV cache of each engine is smaller",
-        halve("rollout.cpu_kv_cache_mib", 1),
-        device="cpu",
+        smaller_cache,
+        not_in=(CACHE,),
+    ),
+    Remedy(
+        ("rollout.kv_cache_mib",),
+        "twice as much, if it is set",
+        "The KV cache holds longer sequences",
+        larger_cache,
+        (CACHE,),
+        device="cuda",
+        slowdown=0.01,
     ),
     Remedy(
         ("rollout.n_gpus_per_node",),

@@ -118,16 +118,29 @@ def first_token_budget(config: Config) -> Changes:
     return {} if budget else {"actor.max_tokens_per_micro_batch": config.actor.micro_batch_size * longest}
 
 
+def smaller_cache(config: Config) -> Changes:
+    """Return half of the KV cache that has a given size, or its size on the CPU."""
+    now = config.rollout.kv_cache_bytes(on_cpu=config.trainer.device == "cpu")
+    return {"rollout.kv_cache_mib": now >> 21} if now and now >> 21 else {}
+
+
+def larger_cache(config: Config) -> Changes:
+    """Return twice the KV cache that has a given size."""
+    now = config.rollout.kv_cache_mib
+    return {"rollout.kv_cache_mib": 2 * now} if now else {}
+
+
 def less_utilization(config: Config) -> Changes:
-    """Return a smaller share of the GPU for an engine."""
+    """Return a smaller share of the GPU for an engine, if its KV cache has no given size."""
     lower = round(config.rollout.gpu_memory_utilization - 0.1, 2)
-    return {"rollout.gpu_memory_utilization": lower} if lower > 0 else {}
+    return {"rollout.gpu_memory_utilization": lower} if lower > 0 and not config.rollout.kv_cache_mib else {}
 
 
 def more_utilization(config: Config) -> Changes:
-    """Return a larger share of the GPU for an engine, up to `MAX_UTILIZATION`."""
-    higher = min(MAX_UTILIZATION, round(config.rollout.gpu_memory_utilization + 0.05, 2))
-    return {"rollout.gpu_memory_utilization": higher} if higher > config.rollout.gpu_memory_utilization else {}
+    """Return a larger share of the GPU for an engine, up to `MAX_UTILIZATION`, if its KV cache has no given size."""
+    now = config.rollout.gpu_memory_utilization
+    higher = min(MAX_UTILIZATION, round(now + 0.05, 2))
+    return {"rollout.gpu_memory_utilization": higher} if higher > now and not config.rollout.kv_cache_mib else {}
 
 
 def to_fsdp2(config: Config) -> Changes:

@@ -69,10 +69,10 @@ def start_vllm(
         # Not "ray", vLLM's default inside a Ray actor: it would wait for GPUs that this actor already holds.
         distributed_executor_backend="mp" if config.tp > 1 else "uni",
         worker_extension_cls="gkd.rollout.weights.WeightReceiver",
+        kv_cache_memory_bytes=config.kv_cache_bytes(on_cpu=on_cpu),
         **({} if lora is None else _adapter_settings(lora)),
         **(
             {
-                "kv_cache_memory_bytes": config.cpu_kv_cache_mib << 20,
                 "scheduler_cls": "gkd.rollout.decode_scheduler.DecodeScheduler",
                 "async_scheduling": False,
                 # A pass computes a sequence's prefix as a whole. After a part of it vLLM would rewind the sequence's
@@ -84,8 +84,8 @@ def start_vllm(
             # start-up, so later weight syncs would not reach them.
             #
             # gpu_memory_utilization is a share of the whole GPU, including memory of other processes. vLLM fails to
-            # start if less than that is free, or if another process frees memory while vLLM profiles its own peak. It
-            # does not account for memory that other processes allocate later.
+            # start if less than that is free. Without the size of the KV cache it also profiles its own peak, and fails
+            # if another process frees memory meanwhile. It does not account for memory that others allocate later.
             else {
                 "gpu_memory_utilization": config.gpu_memory_utilization,
                 "moe_backend": "triton",

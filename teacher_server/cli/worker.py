@@ -140,6 +140,7 @@ def _load(folder: ModelFolder, values: dict[str, Any]) -> Engine:
             max_tokens=max_tokens,
             max_batch_tokens=values["max_batch_tokens"],
             gpu_memory_utilization=values["gpu_memory_utilization"],
+            kv_cache_mib=values["kv_cache_mib"],
         )
     )
 

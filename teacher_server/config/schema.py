@@ -36,6 +36,12 @@ class TeacherSettings:
     gpu_memory_utilization: float = option(
         0.85, "fraction of each GPU that a worker may use", ge=0.01, le=1, metavar="X"
     )
+    kv_cache_mib: int = option(
+        0,
+        "vllm: KV cache on each GPU; 0: what the fraction leaves; on cpu: enough for two batches",
+        ge=0,
+        le=1 << 24,
+    )
     n_workers: int | None = option(
         None,
         "model copies of each teacher, one process each; default: one per GPU group, 1 on cpu; "

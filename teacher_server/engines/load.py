@@ -26,7 +26,7 @@ class EngineSettings:
     threads: int = 1  # of each worker process, on a CPU
     max_batch_tokens: int = 8192  # vllm: tokens of one forward pass
     gpu_memory_utilization: float = 0.85  # fraction of each GPU; vllm: of weights and KV cache; hf: of all tensors
-    cpu_kv_cache_mib: int = 0  # vllm: per worker; 0: computed from max_tokens and max_batch_tokens
+    kv_cache_mib: int = 0  # vllm only, per rank; 0: what gpu_memory_utilization leaves; CPU: enough for two batches
 
 
 def default_engine(device: str) -> str:
@@ -60,6 +60,11 @@ def load_engine(settings: EngineSettings) -> Engine:
         raise ServerError(
             f"--tensor-parallel-size {settings.tensor_parallel_size} with --engine hf: only vllm splits a model. "
             "Fix: use --engine vllm."
+        )
+    if settings.kv_cache_mib:
+        raise ServerError(
+            f"--kv-cache-mib {settings.kv_cache_mib} with --engine hf: only vllm has a KV cache. "
+            "Fix: leave it out, or use --engine vllm."
         )
     import torch
 
@@ -95,7 +100,7 @@ def _load_vllm(settings: EngineSettings, device: str, dtype: str) -> Engine:
         max_batch_tokens=settings.max_batch_tokens,
         tensor_parallel_size=settings.tensor_parallel_size,
         gpu_memory_utilization=settings.gpu_memory_utilization,
-        cpu_kv_cache_mib=settings.cpu_kv_cache_mib,
+        kv_cache_mib=settings.kv_cache_mib,
         threads=settings.threads,
     )
 

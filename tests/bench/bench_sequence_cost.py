@@ -52,7 +52,7 @@ def measure(scheduler: str, batch: int, root: Path) -> Part:
                 "trainer.global_batch_size": batch,
                 "actor.micro_batch_size": 256,
                 "rollout.max_num_seqs": 256,
-                "rollout.cpu_kv_cache_mib": 256,
+                "rollout.kv_cache_mib": 256,
                 "teacher.topk": 16,
                 "teacher.server_port": server.port,
             }

@@ -98,7 +98,7 @@ def run_ours(scheduler: str, shape: Shape, folder: Path) -> Run:
                 "actor.micro_batch_size": shape.batch,
                 "actor.optim.lr": LEARNING_RATE,
                 "rollout.max_num_seqs": shape.batch,
-                "rollout.cpu_kv_cache_mib": 256,
+                "rollout.kv_cache_mib": 256,
                 "teacher.topk": VOCAB,
                 "teacher.server_port": server.port,
             }

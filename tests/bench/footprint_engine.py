@@ -27,7 +27,7 @@ def main(model: str, device: str, n_prompts: int) -> dict[str, int]:
 
     torch.set_num_threads(1)
     meter = Meter(torch.device(device))
-    config = RolloutConfig(cpu_kv_cache_mib=128, max_num_seqs=n_prompts)
+    config = RolloutConfig(kv_cache_mib=128, max_num_seqs=n_prompts)
     engine = RolloutEngine(model, config, dtype="float32", max_model_len=480, device=device, eos_ids=[])
     state = meter.now()
     meter.forget_peak()

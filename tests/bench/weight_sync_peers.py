@@ -128,7 +128,7 @@ def engine(connection: Connection, folder: Path, gpu: int | None) -> None:
     made = RolloutEngine(
         str(folder),
         # Nothing is generated, so CUDA graphs would only take time.
-        RolloutConfig(cpu_kv_cache_mib=64, max_num_seqs=4, gpu_memory_utilization=0.3, enforce_eager=True),
+        RolloutConfig(kv_cache_mib=64, max_num_seqs=4, gpu_memory_utilization=0.3, enforce_eager=True),
         dtype="float32",
         max_model_len=64,
         device=device.type,

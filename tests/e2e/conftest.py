@@ -62,7 +62,7 @@ class Lab:
             "actor.optim.lr=0.01",
             "rollout.n=2",
             "rollout.max_num_seqs=16",
-            "rollout.cpu_kv_cache_mib=32",
+            "rollout.kv_cache_mib=32",
             f"teacher.server_port={port}",
             "teacher.topk=64",
             "teacher.wire=fp32",

@@ -75,7 +75,7 @@ def _probe(student: Path, port: int, tp: int) -> dict[str, Any]:
     from gkd.weight_sync.buckets import differing
     from tests.dist.helpers import caught
 
-    config = RolloutConfig(cpu_kv_cache_mib=32, max_num_seqs=8, tp=tp)
+    config = RolloutConfig(kv_cache_mib=32, max_num_seqs=8, tp=tp)
     lora = LoraConfig(rank=RANK, alpha=ALPHA, targets=TARGETS)
     engine = RolloutEngine(
         str(student), config, dtype="float32", max_model_len=40, device="cpu", eos_ids=[VOCAB - 1], lora=lora

@@ -52,7 +52,7 @@ def _probe(student: Path, n_vocab: int) -> dict[Any, Any]:
 
     # With blocks of 32 tokens, sequences cross a border of KV blocks while they decode.
     vllm.LLM = partial(vllm.LLM, block_size=32)
-    config = RolloutConfig(cpu_kv_cache_mib=32, max_num_seqs=8)
+    config = RolloutConfig(kv_cache_mib=32, max_num_seqs=8)
     engine = RolloutEngine(str(student), config, dtype="float32", max_model_len=40, device="cpu", eos_ids=[EOS])
     prompts = _prompts(n_vocab)
     sampling = Sampling(N_SAMPLES, 0.7, 1.0, 10, seed=11)

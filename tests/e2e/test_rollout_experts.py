@@ -61,7 +61,7 @@ def _probe(old: Path, new: Path, port: int) -> dict[str, Any]:
     from gkd.weight_sync.group import GroupSpec, TransferGroup
     from gkd.weight_sync.transfer import send
 
-    config = RolloutConfig(cpu_kv_cache_mib=32, max_num_seqs=8)
+    config = RolloutConfig(kv_cache_mib=32, max_num_seqs=8)
     engine = RolloutEngine(str(old), config, dtype="float32", max_model_len=32, device="cpu", eos_ids=[EOS])
     tensors = load_file(new / "model.safetensors")
     partial = {name: t for name, t in tensors.items() if "experts.2.up_proj" not in name}

@@ -48,7 +48,7 @@ class Pools:
 @pytest.fixture(scope="module")
 def pools(lab: Lab) -> Iterator[Pools]:
     settings = lab.command(lab.root / "offload_run", 1)[5:]
-    sizes = [f"rollout.n_gpus_per_node={N_ENGINES}", "rollout.max_num_seqs=8", "rollout.cpu_kv_cache_mib=64"]
+    sizes = [f"rollout.n_gpus_per_node={N_ENGINES}", "rollout.max_num_seqs=8", "rollout.kv_cache_mib=64"]
     sizes += ["rollout.enable_sleep_mode=true"]
     config = load_config(None, [*settings, *sizes, "weight_sync.verify=always"])
     cluster = Cluster("", n_slots=N_ENGINES + 1, on_cpu=True)

@@ -62,7 +62,7 @@ def _probe(student: Path, vocab: int, port: int) -> dict[str, Any]:
     from gkd.weight_sync.group import GroupSpec, TransferGroup
     from gkd.weight_sync.transfer import send
 
-    config = RolloutConfig(cpu_kv_cache_mib=KV_CACHE_MIB, max_num_seqs=8)
+    config = RolloutConfig(kv_cache_mib=KV_CACHE_MIB, max_num_seqs=8)
     engine = RolloutEngine(
         str(student), config, dtype="float32", max_model_len=32, device="cpu", eos_ids=[EOS], enable_sleep_mode=True
     )
@@ -292,7 +292,7 @@ def _probe_two_workers(student: Path) -> dict[str, Any]:
     from gkd.rollout.sampling import Sampling
     from gkd.weight_sync.group import GroupSpec
 
-    config = RolloutConfig(cpu_kv_cache_mib=KV_CACHE_MIB, max_num_seqs=8, tp=2)
+    config = RolloutConfig(kv_cache_mib=KV_CACHE_MIB, max_num_seqs=8, tp=2)
     engine = RolloutEngine(
         str(student), config, dtype="float32", max_model_len=32, device="cpu", eos_ids=[EOS], enable_sleep_mode=True
     )

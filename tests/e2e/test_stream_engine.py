@@ -20,7 +20,6 @@ from gkd.cluster.assignment import free_port
 from gkd.rollout.engine_start import CPU_ENV
 from gkd.types import Prompt, Rollout
 from tests.e2e.conftest import EOS, VOCAB, Lab
-from tests.fixed_kv_cache import fix_kv_cache
 from tests.second_runner import ENVIRONMENT, N_VOCAB, allow_second_runner, small_student
 
 pytestmark = pytest.mark.e2e
@@ -71,8 +70,6 @@ def _interrupted(
 def _probe(student: Path, n_vocab: int, port: int) -> dict[str, Any]:
     """Run in a child process: vLLM allows one engine per process."""
     allow_second_runner()
-    if ON_GPU:  # other stages of gpu_proof share it
-        fix_kv_cache(1024)
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -85,7 +82,8 @@ def _probe(student: Path, n_vocab: int, port: int) -> dict[str, Any]:
     from gkd.weight_sync.group import GroupSpec, TransferGroup
     from gkd.weight_sync.transfer import send
 
-    config = RolloutConfig(cpu_kv_cache_mib=32, max_num_seqs=8, gpu_memory_utilization=0.1)
+    # With a given size the engine starts while other stages of gpu_proof share the GPU.
+    config = RolloutConfig(kv_cache_mib=1024 if ON_GPU else 32, max_num_seqs=8, gpu_memory_utilization=0.1)
     engine = RolloutEngine(str(student), config, dtype="float32", max_model_len=32, device=DEVICE, eos_ids=[EOS])
     prompts = _prompts(n_vocab)
     sampling = Sampling(N_SAMPLES, TEMPERATURE, 1.0, MAX_TOKENS, seed=11)

@@ -60,6 +60,7 @@ def test_the_share_of_a_gpu_bounds_the_engine_hf(monkeypatch: pytest.MonkeyPatch
     [
         ({"engine": "hff"}, "--engine hff: "),
         ({"engine": "hf", "tensor_parallel_size": 2}, "--tensor-parallel-size 2 "),
+        ({"engine": "hf", "kv_cache_mib": 64}, "--kv-cache-mib 64 "),
         ({"device": "tpu"}, "--device tpu: "),
         ({"device": "cuda:99"}, "--device cuda:99: "),
         ({"engine": "trivial"}, "vocab_size"),

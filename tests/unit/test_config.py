@@ -43,6 +43,18 @@ def test_a_saved_config_loads_as_itself(tmp_path: Path) -> None:
     assert load_config(tmp_path / "c.yaml") == config
 
 
+@pytest.mark.parametrize(("device", "before", "mib"), [("cpu", 64, 64), ("cuda", 64, 0), ("auto", 256, 0)])
+def test_the_settings_of_an_older_run_are_read(tmp_path: Path, device: str, before: int, mib: int) -> None:
+    """Fails if an older run cannot be resumed, or a size that only counted on the CPU becomes that of GPUs."""
+    file = tmp_path / "config.yaml"
+    file.write_text(f"trainer: {{device: {device}}}\nrollout: {{cpu_kv_cache_mib: {before}, n: 3}}\n")
+    assert load_config(file).rollout == load_config(None, [f"rollout.kv_cache_mib={mib}", "rollout.n=3"]).rollout
+    file.write_text("trainer: {device: auto}\nrollout: {cpu_kv_cache_mib: 64}\n")
+    with pytest.raises(ConfigError) as caught:
+        load_config(file)
+    assert caught.value.key == "rollout.cpu_kv_cache_mib" and "rollout.kv_cache_mib" in caught.value.fix
+
+
 @pytest.mark.parametrize(
     ("override", "key", "hint"),
     [
@@ -71,6 +83,8 @@ def test_a_saved_config_loads_as_itself(tmp_path: Path) -> None:
         ("actor_rollout_ref.rollout.top_k=5", "actor_rollout_ref.rollout.top_k", "rollout.top_p"),
         ("actor.lr=5", "actor.lr", "actor.optim.lr"),
         ("trainer.tp=2", "trainer.tp", "rollout.tp"),
+        ("rollout.cpu_kv_cache_mib=64", "rollout.cpu_kv_cache_mib", "rollout.kv_cache_mib"),
+        ("rollout.kv_cache_mib=2GiB", "rollout.kv_cache_mib", "integer"),
         ("trainer.logger=wandb", "trainer.logger", "trainer.loggers"),
         ("actor.lora_rank=8", "actor.lora_rank", "actor.lora.rank"),
         ("data.zzz=8", "data.zzz", "--help"),
@@ -153,6 +167,7 @@ def test_an_invalid_file_is_refused(tmp_path: Path, text: str) -> None:
         (["rollout.temperature=nan"], "rollout.temperature"),
         (["trainer.nnodes=-1"], "trainer.nnodes"),
         (["rollout.nnodes=0"], "rollout.nnodes"),
+        (["rollout.kv_cache_mib=-1"], "rollout.kv_cache_mib"),
         (["trainer.nnodes=2"], "trainer.nnodes"),
         (["rollout.nnodes=2"], "rollout.nnodes"),
         (["trainer.colocate=true", "rollout.n_gpus_per_node=2"], "rollout.n_gpus_per_node"),

@@ -9,6 +9,8 @@ import pytest
 
 from gkd.errors import ConfigError, ModelError
 from gkd.footprint import check, footprint
+from gkd.footprint.combination import find_combination
+from gkd.footprint.limits import smallest_margin
 from gkd.footprint.report import as_json, footprint_table
 from gkd.footprint.rollout import kv_bytes_per_token, kv_room_bytes, with_engine_cache, with_max_num_seqs
 from gkd.hf.model_dims import read_dims
@@ -47,6 +49,32 @@ def test_the_room_of_the_kv_cache() -> None:
     assert kv_bytes_per_token(_config("rollout.tp=4"), read_dims(QWEN25_15B)) == 14336
 
 
+def test_a_kv_cache_of_a_given_size() -> None:
+    """Fails if an engine whose KV cache has a given size is predicted with its share of the GPU."""
+    config = _config("rollout.kv_cache_mib=3072")
+    automatic, before = footprint(_config(), QWEN25_15B)[-1], footprint(config, QWEN25_15B)
+    engine = with_engine_cache(before, 80 * GIB, config)[-1]
+    assert engine.parts == {**automatic.parts, "kv_cache": 3 * GIB, "kv_max": automatic.parts["kv_cache"]}
+    assert before[-1].parts == engine.parts, "it does not depend on the GPU"
+    assert check(before, 80 * GIB, config) == []
+    larger = _config("rollout.kv_cache_mib=61440")
+    name, free = smallest_margin(footprint(larger, QWEN25_15B), 80 * GIB, larger)
+    assert name == "rollout rank 0" and free == pytest.approx(1 - (engine.total_bytes + 57 * GIB) / (80 * GIB))
+    share = _config("rollout.kv_cache_mib=3072", "rollout.gpu_memory_utilization=0.99")
+    assert check(before, 80 * GIB, share) == [], "no share has to leave room for the buckets"
+    (problem,) = [line for line in check(before, 4 * GIB, config) if line.startswith("rollout")]
+    assert f"{engine.total_bytes / GIB:.2f} GiB" in problem
+    small = _config("rollout.kv_cache_mib=16")
+    (problem,) = check(footprint(small, QWEN25_15B), 80 * GIB, small)
+    lack = 1536 * 28672 - (16 << 20)
+    assert f"{lack / GIB:.2f} GiB" in problem
+    found = find_combination(small, lambda changed: footprint(changed, QWEN25_15B), 80 * GIB)
+    assert found.fits and found.overrides == ["rollout.kv_cache_mib=64"]
+    large = _config("rollout.kv_cache_mib=131072")
+    found = find_combination(large, lambda changed: footprint(changed, QWEN25_15B), 80 * GIB)
+    assert found.fits and found.overrides == ["rollout.kv_cache_mib=65536"]
+
+
 AUTO = ("rollout.max_num_seqs=0", "rollout.n_gpus_per_node=1", "trainer.global_batch_size=4096")
 
 
@@ -60,6 +88,7 @@ AUTO = ("rollout.max_num_seqs=0", "rollout.n_gpus_per_node=1", "trainer.global_b
         (AUTO, 6, 128),  # the least
         ((*AUTO, "trainer.global_batch_size=700"), 80, 700),  # all that the run has
         ((*AUTO, "rollout.max_num_seqs=40"), 80, 40),
+        ((*AUTO, "rollout.kv_cache_mib=10500"), 80, 250),  # 42 MiB each
         (AUTO, None, 128),
     ],
 )

@@ -50,6 +50,14 @@ def test_each_phase_counts_what_is_on_the_gpu() -> None:
     assert engine.parts["moved_states"] == e["weights"], "an evaluation keeps them on the host"
 
 
+def test_an_engine_with_a_kv_cache_of_a_given_size_takes_no_share() -> None:
+    """Fails if a phase counts an engine's share of the GPU although its KV cache has a given size."""
+    config = _config(*COLOCATED, "rollout.kv_cache_mib=4096")
+    actor, engine = refit(config)
+    assert found_phases(config, 80 * GIB)["generate"] == engine.total_bytes + actor.parts["context"]
+    assert engine.parts["kv_cache"] == 4 * GIB
+
+
 def test_a_teachers_lm_head_moves_with_the_weights() -> None:
     """Fails if an LM head that is in host memory during generation is counted on the GPU."""
     config = _config(*COLOCATED, "teacher.signal=hidden", "rollout.gpu_memory_utilization=0.95")

@@ -126,7 +126,8 @@ def test_the_advice_for_an_engine() -> None:
     """Fails if an engine's advice has keys that it does not use, or that do not help in the phase."""
 
     def told(phase: str, *overrides: str, on_cuda: bool = True) -> str:
-        return "\n".join(engine_advice(config(*overrides), Shortage(phase, on_cuda, False)))
+        device = "trainer.device=cuda" if on_cuda else "trainer.device=cpu"
+        return "\n".join(engine_advice(config(device, *overrides), Shortage(phase, on_cuda, False)))
 
     for phase in ("building the engine", "generating", "receiving weights", "offloading states", "reloading states"):
         for on_cuda in (True, False):
@@ -138,8 +139,10 @@ def test_the_advice_for_an_engine() -> None:
         assert ("gpu_memory_utilization=0.85: try 0.75." in told(phase)) == (phase != "offloading states")
         halved = "max_num_seqs=64: try 32." in told(phase, "rollout.max_num_seqs=64")
         assert halved == (phase != "offloading states")
-    assert "cpu_kv_cache_mib" in told("generating", on_cuda=False)
-    assert "cpu_kv_cache_mib" not in told("generating")
+    assert "rollout.kv_cache_mib=0: try 128." in told("generating", on_cuda=False)
+    assert "kv_cache_mib" not in told("generating")
+    given = told("generating", "rollout.kv_cache_mib=4096")
+    assert "rollout.kv_cache_mib=4096: try 2048." in given and "gpu_memory_utilization" not in given
 
 
 @pytest.mark.parametrize(

@@ -313,7 +313,7 @@ def test_memory_is_recorded_at_the_end_of_each_phase() -> None:
 def test_out_of_memory_errors_of_the_engine_are_explained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Fails if an engine's out-of-memory error is not explained, or the advice names the actor's keys."""
     monkeypatch.setattr(oom, "holders", lambda device: [])  # takes seconds and is not tested here
-    made = worker([], run_dir=tmp_path)
+    made = worker([], "trainer.device=cpu", run_dir=tmp_path)
 
     def out_of_memory(*_: Any, **__: Any) -> None:
         raise MemoryError("Unable to allocate 3.00 GiB for an array")
@@ -325,7 +325,7 @@ def test_out_of_memory_errors_of_the_engine_are_explained(tmp_path: Path, monkey
             broken.setattr(made._engine, method, out_of_memory)
             with pytest.raises(OutOfMemory, match="rollout engine 0") as raised:
                 call()
-        assert "rollout.cpu_kv_cache_mib=256" in str(raised.value) and "actor." not in str(raised.value)
+        assert "rollout.kv_cache_mib=0: try 128." in str(raised.value) and "actor." not in str(raised.value)
     assert len(list((tmp_path / "memory").iterdir())) == len(moves)
 
 

@@ -18,6 +18,7 @@ _COMMON = Table(
         mapped("lambda distill.lambda", "distill.on_policy_share"),
         mapped("max_tokens", "data.max_response_length"),
         mapped("ckpt_path", "trainer.resume"),
+        mapped("rollout.cpu_kv_cache_mib", "rollout.kv_cache_mib", "its new name; it also sets the size on GPUs"),
         mapped("teacher.model", "teacher.path", "of teacher.backend=local; a server gets --model"),
         meaningless("teacher.n_gpus_per_node", "GPUs are chosen where its server starts: python -m teacher_server."),
         unsupported("etp actor.etp", "experts are split by actor.ep only."),

@@ -1,0 +1,80 @@
+"""The size of the KV cache as vLLM gets it, in rollout engines and in the teacher server."""
+
+from __future__ import annotations
+
+import sys
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from gkd.config.load import load_config
+from gkd.rollout.engine_start import start_vllm
+from teacher_server.cli import worker
+from teacher_server.config.options import given_flags
+from teacher_server.config.schema import TEACHER_OPTIONS
+from teacher_server.engines import load
+from teacher_server.engines import vllm as teacher_vllm
+from teacher_server.errors import SettingsError
+
+VARIABLES = ("VLLM_NO_USAGE_STATS", "VLLM_ENABLE_V1_MULTIPROCESSING", "VLLM_USE_V2_MODEL_RUNNER", "OMP_NUM_THREADS")
+
+
+class Given(Exception):
+    """The arguments that vLLM was called with."""
+
+
+def stop(**arguments: Any) -> None:
+    raise Given(arguments)
+
+
+@pytest.fixture(autouse=True)
+def _restored_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in VARIABLES:
+        monkeypatch.setenv(name, "1")
+
+
+@pytest.mark.parametrize(
+    ("device", "mib", "expected"), [("cpu", 0, 256), ("cpu", 64, 64), ("cuda", 0, None), ("cuda", 1024, 1024)]
+)
+def test_a_rollout_engine_gets_the_size(
+    monkeypatch: pytest.MonkeyPatch, device: str, mib: int, expected: int | None
+) -> None:
+    """Fails if rollout.kv_cache_mib does not reach vLLM on one of the devices, or 0 is taken as a size."""
+    monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(LLM=stop))
+    config = load_config(None, [f"rollout.kv_cache_mib={mib}"]).rollout
+    model: dict[str, Any] = {"dtype": "bfloat16", "max_model_len": 8, "trust_remote_code": False}
+    with pytest.raises(Given) as found:
+        start_vllm("x", config, **model, device=device, enable_sleep_mode=False, lora=None)
+    assert found.value.args[0]["kv_cache_memory_bytes"] == (None if expected is None else expected << 20)
+
+
+@pytest.mark.parametrize(
+    ("device", "flags", "expected"),
+    [("cpu", {}, 7), ("cpu", {"kv_cache_mib": "64"}, 64), ("cuda", {}, None), ("cuda", {"kv_cache_mib": "1024"}, 1024)],
+)
+def test_a_teacher_engine_gets_the_size(
+    monkeypatch: pytest.MonkeyPatch, device: str, flags: dict[str, str], expected: int | None
+) -> None:
+    """Fails if --kv-cache-mib does not reach vLLM on one of the devices, or 0 is taken as a size."""
+    platform = SimpleNamespace(current_platform=SimpleNamespace(is_cpu=lambda: device == "cpu"))
+    monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(EngineArgs=stop, LLMEngine=None))
+    monkeypatch.setitem(sys.modules, "vllm.platforms", platform)
+    monkeypatch.setattr(teacher_vllm, "choose_model_runner", lambda: None)
+    monkeypatch.setattr(teacher_vllm, "with_vllm_errors", lambda *errors: errors)
+    monkeypatch.setattr(teacher_vllm, "_kv_cache_mib", lambda *model: 7)
+    monkeypatch.setattr(load.importlib.util, "find_spec", lambda name: True)
+    monkeypatch.setattr(load, "resolve_device", lambda device: device)
+    values = {each.key: each.default for each in TEACHER_OPTIONS}
+    values |= given_flags(SimpleNamespace(**flags), TEACHER_OPTIONS)  # type: ignore[arg-type]
+    folder = SimpleNamespace(path="x", max_tokens=16)
+    with pytest.raises(Given) as found:
+        worker._load(folder, {**values, "engine": "vllm", "device": device})  # type: ignore[arg-type]
+    assert found.value.args[0]["kv_cache_memory_bytes"] == (None if expected is None else expected << 20)
+
+
+@pytest.mark.parametrize("value", ["-1", "1.5", "many"])
+def test_a_wrong_size_of_the_teacher_is_an_error(value: str) -> None:
+    """Fails if a size that is none is accepted, or its error does not contain the flag."""
+    with pytest.raises(SettingsError, match="--kv-cache-mib"):
+        given_flags(SimpleNamespace(kv_cache_mib=value), TEACHER_OPTIONS)  # type: ignore[arg-type]
