@@ -19,7 +19,7 @@ from statistics import fmean, median
 from typing import Any
 
 from gkd.metrics.writer import read_metrics
-from tests.bench.command import add_device, in_fresh_process, parsed, parser, run_parts
+from tests.bench.command import add_device, in_fresh_processes, parsed, parser, run_parts
 from tests.bench.memory_case import Case, Measured, share_of_copy
 from tests.bench.step_variants import overlap, reference, transfers
 from tests.bench.teacher_report import Figure, Part, Table
@@ -62,13 +62,10 @@ def moving(name: str, ways: Sequence[str], device: str, rounds: int) -> Part:
     """
     moments = name == "optimizer"
     sizes = _SMALL if device == "cpu" else _1_5B if moments else _7B
-    results = {}
-    for how in _NAMES:
-        if how not in ways or (moments and how == "fsdp"):
-            continue
-        case = Case(how, device, sizes, "bfloat16", rounds, moments)
-        found = in_fresh_process("tests.bench.memory_case", asdict(case), threads=1, timeout_s=900.0)
-        results[how] = Measured(**found)
+    moved = [how for how in _NAMES if how in ways and not (moments and how == "fsdp")]
+    cases = [asdict(Case(how, device, sizes, "bfloat16", rounds, moments)) for how in moved]
+    found = in_fresh_processes("tests.bench.memory_case", cases, threads=1, timeout_s=900.0)
+    results = {how: Measured(**one) for how, one in zip(moved, found, strict=True)}
     ours = results["states"]
     figures = [
         Figure(

@@ -27,6 +27,7 @@ VOCAB, K = 32_768, 64
 N_LAYERS, HIDDEN = 4, 256
 GPU_LAYERS, GPU_HIDDEN = 24, 2048  # about a billion parameters: on a GPU the tiny model would measure launches only
 GPU_SHARE = 0.35  # of the card, for each of the two vLLM engines
+GPU_KV_CACHE_MIB = 1024  # five batches; given, because all engines start at the same time
 MAX_TOKENS = 1024
 _PROMPT, _RESPONSE = (16, 128), (32, 512)  # tokens, both ends included
 
@@ -89,6 +90,10 @@ def dtype_on(device: str) -> str:
     return "bfloat16" if device == "cuda" else "float32"
 
 
+def kv_cache_mib(engine_name: str, device: str) -> int:
+    return GPU_KV_CACHE_MIB if (engine_name, device) == ("vllm", "cuda") else 0
+
+
 def serve_engine(pipe: Connection, model: str, engine_name: str, max_batch_tokens: int, device: str = "cpu") -> None:
     from teacher_server.engines.load import EngineSettings, load_engine
     from tests.bench.engine_case import measure_error
@@ -99,6 +104,7 @@ def serve_engine(pipe: Connection, model: str, engine_name: str, max_batch_token
         device=device,
         dtype=dtype_on(device),
         gpu_memory_utilization=GPU_SHARE,
+        kv_cache_mib=kv_cache_mib(engine_name, device),
         threads=1,
         max_tokens=MAX_TOKENS,
         max_batch_tokens=max_batch_tokens,

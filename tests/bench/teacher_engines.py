@@ -23,6 +23,7 @@ from tests.bench.teacher_bare import (
     Job,
     K,
     dtype_on,
+    kv_cache_mib,
     make_rollouts,
     save_model,
     serve_engine,
@@ -50,11 +51,17 @@ def engines(rounds: int, seconds: float, device: str = "cpu") -> Part:
     figures: list[Figure] = []
     rows: list[tuple[str | float, ...]] = []
     sizes: dict[str, int] = {}
-    with tempfile.TemporaryDirectory(prefix="bench.") as folder:
-        model = save_model(Path(folder) / "model", device)
-        plain_error = save_reference(str(model), Path(folder) / REFERENCE, device=device, vocab=VOCAB)
-        for engine in ENGINES:
-            found = _compare(engine, model, Path(folder), rounds, seconds, device)
+    with tempfile.TemporaryDirectory(prefix="bench.") as name, contextlib.ExitStack() as stack:
+        folder = Path(name)
+        model = save_model(folder / "model", device)
+        # All start at the same time, and are ready before the first measurement.
+        pairs = {engine: _started(engine, model, folder, device, stack) for engine in ENGINES}
+        plain_error = save_reference(str(model), folder / REFERENCE, device=device, vocab=VOCAB)
+        for bare, server in pairs.values():
+            bare.answer()
+            server.wait_until_ready()
+        for engine, (bare, server) in pairs.items():
+            found = _compare(bare, server, folder, rounds, seconds)
             best = Round(*map(statistics.median, zip(*found.rounds, strict=True)))
             figures += [
                 Figure(
@@ -111,24 +118,28 @@ class _Found(NamedTuple):
     in_order: Done
 
 
-def _compare(engine: str, model: Path, folder: Path, rounds: int, seconds: float, device: str) -> _Found:
+def _started(
+    engine: str, model: Path, folder: Path, device: str, stack: contextlib.ExitStack
+) -> tuple[Child, ServerProcess]:
+    """Start a bare engine and a server with one; `stack` ends them. Neither is ready."""
     options = ["--engine", engine, "--device", device, "--dtype", dtype_on(device), "--threads", "1"]
     options += ["--gpu-memory-utilization", str(GPU_SHARE)]
     options += ["--max-tokens", str(MAX_TOKENS), "--max-batch-tokens", str(MAX_BATCH_TOKENS)]
-    with contextlib.ExitStack() as stack:
-        # vLLM leaves semaphores behind when it is killed.
-        bare = stack.enter_context(Child(serve_engine, str(model), engine, MAX_BATCH_TOKENS, device, goodbye_s=10.0))
-        if engine == "vllm":
-            bare.answer()  # while it measures the free memory of a GPU, nothing else may start there
-        server = stack.enter_context(ServerProcess(model, folder, options=options))
-        if engine != "vllm":
-            bare.answer()
-        errors: dict[str, float] = bare.ask(folder / REFERENCE)
-        with connect(server.port, k=K) as asking:
-            n_streams = asking.info().n_streams
-        teacher = stack.enter_context(
-            connect(server.port, k=K, n_vocab=VOCAB, n_in_flight=n_streams, wire="fp16", request_timeout_s=300.0)
-        )
+    options += ["--kv-cache-mib", str(kv_cache_mib(engine, device))]
+    # vLLM leaves semaphores behind when it is killed.
+    bare = stack.enter_context(Child(serve_engine, str(model), engine, MAX_BATCH_TOKENS, device, goodbye_s=10.0))
+    server = ServerProcess(model, folder, options=options)
+    server.start()
+    return bare, stack.push(server)
+
+
+def _compare(bare: Child, server: ServerProcess, folder: Path, rounds: int, seconds: float) -> _Found:
+    errors: dict[str, float] = bare.ask(folder / REFERENCE)
+    with connect(server.port, k=K) as asking:
+        n_streams = asking.info().n_streams
+    with connect(
+        server.port, k=K, n_vocab=VOCAB, n_in_flight=n_streams, wire="fp16", request_timeout_s=300.0
+    ) as teacher:
         trial: Done = bare.ask(Job(_TRIAL, MAX_BATCH_TOKENS, None))
         _score(teacher, _TRIAL)
         n_sequences = max(_TRIAL, round(_TRIAL * seconds / trial.seconds))

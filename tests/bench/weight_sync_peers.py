@@ -124,7 +124,7 @@ def engine(connection: Connection, folder: Path, gpu: int | None) -> None:
     from gkd.weight_sync.group import TransferGroup
     from gkd.weight_sync.transfer import receive
 
-    wait_for_turn()
+    wait_for_turn("vllm.entrypoints.llm")
     made = RolloutEngine(
         str(folder),
         # Nothing is generated, so CUDA graphs would only take time.

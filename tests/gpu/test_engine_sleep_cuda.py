@@ -60,7 +60,7 @@ def _probe(student: Path, port: int, eager: bool) -> dict[str, Any]:
     from gkd.weight_sync.group import GroupSpec, TransferGroup
     from gkd.weight_sync.transfer import send
 
-    wait_for_turn()
+    wait_for_turn("vllm.entrypoints.llm")
     config = RolloutConfig(gpu_memory_utilization=0.3, max_num_seqs=8, enforce_eager=eager)
     engine = RolloutEngine(
         str(student), config, dtype="bfloat16", max_model_len=256, device="cuda", eos_ids=[EOS], enable_sleep_mode=True

@@ -127,8 +127,16 @@ class ServerProcess:
         self.ready: dict[str, Any] = {}  # content of the ready file
 
     def __enter__(self) -> ServerProcess:
+        self.start()
+        return self.wait_until_ready()
+
+    def start(self) -> None:
+        """Start the process only, for several servers that start at the same time."""
         with self._log.open("wb") as log:
             self.process = subprocess.Popen(self._command, stdout=subprocess.PIPE, stderr=log)
+
+    def wait_until_ready(self) -> ServerProcess:
+        """End the process if it fails to start."""
         try:
             exited = self.process.poll
             wait_until(lambda: self._ready_file.exists() or exited() is not None, START_TIMEOUT_S, "server start")
