@@ -55,10 +55,10 @@ CASES: dict[str, tuple[Case, ...]] = {
         Case("bfloat16, LoRA of rank 16", (*_FSDP, *_BF16, "actor.lora.rank=16")),
     ),
 }
-# Prompts and responses of the engine's case; together they fill nine tenths of its cache.
+# Prompts and responses of the engine's case; together they fill nine tenths of its cache on the CPU.
 N_PROMPTS = 9
+KV_CACHE_MIB = {"cpu": 128, "cuda": 0}  # on a GPU the prediction is what vLLM takes by itself
 ENGINE = (
-    "rollout.kv_cache_mib=128",
     "data.max_prompt_length=448",
     "data.max_response_length=32",
     f"trainer.global_batch_size={N_PROMPTS}",
@@ -91,13 +91,15 @@ def students(name: str, device: str) -> Part:
 def rollout(device: str) -> Part:
     """The real engine, its cache nearly full."""
     with tempfile.TemporaryDirectory(prefix="gkd_bench_") as name:
-        config = case_config(Case("engine", ENGINE), Path(name), device)
+        cache = f"rollout.kv_cache_mib={KV_CACHE_MIB[device]}"
+        config = case_config(Case("engine", (*ENGINE, cache)), Path(name), device)
         save_model(Path(config.model.path), tied=True)
         shape = json.loads((Path(config.model.path) / "config.json").read_text())
         (predicted,) = (part for part in footprint(config, shape) if part.role == "rollout")
         from gkd.rollout.engine_start import CPU_ENV
 
         command = [sys.executable, "-m", "tests.bench.footprint_engine", config.model.path, device, str(N_PROMPTS)]
+        command.append(str(KV_CACHE_MIB[device]))
         done = subprocess.run(
             command,
             env=os.environ | CPU_ENV | ENVIRONMENT | {"VLLM_LOGGING_LEVEL": "ERROR"},

@@ -1,6 +1,6 @@
 """A process of `bench_footprint`: one vLLM engine, how much memory it takes while its cache fills.
 
-python -m tests.bench.footprint_engine MODEL DEVICE N_PROMPTS    prints a JSON line
+python -m tests.bench.footprint_engine MODEL DEVICE N_PROMPTS KV_CACHE_MIB    prints a JSON line
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from gkd.types import Prompt
 from tests.bench.footprint_memory import Meter
 
 
-def main(model: str, device: str, n_prompts: int) -> dict[str, int]:
+def main(model: str, device: str, n_prompts: int, kv_cache_mib: int) -> dict[str, int]:
     """Bytes after the engine is up, and at the peak until its last answer."""
     import vllm.v1.engine.llm_engine  # noqa: F401  (before the base: what an engine imports is not its memory)
     from vllm import LLM  # noqa: F401
@@ -27,7 +27,7 @@ def main(model: str, device: str, n_prompts: int) -> dict[str, int]:
 
     torch.set_num_threads(1)
     meter = Meter(torch.device(device))
-    config = RolloutConfig(kv_cache_mib=128, max_num_seqs=n_prompts)
+    config = RolloutConfig(kv_cache_mib=kv_cache_mib, max_num_seqs=n_prompts)
     engine = RolloutEngine(model, config, dtype="float32", max_model_len=480, device=device, eos_ids=[])
     state = meter.now()
     meter.forget_peak()
@@ -38,4 +38,4 @@ def main(model: str, device: str, n_prompts: int) -> dict[str, int]:
 
 
 if __name__ == "__main__":
-    print(json.dumps(main(sys.argv[1], sys.argv[2], int(sys.argv[3]))))
+    print(json.dumps(main(sys.argv[1], sys.argv[2], *map(int, sys.argv[3:]))))

@@ -22,7 +22,6 @@ def main(mode: str, file: str = "", *_: str) -> int:
         return main("met", file)
     if mode.startswith("meets "):  # each of these stages waits until all have started
         Path(file).with_suffix(".here").touch()
-        print("meeting", flush=True)
         while not all(Path(file).with_name(f"{name}.here").exists() for name in mode.split()[1:]):
             time.sleep(0.02)
         return main("met", file)

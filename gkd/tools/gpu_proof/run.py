@@ -53,7 +53,7 @@ class Started:
     """A stage with a process. It has the GPU from `begin` on."""
 
     def __init__(self, stage: Stage, place: Place) -> None:
-        self.stage, self._place, self._joined = stage, place, not stage.starts_alone
+        self.stage, self._place = stage, place
         self._json, self._xml, self._log, self._turn = (
             place.out / f"{stage.name}.{kind}" for kind in ("json", "xml", "log", "turn")
         )
@@ -68,12 +68,6 @@ class Started:
     def begin(self) -> None:
         self._began = time.monotonic()
         self._turn.touch()
-
-    def alone(self) -> bool:
-        """Return whether no other stage may have the GPU now."""
-        if not self._joined and self.stage.alone_until:
-            self._joined = self.stage.alone_until in self._log.read_text(errors="replace")
-        return not self._joined
 
     def over(self) -> bool:
         return self.process.poll() is not None or time.monotonic() - self._began > self.stage.limit_s
@@ -123,7 +117,7 @@ def run_all(
         try:
             while waiting or running:
                 ready = [stage for stage in waiting if is_ready(stage)]
-                while following := next_up(ready, [(one.stage, one.alone()) for one in running], place.room):
+                while following := next_up(ready, [one.stage for one in running], place.room):
                     ready.remove(following)
                     waiting.remove(following)
                     before(following)

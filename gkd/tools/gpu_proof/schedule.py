@@ -26,25 +26,20 @@ EXPECTED_ROOM = Room(16, 80.0)  # of the machine that `Stage.expected_s` is for
 
 
 def in_order(stages: Sequence[Stage]) -> list[Stage]:
-    """Return stages that run alone, then one that lets others join it, then those that share, the longest first."""
+    """Return stages that run alone, then those that share, the longest first."""
     alone = [stage for stage in stages if not stage.shares_gib]
-    joined = [stage for stage in stages if stage.shares_gib and stage.starts_alone]
-    shared = [stage for stage in stages if not stage.starts_alone]
-    return [*alone, *joined, *sorted(shared, key=lambda stage: -stage.expected_s)]
+    shared = [stage for stage in stages if stage.shares_gib]
+    return [*alone, *sorted(shared, key=lambda stage: -stage.expected_s)]
 
 
-def next_up(waiting: Sequence[Stage], running: Sequence[tuple[Stage, bool]], room: Room) -> Stage | None:
-    """Return the stage that may use the GPU now; None: wait for the end of one.
-
-    Args:
-        running: each stage, and whether it must be alone now.
-    """
+def next_up(waiting: Sequence[Stage], running: Sequence[Stage], room: Room) -> Stage | None:
+    """Return the stage that may use the GPU now; None: wait for the end of one of those that run."""
     if not running:
         return waiting[0] if waiting else None
-    if len(running) >= room.width or any(alone for _, alone in running):
+    if len(running) >= room.width or not all(stage.shares_gib for stage in running):
         return None
-    free = room.gib - sum(stage.shares_gib for stage, _ in running)
-    return next((stage for stage in waiting if not stage.starts_alone and stage.shares_gib < free), None)
+    free = room.gib - sum(stage.shares_gib for stage in running)
+    return next((stage for stage in waiting if 0 < stage.shares_gib < free), None)
 
 
 def started_ahead(waiting: Sequence[Stage], room: Room) -> Stage | None:
@@ -57,16 +52,11 @@ def expected_seconds(stages: Sequence[Stage], room: Room = EXPECTED_ROOM) -> flo
     waiting, began, now = in_order(stages), dict[Stage, float](), 0.0  # `began`: of those that run
     ahead_since = 0.0
     while waiting or began:
-        while stage := next_up(waiting, [(one, now < start + _alone_s(one)) for one, start in began.items()], room):
+        while stage := next_up(waiting, list(began), room):
             done_s = min(stage.ahead_s, now - ahead_since) if stage is started_ahead(waiting, room) else 0.0
             waiting.remove(stage)
             began[stage] = now - done_s
             ahead_since = now
-        marks = [start + seconds for one, start in began.items() for seconds in (_alone_s(one), one.expected_s)]
-        now = min(mark for mark in marks if mark > now)
+        now = min(start + one.expected_s for one, start in began.items())
         began = {one: start for one, start in began.items() if start + one.expected_s > now}
     return now
-
-
-def _alone_s(stage: Stage) -> int:
-    return stage.alone_s if stage.shares_gib else stage.expected_s

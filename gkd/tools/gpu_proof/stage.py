@@ -23,9 +23,6 @@ class Stage:
             the start.
         shares_gib: GPU memory that it takes at most while other stages use the rest. 0: its figures are times or memory
             of the whole card, so it runs alone.
-        alone_until: text in the log of a stage with `shares_gib`; it runs alone until then. "": it shares from the
-            start.
-        alone_s: the part of `expected_s` until then.
         ahead_s: the part of `expected_s` before it first uses the GPU, where it calls `wait_for_turn`. It is started
             while the stage before it runs. 0: it is not.
     """
@@ -42,13 +39,7 @@ class Stage:
     min_gib: int = 0
     prepare: tuple[str, ...] = ()
     shares_gib: int = 0
-    alone_until: str = ""
-    alone_s: int = 0
     ahead_s: int = 0
-
-    @property
-    def starts_alone(self) -> bool:
-        return not self.shares_gib or bool(self.alone_until)
 
     def words(self, device: str) -> list[str]:
         command = self.cpu if device == "cpu" else self.command
