@@ -86,10 +86,10 @@ def _probe(student: Path, n_vocab: int) -> dict[Any, Any]:
     scheduler._schedule_decodes, scheduler._allocate_slots = counted, counted_slots
     list(engine.generate(prompts, sampling))
     result["short_passes"], result["slots"], n_slots = n_short, n_slots + n_decodes, 0
-    scheduler._has_short_path = False
+    has_short_path, scheduler._has_short_path = scheduler._has_short_path, False
     result["base_class"] = sorted(engine.generate(prompts, sampling), key=lambda r: r.sample_index)
     result["passes_of_base_class"], result["slots_of_base_class"] = n_short - result["short_passes"], n_slots
-    scheduler._has_short_path = True
+    scheduler._has_short_path = has_short_path
     tokens_a_pass, scheduler.max_num_scheduled_tokens = scheduler.max_num_scheduled_tokens, 40
     result["small_passes"] = sorted(engine.generate(prompts, sampling), key=lambda r: r.sample_index)
     scheduler.max_num_scheduled_tokens = tokens_a_pass
