@@ -31,7 +31,6 @@ def main(argv: list[str] | None = None) -> int:
     """
     environment = dict(os.environ)
     args = _parse(argv)
-    collect_garbage_rarely()
     interrupts.install()  # also where a shell started it in the background with SIGINT ignored
     closing: Closing | None = None
     failure: GkdError | None = None
@@ -72,6 +71,7 @@ def run(config: Config, closing: Closing) -> None:
         trainer = Trainer(plan.config, pools, plan.train_prompts, plan.val_prompts, plan.folder, plan.total_steps)
         closing.state = trainer.metrics.state
         with terminal.watching(trainer.metrics.state, pools.teacher_health):
+            collect_garbage_rarely()
             trainer.fit()
 
 
