@@ -51,10 +51,11 @@ def test_a_prefetching_run_that_loses_its_engine_and_its_teacher_is_bit_exact(
     port, brief = free_port("127.0.0.1"), ("teacher.outage_budget_s=3", "teacher.request_timeout_s=2")
     many, alone = (*settings, *brief, "trainer.total_steps=60"), f"trainer.resume={begin}"
     with ServerProcess(lab.teacher, lab.root, port=port, options=ALONE) as server:
-        process = start(lab, rest, port, *many, alone, env={"GKD_TEST_RUN": str(rest)})
+        process = start(lab, rest, port, *many, alone, shared_ray)
         try:
             wait_for_step(rest, 3, process)
-            (engine,) = (p for p in psutil.Process(process.pid).children(recursive=True) if is_engine(p))
+            # The nodes of the shared Ray are children of this process.
+            (engine,) = (p for p in psutil.Process().children(recursive=True) if is_engine(p))
             engine.kill()
             wait_for_step(rest, int(read_metrics(rest / "metrics.jsonl")[-1]["step"]) + ahead + 1, process)
             server.kill()
@@ -69,9 +70,9 @@ def test_a_prefetching_run_that_loses_its_engine_and_its_teacher_is_bit_exact(
     assert _state(lost)["step"] < N_STEPS, "the teacher was killed too late for a comparison"
     assert len(list((lost / "in_flight").iterdir())) == ahead
 
-    with ServerProcess(lab.teacher, lab.root, port=port, options=ALONE):
-        more = (f"trainer.total_steps={N_STEPS}", "trainer.resume=auto", shared_ray)
-        done = lab.train_run(rest, port, *settings, *brief, *more)
+    # The session's server has the same teacher, at another address.
+    more = (f"trainer.total_steps={N_STEPS}", "trainer.resume=auto", shared_ray)
+    done = lab.train_run(rest, teacher_port, *settings, *brief, *more)
     assert done.returncode == 0, done.stderr[-4000:]
     starts = [json.loads(line)["resumed_from"] for line in (rest / "environment.jsonl").read_text().splitlines()]
     assert list(map(Path, starts)) == [begin, lost]
