@@ -5,7 +5,6 @@ The actor's ranks are the product's. An engine is a Ray actor with the product's
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -14,65 +13,20 @@ from typing import Any
 
 import pytest
 import ray
-import torch
 
 from gkd.config.schema import Config
 from gkd.errors import ClusterError, WeightSyncError
-from gkd.weight_sync.buckets import Bucket, digest
 from gkd.weight_sync.coordinator import WeightSync
-from gkd.weight_sync.group import GroupSpec, TransferGroup
-from gkd.weight_sync.transfer import receive
 from tests.bench.student_case import save_model
+from tests.dist.dict_engine import DictEngine
 from tests.dist.slots import actor_slots
 from tests.dist.test_offload import N_RANKS, Actor, batch
 
 pytestmark = pytest.mark.dist
 
 
-class Engine:
-    """Holds what it received; dies in the middle of a transfer if it was told to."""
-
-    def __init__(self) -> None:
-        self.groups: list[TransferGroup] = []
-        self.weights: dict[str, torch.Tensor] = {}
-        self.version, self.dies = 0, False
-
-    def join_groups(self, specs: list[GroupSpec]) -> None:
-        for group in self.groups:
-            group.close()
-        self.groups = [TransferGroup(spec, torch.device("cpu")) for spec in specs]
-
-    def receive(self, plans: list[list[Bucket]], policy_version: int, content: str) -> int:
-        def load(tensors: list[tuple[str, torch.Tensor]]) -> None:
-            if self.dies and self.weights:
-                os._exit(1)
-            self.weights |= {name: tensor.clone() for name, tensor in tensors}
-
-        if self.dies:
-            self.weights = {}
-        n_bytes = sum(receive(group, plan, load) for group, plan in zip(self.groups, plans, strict=True))
-        self.version = policy_version
-        return n_bytes
-
-    def digests(self) -> dict[str, str]:
-        return {name: digest(tensor) for name, tensor in self.weights.items()}
-
-    def state(self) -> tuple[int, dict[str, str]]:
-        return self.version, self.digests()
-
-    def transports(self) -> list[str]:
-        return [group.transport for group in self.groups]
-
-    def die_in_transfer(self) -> None:
-        self.dies = True
-
-    def wait_for(self, path: Path) -> None:
-        while not path.exists():
-            time.sleep(0.02)
-
-
 def _engine() -> Any:
-    return ray.remote(Engine).options(num_cpus=0).remote()
+    return ray.remote(DictEngine).options(num_cpus=0).remote()
 
 
 def _engines(n: int) -> list[Any]:
