@@ -12,7 +12,7 @@ import pytest
 
 from gkd.errors import TeacherUnavailable
 from tests.service.conftest import TINY_VOCAB, WIDE_VOCAB
-from tests.service.harness import ServerProcess, connect, is_alive, random_rollouts, wait_until
+from tests.service.harness import ServerProcess, connect, is_alive, random_rollouts, trivial_model, wait_until
 
 pytestmark = pytest.mark.service
 
@@ -81,10 +81,13 @@ def test_an_absent_server_is_an_error_within_the_outage_budget() -> None:
     assert "127.0.0.1:1" in str(caught.value) and "python -m teacher_server" in str(caught.value)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_ends_everything_in_time(tiny_model: Path, tmp_path: Path, number: signal.Signals) -> None:
+# The engine decides how long a worker takes to exit, the number which handler begins it: one case with a real model.
+@pytest.mark.parametrize(("number", "engine"), [(signal.SIGTERM, "hf"), (signal.SIGINT, "trivial")])
+def test_a_signal_ends_everything_in_time(
+    tiny_model: Path, tmp_path: Path, number: signal.Signals, engine: str
+) -> None:
     """Fails if a stopped server leaves a worker and its GPU memory behind, or takes longer than 3 s."""
-    with ServerProcess(tiny_model, tmp_path) as server:
+    with ServerProcess(tiny_model, tmp_path, options=("--engine", engine)) as server:
         started_s = time.monotonic()
         server.process.send_signal(number)
         assert server.process.wait(timeout=3) == 0
@@ -93,9 +96,10 @@ def test_a_signal_ends_everything_in_time(tiny_model: Path, tmp_path: Path, numb
         assert not list(tmp_path.glob("*.json")), "the ready file must be removed"
 
 
-def test_workers_die_with_a_killed_server(tiny_model: Path, tmp_path: Path) -> None:
+def test_workers_die_with_a_killed_server(tmp_path: Path) -> None:
     """Fails if workers survive a kill -9 of the server."""
-    with ServerProcess(tiny_model, tmp_path) as server:
+    # The exit of workers with a real model is in test_pending_requests_are_sent_again_to_a_restarted_server.
+    with ServerProcess(trivial_model(tmp_path / "m"), tmp_path, options=("--engine", "trivial")) as server:
         assert all(is_alive(pid) for pid in server.worker_pids)
         server.kill()
         wait_until(lambda: not any(is_alive(pid) for pid in server.worker_pids), 2.0, "exit of the workers")

@@ -21,7 +21,7 @@ from gkd.teacher.endpoint import ScoringEndpoint
 from gkd.teacher.window import Window
 from gkd.types import Rollout
 from tests.service.conftest import TINY_VOCAB
-from tests.service.harness import ServerProcess, random_rollouts, save_model
+from tests.service.harness import ServerProcess, random_rollouts, save_model, trivial_model
 
 pytestmark = pytest.mark.service
 CUT = 250
@@ -86,7 +86,8 @@ def test_each_sequence_is_scored_by_its_own_teacher(server: ServerProcess, other
 def test_an_outage_names_its_route(tmp_path: Path, server: ServerProcess, signal: str) -> None:
     """Fails if an outage does not name its route, or a dead one is not an outage within its budget."""
     rollouts = routed(random_rollouts(8, CUT, seed=4), 2)
-    with ServerProcess(save_model(tmp_path / "model", TINY_VOCAB, seed=6), tmp_path) as dying:
+    model = trivial_model(tmp_path / "model", TINY_VOCAB)  # only its end matters, not its scores
+    with ServerProcess(model, tmp_path, options=("--engine", "trivial")) as dying:
         routes = f"teacher.routes={{code: {{server_port: {server.port}}}, math: {{server_port: {dying.port}}}}}"
         with endpoint(routes, f"teacher.signal={signal}") as opened:
             opened.score(rollouts)
