@@ -26,20 +26,21 @@ N_RANKS = 2
 
 
 class Rank(ActorWorker):
-    """A rank with a snapshot instead of a student, and a step that hangs."""
+    """A rank with a snapshot instead of a student, and a step that hangs until a file exists."""
 
     def save(self, folder: Path) -> None:
         piece = Piece("w", "param", 0, 0, torch.full((1000,), float(self._rank)))
         snapshot = HostCopies(torch.device("cpu")).snapshot([piece], {"step": 1, "world_size": N_RANKS}, {})
         self._writer.start(folder, self._rank, snapshot)
 
-    def hang(self, seconds: float) -> None:
-        time.sleep(seconds)
+    def hang(self, until: Path) -> None:
+        while not until.exists():
+            time.sleep(0.02)
 
 
 @pytest.fixture(scope="module")
-def ranks() -> Iterator[list[object]]:
-    with actor_slots(N_RANKS) as slots:
+def ranks(ray_address: str) -> Iterator[list[object]]:
+    with actor_slots(ray_address, N_RANKS) as slots:
         yield slots.spawn(Rank, worker_env(on_cpu=True), concurrency_groups=CONCURRENCY_GROUPS)
 
 
@@ -64,13 +65,15 @@ def test_a_save_is_committed_while_a_rank_hangs(ranks: list[object], tmp_path: P
     with pytest.raises(CheckpointError):
         actor.save_finished(wait=True, timeout_s=30)
     actor.save(folder)
-    hung = [rank.hang.remote(4) for rank in ranks]  # type: ignore[attr-defined]
+    until = tmp_path / "free"
+    hung = [rank.hang.remote(until) for rank in ranks]  # type: ignore[attr-defined]
     began = time.monotonic()
     written = actor.save_finished(wait=True, timeout_s=3)
     seconds = time.monotonic() - began
     assert written is not None and sorted(written) == sorted(path.name for path in folder.iterdir())
     assert len(written) == N_RANKS
     assert not ray.wait(hung, num_returns=1, timeout=0)[0], "the steps still hang"
+    until.touch()
     print(f"returned after {seconds:.3f} s")
 
 
