@@ -175,6 +175,6 @@ def test_a_teacher_without_tokenizer(lab: Lab) -> None:
     shutil.copytree(lab.teacher, bare)
     for file in bare.glob("*token*"):
         file.unlink()
-    with ServerProcess(bare, lab.root) as server:
+    with ServerProcess(bare, lab.root, options=("--engine", "trivial")) as server:
         error = refused(lab, server.port)
     assert isinstance(error, ConfigError) and error.key == "teacher.server_port" and str(bare) in error.problem
