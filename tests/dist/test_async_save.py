@@ -67,13 +67,15 @@ def test_a_save_is_committed_while_a_rank_hangs(ranks: list[object], tmp_path: P
     actor.save(folder)
     until = tmp_path / "free"
     hung = [rank.hang.remote(until) for rank in ranks]  # type: ignore[attr-defined]
-    began = time.monotonic()
-    written = actor.save_finished(wait=True, timeout_s=3)
-    seconds = time.monotonic() - began
-    assert written is not None and sorted(written) == sorted(path.name for path in folder.iterdir())
-    assert len(written) == N_RANKS
-    assert not ray.wait(hung, num_returns=1, timeout=0)[0], "the steps still hang"
-    until.touch()
+    try:
+        began = time.monotonic()
+        written = actor.save_finished(wait=True, timeout_s=3)
+        seconds = time.monotonic() - began
+        assert written is not None and sorted(written) == sorted(path.name for path in folder.iterdir())
+        assert len(written) == N_RANKS
+        assert not ray.wait(hung, num_returns=1, timeout=0)[0], "the steps still hang"
+    finally:
+        until.touch()
     print(f"returned after {seconds:.3f} s")
 
 
