@@ -120,6 +120,8 @@ def _start(
     ]
     # Both pools build at the same time; they first need each other for the weight-sync groups.
     building = rollout.init_model(plan.device, plan.eos_ids)
+    endpoints = _endpoints(config, plan, actor, actor_slots)  # their processes start meanwhile
+    startup.expect([_endpoint_name(i) for i in range(len(endpoints))])
     if config.trainer.colocate:  # an engine takes its share of the free memory, then sleeps to make room for the actor
         gather(building, "init_model", startup.left_s())
         rollout.offload_states()
@@ -133,8 +135,6 @@ def _start(
         actor.init_teacher(plan.n_vocab, startup.left_s())
     if plan.derived.reference_folder:
         actor.init_reference(startup.left_s())
-    endpoints = _endpoints(config, plan, actor, actor_slots)
-    startup.expect([_endpoint_name(i) for i in range(len(endpoints))])
     gather({_endpoint_name(i): e.is_up.remote() for i, e in enumerate(endpoints)}, "start", startup.left_s())
     init_judging(config, plan.derived, plan.train_prompts, plan.val_prompts, endpoints, startup.left_s())
     if config.teacher.signal == "hidden" and plan.derived.has_teacher_server:
