@@ -1,8 +1,6 @@
-"""How pytest-xdist distributes the tests of all folders over its workers, and the Ray cluster of a worker."""
+"""How pytest-xdist distributes the tests of all folders over its workers."""
 
 from __future__ import annotations
-
-from collections.abc import Iterator
 
 import pytest
 from xdist.scheduler import LoadScopeScheduling
@@ -34,12 +32,3 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """Put the runs of the whole system first: they are the longest part that one worker has to do alone."""
     if hasattr(config, "workerinput"):
         items.sort(key=lambda item: not item.nodeid.startswith(SYSTEM))
-
-
-@pytest.fixture(scope="session")
-def ray_address() -> Iterator[str]:
-    """Start Ray with four logical GPUs for all files that do not test how it starts, and return its address."""
-    from tests.dist.ray_nodes import NodeSpec, ray_nodes  # imports Ray, which most files do not need
-
-    with ray_nodes([NodeSpec(gpus=4, cpus=16)]) as address:
-        yield address

@@ -13,6 +13,7 @@ from types import MappingProxyType
 import numpy as np
 import pytest
 
+from tests.dist.ray_nodes import NodeSpec, ray_nodes
 from tests.metric_keys import unlisted_keys
 from tests.service.harness import ServerProcess
 
@@ -111,9 +112,10 @@ def teacher_port(lab: Lab) -> Iterator[int]:
 
 
 @pytest.fixture(scope="session")
-def shared_ray(ray_address: str) -> str:
-    """Return the setting with which a run that need not start a Ray of its own joins that of the session."""
-    return f"cluster.ray_address={ray_address}"
+def shared_ray() -> Iterator[str]:
+    """Start one Ray for the runs that need not start their own, and return the setting with which a run joins it."""
+    with ray_nodes([NodeSpec(gpus=4, cpus=16)]) as address:
+        yield f"cluster.ray_address={address}"
 
 
 @pytest.fixture(scope="session")
