@@ -1,4 +1,4 @@
-"""Slots for an actor pool in the session's Ray cluster."""
+"""A local Ray cluster with slots for an actor pool."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from gkd.cluster.slots import Pool
 
 
 @contextmanager
-def actor_slots(ray_address: str, n_ranks: int) -> Iterator[Pool]:
-    cluster = Cluster(ray_address, n_slots=0, on_cpu=True)
+def actor_slots(n_ranks: int) -> Iterator[Pool]:
+    cluster = Cluster("", n_slots=n_ranks, on_cpu=True)
     try:
         yield cluster.make_pools([PoolSpec("actor", 1, n_ranks, gpus_per_worker=1)], 60)["actor"]
     finally:

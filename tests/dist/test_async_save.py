@@ -39,8 +39,8 @@ class Rank(ActorWorker):
 
 
 @pytest.fixture(scope="module")
-def ranks(ray_address: str) -> Iterator[list[object]]:
-    with actor_slots(ray_address, N_RANKS) as slots:
+def ranks() -> Iterator[list[object]]:
+    with actor_slots(N_RANKS) as slots:
         yield slots.spawn(Rank, worker_env(on_cpu=True), concurrency_groups=CONCURRENCY_GROUPS)
 
 

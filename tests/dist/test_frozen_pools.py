@@ -30,10 +30,10 @@ pytestmark = pytest.mark.dist
 
 
 @pytest.fixture(scope="module")
-def actor(ray_address: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Actor]:
+def actor(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Actor]:
     folder = tmp_path_factory.mktemp("model")
     save_model(folder, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4, head_dim=16)
-    with actor_slots(ray_address, N_RANKS) as slots:
+    with actor_slots(N_RANKS) as slots:
         local = ("teacher.backend=local", f"teacher.path={folder}", "teacher.topk=4")
         on_host = ("actor.strategy=fsdp2", "actor.fsdp_cpu_offload=true", "actor.offload_train=true")
         made = Actor(slots, folder, *on_host, "distill.reference_kl_weight=0.1", *local)

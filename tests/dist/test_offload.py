@@ -57,8 +57,8 @@ class Rank(ActorWorker):
 
 
 @pytest.fixture(scope="module")
-def slots(ray_address: str) -> Iterator[Pool]:
-    with actor_slots(ray_address, N_RANKS) as made:
+def slots() -> Iterator[Pool]:
+    with actor_slots(N_RANKS) as made:
         yield made
 
 

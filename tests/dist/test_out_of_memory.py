@@ -66,11 +66,11 @@ class Rank(ActorWorker):
 
 
 @pytest.fixture(scope="module")
-def actor(ray_address: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ActorPool]:
+def actor(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ActorPool]:
     folder = tmp_path_factory.mktemp("run")
     base = ["data.train_files=[a]", "model.path=m", f"trainer.run_dir={folder}", f"trainer.n_gpus_per_node={N_RANKS}"]
     base.append("memory.timeline_of_ranks=true")
-    with actor_slots(ray_address, N_RANKS) as slots:
+    with actor_slots(N_RANKS) as slots:
         pool = ActorPool(
             slots.spawn(Rank, worker_env(on_cpu=True), concurrency_groups=CONCURRENCY_GROUPS), load_config(None, base)
         )

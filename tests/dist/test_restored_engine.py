@@ -37,10 +37,10 @@ def _engines(n: int) -> list[Any]:
 
 
 @pytest.fixture(scope="module")
-def actor(ray_address: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Actor]:
+def actor(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Actor]:
     folder = tmp_path_factory.mktemp("model")
     save_model(folder, hidden_size=256, intermediate_size=512, num_hidden_layers=4, num_attention_heads=4, head_dim=64)
-    with actor_slots(ray_address, N_RANKS) as slots:
+    with actor_slots(N_RANKS) as slots:
         sync = ("weight_sync.verify=never", "weight_sync.timeout_s=60", "weight_sync.bucket_mib=1")
         yield Actor(slots, folder, "actor.strategy=fsdp2", *sync)
 

@@ -52,8 +52,8 @@ def read_from_a_dead_disk(seconds: float) -> None:
 
 
 @pytest.fixture(scope="module")
-def slots(ray_address: str) -> Iterator[Pool]:
-    with actor_slots(ray_address, N_RANKS) as made:
+def slots() -> Iterator[Pool]:
+    with actor_slots(N_RANKS) as made:
         yield made
 
 
