@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import sys
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,8 +19,6 @@ from teacher_server.engines import load
 from teacher_server.engines import vllm as teacher_vllm
 from teacher_server.errors import SettingsError
 
-VARIABLES = ("VLLM_NO_USAGE_STATS", "VLLM_ENABLE_V1_MULTIPROCESSING", "VLLM_USE_V2_MODEL_RUNNER", "OMP_NUM_THREADS")
-
 
 class Given(Exception):
     """The arguments that vLLM was called with."""
@@ -29,9 +29,12 @@ def stop(**arguments: Any) -> None:
 
 
 @pytest.fixture(autouse=True)
-def _restored_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in VARIABLES:
-        monkeypatch.setenv(name, "1")
+def _restored_environment() -> Iterator[None]:
+    """The engines set variables for their process, of which one disables torch.compile."""
+    before = dict(os.environ)
+    yield
+    os.environ.clear()
+    os.environ.update(before)
 
 
 @pytest.mark.parametrize(
