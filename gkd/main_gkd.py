@@ -12,6 +12,7 @@ import textwrap
 import traceback
 
 from gkd.api import open_pools
+from gkd.cluster.garbage import collect_garbage_rarely
 from gkd.config.key_list import all_keys
 from gkd.config.load import load_config, parse_overrides
 from gkd.config.schema import Config
@@ -20,7 +21,6 @@ from gkd.errors import ConfigError, DataError, GkdError, ModelError
 from gkd.run import interrupts
 from gkd.run.again import may_start_again, start_again
 from gkd.run.closing import Closing
-from gkd.run.garbage import collect_garbage_rarely
 from gkd.trainer import Trainer
 
 

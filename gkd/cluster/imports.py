@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import atexit
 import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
+
+from gkd.cluster.garbage import never_collect_existing
 
 
 @contextmanager
@@ -21,7 +22,6 @@ def quick_imports() -> Iterator[None]:
     try:
         yield
     finally:
-        gc.freeze()
-        atexit.register(gc.unfreeze)  # otherwise C++ libraries that count their live objects at exit report leaks
+        never_collect_existing()
         if was_on:
             gc.enable()

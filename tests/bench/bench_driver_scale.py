@@ -28,10 +28,10 @@ import numpy as np
 import psutil
 
 from gkd.actor.pool import ActorPool
+from gkd.cluster.garbage import collect_garbage_rarely
 from gkd.config.load import load_config
 from gkd.handles import ScoreTimes, SyncReport, TrainStats
 from gkd.rollout.pool import RolloutPool
-from gkd.run.garbage import collect_garbage_rarely
 from gkd.run.manifest import digest_bytes
 from gkd.run.open import open_run_folder
 from gkd.teacher.records import ScoreSummary

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import weakref
 
-from gkd.run.garbage import collect_garbage_rarely
+from gkd.cluster.garbage import collect_garbage_rarely
 
 
 class Node:

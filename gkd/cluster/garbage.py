@@ -1,4 +1,4 @@
-"""Run Python's cyclic garbage collector less often in the driver's process."""
+"""Run Python's cyclic garbage collector less often. Pure."""
 
 from __future__ import annotations
 
@@ -17,6 +17,11 @@ def collect_garbage_rarely() -> None:
     collector traversed them, and everything that was imported, without finding garbage: a fifth of the driver's CPU
     time.
     """
+    never_collect_existing()
+    gc.set_threshold(*_THRESHOLDS)
+
+
+def never_collect_existing() -> None:
+    """Exclude all objects that exist now from later collections."""
     gc.freeze()
     atexit.register(gc.unfreeze)  # otherwise C++ libraries that count their live objects at exit report leaks
-    gc.set_threshold(*_THRESHOLDS)
