@@ -107,6 +107,12 @@ class Cluster:
             fix = ""
             if "Version mismatch" in problem:
                 fix = " Fix: use the Ray and Python versions of the cluster, or restart it with these."
+            elif address and os.environ.get("RAY_AUTH_MODE", "").lower() != "token":
+                # `ray start` requires a token as soon as its host has one, and any local Ray makes one.
+                fix = (
+                    ". Fix: if Ray's lines above have InvalidAuthToken, the cluster requires its token: set "
+                    "RAY_AUTH_MODE=token, with the ~/.ray/auth_token of its head node on this host."
+                )
             verb = "joined" if address else "started"
             raise ClusterError(
                 f"Ray could not be {verb} (cluster.ray_address = {address!r}): {problem}{fix}"

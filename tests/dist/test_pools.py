@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import secrets
 import socket
 import subprocess
 import sys
@@ -29,6 +30,7 @@ from gkd.errors import ClusterError
 from gkd.gpu_map.collect import PlacementProbe
 from gkd.launcher import worker_env
 from tests.dist.ray_nodes import NodeSpec, Place, my_place, ray_nodes
+from tests.service.harness import wait_until
 
 pytestmark = pytest.mark.dist
 
@@ -254,6 +256,43 @@ def test_an_address_without_ray_is_refused(reply: bytes, monkeypatch: pytest.Mon
         with pytest.raises(ClusterError, match=address):
             Cluster(address, n_slots=1, on_cpu=True)
         assert time.monotonic() - began < 20
+
+
+JOIN = """
+import sys
+from gkd.cluster.pools import Cluster
+from gkd.errors import ClusterError
+try:
+    Cluster(sys.argv[1], n_slots=0, on_cpu=True).close()
+except ClusterError as error:
+    sys.exit(str(error))
+"""
+
+
+@pytest.mark.slow
+def test_a_cluster_that_requires_a_token(tmp_path: Path) -> None:
+    """Fails if a cluster of `ray start` on a host that has a token cannot be joined, or the error without the token
+    does not name the variable that is missing.
+    """
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    (tmp_path / ".ray").mkdir()
+    (tmp_path / ".ray" / "auth_token").write_text(secrets.token_hex(32))
+    plain = {name: value for name, value in os.environ.items() if name != "RAY_AUTH_MODE"}
+    env = plain | {"HOME": str(tmp_path), "RAY_py_gcs_connect_timeout_s": "3"}
+    ray_command = [sys.executable, "-m", "ray.scripts.scripts"]
+    where = ["--node-ip-address", "127.0.0.1", "--port", str(port)]
+    start = [*ray_command, "start", "--head", "--block", *where, "--num-cpus", "2", "--include-dashboard", "false"]
+    with (tmp_path / "ray.log").open("wb") as log, subprocess.Popen(start, env=env, stdout=log, stderr=log) as head:
+        try:
+            wait_until(lambda: b"Ray runtime started" in (tmp_path / "ray.log").read_bytes(), 60, "ray start")
+            join = [sys.executable, "-c", JOIN, f"127.0.0.1:{port}"]
+            refused = subprocess.run(join, env=env, capture_output=True, text=True, timeout=120, check=False)
+            assert refused.returncode == 1 and "RAY_AUTH_MODE=token" in refused.stderr, refused.stderr
+            joined = subprocess.run(join, env=env | {"RAY_AUTH_MODE": "token"}, timeout=120, check=False)
+            assert joined.returncode == 0
+        finally:
+            head.terminate()
 
 
 def test_the_drivers_environment_is_restored(monkeypatch: pytest.MonkeyPatch) -> None:
