@@ -85,7 +85,8 @@ class Cluster:
         os.environ.setdefault("RAY_prestart_worker_first_driver", "0")  # two processes that no actor uses
         common: dict[str, Any] = {"logging_level": "WARNING", "log_to_driver": True, "runtime_env": _JOB_ENV}
         local: dict[str, Any] = common | {"include_dashboard": False}
-        on_sigterm = signal.getsignal(signal.SIGTERM)
+        on_sigterm, on_sighup = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGHUP)
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)  # the daemons inherit it, and outlive a terminal
         keep_worker_lines()
         try:
             if address:
@@ -123,6 +124,7 @@ class Cluster:
         finally:
             del os.environ[_RUN]
             signal.signal(signal.SIGTERM, on_sigterm)  # ray.init replaces it
+            signal.signal(signal.SIGHUP, on_sighup)
 
     def make_pools(self, specs: Sequence[PoolSpec], timeout_s: float) -> dict[str, Pool]:
         """Reserve all pools or none; return them by name. The first pool gets the lowest GPU ids.

@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM: stop the training loop only where the student is that of a finished step.
+"""Ctrl-C, SIGTERM and the end of the terminal: stop the loop only where the student is that of a finished step.
 
     before and after the loop   the first signal raises KeyboardInterrupt at once
     in the loop                 the first signal is held until the loop is in an `interruptible` block; then the last
@@ -22,7 +22,7 @@ from types import FrameType
 LIMIT_S = 120.0  # from the first signal in the loop until the last save has to be finished
 STOP_S = 30.0  # stopping all processes takes seconds
 
-_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _NOTICE = (
     f"interrupted: the last step is finished and saved, within {LIMIT_S:.0f} s; a second Ctrl-C stops without saving\n"
 )
@@ -35,17 +35,23 @@ class _State:
     between_steps = False  # KeyboardInterrupt was raised in an `interruptible` block
     requested = False  # any signal has come
     stopping_s: float | None = None  # clock when the processes began to stop
+    terminals: tuple[int, ...] = ()  # those of stdout and stderr that were a terminal at `install`
 
 
 _state = _State()
 
 
 def install() -> None:
-    """Receive SIGINT and SIGTERM in this process from now on. Call it in the main thread."""
+    """Receive SIGINT, SIGTERM and SIGHUP in this process from now on. Call it in the main thread.
+
+    SIGHUP stays ignored if it is (nohup).
+    """
     global _state
     _state = _State()
+    _state.terminals = tuple(fd for fd in (1, 2) if os.isatty(fd))
     for number in (*_SIGNALS, signal.SIGALRM):
-        signal.signal(number, _receive)
+        if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
+            signal.signal(number, _receive)
 
 
 @contextmanager
@@ -95,6 +101,8 @@ def _receive(number: int, frame: FrameType | None) -> None:
     del frame
     if number == signal.SIGALRM and not _state.in_loop:
         return
+    if number == signal.SIGHUP:
+        _leave_terminal()
     _state.requested = True
     if _state.stopping_s is not None and time.monotonic() - _state.stopping_s < STOP_S:
         return
@@ -107,6 +115,15 @@ def _receive(number: int, frame: FrameType | None) -> None:
     os.write(2, _NOTICE.encode())  # a logger is not safe in a signal handler
     if _state.may_stop:
         _stop_between_steps()
+
+
+def _leave_terminal() -> None:
+    """Drop further output to a terminal that has ended: each write to it would raise an error, also during the save."""
+    for fd in _state.terminals:
+        if not os.isatty(fd):
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, fd)
+            os.close(nowhere)
 
 
 def _stop_between_steps() -> None:

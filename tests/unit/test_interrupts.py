@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import os
+import pty
 import signal
+import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
@@ -14,7 +17,7 @@ from gkd.metrics.writer import read_metrics
 from gkd.run import interrupts
 from tests.unit.world import PROMPTS, World, checkpoints, make
 
-NUMBERS = (signal.SIGINT, signal.SIGTERM, signal.SIGALRM)
+NUMBERS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGALRM)
 
 
 @pytest.fixture(autouse=True)
@@ -187,3 +190,42 @@ def test_a_failed_save_at_an_interrupt_is_still_an_interrupt(tmp_path: Path) -> 
     world.save_fails_at = 2
     fit_interrupted(tmp_path, world)
     assert checkpoints(tmp_path) == []
+
+
+AT_A_TERMINAL = """
+import sys, time
+from pathlib import Path
+from gkd.run import interrupts
+interrupts.install()
+print("ready", flush=True)
+try:
+    with interrupts.training_loop(), interrupts.interruptible():
+        time.sleep(60)
+except KeyboardInterrupt:
+    print("a line during the save", flush=True)
+    Path(sys.argv[1]).write_text(str(interrupts.came_between_steps()))
+"""
+
+
+@pytest.mark.parametrize(("ignored", "saved"), [(False, "True"), (True, None)])
+def test_the_end_of_the_terminal_is_an_interrupt(tmp_path: Path, ignored: bool, saved: str | None) -> None:
+    """Fails if a lost connection ends the run without a save, the save fails at a write to a terminal that is gone, or
+    nohup has no effect.
+    """
+    saved_file = tmp_path / "saved"
+    pid, terminal = pty.fork()
+    if pid == 0:
+        signal.signal(signal.SIGHUP, signal.SIG_IGN if ignored else signal.SIG_DFL)
+        os.execv(sys.executable, [sys.executable, "-c", AT_A_TERMINAL, str(saved_file)])
+    try:
+        assert b"ready" in os.read(terminal, 100)
+        time.sleep(0.2)  # it is asleep in the loop
+    finally:
+        os.close(terminal)
+    if ignored:
+        time.sleep(0.5)
+        assert os.waitpid(pid, os.WNOHANG) == (0, 0)
+        os.kill(pid, signal.SIGKILL)
+    _, status = os.waitpid(pid, 0)
+    assert ignored or os.waitstatus_to_exitcode(status) == 0
+    assert (saved_file.read_text() if saved_file.exists() else None) == saved
