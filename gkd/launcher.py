@@ -275,7 +275,7 @@ def _endpoints(config: Config, plan: Plan, actor: ActorPool, slots: Pool) -> lis
     """Start one scoring endpoint per data-parallel group, on the node of its last pipeline stage."""
     windows = [window_of_group(config.teacher, info, actor.dp_size) for info in plan.teachers]
     # A thread scores one chunk at a time. One more thread than fills the window, so that it does not run half empty at
-    # the end of a chunk. A stream's chunks are the samples of one prompt.
+    # the end of a chunk.
     n_in_flight = sum(window.n_connections * window.n_per_connection for window in windows)
     n_threads = -(-n_in_flight // CHUNK_SIZE) + 1
     if not plan.derived.has_teacher_server:

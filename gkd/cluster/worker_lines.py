@@ -36,6 +36,8 @@ def _print_whole_lines() -> None:
 
 def _keep(batch: dict[str, Any]) -> None:
     """Write one batch of Ray's log monitor: lines of one process. Runs in a thread of Ray."""
+    if batch.get("pid") == "autoscaler":
+        return  # a table of the cluster every 5 s
     who = batch.get("actor_name") or batch.get("task_name") or "process"
     name = f"{who} pid={batch.get('pid')} ip={batch.get('ip')}"
     for line in batch.get("lines") or ():

@@ -141,7 +141,7 @@ def _report(
     troubles: list[str] = []  # errors of the diagnosis itself: the host may be out of memory, too
     found = _tried("the allocator's blocks", lambda: fragmentation(at), troubles) if at.type == "cuda" else None
     usage = _tried("memory in use", lambda: read_usage(at), troubles)
-    gc.unfreeze()  # objects of the imports (`gkd.cluster.imports`) are visited again: the run ends anyway
+    gc.unfreeze()  # objects of the imports (`gkd.cluster.garbage`) are visited again: the run ends anyway
     held = _tried("holders", lambda: holders(at), troubles)
     judged = verdict(request, found)
     memory = str(at) if at.type != "cpu" else "the host (pinned)" if PINNED in str(error) else "the host"

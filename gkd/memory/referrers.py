@@ -5,7 +5,7 @@ process a few times, which takes seconds in a process with large libraries. torc
 it must be recorded from the start, exists on CUDA alone, and has where a tensor was allocated, not what keeps it alive.
 
 Not found: tensors that only C++ refers to, such as those that autograd saves for the backward pass; sparse tensors; and
-objects that `gc.freeze` has set aside, in a rank all objects of the imports (`gkd.cluster.imports`).
+objects that `gc.freeze` has set aside, in a rank all objects of the imports (`gkd.cluster.garbage`).
 """
 
 from __future__ import annotations

@@ -41,7 +41,7 @@ class ScoringEndpoint(RecordingEndpoint):
         config: the run's settings.
         n_vocab: size of the common vocabulary; a teacher drops its other rows before it normalizes.
         fingerprints: by route, of the teacher that preflight checked; scores of another teacher are refused.
-        windows: by route, connections to the server, and the maximum number of requests on each, over all threads.
+        windows: by route, connections to the server, and the maximum number of sequences in flight on each.
 
     Raises:
         ConfigError: invalid loss settings.

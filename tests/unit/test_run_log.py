@@ -46,7 +46,9 @@ def test_a_run_s_log_begins_with_its_checks_and_ends_with_its_error(tmp_path: Pa
 
 
 def test_the_lines_of_ranks_are_in_the_log_only(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """Fails if the log lacks what ranks and engines print, or a second cluster of the process doubles their lines."""
+    """Fails if the log lacks what ranks and engines print, has the tables of Ray's autoscaler, 25 lines every 5 s, or a
+    second cluster of the process doubles the lines.
+    """
     keep_worker_lines()
     keep_worker_lines()
     batch = {
@@ -58,6 +60,7 @@ def test_the_lines_of_ranks_are_in_the_log_only(tmp_path: Path, capfd: pytest.Ca
     }
     with folder_at(tmp_path / "run").logged("==== start 4710"):
         global_worker_stdstream_dispatcher.emit(batch)
+        global_worker_stdstream_dispatcher.emit(batch | {"pid": "autoscaler", "lines": ["Node status of pid=17"]})
     lines = [line for line in (tmp_path / "run" / "log.txt").read_text().splitlines() if "pid=17" in line]
     assert [line.rsplit("] ")[-1] for line in lines] == ["CUDA error", "second"]
     assert all("ActorWorker" in line and "10.0.0.1" in line for line in lines)
