@@ -34,7 +34,7 @@ from gkd.config.old_names.roll_values import (
     with_lora,
 )
 from gkd.config.old_names.row import Row, Table, mapped, meaningless, same, unsupported
-from gkd.config.old_names.values import choices, fixed, nothing, schedule, tensor_parallel_only, trackers
+from gkd.config.old_names.values import choices, fixed, normalize, nothing, schedule, tensor_parallel_only, trackers
 
 _PARALLEL = "strategy_args.strategy_config"
 _NO_REWARD = "rewards are functions: set reward.functions and distill.reward_weight (docs/losses.md)."
@@ -81,11 +81,12 @@ _DISTILL = (
     unsupported("init_kl_coef kl_penalty target_kl kl_horizon entropy_loss_coef use_topr* rl_loss_coef "
         "use_policy_loss_type importance_sampling postive_loss_coef *_loss_weight difficulty_* error_max_len_* "
         "max_len_mask mask_type train_infer_correction.* pg_variant *.pg_variant", _NO_REWARD, (0, 0.0, False)),
-    same("loss_agg_mode", "token-mean: the loss is averaged over all response tokens of a step."),
+    mapped("loss_agg_mode", "distill.normalize", "mean of all tokens, or of the responses' means", on_policy(normalize),
+        default="seq-mean-token-mean"),
     unsupported("reference.*", "the reference is the initial student, or the folder reference.path."),
     unsupported("teacher.tag_included tag_to_template tag_to_template.* teacher.*.model_args.* teacher.*.opd_kl_coef "
         "teacher.*.tag_included teacher.*.device_mapping teacher.*.infer_batch_size",
-        "one teacher per run; teacher.name selects one of a server."),
+        "several teachers are teacher.routes, and data.teacher_key names the column of the tag."),
 )  # fmt: skip
 
 _DATA = (

@@ -131,18 +131,20 @@ _DISTILL = (
     unsupported("--advantage-estimator --eps-clip --eps-clip-high --eps-clip-c --value-clip --gamma --lambd "
         "--normalize-advantages --disable-compute-advantages-and-returns --disable-grpo-std-normalization "
         "--disable-rewards-normalization --use-opsm --opsm-delta", _NO_REWARD),
-    unsupported("--rm-type --reward-key --eval-reward-key --group-rm --label-key --dynamic-sampling-filter-path "
+    unsupported("--rm-type --reward-key --eval-reward-key --group-rm --dynamic-sampling-filter-path "
         "--over-sampling-batch-size", _NO_REWARD),
     meaningless("--custom-rm-path --custom-reward-post-process-path",
         "the teacher's scores come from the teacher client; " + _NO_REWARD),
     unsupported("--loss-type", "distill.loss selects the loss.", ("policy_loss",)),
-    same("--calculate-per-token-loss",
-        "the loss is averaged over all response tokens of a step; slime averages per response without this flag."),
+    mapped("--calculate-per-token-loss", "distill.normalize",
+        "mean of all tokens of a step; without the flag slime averages the responses' means: sequence",
+        lambda value, old: "token" if value else "sequence", default=False),
 )  # fmt: skip
 
 _DATA = (
     mapped("--prompt-data", "data.train_files", _JSONL, as_list),
     mapped("--input-key", "data.prompt_key", "", default="input"),
+    mapped("--label-key", "data.answer_key", "of reward.functions and eval.metric"),
     mapped("--apply-chat-template", "data.chat_template", "", lambda value, old: "always" if value else "never"),
     unsupported("--apply-chat-template-kwargs --tool-key --multimodal-keys --metadata-key",
         "text prompts and the plain chat template only."),
@@ -164,8 +166,9 @@ _DATA = (
         lambda value, old: None if old.has("--num-rollout") else int(value)),
     mapped("--eval-prompt-data", "data.val_files", "the paths of the name path pairs", _eval_files),
     mapped("--eval-interval", "eval.every", "x optimizer steps of a rollout", _steps),
+    mapped("--n-samples-per-eval-prompt", "eval.n", "for the KL and pass@k"),
     meaningless("--eval-input-key --eval-label-key --eval-max-response-len --eval-top-p --eval-top-k "
-        "--eval-temperature --n-samples-per-eval-prompt --eval-max-prompt-len --eval-max-context-len",
+        "--eval-temperature --eval-max-prompt-len --eval-max-context-len",
         "an evaluation uses the settings of training; eval.metric needs data.answer_key."),
     unsupported("--eval-config --eval-function-path", "one list of held-out files."),
     unsupported("--skip-eval-before-train", "with data.val_files a run evaluates before the first step.", (False,)),
@@ -225,7 +228,7 @@ _STUDENT = (
     same("--use-distributed-optimizer --attention-softmax-in-fp32 --accumulate-allreduce-grads-in-fp32", _NUMERICS),
     unsupported("--attention-dropout --hidden-dropout", _NUMERICS, (0, 0.0)),
     meaningless("--attention-backend --qwen-gdn-backend --bf16 --distributed-backend --distributed-timeout-minutes",
-        "model.dtype is bfloat16 by default; kernels follow from the model."),
+        "model.dtype is bfloat16 by default; actor.layers and actor.attention select kernels."),
     meaningless("--num-layers --hidden-size --ffn-hidden-size --num-attention-heads --num-query-groups "
         "--group-query-attention --kv-channels --vocab-size --max-position-embeddings --normalization --norm-epsilon "
         "--swiglu --rotary-base --rotary-percent --use-rotary-position-embeddings --position-embedding-type "
@@ -289,8 +292,11 @@ _RUN = (
     mapped("--seed", "data.seed", "slime's other seed, --rollout-seed, is data.seed here", nothing),
     mapped("--save-debug-rollout-data --dump-details", "trainer.record_batches",
         "kept in trainer.run_dir/batches, for trainer.replay", lambda value, old: True),
-    meaningless("--train-env-vars --train-backend --megatron-to-hf-mode --debug-* --load-debug-rollout-data "
-        "--runtime-env-json --address --memory-* --record-memory-history --profile* --use-pytorch-profiler",
+    meaningless("--load-debug-rollout-data", "trainer.replay trains on recorded batches."),
+    meaningless("--profile* --use-pytorch-profiler",
+        "trainer.profile_steps and trainer.profile_ranks select what is profiled."),
+    meaningless("--train-env-vars --train-backend --megatron-to-hf-mode --debug-* "
+        "--runtime-env-json --address --memory-* --record-memory-history",
         "one way to run; see docs/operations.md."),
 )  # fmt: skip
 

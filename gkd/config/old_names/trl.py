@@ -92,11 +92,11 @@ def _lora(name: str) -> Any:
 _TEXT = "write the dataset as JSONL: prompts (text or messages) in data.prompt_key, responses in data.response_key."
 _GPU_ONLY = "the number format of the GPU's matrix products is not a setting."
 _HUB = "nothing is uploaded; the export in trainer.run_dir can be uploaded with `hf upload`."
-_KERNELS = "loss kernels are selected by actor.loss_kernel, attention by the backend."
+_KERNELS = "actor.layers, actor.attention and actor.loss_kernel select kernels."
 
 _DISTILL = (
     mapped("lmbda", "distill.on_policy_share",
-        "TRL draws once per batch; here the share of prompts is exact in every batch", default=0.5),
+        "TRL draws once per micro-batch; here the share of prompts is exact over time", default=0.5),
     mapped("beta", "distill.loss distill.beta",
         "the same sides: 0 is forward_kl, 1 is reverse_kl; between them jsd with the teacher's share beta", _loss,
         default=0.5),
@@ -215,7 +215,7 @@ _RUN = (
     meaningless("deepspeed fsdp fsdp_config fsdp_config.* accelerator_config accelerator_config.* use_cpu",
         "actor.strategy=fsdp2 shards the student; actor.fsdp_cpu_offload moves it to host memory."),
     meaningless("do_train do_eval do_predict load_best_model_at_end metric_for_best_model greater_is_better",
-        "a run trains, evaluates and exports the last weights."),
+        "the last weights are exported; trainer.keep_best keeps the best evaluated step, too."),
     unsupported("neftune_noise_alpha label_smoothing_factor", "no noise or smoothing is added.", (0, 0.0)),
     meaningless("config_file accelerate_config main_process_port main_process_ip machine_rank mixed_precision "
         "use_deepspeed nproc_per_node master_port",

@@ -83,6 +83,10 @@ _SCHEDULES = {
     "wsd": "wsd",
     "warmup_stable_decay": "wsd",
 }
+normalize = choices(
+    {"token-mean": "token", "seq-mean-token-mean": "sequence"},
+    "distill.normalize is a mean of all tokens or of the responses' means.",
+)
 schedule = choices(_SCHEDULES, "use constant, linear, cosine or wsd.")
 
 
