@@ -77,7 +77,7 @@ class ActorConfig:
     attention: str = key(
         "auto",
         "Attention kernels on cuda: auto = torch's FlashAttention-2; fa3, fa4 = FlashAttention-3 or -4, whose package "
-        "must be installed. Compared with torch's results before weights are loaded; needs model.dtype=bfloat16.",
+        "must be installed. Those need model.dtype=bfloat16, and are compared with torch's results at the start.",
         choices=("auto", "fa3", "fa4"),
         resume=True,
     )

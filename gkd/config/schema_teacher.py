@@ -191,7 +191,8 @@ class DistillConfig:
     )
     importance_clip: float = key(
         2.0,
-        "k1, k2, k3: largest importance weight of a token (probability now / probability at rollout); 0 = no limit.",
+        "k1, k2, k3, the reference's KL and tail residual: largest importance weight of a token (probability now / "
+        "probability at rollout); 0 = no limit.",
         limits="0, or >= 1",
     )
     on_policy_share: float = key(
@@ -291,7 +292,10 @@ class ReferenceConfig:
         choices=WEIGHTS,
     )
     update_interval: int = key(
-        0, "weights live or ema: steps between updates from the student's weights; 0 = each step.", ge=0
+        0,
+        "weights live or ema: steps between updates from the student's weights; 0 = each step.",
+        ge=0,
+        limits="above 1 with weights live",
     )
     update_ema: float = key(
         0.0,
