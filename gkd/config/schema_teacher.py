@@ -46,8 +46,8 @@ class TeacherConfig:
     path: str = key("", "local: the teacher's model folder.", limits="required for local, else empty", resume=True)
     fsdp_cpu_offload: bool = key(
         True,
-        "local: keep the teacher's shards in host memory and one layer on the GPU. Off: they stay on the GPU, and the "
-        "actor's states are offloaded while the teacher computes.",
+        "local: keep the teacher's shards in host memory and one layer on the GPU. Off: they stay on the GPU; "
+        "memory.strategy decides whether the actor's states stay there, too.",
         resume=True,
     )
     weights: str = key(
@@ -225,7 +225,7 @@ class DistillConfig:
         0,
         "First tokens of each response that carry no loss in training; the mean is over the others.",
         ge=0,
-        limits=">= 0, < data.max_response_length",
+        limits="< data.max_response_length",
     )
     teacher_reward_scale: float = key(
         1.0,
@@ -280,8 +280,8 @@ class ReferenceConfig:
     )
     fsdp_cpu_offload: bool = key(
         True,
-        "Keep the reference's shards in host memory and one layer on the GPU. Off: they stay on the GPU, and the "
-        "actor's states are offloaded while the reference computes.",
+        "Keep the reference's shards in host memory and one layer on the GPU. Off: they stay on the GPU; "
+        "memory.strategy decides whether the actor's states stay there, too.",
         resume=True,
     )
     weights: str = key(

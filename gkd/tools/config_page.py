@@ -38,7 +38,7 @@ def _row(each: DeclaredKey) -> tuple[str, ...]:
 
 def _cell(text: str) -> str:
     """Return the text with escaped columns, and with links for the names of pages."""
-    return re.sub(r"docs/(\w+\.md)", r"[\1](\1)", text.replace("|", r"\|"))
+    return re.sub(r"docs/([\w-]+\.md)", r"[\1](\1)", text.replace("|", r"\|"))
 
 
 if __name__ == "__main__":

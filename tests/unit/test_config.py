@@ -444,7 +444,7 @@ def test_every_key_is_documented() -> None:
     assert not {name: len(words) for name, words in texts.items() if not 2 < len(words) <= 40}
     page = (ROOT / "docs" / "configuration.md").read_text()
     assert page == config_page(), "run python -m gkd.tools.config_page"
-    assert all((ROOT / "docs" / name).is_file() for name in re.findall(r"\]\(([\w.]+)", page))
+    assert all((ROOT / "docs" / name).is_file() for name in re.findall(r"\]\(([\w.-]+)", page))
 
 
 @pytest.mark.parametrize("file", sorted((ROOT / "configs").glob("*.yaml")), ids=lambda p: p.name)

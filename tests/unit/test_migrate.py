@@ -95,6 +95,8 @@ def test_each_old_key_has_a_line(tmp_path: Path) -> None:
          "distill.reference_kl_weight", 0.02),
         ("verl", "actor_rollout_ref.actor.loss_agg_mode=seq-mean-token-mean", "distill.normalize", "sequence"),
         ("verl", "trainer.profile_steps=[1,5]", "trainer.profile_steps", ["1", "5"]),
+        ("verl", "trainer.profile_steps=[1,5] actor_rollout_ref.actor.profiler.enable=False", "trainer.profile_steps",
+         None),
         ("verl", "actor_rollout_ref.rollout.val_kwargs.n=4", "eval.n", 4),
         ("verl", "+actor_rollout_ref.actor.kl_loss_coef=0.02", "distill.reference_kl_weight", None),
         ("trl", "--beta 0", "distill.loss", None),  # the default here is forward_kl

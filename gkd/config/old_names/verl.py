@@ -151,7 +151,7 @@ _STUDENT = (
     mapped(f"{_ACTOR}.loss_agg_mode", "distill.normalize", "mean of all tokens, or of the responses' means", normalize),
     mapped("trainer.profile_steps global_profiler.steps", "trainer.profile_steps",
         "torch's profiler, on the actor ranks of trainer.profile_ranks",
-        lambda value, old: [str(step) for step in as_list(value, old)]),
+        lambda value, old: list(map(str, as_list(value, old))) if old(f"{_ACTOR}.profiler.enable", True) else None),
     meaningless(f"{_ACTOR}.profiler.* {_ROLLOUT}.profiler.* global_profiler.*",
         "trainer.profile_steps and trainer.profile_ranks select what is profiled."),
     mapped(f"{_MEGATRON}.tensor_model_parallel_size", "actor.tp"),
