@@ -116,6 +116,16 @@ def check_backend(config: Config, derived: Derived) -> None:
     if not is_local:
         _check_rollout_teacher(config)
     _check_updates("teacher", teacher)
+    is_student = is_local and teacher.weights == "live" and weight_updates(teacher).interval == 1
+    if is_student and not _has_own_prompt(config):
+        problem = "after each step the teacher is the student; with the same prompt there is nothing to learn."
+        fix = "use ema or a larger teacher.update_interval, or set teacher.prompt_template or data.teacher_prompt_key."
+        raise ConfigError("teacher.weights", "live", problem, fix)
+
+
+def _has_own_prompt(config: Config) -> bool:
+    """Return whether the teacher sees another prompt than the student."""
+    return bool(config.teacher.prompt_template or config.data.teacher_prompt_key)
 
 
 def _check_rollout_teacher(config: Config) -> None:
@@ -124,7 +134,7 @@ def _check_rollout_teacher(config: Config) -> None:
     if teacher.weights != "live":
         problem = "with teacher.backend=rollout the engines score with the student's current weights."
         raise ConfigError("teacher.weights", teacher.weights, problem, "use live, or teacher.backend=local.")
-    if not (teacher.prompt_template or config.data.teacher_prompt_key):
+    if not _has_own_prompt(config):
         problem = "the teacher is the student itself, and with the same prompt there is nothing to learn."
         raise ConfigError(*backend, problem, "set teacher.prompt_template or data.teacher_prompt_key.")
     if config.trainer.colocate:
