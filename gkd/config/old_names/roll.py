@@ -34,10 +34,18 @@ from gkd.config.old_names.roll_values import (
     with_lora,
 )
 from gkd.config.old_names.row import Row, Table, mapped, meaningless, same, unsupported
-from gkd.config.old_names.values import choices, fixed, normalize, nothing, schedule, tensor_parallel_only, trackers
+from gkd.config.old_names.values import (
+    NO_REWARD,
+    choices,
+    fixed,
+    normalize,
+    nothing,
+    schedule,
+    tensor_parallel_only,
+    trackers,
+)
 
 _PARALLEL = "strategy_args.strategy_config"
-_NO_REWARD = "rewards are functions: set reward.functions and distill.reward_weight (docs/losses.md)."
 _TEMPLATE = "the tokenizer's own chat template is used, see data.chat_template."
 _METRICS = "metrics are written to metrics.jsonl in trainer.run_dir."
 
@@ -77,10 +85,10 @@ _DISTILL = (
         "distillation is the only pipeline; k1-k3 are weighted by probability now / probability at rollout."),
     unsupported("use_opd rewards rewards.* reward.* reward_model.* reward_pretrain critic.* adv_estimator reward_* "
         "*_reward* advantage_clip whiten_* norm_mean_type norm_std_type add_token_level_kl pg_clip* use_pg_clip_range "
-        "dual_clip_loss value_clip gamma lambd", _NO_REWARD, (False,)),
+        "dual_clip_loss value_clip gamma lambd", NO_REWARD, (False,)),
     unsupported("init_kl_coef kl_penalty target_kl kl_horizon entropy_loss_coef use_topr* rl_loss_coef "
         "use_policy_loss_type importance_sampling postive_loss_coef *_loss_weight difficulty_* error_max_len_* "
-        "max_len_mask mask_type train_infer_correction.* pg_variant *.pg_variant", _NO_REWARD, (0, 0.0, False)),
+        "max_len_mask mask_type train_infer_correction.* pg_variant *.pg_variant", NO_REWARD, (0, 0.0, False)),
     mapped("loss_agg_mode", "distill.normalize", "mean of all tokens, or of the responses' means", on_policy(normalize),
         default="seq-mean-token-mean"),
     unsupported("reference.*", "the reference is the initial student, or the folder reference.path."),

@@ -7,6 +7,7 @@ from urllib.parse import urlsplit
 
 from gkd.config.old_names.row import NotConvertible, OldSettings, Row, Table, mapped, meaningless, same, unsupported
 from gkd.config.old_names.values import (
+    NO_REWARD,
     as_list,
     fixed,
     nothing,
@@ -99,7 +100,6 @@ def _eval_files(value: Any, old: OldSettings) -> list[str]:
     return [str(word) for word in (words[1::2] if len(words) > 1 else words)]
 
 
-_NO_REWARD = "rewards are functions: set reward.functions and distill.reward_weight (docs/losses.md)."
 _MODEL = "the model's shape is read from config.json of model.path."
 _NUMERICS = "sums and softmax are in float32, and the model has no dropout."
 _HOOKS = "there are no hooks for own functions; the interfaces to change are in CONTRIBUTING.md."
@@ -130,11 +130,11 @@ _DISTILL = (
     unsupported("--entropy-coef", "no entropy term.", (0, 0.0)),
     unsupported("--advantage-estimator --eps-clip --eps-clip-high --eps-clip-c --value-clip --gamma --lambd "
         "--normalize-advantages --disable-compute-advantages-and-returns --disable-grpo-std-normalization "
-        "--disable-rewards-normalization --use-opsm --opsm-delta", _NO_REWARD),
+        "--disable-rewards-normalization --use-opsm --opsm-delta", NO_REWARD),
     unsupported("--rm-type --reward-key --eval-reward-key --group-rm --dynamic-sampling-filter-path "
-        "--over-sampling-batch-size", _NO_REWARD),
+        "--over-sampling-batch-size", NO_REWARD),
     meaningless("--custom-rm-path --custom-reward-post-process-path",
-        "the teacher's scores come from the teacher client; " + _NO_REWARD),
+        "the teacher's scores come from the teacher client; " + NO_REWARD),
     unsupported("--loss-type", "distill.loss selects the loss.", ("policy_loss",)),
     mapped("--calculate-per-token-loss", "distill.normalize",
         "mean of all tokens of a step; without the flag slime averages the responses' means: sequence",

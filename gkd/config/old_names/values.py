@@ -9,6 +9,11 @@ from typing import Any
 
 from gkd.config.old_names.row import Convert, NotConvertible, OldSettings
 
+NO_REWARD = (
+    "rewards are functions: set reward.functions, distill.reward_weight, distill.advantage and distill.reward_clip "
+    "(docs/losses.md)."
+)
+
 
 def fixed(settings: dict[str, Any]) -> Convert:
     """Return a conversion of a switch: on gives these settings, off gives none."""

@@ -6,6 +6,7 @@ from typing import Any
 
 from gkd.config.old_names.row import NotConvertible, OldSettings, Row, Table, mapped, meaningless, same, unsupported
 from gkd.config.old_names.values import (
+    NO_REWARD,
     as_list,
     choices,
     fixed,
@@ -68,7 +69,6 @@ def _reference(value: Any, old: OldSettings) -> float | None:
     return float(old(f"{_ACTOR}.kl_loss_coef", 0.001)) if old(f"{_ACTOR}.use_kl_loss") else None
 
 
-_NO_REWARD = "rewards are functions: set reward.functions and distill.reward_weight (docs/losses.md)."
 _NO_CRITIC = "there is no critic."
 _OFFLOAD = "weights, gradients and optimizer states move together, between calls on the actor"
 _CHECKPOINT_ALWAYS = (
@@ -95,7 +95,7 @@ _DATA = (
         "prompts are read once, by one process."),
     meaningless("data.return_raw_input_ids data.return_raw_chat data.return_full_prompt data.return_multi_modal_inputs",
         "it selects fields of verl's data batches."),
-    meaningless("data.reward_fn_key", _NO_REWARD),
+    meaningless("data.reward_fn_key", NO_REWARD),
     unsupported("data.custom_cls.* data.sampler.* data.datagen.*",
         "own dataset and sampler classes: write a JSONL file instead."),
     unsupported("data.image_key data.video_key", "text only."),
@@ -147,7 +147,7 @@ _STUDENT = (
         "actor.layers selects what of the layers is compiled, actor.loss_kernel the loss kernels."),
     unsupported(f"{_ACTOR}.ulysses_sequence_parallel_size", "context and Ulysses parallelism are not supported.", (1,)),
     unsupported(f"{_ACTOR}.clip_ratio* {_ACTOR}.entropy_coeff {_ACTOR}.ppo_epochs "
-        f"{_ACTOR}.kl_loss_type {_ACTOR}.policy_loss.*", _NO_REWARD),
+        f"{_ACTOR}.kl_loss_type {_ACTOR}.policy_loss.*", NO_REWARD),
     mapped(f"{_ACTOR}.loss_agg_mode", "distill.normalize", "mean of all tokens, or of the responses' means", normalize),
     mapped("trainer.profile_steps global_profiler.steps", "trainer.profile_steps",
         "torch's profiler, on the actor ranks of trainer.profile_ranks",
@@ -279,7 +279,7 @@ _RUN = (
         "trainer.stage_timeout_s and weight_sync.timeout_s limit the waiting."),
     meaningless("actor_rollout_ref.ref.*", "the reference uses the actor's ranks; see section reference."),
     meaningless("ray_init.* ray_kwargs.*", "cluster.ray_address names a running cluster; else one is started."),
-    unsupported("algorithm.* reward_model.* reward.* custom_reward_function.*", _NO_REWARD, (False, None)),
+    unsupported("algorithm.* reward_model.* reward.* custom_reward_function.*", NO_REWARD, (False, None)),
     unsupported("critic.*", _NO_CRITIC),
     meaningless("--config-path --config-name --config-dir -cn -cp hydra.* defaults",
         "there is no Hydra; use --config FILE.yaml with all settings."),
