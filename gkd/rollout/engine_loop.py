@@ -50,7 +50,7 @@ class SteppableEngine(Protocol):
 @dataclass(frozen=True, slots=True)
 class _Call:
     function: Callable[[], Any]
-    fatal: bool  # an error ends the stream
+    fatal: bool = False  # an error ends the stream
     result: Future[Any] = field(default_factory=Future)
 
 
@@ -129,16 +129,13 @@ class EngineLoop:
                 self._backlog.extend(rows)
             self._changed.notify_all()
 
-    def call(self, function: Callable[[], T], *, fatal: bool = False) -> T:
+    def call(self, function: Callable[[], T]) -> T:
         """Execute `function` in the loop thread between two steps; wait for its result or raise its error.
-
-        Args:
-            fatal: an error makes the engine unusable: end the stream.
 
         Raises:
             ClusterError: the stream is closed. If it failed, its error instead.
         """
-        call = _Call(function, fatal)
+        call = _Call(function)
         self._enqueue(call)
         result: T = call.result.result()
         return result

@@ -267,10 +267,10 @@ class RolloutWorker(SelfScoring):
         if self._loop is None:  # the engine of an open stream is awake
             self._states.ensure_awake(tags)
 
-    def _on_engine(self, function: Callable[[], T], *, fatal: bool = False) -> T:
+    def _on_engine(self, function: Callable[[], T]) -> T:
         """Call `function` in the thread that may use the engine."""
         if self._loop is not None:
-            return self._loop.call(function, fatal=fatal)
+            return self._loop.call(function)
         self._states.wait()
         return function()
 

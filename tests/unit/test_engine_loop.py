@@ -487,7 +487,7 @@ def test_a_failed_step_ends_a_running_generate(case: Case) -> None:
 
 
 def test_only_fatal_calls_end_the_stream(case: Case) -> None:
-    """Fails if the error of a non-fatal call ends the stream, or generation continues after a failed weight update."""
+    """Fails if a failed weight update ends the stream, or a failed removal of sequences does not."""
 
     def fail() -> None:
         raise WeightSyncError("a tensor is missing")
@@ -496,9 +496,11 @@ def test_only_fatal_calls_end_the_stream(case: Case) -> None:
     with pytest.raises(WeightSyncError):
         case.loop.call(fail)
     assert not case.ended.done()
-    with pytest.raises(WeightSyncError):
-        case.loop.call(fail, fatal=True)
-    with pytest.raises(WeightSyncError):
+    generation = case.loop.generate(prompts(1, 10**6), SAMPLING, [0, 1])
+    assert next(generation).prompt_id == 1
+    case.engine.errors["abort"] = ClusterError("the engine cannot abort")
+    generation.close()  # type: ignore[attr-defined]
+    with pytest.raises(ClusterError, match="cannot abort"):
         case.ended.result(TIMEOUT_S)
 
 
