@@ -40,7 +40,7 @@ def _column(values: Sequence[Any]) -> _Column:
     kinds = set(map(type, values))
     kind = kinds.pop() if len(kinds) == 1 else None
     if kind is np.ndarray and _can_join(values):
-        return _arrays, (np.concatenate(values), [len(value) for value in values])
+        return _split, (np.concatenate(values), [len(value) for value in values])
     if kind is tuple:
         return _tuples, (_column(list(chain(*values))), [len(value) for value in values])
     if kind is not None and is_dataclass(kind):
@@ -51,10 +51,6 @@ def _column(values: Sequence[Any]) -> _Column:
 def _can_join(arrays: Sequence[np.ndarray]) -> bool:
     alike = len({(array.dtype, array.shape[1:]) for array in arrays}) == 1 and arrays[0].ndim > 0
     return alike and sum(array.nbytes for array in arrays) <= _MOST_BYTES * len(arrays)
-
-
-def _arrays(joined: np.ndarray, lengths: Sequence[int]) -> list[np.ndarray]:
-    return _split(joined, lengths)
 
 
 def _tuples(column: _Column, lengths: Sequence[int]) -> list[tuple[Any, ...]]:

@@ -182,10 +182,7 @@ def _check_logits(where: str, logits: np.ndarray) -> None:
     else:  # on the bit patterns: numpy's float16 max is a hundred times slower
         bits = np.ascontiguousarray(logits).view(np.uint16)
         # The signed maximum is the largest positive number, the unsigned one the negative number of largest magnitude.
-        largest, negative = (
-            bits.view(np.int16).max(1),
-            bits.max(1),
-        )
+        largest, negative = bits.view(np.int16).max(1), bits.max(1)
         bad = (largest >= _FP16_INF) | (negative > _SIGN + _FP16_INF) | (bits.min(1) == _SIGN + _FP16_INF)
     _refuse_rows(where, bad, "a logit is NaN or +inf, or all of them are -inf")
 

@@ -70,7 +70,7 @@ class Dispatcher:
         self._room = math.inf if self._is_only else max_running + reserve_size(max_running)
         self._changing = threading.Lock()  # one session is opened or closed at a time; taken before the next lock
         self._lock = threading.Lock()  # guards all below
-        self._queue = PromptQueue(n_groups, self._window(n_groups))
+        self._queue = PromptQueue(n_groups, self._window())
         self._jobs: dict[int, JobStream] = {}
         self._open: dict[int, _Engine] = {}  # by engine index
         self._n_jobs = self._session = 0
@@ -115,12 +115,12 @@ class Dispatcher:
                 self._queue.append(prompts)
             self._assign()
 
-    def _window(self, n_groups: int) -> int:
+    def _window(self) -> int:
         """Return how far an engine may reach into the queue for a prompt of its group.
 
         A chunk for each engine and each group; of a batch at most a quarter, because a prompt ages while it waits.
         """
-        n_lanes = max(n_groups, len(self._engines.up()))
+        n_lanes = max(self._n_groups, len(self._engines.up()))
         per_chunk = math.ceil(self._chunk_size / self._config.rollout.n)
         return min(n_lanes * per_chunk, self._config.trainer.global_batch_size // 4)
 

@@ -55,7 +55,7 @@ class EngineStates:
         """Allocate GPU memory again; see `RolloutWorker.reload_states`."""
         return self._start(lambda: self._wake_up(tags), non_blocking)
 
-    def ensure_awake(self, tags: Sequence[str] | None = None) -> None:
+    def ensure_awake(self, tags: Sequence[str] | None) -> None:
         """Reload what is offloaded of these tags (None = all), after the move in progress."""
         self.wait()
         self._wake_up(tags)

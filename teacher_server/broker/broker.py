@@ -85,10 +85,8 @@ class Broker:
                 self._authenticator.start()
                 stack.callback(self._authenticator.stop)
             # A worker's credit bounds what is in flight to it; a limit on messages could only drop some of them.
-            self._front, back = (
-                make_router(self._context, backlog=CLIENT_BACKLOG),
-                make_router(self._context, backlog=0),
-            )
+            self._front = make_router(self._context, backlog=CLIENT_BACKLOG)
+            back = make_router(self._context, backlog=0)
             self._backs = [back]
             if keys is not None:
                 secure_server(self._front, keys, "clients")

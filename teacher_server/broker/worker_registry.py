@@ -87,7 +87,7 @@ class WorkerRegistry:
     def _on_hello(self, socket: zmq.Socket[bytes], identity: bytes, hello: WorkerHello, *, own: bool) -> None:
         if identity not in self._queue.workers:
             self._outbox.add_worker(identity, socket)
-            reason = self._refusal(identity, hello, own=own)[:_MAX_CHARS]
+            reason = self._refusal(hello, own=own)[:_MAX_CHARS]
             if reason:
                 log.error("worker %s of %s cannot join: %s", hello.name, hello.host, reason)
                 self._outbox.to_worker(identity, Dismiss(why=reason))
@@ -100,7 +100,7 @@ class WorkerRegistry:
             log.info("worker %s joined: %s on %s, %s", hello.name, hello.engine, hello.host, hello.device)
             self.events.put(WorkerEvent("ready", hello.name, ""))
 
-    def _refusal(self, identity: bytes, hello: WorkerHello, *, own: bool) -> str:
+    def _refusal(self, hello: WorkerHello, *, own: bool) -> str:
         process = _process(hello)
         if not own and LOCAL_WORKER_NAME.fullmatch(hello.name):
             return f"the name {hello.name} is reserved for local workers of the server"

@@ -17,7 +17,6 @@ from gkd.launcher import inline_bytes, worker_env
 from gkd.teacher.records import ScoreSummary, summary_of
 from gkd.types import Rollout, TeacherScores, TeacherTopK
 
-ONE = np.zeros(1, np.float32)
 TIMES = ScoreTimes(1.7e9 + 2**-10, np.array([1.7e9 + 0.5, 1.7e9 + 0.25, 1.7e9 + 2]))
 # A short prompt, and a short response.
 IDS, TABLE = np.zeros(24, np.int32), np.zeros((24, 8), np.float32)

@@ -11,7 +11,6 @@ from gkd.tools.report.read import Run
 
 # Differ between any two runs, so they explain nothing.
 _PLACES = frozenset({"trainer.run_dir", "teacher.server_port"})
-LOSS_KEYS = ("distill.loss", "distill.losses")
 
 
 def from_defaults(run: Run) -> list[dict[str, str]]:
