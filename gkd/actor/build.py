@@ -9,7 +9,7 @@ import torch
 
 from gkd.actor.common.optim_spec import OptimSpec
 from gkd.actor.megatron.layout import ParallelLayout
-from gkd.cluster.imports import quick_imports
+from gkd.cluster.garbage import quick_imports
 from gkd.config.derived import derive
 from gkd.config.schema import Config, OptimConfig
 from gkd.hf.model_dims import read_dims

@@ -6,7 +6,7 @@ import logging
 import os
 from typing import Any
 
-from gkd.cluster.imports import quick_imports
+from gkd.cluster.garbage import quick_imports
 from gkd.config.derived import engine_rank
 from gkd.config.schema import LoraConfig, RolloutConfig
 from teacher_server.wire.protocol import MAX_K

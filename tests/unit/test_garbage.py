@@ -1,11 +1,13 @@
-"""Garbage collection in the driver."""
+"""Garbage collection in the driver, and during imports."""
 
 from __future__ import annotations
 
 import gc
 import weakref
 
-from gkd.cluster.garbage import collect_garbage_rarely
+import pytest
+
+from gkd.cluster.garbage import collect_garbage_rarely, quick_imports
 
 
 class Node:
@@ -32,3 +34,31 @@ def test_the_objects_of_a_large_step_cause_few_collections_and_cycles_are_still_
         if not n_frozen:
             gc.unfreeze()
     assert len(kept) == 44_000 and 1 <= len(collections) <= 3 and cycle() is None
+
+
+def test_imported_objects_are_not_collected() -> None:
+    """Fails if garbage collection runs during imports, or stays disabled afterwards."""
+    assert gc.isenabled()
+    was = gc.get_freeze_count()
+    with quick_imports():
+        assert not gc.isenabled()
+        kept = [[number] for number in range(10_000)]
+    assert gc.isenabled() and gc.get_freeze_count() >= was + len(kept)
+
+
+def test_failed_import_enables_collection_again() -> None:
+    """Fails if garbage collection stays disabled after an import error."""
+    with pytest.raises(ModuleNotFoundError), quick_imports():
+        import gkd.no_such_module  # type: ignore[import-not-found]  # noqa: F401
+    assert gc.isenabled()
+
+
+def test_disabled_collection_stays_disabled() -> None:
+    """Fails if garbage collection is enabled in a process that had disabled it."""
+    gc.disable()
+    try:
+        with quick_imports():
+            pass
+        assert not gc.isenabled()
+    finally:
+        gc.enable()
