@@ -6,8 +6,6 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Mapping, Sequence, Set
-from contextlib import AbstractContextManager
-from types import TracebackType
 from typing import Any
 
 import ray
@@ -26,7 +24,7 @@ _SLOWEST = 4  # ranks named in a line
 _EARLY_S = 0.1  # Ray waits in whole milliseconds, so a wait may end before the deadline
 
 
-class Startup(AbstractContextManager["Startup"]):
+class Startup:
     """Context manager with a thread that polls the progress of every rank and logs changes.
 
     Args:
@@ -75,9 +73,7 @@ class Startup(AbstractContextManager["Startup"]):
         self._thread.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         self._ended.set()
         self._thread.join(_POLL_S + 1.0)
         if isinstance(error, RankTimeout) and self.left_s() < _EARLY_S:

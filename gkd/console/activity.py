@@ -9,7 +9,6 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
-from types import TracebackType
 from typing import NamedTuple
 
 
@@ -76,9 +75,7 @@ class During:
             self._outer = activities.now
             activities.now = (*self._outer, Activity(self._name, activities.clock(), 0, self._total))
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if self._outer is not None:
             self._activities.now = self._outer
 

@@ -12,8 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
-from types import TracebackType
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, TextIO
 
 from gkd.console.activity import Activities, activities
@@ -47,7 +46,7 @@ def resolve_mode(setting: str, stream: TextIO) -> str:
     return PANEL if stream.isatty() and os.environ.get("TERM") not in ("dumb", None) else LINES
 
 
-class Terminal(AbstractContextManager["Terminal"]):
+class Terminal:
     """Shows the run until the end of the block.
 
     Args:
@@ -106,9 +105,7 @@ class Terminal(AbstractContextManager["Terminal"]):
             self._thread.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._ended.set()
         if self._thread.is_alive():
             self._thread.join(_JOIN_S)

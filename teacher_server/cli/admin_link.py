@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from types import TracebackType
 
 import zmq
 from zmq.utils.monitor import recv_monitor_message
@@ -76,7 +75,7 @@ class AdminLink:
     def __enter__(self) -> AdminLink:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def close(self) -> None:

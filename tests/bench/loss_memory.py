@@ -6,7 +6,6 @@ import gc
 import threading
 import time
 from pathlib import Path
-from types import TracebackType
 
 _SAMPLE_S = 0.001
 
@@ -32,7 +31,7 @@ class PeakMeter:
             self._thread.start()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         self._stop.set()
         if self._thread is not None:
             self._thread.join()

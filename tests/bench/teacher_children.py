@@ -8,7 +8,6 @@ import os
 import signal
 from collections.abc import Callable
 from multiprocessing.connection import Connection
-from types import TracebackType
 from typing import Any
 
 from teacher_server.worker.process import die_with_parent
@@ -38,7 +37,7 @@ class Child:
     def __enter__(self) -> Child:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         self._pipe.close()  # the child reads the end of the pipe
         self._process.join(timeout=self._goodbye_s)
         self._process.kill()

@@ -10,7 +10,6 @@ import contextlib
 import socket
 import time
 from multiprocessing.connection import Connection
-from types import TracebackType
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -59,7 +58,7 @@ class ChildLane:
     def __enter__(self) -> ChildLane:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def close(self) -> None:

@@ -10,7 +10,6 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import numpy as np
@@ -148,7 +147,7 @@ class ServerProcess:
         self.port, self.worker_pids = self.ready["port"], self.ready["worker_pids"]
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         if self.process.poll() is None:
             self.process.terminate()  # as a user does, so that the server removes its temporary folder
             self.process.wait(timeout=10)
