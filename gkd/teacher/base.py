@@ -1,12 +1,9 @@
-"""Interface of a teacher that scores rollouts, and its description."""
+"""Describe a teacher: its model and limits."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
-
-from gkd.types import Rollout, TeacherTopK
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,24 +38,3 @@ def head_columns(teachers: Sequence[TeacherInfo]) -> tuple[list[int], int]:
             starts[teacher.fingerprint, teacher.dtype] = n_columns
             n_columns += teacher.hidden_size
     return [starts[teacher.fingerprint, teacher.dtype] for teacher in teachers], n_columns
-
-
-class Teacher(Protocol):
-    """Scores rollouts. Thread-safe."""
-
-    def info(self) -> TeacherInfo:
-        """Return the teacher's description. Raises TeacherUnavailable."""
-        ...
-
-    def score(self, rollouts: Sequence[Rollout]) -> Iterator[tuple[int, TeacherTopK]]:
-        """Yield (index into `rollouts`, scores) in order of completion, each index exactly once.
-
-        Raises:
-            TeacherError: the teacher refused a sequence or returned invalid scores.
-            TeacherUnavailable: the teacher did not respond within the budget.
-        """
-        ...
-
-    def close(self) -> None:
-        """Release sockets or memory in bounded time. Idempotent."""
-        ...

@@ -9,9 +9,6 @@ Thread-safe. Imports numpy and zmq, but not torch.
 
 from __future__ import annotations
 
-import functools
-import queue
-from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, cast
@@ -20,21 +17,16 @@ import numpy as np
 
 from gkd.config.check_values import check_value
 from gkd.config.schema_teacher import MAX_NAME_LENGTH, TeacherConfig
-from gkd.errors import ConfigError, TeacherUnavailable
+from gkd.errors import ConfigError
 from gkd.handles import TeacherHealth
 from gkd.teacher.base import TeacherInfo
 from gkd.teacher.exchange import ClientStats, Exchange, OnScored
 from gkd.teacher.link import TeacherLink
 from gkd.teacher.outage import OutageClock
-from gkd.teacher.requests import (
-    DescriptionRequest,
-    PendingRequest,
-    RequestSettings,
-    T,
-)
+from gkd.teacher.requests import DescriptionRequest, PendingRequest, RequestSettings, T
 from gkd.teacher.score_requests import ScoresRequest
 from gkd.teacher.streams import RowBlocks, WholeMatrix
-from gkd.types import Rollout, TeacherScores, TeacherTopK
+from gkd.types import Rollout, TeacherScores
 from teacher_server.wire.protocol import MAX_ID, Signal, Wire
 
 if TYPE_CHECKING:
@@ -44,7 +36,7 @@ MAX_WAITING = 4096
 
 
 class ZmqTeacher:
-    """A `Teacher` at `server_ip:server_port`.
+    """A teacher at `server_ip:server_port`. Thread-safe.
 
     Methods and futures raise TeacherUnavailable if the server sent no reply, or no scores, within the budgets; the
     client remains usable. They raise another TeacherError if a request was refused, scores are invalid, or the client
@@ -63,7 +55,7 @@ class ZmqTeacher:
             of the first reply.
         name: one of the server's teachers; may be empty if there is only one.
         keys: folder with server.key and client.key_secret; empty: no encryption.
-        max_waiting: requests waiting in the client before `submit` blocks.
+        max_waiting: requests waiting in the client before a further one blocks.
         on_scored: as in `Exchange`.
 
     Raises:
@@ -101,7 +93,6 @@ class ZmqTeacher:
             problem = f"longer than {MAX_NAME_LENGTH} characters."
             raise ConfigError("teacher.name", name, problem, "use one of the server's names.")
         self._settings = RequestSettings(name, k, temperature, n_vocab, wire, request_timeout_s)
-        self._n_in_flight = n_in_flight
         self._info: TeacherInfo | None = None
         clock = OutageClock(outage_budget_s=outage_budget_s, stall_budget_s=outage_budget_s + request_timeout_s)
         link = TeacherLink(server_ip, server_port, clock, load_keys(keys))
@@ -138,64 +129,26 @@ class ZmqTeacher:
         return (self._info or self.info()).hidden_size
 
     def info(self) -> TeacherInfo:
-        """See `Teacher.info`. Blocks until the server has loaded a model or the outage budget is spent."""
+        """Return the description; blocks until the server has loaded a model or the outage budget is spent."""
         self._info = self._send(DescriptionRequest(self._settings.teacher)).result()
         return self._info
-
-    def score(self, rollouts: Sequence[Rollout]) -> Iterator[tuple[int, TeacherTopK]]:
-        """See `Teacher.score`. Closing the iterator cancels its pending requests.
-
-        At most `n_in_flight` sequences of a call are in flight or wait for the consumer.
-        """
-        vocab_size = self._vocab_size()
-        done: queue.SimpleQueue[int] = queue.SimpleQueue()
-        todo = deque(enumerate(rollouts))
-        futures: dict[int, Future[TeacherTopK]] = {}
-        try:
-            while todo or futures:
-                batch = []
-                while todo and len(futures) < self._n_in_flight:
-                    index, rollout = todo.popleft()
-                    request = self._topk_request(rollout, vocab_size)
-                    request.future.add_done_callback(functools.partial(_put_index, done, index))
-                    futures[index] = request.future
-                    batch.append(request)
-                self._exchange.submit(batch)
-                index = done.get()
-                try:
-                    scores = futures.pop(index).result()
-                except TeacherUnavailable as error:
-                    unsent = f" {len(todo)} more sequences were not sent." if todo else ""
-                    raise TeacherUnavailable(f"{error}{unsent}") from error
-                yield index, scores
-        finally:
-            for future in futures.values():
-                future.cancel()
-
-    def submit(self, rollout: Rollout, *, k: int = 0, mass: float = 0.0) -> Future[TeacherTopK]:
-        """Request the top-k scores of one sequence. Each row lists the rollout's `top_ids`, if there are any.
-
-        Futures complete in the order in which sequences are scored.
-
-        Blocks only while `max_waiting` requests wait in the client. Cancelling the future also cancels the request at
-        the server.
-
-        Args:
-            k: 0 = the client's k.
-            mass: list only as many of the k entries as needed to reach this probability; 0 = all k.
-        """
-        return self._send(self._topk_request(rollout, self._vocab_size(), k, mass))
 
     def submit_many(
         self, rollouts: Sequence[Rollout], signals: Sequence[Signal], *, mass: float = 0.0
     ) -> Future[list[TeacherScores]]:
         """Request the scores of several sequences in one message, which costs little more than one sequence's.
 
-        See `submit`. The first error of a sequence ends the request. A server of version 2 takes one sequence.
+        The first error of a sequence ends the request. A server of version 2 takes one sequence. Futures complete in
+        the order in which requests are scored.
+
+        Blocks only while `max_waiting` requests wait in the client. Cancelling the future also cancels the request at
+        the server.
 
         Args:
             rollouts: at most `teacher_server.wire.protocol.MAX_SEQUENCES`; either all have `top_ids`, or none has.
-            signals: "topk", "sampled" (the logprob of each response token, [R] float32, nats), or both.
+            signals: "topk" (each row lists the rollout's `top_ids`, if there are any), "sampled" (the logprob of each
+                response token, [R] float32, nats), or both.
+            mass: list only as many of the top-k entries as needed to reach this probability; 0 = all k.
         """
         topk = "topk" in signals
         message = self._settings.for_rollouts(
@@ -205,10 +158,10 @@ class ZmqTeacher:
             mass=mass if topk else 0.0,
             with_sampled=topk and "sampled" in signals,
         )
-        return self._send(ScoresRequest(message, self._vocab_size(), list))
+        return self._send(ScoresRequest(message, self._vocab_size()))
 
     def submit_hidden(self, rollout: Rollout) -> Future[np.ndarray]:
-        """Request the final hidden states, [R, H] float32. See `submit`.
+        """Request the final hidden states, [R, H] float32. See `submit_many`.
 
         Their product with `lm_head` is the logits, not yet truncated to `n_vocab` nor divided by `temperature`.
         """
@@ -234,18 +187,12 @@ class ZmqTeacher:
         shape = (info.vocab_size, info.hidden_size)
         return self._send(WholeMatrix(self._settings.for_head(), shape, self._exchange.acknowledge)).result()
 
-    def _topk_request(
-        self, rollout: Rollout, vocab_size: int, k: int = 0, mass: float = 0.0
-    ) -> ScoresRequest[TeacherTopK]:
-        message = self._settings.for_rollouts([rollout], "topk", k=k or self._settings.k, mass=mass)
-        return ScoresRequest(message, vocab_size, _only_table)
-
     def _vocab_size(self) -> int:
         """Return the upper bound of token ids; asks the server once if `n_vocab` is 0."""
         return self._settings.n_vocab or (self._info or self.info()).vocab_size
 
     def _send(self, request: PendingRequest[T]) -> Future[T]:
-        self._exchange.submit([request])
+        self._exchange.submit(request)
         return request.future
 
 
@@ -274,16 +221,6 @@ def connect(
         keys=teacher.keys,
         on_scored=on_scored,
     )
-
-
-def _only_table(scores: list[TeacherScores]) -> TeacherTopK:
-    (only,) = scores
-    assert only.topk is not None  # ScoresRequest has checked it
-    return only.topk
-
-
-def _put_index(done: queue.SimpleQueue[int], index: int, _: Future[TeacherTopK]) -> None:
-    done.put(index)
 
 
 def load_keys(folder: str) -> PeerKeys | None:

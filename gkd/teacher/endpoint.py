@@ -93,8 +93,7 @@ class ScoringEndpoint(RecordingEndpoint):
             These are two Ray objects; the driver fetches only the second.
 
         Raises:
-            TeacherError, TeacherUnavailable: see `gkd.teacher.base.Teacher.score`; with several teachers it names the
-                route.
+            TeacherError, TeacherUnavailable: see `ZmqTeacher`; with several teachers it names the route.
         """
         if self._outage is not None:  # the run is ending: queued chunks must not wait for the teacher again
             raise self._outage

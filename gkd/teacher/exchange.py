@@ -13,7 +13,7 @@ from __future__ import annotations
 import functools
 import random
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
@@ -82,11 +82,10 @@ class Exchange:
 
     # Any thread
 
-    def submit(self, batch: Sequence[AnyRequest]) -> None:
-        """Queue requests; blocks while `max_waiting` are waiting. Raises TeacherError: the client is closed."""
-        self._inbox.put(batch)
-        for request in batch:
-            request.future.add_done_callback(functools.partial(self._on_done, request))
+    def submit(self, request: AnyRequest) -> None:
+        """Queue a request; blocks while `max_waiting` are waiting. Raises TeacherError: the client is closed."""
+        self._inbox.put(request)
+        request.future.add_done_callback(functools.partial(self._on_done, request))
 
     def acknowledge(self, received: Received) -> None:
         """Tell the server that messages of a stream were consumed."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from gkd.errors import TeacherError
@@ -31,23 +31,22 @@ class Inbox:
         self._woken = False  # the reader was woken, and has not found the queue empty since
         self._commands: deque[Callable[[], None]] = deque()  # deque operations are atomic
 
-    def put(self, batch: Sequence[AnyRequest]) -> None:
-        """Queue requests; blocks while the queue is full, except in the reader (in a future's callback).
+    def put(self, request: AnyRequest) -> None:
+        """Queue a request; blocks while the queue is full, except in the reader (in a future's callback).
 
         Raises:
             TeacherError: the inbox is closed.
         """
         with self._changed:
-            if not self._is_reader() and any(request.n_sequences for request in batch):
+            if not self._is_reader() and request.n_sequences:
                 self._changed.wait_for(lambda: len(self._waiting) < self._max_waiting or self.closed_because)
             if self.closed_because:
                 raise TeacherError(self.closed_because)
-            for request in batch:
-                self.n_sequences += request.n_sequences
-                if request.n_sequences:
-                    self._waiting.append(request)
-                else:
-                    self._waiting.appendleft(request)
+            self.n_sequences += request.n_sequences
+            if request.n_sequences:
+                self._waiting.append(request)
+            else:
+                self._waiting.appendleft(request)
             woken, self._woken = self._woken, True
         if not woken:  # a wake per request would interrupt the caller as often
             self._wake()

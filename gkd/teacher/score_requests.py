@@ -2,36 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import numpy as np
 
 from gkd.data.score_checks import MASS_SLACK, validate_topk
 from gkd.errors import TeacherError
-from gkd.teacher.requests import PendingRequest, Reply, RequestMessage, T
+from gkd.teacher.requests import PendingRequest, Reply, RequestMessage
 from gkd.types import TeacherScores, TeacherTopK
 from teacher_server.wire.given_ids import listed_problem
 from teacher_server.wire.payload import unpack_sampled, unpack_topk
 from teacher_server.wire.protocol import Buffer, ProtocolError, ScoreReply, ScoreRequest
 
 
-class ScoresRequest(PendingRequest[T]):
+class ScoresRequest(PendingRequest[list[TeacherScores]]):
     """Request the scores of one or several sequences.
 
     Args:
         n_vocab: upper bound (exclusive) of the token ids in the reply.
-        result: makes the future's result from the scores of the sequences, in order.
     """
 
-    def __init__(
-        self, message: RequestMessage[ScoreRequest], n_vocab: int, result: Callable[[list[TeacherScores]], T]
-    ) -> None:
+    def __init__(self, message: RequestMessage[ScoreRequest], n_vocab: int) -> None:
         super().__init__(message)
         self.n_sequences = len(message.names)
-        self._sent, self._given = message.header, message.given
-        self._n_vocab, self._result = n_vocab, result
+        self._sent, self._given, self._n_vocab = message.header, message.given, n_vocab
 
-    def accept(self, reply: Reply, frames: list[Buffer], now_s: float) -> T:
+    def accept(self, reply: Reply, frames: list[Buffer], now_s: float) -> list[TeacherScores]:
         checked = self._check(reply)
         if checked.signal == "topk":
             unpacked = unpack_topk(checked, frames)
@@ -47,7 +43,7 @@ class ScoresRequest(PendingRequest[T]):
                 given = None if self._given is None else self._given[rows]
                 self._validate(_part(joined, rows), given, rows.stop - rows.start, f"{name}, {worker}")
             raise
-        return self._result([joined] if len(self.names) == 1 else [_part(joined, rows) for rows in self._rows()])
+        return [joined] if len(self.names) == 1 else [_part(joined, rows) for rows in self._rows()]
 
     def _check(self, reply: Reply) -> ScoreReply:
         sent = self._sent

@@ -17,7 +17,7 @@ import numpy as np
 from gkd.teacher.client import ZmqTeacher
 from gkd.types import Rollout
 from tests.bench.teacher_report import Figure, Part, Table
-from tests.service.harness import ServerProcess, connect, random_rollouts
+from tests.service.harness import ServerProcess, connect, random_rollouts, submit
 
 IN_FLIGHT = 32
 
@@ -80,13 +80,13 @@ def requests(teacher: ZmqTeacher, rollouts: Sequence[Rollout]) -> dict[str, Call
     """Return what to submit by name."""
     plain = [replace(rollout, top_ids=None) for rollout in rollouts]
     return {
-        "list": lambda: [teacher.submit(rollout) for rollout in plain],
-        "list with ids": lambda: [teacher.submit(rollout) for rollout in rollouts],
+        "list": lambda: [submit(teacher, rollout) for rollout in plain],
+        "list with ids": lambda: [submit(teacher, rollout) for rollout in rollouts],
         "jsd + k3, one request": lambda: [teacher.submit_many([rollout], ("topk", "sampled")) for rollout in plain],
         "jsd + k3, two requests": lambda: [
             future
             for rollout in plain
-            for future in (teacher.submit(rollout), teacher.submit_many([rollout], ("sampled",)))
+            for future in (submit(teacher, rollout), teacher.submit_many([rollout], ("sampled",)))
         ],
     }
 

@@ -33,7 +33,7 @@ from tests.bench.teacher_payloads import (
     make_tokens,
     make_topk_request,
 )
-from tests.service.harness import connect
+from tests.service.harness import connect, score
 from tests.service.messages import make_hello
 
 
@@ -102,7 +102,7 @@ class BrokerClient(_BrokerLane):
     def run(self, n_sequences: int) -> Run:
         n_times = n_sequences // N_SEQUENCES
         start_s = time.perf_counter()
-        n_got = sum(1 for _ in self._teacher.score(self._rollouts * n_times))
+        n_got = sum(1 for _ in score(self._teacher, self._rollouts * n_times))
         return Run(time.perf_counter() - start_s, n_got * N_ENTRIES, n_times * self._bytes)
 
 

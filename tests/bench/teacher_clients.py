@@ -15,10 +15,10 @@ from typing import Literal, NamedTuple
 import numpy as np
 import zmq
 
-from gkd.types import Rollout, TeacherTopK
+from gkd.types import Rollout, TeacherScores
 from teacher_server.wire.protocol import ScoreRequest, as_frame, replies, requests
 from tests.bench.teacher_payloads import make_topk_head, make_topk_request, pack
-from tests.service.harness import connect, random_rollouts
+from tests.service.harness import connect, random_rollouts, submit
 from tests.service.messages import make_scores
 
 VOCAB, N_PROMPT, N_RESPONSE = 32_768, 40, 300
@@ -82,17 +82,17 @@ def _ask_teacher(task: Task, sequences: list[Rollout], clock: _Clock) -> None:
         def ask(index: int) -> None:
             sent_s = time.monotonic()
 
-            def answered(future: Future[TeacherTopK]) -> None:
+            def answered(future: Future[list[TeacherScores]]) -> None:
                 if future.exception() is None and clock.note(sent_s):
                     ask(index + IN_FLIGHT)
                 else:
                     ended.release()
 
-            future = teacher.submit(sequences[index % _N_KINDS])
+            future = submit(teacher, sequences[index % _N_KINDS])
             futures[index % IN_FLIGHT] = future
             future.add_done_callback(answered)
 
-        futures: dict[int, Future[TeacherTopK]] = {}
+        futures: dict[int, Future[list[TeacherScores]]] = {}
         for index in range(IN_FLIGHT):
             ask(index)
         for _ in range(IN_FLIGHT):

@@ -31,7 +31,7 @@ from tests.bench.teacher_bare import (
 )
 from tests.bench.teacher_children import Child
 from tests.bench.teacher_report import Figure, Part, Table
-from tests.service.harness import ServerProcess, connect
+from tests.service.harness import ServerProcess, connect, score
 
 ENGINES = ("hf", "vllm")
 REFERENCE = "reference.npz"
@@ -159,7 +159,7 @@ def _score(teacher: ZmqTeacher, n_sequences: int) -> float:
     """Seconds"""
     rollouts = make_rollouts(n_sequences)
     start_s = time.perf_counter()
-    n_scored = sum(1 for _ in teacher.score(rollouts))
+    n_scored = sum(1 for _ in score(teacher, rollouts))
     if n_scored != n_sequences:
         raise RuntimeError(f"{n_scored} answers to {n_sequences} requests")
     return time.perf_counter() - start_s

@@ -11,7 +11,7 @@ import numpy as np
 from gkd.types import Rollout, TeacherTopK
 from tests.bench.teacher_bare import HIDDEN, N_LAYERS, VOCAB, K, make_rollouts, save_model
 from tests.bench.teacher_report import Figure, Part
-from tests.service.harness import ServerProcess, connect
+from tests.service.harness import ServerProcess, connect, score
 
 LIMIT = 1e-3
 ENGINES = ("hf", "vllm")
@@ -64,7 +64,7 @@ def _ask(engine: str, model: Path, folder: Path, rollouts: list[Rollout]) -> lis
     with contextlib.ExitStack() as stack:
         server = stack.enter_context(ServerProcess(model, folder, options=("--engine", engine, "--dtype", "float32")))
         teacher = stack.enter_context(connect(server.port, k=K, n_vocab=VOCAB, wire="fp32", request_timeout_s=300.0))
-        scores = dict(teacher.score(rollouts))
+        scores = dict(score(teacher, rollouts))
     return [scores[index] for index in range(len(rollouts))]
 
 

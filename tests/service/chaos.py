@@ -34,12 +34,12 @@ import zmq
 
 from gkd.errors import TeacherError
 from gkd.teacher.client import ZmqTeacher
-from gkd.types import Rollout, TeacherTopK
+from gkd.types import Rollout, TeacherScores, TeacherTopK
 from teacher_server.cli.admin_link import AdminLink
 from teacher_server.engines.trivial import trivial_hidden, trivial_logits, trivial_topk
 from teacher_server.wire.protocol import MAX_FRAME_BYTES
 from tests.service.faulty_worker import KINDS
-from tests.service.harness import connect, random_rollouts, save_model, server_command, wait_until
+from tests.service.harness import connect, random_rollouts, save_model, server_command, submit, table_of, wait_until
 from tests.service.proxy import Proxy
 
 _VOCAB, _K, _WINDOW = 120_000, 8, 16  # 8 rows of float32 logits per message, so a stream has several messages
@@ -61,25 +61,27 @@ class CheckingClient(threading.Thread):
         self._stopping = threading.Event()
 
     def run(self) -> None:
-        open_requests: list[Future[TeacherTopK]] = []
+        open_requests: list[Future[list[TeacherScores]]] = []
         while not self._stopping.is_set():
             if not self._free.acquire(timeout=0.1):
                 continue
             rollout, submitted_s = self._rollouts[self.n_submitted % len(self._rollouts)], time.monotonic()
             self.n_submitted += 1
-            future = self.teacher.submit(rollout)
+            future = submit(self.teacher, rollout)
             once: list[bool] = []
             future.add_done_callback(lambda f, r=rollout, s=submitted_s, o=once: self._done(f, r, s, o))
             open_requests = [f for f in open_requests if not f.done()] + [future]
         for future in open_requests:
             future.exception(timeout=60)
 
-    def _done(self, future: Future[TeacherTopK], rollout: Rollout, submitted_s: float, once: list[bool]) -> None:
+    def _done(
+        self, future: Future[list[TeacherScores]], rollout: Rollout, submitted_s: float, once: list[bool]
+    ) -> None:
         self.n_doubled += bool(once)
         once.append(True)
         error = future.exception()
         if error is None:
-            self.n_wrong += not self._is_right(rollout, future.result())
+            self.n_wrong += not self._is_right(rollout, table_of(future.result()))
             self.times.append((submitted_s, time.monotonic()))
         else:
             self.failures.append(str(error))

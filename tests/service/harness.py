@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import json
 import os
+import queue
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from gkd.teacher.client import ZmqTeacher
-from gkd.types import Rollout, VersionSpan
+from gkd.types import Rollout, TeacherScores, TeacherTopK, VersionSpan
 
 START_TIMEOUT_S = 90.0  # importing torch and transformers on a busy machine; 5 s on an idle one
 
@@ -74,6 +76,34 @@ def connect(port: int, **settings: Any) -> ZmqTeacher:
         "wire": "fp32",
     }
     return ZmqTeacher("127.0.0.1", port, **(defaults | settings))
+
+
+def submit(teacher: ZmqTeacher, rollout: Rollout, *, mass: float = 0.0) -> Future[list[TeacherScores]]:
+    """Request the top-k scores of one sequence."""
+    return teacher.submit_many([rollout], ("topk",), mass=mass)
+
+
+def table_of(scores: list[TeacherScores]) -> TeacherTopK:
+    """Return the top-k scores of a request of one sequence."""
+    (only,) = scores
+    assert only.topk is not None
+    return only.topk
+
+
+def score(teacher: ZmqTeacher, rollouts: Sequence[Rollout]) -> Iterator[tuple[int, TeacherTopK]]:
+    """Yield (index, top-k scores) of each sequence when it is scored; closing the iterator cancels the others."""
+    done: queue.SimpleQueue[int] = queue.SimpleQueue()
+    futures: list[Future[list[TeacherScores]]] = []
+    try:
+        for index, rollout in enumerate(rollouts):
+            futures.append(submit(teacher, rollout))
+            futures[index].add_done_callback(lambda _, at=index: done.put(at))
+        for _ in futures:
+            index = done.get()
+            yield index, table_of(futures[index].result())
+    finally:
+        for future in futures:
+            future.cancel()
 
 
 def trivial_model(folder: Path, vocab_size: int = 1000) -> Path:

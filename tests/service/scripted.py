@@ -31,7 +31,7 @@ from teacher_server.wire.protocol import (
     requests,
     token_digest,
 )
-from tests.service.harness import connect, random_rollouts, wait_until
+from tests.service.harness import connect, random_rollouts, score, wait_until
 
 N_VOCAB, N_HIDDEN, K = 50, 6, 8
 Message = list[Buffer]
@@ -221,7 +221,7 @@ def run(script: Script, n: int = 12, *, response: tuple[int, int] = (1, 40), **o
     rollouts = random_rollouts(n, N_VOCAB, response=response)
     with ScriptedServer(script) as server, client(server, **options) as teacher:
         order = []
-        for index, scores in teacher.score(rollouts):
+        for index, scores in score(teacher, rollouts):
             np.testing.assert_array_equal(scores.topk_ids[:, 0], rollouts[index].response_ids)
             order.append(index)
         return order, teacher.stats

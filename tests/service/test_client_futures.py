@@ -11,9 +11,9 @@ import pytest
 
 from gkd.errors import TeacherError
 from gkd.teacher.client import ZmqTeacher
-from gkd.types import TeacherTopK
+from gkd.types import TeacherScores
 from teacher_server.wire.protocol import Cancel, ScoreRequest
-from tests.service.harness import random_rollouts, wait_until
+from tests.service.harness import random_rollouts, score, submit, table_of, wait_until
 from tests.service.scripted import N_VOCAB, Message, ScriptedServer, always_valid, client, ignore, valid_reply
 
 pytestmark = pytest.mark.service
@@ -27,10 +27,10 @@ def test_many_threads_use_one_client() -> None:
     def work(teacher: ZmqTeacher, part: int) -> None:
         mine = rollouts[part::6]
         if part % 2:
-            got = dict(teacher.score(mine))
+            got = dict(score(teacher, mine))
         else:
-            futures = [teacher.submit(rollout) for rollout in mine]
-            got = {index: future.result(timeout=20) for index, future in enumerate(futures)}
+            futures = [submit(teacher, rollout) for rollout in mine]
+            got = {index: table_of(future.result(timeout=20)) for index, future in enumerate(futures)}
         problems.extend(
             f"{part}: {index}"
             for index, rollout in enumerate(mine)
@@ -56,9 +56,9 @@ def test_requests_above_the_window_wait_in_the_client() -> None:
         return []
 
     rollouts = random_rollouts(12, N_VOCAB)
-    futures: list[Future[TeacherTopK]] = []
+    futures: list[Future[list[TeacherScores]]] = []
     with ScriptedServer(script) as server, client(server, n_in_flight=3, max_waiting=4) as teacher:
-        thread = threading.Thread(target=lambda: futures.extend(teacher.submit(rollout) for rollout in rollouts))
+        thread = threading.Thread(target=lambda: futures.extend(submit(teacher, rollout) for rollout in rollouts))
         thread.start()
         wait_until(lambda: len(futures) == 7 and len(held) == 3, 5.0, "three in flight and four waiting")
         time.sleep(0.2)
@@ -83,7 +83,7 @@ def test_a_cancelled_future_is_cancelled_on_the_server() -> None:
 
     rollouts = random_rollouts(3, N_VOCAB)
     with ScriptedServer(script) as server, client(server, n_in_flight=1) as teacher:
-        sent, waiting, last = (teacher.submit(rollout) for rollout in rollouts)
+        sent, waiting, last = (submit(teacher, rollout) for rollout in rollouts)
         wait_until(lambda: server.of(ScoreRequest), 5.0, "the request")
         assert waiting.cancel() and sent.cancel()
         assert last.result(timeout=5)
@@ -94,25 +94,11 @@ def test_a_cancelled_future_is_cancelled_on_the_server() -> None:
             sent.result()
 
 
-def test_closing_a_score_early_cancels_the_rest() -> None:
-    """Fails if an abandoned call still uses the window, or its replies are mixed into the next call."""
-
-    def script(request: ScoreRequest, tokens: np.ndarray, n: int) -> list[Message]:
-        return [valid_reply(request, tokens)] if n == 0 or n >= 4 else []
-
-    with ScriptedServer(script) as server, client(server, n_in_flight=4) as teacher:
-        scores = teacher.score(random_rollouts(9, N_VOCAB))
-        next(scores)
-        scores.close()  # type: ignore[attr-defined]
-        assert len(dict(teacher.score(random_rollouts(6, N_VOCAB, seed=1)))) == 6
-        assert len(server.of(Cancel)) == 3
-
-
 def test_close_fails_pending_futures() -> None:
     """Fails if a thread that waits for a future hangs when another thread closes the client."""
     with ScriptedServer(ignore) as server:
         teacher = client(server, n_in_flight=2)
-        futures = [teacher.submit(rollout) for rollout in random_rollouts(5, N_VOCAB)]
+        futures = [submit(teacher, rollout) for rollout in random_rollouts(5, N_VOCAB)]
         wait_until(lambda: len(server.of(ScoreRequest)) == 2, 5.0, "the requests")
         started_s = time.monotonic()
         teacher.close()
@@ -122,28 +108,28 @@ def test_close_fails_pending_futures() -> None:
             with pytest.raises(TeacherError, match=" 5 "):
                 future.result(timeout=0)
         with pytest.raises(TeacherError):
-            teacher.submit(random_rollouts(1, N_VOCAB)[0])
+            submit(teacher, random_rollouts(1, N_VOCAB)[0])
         wait_until(lambda: len(server.of(Cancel)) == 2, 2.0, "the cancellations")
 
 
 def test_a_callback_may_submit_and_close() -> None:
     """Fails if a callback, which runs in the client's thread, can deadlock with that thread."""
     rollouts = random_rollouts(6, N_VOCAB)
-    results: list[Future[TeacherTopK]] = []
+    results: list[Future[list[TeacherScores]]] = []
     finished = threading.Event()
     with ScriptedServer(always_valid) as server:
         teacher = client(server, n_in_flight=1, max_waiting=1)
 
-        def again(future: Future[TeacherTopK]) -> None:
+        def again(future: Future[list[TeacherScores]]) -> None:
             results.append(future)
             if len(results) == 6:
                 teacher.close()
                 finished.set()
             elif len(results) == 1:
                 for rollout in rollouts[1:]:
-                    teacher.submit(rollout).add_done_callback(again)
+                    submit(teacher, rollout).add_done_callback(again)
 
-        teacher.submit(rollouts[0]).add_done_callback(again)
+        submit(teacher, rollouts[0]).add_done_callback(again)
         assert finished.wait(10)
         teacher.close()
         assert all(future.result(timeout=0) for future in as_completed(results))

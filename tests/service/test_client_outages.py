@@ -21,7 +21,7 @@ from gkd.teacher.outage import merged
 from teacher_server.cli.keygen import make_keys
 from teacher_server.wire.keys import load_server_keys
 from teacher_server.wire.protocol import ScoreRequest
-from tests.service.harness import connect, random_rollouts, wait_until
+from tests.service.harness import connect, random_rollouts, score, submit, wait_until
 from tests.service.scripted import (
     N_VOCAB,
     Message,
@@ -41,7 +41,7 @@ ROOT = Path(__file__).resolve().parents[2]
 def test_a_stuck_server_with_heartbeats_is_an_outage() -> None:
     """Fails if heartbeats alone keep a run waiting forever."""
     started_s = time.monotonic()
-    with pytest.raises(TeacherUnavailable, match=r"alive.* 4 .* 8 ") as caught:
+    with pytest.raises(TeacherUnavailable, match=r"alive.* 12 ") as caught:
         run(ignore, n_in_flight=4, request_timeout_s=0.2, outage_budget_s=0.7)
     assert time.monotonic() - started_s < 4
     assert "tcp://127.0.0.1:" in str(caught.value)
@@ -58,7 +58,7 @@ def test_the_client_counts_the_silence_of_the_server() -> None:
     """Fails if the terminal of a run cannot show how long the teacher has been silent, its queue, or its workers."""
     with ScriptedServer(ignore) as server, client(server, outage_budget_s=60.0) as teacher:
         assert teacher.health().silent_s == 0.0, "without pending requests nobody waits"
-        futures = [teacher.submit(rollout) for rollout in random_rollouts(3, N_VOCAB)]
+        futures = [submit(teacher, rollout) for rollout in random_rollouts(3, N_VOCAB)]
         wait_until(lambda: teacher.health().n_workers == 1, 5.0, "a heartbeat")
         server.replies_to_pings = False
         wait_until(lambda: teacher.health().silent_s > 1.0, 5.0, "the silence")
@@ -75,38 +75,27 @@ def test_the_client_can_be_used_after_an_outage() -> None:
     """Fails if an outage blocks the client, or threads that wait for it."""
     with ScriptedServer(ignore) as server, client(server, outage_budget_s=0.4, request_timeout_s=30.0) as teacher:
         server.replies_to_pings = False
-        futures = [teacher.submit(rollout) for rollout in random_rollouts(3, N_VOCAB)]
+        futures = [submit(teacher, rollout) for rollout in random_rollouts(3, N_VOCAB)]
         for future in futures:
             with pytest.raises(TeacherUnavailable, match=r" 3 sequences"):
                 future.result(timeout=5)
         server.replies_to_pings, server.script = True, always_valid
-        assert len(dict(teacher.score(random_rollouts(3, N_VOCAB)))) == 3
+        assert len(dict(score(teacher, random_rollouts(3, N_VOCAB)))) == 3
 
 
 def test_time_without_pending_requests_is_not_an_outage() -> None:
     """Fails if a trainer in a long step, or a paused process, counts its own pause as an outage."""
     with ScriptedServer(always_valid) as server, client(server, outage_budget_s=0.4, request_timeout_s=5.0) as teacher:
         for _ in range(2):
-            assert teacher.submit(random_rollouts(1, N_VOCAB)[0]).result(timeout=5)
+            assert submit(teacher, random_rollouts(1, N_VOCAB)[0]).result(timeout=5)
             time.sleep(0.8)
-        assert teacher.stats.n_resent == 0
-
-
-def test_a_slow_consumer_is_not_an_outage() -> None:
-    """Fails if the time between two reads of the trainer counts as an outage of the server."""
-    with (
-        ScriptedServer(always_valid) as server,
-        client(server, n_in_flight=1, outage_budget_s=0.4, request_timeout_s=5.0) as teacher,
-    ):
-        for _ in teacher.score(random_rollouts(3, N_VOCAB)):
-            time.sleep(0.5)
         assert teacher.stats.n_resent == 0
 
 
 def test_a_restart_is_detected_by_its_epoch() -> None:
     """Fails if the client waits request_timeout_s for a restarted server that has lost its requests."""
     with ScriptedServer(ignore) as server, client(server, request_timeout_s=60.0) as teacher:
-        future = teacher.submit(random_rollouts(1, N_VOCAB)[0])
+        future = submit(teacher, random_rollouts(1, N_VOCAB)[0])
         wait_until(lambda: server.of(ScoreRequest), 5.0, "the request")
         time.sleep(0.2)  # a pong has transferred the first epoch
         server.script = always_valid
@@ -120,7 +109,7 @@ def test_a_restart_is_detected_by_its_epoch() -> None:
 def test_requests_lost_with_a_connection_are_sent_again_at_once(restarts: bool) -> None:
     """Fails if a broken connection costs request_timeout_s, or resends have a new id."""
     with ScriptedServer(ignore) as server, client(server, request_timeout_s=60.0) as teacher:
-        futures = [teacher.submit(rollout) for rollout in random_rollouts(5, N_VOCAB)]
+        futures = [submit(teacher, rollout) for rollout in random_rollouts(5, N_VOCAB)]
         wait_until(lambda: len(server.of(ScoreRequest)) == 5, 5.0, "the requests")
         time.sleep(0.2)
         server.script = always_valid
@@ -137,7 +126,7 @@ def test_requests_lost_with_a_connection_are_sent_again_at_once(restarts: bool) 
 def test_requests_are_sent_again_after_a_silence() -> None:
     """Fails if requests lost in a network partition without a disconnect wait for request_timeout_s."""
     with ScriptedServer(ignore) as server, client(server, request_timeout_s=60.0) as teacher:
-        future = teacher.submit(random_rollouts(1, N_VOCAB)[0])
+        future = submit(teacher, random_rollouts(1, N_VOCAB)[0])
         wait_until(lambda: server.of(ScoreRequest), 5.0, "the request")
         server.replies_to_pings = False
         time.sleep(1.6)
@@ -149,9 +138,9 @@ def test_a_stopped_trainer_process_is_not_an_outage() -> None:
     """Fails if a suspended machine or a debugger ends the run: the trainer itself was stopped."""
     with ScriptedServer(ignore) as server:
         code = (
-            "from tests.service.harness import connect, random_rollouts\n"
+            "from tests.service.harness import connect, random_rollouts, score\n"
             f"teacher = connect({server.port}, n_vocab={N_VOCAB}, outage_budget_s=0.8, request_timeout_s=0.2)\n"
-            f"assert len(dict(teacher.score(random_rollouts(3, {N_VOCAB})))) == 3\n"
+            f"assert len(dict(score(teacher, random_rollouts(3, {N_VOCAB})))) == 3\n"
             "teacher.close()\n"
         )
         process = subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.PIPE, text=True, cwd=ROOT)
@@ -186,9 +175,9 @@ def test_a_client_with_a_listed_key_is_served(tmp_path: Path) -> None:
     make_keys(tmp_path, ["trainer"], [])
     bundle = str(tmp_path / "bundles" / "trainer")
     with ScriptedServer(always_valid, load_server_keys(tmp_path)) as server, client(server, keys=bundle) as teacher:
-        assert len(dict(teacher.score(random_rollouts(3, N_VOCAB)))) == 3
+        assert len(dict(score(teacher, random_rollouts(3, N_VOCAB)))) == 3
         server.reconnect()
-        assert len(dict(teacher.score(random_rollouts(3, N_VOCAB)))) == 3
+        assert len(dict(score(teacher, random_rollouts(3, N_VOCAB)))) == 3
 
 
 def test_a_refused_key_is_reported_and_retried(tmp_path: Path) -> None:

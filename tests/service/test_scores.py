@@ -14,7 +14,7 @@ from gkd.errors import TeacherError
 from gkd.types import Rollout, TeacherTopK
 from teacher_server.wire.protocol import PROTOCOL_VERSION
 from tests.service.conftest import TINY_VOCAB, WIDE_VOCAB
-from tests.service.harness import ServerProcess, connect, random_rollouts
+from tests.service.harness import ServerProcess, connect, random_rollouts, score
 
 pytestmark = pytest.mark.service
 
@@ -63,7 +63,7 @@ def test_scores_equal_the_unbatched_forward(
     rollouts = random_rollouts(24, TINY_VOCAB)
     teacher = connect(tiny_server.port, wire=wire, temperature=0.7, n_vocab=TINY_VOCAB)
     try:
-        scores = dict(teacher.score(rollouts))
+        scores = dict(score(teacher, rollouts))
     finally:
         teacher.close()
     assert sorted(scores) == list(range(24))
@@ -76,11 +76,11 @@ def test_wide_vocabulary(wide_server: ServerProcess, wide_model: Path, wire: str
     rollouts = random_rollouts(4, WIDE_VOCAB, seed=2)
     teacher = connect(wide_server.port, wire=wire, k=64)
     try:
-        scores = dict(teacher.score(rollouts))
+        scores = dict(score(teacher, rollouts))
     finally:
         teacher.close()
     assert max_error(wide_model, rollouts, scores, 1.0, WIDE_VOCAB, relative=wire == "fp16") <= bound
-    assert max(int(score.topk_ids.max()) for score in scores.values()) > 32767 - 1000
+    assert max(int(table.topk_ids.max()) for table in scores.values()) > 32767 - 1000
 
 
 def test_n_vocab_is_applied_before_normalization(tiny_server: ServerProcess, tiny_model: Path) -> None:
@@ -88,13 +88,13 @@ def test_n_vocab_is_applied_before_normalization(tiny_server: ServerProcess, tin
     rollouts = random_rollouts(5, TINY_VOCAB, seed=3)
     teacher = connect(tiny_server.port, k=250, n_vocab=250)
     try:
-        scores = dict(teacher.score(rollouts))
+        scores = dict(score(teacher, rollouts))
     finally:
         teacher.close()
     assert max_error(tiny_model, rollouts, scores, 1.0, 250) <= 1e-4
-    for score in scores.values():
-        assert score.topk_ids.max() < 250
-        np.testing.assert_allclose(np.exp(score.topk_logprobs).sum(1), 1.0, atol=1e-5)
+    for table in scores.values():
+        assert table.topk_ids.max() < 250
+        np.testing.assert_allclose(np.exp(table.topk_logprobs).sum(1), 1.0, atol=1e-5)
 
 
 def test_info_describes_the_model(tiny_server: ServerProcess, tiny_model: Path) -> None:
@@ -125,7 +125,7 @@ def test_requests_above_the_models_limits_are_refused(
     teacher = connect(tiny_server.port, **settings)
     try:
         with pytest.raises(TeacherError, match=token) as caught:
-            dict(teacher.score([rollout]))
+            dict(score(teacher, [rollout]))
         assert "prompt 0, sample 0" in str(caught.value)
     finally:
         teacher.close()
@@ -135,13 +135,13 @@ def test_closing_a_score_early_does_not_affect_other_calls(tiny_server: ServerPr
     """Fails if late replies of an abandoned call are used for the next call, or for a concurrent one."""
     teacher = connect(tiny_server.port, n_vocab=TINY_VOCAB)
     try:
-        abandoned = teacher.score(random_rollouts(16, TINY_VOCAB, seed=5))
+        abandoned = score(teacher, random_rollouts(16, TINY_VOCAB, seed=5))
         next(abandoned)
         concurrent = random_rollouts(1, TINY_VOCAB, seed=7)
-        assert max_error(tiny_model, concurrent, dict(teacher.score(concurrent)), 1.0, TINY_VOCAB) <= 1e-4
+        assert max_error(tiny_model, concurrent, dict(score(teacher, concurrent)), 1.0, TINY_VOCAB) <= 1e-4
         abandoned.close()  # type: ignore[attr-defined]
         rollouts = random_rollouts(6, TINY_VOCAB, seed=6)
-        scores = dict(teacher.score(rollouts))
+        scores = dict(score(teacher, rollouts))
     finally:
         teacher.close()
     assert max_error(tiny_model, rollouts, scores, 1.0, TINY_VOCAB) <= 1e-4

@@ -11,7 +11,7 @@ import pytest
 from gkd.errors import TeacherError, TeacherRefusal
 from teacher_server.engines.trivial import trivial_sampled
 from teacher_server.wire.protocol import ScoreReply, ScoreRequest, as_frame, checksum, replies
-from tests.service.harness import ServerProcess, connect, random_rollouts, trivial_model
+from tests.service.harness import ServerProcess, connect, random_rollouts, submit, table_of, trivial_model
 from tests.service.scripted import N_VOCAB as SCRIPTED_VOCAB
 from tests.service.scripted import Message, ScriptedServer, client, valid_reply
 
@@ -34,7 +34,7 @@ def test_each_sequence_has_the_scores_of_a_request_of_its_own(server: ServerProc
     """Fails if rows go to another sequence of the request, also where its sequences are in several batches."""
     rollouts = random_rollouts(60, N_VOCAB)
     with connect(server.port, n_in_flight=16, wire=wire) as teacher:
-        single = [teacher.submit(rollout, mass=mass).result(timeout=20) for rollout in rollouts]
+        single = [table_of(submit(teacher, rollout, mass=mass).result(timeout=20)) for rollout in rollouts]
         assert teacher.stats.n_sent == 60
         futures = [teacher.submit_many(rollouts[at : at + 12], BOTH, mass=mass) for at in range(0, 60, 12)]
         together = [scores for future in futures for scores in future.result(timeout=20)]
