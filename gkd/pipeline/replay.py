@@ -14,7 +14,6 @@ import secrets
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
-from typing import Protocol
 
 from gkd.config.schema import Config
 from gkd.handles import InFlight, PendingScores, Recording, ScoredChunk
@@ -29,21 +28,8 @@ from gkd.run.manifest import Manifest, verify
 _LABEL = "batch"
 
 
-class Recorder(Protocol):
-    def recording(self, step: int, batch: Sequence[ScoredChunk], m: StepMetrics) -> AbstractContextManager[None]:
-        """Write the batch while the block trains on it; leave the block when it is on disk.
-
-        Args:
-            step: the optimizer step that the block makes.
-            m: receives the wait after training as stage `record`.
-
-        Raises CheckpointError: it cannot be written.
-        """
-        ...
-
-
 class NoRecorder:
-    """Records nothing."""
+    """Records nothing; in place of a `BatchRecorder`."""
 
     def recording(self, step: int, batch: Sequence[ScoredChunk], m: StepMetrics) -> AbstractContextManager[None]:
         return nullcontext()
@@ -57,6 +43,14 @@ class BatchRecorder:
 
     @contextmanager
     def recording(self, step: int, batch: Sequence[ScoredChunk], m: StepMetrics) -> Iterator[None]:
+        """Write the batch while the block trains on it; leave the block when it is on disk.
+
+        Args:
+            step: the optimizer step that the block makes.
+            m: receives the wait after training as stage `record`.
+
+        Raises CheckpointError: it cannot be written.
+        """
         with naming(self._root):
             if not self._root.exists():
                 make_folder(self._root)
@@ -81,7 +75,7 @@ class BatchRecorder:
             fsync(self._root)
 
 
-def make_recorder(config: Config, folder: RunFolder, scoring: ScoringRole) -> Recorder:
+def make_recorder(config: Config, folder: RunFolder, scoring: ScoringRole) -> BatchRecorder | NoRecorder:
     """Return what `trainer.record_batches` selects."""
     return BatchRecorder(folder, scoring) if config.trainer.record_batches else NoRecorder()
 
