@@ -19,7 +19,6 @@ from gkd.errors import ConfigError, TeacherUnavailable
 from gkd.teacher.outage import OutageClock
 from teacher_server.wire.protocol import (
     ID_BYTES,
-    MAX_FRAME_BYTES,
     Buffer,
     Ping,
     Pong,
@@ -28,6 +27,7 @@ from teacher_server.wire.protocol import (
     replies,
     requests,
 )
+from teacher_server.wire.sockets import set_common_options
 
 if TYPE_CHECKING:
     from teacher_server.wire.keys import PeerKeys
@@ -104,6 +104,7 @@ class TeacherLink:
 
     def _open(self) -> None:
         self._socket = self._context.socket(zmq.DEALER)
+        set_common_options(self._socket)
         self._socket.setsockopt(zmq.IDENTITY, self._identity)
         # Send only while connected: otherwise resends would accumulate in the socket.
         self._socket.setsockopt(zmq.IMMEDIATE, 1)
@@ -111,10 +112,6 @@ class TeacherLink:
         self._socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
         # Detect an unreachable peer within seconds; TCP alone takes minutes.
         self._socket.setsockopt(zmq.CONNECT_TIMEOUT, 2000)
-        self._socket.setsockopt(zmq.HANDSHAKE_IVL, 5000)
-        self._socket.setsockopt(zmq.HEARTBEAT_IVL, 500)
-        self._socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 2000)
-        self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
         self._socket.setsockopt(zmq.RCVHWM, 0)  # both directions are bounded by the caller's window
         self._socket.setsockopt(zmq.SNDHWM, 0)
         if self._keys is not None:
