@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import FrameType
@@ -47,13 +47,13 @@ class Phases:
         spans: records the blocks of `during`.
     """
 
-    def __init__(self, spans: SpanRecorder, clock: Callable[[], float] = time.monotonic) -> None:
-        self._spans, self._clock = spans, clock
-        self._phase, self._since = PROCESS_UP, clock()
+    def __init__(self, spans: SpanRecorder) -> None:
+        self._spans = spans
+        self._phase, self._since = PROCESS_UP, time.monotonic()
         self._thread: int | None = None
 
     def enter(self, phase: str) -> None:
-        self._phase, self._since = phase, self._clock()
+        self._phase, self._since = phase, time.monotonic()
         self._thread = threading.get_ident()
 
     @contextmanager
@@ -76,7 +76,7 @@ class Phases:
         phase = self._phase
         frame = sys._current_frames().get(self._thread) if finer and self._thread is not None else None
         found = _innermost(frame, finer or {})
-        return Progress(f"{phase}: {found}" if found else phase, self._clock() - self._since, time.time())
+        return Progress(f"{phase}: {found}" if found else phase, time.monotonic() - self._since, time.time())
 
 
 def _innermost(frame: FrameType | None, finer: dict[str, str]) -> str | None:

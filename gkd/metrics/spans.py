@@ -28,18 +28,16 @@ class SpanRecorder:
 
     Args:
         process: its name in `ProcessSpans`.
-        most: largest number of spans that `take` returns.
     """
 
     def __init__(
         self,
         process: str,
         *,
-        most: int = MAX_SPANS,
         clock: Callable[[], float] = time.perf_counter,
         wall: Callable[[], float] = time.time,
     ) -> None:
-        self.process, self._most, self._clock, self._wall = process, most, clock, wall
+        self.process, self._clock, self._wall = process, clock, wall
         self._host = socket.gethostname()
         self._spans: list[Span] = []  # starts on the monotonic clock
         self._open: list[str] = []
@@ -99,22 +97,18 @@ class SpanRecorder:
         if to_wall_s is None:
             to_wall_s = self.to_wall_s()
         moved = [replace(span, start_s=span.start_s + to_wall_s) for span in spans]
-        return ProcessSpans(self.process, self._host, in_lanes(merged(moved, self._most)))
+        return ProcessSpans(self.process, self._host, in_lanes(merged(moved)))
 
     def _append(self, span: Span) -> None:
         self._spans.append(span)
-        if len(self._spans) > 2 * self._most:
-            self._spans = merged(self._spans, self._most)
+        if len(self._spans) > 2 * MAX_SPANS:
+            self._spans = merged(self._spans)
 
 
-def merged(spans: Sequence[Span], most: int = MAX_SPANS) -> list[Span]:
-    """Return at most `most` spans, in order of their starts: neighbours of one name are merged in pairs until they fit.
-
-    Args:
-        most: not smaller than the number of different names.
-    """
+def merged(spans: Sequence[Span]) -> list[Span]:
+    """Return at most MAX_SPANS, in order of their starts: neighbours of one name are merged in pairs until they fit."""
     result = sorted(spans, key=lambda span: (span.start_s, -span.duration_s))
-    while len(result) > most:
+    while len(result) > MAX_SPANS:
         single: dict[str, int] = {}  # name -> index of its last span that is not merged with another one
         kept: list[Span] = []
         for span in result:
