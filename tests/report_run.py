@@ -18,7 +18,7 @@ from tokenizers.decoders import Fuse
 from tokenizers.models import WordLevel
 
 from gkd.cluster.gpu_table import GpuInfo, GpuMap, PoolNeed, RankPlacement
-from gkd.config.load import load_config, save_config
+from gkd.config.load import config_yaml, load_config
 from gkd.handles import Sample, TokenRecord
 from gkd.metrics.catalog import PLACEHOLDERS
 from gkd.metrics.catalog_learning import LEARNING
@@ -49,7 +49,7 @@ def make_run(
     """
     root.mkdir(parents=True)
     config = load_config(None, [f"trainer.run_dir={root}", f"trainer.total_steps={steps}", *overrides])
-    save_config(config, root / "config.yaml")
+    (root / "config.yaml").write_text(config_yaml(config))
     keys = _keys(config.distill.loss, n_ranks)
     generator = random.Random(seed)
     writer = MetricsWriter(root / "metrics.jsonl", -1)

@@ -108,11 +108,6 @@ def config_yaml(config: Config) -> str:
     return OmegaConf.to_yaml(OmegaConf.structured(config))
 
 
-def save_config(config: Config, path: Path) -> None:
-    """Write the resolved settings to a file that `load_config` accepts."""
-    path.write_text(config_yaml(config))
-
-
 def _read_yaml(path: str | Path) -> Any:
     file = Path(path)
     if not file.is_file():

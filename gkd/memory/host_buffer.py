@@ -70,7 +70,3 @@ class HostBuffer:
     def clear(self) -> None:
         """Release all ranges and keep the memory for reuse."""
         self.mark = 0
-
-    def free(self) -> None:
-        """Release all ranges and the memory."""
-        self._slabs, self.mark = [], 0

@@ -22,7 +22,7 @@ from gkd.cluster.assignment import this_placement
 from gkd.cluster.gpu_table import TEACHER, GpuInfo, GpuMap, PoolNeed, RankPlacement, gpu_map_from_json
 from gkd.cluster.gpus import machine_gpus, parse_gpus, visible_gpus, with_processes
 from gkd.cluster.processes import nearest_ancestor, process_info
-from gkd.config.load import load_config, save_config
+from gkd.config.load import config_yaml, load_config
 from gkd.config.routes import Route
 from gkd.config.schema import TeacherConfig
 from gkd.gpu_map.choice import free_gpus
@@ -304,7 +304,7 @@ def test_map_of_a_run_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     problem.
     """
     config = load_config(None, [*GOOD, "teacher.server_port=1"])
-    save_config(config, tmp_path / "config.yaml")
+    (tmp_path / "config.yaml").write_text(config_yaml(config))
     mine = structs.replace(
         this_placement("actor", 0), cuda_visible_devices="0", ray_gpu_ids=("0",), gpus=(GpuInfo(id="0"),)
     )

@@ -15,7 +15,7 @@ import pytest
 
 from gkd.config.check import check_config
 from gkd.config.derived import derive
-from gkd.config.load import load_config, save_config
+from gkd.config.load import config_yaml, load_config
 from gkd.config.schema import Config
 from gkd.data.prompts import load_prompts
 from gkd.data.sampler import PromptSampler, make_sampler
@@ -209,7 +209,7 @@ def test_shares_that_cannot_be_drawn_are_refused() -> None:
 def test_a_resumed_run_refuses_other_routes(tmp_path: Path) -> None:
     """Fails if a run continues with other teachers, weights or temperatures, or cannot follow a server that moved."""
     before = tmp_path / "config.yaml"
-    save_config(load_config(None, TWO), before)
+    before.write_text(config_yaml(load_config(None, TWO)))
     moved = "teacher.routes={code: {weight: 2, temperature: 0.5, server_ip: there, keys: k}, math: {name: m}}"
     check_same_run(before, load_config(None, [*TWO, moved]))
     for change in (

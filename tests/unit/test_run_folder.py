@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from omegaconf import OmegaConf
 
-from gkd.config.load import load_config, save_config
+from gkd.config.load import config_yaml, load_config
 from gkd.config.schema import Config
 from gkd.errors import CheckpointError, ConfigError
 from gkd.handles import Sample, TokenRecord
@@ -114,7 +114,7 @@ def test_a_damaged_teacher_file_is_named(tmp_path: Path) -> None:
 )
 def test_settings_that_a_resumed_run_may_change(tmp_path: Path, changes: tuple[str, ...], refused: str) -> None:
     """Fails if a resume refuses a key that does not change results, or accepts one that does."""
-    save_config(config(tmp_path), tmp_path / "config.yaml")
+    (tmp_path / "config.yaml").write_text(config_yaml(config(tmp_path)))
     if not refused:
         return check_same_run(tmp_path / "config.yaml", config(tmp_path, *changes))
     with pytest.raises(ConfigError) as caught:
@@ -125,7 +125,7 @@ def test_settings_that_a_resumed_run_may_change(tmp_path: Path, changes: tuple[s
 def test_a_run_from_before_the_key_weights_may_be_resumed(tmp_path: Path) -> None:
     """Fails if a new default of a key makes every older run impossible to resume."""
     file = tmp_path / "config.yaml"
-    save_config(config(tmp_path), file)
+    file.write_text(config_yaml(config(tmp_path)))
     recorded = OmegaConf.load(file)
     for section in ("teacher", "reference"):
         recorded[section].update({"update_interval": 0, "update_ema": 0.0})

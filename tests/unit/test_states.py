@@ -225,5 +225,3 @@ def test_pieces_of_a_buffer_lie_side_by_side() -> None:
     assert all(pieces[0].data_ptr() % 64 == 0 for pieces in runs) and buffer.n_bytes == 5 * 128
     buffer.clear()
     assert buffer.take(100)[0].data_ptr() == runs[0][0].data_ptr() and buffer.n_bytes == 5 * 128
-    buffer.free()
-    assert buffer.n_bytes == 0
