@@ -92,42 +92,36 @@ def load_prompts(
     """
     prompts: list[Prompt] = []
     dropped = 0
-    row_id = 0
+    setting = "data.prompt_key", config.prompt_key
     teacher = teacher or TeacherConfig()
     routes, views = RowRoutes(teacher, config.teacher_key), TeacherPrompts(config, teacher.prompt_template)
+    rows = (found for file in files for found in _read_rows(file, key))
     with activities.during(f"tokenizing {key}, row"):
-        for file in files:
-            for where, row in _read_rows(file, key):
-                if row_id % _REPORT_ROWS == 0:
-                    activities.done(row_id)
-                if config.prompt_key not in row:
-                    raise ConfigError(
-                        "data.prompt_key",
-                        config.prompt_key,
-                        f"{where} has only the columns {sorted(row)}.",
-                        "set it to the column of the prompts.",
-                    )
-                route = routes.of(row, where)
-                setting = "data.prompt_key", config.prompt_key
-                ids = _fit(_encode(row[config.prompt_key], config, tokenizer, where, setting), config, where)
-                view = views.of(row, where)
-                teacher_ids = None if view is None else _encode(view, config, tokenizer, where, views.setting)
-                if ids is None or not _teacher_fits(teacher_ids, config, where):
-                    dropped += 1
-                else:
-                    answer = row.get(config.answer_key)
-                    prompts.append(
-                        Prompt(
-                            row_id,
-                            np.asarray(ids, dtype=np.int32),
-                            None if answer is None else str(answer),
-                            None if response_ends is None else _response(row, config, tokenizer, response_ends, where),
-                            route,
-                            None if teacher_ids is None else np.asarray(teacher_ids, dtype=np.int32),
-                            encode_row(where, row) if keep_rows else None,
-                        )
-                    )
-                row_id += 1
+        for row_id, (where, row) in enumerate(rows):
+            if row_id % _REPORT_ROWS == 0:
+                activities.done(row_id)
+            if config.prompt_key not in row:
+                problem = f"{where} has only the columns {sorted(row)}."
+                raise ConfigError(*setting, problem, "set it to the column of the prompts.")
+            route = routes.of(row, where)
+            ids = _fit(_encode(row[config.prompt_key], config, tokenizer, where, setting), config, where)
+            view = views.of(row, where)
+            teacher_ids = None if view is None else _encode(view, config, tokenizer, where, views.setting)
+            if ids is None or not _teacher_fits(teacher_ids, config, where):
+                dropped += 1
+                continue
+            answer = row.get(config.answer_key)
+            prompts.append(
+                Prompt(
+                    row_id,
+                    np.asarray(ids, dtype=np.int32),
+                    None if answer is None else str(answer),
+                    None if response_ends is None else _response(row, config, tokenizer, response_ends, where),
+                    route,
+                    None if teacher_ids is None else np.asarray(teacher_ids, dtype=np.int32),
+                    encode_row(where, row) if keep_rows else None,
+                )
+            )
     if not prompts:
         dropped_note = f" ({dropped} rows exceed data.max_prompt_length)" if dropped else ""
         raise ConfigError(key, list(files), f"no prompts in these files{dropped_note}.", "use files with prompts.")
