@@ -17,7 +17,7 @@ from gkd.config.schema import Config
 from gkd.data.prompts import load_tokenizer
 from gkd.errors import ConfigError, ModelError
 from gkd.hf.files import weights_digest
-from gkd.teacher.base import TeacherInfo
+from gkd.teacher.info import TeacherInfo
 from teacher_server.wire.fingerprint import tokenizer_fingerprint
 
 if TYPE_CHECKING:

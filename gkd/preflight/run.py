@@ -32,7 +32,7 @@ from gkd.preflight.student import check_student, check_tokenizer_fits
 from gkd.preflight.teacher import check_reachable, check_teacher, request_info, rollout_teacher, warn_about_losses
 from gkd.run.folder import RunFolder
 from gkd.run.open import check_run_folder, open_run_folder
-from gkd.teacher.base import TeacherInfo, head_columns
+from gkd.teacher.info import TeacherInfo, head_columns
 from gkd.teacher.window import throttle_warning
 from gkd.types import Prompt
 

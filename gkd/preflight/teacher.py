@@ -18,8 +18,8 @@ from gkd.errors import ConfigError, TeacherError, TeacherRefusal, TeacherUnavail
 from gkd.hf.files import weights_digest
 from gkd.hf.model_folder import read_config_json
 from gkd.log import get_logger
-from gkd.teacher.base import TeacherInfo
 from gkd.teacher.client import ZmqTeacher
+from gkd.teacher.info import TeacherInfo
 from gkd.types import Rollout
 from teacher_server.wire.fingerprint import tokenizer_fingerprint
 

@@ -19,8 +19,8 @@ from gkd.config.check_values import check_value
 from gkd.config.schema_teacher import MAX_NAME_LENGTH, TeacherConfig
 from gkd.errors import ConfigError
 from gkd.handles import TeacherHealth
-from gkd.teacher.base import TeacherInfo
 from gkd.teacher.exchange import ClientStats, Exchange, OnScored
+from gkd.teacher.info import TeacherInfo
 from gkd.teacher.link import TeacherLink
 from gkd.teacher.outage import OutageClock
 from gkd.teacher.requests import DescriptionRequest, PendingRequest, RequestSettings, T

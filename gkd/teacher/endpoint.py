@@ -24,10 +24,10 @@ from gkd.data.columns import ColumnList
 from gkd.data.score_checks import check_top_ids
 from gkd.errors import TeacherError, TeacherUnavailable
 from gkd.handles import Computation, ScoreTimes, TeacherHealth
-from gkd.teacher.base import head_columns
 from gkd.teacher.client import ZmqTeacher, connect
 from gkd.teacher.computations import Computations
 from gkd.teacher.grouping import grouped
+from gkd.teacher.info import head_columns
 from gkd.teacher.outage import merged
 from gkd.teacher.records import RecordingEndpoint, summary_of
 from gkd.teacher.window import Window

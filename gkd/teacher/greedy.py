@@ -17,9 +17,9 @@ from gkd.console.activity import activities
 from gkd.data.answers import greedy_sample
 from gkd.data.prompts import load_tokenizer
 from gkd.handles import Sample
-from gkd.teacher.base import TeacherInfo
 from gkd.teacher.client import ZmqTeacher, connect
 from gkd.teacher.grouping import grouped
+from gkd.teacher.info import TeacherInfo
 from gkd.teacher.window import window_of_group
 from gkd.types import Prompt, Rollout
 

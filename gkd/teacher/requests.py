@@ -18,7 +18,7 @@ import msgspec
 import numpy as np
 
 from gkd.errors import TeacherError
-from gkd.teacher.base import TeacherInfo
+from gkd.teacher.info import TeacherInfo
 from gkd.types import Rollout
 from teacher_server.wire.given_ids import given_problem, pack_given
 from teacher_server.wire.payload import check_tokens

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from gkd.config.schema_teacher import TeacherConfig
-from gkd.teacher.base import TeacherInfo
+from gkd.teacher.info import TeacherInfo
 from teacher_server.wire.protocol import MAX_SEQUENCES
 
 _REQUESTS_IN_FLIGHT = 4

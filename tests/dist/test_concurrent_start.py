@@ -19,7 +19,7 @@ from gkd.errors import GkdError
 from gkd.preflight.run import Plan
 from gkd.rollout.worker import RolloutWorker
 from gkd.run.open import open_run_folder
-from gkd.teacher.base import TeacherInfo
+from gkd.teacher.info import TeacherInfo
 
 pytestmark = pytest.mark.dist
 

@@ -17,7 +17,7 @@ from gkd.preflight.replay import _check_scores
 from gkd.preflight.teacher import check_teacher
 from gkd.quickstart.addition import build_tokenizer
 from gkd.rollout.sampling import read_logprobs
-from gkd.teacher.base import TeacherInfo
+from gkd.teacher.info import TeacherInfo
 from teacher_server.wire.fingerprint import tokenizer_fingerprint
 from tests.unit.test_rollout_file import rollout
 

@@ -27,7 +27,7 @@ from gkd.errors import ConfigError
 from gkd.preflight.replay import _check_scores
 from gkd.preflight.teacher import check_teacher
 from gkd.quickstart.addition import build_tokenizer
-from gkd.teacher.base import TeacherInfo
+from gkd.teacher.info import TeacherInfo
 from gkd.types import Prompt
 from teacher_server.wire.fingerprint import tokenizer_fingerprint
 from tests.unit.test_rollout_file import rollout, scores, written

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from gkd.config.schema_teacher import TeacherConfig
-from gkd.teacher.base import TeacherInfo
 from gkd.teacher.grouping import grouped
+from gkd.teacher.info import TeacherInfo
 from gkd.teacher.window import Window, throttle_warning, window_of_group
 from tests.service.harness import random_rollouts
 
