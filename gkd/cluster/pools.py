@@ -26,6 +26,7 @@ from ray._private.state import available_resources_per_node
 from ray.exceptions import RayError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 
+from gkd.cluster.daemons import DaemonWatch
 from gkd.cluster.placement import Node, PoolSpec, Room, in_order, place, shortage
 from gkd.cluster.slots import Pool
 from gkd.cluster.worker_lines import keep_worker_lines
@@ -74,6 +75,7 @@ class Cluster:
     ) -> None:
         self.run = uuid.uuid4().hex
         self._is_own = not address
+        self._watch: DaemonWatch | None = None
         os.environ[_RUN] = self.run  # inherited by all processes that Ray starts here
         # Ray's colors make a log file hard to search; its line on token authentication needs no action.
         if not sys.stderr.isatty():
@@ -125,6 +127,8 @@ class Cluster:
             del os.environ[_RUN]
             signal.signal(signal.SIGTERM, on_sigterm)  # ray.init replaces it
             signal.signal(signal.SIGHUP, on_sighup)
+        if self._is_own:
+            self._watch = DaemonWatch()
 
     def make_pools(self, specs: Sequence[PoolSpec], timeout_s: float) -> dict[str, Pool]:
         """Reserve all pools or none; return them by name. The first pool gets the lowest GPU ids.
@@ -162,6 +166,8 @@ class Cluster:
 
     def close(self) -> None:
         """Stop Ray if it was started here, else disconnect. The pools are freed in both cases."""
+        if self._watch is not None:
+            self._watch.stop()
         ray.shutdown()
         if self._is_own:
             _kill_rest(self.run)

@@ -1,0 +1,47 @@
+"""Ray's own processes end under a job: a real Ray in a program of its own, which Ray ends a minute later."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import psutil
+import pytest
+
+pytestmark = pytest.mark.dist
+
+_HOLD = """
+import sys, time
+from gkd.cluster.pools import Cluster
+cluster = Cluster("", n_slots=1, on_cpu=True)
+print("started", flush=True)
+sys.stdin.readline()
+cluster.close()
+"""
+
+
+@pytest.mark.parametrize("victim", ["gcs_server", "raylet", ""])
+def test_the_end_of_rays_daemons_is_reported(victim: str) -> None:
+    """Fails if a run under which `ray stop` ended Ray is silent until Ray ends it, or a clean end logs an error."""
+    with subprocess.Popen(
+        [sys.executable, "-c", _HOLD],
+        env=os.environ | {"PYTHONWARNINGS": "ignore"},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as program:
+        assert program.stdin and program.stdout and program.stderr
+        try:
+            assert program.stdout.readline() == "started\n"
+            daemons = {child.name(): child for child in psutil.Process(program.pid).children()}
+            if victim:
+                daemons[victim].kill()
+                line = next(line for line in program.stderr if "[gkd.daemons]" in line)
+                assert victim in line and str(daemons[victim].pid) in line and "trainer.resume=auto" in line
+            else:
+                _, rest = program.communicate("\n", timeout=60)
+                assert program.returncode == 0 and "[gkd.daemons]" not in rest
+        finally:
+            program.kill()
