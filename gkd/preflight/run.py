@@ -109,6 +109,8 @@ def preflight(config: Config) -> Plan:
     val = _held_out(config, derived, tokenizer)
     check_functions(config, derived)
     total_steps = planned_steps(config, len(train))
+    if warning := early_end_warning(config, len(train)):
+        log.warning("%s", warning)
     check_stream_fits(config, total_steps)
     teachers = find_teachers(config, derived, device)
     with_gpus = config
@@ -189,6 +191,17 @@ def planned_steps(config: Config, n_prompts: int) -> int:
     """Return the optimizer steps of the run: those of total_epochs, at least 1, at most total_steps (0 = no limit)."""
     by_epochs = max(1, n_prompts * config.trainer.total_epochs // config.trainer.global_batch_size)
     return min(by_epochs, config.trainer.total_steps) if config.trainer.total_steps else by_epochs
+
+
+def early_end_warning(config: Config, n_prompts: int) -> str:
+    """Return a sentence if the epochs end the run before total_steps, else "": in TRL, steps override epochs."""
+    t, steps = config.trainer, planned_steps(config, n_prompts)
+    if steps >= t.total_steps:
+        return ""
+    return (
+        f"trainer.total_steps = {t.total_steps} is not reached: trainer.total_epochs = {t.total_epochs} of {n_prompts} "
+        f"prompts in batches of {t.global_batch_size} ends the run after step {steps}. Fix: increase total_epochs"
+    )
 
 
 def check_ray_installed() -> None:
