@@ -51,9 +51,11 @@ class Closing:
     def _next_commands(self) -> list[str]:
         """Return commands to use the student, to read the report, and to find a faster split of the GPUs."""
         trainer, rollout = self._config.trainer, self._config.rollout
-        run = shlex.quote(str(self._root))
-        commands = [f"vllm serve {shlex.quote(str(self._root / EXPORT))}", f"python -m gkd.tools.report {run}"]
+        run, python = shlex.quote(str(self._root)), shlex.quote(sys.executable)
+        vllm = Path(sys.executable).with_name("vllm")  # the shell may not have activated this environment
+        serve = [str(vllm) if vllm.is_file() else "vllm", "serve", str(self._root / EXPORT)]
+        commands = [shlex.join(serve), f"{python} -m gkd.tools.report {run}"]
         if trainer.colocate or self._config.teacher.backend != "zmq":
-            return [*commands, f"python -m gkd.tools.memory --config {run}/config.yaml"]
+            return [*commands, f"{python} -m gkd.tools.memory --config {run}/config.yaml"]
         n_gpus = trainer.nnodes * trainer.n_gpus_per_node + rollout.nnodes * rollout.n_gpus_per_node
-        return [*commands, f"python -m gkd.tools.split --run {run} --gpus {n_gpus} --teacher-elsewhere"]
+        return [*commands, f"{python} -m gkd.tools.split --run {run} --gpus {n_gpus} --teacher-elsewhere"]

@@ -122,13 +122,15 @@ def test_the_launch_script_names_itself(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("shared", ["", "trainer.colocate=true"])
 def test_the_next_commands_can_be_typed(tmp_path: Path, shared: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """Fails if a command of the closing table is not valid, or names another folder."""
+    """Fails if a command of the closing table is not valid, needs an activated environment, or names another folder."""
     settings = ["trainer.n_gpus_per_node=2", "rollout.n_gpus_per_node=2", *([shared] if shared else [])]
     serve, report, last = (shlex.split(text) for text in closed(tmp_path, 0, capsys, *settings))
     folder = str(tmp_path / "my run")
-    assert serve == ["vllm", "serve", f"{folder}/export"] and report[-1] == folder
+    vllm = Path(sys.executable).with_name("vllm")
+    assert serve == [str(vllm) if vllm.is_file() else "vllm", "serve", f"{folder}/export"] and report[-1] == folder
+    assert report[0] == last[0] == sys.executable
     if shared:
-        assert last[:3] == ["python", "-m", "gkd.tools.memory"] and last[4] == f"{folder}/config.yaml"
+        assert last[1:3] == ["-m", "gkd.tools.memory"] and last[4] == f"{folder}/config.yaml"
         with pytest.raises(SystemExit) as ended:
             memory([*last[3:], "--help"])
         assert ended.value.code == 0
