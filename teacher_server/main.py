@@ -25,8 +25,8 @@ def _command(name: str) -> Callable[[Sequence[str]], int]:
         from teacher_server.cli.serve import main
     else:
         close = difflib.get_close_matches(name, _COMMANDS, n=1)
-        hint = f"did you mean {close[0]}?" if close else f"Fix: use one of {', '.join(_COMMANDS)}, or --help."
-        raise SettingsError(f"unknown command {name!r}. {hint}")
+        hint = f"did you mean {close[0]}? " if close else ""
+        raise SettingsError(f"unknown command {name!r}. {hint}Fix: use one of {', '.join(_COMMANDS)}, or --help.")
     return main
 
 

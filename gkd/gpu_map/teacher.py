@@ -103,11 +103,12 @@ def teacher_rows(routes: Sequence[Route], device: str) -> tuple[list[RankPlaceme
             rows += worker_placements(ask_status(route.teacher), first_rank=len(rows))
         except TeacherError as error:
             address = f"{route.key('server_ip')}, {route.key('server_port')} and {route.key('keys')}"
+            problem, _, start = str(error).partition(" Fix: ")
             silent = Finding(
                 kind="teacher_silent",
                 ranks=(),
-                problem=f"the teacher's GPUs are unknown: {error}.",
-                fix=f"start the teacher server, or correct {address}.",
+                problem=f"the teacher's GPUs are unknown: {problem}",
+                fix=f"{start or 'start the teacher server'}, or correct {address}.",
             )
             found.append(silent)
     return with_driver_info(rows, socket.gethostname(), machine_gpus()) if device == "cuda" else rows, found

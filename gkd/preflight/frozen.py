@@ -17,6 +17,7 @@ from gkd.config.schema import Config
 from gkd.data.prompts import load_tokenizer
 from gkd.errors import ConfigError, ModelError
 from gkd.hf.files import weights_digest
+from gkd.preflight.student import no_folder
 from gkd.teacher.info import TeacherInfo
 from teacher_server.wire.fingerprint import tokenizer_fingerprint
 
@@ -90,7 +91,7 @@ def _checked(config: Config, path: str, key: str) -> PreTrainedModel:
     """Return the model of a folder on the meta device after checking its weight files. Raises ConfigError for `key`."""
     packing, folder = config.actor.packing, Path(path)
     if not folder.is_dir():
-        raise ConfigError(key, path, "no such folder.", "give a local folder in Hugging Face format.")
+        raise no_folder(key, path)
     try:
         trust = config.model.trust_remote_code
         hf = build_on_meta(folder, dtype=torch.float32, packing=packing, trust_remote_code=trust)

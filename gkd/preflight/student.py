@@ -17,6 +17,12 @@ from gkd.hf.model_folder import read_config_json
 _NUMBERS_OF_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")  # in config.json
 
 
+def no_folder(key: str, path: str) -> ConfigError:
+    """Return the error of a model folder that does not exist; it may be a name on the Hugging Face hub."""
+    fix = "give a local folder in Hugging Face format; `hf download NAME --local-dir FOLDER` makes one."
+    return ConfigError(key, path, "no such folder.", fix)
+
+
 def check_student(config: Config) -> int:
     """Check that the student's folder is whole, and that the configured ranks can split it. Reads headers only.
 
@@ -29,7 +35,7 @@ def check_student(config: Config) -> int:
     """
     path, longest = config.model.path, derive(config).max_sequence_length
     if not Path(path).is_dir():
-        raise ConfigError("model.path", path, "no such folder.", "give a local folder in Hugging Face format.")
+        raise no_folder("model.path", path)
     try:
         if config.actor.strategy == "fsdp2":
             from gkd.preflight.fsdp_student import check_fsdp_student  # imports transformers

@@ -63,7 +63,7 @@ def as_table(summary: dict[str, Any]) -> str:
             f"{s['student_accuracy_after']:.1%}",
             f"{s['teacher_accuracy']:.1%}",
         ),
-        (f"KL({s['kl']}), nats", f"{s['kl_before']:.4f}", f"{s['kl_after']:.4f}", f"-{s['kl_drop']:.1%}"),
+        (f"KL({s['kl']}), nats", f"{s['kl_before']:.4f}", f"{s['kl_after']:.4f}", "-"),
     ]
     lines = [f"{name:<30}{a:>10}{b:>10}{c:>10}" for name, a, b, c in rows]
     shares = ", ".join(f"{stage} {share:.0%}" for stage, share in s["stage_time_share"].items() if share >= 0.005)

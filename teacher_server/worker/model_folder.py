@@ -89,7 +89,8 @@ def _weight_files(folder: Path) -> list[Path]:
         files = sorted(folder.glob("*.safetensors"))
     missing = [file.name for file in files if not file.is_file()]
     if missing or not files:
-        raise ServerError(f"model folder {folder}: missing weights: {', '.join(missing) or '*.safetensors'}.")
+        names = ", ".join(missing) or "*.safetensors"
+        raise ServerError(f"model folder {folder}: missing weights: {names}. Fix: give a complete folder.")
     return files
 
 

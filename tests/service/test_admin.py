@@ -115,6 +115,8 @@ def test_a_misspelled_command_names_the_right_one(capsys: pytest.CaptureFixture[
     assert main(["stauts"]) == 2
     error = capsys.readouterr().err
     assert "'stauts'" in error and "status?" in error and len(error.splitlines()) == 1
+    assert main(["start"]) == 2  # no such command: the list of all helps more than the nearest name
+    assert "serve, worker" in capsys.readouterr().err
 
 
 def test_a_refused_connection_is_reported_at_once(capsys: pytest.CaptureFixture[str]) -> None:

@@ -150,7 +150,8 @@ def test_summary_matches_the_metrics_of_the_run(tmp_path: Path) -> None:
     assert summary["kl_drop"] == pytest.approx(0.9)
     assert summary["stage_time_share"]["rollout"] == pytest.approx(0.5)
     assert summary["stage_time_accounted"] == pytest.approx(3.9 / 4.0)
-    assert "90.0%" in as_table(summary)
+    accuracy, kl = (line.split()[-3:] for line in as_table(summary).splitlines()[1:3])
+    assert accuracy == ["10.0%", "90.0%", "99.0%"] and kl == ["0.5000", "0.0500", "-"]  # before, after, teacher
     write_summary(summary, tmp_path / "new" / "summary.json")
     assert json.loads((tmp_path / "new" / "summary.json").read_text()) == summary
     (tmp_path / "metrics.jsonl").write_text(json.dumps(lines[0]) + "\n")
