@@ -58,13 +58,17 @@ def make_folder(path: Path) -> None:
         fsync(folder.parent)
 
 
+WRITE_FIX = "Fix: free space there, or correct the permissions; then resume with trainer.resume=auto."
+
+
 @contextmanager
 def naming(path: Path, what: str = "written") -> Iterator[None]:
     """Turn an OSError in the block into a CheckpointError that names the file and why it cannot be `what`."""
     try:
         yield
     except OSError as error:
-        raise CheckpointError(f"{path} cannot be {what}: {error}") from error
+        fix = f". {WRITE_FIX}" if what == "written" else ""
+        raise CheckpointError(f"{path} cannot be {what}: {error}{fix}") from error
 
 
 def remove(path: Path) -> None:

@@ -20,6 +20,7 @@ from gkd.actor.common.host_copies import Snapshot
 from gkd.actor.common.shards import DTYPES, FORMAT, file_name
 from gkd.errors import CheckpointError
 from gkd.handles import FileDigest
+from gkd.run.disk import WRITE_FIX
 
 # Small enough to stay in the CPU cache between the hash and the write; large enough that the thread seldom has to
 # acquire the interpreter lock, which takes up to 5 ms while the training thread runs Python code.
@@ -58,7 +59,8 @@ def write(folder: Path, rank: int, snapshot: Snapshot) -> dict[str, FileDigest]:
             file.flush()
             os.fsync(file.fileno())
     except OSError as error:
-        raise CheckpointError(f"rank {rank} cannot write its checkpoint to {path}: {error.strerror}") from error
+        problem = f"rank {rank} cannot write its checkpoint to {path}: {error.strerror}. {WRITE_FIX}"
+        raise CheckpointError(problem) from error
     return {path.name: FileDigest(n_bytes, hasher.hexdigest())}
 
 
