@@ -57,7 +57,7 @@ def check_reachable(route: Route, timeout_s: float = CONNECT_S) -> None:
         raise TeacherUnavailable(
             f"{_address(route)}: cannot connect to {host}:{port} "
             f"({error.strerror}). Fix: start a server with: "
-            f"python -m teacher_server --model PATH --host {host} --port {port}"
+            f"bash launch/teacher.sh --model PATH --host {host} --port {port}"
         ) from error
 
 

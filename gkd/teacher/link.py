@@ -253,5 +253,5 @@ class TeacherLink:
         trouble = f" Last error: {self.trouble}." if self.trouble else ""
         return TeacherUnavailable(
             f"teacher {self.address}: {problem} (last message: {last}); pending: {pending}.{refused}{trouble} "
-            f"Fix: python -m teacher_server --model PATH --host {self._server_ip} --port {self._server_port}"
+            f"Fix: bash launch/teacher.sh --model PATH --host {self._server_ip} --port {self._server_port}"
         )
