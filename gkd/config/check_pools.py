@@ -122,7 +122,7 @@ def _check_sharing(config: Config, derived: Derived) -> None:
     if share and not derived.has_teacher_server:
         problem = f"teacher.backend={config.teacher.backend} has no server."
         raise ConfigError("cluster.teacher_gpu_share", share, problem, "remove it, or use teacher.backend=zmq.")
-    if share + taken > 1:
+    if share + taken > 1 and not r.kv_cache_mib:
         problem = f"cluster.teacher_gpu_share {share:g} of the same GPUs is the teacher's: together more than 1."
         raise ConfigError("rollout.gpu_memory_utilization", taken, problem, f"use at most {1 - share:g}.")
     if not t.colocate:

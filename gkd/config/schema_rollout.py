@@ -34,8 +34,8 @@ class RolloutConfig:
     )
     gpu_memory_utilization: float = key(
         0.85,
-        "Fraction of GPU memory that must be free when vLLM starts, and that it takes (weights and KV cache) unless "
-        "rollout.kv_cache_mib is set; ignored on cpu.",
+        "Fraction of GPU memory that must be free when vLLM starts, and that it takes (weights and KV cache); ignored "
+        "if rollout.kv_cache_mib is set, and on cpu.",
         gt=0,
         le=1,
         resume=True,
@@ -43,7 +43,8 @@ class RolloutConfig:
     kv_cache_mib: int = key(
         0,
         "Size of the KV cache of each rank in MiB; 0 = on a GPU what rollout.gpu_memory_utilization leaves, on cpu "
-        f"{CPU_KV_CACHE_MIB}. With a size, engines start also while other processes allocate and free GPU memory.",
+        f"{CPU_KV_CACHE_MIB}. With a size, engines start with whatever GPU memory is free, also while other processes "
+        "allocate and free some.",
         ge=0,
         resume=True,
     )

@@ -9,6 +9,7 @@ from typing import Any
 from gkd.cluster.garbage import quick_imports
 from gkd.config.derived import engine_rank
 from gkd.config.schema import LoraConfig, RolloutConfig
+from teacher_server.engines.vllm_memory import gpu_memory_arguments
 from teacher_server.wire.protocol import MAX_K
 
 # vLLM reads these variables at import, so they are set in the environment of the Ray actor.
@@ -52,6 +53,7 @@ def start_vllm(
         from vllm import LLM
 
     on_cpu = device == "cpu"
+    kv_cache_bytes = config.kv_cache_bytes(on_cpu=on_cpu)
     return LLM(
         model=model_path,
         dtype=dtype,
@@ -69,10 +71,10 @@ def start_vllm(
         # Not "ray", vLLM's default inside a Ray actor: it would wait for GPUs that this actor already holds.
         distributed_executor_backend="mp" if config.tp > 1 else "uni",
         worker_extension_cls="gkd.rollout.weights.WeightReceiver",
-        kv_cache_memory_bytes=config.kv_cache_bytes(on_cpu=on_cpu),
         **({} if lora is None else _adapter_settings(lora)),
         **(
             {
+                "kv_cache_memory_bytes": kv_cache_bytes,
                 "scheduler_cls": "gkd.rollout.decode_scheduler.DecodeScheduler",
                 "async_scheduling": False,
                 # A pass computes a sequence's prefix as a whole. After a part of it vLLM would rewind the sequence's
@@ -83,11 +85,11 @@ def start_vllm(
             # The triton MoE kernel uses the expert weights as they are loaded; other kernels reorder them once, at
             # start-up, so later weight syncs would not reach them.
             #
-            # gpu_memory_utilization is a share of the whole GPU, including memory of other processes. vLLM fails to
-            # start if less than that is free. Without the size of the KV cache it also profiles its own peak, and fails
-            # if another process frees memory meanwhile. It does not account for memory that others allocate later.
+            # Without the size of the KV cache vLLM fails to start if less than gpu_memory_utilization of the GPU is
+            # free. It also profiles its own peak, and fails if another process frees memory meanwhile. It does not
+            # account for memory that others allocate later.
             else {
-                "gpu_memory_utilization": config.gpu_memory_utilization,
+                **gpu_memory_arguments(config.gpu_memory_utilization, kv_cache_bytes),
                 "moe_backend": "triton",
                 "enable_sleep_mode": enable_sleep_mode,
             }

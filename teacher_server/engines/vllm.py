@@ -19,6 +19,7 @@ from transformers import AutoConfig
 
 from teacher_server.engines.base import ENGINE_PID, RowStream, ScoreParams, Scores, TokenSequence
 from teacher_server.engines.streams import row_dtype
+from teacher_server.engines.vllm_memory import gpu_memory_arguments
 from teacher_server.engines.vllm_versions import choose_model_runner, with_vllm_errors
 from teacher_server.errors import ServerError
 from teacher_server.wire.protocol import RowDtype, Wire
@@ -55,10 +56,10 @@ class VllmEngine:
         max_tokens: longest P + R.
         max_batch_tokens: tokens of one forward pass; longer sequences are split over several.
         gpu_memory_utilization: fraction of each GPU that must be free at the start, and that weights and KV cache
-            take if the cache has no given size. The rest must hold the hidden states of a batch and the logits of one
-            chunk, about 500 MiB.
+            take. The rest must hold the hidden states of a batch and the logits of one chunk, about 500 MiB. Without
+            effect if the cache has a given size.
         kv_cache_mib: KV cache on each GPU or CPU rank; 0: on a GPU what gpu_memory_utilization leaves, on a CPU enough
-            for two batches or the longest sequence. With a size, other processes may free GPU memory during the start.
+            for two batches or the longest sequence. With a size, other processes may use the GPU during the start.
         threads: CPU threads of each worker.
     """
 
@@ -92,6 +93,8 @@ class VllmEngine:
                 n_tokens = max(max_tokens, 2 * max_batch_tokens)
                 kv_cache_mib = _kv_cache_mib(path, dtype, tensor_parallel_size, n_tokens)
             choose_model_runner()
+            cache = kv_cache_mib << 20 or None
+            memory = {"kv_cache_memory_bytes": cache} if on_cpu else gpu_memory_arguments(gpu_memory_utilization, cache)
             args = EngineArgs(
                 model=path,
                 dtype=dtype,
@@ -108,8 +111,7 @@ class VllmEngine:
                 use_tqdm_on_load=False,
                 distributed_executor_backend="mp" if tensor_parallel_size > 1 else "uni",
                 worker_extension_cls=f"{_EXTENSION}.TeacherExtension",
-                kv_cache_memory_bytes=kv_cache_mib << 20 or None,
-                **({} if on_cpu else {"gpu_memory_utilization": gpu_memory_utilization}),
+                **memory,
             )
             self._engine = LLMEngine.from_engine_args(args)
             self._serial = 0

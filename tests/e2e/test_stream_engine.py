@@ -83,7 +83,7 @@ def _probe(student: Path, n_vocab: int, port: int) -> dict[str, Any]:
     from gkd.weight_sync.transfer import send
 
     # With a given size the engine starts while other stages of gpu_proof share the GPU.
-    config = RolloutConfig(kv_cache_mib=1024 if ON_GPU else 32, max_num_seqs=8, gpu_memory_utilization=0.1)
+    config = RolloutConfig(kv_cache_mib=1024 if ON_GPU else 32, max_num_seqs=8)
     engine = RolloutEngine(str(student), config, dtype="float32", max_model_len=32, device=DEVICE, eos_ids=[EOS])
     prompts = _prompts(n_vocab)
     sampling = Sampling(N_SAMPLES, TEMPERATURE, 1.0, MAX_TOKENS, seed=11)

@@ -133,10 +133,14 @@ def test_preflight_counts_what_is_on_the_card(
     ],
 )
 def test_shares_that_cannot_be_are_refused(key: str, overrides: tuple[str, ...]) -> None:
-    """Fails if shares of more than a whole GPU, or one of a server that does not exist, are accepted."""
+    """Fails if shares of more than a whole GPU, or one of a server that does not exist, are accepted.
+
+    An engine whose KV cache has a given size takes no share.
+    """
     from gkd.config.check import check_config
 
     settings = ["data.train_files=[a]", "model.path=s", "trainer.run_dir=r", "cluster.teacher_gpu_share=0.1"]
     with pytest.raises(ConfigError) as caught:
         check_config(load_config(None, [*settings, *overrides]))
     assert caught.value.key == key
+    check_config(load_config(None, [*settings, "rollout.gpu_memory_utilization=0.95", "rollout.kv_cache_mib=64"]))

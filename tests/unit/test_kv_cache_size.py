@@ -17,6 +17,7 @@ from teacher_server.config.options import given_flags
 from teacher_server.config.schema import TEACHER_OPTIONS
 from teacher_server.engines import load
 from teacher_server.engines import vllm as teacher_vllm
+from teacher_server.engines.vllm_memory import gpu_memory_arguments
 from teacher_server.errors import SettingsError
 
 
@@ -43,13 +44,16 @@ def _restored_environment() -> Iterator[None]:
 def test_a_rollout_engine_gets_the_size(
     monkeypatch: pytest.MonkeyPatch, device: str, mib: int, expected: int | None
 ) -> None:
-    """Fails if rollout.kv_cache_mib does not reach vLLM on one of the devices, or 0 is taken as a size."""
+    """Fails if rollout.kv_cache_mib does not reach vLLM on one of the devices, or 0 is taken as a size.
+
+    With a size vLLM must not require rollout.gpu_memory_utilization of a shared GPU to be free.
+    """
     monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(LLM=stop))
     config = load_config(None, [f"rollout.kv_cache_mib={mib}"]).rollout
     model: dict[str, Any] = {"dtype": "bfloat16", "max_model_len": 8, "trust_remote_code": False}
     with pytest.raises(Given) as found:
         start_vllm("x", config, **model, device=device, enable_sleep_mode=False, lora=None)
-    assert found.value.args[0]["kv_cache_memory_bytes"] == (None if expected is None else expected << 20)
+    check_arguments(found.value.args[0], device, expected)
 
 
 @pytest.mark.parametrize(
@@ -59,7 +63,7 @@ def test_a_rollout_engine_gets_the_size(
 def test_a_teacher_engine_gets_the_size(
     monkeypatch: pytest.MonkeyPatch, device: str, flags: dict[str, str], expected: int | None
 ) -> None:
-    """Fails if --kv-cache-mib does not reach vLLM on one of the devices, or 0 is taken as a size."""
+    """Fails if --kv-cache-mib does not reach vLLM on one of the devices, or 0 is taken as a size; as for rollouts."""
     platform = SimpleNamespace(current_platform=SimpleNamespace(is_cpu=lambda: device == "cpu"))
     monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(EngineArgs=stop, LLMEngine=None))
     monkeypatch.setitem(sys.modules, "vllm.platforms", platform)
@@ -73,7 +77,29 @@ def test_a_teacher_engine_gets_the_size(
     folder = SimpleNamespace(path="x", max_tokens=16)
     with pytest.raises(Given) as found:
         worker._load(folder, {**values, "engine": "vllm", "device": device})  # type: ignore[arg-type]
-    assert found.value.args[0]["kv_cache_memory_bytes"] == (None if expected is None else expected << 20)
+    check_arguments(found.value.args[0], device, expected)
+
+
+def check_arguments(arguments: dict[str, Any], device: str, mib: int | None) -> None:
+    assert arguments.get("kv_cache_memory_bytes") == (None if mib is None else mib << 20)
+    share = arguments.get("gpu_memory_utilization")
+    if device == "cpu":
+        assert share is None
+    else:
+        assert share == 0.85 if mib is None else 0 < share <= 0.01
+
+
+def test_an_engine_with_a_cache_of_a_given_size_starts_on_a_shared_gpu() -> None:
+    """Fails if vLLM requires more free memory than such an engine needs, or the pinned vLLM refuses the arguments."""
+    from vllm.config import CacheConfig
+    from vllm.v1.worker.utils import request_memory
+
+    card = SimpleNamespace(total_memory=80 << 30, free_memory=8 << 30, device_="cuda:0")
+    given = CacheConfig(**gpu_memory_arguments(0.85, 1 << 30))
+    assert given.kv_cache_memory_bytes == 1 << 30
+    assert 0 < request_memory(card, given) < 1 << 30  # type: ignore[arg-type]
+    with pytest.raises(ValueError):
+        request_memory(card, CacheConfig(**gpu_memory_arguments(0.85, None)))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("value", ["-1", "1.5", "many"])
