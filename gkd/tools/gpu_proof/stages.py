@@ -231,7 +231,7 @@ STAGES = (
         95,
         "0.9 to 1.0: 1 ms of packing for a batch of 2,048 tokens, which takes 12; errors as plain bfloat16",
         figure="vllm: server / bare engine",
-        min_gib=32,  # of four engines and a model in float32; vLLM's share of it must be free for the last one
+        min_gib=32,  # of four engines and a model in float32
         ahead_s=6,
     ),
     Stage(
