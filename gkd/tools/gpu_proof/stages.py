@@ -207,7 +207,7 @@ STAGES = (
         *_both(*_tests("tests/e2e/test_stream_engine.py")),
         300,
         80,
-        "all pass: float32 logprobs differ by the order of sums, 1e-5",
+        "all pass: vLLM's attention in float32 rounds its factors to TF32, 1e-3; on a CPU the order of sums, 1e-5",
         shares_gib=8,
     ),
     Stage(
