@@ -9,6 +9,7 @@ import shlex
 import shutil
 import signal
 import subprocess
+import sys
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -80,7 +81,7 @@ def test_the_terminal_shows_the_run_and_nothing_foreign(base_run: Path, lab: Lab
     foreign = ("\x1b", "%|", "it/s]", "WARNING", "Warning", "[W", "Triton")
     assert not [line for line in lines if any(mark in line for mark in foreign)]
     assert all(str(path) in closing for path in (base_run / "export", base_run / "checkpoints" / "step_00000004"))
-    assert lines[-1].split()[:4] == ["python", "-m", "gkd.tools.split", "--run"]
+    assert lines[-1].split()[:4] == [sys.executable, "-m", "gkd.tools.split", "--run"]
 
 
 def test_the_run_folder_describes_the_run(base_run: Path, lab: Lab) -> None:

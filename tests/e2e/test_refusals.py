@@ -124,7 +124,7 @@ def test_missing_teacher_server(lab: Lab) -> None:
     began = time.monotonic()
     error = refused(lab, port, "teacher.outage_budget_s=3")
     assert isinstance(error, TeacherUnavailable)
-    assert f"127.0.0.1:{port}" in str(error) and "python -m teacher_server" in str(error)
+    assert f"127.0.0.1:{port}" in str(error) and "launch/teacher.sh" in str(error)
     assert time.monotonic() - began < 30
 
 

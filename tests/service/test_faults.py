@@ -78,7 +78,7 @@ def test_an_absent_server_is_an_error_within_the_outage_budget() -> None:
     finally:
         teacher.close()
     assert time.monotonic() - started_s < 3
-    assert "127.0.0.1:1" in str(caught.value) and "python -m teacher_server" in str(caught.value)
+    assert "127.0.0.1:1" in str(caught.value) and "launch/teacher.sh" in str(caught.value)
 
 
 # The engine decides how long a worker takes to exit, the number which handler begins it: one case with a real model.
