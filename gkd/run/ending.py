@@ -94,7 +94,8 @@ def _end_interrupted(saver: Saver, save_now: SaveNow) -> None:
 
 
 def _save_what_can_be_saved(error: Exception, saver: Saver, save_now: SaveNow, close_source: CloseSource) -> None:
-    log.error("the run ends: %s: %s", type(error).__name__, str(error))  # as text: a record would keep the frames
+    # As text: a record would keep the frames. One line: the program prints the whole message at its end.
+    log.error("the run ends: %s: %s", type(error).__name__, str(error).partition("\n")[0])
     wait_s = LAST_SAVE_WAIT_S if isinstance(error, ClusterError) else None
     attempt("the pending save", lambda: saver.finish(wait_s))
     if isinstance(error, TeacherUnavailable) and attempt("the last save", lambda: save_now(scored=False)):

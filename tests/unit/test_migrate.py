@@ -210,6 +210,13 @@ def test_an_unknown_system_or_no_input_is_a_typed_error() -> None:
     assert ended.value.code == 2
 
 
+def test_old_flags_without_two_dashes(capsys: pytest.CaptureFixture[str]) -> None:
+    """Fails if old flags in the place of options are refused without a hint to where they belong."""
+    with pytest.raises(SystemExit) as caught:
+        main(["slime", "--lr", "3e-6", "--num-rollout", "7"])
+    assert caught.value.code == 2 and "--lr" in (error := capsys.readouterr().err) and " after --" in error
+
+
 def test_an_existing_file_is_replaced_only_with_force(tmp_path: Path) -> None:
     """Fails if the tool overwrites someone's settings."""
     output = tmp_path / "mine.yaml"

@@ -86,7 +86,10 @@ def _parse(words: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("file", nargs="?", type=Path, metavar="FILE", help="its YAML, script or list of flags")
     parser.add_argument("--output", type=Path, metavar="OUT.yaml", help="file to write; without it the YAML is printed")
     parser.add_argument("--force", action="store_true", help="replace an existing output")
-    return parser.parse_args(words)
+    args, unknown = parser.parse_known_args(words)
+    if unknown:
+        parser.error(f"unrecognized arguments: {' '.join(unknown)}. Fix: write the settings of {args.system} after --")
+    return args
 
 
 if __name__ == "__main__":
