@@ -71,7 +71,7 @@ class ActorPool:
         root = root.absolute()
         word = shared_folder.offer(root)
         try:
-            nodes = gather(self._call("check_run_dir", root, word), "check_run_dir", timeout_s)
+            nodes = gather(self._call("check_run_dir", root, word), "starting the processes", timeout_s)
             shared_folder.collect(root, word, nodes)
         finally:
             shared_folder.clear(root)
