@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from functools import partial
@@ -18,7 +18,7 @@ from gkd.actor.pool import ActorPool
 from gkd.actor.worker import ActorWorker
 from gkd.cluster.calls import gather
 from gkd.cluster.clocks import measure_clocks
-from gkd.cluster.gpu_table import RankPlacement
+from gkd.cluster.gpu_table import GpuMap, RankPlacement
 from gkd.cluster.hang import hang_report
 from gkd.cluster.placement import PoolSpec
 from gkd.cluster.pools import HELPER_CPUS, Cluster
@@ -32,6 +32,7 @@ from gkd.data.chunks import CHUNK_SIZE, chunk_size
 from gkd.errors import GkdError, RankTimeout
 from gkd.gpu_map import collect
 from gkd.gpu_map.record import record_end, record_placement, record_restart
+from gkd.handles import HostClock
 from gkd.log import get_logger
 from gkd.preflight.run import Plan
 from gkd.reward.scoring import JUDGING, init_judging, with_judges, workers_per_endpoint
@@ -122,19 +123,7 @@ def _start(
     building = rollout.init_model(plan.device, plan.eos_ids)
     endpoints = _endpoints(config, plan, actor, actor_slots)  # their processes start meanwhile
     startup.expect([_endpoint_name(i) for i in range(len(endpoints))])
-    if config.trainer.colocate:  # an engine takes its share of the free memory, then sleeps to make room for the actor
-        gather(building, "init_model", startup.left_s())
-        rollout.offload_states()
-        building = {}
-    actor.check_run_dir(plan.folder.root, startup.left_s())
-    building |= actor.init_model(plan.device, plan.total_steps, startup.left_s())
-    places = record_placement(config, plan.device, plan.folder, calls, startup.left_s())
-    gather(building, "init_model", startup.left_s())
-    is_local = plan.derived.is_local_teacher
-    if is_local:
-        actor.init_teacher(plan.n_vocab, startup.left_s())
-    if plan.derived.reference_folder:
-        actor.init_reference(startup.left_s())
+    places = _load_models(config, plan, startup, actor, rollout, building, calls)
     gather({_endpoint_name(i): e.is_up.remote() for i, e in enumerate(endpoints)}, "start", startup.left_s())
     init_judging(config, plan.derived, plan.train_prompts, plan.val_prompts, endpoints, startup.left_s())
     if config.teacher.signal == "hidden" and plan.derived.has_teacher_server:
@@ -154,23 +143,66 @@ def _start(
     pushes = EngineSync(sync, rollout.engines, config.trainer.init_timeout_s)
     workers = {ACTOR: actor_workers, ROLLOUT: rollout_workers}
     clocks = measure_clocks(places.rows, workers, actor.last_stage_ranks(), startup.left_s())
+    roles = _connect(config, plan, actor, rollout, pushes, endpoints, clocks)
+    return with_judges(roles, config, plan.derived, endpoints), restarts
+
+
+def _load_models(
+    config: Config,
+    plan: Plan,
+    startup: Startup,
+    actor: ActorPool,
+    rollout: RolloutPool,
+    building: Mapping[str, Any],
+    calls: Sequence[collect.PlacementCalls],
+) -> GpuMap:
+    """Load all models on the actor's ranks, wait for the engines, and return the GPU map.
+
+    Args:
+        building: calls that build the engines.
+        calls: the placements of the ranks.
+    """
+    if config.trainer.colocate:  # an engine takes its share of the free memory, then sleeps to make room for the actor
+        gather(building, "init_model", startup.left_s())
+        rollout.offload_states()
+        building = {}
+    actor.check_run_dir(plan.folder.root, startup.left_s())
+    building = {**building, **actor.init_model(plan.device, plan.total_steps, startup.left_s())}
+    places = record_placement(config, plan.device, plan.folder, calls, startup.left_s())
+    gather(building, "init_model", startup.left_s())
+    if plan.derived.is_local_teacher:
+        actor.init_teacher(plan.n_vocab, startup.left_s())
+    if plan.derived.reference_folder:
+        actor.init_reference(startup.left_s())
+    return places
+
+
+def _connect(
+    config: Config,
+    plan: Plan,
+    actor: ActorPool,
+    rollout: RolloutPool,
+    pushes: EngineSync,
+    endpoints: Sequence[Any],
+    clocks: Mapping[str, HostClock],
+) -> Roles:
+    """Return the roles with the teacher that teacher.backend selects."""
     timeout_s = config.trainer.stage_timeout_s
     reference = ReferencePool(actor.workers, endpoints, config) if plan.derived.loss.has_reference else NoReference()
+    if plan.derived.is_local_teacher:
+        local = LocalScoring(lambda: actor.workers, endpoints, timeout_s)
+        return Roles(actor, rollout, local, pushes, reference, clocks=clocks)
     if not plan.derived.has_teacher_server:
-        if is_local:
-            local = LocalScoring(lambda: actor.workers, endpoints, timeout_s)
-        else:
-            local = LocalScoring(rollout.up, endpoints, timeout_s, of="rollout engine")
-        roles = Roles(actor, rollout, local, pushes, reference, clocks=clocks)
-    else:
-        throttled = [info.n_streams for info in plan.teachers if throttle_warning(config.teacher, info)]
-        remark = f"set teacher.max_in_flight to {max(throttled)}" if throttled else ""
-        pool = ScoringPool(endpoints, timeout_s)
-        roles = Roles(actor, rollout, pool, pushes, reference, remark, pool.health, clocks=clocks)
-        if prompts := plan.val_prompts[: config.eval.teacher_prompts]:
-            settings = (config, plan.derived.routes, plan.teachers, plan.n_vocab, plan.eos_ids)
-            roles = replace(roles, teacher_samples=partial(greedy_samples, *settings, prompts))
-    return with_judges(roles, config, plan.derived, endpoints), restarts
+        local = LocalScoring(rollout.up, endpoints, timeout_s, of="rollout engine")
+        return Roles(actor, rollout, local, pushes, reference, clocks=clocks)
+    throttled = [info.n_streams for info in plan.teachers if throttle_warning(config.teacher, info)]
+    remark = f"set teacher.max_in_flight to {max(throttled)}" if throttled else ""
+    pool = ScoringPool(endpoints, timeout_s)
+    roles = Roles(actor, rollout, pool, pushes, reference, remark, pool.health, clocks=clocks)
+    if prompts := plan.val_prompts[: config.eval.teacher_prompts]:
+        settings = (config, plan.derived.routes, plan.teachers, plan.n_vocab, plan.eos_ids)
+        return replace(roles, teacher_samples=partial(greedy_samples, *settings, prompts))
+    return roles
 
 
 def _record_restart(plan: Plan, startup: Startup, name: str, worker: Any, row: RankPlacement) -> None:

@@ -73,13 +73,7 @@ def preflight(config: Config) -> Plan:
         for route in derived.routes:
             check_reachable(route)
     log.info("checking the model, the prompts and the teacher")
-    device = resolve_device(config)
-    if device == "cuda" and not config.cluster.ray_address:
-        check_machine()
-        if config.actor.strategy == "megatron":
-            check_transformer_engine(config.actor.layers)
-    if device == "cpu" and config.actor.loss_kernel == "triton":
-        raise ConfigError("actor.loss_kernel", "triton", "the student is on the CPU.", "use auto or torch.")
+    device = _checked_device(config)
     n_student_vocab = check_student(config)
     tokenizer = load_tokenizer(config.model.path, "model.path", trust_remote_code=config.model.trust_remote_code)
     check_tokenizer_fits(config, tokenizer, n_student_vocab)
@@ -90,22 +84,7 @@ def preflight(config: Config) -> Plan:
             derived.n_engines,
         )
     eos_ids = sorted({*eos_token_ids(config.model.path, tokenizer), *config.rollout.stop_token_ids})
-    train, dropped = load_prompts(
-        config.data.train_files,
-        config.data,
-        tokenizer,
-        "data.train_files",
-        response_ends=eos_ids if config.distill.on_policy_share < 1 else None,
-        teacher=config.teacher,
-        keep_rows=bool(derived.rewards),
-    )
-    check_answers(config, "data.train_files", train, [("reward.functions", path) for path in derived.rewards])
-    check_shares(config, derived, train)
-    if dropped:
-        log.warning("dropped %d training prompts longer than data.max_prompt_length or that of the teacher", dropped)
-    n_truncated = sum(p.response_ids is not None and int(p.response_ids[-1]) not in eos_ids for p in train)
-    if n_truncated:
-        log.warning("truncated %d dataset responses to data.max_response_length, without an end token", n_truncated)
+    train = _training_prompts(config, derived, tokenizer, eos_ids)
     val = _held_out(config, derived, tokenizer)
     check_functions(config, derived)
     total_steps = planned_steps(config, len(train))
@@ -144,6 +123,39 @@ def preflight(config: Config) -> Plan:
         config=replace(settled, trainer=config.trainer),
         folder=open_run_folder(config, identity),
     )
+
+
+def _checked_device(config: Config) -> str:
+    """Return cpu or cuda. Raises ConfigError: this machine or a setting does not fit it."""
+    device = resolve_device(config)
+    if device == "cuda" and not config.cluster.ray_address:
+        check_machine()
+        if config.actor.strategy == "megatron":
+            check_transformer_engine(config.actor.layers)
+    if device == "cpu" and config.actor.loss_kernel == "triton":
+        raise ConfigError("actor.loss_kernel", "triton", "the student is on the CPU.", "use auto or torch.")
+    return device
+
+
+def _training_prompts(config: Config, derived: Derived, tokenizer: Any, eos_ids: Sequence[int]) -> list[Prompt]:
+    """Load and check data.train_files; log how many prompts were dropped and responses truncated."""
+    train, dropped = load_prompts(
+        config.data.train_files,
+        config.data,
+        tokenizer,
+        "data.train_files",
+        response_ends=eos_ids if config.distill.on_policy_share < 1 else None,
+        teacher=config.teacher,
+        keep_rows=bool(derived.rewards),
+    )
+    check_answers(config, "data.train_files", train, [("reward.functions", path) for path in derived.rewards])
+    check_shares(config, derived, train)
+    if dropped:
+        log.warning("dropped %d training prompts longer than data.max_prompt_length or that of the teacher", dropped)
+    n_truncated = sum(p.response_ids is not None and int(p.response_ids[-1]) not in eos_ids for p in train)
+    if n_truncated:
+        log.warning("truncated %d dataset responses to data.max_response_length, without an end token", n_truncated)
+    return train
 
 
 def find_teachers(config: Config, derived: Derived, device: str) -> tuple[TeacherInfo, ...]:
