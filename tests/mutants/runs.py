@@ -56,8 +56,8 @@ _START = (
     Mutant(
         "actor_starts_after_the_engines",
         _TRAINER,
-        "building |= actor.init_model(",
-        'gather(building, "init_model", startup.left_s())\n    building |= actor.init_model(',
+        "building = {**building, **actor.init_model(",
+        'gather(building, "init_model", startup.left_s())\n    building = {**building, **actor.init_model(',
         ("test_concurrent_start.py",),
     ),
     Mutant(
