@@ -20,7 +20,7 @@ from gkd.actor.frozen.rank_models import FrozenModels
 from gkd.actor.megatron.layout import ParallelLayout
 from gkd.actor.offload import IS_OFFLOAD_STATES, OffloadController
 from gkd.actor.rank_memory import RankMemory
-from gkd.cluster.assignment import free_port, this_placement
+from gkd.cluster.assignment import this_placement
 from gkd.cluster.gpu_table import RankPlacement
 from gkd.cluster.progress import UP, WATCH, Phases, Progress
 from gkd.config.derived import derive
@@ -52,6 +52,7 @@ class ActorRank:
         self._spans = SpanRecorder(f"actor {rank}")
         self._phases = Phases(self._spans)
         self._pending_moves: Moves | None = None  # started non-blocking; not waited for yet
+        self._stores: dict[int, dist.TCPStore] = {}  # by port, until their groups are made
 
     def placement(self, ask_driver: bool) -> RankPlacement:
         return this_placement("actor", self._rank, ask_driver=ask_driver)
@@ -63,8 +64,14 @@ class ActorRank:
 
     @ray.method(concurrency_group=WATCH)  # not RESTORES: a restoration may wait for an engine that has died
     def rendezvous(self) -> tuple[str, int]:
-        """Return (address of this node, a free port on it), for a process group whose rank 0 is here."""
-        return ray.util.get_node_ip_address(), free_port()
+        """Open the store of a process group whose rank 0 is here. Return (address of this node, its port).
+
+        The store listens from here on. A port that is only noted can be taken before the group is made.
+        """
+        host = ray.util.get_node_ip_address()
+        store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False)
+        self._stores[store.port] = store
+        return host, store.port
 
     def node_id(self) -> str:
         return str(ray.get_runtime_context().get_node_id())
@@ -92,6 +99,7 @@ class ActorRank:
         self._config, derived = config, derive(config)
         actor, trainer = config.actor, config.trainer
         timeout_s = max(trainer.init_timeout_s, trainer.stage_timeout_s) + _EXTRA_TIMEOUT_S
+        timeout = timedelta(seconds=timeout_s)
         self._phases.enter("joining the actor group")
         torch.set_num_threads(1)
         self._device = torch.device(device, 0) if device == "cuda" else torch.device("cpu")
@@ -99,13 +107,13 @@ class ActorRank:
             torch.cuda.set_device(self._device)
         self._run_dir = run_dir
         self._memory = RankMemory(config, self._device, run_dir, self._name, self._phases, self._log)
-        dist.init_process_group(
-            "nccl" if device == "cuda" else "gloo",
-            init_method=f"tcp://{address[0]}:{address[1]}",
-            rank=self._rank,
-            world_size=derived.world_size,
-            timeout=timedelta(seconds=timeout_s),
-        )
+        if self._rank == 0:
+            store = self._stores.pop(address[1])
+            store.set_timeout(timeout)
+        else:
+            store = dist.TCPStore(*address, is_master=False, timeout=timeout)
+        backend, world_size = "nccl" if device == "cuda" else "gloo", derived.world_size
+        dist.init_process_group(backend, store=store, rank=self._rank, world_size=world_size, timeout=timeout)
         self._phases.enter("probing the actor group")
         probe_group("of all actor ranks", None, self._device)
         self._log.info("joined the actor group of %d", derived.world_size)

@@ -217,7 +217,7 @@ class ActorWorker(ActorRank):
         with self._phases.during("joining the weight-sync group"):
             if self._group is not None:
                 self._group.close()
-            self._group = None if spec is None else TransferGroup(spec, self._device)
+            self._group = None if spec is None else TransferGroup(spec, self._device, self._stores.pop(spec.port))
         return "" if self._group is None else self._group.transport
 
     def send_weights(
@@ -255,7 +255,8 @@ class ActorWorker(ActorRank):
         Raises:
             WeightSyncError: the engine did not join or receive, or no complete version is kept.
         """
-        self._restore_group = TransferGroup(spec, self._device)  # open until the next one: the engine may still read
+        # Open until the next one: the engine may still read.
+        self._restore_group = TransferGroup(spec, self._device, self._stores.pop(spec.port))
         digests: dict[str, str] = {}
         for content in contents:
             digests |= send_kept(self._restore_group, *self._kept.complete(content))

@@ -61,10 +61,3 @@ def _current_device() -> int:
     """Return the default CUDA device of this process; 0 before CUDA is initialized."""
     torch = sys.modules.get("torch")
     return int(torch.cuda.current_device()) if torch is not None and torch.cuda.is_initialized() else 0
-
-
-def free_port(host: str = "") -> int:
-    """Return a TCP port that is free at the moment of the call."""
-    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
-        probe.bind((host, 0))
-        return int(probe.getsockname()[1])

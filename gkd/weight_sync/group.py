@@ -52,26 +52,27 @@ class GroupSpec:
 class TransferGroup:
     """One member of a group. The constructor blocks until all members have joined. Raises WeightSyncError.
 
+    Args:
+        store: the group's store, for rank 0 of a group whose store listens already.
+
     Attributes:
         transport: GLOO, NCCL, SHARED_MEMORY or IPC.
         device: where the buckets are; host memory unless with NCCL or IPC.
     """
 
-    def __init__(self, spec: GroupSpec, device: torch.device) -> None:
+    def __init__(self, spec: GroupSpec, device: torch.device, store: dist.TCPStore | None = None) -> None:
         self.spec = spec
         self._attached: dict[SegmentId, torch.Tensor] = {}
         self._gloo: Any = None
         self._nccl: Any = None
         join_time, timeout = timedelta(seconds=spec.join_s), timedelta(seconds=spec.timeout_s)
         try:
-            self._store = dist.TCPStore(
-                spec.host,
-                spec.port,
-                spec.world_size,
-                is_master=spec.rank == 0,
-                timeout=join_time,
-                wait_for_workers=False,
-            )
+            if store is None:
+                store = dist.TCPStore(
+                    spec.host, spec.port, is_master=spec.rank == 0, timeout=join_time, wait_for_workers=False
+                )
+            self._store = store
+            self._store.set_timeout(join_time)
             self._store.set(f"host {spec.rank}", _place(spec, device))
             hosts = [self._store.get(f"host {rank}") for rank in range(spec.world_size)]
             self.transport = self._resolved(hosts)
@@ -84,8 +85,8 @@ class TransferGroup:
             if self.transport == NCCL:
                 options = dist.ProcessGroupNCCL.Options()
                 options._timeout = timeout
-                store = dist.PrefixStore("nccl", self._store)
-                self._nccl = dist.ProcessGroupNCCL(store, spec.rank, spec.world_size, options)
+                nccl_store = dist.PrefixStore("nccl", self._store)
+                self._nccl = dist.ProcessGroupNCCL(nccl_store, spec.rank, spec.world_size, options)
                 # NCCL connects the members only at the first collective.
                 self._broadcast(torch.zeros(1, dtype=torch.uint8, device=device))
         except (RuntimeError, dist.DistError) as error:

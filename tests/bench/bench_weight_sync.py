@@ -26,7 +26,6 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from gkd.cluster.assignment import free_port
 from gkd.tools.gpu_proof.turn import wait_for_turn
 from gkd.weight_sync.choice import AUTO, GLOO, IPC, NCCL, SHARED_MEMORY, VLLM
 from gkd.weight_sync.group import GroupSpec
@@ -34,6 +33,7 @@ from tests.bench import weight_sync_peers as peers
 from tests.bench.command import add_device, parsed, parser, run_parts
 from tests.bench.teacher_report import Figure, Part, Table
 from tests.bench.weight_delta import measure_delta
+from tests.dist.helpers import free_port
 
 _PARTS = ("qwen25_05b", "delta")
 _SIZES = {
@@ -121,7 +121,7 @@ class Pair:
         self.sender.start("plan")
         self.plan = self.sender.result()[0]
         for transport in self.transports:
-            port, bytes_by = free_port("127.0.0.1"), AUTO if transport == VLLM else transport
+            port, bytes_by = free_port(), AUTO if transport == VLLM else transport
             for rank, peer in enumerate((self.sender, self.engine)):
                 spec = GroupSpec(bytes_by, "127.0.0.1", port, rank, 2, 120.0, 60.0, in_session=transport == VLLM)
                 peer.start("join", transport, spec)

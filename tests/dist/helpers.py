@@ -56,8 +56,11 @@ def run_gloo(
     Raises:
         AssertionError: a rank raised (its traceback is in the message), died or did not finish in time.
     """
+    import torch.distributed as dist
+
     context = _forkserver() if start == "forkserver" else mp.get_context("spawn")
-    port = free_port()
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    port = store.port  # never free, unlike one that is only noted
     receivers: list[Connection] = []
     processes = []
     for rank in range(world_size):
@@ -132,13 +135,9 @@ def _child(
     torch.set_num_threads(1)
     try:
         assert not missing, f"PRELOAD: the fork server could not import {missing}"  # it prints nothing itself
-        dist.init_process_group(
-            "gloo",
-            init_method=f"tcp://127.0.0.1:{port}",
-            rank=rank,
-            world_size=world_size,
-            timeout=timedelta(seconds=timeout_s),
-        )
+        timeout = timedelta(seconds=timeout_s)
+        store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timeout)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timeout)
         result = fn(rank, world_size, *args)
         dist.destroy_process_group()
         sender.send((True, result))

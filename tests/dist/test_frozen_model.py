@@ -31,7 +31,7 @@ from tests.dist.frozen_cases import (
     sequences,
     with_top_ids,
 )
-from tests.dist.helpers import free_port, run_gloo
+from tests.dist.helpers import run_gloo
 from tests.dist.hf_models import make_model_folder
 from tests.dist.local_teacher_cases import INDICES
 from tests.dist.megatron_reference import VOCAB, make_hf_folder
@@ -61,8 +61,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def ranks(root: Path) -> dict[int, list[dict[str, Any]]]:
     """Return, by world size, the results of each rank. The single rank is this process, which has the libraries."""
-    port = free_port()
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=0, world_size=1)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         alone = measure(0, 1, root)
     finally:

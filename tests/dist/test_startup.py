@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import signal
+import socket
 import time
 from collections.abc import Iterator
 
@@ -124,3 +125,12 @@ def test_reason_for_a_missing_stack(hung: tuple[RankTimeout, HangReport, list[st
     assert any(line.startswith("actor rank 9: ") for line in lines)
     stopped = next(line for line in lines if line.startswith(f"actor rank {LATE} ("))
     assert "stopped by a signal" in stopped
+
+
+def test_the_port_of_a_group_is_taken_when_it_is_announced() -> None:
+    """Fails if another process can take it before the group is made: that start or weight sync would fail."""
+    rank = ActorWorker(0)
+    host, port = rank.rendezvous()
+    with socket.socket() as other, pytest.raises(OSError, match="in use"):
+        other.bind((host, port))
+    assert dist.TCPStore(host, port, is_master=False, wait_for_workers=False).port == port

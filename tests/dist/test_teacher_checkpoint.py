@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 
-from tests.dist.helpers import free_port, run_gloo
+from tests.dist.helpers import run_gloo
 from tests.dist.megatron_reference import make_hf_folder
 from tests.dist.teacher_checkpoint_cases import load_them, save_and_load, save_them
 
@@ -43,7 +43,7 @@ def worlds(root: Path) -> dict[str, Any]:
 
 
 def alone(work: Callable[..., dict[str, Any]], *args: Any) -> dict[str, Any]:
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{free_port()}", rank=0, world_size=1)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         return work(0, 1, *args)
     finally:

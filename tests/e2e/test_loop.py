@@ -18,7 +18,6 @@ from typing import Any
 import psutil
 import pytest
 
-from gkd.cluster.assignment import free_port
 from gkd.cluster.gpu_table import gpu_map_from_json
 from gkd.console.step_line import MAX_LINE
 from gkd.gpu_map.running import refresh
@@ -27,6 +26,7 @@ from gkd.metrics.writer import read_metrics
 from gkd.quickstart.check_export import count_equal
 from gkd.tools import check_gpus
 from gkd.tools.metrics_page import ROWS
+from tests.dist.helpers import free_port
 from tests.e2e.conftest import N_TRAIN, Lab
 from tests.e2e.exactness import check_taken, differences
 from tests.e2e.killed_main import is_engine_child
@@ -249,7 +249,7 @@ def wait_for_step(run_dir: Path, step: int, process: subprocess.Popen[str]) -> N
 @pytest.mark.slow  # in CI a run of test_schedulers.py loses its teacher
 def test_a_lost_teacher_stops_the_run_and_loses_nothing(base_run: Path, lab: Lab) -> None:
     """If it fails, an outage hangs the run, skips batches, or costs the work since the last checkpoint."""
-    run_dir, port = lab.root / "outage_run", free_port("127.0.0.1")
+    run_dir, port = lab.root / "outage_run", free_port()
     # Many steps, so that the teacher dies in the middle; the schedule is constant, so the number changes nothing else.
     overrides = ("trainer.total_steps=60", "teacher.outage_budget_s=3", "teacher.request_timeout_s=2")
     with ServerProcess(lab.teacher, lab.root, port=port) as server:

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from gkd.cluster.assignment import free_port
 from gkd.config.load import load_config
 from gkd.errors import ConfigError, GkdError, TeacherUnavailable
 from gkd.preflight.run import preflight
+from tests.dist.helpers import free_port
 from tests.e2e.conftest import EOS, Lab
 from tests.service.harness import ServerProcess
 
@@ -120,7 +120,7 @@ def test_topk_above_the_vocabulary_size(lab: Lab, teacher_port: int) -> None:
 
 def test_missing_teacher_server(lab: Lab) -> None:
     """If it fails, a missing server causes a hang instead of an error with an address and a command."""
-    port = free_port("127.0.0.1")
+    port = free_port()
     began = time.monotonic()
     error = refused(lab, port, "teacher.outage_budget_s=3")
     assert isinstance(error, TeacherUnavailable)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import multiprocessing
-import threading
-from collections.abc import Mapping
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -13,7 +11,6 @@ import numpy as np
 import pytest
 import torch
 
-from gkd.cluster.assignment import free_port
 from gkd.rollout.engine_start import CPU_ENV
 from gkd.types import Prompt, Rollout
 from tests.e2e.conftest import VOCAB, Lab
@@ -24,44 +21,7 @@ TARGETS = ["q_proj", "v_proj", "o_proj", "gate_proj", "down_proj"]  # k_proj and
 RANK, ALPHA, TEMPERATURE = 4, 6.0, 0.7
 
 
-class _Sender:
-    """The actor's side of a weight sync, in a thread."""
-
-    def __init__(self, engine: Any, port: int, n_workers: int) -> None:
-        from gkd.weight_sync.group import GroupSpec, TransferGroup
-
-        self._engine = engine
-
-        def spec(rank: int) -> GroupSpec:
-            return GroupSpec("gloo", "127.0.0.1", port, rank, 1 + n_workers, 60.0, 60.0)
-
-        def join() -> None:
-            self._group = TransferGroup(spec(0), torch.device("cpu"))
-
-        thread = threading.Thread(target=join)
-        thread.start()
-        engine.join_groups([spec(1)])
-        thread.join()
-
-    def push(self, tensors: Mapping[str, torch.Tensor], version: int, *, adapters: bool) -> tuple[dict[str, str], int]:
-        """Return (digests of what was sent, bytes)."""
-        from gkd.weight_sync.buckets import TensorSpec, plan_buckets
-        from gkd.weight_sync.transfer import send
-
-        specs = [TensorSpec(name, tuple(tensor.shape), "float32") for name, tensor in tensors.items()]
-        buckets, sent = plan_buckets(specs, 1 << 20), {}
-        thread = threading.Thread(
-            target=lambda: sent.update(send(self._group, buckets, tensors.items(), with_digests=True))
-        )
-        thread.start()
-        try:
-            n_bytes = self._engine.receive([buckets], version, adapters=adapters)
-        finally:
-            thread.join()
-        return sent, n_bytes
-
-
-def _probe(student: Path, port: int, tp: int) -> dict[str, Any]:
+def _probe(student: Path, tp: int) -> dict[str, Any]:
     """Run in a child process: vLLM allows one engine per process."""
     from peft import LoraConfig as PeftConfig
     from peft import get_peft_model
@@ -74,6 +34,7 @@ def _probe(student: Path, port: int, tp: int) -> dict[str, Any]:
     from gkd.rollout.sampling import Sampling
     from gkd.weight_sync.buckets import differing
     from tests.dist.helpers import caught
+    from tests.e2e.weight_sender import WeightSender
 
     config = RolloutConfig(kv_cache_mib=32, max_num_seqs=8, tp=tp)
     lora = LoraConfig(rank=RANK, alpha=ALPHA, targets=TARGETS)
@@ -83,7 +44,7 @@ def _probe(student: Path, port: int, tp: int) -> dict[str, Any]:
     base = AutoModelForCausalLM.from_pretrained(student, dtype=torch.float32)
     model = get_peft_model(base, PeftConfig(r=RANK, lora_alpha=ALPHA, target_modules=TARGETS))
     generator, rng = torch.Generator().manual_seed(0), np.random.default_rng(3)
-    sender, sampling = _Sender(engine, port, tp), Sampling(1, TEMPERATURE, 1.0, 12, seed=11)
+    sender, sampling = WeightSender(engine, tp), Sampling(1, TEMPERATURE, 1.0, 12, seed=11)
     prompts = [Prompt(i, rng.integers(2, VOCAB - 1, 3 + i).astype(np.int32)) for i in range(4)]
 
     def change(factor: float = 1.0) -> dict[str, torch.Tensor]:
@@ -140,7 +101,7 @@ def probe(request: pytest.FixtureRequest, lab: Lab) -> dict[str, Any]:
         for key, value in {**CPU_ENV, "VLLM_LOGGING_LEVEL": "ERROR", "TQDM_DISABLE": "1"}.items():
             patch.setenv(key, value)
         with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
-            return pool.submit(_probe, lab.student, free_port("127.0.0.1"), request.param).result(timeout=200)
+            return pool.submit(_probe, lab.student, request.param).result(timeout=200)
 
 
 def test_engines_compute_with_the_adapters_alone(probe: dict[str, Any]) -> None:

@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from gkd.cluster.assignment import free_port
 from gkd.rollout.engine_start import CPU_ENV
 from gkd.types import Prompt, Rollout
 from tests.dist import fake_card
@@ -33,8 +32,6 @@ def _prompts(n_vocab: int) -> list[Prompt]:
 def _probe(student: Path, n_vocab: int) -> dict[Any, Any]:
     """Run in a child process: vLLM allows one engine per process."""
     allow_second_runner()
-    import threading
-
     import torch
     import vllm
     from transformers import AutoModelForCausalLM
@@ -45,10 +42,8 @@ def _probe(student: Path, n_vocab: int) -> dict[Any, Any]:
     from gkd.rollout.engine import RolloutEngine
     from gkd.rollout.sampling import Sampling
     from gkd.rollout.self_scoring import prompt_logprobs
-    from gkd.weight_sync.buckets import TensorSpec, differing, layout, plan_buckets
-    from gkd.weight_sync.group import GroupSpec, TransferGroup
-    from gkd.weight_sync.segment import Segment
-    from gkd.weight_sync.transfer import send
+    from gkd.weight_sync.buckets import differing
+    from tests.e2e.weight_sender import WeightSender
 
     # With blocks of 32 tokens, sequences cross a border of KV blocks while they decode.
     vllm.LLM = partial(vllm.LLM, block_size=32)
@@ -139,28 +134,9 @@ def _probe(student: Path, n_vocab: int) -> dict[Any, Any]:
     fake_card.install()
 
     def push(tensors: dict[str, torch.Tensor], version: int, *, in_session: bool, by: str = "ipc") -> dict[str, str]:
-        """Sync weights with a sender in a thread; return the digests of what was sent."""
-        specs = [TensorSpec(name, tuple(t.shape), "float32") for name, t in tensors.items()]
-        buckets, sent, port = plan_buckets(specs, 1 << 18), {}, free_port("127.0.0.1")
-        transport = "auto" if in_session else by
-
-        def spec(rank: int) -> GroupSpec:
-            return GroupSpec(transport, "127.0.0.1", port, rank, 2, 60.0, 60.0, in_session)
-
-        def sender() -> None:
-            group = TransferGroup(spec(0), torch.device("cpu"))
-            kept = Segment(layout(buckets)[1]) if group.shares_memory else None
-            sent.update(send(group, buckets, iter(tensors.items()), with_digests=True, kept=kept))
-            groups.append(group)
-
-        thread, groups = threading.Thread(target=sender), []
-        thread.start()
-        engine.join_groups([spec(1)])
-        try:
-            engine.receive([buckets], version)
-        finally:
-            thread.join()
-        return sent
+        """Sync weights over a new group; return the digests of what was sent."""
+        sender = WeightSender(engine, transport="auto" if in_session else by, in_session=in_session)
+        return sender.push(tensors, version, bucket_bytes=1 << 18)[0]
 
     tensors = {name: parameter.detach() for name, parameter in model.named_parameters()}
     part = dict(list(tensors.items())[:-1])

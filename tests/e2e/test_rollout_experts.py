@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import multiprocessing
-import threading
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from gkd.cluster.assignment import free_port
 from gkd.rollout.engine_start import CPU_ENV
 from gkd.types import Prompt
 
@@ -47,7 +45,7 @@ def _save(folder: Path, seed: int) -> None:
     Qwen3MoeForCausalLM(config).float().save_pretrained(folder)
 
 
-def _probe(old: Path, new: Path, port: int) -> dict[str, Any]:
+def _probe(old: Path, new: Path) -> dict[str, Any]:
     """Run in a child process: an engine built from `old` receives the weights of `new`."""
     import torch
     from safetensors.torch import load_file
@@ -57,38 +55,20 @@ def _probe(old: Path, new: Path, port: int) -> dict[str, Any]:
     from gkd.errors import WeightSyncError
     from gkd.rollout.engine import RolloutEngine
     from gkd.rollout.sampling import Sampling
-    from gkd.weight_sync.buckets import TensorSpec, digest, plan_buckets
-    from gkd.weight_sync.group import GroupSpec, TransferGroup
-    from gkd.weight_sync.transfer import send
+    from tests.e2e.weight_sender import WeightSender
 
     config = RolloutConfig(kv_cache_mib=32, max_num_seqs=8)
     engine = RolloutEngine(str(old), config, dtype="float32", max_model_len=32, device="cpu", eos_ids=[EOS])
     tensors = load_file(new / "model.safetensors")
     partial = {name: t for name, t in tensors.items() if "experts.2.up_proj" not in name}
 
-    def plan(part: dict[str, torch.Tensor]) -> Any:
-        return plan_buckets([TensorSpec(name, tuple(t.shape), "float32") for name, t in part.items()], 1 << 16)
-
-    def spec(rank: int) -> GroupSpec:
-        return GroupSpec("gloo", "127.0.0.1", port, rank, 2, 60.0, 60.0)
-
-    def sender() -> None:
-        group = TransferGroup(spec(0), torch.device("cpu"))
-        for part in (partial, tensors):
-            send(group, plan(part), iter(part.items()), with_digests=False)
-
-    thread = threading.Thread(target=sender)
-    thread.start()
-    engine.join_groups([spec(1)])
-    result: dict[str, Any] = {"incomplete": ""}
+    sender, result = WeightSender(engine), {"incomplete": ""}
     try:
-        engine.receive([plan(partial)], 1)
+        sender.push(partial, 1, bucket_bytes=1 << 16)
     except WeightSyncError as error:
         result["incomplete"] = str(error)
-    engine.receive([plan(tensors)], 1)
-    thread.join()
+    result["sent"], _ = sender.push(tensors, 1, bucket_bytes=1 << 16)
     result["held"] = engine.digests()
-    result["sent"] = {name: digest(tensor) for name, tensor in tensors.items()}
 
     rng = np.random.default_rng(5)
     prompts = [Prompt(i, rng.integers(2, VOCAB, 4 + i).astype(np.int32)) for i in range(4)]
@@ -115,7 +95,7 @@ def probe(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         for seed, name in enumerate(("old", "new")):
             _save(root / name, seed)
         with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
-            return pool.submit(_probe, root / "old", root / "new", free_port("127.0.0.1")).result(timeout=200)
+            return pool.submit(_probe, root / "old", root / "new").result(timeout=200)
 
 
 def test_the_engine_holds_the_experts_that_were_sent(probe: dict[str, Any]) -> None:

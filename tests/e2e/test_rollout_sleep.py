@@ -6,7 +6,6 @@ Does not cover vLLM's own sleep mode, which CUDA uses: see tests/gpu/test_engine
 from __future__ import annotations
 
 import multiprocessing
-import threading
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
@@ -15,7 +14,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from gkd.cluster.assignment import free_port
 from gkd.errors import WeightSyncError
 from gkd.rollout.engine_start import CPU_ENV
 from gkd.types import Prompt
@@ -46,7 +44,7 @@ def _nonzero_cache(worker: Any) -> int:
     return int(torch.empty(0, dtype=torch.uint8).set_(storage).count_nonzero())
 
 
-def _probe(student: Path, vocab: int, port: int) -> dict[str, Any]:
+def _probe(student: Path, vocab: int) -> dict[str, Any]:
     """Run in a child process: vLLM allows one engine per process."""
     import resource
 
@@ -58,9 +56,8 @@ def _probe(student: Path, vocab: int, port: int) -> dict[str, Any]:
     from gkd.errors import GkdError
     from gkd.rollout.engine import RolloutEngine
     from gkd.rollout.sampling import Sampling
-    from gkd.weight_sync.buckets import TensorSpec, digest, plan_buckets
-    from gkd.weight_sync.group import GroupSpec, TransferGroup
-    from gkd.weight_sync.transfer import send
+    from gkd.weight_sync.buckets import digest
+    from tests.e2e.weight_sender import WeightSender
 
     config = RolloutConfig(kv_cache_mib=KV_CACHE_MIB, max_num_seqs=8)
     engine = RolloutEngine(
@@ -80,27 +77,8 @@ def _probe(student: Path, vocab: int, port: int) -> dict[str, Any]:
     new = {name: tensor * (1 + 0.1 * torch.randn_like(tensor)) for name, tensor in old.items()}
     part = dict(list(new.items())[:-1])
 
-    def plan(tensors: dict[str, torch.Tensor]) -> Any:
-        return plan_buckets([TensorSpec(name, tuple(t.shape), "float32") for name, t in tensors.items()], 1 << 20)
-
-    def spec(rank: int) -> GroupSpec:
-        return GroupSpec("gloo", "127.0.0.1", port, rank, 2, 60.0, 60.0)
-
-    joined: list[TransferGroup] = []
-    thread = threading.Thread(target=lambda: joined.append(TransferGroup(spec(0), torch.device("cpu"))))
-    thread.start()
-    engine.join_groups([spec(1)])
-    thread.join()
-
-    def push(tensors: dict[str, torch.Tensor], version: int) -> None:
-        thread = threading.Thread(
-            target=lambda: send(joined[0], plan(tensors), iter(tensors.items()), with_digests=False)
-        )
-        thread.start()
-        try:
-            engine.receive([plan(tensors)], version)
-        finally:
-            thread.join()
+    sender = WeightSender(engine)
+    push = sender.push
 
     def error_of(call: Callable[[], Any]) -> str:
         try:
@@ -122,7 +100,7 @@ def _probe(student: Path, vocab: int, port: int) -> dict[str, Any]:
         engine.sleep(2)  # already asleep: no effect
         result.setdefault("asleep", []).append(engine.memory_bytes())
         refused["generate"] = error_of(responses)
-        refused["receive"] = error_of(lambda: engine.receive([plan(old)], 9))
+        refused["receive"] = error_of(lambda: engine.receive([], 9))
         refused["digests"] = error_of(engine.digests)
         engine.wake_up()
         engine.wake_up()
@@ -226,7 +204,7 @@ def probe(request: pytest.FixtureRequest, lab: Lab, tmp_path_factory: pytest.Tem
             student, vocab = tmp_path_factory.mktemp("experts"), EXPERTS_VOCAB
             save_experts(student, 0)
         with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
-            return pool.submit(_probe, student, vocab, free_port("127.0.0.1")).result(timeout=200)
+            return pool.submit(_probe, student, vocab).result(timeout=200)
 
 
 def test_sleep_does_not_change_the_responses(probe: dict[str, Any]) -> None:
@@ -307,7 +285,7 @@ def _probe_two_workers(student: Path) -> dict[str, Any]:
     engine.sleep(1)
     result["asleep"] = engine.memory_bytes()
     engine.wake_up()
-    alone = GroupSpec("gloo", "127.0.0.1", free_port("127.0.0.1"), 1, 3, 2.0, 2.0)
+    alone = GroupSpec("gloo", "127.0.0.1", 1, 1, 3, 2.0, 2.0)
     with pytest.raises(WeightSyncError):  # both workers fail
         engine.join_groups([alone])
     return result | {"after": responses(), "awake again": engine.memory_bytes()}

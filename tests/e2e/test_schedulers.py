@@ -12,8 +12,8 @@ from typing import Any
 import psutil
 import pytest
 
-from gkd.cluster.assignment import free_port
 from gkd.metrics.writer import read_metrics
+from tests.dist.helpers import free_port
 from tests.e2e.conftest import ALONE, N_TRAIN, REWARDS, Lab
 from tests.e2e.engine_kills import is_engine
 from tests.e2e.exactness import check_taken, differences
@@ -48,7 +48,7 @@ def test_a_prefetching_run_that_loses_its_engine_and_its_teacher_is_bit_exact(
     assert len(list((begin / "in_flight").iterdir())) == ahead
 
     # Another run resumes from step 2 and has many steps to go. First its engine is killed, then its teacher.
-    port, brief = free_port("127.0.0.1"), ("teacher.outage_budget_s=3", "teacher.request_timeout_s=2")
+    port, brief = free_port(), ("teacher.outage_budget_s=3", "teacher.request_timeout_s=2")
     many, alone = (*settings, *brief, "trainer.total_steps=60"), f"trainer.resume={begin}"
     with ServerProcess(lab.teacher, lab.root, port=port, options=ALONE) as server:
         process = start(lab, rest, port, *many, alone, shared_ray)
@@ -101,7 +101,7 @@ def _state(checkpoint: Path) -> dict[str, Any]:
 @pytest.mark.parametrize("scheduler", ["one_step_off", "two_step_off", "stream"])
 def test_a_teacher_failure_keeps_rollouts_in_flight(scheduler: str, lab: Lab) -> None:
     """If it fails, an outage hangs the run, or loses steps since the last checkpoint or rollouts in flight."""
-    run_dir, port = lab.root / f"outage_{scheduler}", free_port("127.0.0.1")
+    run_dir, port = lab.root / f"outage_{scheduler}", free_port()
     # The stream has more finished prompts than the endpoint has threads, and all of them wait for the teacher.
     settings = (f"trainer.scheduler={scheduler}", "trainer.record_batches=true", "teacher.max_in_flight=2")
     brief = ("trainer.total_steps=60", "teacher.outage_budget_s=3", "teacher.request_timeout_s=2")

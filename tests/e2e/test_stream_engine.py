@@ -16,7 +16,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from gkd.cluster.assignment import free_port
 from gkd.rollout.engine_start import CPU_ENV
 from gkd.types import Prompt, Rollout
 from tests.e2e.conftest import EOS, VOCAB, Lab
@@ -67,7 +66,7 @@ def _interrupted(
     return sorted(finished, key=lambda r: r.sample_index)
 
 
-def _probe(student: Path, n_vocab: int, port: int) -> dict[str, Any]:
+def _probe(student: Path, n_vocab: int) -> dict[str, Any]:
     """Run in a child process: vLLM allows one engine per process."""
     allow_second_runner()
     import torch
@@ -78,9 +77,7 @@ def _probe(student: Path, n_vocab: int, port: int) -> dict[str, Any]:
     from gkd.rollout.engine import RolloutEngine
     from gkd.rollout.engine_loop import EngineLoop
     from gkd.rollout.sampling import Job, Sampling
-    from gkd.weight_sync.buckets import TensorSpec, plan_buckets
-    from gkd.weight_sync.group import GroupSpec, TransferGroup
-    from gkd.weight_sync.transfer import send
+    from tests.e2e.weight_sender import WeightSender
 
     # With a given size the engine starts while other stages of gpu_proof share the GPU.
     config = RolloutConfig(kv_cache_mib=1024 if ON_GPU else 32, max_num_seqs=8)
@@ -96,24 +93,10 @@ def _probe(student: Path, n_vocab: int, port: int) -> dict[str, Any]:
         for parameter in models[version].parameters():
             parameter.data.mul_(1 + 0.1 * torch.randn_like(parameter))
     models[4] = models[3]
-    specs = [TensorSpec(name, tuple(t.shape), "float32") for name, t in old.named_parameters()]
-    buckets = plan_buckets(specs, 1 << 20)
-
-    def spec(rank: int) -> GroupSpec:
-        return GroupSpec("gloo", "127.0.0.1", port, rank, 2, 60.0, 60.0)
-
-    joined: list[TransferGroup] = []
-    thread = threading.Thread(target=lambda: joined.append(TransferGroup(spec(0), torch.device("cpu"))))
-    thread.start()
-    engine.join_groups([spec(1)])
-    thread.join()
+    sender = WeightSender(engine)
 
     def push(version: int) -> None:
-        tensors = dict(models[version].named_parameters())
-        sender = threading.Thread(target=lambda: send(joined[0], buckets, iter(tensors.items()), with_digests=False))
-        sender.start()
-        engine.receive([buckets], version)
-        sender.join()
+        sender.push(dict(models[version].named_parameters()), version)
 
     job = Job(1, sampling, math.inf)
 
@@ -199,7 +182,7 @@ def probe(lab: Lab, request: pytest.FixtureRequest, tmp_path_factory: pytest.Tem
         for key, value in environment.items():
             patch.setenv(key, value)
         with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
-            return pool.submit(_probe, *case, free_port("127.0.0.1")).result(timeout=500 if request.param else 200)
+            return pool.submit(_probe, *case).result(timeout=500 if request.param else 200)
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,6 @@ Does not cover several GPUs, or another process that allocates the released memo
 from __future__ import annotations
 
 import multiprocessing
-import threading
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,6 @@ import numpy as np
 import pytest
 import torch
 
-from gkd.cluster.assignment import free_port
 from gkd.tools.gpu_proof.turn import wait_for_turn
 from gkd.types import Prompt
 
@@ -48,7 +46,7 @@ def _save(folder: Path) -> None:
     Qwen3ForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
 
 
-def _probe(student: Path, port: int, eager: bool) -> dict[str, Any]:
+def _probe(student: Path, eager: bool) -> dict[str, Any]:
     """Run in a child process: vLLM allows one engine per process."""
     from safetensors.torch import load_file
 
@@ -56,9 +54,7 @@ def _probe(student: Path, port: int, eager: bool) -> dict[str, Any]:
     from gkd.errors import GkdError
     from gkd.rollout.engine import RolloutEngine
     from gkd.rollout.sampling import Sampling
-    from gkd.weight_sync.buckets import TensorSpec, plan_buckets
-    from gkd.weight_sync.group import GroupSpec, TransferGroup
-    from gkd.weight_sync.transfer import send
+    from tests.e2e.weight_sender import WeightSender
 
     wait_for_turn("vllm.entrypoints.llm")
     config = RolloutConfig(gpu_memory_utilization=0.3, max_num_seqs=8, enforce_eager=eager)
@@ -77,23 +73,10 @@ def _probe(student: Path, port: int, eager: bool) -> dict[str, Any]:
 
     # Over gloo: NCCL does not support two members on one GPU.
     tensors = load_file(student / "model.safetensors")
-    specs = [TensorSpec(name, tuple(t.shape), "bfloat16") for name, t in tensors.items()]
-    buckets = plan_buckets(specs, 16 << 20)
-    joined: list[TransferGroup] = []
-
-    def spec(rank: int) -> GroupSpec:
-        return GroupSpec("gloo", "127.0.0.1", port, rank, 2, 60.0, 60.0)
-
-    thread = threading.Thread(target=lambda: joined.append(TransferGroup(spec(0), torch.device("cpu"))))
-    thread.start()
-    engine.join_groups([spec(1)])
-    thread.join()
+    sender = WeightSender(engine)
 
     def push(version: int) -> None:
-        thread = threading.Thread(target=lambda: send(joined[0], buckets, iter(tensors.items()), with_digests=False))
-        thread.start()
-        engine.receive([buckets], version)
-        thread.join()
+        sender.push(tensors, version, bucket_bytes=16 << 20)
 
     responses()  # warm-up: compilation and allocations of the first use
     result: dict[str, Any] = {"responses": [responses()], "awake": [memory()], "asleep": [], "refused": []}
@@ -133,7 +116,7 @@ def probe(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     student = tmp_path_factory.mktemp("student")
     _save(student)
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
-        found = pool.submit(_probe, student, free_port("127.0.0.1"), request.param)
+        found = pool.submit(_probe, student, request.param)
         wait_for_turn()  # as the child does, so that this wait is not part of the limit
         return found.result(timeout=280)
 

@@ -19,7 +19,6 @@ from safetensors.torch import load_file
 from gkd.actor.common.shard_writer import write
 from gkd.actor.fsdp import host_block
 from tests.dist.frozen_cases import PLAIN, build, sequences
-from tests.dist.helpers import free_port
 from tests.dist.megatron_reference import make_hf_folder
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -30,7 +29,7 @@ CUDA = torch.device("cuda", 0)
 def world() -> Iterator[None]:
     """Join a group with NCCL only, as the actor's ranks do, so host tensors cannot be communicated."""
     torch.cuda.set_device(0)
-    dist.init_process_group("nccl", init_method=f"tcp://127.0.0.1:{free_port()}", rank=0, world_size=1)
+    dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
     yield
     dist.destroy_process_group()
 
