@@ -27,6 +27,8 @@ _COLUMNS = 4
 CHUNK_SIZE = 16
 _LARGEST_CHUNK, _MOST_TOKENS = 256, 1 << 18
 _CHUNKS_PER_BATCH = 8
+# To pass on a chunk takes longer than to generate and score fewer tokens than this with a small model.
+_LEAST_TOKENS = 2048
 # Finished sequences wait for others of their chunk for a share of the time of a step, which grows with the batch.
 _LINGER_S_PER_SEQUENCE = 500e-6
 _LINGER_S = 0.02, 2.5  # least and most
@@ -42,16 +44,18 @@ def reserve_size(max_running: int) -> int:
 
 
 def chunk_size(config: Config) -> int:
-    """Return the sequences per full chunk of rollouts: more in larger batches, fewer of long responses.
+    """Return the sequences per full chunk of rollouts: more in larger batches or if responses are short.
 
     A scoring endpoint holds the scores of whole chunks. One of several engines sends a chunk before its reserve is used
     up.
     """
+    derived = derive(config)
     limits = [_LARGEST_CHUNK, _MOST_TOKENS // config.data.max_response_length]
-    if derive(config).n_engines > 1:
+    if derived.n_engines > 1:
         limits.append(reserve_size(config.rollout.sequence_limit))
     n_sequences = config.trainer.global_batch_size * config.rollout.n
-    return max(CHUNK_SIZE, min(n_sequences // _CHUNKS_PER_BATCH, *limits))
+    of_short = min(n_sequences // derived.dp_size // 2, _LEAST_TOKENS // config.data.max_response_length)
+    return max(CHUNK_SIZE, min(max(n_sequences // _CHUNKS_PER_BATCH, of_short), *limits))
 
 
 def linger_s(n_sequences: int, *, soon: bool) -> float:

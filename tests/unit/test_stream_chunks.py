@@ -52,6 +52,16 @@ def test_a_large_batch_of_one_engine_has_few_chunks() -> None:
     assert sizes == [16, 16, 128, 256, 256]
 
 
+def test_chunks_of_short_responses_are_large() -> None:
+    """Fails if passing on chunks costs more than computing them, or a batch has a single chunk for each group."""
+    base = config_of(128, 1, 64)
+    of = {n: replace(base, data=replace(base.data, max_response_length=n)) for n in (16, 32, 64, 1024)}
+    assert [chunk_size(config) for config in of.values()] == [64, 64, 32, 16]
+    both = replace(of[16], trainer=replace(base.trainer, n_gpus_per_node=2))
+    assert chunk_size(both) == 32
+    assert chunk_size(replace(of[16], rollout=config_of(128, 3, 40).rollout)) == reserve_size(40)
+
+
 def test_chunks_of_long_responses_are_small() -> None:
     """Fails if an endpoint must hold gigabytes of scores before the first sequence of a chunk is handed over."""
     base = config_of(65536, 1, 64)
