@@ -87,13 +87,7 @@ class Kernels:
             self.backend == "fsdp2"
         ):  # transformers': the input in float32, and the normalized input if the weight is trained
             return _FLOAT32 + (0 if self.frozen else self.itemsize)
-        # torch's: one kernel on CUDA, which saves the input; on the CPU float32 operations, which save their inputs, of
-        # which only the gradient of a trained weight needs the normalized one.
-        return _FLOAT32 * self._kept_by_norm if self.on_cpu else self.itemsize
-
-    @property
-    def _kept_by_norm(self) -> int:
-        return 1 if self.frozen else 2
+        return self.itemsize  # the input
 
     def _in_one_call(self, dims: ModelDims) -> bool:
         """Return whether one kernel computes a pack, from copies of q, k and v; see `gkd.actor.common.attention`."""
@@ -124,17 +118,12 @@ class Kernels:
         if self.recompute != "selective":
             kept += _FLOAT32 * dims.n_heads / self.tp + b * q * self._pieces(dims)
         if dims.qk_norm:
-            kept += self._query_key_norms(dims, q, kv)
+            kept += self._query_key_norms(dims, q)
         return kept
 
-    def _query_key_norms(self, dims: ModelDims, q: float, kv: float) -> float:
+    def _query_key_norms(self, dims: ModelDims, q: float) -> float:
         """Return the bytes of the norms' inputs. They are views of the projection, except queries of several groups."""
-        copied = q if dims.n_kv_heads > self.tp else 0
-        if not self.on_cpu:
-            return self.itemsize * copied
-        if self.itemsize < _FLOAT32:
-            return _FLOAT32 * self._kept_by_norm * (q + kv)
-        return _FLOAT32 * (copied + (0 if self.frozen else q + kv))
+        return self.itemsize * q if dims.n_kv_heads > self.tp else 0
 
     def _megatron_mlp(self, dims: ModelDims, layer: int) -> float:
         b, hidden = self.itemsize, dims.hidden_size * self._share

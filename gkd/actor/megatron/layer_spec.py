@@ -16,6 +16,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from gkd.actor.megatron.attention import CausalSdpaAttention
 from gkd.actor.megatron.experts import GroupedExperts
+from gkd.actor.megatron.norm import RmsNorm
 from gkd.errors import ConfigError
 
 # Transformer Engine fuses a norm with the following matrix and names its weight after that matrix.
@@ -23,17 +24,6 @@ _FUSED_NORMS = {
     "self_attention.linear_qkv.layer_norm_weight": "input_layernorm.weight",
     "mlp.linear_fc1.layer_norm_weight": "pre_mlp_layernorm.weight",
 }
-
-
-class RmsNorm(torch.nn.RMSNorm):
-    """torch's RMSNorm with the attribute that makes Megatron sum its gradient over TP under sequence parallelism.
-
-    Megatron's wrapper of the same torch module refuses `sequence_parallel`.
-    """
-
-    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float, **_: Any) -> None:
-        super().__init__(hidden_size, eps=eps)
-        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
 
 def check_transformer_engine(device: torch.device) -> None:
