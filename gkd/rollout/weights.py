@@ -27,6 +27,7 @@ from vllm.platforms import current_platform
 from gkd.cluster import stacks
 from gkd.errors import WeightSyncError
 from gkd.rollout.adapters import EngineAdapters, unwrapped
+from gkd.rollout.cpu_seeds import draw_seeds_ahead
 from gkd.rollout.experts import expert_names, expert_tensors, keep_cpu_experts_live
 from gkd.rollout.sleep_mixin import SleepMixin
 from gkd.rollout.vllm_transfer import open_sessions, receive_in_session
@@ -53,6 +54,7 @@ def keep_cpu_weights_live() -> None:
 
 
 keep_cpu_weights_live()
+draw_seeds_ahead()
 # With tp > 1 vLLM spawns its workers itself; install the stack dump handler there, too.
 stacks.listen()
 

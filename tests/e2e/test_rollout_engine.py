@@ -29,6 +29,21 @@ def _prompts(n_vocab: int) -> list[Prompt]:
     return [Prompt(i, rng.integers(2, n_vocab, 3 + 5 * i).astype(np.int32)) for i in range(N_PROMPTS)]
 
 
+def _sampled(forward: Any) -> tuple[list[list[int]], list[list[list[float]]]]:
+    """Return tokens and logprobs of 70 passes by vLLM's sampler. The sequences change their rows; one has no seed."""
+    import torch
+    from vllm.v1.sample.ops.topk_topp_sampler import TopKTopPSampler
+
+    sampler, made = TopKTopPSampler("processed_logprobs"), torch.Generator().manual_seed(0)
+    generators = [torch.Generator().manual_seed(seed) for seed in range(4)]
+    torch.manual_seed(1)
+    found = []
+    for i in range(70):
+        logits, rows = torch.randn(5, 50, generator=made), {(i + j) % 5: g for j, g in enumerate(generators)}
+        found.append(forward(sampler, logits, rows, None, torch.full((5,), 0.9) if i % 2 else None))
+    return [tokens.tolist() for tokens, _ in found], [logprobs.tolist() for _, logprobs in found]
+
+
 def _probe(student: Path, n_vocab: int) -> dict[Any, Any]:
     """Run in a child process: vLLM allows one engine per process."""
     allow_second_runner()
@@ -36,7 +51,9 @@ def _probe(student: Path, n_vocab: int) -> dict[Any, Any]:
     import vllm
     from transformers import AutoModelForCausalLM
     from vllm.usage.usage_lib import is_usage_stats_enabled
+    from vllm.v1.sample.ops.topk_topp_sampler import TopKTopPSampler
 
+    plain_sampler = TopKTopPSampler.forward_cpu  # the engine replaces it
     from gkd.config.schema import RolloutConfig
     from gkd.errors import GkdError
     from gkd.rollout.engine import RolloutEngine
@@ -55,6 +72,7 @@ def _probe(student: Path, n_vocab: int) -> dict[Any, Any]:
     alone = list(engine.generate([prompts[4]], sampling, prompt_indices=[4]))
     result: dict[str, Any] = {"together": together, "alone": alone, "reports_usage": is_usage_stats_enabled()}
     result["second_runner"] = engine.llm.llm_engine.vllm_config.use_v2_model_runner
+    result["sampled"] = [_sampled(forward) for forward in (TopKTopPSampler.forward_cpu, plain_sampler)]
     # Sequences with and without top ids in the same passes, of which some start later than others.
     engine.add("top", prompts[:2], replace(sampling, n_top_ids=N_TOP), range(2))
     engine.step()
@@ -243,6 +261,13 @@ def test_the_short_path_of_the_scheduler_changes_nothing(probe: dict[str, Any]) 
         assert (short.finish_reason, short.version_spans) == (base.finish_reason, base.version_spans)
     assert any(len(rollout.prompt_ids) + len(rollout.response_ids) > 33 for rollout in probe["together"])
     assert probe["held_before_stop"] > 0 and probe["held_after_stop"] == 0
+
+
+def test_random_numbers_drawn_ahead_are_those_of_vllm(probe: dict[str, Any]) -> None:
+    """Fails if a sequence gets another token, or one of another sequence, because its numbers were drawn together."""
+    ours, plain = probe["sampled"]
+    assert ours == plain
+    assert len({token for tokens in ours[0] for token in tokens}) > 20
 
 
 def test_prompts_that_do_not_fit_into_a_pass_wait(probe: dict[str, Any]) -> None:
