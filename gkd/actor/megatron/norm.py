@@ -21,7 +21,7 @@ class RmsNorm(torch.nn.RMSNorm):
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, x: Tensor) -> Tensor:
-        normed: Tensor = super().forward(x) if x.is_cuda else _RmsNormOnCpu.apply(x, self.weight, self.eps)
+        normed: Tensor = _RmsNormOnCpu.apply(x, self.weight, self.eps) if x.is_cpu else super().forward(x)
         return normed
 
 
