@@ -13,13 +13,14 @@ from typing import Any
 import numpy as np
 
 from gkd.config.schema import LoraConfig, RolloutConfig
-from gkd.errors import ClusterError, DataError, TransferCutOff, WeightSyncError
+from gkd.errors import ClusterError, DataError
 from gkd.handles import EngineUsage
 from gkd.metrics.spans import SpanRecorder
 from gkd.rollout.engine_start import adapter_request, start_vllm
 from gkd.rollout.sampling import Request, Sampling, read_logprobs, vllm_params
 from gkd.rollout.sleep_state import TAGS, WEIGHTS, SleepState, check_level
 from gkd.rollout.usage import PassMeter
+from gkd.rollout.worker_errors import raise_sync_error
 from gkd.types import Prompt, Rollout
 from gkd.weight_sync.buckets import Bucket
 from gkd.weight_sync.group import GroupSpec
@@ -300,11 +301,9 @@ class RolloutEngine:
         return list(self.llm.collective_rpc(method, args=args))
 
     def _sync_workers(self, method: str, *args: Any) -> list[Any]:
-        """Call a method that `returns_sync_errors`. Raises WeightSyncError, rather one that is not a TransferCutOff."""
+        """Call a method that `returns_sync_errors`. Raises WeightSyncError."""
         results = self._call_workers(method, *args)
-        errors = [result for result in results if isinstance(result, WeightSyncError)]
-        if errors:
-            raise min(errors, key=lambda error: isinstance(error, TransferCutOff))
+        raise_sync_error(results)
         return results
 
     def digests(self) -> dict[str, str]:

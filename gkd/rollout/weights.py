@@ -11,10 +11,9 @@ parameter itself: slightly slower, but the weights used in the forward pass can 
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import vllm.model_executor.layers.utils as layer_utils
@@ -31,13 +30,12 @@ from gkd.rollout.cpu_seeds import draw_seeds_ahead
 from gkd.rollout.experts import expert_names, expert_tensors, keep_cpu_experts_live
 from gkd.rollout.sleep_mixin import SleepMixin
 from gkd.rollout.vllm_transfer import open_sessions, receive_in_session
+from gkd.rollout.worker_errors import returns_sync_errors
 from gkd.weight_sync.buckets import Bucket, digest
 from gkd.weight_sync.choice import IPC, NCCL
 from gkd.weight_sync.group import GroupSpec, TransferGroup
 from gkd.weight_sync.transfer import receive
 from teacher_server.engines.vllm_versions import shared_nccl_env
-
-T = TypeVar("T")
 
 
 def keep_cpu_weights_live() -> None:
@@ -57,23 +55,6 @@ keep_cpu_weights_live()
 draw_seeds_ahead()
 # With tp > 1 vLLM spawns its workers itself; install the stack dump handler there, too.
 stacks.listen()
-
-
-def returns_sync_errors(method: Callable[..., T]) -> Callable[..., T | WeightSyncError]:
-    """Let a method return a WeightSyncError instead of raising it.
-
-    With several workers vLLM replaces what a worker raises by a RuntimeError, and leaves the other workers' results in
-    their queues, as those of the next call.
-    """
-
-    @functools.wraps(method)
-    def wrapped(*args: Any, **kwargs: Any) -> T | WeightSyncError:
-        try:
-            return method(*args, **kwargs)
-        except WeightSyncError as error:
-            return error
-
-    return wrapped
 
 
 class WeightReceiver(SleepMixin):

@@ -84,8 +84,6 @@ def _probe(student: Path, tp: int) -> dict[str, Any]:
     model.load_state_dict(old, strict=False)
     result["in flight"] = [(r, logprobs(r), after) for r, after in zip(finished, new, strict=True)]
     result["version"] = engine.policy_version
-    if tp > 1:  # vLLM raises the errors of several workers as its own type
-        return result
     factors = change()
     partner = dict(list(factors.items())[:-1])
     result["incomplete"] = caught(lambda: sender.push(partner, 3, adapters=True))
@@ -127,5 +125,5 @@ def test_sequences_in_flight_get_new_adapters(probe: dict[str, Any]) -> None:
 
 def test_adapters_that_do_not_fit_are_refused(probe: dict[str, Any]) -> None:
     """Fails if an engine generates with half an adapter, or drops one for a layer that it cannot adapt."""
-    assert {probe[case][0] for case in ("incomplete", "elsewhere") if case in probe} <= {"WeightSyncError"}
+    assert {probe[case][0] for case in ("incomplete", "elsewhere")} == {"WeightSyncError"}
     assert probe["version"] == 2, "a failed sync must not advance the version"

@@ -72,7 +72,8 @@ def _probe(student: Path, n_vocab: int) -> dict[Any, Any]:
     alone = list(engine.generate([prompts[4]], sampling, prompt_indices=[4]))
     result: dict[str, Any] = {"together": together, "alone": alone, "reports_usage": is_usage_stats_enabled()}
     result["second_runner"] = engine.llm.llm_engine.vllm_config.use_v2_model_runner
-    result["sampled"] = [_sampled(forward) for forward in (TopKTopPSampler.forward_cpu, plain_sampler)]
+    if not result["second_runner"]:  # it has a sampler of its own
+        result["sampled"] = [_sampled(forward) for forward in (TopKTopPSampler.forward_cpu, plain_sampler)]
     # Sequences with and without top ids in the same passes, of which some start later than others.
     engine.add("top", prompts[:2], replace(sampling, n_top_ids=N_TOP), range(2))
     engine.step()
@@ -265,6 +266,8 @@ def test_the_short_path_of_the_scheduler_changes_nothing(probe: dict[str, Any]) 
 
 def test_random_numbers_drawn_ahead_are_those_of_vllm(probe: dict[str, Any]) -> None:
     """Fails if a sequence gets another token, or one of another sequence, because its numbers were drawn together."""
+    if probe["second_runner"]:
+        return
     ours, plain = probe["sampled"]
     assert ours == plain
     assert len({token for tokens in ours[0] for token in tokens}) > 20
