@@ -28,7 +28,7 @@ class RmsNorm(torch.nn.RMSNorm):
 class _RmsNormOnCpu(torch.autograd.Function):
     """RMSNorm that saves its input alone, as torch's kernel on CUDA does.
 
-    On the CPU torch composes it of separate operations, which take twice as long and save two tensors.
+    On the CPU torch composes it of separate operations, which take longer and save two tensors.
     """
 
     @staticmethod
