@@ -1,7 +1,7 @@
 """Draw the random numbers of a sequence's next tokens together, on the CPU.
 
 On the CPU vLLM samples a token from a number that it draws from the sequence's generator: for each token several
-calls of torch, which take long beside a small model. Here many numbers are drawn at once. They are the same, so that
+calls of torch, which take long with a small model. Here many numbers are drawn at once. They are the same, so that
 sequences are the same, too.
 """
 
