@@ -41,6 +41,10 @@ class RolloutStream(Protocol):
         """
         ...
 
+    def waiting(self) -> list[int]:
+        """Return the indices of the prompts of which no part has been generated, and that no engine has yet."""
+        ...
+
     def close(self) -> None:
         """Stop and drop unfinished sequences. Idempotent."""
         ...

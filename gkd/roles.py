@@ -163,8 +163,15 @@ class JudgeRole(ScoringRole, Protocol):
 
 
 class ActorRole(MovableStates, Protocol):
+    def accumulate(self, part: Sequence[ScoredChunk]) -> None:
+        """Add the gradients of a part of the next step's batch; `train_step` gets the rest.
+
+        The step is that of the whole batch, but for rounding. Raises ConfigError: see `Derived.early_parts`.
+        """
+        ...
+
     def train_step(self, batch: Sequence[ScoredChunk], meta: Mapping[str, Any] | None = None) -> TrainStats:
-        """Make one optimizer step on the whole batch.
+        """Make one optimizer step on the whole batch, or on what of it is left after `accumulate`.
 
         Args:
             meta: {"is_offload_states": bool}: whether to offload the states afterwards. None: as configured.

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from contextlib import closing
 
 from gkd.config.schema import Config
+from gkd.handles import PendingScores, ScoredChunk
 from gkd.log import get_logger
 from gkd.metrics.run_metrics import RunMetrics, StepMetrics
 from gkd.pipeline.colocation import make_gpu_sharing
@@ -91,27 +92,48 @@ class Trainer:
         """
         with m.stage("data"):
             self.source.prefetch(self.step)  # start rollouts for this step and, if the scheduler allows, later ones
+        early = self.train_on_early_part(m)
         with self.gpus.for_rollout(m, needed=self.source.generates), m.stage("rollout"), interruptible():
             pending = self.source.next_batch(self.step)  # the teacher is already scoring it
         with self.gpus.for_training(m, new_weights_follow=True):
-            with m.stage("teacher"), interruptible():
-                reference = self.roles.reference.compute_logprobs(pending, blocking=False)  # while the teacher scores
-                batch = self.roles.scoring.collect(pending)
-            self.metrics.add_scored(batch)
-            check_staleness(batch, self.step, self.source.max_staleness, self.config.trainer.scheduler)
-            with self.recorder.recording(self.step + 1, batch, m):
-                with m.stage("reference"):
-                    batch = reference.wait(batch)
+            rest = self.scored(pending, m)
+            with self.recorder.recording(self.step + 1, early, rest, m):
                 with m.stage("train"):
-                    stats = self.roles.actor.train_step(batch)
+                    stats = self.roles.actor.train_step(rest)
                 self.source.commit()  # only now does the position in the data move: no prompt is lost or used twice
                 self.step += 1
             with m.stage("rollout"):
                 self.source.wait_until_idle()
-            m.add_tuner(self.metrics.teacher.end_step() | reference.tuner_numbers())  # before the weight sync
+            m.add_tuner(self.metrics.teacher.end_step())  # before the weight sync
             with m.stage("weight_sync"):
                 sync = self.roles.weight_sync.push(self.step)
-        self.metrics.add_step(m, batch, stats, sync)
+        self.metrics.add_step(m, [*early, *rest], stats, sync)
+
+    def train_on_early_part(self, m: StepMetrics) -> list[ScoredChunk]:
+        """Add the gradients of what has finished while the rest of the batch is generated (`stream`), and return it.
+
+        Raises NumericsError: as `train_one_batch`.
+        """
+        with m.stage("rollout"), interruptible():
+            pending = self.source.early_part(self.step)
+        if not pending:
+            return []
+        part = self.scored(pending, m)
+        with m.stage("train"):
+            self.roles.actor.accumulate(part)
+        return part
+
+    def scored(self, pending: Sequence[PendingScores], m: StepMetrics) -> list[ScoredChunk]:
+        """Wait for the scores, and for the reference's logprobs if there is one."""
+        with m.stage("teacher"), interruptible():
+            reference = self.roles.reference.compute_logprobs(pending, blocking=False)  # while the teacher scores
+            part = self.roles.scoring.collect(pending)
+        self.metrics.add_scored(part)
+        check_staleness(part, self.step, self.source.max_staleness, self.config.trainer.scheduler)
+        with m.stage("reference"):
+            part = reference.wait(part)
+        m.add_tuner(reference.tuner_numbers())
+        return part
 
     def resume(self) -> None:
         """Load the checkpoint that the run resumes from, if any, and truncate the metrics to its step."""

@@ -11,8 +11,10 @@ from gkd.actor.frozen.pools import call_scattered, data_parallel_groups
 from gkd.actor.logprobs import PendingLogprobs
 from gkd.actor.megatron.layout import ParallelLayout
 from gkd.cluster.calls import Pending, gather
+from gkd.config.derived import derive
 from gkd.config.schema import Config
 from gkd.data.scatter import GroupPart, scatter_to_groups
+from gkd.errors import ConfigError
 from gkd.handles import FileDigest, PendingScores, ProcessSpans, ScoredChunk, TrainStats
 from gkd.memory.timeline import merge
 from gkd.run import shared_folder
@@ -101,6 +103,14 @@ class ActorPool:
     def settle_states(self) -> None:
         """Wait for the last non-blocking move of all ranks. Raises ClusterError as `offload_states`."""
         self._call_and_wait("settle_states")
+
+    def accumulate(self, part: Sequence[ScoredChunk]) -> None:
+        """See `ActorRole.accumulate`."""
+        if not derive(self._config).early_parts:
+            problem = "the loss needs the whole batch, or the actor's states are offloaded between two calls."
+            fix = "train on whole batches, or without rewards, teacher.routes and offloading and by token."
+            raise ConfigError("distill.normalize", self._config.distill.normalize, problem, fix)
+        self._on_batch("accumulate", part)
 
     def train_step(self, batch: Sequence[ScoredChunk], meta: Mapping[str, Any] | None = None) -> TrainStats:
         return self._on_batch("train_step", batch, meta=meta)[0]
@@ -202,14 +212,12 @@ class ActorPool:
             pending.wait()
         return pending
 
-    def _on_batch(
-        self, method: str, batch: Sequence[ScoredChunk], *args: Any, meta: Mapping[str, Any] | None
-    ) -> list[TrainStats]:
+    def _on_batch(self, method: str, batch: Sequence[ScoredChunk], *args: Any, **options: Any) -> list[TrainStats]:
         """Call a method of all ranks on a batch. Return the results by rank; all have the same numbers."""
         groups = scatter_to_groups(batch, self.dp_size, balance=self._config.actor.balance)
         of_ranks = zip(self._workers, batch_args(groups, self._layouts), advantages(groups, self._layouts), strict=True)
         refs = {
-            f"actor rank {rank}": getattr(worker, method).remote(*args, *own_args, **own_advantages, meta=meta)
+            f"actor rank {rank}": getattr(worker, method).remote(*args, *own_args, **own_advantages, **options)
             for rank, (worker, own_args, own_advantages) in enumerate(of_ranks)
         }
         return list(gather(refs, method, self._timeout_s).values())

@@ -18,7 +18,9 @@ log = get_logger("profile")
 
 
 @contextmanager
-def profiled(step: int, rank: int, config: TrainerConfig, device: torch.device, run_dir: Path) -> Iterator[None]:
+def profiled(
+    step: int, rank: int, config: TrainerConfig, device: torch.device, run_dir: Path, *, part: str = ""
+) -> Iterator[None]:
     """Profile the block if the settings select this step and rank; else do nothing.
 
     Writes run_dir/profile/step_N_rank_R.json.gz, a Chrome trace of the CPU's and the GPU's work, before it returns. The
@@ -26,6 +28,7 @@ def profiled(step: int, rank: int, config: TrainerConfig, device: torch.device, 
 
     Args:
         step: the optimizer step that the block makes, from 1.
+        part: added to N, for a part of a step.
         run_dir: absolute path of the run folder.
 
     Raises:
@@ -34,7 +37,7 @@ def profiled(step: int, rank: int, config: TrainerConfig, device: torch.device, 
     if rank not in config.profile_ranks or step not in listed_steps(config.profile_steps):
         yield
         return
-    file = run_dir / "profile" / f"step_{step:08d}_rank_{rank}.json.gz"
+    file = run_dir / "profile" / f"step_{step:08d}{part}_rank_{rank}.json.gz"
     activities = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if device.type == "cuda" else [])
     with profile(activities=activities) as profiler:
         yield

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -21,7 +21,7 @@ import torch
 from gkd.actor.common.lora import scaled_factors
 from gkd.actor.common.shard_writer import BackgroundWriter
 from gkd.actor.group_batches import group_batches
-from gkd.actor.offload import DISABLE_ADAPTER, META_KEYS, check_meta
+from gkd.actor.offload import DISABLE_ADAPTER, IS_OFFLOAD_STATES, META_KEYS, check_meta
 from gkd.actor.profiling import profiled
 from gkd.actor.rank import RESTORES, ActorRank
 from gkd.cluster.progress import WATCH
@@ -42,6 +42,7 @@ from gkd.weight_sync.transfer import failing_together, send, send_kept
 # Methods of these concurrency groups run while another method runs or hangs; the pool is spawned with them.
 SAVES = "saves"
 CONCURRENCY_GROUPS = (SAVES, WATCH, RESTORES)
+_TRAINING_PHASE = "training step"
 _REFERENCE_PHASE = "reference logprobs"
 
 
@@ -54,6 +55,17 @@ class ActorWorker(ActorRank):
         self._kept = KeptVersion()
         self._writer = BackgroundWriter()
 
+    def accumulate(self, sequence_indices: Sequence[bytes | None], *lists: list[Any]) -> None:
+        """Add the gradients of a part of the next step's batch; `train_step` gets the rest. Collective.
+
+        The states stay on the device. Arguments as for `train_step`.
+        """
+        with self._memory.during(_TRAINING_PHASE):
+            batches, _ = self._training_batches(sequence_indices, lists)
+            on_device = self._offload.states_on_device("train", meta={IS_OFFLOAD_STATES: False})
+            with on_device, self._memory.diagnosed(_TRAINING_PHASE), self._profiled("_early"):
+                self._student.accumulate(batches)
+
     def train_step(
         self,
         sequence_indices: Sequence[bytes | None],
@@ -61,7 +73,7 @@ class ActorWorker(ActorRank):
         advantages: Sequence[bytes] | None = None,
         meta: Mapping[str, Any] | None = None,
     ) -> TrainStats:
-        """Make one optimizer step on this data-parallel group's sequences. Collective.
+        """Make one optimizer step on this data-parallel group's sequences, and those of `accumulate`. Collective.
 
         Args:
             sequence_indices: of each chunk, the group's sequences, see `gkd.data.scatter`.
@@ -70,19 +82,11 @@ class ActorWorker(ActorRank):
             advantages: of each chunk's sequences, see `gkd.data.scatter`; None: the loss has no rewards.
             meta: `is_offload_states`: where the states are after the call, see `OffloadController.states_on_device`.
         """
-        phase = "training step"
-        with self._memory.during(phase):
-            training = {
-                "with_reference": derive(self._config).loss.has_reference,
-                "advantages": advantages,
-                "skip_first": self._config.distill.skip_first_tokens,
-            }
-            batches, sizes = self._weighted(*self._micro_batches(sequence_indices, lists, **training))
+        with self._memory.during(_TRAINING_PHASE):
+            batches, sizes = self._weighted(*self._training_batches(sequence_indices, lists, advantages))
             on_device = self._offload.states_on_device("train", meta=meta, sync_follows=self._sends_weights)
-            step, trainer = self._student.step + 1, self._config.trainer
-            profiler = profiled(step, self._rank, trainer, self._device, self._run_dir)
-            with on_device, self._memory.diagnosed(phase):
-                with profiler:
+            with on_device, self._memory.diagnosed(_TRAINING_PHASE):
+                with self._profiled():
                     stats = self._student.train_step(batches)
                 self._memory.after_step()  # before a refresh of a frozen model changes what is allocated
                 self._phases.enter("refreshing frozen models")
@@ -261,6 +265,24 @@ class ActorWorker(ActorRank):
         for content in contents:
             digests |= send_kept(self._restore_group, *self._kept.complete(content))
         return digests
+
+    def _profiled(self, part: str = "") -> AbstractContextManager[None]:
+        step, trainer = self._student.step + 1, self._config.trainer
+        return profiled(step, self._rank, trainer, self._device, self._run_dir, part=part)
+
+    def _training_batches(
+        self,
+        sequence_indices: Sequence[bytes | None],
+        lists: Sequence[list[Any]],
+        advantages: Sequence[bytes] | None = None,
+    ) -> tuple[MicroBatches, list[Rollout]]:
+        return self._micro_batches(
+            sequence_indices,
+            lists,
+            with_reference=derive(self._config).loss.has_reference,
+            advantages=advantages,
+            skip_first=self._config.distill.skip_first_tokens,
+        )
 
     def _micro_batches(
         self, sequence_indices: Sequence[bytes | None], lists: Sequence[list[Any]], **training: Any

@@ -38,6 +38,7 @@ class Derived:
     engine_adapter_rank: int  # largest rank of adapters that the engines hold; 0: they hold merged weights
     engines_sleep: bool  # the engines can release their memory between two calls
     moves_states: bool  # the actor's states are in host memory between two calls
+    early_parts: bool  # a step can train on a part of its batch before it has the rest
     rewards: tuple[str, ...]  # functions of reward.functions, which judge training responses
     metrics: tuple[str, ...]  # functions in processes of their own that judge held-out responses; at most one
 
@@ -63,6 +64,9 @@ def derive(config: Config) -> Derived:
     teacher_stays = is_local_teacher and not teacher.fsdp_cpu_offload
     reference_stays = bool(reference_folder) and not config.reference.fsdp_cpu_offload
     needs_room = a.offload_train or ((teacher_stays or reference_stays) and config.memory.strategy != "resident")
+    moves_states = t.colocate or (needs_room and not a.fsdp_cpu_offload)
+    # The loss of each token contains a sum over the batch: of sequences, of a teacher's tokens, of rewards.
+    needs_whole_batch = config.distill.normalize != "token" or bool(teacher.routes or config.reward.functions)
     return Derived(
         loss=loss,
         routes=routes,
@@ -82,7 +86,8 @@ def derive(config: Config) -> Derived:
         reference_folder=reference_folder,
         engine_adapter_rank=engine_rank(a.lora.rank) if config.weight_sync.lora == "adapters" else 0,
         engines_sleep=t.colocate or r.enable_sleep_mode,
-        moves_states=t.colocate or (needs_room and not a.fsdp_cpu_offload),
+        moves_states=moves_states,
+        early_parts=not needs_whole_batch and not moves_states,
         rewards=tuple(entry.path for entry in config.reward.functions),
         metrics=_metrics(config),
     )

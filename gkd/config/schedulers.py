@@ -4,7 +4,7 @@ sync            generate a batch with the newest weights, then train on it
 one_step_off    generate the next batch while training on this one
 two_step_off    prefetch two batches: while one is trained on, one is scored and one is generated
 stream          no batches in the engines: prompts enter one by one, weights are updated in the middle of responses,
-                and a step trains on prompts that are finished
+                and a step trains on prompts that are finished, while the last ones of its batch are generated
 """
 
 from __future__ import annotations

@@ -56,8 +56,8 @@ class StepMetrics:
         self.numbers |= numbers
 
     def add_tuner(self, numbers: Mapping[str, float]) -> None:
-        """Add numbers to the line in tuner.jsonl."""
-        self.tuner |= numbers
+        """Add numbers to the line in tuner.jsonl; those of several parts of a batch are summed."""
+        self.tuner |= {name: self.tuner.get(name, 0.0) + number for name, number in numbers.items()}
 
 
 class RunMetrics:

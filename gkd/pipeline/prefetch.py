@@ -66,6 +66,10 @@ class PrefetchedBatches:
             )
             self._queue.append(_Batch(number, step, start(job)))
 
+    def early_part(self, step: int) -> list[PendingScores]:
+        """Return nothing: which part finishes first depends on timing, and these batches do not."""
+        return []
+
     def next_batch(self, step: int) -> list[PendingScores]:
         batch = self._queue[0]
         assert batch.number == step, f"step {step} would train on batch {batch.number}"

@@ -1,7 +1,8 @@
 """Record the batch of each step (`trainer.record_batches`), and train on recorded batches again (`trainer.replay`).
 
     batches/config.yaml, teacher.json          of the run that recorded them
-            step_N/{batch_group_G.npz, manifest.json}    the batch that made step N
+            step_N/{early_group_G.npz, batch_group_G.npz, manifest.json}    the batch that made step N; `early`, if
+                                                                        there is one, the part trained on first
 
 Under `trainer.scheduler: stream` a batch depends on timing, so a seed cannot repeat a run. Its recorded batches can:
 with the same settings and layout the replay is bitwise identical. With other settings a replay learns off-policy, from
@@ -16,7 +17,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 
 from gkd.config.schema import Config
-from gkd.handles import InFlight, PendingScores, Recording, ScoredChunk
+from gkd.handles import FileDigest, InFlight, PendingScores, Recording, ScoredChunk
 from gkd.metrics.run_metrics import StepMetrics
 from gkd.roles import ScoringRole
 from gkd.run.checkpoints import TrainerState, step_folder
@@ -25,13 +26,15 @@ from gkd.run.folder import RunFolder
 from gkd.run.manifest import NAME as MANIFEST
 from gkd.run.manifest import Manifest, verify
 
-_LABEL = "batch"
+_LABEL, _EARLY = "batch", "early"
 
 
 class NoRecorder:
     """Records nothing; in place of a `BatchRecorder`."""
 
-    def recording(self, step: int, batch: Sequence[ScoredChunk], m: StepMetrics) -> AbstractContextManager[None]:
+    def recording(
+        self, step: int, early: Sequence[ScoredChunk], rest: Sequence[ScoredChunk], m: StepMetrics
+    ) -> AbstractContextManager[None]:
         return nullcontext()
 
 
@@ -42,11 +45,14 @@ class BatchRecorder:
         self._run, self._root, self._scoring = folder, folder.batches, scoring
 
     @contextmanager
-    def recording(self, step: int, batch: Sequence[ScoredChunk], m: StepMetrics) -> Iterator[None]:
+    def recording(
+        self, step: int, early: Sequence[ScoredChunk], rest: Sequence[ScoredChunk], m: StepMetrics
+    ) -> Iterator[None]:
         """Write the batch while the block trains on it; leave the block when it is on disk.
 
         Args:
             step: the optimizer step that the block makes.
+            early, rest: the parts of the batch.
             m: receives the wait after training as stage `record`.
 
         Raises CheckpointError: it cannot be written.
@@ -59,13 +65,16 @@ class BatchRecorder:
             # A new name each time: processes that outlive a killed run must not write into the next recording.
             work = self._root / f"{TMP}{step_folder(step)}_{secrets.token_hex(4)}"
             work.mkdir()
-        recording = self._scoring.record(batch, work, _LABEL, scored=True)
+        parts = {_EARLY: early, _LABEL: rest}
+        recordings = [self._scoring.record(part, work, label, scored=True) for label, part in parts.items() if part]
         yield
         with m.stage("record"):
-            self._publish(step, work, recording)
+            self._publish(step, work, recordings)
 
-    def _publish(self, step: int, work: Path, recording: Recording) -> None:
-        files = self._scoring.record_finished(recording, wait=True) or {}
+    def _publish(self, step: int, work: Path, recordings: Sequence[Recording]) -> None:
+        files: dict[str, FileDigest] = {}
+        for recording in recordings:
+            files |= self._scoring.record_finished(recording, wait=True) or {}
         final = self._root / step_folder(step)
         with naming(final):
             write_synced(work / MANIFEST, Manifest(step, files).to_bytes())
@@ -97,11 +106,18 @@ class ReplayedBatches:
     def prefetch(self, step: int) -> None:
         """Do nothing: all batches are generated."""
 
+    def early_part(self, step: int) -> list[PendingScores]:
+        """Return the part that was trained on first, if any. Raises CheckpointError: as `next_batch`."""
+        return self._restored(step, _EARLY)
+
     def next_batch(self, step: int) -> list[PendingScores]:
-        """Return the batch of this step. Raises CheckpointError: it is damaged or missing."""
+        """Return the rest of the batch. Raises CheckpointError: it is damaged or missing."""
+        return self._restored(step, _LABEL)
+
+    def _restored(self, step: int, label: str) -> list[PendingScores]:
         folder = self._folder / step_folder(step + 1)
         verify(folder)
-        return self._scoring.restore(folder, _LABEL)
+        return self._scoring.restore(folder, label)
 
     def commit(self) -> None:
         """Do nothing: the file stays."""

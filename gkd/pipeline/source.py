@@ -49,12 +49,23 @@ class BatchSource(Protocol):
         """Start all rollouts that may start now that the engines hold the weights of `step`; returns at once."""
         ...
 
+    def early_part(self, step: int) -> list[PendingScores]:
+        """Return the finished part of this step's batch if training on it need not wait for the rest; else nothing.
+
+        Waits until the batch is determined. Raises ClusterError.
+        """
+        ...
+
     def next_batch(self, step: int) -> list[PendingScores]:
-        """Wait for the rollouts of this step's batch; the teacher is already scoring them. Raises ClusterError."""
+        """Wait for the rollouts of this step's batch; the teacher is already scoring them. Raises ClusterError.
+
+        Returns:
+            All but those of `early_part`.
+        """
         ...
 
     def commit(self) -> None:
-        """Record that the batch of the last `next_batch` has been trained on."""
+        """Record that the batch of the last `next_batch`, with its early part, has been trained on."""
         ...
 
     def wait_until_idle(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
@@ -33,7 +34,8 @@ class StreamScheduler:
     A prompt is identified by its position in the sampler's order. If generation may have started with weights of
     version v, the prompt's deadline is step v + max_staleness. A step takes the prompts that finished first, but always
     includes as many early-deadline prompts as necessary: for every later step t, all prompts due by t must fit into the
-    steps up to t. The step waits for these. So no sequence exceeds the bound, and none is discarded.
+    steps up to t. The step waits for these. So no sequence exceeds the bound, and none is discarded. Those that are due
+    in the step itself are determined before they have finished, so the others need not wait for them.
 
     A valid selection always exists: at most max_staleness + 1 steps' worth of prompts are in flight, so they fit at the
     start; newly admitted prompts have the latest deadline; and every step leaves a set that fits.
@@ -43,11 +45,20 @@ class StreamScheduler:
             as many prompts as its batch has, though not the same ones.
         total_steps: of the whole run; batches after it are never admitted.
         next_batch: the first batch whose prompts have not been admitted.
+        early_parts: a step begins with the finished part of its batch, if that is at least half of it: two passes with
+            few sequences take longer than one.
     """
 
     def __init__(
-        self, positions: Callable[[int], Sequence[int]], max_staleness: int, total_steps: int, next_batch: int = 0
+        self,
+        positions: Callable[[int], Sequence[int]],
+        max_staleness: int,
+        total_steps: int,
+        next_batch: int = 0,
+        *,
+        early_parts: bool = False,
     ) -> None:
+        self._early_parts = early_parts
         self._positions, self._max_staleness, self._total_steps = positions, max_staleness, total_steps
         self.next_batch = next_batch
         self._version: dict[int, int] = {}  # position -> oldest version that may have generated a part
@@ -73,6 +84,15 @@ class StreamScheduler:
             self._version[position] = version
             self._n_of[version] += 1
 
+    def not_started(self, positions: Iterable[int], version: int) -> None:
+        """Record that these are being generated with this version or later ones; finished ones are ignored."""
+        for position in positions:
+            before = self._version.get(position, version)
+            if before < version and position not in self._finished_of[before]:
+                self._version[position] = version
+                self._n_of[before] -= 1
+                self._n_of[version] += 1
+
     def finish(self, position: int, version: int) -> None:
         """Record that all samples of a prompt are finished. Raises KeyError: it is not in flight.
 
@@ -90,10 +110,10 @@ class StreamScheduler:
         self._number += 1
         self._n_finished += 1
 
-    def choose(self, step: int) -> list[int] | None:
-        """Return the positions that this step takes; None: some that it needs have not finished.
+    def choose(self, step: int) -> tuple[list[int], list[int]] | None:
+        """Return (finished positions, unfinished ones that are due) that this step takes; None: it has to wait.
 
-        Costs O(max_staleness) while the answer is None, and O(batch) otherwise.
+        Costs O(max_staleness) while the answer is None, and O(prompts in flight) otherwise.
         """
         takes = self._takes(step)
         if takes is None:
@@ -108,15 +128,25 @@ class StreamScheduler:
                 _, position, rest = heapq.heappop(heads)
                 chosen.append(position)
                 _push_next(heads, rest)
-        return chosen
+        if len(chosen) == len(self._positions(step)):
+            return chosen, []
+        newest_due = step - self._max_staleness
+        due = [p for p, v in self._version.items() if v <= newest_due and p not in self._finished_of[v]]
+        return chosen, due
+
+    def are_finished(self, positions: Iterable[int]) -> bool:
+        """Return whether all samples of these prompts, which are in flight, are finished."""
+        return all(position in self._finished_of[self._version[position]] for position in positions)
 
     def _takes(self, step: int) -> list[tuple[int, int]] | None:
-        """Return (version, n): the step takes n more of the prompts of this version and older ones; None: it waits."""
+        """Return (version, n): the step takes n more finished prompts of this version or older; None: it must wait."""
         size = len(self._positions(step))
-        if self._n_finished < size:
+        least = math.ceil(size / 2) if self._early_parts else size
+        if self._n_finished < least:
             return None
         takes: list[tuple[int, int]] = []
         taken = 0
+        n_late = 0  # of them, due in this step and not finished
         room = 0  # prompts that the steps after this one, up to `last`, can take
         for last in range(step, step + self._max_staleness + 1):
             room += len(self._positions(last)) if last > step else 0
@@ -125,10 +155,14 @@ class StreamScheduler:
             if must_take <= 0:
                 continue
             n_finished = sum(len(done) for version, done in self._finished_of.items() if version <= newest_due)
-            if n_finished - taken < must_take:
+            if last == step:
+                n_late = must_take - n_finished
+            elif n_finished - (taken - n_late) < must_take:
                 return None
-            takes.append((newest_due, must_take))
+            takes.append((newest_due, must_take - n_late if last == step else must_take))
             taken += must_take
+        if self._n_finished + n_late < size or size - n_late < least:
+            return None
         return [*takes, (max(self._n_of, default=step), size - taken)]
 
     def remove(self, positions: Iterable[int]) -> None:

@@ -1,8 +1,9 @@
 """Scheduler `stream`: prompts go to the engines one by one, and a step takes prompts whose samples have all finished.
 
-    prefetch    admit as many prompts as the staleness bound allows
-    next_batch  wait for enough finished prompts, and for those whose deadline is due; add the dataset's responses of
-                this step, if it has any
+    prefetch    admit as many prompts as the staleness bound allows; those that still wait for an engine are not due yet
+    early_part  wait until the batch is determined: enough prompts have finished, and others are due. Return the
+                finished ones and the dataset's responses, if the step has any, and if most of the batch has finished
+    next_batch  wait for the prompts that are due; return the rest
     push        in the middle of responses; the engines continue with the new weights
 
 A thread receives chunks of finished sequences and submits them to the teacher at once. A chunk may have samples of
@@ -15,11 +16,13 @@ from __future__ import annotations
 import functools
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 
+from gkd.config.derived import derive
 from gkd.config.schedulers import staleness_bound
 from gkd.config.schema import Config
 from gkd.data.mixing import on_policy_indices
@@ -34,6 +37,7 @@ from gkd.run.checkpoints import TrainerState
 from gkd.types import Prompt
 
 LABEL = "stream"
+T = TypeVar("T")
 
 
 class StreamedBatches:
@@ -51,13 +55,17 @@ class StreamedBatches:
         self._size, self._n = config.trainer.global_batch_size, config.rollout.n
         self.max_staleness = staleness_bound(config.trainer)
         self._on_policy = functools.lru_cache(4 * (self.max_staleness + 2))(self._on_policy_positions)
-        self._scheduler = StreamScheduler(self._on_policy, self.max_staleness, total_steps)
+        self._scheduler = StreamScheduler(
+            self._on_policy, self.max_staleness, total_steps, early_parts=derive(config).early_parts
+        )
         self._chunks = StreamChunks(self._n)
         self._n_received = 0  # chunks
         self._batch: list[int] = []  # positions that are being trained on
+        self._late: list[int] = []  # those of them that `early_part` did not return
         self._changed = threading.Condition()  # guards all of the above
         self._stream: RolloutStream | None = None
         self._error: Exception | None = None
+        self._from_dataset: list[PendingScores] = []  # of the current step, before a part takes them
         self._unfinished: list[int] = []  # positions that were in flight at the checkpoint
         self._closed = False
 
@@ -87,24 +95,31 @@ class StreamedBatches:
                 n=settings.n, temperature=settings.temperature, seed=self._config.data.seed
             )
             threading.Thread(target=self._receive, args=(self._stream,), name="stream", daemon=True).start()
+        waiting = self._stream.waiting()
         with self._changed:
+            self._scheduler.not_started(waiting, step)  # the engines have the weights of this step
             again, self._unfinished = self._unfinished, []
             self._scheduler.admit(again, step)
             positions = [*again, *self._scheduler.admit_new(step)]
         if positions:
             self._stream.admit(self._prompts(positions), prompt_indices=positions)
 
+    def early_part(self, step: int) -> list[PendingScores]:
+        self._from_dataset = [self._scoring.submit(chunk) for chunk in self._dataset(step)]
+        finished, due = self._wait_for(lambda: self._scheduler.choose(step))
+        self._batch = [*finished, *due]
+        self._late = due or finished
+        return self._take(finished) if due else []
+
     def next_batch(self, step: int) -> list[PendingScores]:
-        from_dataset = [self._scoring.submit(chunk) for chunk in self._dataset(step)]
-        self._batch = self._wait_for(step)
-        with self._changed:
-            return [*from_dataset, *self._chunks.parts(self._batch)]
+        self._wait_for(lambda: self._scheduler.are_finished(self._late) or None)
+        return self._take(self._late)
 
     def commit(self) -> None:
         with self._changed:
             self._scheduler.remove(self._batch)
             self._chunks.remove(self._batch)
-            self._batch = []
+            self._batch, self._late = [], []
 
     def wait_until_idle(self) -> None:
         """Return at once: the engines take new weights at any time."""
@@ -143,8 +158,14 @@ class StreamedBatches:
             prompts += self._sampler.take(int(run[0]), len(run))
         return prompts
 
-    def _wait_for(self, step: int) -> list[int]:
-        """Wait until the prompts of this step have finished, and return their positions.
+    def _take(self, positions: Sequence[int]) -> list[PendingScores]:
+        """Return the sequences of these positions, and the dataset's responses that no part has."""
+        from_dataset, self._from_dataset = self._from_dataset, []
+        with self._changed:
+            return [*from_dataset, *self._chunks.parts(positions)]
+
+    def _wait_for(self, found: Callable[[], T | None]) -> T:
+        """Wait until the finished prompts give this a value, and return it.
 
         Raises:
             ClusterError: an engine died.
@@ -153,7 +174,7 @@ class StreamedBatches:
         timeout_s = self._config.trainer.stage_timeout_s
         with self._changed:
             last_s, n_received = time.monotonic(), -1
-            while (chosen := self._scheduler.choose(step)) is None:
+            while (value := found()) is None:
                 if self._error is not None:
                     raise self._error
                 if self._n_received != n_received:
@@ -164,7 +185,7 @@ class StreamedBatches:
                         f"rollout: none of the {len(waiting)} prompts in the stream finished within {timeout_s:.0f} s "
                         f"(trainer.stage_timeout_s); the first positions are {waiting[:5]}"
                     )
-            return chosen
+            return value
 
     def _receive(self, stream: RolloutStream) -> None:
         """Submit finished prompts to the teacher. Runs in its own thread."""

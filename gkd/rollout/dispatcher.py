@@ -115,6 +115,10 @@ class Dispatcher:
                 self._queue.append(prompts)
             self._assign()
 
+    def waiting(self, stream: JobStream) -> list[int]:
+        with self._lock:
+            return self._queue.unanswered(stream)
+
     def _window(self) -> int:
         """Return how far an engine may reach into the queue for a prompt of its group.
 

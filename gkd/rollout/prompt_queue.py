@@ -69,6 +69,12 @@ class PromptQueue:
         self._n -= 1
         return chosen, prompt
 
+    def unanswered(self, stream: JobStream) -> list[int]:
+        """Return the indices of a job's prompts. Without those that an engine had before, and returned samples of."""
+        whole = (1 << stream.job.sampling.n) - 1
+        lanes = [prompts for lane, prompts in self._lanes.items() if lane[0] == stream.job.id]
+        return [prompt.index for prompts in lanes for _, prompt in prompts if prompt.missing == whole]
+
     def drop(self, stream: JobStream) -> None:
         """Remove the prompts of a job."""
         for lane in [lane for lane in self._lanes if lane[0] == stream.job.id]:

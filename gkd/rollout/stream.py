@@ -63,6 +63,7 @@ class Owner(Protocol):
     """The part of `gkd.rollout.dispatcher.Dispatcher` that a job uses."""
 
     def admit(self, stream: JobStream, prompts: Sequence[Waiting]) -> None: ...
+    def waiting(self, stream: JobStream) -> list[int]: ...
     def end(self, stream: JobStream) -> None: ...
 
 
@@ -109,6 +110,10 @@ class JobStream:
         except Empty:
             pass  # all that have finished so far
         return chunks
+
+    def waiting(self) -> list[int]:
+        """See `RolloutStream.waiting`."""
+        return self._owner.waiting(self)
 
     def put(self, result: RolloutChunk | Exception | None) -> None:
         self._results.put(result)

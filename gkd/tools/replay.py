@@ -17,9 +17,9 @@ from gkd.config.check import check_config
 from gkd.config.load import load_config, parse_overrides
 from gkd.config.schema import Config
 from gkd.errors import ConfigError, GkdError
-from gkd.handles import TrainStats
+from gkd.handles import PendingScores, ScoredChunk, TrainStats
 from gkd.metrics.writer import read_metrics
-from gkd.roles import ScoringRole
+from gkd.roles import ReferenceRole, ScoringRole
 from gkd.run.checkpoints import ACTOR, CheckpointStore, step_folder, step_of, verified
 from gkd.run.folder import BATCHES, CHECKPOINTS, ORIGIN
 from gkd.run.resume_compat import check_same_run
@@ -160,12 +160,18 @@ def replayed(case: Case) -> TrainStats:
             if case.start is not None:
                 actor.load(case.start / ACTOR)
             for made in range(case.first, case.step):
-                pending = batches.next_batch(made)
-                logprobs = reference.compute_logprobs(pending, blocking=False)
-                stats = actor.train_step(logprobs.wait(scoring.collect(pending)))
+                early, rest = batches.early_part(made), batches.next_batch(made)
+                if early:
+                    actor.accumulate(_scored(early, reference, scoring))
+                stats = actor.train_step(_scored(rest, reference, scoring))
         finally:
             cluster.close()
     return stats
+
+
+def _scored(pending: list[PendingScores], reference: ReferenceRole, scoring: ScoringRole) -> list[ScoredChunk]:
+    logprobs = reference.compute_logprobs(pending, blocking=False)
+    return logprobs.wait(scoring.collect(pending))
 
 
 def compared(recorded: dict[str, float], stats: TrainStats, rtol: float) -> tuple[str, str, bool]:

@@ -211,6 +211,9 @@ class TimedActorWorker:
     def node_id(self) -> str:
         return str(ray.get_runtime_context().get_node_id())
 
+    def accumulate(self, sequence_indices: Sequence[bytes | None], *lists: list[Any]) -> None:
+        self.train_step(sequence_indices, *lists)
+
     def train_step(self, sequence_indices: Sequence[bytes | None], *lists: list[Any], meta: Any = None) -> TrainStats:
         del meta
         n_chunks = len(sequence_indices)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing as mp
 import os
 import socket
@@ -79,6 +80,23 @@ def run_gloo(
             if process.is_alive():
                 process.kill()
                 process.join()
+
+
+def destroy_groups() -> None:
+    """Destroy Megatron's groups, so that a rank can build a student with another layout. Collective.
+
+    For ranks with many layouts: `destroy_model_parallel` is faster, but leaves the threads of each group behind. One of
+    them polls, and those of hundreds of groups keep the processors busy.
+    """
+    import torch.distributed as dist
+    from megatron.core import parallel_state
+    from torch.distributed.distributed_c10d import _world
+
+    parallel_state.destroy_model_parallel()
+    gc.collect()  # students have reference cycles, and own groups
+    for group in list(_world.pg_map):
+        if group is not dist.group.WORLD:
+            dist.destroy_process_group(group)
 
 
 def _forkserver() -> ForkServerContext:

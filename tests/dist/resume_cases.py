@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from gkd.actor.common.shard_writer import write
 from gkd.actor.common.shards import ShardReader
+from tests.dist.helpers import destroy_groups
 from tests.dist.megatron_reference import make_micro_batches
 from tests.dist.peft_reference import LORA
 
@@ -64,7 +65,7 @@ def make_student(root: Path, case: Case, rank: int) -> Any:
 
     world_size, tp, pp, vpp, sequence_parallel = LAYOUTS[case.layout]
     if parallel_state.model_parallel_is_initialized():
-        parallel_state.destroy_model_parallel()
+        destroy_groups()
     return MegatronStudent(
         root / case.kind,
         ParallelLayout(tp=tp, pp=pp, world_size=world_size, rank=rank, vpp=vpp),

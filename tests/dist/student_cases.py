@@ -73,6 +73,12 @@ def share(batches: list[MicroBatch], rank: int, world_size: int) -> list[MicroBa
     return batches if world_size == 1 else batches[:-1] if rank == 0 else batches[-1:]
 
 
+def step_in_parts(student: Any, batches: list[MicroBatch]) -> Any:
+    """Make one step: the first micro-batch is accumulated before the rest is given. Return the step's statistics."""
+    student.accumulate(batches[:1])
+    return student.train_step(batches[1:])
+
+
 def weights(student: Any) -> dict[str, torch.Tensor]:
     """Return copies of all tensors that a rank exports."""
     return {name: tensor.clone() for name, tensor in student.export()}

@@ -20,7 +20,7 @@ import torch
 from safetensors.torch import load_file
 
 from gkd.types import MicroBatch
-from tests.dist.helpers import run_gloo
+from tests.dist.helpers import destroy_groups, run_gloo
 from tests.dist.megatron_reference import (
     BETAS,
     CLIP,
@@ -34,6 +34,7 @@ from tests.dist.megatron_reference import (
     train_bf16_reference,
     train_reference,
 )
+from tests.dist.student_cases import step_in_parts
 
 N_STEPS = 20
 N_STEPS_SHORT = 5
@@ -103,12 +104,10 @@ CASES = SHORT | LONG | MISTAKES
 
 def _world(rank: int, world_size: int, root: Path, names: list[str], n_steps: int) -> dict[str, dict[str, Any]]:
     """Measure, in a rank, one curve after the other in new Megatron groups."""
-    from megatron.core import parallel_state
-
     measured = {}
     for name in names:
         measured[name] = _curve(rank, CASES[name], root, n_steps)
-        parallel_state.destroy_model_parallel()
+        destroy_groups()
     return measured
 
 
@@ -146,7 +145,7 @@ def _curve(rank: int, case: Case, root: Path, n_steps: int) -> dict[str, Any]:
     elif case.mistake == "mean per micro-batch":
         loss_sums = _mean_per_micro_batch(loss_sums)
     with patch.object(pipeline, "_loss_sums", loss_sums):
-        stats = [student.train_step(mine(step)) for step in range(n_steps)]
+        stats = [step_in_parts(student, mine(n)) if n % 2 else student.train_step(mine(n)) for n in range(n_steps)]
     return {
         "grad_diff": max(float((grad - reference.grads[name]).abs().max()) for name, grad in grads.items()),
         "grad_names": sorted(grads),

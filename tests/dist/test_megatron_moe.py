@@ -27,6 +27,7 @@ from tests.dist.megatron_reference import (
     train_reference,
 )
 from tests.dist.resume_cases import save
+from tests.dist.student_cases import step_in_parts
 
 N_STEPS = 5
 WORLD = 2
@@ -121,7 +122,8 @@ def _measure(rank: int, world_size: int, root: Path, name: str, kind: str) -> di
     stats = [student.train_step(_mine(layout, 0))]
     weights = {name: tensor.clone() for name, tensor in student.export()}
     result["weight_diff"] = max(_max_diff(w, reference.weights_after_one[name]) for name, w in weights.items())
-    stats += [student.train_step(_mine(layout, step)) for step in range(1, N_STEPS)]
+    stats += [student.train_step(_mine(layout, step)) for step in range(1, N_STEPS - 1)]
+    stats.append(step_in_parts(student, _mine(layout, N_STEPS - 1)))
     result["losses"] = [s.loss for s in stats]
     result["grad_norms"] = [s.grad_norm for s in stats]
     own = _mine(layout, 0)

@@ -9,7 +9,7 @@ import pytest
 
 from tests.dist.helpers import run_gloo
 from tests.dist.megatron_reference import make_hf_folder, make_micro_batches
-from tests.dist.student_cases import as_numpy, build_student, share, weights
+from tests.dist.student_cases import as_numpy, build_student, share, step_in_parts, weights
 
 pytestmark = pytest.mark.dist
 KINDS = ("qwen2_tied", "qwen3")  # an LM head with the embedding's weights, and one of its own
@@ -26,14 +26,15 @@ def _train(rank: int, world_size: int, root: Path) -> dict[tuple[str, bool], dic
             for step in range(3):  # in the second one this rank or the other has no micro-batch
                 mine = share(make_micro_batches(step), rank, world_size)
                 student.train_step(mine if step != 1 or rank == 1 else [])
+            step_in_parts(student, share(make_micro_batches(3), rank, world_size))
             found[kind, overlaps] = as_numpy(weights(student))
             parallel_state.destroy_model_parallel()
     return found
 
 
 def test_overlapped_reduction_changes_nothing(tmp_path: Path) -> None:
-    """Fails if a gradient is reduced before it is complete, the LM head's is missing or added twice, or a rank without
-    micro-batches blocks the other.
+    """Fails if a gradient is reduced before it is complete, by a part of a batch or of a backward pass, that of
+    the LM head is missing or added twice, or a rank without micro-batches blocks the other.
     """
     for kind in KINDS:
         make_hf_folder(tmp_path / kind, kind)

@@ -16,7 +16,16 @@ import torch
 from gkd.types import MicroBatch
 from tests.dist.helpers import caught, run_gloo
 from tests.dist.megatron_reference import VOCAB, Reference, make_hf_folder, make_micro_batches, train_reference
-from tests.dist.student_cases import as_numpy, build_student, packed, same_weights, share, weights, with_nan
+from tests.dist.student_cases import (
+    as_numpy,
+    build_student,
+    packed,
+    same_weights,
+    share,
+    step_in_parts,
+    weights,
+    with_nan,
+)
 
 N_STEPS = 5
 KINDS = {1: "qwen2_tied", 2: "qwen3"}  # world size -> model
@@ -102,9 +111,19 @@ def _measure(backend: str, rank: int, world_size: int, root: Path) -> dict[str, 
     student = build()
     steps = [student.train_step([packed(batch) for batch in mine(step)]) for step in range(N_STEPS)]
     result["packed_losses"] = [s.loss for s in steps]
+    result["in_parts"] = _in_parts(build(), mine, bad)
     result |= _hidden_signal(build(signals=("hidden",)), mine(0))
     result["resumed"] = _resumes(build, mine, rank, root / f"checkpoint_{backend}_{world_size}")
     return result
+
+
+def _in_parts(student: Any, mine: Any, bad: list[MicroBatch]) -> dict[str, Any]:
+    """Make steps whose batches come in parts, one of them after a part that is refused, and return their numbers."""
+    stats = [step_in_parts(student, mine(0))]
+    student.accumulate(mine(1))
+    refused = caught(lambda: student.train_step(bad))
+    stats += [student.train_step(mine(1)), step_in_parts(student, mine(2))]
+    return {"refused": refused, "stats": [(s.loss, s.grad_norm, s.n_loss_tokens) for s in stats], "step": student.step}
 
 
 def _loads_as(folder: Path, expected: dict[str, torch.Tensor]) -> bool:
@@ -192,6 +211,16 @@ class TestContract:
             assert norms == pytest.approx(reference.grad_norms, abs=1e-4)
             assert list(n_tokens) == [sum(b.n_loss_tokens for b in make_micro_batches(i)) for i in range(N_STEPS)]
             assert rank["stats"] == results[backend, world_size][0]["stats"] and set(lrs) == {1e-3}
+
+    def test_steps_in_parts(self, results: Any, references: Path, backend: str, world_size: int) -> None:
+        """Fails if a part's gradients are lost, counted twice, divided by its own tokens, or kept after an error."""
+        reference = _reference(references, world_size)
+        for rank in results[backend, world_size]:
+            losses, norms, n_tokens = zip(*rank["in_parts"]["stats"], strict=True)
+            assert losses == pytest.approx(reference.losses[:3], abs=1e-5)
+            assert norms == pytest.approx(reference.grad_norms[:3], abs=1e-4)
+            assert list(n_tokens) == [sum(b.n_loss_tokens for b in make_micro_batches(i)) for i in range(3)]
+            assert rank["in_parts"]["refused"][0] == "NumericsError" and rank["in_parts"]["step"] == 3
 
     def test_a_rank_without_data(self, results: Any, references: Path, backend: str, world_size: int) -> None:
         """Fails if a rank without micro-batches hangs the others or changes the mean."""

@@ -21,6 +21,20 @@ _BATCHES = (
         "version + self._max_staleness + 2, self._total_steps",
         ("test_staleness.py",),
     ),
+    Mutant(
+        "early_parts_of_any_size",
+        _TRAINER,
+        "math.ceil(size / 2) if self._early_parts",
+        "1 if self._early_parts",
+        ("test_staleness.py",),
+    ),
+    Mutant(
+        "partly_answered_prompts_are_not_started",
+        _TRAINER,
+        " if prompt.missing == whole]",
+        "]",
+        ("test_prompt_queue.py",),
+    ),
     Mutant("scheduler_bound", _TRAINER, '"two_step_off": 2', '"two_step_off": 1', ("test_staleness.py",)),
     Mutant(
         "staleness_check_off_by_one",

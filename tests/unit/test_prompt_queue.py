@@ -18,6 +18,9 @@ class Owner:
     def admit(self, stream: JobStream, prompts: object) -> None:
         raise AssertionError("the test fills the queue itself")
 
+    def waiting(self, stream: JobStream) -> list[int]:
+        raise AssertionError("the test asks the queue itself")
+
     def end(self, stream: JobStream) -> None:
         raise AssertionError("the test ends no job")
 
@@ -96,3 +99,15 @@ def test_a_job_that_has_ended_leaves_nothing() -> None:
     queue.drop(stream)
     assert len(queue) == 4
     assert taken(queue, 4, (1, 0)) == [0, 1, 2, 3]
+
+
+def test_prompts_that_are_partly_answered_have_been_started() -> None:
+    """Fails if a prompt of a dead engine, some samples of which have old weights, counts as not started."""
+    queue = PromptQueue(N_GROUPS, window=0)
+    mine = JobStream(Owner(), Job(1, Sampling(2, 1.0, 1.0, 8, seed=0), 0.0), first=False)
+    rows = [Waiting(mine, Prompt(i, np.ones(1, np.int32)), i, missing) for i, missing in enumerate((3, 2, 3, 1))]
+    queue.append(rows)
+    queue.append(prompts(job(2), 7))
+    assert sorted(queue.unanswered(mine)) == [0, 2]
+    queue.take(None)
+    assert queue.unanswered(mine) == [2]

@@ -23,7 +23,7 @@ from tests.unit.split_run import settings
 from tests.unit.test_split_run import RATES
 
 SCHEDULERS = ("sync", "one_step_off", "two_step_off", "stream")
-WORK = Workload(24, 24, 1, 16, 16, 12.0, 0.0, True, True, lognormal(40, 0.6, 300))
+WORK = Workload(24, 24, 1, 16, 16, 12.0, 0.0, True, True, True, lognormal(40, 0.6, 300))
 
 
 def hardware(n_gpus: int, per_node: int = 8, per_worker: int = 1, elsewhere: int = 0) -> Hardware:

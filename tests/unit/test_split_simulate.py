@@ -40,7 +40,7 @@ RATES = Rates(
 
 
 def work(lengths: Lengths, n_prompts: int, **more: object) -> Workload:
-    usual = Workload(n_prompts, n_prompts, 1, 64, 16, 10.0, 0.0, True, True, lengths)
+    usual = Workload(n_prompts, n_prompts, 1, 64, 16, 10.0, 0.0, True, True, True, lengths)
     return replace(usual, **more)  # type: ignore[arg-type]
 
 

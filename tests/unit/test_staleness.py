@@ -26,10 +26,16 @@ def test_staleness_bound_of_each_scheduler() -> None:
         assert staleness_bound(config.trainer) == bound
 
 
-def scheduler_of(sizes: list[int], bound: int, n_steps: int, next_batch: int = 0) -> StreamScheduler:
+def scheduler_of(
+    sizes: list[int], bound: int, n_steps: int, next_batch: int = 0, *, early_parts: bool = False
+) -> StreamScheduler:
     """Return a scheduler whose batch b has sizes[b % len(sizes)] positions: 10 b, 10 b + 1, ..."""
     return StreamScheduler(
-        lambda batch: [10 * batch + i for i in range(sizes[batch % len(sizes)])], bound, n_steps, next_batch
+        lambda batch: [10 * batch + i for i in range(sizes[batch % len(sizes)])],
+        bound,
+        n_steps,
+        next_batch,
+        early_parts=early_parts,
     )
 
 
@@ -38,20 +44,26 @@ def scheduler_of(sizes: list[int], bound: int, n_steps: int, next_batch: int = 0
     st.lists(st.integers(0, 4), min_size=1, max_size=3),
     st.integers(0, 3),
     st.integers(1, 8),
+    st.booleans(),
     st.randoms(use_true_random=False),
 )
-def test_every_prompt_is_trained_once_within_the_bound(sizes: list[int], bound: int, n_steps: int, rng: Random) -> None:
+def test_every_prompt_is_trained_once_within_the_bound(
+    sizes: list[int], bound: int, n_steps: int, early_parts: bool, rng: Random
+) -> None:
     """Fails if a prompt exceeds the staleness bound, is repeated or lost, or a step waits forever.
 
-    This holds for any order and time in which the prompts finish, any version that starts them, and any batch sizes.
+    This holds for any order and time in which the prompts finish, any version that starts them, any batch sizes, with
+    and without early parts.
     """
-    scheduler = scheduler_of(sizes, bound, n_steps)
+    scheduler = scheduler_of(sizes, bound, n_steps, early_parts=early_parts)
     of_step = [sizes[step % len(sizes)] for step in range(n_steps)]
     admitted: list[int] = []
     begun: dict[int, int] = {}  # position -> version that started it
     policy_version: dict[int, int] = {}
     trained: list[int] = []
     for step in range(n_steps):
+        # Before it admits more, the loop learns that some prompts have not been started.
+        scheduler.not_started([p for p in admitted if p not in begun and rng.random() < 0.5], step)
         admitted += scheduler.admit_new(step)
         assert len(admitted) == sum(of_step[: step + bound + 1]), (
             "exactly as many prompts in flight as the bound allows"
@@ -59,11 +71,22 @@ def test_every_prompt_is_trained_once_within_the_bound(sizes: list[int], bound: 
         for position in admitted:  # an engine may start some prompts now and others with a later version
             if position not in begun and rng.random() < 0.5:
                 begun[position] = step
-        while (batch := scheduler.choose(step)) is None:
-            assert scheduler.unfinished, "the step waits although no prompt is pending"
+
+        def finish_one(step: int = step) -> None:
             position = rng.choice(scheduler.unfinished)
             policy_version[position] = begun.setdefault(position, step)
             scheduler.finish(position, policy_version[position])
+
+        while (choice := scheduler.choose(step)) is None:
+            assert scheduler.unfinished, "the step waits although no prompt is pending"
+            finish_one()
+        finished, due = choice
+        assert 2 * len(finished) >= of_step[step] * (1 if early_parts else 2)
+        assert scheduler.are_finished(finished)
+        assert not any(scheduler.are_finished([position]) for position in due)
+        while not scheduler.are_finished(due):
+            finish_one()
+        batch = [*finished, *due]
         assert len(batch) == len(set(batch)) == of_step[step]
         assert all(step - policy_version[position] <= bound for position in batch)
         scheduler.remove(batch)
@@ -75,16 +98,16 @@ def test_every_prompt_is_trained_once_within_the_bound(sizes: list[int], bound: 
 class PlainScheduler:
     """Choose as `StreamScheduler` does, by going over all prompts in flight each time."""
 
-    def __init__(self, sizes: list[int], bound: int) -> None:
-        self.sizes, self.bound = sizes, bound
+    def __init__(self, sizes: list[int], bound: int, early_parts: bool) -> None:
+        self.sizes, self.bound, self.early_parts = sizes, bound, early_parts
         self.version: dict[int, int] = {}
         self.finished: list[int] = []
 
-    def choose(self, step: int) -> list[int] | None:
+    def choose(self, step: int) -> tuple[list[int], list[int]] | None:
         size = self.sizes[step % len(self.sizes)]
-        if len(self.finished) < size:
-            return None
-        chosen: list[int] = []
+        now = {position for position, version in self.version.items() if version + self.bound <= step}
+        late = sorted(now - set(self.finished))
+        chosen: list[int] = list(late)
         room = 0
         for last in range(step, step + self.bound + 1):
             room += self.sizes[last % len(self.sizes)] if last > step else 0
@@ -94,7 +117,10 @@ class PlainScheduler:
             if len(finished) < must_take:
                 return None
             chosen += finished[: max(must_take, 0)]
-        return [*chosen, *(position for position in self.finished if position not in chosen)][:size]
+        chosen = [*chosen, *(position for position in self.finished if position not in chosen)][:size]
+        if len(chosen) < size or size - len(late) < ((size + 1) // 2 if self.early_parts else size):
+            return None
+        return chosen[len(late) :], late
 
 
 @settings(max_examples=300, deadline=None)
@@ -102,15 +128,26 @@ class PlainScheduler:
     st.lists(st.integers(0, 5), min_size=1, max_size=3),
     st.integers(0, 4),
     st.integers(1, 8),
+    st.booleans(),
     st.randoms(use_true_random=False),
 )
-def test_the_choice_is_that_of_the_plain_definition(sizes: list[int], bound: int, n_steps: int, rng: Random) -> None:
+def test_the_choice_is_that_of_the_plain_definition(
+    sizes: list[int], bound: int, n_steps: int, early_parts: bool, rng: Random
+) -> None:
     """Fails if the counts that the scheduler keeps differ from those of the prompts in flight at any moment."""
-    scheduler, plain = scheduler_of(sizes, bound, n_steps), PlainScheduler(sizes, bound)
+    scheduler = scheduler_of(sizes, bound, n_steps, early_parts=early_parts)
+    plain = PlainScheduler(sizes, bound, early_parts)
     for step in range(n_steps):
+        waiting = [position for position in plain.version if rng.random() < 0.3]
+        scheduler.not_started(waiting, step)
+        plain.version |= dict.fromkeys(set(waiting) - set(plain.finished), step)
         plain.version |= dict.fromkeys(scheduler.admit_new(step), step)
-        while (batch := scheduler.choose(step)) is None:
-            assert plain.choose(step) is None
+        begun: tuple[list[int], list[int]] | None = None  # the choice when it was made
+        while begun is None or not scheduler.are_finished(begun[1]):
+            if begun is None and (begun := scheduler.choose(step)) is not None:
+                assert begun == plain.choose(step) == scheduler.choose(step)
+                continue
+            assert begun is not None or plain.choose(step) is None
             assert scheduler.unfinished == sorted(plain.version.keys() - set(plain.finished))
             assert scheduler.finished == plain.finished
             position = rng.choice(scheduler.unfinished)
@@ -118,7 +155,7 @@ def test_the_choice_is_that_of_the_plain_definition(sizes: list[int], bound: int
             scheduler.finish(position, version)
             plain.version[position] = max(plain.version[position], version)
             plain.finished.append(position)
-        assert batch == plain.choose(step) == scheduler.choose(step)
+        batch = [*begun[0], *begun[1]]
         scheduler.remove(batch)
         for position in batch:
             del plain.version[position]
@@ -155,7 +192,7 @@ def test_prompts_are_taken_in_finishing_order_unless_one_is_due() -> None:
     for position in (11, 1):
         assert scheduler.choose(0) is None
         scheduler.finish(position, 0)
-    assert scheduler.choose(0) == [11, 1]
+    assert scheduler.choose(0) == ([11, 1], [])
     scheduler.remove([11, 1])
     assert scheduler.admit_new(1) == [20, 21]
     for position in (20, 21):
@@ -164,8 +201,38 @@ def test_prompts_are_taken_in_finishing_order_unless_one_is_due() -> None:
     scheduler.finish(10, 0)
     assert scheduler.choose(1) is None
     scheduler.finish(0, 1)  # it was queued until version 1, so it may wait
-    assert scheduler.choose(1) == [10, 20]
+    assert scheduler.choose(1) == ([10, 20], [])
     assert scheduler.unfinished == []
+
+
+def test_a_batch_is_determined_while_those_that_are_due_are_generated() -> None:
+    """Fails if finished prompts wait for one that is due, or the step takes others once it has begun."""
+    scheduler = scheduler_of([2], 1, 100, early_parts=True)
+    scheduler.admit_new(0)
+    for position in (11, 1, 10):
+        scheduler.finish(position, 0)
+    assert scheduler.choose(0) == ([11, 1], [])
+    scheduler.remove([11, 1])
+    scheduler.admit_new(1)
+    assert scheduler.choose(1) == ([10], [0])
+    scheduler.finish(20, 1)
+    assert not scheduler.are_finished([10, 0])
+    scheduler.finish(0, 1)  # the engines started it late, so it would not have been due: the step keeps it
+    assert scheduler.are_finished([10, 0])
+
+
+def test_a_prompt_that_no_engine_has_is_not_due() -> None:
+    """Fails if a step waits for a prompt that was admitted early but is started with newer weights."""
+    scheduler = scheduler_of([2], 1, 100)
+    scheduler.admit_new(0)
+    for position in (11, 1):
+        scheduler.finish(position, 0)
+    scheduler.remove([11, 1])
+    scheduler.not_started([10, 1, 55], 1)  # 1 is not in flight any more, 55 has never been
+    scheduler.admit_new(1)
+    for position in (0, 20):
+        scheduler.finish(position, 0)
+    assert scheduler.choose(1) == ([0, 20], [])
 
 
 def test_a_prompt_that_finishes_twice_or_was_never_admitted_is_an_error() -> None:

@@ -37,6 +37,7 @@ class Engines:
     def __init__(self) -> None:
         self.admitted: list[list[int]] = []
         self.prompts: dict[int, int] = {}  # position -> prompt id
+        self.not_started: list[int] = []
         self.submitted: list[int] = []
         self.from_dataset: list[int] = []
         self.n_opened = self.n_closed = 0
@@ -71,6 +72,9 @@ class Engines:
                 raise self._error
             ready, self._ready = self._ready, []
             return ready
+
+    def waiting(self) -> list[int]:
+        return self.not_started
 
     def close(self) -> None:
         self.n_closed += 1
@@ -119,6 +123,11 @@ def indices(batch: Sequence[PendingScores]) -> list[int]:
     return [c.rollouts.ref for c in batch]
 
 
+def batch_of(source: StreamedBatches, step: int) -> list[PendingScores]:
+    """Return both parts of a batch."""
+    return [*source.early_part(step), *source.next_batch(step)]
+
+
 def wait_for(condition: Callable[[], bool]) -> None:
     deadline = time.monotonic() + 5
     while not condition():
@@ -137,17 +146,60 @@ def test_prompts_are_admitted_up_to_the_bound_and_taken_as_they_finish() -> None
     engines.finish(chunk(2, 0))
     wait_for(lambda: engines.submitted == [2])
     engines.finish(chunk(0, 0))
-    assert indices(source.next_batch(0)) == [2, 0]
+    assert indices(batch_of(source, 0)) == [2, 0]
     source.commit()
     source.wait_until_idle()
     source.prefetch(1)
     assert engines.admitted[1:] == [[4, 5]]
     engines.finish(chunk(5, 1), chunk(4, 1), chunk(3, 0), chunk(1, 0))
-    assert sorted(indices(source.next_batch(1))) == [1, 3], "due: started with version 0, and the bound is 1"
+    assert sorted(indices(batch_of(source, 1))) == [1, 3], "due: started with version 0, and the bound is 1"
     source.commit()
-    assert indices(source.next_batch(2)) == [5, 4]
+    assert indices(batch_of(source, 2)) == [5, 4]
     source.close(wait=True)
     assert (engines.n_opened, engines.n_closed) == (1, 1)
+
+
+def test_finished_prompts_do_not_wait_for_those_that_are_due() -> None:
+    """Fails if the actor idles while the last responses of a batch are generated, a prompt is in no part of the batch
+    or in both, or one that no engine has counts as due.
+    """
+    engines = Engines()
+    source = make(engines, "trainer.global_batch_size=4")
+    source.prefetch(0)  # 0 to 7
+    engines.finish(*(chunk(position, 0) for position in (1, 2, 4, 5)))
+    assert source.early_part(0) == [] and indices(source.next_batch(0)) == [1, 2, 4, 5], "all have finished"
+    source.commit()
+    engines.not_started = [7]
+    source.prefetch(1)
+    engines.finish(chunk(0, 0), chunk(8, 1), chunk(3, 0))
+    early = indices(source.early_part(1))
+    assert sorted(early) == [0, 3, 8], "6 is due, 7 is not"
+    assert source.in_flight(1).unfinished == (6, 7, 9, 10, 11)
+    engines.finish(chunk(9, 1))
+    late = threading.Timer(0.05, lambda: engines.finish(chunk(6, 0)))
+    late.start()
+    assert indices(source.next_batch(1)) == [6]
+    source.commit()
+    assert [c.rollouts.ref for c in source.in_flight(2).chunks["stream"]] == [9]
+    source.close(wait=True)
+
+
+@pytest.mark.parametrize(
+    "whole", ["distill.normalize=sequence", "reward.functions=[{path: f.py:g}]", "actor.offload_train=true"]
+)
+def test_what_needs_whole_batches_gets_them(whole: str) -> None:
+    """Fails if a loss with a sum over the batch is computed on parts, or gradients are offloaded between two parts."""
+    engines = Engines()
+    source = make(engines, "trainer.global_batch_size=4", whole)
+    source.prefetch(0)
+    engines.finish(*(chunk(position, 0) for position in (1, 2, 4, 5)))
+    assert sorted(indices(batch_of(source, 0))) == [1, 2, 4, 5]
+    source.commit()
+    source.prefetch(1)
+    engines.finish(*(chunk(position, 0) for position in (0, 3, 6)))
+    threading.Timer(0.05, lambda: engines.finish(chunk(7, 0))).start()
+    assert source.early_part(1) == [] and sorted(indices(source.next_batch(1))) == [0, 3, 6, 7]
+    source.close(wait=True)
 
 
 def mixed(*samples: tuple[int, int], version: int = 0) -> RolloutChunk:
@@ -171,7 +223,7 @@ def test_a_step_takes_the_finished_prompts_out_of_chunks() -> None:
     first, second = mixed((0, 1), (2, 0), (1, 0), (0, 0)), mixed((2, 1), (3, 0))
     engines.finish(first, second, mixed((3, 1)))
     wait_for(lambda: len(engines.submitted) == 3)
-    batch = source.next_batch(0)
+    batch = batch_of(source, 0)
     assert samples_of(batch) == [0, 1, 4, 5], "positions 0 and 2"
     parts = {id(c.rollouts.ref): c.rollouts for c in batch}
     assert parts[id(first.ref)].sequence_indices.tolist() == [0, 1, 3]  # type: ignore[union-attr]
@@ -182,7 +234,7 @@ def test_a_step_takes_the_finished_prompts_out_of_chunks() -> None:
     assert state.unfinished == (1,) and samples_of(state.chunks["stream"]) == [6, 7]
     source.prefetch(1)
     engines.finish(mixed((1, 1), (4, 0), version=1))
-    assert samples_of(source.next_batch(1)) == [2, 3, 6, 7]
+    assert samples_of(batch_of(source, 1)) == [2, 3, 6, 7]
     source.close(wait=True)
 
     again = Engines()
@@ -192,7 +244,7 @@ def test_a_step_takes_the_finished_prompts_out_of_chunks() -> None:
     ]
     resumed = make(again)
     resumed.restore(Path("x"), TrainerState(1, 8, ()))
-    assert samples_of(resumed.next_batch(1)) == [6, 7, 10, 11]
+    assert samples_of(batch_of(resumed, 1)) == [6, 7, 10, 11]
     assert resumed._scheduler.unfinished == []
     resumed.close(wait=True)
 
@@ -215,7 +267,7 @@ def test_a_checkpoint_contains_finished_and_unfinished_prompts() -> None:
     source.prefetch(0)  # 0 to 5
     engines.finish(chunk(4, 0), chunk(1, 0), chunk(3, 0))
     wait_for(lambda: len(engines.submitted) == 3)
-    taken = indices(source.next_batch(0))
+    taken = indices(batch_of(source, 0))
     assert taken == [4, 1]
     before = source.in_flight(0)
     assert [p.rollouts.ref for p in before.chunks["stream"]] == [4, 1, 3], "a batch is in flight until it is trained on"
@@ -236,7 +288,7 @@ def test_a_checkpoint_contains_finished_and_unfinished_prompts() -> None:
     resumed.prefetch(1)
     assert again.admitted == [[0, 2, 5, 6, 7]] and again.prompts[7] == 7
     again.finish(chunk(7, 1))
-    assert indices(resumed.next_batch(1)) == [3, 7]
+    assert indices(batch_of(resumed, 1)) == [3, 7]
     resumed.close(wait=True)
 
 
@@ -248,7 +300,7 @@ def test_every_step_has_the_on_policy_share() -> None:
     for step in range(3):
         source.prefetch(step)
         engines.finish(*(chunk(position, step) for position in engines.admitted[-1] if step != 2))
-        batch = source.next_batch(step)
+        batch = batch_of(source, step)
         source.commit()
         assert [c.rollouts.on_policy for c in batch] == [False] * 2 + [True] * 2
         assert all(step * 4 <= c.rollouts.ref < step * 4 + 4 for c in batch if not c.rollouts.on_policy)
@@ -265,7 +317,7 @@ def test_an_engine_error_ends_the_wait() -> None:
     source.prefetch(0)
     engines.fail(ClusterError("rollout engine 1: the process died"))
     with pytest.raises(ClusterError, match="engine 1"):
-        source.next_batch(0)
+        batch_of(source, 0)
 
 
 def test_hung_engines_time_out() -> None:
@@ -275,7 +327,7 @@ def test_hung_engines_time_out() -> None:
     source.prefetch(0)
     engines.finish(chunk(1, 0))
     with pytest.raises(ClusterError, match=r"3 prompts .*trainer.stage_timeout_s.* \[0, 2, 3\]"):
-        source.next_batch(0)
+        batch_of(source, 0)
     source.close(wait=True)
 
 
@@ -286,4 +338,4 @@ def test_an_unexpected_response_is_an_error() -> None:
     source.prefetch(0)
     engines.finish(chunk(1, 0), chunk(1, 0))
     with pytest.raises(ClusterError, match="position 1"):
-        source.next_batch(0)
+        batch_of(source, 0)

@@ -13,11 +13,12 @@ from gkd.handles import RolloutChunk, ScoredChunk, ScoreTimes
 from gkd.metrics.pools import WORKERS, busy_name
 from gkd.metrics.teacher_meter import SEQUENCES, TOKENS, TeacherMeter
 from gkd.tools.split_tuner import batches, stream
+from gkd.tools.split_tuner.outcome import Totals
 from gkd.tools.split_tuner.rates import Rates, Sizes, Workload, lognormal
 from gkd.tools.split_tuner.teacher import Teacher
 
 RATES = Rates(0.02, 0.001, 5e-5, 0.01, 0.01, 0.005, 1e-3, 0.1, 2e-4, 0.05, 0.02)
-WORK = Workload(32, 32, 1, 64, 16, 12.0, 0.0, True, True, lognormal(40, 0.6, 300))
+WORK = Workload(32, 32, 1, 64, 16, 12.0, 0.0, True, True, True, lognormal(40, 0.6, 300))
 
 
 def scored(times: ScoreTimes | None, *n_tokens: int) -> ScoredChunk:
@@ -108,9 +109,9 @@ class MeteredRun:
                 tokens = int(self._lengths[position].sum() + WORK.prompt_tokens)
                 requests[position] = scored(ScoreTimes(at_s, np.array([self._scored_s[position]])), tokens)
 
-            def _batch(self, step: int, chosen: list[int]) -> tuple[np.ndarray, np.ndarray]:
-                watched.lists.append([requests[position] for position in chosen])
-                return super()._batch(step, chosen)
+            def _count(self, totals: Totals, step: int, positions: list[int], n_dataset: int) -> None:
+                watched.lists.append([requests[position] for position in positions])
+                super()._count(totals, step, positions, n_dataset)
 
             def _sync(self, trained_s: float) -> float:
                 watched.ends.append(trained_s)

@@ -5,24 +5,19 @@ The fake actor writes real files, and the real checkpoint store commits them.
 
 from __future__ import annotations
 
-import queue
 import time
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from gkd.data.mixing import on_policy_indices
 from gkd.data.sampler import PromptSampler
 from gkd.errors import CheckpointError, ClusterError, NumericsError, TeacherUnavailable
-from gkd.handles import RolloutChunk, RolloutUsage
 from gkd.metrics.pools import SINCE_START, WITH_EVALUATION
 from gkd.metrics.writer import read_metrics
-from gkd.types import Prompt
 from tests.metric_keys import unlisted_keys
-from tests.unit.world import PROMPTS, World, answers, checkpoints, make
+from tests.unit.world import PROMPTS, StreamWorld, World, checkpoints, make
 
 
 def test_stages_of_one_step_run_in_order(tmp_path: Path) -> None:
@@ -127,36 +122,10 @@ def test_every_line_has_its_memory_numbers(tmp_path: Path) -> None:
     assert world.n_memory_calls == 4 and all("memory/training_step/peak_gib" in line for line in lines)
 
 
-class Streams(World):
-    """A world whose stream completes every prompt immediately."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._completed: queue.SimpleQueue[RolloutChunk | None] = queue.SimpleQueue()  # None: closed
-
-    def open_stream(self, *, n: int, temperature: float, seed: int) -> Streams:
-        return self
-
-    def admit(self, prompts: Sequence[Prompt], *, prompt_indices: Sequence[int]) -> None:
-        for prompt, index in zip(prompts, prompt_indices, strict=True):
-            self._completed.put(replace(answers(prompt, 1, 2, 0, self.engine_version), sample_index=np.array([index])))
-
-    def finished(self, timeout_s: float | None = None) -> list[RolloutChunk]:
-        chunk = self._completed.get()
-        return [] if chunk is None else [chunk]
-
-    def close(self) -> None:
-        self._completed.put(None)
-
-    def usage(self) -> RolloutUsage:
-        self.events.append("usage")
-        return super().usage()
-
-
 @pytest.mark.parametrize(("scheduler", "n_more"), [("sync", 3), ("stream", 1)])
 def test_an_evaluation_keeps_the_engine_counters_of_a_stream(tmp_path: Path, scheduler: str, n_more: int) -> None:
     """Fails if an evaluation resets a stream's engine counters, or its forward passes are counted for a step."""
-    world = Streams()
+    world = StreamWorld()
     settings = ("trainer.total_steps=4", "eval.every=2", "eval.metric=none", f"trainer.scheduler={scheduler}")
     make(tmp_path, world, *settings, val=PROMPTS[:1]).fit()
     lines = [line for line in read_metrics(tmp_path / "run" / "metrics.jsonl") if "loss/total" in line]

@@ -6,8 +6,10 @@ The fake actor writes real files, and the real checkpoint store commits them.
 from __future__ import annotations
 
 import pickle
+import queue
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -141,6 +143,9 @@ class World:
         files = sorted(folder.glob(f"{label}_group_*.npz"))
         return [PendingScores(c, None, None) for file in files for c in pickle.loads(file.read_bytes())]
 
+    def accumulate(self, part: Sequence[ScoredChunk]) -> None:
+        raise AssertionError("no part of a batch is trained on before the rest has finished")
+
     def train_step(self, batch: Sequence[ScoredChunk]) -> TrainStats:
         if self.rank_dies_at == self.engine_version:
             raise ClusterError("actor rank 1: the process died")
@@ -205,6 +210,41 @@ class World:
         self.events.append(f"push {policy_version}")
         self.engine_version = policy_version
         return SyncReport(8, 0)
+
+
+class StreamWorld(World):
+    """A world whose stream completes every prompt immediately, but those at the `late` positions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.late: frozenset[int] = frozenset()
+        self.late_chunks: list[RolloutChunk] = []
+        self.completed: queue.SimpleQueue[RolloutChunk | None] = queue.SimpleQueue()  # None: closed
+
+    def open_stream(self, *, n: int, temperature: float, seed: int) -> StreamWorld:
+        return self
+
+    def admit(self, prompts: Sequence[Prompt], *, prompt_indices: Sequence[int]) -> None:
+        for prompt, index in zip(prompts, prompt_indices, strict=True):
+            chunk = replace(answers(prompt, 1, 2, 0, self.engine_version), sample_index=np.array([index]))
+            if index in self.late:
+                self.late_chunks.append(chunk)
+            else:
+                self.completed.put(chunk)
+
+    def waiting(self) -> list[int]:
+        return []
+
+    def finished(self, timeout_s: float | None = None) -> list[RolloutChunk]:
+        chunk = self.completed.get()
+        return [] if chunk is None else [chunk]
+
+    def close(self) -> None:
+        self.completed.put(None)
+
+    def usage(self) -> RolloutUsage:
+        self.events.append("usage")
+        return super().usage()
 
 
 def make(tmp_path: Path, world: World, *overrides: str, val: Sequence[Prompt] = ()) -> Trainer:

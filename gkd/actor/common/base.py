@@ -72,6 +72,7 @@ class Student(ABC):
         self.step = 0
         self.optim, self.device, self._dtype = args["optim"], args["device"], args["dtype"]
         self._fused = args.get("fused_lm_head", True)
+        self._early_sums: BatchSums | None = None  # of the parts of the next step's batch whose gradients are added
 
     @property
     @abstractmethod
@@ -95,8 +96,16 @@ class Student(ABC):
             DataError: it has fewer rows than the student's vocabulary.
         """
 
+    def accumulate(self, micro_batches: Sequence[MicroBatch]) -> None:
+        """Add the gradients of a part of the next step's batch; `train_step` completes the batch.
+
+        The gradients stay on the device in between. Arguments and errors as for `train_step`; after an error the part
+        and those before it are dropped.
+        """
+        self._early_sums = self._add(micro_batches, completes=False)
+
     def train_step(self, micro_batches: Sequence[MicroBatch]) -> TrainStats:
-        """Make one optimizer step on one global batch and increment `self.step`.
+        """Make one optimizer step on one global batch, or on the rest of one, and increment `self.step`.
 
         Args:
             micro_batches: of this data-parallel rank, in host memory. May be empty. Their number and sizes may differ
@@ -107,8 +116,7 @@ class Student(ABC):
             DataError: the global batch has no loss token, or a micro-batch is malformed.
                 After either error, weights, optimizer state and `self.step` are unchanged.
         """
-        self._zero_grads()
-        sums = self._run(micro_batches, backward=True)
+        sums = self._add(micro_batches, completes=True)
         loss = token_mean(sums.values["total"], sums.n_loss_tokens)
         grad_norm = self._grad_norm(sums.n_loss_tokens)
         if (error := not_finite(self.step, loss, grad_norm)) is not None:
@@ -197,9 +205,21 @@ class Student(ABC):
                 afterwards.
         """
 
+    def _add(self, micro_batches: Sequence[MicroBatch], *, completes: bool) -> BatchSums:
+        """Add the gradients of a part; return the sums over the parts of its batch so far."""
+        before, self._early_sums = self._early_sums, None
+        if before is None:
+            self._zero_grads()
+        sums = self._run(micro_batches, backward=True, completes=completes)
+        return sums if before is None else before.plus(sums)
+
     @abstractmethod
-    def _run(self, micro_batches: Sequence[MicroBatch], *, backward: bool) -> BatchSums:
-        """Run the forward pass and, with `backward`, the backward pass of one global batch."""
+    def _run(self, micro_batches: Sequence[MicroBatch], *, backward: bool, completes: bool = True) -> BatchSums:
+        """Run the forward pass and, with `backward`, the backward pass of one global batch or of a part of it.
+
+        Args:
+            completes: no other part of the batch follows.
+        """
 
     @abstractmethod
     def _zero_grads(self) -> None: ...

@@ -210,7 +210,8 @@ class FsdpStudent(Student):
         self._zero_grads()
         return grads
 
-    def _run(self, micro_batches: Sequence[MicroBatch], *, backward: bool) -> BatchSums:
+    def _run(self, micro_batches: Sequence[MicroBatch], *, backward: bool, completes: bool = True) -> BatchSums:
+        del completes  # each part's gradients are reduced, and divided in the step
         try:
             return run_batch(
                 self.model,

@@ -6,7 +6,7 @@ Inputs are micro-batches; outputs are step statistics, exported weights and chec
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, Unpack
 
@@ -105,7 +105,9 @@ class MegatronStudent(Student):
         self.loss = build_loss(args, VocabShard(self.model.vocab_start, self.n_vocab, tp_group))
         no_sync = [ddp.no_sync for ddp in self._ddps]
         config.no_sync_func = no_sync if layout.vpp > 1 else no_sync[0]
-        config.finalize_model_grads_func = finalize_model_grads
+        config.finalize_model_grads_func = self._finalize_grads
+        self._n_tokens = torch.zeros((), dtype=torch.int, device=device)  # of the batch so far
+        self._completes = True
         self._optimizer = build_optimizer(self._ddps, self.optim, dtype=torch.float32 if adapted else dtype)
         self._host_copies = HostCopies(device)
         self.states = States(device, self._live_states, before=self._host_copies.settle)
@@ -162,18 +164,51 @@ class MegatronStudent(Student):
         self._zero_grads()
         return grads
 
-    def _run(self, micro_batches: Sequence[MicroBatch], *, backward: bool, force_all_reduce: bool = False) -> BatchSums:
-        return run_batch(
-            self._ddps,
-            self.model,
-            micro_batches,
-            self.loss,
-            fused=self._fused,
-            forward_only=not backward,
-            force_all_reduce=force_all_reduce,
-        )
+    def _run(
+        self,
+        micro_batches: Sequence[MicroBatch],
+        *,
+        backward: bool,
+        completes: bool = True,
+        force_all_reduce: bool = False,
+    ) -> BatchSums:
+        self._completes = completes
+        with nullcontext() if completes else self._no_reduction():
+            return run_batch(
+                self._ddps,
+                self.model,
+                micro_batches,
+                self.loss,
+                fused=self._fused,
+                forward_only=not backward,
+                force_all_reduce=force_all_reduce,
+            )
+
+    @contextmanager
+    def _no_reduction(self) -> Iterator[None]:
+        """Leave the gradients of the block on each rank, also those of the last backward pass."""
+        config = self.model.config
+        no_sync, config.no_sync_func = config.no_sync_func, nullcontext
+        try:
+            with ExitStack() as stack:
+                for ddp in self._ddps:
+                    stack.enter_context(ddp.no_sync())
+                yield
+        finally:
+            config.no_sync_func = no_sync
+
+    def _finalize_grads(self, chunks: list[torch.nn.Module], n_tokens: Tensor, *args: Any, **options: Any) -> None:
+        """Reduce the gradients of a complete batch, and divide them by its number of loss tokens.
+
+        Args:
+            n_tokens: of the last part, on this data-parallel rank; 0 but on the last pipeline stage.
+        """
+        self._n_tokens = self._n_tokens + n_tokens
+        if self._completes:
+            finalize_model_grads(chunks, self._n_tokens, *args, **options)
 
     def _zero_grads(self) -> None:
+        self._n_tokens = torch.zeros_like(self._n_tokens)
         for ddp in self._ddps:
             ddp.zero_grad_buffer()
         self._optimizer.zero_grad()

@@ -71,6 +71,7 @@ class Workload:
     dataset_tokens: float  # mean of a dataset response
     overlap: bool  # teacher.overlap_rollout
     balance: bool  # actor.balance
+    early_parts: bool  # see `gkd.config.derived.Derived`
     lengths: Lengths
 
     def on_policy(self, step: int) -> int:

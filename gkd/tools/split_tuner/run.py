@@ -244,6 +244,7 @@ def _workload(config: Config, table: _Table) -> Workload:
         dataset_tokens=float(table[DATASET_TOKENS].sum() / dataset) if dataset else 0.0,
         overlap=config.teacher.overlap_rollout,
         balance=config.actor.balance,
+        early_parts=derive(config).early_parts,
         lengths=lengths,
     )
 

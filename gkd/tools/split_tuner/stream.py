@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections import Counter, deque
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import TypeVar
 
 import numpy as np
 
@@ -20,6 +22,8 @@ from gkd.tools.split_tuner.engine import Engine
 from gkd.tools.split_tuner.outcome import Outcome, Totals, train_seconds
 from gkd.tools.split_tuner.rates import Rates, Sizes, Workload
 from gkd.tools.split_tuner.teacher import Teacher
+
+T = TypeVar("T")
 
 
 def run(
@@ -37,7 +41,8 @@ class _Run:
         self._max_staleness = max_staleness
         self._rng = np.random.default_rng(seed)
         # The simulated run is longer than the simulation, so that the stream does not run dry.
-        self._scheduler = StreamScheduler(self._positions, max_staleness, total_steps + max_staleness + 1)
+        end = total_steps + max_staleness + 1
+        self._scheduler = StreamScheduler(self._positions, max_staleness, end, early_parts=workload.early_parts)
         self._version = 0
         self._engines = [Engine(rates, workload.max_num_seqs) for _ in range(sizes.engines)]
         self._events: list[tuple[float, int, int]] = []  # (time, engine, number of its plan)
@@ -49,43 +54,35 @@ class _Run:
         self._left: dict[int, int] = {}  # unfinished samples of a position
         self._lengths: dict[int, np.ndarray] = {}
         self._versions: dict[int, int] = {}  # of the weights when a position started
-        self._open: Counter[int] = (
-            Counter()
-        )  # unfinished positions, by the version of the weights they were given under
-        self._given: dict[int, int] = {}
-        self._n_finished = 0  # and not taken
+        self._train_s = 0.0  # of the actor
         self._scored_s: dict[int, float] = {}
         self._teacher = Teacher(rates, sizes.workers)
         self.n_events = 0
 
     def outcome(self, warm_up: int) -> Outcome:
-        totals, rates = Totals(), self._rates
+        totals = Totals()
         now_s = began_s = 0.0
-        busy_before = self._busy(0.0)
-        train_total_s = 0.0
+        busy_before = self._busy()
         for step in range(self._total_steps):
             if step == warm_up:
-                began_s, totals, busy_before, train_total_s = now_s, Totals(), self._busy(0.0), 0.0
+                began_s, totals, busy_before = now_s, Totals(), self._busy()
             self._version = step
+            self._scheduler.not_started(self._queue, step)
             self._admit(self._scheduler.admit_new(step), now_s)
             from_dataset_s = self._score_dataset(step, now_s)
-            finished_s = self._run_until_batch(step, now_s)
-            chosen = self._scheduler.choose(step)
-            assert chosen is not None, f"step {step}: the scheduler waits for more than the simulation"
-            scored_s = max(finished_s, from_dataset_s, *(self._scored_s[p] for p in chosen))
-            tokens, groups = self._batch(step, chosen)
-            train_s = train_seconds(tokens, groups, self._sizes, self._workload, rates)
-            trained_s = scored_s + train_s
-            self._run_events(trained_s)
-            self._count(totals, step, chosen, finished_s - now_s, scored_s - finished_s, train_s)
-            train_total_s += train_s
-            self._scheduler.remove(chosen)
-            self._n_finished -= len(chosen)
-            for position in chosen:
-                del self._scored_s[position], self._lengths[position], self._given[position], self._versions[position]
-            now_s = self._sync(trained_s) + rates.other_s
+            finished_s, (early, due) = self._run_until(now_s, partial(self._scheduler.choose, step))
+            n_dataset = self._workload.n_prompts - len(self._positions(step))
+            trained_s = self._train(totals, early, n_dataset, now_s, finished_s, from_dataset_s, completes=not due)
+            if due:
+                late_s, _ = self._run_until(trained_s, partial(self._are_finished, due))
+                trained_s = self._train(totals, due, 0, trained_s, late_s, 0.0, completes=True)
+            self._count(totals, step, [*early, *due], n_dataset)
+            self._scheduler.remove([*early, *due])
+            for position in [*early, *due]:
+                del self._scored_s[position], self._lengths[position], self._versions[position]
+            now_s = self._sync(trained_s) + self._rates.other_s
             self._run_events(now_s)
-        busy = self._busy(train_total_s)
+        busy = self._busy()
         busy_s = {pool: busy[pool] - busy_before[pool] for pool in busy}
         return totals.outcome(STREAM, now_s - began_s, busy_s, self._sizes)
 
@@ -93,8 +90,12 @@ class _Run:
         start = batch * self._workload.n_prompts
         return range(start, start + self._workload.on_policy(batch))
 
-    def _busy(self, train_s: float) -> dict[str, float]:
-        return {"rollout": sum(e.busy_s for e in self._engines), "teacher": self._teacher.busy_s, "actor": train_s}
+    def _busy(self) -> dict[str, float]:
+        return {
+            "rollout": sum(e.busy_s for e in self._engines),
+            "teacher": self._teacher.busy_s,
+            "actor": self._train_s,
+        }
 
     def _admit(self, positions: Sequence[int], now_s: float) -> None:
         """Queue the prompts, and start what fits."""
@@ -103,8 +104,7 @@ class _Run:
         n = self._workload.n
         lengths = self._workload.lengths.draw(self._rng, len(positions) * n, self._version).reshape(-1, n)
         for position, drawn in zip(positions, lengths, strict=True):
-            self._lengths[position], self._given[position] = drawn, self._version
-        self._open[self._version] += len(positions)
+            self._lengths[position] = drawn
         self._queue.extend(positions)
         for engine in self._assign(range(len(self._engines))):
             if self._engines[engine].n_running < self._workload.max_num_seqs:
@@ -150,59 +150,67 @@ class _Run:
     def _finish(self, position: int, at_s: float) -> None:
         del self._left[position]
         self._scheduler.finish(position, self._versions[position])
-        self._open[self._given[position]] -= 1
-        self._n_finished += 1
         tokens = self._lengths[position] + self._workload.prompt_tokens
         self._scored_s[position] = self._teacher.score(at_s, tokens.tolist())
 
-    def _run_until_batch(self, step: int, now_s: float) -> float:
-        """Run until the step has its batch, and return that time.
+    def _are_finished(self, positions: list[int]) -> bool | None:
+        return self._scheduler.are_finished(positions) or None
 
-        The condition is that of `StreamScheduler`, from counts alone: of the prompts due within k steps no more may be
-        unfinished than these k steps take.
-        """
+    def _run_until(self, now_s: float, found: Callable[[], T | None]) -> tuple[float, T]:
+        """Run until this returns a value; return (that time, the value)."""
         ready_s = now_s
-        while not self._is_ready(step):
+        while (value := found()) is None:
             ready_s = max(ready_s, self._events[0][0])
             self._run_event()
-        return ready_s
+        return ready_s, value
 
-    def _is_ready(self, step: int) -> bool:
-        if self._n_finished < len(self._positions(step)):
-            return False
-        room = unfinished = 0
-        open_by_due = sorted((version + self._max_staleness, n) for version, n in self._open.items() if n)
-        for last in range(step, step + self._max_staleness + 1):
-            room += len(self._positions(last)) if last > step else 0
-            unfinished = sum(n for due, n in open_by_due if due <= last)
-            if unfinished > room:
-                return False
-        return True
+    def _train(
+        self,
+        totals: Totals,
+        positions: list[int],
+        n_dataset: int,
+        now_s: float,
+        finished_s: float,
+        from_dataset_s: float,
+        *,
+        completes: bool,
+    ) -> float:
+        """Train on a part of a batch, and return the time when that is done.
+
+        Args:
+            now_s: when the loop began to wait for it.
+            finished_s: when its last response was complete.
+            from_dataset_s: when its dataset responses were scored.
+            completes: the optimizer step follows.
+        """
+        scored_s = max([finished_s, from_dataset_s, *(self._scored_s[p] for p in positions)])
+        tokens, groups = self._batch(positions, n_dataset)
+        train_s = train_seconds(tokens, groups, self._sizes, self._workload, self._rates)
+        train_s -= 0.0 if completes else self._rates.train_s
+        self._run_events(scored_s + train_s)
+        self._train_s += train_s
+        for pool, waited_s in (("rollout", finished_s - now_s), ("teacher", scored_s - finished_s), ("actor", train_s)):
+            totals.waited_s[pool] += waited_s
+        return scored_s + train_s
 
     def _score_dataset(self, step: int, now_s: float) -> float:
         n = self._workload.n_prompts - len(self._positions(step))
         tokens = self._workload.prompt_tokens + self._workload.dataset_tokens
         return self._teacher.score(now_s, [tokens] * n) if n else now_s
 
-    def _batch(self, step: int, chosen: list[int]) -> tuple[np.ndarray, np.ndarray]:
+    def _batch(self, positions: list[int], n_dataset: int) -> tuple[np.ndarray, np.ndarray]:
         """Return (tokens, data-parallel group) of each sequence."""
         w, dp = self._workload, self._sizes.dp
-        n_dataset = w.n_prompts - len(self._positions(step))
-        lengths = np.concatenate([self._lengths[p] for p in chosen]) if chosen else np.zeros(0)
+        lengths = np.concatenate([self._lengths[p] for p in positions]) if positions else np.zeros(0)
         tokens = np.concatenate([lengths + w.prompt_tokens, np.full(n_dataset, w.prompt_tokens + w.dataset_tokens)])
-        groups = np.concatenate([np.array(chosen, int).repeat(w.n) % dp, np.arange(n_dataset) % dp])
+        groups = np.concatenate([np.array(positions, int).repeat(w.n) % dp, np.arange(n_dataset) % dp])
         return tokens, groups
 
-    def _count(
-        self, totals: Totals, step: int, chosen: list[int], rollout_s: float, teacher_s: float, train_s: float
-    ) -> None:
+    def _count(self, totals: Totals, step: int, positions: list[int], n_dataset: int) -> None:
         w = self._workload
-        for pool, waited_s in (("rollout", rollout_s), ("teacher", teacher_s), ("actor", train_s)):
-            totals.waited_s[pool] += waited_s
-        n_dataset = w.n_prompts - len(self._positions(step))
         totals.n_steps += 1
-        totals.response_tokens += sum(float(self._lengths[p].sum()) for p in chosen) + n_dataset * w.dataset_tokens
-        for position in chosen:
+        totals.response_tokens += sum(float(self._lengths[p].sum()) for p in positions) + n_dataset * w.dataset_tokens
+        for position in positions:
             totals.ages[step - self._versions[position]] += w.n
 
     def _sync(self, trained_s: float) -> float:
