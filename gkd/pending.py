@@ -42,7 +42,10 @@ class RolloutStream(Protocol):
         ...
 
     def waiting(self) -> list[int]:
-        """Return the indices of the prompts of which no part has been generated, and that no engine has yet."""
+        """Return the indices of prompts of which nothing has been generated so far, by no version of the weights.
+
+        All that are known within a second.
+        """
         ...
 
     def close(self) -> None:

@@ -92,14 +92,14 @@ class Trainer:
         """
         with m.stage("data"):
             self.source.prefetch(self.step)  # start rollouts for this step and, if the scheduler allows, later ones
-        early = self.train_on_early_part(m)
+        parts = self.train_on_early_parts(m)
         with self.gpus.for_rollout(m, needed=self.source.generates), m.stage("rollout"), interruptible():
             pending = self.source.next_batch(self.step)  # the teacher is already scoring it
         with self.gpus.for_training(m, new_weights_follow=True):
-            rest = self.scored(pending, m)
-            with self.recorder.recording(self.step + 1, early, rest, m):
+            parts.append(self.scored(pending, m))
+            with self.recorder.recording(self.step + 1, parts, m):
                 with m.stage("train"):
-                    stats = self.roles.actor.train_step(rest)
+                    stats = self.roles.actor.train_step(parts[-1])
                 self.source.commit()  # only now does the position in the data move: no prompt is lost or used twice
                 self.step += 1
             with m.stage("rollout"):
@@ -107,21 +107,22 @@ class Trainer:
             m.add_tuner(self.metrics.teacher.end_step())  # before the weight sync
             with m.stage("weight_sync"):
                 sync = self.roles.weight_sync.push(self.step)
-        self.metrics.add_step(m, [*early, *rest], stats, sync)
+        self.metrics.add_step(m, [chunk for part in parts for chunk in part], stats, sync)
 
-    def train_on_early_part(self, m: StepMetrics) -> list[ScoredChunk]:
-        """Add the gradients of what has finished while the rest of the batch is generated (`stream`), and return it.
+    def train_on_early_parts(self, m: StepMetrics) -> list[list[ScoredChunk]]:
+        """Add the gradients of what has finished while the rest of the batch is generated (`stream`); return the parts.
 
         Raises NumericsError: as `train_one_batch`.
         """
-        with m.stage("rollout"), interruptible():
-            pending = self.source.early_part(self.step)
-        if not pending:
-            return []
-        part = self.scored(pending, m)
-        with m.stage("train"):
-            self.roles.actor.accumulate(part)
-        return part
+        parts: list[list[ScoredChunk]] = []
+        while True:
+            with m.stage("rollout"), interruptible():
+                pending = self.source.early_part(self.step)
+            if not pending:
+                return parts
+            parts.append(self.scored(pending, m))
+            with m.stage("train"):
+                self.roles.actor.accumulate(parts[-1])
 
     def scored(self, pending: Sequence[PendingScores], m: StepMetrics) -> list[ScoredChunk]:
         """Wait for the scores, and for the reference's logprobs if there is one."""

@@ -68,6 +68,11 @@ class Rollout:
         return min(span.policy_version for span in self.version_spans)
 
     @property
+    def version_span(self) -> int:
+        """Return how often the weights changed while it was generated."""
+        return self.version_spans[-1].policy_version - self.version_spans[0].policy_version
+
+    @property
     def n_tokens(self) -> int:
         return len(self.prompt_ids) + len(self.response_ids)
 

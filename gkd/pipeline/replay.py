@@ -1,8 +1,8 @@
 """Record the batch of each step (`trainer.record_batches`), and train on recorded batches again (`trainer.replay`).
 
     batches/config.yaml, teacher.json          of the run that recorded them
-            step_N/{early_group_G.npz, batch_group_G.npz, manifest.json}    the batch that made step N; `early`, if
-                                                                        there is one, the part trained on first
+            step_N/{batch_group_G.npz, manifest.json}    the batch that made step N
+                   early_I_group_G.npz                   its parts before the last one, if it has any: I = 0, 1, ...
 
 Under `trainer.scheduler: stream` a batch depends on timing, so a seed cannot repeat a run. Its recorded batches can:
 with the same settings and layout the replay is bitwise identical. With other settings a replay learns off-policy, from
@@ -26,14 +26,14 @@ from gkd.run.folder import RunFolder
 from gkd.run.manifest import NAME as MANIFEST
 from gkd.run.manifest import Manifest, verify
 
-_LABEL, _EARLY = "batch", "early"
+_LABEL = "batch"
 
 
 class NoRecorder:
     """Records nothing; in place of a `BatchRecorder`."""
 
     def recording(
-        self, step: int, early: Sequence[ScoredChunk], rest: Sequence[ScoredChunk], m: StepMetrics
+        self, step: int, parts: Sequence[Sequence[ScoredChunk]], m: StepMetrics
     ) -> AbstractContextManager[None]:
         return nullcontext()
 
@@ -45,14 +45,12 @@ class BatchRecorder:
         self._run, self._root, self._scoring = folder, folder.batches, scoring
 
     @contextmanager
-    def recording(
-        self, step: int, early: Sequence[ScoredChunk], rest: Sequence[ScoredChunk], m: StepMetrics
-    ) -> Iterator[None]:
+    def recording(self, step: int, parts: Sequence[Sequence[ScoredChunk]], m: StepMetrics) -> Iterator[None]:
         """Write the batch while the block trains on it; leave the block when it is on disk.
 
         Args:
             step: the optimizer step that the block makes.
-            early, rest: the parts of the batch.
+            parts: of the batch, in the order of training.
             m: receives the wait after training as stage `record`.
 
         Raises CheckpointError: it cannot be written.
@@ -65,8 +63,9 @@ class BatchRecorder:
             # A new name each time: processes that outlive a killed run must not write into the next recording.
             work = self._root / f"{TMP}{step_folder(step)}_{secrets.token_hex(4)}"
             work.mkdir()
-        parts = {_EARLY: early, _LABEL: rest}
-        recordings = [self._scoring.record(part, work, label, scored=True) for label, part in parts.items() if part]
+        labels = [*map(_early, range(len(parts) - 1)), _LABEL]
+        named = zip(labels, parts, strict=True)
+        recordings = [self._scoring.record(part, work, label, scored=True) for label, part in named]
         yield
         with m.stage("record"):
             self._publish(step, work, recordings)
@@ -99,6 +98,7 @@ class ReplayedBatches:
     def __init__(self, config: Config, scoring: ScoringRole) -> None:
         self._folder, self._size = Path(config.trainer.replay), config.trainer.global_batch_size
         self._scoring = scoring
+        self._n_parts = 0  # of the current batch
 
     def restore(self, folder: Path, state: TrainerState) -> None:
         """Do nothing: all batches are in the recorded folder."""
@@ -107,11 +107,13 @@ class ReplayedBatches:
         """Do nothing: all batches are generated."""
 
     def early_part(self, step: int) -> list[PendingScores]:
-        """Return the part that was trained on first, if any. Raises CheckpointError: as `next_batch`."""
-        return self._restored(step, _EARLY)
+        """Return the next part of the batch but the last one, if any. Raises CheckpointError: as `next_batch`."""
+        self._n_parts += 1
+        return self._restored(step, _early(self._n_parts - 1))
 
     def next_batch(self, step: int) -> list[PendingScores]:
         """Return the rest of the batch. Raises CheckpointError: it is damaged or missing."""
+        self._n_parts = 0
         return self._restored(step, _LABEL)
 
     def _restored(self, step: int, label: str) -> list[PendingScores]:
@@ -130,3 +132,7 @@ class ReplayedBatches:
 
     def close(self, *, wait: bool) -> None:
         """Do nothing: no rollout was started."""
+
+
+def _early(number: int) -> str:
+    return f"early_{number}"

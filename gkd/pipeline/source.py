@@ -50,9 +50,9 @@ class BatchSource(Protocol):
         ...
 
     def early_part(self, step: int) -> list[PendingScores]:
-        """Return the finished part of this step's batch if training on it need not wait for the rest; else nothing.
+        """Return the next part of this step's batch, if training on it need not wait for the rest; else nothing.
 
-        Waits until the batch is determined. Raises ClusterError.
+        Waits until there is one, or the rest has finished. Raises ClusterError.
         """
         ...
 
@@ -60,12 +60,12 @@ class BatchSource(Protocol):
         """Wait for the rollouts of this step's batch; the teacher is already scoring them. Raises ClusterError.
 
         Returns:
-            All but those of `early_part`.
+            All but the parts that `early_part` has returned.
         """
         ...
 
     def commit(self) -> None:
-        """Record that the batch of the last `next_batch`, with its early part, has been trained on."""
+        """Record that the batch of the last `next_batch`, with its early parts, has been trained on."""
         ...
 
     def wait_until_idle(self) -> None:

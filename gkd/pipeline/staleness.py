@@ -45,7 +45,7 @@ class StreamScheduler:
             as many prompts as its batch has, though not the same ones.
         total_steps: of the whole run; batches after it are never admitted.
         next_batch: the first batch whose prompts have not been admitted.
-        early_parts: a step begins with the finished part of its batch, if that is at least half of it: two passes with
+        early_parts: a step begins with the finished part of its batch, if that is at least half of it: many passes with
             few sequences take longer than one.
     """
 
@@ -134,9 +134,12 @@ class StreamScheduler:
         due = [p for p, v in self._version.items() if v <= newest_due and p not in self._finished_of[v]]
         return chosen, due
 
-    def are_finished(self, positions: Iterable[int]) -> bool:
-        """Return whether all samples of these prompts, which are in flight, are finished."""
-        return all(position in self._finished_of[self._version[position]] for position in positions)
+    def split(self, positions: Sequence[int]) -> tuple[list[int], list[int]] | None:
+        """Return (finished, unfinished) of these positions, which are in flight; None: less than half have finished."""
+        parts: tuple[list[int], list[int]] = [], []
+        for position in positions:
+            parts[position not in self._finished_of[self._version[position]]].append(position)
+        return None if len(parts[0]) < len(parts[1]) else parts
 
     def _takes(self, step: int) -> list[tuple[int, int]] | None:
         """Return (version, n): the step takes n more finished prompts of this version or older; None: it must wait."""

@@ -1,9 +1,9 @@
 """Scheduler `stream`: prompts go to the engines one by one, and a step takes prompts whose samples have all finished.
 
-    prefetch    admit as many prompts as the staleness bound allows; those that still wait for an engine are not due yet
+    prefetch    admit as many prompts as the staleness bound allows; those that have not been started are not due yet
     early_part  wait until the batch is determined: enough prompts have finished, and others are due. Return the
-                finished ones and the dataset's responses, if the step has any, and if most of the batch has finished
-    next_batch  wait for the prompts that are due; return the rest
+                finished ones, and the dataset's responses of the step; call it again while others are generated
+    next_batch  return the rest, when it has finished
     push        in the middle of responses; the engines continue with the new weights
 
 A thread receives chunks of finished sequences and submits them to the teacher at once. A chunk may have samples of
@@ -13,10 +13,10 @@ timing; `trainer.record_batches` keeps the batches, and `trainer.replay` trains 
 
 from __future__ import annotations
 
-import functools
 import threading
 import time
 from collections.abc import Callable, Sequence
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -30,6 +30,7 @@ from gkd.data.sampler import PromptSampler
 from gkd.errors import ClusterError, RankTimeout
 from gkd.handles import InFlight, PendingScores, RolloutChunk
 from gkd.pending import RolloutStream
+from gkd.pipeline.background import Background, Result
 from gkd.pipeline.staleness import StreamScheduler
 from gkd.pipeline.stream_chunks import StreamChunks
 from gkd.roles import RolloutRole, ScoringRole
@@ -54,16 +55,18 @@ class StreamedBatches:
         self._config, self._rollout, self._scoring, self._sampler = config, rollout, scoring, sampler
         self._size, self._n = config.trainer.global_batch_size, config.rollout.n
         self.max_staleness = staleness_bound(config.trainer)
-        self._on_policy = functools.lru_cache(4 * (self.max_staleness + 2))(self._on_policy_positions)
+        self._on_policy = lru_cache(4 * (self.max_staleness + 2))(self._on_policy_positions)
         self._scheduler = StreamScheduler(
             self._on_policy, self.max_staleness, total_steps, early_parts=derive(config).early_parts
         )
         self._chunks = StreamChunks(self._n)
         self._n_received = 0  # chunks
         self._batch: list[int] = []  # positions that are being trained on
-        self._late: list[int] = []  # those of them that `early_part` did not return
+        self._late: list[int] = []  # those of them that no part has
         self._changed = threading.Condition()  # guards all of the above
         self._stream: RolloutStream | None = None
+        self._asking = Background("unstarted prompts")
+        self._asked: Result[None] | None = None
         self._error: Exception | None = None
         self._from_dataset: list[PendingScores] = []  # of the current step, before a part takes them
         self._unfinished: list[int] = []  # positions that were in flight at the checkpoint
@@ -95,9 +98,8 @@ class StreamedBatches:
                 n=settings.n, temperature=settings.temperature, seed=self._config.data.seed
             )
             threading.Thread(target=self._receive, args=(self._stream,), name="stream", daemon=True).start()
-        waiting = self._stream.waiting()
+        self._asked = self._asking.start(partial(self._ask_engines, self._stream, step))
         with self._changed:
-            self._scheduler.not_started(waiting, step)  # the engines have the weights of this step
             again, self._unfinished = self._unfinished, []
             self._scheduler.admit(again, step)
             positions = [*again, *self._scheduler.admit_new(step)]
@@ -105,14 +107,20 @@ class StreamedBatches:
             self._stream.admit(self._prompts(positions), prompt_indices=positions)
 
     def early_part(self, step: int) -> list[PendingScores]:
-        self._from_dataset = [self._scoring.submit(chunk) for chunk in self._dataset(step)]
-        finished, due = self._wait_for(lambda: self._scheduler.choose(step))
-        self._batch = [*finished, *due]
-        self._late = due or finished
-        return self._take(finished) if due else []
+        if not self._batch:
+            self._from_dataset = [self._scoring.submit(chunk) for chunk in self._dataset(step)]
+            with self._changed:
+                choice = self._scheduler.choose(step)
+            if self._asked is not None and (choice is None or choice[1]):
+                self._asked.result()  # some of those that it would wait for may not be due
+            finished, late = self._wait_for(lambda: self._scheduler.choose(step))
+            self._batch = [*finished, *late]
+        else:
+            finished, late = self._wait_for(lambda: self._scheduler.split(self._late))
+        self._late = late or finished
+        return self._take(finished) if late else []
 
     def next_batch(self, step: int) -> list[PendingScores]:
-        self._wait_for(lambda: self._scheduler.are_finished(self._late) or None)
         return self._take(self._late)
 
     def commit(self) -> None:
@@ -134,6 +142,7 @@ class StreamedBatches:
 
     def close(self, *, wait: bool) -> None:
         self._closed = True
+        self._asking.close()
         if wait and self._stream is not None:
             self._stream.close()
 
@@ -163,6 +172,12 @@ class StreamedBatches:
         from_dataset, self._from_dataset = self._from_dataset, []
         with self._changed:
             return [*from_dataset, *self._chunks.parts(positions)]
+
+    def _ask_engines(self, stream: RolloutStream, step: int) -> None:
+        """Record which prompts have not been started; the engines have this step's weights, so they are not due."""
+        waiting = stream.waiting()
+        with self._changed:
+            self._scheduler.not_started(waiting, step)
 
     def _wait_for(self, found: Callable[[], T | None]) -> T:
         """Wait until the finished prompts give this a value, and return it.

@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from gkd.rollout.sampling import Job
 from gkd.types import Rollout
 
+_LATE_SHARE = 1 / 8  # of the usual time: few more chunks, also if most sequences are late
+
 
 @dataclass(slots=True)
 class _Growing:
@@ -21,10 +23,12 @@ class Coalescer:
     Args:
         n_groups: data-parallel groups; a prompt's index modulo this is the group that scores it.
         size: sequences of a full chunk.
+        late_age: a sequence over which the weights have changed this many times, or more often, waits for a shorter
+            time, because a step may wait for it; 0: none does.
     """
 
-    def __init__(self, n_groups: int, size: int) -> None:
-        self._n_groups, self._size = n_groups, size
+    def __init__(self, n_groups: int, size: int, late_age: int = 0) -> None:
+        self._n_groups, self._size, self._late_age = n_groups, size, late_age
         self._growing: dict[tuple[int, int], _Growing] = {}  # by job and group
 
     def add(self, job: Job, rollout: Rollout, now_s: float) -> None:
@@ -32,6 +36,8 @@ class Coalescer:
         growing = self._growing.get(key)
         if growing is None:
             growing = self._growing[key] = _Growing(now_s + job.linger_s)
+        if self._late_age and rollout.version_span >= self._late_age:
+            growing.due_s = min(growing.due_s, now_s + _LATE_SHARE * job.linger_s)
         growing.rollouts.append(rollout)
 
     def due(self, now_s: float, *, flush: bool) -> Iterator[tuple[int, int, list[Rollout]]]:

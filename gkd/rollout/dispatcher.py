@@ -20,7 +20,9 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from gkd.cluster.calls import fetch, gather
+import numpy as np
+
+from gkd.cluster.calls import answers, fetch, gather
 from gkd.config.schema import Config
 from gkd.data.chunks import chunk_size, decode_sizes, linger_s, part_of, reserve_size
 from gkd.data.prompt_codec import encode_prompts
@@ -33,6 +35,7 @@ from gkd.rollout.sampling import Job, Sampling
 from gkd.rollout.stream import JobStream, Waiting, take_missing
 
 log = get_logger("rollout_stream")
+_WAITING_S = 1.0
 
 
 def name_of(engine: int) -> str:
@@ -116,8 +119,15 @@ class Dispatcher:
             self._assign()
 
     def waiting(self, stream: JobStream) -> list[int]:
+        """See `RolloutStream.waiting`. An engine that does not answer within a second has started all its prompts."""
         with self._lock:
-            return self._queue.unanswered(stream)
+            in_queue = self._queue.unanswered(stream)
+            calls = [e.worker.waiting.remote(self._session, stream.job.id) for e in self._open.values() if e.held]
+        at_engines = np.frombuffer(b"".join(answers(calls, _WAITING_S)), np.int32).tolist() if calls else []
+        with self._lock:
+            held = {key: prompt for engine in self._open.values() for key, prompt in engine.held.items()}
+            found = [held.get((stream.job.id, index)) for index in at_engines]
+            return in_queue + [prompt.index for prompt in found if prompt is not None and prompt.is_unanswered]
 
     def _window(self) -> int:
         """Return how far an engine may reach into the queue for a prompt of its group.

@@ -129,6 +129,11 @@ class EngineLoop:
                 self._backlog.extend(rows)
             self._changed.notify_all()
 
+    def waiting(self, job_id: int) -> list[int]:
+        """Return the prompt indices of a job's prompts that have not started."""
+        with self._changed:
+            return [index for job, _, index in self._backlog if job.id == job_id]
+
     def call(self, function: Callable[[], T]) -> T:
         """Execute `function` in the loop thread between two steps; wait for its result or raise its error.
 

@@ -71,9 +71,8 @@ class PromptQueue:
 
     def unanswered(self, stream: JobStream) -> list[int]:
         """Return the indices of a job's prompts. Without those that an engine had before, and returned samples of."""
-        whole = (1 << stream.job.sampling.n) - 1
         lanes = [prompts for lane, prompts in self._lanes.items() if lane[0] == stream.job.id]
-        return [prompt.index for prompts in lanes for _, prompt in prompts if prompt.missing == whole]
+        return [prompt.index for prompts in lanes for _, prompt in prompts if prompt.is_unanswered]
 
     def drop(self, stream: JobStream) -> None:
         """Remove the prompts of a job."""

@@ -27,6 +27,15 @@ class Waiting:
     def key(self) -> tuple[int, int]:
         return self.stream.job.id, self.index
 
+    @property
+    def is_unanswered(self) -> bool:
+        return self.missing == all_samples(self.stream.job)
+
+
+def all_samples(job: Job) -> int:
+    """Return `Waiting.missing` of a prompt of which no sample has been returned."""
+    return (1 << job.sampling.n) - 1
+
 
 def take_missing(held: dict[tuple[int, int], Waiting], job: Job, sample_index: np.ndarray) -> np.ndarray:
     """Record that an engine has returned these samples; return the places of those that were missing, ascending.
@@ -81,7 +90,7 @@ class JobStream:
 
     def admit(self, prompts: Sequence[Prompt], *, prompt_indices: Sequence[int]) -> None:
         """See `RolloutStream.admit`. Raises ClusterError: the stream is closed. DataError: see `encode_prompts`."""
-        missing = (1 << self.job.sampling.n) - 1
+        missing = all_samples(self.job)
         rows = [Waiting(self, prompt, i, missing) for prompt, i in zip(prompts, prompt_indices, strict=True)]
         self._owner.admit(self, rows)
 

@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
+import numpy as np
 import ray
 import torch
 
@@ -154,7 +155,9 @@ class RolloutWorker(SelfScoring):
         self._ensure_awake()
         with self._phases.during(OPENING):
             self._engine.synchronize()
-        chunks, max_running = Coalescer(n_groups, chunk_size), self._config.rollout.sequence_limit
+        # A step waits for sequences of this age. With a bound of 1 it waits for most; they are not hurried.
+        late_age = max(2, derive(self._config).max_staleness)
+        chunks, max_running = Coalescer(n_groups, chunk_size, late_age), self._config.rollout.sequence_limit
         self._session = session  # before the loop exists: no late prompt of the last stream gets into it
         self._loop = EngineLoop(self._engine, max_running, chunks, partial(self._diagnosed, "generating"))
 
@@ -180,6 +183,13 @@ class RolloutWorker(SelfScoring):
         if (loop := self._loop) is not None and session == self._session:
             with suppress(ClusterError):
                 loop.admit(job, *decode_prompts(encoded_prompts), first=first)
+
+    @ray.method(concurrency_group=ADMIT)
+    def waiting(self, session: int, job_id: int) -> bytes:
+        """Return the indices of a job's prompts, of earlier calls of `admit`, that have not started: bytes of int32."""
+        loop = self._loop
+        indices = loop.waiting(job_id) if loop is not None and session == self._session else []
+        return np.array(indices, np.int32).tobytes()
 
     def close_stream(self) -> None:
         """Stop the stream and abort unfinished sequences. Idempotent. After an error the engine is unusable."""

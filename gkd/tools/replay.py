@@ -160,10 +160,9 @@ def replayed(case: Case) -> TrainStats:
             if case.start is not None:
                 actor.load(case.start / ACTOR)
             for made in range(case.first, case.step):
-                early, rest = batches.early_part(made), batches.next_batch(made)
-                if early:
+                while early := batches.early_part(made):
                     actor.accumulate(_scored(early, reference, scoring))
-                stats = actor.train_step(_scored(rest, reference, scoring))
+                stats = actor.train_step(_scored(batches.next_batch(made), reference, scoring))
         finally:
             cluster.close()
     return stats

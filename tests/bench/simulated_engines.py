@@ -60,6 +60,9 @@ class Engine:
     def admit(self, session: int, job: Job, encoded: bytes, first: bool) -> None:
         self._arrived.append((job, encoded))
 
+    def waiting(self, session: int, job_id: int) -> bytes:
+        return np.array(self._backlog, np.int32).tobytes()
+
     def stream(self) -> Iterator[Ref]:
         is_first = True
         while True:

@@ -118,7 +118,7 @@ class TimedEngine(RolloutEngine):
         self._moving = [s for s in self._moving if s.n_written < s.n_tokens]
         for sequence in done:
             self._meter.finished(sequence.n_tokens)
-            self._finished.setdefault(sequence.owner, []).append(sequence.rollout())
+            self._finished.setdefault(sequence.owner, []).append(sequence.rollout(self.policy_version))
 
     def abort(self, owner: Hashable) -> None:
         self._queue = deque(s for s in self._queue if s.owner != owner)
@@ -162,14 +162,20 @@ class _Sequence:
     n_written: int = 0
     version: int = 0
 
-    def rollout(self) -> Rollout:
+    def rollout(self, last_version: int) -> Rollout:
+        spans = [VersionSpan(0, self.n_tokens, self.version)]
+        if last_version > self.version:  # those in between do not matter
+            spans = [
+                VersionSpan(0, self.n_tokens - 1, self.version),
+                VersionSpan(self.n_tokens - 1, self.n_tokens, last_version),
+            ]
         return Rollout(
             prompt_id=self.prompt.prompt_id,
             sample_index=self.index,
             prompt_ids=self.prompt.token_ids,
             response_ids=np.ones(self.n_tokens, np.int32),
             rollout_logprobs=np.zeros(self.n_tokens, np.float32),
-            version_spans=(VersionSpan(0, self.n_tokens, self.version),),
+            version_spans=tuple(spans),
             finish_reason="stop",
         )
 

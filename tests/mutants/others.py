@@ -31,7 +31,7 @@ _BATCHES = (
     Mutant(
         "partly_answered_prompts_are_not_started",
         _TRAINER,
-        " if prompt.missing == whole]",
+        " if prompt.is_unanswered]",
         "]",
         ("test_prompt_queue.py",),
     ),

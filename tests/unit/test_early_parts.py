@@ -49,7 +49,7 @@ def test_a_step_begins_before_its_batch_is_complete(tmp_path: Path) -> None:
     batches = tmp_path / "run" / "batches"
     assert sorted(path.name for path in (batches / "step_00000002").iterdir()) == [
         "batch_group_0.npz",
-        "early_group_0.npz",
+        "early_0_group_0.npz",
         "manifest.json",
     ]
     make(tmp_path / "again", again, *SETTINGS, f"trainer.replay={batches}").fit()

@@ -82,10 +82,13 @@ def test_every_prompt_is_trained_once_within_the_bound(
             finish_one()
         finished, due = choice
         assert 2 * len(finished) >= of_step[step] * (1 if early_parts else 2)
-        assert scheduler.are_finished(finished)
-        assert not any(scheduler.are_finished([position]) for position in due)
-        while not scheduler.are_finished(due):
-            finish_one()
+        assert scheduler.split(finished) == (finished, []) and set(due) <= set(scheduler.unfinished)
+        left = due
+        while left:
+            while (parts := scheduler.split(left)) is None:
+                finish_one()
+            assert sorted(parts[0] + parts[1]) == sorted(left) and len(parts[0]) >= len(parts[1])
+            left = parts[1]
         batch = [*finished, *due]
         assert len(batch) == len(set(batch)) == of_step[step]
         assert all(step - policy_version[position] <= bound for position in batch)
@@ -143,7 +146,7 @@ def test_the_choice_is_that_of_the_plain_definition(
         plain.version |= dict.fromkeys(set(waiting) - set(plain.finished), step)
         plain.version |= dict.fromkeys(scheduler.admit_new(step), step)
         begun: tuple[list[int], list[int]] | None = None  # the choice when it was made
-        while begun is None or not scheduler.are_finished(begun[1]):
+        while begun is None or set(begun[1]) & set(scheduler.unfinished):
             if begun is None and (begun := scheduler.choose(step)) is not None:
                 assert begun == plain.choose(step) == scheduler.choose(step)
                 continue
@@ -216,9 +219,9 @@ def test_a_batch_is_determined_while_those_that_are_due_are_generated() -> None:
     scheduler.admit_new(1)
     assert scheduler.choose(1) == ([10], [0])
     scheduler.finish(20, 1)
-    assert not scheduler.are_finished([10, 0])
+    assert scheduler.split([10, 0]) == ([10], [0]) and scheduler.split([0]) is None
     scheduler.finish(0, 1)  # the engines started it late, so it would not have been due: the step keeps it
-    assert scheduler.are_finished([10, 0])
+    assert scheduler.split([10, 0]) == ([10, 0], [])
 
 
 def test_a_prompt_that_no_engine_has_is_not_due() -> None:

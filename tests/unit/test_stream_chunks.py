@@ -12,9 +12,10 @@ from gkd.config.schema import Config
 from gkd.data.chunks import CHUNK_SIZE, chunk_of, chunk_size, reserve_size
 from gkd.handles import PendingScores
 from gkd.pipeline.stream_chunks import StreamChunks
+from gkd.rollout.coalesce import Coalescer
 from gkd.rollout.sampling import Job, Sampling
 from gkd.rollout.stream import JobStream, Waiting, take_missing
-from gkd.types import Prompt
+from gkd.types import Prompt, Rollout, VersionSpan
 
 N = 3
 
@@ -108,3 +109,24 @@ def test_samples_that_were_returned_before_are_left_out(n: int) -> None:
     assert list(held) == [whole.key] and whole.missing == 1
     assert take_missing(held, stream.job, np.array([4 * n], np.int32)).tolist() == [0]
     assert not held
+
+
+def test_sequences_that_a_step_waits_for_leave_soon() -> None:
+    """Fails if a step waits for a late sequence as long as chunks wait for their last ones."""
+    chunks, job = Coalescer(1, 9, late_age=2), Job(1, Sampling(1, 1.0, 1.0, 8, seed=0), 0.8)
+    nothing = np.zeros(0, np.int32)
+
+    def finish(index: int, now_s: float, *versions: int) -> None:
+        spans = tuple(VersionSpan(i, i + 1, version) for i, version in enumerate(versions))
+        chunks.add(job, Rollout(index, index, nothing, nothing, nothing, spans, "stop"), now_s)
+
+    def left(now_s: float) -> list[int]:
+        return [r.prompt_id for _, _, rollouts in chunks.due(now_s, flush=False) for r in rollouts]
+
+    finish(0, 0.0, 4, 5)
+    assert left(0.5) == []
+    finish(1, 0.5, 3, 4, 5)
+    assert left(0.55) == [] and left(0.6) == [0, 1], "an eighth of 0.8 s after the late one"
+    finish(2, 0.7, 3, 5)
+    finish(3, 0.71, 5)
+    assert left(0.75) == [] and left(0.8) == [2, 3]

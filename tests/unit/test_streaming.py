@@ -124,8 +124,11 @@ def indices(batch: Sequence[PendingScores]) -> list[int]:
 
 
 def batch_of(source: StreamedBatches, step: int) -> list[PendingScores]:
-    """Return both parts of a batch."""
-    return [*source.early_part(step), *source.next_batch(step)]
+    """Return all parts of a batch."""
+    batch: list[PendingScores] = []
+    while early := source.early_part(step):
+        batch += early
+    return batch + source.next_batch(step)
 
 
 def wait_for(condition: Callable[[], bool]) -> None:
@@ -161,26 +164,26 @@ def test_prompts_are_admitted_up_to_the_bound_and_taken_as_they_finish() -> None
 
 def test_finished_prompts_do_not_wait_for_those_that_are_due() -> None:
     """Fails if the actor idles while the last responses of a batch are generated, a prompt is in no part of the batch
-    or in both, or one that no engine has counts as due.
+    or in both, or one that has not been started counts as due.
     """
     engines = Engines()
-    source = make(engines, "trainer.global_batch_size=4")
-    source.prefetch(0)  # 0 to 7
-    engines.finish(*(chunk(position, 0) for position in (1, 2, 4, 5)))
-    assert source.early_part(0) == [] and indices(source.next_batch(0)) == [1, 2, 4, 5], "all have finished"
+    source = make(engines, "trainer.global_batch_size=6")
+    source.prefetch(0)  # 0 to 11
+    engines.finish(*(chunk(position, 0) for position in range(6)))
+    assert source.early_part(0) == [] and indices(source.next_batch(0)) == [0, 1, 2, 3, 4, 5], "all have finished"
     source.commit()
-    engines.not_started = [7]
+    engines.not_started = [11]
     source.prefetch(1)
-    engines.finish(chunk(0, 0), chunk(8, 1), chunk(3, 0))
-    early = indices(source.early_part(1))
-    assert sorted(early) == [0, 3, 8], "6 is due, 7 is not"
-    assert source.in_flight(1).unfinished == (6, 7, 9, 10, 11)
-    engines.finish(chunk(9, 1))
-    late = threading.Timer(0.05, lambda: engines.finish(chunk(6, 0)))
-    late.start()
-    assert indices(source.next_batch(1)) == [6]
+    engines.finish(chunk(6, 0), chunk(12, 1), chunk(7, 0))
+    assert sorted(indices(source.early_part(1))) == [6, 7, 12], "8, 9 and 10 are due, 11 is not"
+    assert source.in_flight(1).unfinished == (8, 9, 10, 11, 13, 14, 15, 16, 17)
+    engines.finish(chunk(13, 1), chunk(10, 0))
+    threading.Timer(0.05, lambda: engines.finish(chunk(8, 0))).start()
+    assert sorted(indices(source.early_part(1))) == [8, 10], "more than half of what is left"
+    threading.Timer(0.05, lambda: engines.finish(chunk(9, 0))).start()
+    assert source.early_part(1) == [] and indices(source.next_batch(1)) == [9]
     source.commit()
-    assert [c.rollouts.ref for c in source.in_flight(2).chunks["stream"]] == [9]
+    assert [c.rollouts.ref for c in source.in_flight(2).chunks["stream"]] == [13]
     source.close(wait=True)
 
 

@@ -11,6 +11,7 @@ import math
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import chain
 from typing import TypeVar
 
 import numpy as np
@@ -67,15 +68,16 @@ class _Run:
             if step == warm_up:
                 began_s, totals, busy_before = now_s, Totals(), self._busy()
             self._version = step
-            self._scheduler.not_started(self._queue, step)
+            self._scheduler.not_started([*self._queue, *chain.from_iterable(self._waiting)], step)
             self._admit(self._scheduler.admit_new(step), now_s)
             from_dataset_s = self._score_dataset(step, now_s)
             finished_s, (early, due) = self._run_until(now_s, partial(self._scheduler.choose, step))
             n_dataset = self._workload.n_prompts - len(self._positions(step))
             trained_s = self._train(totals, early, n_dataset, now_s, finished_s, from_dataset_s, completes=not due)
-            if due:
-                late_s, _ = self._run_until(trained_s, partial(self._are_finished, due))
-                trained_s = self._train(totals, due, 0, trained_s, late_s, 0.0, completes=True)
+            late = due
+            while late:
+                late_s, (part, late) = self._run_until(trained_s, partial(self._scheduler.split, late))
+                trained_s = self._train(totals, part, 0, trained_s, late_s, 0.0, completes=not late)
             self._count(totals, step, [*early, *due], n_dataset)
             self._scheduler.remove([*early, *due])
             for position in [*early, *due]:
@@ -152,9 +154,6 @@ class _Run:
         self._scheduler.finish(position, self._versions[position])
         tokens = self._lengths[position] + self._workload.prompt_tokens
         self._scored_s[position] = self._teacher.score(at_s, tokens.tolist())
-
-    def _are_finished(self, positions: list[int]) -> bool | None:
-        return self._scheduler.are_finished(positions) or None
 
     def _run_until(self, now_s: float, found: Callable[[], T | None]) -> tuple[float, T]:
         """Run until this returns a value; return (that time, the value)."""
