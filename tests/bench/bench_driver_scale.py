@@ -149,6 +149,8 @@ def measure(n_steps: int, n_engines: int, tp: int, pp: int, root: Path) -> dict[
         "actor.tp": tp,
         "actor.pp": pp,
         "trainer.device": "cpu",
+        "trainer.n_gpus_per_node": RANKS // 2,
+        "rollout.n_gpus_per_node": n_engines,
         "trainer.run_dir": root / "run",
         "trainer.scheduler": "stream",
         "trainer.max_staleness": MAX_STALENESS,
@@ -182,14 +184,18 @@ def measure(n_steps: int, n_engines: int, tp: int, pp: int, root: Path) -> dict[
     roles = Roles(actor=pools.actor, rollout=pools.rollout, scoring=pools.scoring, weight_sync=pools)
     folder = open_run_folder(config, {"name": "none", "fingerprint": "none"})
     trainer = Trainer(config, roles, prompts, [], folder, n_steps)
-    next_batch = trainer.source.next_batch
+    prefetch, early_part = trainer.source.prefetch, trainer.source.early_part
 
-    def waiting_next_batch(step: int) -> Any:
+    def counting_prefetch(step: int) -> None:
         count_step()
-        with clock.waiting():
-            return next_batch(step)
+        prefetch(step)
 
-    trainer.source.next_batch = waiting_next_batch  # type: ignore[method-assign]
+    def waiting_early_part(step: int) -> Any:
+        with clock.waiting():
+            return early_part(step)
+
+    trainer.source.prefetch = counting_prefetch  # type: ignore[method-assign]
+    trainer.source.early_part = waiting_early_part  # type: ignore[method-assign]
     collect_garbage_rarely()
     trainer.fit()
     first, last = _WARM_UP, n_steps - MAX_STALENESS - 2

@@ -9,7 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from gkd.errors import NumericsError
+from gkd.actor.pool import ActorPool
+from gkd.config.load import load_config
+from gkd.errors import ConfigError, NumericsError
 from gkd.handles import RolloutChunk, ScoredChunk
 from gkd.metrics.writer import read_metrics
 from tests.unit.world import StreamWorld, make
@@ -68,3 +70,11 @@ def test_an_early_part_that_is_too_stale_is_not_trained_on(tmp_path: Path) -> No
     with pytest.raises(NumericsError):
         make(tmp_path, world, *SETTINGS).fit()
     assert world.accumulated == []
+
+
+def test_a_part_of_a_batch_that_the_loss_needs_whole_is_refused() -> None:
+    """Fails if a pipeline of one's own silently trains on another loss than the whole batch has."""
+    pool = ActorPool([object()], load_config(None, ["distill.normalize=sequence"]))
+    with pytest.raises(ConfigError) as caught:
+        pool.accumulate([])
+    assert (caught.value.key, caught.value.value) == ("distill.normalize", "sequence")
