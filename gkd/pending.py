@@ -42,10 +42,7 @@ class RolloutStream(Protocol):
         ...
 
     def waiting(self) -> list[int]:
-        """Return the indices of prompts of which nothing has been generated so far, by no version of the weights.
-
-        All that are known within a second.
-        """
+        """Return the indices of prompts of which nothing has been generated; those that are known within a second."""
         ...
 
     def close(self) -> None:

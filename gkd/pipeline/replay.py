@@ -16,6 +16,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 
+from gkd.config.derived import derive
 from gkd.config.schema import Config
 from gkd.handles import FileDigest, InFlight, PendingScores, Recording, ScoredChunk
 from gkd.metrics.run_metrics import StepMetrics
@@ -98,7 +99,8 @@ class ReplayedBatches:
     def __init__(self, config: Config, scoring: ScoringRole) -> None:
         self._folder, self._size = Path(config.trainer.replay), config.trainer.global_batch_size
         self._scoring = scoring
-        self._n_parts = 0  # of the current batch
+        self._in_parts = derive(config).early_parts  # else the replay's settings need what was recorded in parts whole
+        self._n_read = 0  # early parts of the current batch that were looked for
 
     def restore(self, folder: Path, state: TrainerState) -> None:
         """Do nothing: all batches are in the recorded folder."""
@@ -108,18 +110,25 @@ class ReplayedBatches:
 
     def early_part(self, step: int) -> list[PendingScores]:
         """Return the next part of the batch but the last one, if any. Raises CheckpointError: as `next_batch`."""
-        self._n_parts += 1
-        return self._restored(step, _early(self._n_parts - 1))
+        return self._next_early(step) if self._in_parts else []
 
     def next_batch(self, step: int) -> list[PendingScores]:
         """Return the rest of the batch. Raises CheckpointError: it is damaged or missing."""
-        self._n_parts = 0
-        return self._restored(step, _LABEL)
+        rest: list[PendingScores] = []
+        while part := self._next_early(step):
+            rest += part
+        self._n_read = 0
+        return rest + self._scoring.restore(self._folder_of(step), _LABEL)
 
-    def _restored(self, step: int, label: str) -> list[PendingScores]:
-        folder = self._folder / step_folder(step + 1)
-        verify(folder)
-        return self._scoring.restore(folder, label)
+    def _next_early(self, step: int) -> list[PendingScores]:
+        folder = self._folder_of(step)
+        if not self._n_read:
+            verify(folder)
+        self._n_read += 1
+        return self._scoring.restore(folder, _early(self._n_read - 1))
+
+    def _folder_of(self, step: int) -> Path:
+        return self._folder / step_folder(step + 1)
 
     def commit(self) -> None:
         """Do nothing: the file stays."""

@@ -98,6 +98,8 @@ class StreamedBatches:
                 n=settings.n, temperature=settings.temperature, seed=self._config.data.seed
             )
             threading.Thread(target=self._receive, args=(self._stream,), name="stream", daemon=True).start()
+        if self._asked is not None:
+            self._asked.result()  # raises the error of the last question
         self._asked = self._asking.start(partial(self._ask_engines, self._stream, step))
         with self._changed:
             again, self._unfinished = self._unfinished, []

@@ -119,7 +119,7 @@ class Dispatcher:
             self._assign()
 
     def waiting(self, stream: JobStream) -> list[int]:
-        """See `RolloutStream.waiting`. An engine that does not answer within a second has started all its prompts."""
+        """See `RolloutStream.waiting`. If an engine does not answer within a second, its prompts count as started."""
         with self._lock:
             in_queue = self._queue.unanswered(stream)
             calls = [e.worker.waiting.remote(self._session, stream.job.id) for e in self._open.values() if e.held]

@@ -155,7 +155,7 @@ class RolloutWorker(SelfScoring):
         self._ensure_awake()
         with self._phases.during(OPENING):
             self._engine.synchronize()
-        # A step waits for sequences of this age. With a bound of 1 it waits for most; they are not hurried.
+        # A step may wait for sequences of this age. With a bound of 1 too many are of age 1 to send them early.
         late_age = max(2, derive(self._config).max_staleness)
         chunks, max_running = Coalescer(n_groups, chunk_size, late_age), self._config.rollout.sequence_limit
         self._session = session  # before the loop exists: no late prompt of the last stream gets into it

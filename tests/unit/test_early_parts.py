@@ -56,6 +56,10 @@ def test_a_step_begins_before_its_batch_is_complete(tmp_path: Path) -> None:
     ]
     make(tmp_path / "again", again, *SETTINGS, f"trainer.replay={batches}").fit()
     assert (again.accumulated, again.trained) == (world.accumulated, world.trained)
+    whole = LateWorld()
+    make(tmp_path / "whole", whole, *SETTINGS, f"trainer.replay={batches}", "actor.offload_train=true").fit()
+    second = [prompt_id for prompt_id, _ in whole.trained[1]]
+    assert (whole.accumulated, second) == ([], early + rest_ids), "settings that need whole batches get them"
 
 
 def test_an_early_part_that_is_too_stale_is_not_trained_on(tmp_path: Path) -> None:
