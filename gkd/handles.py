@@ -61,24 +61,43 @@ class RolloutChunk:
 
     dp_rank: int  # group whose endpoint scores it; `gkd.data.balance` may assign some sequences to other groups
     ref: Any  # of list[Rollout], in an object store; with `sequence_indices` only some of them
-    n_sequences: int
-    n_prompt_tokens: int
-    n_response_tokens: int
-    n_truncated: int  # responses that reached max_response_length
-    policy_version: int  # oldest version that generated a part of it; the current one for dataset responses
+    sizes: np.ndarray  # [6, n_sequences] int32, in the order of the rollouts; its rows are the properties below
     on_policy: bool = True  # False: responses from the dataset
-    sample_index: np.ndarray = field(kw_only=True)  # [n_sequences] int32, see `Rollout`; in the order of the rollouts
-    n_tokens: np.ndarray = field(kw_only=True)  # [n_sequences] int32, prompt and response
-    n_4grams: int = 0  # sequences of 4 consecutive response tokens, summed over the responses
-    n_repeated_4grams: int = 0  # of them, those that occur earlier in the same response
-    # [4, n_sequences] int32, see `gkd.data.chunks.chunk_of`; None: no part of the chunk is ever taken.
-    columns: np.ndarray | None = None
     sequence_indices: np.ndarray | None = None  # [n_sequences] positions in the list of `ref`, ascending; None: all
 
     @property
+    def n_sequences(self) -> int:
+        return self.sizes.shape[1]
+
+    @property
+    def sample_index(self) -> np.ndarray:
+        """Return the sample index of each sequence, see `Rollout`."""
+        return self.sizes[0]
+
+    @property
+    def n_tokens(self) -> np.ndarray:
+        """Return the tokens of prompt and response."""
+        return self.sizes[1]
+
+    @property
+    def n_response(self) -> np.ndarray:
+        """Return the tokens of the response."""
+        return self.sizes[2]
+
+    @property
+    def truncated(self) -> np.ndarray:
+        """Return 1 for each response that reached max_response_length, else 0."""
+        return self.sizes[3]
+
+    @property
     def versions(self) -> np.ndarray:
-        """Return the oldest version that generated a part of each sequence: [n_sequences] int32."""
-        return np.full(self.n_sequences, self.policy_version, np.int32) if self.columns is None else self.columns[2]
+        """Return the oldest policy version that generated a part; for dataset responses the current one."""
+        return self.sizes[4]
+
+    @property
+    def n_repeated_4grams(self) -> np.ndarray:
+        """Return how many sequences of 4 consecutive response tokens occur earlier in the same response."""
+        return self.sizes[5]
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +124,7 @@ class ScoredChunk:
 
     rollouts: RolloutChunk
     ref: Any  # of list[TeacherScores], in the same order; only the last pipeline stage fetches it
-    teacher_mass: float | None  # mean over positions of the teacher's mass on its top-k; None: no top-k was requested
+    teacher_mass: float | None  # sum over positions of the teacher's mass on its top-k; None: no top-k was requested
     n_teacher_bytes: int
     times: ScoreTimes | None = None  # None: scored before the run resumed, or by a local teacher
     # Handle of the reference's logprobs, list of [R] float32 in the same order; None: not requested.

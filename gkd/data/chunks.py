@@ -20,9 +20,9 @@ from gkd.errors import DataError
 from gkd.handles import RolloutChunk
 from gkd.types import Prompt, Rollout
 
-# job, dp_rank, n_sequences, on_policy; then sample_index, n_tokens and the columns of the sequences, all int32.
+# job, dp_rank, n_sequences, on_policy; then `RolloutChunk.sizes`, all int32.
 _HEAD = struct.Struct("<4i")
-_COLUMNS = 4
+_N_SIZES = 6
 # Least sequences per full chunk: few objects for the driver, and scoring starts long before the rollout ends.
 CHUNK_SIZE = 16
 _LARGEST_CHUNK, _MOST_TOKENS = 256, 1 << 18
@@ -32,15 +32,21 @@ _LEAST_TOKENS = 2048
 # Finished sequences wait for others of their chunk for a share of the time of a step, which grows with the batch.
 _LINGER_S_PER_SEQUENCE = 500e-6
 _LINGER_S = 0.02, 2.5  # least and most
-_RESERVE = 1 / 2  # of the sequences that an engine runs
+_RESERVE = 1 / 2, 1.0  # least and most, of the sequences that an engine runs
+_RESERVE_OF_SHARE = 1 / 4  # larger chunks of a large batch; the rest evens out the engines' times
 
 
-def reserve_size(max_running: int) -> int:
+def reserve_size(max_running: int, n_sequences: int, n_engines: int) -> int:
     """Return how many sequences each of several engines gets in addition to those that it runs.
 
     It starts them while the driver does not yet have its finished ones.
+
+    Args:
+        max_running: sequences that an engine runs.
+        n_sequences: of a batch.
     """
-    return max(CHUNK_SIZE, math.ceil(max_running * _RESERVE))
+    least, most = (max_running * share for share in _RESERVE)
+    return max(CHUNK_SIZE, math.ceil(min(max(n_sequences / n_engines * _RESERVE_OF_SHARE, least), most)))
 
 
 def chunk_size(config: Config) -> int:
@@ -51,9 +57,9 @@ def chunk_size(config: Config) -> int:
     """
     derived = derive(config)
     limits = [_LARGEST_CHUNK, _MOST_TOKENS // config.data.max_response_length]
-    if derived.n_engines > 1:
-        limits.append(reserve_size(config.rollout.sequence_limit))
     n_sequences = config.trainer.global_batch_size * config.rollout.n
+    if derived.n_engines > 1:
+        limits.append(reserve_size(config.rollout.sequence_limit, n_sequences, derived.n_engines))
     of_short = min(n_sequences // derived.dp_size // 2, _LEAST_TOKENS // config.data.max_response_length)
     return max(CHUNK_SIZE, min(max(n_sequences // _CHUNKS_PER_BATCH, of_short), *limits))
 
@@ -76,53 +82,15 @@ def chunk_sizes(dp_rank: int, rollouts: Sequence[Rollout], policy_version: int |
         policy_version: of dataset responses; None: the rollouts have their own.
     """
     n_response = [len(r.response_ids) for r in rollouts]
-    columns = (
+    rows = (
+        [r.sample_index for r in rollouts],
+        [r.n_tokens for r in rollouts],
         n_response,
         [r.finish_reason == "length" for r in rollouts],
         [r.policy_version if policy_version is None else policy_version for r in rollouts],
         [max(0, n - 3) - distinct_4grams(r.response_ids) for n, r in zip(n_response, rollouts, strict=True)],
     )
-    return chunk_of(
-        dp_rank,
-        None,
-        rollouts[0].on_policy,
-        np.array([r.sample_index for r in rollouts], "<i4"),
-        np.array([r.n_tokens for r in rollouts], "<i4"),
-        np.array(columns, "<i4"),
-    )
-
-
-def chunk_of(
-    dp_rank: int,
-    ref: Any,
-    on_policy: bool,
-    sample_index: np.ndarray,
-    n_tokens: np.ndarray,
-    columns: np.ndarray,
-    sequence_indices: np.ndarray | None = None,
-) -> RolloutChunk:
-    """Return a chunk with the sums over its sequences.
-
-    Args:
-        columns: [4, n] int32: response tokens; 1 if truncated; policy version; repeated 4-grams.
-    """
-    n_response, n_truncated, _, n_repeated = columns.sum(axis=1, dtype=np.int64).tolist()
-    return RolloutChunk(
-        dp_rank=dp_rank,
-        ref=ref,
-        n_sequences=len(sample_index),
-        n_prompt_tokens=int(n_tokens.sum(dtype=np.int64)) - n_response,
-        n_response_tokens=n_response,
-        n_truncated=n_truncated,
-        policy_version=int(columns[2].min()),
-        on_policy=on_policy,
-        sample_index=sample_index,
-        n_tokens=n_tokens,
-        n_4grams=int(np.maximum(columns[0] - 3, 0).sum(dtype=np.int64)),
-        n_repeated_4grams=n_repeated,
-        columns=columns,
-        sequence_indices=sequence_indices,
-    )
+    return RolloutChunk(dp_rank, None, np.array(rows, "<i4"), rollouts[0].on_policy)
 
 
 def part_of(chunk: RolloutChunk, positions: Sequence[int] | np.ndarray) -> RolloutChunk:
@@ -133,11 +101,9 @@ def part_of(chunk: RolloutChunk, positions: Sequence[int] | np.ndarray) -> Rollo
     """
     if len(positions) == chunk.n_sequences:
         return chunk
-    assert chunk.columns is not None, "a chunk without columns has no parts"
     at = np.asarray(positions, np.int64)
     indices = at if chunk.sequence_indices is None else chunk.sequence_indices[at]
-    tables = chunk.sample_index[at], chunk.n_tokens[at], chunk.columns[:, at]
-    return chunk_of(chunk.dp_rank, chunk.ref, chunk.on_policy, *tables, indices)
+    return RolloutChunk(chunk.dp_rank, chunk.ref, chunk.sizes[:, at], chunk.on_policy, indices)
 
 
 def distinct_4grams(ids: np.ndarray) -> int:
@@ -159,9 +125,7 @@ def encode_sizes(chunk: RolloutChunk, job: int = 0) -> bytes:
     Args:
         job: that the rollouts were generated for, see `gkd.rollout.dispatcher`.
     """
-    assert chunk.columns is not None
-    head = _HEAD.pack(job, chunk.dp_rank, chunk.n_sequences, chunk.on_policy)
-    return head + chunk.sample_index.tobytes() + chunk.n_tokens.tobytes() + chunk.columns.tobytes()
+    return _HEAD.pack(job, chunk.dp_rank, chunk.n_sequences, chunk.on_policy) + chunk.sizes.tobytes()
 
 
 def decode_sizes(data: bytes, ref: Any) -> tuple[int, RolloutChunk]:
@@ -173,11 +137,11 @@ def decode_sizes(data: bytes, ref: Any) -> tuple[int, RolloutChunk]:
     if len(data) < _HEAD.size:
         raise DataError(f"the sizes of a chunk of rollouts are {len(data)} bytes, expected at least {_HEAD.size}")
     job, dp_rank, n, on_policy = _HEAD.unpack_from(data)
-    expected = _HEAD.size + 4 * (2 + _COLUMNS) * n
+    expected = _HEAD.size + 4 * _N_SIZES * n
     if n < 1 or len(data) != expected:
         raise DataError(f"the sizes of a chunk of {n} rollouts are {len(data)} bytes, expected {expected}")
-    sample_index, n_tokens, *columns = np.frombuffer(data, "<i4", offset=_HEAD.size).reshape(2 + _COLUMNS, n)
-    return job, chunk_of(dp_rank, ref, bool(on_policy), sample_index, n_tokens, np.array(columns))
+    sizes = np.frombuffer(data, "<i4", offset=_HEAD.size).reshape(_N_SIZES, n)
+    return job, RolloutChunk(dp_rank, ref, sizes, bool(on_policy))
 
 
 def dataset_chunks(

@@ -9,7 +9,7 @@ import numpy as np
 
 from gkd.config.schema import Config
 from gkd.config.schema_reward import function_name
-from gkd.handles import ScoredChunk, SyncReport, TrainStats
+from gkd.handles import RolloutChunk, ScoredChunk, SyncReport, TrainStats
 
 DATASET_TOKENS = "rollout/dataset_response_tokens"
 
@@ -22,9 +22,8 @@ def staleness_numbers(batch: Sequence[ScoredChunk], version: int) -> dict[str, f
     Args:
         version: of the weights that train on the batch.
     """
-    ages = Counter[int]()
-    for chunk in (c.rollouts for c in batch if c.rollouts.on_policy):
-        ages.update((version - chunk.versions).tolist())
+    chunks = [version - c.rollouts.versions for c in batch if c.rollouts.on_policy]
+    ages = Counter[int](np.concatenate(chunks).tolist() if chunks else [])
     n = sum(ages.values())
     numbers = {f"staleness/share_{age}": count / n for age, count in sorted(ages.items())}
     mean = sum(age * count for age, count in ages.items()) / n if n else 0.0
@@ -39,25 +38,26 @@ def step_numbers(
     Args:
         version: of the weights that trained on the batch.
     """
-    n_sequences = sum(c.rollouts.n_sequences for c in batch)
-    n_tokens = sum(c.rollouts.n_response_tokens for c in batch)
-    masses = [c.teacher_mass * c.rollouts.n_response_tokens for c in batch if c.teacher_mass is not None]
-    n_4grams = sum(c.rollouts.n_4grams for c in batch if c.rollouts.on_policy)
-    n_repeated = sum(c.rollouts.n_repeated_4grams for c in batch if c.rollouts.on_policy)
+    chunks = [c.rollouts for c in batch]
+    sizes = np.concatenate([chunk.sizes for chunk in chunks], axis=1)
+    _, all_tokens, n_response, truncated, _, n_repeated = sizes.astype(np.int64)
+    on_policy = np.repeat([chunk.on_policy for chunk in chunks], [chunk.n_sequences for chunk in chunks])
+    n_tokens, n_4grams = int(n_response.sum()), int(np.maximum(n_response - 3, 0)[on_policy].sum())
+    masses = [c.teacher_mass for c in batch if c.teacher_mass is not None]
     return {
         "loss/total": stats.loss,
         "loss/tokens": float(stats.n_loss_tokens),
         "optim/grad_norm": stats.grad_norm,
         "optim/lr": stats.lr,
-        "rollout/sequences": float(n_sequences),
-        "rollout/on_policy_sequences": float(sum(c.rollouts.n_sequences for c in batch if c.rollouts.on_policy)),
-        "rollout/prompt_tokens": float(sum(c.rollouts.n_prompt_tokens for c in batch)),
+        "rollout/sequences": float(len(n_response)),
+        "rollout/on_policy_sequences": float(on_policy.sum()),
+        "rollout/prompt_tokens": float((all_tokens - n_response).sum()),
         "rollout/response_tokens": float(n_tokens),
-        DATASET_TOKENS: float(sum(c.rollouts.n_response_tokens for c in batch if not c.rollouts.on_policy)),
-        "rollout/response_length_mean": n_tokens / n_sequences,
-        "rollout/truncated_share": sum(c.rollouts.n_truncated for c in batch) / n_sequences,
-        **({"rollout/repeated_4gram_share": n_repeated / n_4grams} if n_4grams else {}),
-        "perf/group_tokens_max": float(_heaviest_group(batch)),
+        DATASET_TOKENS: float(n_response[~on_policy].sum()),
+        "rollout/response_length_mean": n_tokens / len(n_response),
+        "rollout/truncated_share": float(truncated.mean()),
+        **({"rollout/repeated_4gram_share": float(n_repeated[on_policy].sum()) / n_4grams} if n_4grams else {}),
+        "perf/group_tokens_max": float(_heaviest_group(chunks)),
         **({"teacher/topk_mass": sum(masses) / n_tokens} if masses else {}),
         "teacher/score_bytes": float(sum(c.n_teacher_bytes for c in batch)),
         **staleness_numbers(batch, version),
@@ -93,9 +93,9 @@ def reward_numbers(batch: Sequence[ScoredChunk], config: Config) -> dict[str, fl
     }
 
 
-def _heaviest_group(batch: Sequence[ScoredChunk]) -> int:
+def _heaviest_group(chunks: Sequence[RolloutChunk]) -> int:
     """Return the tokens of the data-parallel group that generated most, before `gkd.data.balance` evens them out."""
-    tokens: dict[int, int] = {}
-    for chunk in (c.rollouts for c in batch):
-        tokens[chunk.dp_rank] = tokens.get(chunk.dp_rank, 0) + chunk.n_prompt_tokens + chunk.n_response_tokens
+    tokens = Counter[int]()
+    for chunk in chunks:
+        tokens[chunk.dp_rank] += int(chunk.n_tokens.sum())
     return max(tokens.values())

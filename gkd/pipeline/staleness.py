@@ -20,7 +20,7 @@ def check_staleness(batch: Sequence[ScoredChunk], step: int, bound: int | None, 
 
     Raises NumericsError: one is older.
     """
-    oldest = min((c.rollouts.policy_version for c in batch if c.rollouts.on_policy), default=step)
+    oldest = min((int(c.rollouts.versions.min()) for c in batch if c.rollouts.on_policy), default=step)
     if bound is not None and step - oldest > bound:
         raise NumericsError(
             f"trainer.scheduler = {scheduler}: staleness is at most {bound}, but step {step} got a rollout that is "

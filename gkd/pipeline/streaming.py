@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -60,7 +60,8 @@ class StreamedBatches:
             self._on_policy, self.max_staleness, total_steps, early_parts=derive(config).early_parts
         )
         self._chunks = StreamChunks(self._n)
-        self._n_received = 0  # chunks
+        self._received_s = 0.0  # when the last chunk came, or the wait for it began
+        self._awaited: Callable[[], Any] | None = None  # None until the finished prompts have what the loop waits for
         self._batch: list[int] = []  # positions that are being trained on
         self._late: list[int] = []  # those of them that no part has
         self._changed = threading.Condition()  # guards all of the above
@@ -190,18 +191,19 @@ class StreamedBatches:
         """
         timeout_s = self._config.trainer.stage_timeout_s
         with self._changed:
-            last_s, n_received = time.monotonic(), -1
+            self._received_s, self._awaited = time.monotonic(), found
             while (value := found()) is None:
                 if self._error is not None:
                     raise self._error
-                if self._n_received != n_received:
-                    last_s, n_received = time.monotonic(), self._n_received
-                if not self._changed.wait(timeout=max(0.0, last_s + timeout_s - time.monotonic())):
+                left_s = self._received_s + timeout_s - time.monotonic()
+                if left_s <= 0:
                     waiting = self._scheduler.unfinished
                     raise RankTimeout(
                         f"rollout: none of the {len(waiting)} prompts in the stream finished within {timeout_s:.0f} s "
                         f"(trainer.stage_timeout_s); the first positions are {waiting[:5]}"
                     )
+                self._changed.wait(left_s)
+            self._awaited = None
             return value
 
     def _receive(self, stream: RolloutStream) -> None:
@@ -224,5 +226,7 @@ class StreamedBatches:
             except KeyError as error:
                 text = f"rollout: an engine returned the prompt at position {error}, which is not in flight"
                 raise ClusterError(text) from error
-            self._n_received += 1
-            self._changed.notify_all()
+            self._received_s = time.monotonic()
+            if self._awaited is not None and self._awaited() is not None:  # the loop is not woken for each chunk
+                self._awaited = None
+                self._changed.notify_all()

@@ -68,9 +68,10 @@ class Dispatcher:
         self._n_sequences = config.trainer.global_batch_size * config.rollout.n
         self._chunk_size = chunk_size(config)
         # With a single engine there is no choice.
-        max_running = config.rollout.sequence_limit
-        self._is_only = len(engines.up()) == 1
-        self._room = math.inf if self._is_only else max_running + reserve_size(max_running)
+        max_running, n_engines = config.rollout.sequence_limit, len(engines.up())
+        self._is_only = n_engines == 1
+        reserve = reserve_size(max_running, self._n_sequences, n_engines)
+        self._room = math.inf if self._is_only else max_running + reserve
         self._changing = threading.Lock()  # one session is opened or closed at a time; taken before the next lock
         self._lock = threading.Lock()  # guards all below
         self._queue = PromptQueue(n_groups, self._window())

@@ -60,14 +60,12 @@ class ScoreSummary:
 
     def scored(self, pending: PendingScores) -> ScoredChunk:
         """Return the chunk, or the part of one, that was submitted, as scored."""
-        rollouts, at = pending.rollouts, pending.rollouts.sequence_indices
-        times = self.times
-        if at is not None and times is not None:
-            times = ScoreTimes(times.submitted_s, times.completed_s[at])
-        mass = float(self.masses[... if at is None else at].sum(dtype=np.float64))
-        n_bytes = int(self.n_bytes[... if at is None else at].sum())
-        mean = None if math.isnan(mass) else mass / rollouts.n_response_tokens
-        return ScoredChunk(rollouts, pending.ref, mean, n_bytes, times)
+        masses, n_bytes, times, at = self.masses, self.n_bytes, self.times, pending.rollouts.sequence_indices
+        if at is not None:
+            masses, n_bytes = masses[at], n_bytes[at]
+            times = None if times is None else ScoreTimes(times.submitted_s, times.completed_s[at])
+        mass = float(masses.sum(dtype=np.float64))
+        return ScoredChunk(pending.rollouts, pending.ref, None if math.isnan(mass) else mass, int(n_bytes.sum()), times)
 
 
 class RecordingEndpoint:

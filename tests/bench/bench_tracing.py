@@ -19,7 +19,7 @@ import numpy as np
 import psutil
 import ray
 
-from gkd.handles import ProcessSpans, RolloutChunk, ScoredChunk, ScoreTimes
+from gkd.handles import ProcessSpans, ScoredChunk, ScoreTimes
 from gkd.metrics.span_file import SpanFile
 from gkd.metrics.span_lines import SpanLine, read_spans
 from gkd.metrics.spans import SpanRecorder
@@ -28,6 +28,7 @@ from gkd.teacher.computations import Computations
 from gkd.teacher.scoring import TAKE_EVERY_S
 from teacher_server.wire.protocol import ScoreReply
 from tests.e2e.conftest import Lab, make_lab
+from tests.rollout_chunks import chunk_of
 from tests.service.harness import ServerProcess
 
 WARM_UP, N_STEPS = 5, 40  # steps of the run; the first ones load libraries
@@ -88,9 +89,7 @@ def _driver_s(lines: list[SpanLine], steps: range) -> float:
 
 def _unit_costs() -> dict[str, float]:
     spans, noted = SpanRecorder("p"), Computations()
-    sizes = np.full(16, 20, np.int32)
-    chunk = RolloutChunk(0, None, 16, 160, 160, 0, 0, sample_index=sizes, n_tokens=sizes)
-    scored = ScoredChunk(chunk, None, None, 0, ScoreTimes(1.0, np.full(16, 2.0)))
+    scored = ScoredChunk(chunk_of(range(16), 10, n_prompt=10), None, None, 0, ScoreTimes(1.0, np.full(16, 2.0)))
 
     def one_span() -> None:
         with spans.span("train"):

@@ -113,8 +113,8 @@ def measure(roles: Roles, prompts: Sequence[Prompt], n: int, counters: Counters)
     after = counters.look()
     return {
         "n_sequences": sum(chunk.rollouts.n_sequences for chunk in batch),
-        "n_prompt_tokens": sum(chunk.rollouts.n_prompt_tokens for chunk in batch),
-        "n_response_tokens": sum(chunk.rollouts.n_response_tokens for chunk in batch),
+        "n_prompt_tokens": sum(int((c.rollouts.n_tokens - c.rollouts.n_response).sum()) for c in batch),
+        "n_response_tokens": sum(int(c.rollouts.n_response.sum()) for c in batch),
         "n_teacher_bytes": sum(chunk.n_teacher_bytes for chunk in batch),
         **{name: after[name] - before[name] for name in after},
     }

@@ -5,6 +5,7 @@ from __future__ import annotations
 import resource
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +18,9 @@ from gkd.actor.worker import CONCURRENCY_GROUPS, ActorWorker
 from gkd.cluster.calls import gather
 from gkd.cluster.slots import Pool
 from gkd.config.load import load_config
+from gkd.data.chunks import chunk_sizes
 from gkd.errors import ClusterError, NumericsError
-from gkd.handles import RolloutChunk, ScoredChunk, TrainStats
+from gkd.handles import ScoredChunk, TrainStats
 from gkd.launcher import worker_env
 from gkd.memory.offload_manager import GIB, state_offload_manager
 from gkd.memory.states import KINDS
@@ -106,17 +108,7 @@ def batch() -> list[ScoredChunk]:
     chunks = []
     for rank in range(N_RANKS):
         kept, scored = rollouts[rank:4:N_RANKS], scores[rank:4:N_RANKS]
-        sizes = RolloutChunk(
-            dp_rank=rank,
-            ref=ray.put(kept),
-            n_sequences=len(kept),
-            n_prompt_tokens=sum(len(r.prompt_ids) for r in kept),
-            n_response_tokens=sum(len(r.response_ids) for r in kept),
-            n_truncated=0,
-            policy_version=0,
-            sample_index=np.array([r.sample_index for r in kept], np.int32),
-            n_tokens=np.array([r.n_tokens for r in kept], np.int32),
-        )
+        sizes = replace(chunk_sizes(rank, kept, 0), ref=ray.put(kept))
         chunks.append(ScoredChunk(sizes, ray.put(scored), 0.8, 0))
     return chunks
 

@@ -12,13 +12,14 @@ from gkd.config.derived import derive
 from gkd.config.load import config_yaml, load_config
 from gkd.config.schedulers import staleness_bound
 from gkd.config.schema import Config
-from gkd.handles import EngineUsage, RolloutChunk, RolloutUsage, ScoredChunk, ScoreTimes, SyncReport, TrainStats
+from gkd.handles import EngineUsage, RolloutUsage, ScoredChunk, ScoreTimes, SyncReport, TrainStats
 from gkd.metrics.pools import layout_numbers, rollout_numbers, shares
 from gkd.metrics.step import step_numbers
 from gkd.metrics.teacher_meter import TeacherMeter
 from gkd.metrics.writer import MetricsWriter
 from gkd.rollout.usage import PassMeter
 from gkd.tools.split_tuner.rates import Rates
+from tests.rollout_chunks import chunk_of
 
 PROMPT = 12  # tokens
 
@@ -76,8 +77,7 @@ def _one_step(
         tokens = n_tokens + PROMPT
         free_s = now_s + i // workers  # each worker asked a second after its last question: busy for its own time
         took_s = rates.score_s + rates.score_token_s * tokens
-        sizes = np.array([tokens], np.int32)
-        chunk = RolloutChunk(i % dp, None, 1, PROMPT, n_tokens, 0, 0, sample_index=sizes, n_tokens=sizes)
+        chunk = chunk_of([i], n_tokens, n_prompt=PROMPT, dp_rank=i % dp)
         batch.append(ScoredChunk(chunk, None, None, 8, ScoreTimes(free_s, np.array([free_s + took_s]))))
     total = float((lengths + PROMPT).sum())
     groups = np.bincount(place % dp, lengths + PROMPT, dp)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,6 +13,7 @@ from gkd.config.load import load_config
 from gkd.errors import ConfigError, NumericsError
 from gkd.handles import RolloutChunk, ScoredChunk
 from gkd.metrics.writer import read_metrics
+from tests.rollout_chunks import chunk_of
 from tests.unit.world import StreamWorld, make
 
 SETTINGS = ("trainer.total_steps=3", "trainer.scheduler=stream", "trainer.global_batch_size=4")
@@ -45,7 +45,7 @@ def test_a_step_begins_before_its_batch_is_complete(tmp_path: Path) -> None:
     seen = early + [prompt_id for step in world.trained for prompt_id, _ in step]
     assert sorted(Counter(seen).values()) == [1, 1, 1, 1, 2, 2, 2, 2], "8 prompts, 12 sequences"
     lines = [line for line in read_metrics(tmp_path / "run" / "metrics.jsonl") if "loss/total" in line]
-    assert [line["rollout/response_tokens"] for line in lines] == [8, 8, 8]
+    assert [line["rollout/response_tokens"] for line in lines] == [4 * 8] * 3
     assert [line["staleness/max"] for line in lines] == [0, 1, 1]
 
     batches = tmp_path / "run" / "batches"
@@ -68,7 +68,7 @@ def test_an_early_part_that_is_too_stale_is_not_trained_on(tmp_path: Path) -> No
     class Old(LateWorld):
         def submit(self, chunk: RolloutChunk):  # type: ignore[no-untyped-def]
             of_second_step = chunk.sample_index[0] in (4, 5)
-            return super().submit(replace(chunk, policy_version=-3) if of_second_step else chunk)
+            return super().submit(chunk_of(chunk.sample_index, version=-3, ref=chunk.ref) if of_second_step else chunk)
 
     world = Old()
     with pytest.raises(NumericsError):

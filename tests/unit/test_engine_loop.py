@@ -545,7 +545,7 @@ def test_a_streamed_prompt_is_returned_as_rollouts_and_sizes() -> None:
         rollouts, sizes = next(items), next(items)
         assert isinstance(sizes, bytes) and len(sizes) == 16 + 24 * N
         job, chunk = decode_sizes(sizes, rollouts)
-        assert (job, chunk.dp_rank, chunk.policy_version) == (1, index % 4, 0)
+        assert (job, chunk.dp_rank, chunk.versions.tolist()) == (1, index % 4, [0] * N)
         assert chunk.sample_index.tolist() == [index * N, index * N + 1] == [r.sample_index for r in chunk.ref]
     with pytest.raises(DataError, match="3 bytes"):
         worker.admit(5, JOB, b"abc", False)

@@ -14,7 +14,7 @@ import pytest
 
 from gkd.config.derived import derive
 from gkd.config.load import load_config
-from gkd.data.chunks import chunk_of, part_of
+from gkd.data.chunks import part_of
 from gkd.handles import GreedyReport, PendingScores, RolloutChunk, Sample, ScoredChunk, TrainStats
 from gkd.metrics.writer import read_metrics
 from gkd.pipeline.evaluate import judged, pass_at_k, pass_at_numbers
@@ -22,14 +22,12 @@ from gkd.reward.judging import TRAINING, VALIDATION
 from gkd.reward.scoring import JudgedScoring, init_judging, with_judges, workers_per_endpoint
 from gkd.types import Prompt
 from tests.metric_keys import unlisted_keys
+from tests.rollout_chunks import chunk_of
 from tests.unit.world import PROMPTS, World, make
 
 
 def chunk(samples: Sequence[int], group: int = 0, *, on_policy: bool = True) -> RolloutChunk:
-    n = len(samples)
-    columns = np.stack([np.full(n, 2), np.zeros(n), np.zeros(n), np.zeros(n)]).astype(np.int32)
-    indices = np.array(samples, np.int32)
-    return chunk_of(group, list(samples), on_policy, indices, np.full(n, 3, np.int32), columns)
+    return chunk_of(samples, 2, dp_rank=group, ref=list(samples), on_policy=on_policy)
 
 
 class Endpoint:
@@ -149,11 +147,6 @@ def test_pass_at_k_counts_the_responses_of_each_prompt() -> None:
 
 class Judged(World):
     """A world whose evaluations are judged: even samples are correct."""
-
-    def generate(self, prompts: Sequence[Prompt], *, n: int, **settings: Any) -> Any:
-        for one in super().generate(prompts, n=n, **settings):
-            index = settings["prompt_indices"][one.ref if one.ref < len(settings["prompt_indices"]) else 0]
-            yield replace(one, sample_index=np.arange(index * n, (index + 1) * n, dtype=np.int32))
 
     def greedy(self, prompts: Sequence[Prompt], *, n_samples: int) -> GreedyReport:
         self.events.append(f"greedy {n_samples}")

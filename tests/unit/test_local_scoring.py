@@ -9,9 +9,10 @@ import pytest
 
 from gkd.actor.frozen.pools import LocalScoring
 from gkd.config.load import load_config
-from gkd.handles import PendingScores, RolloutChunk
+from gkd.handles import PendingScores
 from gkd.teacher.records import RecordingEndpoint, ScoreSummary
 from gkd.types import TeacherScores, TeacherTopK
+from tests.rollout_chunks import chunk_of
 
 
 def score(mass: float, n_rows: int = 2) -> TeacherScores:
@@ -35,8 +36,7 @@ def test_parts_are_gathered_in_the_chunks_order() -> None:
 
 def test_chunks_with_scores_are_not_scored_again() -> None:
     """Fails if a batch that was scored before a resume, or in the run that is replayed, is scored again."""
-    n_tokens = np.array([1, 2], np.int32)
-    chunk = RolloutChunk(0, None, 2, 0, 0, 0, 0, sample_index=np.arange(2, dtype=np.int32), n_tokens=n_tokens)
+    chunk = chunk_of(range(2), [1, 2])
     scoring = LocalScoring(list, [], timeout_s=1.0)
     pending = scoring.submit(chunk)
     assert (pending.ref, pending.summary) == (None, None)

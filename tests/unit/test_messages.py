@@ -63,7 +63,7 @@ def messages(folder: Path) -> Iterator[str]:
     yield message(lambda: CheckpointStore(folder).commit(3, {}, {}))
     ids, logprobs = np.array([[1, 1]]), np.log(np.array([[0.5, 0.25]], np.float32))
     yield message(lambda: validate_topk(TeacherTopK(ids, logprobs, np.array([0.25], np.float32)), 10, "prompt 3"))
-    chunk = answers(PROMPTS[0], 1, 2, 0, 1)
+    chunk = answers(PROMPTS[0], [0], 8, 0, 1)
     scored = type("Scored", (), {"rollouts": chunk})
     yield message(lambda: check_staleness([scored], 4, 1, "one_step_off"))  # type: ignore[list-item]
     yield message(lambda: tcp_endpoint("--server", "nowhere"))

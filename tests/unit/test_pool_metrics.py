@@ -6,16 +6,15 @@ import numpy as np
 import pytest
 
 from gkd.console.state import bottleneck_of
-from gkd.handles import EngineUsage, RolloutChunk, RolloutUsage, ScoredChunk, SyncReport, TrainStats
+from gkd.handles import EngineUsage, RolloutUsage, ScoredChunk, SyncReport, TrainStats
 from gkd.metrics.pools import LENGTH_MEAN, bottleneck, quantile_name, rollout_numbers, shares
 from gkd.metrics.step import step_numbers
 from gkd.rollout.usage import PassMeter
+from tests.rollout_chunks import chunk_of
 
 
 def scored(n: int, dp_rank: int) -> ScoredChunk:
-    sizes = np.full(n, 5, np.int32)
-    chunk = RolloutChunk(dp_rank, None, n, 2 * n, 3 * n, 0, 0, sample_index=sizes, n_tokens=sizes)
-    return ScoredChunk(chunk, None, None, 8)
+    return ScoredChunk(chunk_of(range(n), 3, n_prompt=2, dp_rank=dp_rank), None, None, 8)
 
 
 def numbers(rollout_s: float, teacher_s: float, train_s: float, step_s: float) -> dict[str, float]:

@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from gkd.actor.megatron.layout import ParallelLayout
@@ -22,13 +21,14 @@ from gkd.data.scatter import scatter_to_groups
 from gkd.errors import ConfigError
 from gkd.footprint import footprint
 from gkd.footprint.report import footprint_table
-from gkd.handles import PendingScores, RolloutChunk, ScoredChunk
+from gkd.handles import PendingScores, ScoredChunk
 from gkd.hf.model_dims import read_dims
 from gkd.metrics.writer import read_metrics
 from gkd.preflight.frozen import check_reference
 from gkd.run.open import open_run_folder
 from tests.dist.hf_models import make_model_folder
 from tests.dist.megatron_reference import VOCAB, make_hf_folder
+from tests.rollout_chunks import chunk_of
 from tests.unit.test_footprint import GSM8K, QWEN25_15B
 from tests.unit.world import PROMPTS, World, make
 
@@ -179,9 +179,7 @@ def test_the_memory_estimate_includes_the_reference() -> None:
 
 def test_only_ranks_that_compute_the_loss_get_logprobs() -> None:
     """Fails if a rank fetches logprobs it does not use, or gets them in another order than the scores."""
-    numbers = np.arange(2, dtype=np.int32)
-    sizes = RolloutChunk(0, "rollouts", 2, 2, 2, 0, 0, sample_index=numbers, n_tokens=numbers + 2)
-    chunk = ScoredChunk(sizes, "scores", None, 0, reference="logprobs")
+    chunk = ScoredChunk(chunk_of(range(2), ref="rollouts"), "scores", None, 0, reference="logprobs")
     layouts = [ParallelLayout(tp=1, pp=2, world_size=2, rank=rank) for rank in range(2)]
     first, last = batch_args(scatter_to_groups([chunk, chunk], 1, balance=False), layouts)
     assert first[1:] == ["rollouts"] * 2 and last[1:] == ["rollouts"] * 2 + ["scores"] * 2 + ["logprobs"] * 2

@@ -132,9 +132,9 @@ def test_dataset_responses_belong_to_the_group_of_their_prompt(dp_size: int, chu
     seen: list[tuple[int, int]] = []
     for rollouts, chunk in chunks:
         assert 0 < len(rollouts) <= chunk_size
-        assert (chunk.n_sequences, chunk.n_prompt_tokens) == (len(rollouts), len(rollouts))
-        assert chunk.n_response_tokens == sum(r.prompt_id + 1 for r in rollouts)
-        assert (chunk.n_truncated, chunk.policy_version, chunk.on_policy) == (0, 8, False)
+        assert chunk.n_response.tolist() == [r.prompt_id + 1 for r in rollouts]
+        assert (chunk.n_tokens - chunk.n_response).tolist() == [1] * chunk.n_sequences == [1] * len(rollouts)
+        assert (chunk.truncated.max(), chunk.versions.tolist(), chunk.on_policy) == (0, [8] * len(rollouts), False)
         assert {r.sample_index // 3 % dp_size for r in rollouts} == {chunk.dp_rank}
         for r in rollouts:
             assert (r.on_policy, r.version_spans, r.finish_reason) == (False, (), "stop")
@@ -159,8 +159,7 @@ def test_encoded_chunk_sizes_are_small_and_complete(n: int) -> None:
     for name in (f.name for f in fields(RolloutChunk)):
         expected = "handle" if name == "ref" else getattr(chunk, name)
         assert np.array_equal(getattr(again, name), expected), name
-    assert again.sample_index.dtype == again.n_tokens.dtype == np.int32
-    assert again.n_tokens.sum() == again.n_prompt_tokens + again.n_response_tokens
+    assert again.sizes.dtype == np.int32
     assert [r.sample_index for r in rollouts] == again.sample_index.tolist()
     for bad in (data[:15], data[:-1], data + b"x"):
         with pytest.raises(DataError, match=f"{len(bad)} bytes"):
@@ -182,7 +181,7 @@ def test_the_4grams_of_a_chunk_are_counted_in_each_response() -> None:
     responses = ([1, 2, 3, 4, 5], [1, 2, 3, 4, 5], [7, 7, 7, 7, 7, 7], [1, 2, 3])
     rows = [Prompt(i, np.array([i], np.int32), None, np.array(r, np.int32)) for i, r in enumerate(responses)]
     ((_, chunk),) = dataset_chunks(rows, range(4), n=1, dp_size=1, chunk_size=16, policy_version=0, eos_ids={3})
-    assert (chunk.n_4grams, chunk.n_repeated_4grams) == (2 + 2 + 3, 2)
+    assert chunk.n_repeated_4grams.tolist() == [0, 0, 2, 0]
 
 
 def test_a_dataset_response_without_an_end_token_counts_as_truncated() -> None:
@@ -191,7 +190,7 @@ def test_a_dataset_response_without_an_end_token_counts_as_truncated() -> None:
     ((rollouts, chunk),) = dataset_chunks(
         [truncated], [0], n=1, dp_size=1, chunk_size=16, policy_version=0, eos_ids=frozenset({3})
     )
-    assert (rollouts[0].finish_reason, chunk.n_truncated) == ("length", 1)
+    assert (rollouts[0].finish_reason, chunk.truncated.tolist()) == ("length", [1])
 
 
 def test_a_prompt_without_a_dataset_response_is_named() -> None:

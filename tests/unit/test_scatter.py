@@ -24,6 +24,7 @@ from gkd.data.scatter import (
 from gkd.errors import DataError
 from gkd.handles import RolloutChunk, ScoredChunk
 from gkd.types import Rollout, TeacherScores
+from tests.rollout_chunks import chunk_of
 
 
 def rollout(index: int, n_tokens: int) -> Rollout:
@@ -33,8 +34,7 @@ def rollout(index: int, n_tokens: int) -> Rollout:
 
 def sizes_of(n_tokens: list[int]) -> RolloutChunk:
     """A chunk's sizes; the samples of two chunks have the same numbers, as those of two evaluations."""
-    n = np.array(n_tokens, np.int32)
-    return RolloutChunk(0, None, len(n), 0, 0, 0, 0, sample_index=np.arange(len(n), dtype=np.int32), n_tokens=n)
+    return chunk_of(range(len(n_tokens)), n_tokens, n_prompt=0)
 
 
 def scored_chunk(dp_rank: int, samples: list[int], n_tokens: list[int]) -> tuple[ScoredChunk, list[Rollout]]:
@@ -152,8 +152,7 @@ def test_a_rank_without_sequences_joins_the_computation() -> None:
 
 def test_whole_chunks_stay_whole() -> None:
     """Fails if an even distribution splits chunks without need, and each rank has to fetch all of them."""
-    chunks = [sizes_of([10] * 16) for _ in range(4)]
-    chunks = [replace(chunk, sample_index=chunk.sample_index + 16 * i) for i, chunk in enumerate(chunks)]
+    chunks = [chunk_of(range(16 * i, 16 * (i + 1)), 9) for i in range(4)]
     ranks = scatter_to_ranks(chunks, 4)
     assert [[part.chunk_index for part in parts] for parts in ranks] == [[0], [1], [2], [3]]
     assert all(part.sequence_indices is None for parts in ranks for part in parts)
@@ -173,7 +172,7 @@ def test_parts_of_one_chunk_are_selected_at_their_places(balance: bool) -> None:
     whole = replace(chunk_sizes(0, [replace(r, on_policy=False) for r in rollouts], 0), ref="list")
     taken = [part_of(whole, [1, 2, 6]), part_of(part_of(whole, [3, 4, 5, 7]), [0, 3])]
     assert part_of(whole, range(8)) is whole and taken[1].sample_index.tolist() == [3, 7]
-    assert taken[0].n_response_tokens == sum(len(rollouts[i].response_ids) for i in (1, 2, 6))
+    assert taken[0].n_response.tolist() == [len(rollouts[i].response_ids) for i in (1, 2, 6)]
     groups = scatter_to_groups([ScoredChunk(part, "scores", None, 0) for part in taken], 2, balance=balance)
     found = [select([part.sequence_indices], [rollouts], None)[0] for parts in groups for part in parts]
     assert sorted(r.sample_index for each in found for r in each) == [1, 2, 3, 6, 7]

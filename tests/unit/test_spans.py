@@ -9,12 +9,13 @@ import numpy as np
 import pytest
 
 from gkd.errors import CheckpointError, ConfigError
-from gkd.handles import Computation, HostClock, ProcessSpans, RolloutChunk, ScoredChunk, ScoreTimes, Span
+from gkd.handles import Computation, HostClock, ProcessSpans, ScoredChunk, ScoreTimes, Span
 from gkd.metrics.span_file import SpanFile
 from gkd.metrics.span_lines import SpanLine, read_spans
 from gkd.metrics.spans import MAX_SPANS, SpanRecorder, measure_clock
 from gkd.metrics.writer import MetricsWriter
 from gkd.tools import trace
+from tests.rollout_chunks import chunk_of
 from tests.unit.world import World, make
 
 
@@ -155,8 +156,7 @@ def test_chunks_and_batches_of_the_teacher_are_placed(tmp_path: Path) -> None:
     file = opened(tmp_path, scoring_1=HostClock(-9.0, 0.001))
     file.begin(1)
     at = time.time()
-    sizes = np.full(2, 7, np.int32)
-    chunk = RolloutChunk(0, None, 2, 4, 10, 0, 0, sample_index=sizes, n_tokens=sizes)
+    chunk = chunk_of(range(2), 5, n_prompt=2)
     times = (ScoreTimes(at, np.array([at + 0.25, at + 0.5])), ScoreTimes(at + 0.25, np.array([at + 0.75])), None)
     file.add_scored([ScoredChunk(chunk, None, None, 0, each) for each in times])
     second = Computation("w", at + 0.625, 0.5, 0.25, 3)  # starts before the reply of the first one has arrived

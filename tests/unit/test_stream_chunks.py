@@ -9,22 +9,20 @@ import pytest
 
 from gkd.config.load import load_config
 from gkd.config.schema import Config
-from gkd.data.chunks import CHUNK_SIZE, chunk_of, chunk_size, reserve_size
+from gkd.data.chunks import CHUNK_SIZE, chunk_size, reserve_size
 from gkd.handles import PendingScores
 from gkd.pipeline.stream_chunks import StreamChunks
 from gkd.rollout.coalesce import Coalescer
 from gkd.rollout.sampling import Job, Sampling
 from gkd.rollout.stream import JobStream, Waiting, take_missing
 from gkd.types import Prompt, Rollout, VersionSpan
+from tests.rollout_chunks import chunk_of
 
 N = 3
 
 
 def pending(name: str, samples: list[int], versions: list[int]) -> PendingScores:
-    columns = np.zeros((4, len(samples)), np.int32)
-    columns[2] = versions
-    chunk = chunk_of(0, name, True, np.array(samples, np.int32), np.ones(len(samples), np.int32), columns)
-    return PendingScores(chunk, name, name)
+    return PendingScores(chunk_of(samples, version=versions, ref=name), name, name)
 
 
 def parts(chunks: StreamChunks, *positions: int) -> dict[str, list[int]]:
@@ -44,7 +42,14 @@ def config_of(n_sequences: int, n_engines: int, max_num_seqs: int) -> Config:
 def test_an_engine_sends_a_chunk_before_its_reserve_is_used_up(n: int, max_num_seqs: int) -> None:
     """Fails if an engine of several runs out of prompts while the driver waits for its chunk to be full."""
     size = chunk_size(config_of(n, 3, max_num_seqs))
-    assert CHUNK_SIZE <= size <= min(reserve_size(max_num_seqs), chunk_size(config_of(n, 1, max_num_seqs)))
+    assert CHUNK_SIZE <= size <= min(reserve_size(max_num_seqs, n, 3), chunk_size(config_of(n, 1, max_num_seqs)))
+
+
+def test_the_reserve_of_an_engine_is_a_part_of_its_share() -> None:
+    """Fails if a batch is dealt to the engines before they start, or chunks of a large batch are small."""
+    assert [reserve_size(256, n, 64) for n in (256, 16384, 65536, 1 << 20)] == [128, 128, 256, 256]
+    assert [reserve_size(256, n, 64) for n in (40960, 49152)] == [160, 192], "a quarter of 640 and of 768"
+    assert reserve_size(4, 1 << 20, 2) == CHUNK_SIZE
 
 
 def test_a_large_batch_of_one_engine_has_few_chunks() -> None:
@@ -60,7 +65,7 @@ def test_chunks_of_short_responses_are_large() -> None:
     assert [chunk_size(config) for config in of.values()] == [64, 64, 32, 16]
     both = replace(of[16], trainer=replace(base.trainer, n_gpus_per_node=2))
     assert chunk_size(both) == 32
-    assert chunk_size(replace(of[16], rollout=config_of(128, 3, 40).rollout)) == reserve_size(40)
+    assert chunk_size(replace(of[16], rollout=config_of(128, 3, 40).rollout)) == reserve_size(40, 128, 3)
 
 
 def test_chunks_of_long_responses_are_small() -> None:

@@ -12,13 +12,13 @@ import numpy as np
 import pytest
 
 from gkd.config.load import load_config
-from gkd.data.chunks import chunk_of
 from gkd.data.sampler import PromptSampler
 from gkd.errors import ClusterError
 from gkd.handles import FileDigest, GreedyReport, PendingScores, Recording, RolloutChunk, RolloutUsage, ScoredChunk
 from gkd.pipeline.streaming import StreamedBatches
 from gkd.run.checkpoints import TrainerState
 from gkd.types import Prompt
+from tests.rollout_chunks import chunk_of
 
 PROMPTS = [Prompt(i, np.array([i], np.int32)) for i in range(10)]
 N = 2
@@ -27,8 +27,7 @@ N = 2
 def chunk(position: int, version: int, *, on_policy: bool = True) -> RolloutChunk:
     """Return all samples of the prompt at one position."""
     index = np.arange(position * N, position * N + (N if on_policy else 1), dtype=np.int32)
-    numbers = (0, position, len(index), 1, 2, 0, version, on_policy)
-    return RolloutChunk(*numbers, sample_index=index, n_tokens=np.full(len(index), 2, np.int32))
+    return chunk_of(index, version=version, ref=position, on_policy=on_policy)
 
 
 class Engines:
@@ -207,9 +206,7 @@ def test_what_needs_whole_batches_gets_them(whole: str) -> None:
 
 def mixed(*samples: tuple[int, int], version: int = 0) -> RolloutChunk:
     """Return a chunk of these samples: (position, number of the sample)."""
-    index = np.array([position * N + j for position, j in samples], np.int32)
-    columns = np.array([[1] * len(index), [0] * len(index), [version] * len(index), [0] * len(index)], np.int32)
-    return chunk_of(0, object(), True, index, np.full(len(index), 2, np.int32), columns)
+    return chunk_of([position * N + j for position, j in samples], version=version, ref=object())
 
 
 def samples_of(batch: Sequence[PendingScores]) -> list[int]:
@@ -231,7 +228,7 @@ def test_a_step_takes_the_finished_prompts_out_of_chunks() -> None:
     parts = {id(c.rollouts.ref): c.rollouts for c in batch}
     assert parts[id(first.ref)].sequence_indices.tolist() == [0, 1, 3]  # type: ignore[union-attr]
     assert parts[id(second.ref)].sequence_indices.tolist() == [0]  # type: ignore[union-attr]
-    assert parts[id(first.ref)].n_response_tokens == 3
+    assert parts[id(first.ref)].n_response.tolist() == [1] * 3
     source.commit()
     state = source.in_flight(1)
     assert state.unfinished == (1,) and samples_of(state.chunks["stream"]) == [6, 7]

@@ -9,22 +9,21 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gkd.handles import RolloutChunk, ScoredChunk, ScoreTimes
+from gkd.handles import ScoredChunk, ScoreTimes
 from gkd.metrics.pools import WORKERS, busy_name
 from gkd.metrics.teacher_meter import SEQUENCES, TOKENS, TeacherMeter
 from gkd.tools.split_tuner import batches, stream
 from gkd.tools.split_tuner.outcome import Totals
 from gkd.tools.split_tuner.rates import Rates, Sizes, Workload, lognormal
 from gkd.tools.split_tuner.teacher import Teacher
+from tests.rollout_chunks import chunk_of
 
 RATES = Rates(0.02, 0.001, 5e-5, 0.01, 0.01, 0.005, 1e-3, 0.1, 2e-4, 0.05, 0.02)
 WORK = Workload(32, 32, 1, 64, 16, 12.0, 0.0, True, True, True, lognormal(40, 0.6, 300))
 
 
 def scored(times: ScoreTimes | None, *n_tokens: int) -> ScoredChunk:
-    sizes = np.array(n_tokens, np.int32)
-    n = len(sizes)
-    return ScoredChunk(RolloutChunk(0, None, n, n, n, 0, 0, sample_index=sizes, n_tokens=sizes), None, None, 8, times)
+    return ScoredChunk(chunk_of(range(len(n_tokens)), n_tokens, n_prompt=0), None, None, 8, times)
 
 
 def busy_s(numbers: dict[str, float], workers: int) -> float:

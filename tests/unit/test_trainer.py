@@ -204,9 +204,9 @@ def test_a_mixed_batch_has_dataset_and_on_policy_responses(tmp_path: Path, overl
         *["dataset v=1", "generate n=3 seed=11 v=1"],
     ]
     (line, _) = read_metrics(tmp_path / "run" / "metrics.jsonl")
-    assert line["rollout/sequences"] == 8 and line["rollout/dataset_response_tokens"] == 2 * 3
+    assert line["rollout/sequences"] == 8 and line["rollout/dataset_response_tokens"] == 2 * 13
     assert line["rollout/on_policy_sequences"] == 0.75 * line["rollout/sequences"]
-    assert line["rollout/response_length_mean"] == (2 * 3 + 6 * 2) / 8
+    assert line["rollout/response_length_mean"] == (2 * 13 + 6 * 8) / 8
     assert line["rollout/truncated_share"] == 0.25 and line["rollout/repeated_4gram_share"] == 0.2
     assert line["staleness/max"] == 0
     assert line["teacher/topk_mass"] == pytest.approx(0.9)

@@ -9,7 +9,6 @@ import pickle
 import queue
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -39,19 +38,25 @@ from gkd.run.manifest import digest_bytes
 from gkd.run.open import open_run_folder
 from gkd.trainer import Roles, Trainer
 from gkd.types import Prompt
+from tests.rollout_chunks import chunk_of
 from tests.unit.checkpoint_files import check_actor, write_actor
 
 PROMPTS = [Prompt(i, np.array([i + 1], np.int32), "x") for i in range(8)]
 
 
 def answers(
-    prompt: Prompt, n: int, n_response_tokens: int, n_truncated: int, version: int, *, on_policy: bool = True
+    prompt: Prompt, samples: Sequence[int], n_response: int, n_truncated: int, version: int, *, on_policy: bool = True
 ) -> RolloutChunk:
     """Return the chunk of one prompt's responses, with the prompt id as its handle."""
-    sizes = np.zeros(n, np.int32)  # the loop does not read per-sequence values
-    numbers = (0, prompt.prompt_id, n, 1, n_response_tokens, n_truncated, version, on_policy)
-    repeated = 2 if on_policy else 10
-    return RolloutChunk(*numbers, sample_index=sizes, n_tokens=sizes, n_4grams=10, n_repeated_4grams=repeated)
+    return chunk_of(
+        samples,
+        n_response,
+        n_truncated=n_truncated,
+        version=version,
+        n_repeated=1 if on_policy else 10,
+        ref=prompt.prompt_id,
+        on_policy=on_policy,
+    )
 
 
 class World:
@@ -86,16 +91,16 @@ class World:
     ) -> Iterator[RolloutChunk]:
         self.events.append(f"generate n={n} seed={seed} v={self.engine_version}")
         self.prompt_indices.append(list(prompt_indices))
-        for prompt in prompts:
+        for prompt, index in zip(prompts, prompt_indices, strict=True):
             self.events.append("chunk")
-            yield answers(prompt, n, 2 * n, 0, self.engine_version - self.lag)
+            yield answers(prompt, range(index * n, (index + 1) * n), 8, 0, self.engine_version - self.lag)
 
     def dataset(
         self, prompts: Sequence[Prompt], *, prompt_indices: Sequence[int], policy_version: int
     ) -> list[RolloutChunk]:
         self.events.append(f"dataset v={policy_version}")
         self.prompt_indices.append(list(prompt_indices))
-        return [answers(prompt, 1, 3, 1, policy_version, on_policy=False) for prompt in prompts]
+        return [answers(prompt, [0], 13, 1, policy_version, on_policy=False) for prompt in prompts]
 
     def open_stream(self, *, n: int, temperature: float, seed: int) -> RolloutStream:
         raise NotImplementedError  # see tests/unit/test_streaming.py
@@ -117,8 +122,8 @@ class World:
         self.events.append("collect")
         if self.teacher_dies_at == self.engine_version:
             raise TeacherUnavailable("gone")
-        mass = 0.9 if self.has_distribution else None
-        return [ScoredChunk(p.rollouts, None, mass, 10) for p in pending]
+        mass = 0.9 if self.has_distribution else None  # of each token
+        return [ScoredChunk(p.rollouts, None, mass and mass * float(p.rollouts.n_response.sum()), 10) for p in pending]
 
     def record(
         self, chunks: Sequence[PendingScores | ScoredChunk], folder: Path, label: str, *, scored: bool
@@ -226,7 +231,7 @@ class StreamWorld(World):
 
     def admit(self, prompts: Sequence[Prompt], *, prompt_indices: Sequence[int]) -> None:
         for prompt, index in zip(prompts, prompt_indices, strict=True):
-            chunk = replace(answers(prompt, 1, 2, 0, self.engine_version), sample_index=np.array([index]))
+            chunk = answers(prompt, [index], 8, 0, self.engine_version)
             if index in self.late:
                 self.late_chunks.append(chunk)
             else:

@@ -16,7 +16,9 @@ from gkd.tools.split_tuner.rates import Rates, Workload
 
 def room(workload: Workload, n_engines: int) -> float:
     """Return the number of sequences from which on an engine gets no more prompts; a single engine gets all."""
-    return math.inf if n_engines == 1 else workload.max_num_seqs + reserve_size(workload.max_num_seqs)
+    if n_engines == 1:
+        return math.inf
+    return workload.max_num_seqs + reserve_size(workload.max_num_seqs, workload.n_prompts * workload.n, n_engines)
 
 
 def assign(queue: deque[int], n_held: list[int], limit: float, n: int, engines: Iterable[int]) -> list[tuple[int, int]]:
