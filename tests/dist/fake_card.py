@@ -7,6 +7,7 @@ import os
 
 import torch
 
+from gkd.errors import WeightSyncError
 from gkd.weight_sync import group
 
 
@@ -24,7 +25,10 @@ def _handle(memory: torch.Tensor) -> bytes:
 
 def _copy(handle: bytes, buffer: torch.Tensor) -> None:
     pid, fd, n_bytes = json.loads(handle)
-    own = os.open(f"/proc/{pid}/fd/{fd}", os.O_RDWR)
+    try:
+        own = os.open(f"/proc/{pid}/fd/{fd}", os.O_RDWR)
+    except OSError as error:  # the sender has ended; a card's driver refuses its handle, too
+        raise WeightSyncError(f"the sender's memory cannot be opened: {error}") from error
     try:
         storage = torch.UntypedStorage._new_shared_fd_cpu(own, n_bytes)
     finally:
