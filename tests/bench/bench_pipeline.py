@@ -342,7 +342,7 @@ def main() -> int:
     """Return 1 if a goal is missed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, metavar="F", help="put the results into this file; other parts of it stay")
-    parser.add_argument("--steps", type=int, default=0, help=f"of each run; default: {STEPS}, rollout-bound {ROLLOUT_STEPS}")
+    parser.add_argument("--steps", type=int, default=0, help=f"of each run; default: {STEPS} or {ROLLOUT_STEPS}")
     parser.add_argument("--shapes", type=lambda text: text.split(","), default=list(SHAPES), metavar="A,B")
     parser.add_argument("--schedulers", type=lambda text: text.split(","), default=list(SCHEDULERS), metavar="A,B")
     parser.add_argument("--keep", type=Path, metavar="DIR", help="keep the runs here, and take those that are there")
