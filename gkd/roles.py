@@ -98,6 +98,7 @@ class RolloutRole(MovableStates, Protocol):
 
         Raises:
             ConfigError: neither rollout.enable_sleep_mode nor trainer.colocate is on.
+            ClusterError: level 2 with weight_sync.lora = adapters, which sends the base weights once.
         """
         ...
 

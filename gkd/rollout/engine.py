@@ -265,10 +265,17 @@ class RolloutEngine:
             tags: "weights", "kv_cache"; None = both.
 
         Raises:
-            ClusterError: sequences are unfinished, or the engine was built without enable_sleep_mode.
+            ClusterError: sequences are unfinished, or level 2 for an engine with adapters.
+            ConfigError: the engine was built without enable_sleep_mode.
         """
         check_level(level)
-        awake = self._sleep_state.awake_tags(TAGS if tags is None else tags)
+        tags = TAGS if tags is None else tags
+        if level == 2 and WEIGHTS in tags and self.request_options:  # a sync brings the adapters alone
+            raise ClusterError(
+                "sleep level 2 would discard the base weights of the rollout engine, which weight_sync.lora = adapters "
+                "sends only once. Fix: level 1, which keeps them in host memory"
+            )
+        awake = self._sleep_state.awake_tags(tags)
         if not awake:
             return
         if self._running:

@@ -90,6 +90,7 @@ def _probe(student: Path, tp: int) -> dict[str, Any]:
     elsewhere = {name.replace("q_proj", "k_proj").replace("mlp", "nothing"): t for name, t in factors.items()}
     result["elsewhere"] = caught(lambda: sender.push(elsewhere, 3, adapters=True))
     result["version"] = engine.policy_version
+    result["level 2"] = caught(lambda: engine.sleep(level=2))
     return result
 
 
@@ -127,3 +128,9 @@ def test_adapters_that_do_not_fit_are_refused(probe: dict[str, Any]) -> None:
     """Fails if an engine generates with half an adapter, or drops one for a layer that it cannot adapt."""
     assert {probe[case][0] for case in ("incomplete", "elsewhere")} == {"WeightSyncError"}
     assert probe["version"] == 2, "a failed sync must not advance the version"
+
+
+def test_a_sleep_that_discards_the_base_is_refused(probe: dict[str, Any]) -> None:
+    """Fails if an engine drops weights that no later sync sends again: it could never generate again."""
+    kind, text = probe["level 2"]
+    assert kind == "ClusterError" and "weight_sync.lora" in text and "level 1" in text
