@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
@@ -20,9 +19,7 @@ from gkd.cluster.calls import gather
 from gkd.cluster.clocks import measure_clocks
 from gkd.cluster.gpu_table import GpuMap, RankPlacement
 from gkd.cluster.hang import hang_report
-from gkd.cluster.placement import PoolSpec
-from gkd.cluster.pools import HELPER_CPUS, Cluster
-from gkd.cluster.shared_pools import colocated_pool
+from gkd.cluster.pools import HELPER_CPUS
 from gkd.cluster.slots import Pool
 from gkd.cluster.stacks import rank_env
 from gkd.cluster.startup import Startup
@@ -35,10 +32,10 @@ from gkd.gpu_map.record import record_end, record_placement, record_restart
 from gkd.handles import HostClock
 from gkd.log import get_logger
 from gkd.preflight.run import Plan
+from gkd.resource_pools import ACTOR, ROLLOUT, make_cluster, make_pools, shares_with
 from gkd.reward.scoring import JUDGING, init_judging, with_judges, workers_per_endpoint
 from gkd.roles import NoReference, Roles
 from gkd.rollout import worker as rollout_worker
-from gkd.rollout.engine_start import CPU_ENV
 from gkd.rollout.engine_sync import EngineSync
 from gkd.rollout.pool import RolloutPool
 from gkd.rollout.slots import EngineSlots, restarting
@@ -50,13 +47,9 @@ from gkd.teacher.records import RecordingEndpoint
 from gkd.teacher.scoring import HEALTH, RECORDS, ScoringPool, teacher_heads
 from gkd.teacher.window import throttle_warning, window_of_group
 from gkd.weight_sync.coordinator import WeightSync
+from gkd.worker_env import actor_env, worker_env
 
 log = get_logger("launcher")
-
-ACTOR, ROLLOUT = "actor", "rollout"
-
-# The most bytes of a chunk's sizes or of the summary of its scores: of the chunk, and per sequence.
-_SIZES_BYTES = 640, 24
 
 
 @contextmanager
@@ -222,85 +215,6 @@ def _diagnosed(error: RankTimeout, startup: Startup, run: str, plan: Plan) -> Ra
     log.error("stacks of the ranks that the others wait for:\n%s", report.excerpt)
     text = "\n  ".join([str(error), *report.lines, f"stacks of all ranks: {file}"])
     return RankTimeout(text, error.late, diagnosed=True)
-
-
-def pool_specs(config: Config) -> tuple[PoolSpec, PoolSpec]:
-    """Return the specs of (actor, rollout): one process per GPU, and one per engine."""
-    t, r = config.trainer, config.rollout
-    return (
-        PoolSpec(ACTOR, t.nnodes, t.n_gpus_per_node, gpus_per_worker=1, helper_cpus=HELPER_CPUS),
-        PoolSpec(ROLLOUT, r.nnodes, r.n_gpus_per_node // r.tp, gpus_per_worker=r.tp, unit="engine"),
-    )
-
-
-def pools_in_order(config: Config) -> list[PoolSpec]:
-    """Return the pools with GPUs of their own; the first one gets the lowest ids."""
-    actor, rollout = pool_specs(config)
-    if config.trainer.colocate:
-        return [replace(actor, helper_cpus=actor.helper_cpus + 1.0)]  # each rank shares its slot with an engine
-    return sorted((actor, rollout), key=lambda spec: config.cluster.order.index(spec.name))
-
-
-def make_cluster(config: Config, *, on_cpu: bool) -> Cluster:
-    """Start or join Ray, with GPUs or slots for all pools. Raises ClusterError: it cannot."""
-    own = pools_in_order(config)
-    return Cluster(
-        config.cluster.ray_address,
-        n_slots=sum(spec.n_gpus for spec in own),
-        on_cpu=on_cpu,
-        gpus=config.cluster.gpus,
-        cpus_a_slot=1.0 + max(HELPER_CPUS, *(spec.helper_cpus for spec in own)),
-    )
-
-
-def make_pools(cluster: Cluster, config: Config, timeout_s: float) -> dict[str, Pool]:
-    """Reserve the pools and return them by name. Raises as `Cluster.make_pools` and `colocated_pool`."""
-    pools = cluster.make_pools(pools_in_order(config), timeout_s)
-    if config.trainer.colocate:
-        pools[ROLLOUT] = colocated_pool(pools[ACTOR], pool_specs(config)[1], timeout_s)
-    return pools
-
-
-def shares_with(config: Config) -> str:
-    """Return the pool whose GPUs the engines share; empty: they have their own."""
-    return ACTOR if config.trainer.colocate else ""
-
-
-def inline_bytes(n_sequences: int) -> int:
-    """Return the size below which Ray returns a result to the caller, the driver.
-
-    Larger results stay in the object store of the worker's host. With Ray's default of 100 kB chunks of rollouts and
-    scores would travel through the driver, twice, since it also sends them on as arguments. What the driver reads of a
-    full chunk of `n_sequences` is smaller than this limit.
-    """
-    return _SIZES_BYTES[0] + _SIZES_BYTES[1] * n_sequences
-
-
-def worker_env(on_cpu: bool, n_sequences: int = CHUNK_SIZE) -> dict[str, str]:
-    """Return the environment of the workers: bulk results stay off the driver, libraries log little (unless the user
-    sets otherwise), and on CPU each has one thread.
-
-    Args:
-        n_sequences: of a full chunk.
-    """
-    env = {"VLLM_LOGGING_LEVEL": "ERROR", "PYTHONWARNINGS": "ignore", "TQDM_DISABLE": "1"}
-    env = {key: os.environ.get(key, value) for key, value in env.items()}
-    env["TOKENIZERS_PARALLELISM"] = "false"
-    env["RAY_max_direct_call_object_size"] = str(inline_bytes(n_sequences))
-    if on_cpu:
-        return env | CPU_ENV
-    # So that ids in CUDA_VISIBLE_DEVICES mean the same GPUs as in nvidia-smi, Ray and the teacher.
-    return env | {"CUDA_DEVICE_ORDER": os.environ.get("CUDA_DEVICE_ORDER", "PCI_BUS_ID")}
-
-
-def actor_env(config: Config, on_cpu: bool) -> dict[str, str]:
-    """Return what the actor's ranks have in addition.
-
-    With one hardware queue, a collective starts before the product that is launched after it, so that tensor-parallel
-    ranks communicate while they compute.
-    """
-    name = "CUDA_DEVICE_MAX_CONNECTIONS"
-    return {} if on_cpu or config.actor.tp == 1 else {name: os.environ.get(name, "1")}
 
 
 def _endpoints(config: Config, plan: Plan, actor: ActorPool, slots: Pool) -> list[Any]:

@@ -26,7 +26,7 @@ gkd.run gkd.health gkd.metrics gkd.data gkd.pipeline gkd.trainer
 gkd.cluster gkd.hf gkd.loss gkd.memory gkd.weight_sync gkd.footprint
 gkd.rollout gkd.reward gkd.teacher gkd.gpu_map
 gkd.actor.common gkd.actor.megatron gkd.actor.fsdp gkd.actor.frozen gkd.actor
-gkd.preflight gkd.launcher gkd.api gkd.main_gkd
+gkd.preflight gkd.worker_env gkd.resource_pools gkd.launcher gkd.api gkd.main_gkd
 gkd.tools.split_tuner gkd.tools.migrate gkd.tools.report gkd.tools.gpu_proof gkd.tools gkd.quickstart
 """
 ORDER = tuple(_ORDER.split())

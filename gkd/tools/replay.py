@@ -123,12 +123,14 @@ def replayed(case: Case) -> TrainStats:
     from gkd.actor.pool import ActorPool
     from gkd.cluster.calls import gather
     from gkd.cluster.pools import HELPER_CPUS, Cluster
-    from gkd.launcher import ACTOR as ACTOR_POOL
-    from gkd.launcher import pool_specs, spawn_endpoints, worker_env
+    from gkd.launcher import spawn_endpoints
     from gkd.pipeline.replay import ReplayedBatches
     from gkd.preflight.device import resolve_device
+    from gkd.resource_pools import ACTOR as ACTOR_POOL
+    from gkd.resource_pools import pool_specs
     from gkd.roles import NoReference
     from gkd.teacher.records import RecordingEndpoint
+    from gkd.worker_env import worker_env
 
     device, timeout_s = resolve_device(case.config), case.config.trainer.init_timeout_s
     with tempfile.TemporaryDirectory(prefix="gkd_replay_") as folder:

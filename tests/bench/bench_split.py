@@ -26,7 +26,6 @@ from gkd.cluster.calls import gather
 from gkd.cluster.pools import HELPER_CPUS, Cluster, PoolSpec
 from gkd.config.load import load_config
 from gkd.config.schema import Config
-from gkd.launcher import worker_env
 from gkd.log import get_logger
 from gkd.metrics.writer import read_metrics
 from gkd.rollout import worker as rollout_worker
@@ -40,6 +39,7 @@ from gkd.tools.split_tuner.simulate import simulate
 from gkd.trainer import Roles, Trainer
 from gkd.types import Prompt
 from gkd.weight_sync.coordinator import WeightSync
+from gkd.worker_env import worker_env
 from tests.bench.timed_roles import (
     SAVES,
     Meeting,

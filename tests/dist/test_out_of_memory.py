@@ -15,9 +15,9 @@ from gkd.actor.worker import CONCURRENCY_GROUPS, ActorWorker
 from gkd.cluster.calls import gather
 from gkd.config.load import load_config
 from gkd.errors import OutOfMemory
-from gkd.launcher import worker_env
 from gkd.memory.states import PARAMS, States
 from gkd.memory.timeline import Timeline
+from gkd.worker_env import worker_env
 from tests.dist.slots import actor_slots
 from tests.fake_device import FakeDevice
 

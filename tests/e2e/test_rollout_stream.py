@@ -22,13 +22,13 @@ from gkd.config.load import load_config
 from gkd.config.schema import Config
 from gkd.errors import ClusterError, DataError
 from gkd.handles import RolloutChunk, ScoredChunk
-from gkd.launcher import worker_env
 from gkd.pending import RolloutStream
 from gkd.rollout import worker as rollout_worker
 from gkd.rollout.pool import RolloutPool
 from gkd.rollout.worker import RolloutWorker
 from gkd.types import Prompt, Rollout, TeacherScores, TeacherTopK
 from gkd.weight_sync.coordinator import WeightSync
+from gkd.worker_env import worker_env
 from tests.bench.driver_bytes import counted
 from tests.e2e.conftest import EOS, VOCAB, Lab
 from tests.e2e.test_driver_bytes import LIMIT

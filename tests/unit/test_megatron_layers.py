@@ -20,7 +20,7 @@ from gkd.actor.megatron.norm import RmsNorm
 from gkd.actor.megatron.rope import rotate, rotate_packed
 from gkd.config.load import load_config
 from gkd.errors import ConfigError
-from gkd.launcher import actor_env
+from gkd.worker_env import actor_env
 
 QUICKSTART = Path(__file__).parents[2] / "configs" / "quickstart_cpu.yaml"
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")

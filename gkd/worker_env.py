@@ -1,0 +1,49 @@
+"""Environment variables of the processes that a run starts through Ray."""
+
+from __future__ import annotations
+
+import os
+
+from gkd.config.schema import Config
+from gkd.data.chunks import CHUNK_SIZE
+from gkd.rollout.engine_start import CPU_ENV
+
+# The most bytes of a chunk's sizes or of the summary of its scores: of the chunk, and per sequence.
+_SIZES_BYTES = 640, 24
+
+
+def inline_bytes(n_sequences: int) -> int:
+    """Return the size below which Ray returns a result to the caller, the driver.
+
+    Larger results stay in the object store of the worker's host. With Ray's default of 100 kB chunks of rollouts and
+    scores would travel through the driver, twice, since it also sends them on as arguments. What the driver reads of a
+    full chunk of `n_sequences` is smaller than this limit.
+    """
+    return _SIZES_BYTES[0] + _SIZES_BYTES[1] * n_sequences
+
+
+def worker_env(on_cpu: bool, n_sequences: int = CHUNK_SIZE) -> dict[str, str]:
+    """Return the environment of the workers: bulk results stay off the driver, libraries log little (unless the user
+    sets otherwise), and on CPU each has one thread.
+
+    Args:
+        n_sequences: of a full chunk.
+    """
+    env = {"VLLM_LOGGING_LEVEL": "ERROR", "PYTHONWARNINGS": "ignore", "TQDM_DISABLE": "1"}
+    env = {key: os.environ.get(key, value) for key, value in env.items()}
+    env["TOKENIZERS_PARALLELISM"] = "false"
+    env["RAY_max_direct_call_object_size"] = str(inline_bytes(n_sequences))
+    if on_cpu:
+        return env | CPU_ENV
+    # So that ids in CUDA_VISIBLE_DEVICES mean the same GPUs as in nvidia-smi, Ray and the teacher.
+    return env | {"CUDA_DEVICE_ORDER": os.environ.get("CUDA_DEVICE_ORDER", "PCI_BUS_ID")}
+
+
+def actor_env(config: Config, on_cpu: bool) -> dict[str, str]:
+    """Return what the actor's ranks have in addition.
+
+    With one hardware queue, a collective starts before the product that is launched after it, so that tensor-parallel
+    ranks communicate while they compute.
+    """
+    name = "CUDA_DEVICE_MAX_CONNECTIONS"
+    return {} if on_cpu or config.actor.tp == 1 else {name: os.environ.get(name, "1")}
