@@ -104,6 +104,8 @@ def _measure(rank: int, world_size: int, root: Path, name: str, kind: str) -> di
     """Return the differences from the reference."""
     from safetensors.torch import load_file
 
+    from tests.dist.megatron_logits import logits_of
+
     reference: Reference = torch.load(root / f"{kind}.pt", weights_only=False)
     student = _student(rank, root / kind, name, world_size=world_size)
     layout, groups = student.layout, student.model.groups
@@ -111,7 +113,7 @@ def _measure(rank: int, world_size: int, root: Path, name: str, kind: str) -> di
         "coordinates": (layout.tp_rank, layout.pp_rank, layout.dp_rank, layout.ep_rank),
         "megatron_coordinates": tuple(group.rank() for group in (groups.tp, groups.pp, groups.dp, groups.ep)),
     }
-    logits = student.forward_logits(reference.probe)
+    logits = logits_of(student, reference.probe)
     result["logits_diff"] = 0.0 if logits is None else _max_diff(logits, reference.probe_logits)
     original = load_file(root / kind / "model.safetensors")
     exported = {name: tensor.clone() for name, tensor in student.export()} if layout.exports else {}

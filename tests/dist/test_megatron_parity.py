@@ -72,6 +72,7 @@ def _measure(rank: int, world_size: int, root: Path, spec: tuple[int, int, int])
     from gkd.actor.megatron.layout import ParallelLayout
     from gkd.actor.megatron.student import MegatronStudent
     from gkd.config.loss_spec import LossSpec
+    from tests.dist.megatron_logits import logits_of
 
     _, tp, pp = spec
     layout = ParallelLayout(tp=tp, pp=pp, world_size=world_size, rank=rank)
@@ -93,7 +94,7 @@ def _measure(rank: int, world_size: int, root: Path, spec: tuple[int, int, int])
         result["coordinates"] = (layout.tp_rank, layout.pp_rank, layout.dp_rank)
         groups = student.model.groups
         result["megatron_coordinates"] = (groups.tp.rank(), groups.pp.rank(), groups.dp.rank())
-        logits = student.forward_logits(reference.probe)
+        logits = logits_of(student, reference.probe)
         result["logits_diff"] = 0.0 if logits is None else _max_diff(logits, reference.probe_logits)
         original = _load_folder(root / kind)
         exported = {name: tensor.clone() for name, tensor in student.export()}

@@ -102,10 +102,6 @@ class ShardReader:
             os.close(descriptor)
         self._open.clear()
 
-    def names(self) -> set[str]:
-        """Return the HF names of the parameters."""
-        return {name for name, _, _ in self._index}
-
     def read(self, name: str, kind: str, part: int, start: int, stop: int, *, out: Tensor | None = None) -> Tensor:
         """Return elements [start, stop) of one part, assembled from its pieces.
 

@@ -137,27 +137,6 @@ def _from_last_stage(tensor: Tensor, model: StudentModel) -> Tensor:
     return tensor
 
 
-@torch.no_grad()
-def run_logits(ddps: Sequence[DistributedDataParallel], model: StudentModel, tokens: Tensor) -> Tensor | None:
-    """Return [B, S, V] float32 logits of [B, S] `tokens` on the last stage, None on the others. Collective."""
-    device = model.device
-    batch = empty_micro_batch()
-    batch.tokens = tokens
-
-    def forward_step(batches: Iterator[MicroBatch], module: DistributedDataParallel) -> tuple[Tensor, None]:
-        step_tokens = next(batches).tokens.to(device)
-        all_rows = torch.arange(step_tokens.numel(), device=device)
-        return module(step_tokens, _column_numbers(step_tokens), all_rows), None
-
-    outputs = _schedule(ddps, model, [batch], [tokens.shape], forward_step, forward_only=True, force_all_reduce=False)
-    if not model.layout.is_last_stage:
-        return None
-    shards = [torch.empty_like(outputs[0]) for _ in range(model.layout.tp)]
-    dist.all_gather(shards, outputs[0].contiguous(), group=model.groups.tp)
-    logits = torch.cat(shards, dim=-1)[:, : model.dims.vocab_size]
-    return logits.view(*tokens.shape, -1).float()
-
-
 def _schedule(
     ddps: Sequence[DistributedDataParallel],
     model: StudentModel,
@@ -278,7 +257,3 @@ def _n_common(n_batches: int, model: StudentModel) -> int:
         dist.all_reduce(longest, op=dist.ReduceOp.MAX, group=model.groups.dp)
         n_common = int(longest)
     return n_common
-
-
-def _column_numbers(tokens: Tensor) -> Tensor:
-    return torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)

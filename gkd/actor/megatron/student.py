@@ -29,7 +29,7 @@ from gkd.actor.megatron.layout import ParallelLayout
 from gkd.actor.megatron.lora import disabled_adapters
 from gkd.actor.megatron.model import build_model
 from gkd.actor.megatron.optim import build_optimizer, clip_and_step, prepare_grads, set_lr
-from gkd.actor.megatron.pipeline import run_batch, run_logits, run_logprobs
+from gkd.actor.megatron.pipeline import run_batch, run_logprobs
 from gkd.config.schema import LoraConfig
 from gkd.hf.files import weights_digest
 from gkd.hf.folder import TensorPlan
@@ -146,10 +146,6 @@ class MegatronStudent(Student):
 
     def _meta(self) -> dict[str, Any]:
         return checkpoint.student_meta(self.model, dtype=self._dtype, base=self._base_digest)
-
-    def forward_logits(self, tokens: Tensor) -> Tensor | None:
-        """Return [B, S, V] float32 logits of [B, S] `tokens` on the last stage, None on others. For tests."""
-        return run_logits(self._ddps, self.model, tokens)
 
     def grads_by_hf_name(self, micro_batches: Sequence[MicroBatch]) -> dict[str, Tensor]:
         """Return this stage's gradients of one global batch as full float32 tensors by HF name. For diagnosis.
