@@ -30,7 +30,7 @@ from gkd.health.checks import NEED_EQUAL_SAMPLING
 from gkd.metrics.writer import read_metrics
 from tests.e2e.conftest import N_TRAIN, Lab, make_lab
 from tests.e2e.exactness import check_stream, differences
-from tests.e2e.killed_main import POINTS, VICTIMS
+from tests.e2e.killed_main import POINTS, VICTIMS, generation_of
 from tests.service.harness import ServerProcess
 
 N_STEPS = 16
@@ -98,11 +98,13 @@ def kills_at_points() -> Iterator[Kill]:
     """Yield kills of all processes at every point, and of single processes in the stages that use them."""
     for point in POINTS:
         # The first renames belong to the start of the run, the later ones to checkpoints. There is one export.
-        for nth in (2, 9) if "rename" in point or "replace" in point else (1,) if "export" in point else (3,):
+        usual = generation_of(2) if point == "rollout" else 3
+        for nth in (2, 9) if "rename" in point or "replace" in point else (1,) if "export" in point else (usual,):
             yield Kill(point, nth, 0.0, "all")
     for stage in ("rollout", "teacher", "train", "weight_sync", "checkpoint"):
-        yield Kill(stage, 3, 0.05, "all")
-        yield Kill(stage, 3, 0.0, "driver")
+        nth = generation_of(2) if stage == "rollout" else 3
+        yield Kill(stage, nth, 0.05, "all")
+        yield Kill(stage, nth, 0.0, "driver")
     yield from (
         Kill("train", 2, 0.02, "actor"),
         Kill("weight_sync", 2, 0.0, "actor"),

@@ -38,6 +38,11 @@ VICTIMS = {"actor": "ActorWorker", "engine": "RolloutWorker"}  # which end the r
 OTHER_VICTIMS = ("all", "driver", "engine_child", "stopped_engine", "stopped_engine_child")
 
 
+def generation_of(step: int) -> int:
+    """Return the visit of the stage `rollout` that generates under `sync`: the second of three in a step."""
+    return 3 * step - 1
+
+
 class Killer:
     """Count the visits of one point, and kill the victim at the n-th."""
 

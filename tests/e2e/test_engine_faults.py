@@ -15,6 +15,7 @@ from gkd.metrics.writer import read_metrics
 from tests.e2e.conftest import N_TRAIN, Lab
 from tests.e2e.engine_kills import is_engine
 from tests.e2e.exactness import check_taken, differences
+from tests.e2e.killed_main import generation_of
 from tests.e2e.test_loop import interrupt, start, wait_for_step
 from tests.service.harness import wait_until
 
@@ -71,7 +72,7 @@ def test_the_only_engine_dies_in_a_sync_and_an_evaluation_and_hangs_in_a_batch(
     faults: list[Fault] = [
         ("weight_sync", 2, 0.0, "engine"),  # after the first step
         ("eval", 2, 0.0, "engine"),  # after the second one
-        ("rollout", 5, 0.0, "stopped_engine"),  # each step has two visits
+        ("rollout", generation_of(3), 0.0, "stopped_engine"),
     ]
     done = run_with(faults, lab, run_dir, teacher_port, *settings, *evaluated)
     assert done.returncode == 0, done.stderr[-4000:]
@@ -86,7 +87,7 @@ def test_a_colocated_engine_dies_awake_and_asleep(base_run: Path, lab: Lab, teac
     """
     run_dir = lab.root / "colocated_faults"
     settings = (RECORD, MANY, "trainer.colocate=true", "weight_sync.verify=always", "trainer.save_every=2")
-    faults: list[Fault] = [("rollout", 3, 0.0, "engine"), ("train", 3, 0.0, "engine")]
+    faults: list[Fault] = [("rollout", generation_of(2), 0.0, "engine"), ("train", 3, 0.0, "engine")]
     done = run_with(faults, lab, run_dir, teacher_port, *settings, "trainer.keep_last=9")
     assert done.returncode == 0, done.stderr[-4000:]
     assert n_restarts(run_dir) == len(faults)
@@ -100,7 +101,8 @@ def test_one_process_of_an_engine_with_two_dies_and_hangs(lab: Lab, teacher_port
     """
     run_dir = lab.root / "tp_faults"
     settings = (RECORD, MANY, "rollout.n_gpus_per_node=2", "rollout.tp=2", "rollout.hang_timeout_s=10")
-    faults: list[Fault] = [("rollout", 3, 0.0, "engine_child"), ("rollout", 5, 0.0, "stopped_engine_child")]
+    victims = {2: "engine_child", 3: "stopped_engine_child"}
+    faults: list[Fault] = [("rollout", generation_of(step), 0.0, victim) for step, victim in victims.items()]
     done = run_with(faults, lab, run_dir, teacher_port, *settings, "weight_sync.verify=always")
     assert done.returncode == 0, done.stderr[-4000:]
     assert n_restarts(run_dir) == len(faults)
@@ -110,7 +112,7 @@ def test_one_process_of_an_engine_with_two_dies_and_hangs(lab: Lab, teacher_port
 def test_an_engine_that_dies_once_too_often_ends_the_run_with_a_checkpoint(lab: Lab, teacher_port: int) -> None:
     """Fails if a bad card ends the run without its name, or loses a finished step."""
     run_dir = lab.root / "bad_card"
-    faults: list[Fault] = [("rollout", 3, 0.0, "engine"), ("rollout", 5, 0.0, "engine")]
+    faults: list[Fault] = [("rollout", generation_of(step), 0.0, "engine") for step in (2, 3)]
     done = run_with(faults, lab, run_dir, teacher_port, RECORD)
     assert done.returncode == 1, done.stderr[-4000:]
     (line,) = [text for text in done.stderr.splitlines() if text.startswith("EngineFailed")]
