@@ -267,7 +267,7 @@ def test_the_short_path_of_the_scheduler_changes_nothing(probe: dict[str, Any]) 
 def test_random_numbers_drawn_ahead_are_those_of_vllm(probe: dict[str, Any]) -> None:
     """Fails if a sequence gets another token, or one of another sequence, because its numbers were drawn together."""
     if probe["second_runner"]:
-        return
+        pytest.skip("vLLM's second runner has a sampler of its own")
     ours, plain = probe["sampled"]
     assert ours == plain
     assert len({token for tokens in ours[0] for token in tokens}) > 20
