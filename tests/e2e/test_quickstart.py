@@ -68,6 +68,6 @@ def test_interrupt_leaves_no_process(folder: Path, seen: str, then_s: float) -> 
         assert process.wait(timeout=40) in (130, -signal.SIGINT)
     finally:
         process.kill()
-    assert log.read_text().rstrip().endswith("interrupted; everything that was started is stopped")
+    assert log.read_text().splitlines()[-1].startswith("interrupted"), "the last line is not the quickstart's own"
     time.sleep(0.5)
     assert _strangers(folder) == []
