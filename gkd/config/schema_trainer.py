@@ -24,7 +24,10 @@ class TrainerConfig:
         choices=(*AHEAD, STREAM),
     )
     max_staleness: int = key(
-        1, "stream: largest number of steps between the start of a response and the step that trains on it.", ge=0
+        1,
+        "stream: largest number of steps between the start of a response and the step that trains on it. 2 is faster "
+        "if a few responses are much longer than the others.",
+        ge=0,
     )
     record_batches: bool = key(
         False, "Keep the rollouts and scores of every step in run_dir/batches, for trainer.replay.", resume=True
