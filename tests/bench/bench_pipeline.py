@@ -72,7 +72,7 @@ SCHEDULERS: dict[str, dict[str, Any]] = {
 # "rollout" the longest responses last three steps: a bound of 2 makes `stream` wait for them.
 SHAPES = {"balanced": (1.0, 1.0), "rollout": (0.4, 0.4), "teacher": (1.6, 0.5), "train": (0.5, 1.6)}
 BATCH, N_ENGINES, MAX_RUNNING, PROMPT, MEAN, LONGEST, WARM_UP = 64, 2, 16, 12, 32.0, 192, 3
-# Of each run. At "rollout" a step depends on a few long responses: with 40 steps other lengths change the ratio by 2%.
+# Of each run. At "rollout" a few long responses decide how long a step waits, so more of them are drawn.
 STEPS, ROLLOUT_STEPS = 20, 100
 MOST = {"one_step_off": 1.25, "two_step_off": 1.10, "stream": 1.10, "stream_4": 1.10}  # goals: step / slowest stage
 LEAST_SPEED_UP, LEAST_NAMED = 1.8, 0.95

@@ -40,9 +40,9 @@ def inject(fault: str) -> None:
 
         def relabelled(self: RolloutPool, *args: Any, **named: Any) -> Iterator[RolloutChunk]:
             for chunk in generate(self, *args, **named):
-                sizes = chunk.sizes.copy()
-                sizes[4] = version[0]
-                yield replace(chunk, sizes=sizes)
+                changed = replace(chunk, sizes=chunk.sizes.copy())
+                changed.versions[:] = version[0]
+                yield changed
 
         WeightSync.push, RolloutPool.generate = frozen_push, relabelled  # type: ignore[method-assign]
     elif fault == "stale":
