@@ -1,9 +1,13 @@
-"""How pytest-xdist distributes the tests of all folders over its workers."""
+"""The device of the tests, and how pytest-xdist distributes the tests of all folders over its workers."""
 
 from __future__ import annotations
 
+import os
+
 import pytest
 from xdist.scheduler import LoadScopeScheduling
+
+from tests import device
 
 SYSTEM = "tests/e2e"
 OWN_ENGINE = ("test_rollout_", "test_stream_engine")  # its files that start one engine and no run
@@ -22,6 +26,16 @@ class ByFile(LoadScopeScheduling):
         return folder if folder == SYSTEM and not name.startswith(OWN_ENGINE) else file
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--device", choices=device.KINDS, default="cpu", help="where tests/dist and tests/service compute")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    os.environ[device.VARIABLE] = config.getoption("--device")
+    if device.on_cuda() and not device.n_cards():
+        raise pytest.UsageError("--device = cuda: torch finds no CUDA device. Fix: run on a machine that has one.")
+
+
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> ByFile:
     config.option.loadscopereorder = False  # it puts the files with the fewest tests last, and those are the longest
@@ -29,6 +43,12 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> ByFile:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Put the runs of the whole system first: they are the longest part that one worker has to do alone."""
+    """Put the runs of the whole system first: they are the longest part that one worker has to do alone.
+
+    On CUDA, tests marked `cpu_only` are skipped.
+    """
+    for item in items if device.on_cuda() else ():
+        for mark in item.iter_markers("cpu_only"):
+            item.add_marker(pytest.mark.skip(reason=f"CPU only: {mark.args[0]}"))
     if hasattr(config, "workerinput"):
         items.sort(key=lambda item: not item.nodeid.startswith(SYSTEM))

@@ -7,9 +7,7 @@ joined torch.distributed.
 from __future__ import annotations
 
 import json
-import os
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -24,7 +22,8 @@ from gkd.data.batching import make_micro_batches
 from gkd.footprint import RankFootprint, footprint
 from gkd.types import Rollout, TeacherScores, TeacherTopK, VersionSpan
 from tests.bench.footprint_memory import ENVIRONMENT, Meter
-from tests.dist.helpers import run_gloo
+from tests.device import VARIABLE, environment
+from tests.dist.helpers import run_ranks
 
 # 113 million parameters.
 SIZES = {
@@ -78,8 +77,8 @@ def measure(case: Case, folder: Path, *, device: str = "cpu", timeout_s: float =
     if not model.exists():
         save_model(model, tied=case.tied)
     world_size = config.trainer.n_gpus_per_node
-    with _environment():
-        found = run_gloo(_train, world_size, config, case.n_steps, device, timeout_s=timeout_s, start="spawn")
+    with environment(ENVIRONMENT | {VARIABLE: device}):
+        found = run_ranks(_train, world_size, config, case.n_steps, device, timeout_s=timeout_s, start="spawn")
     shape = json.loads((model / "config.json").read_text())
     actors = [as_metered(part) for part in footprint(config, shape) if part.role == "actor"]
     keeps = config.actor.strategy == "megatron"
@@ -194,14 +193,3 @@ def _build(rank: int, world_size: int, config: Config, device: str) -> tuple[Any
     meter = Meter(where)
     student = MegatronStudent(config.model.path, layout, sequence_parallel=actor.sequence_parallel, **common)
     return student, meter
-
-
-@contextmanager
-def _environment() -> Iterator[None]:
-    before = dict(os.environ)
-    os.environ.update(ENVIRONMENT)
-    try:
-        yield
-    finally:
-        os.environ.clear()
-        os.environ.update(before)

@@ -1,4 +1,4 @@
-"""Real gloo worlds in tests: one process per rank, one thread each, a bounded wait, child tracebacks surfaced."""
+"""Real worlds in tests: one process per rank, one thread each, a bounded wait, child tracebacks surfaced."""
 
 from __future__ import annotations
 
@@ -9,20 +9,29 @@ import socket
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection
 from multiprocessing.connection import wait as wait_any
 from multiprocessing.context import ForkServerContext
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
+
+import pytest
 
 from gkd.errors import GkdError
+from tests.device import backend, cards, environment, on_cuda, rank_device
+
+if TYPE_CHECKING:
+    from torch.distributed import Store
 
 # What almost every rank imports. The fork server imports it once, in a process with one thread and no process group;
 # each rank is a fork of that process and saves 10 CPU seconds.
 PRELOAD = ("torch", "gkd.actor.megatron.student", "gkd.actor.fsdp.student", "pytest")
 RANK_ENV = {"OMP_NUM_THREADS": "1"}
+# On CUDA each rank imports on its own, starts CUDA and NCCL, and compiles kernels.
+CUDA_PATIENCE = 4
 
 
 def free_port() -> int:
@@ -33,23 +42,24 @@ def free_port() -> int:
         return port
 
 
-def run_gloo(
+def run_ranks(
     fn: Callable[..., Any],
     world_size: int,
     *args: Any,
     timeout_s: float = 60.0,
     start: Literal["forkserver", "spawn"] = "forkserver",
 ) -> list[Any]:
-    """Run `fn(rank, world_size, *args)` in `world_size` new processes with torch.distributed on gloo.
+    """Run `fn(rank, world_size, *args)` in `world_size` new processes with torch.distributed on the tests' device.
 
-    Blocks until all are done; kills the others as soon as one fails.
+    Blocks until all are done; kills the others as soon as one fails. On CUDA each rank sees one card of its own, and
+    the test is skipped if there are too few.
 
     Args:
         fn: a module-level function (it is imported again in the children); its result is pickled.
-        timeout_s: for all of it, start-up included.
+        timeout_s: for all of it, start-up included; `CUDA_PATIENCE` times as long on CUDA.
         start: how a rank starts. "forkserver": as a fork of a process that has imported `PRELOAD`; it has the
             environment of the first such call. "spawn": as a process that has imported nothing, with the caller's
-            environment. Take "spawn" for ranks that use CUDA, and for tests of imports or of the environment.
+            environment. Take "spawn" for tests of imports or of the environment. On CUDA it is always "spawn".
 
     Returns:
         The ranks' results, in rank order.
@@ -59,16 +69,21 @@ def run_gloo(
     """
     import torch.distributed as dist
 
-    context = _forkserver() if start == "forkserver" else mp.get_context("spawn")
+    seen = cards() if on_cuda() else [""] * world_size
+    if len(seen) < world_size:
+        pytest.skip(f"needs {world_size} cards, here are {len(seen)}")
+    preloaded = PRELOAD if start == "forkserver" and not on_cuda() else ()
+    timeout_s *= CUDA_PATIENCE if on_cuda() else 1
+    context = _forkserver() if preloaded else mp.get_context("spawn")
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     port = store.port  # never free, unlike one that is only noted
     receivers: list[Connection] = []
     processes = []
     for rank in range(world_size):
         receiver, sender = context.Pipe(duplex=False)
-        preloaded = PRELOAD if start == "forkserver" else ()
         process = context.Process(target=_child, args=(sender, fn, rank, world_size, port, timeout_s, args, preloaded))
-        process.start()
+        with environment({"CUDA_VISIBLE_DEVICES": seen[rank]} if on_cuda() else {}):
+            process.start()
         sender.close()  # so that a dead child reads as end-of-file
         receivers.append(receiver)
         processes.append(process)
@@ -80,6 +95,26 @@ def run_gloo(
             if process.is_alive():
                 process.kill()
                 process.join()
+
+
+def join_group(store: Store, rank: int, world_size: int, timeout: timedelta | None = None) -> None:
+    """Make the process group of all ranks on the tests' device, as `gkd.actor.rank` does."""
+    import torch
+    import torch.distributed as dist
+
+    if on_cuda():
+        torch.cuda.set_device(rank_device())
+    dist.init_process_group(backend(), store=store, rank=rank, world_size=world_size, timeout=timeout)
+
+
+@contextmanager
+def group_of_one() -> Iterator[None]:
+    """Make this process the only rank."""
+    import torch.distributed as dist
+
+    join_group(dist.HashStore(), 0, 1)
+    yield
+    dist.destroy_process_group()
 
 
 def destroy_groups() -> None:
@@ -103,16 +138,8 @@ def _forkserver() -> ForkServerContext:
     """Return the context whose fork server has imported `PRELOAD`; start that server at the first call."""
     context = mp.get_context("forkserver")
     context.set_forkserver_preload(list(PRELOAD))
-    before = {name: os.environ.get(name) for name in RANK_ENV}
-    os.environ.update(RANK_ENV)  # before the imports: OpenMP and BLAS read it once, and threads do not survive a fork
-    try:
+    with environment(RANK_ENV):  # before the imports: OpenMP and BLAS read it once, and threads do not survive a fork
         forkserver.ensure_running()
-    finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
     return context
 
 
@@ -155,7 +182,7 @@ def _child(
         assert not missing, f"PRELOAD: the fork server could not import {missing}"  # it prints nothing itself
         timeout = timedelta(seconds=timeout_s)
         store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timeout)
-        dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timeout)
+        join_group(store, rank, world_size, timeout)
         result = fn(rank, world_size, *args)
         dist.destroy_process_group()
         sender.send((True, result))

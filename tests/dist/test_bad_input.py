@@ -15,7 +15,7 @@ from gkd.config.loss_spec import LossSpec, LossTerm, teacher_signals
 from gkd.data.batching import check_batch, make_micro_batches
 from gkd.errors import ConfigError, DataError, GkdError, NumericsError, TeacherError, TeacherRefusal
 from gkd.types import Rollout, TeacherScores, TeacherTopK, VersionSpan
-from tests.dist.helpers import caught, run_gloo
+from tests.dist.helpers import caught, run_ranks
 from tests.dist.megatron_reference import TOP_K, VOCAB, make_hf_folder
 
 SPEC = LossSpec((LossTerm("forward_kl"), LossTerm("k2", 0.5)))
@@ -147,7 +147,7 @@ def _world(rank: int, world_size: int, root: Path) -> tuple[dict[str, Any], dict
 @pytest.mark.dist
 def test_a_bad_batch_stops_all_ranks_and_changes_nothing(tmp_path: Path) -> None:
     """Fails if a bad sequence on one rank hangs the others, raises different errors, or changes the student."""
-    results = run_gloo(_world, 2, make_hf_folder(tmp_path / "hf", "qwen3"), timeout_s=100.0)
+    results = run_ranks(_world, 2, make_hf_folder(tmp_path / "hf", "qwen3"), timeout_s=100.0)
     for name in LAYOUTS:
         first, second = (result[name] for result, _ in results)
         errors = first["errors"]

@@ -20,7 +20,7 @@ from gkd.config.schema import Config, LoraConfig
 from gkd.footprint.activations import Kernels
 from gkd.footprint.megatron import stages
 from gkd.hf.model_dims import ModelDims, read_dims
-from tests.dist.helpers import run_gloo
+from tests.dist.helpers import run_ranks
 
 DEPTHS = (2, 4)
 N_PROMPT, N_RESPONSE, N_SEQUENCES = 40, 88, 2  # 256 tokens
@@ -87,7 +87,7 @@ CASES = [
 def looked(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
     root = tmp_path_factory.mktemp("footprint")
     _save_models(root)
-    return root, run_gloo(_look, 2, root, timeout_s=300.0)
+    return root, run_ranks(_look, 2, root, timeout_s=300.0)
 
 
 def test_a_layer_keeps_what_the_formula_says(looked: tuple[Path, Any]) -> None:

@@ -31,7 +31,7 @@ from tests.dist.frozen_cases import (
     sequences,
     with_top_ids,
 )
-from tests.dist.helpers import run_gloo
+from tests.dist.helpers import run_ranks
 from tests.dist.hf_models import make_model_folder
 from tests.dist.local_teacher_cases import INDICES
 from tests.dist.megatron_reference import VOCAB, make_hf_folder
@@ -66,7 +66,7 @@ def ranks(root: Path) -> dict[int, list[dict[str, Any]]]:
         alone = measure(0, 1, root)
     finally:
         dist.destroy_process_group()
-    return {1: [alone], 2: run_gloo(measure, 2, root, timeout_s=250.0)}
+    return {1: [alone], 2: run_ranks(measure, 2, root, timeout_s=250.0)}
 
 
 def engine_scores(

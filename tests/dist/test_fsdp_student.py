@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 
 from gkd.config.schema import LoraConfig
 from tests.dist.fsdp_resume_cases import OTHER_WORLD, SAME_WORLD, in_two, resume_in_one, save_in_one
-from tests.dist.helpers import caught, run_gloo
+from tests.dist.helpers import caught, run_ranks
 from tests.dist.hf_models import make_model_folder
 from tests.dist.megatron_reference import (
     BETAS,
@@ -327,7 +327,7 @@ def saved_in_one(root: Path) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def ranks(root: Path, saved_in_one: Any) -> list[dict[str, Any]]:
-    return run_gloo(_measure, 2, root, timeout_s=280.0)
+    return run_ranks(_measure, 2, root, timeout_s=280.0)
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from gkd.actor.megatron import model as megatron_model
-from tests.dist.helpers import run_gloo
+from tests.dist.helpers import run_ranks
 from tests.dist.hf_models import make_model_folder
 from tests.dist.megatron_reference import make_hf_folder, make_micro_batches
 from tests.dist.student_cases import build_student, packed
@@ -44,7 +44,7 @@ def test_compiled_layers_compute_what_the_plain_ones_do(tmp_path: Path) -> None:
     """Fails if a compiled kernel computes other numbers: a wrong position in a pack, a wrong derivative."""
     make_hf_folder(tmp_path / "qwen3", "qwen3")
     make_model_folder(tmp_path / "qwen3_moe", "qwen3_moe")
-    (found,) = run_gloo(_measure, 1, tmp_path, timeout_s=400.0)
+    (found,) = run_ranks(_measure, 1, tmp_path, timeout_s=400.0)
     for (kind, how, fused), (logprobs, grads) in found.items():
         if not fused:
             continue

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from tests.dist.frozen_cases import PLAIN, build, frozen_weights, sequences
-from tests.dist.helpers import run_gloo
+from tests.dist.helpers import run_ranks
 from tests.dist.hf_models import make_model_folder
 from tests.dist.megatron_reference import make_hf_folder, make_micro_batches
 from tests.dist.student_cases import build_student, same_weights, share, weights
@@ -71,7 +71,7 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     for kind in ("qwen3", "qwen2_tied"):
         make_hf_folder(root / kind, kind)
     make_model_folder(root / "mixtral", "mixtral")
-    return run_gloo(measure, N_RANKS, root, timeout_s=150.0)
+    return run_ranks(measure, N_RANKS, root, timeout_s=150.0)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -16,7 +16,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from tests.dist.helpers import run_gloo
+from tests.dist.helpers import run_ranks
 
 N_LAYERS, HIDDEN, FFN, VOCAB, N_EXPERTS = 12, 64, 256, 501, 4  # no tensor is larger than a layer
 KINDS = ("dense", "experts")
@@ -112,7 +112,7 @@ def peaks(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str
     root = tmp_path_factory.mktemp("memory")
     for kind in KINDS:
         _save_model(root / kind, kind)
-    return root, run_gloo(_measure, 2, root, timeout_s=120.0)
+    return root, run_ranks(_measure, 2, root, timeout_s=120.0)
 
 
 @pytest.mark.parametrize("case", CASES)

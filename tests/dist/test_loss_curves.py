@@ -20,7 +20,7 @@ import torch
 from safetensors.torch import load_file
 
 from gkd.types import MicroBatch
-from tests.dist.helpers import destroy_groups, run_gloo
+from tests.dist.helpers import destroy_groups, run_ranks
 from tests.dist.megatron_reference import (
     BETAS,
     CLIP,
@@ -195,7 +195,7 @@ def _run(root: Path, names: list[str], n_steps: int, timeout_s: float) -> dict[s
     measured: dict[str, list[dict[str, Any]]] = {}
     for size in sorted({CASES[name].world_size for name in names}):
         own = [name for name in names if CASES[name].world_size == size]
-        ranks = run_gloo(_world, size, root, own, n_steps, timeout_s=timeout_s)
+        ranks = run_ranks(_world, size, root, own, n_steps, timeout_s=timeout_s)
         measured |= {name: [rank[name] for rank in ranks] for name in own}
     return measured
 

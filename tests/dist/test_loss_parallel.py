@@ -32,7 +32,7 @@ from gkd.loss.row_kernels import TorchRows
 from gkd.loss.vocab_parallel import VocabShard
 from gkd.types import TokenTargets
 from tests.dist.dense_loss import dense_factors, dense_losses
-from tests.dist.helpers import run_gloo
+from tests.dist.helpers import run_ranks
 
 Setting: TypeAlias = tuple[int, torch.dtype, float]
 
@@ -280,7 +280,7 @@ def test_equals_dense(tp: int) -> None:
 
     A rank without a real vocabulary row and a batch without a loss token must not hang the others.
     """
-    _check(run_gloo(_world, tp, QUICK, timeout_s=120.0))
+    _check(run_ranks(_world, tp, QUICK, timeout_s=120.0))
 
 
 @pytest.mark.dist
@@ -288,7 +288,7 @@ def test_equals_dense(tp: int) -> None:
 @pytest.mark.parametrize("tp", [2, 4])
 def test_equals_dense_everywhere(tp: int) -> None:
     """Check the same for every vocabulary, dtype and temperature."""
-    _check(run_gloo(_world, tp, ALL, timeout_s=290.0))
+    _check(run_ranks(_world, tp, ALL, timeout_s=290.0))
 
 
 def _check(ranks: list[tuple[dict[str, float], bool, float, float]]) -> None:

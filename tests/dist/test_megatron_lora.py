@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file
 
 from gkd.config.schema import LoraConfig
-from tests.dist.helpers import caught, run_gloo
+from tests.dist.helpers import caught, run_ranks
 from tests.dist.megatron_reference import make_hf_folder, make_micro_batches
 from tests.dist.peft_reference import train_peft
 from tests.dist.student_cases import as_numpy, build_student, packed, same_weights, weights
@@ -119,7 +119,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def ranks(root: Path) -> list[dict[str, Any]]:
-    return run_gloo(_measure, 2, root, timeout_s=200.0)
+    return run_ranks(_measure, 2, root, timeout_s=200.0)
 
 
 def _joined(ranks: list[dict[str, Any]], name: str, key: str) -> dict[str, torch.Tensor]:

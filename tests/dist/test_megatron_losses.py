@@ -21,8 +21,8 @@ from gkd.config.loss_spec import LossSpec, LossTerm, teacher_signals
 from gkd.types import MicroBatch
 from teacher_server.wire.protocol import Signal
 from tests.dist.dense_loss import dense_losses
-from tests.dist.helpers import run_gloo
-from tests.dist.megatron_reference import VOCAB, make_hf_folder, make_micro_batches
+from tests.dist.helpers import run_ranks
+from tests.dist.megatron_reference import VOCAB, make_hf_folder, make_micro_batches, read_model
 
 KINDS = ("qwen3", "qwen2_tied")
 SIGNALS: tuple[Signal, ...] = ("topk", "hidden")
@@ -59,9 +59,7 @@ def _batches(signal: Signal) -> list[MicroBatch]:
 
 def _reference(folder: Path, signal: Signal) -> tuple[float, dict[str, Tensor]]:
     """Return the token mean and its gradients by HF name."""
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+    model = read_model(folder, dtype=torch.float32, attn_implementation="eager")
     total, n_tokens = torch.zeros(()), 0
     for batch in _batches(signal):
         targets = batch.targets
@@ -164,7 +162,7 @@ def worlds(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Callable[[in
     root = tmp_path_factory.mktemp("losses")
     for kind in KINDS:
         make_hf_folder(root / kind, kind)
-    return root, functools.cache(lambda size: run_gloo(_world, size, root, timeout_s=150.0))
+    return root, functools.cache(lambda size: run_ranks(_world, size, root, timeout_s=150.0))
 
 
 @pytest.mark.dist

@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.dist.helpers import run_gloo
+from tests.dist.helpers import run_ranks
 from tests.dist.megatron_reference import (
     BETAS,
     CLIP,
@@ -63,7 +63,7 @@ def references(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def results(references: Path) -> list[dict[Any, dict[str, Any]]]:
     """Return, per rank, the measurements by (layout, kind) and those of `_resume`. One spawn."""
-    return run_gloo(_measure_all, WORLD, references, timeout_s=200.0)
+    return run_ranks(_measure_all, WORLD, references, timeout_s=200.0)
 
 
 def _measure_all(rank: int, world_size: int, root: Path) -> dict[Any, dict[str, Any]]:
@@ -193,7 +193,7 @@ class TestParity:
 def test_larger_layouts(references: Path, layout: str) -> None:
     """Fails if experts with TP, PP and DP train differently, or ranks run different numbers of micro-batches."""
     kind = "qwen3_moe_mixed"
-    ranks = run_gloo(_measure, LARGER_LAYOUTS[layout][-1], references, layout, kind, timeout_s=250.0)
+    ranks = run_ranks(_measure, LARGER_LAYOUTS[layout][-1], references, layout, kind, timeout_s=250.0)
     check_forward(ranks)
     check_gradients(ranks, references, kind)
     check_training(ranks, references, kind)

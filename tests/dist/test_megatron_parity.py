@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.dist.helpers import run_gloo
+from tests.dist.helpers import run_ranks
 from tests.dist.megatron_reference import (
     BETAS,
     CLIP,
@@ -50,7 +50,7 @@ def results(references: Path) -> Callable[[str], list[dict[str, Any]]]:
     @functools.cache
     def spawned(size: int) -> list[dict[str, dict[str, Any]]]:
         names = [name for name, layout in LAYOUTS.items() if layout[0] == size]
-        return run_gloo(_measure_all, size, references, names, timeout_s=200.0)
+        return run_ranks(_measure_all, size, references, names, timeout_s=200.0)
 
     return lambda name: [rank[name] for rank in spawned(LAYOUTS[name][0])]
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.dist.helpers import run_gloo
+from tests.dist.helpers import run_ranks
 from tests.dist.megatron_reference import make_hf_folder, make_micro_batches
 from tests.dist.resume_cases import (
     DEEP,
@@ -136,7 +136,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Any]]:
     for kind in ("qwen3", "qwen2_tied"):
         (make_hf_folder(root / kind, kind) / "tokenizer.json").write_text("{}")
     make_hf_folder(root / DEEP, "qwen2_tied", n_layers=4)
-    return root, run_gloo(_all, 2, root, timeout_s=200.0)
+    return root, run_ranks(_all, 2, root, timeout_s=200.0)
 
 
 def _check_resume(saved: list[dict[Case, dict[str, Any]]]) -> None:
@@ -245,12 +245,12 @@ def test_resume_between_all_pairs_of_layouts(tmp_path: Path, kind: str) -> None:
     sizes = sorted({size for size, *_ in LAYOUTS.values()})
     for size in sizes:
         own = [case for name, case in cases.items() if LAYOUTS[name][0] == size]
-        results = run_gloo(save_and_resume, size, tmp_path, own, timeout_s=600.0)
+        results = run_ranks(save_and_resume, size, tmp_path, own, timeout_s=600.0)
         _check_resume(results)
         saved |= {case: results for case in own}
     for size in sizes:
         pairs = [(case, to) for case in saved for to in LAYOUTS if LAYOUTS[to][0] == size and to != case.layout]
-        results = run_gloo(load_elsewhere, size, tmp_path, pairs, timeout_s=600.0)
+        results = run_ranks(load_elsewhere, size, tmp_path, pairs, timeout_s=600.0)
         moved |= {pair: results for pair in pairs}
     assert len(moved) == len(LAYOUTS) * (len(LAYOUTS) - 1)
     worst = max(_check_moved(tmp_path, *pair, saved[pair[0]], results) for pair, results in moved.items())

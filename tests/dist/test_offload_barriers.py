@@ -17,7 +17,7 @@ from gkd.actor.offload import OffloadController
 from gkd.errors import DataError
 from gkd.memory.oom import diagnosed
 from gkd.memory.states import OPTIMIZER, PARAMS, States
-from tests.dist.helpers import caught, run_gloo
+from tests.dist.helpers import caught, run_ranks
 
 pytestmark = pytest.mark.dist
 
@@ -169,7 +169,7 @@ def _error_of(work: Any) -> Exception | None:
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    return run_gloo(_run, 2, tmp_path_factory.mktemp("barriers"), timeout_s=120.0)
+    return run_ranks(_run, 2, tmp_path_factory.mktemp("barriers"), timeout_s=120.0)
 
 
 def test_a_rank_that_fails_alone_skips_the_barriers(ranks: list[dict[str, Any]]) -> None:

@@ -22,7 +22,7 @@ from gkd.actor.common.shard_writer import write
 from gkd.actor.offload import OffloadController
 from gkd.memory.states import GRADS, KINDS, OPTIMIZER, PARAMS
 from gkd.types import MicroBatch
-from tests.dist.helpers import run_gloo
+from tests.dist.helpers import run_ranks
 from tests.dist.megatron_reference import VOCAB, make_hf_folder, make_micro_batches
 from tests.dist.student_cases import CPU, build_student, share, weights
 
@@ -44,7 +44,7 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     for _, kind, _, _ in CASES.values():
         if not (root / kind).exists():
             make_hf_folder(root / kind, kind)
-    return run_gloo(_measure_all, N_RANKS, root, timeout_s=200.0)
+    return run_ranks(_measure_all, N_RANKS, root, timeout_s=200.0)
 
 
 def _measure_all(rank: int, world_size: int, root: Path) -> dict[str, Any]:

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from gkd.actor.common.shard_writer import write
 from gkd.memory.states import KINDS, OPTIMIZER, PARAMS
-from tests.dist.helpers import run_gloo
+from tests.dist.helpers import run_ranks
 from tests.dist.megatron_reference import make_hf_folder, make_micro_batches
 from tests.dist.student_cases import build_student, changed_by_a_move, same_weights, share, weights
 
@@ -26,7 +26,7 @@ N_STEPS, N_CYCLES, N_RANKS = 3, 200, 2
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[Any, Any]]:
     root = tmp_path_factory.mktemp("offloaded")
     make_hf_folder(root / "model", "qwen3")
-    return run_gloo(_measure_all, N_RANKS, root, timeout_s=250.0)
+    return run_ranks(_measure_all, N_RANKS, root, timeout_s=250.0)
 
 
 def _measure_all(rank: int, world_size: int, root: Path) -> dict[Any, Any]:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.dist.helpers import run_gloo
+from tests.dist.helpers import run_ranks
 from tests.dist.megatron_reference import make_hf_folder, make_micro_batches
 from tests.dist.student_cases import as_numpy, build_student, share, step_in_parts, weights
 
@@ -38,7 +38,7 @@ def test_overlapped_reduction_changes_nothing(tmp_path: Path) -> None:
     """
     for kind in KINDS:
         make_hf_folder(tmp_path / kind, kind)
-    for found in run_gloo(_train, 2, tmp_path, timeout_s=120.0):
+    for found in run_ranks(_train, 2, tmp_path, timeout_s=120.0):
         for kind in KINDS:
             overlapped, plain = found[kind, True], found[kind, False]
             assert overlapped.keys() == plain.keys()

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from gkd.types import Rollout, TeacherScores, TeacherTopK, VersionSpan
-from tests.dist.helpers import run_gloo
+from tests.dist.helpers import run_ranks
 from tests.dist.megatron_reference import BETAS, EPS, LR, TOP_K, VOCAB, make_hf_folder
 
 pytestmark = pytest.mark.dist
@@ -143,7 +143,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], d
     measured: dict[str, list[dict[str, Any]]] = {}
     for size in (1, 2):
         names = [name for name, layout in LAYOUTS.items() if layout[0] == size]
-        ranks = run_gloo(_product, size, root, names, timeout_s=200.0)
+        ranks = run_ranks(_product, size, root, names, timeout_s=200.0)
         measured |= {name: [rank[name] for rank in ranks] for name in names}
     return _reference(root / "hf"), measured
 

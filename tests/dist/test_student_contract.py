@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from gkd.types import MicroBatch
-from tests.dist.helpers import caught, run_gloo
+from tests.dist.helpers import caught, run_ranks
 from tests.dist.megatron_reference import VOCAB, Reference, make_hf_folder, make_micro_batches, train_reference
 from tests.dist.student_cases import (
     as_numpy,
@@ -49,7 +49,7 @@ def results(references: Path) -> dict[tuple[str, int], list[dict[str, Any]]]:
     """Return the measurements of all ranks by (backend, world size); one spawn per world size."""
     measured = {}
     for world_size in KINDS:
-        ranks = run_gloo(_measure_all, world_size, references, timeout_s=250.0)
+        ranks = run_ranks(_measure_all, world_size, references, timeout_s=250.0)
         measured |= {(backend, world_size): [rank[backend] for rank in ranks] for backend in BACKENDS}
     return measured
 

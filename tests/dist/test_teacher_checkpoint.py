@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 
-from tests.dist.helpers import run_gloo
+from tests.dist.helpers import run_ranks
 from tests.dist.megatron_reference import make_hf_folder
 from tests.dist.teacher_checkpoint_cases import load_them, save_and_load, save_them
 
@@ -37,7 +37,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def worlds(root: Path) -> dict[str, Any]:
     """Saved by two ranks and loaded by one, and the reverse. The one is this process: libraries load slowly."""
     by_one = alone(save_them, root)
-    both = run_gloo(save_and_load, 2, root, timeout_s=120.0)
+    both = run_ranks(save_and_load, 2, root, timeout_s=120.0)
     on_one = alone(load_them, root, 2)
     return {"2 -> 1": (both[0][0], [on_one]), "1 -> 2": (by_one, [loaded for _, loaded in both])}
 

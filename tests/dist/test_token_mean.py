@@ -25,7 +25,7 @@ from gkd.data.batching import make_micro_batches, without_first
 from gkd.data.normalize import count, sequence_weights
 from gkd.types import Rollout, TeacherScores, TeacherTopK, VersionSpan
 from tests.dist.dense_loss import dense_factors, dense_losses
-from tests.dist.helpers import run_gloo
+from tests.dist.helpers import run_ranks
 from tests.dist.megatron_reference import TOP_K, VOCAB, make_hf_folder
 
 SPEC = LossSpec((LossTerm("forward_kl", 0.7), LossTerm("k2", 0.5), LossTerm("sft", 0.3)))
@@ -207,7 +207,7 @@ def test_micro_batches_and_ranks_do_not_change_a_step(tmp_path: Path) -> None:
     """Fails if means are averaged, so that short sequences or small ranks get more weight, or if balancing matters."""
     torch.set_num_threads(1)
     folder = make_hf_folder(tmp_path / "hf", "qwen3")
-    ranks = run_gloo(_measure, 2, folder, timeout_s=100.0)
+    ranks = run_ranks(_measure, 2, folder, timeout_s=100.0)
     sequences = _per_sequence(folder)
     loss, grads = _mean_of_means(sequences, [list(range(len(LENGTHS)))])
     expected = {normalize: _normalized(sequences, normalize) for normalize in NORMALIZATIONS}

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from gkd.loss.row_kernels import TorchRows
 from gkd.loss.vocab_parallel import VocabShard, vocab_parallel_logprobs
-from tests.dist.helpers import run_gloo
+from tests.dist.helpers import run_ranks
 
 # 21: divided by neither 2 nor 4. 5: at TP 4 two rows per rank, so rank 2 holds one padded row and rank 3 only padding.
 VOCABULARIES = (21, 5)
@@ -73,6 +73,6 @@ def _raise_to(worst: dict[str, Any], key: str, difference: torch.Tensor) -> None
 @pytest.mark.parametrize("tp", [1, 2, 4])
 def test_equals_dense(tp: int) -> None:
     """Fails if the gradient is wrong at a shard boundary, id 0 of a shard, a padded row, or padding of a short list."""
-    ranks = [_worst_difference(0, 1)] if tp == 1 else run_gloo(_worst_difference, tp, timeout_s=60.0)
+    ranks = [_worst_difference(0, 1)] if tp == 1 else run_ranks(_worst_difference, tp, timeout_s=60.0)
     for worst in ranks:
         assert max(worst["logprobs"], worst["entropy"], worst["grad"]) < 2e-6 and worst["padding_grad"] == 0.0, worst

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.dist import fake_card
-from tests.dist.helpers import free_port, run_gloo
+from tests.dist.helpers import free_port, run_ranks
 
 SHAPES = [((7, 3), "float32"), ((5,), "bfloat16"), ((), "float32"), ((300, 11), "bfloat16")]
 pytestmark = pytest.mark.dist
@@ -77,7 +77,7 @@ def _exchange(rank: int, world_size: int, ports: list[int], transport: str) -> d
 @pytest.mark.parametrize(("n_senders", "n_receivers"), [(1, 2), (2, 1)])
 def test_every_receiver_has_the_senders_weights(n_senders: int, n_receivers: int, transport: str) -> None:
     """Fails if an engine samples from other weights than the actor's."""
-    ranks = run_gloo(_exchange, n_senders + n_receivers, [free_port() for _ in range(n_senders)], transport)
+    ranks = run_ranks(_exchange, n_senders + n_receivers, [free_port() for _ in range(n_senders)], transport)
     sent = {name: value for part in ranks[:n_senders] for name, value in part.items()}
     assert len(sent) == n_senders * len(SHAPES)
     assert all(part == sent for part in ranks[n_senders:])
@@ -116,7 +116,7 @@ def _join_alone(rank: int, world_size: int, port: int) -> str:
 def test_a_missing_member_is_a_timeout() -> None:
     """Fails if the first sync hangs, or the error lacks the rank or the address."""
     port = free_port()
-    (message,) = run_gloo(_join_alone, 1, port)
+    (message,) = run_ranks(_join_alone, 1, port)
     assert "rank 1 of 2" in message and f"127.0.0.1:{port}" in message
 
 
@@ -168,7 +168,7 @@ def _damage(rank: int, world_size: int, port: int, transport: str) -> tuple[str,
 @pytest.mark.parametrize("transport", ["gloo", "shared_memory", "ipc"])
 def test_a_damaged_bucket_is_refused(transport: str) -> None:
     """Fails if an engine loads bytes that were damaged on their way, or the error lacks the bucket and its tensors."""
-    _, (kind, text, n_loaded), (_, _, n_others) = run_gloo(_damage, 3, free_port(), transport, timeout_s=90.0)
+    _, (kind, text, n_loaded), (_, _, n_others) = run_ranks(_damage, 3, free_port(), transport, timeout_s=90.0)
     assert kind == "WeightSyncError" and "member 1" in text and "bucket 1" in text and "stage0.t3" in text
     assert n_loaded <= 1, "the damaged bucket was loaded"
     assert n_others <= 2
@@ -186,7 +186,7 @@ def _without_memory(rank: int, world_size: int) -> tuple[str, str]:
 
 def test_shared_memory_that_cannot_be_allocated_is_refused() -> None:
     """Fails if a rank dies of a signal in the middle of a copy, or the error lacks key and fix."""
-    ((kind, text),) = run_gloo(_without_memory, 1)
+    ((kind, text),) = run_ranks(_without_memory, 1)
     assert kind == "WeightSyncError" and "weight_sync.transport" in text and "Fix" in text
 
 
@@ -200,7 +200,7 @@ def _on_two_cards(rank: int, world_size: int, port: int) -> tuple[str, str]:
 
 def test_members_on_two_cards_are_refused() -> None:
     """Fails if a handle is opened on another card, or the error lacks key and fix."""
-    found = run_gloo(_on_two_cards, 2, free_port())
+    found = run_ranks(_on_two_cards, 2, free_port())
     assert [kind for kind, _ in found] == ["WeightSyncError"] * 2
     # The sender has the store: the other may lose it first.
     assert "weight_sync.transport = ipc" in found[0][1] and "[1]" in found[0][1] and "Fix" in found[0][1]
@@ -235,5 +235,5 @@ def _orphaned(rank: int, world_size: int, port: int, transport: str) -> tuple[st
 @pytest.mark.parametrize("transport", ["shared_memory", "ipc"])
 def test_a_killed_sender_is_an_error_of_the_receivers(transport: str) -> None:
     """Fails if an engine waits for the time-out of a bucket when the actor's rank has died."""
-    _, (kind, _) = run_gloo(_orphaned, 2, free_port(), transport, timeout_s=90.0)
+    _, (kind, _) = run_ranks(_orphaned, 2, free_port(), transport, timeout_s=90.0)
     assert kind in {"TransferCutOff", "WeightSyncError"}  # the second if it dies while the engine joins
