@@ -15,6 +15,7 @@ from torch import Tensor
 from gkd.config.loss_spec import LossSpec, LossTerm
 from gkd.loss.divergence import DIVERGENCES, outcome_tables
 from gkd.types import TokenTargets
+from tests.device import host
 
 N_SUPPORT = 16  # of the student's most probable tokens, in teachability
 
@@ -82,7 +83,7 @@ def dense_factors(
     if spec.token_weight == "position":
         log_p = targets.sampled_logprobs if teacher_logprobs is None else teacher_logprobs.gather(1, sampled)[:, 0]
         assert log_p is not None
-        gap = ((log_q.gather(1, sampled)[:, 0] - log_p).abs() * targets.on_policy).double().numpy()
+        gap = host(((log_q.gather(1, sampled)[:, 0] - log_p).abs() * targets.on_policy).double())
     elif spec.token_weight == "teachability":
         kl = DIVERGENCES["forward_kl"](*_outcomes(spec, targets, log_q, teacher_logprobs), LossTerm("forward_kl"))
         best = log_q.topk(min(N_SUPPORT, log_q.shape[1])).indices.tolist()
@@ -90,18 +91,18 @@ def dense_factors(
     assert targets.sequences is not None
     factors = np.zeros(len(log_q))
     for sequence in set(targets.sequences.tolist()):
-        rows = np.flatnonzero(targets.sequences.numpy() == sequence)
+        rows = np.flatnonzero(host(targets.sequences) == sequence)
         if spec.token_weight == "entropy":
-            raw = -(log_q.exp() * log_q).sum(dim=-1).double().numpy()[rows]
+            raw = -host((log_q.exp() * log_q).sum(dim=-1).double())[rows]
         elif spec.token_weight == "teachability":
-            raw = _between_quantiles(kl.double().numpy()[rows]) * _between_quantiles(mass[rows])
+            raw = _between_quantiles(host(kl.double())[rows]) * _between_quantiles(mass[rows])
         else:
             whole = gap[rows[:-1]].sum()
             raw = np.array([1.5 - (0.5 * gap[rows[:t]].sum() / whole if whole else 0.0) for t in range(len(rows))])
         kept = sorted(range(len(rows)), key=lambda t: (-raw[t], t))[: math.ceil(round(spec.token_share * len(rows), 9))]
         whole = raw[kept].sum()
         factors[rows[kept]] = len(rows) * (raw[kept] / whole if whole else 1.0 / len(kept))
-    return torch.from_numpy(factors).to(log_q.dtype)
+    return torch.from_numpy(factors).to(log_q)
 
 
 def _mass(row: int, best: set[int], targets: TokenTargets, teacher_logprobs: Tensor | None) -> float:

@@ -12,9 +12,10 @@ import torch
 
 from gkd.types import Rollout
 from teacher_server.engines.base import ScoreParams
+from tests.device import host, rank_device
 from tests.dist.helpers import caught
 from tests.dist.megatron_reference import VOCAB, make_micro_batches
-from tests.dist.student_cases import CPU, build_student, same_weights, share, weights
+from tests.dist.student_cases import build_student, same_weights, share, weights
 
 CUT = VOCAB - 50  # n_vocab of some tables
 # Folder -> whether sequences are packed. gpt2 has biases, learned positions and no rotary embedding.
@@ -70,8 +71,8 @@ def distributions(world_size: int) -> dict[str, list[list[int]]]:
 def build(folder: Path, **changes: Any) -> Any:
     from gkd.actor.frozen.model import FrozenModel
 
-    settings = {"device": CPU, "dtype": torch.float32, "key": "teacher.path", "max_batch_tokens": BATCH_TOKENS}
-    return FrozenModel(folder, **(settings | changes))
+    settings = {"dtype": torch.float32, "key": "teacher.path", "max_batch_tokens": BATCH_TOKENS}
+    return FrozenModel(folder, **({"device": rank_device()} | settings | changes))
 
 
 def frozen_weights(model: Any) -> dict[str, np.ndarray]:
@@ -80,8 +81,8 @@ def frozen_weights(model: Any) -> dict[str, np.ndarray]:
 
     found = {}
     for place in model.places.values():
-        whole = full_tensor(place.tensor, CPU, torch.float32)
-        found |= {part.name: part.cut_from(whole).numpy().copy() for part in place.parts}
+        whole = full_tensor(place.tensor, rank_device(), torch.float32)
+        found |= {part.name: host(part.cut_from(whole)).copy() for part in place.parts}
     return found
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import torch.distributed as dist
 
 from gkd.actor.common.shard_writer import write
+from tests.dist.helpers import group_of_one
 from tests.dist.megatron_reference import make_micro_batches
 from tests.dist.peft_reference import LORA
 from tests.dist.resume_cases import LAST, SAVED_AT, late_snapshot, weights
@@ -60,21 +61,14 @@ def in_two(root: Path, rank: int) -> tuple[dict[str, Any], dict[Any, Any], dict[
 def save_in_one(root: Path) -> dict[str, Any]:
     """Save in a world of one rank, which is this process."""
     with_names = [saved for saved, _ in OTHER_WORLD]
-    return _in_one_rank(lambda: save_all(root, 0, 1, with_names))
+    with group_of_one():
+        return save_all(root, 0, 1, with_names)
 
 
 def resume_in_one(root: Path) -> dict[Any, Any]:
     """Resume what two ranks saved in a world of one rank, which is this process."""
-    return _in_one_rank(lambda: resume_all(root, 0, 1, OTHER_WORLD, saved_by=2))
-
-
-def _in_one_rank(work: Any) -> dict[Any, Any]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        result: dict[Any, Any] = work()
-        return result
-    finally:
-        dist.destroy_process_group()
+    with group_of_one():
+        return resume_all(root, 0, 1, OTHER_WORLD, saved_by=2)
 
 
 def _student(root: Path, rank: int, world_size: int, name: str) -> Any:

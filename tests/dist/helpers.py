@@ -30,8 +30,9 @@ if TYPE_CHECKING:
 # each rank is a fork of that process and saves 10 CPU seconds.
 PRELOAD = ("torch", "gkd.actor.megatron.student", "gkd.actor.fsdp.student", "pytest")
 RANK_ENV = {"OMP_NUM_THREADS": "1"}
-# On CUDA each rank imports on its own, starts CUDA and NCCL, and compiles kernels.
-CUDA_PATIENCE = 4
+# As Ray and `gkd.worker_env` set it for a run's ranks; the card is added.
+CUDA_ENV = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+CUDA_PATIENCE = 4  # there each rank imports on its own, starts CUDA and NCCL, and compiles kernels
 
 
 def free_port() -> int:
@@ -82,7 +83,7 @@ def run_ranks(
     for rank in range(world_size):
         receiver, sender = context.Pipe(duplex=False)
         process = context.Process(target=_child, args=(sender, fn, rank, world_size, port, timeout_s, args, preloaded))
-        with environment({"CUDA_VISIBLE_DEVICES": seen[rank]} if on_cuda() else {}):
+        with environment({"CUDA_VISIBLE_DEVICES": seen[rank], **CUDA_ENV} if on_cuda() else {}):
             process.start()
         sender.close()  # so that a dead child reads as end-of-file
         receivers.append(receiver)
@@ -113,8 +114,10 @@ def group_of_one() -> Iterator[None]:
     import torch.distributed as dist
 
     join_group(dist.HashStore(), 0, 1)
-    yield
-    dist.destroy_process_group()
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
 
 
 def destroy_groups() -> None:

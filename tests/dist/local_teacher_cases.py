@@ -10,10 +10,10 @@ import torch
 
 from gkd.config.load import load_config
 from gkd.config.loss_spec import LossSpec
+from tests.device import host, rank_device
 from tests.dist.frozen_cases import CUT, frozen_weights, sequences
 from tests.dist.helpers import caught
 from tests.dist.megatron_reference import BETAS, CLIP, EPS, LR, VOCAB, WEIGHT_DECAY
-from tests.dist.student_cases import CPU
 
 SETTINGS = {
     "both": ("teacher.topk=8", "distill.losses=[{name: k1}, {name: jsd}]"),
@@ -39,7 +39,7 @@ def teach(rank: int, root: Path) -> dict[str, Any]:
         loss=LossSpec(),
         signals=("hidden",),
         dtype=torch.float32,
-        device=CPU,
+        device=rank_device(),
         seed=1,
     )
 
@@ -47,7 +47,7 @@ def teach(rank: int, root: Path) -> dict[str, Any]:
         local = ("teacher.backend=local", f"teacher.path={root / folder}", "model.dtype=float32")
         # The head covers the student's whole vocabulary.
         n_vocab = VOCAB if "teacher.signal=hidden" in overrides else CUT
-        return LocalTeacher(load_config(None, [*local, *overrides]), student, layout, CPU, n_vocab)
+        return LocalTeacher(load_config(None, [*local, *overrides]), student, layout, rank_device(), n_vocab)
 
     chunks = [sequences(), sequences()[-3:]]
     sequence_indices = [np.array(indices, "<i4").tobytes() for indices in INDICES[rank]]
@@ -75,7 +75,7 @@ def teach(rank: int, root: Path) -> dict[str, Any]:
 def _head(student: Any) -> np.ndarray | None:
     """Return a copy, because torch would share memory of this process."""
     head = student.loss.teacher_head
-    return None if head is None else head.numpy().copy()
+    return None if head is None else host(head).copy()
 
 
 def _equal(one: dict[str, np.ndarray], two: dict[str, np.ndarray]) -> bool:

@@ -13,18 +13,19 @@ from gkd.actor.common.step import empty_micro_batch
 from gkd.actor.megatron.pipeline import _schedule
 from gkd.actor.megatron.student import MegatronStudent
 from gkd.types import MicroBatch
+from tests.device import rank_device
 
 
 @torch.no_grad()
 def logits_of(student: MegatronStudent, tokens: Tensor) -> Tensor | None:
     """Return [B, S, V] float32 logits of [B, S] `tokens` on the last stage, None on the others. Collective."""
     model, batch = student.model, empty_micro_batch()
-    batch.tokens = tokens
+    batch.tokens = tokens.to(rank_device())
 
     def forward_step(batches: Iterator[MicroBatch], module: Any) -> tuple[Tensor, None]:
         step_tokens = next(batches).tokens
-        columns = torch.arange(step_tokens.shape[1]).expand_as(step_tokens)
-        return module(step_tokens, columns, torch.arange(step_tokens.numel())), None
+        columns, rows = (torch.arange(n, device=rank_device()) for n in (step_tokens.shape[1], step_tokens.numel()))
+        return module(step_tokens, columns.expand_as(step_tokens), rows), None
 
     shapes = [tokens.shape]
     outputs = _schedule(student._ddps, model, [batch], shapes, forward_step, forward_only=True, force_all_reduce=False)

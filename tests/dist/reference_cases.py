@@ -16,11 +16,11 @@ from gkd.config.loss_spec import LossSpec, LossTerm
 from gkd.config.schema import LoraConfig
 from gkd.data.batching import make_micro_batches
 from gkd.types import Rollout, TeacherScores
+from tests.device import host, kind, rank_device
 from tests.dist.frozen_cases import sequences
 from tests.dist.helpers import caught
 from tests.dist.megatron_reference import VOCAB
 from tests.dist.peft_reference import LORA
-from tests.dist.student_cases import CPU
 
 TEMPERATURE = 0.8
 N_STEPS = 3
@@ -47,13 +47,13 @@ def measure_reference(rank: int, root: Path, build: Callable[..., Any]) -> dict[
     """Runs in a rank of two: return all results of the tests."""
     from gkd.actor.frozen.reference import frozen_logprobs, frozen_reference, student_logprobs
 
-    config = load_config(None, [*SETTINGS, f"model.path={root / 'qwen3'}", "trainer.device=cpu"])
+    config = load_config(None, [*SETTINGS, f"model.path={root / 'qwen3'}", f"trainer.device={kind()}"])
     share = [rollouts()[i] for i in indices_of(rank)]
 
     def frozen(work: list[Rollout]) -> list[np.ndarray]:
         return frozen_logprobs(reference, work, temperature=TEMPERATURE, n_vocab=VOCAB)
 
-    reference = frozen_reference(config, CPU)
+    reference = frozen_reference(config, rank_device())
     spec = LossSpec((LossTerm("k1"),), temperature=TEMPERATURE, reference_weight=1.0)
     out: dict[str, Any] = {"frozen": frozen(share), "no share": len(frozen(share if rank else []))}
     out["curve"] = _curve(build("qwen3", loss=spec, signals=("sampled",)), share, out["frozen"])
@@ -62,7 +62,7 @@ def measure_reference(rank: int, root: Path, build: Callable[..., Any]) -> dict[
     def base(student: Any, work: list[Rollout], packing: bool = True) -> list[np.ndarray]:
         settings = replace(config, actor=replace(config.actor, packing=packing))
         where = f"actor rank {rank}"
-        return student_logprobs(student, settings, work, disable_adapter=True, device=CPU, where=where)
+        return student_logprobs(student, settings, work, disable_adapter=True, device=rank_device(), where=where)
 
     lora = {"lora": LORA, "loss": spec, "signals": ("sampled",)}
     untouched, student = build("qwen3", **lora), build("qwen3", **lora)
@@ -119,7 +119,7 @@ def _switched(student: Any, share: list[Rollout], base: Callable[[], Any]) -> di
     batches = make_micro_batches(share, None, micro_batch_size=2, packed=True)
 
     def whole() -> list[np.ndarray]:
-        return [table.numpy() for table in student.compute_logprobs(batches)]
+        return [host(table) for table in student.compute_logprobs(batches)]
 
     before, without = whole(), base()
     out: dict[str, Any] = {"again": _equal(whole(), before)}

@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from gkd.actor.common.shard_writer import write
 from gkd.actor.common.shards import ShardReader
+from tests.device import host, rank_device
 from tests.dist.helpers import destroy_groups
 from tests.dist.megatron_reference import make_micro_batches
 from tests.dist.peft_reference import LORA
@@ -72,7 +73,7 @@ def make_student(root: Path, case: Case, rank: int) -> Any:
         optim=OptimSpec(lr=1e-3, schedule="cosine", warmup_steps=2, total_steps=6),
         loss=LossSpec(),
         dtype=case.dtype,
-        device=torch.device("cpu"),
+        device=rank_device(),
         seed=3,
         sequence_parallel=sequence_parallel,
         lora=LORA if case.lora else None,
@@ -108,7 +109,7 @@ def weights(student: Any) -> dict[str, str]:
 
 
 def digest(tensor: torch.Tensor) -> str:
-    return hashlib.blake2b(tensor.contiguous().view(-1).view(torch.uint8).numpy(), digest_size=16).hexdigest()
+    return hashlib.blake2b(host(tensor.contiguous().view(-1).view(torch.uint8)), digest_size=16).hexdigest()
 
 
 def save_and_resume(rank: int, world_size: int, root: Path, cases: list[Case]) -> dict[Case, dict[str, Any]]:
@@ -188,5 +189,6 @@ def _draw() -> tuple[float, ...]:
     from megatron.core import tensor_parallel
 
     with tensor_parallel.get_cuda_rng_tracker().fork():
-        of_tracker = float(torch.rand(1))
-    return random.random(), float(np.random.rand()), float(torch.rand(1)), of_tracker
+        of_tracker = float(torch.rand(1, device=rank_device()))
+    of_torch = [float(torch.rand(1, device=device)) for device in ("cpu", rank_device())]
+    return random.random(), float(np.random.rand()), *of_torch, of_tracker

@@ -13,9 +13,8 @@ from torch.distributed.tensor import DTensor
 from gkd.config.loss_spec import LossSpec
 from gkd.memory.states import OPTIMIZER, PARAMS
 from gkd.types import MicroBatch
+from tests.device import host, rank_device
 from tests.dist.megatron_reference import BETAS, CLIP, EPS, LR, WEIGHT_DECAY
-
-CPU = torch.device("cpu")
 
 
 def build_student(
@@ -34,7 +33,14 @@ def build_student(
     from gkd.actor.common.optim_spec import OptimSpec
 
     optim = OptimSpec(lr=lr, betas=BETAS, eps=EPS, weight_decay=WEIGHT_DECAY, clip_grad=CLIP)
-    settings = {"optim": optim, "loss": LossSpec(), "dtype": torch.float32, "device": CPU, "seed": 1} | changes
+    settings = {
+        "optim": optim,
+        "loss": LossSpec(),
+        "dtype": torch.float32,
+        "seed": 1,
+        "device": rank_device(),
+        **changes,
+    }
     if backend == "fsdp2":
         from gkd.actor.fsdp.student import FsdpStudent
 
@@ -80,8 +86,8 @@ def step_in_parts(student: Any, batches: list[MicroBatch]) -> Any:
 
 
 def weights(student: Any) -> dict[str, torch.Tensor]:
-    """Return copies of all tensors that a rank exports."""
-    return {name: tensor.clone() for name, tensor in student.export()}
+    """Return copies in host memory of all tensors that a rank exports."""
+    return {name: tensor.to("cpu", copy=True) for name, tensor in student.export()}
 
 
 def same_weights(one: dict[str, torch.Tensor], two: dict[str, torch.Tensor]) -> bool:
@@ -116,4 +122,4 @@ def _live_bytes(student: Any) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
 
 def as_numpy(tensors: dict[str, torch.Tensor]) -> dict[str, np.ndarray]:
     """Convert tensors for the return from a rank: torch would pass shared memory that is freed with the process."""
-    return {name: tensor.numpy() for name, tensor in tensors.items()}
+    return {name: host(tensor) for name, tensor in tensors.items()}

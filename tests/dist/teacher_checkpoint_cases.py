@@ -12,10 +12,10 @@ from gkd.actor.common.optim_spec import OptimSpec
 from gkd.actor.common.shard_writer import write
 from gkd.config.load import load_config
 from gkd.config.loss_spec import LossSpec
+from tests.device import host, rank_device
 from tests.dist.frozen_cases import frozen_weights
 from tests.dist.helpers import caught
 from tests.dist.megatron_reference import BETAS, CLIP, EPS, LR, WEIGHT_DECAY
-from tests.dist.student_cases import CPU
 
 STEP = 3  # of the checkpoint; not a multiple of the interval
 EMA = ("teacher.weights=ema", "teacher.update_interval=2", "teacher.update_ema=0.75", "teacher.signal=hidden")
@@ -50,11 +50,11 @@ class Pair:
             loss=LossSpec(),
             signals=("hidden",),
             dtype=torch.float32,
-            device=CPU,
+            device=rank_device(),
             seed=1,
         )
         layout = ParallelLayout(tp=1, pp=1, world_size=world_size, rank=rank)
-        self.models = FrozenModels(config, self.student, layout, CPU, f"rank {rank}")
+        self.models = FrozenModels(config, self.student, layout, rank_device(), f"rank {rank}")
         self.models.init_teacher(self.student.n_vocab)
         self.models.init_reference()
         self.frozen = [model for model in (self.models._teacher._model, self.models._reference) if model is not None]
@@ -86,7 +86,7 @@ class Pair:
     def head(self) -> np.ndarray:
         head = self.student.loss.teacher_head
         assert head is not None
-        return head.numpy().copy()
+        return host(head).copy()
 
 
 def save_them(rank: int, world_size: int, root: Path) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from gkd.errors import CheckpointError, ClusterError, ConfigError
 from gkd.worker_env import worker_env
 from tests.dist.slots import actor_slots
 
-pytestmark = pytest.mark.dist
+pytestmark = [pytest.mark.dist, pytest.mark.cpu_only("Ray's slots are logical CPUs")]
 
 N_RANKS = 2
 

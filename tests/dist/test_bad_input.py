@@ -15,13 +15,13 @@ from gkd.config.loss_spec import LossSpec, LossTerm, teacher_signals
 from gkd.data.batching import check_batch, make_micro_batches
 from gkd.errors import ConfigError, DataError, GkdError, NumericsError, TeacherError, TeacherRefusal
 from gkd.types import Rollout, TeacherScores, TeacherTopK, VersionSpan
+from tests.device import rank_device
 from tests.dist.helpers import caught, run_ranks
 from tests.dist.megatron_reference import TOP_K, VOCAB, make_hf_folder
 
 SPEC = LossSpec((LossTerm("forward_kl"), LossTerm("k2", 0.5)))
 SIGNALS = teacher_signals(SPEC, "topk")
 LAYOUTS = {"dp2": (1, 1), "tp2": (2, 1), "pp2": (1, 2)}  # name -> (TP, PP), all of two processes
-CPU = torch.device("cpu")
 Share = tuple[list[Rollout], list[TeacherScores]]
 
 
@@ -43,7 +43,7 @@ def _sequences(step: int) -> Share:
 def _step(student: Any, share: Share, rank: int, *, checked: bool = True) -> Any:
     """Make one step like the actor's worker; `checked=False` skips the check of the sequences."""
     rollouts, scores = share[0], share[1] if student.layout.is_last_stage else None
-    with same_error(CPU):
+    with same_error(rank_device()):
         if checked:
             check_batch(rollouts, scores, where=f"actor rank {rank}", n_vocab=VOCAB, signals=SIGNALS)
     return student.train_step(make_micro_batches(rollouts, scores, micro_batch_size=2))
@@ -80,7 +80,7 @@ def _layout(rank: int, root: Path, name: str) -> dict[str, Any]:
 
     def build() -> MegatronStudent:
         loss = {"loss": SPEC, "signals": SIGNALS}
-        return MegatronStudent(root, layout, optim=optim, dtype=torch.float32, device=CPU, seed=1, **loss)  # type: ignore[arg-type]
+        return MegatronStudent(root, layout, optim=optim, dtype=torch.float32, device=rank_device(), seed=1, **loss)  # type: ignore[arg-type]
 
     def share(step: int) -> Share:
         rollouts, scores = _sequences(step)
@@ -114,7 +114,7 @@ def _every_type(rank: int) -> dict[str, tuple[str, str]]:
     """Runs in a rank: return this rank's error for each type of error that rank 1 raises."""
 
     def fail(error: GkdError) -> None:
-        with same_error(CPU):
+        with same_error(rank_device()):
             if rank == 1:
                 raise error
 

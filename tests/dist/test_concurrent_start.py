@@ -21,7 +21,7 @@ from gkd.rollout.worker import RolloutWorker
 from gkd.run.open import open_run_folder
 from gkd.teacher.info import TeacherInfo
 
-pytestmark = pytest.mark.dist
+pytestmark = [pytest.mark.dist, pytest.mark.cpu_only("Ray's slots are logical CPUs")]
 
 # Name of each rank -> its GPU. cluster.order gives the first ids to the engines.
 GPUS = {"rollout worker 0": 2, "actor worker 0": 5}

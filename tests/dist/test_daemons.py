@@ -9,7 +9,7 @@ import sys
 import psutil
 import pytest
 
-pytestmark = pytest.mark.dist
+pytestmark = [pytest.mark.dist, pytest.mark.cpu_only("Ray's slots are logical CPUs")]
 
 _HOLD = """
 import sys, time

@@ -27,6 +27,8 @@ from gkd.errors import EngineFailed, RankFailed
 from gkd.rollout.recovery import Engines
 from gkd.rollout.watch import EngineWatch, Pulse
 
+pytestmark = pytest.mark.cpu_only("Ray's slots are logical CPUs")
+
 WAIT_S = 60.0
 LIMIT_S = 8.0  # of a hang; a busy machine must not reach it
 IN_PLASMA = b"x" * 200_000  # Ray keeps objects of this size in the node's store

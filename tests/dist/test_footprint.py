@@ -8,7 +8,10 @@ import pytest
 
 from tests.bench.footprint_case import SIZES, Case, measure, save_model
 
-pytestmark = pytest.mark.dist
+pytestmark = [
+    pytest.mark.dist,
+    pytest.mark.cpu_only("memory of the host; tests.bench.bench_footprint measures a GPU's"),
+]
 
 # 21 million parameters and 1024 tokens at once: about as much memory for activations as for the state.
 SMALLER = {"vocab_size": 8192, "hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": 6}

@@ -34,7 +34,11 @@ SIZES = {
     "max_position_embeddings": 512,
     "tie_word_embeddings": False,
 }
-pytestmark = [pytest.mark.dist, pytest.mark.slow]
+pytestmark = [
+    pytest.mark.dist,
+    pytest.mark.slow,
+    pytest.mark.cpu_only("counts what autograd keeps with the kernels of the CPU"),
+]
 QUICKSTART = Path(__file__).parents[2] / "configs" / "quickstart_cpu.yaml"
 # name -> (overrides, model), all of two processes
 LAYOUTS: dict[str, tuple[tuple[str, ...], str]] = {

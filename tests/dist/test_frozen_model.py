@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 
 from gkd.types import Rollout
@@ -31,7 +30,7 @@ from tests.dist.frozen_cases import (
     sequences,
     with_top_ids,
 )
-from tests.dist.helpers import run_ranks
+from tests.dist.helpers import group_of_one, run_ranks
 from tests.dist.hf_models import make_model_folder
 from tests.dist.local_teacher_cases import INDICES
 from tests.dist.megatron_reference import VOCAB, make_hf_folder
@@ -61,11 +60,8 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def ranks(root: Path) -> dict[int, list[dict[str, Any]]]:
     """Return, by world size, the results of each rank. The single rank is this process, which has the libraries."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
+    with group_of_one():
         alone = measure(0, 1, root)
-    finally:
-        dist.destroy_process_group()
     return {1: [alone], 2: run_ranks(measure, 2, root, timeout_s=250.0)}
 
 

@@ -1,7 +1,7 @@
 """Test what is specific to the FSDP2 student: curves, bfloat16, host memory, LoRA, other architectures.
 
-Two gloo processes, CPU, against plain single-process training of the same HF model. What this does not prove: NCCL,
-CUDA streams, pinned memory.
+Two ranks against plain single-process training of the same HF model. What this does not prove without GPUs: CUDA
+streams, pinned memory.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from gkd.config.schema import LoraConfig
+from tests.device import rank_device
 from tests.dist.fsdp_resume_cases import OTHER_WORLD, SAME_WORLD, in_two, resume_in_one, save_in_one
 from tests.dist.helpers import caught, run_ranks
 from tests.dist.hf_models import make_model_folder
@@ -40,7 +41,6 @@ N_CURVE, N_SHORT = 20, 4
 BF16_LR = 2e-4
 # name -> whether it supports packing and the fused head. The files of the last three differ from the parameters.
 ARCHITECTURES = {"gpt2": True, "olmo2": True, "gemma2": False, "gpt_neox": True, "qwen3_moe": True, "mixtral": True}
-CPU = torch.device("cpu")
 CONV1D_LORA = LoraConfig(rank=4, alpha=8.0, targets=["c_attn", "c_proj"])
 
 
@@ -157,16 +157,17 @@ def _measure_unused(folder: Path, rank: int) -> float:
     with open_tensors(folder) as tensors:
         places = match_files(hf, folder, tensors)
     hf.model.layers[1].mlp = _Sometimes(hf.model.layers[1].mlp)
-    root = shard(hf, device=CPU, dtype=torch.float32, recompute=False, offload=False)
+    root = shard(hf, device=rank_device(), dtype=torch.float32, recompute=False, offload=False)
     load_weights(folder, places)
-    root(rows[rank], torch.arange(rows[rank].shape[1])).square().sum().backward()
-    grads = {name: full_tensor(place.tensor.grad, CPU) for name, place in places.items()}
+    own = rows[rank].to(rank_device())
+    root(own, torch.arange(own.shape[1], device=own.device)).square().sum().backward()
+    grads = {name: full_tensor(place.tensor.grad, rank_device()) for name, place in places.items()}
     plain = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     plain.model.layers[1].mlp = _Sometimes(plain.model.layers[1].mlp)
     for row in rows:
         plain(row).logits.square().sum().backward()
     expected = {name.replace(".mlp.mlp.", ".mlp."): param.grad for name, param in plain.named_parameters()}
-    return max(float((grads[name] - expected[name]).abs().max() / expected[name].abs().max()) for name in grads)
+    return max(float((grads[name].cpu() - expected[name]).abs().max() / expected[name].abs().max()) for name in grads)
 
 
 def _measure_lora(build: Any, losses: Any, root: Path) -> dict[str, Any]:

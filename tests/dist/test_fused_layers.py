@@ -12,12 +12,17 @@ from typing import Any
 import pytest
 
 from gkd.actor.megatron import model as megatron_model
+from tests.device import host
 from tests.dist.helpers import run_ranks
 from tests.dist.hf_models import make_model_folder
 from tests.dist.megatron_reference import make_hf_folder, make_micro_batches
-from tests.dist.student_cases import build_student, packed
+from tests.dist.student_cases import as_numpy, build_student, packed
 
-pytestmark = [pytest.mark.dist, pytest.mark.slow]
+pytestmark = [
+    pytest.mark.dist,
+    pytest.mark.slow,
+    pytest.mark.cpu_only("the layers of CUDA on a CPU; tests.gpu.bench_parity compares them on a GPU"),
+]
 
 
 def _measure(rank: int, world_size: int, root: Path) -> dict[str, Any]:
@@ -35,7 +40,7 @@ def _measure(rank: int, world_size: int, root: Path) -> dict[str, Any]:
             for how, micro_batches in (("padded", batches), ("packed", [packed(batch) for batch in batches])):
                 logprobs = student.compute_logprobs(micro_batches)
                 grads = student.grads_by_hf_name(micro_batches)
-                found[kind, how, fused] = [x.numpy() for x in logprobs], {k: v.numpy() for k, v in grads.items()}
+                found[kind, how, fused] = [host(x) for x in logprobs], as_numpy(grads)
             parallel_state.destroy_model_parallel()
     return found
 

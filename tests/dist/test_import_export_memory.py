@@ -16,6 +16,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from tests.device import rank_device
 from tests.dist.helpers import run_ranks
 
 N_LAYERS, HIDDEN, FFN, VOCAB, N_EXPERTS = 12, 64, 256, 501, 4  # no tensor is larger than a layer
@@ -93,7 +94,7 @@ def _measure(rank: int, world_size: int, root: Path) -> dict[str, dict[str, int]
         layout = ParallelLayout(tp=tp, pp=pp, world_size=world_size, rank=rank, ep=ep)
         groups = init_groups(layout)
         tensor_parallel.model_parallel_cuda_manual_seed(1)
-        model = build_model(root / kind, layout, groups, dtype=torch.float32, device=torch.device("cpu"))
+        model = build_model(root / kind, layout, groups, dtype=torch.float32, device=rank_device())
         with PeakBytes() as loading:
             load_hf_weights(root / kind, dict(model.named_params()), model.dims, layout)
         with PeakBytes() as exporting:

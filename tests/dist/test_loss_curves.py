@@ -20,6 +20,7 @@ import torch
 from safetensors.torch import load_file
 
 from gkd.types import MicroBatch
+from tests.device import rank_device
 from tests.dist.helpers import destroy_groups, run_ranks
 from tests.dist.megatron_reference import (
     BETAS,
@@ -125,7 +126,7 @@ def _curve(rank: int, case: Case, root: Path, n_steps: int) -> dict[str, Any]:
         optim=OptimSpec(lr=LR, betas=BETAS, eps=EPS, weight_decay=WEIGHT_DECAY, clip_grad=CLIP),
         loss=LossSpec(),
         dtype=case.dtype,
-        device=torch.device("cpu"),
+        device=rank_device(),
         seed=1,
         fused_lm_head=case.fused,
         recompute=case.recompute,
@@ -147,7 +148,7 @@ def _curve(rank: int, case: Case, root: Path, n_steps: int) -> dict[str, Any]:
     with patch.object(pipeline, "_loss_sums", loss_sums):
         stats = [step_in_parts(student, mine(n)) if n % 2 else student.train_step(mine(n)) for n in range(n_steps)]
     return {
-        "grad_diff": max(float((grad - reference.grads[name]).abs().max()) for name, grad in grads.items()),
+        "grad_diff": max(float((grad.cpu() - reference.grads[name]).abs().max()) for name, grad in grads.items()),
         "grad_names": sorted(grads),
         "attention_calls": counted.call_count / n_passes,
         "losses": [s.loss for s in stats],

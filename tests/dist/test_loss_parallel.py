@@ -1,12 +1,12 @@
-"""Compare every loss over a vocabulary that is split over gloo ranks with dense autograd in one process.
+"""Compare every loss over a vocabulary that is split over ranks with dense autograd in one process.
 
-What this does not prove: NCCL, CUDA kernels, bfloat16 rounding.
+What this does not prove: Triton kernels, bfloat16 rounding.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from itertools import product
 from typing import TypeAlias
 
@@ -31,6 +31,7 @@ from gkd.loss.distill_loss import DistillLoss
 from gkd.loss.row_kernels import TorchRows
 from gkd.loss.vocab_parallel import VocabShard
 from gkd.types import TokenTargets
+from tests.device import rank_device
 from tests.dist.dense_loss import dense_factors, dense_losses
 from tests.dist.helpers import run_ranks
 
@@ -43,7 +44,7 @@ SIGNALS: tuple[Signal, ...] = ("topk", "logits", "hidden")
 QUICK = ((21, torch.float64, 0.7), (5, torch.float64, 1.0), (21, torch.float32, 1.0))
 ALL = tuple(product((21, 5), (torch.float64, torch.float32), (1.0, 0.7)))
 N, H, D, CHUNK_ROWS = 9, 6, 4, 4  # three chunks, the last one of a single row
-SEQUENCES = torch.tensor([0, 0, 0, 0, 0, 1, 2, 2, 2])
+SEQUENCES = torch.tensor([0, 0, 0, 0, 0, 1, 2, 2, 2], device=rank_device())
 SCALE = 1.5  # the loss is scaled before its backward pass
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 2e-6}
 MIXTURE = (LossTerm("forward_kl", 0.5), LossTerm("jsd", 0.3, beta=0.2), LossTerm("k2", 0.7), LossTerm(SFT, 0.4))
@@ -128,7 +129,7 @@ def make_case(vocab: int, tp: int, dtype: torch.dtype) -> Case:
     # Flat enough to leave mass outside the list: without it, 1 - mass has no significant digits in float32.
     head = 0.3 * normal(rows * tp, H)
     head[vocab:] = 50.0
-    return Case(
+    made = Case(
         hidden=normal(N, H),
         head=head,
         teacher_hidden=normal(N, D),
@@ -138,8 +139,9 @@ def make_case(vocab: int, tp: int, dtype: torch.dtype) -> Case:
         rollout_logprobs=(normal(N).double() / 2 - 1.5).to(dtype),
         on_policy=torch.arange(N) % 3 != 1,
         reference_logprobs=(normal(N).double() / 2 - 1.5).to(dtype),
-        advantages=torch.tensor([1.2, -0.7, 0.4], dtype=dtype)[SEQUENCES],
+        advantages=torch.tensor([1.2, -0.7, 0.4], dtype=dtype)[SEQUENCES.cpu()],
     )
+    return Case(**{field.name: getattr(made, field.name).to(rank_device()) for field in fields(made)})
 
 
 def _distill_loss(case: Case, spec: LossSpec, signal: Signal, rank: int, tp: int) -> DistillLoss:
@@ -225,14 +227,15 @@ def no_rows(rank: int, world_size: int) -> float:
     """Return, in a rank, the largest of loss, sums and gradients of a batch without loss tokens and tables."""
     largest = 0.0
     case = make_case(5, world_size, torch.float32)
-    no_ids = torch.zeros(0, dtype=torch.int64)
+    with rank_device():
+        no_ids, no_numbers, nobody = (torch.zeros(0, dtype=dtype) for dtype in (torch.int64, torch.float32, torch.bool))
     for label, spec, signal in _specs(1.0):
         if not label.startswith(("mixture", "entropy", "rewards")):
             continue
         loss = _distill_loss(case, spec, signal, rank, world_size)
-        targets = TokenTargets(no_ids, torch.zeros(0), torch.zeros(0, dtype=torch.bool))
+        targets = TokenTargets(no_ids, no_numbers, nobody)
         for fused in (True, False):
-            hidden = torch.zeros((0, H), requires_grad=True)
+            hidden = torch.zeros((0, H), device=rank_device(), requires_grad=True)
             head = case.head.chunk(world_size)[rank].clone().requires_grad_()
             if fused:
                 value, sums = loss.from_hidden(hidden, head, targets)

@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import load_file
 
 from gkd.config.schema import LoraConfig
+from tests.device import host
 from tests.dist.helpers import caught, run_ranks
 from tests.dist.megatron_reference import make_hf_folder, make_micro_batches
 from tests.dist.peft_reference import train_peft
@@ -80,7 +81,7 @@ def _measure_case(rank: int, root: Path, name: str) -> dict[str, Any]:
     mine = batches[layout.dp_rank :: layout.dp]
     result: dict[str, Any] = {
         "first": as_numpy(adapters()),
-        "base": [t.numpy() for t in student.compute_logprobs(mine)],
+        "base": [host(t) for t in student.compute_logprobs(mine)],
     }
     base = {name: param.clone() for name, param in student.model.named_params() if not param.requires_grad}
     result["first export"] = as_numpy(weights(student))
@@ -88,8 +89,8 @@ def _measure_case(rank: int, root: Path, name: str) -> dict[str, Any]:
     result["last"], result["merged"] = as_numpy(adapters()), as_numpy(weights(student))
     result["frozen"] = same_weights(base, {name: dict(student.model.named_params())[name] for name in base})
     without = student.compute_logprobs(mine, disable_adapter=True)
-    result["without"] = [tensor.numpy() for tensor in without]
-    result["with"] = [tensor.numpy() for tensor in student.compute_logprobs(mine)]
+    result["without"] = [host(tensor) for tensor in without]
+    result["with"] = [host(tensor) for tensor in student.compute_logprobs(mine)]
     trained = [param for param in student.model.chunks[0].parameters() if param.requires_grad]
     main = student._live_states()[OPTIMIZER]
     student.save_hf(root / f"saved {name}", root / kind)

@@ -20,9 +20,11 @@ from torch import Tensor
 from gkd.config.loss_spec import LossSpec, LossTerm, teacher_signals
 from gkd.types import MicroBatch
 from teacher_server.wire.protocol import Signal
+from tests.device import rank_device
 from tests.dist.dense_loss import dense_losses
 from tests.dist.helpers import run_ranks
 from tests.dist.megatron_reference import VOCAB, make_hf_folder, make_micro_batches, read_model
+from tests.dist.student_cases import as_numpy
 
 KINDS = ("qwen3", "qwen2_tied")
 SIGNALS: tuple[Signal, ...] = ("topk", "hidden")
@@ -94,7 +96,7 @@ def _measure(rank: int, world_size: int, root: Path, names: list[str]) -> dict[t
                     optim=OptimSpec(lr=1e-3),
                     loss=SPEC,
                     dtype=torch.float32,
-                    device=torch.device("cpu"),
+                    device=rank_device(),
                     seed=1,
                     signals=teacher_signals(SPEC, signal),
                 )
@@ -102,7 +104,7 @@ def _measure(rank: int, world_size: int, root: Path, names: list[str]) -> dict[t
                 student.loss.chunk_bytes = 5 * VOCAB * 4
                 if signal == "hidden":
                     student.set_teacher_head(_teacher_head())
-                grads = {key: grad.numpy() for key, grad in student.grads_by_hf_name(_batches(signal)).items()}
+                grads = as_numpy(student.grads_by_hf_name(_batches(signal)))
                 measured[name, kind, signal] = student.evaluate(_batches(signal)).loss, grads
         parallel_state.destroy_model_parallel()
     return measured
@@ -123,8 +125,10 @@ def _sequence_parallel(rank: int, world_size: int) -> dict[str, float]:
     assert targets is not None
     n_positions, width, rows = 8, 6, (VOCAB + 1) // 2  # the sequence plus one position, which is divisible
     generator = torch.Generator().manual_seed(7)
-    hidden = torch.randn((n_positions, 1, width), generator=generator, dtype=torch.float64)
-    head = torch.randn((rows * 2, width), generator=generator, dtype=torch.float64)
+    hidden, head = (
+        torch.randn(shape, generator=generator, dtype=torch.float64).to(rank_device())
+        for shape in ((n_positions, 1, width), (rows * 2, width))
+    )
     spec = LossSpec((LossTerm("forward_kl"), LossTerm("sft")))
     targets.on_policy = torch.arange(len(targets)) % 2 == 0
     loss = DistillLoss(spec, ("topk",), VocabShard(rank * rows, VOCAB, dist.group.WORLD), TorchRows(), 2 * rows * 8)

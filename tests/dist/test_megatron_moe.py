@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests.device import rank_device
 from tests.dist.helpers import run_ranks
 from tests.dist.megatron_reference import (
     BETAS,
@@ -27,7 +28,7 @@ from tests.dist.megatron_reference import (
     train_reference,
 )
 from tests.dist.resume_cases import save
-from tests.dist.student_cases import step_in_parts
+from tests.dist.student_cases import step_in_parts, weights
 
 N_STEPS = 5
 WORLD = 2
@@ -94,7 +95,7 @@ def _student(
         optim=OptimSpec(lr=LR, betas=BETAS, eps=EPS, weight_decay=WEIGHT_DECAY, clip_grad=CLIP),
         loss=LossSpec(),
         dtype=dtype,
-        device=torch.device("cpu"),
+        device=rank_device(),
         seed=1,
         **options,
     )
@@ -116,14 +117,14 @@ def _measure(rank: int, world_size: int, root: Path, name: str, kind: str) -> di
     logits = logits_of(student, reference.probe)
     result["logits_diff"] = 0.0 if logits is None else _max_diff(logits, reference.probe_logits)
     original = load_file(root / kind / "model.safetensors")
-    exported = {name: tensor.clone() for name, tensor in student.export()} if layout.exports else {}
+    exported = weights(student) if layout.exports else {}
     result["round_trip"] = all(torch.equal(tensor, original[name]) for name, tensor in exported.items())
     result["names"], result["expected_names"] = sorted(exported), sorted(original)
     grads = student.grads_by_hf_name(_mine(layout, 0))
     result["grad_diff"] = max(_max_diff(grad, reference.grads[name]) for name, grad in grads.items())
     stats = [student.train_step(_mine(layout, 0))]
-    weights = {name: tensor.clone() for name, tensor in student.export()}
-    result["weight_diff"] = max(_max_diff(w, reference.weights_after_one[name]) for name, w in weights.items())
+    after_one = weights(student).items()
+    result["weight_diff"] = max(_max_diff(w, reference.weights_after_one[name]) for name, w in after_one)
     stats += [student.train_step(_mine(layout, step)) for step in range(1, N_STEPS - 1)]
     stats.append(step_in_parts(student, _mine(layout, N_STEPS - 1)))
     result["losses"] = [s.loss for s in stats]
@@ -168,7 +169,7 @@ def _resume(rank: int, root: Path) -> dict[str, Any]:
 
 def _max_diff(a: torch.Tensor, b: torch.Tensor) -> float:
     assert a.shape == b.shape, (a.shape, b.shape)
-    return float((a - b).abs().max())
+    return float((a.cpu() - b.cpu()).abs().max())
 
 
 @pytest.mark.parametrize(("layout", "kind"), CASES)

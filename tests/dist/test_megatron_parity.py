@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.device import rank_device
 from tests.dist.helpers import run_ranks
 from tests.dist.megatron_reference import (
     BETAS,
@@ -26,6 +27,7 @@ from tests.dist.megatron_reference import (
     make_micro_batches,
     train_reference,
 )
+from tests.dist.student_cases import weights
 
 N_STEPS = 5
 # name -> (world size, tp, pp)
@@ -86,7 +88,7 @@ def _measure(rank: int, world_size: int, root: Path, spec: tuple[int, int, int])
             optim=optim,
             loss=LossSpec(),
             dtype=torch.float32,
-            device=torch.device("cpu"),
+            device=rank_device(),
             seed=1,
             recompute="full" if kind == "qwen3" else "none",
         )
@@ -97,7 +99,7 @@ def _measure(rank: int, world_size: int, root: Path, spec: tuple[int, int, int])
         logits = logits_of(student, reference.probe)
         result["logits_diff"] = 0.0 if logits is None else _max_diff(logits, reference.probe_logits)
         original = _load_folder(root / kind)
-        exported = {name: tensor.clone() for name, tensor in student.export()}
+        exported = weights(student)
         result["round_trip"] = all(torch.equal(tensor, original[name]) for name, tensor in exported.items())
         result["names"] = sorted(exported)
         result["expected_names"] = sorted(original)
@@ -107,8 +109,8 @@ def _measure(rank: int, world_size: int, root: Path, spec: tuple[int, int, int])
         result["padding_grad"] = _padding_grad(student, layout)
         result["eval_loss"] = student.evaluate(_mine(layout, 0)).loss
         stats = [student.train_step(_mine(layout, 0))]
-        weights = {name: tensor.clone() for name, tensor in student.export()}
-        result["weight_diff"] = max(_max_diff(w, reference.weights_after_one[name]) for name, w in weights.items())
+        after_one = weights(student).items()
+        result["weight_diff"] = max(_max_diff(w, reference.weights_after_one[name]) for name, w in after_one)
         stats += [student.train_step(_mine(layout, step)) for step in range(1, N_STEPS)]
         result["losses"] = [s.loss for s in stats]
         result["grad_norms"] = [s.grad_norm for s in stats]
@@ -128,7 +130,7 @@ def _mine(layout: Any, step: int) -> list[Any]:
 
 def _max_diff(a: torch.Tensor, b: torch.Tensor) -> float:
     assert a.shape == b.shape, (a.shape, b.shape)
-    return float((a - b).abs().max())
+    return float((a.cpu() - b.cpu()).abs().max())
 
 
 def _load_folder(folder: Path) -> dict[str, torch.Tensor]:

@@ -22,9 +22,10 @@ from gkd.actor.common.shard_writer import write
 from gkd.actor.offload import OffloadController
 from gkd.memory.states import GRADS, KINDS, OPTIMIZER, PARAMS
 from gkd.types import MicroBatch
+from tests.device import host, rank_device
 from tests.dist.helpers import run_ranks
 from tests.dist.megatron_reference import VOCAB, make_hf_folder, make_micro_batches
-from tests.dist.student_cases import CPU, build_student, share, weights
+from tests.dist.student_cases import build_student, share, weights
 
 pytestmark = pytest.mark.dist
 
@@ -72,7 +73,7 @@ class _Run:
         )
         self.is_split = {"tp", "pp"} & layout.keys()
         self.exports = backend == "fsdp2" or self.student.layout.exports
-        self.controller = OffloadController(self.student, CPU, automatic=offload, timeout_s=60)
+        self.controller = OffloadController(self.student, rank_device(), automatic=offload, timeout_s=60)
         self.within: list[tuple[str, dict[str, int]]] = []
         self.after: list[dict[str, int]] = []
         if offload:
@@ -112,7 +113,7 @@ class _Run:
         files = sorted(file for file in self.folder.rglob("*.safetensors"))
         return {
             "numbers": numbers,
-            "sent": {name: tensor.view(torch.int16).numpy() for name, tensor in (sent | self.sync()).items()},
+            "sent": {name: host(tensor.view(torch.int16)) for name, tensor in (sent | self.sync()).items()},
             "files": {str(file.relative_to(self.folder)): file.read_bytes() for file in files},
             "within": self.within,
             "after": self.after,

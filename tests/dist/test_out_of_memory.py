@@ -21,7 +21,7 @@ from gkd.worker_env import worker_env
 from tests.dist.slots import actor_slots
 from tests.fake_device import FakeDevice
 
-pytestmark = pytest.mark.dist
+pytestmark = [pytest.mark.dist, pytest.mark.cpu_only("Ray's slots are logical CPUs")]
 
 N_RANKS = 2
 

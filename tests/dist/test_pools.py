@@ -32,7 +32,7 @@ from gkd.worker_env import worker_env
 from tests.dist.ray_nodes import NodeSpec, Place, my_place, ray_nodes
 from tests.service.harness import wait_until
 
-pytestmark = pytest.mark.dist
+pytestmark = [pytest.mark.dist, pytest.mark.cpu_only("Ray's slots are logical CPUs")]
 
 HERE, NINE, TEN = "here", "127.0.0.9", "127.0.0.10"
 ACTOR, ROLLOUT = PoolSpec("actor", 2, 2, gpus_per_worker=1), PoolSpec("rollout", 1, 2, gpus_per_worker=2)

@@ -14,8 +14,10 @@ import pytest
 import torch
 
 from gkd.types import Rollout, TeacherScores, TeacherTopK, VersionSpan
+from tests.device import rank_device
 from tests.dist.helpers import run_ranks
 from tests.dist.megatron_reference import BETAS, EPS, LR, TOP_K, VOCAB, make_hf_folder
+from tests.dist.student_cases import as_numpy, weights
 
 pytestmark = pytest.mark.dist
 # (world size, tp, pp, micro_batch_size, max_tokens_per_micro_batch)
@@ -106,7 +108,7 @@ def _one_layout(rank: int, world_size: int, root: Path, name: str) -> dict[str, 
             optim=optim,
             loss=LossSpec(),
             dtype=torch.float32,
-            device=torch.device("cpu"),
+            device=rank_device(),
             seed=1,
         )
 
@@ -121,18 +123,12 @@ def _one_layout(rank: int, world_size: int, root: Path, name: str) -> dict[str, 
     student = build(root / "hf")
     grads = student.grads_by_hf_name(batches)
     stats = student.train_step(batches)
-    weights = {key: tensor.clone() for key, tensor in student.export()}
+    trained = weights(student)
     out = root / f"out_{name}"
     student.save_hf(out, root / "hf")
     torch.distributed.barrier()  # rank 0 writes; the others read
-    reloaded = {key: tensor.clone() for key, tensor in build(out).export()}
-
-    def plain(tensors: dict[str, torch.Tensor]) -> dict[str, np.ndarray]:
-        return {
-            key: tensor.numpy() for key, tensor in tensors.items()
-        }  # torch would share memory of a process that ends
-
-    return {"stats": stats, "grads": plain(grads), "weights": plain(weights), "reloaded": plain(reloaded)}
+    reloaded = weights(build(out))
+    return {"stats": stats, "grads": as_numpy(grads), "weights": as_numpy(trained), "reloaded": as_numpy(reloaded)}
 
 
 @pytest.fixture(scope="module")

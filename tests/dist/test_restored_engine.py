@@ -22,7 +22,7 @@ from tests.dist.dict_engine import DictEngine
 from tests.dist.slots import actor_slots
 from tests.dist.test_offload import N_RANKS, Actor, batch
 
-pytestmark = pytest.mark.dist
+pytestmark = [pytest.mark.dist, pytest.mark.cpu_only("Ray's slots are logical CPUs")]
 
 
 def _engine() -> Any:

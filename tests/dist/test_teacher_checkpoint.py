@@ -9,10 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 
-from tests.dist.helpers import run_ranks
+from tests.dist.helpers import group_of_one, run_ranks
 from tests.dist.megatron_reference import make_hf_folder
 from tests.dist.teacher_checkpoint_cases import load_them, save_and_load, save_them
 
@@ -43,11 +42,8 @@ def worlds(root: Path) -> dict[str, Any]:
 
 
 def alone(work: Callable[..., dict[str, Any]], *args: Any) -> dict[str, Any]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
+    with group_of_one():
         return work(0, 1, *args)
-    finally:
-        dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("way", ["2 -> 1", "1 -> 2"])

@@ -24,9 +24,11 @@ from gkd.data.balance import even_groups
 from gkd.data.batching import make_micro_batches, without_first
 from gkd.data.normalize import count, sequence_weights
 from gkd.types import Rollout, TeacherScores, TeacherTopK, VersionSpan
+from tests.device import host, rank_device
 from tests.dist.dense_loss import dense_factors, dense_losses
 from tests.dist.helpers import run_ranks
 from tests.dist.megatron_reference import TOP_K, VOCAB, make_hf_folder
+from tests.dist.student_cases import as_numpy
 
 SPEC = LossSpec((LossTerm("forward_kl", 0.7), LossTerm("k2", 0.5), LossTerm("sft", 0.3)))
 LENGTHS = [(3, 5), (1, 9), (6, 1), (2, 12), (4, 4), (5, 7), (2, 2)]  # (prompt, response) tokens
@@ -167,7 +169,7 @@ def _measure(rank: int, world_size: int, root: Path) -> dict[tuple[Any, ...], tu
                 optim=OptimSpec(lr=1e-3),
                 loss=SPEC,
                 dtype=torch.float32,
-                device=torch.device("cpu"),
+                device=rank_device(),
                 seed=1,
                 signals=teacher_signals(SPEC, "topk"),
                 fused_lm_head=fused,
@@ -176,20 +178,20 @@ def _measure(rank: int, world_size: int, root: Path) -> dict[tuple[Any, ...], tu
                 mine = [rollouts[i] for i in shares[layout.dp_rank]]
                 own = [scores[i] for i in shares[layout.dp_rank]] if layout.is_last_stage else None
                 plain = make_micro_batches(mine, own, micro_batch_size=size, packed=packed)
-                counts = student.sum_over_groups(torch.from_numpy(count(mine, len(ROUTES)))).numpy()
+                counts = host(student.sum_over_groups(torch.from_numpy(count(mine, len(ROUTES)))))
                 for normalize in (None, *_factors(size, packed, fused)):
                     batches = plain
                     if normalize:
                         batches = plain.weighted(sequence_weights(mine, counts, ROUTES, normalize))
-                    grads = {key: grad.numpy() for key, grad in student.grads_by_hf_name(batches).items()}
+                    grads = as_numpy(student.grads_by_hf_name(batches))
                     measured[normalize, name, number, size, packed, fused] = student.evaluate(batches).loss, grads
                 if fused and _factors(size, packed, fused):
                     rest = make_micro_batches(*without_first(mine, own, SKIPPED), micro_batch_size=size, packed=packed)
-                    grads = {key: grad.numpy() for key, grad in student.grads_by_hf_name(rest).items()}
+                    grads = as_numpy(student.grads_by_hf_name(rest))
                     measured["skip", name, number, size, packed, fused] = student.evaluate(rest).loss, grads
                     student.loss.spec = WEIGHED
                     loss = student._run(plain, backward=False)  # an evaluation has no token weights
-                    grads = {key: grad.numpy() for key, grad in student.grads_by_hf_name(plain).items()}
+                    grads = as_numpy(student.grads_by_hf_name(plain))
                     mean = loss.values["total"] / loss.n_loss_tokens
                     measured["weigh", name, number, size, packed, fused] = mean, grads
                     student.loss.spec = SPEC

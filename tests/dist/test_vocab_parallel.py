@@ -1,4 +1,4 @@
-"""Compare vocabulary-parallel logprobs over gloo ranks with the dense computation."""
+"""Compare vocabulary-parallel logprobs over ranks with the dense computation."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from gkd.loss.row_kernels import TorchRows
 from gkd.loss.vocab_parallel import VocabShard, vocab_parallel_logprobs
+from tests.device import rank_device
 from tests.dist.helpers import run_ranks
 
 # 21: divided by neither 2 nor 4. 5: at TP 4 two rows per rank, so rank 2 holds one padded row and rank 3 only padding.
@@ -26,7 +27,8 @@ def _case(vocab: int, tp: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor
     width = len(borders)
     ids = torch.tensor([borders, borders[::-1], [0] * width, [vocab - 1] * width, borders])
     ids[4, width // 2 :] = -1  # a row with a shorter list
-    return logits, ids, torch.rand(ids.shape, generator=generator) / width
+    weights = torch.rand(ids.shape, generator=generator) / width
+    return logits.to(rank_device()), ids.to(rank_device()), weights.to(rank_device())
 
 
 def _worst_difference(rank: int, world_size: int) -> dict[str, float]:
