@@ -57,7 +57,7 @@ class Cluster:
     Args:
         address: HOST:PORT; empty: start a cluster.
         n_slots: GPUs of all processes; on CPU, the logical GPUs of a cluster started here.
-        cpus_a_slot: logical CPUs per slot, on CPU.
+        cpus_a_slot: logical CPUs per slot of a cluster started here.
         gpus: ids of the only GPUs that a cluster started here may assign; empty: all that the driver sees.
 
     Raises:
@@ -86,7 +86,9 @@ class Cluster:
         os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
         os.environ.setdefault("RAY_prestart_worker_first_driver", "0")  # two processes that no actor uses
         common: dict[str, Any] = {"logging_level": "WARNING", "log_to_driver": True, "runtime_env": _JOB_ENV}
-        local: dict[str, Any] = common | {"include_dashboard": False}
+        # Logical CPUs, so that processes share the cores of a machine that has too few, such as two beside one GPU.
+        cpus = math.ceil(n_slots * cpus_a_slot) + 2
+        local: dict[str, Any] = common | {"include_dashboard": False, "num_cpus": cpus}
         on_sigterm, on_sighup = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGHUP)
         signal.signal(signal.SIGHUP, signal.SIG_IGN)  # the daemons inherit it, and outlive a terminal
         keep_worker_lines()
@@ -95,13 +97,12 @@ class Cluster:
                 _check_answers(address)
                 ray.init(address=address, **common)
             elif on_cpu:
-                # Logical CPUs: with fewer cores than slots, the processes share cores.
                 # "local", because without an address Ray would join a cluster that runs on this machine.
-                cpus, slots = math.ceil(n_slots * cpus_a_slot) + 2, len(gpus) or n_slots
+                slots = len(gpus) or n_slots
                 # Ray refuses more slots than CUDA_VISIBLE_DEVICES lists, which users empty to hide their GPUs.
                 hidden = os.environ.get("CUDA_VISIBLE_DEVICES") == ""
                 with _visible(range(slots) if hidden and not gpus else gpus):
-                    ray.init("local", num_cpus=cpus, num_gpus=slots, object_store_memory=512 << 20, **local)
+                    ray.init("local", num_gpus=slots, object_store_memory=512 << 20, **local)
             else:
                 with _visible(gpus):
                     ray.init("local", **local)

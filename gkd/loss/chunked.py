@@ -57,7 +57,7 @@ class HeadLoss(torch.autograd.Function):
             head_grad = torch.zeros_like(head, dtype=statistics_dtype(head))
         sums = torch.zeros(len(loss.report_names), dtype=torch.float64, device=hidden.device)
         step = loss.rows_per_chunk(len(head), hidden.element_size())  # from the padded size: equal on all ranks
-        buffer = hidden.new_empty((min(step, len(hidden)), v_valid))
+        buffer = logits_buffer(hidden, min(step, len(hidden)), v_valid)
         for start in range(0, len(hidden), step):
             rows = slice(start, min(start + step, len(hidden)))
             logits = torch.mm(hidden[rows], valid_head.T, out=buffer[: rows.stop - start])
@@ -82,6 +82,16 @@ class HeadLoss(torch.autograd.Function):
         if ctx.unset_like is not None:
             head_grad = torch.empty_like(ctx.unset_like)
         return hidden_grad, head_grad, None, None, None, None
+
+
+def logits_buffer(hidden: Tensor, n_rows: int, n_columns: int) -> Tensor:
+    """Return [n_rows, n_columns], uninitialized, with the dtype and device of `hidden`.
+
+    On a GPU each row starts at a multiple of 16 elements. Otherwise the kernels' loads would not be vectorized, and the
+    products with the LM head would be unaligned. On a CPU the fast path of the kernels needs adjacent rows.
+    """
+    stride = n_columns if hidden.device.type == "cpu" else -(-n_columns // 16) * 16
+    return hidden.new_empty((n_rows, stride))[:, :n_columns]
 
 
 class LogitsLoss(torch.autograd.Function):

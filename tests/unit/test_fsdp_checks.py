@@ -11,15 +11,18 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from transformers import PretrainedConfig, conversion_mapping
 from transformers.conversion_mapping import register_checkpoint_conversion_mapping
 from transformers.core_model_loading import Transpose, WeightConverter
 
 from gkd.actor.common.optim_spec import OptimSpec
 from gkd.actor.fsdp.conversion import file_parts
-from gkd.actor.fsdp.model import build_on_meta, layer_list
+from gkd.actor.fsdp.model import allocate, build_on_meta, layer_list
 from gkd.actor.fsdp.optim import build_adamw, clip_factor
 from gkd.actor.fsdp.probe import probe_on_meta
 from gkd.actor.fsdp.weights import match_files
@@ -274,3 +277,20 @@ def test_all_ranks_export_together() -> None:
     assert ActorPool(ranks, config).exporters() == [ranks]
     config.actor.strategy = "megatron"
     assert ActorPool(ranks, config).exporters() == [["rank 0"]]
+
+
+def test_tied_weights_are_allocated_in_host_memory_once(tmp_path: Path) -> None:
+    """Fails if host offload moves a tied weight to the device, where fully_shard refuses it: the student cannot start.
+
+    The meta device takes the place of a GPU.
+    """
+    hf = build_on_meta(make_hf_folder(tmp_path / "tied", "qwen2_tied"), dtype=torch.float32, packing=True)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        fully_shard(hf, mesh=init_device_mesh("cpu", (1,)))
+        allocate(hf, torch.device("cpu"), torch.device("meta"))
+    finally:
+        dist.destroy_process_group()
+    assert {param.device.type for param in hf.parameters()} == {"cpu"}
+    assert {buffer.device.type for buffer in hf.buffers()} == {"meta"}
+    assert hf.get_input_embeddings().weight is hf.get_output_embeddings().weight

@@ -143,6 +143,24 @@ def test_the_heads_gradient_is_added_to_a_sum_in_place(signal: Signal, frozen: b
     torch.testing.assert_close(total - 0.25, 2 * of_head, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.parametrize("signal", SIGNALS)
+def test_rows_of_logits_are_aligned_on_a_gpu(signal: Signal, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fails if rows of an odd vocabulary are unaligned on a GPU, or rows that are apart change loss or gradients."""
+    for n_columns in (1, 16, 151_665):
+        rows = chunked.logits_buffer(torch.empty(4, H, device="meta"), 3, n_columns)
+        assert rows.shape == (3, n_columns) and rows.stride(1) == 1 and rows.stride(0) % 16 == 0
+        assert chunked.logits_buffer(torch.empty(4, H), 3, n_columns).is_contiguous()  # what the CPU's kernels need
+    batch, found = Batch(), []
+    for apart in (False, True):
+        if apart:
+            monkeypatch.setattr(chunked, "logits_buffer", lambda hidden, n, v: hidden.new_empty((n, v + 3))[:, :v])
+        hidden, head = batch.hidden.clone().requires_grad_(), batch.head.clone().requires_grad_()
+        loss, _ = batch.loss(SPEC, signal, 3).from_hidden(hidden, head, batch.targets(signal, 0.7))
+        loss.backward()
+        found.append((loss.detach(), hidden.grad, head.grad))
+    torch.testing.assert_close(found[0], found[1], rtol=1e-12, atol=1e-12)
+
+
 @pytest.mark.parametrize(("added", "expected"), [(16.0, True), (0.0, False), (None, False)])
 def test_products_are_added_to_float32_where_torch_does_it(
     monkeypatch: pytest.MonkeyPatch, added: float | None, expected: bool

@@ -133,6 +133,9 @@ def build_on_meta(
         raise ModelError(f"{model_path}: a {config.model_type} model has no LM head behind a backbone.")
     hf.set_output_embeddings(RowsHead(head))
     hf.tie_weights()
+    for module in hf.modules():
+        if isinstance(module, nn.Embedding):
+            module.padding_idx = None  # a pad token may end each turn: its row gets a gradient, as in Megatron
     # No dropout, even if config.json sets it: responses are generated and scored without it.
     return hf.eval()
 
@@ -178,7 +181,7 @@ def shard(
         cut(root.head, reshard_after_forward=False)
     cut(root)
     home = torch.device("cpu") if offload else device
-    root._apply(lambda t: torch.empty_like(t, device=home) if t.is_meta else t.to(device))
+    allocate(root, home, device)
     if offload and device.type == "cuda":
         into_one_block(root, pinned=True)
     for module in fsdp_modules(root):
@@ -188,6 +191,18 @@ def shard(
         # A parameter without gradient on a rank, such as an expert without tokens, must join the reduction as zeros.
         reduce_unused_params(module)
     return root
+
+
+def allocate(root: nn.Module, home: torch.device, device: torch.device) -> None:
+    """Allocate all parameters on `home`, uninitialized, and move all buffers to `device`."""
+
+    def place(tensor: Tensor) -> Tensor:
+        if tensor.is_meta:
+            return torch.empty_like(tensor, device=home)
+        # A tied weight is visited once for each module that has it; after the first visit it is on `home`.
+        return tensor if isinstance(tensor, nn.Parameter) and tensor.device == home else tensor.to(device)
+
+    root._apply(place)
 
 
 def fsdp_modules(root: nn.Module) -> list[FSDPModule]:

@@ -68,7 +68,7 @@ def _save(model: StudentModel, content: Content, write: Callable[[Tensors, Plans
         elif model.layout.tp_rank == model.layout.dp_rank == 0:
             for _, tensor in iter_hf_tensors(model, content):
                 if model.layout.pp_rank > 0:
-                    dist.send(tensor.contiguous(), dst=_rank_of_stage(model, 0), group=model.groups.pp)
+                    _transfer(dist.isend, tensor.contiguous(), model, stage=0)
         else:
             exhaust(iter_hf_tensors(model, content))  # only joins the gathers
     outcome = [None if problem is None else f"{type(problem).__name__}: {problem}"]
@@ -84,10 +84,16 @@ def _all_stages(model: StudentModel, content: Content, plans: Plans) -> Tensors:
     for stage, plan in list(enumerate(plans))[1:]:
         for name, shape, dtype in plan:
             tensor = torch.empty(shape, dtype=dtype, device=device)
-            dist.recv(tensor, src=_rank_of_stage(model, stage), group=model.groups.pp)
+            _transfer(dist.irecv, tensor, model, stage)
             yield name, tensor
             del tensor  # before the next one is allocated
 
 
-def _rank_of_stage(model: StudentModel, stage: int) -> int:
-    return dist.get_global_rank(model.groups.pp, stage)
+def _transfer(op: Callable[..., Any], tensor: Tensor, model: StudentModel, stage: int) -> None:
+    """Send a tensor to another stage or receive one. Blocks.
+
+    Batched, because NCCL would make a communicator with memory of its own for each pair of stages that sends unbatched.
+    """
+    group = model.groups.pp
+    for work in dist.batch_isend_irecv([dist.P2POp(op, tensor, dist.get_global_rank(group, stage), group)]):
+        work.wait()
