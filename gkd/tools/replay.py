@@ -1,6 +1,7 @@
 """`python -m gkd.tools.replay RUN --step N`: whether the loss of a step comes out again.
 
-Loads the newest checkpoint before the step, trains on the recorded batches up to it, and compares with metrics.jsonl.
+Loads the newest checkpoint before the step, trains on the recorded batches up to it, and compares each step that it
+makes with metrics.jsonl.
 Starts the actor's ranks alone: no engine, no teacher. Writes nothing into the run folder.
 """
 
@@ -30,7 +31,7 @@ _EXAMPLES = """example:
   python -m gkd.tools.replay runs/mine --step 20 cluster.ray_address=10.0.0.5:6379
 
 The run needs trainer.record_batches=true. A checkpoint of step N - 1 is best; from an earlier one, or from model.path,
-the steps in between are trained again. Settings that a resumed run may change can be given. With the same settings,
+the steps in between are trained again and compared, too. Settings that a resumed run may change can be given. With the same settings,
 versions and devices the numbers are equal bit by bit; else rounding differs.
 
 exit code: 0 equal (bit by bit, or within --rtol; the last line names which), 1 different, 2 cannot be replayed
@@ -45,13 +46,16 @@ def main(argv: list[str] | None = None) -> int:
     try:
         case = find_case(args.run, args.step, args.overrides)
         print(f"replaying from {case.start or case.config.model.path}: {args.step - case.first} step(s)", flush=True)
-        stats = replayed(case)
+        steps = replayed(case)
     except GkdError as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return 2
-    table, verdict, equal = compared(case.recorded, stats, args.rtol)
-    print(f"{table}\nstep {args.step}: {verdict}")
-    return 0 if equal else 1
+    all_equal = True
+    for step, stats in enumerate(steps, case.first + 1):
+        table, verdict, equal = compared(case.recorded[step], stats, args.rtol)
+        print(f"{table}\nstep {step}: {verdict}")
+        all_equal = all_equal and equal
+    return 0 if all_equal else 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +65,7 @@ class Case:
     Attributes:
         start: checkpoint to load; None: the run's first step is made from model.path.
         first: number of steps made at the start.
+        recorded: metrics of the run by step.
     """
 
     config: Config
@@ -68,7 +73,7 @@ class Case:
     step: int
     start: Path | None
     first: int
-    recorded: dict[str, float]
+    recorded: dict[int, dict[str, float]]
 
 
 def find_case(root: Path, step: int, overrides: list[str]) -> Case:
@@ -98,7 +103,7 @@ def find_case(root: Path, step: int, overrides: list[str]) -> Case:
         problem = f"the batch of step {missing[0]} was not kept. The replay would start from {before}."
         fix = "make a run with trainer.record_batches=true and, for a short replay, trainer.save_every."
         raise ConfigError("trainer.record_batches", config.trainer.record_batches, problem, fix)
-    return Case(config, root.absolute(), step, start, first, lines[step])
+    return Case(config, root.absolute(), step, start, first, lines)
 
 
 def _start(root: Path, step: int) -> Path | None:
@@ -113,8 +118,8 @@ def _start(root: Path, step: int) -> Path | None:
     return origin
 
 
-def replayed(case: Case) -> TrainStats:
-    """Start the actor, train up to the step, and return the numbers of the step.
+def replayed(case: Case) -> list[TrainStats]:
+    """Start the actor, train up to the step, and return the numbers of each step made.
 
     Raises ClusterError, CheckpointError, ModelError as a training run.
     """
@@ -161,13 +166,14 @@ def replayed(case: Case) -> TrainStats:
             batches = ReplayedBatches(config, scoring)
             if case.start is not None:
                 actor.load(case.start / ACTOR)
+            steps = []
             for made in range(case.first, case.step):
                 while early := batches.early_part(made):
                     actor.accumulate(_scored(early, reference, scoring))
-                stats = actor.train_step(_scored(batches.next_batch(made), reference, scoring))
+                steps.append(actor.train_step(_scored(batches.next_batch(made), reference, scoring)))
         finally:
             cluster.close()
-    return stats
+    return steps
 
 
 def _scored(pending: list[PendingScores], reference: ReferenceRole, scoring: ScoringRole) -> list[ScoredChunk]:

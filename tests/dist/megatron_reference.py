@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,6 +16,7 @@ from torch import Tensor
 from gkd.types import MicroBatch, TokenTargets
 
 VOCAB = 1003  # prime-ish on purpose: neither 2 nor 4 divides it
+PAD = 16  # occurs inside sequences, as the end-of-turn token of models that pad with it
 TOP_K = 6
 LR, BETAS, EPS, WEIGHT_DECAY, CLIP = 1e-3, (0.9, 0.95), 1e-5, 0.1, 0.5
 KINDS = ("qwen3", "qwen2_tied", "llama3_rope")
@@ -41,7 +43,7 @@ def make_hf_folder(folder: Path, kind: str, *, dtype: torch.dtype = torch.float3
         config = tf.Qwen3Config(**sizes, head_dim=16, tie_word_embeddings=False, rope_theta=1e6)
         model = tf.Qwen3ForCausalLM(config)
     elif kind == "qwen2_tied":
-        model = tf.Qwen2ForCausalLM(tf.Qwen2Config(**sizes, tie_word_embeddings=True, rope_theta=5e4))
+        model = tf.Qwen2ForCausalLM(tf.Qwen2Config(**sizes, tie_word_embeddings=True, rope_theta=5e4, pad_token_id=PAD))
     elif kind == "llama3_rope":
         rope = {
             "rope_type": "llama3",
@@ -175,15 +177,22 @@ class Reference:
     weights_after_one: dict[str, Tensor]
 
 
+def read_model(folder: Path, **options: Any) -> Any:
+    """Return the model of a folder. All rows of its embedding get gradients, unlike in transformers the padding row."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(folder, **options)
+    model.get_input_embeddings().padding_idx = None
+    return model
+
+
 def train_reference(folder: Path, n_steps: int, *, n_batches: int | None = None) -> Reference:
     """Make `n_steps` of AdamW on `make_micro_batches(step)`, without weight decay on norms and biases.
 
     Args:
         n_batches: number of different global batches, used in turn; None: a new one each step.
     """
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+    model = read_model(folder, dtype=torch.float32, attn_implementation="eager")
     probe = torch.randint(0, VOCAB, (2, 24), generator=torch.Generator().manual_seed(99))
     with torch.no_grad():
         probe_logits = model(probe).logits
@@ -216,9 +225,7 @@ def train_bf16_reference(folder: Path, n_steps: int, *, n_batches: int, keep_mas
         n_batches: see `train_reference`.
         keep_masters: False: updates below bfloat16's precision are rounded away.
     """
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, attn_implementation="sdpa")
+    model = read_model(folder, dtype=torch.bfloat16, attn_implementation="sdpa")
     params = list(model.parameters())
     masters = [torch.nn.Parameter(p.detach().float()) for p in params]
     groups = [

@@ -29,7 +29,7 @@ def test_the_newest_checkpoint_before_the_step_is_the_start(
     """Fails if a replay starts from weights that have already made the step, or makes more steps than necessary."""
     case = replay.find_case(run, step, [])
     assert (case.start.name if case.start else None, case.first) == (start, first)
-    assert case.recorded["loss/total"] == 1.0
+    assert case.recorded[step]["loss/total"] == 1.0
 
 
 @pytest.mark.parametrize(
