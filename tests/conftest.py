@@ -27,7 +27,8 @@ class ByFile(LoadScopeScheduling):
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--device", choices=device.KINDS, default="cpu", help="where tests/dist and tests/service compute")
+    where = "where tests/dist and tests/service compute"
+    parser.addoption("--device", choices=device.KINDS, default=device.kind(), help=where)
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -98,6 +98,21 @@ def run_ranks(
                 process.join()
 
 
+class Measured(dict[Any, Any]):
+    """Results by world size, or by a key that has one, measured at first use.
+
+    Where cards are lacking, only the tests of larger worlds are skipped.
+    """
+
+    def __init__(self, measure: Callable[[Any], Any]) -> None:
+        super().__init__()
+        self._measure = measure
+
+    def __missing__(self, key: Any) -> Any:
+        self[key] = self._measure(key)
+        return self[key]
+
+
 def join_group(store: Store, rank: int, world_size: int, timeout: timedelta | None = None) -> None:
     """Make the process group of all ranks on the tests' device, as `gkd.actor.rank` does."""
     import torch

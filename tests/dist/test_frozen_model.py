@@ -1,6 +1,6 @@
 """Compare a frozen model on all ranks of a world with the teacher server's engine and with plain transformers.
 
-CPU, gloo, 1 and 2 ranks. Not covered: NCCL, CUDA streams, pinned memory (tests/gpu).
+1 and 2 ranks. The references are computed on the CPU. Not covered: pinned memory (tests/gpu).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from tests.dist.frozen_cases import (
     sequences,
     with_top_ids,
 )
-from tests.dist.helpers import group_of_one, run_ranks
+from tests.dist.helpers import Measured, group_of_one, run_ranks
 from tests.dist.hf_models import make_model_folder
 from tests.dist.local_teacher_cases import INDICES
 from tests.dist.megatron_reference import VOCAB, make_hf_folder
@@ -58,11 +58,16 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def ranks(root: Path) -> dict[int, list[dict[str, Any]]]:
+def ranks(root: Path) -> Measured:
     """Return, by world size, the results of each rank. The single rank is this process, which has the libraries."""
-    with group_of_one():
-        alone = measure(0, 1, root)
-    return {1: [alone], 2: run_ranks(measure, 2, root, timeout_s=250.0)}
+
+    def world(size: int) -> list[dict[str, Any]]:
+        if size > 1:
+            return run_ranks(measure, size, root, timeout_s=250.0)
+        with group_of_one():
+            return [measure(0, 1, root)]
+
+    return Measured(world)
 
 
 def engine_scores(

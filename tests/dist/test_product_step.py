@@ -15,7 +15,7 @@ import torch
 
 from gkd.types import Rollout, TeacherScores, TeacherTopK, VersionSpan
 from tests.device import rank_device
-from tests.dist.helpers import run_ranks
+from tests.dist.helpers import Measured, run_ranks
 from tests.dist.megatron_reference import BETAS, EPS, LR, TOP_K, VOCAB, make_hf_folder
 from tests.dist.student_cases import as_numpy, weights
 
@@ -132,16 +132,13 @@ def _one_layout(rank: int, world_size: int, root: Path, name: str) -> dict[str, 
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], dict[str, list[dict[str, Any]]]]:
+def results(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], Measured]:
     root = tmp_path_factory.mktemp("product")
     torch.set_num_threads(1)
     make_hf_folder(root / "hf", "qwen3")
-    measured: dict[str, list[dict[str, Any]]] = {}
-    for size in (1, 2):
-        names = [name for name, layout in LAYOUTS.items() if layout[0] == size]
-        ranks = run_ranks(_product, size, root, names, timeout_s=200.0)
-        measured |= {name: [rank[name] for rank in ranks] for name in names}
-    return _reference(root / "hf"), measured
+    names = {size: [name for name, layout in LAYOUTS.items() if layout[0] == size] for size in (1, 2)}
+    worlds = Measured(lambda size: run_ranks(_product, size, root, names[size], timeout_s=200.0))
+    return _reference(root / "hf"), Measured(lambda name: [rank[name] for rank in worlds[LAYOUTS[name][0]]])
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

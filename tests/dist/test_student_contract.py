@@ -1,6 +1,6 @@
-"""Test what both student backends must do. fp32, gloo, CPU; 1 and 2 data-parallel ranks.
+"""Test what both student backends must do. float32; 1 and 2 data-parallel ranks.
 
-What this does not prove: tensor and pipeline parallelism (test_megatron_parity.py), NCCL, CUDA kernels, bfloat16.
+What this does not prove: tensor and pipeline parallelism (test_megatron_parity.py), bfloat16.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from gkd.types import MicroBatch
-from tests.dist.helpers import caught, run_ranks
+from tests.dist.helpers import Measured, caught, run_ranks
 from tests.dist.megatron_reference import VOCAB, Reference, make_hf_folder, make_micro_batches, train_reference
 from tests.dist.student_cases import (
     as_numpy,
@@ -45,13 +45,10 @@ def references(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def results(references: Path) -> dict[tuple[str, int], list[dict[str, Any]]]:
+def results(references: Path) -> Measured:
     """Return the measurements of all ranks by (backend, world size); one spawn per world size."""
-    measured = {}
-    for world_size in KINDS:
-        ranks = run_ranks(_measure_all, world_size, references, timeout_s=250.0)
-        measured |= {(backend, world_size): [rank[backend] for rank in ranks] for backend in BACKENDS}
-    return measured
+    worlds = Measured(lambda world_size: run_ranks(_measure_all, world_size, references, timeout_s=250.0))
+    return Measured(lambda key: [rank[key[0]] for rank in worlds[key[1]]])
 
 
 def _measure_all(rank: int, world_size: int, root: Path) -> dict[str, dict[str, Any]]:

@@ -1,24 +1,25 @@
 """Test the memory of a frozen model's weights on a CUDA device. Not run in CI: pytest -m gpu tests/gpu
 
-One rank. What this does not prove: several ranks over NCCL, and how fast the copies are.
+One rank. Scores, refreshes and checkpoints: tests/dist with --device cuda. Not proven: how fast the copies are.
 """
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 from safetensors.torch import load_file
 
 from gkd.actor.common.shard_writer import write
 from gkd.actor.fsdp import host_block
+from tests.device import VARIABLE, environment
 from tests.dist.frozen_cases import PLAIN, build, sequences
+from tests.dist.helpers import group_of_one
 from tests.dist.megatron_reference import make_hf_folder
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -28,10 +29,8 @@ CUDA = torch.device("cuda", 0)
 @pytest.fixture(scope="module")
 def world() -> Iterator[None]:
     """Join a group with NCCL only, as the actor's ranks do, so host tensors cannot be communicated."""
-    torch.cuda.set_device(0)
-    dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
+    with environment({VARIABLE: "cuda"}), group_of_one():
+        yield
 
 
 def shards_of(model: Any) -> list[torch.Tensor]:
@@ -62,8 +61,12 @@ def test_weights_stay_where_the_setting_says(
             return all(shard.device.type == "cpu" and shard.is_pinned() for shard in shards_of(model))
         return all(shard.device == CUDA for shard in shards_of(model))
 
-    first = model.score(sequences(), PLAIN)
-    held = torch.cuda.memory_allocated()
+    def allocated() -> int:
+        gc.collect()  # building a model leaves tensors in reference cycles, which are freed at any later time
+        return torch.cuda.memory_allocated()
+
+    model.score(sequences(), PLAIN)
+    held = allocated()
     assert at_home()
     for ema in (0.0, 0.9):
         given = ((name, tensor.cuda()) for name, tensor in load_file(folder / "model.safetensors").items())
@@ -76,11 +79,8 @@ def test_weights_stay_where_the_setting_says(
     snapshot.release()
     model.load(tmp_path / "checkpoint")
     assert at_home() and all(torch.equal(a, b.cpu()) for a, b in zip(kept, shards_of(model), strict=True))
-    again = model.score(sequences(), PLAIN)
-    assert at_home() and torch.cuda.memory_allocated() == held
-    for a, b in zip(first, again, strict=True):  # the same weights as before
-        np.testing.assert_allclose(a[0], b[0], atol=0.1)
-    assert model.score([], PLAIN) == []  # a rank without sequences
+    model.score(sequences(), PLAIN)
+    assert at_home() and allocated() == held
     assert len(host_block._PINNED) - runs == int(cpu_offload)
     if cpu_offload:
         sizes = [shard.nbytes for shard in shards_of(model)]

@@ -1,4 +1,7 @@
-"""Test offload and reload between a GPU and pinned host memory. Needs one GPU with 6 GiB free."""
+"""Test offload and reload between a GPU and pinned host memory. Needs one GPU with 6 GiB free.
+
+Students that train the same: tests/dist/test_offloaded_student.py with --device cuda.
+"""
 
 from __future__ import annotations
 
@@ -79,27 +82,3 @@ def test_pinned_memory_that_runs_out_is_the_hosts() -> None:
     with pytest.raises(MemoryError, match=str(1 << 46)):
         host_slabs(1, 1 << 46, pinned=True)
     assert host_slabs(1, 1 << 20, pinned=True)[0].is_pinned()
-
-
-@pytest.mark.parametrize("backend", ["megatron", "fsdp2"])
-def test_a_student_trains_the_same(tmp_path: Path, backend: str) -> None:
-    """Fails if an offload and reload on a GPU changes or loses a state of the student."""
-    from gkd.data.batching import make_micro_batches
-    from tests.bench.student_case import make_student, save_model, sequences
-    from tests.dist.student_cases import changed_by_a_move
-
-    save_model(tmp_path / "model")
-    dist.init_process_group("nccl", init_method=f"file://{tmp_path}/meet", rank=0, world_size=1, device_id=CUDA)
-    try:
-        batches = make_micro_batches(*sequences("even"), micro_batch_size=4, max_tokens=0, packed=True)
-        losses = {}
-        for moves in (False, True):
-            student = make_student(backend, tmp_path / "model", dtype=torch.bfloat16, device="cuda")
-            losses[moves] = []
-            for _ in range(3):
-                losses[moves].append(student.train_step(batches).loss)
-                if moves:
-                    assert changed_by_a_move(student) == []
-        assert losses[True] == pytest.approx(losses[False], rel=1e-4)
-    finally:
-        dist.destroy_process_group()

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.device import kind
 from tests.service.harness import ServerProcess, save_model
 
 TINY_VOCAB = 300
@@ -23,13 +24,19 @@ def wide_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_model(tmp_path_factory.mktemp("models") / "wide", WIDE_VOCAB, seed=1)
 
 
+def on_device(*options: str) -> tuple[str, ...]:
+    """Return the options of a server that computes on the tests' device, with the engine and numbers of a CPU."""
+    return ("--device", kind(), "--engine", "hf", "--dtype", "float32", *options)
+
+
 @pytest.fixture(scope="module")
 def tiny_server(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
-    with ServerProcess(tiny_model, tmp_path_factory.mktemp("server"), options=("--max-batch-tokens", "512")) as server:
+    folder, options = tmp_path_factory.mktemp("server"), on_device("--max-batch-tokens", "512")
+    with ServerProcess(tiny_model, folder, options=options) as server:
         yield server
 
 
 @pytest.fixture(scope="module")
 def wide_server(wide_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
-    with ServerProcess(wide_model, tmp_path_factory.mktemp("server")) as server:
+    with ServerProcess(wide_model, tmp_path_factory.mktemp("server"), options=on_device()) as server:
         yield server

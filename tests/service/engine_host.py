@@ -1,4 +1,4 @@
-"""Helpers of the engine tests: small models for vLLM's CPU kernels, plain references, and a process for vLLM.
+"""Helpers of the engine tests: small models for vLLM's kernels, plain references, and a process for vLLM.
 
 vLLM changes the environment and torch's threads of its process, and allows one engine per process, so it
 runs in a separate process. Tests call functions of this file through `ask`: `ask("name", ...)` runs
@@ -25,6 +25,7 @@ from teacher_server.engines.base import Engine, ScoreParams, TokenSequence, requ
 from teacher_server.engines.load import EngineSettings, load_engine
 from teacher_server.errors import ServerError
 from teacher_server.wire.payload import TopKScores
+from tests.device import kind, on_cuda
 from tests.second_runner import ENVIRONMENT, allow_second_runner
 
 VOCAB = 4099  # odd, so that tensor parallelism pads it; large enough for a top-8 in two stages
@@ -57,7 +58,9 @@ def save_engine_model(folder: Path, *, kind: str = "Qwen3", **changes: Any) -> P
 
 def engine_settings(model: Path, engine: str, **changes: Any) -> EngineSettings:
     # 128 tokens per forward pass, so that vLLM splits longer sequences.
-    settings: dict[str, Any] = {"device": "cpu", "dtype": "float32", "max_tokens": MAX_TOKENS, "max_batch_tokens": 128}
+    settings: dict[str, Any] = {"device": kind(), "dtype": "float32", "max_tokens": MAX_TOKENS, "max_batch_tokens": 128}
+    if on_cuda() and engine == "vllm":  # beside other engines on the card
+        settings |= {"gpu_memory_utilization": 0.3, "kv_cache_mib": 64}
     return EngineSettings(model=str(model), engine=engine, **(settings | changes))
 
 
@@ -105,7 +108,7 @@ def score(
     """Run `Engine.score`, and read its streams in chunks of `step` rows."""
     usual = dict(signals.CHUNK_BYTES)
     if chunk_bytes:
-        signals.CHUNK_BYTES["cpu"] = chunk_bytes
+        signals.CHUNK_BYTES[kind()] = chunk_bytes
     try:
         return [
             scored
@@ -167,7 +170,8 @@ _loaded: Engine | ServerError | None = None
 
 def _load(settings: EngineSettings) -> None:
     global _loaded
-    allow_second_runner()
+    if not on_cuda():
+        allow_second_runner()
     try:
         _loaded = load_engine(settings)
     except ServerError as error:  # an exception of the initializer would not reach the test

@@ -119,7 +119,7 @@ def command(*words: str) -> list[str]:
 
 
 def server_command(model: Path | None, *options: str) -> list[str]:
-    """Return the command line of a server on CPU. Without a model, the options must name the teachers."""
+    """Return the command line of a server, by default on CPU. Without a model, the options must name the teachers."""
     models = () if model is None else ("--model", str(model))
     return command(*models, "--device", "cpu", *options)
 
