@@ -11,6 +11,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
+import pytest
+
 if TYPE_CHECKING:
     import numpy as np
     import torch
@@ -50,6 +52,12 @@ def cards() -> list[str]:
 
 def n_cards() -> int:
     return len(cards())
+
+
+def need_cards(n: int) -> None:
+    """Skip the test if it is to run on more cards than there are."""
+    if on_cuda() and n_cards() < n:
+        pytest.skip(f"needs {n} cards, here are {n_cards()}")
 
 
 def host(tensor: torch.Tensor) -> np.ndarray:

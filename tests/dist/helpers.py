@@ -18,10 +18,8 @@ from multiprocessing.connection import wait as wait_any
 from multiprocessing.context import ForkServerContext
 from typing import TYPE_CHECKING, Any, Literal
 
-import pytest
-
 from gkd.errors import GkdError
-from tests.device import backend, cards, environment, on_cuda, rank_device
+from tests.device import backend, cards, environment, need_cards, on_cuda, rank_device
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -70,9 +68,8 @@ def run_ranks(
     """
     import torch.distributed as dist
 
-    seen = cards() if on_cuda() else [""] * world_size
-    if len(seen) < world_size:
-        pytest.skip(f"needs {world_size} cards, here are {len(seen)}")
+    need_cards(world_size)
+    seen = cards() if on_cuda() else []
     preloaded = PRELOAD if start == "forkserver" and not on_cuda() else ()
     timeout_s *= CUDA_PATIENCE if on_cuda() else 1
     context = _forkserver() if preloaded else mp.get_context("spawn")

@@ -1,4 +1,4 @@
-"""A bad batch on one rank stops the step on all ranks and changes nothing. Two gloo processes, CPU."""
+"""A bad batch on one rank stops the step on all ranks and changes nothing. Two ranks."""
 
 from __future__ import annotations
 

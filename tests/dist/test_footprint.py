@@ -1,4 +1,4 @@
-"""Compare a real Megatron rank's memory with the prediction. gloo, CPU."""
+"""Compare a real Megatron rank's memory with the prediction."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Predicted memory against real ranks: what a layer keeps of a token, and every parameter. gloo, CPU.
+"""Predicted memory against real ranks: what a layer keeps of a token, and every parameter.
 
 Of activations, counted are the storages of the tensors that a forward pass saves, each once, parameters left out. Two
 depths of the same model are compared, so that what comes before and after the layers falls out.

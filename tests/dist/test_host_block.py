@@ -1,4 +1,4 @@
-"""Shards in one run of host memory: the same model, in no more bytes than it has. CPU, gloo, two ranks, nothing pinned.
+"""Shards in one run of host memory: the same model, in no more bytes than it has. Two ranks, nothing pinned.
 
 What this does not prove: that CUDA pins such a run, and that copies from it overlap with the GPU (tests/gpu).
 """

@@ -1,4 +1,4 @@
-"""Check that import and export need about one layer of memory in addition to the model. gloo, CPU.
+"""Check that import and export need about one layer of memory in addition to the model.
 
 The tests count the peak bytes of tensors that torch allocates. They do not count mapped files, whose pages the system
 can reclaim, and buffers of the communication library.

@@ -1,10 +1,10 @@
-"""Compare loss curves of the Megatron student in every layout with plain HF + AdamW. gloo, CPU.
+"""Compare loss curves of the Megatron student in every layout with plain HF + AdamW.
 
 Models of four layers, so that two stages can hold two chunks each. Any wrong gradient changes the later
 steps of a curve; the gradients of the first step are also compared by name. The negative controls make mistakes on
 purpose, to show that the curves detect them.
 
-What this does not prove: NCCL, CUDA kernels, Transformer Engine's layers.
+What this does not prove: Transformer Engine's layers.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Compare LoRA on the Megatron student with peft and with fsdp2, for every kind of parallelism. gloo, CPU.
-
-What this does not prove: NCCL, CUDA kernels.
-"""
+"""Compare LoRA on the Megatron student with peft and with fsdp2, for every kind of parallelism."""
 
 from __future__ import annotations
 

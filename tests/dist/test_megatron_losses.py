@@ -1,4 +1,4 @@
-"""Compare losses of the Megatron student with the fused LM head with dense losses of an HF model. fp32, gloo, CPU.
+"""Compare losses of the Megatron student with the fused LM head with dense losses of an HF model. float32.
 
 `test_megatron_parity` trains on the top-k forward KL. This file tests a mixture of every kind of loss, the teacher's
 hidden states, and hidden states that are split over the sequence.

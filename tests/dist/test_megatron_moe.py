@@ -1,6 +1,6 @@
-"""Compare a mixture of experts and Mistral in the Megatron student with plain HF + AdamW. fp32, gloo, CPU.
+"""Compare a mixture of experts and Mistral in the Megatron student with plain HF + AdamW. float32.
 
-What this does not prove: NCCL, CUDA kernels, grouped matrix products.
+What this does not prove: grouped matrix products.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Compare the Megatron student with plain HF + AdamW for every kind of parallelism. fp32, gloo, CPU.
+"""Compare the Megatron student with plain HF + AdamW for every kind of parallelism. float32.
 
-What this does not prove: NCCL, CUDA kernels, bfloat16 rounding.
+What this does not prove: bfloat16 rounding.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Test checkpoints, HF folders, bfloat16 and errors of the Megatron student. gloo, CPU."""
+"""Test checkpoints, HF folders, bfloat16 and errors of the Megatron student."""
 
 from __future__ import annotations
 

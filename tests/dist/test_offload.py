@@ -1,4 +1,4 @@
-"""Where the actor's states are between its calls. Real Ray actors with real students in gloo groups."""
+"""Where the actor's states are between its calls. Real Ray actors with real students."""
 
 from __future__ import annotations
 
@@ -27,6 +27,7 @@ from gkd.types import TeacherScores, TeacherTopK
 from gkd.weight_sync.buckets import plan_buckets
 from gkd.worker_env import worker_env
 from tests.bench.student_case import save_model, sequences
+from tests.device import kind, on_cuda
 from tests.dist.slots import actor_slots
 
 pytestmark = pytest.mark.dist
@@ -77,10 +78,10 @@ class Actor:
     def __init__(self, slots: Pool, model: Path, *overrides: str) -> None:
         base = ["data.train_files=[a]", f"model.path={model}", "model.dtype=float32", "trainer.run_dir=none"]
         sizes = [f"trainer.n_gpus_per_node={N_RANKS}", "actor.micro_batch_size=4", "actor.optim.lr=0.01"]
-        self.workers = slots.spawn(Rank, worker_env(on_cpu=True), concurrency_groups=CONCURRENCY_GROUPS)
+        self.workers = slots.spawn(Rank, worker_env(on_cpu=not on_cuda()), concurrency_groups=CONCURRENCY_GROUPS)
         self.config = load_config(None, [*base, *sizes, *overrides])
         self.pool = ActorPool(self.workers, self.config)
-        gather(self.pool.init_model("cpu", 9, 120), "init_model", 120)
+        gather(self.pool.init_model(kind(), 9, 120), "init_model", 120)
 
     def device_bytes(self) -> dict[str, int]:
         """Return the bytes on the devices of all ranks, by kind."""

@@ -1,7 +1,7 @@
 """Compare students on several ranks that offload their states after every call with students that never do.
 
 The calls reload what `gkd.actor.worker` reloads: a sync is of some ranks alone, an evaluation needs the weights. Real
-gloo ranks.
+ranks.
 """
 
 from __future__ import annotations

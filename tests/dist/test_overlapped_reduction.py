@@ -1,4 +1,4 @@
-"""Gradients that are reduced during the backward pass, on two gloo ranks, against reducing them after it."""
+"""Gradients that are reduced during the backward pass, on two ranks, against reducing them after it."""
 
 from __future__ import annotations
 

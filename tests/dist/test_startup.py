@@ -25,7 +25,7 @@ from gkd.errors import RankTimeout
 from gkd.worker_env import worker_env
 from tests.dist.slots import actor_slots
 
-pytestmark = pytest.mark.dist
+pytestmark = [pytest.mark.dist, pytest.mark.cpu_only("Ray's slots are logical CPUs")]
 
 N_RANKS = 3
 LATE = 2  # the rank that the others wait for

@@ -1,4 +1,4 @@
-"""A teacher and a reference that follow the student are restored bit-exactly, on any number of ranks. CPU, gloo."""
+"""A teacher and a reference that follow the student are restored bit-exactly, on any number of ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Check that splitting a global batch does not change its loss or gradient. Real Megatron student, fp32, gloo, CPU.
+"""Check that splitting a global batch does not change its loss or gradient. Real Megatron student, float32.
 
     token mean = sum over all loss tokens of the global batch / their number
 
