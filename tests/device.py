@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 KINDS = ("cpu", "cuda")
 VARIABLE = "GKD_TEST_DEVICE"
+CUDA_PATIENCE = 4  # there each rank imports on its own, starts CUDA and NCCL, and compiles kernels
 
 
 def kind() -> str:
@@ -27,6 +28,11 @@ def kind() -> str:
 
 def on_cuda() -> bool:
     return kind() == "cuda"
+
+
+def patience() -> int:
+    """Return the factor of time limits."""
+    return CUDA_PATIENCE if on_cuda() else 1
 
 
 def rank_device() -> torch.device:

@@ -19,7 +19,7 @@ from multiprocessing.context import ForkServerContext
 from typing import TYPE_CHECKING, Any, Literal
 
 from gkd.errors import GkdError
-from tests.device import backend, cards, environment, need_cards, on_cuda, rank_device
+from tests.device import backend, cards, environment, need_cards, on_cuda, patience, rank_device
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -30,7 +30,6 @@ PRELOAD = ("torch", "gkd.actor.megatron.student", "gkd.actor.fsdp.student", "pyt
 RANK_ENV = {"OMP_NUM_THREADS": "1"}
 # As Ray and `gkd.worker_env` set it for a run's ranks; the card is added.
 CUDA_ENV = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
-CUDA_PATIENCE = 4  # there each rank imports on its own, starts CUDA and NCCL, and compiles kernels
 
 
 def free_port() -> int:
@@ -55,7 +54,7 @@ def run_ranks(
 
     Args:
         fn: a module-level function (it is imported again in the children); its result is pickled.
-        timeout_s: for all of it, start-up included; `CUDA_PATIENCE` times as long on CUDA.
+        timeout_s: for all of it, start-up included, times `patience()`.
         start: how a rank starts. "forkserver": as a fork of a process that has imported `PRELOAD`; it has the
             environment of the first such call. "spawn": as a process that has imported nothing, with the caller's
             environment. Take "spawn" for tests of imports or of the environment. On CUDA it is always "spawn".
@@ -71,7 +70,7 @@ def run_ranks(
     need_cards(world_size)
     seen = cards() if on_cuda() else []
     preloaded = PRELOAD if start == "forkserver" and not on_cuda() else ()
-    timeout_s *= CUDA_PATIENCE if on_cuda() else 1
+    timeout_s *= patience()
     context = _forkserver() if preloaded else mp.get_context("spawn")
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     port = store.port  # never free, unlike one that is only noted
