@@ -29,10 +29,11 @@ from gkd.types import Prompt
 _EXAMPLES = """example:
   python -m gkd.tools.replay runs/mine --step 20
   python -m gkd.tools.replay runs/mine --step 20 cluster.ray_address=10.0.0.5:6379
+  python -m gkd.tools.replay runs/mine --step 2 --rtol 1e-3 trainer.device=cpu   # a float32 run on GPUs
 
 The run needs trainer.record_batches=true. A checkpoint of step N - 1 is best; from an earlier one, or from model.path,
-the steps in between are trained again and compared, too. Settings that a resumed run may change can be given. With the same settings,
-versions and devices the numbers are equal bit by bit; else rounding differs.
+the steps in between are trained again and compared, too. trainer.device, and settings that a resumed run may change, can
+be given. With the same settings, versions and devices the numbers are equal bit by bit; else rounding differs.
 
 exit code: 0 equal (bit by bit, or within --rtol; the last line names which), 1 different, 2 cannot be replayed
 """
@@ -87,7 +88,9 @@ def find_case(root: Path, step: int, overrides: list[str]) -> Case:
         raise ConfigError("RUN", str(root), "it has no config.yaml, so it is no run folder.", "name a run folder.")
     config = load_config(root / "config.yaml", overrides)
     check_config(config)
-    check_same_run(root / "config.yaml", config)
+    device = load_config(root / "config.yaml", []).trainer.device
+    # A replay may use another device, which shows whether the run's device computes what this one does.
+    check_same_run(root / "config.yaml", replace(config, trainer=replace(config.trainer, device=device)))
     lines = {int(line["step"]): line for line in read_metrics(root / "metrics.jsonl") if "loss/total" in line}
     if step not in lines:
         have = f"has steps {min(lines)} to {max(lines)}" if lines else "has no step"

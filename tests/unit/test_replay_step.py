@@ -26,10 +26,13 @@ def run(tmp_path: Path) -> Path:
 def test_the_newest_checkpoint_before_the_step_is_the_start(
     run: Path, step: int, start: str | None, first: int
 ) -> None:
-    """Fails if a replay starts from weights that have already made the step, or makes more steps than necessary."""
+    """Fails if a replay starts from weights that have already made the step, makes more steps than necessary, or cannot
+    be made on another device.
+    """
     case = replay.find_case(run, step, [])
     assert (case.start.name if case.start else None, case.first) == (start, first)
     assert case.recorded[step]["loss/total"] == 1.0
+    assert replay.find_case(run, step, ["trainer.device=cpu"]).config.trainer.device == "cpu"
 
 
 @pytest.mark.parametrize(
