@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -19,7 +19,7 @@ from gkd.cluster.calls import gather
 from gkd.cluster.clocks import measure_clocks
 from gkd.cluster.gpu_table import GpuMap, RankPlacement
 from gkd.cluster.hang import hang_report
-from gkd.cluster.pools import HELPER_CPUS
+from gkd.cluster.pools import HELPER_CPUS, Cluster
 from gkd.cluster.slots import Pool
 from gkd.cluster.stacks import rank_env
 from gkd.cluster.startup import Startup
@@ -36,6 +36,7 @@ from gkd.resource_pools import ACTOR, ROLLOUT, make_cluster, make_pools, shares_
 from gkd.reward.scoring import JUDGING, init_judging, with_judges, workers_per_endpoint
 from gkd.roles import NoReference, Roles
 from gkd.rollout import worker as rollout_worker
+from gkd.rollout.engine_files import remove_files_of
 from gkd.rollout.engine_sync import EngineSync
 from gkd.rollout.pool import RolloutPool
 from gkd.rollout.slots import EngineSlots, restarting
@@ -64,13 +65,14 @@ def started_roles(plan: Plan) -> Iterator[Roles]:
     config, t = plan.config, plan.config.trainer
     with activities.during("joining Ray" if config.cluster.ray_address else "starting Ray"):
         cluster = make_cluster(config, on_cpu=plan.device == "cpu")
-    try:
+    with ExitStack() as ending:
+        ending.callback(_stop, cluster)
         with activities.during("reserving the pools"):
             slots = make_pools(cluster, config, t.init_timeout_s)
         startup = Startup(t.init_timeout_s)
         try:
             with activities.during("start-up"), startup:
-                roles, restarts = _start(config, plan, startup, slots[ACTOR], slots[ROLLOUT])
+                roles, restarts = _start(config, plan, startup, slots[ACTOR], slots[ROLLOUT], ending)
             log.info("all ranks are ready")
             with restarts:
                 yield replace(roles, diagnose_hang=lambda error: _diagnosed(error, startup, cluster.run, plan))
@@ -79,17 +81,23 @@ def started_roles(plan: Plan) -> Iterator[Roles]:
             if error.diagnosed:
                 raise
             raise _diagnosed(error, startup, cluster.run, plan) from error
-    finally:
-        with activities.during("stopping all processes"):
-            cluster.close()
+
+
+def _stop(cluster: Cluster) -> None:
+    with activities.during("stopping all processes"):
+        cluster.close()
+        remove_files_of(cluster.run)
 
 
 def _start(
-    config: Config, plan: Plan, startup: Startup, actor_slots: Pool, rollout_slots: Pool
+    config: Config, plan: Plan, startup: Startup, actor_slots: Pool, rollout_slots: Pool, ending: ExitStack
 ) -> tuple[Roles, AbstractContextManager[None]]:
     """Start the processes in the reserved slots, load the models, and connect the roles.
 
     Raises as `started_roles`.
+
+    Args:
+        ending: receives what is done before the processes are stopped.
 
     Returns:
         The roles, and a context in which engines are restarted.
@@ -102,6 +110,7 @@ def _start(
     actor = ActorPool(actor_workers, config)
     rollout_workers = rollout_slots.spawn(RolloutWorker, env, concurrency_groups=rollout_worker.CONCURRENCY_GROUPS)
     rollout = RolloutPool(rollout_workers, config, actor.dp_size)
+    ending.callback(attempt, "removing the files of vLLM", rollout.close)
     startup.watch(actor_slots.named(actor_workers) | rollout_slots.named(rollout_workers))
     # Each rank reports its GPU before it builds its model; the GPU map is made meanwhile.
     calls = [

@@ -9,6 +9,7 @@ from typing import Any
 from gkd.cluster.garbage import quick_imports
 from gkd.config.derived import engine_rank
 from gkd.config.schema import LoraConfig, RolloutConfig
+from gkd.rollout.engine_files import engine_folder, keep_files_in, link_shared_memory
 from teacher_server.engines.vllm_memory import gpu_memory_arguments
 from teacher_server.wire.protocol import MAX_K
 
@@ -49,12 +50,14 @@ def start_vllm(
     os.environ.update(VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_NO_USAGE_STATS="1")
     # vLLM sets this level only after its first modules have logged that Triton has no backend for the CPU.
     logging.getLogger("vllm").setLevel(os.environ.get("VLLM_LOGGING_LEVEL", "ERROR"))
+    folder = engine_folder()
     with quick_imports():
         from vllm import LLM
 
+        keep_files_in(folder)
     on_cpu = device == "cpu"
     kv_cache_bytes = config.kv_cache_bytes(on_cpu=on_cpu)
-    return LLM(
+    llm = LLM(
         model=model_path,
         dtype=dtype,
         tensor_parallel_size=config.tp,
@@ -95,6 +98,8 @@ def start_vllm(
             }
         ),
     )
+    link_shared_memory(folder)
+    return llm
 
 
 def _adapter_settings(lora: LoraConfig) -> dict[str, Any]:

@@ -32,6 +32,7 @@ from gkd.memory.oom import diagnosed
 from gkd.metrics.spans import SpanRecorder
 from gkd.rollout.coalesce import Coalescer
 from gkd.rollout.engine import RolloutEngine
+from gkd.rollout.engine_files import engine_folder, link_shared_memory, remove_files
 from gkd.rollout.engine_loop import EngineLoop
 from gkd.rollout.engine_start import ENGINE_PHASES
 from gkd.rollout.engine_states import EngineStates, tags_of
@@ -84,6 +85,12 @@ class RolloutWorker(SelfScoring):
         phase = self._phases.now().phase
         is_working = phase == OPENING or (phase == UP and self._engine.n_running and self._engine.has_weights)
         return Pulse(self._engine.n_passes, not is_working)
+
+    @ray.method(concurrency_group=WATCH)
+    def close(self) -> None:
+        """Remove the files of vLLM, also while it starts, generates or hangs. The process is killed next."""
+        link_shared_memory(engine_folder())
+        remove_files(engine_folder())
 
     def init_model(self, config: Config, device: str, eos_ids: Sequence[int], run_dir: Path) -> None:
         """Build the engine; blocks until it is ready.
