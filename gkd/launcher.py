@@ -36,7 +36,7 @@ from gkd.resource_pools import ACTOR, ROLLOUT, make_cluster, make_pools, shares_
 from gkd.reward.scoring import JUDGING, init_judging, with_judges, workers_per_endpoint
 from gkd.roles import NoReference, Roles
 from gkd.rollout import worker as rollout_worker
-from gkd.rollout.engine_files import remove_files_of
+from gkd.rollout.engine_files import engine_folder, remove_files
 from gkd.rollout.engine_sync import EngineSync
 from gkd.rollout.pool import RolloutPool
 from gkd.rollout.slots import EngineSlots, restarting
@@ -86,7 +86,7 @@ def started_roles(plan: Plan) -> Iterator[Roles]:
 def _stop(cluster: Cluster) -> None:
     with activities.during("stopping all processes"):
         cluster.close()
-        remove_files_of(cluster.run)
+        remove_files(engine_folder(f"{cluster.run}/*"))
 
 
 def _start(
@@ -110,7 +110,7 @@ def _start(
     actor = ActorPool(actor_workers, config)
     rollout_workers = rollout_slots.spawn(RolloutWorker, env, concurrency_groups=rollout_worker.CONCURRENCY_GROUPS)
     rollout = RolloutPool(rollout_workers, config, actor.dp_size)
-    ending.callback(attempt, "removing the files of vLLM", rollout.close)
+    ending.callback(attempt, "closing the engines", rollout.close)
     startup.watch(actor_slots.named(actor_workers) | rollout_slots.named(rollout_workers))
     # Each rank reports its GPU before it builds its model; the GPU map is made meanwhile.
     calls = [

@@ -7,13 +7,11 @@ host can remove them: the engine at the end of the run, the next process of its 
 
 from __future__ import annotations
 
-import atexit
 import os
 import shutil
 import tempfile
 from contextlib import suppress
 from pathlib import Path
-from uuid import uuid4
 
 import psutil
 
@@ -22,25 +20,17 @@ from gkd.cluster.stacks import RANK_ENV
 _SHARED_MEMORY = Path("/dev/shm")
 # Messages between vLLM's processes, their semaphores, and collectives on a CPU.
 _NAMES = ("psm_*", "sem.mp-*", "vllm_dist_*")
-_RUN_DIGITS = 8  # of the run's id: the path of a socket has at most 107 characters
 
 
-def engine_folder() -> Path:
-    """Return the folder of this process's engine. All processes of a slot of a run have the same one."""
-    run, _, rank = os.environ.get(RANK_ENV, str(os.getpid())).partition("/")
-    return _folder(run, rank.rpartition(" ")[2])
+def engine_folder(owner: str = "") -> Path:
+    """Return the folder of an engine, the same for all processes of a slot of a run.
 
-
-def keep_files_in(folder: Path) -> None:
-    """Make the vLLM engine that this process starts next keep its files in `folder`."""
-    from vllm.v1.executor import multiproc_executor, uniproc_executor
-
-    remove_files(folder)  # of a process that was killed
-    folder.mkdir()
-    atexit.register(remove_files, folder)
-    os.environ["VLLM_RPC_BASE_PATH"] = str(folder)
-    for executor in (multiproc_executor, uniproc_executor):
-        executor.get_file_store_init_method = lambda: f"file://{folder}/vllm_dist_{uuid4().hex}"
+    Args:
+        owner: RUN/RANK; RUN/*: a pattern of all engines of a run; empty: this process.
+    """
+    run, _, rank = (owner or os.environ.get(RANK_ENV, str(os.getpid()))).partition("/")
+    # Short, because the path of a socket has at most 107 characters.
+    return Path(tempfile.gettempdir(), f"gkd_vllm_{run[:8]}_{rank.rpartition(' ')[2]}")
 
 
 def link_shared_memory(folder: Path) -> None:
@@ -56,20 +46,10 @@ def link_shared_memory(folder: Path) -> None:
                 (folder / path.name).symlink_to(path)
 
 
-def remove_files(folder: Path) -> None:
-    """Remove the folder and what it links to in /dev/shm, if they exist."""
-    for path in folder.glob("*"):
-        with suppress(OSError):  # it is no link, or another process removes it, too
-            path.readlink().unlink()
-    shutil.rmtree(folder, ignore_errors=True)
-
-
-def remove_files_of(run: str) -> None:
-    """Remove the files of all engines of a run on this host. Call it when their processes have ended."""
-    pattern = _folder(run, "*")
+def remove_files(pattern: Path) -> None:
+    """Remove these folders, and what they link to in /dev/shm. The engines have ended, or are about to be killed."""
     for folder in pattern.parent.glob(pattern.name):
-        remove_files(folder)
-
-
-def _folder(run: str, engine: str) -> Path:
-    return Path(tempfile.gettempdir(), f"gkd_vllm_{run[:_RUN_DIGITS]}_{engine}")
+        for path in folder.glob("*"):
+            with suppress(OSError):  # it is no link, or another process removes it, too
+                path.readlink().unlink()
+        shutil.rmtree(folder, ignore_errors=True)

@@ -9,7 +9,8 @@ from typing import Any
 from gkd.cluster.garbage import quick_imports
 from gkd.config.derived import engine_rank
 from gkd.config.schema import LoraConfig, RolloutConfig
-from gkd.rollout.engine_files import engine_folder, keep_files_in, link_shared_memory
+from gkd.rollout.engine_files import engine_folder, link_shared_memory, remove_files
+from teacher_server.engines.vllm_files import keep_files_in
 from teacher_server.engines.vllm_memory import gpu_memory_arguments
 from teacher_server.wire.protocol import MAX_K
 
@@ -54,7 +55,7 @@ def start_vllm(
     with quick_imports():
         from vllm import LLM
 
-        keep_files_in(folder)
+        keep_files_in(folder, remove_files)
     on_cpu = device == "cpu"
     kv_cache_bytes = config.kv_cache_bytes(on_cpu=on_cpu)
     llm = LLM(

@@ -13,14 +13,13 @@ from typing import Any
 
 import ray
 
-from gkd.cluster.calls import Pending, answers
+from gkd.cluster.calls import Pending, gather
 from gkd.config.derived import derive
 from gkd.config.schema import Config
 from gkd.data.chunks import CHUNK_SIZE, dataset_chunks
 from gkd.data.columns import ColumnList
 from gkd.errors import ClusterError, RankFailed, RankTimeout
 from gkd.handles import GreedyReport, RolloutChunk, RolloutUsage, Sample
-from gkd.log import get_logger
 from gkd.memory.timeline import merge
 from gkd.rollout.dispatcher import Dispatcher, name_of
 from gkd.rollout.recovery import Engines
@@ -28,9 +27,7 @@ from gkd.rollout.sampling import Sampling
 from gkd.rollout.stream import JobStream
 from gkd.types import Prompt
 
-log = get_logger("rollout")
-
-_CLOSE_S = 5.0  # an engine replies within milliseconds, unless its process hangs or starts
+_CLOSE_S = 5.0  # an engine replies within milliseconds, unless its process hangs or is being created
 
 
 class RolloutPool:
@@ -60,12 +57,12 @@ class RolloutPool:
         return worker.init_model.remote(self._config, self._device, sorted(self._eos_ids), run_dir)
 
     def close(self) -> None:
-        """Remove the files of vLLM on all hosts. Call it before the processes are killed."""
-        members = self.engines.up()
-        n_closed = len(answers([worker.close.remote() for worker in members.values()], _CLOSE_S))
-        if n_closed < len(members):
-            text = "%d of %d rollout engines did not close within %g s, and may leave files of vLLM on other hosts"
-            log.warning(text, len(members) - n_closed, len(members), _CLOSE_S)
+        """Remove the files of vLLM on all hosts, except those of dead engines. Call it before they are killed.
+
+        Raises RankTimeout: an engine did not reply in time.
+        """
+        calls = {name_of(i): worker.close.remote() for i, worker in self.engines.up().items()}
+        gather(calls, "removing the files of vLLM", _CLOSE_S, failed={})
 
     def generate(
         self, prompts: Sequence[Prompt], *, prompt_indices: Sequence[int], n: int, temperature: float, seed: int

@@ -100,6 +100,7 @@ class RolloutWorker(SelfScoring):
         """
         self._log.info(self.placement(ask_driver=False).line())
         self._set_up(config, torch.device(device, 0) if device == "cuda" else torch.device("cpu"), run_dir)
+        remove_files(engine_folder())  # of a process of this slot that was killed
         self._phases.enter("starting vLLM")
         derived = derive(config)
         with self._diagnosed("building the engine"):

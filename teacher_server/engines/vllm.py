@@ -10,7 +10,11 @@ Letters: P prompt tokens, R response tokens, H hidden size, V vocabulary.
 from __future__ import annotations
 
 import os
+import shutil
+import tempfile
 from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,6 +23,7 @@ from transformers import AutoConfig
 
 from teacher_server.engines.base import ENGINE_PID, RowStream, ScoreParams, Scores, TokenSequence
 from teacher_server.engines.streams import row_dtype
+from teacher_server.engines.vllm_files import keep_files_in
 from teacher_server.engines.vllm_memory import gpu_memory_arguments
 from teacher_server.engines.vllm_versions import choose_model_runner, with_vllm_errors
 from teacher_server.errors import ServerError
@@ -93,6 +98,8 @@ class VllmEngine:
                 n_tokens = max(max_tokens, 2 * max_batch_tokens)
                 kv_cache_mib = _kv_cache_mib(path, dtype, tensor_parallel_size, n_tokens)
             choose_model_runner()
+            folder = Path(tempfile.gettempdir(), f"teacher_vllm.{os.getpid()}")
+            keep_files_in(folder, partial(shutil.rmtree, ignore_errors=True))
             cache = kv_cache_mib << 20 or None
             memory = {"kv_cache_memory_bytes": cache} if on_cpu else gpu_memory_arguments(gpu_memory_utilization, cache)
             args = EngineArgs(

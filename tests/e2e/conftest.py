@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -74,11 +76,16 @@ class Lab:
         return [sys.executable, "-m", "gkd.main_gkd", "--config", str(config), *settings, *overrides]
 
     def train_run(
-        self, run_dir: Path, port: int, *overrides: str, timeout_s: float = 280.0
+        self, run_dir: Path, port: int, *overrides: str, timeout_s: float = 280.0, temporary: str = ""
     ) -> subprocess.CompletedProcess[str]:
-        """Run the command to its end, return exit code and output, and assert that docs/metrics.md has all keys."""
+        """Run the command to its end, return exit code and output, and assert that docs/metrics.md has all keys.
+
+        Args:
+            temporary: folder for temporary files of the run; empty: the one of this process.
+        """
         command = self.command(run_dir, port, *overrides)
-        done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, check=False)
+        env = os.environ | ({"TMPDIR": temporary} if temporary else {})
+        done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, check=False, env=env)
         assert done.returncode or not unlisted_keys(run_dir), "add a row to gkd/metrics/catalog*.py"
         return done
 
@@ -128,10 +135,17 @@ def base_run(lab: Lab, teacher_port: int) -> Path:
     run_dir = lab.root / "base_run"
     settings = ("trainer.save_every=2", "trainer.keep_last=9", "weight_sync.verify=always", "cluster.gpus=[6,4]")
     kept = ("trainer.record_batches=true", "trainer.profile_steps=[2]", "eval.teacher_prompts=4")
-    done = lab.train_run(run_dir, teacher_port, *settings, *kept)
+    with tempfile.TemporaryDirectory() as temporary:
+        done = lab.train_run(run_dir, teacher_port, *settings, *kept, temporary=temporary)
+        (lab.root / "base_run.left").write_text("\n".join(left_by_vllm(temporary)))
     assert done.returncode == 0, done.stderr[-4000:]
     (lab.root / "base_run.stderr").write_text(done.stderr)
     return run_dir
+
+
+def left_by_vllm(temporary: str) -> list[str]:
+    """Return the names in a temporary folder without Ray's logs and torch's cache, which are kept."""
+    return [name for name in os.listdir(temporary) if name != "ray" and not name.startswith("torchinductor_")]
 
 
 def _words(rng: np.random.Generator) -> str:

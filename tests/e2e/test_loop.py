@@ -10,6 +10,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -27,7 +28,7 @@ from gkd.quickstart.check_export import count_equal
 from gkd.tools import check_gpus
 from gkd.tools.metrics_page import ROWS
 from tests.dist.helpers import free_port
-from tests.e2e.conftest import N_TRAIN, Lab
+from tests.e2e.conftest import N_TRAIN, Lab, left_by_vllm
 from tests.e2e.exactness import check_taken, differences
 from tests.e2e.killed_main import is_engine_child
 from tests.service.harness import ServerProcess, wait_until
@@ -94,6 +95,11 @@ def test_the_run_folder_describes_the_run(base_run: Path, lab: Lab) -> None:
     rows = [json.loads(line)["prompt"] for line in lab.heldout.read_text().splitlines()]
     samples = map(json.loads, (base_run / "samples" / "step_00000004.jsonl").read_text().splitlines())
     assert [sample["prompt"] for sample in samples] == rows[:50]
+
+
+def test_a_run_leaves_no_file_of_vllm(base_run: Path, lab: Lab) -> None:
+    """If it fails, the temporary folder of every host grows with each run."""
+    assert (lab.root / "base_run.left").read_text() == ""
 
 
 def test_a_step_has_the_metrics_that_the_page_promises(base_run: Path) -> None:
@@ -316,23 +322,29 @@ def interrupt(process: subprocess.Popen[str], number: signal.Signals) -> str:
 def test_an_interrupt_leaves_a_checkpoint_and_no_process(
     lab: Lab, teacher_port: int, number: signal.Signals, scheduler: str, step: int | None
 ) -> None:
-    """If it fails, a stopped run keeps GPUs, ports or Ray daemons, a thread of it starts another Ray, or it loses a
-    finished step, prompts or rollouts.
+    """If it fails, a stopped run keeps GPUs, ports, Ray daemons, files of vLLM or memory in /dev/shm, a thread of it
+    starts another Ray, or it loses a finished step, prompts or rollouts.
     """
     run_dir = lab.root / f"interrupted_{number.name}_{scheduler}_{step}"
     # An engine of two workers, so that vLLM's own children have to go as well.
     engine = ("rollout.n_gpus_per_node=2", "rollout.tp=2", "cluster.gpus=[6,4,2]")
     settings = ("trainer.record_batches=true", "eval.max_prompts=2", f"trainer.scheduler={scheduler}")
     more = ("trainer.total_steps=60", *settings)
-    process = start(lab, run_dir, teacher_port, *more, *engine, env={"GKD_TEST_RUN": str(run_dir)})
+    temporary = tempfile.mkdtemp()
+    env = {"GKD_TEST_RUN": str(run_dir), "TMPDIR": temporary}
+    process = start(lab, run_dir, teacher_port, *more, *engine, env=env)
     try:
         if step is not None:
             wait_for_step(run_dir, step, process)  # in the middle of training, or right before it
         else:
             wait_until(lambda: n_children_of_engines(process) >= 2, 100.0, "the start of vLLM's children")
+        shared = shared_memory_of(process)
         stderr = interrupt(process, number)
     finally:
         process.kill()
+    assert shared and not [path.name for path in shared if path.exists()]
+    assert not left_by_vllm(temporary)
+    shutil.rmtree(temporary)
     if step is None:
         return
     assert shlex.split(stderr.splitlines()[-1])[-1] == "trainer.resume=auto", "the command to go on"
@@ -348,6 +360,20 @@ def test_an_interrupt_leaves_a_checkpoint_and_no_process(
         assert done.returncode == 0, done.stderr[-4000:]
         assert sorted(steps_of(run_dir)) == list(range(reached + 2))
         check_taken(run_dir, n_steps=reached + 1, n_prompts=N_TRAIN, whole=scheduler != "stream")
+
+
+def shared_memory_of(process: subprocess.Popen[str]) -> list[Path]:
+    """Return the names in /dev/shm of memory that the processes of a run have mapped."""
+    mapped = set[int]()
+    for child in psutil.Process(process.pid).children(recursive=True):
+        with suppress(OSError):  # it has ended since the list was made
+            maps = Path(f"/proc/{child.pid}/maps").read_text().splitlines()
+            mapped |= {int(line.split()[4]) for line in maps if " /dev/shm/" in line}
+    found = []
+    for path in Path("/dev/shm").iterdir():
+        with suppress(OSError):  # another run has removed it
+            found += [path] * (path.stat().st_ino in mapped)
+    return found
 
 
 def n_children_of_engines(process: subprocess.Popen[str]) -> int:

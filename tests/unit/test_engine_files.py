@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from gkd.cluster.stacks import rank_env
-from gkd.rollout.engine_files import engine_folder, link_shared_memory, remove_files, remove_files_of
+from gkd.rollout.engine_files import engine_folder, link_shared_memory, remove_files
 
 RUN = "0123456789abcdef"
 SHARED_MEMORY = Path("/dev/shm")
@@ -70,7 +70,7 @@ def test_the_driver_removes_what_a_killed_engine_has_left(killed_engine: list[Pa
         link_shared_memory(others)  # this process has not mapped what the engine has left
         linked = {path.name for path in others.iterdir()}
         assert other.name in linked and linked.isdisjoint(path.name for path in killed_engine)
-        remove_files_of(RUN)
+        remove_files(engine_folder(f"{RUN}/*"))
         assert not any(path.exists() for path in killed_engine)
         assert list(tmp_path.iterdir()) == [others] and (SHARED_MEMORY / other.name).exists()
     finally:

@@ -41,7 +41,7 @@ LIBRARIES: dict[str, tuple[str, ...]] = {
 FROM_SERVER = ("teacher_server.wire.",)
 FROM_SERVER_IN = {
     "gkd/config/": ("teacher_server.config.declare",),
-    "gkd/rollout/engine_start.py": ("teacher_server.engines.vllm_memory",),
+    "gkd/rollout/engine_start.py": ("teacher_server.engines.vllm_memory", "teacher_server.engines.vllm_files"),
     "gkd/rollout/sleep_mixin.py": ("teacher_server.engines.vllm_versions",),
     "gkd/rollout/weights.py": ("teacher_server.engines.vllm_versions",),
     "gkd/actor/frozen/": ("teacher_server.engines.base", "teacher_server.engines.signals"),
