@@ -196,7 +196,7 @@ def _difference(case: Case, spec: LossSpec, signal: Signal, fused: bool, rank: i
     if not fused and tp > 1:  # done by a column-parallel LM head
         dist.all_reduce(hidden.grad)
     expected, hidden_grad, head_grad = _dense(case, spec, targets)
-    assert sums[0] == pytest.approx(float(value.detach()), rel=1e-6)
+    assert float(sums[0]) == pytest.approx(float(value.detach()), rel=1e-6)
     assert not head.grad[n_real:].any(), "a padded row has a gradient"
     pairs = [(value, expected), (hidden.grad, hidden_grad), (head.grad[:n_real], head_grad[start : start + n_real])]
     # Relative to the larger of 1 and the largest value.

@@ -25,12 +25,12 @@ from teacher_server.engines.base import Engine, ScoreParams, TokenSequence, requ
 from teacher_server.engines.load import EngineSettings, load_engine
 from teacher_server.errors import ServerError
 from teacher_server.wire.payload import TopKScores
-from tests.device import kind, on_cuda
+from tests.device import kind, on_cuda, patience
 from tests.second_runner import ENVIRONMENT, allow_second_runner
 
 VOCAB = 4099  # odd, so that tensor parallelism pads it; large enough for a top-8 in two stages
 MAX_TOKENS = 400
-TIMEOUT_S = 120.0
+TIMEOUT_S = 120.0 * patience()
 Ask = Callable[..., Any]
 
 
