@@ -1,8 +1,7 @@
 """Compile the stand-in into a cache folder, once for each state of its sources and of the GPU environment.
 
-There are two libraries. `libcards.so` has the CUDA runtime, the driver, NVML, NCCL, the few calls of cuBLAS and cuDNN
-with a result, and a stub that returns 0 for every other call that torch or vLLM needs. `values.so` is loaded into torch
-and computes its operations on the CPU.
+`libcards.so` has the calls of the C++ files and, for every other call that torch or vLLM needs, a stub that returns 0.
+`values.so` is loaded into torch and computes its operations on the CPU.
 """
 
 from __future__ import annotations
@@ -17,15 +16,14 @@ from collections.abc import Iterable
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
-CARDS = ("cards.cpp", "nccl.cpp", "blas.c")
-# These calls belong to libraries that the stand-in replaces.
-FAMILY = re.compile(r"_*cuda[A-Z]|cu[A-Z]|cublas|cudnn|cusparse|cusolver|cufft|curand|nccl|cufile|nvml")
-# These calls work without a card, so that the real library answers them.
-REAL = re.compile(
-    r"cudnnGetVersion|cudnnGetErrorString|cudnnGetCudartVersion|cublasGetStatus|cublasLtGetVersion|cusparseLt"
+CARDS = ("runtime.cpp", "driver.cpp", "nvml.cpp", "nccl.cpp")
+# These calls belong to libraries that the stand-in replaces, apart from some that work without a card.
+FAMILY = re.compile(
+    r"(?!cudnnGet(Version|ErrorString|CudartVersion)|cublasGetStatus|cublasLtGetVersion|cusparseLt)"
+    r"(_*cuda[A-Z]|cu[A-Z]|cublas|cudnn|cusparse|cusolver|cufft|curand|nccl|cufile)"
 )
-# Programs look for the libraries by these names.
-NAMES = ("libcuda.so", "libcuda.so.1", "libnvidia-ml.so.1", "libcudart.so.13")
+# vLLM and Triton look these up by name, so that no library lists them as undefined.
+BY_NAME = "cudaDeviceReset cuCtxGetLimit cuCtxSetLimit cuFuncSetAttribute cuFuncSetCacheConfig"
 
 
 def symbols(path: Path, kind: str) -> set[str]:
@@ -34,67 +32,64 @@ def symbols(path: Path, kind: str) -> set[str]:
     return {line.split()[-1].split("@")[0] for line in out.splitlines() if line.strip()}
 
 
-def compile_(*arguments: str | Path) -> None:
-    """Run g++ or gcc; its errors go to the terminal."""
-    subprocess.run([str(a) for a in arguments], check=True)
+def compile_(output: Path, *arguments: str | Path) -> None:
+    """Run g++. Errors go to the terminal."""
+    subprocess.run(["g++", "-O2", "-fPIC", "-w", *map(str, arguments), "-o", str(output)], check=True)
 
 
-def cards(folder: Path, headers: Path, users: Iterable[Path] = ()) -> Path:
+def build_cards(folder: Path, headers: Path, users: Iterable[Path] = ()) -> Path:
     """Build libcards.so in `folder`, with stubs for the calls that the libraries `users` need, and return its path."""
-    objects = []
+    library, versions, stubs = folder / "libcards.so", folder / "versions.map", folder / "stubs.cpp"
     for name in CARDS:
-        objects.append(folder / f"{name}.o")
-        language = ("gcc",) if name.endswith(".c") else ("g++", "-std=c++17")
-        compile_(*language, "-O2", "-fPIC", "-w", "-c", "-I", headers, HERE / name, "-o", objects[-1])
-    library, script, stubs = folder / "libcards.so", folder / "versions.map", folder / "stubs.c"
-    # Libraries ask for cudaMalloc of libcudart.so.13, in that version. All other calls are found without a version.
-    script.write_text("libcudart.so.13 { global: cuda*; __cuda*; };\n")
-    link = ("g++", "-shared", "-Wl,-soname,libcudart.so.13", f"-Wl,--version-script={script}", "-o", library, *objects)
-    compile_(*link, "-ldl", "-lpthread", "-lrt")
-    needed = set[str]().union(*(symbols(user, "--undefined-only") for user in users))
-    missing = {n for n in needed if FAMILY.match(n) and not REAL.match(n)} - symbols(library, "--defined-only")
-    stub = 'long {0}(void) {{ dry_card_note("{0} (stub)"); return 0; }}\n'
-    stubs.write_text("void dry_card_note(const char*);\n" + "".join(stub.format(name) for name in sorted(missing)))
-    compile_("gcc", "-O1", "-fPIC", "-w", "-c", stubs, "-o", folder / "stubs.o")
-    compile_(*link, folder / "stubs.o", "-ldl", "-lpthread", "-lrt")
+        compile_(folder / f"{name}.o", "-std=c++17", "-c", "-I", headers, HERE / name)
+    # A library asks for a call of libcudart in a version. The calls of all other libraries are found without one.
+    versions.write_text("libcudart.so.13 { global: cuda*; __cuda*; };\n")
+    link = ["-shared", "-Wl,-soname,libcudart.so.13", f"-Wl,--version-script={versions}"]
+    link += [str(folder / f"{name}.o") for name in CARDS]
+    compile_(library, *link, "-ldl", "-lpthread", "-lrt")
+    needed = {name for user in users for name in symbols(user, "--undefined-only") if FAMILY.match(name)}
+    missing = (needed | set(BY_NAME.split())) - symbols(library, "--defined-only")
+    stub = 'extern "C" long {0}() {{ dry_card_note("{0} (stub)"); return 0; }}\n'
+    note = 'extern "C" void dry_card_note(const char*);\n'
+    stubs.write_text(note + "".join(stub.format(name) for name in sorted(missing)))
+    compile_(library, *link, stubs, "-ldl", "-lpthread", "-lrt")
     return library
 
 
-def values(folder: Path, site: Path, headers: Path) -> None:
-    """Build values.so in `folder`, beside libcards.so, for the torch in the folder `site`."""
+def build_values(folder: Path, site: Path, headers: Path) -> None:
+    """Build values.so in `folder`, which has libcards.so, for the torch in the folder `site`."""
     torch = site / "torch"
-    includes = ("-I", torch / "include", "-I", torch / "include/torch/csrc/api/include", "-I", headers)
-    libraries = ("-ltorch", "-ltorch_cpu", "-lc10", "-lc10_cuda", "-l:libcards.so", "-Wl,-rpath,$ORIGIN")
-    options = ("-O1", "-fPIC", "-shared", "-std=c++20", "-w", "-DUSE_CUDA")
-    search = ("-L", torch / "lib", "-L", folder)
-    compile_("g++", *options, *includes, HERE / "values.cpp", "-o", folder / "values.so", *search, *libraries)
+    options = ["-shared", "-std=c++20", "-DUSE_CUDA", "-L", torch / "lib", "-L", folder, "-Wl,-rpath,$ORIGIN"]
+    for include in (torch / "include", torch / "include/torch/csrc/api/include", headers):
+        options += ["-I", include]
+    libraries = ("-ltorch", "-ltorch_cpu", "-lc10", "-lc10_cuda", "-l:libcards.so")
+    compile_(folder / "values.so", *options, HERE / "values.cpp", *libraries)
 
 
 def build(site: Path) -> Path:
-    """Return the cache folder with the libraries for the site-packages folder `site`; compile them if it is missing."""
+    """Return the cache folder for the site-packages folder `site`; compile if it does not exist."""
     found = [p.name for name in ("torch", "vllm", "nvidia_cuda_runtime") for p in site.glob(f"{name}-*.dist-info")]
-    inputs = [str(site), *sorted(found), *((HERE / name).read_text() for name in (*CARDS, "values.cpp", "build.py"))]
-    digest = hashlib.sha256("\0".join(inputs).encode()).hexdigest()[:16]
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "gkd-dry-card"
-    if (cache / digest).is_dir():
-        return cache / digest
-    print("[dry_card] compiling, about 20 s", flush=True)
-    cache.mkdir(parents=True, exist_ok=True)
-    folder = Path(tempfile.mkdtemp(dir=cache))
+    sources = [(HERE / name).read_text() for name in (*CARDS, "cards.h", "values.cpp", "build.py")]
+    digest = hashlib.sha256("\0".join([str(site), *sorted(found), *sources]).encode()).hexdigest()[:16]
+    done = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "gkd-dry-card" / digest
+    if done.is_dir():
+        return done
+    print("[dry_card] compiling, about a minute", flush=True)
+    done.parent.mkdir(parents=True, exist_ok=True)
+    folder = Path(tempfile.mkdtemp(dir=done.parent))
     try:
-        headers = next(site.glob("nvidia/*/include/cuda_runtime_api.h")).parent
-        torch = site / "torch/lib"
-        users = [*torch.glob("lib*cuda*.so"), torch / "libtorch_python.so", torch / "libtorch_nvshmem.so"]
-        cards(folder, headers, [*users, *site.glob("vllm/*.so"), *site.glob("vllm/*/*.so")])
-        values(folder, site, headers)
+        headers = next(site.glob("nvidia/*/include/cuda.h")).parent
+        users = [site / "torch/lib/libtorch_python.so", site / "torch/lib/libtorch_nvshmem.so"]
+        users += [*site.glob("torch/lib/lib*cuda*.so"), *site.glob("vllm/*.so"), *site.glob("vllm/*/*.so")]
+        build_cards(folder, headers, users)
+        build_values(folder, site, headers)
         (folder / "lib").mkdir()
-        for name in NAMES:
+        for name in ("libcuda.so", "libcuda.so.1", "libnvidia-ml.so.1", "libcudart.so.13"):
             (folder / "lib" / name).symlink_to("../libcards.so")
-        folder.chmod(0o755)
-        folder.rename(cache / digest)  # fails if another process has made it in the meantime, which is as good
+        folder.rename(done)  # It fails if another process was faster, and then that result serves.
     except OSError:
-        if not (cache / digest).is_dir():
+        if not done.is_dir():
             raise
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-    return cache / digest
+    return done

@@ -1,12 +1,10 @@
-"""Make the environment variables under which a process finds the stand-in cards.
+"""Make the environment variables with which a process finds the stand-in cards.
 
-A driver of many runs uses it without run.sh:
-
-    env = environment(cards=2)
-    try:
-        subprocess.run([gpu_python(), "-m", "gkd.main_gkd", ...], env=env)
-    finally:
-        remove_segments(env)
+env = environment(cards=2)
+try:
+    subprocess.run([gpu_python(), "-m", "gkd.main_gkd", ...], env=env)
+finally:
+    remove_segments(env)
 """
 
 from __future__ import annotations
@@ -21,33 +19,35 @@ ROOT = HERE.parents[1]
 
 
 def gpu_python() -> Path:
-    """Return the Python of the GPU environment: $GKD_GPU_VENV, or .venv-gpu in the repository."""
-    return Path(os.environ.get("GKD_GPU_VENV") or ROOT / ".venv-gpu") / "bin" / "python"
-
-
-def site_packages() -> Path:
-    """Return the folder of the packages of the GPU environment."""
-    return next(gpu_python().parents[1].glob("lib/python3.*/site-packages"))
+    """Return the Python of the GPU environment: of $GKD_GPU_VENV, or of .venv-gpu in the repository."""
+    return Path(os.environ.get("GKD_GPU_VENV") or ROOT / ".venv-gpu").absolute() / "bin" / "python"
 
 
 def environment(
-    cards: int = 1,
-    gib: float = 8.0,
-    machine: str | None = None,
-    values: bool = True,
-    **settings: object,
+    cards: int = 1, gib: float = 8.0, machine: str | None = None, values: bool = True, **settings: object
 ) -> dict[str, str]:
-    """Return the variables of this process plus those of a machine with stand-in cards; build the libraries if needed.
+    """Return the variables of this process plus those of a machine with stand-in cards; compile if needed.
 
     Args:
         cards: number of cards of the machine.
-        gib: memory of a card in GiB; only the touched pages take host memory.
-        machine: name; processes with the same name share the cards' memory numbers. By default it is new.
+        gib: memory of a card in GiB. Only the touched pages take host memory.
+        machine: name; processes with the same name share the memory numbers of the cards. None: a new name.
         values: compute each operation on the CPU. Otherwise kernels do nothing, and Triton and Inductor compile.
         settings: other variables, such as late=1 for DRY_CARD_LATE=1; README.md lists them.
     """
-    built = build(site_packages())
-    env = dict(os.environ)
+    built = build(next(gpu_python().parents[1].glob("lib/python3.*/site-packages")))
+    library = str(built / "libcards.so")
+    # The variables of the caller win over these.
+    env = {
+        "OMP_NUM_THREADS": "1",
+        "VLLM_ALLREDUCE_USE_SYMM_MEM": "0",  # This one and the next one need multicast memory.
+        "VLLM_ALLREDUCE_USE_FLASHINFER": "0",
+        "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+    }
+    if values:  # A kernel that a compiler makes has no values: Triton interprets, and Inductor is off.
+        env |= {"TRITON_INTERPRET": "1", "TORCHDYNAMO_DISABLE": "1"}
+    env |= os.environ
+    env |= {f"DRY_CARD_{name.upper()}": str(value) for name, value in settings.items()}
     env |= {
         "DRY_CARD_COUNT": str(cards),
         "DRY_CARD_GIB": str(gib),
@@ -55,31 +55,20 @@ def environment(
         "DRY_CARD_VALUES": str(int(values)),
         "DRY_CARD_BUILD": str(built),
         "TRITON_LIBCUDA_PATH": str(built / "lib"),
-        "VLLM_NCCL_SO_PATH": str(built / "libcards.so"),
-        "VLLM_CUDART_SO_PATH": str(built / "libcards.so"),
-        **{f"DRY_CARD_{name.upper()}": str(value) for name, value in settings.items()},
+        "VLLM_NCCL_SO_PATH": library,
+        "VLLM_CUDART_SO_PATH": library,
     }
-    defaults = {
-        "OMP_NUM_THREADS": "1",
-        # These need multicast memory, which the stand-in lacks.
-        "VLLM_ALLREDUCE_USE_SYMM_MEM": "0",
-        "VLLM_ALLREDUCE_USE_FLASHINFER": "0",
-        "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
-    }
-    if values:  # Kernels of a compiler have no values: use Triton's interpreter, and no Inductor.
-        defaults |= {"TRITON_INTERPRET": "1", "TORCHDYNAMO_DISABLE": "1"}
-    env = defaults | env
-    for name, first, separator in (
-        ("PYTHONPATH", f"{HERE / 'hooks'}:{ROOT}", ":"),
-        ("LD_LIBRARY_PATH", str(built / "lib"), ":"),
-        ("PATH", str(HERE / "bin"), ":"),
-        ("LD_PRELOAD", str(built / "libcards.so"), " "),
+    for name, first in (
+        ("PYTHONPATH", f"{HERE / 'hooks'}:{ROOT}"),
+        ("LD_LIBRARY_PATH", str(built / "lib")),
+        ("PATH", str(HERE / "bin")),
+        ("LD_PRELOAD", library),
     ):
-        env[name] = first + (separator + env[name] if env.get(name) else "")
+        env[name] = f"{first}:{env[name]}" if env.get(name) else first
     return env
 
 
 def remove_segments(env: dict[str, str]) -> None:
     """Remove the shared memory of the machine of `env`. Call it after the last of its processes has ended."""
-    for path in Path("/dev/shm").glob(f"dry-card.{os.getuid()}.{env['DRY_CARD_MACHINE']}*"):
+    for path in Path("/dev/shm").glob(f"dry-card.{os.getuid()}.{env['DRY_CARD_MACHINE']}.*"):
         path.unlink(missing_ok=True)

@@ -1,174 +1,222 @@
-// A fake NCCL for processes of one machine: collectives over shared memory, made when they are called.
-// The dtypes and functions are those that torch and vLLM call. See README.
-#ifndef _GNU_SOURCE
-#define _GNU_SOURCE
-#endif
-#include <atomic>
-#include <cstdint>
-#include <cstdio>
-#include <cstdlib>
-#include <cstring>
-#include <fcntl.h>
-#include <functional>
-#include <string>
-#include <sys/mman.h>
-#include <sys/stat.h>
-#include <unistd.h>
-#include <vector>
-#define API extern "C" __attribute__((visibility("default")))
-static const int SUCCESS = 0, SYSTEM_ERROR = 2, INVALID = 4;
-static const size_t SLOT = 64ul << 20;
-extern "C" void dry_card_use_stream(void*) __attribute__((weak));
-extern "C" int cudaGetDevice(int*) __attribute__((weak));
-struct Mail { std::atomic<uint64_t> sent, taken; };  // of one (from, to): one message piece at a time
-struct Head { std::atomic<uint32_t> arrived, generation, joined; std::atomic<int> dead; int64_t note[64][2]; Mail mail[64][64]; };
-struct Comm { std::string name; int rank, n, device; Head* head; char* slots; int splits = 0; std::atomic<bool> aborted{false}; };
-static size_t length(int n) { return sizeof(Head) + (size_t)n * SLOT + (size_t)n * n * SLOT; }
-static thread_local const char* last = "";
-static int depth_of(int d) { static thread_local int depth = 0; depth += d; return depth; }
-static std::vector<std::function<int()>>& queue() { static thread_local std::vector<std::function<int()>> q; return q; }
+// NCCL for the processes of one machine: each communicator is a piece of shared memory.
+//
+// A collective copies the data into the slot of its rank, waits for all ranks, and reads what it needs. It runs in the
+// calling thread and returns when the data is there; real NCCL returns at once and works on the stream. Not shown:
+// deadlocks of operations that wait for each other on the card, transports, and the memory that NCCL takes.
+#include "cards.h"
 
-static bool wait_until(Comm* c, const std::function<bool()>& done) {
-  for (long i = 0; !done(); i++) {
-    if (c->aborted) return false;
-    if (i > 200) usleep(i > 5000 ? 500 : 20);
-  }
-  return true;
-}
-static bool barrier(Comm* c) {
-  uint32_t g = c->head->generation.load();
-  if (c->head->arrived.fetch_add(1) + 1 == (uint32_t)c->n) { c->head->arrived = 0; c->head->generation++; return true; }
-  return wait_until(c, [&] { return c->head->generation.load() != g; });
-}
-static int open_comm(Comm** out, int n, const std::string& name, int rank) {
-  int fd = shm_open(name.c_str(), O_RDWR | O_CREAT, 0600); if (fd < 0) return SYSTEM_ERROR;
-  if (ftruncate(fd, length(n))) return SYSTEM_ERROR;
-  char* m = (char*)mmap(0, length(n), PROT_READ | PROT_WRITE, MAP_SHARED | MAP_NORESERVE, fd, 0); close(fd);
-  if (m == MAP_FAILED) return SYSTEM_ERROR;
-  int device = 0; if (cudaGetDevice) cudaGetDevice(&device);
-  auto* c = new Comm; c->name = name; c->rank = rank; c->n = n; c->device = device; c->head = (Head*)m; c->slots = m + sizeof(Head);
-  c->head->joined++; if (!wait_until(c, [&] { return c->head->joined.load() >= (uint32_t)n; }) || !barrier(c)) return SYSTEM_ERROR;
-  if (rank == 0) shm_unlink(name.c_str());
-  *out = c; return SUCCESS;
-}
-static size_t size_of(int t) { switch (t) { case 0: case 1: case 10: case 11: return 1; case 6: case 9: return 2; case 2: case 3: case 7: return 4; default: return 8; } }
-static float half_to(uint16_t h) { uint32_t s = (h & 0x8000u) << 16, e = (h >> 10) & 31, m = h & 1023; if (e == 31) { uint32_t u = s | 0x7f800000u | (m << 13); float f; memcpy(&f, &u, 4); return f; } float f = e ? __builtin_ldexpf(1024 + m, (int)e - 25) : __builtin_ldexpf(m, -24); return s ? -f : f; }
-static double get(const char* p, size_t i, int t) {
-  switch (t) {
-    case 0: return ((int8_t*)p)[i]; case 1: return ((uint8_t*)p)[i]; case 2: return ((int32_t*)p)[i]; case 3: return ((uint32_t*)p)[i];
-    case 4: return (double)((int64_t*)p)[i]; case 5: return (double)((uint64_t*)p)[i]; case 6: return half_to(((uint16_t*)p)[i]);
-    case 7: return ((float*)p)[i]; case 8: return ((double*)p)[i];
-    case 9: { uint32_t u = (uint32_t)((uint16_t*)p)[i] << 16; float f; memcpy(&f, &u, 4); return f; }
-  }
-  return 0;
-}
-static void put(char* p, size_t i, int t, double v) {
-  switch (t) {
-    case 0: ((int8_t*)p)[i] = v; break; case 1: ((uint8_t*)p)[i] = v; break; case 2: ((int32_t*)p)[i] = v; break; case 3: ((uint32_t*)p)[i] = v; break;
-    case 4: ((int64_t*)p)[i] = v; break; case 5: ((uint64_t*)p)[i] = v; break; case 7: ((float*)p)[i] = v; break; case 8: ((double*)p)[i] = v; break;
-    case 6: ((_Float16*)p)[i] = (_Float16)v; break;
-    case 9: { float f = v; uint32_t u; memcpy(&u, &f, 4); if ((u & 0x7fffffff) <= 0x7f800000) u += 0x7fff + ((u >> 16) & 1); ((uint16_t*)p)[i] = u >> 16; break; }
-  }
-}
-static std::vector<double>& premul() { static auto* v = new std::vector<double>; return *v; }
-static void reduce(Comm* c, char* out, size_t from, size_t n, int t, int op) {  // elements [from, from + n) of every slot
-  double factor = op >= 5 ? premul()[op - 5] : 1;
-  for (size_t i = 0; i < n; i++) {
-    if ((t == 4 || t == 5) && op == 0) { int64_t v = 0; for (int r = 0; r < c->n; r++) v += ((int64_t*)(c->slots + r * SLOT))[from + i]; ((int64_t*)out)[i] = v; continue; }
-    double v = 0;
-    for (int r = 0; r < c->n; r++) {
-      double x = get(c->slots + r * SLOT, from + i, t) * factor;
-      v = r == 0 ? x : op == 1 ? v * x : op == 2 ? (x > v ? x : v) : op == 3 ? (x < v ? x : v) : v + x;
+extern "C" void dry_card_use_stream(void* stream);
+extern "C" int cudaGetDevice(int* device);
+enum { SUCCESS = 0, SYSTEM_ERROR = 2, INVALID = 4 };  // ncclResult_t
+enum { INT8, UINT8, INT32, UINT32, INT64, UINT64, HALF, FLOAT, DOUBLE, BFLOAT16, FP8_A, FP8_B };  // ncclDataType_t
+enum { SUM, PROD, MAX, MIN, AVG, FIRST_OF_USER };  // ncclRedOp_t
+constexpr size_t SIZES[] = {1, 1, 4, 4, 8, 8, 2, 4, 8, 2, 1, 1};
+constexpr size_t SLOT = 32 * MIB;  // longer data goes in pieces
+constexpr int MAX_RANKS = 64;
+#define CHECK(good) if (!(good)) return (int)SYSTEM_ERROR
+
+struct Mailbox { std::atomic<uint64_t> sent, taken; };  // from one rank to another; it holds one piece
+struct Board {
+  std::atomic<uint32_t> joined, arrived, generation;
+  int split[MAX_RANKS][2];  // color and key of each rank in ncclCommSplit
+  Mailbox mail[MAX_RANKS][MAX_RANKS];
+};
+struct Comm {
+  std::string name;
+  int rank, n, device = 0, splits = 0;
+  Board* board = nullptr;  // followed by a slot for each rank, then by one for each mailbox
+  std::atomic<bool> aborted{false};
+  size_t length() { return sizeof(Board) + (size_t)n * (n + 1) * SLOT; }
+  char* slot(int rank) { return (char*)(board + 1) + rank * SLOT; }
+  char* box(int from, int to) { return slot(n + from * n + to); }
+  bool wait(const std::function<bool()>& done) {
+    for (long i = 0; !done(); i++) {
+      if (aborted) return false;
+      if (i > 200) usleep(i > 5000 ? 500 : 20);  // the ranks share few cores
     }
-    put(out, i, t, op == 4 ? v / c->n : v);
+    return true;
   }
+  bool barrier() {
+    uint32_t before = board->generation;
+    if (++board->arrived < (uint32_t)n) return wait([&] { return board->generation != before; });
+    board->arrived = 0, board->generation++;
+    return true;
+  }
+};
+
+// ---- Groups: between ncclGroupStart and ncclGroupEnd operations are collected
+static thread_local int depth = 0;
+static thread_local std::vector<std::function<int()>> collected;
+static int submit(std::function<int()> operation, bool first = false) {
+  if (!depth) return operation();
+  return collected.insert(first ? collected.begin() : collected.end(), operation), SUCCESS;
 }
-static int later(Comm* c, void* stream, std::function<int()> f) {
-  if (!c) { last = "no communicator"; return INVALID; }
-  auto g = [stream, f] { if (dry_card_use_stream) dry_card_use_stream(stream); return f(); };
-  if (depth_of(0) > 0) { queue().push_back(g); return SUCCESS; }
-  return g();
-}
-API int ncclGroupStart() { depth_of(1); return SUCCESS; }
+API int ncclGroupStart() { depth++; return SUCCESS; }
 API int ncclGroupEnd() {
-  if (depth_of(-1) > 0) return SUCCESS;
-  std::vector<std::function<int()>> q; q.swap(queue()); int r = SUCCESS; for (auto& f : q) { int e = f(); if (e) r = e; } return r;
+  int result = SUCCESS;
+  if (--depth) return result;
+  for (auto& operation : std::exchange(collected, {})) result = std::max(result, operation());
+  return result;
 }
-API int ncclGroupSimulateEnd(void*) { return SUCCESS; }
-API int ncclGetVersion(int* v) { *v = 22907; return SUCCESS; }
-API const char* ncclGetErrorString(int r) { return r == 0 ? "no error" : "fake NCCL error"; }
-API const char* ncclGetLastError(void*) { return last; }
-struct Id { char b[128]; };
-API int ncclGetUniqueId(Id* id) {
-  memset(id, 0, sizeof *id); static std::atomic<int> k{0}; uint64_t r = 0; int fd = open("/dev/urandom", O_RDONLY); if (read(fd, &r, 8)) {} close(fd);
-  const char* machine = getenv("DRY_CARD_MACHINE"); snprintf(id->b, 128, "/dry-card.%d.%.40s.nccl-%d-%d-%016lx", getuid(), machine ? machine : "0", getpid(), k++, r); return SUCCESS;
+
+// ---- Communicators
+static int join(Comm** out, int n, const std::string& name, int rank) {
+  auto* c = new Comm{name, rank, n};
+  int fd = shm_open(name.c_str(), O_RDWR | O_CREAT, 0600);
+  CHECK(fd >= 0 && !ftruncate(fd, c->length()));
+  c->board = (Board*)mmap(nullptr, c->length(), PROT_READ | PROT_WRITE, MAP_SHARED | MAP_NORESERVE, fd, 0);
+  CHECK(c->board != MAP_FAILED);
+  close(fd), cudaGetDevice(&c->device), c->board->joined++;
+  CHECK(c->wait([&] { return c->board->joined >= (uint32_t)n; }) && c->barrier());
+  if (rank == 0) shm_unlink(name.c_str());  // the mappings stay
+  return *out = c, SUCCESS;
 }
-API int ncclCommInitRankConfig(Comm** out, int n, Id id, int rank, void*) {
-  if (depth_of(0) > 0) { *out = nullptr; queue().push_back([=] { return open_comm(out, n, id.b, rank); }); return SUCCESS; }
-  return open_comm(out, n, id.b, rank);
+struct Id { char text[128]; };
+API int ncclGetUniqueId(Id* out) {
+  static std::random_device random;  // a process number alone may come again
+  std::string name = segment("nccl") + "-" + std::to_string(getpid()) + "-" + std::to_string(random());
+  return snprintf(out->text, sizeof out->text, "%s", name.c_str()), SUCCESS;
 }
-API int ncclCommInitRank(Comm** out, int n, Id id, int rank) { return ncclCommInitRankConfig(out, n, id, rank, nullptr); }
-API int ncclCommInitRankScalable(Comm** out, int n, int rank, int, Id* ids, void*) { return ncclCommInitRankConfig(out, n, ids[0], rank, nullptr); }
+API int ncclCommInitRank(Comm** out, int n, Id id, int rank) {
+  return submit([=] { return join(out, n, id.text, rank); });
+}
+ALSO(ncclCommInitRankConfig, ncclCommInitRank)
 API int ncclCommSplit(Comm* c, int color, int key, Comm** out, void*) {
-  c->head->note[c->rank][0] = color; c->head->note[c->rank][1] = key; if (!barrier(c)) return SYSTEM_ERROR;
-  int n = 0, rank = 0; for (int r = 0; r < c->n; r++) if (c->head->note[r][0] == color) { n++; if (c->head->note[r][1] < key || (c->head->note[r][1] == key && r < c->rank)) rank++; }
-  int at = c->splits++; if (!barrier(c)) return SYSTEM_ERROR;
-  if (color < 0) { *out = nullptr; return SUCCESS; }
-  return open_comm(out, n, c->name + "-s" + std::to_string(at) + "-" + std::to_string(color), rank);
+  auto& split = c->board->split;
+  split[c->rank][0] = color, split[c->rank][1] = key;
+  CHECK(c->barrier());
+  int n = 0, rank = 0;
+  for (int r = 0; r < c->n; r++) {
+    if (split[r][0] == color) n++, rank += split[r][1] < key || (split[r][1] == key && r < c->rank);
+  }
+  std::string name = c->name + "-" + std::to_string(c->splits++) + "-" + std::to_string(color);
+  CHECK(c->barrier());
+  return *out = nullptr, color < 0 ? (int)SUCCESS : join(out, n, name, rank);
 }
-API int ncclCommDestroy(Comm*) { return SUCCESS; }
-API int ncclCommFinalize(Comm*) { return SUCCESS; }
-API int ncclCommAbort(Comm* c) { if (c) c->aborted = true; return SUCCESS; }
-API int ncclCommRevoke(Comm* c, int) { if (c) c->aborted = true; return SUCCESS; }
-API int ncclCommGetAsyncError(Comm*, int* e) { *e = SUCCESS; return SUCCESS; }
+API int ncclCommDestroy(Comm* c) { return munmap(c->board, c->length()), SUCCESS; }
+API int ncclCommAbort(Comm* c) { c->aborted = true; return SUCCESS; }  // never deleted: a thread may still wait in it
+API int ncclCommGetAsyncError(Comm*, int* error) { *error = SUCCESS; return SUCCESS; }
 API int ncclCommCount(Comm* c, int* n) { *n = c->n; return SUCCESS; }
-API int ncclCommUserRank(Comm* c, int* r) { *r = c->rank; return SUCCESS; }
-API int ncclCommCuDevice(Comm* c, int* d) { *d = c->device; return SUCCESS; }
-API int ncclCommRegister(Comm*, void*, size_t, void** h) { *h = (void*)1; return SUCCESS; }
-API int ncclCommDeregister(Comm*, void*) { return SUCCESS; }
-API int ncclCommWindowRegister(Comm*, void*, size_t, void** w, int) { *w = (void*)1; return SUCCESS; }
-API int ncclCommWindowDeregister(Comm*, void*) { return SUCCESS; }
-API int ncclRedOpCreatePreMulSum(int* op, void* scalar, int t, int, Comm*) { premul().push_back(get((char*)scalar, 0, t)); *op = 4 + (int)premul().size(); return SUCCESS; }
-API int ncclRedOpDestroy(int, Comm*) { return SUCCESS; }
-#define CHECK(x) do { if (!(x)) { last = "aborted"; return SYSTEM_ERROR; } } while (0)
-API int ncclAllReduce(const void* s, void* d, size_t n, int t, int op, Comm* c, void* st) {
-  return later(c, st, [=] { size_t z = size_of(t), per = SLOT / z;
-    for (size_t a = 0; a < n; a += per) { size_t k = n - a < per ? n - a : per; memcpy(c->slots + c->rank * SLOT, (char*)s + a * z, k * z); CHECK(barrier(c)); reduce(c, (char*)d + a * z, 0, k, t, op); CHECK(barrier(c)); }
-    return (int)SUCCESS; });
+API int ncclCommUserRank(Comm* c, int* rank) { *rank = c->rank; return SUCCESS; }
+API int ncclCommCuDevice(Comm* c, int* device) { *device = c->device; return SUCCESS; }
+API int ncclGetVersion(int* version) { *version = 22907; return SUCCESS; }
+API const char* ncclGetErrorString(int result) { return result ? "an error of the stand-in for NCCL" : "no error"; }
+API const char* ncclGetLastError(Comm*) { return ""; }
+
+// ---- Reductions, in double precision for floating-point types, in int64 for integers
+struct BFloat16 {
+  uint16_t bits;
+  operator double() const { uint32_t wide = (uint32_t)bits << 16; float f; return memcpy(&f, &wide, 4), f; }
+  BFloat16& operator=(double value) {  // rounds to even; a NaN stays one
+    float f = (float)value;
+    uint32_t wide;
+    memcpy(&wide, &f, 4);
+    return bits = (wide + (f == f ? 0x7fff + (wide >> 16 & 1) : 0)) >> 16, *this;
+  }
+};
+static auto& factors = *new std::vector<double>;  // of ncclRedOpCreatePreMulSum
+template <class T, class Wide> static int reduce_as(Comm* c, char* out, size_t first, size_t n, int op) {
+  for (size_t i = 0; i < n; i++) {
+    Wide sum = 0;
+    for (int r = 0; r < c->n; r++) {
+      Wide x = (Wide)((T*)c->slot(r))[first + i];
+      if (op >= FIRST_OF_USER) x = (Wide)(x * factors[op - FIRST_OF_USER]);
+      sum = !r ? x : op == PROD ? sum * x : op == MAX ? std::max(sum, x) : op == MIN ? std::min(sum, x) : sum + x;
+    }
+    ((T*)out)[i] = op == AVG ? sum / c->n : sum;
+  }
+  return SUCCESS;
 }
-API int ncclReduce(const void* s, void* d, size_t n, int t, int op, int root, Comm* c, void* st) {
-  return later(c, st, [=] { size_t z = size_of(t), per = SLOT / z;
-    for (size_t a = 0; a < n; a += per) { size_t k = n - a < per ? n - a : per; memcpy(c->slots + c->rank * SLOT, (char*)s + a * z, k * z); CHECK(barrier(c)); if (c->rank == root) reduce(c, (char*)d + a * z, 0, k, t, op); CHECK(barrier(c)); }
-    return (int)SUCCESS; });
+static int reduce(Comm* c, char* out, size_t first, size_t n, int type, int op) {  // of [first, first + n) of the slots
+  switch (type) {
+    case INT8: return reduce_as<int8_t, int64_t>(c, out, first, n, op);
+    case UINT8: return reduce_as<uint8_t, int64_t>(c, out, first, n, op);
+    case INT32: return reduce_as<int32_t, int64_t>(c, out, first, n, op);
+    case INT64: return reduce_as<int64_t, int64_t>(c, out, first, n, op);
+    case FLOAT: return reduce_as<float, double>(c, out, first, n, op);
+    case DOUBLE: return reduce_as<double, double>(c, out, first, n, op);
+    case BFLOAT16: return reduce_as<BFloat16, double>(c, out, first, n, op);
+  }
+  return fprintf(stderr, "[dry_card] no reduction of ncclDataType_t %d\n", type), INVALID;
 }
-API int ncclBroadcast(const void* s, void* d, size_t n, int t, int root, Comm* c, void* st) {
-  return later(c, st, [=] { size_t z = size_of(t), total = n * z;
-    for (size_t a = 0; a < total; a += SLOT) { size_t k = total - a < SLOT ? total - a : SLOT; if (c->rank == root) memcpy(c->slots, (char*)s + a, k); CHECK(barrier(c)); if (c->rank != root || s != d) memcpy((char*)d + a, c->slots, k); CHECK(barrier(c)); }
-    return (int)SUCCESS; });
+API int ncclRedOpCreatePreMulSum(int* op, void* x, int type, int, Comm*) {
+  factors.push_back(type == BFLOAT16 ? (double)*(BFloat16*)x : type == DOUBLE ? *(double*)x : *(float*)x);
+  return *op = FIRST_OF_USER + (int)factors.size() - 1, SUCCESS;
 }
-API int ncclBcast(void* b, size_t n, int t, int root, Comm* c, void* st) { return ncclBroadcast(b, b, n, t, root, c, st); }
-API int ncclAllGather(const void* s, void* d, size_t n, int t, Comm* c, void* st) {
-  return later(c, st, [=] { size_t total = n * size_of(t);
-    for (size_t a = 0; a < total; a += SLOT) { size_t k = total - a < SLOT ? total - a : SLOT; memcpy(c->slots + c->rank * SLOT, (char*)s + a, k); CHECK(barrier(c)); for (int r = 0; r < c->n; r++) memcpy((char*)d + r * total + a, c->slots + r * SLOT, k); CHECK(barrier(c)); }
-    return (int)SUCCESS; });
+
+// ---- Collectives: for each piece of at most `most` elements `put`, a barrier, and `take`
+typedef std::function<int(size_t first, size_t n)> Step;
+static int collective(Comm* c, void* stream, size_t n, size_t most, Step put, Step take) {
+  return submit([=] {
+    dry_card_use_stream(stream);
+    for (size_t first = 0; first < n; first += most) {
+      size_t piece = std::min(most, n - first);
+      put(first, piece);
+      CHECK(c->barrier());
+      int error = take(first, piece);
+      CHECK(c->barrier());
+      if (error) return error;
+    }
+    return (int)SUCCESS;
+  });
 }
-API int ncclReduceScatter(const void* s, void* d, size_t n, int t, int op, Comm* c, void* st) {
-  return later(c, st, [=] { size_t z = size_of(t), per = SLOT / z / c->n;
-    for (size_t a = 0; a < n; a += per) { size_t k = n - a < per ? n - a : per; for (int r = 0; r < c->n; r++) memcpy(c->slots + c->rank * SLOT + r * k * z, (char*)s + (r * n + a) * z, k * z); CHECK(barrier(c)); reduce(c, (char*)d + a * z, c->rank * k, k, t, op); CHECK(barrier(c)); }
-    return (int)SUCCESS; });
+static Step put_own(Comm* c, const void* from, size_t size) {
+  return [=](size_t at, size_t n) { return memcpy(c->slot(c->rank), (char*)from + at * size, n * size), SUCCESS; };
 }
-static char* box(Comm* c, int from, int to) { return c->slots + (size_t)c->n * SLOT + ((size_t)from * c->n + to) * SLOT; }
-API int ncclSend(const void* s, size_t n, int t, int peer, Comm* c, void* st) {
-  auto f = [=] { size_t total = n * size_of(t); auto& m = c->head->mail[c->rank][peer];
-    for (size_t a = 0; a < total || (!total && !a); a += SLOT) { size_t k = total - a < SLOT ? total - a : SLOT; CHECK(wait_until(c, [&] { return m.sent == m.taken; })); memcpy(box(c, c->rank, peer), (char*)s + a, k); m.sent++; if (!total) break; }
-    return (int)SUCCESS; };
-  if (depth_of(0) > 0) { queue().insert(queue().begin(), [=] { if (dry_card_use_stream) dry_card_use_stream(st); return f(); }); return SUCCESS; }  // before the receives
-  return later(c, st, f);
+API int ncclReduce(const void* from, char* to, size_t n, int type, int op, int root, Comm* c, void* stream) {
+  size_t size = SIZES[type];
+  return collective(c, stream, n, SLOT / size, put_own(c, from, size), [=](size_t at, size_t n) {
+    return root >= 0 && root != c->rank ? (int)SUCCESS : reduce(c, to + at * size, 0, n, type, op);
+  });
 }
-API int ncclRecv(void* d, size_t n, int t, int peer, Comm* c, void* st) {
-  return later(c, st, [=] { size_t total = n * size_of(t); auto& m = c->head->mail[peer][c->rank];
-    for (size_t a = 0; a < total || (!total && !a); a += SLOT) { size_t k = total - a < SLOT ? total - a : SLOT; CHECK(wait_until(c, [&] { return m.sent != m.taken; })); memcpy((char*)d + a, box(c, peer, c->rank), k); m.taken++; if (!total) break; }
-    return (int)SUCCESS; });
+API int ncclAllReduce(const void* from, char* to, size_t n, int type, int op, Comm* c, void* stream) {
+  return ncclReduce(from, to, n, type, op, -1, c, stream);
 }
-API int ncclMemAlloc(void** p, size_t n) { extern int cudaMalloc(void**, size_t) __asm__("cudaMalloc"); return cudaMalloc(p, n); }
-API int ncclMemFree(void* p) { extern int cudaFree(void*) __asm__("cudaFree"); return cudaFree(p); }
+API int ncclBroadcast(const void* from, char* to, size_t n, int type, int root, Comm* c, void* stream) {
+  size_t size = SIZES[type];
+  Step put = c->rank == root ? put_own(c, from, size) : [](size_t, size_t) { return (int)SUCCESS; };
+  return collective(c, stream, n, SLOT / size, put, [=](size_t at, size_t n) {
+    return memcpy(to + at * size, c->slot(root), n * size), SUCCESS;
+  });
+}
+API int ncclBcast(char* data, size_t n, int type, int root, Comm* c, void* stream) {
+  return ncclBroadcast(data, data, n, type, root, c, stream);
+}
+API int ncclAllGather(const void* from, char* to, size_t all, int type, Comm* c, void* stream) {
+  size_t size = SIZES[type];
+  return collective(c, stream, all, SLOT / size, put_own(c, from, size), [=](size_t at, size_t n) {
+    for (int r = 0; r < c->n; r++) memcpy(to + (r * all + at) * size, c->slot(r), n * size);
+    return (int)SUCCESS;
+  });
+}
+API int ncclReduceScatter(const char* from, char* to, size_t all, int type, int op, Comm* c, void* stream) {
+  size_t size = SIZES[type];
+  Step put = [=](size_t at, size_t n) {
+    for (int r = 0; r < c->n; r++) memcpy(c->slot(c->rank) + r * n * size, from + (r * all + at) * size, n * size);
+    return (int)SUCCESS;
+  };
+  return collective(c, stream, all, SLOT / size / c->n, put, [=](size_t at, size_t n) {
+    return reduce(c, to + at * size, c->rank * n, n, type, op);
+  });
+}
+
+// ---- Messages. In a group the sends come first, so that two ranks can send to each other.
+static int message(Comm* c, char* data, size_t bytes, int from, int to, void* stream) {
+  bool sends = c->rank == from;
+  return submit([=] {
+    dry_card_use_stream(stream);
+    Mailbox& mail = c->board->mail[from][to];
+    for (size_t at = 0; at < bytes; at += SLOT) {
+      CHECK(c->wait([&] { return (mail.sent == mail.taken) == sends; }));
+      memcpy(sends ? c->box(from, to) : data + at, sends ? data + at : c->box(from, to), std::min(SLOT, bytes - at));
+      (sends ? mail.sent : mail.taken)++;
+    }
+    return (int)SUCCESS;
+  }, sends);
+}
+API int ncclSend(char* from, size_t n, int type, int peer, Comm* c, void* stream) {
+  return message(c, from, n * SIZES[type], c->rank, peer, stream);
+}
+API int ncclRecv(char* to, size_t n, int type, int peer, Comm* c, void* stream) {
+  return message(c, to, n * SIZES[type], peer, c->rank, stream);
+}

@@ -1,22 +1,17 @@
 #!/usr/bin/env bash
-# Run the CUDA path on stand-in cards, without a GPU:   bash tests/dry_card/run.sh --help
+# Run a self-test, a command or tests on stand-in cards: bash tests/dry_card/run.sh --help
 set -euo pipefail
-here="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"
-root="$(cd "$here/../.." && pwd)"
+root="$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)"
 venv="${GKD_GPU_VENV:-$root/.venv-gpu}"
 
-install() {
+# The second line of this file is written at the end of an installation.
+if [ -z "$(sed -n 2p "$venv/gkd-installed" 2>/dev/null)" ]; then
     # pip prefers torch+cpu if a local folder of wheels has it. "===" admits only the version without a local part.
-    local pin constraint
     pin="$(sed -n 's/^gpu = \["torch==\([0-9.]*\)".*/\1/p' "$root/pyproject.toml")"
     constraint="$(mktemp)"
     echo "torch===$pin" >"$constraint"
     PIP_CONSTRAINT="$constraint" GKD_VENV="$venv" bash "$root/launch/setup.sh" --extra gpu
     rm -f "$constraint"
-}
-# The second line of this file is written at the end of an installation.
-if [ -z "$(sed -n 2p "$venv/gkd-installed" 2>/dev/null)" ]; then
-    install
 fi
 if ! grep -qs "^cuda.*= '" "$venv"/lib/python3.*/site-packages/torch/version.py; then
     echo "run.sh: torch in $venv is not a CUDA build. Fix: delete $venv, and give pip an index with the CUDA build" >&2

@@ -1,123 +1,138 @@
-// Gives ATen's CUDA operations right values under the fake runtime. Each one is computed on the CPU first, on the same
-// memory; then its real CUDA code runs (checks, allocations, launches that do nothing); then the values are written.
+// Right values for torch's CUDA operations. A library that is loaded into torch wraps each of them.
+//
+// The operation runs on the CPU, on the same memory. Then its real CUDA code runs: checks, allocations, launches that do
+// nothing. Then the CPU's results are written over the CUDA results. Not shown: errors of CUDA kernels, their rounding.
 #include <ATen/ATen.h>
 #include <ATen/NativeFunctions.h>
-#include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/core/LegacyTypeDispatch.h>
-#include <ATen/core/op_registration/op_registration.h>
+#include <ATen/core/dispatch/Dispatcher.h>
 #include <c10/cuda/CUDAStream.h>
 #include <torch/library.h>
-#include <cstdio>
-#include <cstdlib>
 #include <set>
-#include <unordered_map>
+
 extern "C" void dry_card_use_stream(void*);
+extern "C" void dry_card_note(const char*);
 using at::Tensor;
 using c10::IValue;
-static std::unordered_map<std::string, c10::SafeKernelFunction>& originals() { static auto* m = new std::unordered_map<std::string, c10::SafeKernelFunction>; return *m; }
-static std::string full(const c10::OperatorHandle& op) { const auto& s = op.schema(); return s.overload_name().empty() ? s.name() : s.name() + "." + s.overload_name(); }
-static bool verbose() { static bool v = getenv("DRY_CARD_VERBOSE") && atoi(getenv("DRY_CARD_VERBOSE")); return v; }
 
+// The CPU decides the shape of these results, so the CUDA code is left out.
+static const std::set<std::string> SHAPE_FROM_VALUES = {
+    "aten::nonzero", "aten::nonzero_static", "aten::masked_select", "aten::_unique2", "aten::unique_dim", "aten::histc",
+    "aten::unique_consecutive", "aten::unique_dim_consecutive", "aten::bincount", "aten::repeat_interleave",
+    "aten::randperm"};
+// These operations compute nothing, or they are memory copies, which are real.
+static const std::set<std::string> LEFT = {
+    "aten::resize_", "aten::set_", "aten::record_stream", "aten::_pin_memory", "aten::is_pinned", "aten::as_strided",
+    "aten::view", "aten::unfold", "aten::_local_scalar_dense", "aten::_copy_from", "aten::_copy_from_and_resize",
+    "aten::copy_", "aten::empty", "aten::empty_strided", "aten::_efficientzerotensor", "aten::_fused_sdp_choice_",
+    "aten::_cudnn_init_dropout_state"};
+
+// ---- Conversions
 static Tensor on_cpu(const Tensor& t) {  // the same memory as a CPU tensor
   if (!t.defined() || !t.is_cuda()) return t;
   auto options = t.options().device(at::kCPU).requires_grad(false);
-  if (t.numel() == 0 || !t.has_storage() || t.storage().data() == nullptr) return at::empty_strided(t.sizes(), t.strides(), options);
-  char* base = (char*)t.storage().data() + t.storage_offset() * t.itemsize();
-  return at::from_blob(base, t.sizes(), t.strides(), [](void*) {}, options, at::kCPU);
+  bool empty = !t.numel() || !t.has_storage() || !t.storage().data();
+  if (empty) return at::empty_strided(t.sizes(), t.strides(), options);
+  char* start = (char*)t.storage().data() + t.storage_offset() * t.itemsize();
+  return at::from_blob(start, t.sizes(), t.strides(), [](void*) {}, options, at::kCPU);
 }
-static Tensor copy_of(const Tensor& t) { return t.defined() ? at::empty_strided(t.sizes(), t.strides(), t.options()).copy_(t) : t; }
-static IValue converted(const IValue& v, bool copies) {
-  auto one = [&](const Tensor& t) { Tensor c = on_cpu(t); return copies && c.defined() && !(c.numel() == 0) ? copy_of(c) : c; };
+static IValue for_cpu(const IValue& v, bool written) {  // an argument; one that is written is copied
+  auto one = [&](const Tensor& t) {
+    Tensor c = on_cpu(t);
+    return written && c.defined() && c.numel() ? at::empty_strided(c.sizes(), c.strides(), c.options()).copy_(c) : c;
+  };
   if (v.isTensor()) return one(v.toTensor());
-  if (v.isTensorList()) { c10::List<Tensor> out; for (const Tensor& t : v.toTensorVector()) out.push_back(one(t)); return out; }
-  if (v.isOptionalTensorList()) { c10::List<std::optional<Tensor>> out; for (const auto& t : v.toOptionalTensorVector()) out.push_back(t ? std::optional<Tensor>(one(*t)) : t); return out; }
-  if (v.isDevice() && v.toDevice().is_cuda()) return IValue(c10::Device(at::kCPU));
-  if (v.isGenerator()) return IValue();
-  return v;
+  if (v.isTensorList()) return c10::fmap(v.toTensorVector(), one);
+  if (v.isOptionalTensorList()) {
+    c10::List<std::optional<Tensor>> out;
+    for (const auto& t : v.toOptionalTensorVector()) out.push_back(t ? std::optional<Tensor>(one(*t)) : t);
+    return out;
+  }
+  if (v.isDevice() && v.toDevice().is_cuda()) return c10::Device(at::kCPU);
+  return v.isGenerator() ? IValue() : v;  // a generator of a card has no CPU form
 }
-static Tensor to_cuda(const Tensor& t, c10::Device device) {
-  Tensor out = at::empty_strided(t.sizes(), t.strides(), t.options().device(device)); if (t.numel()) on_cpu(out).copy_(t); return out;
-}
-static void write_back(const Tensor& to, const Tensor& from, const std::string& name) {
+static void write(const Tensor& to, const Tensor& from, const std::string& name) {
   if (!to.defined() || !from.defined() || !to.is_cuda()) return;
   TORCH_CHECK(to.sizes() == from.sizes(), "[dry_card] ", name, ": CUDA made ", to.sizes(), ", the CPU ", from.sizes());
   if (to.numel()) on_cpu(to).copy_(from);
 }
-static const std::set<std::string> DATA_DEPENDENT = {"aten::nonzero", "aten::nonzero_static", "aten::masked_select", "aten::_unique2", "aten::unique_dim", "aten::unique_consecutive", "aten::unique_dim_consecutive", "aten::bincount", "aten::repeat_interleave", "aten::histc", "aten::randperm"};
-
-static bool special(const c10::OperatorHandle& op, torch::jit::Stack* stack, Tensor& result) {  // no CPU kernel; values of the last result
-  const auto& name = op.schema().name(); const auto& overload = op.schema().overload_name();
-  if (name == "aten::mm" && overload.rfind("dtype", 0) == 0) { auto a = on_cpu((*stack)[stack->size() - op.schema().arguments().size()].toTensor()), b = on_cpu((*stack)[stack->size() - op.schema().arguments().size() + 1].toTensor()); result = at::mm(a.to(at::kFloat), b.to(at::kFloat)); return true; }
-  if (name == "aten::addmm" && overload.rfind("dtype", 0) == 0) {
-    size_t at = stack->size() - op.schema().arguments().size(); auto& s = *stack;
-    double beta = 1, alpha = 1; for (size_t i = 0; i < op.schema().arguments().size(); i++) { if (op.schema().arguments()[i].name() == "beta") beta = s[at + i].toScalar().toDouble(); if (op.schema().arguments()[i].name() == "alpha") alpha = s[at + i].toScalar().toDouble(); }
-    result = on_cpu(s[at].toTensor()).to(at::kFloat) * beta + at::mm(on_cpu(s[at + 1].toTensor()).to(at::kFloat), on_cpu(s[at + 2].toTensor()).to(at::kFloat)) * alpha; return true;
-  }
-  return false;
+static void write(const IValue& to, const IValue& from, const std::string& name) {
+  if (to.isTensor() && from.isTensor()) write(to.toTensor(), from.toTensor(), name);
+  if (!to.isTensorList() || !from.isTensorList()) return;
+  auto a = to.toTensorVector(), b = from.toTensorVector();
+  for (size_t i = 0; i < a.size(); i++) write(a[i], b[i], name);
 }
+static Tensor to_cuda(const Tensor& t, c10::Device device) {
+  Tensor out = at::empty_strided(t.sizes(), t.strides(), t.options().device(device));
+  return write(out, t, "a result"), out;
+}
+
+// ---- The wrapper of all operations
+static auto& originals = *new std::unordered_map<std::string, c10::SafeKernelFunction>;
+static std::string full_name(const c10::OperatorHandle& op) { return c10::toString(op.operator_name()); }
 static void compute(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
-  const auto& schema = op.schema(); const std::string name = full(op); const auto& original = originals().at(name);
-  size_t n = schema.arguments().size(), at0 = stack->size() - n;
+  const auto& schema = op.schema();
+  const std::string name = full_name(op);
+  const auto& original = originals.at(name);
+  auto arguments = at::ArrayRef<IValue>(*stack).slice(stack->size() - schema.arguments().size()).vec();
   c10::Device device(at::kCUDA, c10::cuda::current_device());
-  for (size_t i = 0; i < n; i++) { const IValue& v = (*stack)[at0 + i]; if (v.isTensor() && v.toTensor().defined() && v.toTensor().is_cuda()) { device = v.toTensor().device(); break; } }
+  for (size_t i = arguments.size(); i--;) {
+    bool on_card = arguments[i].isTensor() && arguments[i].toTensor().defined() && arguments[i].toTensor().is_cuda();
+    if (on_card) device = arguments[i].toTensor().device();
+  }
   dry_card_use_stream(c10::cuda::getCurrentCUDAStream(device.index()).stream());
   at::AutoDispatchBelowADInplaceOrView below;
-  Tensor given;
-  if (special(op, stack, given)) {
-    original.callBoxed(op, keys, stack); write_back(stack->back().toTensor(), given.to(stack->back().toTensor().scalar_type()), name); return;
+  torch::jit::Stack results;  // of the CPU
+  std::vector<std::pair<IValue, IValue>> written;
+  for (size_t i = 0; i < arguments.size(); i++) {
+    const auto* alias = schema.arguments()[i].alias_info();
+    results.push_back(for_cpu(arguments[i], alias && alias->isWrite()));
+    if (alias && alias->isWrite()) written.emplace_back(arguments[i], results.back());
   }
-  torch::jit::Stack cpu; std::vector<std::pair<IValue, IValue>> written;
+  op.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::CPU), &results);
+  size_t n = schema.returns().size();
+  if (schema.name() == "aten::_fused_sdp_choice") results = {IValue((int64_t)0)};  // the attention of plain operations
+  bool cpu_alone = SHAPE_FROM_VALUES.count(schema.name()) || schema.name() == "aten::_fused_sdp_choice";
+  if (cpu_alone) torch::jit::drop(*stack, arguments.size());
+  else original.callBoxed(op, keys, stack);
   for (size_t i = 0; i < n; i++) {
-    const IValue& v = (*stack)[at0 + i]; const auto* alias = schema.arguments()[i].alias_info(); bool writes = alias && alias->isWrite();
-    IValue c = converted(v, writes); if (writes) written.push_back({v, c});
-    cpu.push_back(c);
+    const IValue& value = results[results.size() - n + i];
+    if (cpu_alone) {
+      stack->push_back(value.isTensor() ? IValue(to_cuda(value.toTensor(), device)) : value);
+      continue;
+    }
+    IValue& result = (*stack)[stack->size() - n + i];
+    if (schema.returns()[i].alias_info()) continue;  // it is an argument
+    if (result.isTensor() || result.isTensorList()) write(result, value, name);
+    else result = value;
   }
-  op.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::CPU), &cpu);
-  if (schema.name() == "aten::_fused_sdp_choice") { stack->resize(at0); stack->push_back(IValue((int64_t)0)); return; }  // the plain attention
-  bool only_cpu = DATA_DEPENDENT.count(schema.name());
-  if (!only_cpu) original.callBoxed(op, keys, stack); else stack->resize(at0);
-  auto& results = schema.returns();
-  for (size_t i = 0; i < results.size(); i++) {
-    const IValue& c = cpu[cpu.size() - results.size() + i];
-    if (only_cpu) { stack->push_back(c.isTensor() ? IValue(to_cuda(c.toTensor(), device)) : c); continue; }
-    IValue& r = (*stack)[stack->size() - results.size() + i];
-    if (results[i].alias_info()) continue;  // an argument; written below
-    if (c.isTensor() && r.isTensor()) write_back(r.toTensor(), c.toTensor(), name);
-    else if (c.isTensorList() && r.isTensorList()) { auto a = r.toTensorVector(), b = c.toTensorVector(); for (size_t k = 0; k < a.size(); k++) write_back(a[k], b[k], name); }
-    else r = c;
-  }
-  for (auto& [to, from] : written) {
-    if (to.isTensor()) write_back(to.toTensor(), from.toTensor(), name);
-    else if (to.isTensorList()) { auto a = to.toTensorVector(), b = from.toTensorVector(); for (size_t k = 0; k < a.size(); k++) write_back(a[k], b[k], name); }
-  }
+  for (auto& [to, from] : written) write(to, from, name);
 }
-static Tensor& copy_(Tensor& self, const Tensor& src, bool non_blocking) {
-  bool whole = self.is_cuda() && src.is_cuda() && !(self.scalar_type() == src.scalar_type() && self.is_non_overlapping_and_dense() && self.sizes() == src.sizes() && self.strides() == src.strides() && !self.is_neg() && !src.is_neg());
-  at::native::copy_(self, src, non_blocking);  // the real one; its memory copies are real
-  if (whole && self.numel()) {
-    dry_card_use_stream(c10::cuda::getCurrentCUDAStream(self.get_device()).stream());
-    at::AutoDispatchBelowADInplaceOrView below; on_cpu(self).copy_(on_cpu(src));
-  }
-  return self;
+static Tensor& copy_(Tensor& to, const Tensor& from, bool non_blocking) {
+  bool memory_copy = to.scalar_type() == from.scalar_type() && to.is_non_overlapping_and_dense() &&
+                     to.sizes() == from.sizes() && to.strides() == from.strides() && !to.is_neg() && !from.is_neg();
+  at::native::copy_(to, from, non_blocking);  // between devices its last part is a memory copy
+  if (!to.is_cuda() || !from.is_cuda() || memory_copy || !to.numel()) return to;
+  dry_card_use_stream(c10::cuda::getCurrentCUDAStream(to.get_device()).stream());
+  at::AutoDispatchBelowADInplaceOrView below;
+  return on_cpu(to).copy_(on_cpu(from)), to;
 }
-static torch::Library* library = nullptr;
-static int install() {
-  static const std::set<std::string> LEFT = {"aten::resize_", "aten::set_", "aten::record_stream", "aten::_pin_memory", "aten::is_pinned", "aten::as_strided", "aten::view", "aten::unfold", "aten::_local_scalar_dense", "aten::_copy_from", "aten::_copy_from_and_resize", "aten::copy_", "aten::empty", "aten::empty_strided", "aten::_efficientzerotensor", "aten::_fused_sdp_choice_", "aten::_cudnn_init_dropout_state"};
-  library = new torch::Library(torch::Library::IMPL, "aten", c10::DispatchKey::CUDA, __FILE__, __LINE__);
-  auto& dispatcher = c10::Dispatcher::singleton(); int made = 0, without = 0;
-  for (const auto& name : dispatcher.getAllOpNames()) {
-    if (name.name.rfind("aten::", 0) != 0 || LEFT.count(name.name)) continue;
-    auto op = dispatcher.findSchema(name); if (!op || !op->hasKernelForDispatchKey(c10::DispatchKey::CUDA)) continue;
-    const auto& schema = op->schema(); bool view = false;
-    for (const auto& r : schema.returns()) view |= r.alias_info() && !r.alias_info()->isWrite();
-    if (view) continue;
-    bool known = (schema.name() == "aten::mm" || schema.name() == "aten::addmm") && schema.overload_name().rfind("dtype", 0) == 0;
-    if (!known && !op->hasComputedKernelForDispatchKey(c10::DispatchKey::CPU)) { without++; if (verbose()) fprintf(stderr, "[dry_card] no CPU kernel: %s\n", full(*op).c_str()); continue; }
-    originals().emplace(full(*op), op->getComputedKernelForDispatchKey(c10::DispatchKey::CUDA));
-    library->impl(full(*op).c_str(), torch::CppFunction::makeFromBoxedFunction<&compute>()); made++;
+
+// ---- Installation, when the library is loaded
+static int installed = [] {
+  auto* library = new torch::Library(torch::Library::IMPL, "aten", c10::DispatchKey::CUDA, __FILE__, __LINE__);
+  for (const auto& name : c10::Dispatcher::singleton().getAllOpNames()) {
+    auto op = c10::Dispatcher::singleton().findSchema(name);
+    bool wanted = name.name.rfind("aten::", 0) == 0 && !LEFT.count(name.name) && op;
+    if (!wanted || !op->hasKernelForDispatchKey(c10::DispatchKey::CUDA)) continue;
+    bool view = false;
+    for (const auto& r : op->schema().returns()) view |= r.alias_info() && !r.alias_info()->isWrite();
+    bool on_cpu = op->hasComputedKernelForDispatchKey(c10::DispatchKey::CPU);
+    if (!view && !on_cpu) dry_card_note((full_name(*op) + " has no CPU kernel, so no values").c_str());
+    if (view || !on_cpu) continue;
+    originals.emplace(full_name(*op), op->getComputedKernelForDispatchKey(c10::DispatchKey::CUDA));
+    library->impl(full_name(*op).c_str(), torch::CppFunction::makeFromBoxedFunction<&compute>());
   }
   library->impl("copy_", TORCH_FN(copy_));
-  if (verbose()) fprintf(stderr, "[dry_card] %d operations have values, %d have not\n", made, without);
-  return made;
-}
-static int installed = install();
+  return 1;
+}();

@@ -1,0 +1,145 @@
+// The machine that the other files share: its cards, the memory that processes use of them, and blocks of memory.
+//
+// A card is a number, a UUID and an amount of memory. How much each process uses of each card stands in shared memory,
+// so free memory and nvidia-smi are right across processes. Not shown: what a real context or a real driver takes.
+#pragma once
+#include <bits/stdc++.h>
+#include <driver_types.h>  // types without the declarations of the calls, which would fix all their parameters
+#include <fcntl.h>
+#include <pthread.h>
+#include <signal.h>
+#include <sys/mman.h>
+#include <unistd.h>
+#include <vector_types.h>
+
+#define API extern "C"
+// Give a call a second name. A call may leave out the last parameters of its callers.
+#define ALSO(name, call) __asm__(".globl " #name "\n.type " #name ", @function\n.set " #name ", " #call);
+constexpr long MIB = 1 << 20, PAGE = 2 * MIB;  // CUDA gives out memory in pages of 2 MiB
+constexpr long CONTEXT = 500 * MIB;            // memory that a process needs on a card before its first allocation
+constexpr int MAX_CARDS = 16, MAX_PROCESSES = 128, FIRST_BUS = 0x10;  // PCI bus of card 0
+constexpr char CARD_NAME[] = "NVIDIA H100 80GB HBM3";
+
+inline auto& mutex = *new std::recursive_mutex;  // never destroyed: libraries free memory while the process exits
+#define LOCK std::lock_guard<std::recursive_mutex> lock_(mutex)
+
+// ---- Settings: the variables DRY_CARD_<name>
+inline const char* text_setting(const char* name) { return getenv((std::string("DRY_CARD_") + name).c_str()); }
+inline double setting(const char* name, double otherwise) {
+  const char* text = text_setting(name); return text && *text ? atof(text) : otherwise;
+}
+inline int n_cards() { return (int)setting("COUNT", 1); }
+inline long card_bytes() { return (long)(setting("GIB", 8) * 1024 * MIB); }
+inline int capability() { return (int)setting("CC", 90); }  // 90 is 9.0
+inline std::string machine() { return text_setting("MACHINE") ? text_setting("MACHINE") : "default"; }
+inline std::string segment(const char* kind) {  // a name of shared memory that environment.remove_segments() finds
+  return "/dry-card." + std::to_string(getuid()) + "." + machine() + "." + kind;
+}
+API inline void dry_card_note(const char* text) {  // report something once, with DRY_CARD_VERBOSE=1
+  static auto& seen = *new std::set<std::string>; LOCK;
+  if (setting("VERBOSE", 0) && seen.insert(text).second) fprintf(stderr, "[dry_card %d] %s\n", getpid(), text);
+}
+[[noreturn]] inline void stop(const char* problem) { perror((std::string("[dry_card] ") + problem).c_str()); abort(); }
+
+// ---- Cards: machines of other names have other UUIDs
+inline unsigned machine_hash() { return (unsigned)std::hash<std::string>()(machine()); }
+inline CUuuid uuid(int card) {
+  CUuuid made; memset(made.bytes, 0xf0, sizeof made.bytes);
+  for (int i = 0; i < 4; i++) made.bytes[11 + i] = (char)(machine_hash() >> (24 - 8 * i));
+  return made.bytes[15] = (char)card, made;
+}
+inline std::string uuid_text(int card) {
+  char text[48]; snprintf(text, sizeof text, "GPU-f0f0f0f0-f0f0-f0f0-f0f0-f0%08x%02x", machine_hash(), card);
+  return text;
+}
+inline std::vector<int>& visible() {  // the card of each device of this process; read once, as CUDA does
+  static auto& cards = *[] {
+    auto* found = new std::vector<int>; const char* list = getenv("CUDA_VISIBLE_DEVICES");
+    for (int card = 0; !list && card < n_cards(); card++) found->push_back(card);
+    std::stringstream parts(list ? list : "");
+    for (std::string part; std::getline(parts, part, ',');) {
+      part.erase(0, part.find_first_not_of(' ')); int card = isdigit(part[0]) ? atoi(part.c_str()) : 0;
+      while (!isdigit(part[0]) && card < n_cards() && uuid_text(card) != part) card++;
+      if (card >= n_cards()) break;  // CUDA ignores an unknown card and all that follow it
+      found->push_back(card);
+    }
+    return found;
+  }();
+  return cards;
+}
+
+// ---- Used memory, by process and card. A row of a process that has ended is free for another one.
+struct Row { std::atomic<int> pid; std::atomic<long> used[MAX_CARDS]; };
+inline bool alive(const Row& row) { return row.pid && kill(row.pid, 0) == 0; }
+inline Row (&rows())[MAX_PROCESSES] {
+  static void* table = [] {
+    int fd = shm_open(segment("memory").c_str(), O_RDWR | O_CREAT, 0600);
+    if (fd < 0 || ftruncate(fd, MAX_PROCESSES * sizeof(Row))) stop("/dev/shm");
+    return mmap(nullptr, MAX_PROCESSES * sizeof(Row), PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
+  }();
+  return *(Row(*)[MAX_PROCESSES])table;
+}
+inline Row& own_row() {
+  static Row* own = nullptr;
+  if (own && own->pid == getpid()) return *own;  // a forked child needs another one
+  for (Row& row : rows()) {
+    int pid = row.pid; if (alive(row) || !row.pid.compare_exchange_strong(pid, getpid())) continue;
+    for (auto& used : row.used) used = 0;
+    return *(own = &row);
+  }
+  stop("too many processes use the cards");
+}
+inline long used_bytes(int card) {
+  long sum = 0;
+  for (Row& row : rows()) sum += alive(row) ? row.used[card].load() : 0;
+  return sum;
+}
+
+// ---- This process: its current device, its last error, whether it has a context on a card
+inline thread_local int current = 0;
+inline thread_local cudaError_t last_error = cudaSuccess;
+inline std::atomic<bool> initialized{false}, forked{false}, has_context[MAX_CARDS];
+inline cudaError_t fail(cudaError_t error) { return last_error = error; }
+inline cudaError_t ready(bool with_context = true) {  // each call that needs a card begins with it
+  if (forked) return fail(cudaErrorInitializationError);  // CUDA cannot be used in a child of a process that used it
+  if (visible().empty()) return fail(cudaErrorNoDevice);
+  auto in_child = [] { forked = true; dry_card_note("forked after CUDA was initialized"); };
+  if (!initialized.exchange(true)) pthread_atfork(nullptr, nullptr, in_child);
+  int card = visible()[current];
+  if (with_context && !has_context[card].exchange(true)) own_row().used[card] += CONTEXT;
+  return cudaSuccess;
+}
+#define TRY(call) if (auto error_ = (call)) return error_
+inline cudaError_t charge(int device, long bytes) {
+  LOCK; int card = visible()[device];
+  if (bytes > 0 && used_bytes(card) + bytes > card_bytes()) return fail(cudaErrorMemoryAllocation);
+  return own_row().used[card] += bytes, cudaSuccess;
+}
+
+// ---- Blocks of memory that CUDA has heard of, by address. A memfd is memory that another process can map.
+enum Kind { DEVICE, PINNED, REGISTERED, FOREIGN, MAPPED };  // FOREIGN: of another process, MAPPED: by cuMemMap
+struct Block { long size; int device, fd; Kind kind; };
+inline bool on_host(const Block& block) { return block.kind == PINNED || block.kind == REGISTERED; }
+inline auto& blocks = *new std::map<uintptr_t, Block>;
+inline auto block_of(const void* address) {  // the entry of `blocks` that contains the address, or end()
+  auto found = blocks.upper_bound((uintptr_t)address); if (found == blocks.begin()) return blocks.end();
+  return (uintptr_t)address < (--found)->first + found->second.size ? found : blocks.end();
+}
+inline long pages(long size) { return (size + PAGE - 1) / PAGE * PAGE; }
+inline void unmap_memory(void* at, long size, int more = MAP_FIXED) {
+  mmap(at, size, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | more, -1, 0);
+}
+inline void* new_addresses(long size) {  // never used again, so that a use after free is a fault
+  static void* window = mmap(nullptr, 16l << 40, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  static std::atomic<uintptr_t> next{((uintptr_t)window / PAGE + 1) * PAGE};
+  return (void*)next.fetch_add(pages(size) + PAGE);
+}
+inline int new_memory(long size) {
+  int fd = memfd_create("dry_card", MFD_CLOEXEC);
+  return fd < 0 || ftruncate(fd, size) ? (stop("memory"), -1) : fd;
+}
+inline void* map_memory(long size, int fd, void* at = nullptr, long offset = 0) {
+  at = at ? at : new_addresses(size);
+  at = mmap(at, size, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_FIXED | MAP_NORESERVE, fd, offset);
+  return at == MAP_FAILED ? (stop("mmap"), nullptr) : at;
+}

@@ -1,0 +1,201 @@
+"""Give values to torch, and to operations without a CPU form: some of torch's, and vLLM's for Llama and Qwen.
+
+torch and vLLM call `after_torch` and `after_vllm` in each process, as the entry points in this folder name them.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+
+FLASH = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+FLASH_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+VALUES = os.environ.get("DRY_CARD_VALUES") == "1"
+KEPT: list[torch.library.Library] = []  # A library that is collected takes its operations with it.
+
+
+def register(namespace: str, *calls: Any) -> None:
+    """Make functions the CUDA form of the operations of their names; `mm_dtype` is mm.dtype."""
+    KEPT.append(library := torch.library.Library(namespace, "IMPL"))
+    for call in calls:
+        library.impl(call.__name__.replace("m_dtype", "m.dtype"), call, "CUDA", allow_override=True)
+
+
+def attention(q: Tensor, k: Tensor, v: Tensor, scale: float | None, causal: bool) -> tuple[Tensor, ...]:
+    """Compute the CPU's flash attention of one sequence.
+
+    Args:
+        q, k, v: [tokens, heads, size]; k and v may have fewer heads. With `causal` the last rows of q and k match.
+
+    Returns: q, k and v [1, heads, tokens, size] on the CPU with equal heads, the mask, the output and the log-sums.
+    """
+    wide = [t.cpu().transpose(0, 1).repeat_interleave(q.shape[1] // t.shape[1], 0)[None] for t in (q, k, v)]
+    hidden = torch.ones(len(q), len(k), dtype=torch.bool).triu(1 + len(k) - len(q))
+    mask = torch.zeros(hidden.shape, dtype=q.dtype).masked_fill(hidden, -torch.inf) if causal else None
+    return *wide, mask, *FLASH(*wide, attn_mask=mask, scale=scale)
+
+
+def sequences(cu_q: Tensor, cu_k: Tensor) -> Iterator[tuple[slice, slice]]:
+    """Yield the rows of q and of k for each sequence of a pack."""
+    for (a, b), (c, d) in zip(pairwise(cu_q.tolist()), pairwise(cu_k.tolist()), strict=True):
+        yield slice(a, b), slice(c, d)
+
+
+# ---- torch
+
+
+def _flash_attention_forward(q, k, v, cu_q, cu_k, m, n, dropout, causal, debug, *, scale=None, **window):  # type: ignore
+    assert cu_q is not None, "[dry_card] padded flash attention has no values"
+    out, sums = torch.empty_like(q), torch.zeros(q.shape[1], len(q), device=q.device)
+    for rows, cols in sequences(cu_q, cu_k):
+        *_, part, part_sums = attention(q[rows], k[cols], v[cols], scale, causal or window["window_size_right"] == 0)
+        out[rows], sums[:, rows] = part[0].transpose(0, 1).to(q.device), part_sums[0].to(q.device)
+    seed = torch.zeros(2, dtype=torch.uint64, device=q.device)
+    return out, sums, seed, seed[0].clone(), torch.empty(0, device=q.device)
+
+
+def _flash_attention_backward(g, q, k, v, o, sums, cu_q, cu_k, m, n, dropout, causal, *_, scale=None, **window):  # type: ignore
+    grads = torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(v)
+    for rows, cols in sequences(cu_q, cu_k):
+        causal = causal or window["window_size_right"] == 0
+        *wide, mask, out, log_sums = attention(q[rows], k[cols], v[cols], scale, causal)
+        upper = g[rows].cpu().transpose(0, 1)[None]
+        parts = FLASH_BACKWARD(upper, *wide, out, log_sums, 0.0, False, attn_mask=mask, scale=scale)
+        for grad, part, of in zip(grads, parts, (rows, cols, cols), strict=True):
+            grad[of] = part[0].unflatten(0, (grad.shape[1], -1)).sum(1).transpose(0, 1).to(grad.device)
+    return grads
+
+
+def _fused_rms_norm_backward(g, x, shape, rstd, weight, mask):  # type: ignore
+    """Compute aten::_fused_rms_norm_backward."""
+    dims, wide, normed = tuple(range(-len(shape), 0)), g.float(), x.float() * rstd
+    weighted = wide if weight is None else wide * weight.float()
+    dx = (weighted - normed * (weighted * normed).mean(dims, keepdim=True)) * rstd
+    wanted = weight is not None and mask[1]
+    dw = (wide * normed).flatten(0, x.ndim - len(shape) - 1).sum(0).to(weight.dtype) if wanted else None
+    return dx.to(x.dtype) if mask[0] else None, dw
+
+
+def mm_dtype(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
+    return a.to(dtype) @ b.to(dtype)
+
+
+def addmm_dtype(c: Tensor, a: Tensor, b: Tensor, dtype: torch.dtype, *, beta: float = 1, alpha: float = 1) -> Tensor:
+    return c.to(dtype) * beta + a.to(dtype) @ b.to(dtype) * alpha
+
+
+def mm_dtype_out(a: Tensor, b: Tensor, dtype: torch.dtype, *, out: Tensor) -> Tensor:
+    return out.copy_(mm_dtype(a, b, dtype))
+
+
+def addmm_dtype_out(c, a, b, dtype, *, beta=1, alpha=1, out):  # type: ignore
+    return out.copy_(addmm_dtype(c, a, b, dtype, beta=beta, alpha=alpha))
+
+
+def histc(x: Tensor, bins: int = 100, min: float = 0, max: float = 0) -> Tensor:
+    """Compute aten::histc of integers, which the CPU's kernel refuses."""
+    assert not x.dtype.is_floating_point, "[dry_card] histc has values for integers alone"
+    return torch.histc(x.cpu().double(), bins, float(min), float(max)).to(x.dtype).to(x.device)
+
+
+def after_torch() -> None:
+    """Load the values of all operations that have a CPU form, and add the others."""
+    torch.backends.cuda.enable_cudnn_sdp(False)  # cuDNN's graphs have no stand-in.
+    if VALUES:
+        torch.ops.load_library(os.path.join(os.environ["DRY_CARD_BUILD"], "values.so"))
+        register("aten", _flash_attention_forward, _flash_attention_backward, _fused_rms_norm_backward)
+        register("aten", mm_dtype, mm_dtype_out, addmm_dtype, addmm_dtype_out, histc)
+        torch.backends.cuda.enable_flash_sdp(False)
+        torch.backends.cuda.enable_mem_efficient_sdp(False)
+    if os.environ.get("DRY_CARD_SKIP"):
+        from triton.runtime.interpreter import GridExecutor
+
+        launch, pattern = GridExecutor.__call__, re.compile(os.environ["DRY_CARD_SKIP"])
+        GridExecutor.__call__ = lambda self, *a, **k: pattern.search(self.fn.__name__) or launch(self, *a, **k)
+
+
+# ---- vLLM in eager mode
+
+
+def rms_norm(result: Tensor, x: Tensor, weight: Tensor, eps: float) -> None:
+    wide = x.float()
+    result.copy_(wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps) * weight.float())
+
+
+def fused_add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> None:
+    rms_norm(x, residual.add_(x), weight, eps)
+
+
+def silu_and_mul(result: Tensor, x: Tensor) -> None:
+    gate, up = x.chunk(2, -1)
+    result.copy_(torch.nn.functional.silu(gate) * up)
+
+
+def rotary_embedding(positions, query, key, head_size, table, is_neox, *rest):  # type: ignore
+    assert is_neox and not any(rest), "[dry_card] rotary_embedding of this kind has no values"
+    cos, sin = table[positions.flatten()].float()[:, None].chunk(2, -1)
+    for x in (query, key):
+        if x is not None:
+            part = x.view(len(cos), -1, head_size)[..., : 2 * cos.shape[-1]]
+            a, b = part.float().chunk(2, -1)
+            part.copy_(torch.cat((a * cos - b * sin, b * cos + a * sin), -1))
+
+
+def reshape_and_cache_flash(key, value, key_cache, value_cache, slots, *_):  # type: ignore
+    rows = slots >= 0
+    at = slots[rows] // key_cache.shape[1], slots[rows] % key_cache.shape[1]
+    for cache, new in ((key_cache, key), (value_cache, value)):
+        cache[at] = new[: len(slots)][rows].to(cache.dtype)
+
+
+def paged_attention(q, k, v, out, cu_q, used_k, scale, blocks):  # type: ignore
+    """Compute attention over caches [blocks, block size, heads, size]."""
+    for i, ((first, last), m) in enumerate(zip(pairwise(cu_q.tolist()), used_k.tolist(), strict=False)):
+        if last > first and m > 0:
+            of = blocks[i, : -(-m // k.shape[1])].long()
+            *_, part, _ = attention(q[first:last], k[of].flatten(0, 1)[:m], v[of].flatten(0, 1)[:m], scale, True)
+            out[first:last] = part[0].transpose(0, 1).to(out.device)
+    return out
+
+
+def unified_attention(q, k, v, out, cu_q, max_q, used_k, max_k, scale, causal, window, blocks, *_, **__):  # type: ignore
+    paged_attention(q, k, v, out, cu_q, used_k, scale, blocks)
+
+
+def varlen_attention(q, k, v, max_q, cu_seqlens_q, max_k, *, seqused_k, softmax_scale, block_table, out=None, **_):  # type: ignore
+    result = torch.empty_like(q) if out is None else out
+    return paged_attention(q, k, v, result, cu_seqlens_q, seqused_k, softmax_scale, block_table)
+
+
+def add_lora_linear(self, y, x, lora_a, lora_b, scale, widths, *_, **__):  # type: ignore
+    rows, out, first = x.view(-1, x.shape[-1]), y.view(-1, y.shape[-1]), 0
+    adapter = self.token_lora_indices[: len(rows)]
+    for a, b, width in zip(lora_a, lora_b, widths, strict=True):
+        for k in adapter[adapter >= 0].unique().tolist():
+            on = adapter == k
+            delta = rows[on].float() @ a[k, 0].float().T @ b[k, 0].float().T * scale
+            out[on, first : first + width] += delta.to(out.dtype)
+        first += width
+
+
+def after_vllm() -> None:
+    """Register vLLM's operations, and replace the kernels that it calls as functions."""
+    if not VALUES:
+        return
+    from vllm import _custom_ops  # noqa: F401  It defines the operations.
+    from vllm.lora.punica_wrapper import punica_gpu
+    from vllm.v1.attention.ops import triton_reshape_and_cache_flash, triton_unified_attention
+    from vllm.vllm_flash_attn import flash_attn_interface
+
+    register("_C", rms_norm, fused_add_rms_norm, silu_and_mul, rotary_embedding)
+    register("_C_cache_ops", reshape_and_cache_flash)
+    triton_unified_attention.unified_attention = unified_attention
+    triton_reshape_and_cache_flash.triton_reshape_and_cache_flash = reshape_and_cache_flash
+    flash_attn_interface.flash_attn_varlen_func = varlen_attention
+    punica_gpu.PunicaWrapperGPU.add_lora_linear = add_lora_linear

@@ -1,0 +1,229 @@
+// The CUDA runtime (libcudart): devices, memory, streams, events, kernels.
+//
+// Device memory is host memory. A kernel does nothing; values.cpp writes the results of torch's operations. Copies are
+// made at once, or, with DRY_CARD_LATE=1, as late as the waits of the program allow. build.py makes stubs for the calls
+// that only have to succeed. Not shown: kernels, the order of kernels on streams, speed, CUDA graphs.
+#include "cards.h"
+
+typedef cudaError_t E;
+static const E OK = cudaSuccess;
+
+// ---- Devices
+static bool exists(int device) { return device >= 0 && device < (int)visible().size(); }
+static int attribute(cudaDeviceAttr name, int device) {  // of an H100; what is not listed is a feature that it has
+  static const auto& listed = *new std::map<int, int>{
+      {cudaDevAttrMaxThreadsPerBlock, 1024}, {cudaDevAttrMaxBlockDimX, 1024}, {cudaDevAttrMaxBlockDimY, 1024},
+      {cudaDevAttrMaxBlockDimZ, 64}, {cudaDevAttrMaxGridDimX, 2147483647}, {cudaDevAttrMaxGridDimY, 65535},
+      {cudaDevAttrMaxGridDimZ, 65535}, {cudaDevAttrMaxSharedMemoryPerBlock, 49152}, {cudaDevAttrWarpSize, 32},
+      {cudaDevAttrMaxRegistersPerBlock, 65536}, {cudaDevAttrMaxRegistersPerMultiprocessor, 65536},
+      {cudaDevAttrClockRate, 1980000}, {cudaDevAttrMemoryClockRate, 2619000}, {cudaDevAttrGlobalMemoryBusWidth, 5120},
+      {cudaDevAttrMultiProcessorCount, 132}, {cudaDevAttrL2CacheSize, 50 * MIB}, {cudaDevAttrPciDomainId, 0},
+      {cudaDevAttrMaxThreadsPerMultiProcessor, 2048}, {cudaDevAttrMaxSharedMemoryPerMultiprocessor, 233472},
+      {cudaDevAttrMaxSharedMemoryPerBlockOptin, 232448}, {cudaDevAttrReservedSharedMemoryPerBlock, 1024},
+      {cudaDevAttrMaxBlocksPerMultiprocessor, 32}, {cudaDevAttrPciDeviceId, 0}, {cudaDevAttrIntegrated, 0},
+      {cudaDevAttrComputeMode, 0}};
+  if (name == cudaDevAttrPciBusId) return FIRST_BUS + visible()[device];
+  if (name == cudaDevAttrComputeCapabilityMajor) return capability() / 10;
+  if (name == cudaDevAttrComputeCapabilityMinor) return capability() % 10;
+  return listed.count(name) ? listed.at(name) : 1;
+}
+API E cudaGetDeviceCount(int* n) {
+  *n = (int)visible().size();
+  return forked ? fail(cudaErrorInitializationError) : *n ? OK : fail(cudaErrorNoDevice);
+}
+API E cudaGetDevice(int* device) { *device = current; return ready(false); }
+API E cudaSetDevice(int device) { return exists(device) ? current = device, ready() : fail(cudaErrorInvalidDevice); }
+API E cudaDeviceGetAttribute(int* value, cudaDeviceAttr name, int device) {
+  return exists(device) ? *value = attribute(name, device), OK : fail(cudaErrorInvalidDevice);
+}
+API E cudaGetDeviceProperties(cudaDeviceProp* p, int device) {
+  TRY(ready(false)); if (!exists(device)) return fail(cudaErrorInvalidDevice); memset(p, 0, sizeof *p);
+  strcpy(p->name, CARD_NAME);
+  p->uuid = uuid(visible()[device]), p->pciBusID = FIRST_BUS + visible()[device], p->totalGlobalMem = card_bytes();
+  p->major = capability() / 10, p->minor = capability() % 10;
+  p->multiProcessorCount = 132, p->warpSize = 32, p->maxThreadsPerMultiProcessor = 2048;
+  p->maxThreadsPerBlock = p->maxThreadsDim[0] = p->maxThreadsDim[1] = 1024, p->maxThreadsDim[2] = 64;
+  p->maxGridSize[0] = 2147483647, p->maxGridSize[1] = p->maxGridSize[2] = 65535, p->maxBlocksPerMultiProcessor = 32;
+  p->regsPerBlock = p->regsPerMultiprocessor = 65536, p->sharedMemPerBlock = 49152, p->sharedMemPerBlockOptin = 232448;
+  p->sharedMemPerMultiprocessor = 233472, p->reservedSharedMemPerBlock = 1024, p->l2CacheSize = 50 * MIB;
+  p->memoryBusWidth = 5120, p->unifiedAddressing = p->canMapHostMemory = p->concurrentKernels = 1; return OK;
+}
+API E cudaDeviceGetStreamPriorityRange(int* least, int* greatest) { *least = 0, *greatest = -5; return OK; }
+API E cudaDeviceCanAccessPeer(int* can) { *can = 1; return OK; }
+API E cudaDeviceGetPCIBusId(char* text, int n, int device) {
+  return snprintf(text, n, "0000:%02x:00.0", FIRST_BUS + visible()[device]), OK;
+}
+API E cudaGetLastError() { return std::exchange(last_error, OK); }
+API E cudaPeekAtLastError() { return last_error; }
+API const char* cudaGetErrorString(E error) {
+  static const auto& known = *new std::map<E, const char*>{
+      {OK, "no error"}, {cudaErrorMemoryAllocation, "out of memory"}, {cudaErrorInvalidValue, "invalid argument"},
+      {cudaErrorInitializationError, "initialization error"}, {cudaErrorInvalidDevice, "invalid device ordinal"},
+      {cudaErrorNoDevice, "no CUDA-capable device is detected"},
+      {cudaErrorHostMemoryAlreadyRegistered, "part or all of the requested memory range is already mapped"},
+      {cudaErrorHostMemoryNotRegistered, "pointer does not correspond to a registered memory region"}};
+  return known.count(error) ? known.at(error) : "an error without a text in the stand-in";
+}
+ALSO(cudaGetErrorName, cudaGetErrorString)
+
+// ---- Streams and events. A stream is a queue of copies that are not made yet; it is empty unless DRY_CARD_LATE=1.
+struct Copy { void* to; const void* from; size_t n; };
+struct Stream { size_t issued = 0; std::deque<Copy> late; size_t made() { return issued - late.size(); } };
+struct Event { double ms = -1; Stream* stream = nullptr; size_t issued = 0; };  // ms < 0: not recorded
+static auto& streams = *new std::set<Stream*>;
+static Stream* known(void* s) { return streams.count((Stream*)s) ? (Stream*)s : nullptr; }  // not a default stream
+static E catch_up(void* stream, size_t until = ~0ul) {  // make the first `until` copies of a stream
+  LOCK;
+  for (Stream* s = known(stream); s && !s->late.empty() && s->made() < until; s->late.pop_front()) {
+    memcpy(s->late.front().to, s->late.front().from, s->late.front().n);
+  }
+  return ready();
+}
+API void dry_card_use_stream(void* stream) { catch_up(stream); }  // an operation runs on it now
+static E copy(void* to, const void* from, size_t n, void* stream) {
+  static bool late = setting("LATE", 0); LOCK; Stream* s = known(stream);
+  s && late ? s->late.push_back({to, from, n}) : (void)memcpy(to, from, n); if (s) s->issued++;
+  return ready();
+}
+API E cudaStreamCreate(cudaStream_t* out) {  // never deleted: an event may refer to it
+  LOCK; *out = (cudaStream_t)*streams.insert(new Stream).first; return ready();
+}
+ALSO(cudaStreamCreateWithFlags, cudaStreamCreate) ALSO(cudaStreamCreateWithPriority, cudaStreamCreate)
+API E cudaStreamDestroy(cudaStream_t s) { LOCK; catch_up(s), streams.erase((Stream*)s); return OK; }
+API E cudaStreamGetPriority(cudaStream_t, int* priority) { *priority = 0; return OK; }
+API E cudaStreamSynchronize(cudaStream_t stream) { return catch_up(stream); }
+ALSO(cudaStreamQuery, cudaStreamSynchronize)
+API E cudaDeviceSynchronize() { LOCK; for (Stream* s : streams) catch_up(s); return ready(); }
+API E cudaStreamIsCapturing(cudaStream_t, cudaStreamCaptureStatus* s) { *s = cudaStreamCaptureStatusNone; return OK; }
+ALSO(cudaStreamGetCaptureInfo, cudaStreamIsCapturing)
+API E cudaEventCreate(cudaEvent_t* event) { *event = (cudaEvent_t) new Event; return ready(); }
+ALSO(cudaEventCreateWithFlags, cudaEventCreate) ALSO(cudaIpcOpenEventHandle, cudaEventCreate)
+API E cudaEventDestroy(cudaEvent_t event) { delete (Event*)event; return OK; }
+API E cudaEventRecord(cudaEvent_t event, cudaStream_t stream) {
+  LOCK; Stream* s = known(stream); auto now = std::chrono::steady_clock::now().time_since_epoch();
+  *(Event*)event = {std::chrono::duration<double, std::milli>(now).count(), s, s ? s->issued : 0};
+  return ready();
+}
+ALSO(cudaEventRecordWithFlags, cudaEventRecord)
+API E cudaEventSynchronize(cudaEvent_t event) { return catch_up(((Event*)event)->stream, ((Event*)event)->issued); }
+API E cudaStreamWaitEvent(cudaStream_t, cudaEvent_t event, unsigned) { return cudaEventSynchronize(event); }
+API E cudaEventQuery(cudaEvent_t event) {
+  LOCK; Stream* s = known(((Event*)event)->stream);
+  return s && s->made() < ((Event*)event)->issued ? cudaErrorNotReady : ready();
+}
+API E cudaEventElapsedTime(float* ms, cudaEvent_t from, cudaEvent_t to) {
+  double a = ((Event*)from)->ms, b = ((Event*)to)->ms;
+  return a < 0 || b < 0 ? fail(cudaErrorInvalidResourceHandle) : (*ms = std::max((float)(b - a), 1e-4f), OK);
+}
+API E cudaLaunchHostFunc(cudaStream_t stream, cudaHostFn_t f, void* data) { catch_up(stream), f(data); return OK; }
+
+// ---- Device memory
+API E cudaMalloc(void** out, size_t n) {
+  *out = nullptr; TRY(ready()); if (!n) return OK; TRY(charge(current, pages(n)));
+  int fd = new_memory(pages(n)); *out = map_memory(pages(n), fd);
+  if (setting("POISON", 0)) memset(*out, 0xff, n);  // NaN in each floating-point type
+  LOCK; blocks[(uintptr_t)*out] = {pages(n), current, fd, DEVICE}; return OK;
+}
+API E cudaFree(void* p) {
+  LOCK; auto found = blocks.find((uintptr_t)p); if (!p) return ready();
+  if (found == blocks.end() || found->second.kind != DEVICE) return fail(cudaErrorInvalidValue);
+  Block block = found->second; blocks.erase(found), unmap_memory(p, block.size), close(block.fd);
+  return charge(block.device, -block.size);
+}
+ALSO(cudaMallocAsync, cudaMalloc) ALSO(cudaFreeAsync, cudaFree)
+API E cudaMemGetInfo(size_t* free, size_t* total) {
+  TRY(ready()); *total = card_bytes(), *free = std::max(0l, card_bytes() - used_bytes(visible()[current]));
+  return OK;
+}
+API E cudaPointerGetAttributes(cudaPointerAttributes* out, const void* p) {
+  LOCK; auto found = block_of(p); bool known = found != blocks.end(), host = !known || on_host(found->second);
+  *out = {};
+  out->type = !known ? cudaMemoryTypeUnregistered : host ? cudaMemoryTypeHost : cudaMemoryTypeDevice;
+  out->device = known ? found->second.device : cudaInvalidDeviceId;
+  out->devicePointer = known ? (void*)p : nullptr, out->hostPointer = host ? (void*)p : nullptr;
+  return ready(false);
+}
+API E cudaMemcpy(void* to, void* from, size_t n) { return copy(to, from, n, nullptr); }
+API E cudaMemcpyAsync(void* to, void* from, size_t n, int, void* stream) { return copy(to, from, n, stream); }
+API E cudaMemcpyPeerAsync(void* to, int, void* from, int, size_t n, void* stream) { return copy(to, from, n, stream); }
+API E cudaMemcpy2DAsync(char* to, size_t step, char* from, size_t from_step, size_t n, size_t rows, int, void* stream) {
+  for (size_t i = 0; i < rows; i++) TRY(copy(to + i * step, from + i * from_step, n, stream));
+  return OK;
+}
+API E cudaMemsetAsync(void* to, int value, size_t n, void* stream) {
+  TRY(catch_up(stream)); return memset(to, value, n), OK;
+}
+API E cudaMemset(void* to, int value, size_t n) { return cudaMemsetAsync(to, value, n, nullptr); }
+
+// ---- Page-locked host memory, with the limit DRY_CARD_PINNED_MIB
+static long pinned_bytes = 0;
+static E pin(void* p, long n, Kind kind) {
+  LOCK; TRY(ready()); long limit = setting("PINNED_MIB", 0) * MIB;
+  if (block_of(p) != blocks.end()) return fail(cudaErrorHostMemoryAlreadyRegistered);
+  if (limit && pinned_bytes + n > limit) return fail(cudaErrorMemoryAllocation);
+  pinned_bytes += n, blocks[(uintptr_t)p] = {n, current, -1, kind}; return OK;
+}
+API E cudaHostUnregister(void* p) {
+  LOCK; auto found = blocks.find((uintptr_t)p); if (!p) return OK;
+  if (found == blocks.end() || !on_host(found->second)) return fail(cudaErrorHostMemoryNotRegistered);
+  pinned_bytes -= found->second.size; if (found->second.kind == PINNED) munmap(p, found->second.size);
+  blocks.erase(found); return OK;
+}
+API E cudaHostRegister(void* p, size_t n) { return n && p ? pin(p, n, REGISTERED) : fail(cudaErrorInvalidValue); }
+API E cudaHostAlloc(void** out, size_t n) {
+  *out = mmap(nullptr, n = std::max(n, 1ul), PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  E error = *out == MAP_FAILED ? fail(cudaErrorMemoryAllocation) : pin(*out, n, PINNED);
+  if (error) munmap(*out, n);
+  return error;
+}
+API E cudaHostGetDevicePointer(void** out, void* p, unsigned) { *out = p; return OK; }
+ALSO(cudaMallocHost, cudaHostAlloc) ALSO(cudaFreeHost, cudaHostUnregister)
+ALSO(cudaGetSymbolAddress, cudaHostGetDevicePointer)
+
+// ---- CUDA IPC: the handle names a file descriptor of the process that owns the memory
+union Handle { struct { int pid, fd; long size; } memory; cudaIpcMemHandle_t bytes; };
+API E cudaIpcGetMemHandle(cudaIpcMemHandle_t* out, void* p) {
+  LOCK; auto found = block_of(p);
+  if (found == blocks.end() || found->second.kind != DEVICE) return fail(cudaErrorInvalidValue);  // as for cuMemMap
+  Handle handle{{getpid(), found->second.fd, found->second.size}}; return *out = handle.bytes, OK;
+}
+API E cudaIpcOpenMemHandle(void** out, Handle handle, unsigned) {
+  TRY(ready()); auto [pid, from, size] = handle.memory;
+  if (pid == getpid()) return fail(cudaErrorDeviceUninitialized);  // as CUDA does
+  int fd = open(("/proc/" + std::to_string(pid) + "/fd/" + std::to_string(from)).c_str(), O_RDWR | O_CLOEXEC);
+  if (fd < 0) return fail(cudaErrorInvalidValue);
+  *out = map_memory(size, fd), close(fd); LOCK; blocks[(uintptr_t)*out] = {size, current, -1, FOREIGN};
+  return OK;
+}
+API E cudaIpcCloseMemHandle(void* p) {
+  LOCK; auto found = blocks.find((uintptr_t)p);
+  if (found == blocks.end() || found->second.kind != FOREIGN) return fail(cudaErrorInvalidValue);
+  unmap_memory(p, found->second.size), blocks.erase(found); return OK;
+}
+
+// ---- Kernels: `kernel<<<grid, block>>>(...)` compiles to a push, a pop and a launch
+struct Launch { dim3 grid, block; size_t shared; void* stream; };
+static thread_local std::vector<Launch> pushed;
+API unsigned __cudaPushCallConfiguration(dim3 grid, dim3 block, size_t shared, void* stream) {
+  return pushed.push_back({grid, block, shared, stream}), 0;
+}
+API E __cudaPopCallConfiguration(dim3* grid, dim3* block, size_t* shared, void** stream) {
+  Launch launch = pushed.back();
+  *grid = launch.grid, *block = launch.block, *shared = launch.shared, *stream = launch.stream;
+  return pushed.pop_back(), OK;
+}
+API E cudaLaunchKernel(const void*, dim3 grid, dim3 block, void**, size_t, cudaStream_t) {
+  bool good = grid.x && grid.y && grid.z && grid.y < 65536 && grid.z < 65536 && block.x * block.y * block.z - 1 < 1024;
+  return good ? ready() : fail(cudaErrorInvalidConfiguration);
+}
+ALSO(__cudaLaunchKernel, cudaLaunchKernel) ALSO(cudaLaunchCooperativeKernel, cudaLaunchKernel)
+API void** __cudaRegisterFatBinary(void*) { static void* handle; return &handle; }
+API E __cudaGetKernel(cudaKernel_t* out, const void* function) { *out = (cudaKernel_t)function; return OK; }
+API E cudaFuncGetAttributes(cudaFuncAttributes* out, const void*) {
+  *out = {}; out->maxThreadsPerBlock = 1024, out->numRegs = 32, out->maxDynamicSharedSizeBytes = 232448;
+  out->ptxVersion = out->binaryVersion = capability(); return OK;
+}
+API E cudaOccupancyMaxActiveBlocksPerMultiprocessor(int* n, const void*, int block, size_t) {
+  return *n = std::clamp(2048 / std::max(block, 1), 1, 32), OK;
+}
+ALSO(cudaOccupancyMaxActiveBlocksPerMultiprocessorWithFlags, cudaOccupancyMaxActiveBlocksPerMultiprocessor)
