@@ -86,7 +86,7 @@ class Cluster:
         os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
         os.environ.setdefault("RAY_prestart_worker_first_driver", "0")  # two processes that no actor uses
         common: dict[str, Any] = {"logging_level": "WARNING", "log_to_driver": True, "runtime_env": _JOB_ENV}
-        # Logical CPUs, so that processes share the cores of a machine that has too few, such as two beside one GPU.
+        # Logical CPUs, so that processes share the cores of a machine that has too few: some with a GPU have two.
         cpus = math.ceil(n_slots * cpus_a_slot) + 2
         local: dict[str, Any] = common | {"include_dashboard": False, "num_cpus": cpus}
         on_sigterm, on_sighup = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGHUP)

@@ -32,8 +32,8 @@ _EXAMPLES = """example:
   python -m gkd.tools.replay runs/mine --step 2 --rtol 1e-3 trainer.device=cpu   # a float32 run on GPUs
 
 The run needs trainer.record_batches=true. A checkpoint of step N - 1 is best; from an earlier one, or from model.path,
-the steps in between are trained again and compared, too. trainer.device, and settings that a resumed run may change, can
-be given. With the same settings, versions and devices the numbers are equal bit by bit; else rounding differs.
+the steps in between are trained again and compared, too. trainer.device can be given, and settings that a resumed run
+may change. With the same settings, versions and devices the numbers are equal bit by bit; else rounding differs.
 
 exit code: 0 equal (bit by bit, or within --rtol; the last line names which), 1 different, 2 cannot be replayed
 """

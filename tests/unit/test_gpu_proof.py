@@ -240,7 +240,7 @@ def test_every_stage_starts_something_that_exists() -> None:
         for words in (one.command, one.cpu or one.command):
             if words[0] == "pytest":
                 files = [word for word in words if word.startswith("tests/")]
-                assert files and all((ROOT / file.partition("::")[0]).is_file() for file in files), one.name
+                assert files and all((ROOT / file.partition("::")[0]).exists() for file in files), one.name
             else:
                 sources = [ROOT / "tests/bench/command.py", ROOT / f"{words[0].replace('.', '/')}.py"]
                 known = "".join(source.read_text() for source in sources)
@@ -251,12 +251,12 @@ def test_every_stage_starts_something_that_exists() -> None:
 
 def test_the_page_has_the_stages() -> None:
     """Fails if docs/gpu_proof.md lists other stages, limits or expectations than the command, or all on one GPU take
-    more than ten minutes.
+    more than ten minutes, the tests that CI has on the CPU apart.
     """
     page = (ROOT / "docs" / "gpu_proof.md").read_text()
     assert page == page_with_stages(page), "run python -m gkd.tools.gpu_proof.stages"
     assert all(f"| `{one.name}` |" in page for one in STAGES) and len(STAGES) > 15
-    assert expected_seconds([one for one in STAGES if one.n_gpus == 1]) <= 600
+    assert expected_seconds([one for one in STAGES if one.n_gpus == 1 and one.name not in ("dist", "service")]) <= 600
 
 
 def test_a_short_run_on_the_cpu(tmp_path: Path) -> None:

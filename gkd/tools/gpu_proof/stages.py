@@ -28,6 +28,7 @@ def _bench(module: str, *words: str) -> tuple[str, ...]:
 
 _MEMORY, _STUDENT = "tests.bench.bench_memory", "tests.gpu.bench_student_cuda"
 _LOOP, _SYNC = "tests.gpu.bench_loop", "tests.bench.bench_weight_sync"
+_AS_IN_CI = ("-m", "not slow and not bench and not gpu", "--device", DEVICE)
 # Two to four minutes on two cores.
 _MODELS = ("gkd.quickstart.make_models", "--out", "models/quickstart")
 
@@ -45,6 +46,22 @@ STAGES = (
         60,
         15,
         "0: driver >= 580 for CUDA 13, a compiler and Python.h for Triton, no other process on the card",
+    ),
+    Stage(
+        "dist",
+        "CI's tests of ranks with a card each: losses, gradients, resume, offload, weight sync over NCCL and CUDA IPC",
+        *_both(*_tests("tests/dist", "-n", "4", *_AS_IN_CI)),
+        1800,
+        420,
+        "all pass, or are skipped for lack of cards: the same asserts as on a CPU",
+    ),
+    Stage(
+        "service",
+        "CI's tests of the teacher server, with its engines on the GPU",
+        *_both(*_tests("tests/service", *_AS_IN_CI)),
+        1200,
+        360,
+        "all pass: the same asserts as on a CPU",
     ),
     Stage(
         "nccl",

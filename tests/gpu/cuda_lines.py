@@ -1,0 +1,168 @@
+"""Find the lines of the product that run on CUDA alone, and which of them were executed.
+
+    python -m tests.gpu.cuda_lines record FOLDER -- COMMAND ...
+    python -m tests.gpu.cuda_lines compare CPU_FOLDER CUDA_FOLDER [--json FILE]
+
+`record` runs a command whose Python processes all write their lines into the folder. Record the tests of CI on the CPU,
+and tests and runs on CUDA, in two folders and at the same commit:
+
+    record lines/cpu -- .venv/bin/python -m pytest -q -n 2 -m "not slow and not bench and not gpu"
+    record lines/cuda -- .venv/bin/python -m tests.gpu.matrix --dry
+    record lines/cuda -- bash tests/dry_card/run.sh --cards 2 tests/dist tests/service tests/gpu
+
+It needs the package coverage in each environment that is used (pip install coverage). A line counts as CUDA's alone if
+it was executed on CUDA and not on the CPU, or nowhere and `NOT_EXECUTED` names it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from tests.dry_card.environment import gpu_python
+
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGES = ("gkd", "teacher_server")
+# Lines that run on CUDA alone and that nothing above executes: file -> [(first line, last line, reason)].
+NOT_EXECUTED: dict[str, list[tuple[int, int, str]]] = {}
+
+# What each Python process runs at its start. Ranks and engines are killed at the end of a run, so a process also writes
+# its lines while it runs. A fork begins again, with a file of its own.
+_HOOK = """
+import atexit, os, sys, threading, time
+from coverage import Coverage
+
+def record():
+    only = [os.path.join(os.environ["GKD_LINES_ROOT"], name, "*") for name in {packages!r}]
+    cover = Coverage(os.path.join(os.environ["GKD_LINES"], "lines"), data_suffix=True, config_file=False, include=only)
+    cover.start()
+    def keep():
+        while True:
+            time.sleep(3)
+            cover.save()
+    threading.Thread(target=keep, name="lines", daemon=True).start()
+    atexit.register(cover.save)
+
+if not hasattr(sys, "records_lines"):  # Python reads the file that starts this from lib and from lib64
+    sys.records_lines = True
+    os.register_at_fork(after_in_child=record)
+    record()
+"""
+
+
+@contextmanager
+def _hooked() -> Iterator[Path]:
+    """Install the hook in the environments of the CPU and of the GPU; yield its file. A process without the variables
+    of `record` does not read it.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        hook = Path(folder) / "hook.py"
+        hook.write_text(_HOOK.format(packages=PACKAGES))
+        line = "import os; p = os.environ.get('GKD_LINES_HOOK'); p and os.path.exists(p) and exec(open(p).read(), {})\n"
+        starts = []
+        for prefix in {Path(sys.prefix), gpu_python().parents[1]}:
+            for packages in prefix.glob("lib/python3.*/site-packages"):
+                starts.append(packages / "gkd_lines.pth")
+                starts[-1].write_text(line)
+        try:
+            yield hook
+        finally:
+            for start in starts:
+                start.unlink()
+
+
+def record(folder: Path, command: Sequence[str]) -> int:
+    """Run a command; its processes write the executed lines into `folder`. Return its exit code."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with _hooked() as hook:
+        variables = {"GKD_LINES": str(folder.absolute()), "GKD_LINES_ROOT": str(ROOT), "GKD_LINES_HOOK": str(hook)}
+        return subprocess.run(command, env=os.environ | variables, check=False).returncode
+
+
+def lines(folder: Path) -> tuple[dict[str, set[int]], dict[str, set[int]]]:
+    """Return (executed, executable) line numbers by file, of all processes that have written into `folder`."""
+    from coverage import Coverage
+
+    with tempfile.TemporaryDirectory() as combined:
+        only = [str(ROOT / name / "*") for name in PACKAGES]
+        cover = Coverage(str(Path(combined) / "lines"), config_file=False, include=only)
+        cover.combine([str(file) for file in folder.glob("lines.*")], keep=True)
+        executed, executable = {}, {}
+        for name in PACKAGES:
+            for file in sorted((ROOT / name).rglob("*.py")):
+                _, statements, _, missing, _ = cover.analysis2(str(file))
+                key = str(file.relative_to(ROOT))
+                executed[key], executable[key] = set(statements) - set(missing), set(statements)
+    return executed, executable
+
+
+def compare(cpu: Path, cuda: Path, to: Path | None) -> int:
+    """Print the lines of CUDA alone by file, and those that nothing executed. Exit code: 1 below 90%."""
+    on_cpu, executable = lines(cpu)
+    on_cuda, _ = lines(cuda)
+    found = {file: sorted(on_cuda[file] - on_cpu[file]) for file in on_cuda if on_cuda[file] - on_cpu[file]}
+    n_executed, n_listed = sum(map(len, found.values())), 0
+    for file, numbers in found.items():
+        print(f"{file}: {_ranges(numbers)}")
+    print("\nexecuted nowhere, CUDA's alone:")
+    listed = []
+    for file, parts in NOT_EXECUTED.items():
+        for first, last, reason in parts:
+            nowhere = [n for n in range(first, last + 1) if n in executable[file] - on_cpu[file] - on_cuda[file]]
+            n_listed += len(nowhere)
+            listed.append({"file": file, "lines": _ranges(nowhere), "reason": reason})
+            print(f"{file}: {_ranges(nowhere)}: {reason}")
+    print("\nexecuted nowhere:")
+    for file, numbers_of_file in executable.items():
+        if rest := sorted(numbers_of_file - on_cpu[file] - on_cuda[file]):
+            print(f"{file}: {_ranges(rest)}")
+    share = n_executed / max(1, n_executed + n_listed)
+    print(f"\n{n_executed} of {n_executed + n_listed} lines of CUDA alone were executed: {share:.1%}")
+    if to is not None:
+        result = {
+            "executed": {file: _ranges(numbers) for file, numbers in found.items()},
+            "not_executed": listed,
+            "n_executed": n_executed,
+            "n_not_executed": n_listed,
+            "share": round(share, 3),
+        }
+        to.write_text(json.dumps(result, indent=1) + "\n")
+    return int(share < 0.9)
+
+
+def _ranges(numbers: Sequence[int]) -> str:
+    """Write ascending line numbers as 3-5, 9."""
+    parts: list[list[int]] = []
+    for number in numbers:
+        if parts and number == parts[-1][1] + 1:
+            parts[-1][1] = number
+        else:
+            parts.append([number, number])
+    return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in parts)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.gpu.cuda_lines", description=(__doc__ or "").splitlines()[0])
+    forms = parser.add_subparsers(dest="form", required=True)
+    one = forms.add_parser("record", help="run a command and record its lines")
+    one.add_argument("folder", type=Path)
+    one.add_argument("command", nargs=argparse.REMAINDER, help="-- and the command")
+    two = forms.add_parser("compare", help="compare two folders")
+    two.add_argument("cpu", type=Path)
+    two.add_argument("cuda", type=Path)
+    two.add_argument("--json", type=Path, metavar="FILE")
+    args = parser.parse_args(argv)
+    if args.form == "compare":
+        return compare(args.cpu, args.cuda, args.json)
+    return record(args.folder, args.command[args.command[0] == "--" :])
+
+
+if __name__ == "__main__":
+    sys.exit(main())
