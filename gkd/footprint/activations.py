@@ -1,7 +1,8 @@
 """Compute the largest micro-batch, and the bytes that a decoder layer saves per token for its backward pass.
 
 The tensors that autograd saves are counted one by one. Tests compare them with autograd's on the CPU. CUDA's norms and
-attention save less; that is derived from torch's backward formulas and not measured.
+attention save less; that is compared with torch's CUDA allocator on stand-in cards (`tests.bench.footprint_allocator`),
+and not with a GPU.
 
 Letters: H hidden size, Q and KV columns of queries and of keys, F columns of an MLP, b bytes per number.
 """
@@ -107,12 +108,15 @@ class Kernels:
         b, q, kv = self.itemsize, dims.q_columns / self.tp, dims.kv_columns / self.tp
         hidden = dims.hidden_size * self._share
         kept = (self._norm() + b) * hidden
-        if self._repeats(dims) and self.recompute != "selective":
-            kept += b * 4 * q  # queries, keys, values and context, but not the projection
+        copies_values = (self._repeats(dims) or self._in_one_call(dims)) and self.recompute != "selective"
+        if self._repeats(dims) and copies_values:
+            kept += b * 4 * q  # queries, keys, values and context
         else:
-            kept += b * (2 * q + kv)  # rotated queries and keys, and the context
-            # The values are a view of the projection, which keeps all of it, or are copied for the kernel.
-            kept += b * (kv if self._in_one_call(dims) else q + 2 * kv)
+            # Rotated queries and keys, the context, and values that are copied for the kernel.
+            kept += b * (2 * q + kv + (kv if copies_values else 0))
+        if dims.qk_norm or not copies_values:
+            # The input of the keys' norm and values that are not copied are views of the projection, which keep it.
+            kept += b * (q + 2 * kv)
         if not self.fused:  # sines and cosines, twice
             kept += 4 * b * dims.head_dim / (1 if self.packed else self.n_sequences)
         if self.recompute != "selective":

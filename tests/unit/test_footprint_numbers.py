@@ -29,8 +29,8 @@ BOUNDARY = 2 * 1536 * 16384  # bytes of the hidden states of a micro-batch
         ({}, {}, (6144 + 6656 + 512 + 1024 + 48) + (6144 + 89600)),
         # A padded micro-batch has its values in the projection, 2 (q + 2 kv); angles once for 2 sequences.
         ({"packed": False, "n_sequences": 2}, {}, (6144 + 6656 + 4096 + 512 + 48) + 95744),
-        # The sums, which are there, are not kept.
-        ({"recompute": "selective"}, {}, (6144 + 6656 + 512 + 1024) + 95744),
+        # Neither sums nor copied values are kept, but the projection, of which the values are a view, 2 (q + 2 kv).
+        ({"recompute": "selective"}, {}, (6144 + 6656 + 4096 + 1024) + 95744),
         ({"tp": 2}, {}, (6144 + 3328 + 256 + 1024 + 24) + (6144 + 44800)),
         # Fused: no angles, 6 F.
         ({"fused": True}, {}, (6144 + 6656 + 512 + 48) + (6144 + 53760)),
@@ -55,8 +55,9 @@ def test_experts_on_cuda() -> None:
     """Fails if a mixture's tokens are not counted once for each expert that they go through."""
     shape = read_dims({"model_type": "qwen3_moe", **SIZES, **EXPERTS, "head_dim": 8})
     kernels = Kernels("megatron", False, 2, True, "none")
-    # H 48, q 48, kv 16, 6 heads, E 4, 2 of them active, F 24. Norms on q and k: the copied queries, 2 q.
-    attention = 4 * 48 + 2 * (96 + 16) + 2 * 16 + 8 * 8 + 4 * 6 + 2 * 48
+    # H 48, q 48, kv 16, 6 heads, E 4, 2 of them active, F 24. Norms on q and k: the copied queries, 2 q, and the
+    # projection, of which the keys are a view, 2 (q + 2 kv).
+    attention = 4 * 48 + 2 * (96 + 16) + 2 * 16 + 8 * 8 + 4 * 6 + 2 * 48 + 2 * (48 + 32)
     experts = 4 * 48 + 2 * 2 * (48 + 6 * 24) + 3 * 4 * 4
     assert kernels.layer(shape, 0) == attention + experts
     fused = Kernels("megatron", False, 2, True, "none", fused=True)
