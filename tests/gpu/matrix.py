@@ -195,10 +195,8 @@ class _Run:
             self.left += [f"process {p.pid} {p.name()}" for p in self._processes()]
         for process in self._processes():
             process.kill()
-        for path in temporary.iterdir():
-            if path.name != "ray":
-                within = [str(file.relative_to(temporary)) for file in path.rglob("*") if not file.is_dir()]
-                self.left.append(f"{path.name} ({len(within)} files: {' '.join(within[:2])})")
+        files = [path.relative_to(temporary) for path in temporary.rglob("*") if not path.is_dir()]
+        self.left += [f"file {path}" for path in files if path.parts[0] != "ray"]
         self.left += [f"segment {name}" for name in set(os.listdir("/dev/shm")) - segments if "dry-card" not in name]
 
     @contextmanager
