@@ -131,7 +131,7 @@ def _sequence_parallel(rank: int, world_size: int) -> dict[str, float]:
     )
     spec = LossSpec((LossTerm("forward_kl"), LossTerm("sft")))
     targets.on_policy = torch.arange(len(targets)) % 2 == 0
-    targets = targets.to(rank_device())
+    targets = targets.on(rank_device())
     loss = DistillLoss(spec, ("topk",), VocabShard(rank * rows, VOCAB, dist.group.WORLD), TorchRows(), 2 * rows * 8)
 
     dense, dense_head = hidden.clone().requires_grad_(), head[:VOCAB].clone().requires_grad_()
