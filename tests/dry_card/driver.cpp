@@ -17,6 +17,9 @@ API R cuDriverGetVersion(int* version) { *version = CUDA_VERSION; return OK; }
 ALSO(cudaDriverGetVersion, cuDriverGetVersion) ALSO(cudaRuntimeGetVersion, cuDriverGetVersion)
 API R cuDeviceGetCount(int* n) { *n = (int)visible().size(); return OK; }
 API R cuDeviceGet(CUdevice* out, int device) { *out = device; return OK; }
+API R cuDeviceGetName(char* text, int n, CUdevice) { return snprintf(text, n, CARD_NAME), OK; }
+API R cuDeviceGetUuid(CUuuid* out, CUdevice device) { *out = uuid(visible()[device]); return OK; }
+API R cuDeviceTotalMem(size_t* n, CUdevice) { *n = card_bytes(); return OK; }
 API R cuDevicePrimaryCtxRetain(CUcontext* out, CUdevice device) { *out = context(device); return (R)ready(); }
 API R cuDevicePrimaryCtxGetState(CUdevice device, unsigned* flags, int* active) {
   return *flags = 0, *active = has_context[visible()[device]], OK;

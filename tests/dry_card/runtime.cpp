@@ -227,3 +227,11 @@ API E cudaOccupancyMaxActiveBlocksPerMultiprocessor(int* n, const void*, int blo
   return *n = std::clamp(2048 / std::max(block, 1), 1, 32), OK;
 }
 ALSO(cudaOccupancyMaxActiveBlocksPerMultiprocessorWithFlags, cudaOccupancyMaxActiveBlocksPerMultiprocessor)
+
+// ---- The driver's calls with the same parameters and error codes
+ALSO(cuDeviceGetAttribute, cudaDeviceGetAttribute) ALSO(cuDeviceGetPCIBusId, cudaDeviceGetPCIBusId)
+ALSO(cuMemAlloc_v2, cudaMalloc) ALSO(cuMemFree_v2, cudaFree) ALSO(cuMemGetInfo_v2, cudaMemGetInfo)
+ALSO(cuStreamCreate, cudaStreamCreate) ALSO(cuStreamSynchronize, cudaStreamSynchronize)
+ALSO(cuEventCreate, cudaEventCreate) ALSO(cuEventRecord, cudaEventRecord)
+ALSO(cuEventSynchronize, cudaEventSynchronize) ALSO(cuCtxSynchronize, cudaDeviceSynchronize)
+ALSO(cuOccupancyMaxActiveBlocksPerMultiprocessor, cudaOccupancyMaxActiveBlocksPerMultiprocessor)

@@ -119,7 +119,12 @@ static Tensor& copy_(Tensor& to, const Tensor& from, bool non_blocking) {
 }
 
 // ---- Installation, when the library is loaded
+struct Quiet : c10::WarningHandler {
+  void process(const c10::Warning&) override {}  // torch warns of an operation that is registered twice
+};
 static int installed = [] {
+  Quiet quiet;
+  c10::WarningUtils::WarningHandlerGuard guard(&quiet);
   auto* library = new torch::Library(torch::Library::IMPL, "aten", c10::DispatchKey::CUDA, __FILE__, __LINE__);
   for (const auto& name : c10::Dispatcher::singleton().getAllOpNames()) {
     auto op = c10::Dispatcher::singleton().findSchema(name);

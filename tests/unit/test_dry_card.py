@@ -149,6 +149,12 @@ print(cuda.cudaGetDeviceCount(byref(n)), n.value, cuda.cudaDeviceGetPCIBusId(bus
     assert output(start(program, CUDA_VISIBLE_DEVICES="0,7,1")).startswith("0 1 0 0000:10")
 
 
+def test_the_driver_describes_a_card(start: Start) -> None:
+    """Fails if Triton, which asks the driver and not the runtime, finds no shared memory and refuses each kernel."""
+    program = "n = c_int(); print(cuda.cuDeviceGetAttribute(byref(n), 97, 0), n.value)"
+    assert output(start(program)) == "0 232448"
+
+
 def test_a_fork_after_the_first_call_cannot_use_cuda(start: Start) -> None:
     """Fails if a process that forks after its first CUDA call passes, which stops with an error on a card."""
     program = """

@@ -164,8 +164,8 @@ def paged_attention(q, k, v, out, cu_q, used_k, scale, blocks):  # type: ignore
     return out
 
 
-def unified_attention(q, k, v, out, cu_q, max_q, used_k, max_k, scale, causal, window, blocks, *_, **__):  # type: ignore
-    paged_attention(q, k, v, out, cu_q, used_k, scale, blocks)
+def unified_attention(*, q, k, v, out, cu_seqlens_q, seqused_k, softmax_scale, block_table, **_):  # type: ignore
+    paged_attention(q, k, v, out, cu_seqlens_q, seqused_k, softmax_scale, block_table)
 
 
 def varlen_attention(q, k, v, max_q, cu_seqlens_q, max_k, *, seqused_k, softmax_scale, block_table, out=None, **_):  # type: ignore
