@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import re
+import sys
 from collections.abc import Iterator
 from itertools import pairwise
 from typing import Any
@@ -164,11 +165,12 @@ def paged_attention(q, k, v, out, cu_q, used_k, scale, blocks):  # type: ignore
     return out
 
 
-def unified_attention(*, q, k, v, out, cu_seqlens_q, seqused_k, softmax_scale, block_table, **_):  # type: ignore
+# vLLM passes the arguments of these two by name.
+def unified_attention(q, k, v, out, *, cu_seqlens_q, seqused_k, softmax_scale, block_table, **_):  # type: ignore
     paged_attention(q, k, v, out, cu_seqlens_q, seqused_k, softmax_scale, block_table)
 
 
-def varlen_attention(q, k, v, max_q, cu_seqlens_q, max_k, *, seqused_k, softmax_scale, block_table, out=None, **_):  # type: ignore
+def varlen_attention(q, k, v, *, cu_seqlens_q, seqused_k, softmax_scale, block_table, out=None, **_):  # type: ignore
     result = torch.empty_like(q) if out is None else out
     return paged_attention(q, k, v, result, cu_seqlens_q, seqused_k, softmax_scale, block_table)
 
@@ -195,7 +197,12 @@ def after_vllm() -> None:
 
     register("_C", rms_norm, fused_add_rms_norm, silu_and_mul, rotary_embedding)
     register("_C_cache_ops", reshape_and_cache_flash)
-    triton_unified_attention.unified_attention = unified_attention
-    triton_reshape_and_cache_flash.triton_reshape_and_cache_flash = reshape_and_cache_flash
-    flash_attn_interface.flash_attn_varlen_func = varlen_attention
+    for old, new in (
+        (triton_unified_attention.unified_attention, unified_attention),
+        (triton_reshape_and_cache_flash.triton_reshape_and_cache_flash, reshape_and_cache_flash),
+        (flash_attn_interface.flash_attn_varlen_func, varlen_attention),
+    ):
+        for module in [m for name, m in sys.modules.items() if name.startswith("vllm")]:
+            for name in [name for name, value in vars(module).items() if value is old]:
+                setattr(module, name, new)  # Modules that were imported before have the function, too.
     punica_gpu.PunicaWrapperGPU.add_lora_linear = add_lora_linear
