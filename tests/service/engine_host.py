@@ -59,7 +59,7 @@ def save_engine_model(folder: Path, *, kind: str = "Qwen3", **changes: Any) -> P
 def engine_settings(model: Path, engine: str, **changes: Any) -> EngineSettings:
     # 128 tokens per forward pass, so that vLLM splits longer sequences.
     settings: dict[str, Any] = {"device": kind(), "dtype": "float32", "max_tokens": MAX_TOKENS, "max_batch_tokens": 128}
-    if on_cuda() and engine == "vllm":  # beside other engines on the card
+    if on_cuda() and engine == "vllm":  # other engines share the card
         settings |= {"gpu_memory_utilization": 0.3, "kv_cache_mib": 64}
     return EngineSettings(model=str(model), engine=engine, **(settings | changes))
 
