@@ -178,7 +178,7 @@ class _Run:
         """Run the case to its end."""
         temporary = self.folder / "tmp"
         temporary.mkdir()
-        segments = set(os.listdir("/dev/shm"))
+        segments = _unused_segments()
         with self._environment("a") as env:
             env |= {**self._case.variables, "TMPDIR": str(temporary), _MARK: self._mark, "PYTHONUNBUFFERED": "1"}
             if self._case.how == "resumed":
@@ -197,7 +197,7 @@ class _Run:
             process.kill()
         files = [path.relative_to(temporary) for path in temporary.rglob("*") if not path.is_dir()]
         self.left += [f"file {path}" for path in files if path.parts[0] != "ray"]
-        self.left += [f"segment {name}" for name in set(os.listdir("/dev/shm")) - segments if "dry-card" not in name]
+        self.left += [f"segment {name}" for name in _unused_segments() - segments]
 
     @contextmanager
     def _environment(self, name: str) -> Iterator[dict[str, str]]:
@@ -267,6 +267,20 @@ class _Run:
         lines = read_metrics(metrics) if metrics.exists() else []
         fresh = [float(line["loss/engine_kl"]) for line in lines if line.get("staleness/max") == 0]
         return max(fresh, default=9e9)
+
+
+def _unused_segments() -> set[str]:
+    """Return the names of shared memory that no living process has mapped."""
+    mapped = set[str]()
+    for maps in Path("/proc").glob("[0-9]*/maps"):
+        with suppress(OSError):
+            mapped |= {line.split()[4] for line in maps.read_text().splitlines() if " /dev/shm/" in line}
+    found = set[str]()
+    for path in Path("/dev/shm").iterdir():
+        with suppress(OSError):
+            if "dry-card" not in path.name and str(path.stat().st_ino) not in mapped:
+                found.add(path.name)
+    return found
 
 
 def _pids_on_cards(env: Mapping[str, str]) -> list[int]:
