@@ -50,6 +50,6 @@ def remove_files(pattern: Path) -> None:
     """Remove these folders, and what they link to in /dev/shm. The engines have ended, or are about to be killed."""
     for folder in pattern.parent.glob(pattern.name):
         for path in folder.glob("*"):
-            with suppress(OSError):  # it is no link, or another process removes it, too
+            with suppress(OSError):  # not a link, or another process removes it, too
                 path.readlink().unlink()
         shutil.rmtree(folder, ignore_errors=True)

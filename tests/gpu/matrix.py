@@ -44,7 +44,7 @@ ROOT = Path(__file__).resolve().parents[2]
 MODELS = ROOT / "models" / "quickstart"
 RUN_S, REPLAY_S, RTOL = 900, 400, 1e-3
 _MARK = "GKD_MATRIX_RUN"  # variable of all processes of a run
-# Return when a cluster has so many nodes.
+# A program that ends when a cluster has this number of nodes.
 _JOINED = """
 import ray, sys, time
 for _ in range(170):
