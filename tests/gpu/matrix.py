@@ -171,8 +171,9 @@ class _Run:
         self._case, self._dry, self._mark = case, dry, secrets.token_hex(6)
         config = ROOT / "tests" / "gpu" / "matrix.yaml"
         self._command = [str(gpu_python()) if dry else sys.executable, "-m", "gkd.main_gkd", "--config", str(config)]
-        settings = ("trainer.device=cuda", f"trainer.run_dir={folder / 'run'}", f"teacher.server_port={teacher_port}")
-        self._command += [*settings, *case.settings]
+        self._command += ["trainer.device=cuda", f"trainer.run_dir={folder / 'run'}", *case.settings]
+        if LOCAL[0] not in case.settings:
+            self._command.append(f"teacher.server_port={teacher_port}")
 
     def train(self) -> None:
         """Run the case to its end."""

@@ -174,11 +174,11 @@ STAGES = (
     ),
     Stage(
         "offload",
-        "offload and reload of states, 200 cycles, nothing changed; students train the same",
+        "offload and reload of states, 200 cycles, nothing changed",
         _tests("tests/gpu/test_states_cuda.py"),
         _tests("tests/unit/test_states.py", "tests/unit/test_moved_states.py"),
         240,
-        60,
+        40,
         "all pass: copies round nothing; 200 x 2 x 1.07 GB in 8 s",
         min_gib=8,
         shares_gib=6,
