@@ -6,11 +6,12 @@
 use the CPU environment. Without it: on the cards of this machine. A case that needs more cards than there are is
 skipped.
 
-Of each run of three float32 steps, with models of the quickstart and a teacher server on the CPU, this is checked:
+A run makes three steps with the quickstart's models and a teacher server on the CPU, in float32 where the feature allows
+it. This is checked:
 
     exit code 0, and what the feature must show in the log
     the engine's logprobs are those of the student that trains, where no step has passed in between
-    loss and gradient norm of each step within 1e-3 (relative) of the CPU's with the same batches and layout
+    loss and gradient norm of each step within 1e-3 (relative; bfloat16: 2e-2) of the CPU's with the same batches
     no process, no file in the temporary folder but Ray's, and no shared memory is left
     the driver has no CUDA context: nvidia-smi does not list it
 """
@@ -42,7 +43,7 @@ from tests.service.harness import ServerProcess
 
 ROOT = Path(__file__).resolve().parents[2]
 MODELS = ROOT / "models" / "quickstart"
-RUN_S, REPLAY_S, RTOL = 900, 400, 1e-3
+RUN_S, REPLAY_S = 900, 400
 _MARK = "GKD_MATRIX_RUN"  # variable of all processes of a run
 # A program that ends when a cluster has this number of nodes.
 _JOINED = """
@@ -69,6 +70,7 @@ class Case:
         variables: of the environment, such as a mode of the stand-in.
         shows: pattern that the output must contain.
         never: pattern that the output must not contain.
+        rtol: largest relative difference from the CPU.
         how: "once"; "resumed": ends after two steps and is resumed; "killed": its engine gets SIGKILL after the first
             step; "nodes": actor and engine are on two Ray nodes, each with a machine of the stand-in.
     """
@@ -78,12 +80,14 @@ class Case:
     variables: Mapping[str, str] = field(default_factory=dict)
     shows: str = ""
     never: str = "unbatched P2P op"
+    rtol: float = 1e-3
     how: str = "once"
 
 
 FSDP2, COLOCATE = "actor.strategy=fsdp2", "trainer.colocate=true"
 TWO_RANKS = "trainer.n_gpus_per_node=2"
 SHARED = (COLOCATE, TWO_RANKS, "rollout.n_gpus_per_node=2")
+ADAPTERS = ("weight_sync.lora=adapters", "model.dtype=bfloat16")  # vLLM's kernels compute in 16 bits
 LORA = ("actor.lora.rank=4", "actor.lora.alpha=8")
 LOCAL = ("teacher.backend=local", f"teacher.path={MODELS / 'teacher'}")
 CASES = {
@@ -104,8 +108,8 @@ CASES = {
     "offload_train": Case(2, ("actor.offload_train=true",)),
     "reference": Case(2, ("distill.reference_kl_weight=0.1", "actor.offload_train=true")),
     "lora_merged": Case(2, LORA),
-    "lora_adapters": Case(2, (*LORA, "weight_sync.lora=adapters")),
-    "lora_adapters_fsdp2": Case(3, (*LORA, "weight_sync.lora=adapters", FSDP2, TWO_RANKS)),
+    "lora_adapters": Case(2, (*LORA, *ADAPTERS), rtol=0.02),
+    "lora_adapters_fsdp2": Case(3, (*LORA, *ADAPTERS, FSDP2, TWO_RANKS), rtol=0.02),
     "tp2": Case(3, (TWO_RANKS, "actor.tp=2")),
     "pp2": Case(3, (TWO_RANKS, "actor.pp=2")),
     "dp2": Case(3, (TWO_RANKS,)),
@@ -143,8 +147,8 @@ def measure(name: str, *, dry: bool, teacher_port: int) -> Part:
         figures = [
             Figure("exit code", run.code, at_most=0),
             Figure("steps compared with the CPU", len(rows) / 2, at_least=1 if case.how == "resumed" else 3),
-            Figure("largest relative difference of loss and gradient norm", off, at_most=RTOL),
-            Figure("largest loss/engine_kl of steps without staleness", run.engine_kl(), at_most=1e-4),
+            Figure("largest relative difference of loss and gradient norm", off, at_most=case.rtol),
+            Figure("largest loss/engine_kl of steps without staleness", run.engine_kl(), at_most=case.rtol / 10),
             Figure("missing or unwanted in the log", _judged(case, text), at_most=0),
             Figure("processes, files and segments left", len(run.left), at_most=0, note=", ".join(run.left)),
             Figure("looks that found a CUDA context of the driver", run.contexts, at_most=0, note=f"{run.looks} looks"),
@@ -255,7 +259,7 @@ class _Run:
     def replay(self) -> str:
         """Train the recorded batches on the CPU and return the output of gkd.tools.replay."""
         command = [sys.executable, "-m", "gkd.tools.replay", str(self.folder / "run"), "--step", "3"]
-        command += ["--rtol", str(RTOL), "trainer.device=cpu", "cluster.ray_address=''"]
+        command += ["--rtol", str(self._case.rtol), "trainer.device=cpu", "cluster.ray_address=''"]
         env = os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
         done = subprocess.run(
             command, cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=REPLAY_S
