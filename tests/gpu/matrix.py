@@ -6,8 +6,8 @@
 use the CPU environment. Without it: on the cards of this machine. A case that needs more cards than there are is
 skipped.
 
-A run makes three steps with the quickstart's models and a teacher server on the CPU, in float32 where the feature allows
-it. This is checked:
+A run makes three steps with the quickstart's models and a teacher server on the CPU, in float32 where the feature
+allows it. This is checked:
 
     exit code 0, and what the feature must show in the log
     the engine's logprobs are those of the student that trains, where no step has passed in between
