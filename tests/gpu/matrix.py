@@ -18,6 +18,7 @@ allows it. This is checked:
 
 from __future__ import annotations
 
+import importlib.metadata
 import os
 import re
 import secrets
@@ -89,7 +90,7 @@ TWO_RANKS = "trainer.n_gpus_per_node=2"
 SHARED = (COLOCATE, TWO_RANKS, "rollout.n_gpus_per_node=2")
 ADAPTERS = ("weight_sync.lora=adapters", "model.dtype=bfloat16")  # vLLM's kernels compute in 16 bits
 LORA = ("actor.lora.rank=4", "actor.lora.alpha=8")
-LOCAL = ("teacher.backend=local", f"teacher.path={MODELS / 'teacher'}")
+LOCAL = ("teacher.backend=local", "teacher.path=models/quickstart/teacher")
 CASES = {
     "sync": Case(2),
     "one_step_off": Case(2, ("trainer.scheduler=one_step_off",)),
@@ -159,7 +160,15 @@ def measure(name: str, *, dry: bool, teacher_port: int) -> Part:
     table = Table("step by step", ("number", "cards", "CPU"), rows)
     where = "stand-in cards: kernels computed on the CPU" if dry else "cards"
     what = f"{' '.join(case.settings) or 'default settings'}; {case.how}, {case.cards} {where}."
-    return Part(name, what, figures, (table,), {**case.variables, "seconds": round(seconds)})
+    return Part(name, what, figures, (table,), {**case.variables, **_versions(dry), "seconds": round(seconds)})
+
+
+def _versions(dry: bool) -> dict[str, str]:
+    """Return the versions of what runs on the cards."""
+    prefix = gpu_python().parents[1] if dry else Path(sys.prefix)
+    sites = [str(path) for path in prefix.glob("lib/python3.*/site-packages")]
+    found = {one.name: one.version for one in importlib.metadata.distributions(path=sites)}
+    return {name: found[name] for name in ("torch", "vllm", "megatron-core", "ray", "nvidia-cuda-runtime")}
 
 
 def _judged(case: Case, text: str) -> int:
