@@ -22,6 +22,7 @@ import os
 import subprocess
 import sys
 import tempfile
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -86,28 +87,34 @@ def record(folder: Path, command: Sequence[str]) -> int:
         return subprocess.run(command, env=os.environ | variables, check=False).returncode
 
 
-def lines(folder: Path) -> tuple[dict[str, set[int]], dict[str, set[int]]]:
-    """Return (executed, executable) line numbers by file, of all processes that have written into `folder`."""
+def lines(folder: Path) -> dict[str, set[int]]:
+    """Return the executed lines by file, of all processes that have written into `folder`, in any checkout."""
+    from coverage import CoverageData
+
+    executed: dict[str, set[int]] = defaultdict(set)
+    for written in folder.glob("lines.*"):
+        data = CoverageData(str(written))
+        data.read()
+        for path in data.measured_files():
+            name = next(name for name in PACKAGES if f"/{name}/" in path)
+            executed[f"{name}/{path.rpartition(f'/{name}/')[2]}"] |= set(data.lines(path) or ())
+    return executed
+
+
+def statements() -> dict[str, set[int]]:
+    """Return the executable lines of each file of the product."""
     from coverage import Coverage
 
-    with tempfile.TemporaryDirectory() as combined:
-        only = [str(ROOT / name / "*") for name in PACKAGES]
-        cover = Coverage(str(Path(combined) / "lines"), config_file=False, include=only)
-        cover.combine([str(file) for file in folder.glob("lines.*")], keep=True)
-        executed, executable = {}, {}
-        for name in PACKAGES:
-            for file in sorted((ROOT / name).rglob("*.py")):
-                _, statements, _, missing, _ = cover.analysis2(str(file))
-                key = str(file.relative_to(ROOT))
-                executed[key], executable[key] = set(statements) - set(missing), set(statements)
-    return executed, executable
+    files = [file for name in PACKAGES for file in sorted((ROOT / name).rglob("*.py"))]
+    cover = Coverage(data_file=None, config_file=False)
+    return {str(file.relative_to(ROOT)): set(cover.analysis2(str(file))[1]) for file in files}
 
 
 def compare(cpu: Path, cuda: Path, to: Path | None) -> int:
     """Print the lines of CUDA alone by file, and those that nothing executed. Exit code: 1 below 90%."""
-    on_cpu, executable = lines(cpu)
-    on_cuda, _ = lines(cuda)
-    found = {file: sorted(on_cuda[file] - on_cpu[file]) for file in on_cuda if on_cuda[file] - on_cpu[file]}
+    on_cpu, on_cuda, executable = lines(cpu), lines(cuda), statements()
+    found = {file: sorted(on_cuda[file] & own - on_cpu[file]) for file, own in executable.items()}
+    found = {file: numbers for file, numbers in found.items() if numbers}
     n_executed, n_listed = sum(map(len, found.values())), 0
     for file, numbers in found.items():
         print(f"{file}: {_ranges(numbers)}")
