@@ -191,6 +191,7 @@ def after_vllm() -> None:
     if not VALUES:
         return
     from vllm import _custom_ops  # noqa: F401  It defines the operations.
+    from vllm.distributed.device_communicators.custom_all_reduce import CustomAllreduce
     from vllm.lora.punica_wrapper import punica_gpu
     from vllm.v1.attention.ops import triton_reshape_and_cache_flash, triton_unified_attention
     from vllm.vllm_flash_attn import flash_attn_interface
@@ -206,3 +207,5 @@ def after_vllm() -> None:
             for name in [name for name, value in vars(module).items() if value is old]:
                 setattr(module, name, new)  # Modules that were imported before have the function, too.
     punica_gpu.PunicaWrapperGPU.add_lora_linear = add_lora_linear
+    # Its kernels have no values: NCCL is used instead.
+    CustomAllreduce.__init__ = lambda self, *_, **__: setattr(self, "disabled", True)
