@@ -101,7 +101,7 @@ def record(folder: Path, command: Sequence[str]) -> int:
 
 def lines(folder: Path) -> dict[str, set[int]]:
     """Return the executed lines by file, of all processes that have written into `folder`, in any checkout."""
-    from coverage import CoverageData
+    from coverage import CoverageData  # type: ignore[import-not-found]
 
     executed: dict[str, set[int]] = defaultdict(set)
     for written in folder.glob("lines.*"):
@@ -115,7 +115,7 @@ def lines(folder: Path) -> dict[str, set[int]]:
 
 def statements() -> dict[str, set[int]]:
     """Return the executable lines of each file of the product."""
-    from coverage import Coverage
+    from coverage import Coverage  # type: ignore[import-not-found]
 
     files = [file for name in PACKAGES for file in sorted((ROOT / name).rglob("*.py"))]
     cover = Coverage(data_file=None, config_file=False)

@@ -30,8 +30,10 @@ def stop(**arguments: Any) -> None:
 
 
 @pytest.fixture(autouse=True)
-def _restored_environment() -> Iterator[None]:
-    """The engines set variables for their process, of which one disables torch.compile."""
+def _restored_environment(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The engines set variables for their process, of which one disables torch.compile, and change vLLM's executors."""
+    executors = SimpleNamespace(multiproc_executor=SimpleNamespace(), uniproc_executor=SimpleNamespace())
+    monkeypatch.setitem(sys.modules, "vllm.v1.executor", executors)
     before = dict(os.environ)
     yield
     os.environ.clear()

@@ -29,6 +29,8 @@ def test_vllm_sends_no_usage_statistics(monkeypatch: pytest.MonkeyPatch) -> None
         seen.append(os.environ["VLLM_NO_USAGE_STATS"])
 
     monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(LLM=llm))
+    executors = SimpleNamespace(multiproc_executor=SimpleNamespace(), uniproc_executor=SimpleNamespace())
+    monkeypatch.setitem(sys.modules, "vllm.v1.executor", executors)
     model: dict[str, Any] = {"dtype": "bfloat16", "max_model_len": 8, "device": "cuda", "trust_remote_code": False}
     start_vllm("x", RolloutConfig(), **model, enable_sleep_mode=False, lora=None)
     monkeypatch.setenv("VLLM_NO_USAGE_STATS", "0")
