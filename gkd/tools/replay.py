@@ -35,7 +35,7 @@ The run needs trainer.record_batches=true. A checkpoint of step N - 1 is best; f
 the steps in between are trained again and compared, too. trainer.device can be given, and settings that a resumed run
 may change. With the same settings, versions and devices the numbers are equal bit by bit; else rounding differs.
 
-exit code: 0 equal (bit by bit, or within --rtol; the last line names which), 1 different, 2 cannot be replayed
+exit code: 0 all equal (bit by bit, or within --rtol; a line for each step names which), 1 different, 2 not replayable
 """
 # Key in metrics.jsonl -> attribute of TrainStats.
 _COMPARED = {"loss/total": "loss", "optim/grad_norm": "grad_norm", "loss/tokens": "n_loss_tokens"}

@@ -228,12 +228,12 @@ def no_rows(rank: int, world_size: int) -> float:
     largest = 0.0
     case = make_case(5, world_size, torch.float32)
     with rank_device():
-        no_ids, no_numbers, nobody = (torch.zeros(0, dtype=dtype) for dtype in (torch.int64, torch.float32, torch.bool))
+        ids, logprobs, flags = (torch.zeros(0, dtype=dtype) for dtype in (torch.int64, torch.float32, torch.bool))
     for label, spec, signal in _specs(1.0):
         if not label.startswith(("mixture", "entropy", "rewards")):
             continue
         loss = _distill_loss(case, spec, signal, rank, world_size)
-        targets = TokenTargets(no_ids, no_numbers, nobody)
+        targets = TokenTargets(ids, logprobs, flags)
         for fused in (True, False):
             hidden = torch.zeros((0, H), device=rank_device(), requires_grad=True)
             head = case.head.chunk(world_size)[rank].clone().requires_grad_()

@@ -146,12 +146,13 @@ def measure(name: str, *, dry: bool, teacher_port: int) -> Part:
         off = max((abs(now - before) / abs(before) for _, before, now in rows), default=9e9)
         text = (run.folder / "log").read_text(errors="replace")
         figures = [
-            Figure("exit code", run.code, at_most=0),
+            Figure("exit code", abs(run.code), at_most=0, note="of a signal: its number"),
             Figure("steps compared with the CPU", len(rows) / 2, at_least=1 if case.how == "resumed" else 3),
             Figure("largest relative difference of loss and gradient norm", off, at_most=case.rtol),
             Figure("largest loss/engine_kl of steps without staleness", run.engine_kl(), at_most=case.rtol / 10),
             Figure("missing or unwanted in the log", _judged(case, text), at_most=0),
             Figure("processes, files and segments left", len(run.left), at_most=0, note=", ".join(run.left)),
+            Figure("looks that found ranks on the cards", run.ranks, at_least=1),
             Figure("looks that found a CUDA context of the driver", run.contexts, at_most=0, note=f"{run.looks} looks"),
         ]
         if any(figure.met is False for figure in figures):
@@ -180,7 +181,7 @@ class _Run:
 
     def __init__(self, case: Case, folder: Path, dry: bool, teacher_port: int) -> None:
         self.folder, self.left = folder, list[str]()
-        self.code = self.contexts = self.looks = 0
+        self.code = self.contexts = self.ranks = self.looks = 0
         self._case, self._dry, self._mark = case, dry, secrets.token_hex(6)
         config = ROOT / "tests" / "gpu" / "matrix.yaml"
         self._command = [str(gpu_python()) if dry else sys.executable, "-m", "gkd.main_gkd", "--config", str(config)]
@@ -235,7 +236,8 @@ class _Run:
             try:
                 while process.poll() is None and time.monotonic() < deadline:
                     time.sleep(2)
-                    self.contexts += process.pid in _pids_on_cards(env)
+                    found = _pids_on_cards(env)
+                    self.ranks, self.contexts = self.ranks + bool(found), self.contexts + (process.pid in found)
                     self.looks += 1
                     if self._case.how == "killed" and not killed:
                         killed = self._kill_engine()

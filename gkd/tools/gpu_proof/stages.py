@@ -49,7 +49,7 @@ STAGES = (
     ),
     Stage(
         "dist",
-        "CI's tests of ranks with a card each: losses, gradients, resume, offload, weight sync over NCCL and CUDA IPC",
+        "CI's tests of ranks with a card each: losses, gradients, resume, offload, weight sync over NCCL",
         *_both(*_tests("tests/dist", "-n", "4", *_AS_IN_CI)),
         1800,
         420,
