@@ -7,14 +7,12 @@
 and tests and runs on CUDA, in two folders and at the same commit:
 
     record lines/cpu -- .venv/bin/python -m pytest -q -n 2 -m "not slow and not bench and not gpu"
-    record lines/cuda -- .venv/bin/python -m tests.gpu.matrix --dry
-    record lines/cuda -- bash tests/dry_card/run.sh --cards 2 tests/dist tests/service tests/gpu
+    record --cuda lines/cuda -- .venv/bin/python -m tests.gpu.matrix --dry
+    record --cuda lines/cuda -- bash tests/dry_card/run.sh --cards 2 tests/dist tests/service tests/gpu
 
-Both environments, .venv and .venv-gpu, need Python 3.12 and the package coverage (pip install coverage): Ray runs
-methods in threads that Python has not made, and before 3.12 no tracer sees their lines. A line counts as CUDA's alone
-if it was executed on CUDA and not on the CPU, or nowhere and `NOT_EXECUTED` names it.
-
-Not measured yet: the only recordings were made with Python 3.11, and lack the lines of Ray's threads.
+Both environments, .venv and .venv-gpu, need the package coverage (pip install coverage). `record --cuda` records the
+processes of .venv-gpu alone, so that the lines of a run's comparison on the CPU do not count. A line counts as CUDA's
+alone if it was executed on CUDA and not on the CPU, or nowhere and `NOT_EXECUTED` names it.
 """
 
 from __future__ import annotations
@@ -40,12 +38,15 @@ NOT_EXECUTED: dict[str, list[tuple[int, int, str]]] = {}
 # What each Python process runs at its start. Ranks and engines are killed at the end of a run, so a process also writes
 # its lines while it runs. A fork begins again, with a file of its own.
 _HOOK = """
-import atexit, os, sys, threading, time
+import atexit, functools, os, sys, threading, time
 from coverage import Coverage
 
 def record():
+    if sys.version_info >= (3, 12):
+        os.environ["COVERAGE_CORE"] = "sysmon"  # fast, and it sees the lines of all threads
     only = [os.path.join(os.environ["GKD_LINES_ROOT"], name, "*") for name in {packages!r}]
     cover = Coverage(os.path.join(os.environ["GKD_LINES"], "lines"), data_suffix=True, config_file=False, include=only)
+    cover.set_option("run:disable_warnings", ["no-data-collected"])  # Tests read what a process prints.
     cover.start()
     def keep():
         while True:
@@ -54,48 +55,51 @@ def record():
     threading.Thread(target=keep, name="lines", daemon=True).start()
     atexit.register(cover.save)
 
+def trace_actors():
+    # Ray runs methods in threads that Python has not made. Before Python 3.12 coverage does not see their lines.
+    from ray._private.function_manager import FunctionActorManager
+    make = FunctionActorManager._make_actor_method_executor
+    def make_traced(*args):
+        method = make(*args)
+        def traced(*args, **named):
+            if sys.gettrace() is None:
+                sys.settrace(threading.gettrace())
+            return method(*args, **named)
+        return functools.update_wrapper(traced, method)
+    FunctionActorManager._make_actor_method_executor = make_traced
+
 if not hasattr(sys, "records_lines"):  # Python reads the file that starts this from lib and from lib64
     sys.records_lines = True
     os.register_at_fork(after_in_child=record)
     record()
+    if any(part.endswith("default_worker.py") for part in sys.orig_argv):
+        trace_actors()
 """
 
 
-def _environments() -> set[Path]:
-    """Return the folders of the environments. Exits if one has another Python than 3.12."""
-    prefixes = {Path(sys.prefix), gpu_python().parents[1]}
-    for prefix in prefixes:
-        if not (prefix / "lib/python3.12/site-packages").is_dir():
-            problem = f"cuda_lines: {prefix} has no Python 3.12, whose sys.monitoring sees the lines of all threads"
-            raise SystemExit(f"{problem}. Fix: make it with python3.12, or name another one in GKD_GPU_VENV")
-    return prefixes
-
-
 @contextmanager
-def _hooked() -> Iterator[Path]:
-    """Install the hook in the environments of the CPU and of the GPU; yield its file. A process without the variables
-    of `record` does not read it.
-    """
+def _hooked(prefix: Path) -> Iterator[Path]:
+    """Install the hook in an environment; yield its file. A process without the variables of `record` ignores it."""
     with tempfile.TemporaryDirectory() as folder:
         hook = Path(folder) / "hook.py"
         hook.write_text(_HOOK.format(packages=PACKAGES))
         line = "import os; p = os.environ.get('GKD_LINES_HOOK'); p and os.path.exists(p) and exec(open(p).read(), {})\n"
-        starts = [prefix / "lib/python3.12/site-packages/gkd_lines.pth" for prefix in _environments()]
-        for start in starts:
-            start.write_text(line)
+        start = next(prefix.glob("lib/python3.*/site-packages")) / "gkd_lines.pth"
+        start.write_text(line)
         try:
             yield hook
         finally:
-            for start in starts:
-                start.unlink()
+            start.unlink()
 
 
-def record(folder: Path, command: Sequence[str]) -> int:
-    """Run a command; its processes write the executed lines into `folder`. Return its exit code."""
+def record(folder: Path, command: Sequence[str], cuda: bool) -> int:
+    """Run a command; processes of the environment of `cuda` or of this one write the executed lines into `folder`.
+
+    Returns: the exit code of the command.
+    """
     folder.mkdir(parents=True, exist_ok=True)
-    with _hooked() as hook:
+    with _hooked(gpu_python().parents[1] if cuda else Path(sys.prefix)) as hook:
         variables = {"GKD_LINES": str(folder.absolute()), "GKD_LINES_ROOT": str(ROOT), "GKD_LINES_HOOK": str(hook)}
-        variables["COVERAGE_CORE"] = "sysmon"
         return subprocess.run(command, env=os.environ | variables, check=False).returncode
 
 
@@ -171,6 +175,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.gpu.cuda_lines", description=(__doc__ or "").splitlines()[0])
     forms = parser.add_subparsers(dest="form", required=True)
     one = forms.add_parser("record", help="run a command and record its lines")
+    one.add_argument("--cuda", action="store_true", help="record the processes of the GPU environment")
     one.add_argument("folder", type=Path)
     one.add_argument("command", nargs=argparse.REMAINDER, help="-- and the command")
     two = forms.add_parser("compare", help="compare two folders")
@@ -180,7 +185,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     if args.form == "compare":
         return compare(args.cpu, args.cuda, args.json)
-    return record(args.folder, args.command[args.command[0] == "--" :])
+    return record(args.folder, args.command[args.command[0] == "--" :], args.cuda)
 
 
 if __name__ == "__main__":

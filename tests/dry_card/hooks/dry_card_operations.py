@@ -1,4 +1,4 @@
-"""Give values to torch, and to operations without a CPU form: some of torch's, and vLLM's for Llama and Qwen.
+"""Give values to torch, and to operations without a CPU form: some of torch's, and vLLM's attention.
 
 torch and vLLM call `after_torch` and `after_vllm` in each process, as the entry points in this folder name them.
 """
@@ -124,30 +124,6 @@ def after_torch() -> None:
 # ---- vLLM in eager mode
 
 
-def rms_norm(result: Tensor, x: Tensor, weight: Tensor, eps: float) -> None:
-    wide = x.float()
-    result.copy_(wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps) * weight.float())
-
-
-def fused_add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> None:
-    rms_norm(x, residual.add_(x), weight, eps)
-
-
-def silu_and_mul(result: Tensor, x: Tensor) -> None:
-    gate, up = x.chunk(2, -1)
-    result.copy_(torch.nn.functional.silu(gate) * up)
-
-
-def rotary_embedding(positions, query, key, head_size, table, is_neox, *rest):  # type: ignore
-    assert is_neox and not any(rest), "[dry_card] rotary_embedding of this kind has no values"
-    cos, sin = table[positions.flatten()].float()[:, None].chunk(2, -1)
-    for x in (query, key):
-        if x is not None:
-            part = x.view(len(cos), -1, head_size)[..., : 2 * cos.shape[-1]]
-            a, b = part.float().chunk(2, -1)
-            part.copy_(torch.cat((a * cos - b * sin, b * cos + a * sin), -1))
-
-
 def reshape_and_cache_flash(key, value, key_cache, value_cache, slots, *_):  # type: ignore
     rows = slots >= 0
     at = slots[rows] // key_cache.shape[1], slots[rows] % key_cache.shape[1]
@@ -186,17 +162,37 @@ def add_lora_linear(self, y, x, lora_a, lora_b, scale, widths, *_, **__):  # typ
         first += width
 
 
+def refuse(name: str) -> None:
+    """Make an operation on CUDA raise an error, because its kernel would leave the result as it is."""
+
+    def no_values(*_: Any, **__: Any) -> None:
+        raise NotImplementedError(f"[dry_card] {name} has no values. Fix: write it in {__file__}")
+
+    namespace, _, call = name.partition("::")
+    KEPT.append(library := torch.library.Library(namespace, "IMPL"))
+    library.impl(call, no_values, "CUDA", allow_override=True)
+
+
 def after_vllm() -> None:
     """Register vLLM's operations, and replace the kernels that it calls as functions."""
     if not VALUES:
         return
     from vllm import _custom_ops  # noqa: F401  It defines the operations.
     from vllm.distributed.device_communicators.custom_all_reduce import CustomAllreduce
+    from vllm.ir.op import IrOp
     from vllm.lora.punica_wrapper import punica_gpu
+    from vllm.model_executor.custom_op import CustomOp
+    from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
     from vllm.v1.attention.ops import triton_reshape_and_cache_flash, triton_unified_attention
     from vllm.vllm_flash_attn import flash_attn_interface
 
-    register("_C", rms_norm, fused_add_rms_norm, silu_and_mul, rotary_embedding)
+    # Layers compute with operations of torch. An operation of vLLM that is called nevertheless ends the run.
+    CustomOp.enabled = classmethod(lambda cls: False)
+    IrOp.dispatch = lambda self, *_, **__: self.impls["native"]
+    VocabParallelEmbedding.use_fused_embedding = property(lambda self: False, lambda self, value: None)
+    for name in torch._C._dispatch_get_all_op_names():
+        if name.startswith("_C") and torch._C._dispatch_has_kernel_for_dispatch_key(name, "CUDA"):
+            refuse(name)
     register("_C_cache_ops", reshape_and_cache_flash)
     for old, new in (
         (triton_unified_attention.unified_attention, unified_attention),
