@@ -17,6 +17,7 @@ from gkd.config.key_list import all_keys
 from gkd.config.load import load_config, parse_overrides
 from gkd.config.schema import Config
 from gkd.console.terminal import Terminal
+from gkd.data.preview import preview
 from gkd.errors import ConfigError, DataError, GkdError, ModelError
 from gkd.run import interrupts
 from gkd.run.again import may_start_again, start_again
@@ -36,6 +37,10 @@ def main(argv: list[str] | None = None) -> int:
     failure: GkdError | None = None
     try:
         config = load_config(args.config, args.overrides)
+        if args.show_prompts:
+            for text in preview(config, args.show_prompts):
+                print(text)
+            return 0
         closing = Closing(config, sys.argv[1:] if argv is None else argv)
         run(config, closing)
     except ConfigError as error:
@@ -83,6 +88,12 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--config", required=True, metavar="X.yaml", help="settings that differ from the defaults")
+    parser.add_argument(
+        "--show-prompts",
+        type=int,
+        metavar="N",
+        help="print the first N training prompts as the models read them, and end",
+    )
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings that differ from the file")
     return parse_overrides(parser, argv)
 

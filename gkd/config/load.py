@@ -36,6 +36,7 @@ _EXPECTED = {
     "list[int]": "a list of integers, e.g. [0, 1]",
     "list[float]": "a list of numbers, e.g. [0.9, 0.95]",
     "dict[str, float]": "names with numbers, e.g. {truncated: 0.9}",
+    "dict[str, Any]": "names with values, e.g. {enable_thinking: false}",
     "dict[str, RouteConfig]": "routes, e.g. {math: {server_port: 15555}, code: {server_port: 15556, weight: 2.0}}",
     "list[LossTermConfig]": "a list, e.g. [{name: jsd, weight: 0.5}, {name: k1}]",
     "list[RewardFunctionConfig]": "a list, e.g. [{path: exact_match}, {path: my.module:fn, weight: 0.5}]",

@@ -7,6 +7,7 @@ rule for a resumed run stand at each field; `python -m gkd.main_gkd --help` and 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 from gkd.config.declare import key
 from gkd.config.schema_actor import ActorConfig, LoraConfig, OptimConfig
@@ -50,10 +51,14 @@ class DataConfig:
     )
     val_files: list[str] = key([], "Held-out prompt files for evaluation; empty = no evaluation.")
     prompt_key: str = key(
-        "prompt", "Column of the prompt: a string, or a list of {role, content} messages for the chat template."
+        "prompt",
+        "Column of the prompt: text, or messages for the chat template: {role, content} or {from, value}, as a list or "
+        "as JSON text. Contents are text or lists of text parts.",
     )
     response_key: str = key(
-        "response", "Column of the dataset's response, a string; needed if distill.on_policy_share is below 1."
+        "response",
+        "Column of the dataset's response, text or one assistant message; needed if distill.on_policy_share is below "
+        "1. Empty = the last message of the prompt, which must then be the assistant's.",
     )
     answer_key: str = key(
         "answer", "Column of the reference answer, for exact_match and math_verify (eval.metric, reward.functions)."
@@ -81,8 +86,12 @@ class DataConfig:
     )
     chat_template: str = key(
         "auto",
-        "Whether to apply the tokenizer's chat template; auto = if it has one.",
+        "Whether to apply the tokenizer's chat template; auto = if it has one. A text that begins as the template's "
+        "prompts do is rendered already, and is used as it is.",
         choices=("auto", "always", "never"),
+    )
+    chat_template_kwargs: dict[str, Any] = key(
+        {}, "Variables of the chat template, for example {enable_thinking: false}.", limits="variables of the template"
     )
     shuffle: bool = key(True, "Shuffle the prompts in each epoch, from data.seed and the epoch number.")
     seed: int = key(1, "Seed of the prompt order and of sampling.", ge=0)

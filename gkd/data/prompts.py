@@ -1,12 +1,15 @@
 """Load tokenizers and prompt files: rows of JSONL or parquet -> tokenized `Prompt`s.
 
-This is the only module that tokenizes text. All later stages use token ids.
+`gkd.data.row_files` reads rows, `gkd.data.conversation` the forms of a prompt, `gkd.data.render` renders and tokenizes
+it. All later stages use token ids.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +17,19 @@ import numpy as np
 
 from gkd.config.schema import DataConfig, TeacherConfig
 from gkd.console.activity import activities
+from gkd.data.conversation import Conversation, Setting, check_unicode, quoted, read_conversation
+from gkd.data.render import PromptRenderer, Rendered
+from gkd.data.row_files import Row, read_rows
 from gkd.data.row_routes import RowRoutes
 from gkd.data.rows import encode_row
 from gkd.data.teacher_prompt import TeacherPrompts
 from gkd.errors import ConfigError, ModelError
+from gkd.log import get_logger
 from gkd.types import Prompt
 
+log = get_logger("data")
+
+_SHOWN_CHARACTERS = 2000  # of the prompt in the log
 _REPORT_ROWS = 256  # between reports of the progress
 
 
@@ -91,33 +101,33 @@ def load_prompts(
             `data.max_prompt_length` with `truncation: error`, or the teacher's its own limit.
     """
     prompts: list[Prompt] = []
-    dropped = 0
-    setting = "data.prompt_key", config.prompt_key
-    teacher = teacher or TeacherConfig()
-    routes, views = RowRoutes(teacher, config.teacher_key), TeacherPrompts(config, teacher.prompt_template)
-    rows = (found for file in files for found in _read_rows(file, key))
+    dropped, converted = 0, Counter[str]()
+    reader = RowReader(config, tokenizer, teacher or TeacherConfig())
+    columns = None if keep_rows else reader.columns
+    rows = (found for file in files for found in read_rows(file, key, columns))
     with activities.during(f"tokenizing {key}, row"):
         for row_id, (where, row) in enumerate(rows):
             if row_id % _REPORT_ROWS == 0:
                 activities.done(row_id)
-            if config.prompt_key not in row:
-                problem = f"{where} has only the columns {sorted(row)}."
-                raise ConfigError(*setting, problem, "set it to the column of the prompts.")
-            route = routes.of(row, where)
-            ids = _fit(_encode(row[config.prompt_key], config, tokenizer, where, setting), config, where)
-            view = views.of(row, where)
-            teacher_ids = None if view is None else _encode(view, config, tokenizer, where, views.setting)
+            read = reader.read(row, where)
+            converted.update({form for part in read.parts if (form := part.converted)})
+            ids = _fit(read.prompt.ids, config, where)
+            teacher_ids = None if read.teacher is None else read.teacher.ids
             if ids is None or not _teacher_fits(teacher_ids, config, where):
                 dropped += 1
                 continue
+            if not prompts:
+                log.info("%s: the first prompt has %d tokens: %r", key, len(ids), read.prompt.text[:_SHOWN_CHARACTERS])
             answer = row.get(config.answer_key)
             prompts.append(
                 Prompt(
                     row_id,
                     np.asarray(ids, dtype=np.int32),
                     None if answer is None else str(answer),
-                    None if response_ends is None else _response(row, config, tokenizer, response_ends, where),
-                    route,
+                    None
+                    if response_ends is None
+                    else read_response(read, row, config, tokenizer, response_ends, where),
+                    read.route,
                     None if teacher_ids is None else np.asarray(teacher_ids, dtype=np.int32),
                     encode_row(where, row) if keep_rows else None,
                 )
@@ -125,82 +135,71 @@ def load_prompts(
     if not prompts:
         dropped_note = f" ({dropped} rows exceed data.max_prompt_length)" if dropped else ""
         raise ConfigError(key, list(files), f"no prompts in these files{dropped_note}.", "use files with prompts.")
-    routes.log(key)
-    views.log(key)
+    for form, n in sorted(converted.items()):
+        log.info("%s: %d rows were read as %s", key, n, form)
+    reader.log(key)
     return prompts, dropped
 
 
-def _read_rows(file: str, key: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    path = Path(file)
-    if not path.is_file():
-        raise ConfigError(key, file, "no such file.", "use the path of a .jsonl or .parquet file.")
-    if path.suffix == ".parquet":
-        import pyarrow.parquet as pq
+@dataclass(frozen=True, slots=True)
+class ReadRow:
+    """A row as the models read it: the student's prompt, the teacher's own, the last message, the teacher's route."""
 
-        try:
-            table = pq.read_table(path)
-        except Exception as error:
-            raise ConfigError(key, file, f"not a parquet file ({error}).", "create it again.") from error
-        yield from ((f"{file}:{i}", row) for i, row in enumerate(table.to_pylist(), 1))
-    elif path.suffix == ".jsonl":
-        try:
-            text = path.read_text(encoding="utf-8")
-        except (UnicodeDecodeError, OSError) as error:
-            raise ConfigError(key, file, f"not readable as UTF-8 ({error}).", "create it again.") from error
-        # Not splitlines(): JSON strings may contain other characters that it treats as line ends.
-        for i, line in enumerate(text.split("\n"), 1):
-            if line.strip():
-                yield f"{file}:{i}", _json_object(line, f"{file}:{i}", key)
-    else:
-        raise ConfigError(key, file, f"unknown file type {path.suffix!r}.", "use .jsonl or .parquet.")
+    prompt: Rendered
+    teacher: Rendered | None
+    response: str | None
+    route: int
+
+    @property
+    def parts(self) -> list[Rendered]:
+        """Return the student's prompt, and the teacher's if it has its own."""
+        return [self.prompt] if self.teacher is None else [self.prompt, self.teacher]
 
 
-def _json_object(line: str, where: str, key: str) -> dict[str, Any]:
-    try:
-        row = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise ConfigError(key, where, f"invalid JSON ({error}).", "correct or remove the line.") from error
-    if not isinstance(row, dict):
-        problem = f"the line is a JSON {type(row).__name__}, expected an object."
-        raise ConfigError(key, where, problem, "correct or remove the line.")
-    return row
+class RowReader:
+    """Read rows: find the prompts in the columns, render and tokenize them, and find the teacher."""
 
+    def __init__(self, config: DataConfig, tokenizer: Any, teacher: TeacherConfig) -> None:
+        self._config = config
+        self._renderer = PromptRenderer(tokenizer, config.chat_template, config.chat_template_kwargs)
+        self._routes = RowRoutes(teacher, config.teacher_key)
+        self._views = TeacherPrompts(config, teacher.prompt_template)
 
-def _encode(prompt: Any, config: DataConfig, tokenizer: Any, where: str, setting: tuple[str, str]) -> list[int]:
-    """Return the tokens of a prompt.
+    @property
+    def columns(self) -> set[str]:
+        """Return the columns that `read` uses, and those of answers and responses."""
+        data = self._config
+        names = {data.prompt_key, data.response_key, data.answer_key, data.teacher_key, data.teacher_prompt_key}
+        return names | self._views.columns
 
-    Args:
-        setting: key that the prompt comes from and its value, for errors.
-    """
-    has_template = getattr(tokenizer, "chat_template", None) is not None
-    if config.chat_template == "always" and not has_template:
-        raise ConfigError("data.chat_template", "always", "this tokenizer has no chat template.", "use auto or never.")
-    is_messages = isinstance(prompt, list)
-    if not (is_messages or isinstance(prompt, str)) or not prompt:
-        problem = f"the prompt of {where} is {prompt!r}, expected a non-empty string or list of messages."
-        raise ConfigError(*setting, problem, "correct or remove the row.")
-    if has_template and config.chat_template != "never":
-        messages = prompt if is_messages else [{"role": "user", "content": prompt}]
-        try:
-            encoded = tokenizer.apply_chat_template(
-                messages, add_generation_prompt=True, tokenize=True, return_dict=True
-            )
-        except Exception as error:  # a template is a program and may raise any error
-            problem = f"the chat template failed for the prompt of {where} ({error})."
-            raise ConfigError("data.chat_template", config.chat_template, problem, "correct the row.") from error
-        return _not_empty(encoded["input_ids"], setting, where)
-    if is_messages:
-        reason = "chat templates are disabled" if has_template else "this tokenizer has no chat template"
-        fix = "use auto, or string prompts." if has_template else "use string prompts, or add one to the tokenizer."
-        problem = f"the prompt of {where} is a list of messages, but {reason}."
-        raise ConfigError("data.chat_template", config.chat_template, problem, fix)
-    return _not_empty(tokenizer(prompt)["input_ids"], setting, where)
+    def read(self, row: Row, where: str) -> ReadRow:
+        """Return what the models read. Raises ConfigError: see `load_prompts`."""
+        setting = "data.prompt_key", self._config.prompt_key
+        if self._config.prompt_key not in row:
+            raise ConfigError(*setting, f"{where} has only the columns {sorted(row)}.", "name the prompts' column.")
+        prompt = read_conversation(row[self._config.prompt_key], setting, where)
+        self._check_response(prompt, setting, where)
+        view = self._views.of(row, prompt, where)
+        if view is not None:
+            self._check_response(view, self._views.setting, where)
+        return ReadRow(
+            self._renderer.render(prompt, setting, where),
+            None if view is None else self._renderer.render(view, self._views.setting, where),
+            prompt.response,
+            self._routes.of(row, where),
+        )
 
+    def log(self, key: str) -> None:
+        """Log how many rows each route and the teacher's own prompt have."""
+        self._routes.log(key)
+        self._views.log(key)
 
-def _not_empty(ids: Sequence[int], setting: tuple[str, str], where: str) -> list[int]:
-    if not ids:
-        raise ConfigError(*setting, f"the prompt of {where} has no tokens.", "remove the row.")
-    return list(ids)
+    def _check_response(self, prompt: Conversation, setting: Setting, where: str) -> None:
+        """Raise ConfigError if the last message is the assistant's, and data.response_key names a column."""
+        if prompt.response is not None and self._config.response_key:
+            problem = f"the last message of {where} is the assistant's: {quoted(prompt.response)}."
+            fix = 'remove it, or set data.response_key="" to take it as the dataset\'s response.'
+            raise ConfigError(*setting, problem, fix)
 
 
 def _fit(ids: list[int], config: DataConfig, where: str) -> list[int] | None:
@@ -237,29 +236,36 @@ def _teacher_fits(ids: list[int] | None, config: DataConfig, where: str) -> bool
     )
 
 
-def _response(row: dict[str, Any], config: DataConfig, tokenizer: Any, ends: Sequence[int], where: str) -> np.ndarray:
+def read_response(
+    read: ReadRow, row: Row, config: DataConfig, tokenizer: Any, ends: Sequence[int], where: str
+) -> np.ndarray:
     """Return the dataset's response in the form of a rollout, [R] int32, R <= data.max_response_length.
 
-    The text is tokenized separately, without special tokens, and an end-of-sequence token is appended unless it ends
-    with one. A longer response is truncated and then has no end-of-sequence token.
+    The text is that of the column, or with an empty `data.response_key` the last message of the prompt. It is tokenized
+    separately, without special tokens, and an end-of-sequence token is appended unless it ends with one. A longer
+    response is truncated and then has no end-of-sequence token.
     """
-    text = row.get(config.response_key)
+    setting = "data.response_key", config.response_key
+    text = row.get(config.response_key) if config.response_key else read.response
+    if isinstance(text, list) and len(text) == 1:  # one message, as TRL's column `completion` has it
+        text = read_conversation([{"role": "user", "content": "-"}, *text], setting, where).response
     if not isinstance(text, str) or not text:
         found = f"the value is {text!r}" if config.response_key in row else f"the only columns are {sorted(row)}"
+        found = found if config.response_key else "the last message is not the assistant's"
         raise ConfigError(
-            "data.response_key",
-            config.response_key,
+            *setting,
             f"in {where} {found}, expected a non-empty string.",
             "correct or remove the row, or use no dataset responses: distill.on_policy_share=1.",
         )
+    check_unicode(text, setting, where)
     ids = list(tokenizer(text, add_special_tokens=False)["input_ids"])
     if not ids:
         problem = f"the response of {where} has no tokens."
-        raise ConfigError("data.response_key", config.response_key, problem, "correct or remove the row.")
+        raise ConfigError(*setting, problem, "correct or remove the row.")
     if any(token in ends for token in ids[:-1]):
         problem = f"the response of {where} contains an end-of-sequence token before its end."
         fix = "remove it from the text, or from rollout.stop_token_ids if it is one of them."
-        raise ConfigError("data.response_key", config.response_key, problem, fix)
+        raise ConfigError(*setting, problem, fix)
     if ids[-1] not in ends:
         ids.append(tokenizer.eos_token_id if tokenizer.eos_token_id is not None else ends[0])
     return np.asarray(ids[: config.max_response_length], dtype=np.int32)

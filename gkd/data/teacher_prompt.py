@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from gkd.config.schema import DataConfig
 from gkd.config.teacher_prompt import template_parts
+from gkd.data.conversation import Conversation, read_conversation
 from gkd.errors import ConfigError
 from gkd.log import get_logger
 
@@ -42,31 +44,37 @@ class TeacherPrompts:
             return "teacher.prompt_template", self._template
         return "data.teacher_prompt_key", self._config.teacher_prompt_key
 
-    def of(self, row: Mapping[str, Any], where: str) -> Any:
+    @property
+    def columns(self) -> set[str]:
+        """Return the columns of a row that `of` uses, apart from the prompt's."""
+        return {self._columns.get(name, name) for _, name in self._parts if name}
+
+    def of(self, row: Mapping[str, Any], prompt: Conversation, where: str) -> Conversation | None:
         """Return the row's prompt for the teacher; None: the student's.
 
-        A template replaces the text of a prompt. Of a list of messages it replaces the last one; the others stay.
+        A template replaces the text of a prompt. Of messages it replaces the last one; the others stay.
 
         Args:
-            row: has the student's prompt.
+            prompt: the student's.
             where: file and line of the row.
 
         Raises:
-            ConfigError: the row lacks a column of the template.
+            ConfigError: the row lacks a column of the template, or its prompt for the teacher is unusable.
         """
         self._n_rows += 1
         found = None
         if self._template:
-            found = self._filled(row, where)
-        elif self._config.teacher_prompt_key:
-            found = row.get(self._config.teacher_prompt_key) or None
+            found = self._filled(row, prompt, where)
+        elif own := row.get(self._config.teacher_prompt_key) if self._config.teacher_prompt_key else None:
+            found = read_conversation(own, self.setting, where)
         self._n_own += found is not None
         return found
 
-    def _filled(self, row: Mapping[str, Any], where: str) -> Any:
-        prompt = row[self._config.prompt_key]
-        last = prompt[-1] if isinstance(prompt, list) and prompt else None
-        texts = {"prompt": last.get("content") if isinstance(last, dict) else prompt}
+    def _filled(self, row: Mapping[str, Any], prompt: Conversation, where: str) -> Conversation:
+        last = prompt.messages[-1] if prompt.messages else None
+        texts: dict[str, Any] = {"prompt": last["content"] if last else prompt.text}
+        if not self._columns["response"]:  # the response is the last message
+            texts["response"] = prompt.response
         for name in {name for _, name in self._parts if name} - texts.keys():
             texts[name] = row.get(self._columns.get(name, name))
         for name, value in texts.items():
@@ -75,7 +83,8 @@ class TeacherPrompts:
                 problem = f"{where} has no text in the column {column!r}; its columns are {sorted(row)}."
                 raise ConfigError(*self.setting, problem, "correct the row, or the placeholder.")
         text = "".join(before + (str(texts[name]) if name else "") for before, name in self._parts)
-        return text if last is None else [*prompt[:-1], {**last, "content": text}]
+        messages = (*prompt.messages[:-1], {**last, "content": text}) if last else ()
+        return replace(prompt, messages=messages, text="" if last else text)
 
     def log(self, key: str) -> None:
         """Log how many rows have a prompt for the teacher, and warn if training rows hold what differs per row.

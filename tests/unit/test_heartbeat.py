@@ -100,8 +100,8 @@ def test_tokenizing_shows_the_row(tmp_path: Path) -> None:
     file.write_text('{"prompt": "a"}\n' * 600)
     seen: set[str] = set()
 
-    def tokenizer(text: str) -> dict[str, list[int]]:
-        seen.add(str(activities.now[-1]))
+    def tokenizer(text: str, add_special_tokens: bool = True) -> dict[str, list[int]]:
+        seen.update(str(activity) for activity in activities.now[-1:])
         return {"input_ids": [1]}
 
     load_prompts([str(file)], DataConfig(), tokenizer, "data.train_files")

@@ -30,22 +30,11 @@ from gkd.quickstart.addition import build_tokenizer
 from gkd.teacher.info import TeacherInfo
 from gkd.types import Prompt
 from teacher_server.wire.fingerprint import tokenizer_fingerprint
+from tests.unit.chat_templates import tokenizer
 from tests.unit.test_rollout_file import rollout, scores, written
 
 BASE = ["data.train_files=[x.jsonl]", "model.path=m", "trainer.run_dir=r"]
 KEY = "teacher.prompt_template"
-
-
-class ChatTokenizer:
-    """Encodes text as bytes; the chat template writes `role:content|`."""
-
-    chat_template, eos_token_id = "there is one", 0
-
-    def __call__(self, text: str, add_special_tokens: bool = True) -> dict[str, list[int]]:
-        return {"input_ids": list(text.encode())}
-
-    def apply_chat_template(self, messages: list[dict[str, str]], **_: Any) -> dict[str, list[int]]:
-        return self("".join(f"{m['role']}:{m['content']}|" for m in messages))
 
 
 def load(tmp_path: Path, rows: list[Any], tokenizer: Any = None, template: str = "", **data: Any) -> list[Prompt]:
@@ -92,12 +81,14 @@ def test_a_template_replaces_the_last_message(tmp_path: Path) -> None:
         {"prompt": [{"role": "system", "content": "s"}, {"role": "user", "content": "hi"}], "answer": "yo"},
         {"prompt": "hi", "answer": "yo"},
     ]
-    prompts = load(tmp_path, rows, ChatTokenizer(), "{prompt} ({answer})")
-    found = [bytes(p.teacher_ids.tolist()).decode() for p in prompts if p.teacher_ids is not None]
-    assert found == ["system:s|user:hi (yo)|", "user:hi (yo)|"]
+    chat = tokenizer("{% for m in messages %}{{ m.role + ':' + m.content + '|' }}{% endfor %}")
+    prompts = load(tmp_path, rows, chat, "{prompt} ({answer})")
+    assert views(prompts, chat) == ["system:s|user:hi (yo)|", "user:hi (yo)|"]
     rows = [{"prompt": "hi", "t": [{"role": "system", "content": "rule"}, {"role": "user", "content": "hi"}]}]
-    (prompt,) = load(tmp_path, rows, ChatTokenizer(), teacher_prompt_key="t")
-    assert prompt.teacher_ids is not None and bytes(prompt.teacher_ids.tolist()) == b"system:rule|user:hi|"
+    assert views(load(tmp_path, rows, chat, teacher_prompt_key="t"), chat) == ["system:rule|user:hi|"]
+    conversation = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yo"}]
+    prompts = load(tmp_path, [{"prompt": conversation}], chat, "{prompt} ({response})", response_key="")
+    assert views(prompts, chat) == ["user:hi (yo)|"]
 
 
 @pytest.mark.parametrize(
@@ -125,7 +116,7 @@ def test_a_text_that_the_student_cannot_see_is_warned_about(
         (KEY, {"prompt": "a", "hint": ["x"]}, "{prompt} {hint}", {}),
         ("data.teacher_prompt_key", {"prompt": "a"}, "", {"teacher_prompt_key": "t"}),
         ("data.teacher_prompt_key", {"prompt": "a", "t": 3}, "", {"teacher_prompt_key": "t"}),
-        ("data.chat_template", {"prompt": "a", "t": [{"role": "user"}]}, "", {"teacher_prompt_key": "t"}),
+        ("data.teacher_prompt_key", {"prompt": "a", "t": [{"role": "user"}]}, "", {"teacher_prompt_key": "t"}),
         ("data.max_teacher_prompt_length", {"prompt": "a"}, "12{prompt}", {"max_teacher_prompt_length": 2}),
         ("data.max_teacher_prompt_length", {"prompt": "a"}, "12{prompt}", {"max_prompt_length": 2}),
     ],

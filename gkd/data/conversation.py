@@ -1,0 +1,144 @@
+"""Read the prompt of a row in the forms that people have: text, messages of OpenAI or ShareGPT, JSON of messages."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from gkd.errors import ConfigError
+
+ROLES = ("system", "developer", "user", "assistant", "tool")
+_SHAREGPT = {
+    **dict.fromkeys(("human", "user"), "user"),
+    **dict.fromkeys(("gpt", "chatgpt", "bard", "bing", "assistant", "model"), "assistant"),
+    **dict.fromkeys(("tool", "observation", "function_response"), "tool"),
+    "system": "system",
+}
+_MEDIA = {"image", "images", "audio", "audios", "video", "videos"}  # keys of a message that no text stands for
+
+Setting = tuple[str, str]  # key that a prompt comes from, and its value, for errors
+
+
+@dataclass(frozen=True, slots=True)
+class Conversation:
+    """The prompt of a row.
+
+    Attributes:
+        messages: with a role and a text as content each; empty: `text` is the prompt.
+        text: of a prompt that is one string.
+        response: the last assistant message, taken off; None: the last message was another one.
+        converted: the form that was converted, to be counted; empty: none.
+    """
+
+    messages: tuple[dict[str, Any], ...] = ()
+    text: str = ""
+    response: str | None = None
+    converted: str = ""
+
+
+def read_conversation(value: Any, setting: Setting, where: str) -> Conversation:
+    """Return the conversation of a column's value.
+
+    Contents that are lists of text parts are joined with line feeds, as vLLM's server does.
+
+    Args:
+        value: text, a list of messages with role and content or with from and value, or such a list as JSON text.
+        where: file and line of the row.
+
+    Raises:
+        ConfigError: the value has another form, or parts that are not text; it has no text at all; it is not valid
+            Unicode.
+    """
+    if isinstance(value, str):
+        found = _json_messages(value)
+        if found is None:
+            if not value:
+                raise _refused(setting, where, "is an empty text")
+            check_unicode(value, setting, where)
+            return Conversation(text=value)
+        return replace(read_conversation(found, setting, where), converted="JSON text of messages")
+    if isinstance(value, dict):
+        raise _refused(setting, where, f"is one object with the keys {sorted(value)}", "write a list of messages.")
+    if not isinstance(value, list) or not value:
+        raise _refused(setting, where, f"is {quoted(value)}")
+    sharegpt = all(isinstance(message, dict) and "from" in message and "value" in message for message in value)
+    read = [_message(message, i, sharegpt, setting, where) for i, message in enumerate(value, 1)]
+    messages = [message for message, _ in read]
+    converted = "ShareGPT messages" if sharegpt else "lists of text parts" if any(parts for _, parts in read) else ""
+    response = messages.pop()["content"] if messages[-1]["role"] == "assistant" else None
+    if not any(message["content"].strip() for message in messages):
+        raise _refused(setting, where, f"has no text before the response: {quoted(value)}")
+    return Conversation(tuple(messages), response=response, converted=converted)
+
+
+def check_unicode(text: str, setting: Setting, where: str) -> None:
+    """Raise ConfigError if a text cannot be encoded: half of a surrogate pair, as text cut in UTF-16 has it."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        found = f"is not valid Unicode (lone surrogate at character {error.start + 1}: {quoted(text)})"
+        raise _refused(setting, where, found) from error
+
+
+def _json_messages(text: str) -> list[Any] | None:
+    """Return the messages that a text is the JSON of; None: it is a text of its own."""
+    if not text.lstrip().startswith("[") or not text.rstrip().endswith("]"):
+        return None
+    try:
+        value = json.loads(text)
+    except ValueError:
+        return None
+    known = {"role", "from"}
+    is_messages = isinstance(value, list) and value and all(isinstance(m, dict) and known & m.keys() for m in value)
+    return value if is_messages else None
+
+
+def _message(message: Any, i: int, sharegpt: bool, setting: Setting, where: str) -> tuple[dict[str, Any], bool]:
+    """Return message number `i` with a text as content, and whether the text was in parts."""
+    if not isinstance(message, dict):
+        raise _refused(setting, where, f"has {quoted(message)} as message {i}", "write {role, content} objects.")
+    rest = {key: value for key, value in message.items() if value is not None}  # parquet has each key in each message
+    role, content = (rest.pop(key, None) for key in (("from", "value") if sharegpt else ("role", "content")))
+    name = _SHAREGPT.get(role, "") if sharegpt and isinstance(role, str) else role
+    if name not in ROLES:
+        known = sorted(_SHAREGPT) if sharegpt else ROLES
+        found = f"has {quoted(role)} as the role of message {i}, which has the keys {sorted(message)}"
+        raise _refused(setting, where, found, f"use {', '.join(known)}.")
+    if lost := _MEDIA & rest.keys():
+        raise _refused(
+            setting, where, f"has {sorted(lost)} in message {i}, and only text is supported", "remove the row."
+        )
+    if content is None and rest.get("tool_calls"):
+        content = ""
+    parts = isinstance(content, list)
+    text = _joined(content, i, setting, where) if parts else content
+    if not isinstance(text, str):
+        found = f"has {quoted(content)} as the content of message {i} ({name}), expected text"
+        raise _refused(setting, where, found)
+    check_unicode(text, setting, where)
+    return {**rest, "role": name, "content": text}, parts
+
+
+def _joined(parts: Sequence[Any], i: int, setting: Setting, where: str) -> str:
+    texts = []
+    for part in parts:
+        fields = {"type": "text", "text": part} if isinstance(part, str) else part
+        filled = {key for key, value in fields.items() if value is not None} if isinstance(fields, dict) else set()
+        is_text = filled <= {"type", "text"} and fields.get("type", "text") == "text"
+        if not is_text or not isinstance(fields.get("text"), str):
+            raise _refused(setting, where, f"has {quoted(part)} in message {i}, and only text is supported")
+        texts.append(fields["text"])
+    return "\n".join(texts)
+
+
+def _refused(setting: Setting, where: str, found: str, fix: str = "") -> ConfigError:
+    fix = fix or "correct or remove the row: a prompt is text, or a list of messages with role and content."
+    return ConfigError(*setting, f"the prompt of {where} {found}.", fix)
+
+
+def quoted(value: Any) -> str:
+    """Return the representation of a value, cut to 200 characters."""
+    text = repr(value)
+    return text if len(text) <= 200 else f"{text[:200]}..."

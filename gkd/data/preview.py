@@ -1,0 +1,53 @@
+"""Show training prompts as the models read them, for `main_gkd --show-prompts`. Needs no GPU, no Ray and no teacher."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import islice
+from typing import Any
+
+from gkd.config.schema import Config
+from gkd.data.prompts import RowReader, eos_token_ids, load_tokenizer, read_response
+from gkd.data.render import Rendered
+from gkd.data.row_files import read_rows
+from gkd.errors import ConfigError
+
+
+def preview(config: Config, n: int) -> Iterator[str]:
+    """Yield what the models read of each of the first `n` rows of data.train_files.
+
+    Raises:
+        ConfigError: a setting or a row is unusable.
+        ModelError: the student has no end-of-sequence token.
+    """
+    if not config.data.train_files:
+        raise ConfigError("data.train_files", [], "is empty.", "name one or more prompt files.")
+    tokenizer = load_tokenizer(config.model.path, "model.path", trust_remote_code=config.model.trust_remote_code)
+    reader = RowReader(config.data, tokenizer, config.teacher)
+    ends = eos_token_ids(config.model.path, tokenizer) if config.distill.on_policy_share < 1 else None
+    key = "data.train_files"
+    rows = (row for file in config.data.train_files for row in read_rows(file, key, reader.columns))
+    for where, row in islice(rows, n):
+        read = reader.read(row, where)
+        yield f"---- {where}: {_described(read.prompt, config.data.max_prompt_length)}"
+        yield from _shown(read.prompt.text, read.prompt.ids)
+        if read.teacher is not None:
+            limit = config.data.max_teacher_prompt_length or config.data.max_prompt_length
+            yield f"---- the teacher's prompt: {_described(read.teacher, limit)}"
+            yield from _shown(read.teacher.text, read.teacher.ids)
+        if ends is not None:
+            response: list[int] = read_response(read, row, config.data, tokenizer, ends, where).tolist()
+            yield f"---- the dataset's response: {len(response)} tokens"
+            yield from _shown(tokenizer.decode(response), response)
+
+
+def _described(prompt: Rendered, limit: int) -> str:
+    n = len(prompt.ids)
+    parts = [f"{n} tokens", f"more than the limit of {limit}" if n > limit else ""]
+    parts += [f"read as {prompt.converted}" if prompt.converted else ""]
+    return ", ".join(filter(None, parts))
+
+
+def _shown(text: str, ids: list[int]) -> Iterator[Any]:
+    yield text
+    yield f"ids: {' '.join(map(str, ids))}"

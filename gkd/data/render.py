@@ -1,0 +1,213 @@
+"""Render prompts with the tokenizer's chat template, and check that the model reads what is in the row.
+
+A template is a program: it may leave out a message, and no error tells. So it renders marks instead of texts first,
+once for each sequence of roles. What stands between the marks is what the template adds. A rendered prompt must consist
+of these pieces with the texts of the row between them. Some templates strip a text or drop its thoughts, or move the
+system's text. Then each text must occur in order, and the prompt must end as the template ends one.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from gkd.data.conversation import Conversation, Setting, quoted
+from gkd.errors import ConfigError
+
+_MARK = "\ue000{}\ue001"  # characters for private use, which no template changes
+_SHORTEST_HEAD = 4  # characters: texts begin with a shorter one by chance
+Message = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Rendered:
+    """A prompt as the model reads it.
+
+    Attributes:
+        text: with the special tokens of the template.
+        ids: its tokens.
+        converted: the form of the row that was converted; empty: none.
+    """
+
+    text: str
+    ids: list[int]
+    converted: str
+
+
+@dataclass(frozen=True, slots=True)
+class _Frame:
+    """Holds the pieces that the template writes around texts of certain roles, and the texts that it drops."""
+
+    pieces: tuple[str, ...] = ()  # one more than there are messages; empty: it fails, or changes the order
+    dropped: tuple[int, ...] = ()  # indices of messages
+
+
+class PromptRenderer:
+    """Render and tokenize conversations for one tokenizer.
+
+    Args:
+        chat_template: data.chat_template.
+        variables: data.chat_template_kwargs.
+
+    Raises:
+        ConfigError: `always` without a template; a variable that the template does not have.
+    """
+
+    def __init__(self, tokenizer: Any, chat_template: str, variables: dict[str, Any]) -> None:
+        self._tokenizer, self._setting, self._variables = tokenizer, chat_template, variables
+        has_template = getattr(tokenizer, "chat_template", None) is not None
+        self._source = tokenizer.get_chat_template() if has_template else ""
+        self._applies = has_template and chat_template != "never"
+        if chat_template == "always" and not has_template:
+            problem = "this tokenizer has no chat template."
+            raise ConfigError("data.chat_template", chat_template, problem, "use auto or never.")
+        for name, value in variables.items():
+            if not re.search(rf"\b{re.escape(name)}\b", self._source):
+                problem = "the chat template has no such variable."
+                raise ConfigError(f"data.chat_template_kwargs.{name}", value, problem, "remove it.")
+        self._frames: dict[tuple[str, ...], _Frame] = {}
+        self._begin = self._tokens_in_front()
+        self._markers, self._heads = self._separators() if self._applies else ((), ())
+
+    def render(self, prompt: Conversation, setting: Setting, where: str) -> Rendered:
+        """Return a prompt's text and tokens.
+
+        A text that begins as the template's prompts do is rendered already, and is used as it is.
+
+        Args:
+            setting: key that the prompt comes from and its value, for errors.
+            where: file and line of the row.
+
+        Raises:
+            ConfigError: the template fails, or leaves out or changes a text; a text holds markers of the template;
+                there are messages and no template; the prompt has no tokens.
+        """
+        if prompt.messages and not self._applies:
+            reason = "chat templates are disabled" if self._source else "this tokenizer has no chat template"
+            fix = "use auto, or string prompts." if self._source else "use string prompts, or add one to the tokenizer."
+            problem = f"the prompt of {where} is a list of messages, but {reason}."
+            raise ConfigError("data.chat_template", self._setting, problem, fix)
+        if not self._applies:
+            return Rendered(prompt.text, self._encode(prompt.text, setting, where), prompt.converted)
+        if not prompt.messages and prompt.text.lstrip().startswith(self._heads):
+            self._check_end(prompt.text, setting, where)
+            return Rendered(prompt.text, self._encode(prompt.text, setting, where), "text that is rendered already")
+        messages = prompt.messages or ({"role": "user", "content": prompt.text},)
+        text = self._apply(messages, where)
+        self._check(text, messages, setting, where)
+        return Rendered(text, self._encode(text, setting, where, begins=True), prompt.converted)
+
+    def _encode(self, text: str, setting: Setting, where: str, begins: bool = False) -> list[int]:
+        """Return the tokens of a text: with the tokenizer's beginning once, and without an end.
+
+        Args:
+            begins: the text has whatever tokens stand in front of it.
+        """
+        ids = list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
+        if not ids:
+            raise ConfigError(*setting, f"the prompt of {where} has no tokens.", "remove the row.")
+        return ids if begins or ids[: len(self._begin)] == self._begin else [*self._begin, *ids]
+
+    def _tokens_in_front(self) -> list[int]:
+        """Return the tokens that the tokenizer puts before a text, such as the beginning of the sequence."""
+        plain, whole = (list(self._tokenizer("a", add_special_tokens=on)["input_ids"]) for on in (False, True))
+        starts = (i for i in range(len(whole) - len(plain) + 1) if whole[i : i + len(plain)] == plain)
+        return whole[: next(starts, 0)] if plain else []
+
+    def _apply(self, messages: Sequence[Message], where: str) -> str:
+        try:
+            text: str = self._tokenizer.apply_chat_template(
+                list(messages), add_generation_prompt=True, tokenize=False, **self._variables
+            )
+        except Exception as error:  # a template is a program and may raise any error
+            problem = f"the chat template failed for the prompt of {where} ({error})."
+            raise ConfigError("data.chat_template", self._setting, problem, "correct the row.") from error
+        return text
+
+    def _check(self, text: str, messages: Sequence[Message], setting: Setting, where: str) -> None:
+        """Raise ConfigError unless the prompt holds each message and ends as the template ends one."""
+        for message in messages:
+            content = message["content"]
+            marker = next((marker for marker in self._markers if marker in content), None)
+            if marker or content.lstrip().startswith(self._heads):
+                found = f"which the template writes between messages: {marker}" if marker else "rendered already"
+                problem = f"a message of {where} ({message['role']}) is {quoted(content)}, {found}."
+                fix = "correct the row. Text that is rendered already must be one string, not a message."
+                raise ConfigError(*setting, problem, fix)
+        frame = self._frame(tuple(message["role"] for message in messages))
+        texts = [*(message["content"] for message in messages), ""]
+        if frame.pieces and text == "".join(map(str.__add__, frame.pieces, texts)):
+            return
+        lost = [messages[i] for i in frame.dropped if messages[i]["content"]] or _not_in_order(text, messages)
+        if lost:
+            problem = (
+                f"the chat template leaves out or changes the text of a message of {where} "
+                f"({lost[0]['role']}: {quoted(lost[0]['content'])}). The rendered prompt is {quoted(text)}."
+            )
+            fix = "write the message in a role and form that the template has, or correct the template."
+            raise ConfigError(*setting, problem, fix)
+        if frame.pieces and not text.endswith(frame.pieces[-1]):
+            raise self._bad_end(text, frame.pieces[-1], setting, where)
+
+    def _check_end(self, text: str, setting: Setting, where: str) -> None:
+        """Raise ConfigError if a rendered text ends after a message, without the beginning of a response."""
+        end = (self._frame(("user",)).pieces or ("",))[-1].rstrip()
+        if end and not text.rstrip().endswith(end) and text.rstrip().endswith(self._markers):
+            raise self._bad_end(text, end, setting, where)
+
+    def _bad_end(self, text: str, end: str, setting: Setting, where: str) -> ConfigError:
+        problem = f"the prompt of {where} ends with {text[-80:]!r}, and the chat template ends a prompt with {end!r}."
+        return ConfigError(*setting, problem, "add the beginning of the response, or correct the template.")
+
+    def _frame(self, roles: tuple[str, ...]) -> _Frame:
+        if roles not in self._frames:
+            marks = [_MARK.format(i) for i in range(len(roles))]
+            try:
+                messages = [{"role": role, "content": mark} for role, mark in zip(roles, marks, strict=True)]
+                text = self._apply(messages, "marks")
+            except ConfigError:  # It may still render the row, and is judged by the texts then.
+                self._frames[roles] = _Frame()
+                return _Frame()
+            dropped = tuple(i for i, mark in enumerate(marks) if mark not in text)
+            pieces = tuple(re.split("|".join(marks), text))
+            ordered = re.findall("|".join(marks), text) == marks
+            self._frames[roles] = _Frame(pieces if ordered else (), dropped)
+        return self._frames[roles]
+
+    def _separators(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """Return the special tokens that the template writes, and the beginnings of rendered prompts."""
+        pieces = [piece for roles in (("user",), ("system", "user")) for piece in self._frame(roles).pieces]
+        added = self._tokenizer.added_tokens_decoder.values()
+        special = {*self._tokenizer.all_special_tokens, *(str(token) for token in added if token.special)}
+        markers = tuple(sorted(token for token in special if any(token in piece for piece in pieces)))
+        head = pieces[0].strip() if pieces else ""
+        without_begin = head.removeprefix(self._tokenizer.bos_token or "").lstrip()
+        return markers, (*markers, *(text for text in {head, without_begin} if len(text) >= _SHORTEST_HEAD))
+
+
+def _forms(message: Message) -> list[str]:
+    """Return the forms in which templates write a text."""
+    text, role = message["content"], message["role"]
+    forms = [text, text.strip()]
+    if role == "assistant":
+        forms.append(text.rpartition("</think>")[2].strip())  # without the thoughts of earlier turns
+    if role == "tool":
+        forms.append(json.dumps(text, ensure_ascii=False)[1:-1])
+    return [form for form in forms if form]
+
+
+def _not_in_order(text: str, messages: Sequence[Message]) -> list[Message]:
+    """Return the messages that do not follow the ones before them. The system's text may stand anywhere."""
+    lost, at = [], 0
+    for message in messages:
+        moves = message["role"] == "system"
+        first = 0 if moves else at
+        places = [(place, len(form)) for form in _forms(message) if (place := text.find(form, first)) >= 0]
+        if places and not moves:
+            at = sum(min(places))
+        elif not places and message["content"].strip():
+            lost.append(message)
+    return lost

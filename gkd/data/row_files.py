@@ -1,0 +1,81 @@
+"""Read the rows of prompt files, JSONL or parquet, a few at a time."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Iterator
+from pathlib import Path
+from typing import Any
+
+from gkd.errors import ConfigError
+
+_BATCH_ROWS = 256  # of a parquet file
+
+Row = dict[str, Any]
+
+
+def read_rows(file: str, key: str, columns: Collection[str] | None = None) -> Iterator[tuple[str, Row]]:
+    """Yield each row with its file and line, "FILE:LINE". Memory does not grow with the file.
+
+    Args:
+        key: config key of the file, for errors.
+        columns: that are used; of a parquet file the others are not read, and have None as their value. None: all.
+
+    Raises:
+        ConfigError: the file is missing, has another format, or has a line that is not a JSON object in UTF-8.
+    """
+    path = Path(file)
+    if not path.is_file():
+        raise ConfigError(key, file, "no such file.", "use the path of a .jsonl or .parquet file.")
+    if path.suffix == ".parquet":
+        yield from _parquet(file, key, columns)
+    elif path.suffix == ".jsonl":
+        yield from _jsonl(file, key)
+    else:
+        raise ConfigError(key, file, f"unknown file type {path.suffix!r}.", "use .jsonl or .parquet.")
+
+
+def _parquet(file: str, key: str, columns: Collection[str] | None) -> Iterator[tuple[str, Row]]:
+    import pyarrow.parquet as pq
+
+    line = 0
+    try:
+        with pq.ParquetFile(file) as source:
+            names = source.schema_arrow.names
+            used = [name for name in names if columns is None or name in columns]
+            unread = dict.fromkeys(name for name in names if name not in used)
+            for batch in source.iter_batches(_BATCH_ROWS, columns=used):
+                for row in batch.to_pylist() if used else [{}] * batch.num_rows:
+                    line += 1
+                    yield f"{file}:{line}", {**unread, **row}
+    except ConfigError:
+        raise
+    except Exception as error:
+        raise ConfigError(key, file, f"not a parquet file ({error}).", "create it again.") from error
+
+
+def _jsonl(file: str, key: str) -> Iterator[tuple[str, Row]]:
+    # Lines of bytes end with a line feed alone. A JSON string may contain other characters that end a line of text.
+    with Path(file).open("rb") as source:
+        for i, line in enumerate(source, 1):
+            if i == 1:
+                line = line.removeprefix(b"\xef\xbb\xbf")  # the byte order mark of some editors
+            try:
+                if text := line.decode().strip():
+                    yield f"{file}:{i}", _json_object(text, f"{file}:{i}", key)
+            except UnicodeDecodeError as error:
+                raise ConfigError(key, file, f"line {i} is not UTF-8 ({error}).", "create it again.") from error
+
+
+def _json_object(line: str, where: str, key: str) -> Row:
+    if where.endswith(":1") and line.startswith("["):
+        problem = "the file is a JSON array, and one JSON object a line is needed."
+        raise ConfigError(key, where, problem, "write each element of the array as one line.")
+    try:
+        row = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise ConfigError(key, where, f"invalid JSON ({error}).", "correct or remove the line.") from error
+    if not isinstance(row, dict):
+        problem = f"the line is a JSON {type(row).__name__}, expected an object."
+        raise ConfigError(key, where, problem, "correct or remove the line.")
+    return row

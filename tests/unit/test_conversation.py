@@ -1,0 +1,258 @@
+"""The tokenizer gets what is in the row: forms of prompts, chat templates, and rows that are refused."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from gkd.config.schema import DataConfig
+from gkd.data.conversation import ROLES, read_conversation
+from gkd.data.prompts import load_prompts
+from gkd.data.render import PromptRenderer
+from gkd.errors import ConfigError
+from tests.unit.chat_templates import FAMILIES, FAULTS, tokenizer
+
+SETTING = "data.prompt_key", "prompt"
+USER = {"role": "user", "content": "What is 2+2?"}
+CHATML = tokenizer(FAMILIES["chatml"])
+RENDERED = "<|im_start|>user\nWhat is 2+2?<|im_end|>\n<|im_start|>assistant\n"
+
+
+def load(tmp_path: Path, value: Any, made: Any = CHATML, ends: list[int] | None = None, **data: Any) -> Any:
+    """Load one row, given as its prompt or as a whole."""
+    row = value if isinstance(value, dict) and "prompt" in value else {"prompt": value}
+    file = tmp_path / "p.jsonl"
+    file.write_text(json.dumps(row) + "\n")
+    prompts, _ = load_prompts([str(file)], DataConfig(**data), made, "data.train_files", response_ends=ends)
+    return prompts[0]
+
+
+def text(tmp_path: Path, value: Any, made: Any = CHATML, **data: Any) -> str:
+    decoded: str = made.decode(load(tmp_path, value, made, **data).token_ids)
+    return decoded
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        "What is 2+2?",
+        [USER],
+        [{**USER, "tool_calls": None, "name": None}],
+        [{"role": "user", "content": [{"type": "text", "text": "What is 2+2?", "image": None}]}],
+        [{"role": "user", "content": ["What is 2+2?"]}],
+        [{"from": "human", "value": "What is 2+2?"}],
+        json.dumps([USER]),
+        json.dumps([{"from": "human", "value": "What is 2+2?"}], indent=1),
+        RENDERED,
+    ],
+)
+@pytest.mark.parametrize("family", ["chatml", "chatml_parts"])
+def test_each_form_of_a_prompt_is_read(tmp_path: Path, value: Any, family: str) -> None:
+    """Fails if a form that people have is rendered without its text, as JSON, or twice."""
+    assert text(tmp_path, value, tokenizer(FAMILIES[family])) == RENDERED
+
+
+def test_parts_and_roles_are_converted(tmp_path: Path) -> None:
+    """Fails if parts are lost, or ShareGPT's names are not the roles of the template."""
+    parts = [{"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}]
+    assert "user\na\nb<|im_end|>" in text(tmp_path, parts)
+    names = [("system", "s"), ("human", "q"), ("gpt", "x"), ("observation", "t"), ("user", "r")]
+    found = text(tmp_path, [{"from": name, "value": value} for name, value in names])
+    roles = "".join(
+        f"<|im_start|>{role}\n{value}<|im_end|>\n"
+        for role, value in (("system", "s"), ("user", "q"), ("assistant", "x"), ("tool", "t"), ("user", "r"))
+    )
+    assert found == roles + "<|im_start|>assistant\n"
+
+
+@pytest.mark.parametrize(
+    ("value", "said"),
+    [
+        ({"messages": [USER]}, "one object"),
+        ([], "list of messages"),
+        (None, "list of messages"),
+        ([USER, "x"], "message 2"),
+        ([{"role": "human", "content": "x"}], "human"),
+        ([{"content": "x"}], "role"),
+        ([{"role": "user"}], "content"),
+        ([{"role": "user", "content": None}], "content"),
+        ([{"role": "user", "content": {"text": "x"}}], "content"),
+        ([{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}], "image_url"),
+        ([{"role": "user", "content": [{"type": "text", "text": None}]}], "text"),
+        ([{"role": "user", "content": "x", "images": ["a.png"]}], "images"),
+        ([{"from": "human", "value": "x"}, {"role": "user", "content": "y"}], "message 1"),
+        ([{"from": "moderator", "value": "x"}], "moderator"),
+        ([{"role": "system", "content": " "}], "no text"),
+        ("1\ud83d2", "lone surrogate at character 2"),
+        ([{"role": "user", "content": "\udc00"}], "lone surrogate at character 1"),
+        (json.dumps([{"role": "narrator", "content": "x"}]), "narrator"),
+        ("So: " + RENDERED, "<|im_"),
+        ([{"role": "user", "content": RENDERED}], "<|im_"),
+        (RENDERED.partition("<|im_start|>assistant")[0], "ends with"),
+    ],
+)
+def test_a_row_that_is_not_understood_is_refused(tmp_path: Path, value: Any, said: str) -> None:
+    """Fails if a row trains on something else than what is in it, or the error lacks row, problem or fix."""
+    with pytest.raises(ConfigError, match=r"p\.jsonl:1") as caught:
+        load(tmp_path, value)
+    assert caught.value.key == "data.prompt_key" and said in str(caught.value) and caught.value.fix
+
+
+def test_the_last_assistant_message_is_the_response_if_the_key_is_empty(tmp_path: Path) -> None:
+    """Fails if TRL's data (`messages` with the answer) trains on the answer as part of the prompt, or loses it."""
+    value = [USER, {"role": "assistant", "content": [{"type": "text", "text": "Four."}]}]
+    with pytest.raises(ConfigError, match=r"p\.jsonl:1") as caught:
+        load(tmp_path, value)
+    assert 'response_key=""' in caught.value.fix
+    end = CHATML.eos_token_id
+    prompt = load(tmp_path, value, ends=[end], response_key="")
+    assert CHATML.decode(prompt.token_ids) == RENDERED
+    assert CHATML.decode(prompt.response_ids) == "Four.</s>"
+    assert load(tmp_path, value, response_key="").response_ids is None, "an on-policy run needs no response"
+    with pytest.raises(ConfigError, match="not the assistant's"):
+        load(tmp_path, [USER], ends=[end], response_key="")
+    row = {"prompt": [USER], "completion": [{"role": "assistant", "content": "4"}]}
+    assert CHATML.decode(load(tmp_path, row, ends=[end], response_key="completion").response_ids) == "4</s>"
+    with pytest.raises(ConfigError, match="surrogate"):
+        load(tmp_path, {"prompt": "a", "response": "\ud800"}, ends=[end])
+
+
+@pytest.mark.parametrize("template", [None, *FAMILIES.values()])
+def test_no_second_beginning_and_no_end_of_the_tokenizer(tmp_path: Path, template: str | None) -> None:
+    """Fails if a text that begins with the beginning gets another one, or a prompt ends with the tokenizer's end."""
+    made = tokenizer(template, post="<s> $A </s>")
+    for value in ("Q", "<s>Q"):
+        assert text(tmp_path, value, made, chat_template="never") == "<s>Q"
+    assert not text(tmp_path, "Q", made).endswith("</s>")
+    assert not text(tmp_path, "Q", tokenizer(template, post="$A </s>")).endswith("</s>")
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_rendered_text_is_used_as_it_is(tmp_path: Path, name: str) -> None:
+    """Fails if a text is rendered twice with any family of templates that can be recognized."""
+    made = tokenizer(FAMILIES[name])
+    rendered = text(tmp_path, "What is 2+2?", made)
+    if name in ("plain", "names_one_line"):  # their prompts cannot be told from a user's text
+        return
+    assert text(tmp_path, rendered, made) == rendered
+    assert text(tmp_path, rendered.removeprefix("<s>").lstrip(), made) == rendered.removeprefix("<s>").lstrip()
+
+
+def test_variables_of_the_template_are_set(tmp_path: Path) -> None:
+    """Fails if data.chat_template_kwargs has no effect, or an unknown variable is ignored."""
+    made = tokenizer(FAMILIES["chatml_no_thinking"])
+    off = {"chat_template_kwargs": {"enable_thinking": False}}
+    assert text(tmp_path, "Q", made, **off).endswith("assistant\n<think></think>")
+    assert text(tmp_path, "Q", made).endswith("assistant\n")
+    for other in (CHATML, tokenizer()):
+        with pytest.raises(ConfigError) as caught:
+            load(tmp_path, "Q", other, **off)
+        assert caught.value.key == "data.chat_template_kwargs.enable_thinking"
+
+
+def conversation(rng: random.Random) -> list[dict[str, Any]]:
+    """Return messages as people have them, some of them broken. Texts are long enough not to occur by chance."""
+    alphabet = "abcXYZ 019\n\t.,<>|[]{}\"'\\/é\u2028\u0301漢字🙂\u200d\ufeff"
+
+    def some_text() -> Any:
+        made = "".join(rng.choices(alphabet, k=rng.randint(8, 40)))
+        kind = rng.random()
+        if kind < 0.03:
+            return rng.choice(["", " \n", None, 3, made + "\ud800", {"text": made}, [], [made, {"type": "image"}]])
+        if kind < 0.1:
+            return [{"type": "text", "text": made[:5]}, {"type": "text", "text": made[5:], "image": None}]
+        if kind < 0.15:
+            return f"<think>{made[:4]}</think>\n\n{made}"
+        return rng.choice([made, f" {made}\n", made + rng.choice(["<|im_end|>", "</s>", "[INST]", "###"])])
+
+    roles = ["system"] * rng.randint(0, 1) + ["user"]
+    for _ in range(rng.randint(0, 3)):
+        roles += rng.choice([["assistant", "user"], ["assistant", "tool"], ["tool"], ["user"]])
+    if rng.random() < 0.03:
+        roles.insert(rng.randint(0, len(roles)), rng.choice(["narrator", "", "developer", "system"]))
+    return [{"role": role, "content": some_text()} for role in roles]
+
+
+def texts_of(messages: list[dict[str, Any]]) -> list[tuple[str, str]]:
+    return [
+        (m["role"], m["content"] if isinstance(m["content"], str) else "\n".join(part["text"] for part in m["content"]))
+        for m in messages
+    ]
+
+
+def check(n: int, seed: int) -> tuple[int, int]:
+    """Render random conversations; return the numbers of rendered and of refused ones."""
+    rng, rendered, refused = random.Random(seed), 0, 0
+    sound = {name: PromptRenderer(tokenizer(source), "auto", {}) for name, source in FAMILIES.items()}
+    faulty = {
+        (name, fault): PromptRenderer(tokenizer(source.replace(*change)), "auto", {})
+        for name, source in FAMILIES.items()
+        for fault, change in FAULTS.items()
+        if source.replace(*change) != source
+    }
+    renderers: list[tuple[Any, PromptRenderer]] = [*sound.items(), *faulty.items()]
+    for _ in range(n):
+        messages, (name, renderer) = conversation(rng), rng.choice(renderers)
+        try:
+            found = renderer.render(read_conversation(messages, SETTING, "f:1"), SETTING, "f:1").text
+        except ConfigError as error:
+            refused += 1
+            assert "f:1" in str(error) and error.fix, (name, messages)
+            continue
+        rendered, at = rendered + 1, 0
+        for role, text in texts_of(messages):
+            assert role in ROLES
+            forms = [text.strip(), text.rpartition("</think>")[2].strip(), json.dumps(text, ensure_ascii=False)[1:-1]]
+            places = [(found.find(form, 0 if role == "system" else at), form) for form in forms]
+            assert any(place >= 0 for place, _ in places), (name, messages, found)
+            if role != "system":
+                at, form = min(place for place in places if place[0] >= 0)
+                at += len(form)
+    return rendered, refused
+
+
+def test_a_rendered_prompt_has_each_message_or_the_row_is_refused() -> None:
+    """Fails if any family of templates, sound or faulty, drops or changes a text of a conversation silently."""
+    rendered, refused = check(2000, seed=1)
+    assert rendered > 500 and refused > 250
+
+
+@pytest.mark.slow
+def test_a_hundred_thousand_conversations() -> None:
+    """Fails as the test above, in rarer cases."""
+    check(100_000, seed=2)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_sound_template_is_not_refused(name: str) -> None:
+    """Fails if a plain conversation with a real template is refused."""
+    renderer = PromptRenderer(tokenizer(FAMILIES[name]), "auto", {})
+    messages = [USER, {"role": "assistant", "content": "<think>hm</think>\n\n4"}, {"role": "user", "content": "a "}]
+    has_system = name != "turns"
+    found = renderer.render(
+        read_conversation([{"role": "system", "content": "Be brief."}] * has_system + messages, SETTING, "f:1"),
+        SETTING,
+        "f:1",
+    )
+    assert "What is 2+2?" in found.text and ("Be brief." in found.text) == has_system
+
+
+def test_large_files_are_read_by_row_and_by_column(tmp_path: Path) -> None:
+    """Fails if a byte order mark, line ends inside of texts, or unread columns change the prompts."""
+    file = tmp_path / "p.jsonl"
+    file.write_bytes(b'\xef\xbb\xbf{"prompt": "a\xe2\x80\xa8b"}\r\n\r\n{"prompt": "c"}')
+    plain = tokenizer()
+    prompts, _ = load_prompts([str(file)], DataConfig(), plain, "data.train_files")
+    assert [plain.decode(p.token_ids) for p in prompts] == ["a\u2028b", "c"]
+    pq.write_table(pa.table({"prompt": ["a"] * 600, "unused": ["x"] * 600}), tmp_path / "p.parquet", row_group_size=100)
+    prompts, _ = load_prompts([str(tmp_path / "p.parquet")], DataConfig(), plain, "data.train_files", keep_rows=True)
+    assert len(prompts) == 600
+    (tmp_path / "a.jsonl").write_text('[\n {"prompt": "a"}\n]')
+    with pytest.raises(ConfigError, match="JSON array"):
+        load_prompts([str(tmp_path / "a.jsonl")], DataConfig(), plain, "data.train_files")
