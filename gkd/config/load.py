@@ -127,6 +127,9 @@ def _read_override(override: str) -> Any:
     key, sep, value = override.partition("=")
     if not sep or not key:
         raise ConfigError("override", override, "is not of the form key=value.", "write e.g. actor.tp=2.")
+    known = all_keys().get(key)
+    if not value and known and known.type == "str" and not known.key.required and not known.key.choices:
+        override = f"{key}=''"  # a shell removes the quotes of key=""
     try:
         return OmegaConf.from_dotlist([override])
     except Exception as error:  # yaml's errors have no common root that omegaconf exports

@@ -63,7 +63,7 @@ def read_conversation(value: Any, setting: Setting, where: str) -> Conversation:
         raise _refused(setting, where, f"is one object with the keys {sorted(value)}", "write a list of messages.")
     if not isinstance(value, list) or not value:
         raise _refused(setting, where, f"is {quoted(value)}")
-    sharegpt = all(isinstance(message, dict) and "from" in message and "value" in message for message in value)
+    sharegpt = isinstance(value[0], dict) and value[0].keys() >= {"from", "value"}
     read = [_message(message, i, sharegpt, setting, where) for i, message in enumerate(value, 1)]
     messages = [message for message, _ in read]
     converted = "ShareGPT messages" if sharegpt else "lists of text parts" if any(parts for _, parts in read) else ""
@@ -106,12 +106,13 @@ def _message(message: Any, i: int, sharegpt: bool, setting: Setting, where: str)
         known = sorted(_SHAREGPT) if sharegpt else ROLES
         found = f"has {quoted(role)} as the role of message {i}, which has the keys {sorted(message)}"
         raise _refused(setting, where, found, f"use {', '.join(known)}.")
-    if lost := _MEDIA & rest.keys():
-        raise _refused(
-            setting, where, f"has {sorted(lost)} in message {i}, and only text is supported", "remove the row."
-        )
-    if content is None and rest.get("tool_calls"):
-        content = ""
+    if not rest.keys().isdisjoint(_MEDIA):
+        found = f"has {sorted(_MEDIA & rest.keys())} in message {i}, and only text is supported"
+        raise _refused(setting, where, found, "remove the row.")
+    calls = rest.get("tool_calls", [])
+    if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
+        raise _refused(setting, where, f"has {quoted(calls)} as the tool calls of message {i}")
+    content = "" if content is None and calls else content
     parts = isinstance(content, list)
     text = _joined(content, i, setting, where) if parts else content
     if not isinstance(text, str):

@@ -71,6 +71,7 @@ class PromptRenderer:
         self._frames: dict[tuple[str, ...], _Frame] = {}
         self._begin = self._tokens_in_front()
         self._markers, self._heads = self._separators() if self._applies else ((), ())
+        self._marker = re.compile("|".join(map(re.escape, self._markers)) or "(?!)")
 
     def render(self, prompt: Conversation, setting: Setting, where: str) -> Rendered:
         """Return a prompt's text and tokens.
@@ -131,17 +132,18 @@ class PromptRenderer:
         """Raise ConfigError unless the prompt holds each message and ends as the template ends one."""
         for message in messages:
             content = message["content"]
-            marker = next((marker for marker in self._markers if marker in content), None)
+            marker = self._marker.search(content)
             if marker or content.lstrip().startswith(self._heads):
-                found = f"which the template writes between messages: {marker}" if marker else "rendered already"
+                found = f"with {marker[0]}, which separates messages" if marker else "rendered already"
                 problem = f"a message of {where} ({message['role']}) is {quoted(content)}, {found}."
                 fix = "correct the row. Text that is rendered already must be one string, not a message."
                 raise ConfigError(*setting, problem, fix)
         frame = self._frame(tuple(message["role"] for message in messages))
         texts = [*(message["content"] for message in messages), ""]
-        if frame.pieces and text == "".join(map(str.__add__, frame.pieces, texts)):
+        lost = [message for message in messages if "tool_calls" in message and not _has_calls(text, message)]
+        if not lost and frame.pieces and text == "".join(map(str.__add__, frame.pieces, texts)):
             return
-        lost = [messages[i] for i in frame.dropped if messages[i]["content"]] or _not_in_order(text, messages)
+        lost += [messages[i] for i in frame.dropped if messages[i]["content"]] or _not_in_order(text, messages)
         if lost:
             problem = (
                 f"the chat template leaves out or changes the text of a message of {where} "
@@ -197,6 +199,12 @@ def _forms(message: Message) -> list[str]:
     if role == "tool":
         forms.append(json.dumps(text, ensure_ascii=False)[1:-1])
     return [form for form in forms if form]
+
+
+def _has_calls(text: str, message: Message) -> bool:
+    """Return whether the prompt has the names of the functions that a message calls."""
+    calls = [call.get("function") or call for call in message["tool_calls"]]
+    return all(str(call.get("name")) in text for call in calls)
 
 
 def _not_in_order(text: str, messages: Sequence[Message]) -> list[Message]:
