@@ -20,6 +20,7 @@ _PREFIX = "ray_"
 # The longest path below the temporary folder: mkdtemp's name, Ray's session with date and pid, a socket.
 _RAY_BYTES = len(f"/{_PREFIX}12345678/session_2026-01-31_23-59-59_123456_4194304/sockets/plasma_store")
 _SHORT = Path("/tmp")
+_FIX = "Fix: set RAY_TMPDIR to a short folder that you can write."
 
 
 def temporary_folder(n_bytes: int) -> Path:
@@ -31,31 +32,27 @@ def temporary_folder(n_bytes: int) -> Path:
     Raises:
         ClusterError: it is too long, and /tmp cannot be written.
     """
-    named, most = _named(), MOST_BYTES - n_bytes
-    if len(os.fsencode(named)) <= most:
+    variable, named = _named()
+    size, most = len(os.fsencode(named)), MOST_BYTES - n_bytes
+    if size <= most:
         return named
     if os.access(_SHORT, os.W_OK | os.X_OK):
         return _SHORT
-    raise ClusterError(
-        f"{_variable()} = {str(named)!r}: it has {len(os.fsencode(named))} bytes, the sockets of Ray and vLLM need a "
-        f"folder of at most {most}, and /tmp cannot be written. Fix: set RAY_TMPDIR to a shorter folder that you can "
-        "write."
-    )
+    problem = f"sockets need a folder of at most {most} bytes, this one has {size}, and {_SHORT} cannot be written."
+    raise ClusterError(f"{variable} = {str(named)!r}: {problem} {_FIX}")
 
 
 def make_ray_folder() -> Path:
     """Make a folder for the Ray of this run alone. Raises ClusterError: it cannot be made, or its path is too long."""
-    base = temporary_folder(_RAY_BYTES)
-    if base != _named():
-        text = "%s has %d bytes, and Ray's sockets need a folder of at most %d: Ray uses /tmp. Set RAY_TMPDIR to choose"
-        log.warning(text, _variable(), len(os.fsencode(_named())), MOST_BYTES - _RAY_BYTES)
+    base, (variable, named) = temporary_folder(_RAY_BYTES), _named()
+    if base != named:
+        text = "%s = %r has more than the %d bytes that Ray's sockets leave: Ray uses %s. Set RAY_TMPDIR to choose"
+        log.warning(text, variable, str(named), MOST_BYTES - _RAY_BYTES, base)
     try:
         return Path(tempfile.mkdtemp(prefix=_PREFIX, dir=base))
     except OSError as error:
-        fix = "set RAY_TMPDIR to a folder that you can write."
-        raise ClusterError(
-            f"{_variable()} = {str(base)!r}: Ray's folder cannot be made ({error}). Fix: {fix}"
-        ) from error
+        problem = f"Ray's folder cannot be made ({error})."
+        raise ClusterError(f"{variable} = {str(base)!r}: {problem} {_FIX}") from error
 
 
 def remove_ray_folder(folder: Path, *, keep_logs: bool) -> None:
@@ -73,9 +70,7 @@ def remove_ray_folder(folder: Path, *, keep_logs: bool) -> None:
     log.info("Ray's logs of this failed run: %s; remove %s when you have read them", logs[0], folder)
 
 
-def _named() -> Path:
-    return Path(os.environ.get("RAY_TMPDIR") or tempfile.gettempdir()).absolute()
-
-
-def _variable() -> str:
-    return "RAY_TMPDIR" if os.environ.get("RAY_TMPDIR") else "TMPDIR"
+def _named() -> tuple[str, Path]:
+    """Return the variable that chooses the folder, and the folder."""
+    variable = "RAY_TMPDIR" if os.environ.get("RAY_TMPDIR") else "TMPDIR"
+    return variable, Path(os.environ.get("RAY_TMPDIR") or tempfile.gettempdir()).absolute()
