@@ -18,6 +18,7 @@ import time
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -26,9 +27,11 @@ from ray._private.state import available_resources_per_node
 from ray.exceptions import RayError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 
+from gkd.cluster.auth_token import set_token_without_home
 from gkd.cluster.daemons import DaemonWatch
 from gkd.cluster.placement import Node, PoolSpec, Room, in_order, place, shortage
 from gkd.cluster.slots import Pool
+from gkd.cluster.temporary import make_ray_folder, remove_ray_folder
 from gkd.cluster.worker_lines import keep_worker_lines
 from gkd.errors import ClusterError
 from gkd.log import get_logger
@@ -43,6 +46,7 @@ _CONNECT_S = 10.0
 _JOB_ENV = {"worker_process_setup_hook": "gkd.cluster.stacks.listen"}
 _GRANT_S = 5.0  # Ray grants what is free within milliseconds
 _POLL_S = 0.2
+_KILLED_S = 5.0
 _LOG_EVERY_S = 15.0  # between log lines while resources are not free
 _RUN = "GKD_CLUSTER_RUN"  # environment variable of all processes of a cluster started here: its `Cluster.run`
 _NODE_ID = "ray.io/node-id"  # a label of every Ray node
@@ -76,6 +80,7 @@ class Cluster:
         self.run = uuid.uuid4().hex
         self._is_own = not address
         self._watch: DaemonWatch | None = None
+        self._folder: Path | None = None  # of a Ray that was started here
         os.environ[_RUN] = self.run  # inherited by all processes that Ray starts here
         # Ray's colors make a log file hard to search; its line on token authentication needs no action.
         if not sys.stderr.isatty():
@@ -93,19 +98,21 @@ class Cluster:
         signal.signal(signal.SIGHUP, signal.SIG_IGN)  # the daemons inherit it, and outlive a terminal
         keep_worker_lines()
         try:
+            if self._is_own:
+                set_token_without_home()
+                self._folder = make_ray_folder()
+                # "local", because without an address Ray would join a cluster that runs on this machine.
+                local |= {"address": "local", "_temp_dir": str(self._folder)}
             if address:
                 _check_answers(address)
                 ray.init(address=address, **common)
             elif on_cpu:
-                # "local", because without an address Ray would join a cluster that runs on this machine.
-                slots = len(gpus) or n_slots
-                # Ray refuses more slots than CUDA_VISIBLE_DEVICES lists, which users empty to hide their GPUs.
-                hidden = os.environ.get("CUDA_VISIBLE_DEVICES") == ""
-                with _visible(range(slots) if hidden and not gpus else gpus):
-                    ray.init("local", num_gpus=slots, object_store_memory=512 << 20, **local)
+                # Ray refuses more slots than CUDA_VISIBLE_DEVICES lists, which job scripts and users set for real GPUs.
+                with _visible(gpus, forget=True):
+                    ray.init(num_gpus=len(gpus) or n_slots, object_store_memory=512 << 20, **local)
             else:
                 with _visible(gpus):
-                    ray.init("local", **local)
+                    ray.init(**local)
         except (ConnectionError, RuntimeError, ValueError, RayError) as error:
             problem = " ".join(str(error).split())
             fix = ""
@@ -118,6 +125,7 @@ class Cluster:
                     "RAY_AUTH_MODE=token, with the ~/.ray/auth_token of its head node on this host."
                 )
             verb = "joined" if address else "started"
+            self.close()
             raise ClusterError(
                 f"Ray could not be {verb} (cluster.ray_address = {address!r}): {problem}{fix}"
             ) from error
@@ -166,12 +174,18 @@ class Cluster:
             time.sleep(min(_POLL_S, left_s))
 
     def close(self) -> None:
-        """Stop Ray if it was started here, else disconnect. The pools are freed in both cases."""
+        """Stop Ray if it was started here, else disconnect. The pools are freed in both cases.
+
+        The folder of the stopped Ray is removed. While an error is handled, its logs stay.
+        """
         if self._watch is not None:
             self._watch.stop()
         ray.shutdown()
         if self._is_own:
             _kill_rest(self.run)
+        if self._folder is not None:
+            remove_ray_folder(self._folder, keep_logs=isinstance(sys.exc_info()[1], Exception))
+            self._folder = None
 
 
 def _kill_rest(run: str) -> None:
@@ -179,10 +193,13 @@ def _kill_rest(run: str) -> None:
 
     An agent that starts while its raylet ends may wait for it for more than a minute.
     """
+    killed = []
     for process in psutil.process_iter():
         with suppress(psutil.Error):  # it has ended, or belongs to another user
             if process.pid != os.getpid() and process.environ().get(_RUN) == run:
                 process.kill()
+                killed.append(process)
+    psutil.wait_procs(killed, timeout=_KILLED_S)  # until then they write into Ray's folder
 
 
 def _reserve(specs: Sequence[PoolSpec], nodes: Sequence[Sequence[str]], run: str) -> dict[str, Pool] | None:
@@ -235,9 +252,15 @@ def _room(resources: Mapping[str, float]) -> Room:
 
 
 @contextmanager
-def _visible(gpus: Sequence[int]) -> Iterator[None]:
-    """Limit the Ray daemons that are started in this context to these GPUs; empty: no limit."""
+def _visible(gpus: Sequence[int], *, forget: bool = False) -> Iterator[None]:
+    """Limit the Ray daemons that are started in this context to these GPUs; empty: no limit.
+
+    Args:
+        forget: hide this process's CUDA_VISIBLE_DEVICES from them.
+    """
     before = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if forget:
+        os.environ.pop("CUDA_VISIBLE_DEVICES", None)
     if gpus:
         os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, sorted(gpus)))
     try:

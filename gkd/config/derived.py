@@ -100,6 +100,12 @@ def _metrics(config: Config) -> tuple[str, ...]:
     return () if metric == NO_METRIC or engines_judge or not config.data.val_files else (metric,)
 
 
+def planned_steps(config: Config, n_prompts: int) -> int:
+    """Return the optimizer steps of the run: those of total_epochs, at least 1, at most total_steps (0 = no limit)."""
+    by_epochs = max(1, n_prompts * config.trainer.total_epochs // config.trainer.global_batch_size)
+    return min(by_epochs, config.trainer.total_steps) if config.trainer.total_steps else by_epochs
+
+
 def logits_chunk_bytes(logits_chunk_mib: int, *, on_cpu: bool) -> int:
     """Return the bytes of a chunk of logits for `actor.logits_chunk_mib`.
 

@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import xxhash
 
+from gkd.config.schema import DataConfig
 from gkd.errors import ConfigError
 
 _CHUNK_BYTES = 4 << 20
+
+
+def describe_files(data: DataConfig) -> list[dict[str, Any]]:
+    """Return config key, path and `fingerprint` of each prompt file. Raises as `fingerprint`."""
+    files = {"data.train_files": data.train_files, "data.val_files": data.val_files}
+    return [{"key": key, "file": file, **fingerprint(file, key)} for key in files for file in files[key]]
 
 
 def fingerprint(file: str, key: str) -> dict[str, object]:

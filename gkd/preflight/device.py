@@ -55,7 +55,8 @@ def resolve_device(config: Config) -> str:
     _check_transport(config.weight_sync.transport, device)
     if device == "cuda":
         _check_adapter_dtype(config)
-    _check_gpus_are_here(config.cluster.gpus, n_gpus if device == "cuda" else None)
+        # On the CPU they are logical, so any number is valid.
+        _check_gpus_are_here(config.cluster.gpus, n_gpus)
     return device
 
 
@@ -75,17 +76,15 @@ def _check_adapter_dtype(config: Config) -> None:
         raise ConfigError("weight_sync.lora", "adapters", problem, "use merged, or model.dtype=bfloat16.")
 
 
-def _check_gpus_are_here(gpus: list[int], n_gpus: int | None) -> None:
+def _check_gpus_are_here(gpus: list[int], n_gpus: int) -> None:
     """Raise ConfigError if cluster.gpus names a GPU that is not on this machine or not in CUDA_VISIBLE_DEVICES.
 
     Args:
-        n_gpus: GPUs that torch sees; None: logical GPUs, so any number is valid.
+        n_gpus: GPUs that torch sees.
     """
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    have = visible_ids(visible) if visible is not None else None
-    if have is None and n_gpus is not None:
-        have = tuple(map(str, range(n_gpus)))
-    missing = [gpu for gpu in gpus if have is not None and str(gpu) not in have]
+    have = visible_ids(visible) if visible is not None else tuple(map(str, range(n_gpus)))
+    missing = [gpu for gpu in gpus if str(gpu) not in have]
     if missing:
         what = "this machine has" if visible is None else f"CUDA_VISIBLE_DEVICES={visible} shows"
         raise ConfigError(

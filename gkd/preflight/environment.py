@@ -18,7 +18,6 @@ from typing import Any
 from gkd.cluster.gpus import driver_version, machine_gpus
 from gkd.config.key_list import all_keys, value_of
 from gkd.config.schema import Config
-from gkd.data.prompt_file import fingerprint
 from gkd.preflight.run import Plan
 
 PACKAGES = ("gkd", "torch", "vllm", "megatron-core", "ray", "transformers", "safetensors", "numpy", "pyzmq")
@@ -42,8 +41,7 @@ _GIT_S = 10.0
 
 
 def describe_start(config: Config, plan: Plan) -> dict[str, Any]:
-    """Return one line of `environment.jsonl`. Raises ConfigError: a prompt file cannot be read any more."""
-    files = [(key, file) for key in ("data.train_files", "data.val_files") for file in value_of(config, key)]
+    """Return one line of `environment.jsonl`."""
     seeds = [name for name in all_keys() if name.rpartition(".")[2] == "seed"]
     return {
         "unix_s": time.time(),
@@ -54,7 +52,7 @@ def describe_start(config: Config, plan: Plan) -> dict[str, Any]:
         "device": plan.device,
         **describe_machine(),
         "seeds": {name: value_of(config, name) for name in seeds},
-        "data": [{"key": key, "file": file, **fingerprint(file, key)} for key, file in files],
+        "data": plan.data_files,
         "model": {"path": config.model.path},
         "teacher": {**plan.folder.teacher, "engine": plan.teachers[0].engine},
         "variables": {name: os.environ[name] for name in VARIABLES if name in os.environ},

@@ -11,11 +11,12 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from gkd.config.check import check_config
-from gkd.config.derived import Derived
+from gkd.config.derived import Derived, planned_steps
 from gkd.config.routes import Route
 from gkd.config.schedulers import STREAM
 from gkd.config.schema import Config
 from gkd.console.activity import activities
+from gkd.data.prompt_file import describe_files
 from gkd.data.prompts import eos_token_ids, load_prompts, load_tokenizer
 from gkd.errors import ClusterError, ConfigError
 from gkd.footprint.totals import scores_gib
@@ -52,6 +53,7 @@ class Plan:
     n_vocab: int  # ids that student and teacher share
     total_steps: int  # optimizer steps of the whole run; the learning rate schedule ends there
     config: Config  # the settings, with cluster.gpus, memory.strategy and rollout.max_num_seqs replaced by what fits
+    data_files: list[dict[str, Any]]  # see `describe_files`
     folder: RunFolder
 
 
@@ -111,6 +113,7 @@ def preflight(config: Config) -> Plan:
     if config.actor.offload_train and config.actor.fsdp_cpu_offload:
         log.warning("actor.offload_train is ignored: actor.fsdp_cpu_offload keeps the states in host memory already")
     warn_about_losses(config, gib)
+    data_files = describe_files(config.data)
     return Plan(
         derived=derived,
         device=device,
@@ -121,7 +124,8 @@ def preflight(config: Config) -> Plan:
         n_vocab=n_vocab,
         total_steps=total_steps,
         config=replace(settled, trainer=config.trainer),
-        folder=open_run_folder(config, identity),
+        data_files=data_files,
+        folder=open_run_folder(config, identity, data_files),
     )
 
 
@@ -197,12 +201,6 @@ def check_stream_fits(config: Config, total_steps: int) -> None:
             f"with trainer.scheduler=stream and this batch size a run has at most {most} steps.",
             "lower it, and continue in a new run with the export of this one as model.path.",
         )
-
-
-def planned_steps(config: Config, n_prompts: int) -> int:
-    """Return the optimizer steps of the run: those of total_epochs, at least 1, at most total_steps (0 = no limit)."""
-    by_epochs = max(1, n_prompts * config.trainer.total_epochs // config.trainer.global_batch_size)
-    return min(by_epochs, config.trainer.total_steps) if config.trainer.total_steps else by_epochs
 
 
 def early_end_warning(config: Config, n_prompts: int) -> str:

@@ -44,6 +44,7 @@ from gkd.quickstart import addition, evaluate, pretrain
 from gkd.quickstart.addition import build_tokenizer, make_problems, write_jsonl
 from gkd.quickstart.evaluate import greedy_score
 from gkd.quickstart.pretrain import ModelRecipe
+from teacher_server.wire.threads import thread_env
 
 # Files of a finished result, in addition to `models.json`.
 PRODUCTS = ("teacher/model.safetensors", "student/model.safetensors", "train.jsonl", "heldout.jsonl")
@@ -204,7 +205,7 @@ def _train_in_parallel(jobs: list[_Job]) -> Iterator[tuple[str, Measured]]:
     context = multiprocessing.get_context(
         "spawn"
     )  # a forked child would inherit torch's thread pool in an undefined state
-    os.environ["OMP_NUM_THREADS"] = str(jobs[0].threads)  # read when a child first loads torch
+    os.environ.update(thread_env(jobs[0].threads))  # read when a child first loads torch
     processes = []
     roles: dict[Connection, str] = {}  # of the running processes, by the pipe for their result
     try:

@@ -9,17 +9,18 @@ from __future__ import annotations
 
 import os
 import shutil
-import tempfile
 from contextlib import suppress
 from pathlib import Path
 
 import psutil
 
 from gkd.cluster.stacks import RANK_ENV
+from gkd.cluster.temporary import temporary_folder
 
 _SHARED_MEMORY = Path("/dev/shm")
 # Messages between vLLM's processes, their semaphores, and collectives on a CPU.
 _NAMES = ("psm_*", "sem.mp-*", "vllm_dist_*")
+_BYTES = len("/gkd_vllm_12345678_9999/00000000-0000-0000-0000-000000000000")  # the path of a socket of vLLM
 
 
 def engine_folder(owner: str = "") -> Path:
@@ -29,8 +30,7 @@ def engine_folder(owner: str = "") -> Path:
         owner: RUN/RANK; RUN/*: a pattern of all engines of a run; empty: this process.
     """
     run, _, rank = (owner or os.environ.get(RANK_ENV, str(os.getpid()))).partition("/")
-    # Short, because the path of a socket has at most 107 characters.
-    return Path(tempfile.gettempdir(), f"gkd_vllm_{run[:8]}_{rank.rpartition(' ')[2]}")
+    return temporary_folder(_BYTES) / f"gkd_vllm_{run[:8]}_{rank.rpartition(' ')[2]}"
 
 
 def link_shared_memory(folder: Path) -> None:

@@ -13,13 +13,14 @@ from gkd.rollout.engine_files import engine_folder, link_shared_memory, remove_f
 from teacher_server.engines.vllm_files import keep_files_in
 from teacher_server.engines.vllm_memory import gpu_memory_arguments
 from teacher_server.wire.protocol import MAX_K
+from teacher_server.wire.threads import thread_env
 
 # vLLM reads these variables at import, so they are set in the environment of the Ray actor.
 CPU_ENV = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "TORCHDYNAMO_DISABLE": "1",
-    "OMP_NUM_THREADS": "1",
+    **thread_env(1),
     "TORCH_CPP_LOG_LEVEL": "ERROR",  # not vLLM's warning that it binds memory to the only NUMA node
 }
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TextIO
@@ -16,25 +16,26 @@ from gkd.log import get_logger
 from gkd.run import export_folder
 from gkd.run.checkpoints import STATE, CheckpointStore, step_of, verified
 from gkd.run.disk import TMP, make_folder, naming, replace_file
-from gkd.run.folder import CHECKPOINTS, GOING_BACK, LOCK, ORIGIN, RunFolder, teacher_json
+from gkd.run.folder import CHECKPOINTS, ENVIRONMENT, GOING_BACK, LOCK, ORIGIN, RunFolder, teacher_json
 from gkd.run.manifest import NAME as MANIFEST
-from gkd.run.resume_compat import check_same_reference, check_same_run, check_same_teacher
+from gkd.run.resume_compat import check_same_files, check_same_reference, check_same_run, check_same_teacher
 
 log = get_logger("run_folder")
 
 
-def open_run_folder(config: Config, teacher: dict[str, Any]) -> RunFolder:
+def open_run_folder(config: Config, teacher: Mapping[str, Any], files: Sequence[Mapping[str, Any]] = ()) -> RunFolder:
     """Open and lock `trainer.run_dir`: a new folder, or the folder of the run that is resumed.
 
     Verifies the checkpoint to resume from, every byte of it. A refused run changes nothing.
 
     Args:
         teacher: name and fingerprint of the teacher; a resumed run must have the same fingerprint.
+        files: the prompt files, see `gkd.data.prompt_file.describe_files`; a resumed run must have the same.
 
     Raises:
-        ConfigError: the folder holds another run, or files that are not of a run; the teacher or settings that change
-            the result differ; trainer.resume is not a checkpoint; another process holds the folder; or it cannot be
-            written.
+        ConfigError: the folder holds another run, or files that are not of a run; the teacher, prompt files or settings
+            that change the result differ; trainer.resume is not a checkpoint; another process holds the folder; or it
+            cannot be written.
         CheckpointError: the checkpoint that trainer.resume names is damaged, or (auto) all of the run's are; or one
             cannot be read now.
     """
@@ -44,16 +45,17 @@ def open_run_folder(config: Config, teacher: dict[str, Any]) -> RunFolder:
     if named is None and _holds_run(root):
         check_same_teacher(root / "teacher.json", teacher, config)
         check_same_reference(root / "teacher.json", teacher, config)
+        check_same_files(root / ENVIRONMENT, files, config)
     if named is not None:
-        _check_checkpoint(named, teacher, config)
+        _check_checkpoint(named, teacher, files, config)
     with _writing(root):
         make_folder(root)
         lock = _hold(root)
         try:
             start = named
             if config.trainer.resume == "auto":
-                going_back = _noted(root / GOING_BACK, teacher, config)
-                start = going_back or store.newest() or _noted(root / ORIGIN, teacher, config)
+                going_back = _noted(root / GOING_BACK, teacher, files, config)
+                start = going_back or store.newest() or _noted(root / ORIGIN, teacher, files, config)
             store.remove_leftovers()
             export_folder.tidy(root)
             # Before the config, which makes this a run: a later start with `auto` must find the choice of this one.
@@ -117,7 +119,7 @@ def named_checkpoint(config: Config) -> Path | None:
     raise ConfigError("trainer.resume", resume, problem, "name one, like RUN_DIR/checkpoints/step_00000100.")
 
 
-def _noted(file: Path, teacher: Mapping[str, Any], config: Config) -> Path | None:
+def _noted(file: Path, teacher: Mapping[str, Any], files: Sequence[Mapping[str, Any]], config: Config) -> Path | None:
     """Return the checkpoint that an earlier start was told to resume from; None: there is no such file.
 
     `branched_from` names another run's checkpoint, until the branch has saved its own. `going_back` names one of the
@@ -130,7 +132,7 @@ def _noted(file: Path, teacher: Mapping[str, Any], config: Config) -> Path | Non
     # The run's own checkpoint by name alone, so that the folder can be moved.
     folder = file.parent / CHECKPOINTS / text if file.name == GOING_BACK else Path(text)
     log.info("%s: resuming from %s, as an earlier start was told to", file, folder)
-    _check_checkpoint(folder, teacher, config)
+    _check_checkpoint(folder, teacher, files, config)
     return folder
 
 
@@ -149,12 +151,15 @@ def _note_start(root: Path, start: Path | None, store: CheckpointStore, config: 
         replace_file(origin, f"{start}\n".encode())
 
 
-def _check_checkpoint(folder: Path, teacher: Mapping[str, Any], config: Config) -> None:
-    """Check that a checkpoint is complete, and that a run with this config and teacher may resume from it."""
+def _check_checkpoint(
+    folder: Path, teacher: Mapping[str, Any], files: Sequence[Mapping[str, Any]], config: Config
+) -> None:
+    """Check that a checkpoint is complete, and that a run with this config, teacher and data may resume from it."""
     verified(folder)
     check_same_run(folder / "config.yaml", config)
     check_same_teacher(folder / "teacher.json", teacher, config)
     check_same_reference(folder / "teacher.json", teacher, config)
+    check_same_files(folder.parents[1] / ENVIRONMENT, files, config)
 
 
 @contextmanager

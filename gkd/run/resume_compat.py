@@ -1,19 +1,25 @@
-"""Check that a run may resume: settings, teacher and reference must be those that it was started with."""
+"""Check that a run may resume: settings, teacher, reference and data must be those that it was started with."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from gkd.config.declare import IF_CONSTANT, IF_MOVED
-from gkd.config.derived import derive
+from gkd.config.derived import derive, planned_steps
 from gkd.config.key_list import all_keys, value_of
 from gkd.config.load import load_config
 from gkd.config.routes import kept_on_resume
 from gkd.config.schema import Config
 from gkd.errors import ConfigError
+from gkd.log import get_logger
+
+log = get_logger("run_folder")
+
+_TRAINING = "data.train_files"
+_NEW_RUN = "start a new run with the export of this one as model.path."
 
 
 def may_change(key: str, now: Config) -> bool:
@@ -103,3 +109,55 @@ def check_same_reference(file: Path, identity: Mapping[str, Any], now: Config) -
             f"({(before or 'none')[:12]}).",
             "restore the old weights to resume, or start a new run in another trainer.run_dir.",
         )
+
+
+def check_same_files(environment: Path, files: Sequence[Mapping[str, Any]], now: Config) -> None:
+    """Raise ConfigError if training data has changed since the run's last start; warn if other data has, or it may.
+
+    Args:
+        environment: environment.jsonl of the run.
+        files: the prompt files of this start, as a line of environment.jsonl has them.
+    """
+    if not files:
+        return
+    try:
+        recorded = json.loads(environment.read_text().splitlines()[-1])["data"]
+        before = {(each["key"], each["file"]): _mark(each) for each in recorded}
+    except FileNotFoundError:
+        log.warning("%s is missing, so it is not known whether the prompt files have changed", environment)
+        return
+    except (OSError, ValueError, LookupError, TypeError) as error:
+        problem = f"the last line of {environment} is damaged ({error!r})."
+        raise ConfigError("trainer.run_dir", now.trainer.run_dir, problem, "restore it, or delete it.") from error
+    errors = []
+    for each in files:
+        name, mark = (each["key"], each["file"]), _mark(each)
+        if before.get(name, mark) == mark:
+            continue
+        problem = f"the file has changed since the last start of this run: it had {before[name]}, and has {mark}."
+        if each["key"] == _TRAINING and not now.data.allow_changed_files:
+            fix = "restore the file, start a new run, or accept its rows with data.allow_changed_files=true."
+            errors.append(ConfigError(*name, problem, fix))
+        elif each["key"] == _TRAINING and now.reward.functions and now.trainer.scheduler != "sync":
+            problem += " Functions of reward.functions would judge the responses in flight by the new rows."
+            errors.append(ConfigError(*name, problem, f"restore the file, or {_NEW_RUN}"))
+        else:
+            log.warning("%s = %r: %s", *name, problem)
+    if errors:
+        raise ConfigError.together(errors)
+    _check_same_end(recorded, files, now)
+
+
+def _mark(file: Mapping[str, Any]) -> str:
+    return f"{file['rows']} rows, xxh3_128 {file['xxh3_128']}"
+
+
+def _check_same_end(before: Sequence[Mapping[str, Any]], files: Sequence[Mapping[str, Any]], now: Config) -> None:
+    """Raise ConfigError if the new number of rows moves the end of a schedule that decays."""
+    then, steps = (
+        planned_steps(now, sum(each["rows"] for each in some if each["key"] == _TRAINING)) for some in (before, files)
+    )
+    if then != steps and now.actor.optim.schedule != "constant":
+        problem = f"with the new rows the run has {steps} steps, not {then}, and its learning rates depend on that."
+        fix = f"restore the files, or {_NEW_RUN}"
+        raise ConfigError("actor.optim.schedule", now.actor.optim.schedule, problem, fix)

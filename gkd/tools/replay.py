@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from gkd.config.check import check_config
+from gkd.config.derived import planned_steps
 from gkd.config.load import load_config, parse_overrides
 from gkd.config.schema import Config
 from gkd.errors import ConfigError, GkdError
@@ -22,8 +23,8 @@ from gkd.handles import PendingScores, ScoredChunk, TrainStats
 from gkd.metrics.writer import read_metrics
 from gkd.roles import ReferenceRole, ScoringRole
 from gkd.run.checkpoints import ACTOR, CheckpointStore, step_folder, step_of, verified
-from gkd.run.folder import BATCHES, CHECKPOINTS, ORIGIN
-from gkd.run.resume_compat import check_same_run
+from gkd.run.folder import BATCHES, CHECKPOINTS, ENVIRONMENT, ORIGIN
+from gkd.run.resume_compat import check_same_files, check_same_run
 from gkd.types import Prompt
 
 _EXAMPLES = """example:
@@ -165,7 +166,7 @@ def replayed(case: Case) -> list[TrainStats]:
             scoring: ScoringRole = LocalScoring(lambda: workers, endpoints, config.trainer.stage_timeout_s)
             with_reference = check_config(config).loss.has_reference
             reference = ReferencePool(workers, endpoints, config) if with_reference else NoReference()
-            scoring = _judged(scoring, config, endpoints)
+            scoring = _judged(case.root, scoring, config, endpoints)
             batches = ReplayedBatches(config, scoring)
             if case.start is not None:
                 actor.load(case.start / ACTOR)
@@ -207,26 +208,26 @@ def _total_steps(case: Case) -> int:
     config = case.config
     if config.actor.optim.schedule == "constant":
         return case.step
-    from gkd.preflight.run import planned_steps
-
-    return planned_steps(config, len(_prompts(config)))
+    return planned_steps(config, len(_prompts(case.root, config)))
 
 
-def _judged(scoring: ScoringRole, config: Config, endpoints: list[Any]) -> ScoringRole:
+def _judged(root: Path, scoring: ScoringRole, config: Config, endpoints: list[Any]) -> ScoringRole:
     """Return the scoring that also judges, if the run has rewards. Raises RewardError, ConfigError."""
     from gkd.reward.scoring import init_judging, judged_training
 
     derived = replace(check_config(config), metrics=())
     if not derived.rewards:
         return scoring
-    init_judging(config, derived, _prompts(config), [], endpoints, config.trainer.init_timeout_s)
+    init_judging(config, derived, _prompts(root, config), [], endpoints, config.trainer.init_timeout_s)
     return judged_training(scoring, config, derived, endpoints)
 
 
-def _prompts(config: Config) -> list[Prompt]:
-    """Load the run's training prompts with their rows. Raises ConfigError."""
+def _prompts(root: Path, config: Config) -> list[Prompt]:
+    """Load the training prompts of a run with their rows. Raises ConfigError, also if a file has changed."""
+    from gkd.data.prompt_file import describe_files
     from gkd.data.prompts import load_prompts, load_tokenizer
 
+    check_same_files(root / ENVIRONMENT, describe_files(config.data), config)
     tokenizer = load_tokenizer(config.model.path, "model.path", trust_remote_code=config.model.trust_remote_code)
     files = config.data.train_files
     prompts, _ = load_prompts(files, config.data, tokenizer, "data.train_files", teacher=config.teacher, keep_rows=True)

@@ -21,6 +21,7 @@ from teacher_server.errors import SettingsError
 from teacher_server.log import log_to_stderr
 from teacher_server.wire.keys import load_peer_keys
 from teacher_server.wire.protocol import PROTOCOL_VERSION
+from teacher_server.wire.threads import thread_env
 from teacher_server.wire.worker_protocol import LOCAL_WORKER_NAME, WorkerHello
 from teacher_server.worker.compute import CREDIT_BATCHES, Worker
 from teacher_server.worker.gpus import own_gpus
@@ -111,7 +112,7 @@ def _endpoint(broker: str) -> str:
 
 def _limit_process(values: dict[str, Any]) -> None:
     """Set the environment of this process. Call it before torch is imported, which reads it once."""
-    os.environ["OMP_NUM_THREADS"] = str(values["threads"])
+    os.environ.update(thread_env(values["threads"]))
     gpus = values["gpus"]
     if gpus is not None and len(gpus) != values["tensor_parallel_size"]:
         raise SettingsError(

@@ -28,6 +28,7 @@ from teacher_server.engines.vllm_memory import gpu_memory_arguments
 from teacher_server.engines.vllm_versions import choose_model_runner, with_vllm_errors
 from teacher_server.errors import ServerError
 from teacher_server.wire.protocol import RowDtype, Wire
+from teacher_server.wire.threads import thread_env
 
 MAX_SEQUENCES = 128  # of one forward pass; vLLM samples one token for each, from [128, V] float32
 _LOAD_ERRORS = (OSError, ValueError, RuntimeError, KeyError, ImportError, AssertionError)
@@ -45,7 +46,7 @@ def set_vllm_environment(device: str, threads: int) -> None:
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")
     if device == "cpu":
-        os.environ.update(VLLM_CPU_OMP_THREADS_BIND="nobind", TORCHDYNAMO_DISABLE="1", OMP_NUM_THREADS=str(threads))
+        os.environ.update(VLLM_CPU_OMP_THREADS_BIND="nobind", TORCHDYNAMO_DISABLE="1", **thread_env(threads))
 
 
 class VllmEngine:

@@ -83,7 +83,7 @@ def test_both_pools_start_at_the_same_time(tmp_path: Path, monkeypatch: pytest.M
     settings += ["teacher.backend=local", "teacher.path=t", "cluster.order=[rollout,actor]"]
     config = load_config(None, settings)
     folder = open_run_folder(config, {"name": "t", "fingerprint": "f"})
-    plan = Plan(check_config(config), "cpu", [1], [], [], (TEACHER,), 9, 1, config, folder)
+    plan = Plan(check_config(config), "cpu", [1], [], [], (TEACHER,), 9, 1, config, [], folder)
     monkeypatch.setattr(launcher, "ActorWorker", Rank)
     monkeypatch.setattr(launcher, "RolloutWorker", Engine)
     with pytest.raises(Met), launcher.started_roles(plan):

@@ -130,22 +130,24 @@ def base_run(lab: Lab, teacher_port: int) -> Path:
     """Run four steps on one actor rank and one engine: every sync verified, a checkpoint every second step, every batch
     recorded, one step profiled.
 
-    The run starts a Ray of its own and may use GPUs 4 and 6.
+    The run starts a Ray of its own and may use GPUs 4 and 6, with variables of a job script.
     """
     run_dir = lab.root / "base_run"
     settings = ("trainer.save_every=2", "trainer.keep_last=9", "weight_sync.verify=always", "cluster.gpus=[6,4]")
     kept = ("trainer.record_batches=true", "trainer.profile_steps=[2]", "eval.teacher_prompts=4")
-    with tempfile.TemporaryDirectory() as temporary:
+    with tempfile.TemporaryDirectory() as temporary, pytest.MonkeyPatch.context() as job:
+        job.setenv("MKL_NUM_THREADS", "2")  # job scripts set these two; vLLM's kernels would end the process
+        job.setenv("CUDA_VISIBLE_DEVICES", "-1")
         done = lab.train_run(run_dir, teacher_port, *settings, *kept, temporary=temporary)
-        (lab.root / "base_run.left").write_text("\n".join(left_by_vllm(temporary)))
+        (lab.root / "base_run.left").write_text("\n".join(left_behind(temporary)))
     assert done.returncode == 0, done.stderr[-4000:]
     (lab.root / "base_run.stderr").write_text(done.stderr)
     return run_dir
 
 
-def left_by_vllm(temporary: str) -> list[str]:
-    """Return the names in a temporary folder without Ray's logs and torch's cache, which are kept."""
-    return [name for name in os.listdir(temporary) if name != "ray" and not name.startswith("torchinductor_")]
+def left_behind(temporary: str) -> list[str]:
+    """Return the names in a temporary folder without torch's cache, which is kept."""
+    return [name for name in os.listdir(temporary) if not name.startswith("torchinductor_")]
 
 
 def _words(rng: np.random.Generator) -> str:

@@ -12,12 +12,13 @@ import pytest
 import ray
 
 from gkd.cluster.pools import Cluster
+from tests.dist.ray_nodes import NodeSpec, ray_nodes
 from tests.service.harness import ServerProcess, trivial_model
 
 pytestmark = pytest.mark.e2e
 
 
-def check(folder: Path, *words: str, **env: str) -> subprocess.CompletedProcess[str]:
+def check(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
     config = folder / "check.yaml"
     config.write_text(
         "data: {train_files: [none.jsonl]}\nmodel: {path: none}\neval: {metric: none}\n"
@@ -26,7 +27,7 @@ def check(folder: Path, *words: str, **env: str) -> subprocess.CompletedProcess[
     )
     command = [sys.executable, "-m", "gkd.tools.check_gpus", "--config", str(config), *words]
     clean = {key: value for key, value in os.environ.items() if key != "CUDA_VISIBLE_DEVICES"}
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, env=clean | env)
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, env=clean)
 
 
 # CI reads the placement of whole runs (test_loop.py), and runs the command over several nodes (dist/test_pools.py).
@@ -67,7 +68,8 @@ def test_engines_on_the_actors_gpus(tmp_path: Path) -> None:
 def test_shared_gpus_and_a_silent_teacher(tmp_path: Path) -> None:
     """Fails if ranks with the GPUs ['0', '0', '1', '1'] pass, or if an unreachable teacher hides them."""
     silent = ("teacher.server_port=1", "teacher.outage_budget_s=0.5")
-    done = check(tmp_path, *silent, CUDA_VISIBLE_DEVICES="0,0,1,1")
+    with ray_nodes([NodeSpec(gpus=4, cpus=8, visible="0,0,1,1")]) as address:
+        done = check(tmp_path, *silent, f"cluster.ray_address={address}")
     assert done.returncode == 1, done.stderr
     lines = done.stdout.splitlines()
     column = lines[0].split().index("CUDA_VISIBLE_DEVICES")

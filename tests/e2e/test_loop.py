@@ -28,7 +28,7 @@ from gkd.quickstart.check_export import count_equal
 from gkd.tools import check_gpus
 from gkd.tools.metrics_page import ROWS
 from tests.dist.helpers import free_port
-from tests.e2e.conftest import N_TRAIN, Lab, left_by_vllm
+from tests.e2e.conftest import N_TRAIN, Lab, left_behind
 from tests.e2e.exactness import check_taken, differences
 from tests.e2e.killed_main import is_engine_child
 from tests.service.harness import ServerProcess, wait_until
@@ -97,7 +97,7 @@ def test_the_run_folder_describes_the_run(base_run: Path, lab: Lab) -> None:
     assert [sample["prompt"] for sample in samples] == rows[:50]
 
 
-def test_a_run_leaves_no_file_of_vllm(base_run: Path, lab: Lab) -> None:
+def test_a_run_leaves_no_temporary_file(base_run: Path, lab: Lab) -> None:
     """If it fails, the temporary folder of every host grows with each run."""
     assert (lab.root / "base_run.left").read_text() == ""
 
@@ -343,7 +343,7 @@ def test_an_interrupt_leaves_a_checkpoint_and_no_process(
     finally:
         process.kill()
     assert shared and not [path.name for path in shared if path.exists()]
-    assert not left_by_vllm(temporary)
+    assert not left_behind(temporary)
     shutil.rmtree(temporary)
     if step is None:
         return

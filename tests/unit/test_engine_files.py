@@ -72,6 +72,7 @@ def test_the_driver_removes_what_a_killed_engine_has_left(killed_engine: list[Pa
         assert other.name in linked and linked.isdisjoint(path.name for path in killed_engine)
         remove_files(engine_folder(f"{RUN}/*"))
         assert not any(path.exists() for path in killed_engine)
+        assert not engine_folder().exists()
         assert list(tmp_path.iterdir()) == [others] and (SHARED_MEMORY / other.name).exists()
     finally:
         other.close()

@@ -14,23 +14,28 @@ import pytest
 import xxhash
 
 from gkd.config.load import load_config
-from gkd.data.prompt_file import fingerprint
+from gkd.data.prompt_file import describe_files, fingerprint
 from gkd.errors import CheckpointError, ConfigError
 from gkd.preflight.environment import PACKAGES, describe_start, git_state
+from gkd.run.checkpoints import TrainerState
 from gkd.run.folder import RunFolder
 from gkd.run.open import open_run_folder
+from tests.unit.checkpoint_files import written
 
 ROOT = Path(__file__).parents[2]
+ROWS = '{"prompt": "a"}\n{"prompt": "b"}\n'
 
 
 def start(tmp_path: Path, *overrides: str) -> tuple[dict[str, Any], RunFolder]:
     """Return the description of a start, and its run folder."""
     data = tmp_path / "train.jsonl"
-    data.write_text('{"prompt": "a"}\n{"prompt": "b"}\n')
+    data.write_text(ROWS)
     settings = [f"data.train_files=[{data}]", "model.path=m", f"trainer.run_dir={tmp_path / 'run'}", *overrides]
     config = load_config(None, settings)
-    folder = open_run_folder(config, {"name": "t", "fingerprint": "f"})
-    plan: Any = SimpleNamespace(device="cpu", folder=folder, teachers=(SimpleNamespace(engine="vllm"),))
+    files = describe_files(config.data)
+    folder = open_run_folder(config, {"name": "t", "fingerprint": "f"}, files)
+    teachers = (SimpleNamespace(engine="vllm"),)
+    plan: Any = SimpleNamespace(device="cpu", folder=folder, teachers=teachers, data_files=files)
     return describe_start(config, plan), folder
 
 
@@ -65,6 +70,76 @@ def test_each_start_is_a_line(tmp_path: Path) -> None:
     file.mkdir()
     with pytest.raises(CheckpointError, match=r"environment\.jsonl"):
         folder.add_start(facts)
+
+
+def of_run(tmp_path: Path, *overrides: str) -> RunFolder:
+    """Start a run with training and held-out rows, and return its folder, as a first step leaves it."""
+    (tmp_path / "val.jsonl").write_text(ROWS)
+    facts, folder = start(tmp_path, f"data.val_files=[{tmp_path / 'val.jsonl'}]", *overrides)
+    folder.add_start(facts)
+    folder.metrics_file.write_text("{}\n")
+    return folder
+
+
+def resume(tmp_path: Path, rows: str, *overrides: str) -> None:
+    """Resume this run with these training rows. The start is refused, or recorded."""
+    (tmp_path / "train.jsonl").write_text(rows)
+    settings = [f"data.train_files=[{tmp_path / 'train.jsonl'}]", f"data.val_files=[{tmp_path / 'val.jsonl'}]"]
+    settings += ["model.path=m", f"trainer.run_dir={tmp_path / 'run'}", "trainer.resume=auto", *overrides]
+    config = load_config(None, settings)
+    files = describe_files(config.data)
+    open_run_folder(config, {"name": "t", "fingerprint": "f"}, files).add_start({"data": files})
+
+
+@pytest.mark.parametrize("rows", ['{"prompt": "b"}\n{"prompt": "a"}\n', ROWS + ROWS, ROWS.replace("a", "c")])
+def test_a_resumed_run_refuses_changed_data(tmp_path: Path, caplog: pytest.LogCaptureFixture, rows: str) -> None:
+    """Fails if a run resumes on other rows than it was trained on, or the key that allows it is not named or has no
+    effect.
+    """
+    of_run(tmp_path)
+    (tmp_path / "val.jsonl").write_text(ROWS + ROWS)
+    resume(tmp_path, ROWS)
+    assert "data.val_files" in caplog.text and "4 rows" in caplog.text
+    before = (tmp_path / "run" / "environment.jsonl").read_bytes()
+    with pytest.raises(ConfigError, match=r"data\.allow_changed_files=true") as caught:
+        resume(tmp_path, rows)
+    assert (caught.value.key, caught.value.value) == ("data.train_files", str(tmp_path / "train.jsonl"))
+    for text in (ROWS, rows):
+        assert xxhash.xxh3_128_hexdigest(text.encode()) in caught.value.problem
+    assert (tmp_path / "run" / "environment.jsonl").read_bytes() == before, "a refused start is none"
+    resume(tmp_path, rows, "data.allow_changed_files=true")
+    resume(tmp_path, rows)  # these are the rows of the last start now
+
+
+def test_new_rows_do_not_bend_a_schedule(tmp_path: Path) -> None:
+    """Fails if the learning rates of a resumed run suddenly belong to a run of another length."""
+    settings = ("trainer.global_batch_size=1", "actor.optim.schedule=cosine", "data.allow_changed_files=true")
+    of_run(tmp_path, *settings)
+    resume(tmp_path, ROWS.replace("a", "c"), *settings)
+    with pytest.raises(ConfigError, match="4 steps, not 2") as caught:
+        resume(tmp_path, ROWS + ROWS, *settings)
+    assert caught.value.key == "actor.optim.schedule"
+
+
+def test_responses_in_flight_are_not_judged_by_other_rows(tmp_path: Path) -> None:
+    """Fails if a reward compares a response that a checkpoint holds with the answer of another row."""
+    reward = ("reward.functions=[{path: exact_match}]", "data.allow_changed_files=true")
+    of_run(tmp_path, *reward, "trainer.scheduler=one_step_off")
+    with pytest.raises(ConfigError, match=r"reward\.functions") as caught:
+        resume(tmp_path, ROWS + ROWS, *reward, "trainer.scheduler=one_step_off")
+    assert caught.value.key == "data.train_files"
+
+
+def test_a_branch_refuses_changed_data(tmp_path: Path) -> None:
+    """Fails if a run that starts from the checkpoint of another is not compared with the data of that one."""
+    folder = of_run(tmp_path)
+    folder.commit_checkpoint(TrainerState(2, 12), written(folder.store.begin(2), 2))
+    checkpoint = folder.store.root / "step_00000002"
+    branch = (f"trainer.run_dir={tmp_path / 'branch'}", f"trainer.resume={checkpoint}")
+    with pytest.raises(ConfigError) as caught:
+        resume(tmp_path, ROWS + ROWS, *branch)
+    assert caught.value.key == "data.train_files" and not (tmp_path / "branch").exists()
+    resume(tmp_path, ROWS, *branch)
 
 
 def test_the_commit_is_that_of_the_package(tmp_path: Path) -> None:

@@ -48,5 +48,5 @@ def test_ray_sends_no_usage_statistics(monkeypatch: pytest.MonkeyPatch) -> None:
     assert usage_stats_enabled()
     seen: list[bool] = []
     monkeypatch.setattr(ray, "init", lambda *args, **settings: seen.append(usage_stats_enabled()))
-    Cluster("", n_slots=1, on_cpu=False)
+    Cluster("", n_slots=1, on_cpu=False).close()
     assert seen == [False]

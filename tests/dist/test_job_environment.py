@@ -1,0 +1,77 @@
+"""Variables of cluster jobs and containers around a Ray that the trainer starts, and what that Ray leaves behind."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from gkd.cluster import temporary
+from gkd.cluster.temporary import temporary_folder
+from gkd.errors import ClusterError
+
+pytestmark = [pytest.mark.dist, pytest.mark.cpu_only("Ray's slots are logical CPUs")]
+
+# Run a task in a slot, then end as the argument names it.
+_RUN = """
+import os, sys
+import ray
+from gkd.cluster.pools import Cluster
+from gkd.errors import GkdError
+from gkd.worker_env import worker_env
+cluster = Cluster("", n_slots=2, on_cpu=True)
+print(cluster._folder)
+
+@ray.remote(num_gpus=1, runtime_env={"env_vars": worker_env(on_cpu=True)})
+def in_a_slot():
+    return [os.environ[name] for name in ("CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "MKL_NUM_THREADS")]
+
+try:
+    print(*ray.get(in_a_slot.remote()), os.environ["CUDA_VISIBLE_DEVICES"], flush=True)
+    if sys.argv[1] == "error":
+        raise GkdError("a rank failed")
+finally:
+    cluster.close()
+"""
+
+
+@pytest.mark.parametrize(("end", "visible", "long"), [("end", "NoDevFiles", True), ("error", "GPU-4d0a9a1f", False)])
+def test_a_job_environment(tmp_path: Path, end: str, visible: str, long: bool) -> None:
+    """Fails if Ray does not start where HOME cannot be written, TMPDIR is long or CUDA_VISIBLE_DEVICES hides the GPUs,
+    if the threads of a job script reach a rank, or if each run leaves a folder. The logs of a failed one must stay.
+    """
+    job = {"HOME": "/dev/null/home", "CUDA_VISIBLE_DEVICES": visible, "MKL_NUM_THREADS": "2", "OMP_NUM_THREADS": "7"}
+    if long:
+        job["TMPDIR"] = str(tmp_path / ("x" * 100))
+        Path(job["TMPDIR"]).mkdir()
+    env = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")} | job
+    command = [sys.executable, "-c", _RUN, end]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120, check=False)
+    assert len(done.stdout.splitlines()) == 2, done.stderr
+    folder, seen = done.stdout.splitlines()
+    assert seen in (f"0 1 1 {visible}", f"1 1 1 {visible}"), done.stderr
+    assert ("Ray uses /tmp" in done.stderr) == long
+    assert (done.returncode == 0) == (end == "end")
+    left = [path for path in Path(folder).rglob("*") if path.is_file()]
+    if end == "error":
+        (logs,) = {path.parent for path in left if path.name == "raylet.out"}
+        assert all(path.is_relative_to(logs) for path in left) and str(logs) in done.stderr
+        subprocess.run(["rm", "-r", folder], check=True)
+    else:
+        assert not Path(folder).exists()
+
+
+def test_a_long_temporary_folder_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fails if Ray's traceback about a socket is all that a user sees of a long TMPDIR."""
+    long = tmp_path / ("x" * 100)
+    monkeypatch.setenv("RAY_TMPDIR", str(long))
+    assert temporary_folder(60) == Path("/tmp")
+    monkeypatch.setattr(temporary, "_SHORT", tmp_path / "absent")
+    n_bytes = len(str(long))
+    with pytest.raises(ClusterError, match=f"RAY_TMPDIR = .* 47 .* {n_bytes}"):
+        temporary_folder(60)
+    monkeypatch.setenv("RAY_TMPDIR", "/" + "x" * 46)
+    assert temporary_folder(60) == Path("/" + "x" * 46)
