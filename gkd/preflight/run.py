@@ -24,6 +24,7 @@ from gkd.gpu_map.choice import with_own_gpus
 from gkd.gpu_map.teacher import teacher_rows
 from gkd.log import get_logger
 from gkd.metrics.trackers import check_trackers_installed
+from gkd.preflight.chat_templates import template_warning
 from gkd.preflight.device import resolve_device
 from gkd.preflight.machine import check_machine, check_transformer_engine
 from gkd.preflight.memory import check_memory
@@ -105,8 +106,9 @@ def preflight(config: Config) -> Plan:
         identity["reference"] = check_reference(config, tokenizer, n_student_vocab)
     for route, teacher in zip(derived.routes, teachers, strict=True):
         n_vocab = check_teacher(config, route, teacher, tokenizer, n_student_vocab)
-        if warning := throttle_warning(config.teacher, teacher):
-            log.warning("%s", warning)
+        for warning in (throttle_warning(config.teacher, teacher), template_warning(config.data, tokenizer, teacher)):
+            if warning:
+                log.warning("%s", warning)
     _, hidden_size = head_columns(teachers)  # of `hidden`: see `ScoringEndpoint.lm_head`
     gib = scores_gib(config, n_vocab, hidden_size, len(val))
     settled = check_memory(with_gpus, device, hidden_size, gib)

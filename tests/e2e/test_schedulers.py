@@ -21,7 +21,7 @@ from tests.e2e.test_loop import start, wait_for_step
 from tests.service.harness import ServerProcess
 
 pytestmark = pytest.mark.e2e
-N_STEPS = 14
+N_STEPS = 10
 FEW = "eval.max_prompts=4"
 
 

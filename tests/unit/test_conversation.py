@@ -6,6 +6,7 @@ import json
 import random
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,8 @@ from gkd.data.conversation import ROLES, read_conversation
 from gkd.data.prompts import load_prompts
 from gkd.data.render import PromptRenderer
 from gkd.errors import ConfigError
+from gkd.preflight.chat_templates import template_warning
+from gkd.teacher.info import TeacherInfo
 from tests.unit.chat_templates import FAMILIES, FAULTS, tokenizer
 
 SETTING = "data.prompt_key", "prompt"
@@ -159,6 +162,19 @@ def test_variables_of_the_template_are_set(tmp_path: Path) -> None:
         with pytest.raises(ConfigError) as caught:
             load(tmp_path, "Q", other, **off)
         assert caught.value.key == "data.chat_template_kwargs.enable_thinking"
+
+
+def test_templates_that_differ_are_named(tmp_path: Path) -> None:
+    """Fails if a teacher scores prompts in a form that its own template does not write, and nothing tells."""
+    info = TeacherInfo("", "t", str(tmp_path), "", 1, 1, "", 1, 1, 1, "hf", "cpu", "float32", 3)
+    for template in (FAMILIES["chatml"], FAMILIES["angle"], None):
+        tokenizer(template).save_pretrained(tmp_path)
+        warning = template_warning(DataConfig(), CHATML, info)
+        assert ("data.teacher_prompt_key" in warning and "<|im_start|>" in warning) == (template != FAMILIES["chatml"])
+        assert ("<|user|>" in warning) == (template == FAMILIES["angle"])
+        (tmp_path / "chat_template.jinja").unlink(missing_ok=True)
+    assert not template_warning(DataConfig(teacher_prompt_key="t"), CHATML, info)
+    assert not template_warning(DataConfig(), CHATML, replace(info, model_path="/absent"))
 
 
 def conversation(rng: random.Random) -> list[dict[str, Any]]:

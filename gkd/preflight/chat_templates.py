@@ -1,0 +1,42 @@
+"""Compare what the chat templates of student and teacher write around the same message."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from gkd.config.schema import DataConfig
+from gkd.data.prompts import load_tokenizer
+from gkd.errors import ConfigError
+from gkd.teacher.info import TeacherInfo
+
+_MESSAGE = {"role": "user", "content": "Hello!"}
+
+
+def template_warning(data: DataConfig, tokenizer: Any, teacher: TeacherInfo) -> str:
+    """Return a sentence if the teacher's own template writes another prompt than the student reads, else "".
+
+    The teacher scores the student's prompt. Text in a form that it was not trained on lowers its quality. Its folder is
+    read if this host has it.
+    """
+    if data.chat_template == "never" or data.teacher_prompt_key or not Path(teacher.model_path).is_dir():
+        return ""
+    try:
+        other = load_tokenizer(teacher.model_path, "teacher.path")
+    except ConfigError:  # such as one with code of its own; the server has compared the tokens
+        return ""
+    ours, its = (_rendered(each, data.chat_template_kwargs) for each in (tokenizer, other))
+    if ours == its:
+        return ""
+    return (
+        f"the chat templates differ: the student reads {ours!r}, and the template of the teacher {teacher.model_path} "
+        f"writes {its!r}. The teacher scores the student's form. Fix: give both folders the same chat template, set "
+        "data.chat_template_kwargs, or put the teacher's form into a column and set data.teacher_prompt_key"
+    )
+
+
+def _rendered(tokenizer: Any, variables: dict[str, Any]) -> str:
+    if tokenizer.chat_template is None:
+        return _MESSAGE["content"]
+    text: str = tokenizer.apply_chat_template([_MESSAGE], add_generation_prompt=True, tokenize=False, **variables)
+    return text
