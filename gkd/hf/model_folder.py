@@ -13,12 +13,11 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from gkd.errors import ConfigError, ModelError
-from gkd.hf.index import weight_files
+from gkd.hf.index import tensor_shapes
 from gkd.hf.model_dims import ModelDims, read_dims
 
 Tensors: TypeAlias = Mapping[str, tuple[int, ...]]  # shape by tensor name
 
-_MAX_HEADER_BYTES = 100 << 20  # the format's own limit
 # The name of a decoder layer's tensor has one of these words, followed by a number.
 _BLOCKS = frozenset({"layers", "h", "blocks", "block"})
 
@@ -60,28 +59,6 @@ def read_config_json(path: str | Path, key: str) -> dict[str, Any]:
     if not isinstance(config_json, dict):
         raise ConfigError(key, str(path), "its config.json is not a JSON object.", "copy it again.")
     return config_json
-
-
-def tensor_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
-    """Return the shape by name of all tensors in the weight files that transformers would load.
-
-    Raises:
-        ModelError: as `weight_files`, or a file is damaged.
-    """
-    shapes: dict[str, tuple[int, ...]] = {}
-    for file in weight_files(folder):
-        try:
-            with file.open("rb") as stream:
-                n_bytes = int.from_bytes(stream.read(8), "little")
-                if n_bytes > _MAX_HEADER_BYTES:
-                    raise ValueError(f"a header of {n_bytes} bytes")
-                header = json.loads(stream.read(n_bytes))
-            for name, entry in header.items():
-                if name != "__metadata__":
-                    shapes[name] = tuple(int(size) for size in entry["shape"])
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            raise ModelError(f"{file} is not a readable safetensors file ({error}). Copy it again.") from error
-    return shapes
 
 
 def count_params(tensors: Tensors) -> tuple[int, int, int]:
