@@ -15,23 +15,16 @@ def eos_token_ids(path: str, tokenizer: Any) -> list[int]:
     Raises:
         ModelError: the model defines none, or a file is damaged.
     """
-    generation, config = (_read(Path(path) / name) for name in ("generation_config.json", "config.json"))
-    text = config.get("text_config")
-    listed: Any = None
-    for source in (generation, config, text if isinstance(text, dict) else {}):
-        if listed is None:
-            listed = source.get("eos_token_id")
-    ids = set(listed if isinstance(listed, list) else [] if listed is None else [listed])
+    files = (Path(path) / name for name in ("generation_config.json", "config.json"))
+    generation, config = (read_json(file) if file.is_file() else {} for file in files)
+    sources = (generation, config, config.get("text_config") or {})
+    found: Any = next((each for source in sources if (each := source.get("eos_token_id")) is not None), [])
+    ids: set[int] = set(found if isinstance(found, list) else [found])
     if tokenizer.eos_token_id is not None:
         ids.add(tokenizer.eos_token_id)
     if not ids:
         raise ModelError(
-            f"{path} has no end-of-sequence token, neither in generation_config.json nor in config.json nor in its "
-            "tokenizer.",
+            f"{path} has no end-of-sequence token in generation_config.json, config.json or its tokenizer.",
             "add eos_token_id to generation_config.json.",
         )
     return sorted(ids)
-
-
-def _read(file: Path) -> dict[str, Any]:
-    return read_json(file) if file.is_file() else {}

@@ -5,7 +5,6 @@ Uses only the standard library, so that no process imports torch for it.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
@@ -13,7 +12,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from gkd.errors import ConfigError, ModelError
-from gkd.hf.index import tensor_shapes
+from gkd.hf.index import read_json, tensor_shapes
 from gkd.hf.model_dims import ModelDims, read_dims
 
 Tensors: TypeAlias = Mapping[str, tuple[int, ...]]  # shape by tensor name
@@ -50,15 +49,9 @@ def read_model_folder(path: str | Path, key: str) -> ModelFolder:
 def read_config_json(path: str | Path, key: str) -> dict[str, Any]:
     """Return the content of the folder's config.json. Raises ConfigError naming `key` if it cannot be read."""
     try:
-        config_json = json.loads((Path(path) / "config.json").read_text())
-    except OSError as error:
-        problem = f"its config.json cannot be read ({error.strerror})."
-        raise ConfigError(key, str(path), problem, "name a local folder in Hugging Face format.") from error
-    except ValueError as error:
-        raise ConfigError(key, str(path), f"its config.json is not JSON ({error}).", "copy it again.") from error
-    if not isinstance(config_json, dict):
-        raise ConfigError(key, str(path), "its config.json is not a JSON object.", "copy it again.")
-    return config_json
+        return read_json(Path(path) / "config.json")
+    except ModelError as error:
+        raise ConfigError(key, str(path), error.problem, error.fix) from error
 
 
 def count_params(tensors: Tensors) -> tuple[int, int, int]:

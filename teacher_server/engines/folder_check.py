@@ -96,10 +96,5 @@ def _is_equal(one: TensorEntry, other: TensorEntry) -> bool:
     with one.file.open("rb") as first, other.file.open("rb") as second:
         first.seek(one.start)
         second.seek(other.start)
-        left = one.stop - one.start
-        while left > 0:
-            size = min(_PIECE_BYTES, left)
-            if first.read(size) != second.read(size):
-                return False
-            left -= size
-    return True
+        sizes = (min(_PIECE_BYTES, one.stop - at) for at in range(one.start, one.stop, _PIECE_BYTES))
+        return all(first.read(size) == second.read(size) for size in sizes)

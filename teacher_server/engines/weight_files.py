@@ -79,17 +79,11 @@ def read_entries(file: Path) -> dict[str, TensorEntry]:
     size = file.stat().st_size
     try:
         header, data_at = read_header(file)
-        entries = {
-            name: TensorEntry(
-                file,
-                entry["dtype"],
-                tuple(map(int, entry["shape"])),
-                data_at + int(entry["data_offsets"][0]),
-                data_at + int(entry["data_offsets"][1]),
-            )
-            for name, entry in header.items()
-            if name != "__metadata__"
-        }
+        entries: dict[str, TensorEntry] = {}
+        for name, entry in header.items():
+            if name != "__metadata__":
+                start, stop = (data_at + int(offset) for offset in entry["data_offsets"])
+                entries[name] = TensorEntry(file, entry["dtype"], tuple(map(int, entry["shape"])), start, stop)
         end = max(entry.stop for entry in entries.values())
         if end != size:
             raise ValueError(f"{size} bytes, but {end} according to its header")

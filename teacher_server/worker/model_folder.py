@@ -8,13 +8,11 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from teacher_server.engines.folder_check import check_folder
-from teacher_server.engines.weight_files import read_header, read_json
+from teacher_server.engines.weight_files import read_entries, read_header, read_json
 from teacher_server.errors import ServerError
 from teacher_server.wire.fingerprint import tokenizer_fingerprint
 from teacher_server.wire.protocol import MAX_TOKENS
@@ -67,12 +65,6 @@ def read_tokenizer_fingerprint(folder: ModelFolder) -> str:
         raise ServerError(f"model folder {folder.path}: cannot load the tokenizer: {error}") from error
 
 
-def _tensors(header: Mapping[str, Any]) -> list[tuple[int, int]]:
-    """Return (first byte, end byte) of each tensor, relative to the first byte of data, sorted by name."""
-    entries = sorted((name, entry) for name, entry in header.items() if name != "__metadata__")
-    return [(int(entry["data_offsets"][0]), int(entry["data_offsets"][1])) for _, entry in entries]
-
-
 def _fingerprint(folder: Path, weights: list[Path]) -> str:
     """Hash (sha256) config.json and, for each weight file, its name, its header, and a sample of every tensor.
 
@@ -81,11 +73,10 @@ def _fingerprint(folder: Path, weights: list[Path]) -> str:
     """
     digest = hashlib.sha256((folder / "config.json").read_bytes())
     for file in weights:
-        size = file.stat().st_size
-        header, data_at = read_header(file)
+        header = json.dumps(read_header(file)[0], sort_keys=True)
+        digest.update(f"{file.name}:{file.stat().st_size}:{header}".encode())
         with file.open("rb") as stream:
-            digest.update(f"{file.name}:{size}:{json.dumps(header, sort_keys=True)}".encode())
-            for first, stop in _tensors(header):
-                stream.seek(data_at + max(first, (first + stop - _SAMPLE_BYTES) // 2))  # middle of the tensor
-                digest.update(stream.read(min(_SAMPLE_BYTES, stop - first)))
+            for _, entry in sorted(read_entries(file).items()):
+                stream.seek(max(entry.start, (entry.start + entry.stop - _SAMPLE_BYTES) // 2))  # middle of the tensor
+                digest.update(stream.read(min(_SAMPLE_BYTES, entry.stop - entry.start)))
     return digest.hexdigest()[:32]
