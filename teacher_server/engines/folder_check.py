@@ -41,7 +41,9 @@ def _check_adapters(folder: Path) -> None:
     if not found:
         return
     if any(not file.name.startswith("adapter_") for file in folder.glob("*.safetensors")):
-        problem = f"{' and '.join(found)} next to full weights: transformers applies such an adapter, vLLM does not."
+        problem = (
+            f"{' and '.join(found)} next to full weights: transformers, vLLM and the trainer use them differently."
+        )
         raise FolderError(folder, problem, "delete the adapter's files if it is merged; else merge it first.")
     config = read_json(folder / ADAPTER_FILES[0]) if ADAPTER_FILES[0] in found else {}
     base = config.get("base_model_name_or_path") or "its base model"

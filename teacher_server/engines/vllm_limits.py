@@ -23,10 +23,10 @@ def check_vllm_support(folder: Path, *, on_cpu: bool) -> None:
         raise FolderError(folder, problem, "use a model with one of these sizes.")
     if text.get("model_type") in _ONE_WINDOW and _mixes_windows(text):
         window = text.get("sliding_window")
-        fix = f"if no sequence is longer than {window} tokens, set use_sliding_window to false and remove layer_types."
         problem = (
-            f"only some of its layers have a sliding window (sliding_window = {window}), which vLLM does not support."
+            f"by config.json only some layers have a sliding window (sliding_window = {window}), which vLLM lacks."
         )
+        fix = f"if no sequence is longer than {window}, set use_sliding_window to false and remove layer_types there."
         raise FolderError(folder, problem, fix)
 
 
