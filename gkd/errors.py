@@ -44,7 +44,18 @@ class DataError(GkdError):
 
 
 class ModelError(GkdError):
-    """A model folder is missing or corrupt, or has an unsupported architecture or unexpected tensors."""
+    """A model folder is missing or corrupt, or has an unsupported architecture or unexpected tensors.
+
+    Args:
+        fix: what to do, one sentence; empty: use a complete folder.
+    """
+
+    def __init__(self, problem: str, fix: str = "") -> None:
+        self.problem, self.fix = problem, fix
+        super().__init__(problem, fix)  # both, for pickle
+
+    def __str__(self) -> str:
+        return f"{self.problem} Fix: {self.fix}" if self.fix else self.problem
 
 
 class CheckpointError(GkdError):

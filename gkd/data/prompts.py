@@ -6,7 +6,6 @@ it. All later stages use token ids.
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -23,7 +22,7 @@ from gkd.data.row_files import Row, read_rows
 from gkd.data.row_routes import RowRoutes
 from gkd.data.rows import encode_row
 from gkd.data.teacher_prompt import TeacherPrompts
-from gkd.errors import ConfigError, ModelError
+from gkd.errors import ConfigError
 from gkd.log import get_logger
 from gkd.types import Prompt
 
@@ -53,27 +52,6 @@ def load_tokenizer(path: str, key: str, *, trust_remote_code: bool = False) -> A
         raise ConfigError(
             key, path, f"cannot load its tokenizer ({reason}).", "check tokenizer.json and tokenizer_config.json."
         ) from error
-
-
-def eos_token_ids(path: str, tokenizer: Any) -> list[int]:
-    """Return the tokens that end a response: those of generation_config.json and of the tokenizer.
-
-    Raises:
-        ModelError: the model defines none.
-    """
-    ids: set[int] = set()
-    file = Path(path) / "generation_config.json"
-    if file.is_file():
-        try:
-            listed = json.loads(file.read_text()).get("eos_token_id")
-        except (ValueError, AttributeError) as error:
-            raise ModelError(f"{file} is not a JSON object: {error}") from error
-        ids.update(listed if isinstance(listed, list) else [] if listed is None else [listed])
-    if tokenizer.eos_token_id is not None:
-        ids.add(tokenizer.eos_token_id)
-    if not ids:
-        raise ModelError(f"{path} has no end-of-sequence token, neither in generation_config.json nor in its tokenizer")
-    return sorted(ids)
 
 
 def load_prompts(

@@ -23,6 +23,7 @@ TensorPlan: TypeAlias = tuple[str, tuple[int, ...], torch.dtype]  # (HF name, sh
 MAX_SHARD_BYTES = 4 << 30
 # The export replaces weights in any format, and their indices; other files are copied.
 _WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".h5", ".msgpack", ".onnx", ".gguf", ".index.json")
+_LEFT_OUT = ("adapter_config.json",)  # of an adapter, which the export does not have
 _COPIED_FOLDERS = ("additional_chat_templates",)  # of a tokenizer
 
 
@@ -69,7 +70,7 @@ def _fill(
     for source in sorted(source_dir.iterdir()):
         if source.is_dir() and source.name in _COPIED_FOLDERS:
             shutil.copytree(source, partial / source.name, copy_function=shutil.copyfile)
-        elif source.is_file() and not source.name.endswith(_WEIGHT_SUFFIXES):
+        elif source.is_file() and not source.name.endswith(_WEIGHT_SUFFIXES + _LEFT_OUT):
             shutil.copyfile(source, partial / source.name)  # not the mode: files of a shared model store are read-only
     specs = {spec[0]: spec for plan in plans for spec in plan}
     sizes = {name: _n_bytes(shape, dtype) for name, shape, dtype in specs.values()}

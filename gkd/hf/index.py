@@ -1,36 +1,58 @@
-"""List the weight files of a HF folder, from its index or its single file. Pure: no torch, no safetensors."""
+"""Check and list the weight files of a HF folder with the teacher server's code. Pure: no torch.
+
+Its errors become ModelErrors.
+"""
 
 from __future__ import annotations
 
-import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
+import teacher_server.engines.weight_files as files
 from gkd.errors import ModelError
+from teacher_server.engines.folder_check import check_folder
+from teacher_server.engines.vllm_limits import check_vllm_support
 
-INDEX_NAME = "model.safetensors.index.json"
-SINGLE_NAME = "model.safetensors"
-_SHOWN = 5  # names in one error message
+INDEX_NAME, SINGLE_NAME = files.INDEX, files.SINGLE
+some_names = files.some_names
+
+
+def check_trained_folder(folder: Path) -> None:
+    """Raise ModelError if programs disagree about the model in a folder, see `folder_check`, or it is quantized."""
+    with _model_errors():
+        check_folder(folder, full_precision=True)
+
+
+def check_rollout_support(folder: Path, device: str) -> None:
+    """Raise ModelError if vLLM, which generates the rollouts, cannot compute the model on this device."""
+    with _model_errors():
+        check_vllm_support(folder, on_cpu=device == "cpu")
 
 
 def weight_files(folder: Path) -> list[Path]:
     """Return the paths of the weight files. Raises ModelError: none, a damaged index, or a file that is absent."""
-    index = folder / INDEX_NAME
-    if not index.is_file():
-        if not (folder / SINGLE_NAME).is_file():
-            raise ModelError(f"{folder} has neither {SINGLE_NAME} nor {INDEX_NAME}; convert the model to safetensors.")
-        return [folder / SINGLE_NAME]
+    with _model_errors(f"{folder}: "):
+        return files.weight_files(folder)
+
+
+def tensor_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
+    """Return the shape by name of all tensors in the weight files. Raises ModelError: as above, or one is damaged."""
+    with _model_errors(f"{folder}: "):
+        entries = [files.read_entries(file) for file in files.weight_files(folder)]
+        return {name: entry.shape for each in entries for name, entry in each.items()}
+
+
+def read_json(file: Path) -> dict[str, Any]:
+    """Return the content of a JSON file. Raises ModelError: it is missing, or not a JSON object."""
+    with _model_errors(f"{file.parent}: "):
+        return files.read_json(file)
+
+
+@contextmanager
+def _model_errors(where: str = "") -> Iterator[None]:
     try:
-        names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ModelError(f"{index} is not a safetensors index ({error!r}). Copy it again.") from error
-    if absent := [name for name in names if not (folder / name).is_file()]:
-        raise ModelError(
-            f"{index} lists files that are not in the folder: {some_names(absent)}. The copy is incomplete."
-        )
-    return [folder / name for name in names]
-
-
-def some_names(names: list[str]) -> str:
-    """Return the first names and the number of the others, for an error message."""
-    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-    return ", ".join(names[:_SHOWN]) + more
+        yield
+    except files.FolderError as error:
+        raise ModelError(f"{where}{error.problem}", error.fix) from error

@@ -5,7 +5,6 @@ Uses only the standard library, so that no process imports torch for it.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
@@ -13,12 +12,11 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from gkd.errors import ConfigError, ModelError
-from gkd.hf.index import weight_files
+from gkd.hf.index import read_json, tensor_shapes
 from gkd.hf.model_dims import ModelDims, read_dims
 
 Tensors: TypeAlias = Mapping[str, tuple[int, ...]]  # shape by tensor name
 
-_MAX_HEADER_BYTES = 100 << 20  # the format's own limit
 # The name of a decoder layer's tensor has one of these words, followed by a number.
 _BLOCKS = frozenset({"layers", "h", "blocks", "block"})
 
@@ -51,37 +49,9 @@ def read_model_folder(path: str | Path, key: str) -> ModelFolder:
 def read_config_json(path: str | Path, key: str) -> dict[str, Any]:
     """Return the content of the folder's config.json. Raises ConfigError naming `key` if it cannot be read."""
     try:
-        config_json = json.loads((Path(path) / "config.json").read_text())
-    except OSError as error:
-        problem = f"its config.json cannot be read ({error.strerror})."
-        raise ConfigError(key, str(path), problem, "name a local folder in Hugging Face format.") from error
-    except ValueError as error:
-        raise ConfigError(key, str(path), f"its config.json is not JSON ({error}).", "copy it again.") from error
-    if not isinstance(config_json, dict):
-        raise ConfigError(key, str(path), "its config.json is not a JSON object.", "copy it again.")
-    return config_json
-
-
-def tensor_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
-    """Return the shape by name of all tensors in the weight files that transformers would load.
-
-    Raises:
-        ModelError: as `weight_files`, or a file is damaged.
-    """
-    shapes: dict[str, tuple[int, ...]] = {}
-    for file in weight_files(folder):
-        try:
-            with file.open("rb") as stream:
-                n_bytes = int.from_bytes(stream.read(8), "little")
-                if n_bytes > _MAX_HEADER_BYTES:
-                    raise ValueError(f"a header of {n_bytes} bytes")
-                header = json.loads(stream.read(n_bytes))
-            for name, entry in header.items():
-                if name != "__metadata__":
-                    shapes[name] = tuple(int(size) for size in entry["shape"])
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            raise ModelError(f"{file} is not a readable safetensors file ({error}). Copy it again.") from error
-    return shapes
+        return read_json(Path(path) / "config.json")
+    except ModelError as error:
+        raise ConfigError(key, str(path), error.problem, error.fix) from error
 
 
 def count_params(tensors: Tensors) -> tuple[int, int, int]:

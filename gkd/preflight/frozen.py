@@ -15,9 +15,10 @@ from gkd.actor.fsdp.weights import check_weight_files
 from gkd.config.derived import derive
 from gkd.config.schema import Config
 from gkd.data.prompts import load_tokenizer
-from gkd.errors import ConfigError, ModelError
+from gkd.errors import ConfigError
 from gkd.hf.files import weights_digest
-from gkd.preflight.student import no_folder
+from gkd.preflight.model_folder import checked_folder
+from gkd.preflight.same_tokens import token_difference
 from gkd.teacher.info import TeacherInfo
 from teacher_server.wire.fingerprint import tokenizer_fingerprint
 
@@ -77,10 +78,9 @@ def check_reference(config: Config, tokenizer: Any, student_vocab: int) -> str:
         raise ConfigError(key, folder, problem, "use a reference with at least as many ids.")
     if path:
         other = load_tokenizer(path, key, trust_remote_code=config.model.trust_remote_code)
-        own, its = (tokenizer_fingerprint(each.get_vocab()) for each in (tokenizer, other))
-        if own != its:
-            problem = f"its tokenizer maps tokens to other ids than the student's ({its[:12]} against {own[:12]})."
-            raise ConfigError(key, path, problem, "use a reference of the student's model family.")
+        if difference := token_difference(tokenizer.get_vocab(), other.get_vocab(), student_vocab):
+            problem = f"its tokenizer differs from the student's: {difference}."
+            raise ConfigError(key, path, problem, "use a reference with the student's tokens and ids.")
     if longest > _max_tokens(hf):
         problem = f"a sequence may have {longest} tokens, and the reference supports {_max_tokens(hf)}."
         raise ConfigError(key, folder, problem, "lower data.max_response_length, or use another reference.")
@@ -90,16 +90,12 @@ def check_reference(config: Config, tokenizer: Any, student_vocab: int) -> str:
 def _checked(config: Config, path: str, key: str) -> PreTrainedModel:
     """Return the model of a folder on the meta device after checking its weight files. Raises ConfigError for `key`."""
     packing, folder = config.actor.packing, Path(path)
-    if not folder.is_dir():
-        raise no_folder(key, path)
-    try:
+    with checked_folder(key, path):
         trust = config.model.trust_remote_code
         hf = build_on_meta(folder, dtype=torch.float32, packing=packing, trust_remote_code=trust)
         check_weight_files(hf, folder)
         with head_refusal(key, folder):
             probe_on_meta(hf, n_layers=len(layer_list(hf)), packing=packing, fused=True)
-    except ModelError as error:
-        raise ConfigError(key, path, f"{error}", "name a complete model folder.") from error
     return hf
 
 

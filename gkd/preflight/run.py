@@ -17,11 +17,12 @@ from gkd.config.schedulers import STREAM
 from gkd.config.schema import Config
 from gkd.console.activity import activities
 from gkd.data.prompt_file import describe_files
-from gkd.data.prompts import eos_token_ids, load_prompts, load_tokenizer
+from gkd.data.prompts import load_prompts, load_tokenizer
 from gkd.errors import ClusterError, ConfigError
 from gkd.footprint.totals import scores_gib
 from gkd.gpu_map.choice import with_own_gpus
 from gkd.gpu_map.teacher import teacher_rows
+from gkd.hf.end_tokens import eos_token_ids
 from gkd.log import get_logger
 from gkd.metrics.trackers import check_trackers_installed
 from gkd.preflight.chat_templates import template_warning
@@ -30,7 +31,7 @@ from gkd.preflight.machine import check_machine, check_transformer_engine
 from gkd.preflight.memory import check_memory
 from gkd.preflight.replay import check_replay
 from gkd.preflight.reward import check_answers, check_functions
-from gkd.preflight.student import check_student, check_tokenizer_fits
+from gkd.preflight.student import check_engines, check_student, check_tokenizer_fits
 from gkd.preflight.teacher import check_reachable, check_teacher, request_info, rollout_teacher, warn_about_losses
 from gkd.run.folder import RunFolder
 from gkd.run.open import check_run_folder, open_run_folder
@@ -78,6 +79,7 @@ def preflight(config: Config) -> Plan:
     log.info("checking the model, the prompts and the teacher")
     device = _checked_device(config)
     n_student_vocab = check_student(config)
+    check_engines(config, device)
     tokenizer = load_tokenizer(config.model.path, "model.path", trust_remote_code=config.model.trust_remote_code)
     check_tokenizer_fits(config, tokenizer, n_student_vocab)
     if config.trainer.global_batch_size < derived.n_engines:

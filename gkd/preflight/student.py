@@ -10,17 +10,13 @@ from gkd.config.check_parallel import check_engine_split
 from gkd.config.derived import derive
 from gkd.config.schema import Config
 from gkd.errors import ConfigError, ModelError
+from gkd.hf.index import check_rollout_support
 from gkd.hf.megatron_support import check_megatron_support
 from gkd.hf.model_dims import ModelDims, read_dims
 from gkd.hf.model_folder import read_config_json
+from gkd.preflight.model_folder import checked_folder
 
 _NUMBERS_OF_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")  # in config.json
-
-
-def no_folder(key: str, path: str) -> ConfigError:
-    """Return the error of a model folder that does not exist; it may be a name on the Hugging Face hub."""
-    fix = "give a local folder in Hugging Face format; `hf download NAME --local-dir FOLDER` makes one."
-    return ConfigError(key, path, "no such folder.", fix)
 
 
 def check_student(config: Config) -> int:
@@ -34,9 +30,7 @@ def check_student(config: Config) -> int:
         ModelError: a sequence may be longer than the model's sliding window.
     """
     path, longest = config.model.path, derive(config).max_sequence_length
-    if not Path(path).is_dir():
-        raise no_folder("model.path", path)
-    try:
+    with checked_folder("model.path", path):
         if config.actor.strategy == "fsdp2":
             from gkd.preflight.fsdp_student import check_fsdp_student  # imports transformers
 
@@ -44,8 +38,6 @@ def check_student(config: Config) -> int:
         else:
             dims = _check_megatron_folder(config)
             vocab_size, max_positions = dims.vocab_size, dims.max_positions
-    except ModelError as error:
-        raise ConfigError("model.path", path, f"{error}", "name a complete model folder of that kind.") from error
     if config.actor.strategy == "megatron":
         _check_megatron_split(config, dims, longest)
     if derive(config).engine_adapter_rank:
@@ -59,6 +51,14 @@ def check_student(config: Config) -> int:
             "lower one of the two.",
         )
     return vocab_size
+
+
+def check_engines(config: Config, device: str) -> None:
+    """Raise ConfigError if the rollout engines cannot compute the student on this device: cpu or cuda."""
+    try:
+        check_rollout_support(Path(config.model.path), device)
+    except ModelError as error:
+        raise ConfigError("model.path", config.model.path, error.problem, error.fix) from error
 
 
 def _check_megatron_folder(config: Config) -> ModelDims:

@@ -18,6 +18,7 @@ from gkd.errors import ConfigError, TeacherError, TeacherRefusal, TeacherUnavail
 from gkd.hf.files import weights_digest
 from gkd.hf.model_folder import read_config_json
 from gkd.log import get_logger
+from gkd.preflight.same_tokens import token_difference
 from gkd.teacher.client import ZmqTeacher
 from gkd.teacher.info import TeacherInfo
 from gkd.types import Rollout
@@ -146,8 +147,8 @@ def rollout_teacher(config: Config, device: str) -> TeacherInfo:
 def check_teacher(config: Config, route: Route, teacher: TeacherInfo, tokenizer: Any, student_vocab: int) -> int:
     """Check that a teacher and the student use the same token ids, and that it supports the sequence length.
 
-    `vocab_size` may differ, because models pad the embedding of one tokenizer differently. The map token -> id must not
-    differ: scores would be those of other tokens.
+    The teacher's `vocab_size` may be larger, because models pad the embedding of one tokenizer differently. The map
+    token -> id must not differ, see `token_difference`: scores would be those of other tokens.
 
     Returns:
         The number of shared token ids.
@@ -160,21 +161,24 @@ def check_teacher(config: Config, route: Route, teacher: TeacherInfo, tokenizer:
             f"the teacher's folder {teacher.model_path} has no tokenizer to compare with the student's.",
             "put the teacher's tokenizer files there and restart the server.",
         )
-    own = tokenizer_fingerprint(tokenizer.get_vocab())
-    if teacher.tokenizer_fingerprint != own:
-        raise ConfigError(
-            "model.path",
-            config.model.path,
-            f"its tokenizer maps tokens to other ids than the tokenizer of the {kind} {teacher.model_path} "
-            f"({own[:12]} against {teacher.tokenizer_fingerprint[:12]}).",
-            "use a student and a teacher of the same model family.",
-        )
+    own = tokenizer.get_vocab()
+    if teacher.tokenizer_fingerprint != tokenizer_fingerprint(own):
+        other = _teacher_vocab(teacher)
+        if difference := token_difference(own, other, student_vocab) if other else "its folder is not on this host":
+            raise ConfigError(
+                "model.path",
+                config.model.path,
+                f"its tokenizer differs from the tokenizer of the {kind} {teacher.model_path}: {difference}.",
+                "use models with the same tokens and ids. The other model may have more tokens only at ids from "
+                f"{student_vocab} on.",
+            )
     if student_vocab > teacher.vocab_size:
         raise ConfigError(
             "model.path",
             config.model.path,
             f"the student has {student_vocab} token ids and the {kind} only {teacher.vocab_size}.",
-            "remove the student's padding rows, or use a teacher with at least as many ids.",
+            f"if no token of the student has an id from {teacher.vocab_size} on, cut its padding rows: "
+            f"model.resize_token_embeddings({teacher.vocab_size}) of transformers; else use another teacher.",
         )
     n_vocab = student_vocab
     derived = derive(config)
@@ -202,6 +206,15 @@ def check_teacher(config: Config, route: Route, teacher: TeacherInfo, tokenizer:
             "lower data.max_prompt_length, data.max_teacher_prompt_length or data.max_response_length.",
         )
     return n_vocab
+
+
+def _teacher_vocab(teacher: TeacherInfo) -> dict[str, int]:
+    """Return token -> id of a teacher whose folder, or a copy of it at the same path, is on this host; else nothing."""
+    try:
+        vocab: dict[str, int] = load_tokenizer(teacher.model_path, "model.path").get_vocab()
+    except ConfigError:
+        return {}
+    return vocab if tokenizer_fingerprint(vocab) == teacher.tokenizer_fingerprint else {}
 
 
 def stale_losses(config: Config) -> list[str]:

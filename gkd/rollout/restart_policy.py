@@ -23,5 +23,5 @@ def fatal_error(engine: str, cause: GkdError, n_restarts: int, max_restarts: int
         return None
     return EngineFailed(
         f"{engine} failed {n_restarts + 1} times (rollout.max_restarts = {max_restarts}); the last time: {cause}. "
-        "Fix: check this GPU and its host, or take it out of the rollout pool, and resume"
+        "Fix: correct this error or, if the hardware is the cause, take it out of the rollout pool, and resume"
     )

@@ -69,6 +69,8 @@ class EngineSlots:
     def card(self, index: int) -> str:
         """See `Slots.card`."""
         row = self._rows[index]
+        if self._on_cpu:
+            return row.host
         gpus = ", ".join(gpu.uuid or gpu.id for gpu in row.gpus) or row.cuda_visible_devices or "none"
         return f"{row.host}, GPU {gpus}"
 

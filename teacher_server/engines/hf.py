@@ -60,11 +60,16 @@ class HfEngine:
         self._check_head_alone(path)
 
     def _check_head_alone(self, path: str) -> None:
-        """Check that the LM head alone gives the model's logits. Some models scale or cap them afterwards."""
+        """Check that the logits have no NaN, and are those of the LM head alone: some models scale or cap them."""
         probe = torch.arange(1, min(9, self.vocab_size), device=self._device)[None]  # [1, 8]
         with torch.inference_mode():
             whole = self._model(input_ids=probe, use_cache=False).logits[0].float()
             alone = self._head(self._hidden(probe)[0]).float()
+        if torch.isnan(whole).any():
+            raise ServerError(
+                f"model folder {path}: the model's logits contain a NaN (dtype {self.dtype}). "
+                "Fix: copy the weights again if they have a NaN, or use --dtype float32 if it is an overflow."
+            )
         if not torch.allclose(whole, alone, rtol=1e-3, atol=1e-3):
             kind = type(self._model).__name__
             raise ServerError(

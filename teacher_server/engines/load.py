@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from teacher_server.engines.base import Engine
+from teacher_server.engines.vllm_limits import check_vllm_support
+from teacher_server.engines.weight_files import FolderError
 from teacher_server.errors import ServerError
 
 ENGINES = ("hf", "vllm", "trivial")
@@ -87,6 +89,10 @@ def _load_vllm(settings: EngineSettings, device: str, dtype: str) -> Engine:
             f"--device {device} with --engine vllm: vllm uses the first visible GPUs. "
             "Fix: use --device cuda and set CUDA_VISIBLE_DEVICES."
         )
+    try:
+        check_vllm_support(Path(settings.model), on_cpu=device == "cpu")
+    except FolderError as error:
+        raise ServerError(f"model folder {settings.model}: {error.problem} Fix: use --engine hf.") from error
     import torch
 
     from teacher_server.engines.vllm import VllmEngine

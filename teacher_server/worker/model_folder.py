@@ -10,8 +10,9 @@ import hashlib
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
 
+from teacher_server.engines.folder_check import check_folder
+from teacher_server.engines.weight_files import read_entries, read_header, read_json
 from teacher_server.errors import ServerError
 from teacher_server.wire.fingerprint import tokenizer_fingerprint
 from teacher_server.wire.protocol import MAX_TOKENS
@@ -35,21 +36,19 @@ def inspect_model_folder(path: str, *, needs_weights: bool = True) -> ModelFolde
         needs_weights: False for the trivial engine, which reads config.json only.
 
     Raises:
-        ServerError: if the folder is missing, its config unreadable, or a safetensors file missing or truncated.
+        ServerError: if the folder is missing, or as `check_folder`.
     """
     folder = Path(path)
     if not folder.is_dir():
         raise ServerError(
             f"model folder {path}: no such folder. Fix: give a local folder with config.json and *.safetensors."
         )
-    config = _read_json(folder / "config.json")
+    weights = check_folder(folder) if needs_weights else []
+    config = read_json(folder / "config.json")
     text_config = config.get("text_config", config)
     max_tokens = text_config.get("max_position_embeddings") if isinstance(text_config, dict) else None
     if not isinstance(max_tokens, int) or max_tokens < 2:
         raise ServerError(f"model folder {path}: config.json has no max_position_embeddings: not a causal LM.")
-    weights = _weight_files(folder) if needs_weights else []
-    for file in weights:
-        _check_safetensors(file)
     resolved = folder.resolve()
     return ModelFolder(str(resolved), resolved.name, min(max_tokens, MAX_TOKENS), _fingerprint(folder, weights))
 
@@ -66,63 +65,6 @@ def read_tokenizer_fingerprint(folder: ModelFolder) -> str:
         raise ServerError(f"model folder {folder.path}: cannot load the tokenizer: {error}") from error
 
 
-def _read_json(file: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(file.read_bytes())
-    except FileNotFoundError as error:
-        raise ServerError(f"model folder {file.parent}: {file.name} is missing. Fix: copy the whole folder.") from error
-    except (OSError, ValueError) as error:
-        raise ServerError(f"model folder {file.parent}: {file.name} is not readable JSON: {error}") from error
-    if not isinstance(content, dict):
-        raise ServerError(f"model folder {file.parent}: {file.name} is not a JSON object.")
-    return content
-
-
-def _weight_files(folder: Path) -> list[Path]:
-    index = folder / "model.safetensors.index.json"
-    if index.is_file():
-        weight_map = _read_json(index).get("weight_map")
-        if not isinstance(weight_map, dict) or not weight_map:
-            raise ServerError(f"model folder {folder}: {index.name} has no weight_map.")
-        files = [folder / name for name in sorted(set(weight_map.values()))]
-    else:
-        files = sorted(folder.glob("*.safetensors"))
-    missing = [file.name for file in files if not file.is_file()]
-    if missing or not files:
-        names = ", ".join(missing) or "*.safetensors"
-        raise ServerError(f"model folder {folder}: missing weights: {names}. Fix: give a complete folder.")
-    return files
-
-
-def _check_safetensors(file: Path) -> None:
-    """Check that the file ends at its largest data offset (format: 8 bytes header length, JSON header, data)."""
-    size = file.stat().st_size
-    try:
-        with file.open("rb") as stream:
-            header = _read_header(stream, size)
-            end = stream.tell() + max(stop for _, stop in _tensors(header))
-        if end != size:
-            raise ValueError(f"{size} bytes, but {end} according to its header")
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
-        fix = "Fix: copy or download it again."
-        raise ServerError(f"model folder {file.parent}: {file.name} is damaged ({error}). {fix}") from error
-
-
-def _read_header(stream: BinaryIO, size: int) -> dict[str, Any]:
-    """Read the JSON header, and leave the stream at the first byte of data."""
-    n_header = int.from_bytes(stream.read(8), "little")
-    if not 2 <= n_header <= size - 8:
-        raise ValueError("the header is truncated")
-    header: dict[str, Any] = json.loads(stream.read(n_header))
-    return header
-
-
-def _tensors(header: dict[str, Any]) -> list[tuple[int, int]]:
-    """Return (first byte, end byte) of each tensor, relative to the first byte of data, sorted by name."""
-    entries = sorted((name, entry) for name, entry in header.items() if name != "__metadata__")
-    return [(int(entry["data_offsets"][0]), int(entry["data_offsets"][1])) for _, entry in entries]
-
-
 def _fingerprint(folder: Path, weights: list[Path]) -> str:
     """Hash (sha256) config.json and, for each weight file, its name, its header, and a sample of every tensor.
 
@@ -131,12 +73,10 @@ def _fingerprint(folder: Path, weights: list[Path]) -> str:
     """
     digest = hashlib.sha256((folder / "config.json").read_bytes())
     for file in weights:
-        size = file.stat().st_size
+        header = json.dumps(read_header(file)[0], sort_keys=True)
+        digest.update(f"{file.name}:{file.stat().st_size}:{header}".encode())
         with file.open("rb") as stream:
-            header = _read_header(stream, size)
-            data_at = stream.tell()
-            digest.update(f"{file.name}:{size}:{json.dumps(header, sort_keys=True)}".encode())
-            for first, stop in _tensors(header):
-                stream.seek(data_at + max(first, (first + stop - _SAMPLE_BYTES) // 2))  # middle of the tensor
-                digest.update(stream.read(min(_SAMPLE_BYTES, stop - first)))
+            for _, entry in sorted(read_entries(file).items()):
+                stream.seek(max(entry.start, (entry.start + entry.stop - _SAMPLE_BYTES) // 2))  # middle of the tensor
+                digest.update(stream.read(min(_SAMPLE_BYTES, entry.stop - entry.start)))
     return digest.hexdigest()[:32]

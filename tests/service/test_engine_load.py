@@ -102,6 +102,18 @@ def test_a_model_that_caps_its_logits_is_refused_by_hf(tmp_path: Path) -> None:
         load_engine(engine_settings(model, "hf"))
 
 
+def test_a_nan_is_not_mistaken_for_a_cap(tmp_path: Path) -> None:
+    """Fails if damaged weights are reported as an unsupported model, or served."""
+    from safetensors.torch import load_file, save_file
+
+    file = save_engine_model(tmp_path, vocab_size=50) / "model.safetensors"
+    weights = load_file(file)
+    weights["lm_head.weight"][7] = float("nan")
+    save_file(weights, file, {"format": "pt"})
+    with pytest.raises(ServerError, match="contain a NaN"):
+        load_engine(engine_settings(tmp_path, "hf"))
+
+
 @pytest.fixture(scope="module")
 def biased(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Save a Phi model, whose LM head has a bias."""

@@ -149,9 +149,14 @@ def _lose_a_shard(folder: Path) -> None:
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
 
 
+def _leave_an_adapter(folder: Path) -> None:
+    (folder / "adapter_config.json").write_text('{"peft_type": "LORA", "base_model_name_or_path": "base"}')
+
+
 @pytest.mark.parametrize(
     "damage,file",
     [
+        (_leave_an_adapter, "adapter_config.json"),
         (_drop_config, "config.json"),
         (_break_config, "config.json"),
         (_drop_weights, "safetensors"),
@@ -170,6 +175,16 @@ def test_damaged_folders_are_detected_without_loading(
     damage(folder)
     with pytest.raises(ServerError, match=file):
         inspect_model_folder(str(folder))
+
+
+@pytest.mark.parametrize("engine", ["hf", "vllm"])
+def test_a_worker_of_each_engine_refuses_a_leftover_adapter(tiny_model: Path, tmp_path: Path, engine: str) -> None:
+    """Fails if an engine applies an adapter to weights that it was merged into, and another one serves the weights."""
+    folder = shutil.copytree(tiny_model, tmp_path / "model")
+    _leave_an_adapter(folder)
+    words = ("worker", "--model", str(folder), "--engine", engine, "--broker", "127.0.0.1:1")
+    done = subprocess.run(command(*words), capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 2 and "adapter_config.json" in done.stderr.splitlines()[-1]
 
 
 def test_the_fingerprint_depends_on_the_weights(tiny_model: Path, tmp_path: Path) -> None:

@@ -14,8 +14,8 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 from gkd.config.schema import DataConfig
-from gkd.data.prompts import eos_token_ids, load_prompts, load_tokenizer
-from gkd.errors import ConfigError, ModelError
+from gkd.data.prompts import load_prompts, load_tokenizer
+from gkd.errors import ConfigError
 
 
 @pytest.fixture(scope="module")
@@ -132,21 +132,6 @@ def test_the_chat_template_is_applied_if_the_tokenizer_has_one(tmp_path: Path, t
         assert caught.value.key == "data.chat_template" and "auto" in caught.value.fix
     finally:
         tokenizer.chat_template = None
-
-
-def test_eos_tokens_come_from_generation_config_and_tokenizer(tmp_path: Path, tokenizer: Any) -> None:
-    """Fails if a model with several end-of-sequence tokens (most chat models) does not stop at each of them."""
-    assert eos_token_ids(str(tmp_path), tokenizer) == [12]
-    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [5, 12]}')
-    assert eos_token_ids(str(tmp_path), tokenizer) == [5, 12]
-    (tmp_path / "generation_config.json").write_text("{}")
-    (tmp_path / "generation_config.json").write_text("[")
-    with pytest.raises(ModelError, match=r"generation_config\.json"):
-        eos_token_ids(str(tmp_path), tokenizer)
-    (tmp_path / "generation_config.json").write_text("{}")
-    no_end = PreTrainedTokenizerFast(tokenizer_object=tokenizer.backend_tokenizer)
-    with pytest.raises(ModelError, match=tmp_path.name):
-        eos_token_ids(str(tmp_path), no_end)
 
 
 def test_a_folder_without_tokenizer_names_the_key(tmp_path: Path) -> None:

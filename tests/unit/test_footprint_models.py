@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from gkd.errors import ModelError
+from gkd.hf.index import tensor_shapes
 from gkd.hf.megatron_support import MEGATRON_ARCHITECTURES, check_megatron_support
 from gkd.hf.model_dims import ARCHITECTURES, read_dims
-from gkd.hf.model_folder import tensor_shapes
 from tests.unit.test_footprint import QWEN25_15B
 
 # What no architecture is without; the rest may be left to its defaults.
@@ -138,6 +138,7 @@ def test_only_files_that_are_loaded_count(tmp_path: Path) -> None:
     _save(tmp_path / "adapter_model.safetensors", b=5)
     assert tensor_shapes(tmp_path) == {"a": (3,)}
     _save(tmp_path / "model-00001-of-00002.safetensors", c=7)
+    (tmp_path / "model.safetensors").unlink()
     index = tmp_path / "model.safetensors.index.json"
     index.write_text(json.dumps({"weight_map": {"c": "model-00001-of-00002.safetensors"}}))
     assert tensor_shapes(tmp_path) == {"c": (7,)}

@@ -250,6 +250,7 @@ def test_a_broken_folder_is_named(qwen3: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as caught:
         check_student(_config(tmp_path))
     assert caught.value.key == "model.path" and "model.safetensors" in str(caught.value)
+    (tmp_path / "model.safetensors").write_bytes((qwen3 / "model.safetensors").read_bytes())
     settings = json.loads((qwen3 / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(settings | {"hidden_act": "no_such_function"}))
     with pytest.raises(ConfigError) as caught:

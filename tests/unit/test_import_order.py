@@ -36,14 +36,19 @@ LIBRARIES: dict[str, tuple[str, ...]] = {
     "matplotlib": ("gkd/tools/split_tuner/plot.py",),
     **dict.fromkeys(("jinja2", "plotly"), ("gkd/tools/report/page.py",)),
 }
-# The parts of the teacher server that the trainer may import. The local teacher computes with the server's engines;
-# both programs declare their settings with the same helper, and support the same versions of vLLM.
+# The parts of the teacher server that the trainer may import. The local teacher computes with the server's engines.
+# Both programs declare their settings with the same helper, check model folders with the same code, and support the
+# same versions of vLLM.
 FROM_SERVER = ("teacher_server.wire.",)
 FROM_SERVER_IN = {
     "gkd/config/": ("teacher_server.config.declare",),
     "gkd/rollout/engine_start.py": ("teacher_server.engines.vllm_memory", "teacher_server.engines.vllm_files"),
     "gkd/rollout/sleep_mixin.py": ("teacher_server.engines.vllm_versions",),
     "gkd/rollout/weights.py": ("teacher_server.engines.vllm_versions",),
+    "gkd/hf/index.py": (
+        *("teacher_server.engines.folder_check", "teacher_server.engines.vllm_limits"),
+        "teacher_server.engines.weight_files",
+    ),
     "gkd/actor/frozen/": ("teacher_server.engines.base", "teacher_server.engines.signals"),
 }
 

@@ -89,11 +89,14 @@ def read_config(model_path: str | Path, *, trust_remote_code: bool = False) -> P
     """Read config.json of a local HF folder. Raise ModelError if it is missing or cannot be read."""
     folder = Path(model_path)
     if not (folder / "config.json").is_file():
-        raise ModelError(f"{folder} is not a HF model folder: it has no config.json. Fix: use a local folder.")
+        raise ModelError(f"{folder} is not a HF model folder: it has no config.json.", "use a local folder.")
     try:
         return AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=trust_remote_code)
     except (OSError, ValueError, KeyError) as error:
-        raise ModelError(f"{folder}/config.json cannot be read: {error}") from error
+        fix = "set model.trust_remote_code=true, if you trust the code in the folder."
+        needs_code = not trust_remote_code and "trust_remote_code" in str(error)
+        reason = "the model has code of its own" if needs_code else error
+        raise ModelError(f"{folder}/config.json cannot be read: {reason}.", fix if needs_code else "") from error
 
 
 def build_on_meta(

@@ -1,0 +1,102 @@
+"""Check that a model folder has one meaning, whichever program loads it. Reads headers, and the weights of a tied head.
+
+Every folder is checked here: student, teacher of each engine, local teacher, reference. transformers, vLLM and the
+trainer's loaders disagree about what is refused here: one applies a leftover, another ignores it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from teacher_server.engines.weight_files import FolderError, TensorEntry, read_entries, read_json, weight_files
+
+ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors", "adapter_model.bin")
+_FLOATS = {"F64", "F32", "BF16", "F16"}
+_HEAD, _EMBEDDINGS = "lm_head", ("embed_tokens", "wte", "word_embeddings", "embeddings", "embed_in")
+_PIECE_BYTES = 16 << 20  # of two tensors, compared at a time
+
+
+def check_folder(folder: Path, *, full_precision: bool = False) -> list[Path]:
+    """Check config.json and the weight files, and return the latter.
+
+    Args:
+        full_precision: refuse quantized weights: the trainer's loaders do not dequantize.
+
+    Raises:
+        FolderError: a file is missing or damaged; there are adapters; or config.json and the weights disagree.
+    """
+    _check_adapters(folder)
+    config = read_json(folder / "config.json")
+    files = weight_files(folder)
+    entries = {name: entry for file in files for name, entry in read_entries(file).items()}
+    _check_quantization(folder, config, entries, full_precision)
+    _check_tied_head(folder, config, entries)
+    return files
+
+
+def _check_adapters(folder: Path) -> None:
+    found = [name for name in ADAPTER_FILES if (folder / name).is_file()]
+    if not found:
+        return
+    if any(not file.name.startswith("adapter_") for file in folder.glob("*.safetensors")):
+        problem = (
+            f"{' and '.join(found)} next to full weights: transformers, vLLM and the trainer use them differently."
+        )
+        raise FolderError(folder, problem, "delete the adapter's files if it is merged; else merge it first.")
+    config = read_json(folder / ADAPTER_FILES[0]) if ADAPTER_FILES[0] in found else {}
+    base = config.get("base_model_name_or_path") or "its base model"
+    fix = f"merge it into {base} (PeftModel.merge_and_unload of peft), and name the folder of the merged model."
+    raise FolderError(folder, f"this is a LoRA adapter of {base} ({', '.join(found)}), not a model.", fix)
+
+
+def _check_quantization(
+    folder: Path, config: Mapping[str, Any], entries: Mapping[str, TensorEntry], full_precision: bool
+) -> None:
+    quantization = config.get("quantization_config")
+    if not quantization:
+        return
+    # Models that are quantized while they are loaded say so; their files have full precision.
+    online = isinstance(quantization, dict) and quantization.get("quantization_mode") == "online"
+    if {entry.dtype for entry in entries.values()} <= _FLOATS and not online:
+        problem = "config.json has quantization_config, but all weights have full precision."
+        raise FolderError(folder, problem, "remove quantization_config from config.json.")
+    if full_precision:
+        method = quantization.get("quant_method") if isinstance(quantization, dict) else None
+        problem = f"its weights are quantized (quantization_config in config.json: {method})."
+        raise FolderError(folder, problem, "use the folder of the model in full precision.")
+
+
+def _check_tied_head(folder: Path, config: Mapping[str, Any], entries: Mapping[str, TensorEntry]) -> None:
+    text = config.get("text_config")
+    ties = config.get("tie_word_embeddings") or isinstance(text, dict) and text.get("tie_word_embeddings")
+    heads = {name: entry for name, entry in entries.items() if _module(name) == _HEAD}
+    if not ties or not heads:
+        return
+    name, head = next(iter(heads.items()))
+    embeddings = {each: entry for each, entry in entries.items() if _module(each) in _EMBEDDINGS}
+    if any(_is_equal(head, entry) for entry in embeddings.values()):
+        return
+    if embeddings:
+        problem = f"config.json ties the embeddings, but the weights {name} and {next(iter(embeddings))} differ."
+        raise FolderError(folder, problem, "set tie_word_embeddings to false in config.json.")
+    if not any(entry.shape == head.shape and entry is not head for entry in entries.values()):
+        problem = f"config.json ties the embeddings, and the files have {name} instead of the input embedding."
+        raise FolderError(folder, problem, "load the folder with transformers and save it again (save_pretrained).")
+
+
+def _module(name: str) -> str:
+    """Return the last module in the name of a weight, "" for other tensors."""
+    return name.removesuffix(".weight").rpartition(".")[2] if name.endswith(".weight") else ""
+
+
+def _is_equal(one: TensorEntry, other: TensorEntry) -> bool:
+    """Compare shape, dtype and bytes."""
+    if (one.shape, one.dtype) != (other.shape, other.dtype):
+        return False
+    with one.file.open("rb") as first, other.file.open("rb") as second:
+        first.seek(one.start)
+        second.seek(other.start)
+        sizes = (min(_PIECE_BYTES, one.stop - at) for at in range(one.start, one.stop, _PIECE_BYTES))
+        return all(first.read(size) == second.read(size) for size in sizes)

@@ -1,0 +1,52 @@
+"""Find the end-of-sequence tokens of a model folder."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tokenizers import Tokenizer, models
+from transformers import PreTrainedTokenizerFast
+
+from gkd.errors import ModelError
+from gkd.hf.end_tokens import eos_token_ids
+
+
+def _tokenizer(**special: str) -> Any:
+    words = Tokenizer(models.WordLevel({f"w{i}": i for i in range(20)}, unk_token="w0"))
+    return PreTrainedTokenizerFast(tokenizer_object=words, unk_token="w0", **special)
+
+
+@pytest.mark.parametrize(
+    ("generation", "config", "expected"),
+    [
+        (None, None, [12]),
+        ({"eos_token_id": [5, 12]}, {"eos_token_id": 7}, [5, 12]),
+        ({"eos_token_id": 5}, {}, [5, 12]),
+        (None, {"eos_token_id": [3, 4]}, [3, 4, 12]),
+        ({"temperature": 0.7}, {"eos_token_id": 3}, [3, 12]),
+        (None, {"text_config": {"eos_token_id": 9}}, [9, 12]),
+        (None, {"eos_token_id": 3, "text_config": {"eos_token_id": 9}}, [3, 12]),
+        (None, {"eos_token_id": None}, [12]),
+        (None, {"eos_token_id": 0}, [0, 12]),
+    ],
+)
+def test_end_tokens_are_those_of_transformers(
+    tmp_path: Path, generation: dict[str, Any] | None, config: dict[str, Any] | None, expected: list[int]
+) -> None:
+    """Fails if responses of a model go on behind the end of its turn, which transformers and vLLM stop at."""
+    for name, content in (("generation_config.json", generation), ("config.json", config)):
+        if content is not None:
+            (tmp_path / name).write_text(json.dumps(content))
+    assert eos_token_ids(str(tmp_path), _tokenizer(eos_token="w12")) == expected
+
+
+def test_no_end_token_and_a_damaged_file_are_refused(tmp_path: Path) -> None:
+    """Fails if every response of a run has the maximum length, or an error does not name the file."""
+    with pytest.raises(ModelError, match=tmp_path.name):
+        eos_token_ids(str(tmp_path), _tokenizer())
+    (tmp_path / "generation_config.json").write_text("[")
+    with pytest.raises(ModelError, match=r"generation_config\.json"):
+        eos_token_ids(str(tmp_path), _tokenizer(eos_token="w12"))
