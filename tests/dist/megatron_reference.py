@@ -24,7 +24,9 @@ KINDS = ("qwen3", "qwen2_tied", "llama3_rope")
 MOE_KINDS = ("qwen3_moe", "qwen3_moe_mixed")
 
 
-def make_hf_folder(folder: Path, kind: str, *, dtype: torch.dtype = torch.float32, n_layers: int = 2) -> Path:
+def make_hf_folder(
+    folder: Path, kind: str, *, dtype: torch.dtype = torch.float32, n_layers: int = 2, head_dim: int = 16
+) -> Path:
     """Save a randomly initialized HF model in `folder`, with random norms and biases so that each has an effect."""
     import transformers as tf
 
@@ -40,7 +42,7 @@ def make_hf_folder(folder: Path, kind: str, *, dtype: torch.dtype = torch.float3
     }
     torch.manual_seed(sum(map(ord, kind)))
     if kind == "qwen3":
-        config = tf.Qwen3Config(**sizes, head_dim=16, tie_word_embeddings=False, rope_theta=1e6)
+        config = tf.Qwen3Config(**sizes, head_dim=head_dim, tie_word_embeddings=False, rope_theta=1e6)
         model = tf.Qwen3ForCausalLM(config)
     elif kind == "qwen2_tied":
         model = tf.Qwen2ForCausalLM(tf.Qwen2Config(**sizes, tie_word_embeddings=True, rope_theta=5e4, pad_token_id=PAD))

@@ -418,8 +418,8 @@ _SUPERVISION = (
     Mutant(
         "template_loses_the_history",
         _TRAINER,
-        'else [*prompt[:-1], {**last, "content": text}]',
-        'else [{**last, "content": text}]',
+        '(*prompt.messages[:-1], {**last, "content": text}) if last',
+        '({**last, "content": text},) if last',
         ("test_teacher_prompt.py",),
     ),
     Mutant(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -63,7 +64,7 @@ def test_a_rollout_engine_gets_the_size(
     [("cpu", {}, 7), ("cpu", {"kv_cache_mib": "64"}, 64), ("cuda", {}, None), ("cuda", {"kv_cache_mib": "1024"}, 1024)],
 )
 def test_a_teacher_engine_gets_the_size(
-    monkeypatch: pytest.MonkeyPatch, device: str, flags: dict[str, str], expected: int | None
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, device: str, flags: dict[str, str], expected: int | None
 ) -> None:
     """Fails if --kv-cache-mib does not reach vLLM on one of the devices, or 0 is taken as a size; as for rollouts."""
     platform = SimpleNamespace(current_platform=SimpleNamespace(is_cpu=lambda: device == "cpu"))
@@ -76,7 +77,8 @@ def test_a_teacher_engine_gets_the_size(
     monkeypatch.setattr(load, "resolve_device", lambda device: device)
     values = {each.key: each.default for each in TEACHER_OPTIONS}
     values |= given_flags(SimpleNamespace(**flags), TEACHER_OPTIONS)  # type: ignore[arg-type]
-    folder = SimpleNamespace(path="x", max_tokens=16)
+    (tmp_path / "config.json").write_text("{}")
+    folder = SimpleNamespace(path=str(tmp_path), max_tokens=16)
     with pytest.raises(Given) as found:
         worker._load(folder, {**values, "engine": "vllm", "device": device})  # type: ignore[arg-type]
     check_arguments(found.value.args[0], device, expected)
