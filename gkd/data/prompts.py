@@ -17,7 +17,7 @@ import numpy as np
 from gkd.config.schema import DataConfig, TeacherConfig
 from gkd.console.activity import activities
 from gkd.data.conversation import Conversation, Setting, check_unicode, quoted, read_conversation
-from gkd.data.render import PromptRenderer, Rendered
+from gkd.data.render import AS_IS, PromptRenderer, Rendered
 from gkd.data.row_files import Row, read_rows
 from gkd.data.row_routes import RowRoutes
 from gkd.data.rows import encode_row
@@ -160,8 +160,14 @@ class RowReader:
         view = self._views.of(row, prompt, where)
         if view is not None:
             self._check_response(view, self._views.setting, where)
+        rendered = self._renderer.render(prompt, setting, where)
+        if view is not None and rendered.converted == AS_IS and self._views.is_template:
+            problem = (
+                f"the prompt of {where} is rendered already, and the template's text would stand outside of its turns."
+            )
+            raise ConfigError(*self._views.setting, problem, "write messages, or use data.teacher_prompt_key.")
         return ReadRow(
-            self._renderer.render(prompt, setting, where),
+            rendered,
             None if view is None else self._renderer.render(view, self._views.setting, where),
             prompt.response,
             self._routes.of(row, where),

@@ -18,6 +18,7 @@ from gkd.data.conversation import Conversation, Setting, quoted
 from gkd.errors import ConfigError
 
 _MARK = "\ue000{}\ue001"  # characters for private use, which no template changes
+AS_IS = "text that is rendered already"  # a value of `Rendered.converted`
 _SHORTEST_HEAD = 4  # characters: texts begin with a shorter one by chance
 Message = dict[str, Any]
 
@@ -95,7 +96,7 @@ class PromptRenderer:
             return Rendered(prompt.text, self._encode(prompt.text, setting, where), prompt.converted)
         if not prompt.messages and prompt.text.lstrip().startswith(self._heads):
             self._check_end(prompt.text, setting, where)
-            return Rendered(prompt.text, self._encode(prompt.text, setting, where), "text that is rendered already")
+            return Rendered(prompt.text, self._encode(prompt.text, setting, where), AS_IS)
         messages = prompt.messages or ({"role": "user", "content": prompt.text},)
         text = self._apply(messages, where)
         self._check(text, messages, setting, where)

@@ -45,6 +45,11 @@ class TeacherPrompts:
         return "data.teacher_prompt_key", self._config.teacher_prompt_key
 
     @property
+    def is_template(self) -> bool:
+        """Return whether the teacher's prompts are made with teacher.prompt_template."""
+        return bool(self._template)
+
+    @property
     def columns(self) -> set[str]:
         """Return the columns of a row that `of` uses, apart from the prompt's."""
         return {self._columns.get(name, name) for _, name in self._parts if name}

@@ -30,7 +30,7 @@ from gkd.quickstart.addition import build_tokenizer
 from gkd.teacher.info import TeacherInfo
 from gkd.types import Prompt
 from teacher_server.wire.fingerprint import tokenizer_fingerprint
-from tests.unit.chat_templates import tokenizer
+from tests.unit.chat_templates import FAMILIES, tokenizer
 from tests.unit.test_rollout_file import rollout, scores, written
 
 BASE = ["data.train_files=[x.jsonl]", "model.path=m", "trainer.run_dir=r"]
@@ -86,6 +86,9 @@ def test_a_template_replaces_the_last_message(tmp_path: Path) -> None:
     assert views(prompts, chat) == ["system:s|user:hi (yo)|", "user:hi (yo)|"]
     rows = [{"prompt": "hi", "t": [{"role": "system", "content": "rule"}, {"role": "user", "content": "hi"}]}]
     assert views(load(tmp_path, rows, chat, teacher_prompt_key="t"), chat) == ["system:rule|user:hi|"]
+    with pytest.raises(ConfigError) as caught:
+        load(tmp_path, [{"prompt": "<|im_start|>user\nhi"}], tokenizer(FAMILIES["chatml"]), "{prompt} x")
+    assert caught.value.key == KEY, "the template's text would follow the beginning of the response"
     conversation = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yo"}]
     prompts = load(tmp_path, [{"prompt": conversation}], chat, "{prompt} ({response})", response_key="")
     assert views(prompts, chat) == ["user:hi (yo)|"]
