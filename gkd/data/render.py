@@ -146,9 +146,10 @@ class PromptRenderer:
             return
         lost += [messages[i] for i in frame.dropped if messages[i]["content"]] or _not_in_order(text, messages)
         if lost:
+            content = quoted(lost[0]["content"] or lost[0].get("tool_calls"))
             problem = (
                 f"the chat template leaves out or changes the text of a message of {where} "
-                f"({lost[0]['role']}: {quoted(lost[0]['content'])}). The rendered prompt is {quoted(text)}."
+                f"({lost[0]['role']}: {content}). The rendered prompt is {quoted(text)}."
             )
             fix = "write the message in a role and form that the template has, or correct the template."
             raise ConfigError(*setting, problem, fix)
