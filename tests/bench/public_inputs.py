@@ -1,8 +1,9 @@
 """Try what users of such systems bring, and measure what reading and checking it costs.
 
-    python -m tests.bench.public_inputs [--only prompts,cost,memory] [--json FILE]
+    python -m tests.bench.public_inputs [--only prompts,folders,cost,memory] [--json FILE]
 
-prompts: rows and files that other systems' users reported, before (commit 9cae5fc) and now
+prompts: rows that other systems' users reported, before (commit 9cae5fc) and now
+folders: model folders that they reported, given as the student
 cost: time of reading, rendering and checking a row, against the tokenizer's own chat template
 memory: a 400 MB file whose rows have a large column that is not used and one emoji, JSONL and parquet, and
     1,000,000 rows of about 100 tokens
@@ -13,6 +14,7 @@ from __future__ import annotations
 import json
 import logging
 import random
+import shutil
 import sys
 import tempfile
 import time
@@ -20,7 +22,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from gkd.config.schema import DataConfig
+from gkd.config.schema import Config, DataConfig
 from gkd.config.schema_teacher import TeacherConfig
 from gkd.data.prompts import RowReader, load_prompts
 from gkd.errors import ConfigError
@@ -57,6 +59,16 @@ CASES: list[tuple[str, str, str | None, str, Any, dict[str, Any], str]] = [
     ("38", "thinking switched off", FAMILIES["chatml_no_thinking"], "", "Q", OFF, "no such key"),
     ("41", "tokenizer appends an end", None, "$A </s>", "Q", {}, "the end in the prompt"),
 ]
+# Damage of tests.unit.test_model_folders -> id, what happened before.
+FOLDERS = {
+    "_merged_adapter": ("46", "engine hf applied the adapter to merged weights"),
+    "_adapter_only": ("13", "config.json cannot be read"),
+    "_other_head": ("14", "WeightSyncError after 20 s"),
+    "_only_head": ("14", "refused, without the reason"),
+    "_leftover_quantization": ("30", "traceback of the engine after 27 s"),
+    "_stale_index": ("12", "the copy is incomplete (it is complete)"),
+    "_lost_index": ("12", "convert to safetensors (it is)"),
+}
 ROWS = 20_000
 
 
@@ -79,6 +91,31 @@ def prompts(rounds: int) -> Part:
     table = Table("prompts", ("id", "input", "before", "now"), rows)
     figures = [Figure("rows that train on something else", silent, at_most=0)]
     return Part("prompts", "What the student reads.", figures, (table,))
+
+
+def folders(rounds: int) -> Part:
+    from gkd.preflight.student import check_student
+    from tests.dist.megatron_reference import make_hf_folder
+    from tests.unit import test_model_folders
+
+    rows, accepted = [], 0
+    damages = {damage.__name__: damage for damage, _ in test_model_folders.DAMAGES}
+    with tempfile.TemporaryDirectory() as root:
+        sound = make_hf_folder(Path(root) / "sound", "qwen2_tied")
+        for name, (number, before) in FOLDERS.items():
+            folder = Path(shutil.copytree(sound, Path(root) / name))
+            damages[name](folder)
+            config = Config()
+            config.model.path, config.data.max_prompt_length, config.data.max_response_length = str(folder), 16, 16
+            try:
+                check_student(config)
+                now, accepted = "accepted", accepted + 1
+            except ConfigError as error:
+                now = f"refused: {error.problem} Fix: {error.fix}".replace(root, "...")
+            rows.append((number, name.strip("_").replace("_", " "), before, now))
+    table = Table("folders", ("id", "folder", "before", "now"), rows)
+    figures = [Figure("folders that programs read differently and that are accepted", accepted, at_most=0)]
+    return Part("folders", "The check before any process starts.", figures, (table,))
 
 
 def chat_rows(n: int) -> list[dict[str, Any]]:
@@ -167,12 +204,12 @@ def memory(rounds: int) -> Part:
         with many.open("w") as out:
             out.writelines(rows[i % 1000] for i in range(1_000_000))
         case = {"file": str(many), "small": str(small), "chat": True}
-        found = in_fresh_process("tests.bench.public_inputs", case, threads=1, timeout_s=1200)
+        found = in_fresh_process("tests.bench.public_inputs", case, threads=1, timeout_s=2400)
         figures.append(Figure("1,000,000 rows of 100 tokens: bytes / row", found["grown"] / found["prompts"]))
     return Part("memory", "Growth of the peak of resident memory while a file is loaded.", figures)
 
 
-PARTS: dict[str, Callable[[int], Part]] = {"prompts": prompts, "cost": cost, "memory": memory}
+PARTS: dict[str, Callable[[int], Part]] = {"prompts": prompts, "folders": folders, "cost": cost, "memory": memory}
 
 
 def main(argv: Sequence[str] | None = None) -> int:

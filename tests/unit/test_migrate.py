@@ -50,7 +50,7 @@ def test_what_is_still_missing_is_listed(tmp_path: Path) -> None:
     for system, (name, text, _) in EXAMPLES.items():
         file = tmp_path / f"{system}_{name}"
         file.write_text(text)
-        written, _ = migrate(system, file, FLAGS.get(system, []))
+        written, *_ = migrate(system, file, FLAGS.get(system, []))
         comments = written.partition("\n\n")[0]
         missing[system] = re.findall(r"^#   (\S+) = ", comments.partition("# next:\n")[2], re.MULTILINE)
     # TRL's data set is on a hub; slime's 16 engines need a second node.
@@ -66,7 +66,7 @@ def test_each_old_key_has_a_line(tmp_path: Path) -> None:
     assert len(values) > 25 and values["trainer.scheduler"] == "two_step_off"
     entries = {entry.old: entry for entry in convert(table, values)}
     assert values.keys() <= entries.keys()
-    text, _ = migrate("verl", file)
+    text, *_ = migrate("verl", file)
     assert all(f"{name} = " in text for name in values)
     assert entries["trainer.own_key"].status == "not recognized"
     assert entries["actor_rollout_ref.actor.megatron.context_parallel_size"].status == "not supported"
@@ -234,3 +234,26 @@ def test_flags_override_the_file(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert main(["trl", str(old), "--", "--lmbda=0.25", "--unknown_flag"]) == 0
     new.write_text(capsys.readouterr().out)
     assert load_config(new).distill.on_policy_share == 0.25
+
+
+@pytest.mark.parametrize(
+    ("system", "words", "decides"),
+    [
+        ("verl", "distillation.distillation_loss.loss_mode=k1 data.train_batch_size=8", True),
+        ("verl", "distillation.teacher_models.math.model_path=m data.train_batch_size=8", True),
+        ("trl", "--reverse_kl_top_1_mode argmax --beta 0.5", True),
+        ("roll", "domain_new_shares=0.5 pretrain=m", True),
+        ("verl", "trainer.own_key=1 data.train_batch_size=8", False),
+        ("slime", "--own-log-level 3 --lr 1e-6", False),
+    ],
+)
+def test_a_key_that_decides_what_is_trained_must_be_understood(
+    system: str, words: str, decides: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Fails if a loss, teacher or data of a newer version of a system is lost, and the settings are called accepted."""
+    new = tmp_path / "mine.yaml"
+    assert main([system, "--output", str(new), "--", *words.split()]) == (3 if decides else 0)
+    name = words.split()[0].partition("=")[0]
+    errors = capsys.readouterr().err
+    assert new.exists() and (name in errors.splitlines()[0]) == decides
+    assert (name in new.read_text().partition("# next:\n")[2]) == decides

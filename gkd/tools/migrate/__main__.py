@@ -12,7 +12,7 @@ from gkd.config.old_names.systems import SYSTEMS
 from gkd.errors import ConfigError
 from gkd.tools.migrate.convert import convert
 from gkd.tools.migrate.read import read_file, settings_of
-from gkd.tools.migrate.report import summary, yaml_text
+from gkd.tools.migrate.report import not_understood, refusal, summary, yaml_text
 
 _EPILOG = """examples:
   python -m gkd.tools.migrate verl run_qwen.sh --output mine.yaml
@@ -21,12 +21,13 @@ _EPILOG = """examples:
 
 FILE is a YAML (.yaml, .yml, .json), or a script or list with flags and Hydra overrides. Flags after -- override it.
 The report is in the YAML's comments. See docs/from_verl.md, from_trl.md, from_slime.md and from_roll.md.
-exit code: 0 written, also if some old keys are not recognized; 2 unreadable input, or an existing output
+exit code: 0 written, also if some old keys are not recognized; 2 unreadable input, or an existing output; 3 written,
+but keys of loss, teacher, data or sampling are not recognized: the run would train on something else
 """
 
 
-def migrate(system: str, file: Path | None, flags: Sequence[str] = ()) -> tuple[str, str]:
-    """Return the YAML of old settings, and the summary of its report.
+def migrate(system: str, file: Path | None, flags: Sequence[str] = ()) -> tuple[str, str, list[str]]:
+    """Return the YAML of old settings, the summary of its report, and the keys of `not_understood`.
 
     Raises:
         ConfigError: the system is not known, or the settings cannot be read.
@@ -41,7 +42,8 @@ def migrate(system: str, file: Path | None, flags: Sequence[str] = ()) -> tuple[
     if not values:
         raise ConfigError("FILE", "", "there are no settings.", "name a file, or write flags after --.")
     entries = convert(table, values)
-    return yaml_text(table, "flags" if file is None else file.name, entries), summary(entries)
+    text = yaml_text(table, "flags" if file is None else file.name, entries)
+    return text, summary(entries), not_understood(entries)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -50,7 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     end = words.index("--") if "--" in words else len(words)
     args = _parse(words[:end])
     try:
-        text, counts = migrate(args.system, args.file, words[end + 1 :])
+        text, counts, unknown = migrate(args.system, args.file, words[end + 1 :])
         if args.output is None:
             print(text, end="")
         else:
@@ -58,10 +60,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    if unknown:
+        print(
+            f"{refusal(unknown)}: {', '.join(unknown)}. Fix: set what they mean in the YAML yourself.", file=sys.stderr
+        )
     print(counts, file=sys.stderr)
     if args.output is not None:
         print(text.partition("\n\n")[0].rpartition("#\n")[2] + f"\nwritten to {args.output}", file=sys.stderr)
-    return 0
+    return 3 if unknown else 0
 
 
 def _write(path: Path, text: str, *, force: bool) -> None:

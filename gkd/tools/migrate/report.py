@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 import tempfile
 from collections import Counter
 from pathlib import Path
@@ -17,6 +18,20 @@ from gkd.config.old_names.row import Table
 from gkd.config.schema import Config
 from gkd.errors import ConfigError
 from gkd.tools.migrate.convert import STATUSES, Entry, settings_of
+
+# Words in names of settings that decide what is trained: loss, teacher, data or sampling.
+_DECIDING = re.compile(
+    r"(?<![a-z])(loss(es)?|kl|kld|jsd|divergence|distill(ation)?|gkd|opd|gold|teachers?|ref|reference|rewards?|adv|"
+    r"advantage|entropy|importance|clip|alpha|beta|lmbda|lambda|data|datasets?|prompts?|question|responses?|answer|"
+    r"completions?|chat|template|system|thinking|messages|tokenizer|domains?|tags?|interleave|mix|sampl(ing|er)|"
+    r"temperature|top|topk|[knp]|stop|eos|seq|sequence|length|filter|truncation)(?![a-z])"
+)
+
+
+def not_understood(entries: list[Entry]) -> list[str]:
+    """Return the old keys that are not recognized and that decide what is trained, by the words in their names."""
+    unknown = (entry.old for entry in entries if entry.status == "not recognized")
+    return [name for name in unknown if _DECIDING.search(name.lower())]
 
 
 def summary(entries: list[Entry]) -> str:
@@ -38,8 +53,15 @@ def yaml_text(table: Table, source: str, entries: list[Entry]) -> str:
         chosen = [entry for entry in entries if entry.status == status]
         lines += [f"{words}:", *(f"  {_line(entry, table)}" for entry in chosen), ""] if chosen else []
     steps = next_steps(body)
+    if unknown := not_understood(entries):
+        steps = [refusal(unknown), *(f"  {name}" for name in unknown), *steps]
     lines += ["next:", *(f"  {step}" for step in steps)] if steps else ["check_config accepts these settings."]
     return "".join(f"# {line}".rstrip() + "\n" for line in lines) + "\n" + body
+
+
+def refusal(unknown: list[str]) -> str:
+    """Return the sentence on the keys of `not_understood`."""
+    return f"not accepted: {len(unknown)} keys decide what is trained and are not understood"
 
 
 def next_steps(body: str) -> list[str]:
