@@ -28,7 +28,7 @@ from gkd.types import Prompt
 
 log = get_logger("data")
 
-_SHOWN_CHARACTERS = 2000  # of the prompt in the log
+_SHOWN_CHARACTERS = 2000  # The log shows so much of a prompt.
 _REPORT_ROWS = 256  # between reports of the progress
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from gkd.errors import ConfigError
 
-_BATCH_ROWS = 256  # of a parquet file
+_BATCH_ROWS = 256  # A parquet file is read in such batches.
 
 Row = dict[str, Any]
 
