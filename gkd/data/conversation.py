@@ -90,9 +90,9 @@ def _json_messages(text: str) -> list[Any] | None:
         value = json.loads(text)
     except ValueError:
         return None
-    known = {"role", "from"}
-    is_messages = isinstance(value, list) and value and all(isinstance(m, dict) and known & m.keys() for m in value)
-    return value if is_messages else None
+    forms = {"role", "content"}, {"from", "value"}
+    are_messages = [isinstance(each, dict) and any(each.keys() >= keys for keys in forms) for each in value]
+    return value if are_messages and all(are_messages) else None
 
 
 def _message(message: Any, i: int, sharegpt: bool, setting: Setting, where: str) -> tuple[dict[str, Any], bool]:

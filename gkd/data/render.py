@@ -66,8 +66,8 @@ class PromptRenderer:
             problem = "this tokenizer has no chat template."
             raise ConfigError("data.chat_template", chat_template, problem, "use auto or never.")
         for name, value in variables.items():
-            if not re.search(rf"\b{re.escape(name)}\b", self._source):
-                problem = "the chat template has no such variable."
+            if not self._applies or not re.search(rf"\b{re.escape(name)}\b", self._source):
+                problem = "the chat template has no such variable." if self._applies else "no chat template is applied."
                 raise ConfigError(f"data.chat_template_kwargs.{name}", value, problem, "remove it.")
         self._frames: dict[tuple[str, ...], _Frame] = {}
         self._begin = self._tokens_in_front()
@@ -94,7 +94,7 @@ class PromptRenderer:
             raise ConfigError("data.chat_template", self._setting, problem, fix)
         if not self._applies:
             return Rendered(prompt.text, self._encode(prompt.text, setting, where), prompt.converted)
-        if not prompt.messages and prompt.text.lstrip().startswith(self._heads):
+        if not prompt.messages and self._is_rendered(prompt.text):
             self._check_end(prompt.text, setting, where)
             return Rendered(prompt.text, self._encode(prompt.text, setting, where), AS_IS)
         messages = prompt.messages or ({"role": "user", "content": prompt.text},)
@@ -134,7 +134,7 @@ class PromptRenderer:
         for message in messages:
             content = message["content"]
             marker = self._marker.search(content)
-            if marker or content.lstrip().startswith(self._heads):
+            if marker or self._is_rendered(content):
                 found = f"with {marker[0]}, which separates messages" if marker else "rendered already"
                 problem = f"a message of {where} ({message['role']}) is {quoted(content)}, {found}."
                 fix = "correct the row. Text that is rendered already must be one string, not a message."
@@ -155,6 +155,11 @@ class PromptRenderer:
             raise ConfigError(*setting, problem, fix)
         if frame.pieces and not text.endswith(frame.pieces[-1]):
             raise self._bad_end(text, frame.pieces[-1], setting, where)
+
+    def _is_rendered(self, text: str) -> bool:
+        text = text.lstrip()
+        without_begin = text.removeprefix(self._tokenizer.bos_token or "").lstrip()
+        return text.startswith(self._heads) or without_begin.startswith(self._heads)
 
     def _check_end(self, text: str, setting: Setting, where: str) -> None:
         """Raise ConfigError if a rendered text ends after a message, without the beginning of a response."""
@@ -187,9 +192,11 @@ class PromptRenderer:
         added = self._tokenizer.added_tokens_decoder.values()
         special = {*self._tokenizer.all_special_tokens, *(str(token) for token in added if token.special)}
         markers = tuple(sorted(token for token in special if any(token in piece for piece in pieces)))
-        head = pieces[0].strip() if pieces else ""
-        without_begin = head.removeprefix(self._tokenizer.bos_token or "").lstrip()
-        return markers, (*markers, *(text for text in {head, without_begin} if len(text) >= _SHORTEST_HEAD))
+        begin = self._tokenizer.bos_token or ""
+        head = pieces[0].strip().removeprefix(begin).lstrip() if pieces else ""
+        # The beginning alone does not tell: <s> is also a tag of HTML. Some models begin each turn with it, however.
+        turns = tuple(token for token in markers if token != begin or any(begin in piece for piece in pieces[1:2]))
+        return markers, (*turns, head) if len(head) >= _SHORTEST_HEAD else turns
 
 
 def _forms(message: Message) -> list[str]:

@@ -153,15 +153,26 @@ def test_a_rendered_text_is_used_as_it_is(tmp_path: Path, name: str) -> None:
     assert text(tmp_path, rendered.removeprefix("<s>").lstrip(), made) == rendered.removeprefix("<s>").lstrip()
 
 
+@pytest.mark.parametrize("name", ["inst", "headers", "turns"])
+def test_the_beginning_alone_is_not_a_rendered_text(tmp_path: Path, name: str) -> None:
+    """Fails if a text that begins with a tag of HTML is used without the template, and its tag as a special token."""
+    with pytest.raises(ConfigError) as caught:
+        load(tmp_path, "<s>struck out", tokenizer(FAMILIES[name]))
+    assert caught.value.key == "data.prompt_key"
+    assert text(tmp_path, "struck <b>out", tokenizer(FAMILIES[name])).count("<s>") == 1
+    listed = '[{"from": "a@b.c", "subject": "x"}]'
+    assert "user" in text(tmp_path, listed) and listed in text(tmp_path, listed), "JSON of something else is a text"
+
+
 def test_variables_of_the_template_are_set(tmp_path: Path) -> None:
     """Fails if data.chat_template_kwargs has no effect, or an unknown variable is ignored."""
     made = tokenizer(FAMILIES["chatml_no_thinking"])
     off = {"chat_template_kwargs": {"enable_thinking": False}}
     assert text(tmp_path, "Q", made, **off).endswith("assistant\n<think></think>")
     assert text(tmp_path, "Q", made).endswith("assistant\n")
-    for other in (CHATML, tokenizer()):
+    for other, setting in ((CHATML, "auto"), (tokenizer(), "auto"), (made, "never")):
         with pytest.raises(ConfigError) as caught:
-            load(tmp_path, "Q", other, **off)
+            load(tmp_path, "Q", other, chat_template=setting, **off)
         assert caught.value.key == "data.chat_template_kwargs.enable_thinking"
 
 
