@@ -37,7 +37,7 @@ def main(argv: list[str] | None = None) -> int:
     failure: GkdError | None = None
     try:
         config = load_config(args.config, args.overrides)
-        if args.show_prompts:
+        if args.show_prompts is not None:
             for text in preview(config, args.show_prompts):
                 print(text)
             return 0
@@ -95,7 +95,10 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
         help="print the first N training prompts as the models read them, and end",
     )
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings that differ from the file")
-    return parse_overrides(parser, argv)
+    args = parse_overrides(parser, argv)
+    if args.show_prompts is not None and args.show_prompts < 1:
+        parser.error(f"--show-prompts {args.show_prompts}: give the number of prompts, at least 1")
+    return args
 
 
 def _keys_help() -> str:

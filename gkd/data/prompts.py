@@ -230,11 +230,11 @@ def read_response(
     response is truncated and then has no end-of-sequence token.
     """
     setting = "data.response_key", config.response_key
-    text = row.get(config.response_key) if config.response_key else read.response
+    text = found = row.get(config.response_key) if config.response_key else read.response
     if isinstance(text, list) and len(text) == 1:  # one message, as TRL's column `completion` has it
         text = read_conversation([{"role": "user", "content": "-"}, *text], setting, where).response
     if not isinstance(text, str) or not text:
-        found = f"the value is {text!r}" if config.response_key in row else f"the only columns are {sorted(row)}"
+        found = f"the value is {quoted(found)}" if config.response_key in row else f"the only columns are {sorted(row)}"
         found = found if config.response_key else "the last message is not the assistant's"
         raise ConfigError(
             *setting,

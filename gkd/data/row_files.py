@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,8 @@ def read_rows(file: str, key: str, columns: Collection[str] | None = None) -> It
     path = Path(file)
     if not path.is_file():
         raise ConfigError(key, file, "no such file.", "use the path of a .jsonl or .parquet file.")
+    if not os.access(path, os.R_OK):
+        raise ConfigError(key, file, "this user may not read it.", "change its permissions.")
     if path.suffix == ".parquet":
         yield from _parquet(file, key, columns)
     elif path.suffix == ".jsonl":
@@ -48,9 +51,7 @@ def _parquet(file: str, key: str, columns: Collection[str] | None) -> Iterator[t
                 for row in batch.to_pylist() if used else [{}] * batch.num_rows:
                     line += 1
                     yield f"{file}:{line}", {**unread, **row}
-    except ConfigError:
-        raise
-    except Exception as error:
+    except Exception as error:  # pyarrow raises many types of errors
         raise ConfigError(key, file, f"not a parquet file ({error}).", "create it again.") from error
 
 

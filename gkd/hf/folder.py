@@ -23,7 +23,7 @@ TensorPlan: TypeAlias = tuple[str, tuple[int, ...], torch.dtype]  # (HF name, sh
 MAX_SHARD_BYTES = 4 << 30
 # The export replaces weights in any format, and their indices; other files are copied.
 _WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".h5", ".msgpack", ".onnx", ".gguf", ".index.json")
-_LEFT_OUT = ("adapter_config.json",)  # of an adapter, which the export does not have
+_LEFT_OUT = ("adapter_config.json",)  # The export has no adapter.
 _COPIED_FOLDERS = ("additional_chat_templates",)  # of a tokenizer
 
 

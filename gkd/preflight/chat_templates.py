@@ -7,14 +7,15 @@ from typing import Any
 
 from gkd.config.schema import DataConfig
 from gkd.data.prompts import load_tokenizer
-from gkd.errors import ConfigError
 from gkd.teacher.info import TeacherInfo
 
 _MESSAGE = {"role": "user", "content": "Hello!"}
 
 
-def template_warning(data: DataConfig, tokenizer: Any, teacher: TeacherInfo) -> str:
+def template_warning(data: DataConfig, tokenizer: Any, teacher: TeacherInfo, *, trust_remote_code: bool) -> str:
     """Return a sentence if the teacher's own template writes another prompt than the student reads, else "".
+
+    Also if they cannot be compared.
 
     The teacher scores the student's prompt. Text in a form that it was not trained on lowers its quality. Its folder is
     read if this host has it.
@@ -22,10 +23,10 @@ def template_warning(data: DataConfig, tokenizer: Any, teacher: TeacherInfo) -> 
     if data.chat_template == "never" or data.teacher_prompt_key or not Path(teacher.model_path).is_dir():
         return ""
     try:
-        other = load_tokenizer(teacher.model_path, "teacher.path")
-    except ConfigError:  # such as one with code of its own; the server has compared the tokens
-        return ""
-    ours, its = (_rendered(each, data.chat_template_kwargs) for each in (tokenizer, other))
+        other = load_tokenizer(teacher.model_path, "teacher.path", trust_remote_code=trust_remote_code)
+        ours, its = (_rendered(each, data.chat_template_kwargs) for each in (tokenizer, other))
+    except Exception as error:  # a template is a program and may raise any error
+        return f"the chat templates of the student and of the teacher {teacher.model_path} are not compared: {error}"
     if ours == its:
         return ""
     return (

@@ -108,7 +108,9 @@ def preflight(config: Config) -> Plan:
         identity["reference"] = check_reference(config, tokenizer, n_student_vocab)
     for route, teacher in zip(derived.routes, teachers, strict=True):
         n_vocab = check_teacher(config, route, teacher, tokenizer, n_student_vocab)
-        for warning in (throttle_warning(config.teacher, teacher), template_warning(config.data, tokenizer, teacher)):
+        trusts = config.model.trust_remote_code
+        differing = template_warning(config.data, tokenizer, teacher, trust_remote_code=trusts)
+        for warning in (throttle_warning(config.teacher, teacher), differing):
             if warning:
                 log.warning("%s", warning)
     _, hidden_size = head_columns(teachers)  # of `hidden`: see `ScoringEndpoint.lm_head`

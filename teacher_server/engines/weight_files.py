@@ -96,7 +96,8 @@ def read_header(file: Path) -> tuple[Mapping[str, Any], int]:
     """Return the JSON header of a safetensors file, and the position of the first byte of data.
 
     Raises:
-        OSError, ValueError: there is no such header.
+        OSError: the file cannot be read.
+        ValueError: the file does not begin with such a header.
     """
     with file.open("rb") as stream:
         n_bytes = int.from_bytes(stream.read(8), "little")

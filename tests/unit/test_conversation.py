@@ -181,12 +181,14 @@ def test_templates_that_differ_are_named(tmp_path: Path) -> None:
     info = TeacherInfo("", "t", str(tmp_path), "", 1, 1, "", 1, 1, 1, "hf", "cpu", "float32", 3)
     for template in (FAMILIES["chatml"], FAMILIES["angle"], None):
         tokenizer(template).save_pretrained(tmp_path)
-        warning = template_warning(DataConfig(), CHATML, info)
+        warning = template_warning(DataConfig(), CHATML, info, trust_remote_code=False)
         assert ("data.teacher_prompt_key" in warning and "<|im_start|>" in warning) == (template != FAMILIES["chatml"])
         assert ("<|user|>" in warning) == (template == FAMILIES["angle"])
         (tmp_path / "chat_template.jinja").unlink(missing_ok=True)
-    assert not template_warning(DataConfig(teacher_prompt_key="t"), CHATML, info)
-    assert not template_warning(DataConfig(), CHATML, replace(info, model_path="/absent"))
+    tokenizer("{{ raise_exception('no') }}").save_pretrained(tmp_path)
+    assert str(tmp_path) in template_warning(DataConfig(), CHATML, info, trust_remote_code=False), "not compared"
+    assert not template_warning(DataConfig(teacher_prompt_key="t"), CHATML, info, trust_remote_code=False)
+    assert not template_warning(DataConfig(), CHATML, replace(info, model_path="/absent"), trust_remote_code=False)
 
 
 def conversation(rng: random.Random) -> list[dict[str, Any]]:
@@ -304,6 +306,8 @@ def test_show_prompts_prints_what_the_models_read(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert RENDERED in done.stdout and RENDERED.replace("2+2?", "2+2? Be brief.") in done.stdout
     assert "Four.</s>" in done.stdout and "ShareGPT" in done.stdout and str(CHATML.encode("W")[0]) in done.stdout
+    done = subprocess.run([*command, "--show-prompts", "0"], capture_output=True, text=True, timeout=300, cwd=tmp_path)
+    assert done.returncode == 2 and not done.stdout, "a run would start"
     done = subprocess.run(
         [*command, "data.prompt_key=absent"], capture_output=True, text=True, timeout=300, cwd=tmp_path
     )
