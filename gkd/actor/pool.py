@@ -52,9 +52,9 @@ class ActorPool:
         run_dir = Path(self._config.trainer.run_dir).absolute()
         return self._call("init_model", self._config, device, address, total_steps, run_dir)
 
-    def init_teacher(self, n_vocab: int, timeout_s: float) -> None:
+    def init_teacher(self, timeout_s: float) -> None:
         """Build the local teacher on all ranks; blocks. Raises as `LocalTeacher`."""
-        gather(self._call("init_teacher", n_vocab), "init_teacher", timeout_s)
+        gather(self._call("init_teacher"), "init_teacher", timeout_s)
 
     def init_reference(self, timeout_s: float) -> None:
         """Build the reference on all ranks; blocks. Raises as `FrozenModel`."""

@@ -143,14 +143,10 @@ class ActorRank:
         on_phase = self._phases.enter
         return build_student(self._config, self._layout, self._device, total_steps, timeout_s, on_phase=on_phase)
 
-    def init_teacher(self, n_vocab: int) -> None:
-        """Build the local teacher. Collective. Raises as `LocalTeacher`.
-
-        Args:
-            n_vocab: ids that student and teacher share.
-        """
+    def init_teacher(self) -> None:
+        """Build the local teacher. Collective. Raises as `LocalTeacher`."""
         with self._phase("loading the teacher", "teacher", [PARAMS]):
-            self._frozen.init_teacher(n_vocab)
+            self._frozen.init_teacher()
         self._log.info("teacher built and loaded")
 
     def init_reference(self) -> None:

@@ -119,6 +119,12 @@ class ModelConfig:
     )
     dtype: str = key("bfloat16", "dtype of the weights, also in the rollout engine.", choices=("bfloat16", "float32"))
     trust_remote_code: bool = key(False, "Let transformers run Python code from the model folder.")
+    n_vocab: int = key(
+        0,
+        "Token ids that the student generates and is trained on: 0 to n_vocab - 1. The other rows of its embedding are "
+        "masked. 0 = the ids that it shares with its teachers.",
+        ge=0,
+    )
 
 
 @dataclass

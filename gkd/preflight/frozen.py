@@ -18,7 +18,7 @@ from gkd.data.prompts import load_tokenizer
 from gkd.errors import ConfigError
 from gkd.hf.files import weights_digest
 from gkd.preflight.model_folder import checked_folder
-from gkd.preflight.same_tokens import token_difference
+from gkd.preflight.same_tokens import shared_ids
 from gkd.teacher.info import TeacherInfo
 from teacher_server.wire.fingerprint import tokenizer_fingerprint
 
@@ -55,11 +55,12 @@ def local_teacher(config: Config, device: str) -> TeacherInfo:
     )
 
 
-def check_reference(config: Config, tokenizer: Any, student_vocab: int) -> str:
+def check_reference(config: Config, tokenizer: Any, n_vocab: int) -> str:
     """Check that the model of `Derived.reference_folder` can score the student's tokens.
 
     Args:
         tokenizer: the student's tokenizer.
+        n_vocab: token ids that the student generates.
 
     Returns:
         The fingerprint of the weights; a resumed run must have the same.
@@ -73,12 +74,14 @@ def check_reference(config: Config, tokenizer: Any, student_vocab: int) -> str:
     key = "reference.path" if path else "model.path"
     hf = _checked(config, folder, key)
     n_rows = len(hf.get_output_embeddings().weight)
-    if n_rows < student_vocab:
-        problem = f"the student has {student_vocab} token ids and the reference only {n_rows}."
+    if n_rows < n_vocab:
+        problem = f"the student has {n_vocab} token ids and the reference only {n_rows}."
         raise ConfigError(key, folder, problem, "use a reference with at least as many ids.")
     if path:
         other = load_tokenizer(path, key, trust_remote_code=config.model.trust_remote_code)
-        if difference := token_difference(tokenizer.get_vocab(), other.get_vocab(), student_vocab):
+        own = {token: i for token, i in tokenizer.get_vocab().items() if i < n_vocab}
+        n_shared, difference = shared_ids(own, other.get_vocab(), n_vocab, n_rows)
+        if difference or n_shared < n_vocab:
             problem = f"its tokenizer differs from the student's: {difference}."
             raise ConfigError(key, path, problem, "use a reference with the student's tokens and ids.")
     if longest > _max_tokens(hf):

@@ -31,6 +31,7 @@ from gkd.preflight.machine import check_machine, check_transformer_engine
 from gkd.preflight.memory import check_memory
 from gkd.preflight.replay import check_replay
 from gkd.preflight.reward import check_answers, check_functions
+from gkd.preflight.same_tokens import check_masked
 from gkd.preflight.student import check_engines, check_student, check_tokenizer_fits
 from gkd.preflight.teacher import check_reachable, check_teacher, request_info, rollout_teacher, warn_about_losses
 from gkd.run.folder import RunFolder
@@ -102,17 +103,22 @@ def preflight(config: Config) -> Plan:
         with_gpus = with_own_gpus(config, device, teacher_rows(derived.routes, device)[0])
     identity = teacher_identity(derived.routes, teachers)
     check_replay(config, total_steps, identity)
-    if derived.reference_folder:
-        from gkd.preflight.frozen import check_reference  # imports torch and transformers
-
-        identity["reference"] = check_reference(config, tokenizer, n_student_vocab)
+    n_vocab = config.model.n_vocab or n_student_vocab
     for route, teacher in zip(derived.routes, teachers, strict=True):
-        n_vocab = check_teacher(config, route, teacher, tokenizer, n_student_vocab)
+        n_vocab = min(n_vocab, check_teacher(config, route, teacher, tokenizer, n_student_vocab))
         trusts = config.model.trust_remote_code
         differing = template_warning(config.data, tokenizer, teacher, trust_remote_code=trusts)
         for warning in (throttle_warning(config.teacher, teacher), differing):
             if warning:
                 log.warning("%s", warning)
+    if n_vocab < n_student_vocab:
+        check_masked(config, n_vocab, eos_ids, [*train, *val])
+        config = replace(config, model=replace(config.model, n_vocab=n_vocab))
+        with_gpus = replace(with_gpus, model=config.model)
+    if derived.reference_folder:
+        from gkd.preflight.frozen import check_reference  # imports torch and transformers
+
+        identity["reference"] = check_reference(config, tokenizer, n_vocab)
     _, hidden_size = head_columns(teachers)  # of `hidden`: see `ScoringEndpoint.lm_head`
     gib = scores_gib(config, n_vocab, hidden_size, len(val))
     settled = check_memory(with_gpus, device, hidden_size, gib)

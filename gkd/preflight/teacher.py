@@ -18,7 +18,7 @@ from gkd.errors import ConfigError, TeacherError, TeacherRefusal, TeacherUnavail
 from gkd.hf.files import weights_digest
 from gkd.hf.model_folder import read_config_json
 from gkd.log import get_logger
-from gkd.preflight.same_tokens import token_difference
+from gkd.preflight.same_tokens import shared_ids, shown
 from gkd.teacher.client import ZmqTeacher
 from gkd.teacher.info import TeacherInfo
 from gkd.types import Rollout
@@ -147,8 +147,8 @@ def rollout_teacher(config: Config, device: str) -> TeacherInfo:
 def check_teacher(config: Config, route: Route, teacher: TeacherInfo, tokenizer: Any, student_vocab: int) -> int:
     """Check that a teacher and the student use the same token ids, and that it supports the sequence length.
 
-    The teacher's `vocab_size` may be larger, because models pad the embedding of one tokenizer differently. The map
-    token -> id must not differ, see `token_difference`: scores would be those of other tokens.
+    Their numbers of rows may differ, because models pad the embedding of one tokenizer differently. The map token -> id
+    must not differ, see `shared_ids`: scores would be those of other tokens.
 
     Returns:
         The number of shared token ids.
@@ -162,25 +162,19 @@ def check_teacher(config: Config, route: Route, teacher: TeacherInfo, tokenizer:
             "put the teacher's tokenizer files there and restart the server.",
         )
     own = tokenizer.get_vocab()
-    if teacher.tokenizer_fingerprint != tokenizer_fingerprint(own):
-        other = _teacher_vocab(teacher)
-        if difference := token_difference(own, other, student_vocab) if other else "its folder is not on this host":
-            raise ConfigError(
-                "model.path",
-                config.model.path,
-                f"its tokenizer differs from the tokenizer of the {kind} {teacher.model_path}: {difference}.",
-                "use models with the same tokens and ids. The other model may have more tokens only at ids from "
-                f"{student_vocab} on.",
-            )
-    if student_vocab > teacher.vocab_size:
+    same = teacher.tokenizer_fingerprint == tokenizer_fingerprint(own)
+    other = own if same else _teacher_vocab(teacher)
+    n_vocab, difference = shared_ids(own, other, student_vocab, teacher.vocab_size)
+    if not other or difference or n_vocab < 2:
+        problem = difference if other else "its folder is not on this host, so the tokens cannot be compared"
         raise ConfigError(
             "model.path",
             config.model.path,
-            f"the student has {student_vocab} token ids and the {kind} only {teacher.vocab_size}.",
-            f"if no token of the student has an id from {teacher.vocab_size} on, cut its padding rows: "
-            f"model.resize_token_embeddings({teacher.vocab_size}) of transformers; else use another teacher.",
+            f"its tokenizer differs from the tokenizer of the {kind} {teacher.model_path}: {problem}.",
+            "use models with the same tokens and ids. One of them may have more tokens, with the highest ids.",
         )
-    n_vocab = student_vocab
+    if masked := {token: i for token, i in own.items() if i >= n_vocab}:
+        log.warning("the student never generates the tokens that the %s does not have: %s", kind, shown(masked))
     derived = derive(config)
     if "topk" in derived.signals and config.teacher.topk > n_vocab:
         raise ConfigError(

@@ -39,6 +39,7 @@ class RolloutEngine:
         max_model_len: maximum prompt plus response length, tokens.
         device: "cpu" | "cuda".
         eos_ids: a response ends with the first of these, inclusive.
+        n_vocab: ids from this one on are never generated; 0: all are.
         enable_sleep_mode: allow `sleep`. On CUDA, weights and KV cache then use vLLM's own allocator.
         lora: adapters that `receive` must load before `generate`; None: the engine has none.
         spans: records the passes.
@@ -53,6 +54,7 @@ class RolloutEngine:
         max_model_len: int,
         device: str,
         eos_ids: Sequence[int],
+        n_vocab: int = 0,
         trust_remote_code: bool = False,
         enable_sleep_mode: bool = False,
         lora: LoraConfig | None = None,
@@ -72,6 +74,8 @@ class RolloutEngine:
             enable_sleep_mode=enable_sleep_mode,
             lora=lora,
         )
+        n_rows = self.llm.model_config.get_vocab_size()
+        self._masked = range(n_vocab or n_rows, n_rows)
         self.request_options: dict[str, Any] = {} if lora is None else {"lora_request": adapter_request()}
         self._sleep_state = SleepState(self._call_workers, enabled=enable_sleep_mode)
 
@@ -127,7 +131,7 @@ class RolloutEngine:
             for sample_index in range(prompt_index * sampling.n, (prompt_index + 1) * sampling.n):
                 self._n_requests += 1
                 request_id = str(self._n_requests)
-                params = vllm_params(sampling, sample_index, self._eos_ids)
+                params = vllm_params(sampling, sample_index, self._eos_ids, self._masked)
                 tokens = {"type": "token", "prompt_token_ids": prompt.token_ids.tolist()}
                 try:
                     engine_id = self.llm.llm_engine.add_request(request_id, tokens, params, **self.request_options)

@@ -12,6 +12,8 @@ import numpy as np
 
 from gkd.types import Prompt, VersionSpan
 
+_MASK = -100.0  # vLLM's largest bias: a probability is multiplied by 4e-44
+
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
@@ -54,21 +56,22 @@ class Request:
             self.spans.append(VersionSpan(start, stop, policy_version))
 
 
-def vllm_params(sampling: Sampling, sample_index: int, eos_ids: Sequence[int]) -> Any:
+def vllm_params(sampling: Sampling, sample_index: int, eos_ids: Sequence[int], masked: range = range(0)) -> Any:
     """Return vLLM's SamplingParams for one sequence.
 
     The seed is specific to the sequence, so its tokens do not depend on the engine that generates it.
 
     Args:
         eos_ids: the response ends with the first of these, inclusive.
+        masked: ids that are never sampled, and count nothing in the logprobs.
     """
-    params = copy(_common_params(sampling, tuple(eos_ids)))
+    params = copy(_common_params(sampling, tuple(eos_ids), masked))
     params.seed = sequence_seed(sampling.seed, sample_index)
     return params
 
 
 @lru_cache(maxsize=8)  # constructing and checking them takes longer than generating a token with a small model
-def _common_params(sampling: Sampling, eos_ids: tuple[int, ...]) -> Any:
+def _common_params(sampling: Sampling, eos_ids: tuple[int, ...], masked: range) -> Any:
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
@@ -81,6 +84,7 @@ def _common_params(sampling: Sampling, eos_ids: tuple[int, ...]) -> Any:
         flat_logprobs=True,
         detokenize=False,
         stop_token_ids=list(eos_ids),
+        logit_bias=dict.fromkeys(masked, _MASK) or None,
         ignore_eos=True,  # the engine has no tokenizer that defines an EOS; eos_ids are used instead
         output_kind=RequestOutputKind.FINAL_ONLY,
         skip_clone=True,  # the engine's copy may share the lists

@@ -112,6 +112,7 @@ class RolloutWorker(SelfScoring):
                     max_model_len=derived.max_engine_length,
                     device=device,
                     eos_ids=eos_ids,
+                    n_vocab=config.model.n_vocab,
                     trust_remote_code=config.model.trust_remote_code,
                     enable_sleep_mode=derived.engines_sleep,
                     lora=config.actor.lora if derived.engine_adapter_rank else None,

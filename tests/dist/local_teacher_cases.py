@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +48,8 @@ def teach(rank: int, root: Path) -> dict[str, Any]:
         local = ("teacher.backend=local", f"teacher.path={root / folder}", "model.dtype=float32")
         # The head covers the student's whole vocabulary.
         n_vocab = VOCAB if "teacher.signal=hidden" in overrides else CUT
-        return LocalTeacher(load_config(None, [*local, *overrides]), student, layout, rank_device(), n_vocab)
+        student.loss.shard = replace(student.loss.shard, n_valid=n_vocab)
+        return LocalTeacher(load_config(None, [*local, *overrides]), student, layout, rank_device())
 
     chunks = [sequences(), sequences()[-3:]]
     sequence_indices = [np.array(indices, "<i4").tobytes() for indices in INDICES[rank]]

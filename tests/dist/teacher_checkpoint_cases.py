@@ -55,7 +55,7 @@ class Pair:
         )
         layout = ParallelLayout(tp=1, pp=1, world_size=world_size, rank=rank)
         self.models = FrozenModels(config, self.student, layout, rank_device(), f"rank {rank}")
-        self.models.init_teacher(self.student.n_vocab)
+        self.models.init_teacher()
         self.models.init_reference()
         self.frozen = [model for model in (self.models._teacher._model, self.models._reference) if model is not None]
 

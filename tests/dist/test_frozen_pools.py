@@ -38,7 +38,7 @@ def actor(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Actor]:
         on_host = ("actor.strategy=fsdp2", "actor.fsdp_cpu_offload=true", "actor.offload_train=true")
         made = Actor(slots, folder, *on_host, "distill.reference_kl_weight=0.1", *local)
         made.pool.init_reference(120)
-        made.pool.init_teacher(64, 120)
+        made.pool.init_teacher(120)
         yield made
 
 

@@ -40,6 +40,7 @@ def references(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("contract")
     for kind in KINDS.values():
         make_hf_folder(root / kind, kind)
+        _pad(root / kind, root / f"{kind}_padded")
         torch.save(train_reference(root / kind, N_STEPS), root / f"{kind}.pt")
     return root
 
@@ -49,6 +50,17 @@ def results(references: Path) -> Measured:
     """Return the measurements of all ranks by (backend, world size); one spawn per world size."""
     worlds = Measured(lambda world_size: run_ranks(_measure_all, world_size, references, timeout_s=250.0))
     return Measured(lambda key: [rank[key[0]] for rank in worlds[key[1]]])
+
+
+def _pad(folder: Path, padded: Path) -> None:
+    """Write a copy with five more rows of the embedding, whose logits are the largest ones."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    model.resize_token_embeddings(VOCAB + 5, mean_resizing=False)
+    head = model.get_output_embeddings().weight.data
+    head[VOCAB:] = 3 * head[:5]
+    model.save_pretrained(padded)
 
 
 def _measure_all(rank: int, world_size: int, root: Path) -> dict[str, dict[str, Any]]:
@@ -102,6 +114,9 @@ def _measure(backend: str, rank: int, world_size: int, root: Path) -> dict[str, 
     if rank == 0:
         result["saved_equal"] = _loads_as(out, after)
 
+    cut = build_student(backend, folder.with_name(f"{folder.name}_padded"), rank, world_size, n_vocab=VOCAB)
+    result["masked"] = [(s.loss, s.grad_norm) for s in (cut.train_step(mine(step)) for step in range(2))]
+    result["rows_of_masked"] = {tuple(t.shape)[0] for n, t in weights(cut).items() if "embed" in n}
     dealt = build()
     everything = [dealt.train_step(make_micro_batches(step) if rank == 0 else []) for step in range(2)]
     result["one_rank_has_all"] = [s.loss for s in everything]
@@ -196,6 +211,13 @@ def _hidden_reference(folder: Path) -> float:
 @pytest.mark.parametrize(("backend", "world_size"), CASES)
 class TestContract:
     """One class, so that a failure names backend and world size."""
+
+    def test_masked_rows_do_not_count(self, results: Any, backend: str, world_size: int) -> None:
+        """Fails if rows of ids that the teacher does not have change the loss or the gradient, or are cut off."""
+        for rank in results[backend, world_size]:
+            for (loss, norm), (expected, expected_norm, *_) in zip(rank["masked"], rank["stats"], strict=False):
+                assert loss == pytest.approx(expected, rel=1e-5) and norm == pytest.approx(expected_norm, rel=1e-4)
+            assert rank["rows_of_masked"] == {VOCAB + 5}
 
     def test_steps_are_those_of_plain_training(
         self, results: Any, references: Path, backend: str, world_size: int

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -110,6 +111,22 @@ def make_lab(
         rows = ({**row, "domain": "ab"[i % 2]} for i, row in enumerate(texts))
         path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return made
+
+
+def resized(folder: Path, n_rows: int) -> Path:
+    """Write a copy of a model with another number of rows; the logits of additional ones are the largest."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    copied = folder.with_name(f"{folder.name}_{n_rows}")
+    shutil.copytree(folder, copied)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    n_before = model.config.vocab_size
+    model.resize_token_embeddings(n_rows, mean_resizing=False)
+    head = model.get_output_embeddings().weight.data
+    head[n_before:] = 3 * head[: max(n_rows - n_before, 0)]
+    model.save_pretrained(copied)
+    return copied
 
 
 @pytest.fixture(scope="session")

@@ -13,7 +13,7 @@ from gkd.metrics.writer import read_metrics
 from gkd.tools.report.page import page
 from gkd.tools.report.read import read_runs
 from gkd.tools.report.samples import browser
-from tests.e2e.conftest import REWARDS, TWO_ROUTES, Lab
+from tests.e2e.conftest import REWARDS, TWO_ROUTES, Lab, resized
 from tests.e2e.exactness import differences
 
 pytestmark = pytest.mark.e2e
@@ -43,10 +43,12 @@ def hidden(lab: Lab, port: int, scheduler: str, shared_ray: str, *more: str) -> 
 
 def test_hidden_states_train(lab: Lab, teacher_port: int, shared_ray: str) -> None:
     """If it fails, the LM head of two routes to one teacher does not reach the actor, its logits do not reduce the KL,
-    a stream of real engines does not feed the loop, or a stream has other shares of the routes.
+    a stream of real engines does not feed the loop, a stream has other shares of the routes, or the student generates
+    one of the ids that it alone has, which would be the most probable ones.
     """
+    wide = f"model.path={resized(lab.student, 32064)}"
     shares = ("data.domain_shares={a: 2, b: 1}", "distill.normalize=domain", "teacher.routes.b.temperature=0.9")
-    lines = hidden(lab, teacher_port, "stream", shared_ray, *TWO_ROUTES, *shares)
+    lines = hidden(lab, teacher_port, "stream", shared_ray, wide, *TWO_ROUTES, *shares)
     for step in (1, 2):
         m = lines[step]
         assert m["rollout/sequences"] == 12 and m["staleness/max"] <= 1

@@ -57,7 +57,7 @@ def _probe(student: Path, n_vocab: int) -> dict[Any, Any]:
     from gkd.config.schema import RolloutConfig
     from gkd.errors import GkdError
     from gkd.rollout.engine import RolloutEngine
-    from gkd.rollout.sampling import Sampling
+    from gkd.rollout.sampling import Sampling, read_logprobs, vllm_params
     from gkd.rollout.self_scoring import prompt_logprobs
     from gkd.weight_sync.buckets import differing
     from tests.e2e.weight_sender import WeightSender
@@ -82,6 +82,12 @@ def _probe(student: Path, n_vocab: int) -> dict[Any, Any]:
         engine.step()
     mixed = [*engine.pop_finished("top"), *engine.pop_finished("plain")]
     result["mixed"] = sorted(mixed, key=lambda r: r.sample_index)
+
+    first_prompt, n_rows = prompts[0].token_ids.tolist(), engine.llm.model_config.get_vocab_size()
+    params = vllm_params(sampling, 0, [], range(n_rows // 2, n_rows))
+    (answer,) = engine.llm.generate({"prompt_token_ids": first_prompt}, params, use_tqdm=False)
+    (response,) = answer.outputs
+    result["masked"] = list(response.token_ids), read_logprobs(response.logprobs, 0)[0]
 
     scheduler = engine.llm.llm_engine.engine_core.engine_core.scheduler
     n_short, n_decodes, list_decodes = 0, 0, scheduler._schedule_decodes
@@ -126,6 +132,10 @@ def _probe(student: Path, n_vocab: int) -> dict[Any, Any]:
             expected.append(logprobs[first - 1 : -1].gather(-1, tokens[first:, None])[:, 0].numpy())
     result["expected_logprobs"], result["largest"] = expected, top
 
+    with torch.no_grad():
+        tokens = torch.tensor([*first_prompt, *result["masked"][0]])
+        kept = model(tokens[None]).logits[0, len(first_prompt) - 1 : -1, : n_rows // 2] / sampling.temperature
+        result["unmasked"] = kept.log_softmax(-1).gather(-1, tokens[len(first_prompt) :, None])[:, 0].numpy()
     other = [replace(rollout, prompt_ids=rollout.prompt_ids[::-1].copy()) for rollout in together]
     result["scored"] = prompt_logprobs(engine.llm, other, N_LISTED, engine.request_options)
     result["sampled_alone"] = prompt_logprobs(engine.llm, other[3:4], 0, engine.request_options)
@@ -209,6 +219,13 @@ def test_logprobs_are_those_of_the_sampling_distribution(probe: dict[str, Any]) 
     """Fails if rollout_logprobs are of another temperature, token or position."""
     for rollout, expected in zip(probe["together"], probe["expected_logprobs"], strict=True):
         np.testing.assert_allclose(rollout.rollout_logprobs, expected, atol=1e-3)
+
+
+def test_masked_ids_are_not_sampled_and_count_nothing(probe: dict[str, Any]) -> None:
+    """Fails if ids that a teacher does not have are generated, or the logprobs are those of a softmax with them."""
+    tokens, logprobs = probe["masked"]
+    assert len(tokens) == 10 and max(tokens) < probe["rows"][0].shape[1] // 2
+    np.testing.assert_allclose(logprobs, probe["unmasked"], atol=1e-3)
 
 
 def test_top_ids_are_those_of_the_position_and_change_nothing_else(probe: dict[str, Any]) -> None:

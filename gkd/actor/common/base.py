@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Required, TypedDict
 
@@ -51,6 +52,7 @@ class StudentArgs(TypedDict, total=False):
     # Compute LM head and loss together, one chunk of logits at a time. Default: True. False: all logits first.
     fused_lm_head: bool
     logits_chunk_mib: int  # as the key. Default: 0
+    n_vocab: int  # logits of ids from this one on are masked. Default: 0, only those of padding for tensor parallelism
     loss_kernel: str  # see `gkd.loss.row_kernels.row_kernels`. Default: auto
     on_phase: Callable[[str], None]  # called with the name of each start-up phase. Default: `no_phase`
 
@@ -75,9 +77,9 @@ class Student(ABC):
         self._early_sums: BatchSums | None = None  # of the parts of the next step's batch whose gradients are added
 
     @property
-    @abstractmethod
     def n_vocab(self) -> int:
-        """Size of the vocabulary without padding; every token id is below it."""
+        """Size of the vocabulary without what is masked; every token id is below it."""
+        return self.loss.shard.n_valid
 
     @property
     def teacher_hidden_size(self) -> int | None:
@@ -235,6 +237,7 @@ class Student(ABC):
 
 def build_loss(args: StudentArgs, shard: VocabShard) -> DistillLoss:
     """Return the loss of a student whose rank has the logits of `shard`. Raises ConfigError for the loss kernel."""
+    shard = replace(shard, n_valid=args.get("n_vocab") or shard.n_valid)
     return DistillLoss(
         args["loss"],
         tuple(args.get("signals", ("topk",))),

@@ -41,11 +41,11 @@ class FrozenModels:
         self._reference: FrozenModel | None = None
         self._followers: list[LocalTeacher | Follower] = []  # models that follow the student, in the order of the calls
 
-    def init_teacher(self, n_vocab: int) -> None:
+    def init_teacher(self) -> None:
         """Build the local teacher; its student must be on the device. Raises as `LocalTeacher`."""
         from gkd.actor.frozen.teacher import LocalTeacher
 
-        self._teacher = LocalTeacher(self._config, self._student, self._layout, self._device, n_vocab)
+        self._teacher = LocalTeacher(self._config, self._student, self._layout, self._device)
         self._followers.append(self._teacher)
 
     def init_reference(self) -> None:

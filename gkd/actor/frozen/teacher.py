@@ -32,18 +32,15 @@ class LocalTeacher:
     Args:
         student: of this rank. With teacher.signal `hidden` it receives the teacher's LM head, now and at each refresh.
         layout: of the student, which maps pipeline stages to ranks.
-        n_vocab: ids that student and teacher share; the teacher's other logits are dropped before the softmax.
 
     Raises:
         ModelError, ConfigError: see `FrozenModel`; or ConfigError naming teacher.weights: student and teacher
             have different architectures.
     """
 
-    def __init__(
-        self, config: Config, student: Student, layout: ParallelLayout, device: torch.device, n_vocab: int
-    ) -> None:
+    def __init__(self, config: Config, student: Student, layout: ParallelLayout, device: torch.device) -> None:
         teacher, actor = config.teacher, config.actor
-        self._student, self._n_vocab = student, n_vocab
+        self._student, self._n_vocab = student, student.n_vocab
         derived, updates = derive(config), weight_updates(teacher)
         self._model = FrozenModel(
             teacher.path,

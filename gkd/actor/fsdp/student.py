@@ -96,7 +96,7 @@ class FsdpStudent(Student):
             self._adapters = {} if self._lora is None else add_adapters(hf, self._lora, self._places)
             self._base_digest = weights_digest(folder) if adapted else ""
             n_layers = len(layer_list(hf))
-        self._n_vocab: int = hf.config.get_text_config().vocab_size
+        self._n_rows: int = hf.config.get_text_config().vocab_size
         self.model = shard(hf, device=device, dtype=dtype, recompute=recompute == "full", offload=cpu_offload)
         on_phase("loading weights")
         with same_error(device):
@@ -108,7 +108,7 @@ class FsdpStudent(Student):
         self._trained = [param for param in self.model.parameters() if param.requires_grad]
         self._optimizer = build_adamw(self._trained, self.optim)
         self._n_threads = threads_per_rank() if cpu_offload and device.type == "cuda" else torch.get_num_threads()
-        self.loss = build_loss(args, VocabShard(0, self._n_vocab, None))
+        self.loss = build_loss(args, VocabShard(0, self._n_rows, None))
         self._host_copies = HostCopies(torch.device("cpu") if cpu_offload else device)
         self._on_host = cpu_offload
         self.states = States(device, self._live_states, before=self._host_copies.settle)
@@ -121,10 +121,6 @@ class FsdpStudent(Student):
             dist.get_world_size(),
         )
 
-    @property
-    def n_vocab(self) -> int:
-        return self._n_vocab
-
     def sum_over_groups(self, counts: Tensor) -> Tensor:
         return sum_over_group(counts.to(self.device), dist.group.WORLD)
 
@@ -136,7 +132,7 @@ class FsdpStudent(Student):
             )
 
     def set_teacher_head(self, head: np.ndarray) -> None:
-        self.loss.teacher_head = teacher_head_rows(head, self.loss, self._n_vocab, self.device)
+        self.loss.teacher_head = teacher_head_rows(head, self.loss, self._n_rows, self.device)
 
     def export_plan(self, content: Content = "merged") -> list[TensorPlan]:
         if content == "adapters":

@@ -102,7 +102,7 @@ class MegatronStudent(Student):
         )
         self._ddps = [DistributedDataParallel(config, ddp_config, chunk) for chunk in self.model.chunks]
         tp_group = groups.tp if layout.tp > 1 else None
-        self.loss = build_loss(args, VocabShard(self.model.vocab_start, self.n_vocab, tp_group))
+        self.loss = build_loss(args, VocabShard(self.model.vocab_start, self.model.dims.vocab_size, tp_group))
         no_sync = [ddp.no_sync for ddp in self._ddps]
         config.no_sync_func = no_sync if layout.vpp > 1 else no_sync[0]
         config.finalize_model_grads_func = self._finalize_grads
@@ -111,10 +111,6 @@ class MegatronStudent(Student):
         self._optimizer = build_optimizer(self._ddps, self.optim, dtype=torch.float32 if adapted else dtype)
         self._host_copies = HostCopies(device)
         self.states = States(device, self._live_states, before=self._host_copies.settle)
-
-    @property
-    def n_vocab(self) -> int:
-        return self.model.dims.vocab_size
 
     def sum_over_groups(self, counts: Tensor) -> Tensor:
         return sum_over_group(counts.to(self.device), self.model.groups.dp)

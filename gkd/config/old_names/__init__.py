@@ -1,1 +1,0 @@
-"""Settings of verl, TRL, slime and ROLL: each old name with the key here, the conversion of its value, and a remark."""
