@@ -21,7 +21,7 @@ TOP = ("gkd", "teacher_server")
 _ORDER = """
 teacher_server.errors teacher_server.log teacher_server.wire teacher_server.config teacher_server.engines
 teacher_server.broker teacher_server.worker teacher_server.cli teacher_server.main teacher_server.__main__
-gkd.errors gkd.log gkd.types gkd.handles gkd.pending gkd.config.old_names gkd.config gkd.console gkd.roles
+gkd.errors gkd.log gkd.types gkd.handles gkd.pending gkd.config.dialects gkd.config gkd.console gkd.roles
 gkd.run gkd.health gkd.metrics gkd.data gkd.pipeline gkd.trainer
 gkd.cluster gkd.hf gkd.loss gkd.memory gkd.weight_sync gkd.footprint
 gkd.rollout gkd.reward gkd.teacher gkd.gpu_map

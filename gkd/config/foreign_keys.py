@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
+from fnmatch import fnmatchcase
 
+from gkd.config.dialects.table import Dialect, Row, files, plain, read
 from gkd.config.key_list import all_keys, sections
-from gkd.config.old_names.row import Row
-from gkd.config.old_names.systems import SYSTEMS, old_rows
 
 _MOST = 3  # keys of one suggestion
 
@@ -27,29 +27,89 @@ def nearest_keys(key: str) -> list[str]:
     return (typed or [name for name in all_keys() if name.rpartition(".")[2] == last])[:_MOST]
 
 
+def old_rows(key: str, own_words: Collection[str]) -> list[tuple[str, Row]]:
+    """Return the rows that a key may come from, each with the title of its dialect.
+
+    A key matches a name if both end in the same word and one has all words of the other in order: `actor.param_offload`
+    matches `actor_rollout_ref.actor.megatron.param_offload`, and `trainer.max_steps` matches `max_steps`. Names that
+    have all words of the key come before shorter ones.
+
+    Args:
+        own_words: words of the keys here. They are too common to match a shorter name or to begin a pattern.
+    """
+    if row := files()["common"].find(key):
+        return [("", row)]
+    wanted = plain(key).split(".")
+    found = _of_all(wanted, functools.partial(_has_all, own_words))
+    return found if found or wanted[-1] in own_words else _of_all(wanted, _is_part)
+
+
+def _of_all(wanted: list[str], matches: Callable[[list[str], list[str]], bool]) -> list[tuple[str, Row]]:
+    """Return the best rows of each file; if some have a key here, those alone."""
+    found = [(each.title, row) for each in files().values() if each.title for row in _best(wanted, each, matches)]
+    return [(title, row) for title, row in found if row.keys] or found
+
+
+def _best(wanted: list[str], file: Dialect, matches: Callable[[list[str], list[str]], bool]) -> list[Row]:
+    """Return the matching row with the fewest other words; for a key of one word, a row for each key here."""
+    found = [
+        (not row.keys, "*" in words[-1], abs(len(words) - len(wanted)), row)
+        for row, words in file.words
+        if matches(wanted, words)
+    ]
+    rows: dict[str, Row] = {}
+    for *_, row in sorted(found, key=lambda item: item[:3]):
+        rows.setdefault(" ".join(row.keys), row)
+    best = list(rows.values())
+    return [row for row in best if row.keys] if len(wanted) == 1 and best and best[0].keys else best[:1]
+
+
+def _has_all(own_words: Collection[str], wanted: list[str], words: list[str]) -> bool:
+    if "*" in words[-1] and (len(words) > 2 or words[0] not in own_words):
+        return fnmatchcase(".".join(wanted), ".".join(words))
+    return words[-1] == wanted[-1] and _in_order(wanted, words)
+
+
+def _is_part(wanted: list[str], words: list[str]) -> bool:
+    return words[-1] == wanted[-1] and _in_order(words, wanted)
+
+
+def _in_order(few: list[str], many: list[str]) -> bool:
+    rest = iter(many)
+    return all(word in rest for word in few)
+
+
 def flag_suggestion(word: str) -> str:
     """Return what to write instead of a flag of another system; empty: it is not listed."""
     flag = word.partition("=")[0]
-    return _instead([(t.title, row) for t in SYSTEMS.values() if (row := t.find(flag))]) if flag.startswith("-") else ""
+    found = [(each.title, row) for each in files().values() if (row := each.find(flag)) in each.own]
+    return _instead(found) if flag.startswith("-") else ""
 
 
 def is_hydra_flag(word: str) -> bool:
     """Return whether a word is a flag of Hydra's own, such as --config-name."""
-    row = SYSTEMS["verl"].find("--config-name")
-    return word.startswith("-") and row is not None and word.partition("=")[0] in row.names
+    row = read("verl_common").find("--config-name") if word.startswith("-") else None
+    return row is not None and word.partition("=")[0] in row.names
 
 
 def _instead(rows: Sequence[tuple[str, Row]]) -> str:
-    if len({row.new or row.note for _, row in rows}) > 1:
-        return " ".join(f"{title}: {_text(row, row.note)}" for title, row in rows)
+    """Return the answers of the systems, each once."""
+    answers: dict[str, list[tuple[str, Row]]] = {}
+    for title, row in rows:
+        answers.setdefault(" ".join(row.keys) or row.note, []).append((title, row))
+    if len(answers) > 1:
+        return " ".join(
+            f"{' and '.join(t for t, _ in found)}: {_text(*found[0][1:], '')}" for found in answers.values()
+        )
     notes = {row.note for _, row in rows}
     return next((_text(row, row.note if len(notes) == 1 else "") for _, row in rows), "")
 
 
 def _text(row: Row, note: str) -> str:
-    if row.new:
-        return f"use {' and '.join(row.keys)}{f' ({note})' if note else ''}."
-    return f"remove it: {note}"
+    if row.keys:
+        remark = f" ({note.rstrip('.')})" if note else ""
+        return f"use {' and '.join(row.keys)}{remark}."
+    return f"remove it: {row.note}"
 
 
 def _is_typing_error(key: str, name: str) -> bool:

@@ -40,6 +40,7 @@ num_train_epochs: 2
 max_steps: 500
 lmbda: 0.7
 beta: 1.0
+max_new_tokens: 128
 lr_scheduler_type: cosine_with_min_lr
 lr_scheduler_kwargs: {min_lr: 2.0e-06}
 warmup_ratio: 0.1
@@ -99,8 +100,9 @@ teacher:
 rewards: {math_rule: {world_size: 8}}
 """
 
-EXAMPLES: dict[str, tuple[str, str, dict[str, Any]]] = {
-    "verl": ("run.sh", VERL_SCRIPT, {
+# dialect: (name of the file, text, values here, exit code)
+EXAMPLES: dict[str, tuple[str, str, dict[str, Any], int]] = {
+    "verl_gkd": ("run.sh", VERL_SCRIPT, {
         "data.train_files": ["data/train.parquet"], "data.truncation": "drop", "data.prompt_key": "question",
         "data.max_response_length": 512, "model.path": "models/student", "trainer.global_batch_size": 96,
         "trainer.scheduler": "two_step_off", "trainer.total_steps": 200, "trainer.total_epochs": 30,
@@ -111,12 +113,12 @@ EXAMPLES: dict[str, tuple[str, str, dict[str, Any]]] = {
         "actor.optim.betas": [0.9, 0.999], "actor.optim.schedule": "cosine", "actor.optim.warmup_steps": 10,
         "actor.optim.min_lr_ratio": 0.5, "rollout.tp": 2, "rollout.n_gpus_per_node": 2, "teacher.server_port": 16000,
         "teacher.n_server_workers": 4, "teacher.topk": 256, "distill.loss": "forward_kl", "distill.tail": "drop",
-    }),
-    "trl": ("gkd.yaml", TRL_YAML, {
+    }, 0),
+    "trl_gkd": ("gkd.yaml", TRL_YAML, {
         "model.path": "models/student", "actor.strategy": "fsdp2", "teacher.backend": "local",
         "teacher.path": "models/teacher", "teacher.signal": "hidden", "trainer.colocate": True,
         "trainer.n_gpus_per_node": 8, "rollout.n_gpus_per_node": 8, "actor.micro_batch_size": 4,
-        "trainer.global_batch_size": 256, "trainer.total_epochs": 2, "trainer.total_steps": 500,
+        "trainer.global_batch_size": 256, "trainer.total_epochs": 500, "trainer.total_steps": 500,
         "trainer.save_every": 50, "trainer.run_dir": "runs/trl", "distill.on_policy_share": 0.7,
         "distill.loss": "reverse_kl", "rollout.temperature": 0.9, "teacher.temperature": 1.0,
         "data.max_response_length": 128, "data.max_prompt_length": 1024, "data.truncation": "left", "data.seed": 42,
@@ -124,7 +126,7 @@ EXAMPLES: dict[str, tuple[str, str, dict[str, Any]]] = {
         "actor.optim.warmup_steps": 50, "actor.optim.weight_decay": 0.0, "actor.optim.betas": [0.9, 0.999],
         "actor.lora.rank": 64, "actor.lora.alpha": 32.0, "actor.lora.targets": ["q_proj", "v_proj"],
         "actor.recompute": "full", "trainer.loggers": ["wandb"],
-    }),
+    }, 0),
     "slime": ("run.sh", SLIME_SCRIPT, {
         "data.train_files": ["data/prompts.jsonl"], "data.prompt_key": "prompt", "data.max_response_length": 2048,
         "data.shuffle": False, "data.seed": 42, "model.path": "models/student", "trainer.global_batch_size": 16,
@@ -134,7 +136,7 @@ EXAMPLES: dict[str, tuple[str, str, dict[str, Any]]] = {
         "actor.max_tokens_per_micro_batch": 4096, "actor.optim.betas": [0.9, 0.98], "actor.optim.schedule": "constant",
         "trainer.loggers": ["tensorboard", "wandb"], "trainer.project_name": "math",
         "teacher.server_ip": "10.0.0.7", "teacher.signal": "sampled", "teacher.backend": "zmq",
-    }),
+    }, 0),
     "roll": ("opd.yaml", ROLL_YAML, {
         "data.train_files": ["data/a.jsonl", "data/b.jsonl"], "data.prompt_key": "messages", "data.seed": 42,
         "data.max_prompt_length": 1024, "data.max_response_length": 3072, "model.path": "models/student",
@@ -146,7 +148,7 @@ EXAMPLES: dict[str, tuple[str, str, dict[str, Any]]] = {
         "actor.pp": 2, "actor.micro_batch_size": 4, "actor.optim.lr": 5e-7,
         "actor.optim.schedule": "linear", "actor.optim.weight_decay": 0.0, "actor.optim.betas": [0.9, 0.999],
         "teacher.backend": "local", "teacher.path": "models/teacher", "teacher.signal": "sampled", "distill.loss": "k1",
-    }),
+    }, 3),
 }  # fmt: skip
 # What users give in addition: accelerate's number of processes is not in TRL's YAML.
-FLAGS = {"trl": ["--num_processes", "8"]}
+FLAGS = {"trl_gkd": ["--num_processes", "8"]}

@@ -79,7 +79,7 @@ def _tokenizer(vocab: dict[str, int]) -> Any:
 def test_a_teacher_with_other_tokens(
     tmp_path: Path, theirs: dict[str, int], is_here: bool, n_ids: int, words: str
 ) -> None:
-    """Fails if one with the same tokens and more is refused, or one whose tokens nobody has compared is accepted."""
+    """Fails if one with the same tokens and more is refused, or one is accepted whose tokens have not been compared."""
     tokenizer = _tokenizer(theirs)
     if is_here:
         tokenizer.save_pretrained(tmp_path)

@@ -14,11 +14,10 @@ from typing import Any
 
 import pytest
 
+from gkd.config.dialects.expressions import TRACKERS, NotConvertible
+from gkd.config.dialects.table import OldSettings, dialects
 from gkd.config.key_list import all_keys
 from gkd.config.load import load_config
-from gkd.config.old_names.row import NotConvertible, OldSettings
-from gkd.config.old_names.systems import SYSTEMS
-from gkd.config.old_names.values import TRACKERS
 from gkd.config.schema import TRACKER_NAMES
 from gkd.errors import ClusterError, ConfigError
 from gkd.metrics import trackers
@@ -209,8 +208,10 @@ def test_a_library_that_is_not_installed_is_refused_first(name: str, monkeypatch
 def test_old_names_of_trackers_become_a_list() -> None:
     """Fails if the logger of a verl run is refused, or a tracker that does not exist here is taken over."""
     assert set(TRACKERS) == set(TRACKER_NAMES)
-    (row,) = [row for row in SYSTEMS["verl"].rows if "trainer.logger" in row.names]
-    old = OldSettings({}, SYSTEMS["verl"])
-    assert row.convert(["console", "wandb", "file"], old) == row.convert("wandb", old) == ["wandb"]
+    dialect = dialects()["verl_gkd"]
+    row, old = dialect.find("trainer.logger"), OldSettings({}, dialect)
+    assert row is not None
+    expected = {"trainer.loggers": ["wandb"]}
+    assert row.settings(["console", "wandb", "file"], old) == row.settings("wandb", old) == expected
     with pytest.raises(NotConvertible, match="swanlab"):
-        row.convert(["console", "swanlab"], old)
+        row.settings(["console", "swanlab"], old)

@@ -1,1 +1,1 @@
-"""Write a YAML of this system from the settings of verl, TRL, slime or ROLL."""
+"""Write a YAML of this system from the settings of another one."""

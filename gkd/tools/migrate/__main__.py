@@ -1,4 +1,4 @@
-"""`python -m gkd.tools.migrate SYSTEM [FILE] [--output OUT.yaml] [-- old flags]`: write our YAML from old settings."""
+"""`python -m gkd.tools.migrate [SYSTEM] [FILE] [-- old flags]`: write our YAML from settings of another system."""
 
 from __future__ import annotations
 
@@ -7,43 +7,46 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from gkd.config.old_names.row import plain
-from gkd.config.old_names.systems import SYSTEMS
+from gkd.config.dialects.table import plain
 from gkd.errors import ConfigError
 from gkd.tools.migrate.convert import convert
-from gkd.tools.migrate.read import read_file, settings_of
+from gkd.tools.migrate.detect import find_dialect, names
+from gkd.tools.migrate.read import Old, read_file, settings_of
 from gkd.tools.migrate.report import not_understood, refusal, summary, yaml_text
 
 _EPILOG = """examples:
-  python -m gkd.tools.migrate verl run_qwen.sh --output mine.yaml
-  python -m gkd.tools.migrate trl gkd.yaml --output mine.yaml -- --num_processes 8
+  python -m gkd.tools.migrate run_qwen.sh --output mine.yaml
+  python -m gkd.tools.migrate trl_gkd gkd.yaml --output mine.yaml -- --num_processes 8
   python -m gkd.tools.migrate slime -- --hf-checkpoint models/Qwen3-8B --rollout-batch-size 16
 
 FILE is a YAML (.yaml, .yml, .json), or a script or list with flags and Hydra overrides. Flags after -- override it.
-The report is in the YAML's comments. See docs/from_verl.md, from_trl.md, from_slime.md and from_roll.md.
+SYSTEM is needed only if the settings do not show where they come from. The report is in the YAML's comments.
+See docs/from_verl.md and the other pages docs/from_*.md.
 exit code: 0 written, also if some old keys are not recognized; 2 unreadable input, or an existing output; 3 written,
-but keys of loss, teacher, data or sampling are not recognized: the run would train on something else
+but keys of loss, teacher, data or sampling are not understood: the run would train on something else
 """
 
 
-def migrate(system: str, file: Path | None, flags: Sequence[str] = ()) -> tuple[str, str, list[str]]:
+def migrate(asked: str, file: Path | None, flags: Sequence[str] = ()) -> tuple[str, str, list[str]]:
     """Return the YAML of old settings, the summary of its report, and the keys of `not_understood`.
 
+    Args:
+        asked: a system or one of its dialects; empty: it is found in the settings.
+
     Raises:
-        ConfigError: the system is not known, or the settings cannot be read.
+        ConfigError: the dialect is not known, or the settings cannot be read.
     """
-    if system not in SYSTEMS:
-        raise ConfigError("SYSTEM", system, "is not a known system.", f"use one of {', '.join(SYSTEMS)}.")
-    table = SYSTEMS[system]
-    given = settings_of(flags, table)
-    overridden = {plain(name) for name in given}
-    from_file = {} if file is None else read_file(file, table)
-    values = {name: value for name, value in from_file.items() if plain(name) not in overridden} | given
-    if not values:
+    given = settings_of(flags)
+    old = Old() if file is None else read_file(file, given.settings)
+    overridden = {plain(name) for name in given.settings}
+    kept = {name: value for name, value in old.settings.items() if plain(name) not in overridden}
+    old = Old(kept | given.settings, [*old.words, *given.words], old.variables)
+    if not old.settings:
         raise ConfigError("FILE", "", "there are no settings.", "name a file, or write flags after --.")
-    entries = convert(table, values)
-    text = yaml_text(table, "flags" if file is None else file.name, entries)
-    return text, summary(entries), not_understood(entries)
+    dialect = find_dialect(asked, old)
+    entries = convert(dialect, old.of(dialect))
+    text = yaml_text(dialect, "flags" if file is None else file.name, entries)
+    return text, f"read as {dialect.title}: {summary(entries)}", not_understood(entries)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -84,17 +87,20 @@ def _write(path: Path, text: str, *, force: bool) -> None:
 def _parse(words: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m gkd.tools.migrate",
+        usage="%(prog)s [-h] [--output OUT.yaml] [--force] [SYSTEM] [FILE] [-- old flags]",
         description="Write our YAML from the settings of another system, with a line on each of them.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("system", choices=list(SYSTEMS), help="where the settings come from")
-    parser.add_argument("file", nargs="?", type=Path, metavar="FILE", help="its YAML, script or list of flags")
+    parser.add_argument("input", nargs="*", metavar="SYSTEM FILE", help=f"one of {', '.join(names())}; and its file")
     parser.add_argument("--output", type=Path, metavar="OUT.yaml", help="file to write; without it the YAML is printed")
     parser.add_argument("--force", action="store_true", help="replace an existing output")
     args, unknown = parser.parse_known_args(words)
-    if unknown:
-        parser.error(f"unrecognized arguments: {' '.join(unknown)}. Fix: write the settings of {args.system} after --")
+    args.system = args.input.pop(0) if args.input and args.input[0] in names() else ""
+    args.file = Path(args.input.pop(0)) if args.input else None
+    if unknown or args.input:
+        words = " ".join([*args.input, *unknown])
+        parser.error(f"unrecognized arguments: {words}. Fix: write the settings of the other system after --")
     return args
 
 

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from gkd.config.dialects.expressions import NotConvertible
+from gkd.config.dialects.table import UNSET, Dialect, OldSettings, Row
 from gkd.config.key_list import all_keys
 from gkd.config.load import load_config
-from gkd.config.old_names.row import UNSET, NotConvertible, OldSettings, Row, Table
 from gkd.errors import ConfigError
 
-Status = Literal["mapped", "to set", "not supported", "not recognized", "default", "meaningless"]
+Status = Literal["mapped", "to set", "refused", "not supported", "not recognized", "default", "meaningless"]
 STATUSES: dict[Status, str] = {
     "mapped": "mapped",
     "to set": "to set yourself",
+    "refused": "refused",
     "not supported": "not supported",
     "not recognized": "not recognized",
     "default": "default here",
@@ -24,23 +27,34 @@ STATUSES: dict[Status, str] = {
 
 @dataclass(slots=True)
 class Entry:
-    """Hold the result for one old key; `settings` are those of the YAML that it sets."""
+    """Hold the result for one old key.
+
+    Args:
+        settings: those of the YAML that it sets.
+        keys: those that it could set.
+        servers: commands that start the teachers.
+        is_set: false: the other system's default, which differs from the one here.
+    """
 
     old: str
     value: Any
     status: Status
     note: str = ""
     settings: dict[str, Any] = field(default_factory=dict)
-    is_set: bool = True  # False: the other system's default, which differs from the one here
+    is_set: bool = True
+    keys: list[str] = field(default_factory=list)
+    servers: list[str] = field(default_factory=list)
 
 
-def convert(table: Table, values: Mapping[str, Any]) -> list[Entry]:
+def convert(dialect: Dialect, values: Mapping[str, Any]) -> list[Entry]:
     """Return an entry for each old key, and for each default of the other system that differs from the one here."""
-    old = OldSettings(values, table)
-    entries = [_entry(name, value, table.find(name), old) for name, value in values.items()]
-    unset = [row for row in table.rows if row.default is not UNSET and not any(map(old.has, row.names))]
+    old = OldSettings(values, dialect)
+    entries = [_entry(name, value, dialect.find(name), old) for name, value in values.items()]
+    unset = [row for row in dialect.rows if row.default is not UNSET and not any(map(old.has, row.names))]
     defaults = [_entry(row.names[0], row.default, row, old, is_set=False) for row in unset]
     _refuse_conflicts([*entries, *defaults])
+    for entry in [*entries, *defaults]:
+        _drop_defaults(entry)
     return [*entries, *(entry for entry in defaults if entry.settings or entry.status == "to set")]
 
 
@@ -54,33 +68,44 @@ def _entry(name: str, value: Any, row: Row | None, old: OldSettings, *, is_set: 
     if row is None:
         return Entry(name, value, "not recognized")
     if row.kind != "mapped":
-        harmless = row.kind == "not supported" and (value is None or value in row.harmless)
-        return Entry(name, value, "default") if harmless else Entry(name, value, row.kind, row.note)
+        harmless = row.kind in ("refused", "unsupported") and (value is None or value in row.harmless)
+        status: Status = "default" if harmless else "not supported" if row.kind == "unsupported" else row.kind
+        return Entry(name, value, status, "" if harmless else row.note)
     if value is None:
         return Entry(name, value, "default", "not set")
-    if is_set and isinstance(value, str) and "$" in value:
-        return Entry(name, value, "to set", f"set {_or(row)}: the variable has no value in the file.")
+    to_set = Entry(name, value, "to set", is_set=is_set, keys=row.keys)
+    if is_set and "$" in str(value):
+        to_set.note = f"set {_or(row)}: the variable has no value in the file."
+        return to_set
     try:
-        result = row.convert(value, old)
+        settings = row.settings(value, old)
+        entry = Entry(name, value, "mapped", row.note, settings, is_set, row.keys, row.commands(value, old))
+        problem = _wrong_type(settings)
     except NotConvertible as reason:
-        return Entry(name, value, "to set", str(reason), is_set=is_set)
-    except (TypeError, ValueError, ZeroDivisionError):
-        return Entry(name, value, "to set", f"set {_or(row)}: the value cannot be converted. {row.note}".strip())
-    settings = result if isinstance(result, dict) else {} if result is None else {row.keys[0]: result}
-    entry = Entry(name, value, "mapped" if settings else "default", row.note, settings, is_set)
-    return _checked(entry, row) if settings else entry
-
-
-def _checked(entry: Entry, row: Row) -> Entry:
-    """Return the entry without values that are defaults here; one with a value of the wrong type is to set."""
-    try:
-        load_config(None, [f"{key}={_flow(value)}" for key, value in entry.settings.items()])
-    except ConfigError as error:
-        return Entry(entry.old, entry.value, "to set", f"set {_or(row)}: {error.problem} {row.note}".strip())
-    entry.settings = {key: value for key, value in entry.settings.items() if value != all_keys()[key].default}
-    if not entry.settings:
-        entry.status = "default"
+        to_set.note = str(reason)
+        return to_set
+    except (TypeError, ValueError, ZeroDivisionError, LookupError, AttributeError):
+        problem = "the value cannot be converted."
+    if problem:
+        to_set.note = f"set {_or(row)}: {problem} {row.note}".strip()
+        return to_set
     return entry
+
+
+def _drop_defaults(entry: Entry) -> None:
+    """Leave out what is the default here."""
+    entry.settings = {key: each for key, each in entry.settings.items() if each != all_keys()[key].default}
+    if entry.status == "mapped" and not entry.settings and not entry.servers:
+        entry.status = "default"
+
+
+def _wrong_type(settings: Mapping[str, Any]) -> str:
+    """Return what is wrong with the value of a key; empty: nothing."""
+    try:
+        load_config(None, [f"{key}={_flow(value)}" for key, value in settings.items()])
+    except ConfigError as error:
+        return error.problem
+    return ""
 
 
 def _refuse_conflicts(entries: list[Entry]) -> None:
@@ -93,7 +118,7 @@ def _refuse_conflicts(entries: list[Entry]) -> None:
                 continue
             del entry.settings[key]
             if entry.is_set:
-                entry.status = "to set"
+                entry.keys, entry.status = [key], "to set"
                 entry.note = f"{key} is {value!r} by this, and {first.settings[key]!r} by {first.old}, which was kept."
 
 
@@ -109,4 +134,4 @@ def _flow(value: Any) -> str:
         return f"[{', '.join(map(_flow, value))}]"
     if isinstance(value, dict):
         return "{" + ", ".join(f"{name}: {_flow(each)}" for name, each in value.items()) + "}"
-    return repr(value) if isinstance(value, int | float) else f'"{value}"'
+    return repr(value) if isinstance(value, int | float) else json.dumps(str(value), ensure_ascii=False)

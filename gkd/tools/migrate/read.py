@@ -1,86 +1,106 @@
-"""Read old settings: a YAML file, a script or list of flags and Hydra overrides, or words of a command line."""
+"""Read old settings: a YAML file with its base files, a script or list of flags, or words of a command line."""
 
 from __future__ import annotations
 
-import re
-import shlex
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from gkd.config.old_names.row import Table, plain
+from gkd.config.dialects.table import Dialect, plain
 from gkd.errors import ConfigError
+from gkd.tools.migrate.shell import is_flag, is_override, read_script
 
-_OVERRIDE = re.compile(r"^[+~]{0,2}[A-Za-z_][\w.@/-]*=")
-_ASSIGNMENT = re.compile(r"^([A-Za-z_]\w*)=(.*)$", re.DOTALL)
-_VARIABLE = re.compile(r"\$(?:\{(\w+)(?::?-([^}]*))?\}|(\w+))")
-_LIST = re.compile(r"^\$\{?[@*]|^\$\{\w+\[[@*]\]")  # "$@" or "${ARGS[@]}", which a script adds to a command
-_PROGRAM = re.compile(r"(^|/)(python[\d.]*|torchrun|accelerate|trl|deepspeed)$")
-_ENGINE = re.compile(r"launch_server|vllm\.entrypoints|api_server")
+_YAML = (".yaml", ".yml", ".json")
+_SELF = "_self_"  # of Hydra's `defaults`
+_RESOLVERS: dict[str, Callable[..., Any]] = {  # that the other systems register
+    "mul": lambda *numbers: math.prod(numbers),
+    "add": lambda *numbers: sum(numbers),
+    "sub": lambda a, b: a - b,
+    "div": lambda a, b: a // b if a % b == 0 else a / b,
+    "max": lambda *numbers: max(numbers),
+    "min": lambda *numbers: min(numbers),
+}
 
 
-def read_file(path: Path, table: Table) -> dict[str, Any]:
-    """Return the settings of a file by their dotted names: of a YAML by its ending, else of a script or list of flags.
+@dataclass(slots=True)
+class Old:
+    """Hold the content of a file or a command line: settings by dotted names or flags, words, shell variables."""
+
+    settings: dict[str, Any] = field(default_factory=dict)
+    words: list[str] = field(default_factory=list)
+    variables: dict[str, str] = field(default_factory=dict)
+
+    def of(self, dialect: Dialect) -> dict[str, Any]:
+        """Return the settings as a dialect names them: `--no-save` is `--save` off; programs and variables, too."""
+        found: dict[str, Any] = {}
+        for name, value in self.settings.items():
+            positive = "--" + plain(name).removeprefix("no_")
+            is_off = value is True and plain(name).startswith("no_") and not dialect.find(name)
+            if is_off and dialect.find(positive):
+                found[positive] = False
+            else:
+                found[name] = value
+        found |= {name: True for name in self.words if dialect.knows(name)}
+        variables = {name: text for name, text in self.variables.items() if name.isupper() and dialect.knows(name)}
+        return {name: _value([text]) for name, text in variables.items()} | found
+
+
+def read_file(path: Path, given: Mapping[str, Any]) -> Old:
+    """Return the settings of a file: of a YAML by its ending, else of a script or list of flags.
+
+    Args:
+        given: settings that replace those of the file; in a YAML, other values may refer to them.
 
     Raises:
-        ConfigError: the file does not exist, is not valid, or has no settings.
+        ConfigError: the file or a base of it does not exist, is not valid, or has no settings.
     """
-    if not path.is_file():
-        raise ConfigError(
-            "FILE", str(path), "no such file.", "give the path of a YAML file, a script or a list of flags."
-        )
-    try:
-        text = path.read_text()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError("FILE", str(path), f"cannot be read ({error}).", "give a text file.") from error
-    if path.suffix in (".yaml", ".yml", ".json"):
-        found = _read_yaml(path)
+    if path.suffix in _YAML:
+        found = Old(_read_yaml(path, given))
     else:
-        found = {
-            name: value for words in _script_words(text, str(path)) for name, value in settings_of(words, table).items()
-        }
-    if not found:
+        script = read_script(_text(path), str(path))
+        found = settings_of(script.words)
+        found.variables = script.variables
+    if not found.settings:
         raise ConfigError("FILE", str(path), "has no settings.", "give a YAML file, a script or a list of flags.")
     return found
 
 
-def settings_of(words: Sequence[str], table: Table) -> dict[str, Any]:
+def settings_of(words: Sequence[str]) -> Old:
     """Return the settings of `--flag value`, `--flag=value`, `--flag` and `key=value` words, by their names."""
-    found: dict[str, Any] = {}
+    found = Old()
     rest = list(words)
     while rest:
         word = rest.pop(0)
-        if word.startswith("--") and len(word) > 2 or word in ("-cn", "-cp"):
+        if is_flag(word):
             name, equals, value = word.partition("=")
             values = [value] if equals else _values(rest)
-            found[_switched(name, table)] = _is_on(name, table) if not values else _value(values)
-        elif _OVERRIDE.match(word):
+            found.settings |= _flat(name, _value(values) if values else True)
+        elif is_override(word):
             name, _, value = word.partition("=")
-            found[name.lstrip("+~")] = _value([value])
-        elif word.endswith(".py") and table.find(Path(word).name):
-            found[Path(word).name] = True
+            found.settings[name.lstrip("+~")] = _value([value])
+        else:
+            found.words.append(Path(word).name)
     return found
+
+
+def _flat(name: str, value: Any) -> dict[str, Any]:
+    """Return a setting; that of a mapping, as in `--kwargs '{"a": 1}'`, by the names of its values."""
+    if not isinstance(value, dict) or not value:
+        return {name: value}
+    return {each: found for key, inner in value.items() for each, found in _flat(f"{name}.{key}", inner).items()}
 
 
 def _values(rest: list[str]) -> list[str]:
     """Take the words from the start of `rest` that are values of a flag."""
     values = []
-    while rest and not rest[0].startswith("--") and not rest[0].endswith(".py") and not _OVERRIDE.match(rest[0]):
+    while rest and not (is_flag(rest[0]) or is_override(rest[0]) or rest[0].endswith(".py") or rest[0] == "-m"):
         values.append(rest.pop(0))
-    return [value for value in values if not _LIST.match(value)]
-
-
-def _switched(flag: str, table: Table) -> str:
-    """Return the name that a flag sets: `--no-save` sets `--save` if only that is listed."""
-    positive = "--" + plain(flag).removeprefix("no_")
-    return positive if plain(flag).startswith("no_") and not table.find(flag) and table.find(positive) else flag
-
-
-def _is_on(flag: str, table: Table) -> bool:
-    return _switched(flag, table) == flag
+    return values
 
 
 def _value(texts: Sequence[str]) -> Any:
@@ -93,15 +113,51 @@ def _value(texts: Sequence[str]) -> Any:
         return texts[0]
 
 
-def _read_yaml(path: Path) -> dict[str, Any]:
+def _text(path: Path) -> str:
+    if not path.is_file():
+        fix = "give the path of a YAML file, a script or a list of flags."
+        raise ConfigError("FILE", str(path), "no such file.", fix)
     try:
-        loaded = OmegaConf.load(path)
+        return path.read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError("FILE", str(path), f"cannot be read ({error}).", "give a text file.") from error
+
+
+def _read_yaml(path: Path, given: Mapping[str, Any]) -> dict[str, Any]:
+    for name, resolver in _RESOLVERS.items():
+        OmegaConf.register_resolver(name, resolver, replace=True)
+    loaded = _with_bases(path, ())
+    for name, value in given.items():
+        if not is_flag(name):
+            OmegaConf.update(loaded, name, value, force_add=True)
+    return dict(_leaves(loaded, ""))
+
+
+def _with_bases(path: Path, above: tuple[Path, ...]) -> DictConfig:
+    """Return a YAML with the files that its `defaults` names below it. Raises ConfigError if one is missing."""
+    text = _text(path)
+    try:
+        loaded = OmegaConf.create(text)
     except Exception as error:  # yaml's errors have no common root that omegaconf exports
         problem = f"is not valid YAML ({' '.join(str(error).split())})."
         raise ConfigError("FILE", str(path), problem, "correct the file, or give a script another ending.") from error
-    if not OmegaConf.is_dict(loaded):
+    if not OmegaConf.is_dict(loaded) or not all(isinstance(name, str) for name in loaded):
         raise ConfigError("FILE", str(path), "is not a mapping of settings.", "give a file of `key: value` lines.")
-    return dict(_leaves(loaded, ""))
+    assert isinstance(loaded, DictConfig)
+    named = loaded.get("defaults", ())
+    bases = [path.parent / each for each in ([named] if isinstance(named, str) else named) if _is_file(each)]
+    for base in bases:
+        if base.resolve() in (*above, path.resolve()) or not base.is_file():
+            problem = f"its base file {base} is missing, or is based on this file."
+            raise ConfigError("FILE", str(path), problem, "put the files that `defaults` names in that place.")
+    if bases:
+        del loaded["defaults"]
+    return OmegaConf.merge(*(_with_bases(base, (*above, path.resolve())) for base in bases), loaded)  # type: ignore
+
+
+def _is_file(named: Any) -> bool:
+    """Return whether an entry of `defaults` is a path; Hydra's own are names of its groups."""
+    return isinstance(named, str) and named != _SELF and named.endswith(_YAML)
 
 
 def _leaves(node: Any, prefix: str) -> Iterator[tuple[str, Any]]:
@@ -110,7 +166,7 @@ def _leaves(node: Any, prefix: str) -> Iterator[tuple[str, Any]]:
         name = f"{prefix}{part}"
         try:
             value = node[part]
-        except OmegaConfBaseException:
+        except Exception:  # of a resolver, or of OmegaConf: the text stays, and the report names it
             value = OmegaConf.to_container(node, resolve=False)[part]  # type: ignore[index]
         if OmegaConf.is_dict(value) and len(value):
             yield from _leaves(value, f"{name}.")
@@ -125,59 +181,3 @@ def _plain_list(value: Any) -> Any:
         return OmegaConf.to_container(value, resolve=True)
     except OmegaConfBaseException:
         return OmegaConf.to_container(value, resolve=False)
-
-
-def _script_words(text: str, path: str) -> list[list[str]]:
-    """Return the words of each list of flags and of the training command, with the script's variables replaced."""
-    words: list[list[str]] = []
-    variables: dict[str, str] = {}
-    for command in _commands(text, path):
-        command = [_replaced(word, variables) for word in command]
-        command = command[command[0] == "export" :]
-        while command and (assigned := _ASSIGNMENT.match(command[0])):
-            variables[assigned[1]] = assigned[2]
-            command = command[1:]
-        words.append(_relevant(command))
-    return words
-
-
-def _commands(text: str, path: str) -> list[list[str]]:
-    """Return the words of each command of a shell script; the lines of an array are commands, too."""
-    text = re.sub(r"(^|\s)#[^\n]*", r"\1", text).replace("\\\n", " ")
-    parser = shlex.shlex(text, posix=True, punctuation_chars="();&|\n")
-    parser.whitespace, parser.whitespace_split, parser.commenters = " \t\r", True, ""
-    commands: list[list[str]] = [[]]
-    try:
-        for word in parser:
-            if set(word) <= set("();&|\n"):
-                commands.append([])
-            else:
-                commands[-1].append(word)
-    except ValueError as error:
-        raise ConfigError("FILE", path, f"cannot be read ({error}).", "close its quotes.") from error
-    return [command for command in commands if command]
-
-
-def _is_setting(word: str) -> bool:
-    """Return whether `a.b=c` or `+a=c` is an override, not the assignment of a shell variable."""
-    name = word.partition("=")[0]
-    return bool(_OVERRIDE.match(word)) and (word[0] in "+~" or "." in name)
-
-
-def _replaced(word: str, variables: dict[str, str]) -> str:
-    def value(match: re.Match[str]) -> str:
-        return variables.get(match[1] or match[3], match[0] if match[2] is None else match[2])
-
-    return _VARIABLE.sub(value, word)
-
-
-def _relevant(command: list[str]) -> list[str]:
-    """Return the settings in a command: all words of a list of settings, those of a training program after its name."""
-    if any(_ENGINE.search(word) for word in command):
-        return []
-    if "--" in command:  # ray job submit ... -- python3 train.py ...
-        command = command[len(command) - command[::-1].index("--") :]
-    if command and (command[0].startswith("-") or _is_setting(command[0])):
-        return command
-    start = next((i for i, word in enumerate(command) if _PROGRAM.search(word)), None)
-    return [] if start is None or start > 2 else command[start + 1 :]

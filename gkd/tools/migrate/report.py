@@ -12,9 +12,9 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from gkd.config.check import check_config
+from gkd.config.dialects.table import Dialect
 from gkd.config.key_list import all_keys
 from gkd.config.load import load_config
-from gkd.config.old_names.row import Table
 from gkd.config.schema import Config
 from gkd.errors import ConfigError
 from gkd.tools.migrate.convert import STATUSES, Entry, settings_of
@@ -26,12 +26,26 @@ _DECIDING = re.compile(
     r"completions?|chat|template|system|thinking|messages|tokenizer|domains?|tags?|interleave|mix|sampl(ing|er)|"
     r"temperature|top|topk|[knp]|stop|eos|seq|sequence|length|filter|truncation)(?![a-z])"
 )
+_DECIDING_KEY = re.compile(
+    r"trainer\.global_batch_size|(distill|reward|data)\..*|teacher\.(backend|path|name|signal|topk|mass|temperature|routes|prompt_template)|"
+    r"rollout\.(n|temperature|top_p|stop_token_ids)"
+)
 
 
 def not_understood(entries: list[Entry]) -> list[str]:
-    """Return the old keys that are not recognized and that decide what is trained, by the words in their names."""
-    unknown = (entry.old for entry in entries if entry.status == "not recognized")
-    return [name for name in unknown if _DECIDING.search(name.lower())]
+    """Return the old keys that decide what is trained and have no equal here, or none that is known.
+
+    Names that are not recognized are judged by their words, and those without a value by the keys that they would set.
+    """
+    return [
+        entry.old
+        for entry in entries
+        if entry.status == "refused"
+        or entry.status == "not recognized"
+        and _DECIDING.search(entry.old.lower())
+        or entry.status == "to set"
+        and any(map(_DECIDING_KEY.fullmatch, entry.keys))
+    ]
 
 
 def summary(entries: list[Entry]) -> str:
@@ -42,19 +56,22 @@ def summary(entries: list[Entry]) -> str:
     return f"{sum(counts.values())} old keys: {', '.join(parts)}; {n_defaults} defaults of the other system written out"
 
 
-def yaml_text(table: Table, source: str, entries: list[Entry]) -> str:
+def yaml_text(dialect: Dialect, source: str, entries: list[Entry]) -> str:
     """Return the YAML: the report and the next things to set as comments, then the settings."""
     settings = OmegaConf.create()
     for key, value in settings_of(entries).items():
         OmegaConf.update(settings, key, value)
     body = OmegaConf.to_yaml(settings) if len(settings) else "{}\n"
-    lines = [f"from {source}, by python -m gkd.tools.migrate {table.name}", summary(entries), ""]
+    lines = [f"from {source}, read as {dialect.title}, by python -m gkd.tools.migrate {dialect.name}"]
+    lines += [summary(entries), ""]
     for status, words in STATUSES.items():
         chosen = [entry for entry in entries if entry.status == status]
-        lines += [f"{words}:", *(f"  {_line(entry, table)}" for entry in chosen), ""] if chosen else []
+        lines += [f"{words}:", *(f"  {_line(entry, dialect)}" for entry in chosen), ""] if chosen else []
     steps = next_steps(body)
     if unknown := not_understood(entries):
         steps = [refusal(unknown), *(f"  {name}" for name in unknown), *steps]
+    servers = dict.fromkeys(command for entry in entries for command in entry.servers)
+    lines += ["start the teachers first:", *(f"  {command}" for command in servers), ""] if servers else []
     lines += ["next:", *(f"  {step}" for step in steps)] if steps else ["check_config accepts these settings."]
     return "".join(f"# {line}".rstrip() + "\n" for line in lines) + "\n" + body
 
@@ -93,8 +110,8 @@ def _fill_required(config: Config) -> None:
             setattr(owner, field, ["file.jsonl"] if each.type.startswith("list") else "folder")
 
 
-def _line(entry: Entry, table: Table) -> str:
-    origin = f"{entry.old} = {_short(entry.value)}" if entry.is_set else f"{entry.old} is not set, {table.title} uses"
+def _line(entry: Entry, dialect: Dialect) -> str:
+    origin = f"{entry.old} = {_short(entry.value)}" if entry.is_set else f"{entry.old} is not set, {dialect.title} uses"
     value = "" if entry.is_set else f" {_short(entry.value)}"
     arrow = ", ".join(f"{key}: {_short(value)}" for key, value in entry.settings.items())
     note = f"  ({entry.note.rstrip('.')})" if entry.note else ""
