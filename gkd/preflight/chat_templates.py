@@ -8,7 +8,12 @@ from typing import Any
 from gkd.config.schema import DataConfig
 from gkd.data.prompts import load_tokenizer
 from gkd.teacher.info import TeacherInfo
+from teacher_server.wire.fingerprint import template_fingerprint
 
+_FIX = (
+    "give both folders the same chat template, set data.chat_template_kwargs, or put the teacher's form into a column "
+    "and set data.teacher_prompt_key"
+)
 _MESSAGE = {"role": "user", "content": "Hello!"}
 
 
@@ -18,10 +23,17 @@ def template_warning(data: DataConfig, tokenizer: Any, teacher: TeacherInfo, *, 
     Also if they cannot be compared.
 
     The teacher scores the student's prompt. Text in a form that it was not trained on lowers its quality. Its folder is
-    read if this host has it.
+    read if this host has it; else the fingerprints of both templates are compared.
     """
-    if data.chat_template == "never" or data.teacher_prompt_key or not Path(teacher.model_path).is_dir():
+    if data.chat_template == "never" or data.teacher_prompt_key:
         return ""
+    if not Path(teacher.model_path).is_dir():
+        if teacher.template_fingerprint in ("", template_fingerprint(tokenizer.chat_template)):
+            return ""
+        return (
+            f"the chat template of the teacher {teacher.model_path} is another text than the student's, and its folder "
+            f"is not on this host. If it writes other prompts, {_FIX}"
+        )
     try:
         other = load_tokenizer(teacher.model_path, "teacher.path", trust_remote_code=trust_remote_code)
         ours, its = (_rendered(each, data.chat_template_kwargs) for each in (tokenizer, other))
@@ -31,8 +43,7 @@ def template_warning(data: DataConfig, tokenizer: Any, teacher: TeacherInfo, *, 
         return ""
     return (
         f"the chat templates differ: the student reads {ours!r}, and the template of the teacher {teacher.model_path} "
-        f"writes {its!r}. The teacher scores the student's form. Fix: give both folders the same chat template, set "
-        "data.chat_template_kwargs, or put the teacher's form into a column and set data.teacher_prompt_key"
+        f"writes {its!r}. The teacher scores the student's form. Fix: {_FIX}"
     )
 
 

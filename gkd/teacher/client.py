@@ -130,8 +130,11 @@ class ZmqTeacher:
 
     def info(self) -> TeacherInfo:
         """Return the description; blocks until the server has loaded a model or the outage budget is spent."""
-        self._info = self._send(DescriptionRequest(self._settings.teacher)).result()
-        return self._info
+        info: TeacherInfo = self._send(DescriptionRequest(self._settings.teacher)).result()
+        if info.protocol_version >= 4:  # an older server refuses the question
+            info = self._send(DescriptionRequest(self._settings.teacher, with_template=True)).result()
+        self._info = info
+        return info
 
     def submit_many(
         self, rollouts: Sequence[Rollout], signals: Sequence[Signal], *, mass: float = 0.0

@@ -24,6 +24,7 @@ class TeacherInfo:
     device: str
     dtype: str
     protocol_version: int
+    template_fingerprint: str = ""  # of its chat template; empty: none, or not known
 
 
 def head_columns(teachers: Sequence[TeacherInfo]) -> tuple[list[int], int]:

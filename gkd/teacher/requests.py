@@ -203,12 +203,13 @@ class DescriptionRequest(PendingRequest[TeacherInfo]):
 
     Args:
         teacher: its name; empty if the server has one teacher.
+        with_template: also request the fingerprint of its chat template, which a server of version 4 has.
     """
 
     n_sequences = 0
 
-    def __init__(self, teacher: str) -> None:
-        header = InfoRequest(request_id=os.urandom(ID_BYTES), teacher=teacher)
+    def __init__(self, teacher: str, *, with_template: bool = False) -> None:
+        header = InfoRequest(request_id=os.urandom(ID_BYTES), teacher=teacher, with_template=with_template)
         super().__init__(RequestMessage(["the teacher's description"], header, [], bytes(ID_BYTES), _INFO_RESEND_S))
         self._teacher = teacher
 
@@ -230,6 +231,7 @@ class DescriptionRequest(PendingRequest[TeacherInfo]):
             device=reply.device,
             dtype=reply.dtype,
             protocol_version=reply.protocol_version,
+            template_fingerprint=reply.template_fingerprint,
         )
 
 

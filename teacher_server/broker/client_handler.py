@@ -70,8 +70,7 @@ class ClientHandler:
             elif isinstance(message, Cancel):
                 self._cancel(client, request_id)
             elif isinstance(message, InfoRequest):
-                teacher = self._teachers.resolve(message.teacher)
-                self._outbox.reply(client, self._teachers.info(request_id, teacher, self._queue))
+                self._outbox.reply(client, self._teachers.info(message, self._queue))
             elif isinstance(message, StatusRequest):
                 self._outbox.to_client(client, encode_status(request_id, self._board.now()))
             else:

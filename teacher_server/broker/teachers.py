@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 
 from teacher_server.broker.request_queue import RequestQueue
-from teacher_server.wire.protocol import PROTOCOL_VERSION, ErrorReply, InfoReply
+from teacher_server.wire.protocol import PROTOCOL_VERSION, ErrorReply, InfoReply, InfoRequest
 from teacher_server.wire.status import TeacherStatus
 from teacher_server.wire.worker_protocol import WorkerHello
 
@@ -63,8 +63,9 @@ class Teachers:
                 return f"{text} ({first.model_path})"
         return ""
 
-    def info(self, request_id: bytes, name: str, request_queue: RequestQueue) -> InfoReply | ErrorReply:
-        """Return the description of a resolved teacher, or the error `busy` while it has no worker."""
+    def info(self, request: InfoRequest, request_queue: RequestQueue) -> InfoReply | ErrorReply:
+        """Return the description of a teacher, or the error `busy` while it has no worker. Raises as `resolve`."""
+        request_id, name = request.request_id, self.resolve(request.teacher)
         hellos = [worker.hello for worker in request_queue.workers.values() if worker.hello.teacher == name]
         if not hellos:
             text = "no worker has loaded the model yet"
@@ -85,6 +86,7 @@ class Teachers:
             engine=_all_of(hello.engine for hello in hellos),
             device=_all_of(hello.device for hello in hellos),
             dtype=hellos[0].dtype,
+            template_fingerprint=hellos[0].template_fingerprint if request.with_template else "",
         )
 
     def statuses(self, request_queue: RequestQueue) -> list[TeacherStatus]:

@@ -10,7 +10,7 @@ from typing import Generic, TypeVar
 import msgspec
 import xxhash
 
-PROTOCOL_VERSION = 3  # 2: given ids, and the sampled token with the top-k; 3: several sequences in a request
+PROTOCOL_VERSION = 4  # 2: given ids, sampled token with the top-k; 3: several sequences in a request; 4: templates
 MAX_HEADER_BYTES = 64 << 10
 
 _MAGIC = b"GKT"

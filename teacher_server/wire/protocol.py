@@ -185,11 +185,16 @@ class Cancel(Header, tag="cancel"):
     request_id: Id
 
 
-class InfoRequest(Header, tag="info_request"):
+class InfoRequest(Header, tag="info_request", omit_defaults=True):
     """Request the description of a teacher: model and limits."""
 
     request_id: Id
     teacher: Name = ""
+    with_template: bool = False  # also `InfoReply.template_fingerprint`
+
+    @property
+    def version(self) -> int:
+        return 4 if self.with_template else 1
 
 
 class StatusRequest(Header, tag="status_request"):
@@ -285,8 +290,8 @@ class ErrorReply(Header, tag="error", omit_defaults=True):
         return 3 if self.sequence else 1
 
 
-class InfoReply(Header, tag="info"):
-    """Description of a teacher. `tokenizer_fingerprint` is empty if the model folder has no tokenizer."""
+class InfoReply(Header, tag="info", omit_defaults=True):
+    """Description of a teacher. The fingerprints are empty if the model folder has no tokenizer or no chat template."""
 
     request_id: Id
     protocol_version: Count
@@ -303,6 +308,11 @@ class InfoReply(Header, tag="info"):
     engine: Name
     device: Name
     dtype: Name
+    template_fingerprint: Name = ""
+
+    @property
+    def version(self) -> int:
+        return 4 if self.template_fingerprint else 1
 
 
 class StatusReply(Header, tag="status"):

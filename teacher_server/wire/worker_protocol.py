@@ -44,6 +44,7 @@ class WorkerHello(Header, tag="hello"):
     gpus: Annotated[list[Gpu], msgspec.Meta(max_length=64)]
     credit_tokens: Count
     n_streams: Count  # sequences in flight that keep it busy
+    template_fingerprint: Name = ""
     nonce: Annotated[bytes, msgspec.Meta(max_length=16)] = b""  # distinguishes two processes with one pid
     cuda_visible_devices: Text | None = None  # of its process; None = unset
     protocol_version: Count = 1  # of the requests that it understands

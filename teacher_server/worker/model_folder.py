@@ -14,7 +14,7 @@ from pathlib import Path
 from teacher_server.engines.folder_check import check_folder
 from teacher_server.engines.weight_files import read_entries, read_header, read_json
 from teacher_server.errors import ServerError
-from teacher_server.wire.fingerprint import tokenizer_fingerprint
+from teacher_server.wire.fingerprint import template_fingerprint, tokenizer_fingerprint
 from teacher_server.wire.protocol import MAX_TOKENS
 
 _SAMPLE_BYTES = 4 << 10
@@ -53,14 +53,18 @@ def inspect_model_folder(path: str, *, needs_weights: bool = True) -> ModelFolde
     return ModelFolder(str(resolved), resolved.name, min(max_tokens, MAX_TOKENS), _fingerprint(folder, weights))
 
 
-def read_tokenizer_fingerprint(folder: ModelFolder) -> str:
-    """Return the fingerprint of the folder's tokenizer, empty if there is none. Raises ServerError on failure."""
+def read_tokenizer_fingerprints(folder: ModelFolder) -> tuple[str, str]:
+    """Return the fingerprints of the folder's tokenizer and of its chat template, empty if there is none.
+
+    Raises ServerError on failure.
+    """
     if not any((Path(folder.path) / file).is_file() for file in _TOKENIZER_FILES):
-        return ""
+        return "", ""
     from transformers import AutoTokenizer
 
     try:
-        return tokenizer_fingerprint(AutoTokenizer.from_pretrained(folder.path).get_vocab())
+        tokenizer = AutoTokenizer.from_pretrained(folder.path)
+        return tokenizer_fingerprint(tokenizer.get_vocab()), template_fingerprint(tokenizer.chat_template)
     except (OSError, ValueError, KeyError, ImportError) as error:
         raise ServerError(f"model folder {folder.path}: cannot load the tokenizer: {error}") from error
 

@@ -76,6 +76,7 @@ def corpus() -> list[Message]:
         (Received(request_id=some_id, stream_id=some_id, n_messages=3), []),
         (Cancel(request_id=some_id), []),
         (InfoRequest(request_id=some_id, teacher="math"), []),
+        (InfoRequest(request_id=some_id, with_template=True), []),
         (StatusRequest(request_id=some_id), []),
         (DrainRequest(request_id=some_id, worker="w"), []),
         (Ping(), []),

@@ -18,6 +18,7 @@ from teacher_server.wire.protocol import (
     ClientMessage,
     Codec,
     ErrorReply,
+    InfoRequest,
     ProtocolError,
     ScoreRequest,
     ServerMessage,
@@ -30,6 +31,7 @@ from teacher_server.wire.protocol import (
 from teacher_server.wire.status import ServerStatus, decode_status, encode_status
 from teacher_server.wire.worker_protocol import Done, WorkerHello, from_worker, to_worker
 from tests.service.messages import make_reply, make_request, make_tokens
+from tests.service.scripted import info_reply
 
 
 @pytest.mark.parametrize(
@@ -86,8 +88,21 @@ def test_a_message_has_the_lowest_version_that_has_its_fields() -> None:
         assert requests.encode(header)[3] == version
     error = ErrorReply(request_id=bytes(16), code="engine", text="x", sequence=1)
     assert [replies.encode(msgspec.structs.replace(error, sequence=n))[3] for n in (0, 1)] == [1, 3]
-    new_fields = {"n_given", "given_checksums", "with_sampled", "lengths", "sequence"}
-    for header in (old, make_reply(old, tokens)[0], msgspec.structs.replace(error, sequence=0)):
+    ask = InfoRequest(request_id=bytes(16))
+    asks = (ask, msgspec.structs.replace(ask, with_template=True))
+    assert [requests.encode(each)[3] for each in asks] == [1, 4]
+    answer = msgspec.structs.replace(info_reply(ask), template_fingerprint="t")
+    assert [replies.encode(each)[3] for each in (info_reply(ask), answer)] == [1, 4]
+    new_fields = {
+        "with_template",
+        "template_fingerprint",
+        "n_given",
+        "given_checksums",
+        "with_sampled",
+        "lengths",
+        "sequence",
+    }
+    for header in (ask, info_reply(ask), old, make_reply(old, tokens)[0], msgspec.structs.replace(error, sequence=0)):
         assert not new_fields & msgspec.msgpack.decode(msgspec.msgpack.encode(header)).keys()
     with pytest.raises(ProtocolError, match="version 1 .* 2"):
         requests.decode(seal(msgspec.msgpack.encode(new), 1))
