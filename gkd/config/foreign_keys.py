@@ -109,7 +109,7 @@ def _text(row: Row, note: str) -> str:
     if row.keys:
         remark = f" ({note.rstrip('.')})" if note else ""
         return f"use {' and '.join(row.keys)}{remark}."
-    return f"remove it: {row.note}"
+    return f"Remove it. {row.note}"
 
 
 def _is_typing_error(key: str, name: str) -> bool:

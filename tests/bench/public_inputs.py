@@ -1,9 +1,10 @@
 """Try what users of such systems bring, and measure what reading and checking it costs.
 
-    python -m tests.bench.public_inputs [--only prompts,folders,cost,memory] [--json FILE]
+    python -m tests.bench.public_inputs [--only prompts,folders,log,cost,memory] [--json FILE]
 
 prompts: rows that other systems' users reported, before (commit 9cae5fc) and now
 folders: model folders that they reported, given as the student
+log: every problem that was tried, and the tests that show what happens now; these tests run
 cost: time of reading, rendering and checking a row, against the tokenizer's own chat template
 memory: a 400 MB file whose rows have a large column that is not used and one emoji, JSONL and parquet, and
     1,000,000 rows of about 100 tokens
@@ -26,6 +27,7 @@ from gkd.config.schema import Config, DataConfig
 from gkd.config.schema_teacher import TeacherConfig
 from gkd.data.prompts import RowReader, load_prompts
 from gkd.errors import ConfigError
+from tests.bench import public_log
 from tests.bench.command import in_fresh_process, parsed, parser, run_parts
 from tests.bench.teacher_report import Figure, Part, Table
 from tests.unit.chat_templates import FAMILIES, tokenizer
@@ -213,7 +215,17 @@ def memory(rounds: int) -> Part:
     return Part("memory", "Growth of the peak of resident memory while a file is loaded.", figures)
 
 
-PARTS: dict[str, Callable[[int], Part]] = {"prompts": prompts, "folders": folders, "cost": cost, "memory": memory}
+def log(rounds: int) -> Part:
+    return public_log.measure()
+
+
+PARTS: dict[str, Callable[[int], Part]] = {
+    "prompts": prompts,
+    "folders": folders,
+    "log": log,
+    "cost": cost,
+    "memory": memory,
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:

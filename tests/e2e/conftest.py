@@ -142,6 +142,29 @@ def shared_ray() -> Iterator[str]:
         yield f"cluster.ray_address={address}"
 
 
+# Variables of job scripts, containers and other launchers. None of them may change a run on the CPU.
+JOB = {
+    "MKL_NUM_THREADS": "2",  # vLLM's kernels would end the process
+    "OMP_NUM_THREADS": "7",
+    "CUDA_VISIBLE_DEVICES": "-1",
+    "ROCR_VISIBLE_DEVICES": "0",
+    "HIP_VISIBLE_DEVICES": "0",
+    "http_proxy": "http://127.0.0.1:9",
+    "https_proxy": "http://127.0.0.1:9",
+    "ALL_PROXY": "http://127.0.0.1:9",
+    "grpc_proxy": "http://127.0.0.1:9",
+    "RAY_ADDRESS": "http://127.0.0.1:9",
+    "WORLD_SIZE": "8",
+    "RANK": "3",
+    "LOCAL_RANK": "3",
+    "MASTER_ADDR": "10.0.0.1",
+    "MASTER_PORT": "29500",
+    "VLLM_USE_V1": "0",
+    "VLLM_ATTENTION_BACKEND": "FLASHINFER",
+    "LC_ALL": "C",
+}
+
+
 @pytest.fixture(scope="session")
 def base_run(lab: Lab, teacher_port: int) -> Path:
     """Run four steps on one actor rank and one engine: every sync verified, a checkpoint every second step, every batch
@@ -153,8 +176,8 @@ def base_run(lab: Lab, teacher_port: int) -> Path:
     settings = ("trainer.save_every=2", "trainer.keep_last=9", "weight_sync.verify=always", "cluster.gpus=[6,4]")
     kept = ("trainer.record_batches=true", "trainer.profile_steps=[2]", "eval.teacher_prompts=4")
     with tempfile.TemporaryDirectory() as temporary, pytest.MonkeyPatch.context() as job:
-        job.setenv("MKL_NUM_THREADS", "2")  # job scripts set these two; vLLM's kernels would end the process
-        job.setenv("CUDA_VISIBLE_DEVICES", "-1")
+        for name, value in JOB.items():
+            job.setenv(name, value)
         done = lab.train_run(run_dir, teacher_port, *settings, *kept, temporary=temporary)
         (lab.root / "base_run.left").write_text("\n".join(left_behind(temporary)))
     assert done.returncode == 0, done.stderr[-4000:]

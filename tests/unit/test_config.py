@@ -165,6 +165,7 @@ def test_an_invalid_file_is_refused(tmp_path: Path, text: str) -> None:
         (["actor.optim.betas=[0.9]"], "actor.optim.betas"),
         (["rollout.top_p=0"], "rollout.top_p"),
         (["rollout.temperature=nan"], "rollout.temperature"),
+        (["rollout.temperature=0", "rollout.n=2"], "rollout.temperature"),
         (["trainer.nnodes=-1"], "trainer.nnodes"),
         (["rollout.nnodes=0"], "rollout.nnodes"),
         (["rollout.kv_cache_mib=-1"], "rollout.kv_cache_mib"),

@@ -178,6 +178,13 @@ def test_variables_of_the_template_are_set(tmp_path: Path) -> None:
         assert caught.value.key == "data.chat_template_kwargs.enable_thinking"
 
 
+def test_named_templates_have_a_default(tmp_path: Path) -> None:
+    """Fails if a tokenizer with several templates renders a prompt with another one than transformers does."""
+    made = tokenizer()
+    made.chat_template = {"default": FAMILIES["chatml"], "tool_use": FAMILIES["angle"]}
+    assert text(tmp_path, USER["content"], made) == text(tmp_path, RENDERED, made) == RENDERED
+
+
 def test_templates_that_differ_are_named(tmp_path: Path) -> None:
     """Fails if a teacher scores prompts in a form that its own template does not write, and nothing tells."""
     info = TeacherInfo("", "t", str(tmp_path), "", 1, 1, "", 1, 1, 1, "hf", "cpu", "float32", 3)

@@ -150,10 +150,20 @@ def test_every_program_refuses_the_folder(tied: Path, damage: Callable[[Path], N
 
 
 def test_folders_with_one_meaning_are_accepted(tied: Path, models: Path) -> None:
-    """Fails if a usual folder is refused: a second copy of the tied head, an untied head, shards, a spare index."""
+    """Fails if a usual folder is refused: a second copy of the tied head, an untied head, shards, a spare index, or
+    read-only links as in a hub's cache.
+    """
     _change(tied, lambda t: t.update({HEAD: t[EMBEDDING].clone()}))
     assert check_student(_config(tied)) == check_student(_config(tied, "fsdp2"))
     assert check_folder(models / "qwen3") == [models / "qwen3" / SINGLE]
+    linked = tied.with_name("linked")
+    linked.mkdir()
+    for file in tied.iterdir():
+        file.chmod(0o444)
+        (linked / file.name).symlink_to(file)
+    assert check_folder(linked) == [linked / SINGLE] and check_student(_config(linked)) == check_student(_config(tied))
+    for file in tied.iterdir():
+        file.chmod(0o644)
     (tied / INDEX).write_text(json.dumps({"weight_map": {EMBEDDING: SINGLE}}))
     assert check_folder(tied) == [tied / SINGLE]
     (tied / INDEX).unlink()

@@ -114,7 +114,7 @@ def test_a_connection_that_times_out_is_not_a_refusal() -> None:
                 connection.close()
 
 
-@pytest.mark.parametrize("host", ["no.such.host.invalid", "a b", "x" * 70])
+@pytest.mark.parametrize("host", ["no.such.host.invalid", "a b", "x" * 70, "::1"])
 def test_an_unknown_host_is_named(host: str) -> None:
     """Fails if a typo in the host name is reported as a server that is down."""
     with pytest.raises(ConfigError) as caught:
