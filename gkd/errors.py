@@ -71,7 +71,18 @@ class ClusterError(GkdError):
 
 
 class RankFailed(ClusterError):
-    """A process died, or raised an error that is not a `GkdError`; a new process may succeed."""
+    """A process died, or raised an error that is not a `GkdError`; a new process may succeed.
+
+    Args:
+        raised: the error that it raised, in one line; empty: it died.
+    """
+
+    def __init__(self, message: str, raised: str = "") -> None:
+        self.raised = raised
+        super().__init__(message, raised)  # both, for pickle
+
+    def __str__(self) -> str:
+        return str(self.args[0])
 
 
 class SenderFailed(RankFailed):

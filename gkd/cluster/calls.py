@@ -153,7 +153,8 @@ def fetch(ref: Any, what: str) -> Any:
         cause = getattr(error, "cause", None)
         if isinstance(cause, GkdError):
             raise cause from error
-        raise RankFailed(f"{what} failed:\n{error}") from error
+        lines = str(error).strip().splitlines()
+        raise RankFailed(f"{what} failed:\n{error}", lines[-1] if lines else type(error).__name__) from error
     except RayActorError as error:
         raise RankFailed(f"{what}: the process died: {error}") from error
     except RayError as error:

@@ -57,7 +57,7 @@ class RolloutConfig:
     max_restarts: int = key(
         1,
         "How often each engine that died or hangs is started again; one failure more saves a checkpoint and ends the "
-        "run. 0 = the first failure ends it. See docs/operations.md.",
+        "run, and so does an error that would come again. 0 = the first failure ends it. See docs/operations.md.",
         ge=0,
         resume=True,
     )

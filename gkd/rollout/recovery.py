@@ -47,7 +47,8 @@ class _Slot:
     worker: Any
     state: str = _UP
     n_restarts: int = 0  # started, also in vain
-    down_s: float = 0.0  # clock of the failure
+    cause: GkdError | None = None  # of the last failure
+    down_s: float = 0.0  # clock of it
     n_prompts: int = 0  # that the other engines, or its next process, generate again
     restart: threading.Thread | None = None  # in progress
 
@@ -227,7 +228,9 @@ class Engines:
         """Return whether a restart is left; otherwise record the failure that ends the run."""
         assert self._start is not None
         name = f"rollout engine {index} ({self._start.card(index)})"
-        error = fatal_error(name, cause, self._slots[index].n_restarts, self._max_restarts)
+        slot = self._slots[index]
+        error = fatal_error(name, cause, slot.cause, slot.n_restarts, self._max_restarts)
+        slot.cause = cause
         if error is None:
             log.warning("%s is lost and will be started again: %s", name, str(cause))
             return True

@@ -69,14 +69,12 @@ def _check_quantization(
 
 
 def _check_tied_head(folder: Path, config: Mapping[str, Any], entries: Mapping[str, TensorEntry]) -> None:
-    text = config.get("text_config")
-    ties = config.get("tie_word_embeddings") or isinstance(text, dict) and text.get("tie_word_embeddings")
     heads = {name: entry for name, entry in entries.items() if _module(name) == _HEAD}
-    if not ties or not heads:
+    if not heads:
         return
     name, head = next(iter(heads.items()))
     embeddings = {each: entry for each, entry in entries.items() if _module(each) in _EMBEDDINGS}
-    if any(_is_equal(head, entry) for entry in embeddings.values()):
+    if any(_is_equal(head, entry) for entry in embeddings.values()) or not _ties(config):
         return
     if embeddings:
         problem = f"config.json ties the embeddings, but the weights {name} and {next(iter(embeddings))} differ."
@@ -84,6 +82,22 @@ def _check_tied_head(folder: Path, config: Mapping[str, Any], entries: Mapping[s
     if not any(entry.shape == head.shape and entry is not head for entry in entries.values()):
         problem = f"config.json ties the embeddings, and the files have {name} instead of the input embedding."
         raise FolderError(folder, problem, "load the folder with transformers and save it again (save_pretrained).")
+
+
+def _ties(config: Mapping[str, Any]) -> bool:
+    """Return whether the input embedding is the head, also if config.json leaves that to its model type."""
+    text = config.get("text_config")
+    parts = [config, text if isinstance(text, dict) else {}]
+    given = [part["tie_word_embeddings"] for part in parts if part.get("tie_word_embeddings") is not None]
+    if given:
+        return any(given)
+    from transformers import CONFIG_MAPPING  # heavy, and rarely needed
+
+    model_type = config.get("model_type")
+    if model_type not in CONFIG_MAPPING:
+        return False
+    default = CONFIG_MAPPING[model_type]()
+    return any(getattr(part, "tie_word_embeddings", False) for part in (default, default.get_text_config()))
 
 
 def _module(name: str) -> str:

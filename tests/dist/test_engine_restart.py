@@ -120,12 +120,18 @@ def up_again(engines: Engines, index: int, old: Any) -> Any:
 
 
 def test_a_killed_process_starts_again_in_its_slot(pool: Pool, workers: list[Any]) -> None:
-    """Fails if a restarted engine gets another GPU or node, or children of the dead one keep the GPU's memory."""
+    """Fails if a restarted engine gets another GPU or node, children of the dead one keep the GPU's memory, or a death
+    is taken for an error that a new process would raise again.
+    """
     before = ray.get([worker.place.remote() for worker in workers])
     child = ray.get(workers[1].worker.remote())
+    with pytest.raises(RankFailed) as caught:
+        fetch(workers[1].work.remote("no number", 1), "work")
+    assert caught.value.raised.startswith("TypeError: ")
     os.kill(before[1].pid, signal.SIGKILL)
-    with pytest.raises(RankFailed):
+    with pytest.raises(RankFailed) as caught:
         fetch(workers[1].work.remote(0.0, 1), "work")
+    assert not caught.value.raised
     assert process_info(child) is not None, "the test needs an orphan"
     slots = Slots(pool)
     again = slots.start(1, 1)

@@ -82,6 +82,14 @@ def _resized_head(folder: Path) -> None:
     _change(folder, lambda t: t.update({HEAD: t[EMBEDDING][:-1].clone()}))
 
 
+def _other_head_of_gemma(folder: Path) -> None:
+    """Leave the tie to the model type, as transformers writes it for the types that tie by default."""
+    _other_head(folder)
+    config = json.loads((folder / "config.json").read_text()) | {"model_type": "gemma"}
+    del config["tie_word_embeddings"]
+    (folder / "config.json").write_text(json.dumps(config))
+
+
 def _only_head(folder: Path) -> None:
     _change(folder, lambda t: t.update({HEAD: t.pop(EMBEDDING)}))
 
@@ -123,6 +131,7 @@ DAMAGES: list[tuple[Callable[[Path], None], tuple[str, ...]]] = [
     (_adapter_weights, ("adapter_model.safetensors next to full weights", "delete")),
     (_adapter_only, ("LoRA adapter of base", "merge it into base")),
     (_other_head, (HEAD, EMBEDDING, "differ", "set tie_word_embeddings to false")),
+    (_other_head_of_gemma, (HEAD, EMBEDDING, "differ", "set tie_word_embeddings to false")),
     (_resized_head, (HEAD, EMBEDDING, "differ", "set tie_word_embeddings to false")),
     (_only_head, (HEAD, "instead of the input embedding", "save_pretrained")),
     (_leftover_quantization, ("full precision", "remove quantization_config")),

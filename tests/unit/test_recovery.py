@@ -107,6 +107,24 @@ def test_one_failure_more_than_allowed_names_the_card(max_restarts: int) -> None
     assert set(engines.up()) == {0}, "what is left of the pool can be offloaded and asked for its numbers"
 
 
+def test_an_error_that_would_come_again_is_not_tried_again() -> None:
+    """Fails if an engine is restarted for what it cannot compute, or if two deaths count as the same error."""
+    engines, slots = pool(max_restarts=9)
+    for error in (DIED, DIED, RankFailed("failed", "RuntimeError: a"), RankFailed("failed", "RuntimeError: b")):
+        engines.lost(0, engines.up()[0], error)
+        until(lambda: 0 in engines.up())
+    assert len(slots.started) == 4
+    engines.lost(0, engines.up()[0], RankFailed("failed", "RuntimeError: b"))
+    for lasting in ("ValueError: x", "torch.errors.NotImplementedError: x"):
+        other, not_started = pool(max_restarts=9)
+        other.lost(1, "engine 1", RankFailed("failed", lasting))
+        with pytest.raises(EngineFailed):
+            other.check()
+        assert not not_started.started
+    with pytest.raises(EngineFailed):
+        engines.check()
+
+
 def test_waiting_for_an_engine_has_an_end() -> None:
     """Fails if a pool without a ready engine hangs, or the engine that is ready later is not used."""
     engines, slots = pool(n=1)
