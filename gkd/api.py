@@ -46,8 +46,8 @@ class Pools(Roles):
 def open_pools(config: Config) -> Iterator[Pools]:
     """Check the run, start its processes, load the models; stop everything on exit, also after an error.
 
-    The engines have the student's initial weights as version 0. Make all calls from one thread, except those that
-    `gkd.roles` names.
+    The engines have the student's initial weights as version 0. Make all calls from one thread, except the calls
+    that `gkd.roles` names.
 
     Raises:
         GkdError: as `gkd.preflight.run.preflight`, before a process starts, and `gkd.launcher.started_roles`.

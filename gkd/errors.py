@@ -29,7 +29,7 @@ class ConfigError(GkdError):
 
     @classmethod
     def together(cls, errors: Sequence[ConfigError]) -> ConfigError:
-        """Return one error for at least one mistake; key, value, problem and fix are those of the first."""
+        """Return one error for at least one mistake; it has the key, value, problem and fix of the first."""
         first, *more = errors
         return cls(first.key, first.value, first.problem, first.fix, more)
 
@@ -47,7 +47,7 @@ class ModelError(GkdError):
     """A model folder is missing or corrupt, or has an unsupported architecture or unexpected tensors.
 
     Args:
-        fix: what to do, one sentence; empty: use a complete folder.
+        fix: what to do, one sentence; empty advises a complete folder.
     """
 
     def __init__(self, problem: str, fix: str = "") -> None:
@@ -74,7 +74,7 @@ class RankFailed(ClusterError):
     """A process died, or raised an error that is not a `GkdError`; a new process may succeed.
 
     Args:
-        raised: the error that it raised, in one line; empty: it died.
+        raised: the error that it raised, in one line; empty if it died.
     """
 
     def __init__(self, message: str, raised: str = "") -> None:
@@ -104,7 +104,7 @@ class RankTimeout(ClusterError):
     """Some ranks did not complete a call in time; they may hang.
 
     Args:
-        late: names of these ranks; empty: unknown.
+        late: names of these ranks; empty if they are unknown.
         diagnosed: the message includes a hang report.
     """
 
@@ -121,7 +121,7 @@ class TeacherRefusal(TeacherError):
     """The teacher server refused a request; a resend would be refused, too.
 
     Args:
-        code: of the server's ErrorReply, e.g. ``bad_request``; empty: unknown.
+        code: of the server's ErrorReply, e.g. ``bad_request``; empty if it is unknown.
     """
 
     def __init__(self, message: str, code: str = "") -> None:

@@ -32,7 +32,7 @@ def main(argv: list[str] | None = None) -> int:
     """
     environment = dict(os.environ)
     args = _parse(argv)
-    interrupts.install()  # also where a shell started it in the background with SIGINT ignored
+    interrupts.install()  # handles SIGINT even if a shell started this in the background with SIGINT ignored
     closing: Closing | None = None
     failure: GkdError | None = None
     try:
@@ -63,7 +63,7 @@ def main(argv: list[str] | None = None) -> int:
         code = 0
     if closing is not None:
         closing.print(code)
-        # Only as a program: a caller of this function would be replaced, too. Not before the loop.
+        # Restart only a program: a caller of this function would be replaced, too. Never restart before the loop.
         if argv is None and failure is not None and closing.state is not None and may_start_again(failure, config):
             start_again(environment)
     return code

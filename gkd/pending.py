@@ -42,7 +42,7 @@ class RolloutStream(Protocol):
         ...
 
     def waiting(self) -> list[int]:
-        """Return the indices of prompts of which nothing has been generated; those that are known within a second."""
+        """Return the indices of prompts of which nothing has been generated, as far as known within a second."""
         ...
 
     def close(self) -> None:

@@ -58,5 +58,5 @@ def make_pools(cluster: Cluster, config: Config, timeout_s: float) -> dict[str, 
 
 
 def shares_with(config: Config) -> str:
-    """Return the pool whose GPUs the engines share; empty: they have their own."""
+    """Return the pool whose GPUs the engines share; empty if they have their own."""
     return ACTOR if config.trainer.colocate else ""

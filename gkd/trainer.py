@@ -73,11 +73,11 @@ class Trainer:
             while self.step < self.total_steps:
                 with self.metrics.of_step(self.step + 1, self.save_now) as m:
                     with m.stage("checkpoint"):
-                        m.add(self.saver.poll())  # of an asynchronous save that has finished
+                        m.add(self.saver.poll())  # numbers of an asynchronous save that has finished
                         if self.saver.is_due(self.step):
                             m.add(self.save())
                     self.train_one_batch(m)
-                    with interruptible():  # also for an interrupt that came during the step
+                    with interruptible():  # raises here if a signal came during the step
                         if self.evaluator.is_due(self.step, self.total_steps):
                             self.evaluator.run(self.step, m, overlapped=self.source.is_streaming)
             save_and_export(self.save_now, self.export)
@@ -100,7 +100,7 @@ class Trainer:
             with self.recorder.recording(self.step + 1, parts, m):
                 with m.stage("train"):
                     stats = self.roles.actor.train_step(parts[-1])
-                self.source.commit()  # only now does the position in the data move: no prompt is lost or used twice
+                self.source.commit()  # the position in the data moves only now: no prompt is lost or used twice
                 self.step += 1
             with m.stage("rollout"):
                 self.source.wait_until_idle()

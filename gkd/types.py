@@ -32,8 +32,8 @@ class Prompt:
     answer: str | None = None  # reference answer, for evaluation only
     response_ids: np.ndarray | None = None  # [R] int32, the dataset's response including its end-of-sequence token
     route: int = 0  # its teacher, in `gkd.config.derived.Derived.routes`
-    teacher_ids: np.ndarray | None = None  # [P'] int32, the prompt for the teacher; None: the same
-    row: bytes | None = None  # see `gkd.data.rows`; None: no function needs it
+    teacher_ids: np.ndarray | None = None  # [P'] int32, the prompt for the teacher; None means prompt_ids
+    row: bytes | None = None  # see `gkd.data.rows`; None means no function needs it
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,9 +57,9 @@ class Rollout:
     version_spans: tuple[VersionSpan, ...]  # empty if off-policy
     finish_reason: str  # "stop" | "length"
     on_policy: bool = True  # False: the response is from the dataset
-    route: int = 0  # of its prompt
-    teacher_ids: np.ndarray | None = None  # [P'] int32, of its prompt
-    advantage: float | None = None  # of its reward; added on the training ranks if the loss needs it
+    route: int = 0  # the prompt's route
+    teacher_ids: np.ndarray | None = None  # [P'] int32, the prompt for the teacher; None means prompt_ids
+    advantage: float | None = None  # computed from the reward; added on the training ranks if the loss needs it
     top_ids: np.ndarray | None = None  # [R, G] int32, the student's most probable ids, for distill.support; on-policy
 
     @property
@@ -83,7 +83,7 @@ class Rollout:
 
 @dataclass(frozen=True, slots=True)
 class TeacherTopK:
-    """The teacher's K most probable tokens at each response position, or those of distill.support.
+    """The teacher's K most probable tokens at each response position, or the tokens of distill.support.
 
     Normalized over the full (common) vocabulary at the request's temperature *before* the truncation to K, so
     `exp(topk_logprobs).sum(-1)` is the teacher's true mass on these ids (<= 1). With a mass target, a row lists only as
@@ -93,7 +93,7 @@ class TeacherTopK:
     topk_ids: np.ndarray  # [R, K] int32
     topk_logprobs: np.ndarray  # [R, K] float32, nats, descending
     tail_mass: np.ndarray  # [R] float32, teacher probability outside the listed ids
-    counts: np.ndarray | None = None  # [R] int32, number of listed ids per row, 1..K; None: all K
+    counts: np.ndarray | None = None  # [R] int32, number of listed ids per row, 1..K; None means all K
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +138,7 @@ class TokenTargets:
     ends: torch.Tensor | None = None
     routes: torch.Tensor | None = None  # [N] int64, see `Rollout.route`; None on a rank without data
     advantages: torch.Tensor | None = None  # [N] float32, of the reward of each token's response
-    weights: torch.Tensor | None = None  # [N] float32, factor of the loss, see `gkd.data.normalize`; None: all 1
+    weights: torch.Tensor | None = None  # [N] float32, factor of the loss, see `gkd.data.normalize`; None means all 1
     sequences: torch.Tensor | None = None  # [N] int64, the row's sequence, counted from 0 in the micro-batch
 
     def __len__(self) -> int:

@@ -194,7 +194,7 @@ def pip(what: str, *args: str, may_fail: bool = False) -> int:
 
 
 if __name__ == "__main__":
-    # By default SIGTERM ends Python at once; as an interrupt it stops pip first.
+    # SIGTERM ends Python at once by default; as an interrupt it stops pip first.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         sys.exit(main())

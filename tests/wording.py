@@ -33,6 +33,12 @@ WORDS = {
 }
 _HABITS = {name: re.compile(rf"\b(?:{words})\b", re.IGNORECASE) for name, words in WORDS.items()}
 _OPENING = re.compile(r"(What|Of|Which|Who|Whether)\b|[^.\n]*\?")
+# A comment behind code that needs the code to be a sentence ("of each worker"), and the folders that have none.
+_HEADLESS = re.compile(r"#+ (?:of|by|as|also|those|that|until)\b")
+_WITHOUT_HEADLESS = re.compile(
+    r"(?:teacher_server|launch|gkd/(?:actor|cluster|config|data|gpu_map|hf|metrics|pipeline|preflight|reward|rollout|run"
+    r"|teacher|tools/migrate))/"
+)
 _CODE = re.compile(r"```.*?```|`[^`\n]*`|\"[^\"\n]*\"", re.DOTALL)  # code and quotations are not our wording
 
 
@@ -55,6 +61,13 @@ def python_texts(source: str) -> Iterator[tuple[int, str, bool]]:
             yield token.start[0], token.string, False
 
 
+def headless_comments(source: str, file: str) -> Iterator[Hit]:
+    """Yield the comments behind code that begin with a preposition or a pronoun whose noun is missing."""
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type == tokenize.COMMENT and _HEADLESS.match(token.string) and token.line[: token.start[1]].strip():
+            yield Hit(file, token.start[0], "comment without its noun", token.string)
+
+
 def hits_in(text: str, line: int, file: str, *, is_docstring: bool = False) -> Iterator[Hit]:
     """Yield the habits found in one text."""
     plain = _CODE.sub(lambda code: re.sub(r"[^\n]", " ", code[0]), text)
@@ -71,7 +84,8 @@ def hits_of(path: Path, root: Path = ROOT) -> list[Hit]:
     name, source = path.relative_to(root).as_posix(), path.read_text()
     if path.suffix == ".md":
         return list(hits_in(source, 1, name))
-    return [h for line, text, doc in python_texts(source) for h in hits_in(text, line, name, is_docstring=doc)]
+    hits = [h for line, text, doc in python_texts(source) for h in hits_in(text, line, name, is_docstring=doc)]
+    return [*hits, *headless_comments(source, name)] if _WITHOUT_HEADLESS.match(name) else hits
 
 
 def files_of(places: list[Path]) -> list[Path]:

@@ -80,7 +80,7 @@ def add_references(
 
     Args:
         references: by chunk, [R] float32 for each sequence, or None for one that is not trained on; those at the end
-            may be left out. Empty: there is no reference.
+            may be left out. Empty means there is no reference.
 
     Raises:
         DataError: a chunk has more reference logprobs than scores.

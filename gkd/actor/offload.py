@@ -28,7 +28,7 @@ _MAX_HOLDERS = 5  # listed in the warning
 _BUT_PARAMS = (GRADS, OPTIMIZER)
 _OFFLOADING = "offloading states"
 IS_OFFLOAD_STATES = "is_offload_states"
-DISABLE_ADAPTER = "disable_adapter"  # of a call that computes logprobs: by the actor without its LoRA adapters
+DISABLE_ADAPTER = "disable_adapter"  # key of a call: compute logprobs by the actor without its LoRA adapters
 META_KEYS = (IS_OFFLOAD_STATES, DISABLE_ADAPTER)
 
 
@@ -130,7 +130,7 @@ class OffloadController:
 
         Args:
             infix: of the metrics' names.
-            include: kinds of states; None: all.
+            include: kinds of states; None means all.
             meta: `is_offload_states`: False leaves the states on the device after this call, True offloads them.
             alone: not all ranks make this call; skip the barriers.
             allowed: keys that the call supports in `meta`, of `META_KEYS`.
@@ -163,8 +163,8 @@ class OffloadController:
     def take_metrics(self) -> dict[str, float]:
         """Return and reset the metrics of the calls since the last one.
 
-        They are those of `state_offload_manager`, `time/<infix>/barrier_wait_s`, which is the part of `onload` and
-        `offload` that this rank waited for the others, and once states have moved `memory/moved_to_host` and
+        They are the numbers of `state_offload_manager`, `time/<infix>/barrier_wait_s`, which is the part of `onload`
+        and `offload` that this rank waited for the others, and once states have moved `memory/moved_to_host` and
         `memory/moved_to_device`, in GiB copied.
         """
         metrics, self._metrics = self._metrics, {}

@@ -84,7 +84,7 @@ class ActorPool:
         """Offload states to host memory on all ranks; later calls of the ranks run after it.
 
         Args:
-            include: of `gkd.memory.states.KINDS`; None: all.
+            include: of `gkd.memory.states.KINDS`; None means all.
             blocking: wait for all ranks. False: the caller waits with the returned handle, which also raises a rank's
                 error.
             non_blocking: the ranks themselves return while copies are pending, see `ActorWorker.offload_states`.

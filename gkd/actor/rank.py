@@ -52,7 +52,7 @@ class ActorRank:
         self._spans = SpanRecorder(f"actor {rank}")
         self._phases = Phases(self._spans)
         self._pending_moves: Moves | None = None  # started non-blocking; not waited for yet
-        self._stores: dict[int, dist.TCPStore] = {}  # by port, until their groups are made
+        self._stores: dict[int, dist.TCPStore] = {}  # port -> store whose group is not made yet
 
     def placement(self, ask_driver: bool) -> RankPlacement:
         return this_placement("actor", self._rank, ask_driver=ask_driver)
@@ -62,7 +62,7 @@ class ActorRank:
         """Return the phase that this rank is in."""
         return self._phases.now()
 
-    @ray.method(concurrency_group=WATCH)  # not RESTORES: a restoration may wait for an engine that has died
+    @ray.method(concurrency_group=WATCH)  # RESTORES may be occupied: a restoration may wait for an engine that has died
     def rendezvous(self) -> tuple[str, int]:
         """Open the store of a process group whose rank 0 is here. Return (address of this node, its port).
 
@@ -159,7 +159,7 @@ class ActorRank:
         """Offload states to host memory, see `States.offload_states`. Collective.
 
         Args:
-            include: of `gkd.memory.states.KINDS`; None: all.
+            include: of `gkd.memory.states.KINDS`; None means all.
             non_blocking: return while copies are pending. `settle_states`, or the next call that needs or moves states,
                 waits for them; only then is their device memory free.
         """
@@ -171,7 +171,7 @@ class ActorRank:
         """Reload states to the device. Collective.
 
         Args:
-            include: of `gkd.memory.states.KINDS`; None: all.
+            include: of `gkd.memory.states.KINDS`; None means all.
             non_blocking: return while copies are pending; later computations with the states wait for them.
         """
         with self._memory.during("reloading states"):

@@ -47,7 +47,7 @@ _REFERENCE_PHASE = "reference logprobs"
 
 
 class ActorWorker(ActorRank):
-    """One rank. Ray runs all methods but those of `CONCURRENCY_GROUPS` in one thread, in the order of the calls."""
+    """One rank. Ray runs all methods except in `CONCURRENCY_GROUPS` in one thread, in the order of the calls."""
 
     def __init__(self, rank: int) -> None:
         super().__init__(rank)
@@ -73,13 +73,13 @@ class ActorWorker(ActorRank):
         advantages: Sequence[bytes] | None = None,
         meta: Mapping[str, Any] | None = None,
     ) -> TrainStats:
-        """Make one optimizer step on this data-parallel group's sequences, and those of `accumulate`. Collective.
+        """Make one optimizer step on this data-parallel group's sequences, including `accumulate`'s. Collective.
 
         Args:
             sequence_indices: of each chunk, the group's sequences, see `gkd.data.scatter`.
             lists: the rollouts of each chunk; then, on the last pipeline stage, the scores of each chunk and, if there
                 is a reference, its logprobs of each chunk. The driver passes handles, which Ray resolves.
-            advantages: of each chunk's sequences, see `gkd.data.scatter`; None: the loss has no rewards.
+            advantages: of each chunk's sequences, see `gkd.data.scatter`; None means the loss has no rewards.
             meta: `is_offload_states`: where the states are after the call, see `OffloadController.states_on_device`.
         """
         with self._memory.during(_TRAINING_PHASE):
@@ -217,7 +217,7 @@ class ActorWorker(ActorRank):
         return [TensorSpec(name, tuple(shape), str(dtype).removeprefix("torch.")) for name, shape, dtype in plan]
 
     def join_group(self, spec: GroupSpec | None) -> str:
-        """Leave the weight-sync group and join another; None: no engine is on this card. Returns its transport."""
+        """Leave the weight-sync group and join another, or none if no engine is on this card. Returns its transport."""
         with self._phases.during("joining the weight-sync group"):
             if self._group is not None:
                 self._group.close()
@@ -290,7 +290,7 @@ class ActorWorker(ActorRank):
         """Return this group's micro-batches and their sequences, see `group_batches`.
 
         Args:
-            training: those of its arguments that only training has.
+            training: arguments that only training has.
         """
         return group_batches(
             sequence_indices,

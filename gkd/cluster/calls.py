@@ -28,8 +28,8 @@ def gather(
     Args:
         refs: name of the rank or engine -> ObjectRef of its result.
         what: the stage, for messages: "train_step".
-        failed: receives the error of each rank that failed, by name; the others are still waited for. None: the first
-            failure is raised.
+        failed: receives the error of each rank that failed, by name; the others are still waited for. With None
+            the first failure is raised.
 
     Raises:
         GkdError: the typed error that a worker raised.
@@ -63,8 +63,8 @@ class Pending:
 
     Args:
         refs, what, timeout_s: as in `gather`.
-        on_failure: is called with the errors of ranks that failed, by name; the others are still waited for. None: the
-            first one is raised.
+        on_failure: is called with the errors of ranks that failed, by name; the others are still waited for. With None
+            the first one is raised.
     """
 
     def __init__(

@@ -1,6 +1,6 @@
 """Report at once when Ray's own processes end under a running job. Ray ends the driver only a minute later.
 
-`ray stop` ends every Ray of the machine's user, also those of other programs.
+`ray stop` ends every Ray of the machine's user, including other programs' Ray.
 """
 
 from __future__ import annotations

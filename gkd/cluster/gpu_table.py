@@ -35,7 +35,7 @@ Kind = Literal[
 class GpuInfo:
     """One GPU. All fields except the id are None if no driver reports them, as with logical GPUs."""
 
-    id: str  # as in CUDA_VISIBLE_DEVICES
+    id: str  # CUDA_VISIBLE_DEVICES syntax
     uuid: str | None = None
     name: str | None = None
     pci_bus: str | None = None
@@ -53,12 +53,12 @@ class RankPlacement(msgspec.Struct, frozen=True, kw_only=True):
     host: str
     pid: int
     cuda_visible_devices: str | None  # None = unset
-    local_rank: int | None = None  # among the pool's ranks of its node
-    name: str = ""  # of a teacher worker
-    node: str = ""  # Ray's node id; empty: not a Ray process
+    local_rank: int | None = None  # index among the pool's ranks of its node
+    name: str = ""  # name of a teacher worker
+    node: str = ""  # Ray's node id; empty if it is not a Ray process
     started: int | None = None  # clock ticks after boot; distinguishes two processes with the same pid
-    ray_gpu_ids: tuple[str, ...] | None = None  # assigned by Ray; None: not a Ray process
-    current_device: int | None = None  # index into `gpus`; None: no GPU, or unknown
+    ray_gpu_ids: tuple[str, ...] | None = None  # assigned by Ray; None if it is not a Ray process
+    current_device: int | None = None  # index into `gpus`; None if there is no GPU, or it is unknown
     gpus: tuple[GpuInfo, ...] = msgspec.field(default=(), name="cards")  # visible ones, in order: cuda:0, cuda:1, ...
 
     @property
@@ -80,7 +80,7 @@ class PoolNeed:
     n_ranks: int
     gpus_per_rank: int
     tp: int = 1
-    shares_with: str = ""  # the pool that owns these GPUs; empty: this pool
+    shares_with: str = ""  # the pool that owns these GPUs; empty means this pool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,7 +88,7 @@ class Finding:
     """A problem, the affected ranks, and the fix; or that the run has ended."""
 
     kind: Kind
-    ranks: tuple[str, ...]  # labels; empty: not about particular ranks
+    ranks: tuple[str, ...]  # labels; empty if it is not about particular ranks
     problem: str
     fix: str
 

@@ -28,13 +28,13 @@ def machine_gpus() -> list[GpuInfo]:
 
 
 def driver_version() -> str | None:
-    """Return the version of the GPU driver; None: unknown, as for `machine_gpus`."""
+    """Return the version of the GPU driver, or None if it is unknown, as for `machine_gpus`."""
     listed = _query("--query-gpu=driver_version").split()
     return listed[0] if listed else None
 
 
 def gpu_memory_bytes(gpu_gib: float | None) -> int | None:
-    """Return the memory per GPU that a tool plans with: the given size, else the smallest GPU here; None: no GPU.
+    """Return the memory per GPU that a tool plans with: the given size, else the smallest GPU here, else None.
 
     Raises:
         ConfigError: `gpu_gib` (from `--gpu-gib`) is out of range.
@@ -42,7 +42,7 @@ def gpu_memory_bytes(gpu_gib: float | None) -> int | None:
     if gpu_gib is None:
         sizes = [gpu.memory_total_mib for gpu in machine_gpus() if gpu.memory_total_mib]
         return min(sizes) << 20 if sizes else None
-    if not _LEAST_GIB <= gpu_gib <= _MOST_GIB:  # also true of NaN
+    if not _LEAST_GIB <= gpu_gib <= _MOST_GIB:  # NaN is refused, too
         fix = "give the GPU's memory in GiB, for example 80."
         raise ConfigError("--gpu-gib", gpu_gib, f"not between {_LEAST_GIB} and {_MOST_GIB} GiB.", fix)
     return round(gpu_gib * 2**30)

@@ -1,4 +1,4 @@
-"""Diagnose a hang: collect the stacks of all ranks, and separate waiting ranks from those that they wait for."""
+"""Diagnose a hang: collect the stacks of all ranks, and separate waiting ranks from the ranks that they wait for."""
 
 from __future__ import annotations
 

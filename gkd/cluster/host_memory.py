@@ -16,7 +16,7 @@ def host_memory_bytes() -> int:
 
 
 def _limit(file: Path) -> int | None:
-    """Read a memory limit from a cgroup file, in bytes; None: the file is missing or sets no limit."""
+    """Read a memory limit from a cgroup file, in bytes; None means the file is missing or sets no limit."""
     try:
         text = file.read_text().strip()
     except OSError:

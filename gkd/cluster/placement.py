@@ -27,7 +27,7 @@ class Node:
 
     id: str  # Ray's
     address: str
-    port: int = 0  # of its daemon; distinguishes nodes with the same address
+    port: int = 0  # port of its daemon; distinguishes nodes with the same address
     total: Room
     free: Room
     is_drivers: bool = False

@@ -59,10 +59,10 @@ class Cluster:
     `run` is a unique id of this run.
 
     Args:
-        address: HOST:PORT; empty: start a cluster.
+        address: HOST:PORT; empty starts a cluster.
         n_slots: GPUs of all processes; on CPU, the logical GPUs of a cluster started here.
         cpus_a_slot: logical CPUs per slot of a cluster started here.
-        gpus: ids of the only GPUs that a cluster started here may assign; empty: all that the driver sees.
+        gpus: ids of the only GPUs that a cluster started here may assign; empty means all that the driver sees.
 
     Raises:
         ClusterError: the cluster cannot be started or joined.
@@ -80,7 +80,7 @@ class Cluster:
         self.run = uuid.uuid4().hex
         self._is_own = not address
         self._watch: DaemonWatch | None = None
-        self._folder: Path | None = None  # of a Ray that was started here
+        self._folder: Path | None = None  # folder of a Ray that was started here
         os.environ[_RUN] = self.run  # inherited by all processes that Ray starts here
         # Ray's colors make a log file hard to search; its line on token authentication needs no action.
         if not sys.stderr.isatty():
@@ -199,7 +199,7 @@ def _kill_rest(run: str) -> None:
             if process.pid != os.getpid() and process.environ().get(_RUN) == run:
                 process.kill()
                 killed.append(process)
-    psutil.wait_procs(killed, timeout=_KILLED_S)  # until then they write into Ray's folder
+    psutil.wait_procs(killed, timeout=_KILLED_S)  # they write into Ray's folder until they have ended
 
 
 def _reserve(specs: Sequence[PoolSpec], nodes: Sequence[Sequence[str]], run: str) -> dict[str, Pool] | None:
@@ -253,7 +253,7 @@ def _room(resources: Mapping[str, float]) -> Room:
 
 @contextmanager
 def _visible(gpus: Sequence[int], *, forget: bool = False) -> Iterator[None]:
-    """Limit the Ray daemons that are started in this context to these GPUs; empty: no limit.
+    """Limit the Ray daemons that are started in this context to these GPUs; empty means no limit.
 
     Args:
         forget: hide this process's CUDA_VISIBLE_DEVICES from them.
@@ -280,7 +280,7 @@ def _check_answers(address: str) -> None:
     problem = ""
     try:
         with socket.create_connection((host.strip("[]"), int(port)), timeout=_CONNECT_S) as probe:
-            if os.environ.get("RAY_USE_TLS", "0").lower() not in ("1", "true"):  # with TLS, the client sends first
+            if os.environ.get("RAY_USE_TLS", "0").lower() not in ("1", "true"):  # a TLS client sends first
                 head = probe.recv(9)  # [length: 3, type, flags, stream: 4]
                 if len(head) < 4 or head[3] != _HTTP2_SETTINGS:
                     problem = "another program listens there, not Ray"

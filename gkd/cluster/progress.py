@@ -16,7 +16,7 @@ from gkd.metrics.spans import SpanRecorder
 WATCH = "watch"
 
 PROCESS_UP, UP = "process started", "ready"
-OPENING = "opening the stream"  # of a rollout engine; waits for all its processes
+OPENING = "opening the stream"  # a rollout engine's phase, in which it waits for all its processes
 
 # Phase -> its name in spans.jsonl; other phases keep theirs.
 SPAN_NAMES = {

@@ -30,9 +30,9 @@ class Pool:
     """Reserved slots; `spawn` starts one process in each."""
 
     spec: PoolSpec
-    groups: list[PlacementGroup]  # by rank
+    groups: list[PlacementGroup]  # one per rank
     run: str  # unique id of the run
-    visible: tuple[str, ...] = ()  # by rank: CUDA_VISIBLE_DEVICES of a colocated pool; empty: set by Ray
+    visible: tuple[str, ...] = ()  # each rank's CUDA_VISIBLE_DEVICES in a colocated pool; empty if Ray sets it
 
     def named(self, workers: Sequence[Any]) -> dict[str, Any]:
         """Return the workers from `spawn` by the names of the ranks."""

@@ -70,7 +70,7 @@ class RankStack:
     command: str
     text: str  # output of faulthandler; empty if there is none
     problem: str = ""  # reason for an empty or incomplete text
-    is_child: bool = False  # of the rank's own process
+    is_child: bool = False  # a child of the rank's own process
 
     @property
     def threads(self) -> list[list[Frame]]:
@@ -129,7 +129,7 @@ def stacks_here(run: str, rank: str = "") -> list[RankStack]:
     """Return the stacks of this run's processes on this machine, each rank before its children. Takes seconds.
 
     Args:
-        rank: of this rank alone; empty: of all.
+        rank: the only rank to collect; empty means all.
     """
     found = {pid: owner for pid, owner in ranks_here(run).items() if rank in ("", owner)}
     requests = [(pid, rank, *_request_stacks(pid)) for pid, rank in found.items()]

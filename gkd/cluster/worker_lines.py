@@ -15,8 +15,8 @@ _RAY_PRINTS = "ray_print_logs"  # Ray's handler that writes them to the terminal
 
 
 def keep_worker_lines() -> None:
-    """Copy every forwarded line from now on, also those that Ray does not print because others are alike."""
-    global_worker_stdstream_dispatcher.remove_handler(_NAME)  # of a cluster that this process had before
+    """Copy every forwarded line from now on, including lines that Ray does not print because others are alike."""
+    global_worker_stdstream_dispatcher.remove_handler(_NAME)  # left by an earlier cluster of this process
     global_worker_stdstream_dispatcher.add_handler(_NAME, _keep)
     _print_whole_lines()
 

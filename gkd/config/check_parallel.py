@@ -1,4 +1,4 @@
-"""Check that a model can be split over the ranks of the Megatron actor, and over those of an engine."""
+"""Check that a model can be split over the ranks of the Megatron actor, and over an engine's ranks."""
 
 from __future__ import annotations
 

@@ -98,7 +98,7 @@ def check_cluster(config: Config, derived: Derived) -> None:
         return
     if min(c.gpus) < 0 or len(set(c.gpus)) < len(c.gpus):
         raise ConfigError("cluster.gpus", c.gpus, "must be distinct numbers >= 0.", "write e.g. [0, 1, 2, 3].")
-    # With several nodes, a node may hold only one of the pools.
+    # A node may hold only one of the pools if there are several nodes.
     both, most = t.n_gpus_per_node + r.n_gpus_per_node, max(t.n_gpus_per_node, r.n_gpus_per_node)
     n_wanted = most if c.ray_address or t.colocate else both
     if len(c.gpus) < n_wanted:

@@ -42,7 +42,7 @@ def check_reward(config: Config, derived: Derived) -> None:
 
 
 def _check_training(config: Config) -> None:
-    """Check that there are rewards to train on, and that the ratio of probabilities is that of one policy."""
+    """Check that there are rewards to train on, and that the ratio of probabilities belongs to one policy."""
     key, weight, distill = "distill.reward_weight", config.distill.reward_weight, config.distill
     if not config.reward.functions:
         raise ConfigError(key, weight, "reward.functions is empty.", "name a function, or use 0.")

@@ -17,7 +17,7 @@ class Key(Setting):
 
     Args:
         limits: limits that a check of several keys or of a list enforces, for the documentation.
-        required: how to set a key that has no usable default; empty: the default is valid.
+        required: how to set a key that has no usable default; empty means the default is valid.
         resume: whether a resumed run may change the key; a text is the condition, see `gkd.run.resume_compat`.
     """
 
@@ -26,7 +26,7 @@ class Key(Setting):
     resume: bool | str = False
 
     def all_limits(self) -> str:
-        """Return the valid values in words, whichever check enforces them; empty: no limits."""
+        """Return the valid values in words, whichever check enforces them; empty means no limits."""
         return "; ".join(filter(None, (self.allowed(), self.limits)))
 
 

@@ -34,7 +34,7 @@ class Derived:
     has_teacher_server: bool
     is_local_teacher: bool  # the actor's ranks score
     reference_is_actor: bool  # the reference is the actor with its adapters disabled
-    reference_folder: str  # frozen reference model on the actor's ranks; empty: no second model
+    reference_folder: str  # frozen reference model on the actor's ranks; empty if there is no second model
     engine_adapter_rank: int  # largest rank of adapters that the engines hold; 0: they hold merged weights
     engines_sleep: bool  # the engines can release their memory between two calls
     moves_states: bool  # the actor's states are in host memory between two calls
@@ -101,7 +101,7 @@ def _metrics(config: Config) -> tuple[str, ...]:
 
 
 def planned_steps(config: Config, n_prompts: int) -> int:
-    """Return the optimizer steps of the run: those of total_epochs, at least 1, at most total_steps (0 = no limit)."""
+    """Return the optimizer steps of the run: total_epochs in steps, at least 1, at most total_steps (0 = no limit)."""
     by_epochs = max(1, n_prompts * config.trainer.total_epochs // config.trainer.global_batch_size)
     return min(by_epochs, config.trainer.total_steps) if config.trainer.total_steps else by_epochs
 

@@ -80,7 +80,7 @@ def _in_order(few: list[str], many: list[str]) -> bool:
 
 
 def flag_suggestion(word: str) -> str:
-    """Return what to write instead of a flag of another system; empty: it is not listed."""
+    """Return what to write instead of a flag of another system; empty means it is not listed."""
     flag = word.partition("=")[0]
     found = [(each.title, row) for each in files().values() if (row := each.find(flag)) in each.own]
     return _instead(found) if flag.startswith("-") else ""

@@ -18,7 +18,7 @@ class DeclaredKey:
     """A key by its dotted name, with what the schema declares of it."""
 
     name: str
-    type: str  # as it is annotated, e.g. "list[str]"
+    type: str  # annotation, e.g. "list[str]"
     default: Any
     key: Key
 

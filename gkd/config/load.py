@@ -225,7 +225,7 @@ def _wrong_type(key: str, value: object, error: Exception) -> ConfigError:
 
 
 def _entries(key: str, value: object) -> dict[str, Any]:
-    """Return the entries of a key of `_ENTRIES` by their names in an error; empty: another key."""
+    """Return the entries of a key of `_ENTRIES` by their names in an error; empty means another key."""
     if key in _ENTRIES and isinstance(value, list):
         return {f"{key}[{i}]": entry for i, entry in enumerate(value)}
     if key in _ENTRIES and isinstance(value, dict):

@@ -17,7 +17,7 @@ class Route:
     """One teacher.
 
     Args:
-        name: key in `teacher.routes`; empty: the only teacher of the run.
+        name: key in `teacher.routes`; empty means the only teacher of the run.
         teacher: the section `teacher` with what the route sets itself.
         weight: factor of the loss of its tokens.
         own: keys that the route sets itself.

@@ -8,7 +8,7 @@ from gkd.config.declare import key
 
 EXACT_MATCH, MATH_VERIFY, LENGTH = "exact_match", "math_verify", "length"
 REWARD_NAMES = (EXACT_MATCH, MATH_VERIFY, LENGTH)  # functions of `gkd.reward.functions`
-COMPARING = (EXACT_MATCH, MATH_VERIFY)  # those that need the reference answer
+COMPARING = (EXACT_MATCH, MATH_VERIFY)  # functions that need the reference answer
 NO_METRIC = "none"  # eval.metric
 
 

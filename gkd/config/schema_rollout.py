@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 from gkd.config.declare import key
 
-LEAST_SEQUENCES = 128  # that rollout.max_num_seqs 0 becomes
-CPU_KV_CACHE_MIB = 256  # that rollout.kv_cache_mib 0 becomes on the CPU
+LEAST_SEQUENCES = 128  # used where rollout.max_num_seqs is 0
+CPU_KV_CACHE_MIB = 256  # used on the CPU where rollout.kv_cache_mib is 0
 
 
 @dataclass
@@ -75,7 +75,7 @@ class RolloutConfig:
         return self.max_num_seqs or LEAST_SEQUENCES
 
     def kv_cache_bytes(self, *, on_cpu: bool) -> int | None:
-        """Return the size of the KV cache; None: what gpu_memory_utilization leaves."""
+        """Return the size of the KV cache. None means what gpu_memory_utilization leaves."""
         mib = self.kv_cache_mib or (CPU_KV_CACHE_MIB if on_cpu else 0)
         return mib << 20 if mib else None
 

@@ -41,7 +41,7 @@ def check_batch(
         where: names the rank in errors: ``actor rank 3``.
         n_vocab: token ids are below it.
         signals: required by the loss, see `gkd.config.loss_spec.teacher_signals`.
-        hidden_size: D of the teacher; None: any.
+        hidden_size: D of the teacher; None allows any.
         with_reference: the loss requires reference logprobs.
 
     Raises:
@@ -162,7 +162,7 @@ def token_records(
     Args:
         tables: [n, len(names)] each; concatenated, the rows of `batches`.
         rollouts: sequences to return.
-        choices: [n, C, 3] each, of the same rows, see `gkd.loss.choices`; empty: the teacher sent no distribution.
+        choices: [n, C, 3] each, of the same rows, see `gkd.loss.choices`; empty means the teacher sent no distribution.
     """
     by_index = {rollout.sample_index: rollout for rollout in rollouts}
     rows = torch.cat(list(tables)) if tables else torch.zeros(0, len(names))

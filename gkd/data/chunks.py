@@ -27,7 +27,7 @@ _N_SIZES = 6
 CHUNK_SIZE = 16
 _LARGEST_CHUNK, _MOST_TOKENS = 256, 1 << 18
 _CHUNKS_PER_BATCH = 8
-# To pass on a chunk takes longer than to generate and score fewer tokens than this with a small model.
+# Passing on a chunk takes longer than generating and scoring fewer tokens than this with a small model.
 _LEAST_TOKENS = 2048
 # Finished sequences wait for others of their chunk for a share of the time of a step, which grows with the batch.
 _LINGER_S_PER_SEQUENCE = 500e-6
@@ -37,7 +37,7 @@ _RESERVE_OF_SHARE = 1 / 4  # larger chunks of a large batch; the rest evens out 
 
 
 def reserve_size(max_running: int, n_sequences: int, n_engines: int) -> int:
-    """Return how many sequences each of several engines gets in addition to those that it runs.
+    """Return how many sequences each of several engines gets in addition to the sequences that it runs.
 
     It starts them while the driver does not yet have its finished ones.
 
@@ -79,7 +79,7 @@ def chunk_sizes(dp_rank: int, rollouts: Sequence[Rollout], policy_version: int |
     """Return the sizes of rollouts with equal `on_policy`; `ref` is None.
 
     Args:
-        policy_version: of dataset responses; None: the rollouts have their own.
+        policy_version: of dataset responses; None means the rollouts have their own.
     """
     n_response = [len(r.response_ids) for r in rollouts]
     rows = (

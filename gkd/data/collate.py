@@ -30,10 +30,10 @@ class MicroBatches(Sequence[MicroBatch]):
 
     Args:
         rollouts: sequences of the rank.
-        scores: of the rollouts, in the same order, all with the same tables; None: `targets` is None.
+        scores: of the rollouts, in the same order, all with the same tables; with None `targets` is None.
         groups: indices into `rollouts` of the sequences of each micro-batch, in row order.
         packed: concatenate sequences in one row; otherwise pad to the longest with `pad_id`.
-        weights: [len(rollouts)] float32, factor of the loss of each sequence's tokens; None: all 1.
+        weights: [len(rollouts)] float32, factor of the loss of each sequence's tokens; None means all 1.
 
     Raises:
         DataError: only some of the sequences have one of the teacher's tables.

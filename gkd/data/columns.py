@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 T = TypeVar("T")
-_MOST_BYTES = 1 << 16  # of an array, on average: larger ones are not copied
+_MOST_BYTES = 1 << 16  # limit of the mean bytes of an array; larger ones are not copied
 # Makes the values of a column again: (function, arguments).
 _Column = tuple[Callable[..., list[Any]], tuple[Any, ...]]
 

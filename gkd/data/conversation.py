@@ -26,10 +26,10 @@ class Conversation:
     """The prompt of a row.
 
     Attributes:
-        messages: with a role and a text as content each; empty: `text` is the prompt.
+        messages: with a role and a text as content each; empty means `text` is the prompt.
         text: of a prompt that is one string.
-        response: the last assistant message, taken off; None: the last message was another one.
-        converted: the form that was converted, to be counted; empty: none.
+        response: the last assistant message, taken off; None means the last message was another one.
+        converted: the form that was converted, to be counted; empty if there was none.
     """
 
     messages: tuple[dict[str, Any], ...] = ()
@@ -83,7 +83,7 @@ def check_unicode(text: str, setting: Setting, where: str) -> None:
 
 
 def _json_messages(text: str) -> list[Any] | None:
-    """Return the messages that a text is the JSON of; None: it is a text of its own."""
+    """Return the messages whose JSON a text is, or None if it is another text."""
     if not text.lstrip().startswith("[") or not text.rstrip().endswith("]"):
         return None
     try:

@@ -14,7 +14,7 @@ from fractions import Fraction
 
 import numpy as np
 
-# Separate these permutations from those of `gkd.data.sampler`, which are drawn from (seed, epoch).
+# Separate these permutations from the permutations of `gkd.data.sampler`, which are drawn from (seed, epoch).
 _STREAM, _ROUTES = 1, 2
 
 

@@ -1,6 +1,6 @@
 """Encode prompts for the engines: 20 bytes per prompt and 4 per token, much less than pickled objects.
 
-The driver sends the tokens of a prompt once, for all its samples, and those of the teacher's prompt if there is one.
+The driver sends the tokens of a prompt once, for all its samples, and the teacher's prompt if there is one.
 Reference answers and dataset responses are not sent.
 """
 

@@ -70,7 +70,7 @@ def load_prompts(
         key: config key of the files ("data.train_files" or "data.val_files"), for errors.
         response_ends: token ids that end a response, to load the dataset's responses, too; None = ignore
             `data.response_key`.
-        teacher: its routes, one of which each row must name, and its prompt template; None: neither.
+        teacher: its routes, one of which each row must name, and its prompt template; None means neither.
         keep_rows: keep all columns, for functions that judge responses.
 
     Raises:
@@ -145,7 +145,7 @@ class RowReader:
 
     @property
     def columns(self) -> set[str]:
-        """Return the columns that `read` uses, and those of answers and responses."""
+        """Return the columns that `read` uses, including answers and responses."""
         data = self._config
         names = {data.prompt_key, data.response_key, data.answer_key, data.teacher_key, data.teacher_prompt_key}
         return names | self._views.columns
@@ -225,7 +225,7 @@ def read_response(
 ) -> np.ndarray:
     """Return the dataset's response in the form of a rollout, [R] int32, R <= data.max_response_length.
 
-    The text is that of the column, or with an empty `data.response_key` the last message of the prompt. It is tokenized
+    The text is the column's, or with an empty `data.response_key` the last message of the prompt. It is tokenized
     separately, without special tokens, and an end-of-sequence token is appended unless it ends with one. A longer
     response is truncated and then has no end-of-sequence token.
     """

@@ -30,7 +30,7 @@ class Rendered:
     Attributes:
         text: with the special tokens of the template.
         ids: its tokens.
-        converted: the form of the row that was converted; empty: none.
+        converted: the form of the row that was converted; empty if there was none.
     """
 
     text: str
@@ -42,7 +42,7 @@ class Rendered:
 class _Frame:
     """Holds the pieces that the template writes around texts of certain roles, and the texts that it drops."""
 
-    pieces: tuple[str, ...] = ()  # one more than there are messages; empty: it fails, or changes the order
+    pieces: tuple[str, ...] = ()  # one more than there are messages; empty if it fails or changes the order
     dropped: tuple[int, ...] = ()  # indices of messages
 
 

@@ -28,7 +28,7 @@ def write_sequences(file: IO[bytes], rollouts: Sequence[Rollout], scores: Sequen
     """Write sequences to a file; temporarily needs a second copy of their scores.
 
     Args:
-        scores: of the rollouts, in the same order, all with the same tables; None: not scored yet.
+        scores: of the rollouts, in the same order, all with the same tables; None if they are not scored yet.
 
     Raises:
         CheckpointError: no sequences, or the scores do not match them.
@@ -108,7 +108,7 @@ def _rollouts(tables: dict[str, np.ndarray]) -> list[Rollout]:
         parts = _split(tables["teacher_ids"], own)
         views = [part if n else None for n, part in zip(own, parts, strict=True)]
     top_ids: list[np.ndarray | None] = [None] * len(rows)
-    if "top_ids" in tables:  # of the rollouts in a run with distill.support
+    if "top_ids" in tables:  # the run has distill.support
         widths = tables["n_top_ids"].tolist()
         parts = _split(tables["top_ids"], [n * length for n, length in zip(widths, lengths, strict=True)])
         top_ids = [part.reshape(-1, n) if n else None for n, part in zip(widths, parts, strict=True)]

@@ -20,7 +20,7 @@ def read_rows(file: str, key: str, columns: Collection[str] | None = None) -> It
 
     Args:
         key: config key of the file, for errors.
-        columns: that are used; of a parquet file the others are not read, and have None as their value. None: all.
+        columns: that are used; of a parquet file the others are not read, and have None as their value. None means all.
 
     Raises:
         ConfigError: the file is missing, has another format, or has a line that is not a JSON object in UTF-8.

@@ -7,7 +7,7 @@
 A selection is always called `sequence_indices`: the positions of the sequences in the list that the chunk's handle
 names, as little-endian int32 bytes; None selects the whole list. A batch may have several parts of one list.
 - Positions, because they index a chunk's rollouts, scores and reference logprobs alike. A `sample_index` does not: two
-  chunks may have the same ones (those of two evaluations), and sorting results by it does not restore a chunk's order.
+  chunks may have the same ones (of two evaluations), and sorting results by it does not restore a chunk's order.
 - Bytes, because a pickled array has 100 bytes and more of its own, and a chunk may have a single sequence.
 """
 
@@ -34,14 +34,14 @@ class GroupPart:
 
     chunk: ScoredChunk
     sequence_indices: bytes | None
-    advantages: bytes | None = None  # float32, of these sequences; None: the loss has no rewards
+    advantages: bytes | None = None  # float32, of these sequences; None means the loss has no rewards
 
 
 @dataclass(frozen=True, slots=True)
 class RankPart:
     """The sequences of one chunk that one rank computes something for."""
 
-    chunk_index: int  # in the list of chunks that was scattered
+    chunk_index: int  # index in the list of chunks that was scattered
     sequence_indices: bytes | None
 
 
@@ -58,7 +58,7 @@ def encode_part(chunk: RolloutChunk, positions: np.ndarray | None = None) -> byt
     """Return the `sequence_indices` of some sequences of a chunk.
 
     Args:
-        positions: [n] in the chunk's own order, distinct and ascending; None: all.
+        positions: [n] in the chunk's own order, distinct and ascending; None means all.
     """
     if positions is None:
         positions = np.arange(chunk.n_sequences)

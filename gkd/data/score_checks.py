@@ -14,7 +14,7 @@ from teacher_server.wire.protocol import Signal
 MASS_SLACK = 1e-3  # rounding error of a row's probability: float32 sums and a float16 tail
 _FP16_ROUNDING = 2.0**-11  # relative rounding error of float16
 _MIN_FP16 = -65504.0
-_JOINED_ENTRIES = 1 << 18  # of the tables that are checked at once: bounds the memory of their copy
+_JOINED_ENTRIES = 1 << 18  # entries of the tables that are checked at once: bounds the memory of their copy
 _FP16_INF = 0x7C00  # bit pattern of float16 infinity; larger patterns are NaN
 _SIGN = 0x8000  # sign bit of float16
 T = TypeVar("T")
@@ -29,7 +29,7 @@ def check_top_ids(rollout: Rollout, n: int, where: str) -> None:
 
 
 def validate_topk(scores: TeacherTopK, n_vocab: int, where: str, *, n_rows: int | None = None) -> None:
-    """Raise if the scores are not those of a distribution over `n_vocab` tokens.
+    """Raise if the scores do not belong to a distribution over `n_vocab` tokens.
 
     The tolerance of a row's mass is 1e-3 plus the effect of rounding its logprobs to float16: a logprob l changes by up
     to |l| / 2^11, so the mass changes by up to sum(p |l|) / 2^11.
@@ -38,7 +38,7 @@ def validate_topk(scores: TeacherTopK, n_vocab: int, where: str, *, n_rows: int 
         scores: [R, K] ids and logprobs, [R] tail_mass, with a mass target [R] counts.
         n_vocab: ids must be below it.
         where: names the sequence in the error, e.g. ``prompt 17, sample 2``.
-        n_rows: expected R; None: any.
+        n_rows: expected R; None allows any.
 
     Raises:
         TeacherError: wrong shape or dtype, NaN or infinity, an id out of range or repeated in a row, logprobs not
@@ -122,7 +122,7 @@ def validate_scores(
         n_vocab: token ids are below it, and rows of logits have this length.
         signals: required tables; others are not checked.
         where: names rank and sequence in the error, e.g. ``actor rank 3: prompt 17, sample 2``.
-        hidden_size: D of the teacher; None: any.
+        hidden_size: D of the teacher; None allows any.
         with_reference: also require reference logprobs.
 
     Raises:
@@ -193,7 +193,7 @@ def _check_mass(where: str, logprobs: np.ndarray, tail: np.ndarray) -> None:
         p = np.exp(logprobs)
         mass = p.sum(1)
     total, slack = mass + tail, np.full(len(mass), MASS_SLACK)
-    doubtful = ~((np.abs(total - 1) <= slack) & (mass <= 1 + slack))  # also true for NaN
+    doubtful = ~((np.abs(total - 1) <= slack) & (mass <= 1 + slack))  # NaN is doubtful, too
     if doubtful.any():  # rare; the sum below costs more than all other checks
         some = p[doubtful]
         slack[doubtful] -= _FP16_ROUNDING * (some * np.maximum(logprobs[doubtful], _MIN_FP16)).sum(1)

@@ -55,7 +55,7 @@ class TeacherPrompts:
         return {self._columns.get(name, name) for _, name in self._parts if name}
 
     def of(self, row: Mapping[str, Any], prompt: Conversation, where: str) -> Conversation | None:
-        """Return the row's prompt for the teacher; None: the student's.
+        """Return the row's prompt for the teacher. None means the student's prompt.
 
         A template replaces the text of a prompt. Of messages it replaces the last one; the others stay.
 

@@ -1,4 +1,4 @@
-"""Choose the GPUs that the pools may use, so that they keep off those of a teacher server on this host."""
+"""Choose the GPUs that the pools may use, so that they keep off the GPUs of a teacher server on this host."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ log = get_logger("gpus")
 
 
 def with_own_gpus(config: Config, device: str, teacher: Sequence[RankPlacement]) -> Config:
-    """Return the settings with the GPUs of cluster.gpus, or with those that the teacher leaves if it is auto.
+    """Return the settings with the GPUs of cluster.gpus, or with the GPUs that the teacher leaves if it is auto.
 
     Without GPUs of a teacher on this host, auto stays auto: Ray may assign every visible GPU. So it does if the pools
     share GPUs with the teacher (cluster.teacher_gpu_share), or if Ray already runs (cluster.ray_address), because its
@@ -71,6 +71,6 @@ def free_gpus(visible: Sequence[GpuInfo], teacher: Sequence[RankPlacement], host
 
 
 def _number(gpu: GpuInfo, machine: Sequence[GpuInfo]) -> int | None:
-    """Return a GPU's number, as in nvidia-smi; None: it is a slice, or the driver does not list it."""
+    """Return a GPU's number, as in nvidia-smi, or None if it is a slice, or the driver does not list it."""
     ids = [other.id for other in machine if gpu.uuid and other.uuid == gpu.uuid] or [gpu.id]
     return int(ids[0]) if ids[0].isdecimal() else None

@@ -34,7 +34,7 @@ class PlacementCalls:
 
     spec: PoolSpec
     tp: int  # ranks of one tensor-parallel group
-    refs: Sequence[Any]  # by rank; each returns a RankPlacement
+    refs: Sequence[Any]  # one per rank; each returns a RankPlacement
     shares_with: str = ""  # the pool that owns these GPUs
 
     @property

@@ -26,7 +26,7 @@ def find_problems(
     Args:
         rows: of the pools and of the teacher workers.
         loaded: the ranks already use their GPUs, so allocated memory is not evidence of other processes.
-        gpus: cluster.gpus, the only GPUs that the pools may use; empty: all.
+        gpus: cluster.gpus, the only GPUs that the pools may use; empty means all.
         teacher_gpu_share: cluster.teacher_gpu_share; above 0: the pools may use the teacher's GPUs.
     """
     needs = {pool.name: pool for pool in pools}
@@ -66,7 +66,7 @@ def _by_device(
 
 
 def _shared(ranks: Sequence[RankPlacement], needs: Mapping[str, PoolNeed]) -> list[Finding]:
-    # By Ray node, not by host: simulated nodes on one host have logical GPUs with the same ids.
+    # Group by Ray node, not by host: simulated nodes on one host have logical GPUs with the same ids.
     found = []
     for device, users in _by_device(ranks, needs, lambda row: row.node or row.host).items():
         if len(users) > 1 and not _shared_by_config(users, needs):

@@ -22,7 +22,7 @@ def refresh(saved: GpuMap, host: str, machine: Sequence[GpuInfo], teacher: Seque
 
     Args:
         host: name of this machine, as in the rows. Rows of other hosts are not changed; a note names them.
-        machine: its GPUs with their current processes; empty: no GPU, or unknown.
+        machine: its GPUs with their current processes; empty if there is no GPU, or they are unknown.
         teacher: current rows of the teacher workers.
     """
     ranks = [row for row in saved.rows if row.pool != TEACHER]
@@ -69,7 +69,7 @@ def _is_alive(row: RankPlacement) -> bool:
 
 
 def _other_processes_only(gpu: GpuInfo, owners: Mapping[int, RankPlacement]) -> GpuInfo:
-    """Drop the ranks, their children, and processes that are not visible here (those of another container)."""
+    """Drop the ranks, their children, and processes that are not visible here (in another container)."""
     return replace(
         gpu,
         pids=tuple(pid for pid in gpu.pids if process_info(pid) is not None and nearest_ancestor(pid, owners) is None),

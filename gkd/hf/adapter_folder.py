@@ -13,7 +13,7 @@ from gkd.hf.folder import TensorPlan
 from gkd.hf.safetensors_file import write_safetensors
 from gkd.run.disk import fsync_tree
 
-_PREFIX = "base_model.model."  # of peft's names
+_PREFIX = "base_model.model."  # prefix of peft's names
 
 
 def write_adapters(
@@ -22,7 +22,7 @@ def write_adapters(
     """Write peft's two files into `folder`, which must not exist.
 
     Args:
-        tensors: those of `plan`, in its order; names end with .lora_A.weight or .lora_B.weight.
+        tensors: the tensors of `plan`, in its order; names end with .lora_A.weight or .lora_B.weight.
         base: the base model, for the reader.
 
     Raises:

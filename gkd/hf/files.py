@@ -14,7 +14,7 @@ from gkd.errors import ModelError
 from gkd.hf.index import some_names, weight_files
 
 _DTYPES = ("F32", "BF16", "F16")  # names in safetensors; integers and float8 are quantized weights
-_SAMPLES, _SAMPLE_BYTES = 64, 16 << 10  # of each file, for its digest
+_SAMPLES, _SAMPLE_BYTES = 64, 16 << 10  # pieces of each file in its digest, and their size
 
 
 @contextmanager

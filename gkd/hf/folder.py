@@ -24,7 +24,7 @@ MAX_SHARD_BYTES = 4 << 30
 # The export replaces weights in any format, and their indices; other files are copied.
 _WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".h5", ".msgpack", ".onnx", ".gguf", ".index.json")
 _LEFT_OUT = ("adapter_config.json",)  # The export has no adapter.
-_COPIED_FOLDERS = ("additional_chat_templates",)  # of a tokenizer
+_COPIED_FOLDERS = ("additional_chat_templates",)  # subfolders of a tokenizer
 
 
 def write_folder(
@@ -37,7 +37,7 @@ def write_folder(
     """Write the weights, and copy config, generation config and tokenizer from `source_dir`. All or nothing.
 
     Args:
-        tensors: those of `plans`, in their order, on any device; written one at a time.
+        tensors: the tensors of `plans`, in their order, on any device; written one at a time.
         plans: (HF name, shape, dtype) by pipeline stage.
         max_shard_bytes: a file is closed before it would grow past this size.
 
@@ -48,7 +48,7 @@ def write_folder(
         raise FileExistsError(f"{out_dir} exists already; choose another folder or remove it")
     partial = out_dir.with_name(f"{out_dir.name}.partial")
     if partial.exists():
-        shutil.rmtree(partial)  # of an interrupted export
+        shutil.rmtree(partial)  # left by an interrupted export
     partial.mkdir(parents=True)
     try:
         _fill(partial, tensors, plans, source_dir, max_shard_bytes)
@@ -71,7 +71,7 @@ def _fill(
         if source.is_dir() and source.name in _COPIED_FOLDERS:
             shutil.copytree(source, partial / source.name, copy_function=shutil.copyfile)
         elif source.is_file() and not source.name.endswith(_WEIGHT_SUFFIXES + _LEFT_OUT):
-            shutil.copyfile(source, partial / source.name)  # not the mode: files of a shared model store are read-only
+            shutil.copyfile(source, partial / source.name)  # sets no mode: files of a shared model store are read-only
     specs = {spec[0]: spec for plan in plans for spec in plan}
     sizes = {name: _n_bytes(shape, dtype) for name, shape, dtype in specs.values()}
     _set_dtype(partial / "config.json", plans[0][0][2])

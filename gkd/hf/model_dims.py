@@ -71,9 +71,9 @@ class MoeDims:
 
     n_experts: int
     n_active: int  # experts that each token is routed to
-    ffn_size: int  # of one expert
+    ffn_size: int  # intermediate size of one expert
     normalize_weights: bool  # the weights of a token's experts sum to 1
-    layers: tuple[bool, ...]  # by layer: True for experts, False for a dense MLP
+    layers: tuple[bool, ...]  # one per layer: True for experts, False for a dense MLP
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,7 +92,7 @@ class ModelDims:
     tied_embeddings: bool
     qk_norm: bool
     qkv_bias: bool
-    sliding_window: int | None = None  # tokens that a token of a mistral attends to, itself included; None: all
+    sliding_window: int | None = None  # tokens that a token of a mistral attends to, itself included; None means all
     moe: MoeDims | None = None  # None: a dense model
 
     @property
@@ -186,7 +186,7 @@ def read_dims(config_json: Mapping[str, Any]) -> ModelDims:
         raise ModelError(f"config.json of a {model_type} model: num_hidden_layers = {n_layers} is out of range.")
     kind, (qk_norm, qkv_bias) = model_type, ARCHITECTURES.get(model_type, (False, False))
     if config.get("attention_bias") or config.get("mlp_bias"):
-        model_type = f"{model_type} with biases"  # not exact: its parameters are counted in the files
+        model_type = f"{model_type} with biases"  # inexact: its parameters are counted in the files
     # An architecture's default applies to a key that is left out; null stands for the generic value.
     own = {key: value for key, value in _DEFAULTS.get(kind, {}).items() if key not in config}
     default = {"num_key_value_heads": n_heads, "head_dim": max(1, hidden_size // n_heads), **own}

@@ -44,7 +44,7 @@ class Row:
 
     Args:
         when: the lines that have it: `EVERY_STEP`, or a condition in words.
-        problem: what an unhealthy value looks like, its usual cause and what to do; empty: the number only informs.
+        problem: what an unhealthy value looks like, its usual cause and what to do; empty if it only informs.
     """
 
     key: str

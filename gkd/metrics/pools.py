@@ -14,7 +14,7 @@ from gkd.config.schema import Config
 from gkd.console.forecast import plain_s
 from gkd.handles import EngineRestarts, RolloutUsage
 
-QUANTILES = (0, 10, 20, 30, 40, 50, 60, 70, 80, 90, 95, 99, 100)  # of the response lengths, per cent
+QUANTILES = (0, 10, 20, 30, 40, 50, 60, 70, 80, 90, 95, 99, 100)  # per cent: percentiles of the response lengths
 # Sums over the engines' passes, see `gkd.rollout.usage.PassMeter`: name -> index in the products of (1, b, p, s).
 PASS_SUMS = {
     "perf/pass_n": (0, 0),
@@ -32,10 +32,10 @@ WORKERS = tuple(2**i for i in range(13))  # sizes of the teacher whose busy time
 SINCE_START = "perf/steps_since_start"  # 1, 2, ...; starts again from 1 after a resume
 DP, ENGINES, MAX_NUM_SEQS = "perf/dp", "perf/engines", "perf/max_num_seqs"
 WITH_EVALUATION = "perf/with_evaluation"  # 1: the engines' numbers of this step include an evaluation
-LENGTH_MEAN = "perf/response_length_mean"  # of the responses that finished in this step
-FINISHED = "perf/responses"  # how many those are
-REFERENCE_S = "perf/reference_s"  # of the reference's pass, also if the loop waited for the teacher meanwhile
-GENERATE_S = "perf/generate_s"  # from the first call to an engine to the last chunk of the batch
+LENGTH_MEAN = "perf/response_length_mean"  # mean over the responses that finished in this step
+FINISHED = "perf/responses"  # number of those responses
+REFERENCE_S = "perf/reference_s"  # duration of the reference's pass, even if the loop waited for the teacher meanwhile
+GENERATE_S = "perf/generate_s"  # time from the first call to an engine to the last chunk of the batch
 _BLOCKED = 0.05  # share of a step; a pool that the loop waits for less than this is not the bottleneck
 _STAGES = {"rollout": ("rollout",), "teacher": ("teacher",), "actor": ("reference", "train")}
 

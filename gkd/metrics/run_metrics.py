@@ -56,7 +56,7 @@ class StepMetrics:
         self.numbers |= numbers
 
     def add_tuner(self, numbers: Mapping[str, float]) -> None:
-        """Add numbers to the line in tuner.jsonl; those of several parts of a batch are summed."""
+        """Add numbers to the line in tuner.jsonl; numbers of several parts of a batch are summed."""
         self.tuner |= {name: self.tuner.get(name, 0.0) + number for name, number in numbers.items()}
 
 
@@ -89,7 +89,7 @@ class RunMetrics:
         self._spans.add_scored(batch)
 
     def open(self, resumed_at: int | None) -> None:
-        """Open the trackers and both files, without the lines after step `resumed_at`. None: a new run.
+        """Open the trackers and both files, without the lines after step `resumed_at`. None means a new run.
 
         Raises CheckpointError: a file of the run folder cannot be read, written or deleted.
         """

@@ -124,7 +124,7 @@ def merged(spans: Sequence[Span]) -> list[Span]:
 
 def in_lanes(spans: Sequence[Span]) -> list[Span]:
     """Return the spans, which are in order of their starts, each in the first lane that is free when it starts."""
-    ends: list[float] = []  # by lane
+    ends: list[float] = []  # end of each lane's last span
     result = []
     for span in spans:
         lane = next((lane for lane, end_s in enumerate(ends) if end_s <= span.start_s), len(ends))

@@ -17,7 +17,7 @@ from gkd.handles import ScoredChunk
 from gkd.metrics.pools import WORKERS, busy_name
 
 SEQUENCES = "perf/teacher_sequences"  # completed in the window
-TOKENS = "perf/teacher_tokens"  # of these sequences, the student's prompt and response
+TOKENS = "perf/teacher_tokens"  # tokens of these sequences: the student's prompt and response
 
 
 class TeacherMeter:
@@ -30,7 +30,7 @@ class TeacherMeter:
 
     def __init__(self, delay: int, clock: Callable[[], float] = time.time) -> None:
         self._clock = clock
-        self._ends: deque[float] = deque(maxlen=delay + 2)  # of the last steps, each before its weights were pushed
+        self._ends: deque[float] = deque(maxlen=delay + 2)  # ends of the last steps, before their weights were pushed
         self._requests = np.zeros((3, 0))  # [3, sequences]: submitted_s, completed_s, tokens
 
     def add(self, batch: Sequence[ScoredChunk]) -> None:

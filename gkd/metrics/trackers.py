@@ -31,7 +31,7 @@ from gkd.run.folder import RunFolder
 
 log = get_logger("trackers")
 
-_STATE = "trackers.json"  # in the run folder: id of the trackers' run, and the last step that they may have
+_STATE = "trackers.json"  # file in the run folder: id of the trackers' run, and the last step that they may have
 _PARAMS_PER_CALL = 100  # limit of MLflow
 
 
@@ -50,7 +50,7 @@ class TrackedRun:
     """The part of a run that its trackers need.
 
     Args:
-        first_step: the first step that this start makes, after that of its checkpoint.
+        first_step: the first step that this start makes, after its checkpoint's step.
         is_continued: the tracker has a run with this id.
         settings: key of the config -> value.
     """
@@ -179,7 +179,7 @@ class Trackers:
     """All trackers of `trainer.loggers`. An error of one of them is logged once and does not end the run.
 
     Args:
-        resumed_at: the step of the checkpoint that the run has loaded; None: a new run. Create the trackers before
+        resumed_at: the step of the checkpoint that the run has loaded; None means a new run. Create the trackers before
             metrics.jsonl is truncated to this step.
 
     Raises:

@@ -51,7 +51,7 @@ class GpuSharing:
         """
         if self._shared and needed:
             with m.stage("switch") if m is not None else nullcontext():
-                self._actor.offload_states()  # also ranks that the last call did not reach
+                self._actor.offload_states()  # the last call may not have reached every rank
                 self._rollout.reload_states()
         yield
 

@@ -106,7 +106,7 @@ class Evaluator:
         log.info("step %d: validation: %s", step, "  ".join(f"{k} {v:.4g}" for k, v in numbers.items()))
 
     def _greedy(self) -> GreedyReport | None:
-        """Generate greedily and judge with eval.metric; None: there is no metric."""
+        """Generate greedily and judge with eval.metric. Return None if there is no metric."""
         if self._config.metric == NO_METRIC:
             return None
         judge, rollout = self._roles.judge, self._roles.rollout

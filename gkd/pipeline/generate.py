@@ -24,7 +24,7 @@ class Generation:
         Each chunk is submitted as soon as it is finished or, without teacher.overlap_rollout, when all are.
 
         Args:
-            on_policy: indices in `prompts` of those that the student responds to, ascending. The others take the
+            on_policy: indices of the prompts that the student responds to, ascending. The others take the
                 dataset's response.
             n: samples per on-policy prompt.
             policy_version: of the weights that the engines hold.

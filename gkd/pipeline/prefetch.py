@@ -30,8 +30,8 @@ from gkd.run.checkpoints import TrainerState
 
 @dataclass(frozen=True, slots=True)
 class _Batch:
-    number: int  # of the step that trains on it
-    version: int  # of the weights that generate it
+    number: int  # step that trains on it
+    version: int  # version of the weights that generate it
     pending: Result[list[PendingScores]] = field(repr=False)
 
 

@@ -79,7 +79,7 @@ class BatchRecorder:
         with naming(final):
             write_synced(work / MANIFEST, Manifest(step, files).to_bytes())
             fsync(work)
-            remove(final)  # of steps that a rewind has discarded
+            remove(final)  # left by a step that a rewind has discarded
             work.rename(final)
             fsync(self._root)
 

@@ -16,7 +16,7 @@ def check_staleness(batch: Sequence[ScoredChunk], step: int, bound: int | None, 
 
     Args:
         step: version of the weights that train on the batch.
-        bound: in steps; None: not checked.
+        bound: in steps; None disables the check.
 
     Raises NumericsError: one is older.
     """
@@ -29,13 +29,13 @@ def check_staleness(batch: Sequence[ScoredChunk], step: int, bound: int | None, 
 
 
 class StreamScheduler:
-    """Track the prompts of a stream and select those of the next step.
+    """Track the prompts of a stream and select the prompts of the next step.
 
     A prompt is identified by its position in the sampler's order. If generation may have started with weights of
     version v, the prompt's deadline is step v + max_staleness. A step takes the prompts that finished first, but always
     includes as many early-deadline prompts as necessary: for every later step t, all prompts due by t must fit into the
-    steps up to t. The step waits for these. So no sequence exceeds the bound, and none is discarded. Those that are due
-    in the step itself are determined before they have finished, so the others need not wait for them.
+    steps up to t. The step waits for these. So no sequence exceeds the bound, and none is discarded. Prompts that
+    are due in the step itself are determined before they have finished, so the others need not wait for them.
 
     A valid selection always exists: at most max_staleness + 1 steps' worth of prompts are in flight, so they fit at the
     start; newly admitted prompts have the latest deadline; and every step leaves a set that fits.
@@ -62,11 +62,11 @@ class StreamScheduler:
         self._positions, self._max_staleness, self._total_steps = positions, max_staleness, total_steps
         self.next_batch = next_batch
         self._version: dict[int, int] = {}  # position -> oldest version that may have generated a part
-        # By that version: prompts in flight, and the finished ones of them with their number in order of finishing.
+        # Oldest version -> number of prompts in flight, and oldest version -> {finished position: its number}.
         self._n_of: defaultdict[int, int] = defaultdict(int)
         self._finished_of: defaultdict[int, dict[int, int]] = defaultdict(dict)
-        self._n_finished = 0  # in flight
-        self._number = 0  # of the next one that finishes
+        self._n_finished = 0  # prompts in flight that have finished
+        self._number = 0  # number of the next prompt that finishes: 0, 1, ... in order of finishing
 
     def admit_new(self, version: int) -> list[int]:
         """Admit and return all positions that may be generated with weights of this version."""
@@ -111,7 +111,7 @@ class StreamScheduler:
         self._n_finished += 1
 
     def choose(self, step: int) -> tuple[list[int], list[int]] | None:
-        """Return (finished positions, unfinished ones that are due) that this step takes; None: it has to wait.
+        """Return (finished positions, unfinished ones that are due) that this step takes, or None if it has to wait.
 
         Costs O(max_staleness) while the answer is None, and O(prompts in flight) otherwise.
         """
@@ -119,7 +119,7 @@ class StreamScheduler:
         if takes is None:
             return None
         chosen: list[int] = []
-        heads: list[tuple[int, int, Iterator[tuple[int, int]]]] = []  # of each version: number, position, the rest
+        heads: list[tuple[int, int, Iterator[tuple[int, int]]]] = []  # one per version: number, position, the rest
         versions = sorted(self._finished_of)
         for version, n in takes:
             while versions and versions[0] <= version:
@@ -135,21 +135,21 @@ class StreamScheduler:
         return chosen, due
 
     def split(self, positions: Sequence[int]) -> tuple[list[int], list[int]] | None:
-        """Return (finished, unfinished) of these positions, which are in flight; None: less than half have finished."""
+        """Return (finished, unfinished) of these positions in flight, or None if less than half have finished."""
         parts: tuple[list[int], list[int]] = [], []
         for position in positions:
             parts[position not in self._finished_of[self._version[position]]].append(position)
         return None if len(parts[0]) < len(parts[1]) else parts
 
     def _takes(self, step: int) -> list[tuple[int, int]] | None:
-        """Return (version, n): the step takes n more finished prompts of this version or older; None: it must wait."""
+        """Return (version, n): the step takes n more finished prompts of this version or older. None: it must wait."""
         size = len(self._positions(step))
         least = math.ceil(size / 2) if self._early_parts else size
         if self._n_finished < least:
             return None
         takes: list[tuple[int, int]] = []
         taken = 0
-        n_late = 0  # of them, due in this step and not finished
+        n_late = 0  # prompts in `taken` that are due in this step and have not finished
         room = 0  # prompts that the steps after this one, up to `last`, can take
         for last in range(step, step + self._max_staleness + 1):
             room += len(self._positions(last)) if last > step else 0

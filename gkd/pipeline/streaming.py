@@ -1,6 +1,6 @@
 """Scheduler `stream`: prompts go to the engines one by one, and a step takes prompts whose samples have all finished.
 
-    prefetch    admit as many prompts as the staleness bound allows; those that have not been started are not due yet
+    prefetch    admit as many prompts as the staleness bound allows; prompts that have not been started are not due yet
     early_part  wait until the batch is determined: enough prompts have finished, and others are due. Return the
                 finished ones, and the dataset's responses of the step; call it again while others are generated
     next_batch  return the rest, when it has finished
@@ -63,13 +63,13 @@ class StreamedBatches:
         self._received_s = 0.0  # when the last chunk came, or the wait for it began
         self._awaited: Callable[[], Any] | None = None  # None until the finished prompts have what the loop waits for
         self._batch: list[int] = []  # positions that are being trained on
-        self._late: list[int] = []  # those of them that no part has
+        self._late: list[int] = []  # positions of `_batch` that no part has
         self._changed = threading.Condition()  # guards all of the above
         self._stream: RolloutStream | None = None
         self._asking = Background("unstarted prompts")
         self._asked: Result[None] | None = None
         self._error: Exception | None = None
-        self._from_dataset: list[PendingScores] = []  # of the current step, before a part takes them
+        self._from_dataset: list[PendingScores] = []  # dataset responses of the current step, before a part takes them
         self._unfinished: list[int] = []  # positions that were in flight at the checkpoint
         self._closed = False
 
@@ -115,7 +115,7 @@ class StreamedBatches:
             with self._changed:
                 choice = self._scheduler.choose(step)
             if self._asked is not None and (choice is None or choice[1]):
-                self._asked.result()  # some of those that it would wait for may not be due
+                self._asked.result()  # some prompts that it would wait for may not be due
             finished, late = self._wait_for(lambda: self._scheduler.choose(step))
             self._batch = [*finished, *late]
         else:

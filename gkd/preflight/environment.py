@@ -1,6 +1,6 @@
 """Describe what a run starts from: command, versions, commit, machine, seeds, data, models.
 
-Each start appends one line to `environment.jsonl` of the run folder. Of the environment variables only those of
+Each start appends one line to `environment.jsonl` of the run folder. Only the environment variables in
 `VARIABLES` are kept, so that no secret is.
 """
 
@@ -73,7 +73,7 @@ def describe_machine() -> dict[str, Any]:
 
 
 def git_state(folder: Path) -> dict[str, Any] | None:
-    """Return `commit` and `dirty` of the repository that tracks this package; None: none does, or there is no git.
+    """Return `commit` and `dirty` of the repository that tracks this package, or None if none does or there is no git.
 
     Untracked files do not count as dirty. A repository that only contains the folder, such as a user's own around an
     environment with this package, does not count.
@@ -91,7 +91,7 @@ def git_state(folder: Path) -> dict[str, Any] | None:
 
 
 def _version(*names: str) -> str | None:
-    """Return the version of the first of these distributions that is installed; None: none is."""
+    """Return the version of the first of these distributions that is installed, or None."""
     for name in names:
         try:
             return metadata.version(name)

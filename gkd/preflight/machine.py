@@ -21,7 +21,7 @@ from teacher_server.wire.nvidia_smi import SmiError, run_nvidia_smi
 
 log = get_logger("preflight")
 
-OLDEST_DRIVER = {12: 525, 13: 580}  # by the major version of CUDA; see its release notes, "minor version compatibility"
+OLDEST_DRIVER = {12: 525, 13: 580}  # major CUDA version -> driver; see its release notes, "minor version compatibility"
 # Ray keeps rollouts and scores there, vLLM's and NCCL's processes of one host exchange data there. An allowance, not
 # measured; a container's default is 64 MB.
 SHM_GIB = 8.0

@@ -98,7 +98,7 @@ def check_memory(config: Config, device: str, teacher_hidden: int | None, scores
 
 
 def smallest_gpu(cluster: ClusterConfig) -> int | None:
-    """Return the bytes of the GPU with the least memory among those that the pools may use; None: unknown.
+    """Return the bytes of the GPU with the least memory that the pools may use, or None if it is unknown.
 
     The GPUs of a Ray cluster are on other hosts, and may differ from this host's. The ids in cluster.gpus are
     nvidia-smi's; torch may count in another order.

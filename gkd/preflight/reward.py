@@ -20,7 +20,7 @@ def check_answers(config: Config, key: str, prompts: Sequence[Prompt], functions
 
     Args:
         key: of the files.
-        functions: (key, path) of those that judge responses to these prompts.
+        functions: (key, path) of each function that judges responses to these prompts.
     """
     for setting, path in functions:
         if path in COMPARING and any(prompt.answer is None for prompt in prompts):

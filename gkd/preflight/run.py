@@ -52,7 +52,7 @@ class Plan:
     eos_ids: list[int]
     train_prompts: list[Prompt] = field(repr=False)
     val_prompts: list[Prompt] = field(repr=False)
-    teachers: tuple[TeacherInfo, ...]  # by route, see `Derived.routes`
+    teachers: tuple[TeacherInfo, ...]  # one per route, see `Derived.routes`
     n_vocab: int  # ids that student and teacher share
     total_steps: int  # optimizer steps of the whole run; the learning rate schedule ends there
     config: Config  # the settings, with cluster.gpus, memory.strategy and rollout.max_num_seqs replaced by what fits
@@ -119,7 +119,7 @@ def preflight(config: Config) -> Plan:
         from gkd.preflight.frozen import check_reference  # imports torch and transformers
 
         identity["reference"] = check_reference(config, tokenizer, n_vocab)
-    _, hidden_size = head_columns(teachers)  # of `hidden`: see `ScoringEndpoint.lm_head`
+    _, hidden_size = head_columns(teachers)  # number of columns of `hidden`: see `ScoringEndpoint.lm_head`
     gib = scores_gib(config, n_vocab, hidden_size, len(val))
     settled = check_memory(with_gpus, device, hidden_size, gib)
     if config.actor.offload_train and config.actor.fsdp_cpu_offload:
@@ -187,7 +187,7 @@ def find_teachers(config: Config, derived: Derived, device: str) -> tuple[Teache
 
 
 def teacher_identity(routes: Sequence[Route], teachers: Sequence[TeacherInfo]) -> dict[str, Any]:
-    """Return the content of teacher.json: name and fingerprint of the teacher, and `routes` with those of several."""
+    """Return the content of teacher.json: name and fingerprint of the teacher, and with several teachers `routes`."""
     each = [{"name": teacher.model_name, "fingerprint": teacher.fingerprint} for teacher in teachers]
     if not routes[0].name:
         return dict(each[0])

@@ -16,7 +16,7 @@ from gkd.hf.model_dims import ModelDims, read_dims
 from gkd.hf.model_folder import read_config_json
 from gkd.preflight.model_folder import checked_folder
 
-_NUMBERS_OF_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")  # in config.json
+_NUMBERS_OF_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")  # keys of config.json
 
 
 def check_student(config: Config) -> int:

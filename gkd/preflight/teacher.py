@@ -148,7 +148,7 @@ def check_teacher(config: Config, route: Route, teacher: TeacherInfo, tokenizer:
     """Check that a teacher and the student use the same token ids, and that it supports the sequence length.
 
     Their numbers of rows may differ, because models pad the embedding of one tokenizer differently. The map token -> id
-    must not differ, see `shared_ids`: scores would be those of other tokens.
+    must not differ, see `shared_ids`: scores would belong to other tokens.
 
     Returns:
         The number of shared token ids.

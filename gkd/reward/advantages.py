@@ -1,6 +1,6 @@
 """Compute the advantages of a global batch on the driver, which has all rewards: 8 bytes per sequence and function.
 
-So means are those of the whole group or batch, whichever data-parallel groups, chunks or parts of a stream's chunks
+So means are over the whole group or batch, whichever data-parallel groups, chunks or parts of a stream's chunks
 have its sequences.
 """
 

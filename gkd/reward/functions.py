@@ -1,4 +1,4 @@
-"""The functions that judge responses: those of this package, and a user's own by its path."""
+"""The functions that judge responses: this package's, and a user's own by its path."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ _MATH_S = 2  # limit of math_verify for parsing an answer, and for a comparison
 class Case:
     """Hold a response to judge."""
 
-    prompt: str  # as the student read it, without special tokens
+    prompt: str  # text that the student read, without special tokens
     response: str  # without special tokens
     row: dict[str, Any]  # all columns of the prompt's row
-    n_tokens: int  # of the response
+    n_tokens: int  # tokens of the response
     truncated: bool  # it reached data.max_response_length
 
 
@@ -86,7 +86,7 @@ def _math_verify(config: Config) -> Judge:
             found = parse(case.response, parsing_timeout=_MATH_S, raise_on_error=True)
         except TimeoutException as error:
             raise Undecided from error
-        except Exception:  # of the text of the student, for example a digit of another script
+        except Exception:  # the student's text cannot be parsed, for example a digit of another script
             return 0.0
         try:
             return float(verify(expected, found, timeout_seconds=_MATH_S, raise_on_error=True))

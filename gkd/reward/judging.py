@@ -21,7 +21,7 @@ TRAINING, VALIDATION = "training", "validation"
 
 
 class Judging:
-    """Judge rollouts of two sets of prompts, those of training and the held-out ones, each with its own functions.
+    """Judge rollouts of two sets of prompts, training and held-out, each with its own functions.
 
     Args:
         functions: by set of prompts, paths of its functions.

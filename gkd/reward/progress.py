@@ -15,7 +15,7 @@ class Progress:
     """Both processes read and write it, without messages.
 
     Args:
-        fd: of the memory that the parent has made; None: make it.
+        fd: memory that the parent has made; None makes it.
     """
 
     def __init__(self, fd: int | None = None) -> None:
@@ -36,7 +36,7 @@ class Progress:
 
     @property
     def age_s(self) -> float:
-        """Seconds since it began; the clock is that of the host."""
+        """Seconds since it began, on the host's clock."""
         return float(time.monotonic() - _BEGAN_S.unpack_from(self._memory, _CALL.size)[0])
 
     def close(self) -> None:

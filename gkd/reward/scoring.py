@@ -37,7 +37,7 @@ class JudgedScoring:
 
     Args:
         inner: scores the chunks.
-        endpoints: those of scoring, by data-parallel group.
+        endpoints: the scoring endpoints, by data-parallel group.
         prompts: `TRAINING` or `VALIDATION`, the set that the chunks answer.
         n_functions: of this set.
         advantages: adds the advantages to a whole batch; `list`: the loss has no rewards.

@@ -96,7 +96,7 @@ def _call(judge: Judge, case: Case) -> float | str:
         value = judge(case)
     except Undecided:
         return math.nan
-    except BaseException as error:  # also SystemExit: it is the function's own
+    except BaseException as error:  # SystemExit is caught, too: it is the function's own
         return f"raised {type(error).__name__}: {error}"
     if isinstance(value, str | bytes):
         return f"returned {value!r}, not a number"

@@ -35,7 +35,7 @@ class EngineAdapters:
             name: manager.packed_modules.get(name, [name]) for name in manager.modules
         }  # layers of the files by the wrapped layer that computes them
         self._wrapped = {part for parts in self._parts.values() for part in parts}
-        self._ranks: dict[str, int] = {}  # of the adapters that are set, by layer
+        self._ranks: dict[str, int] = {}  # layer -> rank of its adapter, where one is set
 
     def replace(self, factors: Mapping[str, Tensor]) -> None:
         """Set all adapters; layers without one compute with the base weights.
@@ -80,7 +80,7 @@ class EngineAdapters:
 def _full(
     base: torch.nn.Module, part: int, a: Tensor, b: Tensor, gather: Callable[..., Tensor]
 ) -> tuple[Tensor, Tensor]:
-    """Return whole factors; vLLM splits those that are next to the split side of a layer."""
+    """Return whole factors; vLLM splits the factors that are next to the split side of a layer."""
     if isinstance(base, RowParallelLinear):
         return gather(a, dim=1), b
     replicas = base.num_kv_head_replicas if isinstance(base, QKVParallelLinear) and part else 1

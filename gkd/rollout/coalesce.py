@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from gkd.rollout.sampling import Job
 from gkd.types import Rollout
 
-_LATE_SHARE = 1 / 8  # of the usual time: few more chunks, also if most sequences are late
+_LATE_SHARE = 1 / 8  # share of the usual time that a late chunk waits: few more chunks, even if most sequences are late
 
 
 @dataclass(slots=True)
@@ -29,7 +29,7 @@ class Coalescer:
 
     def __init__(self, n_groups: int, size: int, late_age: int = 0) -> None:
         self._n_groups, self._size, self._late_age = n_groups, size, late_age
-        self._growing: dict[tuple[int, int], _Growing] = {}  # by job and group
+        self._growing: dict[tuple[int, int], _Growing] = {}  # (job id, data-parallel group) -> chunk
 
     def add(self, job: Job, rollout: Rollout, now_s: float) -> None:
         key = job.id, rollout.sample_index // job.sampling.n % self._n_groups

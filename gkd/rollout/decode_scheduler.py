@@ -6,7 +6,7 @@ the sequences, and `update_from_output` appends their tokens. Everything else is
 preemption, new KV blocks, and the last token of a sequence. If others start in a pass, the base class schedules it,
 but does not look for KV blocks of sequences that have a slot.
 
-Tokens reach the output processor only with the last one. Sequences do not differ from those of the base class.
+Tokens reach the output processor only with the last one. Sequences do not differ from the base class's.
 
 It needs the synchronous scheduler, so it is used on CPU; on GPUs, vLLM overlaps its bookkeeping with the forward pass.
 """
@@ -42,7 +42,7 @@ class DecodeScheduler(Scheduler):
             and not self.num_spec_tokens
             and self.connector is self.ec_connector is self.aux_output_connector is None
         )
-        # In most passes of a busy engine a sequence starts, so the base class schedules them.
+        # Most passes of a busy engine start a sequence, so the base class schedules them.
         self._allocate_slots, self.kv_cache_manager.allocate_slots = (
             self.kv_cache_manager.allocate_slots,
             self._slots_of,
@@ -112,13 +112,13 @@ class DecodeScheduler(Scheduler):
     def update_from_output(
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
     ) -> dict[int, EngineCoreOutputs]:
-        """Append the sampled tokens; return those of sequences that end, with the tokens held back before."""
+        """Append the sampled tokens; return the tokens of sequences that end, with the tokens held back before."""
         logprobs = model_runner_output.logprobs
         if not self._has_short_path or logprobs is None:
             return self._released(super().update_from_output(scheduler_output, model_runner_output))
         ids, values, ranks = (table.tolist() for table in logprobs[:3])
         sampled, rows = model_runner_output.sampled_token_ids, model_runner_output.req_id_to_index
-        left: dict[str, int] = {}  # for the base class
+        left: dict[str, int] = {}  # scheduled tokens of the requests left to the base class
         for request_id, n_tokens in scheduler_output.num_scheduled_tokens.items():
             request = self.requests.get(request_id)
             row = rows[request_id]
@@ -147,7 +147,7 @@ class DecodeScheduler(Scheduler):
         )
 
     def _released(self, outputs: dict[int, EngineCoreOutputs]) -> dict[int, EngineCoreOutputs]:
-        """Put the tokens held back before those of the outputs."""
+        """Put the tokens held back before the outputs' tokens."""
         for of_client in outputs.values():
             for output in of_client.outputs:
                 held = self._held.pop(output.request_id, None)

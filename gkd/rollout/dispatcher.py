@@ -49,9 +49,9 @@ class _Engine:
     index: int
     worker: Any
     admit: Any  # its remote method
-    n_sequences: int = 0  # that it holds
-    lane: Lane | None = None  # of its last prompt
-    held: dict[tuple[int, int], Waiting] = field(default_factory=dict)  # by job and prompt index: not finished
+    n_sequences: int = 0  # sequences assigned and not yet returned
+    lane: Lane | None = None  # lane of its last prompt
+    held: dict[tuple[int, int], Waiting] = field(default_factory=dict)  # (job, prompt index) -> unfinished prompt
 
 
 class Dispatcher:
@@ -67,7 +67,7 @@ class Dispatcher:
         self._timeout_s = config.trainer.stage_timeout_s
         self._n_sequences = config.trainer.global_batch_size * config.rollout.n
         self._chunk_size = chunk_size(config)
-        # With a single engine there is no choice.
+        # A single engine gets all prompts at once.
         max_running, n_engines = config.rollout.sequence_limit, len(engines.up())
         self._is_only = n_engines == 1
         reserve = reserve_size(max_running, self._n_sequences, n_engines)
@@ -76,9 +76,9 @@ class Dispatcher:
         self._lock = threading.Lock()  # guards all below
         self._queue = PromptQueue(n_groups, self._window())
         self._jobs: dict[int, JobStream] = {}
-        self._open: dict[int, _Engine] = {}  # by engine index
+        self._open: dict[int, _Engine] = {}  # engine index -> its open stream
         self._n_jobs = self._session = 0
-        self._error: Exception | None = None  # of the session
+        self._error: Exception | None = None  # first error of the current session
         engines.on_up(self._engines_changed)
 
     def start(self, sampling: Sampling, *, lingers: bool, first: bool = False) -> JobStream:
@@ -86,7 +86,7 @@ class Dispatcher:
 
         Args:
             lingers: chunks leave soon, in proportion to the batch, before they are full; with several engines always.
-            first: its prompts go before those of other jobs.
+            first: its prompts go before the prompts of other jobs.
 
         Raises:
             GkdError: an engine's stream could not be opened.

@@ -41,7 +41,7 @@ class RolloutEngine:
         eos_ids: a response ends with the first of these, inclusive.
         n_vocab: ids from this one on are never generated; 0: all are.
         enable_sleep_mode: allow `sleep`. On CUDA, weights and KV cache then use vLLM's own allocator.
-        lora: adapters that `receive` must load before `generate`; None: the engine has none.
+        lora: adapters that `receive` must load before `generate`; None means the engine has none.
         spans: records the passes.
     """
 
@@ -85,7 +85,7 @@ class RolloutEngine:
         """Yield `sampling.n` rollouts per prompt in order of completion.
 
         Args:
-            prompt_indices: index of each prompt in its batch; None: 0, 1, 2, ...
+            prompt_indices: index of each prompt in its batch; None means 0, 1, 2, ...
 
         Raises:
             DataError: a prompt leaves no room for a response.

@@ -27,7 +27,7 @@ def engine_folder(owner: str = "") -> Path:
     """Return the folder of an engine, the same for all processes of a slot of a run.
 
     Args:
-        owner: RUN/RANK; RUN/*: a pattern of all engines of a run; empty: this process.
+        owner: RUN/RANK; RUN/*: a pattern of all engines of a run; empty means this process.
     """
     run, _, rank = (owner or os.environ.get(RANK_ENV, str(os.getpid()))).partition("/")
     return temporary_folder(_BYTES) / f"gkd_vllm_{run[:8]}_{rank.rpartition(' ')[2]}"
@@ -50,6 +50,6 @@ def remove_files(pattern: Path) -> None:
     """Remove these folders, and what they link to in /dev/shm. The engines have ended, or are about to be killed."""
     for folder in pattern.parent.glob(pattern.name):
         for path in folder.glob("*"):
-            with suppress(OSError):  # not a link, or another process removes it, too
+            with suppress(OSError):  # the path is not a link, or another process has removed it
                 path.readlink().unlink()
         shutil.rmtree(folder, ignore_errors=True)

@@ -75,7 +75,7 @@ class EngineLoop:
         self._engine, self._max_running, self._chunks, self._diagnosed = engine, max_running, chunks, diagnosed
         self._changed = threading.Condition()  # guards all attributes below
         self._calls: deque[_Call] = deque()
-        self._backlog: deque[tuple[Job, Prompt, int]] = deque()  # with its prompt index; not yet submitted
+        self._backlog: deque[tuple[Job, Prompt, int]] = deque()  # prompts not yet submitted, each with its prompt index
         self._finished: dict[Hashable, list[Rollout]] = {}  # owner, one per running `generate` -> finished rollouts
         self._state = "new"  # "new" | "running" | "ending" | "ended"; the last two accept no calls
         self._closing = False
@@ -115,7 +115,7 @@ class EngineLoop:
         A prompt that the engine refuses ends the stream.
 
         Args:
-            first: before those that wait.
+            first: before the prompts that wait.
 
         Raises:
             ClusterError: the stream is closed. If it failed, its error instead.

@@ -21,7 +21,7 @@ CPU_ENV = {
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "TORCHDYNAMO_DISABLE": "1",
     **thread_env(1),
-    "TORCH_CPP_LOG_LEVEL": "ERROR",  # not vLLM's warning that it binds memory to the only NUMA node
+    "TORCH_CPP_LOG_LEVEL": "ERROR",  # hides vLLM's warning that it binds memory to the only NUMA node
 }
 
 # Start-up phase by the vLLM function that is executing.
@@ -73,7 +73,7 @@ def start_vllm(
         # Logprobs of the sampling distribution, after temperature and top-p.
         logprobs_mode="processed_logprobs",
         max_logprobs=MAX_K,  # vLLM's limit of 20 protects public servers; teacher.topk is the limit here
-        # Not "ray", vLLM's default inside a Ray actor: it would wait for GPUs that this actor already holds.
+        # vLLM's default inside a Ray actor, "ray", would wait for GPUs that this actor already holds.
         distributed_executor_backend="mp" if config.tp > 1 else "uni",
         worker_extension_cls="gkd.rollout.weights.WeightReceiver",
         **({} if lora is None else _adapter_settings(lora)),
@@ -105,7 +105,7 @@ def start_vllm(
 
 
 def _adapter_settings(lora: LoraConfig) -> dict[str, Any]:
-    # Only these layers are wrapped; the others keep their speed.
+    # vLLM wraps only these layers; the others keep their speed.
     layers = sorted({target.rpartition(".")[2] for target in lora.targets})
     rank = engine_rank(lora.rank)
     return {"enable_lora": True, "max_loras": 1, "max_lora_rank": rank, "lora_target_modules": layers}

@@ -38,7 +38,7 @@ class EngineStates:
     ) -> None:
         self._engine, self._diagnosed, self._timeline = engine, diagnosed, timeline
         self._executor = ThreadPoolExecutor(1, "state_mover")
-        self._move: Future[None] | None = None  # in progress; its thread uses the engine until then
+        self._move: Future[None] | None = None  # the move in progress; its thread uses the engine until it ends
         self._peaks: dict[str, float] = {}  # metric name -> peak since the last `pop_peaks`
 
     def offload(self, tags: Sequence[str], level: int, *, non_blocking: bool) -> dict[str, int]:

@@ -1,4 +1,4 @@
-"""Weight sync with engines that may die: repeat a push for those that are left."""
+"""Weight sync with engines that may die: repeat a push for the engines that are left."""
 
 from __future__ import annotations
 

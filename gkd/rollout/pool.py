@@ -57,7 +57,7 @@ class RolloutPool:
         return worker.init_model.remote(self._config, self._device, sorted(self._eos_ids), run_dir)
 
     def close(self) -> None:
-        """Remove the files of vLLM on all hosts, except those of dead engines. Call it before they are killed.
+        """Remove the files of vLLM on all hosts, except files of dead engines. Call it before they are killed.
 
         Raises RankTimeout: an engine did not reply in time.
         """
@@ -101,7 +101,7 @@ class RolloutPool:
             self._generate_s += time.monotonic() - began_s
 
     def up(self) -> list[Any]:
-        """Return the engines' processes, without those that are being restarted; waits for one. Raises RankTimeout."""
+        """Return the handles of all engines that are up; block until there is one. Raises RankTimeout."""
         return list(self.engines.wait_up(self._config.trainer.init_timeout_s).values())
 
     def open_stream(self, *, n: int, temperature: float, seed: int) -> JobStream:

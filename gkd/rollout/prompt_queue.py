@@ -23,7 +23,7 @@ class PromptQueue:
 
     def __init__(self, n_groups: int, window: int) -> None:
         self._n_groups, self._window = n_groups, window
-        self._lanes: defaultdict[Lane, deque[tuple[int, Waiting]]] = defaultdict(deque)  # with place
+        self._lanes: defaultdict[Lane, deque[tuple[int, Waiting]]] = defaultdict(deque)  # lane -> (place, prompt)
         self._heads: list[tuple[int, Lane]] = []  # heap: place of the first prompt of each lane; also outdated ones
         self._first = self._end = self._n = 0  # places and number of the prompts
 
@@ -53,7 +53,7 @@ class PromptQueue:
         """Remove and return the prompt that an engine gets, and its lane.
 
         Args:
-            lane: of the last prompt that the engine got; None: it got none.
+            lane: of the last prompt that the engine got; None means it got none.
         """
         while not self._is_head(*self._heads[0]):
             heapq.heappop(self._heads)
@@ -70,7 +70,7 @@ class PromptQueue:
         return chosen, prompt
 
     def unanswered(self, stream: JobStream) -> list[int]:
-        """Return the indices of a job's prompts. Without those that an engine had before, and returned samples of."""
+        """Return the indices of a job's queued prompts, except requeued prompts with some samples returned."""
         lanes = [prompts for lane, prompts in self._lanes.items() if lane[0] == stream.job.id]
         return [prompt.index for prompts in lanes for _, prompt in prompts if prompt.is_unanswered]
 

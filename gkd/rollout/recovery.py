@@ -38,7 +38,7 @@ class Slots(Protocol):
         ...
 
 
-# Of a slot. unsynced: the process is ready, but no version is complete on any engine; the next sync includes it.
+# States of a slot. unsynced: the process is ready, but no engine has a complete version; the next sync includes it.
 _UP, _DOWN, _UNSYNCED = "up", "down", "unsynced"
 
 
@@ -46,11 +46,11 @@ _UP, _DOWN, _UNSYNCED = "up", "down", "unsynced"
 class _Slot:
     worker: Any
     state: str = _UP
-    n_restarts: int = 0  # started, also in vain
-    cause: GkdError | None = None  # of the last failure
-    down_s: float = 0.0  # clock of it
-    n_prompts: int = 0  # that the other engines, or its next process, generate again
-    restart: threading.Thread | None = None  # in progress
+    n_restarts: int = 0  # restart attempts, including failed ones
+    cause: GkdError | None = None  # error of the last failure
+    down_s: float = 0.0  # clock at the last failure
+    n_prompts: int = 0  # prompts lost with the process, which are generated again
+    restart: threading.Thread | None = None  # thread of the restart in progress
 
 
 class Engines:
@@ -75,8 +75,8 @@ class Engines:
         """Restart engines from now on. Before this, and with rollout.max_restarts: 0, a failure is raised.
 
         Args:
-            restore: give engine i, a new process with this handle, the weights last pushed; return their version. None:
-                no push has succeeded since one failed, so the engine waits for the next `sync`.
+            restore: give engine i, a new process with this handle, the weights last pushed; return their version, or
+                None if no push has succeeded since one failed; then the engine waits for the next `sync`.
         """
         self._start, self._restore = slots, restore
 
@@ -99,7 +99,7 @@ class Engines:
         """
         with self._changed:
             if not self.up():
-                self._restart_waiting()  # also after `hold`: the caller needs an engine
+                self._restart_waiting()  # even after `hold`: the caller needs an engine
             if not self._changed.wait_for(lambda: self._failure or self.up(), timeout_s):
                 raise RankTimeout(f"no rollout engine was ready within {timeout_s:g} s")
             self.check()
@@ -154,7 +154,7 @@ class Engines:
             timeout_s: of the wait for an engine, if none is up.
 
         Returns:
-            The result of `push`; None: no engine is left.
+            The result of `push`, or None if no engine is left.
 
         Raises:
             RankTimeout: no engine was up in time.
@@ -210,7 +210,7 @@ class Engines:
 
         with self._changed:
             if not members():
-                self._restart_waiting()  # also while another pool has the GPUs: it waits for this sync
+                self._restart_waiting()  # even while another pool has the GPUs: that pool waits for this sync
             if not self._changed.wait_for(lambda: not self._syncing and (members() or self._failure), timeout_s):
                 raise RankTimeout(f"no rollout engine was ready within {timeout_s:g} s")
             self._syncing = True

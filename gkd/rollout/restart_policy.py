@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from gkd.errors import EngineFailed, GkdError, RankFailed, RankTimeout, SenderFailed, WeightSyncError
 
-# A new process may do better; other errors (settings, memory) would come again.
+# Retryable. Other errors (settings, memory) would recur.
 _RECOVERABLE = (RankFailed, RankTimeout, WeightSyncError)
-# Errors of the input, the model or the code. Those of memory, devices and connections are others.
+# Errors of the input, the model or the code. Errors of memory, devices and connections are others.
 _LASTING = {
     "AssertionError",
     "AttributeError",
@@ -21,7 +21,7 @@ _LASTING = {
 def fatal_error(
     engine: str, cause: GkdError, before: GkdError | None, n_restarts: int, max_restarts: int
 ) -> GkdError | None:
-    """Return the error that ends the run; None: the engine may be started again.
+    """Return the error that ends the run, or None if the engine may be started again.
 
     Args:
         engine: its name with host and GPU.
@@ -44,5 +44,5 @@ def fatal_error(
 
 
 def raised(cause: GkdError | None) -> str:
-    """Return the error that a process raised, in one line; empty: it died, or hung."""
+    """Return the error that a process raised, in one line; empty if it died or hung."""
     return cause.raised if isinstance(cause, RankFailed) else ""

@@ -2,7 +2,7 @@
 
 The scores are vLLM's logprobs of a prompt: the teacher's prompt and the response, with one token to generate, which is
 discarded. vLLM computes them at temperature 1, for the whole prompt, and without its prefix cache. The weights are
-those that the engine holds: under `trainer.scheduler: sync` the ones that generated the rollouts.
+the engine's current ones: under `trainer.scheduler: sync` the ones that generated the rollouts.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class SelfScoring(ABC):
 def prompt_logprobs(
     llm: Any, rollouts: Sequence[Rollout], n_top: int, options: dict[str, Any]
 ) -> list[tuple[np.ndarray, np.ndarray]]:
-    """Return for each response token its id and logprob, and then those of the `n_top` most probable tokens.
+    """Return for each response token its id and logprob, and then the same of the `n_top` most probable tokens.
 
     Args:
         llm: vLLM's `LLM` without requests.

@@ -2,7 +2,7 @@
 
     generate -> sleep -> the actor uses the GPU -> wake_up(weights) -> receive -> wake_up(kv_cache) -> generate
 
-Levels and tags are those of vLLM's sleep mode. `gkd.rollout.sleep_mixin` moves the memory. No vLLM import here.
+Levels and tags have the meaning of vLLM's sleep mode. `gkd.rollout.sleep_mixin` moves the memory. No vLLM import here.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class SleepState:
         self._incomplete: set[str] = set()  # contents whose transfer began and has not ended
 
     def awake_tags(self, tags: Iterable[str]) -> list[str]:
-        """Return those of `tags` that are awake, in the order of `TAGS`.
+        """Return the awake ones of `tags`, in the order of `TAGS`.
 
         Raises:
             ClusterError: unknown tag.
@@ -52,7 +52,7 @@ class SleepState:
         self._call("gkd_sleep", list(tags), remaining, level)
 
     def wake_up(self, tags: Iterable[str]) -> None:
-        """Restore those of `tags` that are asleep. After an error all of them still count as asleep.
+        """Restore the sleeping ones of `tags`. After an error all of them still count as asleep.
 
         Raises ClusterError: unknown tag.
         """

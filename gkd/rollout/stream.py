@@ -38,7 +38,7 @@ def all_samples(job: Job) -> int:
 
 
 def take_missing(held: dict[tuple[int, int], Waiting], job: Job, sample_index: np.ndarray) -> np.ndarray:
-    """Record that an engine has returned these samples; return the places of those that were missing, ascending.
+    """Record that an engine has returned these samples; return the places of the missing ones, ascending.
 
     The others an engine that died had returned before.
 
@@ -80,7 +80,7 @@ class JobStream:
     """Implements `gkd.pending.RolloutStream`: the prompts of one job, and their chunks. Thread-safe.
 
     Args:
-        first: its prompts go before those of other jobs.
+        first: its prompts go before the prompts of other jobs.
     """
 
     def __init__(self, owner: Owner, job: Job, *, first: bool) -> None:
@@ -108,7 +108,7 @@ class JobStream:
                 result = self._results.get(timeout=timeout_s)
                 while True:
                     if isinstance(result, Exception):
-                        self.put(result)  # for the next call
+                        self.put(result)  # the next call raises it
                         if not chunks:
                             raise result
                         break

@@ -39,7 +39,7 @@ class PassMeter:
         self._n_recompute = 0  # tokens that the next pass prefills in addition to new prompts
         self._products, self._lengths = np.zeros((4, 4)), list[int]()
         self._gap_s = 0.0
-        self._ended_s: float | None = None  # end of the last pass; None: the time until the next pass is not a gap
+        self._ended_s: float | None = None  # end of the last pass; None if the time until the next pass is not a gap
 
     def added(self, n_prompt_tokens: int) -> None:
         self._waiting.append(n_prompt_tokens)

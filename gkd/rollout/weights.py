@@ -53,7 +53,7 @@ def keep_cpu_weights_live() -> None:
 
 keep_cpu_weights_live()
 draw_seeds_ahead()
-# With tp > 1 vLLM spawns its workers itself; install the stack dump handler there, too.
+# vLLM spawns its workers itself if tp > 1; install the stack dump handler there, too.
 stacks.listen()
 
 

@@ -68,8 +68,8 @@ class RolloutWorker(SelfScoring):
         self._log = get_logger(f"rollout.{rank}")
         self._spans = SpanRecorder(f"engine {rank}")
         self._phases = Phases(self._spans)
-        self._loop: EngineLoop | None = None  # of the open stream
-        self._session = 0  # its number
+        self._loop: EngineLoop | None = None  # loop of the open stream
+        self._session = 0  # number of the open stream's session
 
     def placement(self, ask_driver: bool) -> RankPlacement:
         return this_placement("rollout", self._rank, ask_driver=ask_driver)
@@ -100,7 +100,7 @@ class RolloutWorker(SelfScoring):
         """
         self._log.info(self.placement(ask_driver=False).line())
         self._set_up(config, torch.device(device, 0) if device == "cuda" else torch.device("cpu"), run_dir)
-        remove_files(engine_folder())  # of a process of this slot that was killed
+        remove_files(engine_folder())  # left by a process of this slot that was killed
         self._phases.enter("starting vLLM")
         derived = derive(config)
         with self._diagnosed("building the engine"):

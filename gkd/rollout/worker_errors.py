@@ -1,7 +1,7 @@
 """Pass the WeightSyncErrors of vLLM's workers on to the engine.
 
 With several workers vLLM replaces an exception by a RuntimeError, whether the worker raises or returns it. It leaves
-the results of the other workers in their queues, as those of the next call.
+the results of the other workers in their queues, as results of the next call.
 """
 
 from __future__ import annotations

@@ -39,7 +39,7 @@ class BestStep:
     """The best of the steps that were evaluated; a later step with an equal number does not replace it.
 
     Attributes:
-        best: None: keep_best is off, or no step was evaluated.
+        best: None means keep_best is off, or no step was evaluated.
     """
 
     def __init__(self, config: TrainerConfig) -> None:

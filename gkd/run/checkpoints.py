@@ -69,7 +69,7 @@ def read_state(folder: Path) -> TrainerState:
 
 
 def step_of(folder: Path) -> int | None:
-    """Return the step in the name of a checkpoint's folder; None: the name is not one of a checkpoint."""
+    """Return the step in the name of a checkpoint's folder, or None if the name is not one of a checkpoint."""
     digits = folder.name.removeprefix("step_")
     is_one = re.fullmatch("[0-9]{8,}", digits) and folder.name == step_folder(int(digits))
     return int(digits) if is_one else None
@@ -170,7 +170,7 @@ class CheckpointStore:
                     log.warning("the old checkpoint %s cannot be deleted: %s", folder, error)
 
     def best(self) -> Best | None:
-        """Return what `prune` was given last of the checkpoints that exist; None: nothing.
+        """Return what `prune` was given last of the checkpoints that exist, or None if it was given nothing.
 
         Raises:
             CheckpointError: the file is damaged.
@@ -183,7 +183,7 @@ class CheckpointStore:
         return best if self._folder(best.step) in self.committed() else None
 
     def newest(self) -> Path | None:
-        """Return the newest committed checkpoint that is undamaged; log damaged ones. None: there is no checkpoint.
+        """Return the newest committed checkpoint that is undamaged, or None; log damaged ones.
 
         Reads every byte.
 
@@ -259,7 +259,7 @@ class CheckpointStore:
         replace_file(self.root / _POINTER, f"{folder.name}\n".encode())
 
     def _pointer(self) -> int | None:
-        """Return the step that `latest` names; None: the file is missing or invalid."""
+        """Return the step that `latest` names, or None if the file is missing or invalid."""
         file = self.root / _POINTER
         try:
             text = file.read_bytes().decode(errors="replace")

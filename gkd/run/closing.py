@@ -21,7 +21,7 @@ class Closing:
     """The closing words of one run of `gkd.main_gkd`.
 
     Attributes:
-        state: None: the run has not reached its loop.
+        state: None means the run has not reached its loop.
 
     Args:
         arguments: of the command line.

@@ -13,7 +13,7 @@ from gkd.run.saver import Saver
 
 log = get_logger("run")
 
-LAST_SAVE_WAIT_S = 60.0  # for a pending save after a rank has died or hangs
+LAST_SAVE_WAIT_S = 60.0  # time for a pending save after a rank has died or hangs
 
 
 class SaveNow(Protocol):
@@ -53,7 +53,7 @@ def run_ending(
             _save_what_can_be_saved(error, saver, save_now, close_source)
             raise
         finally:
-            close_source(wait=False)  # also after an interrupt: no thread may start anything more
+            close_source(wait=False)  # no thread may start anything more, even after an interrupt
 
 
 def save_and_export(save_now: Callable[[], None], export: Callable[[], None]) -> None:
@@ -94,7 +94,8 @@ def _end_interrupted(saver: Saver, save_now: SaveNow) -> None:
 
 
 def _save_what_can_be_saved(error: Exception, saver: Saver, save_now: SaveNow, close_source: CloseSource) -> None:
-    # As text: a record would keep the frames. One line: the program prints the whole message at its end.
+    # A log record would keep the error's frames, so its text is logged. One line suffices: the program prints the whole
+    # message at its end.
     log.error("the run ends: %s: %s", type(error).__name__, str(error).partition("\n")[0])
     wait_s = LAST_SAVE_WAIT_S if isinstance(error, ClusterError) else None
     attempt("the pending save", lambda: saver.finish(wait_s))

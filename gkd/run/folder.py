@@ -60,7 +60,7 @@ class RunFolder:
     """Paths and checkpoints of one run; `gkd.run.open.open_run_folder` creates it.
 
     Args:
-        start: the checkpoint to resume from, of this run or another; None: the run starts at step 0.
+        start: the checkpoint to resume from, of this run or another; None means the run starts at step 0.
     """
 
     def __init__(
@@ -137,7 +137,7 @@ class RunFolder:
     def commit_checkpoint(
         self, state: TrainerState, written: Mapping[str, FileDigest], *, best: Best | None = None
     ) -> Manifest:
-        """Make a finished save the newest checkpoint, then delete those that no key of `trainer` keeps.
+        """Make a finished save the newest checkpoint, then delete the checkpoints that no key of `trainer` keeps.
 
         Args:
             written: the files of the ranks, relative to the checkpoint's folder.
@@ -163,7 +163,7 @@ class RunFolder:
         return self.start is not None and self.start.parent == self.store.root
 
     def resume(self, load_actor: Callable[[Path], None]) -> TrainerState | None:
-        """Load the checkpoint that the run resumes from; None: it starts at step 0.
+        """Load the checkpoint that the run resumes from. Return None if it starts at step 0.
 
         Later checkpoints of the run are discarded as soon as this one is loaded.
         """

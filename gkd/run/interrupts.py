@@ -1,4 +1,4 @@
-"""Ctrl-C, SIGTERM and the end of the terminal: stop the loop only where the student is that of a finished step.
+"""Handle SIGINT, SIGTERM and SIGHUP so that the loop stops only between optimizer steps.
 
     before and after the loop   the first signal raises KeyboardInterrupt at once
     in the loop                 the first signal is held until the loop is in an `interruptible` block; then the last
@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
-LIMIT_S = 120.0  # from the first signal in the loop until the last save has to be finished
+LIMIT_S = 120.0  # time from the first signal in the loop until the last save has to be finished
 STOP_S = 30.0  # stopping all processes takes seconds
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -30,12 +30,12 @@ _NOTICE = (
 
 class _State:
     in_loop = False
-    may_stop = False  # in an `interruptible` block
+    may_stop = False  # an `interruptible` block is running
     received = False  # the first signal in the loop
     between_steps = False  # KeyboardInterrupt was raised in an `interruptible` block
     requested = False  # any signal has come
     stopping_s: float | None = None  # clock when the processes began to stop
-    terminals: tuple[int, ...] = ()  # those of stdout and stderr that were a terminal at `install`
+    terminals: tuple[int, ...] = ()  # file descriptors (1, 2) that were a terminal at `install`
 
 
 _state = _State()

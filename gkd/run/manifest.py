@@ -21,7 +21,7 @@ from gkd.handles import FileDigest
 
 NAME = "manifest.json"
 _FORMAT = 1
-_CHUNK_BYTES = 4 << 20  # of a file in memory at a time, in each thread
+_CHUNK_BYTES = 4 << 20  # part of a file that each thread has in memory at a time
 _N_THREADS = 4
 
 

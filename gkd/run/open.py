@@ -75,7 +75,7 @@ def check_run_folder(config: Config) -> Path | None:
         The checkpoint that trainer.resume names; None for auto and never.
 
     Raises:
-        ConfigError: the folder cannot be used; the settings are not those of its run; or as `named_checkpoint`.
+        ConfigError: the folder cannot be used; its run has other settings; or as `named_checkpoint`.
     """
     root = Path(config.trainer.run_dir)
     if root.exists() and not root.is_dir():
@@ -102,7 +102,7 @@ def check_run_folder(config: Config) -> Path | None:
 
 
 def named_checkpoint(config: Config) -> Path | None:
-    """Return the folder that trainer.resume names; None: it is auto or never.
+    """Return the folder that trainer.resume names, or None if it is auto or never.
 
     Raises:
         ConfigError: there is no such folder, or it is not a checkpoint.
@@ -120,7 +120,7 @@ def named_checkpoint(config: Config) -> Path | None:
 
 
 def _noted(file: Path, teacher: Mapping[str, Any], files: Sequence[Mapping[str, Any]], config: Config) -> Path | None:
-    """Return the checkpoint that an earlier start was told to resume from; None: there is no such file.
+    """Return the checkpoint that an earlier start was told to resume from, or None if there is no such file.
 
     `branched_from` names another run's checkpoint, until the branch has saved its own. `going_back` names one of the
     run's own, until it is loaded.

@@ -1,4 +1,4 @@
-"""Check that a run may resume: settings, teacher, reference and data must be those that it was started with."""
+"""Check that a run may resume: settings, teacher, reference and data must be the ones that it was started with."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def _by_route(identity: Mapping[str, Any]) -> dict[str, Mapping[str, str]]:
 
 
 def check_same_reference(file: Path, identity: Mapping[str, Any], now: Config) -> None:
-    """Raise ConfigError if the reference's weights differ from those of the run so far.
+    """Raise ConfigError if the reference's weights differ from the run's so far.
 
     Args:
         file: teacher.json of the run or checkpoint, already read by `check_same_teacher`.

@@ -36,8 +36,8 @@ class _Save:
 
     state: TrainerState
     began_s: float
-    folder: Path  # of the rollouts in flight
-    in_flight: Mapping[str, Sequence[PendingScores]]  # by label
+    folder: Path  # folder of the rollouts in flight
+    in_flight: Mapping[str, Sequence[PendingScores]]  # label -> pending scores
     recordings: dict[str, Recording]
 
 
@@ -60,13 +60,13 @@ class Saver:
         self._folder, self._actor, self._scoring = folder, actor, scoring
         self._interval, self._in_background = save_interval(config.save_every), config.async_save
         self._clock = clock
-        self._began_s = clock()  # of the last save; before it, of this start
+        self._began_s = clock()  # start of the last save; before the first one, of this process
         self._pending: _Save | None = None
         self._best = BestStep(config)
-        self.committed_step = 0  # of the newest checkpoint; step 0 needs none
+        self.committed_step = 0  # step of the newest checkpoint; step 0 needs none
 
     def resume(self) -> TrainerState | None:
-        """Load the checkpoint to resume from; None: the run starts at step 0. Raises CheckpointError."""
+        """Load the checkpoint to resume from. Return None if the run starts at step 0. Raises CheckpointError."""
         state = self._folder.resume(self._actor.load)
         if state is not None and self._folder.resumes_own_checkpoint():  # a branch has no checkpoint yet
             self.committed_step = state.step
@@ -128,7 +128,7 @@ class Saver:
         """Wait for the pending save, if any, commit it, and return its numbers.
 
         Args:
-            timeout_s: None: trainer.stage_timeout_s.
+            timeout_s: None means trainer.stage_timeout_s.
 
         Raises:
             CheckpointError: it failed.
@@ -164,7 +164,7 @@ class Saver:
         }
 
     def _written(self, save: _Save, wait: bool, timeout_s: float | None) -> dict[str, FileDigest] | None:
-        """Return all files of the save, relative to its folder; None: some are still being written."""
+        """Return all files of the save, relative to its folder, or None if some are still being written."""
         began_s = self._clock()
 
         def left_s() -> float | None:

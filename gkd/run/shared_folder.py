@@ -70,7 +70,7 @@ def collect(root: Path, word: str, nodes: Mapping[str, str]) -> None:
 
 
 def clear(root: Path) -> None:
-    """Remove the probe files, also those of a killed run; only one run at a time holds the folder."""
+    """Remove the probe files, including files of a killed run; only one run at a time holds the folder."""
     for file in root.glob(f"{_PROBE}*"):
         remove(file)
 

@@ -51,10 +51,10 @@ class ZmqTeacher:
         outage_budget_s: give up if no message at all arrived for this long, or if the server is alive but returned no
             scores for this long plus `request_timeout_s`.
         wire: "fp16" (5 bytes per entry) or "fp32" (8 bytes, exact).
-        expected_fingerprint: of the teacher's weights; scores of other weights raise TeacherError. Empty: the weights
-            of the first reply.
+        expected_fingerprint: of the teacher's weights; scores of other weights raise TeacherError. Empty expects
+            the weights of the first reply.
         name: one of the server's teachers; may be empty if there is only one.
-        keys: folder with server.key and client.key_secret; empty: no encryption.
+        keys: folder with server.key and client.key_secret; empty disables encryption.
         max_waiting: requests waiting in the client before a further one blocks.
         on_scored: as in `Exchange`.
 
@@ -240,5 +240,5 @@ def load_keys(folder: str) -> PeerKeys | None:
 
 
 def _check_range(key: str, value: float, low: float, high: float) -> None:
-    if not low <= value <= high:  # also true for NaN
+    if not low <= value <= high:  # NaN is refused, too
         raise ConfigError(key, value, f"not in [{low:g}, {high:g}].", "choose a value in this range.")

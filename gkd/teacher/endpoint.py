@@ -53,7 +53,7 @@ class ScoringEndpoint(RecordingEndpoint):
         derived = derive(config)
         self._signals, self._routes, self._n_student_ids = derived.signals, derived.routes, derived.n_student_ids
         self._lock = threading.Lock()
-        self._teachers: list[list[ZmqTeacher]] = []  # by route
+        self._teachers: list[list[ZmqTeacher]] = []  # one list per route
         self._outage: TeacherUnavailable | None = None
         self._computations = Computations()
 
@@ -116,7 +116,7 @@ class ScoringEndpoint(RecordingEndpoint):
         return ColumnList(scores), summary_of(scores, ScoreTimes(submitted_s, np.array(completed_s))).encode()
 
     def health(self) -> TeacherHealth | None:
-        """Return what all connections of this endpoint have heard; None: it has not connected yet."""
+        """Return what all connections of this endpoint have heard, or None if it has not connected yet."""
         healths = [
             replace(teacher.health(), route=route.name)
             for route, teachers in zip(self._routes, self._teachers, strict=False)  # connecting
@@ -133,7 +133,7 @@ class ScoringEndpoint(RecordingEndpoint):
         Raises:
             TeacherError, TeacherUnavailable: as for `score`; also if one has too few rows or non-finite values.
         """
-        heads: dict[int, np.ndarray] = {}  # by first column
+        heads: dict[int, np.ndarray] = {}  # first column -> LM head
         for start, teachers, route in zip(self._head_columns[0], self._clients(), self._routes, strict=True):
             if start in heads:
                 continue

@@ -61,7 +61,7 @@ class Exchange:
     Args:
         n_in_flight: size of the window in sequences. A request that is larger is sent when the window is empty.
         max_waiting: number of requests waiting for the window from which on `submit` blocks.
-        fingerprint: of the teacher's weights; empty: that of the first reply.
+        fingerprint: of the teacher's weights; empty takes the fingerprint of the first reply.
         on_scored: called in the thread with each reply that holds scores, and how many sequences it completes.
     """
 

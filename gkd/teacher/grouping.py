@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from gkd.types import Rollout
 
-_MOST_TOKENS = 4096  # of a request with several sequences: half a batch of the teacher server's default
+_MOST_TOKENS = 4096  # limit of a request with several sequences: half a batch of the teacher server's default
 
 
 def grouped(rollouts: Sequence[Rollout], n_per_request: Sequence[int]) -> list[list[int]]:

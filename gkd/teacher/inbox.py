@@ -25,7 +25,7 @@ class Inbox:
         self.reader: threading.Thread | None = None
         self.closed_because = ""  # the reason; empty while open
         self._max_waiting, self._wake = max_waiting, wake
-        self.n_sequences = 0  # of the waiting requests
+        self.n_sequences = 0  # number of sequences in the waiting requests
         self._changed = threading.Condition()
         self._waiting: deque[AnyRequest] = deque()
         self._woken = False  # the reader was woken, and has not found the queue empty since

@@ -13,10 +13,10 @@ class TeacherInfo:
     teacher: str  # its name among the server's teachers
     model_name: str
     model_path: str
-    fingerprint: str  # of the model folder; differs between checkpoints of a model
+    fingerprint: str  # fingerprint of the model folder; differs between checkpoints of a model
     vocab_size: int  # rows of the LM head; may exceed the number of tokens
     hidden_size: int
-    tokenizer_fingerprint: str  # see teacher_server.wire.fingerprint; empty: no tokenizer
+    tokenizer_fingerprint: str  # see teacher_server.wire.fingerprint; empty without a tokenizer
     max_tokens: int  # maximum prompt + response length
     n_workers: int
     n_streams: int  # recommended number of sequences in flight, sum over its workers
@@ -24,7 +24,7 @@ class TeacherInfo:
     device: str
     dtype: str
     protocol_version: int
-    template_fingerprint: str = ""  # of its chat template; empty: none, or not known
+    template_fingerprint: str = ""  # fingerprint of its chat template; empty if it has none or it is not known
 
 
 def head_columns(teachers: Sequence[TeacherInfo]) -> tuple[list[int], int]:

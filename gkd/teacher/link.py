@@ -66,7 +66,7 @@ class TeacherLink:
     """One connection, reestablished whenever it breaks.
 
     Args:
-        keys: encrypt and authenticate the server; None: no encryption.
+        keys: encrypt and authenticate the server; None disables encryption.
 
     Raises:
         ConfigError: the address is invalid.
@@ -79,7 +79,7 @@ class TeacherLink:
         self.trouble = ""  # last error reply or unreadable message, for the error text
         self.n_unreadable = 0
         self.n_server_restarts = 0
-        self.n_workers = self.n_queued = 0  # of the server, by its last heartbeat
+        self.n_workers = self.n_queued = 0  # the server's numbers in its last heartbeat
         self._server_ip, self._server_port, self._keys = server_ip, server_port, keys
         self._refused = ""  # reason of the last failed handshake
         self._n_connections = 0  # established since the start
@@ -150,7 +150,7 @@ class TeacherLink:
         return True
 
     def listen(self, timeout_s: float | None) -> LinkEvents:
-        """Wait for at most `timeout_s` and return what happened; None: wait without limit and without heartbeats."""
+        """Wait for at most `timeout_s` and return what happened; None waits without limit and without heartbeats."""
         if timeout_s is not None and self.clock.now_s >= self._next_ping_s:
             self._ping()
         ready = dict(self._poller.poll(None if timeout_s is None else math.ceil(timeout_s * 1000)))

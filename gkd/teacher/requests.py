@@ -55,7 +55,7 @@ class RequestMessage(Generic[H]):
     names: Sequence[str]  # identify the sequences in errors, e.g. ``prompt 17, sample 2``
     header: H
     frames: Sequence[Buffer]
-    digest: bytes  # of the tokens; zeros if there are none
+    digest: bytes  # digest of the tokens; zeros if there are none
     resend_s: float  # send again if no reply arrived for this long
     given: np.ndarray | None = None  # [R, G] ids that each row of the reply must list, R of all sequences
 
@@ -146,7 +146,7 @@ class PendingRequest(Generic[T]):
         TeacherError: the header exceeds the limits of the protocol.
     """
 
-    n_sequences = 1  # that count toward n_in_flight
+    n_sequences = 1  # sequences that count toward n_in_flight
     is_stream = False
 
     def __init__(self, message: RequestMessage[Header]) -> None:

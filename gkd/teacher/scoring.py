@@ -127,7 +127,7 @@ class ScoringPool(RecordedScoring):
         return PendingScores(chunk, scores, summary)
 
     def health(self) -> TeacherHealth | None:
-        """Return what the endpoints have heard from the teacher server; None: no reply within 2 s. Any thread."""
+        """Return what the endpoints have heard from the teacher server; None without a reply within 2 s. Any thread."""
         refs = [endpoint.health.options(concurrency_group=HEALTH).remote() for endpoint in self._endpoints]
         return merged([health for health in answers(refs, _HEALTH_S) if health is not None])
 

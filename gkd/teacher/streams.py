@@ -59,7 +59,7 @@ class _MatrixRequest(PendingRequest[T]):
         self._stream_id, self._worker = b"", ""
         self._ended: set[bytes] = set()  # ids of replaced streams of this request
         self._received_s = 0.0
-        self._n_messages = self._n_acknowledged = self._next_row = 0  # of the current stream
+        self._n_messages = self._n_acknowledged = self._next_row = 0  # state of the current stream
 
     def renew_id(self) -> None:
         with self._lock:
@@ -158,7 +158,7 @@ class WholeMatrix(_MatrixRequest[np.ndarray]):
 
 class _Block(NamedTuple):
     stream_id: bytes
-    n_messages: int  # of its stream, including this one
+    n_messages: int  # messages of its stream, including this one
     start: int
     rows: np.ndarray
 

@@ -80,14 +80,14 @@ class _Case:
 
     config: Config
     models: RunModels
-    teacher: ModelFolder | None  # of a server
+    teacher: ModelFolder | None  # a teacher server's model
     gpu_bytes: int | None
     host_bytes: int | None
-    found: Sequence[RankFootprint] = ()  # of these settings; with a teacher server's folder also that of its worker
+    found: Sequence[RankFootprint] = ()  # footprints of these settings; with a teacher's folder also its worker's
     choice: str = ""  # line on memory.strategy; may be empty
 
     def hosts(self, config: Config, found: Sequence[RankFootprint]) -> list[HostTotal]:
-        """Return the host memory of these settings; the footprints are those of the run's own ranks."""
+        """Return the host memory of these settings; the footprints belong to the run's own ranks."""
         teacher = self.teacher or self.models.local_teacher or self.models.student
         n_heldout = config.eval.max_prompts if config.data.val_files else 0
         scores = scores_gib(config, self.models.student.dims.vocab_size, teacher.dims.hidden_size, n_heldout)
@@ -107,7 +107,7 @@ class _Case:
         return [*on_gpus, *host_problems(self.hosts(self.config, self.found), self.host_bytes)]
 
     def combination(self) -> Combination | None:
-        """Return what to change so that the run fits with memory.margin; None: it does, or no GPU is known."""
+        """Return what to change so that the run fits with memory.margin, or None if it does or no GPU is known."""
         if self.gpu_bytes is None:
             return None
 
@@ -123,7 +123,7 @@ def _read(args: argparse.Namespace) -> _Case:
     """Read the settings and the model folders. Raises ConfigError, ModelError."""
     gpu_bytes = gpu_memory_bytes(_gib_number("--gpu-gib", args.gpu_gib))
     host_gib = _gib_number("--host-gib", args.host_gib)
-    if host_gib is not None and not 0 < host_gib <= _MOST_HOST_GIB:  # also true of NaN
+    if host_gib is not None and not 0 < host_gib <= _MOST_HOST_GIB:  # NaN is refused, too
         fix = "give the host's memory in GiB, for example 512."
         raise ConfigError("--host-gib", args.host_gib, f"not above 0 and at most {_MOST_HOST_GIB} GiB.", fix)
     host_bytes = None if host_gib is None else round(host_gib * GIB)

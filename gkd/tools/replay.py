@@ -65,7 +65,7 @@ class Case:
     """Names what a replay loads and compares.
 
     Attributes:
-        start: checkpoint to load; None: the run's first step is made from model.path.
+        start: checkpoint to load; with None the run's first step is made from model.path.
         first: number of steps made at the start.
         recorded: metrics of the run by step.
     """

@@ -66,8 +66,8 @@ def main(argv: list[str] | None = None) -> int:
 class _Measured:
     """Rates of a run, and measured steps to compare with a simulation."""
 
-    run: Run  # with the config to plan for
-    scheduler: str  # of the measured steps
+    run: Run  # measured run, with the config to plan for
+    scheduler: str  # scheduler of the measured steps
     step_s: float
     n_steps: int
 

@@ -52,7 +52,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def select(lines: Sequence[SpanLine], steps: str | None) -> list[SpanLine]:
-    """Return the lines of these steps; None: all.
+    """Return the lines of these steps; None means all.
 
     Args:
         steps: "12" or "10-12".
@@ -83,7 +83,7 @@ def chrome_trace(lines: Sequence[SpanLine]) -> dict[str, Any]:
     """
     begin_s = min(span.start_s for line in lines for span in line.spans)
     processes = sorted({line.process for line in lines}, key=sort_key)
-    last = {line.process: line for line in lines}  # of each process
+    last = {line.process: line for line in lines}  # last line of each process
     events: list[dict[str, Any]] = []
     for pid, process in enumerate(processes):
         line = last[process]

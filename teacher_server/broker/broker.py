@@ -3,7 +3,7 @@
     clients  DEALER --tcp--> ROUTER front | request queue | ROUTER back <--ipc-- DEALER  local workers
                                                           | ROUTER join <--tcp-- DEALER  workers of other hosts
 
-`ClientHandler` processes the clients' messages, `WorkerRegistry` those of the workers, and `RequestQueue` assigns
+`ClientHandler` processes the clients' messages, `WorkerRegistry` the workers' messages, and `RequestQueue` assigns
 requests to workers. Replies are checked and forwarded without a copy. All peers set random identities: automatic
 identities repeat after a restart, and then a reply could reach the wrong client. The broker never blocks on a
 message, so a lost message cannot stall it.
@@ -50,12 +50,12 @@ class Broker:
     Args:
         host, port: address for clients; port 0 picks a free one, see `port`.
         local_endpoint: ZMQ endpoint for local workers; every process that can open it is accepted as a worker.
-        worker_port: port for workers of other hosts, 0 for a free one; None: no such port.
+        worker_port: port for workers of other hosts, 0 for a free one; None opens no such port.
         max_queue_bytes: limit on the bytes of queued requests.
         worker_timeout_s: a worker that sends nothing for this long is lost.
-        keys: keys accepted on `port` and `worker_port`; None: no authentication.
+        keys: keys accepted on `port` and `worker_port`; None disables authentication.
         teachers: name -> model fingerprint ("" if unknown) of all teachers. Their requests are queued before a worker
-            has joined, and workers with another model are refused. Empty: a worker of any teacher may join.
+            has joined, and workers with another model are refused. Empty means a worker of any teacher may join.
 
     Raises:
         ServerError: if an address cannot be bound.

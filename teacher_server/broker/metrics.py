@@ -27,7 +27,7 @@ class BrokerMetrics:
     """Counters and histograms since the start of the server. Call it from one thread.
 
     Args:
-        registry: source of the metrics page; None: the metrics are not served.
+        registry: source of the metrics page; None serves no metrics.
     """
 
     def __init__(self, registry: CollectorRegistry | None = None) -> None:

@@ -22,7 +22,7 @@ class Outbox:
 
     def __init__(self, front: zmq.Socket[bytes], board: StatusBoard, metrics: BrokerMetrics) -> None:
         self._front, self._board, self._metrics = front, board, metrics
-        self._socket_of: dict[bytes, zmq.Socket[bytes]] = {}  # of each worker
+        self._socket_of: dict[bytes, zmq.Socket[bytes]] = {}  # worker -> its socket
 
     def add_worker(self, worker: bytes, socket: zmq.Socket[bytes]) -> None:
         """Send messages for `worker` through `socket` from now on."""

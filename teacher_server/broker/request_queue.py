@@ -34,7 +34,7 @@ class Job:
     teacher: str
     request: Work
     payload: list[Any]  # the client's frames, kept so that they can be assigned again
-    digest: Id  # of its tokens; zeros for the LM head
+    digest: Id  # digest of the tokens; zeros for the LM head
     arrived_s: float
     deadline_s: float  # absolute, on the caller's clock
     n_bytes: int
@@ -71,7 +71,7 @@ class Worker:
     leaving: bool = False
     outstanding: dict[bytes, int] = field(default_factory=dict)  # job_id -> tokens
     n_tokens: int = 0
-    # For the status table.
+    # Figures of the status table.
     n_done: int = 0
     n_tokens_done: int = 0
     tokens_per_s: float = 0.0

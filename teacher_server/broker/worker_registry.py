@@ -188,7 +188,7 @@ class WorkerRegistry:
                 raise ProtocolError("a result without a reply")
             reply = replies.decode(frames[0].buffer)
             if isinstance(reply, RowsReply) and job.is_stream and reply.stream_id != job.stream_id:
-                return  # from an earlier attempt: the worker has not noticed that it was marked lost
+                return  # an earlier attempt's rows: the worker has not noticed that it was marked lost
             checked = check_worker_reply(job, worker.hello, reply, [frame.buffer for frame in frames[1:]], final=final)
         except ProtocolError as error:
             self._exclude(identity, str(error))

@@ -36,7 +36,7 @@ from teacher_server.worker.model_folder import inspect_model_folder
 
 log = logging.getLogger(__name__)
 
-_CHECK_S = 0.1  # also the largest delay of a signal
+_CHECK_S = 0.1  # time between two checks, and so the largest delay of a signal
 _DRAIN_END_S = 1.0  # time after a drain in which clients and `drain --wait` learn that no request is left
 _EXAMPLES = """commands, each with its own --help:
   serve (or nothing)   run the server: this help

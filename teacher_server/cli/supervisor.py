@@ -36,7 +36,7 @@ _STDERR = 2
 class WorkerCommand:
     """Command line of the local workers; the fields are common to all of them."""
 
-    endpoint: str  # of the broker, for local workers
+    endpoint: str  # broker's endpoint for local workers
     compute_timeout_s: float
     log_format: LogFormat
 

@@ -37,7 +37,7 @@ class Setting:
         )
 
     def allowed(self) -> str:
-        """Return the valid values in words, like `0 to 65535`, `> 0` or `cpu, cuda`; empty: no limits."""
+        """Return the valid values in words, like `0 to 65535`, `> 0` or `cpu, cuda`; empty means no limits."""
         if self.choices:
             return ", ".join(self.choices)
         if self.ge is not None and self.le is not None:

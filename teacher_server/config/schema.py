@@ -14,7 +14,7 @@ class TeacherSettings:
     """One teacher: a model and how its workers run it. `teachers:` of the file can set these per teacher."""
 
     name: str
-    model: str  # folder; empty: all its workers join from other hosts
+    model: str  # folder; empty if all its workers join from other hosts
     engine: str = option(
         "auto",
         "what runs the model; trivial: no model, for load tests",

@@ -55,7 +55,7 @@ class RowStream(Protocol):
 
     n_rows: int
     n_cols: int
-    dtype: RowDtype  # as requested by the wire: with fp16 two bytes a number, else the engine's precision
+    dtype: RowDtype  # depends on the requested wire: with fp16 two bytes a number, else the engine's precision
 
     def rows(self, start: int, stop: int) -> np.ndarray:
         """Return [stop - start, C], contiguous, of `payload.WIRE_DTYPES[dtype]`. Call in ascending order, rows once.
@@ -79,7 +79,7 @@ class Engine(Protocol):
 
     name: str  # "hf", "vllm", "trivial"
     device: str
-    dtype: str  # of the weights, torch's name without "torch."
+    dtype: str  # dtype of the weights, torch's name without "torch."
     vocab_size: int  # rows of the LM head
     hidden_size: int
     max_tokens: int  # longest P + R

@@ -15,7 +15,7 @@ from teacher_server.engines.weight_files import FolderError, TensorEntry, read_e
 ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors", "adapter_model.bin")
 _FLOATS = {"F64", "F32", "BF16", "F16"}
 _HEAD, _EMBEDDINGS = "lm_head", ("embed_tokens", "wte", "word_embeddings", "embeddings", "embed_in")
-_PIECE_BYTES = 16 << 20  # of two tensors, compared at a time
+_PIECE_BYTES = 16 << 20  # bytes of each of two tensors that are compared at a time
 
 
 def check_folder(folder: Path, *, full_precision: bool = False) -> list[Path]:

@@ -60,7 +60,7 @@ class HfEngine:
         self._check_head_alone(path)
 
     def _check_head_alone(self, path: str) -> None:
-        """Check that the logits have no NaN, and are those of the LM head alone: some models scale or cap them."""
+        """Check that the logits have no NaN, and come from the LM head alone: some models scale or cap them."""
         probe = torch.arange(1, min(9, self.vocab_size), device=self._device)[None]  # [1, 8]
         with torch.inference_mode():
             whole = self._model(input_ids=probe, use_cache=False).logits[0].float()

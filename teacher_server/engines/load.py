@@ -25,7 +25,7 @@ class EngineSettings:
     device: str = "auto"  # auto | cpu | cuda | cuda:N (hf only: vllm uses the first visible GPUs)
     dtype: str = "auto"  # auto | float32 | bfloat16; auto: float32 on a CPU, bfloat16 on a GPU
     tensor_parallel_size: int = 1  # vllm only
-    threads: int = 1  # of each worker process, on a CPU
+    threads: int = 1  # threads of each worker process, on a CPU
     max_batch_tokens: int = 8192  # vllm: tokens of one forward pass
     gpu_memory_utilization: float = 0.85  # fraction of each GPU; vllm: of weights and KV cache; hf: of all tensors
     kv_cache_mib: int = 0  # vllm only, per rank; 0: what gpu_memory_utilization leaves; CPU: enough for two batches

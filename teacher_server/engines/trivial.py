@@ -20,7 +20,7 @@ from teacher_server.wire.protocol import RowDtype, Wire
 HIDDEN_SIZE = 8
 _RATIO = 0.75  # ratio of the probabilities of two consecutive entries
 _MIX = np.uint64(0x9E3779B97F4A7C15)
-_POSITION_HASHES = np.arange(1 << 20, dtype=np.uint64) * _MIX  # for the longest sequence
+_POSITION_HASHES = np.arange(1 << 20, dtype=np.uint64) * _MIX  # one for each position of the longest sequence
 
 
 def _row_hashes(token_ids: np.ndarray, prompt_length: int) -> np.ndarray:

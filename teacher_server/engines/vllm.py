@@ -30,7 +30,7 @@ from teacher_server.errors import ServerError
 from teacher_server.wire.protocol import RowDtype, Wire
 from teacher_server.wire.threads import thread_env
 
-MAX_SEQUENCES = 128  # of one forward pass; vLLM samples one token for each, from [128, V] float32
+MAX_SEQUENCES = 128  # most sequences of one forward pass; vLLM samples one token for each, from [128, V] float32
 _LOAD_ERRORS = (OSError, ValueError, RuntimeError, KeyError, ImportError, AssertionError)
 _EXTENSION = "teacher_server.engines.vllm_extension"
 
@@ -142,7 +142,7 @@ class VllmEngine:
 
         try:
             results = self._engine.collective_rpc(method, args=args)
-        except with_vllm_errors(AssertionError) as error:  # if the executor has lost a worker
+        except with_vllm_errors(AssertionError) as error:  # AssertionError: the executor has lost a worker
             raise RuntimeError(f"vllm: {type(error).__name__}: {error}") from error
         for result in results:
             if isinstance(result, Failure):

@@ -7,7 +7,7 @@ from typing import Any
 
 from teacher_server.engines.weight_files import FolderError, read_json
 
-CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)  # of vLLM's CPUAttentionBackend
+CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)  # head sizes of vLLM's CPUAttentionBackend
 _COMPUTED = ("qwen2", "llama", "mistral", "mixtral")  # head_dim follows from other sizes if config.json has none
 _ONE_WINDOW = ("qwen2", "qwen3")  # vLLM's code for these has a sliding window in all layers or in none
 
@@ -31,7 +31,7 @@ def check_vllm_support(folder: Path, *, on_cpu: bool) -> None:
 
 
 def _head_size(text: dict[str, Any]) -> int | None:
-    """Return the size of all heads; None: unknown, or the attention has latents instead (MLA)."""
+    """Return the size of all heads. None means it is unknown, or the attention has latents instead (MLA)."""
     hidden, heads = text.get("hidden_size"), text.get("num_attention_heads")
     if text.get("kv_lora_rank") or not isinstance(hidden, int) or not isinstance(heads, int) or heads < 1:
         return None

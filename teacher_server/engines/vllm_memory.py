@@ -15,7 +15,7 @@ def gpu_memory_arguments(share: float, kv_cache_bytes: int | None) -> dict[str, 
 
     Args:
         share: of each GPU, for weights, a forward pass and the KV cache; without effect if the cache has a size.
-        kv_cache_bytes: size of the KV cache on each GPU; None: what the share leaves.
+        kv_cache_bytes: size of the KV cache on each GPU; None takes what the share leaves.
     """
     if kv_cache_bytes is None:
         return {"gpu_memory_utilization": share}

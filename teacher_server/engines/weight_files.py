@@ -39,7 +39,7 @@ class TensorEntry:
     """A tensor in a safetensors file."""
 
     file: Path
-    dtype: str  # as in the header: F32, BF16, ...
+    dtype: str  # name in the header: F32, BF16, ...
     shape: tuple[int, ...]
     start: int  # first byte in the file
     stop: int

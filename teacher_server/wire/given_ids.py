@@ -41,7 +41,7 @@ def unpack_given(request: ScoreRequest, frames: Sequence[Buffer]) -> np.ndarray 
 
 
 def given_problem(ids: np.ndarray, n_rows: int, n_vocab: int) -> str:
-    """Return why [R, G] ids cannot be given with R = n_rows response tokens; empty: they can."""
+    """Return why [R, G] ids cannot be given with R = n_rows response tokens; empty means they can."""
     if ids.ndim != 2 or len(ids) != n_rows or not ids.size or not np.issubdtype(ids.dtype, np.integer):
         return f"given ids are {ids.dtype} {list(ids.shape)}, expected integers [{n_rows}, 1 or more]"
     outside = (ids < 0) | (ids >= n_vocab)
@@ -57,7 +57,7 @@ def given_problem(ids: np.ndarray, n_rows: int, n_vocab: int) -> str:
 
 
 def listed_problem(given: np.ndarray, listed: np.ndarray) -> str:
-    """Return which id of [R, G] given ids its row of [R, K] listed ids lacks; empty: none."""
+    """Return which id of [R, G] given ids its row of [R, K] listed ids lacks; empty means it lacks none."""
     # One flat search: adding a multiple of the row number keeps the sorted rows ascending across rows.
     start = np.arange(len(listed), dtype=np.int64)[:, None] << 32
     known, wanted = (np.sort(listed, axis=1) + start).ravel(), given + start

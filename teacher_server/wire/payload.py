@@ -41,7 +41,7 @@ _MIN_FP16 = -65504.0
 WIRE_DTYPES: dict[RowDtype, str] = {"float16": "<f2", "bfloat16": "<u2", "float32": "<f4"}
 # float16 -> float32 by a table of all 65536 values: about three times as fast as numpy's cast.
 _HALF = np.arange(1 << 16, dtype=np.uint16).view("<f2").astype(np.float32)
-# If all exponent bits are 1, the number is an infinity or a NaN: (integer dtype, exponent bits).
+# Dtype -> (integer dtype, exponent bits). A number whose exponent bits are all 1 is an infinity or a NaN.
 _EXPONENT = {"<f2": ("<u2", 0x7C00), "<u2": ("<u2", 0x7F80), "<f4": ("<u4", 0x7F800000)}
 
 
@@ -60,7 +60,7 @@ class TopKScores:
     logprobs: np.ndarray  # [R, K] float32, nats, descending, normalised before the cut to K; -inf past the count
     tail: np.ndarray  # [R] float32, probability of every id that is not listed
     counts: np.ndarray | None = None  # [R] int32, 1..K entries of each row
-    sampled: np.ndarray | None = None  # [R] float32, nats, logprob of the response token; None: not requested
+    sampled: np.ndarray | None = None  # [R] float32, nats, logprob of the response token; None if it was not requested
 
 
 # Token ids
@@ -97,7 +97,7 @@ def score_planes(reply: ScoreReply) -> list[Plane]:
         planes += [Plane("low", "<u2", reply.n_entries), Plane("high", "u1", reply.n_entries)]
     else:
         planes += [Plane("ids", "<i4", reply.n_entries)]
-    # With counts (2 bytes) the tail is float16, so that both use 4 bytes a position.
+    # The tail is float16 if there are counts (2 bytes), so that both use 4 bytes a position.
     planes += [Plane("tail", "<f2" if small and reply.adaptive else "<f4", reply.n_rows, is_float=True)]
     if reply.adaptive:
         planes += [Plane("counts", "<u2", reply.n_rows)]  # less one, so that 65536 fits

@@ -75,6 +75,6 @@ def _accepts_connections(path: Path) -> bool:
             probe.connect(str(path))
         except (ConnectionRefusedError, FileNotFoundError):
             return False
-        except OSError:  # for example a full backlog: assume that a process listens
+        except OSError:  # a full backlog, for example: assume that a process listens
             return True
     return True

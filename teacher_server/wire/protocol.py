@@ -44,9 +44,9 @@ MAX_TOKENS = MAX_FRAME_BYTES // 4  # the int32 token ids of a sequence must fit 
 MAX_ID = (1 << 24) - 1  # the low uint16 and high uint8 planes of fp16 mode hold 24 bits
 MAX_K = 1 << 16
 MAX_ENTRIES = 1 << 25  # R * K of one reply: 160 MiB in fp16 mode, 256 MiB in fp32 mode
-MAX_FRAMES = 256  # of one message
-MAX_SEQUENCES = 256  # of one request
-ID_BYTES = 16  # of request ids and token digests
+MAX_FRAMES = 256  # most frames of one message
+MAX_SEQUENCES = 256  # most sequences of one request
+ID_BYTES = 16  # bytes of a request id or a token digest
 NO_REQUEST = bytes(ID_BYTES)  # request_id of an error about an unreadable request
 STREAM_WINDOW = 8  # messages of a stream that may be sent before they are confirmed by `Received`; 32 MiB
 
@@ -78,7 +78,7 @@ def check_seconds(**values: float) -> None:
 
 class ScoreRequest(Header, tag="score", kw_only=True, omit_defaults=True):
     """Score the responses of one or several sequences. The first frame holds the P + R token ids of one sequence after
-    the other, int32; given ids may follow. The rows of the reply are those of one sequence after the other.
+    the other, int32; given ids may follow. The reply has the rows of one sequence after the other.
 
     signal: values returned for each of the R positions that predict a response token
         topk     the K most probable ids, their logprobs, and the total probability of all other ids; with
@@ -92,18 +92,18 @@ class ScoreRequest(Header, tag="score", kw_only=True, omit_defaults=True):
     request_id: Id  # random, chosen by the client; a resend has the same id
     signal: Signal
     teacher: Name = ""  # name of a teacher of the server; may be empty if there is only one
-    k: Annotated[int, msgspec.Meta(ge=0, le=MAX_K)] = 0  # for topk
-    mass: float = 0.0  # for topk; 0 = always K entries
+    k: Annotated[int, msgspec.Meta(ge=0, le=MAX_K)] = 0  # topk: number of entries of a row
+    mass: float = 0.0  # topk: total probability that a row's entries reach; 0 = always K entries
     temperature: float = 1.0  # logits are divided by it before normalization
     n_vocab: Annotated[int, msgspec.Meta(ge=0, le=MAX_ID + 1)] = 0  # keep ids < n_vocab, then normalize; 0 = all
     prompt_length: Length  # P; of several sequences the sum
     total_length: Annotated[int, msgspec.Meta(ge=2, le=MAX_TOKENS)]  # P + R; of several sequences the sum
     wire: Wire
     deadline_s: float  # the server drops the request after this time
-    checksum: Checksum  # of the token frame
-    n_given: Annotated[int, msgspec.Meta(ge=0, le=MAX_K)] = 0  # for topk: given ids per row, see `given_ids`
-    given_checksums: Checksums = []  # of the frames of the given ids
-    with_sampled: bool = False  # for topk: also return the logprob of the response token
+    checksum: Checksum  # checksum of the token frame
+    n_given: Annotated[int, msgspec.Meta(ge=0, le=MAX_K)] = 0  # topk: given ids per row, see `given_ids`
+    given_checksums: Checksums = []  # one checksum for each frame of given ids
+    with_sampled: bool = False  # topk: return the logprob of the response token, too
     lengths: Lengths = []  # P and P + R of each, if there are several sequences; only for topk and sampled
 
     def __post_init__(self) -> None:
@@ -190,7 +190,7 @@ class InfoRequest(Header, tag="info_request", omit_defaults=True):
 
     request_id: Id
     teacher: Name = ""
-    with_template: bool = False  # also `InfoReply.template_fingerprint`
+    with_template: bool = False  # whether the reply has a `template_fingerprint`
 
     @property
     def version(self) -> int:
@@ -231,9 +231,9 @@ class ScoreReply(Header, tag="scores", kw_only=True, omit_defaults=True):
     adaptive: bool = False  # each row has its own count of entries
     wire: Wire
     checksums: Checksums
-    queue_s: float  # from arrival at the broker to the start of the forward pass
-    compute_s: float  # from the start of the batch with its first sequence to the end of the one with its last
-    with_sampled: bool = False  # as in the request
+    queue_s: float  # time from arrival at the broker to the start of the forward pass
+    compute_s: float  # time from the start of the first sequence's batch to the end of the last one's
+    with_sampled: bool = False  # the request's value
 
     @property
     def version(self) -> int:
@@ -252,12 +252,12 @@ class RowsReply(Header, tag="rows"):
     """Rows [start, stop) of a matrix, in one frame. The message with stop == n_rows is the last."""
 
     request_id: Id
-    token_digest: Id  # as in ScoreReply; zeros for the LM head
+    token_digest: Id  # digest of the token ids, as in ScoreReply; zeros for the LM head
     model_fingerprint: Name
     worker: Name
     stream_id: Id  # new after a retry, which starts at row 0 again
     signal: Literal["logits", "hidden", "head"]
-    index: Count  # of this message in its stream
+    index: Count  # number of this message in its stream
     start: Annotated[int, msgspec.Meta(ge=0, le=MAX_ID)]
     stop: Rows
     n_rows: Rows

@@ -12,7 +12,7 @@ from teacher_server.wire.protocol import REFUSALS, Buffer, ProtocolError, Status
 class Gpu(msgspec.Struct, forbid_unknown_fields=True):
     """One device of a worker. `uuid` and `name` are empty if the driver does not report them."""
 
-    id: str  # as in CUDA_VISIBLE_DEVICES
+    id: str  # CUDA_VISIBLE_DEVICES syntax
     uuid: str = ""
     name: str = ""
 
@@ -57,7 +57,7 @@ class ServerStatus(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     n_queued: int
     queued_bytes: int
     n_answered: int
-    n_errors: dict[str, int]  # by ErrorCode
+    n_errors: dict[str, int]  # ErrorCode -> number of errors
     n_retried: int  # requests assigned again
     n_lost_workers: int
     excluded: dict[str, str]  # name -> reason, of workers that sent bad data

@@ -46,8 +46,8 @@ class WorkerHello(Header, tag="hello"):
     n_streams: Count  # sequences in flight that keep it busy
     template_fingerprint: Name = ""
     nonce: Annotated[bytes, msgspec.Meta(max_length=16)] = b""  # distinguishes two processes with one pid
-    cuda_visible_devices: Text | None = None  # of its process; None = unset
-    protocol_version: Count = 1  # of the requests that it understands
+    cuda_visible_devices: Text | None = None  # variable of the worker's process; None = unset
+    protocol_version: Count = 1  # version of the requests that it understands
     leaving: bool = False  # assign no more requests, and dismiss the worker when it has finished
 
 
@@ -55,7 +55,7 @@ class Assignment(Header, tag="job"):
     """A request for this worker."""
 
     job_id: Id  # set by the broker, because two clients may choose the same request id
-    stream_id: Id  # of this attempt; rows of an earlier attempt are dropped without excluding the worker
+    stream_id: Id  # id of this attempt; rows of an earlier attempt are dropped without excluding the worker
     waited_s: float  # time in the queue so far
     remaining_s: float  # time until the deadline
 

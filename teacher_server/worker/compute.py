@@ -50,7 +50,7 @@ class Worker:
         self._model_fingerprint, self._name = model_fingerprint, worker_name
         self._max_batch_tokens = max_batch_tokens
         self._waiting: list[WorkItem] = []
-        self._streams: dict[bytes, OpenStream] = {}  # by job_id
+        self._streams: dict[bytes, OpenStream] = {}  # job_id -> open stream
         self._n_runtime_errors = self._n_nans = 0
 
     def run(self) -> str:
@@ -188,7 +188,7 @@ class Worker:
         queue_s: float,
         compute_s: float,
     ) -> None:
-        self._close(job.job_id)  # of an earlier attempt, if the broker has assigned the job again
+        self._close(job.job_id)  # closes an earlier attempt's stream, if the broker has assigned the job again
         try:
             self._streams[job.job_id] = open_stream(
                 job,
@@ -236,7 +236,7 @@ class Worker:
             raise RuntimeError(f"the engine fails repeatedly: {error}") from error
 
     def _refuse(self, job_id: bytes, request_id: bytes, code: ErrorCode, text: str, index: int = 0) -> None:
-        """Send an error; `index` is that of the sequence that failed."""
+        """Send an error; `index` is the index of the sequence that failed."""
         error = ErrorReply(request_id=request_id, code=code, text=text[:1000], sequence=index)
         self._link.send_reply(job_id, [replies.encode(error)])
 

@@ -25,15 +25,15 @@ class FoundGpus:
     """GPUs this process may use."""
 
     ids: tuple[str, ...]
-    source: str  # origin of the list, for errors; empty: the GPUs are unknown
-    uuids: Mapping[str, str]  # of ids that are numbers
+    source: str  # origin of the list, for errors; empty means the GPUs are unknown
+    uuids: Mapping[str, str]  # number -> UUID, for ids that are numbers
 
     def same_as(self, gpu: str) -> str:
         """Return one name per device: its UUID if the driver reports it."""
         return self.uuids.get(gpu, gpu)
 
 
-NO_GPUS = FoundGpus((), "", {})  # also if the driver was not queried
+NO_GPUS = FoundGpus((), "", {})  # no GPUs, or the driver was not queried
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +86,7 @@ def parse_nvidia_smi(listing: str) -> tuple[list[str], dict[str, str]]:
             ids.append(number)
             uuids[number] = gpu[2]
         elif mig := re.match(r"\s+MIG .*\(UUID: (MIG-[^)]+)\)", line):
-            if number in ids:  # with MIG, CUDA cannot use the whole GPU
+            if number in ids:  # CUDA cannot use a whole GPU that has MIG devices
                 ids.remove(number)
             ids.append(mig[1])
     return ids, uuids
@@ -200,7 +200,7 @@ def own_gpus(device: str, labels: Sequence[str], visible: str | None, tensor_par
 
     Args:
         device: of the engine; any other than cuda has only `labels`.
-        labels: ids from --gpus; empty: the engine uses the first `tensor_parallel_size` visible GPUs.
+        labels: ids from --gpus; empty means the engine uses the first `tensor_parallel_size` visible GPUs.
         visible: CUDA_VISIBLE_DEVICES; gives the ids as the user wrote them.
     """
     if not device.startswith("cuda"):

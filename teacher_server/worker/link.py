@@ -161,7 +161,7 @@ class WorkerLink:
             now_s = time.monotonic()
             if self._closing or (self._leaving and not self._connected):
                 return End("")  # without a connection the broker reassigns its jobs
-            # Only while connected: hellos queued during an outage would all be sent afterwards.
+            # Send only while connected: hellos queued during an outage would all be sent afterwards.
             if self._connected and (now_s >= self._next_hello_s or self._leaving != self._hello.leaving):
                 self._hello.leaving = self._leaving
                 self._dealer.send(from_worker.encode(self._hello))

@@ -20,9 +20,9 @@ class OpenRequest:
 
     job: Assignment
     header: ScoreRequest
-    digest: bytes  # of its tokens
+    digest: bytes  # digest of its tokens
     received_s: float
-    scores: dict[int, Scores] = field(default_factory=dict)  # by index of the sequence
+    scores: dict[int, Scores] = field(default_factory=dict)  # sequence's index -> scores
     started_s: float = 0.0  # start of the forward pass of its first sequence
     refused: bool = False
     params: ScoreParams = field(init=False)

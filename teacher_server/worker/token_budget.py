@@ -14,7 +14,7 @@ class WorkItem:
     """A sequence that waits for its forward pass."""
 
     request: OpenRequest
-    index: int  # in the request
+    index: int  # position in the request
     sequence: TokenSequence
 
     @property

@@ -8,7 +8,7 @@ from pathlib import Path
 from gkd.config.check import check_config
 from gkd.config.load import load_config
 from tests.structure import MAP_PAGE, ROOT, package_map, written_map
-from tests.wording import PLACES, files_of, hits_of
+from tests.wording import PLACES, files_of, headless_comments, hits_of
 
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "examples").rglob("*.md")])
 _LINK = re.compile(r"\]\((?!https?:)([^)#\s]*)(?:#([^)\s]*))?\)")
@@ -65,6 +65,12 @@ def test_the_listed_habits_of_wording_do_not_return() -> None:
     """Fails if a docstring, comment or page has a habit that tests/wording.py lists: see its --list."""
     files = files_of([ROOT / place for place in PLACES])
     assert len(files) > 500 and not [hit for file in files for hit in hits_of(file)]
+
+
+def test_a_comment_without_its_noun_is_found() -> None:
+    """Fails if the list of habits misses a comment that needs its code, or reports the line of a longer one."""
+    source = "n = 1  # of each worker\nk = 1  # size of each\n# The sizes\n# of each worker.\nx = '# of'\n"
+    assert [hit.line for hit in headless_comments(source, "a.py")] == [1]
 
 
 def test_the_own_pipeline_page_runs() -> None:

@@ -16,7 +16,7 @@ from gkd.errors import GkdError
 class Agreement:
     """Result of the exchange between ranks at the end of a block."""
 
-    largest: int = 0  # of the ranks' `count`
+    largest: int = 0  # largest of the ranks' `count`
 
 
 @contextmanager

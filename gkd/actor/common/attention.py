@@ -38,9 +38,9 @@ def causal_attention(
         q: [B, heads, S, D].
         k, v: [B, kv_heads, S, D]; kv_heads divides heads, and neighboring heads share one.
         cu_seqlens: [n + 1] int32, on the device of q: sequence i is columns cu_seqlens[i] to cu_seqlens[i + 1], from 0
-            to S, B = 1. None: each row is one sequence.
+            to S, B = 1. None means each row is one sequence.
         max_length: length of the longest sequence, if known; on CUDA it saves a synchronization with the device.
-        scale: of the scores; None: 1 / sqrt(D).
+        scale: of the scores; None means 1 / sqrt(D).
 
     Returns:
         [B, heads, S, D].

@@ -30,7 +30,7 @@ from gkd.types import MicroBatch
 from gkd.weight_sync.buckets import Content
 from teacher_server.wire.protocol import Signal
 
-ADAPTER_FOLDER = "adapter"  # in an export
+ADAPTER_FOLDER = "adapter"  # subfolder of an export
 
 
 def no_phase(phase: str) -> None:
@@ -46,13 +46,13 @@ class StudentArgs(TypedDict, total=False):
     # Activations and exported weights. Gradients and optimizer state are always float32.
     dtype: Required[torch.dtype]
     device: Required[torch.device]
-    seed: Required[int]  # of the random generators
+    seed: Required[int]  # seed of the random generators
     # Tables that the teacher sends; `hidden` needs `set_teacher_head` before the first batch. Default: ("topk",).
     signals: Sequence[Signal]
     # Compute LM head and loss together, one chunk of logits at a time. Default: True. False: all logits first.
     fused_lm_head: bool
-    logits_chunk_mib: int  # as the key. Default: 0
-    n_vocab: int  # logits of ids from this one on are masked. Default: 0, only those of padding for tensor parallelism
+    logits_chunk_mib: int  # value of actor.logits_chunk_mib. Default: 0
+    n_vocab: int  # logits of ids from this one on are masked. Default: 0 masks only padding for tensor parallelism
     loss_kernel: str  # see `gkd.loss.row_kernels.row_kernels`. Default: auto
     on_phase: Callable[[str], None]  # called with the name of each start-up phase. Default: `no_phase`
 
@@ -74,7 +74,7 @@ class Student(ABC):
         self.step = 0
         self.optim, self.device, self._dtype = args["optim"], args["device"], args["dtype"]
         self._fused = args.get("fused_lm_head", True)
-        self._early_sums: BatchSums | None = None  # of the parts of the next step's batch whose gradients are added
+        self._early_sums: BatchSums | None = None  # sums over the parts of the next batch whose gradients are added
 
     @property
     def n_vocab(self) -> int:

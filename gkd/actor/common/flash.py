@@ -22,7 +22,7 @@ IMPLEMENTATIONS = {
     "fa4": ("FA4", "the package flash-attn-4 for Hopper and Blackwell"),
 }
 _KEY, _FALLBACK = "actor.attention", "use auto."
-_LENGTHS = (129, 1, 70)  # of the compared pack; no multiples of a kernel's tiles
+_LENGTHS = (129, 1, 70)  # lengths of the compared pack; no multiples of a kernel's tiles
 _LARGEST_ERROR = 2e-2  # relative, Frobenius norm; 16-bit kernels have 0.3 to 0.5%
 
 
@@ -35,7 +35,7 @@ class Heads(NamedTuple):
 
 
 def use_flash_attention(attention: str, models: Iterable[Heads], dtype: torch.dtype, device: torch.device) -> None:
-    """Replace torch's kernels by those of `actor.attention`, fa3 or fa4, and compare results. Takes seconds.
+    """Replace torch's kernels by the kernels of `actor.attention`, fa3 or fa4, and compare results. Takes seconds.
 
     Args:
         models: shapes that this process will compute.
@@ -57,7 +57,7 @@ def activate(attention: str) -> None:
     name, package = IMPLEMENTATIONS[attention]
     try:
         torch.nn.attention.activate_flash_attention_impl(name)
-    except (ImportError, OSError, RuntimeError, AttributeError) as error:  # also: of another torch, or torch is older
+    except (ImportError, OSError, RuntimeError, AttributeError) as error:  # another torch's package, or an older torch
         problem = f"its kernels cannot be loaded: {type(error).__name__}: {error}."
         raise ConfigError(_KEY, attention, problem, f"install {package}, or {_FALLBACK}") from error
 

@@ -30,7 +30,7 @@ class Snapshot:
     `meta` is JSON data with `step` and `world_size`, the same on all ranks of a checkpoint.
     """
 
-    pieces: Sequence[Piece]  # in host memory, contiguous in each slab
+    pieces: Sequence[Piece]  # pieces in host memory, contiguous in each slab
     meta: Mapping[str, Any]
     rng: Mapping[str, Tensor]  # [n] uint8, this rank's generators
     memory: HostCopies

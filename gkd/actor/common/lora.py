@@ -19,7 +19,7 @@ def is_target(layer: str, target: str) -> bool:
 
 
 def first_a(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
-    """Return the first values of an A, [r, I] float32, drawn like those of a linear layer. B starts with zeros."""
+    """Return the first values of an A, [r, I] float32, drawn like a linear layer's. B starts with zeros."""
     return nn.init.kaiming_uniform_(torch.empty(shape), a=math.sqrt(5), generator=generator)
 
 
@@ -34,7 +34,7 @@ def merge(weight: Tensor, a: Tensor, b: Tensor, scale: float, *, transposed: boo
     """
     delta = scale * (b @ a)
     delta = delta.T if transposed else delta
-    # Where nothing is added, keep even the sign of a zero.
+    # Keep even the sign of a zero where nothing is added.
     return torch.where(delta == 0, weight, (weight.float() + delta).to(weight.dtype))
 
 

@@ -22,7 +22,7 @@ class OptimSpec:
     warmup_steps: int = 0  # linear; the peak is reached at this step
     total_steps: int = 1  # the decay ends at the last of them
     decay_steps: int = 0  # wsd: number of final steps with a linear decay
-    min_lr_ratio: float = 0.0  # of the peak, at the last step
+    min_lr_ratio: float = 0.0  # learning rate at the last step, as a fraction of the peak
 
     def __post_init__(self) -> None:
         def refuse(name: str, problem: str, fix: str) -> None:

@@ -106,7 +106,7 @@ class ShardReader:
         """Return elements [start, stop) of one part, assembled from its pieces.
 
         Args:
-            out: [stop - start], contiguous and on the CPU, filled in place; None: a new tensor.
+            out: [stop - start], contiguous and on the CPU, filled in place; None makes a new tensor.
 
         Returns:
             [stop - start] on the CPU, in the dtype of the file.
@@ -123,7 +123,7 @@ class ShardReader:
                 f"{self._folder} has {_describe(name, kind, part)} as {ranges[0].dtype}; elements {start}:{stop} "
                 f"do not fit a {values.dtype} tensor of shape {tuple(values.shape)}."
             )
-        # Not Tensor.numpy(), see `gkd.weight_sync.buckets.digest`: these may be live states.
+        # These may be live states, so avoid Tensor.numpy(): see `gkd.weight_sync.buckets.digest`.
         raw, size = np.from_dlpack(values.view(torch.uint8)).data, values.itemsize
         at = start
         for piece in ranges:

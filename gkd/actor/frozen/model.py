@@ -48,7 +48,7 @@ from teacher_server.wire.payload import TopKScores
 
 log = get_logger("frozen")
 
-# By signal: topk: TopKScores; sampled: [R] float32; logits: [R, n_vocab], hidden: [R, H], float32 or float16.
+# Type by signal: topk: TopKScores; sampled: [R] float32; logits: [R, n_vocab], hidden: [R, H], float32 or float16.
 Table = TopKScores | np.ndarray
 
 

@@ -148,7 +148,7 @@ class ReferencePool:
         handles = []
         for chunk in batch:
             endpoint = self._endpoints[chunk.dp_rank]
-            # In this concurrency group it does not wait for requests to a teacher server, possibly of the next batch.
+            # This concurrency group does not wait for requests to a teacher server, which may be the next batch's.
             if chunk.on_policy:
                 parts = next(computed)
                 gather_results = endpoint.gather_results.options(concurrency_group=RECORDS)
@@ -162,7 +162,7 @@ class ReferencePool:
 class PartialResults:
     """The parts that ranks compute of one chunk."""
 
-    sequence_indices: list[bytes | None] = field(default_factory=list)  # of each part, see `gkd.data.scatter`
+    sequence_indices: list[bytes | None] = field(default_factory=list)  # one per part, see `gkd.data.scatter`
     refs: list[Any] = field(default_factory=list)  # handle of each part's list of results
 
 
@@ -205,7 +205,7 @@ def call_scattered(
             call = getattr(workers[rank], method).options(num_returns=1 + len(parts))
             returned = call.remote(sequence_indices, *rollouts, **options)
             calls[f"{of} {rank}"], *refs = returned if parts else [returned]
-        # Those of the group's last rank; the others' are freed.
+        # These are the results of the group's last rank; the others' are freed.
         for part, ref in zip(parts, refs, strict=True):
             results[part.chunk_index].sequence_indices.append(part.sequence_indices)
             results[part.chunk_index].refs.append(ref)

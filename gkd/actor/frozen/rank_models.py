@@ -103,7 +103,7 @@ class FrozenModels:
             model.after_step()
 
     def add_to(self, snapshot: Snapshot) -> Snapshot:
-        """Return the student's snapshot with those of the models that follow it. Not a collective."""
+        """Return the student's snapshot with the snapshots of the models that follow it. Not a collective."""
         for model in self._followers:
             snapshot = model.add_to(snapshot)
         return snapshot

@@ -26,7 +26,7 @@ def check_plan(places: Mapping[str, Place], plan: Sequence[TensorPlan]) -> None:
 
 
 def blend(places: Mapping[str, Place], tensors: Iterator[tuple[str, Tensor]], keep: float) -> None:
-    """Set this rank's rows to keep * frozen + (1 - keep) * given. No collectives but those of `tensors`.
+    """Set this rank's rows to keep * frozen + (1 - keep) * given. No collectives except in `tensors`.
 
     Args:
         tensors: (name in the files, whole tensor), each once; in the same order on every rank.

@@ -88,7 +88,7 @@ class LocalTeacher:
             self._hand_over_head()
 
     def add_to(self, student: Snapshot) -> Snapshot:
-        """Return the student's snapshot with that of the teacher, see `Follower.add_to`. Not a collective."""
+        """Return the student's snapshot with the teacher's, see `Follower.add_to`. Not a collective."""
         return self._follower.add_to(student)
 
     def load(self, folder: Path) -> None:

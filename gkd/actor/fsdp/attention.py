@@ -32,8 +32,8 @@ class Pack:
     """Boundaries of the sequences in a packed row; passed through the model's forward as the keyword `pack`."""
 
     cu_seqlens: Tensor  # [n + 1] int32, on the device of the activations
-    max_length: int  # of the longest sequence
-    calls: list[str] | None = None  # if given, each call appends the class name of its attention module
+    max_length: int  # length of the longest sequence
+    calls: list[str] | None = None  # list to which each call appends the class name of its attention module
 
 
 def register_packed_attention() -> None:

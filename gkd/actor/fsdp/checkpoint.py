@@ -1,7 +1,7 @@
 """Write the state of an fsdp2 rank to a checkpoint, and load it with any number of ranks.
 
 fully_shard gives each rank some rows of every parameter. Flattened, they are one range of the parameter. These ranges
-and those of the two moments are the pieces of `gkd.actor.common.shards`, under the parameters' HF names. Frozen weights
+and the moments' ranges are the pieces of `gkd.actor.common.shards`, under the parameters' HF names. Frozen weights
 are not saved; a resume reads them from the model's folder. Values are copied bit-exactly.
 
 With the same number of ranks the resume is bit-exact, including the random generators.

@@ -35,7 +35,7 @@ from gkd.errors import ModelError
 class FilePart:
     """The rectangle of a parameter that one tensor of the files fills."""
 
-    name: str  # in the files
+    name: str  # tensor's name in the files
     start: tuple[int, ...]  # first element, per dimension of the parameter
     sizes: tuple[int, ...]  # per dimension of the parameter
     stacked: bool = False  # the file's tensor is one row of the parameter and lacks its first dimension
@@ -69,7 +69,7 @@ def file_parts(
     by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
     parts: dict[str, list[FilePart]] = {}
     groups: dict[str, dict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
-    # In the order in which transformers stacks them: by the numbers in the names.
+    # Order names as transformers stacks their tensors: by the numbers in them.
     for name in sorted(names, key=dot_natural_key):
         own, pattern = rename_source_key(name, renamings, converters, hf.base_model_prefix, dict(shapes))
         if own not in shapes and name in shapes:

@@ -62,7 +62,7 @@ def add_adapters(hf: PreTrainedModel, lora: LoraConfig, places: Mapping[str, Pla
     """Add an adapter, still on the meta device, to every weight in actor.lora.targets, and freeze the other weights.
 
     Args:
-        places: of the model's tensors, by name; made before, so that the names are those of the model without adapters.
+        places: of the model's tensors, by name; made before the adapters, so that the names do not depend on them.
 
     Returns:
         Adapter by the name of its weight.
@@ -103,7 +103,7 @@ def init_adapters(adapters: Mapping[str, Adapter], seed: int) -> None:
 def disabled_adapters(model: nn.Module) -> Iterator[None]:
     """Within the block, compute without the adapters. Only for forward passes without gradients."""
     layers = [module for module in model.modules() if isinstance(module, LoraLayer)]
-    # Not peft's enable_adapters, which also changes requires_grad: fully_shard reads that only once.
+    # peft's enable_adapters also changes requires_grad, which fully_shard reads only once.
     for layer in layers:
         layer._disable_adapters = True
     try:

@@ -58,9 +58,9 @@ class LossModel(nn.Module):
         Args:
             tokens: [B, S] int64.
             rows: [N] int64 into the flattened [B * S] positions.
-            position_ids: [B, S] int64; None: column numbers.
+            position_ids: [B, S] int64; None takes column numbers.
             pack: boundaries of the sequences of a packed row (B = 1).
-            loss: the loss to compute from `targets`; None: return logits.
+            loss: the loss to compute from `targets`; with None the logits are returned.
             fused: compute LM head and loss together; else all logits first.
             use: function of the hidden states of `rows` and the LM head's weight, instead of a loss.
 

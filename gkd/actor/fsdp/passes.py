@@ -134,7 +134,7 @@ def _next_token_logprobs(
 
 
 def _forward(model: LossModel, batch: MicroBatch, device: torch.device, **arguments: Any) -> Any:
-    """Run the model on a micro-batch; `arguments` and result are those of `LossModel.forward`."""
+    """Run the model on a micro-batch; for `arguments` and result see `LossModel.forward`."""
     pack, positions = None, None
     if batch.cu_seqlens is not None:
         longest = int(batch.cu_seqlens.diff().max())

@@ -27,7 +27,7 @@ class Place:
 
     module: nn.Module
     attribute: str
-    shape: tuple[int, ...]  # of the whole tensor
+    shape: tuple[int, ...]  # shape of the whole tensor
     parts: tuple[FilePart, ...] = ()  # the files' tensors in it; empty for an adapter
 
     @property

@@ -171,7 +171,7 @@ def _resplit(
     for rank, out in enumerate(old_parts, start=layout.tp_rank // n_new * n_old):
         reader.read(entry.hf_names[0], kind, rank, 0, out.numel(), out=out.view(-1))
     n_heads, n_kv_heads = model.dims.n_heads // n_blocks, model.dims.n_kv_heads // n_blocks
-    dims = replace(model.dims, n_heads=n_heads, n_kv_heads=n_kv_heads)  # of a block
+    dims = replace(model.dims, n_heads=n_heads, n_kv_heads=n_kv_heads)  # sizes of a block
     part = torch.empty(part_shape(entry, layout.tp))
     entry.layout.fill(part, entry.layout.join(old_parts, dims), dims, n_new, layout.tp_rank % n_new)
     return part.view(-1)[start:stop]

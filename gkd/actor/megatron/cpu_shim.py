@@ -98,7 +98,7 @@ def _replace_moe() -> Iterator[str]:
         return tokens_per_expert
 
     for cls, name, replacement in (
-        (Dispatcher, "cuda_dtoh_stream", "none on the CPU"),  # not None, which would create a stream
+        (Dispatcher, "cuda_dtoh_stream", "none on the CPU"),  # None would create a stream
         (Dispatcher, "_maybe_dtoh_and_synchronize", counts_to_numpy),
         (TopKRouter, "_apply_expert_bias", inspect.unwrap(TopKRouter._apply_expert_bias)),
     ):

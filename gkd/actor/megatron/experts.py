@@ -34,7 +34,7 @@ def expert_settings(dims: ModelDims, layout: ParallelLayout) -> dict[str, Any]:
         "moe_router_topk": dims.moe.n_active,
         # A softmax over the chosen logits equals HF's over all of them, divided by the chosen ones' sum.
         "moe_router_pre_softmax": not dims.moe.normalize_weights,
-        # In bfloat16, probabilities of many experts would tie.
+        # bfloat16 probabilities of many experts would tie.
         "moe_router_dtype": "fp32",
         "moe_router_load_balancing_type": "none",
         "moe_grouped_gemm": False,
@@ -46,7 +46,7 @@ def expert_settings(dims: ModelDims, layout: ParallelLayout) -> dict[str, Any]:
 class GroupedExperts(SequentialMLP):
     """Compute the experts of a rank together: two grouped products instead of two products of each expert.
 
-    The parameters are those of `SequentialMLP`.
+    The parameters are the same as in `SequentialMLP`.
     """
 
     def forward(

@@ -30,7 +30,7 @@ class Rule:
     param: str
     hf: tuple[str, ...]
     layout: TensorLayout
-    shapes: Callable[[ModelDims], tuple[Shape, ...]]  # of the HF tensors
+    shapes: Callable[[ModelDims], tuple[Shape, ...]]  # shapes of the HF tensors
     when: Callable[[ModelDims], bool] = lambda dims: True  # whether a model of `dims` has this parameter
 
 
@@ -134,8 +134,8 @@ class TensorEntry:
     hf_shapes: tuple[Shape, ...]
     layout: TensorLayout
     exported: bool = True  # False for the second copy of a tied embedding
-    # The EP rank that holds this expert. On other EP ranks `param` names another expert of the same shape. None: the
-    # parameter does not belong to an expert.
+    # The EP rank that holds this expert. On other EP ranks `param` names another expert of the same shape. None means
+    # that the parameter does not belong to an expert.
     owner: int | None = None
 
 

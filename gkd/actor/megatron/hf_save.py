@@ -25,7 +25,7 @@ from gkd.hf.folder import MAX_SHARD_BYTES, TensorPlan, exhaust, write_folder
 from gkd.weight_sync.buckets import Content
 
 Tensors: TypeAlias = Iterator[tuple[str, Tensor]]
-Plans: TypeAlias = Sequence[Sequence[TensorPlan]]  # by stage
+Plans: TypeAlias = Sequence[Sequence[TensorPlan]]  # one sequence per stage
 
 
 def save_hf(
@@ -70,7 +70,7 @@ def _save(model: StudentModel, content: Content, write: Callable[[Tensors, Plans
                 if model.layout.pp_rank > 0:
                     _transfer(dist.isend, tensor.contiguous(), model, stage=0)
         else:
-            exhaust(iter_hf_tensors(model, content))  # only joins the gathers
+            exhaust(iter_hf_tensors(model, content))  # this rank only joins the gathers
     outcome = [None if problem is None else f"{type(problem).__name__}: {problem}"]
     dist.broadcast_object_list(outcome, src=0)
     if outcome[0] is not None:
@@ -78,7 +78,7 @@ def _save(model: StudentModel, content: Content, write: Callable[[Tensors, Plans
 
 
 def _all_stages(model: StudentModel, content: Content, plans: Plans) -> Tensors:
-    """Yield, on rank 0, the tensors of its own stage and then those that the other stages send, in plan order."""
+    """Yield, on rank 0, the tensors of its own stage and then the tensors that the other stages send, in plan order."""
     yield from iter_hf_tensors(model, content)
     device = model.device
     for stage, plan in list(enumerate(plans))[1:]:

@@ -129,7 +129,7 @@ class LinearAdapters(nn.Module):
         super().__init__()
         self.enabled = True
         self._splits_inputs, self._sizes, self._n_groups, self._scale = splits_inputs, sizes, n_groups, scale
-        self._parts: dict[int, nn.Module] = {}  # by number of the HF weight; submodules, too
+        self._parts: dict[int, nn.Module] = {}  # number of the HF weight -> adapter, which is a submodule, too
         config: Any = linear.config
         self._splits_sequence, self._tp = config.sequence_parallel, config.tensor_model_parallel_size
         self._tp_group: Any = linear.tp_group
@@ -183,12 +183,12 @@ def add_adapters(
 
     Args:
         modules: of the stage, by name as in `TensorEntry.param`.
-        seed: of the first values, which do not depend on the layout and are those of fsdp2.
+        seed: of the first values, which do not depend on the layout and are the same as with fsdp2.
     """
     found = {adapter.weight: adapter for adapter in adapters_of(dims, layout, lora)}
     generator = torch.Generator().manual_seed(seed)
     for adapter in adapters_of(dims, _WHOLE, lora):
-        whole_a = first_a(adapter.a.hf_shapes[0], generator)  # also for other stages, to advance the generator
+        whole_a = first_a(adapter.a.hf_shapes[0], generator)  # drawn even for other stages, to advance the generator
         if (own := found.get(adapter.weight)) is not None:
             _add_adapter(modules[_layer(own.linear.param)], own, whole_a, dims, layout, lora)
     return list(found.values())

@@ -144,11 +144,11 @@ class StudentModel:
     dims: MegatronDims
     layout: ParallelLayout
     groups: ProcessGroupCollection
-    adapters: tuple[Adapter, ...] = ()  # of this stage
-    lora: LoraConfig | None = None  # of the adapters
+    adapters: tuple[Adapter, ...] = ()  # adapters of this stage
+    lora: LoraConfig | None = None  # settings of the adapters
 
     def named_modules(self) -> Iterator[tuple[str, torch.nn.Module]]:
-        """Yield (name, module) of this stage; names are prefixes of those of `named_params`."""
+        """Yield (name, module) of this stage; names are prefixes of the names of `named_params`."""
         for number, chunk in enumerate(self.chunks):
             for name, module in chunk.named_modules():
                 yield chunk_prefix(self.layout, number) + name, module
@@ -206,7 +206,7 @@ def build_model(
         layers: auto | torch | te: modules of the layers, see the key actor.layers.
         recompute: none | selective | full: activations that the backward pass recomputes instead of storing them.
         sequence_parallel: split activations along the sequence over TP where TP does not split them otherwise.
-        lora: freeze the weights and train these adapters. None: train all weights.
+        lora: freeze the weights and train these adapters. With None all weights are trained.
         seed: of the adapters' first values.
         on_phase: called with the name of each start-up phase.
 
@@ -267,7 +267,7 @@ def _freeze(chunk: StudentGPT) -> None:
 
 
 def _mark_shards(params: Mapping[str, torch.nn.Parameter], entries: Sequence[TensorEntry]) -> None:
-    """Mark for Megatron the parameters that TP splits and those of experts.
+    """Mark for Megatron the parameters that TP splits and the experts' parameters.
 
     Parameters without the first mark count only on TP rank 0 in the gradient norm. Megatron sets it when it initializes
     a weight, which this project skips. Parameters with the second mark are reduced over the ranks that hold the same

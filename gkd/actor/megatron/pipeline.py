@@ -58,8 +58,8 @@ def run_batch(
     """
     device = model.device
     shapes = []
-    # Not converted to a list: `MicroBatches` builds each one on access, so that only some of the teacher's tables exist
-    # at a time.
+    # Do not convert this to a list: `MicroBatches` builds each one on access, so that only some of the teacher's tables
+    # exist at a time.
     with same_error(device):
         for batch in without_targets(micro_batches):
             check_before(loss, batch, micro_batches, needs_scores=model.layout.is_last_stage)
@@ -162,7 +162,7 @@ def _schedule(
             data_iterator=iterators if len(ddps) > 1 else iterators[0],
             model=list(ddps),
             num_microbatches=n_batches,
-            # Only upper bounds: stages exchange the shape of each micro-batch.
+            # These are upper bounds: stages exchange the shape of each micro-batch.
             seq_length=max((shape[1] for shape in shapes), default=1),
             micro_batch_size=max((shape[0] for shape in shapes), default=1),
             forward_only=forward_only,

@@ -106,7 +106,7 @@ class MegatronStudent(Student):
         no_sync = [ddp.no_sync for ddp in self._ddps]
         config.no_sync_func = no_sync if layout.vpp > 1 else no_sync[0]
         config.finalize_model_grads_func = self._finalize_grads
-        self._n_tokens = torch.zeros((), dtype=torch.int, device=device)  # of the batch so far
+        self._n_tokens = torch.zeros((), dtype=torch.int, device=device)  # tokens of the batch so far
         self._completes = True
         self._optimizer = build_optimizer(self._ddps, self.optim, dtype=torch.float32 if adapted else dtype)
         self._host_copies = HostCopies(device)
@@ -116,7 +116,7 @@ class MegatronStudent(Student):
         return sum_over_group(counts.to(self.device), self.model.groups.dp)
 
     def compute_logprobs(self, micro_batches: Sequence[MicroBatch], *, disable_adapter: bool = False) -> list[Tensor]:
-        """See `Student.compute_logprobs`; `micro_batches` are those of `run_batch`."""
+        """See `Student.compute_logprobs`; for `micro_batches` see `run_batch`."""
         with disabled_adapters(self.model.chunks) if disable_adapter else nullcontext():
             return run_logprobs(self._ddps, self.model, micro_batches, self.loss, fused=self._fused)
 
@@ -178,7 +178,7 @@ class MegatronStudent(Student):
 
     @contextmanager
     def _no_reduction(self) -> Iterator[None]:
-        """Leave the gradients of the block on each rank, also those of the last backward pass."""
+        """Leave the gradients of the block on each rank, including the last backward pass's."""
         config = self.model.config
         no_sync, config.no_sync_func = config.no_sync_func, nullcontext
         try:

@@ -21,7 +21,7 @@ Sliceable: TypeAlias = Any
 class TensorLayout(Protocol):
     """How one Megatron parameter is made from its HF tensors."""
 
-    partition_dim: int | None  # dimension of the Megatron parameter that TP splits; None: every rank has all of it
+    partition_dim: int | None  # dimension of the Megatron parameter that TP splits; None means every rank has all of it
 
     def fill(self, param: Tensor, sources: Sequence[Sliceable], dims: ModelDims, tp: int, tp_rank: int) -> None:
         """Write this TP rank's part of the HF tensors `sources` into `param`, in Megatron's row order."""

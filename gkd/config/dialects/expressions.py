@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Mapping
 from types import CodeType
 from typing import Any, NoReturn
 
-TRACKERS = ("tensorboard", "wandb", "mlflow", "trackio")  # of trainer.loggers
+TRACKERS = ("tensorboard", "wandb", "mlflow", "trackio")  # names in trainer.loggers
 _NO_TRACKERS = ("console", "stdout", "file", "none")  # metrics.jsonl and the log are always written
 
 

@@ -32,7 +32,7 @@ class Row:
         kind: mapped; refused (not done here, and it decides what is trained); unsupported (not done here); default
             (what this system does without a key); meaningless.
         note: the remark of reports, hints and pages.
-        key: the keys here, separated by spaces; those of `set` and `choices` need not be named.
+        key: the keys here, separated by spaces; keys of `set` and `choices` need not be named.
         default: what the other system uses if the name is not set, where that differs from the default here.
         harmless: values of a refused or unsupported setting which have no effect.
         when: expression; false: there is nothing to set.
@@ -67,7 +67,7 @@ class Row:
         return list(dict.fromkeys([*self.key.split(), *self.set, *itertools.chain(*chosen)]))
 
     def names_of(self, name: str) -> Sequence[str]:
-        """Return the names of one setting: of a mapped row all, else those that differ in the role before the dot."""
+        """Return the names of one setting: all names of a mapped row, else names with other roles before the dot."""
         if self.kind == "mapped":
             return self.names
         _, _, setting = name.partition(".")
@@ -133,17 +133,17 @@ class OldSettings:
 class Dialect:
     """All settings that one way of writing another system's configs has."""
 
-    name: str  # of its file, and on the command line
-    title: str  # in texts
+    name: str  # name of its file, and on the command line
+    title: str  # name in texts
     system: str  # name of its page, docs/from_SYSTEM.md
     own: tuple[Row, ...]  # rows of its own file
-    rows: tuple[Row, ...]  # and of those that it extends, without the names that an earlier file has
+    rows: tuple[Row, ...]  # rows of its file and of the files that it extends, without names of an earlier file
     extends: tuple[str, ...] = ()  # names of these files
     programs: tuple[str, ...] = ()  # patterns of a command's words
     detect: tuple[str, ...] = ()  # patterns of settings that no other dialect has
 
     def find(self, name: str) -> Row | None:
-        """Return the row of a name: an exact one, else that of the longest pattern, else one with any beginning."""
+        """Return the row of a name: an exact one, else the row of the longest pattern, else one with any beginning."""
         if row := self._exact.get(plain(name)):
             return row
         return next((row for pattern, row in self._patterns if fnmatchcase(plain(name), pattern)), None)

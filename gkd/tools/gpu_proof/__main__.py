@@ -44,7 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ConfigError as error:
         print(f"gpu_proof: {error}", file=sys.stderr)
         return 2
-    for number in INTERRUPTS:  # also SIGINT, which a shell ignores for what it starts in the background
+    for number in INTERRUPTS:  # SIGINT included, which a shell ignores for what it starts in the background
         signal.signal(number, _as_interrupt)
     return _run(stages, args.device, gpus_gib, out)
 
@@ -77,7 +77,7 @@ def _chosen(names: str | None) -> list[Stage]:
 
 
 def _gpus_gib(device: str) -> list[float | None]:
-    """Return the memory of each visible GPU; None: unknown. Raise ConfigError: cuda without one."""
+    """Return the memory of each visible GPU, or None if it is unknown. Raise ConfigError: cuda without one."""
     if device == "cpu":
         return []
     gpus = visible_gpus(os.environ.get("CUDA_VISIBLE_DEVICES"), machine_gpus())

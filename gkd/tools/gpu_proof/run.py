@@ -31,7 +31,7 @@ class Place:
         device: "cuda" | "cpu".
         root: the repository.
         out: folder of results and logs; the output of a stage goes to `<stage>.log`.
-        gpus_gib: memory of each visible GPU; None: unknown, and taken as enough for one stage at a time.
+        gpus_gib: memory of each visible GPU; None means unknown, which is taken as enough for one stage at a time.
         grace_s: from SIGTERM to SIGKILL. A run of the whole system stops its own processes.
     """
 
@@ -218,7 +218,7 @@ def _stop(processes: Sequence[psutil.Popen], grace_s: float) -> None:
 
 
 def _alive(groups: set[int], strays: Sequence[psutil.Process]) -> list[psutil.Process]:
-    """Return the members of process groups and these others, without those that have ended."""
+    """Return the members of process groups and these others, without processes that have ended."""
     members = [other for other in psutil.process_iter() if _group_of(other) in groups]
     members += [stray for stray in strays if stray not in members]
     alive = []
@@ -240,7 +240,7 @@ def missing(stage: Stage, device: str, gpus_gib: Sequence[float | None]) -> str:
     """Return what this machine lacks for a stage; "": nothing.
 
     Args:
-        gpus_gib: the memory of each visible GPU; None: unknown, and taken as enough.
+        gpus_gib: the memory of each visible GPU; None means unknown, which is taken as enough.
     """
     if device == "cpu":
         return "no form without a GPU" if stage.cpu is None else ""

@@ -22,18 +22,18 @@ class Room:
         return max(1, self.cores // CORES_EACH)
 
 
-EXPECTED_ROOM = Room(16, 80.0)  # of the machine that `Stage.expected_s` is for
+EXPECTED_ROOM = Room(16, 80.0)  # machine that `Stage.expected_s` is for
 
 
 def in_order(stages: Sequence[Stage]) -> list[Stage]:
-    """Return stages that run alone, then those that share, the longest first."""
+    """Return stages that run alone, then stages that share, the longest first."""
     alone = [stage for stage in stages if not stage.shares_gib]
     shared = [stage for stage in stages if stage.shares_gib]
     return [*alone, *sorted(shared, key=lambda stage: -stage.expected_s)]
 
 
 def next_up(waiting: Sequence[Stage], running: Sequence[Stage], room: Room) -> Stage | None:
-    """Return the stage that may use the GPU now; None: wait for the end of one of those that run."""
+    """Return the stage that may use the GPU now, or None if one that runs has to end first."""
     if not running:
         return waiting[0] if waiting else None
     if len(running) >= room.width or not all(stage.shares_gib for stage in running):
@@ -43,13 +43,13 @@ def next_up(waiting: Sequence[Stage], running: Sequence[Stage], room: Room) -> S
 
 
 def started_ahead(waiting: Sequence[Stage], room: Room) -> Stage | None:
-    """Return the stage to start before its turn; None: the next one does not wait for its turn, or there is no core."""
+    """Return the stage to start before its turn, or None if the next one does not wait or there is no core."""
     return waiting[0] if waiting and waiting[0].ahead_s and room.width > 1 else None
 
 
 def expected_seconds(stages: Sequence[Stage], room: Room = EXPECTED_ROOM) -> float:
     """Return the time of a run in which each stage takes `expected_s`, also one that shares the GPU and the cores."""
-    waiting, began, now = in_order(stages), dict[Stage, float](), 0.0  # `began`: of those that run
+    waiting, began, now = in_order(stages), dict[Stage, float](), 0.0  # `began` has the stages that run
     ahead_since = 0.0
     while waiting or began:
         while stage := next_up(waiting, list(began), room):

@@ -13,7 +13,7 @@ class Stage:
 
     Args:
         command: words after `python -m`. {json} and {xml} become the file of the results, {device} cuda or cpu.
-        cpu: the words to use on a machine without a GPU; None: the stage needs a GPU.
+        cpu: the words to use on a machine without a GPU; None means the stage needs a GPU.
         limit_s: the stage is stopped after this time.
         expected_s: its time on an H100 with 16 cores; most of it loads libraries, compiles and starts engines.
         expected: of the figure in the table, on a GPU.

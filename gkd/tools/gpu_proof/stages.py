@@ -7,7 +7,7 @@ Seconds are expected for 16 cores: a process needs about 10, of them 4 to 6 to i
 start CUDA, an engine of vLLM 25 (of them 5 to import vLLM), with CUDA graphs 45, Megatron's layers 25 to compile.
 
 An engine of vLLM asserts at its start that no other process frees GPU memory meanwhile, unless the size of its KV cache
-is given. A stage that starts one without it runs alone. Engines' shares of a card count as those of 80 GiB.
+is given. A stage that starts one without it runs alone. Engines' shares of a card count as shares of 80 GiB.
 """
 
 from __future__ import annotations
@@ -248,7 +248,7 @@ STAGES = (
         95,
         "0.9 to 1.0: 1 ms of packing for a batch of 2,048 tokens, which takes 12; errors as plain bfloat16",
         figure="vllm: server / bare engine",
-        min_gib=32,  # of four engines and a model in float32
+        min_gib=32,  # four engines and a model in float32
         ahead_s=6,
     ),
     Stage(

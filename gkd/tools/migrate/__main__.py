@@ -31,7 +31,7 @@ def migrate(asked: str, file: Path | None, flags: Sequence[str] = ()) -> tuple[s
     """Return the YAML of old settings, the summary of its report, and the keys of `not_understood`.
 
     Args:
-        asked: a system or one of its dialects; empty: it is found in the settings.
+        asked: a system or one of its dialects; if empty, it is found in the settings.
 
     Raises:
         ConfigError: the dialect is not known, or the settings cannot be read.

@@ -30,8 +30,8 @@ class Entry:
     """Hold the result for one old key.
 
     Args:
-        settings: those of the YAML that it sets.
-        keys: those that it could set.
+        settings: settings of the YAML that it sets.
+        keys: keys that it could set.
         servers: commands that start the teachers.
         is_set: false: the other system's default, which differs from the one here.
     """
@@ -100,7 +100,7 @@ def _drop_defaults(entry: Entry) -> None:
 
 
 def _wrong_type(settings: Mapping[str, Any]) -> str:
-    """Return what is wrong with the value of a key; empty: nothing."""
+    """Return what is wrong with the value of a key; empty means that it is valid."""
     try:
         load_config(None, [f"{key}={_flow(value)}" for key, value in settings.items()])
     except ConfigError as error:

@@ -18,7 +18,7 @@ def find_dialect(asked: str, old: Old) -> Dialect:
     """Return the dialect of settings: the one whose program they start, else the one with the most names of its own.
 
     Args:
-        asked: a dialect, which is then taken; a system, whose dialects are tried; empty: all are tried.
+        asked: a dialect, which is then taken; a system, whose dialects are tried; if empty, all are tried.
 
     Raises:
         ConfigError: `asked` is not known, or the settings fit none or several dialects.

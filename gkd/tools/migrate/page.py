@@ -67,7 +67,7 @@ def _code(names: list[str]) -> str:
 
 
 def _short(names: tuple[str, ...]) -> list[str]:
-    """Return the names without those that differ in the first word only, which is the name of a role."""
+    """Return the names except ones that differ in the first word only, which is the name of a role."""
     first: dict[str, str] = {}
     for name in names:
         first.setdefault(name.partition(".")[2] or name, name)

@@ -16,8 +16,8 @@ from gkd.errors import ConfigError
 from gkd.tools.migrate.shell import is_flag, is_override, read_script
 
 _YAML = (".yaml", ".yml", ".json")
-_SELF = "_self_"  # of Hydra's `defaults`
-_RESOLVERS: dict[str, Callable[..., Any]] = {  # that the other systems register
+_SELF = "_self_"  # entry of Hydra's `defaults`
+_RESOLVERS: dict[str, Callable[..., Any]] = {  # resolvers that the other systems register
     "mul": lambda *numbers: math.prod(numbers),
     "add": lambda *numbers: sum(numbers),
     "sub": lambda a, b: a - b,
@@ -54,7 +54,7 @@ def read_file(path: Path, given: Mapping[str, Any]) -> Old:
     """Return the settings of a file: of a YAML by its ending, else of a script or list of flags.
 
     Args:
-        given: settings that replace those of the file; in a YAML, other values may refer to them.
+        given: settings that replace the file's; in a YAML, other values may refer to them.
 
     Raises:
         ConfigError: the file or a base of it does not exist, is not valid, or has no settings.
@@ -89,7 +89,7 @@ def settings_of(words: Sequence[str]) -> Old:
 
 
 def _flat(name: str, value: Any) -> dict[str, Any]:
-    """Return a setting; that of a mapping, as in `--kwargs '{"a": 1}'`, by the names of its values."""
+    """Return a setting; a mapping's setting, as in `--kwargs '{"a": 1}'`, by the names of its values."""
     if not isinstance(value, dict) or not value:
         return {name: value}
     return {each: found for key, inner in value.items() for each, found in _flat(f"{name}.{key}", inner).items()}
@@ -166,7 +166,7 @@ def _leaves(node: Any, prefix: str) -> Iterator[tuple[str, Any]]:
         name = f"{prefix}{part}"
         try:
             value = node[part]
-        except Exception:  # of a resolver, or of OmegaConf: the text stays, and the report names it
+        except Exception:  # a resolver or OmegaConf failed: the text stays, and the report names it
             value = OmegaConf.to_container(node, resolve=False)[part]  # type: ignore[index]
         if OmegaConf.is_dict(value) and len(value):
             yield from _leaves(value, f"{name}.")

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from gkd.errors import ConfigError
 
 _ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\+?)=(.*)", re.DOTALL)
-_VARIABLE = re.compile(r"\$(?:\{(\w+)(?::?[-=]([^${}]*))?\}|(\w+))")  # of nested ones, the innermost
+_VARIABLE = re.compile(r"\$(?:\{(\w+)(?::?[-=]([^${}]*))?\}|(\w+))")  # the innermost of nested ones
 _ARRAY = re.compile(r"\$\{?(\w+|[@*])(?:\[[@*]\])?\}?")  # "$@", "${ARGS[@]}" or $ARGS as a whole word
 _ARITHMETIC = re.compile(r"\$\(\((.*?)\)\)", re.DOTALL)
 _PROGRAM = re.compile(r"(^|/)(python[\d.]*|torchrun|accelerate|trl|deepspeed|swift|megatron|uv)$")
@@ -127,7 +127,7 @@ def _commands(text: str, path: str, arrays: dict[str, list[str]], variables: dic
 
 
 def _expanded(word: str, arrays: dict[str, list[str]], variables: dict[str, str]) -> list[str]:
-    """Return the words that a word stands for: those of an array, of a variable with flags, or one text."""
+    """Return the words that a word stands for: the words of an array or of a variable with flags, or one text."""
     if found := _ARRAY.fullmatch(word):
         if found[1] in arrays:
             return arrays[found[1]]
