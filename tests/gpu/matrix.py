@@ -113,6 +113,7 @@ CASES = {
     "lora_adapters_fsdp2": Case(3, (*LORA, *ADAPTERS, FSDP2, TWO_RANKS), rtol=0.02),
     "tp2": Case(3, (TWO_RANKS, "actor.tp=2")),
     "pp2": Case(3, (TWO_RANKS, "actor.pp=2")),
+    "masked_vocabulary": Case(3, (TWO_RANKS, "actor.tp=2", "model.n_vocab=200")),
     "dp2": Case(3, (TWO_RANKS,)),
     "rollout_tp2": Case(3, ("rollout.n_gpus_per_node=2", "rollout.tp=2")),
     "resumed": Case(2, ("trainer.save_every=1",), how="resumed"),
