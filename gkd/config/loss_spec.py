@@ -19,12 +19,12 @@ from dataclasses import dataclass, replace
 from typing import get_args
 
 from gkd.config.schema import DistillConfig, LossTermConfig
-from gkd.config.schema_teacher import DIVERGENCE_NAMES, LOSS_NAMES, POLICY_GRADIENT_NAMES, SFT, Tail
+from gkd.config.schema_teacher import DIVERGENCE_NAMES, DIVERGENCES, LOSS_NAMES, POLICY_GRADIENT_NAMES, SFT, Tail
 from gkd.errors import ConfigError
 from teacher_server.wire.protocol import Signal
 
 REFERENCE_KL, REWARD = "reference_kl", "reward"  # names of these terms in reports
-_PARAMETERS = {"beta": ("jsd",), "alpha": ("skew_kl", "skew_reverse_kl")}  # and the losses that use it
+_PARAMETERS = ("beta", "alpha")
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,9 +186,9 @@ def loss_spec(distill: DistillConfig, temperature: float) -> LossSpec:
 
 def _term(i: int, entry: LossTermConfig, distill: DistillConfig) -> LossTerm:
     where = f"distill.losses[{i}]"
-    for key, users in _PARAMETERS.items():
-        if getattr(entry, key) is not None and entry.name not in users:
-            fix = f"{key} belongs to {', '.join(users)}; remove it."
+    for key in _PARAMETERS:
+        if getattr(entry, key) is not None and key not in DIVERGENCES.get(entry.name, ()):
+            fix = f"{key} belongs to {', '.join(name for name in DIVERGENCES if key in DIVERGENCES[name])}; remove it."
             raise ConfigError(f"{where}.{key}", getattr(entry, key), f"{entry.name!r} has no {key}.", fix)
     beta = distill.beta if entry.beta is None else entry.beta
     alpha = distill.alpha if entry.alpha is None else entry.alpha

@@ -11,7 +11,15 @@ from teacher_server.wire.protocol import MAX_K, Signal
 Tail: TypeAlias = Literal["bucket", "renorm", "drop", "residual"]
 SUPPORTS = ("teacher", "student", "union")
 
-DIVERGENCE_NAMES = ("forward_kl", "reverse_kl", "jsd", "skew_kl", "skew_reverse_kl")
+# Name of each divergence, and of its function in gkd/loss -> the keys of `distill` that it uses.
+DIVERGENCES: dict[str, tuple[str, ...]] = {
+    "forward_kl": (),
+    "reverse_kl": (),
+    "jsd": ("beta",),
+    "skew_kl": ("alpha",),
+    "skew_reverse_kl": ("alpha",),
+}
+DIVERGENCE_NAMES = tuple(DIVERGENCES)
 POLICY_GRADIENT_NAMES = ("k1", "k2", "k3")
 SFT = "sft"
 NORMALIZATIONS = ("token", "sequence", "domain")
