@@ -178,8 +178,9 @@ class DistillConfig:
     loss: str = key(
         "forward_kl",
         "Training loss. forward_kl is KL(teacher || student), reverse_kl the opposite; k1, k2, k3 estimate it from the "
-        "sampled token; sft is cross-entropy on dataset responses. Definitions: docs/losses.md.",
+        "sampled token; sft is cross-entropy on dataset responses. Definitions and losses of your own: docs/losses.md.",
         choices=LOSS_NAMES,
+        paths=True,
     )
     losses: list[LossTermConfig] = key(
         [],

@@ -25,6 +25,7 @@ from typing import TypeAlias, get_args
 import torch
 from torch import Tensor
 
+from gkd.config.function_path import import_function
 from gkd.config.loss_spec import DIVERGENCE_NAMES, LossTerm, Tail
 from gkd.errors import ConfigError
 
@@ -62,6 +63,20 @@ def skew_reverse_kl(log_q: Tensor, log_p: Tensor, term: LossTerm) -> Tensor:
 
 
 DIVERGENCES: dict[str, Divergence] = {name: globals()[name] for name in DIVERGENCE_NAMES}
+IMPOSSIBLE = -1e4  # nats; what the functions of a user get for a logprob of -inf. Its probability is 0 in every dtype.
+
+
+def divergence_of(name: str) -> Divergence:
+    """Return the function of a built-in name or of an import path. Raises ConfigError: it cannot be imported."""
+    if name in DIVERGENCES:
+        return DIVERGENCES[name]
+    try:
+        function = import_function(name)
+    except ImportError as error:
+        fix = "name a function of a module that the folder of the start or PYTHONPATH has, on each host."
+        raise ConfigError("distill.loss", name, f"{error}.", fix) from error
+    # Finite, so that 0 * inf occurs in no formula. The slope of a clamped entry is 0.
+    return lambda log_q, log_p, term: function(log_q.clamp(min=IMPOSSIBLE), log_p.clamp(min=IMPOSSIBLE), term)
 
 
 def outcome_tables(

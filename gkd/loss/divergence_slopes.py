@@ -7,7 +7,7 @@ tensors of the rows' size; these functions need two or three. Each returns, for 
     slope [n, v]   d f / d log q_v
 
 A probability that is zero, or too small for its dtype, contributes nothing. A divergence without a function here is
-differentiated by autograd, piece by piece: exact, but slower.
+differentiated by autograd, piece by piece, as those of the user are: exact, but slower.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from gkd.config.loss_spec import LossTerm
-from gkd.loss.divergence import DIVERGENCES, Divergence
+from gkd.loss.divergence import Divergence, divergence_of
 
 ValueAndSlope: TypeAlias = Callable[[Tensor, Tensor, LossTerm], tuple[Tensor, Tensor]]
 
@@ -70,7 +70,7 @@ SLOPES: dict[str, ValueAndSlope] = {
 
 def value_and_slope(name: str) -> ValueAndSlope:
     """Return the function of a divergence: its closed form, or autograd's derivative if it has none."""
-    return SLOPES.get(name) or partial(_by_autograd, DIVERGENCES[name])
+    return SLOPES.get(name) or partial(_by_autograd, divergence_of(name))
 
 
 def _by_autograd(divergence: Divergence, log_q: Tensor, log_p: Tensor, term: LossTerm) -> tuple[Tensor, Tensor]:
