@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import math
-import re
 
 from gkd.config.derived import Derived
+from gkd.config.function_path import function_name, is_path
 from gkd.config.schema import Config
-from gkd.config.schema_reward import EXACT_MATCH, NO_METRIC, REWARD_NAMES, function_name
+from gkd.config.schema_reward import EXACT_MATCH, NO_METRIC, REWARD_NAMES
 from gkd.errors import ConfigError
-
-_PATH = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*")
 
 
 def check_reward(config: Config, derived: Derived) -> None:
@@ -60,6 +58,6 @@ def _check_training(config: Config) -> None:
 
 
 def _check_path(key: str, path: str, more: str = "") -> None:
-    if path not in REWARD_NAMES and not _PATH.fullmatch(path):
+    if path not in REWARD_NAMES and not is_path(path):
         fix = f"use {', '.join(REWARD_NAMES)}, or a function as package.module:function{more}."
         raise ConfigError(key, path, "is not a function.", fix)

@@ -4,7 +4,7 @@
 
 Three kinds of terms:
 
-    divergences       compare two distributions; on every response token
+    divergences       compare two distributions; on every response token; also functions of the user, by their path
     policy gradient   use the sampled token alone; on tokens that the student generated
     sft               cross-entropy; on tokens of the dataset's responses
 
@@ -18,13 +18,14 @@ import math
 from dataclasses import dataclass, replace
 from typing import get_args
 
+from gkd.config.function_path import is_path
 from gkd.config.schema import DistillConfig, LossTermConfig
-from gkd.config.schema_teacher import DIVERGENCE_NAMES, LOSS_NAMES, POLICY_GRADIENT_NAMES, SFT, Tail
+from gkd.config.schema_teacher import DIVERGENCE_NAMES, DIVERGENCES, LOSS_NAMES, POLICY_GRADIENT_NAMES, SFT, Tail
 from gkd.errors import ConfigError
 from teacher_server.wire.protocol import Signal
 
 REFERENCE_KL, REWARD = "reference_kl", "reward"  # names of these terms in reports
-_PARAMETERS = {"beta": ("jsd",), "alpha": ("skew_kl", "skew_reverse_kl")}  # and the losses that use it
+_PARAMETERS = ("beta", "alpha")
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,8 +38,9 @@ class LossTerm:
     alpha: float = 0.1  # skew_kl, skew_reverse_kl: share of the first distribution in the second, in [0, 1)
 
     def __post_init__(self) -> None:
-        if self.name not in LOSS_NAMES:
-            raise ConfigError("distill.loss", self.name, "is not a known loss.", f"use one of {', '.join(LOSS_NAMES)}.")
+        if self.name not in LOSS_NAMES and not is_path(self.name):
+            fix = f"use one of {', '.join(LOSS_NAMES)}, or a function as package.module:function."
+            raise ConfigError("distill.loss", self.name, "is not a known loss.", fix)
         if not (math.isfinite(self.weight) and self.weight > 0):
             raise ConfigError(
                 "distill.losses",
@@ -150,7 +152,7 @@ class LossSpec:
 
     @property
     def divergences(self) -> tuple[LossTerm, ...]:
-        return tuple(term for term in self.terms if term.name in DIVERGENCE_NAMES)
+        return tuple(term for term in self.terms if term.name in DIVERGENCE_NAMES or is_path(term.name))
 
     @property
     def policy_gradients(self) -> tuple[LossTerm, ...]:
@@ -186,9 +188,10 @@ def loss_spec(distill: DistillConfig, temperature: float) -> LossSpec:
 
 def _term(i: int, entry: LossTermConfig, distill: DistillConfig) -> LossTerm:
     where = f"distill.losses[{i}]"
-    for key, users in _PARAMETERS.items():
-        if getattr(entry, key) is not None and entry.name not in users:
-            fix = f"{key} belongs to {', '.join(users)}; remove it."
+    own = _PARAMETERS if is_path(entry.name) else ()  # a function of the user may read both
+    for key in _PARAMETERS:
+        if getattr(entry, key) is not None and key not in DIVERGENCES.get(entry.name, own):
+            fix = f"{key} belongs to {', '.join(name for name in DIVERGENCES if key in DIVERGENCES[name])}; remove it."
             raise ConfigError(f"{where}.{key}", getattr(entry, key), f"{entry.name!r} has no {key}.", fix)
     beta = distill.beta if entry.beta is None else entry.beta
     alpha = distill.alpha if entry.alpha is None else entry.alpha

@@ -12,11 +12,6 @@ COMPARING = (EXACT_MATCH, MATH_VERIFY)  # functions that need the reference answ
 NO_METRIC = "none"  # eval.metric
 
 
-def function_name(path: str) -> str:
-    """Return the name of a function in the metrics."""
-    return path.rpartition(":")[2]
-
-
 @dataclass
 class RewardFunctionConfig:
     """Entry of `reward.functions`."""

@@ -11,7 +11,15 @@ from teacher_server.wire.protocol import MAX_K, Signal
 Tail: TypeAlias = Literal["bucket", "renorm", "drop", "residual"]
 SUPPORTS = ("teacher", "student", "union")
 
-DIVERGENCE_NAMES = ("forward_kl", "reverse_kl", "jsd", "skew_kl", "skew_reverse_kl")
+# Name of each divergence, and of its function in gkd/loss -> the keys of `distill` that it uses.
+DIVERGENCES: dict[str, tuple[str, ...]] = {
+    "forward_kl": (),
+    "reverse_kl": (),
+    "jsd": ("beta",),
+    "skew_kl": ("alpha",),
+    "skew_reverse_kl": ("alpha",),
+}
+DIVERGENCE_NAMES = tuple(DIVERGENCES)
 POLICY_GRADIENT_NAMES = ("k1", "k2", "k3")
 SFT = "sft"
 NORMALIZATIONS = ("token", "sequence", "domain")
@@ -170,8 +178,9 @@ class DistillConfig:
     loss: str = key(
         "forward_kl",
         "Training loss. forward_kl is KL(teacher || student), reverse_kl the opposite; k1, k2, k3 estimate it from the "
-        "sampled token; sft is cross-entropy on dataset responses. Definitions: docs/losses.md.",
+        "sampled token; sft is cross-entropy on dataset responses. Definitions and losses of your own: docs/losses.md.",
         choices=LOSS_NAMES,
+        paths=True,
     )
     losses: list[LossTermConfig] = key(
         [],

@@ -12,8 +12,8 @@ m_p = sum_k p_k is below 1:
     residual the outcomes of bucket; `gkd.loss.policy_gradient.tail_residual` adds the correction
 
 Every divergence is a sum over outcomes, so it can be summed over parts of a vocabulary. Over a whole vocabulary
-training uses the same divergences with gradients in closed form (`divergence_slopes.py`). To add one, see the recipe in
-CONTRIBUTING.md: its name in `gkd.config.schema_teacher`, a function in `DIVERGENCES`, and its slopes in `SLOPES`.
+training uses the same divergences with gradients in closed form (`divergence_slopes.py`). CONTRIBUTING.md has the
+recipe for another one.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ from typing import TypeAlias, get_args
 import torch
 from torch import Tensor
 
-from gkd.config.loss_spec import LossTerm, Tail
+from gkd.config.function_path import import_function
+from gkd.config.loss_spec import DIVERGENCE_NAMES, LossTerm, Tail
 from gkd.errors import ConfigError
 
 Divergence: TypeAlias = Callable[[Tensor, Tensor, LossTerm], Tensor]
@@ -61,13 +62,21 @@ def skew_reverse_kl(log_q: Tensor, log_p: Tensor, term: LossTerm) -> Tensor:
     return _x_log_ratio(log_q, _log_mixture(log_q, log_p, term.alpha)).sum(dim=-1)
 
 
-DIVERGENCES: dict[str, Divergence] = {
-    "forward_kl": forward_kl,
-    "reverse_kl": reverse_kl,
-    "jsd": jsd,
-    "skew_kl": skew_kl,
-    "skew_reverse_kl": skew_reverse_kl,
-}
+DIVERGENCES: dict[str, Divergence] = {name: globals()[name] for name in DIVERGENCE_NAMES}
+IMPOSSIBLE = -1e4  # nats; what the functions of a user get for a logprob of -inf. Its probability is 0 in every dtype.
+
+
+def divergence_of(name: str) -> Divergence:
+    """Return the function of a built-in name or of an import path. Raises ConfigError: it cannot be imported."""
+    if name in DIVERGENCES:
+        return DIVERGENCES[name]
+    try:
+        function = import_function(name)
+    except ImportError as error:
+        fix = "name a function of a module that the folder of the start or PYTHONPATH has, on each host."
+        raise ConfigError("distill.loss", name, f"{error}.", fix) from error
+    # Finite, so that 0 * inf occurs in no formula. The slope of a clamped entry is 0.
+    return lambda log_q, log_p, term: function(log_q.clamp(min=IMPOSSIBLE), log_p.clamp(min=IMPOSSIBLE), term)
 
 
 def outcome_tables(

@@ -6,18 +6,21 @@ tensors of the rows' size; these functions need two or three. Each returns, for 
     value [n]      sum_v f(log p_v, log q_v)
     slope [n, v]   d f / d log q_v
 
-A probability that is zero, or too small for its dtype, contributes nothing.
+A probability that is zero, or too small for its dtype, contributes nothing. A divergence without a function here is
+differentiated by autograd, piece by piece, as those of the user are: exact, but slower.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
 from gkd.config.loss_spec import LossTerm
+from gkd.loss.divergence import Divergence, divergence_of
 
 ValueAndSlope: TypeAlias = Callable[[Tensor, Tensor, LossTerm], tuple[Tensor, Tensor]]
 
@@ -61,12 +64,21 @@ def skew_reverse_kl(log_q: Tensor, log_p: Tensor, term: LossTerm) -> tuple[Tenso
 
 
 SLOPES: dict[str, ValueAndSlope] = {
-    "forward_kl": forward_kl,
-    "reverse_kl": reverse_kl,
-    "jsd": jsd,
-    "skew_kl": skew_kl,
-    "skew_reverse_kl": skew_reverse_kl,
+    each.__name__: each for each in (forward_kl, reverse_kl, jsd, skew_kl, skew_reverse_kl)
 }
+
+
+def value_and_slope(name: str) -> ValueAndSlope:
+    """Return the function of a divergence: its closed form, or autograd's derivative if it has none."""
+    return SLOPES.get(name) or partial(_by_autograd, divergence_of(name))
+
+
+def _by_autograd(divergence: Divergence, log_q: Tensor, log_p: Tensor, term: LossTerm) -> tuple[Tensor, Tensor]:
+    log_q = log_q.detach().requires_grad_()
+    with torch.enable_grad():  # the loss runs inside the forward pass of a Function, where gradients are off
+        value = divergence(log_q, log_p, term)
+        (slope,) = torch.autograd.grad(value.sum(), log_q)
+    return value.detach(), slope
 
 
 def _parts(x: Tensor, log_x: Tensor, log_y: Tensor) -> Tensor:

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from gkd.config.loss_spec import LossSpec
 from gkd.loss.choices import full_vocab_choices
-from gkd.loss.divergence_slopes import SLOPES, forward_kl
+from gkd.loss.divergence_slopes import forward_kl, value_and_slope
 from gkd.loss.row_kernels import RowKernels, SoftmaxShare, pieces
 from gkd.loss.token_loss import PLAIN, TokenLosses, sampled_losses
 from gkd.loss.vocab_parallel import VocabShard, local_statistics, sum_over_shards
@@ -86,7 +86,7 @@ def _divergence_sums(
     logits: Tensor, teacher_logits: Tensor, norm_q: Tensor, norm_p: Tensor, spec: LossSpec, *, with_grad: bool
 ) -> tuple[Tensor, Tensor]:
     """Return this rank's [n, D + 3] sums (D divergences, forward KL, overlap, g) and g [n, v], in `teacher_logits`."""
-    terms = spec.divergences
+    terms = [(term, value_and_slope(term.name)) for term in spec.divergences]
     sums = norm_q.new_zeros((len(norm_q), len(terms) + 3))
     for rows in pieces(logits):
         log_p = teacher_logits[rows].sub_(norm_p[rows, None])
@@ -94,8 +94,8 @@ def _divergence_sums(
         sums[rows, -3] = forward_kl(log_q, log_p, PLAIN)[0]
         sums[rows, -2] = torch.minimum(log_p, log_q).exp_().sum(dim=-1)
         g = torch.zeros_like(log_q)
-        for i, term in enumerate(terms):
-            sums[rows, i], slope = SLOPES[term.name](log_q, log_p, term)
+        for i, (term, divergence) in enumerate(terms):
+            sums[rows, i], slope = divergence(log_q, log_p, term)
             g.add_(slope, alpha=term.weight)
         if with_grad:
             sums[rows, -1] = g.sum(dim=-1)

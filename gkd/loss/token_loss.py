@@ -13,7 +13,7 @@ from torch import Tensor
 
 from gkd.config.loss_spec import REFERENCE_KL, REWARD, LossSpec, LossTerm
 from gkd.errors import DataError
-from gkd.loss.divergence import DIVERGENCES, forward_kl, outcome_tables
+from gkd.loss.divergence import divergence_of, forward_kl, outcome_tables
 from gkd.loss.policy_gradient import (
     log_importance_weights,
     policy_gradient_loss,
@@ -136,7 +136,7 @@ def topk_losses(
             student_topk, log_p, spec.tail, listed=listed, log_q_tail=student_tail, tail_mass=targets.tail_mass
         )
         for term in spec.divergences:
-            loss = DIVERGENCES[term.name](*tables, term)
+            loss = divergence_of(term.name)(*tables, term)
             if spec.has_residual:
                 loss = loss + _residual(spec, targets, student_sampled, tables, log_p)
             losses.total = losses.total + term.weight * loss

@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from gkd.config.schema_health import HEALTH_CHECKS
 from gkd.config.schema_teacher import LOSS_NAMES
 
-NUMBER, NAME, FUNCTION = r"\d+", r"[\w-]+", r"\w+"
+NUMBER, NAME, FUNCTION, DOTTED = r"\d+", r"[\w-]+", r"\w+", r"\w+(?:\.\w+)+"
 # Placeholder of a key -> its values. NUMBER: any number; NAME: a name in teacher.routes; FUNCTION: in reward.functions.
 PLACEHOLDERS: dict[str, tuple[str, ...] | str] = {
-    "loss": LOSS_NAMES,
+    "loss": (DOTTED, *LOSS_NAMES),
     "stage": (
         *("data", "rollout", "teacher", "reference", "train", "weight_sync", "usage"),
         *("eval", "checkpoint", "record", "switch"),

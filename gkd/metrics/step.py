@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from gkd.config.function_path import function_name
 from gkd.config.schema import Config
-from gkd.config.schema_reward import function_name
 from gkd.handles import RolloutChunk, ScoredChunk, SyncReport, TrainStats
 
 DATASET_TOKENS = "rollout/dataset_response_tokens"

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from gkd.config.derived import Derived
+from gkd.config.function_path import search_path
 from gkd.config.schema import Config
 from gkd.config.schema_reward import COMPARING
 from gkd.errors import ConfigError, RewardError
-from gkd.reward.pool import RewardWorkers, import_path
+from gkd.reward.pool import RewardWorkers
 from gkd.reward.worker import Start
 from gkd.types import Prompt
 
@@ -34,7 +35,7 @@ def check_functions(config: Config, derived: Derived) -> None:
     for key, paths in (("reward.functions", derived.rewards), ("eval.metric", derived.metrics)):
         if not paths:
             continue
-        workers = RewardWorkers(Start(config, paths, import_path()), 1, config.reward.timeout_s)
+        workers = RewardWorkers(Start(config, paths, search_path()), 1, config.reward.timeout_s)
         try:
             workers.wait_ready(_IMPORT_S)
         except RewardError as error:

@@ -12,6 +12,7 @@ from typing import Any
 
 from gkd.config.check import check_config
 from gkd.config.derived import Derived, planned_steps
+from gkd.config.function_path import is_path
 from gkd.config.routes import Route
 from gkd.config.schedulers import STREAM
 from gkd.config.schema import Config
@@ -77,6 +78,10 @@ def preflight(config: Config) -> Plan:
     if derived.has_teacher_server:
         for route in derived.routes:
             check_reachable(route)
+    if any(is_path(term.name) for term in derived.loss.terms):
+        from gkd.preflight.loss_functions import check_loss_functions  # imports torch
+
+        check_loss_functions(config, derived)
     log.info("checking the model, the prompts and the teacher")
     device = _checked_device(config)
     n_student_vocab = check_student(config)

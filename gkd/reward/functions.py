@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from gkd.config.function_path import import_function
 from gkd.config.schema import Config
 from gkd.config.schema_reward import EXACT_MATCH, LENGTH, MATH_VERIFY
 from gkd.data.answers import is_correct
@@ -46,13 +46,10 @@ def judge_of(path: str, config: Config) -> Judge:
         return _math_verify(config)
     if path == LENGTH:
         return lambda case: case.n_tokens / config.data.max_response_length
-    module, _, name = path.partition(":")
     try:
-        function = getattr(importlib.import_module(module), name)
-    except Exception as error:  # a user's module may raise any error
-        raise RewardError(f"{path}: cannot be imported ({type(error).__name__}: {error})") from error
-    if not callable(function):
-        raise RewardError(f"{path}: is a {type(function).__name__}, not a function")
+        function = import_function(path)
+    except ImportError as error:
+        raise RewardError(str(error)) from error
     return lambda case: function(case.prompt, case.response, dict(case.row))
 
 

@@ -27,11 +27,6 @@ from gkd.reward.worker import Request, Start
 _END_S = 5.0  # a process that is killed ends at once
 
 
-def import_path() -> tuple[str, ...]:
-    """Return the folders in which this process finds modules, with its working folder."""
-    return (os.getcwd(), *(folder for folder in sys.path if folder))
-
-
 class Worker:
     """One process. Starts in the background; `wait_ready` waits for it."""
 

@@ -13,13 +13,13 @@ import ray
 
 from gkd.cluster.calls import gather
 from gkd.config.derived import Derived
+from gkd.config.function_path import search_path
 from gkd.config.schema import Config
 from gkd.data.rows import RowTable
 from gkd.handles import Computation, FileDigest, PendingScores, Recording, RolloutChunk, Sample, ScoredChunk
 from gkd.log import get_logger
 from gkd.reward.advantages import with_advantages
 from gkd.reward.judging import TRAINING, VALIDATION
-from gkd.reward.pool import import_path
 from gkd.roles import Roles, ScoringRole
 from gkd.types import Prompt, Rollout
 
@@ -154,7 +154,7 @@ def init_judging(
     n_workers = workers_per_endpoint(config, derived.dp_size)
     rows = [ray.put(RowTable.of(prompts)) for prompts in (train, validation)]
     calls = [each.init_judging.options(concurrency_group=JUDGING) for each in endpoints]
-    refs = [call.remote(functions, n_workers, import_path(), *rows) for call in calls]
+    refs = [call.remote(functions, n_workers, search_path(), *rows) for call in calls]
     gather({f"scoring endpoint {i}": ref for i, ref in enumerate(refs)}, "start", timeout_s)
 
 

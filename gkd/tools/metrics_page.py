@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from gkd.metrics.catalog import FUNCTION, NAME, NUMBER, PLACEHOLDERS, Row
+from gkd.metrics.catalog import DOTTED, FUNCTION, NAME, NUMBER, PLACEHOLDERS, Row
 from gkd.metrics.catalog_learning import LEARNING
 from gkd.metrics.catalog_system import SYSTEM
 
@@ -50,7 +50,11 @@ def _values(name: str) -> str:
         return "a name in `teacher.routes`"
     if values == FUNCTION:
         return "a function of `reward.functions`, without its module"
-    return "a number" if values == NUMBER else ", ".join(f"`{value}`" for value in values)
+    if values == NUMBER:
+        return "a number"
+    return ", ".join(
+        "`package.module.function` for a function of your own" if value == DOTTED else f"`{value}`" for value in values
+    )
 
 
 def _line(row: Row) -> str:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from gkd.config.loss_spec import LossSpec, LossTerm
-from gkd.loss.divergence import DIVERGENCES, outcome_tables
+from gkd.loss.divergence import divergence_of, forward_kl, outcome_tables
 from gkd.types import TokenTargets
 from tests.device import host
 
@@ -36,7 +36,7 @@ def dense_losses(
     losses = torch.zeros_like(student)
     for term in spec.divergences:
         tables = _outcomes(spec, targets, log_q, teacher_logprobs)
-        loss = DIVERGENCES[term.name](*tables, term)
+        loss = divergence_of(term.name)(*tables, term)
         if spec.has_residual and teacher_logprobs is None:
             loss = loss + _residual(spec, targets, student, tables)
         losses = losses + term.weight * loss
@@ -85,7 +85,7 @@ def dense_factors(
         assert log_p is not None
         gap = host(((log_q.gather(1, sampled)[:, 0] - log_p).abs() * targets.on_policy).double())
     elif spec.token_weight == "teachability":
-        kl = DIVERGENCES["forward_kl"](*_outcomes(spec, targets, log_q, teacher_logprobs), LossTerm("forward_kl"))
+        kl = forward_kl(*_outcomes(spec, targets, log_q, teacher_logprobs), LossTerm("forward_kl"))
         best = log_q.topk(min(N_SUPPORT, log_q.shape[1])).indices.tolist()
         mass = np.array([_mass(row, set(ids), targets, teacher_logprobs) for row, ids in enumerate(best)])
     assert targets.sequences is not None

@@ -37,6 +37,7 @@ from tests.dist.helpers import run_ranks
 
 Setting: TypeAlias = tuple[int, torch.dtype, float]
 
+OWN = "examples.own_loss:alpha_divergence"  # a loss by its import path
 TAILS: tuple[Tail, ...] = ("bucket", "renorm", "drop")
 SIGNALS: tuple[Signal, ...] = ("topk", "logits", "hidden")
 # (vocabulary, dtype, temperature). 21: divided by neither 2 nor 4. 5: at TP 4 two rows per rank, so rank 2 holds one
@@ -53,8 +54,9 @@ MIXTURE = (LossTerm("forward_kl", 0.5), LossTerm("jsd", 0.3, beta=0.2), LossTerm
 def _specs(temperature: float) -> Iterator[tuple[str, LossSpec, Signal]]:
     """Yield (label, loss, signal): each single loss and a mixture, with each signal and tail that affects it."""
     losses = {name: (LossTerm(name, 2.0),) for name in (*DIVERGENCE_NAMES, *POLICY_GRADIENT_NAMES, SFT)}
+    losses[OWN] = (LossTerm(OWN, 2.0, alpha=0.5),)  # its differences lose digits near alpha 0 and 1
     for name, terms in {**losses, "mixture": MIXTURE}.items():
-        tails = TAILS if name in (*DIVERGENCE_NAMES, "mixture") else TAILS[:1]
+        tails = TAILS if name in (*DIVERGENCE_NAMES, OWN, "mixture") else TAILS[:1]
         for signal in SIGNALS:
             for tail in tails if signal == "topk" else TAILS[:1]:
                 yield f"{name} {signal} {tail}", LossSpec(terms, tail, temperature), signal

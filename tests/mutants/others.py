@@ -99,8 +99,8 @@ _BATCHES = (
     Mutant(
         "mean_over_all_tokens",
         _TRAINER,
-        'means[f"loss/{name}"] = value / n',
-        'means[f"loss/{name}"] = value / sums.n_loss_tokens',
+        '"] = value / n  # trackers',
+        '"] = value / sums.n_loss_tokens  # trackers',
         ("test_reference_term.py",),
     ),
 )

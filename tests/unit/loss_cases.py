@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from gkd.config.loss_spec import DIVERGENCE_NAMES, LossSpec, LossTerm, Tail
+from gkd.config.loss_spec import LossSpec, LossTerm, Tail
 from gkd.loss.distill_loss import DistillLoss
 from gkd.loss.row_kernels import TorchRows
 from gkd.loss.vocab_parallel import VocabShard
@@ -22,6 +22,7 @@ from teacher_server.wire.protocol import Signal
 
 N, H, D, V, V_PADDED, K = 7, 4, 3, 11, 14, 4
 TAILS: tuple[Tail, ...] = ("bucket", "renorm", "drop")
+OWN = "examples.own_loss:alpha_divergence"  # a loss by its import path
 SHARD = VocabShard(0, V, None)
 KERNELS = TorchRows()
 
@@ -120,6 +121,11 @@ def _jsd(q: Tensor, p: Tensor, term: LossTerm) -> Tensor:
     return term.beta * kl(p, m) + (1 - term.beta) * kl(q, m)
 
 
+def _alpha_divergence(q: Tensor, p: Tensor, term: LossTerm) -> Tensor:
+    a = term.alpha
+    return ((a * p + (1 - a) * q - p**a * q ** (1 - a)) / (a * (1 - a))).sum(dim=-1)
+
+
 # Probabilities of student and teacher -> the divergence; see the table in docs/losses.md.
 REFERENCES: dict[str, Callable[[Tensor, Tensor, LossTerm], Tensor]] = {
     "forward_kl": lambda q, p, term: kl(p, q),
@@ -127,6 +133,7 @@ REFERENCES: dict[str, Callable[[Tensor, Tensor, LossTerm], Tensor]] = {
     "jsd": _jsd,
     "skew_kl": lambda q, p, term: kl(p, term.alpha * p + (1 - term.alpha) * q),
     "skew_reverse_kl": lambda q, p, term: kl(q, (1 - term.alpha) * p + term.alpha * q),
+    OWN: _alpha_divergence,
 }
 
 
@@ -171,7 +178,7 @@ def written_out(spec: LossSpec, batch: Batch, signal: Signal, logits: Tensor) ->
         scalar = scalar + spec.reward_weight * (slope * log_q * batch.on_policy).sum()
         total = total + spec.reward_weight * values["reward"]
     for term in spec.terms:
-        if term.name in DIVERGENCE_NAMES:
+        if term.name in REFERENCES:
             values[term.name] = carrier = REFERENCES[term.name](outcomes_q, outcomes_p, term)
         elif term.name == "sft":
             values["sft"] = carrier = -log_q * ~batch.on_policy

@@ -12,6 +12,7 @@ from gkd.loss.distill_loss import DistillLoss
 from gkd.types import TokenTargets
 from teacher_server.wire.protocol import Signal
 from tests.unit.loss_cases import (
+    OWN,
     TAILS,
     V_PADDED,
     Batch,
@@ -25,13 +26,14 @@ from tests.unit.loss_cases import (
 MIXTURE = (
     LossTerm("jsd", 1.5, beta=0.1),
     LossTerm("skew_kl", 0.25, alpha=0.3),
+    LossTerm(OWN, 0.5, alpha=0.4),
     LossTerm("k3", 0.5),
     LossTerm("k1", 0.125),
     LossTerm("sft", 0.75),
 )
 SIGNALS: tuple[Signal, ...] = ("topk", "logits", "hidden", "sampled")
 CASES = [
-    *(((LossTerm(name, 2.0, beta=0.3, alpha=0.2),), signal) for name in LOSS_NAMES for signal in SIGNALS[:3]),
+    *(((LossTerm(name, 2.0, beta=0.3, alpha=0.2),), signal) for name in (*LOSS_NAMES, OWN) for signal in SIGNALS[:3]),
     *(((LossTerm(name, 2.0),), "sampled") for name in ("k1", "k2", "k3", "sft")),
     *((MIXTURE, signal) for signal in SIGNALS[:3]),
 ]
@@ -70,7 +72,7 @@ def test_every_path_equals_the_written_out_loss(
 
 
 @pytest.mark.parametrize("tail", TAILS)
-@pytest.mark.parametrize("name", DIVERGENCE_NAMES)
+@pytest.mark.parametrize("name", (*DIVERGENCE_NAMES, OWN))
 def test_tails_on_every_path(name: str, tail: Tail) -> None:
     """Fails if the fused head or the path from logits ignores the tail policy of its spec."""
     spec, batch = LossSpec((LossTerm(name),), tail), Batch()

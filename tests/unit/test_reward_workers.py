@@ -19,6 +19,7 @@ import pytest
 from math_verify.errors import TimeoutException
 
 from gkd.config.derived import derive
+from gkd.config.function_path import search_path
 from gkd.config.load import load_config
 from gkd.config.schema import Config
 from gkd.data.prompts import load_prompts
@@ -28,7 +29,7 @@ from gkd.preflight.reward import check_answers, check_functions
 from gkd.quickstart.addition import build_tokenizer
 from gkd.reward.functions import Case, judge_of
 from gkd.reward.judging import TRAINING, VALIDATION, Judging
-from gkd.reward.pool import RewardWorkers, import_path
+from gkd.reward.pool import RewardWorkers
 from gkd.reward.worker import Request, Start, judged
 from gkd.types import Prompt, Rollout
 from tests.structure import ROOT
@@ -57,7 +58,7 @@ def request(response: str, line: int = 7) -> Request:
 @pytest.fixture(scope="module")
 def workers(config: Config) -> Iterator[list[RewardWorkers]]:
     """Return pools of one process that misbehaves on demand, started together; a test pops one that it ends."""
-    start = Start(config, (f"{HERE}:misbehave",), import_path())
+    start = Start(config, (f"{HERE}:misbehave",), search_path())
     pools = [RewardWorkers(start, 1, timeout_s=1.0) for _ in range(3)]
     for pool in pools:
         pool.wait_ready(60)
@@ -78,7 +79,7 @@ def test_judging_calls_the_functions_of_each_set_of_prompts(config: Config) -> N
     rows = [Prompt(i, ids("x"), row=encode_row(f"t:{i}", {"level": i, "answer": str(3 * i)})) for i in (1, 3, 4)]
     table, derived = RowTable.of(rows), derive(config)
     functions = {TRAINING: derived.rewards, VALIDATION: derived.metrics}
-    judging = Judging(config, functions, 2, import_path(), table, table)
+    judging = Judging(config, functions, 2, search_path(), table, table)
     try:
         training = np.frombuffer(judging.judge([rollout(4, "a12"), rollout(1, "7")], TRAINING)).reshape(2, 2)
         assert training.tolist() == [[2.0, 4.0], [1.0, 1.5]]
@@ -134,7 +135,7 @@ def test_workers_end_with_a_killed_parent(config: Config, tmp_path: Path) -> Non
         "start, request = pickle.load(open(sys.argv[1], 'rb')); worker = Worker(start); worker.wait_ready(60); "
         "print(worker._process.pid, flush=True); worker.values([request], 60)"
     )
-    start = Start(config, (f"{HERE}:misbehave",), import_path())
+    start = Start(config, (f"{HERE}:misbehave",), search_path())
     (tmp_path / "args").write_bytes(pickle.dumps((start, request("sleep"))))
     command = [sys.executable, "-c", code, str(tmp_path / "args")]
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as parent:

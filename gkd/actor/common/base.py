@@ -22,6 +22,7 @@ from gkd.config.derived import logits_chunk_bytes
 from gkd.config.loss_spec import LossSpec
 from gkd.handles import TrainStats
 from gkd.loss.distill_loss import DistillLoss
+from gkd.loss.divergence import divergence_of
 from gkd.loss.reduce import token_mean
 from gkd.loss.row_kernels import row_kernels
 from gkd.loss.vocab_parallel import VocabShard
@@ -236,8 +237,10 @@ class Student(ABC):
 
 
 def build_loss(args: StudentArgs, shard: VocabShard) -> DistillLoss:
-    """Return the loss of a student whose rank has the logits of `shard`. Raises ConfigError for the loss kernel."""
+    """Return the loss of a student whose rank has the logits of `shard`. Raises ConfigError for loss or kernel."""
     shard = replace(shard, n_valid=args.get("n_vocab") or shard.n_valid)
+    for term in args["loss"].divergences:
+        divergence_of(term.name)  # a function that this host does not have is an error here, not in the first step
     return DistillLoss(
         args["loss"],
         tuple(args.get("signals", ("topk",))),

@@ -77,7 +77,7 @@ def diagnostics(loss: DistillLoss, sums: BatchSums) -> dict[str, float]:
         if name == END_PROBABILITY:
             n = sums.values[ENDED]
         if n and name not in ("total", ENDED, LOSS_SIZE, KEPT_SIZE) and not name.startswith("domain/"):
-            means[f"loss/{name}"] = value / n
+            means[f"loss/{name.replace(':', '.')}"] = value / n  # trackers refuse the colon of an import path
     if sums.values.get(LOSS_SIZE):
         means["loss/kept_share"] = sums.values[KEPT_SIZE] / sums.values[LOSS_SIZE]
     return means | domain_numbers(loss.spec.domains, sums.values)
