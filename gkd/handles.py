@@ -44,14 +44,6 @@ class Computation:
     n_sequences: int  # of this endpoint
 
 
-@dataclass(frozen=True, slots=True)
-class HostClock:
-    """The clock of another host against the driver's."""
-
-    offset_s: float = 0.0  # to subtract from its times
-    uncertainty_s: float = 0.0
-
-
 # Rollouts and scores
 
 

@@ -16,7 +16,6 @@ from gkd.actor.frozen.pools import LocalScoring, ReferencePool
 from gkd.actor.pool import ActorPool
 from gkd.actor.worker import ActorWorker
 from gkd.cluster.calls import gather
-from gkd.cluster.clocks import measure_clocks
 from gkd.cluster.gpu_table import GpuMap, RankPlacement
 from gkd.cluster.hang import hang_report
 from gkd.cluster.pools import HELPER_CPUS, Cluster
@@ -29,7 +28,6 @@ from gkd.data.chunks import CHUNK_SIZE, chunk_size
 from gkd.errors import GkdError, RankTimeout
 from gkd.gpu_map import collect
 from gkd.gpu_map.record import record_end, record_placement, record_restart
-from gkd.handles import HostClock
 from gkd.log import get_logger
 from gkd.preflight.run import Plan
 from gkd.resource_pools import ACTOR, ROLLOUT, make_cluster, make_pools, shares_with
@@ -143,9 +141,7 @@ def _start(
     )
     restarts = restarting(rollout.engines, engine_slots, sync.restore_engine, config.rollout)
     pushes = EngineSync(sync, rollout.engines, config.trainer.init_timeout_s)
-    workers = {ACTOR: actor_workers, ROLLOUT: rollout_workers}
-    clocks = measure_clocks(places.rows, workers, actor.last_stage_ranks(), startup.left_s())
-    roles = _connect(config, plan, actor, rollout, pushes, endpoints, clocks)
+    roles = _connect(config, plan, actor, rollout, pushes, endpoints)
     return with_judges(roles, config, plan.derived, endpoints), restarts
 
 
@@ -186,21 +182,20 @@ def _connect(
     rollout: RolloutPool,
     pushes: EngineSync,
     endpoints: Sequence[Any],
-    clocks: Mapping[str, HostClock],
 ) -> Roles:
     """Return the roles with the teacher that teacher.backend selects."""
     timeout_s = config.trainer.stage_timeout_s
     reference = ReferencePool(actor.workers, endpoints, config) if plan.derived.loss.has_reference else NoReference()
     if plan.derived.is_local_teacher:
         local = LocalScoring(lambda: actor.workers, endpoints, timeout_s)
-        return Roles(actor, rollout, local, pushes, reference, clocks=clocks)
+        return Roles(actor, rollout, local, pushes, reference)
     if not plan.derived.has_teacher_server:
         local = LocalScoring(rollout.up, endpoints, timeout_s, of="rollout engine")
-        return Roles(actor, rollout, local, pushes, reference, clocks=clocks)
+        return Roles(actor, rollout, local, pushes, reference)
     throttled = [info.n_streams for info in plan.teachers if throttle_warning(config.teacher, info)]
     remark = f"set teacher.max_in_flight to {max(throttled)}" if throttled else ""
     pool = ScoringPool(endpoints, timeout_s)
-    roles = Roles(actor, rollout, pool, pushes, reference, remark, pool.health, clocks=clocks)
+    roles = Roles(actor, rollout, pool, pushes, reference, remark, pool.health)
     if prompts := plan.val_prompts[: config.eval.teacher_prompts]:
         settings = (config, plan.derived.routes, plan.teachers, plan.n_vocab, plan.eos_ids)
         return replace(roles, teacher_samples=partial(greedy_samples, *settings, prompts))

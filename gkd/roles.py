@@ -7,7 +7,7 @@ pass plain objects.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -16,7 +16,6 @@ from gkd.handles import (
     Computation,
     FileDigest,
     GreedyReport,
-    HostClock,
     PendingScores,
     ProcessSpans,
     Recording,
@@ -294,7 +293,6 @@ class Roles:
         judge: scores and judges held-out responses; None: the engines compare greedy responses.
         teacher_samples: generates the teacher's own greedy responses to some held-out prompts; None: not wanted.
         evaluation: scores held-out responses if there is no judge; None: `scoring`.
-        clocks: of the processes on other hosts than the driver's, by the names in `ProcessSpans`.
     """
 
     actor: ActorRole
@@ -305,7 +303,6 @@ class Roles:
     remark: str = ""
     teacher_health: Callable[[], TeacherHealth | None] = lambda: None
     diagnose_hang: Callable[[RankTimeout], RankTimeout] = lambda error: error
-    clocks: Mapping[str, HostClock] = field(default_factory=dict)
     judge: JudgeRole | None = None
     evaluation: ScoringRole | None = None
     teacher_samples: Callable[[], list[Sample]] | None = None

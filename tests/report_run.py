@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import math
 import random
-from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -53,14 +52,11 @@ def make_run(
     keys = _keys(config.distill.loss, n_ranks)
     generator = random.Random(seed)
     writer = MetricsWriter(root / "metrics.jsonl", -1)
-    with (root / "spans.jsonl").open("w") as spans:
-        for step in range(steps + 1):
-            line = {key: _value(key, step, steps, generator) for key in keys if step or key in EVAL}
-            if step % eval_every and step != steps:
-                line = {key: value for key, value in line.items() if key not in EVAL}
-            writer.write(step, {"time/unix_s": BEGAN_S + 10.0 * step, **line})
-            for process in _processes(step):
-                spans.write(json.dumps(process) + "\n")
+    for step in range(steps + 1):
+        line = {key: _value(key, step, steps, generator) for key in keys if step or key in EVAL}
+        if step % eval_every and step != steps:
+            line = {key: value for key, value in line.items() if key not in EVAL}
+        writer.write(step, {"time/unix_s": BEGAN_S + 10.0 * step, **line})
     writer.close()
     for step in range(0, steps + 1, eval_every):
         _write_lines(root / "token_losses", step, [_record(i, n_tokens, generator) for i in range(8)])
@@ -68,10 +64,6 @@ def make_run(
         _write_lines(root / "samples", step, samples)
     _write_rest(root)
     return root
-
-
-def span(name: str, start_s: float, duration_s: float, **args: Any) -> dict[str, Any]:
-    return {"name": name, "start_s": start_s, "duration_s": duration_s, "args": args}
 
 
 def make_tokenizer(folder: Path) -> None:
@@ -125,21 +117,6 @@ def _record(index: int, n_tokens: int, generator: random.Random) -> TokenRecord:
     choices = [[(i, 0.5, 0.25), ((i + 1) % len(WORDS), 0.125, 0.0625)] for i in ids]
     values = {"total": kl, "token_kl": kl, "student_entropy": [generator.uniform(0, 1) for _ in ids]}
     return TokenRecord(100 + index, index, [2, 5, 3], ids, values, choices)
-
-
-def _processes(step: int) -> Iterator[dict[str, Any]]:
-    """Yield the span lines of a step of 10 s: the driver's stages, two engines, one actor; step 0 has none."""
-    if step == 0:
-        return
-    begin = BEGAN_S + 10.0 * (step - 1)
-    stages = [span("rollout", begin, 4.0), span("teacher", begin + 4, 1.0), span("train", begin + 5, 5.0)]
-    yield {"step": step, "process": "driver", "host": "a", "spans": stages}
-    for engine in range(2):
-        made = [span("generate", begin + engine, 2.0, sequences=8), span("receive_weights", begin + 9, 0.5)]
-        yield {"step": step, "process": f"engine {engine}", "host": "a", "spans": made}
-    lanes = [span("score", begin + 2, 3.0, lane=0), span("score", begin + 3, 2.0, lane=1)]
-    yield {"step": step, "process": "scoring 0", "host": "a", "spans": lanes}
-    yield {"step": step, "process": "actor 0", "host": "b", "spans": [span("train", begin + 5, 4.0)]}
 
 
 def _write_lines(folder: Path, step: int, rows: list[Any]) -> None:

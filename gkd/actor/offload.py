@@ -19,14 +19,13 @@ from gkd.cluster.progress import SPAN_NAMES
 from gkd.log import get_logger
 from gkd.memory.offload_manager import GIB, state_offload_manager
 from gkd.memory.referrers import holders
-from gkd.memory.states import GRADS, OPTIMIZER, Moves
+from gkd.memory.states import GRADS, OPTIMIZER
 
 log = get_logger("memory")
 
 _LEAK_BYTES = 256 << 20  # a student's buffers and the workspaces of kernels are smaller
 _MAX_HOLDERS = 5  # listed in the warning
 _BUT_PARAMS = (GRADS, OPTIMIZER)
-_OFFLOADING = "offloading states"
 IS_OFFLOAD_STATES = "is_offload_states"
 DISABLE_ADAPTER = "disable_adapter"  # key of a call: compute logprobs by the actor without its LoRA adapters
 META_KEYS = (IS_OFFLOAD_STATES, DISABLE_ADAPTER)
@@ -77,32 +76,27 @@ class OffloadController:
         # Whether a collective call has ever moved states: the same on all ranks, wherever each rank's states are.
         self._ever_moved = automatic
 
-    def offload_states(
-        self, include: Sequence[str] | None = None, *, non_blocking: bool = False, alone: bool = False
-    ) -> Moves:
+    def offload_states(self, include: Sequence[str] | None = None, *, alone: bool = False) -> None:
         """Offload states, see `States.offload_states`. On CUDA, also release the memory to other processes.
 
         Args:
-            non_blocking: return while copies are pending. Then `wait` of the returned moves is a collective, too.
             alone: skip the barriers.
 
         Raises:
             OutOfMemory: this rank or another one ran out of memory.
             ClusterError: another rank failed.
         """
-        with self._synchronized(_OFFLOADING, alone):
-            moves = self._student.states.offload_states(include, non_blocking=non_blocking)
-            if not non_blocking:
-                self._release(include)
-        return Moves(lambda: self._finish(moves, include, alone)) if non_blocking else moves
+        with self._synchronized("offloading states", alone):
+            self._student.states.offload_states(include)
+            self._empty_cache()
+            if self._device.type == "cuda" and include is None:
+                self._warn_of_leak()
 
-    def reload_states(
-        self, include: Sequence[str] | None = None, *, non_blocking: bool = False, alone: bool = False
-    ) -> Moves:
+    def reload_states(self, include: Sequence[str] | None = None, *, alone: bool = False) -> None:
         """Reload states, see `States.reload_states`. Arguments and errors as for `offload_states`."""
         try:
             with self._synchronized("reloading states", alone):
-                return self._student.states.reload_states(include, non_blocking=non_blocking)
+                self._student.states.reload_states(include)
         except Exception:
             self._empty_cache()  # it holds the memory of states that had been reloaded before the error
             raise
@@ -172,16 +166,6 @@ class OffloadController:
             metrics |= {f"memory/moved_{way}": n / GIB for way, n in self._student.states.take_moved_bytes().items()}
         return metrics
 
-    def _finish(self, moves: Moves, include: Sequence[str] | None, alone: bool) -> None:
-        with self._synchronized(_OFFLOADING, alone):
-            moves.wait()
-            self._release(include)
-
-    def _release(self, include: Sequence[str] | None) -> None:
-        self._empty_cache()
-        if self._device.type == "cuda" and include is None:
-            self._warn_of_leak()
-
     def _empty_cache(self) -> None:
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
@@ -213,12 +197,12 @@ class _Call:
     def __init__(self, controller: OffloadController, alone: bool) -> None:
         self._controller, self.alone = controller, alone
 
-    def offload_states(self, include: Sequence[str] | None = None) -> Moves:
-        return self._controller.offload_states(include, alone=self.alone)
+    def offload_states(self, include: Sequence[str] | None = None) -> None:
+        self._controller.offload_states(include, alone=self.alone)
 
-    def reload_states(self, include: Sequence[str] | None = None) -> Moves:
+    def reload_states(self, include: Sequence[str] | None = None) -> None:
         try:
-            return self._controller.reload_states(include, alone=self.alone)
+            self._controller.reload_states(include, alone=self.alone)
         except BaseException:
             self.alone = True
             raise

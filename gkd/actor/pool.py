@@ -78,31 +78,22 @@ class ActorPool:
         finally:
             shared_folder.clear(root)
 
-    def offload_states(
-        self, include: Sequence[str] | None = None, *, blocking: bool = True, non_blocking: bool = False
-    ) -> Pending:
+    def offload_states(self, include: Sequence[str] | None = None, *, blocking: bool = True) -> Pending:
         """Offload states to host memory on all ranks; later calls of the ranks run after it.
 
         Args:
             include: of `gkd.memory.states.KINDS`; None means all.
             blocking: wait for all ranks. False: the caller waits with the returned handle, which also raises a rank's
                 error.
-            non_blocking: the ranks themselves return while copies are pending, see `ActorWorker.offload_states`.
 
         Raises:
             ClusterError: a rank failed, died or timed out.
         """
-        return self._move("offload_states", include, blocking, non_blocking)
+        return self._move("offload_states", include, blocking)
 
-    def reload_states(
-        self, include: Sequence[str] | None = None, *, blocking: bool = True, non_blocking: bool = False
-    ) -> Pending:
+    def reload_states(self, include: Sequence[str] | None = None, *, blocking: bool = True) -> Pending:
         """Reload states to the device on all ranks. Arguments and errors as for `offload_states`."""
-        return self._move("reload_states", include, blocking, non_blocking)
-
-    def settle_states(self) -> None:
-        """Wait for the last non-blocking move of all ranks. Raises ClusterError as `offload_states`."""
-        self._call_and_wait("settle_states")
+        return self._move("reload_states", include, blocking)
 
     def accumulate(self, part: Sequence[ScoredChunk]) -> None:
         """See `ActorRole.accumulate`."""
@@ -206,8 +197,8 @@ class ActorPool:
         }
         gather(refs, "set_teacher_head", timeout_s)
 
-    def _move(self, method: str, include: Sequence[str] | None, blocking: bool, non_blocking: bool) -> Pending:
-        pending = Pending(self._call(method, include, non_blocking=non_blocking), method, self._timeout_s)
+    def _move(self, method: str, include: Sequence[str] | None, blocking: bool) -> Pending:
+        pending = Pending(self._call(method, include), method, self._timeout_s)
         if blocking:
             pending.wait()
         return pending

@@ -27,7 +27,7 @@ from gkd.config.derived import derive
 from gkd.config.schema import Config
 from gkd.handles import ProcessSpans
 from gkd.log import get_logger
-from gkd.memory.states import PARAMS, Moves
+from gkd.memory.states import PARAMS
 from gkd.memory.usage import log_gpu_memory_usage
 from gkd.metrics.spans import SpanRecorder
 from gkd.run import shared_folder
@@ -51,7 +51,6 @@ class ActorRank:
         self._log = get_logger(f"actor.{rank}")
         self._spans = SpanRecorder(f"actor {rank}")
         self._phases = Phases(self._spans)
-        self._pending_moves: Moves | None = None  # started non-blocking; not waited for yet
         self._stores: dict[int, dist.TCPStore] = {}  # port -> store whose group is not made yet
 
     def placement(self, ask_driver: bool) -> RankPlacement:
@@ -155,35 +154,19 @@ class ActorRank:
             self._frozen.init_reference()
         self._log.info("reference built and loaded")
 
-    def offload_states(self, include: Sequence[str] | None = None, *, non_blocking: bool = False) -> None:
+    def offload_states(self, include: Sequence[str] | None = None) -> None:
         """Offload states to host memory, see `States.offload_states`. Collective.
 
         Args:
             include: of `gkd.memory.states.KINDS`; None means all.
-            non_blocking: return while copies are pending. `settle_states`, or the next call that needs or moves states,
-                waits for them; only then is their device memory free.
         """
         with self._memory.during("offloading states"):
-            moves = self._offload.offload_states(include, non_blocking=non_blocking)
-            self._pending_moves = moves if non_blocking else None
+            self._offload.offload_states(include)
 
-    def reload_states(self, include: Sequence[str] | None = None, *, non_blocking: bool = False) -> None:
-        """Reload states to the device. Collective.
-
-        Args:
-            include: of `gkd.memory.states.KINDS`; None means all.
-            non_blocking: return while copies are pending; later computations with the states wait for them.
-        """
+    def reload_states(self, include: Sequence[str] | None = None) -> None:
+        """Reload states to the device. Collective. Arguments as for `offload_states`."""
         with self._memory.during("reloading states"):
-            moves = self._offload.reload_states(include, non_blocking=non_blocking)
-            self._pending_moves = moves if non_blocking else None
-
-    def settle_states(self) -> None:
-        """Wait for the last non-blocking move; no-op if there is none. Collective."""
-        moves, self._pending_moves = self._pending_moves, None
-        if moves is not None:
-            with self._memory.during("settling states"):
-                moves.wait()
+            self._offload.reload_states(include)
 
     def allocated_bytes(self) -> int:
         """Return the bytes on the device, see `OffloadController.allocated_bytes`."""

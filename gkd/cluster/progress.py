@@ -37,7 +37,6 @@ SPAN_NAMES = {
 class Progress:
     phase: str
     for_s: float  # time since the phase began
-    host_s: float  # time of the rank's host, seconds since the epoch
 
 
 class Phases:
@@ -76,7 +75,7 @@ class Phases:
         phase = self._phase
         frame = sys._current_frames().get(self._thread) if finer and self._thread is not None else None
         found = _innermost(frame, finer or {})
-        return Progress(f"{phase}: {found}" if found else phase, time.monotonic() - self._since, time.time())
+        return Progress(f"{phase}: {found}" if found else phase, time.monotonic() - self._since)
 
 
 def _innermost(frame: FrameType | None, finer: dict[str, str]) -> str | None:

@@ -152,9 +152,6 @@ def _check_sharing(config: Config, derived: Derived) -> None:
 def check_adapter_sync(config: Config, derived: Derived) -> None:
     """Check that there are adapters to send, and that engines can hold them."""
     rank = config.actor.lora.rank
-    if derived.engine_adapter_rank and config.weight_sync.transport == "vllm":
-        problem = "a session of vLLM's weight transfer replaces whole weights, not adapters."
-        raise ConfigError("weight_sync.transport", "vllm", problem, "use auto, or weight_sync.lora=merged.")
     if config.weight_sync.lora != "adapters" or derived.engine_adapter_rank:
         return
     if not rank:

@@ -85,8 +85,8 @@ class WeightSyncConfig:
     transport: str = key(
         "auto",
         "How weights travel; auto = nccl on GPUs of their own, ipc with trainer.colocate on GPUs, shared_memory on one "
-        "host's cpu, else gloo. vllm = as auto, loaded in a session of vLLM's weight transfer.",
-        choices=("auto", "nccl", "ipc", "gloo", "shared_memory", "vllm"),
+        "host's cpu, else gloo.",
+        choices=("auto", "nccl", "ipc", "gloo", "shared_memory"),
         resume=True,
     )
     bucket_mib: int = key(256, "Size of the buckets in which tensors are sent, in MiB.", gt=0, resume=True)

@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import psutil
-from rich.console import Console, ConsoleOptions, RenderResult
-from rich.segment import Segment
-from rich.style import Style
+from rich.console import Group
+from rich.panel import Panel
+from rich.text import Text
 
 from gkd.console.activity import Activity
 from gkd.console.heartbeat import current_stage, described
@@ -21,8 +21,7 @@ _LABEL = 11  # columns
 _FLAT = 0.02  # relative change that counts as none
 _SCORES = {"eval/kl": "KL", "eval/reverse_kl": "k1", "eval/accuracy": "accuracy"}
 _GIB = 1 << 30
-_STYLES = {name: Style.parse(name) for name in ("", "dim", "bold", "green", "yellow", "red", "bold red")}
-Part = tuple[str, str]  # text, name of a style
+Part = tuple[str, str]  # text and style
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,29 +44,8 @@ class View:
     elapsed_s: float
 
 
-class Box:
-    """Rows of text in a box with a title; rows that are too long are cropped.
-
-    Not rich's Panel: wrapping and measuring rows that are one line each would cost five times as much as the rest, at
-    each refresh.
-    """
-
-    def __init__(self, title: str, rows: Sequence[Sequence[Part]], width: int) -> None:
-        self._title, self._rows, self._width = title, rows, width
-
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        inner = self._width - 4
-        head = Segment.adjust_line_length([Segment(self._title, _STYLES["bold"]), Segment(" ")], inner - 1, pad=False)
-        rule = "─" * (inner - 1 - Segment.get_line_length(head))
-        yield from (Segment("╭─ "), *head, Segment(f"{rule}─╮\n"))
-        for row in self._rows:
-            line = [Segment(text, _STYLES[style]) for text, style in row]
-            yield from (Segment("│ "), *Segment.adjust_line_length(line, inner), Segment(" │\n"))
-        yield Segment(f"╰{'─' * (inner + 2)}╯")
-
-
-def panel(view: View, width: int) -> Box:
-    """Return the panel for a terminal of `width` columns."""
+def panel(view: View, width: int) -> Panel:
+    """Return the panel for a terminal of `width` columns; rows that are too long are cropped."""
     rows = [_progress(view, width - 4)]
     state = view.state
     if state is not None and state.numbers:
@@ -78,7 +56,8 @@ def panel(view: View, width: int) -> Box:
     if state is not None and state.active_alarms:
         rows.append(_row("ALARM", (", ".join(state.active_alarms), "bold red"), style="bold red"))
     rows.append(_now(view))
-    return Box(view.title, rows, width)
+    texts = [Text.assemble(*row, no_wrap=True, overflow="crop") for row in rows]
+    return Panel(Group(*texts), title=Text(view.title, style="bold"), title_align="left")
 
 
 def _row(label: str, *parts: Part, style: str = "dim") -> list[Part]:

@@ -1,4 +1,4 @@
-"""The terminal of a run: a live panel if stderr is a terminal, otherwise lines; one thread keeps both alive.
+"""The terminal of a run: a live panel if stderr is a terminal, otherwise lines.
 
 Log lines are printed above the panel. Without a panel, a run that is silent for 5 s prints a line about what it is
 doing. The lines themselves come from the loggers in both cases.
@@ -10,7 +10,6 @@ import logging
 import os
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, TextIO
@@ -23,18 +22,15 @@ from gkd.handles import TeacherHealth
 from gkd.log import get_logger
 
 if TYPE_CHECKING:
+    from rich.panel import Panel
+
     from gkd.console.live import LivePanel
-    from gkd.console.panel import Box
 
 log = get_logger("run")
 
 PANEL, LINES, OFF = "panel", "lines", "off"
-_TICK_S = {PANEL: 1.0, LINES: 0.5}
+_TICK_S = 0.5
 _PROBE_S = {True: 2.5, False: 15.0}  # between requests of the teacher's health: in a long stage, and otherwise
-# The panel is drawn every second while that costs less than this share of the process's CPU time, otherwise every
-# 4 s at the latest: a driver of long steps is nearly idle.
-_CPU_SHARE = 0.004
-_SLOWEST_S = 4.0
 _JOIN_S = 3.0  # a request of the teacher's health may take 2 s
 _HEARTBEAT = {"is_heartbeat": True}  # `extra` of the records that do not end a silence
 
@@ -63,8 +59,7 @@ class Terminal:
         self._began_s = doing.clock()
         self._state: RunState | None = None
         self._probe: Callable[[], TeacherHealth | None] | None = None
-        self._probed_s = self._drawn_s = self._began_s
-        self._used_s = self._cost_s = 0.0  # CPU time: of the process at the newest drawing, of the drawing
+        self._probed_s = self._began_s
         self._teacher = TeacherWatch()
         self._heartbeat = Heartbeat()
         self._pulse = _Pulse(doing.clock)
@@ -116,7 +111,7 @@ class Terminal:
             handler.removeFilter(_is_no_step_line)
 
     def _run(self) -> None:
-        while not self._ended.wait(_TICK_S[self.mode]):
+        while not self._ended.wait(_TICK_S):
             self._tick()
 
     def _tick(self) -> None:
@@ -128,21 +123,10 @@ class Terminal:
             self._probed_s = now_s
             if (health := probe()) is not None:
                 self._teacher.add(health)
-        if self._live is not None:
-            self._refresh(self._live, now_s)
-        elif line := self._heartbeat.line(self._doing.clock(), self._pulse.spoke_s, doing):
+        if self._live is None and (line := self._heartbeat.line(self._doing.clock(), self._pulse.spoke_s, doing)):
             log.info("%s", line, extra=_HEARTBEAT)
 
-    def _refresh(self, live: LivePanel, now_s: float) -> None:
-        used_s = time.process_time() - self._used_s
-        if used_s * _CPU_SHARE < self._cost_s and now_s - self._drawn_s < _SLOWEST_S:
-            return
-        began_s = time.thread_time()
-        live.refresh()
-        self._cost_s = time.thread_time() - began_s
-        self._drawn_s, self._used_s = now_s, time.process_time()
-
-    def _draw(self, width: int) -> Box:
+    def _draw(self, width: int) -> Panel:
         from gkd.console.panel import View, panel
 
         now_s = self._doing.clock()

@@ -43,19 +43,6 @@ class _Kind:
     away: dict[int, _Away] = field(default_factory=dict)  # by the address of the storage object
 
 
-class Moves:
-    """Copies in flight; `wait` until they are complete."""
-
-    def __init__(self, finish: Callable[[], None]) -> None:
-        self._finish: Callable[[], None] | None = finish
-
-    def wait(self) -> None:
-        """Block until the copies are complete and the memory is released. A second call does nothing."""
-        finish, self._finish = self._finish, None
-        if finish is not None:
-            finish()
-
-
 class States:
     """The states of one role in this process. Not thread-safe.
 
@@ -80,24 +67,18 @@ class States:
         self._device, self._find, self._before, self._kept = device, find, before, frozenset(kept)
         self._kinds = {kind: _Kind(HostBuffer(pinned=on_cuda, slab_bytes=slab_bytes)) for kind in KINDS}
         self._stream = torch.cuda.Stream(device) if on_cuda else None
-        self._moves: Moves | None = None
         self._fixed: dict[int, int] = {}  # storage -> bytes that cannot be released here
         self._logged = 0
         self._moved_bytes = {"to_host": 0, "to_device": 0}
 
-    def offload_states(self, include: Sequence[str] | None = None, *, non_blocking: bool = False) -> Moves:
-        """Move these kinds (None: all) to host memory; states that are there stay there.
-
-        Args:
-            non_blocking: return while the copies are in flight. Until `wait` is called on the result, or the next move
-                starts, the memory is not released and the states must not be written.
+    def offload_states(self, include: Sequence[str] | None = None) -> None:
+        """Move these kinds (None: all) to host memory and release theirs on the device; states on the host stay there.
 
         Raises:
             ValueError: unknown kind.
             MemoryError, RuntimeError: not enough host memory; no state has moved.
         """
         kinds = _checked(include)
-        self.settle()
         if self._before is not None:
             self._before()
         self._log_fixed_storages()
@@ -113,29 +94,18 @@ class States:
                 self._kinds[kind].buffer.mark = mark
             raise
         self._copy([away for _, away in moving], to_host=True)
+        for kind, away in moving:
+            away.storage.resize_(0)
+            self._kinds[kind].away[away.storage._cdata] = away
 
-        def release() -> None:
-            if self._stream is not None:
-                self._stream.synchronize()
-            for kind, away in moving:
-                away.storage.resize_(0)
-                self._kinds[kind].away[away.storage._cdata] = away
-
-        return self._begun(release, non_blocking)
-
-    def reload_states(self, include: Sequence[str] | None = None, *, non_blocking: bool = False) -> Moves:
+    def reload_states(self, include: Sequence[str] | None = None) -> None:
         """Move these kinds (None: all) back to the device; states that are there stay there.
-
-        Args:
-            non_blocking: return while the copies are in flight. Later work on the current stream waits for them; the
-                host does not.
 
         Raises:
             ValueError: unknown kind.
             torch.OutOfMemoryError, RuntimeError: not enough device memory; no state has moved.
         """
         kinds = _checked(include)
-        self.settle()
         coming = [away for kind in kinds for away in self._kinds[kind].away.values()]
         try:
             for away in coming:
@@ -147,29 +117,14 @@ class States:
         self._copy(coming, to_host=False)
         for kind in kinds:
             self._kinds[kind].away.clear()
-
-        def finish() -> None:
-            if self._stream is not None:
-                self._stream.synchronize()
-            for kind in kinds:
-                self._kinds[kind].buffer.clear()
-
-        return self._begun(finish, non_blocking)
-
-    def settle(self) -> None:
-        """Wait for the copies in flight."""
-        moves, self._moves = self._moves, None
-        if moves is not None:
-            moves.wait()
+            self._kinds[kind].buffer.clear()
 
     def away(self) -> list[str]:
         """Return the kinds with an offloaded storage."""
-        self.settle()
         return [kind for kind in KINDS if self._kinds[kind].away]
 
     def device_bytes(self) -> dict[str, int]:
         """Return the bytes on the device by kind."""
-        self.settle()
         sizes = dict.fromkeys(KINDS, 0)
         for kind, storage in self._on_device(KINDS):
             sizes[kind] += storage.nbytes()
@@ -213,26 +168,18 @@ class States:
             self._logged = n_bytes
 
     def _copy(self, moving: Sequence[_Away], *, to_host: bool) -> None:
-        """Copy every storage to or from its host memory. On CUDA the copies are enqueued, not complete."""
+        """Copy every storage to or from its host memory; blocks until the copies are complete."""
         n_bytes = sum(away.n_bytes for away in moving if away.pieces is not None)
         self._moved_bytes["to_host" if to_host else "to_device"] += n_bytes
         if self._stream is None:
             for away in moving:
                 _copy_one(away, self._device, to_host=to_host)
             return
-        current = torch.cuda.current_stream(self._device)
-        self._stream.wait_stream(current)
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
             for away in moving:
                 _copy_one(away, self._device, to_host=to_host)
-        if not to_host:
-            current.wait_stream(self._stream)
-
-    def _begun(self, finish: Callable[[], None], non_blocking: bool) -> Moves:
-        self._moves = moves = Moves(finish)
-        if not non_blocking:
-            self.settle()
-        return moves
+        self._stream.synchronize()
 
 
 def optimizer_tensors(optimizer: torch.optim.Optimizer) -> list[Tensor]:

@@ -24,7 +24,7 @@ PLACEHOLDERS: dict[str, tuple[str, ...] | str] = {
     "call": ("train", "evaluate", "logprobs", "reference", "sync", "save", "load", "teacher", "teacher_head"),
     "phase": (
         *("training_step", "evaluation", "teacher_scoring", "reference_logprobs", "logprobs", "sending_weights"),
-        *("saving_a_checkpoint", "offloading_states", "reloading_states", "settling_states", "loading_a_checkpoint"),
+        *("saving_a_checkpoint", "offloading_states", "reloading_states", "loading_a_checkpoint"),
         *("loading_the_teacher", "loading_the_reference", "setting_the_teacher's_LM_head"),
     ),
     "engine_phase": ("generating", "receiving_weights", "offloading_states"),

@@ -70,7 +70,7 @@ class RunMetrics:
 
     def __init__(self, config: Config, roles: Roles, folder: RunFolder, total_steps: int) -> None:
         self._config, self._actor, self._rollout, self._folder = config, roles.actor, roles.rollout, folder
-        self._scoring, self._clocks, self._remark = roles.scoring, roles.clocks, roles.remark
+        self._scoring, self._remark = roles.scoring, roles.remark
         self._scheduler, self._total_steps = config.trainer.scheduler, total_steps
         self._reads_memory = config.memory.timeline or derive(config).moves_states
         self._overlapped_evaluation = False
@@ -100,7 +100,7 @@ class RunMetrics:
         files = (self._folder.metrics_file, self._folder.tuner_file, self._folder.spans_file)
         self._files = [MetricsWriter(file, keep_through) for file in files]
         servers = sorted({route.teacher.server_ip for route in derive(self._config).routes})
-        self._spans = SpanFile(self._files[2], self._config.trainer.spans_every, self._clocks, ", ".join(servers))
+        self._spans = SpanFile(self._files[2], self._config.trainer.spans_every, ", ".join(servers))
         past = read_metrics(self._folder.metrics_file)
         self._health.replay(past)
         for line in past:

@@ -1,7 +1,6 @@
-"""Write run_dir/spans.jsonl: what every process of the run did, on the driver's clock.
+"""Write run_dir/spans.jsonl: what every process of the run did, on the clock of its host.
 
-One line per step and process: {"step", "process", "host", "spans": [{"name", "start_s", "duration_s", "args"}]}; of a
-process on another host also "clock", its offset against the driver and the uncertainty of that, in seconds. A span
+One line per step and process: {"step", "process", "host", "spans": [{"name", "start_s", "duration_s", "args"}]}. A span
 belongs to the step in which it starts. The driver may learn of it later: then the step has another line of the process.
 """
 
@@ -10,15 +9,15 @@ from __future__ import annotations
 import time
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import chain
 
 import msgspec
 
-from gkd.handles import Computation, HostClock, ProcessSpans, ScoredChunk, Span
+from gkd.handles import Computation, ProcessSpans, ScoredChunk, Span
 from gkd.metrics.spans import SpanRecorder, in_lanes, merged
 from gkd.metrics.writer import MetricsWriter
 
 _STEPS_KEPT = 1000  # whose starts are kept, for spans that arrive later
-_SAME = HostClock()
 
 
 class SpanFile:
@@ -27,14 +26,11 @@ class SpanFile:
     Args:
         writer: of spans.jsonl.
         every: write every n-th step; 0: none.
-        clocks: of processes on other hosts, see `gkd.roles.Roles.clocks`.
         teacher_host: where the teacher server runs.
     """
 
-    def __init__(
-        self, writer: MetricsWriter, every: int, clocks: Mapping[str, HostClock], teacher_host: str = ""
-    ) -> None:
-        self._writer, self._every, self._clocks, self._teacher_host = writer, every, clocks, teacher_host
+    def __init__(self, writer: MetricsWriter, every: int, teacher_host: str = "") -> None:
+        self._writer, self._every, self._teacher_host = writer, every, teacher_host
         self._driver = SpanRecorder("driver")
         self._starts: deque[tuple[float, int]] = deque(maxlen=_STEPS_KEPT)  # on the monotonic clock
         self._found: list[ProcessSpans] = []
@@ -71,13 +67,11 @@ class SpanFile:
         """
         first: dict[tuple[str, float], tuple[float, Computation]] = {}
         n_sequences: Counter[tuple[str, float]] = Counter()
-        for endpoint, computations in by_endpoint.items():
-            offset_s = self._clocks.get(endpoint, _SAME).offset_s
-            for found in computations:
-                key, end_s = (found.worker, found.compute_s), found.received_s - offset_s
-                n_sequences[key] += found.n_sequences
-                if key not in first or end_s < first[key][0]:
-                    first[key] = end_s, found
+        for found in chain.from_iterable(by_endpoint.values()):
+            key, end_s = (found.worker, found.compute_s), found.received_s
+            n_sequences[key] += found.n_sequences
+            if key not in first or end_s < first[key][0]:
+                first[key] = end_s, found
         by_worker: defaultdict[str, list[Span]] = defaultdict(list)
         for end_s, batch in sorted(first.values(), key=lambda pair: pair[0] - pair[1].compute_s):
             start_s, spans = end_s - batch.compute_s, by_worker[f"teacher {batch.worker}"]
@@ -95,17 +89,14 @@ class SpanFile:
         hosts = {spans.process: spans.host for spans in found}
         lines: defaultdict[tuple[int, str], list[Span]] = defaultdict(list)
         for spans in found if self.is_on else ():
-            offset_s = self._clocks.get(spans.process, _SAME).offset_s
             for span in spans.spans:
-                start_s = span.start_s - offset_s
-                step = self._step_at(start_s, to_wall_s)
+                step = self._step_at(span.start_s, to_wall_s)
                 if step % self._every == 0:
-                    moved = Span(span.name, round(start_s, 6), round(span.duration_s, 6), span.args)
-                    lines[step, spans.process].append(moved)
+                    rounded = Span(span.name, round(span.start_s, 6), round(span.duration_s, 6), span.args)
+                    lines[step, spans.process].append(rounded)
         data = bytearray()
         for (step, process), entries in lines.items():
-            clock = {"clock": self._clocks[process]} if process in self._clocks else {}
-            line = {"step": step, "process": process, "host": hosts[process], **clock, "spans": entries}
+            line = {"step": step, "process": process, "host": hosts[process], "spans": entries}
             data += msgspec.json.encode(line) + b"\n"
         self._writer.append(bytes(data))
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from gkd.errors import CheckpointError
-from gkd.handles import HostClock, Span
+from gkd.handles import Span
 from gkd.metrics.writer import read_metrics
 
 # Order of the processes, by the first word of their names.
@@ -22,8 +22,7 @@ class SpanLine:
     step: int
     process: str
     host: str
-    spans: tuple[Span, ...]  # on the driver's clock
-    clock: HostClock | None = None  # None: the process is on the driver's host
+    spans: tuple[Span, ...]  # on the clock of the host
 
 
 def read_spans(path: Path) -> list[SpanLine]:
@@ -57,5 +56,4 @@ def _parsed(line: dict[str, Any]) -> SpanLine:
         spans.append(Span(str(span["name"]), start_s, duration_s, args))
     process = str(line["process"])
     sort_key(process)
-    clock = HostClock(**line["clock"]) if "clock" in line else None
-    return SpanLine(int(line["step"]), process, str(line["host"]), tuple(spans), clock)
+    return SpanLine(int(line["step"]), process, str(line["host"]), tuple(spans))

@@ -1,4 +1,4 @@
-"""Record what a process does as spans of time, in bounded memory, and measure the clocks of other hosts.
+"""Record what a process does as spans of time, in bounded memory.
 
 Durations are of the monotonic clock; a start is put on the host's wall clock when the spans are taken. Spans of one
 process do not overlap, unless their args have another `lane` (a row of the process; default 0). A process that records
@@ -16,11 +16,10 @@ from contextlib import contextmanager
 
 from msgspec.structs import replace
 
-from gkd.handles import HostClock, ProcessSpans, Span
+from gkd.handles import ProcessSpans, Span
 
 MAX_SPANS = 200
 _JOIN_S = 0.05  # `extend` starts a new span after a longer gap
-_N_ASKED = 8  # round trips to a host; the shortest one bounds the error
 
 
 class SpanRecorder:
@@ -131,26 +130,6 @@ def in_lanes(spans: Sequence[Span]) -> list[Span]:
         ends[lane : lane + 1] = [span.start_s + span.duration_s]
         result.append(replace(span, args={**span.args, "lane": lane}) if lane else span)
     return result
-
-
-def measure_clock(
-    read_there: Callable[[], float], *, n: int = _N_ASKED, clock: Callable[[], float] = time.time
-) -> HostClock:
-    """Return another host's clock against this one's, from the shortest of `n` round trips.
-
-    The host read its clock at some moment of the round trip, so half of its duration bounds the error.
-
-    Args:
-        read_there: returns the time of the other host, in seconds since the epoch.
-    """
-    trips = []
-    for _ in range(n):
-        sent_s = clock()
-        there_s = read_there()
-        received_s = clock()
-        trips.append((received_s - sent_s, there_s - (sent_s + received_s) / 2))
-    duration_s, offset_s = min(trips)
-    return HostClock(offset_s, duration_s / 2)
 
 
 def _pair(first: Span, second: Span) -> Span:

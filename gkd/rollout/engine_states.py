@@ -1,9 +1,8 @@
-"""Offload and reload the states of one rollout engine, in the caller's thread or in the background."""
+"""Offload and reload the states of one rollout engine."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from typing import Protocol
 
@@ -20,7 +19,6 @@ class SleepingEngine(Protocol):
 
     def sleep(self, level: int = 1, tags: Sequence[str] | None = None) -> None: ...
     def wake_up(self, tags: Sequence[str] | None = None) -> None: ...
-    def synchronize(self) -> None: ...
     def memory_bytes(self) -> dict[str, int]: ...
     def process_memory(self) -> dict[str, int]: ...
 
@@ -37,34 +35,18 @@ class EngineStates:
         self, engine: SleepingEngine, diagnosed: Callable[[str], AbstractContextManager[None]], *, timeline: bool
     ) -> None:
         self._engine, self._diagnosed, self._timeline = engine, diagnosed, timeline
-        self._executor = ThreadPoolExecutor(1, "state_mover")
-        self._move: Future[None] | None = None  # the move in progress; its thread uses the engine until it ends
         self._peaks: dict[str, float] = {}  # metric name -> peak since the last `pop_peaks`
 
-    def offload(self, tags: Sequence[str], level: int, *, non_blocking: bool) -> dict[str, int]:
+    def offload(self, tags: Sequence[str], level: int) -> None:
         """Release GPU memory; see `RolloutWorker.offload_states`."""
+        with self._diagnosed("offloading states"):
+            self._engine.sleep(level, tags)
+        self.record("offloading_states")
 
-        def sleep() -> None:
-            with self._diagnosed("offloading states"):
-                self._engine.sleep(level, tags)
-            self.record("offloading_states")
-
-        return self._start(sleep, non_blocking)
-
-    def reload(self, tags: Sequence[str], *, non_blocking: bool) -> dict[str, int]:
-        """Allocate GPU memory again; see `RolloutWorker.reload_states`."""
-        return self._start(lambda: self._wake_up(tags), non_blocking)
-
-    def ensure_awake(self, tags: Sequence[str] | None) -> None:
-        """Reload what is offloaded of these tags (None = all), after the move in progress."""
-        self.wait()
-        self._wake_up(tags)
-
-    def wait(self) -> None:
-        """Wait for the move in progress, if any, and raise its error."""
-        move, self._move = self._move, None
-        if move is not None:
-            move.result()
+    def reload(self, tags: Sequence[str] | None) -> None:
+        """Allocate the GPU memory of these tags (None means all) again; see `RolloutWorker.reload_states`."""
+        with self._diagnosed("reloading states"):
+            self._engine.wake_up(tags)
 
     def state_bytes(self) -> dict[str, int]:
         """Return state -> bytes on the engine's GPUs."""
@@ -83,24 +65,6 @@ class EngineStates:
         """Return and reset metric name -> peak since the last call."""
         peaks, self._peaks = self._peaks, {}
         return peaks
-
-    def _wake_up(self, tags: Sequence[str] | None) -> None:
-        with self._diagnosed("reloading states"):
-            self._engine.wake_up(tags)
-
-    def _start(self, move: Callable[[], None], non_blocking: bool) -> dict[str, int]:
-        self.wait()
-        if not non_blocking:
-            move()
-            return self.state_bytes()
-        self._engine.synchronize()  # CUDA does not order the work of the two threads
-
-        def move_and_synchronize() -> None:
-            move()
-            self._engine.synchronize()
-
-        self._move = self._executor.submit(move_and_synchronize)
-        return {}
 
 
 def tags_of(include: Sequence[str] | None) -> list[str]:

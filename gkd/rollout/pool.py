@@ -167,48 +167,29 @@ class RolloutPool:
         memory = merge([engine.memory for engine in engines])
         return RolloutUsage(engines, generate_s, memory, self.engines.take_restarts())
 
-    def offload_states(
-        self,
-        include: Sequence[str] | None = None,
-        level: int = 1,
-        *,
-        blocking: bool = True,
-        non_blocking: bool = False,
-    ) -> Pending:
+    def offload_states(self, include: Sequence[str] | None = None, level: int = 1, *, blocking: bool = True) -> Pending:
         """Release the GPU memory of all engines concurrently; see `RolloutWorker.offload_states`.
 
         Calls on an engine made after this one run after it. Until `reload_states` no engine is restarted.
 
         Args:
             blocking: wait for all engines. Otherwise wait on the returned handle, which also raises their errors.
-            non_blocking: the engines return while copies are in progress.
 
         Raises:
             ClusterError: an engine refused or timed out.
         """
         self.engines.hold()
-        return self._pending(
-            lambda worker: worker.offload_states.remote(include, level, non_blocking=non_blocking),
-            "offload_states",
-            blocking,
-        )
+        return self._pending(lambda worker: worker.offload_states.remote(include, level), "offload_states", blocking)
 
-    def reload_states(
-        self, include: Sequence[str] | None = None, *, blocking: bool = True, non_blocking: bool = False
-    ) -> Pending:
+    def reload_states(self, include: Sequence[str] | None = None, *, blocking: bool = True) -> Pending:
         """Reload the states of all engines; arguments as for `offload_states`."""
         self.engines.release()
-        return self._pending(
-            lambda worker: worker.reload_states.remote(include, non_blocking=non_blocking), "reload_states", blocking
-        )
+        return self._pending(lambda worker: worker.reload_states.remote(include), "reload_states", blocking)
 
     def allocated_bytes(self) -> int:
         """Return the bytes of weights and KV cache on the GPUs of the engine with most of them, after pending moves."""
-        return max(sum(held.values()) for held in self.settle_states().wait().values())
-
-    def settle_states(self) -> Pending:
-        """Wait for non-blocking moves in progress. Raises ClusterError: one failed."""
-        return self._pending(lambda worker: worker.settle_states.remote(), "settle_states", True)
+        found = self._pending(lambda worker: worker.state_bytes.remote(), "state_bytes", True).wait()
+        return max(sum(held.values()) for held in found.values())
 
     def _pending(self, start: Callable[[Any], Any], call: str, blocking: bool) -> Pending:
         members = self.engines.up()

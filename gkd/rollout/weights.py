@@ -29,7 +29,6 @@ from gkd.rollout.adapters import EngineAdapters, unwrapped
 from gkd.rollout.cpu_seeds import draw_seeds_ahead
 from gkd.rollout.experts import expert_names, expert_tensors, keep_cpu_experts_live
 from gkd.rollout.sleep_mixin import SleepMixin
-from gkd.rollout.vllm_transfer import open_sessions, receive_in_session
 from gkd.rollout.worker_errors import returns_sync_errors
 from gkd.weight_sync.buckets import Bucket, digest
 from gkd.weight_sync.choice import IPC, NCCL
@@ -81,9 +80,6 @@ class WeightReceiver(SleepMixin):
                 self._gkd_groups = [TransferGroup(spec, self.device) for spec in own]
         except RuntimeError as error:
             raise WeightSyncError(str(error)) from error
-        self._gkd_in_session = specs[0].in_session
-        if self._gkd_in_session:
-            open_sessions(self, self._gkd_groups)
 
     @returns_sync_errors
     def gkd_receive(self, plans: list[list[Bucket]]) -> int:
@@ -96,14 +92,11 @@ class WeightReceiver(SleepMixin):
         received: set[str] = set()
         loaded: set[str] = set()
 
-        def note(tensors: list[tuple[str, torch.Tensor]], names: set[str]) -> None:
+        def load(tensors: list[tuple[str, torch.Tensor]]) -> None:
             received.update(name for name, _ in tensors)
-            loaded.update(names)
+            loaded.update(model.load_weights(tensors))
 
-        if self._gkd_in_session:
-            n_bytes = receive_in_session(self, plans, note)
-        else:
-            n_bytes = self._gkd_receive_all(plans, lambda tensors: note(tensors, model.load_weights(tensors)))
+        n_bytes = self._gkd_receive_all(plans, load)
         missed = sorted({unwrapped(name) for name, _ in model.named_parameters()} - loaded)
         for prefix, module in model.named_modules():
             if isinstance(module, RoutedExperts):  # vLLM reports the fused parameter as loaded after one expert

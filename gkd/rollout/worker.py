@@ -228,19 +228,15 @@ class RolloutWorker(SelfScoring):
         self._ensure_awake([WEIGHTS])
         return self._on_engine(self._engine.digests)
 
-    def offload_states(
-        self, include: Sequence[str] | None = None, level: int = 1, *, non_blocking: bool = False
-    ) -> dict[str, int]:
+    def offload_states(self, include: Sequence[str] | None = None, level: int = 1) -> dict[str, int]:
         """Release the GPU memory of these states. Idempotent.
 
         Args:
             include: "params", "kv_cache"; None = both.
             level: 1 = copy the parameters to host memory | 2 = discard them; the next `receive` must follow.
-            non_blocking: copy in a background thread, because vLLM's sleep blocks. `settle_states`, or the next call
-                that uses the engine, waits for the copy and raises its error.
 
         Returns:
-            state -> bytes left on the engine's GPUs; empty with `non_blocking`.
+            state -> bytes left on the engine's GPUs.
 
         Raises:
             ClusterError, ConfigError: a stream is open, or the engine cannot sleep (see `RolloutEngine.sleep`).
@@ -252,19 +248,19 @@ class RolloutWorker(SelfScoring):
             )
         tags = tags_of(include)
         with self._phases.during("offloading states"):
-            return self._states.offload(tags, level, non_blocking=non_blocking)
+            self._states.offload(tags, level)
+            return self._states.state_bytes()
 
-    def reload_states(self, include: Sequence[str] | None = None, *, non_blocking: bool = False) -> dict[str, int]:
+    def reload_states(self, include: Sequence[str] | None = None) -> dict[str, int]:
         """Allocate the GPU memory again. Idempotent. Arguments and result as for `offload_states`."""
         tags = tags_of(include)
-        if self._loop is not None:  # the engine of an open stream is awake
-            return self._on_engine(self._states.state_bytes)
-        with self._phases.during("reloading states"):
-            return self._states.reload(tags, non_blocking=non_blocking)
+        if self._loop is None:  # the engine of an open stream is awake
+            with self._phases.during("reloading states"):
+                self._states.reload(tags)
+        return self.state_bytes()
 
-    def settle_states(self) -> dict[str, int]:
-        """Wait for the last non-blocking move, raise its error, and return what `offload_states` returns."""
-        self._states.wait()
+    def state_bytes(self) -> dict[str, int]:
+        """Return state -> bytes on the engine's GPUs."""
         return self._on_engine(self._states.state_bytes)
 
     def usage(self) -> EngineUsage:
@@ -284,14 +280,11 @@ class RolloutWorker(SelfScoring):
 
     def _ensure_awake(self, tags: Sequence[str] | None = None) -> None:
         if self._loop is None:  # the engine of an open stream is awake
-            self._states.ensure_awake(tags)
+            self._states.reload(tags)
 
     def _on_engine(self, function: Callable[[], T]) -> T:
         """Call `function` in the thread that may use the engine."""
-        if self._loop is not None:
-            return self._loop.call(function)
-        self._states.wait()
-        return function()
+        return function() if self._loop is None else self._loop.call(function)
 
     def _diagnosed(self, phase: str) -> AbstractContextManager[None]:
         """Explain out-of-memory errors raised in this context.

@@ -22,8 +22,8 @@ _EXAMPLES = """example:
   python -m gkd.tools.trace runs/mine --steps 10-12 --out trace.json
 
 Open the file at https://ui.perfetto.dev (it stays on this machine), or without a network at chrome://tracing in Chrome.
-Each process is a group: driver, actor ranks, engines, scoring endpoints, teacher workers. All times are on the driver's
-clock; the name of a process on another host has the uncertainty.
+Each process is a group: driver, actor ranks, engines, scoring endpoints, teacher workers. The times of a process are
+on the clock of its host: NTP keeps several hosts together.
 
 exit code: 0 the trace was written, 1 a file is missing, damaged or cannot be written, 2 wrong arguments
 """
@@ -88,8 +88,6 @@ def chrome_trace(lines: Sequence[SpanLine]) -> dict[str, Any]:
     for pid, process in enumerate(processes):
         line = last[process]
         about = f" on {line.host}" if line.host else ""
-        if line.clock is not None:
-            about += f" (clock within {line.clock.uncertainty_s * 1e3:.2f} ms)"
         events += [
             _about(pid, "process_name", name=process + about),
             _about(pid, "process_sort_index", sort_index=pid),

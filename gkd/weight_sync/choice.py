@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from gkd.config.schema import Config
 from gkd.memory.advice import has_expandable_segments
 
-GLOO, NCCL, SHARED_MEMORY, IPC, AUTO, VLLM = "gloo", "nccl", "shared_memory", "ipc", "auto", "vllm"
+GLOO, NCCL, SHARED_MEMORY, IPC, AUTO = "gloo", "nccl", "shared_memory", "ipc", "auto"
 
 
 def transport_of(config: Config, device: str, environ: Mapping[str, str] = os.environ) -> str:
@@ -19,7 +19,7 @@ def transport_of(config: Config, device: str, environ: Mapping[str, str] = os.en
         environ: of the trainer; its ranks have the same.
     """
     wanted = config.weight_sync.transport
-    if wanted not in (AUTO, VLLM):
+    if wanted != AUTO:
         return wanted
     if device != "cuda":
         return AUTO

@@ -15,7 +15,7 @@ from gkd.errors import GkdError, RankFailed, RankTimeout, SenderFailed, Transfer
 from gkd.handles import SyncReport
 from gkd.log import get_logger
 from gkd.weight_sync.buckets import Bucket, Content, differing, plan_buckets
-from gkd.weight_sync.choice import AUTO, GLOO, IPC, VLLM, transport_of
+from gkd.weight_sync.choice import AUTO, GLOO, IPC, transport_of
 from gkd.weight_sync.group import GroupSpec
 
 log = get_logger("weight_sync")
@@ -268,11 +268,10 @@ class WeightSync:
     ) -> dict[str, Callable[[int], GroupSpec]]:
         """Return, by sender, a function from a member's rank to its arguments for joining the sender's new group."""
         refs = {name: sender.rendezvous.remote() for name, sender in senders.items()}
-        settings = self._config.weight_sync
-        timeout_s, in_session = settings.timeout_s + _EXTRA_TIMEOUT_S, settings.transport == VLLM
+        timeout_s = self._config.weight_sync.timeout_s + _EXTRA_TIMEOUT_S
 
         def of(host: str, port: int) -> Callable[[int], GroupSpec]:
-            return lambda rank: GroupSpec(transport, host, port, rank, world_size, timeout_s, join_s, in_session)
+            return lambda rank: GroupSpec(transport, host, port, rank, world_size, timeout_s, join_s)
 
         return {name: of(*address) for name, address in gather(refs, "rendezvous", join_s).items()}
 

@@ -34,7 +34,6 @@ class GroupSpec:
         transport: "auto": shared_memory if all members are on one host, else gloo.
         timeout_s: of one bucket.
         join_s: until all members have arrived.
-        in_session: the engines load the weights in a session of vLLM's weight transfer.
         keeps: the sender keeps what it sends for engines that are started again; with CUDA IPC one sender does.
     """
 
@@ -45,7 +44,6 @@ class GroupSpec:
     world_size: int
     timeout_s: float
     join_s: float
-    in_session: bool = False
     keeps: bool = True
 
 

@@ -76,7 +76,7 @@ def _driver_s(lines: list[SpanLine], steps: range) -> float:
         for step in steps
     }
     with tempfile.TemporaryDirectory() as folder:
-        file = SpanFile(MetricsWriter(Path(folder) / "spans.jsonl", -1), 1, {})
+        file = SpanFile(MetricsWriter(Path(folder) / "spans.jsonl", -1), 1)
         began_s = time.thread_time()
         for step in steps:
             on_stage = file.begin(step)
@@ -105,7 +105,7 @@ def _unit_costs() -> dict[str, float]:
     costs = {"span": _each(one_span), "extend": _each(lambda: spans.extend("generate", 0.0, 1.0)), "take": _each(take)}
     costs["note"] = _each(lambda: noted.note(reply, 1))
     with tempfile.TemporaryDirectory() as folder:
-        file = SpanFile(MetricsWriter(Path(folder) / "spans.jsonl", -1), 1, {})
+        file = SpanFile(MetricsWriter(Path(folder) / "spans.jsonl", -1), 1)
         costs["scored"] = _each(lambda: file.add_scored([scored]))
     return costs | _call_costs()
 

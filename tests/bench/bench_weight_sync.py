@@ -27,7 +27,7 @@ from statistics import median
 from typing import Any
 
 from gkd.tools.gpu_proof.turn import wait_for_turn
-from gkd.weight_sync.choice import AUTO, GLOO, IPC, NCCL, SHARED_MEMORY, VLLM
+from gkd.weight_sync.choice import GLOO, IPC, NCCL, SHARED_MEMORY
 from gkd.weight_sync.group import GroupSpec
 from tests.bench import weight_sync_peers as peers
 from tests.bench.command import add_device, parsed, parser, run_parts
@@ -45,8 +45,7 @@ _SIZES = {
     "num_key_value_heads": 2,
     "tie_word_embeddings": True,
 }
-# By the number of GPUs. vllm: a session of vLLM, over shared memory.
-_TRANSPORTS = ((GLOO, SHARED_MEMORY, VLLM), (GLOO, IPC), (NCCL,))
+_TRANSPORTS = ((GLOO, SHARED_MEMORY), (GLOO, IPC), (NCCL,))  # by the number of GPUs
 # Loaded, verified, and kept in host memory as with rollout.max_restarts.
 _WAYS, _KEPT = ((False, False, False), (True, False, False), (True, True, False)), (True, False, True)
 _AND_KEPT = ", kept for restarts"
@@ -121,10 +120,9 @@ class Pair:
         self.sender.start("plan")
         self.plan = self.sender.result()[0]
         for transport in self.transports:
-            port, bytes_by = free_port(), AUTO if transport == VLLM else transport
+            port = free_port()
             for rank, peer in enumerate((self.sender, self.engine)):
-                spec = GroupSpec(bytes_by, "127.0.0.1", port, rank, 2, 120.0, 60.0, in_session=transport == VLLM)
-                peer.start("join", transport, spec)
+                peer.start("join", transport, GroupSpec(transport, "127.0.0.1", port, rank, 2, 120.0, 60.0))
             for peer in (self.sender, self.engine):
                 peer.result()
 
@@ -153,8 +151,6 @@ class Pair:
             self.both(_named(_TENSORS, loads, False), ("tensor_by_tensor",), ("tensor_by_tensor", self.plan, loads))
         for transport in self.transports:
             for loads, with_digests, keeps in _WAYS if transport != IPC else (*_WAYS, _KEPT):
-                if transport == VLLM and not loads:
-                    continue  # the bytes travel as with shared_memory
                 self.step()
                 sent, got = self.both(
                     _named(transport, loads, with_digests) + (_AND_KEPT if keeps else ""),
@@ -224,13 +220,12 @@ def _figures(seconds: dict[str, float], n_gpus: int) -> list[Figure]:
             copied,
         ]
     shared = _named(SHARED_MEMORY, True, False)
-    by_tensor, in_session = _named(_TENSORS, True, False), _named(VLLM, True, False)
+    by_tensor = _named(_TENSORS, True, False)
     return [
         Figure("memcpy / shared_memory", memcpy / seconds[SHARED_MEMORY], at_least=0.3),
         Figure("memcpy / shared_memory, loaded", memcpy / seconds[shared], at_least=0.1, note="goal 0.25"),
         Figure("memcpy / shared_memory, loaded and verified", memcpy / seconds[_named(SHARED_MEMORY, True, True)]),
         Figure("tensor by tensor / shared_memory, both loaded", seconds[by_tensor] / seconds[shared], at_least=3.0),
-        Figure("vllm / shared_memory, both loaded", seconds[in_session] / seconds[shared], at_least=1.0),
         Figure("memcpy / gloo, loaded", memcpy / seconds[_named(GLOO, True, False)]),
     ]
 

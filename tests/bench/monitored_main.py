@@ -34,7 +34,10 @@ PARTS: dict[str, tuple[str, ...]] = {
         "gkd.metrics.run_metrics:step_line",
         "gkd.metrics.run_metrics:log.info",
     ),
-    "panel, heartbeat": ("gkd.console.terminal:Terminal._tick", "rich.file_proxy:FileProxy.write"),
+    "panel, heartbeat": (
+        *("gkd.console.terminal:Terminal._tick", "rich.live:Live.refresh"),
+        "rich.file_proxy:FileProxy.write",
+    ),
     "metrics files": ("gkd.metrics.writer:MetricsWriter.write",),
     "health checks": ("gkd.health.response:HealthResponse.numbers",),
     "TensorBoard, without its thread": ("gkd.metrics.trackers:Trackers.log",),

@@ -162,7 +162,7 @@ def engine(connection: Connection, folder: Path, gpu: int | None) -> None:
         if not loads:
             receive(groups[name], plan, lambda tensors: None)
             return {}
-        worker._gkd_groups, worker._gkd_in_session = [groups[name]], name == "vllm"
+        worker._gkd_groups = [groups[name]]
         made.receive([plan], 1)
         return made.digests() if with_digests else {}
 

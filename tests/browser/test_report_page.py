@@ -1,4 +1,4 @@
-"""Test the report in a real browser: numbers equal metrics.jsonl, tooltips, pipeline, comparison, color schemes."""
+"""Test the report in a real browser: numbers equal metrics.jsonl, tooltips, comparison, color schemes."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_the_numbers_are_those_of_the_metrics_file(run: Path, single: Path, open
     page = open_page(single)
     sections = page.evaluate("DATA.sections")
     charts = {chart["id"]: chart for section in sections for chart in section["charts"]}
-    assert len(charts) == page.locator("figure.chart").count() - 2  # one of any key, and the pipeline
+    assert len(charts) == page.locator("figure.chart").count() - 1  # the chart of any key
     for name, chart in charts.items():
         drawn = curves(page, name)
         if len(chart["keys"]) == 1 and not chart["stacked"]:
@@ -143,26 +143,6 @@ def test_tokens_are_colored_by_their_kl(run: Path, single: Path, open_page: Open
         assert [drawn[i] for i in order] == sorted(drawn) and len(set(drawn)) > 2
         seen.append(drawn)
     assert seen[0] != seen[1]
-
-
-def test_the_pipeline_draws_every_span(single: Path, open_page: Open) -> None:
-    """Fails if spans of a step are missing or at another time, or the selector has no effect."""
-    page = open_page(single)
-    options = page.locator("#pipeline-step option").all_inner_texts()
-    assert 2 <= len(options) <= 4 and options[0].startswith("step 2:") and options[-1].startswith("step 12:")
-    plot = page.locator("#pipeline .plot")
-    plot.scroll_into_view_if_needed()
-    expect(plot).to_have_attribute("data-drawn", re.compile("step"), timeout=20_000)
-    bars = "node => node.data.flatMap(t => t.x.map((x, i) => [t.name, t.customdata[i][0], t.base[i], x]))"
-    drawn = plot.evaluate(bars)
-    assert len(drawn) == 3 + 4 + 2 + 1
-    assert ["generate", "engine 1", 1, 2] in drawn and ["train", "actor 0", 5, 4] in drawn
-    lanes = "node => [...new Set(node.data.filter(t => t.name === 'score').flatMap(t => Array.from(t.y)))].length"
-    assert plot.evaluate(lanes) == 2
-    labels = plot.locator(".ytick").all_text_contents()
-    assert len(labels) == 5 and any("75% idle" in label for label in labels)
-    page.select_option("#pipeline-step", "1")
-    assert plot.evaluate("node => node.layout.xaxis.range") == [0, 10]
 
 
 def test_two_runs_are_compared(run: Path, other: Path, open_page: Open, tmp_path: Path) -> None:

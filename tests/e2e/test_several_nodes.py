@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 
 from gkd.cluster.gpu_table import gpu_map_from_json
-from gkd.metrics.span_lines import read_spans
 from gkd.metrics.writer import read_metrics
 from tests.dist.ray_nodes import NodeSpec, ray_nodes
 from tests.e2e.conftest import Lab
@@ -45,11 +44,6 @@ def test_a_training_over_three_nodes(lab: Lab, teacher_port: int) -> None:
     nodes = [row.node for row in ranks]
     assert nodes[0] == nodes[1] and nodes[2] == nodes[3] and len({nodes[0], nodes[2], nodes[4]}) == 3
     assert table.findings == () and table.gpus == (0, 1)
-    clocks = {line.process: line.clock for line in read_spans(run_dir / "spans.jsonl")}
-    assert clocks["driver"] is None and clocks["actor 0"] is None
-    for name in ("actor 2", "engine 0", "scoring 1"):  # nodes of this host: the true offset is 0
-        clock = clocks[name]
-        assert clock is not None and abs(clock.offset_s) <= clock.uncertainty_s < 0.1
     lines = {int(line["step"]): line for line in read_metrics(run_dir / "metrics.jsonl")}
     assert sorted(lines) == [0, 1, 2, 3, 4]
     assert all(lines[step]["optim/grad_norm"] > 0 and lines[step]["rollout/sequences"] == 12 for step in range(1, 5))

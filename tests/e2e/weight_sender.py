@@ -19,15 +19,15 @@ class WeightSender:
     """Rank 0 of a weight-sync group with all workers of `engine`; the constructor joins it.
 
     Args:
-        transport, in_session: see `GroupSpec`.
+        transport: see `GroupSpec`.
     """
 
-    def __init__(self, engine: Any, n_workers: int = 1, *, transport: str = "gloo", in_session: bool = False) -> None:
+    def __init__(self, engine: Any, n_workers: int = 1, *, transport: str = "gloo") -> None:
         self._engine = engine
         store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 
         def spec(rank: int) -> GroupSpec:
-            return GroupSpec(transport, "127.0.0.1", store.port, rank, 1 + n_workers, 60.0, 60.0, in_session)
+            return GroupSpec(transport, "127.0.0.1", store.port, rank, 1 + n_workers, 60.0, 60.0)
 
         with ThreadPoolExecutor(1) as thread:
             joined = thread.submit(TransferGroup, spec(0), torch.device("cpu"), store)

@@ -31,7 +31,6 @@ EXPANDABLE = {"PYTORCH_CUDA_ALLOC_CONF": "garbage_collection_threshold:0.8,expan
     [
         ([], "cuda", {}, "nccl"),
         ([COLOCATE], "cuda", {}, "ipc"),
-        ([COLOCATE, "weight_sync.transport=vllm"], "cuda", {}, "ipc"),
         ([COLOCATE, "weight_sync.transport=gloo"], "cuda", {}, "gloo"),
         ([COLOCATE], "cuda", EXPANDABLE, "gloo"),
         ([COLOCATE, "actor.pp=2", "trainer.n_gpus_per_node=2"], "cuda", {}, "gloo"),

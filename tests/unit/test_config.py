@@ -158,7 +158,6 @@ def test_an_invalid_file_is_refused(tmp_path: Path, text: str) -> None:
             ["weight_sync.transport=shared_memory", "rollout.nnodes=2", "cluster.ray_address=h:1"],
             "weight_sync.transport",
         ),
-        (["weight_sync.transport=vllm", "weight_sync.lora=adapters", "actor.lora.rank=4"], "weight_sync.transport"),
         (["trainer.run_dir="], "trainer.run_dir"),
         (["data.train_files=[]"], "data.train_files"),
         (["model.path="], "model.path"),

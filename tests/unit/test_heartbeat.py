@@ -88,10 +88,10 @@ def test_an_outage_of_the_teacher_is_reported_at_growing_intervals(monkeypatch: 
 def test_the_count_of_ready_ranks_never_falls() -> None:
     """Fails if the start-up lines run backwards when a rank that is ready joins the weight-sync groups."""
     names, ready = ["actor rank 0", "rollout engine 0"], {"actor rank 0"}
-    progress = {"actor rank 0": Progress("joining", 3.0, 0.0), "rollout engine 0": Progress("starting vLLM", 4.0, 0.0)}
+    progress = {"actor rank 0": Progress("joining", 3.0), "rollout engine 0": Progress("starting vLLM", 4.0)}
     text = summary(names, progress, ready)
     assert "1/2" in text and "joining (3 s)" in text and "starting vLLM (4 s)" in text
-    assert "2/2" in summary(names, {name: Progress(UP, 1.0, 0.0) for name in names}, {*names, "of another pool"})
+    assert "2/2" in summary(names, {name: Progress(UP, 1.0) for name in names}, {*names, "of another pool"})
 
 
 def test_tokenizing_shows_the_row(tmp_path: Path) -> None:

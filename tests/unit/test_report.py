@@ -14,13 +14,13 @@ from pathlib import Path
 import pytest
 
 from gkd.errors import CheckpointError, ClusterError, ConfigError
-from gkd.tools.report import headline, pipeline, samples, settings
+from gkd.tools.report import headline, samples, settings
 from gkd.tools.report.__main__ import main
 from gkd.tools.report.charts import CHARTS, ROWS, chart_sections, row_of
 from gkd.tools.report.decimate import ALL_POINTS, MIN_POINTS, Curve, extremes, means, points_per_curve
 from gkd.tools.report.page import page
 from gkd.tools.report.read import read_runs
-from tests.report_run import WORDS, make_run, span
+from tests.report_run import WORDS, make_run
 from tests.structure import ROOT
 
 
@@ -121,40 +121,6 @@ def test_the_headline_tells_better_from_worse(tmp_path: Path) -> None:
     assert cells["Health alarms"]["text"] == "health/entropy_collapse" and cells["Health alarms"]["tone"] == "worse"
 
 
-def test_chosen_steps_and_their_idle_time(tmp_path: Path) -> None:
-    """Fails if the Gantt chart shows other steps than stated, or idle time is wrong."""
-    root = make_run(tmp_path / "run", steps=20)
-    lines = [json.loads(line) for line in (root / "metrics.jsonl").read_text().splitlines()]
-    for line in lines:
-        line["time/step_s"] = {1: 99.0, 2: 5.0, 9: 30.0, 14: 7.0}.get(line["step"], 3.0 + line["step"] / 10)
-    (root / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    (run,) = read_runs([root])
-    charts = pipeline.charts(run)
-    assert charts is not None
-    by_duration = sorted(lines[2:], key=lambda line: line["time/step_s"])
-    assert {c["step"] for c in charts} == {2, by_duration[len(by_duration) // 2]["step"], 9, 20}
-    first = charts[0]
-    assert first["step"] == 2 and first["duration"] == pytest.approx(10)
-    processes = {p["process"]: p for p in first["processes"]}
-    assert list(processes) == ["driver", "engine 0", "engine 1", "scoring 0", "actor 0"]
-    idle = {name: round(p["idle"], 6) for name, p in processes.items()}
-    assert idle == {"driver": 0, "engine 0": 0.75, "engine 1": 0.75, "scoring 0": 0.7, "actor 0": 0.6}
-    assert [row[3] for row in processes["scoring 0"]["spans"]] == [0, 1]
-    assert processes["engine 1"]["spans"][0] == ["generate", 1.0, 2.0, 0, {"sequences": 8}]
-
-
-def test_spans_of_neighboring_steps_are_drawn_up_to_the_border(tmp_path: Path) -> None:
-    """Fails if work for another step, as under `stream`, is missing from the chart or drawn outside of it."""
-    root = make_run(tmp_path / "run", steps=3)
-    extra = {"step": 3, "process": "engine 0", "spans": [span("generate", 1_700_000_008.0, 4.0)]}
-    with (root / "spans.jsonl").open("a") as file:
-        file.write(json.dumps(extra) + "\n" + '{"step": 3, "proc')
-    (run,) = read_runs([root])
-    (chart,) = (c for c in pipeline.charts(run) or () if c["step"] == 2)
-    engine = next(p for p in chart["processes"] if p["process"] == "engine 0")
-    assert ["generate", 0.0, 2.0, 0, {}] in engine["spans"]
-
-
 def test_the_sample_browser_is_bounded_by_its_rule(tmp_path: Path) -> None:
     """Fails if long runs make the page grow, or the first or last evaluation is not shown."""
     root = make_run(tmp_path / "run", steps=13, eval_every=1, n_tokens=410)
@@ -174,7 +140,7 @@ def test_runs_of_older_versions_and_killed_runs_are_shown(tmp_path: Path) -> Non
     root = make_run(tmp_path / "run")
     for name in ("export", "samples"):
         shutil.rmtree(root / name)
-    for name in ("spans.jsonl", "gpus.json", "environment.jsonl"):
+    for name in ("gpus.json", "environment.jsonl"):
         (root / name).unlink()
     with (root / "metrics.jsonl").open("a") as file:
         file.write('{"step": 13, "loss/to')
@@ -183,7 +149,7 @@ def test_runs_of_older_versions_and_killed_runs_are_shown(tmp_path: Path) -> Non
         kept = [{k: v for k, v in row.items() if k not in ("prompt_ids", "choices")} for row in old]
         file_.write_text("".join(json.dumps(row) + "\n" for row in kept))
     (run,) = read_runs([root])
-    assert run.last_step == 12 and pipeline.charts(run) is None and run.gpu_map() is None and not run.environment()
+    assert run.last_step == 12 and run.gpu_map() is None and not run.environment()
     data = samples.browser(run)
     record = data["responses"][12]["100/0"]
     assert not data["has_tokenizer"] and data["vocabulary"][1] == "[1]"
@@ -261,9 +227,6 @@ def test_wrong_folders_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture
     [
         ("metrics.jsonl", '{"step": 1}\nnonsense\n', CheckpointError, "line 2"),
         ("metrics.jsonl", '{"step": 1}\n{"loss": 2}\n', CheckpointError, "line 2"),
-        ("spans.jsonl", '{"step": 2, "process": "driver"}\n', CheckpointError, "spans"),
-        ("spans.jsonl", '{"step": 2, "spa\n', CheckpointError, "spans.jsonl"),
-        ("spans.jsonl", "[]\n", CheckpointError, "line 1"),
         ("gpus.json", "{}", ClusterError, "gpus.json"),
         ("environment.jsonl", "3\n", CheckpointError, "line 1"),
         ("environment.jsonl", "{\n", CheckpointError, "environment.jsonl"),

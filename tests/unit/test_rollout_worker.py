@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import fields
 from pathlib import Path
@@ -268,29 +267,6 @@ def test_states_have_the_actor_s_names() -> None:
         made.offload_states()
     made.close_stream()
     made.offload_states()
-
-
-def test_the_next_call_waits_for_a_non_blocking_move(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fails if a non-blocking move blocks, two threads use the engine concurrently, or the move's error is lost."""
-    made = worker([])
-    engine: Any = made._engine
-    may_end = threading.Event()
-
-    def slow(level: int, tags: Sequence[str]) -> None:
-        assert may_end.wait(30)
-        engine.calls.append("asleep")
-
-    monkeypatch.setattr(engine, "sleep", slow)
-    assert made.offload_states(non_blocking=True) == {} and "asleep" not in engine.calls
-    threading.Timer(0.1, may_end.set).start()
-    made.digests()
-    assert engine.calls == ["synchronize", "asleep", "synchronize", ("wake_up", ["weights"]), "digests"]
-    monkeypatch.setattr(engine, "sleep", lambda level, tags: 1 / 0)
-    assert made.offload_states(non_blocking=True) == {}
-    with pytest.raises(ZeroDivisionError):
-        made.settle_states()
-    assert made.reload_states(non_blocking=True) == {}
-    assert made.settle_states() == {"params": 5, "kv_cache": 7} == made.settle_states()
 
 
 def test_memory_is_recorded_at_the_end_of_each_phase() -> None:

@@ -1,4 +1,4 @@
-"""Test spans: what a process records, the clocks of other hosts, spans.jsonl, and the trace made of it."""
+"""Test spans: what a process records, spans.jsonl, and the trace made of it."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 from gkd.errors import CheckpointError, ConfigError
-from gkd.handles import Computation, HostClock, ProcessSpans, ScoredChunk, ScoreTimes, Span
+from gkd.handles import Computation, ProcessSpans, ScoredChunk, ScoreTimes, Span
 from gkd.metrics.span_file import SpanFile
 from gkd.metrics.span_lines import SpanLine, read_spans
-from gkd.metrics.spans import MAX_SPANS, SpanRecorder, measure_clock
+from gkd.metrics.spans import MAX_SPANS, SpanRecorder
 from gkd.metrics.writer import MetricsWriter
 from gkd.tools import trace
 from tests.rollout_chunks import chunk_of
@@ -79,41 +79,12 @@ def test_the_number_of_spans_is_bounded(n: int) -> None:
     assert sum(span.args.get("busy_s", span.duration_s) for span in found) == pytest.approx(0.25 * n)
 
 
-@pytest.mark.parametrize("skew_s", [-3.5, 0.0, 7200.25])
-def test_the_clock_of_another_host_is_measured_within_its_uncertainty(skew_s: float) -> None:
-    """Fails if a skewed host's spans are shifted by more than the file states."""
-    here, rng = Clock(), np.random.default_rng(3)
-
-    def read_there() -> float:
-        here.now_s += rng.uniform(0.001, 0.1)  # there
-        answer = here.now_s + skew_s
-        here.now_s += rng.uniform(0.001, 0.1)  # back
-        return answer
-
-    found = measure_clock(read_there, n=20, clock=here)
-    assert abs(found.offset_s - skew_s) <= found.uncertainty_s < 0.05
-
-
-def opened(tmp_path: Path, every: int = 1, keep_through: int = -1, **clocks: HostClock) -> SpanFile:
-    writer = MetricsWriter(tmp_path / "spans.jsonl", keep_through)
-    return SpanFile(writer, every, {name.replace("_", " "): clock for name, clock in clocks.items()}, "teacher-host")
+def opened(tmp_path: Path, every: int = 1) -> SpanFile:
+    return SpanFile(MetricsWriter(tmp_path / "spans.jsonl", -1), every, "teacher-host")
 
 
 def lines_of(tmp_path: Path) -> dict[tuple[int, str], tuple[Span, ...]]:
     return {(line.step, line.process): line.spans for line in read_spans(tmp_path / "spans.jsonl")}
-
-
-def test_spans_of_a_skewed_host_are_on_the_drivers_clock(tmp_path: Path) -> None:
-    """Fails if another host's spans are not shifted, or the file lacks the offset and its uncertainty."""
-    file = opened(tmp_path, actor_1=HostClock(50.0, 0.002))
-    file.begin(1)
-    now_s = time.time()
-    of_rank = [Span("train", now_s, 0.25)], [Span("train", now_s + 50.0, 0.25)]
-    file.add([ProcessSpans(f"actor {i}", f"h{i}", spans) for i, spans in enumerate(of_rank)])
-    file.end()
-    here, there = read_spans(tmp_path / "spans.jsonl")
-    assert here.spans[0].start_s == pytest.approx(there.spans[0].start_s, abs=1e-5)
-    assert (here.clock, there.clock) == (None, HostClock(50.0, 0.002)) and there.host == "h1"
 
 
 def test_a_late_span_belongs_to_the_step_in_which_it_started(tmp_path: Path) -> None:
@@ -142,7 +113,7 @@ def test_a_stage_that_starts_with_its_step_is_not_drawn_in_the_step_before(
     skews = iter(np.linspace(0.0, -1.0, 200).tolist())  # of the wall clock: each reading is earlier than the last one
     wall_s = time.time()
     monkeypatch.setattr(time, "time", lambda: wall_s + next(skews))
-    file = SpanFile(MetricsWriter(tmp_path / "spans.jsonl", -1), 1, {})
+    file = opened(tmp_path)
     file._driver = SpanRecorder("driver", wall=time.time)
     for step in (1, 2, 3):
         on_stage = file.begin(step)
@@ -153,7 +124,7 @@ def test_a_stage_that_starts_with_its_step_is_not_drawn_in_the_step_before(
 
 def test_chunks_and_batches_of_the_teacher_are_placed(tmp_path: Path) -> None:
     """Fails if concurrent chunks share a lane, a batch of two endpoints counts twice, or two batches overlap."""
-    file = opened(tmp_path, scoring_1=HostClock(-9.0, 0.001))
+    file = opened(tmp_path)
     file.begin(1)
     at = time.time()
     chunk = chunk_of(range(2), 5, n_prompt=2)
@@ -162,7 +133,7 @@ def test_chunks_and_batches_of_the_teacher_are_placed(tmp_path: Path) -> None:
     second = Computation("w", at + 0.625, 0.5, 0.25, 3)  # starts before the reply of the first one has arrived
     by_endpoint = {
         "scoring 0": [Computation("w", at + 0.5, 0.125, 0.375, 2), second],
-        "scoring 1": [Computation("w", at + 0.4375 - 9.0, 0.25, 0.375, 2)],
+        "scoring 1": [Computation("w", at + 0.4375, 0.25, 0.375, 2)],
     }
     file.add_computations(by_endpoint)
     file.end()
@@ -196,7 +167,6 @@ def test_a_resumed_run_keeps_the_spans_of_the_steps_that_it_keeps(tmp_path: Path
         '{"step": 1, "process": "driver", "host": "h", "spans": [{"name": "a"}]}',
         '{"step": 1, "process": "driver", "host": "h", "spans": 5}',
         '{"step": 1, "process": "ghost 1", "host": "h", "spans": []}',
-        '{"step": 1, "process": "driver", "host": "h", "spans": [], "clock": {"x": 1}}',
         "{",
     ],
 )

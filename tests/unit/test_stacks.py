@@ -88,7 +88,7 @@ def test_report_starts_with_the_cause() -> None:
     """Fails if, in a large run, the relevant lines are not first, or all ranks are listed."""
     waiting = [stack(f"actor rank {i}", IN_A_COLLECTIVE) for i in range(1000)]
     stacks = [*waiting, stack("actor rank 1000", IN_A_FILE), stack("rollout engine 0", IDLE), stack("b", "", "stopped")]
-    progress = {s.rank: Progress("step", 5.0, 0.0) for s in stacks if s.rank != "b"}
+    progress = {s.rank: Progress("step", 5.0) for s in stacks if s.rank != "b"}
     names = [*(s.rank for s in stacks), "rollout engine 1"]
     lines = describe(names, progress, [], stacks).lines
     assert lines[0].startswith("rollout engine 1: ")
@@ -117,8 +117,8 @@ def test_only_late_ranks_are_reported(late: list[str], expected: list[str]) -> N
 
 def test_start_up_line_groups_ranks_by_phase() -> None:
     """Fails if the start-up line hides the slowest ranks, or lists all of them."""
-    progress = {f"actor rank {i}": Progress("loading weights", float(i), 0.0) for i in range(9)}
-    progress["rollout engine 0"] = Progress(UP, 1.0, 0.0)
+    progress = {f"actor rank {i}": Progress("loading weights", float(i)) for i in range(9)}
+    progress["rollout engine 0"] = Progress(UP, 1.0)
     line = summary([*progress, "rollout engine 1"], progress, {"rollout engine 0"})
     assert " 1/11 " in line and "9 loading weights (actor rank 8 8 s, actor rank 7 7 s, " in line
     assert "actor rank 5 5 s, ...)" in line and "rollout engine 1 " in line and "rollout engine 0" not in line

@@ -102,24 +102,6 @@ def test_gradients_come_back_as_zeros() -> None:
     assert all(not grad.any() for grad in role.found()[GRADS])
 
 
-def test_moves_beside_other_work() -> None:
-    """Fails if memory is released before the copy has ended, or a wait is not waited for."""
-    role = Role()
-    states = States(CPU, role.found)
-    before, sizes = role.values(), states.device_bytes()
-    moves = states.offload_states(non_blocking=True)
-    assert same(role.values(), before), "until it is waited for, everything is still there"
-    moves.wait()
-    moves.wait()
-    assert all(tensor.untyped_storage().nbytes() == 0 for tensor in role.found()[PARAMS])
-    back = states.reload_states(non_blocking=True)
-    assert states.device_bytes() == sizes and same(role.values(), before)
-    back.wait()
-    states.offload_states(non_blocking=True)
-    states.reload_states()
-    assert same(role.values(), before), "the next move waits for the one before"
-
-
 def test_the_host_buffers_are_used_again() -> None:
     """Fails if memory on the host grows with every cycle, or with states that come and go."""
     role = Role()

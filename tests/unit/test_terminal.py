@@ -52,7 +52,9 @@ def screen(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[io.TextIOBase, lis
 def test_a_panel_is_drawn_on_a_terminal(
     screen: tuple[io.TextIOBase, list[bytes]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Fails if there is no panel on a terminal, a log line tears it, a step line doubles it, or it stays at the end."""
+    """Fails if there is no panel on a terminal, a log line tears it, a step line doubles it, it is not drawn again by
+    itself, or it stays at the end.
+    """
     stream, arrived = screen
     monkeypatch.setattr(sys, "stderr", stream)  # here, since pytest replaces it after the fixtures
     clock = Clock()
@@ -64,8 +66,7 @@ def test_a_panel_is_drawn_on_a_terminal(
             log.info("an event")
             log.info("a step line", extra=STEP_LINE)
             print("printed by a library", file=sys.stderr)
-            clock.now_s += 6.0  # drawn whatever it costs
-            terminal._tick()
+            wait_for("1/120", arrived)
     assert sys.stderr is stream
     log.info("after the end", extra=STEP_LINE)
     stream.flush()

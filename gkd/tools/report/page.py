@@ -14,12 +14,12 @@ from importlib.resources import files
 from typing import Any
 
 from gkd.errors import ConfigError
-from gkd.tools.report import headline, pipeline, samples, settings
+from gkd.tools.report import headline, samples, settings
 from gkd.tools.report.charts import chart_sections, meanings
 from gkd.tools.report.decimate import Curve, extremes, means, points_per_curve
 from gkd.tools.report.read import Run
 
-_SCRIPTS = ("charts.js", "pipeline.js", "samples.js", "main.js")
+_SCRIPTS = ("charts.js", "samples.js", "main.js")
 
 
 def page(runs: Sequence[Run], reload_s: float = 0) -> str:
@@ -44,7 +44,6 @@ def page(runs: Sequence[Run], reload_s: float = 0) -> str:
                 "name": run.name,
                 "curves": {key: _columns(key, extremes(curve, n_points)) for key, curve in run.curves.items()},
                 "means": {key: _columns(key, means(run.curves[key], n_points)) for key in stacked & run.curves.keys()},
-                "pipeline": pipeline.charts(run),
                 "samples": samples.browser(run, len(runs)),
             }
             for run in runs
@@ -63,7 +62,7 @@ def page(runs: Sequence[Run], reload_s: float = 0) -> str:
         losses_differ=len(losses) > 1,
         sections=sections,
         n_points=n_points,
-        rules={"pipeline": pipeline, "samples": samples},
+        rules=samples,
         style=_asset("style.css"),
         script="\n".join(_asset(name) for name in _SCRIPTS),
         plotly=plotly,

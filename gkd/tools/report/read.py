@@ -19,10 +19,7 @@ from gkd.tools.report.decimate import Curve
 
 _STEP_FILE = re.compile(r"step_(\d+)\.jsonl")
 # Files and folders whose change makes the page out of date.
-WATCHED = (
-    *("metrics.jsonl", "config.yaml", "gpus.json", "environment.jsonl", "spans.jsonl"),
-    *("samples", "token_losses", "export"),
-)
+WATCHED = ("metrics.jsonl", "config.yaml", "gpus.json", "environment.jsonl", "samples", "token_losses", "export")
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,6 @@ function saveState() {
 function startRun() {
   for (const node of document.querySelectorAll(".of-run")) node.hidden = Number(node.dataset.run) !== state.run;
   for (const node of document.querySelectorAll(".run-name")) node.textContent = DATA.runs[state.run].name;
-  startPipeline();
   startSamples();
 }
 
