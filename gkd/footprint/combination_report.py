@@ -24,14 +24,14 @@ def combination_lines(found: Combination, command: str = "") -> list[str]:
     rows += [(f"{text} (more GPUs)", step) for text, step in _rows(found.more_gpus)]
     width = max(len(text) for text, _ in rows)
     lines = [
-        "changes, cheapest in speed first (GiB; peak: on the actor's fullest GPU; short: until "
+        "changes, in the order of docs/memory.md (GiB; peak: on the actor's fullest GPU; short: until "
         f"{found.steps[0].config.memory.margin:.0%} of it are free, or what an engine or a host lacks):",
         *(f"  {text:{width}}  peak {_gib(step.peak_bytes):>7}  {_short(step)}" for text, step in rows),
     ]
     if not found.fits:
         last = found.steps[-1]
         lines.append(
-            f"no combination is enough on these GPUs: the nearest lacks {gib(last.short_bytes)}, at a peak of "
+            f"these changes are not enough on these GPUs: {gib(last.short_bytes)} are missing, at a peak of "
             f"{gib(last.peak_bytes)} on the actor's fullest GPU. Bound: {bound(last)}"
         )
     if found.fits or found.more_gpus:

@@ -25,7 +25,6 @@ class Remedy:
     not_in: tuple[str, ...] = ()  # phases in which it does not help
     device: str = ""  # cuda | cpu; empty: both
     is_tried: bool = True  # `gkd.footprint.combination` tries it; False: training changes
-    slowdown: float = 0.1  # guessed share of a step's time; each repetition costs twice as much
     adds_gpus: bool = False
 
     def line(self, config: Config) -> str:
