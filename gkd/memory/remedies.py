@@ -9,8 +9,6 @@ Rows are in the order of the advice: large effect for little cost first. Pure: n
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 from gkd.config.derived import derive
 from gkd.config.schema import ReferenceConfig
 from gkd.memory.remedy import (
@@ -301,16 +299,3 @@ def fragmentation_hint() -> str:
         f"If memory runs out: set {ALLOCATOR_VARIABLES[1]}={EXPANDABLE} in the trainer's environment, lower the tokens "
         f"of a micro-batch, or change {keys}."
     )
-
-
-def table() -> Iterator[str]:
-    """Yield the rows of the table in docs/memory.md, in Markdown."""
-    yield "| keys | next value | helps in | effect |"
-    yield "|---|---|---|---|"
-    for row in dict.fromkeys((*ACTOR_REMEDIES, *ENGINE_REMEDIES, *FRAGMENTATION_REMEDIES)):
-        keys = ", ".join(f"`{key}`" for key in row.keys)
-        on_device = {"": "", "cuda": " (GPU)", "cpu": " (CPU)"}[row.device]
-        against = "fragmentation: " if row in FRAGMENTATION_REMEDIES and row is not FSDP_CPU_OFFLOAD else ""
-        phases = ", ".join(row.phases) or "all phases"
-        phases += f" except {', '.join(row.not_in)}" if row.not_in else ""
-        yield f"| {keys} | {row.step} | {against}{phases}{on_device} | {row.effect} |"

@@ -18,7 +18,7 @@ class Remedy:
     """One row: a change of settings that needs less memory."""
 
     keys: tuple[str, ...]
-    step: str  # the next value in words
+    step: str  # the next value in words, for docs/memory.md
     effect: str
     next: Callable[[Config], Changes]  # empty: the row does not apply to these settings
     phases: tuple[str, ...] = ()  # in which it helps; empty: in all

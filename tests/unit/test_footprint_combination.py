@@ -15,8 +15,8 @@ from gkd.config.schema import Config
 from gkd.errors import ConfigError, ModelError
 from gkd.footprint import RankFootprint, footprint, teacher_footprint
 from gkd.footprint.combination import HOST, find_combination
-from gkd.footprint.combination_report import bound, combination_lines
 from gkd.footprint.limits import check, shortages, smallest_margin
+from gkd.footprint.report import bound, combination_lines
 from gkd.footprint.rollout import with_engine_cache
 from gkd.footprint.totals import PROCESS_BYTES, host_shortage, host_totals, pool_totals
 from gkd.tools import memory
