@@ -17,14 +17,14 @@ from gkd.actor.common.base import Student
 from gkd.actor.rank_barrier import RankBarrier, raised_by_all_ranks
 from gkd.cluster.progress import SPAN_NAMES
 from gkd.log import get_logger
-from gkd.memory.offload_manager import GIB, state_offload_manager
-from gkd.memory.referrers import holders
+from gkd.memory.offload_manager import state_offload_manager
 from gkd.memory.states import GRADS, OPTIMIZER
+from gkd.memory.usage import GIB, allocation_lines
 
 log = get_logger("memory")
 
 _LEAK_BYTES = 256 << 20  # a student's buffers and the workspaces of kernels are smaller
-_MAX_HOLDERS = 5  # listed in the warning
+_MAX_LINES = 5  # of the largest allocations, in the warning
 _BUT_PARAMS = (GRADS, OPTIMIZER)
 IS_OFFLOAD_STATES = "is_offload_states"
 DISABLE_ADAPTER = "disable_adapter"  # key of a call: compute logprobs by the actor without its LoRA adapters
@@ -180,8 +180,8 @@ class OffloadController:
         left = self.allocated_bytes() - self._resident_bytes()
         if left > max(_LEAK_BYTES, 1.5 * self._reported_bytes):
             self._reported_bytes = left
-            largest = "; ".join(holder.line() for holder in holders(self._device)[:_MAX_HOLDERS])
-            text = "%.2f GiB are still allocated on %s although all states are offloaded; largest holders: %s"
+            largest = "; ".join(allocation_lines(self._device, _MAX_LINES))
+            text = "%.2f GiB are still allocated on %s although all states are offloaded; largest allocations: %s"
             log.warning(text, left / GIB, self._device, largest)
 
     @contextmanager

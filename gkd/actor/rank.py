@@ -28,7 +28,7 @@ from gkd.config.schema import Config
 from gkd.handles import ProcessSpans
 from gkd.log import get_logger
 from gkd.memory.states import PARAMS
-from gkd.memory.usage import log_gpu_memory_usage
+from gkd.memory.usage import log_gpu_memory_usage, record_allocations
 from gkd.metrics.spans import SpanRecorder
 from gkd.run import shared_folder
 from gkd.weight_sync.choice import IPC, transport_of
@@ -104,6 +104,7 @@ class ActorRank:
         self._device = torch.device(device, 0) if device == "cuda" else torch.device("cpu")
         if device == "cuda":
             torch.cuda.set_device(self._device)
+            record_allocations()
         self._run_dir = run_dir
         self._memory = RankMemory(config, self._device, run_dir, self._name, self._phases, self._log)
         if self._rank == 0:

@@ -1,43 +1,34 @@
-"""Search for the cheapest combination of settings with which a run fits into its GPUs and its host.
+"""Choose settings with which a run fits into its GPUs and its host: the rows of `gkd.memory.remedies`, in their order.
 
-The rows of `gkd.memory.remedies` are applied in the order of the table; a row may repeat. Combinations are tried by
-their guessed slowdown, smallest first, and the search ends at the first one that fits: whatever is a part of it was
-tried before, and does not fit. Each has to pass `check_config`, and the models have to allow it. A row is tried only
-while a phase in which it helps does not fit.
+A row is applied while a phase in which it helps does not fit, unless the run then lacks more, or `check_config`, the
+model or the host's size refuses it. At the end each change that gains nothing is taken back, the last one first.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from heapq import heappop, heappush
-from itertools import count
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 from gkd.config.check import check_config
 from gkd.config.schema import Config
 from gkd.errors import ConfigError, ModelError
 from gkd.footprint.limits import actor_peak, shortages
-from gkd.footprint.rank import GENERATE, WEIGHT_SYNC, RankFootprint
+from gkd.footprint.rank import GENERATE, WEIGHT_SYNC, RankFootprint, Refit
 from gkd.memory import remedies
-from gkd.memory.remedies import ACTOR_REMEDIES, ENGINE_REMEDIES, ENGINE_TP
 from gkd.memory.remedy import Changes, Remedy, as_yaml, with_changes
 
-Refit = Callable[[Config], Sequence[RankFootprint]]  # the footprints of changed settings, as `footprint` returns them
 Lacks = Callable[[Config, Sequence[RankFootprint]], int]
-HOST = ("host", "all")
+HOST = ("host", "memory")
+_TRIED = [row for row in (*remedies.ACTOR_REMEDIES, *remedies.ENGINE_REMEDIES) if row.is_tried]
 
-# Rows and their phase by what is short: (role, need) of `shortages`.
-_ROWS: dict[tuple[str, str], tuple[tuple[Remedy, ...], str]] = {
-    ("actor", "training_step"): (ACTOR_REMEDIES, remedies.STEP),
-    ("actor", "optimizer_step"): (ACTOR_REMEDIES, "optimizer step"),
-    ("actor", WEIGHT_SYNC): ((*ACTOR_REMEDIES, ENGINE_TP), remedies.SENDING),
-    ("actor", "teacher_pass"): (ACTOR_REMEDIES, remedies.TEACHER),
-    ("actor", "reference_pass"): (ACTOR_REMEDIES, remedies.REFERENCE),
-    ("actor", GENERATE): (ENGINE_REMEDIES, remedies.GENERATING),
-    ("rollout", "all"): (ENGINE_REMEDIES, remedies.GENERATING),
-    ("rollout", "sequence"): (ENGINE_REMEDIES, remedies.CACHE),
-    ("rollout", "sync"): (ENGINE_REMEDIES, remedies.RECEIVING),
-}
+# Rows, and the phase in which they have to help, by what is short: a need of `shortages`.
+_TABLES: tuple[tuple[tuple[Remedy, ...], dict[str, str]], ...] = (
+    (remedies.ACTOR_REMEDIES, {"training_step": remedies.STEP, "optimizer_step": "optimizer step"}),
+    (remedies.ACTOR_REMEDIES, {"teacher_pass": remedies.TEACHER, "reference_pass": remedies.REFERENCE}),
+    ((*remedies.ACTOR_REMEDIES, remedies.ENGINE_TP), {WEIGHT_SYNC: remedies.SENDING}),
+    (remedies.ENGINE_REMEDIES, {GENERATE: remedies.GENERATING, "all": remedies.GENERATING}),
+    (remedies.ENGINE_REMEDIES, {"sequence": remedies.CACHE, "sync": remedies.RECEIVING}),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,18 +46,28 @@ class Step:
         """The largest lack, memory.margin included; 0 or less: everything fits."""
         return max(self.short.values())
 
+    def lack(self) -> int:
+        """Return the missing bytes of all needs together; 0: everything fits."""
+        return sum(max(0, lack) for lack in self.short.values())
+
+    def helped_by(self, row: Remedy) -> bool:
+        """Return whether the row applies to the settings and helps in a phase that does not fit."""
+        lacking = {need for (_, need), lack in self.short.items() if lack > 0}
+        phases = [of[need] for rows, of in _TABLES if row in rows for need in lacking & of.keys()]
+        return any(row.helps(self.config, phase, on_cuda=self.config.trainer.device != "cpu") for phase in phases)
+
 
 @dataclass(frozen=True, slots=True)
 class Combination:
-    """The result: the cheapest combination that fits, or the one that is nearest to it."""
+    """The changes that were found; with them the run fits, or lacks less."""
 
     steps: tuple[Step, ...]  # the settings as given, then one per change
-    more_gpus: tuple[Step, ...] = ()  # further changes, with more GPUs, if nothing fits without
+    more_gpus: tuple[Step, ...] = ()  # further changes, with more GPUs, if they suffice and `steps` do not
 
     @property
     def fits(self) -> bool:
         """Return whether the last of `steps` fits, with memory.margin."""
-        return self.steps[-1].short_bytes <= 0
+        return self.steps[-1].lack() == 0
 
     @property
     def overrides(self) -> list[str]:
@@ -76,95 +77,44 @@ class Combination:
 
 
 def find_combination(config: Config, refit: Refit, gpu_bytes: int, lacks_host: Lacks | None = None) -> Combination:
-    """Return the cheapest combination that fits on the GPUs of these settings, or the one that is nearest to it.
-
-    Takes less than a second for most settings.
+    """Return changes with which the run fits, or lacks less. Raises ConfigError, ModelError: the settings are invalid.
 
     Args:
         refit: returns the footprints of changed settings, without a teacher server's.
         gpu_bytes: memory of each GPU.
         lacks_host: returns the missing bytes of the fullest host; None: its size is unknown.
-
-    Raises:
-        ConfigError, ModelError: the settings as given are not valid.
     """
 
-    def measure(changes: Changes, changed: Config) -> Step:
-        check_config(changed)
-        found = refit(changed)
-        short = shortages(found, gpu_bytes, changed)
-        if lacks_host is not None:
-            short[HOST] = lacks_host(changed, found)
-        return Step(changes, changed, found, actor_peak(found, gpu_bytes, changed), short)
+    def after(steps: list[Step], *later: Changes) -> list[Step]:
+        """Return the steps and those of later changes; empty if one of these is refused."""
+        for changes in later:
+            changed = with_changes(steps[-1].config if steps else config, changes)
+            refused = (ConfigError, ModelError) if steps else ()  # errors of the settings as given are raised
+            try:
+                check_config(changed)
+                found = refit(changed)
+            except refused:
+                return []
+            short = shortages(found, gpu_bytes, changed) | ({HOST: lacks_host(changed, found)} if lacks_host else {})
+            if steps and short.get(HOST, 0) > max(0, steps[-1].short.get(HOST, 0)):
+                return []
+            steps = [*steps, Step(changes, changed, found, actor_peak(found, gpu_bytes, changed), short)]
+        return steps
 
-    rows = [row for row in (*ACTOR_REMEDIES, *ENGINE_REMEDIES) if row.is_tried]
-    here = _by_pool([measure({}, config)], [row for row in rows if not row.adds_gpus], measure)
-    found = Combination(tuple(here))
-    if found.fits:
-        return found
-    more = _by_pool(here[-1:], [row for row in rows if row.adds_gpus], measure)
-    return Combination(found.steps, tuple(more[1:]) if more[-1].short_bytes <= 0 else ())
+    def search(steps: list[Step], *, more: bool) -> list[Step]:
+        rows = [row for row in _TRIED if row.adds_gpus == more]
+        for row, following in zip(rows, rows[1:] + rows[-1:], strict=True):
+            while steps[-1].helped_by(row) and (longer := after(steps, row.next(steps[-1].config))):
+                if longer[-1].lack() > steps[-1].lack():  # fsdp2 may need more, and less with its offload: the next row
+                    longer = after(longer, following.next(longer[-1].config))
+                if not longer or longer[-1].lack() + more > steps[-1].lack():  # more GPUs have to lessen the lack
+                    break
+                steps = longer
+        for index in reversed(range(1, len(steps))):
+            fewer = after(steps[:index], *(step.changes for step in steps[index + 1 :]))
+            steps = fewer if fewer and fewer[-1].lack() <= steps[-1].lack() else steps
+        return steps
 
-
-_Measure = Callable[[Changes, Config], Step]
-
-
-def _by_pool(steps: Sequence[Step], rows: Sequence[Remedy], measure: _Measure) -> list[Step]:
-    """Return the steps and those of the combinations that are found from there; pools of their own one by one."""
-    found = list(steps)
-    for roles in [("actor", "rollout")] if found[0].config.trainer.colocate else [("actor",), ("rollout",)]:
-        found += _search(found[-1], roles, rows, measure)
-    return found
-
-
-def _search(start: Step, roles: Sequence[str], rows: Sequence[Remedy], measure: _Measure) -> tuple[Step, ...]:
-    """Return the steps of the cheapest combination with which all needs of these roles fit, or of the nearest one."""
-    path: tuple[Step, ...] = (start,)
-    nearest, least, order = path, _lack(start, roles), count()
-    # By slowdown: the steps so far, the row that comes next, and how often it was applied.
-    heap: list[tuple[float, int, tuple[Step, ...], int, int]] = []
-    last, repeats, slowdown = 0, -1, 0.0
-    while least > 0:
-        for index, row in _helpful(rows, last, path[-1], roles):
-            again = repeats + 1 if index == last else 0
-            heappush(heap, (slowdown + row.slowdown * 2**again, next(order), path, index, again))
-        reached = None
-        while heap and reached is None:
-            slowdown, _, before, last, repeats = heappop(heap)
-            reached = _applied(rows[last], before, measure, again=repeats > 0)
-        if reached is None:
-            break
-        path = reached
-        if (lack := _lack(path[-1], roles)) < least:
-            nearest, least = path, lack
-    return nearest[1:]
-
-
-def _applied(row: Remedy, path: tuple[Step, ...], measure: _Measure, *, again: bool) -> tuple[Step, ...] | None:
-    """Return the path with the row's change; None: this model or these pools do not allow it.
-
-    Args:
-        again: the last step applied the same row: the two become one step.
-    """
-    config = path[-1].config
-    changes = row.next(config)
-    try:
-        step = measure(changes, with_changes(config, changes))
-    except (ConfigError, ModelError):
-        return None
-    if again:
-        return (*path[:-1], replace(step, changes={**path[-1].changes, **step.changes}))
-    return (*path, step)
-
-
-def _helpful(rows: Sequence[Remedy], first: int, now: Step, roles: Sequence[str]) -> Iterator[tuple[int, Remedy]]:
-    """Yield the rows from `first` on that apply to the settings and help in a phase that does not fit."""
-    on_cuda = now.config.trainer.device != "cpu"
-    lacking = [_ROWS[need] for need, lack in now.short.items() if lack > 0 and need[0] in roles]
-    for index, row in enumerate(rows[first:], first):
-        if any(row in table and row.helps(now.config, phase, on_cuda=on_cuda) for table, phase in lacking):
-            yield index, row
-
-
-def _lack(step: Step, roles: Sequence[str]) -> int:
-    return max(lack for need, lack in step.short.items() if need[0] in roles or need == HOST)
+    steps = search(after([], {}), more=False)
+    enlarged = search(steps[-1:], more=True)
+    return Combination(tuple(steps), tuple(enlarged[1:]) if enlarged[-1].lack() == 0 else ())

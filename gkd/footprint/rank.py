@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 from gkd.config.schema import Config
@@ -83,6 +83,9 @@ class RankFootprint:
 
     def _sum(self, names: Sequence[str]) -> int:
         return sum(self.parts.get(name, 0) for name in names)
+
+
+Refit = Callable[[Config], Sequence[RankFootprint]]  # the footprints of changed settings, as `footprint` returns them
 
 
 def sync_buffers(config: Config, largest: int, total: int) -> int:

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 from gkd.config.derived import derive
 from gkd.config.schema import Config
 from gkd.footprint.limits import actor_peak, allowed_bytes, gib
-from gkd.footprint.rank import RankFootprint
+from gkd.footprint.rank import Refit
 from gkd.footprint.rollout import with_engine_cache
 
-Refit = Callable[[Config], Sequence[RankFootprint]]
 RESIDENT, OFFLOAD = "resident", "offload"
 
 

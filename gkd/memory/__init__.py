@@ -1,1 +1,1 @@
-"""Memory of a rank: offloaded states, usage, tensor referrers, out-of-memory reports, and remedies."""
+"""Memory of a rank: offloaded states, usage, out-of-memory reports, and remedies."""

@@ -28,7 +28,7 @@ from gkd.memory.usage import gib, read_usage, used_device
 log = get_logger("memory")
 
 # Less than this does not decide whether a training step fits.
-WORTH_A_WARNING = 512 << 20
+_WORTH_A_WARNING = 512 << 20
 # Size of the physical pages of expandable segments, by pool.
 _PAGE = {"small": 2 << 20, "large": 20 << 20}
 _CHECK_EVERY = 10
@@ -57,14 +57,9 @@ class Fragmentation:
         """0 if nothing is reserved."""
         return (self.reserved - self.allocated) / self.reserved if self.reserved else 0.0
 
-    @property
-    def worth_a_warning(self) -> bool:
-        """True if enough memory is free within used segments for the ratios to matter."""
-        return self.free - self.releasable >= WORTH_A_WARNING
-
     def over(self, limit: float) -> bool:
-        """Return whether both ratios are above the limit, see the module, and the free memory matters."""
-        return self.worth_a_warning and min(self.external_ratio, self.unused_ratio) > limit
+        """Return whether both ratios are above the limit, see the module, and enough is free within used segments."""
+        return self.free - self.releasable >= _WORTH_A_WARNING and min(self.external_ratio, self.unused_ratio) > limit
 
     def line(self) -> str:
         """Return a human-readable line, in GiB."""

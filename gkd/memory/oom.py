@@ -1,15 +1,14 @@
-"""Turn an out-of-memory error into a report: shortage or fragmentation, the tensors in memory, and what to change.
+"""Turn an out-of-memory error into a report: shortage or fragmentation, what is in memory, and what to change.
 
     with diagnosed(folder, device=device, who="actor rank 0", phase="training step", advice=keys_to_change):
         student.train_step(batches)
 
-The numbers in torch's message are of the failed allocation. Blocks and holders are read afterwards, when some tensors
-of the failed work may be gone.
+torch's message describes the state at the failed allocation. The allocator's blocks are read afterwards, when some
+tensors of the failed work may be gone.
 """
 
 from __future__ import annotations
 
-import gc
 import json
 import re
 import time
@@ -26,8 +25,7 @@ import torch
 from gkd.errors import OutOfMemory
 from gkd.memory.advice import Shortage
 from gkd.memory.fragmentation import Fragmentation, fragmentation
-from gkd.memory.referrers import Holder, held_by, holders
-from gkd.memory.usage import MemoryUsage, gib, read_usage
+from gkd.memory.usage import allocation_lines, gib, read_usage
 
 Verdict = Literal["shortage", "fragmentation", "unclear"]
 SHORTAGE: Verdict = "shortage"
@@ -39,6 +37,7 @@ _SIZE = r"(\d+(?:\.\d+)?) (bytes|[KMGTPE]iB)"
 _CPU = "can't allocate memory: you tried to allocate "
 PINNED = "pinned host memory"  # in the error of a failed pinned allocation, see `gkd.memory.host_buffer`
 _SMALL = 1 << 20  # bytes; larger tensors are never put into the allocator's small pools
+_MAX_LINES = 12  # of the largest allocations
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,14 +140,14 @@ def _report(
     troubles: list[str] = []  # errors of the diagnosis itself: the host may be out of memory, too
     found = _tried("the allocator's blocks", lambda: fragmentation(at), troubles) if at.type == "cuda" else None
     usage = _tried("memory in use", lambda: read_usage(at), troubles)
-    gc.unfreeze()  # objects of the imports (`gkd.cluster.garbage`) are visited again: the run ends anyway
-    held = _tried("holders", lambda: holders(at), troubles)
+    largest = _tried("the largest allocations", lambda: allocation_lines(at, _MAX_LINES), troubles) or []
     judged = verdict(request, found)
     memory = str(at) if at.type != "cpu" else "the host (pinned)" if PINNED in str(error) else "the host"
     parts = [
         f"{who} ran out of memory of {memory} ({phase}): {_judgement(request, judged, found)}",
         *_users(str(error)),
-        *_holder_lines(held or [], usage),
+        *(["allocated by Python code and in use:"] if largest else []),
+        *(f"  {line}" for line in largest),
         "what to change:",
         *(f"  {line}" for line in advice(Shortage(phase, at.type == "cuda", judged == FRAGMENTATION))),
     ]
@@ -159,7 +158,7 @@ def _report(
         "request": {"asked": request.requested, **asdict(request)},  # the first name is of older readers
         "usage": None if usage is None else asdict(usage),
         "fragmentation": None if found is None else asdict(found),
-        "holders": [asdict(holder) for holder in held or []],
+        "largest_allocations": largest,
         "error": str(error),
         "traceback": traceback.format_exception(error),
     }
@@ -193,17 +192,6 @@ def _users(text: str) -> list[str]:
     found = re.findall(rf"(Process \d+|this process) has {_SIZE} memory in use", text)
     users = ", ".join(f"{who.lower()} {_gib(_bytes(number, unit))}" for who, number, unit in found)
     return [f"in use on it: {users}"] if users else []
-
-
-def _holder_lines(held: Sequence[Holder], usage: MemoryUsage | None) -> list[str]:
-    """Return how much memory the known holders have, of how much in all, and the largest holders."""
-    if not held:
-        return []
-    seen, allocated = sum(holder.n_bytes for holder in held), None if usage is None else usage.allocated
-    of_all = (
-        "" if allocated is None else f", of {_gib(allocated)} in tensors now; the others are held by autograd or C++"
-    )
-    return [f"{_gib(seen)} are held by Python objects{of_all}:", *(f"  {line}" for line in held_by(held))]
 
 
 def _completed(request: Request, device: torch.device) -> Request:

@@ -1,15 +1,13 @@
 """The table of what to change when memory is short: keys, their next values, and the phases in which they help.
 
 - `gkd.memory.advice` prints the rows for the phase that ran out of memory.
-- `gkd.footprint.combination` tries them together, and prints the cheapest combination with which a run fits.
+- `gkd.footprint.combination` applies them in their order until a run fits.
 - docs/memory.md has the table for users; a test compares the two.
 
 Rows are in the order of the advice: large effect for little cost first. Pure: no torch.
 """
 
 from __future__ import annotations
-
-from collections.abc import Iterator
 
 from gkd.config.derived import derive
 from gkd.config.schema import ReferenceConfig
@@ -52,7 +50,6 @@ FSDP_CPU_OFFLOAD = Remedy(
     "States are in host memory, and a layer is on the GPU while it is computed",
     set_to("actor.fsdp_cpu_offload", True, is_fsdp2),
     device="cuda",
-    slowdown=1.0,
 )
 ENGINE_TP = Remedy(
     ("rollout.tp",),
@@ -69,7 +66,6 @@ ACTOR_REMEDIES = (
         "Fewer tokens are computed at a time",
         token_budget,
         _FORWARD,
-        slowdown=0.05,
     ),
     Remedy(
         ("actor.micro_batch_size",),
@@ -77,7 +73,6 @@ ACTOR_REMEDIES = (
         "Fewer tokens are computed at a time",
         halve("actor.micro_batch_size", 1, lambda config: not config.actor.max_tokens_per_micro_batch),
         _FORWARD,
-        slowdown=0.05,
     ),
     Remedy(
         ("actor.fused_lm_head",),
@@ -85,7 +80,6 @@ ACTOR_REMEDIES = (
         "The logits never exist as a whole",
         set_to("actor.fused_lm_head", True, always),
         _LOSS,
-        slowdown=0.02,
     ),
     Remedy(
         ("actor.logits_chunk_mib",),
@@ -93,7 +87,6 @@ ACTOR_REMEDIES = (
         "Fewer logits exist at a time",
         smaller_chunks(_MIN_CHUNK_MIB),
         _LOSS,
-        slowdown=0.01,
     ),
     Remedy(
         ("actor.recompute",),
@@ -101,7 +94,6 @@ ACTOR_REMEDIES = (
         "Activations are computed again in the backward pass",
         set_to("actor.recompute", "full", always),
         (STEP,),
-        slowdown=0.35,
     ),
     Remedy(
         ("actor.sequence_parallel",),
@@ -109,7 +101,6 @@ ACTOR_REMEDIES = (
         "Ranks of a tensor-parallel group share the activations between their matrices",
         set_to("actor.sequence_parallel", True, lambda config: config.actor.tp > 1),
         _LOSS,
-        slowdown=0.05,
     ),
     Remedy(
         ("data.max_response_length",),
@@ -125,7 +116,6 @@ ACTOR_REMEDIES = (
         "Weights are sent in smaller pieces",
         halve("weight_sync.bucket_mib", _MIN_BUCKET_MIB),
         (SENDING,),
-        slowdown=0.01,
     ),
     Remedy(
         ("actor.strategy",),
@@ -149,7 +139,6 @@ ACTOR_REMEDIES = (
         "The teacher's shards are in host memory",
         set_to("teacher.fsdp_cpu_offload", True, lambda config: derive(config).is_local_teacher),
         device="cuda",
-        slowdown=0.2,
     ),
     Remedy(
         ("reference.fsdp_cpu_offload",),
@@ -157,7 +146,6 @@ ACTOR_REMEDIES = (
         "The reference's shards are in host memory",
         set_to("reference.fsdp_cpu_offload", True, lambda config: bool(derive(config).reference_folder)),
         device="cuda",
-        slowdown=0.2,
     ),
     Remedy(
         ("actor.offload_train",),
@@ -174,7 +162,6 @@ ACTOR_REMEDIES = (
         ),
         (TEACHER, REFERENCE, SENDING),
         device="cuda",
-        slowdown=0.2,
     ),
     Remedy(
         ("memory.strategy",),
@@ -183,7 +170,6 @@ ACTOR_REMEDIES = (
         set_to("memory.strategy", "offload", lambda config: config.memory.strategy == "resident"),
         (TEACHER, REFERENCE, SENDING),
         device="cuda",
-        slowdown=0.2,
     ),
     Remedy(
         ("actor.tp", "trainer.n_gpus_per_node"),
@@ -234,7 +220,6 @@ ENGINE_REMEDIES = (
         larger_cache,
         (CACHE,),
         device="cuda",
-        slowdown=0.01,
     ),
     Remedy(
         ("rollout.n_gpus_per_node",),
@@ -250,7 +235,6 @@ ENGINE_REMEDIES = (
         "Weights are received in smaller pieces",
         halve("weight_sync.bucket_mib", _MIN_BUCKET_MIB),
         (RECEIVING,),
-        slowdown=0.01,
     ),
     Remedy(
         ("rollout.gpu_memory_utilization",),
@@ -259,7 +243,6 @@ ENGINE_REMEDIES = (
         less_utilization,
         not_in=(OFFLOADING, CACHE),
         device="cuda",
-        slowdown=0.05,
     ),
     Remedy(
         ("rollout.gpu_memory_utilization",),
@@ -268,7 +251,6 @@ ENGINE_REMEDIES = (
         more_utilization,
         (CACHE,),
         device="cuda",
-        slowdown=0.01,
     ),
     Remedy(
         ("rollout.max_num_seqs",),
@@ -317,16 +299,3 @@ def fragmentation_hint() -> str:
         f"If memory runs out: set {ALLOCATOR_VARIABLES[1]}={EXPANDABLE} in the trainer's environment, lower the tokens "
         f"of a micro-batch, or change {keys}."
     )
-
-
-def table() -> Iterator[str]:
-    """Yield the rows of the table in docs/memory.md, in Markdown."""
-    yield "| keys | next value | helps in | effect |"
-    yield "|---|---|---|---|"
-    for row in dict.fromkeys((*ACTOR_REMEDIES, *ENGINE_REMEDIES, *FRAGMENTATION_REMEDIES)):
-        keys = ", ".join(f"`{key}`" for key in row.keys)
-        on_device = {"": "", "cuda": " (GPU)", "cpu": " (CPU)"}[row.device]
-        against = "fragmentation: " if row in FRAGMENTATION_REMEDIES and row is not FSDP_CPU_OFFLOAD else ""
-        phases = ", ".join(row.phases) or "all phases"
-        phases += f" except {', '.join(row.not_in)}" if row.not_in else ""
-        yield f"| {keys} | {row.step} | {against}{phases}{on_device} | {row.effect} |"

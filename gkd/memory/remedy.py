@@ -18,14 +18,13 @@ class Remedy:
     """One row: a change of settings that needs less memory."""
 
     keys: tuple[str, ...]
-    step: str  # the next value in words
+    step: str  # the next value in words, for docs/memory.md
     effect: str
     next: Callable[[Config], Changes]  # empty: the row does not apply to these settings
     phases: tuple[str, ...] = ()  # in which it helps; empty: in all
     not_in: tuple[str, ...] = ()  # phases in which it does not help
     device: str = ""  # cuda | cpu; empty: both
     is_tried: bool = True  # `gkd.footprint.combination` tries it; False: training changes
-    slowdown: float = 0.1  # guessed share of a step's time; each repetition costs twice as much
     adds_gpus: bool = False
 
     def line(self, config: Config) -> str:

@@ -105,8 +105,8 @@ _MEMORY = (
         "The most that was in tensors at once within the phase. This and the next numbers are the largest of all "
         "ranks, and of all times that the phase came since the line before.",
         "Constant after the longest batches, and below the GPU's memory.",
-        "Grows from step to step: a leak; `gkd.memory.referrers` lists what holds tensors. Near the limit: see "
-        "[what to change](memory.md#what-to-change).",
+        "Grows from step to step: a leak; `gkd.memory.usage.allocation_lines` lists where it was allocated. Near the "
+        "limit: see [what to change](memory.md#what-to-change).",
     ),
     Row("memory/<phase>/peak_rank", "rank", _GPU, "The rank of that peak, the lowest if there are several."),
     Row("memory/<phase>/peak_gib/rank_<rank>", "GiB", "GPU, `memory.timeline_of_ranks`", "The peak of each rank."),
@@ -183,7 +183,7 @@ _MEMORY = (
         "memory/<call>/before_onload", "GiB", _MOVES,
         "Allocated before the states of the call are reloaded (on the CPU: of the states alone).",
         "Near 0 while all states are offloaded.",
-        "Above 0.25: the log lists the largest holders.",
+        "Above 0.25: the log lists the largest allocations.",
     ),
     Row("memory/<call>/after_onload", "GiB", _MOVES, "Allocated after the reload."),
     Row("memory/<call>/before_offload", "GiB", _MOVES, "Allocated at the end of the call."),

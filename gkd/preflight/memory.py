@@ -13,11 +13,19 @@ from gkd.config.schema import ClusterConfig, Config
 from gkd.errors import ConfigError, ModelError
 from gkd.footprint import RankFootprint, check
 from gkd.footprint.combination import Combination, find_combination
-from gkd.footprint.combination_report import combination_lines, host_problems, totals_lines
 from gkd.footprint.estimate import read_models
 from gkd.footprint.limits import GIB, gib, state_fits
 from gkd.footprint.rank import engine_of, other_processes_bytes, with_other_processes
-from gkd.footprint.report import footprint_table, kv_line, margin_line, shared_phases_table, totals_line
+from gkd.footprint.report import (
+    combination_lines,
+    footprint_table,
+    host_problems,
+    kv_line,
+    margin_line,
+    shared_phases_table,
+    totals_line,
+    totals_lines,
+)
 from gkd.footprint.rollout import with_engine_cache, with_max_num_seqs
 from gkd.footprint.strategy import OFFLOAD, with_strategy
 from gkd.footprint.totals import HostTotal, host_shortage, host_totals, pool_totals

@@ -22,24 +22,22 @@ from gkd.config.schema import Config
 from gkd.errors import ConfigError, GkdError
 from gkd.footprint import RankFootprint, check, teacher_footprint
 from gkd.footprint.combination import Combination, find_combination
-from gkd.footprint.combination_report import (
-    combination_json,
-    combination_lines,
-    host_problems,
-    totals_json,
-    totals_lines,
-)
 from gkd.footprint.estimate import RunModels, read_models
 from gkd.footprint.limits import GIB
 from gkd.footprint.rank import engine_of, other_processes_bytes, shared_phases_by_rank, with_other_processes
 from gkd.footprint.report import (
     as_json,
+    combination_json,
+    combination_lines,
     footprint_table,
+    host_problems,
     kv_line,
     margin_line,
     rule_of_thumb,
     rule_of_thumb_table,
     shared_phases_table,
+    totals_json,
+    totals_lines,
 )
 from gkd.footprint.rollout import with_engine_cache, with_max_num_seqs
 from gkd.footprint.strategy import with_strategy

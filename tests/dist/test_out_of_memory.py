@@ -30,7 +30,7 @@ class Weights:
     """Replaces a student. Its device has 1 GiB on the first rank and 2 on the second during an export."""
 
     def __init__(self, rank: int) -> None:
-        self.rank, self.weights, self.device = rank, torch.ones(5 << 20), FakeDevice()
+        self.rank, self.device = rank, FakeDevice()
         self.moving: dict[str, list[torch.Tensor]] = {}
         self.states = States(torch.device("cpu"), lambda: self.moving)
 
@@ -100,7 +100,6 @@ def test_an_out_of_memory_error_is_diagnosed_on_the_driver(actor: ActorPool, tmp
         actor.load(tmp_path)
     text = str(raised.value)
     assert text.startswith("actor rank 1 ") and "loading a checkpoint" in text and "4194304.00 GiB" in text
-    assert "Weights.weights" in text and "[5242880]" in text
     assert f"trainer.n_gpus_per_node={N_RANKS}" in text
     (line,) = (line for line in text.splitlines() if line.startswith("saved: "))
     assert json.loads(Path(line.removeprefix("saved: ")).read_text())["who"] == "actor rank 1"

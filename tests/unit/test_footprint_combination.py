@@ -1,4 +1,4 @@
-"""The search for settings that fit: the combination, its parts, its effect, and the totals of pools and hosts."""
+"""Changes with which a run fits: that they suffice, that none is needless, and the totals of pools and hosts."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ from gkd.cluster import host_memory
 from gkd.config.check import check_config
 from gkd.config.load import load_config
 from gkd.config.schema import Config
+from gkd.errors import ConfigError, ModelError
 from gkd.footprint import RankFootprint, footprint, teacher_footprint
 from gkd.footprint.combination import HOST, find_combination
-from gkd.footprint.combination_report import bound, combination_lines
 from gkd.footprint.limits import check, shortages, smallest_margin
+from gkd.footprint.report import bound, combination_lines
 from gkd.footprint.rollout import with_engine_cache
 from gkd.footprint.totals import PROCESS_BYTES, host_shortage, host_totals, pool_totals
 from gkd.tools import memory
@@ -50,8 +51,16 @@ def fits(overrides: list[str], gpu_bytes: int) -> bool:
         (80, ("rollout.gpu_memory_utilization=0.99", "weight_sync.bucket_mib=2048")),
     ],
 )
-def test_the_combination_fits_and_no_part_of_it_does(gib: int, overrides: tuple[str, ...]) -> None:
+def test_the_combination_fits_and_no_change_is_needless(gib: int, overrides: tuple[str, ...]) -> None:
     """Fails if pasted overrides are refused, do not fit, differ from the prediction, or include a needless change."""
+
+    def suffice(changes: list[str]) -> bool:
+        try:
+            check_config(_config(*overrides, *changes))
+            return fits([*overrides, *changes], gib * GIB)
+        except (ConfigError, ModelError):
+            return False
+
     found = find_combination(_config(*overrides), refit, gib * GIB)
     assert found.fits and len(found.steps) > 1
     kept = [o for o in overrides if o.partition("=")[0] not in {c.partition("=")[0] for c in found.overrides}]
@@ -63,11 +72,13 @@ def test_the_combination_fits_and_no_part_of_it_does(gib: int, overrides: tuple[
         check_config(config)
         assert step.config == config and tuple(step.footprints) == refit(config)
         assert fits([*overrides, *so_far], gib * GIB) == (step is found.steps[-1])
-    assert sorted(so_far) == sorted(f"{key}={value}" for s in found.steps for key, value in s.changes.items())
+        assert not suffice([change for change in found.overrides if change.partition("=")[0] not in step.changes]) or (
+            step is found.steps[0]
+        )
 
 
 def test_a_15b_student_on_a_24_gib_gpu() -> None:
-    """Fails if the known way to train on such a GPU is not found, or a slower one is preferred."""
+    """Fails if the known way to train on such a GPU is not found, or recomputes although it need not."""
     found = find_combination(_config(), refit, 24 * GIB)
     assert set(OFFLOADED) < set(found.overrides)
     assert "actor.max_tokens_per_micro_batch=4096" in found.overrides and "actor.recompute=full" not in found.overrides
@@ -76,13 +87,16 @@ def test_a_15b_student_on_a_24_gib_gpu() -> None:
 
 
 def test_nothing_fits() -> None:
-    """Fails if a combination is invented, the bound is not named, or more GPUs that would suffice are not."""
+    """Fails if changes that do not suffice are printed as if they did, or what is missing and the bound are not."""
     found = find_combination(_config(), refit, 3 * GIB)
     last = found.steps[-1]
     assert not found.fits and found.more_gpus == () and set(OFFLOADED) < set(found.overrides)
     assert last.short_bytes == max(shortages(last.footprints, 3 * GIB, last.config).values())
     assert "rollout rank 0" in bound(last)
-    assert not any("--config" in line for line in combination_lines(found, "run --config x"))
+    lines = combination_lines(found, "run --config x")
+    assert not any("--config" in line for line in lines) and any(
+        f"{last.short_bytes / GIB:.2f} GiB" in line for line in lines
+    )
 
 
 def test_more_gpus_are_the_last_resort() -> None:
@@ -109,6 +123,7 @@ def test_a_host_bounds_the_combination() -> None:
 
     small = find_combination(_config(), refit, 24 * GIB, lambda config, found: lacks(32 * GIB, config, found))
     assert not small.fits and max(small.steps[-1].short.values()) > 0
+    assert small.steps[-1].short[HOST] <= small.steps[0].short[HOST] and not set(OFFLOADED) <= set(small.overrides)
     offloads = find_combination(_config(), refit, 24 * GIB, lambda config, found: lacks(80 * GIB, config, found))
     assert offloads.fits and offloads.steps[-1].short[HOST] <= 0
 

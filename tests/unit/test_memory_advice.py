@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -40,9 +41,22 @@ def check_line(line: str, run: Config) -> None:
     assert len(rest.partition(". ")[0].split(", ")) == len(pairs), line
 
 
+def table() -> Iterator[str]:
+    """Yield the rows of the table in docs/memory.md, in Markdown."""
+    yield "| keys | next value | helps in | effect |"
+    yield "|---|---|---|---|"
+    for row in dict.fromkeys((*ACTOR_REMEDIES, *ENGINE_REMEDIES, *FRAGMENTATION_REMEDIES)):
+        keys = ", ".join(f"`{key}`" for key in row.keys)
+        on_device = {"": "", "cuda": " (GPU)", "cpu": " (CPU)"}[row.device]
+        against = "fragmentation: " if row in FRAGMENTATION_REMEDIES and row not in ACTOR_REMEDIES else ""
+        phases = ", ".join(row.phases) or "all phases"
+        phases += f" except {', '.join(row.not_in)}" if row.not_in else ""
+        yield f"| {keys} | {row.step} | {against}{phases}{on_device} | {row.effect} |"
+
+
 def test_docs_have_the_table() -> None:
     """Fails if docs/memory.md lists other remedies than the reports print."""
-    assert "\n".join(remedies.table()) in DOCS.read_text()
+    assert "\n".join(table()) in DOCS.read_text()
 
 
 @pytest.mark.parametrize(

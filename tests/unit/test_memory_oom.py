@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import gc
 import json
 import pickle
 import re
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -29,14 +27,6 @@ from gkd.memory.oom import (
 )
 
 GIB, MIB = 1 << 30, 1 << 20
-
-
-@pytest.fixture(autouse=True)
-def only_what_a_test_makes() -> Iterator[None]:
-    """Keep what was there before out of the search for the owners of memory: 200,000 objects, looked at six times."""
-    gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 CPU = torch.device("cpu")
@@ -151,14 +141,12 @@ def keys(shortage: Shortage) -> list[str]:
 
 @pytest.mark.parametrize("kind", ["torch", "numpy"])
 def test_a_real_failure_of_the_host_is_explained(tmp_path: Path, kind: str) -> None:
-    """Fails if the report lacks the request, the holders of memory, the keys to change or the file; or if the file does
-    not say where it happened.
+    """Fails if the report lacks the request, the keys to change or the file; or if the file does not say where it
+    happened.
     """
-    kept = [torch.ones(1 << 20)]  # no view of it, no owner but this frame, and the list
 
     def too_much() -> object:
-        held_here = torch.empty(512 << 20)  # 2 GiB that are never touched: more than other tests have left
-        return torch.empty(2**50) if kind == "torch" else np.ones(2**50), held_here
+        return torch.empty(2**50) if kind == "torch" else np.ones(2**50)
 
     with (
         pytest.raises(OutOfMemory) as raised,
@@ -169,14 +157,12 @@ def test_a_real_failure_of_the_host_is_explained(tmp_path: Path, kind: str) -> N
     assert text.startswith("actor rank 1 ran out of memory of the host (training step): ")
     assert "a shortage" in text and "  a.key=1: lower it in the training step, False, False" in text
     assert ("4194304.00 GiB failed" if kind == "torch" else "GiB failed") in text
-    assert "held_here in test_a_real_failure_of_the_host_is_explained.<locals>.too_much(), " in text
     (file,) = (tmp_path / "memory").iterdir()
     assert f"saved: {file}" in text and file.name.endswith("_actor_rank_1_training_step.json")
     report = json.loads(file.read_text())
     assert report["verdict"] == SHORTAGE and report["request"]["asked"] >= 2**52
     assert any("too_much" in line for line in report["traceback"])
     assert report["usage"]["where"] == "cpu" and report["fragmentation"] is None
-    assert kept[0].shape == (1 << 20,)
 
 
 def test_other_errors_pass_untouched(tmp_path: Path) -> None:

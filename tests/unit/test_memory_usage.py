@@ -6,6 +6,7 @@ import gc
 import logging
 import weakref
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +14,15 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from gkd.memory.usage import MemoryUsage, clear_memory, gib, log_gpu_memory_usage, read_usage, reset_peak
+from gkd.memory.usage import (
+    MemoryUsage,
+    allocation_lines,
+    clear_memory,
+    gib,
+    log_gpu_memory_usage,
+    read_usage,
+    reset_peak,
+)
 
 CPU = torch.device("cpu")
 MIB = 1 << 20
@@ -46,6 +55,30 @@ def test_the_line_has_every_number_once(caplog: pytest.LogCaptureFixture) -> Non
         log_gpu_memory_usage("after offload", logger, rank=3, device=CPU)
     assert caplog.messages[0].startswith("after offload: rank 3, cpu: host RSS ")
     assert [gib(0), gib(10 << 20), gib(3 << 29)] == ["0.00", "0.0098", "1.50"]
+
+
+def test_the_largest_allocations_are_named_by_their_lines(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fails if blocks of one line are not added up, or other devices, freed blocks or blocks without a stack count."""
+    root = Path(__file__).parents[2]
+    adam = {"filename": "/env/lib/site-packages/torch/optim/adam.py", "line": 120, "name": "_init_group"}
+    own = {"filename": f"{root}/gkd/actor/x.py", "line": 7, "name": "step"}
+
+    def segment(device: int, *blocks: tuple[int, str, list[dict[str, Any]]]) -> dict[str, Any]:
+        found = [{"size": mib * MIB, "state": state, "frames": frames} for mib, state, frames in blocks]
+        return {"device": device, "blocks": found}
+
+    used = "active_allocated"
+    segments = [
+        segment(0, (256, used, [adam, own]), (1024, used, [own]), (9999, "inactive", [own]), (9999, used, [])),
+        segment(0, (256, used, [adam, own]), (128, used, [adam])),
+        segment(1, (9999, used, [own])),
+    ]
+    monkeypatch.setattr(torch.cuda, "memory_snapshot", lambda: segments)
+    at_adam, at_own = "torch/optim/adam.py:120 in _init_group", "gkd/actor/x.py:7 in step"
+    lines = [f"1.00 GiB: {at_own}", f"0.50 GiB: {at_adam}, called from {at_own}", f"0.12 GiB: {at_adam}"]
+    assert allocation_lines(torch.device("cuda", 0), 9) == lines
+    assert allocation_lines(torch.device("cuda", 0), 1) == lines[:1]
+    assert allocation_lines(CPU, 9) == []
 
 
 @pytest.fixture

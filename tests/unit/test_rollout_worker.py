@@ -16,7 +16,6 @@ from gkd.data.chunks import dataset_chunks, decode_sizes, distinct_4grams, encod
 from gkd.data.prompt_codec import decode_prompts, encode_prompts
 from gkd.errors import ClusterError, DataError, OutOfMemory
 from gkd.handles import EngineUsage, RolloutChunk
-from gkd.memory import oom
 from gkd.memory.usage import GIB
 from gkd.rollout.sampling import Sampling, sequence_seed
 from gkd.rollout.worker import RolloutWorker
@@ -287,7 +286,6 @@ def test_memory_is_recorded_at_the_end_of_each_phase() -> None:
 
 def test_out_of_memory_errors_of_the_engine_are_explained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Fails if an engine's out-of-memory error is not explained, or the advice names the actor's keys."""
-    monkeypatch.setattr(oom, "holders", lambda device: [])  # takes seconds and is not tested here
     made = worker([], "trainer.device=cpu", run_dir=tmp_path)
 
     def out_of_memory(*_: Any, **__: Any) -> None:
@@ -306,7 +304,6 @@ def test_out_of_memory_errors_of_the_engine_are_explained(tmp_path: Path, monkey
 
 def test_an_out_of_memory_error_of_a_stream_is_explained_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Fails if a call that waits for the stream writes a second report for the stream's error."""
-    monkeypatch.setattr(oom, "holders", lambda device: [])
     made = worker([], run_dir=tmp_path)
 
     def out_of_memory() -> None:

@@ -16,11 +16,7 @@ import torch
 from torch import Tensor
 
 from gkd.actor.common.shards import Piece
-from gkd.memory.host_buffer import host_slabs
-
-# A power of two, because torch rounds pinned memory up to one: 17 GiB in one tensor would take 32 GiB. With slabs, only
-# the end of the last one is unused. A multiple of every item size.
-_SLAB_BYTES = 64 << 20
+from gkd.memory.host_buffer import SLAB_BYTES, host_slabs
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +59,7 @@ class HostCopies:
         slab_bytes: size of the allocations, a power of two.
     """
 
-    def __init__(self, device: torch.device, *, slab_bytes: int = _SLAB_BYTES) -> None:
+    def __init__(self, device: torch.device, *, slab_bytes: int = SLAB_BYTES) -> None:
         self._slab_bytes = slab_bytes
         self._free: Sequence[Tensor] = ()
         self._settle: Callable[[], object] = _nothing
