@@ -24,7 +24,7 @@ from gkd.memory.usage import GIB, allocation_lines
 log = get_logger("memory")
 
 _LEAK_BYTES = 256 << 20  # a student's buffers and the workspaces of kernels are smaller
-_MAX_LINES = 5  # of the largest allocations, in the warning
+_MAX_LINES = 5  # largest allocations in the warning
 _BUT_PARAMS = (GRADS, OPTIMIZER)
 IS_OFFLOAD_STATES = "is_offload_states"
 DISABLE_ADAPTER = "disable_adapter"  # key of a call: compute logprobs by the actor without its LoRA adapters

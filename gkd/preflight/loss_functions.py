@@ -16,7 +16,7 @@ from gkd.errors import ConfigError
 from gkd.loss.divergence import divergence_of
 from gkd.loss.divergence_slopes import value_and_slope
 
-_TOKENS, _OUTCOMES, _STEP = 4, 6, 1e-5  # of the tables, and of the finite differences in nats
+_TOKENS, _OUTCOMES, _STEP = 4, 6, 1e-5  # sizes of the tables; finite difference, nats
 _FIX = "correct the function; docs/losses.md has the rules under A loss of your own."
 
 
