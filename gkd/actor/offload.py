@@ -17,9 +17,9 @@ from gkd.actor.common.base import Student
 from gkd.actor.rank_barrier import RankBarrier, raised_by_all_ranks
 from gkd.cluster.progress import SPAN_NAMES
 from gkd.log import get_logger
-from gkd.memory.offload_manager import state_offload_manager
+from gkd.memory.offload_manager import GIB, state_offload_manager
 from gkd.memory.states import GRADS, OPTIMIZER
-from gkd.memory.usage import GIB, allocation_lines
+from gkd.memory.usage import allocation_lines
 
 log = get_logger("memory")
 

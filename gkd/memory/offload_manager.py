@@ -8,9 +8,10 @@ from contextlib import contextmanager
 from typing import Protocol
 
 from gkd.log import get_logger
-from gkd.memory.usage import GIB
 
 log = get_logger("memory")
+
+GIB = 1 << 30
 
 
 class Strategy(Protocol):

@@ -7,7 +7,8 @@ from contextlib import contextmanager
 
 import torch
 
-from gkd.memory.usage import GIB, MemoryUsage, read_usage, reset_peak
+from gkd.memory.offload_manager import GIB
+from gkd.memory.usage import MemoryUsage, read_usage, reset_peak
 
 
 class Timeline:

@@ -18,10 +18,10 @@ import torch
 import torch.distributed as dist
 
 from gkd.log import get_logger
+from gkd.memory.offload_manager import GIB
 
 log = get_logger("memory")
 
-GIB = 2**30
 _ROOT = f"{Path(__file__).parents[2]}/"
 
 

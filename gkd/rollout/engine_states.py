@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager
 from typing import Protocol
 
 from gkd.errors import ClusterError
-from gkd.memory.usage import GIB
+from gkd.memory.offload_manager import GIB
 from gkd.rollout.sleep_state import KV_CACHE, WEIGHTS
 
 # Names of the states, as in the actor's `offload_states` -> tags of vLLM's sleep mode.
