@@ -120,7 +120,7 @@ def named_checkpoint(config: Config) -> Path | None:
 
 
 def _noted(file: Path, teacher: Mapping[str, Any], files: Sequence[Mapping[str, Any]], config: Config) -> Path | None:
-    """Return the checkpoint that an earlier start was told to resume from, or None if there is no such file.
+    """Return the checkpoint which an earlier start resumed from. None means that there is no such file.
 
     `branched_from` names another run's checkpoint, until the branch has saved its own. `going_back` names one of the
     run's own, until it is loaded.
