@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING
 
 from gkd.config.load import load_config
 from gkd.config.schema import Config
-from gkd.console.activity import activities
-from gkd.log import get_logger
+from gkd.log import activities, get_logger
 from gkd.memory.offload_manager import state_offload_manager
 from gkd.roles import Roles
 
@@ -50,7 +49,7 @@ def open_pools(config: Config) -> Iterator[Pools]:
     that `gkd.roles` names.
 
     Raises:
-        GkdError: as `gkd.preflight.run.preflight`, before a process starts, and `gkd.launcher.started_roles`.
+        GkdError: as `gkd.preflight.run.preflight`, before a process starts, and `gkd.start.launcher.started_roles`.
     """
     os.environ.setdefault("RAY_DEDUP_LOGS_ALLOW_REGEX", LINES_OF_ALL_RANKS)  # read when Ray is imported
     with activities.during("checks"):
@@ -71,7 +70,7 @@ def open_pools(config: Config) -> Iterator[Pools]:
         plan.folder.root,
     )
     with activities.during("importing Ray"):
-        from gkd.launcher import started_roles  # a heavy import, after the cheap checks
+        from gkd.start.launcher import started_roles  # a heavy import, after the cheap checks
 
     header = f"==== {time.ctime()}: {shlex.join(facts['command'])}"
     with plan.folder.logged(header), started_roles(plan) as roles:

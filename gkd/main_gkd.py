@@ -16,12 +16,12 @@ from gkd.cluster.garbage import collect_garbage_rarely
 from gkd.config.key_list import all_keys
 from gkd.config.load import load_config, parse_overrides
 from gkd.config.schema import Config
+from gkd.console.closing import Closing
 from gkd.console.terminal import Terminal
 from gkd.errors import ConfigError, DataError, GkdError, ModelError
 from gkd.preflight.preview import preview
 from gkd.run import interrupts
 from gkd.run.again import may_start_again, start_again
-from gkd.run.closing import Closing
 from gkd.trainer import Trainer
 
 

@@ -13,7 +13,6 @@ from collections.abc import Sequence
 from contextlib import closing
 
 from gkd.config.schema import Config
-from gkd.handles import PendingScores, ScoredChunk
 from gkd.log import get_logger
 from gkd.metrics.run_metrics import RunMetrics, StepMetrics
 from gkd.pipeline.colocation import make_gpu_sharing
@@ -27,7 +26,7 @@ from gkd.run.ending import attempt, run_ending, save_and_export
 from gkd.run.folder import RunFolder
 from gkd.run.interrupts import interruptible
 from gkd.run.saver import Saver
-from gkd.types import Prompt
+from gkd.types import PendingScores, Prompt, ScoredChunk
 
 log = get_logger("trainer")
 

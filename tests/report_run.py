@@ -18,11 +18,11 @@ from tokenizers.models import WordLevel
 
 from gkd.cluster.gpu_table import GpuInfo, GpuMap, PoolNeed, RankPlacement
 from gkd.config.load import config_yaml, load_config
-from gkd.handles import Sample, TokenRecord
 from gkd.metrics.catalog import PLACEHOLDERS
 from gkd.metrics.catalog_learning import LEARNING
 from gkd.metrics.catalog_system import SYSTEM
 from gkd.metrics.writer import MetricsWriter
+from gkd.types import Sample, TokenRecord
 
 # A response may contain anything; the fourth one ends a script element if it is not escaped.
 WORDS = ("<pad>", "<eos>", " add", "</script><script>window.broken=1</script>", "<!--", " 7", "\n", "&lt;", " ü", "'\"")

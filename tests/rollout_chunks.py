@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from gkd.handles import RolloutChunk
+from gkd.types import RolloutChunk
 
 
 def chunk_of(

@@ -21,12 +21,12 @@ TOP = ("gkd", "teacher_server")
 _ORDER = """
 teacher_server.errors teacher_server.log teacher_server.wire teacher_server.config teacher_server.engines
 teacher_server.broker teacher_server.worker teacher_server.cli teacher_server.main teacher_server.__main__
-gkd.errors gkd.log gkd.types gkd.handles gkd.pending gkd.config.dialects gkd.config gkd.console gkd.roles
-gkd.run gkd.health gkd.metrics gkd.data gkd.pipeline gkd.trainer
+gkd.errors gkd.log gkd.types gkd.spans gkd.files gkd.config.dialects gkd.config gkd.roles gkd.run
+gkd.console gkd.health gkd.metrics gkd.data gkd.pipeline gkd.trainer
 gkd.cluster gkd.hf gkd.loss gkd.memory gkd.weight_sync gkd.footprint
 gkd.rollout gkd.reward gkd.teacher gkd.gpu_map
 gkd.actor.common gkd.actor.megatron gkd.actor.fsdp gkd.actor.frozen gkd.actor
-gkd.preflight gkd.worker_env gkd.resource_pools gkd.launcher gkd.api gkd.main_gkd
+gkd.preflight gkd.start gkd.api gkd.main_gkd
 gkd.tools.split_tuner gkd.tools.migrate gkd.tools.report gkd.tools.gpu_proof gkd.tools gkd.quickstart
 """
 ORDER = tuple(_ORDER.split())

@@ -16,8 +16,8 @@ from gkd.hf.model_dims import read_dims
 from gkd.hf.model_folder import read_config_json
 
 if TYPE_CHECKING:
+    from gkd.actor.common.attention import Heads
     from gkd.actor.common.base import Student, StudentArgs
-    from gkd.actor.common.flash import Heads
 
 
 def build_student(
@@ -38,7 +38,7 @@ def build_student(
     """
     actor, derived = config.actor, derive(config)
     if actor.attention != "auto":
-        from gkd.actor.common.flash import use_flash_attention
+        from gkd.actor.common.attention import use_flash_attention
 
         on_phase("comparing the attention kernels")
         use_flash_attention(actor.attention, _heads(config), getattr(torch, config.model.dtype), device)
@@ -96,7 +96,7 @@ def _heads(config: Config) -> Iterator[Heads]:
 
 
 def _heads_of(folder: str, key: str, tp: int = 1) -> Heads:
-    from gkd.actor.common.flash import Heads
+    from gkd.actor.common.attention import Heads
 
     dims = read_dims(read_config_json(folder, key))
     return Heads(dims.n_heads // tp, max(1, dims.n_kv_heads // tp), dims.head_dim)

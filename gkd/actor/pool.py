@@ -7,17 +7,18 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from gkd.actor.frozen.pools import call_scattered, data_parallel_groups
-from gkd.actor.logprobs import PendingLogprobs
+import numpy as np
+
+from gkd.actor.frozen.pools import PartialResults, call_scattered, data_parallel_groups
 from gkd.actor.megatron.layout import ParallelLayout
-from gkd.cluster.calls import Pending, gather
+from gkd.cluster.calls import Pending, fetch, gather
 from gkd.config.derived import derive
 from gkd.config.schema import Config
-from gkd.data.scatter import GroupPart, scatter_to_groups
+from gkd.data.scatter import GroupPart, gather_results, scatter_to_groups
 from gkd.errors import ConfigError
-from gkd.handles import FileDigest, PendingScores, ProcessSpans, ScoredChunk, TrainStats
 from gkd.memory.timeline import merge
 from gkd.run import shared_folder
+from gkd.types import FileDigest, PendingScores, ProcessSpans, ScoredChunk, TrainStats
 from gkd.weight_sync.choice import IPC, transport_of
 
 
@@ -248,3 +249,24 @@ def batch_args(groups: Sequence[Sequence[GroupPart]], layouts: Sequence[Parallel
             handles += [part.chunk.reference for part in parts if part.chunk.reference is not None]
         args.append([[part.sequence_indices for part in parts], *handles])
     return args
+
+
+class PendingLogprobs:
+    """Logprobs of a batch that are being computed.
+
+    Args:
+        calls: on all ranks.
+        parts: of each chunk.
+    """
+
+    def __init__(self, calls: Pending, parts: Sequence[PartialResults]) -> None:
+        self._calls, self._parts = calls, list(parts)
+
+    def wait(self, timeout_s: float | None = None) -> list[list[np.ndarray]]:
+        """Return for each chunk, in its order, [R] float32 of each sequence. May be repeated.
+
+        Raises as `Pending.wait`.
+        """
+        self._calls.wait(timeout_s)
+        results = [(part.sequence_indices, [fetch(ref, "logprobs") for ref in part.refs]) for part in self._parts]
+        return [[one for one in gather_results(*parts) if one is not None] for parts in results]

@@ -11,8 +11,8 @@ from torch.profiler import ProfilerActivity, profile
 
 from gkd.config.check_values import listed_steps
 from gkd.config.schema import TrainerConfig
+from gkd.files.disk import TMP, make_folder, naming
 from gkd.log import get_logger
-from gkd.run.disk import TMP, make_folder, naming
 
 log = get_logger("profile")
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import logging
+import os
 import socket
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -19,18 +21,21 @@ from gkd.actor.common.group_probe import probe_group
 from gkd.actor.frozen.rank_models import FrozenModels
 from gkd.actor.megatron.layout import ParallelLayout
 from gkd.actor.offload import IS_OFFLOAD_STATES, OffloadController
-from gkd.actor.rank_memory import RankMemory
 from gkd.cluster.assignment import this_placement
 from gkd.cluster.gpu_table import RankPlacement
 from gkd.cluster.progress import UP, WATCH, Phases, Progress
 from gkd.config.derived import derive
 from gkd.config.schema import Config
-from gkd.handles import ProcessSpans
 from gkd.log import get_logger
+from gkd.memory.advice import advice
+from gkd.memory.fragmentation import FragmentationWatch
+from gkd.memory.oom import diagnosed
 from gkd.memory.states import PARAMS
-from gkd.memory.usage import log_gpu_memory_usage, record_allocations
-from gkd.metrics.spans import SpanRecorder
+from gkd.memory.timeline import Timeline
+from gkd.memory.usage import CountMeter, log_gpu_memory_usage, record_allocations
 from gkd.run import shared_folder
+from gkd.spans import SpanRecorder
+from gkd.types import ProcessSpans
 from gkd.weight_sync.choice import IPC, transport_of
 
 # Concurrency group of the methods that give weights to a restarted engine while this rank computes.
@@ -193,3 +198,53 @@ class ActorRank:
         # Diagnose an out-of-memory error before the states are offloaded, which would hide its cause.
         with self._memory.during(phase), on_device, self._memory.diagnosed(phase):
             yield
+
+
+# Measure one rank's memory in each phase of its work, and diagnose out-of-memory errors.
+
+
+class RankMemory:
+    """Memory time-line, fragmentation and out-of-memory diagnosis of one rank.
+
+    Args:
+        run_dir: the run's folder; diagnoses are written to `memory/` in it.
+        name: the rank's name, "actor rank 0".
+        phases: also receives the name of each phase, for progress reports.
+    """
+
+    def __init__(
+        self, config: Config, device: torch.device, run_dir: Path, name: str, phases: Phases, log: logging.Logger
+    ) -> None:
+        self._config, self._device, self._folder = config, device, run_dir / "memory"
+        self._name, self._phases = name, phases
+        self.timeline = Timeline(device) if config.memory.timeline else None
+        self._fragmentation = FragmentationWatch(device, config.memory.fragmentation_warn, log)
+        self._counts = CountMeter(device)
+
+    @contextmanager
+    def during(self, phase: str) -> Iterator[None]:
+        """Record progress and memory of a phase. Raises OutOfMemory."""
+        recorded = nullcontext() if self.timeline is None else self.timeline.phase(phase.replace(" ", "_"))
+        with self._phases.during(phase), self.diagnosed(phase), recorded:
+            yield
+
+    def diagnosed(self, phase: str) -> AbstractContextManager[None]:
+        """Turn an out-of-memory error of the block into a diagnosis, see `gkd.memory.oom`. Raises OutOfMemory."""
+        return diagnosed(
+            self._folder,
+            device=self._device,
+            who=self._name,
+            phase=phase,
+            advice=lambda shortage: advice(self._config, shortage, os.environ),
+        )
+
+    def after_step(self) -> None:
+        """Measure fragmentation; call it at the end of a training step."""
+        self._fragmentation.after_step()
+
+    def take(self) -> dict[str, float]:
+        """Return and reset the metrics of the phases since the last call, see `Timeline.take`, of fragmentation, and of
+        the allocator's calls.
+        """
+        phases = {} if self.timeline is None else self.timeline.take()
+        return phases | self._fragmentation.take() | self._counts.take()

@@ -30,10 +30,9 @@ from gkd.data.batching import token_records
 from gkd.data.collate import MicroBatches
 from gkd.data.normalize import count, sequence_weights, size_numbers
 from gkd.data.scatter import map_selected
-from gkd.handles import FileDigest, TrainStats
 from gkd.memory.states import OPTIMIZER, PARAMS
 from gkd.memory.usage import log_gpu_memory_usage
-from gkd.types import Rollout
+from gkd.types import FileDigest, Rollout, TrainStats
 from gkd.weight_sync.buckets import Bucket, Content, TensorSpec
 from gkd.weight_sync.group import GroupSpec, TransferGroup
 from gkd.weight_sync.kept import KeptVersion

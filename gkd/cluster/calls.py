@@ -14,8 +14,8 @@ from typing import Any, TypeVar
 import ray
 from ray.exceptions import RayActorError, RayError, RayTaskError
 
-from gkd.console.activity import activities
 from gkd.errors import ClusterError, GkdError, RankFailed, RankTimeout
+from gkd.log import activities
 
 Key = TypeVar("Key")
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 import math
 import os
+import secrets
 import signal
 import socket
 import sys
@@ -27,7 +28,6 @@ from ray._private.state import available_resources_per_node
 from ray.exceptions import RayError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 
-from gkd.cluster.auth_token import set_token_without_home
 from gkd.cluster.daemons import DaemonWatch
 from gkd.cluster.placement import Node, PoolSpec, Room, in_order, place, shortage
 from gkd.cluster.slots import Pool
@@ -293,3 +293,24 @@ def _check_answers(address: str) -> None:
             f"Ray could not be joined (cluster.ray_address = {address!r}): {problem}. "
             f"Fix: start it (ray start --head --port {port}), or leave the key empty to have one started here."
         )
+
+
+# Give Ray its token where it cannot keep one below HOME: containers with a user id of their own have HOME=/.
+
+_TOKEN = "RAY_AUTH_TOKEN"
+
+
+def set_token_without_home() -> None:
+    """Set RAY_AUTH_TOKEN for this process and its children, unless Ray has a token or can write ~/.ray/auth_token."""
+    if os.environ.get(_TOKEN) or os.environ.get("RAY_AUTH_TOKEN_PATH"):
+        return
+    try:
+        folder = Path.home() / ".ray"  # RuntimeError: neither HOME nor an entry in /etc/passwd
+        if os.access(folder / "auth_token", os.R_OK):
+            return
+        folder.mkdir(parents=True, exist_ok=True)
+        writable = os.access(folder, os.W_OK | os.X_OK) and not (folder / "auth_token").exists()
+    except (OSError, RuntimeError):
+        writable = False
+    if not writable:
+        os.environ[_TOKEN] = secrets.token_hex(32)

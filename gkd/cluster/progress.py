@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from types import FrameType
 
-from gkd.metrics.spans import SpanRecorder
+from gkd.spans import SpanRecorder
 
 # Concurrency group of the method that returns the progress; the pools are spawned with it.
 WATCH = "watch"

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+import re
+
 from gkd.config.check_losses import (
     check_backend,
     check_mixture,
@@ -13,12 +16,145 @@ from gkd.config.check_losses import (
     check_token_weights,
 )
 from gkd.config.check_pools import check_adapter_sync, check_cluster, check_pools, check_sizes, check_strategy
-from gkd.config.check_reward import check_reward
-from gkd.config.check_routes import check_routes
-from gkd.config.check_values import check_values
+from gkd.config.check_values import check_value, check_values
 from gkd.config.derived import Derived, derive
-from gkd.config.schema import Config
+from gkd.config.function_path import function_name, is_path
+from gkd.config.routes import Route
+from gkd.config.schema import EXACT_MATCH, NO_METRIC, REWARD_NAMES, Config, DataConfig
+from gkd.config.schema_teacher import MAX_NAME_LENGTH
 from gkd.config.teacher_prompt import check_teacher_prompt
+from gkd.errors import ConfigError
+
+# Check several teachers: their routes, the keys that refer to them, and what supports them.
+
+_NAME = re.compile(r"[A-Za-z0-9_-]+")  # part of a metric's name
+
+
+def check_routes(config: Config, derived: Derived) -> None:
+    """Check that the routes are complete, and that nothing refers to one that is not there."""
+    teacher, data = config.teacher, config.data
+    if not teacher.routes:
+        _check_unused(config)
+        return
+    for route in derived.routes:
+        _check_route(route)
+    if not data.teacher_key:
+        fix = "name the column whose values are the names of the routes."
+        raise ConfigError("data.teacher_key", "", "teacher.routes has entries, and no row names one.", fix)
+    names = ", ".join(teacher.routes)
+    if teacher.default_route and teacher.default_route not in teacher.routes:
+        problem = "it is not one of teacher.routes."
+        raise ConfigError("teacher.default_route", teacher.default_route, problem, f"use one of {names}.")
+    _check_shares(config, names)
+    if not derived.has_teacher_server:
+        problem = f"with teacher.backend={teacher.backend} there is one teacher."
+        raise ConfigError("teacher.routes", names, problem, "remove them, or set teacher.backend=zmq.")
+    if derived.loss.has_reference and derived.loss.has_temperatures:
+        problem = "the reference computes at teacher.temperature, and a route has another one."
+        name, off = ("reference_kl_weight", 0) if derived.loss.reference_weight else ("teacher_reward_scale", 1)
+        value = getattr(config.distill, name)
+        raise ConfigError(f"distill.{name}", value, problem, f"use {off}, or one temperature.")
+
+
+def _check_unused(config: Config) -> None:
+    """Raise ConfigError if a key has no effect without routes."""
+    normalize = config.distill.normalize
+    if normalize == "domain":
+        problem, fix = "without teacher.routes there is one domain.", "use token, or set teacher.routes."
+        raise ConfigError("distill.normalize", normalize, problem, fix)
+    for key, value, default in (
+        ("data.teacher_key", config.data.teacher_key, DataConfig().teacher_key),
+        ("data.domain_shares", config.data.domain_shares, DataConfig().domain_shares),
+        ("teacher.default_route", config.teacher.default_route, ""),
+    ):
+        if value != default:
+            raise ConfigError(key, value, "teacher.routes is empty.", "remove it, or set teacher.routes.")
+
+
+def _check_route(route: Route) -> None:
+    label, teacher = route.label, route.teacher
+    if not _NAME.fullmatch(route.name):
+        problem = "a name has letters, digits, _ and - only, because metrics contain it."
+        raise ConfigError("teacher.routes", route.name, problem, "rename it.")
+    if not (math.isfinite(route.weight) and route.weight > 0):
+        fix = "use a positive number, or remove the route and its rows."
+        raise ConfigError(f"{label}.weight", route.weight, "must be a positive number.", fix)
+    for name in ("server_port", "temperature"):
+        try:
+            check_value(f"teacher.{name}", getattr(teacher, name))
+        except ConfigError as error:
+            raise ConfigError(route.key(name), error.value, error.problem, error.fix) from error
+    if len(teacher.name) > MAX_NAME_LENGTH:
+        fix = f"use one of the server's names, of at most {MAX_NAME_LENGTH} characters."
+        raise ConfigError(route.key("name"), teacher.name, "is too long.", fix)
+
+
+def _check_shares(config: Config, names: str) -> None:
+    shares, size = config.data.domain_shares, config.trainer.global_batch_size
+    if not shares:
+        return
+    if shares.keys() != config.teacher.routes.keys() or not all(0 < share < math.inf for share in shares.values()):
+        fix = f"give each of {names} a number > 0."
+        raise ConfigError("data.domain_shares", shares, "is not a positive share of each of teacher.routes.", fix)
+    if max(shares.values()) * size < (len(shares) - 1) * sum(shares.values()):
+        problem = f"{len(shares)} routes cannot alternate in batches of {size} prompts."
+        raise ConfigError("data.domain_shares", shares, problem, "increase trainer.global_batch_size.")
+
+
+# Check the functions of rewards and evaluations. `gkd.preflight.reward` imports them.
+
+
+def check_reward(config: Config, derived: Derived) -> None:
+    """Check that all functions are named in a valid way, and that none is named twice."""
+    reward, metric = config.reward, config.eval.metric
+    for i, entry in enumerate(reward.functions):
+        _check_path(f"reward.functions[{i}].path", entry.path)
+        if not math.isfinite(entry.weight) or entry.weight == 0:
+            key, problem = f"reward.functions[{i}].weight", "must be a number that is not 0."
+            raise ConfigError(key, entry.weight, problem, "give it a weight, or remove the function.")
+    paths = [entry.path for entry in reward.functions]
+    if len(set(paths)) < len(paths):
+        raise ConfigError("reward.functions", paths, "names a function twice.", "name each once.")
+    if metric != NO_METRIC:
+        _check_path("eval.metric", metric, f", or {NO_METRIC}")
+    elif config.eval.n > 1:
+        raise ConfigError("eval.n", config.eval.n, "eval.metric is none.", "use 1, or choose a metric.")
+    if config.eval.teacher_prompts and (metric == NO_METRIC or not derived.has_teacher_server):
+        problem = "eval.metric is none." if metric == NO_METRIC else "there is no teacher server."
+        raise ConfigError("eval.teacher_prompts", config.eval.teacher_prompts, problem, "use 0.")
+    names = [function_name(path) for path in paths]
+    if len(set(names)) < len(names):
+        problem = "two functions have the same name, and the metrics contain it."
+        raise ConfigError("reward.functions", paths, problem, "rename one.")
+    if derived.loss.has_rewards:
+        _check_training(config)
+    if EXACT_MATCH in (metric, *paths) and not config.eval.answer_marker:
+        raise ConfigError("eval.answer_marker", "", "exact_match needs one.", "set it, or use another function.")
+
+
+def _check_training(config: Config) -> None:
+    """Check that there are rewards to train on, and that the ratio of probabilities belongs to one policy."""
+    key, weight, distill = "distill.reward_weight", config.distill.reward_weight, config.distill
+    if not config.reward.functions:
+        raise ConfigError(key, weight, "reward.functions is empty.", "name a function, or use 0.")
+    if distill.on_policy_share == 0.0:
+        problem = "only responses of the student are judged, and distill.on_policy_share is 0."
+        raise ConfigError(key, weight, problem, "use 0, or a share above 0.")
+    if distill.advantage == "group" and config.rollout.n < 2:
+        problem = "the mean of one response is its own reward, so every advantage is 0."
+        raise ConfigError("distill.advantage", "group", problem, "set rollout.n to 2 or more, or use batch.")
+    sampled, own = config.rollout.temperature, config.teacher.temperature
+    routes = [route.temperature for route in config.teacher.routes.values() if route.temperature is not None]
+    if any(temperature != sampled for temperature in (own, *routes)):
+        problem = f"rewards train the distribution that the engines sample from, at rollout.temperature={sampled:g}."
+        raise ConfigError("teacher.temperature", own, problem, "use the same temperature for both.")
+
+
+def _check_path(key: str, path: str, more: str = "") -> None:
+    if path not in REWARD_NAMES and not is_path(path):
+        fix = f"use {', '.join(REWARD_NAMES)}, or a function as package.module:function{more}."
+        raise ConfigError(key, path, "is not a function.", fix)
+
 
 _CHECKS = (
     check_strategy,

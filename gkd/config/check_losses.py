@@ -6,9 +6,9 @@ import dataclasses
 from fractions import Fraction
 
 from gkd.config.derived import Derived
-from gkd.config.schedulers import AHEAD, STREAM
 from gkd.config.schema import Config, ReferenceConfig, TeacherConfig, TrainerConfig
 from gkd.config.schema_teacher import weight_updates
+from gkd.config.schema_trainer import AHEAD, STREAM
 from gkd.errors import ConfigError
 
 
@@ -189,7 +189,7 @@ def check_mixture(config: Config, derived: Derived) -> None:
         )
     # A step without a token to learn from would still change the weights, by momentum and weight decay.
     only_student, only_dataset = len(spec.policy_gradients) == len(spec.terms), spec.terms == (spec.sft,)
-    exact = Fraction(repr(share))  # the decimal number, as `gkd.data.mixing` counts
+    exact = Fraction(repr(share))  # the decimal number, as `gkd.data.sampler` counts
     each_step = exact * n_prompts if only_student else (1 - exact) * n_prompts if only_dataset else 1
     if each_step < 1:
         kind = "student" if only_student else "dataset"

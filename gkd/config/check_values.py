@@ -7,8 +7,7 @@ from collections.abc import Iterator, Sequence
 
 from gkd.config.interval import save_interval
 from gkd.config.key_list import all_keys, value_of
-from gkd.config.schema import TRACKER_NAMES, Config
-from gkd.config.schema_health import HEALTH_CHECKS
+from gkd.config.schema import HEALTH_CHECKS, TRACKER_NAMES, Config
 from gkd.config.schema_teacher import MAX_NAME_LENGTH
 from gkd.errors import ConfigError
 

@@ -7,9 +7,7 @@ from typing import cast
 
 from gkd.config.loss_spec import LossSpec, loss_spec, teacher_signals
 from gkd.config.routes import Route, routes_of
-from gkd.config.schedulers import staleness_bound
-from gkd.config.schema import Config
-from gkd.config.schema_reward import EXACT_MATCH, NO_METRIC
+from gkd.config.schema import EXACT_MATCH, NO_METRIC, Config
 from teacher_server.wire.protocol import Signal
 
 ENGINE_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # vLLM's choices of max_lora_rank
@@ -72,7 +70,7 @@ def derive(config: Config) -> Derived:
         routes=routes,
         signals=teacher_signals(loss, cast(Signal, teacher.signal)),
         n_student_ids={"teacher": 0, "student": teacher.topk, "union": teacher.topk // 2}[config.distill.support],
-        max_staleness=staleness_bound(t),
+        max_staleness=t.staleness_bound,
         max_sequence_length=longest,
         max_teacher_length=longest_of_teacher,
         max_engine_length=longest_of_teacher + 1 if teacher.backend == "rollout" else longest,

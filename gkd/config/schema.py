@@ -11,11 +11,65 @@ from typing import Any
 
 from gkd.config.declare import key
 from gkd.config.schema_actor import ActorConfig, LoraConfig, OptimConfig
-from gkd.config.schema_health import HealthConfig
-from gkd.config.schema_reward import RewardConfig, RewardFunctionConfig
 from gkd.config.schema_rollout import RolloutConfig, WeightSyncConfig
 from gkd.config.schema_teacher import DistillConfig, LossTermConfig, ReferenceConfig, RouteConfig, TeacherConfig
 from gkd.config.schema_trainer import TRACKER_NAMES, TrainerConfig
+
+EXACT_MATCH, MATH_VERIFY, LENGTH = "exact_match", "math_verify", "length"
+REWARD_NAMES = (EXACT_MATCH, MATH_VERIFY, LENGTH)  # functions of `gkd.reward.functions`
+COMPARING = (EXACT_MATCH, MATH_VERIFY)  # functions that need the reference answer
+NO_METRIC = "none"  # eval.metric
+
+
+@dataclass
+class RewardFunctionConfig:
+    """Entry of `reward.functions`."""
+
+    path: str = ""
+    weight: float = 1.0
+
+
+@dataclass
+class RewardConfig:
+    functions: list[RewardFunctionConfig] = key(
+        [],
+        "Functions that judge the student's responses, a list of {path, weight}: exact_match, math_verify, length, or "
+        "module:function of a function (prompt, response, row) -> float. Their weighted sum is the reward. Empty = no "
+        "rewards. docs/losses.md.",
+        limits="each path once, weights not 0",
+    )
+    workers: int = key(
+        2, "Processes that call the functions, over all data-parallel groups; each has at least one.", gt=0, resume=True
+    )
+    timeout_s: float = key(
+        10.0, "Seconds that one call of a function may take; a longer one ends the run.", gt=0, resume=True
+    )
+
+
+# Names of the checks; `gkd.health.checks` has their thresholds and reasons.
+HEALTH_CHECKS = (
+    *("truncated", "repetition", "end_of_sequence", "teacher_mismatch", "overlap_falls", "entropy_collapse"),
+    *("importance_clipped", "gradient_spikes", "no_gap", "kl_rises", "accuracy_falls", "worse_than_start"),
+    *("engine_logprobs", "stale_rollouts"),
+)
+
+
+@dataclass
+class HealthConfig:
+    on_alarm: str = key(
+        "warn",
+        "What a new alarm of a health check does. warn: one log line. pause: save the step, then wait until "
+        "run_dir/continue exists. stop: save the step, then end with an error. See docs/health.md.",
+        choices=("warn", "pause", "stop"),
+        resume=True,
+    )
+    checks_off: list[str] = key(
+        [], "Checks to leave out.", limits=f"of {', '.join(HEALTH_CHECKS)}, each once", resume=True
+    )
+    limits: dict[str, float] = key(
+        {}, "Other limits of some checks, e.g. {truncated: 0.9}. See docs/health.md.", limits="numbers > 0", resume=True
+    )
+
 
 __all__ = [
     "TRACKER_NAMES",

@@ -5,7 +5,19 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from gkd.config.declare import IF_CONSTANT, key
-from gkd.config.schedulers import AHEAD, STREAM
+
+# Values of `trainer.scheduler`: how far rollouts run ahead of training, and what a step trains on.
+#
+# sync            generate a batch with the newest weights, then train on it
+# one_step_off    generate the next batch while training on this one
+# two_step_off    prefetch two batches: while one is trained on, one is scored and one is generated
+# stream          no batches in the engines: prompts enter one by one, weights are updated in the middle of responses,
+#                 and a step trains on prompts that are finished, while the last ones of its batch are generated
+#
+# AHEAD holds the number of prefetched batches. Each is generated with one version of the weights, so this is also its
+# staleness.
+AHEAD = {"sync": 0, "one_step_off": 1, "two_step_off": 2}
+STREAM = "stream"
 
 TRACKER_NAMES = ("tensorboard", "wandb", "mlflow", "trackio")
 
@@ -154,3 +166,8 @@ class TrainerConfig:
         limits="zmq: > teacher.outage_budget_s + teacher.request_timeout_s",
         resume=True,
     )
+
+    @property
+    def staleness_bound(self) -> int:
+        """Return the most steps between the oldest weights that generated a sequence and the step that trains on it."""
+        return AHEAD.get(self.scheduler, self.max_staleness)

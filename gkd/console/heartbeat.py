@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from gkd.console.activity import Activity
+from gkd.log import Activity
 
 FIRST_S = 4.0  # of silence; with the poll of `terminal`, a line comes within 5 s also on a busy machine
 STEP = "step "  # begin of the name of an activity that recurs: a step of the loop

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import logging
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TextIO
 
 import psutil
-from rich.console import Group
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
 from rich.panel import Panel
 from rich.text import Text
 
-from gkd.console.activity import Activity
 from gkd.console.heartbeat import current_stage, described
 from gkd.console.numbers import clock, count, seconds, short
 from gkd.console.state import TREND_STEPS, Evaluations, RunState, bottleneck_of, is_worse, kl_of, rates_of
 from gkd.console.teacher_watch import FIRST_WARNING_S
-from gkd.handles import TeacherHealth
+from gkd.log import Activity
+from gkd.types import TeacherHealth
 
 _LABEL = 11  # columns
 _FLAT = 0.02  # relative change that counts as none
@@ -151,3 +155,36 @@ def _now(view: View) -> list[Part]:
     doing = view.doing[1:] if view.state is not None and len(view.doing) > 1 else view.doing
     since_s = current_stage(view.doing).since_s
     return _row("now", (described(doing), ""), (seconds(view.now_s - since_s), ""))
+
+
+# A live panel at the bottom of a terminal, drawn by rich. Everything that the driver prints appears above it.
+
+
+class LivePanel:
+    """Show a panel from `start` to `stop`, when it disappears.
+
+    Args:
+        stream: the terminal; loggers that print to it print above the panel.
+        draw: returns the panel for a number of columns; called by a thread of rich.
+    """
+
+    def __init__(self, stream: TextIO, draw: Callable[[int], RenderableType]) -> None:
+        self._stream = stream
+        console = Console(file=stream, force_terminal=True)
+        self._live = Live(
+            console=console, refresh_per_second=2, transient=True, get_renderable=lambda: draw(console.width)
+        )
+        self._moved: list[logging.StreamHandler[TextIO]] = []
+
+    def start(self) -> None:
+        self._live.start(refresh=True)  # replaces sys.stdout and sys.stderr
+        for handler in logging.getLogger("gkd").handlers:
+            if isinstance(handler, logging.StreamHandler) and handler.stream is self._stream:
+                handler.setStream(sys.stderr)
+                self._moved.append(handler)
+
+    def stop(self) -> None:
+        self._live.stop()
+        for handler in self._moved:
+            handler.setStream(self._stream)
+        self._moved.clear()

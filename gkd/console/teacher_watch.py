@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from gkd.handles import TeacherHealth
 from gkd.log import get_logger
+from gkd.types import TeacherHealth
 
 log = get_logger("teacher")
 

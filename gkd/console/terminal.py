@@ -14,17 +14,16 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, TextIO
 
-from gkd.console.activity import Activities, activities
 from gkd.console.heartbeat import FIRST_S, Heartbeat, current_stage
 from gkd.console.state import RunState
 from gkd.console.teacher_watch import TeacherWatch
-from gkd.handles import TeacherHealth
-from gkd.log import get_logger
+from gkd.log import Activities, activities, get_logger
+from gkd.types import TeacherHealth
 
 if TYPE_CHECKING:
     from rich.panel import Panel
 
-    from gkd.console.live import LivePanel
+    from gkd.console.panel import LivePanel
 
 log = get_logger("run")
 
@@ -92,7 +91,7 @@ class Terminal:
                 handler.addFilter(_is_no_step_line)
         logger.addHandler(self._pulse)
         if self.mode == PANEL:
-            from gkd.console.live import LivePanel
+            from gkd.console.panel import LivePanel
 
             self._live = LivePanel(self.stream, self._draw)
             self._live.start()

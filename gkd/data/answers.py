@@ -6,8 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from gkd.handles import Sample
-from gkd.types import Prompt
+from gkd.types import Prompt, Sample
 
 
 def final_answer(text: str, marker: str) -> str | None:

@@ -17,8 +17,7 @@ import torch
 from gkd.data.collate import MicroBatches
 from gkd.data.score_checks import are_topk_valid, validate_scores
 from gkd.errors import DataError
-from gkd.handles import TokenRecord
-from gkd.types import Rollout, TeacherScores, TeacherTopK
+from gkd.types import Rollout, TeacherScores, TeacherTopK, TokenRecord
 from teacher_server.wire.protocol import Signal
 
 Tables = TypeVar("Tables", TeacherScores, TeacherTopK)

@@ -17,8 +17,7 @@ import numpy as np
 from gkd.config.derived import derive
 from gkd.config.schema import Config
 from gkd.errors import DataError
-from gkd.handles import RolloutChunk
-from gkd.types import Prompt, Rollout
+from gkd.types import Prompt, Rollout, RolloutChunk
 
 # job, dp_rank, n_sequences, on_policy; then `RolloutChunk.sizes`, all int32.
 _HEAD = struct.Struct("<4i")

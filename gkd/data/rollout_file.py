@@ -14,7 +14,7 @@ from typing import IO
 import numpy as np
 
 from gkd.errors import CheckpointError
-from gkd.run.disk import naming
+from gkd.files.disk import naming
 from gkd.types import SIGNAL_FIELDS, Rollout, TeacherScores, TeacherTopK, VersionSpan
 
 _FORMAT = 1

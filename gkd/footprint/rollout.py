@@ -13,9 +13,9 @@ from dataclasses import replace
 
 from gkd.config.check_parallel import check_engine_split
 from gkd.config.derived import derive
-from gkd.config.schedulers import AHEAD, STREAM
 from gkd.config.schema import Config
 from gkd.config.schema_rollout import LEAST_SEQUENCES
+from gkd.config.schema_trainer import AHEAD, STREAM
 from gkd.footprint.adapters import adapter_params
 from gkd.footprint.fsdp import Groups
 from gkd.footprint.rank import RankFootprint, sync_buffers

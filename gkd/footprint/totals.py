@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from gkd.config.derived import derive
-from gkd.config.schedulers import staleness_bound
 from gkd.config.schema import Config
 from gkd.footprint.rank import HOST_PARTS, RankFootprint, engine_of, on_host, shared_phases
 
@@ -141,5 +140,5 @@ def scores_gib(config: Config, n_vocab: int, hidden_size: int, n_heldout: int) -
     evaluated = min(n_heldout, config.eval.max_prompts or n_heldout) * config.eval.n
     batch = config.trainer.global_batch_size * config.rollout.n
     # Prefetched batches wait in the object store.
-    bytes_per_position = max(batch * ((1 + staleness_bound(config.trainer)) * held + used), evaluated * (held + used))
+    bytes_per_position = max(batch * ((1 + config.trainer.staleness_bound) * held + used), evaluated * (held + used))
     return bytes_per_position * config.data.max_response_length / 2**30

@@ -16,7 +16,7 @@ class Check:
     """One check.
 
     Args:
-        name: of `gkd.config.schema_health.HEALTH_CHECKS`.
+        name: of `gkd.config.schema.HEALTH_CHECKS`.
         limit: `health.limits` replaces it.
         alarm: the condition in words; {limit} is the limit.
         reason: why the threshold is where it is.

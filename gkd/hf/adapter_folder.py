@@ -9,9 +9,9 @@ from pathlib import Path
 from torch import Tensor
 
 from gkd.config.schema import LoraConfig
+from gkd.files.disk import fsync_tree
 from gkd.hf.folder import TensorPlan
 from gkd.hf.safetensors_file import write_safetensors
-from gkd.run.disk import fsync_tree
 
 _PREFIX = "base_model.model."  # prefix of peft's names
 

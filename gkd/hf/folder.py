@@ -15,9 +15,9 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from gkd.hf.index import INDEX_NAME, SINGLE_NAME
+from gkd.files.disk import fsync, fsync_tree
+from gkd.hf.files import INDEX_NAME, SINGLE_NAME
 from gkd.hf.safetensors_file import write_safetensors
-from gkd.run.disk import fsync, fsync_tree
 
 TensorPlan: TypeAlias = tuple[str, tuple[int, ...], torch.dtype]  # (HF name, shape, dtype)
 MAX_SHARD_BYTES = 4 << 30

@@ -15,13 +15,13 @@ from gkd.config.loss_spec import REFERENCE_KL, REWARD, LossSpec, LossTerm
 from gkd.errors import DataError
 from gkd.loss.divergence import divergence_of, forward_kl, outcome_tables
 from gkd.loss.policy_gradient import (
+    clipped_policy_loss,
     log_importance_weights,
     policy_gradient_loss,
     reverse_kl_estimate,
     scaled_teacher,
     tail_residual,
 )
-from gkd.loss.policy_loss import clipped_policy_loss
 from gkd.types import TokenTargets
 
 # Names in `TokenLosses.values` that are defined only for tokens that the student sampled.

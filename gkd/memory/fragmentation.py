@@ -21,9 +21,8 @@ from typing import Any
 import torch
 
 from gkd.log import get_logger
-from gkd.memory.allocator_counts import read_counts
 from gkd.memory.remedies import fragmentation_hint
-from gkd.memory.usage import gib, read_usage, used_device
+from gkd.memory.usage import gib, read_counts, read_usage, used_device
 
 log = get_logger("memory")
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from gkd.config.schema_health import HEALTH_CHECKS
+from gkd.config.schema import HEALTH_CHECKS
 from gkd.config.schema_teacher import LOSS_NAMES
 
 NUMBER, NAME, FUNCTION, DOTTED = r"\d+", r"[\w-]+", r"\w+", r"\w+(?:\.\w+)+"

@@ -9,10 +9,10 @@ from __future__ import annotations
 import numpy as np
 
 from gkd.config.derived import derive
-from gkd.config.schedulers import AHEAD
 from gkd.config.schema import Config
+from gkd.config.schema_trainer import AHEAD
 from gkd.console.forecast import plain_s
-from gkd.handles import EngineRestarts, RolloutUsage
+from gkd.types import EngineRestarts, RolloutUsage
 
 QUANTILES = (0, 10, 20, 30, 40, 50, 60, 70, 80, 90, 95, 99, 100)  # per cent: percentiles of the response lengths
 # Sums over the engines' passes, see `gkd.rollout.usage.PassMeter`: name -> index in the products of (1, b, p, s).

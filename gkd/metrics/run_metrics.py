@@ -11,15 +11,12 @@ from contextlib import contextmanager
 from dataclasses import astuple
 
 from gkd.config.derived import derive
-from gkd.config.schedulers import staleness_bound
 from gkd.config.schema import Config
-from gkd.console.activity import activities
 from gkd.console.forecast import Forecast
 from gkd.console.state import RunState
 from gkd.console.step_line import STEP_LINE, step_line
-from gkd.handles import EngineRestarts, RolloutUsage, ScoredChunk, SyncReport, TrainStats
-from gkd.health.response import HealthResponse
-from gkd.log import get_logger
+from gkd.health.monitor import HealthResponse
+from gkd.log import activities, get_logger
 from gkd.metrics.pools import WITH_EVALUATION, layout_numbers, restart_numbers, rollout_numbers, shares
 from gkd.metrics.span_file import SpanFile
 from gkd.metrics.step import reward_numbers, step_numbers
@@ -28,6 +25,7 @@ from gkd.metrics.trackers import Trackers
 from gkd.metrics.writer import MetricsWriter, StageTimers, read_metrics
 from gkd.roles import Roles
 from gkd.run.folder import RunFolder
+from gkd.types import EngineRestarts, RolloutUsage, ScoredChunk, SyncReport, TrainStats
 
 log = get_logger("trainer")
 
@@ -79,7 +77,7 @@ class RunMetrics:
         self._files: list[MetricsWriter] = []
         self._trackers: Trackers | None = None
         self._health = HealthResponse(config, folder.root)
-        self.teacher = TeacherMeter(staleness_bound(config.trainer))
+        self.teacher = TeacherMeter(config.trainer.staleness_bound)
         evaluates = bool(config.data.val_files)
         self.state = RunState(total_steps, Forecast(total_steps, config.eval.every, evaluates=evaluates))
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from gkd.config.function_path import function_name
 from gkd.config.schema import Config
-from gkd.handles import RolloutChunk, ScoredChunk, SyncReport, TrainStats
+from gkd.types import RolloutChunk, ScoredChunk, SyncReport, TrainStats
 
 DATASET_TOKENS = "rollout/dataset_response_tokens"
 
@@ -94,7 +94,7 @@ def reward_numbers(batch: Sequence[ScoredChunk], config: Config) -> dict[str, fl
 
 
 def _heaviest_group(chunks: Sequence[RolloutChunk]) -> int:
-    """Return the tokens of the data-parallel group that generated most, before `gkd.data.balance` evens them out."""
+    """Return the tokens of the data-parallel group that generated most, before `gkd.data.scatter` evens them out."""
     tokens = Counter[int]()
     for chunk in chunks:
         tokens[chunk.dp_rank] += int(chunk.n_tokens.sum())

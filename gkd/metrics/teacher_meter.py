@@ -13,8 +13,8 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from gkd.handles import ScoredChunk
 from gkd.metrics.pools import WORKERS, busy_name
+from gkd.types import ScoredChunk
 
 SEQUENCES = "perf/teacher_sequences"  # completed in the window
 TOKENS = "perf/teacher_tokens"  # tokens of these sequences: the student's prompt and response

@@ -14,9 +14,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from gkd.console.activity import activities
 from gkd.errors import CheckpointError
-from gkd.run.disk import make_folder, naming, replace_file
+from gkd.files.disk import make_folder, naming, replace_file
+from gkd.log import activities
 
 
 class StageTimers:

@@ -14,8 +14,7 @@ from contextlib import contextmanager, nullcontext
 from gkd.config.derived import derive
 from gkd.config.schema import Config
 from gkd.metrics.run_metrics import StepMetrics
-from gkd.pending import Pending
-from gkd.roles import ActorRole, Roles, RolloutRole
+from gkd.roles import ActorRole, Pending, Roles, RolloutRole
 
 KEEP_WEIGHTS, DISCARD_WEIGHTS = 1, 2  # sleep levels: weights in host memory, or none because new ones follow
 

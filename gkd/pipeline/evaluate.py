@@ -9,9 +9,7 @@ from math import comb
 import numpy as np
 
 from gkd.config.routes import routes_of
-from gkd.config.schema import Config
-from gkd.config.schema_reward import NO_METRIC
-from gkd.handles import GreedyReport, Sample, ScoredChunk
+from gkd.config.schema import NO_METRIC, Config
 from gkd.log import get_logger
 from gkd.metrics.run_metrics import RunMetrics, StepMetrics
 from gkd.metrics.writer import read_metrics
@@ -19,7 +17,7 @@ from gkd.pipeline.colocation import GpuSharing
 from gkd.pipeline.generate import Generation
 from gkd.roles import Roles
 from gkd.run.folder import RunFolder
-from gkd.types import Prompt
+from gkd.types import GreedyReport, Prompt, Sample, ScoredChunk
 
 log = get_logger("evaluate")
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from gkd.config.schema import Config
-from gkd.handles import PendingScores, RolloutChunk
 from gkd.roles import RolloutRole, ScoringRole
-from gkd.types import Prompt
+from gkd.types import PendingScores, Prompt, RolloutChunk
 
 
 class Generation:

@@ -18,14 +18,14 @@ from pathlib import Path
 
 from gkd.config.derived import derive
 from gkd.config.schema import Config
-from gkd.handles import FileDigest, InFlight, PendingScores, Recording, ScoredChunk
+from gkd.files.disk import TMP, fsync, make_folder, naming, remove, replace_file, write_synced
+from gkd.files.manifest import NAME as MANIFEST
+from gkd.files.manifest import Manifest, verify
 from gkd.metrics.run_metrics import StepMetrics
 from gkd.roles import ScoringRole
 from gkd.run.checkpoints import TrainerState, step_folder
-from gkd.run.disk import TMP, fsync, make_folder, naming, remove, replace_file, write_synced
 from gkd.run.folder import RunFolder
-from gkd.run.manifest import NAME as MANIFEST
-from gkd.run.manifest import Manifest, verify
+from gkd.types import FileDigest, InFlight, PendingScores, Recording, ScoredChunk
 
 _LABEL = "batch"
 

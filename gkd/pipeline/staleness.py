@@ -8,7 +8,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from gkd.errors import NumericsError
-from gkd.handles import ScoredChunk
+from gkd.types import ScoredChunk
 
 
 def check_staleness(batch: Sequence[ScoredChunk], step: int, bound: int | None, scheduler: str) -> None:

@@ -15,7 +15,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -23,19 +24,15 @@ from typing import Any, TypeVar
 import numpy as np
 
 from gkd.config.derived import derive
-from gkd.config.schedulers import staleness_bound
 from gkd.config.schema import Config
-from gkd.data.mixing import on_policy_indices
-from gkd.data.sampler import PromptSampler
+from gkd.data.chunks import part_of
+from gkd.data.sampler import PromptSampler, on_policy_indices
 from gkd.errors import ClusterError, RankTimeout
-from gkd.handles import InFlight, PendingScores, RolloutChunk
-from gkd.pending import RolloutStream
 from gkd.pipeline.background import Background, Result
 from gkd.pipeline.staleness import StreamScheduler
-from gkd.pipeline.stream_chunks import StreamChunks
-from gkd.roles import RolloutRole, ScoringRole
+from gkd.roles import RolloutRole, RolloutStream, ScoringRole
 from gkd.run.checkpoints import TrainerState
-from gkd.types import Prompt
+from gkd.types import InFlight, PendingScores, Prompt, RolloutChunk
 
 LABEL = "stream"
 T = TypeVar("T")
@@ -54,7 +51,7 @@ class StreamedBatches:
     ) -> None:
         self._config, self._rollout, self._scoring, self._sampler = config, rollout, scoring, sampler
         self._size, self._n = config.trainer.global_batch_size, config.rollout.n
-        self.max_staleness = staleness_bound(config.trainer)
+        self.max_staleness = config.trainer.staleness_bound
         self._on_policy = lru_cache(4 * (self.max_staleness + 2))(self._on_policy_positions)
         self._scheduler = StreamScheduler(
             self._on_policy, self.max_staleness, total_steps, early_parts=derive(config).early_parts
@@ -230,3 +227,73 @@ class StreamedBatches:
             if self._awaited is not None and self._awaited() is not None:  # the loop is not woken for each chunk
                 self._awaited = None
                 self._changed.notify_all()
+
+
+# Chunks of a stream until all their sequences are trained on, and which prompts are complete.
+#
+# A step has tens of thousands of sequences, so nothing here is a Python object per sequence.
+
+
+@dataclass(slots=True)
+class _Chunk:
+    pending: PendingScores
+    positions: np.ndarray  # [n_sequences] of their prompts
+    n_left: int  # sequences not trained on
+
+
+class StreamChunks:
+    """Not thread-safe.
+
+    Args:
+        n: samples per prompt.
+    """
+
+    def __init__(self, n: int) -> None:
+        self._n = n
+        self._chunks: list[_Chunk] = []
+        self._incomplete: dict[int, tuple[int, int]] = {}  # position -> samples that are missing, oldest version
+
+    def add(self, pending: PendingScores) -> Iterator[tuple[int, int]]:
+        """Add a chunk; yield (position, oldest version) of each prompt that it completes.
+
+        Raises:
+            KeyError: a position has more than n samples.
+        """
+        positions = pending.rollouts.sample_index // self._n
+        self._chunks.append(_Chunk(pending, positions, len(positions)))
+        order = np.argsort(positions, kind="stable")
+        starts = np.flatnonzero(np.diff(positions[order], prepend=-1))
+        counts = np.diff(starts, append=len(order))
+        oldest = np.minimum.reduceat(pending.rollouts.versions[order], starts)
+        rows = zip(positions[order][starts].tolist(), counts.tolist(), oldest.tolist(), strict=True)
+        for position, count, version in rows:
+            n_missing, before = self._incomplete.pop(position, (self._n, version))
+            if count > n_missing:
+                raise KeyError(position)
+            if count == n_missing:
+                yield position, min(version, before)
+            else:
+                self._incomplete[position] = n_missing - count, min(version, before)
+
+    def parts(self, positions: Collection[int]) -> list[PendingScores]:
+        """Return all samples of these positions as parts of their chunks."""
+        return [
+            replace(chunk.pending, rollouts=part_of(chunk.pending.rollouts, places))
+            for chunk, places in self._places(positions)
+        ]
+
+    def remove(self, positions: Collection[int]) -> None:
+        """Forget the samples of these positions."""
+        for chunk, places in self._places(positions):
+            chunk.n_left -= len(places)
+        self._chunks = [chunk for chunk in self._chunks if chunk.n_left]
+
+    def _places(self, positions: Collection[int]) -> list[tuple[_Chunk, np.ndarray]]:
+        """Return the chunks with samples of these positions, and where in the chunk they are, ascending."""
+        if not self._chunks or not positions:
+            return []
+        of_all = np.concatenate([chunk.positions for chunk in self._chunks])
+        chosen = np.isin(of_all, np.fromiter(positions, np.int64, len(positions)))
+        ends = np.cumsum([len(chunk.positions) for chunk in self._chunks])
+        found = [np.flatnonzero(own) for own in np.split(chosen, ends[:-1])]
+        return [(chunk, places) for chunk, places in zip(self._chunks, found, strict=True) if len(places)]

@@ -17,8 +17,8 @@ from gkd.config.schema import Config
 from gkd.data.prompts import load_tokenizer
 from gkd.errors import ConfigError
 from gkd.hf.files import weights_digest
-from gkd.preflight.model_folder import checked_folder
 from gkd.preflight.same_tokens import shared_ids
+from gkd.preflight.student import checked_folder
 from gkd.teacher.info import TeacherInfo
 from teacher_server.wire.fingerprint import tokenizer_fingerprint
 

@@ -11,7 +11,7 @@ from gkd.data.prompts import RowReader, load_tokenizer, read_response
 from gkd.data.render import Rendered
 from gkd.data.row_files import read_rows
 from gkd.errors import ConfigError
-from gkd.hf.end_tokens import eos_token_ids
+from gkd.hf.model_folder import eos_token_ids
 
 
 def preview(config: Config, n: int) -> Iterator[str]:

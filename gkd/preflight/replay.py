@@ -11,9 +11,9 @@ from gkd.config.load import load_config
 from gkd.config.routes import kept_on_resume
 from gkd.config.schema import Config
 from gkd.errors import CheckpointError, ConfigError
+from gkd.files.manifest import check_sizes, read_manifest
 from gkd.run.checkpoints import step_folder
 from gkd.run.folder import BATCHES
-from gkd.run.manifest import check_sizes, read_manifest
 from gkd.run.resume_compat import check_same_teacher
 
 # Settings of the recorded scores that must be equal. Which signals are needed depends on the loss.

@@ -6,8 +6,7 @@ from collections.abc import Sequence
 
 from gkd.config.derived import Derived
 from gkd.config.function_path import search_path
-from gkd.config.schema import Config
-from gkd.config.schema_reward import COMPARING
+from gkd.config.schema import COMPARING, Config
 from gkd.errors import ConfigError, RewardError
 from gkd.reward.pool import RewardWorkers
 from gkd.reward.worker import Start

@@ -14,17 +14,16 @@ from gkd.config.check import check_config
 from gkd.config.derived import Derived, planned_steps
 from gkd.config.function_path import is_path
 from gkd.config.routes import Route
-from gkd.config.schedulers import STREAM
 from gkd.config.schema import Config
-from gkd.console.activity import activities
+from gkd.config.schema_trainer import STREAM
 from gkd.data.prompt_file import describe_files
 from gkd.data.prompts import load_prompts, load_tokenizer
 from gkd.errors import ClusterError, ConfigError
 from gkd.footprint.totals import scores_gib
 from gkd.gpu_map.choice import with_own_gpus
 from gkd.gpu_map.teacher import teacher_rows
-from gkd.hf.end_tokens import eos_token_ids
-from gkd.log import get_logger
+from gkd.hf.model_folder import eos_token_ids
+from gkd.log import activities, get_logger
 from gkd.metrics.trackers import check_trackers_installed
 from gkd.preflight.chat_templates import template_warning
 from gkd.preflight.device import resolve_device

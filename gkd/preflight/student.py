@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +12,10 @@ from gkd.config.check_parallel import check_engine_split
 from gkd.config.derived import derive
 from gkd.config.schema import Config
 from gkd.errors import ConfigError, ModelError
-from gkd.hf.index import check_rollout_support
+from gkd.hf.files import check_rollout_support, check_trained_folder
 from gkd.hf.megatron_support import check_megatron_support
 from gkd.hf.model_dims import ModelDims, read_dims
 from gkd.hf.model_folder import read_config_json
-from gkd.preflight.model_folder import checked_folder
 
 _NUMBERS_OF_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")  # keys of config.json
 
@@ -104,3 +105,21 @@ def check_tokenizer_fits(config: Config, tokenizer: Any, vocab_size: int) -> Non
             f"its tokenizer has token ids up to {highest}, and its embedding only {vocab_size} rows.",
             "resize the model's embedding, or use the tokenizer it was made with.",
         )
+
+
+@contextmanager
+def checked_folder(key: str, path: str) -> Iterator[None]:
+    """Check that the folder has one meaning, and rewrite the ModelErrors of the block.
+
+    Raises:
+        ConfigError: naming `key`. The folder does not exist: it may be a name on the Hugging Face hub; or a check
+            failed.
+    """
+    if not Path(path).is_dir():
+        fix = "give a local folder in Hugging Face format; `hf download NAME --local-dir FOLDER` makes one."
+        raise ConfigError(key, path, "no such folder.", fix)
+    try:
+        check_trained_folder(Path(path))
+        yield
+    except ModelError as error:
+        raise ConfigError(key, path, error.problem, error.fix or "name a complete model folder.") from error

@@ -11,7 +11,6 @@ import numpy as np
 
 from gkd.config.derived import derive
 from gkd.config.routes import Route
-from gkd.config.schedulers import staleness_bound
 from gkd.config.schema import Config
 from gkd.data.prompts import load_tokenizer
 from gkd.errors import ConfigError, TeacherError, TeacherRefusal, TeacherUnavailable
@@ -213,7 +212,7 @@ def _teacher_vocab(teacher: TeacherInfo) -> dict[str, int]:
 
 def stale_losses(config: Config) -> list[str]:
     """Return the losses of a run with stale rollouts that are sensitive to them; see docs/losses.md."""
-    if not staleness_bound(config.trainer) or not config.distill.on_policy_share:
+    if not config.trainer.staleness_bound or not config.distill.on_policy_share:
         return []
     spec = derive(config).loss
     return [term.name for term in spec.terms if term.name == "reverse_kl" or term in spec.policy_gradients]
@@ -248,7 +247,7 @@ def warn_about_losses(config: Config, gib: float) -> None:
             "them, which may cost quality (quickstart with reverse_kl: accuracy 97.3%% under sync, 98.6%% one step off "
             "and 95.7%% two). Compare with trainer.scheduler=sync; see docs/losses.md",
             ", ".join(sensitive),
-            staleness_bound(config.trainer),
+            config.trainer.staleness_bound,
             config.trainer.scheduler,
         )
     share = config.distill.on_policy_share

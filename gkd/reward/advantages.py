@@ -11,7 +11,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from gkd.handles import ScoredChunk
+from gkd.types import ScoredChunk
 
 _EPSILON = 1e-6
 

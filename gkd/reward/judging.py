@@ -12,7 +12,7 @@ import numpy as np
 
 from gkd.config.schema import Config
 from gkd.data.prompts import load_tokenizer
-from gkd.data.rows import RowTable
+from gkd.data.row_files import RowTable
 from gkd.reward.pool import RewardWorkers
 from gkd.reward.worker import Request, Start
 from gkd.types import Rollout

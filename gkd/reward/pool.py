@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from gkd.data.rows import decode_row
+from gkd.data.row_files import decode_row
 from gkd.errors import RewardError
 from gkd.reward.progress import Progress
 from gkd.reward.worker import Request, Start

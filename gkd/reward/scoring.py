@@ -15,13 +15,22 @@ from gkd.cluster.calls import gather
 from gkd.config.derived import Derived
 from gkd.config.function_path import search_path
 from gkd.config.schema import Config
-from gkd.data.rows import RowTable
-from gkd.handles import Computation, FileDigest, PendingScores, Recording, RolloutChunk, Sample, ScoredChunk
+from gkd.data.row_files import RowTable
 from gkd.log import get_logger
 from gkd.reward.advantages import with_advantages
 from gkd.reward.judging import TRAINING, VALIDATION
 from gkd.roles import Roles, ScoringRole
-from gkd.types import Prompt, Rollout
+from gkd.types import (
+    Computation,
+    FileDigest,
+    PendingScores,
+    Prompt,
+    Recording,
+    Rollout,
+    RolloutChunk,
+    Sample,
+    ScoredChunk,
+)
 
 log = get_logger("reward")
 

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 
 from gkd.config.schema import Config
-from gkd.data.rows import decode_row
+from gkd.data.row_files import decode_row
 from gkd.errors import GkdError
 from gkd.reward.functions import Case, Judge, Undecided, judge_of
 from gkd.reward.progress import Progress
@@ -47,7 +47,7 @@ class Request:
     response: str
     n_tokens: int
     truncated: bool
-    row: bytes  # see `gkd.data.rows`
+    row: bytes  # see `gkd.data.row_files`
     functions: tuple[int, ...]  # positions in `Start.paths`
 
 

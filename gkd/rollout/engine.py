@@ -14,14 +14,13 @@ import numpy as np
 
 from gkd.config.schema import LoraConfig, RolloutConfig
 from gkd.errors import ClusterError, DataError
-from gkd.handles import EngineUsage
-from gkd.metrics.spans import SpanRecorder
 from gkd.rollout.engine_start import adapter_request, start_vllm
 from gkd.rollout.sampling import Request, Sampling, read_logprobs, vllm_params
 from gkd.rollout.sleep_state import TAGS, WEIGHTS, SleepState, check_level
 from gkd.rollout.usage import PassMeter
 from gkd.rollout.worker_errors import raise_sync_error
-from gkd.types import Prompt, Rollout
+from gkd.spans import SpanRecorder
+from gkd.types import EngineUsage, Prompt, Rollout
 from gkd.weight_sync.buckets import Bucket
 from gkd.weight_sync.group import GroupSpec
 

@@ -19,13 +19,12 @@ from gkd.config.schema import Config
 from gkd.data.chunks import CHUNK_SIZE, dataset_chunks
 from gkd.data.columns import ColumnList
 from gkd.errors import ClusterError, RankFailed, RankTimeout
-from gkd.handles import GreedyReport, RolloutChunk, RolloutUsage, Sample
 from gkd.memory.timeline import merge
 from gkd.rollout.dispatcher import Dispatcher, name_of
 from gkd.rollout.recovery import Engines
 from gkd.rollout.sampling import Sampling
 from gkd.rollout.stream import JobStream
-from gkd.types import Prompt
+from gkd.types import GreedyReport, Prompt, RolloutChunk, RolloutUsage, Sample
 
 _CLOSE_S = 5.0  # an engine replies within milliseconds, unless its process hangs or is being created
 

@@ -14,13 +14,14 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol, TypeVar
 
 from gkd.config.schema import RolloutConfig
-from gkd.errors import GkdError, RankFailed, RankTimeout, WeightSyncError
-from gkd.handles import EngineRestarts
+from gkd.errors import EngineFailed, GkdError, RankFailed, RankTimeout, SenderFailed, WeightSyncError
 from gkd.log import get_logger
-from gkd.rollout.restart_policy import fatal_error
+from gkd.types import EngineRestarts, SyncReport
+from gkd.weight_sync.coordinator import WeightSync
 
 log = get_logger("recovery")
 T = TypeVar("T")
@@ -305,3 +306,68 @@ class Engines:
             "rollout engine %d (%s) is up again after %.1f s, version %s; prompts to regenerate: %d; restart %d of %d",
             index, self._start.card(index), took_s, version, n_prompts, slot.n_restarts, self._max_restarts,
         )  # fmt: skip
+
+
+# Retryable. Other errors (settings, memory) would recur.
+_RECOVERABLE = (RankFailed, RankTimeout, WeightSyncError)
+# Errors of the input, the model or the code. Errors of memory, devices and connections are others.
+_LASTING = {
+    "AssertionError",
+    "AttributeError",
+    "ImportError",
+    "KeyError",
+    "NotImplementedError",
+    "TypeError",
+    "ValueError",
+}
+
+
+def fatal_error(
+    engine: str, cause: GkdError, before: GkdError | None, n_restarts: int, max_restarts: int
+) -> GkdError | None:
+    """Return the error that ends the run, or None if the engine may be started again.
+
+    Args:
+        engine: its name with host and GPU.
+        cause: of this failure.
+        before: cause of the failure before. If a new process raises the same error, so will the next one.
+        n_restarts: of this engine so far, also in vain.
+        max_restarts: rollout.max_restarts.
+    """
+    if not isinstance(cause, _RECOVERABLE) or isinstance(cause, SenderFailed):
+        return cause
+    kind = raised(cause).partition(":")[0].rpartition(".")[2]
+    if kind in _LASTING or raised(cause) != "" and raised(cause) == raised(before):
+        return EngineFailed(f"{engine} would fail again in a new process: {cause}. Fix: correct this error, and resume")
+    if n_restarts < max_restarts:
+        return None
+    return EngineFailed(
+        f"{engine} failed {n_restarts + 1} times (rollout.max_restarts = {max_restarts}); the last time: {cause}. "
+        "Fix: correct this error or, if the hardware is the cause, take it out of the rollout pool, and resume"
+    )
+
+
+def raised(cause: GkdError | None) -> str:
+    """Return the error that a process raised, in one line; empty if it died or hung."""
+    return cause.raised if isinstance(cause, RankFailed) else ""
+
+
+class EngineSync:
+    """Implements `gkd.roles.WeightSyncRole`.
+
+    Args:
+        timeout_s: of the wait for a restarted engine, if none is up.
+    """
+
+    def __init__(self, sync: WeightSync, engines: Engines, timeout_s: float) -> None:
+        self._sync, self._engines, self._timeout_s = sync, engines, timeout_s
+
+    def push(self, policy_version: int) -> SyncReport:
+        """Send the actor's weights to every engine that is up; blocks. A restarted engine gets them when it joins.
+
+        Raises:
+            WeightSyncError: see `WeightSync.push`; not for engines that died.
+            RankTimeout: no engine was up in time.
+        """
+        report = self._engines.sync(partial(self._sync.push, policy_version), self._timeout_s)
+        return report or SyncReport(n_bytes=0, verified_tensors=0)

@@ -9,9 +9,8 @@ from typing import Protocol
 
 import numpy as np
 
-from gkd.handles import RolloutChunk
 from gkd.rollout.sampling import Job
-from gkd.types import Prompt
+from gkd.types import Prompt, RolloutChunk
 
 
 @dataclass(slots=True)
@@ -77,7 +76,7 @@ class Owner(Protocol):
 
 
 class JobStream:
-    """Implements `gkd.pending.RolloutStream`: the prompts of one job, and their chunks. Thread-safe.
+    """Implements `gkd.roles.RolloutStream`: the prompts of one job, and their chunks. Thread-safe.
 
     Args:
         first: its prompts go before the prompts of other jobs.

@@ -14,8 +14,8 @@ from collections.abc import Callable
 
 import numpy as np
 
-from gkd.handles import EngineUsage
-from gkd.metrics.spans import SpanRecorder
+from gkd.spans import SpanRecorder
+from gkd.types import EngineUsage
 
 
 class PassMeter:

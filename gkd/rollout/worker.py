@@ -25,22 +25,20 @@ from gkd.data.columns import ColumnList
 from gkd.data.prompt_codec import decode_prompts
 from gkd.data.prompts import load_tokenizer
 from gkd.errors import ClusterError
-from gkd.handles import EngineUsage, Sample
 from gkd.log import get_logger
 from gkd.memory.advice import engine_advice
 from gkd.memory.oom import diagnosed
-from gkd.metrics.spans import SpanRecorder
 from gkd.rollout.coalesce import Coalescer
 from gkd.rollout.engine import RolloutEngine
 from gkd.rollout.engine_files import engine_folder, link_shared_memory, remove_files
 from gkd.rollout.engine_loop import EngineLoop
 from gkd.rollout.engine_start import ENGINE_PHASES
-from gkd.rollout.engine_states import EngineStates, tags_of
 from gkd.rollout.sampling import Job, Sampling
 from gkd.rollout.self_scoring import SelfScoring
-from gkd.rollout.sleep_state import WEIGHTS
+from gkd.rollout.sleep_state import WEIGHTS, EngineStates, tags_of
 from gkd.rollout.watch import Pulse
-from gkd.types import Prompt, Rollout
+from gkd.spans import SpanRecorder
+from gkd.types import EngineUsage, Prompt, Rollout, Sample
 from gkd.weight_sync.buckets import Bucket, Content
 from gkd.weight_sync.group import GroupSpec
 

@@ -22,12 +22,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from gkd.errors import CheckpointError, DamagedCheckpoint
-from gkd.handles import FileDigest
+from gkd.files.disk import TMP, fsync, make_folder, naming, remove, replace_file, write_synced
+from gkd.files.manifest import NAME as MANIFEST
+from gkd.files.manifest import Manifest, check_sizes, digest_bytes, verify
 from gkd.log import get_logger
 from gkd.run.best import Best
-from gkd.run.disk import TMP, fsync, make_folder, naming, remove, replace_file, write_synced
-from gkd.run.manifest import NAME as MANIFEST
-from gkd.run.manifest import Manifest, check_sizes, digest_bytes, verify
+from gkd.types import FileDigest
 
 log = get_logger("checkpoints")
 

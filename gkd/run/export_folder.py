@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from gkd.run.disk import fsync, naming, remove
+from gkd.files.disk import fsync, naming, remove
 
 NAME, _NEW, _OLD = "export", ".new_export", ".trash_export"
 

@@ -37,13 +37,13 @@ from typing import Any, TextIO
 
 from gkd.config.load import config_yaml
 from gkd.config.schema import Config
-from gkd.handles import FileDigest, Sample, TokenRecord
+from gkd.files.disk import TMP, fsync, make_folder, naming, replace_file
+from gkd.files.manifest import Manifest
 from gkd.log import log_to
 from gkd.run import export_folder
 from gkd.run.best import Best
 from gkd.run.checkpoints import ACTOR, STATE, CheckpointStore, TrainerState, read_state
-from gkd.run.disk import TMP, fsync, make_folder, naming, replace_file
-from gkd.run.manifest import Manifest
+from gkd.types import FileDigest, Sample, TokenRecord
 
 BATCHES = "batches"
 CHECKPOINTS = "checkpoints"

@@ -12,12 +12,12 @@ from typing import Any, TextIO
 from gkd.config.load import config_yaml
 from gkd.config.schema import Config
 from gkd.errors import ConfigError
+from gkd.files.disk import TMP, make_folder, naming, replace_file
+from gkd.files.manifest import NAME as MANIFEST
 from gkd.log import get_logger
 from gkd.run import export_folder
 from gkd.run.checkpoints import STATE, CheckpointStore, step_of, verified
-from gkd.run.disk import TMP, make_folder, naming, replace_file
 from gkd.run.folder import CHECKPOINTS, ENVIRONMENT, GOING_BACK, LOCK, ORIGIN, RunFolder, teacher_json
-from gkd.run.manifest import NAME as MANIFEST
 from gkd.run.resume_compat import check_same_files, check_same_reference, check_same_run, check_same_teacher
 
 log = get_logger("run_folder")

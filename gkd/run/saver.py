@@ -19,13 +19,13 @@ from pathlib import Path
 from gkd.config.interval import save_interval
 from gkd.config.schema import TrainerConfig
 from gkd.errors import GkdError, TeacherError, TeacherUnavailable
-from gkd.handles import FileDigest, InFlight, PendingScores, Recording
+from gkd.files.disk import naming
 from gkd.log import get_logger
 from gkd.roles import ActorRole, ScoringRole
 from gkd.run.best import BestStep
 from gkd.run.checkpoints import ACTOR, IN_FLIGHT, TrainerState
-from gkd.run.disk import naming
 from gkd.run.folder import RunFolder
+from gkd.types import FileDigest, InFlight, PendingScores, Recording
 
 log = get_logger("saver")
 

@@ -18,15 +18,13 @@ import numpy as np
 from gkd.config.check_values import check_value
 from gkd.config.schema_teacher import MAX_NAME_LENGTH, TeacherConfig
 from gkd.errors import ConfigError
-from gkd.handles import TeacherHealth
 from gkd.teacher.exchange import ClientStats, Exchange, OnScored
 from gkd.teacher.info import TeacherInfo
 from gkd.teacher.link import TeacherLink
 from gkd.teacher.outage import OutageClock
-from gkd.teacher.requests import DescriptionRequest, PendingRequest, RequestSettings, T
-from gkd.teacher.score_requests import ScoresRequest
+from gkd.teacher.requests import DescriptionRequest, PendingRequest, RequestSettings, ScoresRequest, T
 from gkd.teacher.streams import RowBlocks, WholeMatrix
-from gkd.types import Rollout, TeacherScores
+from gkd.types import Rollout, TeacherHealth, TeacherScores
 from teacher_server.wire.protocol import MAX_ID, Signal, Wire
 
 if TYPE_CHECKING:

@@ -19,9 +19,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from gkd.errors import TeacherError, TeacherRefusal, TeacherUnavailable
-from gkd.handles import TeacherHealth
 from gkd.teacher.inbox import AnyRequest, Inbox
 from gkd.teacher.link import POLL_S, Message, TeacherLink
+from gkd.types import TeacherHealth
 from teacher_server.wire.protocol import (
     MAX_SEQUENCES,
     NO_REQUEST,

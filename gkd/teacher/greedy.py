@@ -13,15 +13,14 @@ import numpy as np
 
 from gkd.config.routes import Route
 from gkd.config.schema import Config
-from gkd.console.activity import activities
 from gkd.data.answers import greedy_sample
 from gkd.data.prompts import load_tokenizer
-from gkd.handles import Sample
+from gkd.log import activities
 from gkd.teacher.client import ZmqTeacher, connect
 from gkd.teacher.grouping import grouped
 from gkd.teacher.info import TeacherInfo
 from gkd.teacher.window import window_of_group
-from gkd.types import Prompt, Rollout
+from gkd.types import Prompt, Rollout, Sample
 
 _ANY_TOKEN, _NO_LOGPROB = np.zeros(1, np.int32), np.zeros(1, np.float32)
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
-from gkd.handles import TeacherHealth
+from gkd.types import TeacherHealth
 
 _MAX_TICK_S = 0.5
 

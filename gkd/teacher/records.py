@@ -21,13 +21,12 @@ from gkd.config.schema import Config
 from gkd.data.chunks import chunk_sizes, encode_sizes
 from gkd.data.columns import ColumnList
 from gkd.data.rollout_file import read_sequences, write_sequences
-from gkd.data.rows import RowTable
+from gkd.data.row_files import RowTable
 from gkd.data.scatter import gather_results, select
-from gkd.handles import FileDigest, PendingScores, ScoredChunk, ScoreTimes
+from gkd.files.disk import naming
+from gkd.files.manifest import digest_file
 from gkd.reward.judging import Judging
-from gkd.run.disk import naming
-from gkd.run.manifest import digest_file
-from gkd.types import SIGNAL_FIELDS, Rollout, TeacherScores
+from gkd.types import SIGNAL_FIELDS, FileDigest, PendingScores, Rollout, ScoredChunk, ScoreTimes, TeacherScores
 
 _SUBMITTED = struct.Struct("<d")
 T = TypeVar("T")

@@ -17,9 +17,9 @@ from gkd.cluster.calls import all_done, answers, drain, fetch, gather, wait_all
 from gkd.data.chunks import CHUNK_SIZE, decode_sizes
 from gkd.data.scatter import encode_part
 from gkd.errors import ClusterError
-from gkd.handles import Computation, FileDigest, PendingScores, Recording, RolloutChunk, ScoredChunk, TeacherHealth
 from gkd.teacher.outage import merged
 from gkd.teacher.records import ScoreSummary
+from gkd.types import Computation, FileDigest, PendingScores, Recording, RolloutChunk, ScoredChunk, TeacherHealth
 
 # Concurrency group of the endpoints: recording and restoring run concurrently with scoring.
 RECORDS = "records"

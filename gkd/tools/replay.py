@@ -19,13 +19,12 @@ from gkd.config.derived import planned_steps
 from gkd.config.load import load_config, parse_overrides
 from gkd.config.schema import Config
 from gkd.errors import ConfigError, GkdError
-from gkd.handles import PendingScores, ScoredChunk, TrainStats
 from gkd.metrics.writer import read_metrics
 from gkd.roles import ReferenceRole, ScoringRole
 from gkd.run.checkpoints import ACTOR, CheckpointStore, step_folder, step_of, verified
 from gkd.run.folder import BATCHES, CHECKPOINTS, ENVIRONMENT, ORIGIN
 from gkd.run.resume_compat import check_same_files, check_same_run
-from gkd.types import Prompt
+from gkd.types import PendingScores, Prompt, ScoredChunk, TrainStats
 
 _EXAMPLES = """example:
   python -m gkd.tools.replay runs/mine --step 20
@@ -132,14 +131,14 @@ def replayed(case: Case) -> list[TrainStats]:
     from gkd.actor.pool import ActorPool
     from gkd.cluster.calls import gather
     from gkd.cluster.pools import HELPER_CPUS, Cluster
-    from gkd.launcher import spawn_endpoints
     from gkd.pipeline.replay import ReplayedBatches
     from gkd.preflight.device import resolve_device
-    from gkd.resource_pools import ACTOR as ACTOR_POOL
-    from gkd.resource_pools import pool_specs
     from gkd.roles import NoReference
+    from gkd.start.launcher import spawn_endpoints
+    from gkd.start.pools import ACTOR as ACTOR_POOL
+    from gkd.start.pools import pool_specs
+    from gkd.start.worker_env import worker_env
     from gkd.teacher.records import RecordingEndpoint
-    from gkd.worker_env import worker_env
 
     device, timeout_s = resolve_device(case.config), case.config.trainer.init_timeout_s
     with tempfile.TemporaryDirectory(prefix="gkd_replay_") as folder:

@@ -18,8 +18,8 @@ from typing import Any
 from gkd.cluster.gpus import gpu_memory_bytes
 from gkd.config.check import check_config
 from gkd.config.load import load_config, parse_overrides
-from gkd.config.schedulers import AHEAD, STREAM
 from gkd.config.schema import Config
+from gkd.config.schema_trainer import AHEAD, STREAM
 from gkd.errors import ConfigError, GkdError
 from gkd.footprint import check
 from gkd.footprint.estimate import read_models

@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from gkd.errors import ConfigError, GkdError
-from gkd.handles import Span
-from gkd.metrics.span_lines import SpanLine, read_spans, sort_key
-from gkd.run.disk import naming
+from gkd.files.disk import naming
+from gkd.metrics.span_file import SpanLine, read_spans, sort_key
+from gkd.types import Span
 
 _EXAMPLES = """example:
   python -m gkd.tools.trace runs/mine --steps 10-12 --out trace.json

@@ -12,8 +12,8 @@ from gkd.cluster.calls import gather
 from gkd.config.derived import derive
 from gkd.config.schema import Config
 from gkd.errors import GkdError, RankFailed, RankTimeout, SenderFailed, TransferCutOff, WeightSyncError
-from gkd.handles import SyncReport
 from gkd.log import get_logger
+from gkd.types import SyncReport
 from gkd.weight_sync.buckets import Bucket, Content, differing, plan_buckets
 from gkd.weight_sync.choice import AUTO, GLOO, IPC, transport_of
 from gkd.weight_sync.group import GroupSpec

@@ -18,7 +18,7 @@ import torch
 
 from gkd.errors import WeightSyncError
 from gkd.log import get_logger
-from gkd.memory.page_lock import page_lock, page_unlock
+from gkd.memory.host_buffer import page_lock, page_unlock
 
 log = get_logger("weight_sync")
 _FIX = "Fix: weight_sync.transport = gloo, or rollout.max_restarts = 0, which keeps no weights"

@@ -30,14 +30,13 @@ import psutil
 from gkd.actor.pool import ActorPool
 from gkd.cluster.garbage import collect_garbage_rarely
 from gkd.config.load import load_config
-from gkd.handles import ScoreTimes, SyncReport, TrainStats
+from gkd.files.manifest import digest_bytes
 from gkd.rollout.pool import RolloutPool
-from gkd.run.manifest import digest_bytes
 from gkd.run.open import open_run_folder
 from gkd.teacher.records import ScoreSummary
 from gkd.teacher.scoring import ScoringPool
 from gkd.trainer import Roles, Trainer
-from gkd.types import Prompt
+from gkd.types import Prompt, ScoreTimes, SyncReport, TrainStats
 from tests.bench.simulated_engines import Clock, Engine, Workload
 from tests.bench.simulated_ray import Apparatus, Ref, SimulatedRay
 from tests.bench.teacher_report import machine

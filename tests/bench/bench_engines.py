@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from teacher_server.engines.base import ScoreParams
-from teacher_server.engines.topk import BLOCK, topk_two_stage
+from teacher_server.engines.signals import BLOCK, topk_two_stage
 from teacher_server.engines.trivial import TrivialEngine
 from tests.bench.command import add_device, in_fresh_process, parsed, parser
 from tests.bench.engine_case import SIGNALS, VOCAB, best_of, error_limit, save_reference, sequences

@@ -40,19 +40,18 @@ from gkd.cluster.calls import gather
 from gkd.cluster.pools import HELPER_CPUS, Cluster, PoolSpec
 from gkd.config.load import load_config
 from gkd.config.schema import Config
-from gkd.handles import Computation
 from gkd.metrics.writer import read_metrics
 from gkd.rollout import worker as rollout_worker
 from gkd.rollout.pool import RolloutPool
 from gkd.run.open import open_run_folder
+from gkd.start.worker_env import worker_env
 from gkd.teacher.endpoint import ScoringEndpoint
 from gkd.teacher.scoring import RECORDS, ScoringPool
 from gkd.teacher.window import Window
 from gkd.tools.split_tuner.rates import Rates
 from gkd.trainer import Roles, Trainer
-from gkd.types import Prompt, Rollout, TeacherScores, TeacherTopK
+from gkd.types import Computation, Prompt, Rollout, TeacherScores, TeacherTopK
 from gkd.weight_sync.coordinator import WeightSync
-from gkd.worker_env import worker_env
 from tests.bench.driver_calls import NO_PROCESSOR, UNKNOWN, DriverCalls
 from tests.bench.pipeline_spans import RunSpans, kinds_s
 from tests.bench.teacher_report import machine

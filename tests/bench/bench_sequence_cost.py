@@ -15,7 +15,7 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from gkd.config.schedulers import AHEAD, STREAM
+from gkd.config.schema_trainer import AHEAD, STREAM
 from gkd.metrics.writer import read_metrics
 from tests.bench.command import parsed, parser, run_parts
 from tests.bench.cpu_time import CpuTime

@@ -31,6 +31,7 @@ from gkd.metrics.writer import read_metrics
 from gkd.rollout import worker as rollout_worker
 from gkd.rollout.pool import RolloutPool
 from gkd.run.open import open_run_folder
+from gkd.start.worker_env import worker_env
 from gkd.teacher.scoring import RECORDS, ScoringPool
 from gkd.teacher.window import Window
 from gkd.tools.split_tuner.rates import Rates, Sizes
@@ -39,7 +40,6 @@ from gkd.tools.split_tuner.simulate import simulate
 from gkd.trainer import Roles, Trainer
 from gkd.types import Prompt
 from gkd.weight_sync.coordinator import WeightSync
-from gkd.worker_env import worker_env
 from tests.bench.timed_roles import (
     SAVES,
     Meeting,

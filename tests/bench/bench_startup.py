@@ -25,11 +25,11 @@ from gkd.cluster.calls import gather
 from gkd.cluster.pools import Cluster
 from gkd.config.load import load_config
 from gkd.config.schema import Config
-from gkd.resource_pools import pool_specs
 from gkd.rollout import worker as rollout_worker
 from gkd.rollout.pool import RolloutPool
 from gkd.rollout.worker import RolloutWorker
-from gkd.worker_env import worker_env
+from gkd.start.pools import pool_specs
+from gkd.start.worker_env import worker_env
 from tests.bench.command import parsed, parser, run_parts
 from tests.bench.student_case import save_model
 from tests.bench.teacher_report import Figure, Part, Table

@@ -19,13 +19,12 @@ import numpy as np
 import psutil
 import ray
 
-from gkd.handles import ProcessSpans, ScoredChunk, ScoreTimes
-from gkd.metrics.span_file import SpanFile
-from gkd.metrics.span_lines import SpanLine, read_spans
-from gkd.metrics.spans import SpanRecorder
+from gkd.metrics.span_file import SpanFile, SpanLine, read_spans
 from gkd.metrics.writer import MetricsWriter, read_metrics
-from gkd.teacher.computations import Computations
+from gkd.spans import SpanRecorder
+from gkd.teacher.endpoint import Computations
 from gkd.teacher.scoring import TAKE_EVERY_S
+from gkd.types import ProcessSpans, ScoredChunk, ScoreTimes
 from teacher_server.wire.protocol import ScoreReply
 from tests.e2e.conftest import Lab, make_lab
 from tests.rollout_chunks import chunk_of

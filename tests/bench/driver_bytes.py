@@ -36,8 +36,8 @@ from ray._private.serialization import SerializationContext
 from ray._private.worker import global_worker
 
 from gkd.config.load import load_config
-from gkd.launcher import started_roles
 from gkd.preflight.run import preflight
+from gkd.start.launcher import started_roles
 from gkd.trainer import Roles
 from gkd.types import Prompt
 

@@ -15,11 +15,11 @@ from dataclasses import replace
 from typing import Any
 
 import gkd.trainer
-from gkd.handles import RolloutChunk, SyncReport
 from gkd.main_gkd import main
 from gkd.metrics.run_metrics import StepMetrics
 from gkd.rollout.pool import RolloutPool
 from gkd.trainer import Trainer
+from gkd.types import RolloutChunk, SyncReport
 from gkd.weight_sync.coordinator import WeightSync
 
 STALE_EVERY = 8

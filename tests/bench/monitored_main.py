@@ -26,8 +26,8 @@ from tests.bench.driver_calls import wrap
 # Part -> its functions, as module:attribute.attribute.
 PARTS: dict[str, tuple[str, ...]] = {
     "activities": (
-        *("gkd.console.activity:During.__enter__", "gkd.console.activity:During.__exit__"),
-        *("gkd.console.activity:Activities.during", "gkd.console.activity:Activities.done"),
+        *("gkd.log:During.__enter__", "gkd.log:During.__exit__"),
+        *("gkd.log:Activities.during", "gkd.log:Activities.done"),
     ),
     "state, step line": (
         "gkd.console.state:RunState.add",
@@ -39,7 +39,7 @@ PARTS: dict[str, tuple[str, ...]] = {
         "rich.file_proxy:FileProxy.write",
     ),
     "metrics files": ("gkd.metrics.writer:MetricsWriter.write",),
-    "health checks": ("gkd.health.response:HealthResponse.numbers",),
+    "health checks": ("gkd.health.monitor:HealthResponse.numbers",),
     "TensorBoard, without its thread": ("gkd.metrics.trackers:Trackers.log",),
 }
 

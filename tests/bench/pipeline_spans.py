@@ -11,7 +11,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
-from gkd.metrics.span_lines import read_spans
+from gkd.metrics.span_file import read_spans
 from tests.bench.driver_calls import UNKNOWN, Interval, read_calls
 
 # Stage of the driver -> (prefix of the process, span, name of the part); the first that was active counts.

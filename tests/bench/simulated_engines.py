@@ -15,9 +15,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from gkd.data.prompt_codec import decode_prompts
-from gkd.handles import EngineUsage
 from gkd.rollout.coalesce import Coalescer
 from gkd.rollout.sampling import Job
+from gkd.types import EngineUsage
 from tests.bench.simulated_ray import Apparatus, Ref
 
 _TICK_S = 0.25

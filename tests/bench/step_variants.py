@@ -9,10 +9,10 @@ from statistics import median
 
 from gkd.actor.frozen.pools import ReferencePool
 from gkd.config.load import load_config
-from gkd.launcher import started_roles
 from gkd.metrics.run_metrics import StepMetrics
 from gkd.pipeline.colocation import GpuSharing
 from gkd.preflight.run import preflight
+from gkd.start.launcher import started_roles
 from gkd.trainer import Trainer
 from tests.bench.teacher_report import Figure, Part, Table
 from tests.e2e.conftest import make_lab

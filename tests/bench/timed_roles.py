@@ -21,17 +21,16 @@ import torch
 
 from gkd.config.schema import Config
 from gkd.data.scatter import select
-from gkd.handles import FileDigest, ProcessSpans, TrainStats
-from gkd.metrics.spans import SpanRecorder
+from gkd.files.manifest import digest_bytes
 from gkd.rollout.engine import RolloutEngine
 from gkd.rollout.sampling import Sampling
 from gkd.rollout.sleep_state import SleepState
 from gkd.rollout.usage import PassMeter
 from gkd.rollout.worker import RolloutWorker
-from gkd.run.manifest import digest_bytes
+from gkd.spans import SpanRecorder
 from gkd.teacher.endpoint import ScoringEndpoint
 from gkd.tools.split_tuner.rates import Rates
-from gkd.types import Prompt, Rollout, TeacherScores, TeacherTopK, VersionSpan
+from gkd.types import FileDigest, ProcessSpans, Prompt, Rollout, TeacherScores, TeacherTopK, TrainStats, VersionSpan
 from gkd.weight_sync.buckets import Bucket, Content, TensorSpec
 from gkd.weight_sync.group import GroupSpec
 

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 
-from gkd import launcher
 from gkd.actor.worker import ActorWorker
 from gkd.config.check import check_config
 from gkd.config.load import load_config
@@ -19,6 +18,7 @@ from gkd.errors import GkdError
 from gkd.preflight.run import Plan
 from gkd.rollout.worker import RolloutWorker
 from gkd.run.open import open_run_folder
+from gkd.start import launcher
 from gkd.teacher.info import TeacherInfo
 
 pytestmark = [pytest.mark.dist, pytest.mark.cpu_only("Ray's slots are logical CPUs")]

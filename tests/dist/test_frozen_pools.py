@@ -17,11 +17,10 @@ from gkd.actor.frozen.pools import LocalScoring, ReferencePool
 from gkd.data.chunks import chunk_sizes
 from gkd.data.scatter import scatter_to_ranks
 from gkd.errors import TeacherError
-from gkd.handles import PendingScores, ScoredChunk
 from gkd.memory.states import KINDS
 from gkd.teacher.records import RecordingEndpoint
 from gkd.teacher.scoring import RECORDS
-from gkd.types import Rollout
+from gkd.types import PendingScores, Rollout, ScoredChunk
 from tests.bench.student_case import save_model
 from tests.dist.slots import actor_slots
 from tests.dist.test_offload import N_RANKS, Actor, batch

@@ -26,7 +26,7 @@ _ROUNDING = 64  # bytes a shard
 
 def measure(rank: int, world_size: int, root: Path) -> dict[str, Any]:
     """Runs in a rank: frozen models and a student, each as it is and in one run."""
-    from gkd.actor.fsdp.host_block import into_one_block
+    from gkd.actor.fsdp.model import into_one_block
 
     out: dict[str, Any] = {}
     batch = sequences()[rank::world_size]

@@ -21,7 +21,7 @@ import os, sys
 import ray
 from gkd.cluster.pools import Cluster
 from gkd.errors import GkdError
-from gkd.worker_env import worker_env
+from gkd.start.worker_env import worker_env
 cluster = Cluster("", n_slots=2, on_cpu=True)
 print(cluster._folder)
 

@@ -114,7 +114,7 @@ def _world(rank: int, world_size: int, root: Path, names: list[str], n_steps: in
 
 def _curve(rank: int, case: Case, root: Path, n_steps: int) -> dict[str, Any]:
     from gkd.actor.common.optim_spec import OptimSpec
-    from gkd.actor.megatron import attention, pipeline
+    from gkd.actor.megatron import layer_spec, pipeline
     from gkd.actor.megatron.layout import ParallelLayout
     from gkd.actor.megatron.student import MegatronStudent
     from gkd.config.loss_spec import LossSpec
@@ -136,7 +136,7 @@ def _curve(rank: int, case: Case, root: Path, n_steps: int) -> dict[str, Any]:
     reference: Reference = torch.load(root / f"{case.kind}.pt", weights_only=False)
     if case.saved:
         student.save_hf(root / f"saved_{case.kind}", root / case.kind)
-    with patch.object(attention, "causal_attention", wraps=attention.causal_attention) as counted:
+    with patch.object(layer_spec, "causal_attention", wraps=layer_spec.causal_attention) as counted:
         grads = student.grads_by_hf_name(mine(0))
     group = case.pp if case.vpp > 1 else 1  # an interleaved pipeline pads the last group
     n_passes = -(-len(mine(0)) // group) * group * N_LAYERS // case.pp  # micro-batches times layers of this rank

@@ -20,12 +20,11 @@ from gkd.cluster.slots import Pool
 from gkd.config.load import load_config
 from gkd.data.chunks import chunk_sizes
 from gkd.errors import ClusterError, NumericsError
-from gkd.handles import ScoredChunk, TrainStats
 from gkd.memory.offload_manager import GIB, state_offload_manager
 from gkd.memory.states import KINDS
-from gkd.types import TeacherScores, TeacherTopK
+from gkd.start.worker_env import worker_env
+from gkd.types import ScoredChunk, TeacherScores, TeacherTopK, TrainStats
 from gkd.weight_sync.buckets import plan_buckets
-from gkd.worker_env import worker_env
 from tests.bench.student_case import save_model, sequences
 from tests.device import kind, on_cuda
 from tests.dist.slots import actor_slots

@@ -17,7 +17,7 @@ from gkd.config.load import load_config
 from gkd.errors import OutOfMemory
 from gkd.memory.states import PARAMS, States
 from gkd.memory.timeline import Timeline
-from gkd.worker_env import worker_env
+from gkd.start.worker_env import worker_env
 from tests.dist.slots import actor_slots
 from tests.fake_device import FakeDevice
 

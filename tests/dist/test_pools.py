@@ -28,7 +28,7 @@ from gkd.cluster.pools import Cluster
 from gkd.cluster.slots import Pool
 from gkd.errors import ClusterError
 from gkd.gpu_map.collect import PlacementProbe
-from gkd.worker_env import worker_env
+from gkd.start.worker_env import worker_env
 from tests.dist.ray_nodes import NodeSpec, Place, my_place, ray_nodes
 from tests.service.harness import wait_until
 

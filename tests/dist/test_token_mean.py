@@ -20,9 +20,9 @@ import torch
 from gkd.config.loss_spec import LossSpec, LossTerm, teacher_signals
 from gkd.config.routes import Route
 from gkd.config.schema_teacher import NORMALIZATIONS, TeacherConfig
-from gkd.data.balance import even_groups
 from gkd.data.batching import make_micro_batches, without_first
 from gkd.data.normalize import count, sequence_weights
+from gkd.data.scatter import even_groups
 from gkd.types import Rollout, TeacherScores, TeacherTopK, VersionSpan
 from tests.device import host, rank_device
 from tests.dist.dense_loss import dense_factors, dense_losses

@@ -34,7 +34,7 @@ from typing import Any
 import psutil
 
 from gkd import main_gkd
-from gkd.config.schedulers import AHEAD, STREAM
+from gkd.config.schema_trainer import AHEAD, STREAM
 from gkd.metrics.writer import StageTimers, read_metrics
 from tests.e2e.conftest import ALONE, N_TRAIN, Lab, make_lab
 from tests.e2e.exactness import check_stream, check_taken, differences

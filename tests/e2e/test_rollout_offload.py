@@ -21,9 +21,9 @@ from gkd.errors import ClusterError, RankTimeout
 from gkd.rollout import worker as rollout_worker
 from gkd.rollout.pool import RolloutPool
 from gkd.rollout.worker import RolloutWorker
+from gkd.start.worker_env import worker_env
 from gkd.types import Prompt
 from gkd.weight_sync.coordinator import WeightSync
-from gkd.worker_env import worker_env
 from tests.e2e.conftest import EOS, VOCAB, Lab
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]

@@ -21,14 +21,13 @@ from gkd.cluster.pools import Cluster
 from gkd.config.load import load_config
 from gkd.config.schema import Config
 from gkd.errors import ClusterError, DataError
-from gkd.handles import RolloutChunk, ScoredChunk
-from gkd.pending import RolloutStream
+from gkd.roles import RolloutStream
 from gkd.rollout import worker as rollout_worker
 from gkd.rollout.pool import RolloutPool
 from gkd.rollout.worker import RolloutWorker
-from gkd.types import Prompt, Rollout, TeacherScores, TeacherTopK
+from gkd.start.worker_env import worker_env
+from gkd.types import Prompt, Rollout, RolloutChunk, ScoredChunk, TeacherScores, TeacherTopK
 from gkd.weight_sync.coordinator import WeightSync
-from gkd.worker_env import worker_env
 from tests.bench.driver_bytes import counted
 from tests.e2e.conftest import EOS, VOCAB, Lab
 from tests.e2e.test_driver_bytes import LIMIT

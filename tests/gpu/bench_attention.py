@@ -18,8 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import restore_flash_attention_impl
 
-from gkd.actor.common.attention import causal_attention
-from gkd.actor.common.flash import IMPLEMENTATIONS, Heads, use_flash_attention
+from gkd.actor.common.attention import IMPLEMENTATIONS, Heads, causal_attention, use_flash_attention
 from tests.bench.command import add_device, parsed, parser, run_parts
 from tests.bench.teacher_report import Figure, Part, Table
 from tests.gpu.peaks import peak_tflops, share_of_peak

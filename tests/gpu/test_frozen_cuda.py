@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import load_file
 
 from gkd.actor.common.shard_writer import write
-from gkd.actor.fsdp import host_block
+from gkd.actor.fsdp import model as fsdp_model
 from tests.device import VARIABLE, environment
 from tests.dist.frozen_cases import PLAIN, build, sequences
 from tests.dist.helpers import group_of_one
@@ -53,7 +53,7 @@ def test_weights_stay_where_the_setting_says(
     memory exceeds the shards.
     """
     folder = make_hf_folder(tmp_path / "model", kind)
-    before, runs = pinned_by_torch(), len(host_block._PINNED)
+    before, runs = pinned_by_torch(), len(fsdp_model._PINNED)
     model = build(folder, device=CUDA, dtype=torch.bfloat16, float32_weights=float32_weights, cpu_offload=cpu_offload)
 
     def at_home() -> bool:
@@ -81,8 +81,8 @@ def test_weights_stay_where_the_setting_says(
     assert at_home() and all(torch.equal(a, b.cpu()) for a, b in zip(kept, shards_of(model), strict=True))
     model.score(sequences(), PLAIN)
     assert at_home() and allocated() == held
-    assert len(host_block._PINNED) - runs == int(cpu_offload)
+    assert len(fsdp_model._PINNED) - runs == int(cpu_offload)
     if cpu_offload:
         sizes = [shard.nbytes for shard in shards_of(model)]
-        assert sum(sizes) <= host_block._PINNED[-1].nbytes <= sum(sizes) + 64 * len(sizes)
+        assert sum(sizes) <= fsdp_model._PINNED[-1].nbytes <= sum(sizes) + 64 * len(sizes)
         assert pinned_by_torch() - before < max(sizes), "torch has pinned shards once more, each on its own"

@@ -6,8 +6,8 @@ import numpy as np
 
 from teacher_server.engines.base import TokenSequence
 from teacher_server.wire.worker_protocol import Assignment
+from teacher_server.worker.compute import WorkItem, take_batch
 from teacher_server.worker.open_request import OpenRequest
-from teacher_server.worker.token_budget import WorkItem, take_batch
 from tests.service.test_request_queue import request
 
 JOB = Assignment(job_id=bytes(16), stream_id=bytes(16), waited_s=0.0, remaining_s=10.0)

@@ -42,10 +42,9 @@ from teacher_server.wire.worker_protocol import (
     from_worker,
     to_worker,
 )
-from teacher_server.worker.compute import Worker
+from teacher_server.worker.compute import Worker, WorkItem
 from teacher_server.worker.link import WorkerLink
 from teacher_server.worker.open_request import open_request
-from teacher_server.worker.token_budget import WorkItem
 from tests.service.harness import wait_until
 from tests.service.messages import make_hello, make_request, make_scores, make_tokens
 

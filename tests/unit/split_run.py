@@ -10,15 +10,14 @@ import numpy as np
 from gkd.cluster.gpu_table import TEACHER, GpuInfo, GpuMap, RankPlacement
 from gkd.config.derived import derive
 from gkd.config.load import config_yaml, load_config
-from gkd.config.schedulers import staleness_bound
 from gkd.config.schema import Config
-from gkd.handles import EngineUsage, RolloutUsage, ScoredChunk, ScoreTimes, SyncReport, TrainStats
 from gkd.metrics.pools import layout_numbers, rollout_numbers, shares
 from gkd.metrics.step import step_numbers
 from gkd.metrics.teacher_meter import TeacherMeter
 from gkd.metrics.writer import MetricsWriter
 from gkd.rollout.usage import PassMeter
 from gkd.tools.split_tuner.rates import Rates
+from gkd.types import EngineUsage, RolloutUsage, ScoredChunk, ScoreTimes, SyncReport, TrainStats
 from tests.rollout_chunks import chunk_of
 
 PROMPT = 12  # tokens
@@ -52,7 +51,7 @@ def write_run(
     rng = np.random.default_rng(0)
     draw = lengths or (lambda rng, n: np.clip(rng.lognormal(3.5, 0.6, n), 1, 300).astype(int))
     at_s = [0.0]
-    meter = TeacherMeter(staleness_bound(config.trainer), clock=lambda: at_s[0])
+    meter = TeacherMeter(config.trainer.staleness_bound, clock=lambda: at_s[0])
     meter.end_step()
     for step in range(1, n_steps + 1):
         lengths_of_step = draw(rng, config.trainer.global_batch_size)

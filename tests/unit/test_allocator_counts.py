@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from gkd.actor.rank_memory import RankMemory
+from gkd.actor.rank import RankMemory
 from gkd.cluster.progress import Phases
 from gkd.config.load import load_config
-from gkd.memory.allocator_counts import AllocatorCounts, CountMeter, read_counts
-from gkd.metrics.spans import SpanRecorder
+from gkd.memory.usage import AllocatorCounts, CountMeter, read_counts
+from gkd.spans import SpanRecorder
 
 NAMES = [f"memory/{name}" for name in ("alloc_retries", "ooms", "device_allocs", "device_frees")]
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gkd.data.balance import TOLERANCE, _Group, even_groups
+from gkd.data.scatter import TOLERANCE, _Group, even_groups
 
 Lengths = list[list[int]]  # by group, the tokens of its sequences
 

@@ -14,10 +14,9 @@ import pytest
 from gkd import main_gkd
 from gkd.config.load import load_config
 from gkd.config.schema import Config
-from gkd.console.closing import COMMAND_ENV, changes, print_closing, resume_command
+from gkd.console.closing import COMMAND_ENV, Closing, changes, print_closing, resume_command
 from gkd.errors import ClusterError
 from gkd.run.checkpoints import CheckpointStore
-from gkd.run.closing import Closing
 from gkd.tools.memory import main as memory
 from gkd.tools.split import _parse as parse_split
 from tests.unit.checkpoint_files import commit

@@ -15,12 +15,11 @@ import torch
 from gkd.config.load import load_config
 from gkd.config.schema import Config
 from gkd.errors import ClusterError, DataError, RankFailed
-from gkd.handles import RolloutChunk
 from gkd.rollout import dispatcher as dispatcher_module
 from gkd.rollout.pool import RolloutPool
 from gkd.rollout.stream import JobStream
 from gkd.rollout.worker import RolloutWorker
-from gkd.types import Prompt, Rollout, VersionSpan
+from gkd.types import Prompt, Rollout, RolloutChunk, VersionSpan
 from tests.service.harness import wait_until
 
 N, N_GROUPS, SLOTS = 2, 2, 4

@@ -11,8 +11,8 @@ import pytest
 from gkd.actor.pool import ActorPool
 from gkd.config.load import load_config
 from gkd.errors import ConfigError, NumericsError
-from gkd.handles import RolloutChunk, ScoredChunk
 from gkd.metrics.writer import read_metrics
+from gkd.types import RolloutChunk, ScoredChunk
 from tests.rollout_chunks import chunk_of
 from tests.unit.world import StreamWorld, make
 

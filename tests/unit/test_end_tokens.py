@@ -11,7 +11,7 @@ from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
 from gkd.errors import ModelError
-from gkd.hf.end_tokens import eos_token_ids
+from gkd.hf.model_folder import eos_token_ids
 
 
 def _tokenizer(**special: str) -> Any:

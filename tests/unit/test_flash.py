@@ -13,9 +13,8 @@ from torch import Tensor
 from torch.nn import attention as torch_attention
 
 from gkd.actor.build import _heads
-from gkd.actor.common import flash
-from gkd.actor.common.attention import causal_attention
-from gkd.actor.common.flash import Heads, activate, check_heads, use_flash_attention
+from gkd.actor.common import attention
+from gkd.actor.common.attention import Heads, activate, causal_attention, check_heads, use_flash_attention
 from gkd.config.load import load_config
 from gkd.errors import ConfigError
 
@@ -99,7 +98,7 @@ def test_wrong_kernels_are_refused(monkeypatch: pytest.MonkeyPatch, kernel: Call
     def in_16_bits(q: Tensor, k: Tensor, v: Tensor, pack: Tensor | None, **options: int) -> Tensor:
         return (kernel if q.dtype == torch.bfloat16 else causal_attention)(q, k, v, pack, **options)
 
-    monkeypatch.setattr(flash, "causal_attention", in_16_bits)
+    monkeypatch.setattr(attention, "causal_attention", in_16_bits)
     with pytest.raises(ConfigError) as caught:
         check_heads("fa4", HEADS, torch.bfloat16, CPU)
     assert (caught.value.key, caught.value.value) == ("actor.attention", "fa4")

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from gkd.errors import ModelError
-from gkd.hf.index import tensor_shapes
+from gkd.hf.files import tensor_shapes
 from gkd.hf.megatron_support import MEGATRON_ARCHITECTURES, check_megatron_support
 from gkd.hf.model_dims import ARCHITECTURES, read_dims
 from tests.unit.test_footprint import QWEN25_15B

@@ -21,11 +21,10 @@ from transformers.conversion_mapping import register_checkpoint_conversion_mappi
 from transformers.core_model_loading import Transpose, WeightConverter
 
 from gkd.actor.common.optim_spec import OptimSpec
-from gkd.actor.fsdp.conversion import file_parts
 from gkd.actor.fsdp.model import allocate, build_on_meta, layer_list
 from gkd.actor.fsdp.optim import build_adamw, clip_factor
 from gkd.actor.fsdp.probe import probe_on_meta
-from gkd.actor.fsdp.weights import match_files
+from gkd.actor.fsdp.weights import file_parts, match_files
 from gkd.actor.pool import ActorPool
 from gkd.config.check_parallel import check_engine_split
 from gkd.config.schema import ActorConfig, Config, DataConfig, LoraConfig, ModelConfig, TrainerConfig

@@ -32,8 +32,8 @@ from gkd.gpu_map.running import refresh
 from gkd.gpu_map.teacher import teacher_rows, with_driver_info
 from gkd.run.folder import RunFolder
 from gkd.run.open import open_run_folder
+from gkd.start.worker_env import worker_env
 from gkd.tools import check_gpus
-from gkd.worker_env import worker_env
 from tests.service.harness import ServerProcess, trivial_model
 
 GPUS = """0, GPU-aa, NVIDIA H100, 00000000:18:00.0, 143771, 143100

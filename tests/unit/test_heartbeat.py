@@ -10,11 +10,11 @@ import pytest
 from gkd.cluster.progress import UP, Progress
 from gkd.cluster.startup import summary
 from gkd.config.schema import DataConfig
-from gkd.console.activity import Activities, Activity, activities
 from gkd.console.heartbeat import Heartbeat
 from gkd.console.teacher_watch import TeacherWatch
 from gkd.data.prompts import load_prompts
-from gkd.handles import TeacherHealth
+from gkd.log import Activities, Activity, activities
+from gkd.types import TeacherHealth
 from tests.unit.console_runs import Clock
 
 

@@ -15,7 +15,7 @@ LIBRARIES: dict[str, tuple[str, ...]] = {
     "vllm": ("gkd/rollout/", "teacher_server/engines/"),
     "zmq": ("gkd/teacher/link.py", "teacher_server/"),
     "ray": (
-        *("gkd/cluster/", "gkd/rollout/", "gkd/actor/rank.py", "gkd/actor/worker.py", "gkd/launcher.py"),
+        *("gkd/cluster/", "gkd/rollout/", "gkd/actor/rank.py", "gkd/actor/worker.py", "gkd/start/launcher.py"),
         "gkd/reward/scoring.py",
     ),
     "math_verify": ("gkd/reward/functions.py",),
@@ -43,9 +43,9 @@ FROM_SERVER = ("teacher_server.wire.",)
 FROM_SERVER_IN = {
     "gkd/config/": ("teacher_server.config.declare",),
     "gkd/rollout/engine_start.py": ("teacher_server.engines.vllm_memory", "teacher_server.engines.vllm_files"),
-    "gkd/rollout/sleep_mixin.py": ("teacher_server.engines.vllm_versions",),
+    "gkd/rollout/sleep_state.py": ("teacher_server.engines.vllm_versions",),
     "gkd/rollout/weights.py": ("teacher_server.engines.vllm_versions",),
-    "gkd/hf/index.py": (
+    "gkd/hf/files.py": (
         *("teacher_server.engines.folder_check", "teacher_server.engines.vllm_limits"),
         "teacher_server.engines.weight_files",
     ),

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from gkd.handles import ScoredChunk, TrainStats
 from gkd.metrics.writer import read_metrics
 from gkd.run import interrupts
+from gkd.types import ScoredChunk, TrainStats
 from tests.unit.world import PROMPTS, World, checkpoints, make
 
 NUMBERS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGALRM)

@@ -15,12 +15,11 @@ import pytest
 from gkd.config.derived import derive
 from gkd.config.load import load_config
 from gkd.data.chunks import part_of
-from gkd.handles import GreedyReport, PendingScores, RolloutChunk, Sample, ScoredChunk, TrainStats
 from gkd.metrics.writer import read_metrics
 from gkd.pipeline.evaluate import judged, pass_at_k, pass_at_numbers
 from gkd.reward.judging import TRAINING, VALIDATION
 from gkd.reward.scoring import JudgedScoring, init_judging, with_judges, workers_per_endpoint
-from gkd.types import Prompt
+from gkd.types import GreedyReport, PendingScores, Prompt, RolloutChunk, Sample, ScoredChunk, TrainStats
 from tests.metric_keys import unlisted_keys
 from tests.rollout_chunks import chunk_of
 from tests.unit.world import PROMPTS, World, make

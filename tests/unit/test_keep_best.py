@@ -8,9 +8,8 @@ from pathlib import Path
 import pytest
 
 from gkd.errors import CheckpointError, ConfigError
-from gkd.handles import GreedyReport, ScoredChunk, TrainStats
 from gkd.run.best import Best
-from gkd.types import Prompt
+from gkd.types import GreedyReport, Prompt, ScoredChunk, TrainStats
 from tests.unit.world import PROMPTS, World, checkpoints, make
 
 SETTINGS = ("eval.every=1", "trainer.save_every=0", "trainer.keep_last=1", "trainer.keep_best=eval/accuracy")

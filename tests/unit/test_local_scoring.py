@@ -9,9 +9,8 @@ import pytest
 
 from gkd.actor.frozen.pools import LocalScoring
 from gkd.config.load import load_config
-from gkd.handles import PendingScores
 from gkd.teacher.records import RecordingEndpoint, ScoreSummary
-from gkd.types import TeacherScores, TeacherTopK
+from gkd.types import PendingScores, TeacherScores, TeacherTopK
 from tests.rollout_chunks import chunk_of
 
 

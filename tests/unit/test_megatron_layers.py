@@ -12,15 +12,14 @@ from megatron.core.models.common.embeddings import rope_utils
 from torch._dynamo.testing import CompileCounter
 
 from gkd.actor.build import build_student
-from gkd.actor.megatron import rope, student
+from gkd.actor.megatron import model_config, student
 from gkd.actor.megatron.experts import GroupedProduct
-from gkd.actor.megatron.layer_spec import check_transformer_engine, is_fused
+from gkd.actor.megatron.layer_spec import RmsNorm, check_transformer_engine, is_fused
 from gkd.actor.megatron.layout import ParallelLayout
-from gkd.actor.megatron.norm import RmsNorm
-from gkd.actor.megatron.rope import rotate, rotate_packed
+from gkd.actor.megatron.model_config import rotate, rotate_packed
 from gkd.config.load import load_config
 from gkd.errors import ConfigError
-from gkd.worker_env import actor_env
+from gkd.start.worker_env import actor_env
 
 QUICKSTART = Path(__file__).parents[2] / "configs" / "quickstart_cpu.yaml"
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
@@ -85,8 +84,8 @@ def test_rotation_is_compiled_a_few_times(monkeypatch: pytest.MonkeyPatch, packs
     """
     generator, counter = torch.Generator().manual_seed(0), CompileCounter()
     for name in ("_turned", "_turned_packed"):
-        plain = getattr(rope, name)._torchdynamo_orig_callable
-        monkeypatch.setattr(rope, name, torch.compile(plain, dynamic=False, backend=counter))
+        plain = getattr(model_config, name)._torchdynamo_orig_callable
+        monkeypatch.setattr(model_config, name, torch.compile(plain, dynamic=False, backend=counter))
     for grad, n, length in [(True, 3, 6), (False, 1, 4), (True, 1, 8), (False, 3, 2), (True, 5, 12), (True, 7, 8)]:
         lead = (n * length,) if packs else (length, n)
         qkv = torch.randn(*lead, 2, 4 * 8, generator=generator, requires_grad=grad)  # a key head has 2 query heads

@@ -8,14 +8,13 @@ from typing import Any
 import pytest
 import torch
 
-from gkd.memory.allocator_counts import AllocatorCounts
 from gkd.memory.fragmentation import (
     Fragmentation,
     FragmentationWatch,
     check_fragmentation,
     measure,
 )
-from gkd.memory.usage import MemoryUsage
+from gkd.memory.usage import AllocatorCounts, MemoryUsage
 
 MIB = 1 << 20
 USED, FREE, PENDING = "active_allocated", "inactive", "active_pending_free"

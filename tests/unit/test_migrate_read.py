@@ -11,8 +11,7 @@ import pytest
 from gkd.config.dialects.table import dialects
 from gkd.errors import ConfigError
 from gkd.tools.migrate.__main__ import main, migrate
-from gkd.tools.migrate.detect import find_dialect
-from gkd.tools.migrate.read import read_file, settings_of
+from gkd.tools.migrate.read import find_dialect, read_file, settings_of
 from tests.unit.migrate_examples import EXAMPLES, FLAGS
 
 TRAIN = "python3 -m verl.trainer.main_ppo "

@@ -9,8 +9,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gkd.data.mixing import on_policy_indices
-from gkd.data.sampler import PromptSampler
+from gkd.data.sampler import PromptSampler, on_policy_indices
 from gkd.types import Prompt
 
 PERCENT = st.integers(0, 100)

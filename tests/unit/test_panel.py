@@ -8,10 +8,10 @@ import pytest
 from rich.cells import cell_len
 from rich.console import Console
 
-from gkd.console.activity import Activity
 from gkd.console.panel import View, panel
 from gkd.console.state import RunState
-from gkd.handles import TeacherHealth
+from gkd.log import Activity
+from gkd.types import TeacherHealth
 from tests.unit.console_runs import line, run
 
 DOING = (Activity("step 42/120", 1.0), Activity("teacher", 3.0), Activity("teacher scoring", 3.0, 3, 8))

@@ -11,7 +11,7 @@ import torch
 from gkd.actor.common.host_copies import HostCopies
 from gkd.actor.common.shards import Piece
 from gkd.errors import OutOfMemory
-from gkd.memory import page_lock
+from gkd.memory import host_buffer
 from gkd.memory.advice import Shortage
 from gkd.memory.host_buffer import HostBuffer, host_slabs
 from gkd.memory.oom import diagnosed, is_out_of_memory, parse
@@ -99,7 +99,7 @@ def test_memory_that_cannot_be_pinned_is_the_host_s(cudart: Cudart) -> None:
     """Fails if CUDA's text for it is taken for an unknown error, so that the largest shortage has no diagnosis."""
     cudart.code = 2
     with pytest.raises(MemoryError, match="Unable to allocate 512 bytes of pinned host memory") as raised:
-        page_lock.page_lock(torch.empty(512, dtype=torch.uint8))
+        host_buffer.page_lock(torch.empty(512, dtype=torch.uint8))
     assert is_out_of_memory(raised.value) and parse(str(raised.value)).requested == 512
 
 

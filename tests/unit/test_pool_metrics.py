@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 
 from gkd.console.state import bottleneck_of
-from gkd.handles import EngineUsage, RolloutUsage, ScoredChunk, SyncReport, TrainStats
 from gkd.metrics.pools import LENGTH_MEAN, bottleneck, quantile_name, rollout_numbers, shares
 from gkd.metrics.step import step_numbers
 from gkd.rollout.usage import PassMeter
+from gkd.types import EngineUsage, RolloutUsage, ScoredChunk, SyncReport, TrainStats
 from tests.rollout_chunks import chunk_of
 
 

@@ -6,7 +6,7 @@ import random
 
 import numpy as np
 
-from gkd.rollout.prompt_queue import Lane, PromptQueue
+from gkd.rollout.dispatcher import Lane, PromptQueue
 from gkd.rollout.sampling import Job, Sampling
 from gkd.rollout.stream import JobStream, Waiting
 from gkd.types import Prompt

@@ -11,8 +11,8 @@ import pytest
 
 from gkd.config.schema import RolloutConfig
 from gkd.errors import EngineFailed, GkdError, OutOfMemory, RankFailed, RankTimeout, SenderFailed, WeightSyncError
-from gkd.handles import EngineRestarts
 from gkd.rollout.recovery import Engines
+from gkd.types import EngineRestarts
 
 SOON_S = 20.0
 

@@ -21,11 +21,11 @@ from gkd.data.scatter import scatter_to_groups
 from gkd.errors import ConfigError
 from gkd.footprint import footprint
 from gkd.footprint.report import footprint_table
-from gkd.handles import PendingScores, ScoredChunk
 from gkd.hf.model_dims import read_dims
 from gkd.metrics.writer import read_metrics
 from gkd.preflight.frozen import check_reference
 from gkd.run.open import open_run_folder
+from gkd.types import PendingScores, ScoredChunk
 from tests.dist.hf_models import make_model_folder
 from tests.dist.megatron_reference import VOCAB, make_hf_folder
 from tests.rollout_chunks import chunk_of

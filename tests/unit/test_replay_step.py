@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from gkd.errors import ConfigError
-from gkd.handles import TrainStats
 from gkd.tools import replay
+from gkd.types import TrainStats
 from tests.unit.world import World, make
 
 RECORDED = {"loss/total": 0.5, "optim/grad_norm": 2.0, "loss/tokens": 12.0}

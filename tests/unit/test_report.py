@@ -14,11 +14,10 @@ from pathlib import Path
 import pytest
 
 from gkd.errors import CheckpointError, ClusterError, ConfigError
-from gkd.tools.report import headline, samples, settings
+from gkd.tools.report import headline, samples
 from gkd.tools.report.__main__ import main
-from gkd.tools.report.charts import CHARTS, ROWS, chart_sections, row_of
 from gkd.tools.report.decimate import ALL_POINTS, MIN_POINTS, Curve, extremes, means, points_per_curve
-from gkd.tools.report.page import page
+from gkd.tools.report.page import CHARTS, ROWS, chart_sections, differences, from_defaults, page, row_of, trained_loss
 from gkd.tools.report.read import read_runs
 from tests.report_run import WORDS, make_run
 from tests.structure import ROOT
@@ -86,7 +85,7 @@ def test_differences_are_found_whatever_a_number_is_written_as(tmp_path: Path) -
     text = (b / "config.yaml").read_text().replace("temperature: 1.0", "temperature: 1") + "old:\n  key: 1\n"
     (b / "config.yaml").write_text(text)
     runs = read_runs([a, b])
-    found = {row["key"]: row["values"] for row in settings.differences(runs)}
+    found = {row["key"]: row["values"] for row in differences(runs)}
     assert found.pop("trainer.run_dir") == [str(a), str(b)]
     assert found == {
         "distill.loss": ["reverse_kl", "forward_kl"],
@@ -95,8 +94,8 @@ def test_differences_are_found_whatever_a_number_is_written_as(tmp_path: Path) -
         "old.key": ["(no such key)", "1"],
     }
     assert list(found)[-1] == "old.key"
-    assert settings.trained_loss(runs[0]) != settings.trained_loss(runs[1])
-    changed = {row["key"]: (row["value"], row["default"]) for row in settings.from_defaults(runs[1])}
+    assert trained_loss(runs[0]) != trained_loss(runs[1])
+    changed = {row["key"]: (row["value"], row["default"]) for row in from_defaults(runs[1])}
     assert changed["trainer.scheduler"] == ("stream", "sync") and "rollout.temperature" not in changed
     assert changed["old.key"] == ("1", "")
 

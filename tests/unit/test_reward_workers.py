@@ -23,7 +23,7 @@ from gkd.config.function_path import search_path
 from gkd.config.load import load_config
 from gkd.config.schema import Config
 from gkd.data.prompts import load_prompts
-from gkd.data.rows import RowTable, decode_row, encode_row
+from gkd.data.row_files import RowTable, decode_row, encode_row
 from gkd.errors import ConfigError, DataError, RewardError
 from gkd.preflight.reward import check_answers, check_functions
 from gkd.quickstart.addition import build_tokenizer

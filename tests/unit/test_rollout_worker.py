@@ -15,11 +15,10 @@ from gkd.config.load import load_config
 from gkd.data.chunks import dataset_chunks, decode_sizes, distinct_4grams, encode_sizes
 from gkd.data.prompt_codec import decode_prompts, encode_prompts
 from gkd.errors import ClusterError, DataError, OutOfMemory
-from gkd.handles import EngineUsage, RolloutChunk
 from gkd.memory.usage import GIB
 from gkd.rollout.sampling import Sampling, sequence_seed
 from gkd.rollout.worker import RolloutWorker
-from gkd.types import Prompt, Rollout, VersionSpan
+from gkd.types import EngineUsage, Prompt, Rollout, RolloutChunk, VersionSpan
 
 WORDS = {0: "<start>", 1: "work", 2: ";", 3: "42", 4: "43"}
 

@@ -20,13 +20,12 @@ from gkd.config.schema import Config
 from gkd.data.prompts import load_prompts
 from gkd.data.sampler import PromptSampler, make_sampler
 from gkd.errors import ConfigError
-from gkd.handles import GreedyReport
 from gkd.metrics.writer import read_metrics
 from gkd.preflight.run import check_shares, teacher_identity
 from gkd.run.folder import teacher_json
 from gkd.run.resume_compat import check_same_run, check_same_teacher
 from gkd.teacher.info import TeacherInfo, head_columns
-from gkd.types import Prompt
+from gkd.types import GreedyReport, Prompt
 from tests.unit.test_data import tokenizer as tokenizer  # fixture
 from tests.unit.world import World, make
 

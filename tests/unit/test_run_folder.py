@@ -16,11 +16,11 @@ from omegaconf import OmegaConf
 from gkd.config.load import config_yaml, load_config
 from gkd.config.schema import Config
 from gkd.errors import CheckpointError, ConfigError
-from gkd.handles import Sample, TokenRecord
 from gkd.run.checkpoints import TrainerState
 from gkd.run.folder import RunFolder
 from gkd.run.open import open_run_folder
 from gkd.run.resume_compat import check_same_run, may_change
+from gkd.types import Sample, TokenRecord
 from tests.unit.checkpoint_files import check_actor, written
 from tests.unit.kills import in_child
 

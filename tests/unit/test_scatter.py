@@ -22,8 +22,7 @@ from gkd.data.scatter import (
     select,
 )
 from gkd.errors import DataError
-from gkd.handles import RolloutChunk, ScoredChunk
-from gkd.types import Rollout, TeacherScores
+from gkd.types import Rollout, RolloutChunk, ScoredChunk, TeacherScores
 from tests.rollout_chunks import chunk_of
 
 

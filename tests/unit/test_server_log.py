@@ -6,7 +6,7 @@ import json
 import logging
 import sys
 
-from teacher_server.cli.status_table import status_table
+from teacher_server.cli.admin import status_table
 from teacher_server.log import JsonLines
 from teacher_server.wire.status import Gpu, ServerStatus, TeacherStatus, WorkerStatus
 

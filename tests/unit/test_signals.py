@@ -11,9 +11,8 @@ import torch
 
 from teacher_server.engines import signals
 from teacher_server.engines.base import ScoreParams, TokenSequence, stream_rows
-from teacher_server.engines.signals import score_hidden
+from teacher_server.engines.signals import BLOCK, MIN_SHRINK, score_hidden, topk, topk_two_stage
 from teacher_server.engines.streams import LogitsStream, MatrixStream
-from teacher_server.engines.topk import BLOCK, MIN_SHRINK, topk, topk_two_stage
 
 
 def given(logits: torch.Tensor) -> signals.LogitsOf:

@@ -9,12 +9,11 @@ import numpy as np
 import pytest
 
 from gkd.errors import CheckpointError, ConfigError
-from gkd.handles import Computation, ProcessSpans, ScoredChunk, ScoreTimes, Span
-from gkd.metrics.span_file import SpanFile
-from gkd.metrics.span_lines import SpanLine, read_spans
-from gkd.metrics.spans import MAX_SPANS, SpanRecorder
+from gkd.metrics.span_file import SpanFile, SpanLine, read_spans
 from gkd.metrics.writer import MetricsWriter
+from gkd.spans import MAX_SPANS, SpanRecorder
 from gkd.tools import trace
+from gkd.types import Computation, ProcessSpans, ScoredChunk, ScoreTimes, Span
 from tests.rollout_chunks import chunk_of
 from tests.unit.world import World, make
 

@@ -16,7 +16,7 @@ from gkd.cluster.hang import describe
 from gkd.cluster.progress import UP, Phases, Progress
 from gkd.cluster.stacks import Frame, RankStack, rank_env, stacks_here
 from gkd.cluster.startup import summary
-from gkd.metrics.spans import SpanRecorder
+from gkd.spans import SpanRecorder
 
 IN_A_COLLECTIVE = """Thread 0x1 (most recent call first):
   File "/x/python3.11/threading.py", line 327 in wait

@@ -12,7 +12,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gkd.config.load import load_config
-from gkd.config.schedulers import staleness_bound
 from gkd.pipeline.staleness import StreamScheduler
 
 
@@ -23,7 +22,7 @@ def test_staleness_bound_of_each_scheduler() -> None:
         config = load_config(
             None, [f"trainer.scheduler={name}", f"trainer.max_staleness={bound if name == 'stream' else 1}"]
         )
-        assert staleness_bound(config.trainer) == bound
+        assert config.trainer.staleness_bound == bound
 
 
 def scheduler_of(

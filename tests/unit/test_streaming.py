@@ -14,10 +14,18 @@ import pytest
 from gkd.config.load import load_config
 from gkd.data.sampler import PromptSampler
 from gkd.errors import ClusterError
-from gkd.handles import FileDigest, GreedyReport, PendingScores, Recording, RolloutChunk, RolloutUsage, ScoredChunk
 from gkd.pipeline.streaming import StreamedBatches
 from gkd.run.checkpoints import TrainerState
-from gkd.types import Prompt
+from gkd.types import (
+    FileDigest,
+    GreedyReport,
+    PendingScores,
+    Prompt,
+    Recording,
+    RolloutChunk,
+    RolloutUsage,
+    ScoredChunk,
+)
 from tests.rollout_chunks import chunk_of
 
 PROMPTS = [Prompt(i, np.array([i], np.int32)) for i in range(10)]

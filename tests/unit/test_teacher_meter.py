@@ -9,13 +9,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gkd.handles import ScoredChunk, ScoreTimes
 from gkd.metrics.pools import WORKERS, busy_name
 from gkd.metrics.teacher_meter import SEQUENCES, TOKENS, TeacherMeter
 from gkd.tools.split_tuner import batches, stream
 from gkd.tools.split_tuner.outcome import Totals
 from gkd.tools.split_tuner.rates import Rates, Sizes, Workload, lognormal
 from gkd.tools.split_tuner.teacher import Teacher
+from gkd.types import ScoredChunk, ScoreTimes
 from tests.rollout_chunks import chunk_of
 
 RATES = Rates(0.02, 0.001, 5e-5, 0.01, 0.01, 0.005, 1e-3, 0.1, 2e-4, 0.05, 0.02)

@@ -12,11 +12,10 @@ from collections.abc import Iterator
 
 import pytest
 
-from gkd.console.activity import Activities
 from gkd.console.step_line import STEP_LINE
 from gkd.console.terminal import LINES, OFF, PANEL, Terminal, resolve_mode
-from gkd.handles import TeacherHealth
-from gkd.log import get_logger
+from gkd.log import Activities, get_logger
+from gkd.types import TeacherHealth
 from tests.unit.console_runs import Clock, line, run
 
 log = get_logger("test")

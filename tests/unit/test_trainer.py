@@ -11,8 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from gkd.data.mixing import on_policy_indices
-from gkd.data.sampler import PromptSampler
+from gkd.data.sampler import PromptSampler, on_policy_indices
 from gkd.errors import CheckpointError, ClusterError, NumericsError, TeacherUnavailable
 from gkd.metrics.pools import SINCE_START, WITH_EVALUATION
 from gkd.metrics.writer import read_metrics

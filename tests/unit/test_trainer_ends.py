@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 
 from gkd.errors import CheckpointError, ClusterError, EngineFailed, ModelError, RankTimeout, TeacherUnavailable
-from gkd.handles import EngineRestarts, GreedyReport, RolloutChunk
 from gkd.metrics.run_metrics import RunMetrics
 from gkd.metrics.writer import read_metrics
 from gkd.run.ending import LAST_SAVE_WAIT_S
+from gkd.types import EngineRestarts, GreedyReport, RolloutChunk
 from tests.unit.world import PROMPTS, World, checkpoints, make
 
 

@@ -16,7 +16,12 @@ import numpy as np
 from gkd.config.load import load_config
 from gkd.config.schema import Config
 from gkd.errors import CheckpointError, ClusterError, ModelError, TeacherUnavailable
-from gkd.handles import (
+from gkd.files.manifest import digest_bytes
+from gkd.roles import RolloutStream
+from gkd.run.checkpoints import step_of
+from gkd.run.open import open_run_folder
+from gkd.trainer import Roles, Trainer
+from gkd.types import (
     Computation,
     EngineRestarts,
     EngineUsage,
@@ -24,6 +29,7 @@ from gkd.handles import (
     GreedyReport,
     PendingScores,
     ProcessSpans,
+    Prompt,
     Recording,
     RolloutChunk,
     RolloutUsage,
@@ -32,12 +38,6 @@ from gkd.handles import (
     SyncReport,
     TrainStats,
 )
-from gkd.pending import RolloutStream
-from gkd.run.checkpoints import step_of
-from gkd.run.manifest import digest_bytes
-from gkd.run.open import open_run_folder
-from gkd.trainer import Roles, Trainer
-from gkd.types import Prompt
 from tests.rollout_chunks import chunk_of
 from tests.unit.checkpoint_files import check_actor, write_actor
 

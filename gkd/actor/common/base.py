@@ -20,14 +20,13 @@ from gkd.actor.common.optim_spec import OptimSpec
 from gkd.actor.common.step import BatchSums, diagnostics, evaluation, not_finite
 from gkd.config.derived import logits_chunk_bytes
 from gkd.config.loss_spec import LossSpec
-from gkd.handles import TrainStats
 from gkd.loss.distill_loss import DistillLoss
 from gkd.loss.divergence import divergence_of
 from gkd.loss.reduce import token_mean
 from gkd.loss.row_kernels import row_kernels
 from gkd.loss.vocab_parallel import VocabShard
 from gkd.memory.states import States
-from gkd.types import MicroBatch
+from gkd.types import MicroBatch, TrainStats
 from gkd.weight_sync.buckets import Content
 from teacher_server.wire.protocol import Signal
 

@@ -16,7 +16,6 @@ from torch import Tensor
 from gkd.config.loss_spec import SFT
 from gkd.data.collate import MicroBatches
 from gkd.errors import DataError, NumericsError
-from gkd.handles import TrainStats
 from gkd.loss.distill_loss import DistillLoss
 from gkd.loss.reduce import token_mean
 from gkd.loss.token_loss import (
@@ -28,7 +27,7 @@ from gkd.loss.token_loss import (
     ON_POLICY_VALUES,
     domain_sum,
 )
-from gkd.types import MicroBatch, TokenTargets
+from gkd.types import MicroBatch, TokenTargets, TrainStats
 
 
 @dataclass(frozen=True, slots=True)

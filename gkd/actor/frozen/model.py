@@ -13,7 +13,7 @@ Letters: N rows of a micro-batch, H hidden size, V rows of the LM head.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -29,16 +29,15 @@ from gkd.actor.common.host_copies import HostCopies, Snapshot
 from gkd.actor.common.step import empty_micro_batch
 from gkd.actor.common.torch_versions import reset
 from gkd.actor.frozen import checkpoint
-from gkd.actor.frozen.refresh import blend, check_plan
 from gkd.actor.fsdp.attention import Pack
 from gkd.actor.fsdp.model import build_on_meta, layer_list, reshard, shard
 from gkd.actor.fsdp.optim import host_threads, threads_per_rank
 from gkd.actor.fsdp.probe import probe
-from gkd.actor.fsdp.weights import full_tensor, load_weights, local_rows, match_files
+from gkd.actor.fsdp.weights import Place, blend_part, full_tensor, load_weights, local_rows, match_files
 from gkd.data.batching import make_micro_batches
 from gkd.data.score_checks import check_top_ids
-from gkd.errors import ConfigError, TeacherError
-from gkd.hf.files import open_tensors
+from gkd.errors import ConfigError, ModelError, TeacherError
+from gkd.hf.files import open_tensors, some_names
 from gkd.hf.folder import TensorPlan
 from gkd.log import get_logger
 from gkd.types import MicroBatch, Rollout
@@ -181,7 +180,7 @@ class FrozenModel:
         """Set the weights to ema * weights + (1 - ema) * tensors, in place and in float32 arithmetic.
 
         Args:
-            tensors: whole tensors, one at a time, see `gkd.actor.frozen.refresh.blend`; for example `Student.export()`.
+            tensors: whole tensors, one at a time, see `gkd.actor.frozen.model.blend`; for example `Student.export()`.
             ema: 0: copy the tensors.
 
         Raises:
@@ -288,3 +287,39 @@ def _whole(stream: RowStream, step: int) -> np.ndarray:
     for start, stop, rows in stream_rows(stream, step):
         whole[start:stop] = rows
     return whole
+
+
+# Refresh a frozen model from a trained one, one tensor at a time: a teacher that follows its student.
+
+
+def check_plan(places: Mapping[str, Place], plan: Sequence[TensorPlan]) -> None:
+    """Check that `blend` accepts these tensors. Raises ModelError: names tensors that only one of the models has."""
+    required = {part.name: part.shape for place in places.values() for part in place.parts}
+    given = {name: tuple(shape) for name, shape, _ in plan}
+    if missing := sorted(required.keys() - given.keys()):
+        raise ModelError(f"the student has no {some_names(missing)}, which the teacher has")
+    if unknown := sorted(given.keys() - required.keys()):
+        raise ModelError(f"the teacher has no {some_names(unknown)}, which the student has")
+    for name, shape in given.items():
+        if shape != required[name]:
+            raise ModelError(f"{name} is {list(shape)} in the student and {list(required[name])} in the teacher")
+
+
+def blend(places: Mapping[str, Place], tensors: Iterator[tuple[str, Tensor]], keep: float) -> None:
+    """Set this rank's rows to keep * frozen + (1 - keep) * given. No collectives except in `tensors`.
+
+    Args:
+        tensors: (name in the files, whole tensor), each once; in the same order on every rank.
+
+    Raises:
+        ModelError: a tensor has a different shape, occurs twice, is unknown or missing. The tensors before it have been
+            blended, so the model cannot be used afterwards.
+    """
+    missing = {part.name: (place, part) for place in places.values() for part in place.parts}
+    for name, whole in tensors:
+        found = missing.pop(name, None)
+        if found is None or tuple(whole.shape) != found[1].shape:
+            raise ModelError(f"{name} {list(whole.shape)} does not match the frozen model, or occurred twice")
+        blend_part(*found, whole, keep)
+    if missing:
+        raise ModelError(f"the frozen model did not receive {some_names(sorted(missing))}")

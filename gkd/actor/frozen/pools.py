@@ -23,9 +23,9 @@ from gkd.cluster.calls import Pending, gather
 from gkd.config.derived import derive
 from gkd.config.schema import Config
 from gkd.data.scatter import scatter_to_ranks
-from gkd.handles import PendingScores, Recording, RolloutChunk, ScoredChunk
 from gkd.metrics.pools import REFERENCE_S
 from gkd.teacher.scoring import RECORDS, RecordedScoring
+from gkd.types import PendingScores, Recording, RolloutChunk, ScoredChunk
 
 ACTOR_RANK = "actor rank"
 

@@ -7,11 +7,14 @@ Letters: B sequences, S columns, N loss rows, H hidden size, V rows of the LM he
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
+from math import prod
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from accelerate import init_empty_weights
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl, checkpoint_wrapper
@@ -20,12 +23,11 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
 
-from gkd.actor.common.torch_versions import reduce_unused_params
+from gkd.actor.common.torch_versions import param_groups, reduce_unused_params
 from gkd.actor.fsdp.attention import PACKED_ATTENTION, Pack, refuse_packing, register_packed_attention
-from gkd.actor.fsdp.head import HeadUse, RowsHead
-from gkd.actor.fsdp.host_block import into_one_block
 from gkd.errors import ModelError
 from gkd.loss.distill_loss import DistillLoss
+from gkd.memory.host_buffer import page_lock
 from gkd.types import TokenTargets
 
 
@@ -228,3 +230,81 @@ def layer_list(hf: PreTrainedModel) -> nn.ModuleList:
     # A list of experts may be longer than the list of layers, so prefer the classes that transformers names.
     blocks = [block for block in lists if any(type(module).__name__ in named for module in block)]
     return max(blocks or lists, key=len)
+
+
+# Apply the student's LM head to the rows that carry loss, optionally fused with the loss.
+#
+# The module has the parameters of the head that it replaces. So fully_shard gathers them for exactly this forward
+# pass and reduces their gradient after its backward pass.
+#
+# Letters: B sequences, S columns, N loss rows, H hidden size, V rows of the head.
+
+# Function of the [N, H] hidden states and the [V, H] weight. The weight is gathered only during the call.
+HeadUse = Callable[[Tensor, Tensor], Any]
+
+
+class RowsHead(nn.Module):
+    """Replacement of a model's LM head with the same parameter names."""
+
+    rows: Tensor | None = None  # [N] int64 into the flattened [B * S] positions; set during a forward pass
+
+    def __init__(self, head: nn.Module) -> None:
+        """Raise ModelError if the head is not one linear layer."""
+        super().__init__()
+        if not isinstance(head, nn.Linear):
+            raise ModelError(f"the LM head is a {type(head).__name__}; actor.strategy=fsdp2 requires a linear layer.")
+        self.weight, self.bias = head.weight, head.bias  # [V, H], [V] or None
+
+    def forward(self, hidden: Tensor, use: HeadUse | None = None) -> Any:
+        """Return [1, N, V] logits of [B, S, H] hidden states, or the result of `use`."""
+        if self.rows is not None:
+            hidden = hidden.flatten(0, 1).index_select(0, self.rows)[None]
+        return F.linear(hidden, self.weight, self.bias) if use is None else use(hidden[0], self.weight)
+
+
+# Put the offloaded shards of a rank into one pinned block of host memory.
+#
+# fully_shard pins each shard separately, and torch rounds each pinned allocation up to a power of two: a 7B model in
+# bfloat16 would take 27 GiB instead of 14. One allocation of the exact size, registered with CUDA in place, has no
+# such overhead. Depends on the private names of torch 2.11 to 2.13: it replaces the memory of fully_shard's internal
+# records.
+
+_ALIGN = 64  # bytes; a multiple of every item size
+# Memory must not be freed while CUDA has it pinned; an actor's models live as long as its process.
+_PINNED: list[Tensor] = []
+
+
+@torch.no_grad()
+def into_one_block(root: nn.Module, *, pinned: bool) -> Tensor:
+    """Move the shards of a model, with their values, into one block of memory. Call it before any forward pass.
+
+    Args:
+        root: its FSDP modules have their shards in host memory, unpinned.
+        pinned: pin the block, so that copies to a GPU are asynchronous. It is never freed.
+
+    Returns:
+        The block, [n] uint8.
+
+    Raises:
+        MemoryError: not enough memory can be pinned.
+        RuntimeError: not enough memory.
+    """
+    modules = [module for module in root.modules() if isinstance(module, FSDPModule)]
+    groups = [group for module in modules for group in param_groups(module)]
+    shards: list[Any] = [shard for group in groups for shard in group.fsdp_params]
+    n_bytes = [-(-shard._sharded_param_data.nbytes // _ALIGN) * _ALIGN for shard in shards]
+    block = torch.empty(sum(n_bytes), dtype=torch.uint8)
+    if pinned and block.numel():
+        page_lock(block)
+        _PINNED.append(block)
+    at = 0
+    for shard, size in zip(shards, n_bytes, strict=True):
+        old, local = shard._sharded_param_data, shard.sharded_param._local_tensor
+        new = block[at : at + old.nbytes].view(old.dtype)
+        new.copy_(old)
+        # Like `FSDPParam.reset_sharded_param`: padding rows at the end are only in the record.
+        shard._sharded_param_data = new
+        shard.sharded_param._local_tensor = new[: prod(local.shape)].view(local.shape)
+        shard.pin_memory = pinned
+        at += size
+    return block

@@ -15,8 +15,7 @@ import torch
 from gkd.actor.megatron.hf_mapping import expected_hf_tensors, held_entries
 from gkd.actor.megatron.layout import ParallelLayout
 from gkd.errors import ModelError
-from gkd.hf.files import check_headers, open_tensors
-from gkd.hf.index import some_names
+from gkd.hf.files import check_headers, open_tensors, some_names
 from gkd.hf.model_dims import ModelDims
 
 

@@ -10,13 +10,16 @@ from typing import Any
 import torch
 from megatron.core.models.gpt import gpt_layer_specs
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+from torch.autograd.function import once_differentiable
 
-from gkd.actor.megatron.attention import CausalSdpaAttention
+from gkd.actor.common.attention import causal_attention
 from gkd.actor.megatron.experts import GroupedExperts
-from gkd.actor.megatron.norm import RmsNorm
 from gkd.errors import ConfigError
 
 # Transformer Engine fuses a norm with the following matrix and names its weight after that matrix.
@@ -89,3 +92,88 @@ def _use_rms_norm(submodules: Any, *names: str) -> None:
     for name in names:
         if getattr(submodules, name) is not IdentityOp:
             setattr(submodules, name, RmsNorm)
+
+
+# RMSNorm of Megatron's local layers.
+
+
+class RmsNorm(torch.nn.RMSNorm):
+    """torch's RMSNorm with the attribute that makes Megatron sum its gradient over TP under sequence parallelism.
+
+    Megatron's wrapper of the same torch module refuses `sequence_parallel`.
+    """
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float, **_: Any) -> None:
+        super().__init__(hidden_size, eps=eps)
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+    def forward(self, x: Tensor) -> Tensor:
+        normed: Tensor = _RmsNormOnCpu.apply(x, self.weight, self.eps) if x.is_cpu else super().forward(x)
+        return normed
+
+
+class _RmsNormOnCpu(torch.autograd.Function):
+    """RMSNorm that saves its input alone, as torch's kernel on CUDA does.
+
+    On the CPU torch composes it of separate operations, which take longer and save two tensors.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        wide = _at_least_float32(x)
+        scale = torch.linalg.vector_norm(wide, dim=-1, keepdim=True).square_().div_(x.shape[-1]).add_(eps).rsqrt_()
+        ctx.save_for_backward(x, scale, weight)
+        return (wide * scale).mul_(weight).type_as(x)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+        """With y = n w and n = x s: dw = sum(g n), dx = s (g w - n mean(g w n))."""
+        x, scale, weight = ctx.saved_tensors
+        wide, weight_of = _at_least_float32(grad), _at_least_float32(weight)
+        normed = _at_least_float32(x) * scale
+        product = (wide * normed).flatten(end_dim=-2)
+        mean = torch.mv(product, weight_of).div_(x.shape[-1]).view_as(scale)
+        grad_x = (wide * weight_of).addcmul_(normed, mean, value=-1).mul_(scale)
+        return grad_x.type_as(x), product.sum(0).type_as(weight), None
+
+
+def _at_least_float32(x: Tensor) -> Tensor:
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+# Wrap this project's causal attention as a core attention module of Megatron's layers.
+#
+# Megatron's local attention materializes [B * heads, S, S] scores and refuses packed sequences. Its other one needs
+# Transformer Engine. This one runs on CPU and CUDA.
+
+
+class CausalSdpaAttention(MegatronModule):
+    """Replace Megatron's `DotProductAttention` in a causal decoder without attention dropout."""
+
+    def __init__(self, config: TransformerConfig, layer_number: int, **_: Any) -> None:
+        super().__init__(config=config)
+        self.layer_number = layer_number
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        attn_mask_type: Any = None,
+        attention_bias: Tensor | None = None,
+        packed_seq_params: PackedSeqParams | None = None,
+    ) -> Tensor:
+        """Compute attention of [S, B, heads, D] queries and [S, B, kv_heads, D] keys and values: [S, B, heads * D].
+
+        Packed sequences ("thd") have no dimension B.
+        """
+        if attention_mask is not None or attention_bias is not None:
+            raise ValueError("CausalSdpaAttention supports only the causal mask; pass neither a mask nor a bias")
+        if packed_seq_params is None:
+            q, k, v = (tensor.permute(1, 2, 0, 3) for tensor in (query, key, value))  # [B, heads, S, D]
+            return causal_attention(q, k, v, None).permute(2, 0, 1, 3).flatten(2)
+        q, k, v = (tensor.transpose(0, 1)[None] for tensor in (query, key, value))  # [1, heads, S, D]
+        context = causal_attention(q, k, v, packed_seq_params.cu_seqlens_q, max_length=packed_seq_params.max_seqlen_q)
+        return context[0].transpose(0, 1).flatten(1)

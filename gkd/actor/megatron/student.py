@@ -22,9 +22,8 @@ from gkd.actor.common.step import BatchSums, teacher_head_rows
 from gkd.actor.megatron import checkpoint
 from gkd.actor.megatron.cpu_shim import install_cpu_shim
 from gkd.actor.megatron.groups import init_groups, probe_groups
-from gkd.actor.megatron.hf_export import export_plan, iter_full, iter_hf_tensors
+from gkd.actor.megatron.hf_export import export_plan, iter_full, iter_hf_tensors, save_hf
 from gkd.actor.megatron.hf_mapping import stage_entries
-from gkd.actor.megatron.hf_save import save_hf
 from gkd.actor.megatron.layout import ParallelLayout
 from gkd.actor.megatron.lora import disabled_adapters
 from gkd.actor.megatron.model import build_model

@@ -10,8 +10,7 @@ from pathlib import Path
 from gkd.config.dialects.table import plain
 from gkd.errors import ConfigError
 from gkd.tools.migrate.convert import convert
-from gkd.tools.migrate.detect import find_dialect, names
-from gkd.tools.migrate.read import Old, read_file, settings_of
+from gkd.tools.migrate.read import Old, find_dialect, names, read_file, settings_of
 from gkd.tools.migrate.report import not_understood, refusal, summary, yaml_text
 
 _EPILOG = """examples:

@@ -9,13 +9,17 @@ import html
 import json
 import re
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from importlib.resources import files
 from typing import Any
 
+from gkd.config.key_list import all_keys
 from gkd.errors import ConfigError
-from gkd.tools.report import headline, samples, settings
-from gkd.tools.report.charts import chart_sections, meanings
+from gkd.metrics.catalog import Row
+from gkd.metrics.catalog_learning import LEARNING
+from gkd.metrics.catalog_system import SYSTEM
+from gkd.tools.report import headline, samples
 from gkd.tools.report.decimate import Curve, extremes, means, points_per_curve
 from gkd.tools.report.read import Run
 
@@ -37,7 +41,7 @@ def page(runs: Sequence[Run], reload_s: float = 0) -> str:
     sections = chart_sections(keys)
     stacked = {key for s in sections for chart in s["charts"] if chart["stacked"] for key in chart["keys"]}
     n_points = points_per_curve(sum(len(run.curves) for run in runs))
-    losses = {settings.trained_loss(run) for run in runs}
+    losses = {trained_loss(run) for run in runs}
     data = {
         "runs": [
             {
@@ -58,7 +62,7 @@ def page(runs: Sequence[Run], reload_s: float = 0) -> str:
         written=time.strftime("%Y-%m-%d %H:%M:%S"),
         runs=[_tables(run) for run in runs],
         headline=headline.headline(runs),
-        differences=settings.differences(runs) if len(runs) > 1 else [],
+        differences=differences(runs) if len(runs) > 1 else [],
         losses_differ=len(losses) > 1,
         sections=sections,
         n_points=n_points,
@@ -114,7 +118,7 @@ def _tables(run: Run) -> dict[str, Any]:
         "name": run.name,
         "root": str(run.root),
         "n_lines": len(run.lines),
-        "settings": settings.from_defaults(run),
+        "settings": from_defaults(run),
         "has_settings": bool(run.settings),
         "alarms": headline.alarms(run),
         "has_health": any(key.startswith(headline.PREFIX) for key in run.curves),
@@ -128,3 +132,175 @@ def _flat(tree: Any, prefix: str = "") -> list[tuple[str, str]]:
     if isinstance(tree, dict) and tree:
         return [row for key, value in tree.items() for row in _flat(value, f"{prefix}.{key}" if prefix else str(key))]
     return [(prefix, tree if isinstance(tree, str) else json.dumps(tree, ensure_ascii=False))]
+
+
+# List the charts of the page: which keys of metrics.jsonl each one shows, and what they mean.
+
+ROWS: tuple[Row, ...] = tuple(row for rows in (LEARNING | SYSTEM).values() for row in rows)
+
+
+@dataclass(frozen=True, slots=True)
+class Chart:
+    """Curves of one picture.
+
+    Args:
+        rows: keys of catalog rows; all keys of metrics.jsonl that belong to one of them are shown.
+        stacked: areas on top of each other, one picture per run. Otherwise lines, all runs in one picture.
+    """
+
+    title: str
+    rows: tuple[str, ...]
+    stacked: bool = False
+
+
+# Heading -> charts, in the order of the page.
+CHARTS: dict[str, tuple[Chart, ...]] = {
+    "Learning": (
+        Chart("KL(teacher || student) on validation prompts", ("eval/kl",)),
+        Chart("Estimated KL(student || teacher) on validation prompts", ("eval/reverse_kl",)),
+        Chart("Accuracy on validation prompts", ("eval/accuracy", "domain/<route>/accuracy")),
+        Chart("Trained loss", ("loss/total",)),
+        Chart("KL(teacher || student) on training rollouts", ("loss/token_kl", "domain/<route>/token_kl")),
+        Chart("Share of each route in the loss", ("domain/<route>/loss_share",)),
+        Chart("Terms of the loss", ("loss/<loss>", "loss/reference_kl", "loss/sampled_reverse_kl")),
+        Chart("Gradient norm", ("optim/grad_norm",)),
+        Chart("Learning rate", ("optim/lr",)),
+        Chart("Entropy of the student", ("loss/student_entropy",)),
+    ),
+    "Responses": (
+        Chart("Mean response length", ("rollout/response_length_mean",)),
+        Chart("Truncated responses", ("rollout/truncated_share",)),
+        Chart("Repeated 4-grams", ("rollout/repeated_4gram_share",)),
+        Chart("The teacher's probability of the student's end tokens", ("loss/teacher_end_probability",)),
+    ),
+    "Teacher signal and staleness": (
+        Chart("Mass of the top-k list", ("teacher/topk_mass", "loss/teacher_topk_mass", "loss/student_topk_mass")),
+        Chart("Overlap of teacher and student", ("loss/overlap",)),
+        Chart("Importance weights", ("loss/importance_weight", "loss/importance_clipped")),
+        Chart("Engine against actor", ("loss/engine_kl",)),
+        Chart("Staleness", ("staleness/mean", "staleness/max")),
+        Chart("Rollouts by age", ("staleness/share_<age>",), stacked=True),
+    ),
+    "Time": (
+        Chart("Time per stage", ("time/<stage>_s",), stacked=True),
+        Chart("Waited for each pool", ("perf/waited_<pool>_share",), stacked=True),
+        Chart("Duration of a step", ("time/step_s",)),
+        Chart("Response tokens per second", ("perf/response_tokens_per_s",)),
+        Chart("Busy share of the rollout engines", ("perf/rollout_busy_share",)),
+    ),
+    "Memory": (
+        Chart("Peak GPU memory of the actor by phase", ("memory/<phase>/peak_gib",)),
+        Chart("Host memory of the actor by phase", ("memory/<phase>/host_rss_gib",)),
+        Chart(
+            "Memory of the rollout engines",
+            (
+                *("memory/<engine_phase>/rollout_params_gib", "memory/<engine_phase>/rollout_kv_cache_gib"),
+                *("memory/<engine_phase>/rollout_host_rss_gib", "memory/<engine_phase>/rollout_device_used_gib"),
+            ),
+        ),
+        Chart("Moved states", ("memory/moved_to_host", "memory/moved_to_device")),
+        Chart("Allocator", ("memory/alloc_retries", "memory/device_allocs", "memory/device_frees")),
+    ),
+}
+
+
+def row_of(key: str) -> Row | None:
+    """Return the catalog's row of a key; None: a key of an older or a newer version."""
+    return next((row for row in ROWS if row.key == key), None) or next((row for row in ROWS if row.matches(key)), None)
+
+
+def chart_sections(keys: Iterable[str]) -> list[dict[str, Any]]:
+    """Return the sections of the page with their charts; a chart without a curve is left out.
+
+    Args:
+        keys: of the metrics of all runs.
+    """
+    rows = {key: row_of(key) for key in keys}
+    by_row: dict[str, list[str]] = {}
+    for key, row in rows.items():
+        if row is not None:
+            by_row.setdefault(row.key, []).append(key)
+    sections = []
+    for heading, charts in CHARTS.items():
+        shown = [_chart(chart, by_row) for chart in charts if any(name in by_row for name in chart.rows)]
+        if shown:
+            sections.append({"heading": heading, "charts": shown})
+    return sections
+
+
+def meanings(keys: Iterable[str]) -> dict[str, dict[str, str]]:
+    """Return unit, meaning, healthy values and problem of each key that the catalog has."""
+    return {key: _meaning(row) for key in keys if (row := row_of(key)) is not None}
+
+
+def _chart(chart: Chart, by_row: dict[str, list[str]]) -> dict[str, Any]:
+    keys = [key for name in chart.rows for key in by_row.get(name, ())]
+    rows = [row for row in ROWS if row.key in chart.rows and row.key in by_row]
+    return {
+        "id": "chart-" + "".join(c if c.isalnum() else "-" for c in chart.rows[0]),
+        "title": chart.title,
+        "keys": keys,
+        "unit": rows[0].unit,
+        "stacked": chart.stacked,
+        "rows": [{"key": row.key, **_meaning(row)} for row in rows],
+    }
+
+
+def _meaning(row: Row) -> dict[str, str]:
+    return {"unit": row.unit, "meaning": row.meaning, "healthy": row.healthy, "problem": row.problem}
+
+
+# Find the settings of a run that differ from the defaults, and those that differ between runs.
+
+# Differ between any two runs, so they explain nothing.
+_PLACES = frozenset({"trainer.run_dir", "teacher.server_port"})
+
+
+def from_defaults(run: Run) -> list[dict[str, str]]:
+    """Return key, value, default and help of each setting that is not the default; the help of older keys is empty."""
+    rows = []
+    for name, value in run.settings.items():
+        declared = all_keys().get(name)
+        if declared is None:
+            rows.append({"key": name, "value": shown(value), "default": "", "help": ""})
+        elif _plain(value) != _plain(declared.default):
+            row = {"key": name, "value": shown(value), "default": shown(declared.default)}
+            rows.append(row | {"help": declared.key.help})
+    return rows
+
+
+def differences(runs: Sequence[Run]) -> list[dict[str, Any]]:
+    """Return key, help and the runs' values of each setting that differs between runs; folders and ports come last."""
+    names = list(dict.fromkeys(name for run in runs for name in run.settings))
+    rows = []
+    for name in sorted(names, key=lambda name: name in _PLACES):
+        values = [shown(run.settings[name]) if name in run.settings else "(no such key)" for run in runs]
+        if len(set(values)) > 1:
+            known = all_keys().get(name)
+            rows.append({"key": name, "values": values, "help": known.key.help if known else ""})
+    return rows
+
+
+def trained_loss(run: Run) -> str:
+    """Return the trained loss, with what makes its values incomparable."""
+    terms = run.settings.get("distill.losses") or run.settings.get("distill.loss", "")
+    others = {key: run.settings.get(key) for key in ("distill.tail", "distill.beta", "distill.alpha")}
+    return json.dumps([_plain(terms), others])
+
+
+def shown(value: Any) -> str:
+    """Return a value as it is written in YAML's flow style."""
+    if isinstance(value, str):
+        return value or '""'
+    return json.dumps(_plain(value), ensure_ascii=False)
+
+
+def _plain(value: Any) -> Any:
+    """Return a value in which equal numbers are equal: YAML may have 1 for 1.0."""
+    if isinstance(value, float) and value.is_integer() and abs(value) < 2**53:
+        return int(value)
+    if isinstance(value, list | tuple):
+        return [_plain(each) for each in value]
+    if isinstance(value, dict):
+        return {key: _plain(each) for key, each in value.items()}
+    return value

@@ -1,4 +1,4 @@
-"""sync, one_step_off, two_step_off in the simulation: `gkd.pipeline.prefetch` in other words, without the work.
+"""sync, one_step_off, two_step_off in the simulation: `gkd.pipeline.source` in other words, without the work.
 
 No other batch is on the engines meanwhile, so each batch is one calculation (`answer_batch`).
 """
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from gkd.config.schedulers import AHEAD
+from gkd.config.schema_trainer import AHEAD
 from gkd.data.chunks import linger_s
 from gkd.tools.split_tuner.dispatch import answer_batch
 from gkd.tools.split_tuner.outcome import Outcome, Totals, train_seconds

@@ -13,9 +13,9 @@ from pathlib import Path
 
 from gkd.config.schema import Config
 from gkd.errors import ClusterError, ConfigError
+from gkd.files.disk import remove
 from gkd.metrics.pools import MAX_NUM_SEQS
 from gkd.run import export_folder
-from gkd.run.disk import remove
 from gkd.run.folder import CHECKPOINTS
 from gkd.tools.split_tuner.run import read_steps
 

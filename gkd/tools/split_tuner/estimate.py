@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from gkd.config.schedulers import AHEAD
+from gkd.config.schema_trainer import AHEAD
 from gkd.tools.split_tuner.rates import Lengths, Rates, Workload
 
 

@@ -9,8 +9,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from gkd.config.derived import derive
-from gkd.config.schedulers import STREAM
 from gkd.config.schema import Config, TrainerConfig
+from gkd.config.schema_trainer import STREAM
 from gkd.tools.split_tuner.rates import Sizes
 
 # With more GPUs than this, a pool that is larger than a node consists of whole nodes.

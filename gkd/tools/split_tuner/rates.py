@@ -6,7 +6,6 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from gkd.config.schedulers import staleness_bound
 from gkd.config.schema import Config
 
 
@@ -113,4 +112,4 @@ def lognormal(mean: float, sigma: float, longest: float) -> Independent:
 
 def max_staleness(config: Config, scheduler: str) -> int:
     """Return the staleness bound of a run with this scheduler and otherwise these settings."""
-    return staleness_bound(replace(config.trainer, scheduler=scheduler))
+    return replace(config.trainer, scheduler=scheduler).staleness_bound

@@ -11,8 +11,8 @@ import numpy as np
 from gkd.cluster.gpu_table import TEACHER, gpu_map_from_json
 from gkd.config.derived import derive
 from gkd.config.load import load_config
-from gkd.config.schedulers import STREAM, staleness_bound
 from gkd.config.schema import Config
+from gkd.config.schema_trainer import STREAM
 from gkd.console.forecast import NOT_EACH_STEP
 from gkd.data.chunks import chunk_size
 from gkd.errors import ConfigError
@@ -158,7 +158,7 @@ def _steps(folder: Path, last: int) -> list[dict[str, float]]:
     lines = [line for line in read_steps(folder) if "time/step_s" in line and "loss/total" in line]
     lines = _of_last_start(folder, config, lines)
     # With prefetching, the engines are idle during the last steps.
-    n_last = staleness_bound(config.trainer)
+    n_last = config.trainer.staleness_bound
     lines = [line for line in _with_own_teacher(lines, n_last)[WARM_UP:] if WITH_EVALUATION not in line]
     if len(lines) < _MIN_STEPS:
         problem = (

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from gkd.config.schedulers import STREAM
+from gkd.config.schema_trainer import STREAM
 from gkd.tools.split_tuner import batches, stream
 from gkd.tools.split_tuner.outcome import Outcome
 from gkd.tools.split_tuner.rates import Rates, Sizes, Workload

@@ -16,7 +16,7 @@ from typing import TypeVar
 
 import numpy as np
 
-from gkd.config.schedulers import STREAM
+from gkd.config.schema_trainer import STREAM
 from gkd.pipeline.staleness import StreamScheduler
 from gkd.tools.split_tuner.dispatch import assign, room
 from gkd.tools.split_tuner.engine import Engine

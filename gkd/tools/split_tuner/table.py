@@ -6,8 +6,8 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-from gkd.config.schedulers import STREAM
 from gkd.config.schema import Config
+from gkd.config.schema_trainer import STREAM
 from gkd.tools.split_tuner.layout import Hardware
 from gkd.tools.split_tuner.outcome import POOLS
 from gkd.tools.split_tuner.search import Candidate, Ranking

@@ -16,7 +16,7 @@ from contextlib import contextmanager
 
 from msgspec.structs import replace
 
-from gkd.handles import ProcessSpans, Span
+from gkd.types import ProcessSpans, Span
 
 MAX_SPANS = 200
 _JOIN_S = 0.05  # `extend` starts a new span after a longer gap

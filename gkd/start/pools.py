@@ -13,8 +13,7 @@ from dataclasses import replace
 
 from gkd.cluster.placement import PoolSpec
 from gkd.cluster.pools import HELPER_CPUS, Cluster
-from gkd.cluster.shared_pools import colocated_pool
-from gkd.cluster.slots import Pool
+from gkd.cluster.slots import Pool, colocated_pool
 from gkd.config.schema import Config
 
 ACTOR, ROLLOUT = "actor", "rollout"

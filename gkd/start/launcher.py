@@ -23,30 +23,29 @@ from gkd.cluster.slots import Pool
 from gkd.cluster.stacks import rank_env
 from gkd.cluster.startup import Startup
 from gkd.config.schema import Config
-from gkd.console.activity import activities
 from gkd.data.chunks import CHUNK_SIZE, chunk_size
 from gkd.errors import GkdError, RankTimeout
 from gkd.gpu_map import collect
 from gkd.gpu_map.record import record_end, record_placement, record_restart
-from gkd.log import get_logger
+from gkd.log import activities, get_logger
 from gkd.preflight.run import Plan
-from gkd.resource_pools import ACTOR, ROLLOUT, make_cluster, make_pools, shares_with
 from gkd.reward.scoring import JUDGING, init_judging, with_judges, workers_per_endpoint
 from gkd.roles import NoReference, Roles
 from gkd.rollout import worker as rollout_worker
 from gkd.rollout.engine_files import engine_folder, remove_files
-from gkd.rollout.engine_sync import EngineSync
 from gkd.rollout.pool import RolloutPool
+from gkd.rollout.recovery import EngineSync
 from gkd.rollout.slots import EngineSlots, restarting
 from gkd.rollout.worker import RolloutWorker
 from gkd.run.ending import attempt
+from gkd.start.pools import ACTOR, ROLLOUT, make_cluster, make_pools, shares_with
+from gkd.start.worker_env import actor_env, worker_env
 from gkd.teacher.endpoint import ScoringEndpoint
 from gkd.teacher.greedy import greedy_samples
 from gkd.teacher.records import RecordingEndpoint
 from gkd.teacher.scoring import HEALTH, RECORDS, ScoringPool, teacher_heads
 from gkd.teacher.window import throttle_warning, window_of_group
 from gkd.weight_sync.coordinator import WeightSync
-from gkd.worker_env import actor_env, worker_env
 
 log = get_logger("launcher")
 

@@ -17,7 +17,7 @@ from typing import Any
 import xxhash
 
 from gkd.errors import CheckpointError, DamagedCheckpoint
-from gkd.handles import FileDigest
+from gkd.types import FileDigest
 
 NAME = "manifest.json"
 _FORMAT = 1

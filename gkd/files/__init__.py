@@ -1,0 +1,1 @@
+"""Write files durably, and keep the digests of what was written."""

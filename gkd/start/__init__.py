@@ -1,0 +1,1 @@
+"""Start a run: reserve the pools, start the processes, connect the roles."""
