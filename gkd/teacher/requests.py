@@ -203,7 +203,7 @@ class DescriptionRequest(PendingRequest[TeacherInfo]):
 
     Args:
         teacher: its name; empty if the server has one teacher.
-        with_template: also request what a server of version 4 knows of its chat template.
+        with_template: also request the fields of its chat template, which a server of version 4 has.
     """
 
     n_sequences = 0
