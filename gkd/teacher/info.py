@@ -25,6 +25,9 @@ class TeacherInfo:
     dtype: str
     protocol_version: int
     template_fingerprint: str = ""  # fingerprint of its chat template; empty if it has none or it is not known
+    template_example: str = (
+        ""  # a prompt as its template writes it, sent by the server, at most 4,096 characters; may be empty
+    )
 
 
 def head_columns(teachers: Sequence[TeacherInfo]) -> tuple[list[int], int]:

@@ -204,7 +204,7 @@ class DescriptionRequest(PendingRequest[TeacherInfo]):
 
     Args:
         teacher: its name; empty if the server has one teacher.
-        with_template: also request the fingerprint of its chat template, which a server of version 4 has.
+        with_template: also request the fields of its chat template, which a server of version 4 has.
     """
 
     n_sequences = 0
@@ -233,6 +233,7 @@ class DescriptionRequest(PendingRequest[TeacherInfo]):
             dtype=reply.dtype,
             protocol_version=reply.protocol_version,
             template_fingerprint=reply.template_fingerprint,
+            template_example=reply.template_example,
         )
 
 

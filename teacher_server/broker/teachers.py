@@ -87,6 +87,7 @@ class Teachers:
             device=_all_of(hello.device for hello in hellos),
             dtype=hellos[0].dtype,
             template_fingerprint=hellos[0].template_fingerprint if request.with_template else "",
+            template_example=hellos[0].template_example if request.with_template else "",
         )
 
     def statuses(self, request_queue: RequestQueue) -> list[TeacherStatus]:

@@ -26,7 +26,7 @@ from teacher_server.wire.worker_protocol import LOCAL_WORKER_NAME, WorkerHello
 from teacher_server.worker.compute import CREDIT_BATCHES, Worker
 from teacher_server.worker.gpus import own_gpus
 from teacher_server.worker.link import WorkerLink
-from teacher_server.worker.model_folder import ModelFolder, inspect_model_folder, read_tokenizer_fingerprints
+from teacher_server.worker.model_folder import ModelFolder, describe_tokenizer, inspect_model_folder
 from teacher_server.worker.process import SignalWatch, die_with_parent
 
 if TYPE_CHECKING:
@@ -83,9 +83,9 @@ def main(argv: Sequence[str]) -> int:
     keys = load_peer_keys(values["keys"], "worker") if values["keys"] else None
     folder = inspect_model_folder(args.model, needs_weights=values["engine"] != "trivial")
     _limit_process(values)
-    fingerprints = read_tokenizer_fingerprints(folder)
+    tokenizer = describe_tokenizer(folder)
     engine = _load(folder, values)
-    hello = _hello(name, args.teacher, folder, fingerprints, engine, values)
+    hello = _hello(name, args.teacher, folder, tokenizer, engine, values)
     link = WorkerLink(endpoint, hello, keys=keys, compute_timeout_s=values["compute_timeout_s"])
     leave_on = (signal.SIGTERM,) if args.parent_pid else (signal.SIGTERM, signal.SIGINT)
     SignalWatch(leave_on, lambda count: _on_signal(count, link))
@@ -147,7 +147,12 @@ def _load(folder: ModelFolder, values: dict[str, Any]) -> Engine:
 
 
 def _hello(
-    name: str, teacher: str, folder: ModelFolder, fingerprints: tuple[str, str], engine: Engine, values: dict[str, Any]
+    name: str,
+    teacher: str,
+    folder: ModelFolder,
+    tokenizer: tuple[str, str, str],
+    engine: Engine,
+    values: dict[str, Any],
 ) -> WorkerHello:
     return WorkerHello(
         protocol_version=PROTOCOL_VERSION,
@@ -158,8 +163,9 @@ def _hello(
         model_name=folder.name[:128],
         model_path=folder.path,
         model_fingerprint=folder.fingerprint,
-        tokenizer_fingerprint=fingerprints[0],
-        template_fingerprint=fingerprints[1],
+        tokenizer_fingerprint=tokenizer[0],
+        template_fingerprint=tokenizer[1],
+        template_example=tokenizer[2],
         vocab_size=engine.vocab_size,
         hidden_size=engine.hidden_size,
         max_tokens=engine.max_tokens,

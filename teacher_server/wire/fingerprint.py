@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
+
+_EXAMPLE = {"role": "user", "content": "Hello!"}
 
 
 def tokenizer_fingerprint(vocab: Mapping[str, int]) -> str:
@@ -22,3 +25,17 @@ def template_fingerprint(chat_template: Any) -> str:
         return ""
     text = repr(sorted(chat_template.items())) if isinstance(chat_template, Mapping) else str(chat_template)
     return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
+
+
+def template_example(tokenizer: Any, variables: Mapping[str, Any] = MappingProxyType({})) -> str:
+    """Return the prompt that a tokenizer's chat template writes for a fixed message; without a template the message.
+
+    Args:
+        variables: variables of the template.
+
+    Raises any error: a template is a program.
+    """
+    if tokenizer.chat_template is None:
+        return _EXAMPLE["content"]
+    text: str = tokenizer.apply_chat_template([_EXAMPLE], add_generation_prompt=True, tokenize=False, **variables)
+    return text

@@ -46,6 +46,7 @@ MAX_K = 1 << 16
 MAX_ENTRIES = 1 << 25  # R * K of one reply: 160 MiB in fp16 mode, 256 MiB in fp32 mode
 MAX_FRAMES = 256  # most frames of one message
 MAX_SEQUENCES = 256  # most sequences of one request
+MAX_TEXT = 4096  # characters of a `Text`
 ID_BYTES = 16  # bytes of a request id or a token digest
 NO_REQUEST = bytes(ID_BYTES)  # request_id of an error about an unreadable request
 STREAM_WINDOW = 8  # messages of a stream that may be sent before they are confirmed by `Received`; 32 MiB
@@ -55,7 +56,7 @@ Wire = Literal["fp16", "fp32"]  # compact (2 bytes a number), or with the engine
 RowDtype = Literal["float16", "bfloat16", "float32"]
 ErrorCode = Literal["busy", "draining", "deadline", "damaged", "bad_request", "worker_lost", "engine"]
 Id = Annotated[bytes, msgspec.Meta(min_length=ID_BYTES, max_length=ID_BYTES)]
-Text = Annotated[str, msgspec.Meta(max_length=4096)]
+Text = Annotated[str, msgspec.Meta(max_length=MAX_TEXT)]
 Name = Annotated[str, msgspec.Meta(max_length=128)]
 Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 40)]
 Rows = Annotated[int, msgspec.Meta(ge=1, le=MAX_ID + 1)]
@@ -190,7 +191,7 @@ class InfoRequest(Header, tag="info_request", omit_defaults=True):
 
     request_id: Id
     teacher: Name = ""
-    with_template: bool = False  # whether the reply has a `template_fingerprint`
+    with_template: bool = False  # whether the reply has `template_fingerprint` and `template_example`
 
     @property
     def version(self) -> int:
@@ -309,10 +310,11 @@ class InfoReply(Header, tag="info", omit_defaults=True):
     device: Name
     dtype: Name
     template_fingerprint: Name = ""
+    template_example: Text = ""  # see `fingerprint.template_example`; empty: unknown, or longer than a `Text`
 
     @property
     def version(self) -> int:
-        return 4 if self.template_fingerprint else 1
+        return 4 if self.template_fingerprint or self.template_example else 1
 
 
 class StatusReply(Header, tag="status"):

@@ -45,6 +45,7 @@ class WorkerHello(Header, tag="hello"):
     credit_tokens: Count
     n_streams: Count  # sequences in flight that keep it busy
     template_fingerprint: Name = ""
+    template_example: Text = ""
     nonce: Annotated[bytes, msgspec.Meta(max_length=16)] = b""  # distinguishes two processes with one pid
     cuda_visible_devices: Text | None = None  # variable of the worker's process; None = unset
     protocol_version: Count = 1  # version of the requests that it understands

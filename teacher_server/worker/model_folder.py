@@ -8,14 +8,17 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 from dataclasses import dataclass
 from pathlib import Path
 
 from teacher_server.engines.folder_check import check_folder
 from teacher_server.engines.weight_files import read_entries, read_header, read_json
 from teacher_server.errors import ServerError
-from teacher_server.wire.fingerprint import template_fingerprint, tokenizer_fingerprint
-from teacher_server.wire.protocol import MAX_TOKENS
+from teacher_server.wire.fingerprint import template_example, template_fingerprint, tokenizer_fingerprint
+from teacher_server.wire.protocol import MAX_TEXT, MAX_TOKENS
+
+log = logging.getLogger(__name__)
 
 _SAMPLE_BYTES = 4 << 10
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
@@ -53,20 +56,29 @@ def inspect_model_folder(path: str, *, needs_weights: bool = True) -> ModelFolde
     return ModelFolder(str(resolved), resolved.name, min(max_tokens, MAX_TOKENS), _fingerprint(folder, weights))
 
 
-def read_tokenizer_fingerprints(folder: ModelFolder) -> tuple[str, str]:
-    """Return the fingerprints of the folder's tokenizer and of its chat template, empty if there is none.
+def describe_tokenizer(folder: ModelFolder) -> tuple[str, str, str]:
+    """Return the fingerprints of the folder's tokenizer and of its chat template, and `template_example`.
+
+    They are empty without a tokenizer; the last also if the template fails or writes more than `MAX_TEXT` characters.
 
     Raises ServerError on failure.
     """
     if not any((Path(folder.path) / file).is_file() for file in _TOKENIZER_FILES):
-        return "", ""
+        return "", "", ""
     from transformers import AutoTokenizer
 
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder.path)
-        return tokenizer_fingerprint(tokenizer.get_vocab()), template_fingerprint(tokenizer.chat_template)
+        fingerprints = tokenizer_fingerprint(tokenizer.get_vocab()), template_fingerprint(tokenizer.chat_template)
     except (OSError, ValueError, KeyError, ImportError) as error:
         raise ServerError(f"model folder {folder.path}: cannot load the tokenizer: {error}") from error
+    try:
+        example = template_example(tokenizer)
+        n_bytes = len(example.encode())
+    except Exception as error:  # a template is a program and may raise any error
+        log.warning("%s: the chat template fails, so clients cannot show what it writes: %s", folder.path, error)
+        return *fingerprints, ""
+    return *fingerprints, example if n_bytes <= MAX_TEXT else ""
 
 
 def _fingerprint(folder: Path, weights: list[Path]) -> str:

@@ -27,6 +27,7 @@ from gkd.metrics.writer import read_metrics
 from gkd.quickstart.check_export import count_equal
 from gkd.tools import check_gpus
 from gkd.tools.metrics_page import ROWS
+from gkd.worker_env import worker_env
 from tests.dist.helpers import free_port
 from tests.e2e.conftest import N_TRAIN, Lab, left_behind
 from tests.e2e.exactness import check_taken, differences
@@ -153,9 +154,18 @@ def test_the_student_learned_from_the_teacher(base_run: Path) -> None:
 
 
 def test_the_export_answers_like_the_engine(base_run: Path) -> None:
-    """If it fails, the model that users take away is not the one that was trained and evaluated."""
-    equal, n = count_equal(base_run / "export", base_run / "samples" / "step_00000004.jsonl")
-    assert (equal, n) == (50, 50)
+    """If it fails, the model that users take away, in transformers or in a vLLM of their own, is not the one that was
+    trained and evaluated, or does not load.
+    """
+    export, samples = base_run / "export", base_run / "samples" / "step_00000004.jsonl"
+    command = [sys.executable, str(Path(__file__).with_name("answer_in_vllm.py")), str(export), str(samples), "10"]
+    env = os.environ | worker_env(on_cpu=True)
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env) as process:
+        assert count_equal(export, samples) == (50, 50)  # while vLLM is imported
+        stdout, stderr = process.communicate(timeout=120)
+    assert process.returncode == 0, stderr[-4000:]
+    expected = [json.loads(line)["response_ids"] for line in samples.read_text().splitlines()]
+    assert json.loads(stdout.splitlines()[-1]) == expected
 
 
 @pytest.mark.slow  # a kill and its resume are in test_exact_resume.py

@@ -5,9 +5,11 @@ from __future__ import annotations
 import os
 import queue
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any
 
+import msgspec
 import numpy as np
 import zmq
 
@@ -111,11 +113,13 @@ class ScriptedServer:
     """Reply to pings and info requests, and to each ScoreRequest with the result of `script`.
 
     Received messages except pings are stored in `seen`. Everything runs in the server's thread; `do` runs a
-    function there.
+    function there. `info` replaces fields of the description.
     """
 
-    def __init__(self, script: Script, keys: ServerKeys | None = None) -> None:
-        self.script = script
+    def __init__(
+        self, script: Script, keys: ServerKeys | None = None, info: Mapping[str, Any] = MappingProxyType({})
+    ) -> None:
+        self.script, self._info = script, info
         self.seen: list[ClientMessage] = []
         self.identities: set[bytes] = set()
         self.epoch = os.urandom(16)
@@ -199,7 +203,7 @@ class ScriptedServer:
             return
         self.seen.append(request)
         if isinstance(request, InfoRequest):
-            self.send(identity, one(info_reply(request)))
+            self.send(identity, one(msgspec.structs.replace(info_reply(request), **self._info)))
         elif isinstance(request, ScoreRequest):
             number, self._n_scores = self._n_scores, self._n_scores + 1
             self.send(identity, self.script(request, unpack_tokens(request, frames[:1]), number))

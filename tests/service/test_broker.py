@@ -497,12 +497,15 @@ def test_names_of_teachers(tmp_path: Path) -> None:
         return client.receive()[0]
 
     assert info("math").code == "busy", "its worker has not joined yet"
-    math = rig.worker(name="wm", pid=1, teacher="math", template_fingerprint="form")
+    math = rig.worker(name="wm", pid=1, teacher="math", template_fingerprint="form", template_example="Q")
     code = rig.worker(name="wc", pid=2, teacher="code", model_fingerprint="g", vocab_size=99)
     assert (info("math").model_fingerprint, info("code").vocab_size) == ("f", 99)
-    assert isinstance(info("math"), InfoReply) and info("math").template_fingerprint == ""
+    assert (
+        isinstance(info("math"), InfoReply) and info("math").template_fingerprint == info("math").template_example == ""
+    )
     client.send(InfoRequest(request_id=bytes(16), teacher="math", with_template=True))
-    assert client.receive()[0].template_fingerprint == "form", "only a client that asks for it can read it"
+    asked = client.receive()[0]
+    assert (asked.template_fingerprint, asked.template_example) == ("form", "Q"), "only who asks for it can read it"
     for name in ("", "art"):
         assert info(name).code == "bad_request" and repr(name).strip("'") in info(name).text
         assert "code, math" in info(name).text

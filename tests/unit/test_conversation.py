@@ -22,7 +22,7 @@ from gkd.errors import ConfigError
 from gkd.preflight.chat_templates import template_warning
 from gkd.teacher.info import TeacherInfo
 from teacher_server.wire.fingerprint import template_fingerprint
-from teacher_server.worker.model_folder import ModelFolder, read_tokenizer_fingerprints
+from teacher_server.worker.model_folder import ModelFolder, describe_tokenizer
 from tests.unit.chat_templates import FAMILIES, FAULTS, tokenizer
 
 SETTING = "data.prompt_key", "prompt"
@@ -193,10 +193,13 @@ def test_templates_that_differ_are_named(tmp_path: Path) -> None:
         warning = template_warning(DataConfig(), CHATML, info, trust_remote_code=False)
         assert ("data.teacher_prompt_key" in warning and "<|im_start|>" in warning) == (template != FAMILIES["chatml"])
         assert ("<|user|>" in warning) == (template == FAMILIES["angle"])
-        read = read_tokenizer_fingerprints(ModelFolder(str(tmp_path), "t", 1, ""))
+        read = describe_tokenizer(ModelFolder(str(tmp_path), "t", 1, ""))
         assert read[1] == template_fingerprint(template) and bool(read[1]) == (template is not None)
+        assert (repr(read[2]) in warning) == bool(warning)
         (tmp_path / "chat_template.jinja").unlink(missing_ok=True)
-    tokenizer("{{ raise_exception('no') }}").save_pretrained(tmp_path)
+    for template in ("{{ 'long' * 1025 }}", "{{ raise_exception('no') }}"):
+        tokenizer(template).save_pretrained(tmp_path)
+        assert describe_tokenizer(ModelFolder(str(tmp_path), "t", 1, ""))[1:] == (template_fingerprint(template), "")
     assert str(tmp_path) in template_warning(DataConfig(), CHATML, info, trust_remote_code=False), "not compared"
     assert not template_warning(DataConfig(teacher_prompt_key="t"), CHATML, info, trust_remote_code=False)
     for fingerprint, differs in (("", False), (template_fingerprint(CHATML.chat_template), False), ("0" * 64, True)):

@@ -91,11 +91,14 @@ def test_a_message_has_the_lowest_version_that_has_its_fields() -> None:
     ask = InfoRequest(request_id=bytes(16))
     asks = (ask, msgspec.structs.replace(ask, with_template=True))
     assert [requests.encode(each)[3] for each in asks] == [1, 4]
-    answer = msgspec.structs.replace(info_reply(ask), template_fingerprint="t")
-    assert [replies.encode(each)[3] for each in (info_reply(ask), answer)] == [1, 4]
+    answers = [
+        msgspec.structs.replace(info_reply(ask), **{f"template_{field}": "t"}) for field in ("fingerprint", "example")
+    ]
+    assert [replies.encode(each)[3] for each in (info_reply(ask), *answers)] == [1, 4, 4]
     new_fields = {
         "with_template",
         "template_fingerprint",
+        "template_example",
         "n_given",
         "given_checksums",
         "with_sampled",
