@@ -12,6 +12,7 @@ from gkd.actor.megatron.layout import ParallelLayout
 from gkd.cluster.garbage import quick_imports
 from gkd.config.derived import derive
 from gkd.config.schema import Config, OptimConfig
+from gkd.config.schema_teacher import ACTOR
 from gkd.hf.model_dims import read_dims
 from gkd.hf.model_folder import read_config_json
 
@@ -89,7 +90,7 @@ def _heads(config: Config) -> Iterator[Heads]:
     """Yield the attention shapes of one rank: of the student, and of frozen models, whose heads are not split."""
     derived = derive(config)
     yield _heads_of(config.model.path, "model.path", config.actor.tp)
-    if derived.is_local_teacher:
+    if derived.teacher_pool == ACTOR:
         yield _heads_of(config.teacher.path, "teacher.path")
     if derived.reference_folder:
         yield _heads_of(derived.reference_folder, "reference.path" if config.reference.path else "model.path")

@@ -46,7 +46,7 @@ def check_routes(config: Config, derived: Derived) -> None:
         problem = "it is not one of teacher.routes."
         raise ConfigError("teacher.default_route", teacher.default_route, problem, f"use one of {names}.")
     _check_shares(config, names)
-    if not derived.has_teacher_server:
+    if derived.teacher_pool:
         problem = f"with teacher.backend={teacher.backend} there is one teacher."
         raise ConfigError("teacher.routes", names, problem, "remove them, or set teacher.backend=zmq.")
     if derived.loss.has_reference and derived.loss.has_temperatures:
@@ -119,7 +119,7 @@ def check_reward(config: Config, derived: Derived) -> None:
         _check_path("eval.metric", metric, f", or {NO_METRIC}")
     elif config.eval.n > 1:
         raise ConfigError("eval.n", config.eval.n, "eval.metric is none.", "use 1, or choose a metric.")
-    if config.eval.teacher_prompts and (metric == NO_METRIC or not derived.has_teacher_server):
+    if config.eval.teacher_prompts and (metric == NO_METRIC or derived.teacher_pool):
         problem = "eval.metric is none." if metric == NO_METRIC else "there is no teacher server."
         raise ConfigError("eval.teacher_prompts", config.eval.teacher_prompts, problem, "use 0.")
     names = [function_name(path) for path in paths]

@@ -7,7 +7,7 @@ from fractions import Fraction
 
 from gkd.config.derived import Derived
 from gkd.config.schema import Config, ReferenceConfig, TeacherConfig, TrainerConfig
-from gkd.config.schema_teacher import weight_updates
+from gkd.config.schema_teacher import ACTOR, BACKENDS, weight_updates
 from gkd.config.schema_trainer import AHEAD, STREAM
 from gkd.errors import ConfigError
 
@@ -84,24 +84,17 @@ def check_tail(config: Config, derived: Derived) -> None:
         raise ConfigError("distill.tail", "residual", problem, "use bucket.")
 
 
-# Keys of the server. teacher.wire, request_timeout_s and outage_budget_s are missing: shared config files contain them,
-# and they have no effect with a local teacher.
-_OF_SERVER = ("server_ip", "server_port", "name", "keys", "n_server_workers", "max_in_flight", "overlap_rollout")
-_OF_LOCAL = ("path", "fsdp_cpu_offload", "update_interval", "update_ema")
-
-
 def check_backend(config: Config, derived: Derived) -> None:
     """Check that the teacher's keys belong to its backend, and that a local teacher can work."""
-    teacher, default, is_local = config.teacher, TeacherConfig(), derived.is_local_teacher
-    unused = [(name, "zmq") for name in _OF_SERVER if not derived.has_teacher_server]
-    unused += [(name, "local") for name in _OF_LOCAL if not is_local]
-    unused += [("weights", "local")] if derived.has_teacher_server else []
-    for name, other in unused:
-        value = getattr(teacher, name)
-        if value != getattr(default, name):
-            problem = f"only teacher.backend={other} uses this key, and it is {teacher.backend}."
-            raise ConfigError(f"teacher.{name}", value, problem, f"remove it, or set teacher.backend={other}.")
-    if derived.has_teacher_server:
+    teacher, default, is_local = config.teacher, TeacherConfig(), derived.teacher_pool == ACTOR
+    own = BACKENDS[teacher.backend].keys
+    for other, backend in BACKENDS.items():
+        for name in sorted(backend.keys - own):
+            value = getattr(teacher, name)
+            if value != getattr(default, name):
+                problem = f"teacher.backend={teacher.backend} does not use this key, and {other} does."
+                raise ConfigError(f"teacher.{name}", value, problem, f"remove it, or set teacher.backend={other}.")
+    if not derived.teacher_pool:
         return
     if is_local and not teacher.path:
         raise ConfigError("teacher.path", "", "teacher.backend=local needs a model.", "give its folder, or use zmq.")

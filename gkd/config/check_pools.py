@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from gkd.config.derived import ENGINE_RANKS, Derived
 from gkd.config.schema import Config
+from gkd.config.schema_teacher import ACTOR
 from gkd.errors import ConfigError
 
 
@@ -119,7 +120,7 @@ def _check_sharing(config: Config, derived: Derived) -> None:
         problem = f"with {moving} the actor's states move between calls."
         raise ConfigError("memory.strategy", "resident", problem, f"use auto, or {moving}=false.")
     share, taken = config.cluster.teacher_gpu_share, r.gpu_memory_utilization
-    if share and not derived.has_teacher_server:
+    if share and derived.teacher_pool:
         problem = f"teacher.backend={config.teacher.backend} has no server."
         raise ConfigError("cluster.teacher_gpu_share", share, problem, "remove it, or use teacher.backend=zmq.")
     if share + taken > 1 and not r.kv_cache_mib:
@@ -138,7 +139,7 @@ def _check_sharing(config: Config, derived: Derived) -> None:
     if t.scheduler != "sync":
         problem = "with trainer.colocate actor and engines alternate, and this scheduler overlaps them."
         raise ConfigError("trainer.scheduler", t.scheduler, problem, "use sync, or trainer.colocate=false.")
-    if derived.is_local_teacher and not config.teacher.fsdp_cpu_offload:
+    if derived.teacher_pool == ACTOR and not config.teacher.fsdp_cpu_offload:
         problem = "with trainer.colocate the engines need the whole GPUs, and the teacher's shards would stay there."
         raise ConfigError("teacher.fsdp_cpu_offload", False, problem, "use true, or trainer.colocate=false.")
     if derived.reference_folder and not config.reference.fsdp_cpu_offload:
@@ -183,7 +184,7 @@ def check_sizes(config: Config, derived: Derived) -> None:
             f"use 0 or at least {longest}.",
         )
     patience = config.teacher.outage_budget_s + config.teacher.request_timeout_s
-    if derived.has_teacher_server and t.stage_timeout_s <= patience:
+    if not derived.teacher_pool and t.stage_timeout_s <= patience:
         raise ConfigError(
             "trainer.stage_timeout_s",
             t.stage_timeout_s,

@@ -8,6 +8,7 @@ from typing import cast
 from gkd.config.loss_spec import LossSpec, loss_spec, teacher_signals
 from gkd.config.routes import Route, routes_of
 from gkd.config.schema import EXACT_MATCH, NO_METRIC, Config
+from gkd.config.schema_teacher import ACTOR, BACKENDS, ROLLOUT
 from teacher_server.wire.protocol import Signal
 
 ENGINE_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # vLLM's choices of max_lora_rank
@@ -29,8 +30,7 @@ class Derived:
     dp_size: int  # data-parallel groups of the actor
     n_engines: int  # vLLM engines, on all nodes
     n_gpus: int  # GPUs of both pools, on all nodes; colocated ones count once
-    has_teacher_server: bool
-    is_local_teacher: bool  # the actor's ranks score
+    teacher_pool: str  # pool whose processes score, see `TeacherBackend`; empty: a teacher outside of the run
     reference_is_actor: bool  # the reference is the actor with its adapters disabled
     reference_folder: str  # frozen reference model on the actor's ranks; empty if there is no second model
     engine_adapter_rank: int  # largest rank of adapters that the engines hold; 0: they hold merged weights
@@ -49,7 +49,7 @@ def derive(config: Config) -> Derived:
         temperatures = tuple(route.teacher.temperature for route in routes)
         loss = replace(loss, domains=tuple(route.name for route in routes), temperatures=temperatures)
     world_size, engine_gpus = t.n_gpus_per_node * t.nnodes, r.n_gpus_per_node * r.nnodes
-    is_local_teacher = teacher.backend == "local"
+    teacher_pool = BACKENDS[teacher.backend].pool
     longest = data.max_prompt_length + data.max_response_length
     longest_of_teacher = max(data.max_prompt_length, data.max_teacher_prompt_length) + data.max_response_length
     reference_is_actor = loss.has_reference and a.lora.rank > 0 and not config.reference.path
@@ -59,7 +59,7 @@ def derive(config: Config) -> Derived:
     # memory.strategy is resident; `auto` counts as offload until preflight replaces it (`gkd.footprint.strategy`).
     # States that fsdp_cpu_offload keeps on the host need no move. With colocate the allocator's cache is released in
     # any case.
-    teacher_stays = is_local_teacher and not teacher.fsdp_cpu_offload
+    teacher_stays = teacher_pool == ACTOR and not teacher.fsdp_cpu_offload
     reference_stays = bool(reference_folder) and not config.reference.fsdp_cpu_offload
     needs_room = a.offload_train or ((teacher_stays or reference_stays) and config.memory.strategy != "resident")
     moves_states = t.colocate or (needs_room and not a.fsdp_cpu_offload)
@@ -73,13 +73,12 @@ def derive(config: Config) -> Derived:
         max_staleness=t.staleness_bound,
         max_sequence_length=longest,
         max_teacher_length=longest_of_teacher,
-        max_engine_length=longest_of_teacher + 1 if teacher.backend == "rollout" else longest,
+        max_engine_length=longest_of_teacher + 1 if teacher_pool == ROLLOUT else longest,
         world_size=world_size,
         dp_size=world_size // (a.tp * a.pp),
         n_engines=engine_gpus // r.tp,
         n_gpus=world_size if t.colocate else world_size + engine_gpus,
-        has_teacher_server=teacher.backend == "zmq",
-        is_local_teacher=is_local_teacher,
+        teacher_pool=teacher_pool,
         reference_is_actor=reference_is_actor,
         reference_folder=reference_folder,
         engine_adapter_rank=engine_rank(a.lora.rank) if config.weight_sync.lora == "adapters" else 0,

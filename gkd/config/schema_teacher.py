@@ -30,6 +30,27 @@ LOSS_NAMES = (*DIVERGENCE_NAMES, *POLICY_GRADIENT_NAMES, SFT)
 MAX_NAME_LENGTH = 128  # characters of a teacher's name
 
 
+class TeacherBackend(NamedTuple):
+    """Facts about one value of `teacher.backend`."""
+
+    pool: str  # the pool whose processes score; empty means processes outside of the run
+    model: str  # dotted key that names the teacher's model
+    # Keys of `teacher` that the backend uses and at least one other backend does not. teacher.wire, request_timeout_s
+    # and outage_budget_s are in no list: shared config files contain them, and other backends may ignore them.
+    keys: frozenset[str]
+
+
+ACTOR, ROLLOUT = "actor", "rollout"  # names of the pools
+_SERVER_KEYS = "server_ip server_port name keys n_server_workers max_in_flight overlap_rollout"
+BACKENDS = {
+    "zmq": TeacherBackend("", "teacher.server_port", frozenset(_SERVER_KEYS.split())),
+    "local": TeacherBackend(
+        ACTOR, "teacher.path", frozenset({"path", "fsdp_cpu_offload", "update_interval", "update_ema", "weights"})
+    ),
+    "rollout": TeacherBackend(ROLLOUT, "model.path", frozenset({"weights"})),
+}
+
+
 @dataclass
 class RouteConfig:
     """Entry of `teacher.routes`; what it leaves out is inherited from `teacher`."""
@@ -49,7 +70,7 @@ class TeacherConfig:
         "zmq: a separate server, `python -m teacher_server`. local: a model on the actor's ranks (docs/memory.md). "
         "rollout: the engines' student, with a prompt of its own (docs/losses.md). The last two need "
         "trainer.scheduler=sync and no keys of the server.",
-        choices=("zmq", "local", "rollout"),
+        choices=tuple(BACKENDS),
     )
     path: str = key("", "local: the teacher's model folder.", limits="required for local, else empty", resume=True)
     fsdp_cpu_offload: bool = key(

@@ -8,6 +8,7 @@ from typing import Any
 
 from gkd.config.derived import derive
 from gkd.config.schema import Config
+from gkd.config.schema_teacher import ACTOR
 from gkd.errors import ModelError
 from gkd.footprint.fsdp import fsdp_footprint, groups
 from gkd.footprint.megatron import megatron_footprints
@@ -51,7 +52,7 @@ class RunModels:
 def read_models(config: Config) -> RunModels:
     """Read the model folders of a run. Raises ConfigError, ModelError as `read_model_folder`."""
     student, derived = read_model_folder(config.model.path, "model.path"), derive(config)
-    teacher = read_model_folder(config.teacher.path, "teacher.path") if derived.is_local_teacher else None
+    teacher = read_model_folder(config.teacher.path, "teacher.path") if derived.teacher_pool == ACTOR else None
     path = derived.reference_folder
     key = "reference.path" if config.reference.path else "model.path"
     return RunModels(student, teacher, read_model_folder(path, key) if path else None)

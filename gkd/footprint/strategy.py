@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from gkd.config.derived import derive
 from gkd.config.schema import Config
+from gkd.config.schema_teacher import ACTOR
 from gkd.footprint.limits import actor_peak, allowed_bytes, gib
 from gkd.footprint.rank import Refit
 from gkd.footprint.rollout import with_engine_cache
@@ -44,7 +45,7 @@ def with_strategy(config: Config, refit: Refit, gpu_bytes: int | None) -> tuple[
 def _frozen_models(config: Config) -> list[str]:
     """Return the sections of the frozen models on the actor's ranks."""
     derived = derive(config)
-    return ["teacher"] * derived.is_local_teacher + ["reference"] * bool(derived.reference_folder)
+    return ["teacher"] * (derived.teacher_pool == ACTOR) + ["reference"] * bool(derived.reference_folder)
 
 
 def _changed(config: Config, strategy: str, on_gpu: Sequence[str] = ()) -> Config:

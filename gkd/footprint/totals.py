@@ -121,7 +121,7 @@ def _teacher_is_here(config: Config) -> bool:
     derived = derive(config)
     addresses = [route.teacher.server_ip for route in derived.routes]
     is_here = any(address == "localhost" or address.startswith("127.") for address in addresses)
-    return derived.has_teacher_server and is_here
+    return not derived.teacher_pool and is_here
 
 
 def scores_gib(config: Config, n_vocab: int, hidden_size: int, n_heldout: int) -> float:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from gkd.config.derived import derive
 from gkd.config.schema import ReferenceConfig
+from gkd.config.schema_teacher import ACTOR
 from gkd.memory.remedy import (
     MAX_UTILIZATION,
     Remedy,
@@ -137,7 +138,7 @@ ACTOR_REMEDIES = (
         ("teacher.fsdp_cpu_offload",),
         "true, with a local teacher",
         "The teacher's shards are in host memory",
-        set_to("teacher.fsdp_cpu_offload", True, lambda config: derive(config).is_local_teacher),
+        set_to("teacher.fsdp_cpu_offload", True, lambda config: derive(config).teacher_pool == ACTOR),
         device="cuda",
     ),
     Remedy(

@@ -13,6 +13,7 @@ from contextlib import contextmanager, nullcontext
 
 from gkd.config.derived import derive
 from gkd.config.schema import Config
+from gkd.config.schema_teacher import ACTOR
 from gkd.metrics.run_metrics import StepMetrics
 from gkd.roles import ActorRole, Pending, Roles, RolloutRole
 
@@ -80,7 +81,7 @@ def make_gpu_sharing(config: Config, roles: Roles) -> GpuSharing:
     """Return the time-sharing that the settings require."""
     derived = derive(config)
     # A local teacher and a reference compute on the actor's GPUs between the rollout and the training step.
-    only_the_student = not derived.is_local_teacher and not derived.loss.has_reference
+    only_the_student = derived.teacher_pool != ACTOR and not derived.loss.has_reference
     return GpuSharing(
         roles.actor,
         roles.rollout,

@@ -15,6 +15,7 @@ from gkd.config.derived import Derived, planned_steps
 from gkd.config.function_path import is_path
 from gkd.config.routes import Route
 from gkd.config.schema import Config
+from gkd.config.schema_teacher import ROLLOUT
 from gkd.config.schema_trainer import STREAM
 from gkd.data.prompt_file import describe_files
 from gkd.data.prompts import load_prompts, load_tokenizer
@@ -74,7 +75,7 @@ def preflight(config: Config) -> Plan:
     check_ray_installed()
     check_trackers_installed(config)
     check_run_folder(config)  # open_run_folder reads the checkpoint
-    if derived.has_teacher_server:
+    if not derived.teacher_pool:
         for route in derived.routes:
             check_reachable(route)
     if any(is_path(term.name) for term in derived.loss.terms):
@@ -180,10 +181,10 @@ def _training_prompts(config: Config, derived: Derived, tokenizer: Any, eos_ids:
 
 def find_teachers(config: Config, derived: Derived, device: str) -> tuple[TeacherInfo, ...]:
     """Return the description of the teacher of each route. Raises as `request_info`, or as `local_teacher`."""
-    if derived.has_teacher_server:
+    if not derived.teacher_pool:
         with activities.during("waiting for the teacher's description"):
             return tuple(request_info(route) for route in derived.routes)
-    if not derived.is_local_teacher:
+    if derived.teacher_pool == ROLLOUT:
         return (rollout_teacher(config, device),)
     from gkd.preflight.frozen import local_teacher  # imports torch and transformers
 

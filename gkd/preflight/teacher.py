@@ -18,8 +18,8 @@ from gkd.hf.files import weights_digest
 from gkd.hf.model_folder import read_config_json
 from gkd.log import get_logger
 from gkd.preflight.same_tokens import shared_ids, shown
-from gkd.teacher.client import ZmqTeacher
 from gkd.teacher.info import TeacherInfo
+from gkd.teacher.teacher import Teacher, open_teacher
 from gkd.types import Rollout
 from teacher_server.wire.fingerprint import tokenizer_fingerprint
 
@@ -76,18 +76,8 @@ def request_info(route: Route) -> TeacherInfo:
         ConfigError: the server has no such teacher, or teacher.keys cannot be used.
     """
     settings = route.teacher
-    teacher = ZmqTeacher(
-        settings.server_ip,
-        settings.server_port,
-        k=settings.topk,
-        temperature=settings.temperature,
-        n_vocab=0,
-        n_in_flight=1,
-        request_timeout_s=settings.request_timeout_s,
-        outage_budget_s=min(TEACHER_HELLO_S, settings.outage_budget_s),
-        name=settings.name,
-        keys=settings.keys,
-    )
+    budget_s = min(TEACHER_HELLO_S, settings.outage_budget_s)
+    teacher = open_teacher(settings, k=settings.topk, n_vocab=0, n_in_flight=1, outage_budget_s=budget_s)
     try:
         info = teacher.info()
         if settings.signal == "hidden":
@@ -103,7 +93,7 @@ def request_info(route: Route) -> TeacherInfo:
         teacher.close()
 
 
-def _check_head(teacher: ZmqTeacher) -> None:
+def _check_head(teacher: Teacher) -> None:
     """Request the hidden states of one token.
 
     Raises:
@@ -111,7 +101,7 @@ def _check_head(teacher: ZmqTeacher) -> None:
     """
     token, nothing = np.zeros(1, np.int32), np.zeros(1, np.float32)
     try:
-        teacher.submit_hidden(Rollout(0, 0, token, token, nothing, (), "length", on_policy=False)).result()
+        teacher.submit([Rollout(0, 0, token, token, nothing, (), "length", on_policy=False)], ["hidden"]).result()
     except TeacherUnavailable:
         raise
     except TeacherError as error:

@@ -13,6 +13,7 @@ from gkd.config.key_list import all_keys, value_of
 from gkd.config.load import load_config
 from gkd.config.routes import kept_on_resume
 from gkd.config.schema import Config
+from gkd.config.schema_teacher import BACKENDS
 from gkd.errors import ConfigError
 from gkd.log import get_logger
 
@@ -77,8 +78,8 @@ def check_same_teacher(file: Path, teacher: Mapping[str, Any], now: Config) -> N
         if fingerprint == new["fingerprint"]:
             continue
         key, fix = route.key("server_port"), "start the server with the old model to resume"
-        if not derived.has_teacher_server:
-            key, fix = "teacher.path" if derived.is_local_teacher else "model.path", "name the old model to resume"
+        if derived.teacher_pool:
+            key, fix = BACKENDS[now.teacher.backend].model, "name the old model to resume"
         raise ConfigError(
             key,
             now.teacher.path or route.teacher.server_port,

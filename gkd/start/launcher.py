@@ -23,6 +23,7 @@ from gkd.cluster.slots import Pool
 from gkd.cluster.stacks import rank_env
 from gkd.cluster.startup import Startup
 from gkd.config.schema import Config
+from gkd.config.schema_teacher import ACTOR, ROLLOUT
 from gkd.data.chunks import CHUNK_SIZE, chunk_size
 from gkd.errors import GkdError, RankTimeout
 from gkd.gpu_map import collect
@@ -38,7 +39,7 @@ from gkd.rollout.recovery import EngineSync
 from gkd.rollout.slots import EngineSlots, restarting
 from gkd.rollout.worker import RolloutWorker
 from gkd.run.ending import attempt
-from gkd.start.pools import ACTOR, ROLLOUT, make_cluster, make_pools, shares_with
+from gkd.start.pools import make_cluster, make_pools, shares_with
 from gkd.start.worker_env import actor_env, worker_env
 from gkd.teacher.endpoint import ScoringEndpoint
 from gkd.teacher.greedy import greedy_samples
@@ -125,7 +126,7 @@ def _start(
     places = _load_models(config, plan, startup, actor, rollout, building, calls)
     gather({_endpoint_name(i): e.is_up.remote() for i, e in enumerate(endpoints)}, "start", startup.left_s())
     init_judging(config, plan.derived, plan.train_prompts, plan.val_prompts, endpoints, startup.left_s())
-    if config.teacher.signal == "hidden" and plan.derived.has_teacher_server:
+    if config.teacher.signal == "hidden" and not plan.derived.teacher_pool:
         heads = teacher_heads(endpoints, actor.last_stage_nodes(startup.left_s()), startup.left_s())
         actor.set_teacher_head(heads, startup.left_s())
     sync = WeightSync(actor.exporters(plan.device), rollout_workers, config, plan.device, startup.left_s())
@@ -167,7 +168,7 @@ def _load_models(
     building = {**building, **actor.init_model(plan.device, plan.total_steps, startup.left_s())}
     places = record_placement(config, plan.device, plan.folder, calls, startup.left_s())
     gather(building, "init_model", startup.left_s())
-    if plan.derived.is_local_teacher:
+    if plan.derived.teacher_pool == ACTOR:
         actor.init_teacher(startup.left_s())
     if plan.derived.reference_folder:
         actor.init_reference(startup.left_s())
@@ -185,10 +186,9 @@ def _connect(
     """Return the roles with the teacher that teacher.backend selects."""
     timeout_s = config.trainer.stage_timeout_s
     reference = ReferencePool(actor.workers, endpoints, config) if plan.derived.loss.has_reference else NoReference()
-    if plan.derived.is_local_teacher:
-        local = LocalScoring(lambda: actor.workers, endpoints, timeout_s)
-        return Roles(actor, rollout, local, pushes, reference)
-    if not plan.derived.has_teacher_server:
+    if plan.derived.teacher_pool == ACTOR:
+        return Roles(actor, rollout, LocalScoring(lambda: actor.workers, endpoints, timeout_s), pushes, reference)
+    if plan.derived.teacher_pool == ROLLOUT:
         local = LocalScoring(rollout.up, endpoints, timeout_s, of="rollout engine")
         return Roles(actor, rollout, local, pushes, reference)
     throttled = [info.n_streams for info in plan.teachers if throttle_warning(config.teacher, info)]
@@ -227,7 +227,7 @@ def _endpoints(config: Config, plan: Plan, actor: ActorPool, slots: Pool) -> lis
     # the end of a chunk.
     n_in_flight = sum(window.n_connections * window.n_per_connection for window in windows)
     n_threads = -(-n_in_flight // CHUNK_SIZE) + 1
-    if not plan.derived.has_teacher_server:
+    if plan.derived.teacher_pool:
         return spawn_endpoints(config, actor, slots, plan.device, RecordingEndpoint)
     args = plan.n_vocab, [info.fingerprint for info in plan.teachers], windows
     return spawn_endpoints(config, actor, slots, plan.device, ScoringEndpoint, *args, n_threads=n_threads)

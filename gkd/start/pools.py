@@ -15,8 +15,7 @@ from gkd.cluster.placement import PoolSpec
 from gkd.cluster.pools import HELPER_CPUS, Cluster
 from gkd.cluster.slots import Pool, colocated_pool
 from gkd.config.schema import Config
-
-ACTOR, ROLLOUT = "actor", "rollout"
+from gkd.config.schema_teacher import ACTOR, ROLLOUT
 
 
 def pool_specs(config: Config) -> tuple[PoolSpec, PoolSpec]:

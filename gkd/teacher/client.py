@@ -1,4 +1,4 @@
-"""Client of the teacher server: each request returns a future of its sequences' scores.
+"""Client of the teacher server, a `gkd.teacher.teacher.Teacher`.
 
     ZmqTeacher -> requests, score_requests, streams    build a request; check the replies
                -> exchange (inbox)     one thread: window of requests in flight, resends
@@ -9,21 +9,22 @@ Thread-safe. Imports numpy and zmq, but not torch.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future
-from typing import TYPE_CHECKING, cast
+from functools import partial
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from gkd.config.check_values import check_value
-from gkd.config.schema_teacher import MAX_NAME_LENGTH, TeacherConfig
+from gkd.config.schema_teacher import MAX_NAME_LENGTH
 from gkd.errors import ConfigError
 from gkd.teacher.exchange import ClientStats, Exchange, OnScored
 from gkd.teacher.info import TeacherInfo
 from gkd.teacher.link import TeacherLink
 from gkd.teacher.outage import OutageClock
 from gkd.teacher.requests import DescriptionRequest, PendingRequest, RequestSettings, ScoresRequest, T
-from gkd.teacher.streams import RowBlocks, WholeMatrix
+from gkd.teacher.streams import MatrixRequest
 from gkd.types import Rollout, TeacherHealth, TeacherScores
 from teacher_server.wire.protocol import MAX_ID, Signal, Wire
 
@@ -118,39 +119,26 @@ class ZmqTeacher:
         return self._exchange.stats
 
     def health(self) -> TeacherHealth:
-        """Return what this client has heard from the server. Any thread."""
+        """See `Teacher.health`."""
         return self._exchange.health()
 
-    @property
-    def hidden_size(self) -> int:
-        """Return the hidden size of the teacher; blocks as `info` until it is known."""
-        return (self._info or self.info()).hidden_size
-
     def info(self) -> TeacherInfo:
-        """Return the description; blocks until the server has loaded a model or the outage budget is spent."""
+        """See `Teacher.info`; blocks until the server has loaded a model or the outage budget is spent."""
         info: TeacherInfo = self._send(DescriptionRequest(self._settings.teacher)).result()
         if info.protocol_version >= 4:  # an older server refuses the question
             info = self._send(DescriptionRequest(self._settings.teacher, with_template=True)).result()
         self._info = info
         return info
 
-    def submit_many(
+    def submit(
         self, rollouts: Sequence[Rollout], signals: Sequence[Signal], *, mass: float = 0.0
     ) -> Future[list[TeacherScores]]:
-        """Request the scores of several sequences in one message, which costs little more than one sequence's.
+        """See `Teacher.submit`. A server of version 2 takes one sequence; signals hidden and logits take one at a time.
 
-        The first error of a sequence ends the request. A server of version 2 takes one sequence. Futures complete in
-        the order in which requests are scored.
-
-        Blocks only while `max_waiting` requests wait in the client. Cancelling the future also cancels the request at
-        the server.
-
-        Args:
-            rollouts: at most `teacher_server.wire.protocol.MAX_SEQUENCES`; either all have `top_ids`, or none has.
-            signals: "topk" (each row lists the rollout's `top_ids`, if there are any), "sampled" (the logprob of each
-                response token, [R] float32, nats), or both.
-            mass: list only as many of the top-k entries as needed to reach this probability; 0 = all k.
+        Blocks only while `max_waiting` requests wait in the client.
         """
+        if signals[0] in ("hidden", "logits"):
+            return self._submit_rows(rollouts[0], signals[0])
         topk = "topk" in signals
         message = self._settings.for_rollouts(
             rollouts,
@@ -161,32 +149,19 @@ class ZmqTeacher:
         )
         return self._send(ScoresRequest(message, self._vocab_size()))
 
-    def submit_hidden(self, rollout: Rollout) -> Future[np.ndarray]:
-        """Request the final hidden states, [R, H] float32. See `submit_many`.
-
-        Their product with `lm_head` is the logits, not yet truncated to `n_vocab` nor divided by `temperature`.
-        """
-        message = self._settings.for_rollouts([rollout], "hidden")
-        shape = (message.header.n_response, self.hidden_size)
-        return self._send(WholeMatrix(message, shape, self._exchange.acknowledge))
-
-    def logits(self, rollout: Rollout) -> Iterator[tuple[int, np.ndarray]]:
-        """Yield (first row, [rows, V] float32) blocks of logits / temperature in order; the maximum of each row is 0.
-
-        The server sends at most 8 messages of up to 4 MiB ahead of the consumer. The first `next` submits the request;
-        closing the iterator cancels it. One thread.
-        """
-        vocab_size = self._vocab_size()
-        message = self._settings.for_rollouts([rollout], "logits")
-        request = RowBlocks(message, (message.header.n_response, vocab_size), self._exchange.acknowledge)
-        self._send(request)
-        yield from request.blocks()
+    def _submit_rows(self, rollout: Rollout, signal: Signal) -> Future[list[TeacherScores]]:
+        message = self._settings.for_rollouts([rollout], signal)
+        n_columns, dtype = self._vocab_size(), np.float16 if self._settings.wire == "fp16" else np.float32
+        if signal == "hidden":
+            n_columns, dtype = (self._info or self.info()).hidden_size, np.float32
+        shape = message.header.n_response, n_columns
+        return self._send(MatrixRequest(message, shape, self._exchange.acknowledge, partial(_scores, signal), dtype))
 
     def lm_head(self) -> np.ndarray:
-        """Return the LM head, [V, H] float32: logits = hidden states @ lm_head.T. Blocks."""
+        """See `Teacher.lm_head`."""
         info = self._info or self.info()
-        shape = (info.vocab_size, info.hidden_size)
-        return self._send(WholeMatrix(self._settings.for_head(), shape, self._exchange.acknowledge)).result()
+        message, shape = self._settings.for_head(), (info.vocab_size, info.hidden_size)
+        return self._send(MatrixRequest(message, shape, self._exchange.acknowledge, np.asarray)).result()
 
     def _vocab_size(self) -> int:
         """Return the upper bound of token ids; asks the server once if `n_vocab` is 0."""
@@ -197,31 +172,8 @@ class ZmqTeacher:
         return request.future
 
 
-def connect(
-    teacher: TeacherConfig,
-    *,
-    k: int,
-    n_vocab: int,
-    n_in_flight: int,
-    fingerprint: str,
-    on_scored: OnScored | None = None,
-) -> ZmqTeacher:
-    """Return a client of the server that these settings name; arguments as in `ZmqTeacher`."""
-    return ZmqTeacher(
-        teacher.server_ip,
-        teacher.server_port,
-        k=k,
-        temperature=teacher.temperature,
-        n_vocab=n_vocab,
-        n_in_flight=n_in_flight,
-        request_timeout_s=teacher.request_timeout_s,
-        outage_budget_s=teacher.outage_budget_s,
-        wire=cast(Wire, teacher.wire),
-        expected_fingerprint=fingerprint,
-        name=teacher.name,
-        keys=teacher.keys,
-        on_scored=on_scored,
-    )
+def _scores(signal: str, rows: np.ndarray) -> list[TeacherScores]:
+    return [TeacherScores(hidden=rows) if signal == "hidden" else TeacherScores(logits=rows)]
 
 
 def load_keys(folder: str) -> PeerKeys | None:

@@ -23,11 +23,11 @@ from gkd.config.schema import Config
 from gkd.data.columns import ColumnList
 from gkd.data.score_checks import check_top_ids
 from gkd.errors import TeacherError, TeacherUnavailable
-from gkd.teacher.client import ZmqTeacher, connect
 from gkd.teacher.grouping import grouped
 from gkd.teacher.info import head_columns
 from gkd.teacher.outage import merged
 from gkd.teacher.records import RecordingEndpoint, summary_of
+from gkd.teacher.teacher import Teacher, open_teacher
 from gkd.teacher.window import Window
 from gkd.types import Computation, Rollout, ScoreTimes, TeacherHealth, TeacherScores
 from teacher_server.wire.protocol import RowsReply, ScoreReply
@@ -52,7 +52,7 @@ class ScoringEndpoint(RecordingEndpoint):
         derived = derive(config)
         self._signals, self._routes, self._n_student_ids = derived.signals, derived.routes, derived.n_student_ids
         self._lock = threading.Lock()
-        self._teachers: list[list[ZmqTeacher]] = []  # one list per route
+        self._teachers: list[list[Teacher]] = []  # one list per route
         self._outage: TeacherUnavailable | None = None
         self._computations = Computations()
 
@@ -61,7 +61,7 @@ class ScoringEndpoint(RecordingEndpoint):
         self._clients()
         return True
 
-    def _clients(self) -> list[list[ZmqTeacher]]:
+    def _clients(self) -> list[list[Teacher]]:
         """Return the connections by route; the first call opens them."""
         with self._lock:
             while len(self._teachers) < len(self._routes):
@@ -69,9 +69,9 @@ class ScoringEndpoint(RecordingEndpoint):
                 self._teachers.append([self._connect(route) for _ in range(self._windows[route].n_connections)])
             return self._teachers
 
-    def _connect(self, route: int) -> ZmqTeacher:
+    def _connect(self, route: int) -> Teacher:
         teacher = self._routes[route].teacher
-        return connect(
+        return open_teacher(
             teacher,
             k=teacher.topk if "topk" in self._signals else 1,
             n_vocab=self._n_vocab,
@@ -92,7 +92,7 @@ class ScoringEndpoint(RecordingEndpoint):
             These are two Ray objects; the driver fetches only the second.
 
         Raises:
-            TeacherError, TeacherUnavailable: see `ZmqTeacher`; with several teachers it names the route.
+            TeacherError, TeacherUnavailable: see `Teacher`; with several teachers it names the route.
         """
         if self._outage is not None:  # the run is ending: queued chunks must not wait for the teacher again
             raise self._outage
@@ -100,15 +100,7 @@ class ScoringEndpoint(RecordingEndpoint):
         submitted_s = time.time()
         completed_s = [submitted_s] * len(rollouts)
         try:
-            if self._signals == ("logits",):
-                # One sequence at a time: its rows are large, and prefetched ones would occupy memory.
-                scores = []
-                for index, rollout in enumerate(rollouts):
-                    with self._named(rollout):
-                        scores.append(TeacherScores(logits=self._logits(teachers[rollout.route][0], rollout)))
-                    completed_s[index] = time.time()
-            else:
-                scores = self._request_all(teachers, rollouts, completed_s)
+            scores = self._request_all(teachers, rollouts, completed_s)
         except TeacherUnavailable as error:
             self._outage = error
             raise
@@ -150,28 +142,28 @@ class ScoringEndpoint(RecordingEndpoint):
         """Return `head_columns` of the routes; asks the servers once."""
         return head_columns([teachers[0].info() for teachers in self._clients()])
 
-    def _in_columns(self, hidden: np.ndarray, route: int) -> np.ndarray:
-        """Return [R, D of all heads] with the hidden states in the columns of their teacher, and zeros in the others.
+    def _in_columns(self, scores: TeacherScores, route: int) -> TeacherScores:
+        """Return hidden states of one of several teachers as [R, D of all heads]: zeros in the others' columns.
 
         So one product with the joined LM head gives each row the logits of its own teacher. They are scaled so that
         teacher.temperature divides them as the route's own would.
         """
-        if len(self._routes) == 1:
-            return hidden
+        if scores.hidden is None or len(self._routes) == 1:
+            return scores
         starts, n_columns = self._head_columns
-        wide = np.zeros((len(hidden), n_columns), np.float32)
-        own = wide[:, starts[route] : starts[route] + hidden.shape[1]]
+        wide = np.zeros((len(scores.hidden), n_columns), np.float32)
+        own = wide[:, starts[route] : starts[route] + scores.hidden.shape[1]]
         scale = self._config.teacher.temperature / self._routes[route].teacher.temperature
-        np.multiply(hidden, np.float32(scale), out=own)
-        return wide
+        np.multiply(scores.hidden, np.float32(scale), out=own)
+        return replace(scores, hidden=wide)
 
     def _request_all(
-        self, teachers: Sequence[Sequence[ZmqTeacher]], rollouts: Sequence[Rollout], completed_s: list[float]
+        self, teachers: Sequence[Sequence[Teacher]], rollouts: Sequence[Rollout], completed_s: list[float]
     ) -> list[TeacherScores]:
         """Submit all requests and wait; write each sequence's completion time to `completed_s`."""
-        one = self._signals == ("hidden",)  # a stream has one sequence
+        one = self._signals[0] in ("hidden", "logits")  # matrices of one sequence
         groups = grouped(rollouts, [1 if one else window.n_per_request for window in self._windows])
-        futures: list[Future[Any]] = []
+        futures: list[Future[list[TeacherScores]]] = []
         try:
             for number, group in enumerate(groups):
                 own = teachers[rollouts[group[0]].route]
@@ -185,8 +177,8 @@ class ScoringEndpoint(RecordingEndpoint):
                         future.result()  # raises the error that ended the wait
             scores = [TeacherScores()] * len(rollouts)
             for group, future in zip(groups, futures, strict=True):
-                for index, found in zip(group, self._scores(future.result(), rollouts[group[0]].route), strict=True):
-                    scores[index] = found
+                for index, found in zip(group, future.result(), strict=True):
+                    scores[index] = self._in_columns(found, rollouts[index].route)
             return scores
         finally:
             for future in futures:
@@ -201,25 +193,11 @@ class ScoringEndpoint(RecordingEndpoint):
             route = self._routes[rollout.route]
             raise type(error)(f"{route.label}: {error}") if route.name else error from error
 
-    def _submit(self, teacher: ZmqTeacher, rollouts: Sequence[Rollout]) -> Future[Any]:
+    def _submit(self, teacher: Teacher, rollouts: Sequence[Rollout]) -> Future[list[TeacherScores]]:
         """Request all signals of the sequences of one request."""
         for rollout in rollouts:
             check_top_ids(rollout, self._n_student_ids, f"prompt {rollout.prompt_id}, sample {rollout.sample_index}")
-        if self._signals == ("hidden",):
-            return teacher.submit_hidden(rollouts[0])
-        return teacher.submit_many(rollouts, self._signals, mass=self._config.teacher.mass)
-
-    def _scores(self, result: Any, route: int) -> list[TeacherScores]:
-        """Return the scores of each sequence from the result of `_submit`."""
-        return [TeacherScores(hidden=self._in_columns(result, route))] if self._signals == ("hidden",) else result
-
-    def _logits(self, teacher: ZmqTeacher, rollout: Rollout) -> np.ndarray:
-        """Return [R, n_vocab] in the precision of the wire: float16 or float32."""
-        dtype = np.float16 if self._config.teacher.wire == "fp16" else np.float32
-        logits = np.empty((len(rollout.response_ids), self._n_vocab), dtype)
-        for start, rows in teacher.logits(rollout):
-            logits[start : start + len(rows)] = rows
-        return logits
+        return teacher.submit(rollouts, self._signals, mass=self._config.teacher.mass)
 
 
 def _record_time(completed_s: list[float], group: Sequence[int], _: Future[Any]) -> None:

@@ -290,8 +290,6 @@ class Exchange:
     def _check_outage(self) -> None:
         if not self._pending or not self._clock.problem():
             return
-        if all(request.paused for request in self._pending.values()):
-            self._clock.progressed()  # the delay is on this side
         n_sequences = self._n_in_window + self._inbox.n_sequences
         error = self._link.unavailable(f"{n_sequences} sequences" if n_sequences else "the teacher's description")
         if error is not None:

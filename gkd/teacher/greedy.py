@@ -16,9 +16,9 @@ from gkd.config.schema import Config
 from gkd.data.answers import greedy_sample
 from gkd.data.prompts import load_tokenizer
 from gkd.log import activities
-from gkd.teacher.client import ZmqTeacher, connect
 from gkd.teacher.grouping import grouped
 from gkd.teacher.info import TeacherInfo
+from gkd.teacher.teacher import Teacher, open_teacher
 from gkd.teacher.window import window_of_group
 from gkd.types import Prompt, Rollout, Sample
 
@@ -42,22 +42,22 @@ def greedy_samples(
         eos_ids: a response ends with the first of these, inclusive.
 
     Raises:
-        TeacherError, TeacherUnavailable: see `gkd.teacher.client.ZmqTeacher`.
+        TeacherError, TeacherUnavailable: see `gkd.teacher.teacher.Teacher`.
     """
     windows = [window_of_group(route.teacher, info, 1) for route, info in zip(routes, teachers, strict=True)]
     with ExitStack() as stack:
         clients = [
-            stack.enter_context(
-                connect(
-                    route.teacher,
-                    k=1,
-                    n_vocab=n_vocab,
-                    n_in_flight=window.n_per_connection * window.n_connections,
-                    fingerprint=info.fingerprint,
-                )
+            open_teacher(
+                route.teacher,
+                k=1,
+                n_vocab=n_vocab,
+                n_in_flight=window.n_per_connection * window.n_connections,
+                fingerprint=info.fingerprint,
             )
             for route, info, window in zip(routes, teachers, windows, strict=True)
         ]
+        for client in clients:
+            stack.callback(client.close)
         most = config.data.max_response_length
         responses = _decode(clients, [w.n_per_request for w in windows], prompts, frozenset(eos_ids), most)
     tokenizer = load_tokenizer(config.model.path, "model.path", trust_remote_code=config.model.trust_remote_code)
@@ -74,7 +74,7 @@ def greedy_samples(
 
 
 def _decode(
-    clients: Sequence[ZmqTeacher],
+    clients: Sequence[Teacher],
     n_per_request: Sequence[int],
     prompts: Sequence[Prompt],
     eos_ids: frozenset[int],
@@ -88,8 +88,7 @@ def _decode(
             contexts = [_context(prompts[i], responses[i]) for i in unfinished]
             groups = grouped(contexts, n_per_request)
             futures = [
-                clients[contexts[group[0]].route].submit_many([contexts[i] for i in group], ("topk",))
-                for group in groups
+                clients[contexts[group[0]].route].submit([contexts[i] for i in group], ("topk",)) for group in groups
             ]
             for group, future in zip(groups, futures, strict=True):
                 for i, scores in zip(group, future.result(), strict=True):

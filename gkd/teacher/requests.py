@@ -177,11 +177,6 @@ class PendingRequest(Generic[T]):
         """
         raise NotImplementedError
 
-    @property
-    def paused(self) -> bool:
-        """Return whether the server is waiting for the consumer of a stream."""
-        return False
-
     def needs_new_id(self, now_s: float) -> bool:
         """Return whether a resend must use a new request id, because the server ignores it under the old one."""
         return False

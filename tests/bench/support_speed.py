@@ -82,11 +82,11 @@ def requests(teacher: ZmqTeacher, rollouts: Sequence[Rollout]) -> dict[str, Call
     return {
         "list": lambda: [submit(teacher, rollout) for rollout in plain],
         "list with ids": lambda: [submit(teacher, rollout) for rollout in rollouts],
-        "jsd + k3, one request": lambda: [teacher.submit_many([rollout], ("topk", "sampled")) for rollout in plain],
+        "jsd + k3, one request": lambda: [teacher.submit([rollout], ("topk", "sampled")) for rollout in plain],
         "jsd + k3, two requests": lambda: [
             future
             for rollout in plain
-            for future in (submit(teacher, rollout), teacher.submit_many([rollout], ("sampled",)))
+            for future in (submit(teacher, rollout), teacher.submit([rollout], ("sampled",)))
         ],
     }
 

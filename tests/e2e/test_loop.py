@@ -18,6 +18,7 @@ from typing import Any
 
 import psutil
 import pytest
+from gkd.worker_env import worker_env
 
 from gkd.cluster.gpu_table import gpu_map_from_json
 from gkd.console.step_line import MAX_LINE
@@ -27,7 +28,6 @@ from gkd.metrics.writer import read_metrics
 from gkd.quickstart.check_export import count_equal
 from gkd.tools import check_gpus
 from gkd.tools.metrics_page import ROWS
-from gkd.worker_env import worker_env
 from tests.dist.helpers import free_port
 from tests.e2e.conftest import N_TRAIN, Lab, left_behind
 from tests.e2e.exactness import check_taken, differences

@@ -186,20 +186,6 @@ _CLIENT = (
         ("test_client_futures.py::test_requests_above_the_window_wait_in_the_client",),
     ),
     Mutant(
-        "stream_window_has_one_more",
-        _TRAINER,
-        ">= self._n_acknowledged + STREAM_WINDOW",
-        "> self._n_acknowledged + STREAM_WINDOW",
-        ("test_client_rows.py",),
-    ),
-    Mutant(
-        "rows_of_a_new_stream_come_twice",
-        _TRAINER,
-        "max(0, self._n_rows_held - message.start)",
-        "0",
-        ("test_client_rows.py",),
-    ),
-    Mutant(
         "token_id_twice_in_a_row",
         _TRAINER,
         "ordered[:, 1:] == ordered[:, :-1]",

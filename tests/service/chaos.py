@@ -122,21 +122,15 @@ class CheckingStreamClient(CheckingClient):
             self.times.append((submitted_s, time.monotonic()))
 
     def _logits_is_right(self, rollout: Rollout) -> bool:
-        tokens, n_prompt = np.concatenate([rollout.prompt_ids, rollout.response_ids]), len(rollout.prompt_ids)
-        end = 0
-        for start, rows in self.teacher.logits(rollout):
-            until = start + len(rows)
-            expected = trivial_logits(tokens[: n_prompt + until], n_prompt + start, _VOCAB)
-            # No shift to apply: the largest logit of the engine is 0.
-            if start != end or not np.array_equal(rows, expected):
-                return False
-            end = until
-        return end == len(rollout.response_ids)
+        tokens = np.concatenate([rollout.prompt_ids, rollout.response_ids])
+        (scores,) = self.teacher.submit([rollout], ["logits"]).result(timeout=60)
+        # No shift to apply: the largest logit of the engine is 0.
+        return np.array_equal(scores.logits, trivial_logits(tokens, len(rollout.prompt_ids), _VOCAB))
 
     def _hidden_is_right(self, rollout: Rollout) -> bool:
         tokens = np.concatenate([rollout.prompt_ids, rollout.response_ids])
-        hidden = self.teacher.submit_hidden(rollout).result(timeout=60)
-        return bool(np.array_equal(hidden, trivial_hidden(tokens, len(rollout.prompt_ids))))
+        (scores,) = self.teacher.submit([rollout], ["hidden"]).result(timeout=60)
+        return np.array_equal(scores.hidden, trivial_hidden(tokens, len(rollout.prompt_ids)))
 
 
 class Deployment:

@@ -80,7 +80,7 @@ def connect(port: int, **settings: Any) -> ZmqTeacher:
 
 def submit(teacher: ZmqTeacher, rollout: Rollout, *, mass: float = 0.0) -> Future[list[TeacherScores]]:
     """Request the top-k scores of one sequence."""
-    return teacher.submit_many([rollout], ("topk",), mass=mass)
+    return teacher.submit([rollout], ("topk",), mass=mass)
 
 
 def table_of(scores: list[TeacherScores]) -> TeacherTopK:

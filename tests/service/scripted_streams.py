@@ -1,4 +1,4 @@
-"""A scripted server that streams rows message by message, and can exceed the window."""
+"""A scripted server that streams rows message by message."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from teacher_server.wire.protocol import (
     STREAM_WINDOW,
     Cancel,
     ClientMessage,
+    ErrorReply,
     HeadRequest,
     Received,
     RowsReply,
@@ -22,7 +23,7 @@ from teacher_server.wire.protocol import (
     replies,
     token_digest,
 )
-from tests.service.scripted import N_HIDDEN, N_VOCAB, Message, ScriptedServer
+from tests.service.scripted import N_HIDDEN, N_VOCAB, Message, ScriptedServer, one
 
 
 def matrix(signal: str, n_rows: int, n_cols: int) -> np.ndarray:
@@ -106,6 +107,11 @@ class StreamingServer(ScriptedServer):
     def begin(self, stream: Stream) -> None:
         self.streams.append(stream)
         self._by_request[stream.request_id] = stream
+
+    def expire(self, stream: Stream) -> list[Message]:
+        """Forget a request, and return the reply to it after its deadline."""
+        del self._by_request[stream.request_id]
+        return one(ErrorReply(request_id=stream.request_id, code="deadline", text="scripted"))
 
     def retry(self, identity: bytes, stream: Stream) -> Stream:
         """Start a new stream for the same request, as after the loss of a worker."""

@@ -237,7 +237,7 @@ def test_the_sampled_tokens_logprobs() -> None:
     """Fails if the sampled signal is read as a top-1 reply."""
     rollout = random_rollouts(1, N_VOCAB)[0]
     with ScriptedServer(always_valid) as server, client(server) as teacher:
-        got = teacher.submit_many([rollout], ("sampled",)).result(timeout=5)[0].sampled_logprobs
+        got = teacher.submit([rollout], ("sampled",)).result(timeout=5)[0].sampled_logprobs
     np.testing.assert_array_equal(got, -rollout.response_ids.astype(np.float32))
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -13,9 +12,9 @@ import pytest
 from gkd.errors import TeacherError, TeacherUnavailable
 from gkd.teacher.client import ZmqTeacher
 from gkd.types import Rollout
-from teacher_server.wire.protocol import STREAM_WINDOW, Cancel, ErrorReply, HeadRequest, Received, ScoreRequest
+from teacher_server.wire.protocol import STREAM_WINDOW, Cancel, HeadRequest, Received, ScoreRequest, Signal
 from tests.service.harness import connect, random_rollouts, wait_until
-from tests.service.scripted import N_HIDDEN, N_VOCAB, Message, one
+from tests.service.scripted import N_HIDDEN, N_VOCAB, Message
 from tests.service.scripted_streams import Stream, StreamingServer, matrix
 
 pytestmark = pytest.mark.service
@@ -30,22 +29,18 @@ def rollout(n_rows: int = N_ROWS) -> Rollout:
     return random_rollouts(1, N_VOCAB, response=(n_rows, n_rows))[0]
 
 
-def gather(pieces: Iterator[tuple[int, np.ndarray]], n_rows: int = N_ROWS) -> np.ndarray:
-    """Return [n_rows, C]. Fails unless the pieces are in order, without gaps or repeated rows."""
-    rows: list[np.ndarray] = []
-    end = 0
-    for start, piece in pieces:
-        assert start == end and len(piece)
-        end += len(piece)
-        rows.append(piece)
-    assert end == n_rows
-    return np.concatenate(rows)
+def rows(teacher: ZmqTeacher, signal: Signal = "hidden", n_rows: int = N_ROWS, timeout_s: float = 5) -> np.ndarray:
+    """Request a matrix and return it, [n_rows, columns]."""
+    (scores,) = teacher.submit([rollout(n_rows)], [signal]).result(timeout_s)
+    matrix = scores.hidden if signal == "hidden" else scores.logits
+    assert matrix is not None and len(matrix) == n_rows
+    return matrix
 
 
 def test_hidden_states_and_the_head_are_assembled() -> None:
     """Fails if a row is misplaced, or the transfer stops at the end of the window."""
     with StreamingServer(rows_a_message=3) as server, client(server) as teacher:
-        hidden = teacher.submit_hidden(rollout()).result(timeout=5)
+        hidden = rows(teacher)
         head = teacher.lm_head()
     np.testing.assert_array_equal(hidden, matrix("hidden", N_ROWS, N_HIDDEN))
     np.testing.assert_array_equal(head, matrix("head", N_VOCAB, N_HIDDEN))
@@ -54,35 +49,19 @@ def test_hidden_states_and_the_head_are_assembled() -> None:
     assert max(stream.most_ahead for stream in server.streams) <= STREAM_WINDOW
 
 
-def test_logits_wait_for_the_consumer() -> None:
-    """Fails if logits of a slow consumer fill the trainer's memory, or arrive out of order."""
-    with StreamingServer() as server, client(server) as teacher:
-        pieces = teacher.logits(rollout())
-        first = next(pieces)
-        wait_until(lambda: server.streams[0].n_sent > STREAM_WINDOW, 5.0, "a full window")  # after the first receipt
-        time.sleep(0.2)
-        assert server.streams[0].n_sent == STREAM_WINDOW + 1, "one message is read, eight wait"
-        rest = gather(iter([first, *pieces]))
-        np.testing.assert_array_equal(rest, matrix("logits", N_ROWS, N_VOCAB))
-        acks = [received.n_messages for received in server.of(Received)]
-    assert acks[:N_ROWS] == list(range(1, len(acks) + 1)), "each piece is acknowledged when it is read"
-    assert server.streams[0].most_ahead <= STREAM_WINDOW
-
-
 def test_many_streams_and_scores_share_one_client() -> None:
-    """Fails if streams are mixed up, or one that waits for its consumer blocks the others."""
+    """Fails if streams are mixed up, or one of them blocks the others."""
     with StreamingServer() as server, client(server) as teacher:
-        paused = teacher.logits(rollout())
-        next(paused)
-        futures = [teacher.submit_hidden(rollout(n)) for n in (5, 17, 33)]
+        logits = teacher.submit([rollout()], ["logits"])
+        futures = [teacher.submit([rollout(n)], ["hidden"]) for n in (5, 17, 33)]
         for n, future in zip((5, 17, 33), futures, strict=True):
-            np.testing.assert_array_equal(future.result(timeout=5), matrix("hidden", n, N_HIDDEN))
-        assert sum(1 for _ in paused) == N_ROWS - 1
+            np.testing.assert_array_equal(future.result(timeout=5)[0].hidden, matrix("hidden", n, N_HIDDEN))
+        np.testing.assert_array_equal(logits.result(timeout=5)[0].logits, matrix("logits", N_ROWS, N_VOCAB))
 
 
 @pytest.mark.parametrize("signal", ["hidden", "logits"])
 @pytest.mark.parametrize("at", [1, 13, N_ROWS - 1])
-def test_another_worker_takes_over_in_the_middle(signal: str, at: int) -> None:
+def test_another_worker_takes_over_in_the_middle(signal: Signal, at: int) -> None:
     """Fails if rows are repeated after a retry, or rows of the two workers are mixed up."""
     taken_over = threading.Event()
     with StreamingServer() as server, client(server) as teacher:
@@ -95,10 +74,7 @@ def test_another_worker_takes_over_in_the_middle(signal: str, at: int) -> None:
             return [stream.message(index)]
 
         server.on_next = on_next
-        if signal == "hidden":
-            got = teacher.submit_hidden(rollout()).result(timeout=5)
-        else:
-            got = gather(teacher.logits(rollout()))
+        got = rows(teacher, signal)
         np.testing.assert_array_equal(got, matrix(signal, N_ROWS, got.shape[1]))
         assert len(server.streams) == 2 and server.streams[1].worker == "w1"
         assert len(server.of(ScoreRequest)) == 1 and teacher.stats.n_damaged == 0
@@ -106,7 +82,7 @@ def test_another_worker_takes_over_in_the_middle(signal: str, at: int) -> None:
 
 @pytest.mark.parametrize("signal", ["hidden", "logits"])
 @pytest.mark.parametrize("fault", ["gap", "damaged", "row missing", "another worker", "another shape"])
-def test_a_stream_with_a_fault_restarts_under_a_new_id(signal: str, fault: str) -> None:
+def test_a_stream_with_a_fault_restarts_under_a_new_id(signal: Signal, fault: str) -> None:
     """Fails if a gap in the matrix is filled with other rows, or the restart reuses the old request id."""
     faulty = threading.Event()
     with StreamingServer() as server, client(server) as teacher:
@@ -127,10 +103,7 @@ def test_a_stream_with_a_fault_restarts_under_a_new_id(signal: str, fault: str) 
             return [stream.message(index, n_cols=stream.rows.shape[1] + 1)]
 
         server.on_next = on_next
-        if signal == "hidden":
-            got = teacher.submit_hidden(rollout()).result(timeout=5)
-        else:
-            got = gather(teacher.logits(rollout()))
+        got = rows(teacher, signal)
         np.testing.assert_array_equal(got, matrix(signal, N_ROWS, got.shape[1]))
         first, second = (request.request_id for request in server.of(ScoreRequest))
         assert first != second and [cancel.request_id for cancel in server.of(Cancel)] == [first]
@@ -142,12 +115,12 @@ def test_a_stream_that_is_always_damaged_is_an_error() -> None:
     with StreamingServer() as server, client(server) as teacher:
         server.on_next = lambda stream, index: [] if index == 5 else [stream.message(index)]
         with pytest.raises(TeacherError, match="damaged.* 6 "):
-            teacher.submit_hidden(rollout()).result(timeout=10)
+            rows(teacher, timeout_s=10)
         wait_until(lambda: len(server.of(Cancel)) == 6, 2.0, "the cancellations")
 
 
 @pytest.mark.parametrize("signal", ["hidden", "logits"])
-def test_a_broken_connection_in_the_middle(signal: str) -> None:
+def test_a_broken_connection_in_the_middle(signal: Signal) -> None:
     """Fails if the client waits for messages lost at the end of a window, where no gap is visible."""
     cut = threading.Event()
     with StreamingServer() as server, client(server) as teacher:
@@ -161,10 +134,7 @@ def test_a_broken_connection_in_the_middle(signal: str) -> None:
 
         server.on_next = on_next
         started_s = time.monotonic()
-        if signal == "hidden":
-            got = teacher.submit_hidden(rollout()).result(timeout=10)
-        else:
-            got = gather(teacher.logits(rollout()))
+        got = rows(teacher, signal, timeout_s=10)
         np.testing.assert_array_equal(got, matrix(signal, N_ROWS, got.shape[1]))
         assert time.monotonic() - started_s < 5
         assert len({request.request_id for request in server.of(ScoreRequest)}) == 2
@@ -176,7 +146,7 @@ def test_a_stream_that_stops_is_requested_again() -> None:
         server.on_next = lambda stream, index: (
             [] if index >= 9 and len(server.streams) == 1 else [stream.message(index)]
         )
-        got = teacher.submit_hidden(rollout()).result(timeout=5)
+        got = rows(teacher)
         np.testing.assert_array_equal(got, matrix("hidden", N_ROWS, N_HIDDEN))
 
 
@@ -184,62 +154,37 @@ def test_a_stream_that_never_begins_is_requested_again() -> None:
     """Fails if a lost first window, or a queue longer than request_timeout_s, is an error."""
     with StreamingServer() as server, client(server, request_timeout_s=0.1, outage_budget_s=10.0) as teacher:
         server.on_next = lambda stream, index: [] if len(server.streams) == 1 else [stream.message(index)]
-        teacher.submit_hidden(rollout()).result(timeout=5)
+        rows(teacher)
         ids = [request.request_id for request in server.of(ScoreRequest)]
         assert ids[0] == ids[1] == ids[2] != ids[3], "the first resends must keep the position in the queue"
 
 
-def test_an_expired_stream_continues_at_its_position() -> None:
-    """Fails if a consumer slower than the deadline loses its stream, or gets repeated rows."""
+def test_an_expired_stream_starts_again() -> None:
+    """Fails if a stream that the server dropped at its deadline is lost."""
+    expired = threading.Event()
     with StreamingServer() as server, client(server) as teacher:
-        pieces = teacher.logits(rollout())
-        first = [next(pieces) for _ in range(4)]
-        identity, stream = next(iter(server.identities)), server.streams[0]
-        late = ErrorReply(request_id=stream.request_id, code="deadline", text="scripted")
 
-        def expire() -> None:
-            server._by_request.pop(stream.request_id)
-            server.send(identity, one(late))
+        def on_next(stream: Stream, index: int) -> list[Message]:
+            if index != 4 or expired.is_set():
+                return [stream.message(index)]
+            expired.set()
+            return server.expire(stream)
 
-        server.do(expire)
-        got = gather(iter([*first, *pieces]))
-        np.testing.assert_array_equal(got, matrix("logits", N_ROWS, N_VOCAB))
+        server.on_next = on_next
+        np.testing.assert_array_equal(rows(teacher, "logits"), matrix("logits", N_ROWS, N_VOCAB))
         assert len(server.streams) == 2
 
 
-def test_a_pause_of_the_consumer_is_not_an_outage() -> None:
-    """Fails if a pause of the trainer counts as a stall of the server, or lets the request expire."""
-    with StreamingServer() as server, client(server, request_timeout_s=0.3, outage_budget_s=0.6) as teacher:
-        pieces = teacher.logits(rollout())
-        first = next(pieces)
-        time.sleep(1.1)
-        assert len(server.of(ScoreRequest)) > 2, "the deadline must be renewed"
-        gather(iter([first, *pieces]))
-        assert len(server.streams) == 1
-
-
-def test_closing_a_stream_early_cancels_it() -> None:
-    """Fails if the teacher continues to compute logits of a closed stream."""
+def test_a_cancelled_stream_ends_at_the_server() -> None:
+    """Fails if the teacher continues to compute logits that no one waits for."""
     with StreamingServer() as server, client(server) as teacher:
-        pieces = teacher.logits(rollout())
-        for _ in range(5):
-            next(pieces)
-        pieces.close()  # type: ignore[attr-defined]
+        server.on_next = lambda stream, index: [stream.message(index)] if index < 5 else []
+        future = teacher.submit([rollout()], ["logits"])
+        wait_until(lambda: server.of(Received), 2.0, "the first rows")
+        assert future.cancel()
         wait_until(lambda: server.of(Cancel), 2.0, "the cancellation")
-        assert server.streams[0].n_sent <= 5 + STREAM_WINDOW
-        future = teacher.submit_hidden(rollout())
-        assert future.result(timeout=5).shape == (N_ROWS, N_HIDDEN)
-
-
-def test_a_server_that_ignores_the_window_is_refused() -> None:
-    """Fails if a server that exceeds the window can fill the trainer's memory."""
-    with StreamingServer() as server, client(server) as teacher:
-        server.on_next = lambda stream, index: [stream.message(i) for i in range(N_ROWS)] if index == 0 else []
-        pieces = teacher.logits(rollout())
-        next(pieces)
-        time.sleep(0.3)
-        with pytest.raises(TeacherError, match=f" {STREAM_WINDOW} messages"):
-            list(pieces)
+        server.on_next = lambda stream, index: [stream.message(index)]
+        assert rows(teacher).shape == (N_ROWS, N_HIDDEN)
 
 
 def test_logits_that_are_not_shifted_are_refused() -> None:
@@ -252,31 +197,26 @@ def test_logits_that_are_not_shifted_are_refused() -> None:
 
         server.on_next = on_next
         with pytest.raises(TeacherError, match="prompt 0, sample 0.*'w0'.*logit"):
-            gather(teacher.logits(rollout()))
+            rows(teacher, "logits")
         wait_until(lambda: server.of(Cancel), 2.0, "the cancellation")
 
 
-def test_an_outage_in_the_middle_of_a_stream_reaches_its_consumer() -> None:
-    """Fails if the consumer of a stream waits forever for a dead server."""
+def test_an_outage_in_the_middle_of_a_stream() -> None:
+    """Fails if a stream waits forever for a dead server."""
     with StreamingServer() as server, client(server, request_timeout_s=0.3, outage_budget_s=0.6) as teacher:
-        server.on_next = lambda stream, index: [stream.message(index)] if index < 2 else []
-        pieces = teacher.logits(rollout())
-        next(pieces)
-        server.on_next = lambda stream, index: []
-        with pytest.raises(TeacherUnavailable, match=" 1 sequences"):
-            list(pieces)
+        server.on_next = lambda stream, index: [stream.message(index)] if not server.streams[1:] and index < 2 else []
+        with pytest.raises(TeacherUnavailable):
+            rows(teacher, "logits")
 
 
-def test_close_ends_the_consumer_of_a_stream() -> None:
-    """Fails if the consumer of a stream waits after the client is closed."""
+def test_close_ends_a_stream() -> None:
+    """Fails if a stream waits after the client is closed."""
     with StreamingServer() as server:
         teacher = client(server)
         server.on_next = lambda stream, index: [stream.message(index)] if index < 2 else []
-        pieces = teacher.logits(rollout())
-        next(pieces)
         threading.Timer(0.2, teacher.close).start()
-        with pytest.raises(TeacherError, match=" 1 "):
-            list(pieces)
+        with pytest.raises(TeacherError):
+            rows(teacher, "logits")
 
 
 def test_rows_of_another_wire_dtype_are_refused() -> None:
@@ -286,4 +226,4 @@ def test_rows_of_another_wire_dtype_are_refused() -> None:
         client(server, wire="fp16") as teacher,
         pytest.raises(TeacherError, match="damaged .*float32"),
     ):
-        teacher.submit_hidden(rollout()).result(timeout=5)
+        rows(teacher)

@@ -94,7 +94,7 @@ def test_one_request_returns_the_list_with_the_given_ids_and_the_sampled_token(
     """Fails if ids are mixed up between sequences of a batch, or a table comes from another request."""
     rollouts = rollouts_with_ids(20, n_given)
     with connect(server.port, k=K, wire=wire) as teacher:
-        future = teacher.submit_many(rollouts, ("topk", "sampled"))
+        future = teacher.submit(rollouts, ("topk", "sampled"))
         plain = [submit(teacher, rollout) for rollout in rollouts]
         n_sent = teacher.stats.n_sent
         results = future.result(timeout=20)
@@ -115,7 +115,7 @@ def test_the_sampled_token_comes_with_a_mass_target(server: ServerProcess) -> No
     rollout = random_rollouts(1, N_VOCAB, response=(30, 30))[0]
     tokens = np.concatenate([rollout.prompt_ids, rollout.response_ids])
     with connect(server.port, k=K) as teacher:
-        result = teacher.submit_many([rollout], ("topk", "sampled"), mass=0.6).result(timeout=20)[0]
+        result = teacher.submit([rollout], ("topk", "sampled"), mass=0.6).result(timeout=20)[0]
     assert result.topk is not None and result.topk.counts is not None
     np.testing.assert_array_equal(
         result.topk.counts, trivial_topk(tokens, len(rollout.prompt_ids), K, N_VOCAB, 0.6).counts

@@ -36,10 +36,10 @@ def test_each_sequence_has_the_scores_of_a_request_of_its_own(server: ServerProc
     with connect(server.port, n_in_flight=16, wire=wire) as teacher:
         single = [table_of(submit(teacher, rollout, mass=mass).result(timeout=20)) for rollout in rollouts]
         assert teacher.stats.n_sent == 60
-        futures = [teacher.submit_many(rollouts[at : at + 12], BOTH, mass=mass) for at in range(0, 60, 12)]
+        futures = [teacher.submit(rollouts[at : at + 12], BOTH, mass=mass) for at in range(0, 60, 12)]
         together = [scores for future in futures for scores in future.result(timeout=20)]
         assert teacher.stats.n_sent == 65
-        larger = teacher.submit_many(rollouts, ("sampled",)).result(timeout=20)
+        larger = teacher.submit(rollouts, ("sampled",)).result(timeout=20)
         assert len(larger) == 60, "a request that is larger than the window is sent when the window is empty"
     for rollout, one, several, sampled in zip(rollouts, single, together, larger, strict=True):
         table, tokens = several.topk, np.concatenate([rollout.prompt_ids, rollout.response_ids])
@@ -58,9 +58,9 @@ def test_a_refusal_names_the_sequence(server: ServerProcess) -> None:
     bad = replace(rollouts[3], response_ids=np.array([1, N_VOCAB], np.int32))
     with connect(server.port) as teacher:
         with pytest.raises(TeacherRefusal) as refused:
-            teacher.submit_many([*rollouts[:3], bad, rollouts[4]], ("topk",)).result(timeout=20)
+            teacher.submit([*rollouts[:3], bad, rollouts[4]], ("topk",)).result(timeout=20)
         assert refused.value.code == "bad_request" and str(refused.value).startswith("prompt 3, sample 0:")
-        assert len(teacher.submit_many(rollouts, ("topk",)).result(timeout=20)) == 5
+        assert len(teacher.submit(rollouts, ("topk",)).result(timeout=20)) == 5
 
 
 def test_sequences_with_and_without_ids_are_not_mixed(server: ServerProcess) -> None:
@@ -68,7 +68,7 @@ def test_sequences_with_and_without_ids_are_not_mixed(server: ServerProcess) -> 
     first, second = random_rollouts(2, N_VOCAB)
     with_ids = replace(first, top_ids=np.tile(np.arange(2, dtype=np.int32), (len(first.response_ids), 1)))
     with connect(server.port) as teacher, pytest.raises(TeacherError, match="prompt 1, sample 0"):
-        teacher.submit_many([with_ids, second], ("topk",))
+        teacher.submit([with_ids, second], ("topk",))
 
 
 def test_invalid_scores_name_the_sequence() -> None:
@@ -86,6 +86,6 @@ def test_invalid_scores_name_the_sequence() -> None:
         return [[replies.encode(reply), *frames]]
 
     with ScriptedServer(script) as scripted, client(scripted, wire="fp32") as teacher:
-        future = teacher.submit_many(rollouts, ("topk",))
+        future = teacher.submit(rollouts, ("topk",))
         with pytest.raises(TeacherError, match=f"prompt 2, sample 0, .*position {len(rollouts[2].response_ids) - 1} "):
             future.result(timeout=20)

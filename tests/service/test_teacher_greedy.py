@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import closing
 from pathlib import Path
 
 import numpy as np
@@ -10,8 +11,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from gkd.config.schema_teacher import TeacherConfig
-from gkd.teacher.client import connect
 from gkd.teacher.greedy import _decode
+from gkd.teacher.teacher import open_teacher
 from gkd.types import Prompt
 from tests.service.harness import ServerProcess
 
@@ -45,5 +46,5 @@ def test_the_teachers_responses_are_those_of_a_greedy_loop(tiny_server: ServerPr
     expected = [greedy(ids.tolist(), eos_ids) for ids in own]
     assert len({len(response) for response in expected}) > 1, "some end early"
     settings = TeacherConfig(server_port=tiny_server.port)
-    with connect(settings, k=1, n_vocab=CUT, n_in_flight=8, fingerprint="") as teacher:
+    with closing(open_teacher(settings, k=1, n_vocab=CUT, n_in_flight=8)) as teacher:
         assert _decode([teacher, teacher], [3, 2], prompts, eos_ids, MOST) == expected

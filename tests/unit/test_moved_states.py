@@ -84,7 +84,7 @@ def test_the_strategy_is_resident_where_all_models_fit(frozen: tuple[str, ...]) 
     """Fails if the student's states move on a card where all models fit, or stay where they do not fit."""
 
     def refit(config: Config) -> Sequence[RankFootprint]:
-        of_teacher = (QWEN25_15B, None) if derive(config).is_local_teacher else None
+        of_teacher = (QWEN25_15B, None) if derive(config).teacher_pool == "actor" else None
         of_reference = (QWEN25_15B, None) if derive(config).reference_folder else None
         return footprint(config, QWEN25_15B, local_teacher=of_teacher, reference=of_reference)
 

@@ -49,7 +49,7 @@ def test_engines_have_room_for_the_teachers_prompt() -> None:
     """Fails if a sequence that the settings allow is longer than the engine, which generates one token after it."""
     lengths = ["data.max_prompt_length=10", "data.max_response_length=5", "data.max_teacher_prompt_length=20"]
     derived = check_config(load_config(None, [*MINIMAL, *OWN_PROMPT, *lengths]))
-    assert (derived.max_engine_length, derived.has_teacher_server, derived.is_local_teacher) == (26, False, False)
+    assert (derived.max_engine_length, derived.teacher_pool) == (26, "rollout")
     served = [*MINIMAL[:-2], *OWN_PROMPT, *lengths]
     assert check_config(load_config(None, served)).max_engine_length == 15
 

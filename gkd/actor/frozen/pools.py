@@ -22,6 +22,7 @@ from gkd.actor.megatron.layout import ParallelLayout
 from gkd.cluster.calls import Pending, gather
 from gkd.config.derived import derive
 from gkd.config.schema import Config
+from gkd.config.schema_teacher import ACTOR
 from gkd.data.scatter import scatter_to_ranks
 from gkd.metrics.pools import REFERENCE_S
 from gkd.teacher.scoring import RECORDS, RecordedScoring
@@ -125,7 +126,7 @@ class ReferencePool:
             groups = data_parallel_groups(len(workers), config)
             self._method, self._options = "compute_logprobs", {"groups": groups, "meta": _WITHOUT_ADAPTERS}
         # A local teacher scores on the same ranks, with the actor's weights offloaded: before they are reloaded here.
-        self._starts_in_wait = derived.is_local_teacher
+        self._starts_in_wait = derived.teacher_pool == ACTOR
 
     def compute_logprobs(
         self, batch: Sequence[PendingScores | ScoredChunk], *, blocking: bool = True

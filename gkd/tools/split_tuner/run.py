@@ -63,7 +63,7 @@ def check_plannable(config: Config) -> None:
     """Check that the roles have separate GPUs. Raises ConfigError: they share some."""
     shared = {
         "trainer.colocate": (config.trainer.colocate, "actor and engines share their GPUs."),
-        "teacher.backend": (not derive(config).has_teacher_server, "the teacher is on the GPUs of another role."),
+        "teacher.backend": (bool(derive(config).teacher_pool), "the teacher is on the GPUs of another role."),
     }
     for key, (is_shared, problem) in shared.items():
         if is_shared:
