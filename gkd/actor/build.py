@@ -1,4 +1,4 @@
-"""Build the student of one actor rank from the settings, with either backend."""
+"""Build the student of one actor rank from the settings, with the backend that actor.strategy names."""
 
 from __future__ import annotations
 
@@ -56,34 +56,46 @@ def build_student(
         "seed": config.data.seed,
         "on_phase": on_phase,
     }
-    # The backends are imported here, because the driver imports the worker for its class alone.
-    if actor.strategy == "fsdp2":
-        with quick_imports():
-            from gkd.actor.fsdp.student import FsdpStudent
+    return _BUILD[actor.strategy](config, layout, collective_timeout_s, common)
 
-        return FsdpStudent(
-            config.model.path,
-            recompute=actor.recompute,
-            packing=actor.packing,
-            cpu_offload=actor.fsdp_cpu_offload,
-            lora=actor.lora,
-            trust_remote_code=config.model.trust_remote_code,
-            **common,
-        )
+
+# The backends are imported in their functions, because the driver imports the worker for its class alone.
+
+
+def _megatron(config: Config, layout: ParallelLayout, collective_timeout_s: float, common: StudentArgs) -> Student:
     with quick_imports():
         from gkd.actor.megatron.student import MegatronStudent
 
     return MegatronStudent(
         config.model.path,
         layout,
-        layers=actor.layers,
-        overlap_grad_reduce=config.trainer.nnodes > 1 and device.type == "cuda",  # within a node it takes little
-        recompute=actor.recompute,
-        sequence_parallel=actor.sequence_parallel,
-        lora=actor.lora,
+        layers=config.actor.layers,
+        # Within a node the reduction takes little time.
+        overlap_grad_reduce=config.trainer.nnodes > 1 and common["device"].type == "cuda",
+        recompute=config.actor.recompute,
+        sequence_parallel=config.actor.sequence_parallel,
+        lora=config.actor.lora,
         collective_timeout_s=collective_timeout_s,
         **common,
     )
+
+
+def _fsdp(config: Config, layout: ParallelLayout, collective_timeout_s: float, common: StudentArgs) -> Student:
+    with quick_imports():
+        from gkd.actor.fsdp.student import FsdpStudent
+
+    return FsdpStudent(
+        config.model.path,
+        recompute=config.actor.recompute,
+        packing=config.actor.packing,
+        cpu_offload=config.actor.fsdp_cpu_offload,
+        lora=config.actor.lora,
+        trust_remote_code=config.model.trust_remote_code,
+        **common,
+    )
+
+
+_BUILD = {"megatron": _megatron, "fsdp2": _fsdp}
 
 
 def _heads(config: Config) -> Iterator[Heads]:

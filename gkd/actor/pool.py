@@ -168,7 +168,7 @@ class ActorPool:
         Args:
             device: "cpu" | "cuda".
         """
-        if self._config.actor.strategy == "fsdp2" or transport_of(self._config, device) == IPC:
+        if self._config.actor.backend.shards_every_tensor or transport_of(self._config, device) == IPC:
             return [self._workers]
         stages: list[list[Any]] = [[] for _ in range(self._config.actor.pp)]
         for worker, layout in zip(self._workers, self._layouts, strict=True):

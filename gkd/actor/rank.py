@@ -125,7 +125,7 @@ class ActorRank:
         self._layout = ParallelLayout(
             tp=actor.tp, pp=actor.pp, world_size=derived.world_size, rank=self._rank, vpp=actor.vpp, ep=actor.ep
         )
-        all_send = actor.strategy == "fsdp2" or transport_of(config, device) == IPC
+        all_send = actor.backend.shards_every_tensor or transport_of(config, device) == IPC
         self._sends_weights = all_send or self._layout.exports  # see `ActorPool.exporters`
         with self._memory.diagnosed("building the student"):
             self._student = self._build_student(total_steps, timeout_s)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from gkd.config.derived import ENGINE_RANKS, Derived
 from gkd.config.schema import Config
+from gkd.config.schema_actor import BACKENDS
 from gkd.config.schema_teacher import ACTOR
 from gkd.errors import ConfigError
 
@@ -14,28 +15,15 @@ def check_strategy(config: Config, derived: Derived) -> None:
     if a.attention != "auto" and config.model.dtype == "float32":
         problem = "FlashAttention computes in 16 bits, and model.dtype is float32."
         raise ConfigError("actor.attention", a.attention, problem, "use auto, or model.dtype=bfloat16.")
-    if a.strategy == "fsdp2":
-        split = {"actor.tp": a.tp, "actor.pp": a.pp, "actor.vpp": a.vpp, "actor.ep": a.ep}
-        for key, size in split.items():
-            if size != 1:
-                problem = "actor.strategy=fsdp2 is data parallel only."
-                raise ConfigError(key, size, problem, "use 1, or actor.strategy=megatron.")
-        if a.recompute == "selective":
-            problem = "the attention kernels of actor.strategy=fsdp2 always recompute their scores."
-            raise ConfigError("actor.recompute", a.recompute, problem, "use full, or none.")
-        if a.sequence_parallel:
-            problem = "actor.strategy=fsdp2 has no tensor-parallel regions."
-            raise ConfigError("actor.sequence_parallel", True, problem, "use false, or actor.strategy=megatron.")
-        if a.layers != "auto":
-            problem = "actor.strategy=fsdp2 has transformers' layers."
-            raise ConfigError("actor.layers", a.layers, problem, "use auto, or actor.strategy=megatron.")
-        return
+    for name, limit in a.backend.limits.items():
+        value = getattr(a, name)
+        if value not in limit.values:
+            other = next(other for other, backend in BACKENDS.items() if backend.supports(name, value))
+            fix = f"use {' or '.join(map(str, limit.values))}, or actor.strategy={other}."
+            raise ConfigError(f"actor.{name}", value, f"actor.strategy={a.strategy} {limit.why}.", fix)
     if a.layers == "te" and a.lora.rank:
         problem = "Transformer Engine's matrices include the preceding norm, so adapters would not get their input."
         raise ConfigError("actor.layers", a.layers, problem, "use auto, or actor.lora.rank=0.")
-    if a.fsdp_cpu_offload:
-        fix = "turn it off, or use actor.strategy=fsdp2."
-        raise ConfigError("actor.fsdp_cpu_offload", True, "needs actor.strategy=fsdp2.", fix)
 
 
 def check_pools(config: Config, derived: Derived) -> None:

@@ -2,9 +2,52 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from gkd.config.declare import key
+
+
+class Limit(NamedTuple):
+    """List the values of a key of `actor` that a backend supports."""
+
+    values: tuple[object, ...]  # the last one replaces a value that is not supported
+    why: str
+
+
+class StudentBackend(NamedTuple):
+    """Hold the facts of one value of `actor.strategy`.
+
+    `gkd.actor.build`, `gkd.footprint.estimate` and `gkd.preflight.student` list its functions.
+    """
+
+    limits: Mapping[str, Limit]  # a key that is missing has none
+    shards_every_tensor: bool  # each rank has a part of every tensor, so all of them send the weights together
+    adapts_moe_models: bool  # dense MLPs of a model with experts can have LoRA adapters
+
+    def supports(self, name: str, value: object) -> bool:
+        return name not in self.limits or value in self.limits[name].values
+
+
+_DATA_PARALLEL = Limit((1,), "is data parallel only")
+BACKENDS = {
+    "megatron": StudentBackend(
+        {"fsdp_cpu_offload": Limit((False,), "does not shard its weights")},
+        shards_every_tensor=False,
+        adapts_moe_models=False,
+    ),
+    "fsdp2": StudentBackend(
+        {
+            **dict.fromkeys(("tp", "pp", "vpp", "ep"), _DATA_PARALLEL),
+            "recompute": Limit(("none", "full"), "always recomputes attention scores, in its kernels"),
+            "sequence_parallel": Limit((False,), "has no tensor-parallel regions"),
+            "layers": Limit(("auto",), "has transformers' layers"),
+        },
+        shards_every_tensor=True,
+        adapts_moe_models=True,
+    ),
+}
 
 
 @dataclass
@@ -46,7 +89,7 @@ class ActorConfig:
         "megatron",
         "Training backend. megatron: Megatron-core with tensor, pipeline and expert parallelism. fsdp2: fully_shard "
         "around the Hugging Face model, data parallel only. Supported models: docs/student.md.",
-        choices=("megatron", "fsdp2"),
+        choices=tuple(BACKENDS),
     )
     tp: int = key(1, "Tensor parallel size.", gt=0, resume=True)
     pp: int = key(1, "Pipeline parallel size.", gt=0, resume=True)
@@ -138,3 +181,8 @@ class ActorConfig:
     )
     optim: OptimConfig = field(default_factory=OptimConfig)
     lora: LoraConfig = field(default_factory=LoraConfig)
+
+    @property
+    def backend(self) -> StudentBackend:
+        """The facts of `strategy`."""
+        return BACKENDS[self.strategy]

@@ -31,7 +31,7 @@ MAX_NAME_LENGTH = 128  # characters of a teacher's name
 
 
 class TeacherBackend(NamedTuple):
-    """Facts about one value of `teacher.backend`."""
+    """Hold the facts of one value of `teacher.backend`."""
 
     pool: str  # the pool whose processes score; empty means processes outside of the run
     model: str  # dotted key that names the teacher's model

@@ -34,7 +34,7 @@ def adapter_params(config: Config, dims: ModelDims, layers: Sequence[int], tp: i
         "down_proj": (f, h),
     }
     dense = [layer for layer in range(dims.n_layers) if not dims.is_moe_layer(layer)]
-    if dims.moe is not None and config.actor.strategy == "megatron":
+    if dims.moe is not None and not config.actor.backend.adapts_moe_models:
         dense = []
     total = 0
     for target in lora.targets:

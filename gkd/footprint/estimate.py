@@ -10,7 +10,7 @@ from gkd.config.derived import derive
 from gkd.config.schema import Config
 from gkd.config.schema_teacher import ACTOR
 from gkd.errors import ModelError
-from gkd.footprint.fsdp import fsdp_footprint, groups
+from gkd.footprint.fsdp import fsdp_footprints, groups
 from gkd.footprint.megatron import megatron_footprints
 from gkd.footprint.rank import OFFLOADED_STATES, RankFootprint
 from gkd.footprint.rollout import rollout_footprint
@@ -49,6 +49,11 @@ class RunModels:
         )
 
 
+# Value of `actor.strategy` -> the function that refuses a model, and the one that returns the footprints of its ranks.
+_SUPPORT = {"megatron": check_megatron_support}
+_ACTORS = {"megatron": megatron_footprints, "fsdp2": fsdp_footprints}
+
+
 def read_models(config: Config) -> RunModels:
     """Read the model folders of a run. Raises ConfigError, ModelError as `read_model_folder`."""
     student, derived = read_model_folder(config.model.path, "model.path"), derive(config)
@@ -83,17 +88,15 @@ def footprint(
         ConfigError: the ranks cannot split the model.
     """
     dims, on_cpu = read_dims(config_json), config.trainer.device == "cpu"
-    if config.actor.strategy == "megatron":
-        check_megatron_support(config_json)
+    check = _SUPPORT.get(config.actor.strategy)
+    if check is not None:
+        check(config_json)
     if not dims.is_exact and tensors is None:
         raise ModelError(
             f"the parameters of model_type {dims.model_type!r} have to be counted in its safetensors files, "
             "and there are none."
         )
-    if config.actor.strategy == "megatron":
-        actors = list(megatron_footprints(config, dims, on_cpu=on_cpu, teacher_hidden=teacher_hidden))
-    else:
-        actors = [fsdp_footprint(config, dims, tensors, on_cpu=on_cpu, teacher_hidden=teacher_hidden)]
+    actors = list(_ACTORS[config.actor.strategy](config, dims, tensors, on_cpu=on_cpu, teacher_hidden=teacher_hidden))
     if derive(config).moves_states:
         actors = [replace(part, parts={**part.parts, "moved_states": _moved(part)}) for part in actors]
     if local_teacher is not None:

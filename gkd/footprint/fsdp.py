@@ -7,6 +7,7 @@ forward pass to the end of its backward pass. The gradient of a gathered group i
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from math import prod
 
@@ -45,10 +46,10 @@ def gathered(dims: ModelDims, tensors: Tensors | None) -> tuple[int, int, int]:
     return dims.n_params, max(layers), dims.embedding_params()
 
 
-def fsdp_footprint(
+def fsdp_footprints(
     config: Config, dims: ModelDims, tensors: Tensors | None, *, on_cpu: bool, teacher_hidden: int | None
-) -> RankFootprint:
-    """Return the footprint of rank 0, which stands for all ranks."""
+) -> Iterable[RankFootprint]:
+    """Yield the footprint of rank 0, which stands for all ranks."""
     actor, dp = config.actor, derive(config).dp_size
     b = _FLOAT32 if config.model.dtype == "float32" else 2
     found, batch = groups(config, dims, tensors), largest_micro_batch(config)
@@ -108,7 +109,7 @@ def fsdp_footprint(
     parts["optimizer_step"] = 0  # fused: one pass, no copies
     parts["weight_sync"] = sync_buffers(config, largest, found.total * b) + largest
     parts["saved_copy"] = -(-3 * _FLOAT32 * trained // dp)
-    return RankFootprint("actor", 0, parts)
+    yield RankFootprint("actor", 0, parts)
 
 
 def _gathered_layer(n: int, b: int, dp: int, *, on_cpu: bool, offloads: bool) -> tuple[int, int]:

@@ -21,6 +21,7 @@ from gkd.footprint.adapters import adapter_params
 from gkd.footprint.loss import LossShape, loss_shape
 from gkd.footprint.rank import RankFootprint, sync_buffers
 from gkd.hf.model_dims import ModelDims
+from gkd.hf.model_folder import Tensors
 
 _FLOAT32 = 4
 
@@ -83,11 +84,12 @@ def check_split(config: Config, dims: ModelDims) -> None:
 
 
 def megatron_footprints(
-    config: Config, dims: ModelDims, *, on_cpu: bool, teacher_hidden: int | None
+    config: Config, dims: ModelDims, tensors: Tensors | None, *, on_cpu: bool, teacher_hidden: int | None
 ) -> Iterable[RankFootprint]:
     """Yield the footprint of the first rank of every stage.
 
     Args:
+        tensors: not read; `dims` is exact.
         teacher_hidden: hidden size of a teacher that sends hidden states; None: its LM head is left out.
     """
     b = _FLOAT32 if config.model.dtype == "float32" else 2

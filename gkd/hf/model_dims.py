@@ -137,8 +137,8 @@ class ModelDims:
         if self.sliding_window is not None and longest > self.sliding_window:
             raise ModelError(
                 f"sliding_window = {self.sliding_window} in config.json, and a sequence may have {longest} tokens: "
-                "actor.strategy=megatron has full attention only. Shorten data.max_prompt_length or "
-                "data.max_response_length, or use actor.strategy=fsdp2."
+                "actor.strategy=megatron has full attention only.",
+                "shorten data.max_prompt_length or data.max_response_length, or use actor.strategy=fsdp2.",
             )
 
     def embedding_params(self, tp: int = 1) -> int:

@@ -16,9 +16,9 @@ from gkd.memory.remedy import (
     MAX_UTILIZATION,
     Remedy,
     always,
+    can_offload_shards,
     first_token_budget,
     halve,
-    is_fsdp2,
     larger_cache,
     less_utilization,
     more_engine_gpus,
@@ -49,7 +49,7 @@ FSDP_CPU_OFFLOAD = Remedy(
     ("actor.fsdp_cpu_offload",),
     "true, with actor.strategy=fsdp2",
     "States are in host memory, and a layer is on the GPU while it is computed",
-    set_to("actor.fsdp_cpu_offload", True, is_fsdp2),
+    set_to("actor.fsdp_cpu_offload", True, can_offload_shards),
     device="cuda",
 )
 ENGINE_TP = Remedy(

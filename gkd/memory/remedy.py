@@ -8,6 +8,7 @@ from typing import Any, TypeAlias
 
 from gkd.config.derived import derive, logits_chunk_bytes
 from gkd.config.schema import Config
+from gkd.config.schema_actor import BACKENDS
 
 Changes: TypeAlias = Mapping[str, float | str]  # next value by key
 MAX_UTILIZATION = 0.95  # of a GPU that an engine may take
@@ -69,9 +70,9 @@ def always(config: Config) -> bool:
     return True
 
 
-def is_fsdp2(config: Config) -> bool:
-    """Return whether the student's backend is fsdp2."""
-    return config.actor.strategy == "fsdp2"
+def can_offload_shards(config: Config) -> bool:
+    """Return whether the student's backend can keep its shards in host memory."""
+    return config.actor.backend.supports("fsdp_cpu_offload", True)
 
 
 def computes_in_chunks(config: Config) -> bool:
@@ -143,15 +144,14 @@ def more_utilization(config: Config) -> Changes:
 
 
 def to_fsdp2(config: Config) -> Changes:
-    """Return the change of the backend, with the keys of Megatron that it does not support."""
-    actor = config.actor
-    if actor.strategy == "fsdp2":
+    """Return the change of the backend, with the keys that it does not support."""
+    if config.actor.strategy == "fsdp2":
         return {}
-    changes: dict[str, float | str] = {"actor.strategy": "fsdp2"}
-    changes |= {f"actor.{key}": 1 for key in ("tp", "pp", "vpp", "ep") if getattr(actor, key) > 1}
-    if actor.sequence_parallel:
-        changes["actor.sequence_parallel"] = False
-    return changes | ({"actor.recompute": "full"} if actor.recompute == "selective" else {})
+    changes: dict[str, Any] = {"actor.strategy": "fsdp2"}
+    for name, limit in BACKENDS["fsdp2"].limits.items():
+        if getattr(config.actor, name) not in limit.values:
+            changes[f"actor.{name}"] = limit.values[-1]
+    return changes
 
 
 def more_gpus(config: Config) -> dict[str, float | str]:
@@ -168,13 +168,12 @@ def more_engine_gpus(config: Config) -> Changes:
 
 
 def split_further(key: str) -> Callable[[Config], Changes]:
-    """Return a `next` that doubles `key`, actor.tp or actor.pp, and the GPUs of the pool; only for megatron."""
+    """Return a `next` that doubles `key`, actor.tp or actor.pp, and the GPUs of the pool, if the backend has it."""
 
     def split(config: Config) -> Changes:
-        if config.actor.strategy != "megatron":
-            return {}
         value = value_of(config, key)
         assert isinstance(value, int)
-        return {key: 2 * value, **more_gpus(config)}
+        supported = config.actor.backend.supports(key.removeprefix("actor."), 2 * value)
+        return {key: 2 * value, **more_gpus(config)} if supported else {}
 
     return split

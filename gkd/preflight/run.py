@@ -66,7 +66,7 @@ def preflight(config: Config) -> Plan:
 
     Raises:
         ConfigError: naming key, value and fix.
-        ModelError: the student has no end-of-sequence token, or its sliding window is too short.
+        ModelError: the student has no end-of-sequence token.
         CheckpointError: the checkpoint to resume from is damaged.
         ClusterError: Ray is not installed.
         TeacherUnavailable: no teacher server replies at teacher.server_ip:server_port.
@@ -151,7 +151,7 @@ def _checked_device(config: Config) -> str:
     device = resolve_device(config)
     if device == "cuda" and not config.cluster.ray_address:
         check_machine()
-        if config.actor.strategy == "megatron":
+        if config.actor.backend.supports("layers", "te"):
             check_transformer_engine(config.actor.layers)
     if device == "cpu" and config.actor.loss_kernel == "triton":
         raise ConfigError("actor.loss_kernel", "triton", "the student is on the CPU.", "use auto or torch.")

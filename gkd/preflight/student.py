@@ -14,7 +14,7 @@ from gkd.config.schema import Config
 from gkd.errors import ConfigError, ModelError
 from gkd.hf.files import check_rollout_support, check_trained_folder
 from gkd.hf.megatron_support import check_megatron_support
-from gkd.hf.model_dims import ModelDims, read_dims
+from gkd.hf.model_dims import read_dims
 from gkd.hf.model_folder import read_config_json
 
 _NUMBERS_OF_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")  # keys of config.json
@@ -28,19 +28,10 @@ def check_student(config: Config) -> int:
 
     Raises:
         ConfigError: naming model.path, or the key of a size that cannot split the model.
-        ModelError: a sequence may be longer than the model's sliding window.
     """
     path, longest = config.model.path, derive(config).max_sequence_length
     with checked_folder("model.path", path):
-        if config.actor.strategy == "fsdp2":
-            from gkd.preflight.fsdp_student import check_fsdp_student  # imports transformers
-
-            vocab_size, max_positions = check_fsdp_student(config)
-        else:
-            dims = _check_megatron_folder(config)
-            vocab_size, max_positions = dims.vocab_size, dims.max_positions
-    if config.actor.strategy == "megatron":
-        _check_megatron_split(config, dims, longest)
+        vocab_size, max_positions = _CHECKS[config.actor.strategy](config)
     if derive(config).engine_adapter_rank:
         _check_engine_adapters(path)
     if longest > max_positions:
@@ -62,29 +53,41 @@ def check_engines(config: Config, device: str) -> None:
         raise ConfigError("model.path", config.model.path, error.problem, error.fix) from error
 
 
-def _check_megatron_folder(config: Config) -> ModelDims:
-    """Compare config.json with the headers of the weight files and the adapters. Raises ModelError, ConfigError."""
-    path = config.model.path
+def _check_megatron(config: Config) -> tuple[int, int]:
+    """Compare config.json with the headers of the weight files, the adapters, and the sizes that split the model.
+
+    Returns:
+        (vocabulary size, longest sequence in tokens)
+
+    Raises:
+        ConfigError, ModelError: something does not fit; a sequence may be longer than the model's sliding window.
+    """
+    path, actor = config.model.path, config.actor
     config_json = read_config_json(path, "model.path")
     check_megatron_support(config_json, path)
     dims = read_dims(config_json)
     from gkd.actor.megatron.hf_load import check_weight_files  # imports torch
 
     check_weight_files(Path(path), dims)
-    if config.actor.lora.rank > 0:
+    if actor.lora.rank > 0:
         from gkd.actor.megatron.lora import check_targets  # imports Megatron
 
-        check_targets(dims, config.actor.lora)
-    return dims
-
-
-def _check_megatron_split(config: Config, dims: ModelDims, longest: int) -> None:
-    """Raise ConfigError naming the key of a size that cannot split the model, or ModelError for a sliding window."""
-    actor, world_size = config.actor, derive(config).world_size
-    layout = ParallelLayout(tp=actor.tp, pp=actor.pp, world_size=world_size, rank=0, vpp=actor.vpp, ep=actor.ep)
+        check_targets(dims, actor.lora)
+    derived = derive(config)
+    layout = ParallelLayout(tp=actor.tp, pp=actor.pp, world_size=derived.world_size, rank=0, vpp=actor.vpp, ep=actor.ep)
     layout.check_model(dims, sequence_parallel=actor.sequence_parallel)
-    dims.check_sequence_length(longest)
+    dims.check_sequence_length(derived.max_sequence_length)
     check_engine_split(config.rollout.tp, (dims.n_heads,), (dims.n_kv_heads,), dims.mlp_columns)
+    return dims.vocab_size, dims.max_positions
+
+
+def _check_fsdp(config: Config) -> tuple[int, int]:
+    from gkd.preflight.fsdp_student import check_fsdp_student  # imports transformers
+
+    return check_fsdp_student(config)
+
+
+_CHECKS = {"megatron": _check_megatron, "fsdp2": _check_fsdp}  # value of actor.strategy -> its check
 
 
 def _check_engine_adapters(path: str) -> None:

@@ -1,4 +1,4 @@
-"""What a run asks of a teacher: its description, scores of sequences, its LM head, and whether it is alive.
+"""Ask a teacher for its description, scores of sequences and its LM head, and learn whether it is alive.
 
     ZmqTeacher     a model of the teacher server                       gkd.teacher.client
 

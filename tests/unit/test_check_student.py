@@ -10,7 +10,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from gkd.config.schema import Config, LoraConfig
-from gkd.errors import ConfigError, GkdError, ModelError
+from gkd.errors import ConfigError, GkdError
 from gkd.preflight.student import check_student
 from tests.dist.megatron_reference import make_hf_folder
 
@@ -113,4 +113,4 @@ def test_a_sliding_window_shorter_than_a_sequence(folders: Path, tmp_path: Path)
     check_student(_config(folder))
     (folder / "config.json").write_text(json.dumps(content | {"sliding_window": 31}))
     error = _refusal(_config(folder))
-    assert isinstance(error, ModelError) and "sliding_window = 31" in str(error) and "32" in str(error)
+    assert error.key == "model.path" and "sliding_window = 31" in str(error) and "32" in str(error)
