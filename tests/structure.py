@@ -30,8 +30,10 @@ gkd.preflight gkd.start gkd.api gkd.main_gkd
 gkd.tools.split_tuner gkd.tools.migrate gkd.tools.report gkd.tools.gpu_proof gkd.tools gkd.quickstart
 """
 ORDER = tuple(_ORDER.split())
-MAP_PAGE = ROOT / "CONTRIBUTING.md"
-MAP_BEGIN, MAP_END = "<!-- package map, written by python -m tests.structure --write-map -->", "<!-- end of the map -->"
+_BY = "written by python -m tests.structure --write-map -->"
+# Page -> the borders of its generated part.
+MAP_PAGE, MAP = ROOT / "CONTRIBUTING.md", (f"<!-- package map, {_BY}", "<!-- end of the map -->")
+ROOMS_PAGE, ROOMS = ROOT / "docs/architecture.md", (f"<!-- rooms, {_BY}", "<!-- end of the rooms -->")
 
 
 def source_files(root: Path = ROOT) -> list[Path]:
@@ -110,7 +112,7 @@ def summary(root: Path = ROOT) -> dict[str, object]:
     lengths = {path: len(path.read_text().splitlines()) for path in source_files(root)}
     functions = [length for path in lengths for length in _function_lengths(path)]
     longest = max(lengths, key=lambda path: lengths[path])
-    units, files = unit_imports(root), file_imports(root)
+    units, files, rooms = unit_imports(root), file_imports(root), room_imports(root)
     return {
         "files": len(lengths),
         "lines": sum(lengths.values()),
@@ -120,8 +122,9 @@ def summary(root: Path = ROOT) -> dict[str, object]:
         "median_function_lines": statistics.median(functions),
         "longest_function_lines": max(functions),
         "files_in_gkd_root": len(list((root / "gkd").glob("*.py"))),
-        # As a listing shows them: files and packages of `gkd`, and `teacher_server`.
-        "files_and_packages_of_gkd": len([*(root / "gkd").glob("*.py"), *(root / "gkd").glob("*/__init__.py")]) + 1,
+        "rooms": len(rooms),
+        "floors": len(floors(rooms)),
+        "arrows": sum(len(used) for used in rooms.values()),
         "units": len(units),
         "edges_between_units": sum(len(used) for used in units.values()),
         "cycles_between_units": cycles(units),
@@ -142,11 +145,44 @@ def package_map(root: Path = ROOT) -> str:
     return "\n".join(["| package | content |", "|---|---|", *rows])
 
 
-def written_map(text: str, new_map: str) -> str:
-    """Return a page with its package map replaced."""
-    before, _, rest = text.partition(MAP_BEGIN)
-    _, _, after = rest.partition(MAP_END)
-    return f"{before}{MAP_BEGIN}\n{new_map}\n{MAP_END}{after}"
+def room_imports(root: Path = ROOT) -> dict[str, set[str]]:
+    """Return room -> rooms that it imports. A room is a file or package in the root of `gkd`, or `teacher_server`."""
+    edges: dict[str, set[str]] = {}
+    for module, used in file_imports(root).items():
+        edges.setdefault(_room(module), set()).update({_room(other) for other in used} - {_room(module)})
+    del edges["gkd"]
+    return {room: used - {"gkd"} for room, used in edges.items()}
+
+
+def floors(edges: Mapping[str, set[str]]) -> list[list[str]]:
+    """Return the rooms by floor, the lowest first: a room is one floor above the highest one that it imports."""
+    found: list[list[str]] = []
+    left = dict(edges)
+    while left:
+        floor = sorted(room for room, used in left.items() if not used & left.keys())
+        if not floor:
+            raise ValueError(f"rooms that import each other: {sorted(left)}")
+        found.append(floor)
+        left = {room: used for room, used in left.items() if room not in floor}
+    return found
+
+
+def rooms_picture(root: Path = ROOT) -> str:
+    """Return a drawing of the rooms, the highest floor first."""
+    rows = floors(room_imports(root))
+    lines = [f"{n:2}  {'  '.join(room.removeprefix('gkd.') for room in row)}" for n, row in enumerate(rows)]
+    return "\n".join(["```", *reversed(lines), "```"])
+
+
+def written(text: str, part: str, borders: tuple[str, str]) -> str:
+    """Return a page with the part between the borders replaced."""
+    before, _, rest = text.partition(borders[0])
+    _, _, after = rest.partition(borders[1])
+    return f"{before}{borders[0]}\n{part}\n{borders[1]}{after}"
+
+
+def _room(module: str) -> str:
+    return "teacher_server" if module.startswith("teacher_server") else ".".join(module.split(".")[:2])
 
 
 def _function_lengths(path: Path) -> Iterator[int]:
@@ -160,10 +196,11 @@ def main() -> None:
     parser.add_argument("--root", type=Path, default=ROOT, help="another checkout to measure")
     parser.add_argument("--json", type=Path, help="also write the figures here")
     parser.add_argument("--edges", action="store_true", help="print each unit's imports, too")
-    parser.add_argument("--write-map", action="store_true", help="update the package map in CONTRIBUTING.md")
+    parser.add_argument("--write-map", action="store_true", help="update CONTRIBUTING.md and docs/architecture.md")
     args = parser.parse_args()
     if args.write_map:
-        MAP_PAGE.write_text(written_map(MAP_PAGE.read_text(), package_map(args.root)))
+        MAP_PAGE.write_text(written(MAP_PAGE.read_text(), package_map(args.root), MAP))
+        ROOMS_PAGE.write_text(written(ROOMS_PAGE.read_text(), rooms_picture(args.root), ROOMS))
     figures = summary(args.root)
     for name, value in figures.items():
         print(f"{name:24} {value}")

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from pathlib import Path
+
+import pytest
 
 from gkd.config.check import check_config
 from gkd.config.load import load_config
-from tests.structure import MAP_PAGE, ROOT, package_map, written_map
+from tests.structure import MAP, MAP_PAGE, ROOMS, ROOMS_PAGE, ROOT, package_map, rooms_picture, written
 from tests.wording import PLACES, files_of, headless_comments, hits_of
 
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "examples").rglob("*.md")])
@@ -55,10 +58,13 @@ def test_the_readme_s_configuration_is_valid(tmp_path: Path) -> None:
     check_config(load_config(file, []))
 
 
-def test_the_package_map_is_current() -> None:
-    """Fails if the map of packages differs from the packages: run python -m tests.structure --write-map."""
-    page = MAP_PAGE.read_text()
-    assert page == written_map(page, package_map())
+@pytest.mark.parametrize(
+    ("page", "part", "borders"), [(MAP_PAGE, package_map, MAP), (ROOMS_PAGE, rooms_picture, ROOMS)]
+)
+def test_generated_parts_of_pages_are_current(page: Path, part: Callable[[], str], borders: tuple[str, str]) -> None:
+    """Fails if a page shows other packages or imports than there are: run python -m tests.structure --write-map."""
+    text = page.read_text()
+    assert text == written(text, part(), borders)
 
 
 def test_the_listed_habits_of_wording_do_not_return() -> None:
