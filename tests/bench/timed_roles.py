@@ -30,7 +30,7 @@ from gkd.rollout.usage import PassMeter
 from gkd.rollout.worker import RolloutWorker
 from gkd.run.manifest import digest_bytes
 from gkd.teacher.endpoint import ScoringEndpoint
-from gkd.tools.split_tuner.rates import Rates
+from gkd.tools.split_tuner.estimate import Rates
 from gkd.types import Prompt, Rollout, TeacherScores, TeacherTopK, VersionSpan
 from gkd.weight_sync.buckets import Bucket, Content, TensorSpec
 from gkd.weight_sync.group import GroupSpec
