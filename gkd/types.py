@@ -320,7 +320,7 @@ class EngineUsage:
     busy_s: float  # in forward passes
     gap_s: float  # between passes while sequences were unfinished: finished rollouts were handed over
     products: np.ndarray  # [4, 4] float64: sum over passes of x x^T with x = (1, b, p, seconds)
-    response_lengths: np.ndarray  # [finished sequences] int32, tokens
+    longest_response: int  # tokens of the longest response that finished; 0 if none did
     memory: Mapping[str, float] = field(default_factory=dict)  # metric name -> peak value
     spans: ProcessSpans | None = None  # None: not recorded
 

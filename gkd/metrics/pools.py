@@ -14,7 +14,6 @@ from gkd.config.schema_trainer import AHEAD
 from gkd.console.forecast import plain_s
 from gkd.types import EngineRestarts, RolloutUsage
 
-QUANTILES = (0, 10, 20, 30, 40, 50, 60, 70, 80, 90, 95, 99, 100)  # per cent: percentiles of the response lengths
 # Sums over the engines' passes, see `gkd.rollout.usage.PassMeter`: name -> index in the products of (1, b, p, s).
 PASS_SUMS = {
     "perf/pass_n": (0, 0),
@@ -32,16 +31,11 @@ WORKERS = tuple(2**i for i in range(13))  # sizes of the teacher whose busy time
 SINCE_START = "perf/steps_since_start"  # 1, 2, ...; starts again from 1 after a resume
 DP, ENGINES, MAX_NUM_SEQS = "perf/dp", "perf/engines", "perf/max_num_seqs"
 WITH_EVALUATION = "perf/with_evaluation"  # 1: the engines' numbers of this step include an evaluation
-LENGTH_MEAN = "perf/response_length_mean"  # mean over the responses that finished in this step
-FINISHED = "perf/responses"  # number of those responses
+LONGEST = "perf/response_length_max"  # tokens of the longest response that finished in this step; 0 if none did
 REFERENCE_S = "perf/reference_s"  # duration of the reference's pass, even if the loop waited for the teacher meanwhile
 GENERATE_S = "perf/generate_s"  # time from the first call to an engine to the last chunk of the batch
 _BLOCKED = 0.05  # share of a step; a pool that the loop waits for less than this is not the bottleneck
 _STAGES = {"rollout": ("rollout",), "teacher": ("teacher",), "actor": ("reference", "train")}
-
-
-def quantile_name(percent: int) -> str:
-    return f"perf/response_length_q{percent:02d}"
 
 
 def busy_name(n_workers: int) -> str:
@@ -59,20 +53,15 @@ def layout_numbers(config: Config, since_start: int) -> dict[str, float]:
 
 
 def rollout_numbers(usage: RolloutUsage) -> dict[str, float]:
-    """Return the sums over the engines' passes, the duration of generation, and the response lengths."""
+    """Return the sums over the engines' passes, the duration of generation, and the longest response."""
     engines = usage.engines
     products = sum((engine.products for engine in engines), np.zeros((4, 4)))
-    lengths = np.concatenate([np.zeros(0, np.int32), *(engine.response_lengths for engine in engines)])
     numbers = {name: float(products[index]) for name, index in PASS_SUMS.items()}
     numbers["perf/gap_s"] = sum(engine.gap_s for engine in engines)
     numbers[ENGINES] = float(len(engines))
     numbers["perf/engine_busy_max_s"] = max((engine.busy_s for engine in engines), default=0.0)
     numbers[GENERATE_S] = usage.generate_s
-    numbers[FINISHED] = float(lengths.size)
-    if lengths.size:
-        points = np.percentile(lengths, QUANTILES)
-        numbers[LENGTH_MEAN] = float(lengths.mean())
-        numbers |= {quantile_name(q): float(x) for q, x in zip(QUANTILES, points, strict=True)}
+    numbers[LONGEST] = float(max((engine.longest_response for engine in engines), default=0))
     return numbers
 
 

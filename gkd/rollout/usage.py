@@ -1,4 +1,4 @@
-"""Timing of one engine's forward passes; `gkd.tools.split_tuner` predicts other GPU splits from it.
+"""Timing of one engine's forward passes; `gkd.tools.split` predicts other GPU splits from it.
 
 A pass takes about pass_s + sequence_s * b + prefill_s * p seconds, where b sequences advance by one token each and p
 prompt tokens are prefilled. The meter keeps the sums that a least-squares fit of the three coefficients needs, so its
@@ -37,7 +37,7 @@ class PassMeter:
         self._lock = threading.Lock()  # guards the sums: products, lengths, gap
         self.n_passes = 0  # finished since the start
         self._n_recompute = 0  # tokens that the next pass prefills in addition to new prompts
-        self._products, self._lengths = np.zeros((4, 4)), list[int]()
+        self._products, self._longest = np.zeros((4, 4)), 0
         self._gap_s = 0.0
         self._ended_s: float | None = None  # end of the last pass; None if the time until the next pass is not a gap
 
@@ -47,7 +47,7 @@ class PassMeter:
     def finished(self, n_response_tokens: int) -> None:
         self._n_running -= 1
         with self._lock:
-            self._lengths.append(n_response_tokens)
+            self._longest = max(self._longest, n_response_tokens)
 
     def dropped(self, n_left: int) -> None:
         """Note that sequences were aborted; of the `n_left` others, the last added ones are still waiting."""
@@ -85,6 +85,6 @@ class PassMeter:
         """Return and reset the sums since the last call."""
         with self._lock:
             products, self._products = self._products, np.zeros((4, 4))
-            lengths, self._lengths = self._lengths, list[int]()
+            longest, self._longest = self._longest, 0
             gap_s, self._gap_s = self._gap_s, 0.0
-        return EngineUsage(float(products[0, 3]), gap_s, products, np.array(lengths, np.int32))
+        return EngineUsage(float(products[0, 3]), gap_s, products, longest)

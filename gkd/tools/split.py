@@ -1,7 +1,7 @@
 """`python -m gkd.tools.split --gpus 8 --run RUN_DIR | --calibrate CONFIG`: the split with the fastest steps.
 
-Measures the rates of a run's stages, simulates the loop for every other split and scheduler, and prints the ranking
-with the settings of the best split. With `--calibrate` it makes the run first: a few steps at two concurrencies.
+Measures the rates of a run's stages, estimates the step time of every other split under every scheduler, and prints the
+best splits with their settings. With `--calibrate` it makes the run first: a few steps at two concurrencies.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ import argparse
 import json
 import re
 import sys
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,28 +24,25 @@ from gkd.errors import ConfigError, GkdError
 from gkd.footprint import check
 from gkd.footprint.estimate import read_models
 from gkd.footprint.rank import other_processes_bytes, with_other_processes
-from gkd.tools.split_tuner import layout
-from gkd.tools.split_tuner.calibration import SCHEDULER, calibrate, calibration_folder
-from gkd.tools.split_tuner.layout import Hardware
-from gkd.tools.split_tuner.rates import Workload, lognormal
-from gkd.tools.split_tuner.run import Run, check_plannable, read_run
-from gkd.tools.split_tuner.search import Candidate, CheckMemory, Ranking, search, simulated
-from gkd.tools.split_tuner.table import as_json, left_out, notes, settings_of, table
+from gkd.tools.split_tuner.calibration import calibrate, calibration_folder
+from gkd.tools.split_tuner.rates import Run, check_plannable, read_run
+from gkd.tools.split_tuner.splits import Candidate, Hardware, Ranking, candidate, own_split, rank
 
 SCHEDULERS = (*AHEAD, STREAM)
 _LONGEST = 1 << 20  # tokens, limit of --lengths
+_HEADS = ("", "scheduler", "actor", "rollout", "teacher", "step s", "speed-up", "rollout s", "scoring s", "training s")
 _EXAMPLES = """examples:
-  python -m gkd.tools.split --gpus 8 --run runs/mine --plot split.png
-  python -m gkd.tools.split --gpus 64 --gpu-gib 80 --run runs/mine --schedulers stream,one_step_off --lengths 2000,1.0
+  python -m gkd.tools.split --gpus 8 --run runs/mine
+  python -m gkd.tools.split --gpus 64 --gpu-gib 80 --run runs/mine --schedulers stream,one_step_off --lengths 2000,9000
   python -m gkd.tools.split --gpus 16 --run runs/mine --teacher-elsewhere --json | jq '.ranking[0].split'
   python -m gkd.tools.split --gpus 8 --calibrate mine.yaml teacher.server_ip=10.0.0.5     # the server must be up
 
 The run may still be in progress. --gpus are split between actor, rollout and teacher; actor and rollout keep their
 tensor and pipeline parallel sizes, a teacher worker its number of GPUs.
 
-exit code: 0 a ranking was printed, 1 the run's metrics are damaged, a calibration failed, the plot cannot be written,
-or no split fits into memory, 2 wrong arguments or settings, no split is possible with the settings, or a folder that
-cannot be used (a run without metrics or with few steps, a non-empty calibration folder)
+exit code: 0 a ranking was printed, 1 the run's metrics are damaged, or a calibration failed, 2 wrong arguments or
+settings, no split is possible with the settings or fits into memory, or a folder that cannot be used (a run without
+metrics or with few steps, a non-empty calibration folder)
 """
 
 
@@ -53,7 +50,8 @@ def main(argv: list[str] | None = None) -> int:
     """Return the exit code, see `_EXAMPLES`."""
     args = _parse(argv)
     try:
-        return _ranked(args)
+        _ranked(args)
+        return 0
     except ConfigError as error:
         print(f"config error: {error}", file=sys.stderr)
         return 2
@@ -62,133 +60,71 @@ def main(argv: list[str] | None = None) -> int:
         return 1
 
 
-@dataclass(frozen=True, slots=True)
-class _Measured:
-    """Rates of a run, and measured steps to compare with a simulation."""
-
-    run: Run  # measured run, with the config to plan for
-    scheduler: str  # scheduler of the measured steps
-    step_s: float
-    n_steps: int
-
-
-def _ranked(args: argparse.Namespace) -> int:
+def _ranked(args: argparse.Namespace) -> None:
     gpu_bytes = gpu_memory_bytes(args.gpu_gib)
-    measured = _calibrated(args) if args.calibrate else _read(args)
-    run = measured.run
-    check_memory = None if gpu_bytes is None else _memory_check(run.config, gpu_bytes)
-    workload = _workload(run, args.lengths)
+    run = _calibrated(args) if args.calibrate else read_run([Path(args.run)], **_of_teacher(args), last=args.last)
+    workload, config = run.workload, run.config
+    own = own_split(config, run.sizes.workers, run.gpus_per_worker, elsewhere=args.teacher_elsewhere)
+    same = candidate(config, own, run.scheduler, workload, run.rates)
+    notes = list(run.notes)
+    if gpu_bytes is None:
+        notes.append("every split fits into memory: there is no GPU here, and no --gpu-gib")
+    if args.lengths:
+        workload = replace(workload, response_tokens=args.lengths[0], longest_tokens=args.lengths[1])
+    planned = candidate(config, own, config.trainer.scheduler, workload, run.rates)
     elsewhere = run.sizes.workers if args.teacher_elsewhere else 0
     hardware = Hardware(args.gpus, args.gpus_per_node, run.gpus_per_worker, elsewhere)
-    own_split = layout.own_split(run.config, run.sizes.workers, run.gpus_per_worker, elsewhere=args.teacher_elsewhere)
-    own_scheduler = run.config.trainer.scheduler
-    own = simulated(run.config, own_split, own_scheduler, workload, run.rates, check_memory, args.seed)
-    same = simulated(run.config, own_split, measured.scheduler, run.workload, run.rates, None, args.seed)
-    ranking = search(
-        run.config,
-        hardware,
-        args.schedulers,
-        workload,
-        run.rates,
-        check_memory=check_memory,
-        seed=args.seed,
-        progress=_progress,
-    )
-    _progress("")
-    facts = _facts(measured, same)
+    ranking = rank(config, hardware, args.schedulers, workload, run.rates, _check(config, gpu_bytes))
     if args.json:
-        print(json.dumps(as_json(ranking, own, facts), indent=1), flush=True)
+        facts = {
+            "scheduler": run.scheduler,
+            "steps": run.n_steps,
+            "measured_step_s": run.step_s,
+            "estimated_step_s": same.time.step_s,
+            "sizes": asdict(run.sizes),
+            "rates": asdict(run.rates),
+            "workload": asdict(workload),
+            "assumed": notes,
+        }
+        excluded = [{"scheduler": e.scheduler, "n": e.n, "first": str(e.first)} for e in ranking.excluded]
+        told = {"run": facts, "n_splits": ranking.n_splits, "excluded": excluded, "own": asdict(planned)}
+        print(json.dumps(told | {"ranking": [asdict(one) for one in ranking.candidates]}, indent=1), flush=True)
     else:
-        print(_text(run, ranking, own, facts, hardware, args.top), flush=True)
-    if args.plot:
-        from gkd.tools.split_tuner.plot import plot  # takes half a second to import
-
-        plot(ranking, own, Path(args.plot), args.top)
-    return 0 if ranking.candidates[0].fits else 1
+        print("\n".join(_text(run, same, notes, ranking, planned, hardware, args.top)), flush=True)
 
 
-def _read(args: argparse.Namespace) -> _Measured:
-    run = read_run([Path(args.run)], **_of_teacher(args), last=args.last)
-    return _Measured(run, run.config.trainer.scheduler, run.step_s, run.n_steps)
+def _check(config: Config, gpu_bytes: int | None) -> Callable[[Config], None]:
+    """Return a check of settings, and that the pools and the teacher servers on the same GPUs fit into them.
 
-
-def _memory_check(config: Config, gpu_bytes: int) -> CheckMemory:
-    """Return a check whether the pools fit into GPUs of this size, with what teacher servers take of the same GPUs.
+    Args:
+        gpu_bytes: None means that the memory is not checked.
 
     Raises:
         ConfigError: a model folder of the run is missing.
         ModelError: its config.json lacks sizes.
     """
-    models = read_models(config)
+    models = None if gpu_bytes is None else read_models(config)
 
-    def problems(changed: Config) -> list[str]:  # without fixes: the ranking has other splits
+    def checked(changed: Config) -> None:
+        check_config(changed)
+        if models is None or gpu_bytes is None:
+            return
         others = other_processes_bytes(changed, gpu_bytes)
-        return check(with_other_processes(models.footprint(changed), others, changed), gpu_bytes, changed)
+        if problems := check(with_other_processes(models.footprint(changed), others, changed), gpu_bytes, changed):
+            problem = f"{problems[0]}."
+            raise ConfigError(
+                "--gpu-gib", gpu_bytes / 2**30, problem, "use more GPUs, or settings that need less memory."
+            )
 
-    return problems
+    return checked
 
 
 def _of_teacher(args: argparse.Namespace) -> dict[str, int]:
-    """Return the arguments about the teacher; 0: not given."""
+    """Return the arguments about the teacher; 0 means not given."""
     return {"workers": args.teacher_workers, "gpus_per_worker": args.gpus_per_teacher_worker}
 
 
-def _facts(measured: _Measured, same: Candidate) -> dict[str, Any]:
-    run = measured.run
-    return {
-        "measured_scheduler": measured.scheduler,
-        "measured_steps": measured.n_steps,
-        "measured_step_s": measured.step_s,
-        "simulated_step_s": same.outcome.step_s,
-        "steps": run.n_steps,
-        "sizes": asdict(run.sizes),
-        "rates": asdict(run.rates),
-        "mean_response_tokens": run.workload.lengths.mean,
-        "assumed": list(run.notes),
-    }
-
-
-def _text(run: Run, ranking: Ranking, own: Candidate, facts: dict[str, Any], hardware: Hardware, top: int) -> str:
-    best = ranking.candidates[0]
-    r = run.rates
-    lines = [
-        f"measured over {facts['measured_steps']} steps of {facts['measured_scheduler']}: step "
-        f"{facts['measured_step_s']:.3g} s; simulation of the same split: {facts['simulated_step_s']:.3g} s",
-        f"engine pass {r.pass_s:.3g} s + {r.sequence_s:.3g} s per sequence; teacher "
-        f"{_rate(r.score_token_s)} tokens/s per worker; actor {_rate(r.train_token_s)} per data-parallel group; "
-        f"weight sync {r.sync_s:.3g} s; responses of {facts['mean_response_tokens']:.0f} tokens",
-        *([notes(run.notes)] if run.notes else []),
-        "",
-        f"{hardware.n_gpus} GPUs: {ranking.n_splits} splits, {ranking.n_simulated} simulations; "
-        "busy: rollout/teacher/actor",
-        table(ranking, own, top),
-        *left_out(ranking),
-        "",
-        settings_of(best, run.config, hardware),
-    ]
-    if not best.fits:
-        lines += ["", *(f"WRONG {text}" for text in best.too_large or ())]
-    return "\n".join(lines)
-
-
-def _rate(token_s: float) -> str:
-    return f"{1 / token_s:.3g}" if token_s > 0 else "any"
-
-
-def _workload(run: Run, lengths: tuple[float, float] | None) -> Workload:
-    if lengths is None:
-        return run.workload
-    longest = run.config.data.max_response_length
-    return replace(run.workload, lengths=lognormal(*lengths, longest=longest))
-
-
-def _progress(text: str) -> None:
-    """Show progress on a terminal, replacing the previous line; empty text clears it."""
-    if sys.stderr.isatty():
-        print(f"\r{text:60}", end="" if text else "\r", file=sys.stderr, flush=True)
-
-
-def _calibrated(args: argparse.Namespace) -> _Measured:
+def _calibrated(args: argparse.Namespace) -> Run:
     """Make two short runs, the second with a fourth of the concurrency, and read both.
 
     Raises:
@@ -201,17 +137,94 @@ def _calibrated(args: argparse.Namespace) -> _Measured:
     root = calibration_folder(config, args.calibration_dir)
     folders = calibrate(args.calibrate, args.overrides, config, root)
     print(f"calibrated: the measured runs are in {root} (--calibration-dir)", file=sys.stderr)
-    run = read_run(folders, **_of_teacher(args), last=args.last)
-    # Rates come from both runs, the step time from the one with the concurrency of the settings.
-    first = read_run(folders[:1], **_of_teacher(args), last=args.last)
-    return _Measured(replace(run, config=config), SCHEDULER, first.step_s, first.n_steps)
+    return replace(read_run(folders, **_of_teacher(args), last=args.last), config=config)
+
+
+def _text(
+    run: Run,
+    same: Candidate,
+    notes: Sequence[str],
+    ranking: Ranking,
+    own: Candidate,
+    hardware: Hardware,
+    top: int,
+) -> Iterator[str]:
+    """Yield the lines to print.
+
+    Args:
+        same: the measured split, with the scheduler and the lengths of the measured steps.
+        own: the split of the run to plan for.
+        top: splits of each scheduler.
+    """
+    r, w, off = run.rates, run.workload, same.time.step_s / run.step_s - 1
+    yield (
+        f"measured over {run.n_steps} steps of {run.scheduler}: step {run.step_s:.3g} s; estimate for the same split: "
+        f"{same.time.step_s:.3g} s ({off:+.0%})"
+    )
+    yield (
+        f"engine pass {r.pass_s:.3g} s + {r.sequence_s:.3g} s per sequence; teacher {_rate(r.score_token_s)} tokens/s "
+        f"per worker; actor {_rate(r.train_token_s)} per data-parallel group; weight sync {r.sync_s:.3g} s; responses "
+        f"of {w.response_tokens:.0f} tokens, the longest of a step {w.longest_tokens:.0f}"
+    )
+    yield from (f"assumed: {note}" for note in notes)
+    yield f"\n{hardware.n_gpus} GPUs: {ranking.n_splits} splits"
+    best = {
+        name: [c for c in ranking.candidates if c.scheduler == name][:top]
+        for name in dict.fromkeys(c.scheduler for c in ranking.candidates)
+    }
+    rows = [_row(f"{i}", c, own) for some in best.values() for i, c in enumerate(some, start=1)]
+    rows = [_HEADS, *rows, _row("own", own, own)]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        yield "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+    for e in ranking.excluded:
+        yield f"excluded: {e.n} splits under {e.scheduler}, the first because of {e.first}"
+    for first, *_ in best.values():
+        yield "\n" + "\n".join(settings_of(first, run.config, hardware))
+
+
+def _row(name: str, one: Candidate, own: Candidate) -> tuple[str, ...]:
+    s, t = one.split, one.time
+    gpus = (str(s.actor), str(s.rollout), str(s.teacher_gpus or "elsewhere"))
+    speed_up = f"{own.time.step_s / t.step_s:.2f}x"
+    seconds = (f"{t.rollout_s:.3g}", f"{t.scoring_s:.3g}", f"{t.training_s:.3g}")
+    return (name, one.scheduler, *gpus, f"{t.step_s:.3g}", speed_up, *seconds)
+
+
+def settings_of(one: Candidate, config: Config, hardware: Hardware) -> Iterator[str]:
+    """Yield the settings of a split as one line of `key=value`, then comments on what the user has to choose."""
+    split = one.split
+    settings: dict[str, object] = {
+        "trainer.scheduler": one.scheduler,
+        "trainer.nnodes": split.actor.nnodes,
+        "trainer.n_gpus_per_node": split.actor.per_node,
+        "rollout.nnodes": split.rollout.nnodes,
+        "rollout.n_gpus_per_node": split.rollout.per_node,
+    }
+    if one.scheduler == STREAM:
+        settings["trainer.max_staleness"] = config.trainer.max_staleness
+    if config.teacher.max_in_flight:
+        settings["teacher.max_in_flight"] = 0
+    yield " ".join(f"{key}={value}" for key, value in settings.items())
+    if not config.cluster.ray_address and split.actor.n_gpus + split.rollout.n_gpus > hardware.per_node:
+        yield "# the pools are on several nodes: start a Ray cluster, and set cluster.ray_address"
+    if config.cluster.gpus:
+        yield f"# cluster.gpus is {list(config.cluster.gpus)}: set it to the GPUs of this split, or remove it"
+    if split.teacher_gpus:
+        size = hardware.gpus_per_worker
+        flags = f"--n-workers {split.workers}" + f" --tensor-parallel-size {size}" * (size > 1)
+        yield f"# teacher server: python -m teacher_server serve ... {flags}   # {split.teacher_gpus} GPUs"
+
+
+def _rate(token_s: float) -> str:
+    return f"{1 / token_s:.3g}" if token_s > 0 else "any"
 
 
 def _lengths(text: str) -> tuple[float, float]:
     found = re.fullmatch(r"([0-9.]+),([0-9.]+)", text)
-    if not found or not (1 <= float(found[1]) <= _LONGEST and float(found[2]) <= 4):
+    if not found or not 1 <= float(found[1]) <= float(found[2]) <= _LONGEST:
         raise argparse.ArgumentTypeError(
-            f"{text!r}: expected MEAN,SIGMA of a lognormal (tokens, sigma of the logarithm), like 800,0.7"
+            f"{text!r}: expected MEAN,LONGEST of a step's responses in tokens, like 800,4096"
         )
     return float(found[1]), float(found[2])
 
@@ -261,18 +274,18 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--lengths",
         type=_lengths,
-        metavar="MEAN,SIGMA",
-        help="response lengths, truncated at the run's maximum; default: measured",
+        metavar="MEAN,LONGEST",
+        help="mean and longest response of a step, in tokens; default: measured",
     )
     parser.add_argument("--last", type=_at_least(1), default=0, metavar="N", help="steps of the run; default: all")
     parser.add_argument(
         "--calibration-dir", metavar="DIR", help="folder for the runs of --calibrate; default: RUN_DIR_calibration"
     )
-    parser.add_argument("--top", type=_at_least(1), default=10, metavar="N", help="rows; default: %(default)s")
-    parser.add_argument("--seed", type=_at_least(0), default=0, metavar="N", help="seed of the response lengths")
+    parser.add_argument(
+        "--top", type=_at_least(1), default=3, metavar="N", help="splits of each scheduler; default: %(default)s"
+    )
     parser.add_argument("--gpu-gib", type=float, metavar="80", help="memory of a GPU; default: of this machine's GPUs")
-    parser.add_argument("--plot", metavar="FILE", help="also write a PNG")
-    parser.add_argument("--json", action="store_true", help="print a JSON object with every simulated split")
+    parser.add_argument("--json", action="store_true", help="print a JSON object with every ranked split")
     parser.add_argument(
         "overrides", nargs="*", metavar="key=value", help="with --calibrate: settings that differ from the file"
     )

@@ -48,7 +48,7 @@ from gkd.start.worker_env import worker_env
 from gkd.teacher.endpoint import ScoringEndpoint
 from gkd.teacher.scoring import RECORDS, ScoringPool
 from gkd.teacher.window import Window
-from gkd.tools.split_tuner.rates import Rates
+from gkd.tools.split_tuner.estimate import Rates
 from gkd.trainer import Roles, Trainer
 from gkd.types import Computation, Prompt, Rollout, TeacherScores, TeacherTopK
 from gkd.weight_sync.coordinator import WeightSync

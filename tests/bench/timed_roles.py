@@ -29,7 +29,7 @@ from gkd.rollout.usage import PassMeter
 from gkd.rollout.worker import RolloutWorker
 from gkd.spans import SpanRecorder
 from gkd.teacher.endpoint import ScoringEndpoint
-from gkd.tools.split_tuner.rates import Rates
+from gkd.tools.split_tuner.estimate import Rates
 from gkd.types import FileDigest, ProcessSpans, Prompt, Rollout, TeacherScores, TeacherTopK, TrainStats, VersionSpan
 from gkd.weight_sync.buckets import Bucket, Content, TensorSpec
 from gkd.weight_sync.group import GroupSpec

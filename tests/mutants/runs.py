@@ -25,7 +25,7 @@ _ACTOR_STATES = (
     Mutant(
         "host_states_stay_on_the_device",
         _TRAINER,
-        "cpu_offload=actor.fsdp_cpu_offload",
+        "cpu_offload=config.actor.fsdp_cpu_offload",
         "cpu_offload=False",
         ("test_frozen_pools.py::test_states_on_the_host_stay_there",),
     ),

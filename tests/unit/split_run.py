@@ -16,7 +16,7 @@ from gkd.metrics.step import step_numbers
 from gkd.metrics.teacher_meter import TeacherMeter
 from gkd.metrics.writer import MetricsWriter
 from gkd.rollout.usage import PassMeter
-from gkd.tools.split_tuner.rates import Rates
+from gkd.tools.split_tuner.estimate import Rates
 from gkd.types import EngineUsage, RolloutUsage, ScoredChunk, ScoreTimes, SyncReport, TrainStats
 from tests.rollout_chunks import chunk_of
 
@@ -115,4 +115,4 @@ def _answered(lengths: list[int], config: Config, rates: Rates) -> EngineUsage:
             meter.finished(1)
         running = [left for left in running if left]
     usage = meter.pop_usage()
-    return EngineUsage(usage.busy_s, rates.hand_over_s * len(lengths), usage.products, np.array(lengths, np.int32))
+    return EngineUsage(usage.busy_s, rates.hand_over_s * len(lengths), usage.products, max(lengths))

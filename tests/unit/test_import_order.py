@@ -33,7 +33,6 @@ LIBRARIES: dict[str, tuple[str, ...]] = {
     "rich": ("gkd/console/",),
     "yaml": ("teacher_server/config/settings.py",),
     **dict.fromkeys(("tensorboard", "wandb", "mlflow", "trackio"), ("gkd/metrics/trackers.py",)),
-    "matplotlib": ("gkd/tools/split_tuner/plot.py",),
     **dict.fromkeys(("jinja2", "plotly"), ("gkd/tools/report/page.py",)),
 }
 # The parts of the teacher server that the trainer may import. The local teacher computes with the server's engines.

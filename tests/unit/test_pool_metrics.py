@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from gkd.console.state import bottleneck_of
-from gkd.metrics.pools import LENGTH_MEAN, bottleneck, quantile_name, rollout_numbers, shares
+from gkd.metrics.pools import LONGEST, bottleneck, rollout_numbers, shares
 from gkd.metrics.step import step_numbers
 from gkd.rollout.usage import PassMeter
 from gkd.types import EngineUsage, RolloutUsage, ScoredChunk, SyncReport, TrainStats
@@ -84,7 +84,7 @@ def test_an_engine_counts_the_tokens_of_its_passes() -> None:
     meter.paused(12)
     meter.time_pass(one_pass)  # 12 tokens are prefilled again
     usage = meter.pop_usage()
-    assert (usage.busy_s, usage.gap_s) == (1.5, 0.125) and usage.response_lengths.tolist() == [1]
+    assert (usage.busy_s, usage.gap_s, usage.longest_response) == (1.5, 0.125, 1)
     rows = np.array([[1, 2, 12, 0.5], [1, 2, 3, 0.5], [1, 2, 12, 0.5]])
     np.testing.assert_allclose(usage.products, rows.T @ rows)
     meter.added(4)
@@ -100,21 +100,20 @@ def test_an_engine_counts_the_tokens_of_its_passes() -> None:
     assert meter.pop_usage().products[0, 0] == 0
 
 
-def test_rollout_numbers_are_sums_and_quantiles() -> None:
+def test_rollout_numbers_are_sums_and_the_longest_response() -> None:
     """Fails if the tuner's inputs do not match the forward passes of the engines."""
     row = np.array([1.0, 3.0, 10.0, 0.5])
     engines = [
-        EngineUsage(0.5, 0.25, np.outer(row, row), np.array([10, 20], np.int32)),
-        EngineUsage(1.0, 0.5, 2 * np.outer(row, row), np.array([30], np.int32)),
+        EngineUsage(0.5, 0.25, np.outer(row, row), 20),
+        EngineUsage(1.0, 0.5, 2 * np.outer(row, row), 30),
     ]
     m = rollout_numbers(RolloutUsage(engines, 1.25))
     assert (m["perf/pass_n"], m["perf/pass_b"], m["perf/pass_bs"], m["perf/pass_pp"]) == (3, 9, 4.5, 300)
-    assert (m["perf/engine_busy_max_s"], m["perf/generate_s"], m[LENGTH_MEAN]) == (1.0, 1.25, 20)
-    assert (m["perf/gap_s"], m["perf/responses"]) == (0.75, 3)
-    assert [m[quantile_name(q)] for q in (0, 50, 100)] == [10, 20, 30]
+    assert (m["perf/engine_busy_max_s"], m["perf/generate_s"], m[LONGEST]) == (1.0, 1.25, 30)
+    assert m["perf/gap_s"] == 0.75
     assert shares(m | numbers(1, 0, 0, 2), "sync")["perf/rollout_busy_share"] == pytest.approx(1.5 / 2 / 2)
-    idle = rollout_numbers(RolloutUsage([EngineUsage(0.0, 0.0, np.zeros((4, 4)), np.zeros(0, np.int32))], 0.0))
-    assert LENGTH_MEAN not in idle and idle["perf/pass_n"] == 0
+    idle = rollout_numbers(RolloutUsage([EngineUsage(0.0, 0.0, np.zeros((4, 4)), 0)], 0.0))
+    assert idle[LONGEST] == idle["perf/pass_n"] == 0
 
 
 def test_group_tokens_max_is_the_largest_group() -> None:

@@ -1,8 +1,8 @@
-"""Test the teacher's measured work against a brute-force count and against simulated requests."""
+"""Test the teacher's measured work against a brute-force count and against a queue of requests."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+import heapq
 
 import numpy as np
 import pytest
@@ -11,15 +11,8 @@ from hypothesis import strategies as st
 
 from gkd.metrics.pools import WORKERS, busy_name
 from gkd.metrics.teacher_meter import SEQUENCES, TOKENS, TeacherMeter
-from gkd.tools.split_tuner import batches, stream
-from gkd.tools.split_tuner.outcome import Totals
-from gkd.tools.split_tuner.rates import Rates, Sizes, Workload, lognormal
-from gkd.tools.split_tuner.teacher import Teacher
 from gkd.types import ScoredChunk, ScoreTimes
 from tests.rollout_chunks import chunk_of
-
-RATES = Rates(0.02, 0.001, 5e-5, 0.01, 0.01, 0.005, 1e-3, 0.1, 2e-4, 0.05, 0.02)
-WORK = Workload(32, 32, 1, 64, 16, 12.0, 0.0, True, True, True, lognormal(40, 0.6, 300))
 
 
 def scored(times: ScoreTimes | None, *n_tokens: int) -> ScoredChunk:
@@ -82,88 +75,28 @@ def test_a_step_is_reported_when_all_its_requests_are_known() -> None:
     assert meter.end_step() == {busy_name(1): 2.0, SEQUENCES: 1.0, TOKENS: 4.0}
 
 
-class MeteredRun:
-    """Feed the requests of a simulated run to the meter, batch by batch, as a real run does."""
-
-    def __init__(self, scheduler: str, bound: int, workers: int, rates: Rates, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.rates, self.ends, self.lists = rates, list[float](), list[list[ScoredChunk]]()
-        if scheduler == "stream":
-            self._stream(bound, workers)
-        else:
-            self._batches(scheduler, workers, monkeypatch)
-        at = iter([0.0, *self.ends])
-        meter = TeacherMeter(bound, clock=lambda: next(at))
-        meter.end_step()
-        self.reported = []
-        for batch in self.lists[: len(self.ends)]:
-            meter.add(batch)
-            self.reported.append(meter.end_step())
-
-    def _stream(self, bound: int, workers: int) -> None:
-        watched = self
-
-        class Run(stream._Run):
-            def _finish(self, position: int, at_s: float) -> None:
-                super()._finish(position, at_s)
-                tokens = int(self._lengths[position].sum() + WORK.prompt_tokens)
-                requests[position] = scored(ScoreTimes(at_s, np.array([self._scored_s[position]])), tokens)
-
-            def _count(self, totals: Totals, step: int, positions: list[int], n_dataset: int) -> None:
-                watched.lists.append([requests[position] for position in positions])
-                super()._count(totals, step, positions, n_dataset)
-
-            def _sync(self, trained_s: float) -> float:
-                watched.ends.append(trained_s)
-                return super()._sync(trained_s)
-
-        requests: dict[int, ScoredChunk] = {}
-        Run(bound, Sizes(2, 3, workers), WORK, self.rates, 40, 0).outcome(4)
-
-    def _batches(self, scheduler: str, workers: int, monkeypatch: pytest.MonkeyPatch) -> None:
-        chunks, answer, rates = list[ScoredChunk](), batches._answer, self.rates
-
-        class RecordingTeacher(Teacher):
-            def score(self, asked_s: float, tokens: tuple[float, ...]) -> float:  # type: ignore[override]
-                done_s = super().score(asked_s, tokens)
-                chunks.append(scored(ScoreTimes(asked_s, np.array([done_s])), int(sum(tokens))))
-                return done_s
-
-        def answered(number: int, step: int, start_s: float, *others: object) -> object:
-            if step > len(self.ends):  # no generation overlaps with a push, so the step's batch starts then
-                self.ends.append(start_s - rates.sync_s - rates.other_s)
-            made = answer(number, step, start_s, *others)  # type: ignore[arg-type]
-            self.lists.append(chunks[:])
-            chunks.clear()
-            return made
-
-        monkeypatch.setattr(batches, "Teacher", RecordingTeacher)
-        monkeypatch.setattr(batches, "_answer", answered)
-        batches.run(scheduler, Sizes(2, 3, workers), WORK, rates, n_steps=36, warm_up=4, seed=0)
-
-
-@pytest.mark.parametrize(("scheduler", "bound"), [("sync", 0), ("one_step_off", 1), ("two_step_off", 2)])
-@pytest.mark.parametrize(("workers", "slower"), [(1, 0.6), (1, 2.0), (2, 4.0)])
-def test_measured_work_matches_the_simulation_of_batches(
-    scheduler: str, bound: int, workers: int, slower: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Fails if the time behind another step's requests counts as work."""
-    _compare(scheduler, bound, workers, slower, monkeypatch)
-
-
-@pytest.mark.parametrize("bound", [1, 3])
-@pytest.mark.parametrize(("workers", "slower"), [(1, 0.2), (1, 1.0), (2, 2.0)])
-def test_measured_work_matches_the_simulation_of_a_stream(
-    bound: int, workers: int, slower: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Fails if queue time of a stream's requests counts as work, or a later request is not counted."""
-    _compare("stream", bound, workers, slower, monkeypatch)
-
-
-def _compare(scheduler: str, bound: int, workers: int, slower: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    rates = replace(RATES, score_s=slower * RATES.score_s, score_token_s=slower * RATES.score_token_s)
-    reported = MeteredRun(scheduler, bound, workers, rates, monkeypatch).reported
-    counted = [m for m in reported[bound + 4 :] if m]  # the teacher of a stream may be idle in a step
-    assert not any(reported[:bound]) and len(counted) >= 25
-    measured = sum(busy_s(m, workers) for m in counted)
-    true = sum(m[SEQUENCES] * rates.score_s + m[TOKENS] * rates.score_token_s for m in counted)
-    assert measured == pytest.approx(true, rel=0.03)
+@pytest.mark.parametrize("bound", [0, 1, 3])
+@pytest.mark.parametrize("workers", [1, 2, 4])
+def test_the_measured_work_is_what_the_workers_did(bound: int, workers: int) -> None:
+    """Fails if queue time counts as work, or the work for a later batch is not counted."""
+    rng, n_steps = np.random.default_rng(0), 40
+    free, ends, work = [0.0] * workers, [0.0], list[tuple[float, float]]()
+    batches: list[list[ScoredChunk]] = [[] for _ in range(n_steps + bound)]
+    for step in range(n_steps):
+        for submitted in np.sort(rng.uniform(ends[-1], ends[-1] + 1.0, 12)).tolist():  # first come, first served
+            began = max(submitted, heapq.heappop(free))
+            work.append((began, began + float(rng.exponential(0.08 * workers))))
+            heapq.heappush(free, work[-1][1])
+            batch = batches[step + int(rng.integers(0, bound + 1))]  # it may belong to one of the next steps
+            batch.append(scored(ScoreTimes(submitted, np.array([work[-1][1]])), 5))
+        last = [float(chunk.times.completed_s.max()) for chunk in batches[step] if chunk.times is not None]
+        ends.append(max(ends[-1] + 1.0, *last, 0.0))  # a step ends when its batch is scored
+    at = iter(ends)
+    meter = TeacherMeter(bound, clock=lambda: next(at))
+    meter.end_step()
+    measured = 0.0
+    for batch in batches[:n_steps]:
+        meter.add(batch)
+        measured += busy_s(meter.end_step(), workers)
+    true = sum(max(0.0, min(ended, ends[n_steps - bound]) - began) for began, ended in work)
+    assert measured == pytest.approx(true) and true > 20.0

@@ -110,7 +110,7 @@ class World:
         return GreedyReport(0.5, [])
 
     def usage(self) -> RolloutUsage:
-        engines = [EngineUsage(0.0, 0.0, np.zeros((4, 4)), np.zeros(0, np.int32))]
+        engines = [EngineUsage(0.0, 0.0, np.zeros((4, 4)), 0)]
         restarts, self.restarts = self.restarts, EngineRestarts()
         return RolloutUsage(engines, 0.0, restarts=restarts)
 

@@ -1,1 +1,1 @@
-"""Recommend a split of the GPUs: rates of a measured run, a simulation of the loop, a search."""
+"""Recommend a split of the GPUs: rates of a measured run, and an estimate of the step time of each split."""

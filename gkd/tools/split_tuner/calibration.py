@@ -17,9 +17,8 @@ from gkd.files.disk import remove
 from gkd.metrics.pools import MAX_NUM_SEQS
 from gkd.run import export_folder
 from gkd.run.folder import CHECKPOINTS
-from gkd.tools.split_tuner.run import read_steps
+from gkd.tools.split_tuner.rates import read_steps
 
-SCHEDULER = "sync"  # stages of different steps do not overlap
 _STEPS = 10
 _MIN_CONCURRENCY = 4  # the second run has a fourth of rollout.max_num_seqs, but not less
 
@@ -28,7 +27,7 @@ def calibration_folder(config: Config, named: str | None) -> Path:
     """Return the folder for the calibration runs; like trainer.run_dir it must be shared by all nodes.
 
     Args:
-        named: the folder that the user chose; None: next to trainer.run_dir.
+        named: the folder that the user chose; None means next to trainer.run_dir.
 
     Raises:
         ConfigError: it is a file, or not empty.
@@ -88,7 +87,7 @@ def _settings(folder: Path, concurrency: int) -> dict[str, object]:
     """Return the settings of a short run that only measures."""
     return {
         "trainer.run_dir": folder,
-        "trainer.scheduler": SCHEDULER,
+        "trainer.scheduler": "sync",  # stages of different steps do not overlap
         "trainer.max_staleness": 1,
         "trainer.total_steps": _STEPS,
         "trainer.resume": "never",

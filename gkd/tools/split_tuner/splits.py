@@ -1,22 +1,24 @@
-"""Enumerate the splits of the GPUs into three pools that the config keys and Ray's packing allow."""
+"""Enumerate the splits of the GPUs into three pools, and rank those that a run would accept."""
 
 from __future__ import annotations
 
 import copy
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 
-from gkd.config.derived import derive
 from gkd.config.schema import Config, TrainerConfig
 from gkd.config.schema_trainer import STREAM
-from gkd.tools.split_tuner.rates import Sizes
+from gkd.errors import ConfigError
+from gkd.tools.split_tuner.estimate import Rates, Sizes, StepTime, Workload, estimate
 
 # With more GPUs than this, a pool that is larger than a node consists of whole nodes.
 _EVERY_SIZE = 64
 # Stands for the address of the planned run's Ray cluster. It is never printed or contacted.
 _SOME_CLUSTER = "planned:6379"
+_RANKED = 60  # splits of a scheduler in a ranking
+_CHECKED = 20_000  # splits of a scheduler that are checked to find them; about 0.5 ms each
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,8 +40,12 @@ class PoolSize:
 class Split:
     actor: PoolSize
     rollout: PoolSize
-    workers: int  # of the teacher
-    teacher_gpus: int  # of the GPUs to split; 0: the teacher has others
+    workers: int  # teacher workers
+    teacher_gpus: int  # GPUs of the teacher among those to split; 0 means it has others
+
+    def sizes(self, config: Config) -> Sizes:
+        dp = self.actor.n_gpus // (config.actor.tp * config.actor.pp)
+        return Sizes(dp, self.rollout.n_gpus // config.rollout.tp, self.workers)
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,14 +54,97 @@ class Hardware:
 
     n_gpus: int
     per_node: int  # GPUs of a node; the last one may have fewer
-    gpus_per_worker: int  # of the teacher
-    workers_elsewhere: int  # of a teacher with other GPUs; 0: it takes some of these
+    gpus_per_worker: int  # GPUs of a teacher worker
+    workers_elsewhere: int  # workers of a teacher with other GPUs; 0 means it takes some of these
 
     @property
     def nodes(self) -> list[int]:
         """GPUs of each node."""
         whole, rest = divmod(self.n_gpus, self.per_node)
         return [self.per_node] * whole + [rest] * (rest > 0)
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    scheduler: str
+    split: Split
+    time: StepTime
+
+    @property
+    def order(self) -> tuple[float, float]:
+        """Step time, then the work of all pools: of equally fast splits the one with more room comes first."""
+        return self.time.step_s, self.time.rollout_s + self.time.scoring_s + self.time.training_s
+
+
+@dataclass(frozen=True, slots=True)
+class Excluded:
+    """Splits that a run would refuse, all under one scheduler and for one key."""
+
+    scheduler: str
+    n: int
+    first: ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class Ranking:
+    candidates: tuple[Candidate, ...]  # at least one, by step time
+    n_splits: int  # per scheduler
+    excluded: tuple[Excluded, ...]
+
+
+def rank(
+    config: Config,
+    hardware: Hardware,
+    schedulers: Sequence[str],
+    workload: Workload,
+    rates: Rates,
+    check: Callable[[Config], None],
+) -> Ranking:
+    """Estimate all splits, and rank the fastest ones of each scheduler that pass the check.
+
+    Args:
+        check: raises ConfigError if a run would refuse the settings.
+
+    Raises:
+        ConfigError: there is no split of this many GPUs, or the check refuses all of them.
+    """
+    found = list(splits(config, hardware))
+    if not found:
+        a, worker = config.actor, 0 if hardware.workers_elsewhere else hardware.gpus_per_worker
+        problem = (
+            f"no split has actor.tp {a.tp} x actor.pp {a.pp} GPUs for the actor (with actor.ep {a.ep}: "
+            f"{_actor_unit(config)}), rollout.tp {config.rollout.tp} for an engine and {worker} for the teacher, "
+            f"on nodes of {hardware.per_node}."
+        )
+        raise ConfigError("--gpus", hardware.n_gpus, problem, "use more GPUs, or smaller parallel sizes.")
+    candidates: list[Candidate] = []
+    excluded: dict[tuple[str, str], Excluded] = {}  # (scheduler, key) -> splits
+    for scheduler in schedulers:
+        every = sorted((candidate(config, s, scheduler, workload, rates) for s in found), key=lambda one: one.order)
+        n_passed = 0
+        for one in every[:_CHECKED]:
+            try:
+                check(with_split(config, one.split, scheduler))
+            except ConfigError as error:
+                before = excluded.get((scheduler, error.key), Excluded(scheduler, 0, error))
+                excluded[scheduler, error.key] = replace(before, n=before.n + 1)
+                continue
+            candidates.append(one)
+            n_passed += 1
+            if n_passed == _RANKED:
+                break
+    if not candidates:
+        first = next(iter(excluded.values())).first
+        problem = f"none of the {len(found)} splits of {hardware.n_gpus} GPUs is possible: {first.problem}"
+        raise ConfigError(first.key, first.value, problem, first.fix)
+    ranked = tuple(sorted(candidates, key=lambda one: one.order))
+    return Ranking(ranked, len(found), tuple(excluded.values()))
+
+
+def candidate(config: Config, split: Split, scheduler: str, workload: Workload, rates: Rates) -> Candidate:
+    """Return a split with its estimated time."""
+    bound = replace(config.trainer, scheduler=scheduler).staleness_bound
+    return Candidate(scheduler, split, estimate(scheduler, bound, split.sizes(config), workload, rates))
 
 
 def with_split(config: Config, split: Split, scheduler: str) -> Config:
@@ -83,13 +172,7 @@ def own_split(config: Config, workers: int, gpus_per_worker: int, *, elsewhere: 
     return Split(actor, rollout, workers, 0 if elsewhere else workers * gpus_per_worker)
 
 
-def sizes(config: Config, split: Split) -> Sizes:
-    """Return the sizes of a split that `config` already has."""
-    derived = derive(config)
-    return Sizes(derived.dp_size, derived.n_engines, split.workers)
-
-
-def actor_unit(config: Config) -> int:
+def _actor_unit(config: Config) -> int:
     """Return the unit of the actor pool: whole data-parallel groups, with ranks per stage divisible by actor.ep."""
     return config.actor.pp * math.lcm(config.actor.tp, config.actor.ep)
 
@@ -105,7 +188,7 @@ def splits(config: Config, hardware: Hardware) -> Iterator[Split]:
 
 def _all_splits(config: Config, hardware: Hardware) -> Iterator[Split]:
     a, r = config.actor, config.rollout
-    actors = list(_pool_sizes(actor_unit(config), a.tp, hardware))
+    actors = list(_pool_sizes(_actor_unit(config), a.tp, hardware))
     rollouts = list(_pool_sizes(r.tp, r.tp, hardware))
     for actor in actors:
         if actor.n_gpus // (a.tp * a.pp) > config.trainer.global_batch_size:
@@ -145,7 +228,7 @@ def _pool_sizes(unit: int, tp: int, hardware: Hardware) -> Iterator[PoolSize]:
 
 
 def _free(hardware: Hardware, actor: PoolSize, rollout: PoolSize) -> Counter[int] | None:
-    """Return free GPUs of a node -> number of such nodes; None: the pools do not fit.
+    """Return free GPUs of a node -> number of such nodes; None if the pools do not fit.
 
     The pool with more GPUs per node is placed first, each time on the node where it leaves fewest GPUs.
     """
