@@ -56,8 +56,11 @@ def main(argv: list[str] | None = None) -> int:
     except (KeyboardInterrupt, SystemExit):  # SystemExit: Ray's own SIGTERM handler, in force while Ray starts
         print("interrupted; all started processes are stopped", file=sys.stderr)
         code = 130
-    except Exception:  # a bug: as Python would, and then what the run leaves behind
-        traceback.print_exc()
+    except Exception as error:
+        if isinstance(error, PermissionError) and error.filename and (closing is None or closing.state is None):
+            print(f"config error: {error}. Fix: permit this user to use it and the folders above it.", file=sys.stderr)
+            return 2
+        traceback.print_exc()  # a bug: as Python would, and then what the run leaves behind
         code = 1
     else:
         code = 0

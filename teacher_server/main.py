@@ -42,5 +42,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ServerError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    except PermissionError as error:
+        if not error.filename:  # not about a path of the settings
+            raise
+        print(f"error: {error}. Fix: permit this user to use it and the folders above it.", file=sys.stderr)
+        return 2
     except KeyboardInterrupt:
         return 130

@@ -110,11 +110,12 @@ def config_yaml(config: Config) -> str:
 
 
 def _read_yaml(path: str | Path) -> Any:
-    file = Path(path)
-    if not file.is_file():
-        raise ConfigError("--config", str(path), "no such file.", "give the path of a YAML file.")
     try:
-        loaded = OmegaConf.load(file)
+        loaded = OmegaConf.load(path)
+    except (FileNotFoundError, NotADirectoryError, IsADirectoryError) as error:
+        raise ConfigError("--config", str(path), "no such file.", "give the path of a YAML file.") from error
+    except PermissionError as error:
+        raise ConfigError("--config", str(path), "this user may not read it.", "change its permissions.") from error
     except Exception as error:  # yaml's errors have no common root that omegaconf exports
         problem = f"is not valid YAML ({' '.join(str(error).split())})."
         raise ConfigError("--config", str(path), problem, "correct the file.") from error

@@ -37,6 +37,7 @@ def load_tokenizer(path: str, key: str, *, trust_remote_code: bool = False) -> A
 
     Raises:
         ConfigError: the folder is missing or has no usable tokenizer.
+        PermissionError: this user may not read it.
     """
     from transformers import AutoTokenizer
 
@@ -44,6 +45,8 @@ def load_tokenizer(path: str, key: str, *, trust_remote_code: bool = False) -> A
         raise ConfigError(key, path, "no such folder.", "use a local folder in Hugging Face format.")
     try:
         return AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=trust_remote_code)
+    except PermissionError:
+        raise  # The files are intact; the error has its path.
     except Exception as error:  # transformers raises many types of errors
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise ConfigError(

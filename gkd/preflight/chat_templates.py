@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+import os
 from typing import Any
 
 from gkd.config.schema import DataConfig
@@ -27,7 +27,7 @@ def template_warning(data: DataConfig, tokenizer: Any, teacher: TeacherInfo, *, 
     if data.chat_template == "never" or data.teacher_prompt_key:
         return ""
     name, variables = teacher.model_path, data.chat_template_kwargs
-    is_here = Path(name).is_dir()
+    is_here = os.path.isdir(name)  # false where this user may not look
     if not is_here and teacher.template_fingerprint == template_fingerprint(tokenizer.chat_template):
         return ""
     if not is_here and not teacher.template_example:

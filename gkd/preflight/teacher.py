@@ -195,7 +195,7 @@ def _teacher_vocab(teacher: TeacherInfo) -> dict[str, int]:
     """Return token -> id of a teacher whose folder, or a copy of it at the same path, is on this host; else nothing."""
     try:
         vocab: dict[str, int] = load_tokenizer(teacher.model_path, "model.path").get_vocab()
-    except ConfigError:
+    except (ConfigError, PermissionError):
         return {}
     return vocab if tokenizer_fingerprint(vocab) == teacher.tokenizer_fingerprint else {}
 

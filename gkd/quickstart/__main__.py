@@ -44,7 +44,7 @@ def main() -> int:
     try:
         with processes.process_family():
             _run(args.overrides, began, args.results)
-    except GkdError as error:
+    except (GkdError, PermissionError) as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:

@@ -78,10 +78,13 @@ def check_run_folder(config: Config) -> Path | None:
         ConfigError: the folder cannot be used; its run has other settings; or as `named_checkpoint`.
     """
     root = Path(config.trainer.run_dir)
-    if root.exists() and not root.is_dir():
-        raise ConfigError("trainer.run_dir", str(root), "it is a file.", "name a folder.")
-    if (root / LOCK).exists():
-        with _writing(root):
+    with _writing(root):
+        nearest = next(path for path in (root, *root.parents) if path.exists())
+        if not nearest.is_dir():
+            raise ConfigError("trainer.run_dir", str(root), f"{nearest} is a file.", "name a folder.")
+        if not os.access(nearest, os.W_OK | os.X_OK):
+            raise PermissionError(f"this user may not write in {nearest}")
+        if (root / LOCK).exists():
             _hold(root).close()
     if not _is_ours(root) and _holds_other_files(root):
         problem = "it is not empty and holds no complete run of gkd."

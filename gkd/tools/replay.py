@@ -48,7 +48,7 @@ def main(argv: list[str] | None = None) -> int:
         case = find_case(args.run, args.step, args.overrides)
         print(f"replaying from {case.start or case.config.model.path}: {args.step - case.first} step(s)", flush=True)
         steps = replayed(case)
-    except GkdError as error:
+    except (GkdError, PermissionError) as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return 2
     all_equal = True

@@ -87,6 +87,8 @@ def read_entries(file: Path) -> dict[str, TensorEntry]:
         end = max(entry.stop for entry in entries.values())
         if end != size:
             raise ValueError(f"{size} bytes, but {end} according to its header")
+    except PermissionError:
+        raise  # The file is intact; the error has its path.
     except (OSError, ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
         raise FolderError(file.parent, f"{file.name} is damaged ({error}).", "copy or download it again.") from error
     return entries
@@ -113,6 +115,8 @@ def read_json(file: Path) -> dict[str, Any]:
         content = json.loads(file.read_bytes())
     except FileNotFoundError as error:
         raise FolderError(file.parent, f"{file.name} is missing.", "copy the whole folder.") from error
+    except PermissionError:
+        raise  # The file is intact; the error has its path.
     except (OSError, ValueError) as error:
         raise FolderError(file.parent, f"{file.name} is not readable JSON ({error}).", "copy it again.") from error
     if not isinstance(content, dict):

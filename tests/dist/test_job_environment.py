@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,9 @@ import pytest
 from gkd.cluster import temporary
 from gkd.cluster.temporary import temporary_folder
 from gkd.errors import ClusterError
+from tests.e2e.conftest import save_model
+from tests.nameless import nameless
+from tests.service.harness import ServerProcess
 
 pytestmark = [pytest.mark.dist, pytest.mark.cpu_only("Ray's slots are logical CPUs")]
 
@@ -40,8 +44,9 @@ finally:
 
 @pytest.mark.parametrize(("end", "visible", "long"), [("end", "NoDevFiles", True), ("error", "GPU-4d0a9a1f", False)])
 def test_a_job_environment(tmp_path: Path, end: str, visible: str, long: bool) -> None:
-    """Fails if Ray does not start where HOME cannot be written, TMPDIR is long or CUDA_VISIBLE_DEVICES hides the GPUs,
-    if the threads of a job script reach a rank, or if each run leaves a folder. The logs of a failed one must stay.
+    """Fails if Ray does not start where HOME cannot be written, TMPDIR is long, CUDA_VISIBLE_DEVICES hides the GPUs or
+    the user id has no name (only root can try it), if the threads of a job script reach a rank, or if each run leaves a
+    folder. The logs of a failed one must stay.
     """
     job = {"HOME": "/dev/null/home", "CUDA_VISIBLE_DEVICES": visible, "MKL_NUM_THREADS": "2", "OMP_NUM_THREADS": "7"}
     if long:
@@ -49,6 +54,8 @@ def test_a_job_environment(tmp_path: Path, end: str, visible: str, long: bool) -
         Path(job["TMPDIR"]).mkdir()
     env = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")} | job
     command = [sys.executable, "-c", _RUN, end]
+    if end == "error" and not os.getuid():
+        command = nameless(*command)
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120, check=False)
     assert len(done.stdout.splitlines()) == 2, done.stderr
     folder, seen = done.stdout.splitlines()
@@ -62,6 +69,25 @@ def test_a_job_environment(tmp_path: Path, end: str, visible: str, long: bool) -
         subprocess.run(["rm", "-r", folder], check=True)
     else:
         assert not Path(folder).exists()
+
+
+def test_a_user_id_without_a_name_or_home() -> None:
+    """Fails if a teacher server with a model in torch, or the preview of prompts, needs the name or the home of its
+    user, which containers with a user id of their own lack.
+    """
+    with tempfile.TemporaryDirectory() as temporary:  # pytest's folders are those of one user
+        folder = Path(temporary)
+        model, prompts = folder / "model", folder / "prompts.jsonl"
+        save_model(model, seed=0, layers=1, n_vocab=64)
+        prompts.write_text('{"prompt": "w2 w3"}\n')
+        for path in (folder, *folder.rglob("*")):
+            path.chmod(0o777)
+        (folder / "x.yaml").write_text("{}")
+        settings = [f"model.path={model}", f"data.train_files=[{prompts}]", "--show-prompts", "1"]
+        command = [sys.executable, "-m", "gkd.main_gkd", "--config", f"{folder}/x.yaml", *settings]
+        with ServerProcess(model, folder, options=("--engine", "hf"), run_by=nameless):
+            done = subprocess.run(nameless(*command), capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0 and "w2 w3" in done.stdout, done.stderr
 
 
 def test_a_long_temporary_folder_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

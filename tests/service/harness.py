@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -145,12 +145,19 @@ class ServerProcess:
     """`python -m teacher_server` as a context manager: ready on entry, and ended with all its workers on exit."""
 
     def __init__(
-        self, model: Path | None, folder: Path, *, port: int = 0, n_workers: int = 1, options: Sequence[str] = ()
+        self,
+        model: Path | None,
+        folder: Path,
+        *,
+        port: int = 0,
+        n_workers: int = 1,
+        options: Sequence[str] = (),
+        run_by: Callable[..., list[str]] = lambda *words: [*words],
     ):
         self._ready_file = folder / f"ready-{os.urandom(4).hex()}.json"
         self._log = folder / f"{self._ready_file.stem}.log"
         flags = ("--port", str(port), "--n-workers", str(n_workers), "--ready-file", str(self._ready_file), *options)
-        self._command = server_command(model, *flags)
+        self._command = run_by(*server_command(model, *flags))
         self.port = port
         self.worker_pids: list[int] = []
         self.ready: dict[str, Any] = {}  # content of the ready file

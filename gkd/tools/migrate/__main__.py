@@ -59,7 +59,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(text, end="")
         else:
             _write(args.output, text, force=args.force)
-    except ConfigError as error:
+    except (ConfigError, PermissionError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     if unknown:

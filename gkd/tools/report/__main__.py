@@ -35,7 +35,7 @@ def main(argv: list[str] | None = None) -> int:
     except ConfigError as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return 2
-    except GkdError as error:
+    except (GkdError, PermissionError) as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return 1
     return 0
