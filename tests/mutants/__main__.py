@@ -32,13 +32,10 @@ from typing import Any
 
 import psutil
 
-from tests.mutants.loss import LOSS
 from tests.mutants.mutant import Mutant, problems
-from tests.mutants.others import OTHERS
-from tests.mutants.runs import RUNS
+from tests.mutants.numerics import MUTANTS
 
 ROOT = Path(__file__).parents[2]
-MUTANTS = (*LOSS, *OTHERS, *RUNS)
 _COPIED = (
     *("gkd", "teacher_server", "tests", "configs", "docs", "launch"),
     *("pyproject.toml", "README.md", "CHANGELOG.md", "CONTRIBUTING.md"),
