@@ -134,7 +134,7 @@ def _probe(student: Path, n_vocab: int) -> dict[str, Any]:
             finished.append(rollouts[0].sample_index // N_SAMPLES)
             if len(finished) == 1:
                 evaluation.start()
-                while not loop._calls:
+                while not loop.n_pending_calls:
                     time.sleep(0.001)
             if len(finished) == N_STREAM:
                 break

@@ -254,7 +254,7 @@ def test_drain_does_not_report_a_silent_server_as_drained(tmp_path: Path) -> Non
 def test_the_trainer_reports_a_wrong_teacher_name(server: ServerProcess) -> None:
     """Fails if a misspelled teacher.name is reported as a refused request, without the key."""
     config = load_config(None, [f"teacher.server_port={server.port}", "teacher.name=unknown"])
-    with pytest.raises(ConfigError, match="bad_request") as caught:
+    with pytest.raises(ConfigError) as caught:
         request_info(*routes_of(config))
     assert caught.value.key == "teacher.name"
 

@@ -105,7 +105,7 @@ def test_close_fails_pending_futures() -> None:
         teacher.close()
         assert time.monotonic() - started_s < 2
         for future in futures:
-            with pytest.raises(TeacherError, match=" 5 "):
+            with pytest.raises(TeacherError):
                 future.result(timeout=0)
         with pytest.raises(TeacherError):
             submit(teacher, random_rollouts(1, N_VOCAB)[0])

@@ -43,9 +43,9 @@ def test_training_waits_only_for_the_copy() -> None:
     live.fill_(0)
     for number, snapshot in enumerate(snapshots, start=1):
         assert all(bool((piece.data == number).all()) for piece in snapshot.pieces)
-    with pytest.raises(RuntimeError, match="size"):  # a copy that fails is not a snapshot
+    with pytest.raises(RuntimeError):  # a copy that fails is not a snapshot
         copies._copy([torch.zeros(3)], [torch.zeros(4)])()
-    with pytest.raises(RuntimeError, match="size"):
+    with pytest.raises(RuntimeError):
         copies.settle()
 
 
