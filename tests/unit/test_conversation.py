@@ -276,6 +276,7 @@ def test_a_rendered_prompt_has_each_message_or_the_row_is_refused() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 def test_a_hundred_thousand_conversations() -> None:
     """Fails as the test above, in rarer cases."""
     check(100_000, seed=2)
