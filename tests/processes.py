@@ -1,4 +1,4 @@
-"""Run a command with a time limit, and end every process that it started."""
+"""Wait for a condition; run a command with a time limit, and end every process that it started."""
 
 from __future__ import annotations
 
@@ -7,13 +7,22 @@ import os
 import secrets
 import subprocess
 import threading
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TextIO
 
 import psutil
 
 _MARKER = "GKD_TEST_COMMAND"  # environment variable by which all processes of a command are found
+
+
+def wait_until(condition: Callable[[], object], timeout_s: float, what: str) -> None:
+    """Poll `condition` until it is true. Fails the test after `timeout_s`."""
+    deadline_s = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline_s, f"{what}: not within {timeout_s} s"
+        time.sleep(0.02)
 
 
 class Commands:

@@ -19,6 +19,7 @@ from gkd.config.load import load_config
 from gkd.errors import CheckpointError, ClusterError
 from gkd.start.worker_env import worker_env
 from tests.dist.slots import actor_slots
+from tests.processes import wait_until
 from tests.refusals import refuses
 
 pytestmark = [pytest.mark.dist, pytest.mark.cpu_only("Ray's slots are logical CPUs")]
@@ -35,8 +36,7 @@ class Rank(ActorWorker):
         self._writer.start(folder, self._rank, snapshot)
 
     def hang(self, until: Path) -> None:
-        while not until.exists():
-            time.sleep(0.02)
+        wait_until(until.exists, 600.0, str(until))
 
 
 @pytest.fixture(scope="module")

@@ -32,7 +32,8 @@ from tests.dist.helpers import free_port
 from tests.e2e.conftest import N_TRAIN, Lab, left_behind
 from tests.e2e.exactness import check_taken, differences
 from tests.e2e.killed_main import is_engine_child
-from tests.service.harness import ServerProcess, wait_until
+from tests.processes import wait_until
+from tests.service.harness import ServerProcess
 
 pytestmark = pytest.mark.e2e
 N_TENSORS = 24  # of the two-layer student in Hugging Face's names

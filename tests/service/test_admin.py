@@ -22,9 +22,10 @@ from gkd.errors import ConfigError, TeacherRefusal
 from gkd.preflight.teacher import request_info
 from teacher_server.cli.serve import status_command
 from teacher_server.main import main
+from tests.processes import wait_until
 from tests.service.commands import address, n_scored, run, sent_requests
 from tests.service.engine_host import save_engine_model
-from tests.service.harness import ServerProcess, command, is_alive, trivial_model, wait_until
+from tests.service.harness import ServerProcess, command, is_alive, trivial_model
 
 pytestmark = pytest.mark.service
 

@@ -21,7 +21,8 @@ from gkd.types import TeacherHealth
 from teacher_server.cli.keygen import make_keys
 from teacher_server.wire.keys import load_server_keys
 from teacher_server.wire.protocol import ScoreRequest
-from tests.service.harness import connect, random_rollouts, score, submit, wait_until
+from tests.processes import wait_until
+from tests.service.harness import connect, random_rollouts, score, submit
 from tests.service.scripted import (
     N_VOCAB,
     Message,
@@ -192,7 +193,7 @@ def test_a_refused_key_is_reported_and_retried(tmp_path: Path) -> None:
             teacher.info()
         assert "server.key" not in str(caught.value), "that is the error of another server's key"
         allowed.write_text(text)
-        assert server._authenticator is not None and server._authenticator.maybe_reload()
+        assert server.authenticator is not None and server.authenticator.maybe_reload()
         assert teacher.info().n_workers == 2
 
 

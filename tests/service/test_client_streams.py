@@ -13,7 +13,8 @@ from gkd.errors import TeacherError, TeacherUnavailable
 from gkd.teacher.client import ZmqTeacher
 from gkd.types import Rollout
 from teacher_server.wire.protocol import STREAM_WINDOW, Cancel, HeadRequest, Received, ScoreRequest, Signal
-from tests.service.harness import connect, random_rollouts, wait_until
+from tests.processes import wait_until
+from tests.service.harness import connect, random_rollouts
 from tests.service.scripted import N_HIDDEN, N_VOCAB, Message
 from tests.service.scripted_streams import Stream, StreamingServer, matrix
 

@@ -23,8 +23,9 @@ from gkd.teacher.records import ScoreSummary
 from gkd.teacher.window import Window
 from gkd.types import SIGNAL_FIELDS, Rollout, TeacherScores
 from teacher_server.wire.protocol import Cancel, ScoreRequest, Signal
+from tests.processes import wait_until
 from tests.refusals import refuses
-from tests.service.harness import ServerProcess, random_rollouts, wait_until
+from tests.service.harness import ServerProcess, random_rollouts
 from tests.service.scripted import N_VOCAB as SCRIPTED_VOCAB
 from tests.service.scripted import Message, ScriptedServer, error, valid_reply
 
@@ -43,7 +44,7 @@ def endpoint(
     temperature = f"teacher.temperature={TEMPERATURE}"
     opened = ScoringEndpoint(load_config(None, [*settings, temperature, *overrides]), n_vocab, [""], [Window(*window)])
     with ExitStack() as stack:
-        clients = [stack.enter_context(client) for client in opened._clients()[0]]
+        clients = [stack.enter_context(client) for client in opened.clients()[0]]
         yield opened, clients[0]
 
 

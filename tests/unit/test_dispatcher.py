@@ -20,7 +20,7 @@ from gkd.rollout.pool import RolloutPool
 from gkd.rollout.stream import JobStream
 from gkd.rollout.worker import RolloutWorker
 from gkd.types import Prompt, Rollout, RolloutChunk, VersionSpan
-from tests.service.harness import wait_until
+from tests.processes import wait_until
 
 N, N_GROUPS, SLOTS = 2, 2, 4
 

@@ -26,6 +26,7 @@ from gkd.rollout.engine_loop import EngineLoop
 from gkd.rollout.sampling import Job, Request, Sampling
 from gkd.rollout.worker import RolloutWorker
 from gkd.types import Prompt, Rollout, VersionSpan
+from tests.processes import wait_until
 
 N = 2
 SAMPLING = Sampling(N, 1.0, 1.0, 8, seed=0)
@@ -185,10 +186,7 @@ def prompts(*ids: int) -> list[Prompt]:
 
 
 def until(condition: Callable[[], Any]) -> None:
-    deadline = time.monotonic() + TIMEOUT_S
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.002)
+    wait_until(condition, TIMEOUT_S, "the loop")
 
 
 def test_a_prompt_is_yielded_when_all_its_samples_are_finished() -> None:

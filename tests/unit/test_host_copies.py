@@ -68,7 +68,7 @@ def test_pieces_are_contiguous_in_slabs(tmp_path: Path) -> None:
                 stop = piece.start + piece.data.numel()
                 values = reader.read(piece.name, piece.kind, piece.part, piece.start, stop)
                 assert torch.equal(values, piece.data), piece.name
-        assert {name for name, _, _ in reader._index} == {piece.name for piece in live} - {"none"}
+        assert {name for name, _, _ in reader.index} == {piece.name for piece in live} - {"none"}
 
 
 def test_two_snapshots_go_into_one_file(tmp_path: Path) -> None:

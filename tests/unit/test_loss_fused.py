@@ -180,13 +180,13 @@ def test_products_are_added_to_float32_where_torch_does_it(
 
     monkeypatch.setattr(torch, "addmm", addmm)
     monkeypatch.setattr(torch, "mm", mm)
-    chunked._adds_to_float32.cache_clear()
-    assert chunked._adds_to_float32(torch.device("cpu"), torch.bfloat16) == expected
+    chunked.adds_to_float32.cache_clear()
+    assert chunked.adds_to_float32(torch.device("cpu"), torch.bfloat16) == expected
     on_card: Any = SimpleNamespace(dtype=torch.bfloat16, is_cuda=True, device=torch.device("cpu"))
     total = torch.ones(2, 2)
-    chunked._add_product(total, on_card, on_card)
+    chunked.add_product(total, on_card, on_card)
     assert (total == 17).all() and calls == ["addmm", "addmm" if expected else "mm"]
-    chunked._adds_to_float32.cache_clear()
+    chunked.adds_to_float32.cache_clear()
 
 
 class _LargestNew(TorchDispatchMode):

@@ -38,7 +38,7 @@ def test_round_trip(tmp_path: Path) -> None:
             with pytest.raises(CheckpointError):
                 reader.read("model.w", "param", 0, 295, 305, out=wrong)
         assert reader.meta == {"step": 3, "world_size": 2}
-        assert {name for name, _, _ in reader._index} == {"model.w", "model.norm"}
+        assert {name for name, _, _ in reader.index} == {"model.w", "model.norm"}
         assert reader.rng(1)["torch"].tolist() == list(range(9)) and reader.rng(2) == {}
 
 

@@ -11,8 +11,7 @@ import psutil
 import pytest
 
 from tests import slow
-from tests.processes import Commands
-from tests.service.harness import wait_until
+from tests.processes import Commands, wait_until
 
 # A child in a session of its own, as Ray's daemons are.
 ORPHAN = "import subprocess, sys, time; c = [sys.executable, '-c', 'import time; time.sleep(300)']"
