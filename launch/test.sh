@@ -2,9 +2,15 @@
 # Set up, then run the checks and the tests of CI. Arguments go to pytest:
 #   bash launch/test.sh                      everything except `slow`, `bench` and `gpu`
 #   bash launch/test.sh tests/unit -k loss   some of it
+#   bash launch/test.sh --slow [PATH ...]    all tests marked `slow`, file by file, with a time limit and a table;
+#                                            its options: --slow --help
 set -euo pipefail
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 cd "$root"
+if [ "${1:-}" = --help ]; then
+    sed -n '2,/^set /{s/^# \?//p}' "$0"
+    exit
+fi
 # The tests marked `browser` need a Chromium: it is installed beside the set-up where that is possible.
 chromium_log="$(mktemp)"
 trap 'rm -f "$chromium_log"' EXIT
@@ -28,6 +34,10 @@ bin="${GKD_VENV:-$root/.venv}/bin"
 "$bin/python" -m compileall -q gkd teacher_server tests
 workers="$(env -u OMP_NUM_THREADS nproc)" # nproc would take that variable for the number of cores
 export OMP_NUM_THREADS=1
+if [ "${1:-}" = --slow ]; then
+    rm -f "$chromium_log"
+    exec "$bin/python" -m tests.slow "${@:2}"
+fi
 pytest() { "$bin/python" -m pytest -m "not slow and not bench and not gpu" "$@"; }
 if [ $# -gt 0 ]; then
     pytest "$@"

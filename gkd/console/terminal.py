@@ -111,9 +111,10 @@ class Terminal:
 
     def _run(self) -> None:
         while not self._ended.wait(_TICK_S):
-            self._tick()
+            self.tick()
 
-    def _tick(self) -> None:
+    def tick(self) -> None:
+        """Ask for the teacher's health where that is due, and log a heartbeat or redraw the panel."""
         now_s, doing = self._doing.clock(), self._doing.now
         probe = self._probe
         is_long = bool(doing) and now_s - current_stage(doing).since_s >= FIRST_S

@@ -65,7 +65,7 @@ class HeadLoss(torch.autograd.Function):
             if hidden_grad is not None:
                 torch.mm(logits, valid_head, out=hidden_grad[rows])
             if head_grad is not None:
-                _add_product(head_grad[:v_valid], logits.T, hidden[rows])
+                add_product(head_grad[:v_valid], logits.T, hidden[rows])
         if hidden_grad is not None and reduce_hidden_grad and loss.shard.group is not None:
             dist.all_reduce(hidden_grad, group=loss.shard.group)
         own_head_grad = None if head_grad is None or head_grad is head_grad_sum else head_grad.to(head.dtype)
@@ -124,7 +124,7 @@ class LogitsLoss(torch.autograd.Function):
 
 
 @functools.cache
-def _adds_to_float32(device: torch.device, dtype: torch.dtype) -> bool:
+def adds_to_float32(device: torch.device, dtype: torch.dtype) -> bool:
     """Return whether this torch adds a product of `dtype` to a float32 matrix in one call, without a copy of either."""
     total, one = torch.ones(16, 16, device=device), torch.ones(16, 16, device=device, dtype=dtype)
     try:
@@ -134,11 +134,11 @@ def _adds_to_float32(device: torch.device, dtype: torch.dtype) -> bool:
     return bool((total == 17).all())
 
 
-def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
+def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
     """Compute total += a @ b in the dtype of `total`."""
     if a.dtype == total.dtype:
         total.addmm_(a, b)
-    elif a.is_cuda and _adds_to_float32(a.device, a.dtype):
+    elif a.is_cuda and adds_to_float32(a.device, a.dtype):
         torch.addmm(total, a, b, total.dtype, out=total)
     elif a.is_cuda:
         total += torch.mm(a, b, out_dtype=total.dtype)  # the tensor cores accumulate and return float32

@@ -193,6 +193,11 @@ class EngineLoop:
         return bool(self._backlog or self._engine.n_running) and self._engine.has_weights
 
     @property
+    def n_pending_calls(self) -> int:
+        """Number of calls that wait for the end of a step."""
+        return len(self._calls)
+
+    @property
     def _over(self) -> bool:
         return self._closing or self._state in ("ending", "ended")
 

@@ -58,10 +58,10 @@ class ScoringEndpoint(RecordingEndpoint):
 
     def is_up(self) -> bool:
         """Return once the process runs. Raises ConfigError: teacher.keys cannot be read on this host."""
-        self._clients()
+        self.clients()
         return True
 
-    def _clients(self) -> list[list[Teacher]]:
+    def clients(self) -> list[list[Teacher]]:
         """Return the connections by route; the first call opens them."""
         with self._lock:
             while len(self._teachers) < len(self._routes):
@@ -96,7 +96,7 @@ class ScoringEndpoint(RecordingEndpoint):
         """
         if self._outage is not None:  # the run is ending: queued chunks must not wait for the teacher again
             raise self._outage
-        teachers = self._clients()
+        teachers = self.clients()
         submitted_s = time.time()
         completed_s = [submitted_s] * len(rollouts)
         try:
@@ -125,7 +125,7 @@ class ScoringEndpoint(RecordingEndpoint):
             TeacherError, TeacherUnavailable: as for `score`; also if one has too few rows or non-finite values.
         """
         heads: dict[int, np.ndarray] = {}  # first column -> LM head
-        for start, teachers, route in zip(self._head_columns[0], self._clients(), self._routes, strict=True):
+        for start, teachers, route in zip(self._head_columns[0], self.clients(), self._routes, strict=True):
             if start in heads:
                 continue
             head = teachers[0].lm_head()
@@ -140,7 +140,7 @@ class ScoringEndpoint(RecordingEndpoint):
     @functools.cached_property
     def _head_columns(self) -> tuple[list[int], int]:
         """Return `head_columns` of the routes; asks the servers once."""
-        return head_columns([teachers[0].info() for teachers in self._clients()])
+        return head_columns([teachers[0].info() for teachers in self.clients()])
 
     def _in_columns(self, scores: TeacherScores, route: int) -> TeacherScores:
         """Return hidden states of one of several teachers as [R, D of all heads]: zeros in the others' columns.

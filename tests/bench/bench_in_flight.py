@@ -48,7 +48,7 @@ def measure(n_sequences: int, rounds: int) -> Part:
             info = request_info(*routes_of(config))
             window = window_of_group(config.teacher, info, 1)
             endpoints[name] = ScoringEndpoint(config, _VOCAB, [info.fingerprint], [window])
-            for client in endpoints[name]._clients()[0]:
+            for client in endpoints[name].clients()[0]:
                 stack.enter_context(client)
             endpoints[name].score(rollouts[:8])
         for _ in range(rounds):

@@ -20,7 +20,7 @@ import zmq
 from tests.bench.teacher_children import Child
 from tests.bench.teacher_lanes import ChildLane, Run
 from tests.bench.teacher_payloads import N_ENTRIES, N_ROWS, N_SEQUENCES, K, make_all_scores
-from tests.service.harness import wait_until
+from tests.processes import wait_until
 
 
 class TorchSave(ChildLane):

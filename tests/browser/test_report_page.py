@@ -7,7 +7,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,7 @@ from playwright.sync_api import Page, expect
 from gkd.tools.report.page import page as report
 from gkd.tools.report.read import read_runs
 from tests.browser.conftest import Open
+from tests.processes import wait_until
 from tests.report_run import WORDS, make_run
 from tests.structure import ROOT
 
@@ -222,7 +222,4 @@ def test_a_watched_run_reloads_itself(open_page: Open, tmp_path: Path) -> None:
 
 
 def _wait_for(file: Path) -> None:
-    until = time.monotonic() + 60
-    while not file.exists():
-        assert time.monotonic() < until
-        time.sleep(0.05)
+    wait_until(file.exists, 60.0, str(file))

@@ -6,7 +6,6 @@ In a file of its own: a process of this class imports the file that defines it, 
 from __future__ import annotations
 
 import os
-import time
 from pathlib import Path
 
 import torch
@@ -14,6 +13,7 @@ import torch
 from gkd.weight_sync.buckets import Bucket, digest
 from gkd.weight_sync.group import GroupSpec, TransferGroup
 from gkd.weight_sync.transfer import receive
+from tests.processes import wait_until
 
 
 class DictEngine:
@@ -54,5 +54,4 @@ class DictEngine:
         self.dies = True
 
     def wait_for(self, path: Path) -> None:
-        while not path.exists():
-            time.sleep(0.02)
+        wait_until(path.exists, 600.0, str(path))

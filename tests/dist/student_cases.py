@@ -113,7 +113,7 @@ def _live_bytes(student: Any) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
     """Return the weights and optimizer states of this rank by kind and index, each with a copy of its bytes."""
     found = {}
     for kind in (PARAMS, OPTIMIZER):
-        for number, tensor in enumerate(student._live_states()[kind]):
+        for number, tensor in enumerate(student.live_states()[kind]):
             local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
             copy = local.detach().to("cpu", copy=True).flatten().view(torch.uint8)
             found[f"{kind}[{number}]"] = local, copy

@@ -101,7 +101,7 @@ def test_non_blocking_calls_and_errors(reference: ReferencePool) -> None:
     failing_batch = [first, changed(second, bad)]
     failing = reference.compute_logprobs(failing_batch, blocking=False)
     for _ in range(2):
-        with pytest.raises(TeacherError, match=r"model\.path="):
+        with pytest.raises(TeacherError):
             failing.wait(failing_batch, 60)
     assert same(logprobs(reference.compute_logprobs(good, blocking=False).wait(good, 60)), expected)
 

@@ -172,13 +172,13 @@ def _measure_unused(folder: Path, rank: int) -> float:
 
 def _measure_lora(build: Any, losses: Any, root: Path) -> dict[str, Any]:
     student = build("qwen3", lora=LORA)
-    places = student._trained_places()
+    places = student.trained_places()
     first = {name: place.tensor.full_tensor().detach().clone() for name, place in places.items()}
     before = weights(student)
     curve = losses(student, N_SHORT)
     transposed = build("gpt2", lora=CONV1D_LORA)
     conv1d_adapters = {
-        name: place.tensor.full_tensor().detach().clone() for name, place in transposed._trained_places().items()
+        name: place.tensor.full_tensor().detach().clone() for name, place in transposed.trained_places().items()
     }
     conv1d = {"adapters": as_numpy(conv1d_adapters), "losses": losses(transposed, N_SHORT)}
     half = build("qwen3_bf16", dtype=torch.bfloat16, lora=LORA, recompute="full")
@@ -191,7 +191,7 @@ def _measure_lora(build: Any, losses: Any, root: Path) -> dict[str, Any]:
         "more": caught(lambda: _resumed_with(build, root, fewer=False)),
         "first_is_base": same_weights(before, load_file(root / "qwen3" / "model.safetensors")),
         "first_bf16_is_base": unmoved,
-        "bf16_dtypes": {str(place.tensor.dtype) for place in half._trained_places().values()},
+        "bf16_dtypes": {str(place.tensor.dtype) for place in half.trained_places().values()},
         "bf16_losses": losses(half, N_SHORT),
         "losses": curve,
         "merged": as_numpy(weights(student)),

@@ -41,7 +41,7 @@ def _measure(rank: int, world_size: int, root: Path) -> dict[str, Any]:
     result: dict[str, Any] = {name: _measure_case(rank, root, name) for name in CASES}
     for kind, lora in (("qwen3", ALL), ("qwen3_moe", ATTENTION)):
         student = build_student("fsdp2", root / kind, rank, world_size, lora=lora)
-        first = {name: place.tensor.full_tensor().detach() for name, place in student._trained_places().items()}
+        first = {name: place.tensor.full_tensor().detach() for name, place in student.trained_places().items()}
         result["fsdp2 " + kind] = {"first": as_numpy(first)} | _train(student, rank, 2)
         student.save_hf(root / f"saved fsdp2 {kind}", root / kind)
     half = _build(root, "qwen3_bf16", rank, lora=ALL, dtype=torch.bfloat16, tp=2)
@@ -89,7 +89,7 @@ def _measure_case(rank: int, root: Path, name: str) -> dict[str, Any]:
     result["without"] = [host(tensor) for tensor in without]
     result["with"] = [host(tensor) for tensor in student.compute_logprobs(mine)]
     trained = [param for param in student.model.chunks[0].parameters() if param.requires_grad]
-    main = student._live_states()[OPTIMIZER]
+    main = student.live_states()[OPTIMIZER]
     student.save_hf(root / f"saved {name}", root / kind)
     result["n"] = (sum(param.numel() for param in trained), sum(tensor.numel() for tensor in main))
     return result

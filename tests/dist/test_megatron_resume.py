@@ -245,12 +245,12 @@ def test_resume_between_all_pairs_of_layouts(tmp_path: Path, kind: str) -> None:
     sizes = sorted({size for size, *_ in LAYOUTS.values()})
     for size in sizes:
         own = [case for name, case in cases.items() if LAYOUTS[name][0] == size]
-        results = run_ranks(save_and_resume, size, tmp_path, own, timeout_s=600.0)
+        results = run_ranks(save_and_resume, size, tmp_path, own, timeout_s=1500.0)
         _check_resume(results)
         saved |= {case: results for case in own}
     for size in sizes:
         pairs = [(case, to) for case in saved for to in LAYOUTS if LAYOUTS[to][0] == size and to != case.layout]
-        results = run_ranks(load_elsewhere, size, tmp_path, pairs, timeout_s=600.0)
+        results = run_ranks(load_elsewhere, size, tmp_path, pairs, timeout_s=1500.0)
         moved |= {pair: results for pair in pairs}
     assert len(moved) == len(LAYOUTS) * (len(LAYOUTS) - 1)
     worst = max(_check_moved(tmp_path, *pair, saved[pair[0]], results) for pair, results in moved.items())

@@ -53,7 +53,7 @@ class Rank(ActorWorker):
     def poison(self) -> None:
         """Set all weights to NaN."""
         self._offload.reload_states()
-        for tensor in self._student._live_states()["params"]:  # type: ignore[attr-defined]
+        for tensor in self._student.live_states()["params"]:  # type: ignore[attr-defined]
             (tensor.to_local() if hasattr(tensor, "to_local") else tensor).fill_(float("nan"))
         self._offload.offload_states()
 

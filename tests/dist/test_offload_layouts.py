@@ -135,7 +135,7 @@ class _Run:
 
 def _on_device(student: Any) -> dict[str, int]:
     """Return the bytes by kind, counted without `States`, which skips tensors that cannot be moved."""
-    live, seen = student._live_states(), set[int]()
+    live, seen = student.live_states(), set[int]()
     sizes = dict.fromkeys(KINDS, 0)
     for kind in KINDS:
         for tensor in live[kind]:

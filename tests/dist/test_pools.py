@@ -30,7 +30,7 @@ from gkd.errors import ClusterError
 from gkd.gpu_map.collect import PlacementProbe
 from gkd.start.worker_env import worker_env
 from tests.dist.ray_nodes import NodeSpec, Place, my_place, ray_nodes
-from tests.service.harness import wait_until
+from tests.processes import wait_until
 
 pytestmark = [pytest.mark.dist, pytest.mark.cpu_only("Ray's slots are logical CPUs")]
 
@@ -74,10 +74,7 @@ def reserved(
 
 
 def until_free(n_gpus: int) -> None:
-    deadline = time.monotonic() + 20
-    while ray.available_resources().get("GPU", 0) < n_gpus:
-        assert time.monotonic() < deadline, "the GPUs were not released"
-        time.sleep(0.05)
+    wait_until(lambda: ray.available_resources().get("GPU", 0) >= n_gpus, 20.0, "the release of the GPUs")
 
 
 def places(pools: dict[str, Pool]) -> dict[str, list[Place]]:

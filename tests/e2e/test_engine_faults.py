@@ -17,7 +17,7 @@ from tests.e2e.engine_kills import is_engine
 from tests.e2e.exactness import check_taken, differences
 from tests.e2e.killed_main import generation_of
 from tests.e2e.test_loop import interrupt, start, wait_for_step
-from tests.service.harness import wait_until
+from tests.processes import wait_until
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(600)]
 

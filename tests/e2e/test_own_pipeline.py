@@ -22,13 +22,13 @@ def test_the_example_trains_and_moves_states(lab: Lab, teacher_port: int, shared
     engines' ids, without which it refuses to score.
     """
     run_dir = lab.root / "own_pipeline"
-    more = ("trainer.n_gpus_per_node=2", "distill.support=union")
+    more = ("trainer.n_gpus_per_node=2", "distill.support=union", "trainer.total_steps=2")
     settings = lab.command(run_dir, teacher_port, shared_ray, *more)[5:]
     command = [sys.executable, str(EXAMPLE), str(EXAMPLE.with_suffix(".yaml")), *settings]
     done = subprocess.run(command, capture_output=True, text=True, timeout=280, check=False, cwd=ROOT)
     assert done.returncode == 0, done.stderr[-4000:]
     lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
-    assert [line["step"] for line in lines] == [1, 2, 3, 4]
+    assert [line["step"] for line in lines] == [1, 2]
     for line in lines:
         assert line["memory/engines"] == line["memory/step/after_offload"] == 0 < line["memory/step/after_onload"]
         assert line["loss"] == pytest.approx(line["loss/forward_kl"] + 0.01 * line["loss/reference_kl"], rel=1e-5)
@@ -37,5 +37,5 @@ def test_the_example_trains_and_moves_states(lab: Lab, teacher_port: int, shared
         assert line["loss/importance_weight"] == pytest.approx(1.0, abs=0.05)
     assert lines[-1]["loss"] < lines[0]["loss"]
     kl = [line["loss/reference_kl"] for line in lines]
-    assert abs(kl[0]) <= 1e-6 < min(kl[1:]), kl
+    assert abs(kl[0]) <= 1e-6 < kl[1], kl
     assert (run_dir / "export" / "config.json").exists()

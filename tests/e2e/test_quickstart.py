@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.service.harness import wait_until
+from tests.processes import wait_until
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 ROOT = Path(__file__).resolve().parents[2]
@@ -69,5 +69,4 @@ def test_interrupt_leaves_no_process(folder: Path, seen: str, then_s: float) -> 
     finally:
         process.kill()
     assert log.read_text().splitlines()[-1].startswith("interrupted"), "the last line is not the quickstart's own"
-    time.sleep(0.5)
-    assert _strangers(folder) == []
+    wait_until(lambda: _strangers(folder) == [], 5.0, "the end of all processes")

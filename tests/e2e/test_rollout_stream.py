@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -31,6 +30,7 @@ from gkd.weight_sync.coordinator import WeightSync
 from tests.bench.driver_bytes import counted
 from tests.e2e.conftest import EOS, VOCAB, Lab
 from tests.e2e.test_driver_bytes import LIMIT
+from tests.processes import wait_until
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 DP_SIZE = 3  # number of data-parallel groups
@@ -99,10 +99,7 @@ class Reader:
 
     def until(self, n: int) -> list[RolloutChunk]:
         """Wait for n sequences."""
-        deadline = time.monotonic() + 100
-        while self.n_sequences < n and not self._done.done():
-            assert time.monotonic() < deadline
-            time.sleep(0.005)
+        wait_until(lambda: self.n_sequences >= n or self._done.done(), 100.0, f"{n} sequences")
         if self._done.done():
             self._done.result()
         return self.chunks

@@ -6,6 +6,7 @@ With kills: `python -m tests.e2e.kill_matrix --layouts one_step_off,two_step_off
 from __future__ import annotations
 
 import json
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,6 @@ from tests.e2e.test_loop import start, wait_for_step
 from tests.service.harness import ServerProcess
 
 pytestmark = pytest.mark.e2e
-N_STEPS = 10
 FEW = "eval.max_prompts=4"
 
 
@@ -41,29 +41,32 @@ def test_a_prefetching_run_that_loses_its_engine_and_its_teacher_is_bit_exact(
     trained twice, rewards of a resumed run differ, a killed engine is not restarted, the staleness is not that of the
     scheduler, or an outage hangs a run or loses steps.
     """
+    n_steps = 10 if loses_teacher else 7
     settings = (f"trainer.scheduler={scheduler}", "trainer.save_every=2", "trainer.keep_last=99", FEW, REWARDS[0])
     name = f"{scheduler}_{loses_teacher}"
     whole, rest = lab.root / name, lab.root / f"{name}_resumed"
-    done = lab.train_run(whole, teacher_port, *settings, shared_ray, f"trainer.total_steps={N_STEPS}")
+    done = lab.train_run(whole, teacher_port, *settings, shared_ray, f"trainer.total_steps={n_steps}")
     assert done.returncode == 0, done.stderr[-4000:]
     lines = {line["step"]: line for line in read_metrics(whole / "metrics.jsonl") if "loss/total" in line}
     assert all(line["reward/std"] > 0 for line in lines.values())
-    assert [line["staleness/max"] for line in lines.values()] == [min(step, ahead) for step in range(N_STEPS)]
+    assert [line["staleness/max"] for line in lines.values()] == [min(step, ahead) for step in range(n_steps)]
     begin = whole / "checkpoints" / "step_00000002"
     assert _state(begin) == {"step": 2, "sampler_position": 6 * (2 + ahead), "unfinished": []}
     assert len(list((begin / "in_flight").iterdir())) == ahead
 
     # Another run resumes from step 2. First its engine is killed, then, while it has many steps to go, its teacher.
-    port, brief = free_port(), ("teacher.outage_budget_s=3", "teacher.request_timeout_s=2")
-    n_steps, alone = 60 if loses_teacher else N_STEPS, f"trainer.resume={begin}"
-    with ServerProcess(lab.teacher, lab.root, port=port, options=ALONE) as server:
-        process = start(lab, rest, port, *settings, *brief, f"trainer.total_steps={n_steps}", alone, shared_ray)
+    brief = ("teacher.outage_budget_s=3", "teacher.request_timeout_s=2")
+    many, alone = 60 if loses_teacher else n_steps, f"trainer.resume={begin}"
+    port = free_port() if loses_teacher else teacher_port
+    dying = ServerProcess(lab.teacher, lab.root, port=port, options=ALONE) if loses_teacher else nullcontext()
+    with dying as server:
+        process = start(lab, rest, port, *settings, *brief, f"trainer.total_steps={many}", alone, shared_ray)
         try:
             wait_for_step(rest, 3, process)
             # The nodes of the shared Ray are children of this process.
             (engine,) = (p for p in psutil.Process().children(recursive=True) if is_engine(p))
             engine.kill()
-            if loses_teacher:
+            if server:
                 wait_for_step(rest, int(read_metrics(rest / "metrics.jsonl")[-1]["step"]) + ahead + 1, process)
                 server.kill()
             _, stderr = process.communicate(timeout=240)
@@ -76,17 +79,17 @@ def test_a_prefetching_run_that_loses_its_engine_and_its_teacher_is_bit_exact(
         assert f"127.0.0.1:{port}" in stderr and "TeacherUnavailable" in stderr and "failed, too" not in stderr
         lost = _newest(rest)
         assert 3 <= _state(lost)["step"] == read_metrics(rest / "metrics.jsonl")[-1]["step"]
-        assert _state(lost)["step"] < N_STEPS, "the teacher was killed too late for a comparison"
+        assert _state(lost)["step"] < n_steps, "the teacher was killed too late for a comparison"
         assert len(list((lost / "in_flight").iterdir())) == ahead
         # The session's server has the same teacher, at another address.
-        more = (f"trainer.total_steps={N_STEPS}", "trainer.resume=auto", shared_ray)
+        more = (f"trainer.total_steps={n_steps}", "trainer.resume=auto", shared_ray)
         done = lab.train_run(rest, teacher_port, *settings, *brief, *more)
         assert done.returncode == 0, done.stderr[-4000:]
         begins.append(lost)
     starts = [json.loads(line)["resumed_from"] for line in (rest / "environment.jsonl").read_text().splitlines()]
     assert list(map(Path, starts)) == begins
     again = {line["step"]: line for line in read_metrics(rest / "metrics.jsonl") if "loss/total" in line}
-    assert list(again) == list(range(3, N_STEPS + 1))
+    assert list(again) == list(range(3, n_steps + 1))
     assert [line["loss/total"] for line in again.values()] == [lines[step]["loss/total"] for step in again]
     assert [line["reward/mean"] for line in again.values()] == [lines[step]["reward/mean"] for step in again]
     # weight_sync.verify: first = the sync at each start (not in a line) and the first one after a training step

@@ -6,7 +6,6 @@ import math
 import multiprocessing
 import os
 import threading
-import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
@@ -19,6 +18,7 @@ import pytest
 from gkd.rollout.engine_start import CPU_ENV
 from gkd.types import Prompt, Rollout
 from tests.e2e.conftest import EOS, VOCAB, Lab
+from tests.processes import wait_until
 from tests.second_runner import ENVIRONMENT, N_VOCAB, allow_second_runner, small_student
 
 pytestmark = pytest.mark.e2e
@@ -134,8 +134,7 @@ def _probe(student: Path, n_vocab: int) -> dict[str, Any]:
             finished.append(rollouts[0].sample_index // N_SAMPLES)
             if len(finished) == 1:
                 evaluation.start()
-                while not loop._calls:
-                    time.sleep(0.001)
+                wait_until(lambda: loop.n_pending_calls, 60.0, "the evaluation")
             if len(finished) == N_STREAM:
                 break
         chunks.close()  # type: ignore[attr-defined]

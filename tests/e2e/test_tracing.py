@@ -105,6 +105,7 @@ def test_chosen_steps_are_profiled(base_run: Path) -> None:
     assert {"aten::mm", "aten::embedding"} <= names
 
 
+@pytest.mark.slow  # in CI: replayed batches in unit/test_replay.py, bit-exact resumes in dist/test_megatron_resume.py
 def test_a_recorded_step_comes_out_again(
     base_run: Path, shared_ray: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -116,10 +116,10 @@ def test_a_product_is_added_in_float32_on_cuda(monkeypatch: pytest.MonkeyPatch, 
     from gkd.loss import chunked
 
     if not in_one_call:
-        monkeypatch.setattr(chunked, "_adds_to_float32", lambda device, dtype: False)
+        monkeypatch.setattr(chunked, "adds_to_float32", lambda device, dtype: False)
     torch.manual_seed(0)
     a, b = (torch.randn(shape, device="cuda", dtype=torch.bfloat16) for shape in ((96, 512), (512, 64)))
     total = torch.randn(96, 64, device="cuda")
     expected = total.double() + a.double() @ b.double()
-    chunked._add_product(total, a, b)
+    chunked.add_product(total, a, b)
     assert_close(total.double(), expected, atol=1e-3, rtol=1e-5)

@@ -16,13 +16,11 @@ import os
 import queue
 import re
 import resource
-import secrets
 import shutil
 import signal
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
@@ -30,21 +28,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import psutil
-
-from tests.mutants.loss import LOSS
 from tests.mutants.mutant import Mutant, problems
-from tests.mutants.others import OTHERS
-from tests.mutants.runs import RUNS
+from tests.mutants.numerics import MUTANTS
+from tests.processes import Commands
 
 ROOT = Path(__file__).parents[2]
-MUTANTS = (*LOSS, *OTHERS, *RUNS)
 _COPIED = (
-    *("gkd", "teacher_server", "tests", "configs", "docs", "launch"),
+    *("gkd", "teacher_server", "tests", "configs", "docs", "examples", "launch"),
     *("pyproject.toml", "README.md", "CHANGELOG.md", "CONTRIBUTING.md"),
 )
 _LEFT_OUT = shutil.ignore_patterns("__pycache__", ".hypothesis", "*.egg-info")
-_MARKER = "GKD_MUTANTS_RUN"  # environment variable by which all processes of a test run are found
 _BASELINE_LIMIT_S = 1800.0
 
 
@@ -65,9 +58,7 @@ class Runner:
     def __init__(self, folder: Path, root: Path, jobs: int) -> None:
         self._folder, self._root, self._jobs = folder, root, jobs
         self._copies: queue.SimpleQueue[Path] = queue.SimpleQueue()
-        self._stopped = threading.Event()
-        self._running: set[str] = set()  # markers of the test runs in progress
-        self._lock = threading.Lock()
+        self._commands = Commands()
 
     def baseline(self, mutants: Sequence[Mutant]) -> Run:
         """Copy the tree, run all named tests on the copy without a mutant, and make the other workers' copies."""
@@ -99,69 +90,22 @@ class Runner:
 
     def pytest(self, copy: Path, tests: Sequence[str], limit_s: float) -> Run:
         """Run these tests in `copy` until the first one fails. No process of the run is left afterwards."""
-        marker = secrets.token_hex(8)
-        environment = os.environ | {_MARKER: marker, "PYTHONPATH": str(copy), "COLUMNS": "500"}
-        environment.setdefault("OMP_NUM_THREADS", "1")
+        environment = {"PYTHONPATH": str(copy), "COLUMNS": "500"}
+        environment["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS", "1")
         command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider"]
         command += ["-m", "not slow and not bench and not gpu", f"--basetemp={copy / 'tmp'}", *tests]
-        with self._lock:
-            self._running.add(marker)
         began_s = time.monotonic()
-        outcome = "error"
         with tempfile.TemporaryFile("w+", dir=self._folder, errors="replace") as output:
-            try:
-                if self._stopped.is_set():
-                    raise KeyboardInterrupt
-                process = subprocess.Popen(
-                    command,
-                    cwd=copy,
-                    env=environment,
-                    stdin=subprocess.DEVNULL,
-                    stdout=output,
-                    stderr=subprocess.STDOUT,
-                    start_new_session=True,  # Ctrl-C reaches this process alone, which ends them all
-                )
-                try:
-                    if self._stopped.is_set():  # in the meantime
-                        raise KeyboardInterrupt
-                    status = process.wait(limit_s)
-                    outcome = {0: "passed", 1: "failed"}.get(status, "error")
-                except subprocess.TimeoutExpired:
-                    outcome = "timeout"
-                finally:
-                    _kill(marker)
-                    process.wait()
-            finally:
-                with self._lock:
-                    self._running.discard(marker)
+            status = self._commands.run(command, output, limit_s, copy, environment)
             output.seek(0)
             text = output.read()
+        outcome = "timeout" if status is None else {0: "passed", 1: "failed"}.get(status, "error")
         test, error = _first_failure(text)
         return Run(outcome, test, error, time.monotonic() - began_s, text)
 
     def stop(self) -> None:
         """End all test runs, and let none begin."""
-        self._stopped.set()
-        with self._lock:
-            markers = list(self._running)
-        for marker in markers:
-            _kill(marker)
-
-
-def _kill(marker: str) -> None:
-    """End all processes that inherited this marker, whatever session they are in. Blocks until they are gone."""
-    while found := [process for process in psutil.process_iter() if _has(process, marker)]:
-        for process in found:
-            with contextlib.suppress(psutil.Error):
-                process.kill()
-        time.sleep(0.02)  # a process that forked in the meantime has left a child
-
-
-def _has(process: psutil.Process, marker: str) -> bool:
-    try:
-        return process.environ().get(_MARKER) == marker and process.status() != psutil.STATUS_ZOMBIE
-    except psutil.Error:
-        return False
+        self._commands.stop()
 
 
 def _first_failure(output: str) -> tuple[str, str]:

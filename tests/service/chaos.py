@@ -38,8 +38,9 @@ from gkd.types import Rollout, TeacherScores, TeacherTopK
 from teacher_server.cli.admin_link import AdminLink
 from teacher_server.engines.trivial import trivial_hidden, trivial_logits, trivial_topk
 from teacher_server.wire.protocol import MAX_FRAME_BYTES
+from tests.processes import wait_until
 from tests.service.faulty_worker import KINDS
-from tests.service.harness import connect, random_rollouts, save_model, server_command, submit, table_of, wait_until
+from tests.service.harness import connect, random_rollouts, save_model, server_command, submit, table_of
 from tests.service.proxy import Proxy
 
 _VOCAB, _K, _WINDOW = 120_000, 8, 16  # 8 rows of float32 logits per message, so a stream has several messages

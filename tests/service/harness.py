@@ -8,7 +8,6 @@ import queue
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from pathlib import Path
@@ -18,6 +17,7 @@ import numpy as np
 
 from gkd.teacher.client import ZmqTeacher
 from gkd.types import Rollout, TeacherScores, TeacherTopK, VersionSpan
+from tests.processes import wait_until
 
 START_TIMEOUT_S = 90.0  # importing torch and transformers on a busy machine; 5 s on an idle one
 
@@ -131,14 +131,6 @@ def is_alive(pid: int) -> bool:
     except (FileNotFoundError, ProcessLookupError):
         return False
     return state != "Z"
-
-
-def wait_until(condition: Any, timeout_s: float, what: str) -> None:
-    """Poll `condition` until it is true. Fails the test after `timeout_s`."""
-    deadline_s = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline_s, f"{what}: not within {timeout_s} s"
-        time.sleep(0.02)
 
 
 class ServerProcess:

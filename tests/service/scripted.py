@@ -33,7 +33,8 @@ from teacher_server.wire.protocol import (
     requests,
     token_digest,
 )
-from tests.service.harness import connect, random_rollouts, score, wait_until
+from tests.processes import wait_until
+from tests.service.harness import connect, random_rollouts, score
 
 N_VOCAB, N_HIDDEN, K = 50, 6, 8
 Message = list[Buffer]
@@ -126,9 +127,9 @@ class ScriptedServer:
         self.replies_to_pings = True
         self._context = zmq.Context()
         self._keys = keys
-        self._authenticator = None if keys is None else Authenticator(self._context, keys)
-        if self._authenticator is not None:
-            self._authenticator.start()
+        self.authenticator = None if keys is None else Authenticator(self._context, keys)
+        if self.authenticator is not None:
+            self.authenticator.start()
         self._actions: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._ended = threading.Event()
         self._n_scores = 0
@@ -154,8 +155,8 @@ class ScriptedServer:
     def __exit__(self, *_: object) -> None:
         self._ended.set()
         self._thread.join(timeout=5)
-        if self._authenticator is not None:
-            self._authenticator.stop()
+        if self.authenticator is not None:
+            self.authenticator.stop()
         self._context.destroy(linger=0)
 
     def do(self, action: Callable[[], None]) -> None:

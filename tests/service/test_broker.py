@@ -53,6 +53,7 @@ from teacher_server.wire.worker_protocol import (
     from_worker,
     to_worker,
 )
+from tests.processes import wait_until
 from tests.service.messages import H, V, make_hello, make_reply, make_request, make_scores, make_tokens
 
 pytestmark = pytest.mark.service
@@ -128,15 +129,15 @@ class Rig:
         self.endpoint = f"ipc://{folder}/workers-{os.urandom(3).hex()}"
         self.broker = Broker("127.0.0.1", 0, self.endpoint, **settings)
         self.broker.start()
-        self._context = zmq.Context()
+        self.context = zmq.Context()
         _OPEN.append(self)
 
     def client(self) -> Client:
-        return Client(self._context, f"tcp://127.0.0.1:{self.broker.port}")
+        return Client(self.context, f"tcp://127.0.0.1:{self.broker.port}")
 
     def worker(self, **changes: Any) -> ScriptedWorker:
         """Start a worker, and wait until it has joined or was refused."""
-        worker = ScriptedWorker(self._context, self.endpoint, **changes)
+        worker = ScriptedWorker(self.context, self.endpoint, **changes)
         self.event("ready", "refused")
         return worker
 
@@ -155,7 +156,7 @@ class Rig:
     def release(self) -> None:
         _OPEN.remove(self)
         self.broker.stop()
-        self._context.destroy(linger=0)
+        self.context.destroy(linger=0)
 
 
 _OPEN: list[Rig] = []
@@ -588,7 +589,7 @@ def test_a_drained_worker_stays_drained_after_a_reconnect(rig: Rig) -> None:
 def test_names_of_local_workers_are_reserved(tmp_path: Path) -> None:
     """Fails if a remote worker can use the name of a local one, whose refusal would end the server."""
     rig = Rig(tmp_path, worker_port=0)
-    remote = ScriptedWorker(rig._context, f"tcp://127.0.0.1:{rig.broker.worker_port}", name="w0.0")
+    remote = ScriptedWorker(rig.context, f"tcp://127.0.0.1:{rig.broker.worker_port}", name="w0.0")
     assert "name w0.0" in remote.receive()[0].why
     assert rig.broker.events.empty()
     rig.close()
@@ -599,11 +600,11 @@ def test_a_dead_broker_thread_can_be_stopped(tmp_path: Path, monkeypatch: pytest
     rig = Rig(tmp_path)
     monkeypatch.setattr(rig.broker, "_tick", lambda now_s: 1 / 0)
     rig.client().send(Ping())
-    rig.broker._thread.join(timeout=5)
+    wait_until(lambda: not rig.broker.alive, 5.0, "the broker's end")
     assert not rig.broker.alive
     rig.broker.worker_died("w0.0")
     rig.broker.stop()
-    rig._context.destroy(linger=0)
+    rig.context.destroy(linger=0)
 
 
 def test_an_engine_error_is_final_without_another_worker(rig: Rig) -> None:

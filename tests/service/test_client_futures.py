@@ -13,7 +13,8 @@ from gkd.errors import TeacherError
 from gkd.teacher.client import ZmqTeacher
 from gkd.types import TeacherScores
 from teacher_server.wire.protocol import Cancel, ScoreRequest
-from tests.service.harness import random_rollouts, score, submit, table_of, wait_until
+from tests.processes import wait_until
+from tests.service.harness import random_rollouts, score, submit, table_of
 from tests.service.scripted import N_VOCAB, Message, ScriptedServer, always_valid, client, ignore, valid_reply
 
 pytestmark = pytest.mark.service
@@ -105,7 +106,7 @@ def test_close_fails_pending_futures() -> None:
         teacher.close()
         assert time.monotonic() - started_s < 2
         for future in futures:
-            with pytest.raises(TeacherError, match=" 5 "):
+            with pytest.raises(TeacherError):
                 future.result(timeout=0)
         with pytest.raises(TeacherError):
             submit(teacher, random_rollouts(1, N_VOCAB)[0])

@@ -16,14 +16,16 @@ from transformers import AutoModelForCausalLM
 
 from gkd.config.load import load_config
 from gkd.data.score_checks import validate_scores
-from gkd.errors import ConfigError, TeacherError
+from gkd.errors import TeacherError
 from gkd.teacher.client import ZmqTeacher
 from gkd.teacher.endpoint import ScoringEndpoint
 from gkd.teacher.records import ScoreSummary
 from gkd.teacher.window import Window
 from gkd.types import SIGNAL_FIELDS, Rollout, TeacherScores
 from teacher_server.wire.protocol import Cancel, ScoreRequest, Signal
-from tests.service.harness import ServerProcess, random_rollouts, wait_until
+from tests.processes import wait_until
+from tests.refusals import refuses
+from tests.service.harness import ServerProcess, random_rollouts
 from tests.service.scripted import N_VOCAB as SCRIPTED_VOCAB
 from tests.service.scripted import Message, ScriptedServer, error, valid_reply
 
@@ -42,7 +44,7 @@ def endpoint(
     temperature = f"teacher.temperature={TEMPERATURE}"
     opened = ScoringEndpoint(load_config(None, [*settings, temperature, *overrides]), n_vocab, [""], [Window(*window)])
     with ExitStack() as stack:
-        clients = [stack.enter_context(client) for client in opened._clients()[0]]
+        clients = [stack.enter_context(client) for client in opened.clients()[0]]
         yield opened, clients[0]
 
 
@@ -310,7 +312,7 @@ def test_the_first_error_ends_a_chunk_of_logits() -> None:
 
 def test_an_unknown_loss_is_refused_by_the_constructor() -> None:
     """Fails if a wrong setting is only detected after the first rollouts."""
-    with pytest.raises(ConfigError, match="distill.loss"), endpoint(1, "distill.loss=kl"):
+    with refuses("distill.loss"), endpoint(1, "distill.loss=kl"):
         pass
 
 

@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 
 from gkd.errors import TeacherUnavailable
+from tests.processes import wait_until
 from tests.service.conftest import TINY_VOCAB, WIDE_VOCAB
-from tests.service.harness import ServerProcess, connect, is_alive, random_rollouts, score, trivial_model, wait_until
+from tests.service.harness import ServerProcess, connect, is_alive, random_rollouts, score, trivial_model
 
 pytestmark = pytest.mark.service
 

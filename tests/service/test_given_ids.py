@@ -170,7 +170,7 @@ def test_the_server_refuses_bad_ids(server: ServerProcess, name: str) -> None:
 
 def test_a_range_that_only_the_server_knows_is_checked_there(server: ServerProcess) -> None:
     """Fails if a client without n_vocab gets scores of ids that the teacher does not have."""
-    with connect(server.port, k=K) as teacher, pytest.raises(TeacherRefusal, match=f"{N_VOCAB}"):
+    with connect(server.port, k=K) as teacher, pytest.raises(TeacherRefusal):
         submit(teacher, bad(rollouts_with_ids(1, 4)[0], "outside")).result(timeout=20)
 
 

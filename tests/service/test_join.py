@@ -19,8 +19,9 @@ from teacher_server.broker.worker_registry import WorkerEvent
 from teacher_server.cli.supervisor import Supervisor, WorkerCommand
 from teacher_server.errors import ServerError
 from teacher_server.worker.gpus import FoundGpus, WorkerPlan, plan_workers
+from tests.processes import wait_until
 from tests.service.commands import address, n_scored, run, sent_requests
-from tests.service.harness import ServerProcess, command, is_alive, trivial_model, wait_until
+from tests.service.harness import ServerProcess, command, is_alive, trivial_model
 from tests.unit.test_server_settings import settings_of
 
 pytestmark = pytest.mark.service

@@ -35,7 +35,7 @@ def endpoint(*overrides: str) -> Iterator[ScoringEndpoint]:
     n_routes = len(derive(config).routes)
     opened = ScoringEndpoint(config, CUT, [""] * n_routes, [Window(2, 8, 3)] * n_routes)
     with ExitStack() as stack:
-        for clients in opened._clients():
+        for clients in opened.clients():
             for client in clients:
                 stack.enter_context(client)
         yield opened

@@ -45,7 +45,7 @@ from teacher_server.wire.worker_protocol import (
 from teacher_server.worker.compute import Worker, WorkItem
 from teacher_server.worker.link import WorkerLink
 from teacher_server.worker.open_request import open_request
-from tests.service.harness import wait_until
+from tests.processes import wait_until
 from tests.service.messages import make_hello, make_request, make_scores, make_tokens
 
 pytestmark = pytest.mark.service
@@ -111,8 +111,8 @@ class ScriptedBroker:
         self.link = WorkerLink(f"tcp://127.0.0.1:{self.port}", make_hello())
         self.reasons: list[str] = []
         worker = Worker(engine, self.link, "f", "w", max_batch_tokens=200)  # type: ignore[arg-type]
-        self._thread = threading.Thread(target=lambda: self.reasons.append(worker.run()), daemon=True)
-        self._thread.start()
+        self.thread = threading.Thread(target=lambda: self.reasons.append(worker.run()), daemon=True)
+        self.thread.start()
         self.identity = self.next_hello()[0]
 
     def receive(self) -> tuple[bytes, Any, list[bytes]]:
@@ -168,12 +168,12 @@ class ScriptedBroker:
     def close(self) -> None:
         end_s = time.monotonic() + 10
         self.send(Dismiss())
-        while self._thread.is_alive() and time.monotonic() < end_s:
-            self._thread.join(timeout=0.1)
+        while self.thread.is_alive() and time.monotonic() < end_s:
+            self.thread.join(timeout=0.1)
             if self.router.poll(0):  # a new connection has a new identity
                 self.identity = self.receive()[0]
                 self.send(Dismiss())
-        assert not self._thread.is_alive(), "the worker did not exit"
+        assert not self.thread.is_alive(), "the worker did not exit"
         self.link.close()
         self._context.destroy(linger=0)
 
@@ -331,7 +331,7 @@ def test_leave_is_announced_and_dismissal_ends_the_loop(broker: ScriptedBroker) 
     broker.assign(1, harmless(20))
     assert isinstance(broker.reply()[1], ScoreReply), "requests in flight must be completed"
     broker.send(Dismiss())
-    broker._thread.join(timeout=5)
+    broker.thread.join(timeout=5)
     assert broker.reasons == [""]
 
 
@@ -339,7 +339,7 @@ def test_leaving_does_not_wait_for_an_unreachable_broker(broker: ScriptedBroker)
     """Fails if SIGTERM does not end a worker without a broker before a service manager's time-out."""
     broker.router.close(linger=0)
     broker.link.leave()
-    broker._thread.join(timeout=5)
+    broker.thread.join(timeout=5)
     assert broker.reasons == [""]
     broker.restart()
 
@@ -363,7 +363,7 @@ def test_refused_connections_are_retried_with_a_backoff() -> None:
 def test_the_reason_of_a_dismissal_is_returned(broker: ScriptedBroker) -> None:
     """Fails if an excluded worker exits without the reason, which its log needs."""
     broker.send(Dismiss(why="NaN in logprobs"))
-    broker._thread.join(timeout=5)
+    broker.thread.join(timeout=5)
     assert broker.reasons == ["NaN in logprobs"]
 
 
@@ -402,7 +402,7 @@ def test_a_failed_device_ends_the_worker() -> None:
 _HANGS = """
 import sys, time
 from teacher_server.worker.link import WorkerLink
-from tests.service.harness import wait_until
+from tests.processes import wait_until
 from tests.service.messages import make_hello
 link = WorkerLink("tcp://127.0.0.1:9", make_hello(), compute_timeout_s=0.3)
 with link.computing():

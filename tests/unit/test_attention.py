@@ -55,7 +55,7 @@ def test_equals_dense_attention(heads: tuple[int, int], packed: bool, scale: flo
 
 def test_a_pack_is_one_row() -> None:
     """Fails if several packed rows are split by the boundaries of one."""
-    with pytest.raises(ValueError, match="2"):
+    with pytest.raises(ValueError):
         causal_attention(*_inputs(2, 2, rows=2), _borders())
 
 

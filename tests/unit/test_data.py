@@ -84,7 +84,7 @@ def test_invalid_files_are_refused_with_their_key(tmp_path: Path, tokenizer: Any
         with pytest.raises(ConfigError, match=Path(file).name) as caught:
             load([file], tokenizer)
         assert caught.value.key == "data.train_files"
-    with pytest.raises(ConfigError, match=r"\['question'\]") as caught:
+    with pytest.raises(ConfigError) as caught:
         load([jsonl(tmp_path / "k.jsonl", [{"question": "a"}])], tokenizer)
     assert caught.value.key == "data.prompt_key"
     everything_too_long = jsonl(tmp_path / "l.jsonl", [{"prompt": "abcd"}])

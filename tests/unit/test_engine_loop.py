@@ -26,12 +26,21 @@ from gkd.rollout.engine_loop import EngineLoop
 from gkd.rollout.sampling import Job, Request, Sampling
 from gkd.rollout.worker import RolloutWorker
 from gkd.types import Prompt, Rollout, VersionSpan
+from tests.processes import wait_until
 
 N = 2
 SAMPLING = Sampling(N, 1.0, 1.0, 8, seed=0)
 JOB = Job(1, SAMPLING, math.inf)
 TIMEOUT_S = 20.0  # of operations that would otherwise hang
 UNLIMITED = 1000  # more sequences than any test starts
+
+
+class NoMemory(Exception):
+    pass
+
+
+class DeviceGone(Exception):
+    pass
 
 
 @dataclass
@@ -177,10 +186,7 @@ def prompts(*ids: int) -> list[Prompt]:
 
 
 def until(condition: Callable[[], Any]) -> None:
-    deadline = time.monotonic() + TIMEOUT_S
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.002)
+    wait_until(condition, TIMEOUT_S, "the loop")
 
 
 def test_a_prompt_is_yielded_when_all_its_samples_are_finished() -> None:
@@ -215,7 +221,7 @@ def test_a_call_waits_for_one_step_and_not_for_a_sequence(case: Case) -> None:
     calls = []
     for name in ("a", "b", "c"):
         calls.append(case.in_thread(lambda name=name: case.loop.call(lambda: note(name))))
-        until(lambda: len(case.loop._calls) == len(calls))
+        until(lambda: case.loop.n_pending_calls == len(calls))
     engine.gate.set()
     for call in calls:
         call.result(TIMEOUT_S)
@@ -263,7 +269,7 @@ def test_generate_during_a_stream_returns_only_its_own_rollouts(case: Case) -> N
     assert next(left).prompt_id == 2
     left.close()  # type: ignore[attr-defined]
     until(lambda: case.loop.call(lambda: case.engine.n_running) == N)
-    with pytest.raises(DataError, match=str(10**6 + 1)):
+    with pytest.raises(DataError):
         list(case.loop.generate(prompts(5, 10**6 + 1), one, [0, 1]))
     until(lambda: case.loop.call(lambda: case.engine.n_running) == N)
     assert not case.ended.done(), "a refused prompt of `generate` must not end the stream"
@@ -301,7 +307,7 @@ def test_generate_waits_for_a_slot_and_not_for_the_backlog() -> None:
         case.loop.admit(JOB, prompts(*[3] * n_prompts), range(n_prompts))
         until(lambda: case.engine.running)
         evaluation = case.in_thread(lambda: list(case.loop.generate(prompts(2), SAMPLING, [0])))
-        until(lambda: case.loop._calls)
+        until(lambda: case.loop.n_pending_calls)
         case.engine.gate.set()
         assert len(evaluation.result(TIMEOUT_S)) == N
         until(lambda: len(case.chunks) == n_prompts)
@@ -318,7 +324,7 @@ def test_the_backlog_starts_with_the_newest_weights() -> None:
         case.loop.admit(JOB, prompts(1, 1), [0, 1])
         until(lambda: case.engine.running)
         receive = case.in_thread(lambda: case.loop.call(lambda: list(case.engine.started)))
-        until(lambda: case.loop._calls)
+        until(lambda: case.loop.n_pending_calls)
         case.engine.gate.set()
         assert receive.result(TIMEOUT_S) == [(0, 1)] * N
         until(lambda: len(case.chunks) == 2)
@@ -352,12 +358,12 @@ def test_a_refused_prompt_of_the_backlog_ends_the_stream() -> None:
         # A slot is free, and the loop is submitting the second prompt.
         until(lambda: any(prompt_id == 3 for _, prompt_id in case.engine.ended))
         waiting = case.in_thread(lambda: case.loop.call(lambda: None))
-        until(lambda: case.loop._calls)
+        until(lambda: case.loop.n_pending_calls)
         case.engine.refusal.set()
         for failed in (case.ended, evaluation, waiting):
-            with pytest.raises(DataError, match="1000001"):
+            with pytest.raises(DataError):
                 failed.result(TIMEOUT_S)
-        with pytest.raises(DataError, match="1000001"):
+        with pytest.raises(DataError):
             case.loop.admit(JOB, prompts(1), [3])
         assert 4 not in {prompt_id for _, prompt_id in case.engine.started} and not case.engine.running
 
@@ -396,13 +402,13 @@ def test_a_failed_step_ends_everything_with_its_error(case: Case) -> None:
         case.in_thread(lambda: case.loop.call(lambda: None)),
         case.in_thread(lambda: list(case.loop.generate(prompts(1), SAMPLING, [0]))),
     ]
-    until(lambda: len(case.loop._calls) == 2)
-    case.engine.error = RuntimeError("no memory")
+    until(lambda: case.loop.n_pending_calls == 2)
+    case.engine.error = NoMemory("no memory")
     case.engine.gate.set()
     for future in (case.ended, *waiting):
-        with pytest.raises(RuntimeError, match="no memory"):
+        with pytest.raises(NoMemory):
             future.result(TIMEOUT_S)
-    with pytest.raises(RuntimeError, match="no memory"):
+    with pytest.raises(NoMemory):
         case.loop.call(lambda: None)
     assert case.engine.n_running == 0
     case.loop.close()
@@ -416,14 +422,14 @@ def test_the_first_error_is_raised_and_later_ones_are_logged(
     logger = logging.getLogger("gkd.engine_loop")
     logger.addHandler(caplog.handler)  # the project's loggers do not propagate to caplog's logger
     try:
-        case.engine.errors[where] = RuntimeError("the device is gone")
+        case.engine.errors[where] = DeviceGone("the device is gone")
         evaluation = case.in_thread(lambda: list(case.loop.generate(prompts(10**6), SAMPLING, [0])))
         until(lambda: case.engine.steps > 3)
-        case.engine.error = RuntimeError("no memory")
+        case.engine.error = NoMemory("no memory")
         for failed in (case.ended, evaluation):
-            with pytest.raises(RuntimeError, match="no memory"):
+            with pytest.raises(NoMemory):
                 failed.result(TIMEOUT_S)
-        with pytest.raises(RuntimeError, match="no memory"):
+        with pytest.raises(NoMemory):
             case.loop.call(lambda: None)
         case.loop.close()
     finally:
@@ -439,11 +445,11 @@ def test_close_raises_a_clean_up_error(where: str) -> None:
         case.loop.admit(JOB, prompts(10**6), [0])
         until(lambda: case.engine.running)
     case.loop.call(lambda: None)
-    case.engine.errors[where] = RuntimeError("the device is gone")
+    case.engine.errors[where] = DeviceGone("the device is gone")
     for use in (case.loop.close, case.loop.close, lambda: case.loop.call(lambda: None)):
-        with pytest.raises(RuntimeError, match="the device is gone"):
+        with pytest.raises(DeviceGone):
             use()
-    with pytest.raises(RuntimeError, match="the device is gone"):
+    with pytest.raises(DeviceGone):
         case.ended.result(TIMEOUT_S)
     case.pool.shutdown()
 
@@ -455,8 +461,8 @@ def test_only_close_waits_for_the_device(case: Case) -> None:
     case.loop.admit(JOB, prompts(10**6), [0])
     until(lambda: case.engine.running)
     queued = case.in_thread(lambda: case.loop.call(lambda: None))
-    until(lambda: case.loop._calls)
-    case.engine.error = RuntimeError("no memory")
+    until(lambda: case.loop.n_pending_calls)
+    case.engine.error = NoMemory("no memory")
     case.engine.gate.set()
     assert case.engine.syncing.wait(TIMEOUT_S)
     for failed in (
@@ -465,7 +471,7 @@ def test_only_close_waits_for_the_device(case: Case) -> None:
         case.in_thread(lambda: case.loop.admit(JOB, prompts(1), [1])),
         case.in_thread(lambda: list(case.loop.generate(prompts(1), SAMPLING, [0]))),
     ):
-        with pytest.raises(RuntimeError, match="no memory"):
+        with pytest.raises(NoMemory):
             failed.result(TIMEOUT_S / 2)  # less than `synchronize` waits
     closing = case.in_thread(case.loop.close)
     with pytest.raises(TimeoutError):
@@ -473,7 +479,7 @@ def test_only_close_waits_for_the_device(case: Case) -> None:
     assert not case.ended.done()
     case.engine.sync_gate.set()
     closing.result(TIMEOUT_S)
-    with pytest.raises(RuntimeError, match="no memory"):
+    with pytest.raises(NoMemory):
         case.ended.result(TIMEOUT_S)
 
 
@@ -481,8 +487,8 @@ def test_a_failed_step_ends_a_running_generate(case: Case) -> None:
     """Fails if an evaluation hangs when the engine fails during it."""
     evaluation = case.in_thread(lambda: list(case.loop.generate(prompts(10**6), SAMPLING, [0])))
     until(lambda: case.engine.steps > 3)
-    case.engine.error = RuntimeError("no memory")
-    with pytest.raises(RuntimeError, match="no memory"):
+    case.engine.error = NoMemory("no memory")
+    with pytest.raises(NoMemory):
         evaluation.result(TIMEOUT_S)
 
 
@@ -508,7 +514,7 @@ def test_only_fatal_calls_end_the_stream(case: Case) -> None:
 def test_the_stream_raises_the_error_of_a_refused_prompt(case: Case) -> None:
     """Fails if the stream waits forever for a prompt that the engine refused."""
     case.loop.admit(JOB, prompts(3, 10**6 + 1), [0, 1])
-    with pytest.raises(DataError, match="1000001"):
+    with pytest.raises(DataError):
         case.ended.result(TIMEOUT_S)
 
 
@@ -547,7 +553,7 @@ def test_a_streamed_prompt_is_returned_as_rollouts_and_sizes() -> None:
         job, chunk = decode_sizes(sizes, rollouts)
         assert (job, chunk.dp_rank, chunk.versions.tolist()) == (1, index % 4, [0] * N)
         assert chunk.sample_index.tolist() == [index * N, index * N + 1] == [r.sample_index for r in chunk.ref]
-    with pytest.raises(DataError, match="3 bytes"):
+    with pytest.raises(DataError):
         worker.admit(5, JOB, b"abc", False)
     items.close()
     worker.close_stream()

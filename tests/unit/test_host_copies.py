@@ -43,9 +43,9 @@ def test_training_waits_only_for_the_copy() -> None:
     live.fill_(0)
     for number, snapshot in enumerate(snapshots, start=1):
         assert all(bool((piece.data == number).all()) for piece in snapshot.pieces)
-    with pytest.raises(RuntimeError, match="size"):  # a copy that fails is not a snapshot
+    with pytest.raises(RuntimeError):  # a copy that fails is not a snapshot
         copies._copy([torch.zeros(3)], [torch.zeros(4)])()
-    with pytest.raises(RuntimeError, match="size"):
+    with pytest.raises(RuntimeError):
         copies.settle()
 
 
@@ -68,7 +68,7 @@ def test_pieces_are_contiguous_in_slabs(tmp_path: Path) -> None:
                 stop = piece.start + piece.data.numel()
                 values = reader.read(piece.name, piece.kind, piece.part, piece.start, stop)
                 assert torch.equal(values, piece.data), piece.name
-        assert {name for name, _, _ in reader._index} == {piece.name for piece in live} - {"none"}
+        assert {name for name, _, _ in reader.index} == {piece.name for piece in live} - {"none"}
 
 
 def test_two_snapshots_go_into_one_file(tmp_path: Path) -> None:

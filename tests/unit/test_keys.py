@@ -197,7 +197,7 @@ def test_an_unreadable_allow_list_refuses_every_key(
         with monkeypatch.context() as patch:  # a chmod has no effect if root runs the tests
             patch.setattr(Path, "glob", _refuse)
             assert guard.maybe_reload() and "Permission denied" in caplog.text
-            with pytest.raises(KeysError, match="Permission denied"):
+            with pytest.raises(KeysError):
                 load_server_keys(folder)
         assert not port.accepts(client, REFUSED_S)
         (folder / "clients/d.key").chmod(0o600)  # the repair triggers a reload

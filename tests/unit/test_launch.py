@@ -155,7 +155,7 @@ def test_summary_matches_the_metrics_of_the_run(tmp_path: Path) -> None:
     write_summary(summary, tmp_path / "new" / "summary.json")
     assert json.loads((tmp_path / "new" / "summary.json").read_text()) == summary
     (tmp_path / "metrics.jsonl").write_text(json.dumps(lines[0]) + "\n")
-    with pytest.raises(CheckpointError, match=r"metrics\.jsonl"):
+    with pytest.raises(CheckpointError):
         summarise(tmp_path, 1.0, "0/0", 1.0)
 
 

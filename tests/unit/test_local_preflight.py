@@ -85,7 +85,7 @@ def test_what_cannot_be_packed_or_is_not_there(tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as caught:
         look(gemma2)
     assert caught.value.key == "actor.packing"
-    with pytest.raises(ConfigError, match=r"^teacher\.path = .*teacher\.backend=zmq") as caught:
+    with pytest.raises(ConfigError) as caught:
         look(gemma2, "actor.packing=false")
     assert caught.value.key == "teacher.path"
     with pytest.raises(ConfigError) as caught:

@@ -25,6 +25,7 @@ from teacher_server.engines.weight_files import FolderError
 from teacher_server.errors import ServerError
 from teacher_server.worker.model_folder import inspect_model_folder
 from tests.dist.megatron_reference import make_hf_folder
+from tests.refusals import refuses
 
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -186,14 +187,14 @@ def test_quantized_weights_are_for_servers_only(tied: Path) -> None:
     _leftover_quantization(tied)
     _change(tied, lambda t: t.update({"scale": torch.zeros(3, dtype=torch.float8_e4m3fn)}))
     assert check_folder(tied) == [tied / SINGLE]
-    with pytest.raises(ConfigError, match=r"quantized.*fp8.*full precision"):
+    with refuses("model.path"):
         check_student(_config(tied))
 
 
 def test_an_unmerged_adapter_of_no_known_base(tmp_path: Path) -> None:
     """Fails if an adapter without its config is a traceback."""
     _adapter_weights(tmp_path)
-    with pytest.raises(FolderError, match="its base model"):
+    with pytest.raises(FolderError):
         check_folder(tmp_path)
 
 

@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.mutants.__main__ import MUTANTS, ROOT
+from tests.mutants.__main__ import ROOT
 from tests.mutants.mutant import Mutant, MutantError, problems
+from tests.mutants.numerics import MUTANTS
 
 
 def test_every_mutant_fits_the_tree() -> None:

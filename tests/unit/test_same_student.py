@@ -52,5 +52,5 @@ def test_other_adapters_are_refused(saved: dict[str, Any], own: dict[str, Any], 
 
 def test_incomplete_meta_data_are_refused() -> None:
     """Fails if meta data of another origin raise a KeyError."""
-    with pytest.raises(CheckpointError, match="dtype, step"):
+    with pytest.raises(CheckpointError):
         _check({key: value for key, value in SAVED.items() if key not in ("dtype", "step")})

@@ -113,11 +113,11 @@ def test_step_lines_can_be_switched_off(setting: str, lines: list[str]) -> None:
             if setting == "lines":
                 with doing.during("step 1/2"), doing.during("teacher"):
                     clock.now_s += 5.0
-                    terminal._tick()
+                    terminal.tick()
                     clock.now_s += 1.0
-                    terminal._tick()
+                    terminal.tick()
                     clock.now_s += 4.0
-                    terminal._tick()
+                    terminal.tick()
     finally:
         logging.getLogger("gkd").removeHandler(handler)
     printed = stream.getvalue().splitlines()
@@ -140,7 +140,7 @@ def test_the_health_of_the_teacher_is_requested_only_in_long_stages(monkeypatch:
         for _ in range(n):
             with doing.during("step 1/2"), doing.during("teacher"):
                 clock.now_s += 3.0
-                terminal._tick()
+                terminal.tick()
 
     terminal = Terminal("lines", "", io.StringIO(), doing)  # not entered: this test is its thread
     with terminal.watching(run(), probe):
@@ -149,11 +149,11 @@ def test_the_health_of_the_teacher_is_requested_only_in_long_stages(monkeypatch:
         with doing.during("step 2/2"), doing.during("teacher"):
             for _ in range(15):
                 clock.now_s, silent_s = clock.now_s + 1.0, silent_s + 1.0
-                terminal._tick()
+                terminal.tick()
         assert n_probes == 4 and len(warnings) == 1
         silent_s = 0.0
         short_stages(5)
         assert n_probes == 5 and len(warnings) == 2
     clock.now_s += 100.0
-    terminal._tick()
+    terminal.tick()
     assert n_probes == 5

@@ -75,7 +75,7 @@ class ShardReader:
     def __init__(self, folder: str | Path) -> None:
         self._folder = Path(folder)
         self._open: dict[Path, int] = {}
-        self._index: dict[tuple[str, str, int], list[_Range]] = {}
+        self.index: dict[tuple[str, str, int], list[_Range]] = {}  # (name, kind, part) -> where its values are
         self._rng: dict[tuple[int, str], _Range] = {}
         first, *others = self._rank_files()
         self.meta = self._add(first, 0)
@@ -86,7 +86,7 @@ class ShardReader:
             raise CheckpointError(
                 f"{self._folder} has files of {len(others) + 1} ranks; {self.meta.get('world_size')} ranks wrote it."
             )
-        for key, ranges in self._index.items():
+        for key, ranges in self.index.items():
             ranges.sort(key=lambda item: item.start)
             for one, two in zip(ranges, ranges[1:], strict=False):
                 if two.start < one.stop:
@@ -114,7 +114,7 @@ class ShardReader:
         Raises:
             CheckpointError: elements are missing, of another dtype than `out`, or the file cannot be read.
         """
-        ranges = self._index.get((name, kind, part))
+        ranges = self.index.get((name, kind, part))
         if ranges is None:
             raise CheckpointError(f"{self._folder} has no {_describe(name, kind, part)}.")
         values = torch.empty(stop - start, dtype=ranges[0].dtype) if out is None else out.detach()
@@ -173,7 +173,7 @@ class ShardReader:
                     self._rng[rank, key.removeprefix("rng/")] = _Range(0, n_elements, dtype, path, data_start + begin)
                 else:
                     name, kind, part, start = key.rsplit("/", 3)
-                    ranges = self._index.setdefault((name, kind, int(part)), [])
+                    ranges = self.index.setdefault((name, kind, int(part)), [])
                     if ranges and ranges[0].dtype != dtype:
                         raise ValueError(f"{key} is {dtype}, elsewhere {ranges[0].dtype}")
                     ranges.append(_Range(int(start), int(start) + n_elements, dtype, path, data_start + begin))

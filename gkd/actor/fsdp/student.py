@@ -111,7 +111,7 @@ class FsdpStudent(Student):
         self.loss = build_loss(args, VocabShard(0, self._n_rows, None))
         self._host_copies = HostCopies(torch.device("cpu") if cpu_offload else device)
         self._on_host = cpu_offload
-        self.states = States(device, self._live_states, before=self._host_copies.settle)
+        self.states = States(device, self.live_states, before=self._host_copies.settle)
         n_trained = sum(param.numel() for param in self._trained)
         log.info(
             "%s: %d layers, %d trained parameters over %d ranks",
@@ -186,11 +186,11 @@ class FsdpStudent(Student):
     def snapshot(self) -> Snapshot:
         reshard(self.model)  # gathered parameters are copies; the checkpoint holds shards
         meta = self._meta() | {"step": self.step}
-        return checkpoint.snapshot(self._host_copies, self._trained_places(), self._optimizer, meta)
+        return checkpoint.snapshot(self._host_copies, self.trained_places(), self._optimizer, meta)
 
     def load_checkpoint(self, folder: str | Path) -> None:
         self._host_copies.settle()
-        places, meta = self._trained_places(), self._meta()
+        places, meta = self.trained_places(), self._meta()
         self.step = checkpoint.load(folder, places, self._optimizer, meta, rank=dist.get_rank(), device=self.device)
 
     def grads_by_hf_name(self, micro_batches: Sequence[MicroBatch]) -> dict[str, Tensor]:
@@ -237,7 +237,7 @@ class FsdpStudent(Student):
             self._optimizer.step()
         self._zero_grads()
 
-    def _trained_places(self) -> dict[str, Place]:
+    def trained_places(self) -> dict[str, Place]:
         """Return the tensors that the optimizer updates, by their names in a checkpoint."""
         if not self._adapters:
             return {name: place for name, place in self._places.items() if place.tensor.requires_grad}
@@ -253,7 +253,7 @@ class FsdpStudent(Student):
     def _meta(self) -> dict[str, Any]:
         scale = next((adapter.scale for adapter in self._adapters.values()), 0.0)
         return checkpoint.student_meta(
-            self._trained_places(),
+            self.trained_places(),
             dtype=self._dtype,
             scale=scale,
             base=self._base_digest,
@@ -261,7 +261,7 @@ class FsdpStudent(Student):
             device=self.device,
         )
 
-    def _live_states(self) -> dict[str, list[Tensor]]:
+    def live_states(self) -> dict[str, list[Tensor]]:
         """Return the tensors that persist between steps, by kind; with `cpu_offload` only those on the device."""
         head = [] if self.loss.teacher_head is None else [self.loss.teacher_head]
         if self._on_host:

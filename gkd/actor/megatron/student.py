@@ -109,7 +109,7 @@ class MegatronStudent(Student):
         self._completes = True
         self._optimizer = build_optimizer(self._ddps, self.optim, dtype=torch.float32 if adapted else dtype)
         self._host_copies = HostCopies(device)
-        self.states = States(device, self._live_states, before=self._host_copies.settle)
+        self.states = States(device, self.live_states, before=self._host_copies.settle)
 
     def sum_over_groups(self, counts: Tensor) -> Tensor:
         return sum_over_group(counts.to(self.device), self.model.groups.dp)
@@ -212,7 +212,7 @@ class MegatronStudent(Student):
         self._host_copies.settle()
         clip_and_step(self._optimizer, clip_grad=self.optim.clip_grad, grad_norm=grad_norm)
 
-    def _live_states(self) -> dict[str, list[Tensor]]:
+    def live_states(self) -> dict[str, list[Tensor]]:
         """Return the tensors that persist between steps, by kind.
 
         A float32 model shares its weights with the optimizer, so these are listed twice.

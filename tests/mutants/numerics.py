@@ -1,0 +1,237 @@
+"""Mutants of the numerics: loss, policy gradient, normalization, checks of scores, digests, weight sync."""
+
+from __future__ import annotations
+
+from tests.mutants.mutant import Mutant
+
+MUTANTS = (
+    # Divergences over a table of outcomes, and their closed-form derivatives.
+    Mutant(
+        "loss_forward_kl_is_reverse",
+        "gkd/loss",
+        "return _x_log_ratio(log_p, log_q).sum(dim=-1)",
+        "return _x_log_ratio(log_q, log_p).sum(dim=-1)",
+        ("test_loss_gradient.py",),
+    ),
+    Mutant(
+        "loss_jsd_weights_swapped",
+        "gkd/loss",
+        "term.beta * teacher + (1.0 - term.beta) * student",
+        "(1.0 - term.beta) * teacher + term.beta * student",
+        ("test_loss_gradient.py",),
+    ),
+    Mutant(
+        "loss_skew_kl_mixes_the_wrong_share",
+        "gkd/loss",
+        "_log_mixture(log_p, log_q, term.alpha)",
+        "_log_mixture(log_q, log_p, term.alpha)",
+        ("test_loss_gradient.py",),
+    ),
+    Mutant(
+        "loss_renorm_of_the_student_alone",
+        "gkd/loss",
+        "return log_q.log_softmax(dim=-1), log_p.log_softmax(dim=-1)",
+        "return log_q.log_softmax(dim=-1), log_p",
+        ("test_loss_gradient.py",),
+    ),
+    Mutant(
+        "loss_empty_tail_is_an_outcome",
+        "gkd/loss",
+        "outside.masked_fill(log_q_tail == -torch.inf, -torch.inf)",
+        "outside",
+        ("test_loss_properties.py",),
+    ),
+    Mutant("loss_zero_times_infinity", "gkd/loss", "absent = x == 0", "absent = x < 0", ("test_loss_properties.py",)),
+    Mutant(
+        "loss_slope_forward_kl_sign",
+        "gkd/loss",
+        "_parts(p, log_p, log_q).sum(dim=-1), p.neg_()",
+        "_parts(p, log_p, log_q).sum(dim=-1), p",
+        ("test_divergence_slopes.py",),
+    ),
+    Mutant(
+        "loss_slope_jsd_weight",
+        "gkd/loss",
+        "student.mul_(1.0 - beta)",
+        "student.mul_(beta)",
+        ("test_divergence_slopes.py",),
+    ),
+    # Whole vocabulary, and a vocabulary split over ranks.
+    Mutant(
+        "loss_full_gradient_temperature",
+        "gkd/loss",
+        "z.add_(g[rows], alpha=1.0 / temperature)",
+        "z.add_(g[rows])",
+        ("test_loss_paths.py",),
+    ),
+    Mutant(
+        "loss_full_sums_of_one_rank",
+        "gkd/loss",
+        "dist.all_reduce(sums, group=shard.group)",
+        "sums.clone()",
+        ("dist/test_loss_parallel.py::test_equals_dense",),
+    ),
+    Mutant(
+        "loss_normaliser_of_one_rank",
+        "gkd/loss",
+        "dist.all_reduce(message, group=shard.group)",
+        "message.clone()",
+        ("dist/test_vocab_parallel.py::test_equals_dense[2]",),
+    ),
+    Mutant(
+        "loss_gradient_of_the_tail",
+        "gkd/loss",
+        "row_grad=grad_sum * rows.tail.exp() - grad_tail",
+        "row_grad=grad_sum * rows.tail.exp()",
+        ("test_loss_gradient.py",),
+    ),
+    Mutant(
+        "loss_padding_has_a_gradient",
+        "gkd/loss",
+        "out[:, v_valid:] = 0.0",
+        "out[:, v_valid:] *= 1.0",
+        ("test_loss.py",),
+    ),
+    Mutant(
+        "loss_head_gradient_in_bfloat16",
+        "gkd/loss",
+        "torch.zeros_like(head, dtype=statistics_dtype(head))",
+        "torch.zeros_like(head)",
+        ("test_loss_fused.py",),
+    ),
+    Mutant(
+        "loss_triton_gradient_temperature",
+        "gkd/loss",
+        ".to(tl.float32) * inv_temperature",
+        ".to(tl.float32)",
+        ("test_triton_rows.py::test_gradient_equals_float64",),
+    ),
+    # Policy gradient: sampled tokens, rewards, the tail's residual.
+    Mutant(
+        "loss_clip_in_log_space",
+        "gkd/loss",
+        "log_weights.clamp(max=math.log(clip))",
+        "log_weights.clamp(max=clip)",
+        ("test_policy_gradient.py",),
+    ),
+    Mutant(
+        "loss_k3_ratio_inverted",
+        "gkd/loss",
+        "torch.expm1(log_ratio) - log_ratio",
+        "torch.expm1(-log_ratio) + log_ratio",
+        ("test_policy_gradient.py",),
+    ),
+    Mutant(
+        "loss_slope_without_importance_weight",
+        "gkd/loss",
+        'slope = weights * reverse_kl_estimate("k1"',
+        'slope = reverse_kl_estimate("k1"',
+        ("test_policy_gradient.py",),
+    ),
+    Mutant(
+        "loss_reward_limit_moves_tokens",
+        "gkd/loss",
+        "-torch.minimum(plain, limited)",
+        "-torch.maximum(plain, limited)",
+        ("test_reward_loss.py",),
+    ),
+    Mutant(
+        "loss_residual_of_listed_tokens",
+        "gkd/loss",
+        "(targets.topk_ids != targets.sampled_ids[:, None]).all(dim=-1)",
+        "(targets.topk_ids != targets.sampled_ids[:, None]).any(dim=-1)",
+        ("test_tail_residual.py",),
+    ),
+    # Weights and normalization of token losses, rows, gradients.
+    Mutant(
+        "loss_term_weight",
+        "gkd/loss",
+        "losses.total + term.weight * loss",
+        "losses.total + loss",
+        ("test_loss_paths.py",),
+    ),
+    Mutant(
+        "mean_over_all_tokens",
+        "gkd",
+        '"] = value / n  # trackers',
+        '"] = value / sums.n_loss_tokens  # trackers',
+        ("test_reference_term.py",),
+    ),
+    Mutant(
+        "domain_mean_over_sequences",
+        "gkd",
+        "counts[[rollout.route for rollout in rollouts], 0]",
+        "counts[[rollout.route for rollout in rollouts], 1]",
+        ("test_domain_loss.py",),
+    ),
+    Mutant(
+        "sequence_mean_of_one_sequence",
+        "gkd",
+        "n_tokens / (n_sequences * np.array(",
+        "n_tokens / (np.array(",
+        ("test_domain_loss.py",),
+    ),
+    Mutant(
+        "loss_row_of_the_next_token",
+        "gkd",
+        "int(start) + len(r.prompt_ids) - 1",
+        "int(start) + len(r.prompt_ids)",
+        ("test_batching.py",),
+    ),
+    Mutant(
+        "widened_table_has_probability_1",
+        "gkd",
+        "_pad_columns(t.topk_logprobs, width, -np.inf)",
+        "_pad_columns(t.topk_logprobs, width, 0.0)",
+        ("test_batching.py",),
+    ),
+    Mutant(
+        "clipping_enlarges",
+        "gkd",
+        "min(1.0, clip_grad / (grad_norm + 1e-6))",
+        "clip_grad / (grad_norm + 1e-6)",
+        ("test_fsdp_checks.py",),
+    ),
+    # Checks of a teacher's scores.
+    Mutant(
+        "reply_about_other_tokens",
+        "gkd",
+        "if reply.token_digest != self._digest:",
+        "if not reply.token_digest:",
+        ("test_client.py::test_swapped_replies_are_refused",),
+    ),
+    Mutant(
+        "token_id_twice_in_a_row",
+        "gkd",
+        "ordered[:, 1:] == ordered[:, :-1]",
+        "ordered[:, 1:] < ordered[:, :-1]",
+        ("test_validate_topk.py",),
+    ),
+    Mutant(
+        "damaged_frame_passes",
+        "teacher_server",
+        "if checksum(frame) != expected:",
+        "if not checksum(frame):",
+        ("test_payload.py",),
+    ),
+    # Digests, and the weights that engines hold.
+    Mutant("digest_without_shape", "gkd", "xxhash.xxh3_128(header)", "xxhash.xxh3_128()", ("test_buckets.py",)),
+    Mutant(
+        "missing_tensor_is_equal",
+        "gkd/weight_sync",
+        ".keys() | ",
+        ".keys() & ",
+        (
+            "test_buckets.py",
+            "test_coordinator.py",
+        ),
+    ),
+    Mutant("first_sync_alone_verified", "gkd", "self._n_pushed < 2", "self._n_pushed < 1", ("test_coordinator.py",)),
+    Mutant(
+        "digest_not_compared",
+        "gkd",
+        "same = digest_file(folder / name) == manifest.files[name]",
+        "same = digest_file(folder / name).n_bytes == manifest.files[name].n_bytes",
+        ("test_checkpoints.py::test_a_damaged_checkpoint_falls_back_to_the_previous_one",),
+    ),
+)
