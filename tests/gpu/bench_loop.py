@@ -33,7 +33,7 @@ def measure(device: str, n_gpus: int, steps: int) -> Part:
         settings.append(f"rollout.kv_cache_mib={_kv_cache_mib(visible[0])}")
     with tempfile.TemporaryDirectory(prefix="gkd_bench_") as folder:
         results = Path(folder) / "summary.json"
-        command = [sys.executable, "-m", "gkd.quickstart", "--results", str(results), *settings]
+        command = [sys.executable, "-m", "examples.quickstart", "--results", str(results), *settings]
         subprocess.run(command, cwd=ROOT, env=os.environ | {"CUDA_VISIBLE_DEVICES": chosen}, check=True)
         found = json.loads(results.read_text())
     if (used := _device_of_last_run()) != device:

@@ -30,7 +30,7 @@ _MEMORY, _STUDENT = "tests.bench.bench_memory", "tests.gpu.bench_student_cuda"
 _LOOP, _SYNC = "tests.gpu.bench_loop", "tests.bench.bench_weight_sync"
 _AS_IN_CI = ("-m", "not slow and not bench and not gpu", "--device", DEVICE)
 # Two to four minutes on two cores.
-_MODELS = ("gkd.quickstart.make_models", "--out", "models/quickstart")
+_MODELS = ("examples.quickstart.make_models", "--out", "models/quickstart")
 
 
 def _both(*command: str) -> tuple[tuple[str, ...], tuple[str, ...]]:

@@ -32,8 +32,9 @@ def process_family() -> Iterator[None]:
     try:
         yield
     finally:
-        # A second Ctrl-C or SIGTERM must not interrupt the cleanup.
-        before = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, signal.SIGTERM)}
+        # A second signal must not interrupt the cleanup.
+        signals = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+        before = {number: signal.signal(number, signal.SIG_IGN) for number in signals}
         stop_all(psutil.Process().children())
         for number, handler in before.items():
             signal.signal(number, handler)
