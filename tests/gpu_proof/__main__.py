@@ -141,7 +141,7 @@ def _judged_figures(code: int, results: Path, lines: Sequence[str]) -> dict[str,
     """Judge a benchmark by its figures, which tests/bench/teacher_report.py writes, and by its exit code."""
     found = json.loads(results.read_text())["parts"] if results.exists() else {}
     figures = [figure for part in found.values() for figure in part["figures"]]
-    missed = [f"{f['name']} = {f['value']:.4g}, {f['goal']} wanted {f['note']}" for f in figures if f["met"] is False]
+    missed = [f"{f['name']} = {f['value']:.4g}, {f['goal']} wanted. {f['note']}" for f in figures if f["met"] is False]
     if not missed and (code or not figures):
         missed = [f"exit code {code}, {len(figures)} figures; the log ends: {lines[-1][:200]}"]
     return _row(FAIL if missed else PASS, "; ".join(missed), figures)
@@ -153,7 +153,7 @@ def _table(rows: Mapping[str, Mapping[str, Any]]) -> str:
     for name, row in rows.items():
         lines.append(f"{name:16}{row['verdict']:11}{row['seconds']:5.0f}  {row['reason']}")
         barred = [figure for figure in row["figures"] if figure["met"] is not None]
-        lines += [f"    {f['name']}: {f['value']:.4g} {f['unit']}, bar {f['goal']}" for f in barred]
+        lines += [f"    {f['name']}: {f['value']:.4g} {f['unit']} (bar: {f['goal']})" for f in barred]
     return "\n".join([*lines, ""])
 
 
