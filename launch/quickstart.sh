@@ -8,4 +8,4 @@ cd "$root"
 GKD_QUICKSTART_BEGAN="${GKD_QUICKSTART_BEGAN:-$(date +%s)}"
 export GKD_QUICKSTART_BEGAN # so that wall_s includes the installation
 bash launch/setup.sh
-exec "${GKD_VENV:-$root/.venv}/bin/python" -m gkd.quickstart "$@"
+exec "${GKD_VENV:-$root/.venv}/bin/python" -m examples.quickstart "$@"

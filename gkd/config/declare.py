@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from gkd.config.function_path import is_path
 from teacher_server.config.declare import Setting, declare
 
 IF_CONSTANT = "if actor.optim.schedule is constant"
@@ -17,22 +16,14 @@ class Key(Setting):
     """Describe one key.
 
     Args:
-        paths: whether the import path of a user's function is valid in addition to the choices.
         limits: limits that a check of several keys or of a list enforces, for the documentation.
         required: how to set a key that has no usable default; empty means the default is valid.
         resume: whether a resumed run may change the key; a text is the condition, see `gkd.run.resume_compat`.
     """
 
-    paths: bool = False
     limits: str = ""
     required: str = ""
     resume: bool | str = False
-
-    def is_valid(self, value: object) -> bool:
-        return (self.paths and is_path(str(value))) or Setting.is_valid(self, value)
-
-    def allowed(self) -> str:
-        return Setting.allowed(self) + ", or package.module:function" * self.paths
 
     def all_limits(self) -> str:
         """Return the valid values in words, whichever check enforces them; empty means no limits."""

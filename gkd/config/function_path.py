@@ -4,17 +4,11 @@ from __future__ import annotations
 
 import importlib
 import os
-import re
 import sys
 from collections.abc import Callable
 from typing import Any
 
-_PATH = r"[^\W\d]\w*(?:\.[^\W\d]\w*)*:[^\W\d]\w*"
-
-
-def is_path(name: str) -> bool:
-    """Return whether a name has the form of an import path."""
-    return re.fullmatch(_PATH, name) is not None
+from teacher_server.config.declare import is_path as is_path  # the server's engines have import paths, too
 
 
 def function_name(path: str) -> str:

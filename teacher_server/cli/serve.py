@@ -24,6 +24,7 @@ from prometheus_client import CollectorRegistry
 from teacher_server.broker.broker import Broker
 from teacher_server.broker.metrics import BrokerMetrics, serve_metrics
 from teacher_server.cli.supervisor import Supervisor, WorkerCommand
+from teacher_server.config.declare import is_path
 from teacher_server.config.options import add_flags
 from teacher_server.config.schema import N_WORKERS, SERVER_OPTIONS, TEACHER_OPTIONS, ServerSettings, TeacherSettings
 from teacher_server.config.settings import read_settings
@@ -226,7 +227,7 @@ def _fingerprint(teacher: TeacherSettings) -> str:
     """Return the model fingerprint that workers must have; empty if this host lacks the folder. Raises ServerError."""
     if teacher.n_workers == 0 and not (teacher.model and Path(teacher.model).is_dir()):
         return ""
-    return inspect_model_folder(teacher.model, needs_weights=teacher.engine != "trivial").fingerprint
+    return inspect_model_folder(teacher.model, needs_weights=not is_path(teacher.engine)).fingerprint
 
 
 def _partial(ready_file: Path) -> Path:

@@ -14,6 +14,7 @@ import socket
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from teacher_server.config.declare import is_path
 from teacher_server.config.options import add_flags, given_flags
 from teacher_server.config.schema import COMPUTE_TIMEOUT_S, KEYS, LOG_FORMAT, TEACHER_OPTIONS
 from teacher_server.config.settings import ONLY_TEACHER, check_name, tcp_endpoint
@@ -81,7 +82,7 @@ def main(argv: Sequence[str]) -> int:
     endpoint = _endpoint(args.broker)
     check_name(args.teacher, "--teacher")
     keys = load_peer_keys(values["keys"], "worker") if values["keys"] else None
-    folder = inspect_model_folder(args.model, needs_weights=values["engine"] != "trivial")
+    folder = inspect_model_folder(args.model, needs_weights=not is_path(values["engine"]))
     _limit_process(values)
     tokenizer = describe_tokenizer(folder)
     engine = _load(folder, values)

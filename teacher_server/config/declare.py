@@ -8,15 +8,26 @@ Shared by the teacher server and the trainer, so it imports the standard library
 from __future__ import annotations
 
 import dataclasses
+import re
 from dataclasses import dataclass, field
 from typing import Any
 
 _METADATA = "setting"
+_PATH = r"[^\W\d]\w*(?:\.[^\W\d]\w*)*:[^\W\d]\w*"
+
+
+def is_path(name: str) -> bool:
+    """Return whether a name has the form of an import path, `package.module:function`."""
+    return re.fullmatch(_PATH, name) is not None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
-    """Describe one setting. A number must satisfy every bound that is given; NaN satisfies none."""
+    """Describe one setting. A number must satisfy every bound that is given; NaN satisfies none.
+
+    Args:
+        paths: whether the import path of a user's function is valid in addition to the choices.
+    """
 
     help: str
     gt: float | None = None
@@ -24,11 +35,12 @@ class Setting:
     lt: float | None = None
     le: float | None = None
     choices: tuple[str, ...] = ()
+    paths: bool = False
 
     def is_valid(self, value: object) -> bool:
         """Return whether the value is one of the choices and inside the bounds. Not a number: only choices count."""
         if self.choices and value not in self.choices:
-            return False
+            return self.paths and is_path(str(value))
         return not isinstance(value, int | float) or (
             (self.gt is None or value > self.gt)
             and (self.ge is None or value >= self.ge)
@@ -39,7 +51,7 @@ class Setting:
     def allowed(self) -> str:
         """Return the valid values in words, like `0 to 65535`, `> 0` or `cpu, cuda`; empty means no limits."""
         if self.choices:
-            return ", ".join(self.choices)
+            return ", ".join(self.choices) + ", or package.module:function" * self.paths
         if self.ge is not None and self.le is not None:
             return f"{_plain(self.ge)} to {_plain(self.le)}"
         bounds = ((">", self.gt), (">=", self.ge), ("<", self.lt), ("<=", self.le))

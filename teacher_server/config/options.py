@@ -97,7 +97,8 @@ def add_flags(parser: argparse.ArgumentParser, options: Iterable[Option], title:
             action = argparse.BooleanOptionalAction
             group.add_argument(each.flag, action=action, default=argparse.SUPPRESS, help=setting.help)
             continue
-        metavar = "{" + ",".join(setting.choices) + "}" if setting.choices else setting.metavar
+        choices = [*setting.choices, *["MODULE:FUNCTION"] * setting.paths]
+        metavar = "{" + ",".join(choices) + "}" if choices else setting.metavar
         text = setting.help if each.default is None else f"{setting.help} (default: {each.default})"
         # Values stay text here and are converted later, so that a flag and a YAML key give the same error.
         group.add_argument(each.flag, dest=each.key, metavar=metavar, default=argparse.SUPPRESS, help=text)

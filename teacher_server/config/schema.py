@@ -17,8 +17,9 @@ class TeacherSettings:
     model: str  # folder; empty if all its workers join from other hosts
     engine: str = option(
         "auto",
-        "what runs the model; trivial: no model, for load tests",
-        choices=("auto", "vllm", "hf", "trivial"),
+        "what runs the model; an import path: an engine of your own",
+        choices=("auto", "vllm", "hf"),
+        paths=True,
     )
     device: str = option("auto", "auto: cuda if there is a GPU", choices=("auto", "cpu", "cuda"))
     dtype: str = option(

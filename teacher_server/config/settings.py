@@ -118,9 +118,9 @@ def _check(settings: ServerSettings) -> None:
             raise SettingsError("--n-workers 0: no worker can join. Fix: add --worker-port.")
         if not teacher.model and teacher.n_workers != 0:
             raise SettingsError(f"teacher {teacher.name}: no model. Fix: --teacher {teacher.name}=PATH.")
-        if teacher.engine in ("hf", "trivial") and teacher.tensor_parallel_size > 1:
+        if teacher.engine == "hf" and teacher.tensor_parallel_size > 1:
             raise SettingsError(
-                f"--tensor-parallel-size {teacher.tensor_parallel_size} with --engine {teacher.engine} "
+                f"--tensor-parallel-size {teacher.tensor_parallel_size} with --engine hf "
                 f"(teacher {teacher.name}): only vllm splits a model. Fix: --engine vllm."
             )
     if settings.insecure and settings.keys:

@@ -1,1 +1,1 @@
-"""Engines that compute a teacher's signals: Transformers, vLLM, and a trivial one for load tests."""
+"""Engines that compute a teacher's signals: Transformers, vLLM, or one of your own, by its import path."""

@@ -77,7 +77,7 @@ Scores = TopKScores | np.ndarray | RowStream
 class Engine(Protocol):
     """A loaded model. Call it from one thread."""
 
-    name: str  # "hf", "vllm", "trivial"
+    name: str  # "hf", "vllm", or a name of your own
     device: str
     dtype: str  # dtype of the weights, torch's name without "torch."
     vocab_size: int  # rows of the LM head

@@ -1,18 +1,19 @@
-"""Load an engine by its name. Imports only the library of the selected engine."""
+"""Load an engine by its name or import path. Imports only the library of the selected engine."""
 
 from __future__ import annotations
 
 import importlib.util
-import json
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from teacher_server.config.declare import is_path
 from teacher_server.engines.base import Engine
 from teacher_server.engines.vllm_limits import check_vllm_support
 from teacher_server.engines.weight_files import FolderError
 from teacher_server.errors import ServerError
 
-ENGINES = ("hf", "vllm", "trivial")
+ENGINES = ("hf", "vllm")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,7 +22,7 @@ class EngineSettings:
 
     model: str  # folder
     max_tokens: int  # longest P + R
-    engine: str = "auto"  # or one of ENGINES
+    engine: str = "auto"  # or one of ENGINES, or the import path of a function: EngineSettings -> Engine
     device: str = "auto"  # auto | cpu | cuda | cuda:N (hf only: vllm uses the first visible GPUs)
     dtype: str = "auto"  # auto | float32 | bfloat16; auto: float32 on a CPU, bfloat16 on a GPU
     tensor_parallel_size: int = 1  # vllm only
@@ -47,10 +48,8 @@ def load_engine(settings: EngineSettings) -> Engine:
     Raises:
         ServerError: if the engine, device or package does not exist, or the model cannot be loaded.
     """
-    if settings.engine == "trivial":
-        from teacher_server.engines.trivial import TrivialEngine
-
-        return TrivialEngine(vocab_size=_vocab_size(settings.model), max_tokens=settings.max_tokens)
+    if is_path(settings.engine):
+        return _load_own(settings)
     device = resolve_device(settings.device)
     name = default_engine(device) if settings.engine == "auto" else settings.engine
     dtype = settings.dtype if settings.dtype != "auto" else ("float32" if device == "cpu" else "bfloat16")
@@ -76,6 +75,15 @@ def load_engine(settings: EngineSettings) -> Engine:
     if device != "cpu":  # torch would otherwise cache whatever is free, also of what a trainer on the same GPU needs
         torch.cuda.set_per_process_memory_fraction(settings.gpu_memory_utilization, device)
     return HfEngine(settings.model, dtype=dtype, device=device, max_tokens=settings.max_tokens)
+
+
+def _load_own(settings: EngineSettings) -> Engine:
+    module, _, name = settings.engine.partition(":")
+    try:
+        load: Callable[[EngineSettings], Engine] = getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError) as error:
+        raise ServerError(f"--engine {settings.engine}: {error}. Fix: check the name, and PYTHONPATH.") from error
+    return load(settings)
 
 
 def _load_vllm(settings: EngineSettings, device: str, dtype: str) -> Engine:
@@ -126,16 +134,3 @@ def resolve_device(device: str) -> str:
     if int(index or 0) >= n_gpus:
         raise ServerError(f"--device {device}: torch has {n_gpus} CUDA devices. Fix: use --device cpu or auto.")
     return f"cuda:{int(index or 0)}"
-
-
-def _vocab_size(path: str) -> int:
-    """Read vocab_size from config.json, because the trivial engine has no weights."""
-    file = Path(path) / "config.json"
-    try:
-        config = json.loads(file.read_bytes())
-        vocab_size = config.get("text_config", config)["vocab_size"]
-        if not isinstance(vocab_size, int) or vocab_size < 1:
-            raise ValueError(f"vocab_size = {vocab_size!r}")
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ServerError(f"model folder {path}: config.json has no valid vocab_size ({error}).") from error
-    return vocab_size

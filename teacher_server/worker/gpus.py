@@ -46,10 +46,7 @@ class WorkerPlan:
 
 def may_need_gpus(settings: ServerSettings) -> bool:
     """Return whether the driver, which may be stuck, has to be queried."""
-    return any(
-        teacher.n_workers != 0 and teacher.device != "cpu" and teacher.engine != "trivial"
-        for teacher in settings.teachers
-    )
+    return any(teacher.n_workers != 0 and teacher.device != "cpu" for teacher in settings.teachers)
 
 
 def find_gpus(environment: Mapping[str, str]) -> FoundGpus:
@@ -110,8 +107,6 @@ def plan_workers(settings: ServerSettings, found: FoundGpus) -> list[WorkerPlan]
 
 
 def _device(teacher: TeacherSettings, found: FoundGpus, gpus_chosen: bool) -> str:
-    if teacher.engine == "trivial":
-        return "cpu"
     if teacher.device != "auto":
         return teacher.device
     if gpus_chosen and not found.ids:

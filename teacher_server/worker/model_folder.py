@@ -36,7 +36,7 @@ def inspect_model_folder(path: str, *, needs_weights: bool = True) -> ModelFolde
     """Check the config and the weight files of a folder, and compute its fingerprint.
 
     Args:
-        needs_weights: False for the trivial engine, which reads config.json only.
+        needs_weights: False for an engine with an import path: of its folder, config.json alone is checked.
 
     Raises:
         ServerError: if the folder is missing, or as `check_folder`.

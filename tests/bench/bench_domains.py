@@ -148,7 +148,7 @@ def _run_routes(out: Path, name: str, number: int) -> dict[str, Any]:
 def main(argv: list[str] | None = None) -> int:
     """Return 1 if the worse domain recovers less than 80% with `domain`, or two routes cost more than 5%."""
     parser = argparse.ArgumentParser(prog="python -m tests.bench.bench_domains")
-    parser.add_argument("--models", type=Path, required=True, help="folder of gkd.quickstart.make_models")
+    parser.add_argument("--models", type=Path, required=True, help="folder of examples.quickstart.make_models")
     parser.add_argument("--out", type=Path, required=True, help="folder of the runs; those that exist are not repeated")
     parser.add_argument("--seeds", type=int, default=3, help="default: %(default)s")
     parser.add_argument("--steps", type=int, default=120, help="default: %(default)s")

@@ -23,10 +23,10 @@ import torch
 
 from teacher_server.engines.base import ScoreParams
 from teacher_server.engines.signals import BLOCK, topk_two_stage
-from teacher_server.engines.trivial import TrivialEngine
 from tests.bench.command import add_device, in_fresh_process, parsed, parser
 from tests.bench.engine_case import SIGNALS, VOCAB, best_of, error_limit, save_reference, sequences
 from tests.bench.teacher_report import Figure, Part, as_json, as_text, machine
+from tests.service.trivial_engine import TrivialEngine
 
 HIDDEN = 512
 ENGINES = ("hf", "vllm")

@@ -3,7 +3,8 @@
     python -m tests.bench.bench_health --models DIR --out DIR [--steps N] [--only TEXT] [--json FILE]
     python -m tests.bench.bench_health --recorded DIR [--json FILE]
 
-The first form runs what `--out` lacks, then evaluates; it needs the models of `python -m gkd.quickstart.make_models`.
+The first form runs what `--out` lacks, then evaluates; it needs the models of
+`python -m examples.quickstart.make_models`.
 The second only feeds recorded metrics through the checks, for example after a threshold has changed.
 """
 
@@ -91,7 +92,7 @@ def slug(case: Case) -> str:
 def main(argv: list[str] | None = None) -> int:
     """Return 1 if a healthy run has an alarm, or a seeded fault has none in time."""
     parser = argparse.ArgumentParser(prog="python -m tests.bench.bench_health")
-    parser.add_argument("--models", type=Path, help="folder of gkd.quickstart.make_models")
+    parser.add_argument("--models", type=Path, help="folder of examples.quickstart.make_models")
     parser.add_argument("--out", type=Path, help="folder of the runs; those that exist are not repeated")
     parser.add_argument("--recorded", type=Path, help="evaluate the runs of an earlier --out")
     parser.add_argument("--steps", type=int, default=120, help="of a healthy run; default: %(default)s, the quickstart")

@@ -19,7 +19,7 @@ from statistics import fmean, median
 from typing import Any
 
 from gkd.metrics.writer import read_metrics
-from tests.bench.command import add_device, in_fresh_processes, parsed, parser, run_parts
+from tests.bench.command import add_device, in_fresh_process, parsed, parser, run_parts
 from tests.bench.memory_case import Case, Measured, share_of_copy
 from tests.bench.step_variants import overlap, reference, transfers
 from tests.bench.teacher_report import Figure, Part, Table
@@ -64,7 +64,7 @@ def moving(name: str, ways: Sequence[str], device: str, rounds: int) -> Part:
     sizes = _SMALL if device == "cpu" else _1_5B if moments else _7B
     moved = [how for how in _NAMES if how in ways and not (moments and how == "fsdp")]
     cases = [asdict(Case(how, device, sizes, "bfloat16", rounds, moments)) for how in moved]
-    found = in_fresh_processes("tests.bench.memory_case", cases, threads=1, timeout_s=900.0)
+    found = [in_fresh_process("tests.bench.memory_case", case, threads=1, timeout_s=900.0) for case in cases]
     results = {how: Measured(**one) for how, one in zip(moved, found, strict=True)}
     ours = results["states"]
     figures = [
@@ -182,7 +182,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     made = parser("tests.bench.bench_memory", __doc__ or "", parts, rounds=10)
     made.add_argument("--ways", default=",".join(_NAMES), metavar="WAY,..", help="of moving; default: %(default)s")
     add_device(made, "cpu")
-    args = parsed(made, parts, argv, waits=False)
+    args = parsed(made, parts, argv)
     ways = args.ways.split(",")
     if not {"states"} <= set(ways) <= set(_NAMES):
         made.error(f"--ways {args.ways}: give states, and others of {', '.join(_NAMES)}")

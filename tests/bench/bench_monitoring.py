@@ -104,7 +104,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     made.add_argument("--steps", type=int, default=40, metavar="N", help="default: %(default)s")
     args = parsed(made, PARTS, argv)
     if not (args.models / "teacher").is_dir():
-        made.error(f"--models {args.models}: make them with python -m gkd.quickstart.make_models --out {args.models}")
+        made.error(
+            f"--models {args.models}: make them with python -m examples.quickstart.make_models --out {args.models}"
+        )
     return run_parts(args, lambda name: measure(name, args.models, args.steps))
 
 

@@ -7,7 +7,7 @@ The trainer, schedulers, dispatcher, engine loops, scoring endpoints and Ray's a
 waits for a clock instead of computing (`tests.bench.timed_roles`), so two cores suffice: an engine holds each pass for
 a time that depends on its sequences, the teacher and the actor hold for a time in proportion to tokens, and a weight
 sync takes a constant. Responses have a long tail. About 20 minutes. The second form distills the quickstart's models
-(`gkd.quickstart.make_models`) under each scheduler, with all stages real; about 5 minutes.
+(`examples.quickstart.make_models`) under each scheduler, with all stages real; about 5 minutes.
 
 A step is compared with its slowest stage. The time of a stage is what its clock holds for the step's tokens. A batch of
 rollouts that starts together ends with engines half empty, so the time of the rollout is that of the `sync` run of the

@@ -25,8 +25,8 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
+from examples.quickstart.make_models import Recipe, make_models
 from gkd.errors import ModelError
-from gkd.quickstart.make_models import Recipe, make_models
 from tests.bench.quickstart_run import train
 from tests.bench.teacher_report import machine
 from tests.service.harness import ServerProcess

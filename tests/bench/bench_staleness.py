@@ -4,7 +4,7 @@
 
 Each run is the quickstart with another loss, scheduler and seed. A run that `--out` has is not repeated, so the command
 can be interrupted and continued. About 1.5 minutes per run on two idle cores; 45 runs with three seeds. It needs the
-models of `python -m gkd.quickstart.make_models`.
+models of `python -m examples.quickstart.make_models`.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ def as_table(results: Sequence[dict[str, Any]]) -> str:
 def main(argv: list[str] | None = None) -> int:
     """Return 1 if `stream` with bound 2 is more than 3 points of accuracy below `sync` for a loss."""
     parser = argparse.ArgumentParser(prog="python -m tests.bench.bench_staleness")
-    parser.add_argument("--models", type=Path, required=True, help="folder of gkd.quickstart.make_models")
+    parser.add_argument("--models", type=Path, required=True, help="folder of examples.quickstart.make_models")
     parser.add_argument("--out", type=Path, required=True, help="folder of the runs; those that exist are not repeated")
     parser.add_argument("--seeds", type=int, default=3, help="default: %(default)s")
     parser.add_argument("--steps", type=int, default=120, help="default: %(default)s, the quickstart")

@@ -2,7 +2,7 @@
 
     python -m tests.bench.bench_support --models DIR [--only errors,speed] [--json FILE] [--rounds N] [--seeds N]
 
-`--models`: models of the quickstart (`python -m gkd.quickstart.make_models`); the student is the one before training.
+`--models`: models of the quickstart (`python -m examples.quickstart.make_models`), the student before its training.
 Two minutes for the errors, two for the speed, which needs an idle machine (`cpu_of_others` in the JSON).
 """
 

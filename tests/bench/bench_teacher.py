@@ -17,7 +17,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from gkd.tools.gpu_proof.turn import wait_for_turn
 from tests.bench.teacher_report import Observer, Part, as_json, as_markdown, as_text, machine, merge_json
 
 
@@ -72,7 +71,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error("--markdown shows what is in the JSON file: give --json, too")
     for variable in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
         os.environ[variable] = "1"  # for this process and its children, which read it when they import numpy or torch
-    wait_for_turn("tests.bench.teacher_engines", "transformers.models.qwen3.modeling_qwen3")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # children end with their contexts
     where, results, missed = machine(), {}, 0
     for name in names:

@@ -25,11 +25,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
+from examples.quickstart.addition import build_tokenizer
+from examples.quickstart.evaluate import greedy_decode, load
 from gkd.metrics.writer import read_metrics
-from gkd.quickstart.addition import build_tokenizer
-from gkd.quickstart.evaluate import greedy_decode
 from tests.bench.teacher_report import machine
 from tests.bench.view_models import RULE, digits, letters, make
 from tests.service.harness import ServerProcess
@@ -84,16 +84,11 @@ def measure(out: Path, model: Path, steps: int) -> dict[str, Any]:
     }
 
 
-def load(folder: Path) -> PreTrainedModel:
-    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, local_files_only=True)
-    return model.eval()
-
-
 def responses(model: PreTrainedModel, prompts: list[str]) -> tuple[list[list[int]], list[list[int]]]:
     """Return the tokens of the prompts, and of the greedy responses to them."""
     tokenizer = build_tokenizer()
     ids: list[list[int]] = [tokenizer(prompt)["input_ids"] for prompt in prompts]
-    return ids, greedy_decode(model, ids, eos_id=tokenizer.eos_token_id, pad_id=tokenizer.pad_token_id)
+    return ids, greedy_decode(model, ids)
 
 
 def obeys(model: PreTrainedModel, prompts: list[str]) -> float:

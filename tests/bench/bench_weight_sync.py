@@ -26,7 +26,6 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from gkd.tools.gpu_proof.turn import wait_for_turn
 from gkd.weight_sync.choice import GLOO, IPC, NCCL, SHARED_MEMORY
 from gkd.weight_sync.group import GroupSpec
 from tests.bench import weight_sync_peers as peers
@@ -114,7 +113,6 @@ class Pair:
         gpus = [(None, None), (0, 0), (0, 1)][n_gpus]
         self.sender, self.engine = Peer(peers.sender, folder, gpus[0]), Peer(peers.engine, folder, gpus[1])
         self.times: dict[str, list[tuple[float, float, float]]] = {}
-        wait_for_turn()  # as they do, so that this wait is not part of theirs
         for peer in (self.sender, self.engine):
             peer.result()
         self.sender.start("plan")
@@ -234,7 +232,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     made = parser("tests.bench.bench_weight_sync", __doc__ or "", _PARTS, 5)
     made.add_argument("--gpus", type=int, choices=(1, 2), default=1, help="with --device cuda; default: %(default)s")
     add_device(made, "cpu")
-    args: argparse.Namespace = parsed(made, _PARTS, argv, waits=False)
+    args: argparse.Namespace = parsed(made, _PARTS, argv)
     n_gpus, began = args.gpus if args.device == "cuda" else 0, time.monotonic()
     code = run_parts(args, lambda name: measure_delta(args.rounds) if name == "delta" else measure(args.rounds, n_gpus))
     print(f"{time.monotonic() - began:.0f} s in all", file=sys.stderr)

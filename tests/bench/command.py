@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import os
 import signal
 import subprocess
 import sys
-import tempfile
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from gkd.tools.gpu_proof.turn import TURN, wait_for_turn
 from tests.bench.teacher_report import Observer, Part, as_json, as_text, machine, merge_json
 
 
@@ -32,16 +29,8 @@ def add_device(made: argparse.ArgumentParser, default: str) -> None:
     made.add_argument("--device", choices=("cuda", "cpu"), default=default, help="default: %(default)s")
 
 
-def parsed(
-    made: argparse.ArgumentParser, parts: Collection[str], argv: Sequence[str] | None, *, imports: Sequence[str] = (),
-    waits: bool = True,
-) -> argparse.Namespace:  # fmt: skip
-    """Parse, and wait for the GPU. Exits with a usage error for a part that does not exist or no rounds.
-
-    Args:
-        imports: modules that the measurement imports later; see `wait_for_turn`.
-        waits: False: this process does not use the GPU, or not yet, and others of the benchmark wait.
-    """
+def parsed(made: argparse.ArgumentParser, parts: Collection[str], argv: Sequence[str] | None) -> argparse.Namespace:
+    """Parse. Exits with a usage error for a part that does not exist or no rounds."""
     args = made.parse_args(argv)
     if unknown := [name for name in args.only.split(",") if name not in parts]:
         made.error(f"--only {args.only}: no part {unknown[0]!r}; there are {', '.join(parts)}")
@@ -52,8 +41,6 @@ def parsed(
 
         if not torch.cuda.is_available():
             made.error("--device cuda: torch sees no CUDA device")
-    if waits:
-        wait_for_turn(*imports)
     return args
 
 
@@ -63,39 +50,17 @@ def in_fresh_process(module: str, case: Mapping[str, Any], *, threads: int, time
     Raises:
         subprocess.CalledProcessError, subprocess.TimeoutExpired: it failed, or took longer.
     """
-    (found,) = in_fresh_processes(module, [case], threads=threads, timeout_s=timeout_s)
-    return found
-
-
-def in_fresh_processes(
-    module: str, cases: Sequence[Mapping[str, Any]], *, threads: int, timeout_s: float
-) -> list[dict[str, Any]]:
-    """Run cases one after the other, as `in_fresh_process` does; the module of several calls `wait_for_turn`.
-
-    All processes start at once: they import their libraries while the first case runs.
-    """
     environment = os.environ | {
         "OMP_NUM_THREADS": str(threads),
         "MKL_NUM_THREADS": str(threads),
         "PYTHONWARNINGS": "ignore",
     }
-    root = Path(__file__).resolve().parents[2]
-    with tempfile.TemporaryDirectory(prefix="gkd_bench_") as folder, contextlib.ExitStack() as stack:
-        turns = [Path(folder) / str(number) for number in range(len(cases))]
-        processes = []
-        for turn, case in zip(turns, cases, strict=True):
-            command = [sys.executable, "-m", module, json.dumps(case)]
-            waits = {TURN: str(turn)} if processes else {}  # the first one waits as this process would
-            process = subprocess.Popen(command, env=environment | waits, cwd=root, stdout=subprocess.PIPE, text=True)
-            processes.append(stack.enter_context(process))
-            stack.callback(process.kill)
-        found = []
-        for turn, process in zip(turns, processes, strict=True):
-            turn.touch()
-            output, _ = process.communicate(timeout=timeout_s)
-            if process.returncode:
-                raise subprocess.CalledProcessError(process.returncode, process.args, output)
-            found.append(json.loads(output.splitlines()[-1]))
+    done = subprocess.run(
+        [sys.executable, "-m", module, json.dumps(case)],
+        env=environment, cwd=Path(__file__).resolve().parents[2], stdout=subprocess.PIPE, text=True, timeout=timeout_s,
+        check=True,
+    )  # fmt: skip
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return found
 
 

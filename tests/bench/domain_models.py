@@ -15,11 +15,11 @@ from pathlib import Path
 
 import torch
 
-from gkd.quickstart import pretrain
-from gkd.quickstart.addition import HIGHEST, LOWEST, Problem, build_tokenizer, make_problems
-from gkd.quickstart.evaluate import greedy_accuracy
-from gkd.quickstart.make_models import make_models
-from gkd.quickstart.pretrain import ModelRecipe
+from examples.quickstart import pretrain
+from examples.quickstart.addition import HIGHEST, LOWEST, Problem, build_tokenizer, make_problems
+from examples.quickstart.evaluate import greedy_score, load
+from examples.quickstart.make_models import make_models
+from examples.quickstart.pretrain import ModelRecipe
 
 N_TRAIN, N_HELDOUT = 6000, 256
 DOMAINS = ("addition", "sums")
@@ -99,7 +99,7 @@ def make(models: Path, out: Path) -> dict[str, dict[str, float]]:
         _write(out / "heldout.jsonl", held)
         found = {
             domain: {
-                role: greedy_accuracy(out / folder, held[domain])
+                role: greedy_score(load(out / folder), held[domain])[0]
                 for role, folder in (("teacher", domain), ("student", "student"))
             }
             for domain in DOMAINS

@@ -29,7 +29,6 @@ from torch import Tensor, nn
 from gkd.actor.fsdp.model import build_on_meta, reshard, shard
 from gkd.memory.fragmentation import fragmentation
 from gkd.memory.states import OPTIMIZER, PARAMS, States
-from gkd.tools.gpu_proof.turn import wait_for_turn
 from tests.bench.student_case import SIZES
 
 MIB = 1 << 20
@@ -248,5 +247,4 @@ def share_of_copy(measured: Measured) -> tuple[float, float]:
 
 
 if __name__ == "__main__":
-    wait_for_turn("transformers.models.qwen3.modeling_qwen3")
     print(json.dumps(asdict(run(Case(**json.loads(sys.argv[1]))))))

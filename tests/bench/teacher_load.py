@@ -29,7 +29,7 @@ from tests.bench.teacher_clients import (
     serve_echo_worker,
 )
 from tests.bench.teacher_report import Figure, Part, Table
-from tests.service.harness import ServerProcess
+from tests.service.harness import TRIVIAL, ServerProcess
 
 K = 64
 _WARM_UP_S = 1.5  # connections, and the first memory of everyone
@@ -148,7 +148,7 @@ def _start_server(stack: contextlib.ExitStack, folder: Path, n_workers: int) -> 
     model.mkdir()
     (model / "config.json").write_text(json.dumps({"vocab_size": VOCAB, "max_position_embeddings": 4096}))
     server = stack.enter_context(
-        ServerProcess(model, folder, n_workers=n_workers, options=("--engine", "trivial"))
+        ServerProcess(model, folder, n_workers=n_workers, options=TRIVIAL)
     )  # fmt: skip
     name = f"server, {n_workers} worker{'s' * (n_workers > 1)}"
     return Target(name, "teacher", server.port, server.process.pid, server.worker_pids, K)

@@ -16,9 +16,9 @@ from pathlib import Path
 
 import torch
 
-from gkd.quickstart import pretrain
-from gkd.quickstart.addition import LOWEST, Problem, build_tokenizer
-from gkd.quickstart.pretrain import ModelRecipe
+from examples.quickstart import pretrain
+from examples.quickstart.addition import LOWEST, Problem, build_tokenizer
+from examples.quickstart.pretrain import ModelRecipe
 
 RULE = "reverse:"
 N_TRAIN, N_KEPT, N_HELDOUT = 6000, 2000, 256

@@ -15,8 +15,6 @@ from typing import Any
 
 import torch
 
-from gkd.tools.gpu_proof.turn import wait_for_turn
-
 BUCKET_BYTES = 256 << 20
 
 
@@ -67,7 +65,6 @@ def sender(connection: Connection, folder: Path, gpu: int | None) -> None:
     from gkd.weight_sync.transfer import send
 
     torch.set_num_threads(1)
-    wait_for_turn()
     tensors = tensors_of(folder, device)
     specs = [TensorSpec(name, tuple(t.shape), "float32") for name, t in tensors.items()]
     plan = plan_buckets(specs, BUCKET_BYTES)
@@ -124,7 +121,6 @@ def engine(connection: Connection, folder: Path, gpu: int | None) -> None:
     from gkd.weight_sync.group import TransferGroup
     from gkd.weight_sync.transfer import receive
 
-    wait_for_turn("vllm.entrypoints.llm")
     made = RolloutEngine(
         str(folder),
         # Nothing is generated, so CUDA graphs would only take time.

@@ -13,7 +13,7 @@ import ray
 
 from gkd.cluster.pools import Cluster
 from tests.dist.ray_nodes import NodeSpec, ray_nodes
-from tests.service.harness import ServerProcess, trivial_model
+from tests.service.harness import TRIVIAL, ServerProcess, trivial_model
 
 pytestmark = pytest.mark.e2e
 
@@ -34,7 +34,7 @@ def check(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
 @pytest.mark.slow
 def test_valid_placement(tmp_path: Path) -> None:
     """Fails if a rank is missing, a valid placement has findings, or Ray assigns GPUs outside of cluster.gpus."""
-    options = ("--engine", "trivial", "--gpus", "7")
+    options = (*TRIVIAL, "--gpus", "7")
     with ServerProcess(trivial_model(tmp_path / "model"), tmp_path, options=options) as server:
         done = check(tmp_path, "--json", "rollout.tp=2", "cluster.gpus=[6,4,2,1]", f"teacher.server_port={server.port}")
         worker_pid = server.worker_pids[0]
@@ -53,7 +53,7 @@ def test_valid_placement(tmp_path: Path) -> None:
 @pytest.mark.slow  # test_colocate.py has one of each on one slot
 def test_engines_on_the_actors_gpus(tmp_path: Path) -> None:
     """Fails if with trainer.colocate an engine is not on the GPUs of adjacent actor ranks."""
-    options = ("--engine", "trivial", "--gpus", "7")
+    options = (*TRIVIAL, "--gpus", "7")
     more = ("trainer.n_gpus_per_node=4", "rollout.n_gpus_per_node=4", "rollout.tp=2", "cluster.gpus=[6,4,2,1]")
     with ServerProcess(trivial_model(tmp_path / "model"), tmp_path, options=options) as server:
         done = check(tmp_path, "--json", "trainer.colocate=true", *more, f"teacher.server_port={server.port}")

@@ -19,12 +19,12 @@ from typing import Any
 import psutil
 import pytest
 
+from examples.quickstart.evaluate import count_equal
 from gkd.cluster.gpu_table import gpu_map_from_json
 from gkd.console.step_line import MAX_LINE
 from gkd.gpu_map.running import refresh
 from gkd.metrics.catalog import EVERY_STEP
 from gkd.metrics.writer import read_metrics
-from gkd.quickstart.check_export import count_equal
 from gkd.start.worker_env import worker_env
 from gkd.tools import check_gpus
 from gkd.tools.metrics_page import ROWS

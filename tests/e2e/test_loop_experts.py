@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from examples.quickstart.evaluate import count_equal
 from gkd.metrics.writer import read_metrics
-from gkd.quickstart.check_export import count_equal
 from tests.e2e.conftest import EOS, VOCAB, Lab
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]

@@ -12,8 +12,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from examples.quickstart.evaluate import count_equal
 from gkd.metrics.writer import read_metrics
-from gkd.quickstart.check_export import count_equal
 from tests.e2e.conftest import Lab
 
 pytestmark = pytest.mark.e2e

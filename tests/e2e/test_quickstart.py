@@ -16,6 +16,7 @@ from tests.processes import wait_until
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 ROOT = Path(__file__).resolve().parents[2]
+ENVIRONMENT = os.environ | {"PYTHONPATH": str(ROOT)}  # examples/ is not installed
 
 
 @pytest.fixture(scope="module")
@@ -46,13 +47,14 @@ def _strangers(folder: Path) -> list[str]:
 def test_interrupt_leaves_no_process(folder: Path, seen: str, then_s: float) -> None:
     """If it fails, Ctrl-C leaves a teacher server, Ray daemons or other processes running."""
     if seen == "[2/4]":
-        subprocess.run([sys.executable, "-m", "gkd.quickstart.make_models", "--out", "models/quickstart"], cwd=folder,
-                       check=True, capture_output=True, timeout=400)  # fmt: skip
+        command = [sys.executable, "-m", "examples.quickstart.make_models", "--out", "models/quickstart"]
+        subprocess.run(command, cwd=folder, env=ENVIRONMENT, check=True, capture_output=True, timeout=400)
     log = folder / "log"
     with log.open("w") as output:
         process = subprocess.Popen(
-            [sys.executable, "-m", "gkd.quickstart", "trainer.total_steps=8"],
+            [sys.executable, "-m", "examples.quickstart", "trainer.total_steps=8"],
             cwd=folder,
+            env=ENVIRONMENT,
             stdout=output,
             stderr=subprocess.STDOUT,
             start_new_session=True,

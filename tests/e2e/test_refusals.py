@@ -14,7 +14,7 @@ from gkd.errors import ConfigError, GkdError, TeacherUnavailable
 from gkd.preflight.run import preflight
 from tests.dist.helpers import free_port
 from tests.e2e.conftest import EOS, Lab, resized
-from tests.service.harness import ServerProcess
+from tests.service.harness import TRIVIAL, ServerProcess
 
 pytestmark = pytest.mark.e2e
 
@@ -156,6 +156,6 @@ def test_a_teacher_without_tokenizer(lab: Lab) -> None:
     shutil.copytree(lab.teacher, bare)
     for file in bare.glob("*token*"):
         file.unlink()
-    with ServerProcess(bare, lab.root, options=("--engine", "trivial")) as server:
+    with ServerProcess(bare, lab.root, options=TRIVIAL) as server:
         error = refused(lab, server.port)
     assert isinstance(error, ConfigError) and error.key == "teacher.server_port" and str(bare) in error.problem

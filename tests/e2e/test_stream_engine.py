@@ -79,7 +79,6 @@ def _probe(student: Path, n_vocab: int) -> dict[str, Any]:
     from gkd.rollout.sampling import Job, Sampling
     from tests.e2e.weight_sender import WeightSender
 
-    # With a given size the engine starts while other stages of gpu_proof share the GPU.
     config = RolloutConfig(kv_cache_mib=1024 if ON_GPU else 32, max_num_seqs=8)
     engine = RolloutEngine(str(student), config, dtype="float32", max_model_len=32, device=DEVICE, eos_ids=[EOS])
     prompts = _prompts(n_vocab)

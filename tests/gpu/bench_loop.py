@@ -17,7 +17,6 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from gkd.cluster.gpu_table import GpuInfo
 from gkd.cluster.gpus import machine_gpus, visible_gpus
 from tests.bench.command import add_device, parsed, parser, run_parts
 from tests.bench.teacher_report import Figure, Part
@@ -29,11 +28,9 @@ def measure(device: str, n_gpus: int, steps: int) -> Part:
     visible = visible_gpus(os.environ.get("CUDA_VISIBLE_DEVICES"), machine_gpus())
     chosen = ",".join(gpu.id for gpu in visible[:n_gpus]) if device == "cuda" else ""
     settings = [f"trainer.total_steps={steps}", f"trainer.total_epochs={steps}", "weight_sync.verify=always"]
-    if device == "cuda" and n_gpus == 1:
-        settings.append(f"rollout.kv_cache_mib={_kv_cache_mib(visible[0])}")
     with tempfile.TemporaryDirectory(prefix="gkd_bench_") as folder:
         results = Path(folder) / "summary.json"
-        command = [sys.executable, "-m", "gkd.quickstart", "--results", str(results), *settings]
+        command = [sys.executable, "-m", "examples.quickstart", "--results", str(results), *settings]
         subprocess.run(command, cwd=ROOT, env=os.environ | {"CUDA_VISIBLE_DEVICES": chosen}, check=True)
         found = json.loads(results.read_text())
     if (used := _device_of_last_run()) != device:
@@ -47,15 +44,6 @@ def measure(device: str, n_gpus: int, steps: int) -> Part:
     ]
     what = f"The quickstart, {steps} steps, {f'{n_gpus} GPU(s)' if chosen else 'CPU'}; every sync verified."
     return Part("loop", what, figures, (), {"device": device, "gpus": n_gpus, "steps": steps})
-
-
-def _kv_cache_mib(gpu: GpuInfo) -> int:
-    """Return the size of the KV cache: given, because other stages of gpu_proof use the same GPU during its start.
-
-    vLLM asserts that a sleep frees more than other processes allocate meanwhile: on an H100 24 GiB, which is as much as
-    the three other stages have at most. On a card of unknown size no other stage runs, and 0 leaves it to vLLM.
-    """
-    return int(0.3 * (gpu.memory_total_mib or 0))
 
 
 def _device_of_last_run() -> str:

@@ -173,8 +173,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     made.add_argument("--peak-tflops", type=float, metavar="X", help="dense bfloat16 peak; default: by the card's name")
     made.add_argument("--tokens", type=int, default=8192)
     add_device(made, "cuda")
-    students = ("gkd.actor.megatron.student", "gkd.actor.fsdp.student", "transformers.models.qwen3.modeling_qwen3")
-    args = parsed(made, SHAPES, argv, imports=students)
+    args = parsed(made, SHAPES, argv)
     return run_parts(args, lambda name: measure(name, args))
 
 

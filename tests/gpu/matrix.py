@@ -339,7 +339,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     if unknown := [name for name in args.only.split(",") if name not in CASES]:
         made.error(f"--only {args.only}: no case {unknown[0]!r}; there are {', '.join(CASES)}")
     if not (MODELS / "models.json").exists():
-        subprocess.run([sys.executable, "-m", "gkd.quickstart.make_models", "--out", str(MODELS)], cwd=ROOT, check=True)
+        subprocess.run(
+            [sys.executable, "-m", "examples.quickstart.make_models", "--out", str(MODELS)], cwd=ROOT, check=True
+        )
     with (
         tempfile.TemporaryDirectory(prefix="gkd-matrix-") as folder,
         ServerProcess(MODELS / "teacher", Path(folder), options=("--device", "cpu")) as teacher,

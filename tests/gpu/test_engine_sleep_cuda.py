@@ -14,7 +14,6 @@ import numpy as np
 import pytest
 import torch
 
-from gkd.tools.gpu_proof.turn import wait_for_turn
 from gkd.types import Prompt
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -56,7 +55,6 @@ def _probe(student: Path, eager: bool) -> dict[str, Any]:
     from gkd.rollout.sampling import Sampling
     from tests.e2e.weight_sender import WeightSender
 
-    wait_for_turn("vllm.entrypoints.llm")
     config = RolloutConfig(gpu_memory_utilization=0.3, max_num_seqs=8, enforce_eager=eager)
     engine = RolloutEngine(
         str(student), config, dtype="bfloat16", max_model_len=256, device="cuda", eos_ids=[EOS], enable_sleep_mode=True
@@ -116,9 +114,7 @@ def probe(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     student = tmp_path_factory.mktemp("student")
     _save(student)
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
-        found = pool.submit(_probe, student, request.param)
-        wait_for_turn()  # as the child does, so that this wait is not part of the limit
-        return found.result(timeout=280)
+        return pool.submit(_probe, student, request.param).result(timeout=280)
 
 
 def test_sleep_does_not_change_the_responses(probe: dict[str, Any]) -> None:

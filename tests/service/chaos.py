@@ -36,12 +36,12 @@ from gkd.errors import TeacherError
 from gkd.teacher.client import ZmqTeacher
 from gkd.types import Rollout, TeacherScores, TeacherTopK
 from teacher_server.cli.admin_link import AdminLink
-from teacher_server.engines.trivial import trivial_hidden, trivial_logits, trivial_topk
 from teacher_server.wire.protocol import MAX_FRAME_BYTES
 from tests.processes import wait_until
 from tests.service.faulty_worker import KINDS
-from tests.service.harness import connect, random_rollouts, save_model, server_command, submit, table_of
+from tests.service.harness import TRIVIAL, connect, random_rollouts, save_model, server_command, submit, table_of
 from tests.service.proxy import Proxy
+from tests.service.trivial_engine import trivial_hidden, trivial_logits, trivial_topk
 
 _VOCAB, _K, _WINDOW = 120_000, 8, 16  # 8 rows of float32 logits per message, so a stream has several messages
 _WORKER_TIMEOUT_S = 1.0  # of the server under test; the default is 3
@@ -160,7 +160,7 @@ class Deployment:
 
     def _start_server(self, port: int, worker_port: int) -> subprocess.Popen[bytes]:
         self._ready_file.unlink(missing_ok=True)
-        options = ("--engine", "trivial", "--port", str(port), "--worker-port", str(worker_port), "--n-workers", "2")
+        options = (*TRIVIAL, "--port", str(port), "--worker-port", str(worker_port), "--n-workers", "2")
         options += ("--worker-timeout-s", str(_WORKER_TIMEOUT_S), "--ready-file", str(self._ready_file))
         process = subprocess.Popen(server_command(self._model, *options), stdout=subprocess.DEVNULL, stderr=self._log)
         wait_until(lambda: self._ready_file.exists() or process.poll() is not None, _START_S, "start of the server")
@@ -169,7 +169,7 @@ class Deployment:
 
     def _start_remote(self, port: int) -> subprocess.Popen[bytes]:
         command = [sys.executable, "-m", "teacher_server", "worker", "--broker", f"127.0.0.1:{port}"]
-        options = ["--model", str(self._model), "--engine", "trivial", "--device", "cpu"]
+        options = ["--model", str(self._model), *TRIVIAL, "--device", "cpu"]
         return subprocess.Popen([*command, *options], stdout=subprocess.DEVNULL, stderr=self._log)
 
     def _workers(self) -> list[Any]:

@@ -106,8 +106,11 @@ def score(teacher: ZmqTeacher, rollouts: Sequence[Rollout]) -> Iterator[tuple[in
             future.cancel()
 
 
+TRIVIAL = ("--engine", "tests.service.trivial_engine:load")
+
+
 def trivial_model(folder: Path, vocab_size: int = 1000) -> Path:
-    """Make a model folder for `--engine trivial`, which needs no weights and starts in half a second."""
+    """Make a model folder for the engine of TRIVIAL, which needs no weights and starts in half a second."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps({"max_position_embeddings": 4096, "vocab_size": vocab_size}))
     return folder

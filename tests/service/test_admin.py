@@ -25,7 +25,7 @@ from teacher_server.main import main
 from tests.processes import wait_until
 from tests.service.commands import address, n_scored, run, sent_requests
 from tests.service.engine_host import save_engine_model
-from tests.service.harness import ServerProcess, command, is_alive, trivial_model
+from tests.service.harness import TRIVIAL, ServerProcess, command, is_alive, trivial_model
 
 pytestmark = pytest.mark.service
 
@@ -36,7 +36,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
     folder = tmp_path_factory.mktemp("two")
     config = folder / "teacher.yaml"
     config.write_text(f"""
-engine: trivial
+engine: {TRIVIAL[1]}
 log_format: json
 metrics_port: 0
 teachers:
@@ -164,7 +164,7 @@ def test_errors_distinguish_a_refused_key_from_a_hung_server(server: ServerProce
 def test_drain_one_worker_then_the_server(tmp_path: Path) -> None:
     """Fails if a drained worker loses requests or is restarted, or if a drain drops queued requests."""
     model = trivial_model(tmp_path / "model")
-    options = ("--engine", "trivial", "--worker-timeout-s", "60")
+    options = (*TRIVIAL, "--worker-timeout-s", "60")
     with ServerProcess(model, tmp_path, n_workers=2, options=options) as server:
         run("drain", *address(server), "--worker", "w0.0", "--wait")
         status = json.loads(run("status", *address(server), "--json").stdout)
@@ -188,14 +188,14 @@ def test_drain_one_worker_then_the_server(tmp_path: Path) -> None:
 
 def test_sigusr1_drains(tmp_path: Path) -> None:
     """Fails if a service manager, which can only send signals, cannot end the server without losing requests."""
-    with ServerProcess(trivial_model(tmp_path / "m"), tmp_path, options=("--engine", "trivial")) as server:
+    with ServerProcess(trivial_model(tmp_path / "m"), tmp_path, options=TRIVIAL) as server:
         server.process.send_signal(signal.SIGUSR1)
         assert server.process.wait(timeout=15) == 0 and "drained" in server.log_text()
 
 
 def test_drain_reports_a_server_that_died(tmp_path: Path) -> None:
     """Fails if `drain --wait` reports a crash as a finished drain."""
-    options = ("--engine", "trivial", "--worker-timeout-s", "60")
+    options = (*TRIVIAL, "--worker-timeout-s", "60")
     with ServerProcess(trivial_model(tmp_path / "m"), tmp_path, options=options) as server:
         os.kill(server.worker_pids[0], signal.SIGSTOP)
         with sent_requests(server.port, 2):
@@ -211,7 +211,7 @@ def test_drain_reports_a_server_that_died(tmp_path: Path) -> None:
 def test_a_keyed_server_refuses_a_client_without_keys_and_prints_the_right_command(tmp_path: Path) -> None:
     """Fails if `status` without --keys hangs, or if the command that the server prints does not work."""
     run("keygen", str(tmp_path / "keys"), "--client", "c")
-    options = ("--engine", "trivial", "--keys", str(tmp_path / "keys"))
+    options = (*TRIVIAL, "--keys", str(tmp_path / "keys"))
     with ServerProcess(trivial_model(tmp_path / "m"), tmp_path, options=options) as server:
         start_s = time.monotonic()
         # Long enough for two resends: after a refused handshake the socket has no pipe to send to.
@@ -234,7 +234,7 @@ def test_the_status_command_replaces_the_wildcard_address_and_a_missing_bundle(t
 
 def test_drain_does_not_report_a_silent_server_as_drained(tmp_path: Path) -> None:
     """Fails if `drain --wait` returns 0 while the server still has requests."""
-    options = ("--engine", "trivial", "--worker-timeout-s", "60")
+    options = (*TRIVIAL, "--worker-timeout-s", "60")
     with ServerProcess(trivial_model(tmp_path / "m"), tmp_path, options=options) as server:
         os.kill(server.worker_pids[0], signal.SIGSTOP)
         with sent_requests(server.port, 1):

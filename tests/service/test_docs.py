@@ -14,7 +14,7 @@ from teacher_server.broker.metrics import BrokerMetrics
 from teacher_server.config.schema import N_WORKERS, SERVER_OPTIONS, TEACHER_OPTIONS
 from teacher_server.wire.protocol import ClientMessage
 from teacher_server.worker.gpus import FoundGpus, plan_workers
-from tests.service.harness import ServerProcess, trivial_model
+from tests.service.harness import TRIVIAL, ServerProcess, trivial_model
 from tests.unit.test_server_settings import in_file, settings_of
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs/teacher_server.md").read_text()
@@ -28,7 +28,7 @@ def blocks(language: str) -> list[str]:
 def test_the_client_of_the_page_gets_scores(tmp_path: Path) -> None:
     """Fails if a client written from the page alone does not work."""
     (code,) = blocks("python")
-    with ServerProcess(trivial_model(tmp_path / "m"), tmp_path, options=("--engine", "trivial")) as server:
+    with ServerProcess(trivial_model(tmp_path / "m"), tmp_path, options=TRIVIAL) as server:
         code = code.replace("127.0.0.1:15555", f"127.0.0.1:{server.port}")
         done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=30, check=False)
     assert done.returncode == 0, done.stderr

@@ -27,7 +27,7 @@ from tests.service.engine_host import (
     plain_logits,
     save_engine_model,
 )
-from tests.service.harness import is_alive, trivial_model
+from tests.service.harness import TRIVIAL, is_alive, trivial_model
 from tests.service.test_engine_contract import TOLERANCE, check_topk
 
 pytestmark = pytest.mark.service
@@ -64,7 +64,8 @@ def test_the_share_of_a_gpu_bounds_the_engine_hf(monkeypatch: pytest.MonkeyPatch
         ({"engine": "hf", "kv_cache_mib": 64}, "--kv-cache-mib 64 "),
         ({"device": "tpu"}, "--device tpu: "),
         ({"device": "cuda:99"}, "--device cuda:99: "),
-        ({"engine": "trivial"}, "vocab_size"),
+        ({"engine": "no_such_module:load"}, "--engine no_such_module:load: "),
+        ({"engine": "tests.service.trivial_engine:no_such"}, "--engine tests.service.trivial_engine:no_such: "),
         ({"engine": "hf"}, "transformers"),
     ],
 )
@@ -83,9 +84,9 @@ def test_a_missing_vllm_is_an_error_before_loading(tmp_path: Path, monkeypatch: 
         load_engine(EngineSettings(model=str(tmp_path), max_tokens=10, engine="vllm", device="cpu"))
 
 
-def test_the_trivial_engine_needs_no_weights(tmp_path: Path) -> None:
-    """Fails if load tests need a model with weights."""
-    engine = load_engine(EngineSettings(model=str(trivial_model(tmp_path, 777)), max_tokens=50, engine="trivial"))
+def test_an_engine_of_your_own_is_loaded_by_its_import_path(tmp_path: Path) -> None:
+    """Fails if a function of the user is not called with the settings, or load tests need a model with weights."""
+    engine = load_engine(EngineSettings(model=str(trivial_model(tmp_path, 777)), max_tokens=50, engine=TRIVIAL[1]))
     assert (engine.name, engine.vocab_size, engine.max_tokens) == ("trivial", 777, 50)
 
 

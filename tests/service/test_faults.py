@@ -13,7 +13,7 @@ import pytest
 from gkd.errors import TeacherUnavailable
 from tests.processes import wait_until
 from tests.service.conftest import TINY_VOCAB, WIDE_VOCAB
-from tests.service.harness import ServerProcess, connect, is_alive, random_rollouts, score, trivial_model
+from tests.service.harness import TRIVIAL, ServerProcess, connect, is_alive, random_rollouts, score, trivial_model
 
 pytestmark = pytest.mark.service
 
@@ -83,7 +83,9 @@ def test_an_absent_server_is_an_error_within_the_outage_budget() -> None:
 
 
 # The engine decides how long a worker takes to exit, the number which handler begins it: one case with a real model.
-@pytest.mark.parametrize(("number", "engine"), [(signal.SIGTERM, "hf"), (signal.SIGINT, "trivial")])
+@pytest.mark.parametrize(
+    ("number", "engine"), [(signal.SIGTERM, "hf"), (signal.SIGINT, TRIVIAL[1])], ids=["hf", "trivial"]
+)
 def test_a_signal_ends_everything_in_time(
     tiny_model: Path, tmp_path: Path, number: signal.Signals, engine: str
 ) -> None:
@@ -100,7 +102,7 @@ def test_a_signal_ends_everything_in_time(
 def test_workers_die_with_a_killed_server(tmp_path: Path) -> None:
     """Fails if workers survive a kill -9 of the server."""
     # The exit of workers with a real model is in test_pending_requests_are_sent_again_to_a_restarted_server.
-    with ServerProcess(trivial_model(tmp_path / "m"), tmp_path, options=("--engine", "trivial")) as server:
+    with ServerProcess(trivial_model(tmp_path / "m"), tmp_path, options=TRIVIAL) as server:
         assert all(is_alive(pid) for pid in server.worker_pids)
         server.kill()
         wait_until(lambda: not any(is_alive(pid) for pid in server.worker_pids), 2.0, "exit of the workers")

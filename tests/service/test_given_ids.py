@@ -12,13 +12,13 @@ import zmq
 
 from gkd.errors import TeacherError, TeacherRefusal
 from gkd.types import Rollout
-from teacher_server.engines.trivial import trivial_sampled, trivial_topk
 from teacher_server.wire.given_ids import pack_given
 from teacher_server.wire.protocol import ErrorReply, as_frame, checksum, replies, requests
-from tests.service.harness import ServerProcess, connect, random_rollouts, submit, table_of, trivial_model
+from tests.service.harness import TRIVIAL, ServerProcess, connect, random_rollouts, submit, table_of, trivial_model
 from tests.service.messages import make_request
 from tests.service.scripted import N_VOCAB as SCRIPTED_VOCAB
 from tests.service.scripted import ScriptedServer, always_valid, client
+from tests.service.trivial_engine import trivial_sampled, trivial_topk
 
 pytestmark = pytest.mark.service
 N_VOCAB, K = 500, 8
@@ -46,7 +46,7 @@ OLD_REPLY |= {"n_entries", "adaptive", "wire", "checksums", "queue_s", "compute_
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
     folder = tmp_path_factory.mktemp("given")
-    with ServerProcess(trivial_model(folder / "m", N_VOCAB), folder, options=("--engine", "trivial")) as process:
+    with ServerProcess(trivial_model(folder / "m", N_VOCAB), folder, options=TRIVIAL) as process:
         yield process
 
 

@@ -21,7 +21,7 @@ from teacher_server.errors import ServerError
 from teacher_server.worker.gpus import FoundGpus, WorkerPlan, plan_workers
 from tests.processes import wait_until
 from tests.service.commands import address, n_scored, run, sent_requests
-from tests.service.harness import ServerProcess, command, is_alive, trivial_model
+from tests.service.harness import TRIVIAL, ServerProcess, command, is_alive, trivial_model
 from tests.unit.test_server_settings import settings_of
 
 pytestmark = pytest.mark.service
@@ -39,7 +39,7 @@ def join(model: Path) -> Iterator[Join]:
     started: list[subprocess.Popen[str]] = []
 
     def start(port: int, *words: str, folder: Path = model) -> subprocess.Popen[str]:
-        words = ("worker", "--broker", f"127.0.0.1:{port}", "--model", str(folder), "--engine", "trivial", *words)
+        words = ("worker", "--broker", f"127.0.0.1:{port}", "--model", str(folder), *TRIVIAL, *words)
         started.append(subprocess.Popen(command(*words), stderr=subprocess.PIPE, text=True))
         return started[-1]
 
@@ -86,7 +86,7 @@ def test_all_workers_join_from_other_hosts(tmp_path: Path, join: Join) -> None:
 
 def test_a_worker_joins_and_leaves_a_running_server(tmp_path: Path, model: Path, join: Join) -> None:
     """Fails if a worker cannot join a running server, loses requests on SIGTERM, or serves another model."""
-    options = ("--engine", "trivial", "--worker-port", "0")
+    options = (*TRIVIAL, "--worker-port", "0")
     with ServerProcess(model, tmp_path, options=options) as server:
         joined = join(server.ready["worker_port"], "--name", "remote")
         wait_until(lambda: workers(server) == {"w0.0", "remote"}, 20.0, "the remote worker")
@@ -120,7 +120,7 @@ def test_keys_for_clients_and_workers(tmp_path: Path, model: Path, join: Join) -
     keys = tmp_path / "keys"
     run("keygen", str(keys), "--client", "c", "--worker", "w")
     bundle = ("--keys", str(keys / "bundles/c"))
-    options = ("--engine", "trivial", "--host", "0.0.0.0", "--worker-port", "0", "--keys", str(keys))
+    options = (*TRIVIAL, "--host", "0.0.0.0", "--worker-port", "0", "--keys", str(keys))
     with ServerProcess(model, tmp_path, options=options) as server:
         assert workers(server, *bundle) == {"w0.0"}
         listed = join(server.ready["worker_port"], "--name", "listed", "--keys", str(keys / "bundles/w"))
@@ -138,7 +138,7 @@ def test_keys_for_clients_and_workers(tmp_path: Path, model: Path, join: Join) -
 
 def test_a_killed_worker_is_replaced(tmp_path: Path, model: Path) -> None:
     """Fails if the server continues with one copy less, or starts the new worker on another GPU."""
-    with ServerProcess(model, tmp_path, n_workers=2, options=("--engine", "trivial", "--gpus", "4,5")) as server:
+    with ServerProcess(model, tmp_path, n_workers=2, options=(*TRIVIAL, "--gpus", "4,5")) as server:
         os.kill(server.worker_pids[1], signal.SIGKILL)
         wait_until(lambda: workers(server) == {"w0.0", "w1.1"}, 20.0, "another worker")
         status = json.loads(run("status", *address(server), "--json").stdout)

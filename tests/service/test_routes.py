@@ -21,7 +21,7 @@ from gkd.teacher.endpoint import ScoringEndpoint
 from gkd.teacher.window import Window
 from gkd.types import Rollout
 from tests.service.conftest import TINY_VOCAB
-from tests.service.harness import ServerProcess, random_rollouts, save_model, trivial_model
+from tests.service.harness import TRIVIAL, ServerProcess, random_rollouts, save_model, trivial_model
 
 pytestmark = pytest.mark.service
 CUT = 250
@@ -87,7 +87,7 @@ def test_an_outage_names_its_route(tmp_path: Path, server: ServerProcess, signal
     """Fails if an outage does not name its route, or a dead one is not an outage within its budget."""
     rollouts = routed(random_rollouts(8, CUT, seed=4), 2)
     model = trivial_model(tmp_path / "model", TINY_VOCAB)  # only its end matters, not its scores
-    with ServerProcess(model, tmp_path, options=("--engine", "trivial")) as dying:
+    with ServerProcess(model, tmp_path, options=TRIVIAL) as dying:
         routes = f"teacher.routes={{code: {{server_port: {server.port}}}, math: {{server_port: {dying.port}}}}}"
         with endpoint(routes, f"teacher.signal={signal}") as opened:
             opened.score(rollouts)

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 
 from gkd.errors import TeacherError, TeacherRefusal
-from teacher_server.engines.trivial import trivial_sampled
 from teacher_server.wire.protocol import ScoreReply, ScoreRequest, as_frame, checksum, replies
-from tests.service.harness import ServerProcess, connect, random_rollouts, submit, table_of, trivial_model
+from tests.service.harness import TRIVIAL, ServerProcess, connect, random_rollouts, submit, table_of, trivial_model
 from tests.service.scripted import N_VOCAB as SCRIPTED_VOCAB
 from tests.service.scripted import Message, ScriptedServer, client, valid_reply
+from tests.service.trivial_engine import trivial_sampled
 
 pytestmark = pytest.mark.service
 N_VOCAB = 500
@@ -23,7 +23,7 @@ BOTH = ("topk", "sampled")
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
     folder = tmp_path_factory.mktemp("several")
-    options = ("--engine", "trivial", "--max-batch-tokens", "300")
+    options = (*TRIVIAL, "--max-batch-tokens", "300")
     with ServerProcess(trivial_model(folder / "m", N_VOCAB), folder, options=options) as process:
         yield process
 

@@ -18,7 +18,7 @@ import pytest
 from teacher_server.errors import ServerError
 from teacher_server.wire.private_endpoint import private_endpoint
 from teacher_server.worker.model_folder import inspect_model_folder
-from tests.service.harness import command, server_command, trivial_model
+from tests.service.harness import TRIVIAL, command, server_command, trivial_model
 
 pytestmark = pytest.mark.service
 
@@ -84,17 +84,16 @@ def test_wrong_gpus(tiny_model: Path) -> None:
 
 
 def test_a_worker_that_cannot_load_ends_the_server(tmp_path: Path) -> None:
-    """Fails if a model that cannot be loaded is retried forever, or the server runs without a worker."""
-    model = trivial_model(tmp_path / "model")
-    (model / "config.json").write_text('{"max_position_embeddings": 100}')
+    """Fails if an engine that cannot be loaded is retried forever, or the server runs without a worker."""
+    engine = f"{TRIVIAL[1]}_nothing"
     done = subprocess.run(
-        server_command(model, "--engine", "trivial", "--port", "0"),
+        server_command(trivial_model(tmp_path / "model"), "--engine", engine, "--port", "0"),
         capture_output=True,
         text=True,
         timeout=30,
         check=False,
     )
-    assert done.returncode == 2 and "vocab_size" in done.stderr
+    assert done.returncode == 2 and engine in done.stderr
     last = done.stderr.splitlines()[-1]
     assert last.startswith("error: ") and "w0.0" in last and "code 2" in last
 
@@ -113,7 +112,7 @@ def test_a_worker_with_wrong_settings_exits(tmp_path: Path, words: tuple[str, ..
     """Fails if a worker with wrong settings waits forever instead of exiting with an error."""
     model = trivial_model(tmp_path / "model")
     done = subprocess.run(
-        command("worker", "--model", str(model), "--engine", "trivial", *words),
+        command("worker", "--model", str(model), *TRIVIAL, *words),
         capture_output=True,
         text=True,
         timeout=20,

@@ -1,4 +1,4 @@
-"""Stand in for a stage of gpu_proof: `python -m tests.unit.proof_child MODE [FILE] [--json FILE]`."""
+"""Stand in for a stage of gpu_proof: `python -m tests.unit.proof_child MODE [FILE]`."""
 
 from __future__ import annotations
 
@@ -10,44 +10,19 @@ import sys
 import time
 from pathlib import Path
 
-from gkd.tools.gpu_proof.turn import wait_for_turn
+from tests.device import VARIABLE
 
 SLEEP = "import time; time.sleep(300)"
 
 
-def main(mode: str, file: str = "", *_: str) -> int:
-    if mode == "waits":
-        print("started", flush=True)
-        wait_for_turn("json")
-        return main("met", file)
-    if mode.startswith("meets "):  # each of these stages waits until all have started
-        Path(file).with_suffix(".here").touch()
-        while not all(Path(file).with_name(f"{name}.here").exists() for name in mode.split()[1:]):
-            time.sleep(0.02)
-        return main("met", file)
-    if mode == "after b has started":
-        log = Path(file).with_name("b.log")
-        while "started" not in log.read_text():
-            time.sleep(0.02)
-        time.sleep(0.3)
-        return main("missed" if "measured" in log.read_text() else "met", file)
-    if mode == "slow":
-        time.sleep(2)
-        return main("met", file)
-    if mode in ("alone", "shares"):
-        here, folder = Path(file).with_suffix(f".{mode}"), Path(file).parent
-        here.touch()
-        time.sleep(0.3)
-        others = [*folder.glob("*.alone"), *(folder.glob("*.shares") if mode == "alone" else ())]
-        here.unlink()
-        return main("missed" if set(others) - {here} else "met", file)
+def main(mode: str, file: str = "") -> int:
     if mode in ("met", "missed", "met, then exit 3"):
         figure = {"name": "speed", "value": 0.5, "unit": "GB/s", "goal": ">= 0.4", "met": mode != "missed", "note": ""}
         Path(file).write_text(json.dumps({"parts": {"a": {"figures": [figure]}}}))
         print("measured")
         return {"met": 0, "missed": 1}.get(mode, 3)
     if mode == "device":
-        print(os.environ["GKD_TEST_DEVICE"], os.getcwd())
+        print(os.environ[VARIABLE], os.getcwd())
         return main("met", file)
     if mode == "hangs":  # refuses SIGTERM, like its child in the same group and the one in a session of its own
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -64,7 +39,7 @@ def main(mode: str, file: str = "", *_: str) -> int:
     if mode == "crashes":
         print("out of memory", file=sys.stderr)
         os.kill(os.getpid(), signal.SIGKILL)
-    return 4
+    return 0  # without figures
 
 
 if __name__ == "__main__":

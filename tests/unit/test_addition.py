@@ -10,11 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
-from gkd.errors import ConfigError, DataError
-from gkd.quickstart.addition import (
+from examples.quickstart.addition import (
     HIGHEST,
     LOWEST,
-    N_PAIRS,
     Problem,
     build_tokenizer,
     extract_answer,
@@ -56,12 +54,6 @@ def test_every_column_of_a_worked_solution_is_true(left: int, right: int) -> Non
     assert extract_answer(problem.response) == problem.answer
 
 
-def test_operands_out_of_range_are_refused() -> None:
-    """If this fails, prompts of other lengths get in and the format's fixed columns no longer hold."""
-    with pytest.raises(DataError):
-        Problem(99, 500)
-
-
 @pytest.mark.parametrize(
     "text",
     [
@@ -99,17 +91,6 @@ def test_splits_depend_on_the_seed_and_nothing_else() -> None:
     assert first[1] == make_problems(seed=0, n_train=600, n_heldout=50)[1]
 
 
-@pytest.mark.parametrize(
-    ("n_train", "n_heldout", "key"),
-    [(0, 5, "addition.n_train"), (5, 0, "addition.n_heldout"), (N_PAIRS, 1, "addition.n_train")],
-)
-def test_impossible_split_sizes_are_refused(n_train: int, n_heldout: int, key: str) -> None:
-    """If this fails, an empty split slips through, or the draw without replacement never ends."""
-    with pytest.raises(ConfigError) as caught:
-        make_problems(0, n_train, n_heldout)
-    assert caught.value.key.startswith(key)
-
-
 def test_prompt_file_holds_prompt_and_answer_only(tmp_path: Path) -> None:
     """If this fails, `gkd.data.prompts` cannot read the file, or distillation sees the worked solution."""
     problems, _ = make_problems(seed=0, n_train=20, n_heldout=1)
@@ -117,31 +98,6 @@ def test_prompt_file_holds_prompt_and_answer_only(tmp_path: Path) -> None:
     rows = [json.loads(line) for line in (tmp_path / "train.jsonl").read_text(encoding="utf-8").splitlines()]
     assert rows == [{"prompt": problem.prompt, "answer": problem.answer} for problem in problems]
     assert read_jsonl(tmp_path / "train.jsonl") == problems
-
-
-@pytest.mark.parametrize(
-    "line",
-    [
-        '{"prompt": "358+467=", "answer": "824"}',
-        '{"prompt": "358+467", "answer": "825"}',
-        '{"prompt": "358-467=", "answer": "825"}',
-        '{"prompt": "358+467="}',
-        "[]",
-        "not json",
-    ],
-)
-def test_a_wrong_row_is_named(tmp_path: Path, line: str) -> None:
-    """If this fails, a model is compared with a wrong answer, or the error does not name the row."""
-    path = tmp_path / "bad.jsonl"
-    path.write_text('{"prompt": "358+467=", "answer": "825"}\n' + line + "\n", encoding="utf-8")
-    with pytest.raises(DataError, match=r"bad\.jsonl:2: "):
-        read_jsonl(path)
-
-
-def test_missing_prompt_file_is_named(tmp_path: Path) -> None:
-    """If this fails, a mistyped path ends in a bare traceback instead of an error that names the file."""
-    with pytest.raises(DataError):
-        read_jsonl(tmp_path / "nowhere.jsonl")
 
 
 @given(st.text(max_size=50))

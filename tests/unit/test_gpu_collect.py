@@ -34,7 +34,7 @@ from gkd.run.folder import RunFolder
 from gkd.run.open import open_run_folder
 from gkd.start.worker_env import worker_env
 from gkd.tools import check_gpus
-from tests.service.harness import ServerProcess, trivial_model
+from tests.service.harness import TRIVIAL, ServerProcess, trivial_model
 
 GPUS = """0, GPU-aa, NVIDIA H100, 00000000:18:00.0, 143771, 143100
 1, GPU-bb, NVIDIA H100, 00000000:2A:00.0, 143771, 100
@@ -201,7 +201,7 @@ def test_refresh_of_a_running_job(processes: tuple[int, int, int]) -> None:
 @pytest.mark.service
 def test_rows_of_the_teacher_workers(tmp_path: Path) -> None:
     """Fails if the teacher workers are listed without their GPUs, or if a silent teacher is not a finding."""
-    options = ("--engine", "trivial", "--gpus", "3,4")
+    options = (*TRIVIAL, "--gpus", "3,4")
     with ServerProcess(trivial_model(tmp_path / "model"), tmp_path, n_workers=2, options=options) as server:
         teacher = TeacherConfig(server_port=server.port, outage_budget_s=10)
         rows, found = teacher_rows([Route("", teacher)], "cpu")

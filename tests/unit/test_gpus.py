@@ -38,7 +38,6 @@ def groups(*words: str, found: FoundGpus = EIGHT) -> list[tuple[str, ...]]:
         (("--device", "cpu"), [()]),
         (("--device", "cpu", "--n-workers", "3"), [(), (), ()]),
         (("--device", "cpu", "--gpus", "a,b"), [("a",), ("b",)]),
-        (("--engine", "trivial", "--n-workers", "2"), [(), ()]),
     ],
 )
 def test_groups(flags: tuple[str, ...], expected: list[tuple[str, ...]]) -> None:
@@ -116,16 +115,16 @@ def test_labels_on_a_cpu_have_no_devices() -> None:
 def test_nvidia_smi_is_run_only_if_needed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Fails if a hung driver, or a nvidia-smi without execute permission, prevents the start of a CPU server."""
     assert may_need_gpus(settings_of("--model", "/m"))
-    for words in (("--device", "cpu"), ("--engine", "trivial"), ("--n-workers", "0", "--worker-port", "0")):
+    for words in (("--device", "cpu"), ("--n-workers", "0", "--worker-port", "0")):
         assert not may_need_gpus(settings_of("--model", "/m", *words))
     (tmp_path / "nvidia-smi").write_text("")  # not executable
     monkeypatch.setenv("PATH", str(tmp_path))
     assert find_gpus({}).ids == ()
 
 
-def test_a_trivial_teacher_gets_no_gpu(tmp_path: Path) -> None:
-    """Fails if a teacher for load tests gets GPUs, or shares them with a real teacher."""
-    text = "teachers: {a: {model: /a, engine: trivial}, b: {model: /b, device: cuda}}"
+def test_a_teacher_on_the_cpu_gets_no_gpu(tmp_path: Path) -> None:
+    """Fails if a teacher on the CPU gets GPUs, or takes a share of another teacher's."""
+    text = "teachers: {a: {model: /a, device: cpu}, b: {model: /b, device: cuda}}"
     assert groups(*in_file(tmp_path, text), "--gpus", "4,5") == [(), ("4",), ("5",)]
     assert groups(*in_file(tmp_path, text), found=FoundGpus(("0",), "nvidia-smi", {})) == [(), ("0",)]
 

@@ -19,10 +19,10 @@ LIBRARIES: dict[str, tuple[str, ...]] = {
         "gkd/reward/scoring.py",
     ),
     "math_verify": ("gkd/reward/functions.py",),
-    "transformers": ("gkd/data/prompts.py", "gkd/actor/", "gkd/preflight/", "gkd/quickstart/", "teacher_server/"),
+    "transformers": ("gkd/data/prompts.py", "gkd/actor/", "gkd/preflight/", "teacher_server/"),
     "torch": (
         *("gkd/actor/", "gkd/data/batching.py", "gkd/data/collate.py", "gkd/hf/", "gkd/loss/", "gkd/memory/"),
-        *("gkd/preflight/", "gkd/quickstart/", "gkd/rollout/", "gkd/weight_sync/"),
+        *("gkd/preflight/", "gkd/rollout/", "gkd/weight_sync/"),
         *("teacher_server/engines/", "teacher_server/worker/gpus.py"),
     ),
     "peft": ("gkd/actor/fsdp/lora.py",),

@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 
+from examples.quickstart.summary import as_table, summarize
 from gkd.config.load import load_config
 from gkd.errors import CheckpointError, ConfigError
 from gkd.preflight.device import resolve_device
-from gkd.quickstart.summary import as_table, summarise, write_summary
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -143,7 +143,7 @@ def test_summary_matches_the_metrics_of_the_run(tmp_path: Path) -> None:
          "eval/accuracy": 0.9},
     ]  # fmt: skip
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    summary = summarise(tmp_path, teacher_accuracy=0.99, export_match="50/50", wall_s=100.0)
+    summary = summarize(tmp_path, teacher_accuracy=0.99, export_match="50/50", wall_s=100.0)
     keys = {"teacher_accuracy", "student_accuracy_before", "student_accuracy_after", "kl_before", "kl_after", "wall_s"}
     assert keys | {"stage_time_share"} <= summary.keys()
     assert (summary["student_accuracy_before"], summary["student_accuracy_after"]) == (0.1, 0.9)
@@ -152,11 +152,9 @@ def test_summary_matches_the_metrics_of_the_run(tmp_path: Path) -> None:
     assert summary["stage_time_accounted"] == pytest.approx(3.9 / 4.0)
     accuracy, kl = (line.split()[-3:] for line in as_table(summary).splitlines()[1:3])
     assert accuracy == ["10.0%", "90.0%", "99.0%"] and kl == ["0.5000", "0.0500", "-"]  # before, after, teacher
-    write_summary(summary, tmp_path / "new" / "summary.json")
-    assert json.loads((tmp_path / "new" / "summary.json").read_text()) == summary
     (tmp_path / "metrics.jsonl").write_text(json.dumps(lines[0]) + "\n")
     with pytest.raises(CheckpointError):
-        summarise(tmp_path, 1.0, "0/0", 1.0)
+        summarize(tmp_path, 1.0, "0/0", 1.0)
 
 
 ADAPTERS = ("actor.lora.rank=8", "weight_sync.lora=adapters")

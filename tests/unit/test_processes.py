@@ -11,12 +11,12 @@ from pathlib import Path
 import psutil
 import pytest
 
+from examples.quickstart import processes
 from gkd.errors import ClusterError
-from gkd.quickstart import processes
 
 
 def family_script(body: str) -> list[str]:
-    return [sys.executable, "-c", "from gkd.quickstart import processes\n" + textwrap.dedent(body)]
+    return [sys.executable, "-c", "from examples.quickstart import processes\n" + textwrap.dedent(body)]
 
 
 # A child that leaves a grandchild behind in a session of its own, as Ray's daemons are, and writes its pid.
@@ -40,15 +40,17 @@ def test_orphans_in_other_sessions_are_stopped(tmp_path: Path) -> None:
     assert not psutil.pid_exists(int(done.stdout))
 
 
-def test_a_child_that_ignores_sigterm_is_killed() -> None:
-    """If it fails, one stubborn process keeps the machine busy after Ctrl-C."""
+def test_a_child_that_ignores_sigterm_is_killed_and_earlier_children_are_not() -> None:
+    """If it fails, one stubborn process keeps the machine busy after Ctrl-C, or one that was not started here ends."""
     stubborn = (
         "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('up', flush=True); time.sleep(300)"
     )
-    process = subprocess.Popen([sys.executable, "-c", stubborn], stdout=subprocess.PIPE)
-    assert process.stdout is not None and process.stdout.readline() == b"up\n"
-    processes.stop_all([psutil.Process(process.pid)], grace_s=0.5)
-    assert not psutil.pid_exists(process.pid)
+    with subprocess.Popen(["sleep", "300"]) as earlier:
+        with processes.process_family(grace_s=0.5):
+            process = subprocess.Popen([sys.executable, "-c", stubborn], stdout=subprocess.PIPE)
+            assert process.stdout is not None and process.stdout.readline() == b"up\n"
+        assert not psutil.pid_exists(process.pid) and earlier.poll() is None
+        earlier.kill()
 
 
 def test_children_die_with_their_parent() -> None:

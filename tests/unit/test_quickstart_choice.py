@@ -10,6 +10,9 @@ from typing import Any
 import pytest
 import torch
 
+from examples.quickstart.__main__ import choose_config, teacher_flags
+from examples.quickstart.make_models import Recipe
+from examples.quickstart.pretrain import ModelRecipe, build_model
 from gkd.cluster.gpu_table import PoolNeed
 from gkd.config.check import check_config
 from gkd.config.load import load_config
@@ -19,10 +22,6 @@ from gkd.footprint.rank import other_processes_bytes, with_other_processes
 from gkd.gpu_map.choice import with_own_gpus
 from gkd.gpu_map.findings import find_problems
 from gkd.preflight.device import resolve_device
-from gkd.quickstart.__main__ import choose_config, teacher_flags
-from gkd.quickstart.addition import build_tokenizer
-from gkd.quickstart.make_models import Recipe
-from gkd.quickstart.pretrain import ModelRecipe, build_model
 from tests.unit.test_gpu_choice import GPUS, rows
 from tests.unit.test_gpu_collect import nvidia_smi, smi_script
 from tests.unit.test_gpu_findings import gpu_info, row, teacher
@@ -36,7 +35,7 @@ ONE_GPU = ROOT / "configs" / "quickstart_one_gpu.yaml"
 def config_json(recipe: ModelRecipe) -> dict[str, Any]:
     """Return the config.json of one of the quickstart's models."""
     with torch.device("meta"):
-        return build_model(recipe, len(build_tokenizer())).config.to_dict()
+        return build_model(recipe).config.to_dict()
 
 
 @pytest.mark.parametrize(("n_gpus", "n_wanted"), [(0, 2), (1, 1), (2, 2), (8, 2)])

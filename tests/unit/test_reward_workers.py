@@ -18,6 +18,7 @@ import psutil
 import pytest
 from math_verify.errors import TimeoutException
 
+from examples.quickstart.addition import build_tokenizer
 from gkd.config.derived import derive
 from gkd.config.function_path import search_path
 from gkd.config.load import load_config
@@ -26,7 +27,6 @@ from gkd.data.prompts import load_prompts
 from gkd.data.row_files import RowTable, decode_row, encode_row
 from gkd.errors import ConfigError, DataError, RewardError
 from gkd.preflight.reward import check_answers, check_functions
-from gkd.quickstart.addition import build_tokenizer
 from gkd.reward.functions import Case, judge_of
 from gkd.reward.judging import TRAINING, VALIDATION, Judging
 from gkd.reward.pool import RewardWorkers

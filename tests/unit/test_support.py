@@ -8,6 +8,7 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 
+from examples.quickstart.addition import build_tokenizer
 from gkd.config.check import check_config
 from gkd.config.derived import derive
 from gkd.config.load import load_config
@@ -15,7 +16,6 @@ from gkd.data.batching import without_first
 from gkd.errors import ConfigError
 from gkd.preflight.replay import _check_scores
 from gkd.preflight.teacher import check_teacher
-from gkd.quickstart.addition import build_tokenizer
 from gkd.rollout.sampling import read_logprobs
 from gkd.teacher.info import TeacherInfo
 from teacher_server.wire.fingerprint import tokenizer_fingerprint

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from examples.quickstart.addition import build_tokenizer
 from gkd.config.check import check_config
 from gkd.config.derived import derive
 from gkd.config.load import load_config
@@ -26,7 +27,6 @@ from gkd.data.rollout_file import read_sequences
 from gkd.errors import ConfigError
 from gkd.preflight.replay import _check_scores
 from gkd.preflight.teacher import check_teacher
-from gkd.quickstart.addition import build_tokenizer
 from gkd.teacher.info import TeacherInfo
 from gkd.types import Prompt
 from teacher_server.wire.fingerprint import tokenizer_fingerprint

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from teacher_server.engines.base import ScoreParams, TokenSequence, stream_rows
-from teacher_server.engines.trivial import (
+from teacher_server.wire.payload import NO_ID, TopKScores
+from tests.service.trivial_engine import (
     HIDDEN_SIZE,
     TrivialEngine,
     trivial_head,
@@ -15,7 +16,6 @@ from teacher_server.engines.trivial import (
     trivial_sampled,
     trivial_topk,
 )
-from teacher_server.wire.payload import NO_ID, TopKScores
 
 VOCAB = 1009
 TOKENS = np.random.default_rng(0).integers(0, VOCAB, 60).astype(np.int32)

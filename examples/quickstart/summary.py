@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ from gkd.metrics.writer import read_metrics
 STAGES = ("data", "rollout", "teacher", "train", "weight_sync", "eval", "checkpoint")
 
 
-def summarise(run_dir: Path, teacher_accuracy: float, export_match: str, wall_s: float) -> dict[str, Any]:
+def summarize(run_dir: Path, teacher_accuracy: float, export_match: str, wall_s: float) -> dict[str, Any]:
     """Return the content of summary.json.
 
     Args:
@@ -55,26 +54,18 @@ def summarise(run_dir: Path, teacher_accuracy: float, export_match: str, wall_s:
 def as_table(summary: dict[str, Any]) -> str:
     """Format the summary for the terminal."""
     s = summary
+    accuracies = [s["student_accuracy_before"], s["student_accuracy_after"], s["teacher_accuracy"]]
     rows = [
         ("", "before", "after", "teacher"),
-        (
-            "held-out greedy accuracy",
-            f"{s['student_accuracy_before']:.1%}",
-            f"{s['student_accuracy_after']:.1%}",
-            f"{s['teacher_accuracy']:.1%}",
-        ),
+        ("held-out greedy accuracy", *(f"{share:.1%}" for share in accuracies)),
         (f"KL({s['kl']}), nats", f"{s['kl_before']:.4f}", f"{s['kl_after']:.4f}", "-"),
     ]
-    lines = [f"{name:<30}{a:>10}{b:>10}{c:>10}" for name, a, b, c in rows]
     shares = ", ".join(f"{stage} {share:.0%}" for stage, share in s["stage_time_share"].items() if share >= 0.005)
-    lines += [
-        "",
-        f"{s['steps']} steps in {s['training_s']:.0f} s ({shares}; {s['stage_time_accounted']:.1%} accounted for)",
-        f"identical responses of export and engine: {s['export_equals_engine']}; {s['wall_s']:.0f} s in total",
-    ]
-    return "\n".join(lines)
-
-
-def write_summary(summary: dict[str, Any], path: Path) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(summary, indent=2) + "\n")
+    return "\n".join(
+        [
+            *(f"{name:<30}{a:>10}{b:>10}{c:>10}" for name, a, b, c in rows),
+            "",
+            f"{s['steps']} steps in {s['training_s']:.0f} s ({shares}; {s['stage_time_accounted']:.1%} accounted for)",
+            f"identical responses of export and engine: {s['export_equals_engine']}; {s['wall_s']:.0f} s in total",
+        ]
+    )

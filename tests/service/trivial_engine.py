@@ -1,4 +1,6 @@
-"""Engine without a model, for load and chaos tests only: scores are a function of the tokens, computed by numpy.
+"""Engine without a model, for load and chaos tests: scores are a function of the tokens, computed by numpy.
+
+`--engine tests.service.trivial_engine:load` starts it, as any engine that the teacher server does not have itself.
 
 A test recomputes the expected scores, so it detects a reply for other tokens, an additional row or swapped
 frames. Each row depends on every token before it, through a running sum of hashes.
@@ -8,12 +10,15 @@ Letters: P prompt tokens, R response tokens, K top-k entries, G given ids, V voc
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 
 from teacher_server.engines.base import RowStream, ScoreParams, Scores, TokenSequence
+from teacher_server.engines.load import EngineSettings
 from teacher_server.wire.payload import NO_ID, TopKScores
 from teacher_server.wire.protocol import RowDtype, Wire
 
@@ -45,7 +50,7 @@ def trivial_topk(
     mass: float = 0.0,
     given: np.ndarray | None = None,
 ) -> TopKScores:
-    """Return the top-k scores of `TrivialEngine`. No model: for load and chaos tests.
+    """Return the top-k scores of `TrivialEngine`.
 
     Args:
         token_ids: [P + R] int32.
@@ -82,27 +87,27 @@ def _steps_with(given: np.ndarray, k: int) -> np.ndarray:
 
 
 def trivial_sampled(token_ids: np.ndarray, prompt_length: int) -> np.ndarray:
-    """Return [R] float32 in (-8, 0]. No model: for load and chaos tests."""
+    """Return [R] float32 in (-8, 0]."""
     hashes = _row_hashes(token_ids, prompt_length)
     own = token_ids[prompt_length:].astype(np.uint64) * _MIX
     return ((hashes ^ own) >> np.uint64(40)).astype(np.float32) * np.float32(-8 / (1 << 24))
 
 
 def trivial_logits(token_ids: np.ndarray, prompt_length: int, n_vocab: int) -> np.ndarray:
-    """Return [R, n_vocab] float32 integers in [-255, 0]. No model: for load and chaos tests."""
+    """Return [R, n_vocab] float32 integers in [-255, 0]."""
     base = (_row_hashes(token_ids, prompt_length) >> np.uint64(16)) % np.uint64(n_vocab)
     columns = np.arange(n_vocab, dtype=np.int64)
     return -(((columns - base[:, None].astype(np.int64)) % n_vocab) % 256).astype(np.float32)
 
 
 def trivial_hidden(token_ids: np.ndarray, prompt_length: int) -> np.ndarray:
-    """Return [R, HIDDEN_SIZE] float32 integers in [0, 255]. No model: for load and chaos tests."""
+    """Return [R, HIDDEN_SIZE] float32 integers in [0, 255]."""
     hashes = _row_hashes(token_ids, prompt_length)
     return np.ascontiguousarray(hashes).view(np.uint8).reshape(-1, HIDDEN_SIZE).astype(np.float32)
 
 
 def trivial_head(vocab_size: int) -> np.ndarray:
-    """Return [V, HIDDEN_SIZE] float32 integers in [0, 255]. No model: for load and chaos tests."""
+    """Return [V, HIDDEN_SIZE] float32 integers in [0, 255]."""
     return (np.arange(vocab_size * HIDDEN_SIZE) % 256).astype(np.float32).reshape(vocab_size, HIDDEN_SIZE)
 
 
@@ -122,7 +127,7 @@ class _ArrayStream:
 
 
 class TrivialEngine:
-    """`Engine` without a model, for load and chaos tests only. The temperature has no effect.
+    """`Engine` without a model. The temperature has no effect.
 
     Args:
         vocab_size: vocabulary that it announces.
@@ -164,3 +169,9 @@ class TrivialEngine:
         """See `Engine.lm_head`."""
         head = trivial_head(self.vocab_size)
         return _ArrayStream(lambda start, stop: head[start:stop], self.vocab_size, HIDDEN_SIZE, wire)
+
+
+def load(settings: EngineSettings) -> TrivialEngine:
+    """Return the engine with the vocabulary of the model folder's config.json; it needs no weights."""
+    config = json.loads((Path(settings.model) / "config.json").read_text())
+    return TrivialEngine(vocab_size=config["vocab_size"], max_tokens=settings.max_tokens)

@@ -1,8 +1,8 @@
 """Run child processes that never outlive their parent.
 
 The parent becomes the reaper of its descendants (Linux: PR_SET_CHILD_SUBREAPER). It adopts orphans, such as Ray's
-daemons, so `stop_all` finds them. A child receives SIGTERM when the parent dies (PR_SET_PDEATHSIG), so even `kill -9`
-of the parent leaves no process.
+daemons, so `process_family` stops them. A child receives SIGTERM when the parent dies (PR_SET_PDEATHSIG), so even
+`kill -9` of the parent leaves no process.
 """
 
 from __future__ import annotations
@@ -10,10 +10,9 @@ from __future__ import annotations
 import ctypes
 import signal
 import subprocess
-import sys
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import psutil
@@ -21,34 +20,54 @@ import psutil
 from gkd.errors import ClusterError
 
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
-_GRACE_S = 15.0
 
 
 @contextmanager
-def process_family() -> Iterator[None]:
-    """Adopt every orphan among the descendants of this process, and stop all descendants at the end."""
-    if sys.platform == "linux":
-        _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+def process_family(grace_s: float = 15.0) -> Iterator[None]:
+    """Adopt the orphans among the descendants of this process, and at the end stop whatever was started in the block.
+
+    Args:
+        grace_s: from SIGTERM to SIGKILL. SIGKILL also ends the descendants of processes that have ended before.
+    """
+    me = psutil.Process()
+    earlier = me.children()
+    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
     try:
         yield
     finally:
-        # A second Ctrl-C or SIGTERM must not interrupt the cleanup.
-        before = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, signal.SIGTERM)}
-        stop_all(psutil.Process().children())
+        # A second signal must not interrupt the cleanup.
+        signals = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+        before = {number: signal.signal(number, signal.SIG_IGN) for number in signals}
+        for number, patience_s in ((signal.SIGTERM, grace_s), (signal.SIGKILL, 5.0)):
+            left = [child for child in me.children() if child not in earlier]
+            for process in [*left] if number == signal.SIGKILL else []:
+                with suppress(psutil.NoSuchProcess):  # it has ended, and its children are ours
+                    left += process.children(recursive=True)
+            for process in left:
+                with suppress(psutil.NoSuchProcess):
+                    process.send_signal(number)
+            psutil.wait_procs(left, timeout=patience_s)
+        _prctl(_PR_SET_CHILD_SUBREAPER, 0)
         for number, handler in before.items():
             signal.signal(number, handler)
 
 
-def start(command: Sequence[str], *, log: Path | None = None) -> subprocess.Popen[bytes]:
+def start(
+    command: Sequence[str], *, log: Path | None = None, cwd: Path | None = None, env: Mapping[str, str] | None = None
+) -> subprocess.Popen[bytes]:
     """Start a child in its own session, so that Ctrl-C reaches only the parent, which stops it.
 
     Args:
-        log: file for its output; None = this terminal.
+        log: file for its output; None means this terminal.
+        cwd: its folder; None means the one of this process.
+        env: its whole environment; None means the one of this process.
     """
     output = None if log is None else log.open("wb")
     try:
         return subprocess.Popen(
             command,
+            cwd=cwd,
+            env=env,
             stdout=output,
             stderr=output and subprocess.STDOUT,
             start_new_session=True,
@@ -83,28 +102,6 @@ def wait_for_file(path: Path, process: subprocess.Popen[bytes], what: str, timeo
         if time.monotonic() > deadline:
             raise ClusterError(f"{what} was not ready within {timeout_s:g} s")
         time.sleep(0.1)
-
-
-def stop_all(processes: Sequence[psutil.Process], grace_s: float = _GRACE_S) -> None:
-    """Send SIGTERM, wait at most `grace_s`, and send SIGKILL to the remaining processes.
-
-    Killed are those of `processes` that did not end, and every descendant of this process, including adopted orphans.
-    Processes that have already ended are ignored.
-    """
-    for process in processes:
-        _signal(process, signal.SIGTERM)
-    _, alive = psutil.wait_procs(processes, timeout=grace_s)
-    left = {*psutil.Process().children(recursive=True), *alive}
-    for process in left:
-        _signal(process, signal.SIGKILL)
-    psutil.wait_procs(list(left), timeout=5.0)
-
-
-def _signal(process: psutil.Process, number: int) -> None:
-    try:
-        process.send_signal(number)
-    except psutil.NoSuchProcess:
-        return  # already ended
 
 
 def _die_with_parent() -> None:

@@ -1,8 +1,6 @@
-"""Train a small quickstart model from scratch until it reaches a measured accuracy.
+"""Train a small model from scratch until it reaches a measured accuracy, in plain torch and transformers.
 
-A plain transformers + torch loop that only makes models for the quickstart; the distillation trainer is `gkd.trainer`.
-`gkd.quickstart.make_models` calls it once for the teacher and once for the student.
-
+This only makes the quickstart's models; the loop of distillation is `gkd.trainer`.
 Shape letters: B sequences of a batch, S padded sequence length, V vocabulary.
 """
 
@@ -15,15 +13,10 @@ from dataclasses import dataclass
 import torch
 from transformers import GenerationConfig, Qwen3Config, Qwen3ForCausalLM
 
+from examples.quickstart.addition import Problem, build_tokenizer
+from examples.quickstart.evaluate import greedy_score
 from gkd.errors import ModelError
-from gkd.quickstart.addition import Problem, build_tokenizer
-from gkd.quickstart.evaluate import greedy_score
 
-HEAD_DIM = 32  # the smallest that vLLM's CPU attention supports
-N_KEY_VALUE_HEADS = 2  # grouped-query attention, with one key/value head per rank at TP2
-MAX_POSITIONS = 256
-# Three times the library default: with 0.02, matrices this narrow need twice as many steps.
-INITIALIZER_RANGE = 0.06
 IGNORED = -100  # label that torch's cross entropy ignores
 PROGRESS_EVERY_S = 5.0
 
@@ -37,13 +30,12 @@ class ModelRecipe:
     n_layers: int
     n_heads: int
     seed: int
-    # Sequences per optimizer step.
-    batch_size: int = 32
+    batch_size: int = 32  # sequences per optimizer step
     peak_lr: float = 3e-3
     warmup_steps: int = 30
     # The learning rate stays at its peak until this validation accuracy is measured, then falls over `decay_steps` to
     # `final_lr_share * peak_lr`. Started by accuracy, because a decay that starts too early stops the learning;
-    # the required number of steps differs by hundreds between seeds. None: no decay.
+    # the required number of steps differs by hundreds between seeds. None means no decay.
     decay_from_accuracy: float | None = None
     decay_steps: int = 120
     final_lr_share: float = 0.05
@@ -59,21 +51,21 @@ class ModelRecipe:
     min_well_formed: float = 0.9
 
 
-def build_model(recipe: ModelRecipe, vocab_size: int) -> Qwen3ForCausalLM:
+def build_model(recipe: ModelRecipe) -> Qwen3ForCausalLM:
     """Return a randomly initialized float32 Qwen3 with tied embeddings. Seeds torch's global generator."""
     tokenizer = build_tokenizer()
     torch.manual_seed(recipe.seed)
     model = Qwen3ForCausalLM(
         Qwen3Config(
-            vocab_size=vocab_size,
+            vocab_size=len(tokenizer),
             hidden_size=recipe.hidden_size,
             intermediate_size=recipe.intermediate_size,
             num_hidden_layers=recipe.n_layers,
             num_attention_heads=recipe.n_heads,
-            num_key_value_heads=N_KEY_VALUE_HEADS,
-            head_dim=HEAD_DIM,
-            max_position_embeddings=MAX_POSITIONS,
-            initializer_range=INITIALIZER_RANGE,
+            num_key_value_heads=2,  # grouped-query attention, with one key/value head per rank at TP2
+            head_dim=32,  # the smallest that vLLM's CPU attention supports
+            max_position_embeddings=256,
+            initializer_range=0.06,  # with the default, 0.02, matrices this narrow need twice as many steps
             tie_word_embeddings=True,
             bos_token_id=None,
             eos_token_id=tokenizer.eos_token_id,
@@ -95,8 +87,7 @@ def train_from_scratch(
     Returns: the model, the number of steps, its validation accuracy.
     Raises: ModelError if `recipe.step_limit` is reached first.
     """
-    tokenizer = build_tokenizer()
-    model = build_model(recipe, len(tokenizer))
+    model = build_model(recipe)
     optimizer = torch.optim.AdamW(model.parameters(), lr=recipe.peak_lr, betas=(0.9, 0.98), weight_decay=0.0)
     batches = _batches(train, recipe.batch_size, recipe.seed)
     started = last_line = time.monotonic()
@@ -123,12 +114,11 @@ def train_from_scratch(
                 flush=True,
             )
         if step % recipe.eval_every == 0:
-            score = greedy_score(model, validation)
-            accuracy = score.accuracy
+            accuracy, well_formed = greedy_score(model, validation)
             cooled = recipe.decay_from_accuracy is None or (
                 decay_start is not None and step - decay_start >= recipe.decay_steps
             )
-            if cooled and accuracy >= recipe.stop_accuracy and score.well_formed >= recipe.min_well_formed:
+            if cooled and accuracy >= recipe.stop_accuracy and well_formed >= recipe.min_well_formed:
                 return model, step, accuracy
             decays = recipe.decay_from_accuracy is not None and accuracy >= recipe.decay_from_accuracy
             if decays and decay_start is None:
@@ -153,10 +143,8 @@ def lr_share(recipe: ModelRecipe, step: int, decay_start: int | None) -> float:
 def _batches(train: list[Problem], batch_size: int, seed: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """Yield shuffled (tokens, labels) endlessly, both [B, S] int64; labels are IGNORED outside the response."""
     tokenizer = build_tokenizer()
-    if tokenizer.eos_token_id is None or tokenizer.pad_token_id is None:
-        raise ModelError("the quickstart's tokenizer has no end-of-sequence or padding token")
     prompts = [tokenizer(problem.prompt)["input_ids"] for problem in train]
-    responses = [tokenizer(problem.response)["input_ids"] + [tokenizer.eos_token_id] for problem in train]
+    responses = [[*tokenizer(problem.response)["input_ids"], tokenizer.eos_token_id] for problem in train]
     longest = max(len(p) + len(r) for p, r in zip(prompts, responses, strict=True))
     tokens = torch.full((len(train), longest), tokenizer.pad_token_id)
     labels = torch.full((len(train), longest), IGNORED)

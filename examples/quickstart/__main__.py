@@ -17,11 +17,10 @@ from datetime import datetime
 from pathlib import Path
 from types import FrameType
 
+from examples.quickstart import processes, summary
 from gkd.config.load import load_config
 from gkd.config.schema import Config
 from gkd.errors import GkdError
-from gkd.quickstart import processes, summary
-from gkd.quickstart.check_export import count_equal
 
 MODELS = Path("models/quickstart")
 RUNS = Path("runs/quickstart")
@@ -37,9 +36,12 @@ def main() -> int:
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings for python -m gkd.main_gkd")
     parser.add_argument("--results", type=Path, metavar="FILE", help="also write the summary to this file")
     args = parser.parse_args()
-    signal.signal(signal.SIGTERM, _as_interrupt)
-    signal.signal(signal.SIGINT, _as_interrupt)  # a shell that starts it in the background ignores SIGINT
-    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # of loading small models; all parts inherit it
+    for number in (
+        signal.SIGTERM,
+        signal.SIGINT,
+    ):  # SIGINT, too: a shell that starts it in the background ignores SIGINT
+        signal.signal(number, _as_interrupt)
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # inherited by all parts, which load small models
     began = float(os.environ.get("GKD_QUICKSTART_BEGAN", time.time()))
     try:
         with processes.process_family():
@@ -59,7 +61,7 @@ def _run(overrides: list[str], began: float, results: Path | None) -> None:
     RUNS.mkdir(parents=True, exist_ok=True)
 
     _say(1, "two small models: a teacher that can add, a student that cannot yet (made once)")
-    processes.run([python, "-m", "gkd.quickstart.make_models", "--out", str(MODELS)], "making the models")
+    processes.run([python, "-m", "examples.quickstart.make_models", "--out", str(MODELS)], "making the models")
 
     import torch
 
@@ -85,19 +87,20 @@ def _run(overrides: list[str], began: float, results: Path | None) -> None:
     )
 
     _say(4, "checks: greedy accuracy of the teacher with transformers; 50 responses of the export against the engine")
-    from gkd.quickstart.addition import read_jsonl
-    from gkd.quickstart.evaluate import greedy_accuracy
+    from examples.quickstart.addition import read_jsonl
+    from examples.quickstart.evaluate import count_equal, greedy_score, load
 
-    teacher_accuracy = greedy_accuracy(MODELS / "teacher", read_jsonl(MODELS / "heldout.jsonl"))
-    samples = sorted((run_dir / "samples").glob("*.jsonl"))[-1]
+    teacher_accuracy, _ = greedy_score(load(MODELS / "teacher"), read_jsonl(MODELS / "heldout.jsonl"))
+    samples = max((run_dir / "samples").glob("*.jsonl"))
     equal, n = count_equal(run_dir / "export", samples)
 
-    result = summary.summarise(run_dir, teacher_accuracy, f"{equal}/{n}", time.time() - began)
-    summary.write_summary(result, run_dir / "summary.json")
-    shutil.copy(run_dir / "summary.json", RUNS / "summary.json")
-    if results is not None:
-        summary.write_summary(result, results)
-    print(f"\n{summary.as_table(result)}\n")
+    found = summary.summarize(run_dir, teacher_accuracy, f"{equal}/{n}", time.time() - began)
+    (run_dir / "summary.json").write_text(json.dumps(found, indent=2) + "\n")
+    for copy in (RUNS / "summary.json", results):
+        if copy is not None:
+            copy.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(run_dir / "summary.json", copy)
+    print(f"\n{summary.as_table(found)}\n")
     print(f"student    {run_dir / 'export'} (Hugging Face format)")
     print(f"metrics    {run_dir / 'metrics.jsonl'}")
     print(f"responses  {samples}")
