@@ -25,7 +25,6 @@ from typing import Any
 import psutil
 import ray
 from ray._private.state import available_resources_per_node
-from ray.exceptions import RayError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 
 from gkd.cluster.daemons import DaemonWatch
@@ -113,7 +112,7 @@ class Cluster:
             else:
                 with _visible(gpus):
                     ray.init(**local)
-        except (ConnectionError, RuntimeError, ValueError, RayError) as error:
+        except Exception as error:  # Ray raises plain ones, too
             problem = " ".join(str(error).split())
             fix = ""
             if "Version mismatch" in problem:

@@ -13,8 +13,8 @@ import pytest
 from gkd.cluster import temporary
 from gkd.cluster.temporary import temporary_folder
 from gkd.errors import ClusterError
+from tests.container import nameless, small_and_unresolved
 from tests.e2e.conftest import save_model
-from tests.nameless import nameless
 from tests.service.harness import ServerProcess
 
 pytestmark = [pytest.mark.dist, pytest.mark.cpu_only("Ray's slots are logical CPUs")]
@@ -44,9 +44,9 @@ finally:
 
 @pytest.mark.parametrize(("end", "visible", "long"), [("end", "NoDevFiles", True), ("error", "GPU-4d0a9a1f", False)])
 def test_a_job_environment(tmp_path: Path, end: str, visible: str, long: bool) -> None:
-    """Fails if Ray does not start where HOME cannot be written, TMPDIR is long, CUDA_VISIBLE_DEVICES hides the GPUs or
-    the user id has no name (only root can try it), if the threads of a job script reach a rank, or if each run leaves a
-    folder. The logs of a failed one must stay.
+    """Fails if Ray does not start where HOME cannot be written, TMPDIR is long, shared memory is small, the host has no
+    address, CUDA_VISIBLE_DEVICES hides the GPUs, or the user id has no name (only root can try it); if the threads
+    of a job script reach a rank; or if each run leaves a folder. The logs of a failed one must stay.
     """
     job = {"HOME": "/dev/null/home", "CUDA_VISIBLE_DEVICES": visible, "MKL_NUM_THREADS": "2", "OMP_NUM_THREADS": "7"}
     if long:
@@ -54,7 +54,9 @@ def test_a_job_environment(tmp_path: Path, end: str, visible: str, long: bool) -
         Path(job["TMPDIR"]).mkdir()
     env = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")} | job
     command = [sys.executable, "-c", _RUN, end]
-    if end == "error" and not os.getuid():
+    if end == "end":
+        command = small_and_unresolved(tmp_path / "hosts", *command)
+    elif not os.getuid():
         command = nameless(*command)
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120, check=False)
     assert len(done.stdout.splitlines()) == 2, done.stderr

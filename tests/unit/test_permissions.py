@@ -16,8 +16,8 @@ from gkd.preflight.chat_templates import template_warning
 from gkd.run.open import check_run_folder
 from gkd.teacher.info import TeacherInfo
 from teacher_server.main import main as teacher_server
+from tests.container import without_rights
 from tests.e2e.conftest import save_model
-from tests.nameless import without_rights
 from tests.unit.chat_templates import tokenizer
 from tests.unit.test_run_folder import config as run_config
 

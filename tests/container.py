@@ -1,4 +1,4 @@
-"""A user id without an entry in /etc/passwd, as containers of clusters have it. Only root can take one."""
+"""What a container does to a process: a user id without an entry in /etc/passwd, few rights, other mounts."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 
@@ -16,6 +17,10 @@ _USER = ("setpriv", f"--reuid={UID}", f"--regid={UID}", "--clear-groups")
 # Read any file, for a Python in a folder of root. It allows no write.
 _READ = ("--inh-caps=+dac_read_search", "--ambient-caps=+dac_read_search")
 _CONTAINER = ("env", "-u", "USER", "-u", "LOGNAME", "HOME=/nonexistent")
+_MOUNTS = """
+mount -t tmpfs -o size=64m none /dev/shm && mount --bind "$0" /etc/hosts && mount --bind /dev/null /etc/resolv.conf &&
+! getent ahosts "$(hostname)" >/dev/null && exec "$@"
+"""
 
 
 def nameless(*command: str) -> list[str]:
@@ -39,3 +44,20 @@ def without_rights() -> Iterator[None]:
         yield
     finally:
         os.seteuid(user)
+
+
+def small_and_unresolved(hosts: Path, *command: str) -> list[str]:
+    """Return the command with 64 MiB of shared memory and a host name without an address; skip the test if that fails.
+
+    Args:
+        hosts: file to write, /etc/hosts of the command.
+    """
+    hosts.write_text("127.0.0.1 localhost\n")
+    words = ["unshare", "-rm", "sh", "-c", _MOUNTS, str(hosts)]
+    try:
+        done = subprocess.run([*words, "true"], capture_output=True, check=False)
+    except FileNotFoundError:
+        pytest.skip("no unshare")
+    if done.returncode:
+        pytest.skip(f"no mount namespace for this user: {done.stderr.decode()}")
+    return [*words, *command]
