@@ -142,7 +142,7 @@ def test_sync_is_the_sum_and_the_others_are_the_longest() -> None:
 
 
 def test_without_overlap_the_teacher_waits_for_the_last_answer() -> None:
-    """Fails if teacher.overlap_rollout makes no difference."""
+    """Fails if the overlap makes no difference."""
     workload, sizes = work(lognormal(60, 0.8, 300), 64), Sizes(dp=1, engines=2, workers=1)
     rates = replace(RATES, score_token_s=1e-3)
     late = simulate("sync", sizes, replace(workload, overlap=False), rates)

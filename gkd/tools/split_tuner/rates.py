@@ -68,8 +68,8 @@ class Workload:
     chunk_size: int  # sequences per full chunk of an engine, see `gkd.data.chunks.chunk_size`
     prompt_tokens: float  # mean
     dataset_tokens: float  # mean of a dataset response
-    overlap: bool  # teacher.overlap_rollout
-    balance: bool  # actor.balance
+    overlap: bool  # responses are scored as they finish
+    balance: bool  # the tokens of the groups are evened out
     early_parts: bool  # see `gkd.config.derived.Derived`
     lengths: Lengths
 

@@ -242,8 +242,8 @@ def _workload(config: Config, table: _Table) -> Workload:
         chunk_size=chunk_size(config),
         prompt_tokens=float(table["rollout/prompt_tokens"].sum() / sequences),
         dataset_tokens=float(table[DATASET_TOKENS].sum() / dataset) if dataset else 0.0,
-        overlap=config.teacher.overlap_rollout,
-        balance=config.actor.balance,
+        overlap=True,
+        balance=True,
         early_parts=derive(config).early_parts,
         lengths=lengths,
     )
@@ -329,8 +329,6 @@ def _training(config: Config, sizes: Sizes, table: _Table, notes: list[str]) -> 
     The pass of a reference is included, since the same ranks run it.
     """
     tokens = (table["rollout/response_tokens"] + table["rollout/prompt_tokens"]) / sizes.dp
-    if not config.actor.balance:
-        tokens = table["perf/group_tokens_max"]
     fitted = line(tokens, table["time/train_s"] + table.get(REFERENCE_S))
     if fitted.is_assumed:
         notes.append("training is proportional to the tokens: the tokens of the steps differ too little")
