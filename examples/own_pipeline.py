@@ -14,7 +14,7 @@ from gkd.api import load_config, open_pools, state_offload_manager
 def main() -> None:
     config = load_config(sys.argv[1], sys.argv[2:])
     size, n, temperature = config.trainer.global_batch_size, config.rollout.n, config.rollout.temperature
-    with open_pools(config) as pools:
+    with open_pools(config, engines_sleep=True) as pools:
         actor, rollout, scoring, plan = pools.actor, pools.rollout, pools.scoring, pools.plan
         pools.weight_sync.push(0)
         for step in range(1, plan.total_steps + 1):

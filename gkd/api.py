@@ -42,11 +42,14 @@ class Pools(Roles):
 
 
 @contextmanager
-def open_pools(config: Config) -> Iterator[Pools]:
+def open_pools(config: Config, *, engines_sleep: bool = False) -> Iterator[Pools]:
     """Check the run, start its processes, load the models; stop everything on exit, also after an error.
 
     The engines have the student's initial weights as version 0. Make all calls from one thread, except the calls
     that `gkd.roles` names.
+
+    Args:
+        engines_sleep: build engines whose memory `rollout.offload_states` can release, as trainer.colocate does.
 
     Raises:
         GkdError: as `gkd.preflight.run.preflight`, before a process starts, and `gkd.start.launcher.started_roles`.
@@ -73,5 +76,5 @@ def open_pools(config: Config) -> Iterator[Pools]:
         from gkd.start.launcher import started_roles  # a heavy import, after the cheap checks
 
     header = f"==== {time.ctime()}: {shlex.join(facts['command'])}"
-    with plan.folder.logged(header), started_roles(plan) as roles:
+    with plan.folder.logged(header), started_roles(plan, engines_sleep=engines_sleep) as roles:
         yield Pools(plan=plan, **{field.name: getattr(roles, field.name) for field in fields(roles)})

@@ -97,7 +97,7 @@ class RolloutRole(MovableStates, Protocol):
                 weight sync.
 
         Raises:
-            ConfigError: neither rollout.enable_sleep_mode nor trainer.colocate is on.
+            ConfigError: neither `engines_sleep` of `gkd.api.open_pools` nor trainer.colocate is on.
             ClusterError: level 2 with weight_sync.lora = adapters, which sends the base weights once.
         """
         ...

@@ -50,9 +50,7 @@ def build_student(
         "loss": derived.loss,
         "signals": derived.signals,
         "fused_lm_head": actor.fused_lm_head,
-        "logits_chunk_mib": actor.logits_chunk_mib,
         "n_vocab": config.model.n_vocab,
-        "loss_kernel": actor.loss_kernel,
         "seed": config.data.seed,
         "on_phase": on_phase,
     }

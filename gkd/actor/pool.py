@@ -153,7 +153,7 @@ class ActorPool:
     def memory_numbers(self) -> dict[str, float]:
         by_rank = gather(self._call("memory_numbers"), "memory_numbers", self._timeout_s).values()
         self._spans += [spans for _, spans in by_rank]
-        return merge([numbers for numbers, _ in by_rank], each=self._config.memory.timeline_of_ranks)
+        return merge([numbers for numbers, _ in by_rank])
 
     def take_spans(self) -> list[ProcessSpans]:
         spans, self._spans = self._spans, []
@@ -206,7 +206,7 @@ class ActorPool:
 
     def _on_batch(self, method: str, batch: Sequence[ScoredChunk], *args: Any, **options: Any) -> list[TrainStats]:
         """Call a method of all ranks on a batch. Return the results by rank; all have the same numbers."""
-        groups = scatter_to_groups(batch, self.dp_size, balance=self._config.actor.balance)
+        groups = scatter_to_groups(batch, self.dp_size)
         of_ranks = zip(self._workers, batch_args(groups, self._layouts), advantages(groups, self._layouts), strict=True)
         refs = {
             f"actor rank {rank}": getattr(worker, method).remote(*args, *own_args, **own_advantages, **options)

@@ -1,4 +1,4 @@
-"""Profile chosen training steps of a rank with torch's profiler (`trainer.profile_steps`)."""
+"""Profile chosen training steps of actor rank 0 with torch's profiler (`trainer.profile_steps`)."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ log = get_logger("profile")
 def profiled(
     step: int, rank: int, config: TrainerConfig, device: torch.device, run_dir: Path, *, part: str = ""
 ) -> Iterator[None]:
-    """Profile the block if the settings select this step and rank; else do nothing.
+    """Profile the block on rank 0 if the settings select this step; else do nothing.
 
-    Writes run_dir/profile/step_N_rank_R.json.gz, a Chrome trace of the CPU's and the GPU's work, before it returns. The
+    Writes run_dir/profile/step_N_rank_0.json.gz, a Chrome trace of the CPU's and the GPU's work, before it returns. The
     other ranks wait for this one at their next collective.
 
     Args:
@@ -34,10 +34,10 @@ def profiled(
     Raises:
         CheckpointError: the trace cannot be written.
     """
-    if rank not in config.profile_ranks or step not in listed_steps(config.profile_steps):
+    if rank or step not in listed_steps(config.profile_steps):
         yield
         return
-    file = run_dir / "profile" / f"step_{step:08d}{part}_rank_{rank}.json.gz"
+    file = run_dir / "profile" / f"step_{step:08d}{part}_rank_0.json.gz"
     activities = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if device.type == "cuda" else [])
     with profile(activities=activities) as profiler:
         yield

@@ -6,7 +6,7 @@ import logging
 import os
 import socket
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -217,15 +217,14 @@ class RankMemory:
     ) -> None:
         self._config, self._device, self._folder = config, device, run_dir / "memory"
         self._name, self._phases = name, phases
-        self.timeline = Timeline(device) if config.memory.timeline else None
-        self._fragmentation = FragmentationWatch(device, config.memory.fragmentation_warn, log)
+        self.timeline = Timeline(device)
+        self._fragmentation = FragmentationWatch(device, log)
         self._counts = CountMeter(device)
 
     @contextmanager
     def during(self, phase: str) -> Iterator[None]:
         """Record progress and memory of a phase. Raises OutOfMemory."""
-        recorded = nullcontext() if self.timeline is None else self.timeline.phase(phase.replace(" ", "_"))
-        with self._phases.during(phase), self.diagnosed(phase), recorded:
+        with self._phases.during(phase), self.diagnosed(phase), self.timeline.phase(phase.replace(" ", "_")):
             yield
 
     def diagnosed(self, phase: str) -> AbstractContextManager[None]:
@@ -246,5 +245,4 @@ class RankMemory:
         """Return and reset the metrics of the phases since the last call, see `Timeline.take`, of fragmentation, and of
         the allocator's calls.
         """
-        phases = {} if self.timeline is None else self.timeline.take()
-        return phases | self._fragmentation.take() | self._counts.take()
+        return self.timeline.take() | self._fragmentation.take() | self._counts.take()

@@ -105,7 +105,6 @@ class GpuMap(msgspec.Struct, frozen=True, kw_only=True):
     findings: tuple[Finding, ...] = msgspec.field(name="verdicts")
     notes: tuple[str, ...] = ()  # checks that were skipped, with the reason; possible improvements
     gpus: tuple[int, ...] = ()  # cluster.gpus, ascending
-    order: tuple[str, ...] = ()  # cluster.order; empty in files of older versions
     teacher_gpu_share: float = 0.0  # cluster.teacher_gpu_share
     ended: bool = False  # the run reached its end; its ranks were stopped
     version: Literal[1] = 1

@@ -7,7 +7,7 @@ from fractions import Fraction
 
 from gkd.config.derived import Derived
 from gkd.config.schema import Config, ReferenceConfig, TeacherConfig, TrainerConfig
-from gkd.config.schema_teacher import ACTOR, BACKENDS, weight_updates
+from gkd.config.schema_teacher import ACTOR, BACKENDS
 from gkd.config.schema_trainer import AHEAD, STREAM
 from gkd.errors import ConfigError
 
@@ -21,13 +21,6 @@ def check_scheduler(config: Config, derived: Derived) -> None:
             trainer.max_staleness,
             f"trainer.scheduler={trainer.scheduler} has a fixed bound ({AHEAD[trainer.scheduler]}).",
             "remove it, or set trainer.scheduler=stream.",
-        )
-    if config.trainer.scheduler == STREAM and not config.teacher.overlap_rollout:
-        raise ConfigError(
-            "teacher.overlap_rollout",
-            False,
-            "with trainer.scheduler=stream rollouts have no end that scoring could wait for.",
-            "use true, or another scheduler.",
         )
 
 
@@ -108,12 +101,14 @@ def check_backend(config: Config, derived: Derived) -> None:
         )
     if not is_local:
         _check_rollout_teacher(config)
-    _check_updates("teacher", teacher)
-    is_student = is_local and teacher.weights == "live" and weight_updates(teacher).interval == 1
-    if is_student and not _has_own_prompt(config):
+    if teacher.update_ema and not teacher.update_interval:
+        problem = "teacher.update_interval is 0, so the weights are never updated."
+        fix = "remove it, or set teacher.update_interval, for example to 1."
+        raise ConfigError("teacher.update_ema", teacher.update_ema, problem, fix)
+    if teacher.update_interval == 1 and not teacher.update_ema and not _has_own_prompt(config):
         problem = "after each step the teacher is the student; with the same prompt there is nothing to learn."
-        fix = "use ema or a larger teacher.update_interval, or set teacher.prompt_template or data.teacher_prompt_key."
-        raise ConfigError("teacher.weights", "live", problem, fix)
+        fix = "use more, or set teacher.update_ema, teacher.prompt_template or data.teacher_prompt_key."
+        raise ConfigError("teacher.update_interval", 1, problem, fix)
 
 
 def _has_own_prompt(config: Config) -> bool:
@@ -124,15 +119,12 @@ def _has_own_prompt(config: Config) -> bool:
 def _check_rollout_teacher(config: Config) -> None:
     """Check that the rollout engines can score with the student's weights, and that there is something to learn."""
     teacher, backend = config.teacher, ("teacher.backend", "rollout")
-    if teacher.weights != "live":
-        problem = "with teacher.backend=rollout the engines score with the student's current weights."
-        raise ConfigError("teacher.weights", teacher.weights, problem, "use live, or teacher.backend=local.")
     if not _has_own_prompt(config):
         problem = "the teacher is the student itself, and with the same prompt there is nothing to learn."
         raise ConfigError(*backend, problem, "set teacher.prompt_template or data.teacher_prompt_key.")
     if config.trainer.colocate:
         problem = "with trainer.colocate the engines sleep while the batch is scored."
-        raise ConfigError(*backend, problem, "use local with teacher.weights=live, or trainer.colocate=false.")
+        raise ConfigError(*backend, problem, "use local with teacher.update_interval=1, or trainer.colocate=false.")
     if config.distill.support != "teacher":
         problem = "with teacher.backend=rollout vLLM returns the teacher's most probable ids, and no others."
         raise ConfigError("distill.support", config.distill.support, problem, "use teacher.")
@@ -205,7 +197,7 @@ def check_reference(config: Config, derived: Derived) -> None:
             raise ConfigError(f"reference.{item.name}", value, problem, "remove it, or set the weight.")
     if derived.reference_is_actor:
         problem = "with actor.lora the reference is the actor with its adapters disabled, not a second model."
-        for name in ("fsdp_cpu_offload", "weights", "update_interval", "update_ema"):
+        for name in ("fsdp_cpu_offload", "update_interval"):
             value = getattr(config.reference, name)
             if value != getattr(ReferenceConfig(), name):
                 raise ConfigError(f"reference.{name}", value, problem, "remove it, or set reference.path.")
@@ -213,24 +205,9 @@ def check_reference(config: Config, derived: Derived) -> None:
     if scale != 1 and not derived.loss.policy_gradients:
         problem = "it scales the teacher's reward of a sampled token, and no loss uses one."
         raise ConfigError("distill.teacher_reward_scale", scale, problem, "use 1, or add k1, k2 or k3 to the losses.")
-    _check_updates("reference", config.reference)
-    if config.reference.weights == "live" and weight_updates(config.reference).interval == 1:
+    if config.reference.update_interval == 1:
         problem = "after every step the reference is the student itself, so the KL to it is 0."
-        fix = "use ema, or a larger reference.update_interval."
-        raise ConfigError("reference.weights", "live", problem, fix)
+        raise ConfigError("reference.update_interval", 1, problem, "use more, or 0.")
     if weight and share == 0.0:
         problem = "it is estimated from tokens that the student generated, and distill.on_policy_share is 0."
         raise ConfigError("distill.reference_kl_weight", weight, problem, "use 0, or a share above 0.")
-
-
-def _check_updates(section: str, model: TeacherConfig | ReferenceConfig) -> None:
-    """Check that settings of updates have an effect with `weights`."""
-    for name, used_by in (("update_interval", ("live", "ema")), ("update_ema", ("ema",))):
-        value = getattr(model, name)
-        if model.weights not in used_by and value != getattr(type(model)(), name):
-            problem = f"{section}.weights is {model.weights}, and only {' and '.join(used_by)} use this key."
-            fix = f"remove it, or set {section}.weights to {' or '.join(used_by)}."
-            raise ConfigError(f"{section}.{name}", value, problem, fix)
-    if model.weights == "ema" and model.update_ema == 0.0:
-        problem = f"with {section}.weights=ema it is the share of the old weights that an update keeps."
-        raise ConfigError(f"{section}.update_ema", 0.0, problem, f"use for example 0.99, or {section}.weights=live.")

@@ -66,13 +66,9 @@ def check_pools(config: Config, derived: Derived) -> None:
 
 
 def check_cluster(config: Config, derived: Derived) -> None:
-    """Check nodes, GPUs and the order of the pools."""
+    """Check nodes and GPUs."""
     t, r, c = config.trainer, config.rollout, config.cluster
     _check_sharing(config, derived)
-    if sorted(c.order) != ["actor", "rollout"]:
-        raise ConfigError(
-            "cluster.order", c.order, "must name each pool once.", "use [actor, rollout] or [rollout, actor]."
-        )
     if "://" in c.ray_address:
         problem = "Ray Client is not supported: the trainer must run on a node of the cluster."
         raise ConfigError(

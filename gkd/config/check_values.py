@@ -83,10 +83,6 @@ def _profile_errors(config: Config) -> Iterator[ConfigError]:
     except ValueError:
         problem = f"an entry is neither a step from 1 on nor a range of at most {_MOST_PROFILED} steps."
         yield ConfigError("trainer.profile_steps", t.profile_steps, problem, "write e.g. [3, 10-12].")
-    n_ranks = t.nnodes * t.n_gpus_per_node
-    if not all(0 <= rank < n_ranks for rank in t.profile_ranks):
-        problem = f"the actor has the ranks 0 to {n_ranks - 1}."
-        yield ConfigError("trainer.profile_ranks", t.profile_ranks, problem, "choose among these.")
 
 
 def _best_errors(config: Config) -> Iterator[ConfigError]:

@@ -34,7 +34,6 @@ class Derived:
     reference_is_actor: bool  # the reference is the actor with its adapters disabled
     reference_folder: str  # frozen reference model on the actor's ranks; empty if there is no second model
     engine_adapter_rank: int  # largest rank of adapters that the engines hold; 0: they hold merged weights
-    engines_sleep: bool  # the engines can release their memory between two calls
     moves_states: bool  # the actor's states are in host memory between two calls
     early_parts: bool  # a step can train on a part of its batch before it has the rest
     rewards: tuple[str, ...]  # functions of reward.functions, which judge training responses
@@ -82,7 +81,6 @@ def derive(config: Config) -> Derived:
         reference_is_actor=reference_is_actor,
         reference_folder=reference_folder,
         engine_adapter_rank=engine_rank(a.lora.rank) if config.weight_sync.lora == "adapters" else 0,
-        engines_sleep=t.colocate or r.enable_sleep_mode,
         moves_states=moves_states,
         early_parts=not needs_whole_batch and not moves_states,
         rewards=tuple(entry.path for entry in config.reward.functions),
@@ -103,12 +101,12 @@ def planned_steps(config: Config, n_prompts: int) -> int:
     return min(by_epochs, config.trainer.total_steps) if config.trainer.total_steps else by_epochs
 
 
-def logits_chunk_bytes(logits_chunk_mib: int, *, on_cpu: bool) -> int:
-    """Return the bytes of a chunk of logits for `actor.logits_chunk_mib`.
+def logits_chunk_bytes(*, on_cpu: bool) -> int:
+    """Return the bytes of a chunk of logits, with the teacher's if there are any.
 
     On a GPU small chunks are slow: the LM head's gradient is read and written once for each.
     """
-    return (logits_chunk_mib or (128 if on_cpu else 1024)) << 20
+    return (128 if on_cpu else 1024) << 20
 
 
 def engine_rank(rank: int) -> int:

@@ -24,6 +24,7 @@ from gkd.config.foreign_keys import flag_suggestion, is_hydra_flag, suggestion
 from gkd.config.key_list import all_keys, sections
 from gkd.config.schema import Config, LossTermConfig, RewardFunctionConfig, RouteConfig
 from gkd.config.schema_rollout import CPU_KV_CACHE_MIB
+from gkd.config.schema_trainer import SMALLER_IS_BETTER
 from gkd.errors import ConfigError
 
 _EXPECTED = {
@@ -145,15 +146,52 @@ def _auto_gpus(source: Any) -> Any:
     return source
 
 
-def _new_names(source: Any) -> Any:
-    """Return the settings of a file with new names: the config.yaml of an older run has all keys.
+# Keys that are none any more -> the value which means what holds now without them.
+_REMOVED: dict[str, object] = {
+    "actor.balance": True,
+    "actor.logits_chunk_mib": 0,
+    "actor.loss_kernel": "auto",
+    "cluster.order": ["actor", "rollout"],
+    "eval.keep_token_losses": 8,
+    "memory.fragmentation_warn": 0.2,
+    "memory.timeline": True,
+    "memory.timeline_of_ranks": False,
+    "reference.update_ema": 0,
+    "reference.weights": "frozen",
+    "rollout.enable_sleep_mode": False,
+    "teacher.n_server_workers": 0,
+    "teacher.overlap_rollout": True,
+    "teacher.weights": "frozen",
+    "trainer.async_save": True,
+    "trainer.keep_best_is": "max",
+    "trainer.profile_ranks": [0],
+    "trainer.spans_every": 1,
+}
 
-    rollout.cpu_kv_cache_mib had no effect on GPUs. Another size than the default is refused if the device is unknown.
+
+def _new_names(source: Any) -> Any:
+    """Return the settings of a file with the keys of today: the config.yaml of an older run has its keys.
+
+    A removed key is refused if it means something else than what holds now. rollout.cpu_kv_cache_mib had no effect on
+    GPUs. Another size than the default is refused if the device is unknown.
     """
     plain: Any = OmegaConf.to_container(source, resolve=False)
-    rollout, trainer = plain.get("rollout"), plain.get("trainer")
-    device = trainer.get("device") if isinstance(trainer, dict) else None
-    size = rollout.get("cpu_kv_cache_mib") if isinstance(rollout, dict) else None
+    trainer, teacher, reference, rollout = (
+        found if isinstance(found := plain.get(name), dict) else {}
+        for name in ("trainer", "teacher", "reference", "rollout")
+    )
+    meant = dict(_REMOVED)
+    if trainer.get("keep_best") in SMALLER_IS_BETTER:
+        meant["trainer.keep_best_is"] = "min"
+    for name, model in (("teacher", teacher), ("reference", reference)):
+        if model.get("weights") in ("live", "ema"):
+            meant[f"{name}.weights"] = model["weights"]
+            source[name].update_interval = model.get("update_interval") or 1
+    for name, value in meant.items():
+        section, _, key = name.partition(".")
+        if isinstance(plain.get(section), dict) and plain[section].get(key) == value:
+            del source[section][key]
+    size, device = rollout.get("cpu_kv_cache_mib"), trainer.get("device")
     if size is not None and (device in ("cpu", "cuda") or size == CPU_KV_CACHE_MIB):
         del source.rollout.cpu_kv_cache_mib
         if device == "cpu":

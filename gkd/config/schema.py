@@ -187,13 +187,6 @@ class EvalConfig:
         0, "Steps between evaluations; 0 = only before the first and after the last step.", ge=0, resume=True
     )
     max_prompts: int = key(200, "Held-out prompts to use, the first ones of val_files; 0 = all.", ge=0, resume=True)
-    keep_token_losses: int = key(
-        8,
-        "Sequences of an evaluation whose per-token losses, KL, masses, entropy and five most probable tokens of the "
-        "teacher are written to run_dir/token_losses/step_N.jsonl for the report, 0.3 kB per token; 0 = none.",
-        ge=0,
-        resume=True,
-    )
     metric: str = key(
         "exact_match",
         "Function that judges greedy responses, as in reward.functions. exact_match: the text after the last "
@@ -241,20 +234,6 @@ class MemoryConfig:
         lt=1,
         resume=True,
     )
-    fragmentation_warn: float = key(
-        0.2,
-        "GPUs: warn if both fragmentation measures of the CUDA allocator exceed this; checked every tenth step. 1 = "
-        "off. See docs/memory.md.",
-        ge=0,
-        le=1,
-        resume=True,
-    )
-    timeline: bool = key(
-        True,
-        "Write the peak memory of each actor phase (largest rank) to the metrics; one more call of the ranks per step.",
-        resume=True,
-    )
-    timeline_of_ranks: bool = key(False, "With timeline: also write the peak of every rank.", resume=True)
 
 
 @dataclass
@@ -278,12 +257,6 @@ class ClusterConfig:
         "Automatic gpus then include theirs. 0 = they have GPUs of their own (docs/memory.md).",
         ge=0,
         lt=1,
-        resume=True,
-    )
-    order: list[str] = key(
-        ["actor", "rollout"],
-        "Order of the pools: the first one gets the lowest GPU ids and the first nodes.",
-        limits="actor and rollout, each once",
         resume=True,
     )
 

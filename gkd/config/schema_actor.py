@@ -156,27 +156,10 @@ class ActorConfig:
         limits="0, or >= data.max_prompt_length + data.max_response_length",
         resume=True,
     )
-    balance: bool = key(
-        True, "Distribute a step's sequences so that data-parallel groups get similar numbers of tokens.", resume=True
-    )
     fused_lm_head: bool = key(
         True,
         "Compute LM head and loss together in chunks of rows, so that the full logits never exist. Off: all logits of "
-        "a micro-batch at once.",
-        resume=True,
-    )
-    logits_chunk_mib: int = key(
-        0,
-        "Logits of one chunk in MiB, with the teacher's if teacher.signal is hidden or logits; 0 = 1024 on cuda, 128 "
-        "on cpu. Those signals use chunks also without fused_lm_head.",
-        ge=0,
-        resume=True,
-    )
-    loss_kernel: str = key(
-        "auto",
-        "Softmax kernels of the losses; auto = triton on cuda, torch on cpu. A full teacher distribution "
-        "(teacher.signal hidden or logits) is processed by torch in any case.",
-        choices=("auto", "torch", "triton"),
+        "a micro-batch at once, for models that change them after the LM head; see docs/losses.md.",
         resume=True,
     )
     optim: OptimConfig = field(default_factory=OptimConfig)

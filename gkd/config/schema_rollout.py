@@ -48,9 +48,6 @@ class RolloutConfig:
         ge=0,
         resume=True,
     )
-    enable_sleep_mode: bool = key(
-        False, "Let calls release the engines' memory without trainer.colocate; docs/own_pipeline.md.", resume=True
-    )
     enforce_eager: bool = key(
         False, "Skip CUDA graphs and torch.compile: slower steps, faster start. Always on for cpu.", resume=True
     )

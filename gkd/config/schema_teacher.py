@@ -24,7 +24,6 @@ POLICY_GRADIENT_NAMES = ("k1", "k2", "k3")
 SFT = "sft"
 NORMALIZATIONS = ("token", "sequence", "domain")
 TOKEN_WEIGHTS = ("none", "entropy", "teachability", "position")
-WEIGHTS = ("frozen", "live", "ema")
 LOSS_NAMES = (*DIVERGENCE_NAMES, *POLICY_GRADIENT_NAMES, SFT)
 
 MAX_NAME_LENGTH = 128  # characters of a teacher's name
@@ -41,13 +40,13 @@ class TeacherBackend(NamedTuple):
 
 
 ACTOR, ROLLOUT = "actor", "rollout"  # names of the pools
-_SERVER_KEYS = "server_ip server_port name keys n_server_workers max_in_flight overlap_rollout"
+_SERVER_KEYS = "server_ip server_port name keys max_in_flight"
 BACKENDS = {
     "zmq": TeacherBackend("", "teacher.server_port", frozenset(_SERVER_KEYS.split())),
     "local": TeacherBackend(
-        ACTOR, "teacher.path", frozenset({"path", "fsdp_cpu_offload", "update_interval", "update_ema", "weights"})
+        ACTOR, "teacher.path", frozenset({"path", "fsdp_cpu_offload", "update_interval", "update_ema"})
     ),
-    "rollout": TeacherBackend(ROLLOUT, "model.path", frozenset({"weights"})),
+    "rollout": TeacherBackend(ROLLOUT, "model.path", frozenset()),
 }
 
 
@@ -79,23 +78,19 @@ class TeacherConfig:
         "memory.strategy decides whether the actor's states stay there, too.",
         resume=True,
     )
-    weights: str = key(
-        "frozen",
-        "frozen: the teacher stays as it is. local: live = a copy of the student's weights, ema = their exponential "
-        "moving average (self-distillation), in a teacher of the student's architecture, which checkpoints then "
-        "include. rollout: live.",
-        choices=WEIGHTS,
-    )
     update_interval: int = key(
-        0, "local, weights live or ema: steps between updates from the student's weights; 0 = each step.", ge=0
+        0,
+        "local: steps between updates of the teacher from the student's weights (self-distillation); 0 = it stays as "
+        "it is. It needs the student's architecture, and checkpoints include it.",
+        ge=0,
     )
     update_ema: float = key(
         0.0,
-        "local, weights ema: an update sets the weights to update_ema x the teacher's + (1 - update_ema) x the "
-        "student's, in float32.",
+        "local: an update sets the weights to update_ema x the teacher's + (1 - update_ema) x the student's, in "
+        "float32, a moving average; 0 = it copies the student's.",
         ge=0,
         lt=1,
-        limits="above 0 with weights ema",
+        limits="0 without update_interval",
     )
     server_ip: str = key("127.0.0.1", "Host name or IPv4 address of the teacher server.", resume=True)
     server_port: int = key(15555, "Port of the teacher server.", ge=1, le=65535, resume=True)
@@ -111,14 +106,6 @@ class TeacherConfig:
         "encryption.",
         resume=True,
     )
-    n_server_workers: int = key(
-        0,
-        "Connections to the server, over all data-parallel groups; each group has at least one. They share the "
-        "sequences in flight and do not limit them. Not a number of GPUs.",
-        ge=0,
-        le=1 << 20,
-        resume=True,
-    )
     max_in_flight: int = key(
         0,
         "Limit of the sequences in flight at the server, over all data-parallel groups, each of which has at least "
@@ -126,9 +113,6 @@ class TeacherConfig:
         ge=0,
         le=1 << 20,
         resume=True,
-    )
-    overlap_rollout: bool = key(
-        True, "Send rollouts to the teacher as they finish instead of after the whole batch.", resume=True
     )
     signal: str = key(
         "topk",
@@ -314,26 +298,12 @@ class ReferenceConfig:
         "memory.strategy decides whether the actor's states stay there, too.",
         resume=True,
     )
-    weights: str = key(
-        "frozen",
-        "frozen: the reference stays as it is. live = a copy of the student's weights, ema = their moving average, in "
-        "a reference of the student's architecture, which checkpoints then include. Not for actor.lora without "
-        "reference.path.",
-        choices=WEIGHTS,
-    )
     update_interval: int = key(
         0,
-        "weights live or ema: steps between updates from the student's weights; 0 = each step.",
+        "Steps between updates of the reference from the student's weights; 0 = it stays as it is. It needs the "
+        "student's architecture, and checkpoints include it. Not for actor.lora without reference.path.",
         ge=0,
-        limits="above 1 with weights live",
-    )
-    update_ema: float = key(
-        0.0,
-        "weights ema: an update sets the weights to update_ema x the reference's + (1 - update_ema) x the student's, "
-        "in float32.",
-        ge=0,
-        lt=1,
-        limits="above 0 with weights ema",
+        limits="not 1",
     )
 
 
@@ -341,8 +311,8 @@ class WeightUpdates(NamedTuple):
     """How a teacher or a reference follows the student.
 
     Args:
-        interval: steps between updates; 0: never.
-        ema: share of the old weights that an update keeps; 0: it copies the student's.
+        interval: steps between updates; 0 means never.
+        ema: share of the old weights that an update keeps; 0 means that it copies the student's.
     """
 
     interval: int
@@ -351,5 +321,4 @@ class WeightUpdates(NamedTuple):
 
 def weight_updates(model: TeacherConfig | ReferenceConfig) -> WeightUpdates:
     """Return how a model on the actor's ranks follows the student."""
-    interval = 0 if model.weights == "frozen" else max(1, model.update_interval)
-    return WeightUpdates(interval, model.update_ema if model.weights == "ema" else 0.0)
+    return WeightUpdates(model.update_interval, model.update_ema if isinstance(model, TeacherConfig) else 0.0)

@@ -19,6 +19,7 @@ from gkd.config.declare import IF_CONSTANT, key
 AHEAD = {"sync": 0, "one_step_off": 1, "two_step_off": 2}
 STREAM = "stream"
 
+SMALLER_IS_BETTER = ("eval/kl", "eval/reverse_kl")  # values of trainer.keep_best
 TRACKER_NAMES = ("tensorboard", "wandb", "mlflow", "trackio")
 
 
@@ -90,22 +91,12 @@ class TrainerConfig:
         choices=("auto", "panel", "lines", "off"),
         resume=True,
     )
-    spans_every: int = key(
-        1,
-        "Write what each process did, and when, to run_dir/spans.jsonl: in every n-th step, for python -m "
-        "gkd.tools.trace; 0 = off.",
-        ge=0,
-        resume=True,
-    )
     profile_steps: list[str] = key(
         [],
-        "Steps in which torch's profiler runs on the actor ranks of profile_ranks, like [3, 10-12]. Traces go to "
-        "run_dir/profile; such a step is slower.",
+        "Steps in which torch's profiler runs on actor rank 0, like [3, 10-12]. Traces go to run_dir/profile; such a "
+        "step is slower.",
         limits="steps >= 1, or ranges of them like 10-12",
         resume=True,
-    )
-    profile_ranks: list[int] = key(
-        [0], "Actor ranks that profile_steps profiles.", limits="each below the number of actor ranks", resume=True
     )
     resume: str = key(
         "never",
@@ -133,22 +124,15 @@ class TrainerConfig:
     keep_best: str = key(
         "",
         "Number of an evaluation, such as eval/accuracy or eval/kl: the step with the best one is saved and never "
-        "deleted; the file checkpoints/best names it. Empty = off.",
+        "deleted; the file checkpoints/best names it. Best is the smallest KL, and the largest of any other number. "
+        "Empty = off.",
         limits="eval/... or domain/.../accuracy, with data.val_files",
-        resume=True,
-    )
-    keep_best_is: str = key(
-        "max", "Whether the best number is the largest or the smallest.", choices=("max", "min"), resume=True
-    )
-    async_save: bool = key(
-        True,
-        "Write checkpoints in the background; the next optimizer step waits only for the copy to host memory.",
         resume=True,
     )
     colocate: bool = key(
         False,
         "Let actor and engines share the same GPUs by turns, offloading the idle side to host memory. Needs pools of "
-        "equal size and scheduler=sync; cluster.order is ignored. See docs/memory.md.",
+        "equal size and scheduler=sync. See docs/memory.md.",
         resume=True,
     )
     init_timeout_s: float = key(

@@ -75,22 +75,20 @@ def decode_indices(sequence_indices: bytes | None, n_sequences: int) -> list[int
     return indices
 
 
-def scatter_to_groups(batch: Sequence[ScoredChunk], dp_size: int, *, balance: bool) -> list[list[GroupPart]]:
+def scatter_to_groups(batch: Sequence[ScoredChunk], dp_size: int) -> list[list[GroupPart]]:
     """Return, by data-parallel group, its parts of the chunks that it has any sequence of, in the order of `batch`.
 
-    Args:
-        balance: even out the groups' tokens; else each group trains on the chunks that were generated for it.
+    Sequences leave the group that they were generated for if this evens out the tokens of the groups.
     """
     chunks = [c.rollouts for c in batch]
     n_sequences = [chunk.n_sequences for chunk in chunks]
     samples = _joined([chunk.sample_index for chunk in chunks])
     group_of = np.repeat(np.array([chunk.dp_rank for chunk in chunks], np.int32), n_sequences)
-    if balance:
-        lengths = _joined([chunk.n_tokens for chunk in chunks])
-        groups = [np.flatnonzero(group_of == group) for group in range(dp_size)]
-        order = np.argsort(samples)
-        for group, own in enumerate(even_groups([samples[g] for g in groups], [lengths[g] for g in groups])):
-            group_of[order[np.searchsorted(samples, own, sorter=order)]] = group
+    lengths = _joined([chunk.n_tokens for chunk in chunks])
+    groups = [np.flatnonzero(group_of == group) for group in range(dp_size)]
+    order = np.argsort(samples)
+    for group, own in enumerate(even_groups([samples[g] for g in groups], [lengths[g] for g in groups])):
+        group_of[order[np.searchsorted(samples, own, sorter=order)]] = group
     parts: list[list[GroupPart]] = [[] for _ in range(dp_size)]
     for chunk, owners in zip(batch, np.split(group_of, np.cumsum(n_sequences)[:-1]), strict=True):
         for group in sorted(set(owners.tolist())):  # faster than np.unique for a chunk

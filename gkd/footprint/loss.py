@@ -110,7 +110,7 @@ def loss_shape(
         on_cpu=on_cpu,
         batch=batch,
         fused=config.actor.fused_lm_head,
-        chunk_bytes=logits_chunk_bytes(config.actor.logits_chunk_mib, on_cpu=on_cpu),
+        chunk_bytes=logits_chunk_bytes(on_cpu=on_cpu),
         topk=config.teacher.topk if "topk" in signals else 0,
         is_full="logits" in signals or "hidden" in signals,
         frozen=frozen,

@@ -72,7 +72,7 @@ def make_gpu_map(
         device: of the ranks, "cpu" or "cuda".
         calls: of all pools.
         teacher: rows of the teacher workers.
-        cluster: the GPUs that the ranks may use, and the order of the pools.
+        cluster: the GPUs that the ranks may use.
         found: other known problems.
 
     Raises:
@@ -88,7 +88,6 @@ def make_gpu_map(
         findings=(*find_problems(rows, pools, gpus=gpus, teacher_gpu_share=share), *found),
         notes=tuple(non_adjacent(rows, gpus)),
         gpus=gpus,
-        order=tuple(cluster.order),
         teacher_gpu_share=share,
     )
 

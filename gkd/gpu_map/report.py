@@ -25,9 +25,9 @@ def gpu_report(gpu_map: GpuMap) -> str:
         "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
         for row in zip(*columns, strict=True)
     ]
-    gpus, order = ",".join(map(str, gpu_map.gpus)) or "all", ", then to ".join(gpu_map.order)
+    gpus = ",".join(map(str, gpu_map.gpus)) or "all"
     on_cpu = " On the CPU an id numbers a process, not a GPU." if gpu_map.device == "cpu" else ""
-    settings = [f"cluster.gpus: {gpus}. Lowest GPU ids go to {order}.{on_cpu}"] if order else []
+    settings = [f"cluster.gpus: {gpus}. The actor gets the lowest ids.{on_cpu}"]
     notes = [f"note: {_printable(note)}" for note in gpu_map.notes]
     findings = [_verdict(finding) for finding in gpu_map.findings]
     return "\n".join([*table, *settings, *notes, *(findings or ["no problems found"])])

@@ -1,6 +1,6 @@
 """Return the teacher's most probable tokens of each row, with the student's probability of each, for inspection.
 
-Only evaluations that keep tokens compute this (`eval.keep_token_losses`).
+Only evaluations that keep tokens compute this.
 """
 
 from __future__ import annotations

@@ -158,26 +158,17 @@ def statistics_dtype(logits: Tensor) -> torch.dtype:
     return torch.float64 if logits.dtype == torch.float64 else torch.float32
 
 
-def row_kernels(choice: str, device: torch.device) -> RowKernels:
-    """Return the kernels of `actor.loss_kernel` (auto | torch | triton) and log the choice.
-
-    Raises:
-        ConfigError: triton is chosen, but the device is not CUDA or triton cannot be imported.
-    """
-    if choice not in ("auto", "torch", "triton"):
-        raise ConfigError("actor.loss_kernel", choice, "is not a valid kernel.", "use auto, torch or triton.")
-    name = ("triton" if device.type == "cuda" else "torch") if choice == "auto" else choice
+def row_kernels(device: torch.device) -> RowKernels:
+    """Return the kernels of a device: Triton's on CUDA, else torch's. Raises ConfigError: no triton on CUDA."""
     kernels: RowKernels = TorchRows()
-    if name == "triton":
-        if device.type != "cuda":
-            raise ConfigError("actor.loss_kernel", "triton", f"the student is on {device.type}.", "use auto or torch.")
+    if device.type == "cuda":
         try:
             from gkd.loss.triton_rows import TritonRows
         except ImportError as error:
-            fix = "use torch, or install triton."
-            raise ConfigError("actor.loss_kernel", choice, f"triton cannot be imported ({error}).", fix) from error
+            problem = f"triton, which computes the losses there, cannot be imported ({error})."
+            raise ConfigError("trainer.device", "cuda", problem, "install triton.") from error
         kernels = TritonRows()
-    log.info("loss kernels: %s (actor.loss_kernel: %s)", kernels.name, choice)
+    log.info("loss kernels: %s", kernels.name)
     return kernels
 
 

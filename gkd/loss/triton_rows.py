@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from gkd.errors import ConfigError, NumericsError
+from gkd.errors import NumericsError
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -112,15 +112,14 @@ class TritonRows:
 def _check(logits: Tensor) -> None:
     interpreted = not isinstance(_statistics, triton.runtime.JITFunction)
     if not (logits.is_cuda or interpreted):
-        raise ConfigError("actor.loss_kernel", "triton", f"the logits are on {logits.device}.", "use auto or torch.")
+        raise NumericsError(f"Triton's loss kernels: the logits are on {logits.device}. Fix: move them to a GPU")
     if logits.dtype not in _DTYPES:
         raise NumericsError(
-            f"actor.loss_kernel = triton: the logits are {logits.dtype}. "
-            "Fix: use float32, bfloat16 or float16, or set actor.loss_kernel = torch."
+            f"Triton's loss kernels: the logits are {logits.dtype}. Fix: use float32, bfloat16 or float16"
         )
     if logits.shape[1] > 1 and logits.stride(1) != 1:
         raise NumericsError(
-            f"actor.loss_kernel = triton: columns must be adjacent in memory; the strides are {logits.stride()}."
+            f"Triton's loss kernels: columns must be adjacent in memory; the strides are {logits.stride()}."
         )
 
 

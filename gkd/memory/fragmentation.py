@@ -31,6 +31,7 @@ _WORTH_A_WARNING = 512 << 20
 # Size of the physical pages of expandable segments, by pool.
 _PAGE = {"small": 2 << 20, "large": 20 << 20}
 _CHECK_EVERY = 10
+_WARN = 0.2  # warn if both ratios are above it
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +112,7 @@ def fragmentation(device: torch.device) -> Fragmentation:
 
 
 def check_fragmentation(
-    device: torch.device | None = None, *, warn: float = 0.2, logger: logging.Logger | None = None
+    device: torch.device | None = None, *, warn: float = _WARN, logger: logging.Logger | None = None
 ) -> Fragmentation:
     """Log memory in use, fragmentation and the allocator's calls; warn with remedies if both ratios are above `warn`.
 
@@ -133,7 +134,7 @@ def check_fragmentation(
 
 def _warn_over(found: Fragmentation, warn: float, logger: logging.Logger) -> None:
     if found.over(warn):
-        text = "memory is fragmented (memory.fragmentation_warn %g): %s. %s"
+        text = "memory is fragmented (both ratios above %g): %s. %s"
         logger.warning(text, warn, found.line(), fragmentation_hint())
 
 
@@ -141,21 +142,17 @@ class FragmentationWatch:
     """Check fragmentation after every tenth training step, starting with the first. CUDA only.
 
     A snapshot lists every block, which takes milliseconds, and blocks change little between steps.
-
-    Args:
-        warn: see `memory.fragmentation_warn`; 1 = off.
     """
 
-    def __init__(self, device: torch.device, warn: float, logger: logging.Logger) -> None:
-        self._device, self._warn, self._logger = device, warn, logger
-        self._is_on = device.type == "cuda" and warn < 1.0
+    def __init__(self, device: torch.device, logger: logging.Logger) -> None:
+        self._device, self._logger = device, logger
         self._n_steps = 0
         self._found: Fragmentation | None = None
 
     def after_step(self) -> None:
-        if self._is_on and self._n_steps % _CHECK_EVERY == 0:
+        if self._device.type == "cuda" and self._n_steps % _CHECK_EVERY == 0:
             self._found = fragmentation(self._device)
-            _warn_over(self._found, self._warn, self._logger)
+            _warn_over(self._found, _WARN, self._logger)
         self._n_steps += 1
 
     def take(self) -> dict[str, float]:

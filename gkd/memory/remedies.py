@@ -26,7 +26,6 @@ from gkd.memory.remedy import (
     more_utilization,
     set_to,
     smaller_cache,
-    smaller_chunks,
     split_further,
     to_fsdp2,
     token_budget,
@@ -43,7 +42,6 @@ _FORWARD = (*_LOSS, TEACHER, REFERENCE)
 ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 EXPANDABLE = "expandable_segments:True"
 _MIN_BUCKET_MIB = 16
-_MIN_CHUNK_MIB = 32  # smaller products of the LM head are slow, and save little
 
 FSDP_CPU_OFFLOAD = Remedy(
     ("actor.fsdp_cpu_offload",),
@@ -80,13 +78,6 @@ ACTOR_REMEDIES = (
         "true",
         "The logits never exist as a whole",
         set_to("actor.fused_lm_head", True, always),
-        _LOSS,
-    ),
-    Remedy(
-        ("actor.logits_chunk_mib",),
-        f"half, at least {_MIN_CHUNK_MIB}",
-        "Fewer logits exist at a time",
-        smaller_chunks(_MIN_CHUNK_MIB),
         _LOSS,
     ),
     Remedy(

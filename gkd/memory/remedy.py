@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
-from gkd.config.derived import derive, logits_chunk_bytes
+from gkd.config.derived import derive
 from gkd.config.schema import Config
 from gkd.config.schema_actor import BACKENDS
 
@@ -75,11 +75,6 @@ def can_offload_shards(config: Config) -> bool:
     return config.actor.backend.supports("fsdp_cpu_offload", True)
 
 
-def computes_in_chunks(config: Config) -> bool:
-    """Return whether logits are computed in chunks: the student's, or the teacher's whole distribution."""
-    return config.actor.fused_lm_head or config.teacher.signal in ("logits", "hidden")
-
-
 def set_to(key: str, value: float | str, applies: Callable[[Config], bool]) -> Callable[[Config], Changes]:
     """Return a `next` that gives `key` the value wherever it has another one and `applies`."""
     return lambda config: {key: value} if value_of(config, key) != value and applies(config) else {}
@@ -92,16 +87,6 @@ def halve(key: str, low: int, applies: Callable[[Config], bool] = always) -> Cal
         now = value_of(config, key)
         assert isinstance(now, int)
         return {key: max(low, now // 2)} if now > low and applies(config) else {}
-
-    return halved
-
-
-def smaller_chunks(low: int) -> Callable[[Config], Changes]:
-    """Return a `next` that halves actor.logits_chunk_mib, or its size on this device if it is 0, down to `low`."""
-
-    def halved(config: Config) -> Changes:
-        now = logits_chunk_bytes(config.actor.logits_chunk_mib, on_cpu=config.trainer.device == "cpu") >> 20
-        return {"actor.logits_chunk_mib": max(low, now // 2)} if now > low and computes_in_chunks(config) else {}
 
     return halved
 

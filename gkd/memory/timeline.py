@@ -67,18 +67,15 @@ def _numbers(phase: str, usage: MemoryUsage) -> dict[str, float]:
     return {f"memory/{phase}/{name}_gib": size / GIB for name, size in sizes.items() if size is not None}
 
 
-def merge(per_rank: Sequence[Mapping[str, float]], *, each: bool = False) -> dict[str, float]:
+def merge(per_rank: Sequence[Mapping[str, float]]) -> dict[str, float]:
     """Return the maximum of each number over all ranks, and for each peak the lowest rank that has it, `..._rank`.
 
     Args:
         per_rank: the numbers of each rank, by rank; a rank may lack some of them.
-        each: add every rank's peaks, `.../rank_<rank>`.
     """
     merged: dict[str, float] = {}
     for rank, numbers in enumerate(per_rank):
         for name, value in numbers.items():
-            if each and name.endswith("peak_gib"):
-                merged[f"{name}/rank_{rank}"] = value
             if name in merged and value <= merged[name]:
                 continue
             merged[name] = value

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from gkd.metrics.catalog import EVERY_STEP, Row
 
-_TIMELINE = "`memory.timeline`"
-_GPU = "GPU, `memory.timeline`"
+_GPU = "GPU"
 _MOVES = "states that move"
 
 _TIME = (
@@ -73,9 +72,8 @@ _PERF = (
     ),
     Row(
         "perf/group_tokens_max", "tokens", EVERY_STEP,
-        "Tokens of the data-parallel group that generated most, before `actor.balance` evens them out.",
+        "Tokens of the data-parallel group that generated most, before the groups are evened out.",
         "Near all tokens divided by the data-parallel size.",
-        "Far above: set `actor.balance: true`.",
     ),
     Row(
         "perf/checkpoint_write_s", "s", "a save has finished",
@@ -109,7 +107,6 @@ _MEMORY = (
         "limit: see [what to change](memory.md#what-to-change).",
     ),
     Row("memory/<phase>/peak_rank", "rank", _GPU, "The rank of that peak, the lowest if there are several."),
-    Row("memory/<phase>/peak_gib/rank_<rank>", "GiB", "GPU, `memory.timeline_of_ranks`", "The peak of each rank."),
     Row(
         "memory/<phase>/allocated_gib", "GiB", _GPU,
         "In tensors when the phase ended.",
@@ -123,23 +120,26 @@ _MEMORY = (
         "Far above `peak_gib`: see `memory/external_ratio`.",
     ),
     Row(
-        "memory/<phase>/host_rss_gib", "GiB", _TIMELINE,
+        "memory/<phase>/host_rss_gib", "GiB", "every line",
         "Host memory of the actor's process when the phase ended.",
         "Constant after the first checkpoint.",
         "Grows from step to step: a leak in host memory; compare the phases to see where it begins.",
     ),
     Row(
-        "memory/<engine_phase>/rollout_params_gib", "GiB", _TIMELINE,
+        "memory/<engine_phase>/rollout_params_gib", "GiB", "every line",
         "Weights that the GPUs of an engine hold together (on the CPU its processes) when its phase ended; the largest "
         "engine. Its work in an evaluation is not included.",
         "Constant; near 0 after `offloading_states`.",
     ),
     Row(
-        "memory/<engine_phase>/rollout_kv_cache_gib", "GiB", _TIMELINE,
+        "memory/<engine_phase>/rollout_kv_cache_gib", "GiB", "every line",
         "The same of the KV cache.",
         "Constant; 0 after `offloading_states`.",
     ),
-    Row("memory/<engine_phase>/rollout_host_rss_gib", "GiB", _TIMELINE, "Host memory of the engine's largest process."),
+    Row(
+        "memory/<engine_phase>/rollout_host_rss_gib", "GiB", "every line",
+        "Host memory of the engine's largest process.",
+    ),
     Row(
         "memory/<engine_phase>/rollout_device_used_gib", "GiB", _GPU,
         "What all processes together have of the engine's GPU.",
@@ -150,7 +150,7 @@ _MEMORY = (
         "memory/external_ratio", "share", f"{_GPU}, every tenth step",
         "1 - largest free block / all free bytes of the allocator, see [fragmentation](memory.md#fragmentation).",
         "Not conclusive alone.",
-        "This and `memory/unused_ratio` above `memory.fragmentation_warn`: set "
+        "This and `memory/unused_ratio` above 0.2: set "
         "`PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True`.",
     ),
     Row(

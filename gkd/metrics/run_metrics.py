@@ -70,7 +70,6 @@ class RunMetrics:
         self._config, self._actor, self._rollout, self._folder = config, roles.actor, roles.rollout, folder
         self._scoring, self._remark = roles.scoring, roles.remark
         self._scheduler, self._total_steps = config.trainer.scheduler, total_steps
-        self._reads_memory = config.memory.timeline or derive(config).moves_states
         self._overlapped_evaluation = False
         self._restarts = EngineRestarts()  # since the last line, also during an evaluation
         self._first_step = 0
@@ -98,7 +97,7 @@ class RunMetrics:
         files = (self._folder.metrics_file, self._folder.tuner_file, self._folder.spans_file)
         self._files = [MetricsWriter(file, keep_through) for file in files]
         servers = sorted({route.teacher.server_ip for route in derive(self._config).routes})
-        self._spans = SpanFile(self._files[2], self._config.trainer.spans_every, ", ".join(servers))
+        self._spans = SpanFile(self._files[2], ", ".join(servers))
         past = read_metrics(self._folder.metrics_file)
         self._health.replay(past)
         for line in past:
@@ -182,18 +181,12 @@ class RunMetrics:
             self._trackers.close()
 
     def _memory(self, m: StepMetrics, *, last: bool = False) -> dict[str, float]:
-        """Return the memory of the actor's phases since the last call; empty without memory.timeline and offloading.
-
-        With trainer.spans_every, the same call collects the spans of the ranks.
-        """
-        if not self._reads_memory and not self._spans.is_on:
-            return {}
+        """Return the memory of the actor's phases since the last call, which also brings the spans of the ranks."""
         with m.stage("usage"):
             numbers = self._actor.memory_numbers()
             self._spans.add(self._actor.take_spans())
-            if self._spans.is_on:
-                self._spans.add_computations(self._scoring.take_computations(wait=last))
-        return numbers if self._reads_memory else {}
+            self._spans.add_computations(self._scoring.take_computations(wait=last))
+        return numbers
 
     def _usage(self) -> RolloutUsage:
         usage = self._rollout.usage()

@@ -30,19 +30,14 @@ class SpanFile:
 
     Args:
         writer: of spans.jsonl.
-        every: write every n-th step; 0: none.
         teacher_host: where the teacher server runs.
     """
 
-    def __init__(self, writer: MetricsWriter, every: int, teacher_host: str = "") -> None:
-        self._writer, self._every, self._teacher_host = writer, every, teacher_host
+    def __init__(self, writer: MetricsWriter, teacher_host: str = "") -> None:
+        self._writer, self._teacher_host = writer, teacher_host
         self._driver = SpanRecorder("driver")
         self._starts: deque[tuple[float, int]] = deque(maxlen=_STEPS_KEPT)  # on the monotonic clock
         self._found: list[ProcessSpans] = []
-
-    @property
-    def is_on(self) -> bool:
-        return self._every > 0
 
     def begin(self, step: int) -> Callable[[str, float, float], None]:
         """Start a step: spans from now on belong to it. Return what records a stage, see `StageTimers`."""
@@ -51,13 +46,12 @@ class SpanFile:
 
     def add(self, found: Iterable[ProcessSpans | None]) -> None:
         """Add spans on the clocks of their hosts."""
-        if self.is_on:
-            self._found += [spans for spans in found if spans is not None]
+        self._found += [spans for spans in found if spans is not None]
 
     def add_scored(self, batch: Sequence[ScoredChunk]) -> None:
         """Add the spans of scored chunks; chunks from a checkpoint or of a local teacher have none."""
         by_endpoint: defaultdict[str, list[Span]] = defaultdict(list)
-        for chunk in batch if self.is_on else ():
+        for chunk in batch:
             if chunk.times is not None:
                 start_s, end_s = chunk.times.submitted_s, float(chunk.times.completed_s.max())
                 args = {"sequences": chunk.rollouts.n_sequences, "tokens": int(chunk.rollouts.n_tokens.sum())}
@@ -93,12 +87,10 @@ class SpanFile:
         found, self._found = [self._driver.take(to_wall_s), *self._found], []
         hosts = {spans.process: spans.host for spans in found}
         lines: defaultdict[tuple[int, str], list[Span]] = defaultdict(list)
-        for spans in found if self.is_on else ():
+        for spans in found:
             for span in spans.spans:
-                step = self._step_at(span.start_s, to_wall_s)
-                if step % self._every == 0:
-                    rounded = Span(span.name, round(span.start_s, 6), round(span.duration_s, 6), span.args)
-                    lines[step, spans.process].append(rounded)
+                rounded = Span(span.name, round(span.start_s, 6), round(span.duration_s, 6), span.args)
+                lines[self._step_at(span.start_s, to_wall_s), spans.process].append(rounded)
         data = bytearray()
         for (step, process), entries in lines.items():
             line = {"step": step, "process": process, "host": hosts[process], "spans": entries}

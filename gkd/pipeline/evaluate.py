@@ -21,6 +21,7 @@ from gkd.types import GreedyReport, Prompt, Sample, ScoredChunk
 
 log = get_logger("evaluate")
 
+KEPT_TOKEN_LOSSES = 8  # sequences of each evaluation whose losses are written token by token, 0.3 kB for each token
 KEPT_SAMPLES = 50  # greedy responses of each evaluation that are written to the run folder
 CORRECT = 0.5  # smallest value of a response that counts as correct
 SEED = 2**31  # far from data.seed + step, so that no evaluation repeats the random numbers of a training rollout
@@ -80,7 +81,7 @@ class Evaluator:
             with self._gpus.for_training():
                 scored = self._scoring.collect(pending)
                 self._metrics.add_scored(scored)
-                stats = self._roles.actor.evaluate(scored, keep_tokens=self._config.keep_token_losses)
+                stats = self._roles.actor.evaluate(scored, keep_tokens=KEPT_TOKEN_LOSSES)
             if stats.tokens:
                 self._folder.write_token_losses(step, stats.tokens)
             kl = stats.extra.get("loss/token_kl")

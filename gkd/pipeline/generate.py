@@ -20,7 +20,7 @@ class Generation:
     ) -> list[PendingScores]:
         """Generate all responses of a batch and submit them to the teacher; blocks until the last one is generated.
 
-        Each chunk is submitted as soon as it is finished or, without teacher.overlap_rollout, when all are.
+        Each chunk is submitted as soon as it is finished.
 
         Args:
             on_policy: indices of the prompts that the student responds to, ascending. The others take the
@@ -29,8 +29,6 @@ class Generation:
             policy_version: of the weights that the engines hold.
         """
         chunks = self._chunks(prompts, on_policy, n=n, seed=seed, policy_version=policy_version)
-        if not self._config.teacher.overlap_rollout:
-            chunks = iter(list(chunks))
         return [self._scoring.submit(chunk) for chunk in chunks]
 
     def _chunks(

@@ -87,11 +87,11 @@ def _check_head(recorded: Config, now: Config) -> None:
     if "hidden" not in derive(now).signals:
         return
     for config, whose in ((recorded, "the recorded run's"), (now, "this run's")):
-        if config.teacher.weights != "frozen":
+        if config.teacher.update_interval:
             raise ConfigError(
                 "trainer.replay",
                 now.trainer.replay,
-                f"{whose} teacher.weights is {config.teacher.weights}: hidden states need the LM head of their step, "
-                "and batches do not contain it.",
-                "record with teacher.signal topk or logits, or with teacher.weights frozen.",
+                f"{whose} teacher.update_interval is {config.teacher.update_interval}: hidden states need the LM head "
+                "of their step, and batches do not contain it.",
+                "record with teacher.signal topk or logits, or with teacher.update_interval 0.",
             )

@@ -153,8 +153,6 @@ def _checked_device(config: Config) -> str:
         check_machine()
         if config.actor.backend.supports("layers", "te"):
             check_transformer_engine(config.actor.layers)
-    if device == "cpu" and config.actor.loss_kernel == "triton":
-        raise ConfigError("actor.loss_kernel", "triton", "the student is on the CPU.", "use auto or torch.")
     return device
 
 

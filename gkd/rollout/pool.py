@@ -45,15 +45,20 @@ class RolloutPool:
         self._stream: JobStream | None = None
         self._generate_s = 0.0  # spent in `generate` since the last `usage` call
 
-    def init_model(self, device: str, eos_ids: Sequence[int]) -> dict[str, Any]:
-        """Start building all engines; return their refs by name, to be gathered."""
+    def init_model(self, device: str, eos_ids: Sequence[int], *, sleeps: bool = False) -> dict[str, Any]:
+        """Start building all engines; return their refs by name, to be gathered.
+
+        Args:
+            sleeps: let `offload_states` release the engines' memory, which it does with trainer.colocate in any case.
+        """
         self._device, self._eos_ids = device, frozenset(eos_ids)
+        self._sleeps = sleeps or self._config.trainer.colocate
         return {name_of(i): self.build(worker) for i, worker in enumerate(self.workers)}
 
     def build(self, worker: Any) -> Any:
         """Start building the engine of a process as in `init_model`; return its ref."""
         run_dir = Path(self._config.trainer.run_dir).absolute()
-        return worker.init_model.remote(self._config, self._device, sorted(self._eos_ids), run_dir)
+        return worker.init_model.remote(self._config, self._device, sorted(self._eos_ids), run_dir, self._sleeps)
 
     def close(self) -> None:
         """Remove the files of vLLM on all hosts, except files of dead engines. Call it before they are killed.

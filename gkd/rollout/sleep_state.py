@@ -48,7 +48,8 @@ class SleepState:
         chosen = _ordered(tags)
         if not self._enabled:
             problem = "the rollout engines were built without sleep mode, so their memory cannot be released."
-            raise ConfigError("rollout.enable_sleep_mode", False, problem, "use true.")
+            fix = "in a pipeline of your own open_pools(config, engines_sleep=True), else trainer.colocate=true."
+            raise ConfigError("engines_sleep", False, problem, fix)
         return [tag for tag in chosen if tag not in self._asleep]
 
     def sleep(self, tags: Sequence[str], level: int) -> None:
@@ -152,13 +153,10 @@ class EngineStates:
 
     Args:
         diagnosed: phase -> context manager that explains out-of-memory errors of this phase.
-        timeline: record memory at the end of each phase (memory.timeline).
     """
 
-    def __init__(
-        self, engine: SleepingEngine, diagnosed: Callable[[str], AbstractContextManager[None]], *, timeline: bool
-    ) -> None:
-        self._engine, self._diagnosed, self._timeline = engine, diagnosed, timeline
+    def __init__(self, engine: SleepingEngine, diagnosed: Callable[[str], AbstractContextManager[None]]) -> None:
+        self._engine, self._diagnosed = engine, diagnosed
         self._peaks: dict[str, float] = {}  # metric name -> peak since the last `pop_peaks`
 
     def offload(self, tags: Sequence[str], level: int) -> None:
@@ -178,9 +176,7 @@ class EngineStates:
         return {state: held[tag] for state, tag in STATES.items()}
 
     def record(self, phase: str) -> None:
-        """Record the memory held at the end of a phase; no-op unless memory.timeline is on."""
-        if not self._timeline:
-            return
+        """Record the memory held at the end of a phase."""
         for name, n_bytes in (self.state_bytes() | self._engine.process_memory()).items():
             metric = f"memory/{phase}/rollout_{name}_gib"
             self._peaks[metric] = max(n_bytes / GIB, self._peaks.get(metric, 0.0))

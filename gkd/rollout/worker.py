@@ -90,11 +90,12 @@ class RolloutWorker(SelfScoring):
         link_shared_memory(engine_folder())
         remove_files(engine_folder())
 
-    def init_model(self, config: Config, device: str, eos_ids: Sequence[int], run_dir: Path) -> None:
+    def init_model(self, config: Config, device: str, eos_ids: Sequence[int], run_dir: Path, sleeps: bool) -> None:
         """Build the engine; blocks until it is ready.
 
         Args:
             run_dir: trainer.run_dir as an absolute path on the driver.
+            sleeps: the engine can release its memory between two calls.
         """
         self._log.info(self.placement(ask_driver=False).line())
         self._set_up(config, torch.device(device, 0) if device == "cuda" else torch.device("cpu"), run_dir)
@@ -112,7 +113,7 @@ class RolloutWorker(SelfScoring):
                     eos_ids=eos_ids,
                     n_vocab=config.model.n_vocab,
                     trust_remote_code=config.model.trust_remote_code,
-                    enable_sleep_mode=derived.engines_sleep,
+                    enable_sleep_mode=sleeps,
                     lora=config.actor.lora if derived.engine_adapter_rank else None,
                     spans=self._spans,
                 )
@@ -128,7 +129,7 @@ class RolloutWorker(SelfScoring):
 
     def _set_engine(self, engine: RolloutEngine) -> None:
         self._engine = engine
-        self._states = EngineStates(engine, self._diagnosed, timeline=self._config.memory.timeline)
+        self._states = EngineStates(engine, self._diagnosed)
 
     def greedy(self, prompts: Sequence[Prompt], marker: str, n_samples: int) -> tuple[Counter[int], list[Sample]]:
         """Return the number of greedy exact matches by route, without truncated ones, and `n_samples` responses."""
@@ -262,7 +263,7 @@ class RolloutWorker(SelfScoring):
         return self._on_engine(self._states.state_bytes)
 
     def usage(self) -> EngineUsage:
-        """Return and reset the engine's counters and spans; with memory.timeline also its memory after each phase."""
+        """Return and reset the engine's counters and spans, and its memory after each phase."""
         return replace(self._engine.usage(), memory=self._states.pop_peaks(), spans=self._spans.take())
 
     def _generate(

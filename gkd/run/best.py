@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
+from gkd.config.schema_trainer import SMALLER_IS_BETTER
 from gkd.errors import CheckpointError, ConfigError
 
 if TYPE_CHECKING:
@@ -43,7 +44,7 @@ class BestStep:
     """
 
     def __init__(self, config: TrainerConfig) -> None:
-        self._metric, self._smallest = config.keep_best, config.keep_best_is == "min"
+        self._metric, self._smallest = config.keep_best, config.keep_best in SMALLER_IS_BETTER
         self.best: Best | None = None
 
     def add(self, step: int, numbers: Mapping[str, float]) -> None:

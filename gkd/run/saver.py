@@ -58,7 +58,7 @@ class Saver:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._folder, self._actor, self._scoring = folder, actor, scoring
-        self._interval, self._in_background = save_interval(config.save_every), config.async_save
+        self._interval = save_interval(config.save_every)
         self._clock = clock
         self._began_s = clock()  # start of the last save; before the first one, of this process
         self._pending: _Save | None = None
@@ -118,7 +118,7 @@ class Saver:
             raise
         state = TrainerState(step, in_flight.position, in_flight.unfinished)
         self._pending = _Save(state, began_s, folder / IN_FLIGHT, in_flight.chunks, recordings)
-        return numbers if self._in_background else numbers | self.finish()
+        return numbers
 
     def poll(self) -> dict[str, float]:
         """Commit the pending save if all ranks have written it, and return its numbers. Raises CheckpointError."""

@@ -52,7 +52,7 @@ log = get_logger("launcher")
 
 
 @contextmanager
-def started_roles(plan: Plan) -> Iterator[Roles]:
+def started_roles(plan: Plan, *, engines_sleep: bool = False) -> Iterator[Roles]:
     """Start both pools, load the models and join the weight-sync groups; stop everything on exit.
 
     Raises:
@@ -70,7 +70,7 @@ def started_roles(plan: Plan) -> Iterator[Roles]:
         startup = Startup(t.init_timeout_s)
         try:
             with activities.during("start-up"), startup:
-                roles, restarts = _start(config, plan, startup, slots[ACTOR], slots[ROLLOUT], ending)
+                roles, restarts = _start(config, plan, startup, slots[ACTOR], slots[ROLLOUT], ending, engines_sleep)
             log.info("all ranks are ready")
             with restarts:
                 yield replace(roles, diagnose_hang=lambda error: _diagnosed(error, startup, cluster.run, plan))
@@ -88,7 +88,13 @@ def _stop(cluster: Cluster) -> None:
 
 
 def _start(
-    config: Config, plan: Plan, startup: Startup, actor_slots: Pool, rollout_slots: Pool, ending: ExitStack
+    config: Config,
+    plan: Plan,
+    startup: Startup,
+    actor_slots: Pool,
+    rollout_slots: Pool,
+    ending: ExitStack,
+    engines_sleep: bool,
 ) -> tuple[Roles, AbstractContextManager[None]]:
     """Start the processes in the reserved slots, load the models, and connect the roles.
 
@@ -96,6 +102,7 @@ def _start(
 
     Args:
         ending: receives what is done before the processes are stopped.
+        engines_sleep: the engines can release their memory also without trainer.colocate.
 
     Returns:
         The roles, and a context in which engines are restarted.
@@ -120,7 +127,7 @@ def _start(
         ),
     ]
     # Both pools build at the same time; they first need each other for the weight-sync groups.
-    building = rollout.init_model(plan.device, plan.eos_ids)
+    building = rollout.init_model(plan.device, plan.eos_ids, sleeps=engines_sleep)
     endpoints = _endpoints(config, plan, actor, actor_slots)  # their processes start meanwhile
     startup.expect([_endpoint_name(i) for i in range(len(endpoints))])
     places = _load_models(config, plan, startup, actor, rollout, building, calls)
@@ -225,7 +232,7 @@ def _endpoints(config: Config, plan: Plan, actor: ActorPool, slots: Pool) -> lis
     windows = [window_of_group(config.teacher, info, actor.dp_size) for info in plan.teachers]
     # A thread scores one chunk at a time. One more thread than fills the window, so that it does not run half empty at
     # the end of a chunk.
-    n_in_flight = sum(window.n_connections * window.n_per_connection for window in windows)
+    n_in_flight = sum(window.n_in_flight for window in windows)
     n_threads = -(-n_in_flight // CHUNK_SIZE) + 1
     if plan.derived.teacher_pool:
         return spawn_endpoints(config, actor, slots, plan.device, RecordingEndpoint)

@@ -28,11 +28,11 @@ def pool_specs(config: Config) -> tuple[PoolSpec, PoolSpec]:
 
 
 def pools_in_order(config: Config) -> list[PoolSpec]:
-    """Return the pools with GPUs of their own; the first one gets the lowest ids."""
+    """Return the pools with GPUs of their own. The actor's comes first, so it gets the lowest ids and first nodes."""
     actor, rollout = pool_specs(config)
     if config.trainer.colocate:
         return [replace(actor, helper_cpus=actor.helper_cpus + 1.0)]  # each rank shares its slot with an engine
-    return sorted((actor, rollout), key=lambda spec: config.cluster.order.index(spec.name))
+    return [actor, rollout]
 
 
 def make_cluster(config: Config, *, on_cpu: bool) -> Cluster:

@@ -40,7 +40,7 @@ class ScoringEndpoint(RecordingEndpoint):
         config: the run's settings.
         n_vocab: size of the common vocabulary; a teacher drops its other rows before it normalizes.
         fingerprints: by route, of the teacher that preflight checked; scores of another teacher are refused.
-        windows: by route, connections to the server, and the maximum number of sequences in flight on each.
+        windows: by route, the limits of the sequences in flight.
 
     Raises:
         ConfigError: invalid loss settings.
@@ -52,7 +52,7 @@ class ScoringEndpoint(RecordingEndpoint):
         derived = derive(config)
         self._signals, self._routes, self._n_student_ids = derived.signals, derived.routes, derived.n_student_ids
         self._lock = threading.Lock()
-        self._teachers: list[list[Teacher]] = []  # one list per route
+        self._teachers: list[Teacher] = []  # by route
         self._outage: TeacherUnavailable | None = None
         self._computations = Computations()
 
@@ -61,12 +61,11 @@ class ScoringEndpoint(RecordingEndpoint):
         self.clients()
         return True
 
-    def clients(self) -> list[list[Teacher]]:
-        """Return the connections by route; the first call opens them."""
+    def clients(self) -> list[Teacher]:
+        """Return the teachers by route; the first call opens them."""
         with self._lock:
             while len(self._teachers) < len(self._routes):
-                route = len(self._teachers)
-                self._teachers.append([self._connect(route) for _ in range(self._windows[route].n_connections)])
+                self._teachers.append(self._connect(len(self._teachers)))
             return self._teachers
 
     def _connect(self, route: int) -> Teacher:
@@ -75,7 +74,7 @@ class ScoringEndpoint(RecordingEndpoint):
             teacher,
             k=teacher.topk if "topk" in self._signals else 1,
             n_vocab=self._n_vocab,
-            n_in_flight=self._windows[route].n_per_connection,
+            n_in_flight=self._windows[route].n_in_flight,
             fingerprint=self._fingerprints[route],
             on_scored=functools.partial(self._computations.note, route=self._routes[route].name),
         )
@@ -107,11 +106,10 @@ class ScoringEndpoint(RecordingEndpoint):
         return ColumnList(scores), summary_of(scores, ScoreTimes(submitted_s, np.array(completed_s))).encode()
 
     def health(self) -> TeacherHealth | None:
-        """Return what all connections of this endpoint have heard, or None if it has not connected yet."""
+        """Return what all teachers of this endpoint have said, or None if it has not connected yet."""
         healths = [
             replace(teacher.health(), route=route.name)
-            for route, teachers in zip(self._routes, self._teachers, strict=False)  # connecting
-            for teacher in teachers
+            for route, teacher in zip(self._routes, self._teachers, strict=False)  # connecting
         ]
         return merged(healths)
 
@@ -125,10 +123,10 @@ class ScoringEndpoint(RecordingEndpoint):
             TeacherError, TeacherUnavailable: as for `score`; also if one has too few rows or non-finite values.
         """
         heads: dict[int, np.ndarray] = {}  # first column -> LM head
-        for start, teachers, route in zip(self._head_columns[0], self.clients(), self._routes, strict=True):
+        for start, teacher, route in zip(self._head_columns[0], self.clients(), self._routes, strict=True):
             if start in heads:
                 continue
-            head = teachers[0].lm_head()
+            head = teacher.lm_head()
             if len(head) < self._n_vocab:
                 problem = f"has {len(head)} rows, expected at least {self._n_vocab}"
                 raise TeacherError(f"the LM head of {route.label} {problem}")
@@ -140,7 +138,7 @@ class ScoringEndpoint(RecordingEndpoint):
     @functools.cached_property
     def _head_columns(self) -> tuple[list[int], int]:
         """Return `head_columns` of the routes; asks the servers once."""
-        return head_columns([teachers[0].info() for teachers in self.clients()])
+        return head_columns([teacher.info() for teacher in self.clients()])
 
     def _in_columns(self, scores: TeacherScores, route: int) -> TeacherScores:
         """Return hidden states of one of several teachers as [R, D of all heads]: zeros in the others' columns.
@@ -158,16 +156,15 @@ class ScoringEndpoint(RecordingEndpoint):
         return replace(scores, hidden=wide)
 
     def _request_all(
-        self, teachers: Sequence[Sequence[Teacher]], rollouts: Sequence[Rollout], completed_s: list[float]
+        self, teachers: Sequence[Teacher], rollouts: Sequence[Rollout], completed_s: list[float]
     ) -> list[TeacherScores]:
         """Submit all requests and wait; write each sequence's completion time to `completed_s`."""
         one = self._signals[0] in ("hidden", "logits")  # matrices of one sequence
         groups = grouped(rollouts, [1 if one else window.n_per_request for window in self._windows])
         futures: list[Future[list[TeacherScores]]] = []
         try:
-            for number, group in enumerate(groups):
-                own = teachers[rollouts[group[0]].route]
-                future = self._submit(own[number % len(own)], [rollouts[index] for index in group])
+            for group in groups:
+                future = self._submit(teachers[rollouts[group[0]].route], [rollouts[index] for index in group])
                 future.add_done_callback(functools.partial(_record_time, completed_s, group))
                 futures.append(future)
             done = wait(futures, return_when=FIRST_EXCEPTION).done
@@ -209,7 +206,7 @@ _MOST = 5000  # batches between two calls of `take`; older ones are dropped
 
 
 class Computations:
-    """Batches whose replies arrived since the last `take`. Thread-safe; the connections' threads call `note`."""
+    """Batches whose replies arrived since the last `take`. Thread-safe; the threads of the teachers call `note`."""
 
     def __init__(self) -> None:
         self._batches: dict[tuple[str, float], Computation] = {}

@@ -51,7 +51,7 @@ def greedy_samples(
                 route.teacher,
                 k=1,
                 n_vocab=n_vocab,
-                n_in_flight=window.n_per_connection * window.n_connections,
+                n_in_flight=window.n_in_flight,
                 fingerprint=info.fingerprint,
             )
             for route, info, window in zip(routes, teachers, windows, strict=True)

@@ -1,4 +1,4 @@
-"""Divide the sequences in flight at the teacher server among the data-parallel groups and their connections."""
+"""Divide the sequences in flight at the teacher server among the data-parallel groups."""
 
 from __future__ import annotations
 
@@ -14,8 +14,7 @@ _REQUESTS_IN_FLIGHT = 4
 class Window(NamedTuple):
     """The share of one data-parallel group."""
 
-    n_connections: int
-    n_per_connection: int  # sequences in flight
+    n_in_flight: int  # sequences
     n_per_request: int = 1  # most sequences of a request
 
 
@@ -23,15 +22,13 @@ def window_of_group(teacher: TeacherConfig, info: TeacherInfo, n_groups: int) ->
     """Return each group's share; at least one sequence.
 
     Without teacher.max_in_flight the shares are rounded up, so that together they keep the server's workers busy;
-    with it they are rounded down. teacher.n_server_workers only divides a share among connections.
+    with it they are rounded down.
     """
     limit = teacher.max_in_flight
     n_in_flight = max(1, limit // n_groups) if limit else -(-info.n_streams // n_groups)
-    n_connections = min(max(1, -(-teacher.n_server_workers // n_groups)), n_in_flight)
-    n_per_connection = n_in_flight // n_connections if limit else -(-n_in_flight // n_connections)
     # Several requests in flight: the server computes one while this side reads the reply to another.
-    several = min(max(1, n_per_connection // _REQUESTS_IN_FLIGHT), MAX_SEQUENCES)
-    return Window(n_connections, n_per_connection, several if info.protocol_version >= 3 else 1)
+    several = min(max(1, n_in_flight // _REQUESTS_IN_FLIGHT), MAX_SEQUENCES)
+    return Window(n_in_flight, several if info.protocol_version >= 3 else 1)
 
 
 def throttle_warning(teacher: TeacherConfig, info: TeacherInfo) -> str:

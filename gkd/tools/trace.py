@@ -70,7 +70,7 @@ def select(lines: Sequence[SpanLine], steps: str | None) -> list[SpanLine]:
     if not chosen:
         known = sorted({line.step for line in lines})
         have = f"the run has spans of steps {known[0]} to {known[-1]}" if known else "the run has none"
-        fix = "choose among these." if known else "start the run with trainer.spans_every=1."
+        fix = "choose among these." if known else "let it make a step first."
         raise ConfigError("--steps", steps or "all", f"no spans; {have}.", fix)
     return chosen
 

@@ -1,9 +1,8 @@
-"""Measure the rate of the teacher by `teacher.max_in_flight` and `teacher.n_server_workers`.
+"""Measure the rate of the teacher by `teacher.max_in_flight`.
 
     python -m tests.bench.bench_in_flight [--json FILE] [--sequences N] [--rounds N]
 
-Every setting scores the same sequences with the same server, in turns. The first row is what `n_server_workers: 1` did
-before `max_in_flight` existed: one sequence in flight.
+Every setting scores the same sequences with the same server, in turns.
 """
 
 from __future__ import annotations
@@ -27,11 +26,9 @@ from tests.service.harness import ServerProcess, random_rollouts, save_model
 
 _VOCAB = 2000
 CASES = {
-    "max_in_flight: 1 (n_server_workers: 1 before)": ["teacher.max_in_flight=1"],
+    "max_in_flight: 1": ["teacher.max_in_flight=1"],
     "max_in_flight: 4": ["teacher.max_in_flight=4"],
-    "n_server_workers: 1": ["teacher.n_server_workers=1"],
-    "n_server_workers: 8": ["teacher.n_server_workers=8"],
-    "both 0 (default)": [],
+    "max_in_flight: 0 (default)": [],
 }
 
 
@@ -48,8 +45,7 @@ def measure(n_sequences: int, rounds: int) -> Part:
             info = request_info(*routes_of(config))
             window = window_of_group(config.teacher, info, 1)
             endpoints[name] = ScoringEndpoint(config, _VOCAB, [info.fingerprint], [window])
-            for client in endpoints[name].clients()[0]:
-                stack.enter_context(client)
+            stack.enter_context(endpoints[name].clients()[0])
             endpoints[name].score(rollouts[:8])
         for _ in range(rounds):
             for name, endpoint in endpoints.items():
@@ -57,9 +53,9 @@ def measure(n_sequences: int, rounds: int) -> Part:
                 endpoint.score(rollouts)
                 rates[name].append(n_sequences / (time.perf_counter() - began))
     medians = {name: statistics.median(values) for name, values in rates.items()}
-    default = medians["both 0 (default)"]
+    default = medians["max_in_flight: 0 (default)"]
     rows = [[f"`{name}`", f"{rate:.1f}", f"{rate / default:.2f}"] for name, rate in medians.items()]
-    figures = [Figure("n_server_workers: 1 against the default", medians["n_server_workers: 1"] / default)]
+    figures = [Figure("max_in_flight: 1 against the default", medians["max_in_flight: 1"] / default)]
     table = Table("Rate", ["setting", "sequences/s", "of the default"], rows)
     what = f"One endpoint scores {n_sequences} sequences of 64 to 256 tokens with one server and one worker (hf, CPU)."
     return Part("in_flight", what, figures, [table])

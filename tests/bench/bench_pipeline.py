@@ -147,8 +147,8 @@ class ClockEndpoint(ScoringEndpoint):
     def prepare(self, token_s: float) -> None:
         self._clock_teacher = ClockTeacher(token_s)
 
-    def _clients(self) -> list[list[Any]]:
-        return [[self._clock_teacher]]
+    def _clients(self) -> list[Any]:
+        return [self._clock_teacher]
 
     def _submit(self, teacher: Any, rollouts: Sequence[Rollout]) -> Future[Any]:
         (rollout,) = rollouts
@@ -170,7 +170,7 @@ class Processes:
         self._engines = pools["rollout"].spawn(TimedRolloutWorker, env, concurrency_groups=groups)
         made = ray.remote(concurrency_groups={RECORDS: 1})(ClockEndpoint)
         options = {"num_cpus": HELPER_CPUS, "max_concurrency": 8, "runtime_env": {"env_vars": env}}
-        self._endpoints = [made.options(**options).remote(config, 0, [""], [Window(1, 64)])]
+        self._endpoints = [made.options(**options).remote(config, 0, [""], [Window(64)])]
 
     def roles(self, config: Config, timed: Stages) -> Roles:
         meeting = ray.remote(Meeting).options(num_cpus=0).remote(N_ENGINES)
@@ -196,7 +196,6 @@ def config_of(folder: Path, scheduler: str, n_steps: int) -> Config:
         "data.max_response_length": LONGEST,
         "model.path": "none",
         "eval.metric": "none",
-        "memory.timeline": "false",
         "trainer.device": "cpu",
         "trainer.run_dir": folder,
         "trainer.global_batch_size": BATCH,

@@ -96,7 +96,7 @@ class Slots:
         while len(self._endpoints) < sizes.dp:
             made = ray.remote(concurrency_groups={RECORDS: 1})(TimedEndpoint)
             options = {"num_cpus": HELPER_CPUS, "max_concurrency": 8, "runtime_env": {"env_vars": self._env}}
-            self._endpoints.append(made.options(**options).remote(config, 0, [""], [Window(1, 8)]))
+            self._endpoints.append(made.options(**options).remote(config, 0, [""], [Window(8)]))
         endpoints = self._endpoints[: sizes.dp]
         refs = {f"actor {i}": a.prepare.remote(STAGES) for i, a in enumerate(actors)}
         refs |= {f"engine {i}": e.prepare.remote(config, STAGES, meeting) for i, e in enumerate(engines)}

@@ -15,7 +15,7 @@ entry, "control", is a result of 50,000 bytes that Ray may inline and that is th
   with their arguments, and its bookkeeping of handles. Not counted: the Unix socket to the local Ray daemon, which
   carries names of objects; the objects themselves are in shared memory.
 
-Greedy responses (`GreedyReport`) and `eval.keep_token_losses` send human-readable samples to the driver. They do not
+Greedy responses (`GreedyReport`) and token losses send human-readable samples to the driver. They do not
 belong to a step and are not in these batches.
 """
 

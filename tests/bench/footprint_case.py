@@ -103,7 +103,7 @@ def case_config(case: Case, folder: Path, device: str) -> Config:
                 "data": {"train_files": ["none"], "max_prompt_length": 64, "max_response_length": 192},
                 "model": {"path": str(folder / ("tied" if case.tied else "untied")), "dtype": "float32"},
                 "trainer": {"device": device, "global_batch_size": 4, "run_dir": str(folder / "run")},
-                "actor": {"micro_batch_size": 2, "logits_chunk_mib": 32},
+                "actor": {"micro_batch_size": 2},
             }
         )
     )
@@ -177,7 +177,6 @@ def _build(rank: int, world_size: int, config: Config, device: str) -> tuple[Any
         "device": where,
         "seed": 1,
         "fused_lm_head": actor.fused_lm_head,
-        "logits_chunk_mib": actor.logits_chunk_mib,
         "recompute": actor.recompute,
     }
     if actor.strategy == "fsdp2":

@@ -93,7 +93,7 @@ def predict(case: PeakCase, folder: Path) -> tuple[dict[str, int], int]:
     settings = (
         f"data.max_prompt_length={prompt}", f"data.max_response_length={response}", f"teacher.topk={TOPK}",
         f"trainer.global_batch_size={N_SEQUENCES * case.n_batches}", f"actor.micro_batch_size={N_SEQUENCES}",
-        "actor.logits_chunk_mib=0", f"model.dtype={case.dtype}", f"actor.strategy={case.strategy}",
+        f"model.dtype={case.dtype}", f"actor.strategy={case.strategy}",
         f"actor.recompute={case.recompute}", f"actor.fsdp_cpu_offload={str(case.cpu_offload).lower()}",
     )  # fmt: skip
     shape = {"model_type": "qwen3", **case.sizes}

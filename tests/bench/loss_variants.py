@@ -21,7 +21,7 @@ from gkd.loss.token_loss import topk_losses
 from gkd.loss.vocab_parallel import VocabShard, vocab_parallel_logprobs
 from gkd.types import TokenTargets
 
-CHUNK_BYTES = logits_chunk_bytes(0, on_cpu=True)
+CHUNK_BYTES = logits_chunk_bytes(on_cpu=True)
 SPEC = LossSpec((LossTerm("forward_kl"),))
 JSD_SPEC = LossSpec((LossTerm("jsd", beta=0.5),))
 

@@ -33,7 +33,7 @@ def overlap(rounds: int) -> Part:
     def choose(trainer: Trainer, early: bool) -> None:
         trainer.gpus = GpuSharing(trainer.roles.actor, trainer.roles.rollout, shared=True, reload_early=early)
 
-    steps = _alternate(rounds, choose, "trainer.colocate=true", "teacher.overlap_rollout=false")
+    steps = _alternate(rounds, choose, "trainer.colocate=true")
     waits, onloads = _medians(steps, "time/teacher_s", "time/train_s"), _medians(steps, "time/train/onload")
     figures = [
         Figure(
@@ -87,7 +87,7 @@ def reference(rounds: int) -> Part:
         assert isinstance(pool, ReferencePool)
         pool._starts_in_wait = not beside
 
-    steps = _alternate(rounds, choose, "distill.reference_kl_weight=1", "teacher.overlap_rollout=false")
+    steps = _alternate(rounds, choose, "distill.reference_kl_weight=1")
     waited = _medians(steps, "time/reference_s")
     both = _medians(steps, "time/teacher_s", "time/reference_s")
     figures = [

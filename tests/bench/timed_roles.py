@@ -279,8 +279,8 @@ class TimedEndpoint(ScoringEndpoint):
     def ask(self, teacher: Any) -> None:
         self._timed = teacher
 
-    def _clients(self) -> list[list[Any]]:
-        return [[self._timed]]
+    def _clients(self) -> list[Any]:
+        return [self._timed]
 
     def _submit(self, teacher: Any, rollouts: Sequence[Rollout]) -> Future[Any]:
         (rollout,) = rollouts

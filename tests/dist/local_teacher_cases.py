@@ -55,7 +55,7 @@ def teach(rank: int, root: Path) -> dict[str, Any]:
     sequence_indices = [np.array(indices, "<i4").tobytes() for indices in INDICES[rank]]
     out: dict[str, Any] = {"scores": {k: teacher(*s).score(sequence_indices, chunks) for k, s in SETTINGS.items()}}
     out["head"] = _head(student)
-    follower = teacher("teacher.weights=live", "teacher.update_interval=2", "teacher.signal=hidden")
+    follower = teacher("teacher.update_interval=2", "teacher.signal=hidden")
     before = frozen_weights(follower._model)
     student.step = 1
     follower.after_step()
@@ -64,13 +64,11 @@ def teach(rank: int, root: Path) -> dict[str, Any]:
     follower.after_step()
     out["copied"] = frozen_weights(follower._model)
     out["head_copied"] = _head(student)
-    average = teacher(
-        "teacher.weights=ema", "teacher.update_interval=2", "teacher.update_ema=0.5", "teacher.signal=hidden"
-    )
+    average = teacher("teacher.update_interval=2", "teacher.update_ema=0.5", "teacher.signal=hidden")
     student.step = 4
     average.after_step()
     out["average"] = frozen_weights(average._model)
-    out["other architecture"] = caught(lambda: teacher("teacher.weights=live", folder="olmo2"))
+    out["other architecture"] = caught(lambda: teacher("teacher.update_interval=1", folder="olmo2"))
     return out
 
 

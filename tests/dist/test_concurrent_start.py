@@ -23,8 +23,8 @@ from gkd.teacher.info import TeacherInfo
 
 pytestmark = [pytest.mark.dist, pytest.mark.cpu_only("Ray's slots are logical CPUs")]
 
-# Name of each rank -> its GPU. cluster.order gives the first ids to the engines.
-GPUS = {"rollout worker 0": 2, "actor worker 0": 5}
+# Name of each rank -> its GPU. The actor gets the first ids.
+GPUS = {"actor worker 0": 2, "rollout worker 0": 5}
 LIMIT_S = 60.0
 TEACHER = TeacherInfo("t", "t", "t", "f", 9, 9, "", 99, 1, 1, "hf", "cpu", "float32", 1)
 
@@ -80,7 +80,7 @@ class Engine(RolloutWorker):
 def test_both_pools_start_at_the_same_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Fails if a pool builds its models only when the other one has, or a rank does not log its GPUs first."""
     settings = ["data.train_files=[a]", "model.path=m", f"trainer.run_dir={tmp_path}", "cluster.gpus=[5,2]"]
-    settings += ["teacher.backend=local", "teacher.path=t", "cluster.order=[rollout,actor]"]
+    settings += ["teacher.backend=local", "teacher.path=t"]
     config = load_config(None, settings)
     folder = open_run_folder(config, {"name": "t", "fingerprint": "f"})
     plan = Plan(check_config(config), "cpu", [1], [], [], (TEACHER,), 9, 1, config, [], folder)

@@ -346,4 +346,4 @@ class TestLocalTeacher:
         """Fails if a teacher of another architecture is detected only during the first refresh."""
         for rank in ranks[2]:
             kind, text = rank["teacher"]["other architecture"]
-            assert kind == "ConfigError" and text.startswith("teacher.weights")
+            assert kind == "ConfigError" and text.startswith("teacher.update_interval")

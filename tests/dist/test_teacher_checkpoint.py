@@ -78,5 +78,5 @@ def test_a_checkpoint_without_the_teacher_is_refused(worlds: dict[str, Any], way
     _, ranks = worlds[way]
     for rank in ranks:
         without, other = rank["refused"]
-        assert without[0] == "CheckpointError" and "teacher.weights" in without[1], without
+        assert without[0] == "CheckpointError" and "teacher.update_interval" in without[1], without
         assert other[0] == "CheckpointError" and "teacher.path" in other[1], other

@@ -36,7 +36,7 @@ UNEVEN = (range(5), range(5, 7))  # sequences of each of two DP ranks: 47 and 16
 
 
 def _balanced() -> tuple[list[int], ...]:
-    """Return `UNEVEN` after `actor.balance`."""
+    """Return `UNEVEN` as the driver balances it."""
     n_tokens = np.array([p + r for p, r in LENGTHS], np.int32)
     groups = even_groups([np.array(share, np.int32) for share in UNEVEN], [n_tokens[list(s)] for s in UNEVEN])
     return tuple(group.tolist() for group in groups)

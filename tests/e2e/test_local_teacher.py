@@ -34,7 +34,7 @@ def test_local_losses_equal_those_of_the_server(lab: Lab, base_run: Path, shared
     """
     # All three roles share two slots.
     layout = ("trainer.n_gpus_per_node=2", "actor.pp=2", "rollout.n_gpus_per_node=2", "trainer.colocate=true")
-    run_dir = train(lab, "local_run", *layout, "memory.timeline=true", shared_ray)
+    run_dir = train(lab, "local_run", *layout, shared_ray)
     found, expected = losses(run_dir), losses(base_run)
     assert found.keys() == expected.keys() == {1, 2, 3, 4}
     for step, loss in expected.items():
@@ -83,8 +83,8 @@ def test_local_losses_on_two_ranks_equal_those_of_the_server(
 @pytest.mark.parametrize(
     "overrides",
     [
-        ("actor.pp=2", "teacher.weights=live"),
-        ("actor.strategy=fsdp2", "teacher.weights=ema", "teacher.update_ema=0.5", "teacher.signal=hidden"),
+        ("actor.pp=2",),
+        ("actor.strategy=fsdp2", "teacher.update_ema=0.5", "teacher.signal=hidden"),
     ],
     ids=["copy", "average"],
 )
@@ -124,9 +124,9 @@ def test_the_engines_score_like_a_teacher_that_follows_the_student(lab: Lab, ove
     settings = ("teacher.prompt_template=w3 w5 {prompt}", "data.max_teacher_prompt_length=14", "eval.every=2")
     settings = (*settings, "eval.max_prompts=4", "eval.metric=none", *overrides)
     name = f"live{len(overrides)}"
-    of_student = train(lab, name, *settings, f"teacher.path={lab.student}", "teacher.weights=live")
+    of_student = train(lab, name, *settings, f"teacher.path={lab.student}", "teacher.update_interval=1")
     run_dir = lab.root / f"{name}_rollout"
-    done = lab.train_run(run_dir, UNUSED_PORT, "teacher.backend=rollout", "teacher.weights=live", *settings)
+    done = lab.train_run(run_dir, UNUSED_PORT, "teacher.backend=rollout", *settings)
     assert done.returncode == 0, done.stderr[-4000:]
     found, expected = losses(run_dir), losses(of_student)
     assert found.keys() == expected.keys() == {1, 2, 3, 4} and min(expected.values()) > 1e-3

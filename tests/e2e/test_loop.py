@@ -222,8 +222,8 @@ def test_a_run_resumes_with_its_pools_split_anew(base_run: Path, lab: Lab, teach
             marks=pytest.mark.slow,  # test_lora.py, also run manually, has both, too
         ),
         pytest.param(
-            ("trainer.n_gpus_per_node=4", "actor.tp=2", "actor.pp=2", "teacher.overlap_rollout=false"),
-            id="tp2-pp2-no-overlap",
+            ("trainer.n_gpus_per_node=4", "actor.tp=2", "actor.pp=2"),
+            id="tp2-pp2",
             marks=pytest.mark.slow,
         ),
     ],

@@ -33,13 +33,13 @@ EXACT = ("distill.loss=jsd", "distill.beta=0.3", "trainer.total_steps=2", "eval.
 
 @pytest.fixture(scope="module")
 def hidden_run(lab: Lab, teacher_port: int, shared_ray: str) -> dict[int, dict[str, Any]]:
-    """Run JSD on the teacher's hidden states and LM head: TP 2, several chunks."""
+    """Run JSD on the teacher's hidden states and LM head: TP 2."""
     return hidden(lab, teacher_port, "sync", shared_ray)
 
 
 def hidden(lab: Lab, port: int, scheduler: str, shared_ray: str, *more: str) -> dict[int, dict[str, Any]]:
     run_dir = lab.root / f"run_hidden_{scheduler}"
-    layout = ("trainer.n_gpus_per_node=2", "actor.tp=2", "actor.logits_chunk_mib=1", f"trainer.scheduler={scheduler}")
+    layout = ("trainer.n_gpus_per_node=2", "actor.tp=2", f"trainer.scheduler={scheduler}")
     done = lab.train_run(run_dir, port, *EXACT, "teacher.signal=hidden", *layout, shared_ray, *more)
     assert done.returncode == 0, done.stderr[-4000:]
     return steps_of(run_dir)
@@ -152,7 +152,6 @@ def test_a_mixture_trains_adapters_on_student_and_dataset_responses(
         "trainer.n_gpus_per_node=2",
         "weight_sync.verify=always",
         "eval.metric=none",
-        "eval.keep_token_losses=5",
     )
     assert done.returncode == 0, done.stderr[-4000:]
     assert "actor.offload_train" in done.stderr, "a setting without effect is named"

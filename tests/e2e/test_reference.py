@@ -87,7 +87,7 @@ def test_a_reference_with_a_local_teacher_resumes_and_replays_bit_exactly(lab: L
     """
     local = ("teacher.backend=local", f"teacher.path={lab.teacher}", "trainer.n_gpus_per_node=2", "actor.pp=2")
     local = (*local, "trainer.colocate=true", "rollout.n_gpus_per_node=2", f"reference.path={lab.teacher}")
-    local = (*local, "reference.weights=ema", "reference.update_ema=0.5")
+    local = (*local, "reference.update_interval=2")
     lines = train(
         lab, "recorded", 15555, *local, "trainer.save_every=2", "trainer.keep_last=9", "trainer.record_batches=true"
     )

@@ -49,7 +49,6 @@ class Pools:
 def pools(lab: Lab) -> Iterator[Pools]:
     settings = lab.command(lab.root / "offload_run", 1)[5:]
     sizes = [f"rollout.n_gpus_per_node={N_ENGINES}", "rollout.max_num_seqs=8", "rollout.kv_cache_mib=64"]
-    sizes += ["rollout.enable_sleep_mode=true"]
     config = load_config(None, [*settings, *sizes, "weight_sync.verify=always"])
     cluster = Cluster("", n_slots=N_ENGINES + 1, on_cpu=True)
     try:
@@ -61,7 +60,7 @@ def pools(lab: Lab) -> Iterator[Pools]:
         )
         engines = slots["rollout"].spawn(RolloutWorker, env, concurrency_groups=rollout_worker.CONCURRENCY_GROUPS)
         rollout = RolloutPool(engines, config, 1)
-        gather(rollout.init_model("cpu", [EOS]) | actor.init_model("cpu", 4, 200), "init_model", 200)
+        gather(rollout.init_model("cpu", [EOS], sleeps=True) | actor.init_model("cpu", 4, 200), "init_model", 200)
         yield Pools(rollout, WeightSync(actor.exporters(), rollout.workers, config, "cpu", 200))
     finally:
         cluster.close()

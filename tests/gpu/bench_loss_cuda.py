@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gkd.loss.row_kernels import RowKernels, TorchRows, row_kernels
+from gkd.loss.row_kernels import RowKernels, TorchRows
 from tests.bench.command import add_device, parsed, parser, run_parts
 from tests.bench.teacher_report import Figure, Part, Table
 from tests.gpu.timing import median_ms
@@ -70,9 +70,9 @@ def _kernels(device: str, tune: bool) -> dict[str, RowKernels]:
     from gkd.loss.triton_rows import TritonRows
 
     if not tune:
-        return {"triton": row_kernels("triton", torch.device("cuda"))}
+        return {"triton": TritonRows()}
     tried: dict[str, RowKernels] = {f"triton, block {b}, {w} warps": TritonRows(b, w) for b, w in CONFIGURATIONS}
-    return {"triton": row_kernels("triton", torch.device("cuda")), "torch": TorchRows(), **tried}
+    return {"triton": TritonRows(), "torch": TorchRows(), **tried}
 
 
 def measure(device: str, rounds: int, *, tune: bool) -> Part:

@@ -121,7 +121,7 @@ def predicted_gib(variant: str, folder: Path, n_tokens: int, dtype: torch.dtype,
     prompt = n_tokens // 64
     settings = (
         f"data.max_prompt_length={prompt}", f"data.max_response_length={n_tokens // 8 - prompt}",
-        "trainer.global_batch_size=8", "actor.micro_batch_size=8", "actor.logits_chunk_mib=0", f"teacher.topk={TOPK}",
+        "trainer.global_batch_size=8", "actor.micro_batch_size=8", f"teacher.topk={TOPK}",
         f"model.dtype={str(dtype)[6:]}", f"actor.strategy={strategy}",
         f"actor.fsdp_cpu_offload={str(bool(where)).lower()}",
     )  # fmt: skip

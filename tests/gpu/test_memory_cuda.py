@@ -167,7 +167,7 @@ def test_fragmentation_made_on_purpose(device: torch.device, caplog: pytest.LogC
         assert found.unused_ratio == pytest.approx(0.5, abs=0.02)
         assert found.releasable == before.releasable, "every segment is in use somewhere"
         assert len(caplog.messages) == 1 and "expandable_segments:True" in caplog.messages[0]
-        watch = FragmentationWatch(device, 0.2, logger)
+        watch = FragmentationWatch(device, logger)
         watch.after_step()
         assert watch.take()["memory/external_ratio"] == found.external_ratio
         kept.clear()

@@ -33,11 +33,10 @@ def endpoint(*overrides: str) -> Iterator[ScoringEndpoint]:
     settings = ("teacher.topk=8", "teacher.wire=fp32", "data.teacher_key=d", "teacher.outage_budget_s=1.5")
     config = load_config(None, [*settings, *overrides])
     n_routes = len(derive(config).routes)
-    opened = ScoringEndpoint(config, CUT, [""] * n_routes, [Window(2, 8, 3)] * n_routes)
+    opened = ScoringEndpoint(config, CUT, [""] * n_routes, [Window(16, 3)] * n_routes)
     with ExitStack() as stack:
-        for clients in opened.clients():
-            for client in clients:
-                stack.enter_context(client)
+        for client in opened.clients():
+            stack.enter_context(client)
         yield opened
 
 

@@ -112,7 +112,7 @@ EXAMPLES: dict[str, tuple[str, str, dict[str, Any], int]] = {
         "actor.recompute": "full", "actor.max_tokens_per_micro_batch": 6000, "actor.optim.lr": 2e-6,
         "actor.optim.betas": [0.9, 0.999], "actor.optim.schedule": "cosine", "actor.optim.warmup_steps": 10,
         "actor.optim.min_lr_ratio": 0.5, "rollout.tp": 2, "rollout.n_gpus_per_node": 2, "teacher.server_port": 16000,
-        "teacher.n_server_workers": 4, "teacher.topk": 256, "distill.loss": "forward_kl", "distill.tail": "drop",
+        "teacher.topk": 256, "distill.loss": "forward_kl", "distill.tail": "drop",
     }, 0),
     "trl_gkd": ("gkd.yaml", TRL_YAML, {
         "model.path": "models/student", "actor.strategy": "fsdp2", "teacher.backend": "local",

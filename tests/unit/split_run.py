@@ -79,8 +79,7 @@ def _one_step(
         chunk = chunk_of([i], n_tokens, n_prompt=PROMPT, dp_rank=i % dp)
         batch.append(ScoredChunk(chunk, None, None, 8, ScoreTimes(free_s, np.array([free_s + took_s]))))
     total = float((lengths + PROMPT).sum())
-    groups = np.bincount(place % dp, lengths + PROMPT, dp)
-    heaviest = total / dp if config.actor.balance else float(groups.max())
+    heaviest = total / dp
     generate_s = max(usage.busy_s + usage.gap_s for usage in usages) + rates.batch_s
     times = {
         "time/rollout_s": generate_s,

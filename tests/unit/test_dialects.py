@@ -74,7 +74,7 @@ def test_every_name_is_listed_once_and_found(dialect: Dialect) -> None:
     ("key", "expected"),
     [
         ("actor_rollout_ref.model.path", "model.path"),
-        ("actor_rollout_ref.teacher.n_server_workers", "teacher.n_server_workers"),
+        ("actor_rollout_ref.teacher.server_port", "teacher.server_port"),
         ("actor_rollout_ref.actor.megatron.pipeline_model_parallel_size", "actor.pp"),
         ("data.train_batch_size", "trainer.global_batch_size"),
         ("trainer.test_freq", "eval.every"),

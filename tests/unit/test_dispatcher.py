@@ -113,9 +113,8 @@ def without_ray(monkeypatch: pytest.MonkeyPatch) -> None:
 def settings(*overrides: str) -> Config:
     return load_config(
         None,
-        [f"rollout.max_num_seqs={SLOTS}", f"rollout.n={N}", "memory.timeline=false", "trainer.stage_timeout_s=10",
-         *overrides],
-    )  # fmt: skip
+        [f"rollout.max_num_seqs={SLOTS}", f"rollout.n={N}", "trainer.stage_timeout_s=10", *overrides],
+    )
 
 
 def prompts(n: int) -> list[Prompt]:

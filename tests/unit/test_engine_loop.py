@@ -535,9 +535,7 @@ def test_a_streamed_prompt_is_returned_as_rollouts_and_sizes() -> None:
     """Fails if a chunk has the wrong group or sizes, an engine opens two streams, or the backlog ignores
     rollout.max_num_seqs."""
     worker = RolloutWorker(3)
-    worker._set_up(
-        load_config(None, ["rollout.max_num_seqs=2", "memory.timeline=false"]), torch.device("cpu"), Path("not_there")
-    )
+    worker._set_up(load_config(None, ["rollout.max_num_seqs=2"]), torch.device("cpu"), Path("not_there"))
     worker._set_engine(Engine())  # type: ignore[arg-type]
     with pytest.raises(ClusterError, match="rollout engine 3"):
         next(iter(worker.stream()))

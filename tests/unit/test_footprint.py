@@ -134,7 +134,6 @@ def test_state_is_what_this_project_keeps() -> None:
         (("actor.recompute=selective", "model.dtype=float32"), ("model.dtype=float32",)),
         (("actor.max_tokens_per_micro_batch=8192",), ()),
         ((), ("actor.fused_lm_head=false",)),
-        (("actor.logits_chunk_mib=16",), ("actor.logits_chunk_mib=1024",)),
         (TP2, TP2[:1]),
         ((*TP2, "actor.sequence_parallel=true"), TP2),
         (("actor.strategy=fsdp2", "actor.fsdp_cpu_offload=true"), ("actor.strategy=fsdp2",)),
@@ -183,12 +182,12 @@ def test_a_local_teacher_is_on_the_actors_ranks() -> None:
     hosted, resident, averaged = (
         ranks(),
         ranks("teacher.fsdp_cpu_offload=false"),
-        ranks("teacher.weights=ema", "teacher.update_ema=0.5"),
+        ranks("teacher.update_interval=1", "teacher.update_ema=0.5"),
     )
     n_ranks = _config().trainer.n_gpus_per_node
     assert hosted.host_bytes - plain.host_bytes == resident.parts["teacher_weights"] == -(-2 * total // n_ranks)
     assert averaged.parts["teacher_shards"] == -(-4 * total // n_ranks)
-    follows = ranks("teacher.weights=live")
+    follows = ranks("teacher.update_interval=2")
     assert follows.parts["saved_copy"] - plain.parts["saved_copy"] == follows.parts["teacher_shards"]
     assert hosted.total_bytes == plain.total_bytes  # a pass takes less than a training step
     assert resident.total_bytes == plain.total_bytes + resident.parts["teacher_weights"]

@@ -84,15 +84,14 @@ def test_micro_batches_under_way(overrides: tuple[str, ...], boundaries: list[fl
 
 def test_logits_and_tables() -> None:
     """Fails if the loss's working memory is counted of other rows than a chunk's, or the teacher's lists are not."""
-    # A chunk of 128 MiB has 441 rows, and one of 1 GiB 3533.
-    chunk, piece, listed, tables = 441 * 151936 * 2, (1 << 22) * 4 * 2, 16384 * 64 * 12, 441 * 65 * 4 * 12
-    assert _loss("actor.logits_chunk_mib=128").logits_bytes == chunk + piece + listed + tables
+    piece, listed = (1 << 22) * 4 * 2, 16384 * 64 * 12
+    # A chunk of 1 GiB has 3533 rows.
     assert _loss().logits_bytes == 3533 * 151936 * 2 + piece + listed + 3533 * 65 * 4 * 12
     whole = 16384 * 151936 * 2 + piece + listed + 16384 * 65 * 4 * 12
     assert _loss("actor.fused_lm_head=false").logits_bytes == whole
-    # The teacher's logits are float32 and share the chunk: 147 rows. There are no lists, but the sampled column.
-    full = 147 * 151936 * (2 + 4) + piece + 147 * 4 * 12
-    assert _loss("teacher.signal=logits", "actor.logits_chunk_mib=128").logits_bytes == full
+    # The teacher's logits are float32 and share the chunk: 1177 rows. There are no lists, but the sampled column.
+    full = 1177 * 151936 * (2 + 4) + piece + 1177 * 4 * 12
+    assert _loss("teacher.signal=logits").logits_bytes == full
 
 
 def _loss(*overrides: str, frozen: bool = False, in_place: bool = False) -> LossShape:

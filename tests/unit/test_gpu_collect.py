@@ -315,7 +315,7 @@ def test_map_of_a_run_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert check_gpus.main(["--running", str(tmp_path)]) == 1
     lines = capsys.readouterr().out.splitlines()
     assert lines[1].split()[:4] == ["actor", "0", socket.gethostname(), str(os.getpid())]
-    assert len(lines) == 3 and lines[2].startswith("WRONG teacher_silent")
+    assert len(lines) == 4 and lines[3].startswith("WRONG teacher_silent")
     gone = structs.replace(table, rows=(structs.replace(mine, started=1),))
     for saved, code, kind in ((gone, 1, "process_gone"), (structs.replace(gone, ended=True), 0, "run_ended")):
         (tmp_path / "gpus.json").write_bytes(saved.to_json())

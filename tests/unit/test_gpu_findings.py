@@ -266,9 +266,8 @@ def test_printed_table_and_file() -> None:
         *("H100", "GPU-2,", "GPU-3", "00000000:20:00.0,", "00000000:30:00.0", "0"),
         *("139.7", "of", "140.4", "GiB"),
     ]
-    assert "w?[2J" in lines[4] and lines[5] == "note: 2 ranks" and len(lines) == 7 and "WRONG" not in lines[6]
-    settings = gpu_report(structs.replace(table, gpus=(0, 1, 2), order=("rollout", "actor"))).splitlines()[5]
-    assert settings.startswith("cluster.gpus: 0,1,2") and settings.index("rollout") < settings.index("actor")
+    assert "w?[2J" in lines[4] and lines[6] == "note: 2 ranks" and len(lines) == 8 and "WRONG" not in lines[7]
+    assert "cluster.gpus: 0,1,2" in gpu_report(structs.replace(table, gpus=(0, 1, 2))).splitlines()[5]
     assert gpu_map_from_json(table.to_json(), "x") == table
     assert b'"verdicts"' in table.to_json() and b'"cards"' in table.to_json(), "keys of older files"
     for damaged in (b"", b"{}", b"\xff", table.to_json().replace(b'"version": 1', b'"version": 2')):

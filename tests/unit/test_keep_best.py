@@ -33,7 +33,7 @@ def best(tmp_path: Path) -> Best:
     return Best.of_bytes((tmp_path / "run" / "checkpoints" / "best").read_bytes())
 
 
-@pytest.mark.parametrize("more", [(), ("trainer.keep_best=eval/kl", "trainer.keep_best_is=min")])
+@pytest.mark.parametrize("more", [(), ("trainer.keep_best=eval/kl",)])
 def test_the_best_step_is_saved_and_kept(tmp_path: Path, more: tuple[str, ...]) -> None:
     """Fails if the best step is not saved, retention deletes it, an equal one replaces it, or the untrained student
     counts.
@@ -62,7 +62,7 @@ def test_a_resumed_run_continues_with_its_best_step(tmp_path: Path) -> None:
 def test_another_number_starts_anew(tmp_path: Path) -> None:
     """Fails if values of different numbers are compared with each other."""
     make(tmp_path, Learning(0, 0.2, 0.6), "trainer.total_steps=2", *SETTINGS, val=PROMPTS[:1]).fit()
-    more = (*SETTINGS, "trainer.keep_best=eval/kl", "trainer.keep_best_is=min", "trainer.resume=auto")
+    more = (*SETTINGS, "trainer.keep_best=eval/kl", "trainer.resume=auto")
     make(tmp_path, Learning(0, 0, 0, 0.1, 0.05), *more, "trainer.total_steps=4", val=PROMPTS[:1]).fit()
     assert best(tmp_path) == Best(3, "eval/kl", 0.9)
 

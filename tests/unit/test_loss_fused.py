@@ -259,7 +259,7 @@ def test_targets_are_checked_before_they_are_used() -> None:
 
 
 def test_rows_per_chunk_fit_its_bytes() -> None:
-    """Fails if a chunk is larger than actor.logits_chunk_mib, has no row, or does not count the teacher's logits."""
+    """Fails if a chunk is larger than its limit, has no row, or does not count the teacher's logits."""
     topk = DistillLoss(SPEC, ("topk",), SHARD, KERNELS, chunk_bytes=1000)
     whole = DistillLoss(SPEC, ("hidden",), SHARD, KERNELS, chunk_bytes=1000)
     assert topk.rows_per_chunk(100, 2) == 5 and topk.rows_per_chunk(101, 2) == 4

@@ -99,15 +99,14 @@ def test_the_advice_has_keys_with_their_values_and_next_values() -> None:
 
 def test_the_advice_fits_the_run() -> None:
     """Fails if the advice is what the run does already or what cannot help, or the helpful row is missing."""
-    small = ["actor.micro_batch_size=1", "actor.recompute=full", "actor.logits_chunk_mib=32"]
+    small = ["actor.micro_batch_size=1", "actor.recompute=full"]
     assert "actor.micro_batch_size=8: try 4." in advised(config())
     assert "micro_batch_size" not in advised(config("actor.max_tokens_per_micro_batch=4096"))
     assert "micro_batch=4096: try 2048." in advised(config("actor.max_tokens_per_micro_batch=4096"))
     assert "micro_batch=3000: try 2048." in advised(config("actor.max_tokens_per_micro_batch=3000")), "a sequence"
     assert "max_tokens" not in advised(config("actor.max_tokens_per_micro_batch=2048"))
-    assert not any(word in advised(config(*small)) for word in ("micro_batch", "recompute", "logits_chunk"))
+    assert not any(word in advised(config(*small)) for word in ("micro_batch", "recompute"))
     assert "actor.fused_lm_head=False: try true." in advised(config("actor.fused_lm_head=false"))
-    assert "logits_chunk" not in advised(config("actor.fused_lm_head=false"))
     assert "recompute" not in advised(config(), phase="evaluation")
     sharded = ["actor.strategy=fsdp2"]
     assert "actor.fsdp_cpu_offload=False: try true." in advised(config(*sharded))
@@ -171,7 +170,7 @@ def test_the_advice_for_a_frozen_model(phase: str, key: str, others: list[str]) 
     stays = advised(config(*others, f"{key}=false"), phase=phase)
     assert f"{key}=False: try true." in stays and "actor.micro_batch_size=8: try 4." in stays
     assert "offload_train" not in stays, "the states move already"
-    assert not any(word in stays for word in ("recompute", "logits_chunk_mib"))
+    assert "recompute" not in stays
     hosted = advised(config(*others, "actor.max_tokens_per_micro_batch=4096"), phase=phase)
     assert key not in hosted and "actor.max_tokens_per_micro_batch=4096: try " in hosted
     assert "actor.offload_train=False: try true." in hosted

@@ -106,10 +106,3 @@ def test_the_maximum_over_ranks_and_its_rank() -> None:
         "memory/export/peak_rank": 2.0,
     }
     assert merge([]) == merge([{}]) == {}
-    each = {name: value for name, value in merge(ranks, each=True).items() if name not in merge(ranks)}
-    assert each == {
-        "memory/train/peak_gib/rank_0": 3.0,
-        "memory/train/peak_gib/rank_1": 5.0,
-        "memory/train/peak_gib/rank_2": 5.0,
-        "memory/export/peak_gib/rank_2": 0.0,
-    }

@@ -49,16 +49,6 @@ def test_states_on_the_host_are_not_moved(overrides: tuple[str, ...], moves: boo
     assert check_config(load_config(None, settings)).moves_states == moves
 
 
-@pytest.mark.parametrize(
-    ("setting", "sleep"),
-    [("rollout.n=1", False), ("rollout.enable_sleep_mode=true", True), ("trainer.colocate=true", True)],
-)
-def test_engines_sleep_where_a_setting_requires_it(setting: str, sleep: bool) -> None:
-    """Fails if colocated engines cannot release their GPUs, or every run pays for vLLM's sleep mode."""
-    settings = ["data.train_files=[a]", "model.path=student", "trainer.run_dir=r", setting]
-    assert check_config(load_config(None, settings)).engines_sleep == sleep
-
-
 def test_the_setting_without_effect_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Fails if a run ignores actor.offload_train without a warning, or warns of settings that have their effect."""
     from tokenizers import Tokenizer, models

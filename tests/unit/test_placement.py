@@ -59,7 +59,7 @@ def test_choice_against_all_choices(has: list[Room], specs: list[PoolSpec]) -> N
 
 
 def test_the_first_pool_gets_the_first_nodes() -> None:
-    """Fails if cluster.order is ignored, pools interleave, or nodes are shared without need."""
+    """Fails if the second pool comes first, pools interleave, or nodes are shared without need."""
     actor, rollout = pool("actor", 2, 4), pool("rollout", 1, 8)
     assert place(rooms(8, 8, 8), [actor, rollout]) == [[0, 1], [2]]
     assert place(rooms(8, 8, 8), [rollout, actor]) == [[0], [1, 2]]

@@ -181,9 +181,9 @@ def test_only_ranks_that_compute_the_loss_get_logprobs() -> None:
     """Fails if a rank fetches logprobs it does not use, or gets them in another order than the scores."""
     chunk = ScoredChunk(chunk_of(range(2), ref="rollouts"), "scores", None, 0, reference="logprobs")
     layouts = [ParallelLayout(tp=1, pp=2, world_size=2, rank=rank) for rank in range(2)]
-    first, last = batch_args(scatter_to_groups([chunk, chunk], 1, balance=False), layouts)
+    first, last = batch_args(scatter_to_groups([chunk, chunk], 1), layouts)
     assert first[1:] == ["rollouts"] * 2 and last[1:] == ["rollouts"] * 2 + ["scores"] * 2 + ["logprobs"] * 2
-    groups = scatter_to_groups([replace(chunk, reference=None)], 1, balance=False)
+    groups = scatter_to_groups([replace(chunk, reference=None)], 1)
     assert batch_args(groups, layouts)[1][1:] == ["rollouts", "scores"]
 
 

@@ -98,9 +98,9 @@ def test_a_run_with_weight_0_trains_as_one_without_rewards() -> None:
     assert plain.loss == reported.loss != trained.loss
     layouts = [ParallelLayout(tp=1, pp=1, world_size=1, rank=0)]
     batch = [chunk([0, 1], [3.0, 4.0])]
-    assert advantages_of_ranks(scatter_to_groups(batch, 1, balance=False), layouts) == [{}]
+    assert advantages_of_ranks(scatter_to_groups(batch, 1), layouts) == [{}]
     with_them = of_batch(batch, [1.0], "none", 2)
-    (found,) = advantages_of_ranks(scatter_to_groups(with_them, 1, balance=False), layouts)
+    (found,) = advantages_of_ranks(scatter_to_groups(with_them, 1), layouts)
     assert np.frombuffer(found["advantages"][0], "<f4").tolist() == [3.0, 4.0]
 
 
@@ -133,9 +133,8 @@ def test_advantages(kind: str) -> None:
     assert kind != "group" or (found[order // 3 == 1] == 0).all(), "equal rewards have no advantage"
 
 
-@pytest.mark.parametrize("balance", [True, False])
 @pytest.mark.parametrize("kind", ["group", "batch"])
-def test_each_row_gets_the_advantage_of_its_sequence(kind: str, balance: bool) -> None:
+def test_each_row_gets_the_advantage_of_its_sequence(kind: str) -> None:
     """Fails if means are those of a chunk or a data-parallel group, balancing mixes up sequences, or a sequence whose
     first tokens are skipped gets another one's advantage.
     """
@@ -145,7 +144,7 @@ def test_each_row_gets_the_advantage_of_its_sequence(kind: str, balance: bool) -
     expected = advantages_of(REWARDS, np.arange(9) // 3, kind).astype(np.float32)
     with_them = of_batch(batch, [1.0], kind, 3)
     seen = []
-    for parts in scatter_to_groups(with_them, 2, balance=balance):
+    for parts in scatter_to_groups(with_them, 2):
         own, _ = select([part.sequence_indices for part in parts], [part.chunk.rollouts.ref for part in parts], None)
         rollouts = with_advantages(own, [part.advantages or b"" for part in parts])
         scores = [TeacherScores(sampled_logprobs=np.zeros(len(r.response_ids), np.float32)) for r in rollouts]

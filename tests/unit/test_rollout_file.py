@@ -134,7 +134,7 @@ def test_scores_that_do_not_match_are_not_written() -> None:
 
 def endpoint() -> ScoringEndpoint:
     """Return an endpoint that only writes and reads files; it contacts no server."""
-    return ScoringEndpoint(load_config(None, ["rollout.n=2"]), n_vocab=99, fingerprints=["f"], windows=[Window(1, 1)])
+    return ScoringEndpoint(load_config(None, ["rollout.n=2"]), n_vocab=99, fingerprints=["f"], windows=[Window(1)])
 
 
 def chunks_of(items: Iterator[Any]) -> list[tuple[list[Rollout], list[TeacherScores] | None, Any, bytes]]:

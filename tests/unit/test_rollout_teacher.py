@@ -15,7 +15,6 @@ MINIMAL = [
     "model.path=m",
     "trainer.run_dir=r",
     "teacher.backend=rollout",
-    "teacher.weights=live",
 ]
 OWN_PROMPT = ["teacher.prompt_template=Be brief. {prompt}"]
 
@@ -32,8 +31,7 @@ OWN_PROMPT = ["teacher.prompt_template=Be brief. {prompt}"]
         ("distill.support", [*OWN_PROMPT, "distill.support=union"]),
         ("teacher.path", [*OWN_PROMPT, "teacher.path=t"]),
         ("teacher.update_interval", [*OWN_PROMPT, "teacher.update_interval=2"]),
-        ("teacher.weights", [*OWN_PROMPT, "teacher.weights=frozen"]),
-        ("teacher.weights", [*OWN_PROMPT, "teacher.weights=ema"]),
+        ("teacher.update_ema", [*OWN_PROMPT, "teacher.update_ema=0.5"]),
         ("teacher.server_port", [*OWN_PROMPT, "teacher.server_port=1"]),
         ("teacher.routes", [*OWN_PROMPT, "teacher.routes={a: {}}", "data.teacher_key=domain"]),
     ],
@@ -50,7 +48,7 @@ def test_engines_have_room_for_the_teachers_prompt() -> None:
     lengths = ["data.max_prompt_length=10", "data.max_response_length=5", "data.max_teacher_prompt_length=20"]
     derived = check_config(load_config(None, [*MINIMAL, *OWN_PROMPT, *lengths]))
     assert (derived.max_engine_length, derived.teacher_pool) == (26, "rollout")
-    served = [*MINIMAL[:-2], *OWN_PROMPT, *lengths]
+    served = [*MINIMAL[:-1], *OWN_PROMPT, *lengths]
     assert check_config(load_config(None, served)).max_engine_length == 15
 
 

@@ -49,15 +49,14 @@ def batch() -> list[tuple[ScoredChunk, list[Rollout]]]:
     return [scored_chunk(0, [4, 0, 2], [30, 40, 10]), scored_chunk(1, [1, 3], [5, 15]), scored_chunk(0, [6], [80])]
 
 
-@pytest.mark.parametrize("balance", [False, True])
 @pytest.mark.parametrize(("tp", "pp"), [(1, 1), (2, 1), (1, 2), (2, 2)])
 def test_only_ranks_that_compute_the_loss_get_scores(
-    batch: list[tuple[ScoredChunk, list[Rollout]]], tp: int, pp: int, balance: bool
+    batch: list[tuple[ScoredChunk, list[Rollout]]], tp: int, pp: int
 ) -> None:
     """Fails if a rank fetches scores it does not use, lacks some, or ranks of a group have different sequences."""
     layouts = [ParallelLayout(tp=tp, pp=pp, world_size=2 * tp * pp, rank=rank) for rank in range(2 * tp * pp)]
     chunks, stored = [c for c, _ in batch], {c.rollouts.ref: rollouts for c, rollouts in batch}
-    args = batch_args(scatter_to_groups(chunks, 2, balance=balance), layouts)
+    args = batch_args(scatter_to_groups(chunks, 2), layouts)
     trained: dict[int, list[int]] = {}
     for layout, (sequence_indices, *handles) in zip(layouts, args, strict=True):
         n_chunks = len(sequence_indices)
@@ -71,15 +70,12 @@ def test_only_ranks_that_compute_the_loss_get_scores(
     assert sorted(trained[0] + trained[1]) == [0, 1, 2, 3, 4, 6]
     n_tokens = {r.sample_index: r.n_tokens for _, rollouts in batch for r in rollouts}
     heaviest = max(sum(n_tokens[i] for i in samples) for samples in trained.values())
-    assert heaviest == (90 if balance else 160)
-    if not balance:
-        whole = [[None, None] if layout.dp_rank == 0 else [None] for layout in layouts]
-        assert [sequence_indices for sequence_indices, *_ in args] == whole
+    assert heaviest == 90, "the first group generated 160"
 
 
 def test_scores_stay_with_their_rollouts(batch: list[tuple[ScoredChunk, list[Rollout]]]) -> None:
     """Fails if a sequence that moved to another group is trained on the scores of another sequence."""
-    for parts in scatter_to_groups([c for c, _ in batch], 2, balance=True):
+    for parts in scatter_to_groups([c for c, _ in batch], 2):
         chunks = [next(rollouts for c, rollouts in batch if c is part.chunk) for part in parts]
         scores = [
             [TeacherScores(sampled_logprobs=r.rollout_logprobs + r.sample_index) for r in chunk] for chunk in chunks
@@ -164,18 +160,17 @@ def test_results_that_overlap_or_are_missing_are_refused() -> None:
             gather_results(selections, [["a"], ["b"]])
 
 
-@pytest.mark.parametrize("balance", [False, True])
-def test_parts_of_one_chunk_are_selected_at_their_places(balance: bool) -> None:
+def test_parts_of_one_chunk_are_selected_at_their_places() -> None:
     """Fails if a step that takes a part of a chunk trains on other sequences of it, or a result gets lost."""
     rollouts = [rollout(i, 3 + i) for i in range(8)]
     whole = replace(chunk_sizes(0, [replace(r, on_policy=False) for r in rollouts], 0), ref="list")
     taken = [part_of(whole, [1, 2, 6]), part_of(part_of(whole, [3, 4, 5, 7]), [0, 3])]
     assert part_of(whole, range(8)) is whole and taken[1].sample_index.tolist() == [3, 7]
     assert taken[0].n_response.tolist() == [len(rollouts[i].response_ids) for i in (1, 2, 6)]
-    groups = scatter_to_groups([ScoredChunk(part, "scores", None, 0) for part in taken], 2, balance=balance)
+    groups = scatter_to_groups([ScoredChunk(part, "scores", None, 0) for part in taken], 2)
     found = [select([part.sequence_indices], [rollouts], None)[0] for parts in groups for part in parts]
     assert sorted(r.sample_index for each in found for r in each) == [1, 2, 3, 6, 7]
-    assert bool(groups[1]) == balance
+    assert groups[0] and groups[1]
     ranks = scatter_to_ranks(taken, 2)
     of_first = [part.sequence_indices for parts in ranks for part in parts if part.chunk_index == 0]
     results = [map_selected([s], [rollouts], lambda rows: [r.sample_index for r in rows])[0] for s in of_first]

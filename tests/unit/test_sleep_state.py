@@ -115,5 +115,5 @@ def test_unknown_tags_and_levels_are_refused() -> None:
     disabled = SleepState(Workers(), enabled=False)
     with pytest.raises(ConfigError) as refused:
         disabled.awake_tags(TAGS)
-    assert refused.value.key == "rollout.enable_sleep_mode"
+    assert refused.value.key == "engines_sleep"
     disabled.wake_up(TAGS)

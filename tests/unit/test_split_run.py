@@ -44,7 +44,7 @@ def keep(folder: Path, lines: list[dict[str, Any]]) -> None:
     (folder / "tuner.jsonl").unlink(missing_ok=True)
 
 
-@pytest.mark.parametrize("more", [[], ["actor.balance=false", "rollout.max_num_seqs=5"]])
+@pytest.mark.parametrize("more", [[], ["rollout.max_num_seqs=5"]])
 def test_a_run_s_rates_come_out_of_its_metrics(tmp_path: Path, more: list[str]) -> None:
     """Fails if the tuner takes a wait for a stage's time, or one stage's part for another's."""
     run = read_run([write_run(tmp_path, settings(tmp_path, *more), RATES)])

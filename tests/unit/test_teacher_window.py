@@ -20,28 +20,24 @@ def info(n_streams: int, version: int = 3) -> TeacherInfo:
 
 
 @pytest.mark.parametrize("n_groups", [1, 3, 8])
-@pytest.mark.parametrize("n_server_workers", [0, 1, 5, 4096])
-def test_connections_never_limit_the_sequences_in_flight(n_server_workers: int, n_groups: int) -> None:
-    """If it fails, `teacher.n_server_workers: 1` of a verl config leaves the teacher idle most of the time."""
+def test_without_a_limit_the_groups_together_keep_the_server_busy(n_groups: int) -> None:
+    """Fails if the default leaves streams of the teacher idle."""
     for n_streams in (1, 24, 64, 256):
-        window = window_of_group(TeacherConfig(n_server_workers=n_server_workers), info(n_streams), n_groups)
-        assert n_groups * window.n_connections * window.n_per_connection >= n_streams
-        assert window.n_connections == 1 or n_groups * (window.n_connections - 1) < n_server_workers
+        assert n_groups * window_of_group(TeacherConfig(), info(n_streams), n_groups).n_in_flight >= n_streams
 
 
-def test_the_limit_holds_for_all_groups_and_connections_together() -> None:
+def test_the_limit_holds_for_all_groups_together() -> None:
     """If it fails, a teacher that others use too receives more sequences than the user allowed."""
-    for limit, n_groups, n_server_workers in product((1, 7, 64, 1000), (1, 3, 8), (0, 4, 64)):
-        teacher = TeacherConfig(max_in_flight=limit, n_server_workers=n_server_workers)
-        window = window_of_group(teacher, info(64), n_groups)
-        assert 1 <= n_groups * window.n_connections * window.n_per_connection <= max(limit, n_groups)
-    assert window_of_group(TeacherConfig(max_in_flight=8, n_server_workers=4), info(64), 2) == Window(2, 2)
+    for limit, n_groups in product((1, 7, 64, 1000), (1, 3, 8)):
+        window = window_of_group(TeacherConfig(max_in_flight=limit), info(64), n_groups)
+        assert 1 <= n_groups * window.n_in_flight <= max(limit, n_groups)
+    assert window_of_group(TeacherConfig(max_in_flight=8), info(64), 2) == Window(4)
 
 
 def test_requests_share_the_window_and_old_servers_get_single_sequences() -> None:
     """If it fails, one request fills the window, so server and client take turns, or an old server refuses it."""
-    assert window_of_group(TeacherConfig(), info(64), 1) == Window(1, 64, 16)
-    assert window_of_group(TeacherConfig(), info(64, version=2), 1) == Window(1, 64, 1)
+    assert window_of_group(TeacherConfig(), info(64), 1) == Window(64, 16)
+    assert window_of_group(TeacherConfig(), info(64, version=2), 1) == Window(64, 1)
     assert window_of_group(TeacherConfig(max_in_flight=3), info(64), 1).n_per_request == 1
 
 
@@ -64,5 +60,5 @@ def test_sequences_of_a_request_have_one_route_and_one_number_of_ids() -> None:
 def test_only_a_limit_below_the_announced_number_is_warned_about() -> None:
     """If it fails, a run with a slow teacher stage does not name the setting and the value that mend it."""
     assert throttle_warning(TeacherConfig(max_in_flight=63), info(64)).count("64") == 1
-    for teacher in (TeacherConfig(), TeacherConfig(n_server_workers=1), TeacherConfig(max_in_flight=64)):
+    for teacher in (TeacherConfig(), TeacherConfig(max_in_flight=64)):
         assert not throttle_warning(teacher, info(64))

@@ -68,13 +68,6 @@ def test_local_teacher_scores_while_engines_are_offloaded(tmp_path: Path) -> Non
     assert calls == [*validation, *step, *validation]
 
 
-def test_without_overlap_scoring_starts_after_the_rollout(tmp_path: Path) -> None:
-    """If it fails, teacher.overlap_rollout=false has no effect."""
-    world = World()
-    make(tmp_path, world, "trainer.total_steps=1", "teacher.overlap_rollout=false").fit()
-    assert world.events[2:7] == ["chunk", "chunk", "submit", "submit", "collect"]
-
-
 def test_evaluations_and_checkpoints_follow_their_intervals(tmp_path: Path) -> None:
     """If it fails, eval.every, save_every or keep_last has no effect, the last evaluation runs twice, or a line has no
     time stamp.
@@ -103,22 +96,12 @@ def test_eval_metric_none_does_not_decode(tmp_path: Path) -> None:
 
 
 def test_every_line_has_its_memory_numbers(tmp_path: Path) -> None:
-    """Fails if memory numbers are in the wrong line, missing for an evaluation, or collected although they are off."""
+    """Fails if memory numbers are in the wrong line, or missing for an evaluation."""
     world = World()
-    settings = ("trainer.total_steps=2", "eval.every=1")
-    make(tmp_path / "on", world, *settings, val=PROMPTS[:1]).fit()
-    lines = read_metrics(tmp_path / "on" / "run" / "metrics.jsonl")
+    make(tmp_path, world, "trainer.total_steps=2", "eval.every=1", val=PROMPTS[:1]).fit()
+    lines = read_metrics(tmp_path / "run" / "metrics.jsonl")
     assert [line["memory/training_step/peak_gib"] for line in lines] == [1.5] * 3
     assert world.n_memory_calls == 4, "also after the last line"
-    world = World()
-    off = ("memory.timeline=false", "trainer.spans_every=0")
-    make(tmp_path / "off", world, *settings, *off, val=PROMPTS[:1]).fit()
-    lines = read_metrics(tmp_path / "off" / "run" / "metrics.jsonl")
-    assert world.n_memory_calls == 0 and not [name for line in lines for name in line if name.startswith("memory/")]
-    world = World()
-    make(tmp_path / "moves", world, *settings, "memory.timeline=false", "actor.offload_train=true").fit()
-    lines = read_metrics(tmp_path / "moves" / "run" / "metrics.jsonl")
-    assert world.n_memory_calls == 4 and all("memory/training_step/peak_gib" in line for line in lines)
 
 
 @pytest.mark.parametrize(("scheduler", "n_more"), [("sync", 3), ("stream", 1)])
@@ -185,11 +168,10 @@ def test_a_resume_after_a_teacher_failure_trains_every_prompt_once(tmp_path: Pat
     assert [(line["step"], line[SINCE_START]) for line in lines] == [(1, 1), (2, 2), (3, 1), (4, 2)]
 
 
-@pytest.mark.parametrize("overlap", ["true", "false"])
-def test_a_mixed_batch_has_dataset_and_on_policy_responses(tmp_path: Path, overlap: str) -> None:
+def test_a_mixed_batch_has_dataset_and_on_policy_responses(tmp_path: Path) -> None:
     """If it fails, prompts are lost or duplicated, or the batch does not follow distill.on_policy_share."""
     world = World()
-    settings = ("trainer.global_batch_size=4", "rollout.n=3", f"teacher.overlap_rollout={overlap}")
+    settings = ("trainer.global_batch_size=4", "rollout.n=3")
     make(tmp_path, world, "trainer.total_steps=2", "distill.on_policy_share=0.5", *settings).fit()
     sampler = PromptSampler(PROMPTS, shuffle=True, seed=10)
     for step, batch in enumerate(world.trained):
@@ -262,19 +244,13 @@ def save_events(world: World) -> list[str]:
     return [event for event in world.events if event.startswith(("save", "train", "export"))]
 
 
-@pytest.mark.parametrize(
-    ("async_save", "polls", "expected"),
-    [
-        (True, 0, ["train", "save", "train", "saved 1", "save", "train", "saved 2", "save", "saved 3", "export"]),
-        (True, 9, ["train", "save", "train", "saved 1", "save", "train", "saved 2", "save", "saved 3", "export"]),
-        (False, 9, ["train", "save", "saved 1", "train", "save", "saved 2", "train", "save", "saved 3", "export"]),
-    ],
-)
-def test_async_saves_overlap_with_steps(tmp_path: Path, async_save: bool, polls: int, expected: list[str]) -> None:
-    """Fails if trainer.async_save has no effect, two saves overlap, or the run ends before its last save is written."""
+@pytest.mark.parametrize("polls", [0, 9])
+def test_saves_overlap_with_steps(tmp_path: Path, polls: int) -> None:
+    """Fails if a step waits for a save, two saves overlap, or the run ends before its last save is written."""
     world = World()
     world.polls_per_save = polls
-    make(tmp_path, world, "trainer.total_steps=3", "trainer.save_every=1", f"trainer.async_save={async_save}").fit()
+    make(tmp_path, world, "trainer.total_steps=3", "trainer.save_every=1").fit()
+    expected = ["train", "save", "train", "saved 1", "save", "train", "saved 2", "save", "saved 3", "export"]
     assert save_events(world) == expected
     assert checkpoints(tmp_path) == ["latest", "step_00000002", "step_00000003"]
 
@@ -295,14 +271,13 @@ def test_a_save_is_committed_at_the_first_poll_after_it_is_written(tmp_path: Pat
     assert all(line["time/checkpoint_s"] >= 0 for line in lines.values())
 
 
-@pytest.mark.parametrize("async_save", [True, False])
-def test_a_failed_save_stops_the_run(tmp_path: Path, async_save: bool) -> None:
+def test_a_failed_save_stops_the_run(tmp_path: Path) -> None:
     """Fails if a failed background save goes unnoticed and the run continues without checkpoints."""
     world = World()
     world.save_fails_at = 2
     with pytest.raises(CheckpointError):
-        make(tmp_path, world, "trainer.total_steps=9", "trainer.save_every=1", f"trainer.async_save={async_save}").fit()
-    assert len(world.trained) == (3 if async_save else 2)
+        make(tmp_path, world, "trainer.total_steps=9", "trainer.save_every=1").fit()
+    assert len(world.trained) == 3
     assert checkpoints(tmp_path) == ["latest", "step_00000001"], "no partial files"
     again = World()
     make(tmp_path, again, "trainer.total_steps=3", "trainer.resume=auto").fit()

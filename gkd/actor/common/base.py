@@ -51,9 +51,7 @@ class StudentArgs(TypedDict, total=False):
     signals: Sequence[Signal]
     # Compute LM head and loss together, one chunk of logits at a time. Default: True. False: all logits first.
     fused_lm_head: bool
-    logits_chunk_mib: int  # value of actor.logits_chunk_mib. Default: 0
     n_vocab: int  # logits of ids from this one on are masked. Default: 0 masks only padding for tensor parallelism
-    loss_kernel: str  # see `gkd.loss.row_kernels.row_kernels`. Default: auto
     on_phase: Callable[[str], None]  # called with the name of each start-up phase. Default: `no_phase`
 
 
@@ -236,7 +234,10 @@ class Student(ABC):
 
 
 def build_loss(args: StudentArgs, shard: VocabShard) -> DistillLoss:
-    """Return the loss of a student whose rank has the logits of `shard`. Raises ConfigError for loss or kernel."""
+    """Return the loss of a student whose rank has the logits of `shard`.
+
+    Raises ConfigError: this host does not have a loss, or triton for a GPU.
+    """
     shard = replace(shard, n_valid=args.get("n_vocab") or shard.n_valid)
     for term in args["loss"].divergences:
         divergence_of(term.name)  # a function that this host does not have is an error here, not in the first step
@@ -244,6 +245,6 @@ def build_loss(args: StudentArgs, shard: VocabShard) -> DistillLoss:
         args["loss"],
         tuple(args.get("signals", ("topk",))),
         shard,
-        row_kernels(args.get("loss_kernel", "auto"), args["device"]),
-        chunk_bytes=logits_chunk_bytes(args.get("logits_chunk_mib", 0), on_cpu=args["device"].type == "cpu"),
+        row_kernels(args["device"]),
+        chunk_bytes=logits_chunk_bytes(on_cpu=args["device"].type == "cpu"),
     )

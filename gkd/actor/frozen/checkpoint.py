@@ -52,15 +52,15 @@ def load(folder: Path, places: Mapping[str, Place], role: str) -> None:
         saved, own = reader.meta.get(role), meta(places, role)[role]
         if saved is None:
             raise CheckpointError(
-                f"{folder} has no weights of the {role}, which {role}.weights live and ema require: an older "
-                "version wrote it. Fix: start a new run in another trainer.run_dir."
+                f"{folder} has no weights of the {role}, which {role}.update_interval above 0 requires: an "
+                "older version wrote it. Fix: start a new run in another trainer.run_dir."
             )
         for name in dict.fromkeys([*own, *saved]):
             in_checkpoint, here = saved.get(name, "missing"), own.get(name, "missing")
             if in_checkpoint != here:
                 raise CheckpointError(
                     f"{folder} has a different {role}: {name} is {in_checkpoint} in the checkpoint and {here} here. "
-                    f"Fix: restore {role}.path, model.dtype and {role}.weights."
+                    f"Fix: restore {role}.path, model.dtype and {role}.update_interval."
                 )
         for name, start, flat in _local_parts(places):
             flat.copy_(reader.read(name, role, 0, start, start + flat.numel()))

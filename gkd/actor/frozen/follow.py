@@ -77,8 +77,8 @@ class Follower:
             self._model.check_plan(plan)
         except ModelError as error:
             role = self._model.role
-            fix = f"use frozen, or a {role}.path of the student's architecture."
-            raise ConfigError(f"{role}.weights", "ema" if updates.ema else "live", f"{error}.", fix) from error
+            fix = f"use 0, or a {role}.path of the student's architecture."
+            raise ConfigError(f"{role}.update_interval", updates.interval, f"{error}.", fix) from error
 
 
 def stage_plans(student: Student, layout: ParallelLayout) -> list[list[TensorPlan]]:

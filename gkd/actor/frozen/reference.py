@@ -18,7 +18,6 @@ from gkd.actor.common.base import Student
 from gkd.actor.frozen.model import FrozenModel
 from gkd.config.derived import derive
 from gkd.config.schema import Config
-from gkd.config.schema_teacher import weight_updates
 from gkd.data.batching import check_batch, make_micro_batches
 from gkd.types import Rollout
 from teacher_server.engines.base import ScoreParams
@@ -36,7 +35,6 @@ def frozen_reference(config: Config, device: torch.device) -> FrozenModel:
         cpu_offload=config.reference.fsdp_cpu_offload,
         packing=actor.packing,
         max_batch_tokens=actor.max_tokens_per_micro_batch or actor.micro_batch_size * derived.max_sequence_length,
-        float32_weights=weight_updates(config.reference).ema > 0.0,
         trust_remote_code=config.model.trust_remote_code,
     )
 

@@ -34,7 +34,7 @@ class LocalTeacher:
         layout: of the student, which maps pipeline stages to ranks.
 
     Raises:
-        ModelError, ConfigError: see `FrozenModel`; or ConfigError naming teacher.weights: student and teacher
+        ModelError, ConfigError: see `FrozenModel`; or ConfigError naming teacher.update_interval: student and teacher
             have different architectures.
     """
 

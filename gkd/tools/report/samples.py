@@ -1,7 +1,7 @@
 """Collect responses for the sample browser: their text, each token's KL, and the teacher's choices.
 
 Of a run's evaluations at most 12 are shown: the first, the last, and evenly spaced ones between them. Of each one the
-first 8 kept responses (`eval.keep_token_losses`) with their first 400 tokens, and 20 greedy responses with their first
+first 8 kept responses with their first 400 tokens, and 20 greedy responses with their first
 2,000 characters. With several runs each has its part of the evaluations, at least two.
 """
 

@@ -38,7 +38,6 @@ class Workload:
     dataset_tokens: float  # mean of a dataset response
     response_tokens: float  # mean of a rollout
     longest_tokens: float  # mean of the longest rollout of each step
-    overlap: bool  # teacher.overlap_rollout
     early_parts: bool  # see `gkd.config.derived.Derived`
 
 
@@ -84,10 +83,9 @@ def estimate(scheduler: str, max_staleness: int, sizes: Sizes, workload: Workloa
     passes = n_rollouts / sizes.engines / w.max_num_seqs * w.response_tokens + 2 / 3 * w.longest_tokens
     most = min(math.ceil(w.n_on_policy / sizes.engines) * w.n, n_rollouts)  # sequences of the busiest engine
     rollout_s = r.pass_s * max(passes, w.longest_tokens) + most * _sequence_s(w, r) + r.batch_s
-    late_s = scoring_s  # time from the last response to its score
-    if w.overlap:  # the teacher begins when responses of half the mean length are complete
-        began_s = rollout_s * w.response_tokens / w.longest_tokens / 2
-        late_s = max(last_score_s, scoring_s - (rollout_s - began_s))
+    # The teacher begins when responses of half the mean length are complete.
+    began_s = rollout_s * w.response_tokens / w.longest_tokens / 2
+    late_s = max(last_score_s, scoring_s - (rollout_s - began_s))  # time from the last response to its score
     if AHEAD[scheduler] == 0:
         step_s = rollout_s + late_s + training_s + after_s
     elif AHEAD[scheduler] == 1:

@@ -242,7 +242,6 @@ def _workload(config: Config, table: _Table) -> Workload:
         dataset_tokens=float(dataset_tokens / dataset) if dataset else 0.0,
         response_tokens=float((table["rollout/response_tokens"].sum() - dataset_tokens) / on_policy),
         longest_tokens=float(np.average(longest, weights=weights)),
-        overlap=config.teacher.overlap_rollout,
         early_parts=derive(config).early_parts,
     )
 
@@ -320,8 +319,6 @@ def _training(config: Config, sizes: Sizes, table: _Table, notes: list[str]) -> 
     The pass of a reference is included, since the same ranks run it.
     """
     tokens = (table["rollout/response_tokens"] + table["rollout/prompt_tokens"]) / sizes.dp
-    if not config.actor.balance:
-        tokens = table["perf/group_tokens_max"]
     step_s, token_s, is_assumed = fit_line(tokens, table["time/train_s"] + table.get(REFERENCE_S))
     if is_assumed:
         notes.append("training is proportional to the tokens: the tokens of the steps differ too little")
