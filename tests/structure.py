@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import ast
 import json
+import re
 import statistics
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -129,7 +130,23 @@ def summary(root: Path = ROOT) -> dict[str, object]:
         "edges_between_units": sum(len(used) for used in units.values()),
         "cycles_between_units": cycles(units),
         "cycles_between_files": cycles(files),
+        "tests": test_figures(root),
     }
+
+
+_HABITS = {
+    "match= in pytest.raises": r"raises\([^\n]*match=",
+    "monkeypatch.setattr": r"\bsetattr\((?!self)",
+    "sleep calls": r"\bsleep\(",
+    "private attributes of other objects": r"(?<!\bself)(?<!\bcls)(?<!\bos)(?<!super\(\))\._[a-z]\w*",
+}
+
+
+def test_figures(root: Path = ROOT) -> dict[str, int]:
+    """Return the size of the tests, and how often they look behind an interface or wait for a time."""
+    files = [path.read_text() for path in sorted((root / "tests").rglob("*.py"))]
+    found = {name: sum(len(re.findall(pattern, text)) for text in files) for name, pattern in _HABITS.items()}
+    return {"files": len(files), "lines": sum(len(text.splitlines()) for text in files), **found}
 
 
 def package_map(root: Path = ROOT) -> str:

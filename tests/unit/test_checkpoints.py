@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import json
-import logging
 import os
 import random
 import re
@@ -14,7 +13,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -35,12 +34,9 @@ def store(tmp_path: Path) -> CheckpointStore:
 
 
 @pytest.fixture
-def logged(caplog: pytest.LogCaptureFixture) -> Iterator[Callable[[], str]]:
-    """Yield a function that returns the store's log. The project's loggers do not propagate to caplog's handler."""
-    logger = logging.getLogger("gkd.run.checkpoints")
-    logger.addHandler(caplog.handler)
-    yield lambda: caplog.text
-    logger.removeHandler(caplog.handler)
+def logged(gkd_log: pytest.LogCaptureFixture) -> Callable[[], str]:
+    """Return a function that returns the store's log."""
+    return lambda: gkd_log.text
 
 
 def steps(store: CheckpointStore) -> list[int | None]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -104,7 +103,7 @@ def test_the_teacher_fits_into_its_share() -> None:
     ],
 )
 def test_preflight_counts_what_is_on_the_card(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gkd_log: pytest.LogCaptureFixture,
     free: tuple[float, ...], overrides: tuple[str, ...], in_use: int,
 ) -> None:  # fmt: skip
     """Fails if a teacher server or a stranger on a card of the pools is not counted, or one on another card is."""
@@ -118,11 +117,10 @@ def test_preflight_counts_what_is_on_the_card(
     assert preflight_memory.memory_in_use(config) == in_use * GIB
     if in_use and not config.cluster.gpus:
         (tmp_path / "config.json").write_text(json.dumps(QWEN25_15B))
-        monkeypatch.setattr(logging.getLogger("gkd"), "propagate", True)
         monkeypatch.setattr(preflight_memory, "smallest_gpu", lambda cluster: 80 * GIB)
         monkeypatch.setattr(preflight_memory, "host_memory_bytes", lambda: 512 * GIB)
         preflight_memory.check_memory(config, "cuda", None)
-        assert "other_processes" in caplog.text and "actor rank 0 needs 87.17 GiB" in caplog.text
+        assert "other_processes" in gkd_log.text and "actor rank 0 needs 87.17 GiB" in gkd_log.text
 
 
 @pytest.mark.parametrize(

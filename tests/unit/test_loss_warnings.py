@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import logging
-
 import pytest
 
 from gkd.config.load import load_config
-from gkd.preflight.teacher import log, stale_losses, warn_about_losses
+from gkd.preflight.teacher import stale_losses, warn_about_losses
 
 STALE = "trainer.scheduler=one_step_off"
 
@@ -27,12 +25,10 @@ STALE = "trainer.scheduler=one_step_off"
         (["distill.loss=reverse_kl", "distill.on_policy_share=0", STALE], []),
     ],
 )
-def test_stale_losses(settings: list[str], expected: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stale_losses(settings: list[str], expected: list[str], gkd_log: pytest.LogCaptureFixture) -> None:
     """Fails if a run that may lose quality starts without a warning, or any other run warns."""
     config = load_config(None, settings)
     assert stale_losses(config) == expected
-    records: list[logging.LogRecord] = []
-    monkeypatch.setattr(log, "warning", lambda text, *args: records.append(text % args))
     warn_about_losses(config, 0.0)
-    about = [record for record in records if "trainer.scheduler" in str(record)]
-    assert len(about) == bool(expected) and all(name in str(about[0]) for name in expected)
+    about = [text for text in gkd_log.messages if "trainer.scheduler" in text]
+    assert len(about) == bool(expected) and all(name in about[0] for name in expected)

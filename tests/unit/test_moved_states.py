@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import math
 from collections.abc import Sequence
 from pathlib import Path
@@ -49,22 +50,22 @@ def test_states_on_the_host_are_not_moved(overrides: tuple[str, ...], moves: boo
     assert check_config(load_config(None, settings)).moves_states == moves
 
 
-def test_the_setting_without_effect_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_setting_without_effect_is_named(tmp_path: Path, gkd_log: pytest.LogCaptureFixture) -> None:
     """Fails if a run ignores actor.offload_train without a warning, or warns of settings that have their effect."""
     from tokenizers import Tokenizer, models
     from transformers import PreTrainedTokenizerFast
 
     folder = make_hf_folder(tmp_path / "qwen3", "qwen3", head_dim=32)  # vLLM's attention on the CPU lacks 16
-    prompts, warnings = tmp_path / "prompts.jsonl", list[str]()
+    prompts = tmp_path / "prompts.jsonl"
     words = Tokenizer(models.WordLevel({f"w{i}": i for i in range(VOCAB)}, unk_token="w0"))
     PreTrainedTokenizerFast(tokenizer_object=words, eos_token="w1").save_pretrained(folder)
     prompts.write_text(json.dumps({"prompt": "w2", "answer": "w3"}) + "\n")
-    monkeypatch.setattr("gkd.preflight.run.log.warning", lambda text, *args: warnings.append(text % args))
     sizes = ("data.max_prompt_length=8", "data.max_response_length=8", "trainer.device=cpu")
     paths = (f"model.path={folder}", "teacher.backend=local", f"teacher.path={folder}", f"data.train_files=[{prompts}]")
     for name, overrides in (("moved", (MOVED,)), ("host", ON_HOST), ("both", (*ON_HOST, MOVED))):
         plan = preflight(load_config(None, [*sizes, *paths, f"trainer.run_dir={tmp_path / name}", *overrides]))
         assert plan.derived.moves_states == (name == "moved")
+        warnings = [record.getMessage() for record in gkd_log.records if record.levelno == logging.WARNING]
         keys = [key for key in ("actor.offload_train", "actor.fsdp_cpu_offload") if any(key in w for w in warnings)]
         assert len(keys) == (2 if name == "both" else 0), warnings
 

@@ -160,16 +160,14 @@ def test_no_memory_on_the_device_leaves_all_on_the_host(monkeypatch: pytest.Monk
     assert same(role.values(), before)
 
 
-def test_storages_of_another_owner_do_not_move(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_storages_of_another_owner_do_not_move(gkd_log: pytest.LogCaptureFixture) -> None:
     """Fails if states in an object store, which cannot be released here, are lost, or stay on the device unlogged."""
     foreign, own = torch.from_numpy(np.arange(5.0)), torch.arange(3.0)
     states = States(CPU, lambda: {PARAMS: [foreign, own]})
-    told: list[str] = []
-    monkeypatch.setattr("gkd.memory.states.log.warning", lambda text, *args: told.append(text % args))
     states.offload_states()
     states.reload_states()
     states.offload_states()
-    assert len(told) == 1 and "MiB of states" in told[0], "logged once, not at every step"
+    assert len(gkd_log.messages) == 1 and "MiB of states" in gkd_log.text, "logged once, not at every step"
     assert foreign.tolist() == [0, 1, 2, 3, 4] and own.untyped_storage().nbytes() == 0
     assert states.device_bytes()[PARAMS] == 0
     states.reload_states()
