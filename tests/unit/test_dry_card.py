@@ -168,7 +168,7 @@ print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
 
 
 def test_a_row_of_the_table_counts_each_outcome(tmp_path: Path) -> None:
-    """Fails if the table of test files counts an error as passed, or a file whose process died as one without faults."""
+    """Fails if the table of test files counts an error as passed, or a dead process as a file without faults."""
     (tmp_path / "test_some.py").write_text("""
 import pytest
 @pytest.fixture
