@@ -23,7 +23,7 @@ FAMILY = re.compile(
     r"(_*cuda[A-Z]|cu[A-Z]|cublas|cudnn|cusparse|cusolver|cufft|curand|nccl|cufile)"
 )
 # vLLM and Triton look these up by name, so that no library lists them as undefined.
-BY_NAME = "cudaDeviceReset cuCtxGetLimit cuCtxSetLimit cuFuncSetAttribute cuFuncSetCacheConfig"
+BY_NAME = "cudaDeviceReset cuCtxGetLimit cuCtxSetLimit"
 
 
 def compile_(output: Path, *arguments: str | Path) -> None:
@@ -61,8 +61,7 @@ def build(site: Path) -> Path:
     with tempfile.TemporaryDirectory(dir=done.parent) as temporary:
         (folder := Path(temporary) / "built").mkdir()
         headers = next(site.glob("nvidia/*/include/cuda.h")).parent
-        users = [site / "torch/lib/libtorch_python.so", site / "torch/lib/libtorch_nvshmem.so"]
-        users += [*site.glob("torch/lib/lib*cuda*.so"), *site.glob("vllm/*.so"), *site.glob("vllm/*/*.so")]
+        users = [*site.glob("torch/lib/*.so"), *site.glob("vllm/**/*.so")]
         build_cards(folder, headers, users)
         torch = site / "torch"
         includes = [f"-I{path}" for path in (torch / "include", torch / "include/torch/csrc/api/include", headers)]

@@ -6,7 +6,6 @@
 #include "cards.h"
 
 extern "C" void dry_card_use_stream(void* stream);
-extern "C" int cudaGetDevice(int* device);
 enum { SUCCESS = 0, SYSTEM_ERROR = 2, INVALID = 4 };  // ncclResult_t
 enum { INT8, UINT8, INT32, UINT32, INT64, UINT64, HALF, FLOAT, DOUBLE, BFLOAT16, FP8_A, FP8_B };  // ncclDataType_t
 enum { SUM, PROD, MAX, MIN, AVG, FIRST_OF_USER };  // ncclRedOp_t
@@ -23,7 +22,7 @@ struct Board {
 };
 struct Comm {
   std::string name;
-  int rank, n, device = 0, splits = 0;
+  int rank, n, splits = 0;
   Board* board = nullptr;  // followed by a slot for each rank, then by one for each mailbox
   std::atomic<bool> aborted{false};
   size_t length() { return sizeof(Board) + (size_t)n * (n + 1) * SLOT; }
@@ -66,7 +65,7 @@ static int join(Comm** out, int n, const std::string& name, int rank) {
   CHECK(fd >= 0 && !ftruncate(fd, c->length()));
   c->board = (Board*)mmap(nullptr, c->length(), PROT_READ | PROT_WRITE, MAP_SHARED | MAP_NORESERVE, fd, 0);
   CHECK(c->board != MAP_FAILED);
-  close(fd), cudaGetDevice(&c->device), c->board->joined++;
+  close(fd), c->board->joined++;
   CHECK(c->wait([&] { return c->board->joined >= (uint32_t)n; }) && c->barrier());
   if (rank == 0) shm_unlink(name.c_str());  // the mappings stay
   return *out = c, SUCCESS;
@@ -98,7 +97,6 @@ API int ncclCommAbort(Comm* c) { c->aborted = true; return SUCCESS; }  // never 
 API int ncclCommGetAsyncError(Comm*, int* error) { *error = SUCCESS; return SUCCESS; }
 API int ncclCommCount(Comm* c, int* n) { *n = c->n; return SUCCESS; }
 API int ncclCommUserRank(Comm* c, int* rank) { *rank = c->rank; return SUCCESS; }
-API int ncclCommCuDevice(Comm* c, int* device) { *device = c->device; return SUCCESS; }
 API int ncclGetVersion(int* version) { *version = 22907; return SUCCESS; }
 API const char* ncclGetErrorString(int result) { return result ? "an error of the stand-in for NCCL" : "no error"; }
 API const char* ncclGetLastError(Comm*) { return ""; }

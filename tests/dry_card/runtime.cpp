@@ -215,9 +215,5 @@ API E cudaOccupancyMaxActiveBlocksPerMultiprocessor(int* n, const void*, int blo
 ALSO(cudaOccupancyMaxActiveBlocksPerMultiprocessorWithFlags, cudaOccupancyMaxActiveBlocksPerMultiprocessor)
 
 // ---- The driver's calls with the same parameters and error codes
-ALSO(cuDeviceGetAttribute, cudaDeviceGetAttribute) ALSO(cuDeviceGetPCIBusId, cudaDeviceGetPCIBusId)
-ALSO(cuMemAlloc_v2, cudaMalloc) ALSO(cuMemFree_v2, cudaFree) ALSO(cuMemGetInfo_v2, cudaMemGetInfo)
-ALSO(cuStreamCreate, cudaStreamCreate) ALSO(cuStreamSynchronize, cudaStreamSynchronize)
-ALSO(cuEventCreate, cudaEventCreate) ALSO(cuEventRecord, cudaEventRecord)
-ALSO(cuEventSynchronize, cudaEventSynchronize) ALSO(cuCtxSynchronize, cudaDeviceSynchronize)
+ALSO(cuDeviceGetAttribute, cudaDeviceGetAttribute)
 ALSO(cuOccupancyMaxActiveBlocksPerMultiprocessor, cudaOccupancyMaxActiveBlocksPerMultiprocessor)

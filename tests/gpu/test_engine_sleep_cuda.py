@@ -111,7 +111,10 @@ def _probe(student: Path, eager: bool) -> dict[str, Any]:
     return result
 
 
-@pytest.fixture(scope="module", params=[True, False], ids=["eager", "graphs"])
+GRAPHS = pytest.param(False, id="graphs", marks=pytest.mark.real_card("CUDA graphs"))
+
+
+@pytest.fixture(scope="module", params=[pytest.param(True, id="eager"), GRAPHS])
 def probe(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     student = tmp_path_factory.mktemp("student")
     _save(student)

@@ -77,10 +77,6 @@ def addmm_dtype(c: Tensor, a: Tensor, b: Tensor, dtype: torch.dtype, *, beta: fl
     return c.to(dtype) * beta + a.to(dtype) @ b.to(dtype) * alpha
 
 
-def mm_dtype_out(a: Tensor, b: Tensor, dtype: torch.dtype, *, out: Tensor) -> Tensor:
-    return out.copy_(mm_dtype(a, b, dtype))
-
-
 def addmm_dtype_out(c, a, b, dtype, *, beta=1, alpha=1, out):  # type: ignore
     return out.copy_(addmm_dtype(c, a, b, dtype, beta=beta, alpha=alpha))
 
@@ -97,7 +93,7 @@ def after_torch() -> None:
     if VALUES:
         torch.ops.load_library(os.path.join(os.environ["DRY_CARD_BUILD"], "values.so"))
         register("aten", _flash_attention_forward, _flash_attention_backward, _fused_rms_norm_backward)
-        register("aten", mm_dtype, mm_dtype_out, addmm_dtype, addmm_dtype_out, histc)
+        register("aten", mm_dtype, addmm_dtype, addmm_dtype_out, histc)
         torch.backends.cuda.enable_flash_sdp(False)
         torch.backends.cuda.enable_mem_efficient_sdp(False)
 
