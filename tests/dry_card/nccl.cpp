@@ -31,7 +31,7 @@ struct Comm {
   bool wait(const std::function<bool()>& done) {
     for (long i = 0; !done(); i++) {
       if (aborted) return false;
-      if (i > 200) usleep(i > 5000 ? 500 : 20);  // the ranks share few cores
+      if (i > 20) usleep(std::min(i, 500l));  // the ranks share few cores
     }
     return true;
   }

@@ -10,18 +10,13 @@ static const E OK = cudaSuccess;
 
 // ---- Devices
 static bool exists(int device) { return device >= 0 && device < (int)visible().size(); }
-API E cudaDeviceGetAttribute(int* value, cudaDeviceAttr name, int device) {  // an attribute that is not listed is 1
-  static const auto& listed = *new std::map<int, int>{
-      {cudaDevAttrMaxThreadsPerBlock, 1024}, {cudaDevAttrMaxBlockDimX, 1024}, {cudaDevAttrMaxBlockDimY, 1024},
-      {cudaDevAttrMaxBlockDimZ, 64}, {cudaDevAttrMaxGridDimX, 2147483647}, {cudaDevAttrMaxGridDimY, 65535},
-      {cudaDevAttrMaxGridDimZ, 65535}, {cudaDevAttrMaxSharedMemoryPerBlock, 49152}, {cudaDevAttrWarpSize, 32},
-      {cudaDevAttrMaxRegistersPerBlock, 65536}, {cudaDevAttrMaxRegistersPerMultiprocessor, 65536},
-      {cudaDevAttrClockRate, 1980000}, {cudaDevAttrMemoryClockRate, 2619000}, {cudaDevAttrGlobalMemoryBusWidth, 5120},
-      {cudaDevAttrMultiProcessorCount, 132}, {cudaDevAttrL2CacheSize, 50 * MIB}, {cudaDevAttrPciDomainId, 0},
-      {cudaDevAttrMaxThreadsPerMultiProcessor, 2048}, {cudaDevAttrMaxSharedMemoryPerMultiprocessor, 233472},
-      {cudaDevAttrMaxSharedMemoryPerBlockOptin, 232448}, {cudaDevAttrReservedSharedMemoryPerBlock, 1024},
-      {cudaDevAttrMaxBlocksPerMultiprocessor, 32}, {cudaDevAttrPciDeviceId, 0}, {cudaDevAttrIntegrated, 0},
-      {cudaDevAttrComputeMode, 0}, {cudaDevAttrComputeCapabilityMajor, 9}, {cudaDevAttrComputeCapabilityMinor, 0}};
+API E cudaDeviceGetAttribute(int* value, cudaDeviceAttr name, int device) {
+  static const auto& listed = *new std::map<int, int>{  // what torch, vLLM and Triton ask for; any other attribute is 1
+      {cudaDevAttrMaxThreadsPerBlock, 1024}, {cudaDevAttrMaxGridDimX, 2147483647}, {cudaDevAttrWarpSize, 32},
+      {cudaDevAttrMaxRegistersPerBlock, 65536}, {cudaDevAttrClockRate, 1980000}, {cudaDevAttrMultiProcessorCount, 132},
+      {cudaDevAttrMemoryClockRate, 2619000}, {cudaDevAttrGlobalMemoryBusWidth, 5120}, {cudaDevAttrIntegrated, 0},
+      {cudaDevAttrMaxThreadsPerMultiProcessor, 2048}, {cudaDevAttrMaxSharedMemoryPerBlockOptin, 232448},
+      {cudaDevAttrComputeCapabilityMajor, 9}, {cudaDevAttrComputeCapabilityMinor, 0}, {cudaDevAttrComputeMode, 0}};
   if (!exists(device)) return fail(cudaErrorInvalidDevice);
   *value = name == cudaDevAttrPciBusId ? FIRST_BUS + visible()[device] : listed.count(name) ? listed.at(name) : 1;
   return OK;
