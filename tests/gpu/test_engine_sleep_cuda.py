@@ -16,6 +16,7 @@ import torch
 
 from gkd.tools.gpu_proof.turn import wait_for_turn
 from gkd.types import Prompt
+from tests.device import patience
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
@@ -121,7 +122,7 @@ def probe(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
         found = pool.submit(_probe, student, request.param)
         wait_for_turn()  # as the child does, so that this wait is not part of the limit
-        return found.result(timeout=280)
+        return found.result(timeout=280 * patience())
 
 
 def test_sleep_does_not_change_the_responses(probe: dict[str, Any]) -> None:
