@@ -30,6 +30,11 @@ def on_cuda() -> bool:
     return kind() == "cuda"
 
 
+def on_stand_in() -> bool:
+    """Return whether the cards are those of tests/dry_card."""
+    return "DRY_CARD_BUILD" in os.environ
+
+
 def patience() -> int:
     """Return the factor of time limits."""
     return CUDA_PATIENCE if on_cuda() else 1

@@ -9,10 +9,10 @@ from __future__ import annotations
 import hashlib
 import os
 import re
-import shutil
 import subprocess
 import tempfile
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
@@ -23,47 +23,29 @@ FAMILY = re.compile(
     r"(_*cuda[A-Z]|cu[A-Z]|cublas|cudnn|cusparse|cusolver|cufft|curand|nccl|cufile)"
 )
 # vLLM and Triton look these up by name, so that no library lists them as undefined.
-BY_NAME = "cudaDeviceReset cuCtxGetLimit cuCtxSetLimit cuFuncSetAttribute cuFuncSetCacheConfig"
-
-
-def symbols(path: Path, kind: str) -> set[str]:
-    """Return the dynamic symbols of a library without their versions; `kind` is an option of nm."""
-    out = subprocess.run(["nm", "-D", kind, str(path)], capture_output=True, text=True).stdout
-    return {line.split()[-1].split("@")[0] for line in out.splitlines() if line.strip()}
+BY_NAME = "cudaDeviceReset cuCtxGetLimit cuCtxSetLimit"
 
 
 def compile_(output: Path, *arguments: str | Path) -> None:
-    """Run g++. Errors go to the terminal."""
-    subprocess.run(["g++", "-O2", "-fPIC", "-w", *map(str, arguments), "-o", str(output)], check=True)
+    """Run g++ to make a shared library. Errors go to the terminal."""
+    subprocess.run(["g++", "-O2", "-fPIC", "-w", "-shared", *map(str, arguments), "-o", str(output)], check=True)
 
 
 def build_cards(folder: Path, headers: Path, users: Iterable[Path] = ()) -> Path:
     """Build libcards.so in `folder`, with stubs for the calls that the libraries `users` need, and return its path."""
     library, versions, stubs = folder / "libcards.so", folder / "versions.map", folder / "stubs.cpp"
-    for name in CARDS:
-        compile_(folder / f"{name}.o", "-std=c++17", "-c", "-I", headers, HERE / name)
     # A library asks for a call of libcudart in a version. The calls of all other libraries are found without one.
     versions.write_text("libcudart.so.13 { global: cuda*; __cuda*; };\n")
-    link = ["-shared", "-Wl,-soname,libcudart.so.13", f"-Wl,--version-script={versions}"]
-    link += [str(folder / f"{name}.o") for name in CARDS]
-    compile_(library, *link, "-ldl", "-lpthread", "-lrt")
-    needed = {name for user in users for name in symbols(user, "--undefined-only") if FAMILY.match(name)}
-    missing = (needed | set(BY_NAME.split())) - symbols(library, "--defined-only")
-    stub = 'extern "C" long {0}() {{ dry_card_note("{0} (stub)"); return 0; }}\n'
-    note = 'extern "C" void dry_card_note(const char*);\n'
-    stubs.write_text(note + "".join(stub.format(name) for name in sorted(missing)))
-    compile_(library, *link, stubs, "-ldl", "-lpthread", "-lrt")
+    listing = subprocess.run(["nm", "-D", "--undefined-only", *users], capture_output=True, text=True).stdout
+    names = {line.split()[-1].split("@")[0] for line in listing.splitlines() if " U " in line}
+    # The linker prefers a call of the C++ files to a weak one.
+    stub = 'API __attribute__((weak)) long {0}() {{ dry_card_note("{0} (stub)"); return 0; }}\n'
+    needed = sorted({*filter(FAMILY.match, names), *BY_NAME.split()})
+    stubs.write_text('#include "cards.h"\n' + "".join(stub.format(name) for name in needed))
+    link = ["-Wl,-soname,libcudart.so.13", f"-Wl,--version-script={versions}", "-ldl", "-lpthread", "-lrt"]
+    sources = [HERE / name for name in CARDS]
+    compile_(library, "-std=c++17", "-I", headers, "-I", HERE, *sources, stubs, *link)
     return library
-
-
-def build_values(folder: Path, site: Path, headers: Path) -> None:
-    """Build values.so in `folder`, which has libcards.so, for the torch in the folder `site`."""
-    torch = site / "torch"
-    options = ["-shared", "-std=c++20", "-DUSE_CUDA", "-L", torch / "lib", "-L", folder, "-Wl,-rpath,$ORIGIN"]
-    for include in (torch / "include", torch / "include/torch/csrc/api/include", headers):
-        options += ["-I", include]
-    libraries = ("-ltorch", "-ltorch_cpu", "-lc10", "-lc10_cuda", "-l:libcards.so")
-    compile_(folder / "values.so", *options, HERE / "values.cpp", *libraries)
 
 
 def build(site: Path) -> Path:
@@ -76,20 +58,19 @@ def build(site: Path) -> Path:
         return done
     print("[dry_card] compiling, about a minute", flush=True)
     done.parent.mkdir(parents=True, exist_ok=True)
-    folder = Path(tempfile.mkdtemp(dir=done.parent))
-    try:
+    with tempfile.TemporaryDirectory(dir=done.parent) as temporary:
+        (folder := Path(temporary) / "built").mkdir()
         headers = next(site.glob("nvidia/*/include/cuda.h")).parent
-        users = [site / "torch/lib/libtorch_python.so", site / "torch/lib/libtorch_nvshmem.so"]
-        users += [*site.glob("torch/lib/lib*cuda*.so"), *site.glob("vllm/*.so"), *site.glob("vllm/*/*.so")]
+        users = [*site.glob("torch/lib/*.so"), *site.glob("vllm/**/*.so")]
         build_cards(folder, headers, users)
-        build_values(folder, site, headers)
+        torch = site / "torch"
+        includes = [f"-I{path}" for path in (torch / "include", torch / "include/torch/csrc/api/include", headers)]
+        link = [f"-L{torch / 'lib'}", f"-L{folder}", "-Wl,-rpath,$ORIGIN"]
+        link += ["-ltorch", "-ltorch_cpu", "-lc10", "-lc10_cuda", "-l:libcards.so"]
+        compile_(folder / "values.so", "-std=c++20", "-DUSE_CUDA", *includes, HERE / "values.cpp", *link)
         (folder / "lib").mkdir()
         for name in ("libcuda.so", "libcuda.so.1", "libnvidia-ml.so.1", "libcudart.so.13"):
             (folder / "lib" / name).symlink_to("../libcards.so")
-        folder.rename(done)  # It fails if another process was faster, and then that result serves.
-    except OSError:
-        if not done.is_dir():
-            raise
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
+        with suppress(OSError):  # Another process was faster, and its result serves.
+            folder.rename(done)
     return done

@@ -30,7 +30,6 @@ inline double setting(const char* name, double otherwise) {
 }
 inline int n_cards() { return (int)setting("COUNT", 1); }
 inline long card_bytes() { return (long)(setting("GIB", 8) * 1024 * MIB); }
-inline int capability() { return (int)setting("CC", 90); }  // 90 is 9.0
 inline std::string machine() { return text_setting("MACHINE") ? text_setting("MACHINE") : "default"; }
 inline std::string segment(const char* kind) {  // a name of shared memory that environment.remove_segments() finds
   return "/dry-card." + std::to_string(getuid()) + "." + machine() + "." + kind;

@@ -12,24 +12,17 @@ static const R OK = CUDA_SUCCESS;
 static CUcontext context(int device) { return (CUcontext)(uintptr_t)(device + 1); }
 
 // ---- Devices and contexts
-API R cuInit(unsigned) { return forked ? CUDA_ERROR_NOT_INITIALIZED : visible().empty() ? CUDA_ERROR_NO_DEVICE : OK; }
 API R cuDriverGetVersion(int* version) { *version = CUDA_VERSION; return OK; }
 ALSO(cudaDriverGetVersion, cuDriverGetVersion) ALSO(cudaRuntimeGetVersion, cuDriverGetVersion)
-API R cuDeviceGetCount(int* n) { *n = (int)visible().size(); return OK; }
 API R cuDeviceGet(CUdevice* out, int device) { *out = device; return OK; }
-API R cuDeviceGetName(char* text, int n, CUdevice) { return snprintf(text, n, CARD_NAME), OK; }
-API R cuDeviceGetUuid(CUuuid* out, CUdevice device) { *out = uuid(visible()[device]); return OK; }
-API R cuDeviceTotalMem(size_t* n, CUdevice) { *n = card_bytes(); return OK; }
 API R cuDevicePrimaryCtxRetain(CUcontext* out, CUdevice device) { *out = context(device); return (R)ready(); }
 API R cuDevicePrimaryCtxGetState(CUdevice device, unsigned* flags, int* active) {
   return *flags = 0, *active = has_context[visible()[device]], OK;
 }
 API R cuCtxGetCurrent(CUcontext* out) { *out = initialized ? context(current) : nullptr; return OK; }
 API R cuCtxSetCurrent(CUcontext in) { current = in ? (int)(uintptr_t)in - 1 : current; return OK; }
-API R cuCtxGetDevice(CUdevice* device) { *device = current; return OK; }
 extern "C" const char* cudaGetErrorString(R);
 API R cuGetErrorString(R error, const char** text) { *text = cudaGetErrorString(error); return OK; }
-ALSO(cuGetErrorName, cuGetErrorString)
 
 // ---- Kernels
 API R cuModuleLoadData(CUmodule* out, const void*) { *out = (CUmodule)1; return (R)ready(); }

@@ -37,27 +37,15 @@ def environment(
     """
     built = build(next(gpu_python().parents[1].glob("lib/python3.*/site-packages")))
     library = str(built / "libcards.so")
-    # The variables of the caller win over these.
-    env = {
-        "OMP_NUM_THREADS": "1",
-        "VLLM_ALLREDUCE_USE_SYMM_MEM": "0",  # This one and the next one need multicast memory.
-        "VLLM_ALLREDUCE_USE_FLASHINFER": "0",
-        "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
-    }
+    # The variables of the caller win over these. The two of VLLM_ALLREDUCE need multicast memory.
+    env = {"OMP_NUM_THREADS": "1", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}
+    env |= {"VLLM_ALLREDUCE_USE_SYMM_MEM": "0", "VLLM_ALLREDUCE_USE_FLASHINFER": "0"}
     if values:  # A kernel that a compiler makes has no values: Triton interprets, and Inductor is off.
         env |= {"TRITON_INTERPRET": "1", "TORCHDYNAMO_DISABLE": "1"}
     env |= os.environ
-    env |= {f"DRY_CARD_{name.upper()}": str(value) for name, value in settings.items()}
-    env |= {
-        "DRY_CARD_COUNT": str(cards),
-        "DRY_CARD_GIB": str(gib),
-        "DRY_CARD_MACHINE": machine or uuid.uuid4().hex[:12],
-        "DRY_CARD_VALUES": str(int(values)),
-        "DRY_CARD_BUILD": str(built),
-        "TRITON_LIBCUDA_PATH": str(built / "lib"),
-        "VLLM_NCCL_SO_PATH": library,
-        "VLLM_CUDART_SO_PATH": library,
-    }
+    settings |= {"count": cards, "gib": gib, "machine": machine or uuid.uuid4().hex[:12], "values": int(values)}
+    env |= {f"DRY_CARD_{name.upper()}": str(value) for name, value in (settings | {"build": built}).items()}
+    env |= {"TRITON_LIBCUDA_PATH": str(built / "lib"), "VLLM_NCCL_SO_PATH": library, "VLLM_CUDART_SO_PATH": library}
     for name, first in (
         ("PYTHONPATH", f"{HERE / 'hooks'}:{ROOT}"),
         ("LD_LIBRARY_PATH", str(built / "lib")),

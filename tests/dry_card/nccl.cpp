@@ -6,7 +6,6 @@
 #include "cards.h"
 
 extern "C" void dry_card_use_stream(void* stream);
-extern "C" int cudaGetDevice(int* device);
 enum { SUCCESS = 0, SYSTEM_ERROR = 2, INVALID = 4 };  // ncclResult_t
 enum { INT8, UINT8, INT32, UINT32, INT64, UINT64, HALF, FLOAT, DOUBLE, BFLOAT16, FP8_A, FP8_B };  // ncclDataType_t
 enum { SUM, PROD, MAX, MIN, AVG, FIRST_OF_USER };  // ncclRedOp_t
@@ -23,7 +22,7 @@ struct Board {
 };
 struct Comm {
   std::string name;
-  int rank, n, device = 0, splits = 0;
+  int rank, n, splits = 0;
   Board* board = nullptr;  // followed by a slot for each rank, then by one for each mailbox
   std::atomic<bool> aborted{false};
   size_t length() { return sizeof(Board) + (size_t)n * (n + 1) * SLOT; }
@@ -32,7 +31,7 @@ struct Comm {
   bool wait(const std::function<bool()>& done) {
     for (long i = 0; !done(); i++) {
       if (aborted) return false;
-      if (i > 200) usleep(i > 5000 ? 500 : 20);  // the ranks share few cores
+      if (i > 20) usleep(std::min(i, 500l));  // the ranks share few cores
     }
     return true;
   }
@@ -66,7 +65,7 @@ static int join(Comm** out, int n, const std::string& name, int rank) {
   CHECK(fd >= 0 && !ftruncate(fd, c->length()));
   c->board = (Board*)mmap(nullptr, c->length(), PROT_READ | PROT_WRITE, MAP_SHARED | MAP_NORESERVE, fd, 0);
   CHECK(c->board != MAP_FAILED);
-  close(fd), cudaGetDevice(&c->device), c->board->joined++;
+  close(fd), c->board->joined++;
   CHECK(c->wait([&] { return c->board->joined >= (uint32_t)n; }) && c->barrier());
   if (rank == 0) shm_unlink(name.c_str());  // the mappings stay
   return *out = c, SUCCESS;
@@ -98,7 +97,6 @@ API int ncclCommAbort(Comm* c) { c->aborted = true; return SUCCESS; }  // never 
 API int ncclCommGetAsyncError(Comm*, int* error) { *error = SUCCESS; return SUCCESS; }
 API int ncclCommCount(Comm* c, int* n) { *n = c->n; return SUCCESS; }
 API int ncclCommUserRank(Comm* c, int* rank) { *rank = c->rank; return SUCCESS; }
-API int ncclCommCuDevice(Comm* c, int* device) { *device = c->device; return SUCCESS; }
 API int ncclGetVersion(int* version) { *version = 22907; return SUCCESS; }
 API const char* ncclGetErrorString(int result) { return result ? "an error of the stand-in for NCCL" : "no error"; }
 API const char* ncclGetLastError(Comm*) { return ""; }
@@ -115,11 +113,11 @@ struct BFloat16 {
   }
 };
 static auto& factors = *new std::vector<double>;  // of ncclRedOpCreatePreMulSum
-template <class T, class Wide> static int reduce_as(Comm* c, char* out, size_t first, size_t n, int op) {
+template <class T, class Wide = double> static int reduce_as(Comm* c, char* out, size_t n, int op) {
   for (size_t i = 0; i < n; i++) {
     Wide sum = 0;
     for (int r = 0; r < c->n; r++) {
-      Wide x = (Wide)((T*)c->slot(r))[first + i];
+      Wide x = (Wide)((T*)c->slot(r))[i];
       if (op >= FIRST_OF_USER) x = (Wide)(x * factors[op - FIRST_OF_USER]);
       sum = !r ? x : op == PROD ? sum * x : op == MAX ? std::max(sum, x) : op == MIN ? std::min(sum, x) : sum + x;
     }
@@ -127,15 +125,15 @@ template <class T, class Wide> static int reduce_as(Comm* c, char* out, size_t f
   }
   return SUCCESS;
 }
-static int reduce(Comm* c, char* out, size_t first, size_t n, int type, int op) {  // of [first, first + n) of the slots
+static int reduce(Comm* c, char* out, size_t n, int type, int op) {
   switch (type) {
-    case INT8: return reduce_as<int8_t, int64_t>(c, out, first, n, op);
-    case UINT8: return reduce_as<uint8_t, int64_t>(c, out, first, n, op);
-    case INT32: return reduce_as<int32_t, int64_t>(c, out, first, n, op);
-    case INT64: return reduce_as<int64_t, int64_t>(c, out, first, n, op);
-    case FLOAT: return reduce_as<float, double>(c, out, first, n, op);
-    case DOUBLE: return reduce_as<double, double>(c, out, first, n, op);
-    case BFLOAT16: return reduce_as<BFloat16, double>(c, out, first, n, op);
+    case INT8: return reduce_as<int8_t, int64_t>(c, out, n, op);
+    case UINT8: return reduce_as<uint8_t, int64_t>(c, out, n, op);
+    case INT32: return reduce_as<int32_t, int64_t>(c, out, n, op);
+    case INT64: return reduce_as<int64_t, int64_t>(c, out, n, op);
+    case FLOAT: return reduce_as<float>(c, out, n, op);
+    case DOUBLE: return reduce_as<double>(c, out, n, op);
+    case BFLOAT16: return reduce_as<BFloat16>(c, out, n, op);
   }
   return fprintf(stderr, "[dry_card] no reduction of ncclDataType_t %d\n", type), INVALID;
 }
@@ -144,60 +142,51 @@ API int ncclRedOpCreatePreMulSum(int* op, void* x, int type, int, Comm*) {
   return *op = FIRST_OF_USER + (int)factors.size() - 1, SUCCESS;
 }
 
-// ---- Collectives: for each piece of at most `most` elements `put`, a barrier, and `take`
-typedef std::function<int(size_t first, size_t n)> Step;
-static int collective(Comm* c, void* stream, size_t n, size_t most, Step put, Step take) {
+// ---- Collectives: for each piece all ranks fill their slots, wait, and read what they need
+typedef std::function<int(size_t first_byte, size_t n)> Take;
+static int exchange(Comm* c, const void* from, size_t n, size_t size, void* stream, Take take) {
   return submit([=] {
     dry_card_use_stream(stream);
-    for (size_t first = 0; first < n; first += most) {
-      size_t piece = std::min(most, n - first);
-      put(first, piece);
+    for (size_t at = 0; at < n; at += SLOT / size) {
+      size_t piece = std::min(SLOT / size, n - at);
+      if (from) memcpy(c->slot(c->rank), (char*)from + at * size, piece * size);
       CHECK(c->barrier());
-      int error = take(first, piece);
+      int error = take(at * size, piece);
       CHECK(c->barrier());
       if (error) return error;
     }
     return (int)SUCCESS;
   });
 }
-static Step put_own(Comm* c, const void* from, size_t size) {
-  return [=](size_t at, size_t n) { return memcpy(c->slot(c->rank), (char*)from + at * size, n * size), SUCCESS; };
-}
 API int ncclReduce(const void* from, char* to, size_t n, int type, int op, int root, Comm* c, void* stream) {
-  size_t size = SIZES[type];
-  return collective(c, stream, n, SLOT / size, put_own(c, from, size), [=](size_t at, size_t n) {
-    return root >= 0 && root != c->rank ? (int)SUCCESS : reduce(c, to + at * size, 0, n, type, op);
+  return exchange(c, from, n, SIZES[type], stream, [=](size_t at, size_t n) {
+    return root >= 0 && root != c->rank ? (int)SUCCESS : reduce(c, to + at, n, type, op);
   });
 }
 API int ncclAllReduce(const void* from, char* to, size_t n, int type, int op, Comm* c, void* stream) {
   return ncclReduce(from, to, n, type, op, -1, c, stream);
 }
+API int ncclReduceScatter(const char* from, char* to, size_t n, int type, int op, Comm* c, void* stream) {
+  int error = SUCCESS;
+  for (int r = 0; r < c->n; r++) {
+    error = std::max(error, ncclReduce(from + r * n * SIZES[type], to, n, type, op, r, c, stream));
+  }
+  return error;
+}
 API int ncclBroadcast(const void* from, char* to, size_t n, int type, int root, Comm* c, void* stream) {
-  size_t size = SIZES[type];
-  Step put = c->rank == root ? put_own(c, from, size) : [](size_t, size_t) { return (int)SUCCESS; };
-  return collective(c, stream, n, SLOT / size, put, [=](size_t at, size_t n) {
-    return memcpy(to + at * size, c->slot(root), n * size), SUCCESS;
+  return exchange(c, from, n, SIZES[type], stream, [=](size_t at, size_t n) {
+    return memcpy(to + at, c->slot(root), n * SIZES[type]), (int)SUCCESS;
   });
 }
 API int ncclBcast(char* data, size_t n, int type, int root, Comm* c, void* stream) {
   return ncclBroadcast(data, data, n, type, root, c, stream);
 }
-API int ncclAllGather(const void* from, char* to, size_t all, int type, Comm* c, void* stream) {
-  size_t size = SIZES[type];
-  return collective(c, stream, all, SLOT / size, put_own(c, from, size), [=](size_t at, size_t n) {
-    for (int r = 0; r < c->n; r++) memcpy(to + (r * all + at) * size, c->slot(r), n * size);
-    return (int)SUCCESS;
-  });
-}
-API int ncclReduceScatter(const char* from, char* to, size_t all, int type, int op, Comm* c, void* stream) {
-  size_t size = SIZES[type];
-  Step put = [=](size_t at, size_t n) {
-    for (int r = 0; r < c->n; r++) memcpy(c->slot(c->rank) + r * n * size, from + (r * all + at) * size, n * size);
-    return (int)SUCCESS;
-  };
-  return collective(c, stream, all, SLOT / size / c->n, put, [=](size_t at, size_t n) {
-    return reduce(c, to + at * size, c->rank * n, n, type, op);
-  });
+API int ncclAllGather(const void* from, char* to, size_t n, int type, Comm* c, void* stream) {
+  int error = SUCCESS;
+  for (int r = 0; r < c->n; r++) {
+    error = std::max(error, ncclBroadcast(from, to + r * n * SIZES[type], n, type, r, c, stream));
+  }
+  return error;
 }
 
 // ---- Messages. In a group the sends come first, so that two ranks can send to each other.

@@ -1,7 +1,7 @@
 // NVML (libnvidia-ml), which Ray, vLLM, torch and our nvidia-smi ask for cards, memory and processes; cuBLAS and cuDNN.
 //
 // NVML lists all cards of the machine, whatever CUDA_VISIBLE_DEVICES is. A handle is the card's number + 1. The results
-// are 0 success, 2 invalid argument, 3 not supported, 6 not found, 7 insufficient size. Utilization is made up.
+// are 0 success, 2 invalid argument, 3 not supported, 6 not found, 7 insufficient size.
 #include "cards.h"
 
 typedef unsigned N;
@@ -13,17 +13,9 @@ static N give(int* out, int value) { return *out = value, 0; }
 // ---- The machine
 API N nvmlInit_v2() { return 0; }
 ALSO(nvmlInitWithFlags, nvmlInit_v2) ALSO(nvmlShutdown, nvmlInit_v2)
-API const char* nvmlErrorString(N) { return "an error of the stand-in"; }
-API N nvmlSystemGetDriverVersion(char* out, unsigned n) { return give(out, n, "580.65.06"); }
 API N nvmlSystemGetCudaDriverVersion_v2(int* version) { return give(version, 13000); }
-ALSO(nvmlSystemGetCudaDriverVersion, nvmlSystemGetCudaDriverVersion_v2)
 API N nvmlDeviceGetCount_v2(int* n) { return give(n, n_cards()); }
 API N nvmlDeviceGetHandleByIndex_v2(unsigned i, void** handle) { return give(handle, i) ? 2 : 0; }
-API N nvmlDeviceGetHandleByUUID(const char* text, void** handle) {
-  int found = 0;
-  while (found < n_cards() && uuid_text(found) != text) found++;
-  return give(handle, found);
-}
 API N nvmlDeviceGetHandleByPciBusId_v2(const char* text, void** handle) {
   unsigned bus = 0; return sscanf(text, "%*x:%x", &bus), give(handle, (long)bus - FIRST_BUS);
 }
@@ -31,40 +23,24 @@ API N nvmlDeviceGetHandleByPciBusId_v2(const char* text, void** handle) {
 // ---- A card
 API N nvmlDeviceGetName(void*, char* out, unsigned n) { return give(out, n, CARD_NAME); }
 API N nvmlDeviceGetUUID(void* handle, char* out, unsigned n) { return give(out, n, uuid_text(card(handle))); }
-API N nvmlDeviceGetIndex(void* handle, int* out) { return give(out, card(handle)); }
-ALSO(nvmlDeviceGetMinorNumber, nvmlDeviceGetIndex)
-API N nvmlDeviceGetCudaComputeCapability(void*, int* major, int* minor) {
-  return give(major, capability() / 10), give(minor, capability() % 10);
-}
+API N nvmlDeviceGetCudaComputeCapability(void*, int* major, int* minor) { return give(major, 9), give(minor, 0); }
 API N nvmlDeviceGetP2PStatus(void*, void*, int, int* status) { return give(status, 0); }
-API N nvmlDeviceGetMigMode(void*, int* now, int* later) { return give(now, 0), give(later, 0); }
-API N nvmlDeviceGetUtilizationRates(void*, int* percent) { return give(percent, 50), give(percent + 1, 50); }
 struct Memory { long total, free, used; };
 API N nvmlDeviceGetMemoryInfo(void* handle, Memory* out) {
   long used = used_bytes(card(handle)); return *out = {card_bytes(), card_bytes() - used, used}, 0;
 }
-struct Memory2 { unsigned version; long total, reserved, free, used; };
-API N nvmlDeviceGetMemoryInfo_v2(void* handle, Memory2* out) {
-  long used = used_bytes(card(handle));
-  return *out = {out->version, card_bytes(), 0, card_bytes() - used, used}, 0;
-}
 struct Process { unsigned pid; long used; };
-struct Process3 { unsigned pid; long used; unsigned instance, compute; };
-template <class P> static N processes(void* handle, unsigned* n, P* out) {
+API N nvmlDeviceGetComputeRunningProcesses(void* handle, unsigned* n, Process* out) {
   unsigned room = std::exchange(*n, 0);
   for (Row& row : rows()) {
     if (!alive(row) || row.used[card(handle)] <= 0) continue;
-    if (*n < room) out[*n] = P{(unsigned)row.pid, row.used[card(handle)]};
+    if (*n < room) out[*n] = {(unsigned)row.pid, row.used[card(handle)]};
     ++*n;
   }
   return *n > room ? 7 : 0;
 }
-API N nvmlDeviceGetComputeRunningProcesses(void* h, unsigned* n, Process* out) { return processes(h, n, out); }
-API N nvmlDeviceGetComputeRunningProcesses_v3(void* h, unsigned* n, Process3* out) { return processes(h, n, out); }
-API N nvmlDeviceGetGraphicsRunningProcesses_v3(void*, int* n) { return give(n, 0); }
-API N nvmlDeviceGetNvLinkState() { return 3; }
-ALSO(nvmlDeviceGetNvLinkRemoteDeviceType, nvmlDeviceGetNvLinkState)
-ALSO(nvmlDeviceGetNvLinkRemotePciInfo_v2, nvmlDeviceGetNvLinkState)
+API N nvmlDeviceGetNvLinkRemoteDeviceType() { return 3; }
+ALSO(nvmlDeviceGetNvLinkRemotePciInfo_v2, nvmlDeviceGetNvLinkRemoteDeviceType)
 
 // ---- cuBLAS and cuDNN: the calls whose results torch reads. The others are stubs; values.cpp writes the products.
 API int cublasCreate_v2(void** handle) { *handle = (void*)8; return 0; }

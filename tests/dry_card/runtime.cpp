@@ -10,22 +10,16 @@ static const E OK = cudaSuccess;
 
 // ---- Devices
 static bool exists(int device) { return device >= 0 && device < (int)visible().size(); }
-static int attribute(cudaDeviceAttr name, int device) {  // of an H100; what is not listed is a feature that it has
-  static const auto& listed = *new std::map<int, int>{
-      {cudaDevAttrMaxThreadsPerBlock, 1024}, {cudaDevAttrMaxBlockDimX, 1024}, {cudaDevAttrMaxBlockDimY, 1024},
-      {cudaDevAttrMaxBlockDimZ, 64}, {cudaDevAttrMaxGridDimX, 2147483647}, {cudaDevAttrMaxGridDimY, 65535},
-      {cudaDevAttrMaxGridDimZ, 65535}, {cudaDevAttrMaxSharedMemoryPerBlock, 49152}, {cudaDevAttrWarpSize, 32},
-      {cudaDevAttrMaxRegistersPerBlock, 65536}, {cudaDevAttrMaxRegistersPerMultiprocessor, 65536},
-      {cudaDevAttrClockRate, 1980000}, {cudaDevAttrMemoryClockRate, 2619000}, {cudaDevAttrGlobalMemoryBusWidth, 5120},
-      {cudaDevAttrMultiProcessorCount, 132}, {cudaDevAttrL2CacheSize, 50 * MIB}, {cudaDevAttrPciDomainId, 0},
-      {cudaDevAttrMaxThreadsPerMultiProcessor, 2048}, {cudaDevAttrMaxSharedMemoryPerMultiprocessor, 233472},
-      {cudaDevAttrMaxSharedMemoryPerBlockOptin, 232448}, {cudaDevAttrReservedSharedMemoryPerBlock, 1024},
-      {cudaDevAttrMaxBlocksPerMultiprocessor, 32}, {cudaDevAttrPciDeviceId, 0}, {cudaDevAttrIntegrated, 0},
-      {cudaDevAttrComputeMode, 0}};
-  if (name == cudaDevAttrPciBusId) return FIRST_BUS + visible()[device];
-  if (name == cudaDevAttrComputeCapabilityMajor) return capability() / 10;
-  if (name == cudaDevAttrComputeCapabilityMinor) return capability() % 10;
-  return listed.count(name) ? listed.at(name) : 1;
+API E cudaDeviceGetAttribute(int* value, cudaDeviceAttr name, int device) {
+  static const auto& listed = *new std::map<int, int>{  // what torch, vLLM and Triton ask for; any other attribute is 1
+      {cudaDevAttrMaxThreadsPerBlock, 1024}, {cudaDevAttrMaxGridDimX, 2147483647}, {cudaDevAttrWarpSize, 32},
+      {cudaDevAttrMaxRegistersPerBlock, 65536}, {cudaDevAttrClockRate, 1980000}, {cudaDevAttrMultiProcessorCount, 132},
+      {cudaDevAttrMemoryClockRate, 2619000}, {cudaDevAttrGlobalMemoryBusWidth, 5120}, {cudaDevAttrIntegrated, 0},
+      {cudaDevAttrMaxThreadsPerMultiProcessor, 2048}, {cudaDevAttrMaxSharedMemoryPerBlockOptin, 232448},
+      {cudaDevAttrComputeCapabilityMajor, 9}, {cudaDevAttrComputeCapabilityMinor, 0}, {cudaDevAttrComputeMode, 0}};
+  if (!exists(device)) return fail(cudaErrorInvalidDevice);
+  *value = name == cudaDevAttrPciBusId ? FIRST_BUS + visible()[device] : listed.count(name) ? listed.at(name) : 1;
+  return OK;
 }
 API E cudaGetDeviceCount(int* n) {
   *n = (int)visible().size();
@@ -33,15 +27,11 @@ API E cudaGetDeviceCount(int* n) {
 }
 API E cudaGetDevice(int* device) { *device = current; return ready(false); }
 API E cudaSetDevice(int device) { return exists(device) ? current = device, ready() : fail(cudaErrorInvalidDevice); }
-API E cudaDeviceGetAttribute(int* value, cudaDeviceAttr name, int device) {
-  return exists(device) ? *value = attribute(name, device), OK : fail(cudaErrorInvalidDevice);
-}
 API E cudaGetDeviceProperties(cudaDeviceProp* p, int device) {
   TRY(ready(false)); if (!exists(device)) return fail(cudaErrorInvalidDevice); memset(p, 0, sizeof *p);
   strcpy(p->name, CARD_NAME);
   p->uuid = uuid(visible()[device]), p->pciBusID = FIRST_BUS + visible()[device], p->totalGlobalMem = card_bytes();
-  p->major = capability() / 10, p->minor = capability() % 10;
-  p->multiProcessorCount = 132, p->warpSize = 32, p->maxThreadsPerMultiProcessor = 2048;
+  p->major = 9, p->multiProcessorCount = 132, p->warpSize = 32, p->maxThreadsPerMultiProcessor = 2048;
   p->maxThreadsPerBlock = p->maxThreadsDim[0] = p->maxThreadsDim[1] = 1024, p->maxThreadsDim[2] = 64;
   p->maxGridSize[0] = 2147483647, p->maxGridSize[1] = p->maxGridSize[2] = 65535, p->maxBlocksPerMultiProcessor = 32;
   p->regsPerBlock = p->regsPerMultiprocessor = 65536, p->sharedMemPerBlock = 49152, p->sharedMemPerBlockOptin = 232448;
@@ -56,13 +46,9 @@ API E cudaDeviceGetPCIBusId(char* text, int n, int device) {
 API E cudaGetLastError() { return std::exchange(last_error, OK); }
 API E cudaPeekAtLastError() { return last_error; }
 API const char* cudaGetErrorString(E error) {
-  static const auto& known = *new std::map<E, const char*>{
-      {OK, "no error"}, {cudaErrorMemoryAllocation, "out of memory"}, {cudaErrorInvalidValue, "invalid argument"},
-      {cudaErrorInitializationError, "initialization error"}, {cudaErrorInvalidDevice, "invalid device ordinal"},
-      {cudaErrorNoDevice, "no CUDA-capable device is detected"},
-      {cudaErrorHostMemoryAlreadyRegistered, "part or all of the requested memory range is already mapped"},
-      {cudaErrorHostMemoryNotRegistered, "pointer does not correspond to a registered memory region"}};
-  return known.count(error) ? known.at(error) : "an error without a text in the stand-in";
+  static thread_local std::string text;
+  text = "CUDA error " + std::to_string(error);
+  return error == OK ? "no error" : error == cudaErrorMemoryAllocation ? "out of memory" : text.c_str();
 }
 ALSO(cudaGetErrorName, cudaGetErrorString)
 
@@ -155,18 +141,16 @@ API E cudaMemsetAsync(void* to, int value, size_t n, void* stream) {
 }
 API E cudaMemset(void* to, int value, size_t n) { return cudaMemsetAsync(to, value, n, nullptr); }
 
-// ---- Page-locked host memory, with the limit DRY_CARD_PINNED_MIB
-static long pinned_bytes = 0;
+// ---- Page-locked host memory
 static E pin(void* p, long n, Kind kind) {
-  LOCK; TRY(ready()); long limit = setting("PINNED_MIB", 0) * MIB;
+  LOCK; TRY(ready());
   if (block_of(p) != blocks.end()) return fail(cudaErrorHostMemoryAlreadyRegistered);
-  if (limit && pinned_bytes + n > limit) return fail(cudaErrorMemoryAllocation);
-  pinned_bytes += n, blocks[(uintptr_t)p] = {n, current, -1, kind}; return OK;
+  blocks[(uintptr_t)p] = {n, current, -1, kind}; return OK;
 }
 API E cudaHostUnregister(void* p) {
   LOCK; auto found = blocks.find((uintptr_t)p); if (!p) return OK;
   if (found == blocks.end() || !on_host(found->second)) return fail(cudaErrorHostMemoryNotRegistered);
-  pinned_bytes -= found->second.size; if (found->second.kind == PINNED) munmap(p, found->second.size);
+  if (found->second.kind == PINNED) munmap(p, found->second.size);
   blocks.erase(found); return OK;
 }
 API E cudaHostRegister(void* p, size_t n) { return n && p ? pin(p, n, REGISTERED) : fail(cudaErrorInvalidValue); }
@@ -202,15 +186,12 @@ API E cudaIpcCloseMemHandle(void* p) {
 }
 
 // ---- Kernels: `kernel<<<grid, block>>>(...)` compiles to a push, a pop and a launch
-struct Launch { dim3 grid, block; size_t shared; void* stream; };
-static thread_local std::vector<Launch> pushed;
+static thread_local std::vector<std::tuple<dim3, dim3, size_t, void*>> pushed;
 API unsigned __cudaPushCallConfiguration(dim3 grid, dim3 block, size_t shared, void* stream) {
-  return pushed.push_back({grid, block, shared, stream}), 0;
+  return pushed.emplace_back(grid, block, shared, stream), 0;
 }
 API E __cudaPopCallConfiguration(dim3* grid, dim3* block, size_t* shared, void** stream) {
-  Launch launch = pushed.back();
-  *grid = launch.grid, *block = launch.block, *shared = launch.shared, *stream = launch.stream;
-  return pushed.pop_back(), OK;
+  std::tie(*grid, *block, *shared, *stream) = pushed.back(); return pushed.pop_back(), OK;
 }
 API E cudaLaunchKernel(const void*, dim3 grid, dim3 block, void**, size_t, cudaStream_t) {
   bool good = grid.x && grid.y && grid.z && grid.y < 65536 && grid.z < 65536 && block.x * block.y * block.z - 1 < 1024;
@@ -221,7 +202,7 @@ API void** __cudaRegisterFatBinary(void*) { static void* handle; return &handle;
 API E __cudaGetKernel(cudaKernel_t* out, const void* function) { *out = (cudaKernel_t)function; return OK; }
 API E cudaFuncGetAttributes(cudaFuncAttributes* out, const void*) {
   *out = {}; out->maxThreadsPerBlock = 1024, out->numRegs = 32, out->maxDynamicSharedSizeBytes = 232448;
-  out->ptxVersion = out->binaryVersion = capability(); return OK;
+  out->ptxVersion = out->binaryVersion = 90; return OK;
 }
 API E cudaOccupancyMaxActiveBlocksPerMultiprocessor(int* n, const void*, int block, size_t) {
   return *n = std::clamp(2048 / std::max(block, 1), 1, 32), OK;
@@ -229,9 +210,5 @@ API E cudaOccupancyMaxActiveBlocksPerMultiprocessor(int* n, const void*, int blo
 ALSO(cudaOccupancyMaxActiveBlocksPerMultiprocessorWithFlags, cudaOccupancyMaxActiveBlocksPerMultiprocessor)
 
 // ---- The driver's calls with the same parameters and error codes
-ALSO(cuDeviceGetAttribute, cudaDeviceGetAttribute) ALSO(cuDeviceGetPCIBusId, cudaDeviceGetPCIBusId)
-ALSO(cuMemAlloc_v2, cudaMalloc) ALSO(cuMemFree_v2, cudaFree) ALSO(cuMemGetInfo_v2, cudaMemGetInfo)
-ALSO(cuStreamCreate, cudaStreamCreate) ALSO(cuStreamSynchronize, cudaStreamSynchronize)
-ALSO(cuEventCreate, cudaEventCreate) ALSO(cuEventRecord, cudaEventRecord)
-ALSO(cuEventSynchronize, cudaEventSynchronize) ALSO(cuCtxSynchronize, cudaDeviceSynchronize)
+ALSO(cuDeviceGetAttribute, cudaDeviceGetAttribute)
 ALSO(cuOccupancyMaxActiveBlocksPerMultiprocessor, cudaOccupancyMaxActiveBlocksPerMultiprocessor)

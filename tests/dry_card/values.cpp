@@ -24,7 +24,7 @@ static const std::set<std::string> SHAPE_FROM_VALUES = {
 static const std::set<std::string> LEFT = {
     "aten::resize_", "aten::set_", "aten::record_stream", "aten::_pin_memory", "aten::is_pinned", "aten::as_strided",
     "aten::view", "aten::unfold", "aten::_local_scalar_dense", "aten::_copy_from", "aten::_copy_from_and_resize",
-    "aten::copy_", "aten::empty", "aten::empty_strided", "aten::_efficientzerotensor", "aten::_fused_sdp_choice_",
+    "aten::copy_", "aten::empty", "aten::empty_strided", "aten::_efficientzerotensor", "aten::_fused_sdp_choice",
     "aten::_cudnn_init_dropout_state"};
 
 // ---- Conversions
@@ -91,8 +91,7 @@ static void compute(const c10::OperatorHandle& op, c10::DispatchKeySet keys, tor
   }
   op.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::CPU), &results);
   size_t n = schema.returns().size();
-  if (schema.name() == "aten::_fused_sdp_choice") results = {IValue((int64_t)0)};  // the attention of plain operations
-  bool cpu_alone = SHAPE_FROM_VALUES.count(schema.name()) || schema.name() == "aten::_fused_sdp_choice";
+  bool cpu_alone = SHAPE_FROM_VALUES.count(schema.name());
   if (cpu_alone) torch::jit::drop(*stack, arguments.size());
   else original.callBoxed(op, keys, stack);
   for (size_t i = 0; i < n; i++) {

@@ -14,6 +14,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 
 N, V, K, PADDING = 64, 151_936, 64, 128
 DTYPES = [torch.float32, torch.bfloat16]
+TRUNCATED = pytest.mark.real_card("Triton's interpreter truncates to bfloat16 where a card rounds")
 
 
 def make_logits(dtype: torch.dtype) -> Tensor:
@@ -41,7 +42,7 @@ def test_statistics_on_cuda_equal_float64(dtype: torch.dtype, temperature: float
 
 @pytest.mark.parametrize("in_place", [False, True])
 @pytest.mark.parametrize("n_ids", [0, 1, K, 256])
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=TRUNCATED)])
 def test_gradient_on_cuda_equals_float64(dtype: torch.dtype, n_ids: int, in_place: bool) -> None:
     """Fails if a thread overwrites a logit before another reads it, or a value at an id after it was stored."""
     from gkd.loss.triton_rows import TritonRows
