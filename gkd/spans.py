@@ -152,7 +152,7 @@ class SpanRecorder:
             outermost: the block raises RuntimeError inside another recorded one, whose seconds would count twice, or
                 whose peak of memory would be lost.
         """
-        return Block(self, what, is_span=True, outermost=outermost)
+        return Block(self, Activity(what, 0.0, is_span=True), outermost=outermost)
 
     def doing(self, what: Phase | str, total: int = 0, done: int = 0) -> Block:
         """Return a context manager that shows its block, and does not record it.
@@ -160,7 +160,7 @@ class SpanRecorder:
         Args:
             total: number of its parts, for `done`.
         """
-        return Block(self, what, total, done)
+        return Block(self, Activity(what, 0.0, done, total))
 
     def enter(self, what: Phase | str) -> None:
         """Show from now on, in place of the innermost block, what it has come to."""
@@ -255,33 +255,22 @@ class Block:
 
     __slots__ = ("_activity", "_outer", "_outermost", "_recorder")
 
-    def __init__(
-        self,
-        recorder: SpanRecorder,
-        what: Phase | str,
-        total: int = 0,
-        done: int = 0,
-        *,
-        is_span: bool = False,
-        outermost: bool = False,
-    ) -> None:
-        self._recorder, self._outermost = recorder, outermost
-        self._activity = Activity(what, 0.0, done, total, is_span)
-        self._outer: tuple[Activity, ...] | None = None  # None: it is not shown
+    def __init__(self, recorder: SpanRecorder, activity: Activity, *, outermost: bool = False) -> None:
+        self._recorder, self._activity, self._outermost = recorder, activity, outermost
+        self._outer: tuple[Activity, ...] | None = None  # None means that it is not shown
 
     def __enter__(self) -> None:
         recorder, activity = self._recorder, self._activity
         if recorder._is_shown():
-            outer = recorder.now
             if activity.is_span:
-                spans = [each.what for each in outer if each.is_span]
+                spans = [each.what for each in recorder.now if each.is_span]
                 if self._outermost and spans:
                     raise RuntimeError(f"{activity.what} starts inside {spans[-1]}, which does not nest")
                 if activity.what in spans:
                     self._activity = activity._replace(is_span=False)
                     return
-            self._outer = outer
-        self._activity = activity._replace(since_s=recorder.clock())
+            self._outer = recorder.now
+        self._activity = Activity(activity.what, recorder.clock(), *activity[2:])
         if self._outer is not None:
             recorder._show((*self._outer, self._activity))
 
