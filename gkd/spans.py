@@ -32,7 +32,7 @@ _MAIN = threading.main_thread().ident
 
 
 class Phase(Enum):
-    """What a process does, if more than people's eyes depends on it.
+    """Name what a process does, with the words for people and the names in files.
 
     Args:
         words: for people, as `str` returns them; with underscores the name in `memory/<phase>/...`.
@@ -113,7 +113,7 @@ class Progress:
 
 
 class SpanRecorder:
-    """What this process is doing, and its spans since the last `take`. Thread-safe.
+    """Record what this process is doing, and its spans since the last `take`. Thread-safe.
 
     Attributes:
         now: the open blocks, outermost first; replaced as a whole, so readers need no lock.
@@ -251,7 +251,7 @@ class SpanRecorder:
 
 
 class Block:
-    """A block of what a process does; a class, since steps of a second enter dozens of them."""
+    """Show a block, and record it. A class, since steps of a second enter dozens of them."""
 
     __slots__ = ("_activity", "_outer", "_outermost", "_recorder")
 
