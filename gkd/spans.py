@@ -32,10 +32,10 @@ _MAIN = threading.main_thread().ident
 
 
 class Phase(Enum):
-    """Name what a process does, with the words for people and the names in files.
+    """Name what a process does: the words in logs, and the names in files.
 
     Args:
-        words: for people, as `str` returns them; with underscores the name in `memory/<phase>/...`.
+        words: as logs and `str` show them; with underscores the name in `memory/<phase>/...`.
         span: name in spans.jsonl and in `time/<call>/...`; empty: it is never recorded as a span.
     """
 
@@ -102,7 +102,7 @@ class Activity(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """What a process is doing, for another process.
+    """Tell another process what this one is doing.
 
     Args:
         for_s: seconds since that began.
