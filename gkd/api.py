@@ -15,9 +15,10 @@ from typing import TYPE_CHECKING
 
 from gkd.config.load import load_config
 from gkd.config.schema import Config
-from gkd.log import activities, get_logger
+from gkd.log import get_logger
 from gkd.memory.offload_manager import state_offload_manager
 from gkd.roles import Roles
+from gkd.spans import driver
 
 if TYPE_CHECKING:
     from gkd.preflight.run import Plan
@@ -55,7 +56,7 @@ def open_pools(config: Config, *, engines_sleep: bool = False) -> Iterator[Pools
         GkdError: as `gkd.preflight.run.preflight`, before a process starts, and `gkd.start.launcher.started_roles`.
     """
     os.environ.setdefault("RAY_DEDUP_LOGS_ALLOW_REGEX", LINES_OF_ALL_RANKS)  # read when Ray is imported
-    with activities.during("checks"):
+    with driver.doing("checks"):
         from gkd.preflight.environment import describe_start
         from gkd.preflight.run import preflight
 
@@ -72,7 +73,7 @@ def open_pools(config: Config, *, engines_sleep: bool = False) -> Iterator[Pools
         plan.device,
         plan.folder.root,
     )
-    with activities.during("importing Ray"):
+    with driver.doing("importing Ray"):
         from gkd.start.launcher import started_roles  # a heavy import, after the cheap checks
 
     header = f"==== {time.ctime()}: {shlex.join(facts['command'])}"

@@ -1,4 +1,7 @@
-"""Record what a process does as spans of time, in bounded memory.
+"""Record what a process does: what it is doing now, and as spans of time what it has done, in bounded memory.
+
+Everything that shows, measures or explains what a process does reads its recorder: the terminal, the stage timers, the
+memory of phases, start-up and hang reports, spans.jsonl.
 
 Durations are of the monotonic clock; a start is put on the host's wall clock when the spans are taken. Spans of one
 process do not overlap, unless their args have another `lane` (a row of the process; default 0). A process that records
@@ -9,10 +12,15 @@ merged span has the number of its parts (`merged`) and the sum of their duration
 from __future__ import annotations
 
 import socket
+import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from types import FrameType
+from typing import Any, Literal, NamedTuple
 
 from msgspec.structs import replace
 
@@ -20,52 +28,171 @@ from gkd.types import ProcessSpans, Span
 
 MAX_SPANS = 200
 _JOIN_S = 0.05  # `extend` starts a new span after a longer gap
+_MAIN = threading.main_thread().ident
+
+
+class Phase(Enum):
+    """Name what a process does: the words in logs, and the names in files.
+
+    Args:
+        words: as logs and `str` show them; with underscores the name in `memory/<phase>/...`.
+        span: name in spans.jsonl and in `time/<call>/...`; empty: it is never recorded as a span.
+    """
+
+    STARTED = "process started"
+    READY = "ready"
+    BUILD_STUDENT = "building the student"
+    BUILD_ENGINE = "building the engine"
+    CACHE = "allocating the KV cache"
+    LOAD_TEACHER = "loading the teacher", "teacher"
+    LOAD_REFERENCE = "loading the reference", "load_reference"
+    LOAD = "loading a checkpoint", "load"
+    JOIN = "joining the weight-sync group", "join_group"
+    STEP = "step"
+    TRAIN = "training step", "train"
+    EVALUATE = "evaluation", "evaluate"
+    SCORE = "teacher scoring", "score"
+    REFERENCE = "reference logprobs", "reference"
+    LOGPROBS = "logprobs", "logprobs"
+    TEACHER_HEAD = "teacher head", "teacher_head"
+    SEND = "sending weights", "sync"
+    RECEIVE = "receiving weights", "receive_weights"
+    OPEN_STREAM = "opening the stream", "open_stream"
+    GENERATE = "generating", "generate"
+    OFFLOAD = "offloading states", "offload"
+    ONLOAD = "reloading states", "onload"
+    SAVE = "saving a checkpoint", "save"
+    EXPORT = "export", "export"
+
+    def __init__(self, words: str, span: str = "") -> None:
+        self._words, self.metric, self.span = words, words.replace(" ", "_"), span
+
+    def __str__(self) -> str:
+        return self._words
+
+
+# Stages of the driver's loop: names of its spans, and of `time/<stage>_s`.
+Stage = Literal[
+    "data", "rollout", "teacher", "reference", "train", "weight_sync", "usage", "eval", "checkpoint", "record", "switch"
+]
+
+
+class Activity(NamedTuple):
+    """One level of what a process is doing.
+
+    Args:
+        what: a phase, a stage, or words that only people read.
+        since_s: start, on the clock of the recorder.
+        done: finished parts of `total`; total 0: unknown.
+        is_span: it is recorded when it ends.
+    """
+
+    what: Phase | str
+    since_s: float
+    done: int = 0
+    total: int = 0
+    is_span: bool = False
+
+    def __str__(self) -> str:
+        words = str(self.what).replace("_", " ") if self.is_span else str(self.what)
+        if self.total > 1:
+            return f"{words} {self.done}/{self.total}"
+        return f"{words} {self.done}" if self.done and not self.total else words
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """Tell another process what this one is doing.
+
+    Args:
+        for_s: seconds since that began.
+    """
+
+    phase: Phase | str
+    for_s: float
 
 
 class SpanRecorder:
-    """Spans of this process since the last `take`. Thread-safe.
+    """Record what this process is doing, and its spans since the last `take`. Thread-safe.
+
+    Attributes:
+        now: the open blocks, outermost first; replaced as a whole, so readers need no lock.
+        clock: returns monotonic seconds.
 
     Args:
         process: its name in `ProcessSpans`.
+        doing: what it does outside of all blocks, until `enter` changes that; None: nothing.
+        main_only: blocks of other threads, which work ahead, are recorded, but not part of `now`. Otherwise one
+            thread at a time has open blocks.
     """
 
     def __init__(
         self,
         process: str,
+        doing: Phase | str | None = None,
         *,
+        main_only: bool = False,
         clock: Callable[[], float] = time.perf_counter,
         wall: Callable[[], float] = time.time,
     ) -> None:
-        self.process, self._clock, self._wall = process, clock, wall
+        self.process, self.clock, self._wall = process, clock, wall
+        self.now: tuple[Activity, ...] = () if doing is None else (Activity(doing, clock()),)
+        self._has_base, self._main_only = doing is not None, main_only
+        self._thread: int | None = None  # the one that changed `now` last
         self._host = socket.gethostname()
         self._spans: list[Span] = []  # starts on the monotonic clock
-        self._open: list[str] = []
         self._lock = threading.Lock()
 
-    @contextmanager
-    def span(self, name: str) -> Iterator[None]:
-        """Record the block, also if it raises. A block inside one of the same name is not recorded on its own."""
-        if name in self._open:
-            yield
-            return
-        self._open.append(name)
-        began_s = self._clock()
-        try:
-            yield
-        finally:
-            self._open.remove(name)
-            self.add(name, began_s, self._clock())
+    def span(self, what: Phase | Stage, *, outermost: bool = False) -> Block:
+        """Return a context manager that shows its block and records it, also if it raises.
+
+        A block inside one of the same name is neither shown nor recorded on its own.
+
+        Args:
+            outermost: the block raises RuntimeError inside another recorded one, whose seconds would count twice, or
+                whose peak of memory would be lost.
+        """
+        return Block(self, Activity(what, 0.0, is_span=True), outermost=outermost)
+
+    def doing(self, what: Phase | str, total: int = 0, done: int = 0) -> Block:
+        """Return a context manager that shows its block, and does not record it.
+
+        Args:
+            total: number of its parts, for `done`.
+        """
+        return Block(self, Activity(what, 0.0, done, total))
+
+    def enter(self, what: Phase | str) -> None:
+        """Show from now on, in place of the innermost block, what it has come to."""
+        self._replace_innermost(what=what, since_s=self.clock(), done=0, total=0)
+
+    def done(self, n: int) -> None:
+        """Set the number of finished parts of the innermost block."""
+        self._replace_innermost(done=n)
+
+    def progress(self, finer: Mapping[str, Phase | str] | None = None) -> Progress:
+        """Return what the process is doing; it was started with `doing`.
+
+        Args:
+            finer: function name -> phase, for library code that reports no phase. The innermost of these functions on
+                the stack of the working thread gives the phase.
+        """
+        doing = self.now[-1]
+        frame = sys._current_frames().get(self._thread) if finer and self._thread is not None else None
+        found = _innermost(frame, finer or {})
+        return Progress(f"{doing.what}: {found}" if found else doing.what, self.clock() - doing.since_s)
 
     def add(self, name: str, began_s: float, ended_s: float) -> None:
         """Record a span between two readings of the monotonic clock."""
         with self._lock:
             self._append(Span(name, began_s, ended_s - began_s))
 
-    def extend(self, name: str, began_s: float, ended_s: float) -> None:
+    def extend(self, phase: Phase, began_s: float, ended_s: float) -> None:
         """Record a part of a longer span: it continues the last one if that has the same name and ended just before.
 
         The span's args have the number of `parts`.
         """
+        name = phase.span
         with self._lock:
             last = self._spans[-1] if self._spans else None
             if last is not None and last.name == name and began_s - last.start_s - last.duration_s <= _JOIN_S:
@@ -74,6 +201,15 @@ class SpanRecorder:
             else:
                 self._append(Span(name, began_s, ended_s - began_s, {"parts": 1}))
 
+    def seconds_since(self, began_s: float) -> dict[str, float]:
+        """Return name -> seconds of the spans that began since then and are not taken yet."""
+        with self._lock:
+            spans = [span for span in self._spans if span.start_s >= began_s]
+        seconds: defaultdict[str, float] = defaultdict(float)
+        for span in spans:
+            seconds[span.name] += span.args.get("busy_s", span.duration_s)
+        return dict(seconds)
+
     def to_wall_s(self) -> float:
         """Return the wall clock minus the monotonic one, from the fastest of three readings.
 
@@ -81,7 +217,7 @@ class SpanRecorder:
         """
         readings = []
         for _ in range(3):
-            before_s, wall_s, after_s = self._clock(), self._wall(), self._clock()
+            before_s, wall_s, after_s = self.clock(), self._wall(), self.clock()
             readings.append((after_s - before_s, wall_s - before_s))
         return min(readings)[1]
 
@@ -98,10 +234,56 @@ class SpanRecorder:
         moved = [replace(span, start_s=span.start_s + to_wall_s) for span in spans]
         return ProcessSpans(self.process, self._host, in_lanes(merged(moved)))
 
+    def _is_shown(self) -> bool:
+        return not self._main_only or threading.get_ident() == _MAIN
+
+    def _show(self, now: tuple[Activity, ...]) -> None:
+        self.now, self._thread = now, threading.get_ident()
+
+    def _replace_innermost(self, **changes: Any) -> None:
+        if self.now and self._is_shown():
+            self._show((*self.now[:-1], self.now[-1]._replace(**changes)))
+
     def _append(self, span: Span) -> None:
         self._spans.append(span)
         if len(self._spans) > 2 * MAX_SPANS:
             self._spans = merged(self._spans)
+
+
+class Block:
+    """Show a block, and record it. A class, since steps of a second enter dozens of them."""
+
+    __slots__ = ("_activity", "_outer", "_outermost", "_recorder")
+
+    def __init__(self, recorder: SpanRecorder, activity: Activity, *, outermost: bool = False) -> None:
+        self._recorder, self._activity, self._outermost = recorder, activity, outermost
+        self._outer: tuple[Activity, ...] | None = None  # None means that it is not shown
+
+    def __enter__(self) -> None:
+        recorder, activity = self._recorder, self._activity
+        if recorder._is_shown():
+            if activity.is_span:
+                spans = [each.what for each in recorder.now if each.is_span]
+                if self._outermost and spans:
+                    raise RuntimeError(f"{activity.what} starts inside {spans[-1]}, which does not nest")
+                if activity.what in spans:
+                    self._activity = activity._replace(is_span=False)
+                    return
+            self._outer = recorder.now
+        self._activity = Activity(activity.what, recorder.clock(), *activity[2:])
+        if self._outer is not None:
+            recorder._show((*self._outer, self._activity))
+
+    def __exit__(self, *_: object) -> None:
+        recorder, activity, outer = self._recorder, self._activity, self._outer
+        ended_s = recorder.clock()
+        if outer is not None:
+            if recorder._has_base and len(outer) == 1:  # it rests from now on
+                outer = (outer[0]._replace(since_s=ended_s),)
+            recorder._show(outer)
+        if activity.is_span:
+            name = activity.what.span if isinstance(activity.what, Phase) else activity.what
+            recorder.add(name, activity.since_s, ended_s)
 
 
 def merged(spans: Sequence[Span]) -> list[Span]:
@@ -140,3 +322,15 @@ def _pair(first: Span, second: Span) -> Span:
             args[key] = first.args.get(key, value) + second.args.get(key, value)
     args["busy_s"] = sum(span.args.get("busy_s", span.duration_s) for span in (first, second))
     return Span(first.name, first.start_s, end_s - first.start_s, args)
+
+
+def _innermost(frame: FrameType | None, finer: Mapping[str, Phase | str]) -> Phase | str | None:
+    while frame is not None:
+        if frame.f_code.co_name in finer:
+            return finer[frame.f_code.co_name]
+        frame = frame.f_back
+    return None
+
+
+# The driver's recorder. As with logging there is one instance, since code anywhere in the driver reports to it.
+driver = SpanRecorder("driver", main_only=True)

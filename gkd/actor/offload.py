@@ -15,11 +15,11 @@ import torch
 
 from gkd.actor.common.base import Student
 from gkd.actor.rank_barrier import RankBarrier, raised_by_all_ranks
-from gkd.cluster.progress import SPAN_NAMES
 from gkd.log import get_logger
 from gkd.memory.offload_manager import GIB, state_offload_manager
 from gkd.memory.states import GRADS, OPTIMIZER
 from gkd.memory.usage import allocation_lines
+from gkd.spans import Phase
 
 log = get_logger("memory")
 
@@ -39,7 +39,7 @@ def check_meta(meta: Mapping[str, Any] | None, allowed: Sequence[str]) -> dict[s
     return options
 
 
-def _undiagnosed(phase: str) -> AbstractContextManager[None]:
+def _undiagnosed(phase: Phase) -> AbstractContextManager[None]:
     """No-op context manager."""
     return nullcontext()
 
@@ -54,7 +54,7 @@ class OffloadController:
         timeout_s: how long a rank waits for the others.
         diagnosed: see `RankBarrier`.
         resident_bytes: device memory of other models that stays allocated while the states are offloaded.
-        span: records a move under a name.
+        span: records a move.
     """
 
     def __init__(
@@ -64,9 +64,9 @@ class OffloadController:
         *,
         automatic: bool,
         timeout_s: float,
-        diagnosed: Callable[[str], AbstractContextManager[None]] = _undiagnosed,
+        diagnosed: Callable[[Phase], AbstractContextManager[None]] = _undiagnosed,
         resident_bytes: Callable[[], int] = lambda: 0,
-        span: Callable[[str], AbstractContextManager[None]] = _undiagnosed,
+        span: Callable[[Phase], AbstractContextManager[None]] = _undiagnosed,
     ) -> None:
         self._student, self._device, self._automatic = student, device, automatic
         self._barrier = RankBarrier(timeout_s, diagnosed)
@@ -86,7 +86,7 @@ class OffloadController:
             OutOfMemory: this rank or another one ran out of memory.
             ClusterError: another rank failed.
         """
-        with self._synchronized("offloading states", alone):
+        with self._synchronized(Phase.OFFLOAD, alone):
             self._student.states.offload_states(include)
             self._empty_cache()
             if self._device.type == "cuda" and include is None:
@@ -95,7 +95,7 @@ class OffloadController:
     def reload_states(self, include: Sequence[str] | None = None, *, alone: bool = False) -> None:
         """Reload states, see `States.reload_states`. Arguments and errors as for `offload_states`."""
         try:
-            with self._synchronized("reloading states", alone):
+            with self._synchronized(Phase.ONLOAD, alone):
                 self._student.states.reload_states(include)
         except Exception:
             self._empty_cache()  # it holds the memory of states that had been reloaded before the error
@@ -185,9 +185,9 @@ class OffloadController:
             log.warning(text, left / GIB, self._device, largest)
 
     @contextmanager
-    def _synchronized(self, phase: str, alone: bool) -> Iterator[None]:
+    def _synchronized(self, phase: Phase, alone: bool) -> Iterator[None]:
         self._ever_moved |= not alone
-        with self._span(SPAN_NAMES[phase]), self._barrier.synchronized(phase, alone=alone):
+        with self._span(phase), self._barrier.synchronized(phase, alone=alone):
             yield
 
 

@@ -23,7 +23,7 @@ from gkd.actor.megatron.layout import ParallelLayout
 from gkd.actor.offload import IS_OFFLOAD_STATES, OffloadController
 from gkd.cluster.assignment import this_placement
 from gkd.cluster.gpu_table import RankPlacement
-from gkd.cluster.progress import UP, WATCH, Phases, Progress
+from gkd.cluster.startup import WATCH
 from gkd.config.derived import derive
 from gkd.config.schema import Config
 from gkd.log import get_logger
@@ -34,7 +34,7 @@ from gkd.memory.states import PARAMS
 from gkd.memory.timeline import Timeline
 from gkd.memory.usage import CountMeter, log_gpu_memory_usage, record_allocations
 from gkd.run import shared_folder
-from gkd.spans import SpanRecorder
+from gkd.spans import Phase, Progress, SpanRecorder
 from gkd.types import ProcessSpans
 from gkd.weight_sync.choice import IPC, transport_of
 
@@ -54,8 +54,7 @@ class ActorRank:
     def __init__(self, rank: int) -> None:
         self._rank, self._name = rank, f"actor rank {rank}"
         self._log = get_logger(f"actor.{rank}")
-        self._spans = SpanRecorder(f"actor {rank}")
-        self._phases = Phases(self._spans)
+        self._spans = SpanRecorder(f"actor {rank}", Phase.STARTED)
         self._stores: dict[int, dist.TCPStore] = {}  # port -> store whose group is not made yet
 
     def placement(self, ask_driver: bool) -> RankPlacement:
@@ -64,7 +63,7 @@ class ActorRank:
     @ray.method(concurrency_group=WATCH)
     def progress(self) -> Progress:
         """Return the phase that this rank is in."""
-        return self._phases.now()
+        return self._spans.progress()
 
     @ray.method(concurrency_group=WATCH)  # RESTORES may be occupied: a restoration may wait for an engine that has died
     def rendezvous(self) -> tuple[str, int]:
@@ -104,14 +103,14 @@ class ActorRank:
         actor, trainer = config.actor, config.trainer
         timeout_s = max(trainer.init_timeout_s, trainer.stage_timeout_s) + _EXTRA_TIMEOUT_S
         timeout = timedelta(seconds=timeout_s)
-        self._phases.enter("joining the actor group")
+        self._spans.enter("joining the actor group")
         torch.set_num_threads(1)
         self._device = torch.device(device, 0) if device == "cuda" else torch.device("cpu")
         if device == "cuda":
             torch.cuda.set_device(self._device)
             record_allocations()
         self._run_dir = run_dir
-        self._memory = RankMemory(config, self._device, run_dir, self._name, self._phases, self._log)
+        self._memory = RankMemory(config, self._device, run_dir, self._name, self._spans, self._log)
         if self._rank == 0:
             store = self._stores.pop(address[1])
             store.set_timeout(timeout)
@@ -119,7 +118,7 @@ class ActorRank:
             store = dist.TCPStore(*address, is_master=False, timeout=timeout)
         backend, world_size = "nccl" if device == "cuda" else "gloo", derived.world_size
         dist.init_process_group(backend, store=store, rank=self._rank, world_size=world_size, timeout=timeout)
-        self._phases.enter("probing the actor group")
+        self._spans.enter("probing the actor group")
         probe_group("of all actor ranks", None, self._device)
         self._log.info("joined the actor group of %d", derived.world_size)
         self._layout = ParallelLayout(
@@ -127,7 +126,7 @@ class ActorRank:
         )
         all_send = actor.backend.shards_every_tensor or transport_of(config, device) == IPC
         self._sends_weights = all_send or self._layout.exports  # see `ActorPool.exporters`
-        with self._memory.diagnosed("building the student"):
+        with self._memory.diagnosed(Phase.BUILD_STUDENT):
             self._student = self._build_student(total_steps, timeout_s)
         self._frozen = FrozenModels(config, self._student, self._layout, self._device, self._name)
         self._offload = OffloadController(
@@ -141,22 +140,22 @@ class ActorRank:
         )
         if derived.moves_states:
             self.offload_states()
-        self._phases.enter(UP)
+        self._spans.enter(Phase.READY)
         log_gpu_memory_usage("student built and loaded", self._log, rank=None, device=self._device)
 
     def _build_student(self, total_steps: int, timeout_s: float) -> Student:
-        on_phase = self._phases.enter
+        on_phase = self._spans.enter
         return build_student(self._config, self._layout, self._device, total_steps, timeout_s, on_phase=on_phase)
 
     def init_teacher(self) -> None:
         """Build the local teacher. Collective. Raises as `LocalTeacher`."""
-        with self._phase("loading the teacher", "teacher", [PARAMS]):
+        with self._phase(Phase.LOAD_TEACHER, [PARAMS]):
             self._frozen.init_teacher()
         self._log.info("teacher built and loaded")
 
     def init_reference(self) -> None:
         """Build the reference model. Collective. Raises as `FrozenModel`."""
-        with self._memory.during("loading the reference"):
+        with self._memory.during(Phase.LOAD_REFERENCE):
             self._frozen.init_reference()
         self._log.info("reference built and loaded")
 
@@ -166,12 +165,12 @@ class ActorRank:
         Args:
             include: of `gkd.memory.states.KINDS`; None means all.
         """
-        with self._memory.during("offloading states"):
+        with self._memory.during(Phase.OFFLOAD):
             self._offload.offload_states(include)
 
     def reload_states(self, include: Sequence[str] | None = None) -> None:
         """Reload states to the device. Collective. Arguments as for `offload_states`."""
-        with self._memory.during("reloading states"):
+        with self._memory.during(Phase.ONLOAD):
             self._offload.reload_states(include)
 
     def allocated_bytes(self) -> int:
@@ -185,8 +184,7 @@ class ActorRank:
     @contextmanager
     def _phase(
         self,
-        phase: str,
-        infix: str,
+        phase: Phase,
         include: Sequence[str] | None = None,
         meta: Mapping[str, Any] | None = None,
         *,
@@ -194,7 +192,7 @@ class ActorRank:
         allowed: Sequence[str] = (IS_OFFLOAD_STATES,),
     ) -> Iterator[None]:
         """Run a phase of work with these states on the device, see `OffloadController.states_on_device`."""
-        on_device = self._offload.states_on_device(infix, include, meta, alone=alone, allowed=allowed)
+        on_device = self._offload.states_on_device(phase.span, include, meta, alone=alone, allowed=allowed)
         # Diagnose an out-of-memory error before the states are offloaded, which would hide its cause.
         with self._memory.during(phase), on_device, self._memory.diagnosed(phase):
             yield
@@ -209,25 +207,25 @@ class RankMemory:
     Args:
         run_dir: the run's folder; diagnoses are written to `memory/` in it.
         name: the rank's name, "actor rank 0".
-        phases: also receives the name of each phase, for progress reports.
+        spans: also records each phase.
     """
 
     def __init__(
-        self, config: Config, device: torch.device, run_dir: Path, name: str, phases: Phases, log: logging.Logger
+        self, config: Config, device: torch.device, run_dir: Path, name: str, spans: SpanRecorder, log: logging.Logger
     ) -> None:
         self._config, self._device, self._folder = config, device, run_dir / "memory"
-        self._name, self._phases = name, phases
+        self._name, self._spans = name, spans
         self.timeline = Timeline(device)
         self._fragmentation = FragmentationWatch(device, log)
         self._counts = CountMeter(device)
 
     @contextmanager
-    def during(self, phase: str) -> Iterator[None]:
-        """Record progress and memory of a phase. Raises OutOfMemory."""
-        with self._phases.during(phase), self.diagnosed(phase), self.timeline.phase(phase.replace(" ", "_")):
+    def during(self, phase: Phase) -> Iterator[None]:
+        """Record time and memory of a phase. Raises OutOfMemory, or RuntimeError: the phase is inside another one."""
+        with self._spans.span(phase, outermost=True), self.diagnosed(phase), self.timeline.during(phase):
             yield
 
-    def diagnosed(self, phase: str) -> AbstractContextManager[None]:
+    def diagnosed(self, phase: Phase) -> AbstractContextManager[None]:
         """Turn an out-of-memory error of the block into a diagnosis, see `gkd.memory.oom`. Raises OutOfMemory."""
         return diagnosed(
             self._folder,

@@ -12,6 +12,7 @@ from typing import Any
 import torch.distributed as dist
 
 from gkd.errors import ClusterError, GkdError
+from gkd.spans import Phase
 
 
 class RankBarrier:
@@ -28,14 +29,14 @@ class RankBarrier:
         waited_s: seconds that this rank has waited in the barriers so far.
     """
 
-    def __init__(self, timeout_s: float, diagnosed: Callable[[str], AbstractContextManager[None]]) -> None:
+    def __init__(self, timeout_s: float, diagnosed: Callable[[Phase], AbstractContextManager[None]]) -> None:
         self._group: Any = None
         self._timeout = timedelta(seconds=timeout_s)
         self._diagnosed = diagnosed
         self.waited_s = 0.0
 
     @contextmanager
-    def synchronized(self, phase: str, *, alone: bool = False) -> Iterator[None]:
+    def synchronized(self, phase: Phase, *, alone: bool = False) -> Iterator[None]:
         """Run the block after a barrier, and exchange its errors in a second one: it fails on all ranks or on none.
 
         An error is diagnosed before the others learn of it, because the driver ends the run at the first error. All

@@ -24,7 +24,7 @@ from gkd.actor.group_batches import group_batches
 from gkd.actor.offload import DISABLE_ADAPTER, IS_OFFLOAD_STATES, META_KEYS, check_meta
 from gkd.actor.profiling import profiled
 from gkd.actor.rank import RESTORES, ActorRank
-from gkd.cluster.progress import WATCH
+from gkd.cluster.startup import WATCH
 from gkd.config.derived import derive
 from gkd.data.batching import token_records
 from gkd.data.collate import MicroBatches
@@ -32,6 +32,7 @@ from gkd.data.normalize import count, sequence_weights, size_numbers
 from gkd.data.scatter import map_selected
 from gkd.memory.states import OPTIMIZER, PARAMS
 from gkd.memory.usage import log_gpu_memory_usage
+from gkd.spans import Phase
 from gkd.types import FileDigest, Rollout, TrainStats
 from gkd.weight_sync.buckets import Bucket, Content, TensorSpec
 from gkd.weight_sync.group import GroupSpec, TransferGroup
@@ -41,8 +42,6 @@ from gkd.weight_sync.transfer import failing_together, send, send_kept
 # Methods of these concurrency groups run while another method runs or hangs; the pool is spawned with them.
 SAVES = "saves"
 CONCURRENCY_GROUPS = (SAVES, WATCH, RESTORES)
-_TRAINING_PHASE = "training step"
-_REFERENCE_PHASE = "reference logprobs"
 
 
 class ActorWorker(ActorRank):
@@ -59,10 +58,10 @@ class ActorWorker(ActorRank):
 
         The states stay on the device. Arguments as for `train_step`.
         """
-        with self._memory.during(_TRAINING_PHASE):
+        with self._memory.during(Phase.TRAIN):
             batches, _ = self._training_batches(sequence_indices, lists)
-            on_device = self._offload.states_on_device("train", meta={IS_OFFLOAD_STATES: False})
-            with on_device, self._memory.diagnosed(_TRAINING_PHASE), self._profiled("_early"):
+            on_device = self._offload.states_on_device(Phase.TRAIN.span, meta={IS_OFFLOAD_STATES: False})
+            with on_device, self._memory.diagnosed(Phase.TRAIN), self._profiled("_early"):
                 self._student.accumulate(batches)
 
     def train_step(
@@ -81,15 +80,15 @@ class ActorWorker(ActorRank):
             advantages: of each chunk's sequences, see `gkd.data.scatter`; None means the loss has no rewards.
             meta: `is_offload_states`: where the states are after the call, see `OffloadController.states_on_device`.
         """
-        with self._memory.during(_TRAINING_PHASE):
+        with self._memory.during(Phase.TRAIN):
             batches, sizes = self._weighted(*self._training_batches(sequence_indices, lists, advantages))
-            on_device = self._offload.states_on_device("train", meta=meta, sync_follows=self._sends_weights)
-            with on_device, self._memory.diagnosed(_TRAINING_PHASE):
+            on_device = self._offload.states_on_device(Phase.TRAIN.span, meta=meta, sync_follows=self._sends_weights)
+            with on_device, self._memory.diagnosed(Phase.TRAIN):
                 with self._profiled():
                     stats = self._student.train_step(batches)
                 self._memory.after_step()  # before a refresh of a frozen model changes what is allocated
-                self._phases.enter("refreshing frozen models")
-                self._frozen.after_step()
+                with self._spans.doing("refreshing frozen models"):
+                    self._frozen.after_step()
         return replace(stats, extra=stats.extra | sizes)
 
     def evaluate(
@@ -105,14 +104,14 @@ class ActorWorker(ActorRank):
             keep_tokens: number of sequences, from the first of the batch, whose token values are returned, by the first
                 rank of each data-parallel group's last pipeline stage.
         """
-        phase = "evaluation"
+        phase = Phase.EVALUATE
         with self._memory.during(phase):
             batches, rollouts = self._micro_batches(sequence_indices, lists)
             collects = keep_tokens > 0 and self._layout.is_last_stage  # the teacher's choices need all TP ranks
             keeps = collects and self._layout.tp_rank == 0
             tables: list[torch.Tensor] = []
             choices: list[torch.Tensor] = []
-            with self._offload.states_on_device("evaluate", [PARAMS], meta), self._memory.diagnosed(phase):
+            with self._offload.states_on_device(phase.span, [PARAMS], meta), self._memory.diagnosed(phase):
                 on_rows = (lambda table: tables.append(table.cpu())) if keeps else None
                 on_choices = (lambda table: choices.append(table.cpu())) if collects else None
                 stats = self._student.evaluate(batches, on_rows, on_choices)
@@ -134,7 +133,7 @@ class ActorWorker(ActorRank):
         Raises:
             TeacherError: on all ranks; see `FrozenModel.score`.
         """
-        with self._memory.during("teacher scoring"):
+        with self._memory.during(Phase.SCORE):
             scores = self._frozen.score(sequence_indices, chunks)
         return (None, *scores) if scores else None
 
@@ -152,7 +151,7 @@ class ActorWorker(ActorRank):
         Raises:
             TeacherError: on all ranks; see `frozen_logprobs`.
         """
-        with self._memory.during(_REFERENCE_PHASE):
+        with self._memory.during(Phase.REFERENCE):
             return _timed(partial(map_selected, sequence_indices, chunks, self._frozen.reference_logprobs))
 
     def compute_logprobs(
@@ -171,20 +170,20 @@ class ActorWorker(ActorRank):
             DataError: on all ranks; see `student_logprobs`.
         """
         disable_adapter = bool(check_meta(meta, META_KEYS).get(DISABLE_ADAPTER))
-        phase, infix = (_REFERENCE_PHASE, "reference") if disable_adapter else ("logprobs", "logprobs")
+        phase = Phase.REFERENCE if disable_adapter else Phase.LOGPROBS
         compute = self._frozen.student_logprobs(disable_adapter=disable_adapter)
-        with self._phase(phase, infix, [PARAMS], meta, allowed=META_KEYS):
+        with self._phase(phase, [PARAMS], meta, allowed=META_KEYS):
             return _timed(partial(map_selected, sequence_indices, chunks, compute))
 
     def set_teacher_head(self, head: np.ndarray) -> None:
         """Set the teacher's LM head, [V, D] float32, for the signal `hidden`. On the last pipeline stage only."""
-        with self._phase("setting the teacher's LM head", "teacher_head", [PARAMS], alone=True):
+        with self._phase(Phase.TEACHER_HEAD, [PARAMS], alone=True):
             self._student.set_teacher_head(head)
 
     def save(self, folder: Path) -> None:
         """Start to copy this rank's state to host memory and to write it into `folder`; returns before either ends."""
         self._writer.check_idle()  # a second copy would need as much host memory again
-        with self._phase("saving a checkpoint", "save", [PARAMS, OPTIMIZER]):
+        with self._phase(Phase.SAVE, [PARAMS, OPTIMIZER]):
             self._writer.start(folder, self._rank, self._frozen.add_to(self._student.snapshot()))
 
     @ray.method(concurrency_group=SAVES)
@@ -198,13 +197,13 @@ class ActorWorker(ActorRank):
 
     def load(self, folder: Path) -> None:
         """Load the checkpoint in `folder`. Collective. Raises CheckpointError."""
-        with self._phase("loading a checkpoint", "load"):
+        with self._phase(Phase.LOAD):
             self._student.load_checkpoint(folder)
             self._frozen.load(folder)
 
     def export_hf(self, folder: Path) -> None:
         """Export the student as a Hugging Face folder, written by rank 0. Collective."""
-        with self._phase("export", "export", [PARAMS]):
+        with self._phase(Phase.EXPORT, [PARAMS]):
             self._student.save_hf(folder, self._config.model.path)
         log_gpu_memory_usage("exported", self._log, rank=None, device=self._device)
 
@@ -217,7 +216,7 @@ class ActorWorker(ActorRank):
 
     def join_group(self, spec: GroupSpec | None) -> str:
         """Leave the weight-sync group and join another, or none if no engine is on this card. Returns its transport."""
-        with self._phases.during("joining the weight-sync group"):
+        with self._spans.span(Phase.JOIN):
             if self._group is not None:
                 self._group.close()
             self._group = None if spec is None else TransferGroup(spec, self._device, self._stores.pop(spec.port))
@@ -239,7 +238,7 @@ class ActorWorker(ActorRank):
         group = self._group
         restores = self._config.rollout.max_restarts > 0
         keeps = group is not None and (group.shares_memory or (group.spec.keeps and restores))
-        with self._phase("sending weights", "sync", [PARAMS], meta, alone=True), ExitStack() as stack:
+        with self._phase(Phase.SEND, [PARAMS], meta, alone=True), ExitStack() as stack:
             tensors = self._student.export(content)
             if content == "adapters":
                 tensors = scaled_factors(tensors, self._config.actor.lora.scale)

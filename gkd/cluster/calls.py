@@ -15,7 +15,7 @@ import ray
 from ray.exceptions import RayActorError, RayError, RayTaskError
 
 from gkd.errors import ClusterError, GkdError, RankFailed, RankTimeout
-from gkd.log import activities
+from gkd.spans import driver
 
 Key = TypeVar("Key")
 
@@ -40,7 +40,7 @@ def gather(
     names = {ref: name for name, ref in refs.items()}
     results: dict[str, Any] = {}
     pending = list(names)
-    with activities.during(what.replace("_", " "), len(pending)):
+    with driver.doing(what.replace("_", " "), len(pending)):
         while pending:
             done, _ = ray.wait(pending, num_returns=1, timeout=max(0.0, deadline - time.monotonic()))
             if not done:
@@ -54,7 +54,7 @@ def gather(
                     if failed is None:
                         raise
                     failed[names[ref]] = error
-            activities.done(len(refs) - len(pending))
+            driver.done(len(refs) - len(pending))
     return {name: results[name] for name in refs if name in results}
 
 

@@ -12,8 +12,8 @@ import ray
 from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from gkd.cluster.progress import Progress
 from gkd.cluster.stacks import RankStack, stacks_here
+from gkd.spans import Progress
 
 _NODES_S = 30.0  # includes the start of a process on each node
 _NAMED = 8  # ranks that are listed one by one

@@ -11,12 +11,13 @@ from typing import Any
 import ray
 from ray.exceptions import RayError
 
-from gkd.cluster.progress import UP, Progress
 from gkd.errors import RankTimeout
 from gkd.log import get_logger
+from gkd.spans import Phase, Progress
 
 log = get_logger("startup")
 
+WATCH = "watch"  # concurrency group of the ranks' method `progress`; the pools are spawned with it
 LOG_EVERY_S = 5.0
 _REPEAT_EVERY = 6  # an unchanged line is logged again after this many intervals
 _POLL_S = 2.0
@@ -82,7 +83,7 @@ class Startup:
             raise RankTimeout(text) from error
 
     def _log_progress(self) -> None:
-        logged: dict[str, str] = {}
+        logged: dict[str, Phase | str] = {}
         ticks = 0
         while not self._ended.wait(self._tell_s):
             ticks += 1
@@ -92,7 +93,7 @@ class Startup:
                 if not self._ended.is_set():
                     log.warning("start-up progress is not available: %s", str(error))
                 return
-            self._ready |= {name for name, at in progress.items() if at.phase == UP}
+            self._ready |= {name for name, at in progress.items() if at.phase is Phase.READY}
             phases = {name: at.phase for name, at in progress.items()}
             if not self._ended.is_set() and (phases != logged or ticks % _REPEAT_EVERY == 0):
                 log.info("%s; %.0f s left", summary(list(self._ranks), progress, self._ready), self.left_s())
@@ -106,16 +107,16 @@ def summary(names: Sequence[str], progress: Mapping[str, Progress], ready: Set[s
         names: of all ranks. A rank that is missing in `progress` has no process that replies.
         ready: ranks that have been ready; they count also in a later phase, such as joining the weight-sync groups.
     """
-    groups: dict[str, list[str]] = defaultdict(list)
+    groups: dict[Phase | str, list[str]] = defaultdict(list)
     for name in names:
         groups[progress[name].phase if name in progress else "process starting"].append(name)
-    groups.pop(UP, None)
+    groups.pop(Phase.READY, None)
     n_up = len(ready & set(names))
     parts = [_group(ranks, phase, progress) for phase, ranks in groups.items()]
     return f"start-up {n_up}/{len(names)} ready" + (f": {'; '.join(parts)}" if parts else "")
 
 
-def _group(ranks: Sequence[str], phase: str, progress: Mapping[str, Progress]) -> str:
+def _group(ranks: Sequence[str], phase: Phase | str, progress: Mapping[str, Progress]) -> str:
     """Format e.g. "rollout engine 0 importing vLLM (3 s)" or "9 loading weights (actor rank 8 8 s, ...)"."""
     if len(ranks) == 1:
         return f"{ranks[0]} {phase}" + (f" ({progress[ranks[0]].for_s:.0f} s)" if ranks[0] in progress else "")

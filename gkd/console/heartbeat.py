@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from gkd.log import Activity
+from gkd.spans import Activity, Phase
 
 FIRST_S = 4.0  # of silence; with the poll of `terminal`, a line comes within 5 s also on a busy machine
-STEP = "step "  # begin of the name of an activity that recurs: a step of the loop
 
 
 class Heartbeat:
@@ -32,13 +31,13 @@ class Heartbeat:
         silent_s = now_s - spoke_s
         if silent_s < self._next_s or not doing:
             return ""
-        self._next_s = 2 * silent_s if doing[0].name.startswith(STEP) else silent_s + FIRST_S
+        self._next_s = 2 * silent_s if doing[0].what is Phase.STEP else silent_s + FIRST_S
         return f"{described(doing)}: {now_s - current_stage(doing).since_s:.0f} s so far"
 
 
 def current_stage(doing: Sequence[Activity]) -> Activity:
     """Return the activity whose duration interests: the stage within a step, otherwise the outermost one."""
-    return doing[1] if len(doing) > 1 and doing[0].name.startswith(STEP) else doing[0]
+    return doing[1] if len(doing) > 1 and doing[0].what is Phase.STEP else doing[0]
 
 
 def described(doing: Sequence[Activity]) -> str:

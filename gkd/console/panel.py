@@ -18,7 +18,7 @@ from gkd.console.heartbeat import current_stage, described
 from gkd.console.numbers import clock, count, seconds, short
 from gkd.console.state import TREND_STEPS, Evaluations, RunState, bottleneck_of, is_worse, kl_of, rates_of
 from gkd.console.teacher_watch import FIRST_WARNING_S
-from gkd.log import Activity
+from gkd.spans import Activity
 from gkd.types import TeacherHealth
 
 _LABEL = 11  # columns
@@ -36,7 +36,7 @@ class View:
         title: the run folder.
         state: None: the run is not training yet.
         teacher: None: not known, or a local teacher.
-        now_s: on the clock of `Activities`.
+        now_s: on the clock of `Activity.since_s`.
         elapsed_s: since the program began.
     """
 

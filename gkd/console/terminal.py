@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING, TextIO
 from gkd.console.heartbeat import FIRST_S, Heartbeat, current_stage
 from gkd.console.state import RunState
 from gkd.console.teacher_watch import TeacherWatch
-from gkd.log import Activities, activities, get_logger
+from gkd.log import get_logger
+from gkd.spans import SpanRecorder, driver
 from gkd.types import TeacherHealth
 
 if TYPE_CHECKING:
@@ -51,7 +52,7 @@ class Terminal:
         doing: what the driver is doing.
     """
 
-    def __init__(self, setting: str, title: str, stream: TextIO | None = None, doing: Activities = activities) -> None:
+    def __init__(self, setting: str, title: str, stream: TextIO | None = None, doing: SpanRecorder = driver) -> None:
         self.stream = sys.stderr if stream is None else stream
         self.mode = resolve_mode(setting, self.stream)
         self._title, self._doing = title, doing

@@ -20,7 +20,8 @@ from gkd.data.render import AS_IS, PromptRenderer, Rendered
 from gkd.data.row_files import Row, encode_row, read_rows
 from gkd.data.teacher_prompt import TeacherPrompts
 from gkd.errors import ConfigError
-from gkd.log import activities, get_logger
+from gkd.log import get_logger
+from gkd.spans import driver
 from gkd.types import Prompt
 
 log = get_logger("data")
@@ -83,10 +84,10 @@ def load_prompts(
     reader = RowReader(config, tokenizer, teacher or TeacherConfig())
     columns = None if keep_rows else reader.columns
     rows = (found for file in files for found in read_rows(file, key, columns))
-    with activities.during(f"tokenizing {key}, row"):
+    with driver.doing(f"tokenizing {key}, row"):
         for row_id, (where, row) in enumerate(rows):
             if row_id % _REPORT_ROWS == 0:
-                activities.done(row_id)
+                driver.done(row_id)
             read = reader.read(row, where)
             converted.update({form for part in read.parts if (form := part.converted)})
             ids = _fit(read.prompt.ids, config, where)

@@ -16,18 +16,19 @@ from gkd.footprint.limits import actor_peak, shortages
 from gkd.footprint.rank import GENERATE, WEIGHT_SYNC, RankFootprint, Refit
 from gkd.memory import remedies
 from gkd.memory.remedy import Changes, Remedy, as_yaml, with_changes
+from gkd.spans import Phase
 
 Lacks = Callable[[Config, Sequence[RankFootprint]], int]
 HOST = ("host", "memory")
 _TRIED = [row for row in (*remedies.ACTOR_REMEDIES, *remedies.ENGINE_REMEDIES) if row.is_tried]
 
 # Rows, and the phase in which they have to help, by what is short: a need of `shortages`.
-_TABLES: tuple[tuple[tuple[Remedy, ...], dict[str, str]], ...] = (
-    (remedies.ACTOR_REMEDIES, {"training_step": remedies.STEP, "optimizer_step": "optimizer step"}),
-    (remedies.ACTOR_REMEDIES, {"teacher_pass": remedies.TEACHER, "reference_pass": remedies.REFERENCE}),
-    ((*remedies.ACTOR_REMEDIES, remedies.ENGINE_TP), {WEIGHT_SYNC: remedies.SENDING}),
-    (remedies.ENGINE_REMEDIES, {GENERATE: remedies.GENERATING, "all": remedies.GENERATING}),
-    (remedies.ENGINE_REMEDIES, {"sequence": remedies.CACHE, "sync": remedies.RECEIVING}),
+_TABLES: tuple[tuple[tuple[Remedy, ...], dict[str, Phase | None]], ...] = (
+    (remedies.ACTOR_REMEDIES, {"training_step": Phase.TRAIN, "optimizer_step": None}),
+    (remedies.ACTOR_REMEDIES, {"teacher_pass": Phase.SCORE, "reference_pass": Phase.REFERENCE}),
+    ((*remedies.ACTOR_REMEDIES, remedies.ENGINE_TP), {WEIGHT_SYNC: Phase.SEND}),
+    (remedies.ENGINE_REMEDIES, {GENERATE: Phase.GENERATE, "all": Phase.GENERATE}),
+    (remedies.ENGINE_REMEDIES, {"sequence": Phase.CACHE, "sync": Phase.RECEIVE}),
 )
 
 

@@ -14,13 +14,14 @@ from gkd.memory.remedies import (
     FRAGMENTATION_REMEDIES,
 )
 from gkd.memory.remedy import Remedy
+from gkd.spans import Phase
 
 
 @dataclass(frozen=True, slots=True)
 class Shortage:
     """The properties of an out-of-memory error that the advice depends on."""
 
-    phase: str  # as `gkd.memory.remedies` names it
+    phase: Phase
     on_cuda: bool
     fragmented: bool
 

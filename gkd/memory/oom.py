@@ -1,6 +1,6 @@
 """Turn an out-of-memory error into a report: shortage or fragmentation, what is in memory, and what to change.
 
-    with diagnosed(folder, device=device, who="actor rank 0", phase="training step", advice=keys_to_change):
+    with diagnosed(folder, device=device, who="actor rank 0", phase=Phase.TRAIN, advice=keys_to_change):
         student.train_step(batches)
 
 torch's message describes the state at the failed allocation. The allocator's blocks are read afterwards, when some
@@ -26,6 +26,7 @@ from gkd.errors import OutOfMemory
 from gkd.memory.advice import Shortage
 from gkd.memory.fragmentation import Fragmentation, fragmentation
 from gkd.memory.usage import allocation_lines, gib, read_usage
+from gkd.spans import Phase
 
 Verdict = Literal["shortage", "fragmentation", "unclear"]
 SHORTAGE: Verdict = "shortage"
@@ -102,7 +103,7 @@ def diagnosed(
     *,
     device: torch.device,
     who: str,
-    phase: str,
+    phase: Phase,
     advice: Callable[[Shortage], Sequence[str]],
 ) -> Iterator[None]:
     """Raise out-of-memory errors of the block as OutOfMemory with a report; other errors pass.
@@ -111,7 +112,6 @@ def diagnosed(
         folder: for the report, and on CUDA the allocator's snapshot; created when needed.
         device: of the rank.
         who: name of the rank, such as "actor rank 0".
-        phase: such as "training step".
         advice: returns what to change, one line each.
 
     Raises:
@@ -130,7 +130,7 @@ def _report(
     folder: Path,
     device: torch.device,
     who: str,
-    phase: str,
+    phase: Phase,
     advice: Callable[[Shortage], Sequence[str]],
 ) -> str:
     """Return the human-readable report, and write its files."""
@@ -153,7 +153,7 @@ def _report(
     ]
     details = {
         "who": who,
-        "phase": phase,
+        "phase": str(phase),
         "verdict": judged,
         "request": {"asked": request.requested, **asdict(request)},  # the first name is of older readers
         "usage": None if usage is None else asdict(usage),

@@ -30,13 +30,10 @@ from gkd.memory.remedy import (
     to_fsdp2,
     token_budget,
 )
+from gkd.spans import Phase
 
-STEP, EVALUATION = "training step", "evaluation"
-TEACHER, REFERENCE = "teacher scoring", "reference logprobs"
-SENDING, RECEIVING, OFFLOADING = "sending weights", "receiving weights", "offloading states"
-GENERATING, CACHE = "generating", "allocating the KV cache"
-_LOSS = (STEP, EVALUATION)
-_FORWARD = (*_LOSS, TEACHER, REFERENCE)
+_LOSS = (Phase.TRAIN, Phase.EVALUATE)
+_FORWARD = (*_LOSS, Phase.SCORE, Phase.REFERENCE)
 
 # Variables that torch's allocator reads; the second is the name before torch 2.9, which newer versions still read.
 ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
@@ -85,7 +82,7 @@ ACTOR_REMEDIES = (
         "full",
         "Activations are computed again in the backward pass",
         set_to("actor.recompute", "full", always),
-        (STEP,),
+        (Phase.TRAIN,),
     ),
     Remedy(
         ("actor.sequence_parallel",),
@@ -107,7 +104,7 @@ ACTOR_REMEDIES = (
         f"half, at least {_MIN_BUCKET_MIB}",
         "Weights are sent in smaller pieces",
         halve("weight_sync.bucket_mib", _MIN_BUCKET_MIB),
-        (SENDING,),
+        (Phase.SEND,),
     ),
     Remedy(
         ("actor.strategy",),
@@ -152,7 +149,7 @@ ACTOR_REMEDIES = (
                 and config.memory.strategy != "resident"
             ),
         ),
-        (TEACHER, REFERENCE, SENDING),
+        (Phase.SCORE, Phase.REFERENCE, Phase.SEND),
         device="cuda",
     ),
     Remedy(
@@ -160,7 +157,7 @@ ACTOR_REMEDIES = (
         "offload, if it is resident",
         "The student's states are in host memory while a local teacher or reference computes",
         set_to("memory.strategy", "offload", lambda config: config.memory.strategy == "resident"),
-        (TEACHER, REFERENCE, SENDING),
+        (Phase.SCORE, Phase.REFERENCE, Phase.SEND),
         device="cuda",
     ),
     Remedy(
@@ -203,14 +200,14 @@ ENGINE_REMEDIES = (
         "half, on a GPU if it is set",
         "The KV cache of each engine is smaller",
         smaller_cache,
-        not_in=(CACHE,),
+        not_in=(Phase.CACHE,),
     ),
     Remedy(
         ("rollout.kv_cache_mib",),
         "twice as much, if it is set",
         "The KV cache holds longer sequences",
         larger_cache,
-        (CACHE,),
+        (Phase.CACHE,),
         device="cuda",
     ),
     Remedy(
@@ -226,14 +223,14 @@ ENGINE_REMEDIES = (
         f"half, at least {_MIN_BUCKET_MIB}",
         "Weights are received in smaller pieces",
         halve("weight_sync.bucket_mib", _MIN_BUCKET_MIB),
-        (RECEIVING,),
+        (Phase.RECEIVE,),
     ),
     Remedy(
         ("rollout.gpu_memory_utilization",),
         "0.1 less",
         "The KV cache is smaller, and more of the GPU is left for weight sync and colocated ranks",
         less_utilization,
-        not_in=(OFFLOADING, CACHE),
+        not_in=(Phase.OFFLOAD, Phase.CACHE),
         device="cuda",
     ),
     Remedy(
@@ -241,7 +238,7 @@ ENGINE_REMEDIES = (
         f"0.05 more, at most {MAX_UTILIZATION}",
         "More of the GPU is left for the KV cache",
         more_utilization,
-        (CACHE,),
+        (Phase.CACHE,),
         device="cuda",
     ),
     Remedy(
@@ -249,7 +246,7 @@ ENGINE_REMEDIES = (
         "half",
         "Fewer sequences are generated at a time",
         halve("rollout.max_num_seqs", 1),
-        not_in=(OFFLOADING,),
+        not_in=(Phase.OFFLOAD,),
         device="cuda",
     ),
     ENGINE_TP,

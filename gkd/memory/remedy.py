@@ -9,6 +9,7 @@ from typing import Any, TypeAlias
 from gkd.config.derived import derive
 from gkd.config.schema import Config
 from gkd.config.schema_actor import BACKENDS
+from gkd.spans import Phase
 
 Changes: TypeAlias = Mapping[str, float | str]  # next value by key
 MAX_UTILIZATION = 0.95  # of a GPU that an engine may take
@@ -22,8 +23,8 @@ class Remedy:
     step: str  # the next value in words, for docs/memory.md
     effect: str
     next: Callable[[Config], Changes]  # empty: the row does not apply to these settings
-    phases: tuple[str, ...] = ()  # in which it helps; empty: in all
-    not_in: tuple[str, ...] = ()  # phases in which it does not help
+    phases: tuple[Phase, ...] = ()  # in which it helps; empty: in all
+    not_in: tuple[Phase, ...] = ()  # phases in which it does not help
     device: str = ""  # cuda | cpu; empty: both
     is_tried: bool = True  # `gkd.footprint.combination` tries it; False: training changes
     adds_gpus: bool = False
@@ -34,8 +35,8 @@ class Remedy:
         now = ", ".join(f"{key}={value_of(config, key)}" for key in changes)
         return f"{now}: try {', '.join(as_yaml(value) for value in changes.values())}. {self.effect}."
 
-    def helps(self, config: Config, phase: str, *, on_cuda: bool) -> bool:
-        """Return whether the row applies to these settings and helps in this phase."""
+    def helps(self, config: Config, phase: Phase | None, *, on_cuda: bool) -> bool:
+        """Return whether the row applies to these settings and helps in this phase; None: one that no row names."""
         in_phase = (not self.phases or phase in self.phases) and phase not in self.not_in
         return in_phase and self.device in ("", "cuda" if on_cuda else "cpu") and bool(self.next(config))
 

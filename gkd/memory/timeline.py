@@ -9,12 +9,14 @@ import torch
 
 from gkd.memory.offload_manager import GIB
 from gkd.memory.usage import MemoryUsage, read_usage, reset_peak
+from gkd.spans import Phase
 
 
 class Timeline:
     """Record the memory in use at the end of each phase, and the peak within it.
 
-    The timeline owns the device's peak counter and resets it at the start of every phase.
+    The timeline owns the device's peak counter and resets it at the start of every phase, so phases must not nest:
+    record them by `SpanRecorder.span` with `outermost`.
 
     Args:
         read, reset: read the device's memory and restart its peak; tests without a GPU give their own.
@@ -28,24 +30,16 @@ class Timeline:
         reset: Callable[[torch.device], None] = reset_peak,
     ) -> None:
         self._device, self._read, self._reset = device, read, reset
-        self._open: str | None = None
         self._phases: dict[str, dict[str, float]] = {}
 
     @contextmanager
-    def phase(self, name: str) -> Iterator[None]:
-        """Record this block under the name, also if it raises. Several blocks of one name keep the largest numbers.
-
-        Raises:
-            RuntimeError: another phase is open. Phases do not nest: the inner one would reset the outer one's peak.
-        """
-        if self._open is not None:
-            raise RuntimeError(f"memory phase {name} begins inside phase {self._open}; phases do not nest")
-        self._open = name
+    def during(self, phase: Phase) -> Iterator[None]:
+        """Record the memory of a block, also if it raises. Several blocks of one phase keep the largest numbers."""
+        name = phase.metric
         self._reset(self._device)
         try:
             yield
         finally:
-            self._open = None
             found, before = _numbers(name, self._read(self._device)), self._phases.get(name, {})
             self._phases[name] = {key: max(value, before.get(key, 0.0)) for key, value in found.items()}
 

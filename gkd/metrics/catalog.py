@@ -8,26 +8,28 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from typing import get_args
 
 from gkd.config.schema import HEALTH_CHECKS
 from gkd.config.schema_teacher import LOSS_NAMES
+from gkd.spans import Phase, Stage
+
+# Calls on the actor's ranks that may move states, and their other phases with numbers of memory.
+_CALLS = (
+    *(Phase.TRAIN, Phase.EVALUATE, Phase.LOGPROBS, Phase.REFERENCE, Phase.SEND, Phase.SAVE, Phase.LOAD),
+    *(Phase.LOAD_TEACHER, Phase.TEACHER_HEAD),
+)
+_OTHERS = (Phase.SCORE, Phase.OFFLOAD, Phase.ONLOAD, Phase.LOAD_REFERENCE)
 
 NUMBER, NAME, FUNCTION, DOTTED = r"\d+", r"[\w-]+", r"\w+", r"\w+(?:\.\w+)+"
 # Placeholder of a key -> its values. NUMBER: any number; NAME: a name in teacher.routes; FUNCTION: in reward.functions.
 PLACEHOLDERS: dict[str, tuple[str, ...] | str] = {
     "loss": (DOTTED, *LOSS_NAMES),
-    "stage": (
-        *("data", "rollout", "teacher", "reference", "train", "weight_sync", "usage"),
-        *("eval", "checkpoint", "record", "switch"),
-    ),
+    "stage": get_args(Stage),
     "pool": ("rollout", "teacher", "actor"),
-    "call": ("train", "evaluate", "logprobs", "reference", "sync", "save", "load", "teacher", "teacher_head"),
-    "phase": (
-        *("training_step", "evaluation", "teacher_scoring", "reference_logprobs", "logprobs", "sending_weights"),
-        *("saving_a_checkpoint", "offloading_states", "reloading_states", "loading_a_checkpoint"),
-        *("loading_the_teacher", "loading_the_reference", "setting_the_teacher's_LM_head"),
-    ),
-    "engine_phase": ("generating", "receiving_weights", "offloading_states"),
+    "call": tuple(phase.span for phase in _CALLS),
+    "phase": tuple(phase.metric for phase in (*_CALLS, *_OTHERS)),
+    "engine_phase": tuple(phase.metric for phase in (Phase.GENERATE, Phase.RECEIVE, Phase.OFFLOAD)),
     "check": HEALTH_CHECKS,
     "age": NUMBER,
     "rank": NUMBER,

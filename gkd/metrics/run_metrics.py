@@ -16,15 +16,16 @@ from gkd.console.forecast import Forecast
 from gkd.console.state import RunState
 from gkd.console.step_line import STEP_LINE, step_line
 from gkd.health.monitor import HealthResponse
-from gkd.log import activities, get_logger
+from gkd.log import get_logger
 from gkd.metrics.pools import WITH_EVALUATION, layout_numbers, restart_numbers, rollout_numbers, shares
 from gkd.metrics.span_file import SpanFile
 from gkd.metrics.step import reward_numbers, step_numbers
 from gkd.metrics.teacher_meter import TeacherMeter
 from gkd.metrics.trackers import Trackers
-from gkd.metrics.writer import MetricsWriter, StageTimers, read_metrics
+from gkd.metrics.writer import MetricsWriter, read_metrics
 from gkd.roles import Roles
 from gkd.run.folder import RunFolder
+from gkd.spans import Block, Phase, Stage, driver
 from gkd.types import EngineRestarts, RolloutUsage, ScoredChunk, SyncReport, TrainStats
 
 log = get_logger("trainer")
@@ -35,19 +36,30 @@ class StepMetrics:
 
     Attributes:
         step: the optimizer step that is being made, from 1; before the first step the number of steps made.
-        stage: `with m.stage("train"):` measures a stage; stages do not nest.
         is_trained: the optimizer step is made, so the line is written whatever happens next.
 
     Args:
-        spans: also records the stages.
+        spans: writes the stages.
     """
 
     def __init__(self, step: int, spans: SpanFile | None = None) -> None:
-        self.step = step
-        self.stage = StageTimers() if spans is None else StageTimers(on_stage=spans.begin(step))
+        self.step, self._began_s = step, driver.clock()
+        if spans is not None:
+            spans.begin(step)
         self.numbers: dict[str, float] = {}
         self.tuner: dict[str, float] = {}
         self.is_trained = False
+
+    def stage(self, name: Stage) -> Block:
+        """Return a context manager that measures a stage. Stages do not nest, so they add up."""
+        return driver.span(name, outermost=True)
+
+    def times(self) -> dict[str, float]:
+        """Return `time/<stage>_s` of each stage so far, `time/step_s`, and the share of the stages in it."""
+        seconds, total = driver.seconds_since(self._began_s), driver.clock() - self._began_s
+        accounted = sum(seconds.values()) / total if total > 0 else 1.0
+        stages = {f"time/{stage}_s": each for stage, each in seconds.items()}
+        return stages | {"time/step_s": total, "time/accounted_share": accounted}
 
     def add(self, numbers: Mapping[str, float]) -> None:
         """Add numbers to the line in metrics.jsonl."""
@@ -107,11 +119,11 @@ class RunMetrics:
     def before_first_step(self, step: int) -> Iterator[StepMetrics]:
         """Measure what comes before the first step of this start; a line is written if numbers were added."""
         m = StepMetrics(step, self._spans)
-        with activities.during("before the first step"):
+        with driver.doing("before the first step"):
             yield m
             memory = self._memory(m)  # read anyway: it must not count for the first step
         if m.numbers:
-            m.add(memory | m.stage.report())
+            m.add(memory | m.times())
             self.state.add(step, self._write_line(step, m.numbers))
         self._spans.end()
         self.teacher.end_step()  # discard scoring done before the first step
@@ -127,7 +139,7 @@ class RunMetrics:
         """
         m = StepMetrics(step, self._spans)
         try:
-            with activities.during(f"step {step}/{self._total_steps}"):
+            with driver.doing(Phase.STEP, self._total_steps, step):
                 yield m
                 m.add(self._memory(m))
         finally:
@@ -195,7 +207,7 @@ class RunMetrics:
         return usage
 
     def _write(self, m: StepMetrics) -> None:
-        m.add(m.stage.report())
+        m.add(m.times())
         m.add({"perf/response_tokens_per_s": m.numbers["rollout/response_tokens"] / m.numbers["time/step_s"]})
         m.add(shares(m.numbers | m.tuner, self._scheduler))
         line = self._write_line(m.step, m.numbers)

@@ -7,9 +7,8 @@ belongs to the step in which it starts. The driver may learn of it later: then t
 from __future__ import annotations
 
 import math
-import time
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -19,7 +18,7 @@ import msgspec
 
 from gkd.errors import CheckpointError
 from gkd.metrics.writer import MetricsWriter, read_metrics
-from gkd.spans import SpanRecorder, in_lanes, merged
+from gkd.spans import Phase, SpanRecorder, driver, in_lanes, merged
 from gkd.types import Computation, ProcessSpans, ScoredChunk, Span
 
 _STEPS_KEPT = 1000  # whose starts are kept, for spans that arrive later
@@ -31,18 +30,18 @@ class SpanFile:
     Args:
         writer: of spans.jsonl.
         teacher_host: where the teacher server runs.
+        own: the driver's recorder; what it holds of an earlier run is dropped.
     """
 
-    def __init__(self, writer: MetricsWriter, teacher_host: str = "") -> None:
-        self._writer, self._teacher_host = writer, teacher_host
-        self._driver = SpanRecorder("driver")
+    def __init__(self, writer: MetricsWriter, teacher_host: str = "", own: SpanRecorder = driver) -> None:
+        self._writer, self._teacher_host, self._own = writer, teacher_host, own
+        own.take()
         self._starts: deque[tuple[float, int]] = deque(maxlen=_STEPS_KEPT)  # on the monotonic clock
         self._found: list[ProcessSpans] = []
 
-    def begin(self, step: int) -> Callable[[str, float, float], None]:
-        """Start a step: spans from now on belong to it. Return what records a stage, see `StageTimers`."""
-        self._starts.append((time.perf_counter(), step))
-        return self._driver.add
+    def begin(self, step: int) -> None:
+        """Start a step: spans from now on belong to it."""
+        self._starts.append((self._own.clock(), step))
 
     def add(self, found: Iterable[ProcessSpans | None]) -> None:
         """Add spans on the clocks of their hosts."""
@@ -55,7 +54,8 @@ class SpanFile:
             if chunk.times is not None:
                 start_s, end_s = chunk.times.submitted_s, float(chunk.times.completed_s.max())
                 args = {"sequences": chunk.rollouts.n_sequences, "tokens": int(chunk.rollouts.n_tokens.sum())}
-                by_endpoint[f"scoring {chunk.rollouts.dp_rank}"].append(Span("score", start_s, end_s - start_s, args))
+                span = Span(Phase.SCORE.span, start_s, end_s - start_s, args)
+                by_endpoint[f"scoring {chunk.rollouts.dp_rank}"].append(span)
         self._found += [ProcessSpans(name, "", in_lanes(merged(spans))) for name, spans in by_endpoint.items()]
 
     def add_computations(self, by_endpoint: Mapping[str, Sequence[Computation]]) -> None:
@@ -83,8 +83,8 @@ class SpanFile:
 
     def end(self) -> None:
         """Write what has been added. Raises CheckpointError: the file cannot be written."""
-        to_wall_s = self._driver.to_wall_s()
-        found, self._found = [self._driver.take(to_wall_s), *self._found], []
+        to_wall_s = self._own.to_wall_s()
+        found, self._found = [self._own.take(to_wall_s), *self._found], []
         hosts = {spans.process: spans.host for spans in found}
         lines: defaultdict[tuple[int, str], list[Span]] = defaultdict(list)
         for spans in found:

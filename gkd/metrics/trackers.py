@@ -134,8 +134,7 @@ class MLflow:
 
     def log(self, step: int, numbers: Mapping[str, float]) -> None:
         now_ms = int(time.time() * 1000)
-        # MLflow refuses apostrophes, which the phase setting_the_teacher's_LM_head has.
-        metrics = [self._metric(name.replace("'", ""), value, now_ms, step) for name, value in numbers.items()]
+        metrics = [self._metric(name, value, now_ms, step) for name, value in numbers.items()]
         self._client.log_batch(self._run_id, metrics=metrics)
 
     def close(self) -> None:

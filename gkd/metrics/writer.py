@@ -1,4 +1,4 @@
-"""Stage timers, and a file with one JSON line per step.
+"""Append one JSON line per step to a file, and read it.
 
 Names carry a prefix and a unit. Prefixes: loss/ domain/ reward/ teacher/ rollout/ staleness/ weight_sync/ time/ memory/
 optim/ eval/ perf/ health/.
@@ -9,57 +9,10 @@ from __future__ import annotations
 import json
 import math
 import os
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 from gkd.errors import CheckpointError
 from gkd.files.disk import make_folder, naming, replace_file
-from gkd.log import activities
-
-
-class StageTimers:
-    """Measure the wall-clock time of each stage of one step.
-
-    Stages do not nest, so their sum is at most the step's wall time. `time/accounted_share` is their share of it.
-
-    Args:
-        on_stage: receives each stage that has ended: name, start and end on the clock.
-    """
-
-    def __init__(
-        self,
-        clock: Callable[[], float] = time.perf_counter,
-        on_stage: Callable[[str, float, float], None] = lambda name, began_s, ended_s: None,
-    ) -> None:
-        self._clock, self._on_stage = clock, on_stage
-        self._start = clock()
-        self._stages: dict[str, float] = {}
-        self._open: str | None = None
-
-    @contextmanager
-    def __call__(self, stage: str) -> Iterator[None]:
-        if self._open is not None:
-            raise RuntimeError(f"stage {stage} starts inside stage {self._open}; stages do not nest")
-        self._open = stage
-        began = self._clock()
-        try:
-            with activities.during(stage.replace("_", " ")):
-                yield
-        finally:
-            ended = self._clock()
-            self._stages[stage] = self._stages.get(stage, 0.0) + ended - began
-            self._open = None
-            self._on_stage(stage, began, ended)
-
-    def report(self) -> dict[str, float]:
-        """Return `time/<stage>_s` of each stage so far, `time/step_s` and `time/accounted_share`."""
-        total = self._clock() - self._start
-        report = {f"time/{stage}_s": seconds for stage, seconds in self._stages.items()}
-        report["time/step_s"] = total
-        report["time/accounted_share"] = sum(self._stages.values()) / total if total > 0 else 1.0
-        return report
 
 
 class MetricsWriter:

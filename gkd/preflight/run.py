@@ -24,7 +24,7 @@ from gkd.footprint.totals import scores_gib
 from gkd.gpu_map.choice import with_own_gpus
 from gkd.gpu_map.teacher import teacher_rows
 from gkd.hf.model_folder import eos_token_ids
-from gkd.log import activities, get_logger
+from gkd.log import get_logger
 from gkd.metrics.trackers import check_trackers_installed
 from gkd.preflight.chat_templates import template_warning
 from gkd.preflight.device import resolve_device
@@ -37,6 +37,7 @@ from gkd.preflight.student import check_engines, check_student, check_tokenizer_
 from gkd.preflight.teacher import check_reachable, check_teacher, request_info, rollout_teacher, warn_about_losses
 from gkd.run.folder import RunFolder
 from gkd.run.open import check_run_folder, open_run_folder
+from gkd.spans import driver
 from gkd.teacher.info import TeacherInfo, head_columns
 from gkd.teacher.window import throttle_warning
 from gkd.types import Prompt
@@ -180,7 +181,7 @@ def _training_prompts(config: Config, derived: Derived, tokenizer: Any, eos_ids:
 def find_teachers(config: Config, derived: Derived, device: str) -> tuple[TeacherInfo, ...]:
     """Return the description of the teacher of each route. Raises as `request_info`, or as `local_teacher`."""
     if not derived.teacher_pool:
-        with activities.during("waiting for the teacher's description"):
+        with driver.doing("waiting for the teacher's description"):
             return tuple(request_info(route) for route in derived.routes)
     if derived.teacher_pool == ROLLOUT:
         return (rollout_teacher(config, device),)

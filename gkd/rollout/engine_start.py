@@ -10,6 +10,7 @@ from gkd.cluster.garbage import quick_imports
 from gkd.config.derived import engine_rank
 from gkd.config.schema import LoraConfig, RolloutConfig
 from gkd.rollout.engine_files import engine_folder, link_shared_memory, remove_files
+from gkd.spans import Phase
 from teacher_server.engines.vllm_files import keep_files_in
 from teacher_server.engines.vllm_memory import gpu_memory_arguments
 from teacher_server.wire.protocol import MAX_K
@@ -25,14 +26,14 @@ CPU_ENV = {
 }
 
 # Start-up phase by the vLLM function that is executing.
-ENGINE_PHASES = {
+ENGINE_PHASES: dict[str, Phase | str] = {
     "_find_and_load": "importing",
     "init_device": "initializing the workers' process group",
     "initialize_model": "building the model",
     "load_weights": "loading weights",
     "process_weights_after_loading": "processing weights",
     "determine_available_memory": "profiling memory",
-    "initialize_from_config": "allocating the KV cache",
+    "initialize_from_config": Phase.CACHE,
     "compile_or_warm_up_model": "warming up",
 }
 

@@ -14,17 +14,15 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from gkd.cluster.progress import Phases
 from gkd.config.derived import derive
 from gkd.config.schema import Config
 from gkd.data.scatter import map_selected
 from gkd.errors import ClusterError, TeacherError
+from gkd.spans import Phase, SpanRecorder
 from gkd.types import Rollout, TeacherScores, TeacherTopK
 
 if TYPE_CHECKING:
     from gkd.rollout.engine import RolloutEngine
-
-_PHASE = "teacher scoring"
 
 
 class SelfScoring(ABC):
@@ -32,13 +30,13 @@ class SelfScoring(ABC):
 
     _config: Config
     _engine: RolloutEngine
-    _phases: Phases
+    _spans: SpanRecorder
 
     @abstractmethod
     def _ensure_awake(self, tags: Sequence[str] | None = None) -> None: ...
 
     @abstractmethod
-    def _diagnosed(self, phase: str) -> AbstractContextManager[None]: ...
+    def _diagnosed(self, phase: Phase) -> AbstractContextManager[None]: ...
 
     def score(self, sequence_indices: Sequence[bytes | None], *chunks: list[Rollout]) -> Any:
         """Compute the scores of this engine's sequences; no stream may be open.
@@ -54,7 +52,7 @@ class SelfScoring(ABC):
             TeacherError: it refused a sequence.
         """
         self._ensure_awake()
-        with self._phases.during(_PHASE), self._diagnosed(_PHASE):
+        with self._spans.span(Phase.SCORE), self._diagnosed(Phase.SCORE):
             scores = map_selected(sequence_indices, chunks, self._scores)
         return (None, *scores) if scores else None
 

@@ -18,6 +18,7 @@ import torch
 from gkd.errors import ClusterError, ConfigError
 from gkd.memory.offload_manager import GIB
 from gkd.memory.usage import read_usage
+from gkd.spans import Phase
 from teacher_server.engines.vllm_versions import discard, sleep, wake_up
 
 WEIGHTS, KV_CACHE = "weights", "kv_cache"
@@ -155,19 +156,19 @@ class EngineStates:
         diagnosed: phase -> context manager that explains out-of-memory errors of this phase.
     """
 
-    def __init__(self, engine: SleepingEngine, diagnosed: Callable[[str], AbstractContextManager[None]]) -> None:
+    def __init__(self, engine: SleepingEngine, diagnosed: Callable[[Phase], AbstractContextManager[None]]) -> None:
         self._engine, self._diagnosed = engine, diagnosed
         self._peaks: dict[str, float] = {}  # metric name -> peak since the last `pop_peaks`
 
     def offload(self, tags: Sequence[str], level: int) -> None:
         """Release GPU memory; see `RolloutWorker.offload_states`."""
-        with self._diagnosed("offloading states"):
+        with self._diagnosed(Phase.OFFLOAD):
             self._engine.sleep(level, tags)
-        self.record("offloading_states")
+        self.record(Phase.OFFLOAD)
 
     def reload(self, tags: Sequence[str] | None) -> None:
         """Allocate the GPU memory of these tags (None means all) again; see `RolloutWorker.reload_states`."""
-        with self._diagnosed("reloading states"):
+        with self._diagnosed(Phase.ONLOAD):
             self._engine.wake_up(tags)
 
     def state_bytes(self) -> dict[str, int]:
@@ -175,10 +176,10 @@ class EngineStates:
         held = self._engine.memory_bytes()
         return {state: held[tag] for state, tag in STATES.items()}
 
-    def record(self, phase: str) -> None:
+    def record(self, phase: Phase) -> None:
         """Record the memory held at the end of a phase."""
         for name, n_bytes in (self.state_bytes() | self._engine.process_memory()).items():
-            metric = f"memory/{phase}/rollout_{name}_gib"
+            metric = f"memory/{phase.metric}/rollout_{name}_gib"
             self._peaks[metric] = max(n_bytes / GIB, self._peaks.get(metric, 0.0))
 
     def pop_peaks(self) -> dict[str, float]:

@@ -14,7 +14,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from gkd.spans import SpanRecorder
+from gkd.spans import Phase, SpanRecorder
 from gkd.types import EngineUsage
 
 
@@ -75,7 +75,7 @@ class PassMeter:
         ended_s = self._clock()
         self._ended_s = ended_s if self._n_running or self._waiting else None
         if self._spans is not None:
-            self._spans.extend("generate", began_s, ended_s)
+            self._spans.extend(Phase.GENERATE, began_s, ended_s)
         x = np.array([1.0, n_running, n_prefill, ended_s - began_s])
         with self._lock:
             self._products += np.outer(x, x)

@@ -16,7 +16,7 @@ import torch
 
 from gkd.cluster.assignment import sort_visible_gpus, this_placement
 from gkd.cluster.gpu_table import RankPlacement
-from gkd.cluster.progress import OPENING, UP, WATCH, Phases, Progress
+from gkd.cluster.startup import WATCH
 from gkd.config.derived import derive
 from gkd.config.schema import Config
 from gkd.data.answers import greedy_sample
@@ -37,7 +37,7 @@ from gkd.rollout.sampling import Job, Sampling
 from gkd.rollout.self_scoring import SelfScoring
 from gkd.rollout.sleep_state import WEIGHTS, EngineStates, tags_of
 from gkd.rollout.watch import Pulse
-from gkd.spans import SpanRecorder
+from gkd.spans import Phase, Progress, SpanRecorder
 from gkd.types import EngineUsage, Prompt, Rollout, Sample
 from gkd.weight_sync.buckets import Bucket, Content
 from gkd.weight_sync.group import GroupSpec
@@ -64,8 +64,7 @@ class RolloutWorker(SelfScoring):
         sort_visible_gpus()
         self._rank = rank
         self._log = get_logger(f"rollout.{rank}")
-        self._spans = SpanRecorder(f"engine {rank}")
-        self._phases = Phases(self._spans)
+        self._spans = SpanRecorder(f"engine {rank}", Phase.STARTED)
         self._loop: EngineLoop | None = None  # loop of the open stream
         self._session = 0  # number of the open stream's session
 
@@ -75,14 +74,14 @@ class RolloutWorker(SelfScoring):
     @ray.method(concurrency_group=WATCH)
     def progress(self) -> Progress:
         """Return the current phase; during `init_model`, vLLM's start-up phase."""
-        return self._phases.now(ENGINE_PHASES)
+        return self._spans.progress(ENGINE_PHASES)
 
     @ray.method(concurrency_group=WATCH)
     def pulse(self) -> Pulse:
         """Return a sign of life for `EngineWatch`; the engine is built."""
-        phase = self._phases.now().phase
-        is_working = phase == OPENING or (phase == UP and self._engine.n_running and self._engine.has_weights)
-        return Pulse(self._engine.n_passes, not is_working)
+        phase, engine = self._spans.progress().phase, self._engine
+        is_working = phase is Phase.OPEN_STREAM or (phase is Phase.READY and engine.n_running and engine.has_weights)
+        return Pulse(engine.n_passes, not is_working)
 
     @ray.method(concurrency_group=WATCH)
     def close(self) -> None:
@@ -100,9 +99,9 @@ class RolloutWorker(SelfScoring):
         self._log.info(self.placement(ask_driver=False).line())
         self._set_up(config, torch.device(device, 0) if device == "cuda" else torch.device("cpu"), run_dir)
         remove_files(engine_folder())  # left by a process of this slot that was killed
-        self._phases.enter("starting vLLM")
+        self._spans.enter("starting vLLM")
         derived = derive(config)
-        with self._diagnosed("building the engine"):
+        with self._diagnosed(Phase.BUILD_ENGINE):
             self._set_engine(
                 RolloutEngine(
                     config.model.path,
@@ -121,7 +120,7 @@ class RolloutWorker(SelfScoring):
         self._tokenizer: Any = load_tokenizer(
             config.model.path, "model.path", trust_remote_code=config.model.trust_remote_code
         )
-        self._phases.enter(UP)
+        self._spans.enter(Phase.READY)
         self._log.info("engine ready")
 
     def _set_up(self, config: Config, device: torch.device, run_dir: Path) -> None:
@@ -161,13 +160,13 @@ class RolloutWorker(SelfScoring):
         if self._loop is not None:
             raise ClusterError(f"rollout engine {self._rank} already has an open stream. Fix: close it first")
         self._ensure_awake()
-        with self._phases.during(OPENING):
+        with self._spans.span(Phase.OPEN_STREAM):
             self._engine.synchronize()
         # A step may wait for sequences of this age. With a bound of 1 too many are of age 1 to send them early.
         late_age = max(2, derive(self._config).max_staleness)
         chunks, max_running = Coalescer(n_groups, chunk_size, late_age), self._config.rollout.sequence_limit
         self._session = session  # before the loop exists: no late prompt of the last stream gets into it
-        self._loop = EngineLoop(self._engine, max_running, chunks, partial(self._diagnosed, "generating"))
+        self._loop = EngineLoop(self._engine, max_running, chunks, partial(self._diagnosed, Phase.GENERATE))
 
     @ray.method(concurrency_group=STREAM)
     def stream(self) -> Iterator[list[Rollout] | bytes]:
@@ -204,22 +203,22 @@ class RolloutWorker(SelfScoring):
         if self._loop is not None:
             self._loop.close()
             self._loop = None
-            self._states.record("generating")
+            self._states.record(Phase.GENERATE)
 
     def join_groups(self, specs: list[GroupSpec]) -> None:
-        with self._phases.during("joining the weight-sync groups"):
+        with self._spans.span(Phase.JOIN):
             self._on_engine(lambda: self._engine.join_groups(specs))
 
     def receive(self, plans: list[list[Bucket]], policy_version: int, content: Content = "merged") -> int:
         """Load one version of the weights or adapters; see `RolloutEngine.receive`."""
 
         def receive() -> int:
-            with self._diagnosed("receiving weights"):
+            with self._diagnosed(Phase.RECEIVE):
                 n_bytes = self._engine.receive(plans, policy_version, adapters=content == "adapters")
-            self._states.record("receiving_weights")
+            self._states.record(Phase.RECEIVE)
             return n_bytes
 
-        with self._phases.during("receiving weights"):
+        with self._spans.span(Phase.RECEIVE):
             self._ensure_awake([WEIGHTS])
             return self._on_engine(receive)  # after an error the engine generates nothing until the next one succeeds
 
@@ -246,7 +245,7 @@ class RolloutWorker(SelfScoring):
                 "Fix: close the stream before offload_states"
             )
         tags = tags_of(include)
-        with self._phases.during("offloading states"):
+        with self._spans.span(Phase.OFFLOAD):
             self._states.offload(tags, level)
             return self._states.state_bytes()
 
@@ -254,7 +253,7 @@ class RolloutWorker(SelfScoring):
         """Allocate the GPU memory again. Idempotent. Arguments and result as for `offload_states`."""
         tags = tags_of(include)
         if self._loop is None:  # the engine of an open stream is awake
-            with self._phases.during("reloading states"):
+            with self._spans.span(Phase.ONLOAD):
                 self._states.reload(tags)
         return self.state_bytes()
 
@@ -273,9 +272,9 @@ class RolloutWorker(SelfScoring):
         if self._loop is not None:
             yield from self._loop.generate(prompts, sampling, prompt_indices)
         else:
-            with self._diagnosed("generating"):
+            with self._diagnosed(Phase.GENERATE):
                 yield from self._engine.generate(prompts, sampling, prompt_indices)
-        self._on_engine(lambda: self._states.record("generating"))
+        self._on_engine(lambda: self._states.record(Phase.GENERATE))
 
     def _ensure_awake(self, tags: Sequence[str] | None = None) -> None:
         if self._loop is None:  # the engine of an open stream is awake
@@ -285,7 +284,7 @@ class RolloutWorker(SelfScoring):
         """Call `function` in the thread that may use the engine."""
         return function() if self._loop is None else self._loop.call(function)
 
-    def _diagnosed(self, phase: str) -> AbstractContextManager[None]:
+    def _diagnosed(self, phase: Phase) -> AbstractContextManager[None]:
         """Explain out-of-memory errors raised in this context.
 
         Only around engine calls: the stream's error is raised in all waiting calls and must be explained once.

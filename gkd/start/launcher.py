@@ -28,7 +28,7 @@ from gkd.data.chunks import CHUNK_SIZE, chunk_size
 from gkd.errors import GkdError, RankTimeout
 from gkd.gpu_map import collect
 from gkd.gpu_map.record import record_end, record_placement, record_restart
-from gkd.log import activities, get_logger
+from gkd.log import get_logger
 from gkd.preflight.run import Plan
 from gkd.reward.scoring import JUDGING, init_judging, with_judges, workers_per_endpoint
 from gkd.roles import NoReference, Roles
@@ -39,6 +39,7 @@ from gkd.rollout.recovery import EngineSync
 from gkd.rollout.slots import EngineSlots, restarting
 from gkd.rollout.worker import RolloutWorker
 from gkd.run.ending import attempt
+from gkd.spans import driver
 from gkd.start.pools import make_cluster, make_pools, shares_with
 from gkd.start.worker_env import actor_env, worker_env
 from gkd.teacher.endpoint import ScoringEndpoint
@@ -61,15 +62,15 @@ def started_roles(plan: Plan, *, engines_sleep: bool = False) -> Iterator[Roles]
             the ranks that hang; the run folder has all stacks.
     """
     config, t = plan.config, plan.config.trainer
-    with activities.during("joining Ray" if config.cluster.ray_address else "starting Ray"):
+    with driver.doing("joining Ray" if config.cluster.ray_address else "starting Ray"):
         cluster = make_cluster(config, on_cpu=plan.device == "cpu")
     with ExitStack() as ending:
         ending.callback(_stop, cluster)
-        with activities.during("reserving the pools"):
+        with driver.doing("reserving the pools"):
             slots = make_pools(cluster, config, t.init_timeout_s)
         startup = Startup(t.init_timeout_s)
         try:
-            with activities.during("start-up"), startup:
+            with driver.doing("start-up"), startup:
                 roles, restarts = _start(config, plan, startup, slots[ACTOR], slots[ROLLOUT], ending, engines_sleep)
             log.info("all ranks are ready")
             with restarts:
@@ -82,7 +83,7 @@ def started_roles(plan: Plan, *, engines_sleep: bool = False) -> Iterator[Roles]
 
 
 def _stop(cluster: Cluster) -> None:
-    with activities.during("stopping all processes"):
+    with driver.doing("stopping all processes"):
         cluster.close()
         remove_files(engine_folder(f"{cluster.run}/*"))
 

@@ -15,7 +15,7 @@ from gkd.config.routes import Route
 from gkd.config.schema import Config
 from gkd.data.answers import greedy_sample
 from gkd.data.prompts import load_tokenizer
-from gkd.log import activities
+from gkd.spans import driver
 from gkd.teacher.grouping import grouped
 from gkd.teacher.info import TeacherInfo
 from gkd.teacher.teacher import Teacher, open_teacher
@@ -83,7 +83,7 @@ def _decode(
     """Return the most probable tokens of each prompt, up to an end token; all prompts advance together."""
     responses: list[list[int]] = [[] for _ in prompts]
     unfinished = list(range(len(prompts)))
-    with activities.during("greedy responses of the teacher", max_tokens):
+    with driver.doing("greedy responses of the teacher", max_tokens):
         for position in range(max_tokens):
             contexts = [_context(prompts[i], responses[i]) for i in unfinished]
             groups = grouped(contexts, n_per_request)
@@ -95,7 +95,7 @@ def _decode(
                     assert scores.topk is not None  # it was requested
                     responses[unfinished[i]].append(int(scores.topk.topk_ids[0, 0]))
             unfinished = [i for i in unfinished if responses[i][-1] not in eos_ids]
-            activities.done(position + 1)
+            driver.done(position + 1)
             if not unfinished:
                 break
     return responses

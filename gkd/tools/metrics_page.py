@@ -31,10 +31,11 @@ _COLUMNS = "| key | unit | in | meaning | healthy | problem and what to do |\n|-
 _TAIL = """
 ## Renamed
 
-`rollout/cut_share` is `rollout/truncated_share`, `time/<call>/meeting` is `time/<call>/barrier_wait_s`, and in
-`tuner.jsonl` `perf/answer_s` is `perf/generate_s` and `perf/response_length_q100` is `perf/response_length_max`. The
-sums of the split tuner moved from `metrics.jsonl` to `tuner.jsonl`, see [GPU split](split.md); the tuner still reads
-runs of older versions, with their names.
+`rollout/cut_share` is `rollout/truncated_share`, `time/<call>/meeting` is `time/<call>/barrier_wait_s`,
+`memory/setting_the_teacher's_LM_head/...` is `memory/teacher_head/...`, and in `tuner.jsonl` `perf/answer_s` is
+`perf/generate_s` and `perf/response_length_q100` is `perf/response_length_max`. The sums of the split tuner moved from
+`metrics.jsonl` to `tuner.jsonl`, see [GPU split](split.md); the tuner still reads runs of older versions, with their
+names.
 """
 
 

@@ -21,7 +21,7 @@ import ray
 
 from gkd.metrics.span_file import SpanFile, SpanLine, read_spans
 from gkd.metrics.writer import MetricsWriter, read_metrics
-from gkd.spans import SpanRecorder
+from gkd.spans import Phase, SpanRecorder, driver
 from gkd.teacher.endpoint import Computations
 from gkd.teacher.scoring import TAKE_EVERY_S
 from gkd.types import ProcessSpans, ScoredChunk, ScoreTimes
@@ -78,9 +78,9 @@ def _driver_s(lines: list[SpanLine], steps: range) -> float:
         file = SpanFile(MetricsWriter(Path(folder) / "spans.jsonl", -1), 1)
         began_s = time.thread_time()
         for step in steps:
-            on_stage = file.begin(step)
+            file.begin(step)
             for span in own[step]:
-                on_stage(span.name, span.start_s, span.start_s + span.duration_s)
+                driver.add(span.name, span.start_s, span.start_s + span.duration_s)
             file.add(pickle.loads(data) for data in others[step])
             file.end()
         return time.thread_time() - began_s
@@ -91,7 +91,7 @@ def _unit_costs() -> dict[str, float]:
     scored = ScoredChunk(chunk_of(range(16), 10, n_prompt=10), None, None, 0, ScoreTimes(1.0, np.full(16, 2.0)))
 
     def one_span() -> None:
-        with spans.span("train"):
+        with spans.span(Phase.TRAIN):
             pass
 
     def take() -> None:
@@ -101,7 +101,11 @@ def _unit_costs() -> dict[str, float]:
 
     fields = {"request_id": b"", "token_digest": b"", "model_fingerprint": "", "signal": "topk", "n_rows": 1}
     reply = ScoreReply(**fields, worker="w", k=1, n_entries=1, wire="fp16", checksums=[], queue_s=0.0, compute_s=1.0)
-    costs = {"span": _each(one_span), "extend": _each(lambda: spans.extend("generate", 0.0, 1.0)), "take": _each(take)}
+    costs = {
+        "span": _each(one_span),
+        "extend": _each(lambda: spans.extend(Phase.GENERATE, 0.0, 1.0)),
+        "take": _each(take),
+    }
     costs["note"] = _each(lambda: noted.note(reply, 1))
     with tempfile.TemporaryDirectory() as folder:
         file = SpanFile(MetricsWriter(Path(folder) / "spans.jsonl", -1), 1)

@@ -26,8 +26,8 @@ from tests.bench.driver_calls import wrap
 # Part -> its functions, as module:attribute.attribute.
 PARTS: dict[str, tuple[str, ...]] = {
     "activities": (
-        *("gkd.log:During.__enter__", "gkd.log:During.__exit__"),
-        *("gkd.log:Activities.during", "gkd.log:Activities.done"),
+        *("gkd.spans:Block.__enter__", "gkd.spans:Block.__exit__"),
+        *("gkd.spans:SpanRecorder.doing", "gkd.spans:SpanRecorder.span", "gkd.spans:SpanRecorder.done"),
     ),
     "state, step line": (
         "gkd.console.state:RunState.add",

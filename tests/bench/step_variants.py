@@ -122,7 +122,7 @@ def _alternate(rounds: int, choose: Callable[[Trainer, bool], None], *overrides:
                     choose(trainer, variant)
                     m = StepMetrics(step)
                     trainer.train_one_batch(m)
-                    numbers = m.stage.report() | roles.actor.memory_numbers()
+                    numbers = m.times() | roles.actor.memory_numbers()
                     if step > 2:
                         steps[variant].append(numbers)
                 trainer.source.close(wait=True)

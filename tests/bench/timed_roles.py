@@ -27,7 +27,7 @@ from gkd.rollout.sampling import Sampling
 from gkd.rollout.sleep_state import SleepState
 from gkd.rollout.usage import PassMeter
 from gkd.rollout.worker import RolloutWorker
-from gkd.spans import SpanRecorder
+from gkd.spans import Phase, SpanRecorder
 from gkd.teacher.endpoint import ScoringEndpoint
 from gkd.tools.split_tuner.estimate import Rates
 from gkd.types import FileDigest, ProcessSpans, Prompt, Rollout, TeacherScores, TeacherTopK, TrainStats, VersionSpan
@@ -224,7 +224,7 @@ class TimedActorWorker:
         n_chunks = len(sequence_indices)
         rollouts, _ = select(sequence_indices, lists[:n_chunks], lists[n_chunks:])
         n_tokens = sum(rollout.n_tokens for rollout in rollouts)
-        with self._spans.span("train"):
+        with self._spans.span(Phase.TRAIN):
             time.sleep(self._stages.rates.train_s + self._stages.rates.train_token_s * n_tokens)
         return TrainStats(loss=1.0, n_loss_tokens=n_tokens)
 

@@ -20,8 +20,8 @@ from gkd.cluster.gpu_table import RankPlacement
 from gkd.cluster.placement import PoolSpec
 from gkd.cluster.pools import Cluster
 from gkd.cluster.processes import process_info
-from gkd.cluster.progress import WATCH
 from gkd.cluster.slots import Pool
+from gkd.cluster.startup import WATCH
 from gkd.config.schema import RolloutConfig
 from gkd.errors import EngineFailed, RankFailed
 from gkd.rollout.recovery import Engines

@@ -17,6 +17,7 @@ from gkd.actor.offload import OffloadController
 from gkd.errors import DataError
 from gkd.memory.oom import diagnosed
 from gkd.memory.states import OPTIMIZER, PARAMS, States
+from gkd.spans import Phase
 from tests.device import on_cuda, rank_device
 from tests.dist.helpers import caught, run_ranks
 
@@ -69,7 +70,7 @@ def _scarce(here: bool) -> Iterator[None]:
 def _diagnosed(rank: int, reports: Path) -> dict[str, Any]:
     """Return each rank's error when rank 0 runs out of memory during a reload, and where the states are then."""
 
-    def diagnose(phase: str) -> AbstractContextManager[None]:
+    def diagnose(phase: Phase) -> AbstractContextManager[None]:
         who = f"actor rank {rank}"
         return diagnosed(reports, device=DEVICE, who=who, phase=phase, advice=lambda shortage: ["a.key: lower it"])
 

@@ -42,9 +42,9 @@ class Rank(ActorWorker):
         assert lines and all(line.endswith(f"of ranks {list(range(N_RANKS))}") for line in lines), lines
         assert any("group tp " in line for line in lines) and any("intra_dist_opt " in line for line in lines), lines
         if self._rank == LATE:
-            self._phases.enter("reading a hanging disk")
+            self._spans.enter("reading a hanging disk")
             read_from_a_dead_disk(total_steps)
-        self._phases.enter("at the barrier")
+        self._spans.enter("at the barrier")
         dist.barrier()
 
 

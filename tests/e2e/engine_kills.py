@@ -35,7 +35,8 @@ import psutil
 
 from gkd import main_gkd
 from gkd.config.schema_trainer import AHEAD, STREAM
-from gkd.metrics.writer import StageTimers, read_metrics
+from gkd.metrics.run_metrics import StepMetrics
+from gkd.metrics.writer import read_metrics
 from tests.e2e.conftest import ALONE, N_TRAIN, Lab, make_lab
 from tests.e2e.exactness import check_stream, check_taken, differences
 from tests.service.harness import ServerProcess
@@ -126,13 +127,13 @@ def is_engine(process: psutil.Process) -> bool:
 def killed_main(steps: str, seed: str, file: str, arguments: Sequence[str]) -> int:
     """Run gkd.main_gkd in this process, and hit its engines."""
     killer = Killer([int(step) for step in steps.split(",")], int(seed), Path(file))
-    enter_stage = StageTimers.__call__
+    enter_stage = StepMetrics.stage
 
-    def stage(self: StageTimers, name: str) -> Any:
+    def stage(self: StepMetrics, name: str) -> Any:
         killer.visit(name)
         return enter_stage(self, name)
 
-    StageTimers.__call__ = stage  # type: ignore[method-assign]
+    StepMetrics.stage = stage  # type: ignore[method-assign]
     return main_gkd.main(list(arguments))
 
 

@@ -22,7 +22,8 @@ from typing import Any
 import psutil
 
 from gkd import main_gkd
-from gkd.metrics.writer import MetricsWriter, StageTimers
+from gkd.metrics.run_metrics import StepMetrics
+from gkd.metrics.writer import MetricsWriter
 from gkd.run.folder import RunFolder
 
 STAGES = ("data", "switch", "rollout", "teacher", "train", "weight_sync", "checkpoint", "eval")
@@ -93,13 +94,13 @@ def is_engine_child(process: psutil.Process) -> bool:
 
 def install(killer: Killer) -> None:
     """Wrap the run's functions so that each reports its point to the killer. Several killers can be installed."""
-    enter_stage = StageTimers.__call__
+    enter_stage = StepMetrics.stage
 
-    def stage(self: StageTimers, name: str) -> Any:
+    def stage(self: StepMetrics, name: str) -> Any:
         killer.visit(name)
         return enter_stage(self, name)
 
-    StageTimers.__call__ = stage  # type: ignore[method-assign]
+    StepMetrics.stage = stage  # type: ignore[method-assign]
     for point, (owner, name) in CALLS.items():
         setattr(owner, name, _reporting(getattr(owner, name), point, killer))
 

@@ -22,6 +22,7 @@ from gkd.memory.fragmentation import FragmentationWatch, check_fragmentation, fr
 from gkd.memory.oom import diagnosed
 from gkd.memory.timeline import Timeline
 from gkd.memory.usage import GIB, CountMeter, clear_memory, read_usage, record_allocations, used_device
+from gkd.spans import Phase
 
 EXPANDABLE = any("expandable_segments:True" in os.environ.get(name, "") for name in ALLOCATOR_VARIABLES)
 pytestmark = [
@@ -112,11 +113,11 @@ def test_pinned_memory_goes_back_to_the_host(device: torch.device) -> None:
 def test_each_phase_has_its_own_peak(device: torch.device) -> None:
     """Fails if a phase reports another phase's peak, or its remaining bytes are not those of its tensors."""
     timeline, before = Timeline(device), torch.cuda.memory_allocated(device)
-    with timeline.phase("training_step"):
+    with timeline.during(Phase.TRAIN):
         gone = block(512 * MIB, device)
         del gone
         kept = block(128 * MIB, device)
-    with timeline.phase("export"):
+    with timeline.during(Phase.EXPORT):
         pass
     taken = timeline.take()
     step, export = (
@@ -185,7 +186,7 @@ def test_memory_in_pieces_is_told_from_too_little(device: torch.device, tmp_path
     record_allocations()
     kept = pieces(device)
 
-    def failed(n_bytes: int) -> str:
+    def failed(n_bytes: int, phase: Phase) -> str:
         with (
             pytest.raises(OutOfMemory) as raised,
             limited(256 * MIB, device),
@@ -193,7 +194,7 @@ def test_memory_in_pieces_is_told_from_too_little(device: torch.device, tmp_path
                 tmp_path,
                 device=device,
                 who="actor rank 0",
-                phase=f"asking for {n_bytes >> 20}",
+                phase=phase,
                 advice=lambda shortage: told.append((shortage.on_cuda, shortage.fragmented)) or ["a.key=1: lower it"],
             ),
         ):
@@ -201,7 +202,7 @@ def test_memory_in_pieces_is_told_from_too_little(device: torch.device, tmp_path
         return str(raised.value)
 
     # 256 MiB may still be taken, and 1 GiB is free in pieces of 16 MiB.
-    in_pieces, too_little = failed(900 * MIB), failed(1800 * MIB)
+    in_pieces, too_little = failed(900 * MIB, Phase.TRAIN), failed(1800 * MIB, Phase.EVALUATE)
     assert "This is fragmentation" in in_pieces and "the largest free block is 0.016 GiB" in in_pieces
     assert "This is a shortage" in too_little
     assert told == [(True, True), (True, False)]

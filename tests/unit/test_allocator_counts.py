@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from gkd.actor.rank import RankMemory
-from gkd.cluster.progress import Phases
 from gkd.config.load import load_config
 from gkd.memory.usage import AllocatorCounts, CountMeter, read_counts
 from gkd.spans import SpanRecorder
@@ -33,7 +32,7 @@ def test_a_rank_reports_torchs_own_counts(monkeypatch: pytest.MonkeyPatch, tmp_p
     monkeypatch.setattr(torch.cuda, "memory_stats", lambda device: stats)
     assert read_counts(torch.device(cuda)) == AllocatorCounts(1, 2, 3, 4)
     config, log = load_config(None, []), logging.getLogger("test_allocator_counts")
-    rank = RankMemory(config, torch.device(cuda), tmp_path, "actor rank 0", Phases(SpanRecorder("actor 0")), log)
+    rank = RankMemory(config, torch.device(cuda), tmp_path, "actor rank 0", SpanRecorder("actor 0"), log)
     assert rank.take() == dict(zip(NAMES, (1, 2, 3, 4), strict=True))
 
 

@@ -92,7 +92,7 @@ def test_no_offload_without_shared_gpus_or_generation(shared: bool, needed: bool
     if not shared:
         with sharing(calls, shared=shared).for_training(m, new_weights_follow=True):
             pass
-    assert calls == [] and "time/switch_s" not in m.stage.report()
+    assert calls == [] and "time/switch_s" not in m.times()
 
 
 def test_a_switch_is_timed_as_a_stage() -> None:
@@ -100,7 +100,7 @@ def test_a_switch_is_timed_as_a_stage() -> None:
     m = StepMetrics(1)
     with sharing([], shared=True).for_rollout(m), m.stage("rollout"):
         pass
-    assert {"time/switch_s", "time/rollout_s"} <= m.stage.report().keys()
+    assert {"time/switch_s", "time/rollout_s"} <= m.times().keys()
 
 
 def test_errors_pass_through() -> None:

@@ -7,33 +7,34 @@ from pathlib import Path
 
 import pytest
 
-from gkd.cluster.progress import UP, Progress
 from gkd.cluster.startup import summary
 from gkd.config.schema import DataConfig
 from gkd.console.heartbeat import Heartbeat
 from gkd.console.teacher_watch import TeacherWatch
 from gkd.data.prompts import load_prompts
-from gkd.log import Activities, Activity, activities
+from gkd.spans import Activity, Phase, Progress, SpanRecorder, driver
 from gkd.types import TeacherHealth
 from tests.unit.console_runs import Clock
 
+STEP = Activity(Phase.STEP, 0.0, 3, 9)
 
-def spoken(name: str, until_s: int) -> list[float]:
+
+def spoken(outermost: Activity, until_s: int) -> list[float]:
     """Return the seconds at which a run that does one thing for a long time prints a line."""
-    heartbeat, doing = Heartbeat(), [Activity(name, 0.0), Activity("teacher", 2.0)]
+    heartbeat, doing = Heartbeat(), [outermost, Activity("teacher", 2.0)]
     return [t / 4 for t in range(4 * until_s) if heartbeat.line(t / 4, 0.0, doing)]
 
 
 def test_lines_in_a_silence() -> None:
     """Fails if a start-up is silent for more than 5 s, or a long stage of every step fills the log."""
-    times = spoken("start-up", 60)
+    times = spoken(Activity("start-up", 0.0), 60)
     assert max(b - a for a, b in zip([0.0, *times], times, strict=False)) <= 5.0 and len(times) == 14
-    assert spoken("step 3/9", 200) == [4.0, 8.0, 16.0, 32.0, 64.0, 128.0]
+    assert spoken(STEP, 200) == [4.0, 8.0, 16.0, 32.0, 64.0, 128.0]
 
 
 def test_a_line_of_the_run_starts_a_new_silence() -> None:
     """Fails if heartbeats come although the run prints lines, or stay rare after a long stage."""
-    heartbeat, doing = Heartbeat(), [Activity("step 3/9", 0.0), Activity("rollout", 0.0)]
+    heartbeat, doing = Heartbeat(), [STEP, Activity("rollout", 0.0)]
     assert heartbeat.line(4.6, 0.0, doing) and heartbeat.line(20.0, 0.0, doing)
     assert not heartbeat.line(23.9, 20.0, doing)
     assert heartbeat.line(24.1, 20.0, doing)
@@ -42,7 +43,7 @@ def test_a_line_of_the_run_starts_a_new_silence() -> None:
 
 def test_a_line_names_the_stage_and_its_duration() -> None:
     """Fails if the seconds are those of the whole step, or the finished parts are missing."""
-    doing = [Activity("step 3/9", 1.0), Activity("teacher", 10.0), Activity("teacher scoring", 10.5, 3, 8)]
+    doing = [STEP, Activity("teacher", 10.0), Activity("teacher scoring", 10.5, 3, 8)]
     line = Heartbeat().line(18.0, 9.0, doing)
     assert line.startswith("step 3/9, teacher, teacher scoring 3/8: 8 s")
     assert str(Activity("rows", 0.0, 512)) == "rows 512" and str(Activity("init model", 0.0, 0, 1)) == "init model"
@@ -51,25 +52,25 @@ def test_a_line_names_the_stage_and_its_duration() -> None:
 def test_activities_nest_and_end_with_an_error() -> None:
     """Fails if a failed stage stays on the screen, or a thread that works ahead replaces the stage of the loop."""
     clock = Clock()
-    doing = Activities(clock)
-    with pytest.raises(ValueError), doing.during("step 1/2"):  # noqa: SIM117
-        with doing.during("teacher", 4):
+    doing = SpanRecorder("driver", main_only=True, clock=clock)
+    with pytest.raises(ValueError), doing.doing(Phase.STEP, 2, 1), doing.span("teacher"):  # noqa: SIM117
+        with doing.doing("scores", 4):
             clock.now_s += 1.0
             doing.done(3)
-            assert [str(a) for a in doing.now] == ["step 1/2", "teacher 3/4"]
+            assert [str(a) for a in doing.now] == ["step 1/2", "teacher", "scores 3/4"]
             seen: list[int] = []
 
             def work_ahead() -> None:
-                with doing.during("rollout"):
+                with doing.span("rollout", outermost=True):
                     doing.done(4)
                     seen.append(len(doing.now))
 
             thread = threading.Thread(target=work_ahead)
             thread.start()
             thread.join()
-            assert seen == [2] and doing.now[-1].done == 3
+            assert seen == [3] and doing.now[-1].done == 3
             raise ValueError
-    assert doing.now == ()
+    assert doing.now == () and {span.name for span in doing.take().spans} == {"teacher", "rollout"}
 
 
 def test_an_outage_of_the_teacher_is_reported_at_growing_intervals(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -91,7 +92,7 @@ def test_the_count_of_ready_ranks_never_falls() -> None:
     progress = {"actor rank 0": Progress("joining", 3.0), "rollout engine 0": Progress("starting vLLM", 4.0)}
     text = summary(names, progress, ready)
     assert "1/2" in text and "joining (3 s)" in text and "starting vLLM (4 s)" in text
-    assert "2/2" in summary(names, {name: Progress(UP, 1.0) for name in names}, {*names, "of another pool"})
+    assert "2/2" in summary(names, {name: Progress(Phase.READY, 1.0) for name in names}, {*names, "of another pool"})
 
 
 def test_tokenizing_shows_the_row(tmp_path: Path) -> None:
@@ -101,8 +102,8 @@ def test_tokenizing_shows_the_row(tmp_path: Path) -> None:
     seen: set[str] = set()
 
     def tokenizer(text: str, add_special_tokens: bool = True) -> dict[str, list[int]]:
-        seen.update(str(activity) for activity in activities.now[-1:])
+        seen.update(str(activity) for activity in driver.now[-1:])
         return {"input_ids": [1]}
 
     load_prompts([str(file)], DataConfig(), tokenizer, "data.train_files")
-    assert sorted(name.rpartition(" ")[2] for name in seen) == ["256", "512", "row"] and activities.now == ()
+    assert sorted(name.rpartition(" ")[2] for name in seen) == ["256", "512", "row"] and driver.now == ()

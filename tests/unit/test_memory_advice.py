@@ -15,6 +15,7 @@ from gkd.memory import remedies
 from gkd.memory.advice import Shortage, advice, engine_advice
 from gkd.memory.remedies import ACTOR_REMEDIES, ENGINE_REMEDIES, FRAGMENTATION_REMEDIES
 from gkd.memory.remedy import as_yaml, value_of
+from gkd.spans import Phase
 
 DOCS = Path(__file__).parents[2] / "docs" / "memory.md"
 BASE = ["data.train_files=[a]", "model.path=m", "trainer.run_dir=r"]
@@ -27,7 +28,7 @@ def config(*overrides: str) -> Config:
 
 
 def advised(
-    found: Config, *, phase: str = "training step", on_cuda: bool = True, fragmented: bool = False, conf: str = ""
+    found: Config, *, phase: Phase = Phase.TRAIN, on_cuda: bool = True, fragmented: bool = False, conf: str = ""
 ) -> str:
     environ = {"PYTORCH_ALLOC_CONF": conf} if conf else {}
     return "\n".join(advice(found, Shortage(phase, on_cuda, fragmented), environ))
@@ -49,8 +50,8 @@ def table() -> Iterator[str]:
         keys = ", ".join(f"`{key}`" for key in row.keys)
         on_device = {"": "", "cuda": " (GPU)", "cpu": " (CPU)"}[row.device]
         against = "fragmentation: " if row in FRAGMENTATION_REMEDIES and row not in ACTOR_REMEDIES else ""
-        phases = ", ".join(row.phases) or "all phases"
-        phases += f" except {', '.join(row.not_in)}" if row.not_in else ""
+        phases = ", ".join(map(str, row.phases)) or "all phases"
+        phases += f" except {', '.join(map(str, row.not_in))}" if row.not_in else ""
         yield f"| {keys} | {row.step} | {against}{phases}{on_device} | {row.effect} |"
 
 
@@ -89,7 +90,7 @@ def test_the_advice_has_keys_with_their_values_and_next_values() -> None:
     """Fails if a user is shown another value than the run has, or no next value."""
     for overrides in ([], ["actor.strategy=fsdp2"], ["actor.max_tokens_per_micro_batch=9999", "trainer.colocate=true"]):
         run = config(*overrides)
-        for phase in ("training step", "evaluation", "sending weights", "export", "teacher scoring"):
+        for phase in (Phase.TRAIN, Phase.EVALUATE, Phase.SEND, Phase.EXPORT, Phase.SCORE):
             for on_cuda in (True, False):
                 *lines, last = advised(run, phase=phase, on_cuda=on_cuda).splitlines()
                 assert ("GPU" if on_cuda else "host") in last
@@ -107,7 +108,7 @@ def test_the_advice_fits_the_run() -> None:
     assert "max_tokens" not in advised(config("actor.max_tokens_per_micro_batch=2048"))
     assert not any(word in advised(config(*small)) for word in ("micro_batch", "recompute"))
     assert "actor.fused_lm_head=False: try true." in advised(config("actor.fused_lm_head=false"))
-    assert "recompute" not in advised(config(), phase="evaluation")
+    assert "recompute" not in advised(config(), phase=Phase.EVALUATE)
     sharded = ["actor.strategy=fsdp2"]
     assert "actor.fsdp_cpu_offload=False: try true." in advised(config(*sharded))
     assert "fsdp_cpu_offload" not in advised(config(*sharded, "actor.fsdp_cpu_offload=true"))
@@ -116,8 +117,8 @@ def test_the_advice_fits_the_run() -> None:
     )
     assert "fsdp_cpu_offload" not in advised(config(*sharded), on_cuda=False)
     assert "gpu_memory_utilization" not in advised(config("trainer.colocate=true")), "the engine sleeps meanwhile"
-    assert "weight_sync.bucket_mib=256: try 128." in advised(config(), phase="sending weights")
-    assert "data.max_response_length" not in advised(config(), phase="sending weights")
+    assert "weight_sync.bucket_mib=256: try 128." in advised(config(), phase=Phase.SEND)
+    assert "data.max_response_length" not in advised(config(), phase=Phase.SEND)
     assert "sequence_parallel" not in advised(config())
     assert "actor.sequence_parallel=False: try true." in advised(config("trainer.n_gpus_per_node=2", "actor.tp=2"))
 
@@ -138,34 +139,34 @@ def test_the_advice_against_fragmentation() -> None:
 def test_the_advice_for_an_engine() -> None:
     """Fails if an engine's advice has keys that it does not use, or that do not help in the phase."""
 
-    def told(phase: str, *overrides: str, on_cuda: bool = True) -> str:
+    def told(phase: Phase, *overrides: str, on_cuda: bool = True) -> str:
         device = "trainer.device=cuda" if on_cuda else "trainer.device=cpu"
         return "\n".join(engine_advice(config(device, *overrides), Shortage(phase, on_cuda, False)))
 
-    for phase in ("building the engine", "generating", "receiving weights", "offloading states", "reloading states"):
+    for phase in (Phase.BUILD_ENGINE, Phase.GENERATE, Phase.RECEIVE, Phase.OFFLOAD, Phase.ONLOAD):
         for on_cuda in (True, False):
             *lines, _ = told(phase, on_cuda=on_cuda).splitlines()
             assert lines
             for line in lines:
                 check_line(line, config())
-        assert ("bucket_mib" in told(phase)) == (phase == "receiving weights")
-        assert ("gpu_memory_utilization=0.85: try 0.75." in told(phase)) == (phase != "offloading states")
+        assert ("bucket_mib" in told(phase)) == (phase is Phase.RECEIVE)
+        assert ("gpu_memory_utilization=0.85: try 0.75." in told(phase)) == (phase is not Phase.OFFLOAD)
         halved = "max_num_seqs=64: try 32." in told(phase, "rollout.max_num_seqs=64")
-        assert halved == (phase != "offloading states")
-    assert "rollout.kv_cache_mib=0: try 128." in told("generating", on_cuda=False)
-    assert "kv_cache_mib" not in told("generating")
-    given = told("generating", "rollout.kv_cache_mib=4096")
+        assert halved == (phase is not Phase.OFFLOAD)
+    assert "rollout.kv_cache_mib=0: try 128." in told(Phase.GENERATE, on_cuda=False)
+    assert "kv_cache_mib" not in told(Phase.GENERATE)
+    given = told(Phase.GENERATE, "rollout.kv_cache_mib=4096")
     assert "rollout.kv_cache_mib=4096: try 2048." in given and "gpu_memory_utilization" not in given
 
 
 @pytest.mark.parametrize(
     ("phase", "key", "others"),
     [
-        ("teacher scoring", "teacher.fsdp_cpu_offload", LOCAL),
-        ("reference logprobs", "reference.fsdp_cpu_offload", REFERENCE),
+        (Phase.SCORE, "teacher.fsdp_cpu_offload", LOCAL),
+        (Phase.REFERENCE, "reference.fsdp_cpu_offload", REFERENCE),
     ],
 )
-def test_the_advice_for_a_frozen_model(phase: str, key: str, others: list[str]) -> None:
+def test_the_advice_for_a_frozen_model(phase: Phase, key: str, others: list[str]) -> None:
     """Fails if the advice for a frozen model's pass is what the run does already, or has the student's keys alone."""
     stays = advised(config(*others, f"{key}=false"), phase=phase)
     assert f"{key}=False: try true." in stays and "actor.micro_batch_size=8: try 4." in stays

@@ -25,6 +25,7 @@ from gkd.memory.oom import (
     parse,
     verdict,
 )
+from gkd.spans import Phase
 
 GIB, MIB = 1 << 30, 1 << 20
 
@@ -78,7 +79,9 @@ def test_what_torch_says_is_read() -> None:
 def test_a_cuda_error_as_the_user_reads_it(tmp_path: Path) -> None:
     """Fails if the report lacks other processes on the GPU, which matters most on a shared one."""
     shared = PLAIN.replace("Including non-PyTorch", "Process 4711 has 2.50 GiB memory in use. Including non-PyTorch")
-    text = _report(torch.OutOfMemoryError(shared), tmp_path, torch.device("cuda", 0), "actor rank 0", "export", keys)
+    text = _report(
+        torch.OutOfMemoryError(shared), tmp_path, torch.device("cuda", 0), "actor rank 0", Phase.EXPORT, keys
+    )
     first, second = text.splitlines()[:2]
     assert first.startswith("actor rank 0 ran out of memory of cuda:0 (export): ")
     assert re.findall(r"[0-9.]+ GiB", first) == ["22.78 GiB", "12.75 GiB", "9.50 GiB"] and "a shortage" in first
@@ -150,7 +153,7 @@ def test_a_real_failure_of_the_host_is_explained(tmp_path: Path, kind: str) -> N
 
     with (
         pytest.raises(OutOfMemory) as raised,
-        diagnosed(tmp_path / "memory", device=CPU, who="actor rank 1", phase="training step", advice=keys),
+        diagnosed(tmp_path / "memory", device=CPU, who="actor rank 1", phase=Phase.TRAIN, advice=keys),
     ):
         too_much()
     text = str(raised.value)
@@ -170,7 +173,7 @@ def test_other_errors_pass_untouched(tmp_path: Path) -> None:
     for error in (RuntimeError("shapes"), ValueError("x"), OutOfMemory("told"), KeyboardInterrupt()):
         with (
             pytest.raises(type(error)) as raised,
-            diagnosed(tmp_path, device=CPU, who="actor rank 0", phase="export", advice=keys),
+            diagnosed(tmp_path, device=CPU, who="actor rank 0", phase=Phase.EXPORT, advice=keys),
         ):
             raise error
         assert raised.value is error
@@ -182,7 +185,7 @@ def test_a_report_that_cannot_be_written_is_no_other_error(tmp_path: Path) -> No
     (tmp_path / "memory").write_text("a file, where the folder should be")
     with (
         pytest.raises(OutOfMemory) as raised,
-        diagnosed(tmp_path / "memory", device=CPU, who="actor rank 0", phase="export", advice=keys),
+        diagnosed(tmp_path / "memory", device=CPU, who="actor rank 0", phase=Phase.EXPORT, advice=keys),
     ):
         torch.empty(2**50)
     assert "FileExistsError" in str(raised.value) and "saved: " not in str(raised.value)

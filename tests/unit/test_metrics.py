@@ -1,4 +1,4 @@
-"""Test the stage timers and metrics.jsonl."""
+"""Test metrics.jsonl."""
 
 from __future__ import annotations
 
@@ -14,49 +14,9 @@ import pytest
 from gkd.data.answers import final_answer, is_correct
 from gkd.errors import CheckpointError
 from gkd.metrics.catalog import FUNCTION, NAME, NUMBER, PLACEHOLDERS
-from gkd.metrics.writer import MetricsWriter, StageTimers, read_metrics
+from gkd.metrics.writer import MetricsWriter, read_metrics
 from gkd.tools.metrics_page import ROWS, metrics_page
 from tests.structure import ROOT
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
-def test_stage_times_add_up_to_the_accounted_share() -> None:
-    """If it fails, time/accounted_share hides time outside the stages."""
-    clock = Clock()
-    timers = StageTimers(clock)
-    for stage, seconds in (("rollout", 2.0), ("train", 3.0), ("rollout", 1.0)):
-        with timers(stage):
-            clock.now += seconds
-    clock.now += 4.0
-    report = timers.report()
-    assert (report["time/rollout_s"], report["time/train_s"], report["time/step_s"]) == (3.0, 3.0, 10.0)
-    assert report["time/accounted_share"] == pytest.approx(0.6)
-
-
-def test_stages_do_not_nest() -> None:
-    """If it fails, nested stages count the same seconds twice."""
-    timers = StageTimers(Clock())
-    with pytest.raises(RuntimeError, match="stage_2.*stage_1"), timers("stage_1"), timers("stage_2"):
-        pass
-
-
-def test_a_failed_stage_is_timed() -> None:
-    """If it fails, an exception leaves the stage open and the next step cannot start."""
-    clock = Clock()
-    timers = StageTimers(clock)
-    with pytest.raises(ValueError), timers("a"):
-        clock.now += 1.0
-        raise ValueError
-    with timers("b"):
-        pass
-    assert timers.report()["time/a_s"] == 1.0
 
 
 def test_non_finite_numbers_are_written_as_null(tmp_path: Path) -> None:

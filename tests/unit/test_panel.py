@@ -10,11 +10,11 @@ from rich.console import Console
 
 from gkd.console.panel import View, panel
 from gkd.console.state import RunState
-from gkd.log import Activity
+from gkd.spans import Activity, Phase
 from gkd.types import TeacherHealth
 from tests.unit.console_runs import line, run
 
-DOING = (Activity("step 42/120", 1.0), Activity("teacher", 3.0), Activity("teacher scoring", 3.0, 3, 8))
+DOING = (Activity(Phase.STEP, 1.0, 42, 120), Activity("teacher", 3.0), Activity("teacher scoring", 3.0, 3, 8))
 HEALTH = TeacherHealth(0.2, 300.0, 61, 2, 12)
 
 

@@ -16,6 +16,7 @@ from gkd.memory.advice import Shortage
 from gkd.memory.host_buffer import HostBuffer, host_slabs
 from gkd.memory.oom import diagnosed, is_out_of_memory, parse
 from gkd.memory.states import PARAMS, States
+from gkd.spans import Phase
 from gkd.weight_sync import segment
 from gkd.weight_sync.buckets import Bucket, TensorSpec
 from gkd.weight_sync.kept import KeptVersion
@@ -152,7 +153,7 @@ def test_it_is_the_host_that_is_short(tmp_path: Path) -> None:
 
     with (
         pytest.raises(OutOfMemory) as raised,
-        diagnosed(tmp_path, device=torch.device("cuda", 0), who="actor rank 0", phase="offloading states", advice=keys),
+        diagnosed(tmp_path, device=torch.device("cuda", 0), who="actor rank 0", phase=Phase.OFFLOAD, advice=keys),
     ):
         states.offload_states()
     assert str(raised.value).startswith("actor rank 0 ran out of memory of the host (pinned) (offloading states): ")

@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 
 from gkd.errors import CheckpointError, ConfigError
+from gkd.metrics.run_metrics import StepMetrics
 from gkd.metrics.span_file import SpanFile, SpanLine, read_spans
 from gkd.metrics.writer import MetricsWriter
-from gkd.spans import MAX_SPANS, SpanRecorder
+from gkd.spans import MAX_SPANS, Phase, SpanRecorder, driver
 from gkd.tools import trace
 from gkd.types import Computation, ProcessSpans, ScoredChunk, ScoreTimes, Span
 from tests.rollout_chunks import chunk_of
@@ -38,12 +39,12 @@ def test_blocks_are_recorded_in_lanes() -> None:
     """
     clock = Clock()
     spans = recorder(clock, 1000.0)
-    with spans.span("train"):
+    with spans.span(Phase.TRAIN):
         clock.now_s += 1
-        with spans.span("offload"), spans.span("offload"):
+        with spans.span(Phase.OFFLOAD), spans.span(Phase.OFFLOAD):
             clock.now_s += 2
         clock.now_s += 1
-    with pytest.raises(ValueError, match="x"), spans.span("save"):
+    with pytest.raises(ValueError, match="x"), spans.span(Phase.SAVE):
         clock.now_s += 1
         raise ValueError("x")
     found = spans.take().spans
@@ -56,10 +57,10 @@ def test_passes_without_a_long_gap_are_one_period() -> None:
     clock = Clock()
     spans = recorder(clock)
     for _ in range(5):
-        spans.extend("generate", clock.now_s, clock.now_s + 0.5)
+        spans.extend(Phase.GENERATE, clock.now_s, clock.now_s + 0.5)
         clock.now_s += 0.52
     clock.now_s += 1
-    spans.extend("generate", clock.now_s, clock.now_s + 0.5)
+    spans.extend(Phase.GENERATE, clock.now_s, clock.now_s + 0.5)
     first, second = spans.take().spans
     assert first.duration_s == pytest.approx(2.58) and first.args["parts"] == 5 and second.args["parts"] == 1
 
@@ -78,8 +79,71 @@ def test_the_number_of_spans_is_bounded(n: int) -> None:
     assert sum(span.args.get("busy_s", span.duration_s) for span in found) == pytest.approx(0.25 * n)
 
 
-def opened(tmp_path: Path) -> SpanFile:
-    return SpanFile(MetricsWriter(tmp_path / "spans.jsonl", -1), "teacher-host")
+@pytest.mark.parametrize("n_merged", [1, 1000])
+def test_stages_add_up_to_the_step(monkeypatch: pytest.MonkeyPatch, n_merged: int) -> None:
+    """Fails if a stage of an earlier step counts, a failed or merged one does not, or time outside is hidden."""
+    clock = Clock()
+    monkeypatch.setattr(driver, "clock", clock)
+    driver.take()
+    with StepMetrics(1).stage("train"):
+        clock.now_s += 8.0
+    clock.now_s += 1.0
+    m = StepMetrics(2)
+    for _ in range(n_merged):
+        with m.stage("rollout"):
+            clock.now_s += 2.0 / n_merged
+    with pytest.raises(ValueError), m.stage("train"):
+        clock.now_s += 1.0
+        raise ValueError
+    clock.now_s += 2.0
+    times = {"time/rollout_s": 2.0, "time/train_s": 1.0, "time/step_s": 5.0, "time/accounted_share": 0.6}
+    assert m.times() == pytest.approx(times)
+    driver.take()
+
+
+def test_what_must_not_nest_is_refused() -> None:
+    """Fails if nested stages count the same seconds twice, or a phase resets the peak memory of its outer one."""
+    spans = recorder(Clock())
+    with spans.doing(Phase.STEP), spans.span(Phase.TRAIN, outermost=True):
+        with pytest.raises(RuntimeError), spans.span(Phase.TRAIN, outermost=True):
+            pass
+        with spans.span(Phase.OFFLOAD):
+            pass
+    with spans.span(Phase.EXPORT, outermost=True):
+        pass
+    assert {span.name for span in spans.take().spans} == {"train", "offload", "export"}
+
+
+def test_a_rank_is_ready_between_its_calls() -> None:
+    """Fails if a rank is ready before it has started, reports a phase that has ended, or seconds of another one."""
+    clock = Clock()
+    spans = SpanRecorder("actor 0", Phase.STARTED, clock=clock)
+    told: list[tuple[Phase | str, float]] = []
+
+    def tell() -> None:
+        clock.now_s += 1.0
+        progress = spans.progress()
+        told.append((progress.phase, progress.for_s))
+
+    tell()
+    spans.enter("building the model")
+    with spans.span(Phase.OFFLOAD):
+        tell()
+    tell()
+    spans.enter(Phase.READY)
+    with pytest.raises(ValueError), spans.span(Phase.TRAIN):
+        tell()
+        with spans.span(Phase.ONLOAD):
+            tell()
+        tell()
+        raise ValueError
+    tell()
+    phases = [Phase.STARTED, Phase.OFFLOAD, "building the model", Phase.TRAIN, Phase.ONLOAD, Phase.TRAIN, Phase.READY]
+    assert told == list(zip(phases, [1.0, 1.0, 1.0, 1.0, 1.0, 3.0, 1.0], strict=True))
+
+
+def opened(tmp_path: Path, own: SpanRecorder = driver) -> SpanFile:
+    return SpanFile(MetricsWriter(tmp_path / "spans.jsonl", -1), "teacher-host", own)
 
 
 def lines_of(tmp_path: Path) -> dict[tuple[int, str], tuple[Span, ...]]:
@@ -90,12 +154,12 @@ def test_a_late_span_belongs_to_the_step_in_which_it_started(tmp_path: Path) -> 
     """Fails if scores that are collected a step later are drawn in the wrong step."""
     file = opened(tmp_path)
     for step in (1, 2, 3, 4):
-        on_stage = file.begin(step)
+        file.begin(step)
         began = time.perf_counter()
         time.sleep(0.02)
         if step == 2:
             early_s = time.time()
-        on_stage("train", began, time.perf_counter())
+        driver.add("train", began, time.perf_counter())
         if step == 3:
             file.add(
                 [ProcessSpans("engine 0", "h", [Span("generate", early_s, 0.5), Span("generate", time.time(), 0)])]
@@ -113,11 +177,13 @@ def test_a_stage_that_starts_with_its_step_is_not_drawn_in_the_step_before(
     skews = iter(np.linspace(0.0, -1.0, 200).tolist())  # of the wall clock: each reading is earlier than the last one
     wall_s = time.time()
     monkeypatch.setattr(time, "time", lambda: wall_s + next(skews))
-    file = opened(tmp_path)
-    file._driver = SpanRecorder("driver", wall=time.time)
+    seconds = 0.0
+    own = SpanRecorder("driver", clock=lambda: seconds, wall=time.time)
+    file = opened(tmp_path, own=own)
     for step in (1, 2, 3):
-        on_stage = file.begin(step)
-        on_stage("train", file._starts[-1][0], time.perf_counter())
+        seconds += 10.0
+        file.begin(step)
+        own.add("train", seconds, seconds + 1.0)
         file.end()
     assert set(lines_of(tmp_path)) == {(step, "driver") for step in (1, 2, 3)}
 

@@ -13,10 +13,9 @@ from contextlib import contextmanager
 import pytest
 
 from gkd.cluster.hang import describe
-from gkd.cluster.progress import UP, Phases, Progress
 from gkd.cluster.stacks import Frame, RankStack, rank_env, stacks_here
 from gkd.cluster.startup import summary
-from gkd.spans import SpanRecorder
+from gkd.spans import Phase, Progress, SpanRecorder
 
 IN_A_COLLECTIVE = """Thread 0x1 (most recent call first):
   File "/x/python3.11/threading.py", line 327 in wait
@@ -118,7 +117,7 @@ def test_only_late_ranks_are_reported(late: list[str], expected: list[str]) -> N
 def test_start_up_line_groups_ranks_by_phase() -> None:
     """Fails if the start-up line hides the slowest ranks, or lists all of them."""
     progress = {f"actor rank {i}": Progress("loading weights", float(i)) for i in range(9)}
-    progress["rollout engine 0"] = Progress(UP, 1.0)
+    progress["rollout engine 0"] = Progress(Phase.READY, 1.0)
     line = summary([*progress, "rollout engine 1"], progress, {"rollout engine 0"})
     assert " 1/11 " in line and "9 loading weights (actor rank 8 8 s, actor rank 7 7 s, " in line
     assert "actor rank 5 5 s, ...)" in line and "rollout engine 1 " in line and "rollout engine 0" not in line
@@ -127,14 +126,14 @@ def test_start_up_line_groups_ranks_by_phase() -> None:
 
 def test_phase_from_the_running_library_code() -> None:
     """Fails if the start of an engine, a single library call, is shown as a single phase."""
-    phases = Phases(SpanRecorder("actor 0"))
-    phases.enter("starting")
+    spans = SpanRecorder("engine 0", Phase.STARTED)
+    spans.enter("starting")
 
     def load_weights() -> Progress:
-        return phases.now({"load_weights": "loading"})
+        return spans.progress({"load_weights": "loading"})
 
     assert load_weights().phase == "starting: loading"
-    assert phases.now({"load_weights": "loading"}).phase == "starting"
+    assert spans.progress({"load_weights": "loading"}).phase == "starting"
 
 
 def test_small_groups_come_first() -> None:

@@ -14,7 +14,8 @@ import pytest
 
 from gkd.console.step_line import STEP_LINE
 from gkd.console.terminal import LINES, OFF, PANEL, Terminal, resolve_mode
-from gkd.log import Activities, get_logger
+from gkd.log import get_logger
+from gkd.spans import Phase, SpanRecorder
 from gkd.types import TeacherHealth
 from tests.unit.console_runs import Clock, line, run
 
@@ -58,7 +59,7 @@ def test_a_panel_is_drawn_on_a_terminal(
     monkeypatch.setattr(sys, "stderr", stream)  # here, since pytest replaces it after the fixtures
     clock = Clock()
     state = run(120, clock=clock)
-    with Terminal("auto", "runs/mine", doing=Activities(clock)) as terminal:
+    with Terminal("auto", "runs/mine", doing=SpanRecorder("driver", clock=clock)) as terminal:
         assert terminal.mode == PANEL and sys.stderr is not stream
         with terminal.watching(state, lambda: None):
             state.add(1, line())
@@ -104,14 +105,14 @@ def test_step_lines_can_be_switched_off(setting: str, lines: list[str]) -> None:
     stream, clock = io.StringIO(), Clock()
     handler = logging.StreamHandler(stream)
     logging.getLogger("gkd").addHandler(handler)
-    doing = Activities(clock)
+    doing = SpanRecorder("driver", clock=clock)
     try:
         with Terminal(setting, "", stream, doing) as terminal:
             assert terminal.mode == (OFF if setting == "off" else LINES)
             log.info("a step", extra=STEP_LINE)
             log.info("an event")
             if setting == "lines":
-                with doing.during("step 1/2"), doing.during("teacher"):
+                with doing.doing(Phase.STEP, 2, 1), doing.span("teacher"):
                     clock.now_s += 5.0
                     terminal.tick()
                     clock.now_s += 1.0
@@ -129,7 +130,7 @@ def test_the_health_of_the_teacher_is_requested_only_in_long_stages(monkeypatch:
     """Fails if short stages cost a request each, an outage or its end is not reported, or one follows the loop."""
     clock, warnings, n_probes, silent_s = Clock(), list[str](), 0, 0.0
     monkeypatch.setattr("gkd.console.teacher_watch.log.warning", lambda text, *args: warnings.append(text % args))
-    doing = Activities(clock)
+    doing = SpanRecorder("driver", clock=clock)
 
     def probe() -> TeacherHealth:
         nonlocal n_probes
@@ -138,7 +139,7 @@ def test_the_health_of_the_teacher_is_requested_only_in_long_stages(monkeypatch:
 
     def short_stages(n: int) -> None:
         for _ in range(n):
-            with doing.during("step 1/2"), doing.during("teacher"):
+            with doing.doing(Phase.STEP, 2, 1), doing.span("teacher"):
                 clock.now_s += 3.0
                 terminal.tick()
 
@@ -146,7 +147,7 @@ def test_the_health_of_the_teacher_is_requested_only_in_long_stages(monkeypatch:
     with terminal.watching(run(), probe):
         short_stages(20)
         assert n_probes == 0
-        with doing.during("step 2/2"), doing.during("teacher"):
+        with doing.doing(Phase.STEP, 2, 2), doing.span("teacher"):
             for _ in range(15):
                 clock.now_s, silent_s = clock.now_s + 1.0, silent_s + 1.0
                 terminal.tick()
