@@ -52,12 +52,6 @@ def keep_cpu_weights_live() -> None:
     keep_cpu_experts_live()
 
 
-keep_cpu_weights_live()
-draw_seeds_ahead()
-# vLLM spawns its workers itself if tp > 1; install the stack dump handler there, too.
-stacks.listen()
-
-
 class WeightReceiver(SleepMixin):
     """Mixin for vLLM's worker class, which provides `model_runner`, `device` and `rank`."""
 
@@ -282,3 +276,10 @@ def expert_names(prefix: str, module: RoutedExperts) -> list[str]:
 
 def _name(prefix: str, expert: int, part: str) -> str:
     return f"{prefix.removesuffix('.routed_experts')}.{expert}.{part}.weight"
+
+
+# At the end of the file: every function is defined now.
+keep_cpu_weights_live()
+draw_seeds_ahead()
+# vLLM spawns its workers itself if tp > 1; install the stack dump handler there, too.
+stacks.listen()
