@@ -29,7 +29,6 @@ from vllm.platforms import current_platform
 from gkd.cluster import stacks
 from gkd.errors import ModelError, WeightSyncError
 from gkd.rollout.adapters import EngineAdapters, unwrapped
-from gkd.rollout.cpu_seeds import draw_seeds_ahead
 from gkd.rollout.sleep_state import SleepMixin
 from gkd.rollout.worker_errors import returns_sync_errors
 from gkd.weight_sync.buckets import Bucket, digest
@@ -280,6 +279,5 @@ def _name(prefix: str, expert: int, part: str) -> str:
 
 # At the end of the file: every function is defined now.
 keep_cpu_weights_live()
-draw_seeds_ahead()
 # vLLM spawns its workers itself if tp > 1; install the stack dump handler there, too.
 stacks.listen()
