@@ -122,7 +122,7 @@ _WEIGHTS = (
         ("test_buckets.py", "test_coordinator.py"),
     ),
     Mutant("first_sync_alone_verified", _TRAINER, "self._n_pushed < 2", "self._n_pushed < 1", ("test_coordinator.py",)),
-    Mutant("engines_share_a_rank", _TRAINER, "spec(1 + place * tp)", "spec(1 + place)", ("test_coordinator.py",)),
+    Mutant("engines_share_a_rank", _TRAINER, "rank=1 + place * tp", "rank=1 + place", ("test_coordinator.py",)),
 )
 
 _OPTIMIZER = (
