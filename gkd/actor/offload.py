@@ -7,14 +7,19 @@ blocked in a collective of the call and will not reach them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import time
+import traceback
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from datetime import timedelta
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
+from gkd.actor.common.agree import same_error
 from gkd.actor.common.base import Student
-from gkd.actor.rank_barrier import RankBarrier, raised_by_all_ranks
+from gkd.errors import ClusterError, GkdError
 from gkd.log import get_logger
 from gkd.memory.offload_manager import GIB, state_offload_manager
 from gkd.memory.states import GRADS, OPTIMIZER
@@ -26,17 +31,7 @@ log = get_logger("memory")
 _LEAK_BYTES = 256 << 20  # a student's buffers and the workspaces of kernels are smaller
 _MAX_LINES = 5  # largest allocations in the warning
 _BUT_PARAMS = (GRADS, OPTIMIZER)
-IS_OFFLOAD_STATES = "is_offload_states"
-DISABLE_ADAPTER = "disable_adapter"  # key of a call: compute logprobs by the actor without its LoRA adapters
-META_KEYS = (IS_OFFLOAD_STATES, DISABLE_ADAPTER)
-
-
-def check_meta(meta: Mapping[str, Any] | None, allowed: Sequence[str]) -> dict[str, Any]:
-    """Return the options of a call. Raises ValueError: the call does not support a key."""
-    options = dict(meta or {})
-    if unknown := sorted(set(options) - set(allowed)):
-        raise ValueError(f"meta has unknown keys {', '.join(unknown)}; this call supports {', '.join(allowed)}")
-    return options
+_CPU = torch.device("cpu")
 
 
 def _undiagnosed(phase: Phase) -> AbstractContextManager[None]:
@@ -47,12 +42,14 @@ def _undiagnosed(phase: Phase) -> AbstractContextManager[None]:
 class OffloadController:
     """Move one rank's states to host memory and back; a strategy of `state_offload_manager`.
 
-    Every method that moves states is a collective, unless it is called with `alone`.
+    Every method that moves states is a collective of all ranks, except in a call of some ranks alone. The barriers are
+    over gloo, which works while a GPU is full. The first one makes the group: runs that never move states need no gloo,
+    which fails on hosts whose name does not resolve.
 
     Args:
-        automatic: offload the states after each call whose `meta` does not specify it.
+        automatic: offload the states after each call that does not specify it.
         timeout_s: how long a rank waits for the others.
-        diagnosed: see `RankBarrier`.
+        diagnosed: phase -> context manager that turns an out-of-memory error into a diagnosis, see `gkd.memory.oom`.
         resident_bytes: device memory of other models that stays allocated while the states are offloaded.
         span: records a move.
     """
@@ -69,33 +66,33 @@ class OffloadController:
         span: Callable[[Phase], AbstractContextManager[None]] = _undiagnosed,
     ) -> None:
         self._student, self._device, self._automatic = student, device, automatic
-        self._barrier = RankBarrier(timeout_s, diagnosed)
+        self._timeout, self._diagnosed = timedelta(seconds=timeout_s), diagnosed
         self._resident_bytes, self._span = resident_bytes, span
+        self._group: Any = None  # of the barriers
+        self._waited_s = 0.0  # in the barriers so far
+        self._alone = False  # skip the barriers: other ranks do not make this call, or have left it
         self._metrics: dict[str, float] = {}
         self._reported_bytes = 0
         # Whether a collective call has ever moved states: the same on all ranks, wherever each rank's states are.
         self._ever_moved = automatic
 
-    def offload_states(self, include: Sequence[str] | None = None, *, alone: bool = False) -> None:
+    def offload_states(self, include: Sequence[str] | None = None) -> None:
         """Offload states, see `States.offload_states`. On CUDA, also release the memory to other processes.
-
-        Args:
-            alone: skip the barriers.
 
         Raises:
             OutOfMemory: this rank or another one ran out of memory.
-            ClusterError: another rank failed.
+            ClusterError: this rank or another one failed for another reason.
         """
-        with self._synchronized(Phase.OFFLOAD, alone):
+        with self._synchronized(Phase.OFFLOAD):
             self._student.states.offload_states(include)
             self._empty_cache()
             if self._device.type == "cuda" and include is None:
                 self._warn_of_leak()
 
-    def reload_states(self, include: Sequence[str] | None = None, *, alone: bool = False) -> None:
-        """Reload states, see `States.reload_states`. Arguments and errors as for `offload_states`."""
+    def reload_states(self, include: Sequence[str] | None = None) -> None:
+        """Reload states, see `States.reload_states`. Errors as for `offload_states`."""
         try:
-            with self._synchronized(Phase.ONLOAD, alone):
+            with self._synchronized(Phase.ONLOAD):
                 self._student.states.reload_states(include)
         except Exception:
             self._empty_cache()  # it holds the memory of states that had been reloaded before the error
@@ -111,13 +108,12 @@ class OffloadController:
         self,
         infix: str,
         include: Sequence[str] | None = None,
-        meta: Mapping[str, Any] | None = None,
+        is_offload_states: bool | None = None,
         *,
         alone: bool = False,
-        allowed: Sequence[str] = (IS_OFFLOAD_STATES,),
         sync_follows: bool = False,
     ) -> Iterator[None]:
-        """Have these states on the device during a call, and afterwards where `meta` or else the settings specify.
+        """Have these states on the device during a call, and afterwards where the call or else the settings specify.
 
         They are moved there after an error, too, even if it was the reload that failed. After an error of this rank
         alone, the barriers are skipped. Without any offloading this is free.
@@ -125,34 +121,32 @@ class OffloadController:
         Args:
             infix: of the metrics' names.
             include: kinds of states; None means all.
-            meta: `is_offload_states`: False leaves the states on the device after this call, True offloads them.
+            is_offload_states: True offloads all states after this call, False leaves them on the device. None means as
+                configured.
             alone: not all ranks make this call; skip the barriers.
-            allowed: keys that the call supports in `meta`, of `META_KEYS`.
-            sync_follows: this rank sends its weights next, so they stay on the device, unless `meta` specifies it.
-
-        Raises:
-            ValueError: an unknown key in `meta`.
+            sync_follows: this rank sends its weights next, so as configured they stay on the device.
         """
-        options = check_meta(meta, allowed)
-        offload = bool(options.get(IS_OFFLOAD_STATES, self._automatic))
-        kinds = _BUT_PARAMS if sync_follows and IS_OFFLOAD_STATES not in options else None
+        offload, kinds = is_offload_states, None
+        if offload is None:
+            offload, kinds = self._automatic, _BUT_PARAMS if sync_follows else None
         if not offload and not self._ever_moved:
             if not self._student.states.away():
                 yield
                 return
             alone = True  # a call of some ranks has offloaded them; the other ranks do not reload
         self._ever_moved |= not alone
-        call, before_s = _Call(self, alone), self._barrier.waited_s
+        self._alone, before_s = alone, self._waited_s
         try:
-            with state_offload_manager(call, self._metrics, infix, offload, include=include, offload=kinds):
+            with state_offload_manager(self, self._metrics, infix, offload, include=include, offload=kinds):
                 try:
                     yield
                 except BaseException as error:
-                    call.alone |= not raised_by_all_ranks(error)
+                    self._alone |= not _raised_by_all_ranks(error)
                     raise
         finally:
+            self._alone = False
             name = f"time/{infix}/barrier_wait_s"
-            self._metrics[name] = self._metrics.get(name, 0.0) + self._barrier.waited_s - before_s
+            self._metrics[name] = self._metrics.get(name, 0.0) + self._waited_s - before_s
 
     def take_metrics(self) -> dict[str, float]:
         """Return and reset the metrics of the calls since the last one.
@@ -185,27 +179,42 @@ class OffloadController:
             log.warning(text, left / GIB, self._device, largest)
 
     @contextmanager
-    def _synchronized(self, phase: Phase, alone: bool) -> Iterator[None]:
-        self._ever_moved |= not alone
-        with self._span(phase), self._barrier.synchronized(phase, alone=alone):
-            yield
+    def _synchronized(self, phase: Phase) -> Iterator[None]:
+        """Run the block between two barriers; the second one exchanges its errors, so it fails on all ranks or on none.
+
+        An error is diagnosed before the others learn of it, because the driver ends the run at the first error.
+
+        Raises:
+            OutOfMemory: this rank or another one ran out of memory in the block.
+            ClusterError: this rank or another one failed in the block for another reason.
+        """
+        self._ever_moved |= not self._alone
+        with self._span(phase):
+            if self._alone or dist.get_world_size() == 1:
+                with self._diagnosed(phase):
+                    yield
+                return
+            if self._group is None:
+                self._group = dist.new_group(backend="gloo", timeout=self._timeout)
+            began = time.perf_counter()
+            try:
+                dist.barrier(self._group)
+                with same_error(_CPU, group=self._group):
+                    self._waited_s += time.perf_counter() - began
+                    try:
+                        with self._diagnosed(phase):
+                            yield
+                    except GkdError:
+                        raise
+                    except Exception as error:
+                        text = f"actor rank {dist.get_rank()} failed while {phase}: {type(error).__name__}: {error}"
+                        raise ClusterError("\n".join([text, *traceback.format_exception(error)])) from error
+                    finally:
+                        began = time.perf_counter()
+            finally:
+                self._waited_s += time.perf_counter() - began
 
 
-class _Call:
-    """The strategy of one call: after a failed reload it skips the barriers."""
-
-    def __init__(self, controller: OffloadController, alone: bool) -> None:
-        self._controller, self.alone = controller, alone
-
-    def offload_states(self, include: Sequence[str] | None = None) -> None:
-        self._controller.offload_states(include, alone=self.alone)
-
-    def reload_states(self, include: Sequence[str] | None = None) -> None:
-        try:
-            self._controller.reload_states(include, alone=self.alone)
-        except BaseException:
-            self.alone = True
-            raise
-
-    def allocated_bytes(self) -> int:
-        return self._controller.allocated_bytes()
+def _raised_by_all_ranks(error: BaseException) -> bool:
+    """Return whether all ranks raise this error, see `gkd.actor.common.agree`; other errors occur on one rank alone."""
+    return isinstance(error, GkdError) and not isinstance(error, ClusterError)

@@ -10,11 +10,12 @@ from typing import Any
 import numpy as np
 
 from gkd.actor.frozen.pools import PartialResults, call_scattered, data_parallel_groups
+from gkd.actor.inputs import ChunkInputs
 from gkd.actor.megatron.layout import ParallelLayout
 from gkd.cluster.calls import Pending, fetch, gather
 from gkd.config.derived import derive
 from gkd.config.schema import Config
-from gkd.data.scatter import GroupPart, gather_results, scatter_to_groups
+from gkd.data.scatter import gather_results, scatter_to_groups
 from gkd.errors import ConfigError
 from gkd.memory.timeline import merge
 from gkd.run import shared_folder
@@ -105,12 +106,14 @@ class ActorPool:
         self._on_batch("accumulate", part)
 
     def train_step(self, batch: Sequence[ScoredChunk], meta: Mapping[str, Any] | None = None) -> TrainStats:
-        return self._on_batch("train_step", batch, meta=meta)[0]
+        """See `ActorRole.train_step`. Raises ValueError: `meta` has another key."""
+        return self._on_batch("train_step", batch, **_options(meta))[0]
 
     def evaluate(
         self, batch: Sequence[ScoredChunk], *, keep_tokens: int = 0, meta: Mapping[str, Any] | None = None
     ) -> TrainStats:
-        results = self._on_batch("evaluate", batch, keep_tokens, meta=meta)
+        """See `ActorRole.evaluate`. Raises ValueError: `meta` has another key."""
+        results = self._on_batch("evaluate", batch, keep_tokens=keep_tokens, **_options(meta))
         tokens = [record for result in results for record in result.tokens]  # each data-parallel group has its own
         return replace(results[0], tokens=sorted(tokens, key=lambda record: record.sample_index))
 
@@ -121,10 +124,14 @@ class ActorPool:
         blocking: bool = True,
         meta: Mapping[str, Any] | None = None,
     ) -> PendingLogprobs:
-        """See `ActorRole.compute_logprobs`. The sequences are scattered over the data-parallel groups."""
+        """See `ActorRole.compute_logprobs`. The sequences are scattered over the data-parallel groups.
+
+        Raises ValueError: `meta` has another key.
+        """
+        options = _options(meta, "disable_adapter")
         chunks = [chunk.rollouts for chunk in batch]
         groups = data_parallel_groups(len(self._workers), self._config)
-        calls, parts = call_scattered(self._workers, "compute_logprobs", chunks, groups=groups, meta=meta)
+        calls, parts = call_scattered(self._workers, "compute_logprobs", chunks, groups=groups, **options)
         pending = Pending(calls, "compute_logprobs", self._timeout_s)
         if blocking:
             pending.wait()
@@ -204,14 +211,13 @@ class ActorPool:
             pending.wait()
         return pending
 
-    def _on_batch(self, method: str, batch: Sequence[ScoredChunk], *args: Any, **options: Any) -> list[TrainStats]:
+    def _on_batch(self, method: str, batch: Sequence[ScoredChunk], **options: Any) -> list[TrainStats]:
         """Call a method of all ranks on a batch. Return the results by rank; all have the same numbers."""
         groups = scatter_to_groups(batch, self.dp_size)
-        of_ranks = zip(self._workers, batch_args(groups, self._layouts), advantages(groups, self._layouts), strict=True)
-        refs = {
-            f"actor rank {rank}": getattr(worker, method).remote(*args, *own_args, **own_advantages, **options)
-            for rank, (worker, own_args, own_advantages) in enumerate(of_ranks)
-        }
+        refs = {}
+        for worker, layout in zip(self._workers, self._layouts, strict=True):
+            inputs = ChunkInputs.of_parts(groups[layout.dp_rank], layout)
+            refs[f"actor rank {layout.rank}"] = getattr(worker, method).remote(*inputs.to_args(), **options)
         return list(gather(refs, method, self._timeout_s).values())
 
     def _call_and_wait(self, method: str, *args: Any) -> None:
@@ -224,31 +230,19 @@ class ActorPool:
         }
 
 
-def advantages(groups: Sequence[Sequence[GroupPart]], layouts: Sequence[ParallelLayout]) -> list[dict[str, Any]]:
-    """Return, by rank, the advantages of its group's sequences as a keyword argument of `ActorWorker.train_step`.
+def _options(meta: Mapping[str, Any] | None, *further: str) -> dict[str, Any]:
+    """Return the `meta` of a call as keyword arguments of the ranks' method.
 
-    Nothing for a batch without advantages.
+    Args:
+        further: keys that the call supports beside `is_offload_states`.
+
+    Raises:
+        ValueError: the call does not support a key.
     """
-    if all(part.advantages is None for parts in groups for part in parts):
-        return [{} for _ in layouts]
-    return [{"advantages": [part.advantages for part in groups[layout.dp_rank]]} for layout in layouts]
-
-
-def batch_args(groups: Sequence[Sequence[GroupPart]], layouts: Sequence[ParallelLayout]) -> list[list[Any]]:
-    """Return, by rank, the arguments of a call on a whole batch, see `ActorWorker.train_step`.
-
-    They are the sequence_indices of each chunk and the handles of the chunks' rollouts. The last pipeline stage, which
-    computes the loss, also gets the handles of the scores and, if there is a reference, of its logprobs.
-    """
-    args: list[list[Any]] = []
-    for layout in layouts:
-        parts = groups[layout.dp_rank]
-        handles = [part.chunk.rollouts.ref for part in parts]
-        if layout.is_last_stage:
-            handles += [part.chunk.ref for part in parts]
-            handles += [part.chunk.reference for part in parts if part.chunk.reference is not None]
-        args.append([[part.sequence_indices for part in parts], *handles])
-    return args
+    options, supported = dict(meta or {}), ("is_offload_states", *further)
+    if unknown := sorted(set(options) - set(supported)):
+        raise ValueError(f"meta has unknown keys {', '.join(unknown)}; this call supports {', '.join(supported)}")
+    return {key: bool(value) for key, value in options.items()}
 
 
 class PendingLogprobs:

@@ -5,11 +5,10 @@ from __future__ import annotations
 import logging
 import os
 import socket
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
 
 import ray
 import torch
@@ -20,7 +19,7 @@ from gkd.actor.common.base import Student
 from gkd.actor.common.group_probe import probe_group
 from gkd.actor.frozen.rank_models import FrozenModels
 from gkd.actor.megatron.layout import ParallelLayout
-from gkd.actor.offload import IS_OFFLOAD_STATES, OffloadController
+from gkd.actor.offload import OffloadController
 from gkd.cluster.assignment import this_placement
 from gkd.cluster.gpu_table import RankPlacement
 from gkd.cluster.startup import WATCH
@@ -186,13 +185,12 @@ class ActorRank:
         self,
         phase: Phase,
         include: Sequence[str] | None = None,
-        meta: Mapping[str, Any] | None = None,
+        is_offload_states: bool | None = None,
         *,
         alone: bool = False,
-        allowed: Sequence[str] = (IS_OFFLOAD_STATES,),
     ) -> Iterator[None]:
         """Run a phase of work with these states on the device, see `OffloadController.states_on_device`."""
-        on_device = self._offload.states_on_device(phase.span, include, meta, alone=alone, allowed=allowed)
+        on_device = self._offload.states_on_device(phase.span, include, is_offload_states, alone=alone)
         # Diagnose an out-of-memory error before the states are offloaded, which would hide its cause.
         with self._memory.during(phase), on_device, self._memory.diagnosed(phase):
             yield

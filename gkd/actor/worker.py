@@ -7,7 +7,7 @@ fetches the teacher's scores, because only it computes the loss.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
 from functools import partial
@@ -18,18 +18,18 @@ import numpy as np
 import ray
 import torch
 
+from gkd.actor.common.agree import same_error
 from gkd.actor.common.lora import scaled_factors
 from gkd.actor.common.shard_writer import BackgroundWriter
-from gkd.actor.group_batches import group_batches
-from gkd.actor.offload import DISABLE_ADAPTER, IS_OFFLOAD_STATES, META_KEYS, check_meta
+from gkd.actor.inputs import ChunkInputs
 from gkd.actor.profiling import profiled
 from gkd.actor.rank import RESTORES, ActorRank
 from gkd.cluster.startup import WATCH
 from gkd.config.derived import derive
-from gkd.data.batching import token_records
+from gkd.data.batching import check_batch, make_micro_batches, token_records, without_first
 from gkd.data.collate import MicroBatches
 from gkd.data.normalize import count, sequence_weights, size_numbers
-from gkd.data.scatter import map_selected
+from gkd.data.scatter import map_selected, select, with_advantages
 from gkd.memory.states import OPTIMIZER, PARAMS
 from gkd.memory.usage import log_gpu_memory_usage
 from gkd.spans import Phase
@@ -53,36 +53,28 @@ class ActorWorker(ActorRank):
         self._kept = KeptVersion()
         self._writer = BackgroundWriter()
 
-    def accumulate(self, sequence_indices: Sequence[bytes | None], *lists: list[Any]) -> None:
+    def accumulate(self, *inputs: Any) -> None:
         """Add the gradients of a part of the next step's batch; `train_step` gets the rest. Collective.
 
         The states stay on the device. Arguments as for `train_step`.
         """
         with self._memory.during(Phase.TRAIN):
-            batches, _ = self._training_batches(sequence_indices, lists)
-            on_device = self._offload.states_on_device(Phase.TRAIN.span, meta={IS_OFFLOAD_STATES: False})
+            batches, _ = self._training_batches(inputs)
+            on_device = self._offload.states_on_device(Phase.TRAIN.span, is_offload_states=False)
             with on_device, self._memory.diagnosed(Phase.TRAIN), self._profiled("_early"):
                 self._student.accumulate(batches)
 
-    def train_step(
-        self,
-        sequence_indices: Sequence[bytes | None],
-        *lists: list[Any],
-        advantages: Sequence[bytes] | None = None,
-        meta: Mapping[str, Any] | None = None,
-    ) -> TrainStats:
+    def train_step(self, *inputs: Any, is_offload_states: bool | None = None) -> TrainStats:
         """Make one optimizer step on this data-parallel group's sequences, including `accumulate`'s. Collective.
 
         Args:
-            sequence_indices: of each chunk, the group's sequences, see `gkd.data.scatter`.
-            lists: the rollouts of each chunk; then, on the last pipeline stage, the scores of each chunk and, if there
-                is a reference, its logprobs of each chunk. The driver passes handles, which Ray resolves.
-            advantages: of each chunk's sequences, see `gkd.data.scatter`; None means the loss has no rewards.
-            meta: `is_offload_states`: where the states are after the call, see `OffloadController.states_on_device`.
+            inputs: `ChunkInputs.to_args`.
+            is_offload_states: where the states are after the call, see `OffloadController.states_on_device`.
         """
         with self._memory.during(Phase.TRAIN):
-            batches, sizes = self._weighted(*self._training_batches(sequence_indices, lists, advantages))
-            on_device = self._offload.states_on_device(Phase.TRAIN.span, meta=meta, sync_follows=self._sends_weights)
+            batches, sizes = self._weighted(*self._training_batches(inputs))
+            follows = self._sends_weights
+            on_device = self._offload.states_on_device(Phase.TRAIN.span, None, is_offload_states, sync_follows=follows)
             with on_device, self._memory.diagnosed(Phase.TRAIN):
                 with self._profiled():
                     stats = self._student.train_step(batches)
@@ -91,13 +83,7 @@ class ActorWorker(ActorRank):
                     self._frozen.after_step()
         return replace(stats, extra=stats.extra | sizes)
 
-    def evaluate(
-        self,
-        keep_tokens: int,
-        sequence_indices: Sequence[bytes | None],
-        *lists: list[Any],
-        meta: Mapping[str, Any] | None = None,
-    ) -> TrainStats:
+    def evaluate(self, *inputs: Any, keep_tokens: int, is_offload_states: bool | None = None) -> TrainStats:
         """Compute the loss without a step. Collective. Arguments as for `train_step`.
 
         Args:
@@ -106,12 +92,13 @@ class ActorWorker(ActorRank):
         """
         phase = Phase.EVALUATE
         with self._memory.during(phase):
-            batches, rollouts = self._micro_batches(sequence_indices, lists)
+            batches, rollouts = self._micro_batches(inputs)
             collects = keep_tokens > 0 and self._layout.is_last_stage  # the teacher's choices need all TP ranks
             keeps = collects and self._layout.tp_rank == 0
             tables: list[torch.Tensor] = []
             choices: list[torch.Tensor] = []
-            with self._offload.states_on_device(phase.span, [PARAMS], meta), self._memory.diagnosed(phase):
+            on_device = self._offload.states_on_device(phase.span, [PARAMS], is_offload_states)
+            with on_device, self._memory.diagnosed(phase):
                 on_rows = (lambda table: tables.append(table.cpu())) if keeps else None
                 on_choices = (lambda table: choices.append(table.cpu())) if collects else None
                 stats = self._student.evaluate(batches, on_rows, on_choices)
@@ -155,13 +142,18 @@ class ActorWorker(ActorRank):
             return _timed(partial(map_selected, sequence_indices, chunks, self._frozen.reference_logprobs))
 
     def compute_logprobs(
-        self, sequence_indices: Sequence[bytes | None], *chunks: list[Rollout], meta: Mapping[str, Any] | None = None
+        self,
+        sequence_indices: Sequence[bytes | None],
+        *chunks: list[Rollout],
+        disable_adapter: bool = False,
+        is_offload_states: bool | None = None,
     ) -> Any:
         """Compute the student's logprobs of this rank's sequences. Collective, also for a rank without any.
 
         Args:
             sequence_indices: as for `score`.
-            meta: `disable_adapter`: True: compute without the adapters. `is_offload_states`: as for `train_step`.
+            disable_adapter: compute without the LoRA adapters.
+            is_offload_states: as for `train_step`.
 
         Returns:
             As `reference_logprobs`.
@@ -169,10 +161,9 @@ class ActorWorker(ActorRank):
         Raises:
             DataError: on all ranks; see `student_logprobs`.
         """
-        disable_adapter = bool(check_meta(meta, META_KEYS).get(DISABLE_ADAPTER))
         phase = Phase.REFERENCE if disable_adapter else Phase.LOGPROBS
         compute = self._frozen.student_logprobs(disable_adapter=disable_adapter)
-        with self._phase(phase, [PARAMS], meta, allowed=META_KEYS):
+        with self._phase(phase, [PARAMS], is_offload_states):
             return _timed(partial(map_selected, sequence_indices, chunks, compute))
 
     def set_teacher_head(self, head: np.ndarray) -> None:
@@ -228,7 +219,7 @@ class ActorWorker(ActorRank):
         with_digests: bool,
         content: Content = "merged",
         *,
-        meta: Mapping[str, Any] | None = None,
+        is_offload_states: bool | None = None,
     ) -> dict[str, str]:
         """Export this stage's weights or adapters; the rank that joined the group broadcasts them.
 
@@ -238,7 +229,7 @@ class ActorWorker(ActorRank):
         group = self._group
         restores = self._config.rollout.max_restarts > 0
         keeps = group is not None and (group.shares_memory or (group.spec.keeps and restores))
-        with self._phase(Phase.SEND, [PARAMS], meta, alone=True), ExitStack() as stack:
+        with self._phase(Phase.SEND, [PARAMS], is_offload_states, alone=True), ExitStack() as stack:
             tensors = self._student.export(content)
             if content == "adapters":
                 tensors = scaled_factors(tensors, self._config.actor.lora.scale)
@@ -268,39 +259,46 @@ class ActorWorker(ActorRank):
         step, trainer = self._student.step + 1, self._config.trainer
         return profiled(step, self._rank, trainer, self._device, self._run_dir, part=part)
 
-    def _training_batches(
-        self,
-        sequence_indices: Sequence[bytes | None],
-        lists: Sequence[list[Any]],
-        advantages: Sequence[bytes] | None = None,
-    ) -> tuple[MicroBatches, list[Rollout]]:
-        return self._micro_batches(
-            sequence_indices,
-            lists,
-            with_reference=derive(self._config).loss.has_reference,
-            advantages=advantages,
-            skip_first=self._config.distill.skip_first_tokens,
-        )
+    def _training_batches(self, inputs: Sequence[Any]) -> tuple[MicroBatches, list[Rollout]]:
+        has_reference, skip_first = derive(self._config).loss.has_reference, self._config.distill.skip_first_tokens
+        return self._micro_batches(inputs, with_reference=has_reference, skip_first=skip_first)
 
     def _micro_batches(
-        self, sequence_indices: Sequence[bytes | None], lists: Sequence[list[Any]], **training: Any
+        self, args: Sequence[Any], *, with_reference: bool = False, skip_first: int = 0
     ) -> tuple[MicroBatches, list[Rollout]]:
-        """Return this group's micro-batches and their sequences, see `group_batches`.
+        """Return the group's micro-batches, the same on all ranks of the group, and the sequences in them.
 
         Args:
-            training: arguments that only training has.
+            args: `ChunkInputs.to_args`.
+            skip_first: tokens of each response that carry no loss; a sequence without others is left out.
+
+        Raises:
+            DataError, TeacherError: a sequence of some rank is invalid, see `check_batch`; the same error on all ranks.
         """
-        return group_batches(
-            sequence_indices,
-            lists,
-            self._student,
-            self._config.actor,
-            device=self._device,
-            where=self._name,
-            has_scores=self._layout.is_last_stage,
-            signals=derive(self._config).signals,
-            **training,
-        )
+        inputs, actor = ChunkInputs.of_args(*args), self._config.actor
+        with same_error(self._device):
+            scored = inputs.scores_with_reference() if self._layout.is_last_stage else None
+            rollouts, scores = select(inputs.indices, inputs.rollouts, scored)
+            if inputs.advantages:
+                rollouts = with_advantages(rollouts, inputs.advantages)
+            check_batch(
+                rollouts,
+                scores,
+                where=self._name,
+                n_vocab=self._student.n_vocab,
+                signals=derive(self._config).signals,
+                hidden_size=self._student.teacher_hidden_size,
+                with_reference=with_reference,
+            )
+            rollouts, scores = without_first(rollouts, scores, skip_first)
+            batches = make_micro_batches(
+                rollouts,
+                scores,
+                micro_batch_size=actor.micro_batch_size,
+                max_tokens=actor.max_tokens_per_micro_batch,
+                packed=actor.packing,
+            )
+        return batches, rollouts
 
     def _weighted(self, batches: MicroBatches, rollouts: list[Rollout]) -> tuple[MicroBatches, dict[str, float]]:
         """Return the micro-batches weighed by distill.normalize, and the sizes of the routes. Collective."""

@@ -1,4 +1,4 @@
-"""Host memory for offloaded states, reused between moves: allocating new pages takes longer than the copy."""
+"""Host memory for offloaded states and for checkpoints, reused: allocating new pages takes longer than the copy."""
 
 from __future__ import annotations
 
@@ -14,25 +14,6 @@ from gkd.memory.oom import PINNED, is_out_of_memory
 # last one is unused.
 SLAB_BYTES = 64 << 20
 _ALIGN = 64  # bytes; a multiple of every item size
-
-
-def host_slabs(count: int, n_bytes: int, *, pinned: bool) -> list[Tensor]:
-    """Allocate `count` tensors of [n_bytes] uint8 in host memory.
-
-    Raises:
-        MemoryError: not enough page-locked memory. CUDA's own error is the same as for GPU memory.
-        RuntimeError: not enough pageable memory.
-    """
-    slabs: list[Tensor] = []
-    try:
-        while len(slabs) < count:
-            slabs.append(torch.empty(n_bytes, dtype=torch.uint8, pin_memory=pinned))
-    except RuntimeError as error:
-        if not pinned or not is_out_of_memory(error):
-            raise
-        pieces = f"{count} pieces of {n_bytes} bytes, of which {len(slabs)} were allocated"
-        raise MemoryError(f"Unable to allocate {count * n_bytes} bytes of {PINNED} ({pieces})") from error
-    return slabs
 
 
 class HostBuffer:
@@ -54,13 +35,25 @@ class HostBuffer:
         return len(self._slabs) * self._slab_bytes
 
     def take(self, n_bytes: int) -> list[Tensor]:
-        """Return [n] uint8 views of `n_bytes` together, valid until `clear`.
+        """Return [n] uint8 views of `n_bytes` together, valid until `clear`; all but the first and last fill a slab.
 
-        Raises MemoryError, RuntimeError: not enough host memory; nothing changes. See `host_slabs`.
+        Raises:
+            MemoryError: not enough page-locked memory; no range is taken. CUDA's own error is the same as for GPU
+                memory.
+            RuntimeError: not enough pageable memory; no range is taken.
         """
         start = -(-self.mark // _ALIGN) * _ALIGN
         missing = -(-(start + n_bytes) // self._slab_bytes) - len(self._slabs)
-        self._slabs += host_slabs(missing, self._slab_bytes, pinned=self._pinned)
+        slabs: list[Tensor] = []
+        try:
+            while len(slabs) < missing:
+                slabs.append(torch.empty(self._slab_bytes, dtype=torch.uint8, pin_memory=self._pinned))
+        except RuntimeError as error:
+            if not self._pinned or not is_out_of_memory(error):
+                raise
+            parts = f"{missing} pieces of {self._slab_bytes} bytes, of which {len(slabs)} were allocated"
+            raise MemoryError(f"Unable to allocate {missing * self._slab_bytes} bytes of {PINNED} ({parts})") from error
+        self._slabs += slabs
         pieces, at, end = [], start, start + n_bytes
         while at < end:
             number, offset = divmod(at, self._slab_bytes)

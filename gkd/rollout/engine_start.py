@@ -81,7 +81,6 @@ def start_vllm(
         **(
             {
                 "kv_cache_memory_bytes": kv_cache_bytes,
-                "scheduler_cls": "gkd.rollout.decode_scheduler.DecodeScheduler",
                 "async_scheduling": False,
                 # A pass computes a sequence's prefix as a whole. After a part of it vLLM would rewind the sequence's
                 # random generator, which torch cannot do on the CPU.

@@ -29,7 +29,6 @@ from vllm.platforms import current_platform
 from gkd.cluster import stacks
 from gkd.errors import ModelError, WeightSyncError
 from gkd.rollout.adapters import EngineAdapters, unwrapped
-from gkd.rollout.cpu_seeds import draw_seeds_ahead
 from gkd.rollout.sleep_state import SleepMixin
 from gkd.rollout.worker_errors import returns_sync_errors
 from gkd.weight_sync.buckets import Bucket, digest
@@ -280,5 +279,4 @@ def _name(prefix: str, expert: int, part: str) -> str:
 
 # At import, because vLLM spawns its workers itself if tp > 1, and they need the handler of stack dumps, too.
 keep_cpu_weights_live()
-draw_seeds_ahead()
 stacks.listen()

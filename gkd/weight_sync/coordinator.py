@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -121,9 +121,9 @@ class WeightSync:
             senders = self._keepers
             specs = self._specs(senders, transport, 1 + self._config.rollout.tp, _REJOIN_S)
             sending = {
-                stage: sender.send_kept.remote(specs[stage](0), self._contents) for stage, sender in senders.items()
+                stage: sender.send_kept.remote(specs[stage], self._contents) for stage, sender in senders.items()
             }
-            joined = {name: worker.join_groups.remote([spec(1) for spec in specs.values()])}
+            joined = {name: worker.join_groups.remote([replace(spec, rank=1) for spec in specs.values()])}
             received = {
                 f"{name}: {content}": worker.receive.remote(self._plans[content], self._pushed, content)
                 for content in self._contents
@@ -178,27 +178,30 @@ class WeightSync:
     ) -> dict[str, Any]:
         """Wait as `gather` for a collective call of actor and engines.
 
-        After an error it waits until the members have left the call, so that it can be repeated, and the cause is
-        known: an error of one member ends the transfer of the others.
+        After an error it waits until all members have left the call: an error of one ends the transfer of the others,
+        so only then the cause is known, and a member that is still in this call would be late for the next one.
 
         Raises:
             WeightSyncError: see `push`.
             GkdError: a sender failed for another reason, or a member did not reply in time.
         """
+        calls = {**senders, **receivers}
         try:
-            return gather({**senders, **receivers}, what, timeout_s)
+            return gather(calls, what, timeout_s)
         except RankTimeout:
             raise
         except GkdError as first:
-            _raise_of_process(_errors(senders, what, 0.0))
-            errors = _errors(receivers, what, _LEAVE_S)
-            lost = {i: errors[f"rollout engine {i}"] for i in self._engines if f"rollout engine {i}" in errors}
-            lost = {i: error for i, error in lost.items() if not isinstance(error, WeightSyncError)}
-            if not lost:  # Ray may have learned only now that a sender died
-                raise _cause([*_errors(senders, what, _LEAVE_S).values(), *errors.values(), first]) from None
-            # A sender that is still in this call would be late for the next one.
-            _raise_of_process(_errors(senders, what, _LEAVE_S))
-            raise WeightSyncError("\n".join(f"rollout engine {i}: {e}" for i, e in lost.items()), lost) from first
+            errors = _errors(calls, what, _LEAVE_S)
+            lost = {name: error for name, error in errors.items() if not isinstance(error, WeightSyncError)}
+            for name in senders:  # without a sender the run ends
+                if name in lost and not isinstance(lost[name], RankTimeout):
+                    raise lost[name] from None
+            engines = {i: lost[f"rollout engine {i}"] for i in self._engines if f"rollout engine {i}" in lost}
+            if engines:
+                text = "\n".join(f"rollout engine {i}: {error}" for i, error in engines.items())
+                raise WeightSyncError(text, engines) from first
+            causes = (error for error in errors.values() if not isinstance(error, TransferCutOff | RankTimeout))
+            raise next(causes, first) from None
 
     def _stage_plans(self, content: Content, timeout_s: float) -> list[list[Bucket]]:
         refs = {name: sender.export_plan.remote(content) for name, sender in self._senders().items()}
@@ -232,9 +235,9 @@ class WeightSync:
             self._join_cards(timeout_s, join_s)
             return
         specs = self._specs(senders, self._transport, 1 + len(self._engines) * tp, join_s)
-        joining = {name: sender.join_group.remote(specs[name](0)) for name, sender in senders.items()}
+        joining = {name: sender.join_group.remote(specs[name]) for name, sender in senders.items()}
         receivers = {
-            f"rollout engine {i}": engine.join_groups.remote([spec(1 + place * tp) for spec in specs.values()])
+            f"rollout engine {i}": engine.join_groups.remote([replace(s, rank=1 + place * tp) for s in specs.values()])
             for place, (i, engine) in enumerate(self._engines.items())
         }
         joined = self._gather(joining, receivers, "joining the weight-sync groups", timeout_s)
@@ -250,14 +253,15 @@ class WeightSync:
         specs = self._specs({f"actor rank {rank}": ranks[rank] for rank in with_engine}, IPC, 2, join_s)
         self._keepers = {"actor stage 0": ranks[with_engine[0]]}
 
-        def of(rank: int, member: int) -> GroupSpec | None:
-            if rank not in with_engine:
-                return None
-            return replace(specs[f"actor rank {rank}"](member), keeps=rank == with_engine[0])
-
-        joining = {f"actor rank {rank}": sender.join_group.remote(of(rank, 0)) for rank, sender in enumerate(ranks)}
+        for rank in with_engine[1:]:
+            specs[f"actor rank {rank}"] = replace(specs[f"actor rank {rank}"], keeps=False)
+        # A rank whose engine is lost joins no group.
+        names = [f"actor rank {rank}" for rank in range(len(ranks))]
+        joining = {name: sender.join_group.remote(specs.get(name)) for name, sender in zip(names, ranks, strict=True)}
         receivers = {
-            f"rollout engine {i}": engine.join_groups.remote([of(i * tp + k, 1) for k in range(tp)])
+            f"rollout engine {i}": engine.join_groups.remote(
+                [replace(specs[name], rank=1) for name in names[i * tp : (i + 1) * tp]]
+            )
             for i, engine in self._engines.items()
         }
         self._gather(joining, receivers, "joining the weight-sync groups", timeout_s)
@@ -265,29 +269,14 @@ class WeightSync:
 
     def _specs(
         self, senders: Mapping[str, Any], transport: str, world_size: int, join_s: float
-    ) -> dict[str, Callable[[int], GroupSpec]]:
-        """Return, by sender, a function from a member's rank to its arguments for joining the sender's new group."""
+    ) -> dict[str, GroupSpec]:
+        """Return, by sender, its arguments for joining its new group; the other members have other ranks."""
         refs = {name: sender.rendezvous.remote() for name, sender in senders.items()}
         timeout_s = self._config.weight_sync.timeout_s + _EXTRA_TIMEOUT_S
-
-        def of(host: str, port: int) -> Callable[[int], GroupSpec]:
-            return lambda rank: GroupSpec(transport, host, port, rank, world_size, timeout_s, join_s)
-
-        return {name: of(*address) for name, address in gather(refs, "rendezvous", join_s).items()}
-
-
-def _raise_of_process(errors: Mapping[str, GkdError]) -> None:
-    """Raise the first error that is neither of the transfer nor a timeout."""
-    for error in errors.values():
-        if not isinstance(error, WeightSyncError | RankTimeout):
-            raise error from None
-
-
-def _cause(errors: Sequence[GkdError]) -> GkdError:
-    """Return the error that explains the others: of a process, else of a transfer that was not cut off."""
-    failed = [error for error in errors if not isinstance(error, RankTimeout)]
-    own = [error for error in failed if not isinstance(error, WeightSyncError)]
-    return next(iter(own or [error for error in failed if not isinstance(error, TransferCutOff)] or failed))
+        return {
+            name: GroupSpec(transport, host, port, 0, world_size, timeout_s, join_s)
+            for name, (host, port) in gather(refs, "rendezvous", join_s).items()
+        }
 
 
 def _errors(refs: Mapping[str, Any], what: str, timeout_s: float) -> dict[str, GkdError]:

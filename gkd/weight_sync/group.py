@@ -5,25 +5,27 @@ Megatron process and a vLLM process that have default groups of their own. There
 Its rank 0 is the stage's exporting rank, and the others are all workers of all rollout engines. With CUDA IPC there is
 one for each card: an exporting rank and the one worker on its card.
 
-Transports differ only in how the bytes of a bucket travel. Each bucket is followed by a header over gloo, with its
-checksum and, for shared memory, its place. CUDA IPC sends the handle of the bucket after it, and waits until the worker
-has copied the bucket; a copy in the sender's host memory is made meanwhile.
+Transports differ only in how the bytes of a bucket travel: `_Broadcast`, `_SharedMemory`, `_CudaIpc`. Each sends the
+bucket's checksum, over gloo.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from gkd.errors import TransferCutOff, WeightSyncError
 from gkd.weight_sync.buckets import checksum
 from gkd.weight_sync.card import HANDLE_BYTES, card_id, copy_shared, finish_copies, shared_handle
 from gkd.weight_sync.choice import AUTO, GLOO, IPC, NCCL, SHARED_MEMORY
 from gkd.weight_sync.segment import Segment, SegmentId, attached, host_id
+
+Place = tuple[Segment, int]  # a segment, and the offset of a bucket in it
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +62,6 @@ class TransferGroup:
 
     def __init__(self, spec: GroupSpec, device: torch.device, store: dist.TCPStore | None = None) -> None:
         self.spec = spec
-        self._attached: dict[SegmentId, torch.Tensor] = {}
         self._gloo: Any = None
         self._nccl: Any = None
         join_time, timeout = timedelta(seconds=spec.join_s), timedelta(seconds=spec.timeout_s)
@@ -74,6 +75,7 @@ class TransferGroup:
             self._store.set(f"host {spec.rank}", _place(spec, device))
             hosts = [self._store.get(f"host {rank}") for rank in range(spec.world_size)]
             self.transport = self._resolved(hosts)
+            self._way: _Transport = _TRANSPORTS[self.transport]()
             self.device = device if self.transport in (NCCL, IPC) else torch.device("cpu")
             # Its constructor waits for the members, too: one may have died since it wrote its place.
             self._gloo = dist.ProcessGroupGloo(
@@ -86,7 +88,7 @@ class TransferGroup:
                 nccl_store = dist.PrefixStore("nccl", self._store)
                 self._nccl = dist.ProcessGroupNCCL(nccl_store, spec.rank, spec.world_size, options)
                 # NCCL connects the members only at the first collective.
-                self._broadcast(torch.zeros(1, dtype=torch.uint8, device=device))
+                self.broadcast(torch.zeros(1, dtype=torch.uint8, device=device))
         except (RuntimeError, dist.DistError) as error:
             raise WeightSyncError(
                 f"rank {spec.rank} of {spec.world_size} could not join the weight-sync group at "
@@ -97,9 +99,7 @@ class TransferGroup:
     def shares_memory(self) -> bool:
         return self.transport == SHARED_MEMORY
 
-    def send_bucket(
-        self, buffer: torch.Tensor, on_host: torch.Tensor | None, place: tuple[Segment, int] | None
-    ) -> None:
+    def send_bucket(self, buffer: Tensor, on_host: Tensor | None, place: Place | None) -> None:
         """Send one bucket; blocks until it is sent, available in shared memory, or copied by the worker on this card.
 
         `on_host` has the bytes then, so the bucket may be overwritten.
@@ -107,28 +107,12 @@ class TransferGroup:
         Args:
             buffer: its bytes, on `device`.
             on_host: host memory with the same bytes, or that gets them; None: no copy is needed.
-            place: the segment and the offset in it where the bytes are; None: not in shared memory.
+            place: where the bytes are in shared memory; None: they are not there.
         """
-        copied_to = on_host if on_host is not None and on_host.data_ptr() != buffer.data_ptr() else None
-        if copied_to is not None and self.transport != IPC:
-            copied_to.copy_(buffer)  # before NCCL's broadcast, which never ends if a member dies; the header then fails
-        header = [checksum(buffer), 0, 0, 0, 0, 0]
-        if self.shares_memory:
-            assert place is not None
-            segment, offset = place
-            header[1:] = [segment.id.pid, segment.id.fd, segment.id.n_bytes, segment.id.token, offset]
-        elif self.transport != IPC:
-            self._broadcast(buffer)
-        self._broadcast(_as_tensor(header), on_host=True)
-        if self.transport == IPC:
-            handle = torch.frombuffer(bytearray(shared_handle(buffer).ljust(HANDLE_BYTES)), dtype=torch.uint8)
-            self._broadcast(handle, on_host=True)
-            if copied_to is not None:
-                copied_to.copy_(buffer, non_blocking=True)
-            self._meet()
-            finish_copies(self.device)
+        copy = on_host if on_host is not None and on_host.data_ptr() != buffer.data_ptr() else None
+        self._way.send(self, buffer, copy, place)
 
-    def receive_bucket(self, n_bytes: int, buffer: torch.Tensor | None) -> torch.Tensor:
+    def receive_bucket(self, n_bytes: int, buffer: Tensor | None) -> Tensor:
         """Receive one bucket into `buffer`, or where the sender has it. Return its bytes.
 
         Args:
@@ -137,27 +121,10 @@ class TransferGroup:
         Raises:
             WeightSyncError: the bytes differ from those that were sent, or the connection is lost.
         """
-        if buffer is not None:
-            buffer = buffer[:n_bytes]
-            if self.transport != IPC:
-                self._broadcast(buffer)
-        header = torch.zeros(6, dtype=torch.int64)
-        self._broadcast(header, on_host=True)
-        expected, *segment, offset = header.tolist()
-        if buffer is None:
-            found = SegmentId(*segment)
-            if found not in self._attached:
-                self._attached[found] = attached(found)
-            buffer = self._attached[found][offset : offset + n_bytes]
-        if self.transport == IPC:
-            handle = torch.zeros(HANDLE_BYTES, dtype=torch.uint8)
-            self._broadcast(handle, on_host=True)
-            copy_shared(bytes(handle.tolist()), buffer)
-        if _signed(checksum(buffer)) != expected:
+        received, expected = self._way.receive(self, n_bytes, buffer)
+        if _signed(checksum(received)) != expected:
             raise WeightSyncError(f"a bucket of {n_bytes} bytes was damaged on its way ({self.transport})")
-        if self.transport == IPC:
-            self._meet()
-        return buffer
+        return received
 
     def close(self) -> None:
         """Leave the group without waiting for the others. Their calls fail.
@@ -182,7 +149,7 @@ class TransferGroup:
             )
         return chosen
 
-    def _broadcast(self, buffer: torch.Tensor, *, on_host: bool = False) -> None:
+    def broadcast(self, buffer: Tensor, *, on_host: bool = False) -> None:
         """Broadcast from rank 0, in place; blocks until the data is received (gloo) or enqueued on a stream (nccl).
 
         Args:
@@ -196,8 +163,15 @@ class TransferGroup:
         options.rootTensor = 0
         self._call("broadcast", [buffer], options, on_host=on_host)
 
-    def _meet(self) -> None:
-        """Wait until all members call this. Errors as for `_broadcast`."""
+    def numbers(self, numbers: list[int]) -> list[int]:
+        """Return the sender's numbers; a receiver passes as many zeros. 64 bits each, signed. Errors as `broadcast`."""
+        tensor = torch.tensor([_signed(number) for number in numbers], dtype=torch.int64)
+        self.broadcast(tensor, on_host=True)
+        sent: list[int] = tensor.tolist()
+        return sent
+
+    def meet(self) -> None:
+        """Wait until all members call this. Errors as for `broadcast`."""
         self._call("barrier", dist.BarrierOptions(), on_host=True)
 
     def _call(self, name: str, *args: Any, on_host: bool) -> None:
@@ -223,5 +197,85 @@ def _signed(number: int) -> int:
     return number - (1 << 64) if number >= 1 << 63 else number
 
 
-def _as_tensor(numbers: list[int]) -> torch.Tensor:
-    return torch.tensor([_signed(number) for number in numbers], dtype=torch.int64)
+class _Transport(Protocol):
+    """How the bytes of a bucket travel. Arguments as for `TransferGroup.send_bucket` and `receive_bucket`."""
+
+    def send(self, group: TransferGroup, buffer: Tensor, copy: Tensor | None, place: Place | None) -> None:
+        """Send a bucket.
+
+        Args:
+            copy: host memory that gets the bytes, too; None: no copy is needed.
+        """
+        ...
+
+    def receive(self, group: TransferGroup, n_bytes: int, buffer: Tensor | None) -> tuple[Tensor, int]:
+        """Return the bytes of a bucket, and the checksum that the sender has of it, as a signed number."""
+        ...
+
+
+class _Broadcast:
+    """Broadcast the bucket, by NCCL or gloo, and then its checksum."""
+
+    def send(self, group: TransferGroup, buffer: Tensor, copy: Tensor | None, place: Place | None) -> None:
+        if copy is not None:
+            copy.copy_(buffer)  # first: NCCL's broadcast never ends if a member dies; the checksum's then fails
+        expected = checksum(buffer)
+        group.broadcast(buffer)
+        group.numbers([expected])
+
+    def receive(self, group: TransferGroup, n_bytes: int, buffer: Tensor | None) -> tuple[Tensor, int]:
+        assert buffer is not None
+        group.broadcast(buffer[:n_bytes])
+        return buffer[:n_bytes], group.numbers([0])[0]
+
+
+class _SharedMemory:
+    """Send the place of the bucket in the sender's memory, which the receiver opens."""
+
+    def __init__(self) -> None:
+        self._attached: dict[SegmentId, Tensor] = {}
+
+    def send(self, group: TransferGroup, buffer: Tensor, copy: Tensor | None, place: Place | None) -> None:
+        assert place is not None and copy is None
+        segment, offset = place
+        group.numbers([checksum(buffer), *astuple(segment.id), offset])
+
+    def receive(self, group: TransferGroup, n_bytes: int, buffer: Tensor | None) -> tuple[Tensor, int]:
+        expected, *numbers, offset = group.numbers([0] * 6)
+        segment = SegmentId(*numbers)
+        if segment not in self._attached:
+            self._attached[segment] = attached(segment)
+        return self._attached[segment][offset : offset + n_bytes], expected
+
+
+class _CudaIpc:
+    """Send the handle of the bucket in the sender's device memory, which the worker on the same card opens.
+
+    The sender waits until the worker has copied the bucket; a copy in the sender's host memory is made meanwhile.
+    """
+
+    def send(self, group: TransferGroup, buffer: Tensor, copy: Tensor | None, place: Place | None) -> None:
+        group.numbers([checksum(buffer)])
+        handle = torch.frombuffer(bytearray(shared_handle(buffer).ljust(HANDLE_BYTES)), dtype=torch.uint8)
+        group.broadcast(handle, on_host=True)
+        if copy is not None:
+            copy.copy_(buffer, non_blocking=True)
+        group.meet()
+        finish_copies(group.device)
+
+    def receive(self, group: TransferGroup, n_bytes: int, buffer: Tensor | None) -> tuple[Tensor, int]:
+        assert buffer is not None
+        (expected,) = group.numbers([0])
+        handle = torch.zeros(HANDLE_BYTES, dtype=torch.uint8)
+        group.broadcast(handle, on_host=True)
+        copy_shared(bytes(handle.tolist()), buffer[:n_bytes])
+        group.meet()
+        return buffer[:n_bytes], expected
+
+
+_TRANSPORTS: dict[str, type[_Transport]] = {
+    NCCL: _Broadcast,
+    GLOO: _Broadcast,
+    SHARED_MEMORY: _SharedMemory,
+    IPC: _CudaIpc,
+}

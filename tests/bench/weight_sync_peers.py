@@ -86,7 +86,7 @@ def sender(connection: Connection, folder: Path, gpu: int | None) -> None:
 
     def tensor_by_tensor() -> None:
         for tensor in tensors.values():
-            groups["gloo"]._broadcast(tensor.to("cpu", copy=True))
+            groups["gloo"].broadcast(tensor.to("cpu", copy=True))
 
     def transfer(name: str, with_digests: bool, keeps: bool) -> dict[str, str]:
         host = kept if keeps or groups[name].shares_memory else None
@@ -145,7 +145,7 @@ def engine(connection: Connection, folder: Path, gpu: int | None) -> None:
             for bucket in plan:
                 for spec in bucket.specs:
                     tensor = torch.empty(spec.shape, dtype=spec.torch_dtype)
-                    group._broadcast(tensor)
+                    group.broadcast(tensor)
                     yield spec.name, tensor.to(device)
 
         if loads:

@@ -24,7 +24,6 @@ from tests.dist.helpers import caught, run_ranks
 pytestmark = pytest.mark.dist
 
 DEVICE = rank_device()
-TO_HOST = {"is_offload_states": True}
 
 
 def _run(rank: int, world_size: int, root: Path) -> dict[str, Any]:
@@ -46,8 +45,8 @@ def _groups_of_barriers() -> list[int]:
         patch.setattr(dist, "new_group", lambda **options: made.append(options) or new_group(**options))
         controller = OffloadController(cast(Any, SimpleNamespace(states=states)), DEVICE, automatic=False, timeout_s=60)
         counts = [len(made)]
-        for meta in (None, TO_HOST, TO_HOST):
-            with controller.states_on_device("train", meta=meta):
+        for to_host in (None, True, True):
+            with controller.states_on_device("train", None, to_host):
                 counts.append(len(made))
     return counts
 
@@ -80,8 +79,8 @@ def _diagnosed(rank: int, reports: Path) -> dict[str, Any]:
     controller = OffloadController(student, DEVICE, automatic=True, timeout_s=60, diagnosed=diagnose)
     controller.offload_states()
 
-    def call(meta: dict[str, Any] | None = None) -> None:
-        with controller.states_on_device("call", meta=meta):
+    def call(to_host: bool | None = None) -> None:
+        with controller.states_on_device("call", None, to_host):
             raise AssertionError("the block runs without its states")
 
     result: dict[str, Any] = {}
@@ -91,7 +90,7 @@ def _diagnosed(rank: int, reports: Path) -> dict[str, Any]:
         controller.offload_states()
         result["in_call"] = caught(call)
         result["after_call"] = states.allocated_bytes()
-        result["kept"] = [*caught(lambda: call({"is_offload_states": False})), states.allocated_bytes()]
+        result["kept"] = [*caught(lambda: call(False)), states.allocated_bytes()]
     return result
 
 
@@ -102,11 +101,11 @@ def _local_call(rank: int) -> list[Any]:
     controller = OffloadController(cast(Any, SimpleNamespace(states=states)), DEVICE, automatic=False, timeout_s=60)
     result: list[Any] = []
     if rank == 0:
-        with controller.states_on_device("sync", [PARAMS], TO_HOST, alone=True):
+        with controller.states_on_device("sync", [PARAMS], True, alone=True):
             pass
         result.append(states.allocated_bytes())
-    for include, meta in (([PARAMS], None), (None, None), (None, TO_HOST), (None, None)):
-        with controller.states_on_device("train", include, meta):
+    for include, to_host in (([PARAMS], None), (None, None), (None, True), (None, None)):
+        with controller.states_on_device("train", include, to_host):
             result.append([float(tensor.sum()) for kind in include or found for tensor in found[kind]])
     return result
 

@@ -137,7 +137,7 @@ def _damage(rank: int, world_size: int, port: int, transport: str) -> tuple[str,
     wrong = 1
     _install_card()
     if rank == 1:
-        attached, broadcast = module.attached, module.TransferGroup._broadcast
+        attached, broadcast = module.attached, module.TransferGroup.broadcast
         payloads: list[torch.Tensor] = []
         copy_shared = module.copy_shared
 
@@ -160,7 +160,7 @@ def _damage(rank: int, world_size: int, port: int, transport: str) -> tuple[str,
                 if len(payloads) == wrong + 1:
                     buffer[0] ^= 1
 
-        module.attached, module.TransferGroup._broadcast = damaged_segment, damaged_broadcast  # type: ignore[method-assign]
+        module.attached, module.TransferGroup.broadcast = damaged_segment, damaged_broadcast  # type: ignore[method-assign]
         module.copy_shared = damaged_card
     spec = module.GroupSpec(transport, "127.0.0.1", port, rank, world_size, 120.0, 60.0)
     group, loads = module.TransferGroup(spec, rank_device()), []

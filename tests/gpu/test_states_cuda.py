@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from gkd.actor.offload import OffloadController
-from gkd.memory.host_buffer import host_slabs
+from gkd.memory.host_buffer import HostBuffer
 from gkd.memory.states import GRADS, OPTIMIZER, PARAMS, States
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -79,5 +79,5 @@ def test_no_memory_on_the_gpu_leaves_all_on_the_host(tmp_path: Path) -> None:
 def test_pinned_memory_that_runs_out_is_the_hosts() -> None:
     """Fails if an out-of-memory error of pinned memory is not recognized, or CUDA does not recover from it."""
     with pytest.raises(MemoryError, match=str(1 << 46)):
-        host_slabs(1, 1 << 46, pinned=True)
-    assert host_slabs(1, 1 << 20, pinned=True)[0].is_pinned()
+        HostBuffer(pinned=True, slab_bytes=1 << 46).take(1)
+    assert HostBuffer(pinned=True, slab_bytes=1 << 20).take(1)[0].is_pinned()

@@ -21,4 +21,4 @@ def piece_of(start: int, stop: int, *, name: str = "model.w", kind: str = "param
 
 
 def address(snapshot: Snapshot) -> int:
-    return snapshot.slabs[0].data_ptr()
+    return snapshot.pieces[0].data.data_ptr()

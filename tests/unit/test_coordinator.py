@@ -153,8 +153,6 @@ def test_the_member_that_failed_first_is_the_cause(
         for name in refs:
             if name in now:
                 raise now[name]
-            if name in late and timeout_s == 0.0:
-                raise RankTimeout("not known yet")
             if name in late and len(refs) == 1:
                 raise late[name]
         return dict(refs)
@@ -179,14 +177,14 @@ def test_a_sender_leaves_the_call_before_it_is_repeated(monkeypatch: pytest.Monk
     def slow_gather(refs: Mapping[str, Any], what: str, timeout_s: float) -> dict[str, Any]:
         if set(refs) == {"sender"}:
             waits.append(timeout_s)
-            raise left if timeout_s else RankTimeout("not yet")
+            raise left
         raise DIED
 
     sync = make(monkeypatch, [Engine({})], "never")
     monkeypatch.setattr(coordinator, "gather", slow_gather)
     with pytest.raises(WeightSyncError) as caught:
         sync._gather({"sender": 1}, {"rollout engine 0": 2}, JOINING, 60.0)
-    assert caught.value.lost == {0: DIED} and len(waits) == 2 and waits[0] == 0 < 60 < waits[1] <= coordinator._LEAVE_S
+    assert caught.value.lost == {0: DIED} and len(waits) == 1 and 60 < waits[0] <= coordinator._LEAVE_S
     left = SenderFailed("the rank died")
     with pytest.raises(SenderFailed):
         sync._gather({"sender": 1}, {"rollout engine 0": 2}, JOINING, 60.0)

@@ -13,7 +13,7 @@ from gkd.actor.common.shards import Piece
 from gkd.errors import OutOfMemory
 from gkd.memory import host_buffer
 from gkd.memory.advice import Shortage
-from gkd.memory.host_buffer import HostBuffer, host_slabs
+from gkd.memory.host_buffer import HostBuffer
 from gkd.memory.oom import diagnosed, is_out_of_memory, parse
 from gkd.memory.states import PARAMS, States
 from gkd.spans import Phase
@@ -47,8 +47,8 @@ def one_slab(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("one_slab")
 def test_the_error_has_the_requested_bytes() -> None:
     """Fails if the error does not state how much host memory was needed, and of which kind."""
-    with pytest.raises(MemoryError, match=r"300 bytes of pinned host memory \(3 pieces of 100"):
-        host_slabs(3, 100, pinned=True)
+    with pytest.raises(MemoryError, match=r"384 bytes of pinned host memory \(3 pieces of 128"):
+        HostBuffer(pinned=True, slab_bytes=128).take(300)
     copies = HostCopies(CPU, slab_bytes=64)
     copies._stream = object()  # type: ignore[assignment]
     with pytest.raises(MemoryError, match="Unable to allocate 448 bytes of pinned host memory"):
@@ -169,4 +169,4 @@ def test_other_errors_of_the_device_pass(monkeypatch: pytest.MonkeyPatch) -> Non
 
     monkeypatch.setattr(torch, "empty", broken)
     with pytest.raises(torch.AcceleratorError, match="illegal"):
-        host_slabs(1, 100, pinned=True)
+        HostBuffer(pinned=True, slab_bytes=128).take(100)

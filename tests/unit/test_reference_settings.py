@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
+from gkd.actor.inputs import ChunkInputs
 from gkd.actor.megatron.layout import ParallelLayout
-from gkd.actor.pool import batch_args
 from gkd.config.check import check_config
 from gkd.config.load import load_config
 from gkd.config.schema import Config
@@ -178,13 +178,21 @@ def test_the_memory_estimate_includes_the_reference() -> None:
 
 
 def test_only_ranks_that_compute_the_loss_get_logprobs() -> None:
-    """Fails if a rank fetches logprobs it does not use, or gets them in another order than the scores."""
+    """Fails if a rank fetches logprobs it does not use, gets them in another order than the scores, or takes one kind
+    of list for another one, or if Ray does not see a handle.
+    """
     chunk = ScoredChunk(chunk_of(range(2), ref="rollouts"), "scores", None, 0, reference="logprobs")
     layouts = [ParallelLayout(tp=1, pp=2, world_size=2, rank=rank) for rank in range(2)]
-    first, last = batch_args(scatter_to_groups([chunk, chunk], 1), layouts)
-    assert first[1:] == ["rollouts"] * 2 and last[1:] == ["rollouts"] * 2 + ["scores"] * 2 + ["logprobs"] * 2
-    groups = scatter_to_groups([replace(chunk, reference=None)], 1)
-    assert batch_args(groups, layouts)[1][1:] == ["rollouts", "scores"]
+    (parts,) = scatter_to_groups([chunk, chunk], 1)
+    first, last = (ChunkInputs.of_parts(parts, layout) for layout in layouts)
+    assert (first.rollouts, first.scores, first.reference) == (["rollouts"] * 2, [], [])
+    assert (last.rollouts, last.scores, last.reference) == (["rollouts"] * 2, ["scores"] * 2, ["logprobs"] * 2)
+    assert [ChunkInputs.of_args(*inputs.to_args()) for inputs in (first, last)] == [first, last]
+    assert last.to_args()[1:] == ["rollouts"] * 2 + ["scores"] * 2 + ["logprobs"] * 2, (
+        "handles are arguments themselves"
+    )
+    (parts,) = scatter_to_groups([replace(chunk, reference=None)], 1)
+    assert ChunkInputs.of_parts(parts, layouts[1]).to_args()[1:] == ["rollouts", "scores"]
 
 
 @dataclass

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor
 
 from gkd.actor.common.step import BatchSums, diagnostics
-from gkd.actor.group_batches import add_references
+from gkd.actor.inputs import ChunkInputs
 from gkd.config.loss_spec import LossSpec, LossTerm
 from gkd.data.batching import check_batch, make_micro_batches
 from gkd.errors import DataError, TeacherError
@@ -154,18 +155,24 @@ def _scores(n: int) -> TeacherScores:
     return TeacherScores(sampled_logprobs=-np.ones(n, np.float32))
 
 
+def _referenced(
+    scores: list[list[TeacherScores]], references: Sequence[list[np.ndarray | None]]
+) -> Sequence[list[TeacherScores]]:
+    return ChunkInputs([None], [], scores, references).scores_with_reference()
+
+
 def test_logprobs_stay_with_their_tokens() -> None:
     """Fails if a token gets the reference logprob of another one."""
     rollouts = [_rollout(i, n) for i, n in enumerate((3, 1, 2))]
     references = [[-r.response_ids.astype(np.float32) - 10 * r.prompt_id for r in rollouts]]
-    (scored,) = add_references([[_scores(len(r.response_ids)) for r in rollouts]], references)
+    (scored,) = _referenced([[_scores(len(r.response_ids)) for r in rollouts]], references)
     check_batch(rollouts, scored, where="actor rank 0", n_vocab=9, signals=("sampled",), with_reference=True)
     for batch in make_micro_batches(rollouts, scored, micro_batch_size=2, max_tokens=0, packed=True):
         targets = batch.targets
         assert targets is not None and targets.reference_logprobs is not None
         owners = torch.tensor([i for i, n in batch.samples for _ in range(n)])
         torch.testing.assert_close(targets.reference_logprobs, -targets.sampled_ids.float() - 10 * owners)
-    assert add_references([scored], []) == [scored]
+    assert _referenced([scored], []) == [scored]
 
 
 def test_invalid_reference_logprobs_are_refused() -> None:
@@ -184,7 +191,7 @@ def test_invalid_reference_logprobs_are_refused() -> None:
             check_batch([rollout], bad, where="actor rank 1", n_vocab=9, signals=("sampled",), with_reference=True)
         check_batch([rollout], bad, where="actor rank 1", n_vocab=9, signals=("sampled",))
     with pytest.raises(DataError):
-        add_references([[score]], [[np.zeros(3, np.float32)] * 2])
+        _referenced([[score]], [[np.zeros(3, np.float32)] * 2])
     some = [replace(score, reference_logprobs=-np.ones(3, np.float32)), score]
     with pytest.raises(DataError):
         make_micro_batches([rollout, rollout], some, micro_batch_size=2)
@@ -193,5 +200,5 @@ def test_invalid_reference_logprobs_are_refused() -> None:
 def test_references_of_a_part_of_a_chunk_keep_their_places() -> None:
     """Fails if a step that takes a part of a chunk trains with the reference logprobs of another sequence."""
     scores = [_scores(3) for _ in range(4)]
-    (scored,) = add_references([scores], [[None, np.full(3, 0.5, np.float32)]])
+    (scored,) = _referenced([scores], [[None, np.full(3, 0.5, np.float32)]])
     assert [s.reference_logprobs is None for s in scored] == [True, False, True, True]

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 
+from gkd.actor.inputs import ChunkInputs
 from gkd.actor.megatron.layout import ParallelLayout
-from gkd.actor.pool import advantages as advantages_of_ranks
 from gkd.config.check import check_config
 from gkd.config.load import load_config
 from gkd.config.loss_spec import LossSpec, LossTerm
@@ -96,12 +96,14 @@ def test_a_run_with_weight_0_trains_as_one_without_rewards() -> None:
     reported = check_config(load_config(None, [*base, "reward.functions=[{path: length}]"]))
     trained = check_config(load_config(None, [*base, "reward.functions=[{path: length}]", "distill.reward_weight=1"]))
     assert plain.loss == reported.loss != trained.loss
-    layouts = [ParallelLayout(tp=1, pp=1, world_size=1, rank=0)]
+    layout = ParallelLayout(tp=1, pp=1, world_size=1, rank=0)
     batch = [chunk([0, 1], [3.0, 4.0])]
-    assert advantages_of_ranks(scatter_to_groups(batch, 1), layouts) == [{}]
+    (parts,) = scatter_to_groups(batch, 1)
+    assert not ChunkInputs.of_parts(parts, layout).advantages
     with_them = of_batch(batch, [1.0], "none", 2)
-    (found,) = advantages_of_ranks(scatter_to_groups(with_them, 1), layouts)
-    assert np.frombuffer(found["advantages"][0], "<f4").tolist() == [3.0, 4.0]
+    (parts,) = scatter_to_groups(with_them, 1)
+    (found,) = ChunkInputs.of_args(*ChunkInputs.of_parts(parts, layout).to_args()).advantages
+    assert np.frombuffer(found, "<f4").tolist() == [3.0, 4.0]
 
 
 def rollout(index: int, n_tokens: int) -> Rollout:

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from gkd.actor.inputs import ChunkInputs
 from gkd.actor.megatron.layout import ParallelLayout
-from gkd.actor.pool import batch_args
 from gkd.data.chunks import chunk_sizes, part_of
 from gkd.data.scatter import (
     decode_indices,
@@ -56,15 +57,13 @@ def test_only_ranks_that_compute_the_loss_get_scores(
     """Fails if a rank fetches scores it does not use, lacks some, or ranks of a group have different sequences."""
     layouts = [ParallelLayout(tp=tp, pp=pp, world_size=2 * tp * pp, rank=rank) for rank in range(2 * tp * pp)]
     chunks, stored = [c for c, _ in batch], {c.rollouts.ref: rollouts for c, rollouts in batch}
-    args = batch_args(scatter_to_groups(chunks, 2), layouts)
+    groups = scatter_to_groups(chunks, 2)
+    of_ranks = [ChunkInputs.of_parts(groups[layout.dp_rank], layout) for layout in layouts]
     trained: dict[int, list[int]] = {}
-    for layout, (sequence_indices, *handles) in zip(layouts, args, strict=True):
-        n_chunks = len(sequence_indices)
-        rollout_refs, score_refs = handles[:n_chunks], handles[n_chunks:]
-        assert all(ref in stored for ref in rollout_refs)
-        expected = [ref.replace("rollouts", "scores") for ref in rollout_refs] if layout.is_last_stage else []
-        assert score_refs == expected
-        selected, _ = select(sequence_indices, [stored[ref] for ref in rollout_refs], None)
+    for layout, inputs in zip(layouts, of_ranks, strict=True):
+        refs: list[Any] = list(inputs.rollouts)
+        assert inputs.scores == [ref.replace("rollouts", "scores") for ref in refs if layout.is_last_stage]
+        selected, _ = select(inputs.indices, [stored[ref] for ref in refs], None)
         samples = [r.sample_index for r in selected]
         assert trained.setdefault(layout.dp_rank, samples) == samples
     assert sorted(trained[0] + trained[1]) == [0, 1, 2, 3, 4, 6]

@@ -10,7 +10,6 @@ import sys
 import textwrap
 import threading
 import time
-from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -22,6 +21,7 @@ from gkd.actor.common.host_copies import HostCopies
 from gkd.actor.common.shard_writer import BackgroundWriter, write
 from gkd.actor.common.shards import ShardReader, file_name
 from gkd.errors import CheckpointError
+from gkd.memory.host_buffer import HostBuffer
 from tests.unit.shard_pieces import CPU, WHOLE, address, piece_of, snapshot_of
 
 
@@ -68,9 +68,9 @@ def test_the_next_save_may_start_after_the_result_of_the_last(tmp_path: Path) ->
     """Fails if a result is returned before the writer accepts the next save, or before the memory is free."""
 
     class SlowCopies(HostCopies):
-        def give_back(self, slabs: Sequence[torch.Tensor]) -> None:
+        def give_back(self, buffer: HostBuffer) -> None:
             time.sleep(0.05)
-            super().give_back(slabs)
+            super().give_back(buffer)
 
     writer, copies, addresses = BackgroundWriter(), SlowCopies(CPU), set()
     for _ in range(5):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -20,15 +21,16 @@ class Agreement:
 
 
 @contextmanager
-def same_error(device: torch.device, count: int = 0) -> Iterator[Agreement]:
+def same_error(device: torch.device, count: int = 0, *, group: Any = None) -> Iterator[Agreement]:
     """Run a block on every rank of the world; if it raises a GkdError on some ranks, all raise the lowest rank's.
 
     The block must not contain a collective. Other exceptions are raised at once on their rank alone: they are bugs, and
     the driver ends the other ranks.
 
     Args:
-        device: of the world's collectives.
+        device: device of the group's collectives.
         count: a number to exchange in the same collective.
+        group: a process group of all ranks; None means the world.
 
     Yields:
         The agreement; after the block it has the largest `count` of all ranks.
@@ -40,11 +42,11 @@ def same_error(device: torch.device, count: int = 0) -> Iterator[Agreement]:
     except GkdError as caught:
         error = caught
     largest = torch.tensor([int(error is not None), count], device=device)
-    dist.all_reduce(largest, op=dist.ReduceOp.MAX)
+    dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
     failed, agreement.largest = largest.tolist()
     if not failed:
         return
     errors: list[GkdError | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(errors, error)
+    dist.all_gather_object(errors, error, group=group)
     first = next(e for e in errors if e is not None)
     raise first from error

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from gkd.actor.common.shards import Piece
-from gkd.memory.host_buffer import SLAB_BYTES, host_slabs
+from gkd.memory.host_buffer import SLAB_BYTES, HostBuffer
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,13 +30,13 @@ class Snapshot:
     meta: Mapping[str, Any]
     rng: Mapping[str, Tensor]  # [n] uint8, this rank's generators
     memory: HostCopies
-    slabs: Sequence[Tensor]  # each [slab_bytes] uint8: the memory of the pieces
+    buffer: HostBuffer  # the memory of the pieces
     wait: Callable[[], object]  # blocks until the pieces have their values; do not read them before
     joined: Snapshot | None = None  # its pieces are included above, in memory of its own
 
     def release(self) -> None:
         """Let the next snapshot reuse the memory. Call it after `wait`; the pieces must not be read afterwards."""
-        self.memory.give_back(self.slabs)
+        self.memory.give_back(self.buffer)
         if self.joined is not None:
             self.joined.release()
 
@@ -61,7 +61,7 @@ class HostCopies:
 
     def __init__(self, device: torch.device, *, slab_bytes: int = SLAB_BYTES) -> None:
         self._slab_bytes = slab_bytes
-        self._free: Sequence[Tensor] = ()
+        self._free: HostBuffer | None = None
         self._settle: Callable[[], object] = _nothing
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._thread = ThreadPoolExecutor(1, "snapshot")  # starts with the first copy
@@ -69,16 +69,18 @@ class HostCopies:
     def snapshot(self, live: Sequence[Piece], meta: Mapping[str, Any], rng: Mapping[str, Tensor]) -> Snapshot:
         """Start to copy all of `live` to the host; the live tensors may change after `settle`. Not a collective.
 
-        Raises MemoryError, RuntimeError: there is not enough host memory, see `host_slabs`.
+        Raises MemoryError, RuntimeError: there is not enough host memory, see `HostBuffer.take`.
         """
         self.settle()
-        slabs = self._take(-(-sum(piece.data.nbytes for piece in live) // self._slab_bytes))
-        pieces, sources = self._laid_out(live, slabs)
+        buffer = self._free or HostBuffer(pinned=self._stream is not None, slab_bytes=self._slab_bytes)
+        self._free = None
+        buffer.clear()
+        pieces, sources = self._laid_out(live, buffer.take(sum(piece.data.nbytes for piece in live)))
         targets = [piece.data for piece in pieces]
         wait: Callable[[], object] = _nothing
         if targets:
             wait = self._copy(targets, sources) if self._stream is None else self._copy_cuda(targets, sources)
-        return Snapshot(pieces, dict(meta), dict(rng), self, slabs, wait)
+        return Snapshot(pieces, dict(meta), dict(rng), self, buffer, wait)
 
     def settle(self) -> None:
         """Wait until the last snapshot has copied the live tensors. Call it before they change.
@@ -88,12 +90,8 @@ class HostCopies:
         self._settle()
         self._settle = _nothing
 
-    def give_back(self, slabs: Sequence[Tensor]) -> None:
-        self._free = slabs
-
-    def _take(self, n_slabs: int) -> list[Tensor]:
-        slabs, self._free = list(self._free[:n_slabs]), ()
-        return slabs + host_slabs(n_slabs - len(slabs), self._slab_bytes, pinned=self._stream is not None)
+    def give_back(self, buffer: HostBuffer) -> None:
+        self._free = buffer
 
     def _laid_out(self, live: Sequence[Piece], slabs: Sequence[Tensor]) -> tuple[list[Piece], list[Tensor]]:
         """Return (pieces in `slabs`, the source of each); a piece that crosses the end of a slab is split."""

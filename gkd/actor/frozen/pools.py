@@ -13,7 +13,7 @@ training step: `trainer.scheduler` is sync, or batches are replayed.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -29,9 +29,6 @@ from gkd.teacher.scoring import RECORDS, RecordedScoring
 from gkd.types import PendingScores, Recording, RolloutChunk, ScoredChunk
 
 ACTOR_RANK = "actor rank"
-
-# The training step follows immediately, so the actor's weights stay on the device.
-_WITHOUT_ADAPTERS: Mapping[str, Any] = {"disable_adapter": True, "is_offload_states": False}
 
 
 class LocalScoring(RecordedScoring):
@@ -124,7 +121,9 @@ class ReferencePool:
         self._method, self._options = "reference_logprobs", dict[str, Any]()
         if derived.reference_is_actor:
             groups = data_parallel_groups(len(workers), config)
-            self._method, self._options = "compute_logprobs", {"groups": groups, "meta": _WITHOUT_ADAPTERS}
+            # The training step follows immediately, so the actor's weights stay on the device.
+            without_adapters = {"disable_adapter": True, "is_offload_states": False}
+            self._method, self._options = "compute_logprobs", {"groups": groups, **without_adapters}
         # A local teacher scores on the same ranks, with the actor's weights offloaded: before they are reloaded here.
         self._starts_in_wait = derived.teacher_pool == ACTOR
 
