@@ -30,7 +30,6 @@ PLACEHOLDERS: dict[str, tuple[str, ...] | str] = {
     "engine_phase": ("generating", "receiving_weights", "offloading_states"),
     "check": HEALTH_CHECKS,
     "age": NUMBER,
-    "rank": NUMBER,
     "k": NUMBER,
     "function": FUNCTION,
     "route": NAME,

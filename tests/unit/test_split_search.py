@@ -170,16 +170,11 @@ def test_where_the_measured_run_was_does_not_limit_the_plan(tmp_path: Path) -> N
     assert layout.with_split(clustered, of_nodes.split, "sync").cluster.ray_address == "head:6379"
 
 
-def test_what_the_checks_refuse_is_counted_and_said(tmp_path: Path) -> None:
-    """Fails if a scheduler is left out without a word, or the tool fails on an empty ranking."""
-    config = settings(tmp_path, "teacher.overlap_rollout=false")
-    ranking = ranked(config, hardware(5))
-    assert [(r.scheduler, r.n, r.first.key) for r in ranking.refused] == [("stream", 6, "teacher.overlap_rollout")]
-    assert ranking.n_simulated == 18
-    (line,) = left_out(ranking)
-    assert all(token in line for token in (" 6 ", "stream", "teacher.overlap_rollout = False"))
-    with pytest.raises(ConfigError, match=r"\b6\b.*\b5\b"):
-        search(config, hardware(5), ["stream"], WORK, RATES, check_memory=None)
+def test_settings_that_no_split_allows_are_refused(tmp_path: Path) -> None:
+    """Fails if the tool fails on an empty ranking, or does not name the key."""
+    with pytest.raises(ConfigError, match=r"\b6\b.*\b5\b") as caught:
+        ranked(settings(tmp_path, "trainer.stage_timeout_s=301"), hardware(5))
+    assert caught.value.key == "trainer.stage_timeout_s"
 
 
 def test_splits_that_are_too_large_take_no_place_from_those_that_fit(tmp_path: Path) -> None:

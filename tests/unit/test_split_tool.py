@@ -132,19 +132,6 @@ def test_the_gpus_of_a_teacher_s_worker_can_be_said(folder: Path, capsys: pytest
     assert "--tensor-parallel-size 3" in capsys.readouterr().out
 
 
-def test_a_scheduler_that_the_settings_refuse_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Fails if stream is missing in the ranking without a word, or asked for alone ends in a traceback."""
-    config = settings(tmp_path, "teacher.overlap_rollout=false")
-    args = ["--gpus", "4", "--run", str(write_run(tmp_path / "run", config, RATES))]
-    assert main(args) == 0
-    assert "excluded: 3 splits under stream, the first because of teacher.overlap_rollout" in capsys.readouterr().out
-    assert main([*args, "--json"]) == 0
-    (refused,) = json.loads(capsys.readouterr().out)["refused"]
-    assert refused["n"] == 3 and refused["scheduler"] == "stream" and "overlap_rollout" in refused["first"]
-    assert main([*args, "--schedulers", "stream"]) == 2
-    assert "none of the 3 splits of 4 GPUs is allowed" in capsys.readouterr().err
-
-
 class Launched:
     """Takes the place of the started processes of a calibration: each writes the folder of a run with RATES."""
 
