@@ -3,66 +3,17 @@
 from __future__ import annotations
 
 import pytest
-import torch
 
 from gkd.config.loss_spec import LossSpec, LossTerm, loss_spec, teacher_signals
 from gkd.config.schema import DistillConfig, LossTermConfig
 from gkd.errors import ConfigError
-from gkd.loss.divergence import outcome_tables
 from teacher_server.wire.protocol import Signal
-
-
-@pytest.mark.parametrize(
-    ("term", "message"),
-    [
-        ({"name": "kl"}, r"distill\.loss = 'kl'.*forward_kl"),
-        ({"name": "jsd", "beta": 0.0}, r"distill\.beta = 0\.0.*forward_kl"),
-        ({"name": "jsd", "beta": 1.0}, r"distill\.beta = 1\.0.*reverse_kl"),
-        ({"name": "jsd", "beta": float("nan")}, r"distill\.beta"),
-        ({"name": "skew_kl", "alpha": 1.0}, r"distill\.alpha = 1\.0"),
-        ({"name": "skew_kl", "alpha": -0.1}, r"distill\.alpha = -0\.1"),
-        ({"weight": 0.0}, r"distill\.losses = 0\.0.*forward_kl"),
-        ({"weight": -1.0}, r"distill\.losses = -1\.0"),
-        ({"weight": float("inf")}, r"distill\.losses = inf"),
-        ({"weight": float("nan")}, r"distill\.losses = nan"),
-    ],
-)
-def test_a_wrong_term_names_its_key(term: dict[str, object], message: str) -> None:
-    """Fails if an invalid value is accepted, or its error does not name the key."""
-    with pytest.raises(ConfigError, match=message):
-        LossTerm(**term)  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize(
-    ("spec", "message"),
-    [
-        ({"terms": ()}, r"distill\.losses"),
-        ({"terms": (LossTerm("k1"), LossTerm("k1", 2.0))}, r"distill\.losses = \['k1', 'k1'\]"),
-        ({"tail": "keep"}, r"distill\.tail = 'keep'.*bucket"),
-        ({"temperature": 0.0}, r"teacher\.temperature = 0"),
-        ({"temperature": float("nan")}, r"teacher\.temperature"),
-        ({"importance_clip": 0.5}, r"distill\.importance_clip = 0\.5"),
-        ({"importance_clip": -2.0}, r"distill\.importance_clip = -2"),
-        ({"importance_clip": float("nan")}, r"distill\.importance_clip"),
-        ({"importance_clip": float("inf")}, r"distill\.importance_clip"),
-    ],
-)
-def test_a_wrong_spec_names_its_key(spec: dict[str, object], message: str) -> None:
-    """Fails if an invalid value is accepted, or its error does not name the key."""
-    with pytest.raises(ConfigError, match=message):
-        LossSpec(**spec)  # type: ignore[arg-type]
 
 
 def test_limits_that_have_a_meaning() -> None:
     """Fails if alpha 0 (the plain KL), clip 0 (none) or clip 1 is refused."""
-    LossSpec((LossTerm("skew_kl", alpha=0.0),), importance_clip=0)
-    LossSpec((LossTerm("k1"),), importance_clip=1.0)
-
-
-def test_an_unknown_tail_is_refused_by_the_arithmetic() -> None:
-    """Fails if an unknown tail policy is treated like a known one."""
-    with pytest.raises(ConfigError, match=r"distill\.tail = 'keep'"):
-        outcome_tables(torch.zeros(1, 1), torch.zeros(1, 1), "keep")  # type: ignore[arg-type]
+    for entry, clip in ((LossTermConfig("skew_kl", alpha=0.0), 0.0), (LossTermConfig("k1"), 1.0)):
+        assert loss_spec(DistillConfig(losses=[entry], importance_clip=clip), 1.0).importance_clip == clip
 
 
 def test_spec_from_the_settings() -> None:
@@ -96,12 +47,6 @@ def test_a_wrong_entry_names_its_index(entry: LossTermConfig, message: str) -> N
     """Fails if the error of a list entry lacks its index, or a parameter without effect is accepted."""
     with pytest.raises(ConfigError, match=message):
         loss_spec(DistillConfig(losses=[LossTermConfig("sft", 1.0), entry]), 1.0)
-
-
-def test_a_wrong_shared_parameter_names_its_own_key() -> None:
-    """Fails if the error names an entry for a value that comes from distill.beta."""
-    with pytest.raises(ConfigError, match=r"distill\.beta = 0\.0"):
-        loss_spec(DistillConfig(losses=[LossTermConfig("jsd", 1.0)], beta=0.0), 1.0)
 
 
 @pytest.mark.parametrize(
