@@ -27,11 +27,12 @@ def value_errors(config: Config) -> list[ConfigError]:
 
 def check_value(name: str, value: object) -> None:
     """Raise ConfigError if a value of one key is outside its declared limits."""
-    if error := _value_error(name, value):
+    if error := value_error(name, value):
         raise error
 
 
-def _value_error(name: str, value: object) -> ConfigError | None:
+def value_error(name: str, value: object) -> ConfigError | None:
+    """Return the error of a value outside the declared limits of its key."""
     key = all_keys()[name].key
     if key.required and not value:
         return ConfigError(name, value, "is empty.", key.required)
@@ -46,7 +47,7 @@ def _value_error(name: str, value: object) -> ConfigError | None:
 
 def _errors(config: Config) -> Iterator[ConfigError]:
     for name in all_keys():
-        if error := _value_error(name, value_of(config, name)):
+        if error := value_error(name, value_of(config, name)):
             yield error
     if len(config.teacher.name) > MAX_NAME_LENGTH:
         fix = f"use one of the server's names, of at most {MAX_NAME_LENGTH} characters."

@@ -16,11 +16,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import get_args
+from typing import cast
 
+from gkd.config.check_values import value_error
 from gkd.config.function_path import is_path
 from gkd.config.schema import DistillConfig, LossTermConfig
-from gkd.config.schema_teacher import DIVERGENCE_NAMES, DIVERGENCES, LOSS_NAMES, POLICY_GRADIENT_NAMES, SFT, Tail
+from gkd.config.schema_teacher import DIVERGENCE_NAMES, DIVERGENCES, POLICY_GRADIENT_NAMES, SFT, Tail
 from gkd.errors import ConfigError
 from teacher_server.wire.protocol import Signal
 
@@ -30,34 +31,17 @@ _PARAMETERS = ("beta", "alpha")
 
 @dataclass(frozen=True, slots=True)
 class LossTerm:
-    """One term of the loss. Raises ConfigError if a value is out of range."""
+    """One term of the loss."""
 
     name: str = "forward_kl"
     weight: float = 1.0
     beta: float = 0.5  # jsd: the teacher's share of the mixture, in (0, 1)
     alpha: float = 0.1  # skew_kl, skew_reverse_kl: share of the first distribution in the second, in [0, 1)
 
-    def __post_init__(self) -> None:
-        if self.name not in LOSS_NAMES and not is_path(self.name):
-            fix = f"use one of {', '.join(LOSS_NAMES)}, or a function as package.module:function."
-            raise ConfigError("distill.loss", self.name, "is not a known loss.", fix)
-        if not (math.isfinite(self.weight) and self.weight > 0):
-            raise ConfigError(
-                "distill.losses",
-                self.weight,
-                f"the weight of {self.name} must be a positive number.",
-                "remove the term, or give it a positive weight.",
-            )
-        if not 0 < self.beta < 1:
-            fix = "use a number between them, or the limits themselves: forward_kl for 0, reverse_kl for 1."
-            raise ConfigError("distill.beta", self.beta, "must be inside (0, 1); the jsd is zero at both ends.", fix)
-        if not 0 <= self.alpha < 1:
-            raise ConfigError("distill.alpha", self.alpha, "must be in [0, 1).", "use e.g. 0.1; 0 is the plain KL.")
-
 
 @dataclass(frozen=True, slots=True)
 class LossSpec:
-    """Settings of the student's loss. Checked when created.
+    """Settings of the student's loss. `loss_spec` checks them.
 
     Args:
         terms: at least one, each name once.
@@ -71,9 +55,6 @@ class LossSpec:
         reward_weight: weight of the policy-gradient loss of the rewards; 0 = none.
         reward_clip: (low, high), its ratio is limited to 1 - low and 1 + high.
         token_weight, token_share: factors of the tokens in training, see `gkd.loss.token_weights`.
-
-    Raises:
-        ConfigError: naming the invalid key of `distill` or `teacher`.
     """
 
     terms: tuple[LossTerm, ...] = (LossTerm(),)
@@ -88,31 +69,6 @@ class LossSpec:
     reward_clip: tuple[float, float] = (0.2, 0.2)
     token_weight: str = "none"
     token_share: float = 1.0
-
-    def __post_init__(self) -> None:
-        names = [term.name for term in self.terms]
-        if not names or len(set(names)) != len(names):
-            problem = "names a loss twice." if names else "names no loss."
-            raise ConfigError("distill.losses", names, problem, "name each loss once.")
-        if self.tail not in get_args(Tail):
-            raise ConfigError(
-                "distill.tail", self.tail, "is not a tail policy.", f"use one of {', '.join(get_args(Tail))}."
-            )
-        if not (math.isfinite(self.temperature) and self.temperature > 0):
-            raise ConfigError(
-                "teacher.temperature", self.temperature, "must be a positive number.", "1.0 is the plain softmax."
-            )
-        if not (self.importance_clip == 0 or 1 <= self.importance_clip < math.inf):
-            fix = "use e.g. 2.0, or 0 for no limit."
-            raise ConfigError("distill.importance_clip", self.importance_clip, "must be 0 or at least 1.", fix)
-        if not (math.isfinite(self.reference_weight) and self.reference_weight >= 0):
-            problem, fix = "must be a number >= 0.", "use e.g. 0.1, or 0 for no reference."
-            raise ConfigError("distill.reference_kl_weight", self.reference_weight, problem, fix)
-
-        low, high = self.reward_clip
-        if not (0 < low < 1 and 0 < high < math.inf):
-            problem, fix = "must be two numbers > 0, the first below 1.", "use e.g. [0.2, 0.2]."
-            raise ConfigError("distill.reward_clip", list(self.reward_clip), problem, fix)
 
     @property
     def has_rewards(self) -> bool:
@@ -164,23 +120,31 @@ class LossSpec:
 
 
 def loss_spec(distill: DistillConfig, temperature: float) -> LossSpec:
-    """Return the terms of `distill.losses`, or `distill.loss` if that list is empty. Raises ConfigError."""
+    """Return the terms of `distill.losses`, or `distill.loss` if that list is empty.
+
+    Raises:
+        ConfigError: naming a value that the limits of its key do not exclude: entries of lists, and limits with a gap.
+    """
     terms = [_term(i, entry, distill) for i, entry in enumerate(distill.losses)]
-    if not terms:
-        terms = [LossTerm(distill.loss, beta=distill.beta, alpha=distill.alpha)]
-    tail: Tail = distill.tail  # type: ignore[assignment]  # LossSpec refuses anything else
-    if len(distill.reward_clip) != 2:
-        problem = "must be two numbers, for ratios below and above 1."
-        raise ConfigError("distill.reward_clip", distill.reward_clip, problem, "use e.g. [0.2, 0.2].")
+    names = [term.name for term in terms]
+    if len(set(names)) != len(names):
+        raise ConfigError("distill.losses", names, "names a loss twice.", "name each loss once.")
+    if 0 < distill.importance_clip < 1:
+        fix = "use e.g. 2.0, or 0 for no limit."
+        raise ConfigError("distill.importance_clip", distill.importance_clip, "must be 0 or at least 1.", fix)
+    clip = distill.reward_clip
+    if len(clip) != 2 or not (0 < clip[0] < 1 and 0 < clip[1] < math.inf):
+        problem, fix = "must be two numbers > 0, the first below 1.", "use e.g. [0.2, 0.2]."
+        raise ConfigError("distill.reward_clip", clip, problem, fix)
     return LossSpec(
-        tuple(terms),
-        tail,
+        tuple(terms or [LossTerm(distill.loss, beta=distill.beta, alpha=distill.alpha)]),
+        cast(Tail, distill.tail),
         temperature,
         distill.importance_clip,
         distill.reference_kl_weight,
         teacher_reward_scale=distill.teacher_reward_scale,
         reward_weight=distill.reward_weight,
-        reward_clip=(distill.reward_clip[0], distill.reward_clip[1]),
+        reward_clip=(clip[0], clip[1]),
         token_weight=distill.token_weight,
         token_share=distill.token_share,
     )
@@ -193,15 +157,16 @@ def _term(i: int, entry: LossTermConfig, distill: DistillConfig) -> LossTerm:
         if getattr(entry, key) is not None and key not in DIVERGENCES.get(entry.name, own):
             fix = f"{key} belongs to {', '.join(name for name in DIVERGENCES if key in DIVERGENCES[name])}; remove it."
             raise ConfigError(f"{where}.{key}", getattr(entry, key), f"{entry.name!r} has no {key}.", fix)
+    for name, key in (("name", "distill.loss"), *((name, f"distill.{name}") for name in _PARAMETERS)):
+        value = getattr(entry, name)
+        if value is not None and (error := value_error(key, value)):
+            raise ConfigError(f"{where}.{name}", value, error.problem, error.fix)
+    if not 0 < entry.weight < math.inf:
+        problem, fix = "must be a positive number.", "remove the entry, or give it a positive weight."
+        raise ConfigError(f"{where}.weight", entry.weight, problem, fix)
     beta = distill.beta if entry.beta is None else entry.beta
     alpha = distill.alpha if entry.alpha is None else entry.alpha
-    try:
-        return LossTerm(entry.name, entry.weight, beta, alpha)
-    except ConfigError as error:
-        name = {"distill.loss": "name", "distill.losses": "weight"}.get(error.key, error.key.rpartition(".")[2])
-        if name in _PARAMETERS and getattr(entry, name) is None:
-            raise  # the value comes from distill.beta or distill.alpha
-        raise ConfigError(f"{where}.{name}", error.value, error.problem, error.fix) from error
+    return LossTerm(entry.name, entry.weight, beta, alpha)
 
 
 def teacher_signals(spec: LossSpec, signal: Signal) -> tuple[Signal, ...]:

@@ -196,18 +196,21 @@ class DistillConfig:
     beta: float = key(
         0.5,
         "jsd: share of the teacher in the mixture. Near 0 it behaves like forward_kl, near 1 like reverse_kl.",
-        limits="> 0 and < 1",
+        gt=0,
+        lt=1,
     )
     alpha: float = key(
         0.1,
         "skew_kl, skew_reverse_kl: share of the first distribution mixed into the second; 0 = the plain KL.",
-        limits=">= 0 and < 1",
+        ge=0,
+        lt=1,
     )
     importance_clip: float = key(
         2.0,
         "k1, k2, k3, the reference's KL and tail residual: largest importance weight of a token (probability now / "
         "probability at rollout); 0 = no limit.",
-        limits="0, or >= 1",
+        ge=0,
+        limits="not between 0 and 1",
     )
     on_policy_share: float = key(
         1.0,

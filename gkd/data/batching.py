@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from gkd.data.collate import MicroBatches
-from gkd.data.score_checks import are_topk_valid, validate_scores
+from gkd.data.score_checks import Rows, validate_lists, validate_scores
 from gkd.errors import DataError
 from gkd.types import Rollout, TeacherScores, TeacherTopK, TokenRecord
 from teacher_server.wire.protocol import Signal
@@ -50,13 +50,16 @@ def check_batch(
     """
     if scores is not None and len(scores) != len(rollouts):
         raise DataError(f"{where}: {len(scores)} scores for {len(rollouts)} rollouts")
-    if scores is not None and "topk" in signals and are_topk_valid(scores, rollouts, n_vocab):
-        signals = [signal for signal in signals if signal != "topk"]
-    for i, rollout in enumerate(rollouts):
-        sample = f"{where}: prompt {rollout.prompt_id}, sample {rollout.sample_index}"
-        _check_rollout(rollout, n_vocab, sample)
-        if scores is not None:
-            validate_scores(scores[i], rollout, n_vocab, signals, sample, hidden_size, with_reference=with_reference)
+    names = [f"{where}: prompt {rollout.prompt_id}, sample {rollout.sample_index}" for rollout in rollouts]
+    for rollout, name in zip(rollouts, names, strict=True):
+        _check_rollout(rollout, n_vocab, name)
+    if scores is None:
+        return
+    if "topk" in signals:
+        validate_lists(scores, n_vocab, Rows(names, [len(rollout.response_ids) for rollout in rollouts]))
+    others = [signal for signal in signals if signal != "topk"]
+    for score, rollout, name in zip(scores, rollouts, names, strict=True):
+        validate_scores(score, rollout, n_vocab, others, name, hidden_size, with_reference=with_reference)
 
 
 def _check_rollout(rollout: Rollout, n_vocab: int, where: str) -> None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, TypeVar
+from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 
@@ -20,6 +21,35 @@ _SIGN = 0x8000  # sign bit of float16
 T = TypeVar("T")
 
 
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """The rows of a table of one or several sequences, one after the other.
+
+    Args:
+        names: name the sequences in errors, e.g. ``prompt 17, sample 2``.
+        n_rows: of each sequence.
+    """
+
+    names: Sequence[str]
+    n_rows: Sequence[int]
+
+    def refuse(self, bad: np.ndarray, problem: str) -> None:
+        """Raise TeacherError for the first bad row, with its position in its sequence.
+
+        Args:
+            bad: [R] or [R, any] bool.
+        """
+        if not bad.any():
+            return
+        found = np.flatnonzero(bad if bad.ndim == 1 else bad.any(1))
+        ends = np.cumsum(self.n_rows)
+        index = int(np.searchsorted(ends, found[0], side="right"))
+        start = int(ends[index]) - self.n_rows[index]
+        n_bad = int(np.searchsorted(found, ends[index]))
+        where = f"{self.names[index]}: response position {int(found[0]) - start}"
+        raise TeacherError(f"{where} ({n_bad} rows): {problem}")
+
+
 def check_top_ids(rollout: Rollout, n: int, where: str) -> None:
     """Raise TeacherError if an on-policy rollout lacks the `n` ids per response token of distill.support."""
     expected, ids = (len(rollout.response_ids), n), rollout.top_ids
@@ -28,8 +58,8 @@ def check_top_ids(rollout: Rollout, n: int, where: str) -> None:
         raise TeacherError(f"{where}: the student's most probable ids: {shape}, expected {list(expected)}")
 
 
-def validate_topk(scores: TeacherTopK, n_vocab: int, where: str, *, n_rows: int | None = None) -> None:
-    """Raise if the scores do not belong to a distribution over `n_vocab` tokens.
+def validate_topk(scores: TeacherTopK, n_vocab: int, rows: Rows) -> None:
+    """Raise if the scores do not belong to distributions over `n_vocab` tokens.
 
     The tolerance of a row's mass is 1e-3 plus the effect of rounding its logprobs to float16: a logprob l changes by up
     to |l| / 2^11, so the mass changes by up to sum(p |l|) / 2^11.
@@ -37,18 +67,26 @@ def validate_topk(scores: TeacherTopK, n_vocab: int, where: str, *, n_rows: int 
     Args:
         scores: [R, K] ids and logprobs, [R] tail_mass, with a mass target [R] counts.
         n_vocab: ids must be below it.
-        where: names the sequence in the error, e.g. ``prompt 17, sample 2``.
-        n_rows: expected R; None allows any.
 
     Raises:
-        TeacherError: wrong shape or dtype, NaN or infinity, an id out of range or repeated in a row, logprobs not
-            descending, a tail outside [0, 1], a mass above 1, mass + tail != 1, a count outside 1..K, or entries other
-            than -1 and -inf beyond a count.
+        TeacherError: naming a bad sequence: wrong shape or dtype, NaN or infinity, an id out of range or repeated in a
+            row, logprobs not descending, a tail outside [0, 1], a mass above 1, mass + tail != 1, a count outside 1..K,
+            or entries other than -1 and -inf beyond a count.
     """
+    _check_layout(scores, rows)
+    if scores.counts is None:
+        _check_entries(rows, scores.topk_ids, scores.topk_logprobs, n_vocab)
+    else:
+        _check_counted_entries(rows, scores, scores.counts, n_vocab)
+    _check_mass(rows, scores.topk_logprobs, scores.tail_mass)
+
+
+def _check_layout(scores: TeacherTopK, rows: Rows) -> None:
+    """Check shapes and dtypes."""
     ids, logprobs, tail, counts = scores.topk_ids, scores.topk_logprobs, scores.tail_mass, scores.counts
-    if ids.ndim != 2 or ids.shape != logprobs.shape or ids.size == 0 or (n_rows is not None and len(ids) != n_rows):
-        expected = "[R, K]" if n_rows is None else f"[{n_rows}, K]"
-        raise TeacherError(f"{where}: ids {ids.shape} and logprobs {logprobs.shape}, expected {expected} twice")
+    where, n_rows = rows.names[0], sum(rows.n_rows)
+    if ids.ndim != 2 or ids.shape != logprobs.shape or ids.size == 0 or len(ids) != n_rows:
+        raise TeacherError(f"{where}: ids {ids.shape} and logprobs {logprobs.shape}, expected [{n_rows}, K] twice")
     if tail.shape != ids.shape[:1] or (counts is not None and counts.shape != tail.shape):
         shape = "none" if counts is None else counts.shape
         raise TeacherError(f"{where}: tail {tail.shape} and counts {shape}, expected [{len(ids)}]")
@@ -56,54 +94,42 @@ def validate_topk(scores: TeacherTopK, n_vocab: int, where: str, *, n_rows: int 
         raise TeacherError(
             f"{where}: ids {ids.dtype}, logprobs {logprobs.dtype} and tail {tail.dtype}, expected integers and float32"
         )
-    if counts is None:
-        _check_entries(where, ids, logprobs, n_vocab)
-    else:
-        _check_counted_entries(where, scores, counts, n_vocab)
-    _check_mass(where, logprobs, tail)
+    if counts is not None and not np.issubdtype(counts.dtype, np.integer):
+        raise TeacherError(f"{where}: counts {counts.dtype}, expected integers")
 
 
-def are_topk_valid(scores: Sequence[TeacherScores], rollouts: Sequence[Rollout], n_vocab: int) -> bool:
-    """Return whether each sequence's top-k table passes `validate_topk`, from checks of many sequences at once.
+def validate_lists(scores: Sequence[TeacherScores], n_vocab: int, rows: Rows) -> None:
+    """Raise TeacherError as `validate_topk` if the top-k table of a sequence is missing or wrong.
 
-    False also if the tables cannot be joined, e.g. because one is missing. `validate_scores` then names the sequence.
+    Values are checked for many sequences at once, because a call costs as much as the rows of a short sequence.
     """
     joined: list[TeacherTopK] = []
-    n_rows = n_entries = 0
-    layout = None if not scores or scores[0].topk is None else _layout(scores[0].topk, len(rollouts[0].response_ids))
-    for score, rollout in zip(scores, rollouts, strict=True):
-        table, rows = score.topk, len(rollout.response_ids)
-        # Joining would hide a table with a row too many before one with a row too few, and convert a wrong dtype.
-        if table is None or _layout(table, rows) != layout:
-            return False
+    first = n_entries = 0
+    for i, score in enumerate(scores):
+        table = _required(score.topk, "topk", rows.names[i])
+        _check_layout(table, Rows(rows.names[i : i + 1], rows.n_rows[i : i + 1]))
+        if joined and (n_entries >= _JOINED_ENTRIES or _columns(table) != _columns(joined[0])):
+            validate_topk(_joined(joined), n_vocab, Rows(rows.names[first:i], rows.n_rows[first:i]))
+            joined, first, n_entries = [], i, 0
         joined.append(table)
-        n_rows, n_entries = n_rows + rows, n_entries + table.topk_ids.size
-        if n_entries >= _JOINED_ENTRIES or score is scores[-1]:
-            if not _is_topk_valid(joined, n_vocab, n_rows):
-                return False
-            joined, n_rows, n_entries = [], 0, 0
-    return True
+        n_entries += table.topk_ids.size
+    if joined:
+        validate_topk(_joined(joined), n_vocab, Rows(rows.names[first:], rows.n_rows[first:]))
 
 
-def _layout(table: TeacherTopK, n_rows: int) -> tuple[object, ...]:
-    """Return dtypes and row sizes of a table, and whether it has `n_rows` rows."""
-    arrays = (table.topk_ids, table.topk_logprobs, table.tail_mass, table.counts)
-    return tuple(a is not None and (a.dtype, a.shape[1:], a.shape[:1] == (n_rows,)) for a in arrays)
+def _columns(table: TeacherTopK) -> tuple[int, bool]:
+    """Return what tables must have in common to be joined."""
+    return table.topk_ids.shape[1], table.counts is None
 
 
-def _is_topk_valid(tables: Sequence[TeacherTopK], n_vocab: int, n_rows: int) -> bool:
+def _joined(tables: Sequence[TeacherTopK]) -> TeacherTopK:
     counts = [table.counts for table in tables if table.counts is not None]
-    try:
-        joined = TeacherTopK(
-            np.concatenate([table.topk_ids for table in tables]),
-            np.concatenate([table.topk_logprobs for table in tables]),
-            np.concatenate([table.tail_mass for table in tables]),
-            np.concatenate(counts) if counts else None,
-        )
-        validate_topk(joined, n_vocab, "joined sequences", n_rows=n_rows)
-    except TeacherError:
-        return False
-    return True
+    return TeacherTopK(
+        np.concatenate([table.topk_ids for table in tables]),
+        np.concatenate([table.topk_logprobs for table in tables]),
+        np.concatenate([table.tail_mass for table in tables]),
+        np.concatenate(counts) if counts else None,
+    )
 
 
 def validate_scores(
@@ -131,24 +157,25 @@ def validate_scores(
             is not finite.
     """
     n_rows = len(rollout.response_ids)
+    rows = Rows((where,), (n_rows,))
     for signal in signals:
         if signal == "topk":
-            validate_topk(_required(scores.topk, signal, where), n_vocab, where, n_rows=n_rows)
+            validate_topk(_required(scores.topk, signal, where), n_vocab, rows)
         elif signal == "sampled":
-            _check_logprobs(where, signal, _required(scores.sampled_logprobs, signal, where), n_rows)
+            check_logprobs(rows, _required(scores.sampled_logprobs, signal, where))
         elif signal == "logits":
             logits = _required(scores.logits, signal, where)
             _check_table(where, signal, logits, (n_rows, n_vocab), (np.float32, np.float16))
-            _check_logits(where, logits)
+            _check_logits(rows, logits)
         else:
             hidden = _required(scores.hidden, signal, where)
             _check_table(where, signal, hidden, (n_rows, hidden_size), (np.float32,))
             # Finite float32 values cannot overflow a float64 sum.
-            _refuse_rows(where, ~np.isfinite(hidden.sum(1, dtype=np.float64)), "a hidden state is NaN or infinite")
+            rows.refuse(~np.isfinite(hidden.sum(1, dtype=np.float64)), "a hidden state is NaN or infinite")
     if with_reference:
         if scores.reference_logprobs is None:
             raise TeacherError(f"{where}: reference_logprobs are missing, but the loss requires them")
-        _check_logprobs(f"{where}: the reference", "sampled", scores.reference_logprobs, n_rows)
+        check_logprobs(Rows((f"{where}: the reference",), (n_rows,)), scores.reference_logprobs)
 
 
 def _required(table: T | None, signal: Signal, where: str) -> T:
@@ -157,11 +184,11 @@ def _required(table: T | None, signal: Signal, where: str) -> T:
     return table
 
 
-def _check_logprobs(where: str, signal: Signal, logprobs: np.ndarray, n_rows: int) -> None:
-    """Check [R] float32 logprobs of the response tokens."""
-    _check_table(where, signal, logprobs, (n_rows,), (np.float32,))
-    _refuse_rows(where, ~np.isfinite(logprobs), "the response token's logprob is NaN or infinite")
-    _refuse_rows(where, logprobs > MASS_SLACK, "the response token's logprob is above 0")
+def check_logprobs(rows: Rows, logprobs: np.ndarray) -> None:
+    """Raise TeacherError if these are not [R] float32 logprobs of the response tokens."""
+    _check_table(rows.names[0], "sampled", logprobs, (sum(rows.n_rows),), (np.float32,))
+    rows.refuse(~np.isfinite(logprobs), "the response token's logprob is NaN or infinite")
+    rows.refuse(logprobs > MASS_SLACK, "the response token's logprob is above 0")
 
 
 def _check_table(
@@ -175,7 +202,7 @@ def _check_table(
         raise TeacherError(f"{where}: {signal} is {table.dtype} {list(table.shape)}, expected {kinds} [{expected}]")
 
 
-def _check_logits(where: str, logits: np.ndarray) -> None:
+def _check_logits(rows: Rows, logits: np.ndarray) -> None:
     """Check [R, V]. The maximum of a row reveals NaN, +inf, and a row of -inf."""
     if logits.dtype == np.float32:
         bad = ~np.isfinite(logits.max(1))
@@ -184,10 +211,10 @@ def _check_logits(where: str, logits: np.ndarray) -> None:
         # The signed maximum is the largest positive number, the unsigned one the negative number of largest magnitude.
         largest, negative = bits.view(np.int16).max(1), bits.max(1)
         bad = (largest >= _FP16_INF) | (negative > _SIGN + _FP16_INF) | (bits.min(1) == _SIGN + _FP16_INF)
-    _refuse_rows(where, bad, "a logit is NaN or +inf, or all of them are -inf")
+    rows.refuse(bad, "a logit is NaN or +inf, or all of them are -inf")
 
 
-def _check_mass(where: str, logprobs: np.ndarray, tail: np.ndarray) -> None:
+def _check_mass(rows: Rows, logprobs: np.ndarray, tail: np.ndarray) -> None:
     # A logprob far above 0 overflows to an infinite mass, which is refused as well.
     with np.errstate(over="ignore"):
         p = np.exp(logprobs)
@@ -197,41 +224,33 @@ def _check_mass(where: str, logprobs: np.ndarray, tail: np.ndarray) -> None:
     if doubtful.any():  # rare; the sum below costs more than all other checks
         some = p[doubtful]
         slack[doubtful] -= _FP16_ROUNDING * (some * np.maximum(logprobs[doubtful], _MIN_FP16)).sum(1)
-    _refuse_rows(where, ~(mass <= 1 + slack), f"probability mass is up to {mass.max():.6g}, above 1")
-    _refuse_rows(where, ~((tail >= 0) & (tail <= 1)), "the tail mass is outside [0, 1]")
-    worst = float(total[np.abs(total - 1).argmax()])
-    _refuse_rows(where, ~(np.abs(total - 1) <= slack), f"listed mass plus tail mass is {worst:.6g}, not 1")
+    heavy = ~(mass <= 1 + slack)
+    rows.refuse(heavy, f"probability mass is {mass[heavy.argmax()]:.6g}, above 1")
+    rows.refuse(~((tail >= 0) & (tail <= 1)), "the tail mass is outside [0, 1]")
+    uneven = ~(np.abs(total - 1) <= slack)
+    rows.refuse(uneven, f"listed mass plus tail mass is {total[uneven.argmax()]:.6g}, not 1")
 
 
-def _check_entries(where: str, ids: np.ndarray, logprobs: np.ndarray, n_vocab: int) -> None:
+def _check_entries(rows: Rows, ids: np.ndarray, logprobs: np.ndarray, n_vocab: int) -> None:
     """Check full rows: ids and logprobs [R, K]."""
-    _refuse_rows(where, ~np.isfinite(logprobs), "a logprob is NaN or infinite")
-    _refuse_rows(where, (ids < 0) | (ids >= n_vocab), f"a token id is outside [0, {n_vocab})")
+    rows.refuse(~np.isfinite(logprobs), "a logprob is NaN or infinite")
+    rows.refuse((ids < 0) | (ids >= n_vocab), f"a token id is outside [0, {n_vocab})")
     ordered = np.sort(ids, axis=1)
-    _refuse_rows(where, ordered[:, 1:] == ordered[:, :-1], "a token id is repeated")
-    _refuse_rows(where, logprobs[:, 1:] > logprobs[:, :-1], "logprobs are not descending")
+    rows.refuse(ordered[:, 1:] == ordered[:, :-1], "a token id is repeated")
+    rows.refuse(logprobs[:, 1:] > logprobs[:, :-1], "logprobs are not descending")
 
 
-def _check_counted_entries(where: str, scores: TeacherTopK, counts: np.ndarray, n_vocab: int) -> None:
+def _check_counted_entries(rows: Rows, scores: TeacherTopK, counts: np.ndarray, n_vocab: int) -> None:
     """Check rows of a mass target: the first `counts` entries are listed, the others are padding."""
     ids, logprobs = scores.topk_ids, scores.topk_logprobs
     k = ids.shape[1]
-    if not np.issubdtype(counts.dtype, np.integer):
-        raise TeacherError(f"{where}: counts {counts.dtype}, expected integers")
-    _refuse_rows(where, (counts < 1) | (counts > k), f"a count is outside 1 to {k}")
+    rows.refuse((counts < 1) | (counts > k), f"a count is outside 1 to {k}")
     listed = np.arange(k) < counts[:, None]  # [R, K]
     padding = (ids == -1) & (logprobs == -np.inf)
-    _refuse_rows(where, ~(listed | padding), "an entry beyond its row's count is not (-1, -inf)")
+    rows.refuse(~(listed | padding), "an entry beyond its row's count is not (-1, -inf)")
     # Replace the padding by unused ids and the last logprob, so that the checks of full rows apply.
     last = np.take_along_axis(logprobs, counts[:, None].astype(np.int64) - 1, axis=1)
     full_ids = np.where(listed, ids, n_vocab + np.arange(k))
-    _refuse_rows(where, listed & ~np.isfinite(logprobs), "a logprob is NaN or infinite")
-    _refuse_rows(where, listed & ((ids < 0) | (ids >= n_vocab)), f"a token id is outside [0, {n_vocab})")
-    _check_entries(where, full_ids, np.where(listed, logprobs, last), n_vocab + k)
-
-
-def _refuse_rows(where: str, bad: Any, problem: str) -> None:
-    """Raise TeacherError for the first bad row; `bad` is [R] or [R, any] bool."""
-    if bad.any():
-        bad = bad if bad.ndim == 1 else bad.any(1)
-        raise TeacherError(f"{where}: response position {int(bad.argmax())} ({int(bad.sum())} rows): {problem}")
+    rows.refuse(listed & ~np.isfinite(logprobs), "a logprob is NaN or infinite")
+    rows.refuse(listed & ((ids < 0) | (ids >= n_vocab)), f"a token id is outside [0, {n_vocab})")
+    _check_entries(rows, full_ids, np.where(listed, logprobs, last), n_vocab + k)

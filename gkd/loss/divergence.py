@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import TypeAlias, get_args
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -110,15 +110,13 @@ def outcome_tables(
         return log_q.log_softmax(dim=-1), log_p.log_softmax(dim=-1)
     if tail == "drop":
         return log_q, log_p
-    if tail in ("bucket", "residual"):
-        outside = tail_logprob(log_p) if tail_mass is None else _floored_log(tail_mass.to(log_q.dtype))
-        if log_q_tail is None:
-            log_q_tail = tail_logprob(log_q)
-        else:  # a list of the whole vocabulary leaves no tail
-            outside = outside.masked_fill(log_q_tail == -torch.inf, -torch.inf)
-        log_p = torch.cat([log_p, outside[:, None]], dim=-1)
-        return torch.cat([log_q, log_q_tail[:, None]], dim=-1), log_p.log_softmax(dim=-1)
-    raise ConfigError("distill.tail", tail, "is not a tail policy.", f"use one of {', '.join(get_args(Tail))}.")
+    outside = tail_logprob(log_p) if tail_mass is None else _floored_log(tail_mass.to(log_q.dtype))
+    if log_q_tail is None:
+        log_q_tail = tail_logprob(log_q)
+    else:  # a list of the whole vocabulary leaves no tail
+        outside = outside.masked_fill(log_q_tail == -torch.inf, -torch.inf)
+    log_p = torch.cat([log_p, outside[:, None]], dim=-1)
+    return torch.cat([log_q, log_q_tail[:, None]], dim=-1), log_p.log_softmax(dim=-1)
 
 
 def tail_logprob(topk_logprobs: Tensor) -> Tensor:

@@ -32,7 +32,6 @@ PLACEHOLDERS: dict[str, tuple[str, ...] | str] = {
     "engine_phase": tuple(phase.metric for phase in (Phase.GENERATE, Phase.RECEIVE, Phase.OFFLOAD)),
     "check": HEALTH_CHECKS,
     "age": NUMBER,
-    "rank": NUMBER,
     "k": NUMBER,
     "function": FUNCTION,
     "route": NAME,

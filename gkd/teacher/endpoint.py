@@ -106,7 +106,7 @@ class ScoringEndpoint(RecordingEndpoint):
         return ColumnList(scores), summary_of(scores, ScoreTimes(submitted_s, np.array(completed_s))).encode()
 
     def health(self) -> TeacherHealth | None:
-        """Return what all teachers of this endpoint have said, or None if it has not connected yet."""
+        """Return the state of the teachers of this endpoint, or None if it has not connected yet."""
         healths = [
             replace(teacher.health(), route=route.name)
             for route, teacher in zip(self._routes, self._teachers, strict=False)  # connecting

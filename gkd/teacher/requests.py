@@ -17,7 +17,7 @@ from typing import Generic, TypeVar
 import msgspec
 import numpy as np
 
-from gkd.data.score_checks import MASS_SLACK, validate_topk
+from gkd.data.score_checks import MASS_SLACK, Rows, check_logprobs, validate_topk
 from gkd.errors import TeacherError
 from gkd.teacher.info import TeacherInfo
 from gkd.types import Rollout, TeacherScores, TeacherTopK
@@ -269,15 +269,10 @@ class ScoresRequest(PendingRequest[list[TeacherScores]]):
             joined = TeacherScores(table, unpacked.sampled)
         else:
             joined = TeacherScores(sampled_logprobs=unpack_sampled(checked, frames))
-        n_rows, worker = self._sent.n_response, f"from worker {checked.worker!r}"
-        try:
-            self._validate(joined, self._given, n_rows, f"{self.name}, {worker}")
-        except TeacherError:
-            for name, rows in zip(self.names, self._rows(), strict=True):  # which sequence is it?
-                given = None if self._given is None else self._given[rows]
-                self._validate(_part(joined, rows), given, rows.stop - rows.start, f"{name}, {worker}")
-            raise
-        return [joined] if len(self.names) == 1 else [_part(joined, rows) for rows in self._rows()]
+        parts = list(self._rows())
+        names = [f"{name}, from worker {checked.worker!r}" for name in self.names]
+        self._validate(joined, Rows(names, [part.stop - part.start for part in parts]), parts)
+        return [joined] if len(parts) == 1 else [_part(joined, part) for part in parts]
 
     def _check(self, reply: Reply) -> ScoreReply:
         sent = self._sent
@@ -296,29 +291,22 @@ class ScoresRequest(PendingRequest[list[TeacherScores]]):
         for n_prompt, n_total in self._sent.sequences:
             yield slice(start, start := start + n_total - n_prompt)
 
-    def _validate(self, scores: TeacherScores, given: np.ndarray | None, n_rows: int, where: str) -> None:
-        """Check the scores of one or of all sequences. Raises TeacherError."""
-        table = scores.topk
+    def _validate(self, scores: TeacherScores, rows: Rows, parts: Sequence[slice]) -> None:
+        """Check the scores of all sequences. Raises TeacherError, which names one."""
+        table, given, sent = scores.topk, self._given, self._sent
         if table is not None:
-            validate_topk(table, self._n_vocab, where, n_rows=n_rows)
+            validate_topk(table, self._n_vocab, rows)
             if table.counts is not None:
-                self._check_mass(table, table.counts, where)
-            if given is not None and (problem := listed_problem(given, table.topk_ids)):
-                raise TeacherError(f"{where}: {problem}")
-        sampled = scores.sampled_logprobs
-        if sampled is not None and sampled.max() > MASS_SLACK:
-            raise TeacherError(f"{where}: a logprob is {sampled.max():.6g}, above 0")
-
-    def _check_mass(self, table: TeacherTopK, counts: np.ndarray, where: str) -> None:
-        """Raise TeacherError if a row lists fewer than k entries without reaching the mass target."""
-        sent = self._sent
-        short = (counts < sent.k) & (1 - table.tail_mass < sent.mass - MASS_SLACK)
-        if short.any():
-            row = int(short.argmax())
-            raise TeacherError(
-                f"{where}: response position {row}: {counts[row]} of {sent.k} entries have a mass of "
-                f"{1 - table.tail_mass[row]:.6g}, below the target of {sent.mass:g}"
-            )
+                short = (table.counts < sent.k) & (1 - table.tail_mass < sent.mass - MASS_SLACK)
+                row = int(short.argmax())
+                mass = f"{table.counts[row]} of {sent.k} entries have a mass of {1 - table.tail_mass[row]:.6g}"
+                rows.refuse(short, f"{mass}, below the target of {sent.mass:g}")
+            if given is not None and listed_problem(given, table.topk_ids):
+                for name, part in zip(rows.names, parts, strict=True):  # which sequence is it?
+                    if problem := listed_problem(given[part], table.topk_ids[part]):
+                        raise TeacherError(f"{name}: {problem}")
+        if scores.sampled_logprobs is not None:
+            check_logprobs(rows, scores.sampled_logprobs)
 
 
 def _part(scores: TeacherScores, rows: slice) -> TeacherScores:

@@ -24,7 +24,6 @@ from gkd.teacher.window import Window
 from gkd.types import SIGNAL_FIELDS, Rollout, TeacherScores
 from teacher_server.wire.protocol import Cancel, ScoreRequest, Signal
 from tests.processes import wait_until
-from tests.refusals import refuses
 from tests.service.harness import ServerProcess, random_rollouts
 from tests.service.scripted import N_VOCAB as SCRIPTED_VOCAB
 from tests.service.scripted import Message, ScriptedServer, error, valid_reply
@@ -307,12 +306,6 @@ def test_the_first_error_ends_a_chunk_of_logits() -> None:
             opened.score(random_rollouts(3, SCRIPTED_VOCAB))
         others = {request.request_id for request in server.of(ScoreRequest)[1:]}
         wait_until(lambda: {cancel.request_id for cancel in server.of(Cancel)} >= others, 5.0, "the cancellations")
-
-
-def test_an_unknown_loss_is_refused_by_the_constructor() -> None:
-    """Fails if a wrong setting is only detected after the first rollouts."""
-    with refuses("distill.loss"), endpoint(1, "distill.loss=kl"):
-        pass
 
 
 @pytest.mark.parametrize("signal", ["topk", "sampled", "hidden", "logits"])

@@ -9,9 +9,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gkd.data.score_checks import validate_scores, validate_topk
+from gkd.data.score_checks import Rows, validate_scores, validate_topk
 from gkd.errors import TeacherError
 from gkd.types import Rollout, TeacherScores, TeacherTopK, VersionSpan
+
+
+def check(scores: TeacherTopK, n_vocab: int = 10, where: str = "x", n_rows: int | None = None) -> None:
+    validate_topk(scores, n_vocab, Rows((where,), (len(scores.topk_ids) if n_rows is None else n_rows,)))
 
 
 def good() -> TeacherTopK:
@@ -30,10 +34,10 @@ def counted() -> TeacherTopK:
 
 def test_good_scores_pass() -> None:
     """Fails if ties, a mass of 1 within float16 rounding, or a row shortened by a mass target is refused."""
-    validate_topk(good(), 10, "x", n_rows=2)
-    validate_topk(counted(), 10, "x", n_rows=2)
+    check(good())
+    check(counted())
     rounded = np.log([[0.5, 0.5]]).astype(np.float16).astype(np.float32)
-    validate_topk(TeacherTopK(np.array([[0, 1]], np.int32), rounded, np.zeros(1, np.float32)), 2, "x")
+    check(TeacherTopK(np.array([[0, 1]], np.int32), rounded, np.zeros(1, np.float32)), 2)
 
 
 @settings(max_examples=60, deadline=None)
@@ -44,7 +48,7 @@ def test_valid_scores_rounded_to_float16_pass(k: int, spread: float, seed: int) 
     logprobs = -np.sort(-(logits - np.logaddexp.reduce(logits)))
     tail = np.array([np.exp(logprobs[k:]).sum()], np.float32)
     wire = logprobs[None, :k].astype(np.float16).astype(np.float32)
-    validate_topk(TeacherTopK(np.arange(k, dtype=np.int32)[None], wire, tail), k + 7, "x")
+    check(TeacherTopK(np.arange(k, dtype=np.int32)[None], wire, tail), k + 7)
 
 
 @pytest.mark.parametrize(
@@ -77,7 +81,7 @@ def test_bad_values(
     if tail is not None:
         scores.tail_mass[1] = tail
     with pytest.raises(TeacherError, match=f"prompt 3, sample 1: .* 1 .*{expected}"):
-        validate_topk(scores, 10, "prompt 3, sample 1")
+        check(scores, where="prompt 3, sample 1")
 
 
 @pytest.mark.parametrize(
@@ -109,7 +113,7 @@ def test_bad_counts(
         scores.topk_logprobs[at] = value
     bad = TeacherTopK(scores.topk_ids, scores.topk_logprobs, scores.tail_mass, np.array(counts, np.int32))
     with pytest.raises(TeacherError, match=f"x: .* 0 .*{expected}"):
-        validate_topk(bad, 10, "x")
+        check(bad)
 
 
 def test_bad_shapes() -> None:
@@ -123,13 +127,13 @@ def test_bad_shapes() -> None:
         TeacherTopK(ids, logprobs, tail, np.ones(3, np.int32)),
     ):
         with pytest.raises(TeacherError):
-            validate_topk(scores, 10, "x")
+            check(scores)
     with pytest.raises(TeacherError):
-        validate_topk(good(), 10, "x", n_rows=3)
+        check(good(), n_rows=3)
     with pytest.raises(TeacherError):
-        validate_topk(TeacherTopK(ids, logprobs.astype(np.float64), tail), 10, "x")
+        check(TeacherTopK(ids, logprobs.astype(np.float64), tail))
     with pytest.raises(TeacherError):
-        validate_topk(TeacherTopK(ids, logprobs, tail, np.full(2, 3.0)), 10, "x")
+        check(TeacherTopK(ids, logprobs, tail, np.full(2, 3.0)))
 
 
 def rollout() -> Rollout:

@@ -22,9 +22,7 @@ from tests.unit.loss_cases import (
     SHARD,
     V_PADDED,
     Batch,
-    D,
     H,
-    N,
     V,
     distill_loss,
     one_thread,  # noqa: F401
@@ -242,8 +240,7 @@ def test_targets_are_checked_before_they_are_used() -> None:
     for signal, change, text in (
         ("topk", {"topk_ids": None}, "'topk'"),
         ("hidden", {"hidden": None}, "'hidden'"),
-        ("hidden", {"hidden": batch.teacher_hidden[:, :-1]}, f"{D - 1}, .* {D}"),
-        ("logits", {"logits": torch.zeros(N, V - 1)}, f" {V - 1} .* {V}"),
+        ("logits", {"logits": None}, "'logits'"),
     ):
         targets = batch.targets(signal, 1.0)
         loss = batch.loss(LossSpec((LossTerm("forward_kl"),)), signal)

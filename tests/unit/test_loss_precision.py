@@ -12,7 +12,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from gkd.config.loss_spec import DIVERGENCE_NAMES, LOSS_NAMES, LossSpec, LossTerm, Tail
+from gkd.config.loss_spec import DIVERGENCE_NAMES, LossSpec, LossTerm, Tail
+from gkd.config.schema_teacher import LOSS_NAMES
 from gkd.loss.distill_loss import DistillLoss
 from gkd.loss.divergence import DIVERGENCES
 from gkd.loss.row_kernels import TorchRows

@@ -3,66 +3,17 @@
 from __future__ import annotations
 
 import pytest
-import torch
 
 from gkd.config.loss_spec import LossSpec, LossTerm, loss_spec, teacher_signals
 from gkd.config.schema import DistillConfig, LossTermConfig
-from gkd.loss.divergence import outcome_tables
 from teacher_server.wire.protocol import Signal
 from tests.refusals import refuses
 
 
-@pytest.mark.parametrize(
-    ("term", "key"),
-    [
-        ({"name": "kl"}, "distill.loss"),
-        ({"name": "jsd", "beta": 0.0}, "distill.beta"),
-        ({"name": "jsd", "beta": 1.0}, "distill.beta"),
-        ({"name": "jsd", "beta": float("nan")}, "distill.beta"),
-        ({"name": "skew_kl", "alpha": 1.0}, "distill.alpha"),
-        ({"name": "skew_kl", "alpha": -0.1}, "distill.alpha"),
-        ({"weight": 0.0}, "distill.losses"),
-        ({"weight": -1.0}, "distill.losses"),
-        ({"weight": float("inf")}, "distill.losses"),
-        ({"weight": float("nan")}, "distill.losses"),
-    ],
-)
-def test_a_wrong_term_names_its_key(term: dict[str, object], key: str) -> None:
-    """Fails if an invalid value is accepted, or its error does not name the key."""
-    with refuses(key):
-        LossTerm(**term)  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize(
-    ("spec", "key"),
-    [
-        ({"terms": ()}, "distill.losses"),
-        ({"terms": (LossTerm("k1"), LossTerm("k1", 2.0))}, "distill.losses"),
-        ({"tail": "keep"}, "distill.tail"),
-        ({"temperature": 0.0}, "teacher.temperature"),
-        ({"temperature": float("nan")}, "teacher.temperature"),
-        ({"importance_clip": 0.5}, "distill.importance_clip"),
-        ({"importance_clip": -2.0}, "distill.importance_clip"),
-        ({"importance_clip": float("nan")}, "distill.importance_clip"),
-        ({"importance_clip": float("inf")}, "distill.importance_clip"),
-    ],
-)
-def test_a_wrong_spec_names_its_key(spec: dict[str, object], key: str) -> None:
-    """Fails if an invalid value is accepted, or its error does not name the key."""
-    with refuses(key):
-        LossSpec(**spec)  # type: ignore[arg-type]
-
-
 def test_limits_that_have_a_meaning() -> None:
     """Fails if alpha 0 (the plain KL), clip 0 (none) or clip 1 is refused."""
-    LossSpec((LossTerm("skew_kl", alpha=0.0),), importance_clip=0)
-    LossSpec((LossTerm("k1"),), importance_clip=1.0)
-
-
-def test_an_unknown_tail_is_refused_by_the_arithmetic() -> None:
-    """Fails if an unknown tail policy is treated like a known one."""
-    with refuses("distill.tail", "keep"):
-        outcome_tables(torch.zeros(1, 1), torch.zeros(1, 1), "keep")  # type: ignore[arg-type]
+    for entry, clip in ((LossTermConfig("skew_kl", alpha=0.0), 0.0), (LossTermConfig("k1"), 1.0)):
+        assert loss_spec(DistillConfig(losses=[entry], importance_clip=clip), 1.0).importance_clip == clip
 
 
 def test_spec_from_the_settings() -> None:
@@ -96,12 +47,6 @@ def test_a_wrong_entry_names_its_index(entry: LossTermConfig, key: str) -> None:
     """Fails if the error of a list entry lacks its index, or a parameter without effect is accepted."""
     with refuses(key):
         loss_spec(DistillConfig(losses=[LossTermConfig("sft", 1.0), entry]), 1.0)
-
-
-def test_a_wrong_shared_parameter_names_its_own_key() -> None:
-    """Fails if the error names an entry for a value that comes from distill.beta."""
-    with refuses("distill.beta", 0.0):
-        loss_spec(DistillConfig(losses=[LossTermConfig("jsd", 1.0)], beta=0.0), 1.0)
 
 
 @pytest.mark.parametrize(

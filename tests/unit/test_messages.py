@@ -14,7 +14,7 @@ import numpy as np
 from gkd.config.check import check_config
 from gkd.config.load import load_config
 from gkd.console.step_line import step_line
-from gkd.data.score_checks import validate_topk
+from gkd.data.score_checks import Rows, validate_topk
 from gkd.errors import GkdError
 from gkd.metrics.pools import shares
 from gkd.pipeline.staleness import check_staleness
@@ -62,7 +62,9 @@ def messages(folder: Path) -> Iterator[str]:
     yield message(lambda: read_state(state))
     yield message(lambda: CheckpointStore(folder).commit(3, {}, {}))
     ids, logprobs = np.array([[1, 1]]), np.log(np.array([[0.5, 0.25]], np.float32))
-    yield message(lambda: validate_topk(TeacherTopK(ids, logprobs, np.array([0.25], np.float32)), 10, "prompt 3"))
+    yield message(
+        lambda: validate_topk(TeacherTopK(ids, logprobs, np.array([0.25], np.float32)), 10, Rows(["prompt 3"], [1]))
+    )
     chunk = answers(PROMPTS[0], [0], 8, 0, 1)
     scored = type("Scored", (), {"rollouts": chunk})
     yield message(lambda: check_staleness([scored], 4, 1, "one_step_off"))  # type: ignore[list-item]

