@@ -18,6 +18,7 @@ import numpy as np
 
 from gkd.teacher.client import ZmqTeacher
 from gkd.types import Rollout, TeacherScores, TeacherTopK, VersionSpan
+from tests.device import patience
 
 START_TIMEOUT_S = 90.0  # importing torch and transformers on a busy machine; 5 s on an idle one
 
@@ -168,7 +169,7 @@ class ServerProcess:
         """End the process if it fails to start."""
         try:
             exited = self.process.poll
-            wait_until(lambda: self._ready_file.exists() or exited() is not None, START_TIMEOUT_S, "server start")
+            wait_until(lambda: self._ready_file.exists() or exited() is not None, START_TIMEOUT_S * patience(), "server start")
             assert self.process.poll() is None, f"the server exited:\n{self.log_text()}"
         except BaseException:
             self.kill()
