@@ -168,8 +168,8 @@ class ServerProcess:
     def wait_until_ready(self) -> ServerProcess:
         """End the process if it fails to start."""
         try:
-            exited = self.process.poll
-            wait_until(lambda: self._ready_file.exists() or exited() is not None, START_TIMEOUT_S * patience(), "server start")
+            exited, limit_s = self.process.poll, START_TIMEOUT_S * patience()
+            wait_until(lambda: self._ready_file.exists() or exited() is not None, limit_s, "server start")
             assert self.process.poll() is None, f"the server exited:\n{self.log_text()}"
         except BaseException:
             self.kill()
