@@ -8,7 +8,7 @@ and tests and runs on CUDA, in two folders and at the same commit:
 
     record lines/cpu -- .venv/bin/python -m pytest -q -n 2 -m "not slow and not bench and not gpu"
     record --cuda lines/cuda -- .venv/bin/python -m tests.gpu.matrix --dry
-    record --cuda lines/cuda -- bash tests/dry_card/run.sh --cards 2 tests/dist tests/service tests/gpu
+    record --cuda lines/cuda -- bash tests/dry_card/run.sh --cards 4 tests/dist tests/service tests/gpu
 
 Both environments, .venv and .venv-gpu, need the package coverage (pip install coverage). `record --cuda` records the
 processes of .venv-gpu alone, so that the lines of a run's comparison on the CPU do not count. A line counts as CUDA's

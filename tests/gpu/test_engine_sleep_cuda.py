@@ -64,9 +64,8 @@ def _probe(student: Path, eager: bool) -> dict[str, Any]:
     prompts = [Prompt(i, rng.integers(2, VOCAB, 20 + i).astype(np.int32)) for i in range(4)]
 
     def responses() -> list[tuple[bytes, bytes]]:
-        rollouts = sorted(
-            engine.generate(prompts, Sampling(1, 0.0, 1.0, N_TOKENS, seed=0)), key=lambda r: r.sample_index
-        )
+        sampling = Sampling(1, 0.0, 1.0, N_TOKENS, seed=0)
+        rollouts = sorted(engine.generate(prompts, sampling), key=lambda r: r.sample_index)
         return [(r.response_ids.tobytes(), r.rollout_logprobs.tobytes()) for r in rollouts]
 
     def memory() -> dict[str, int]:

@@ -17,6 +17,7 @@ import numpy as np
 
 from gkd.teacher.client import ZmqTeacher
 from gkd.types import Rollout, TeacherScores, TeacherTopK, VersionSpan
+from tests.device import patience
 from tests.processes import wait_until
 
 START_TIMEOUT_S = 90.0  # importing torch and transformers on a busy machine; 5 s on an idle one
@@ -169,8 +170,8 @@ class ServerProcess:
     def wait_until_ready(self) -> ServerProcess:
         """End the process if it fails to start."""
         try:
-            exited = self.process.poll
-            wait_until(lambda: self._ready_file.exists() or exited() is not None, START_TIMEOUT_S, "server start")
+            exited, limit_s = self.process.poll, START_TIMEOUT_S * patience()
+            wait_until(lambda: self._ready_file.exists() or exited() is not None, limit_s, "server start")
             assert self.process.poll() is None, f"the server exited:\n{self.log_text()}"
         except BaseException:
             self.kill()
