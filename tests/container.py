@@ -1,4 +1,4 @@
-"""What a container does to a process: a user id without an entry in /etc/passwd, few rights, other mounts."""
+"""Run a process as a container does: a user id without an entry in /etc/passwd, few rights, other mounts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a rank computes a batch from, and how the driver passes it in a Ray call. No torch."""
+"""Pass the inputs of a batch to a rank, as arguments of a Ray call. No torch."""
 
 from __future__ import annotations
 

@@ -234,7 +234,7 @@ def _options(meta: Mapping[str, Any] | None, *further: str) -> dict[str, Any]:
     """Return the `meta` of a call as keyword arguments of the ranks' method.
 
     Args:
-        further: keys that the call supports beside `is_offload_states`.
+        further: keys that the call supports in addition to `is_offload_states`.
 
     Raises:
         ValueError: the call does not support a key.

@@ -41,7 +41,7 @@ def value_error(name: str, value: object) -> ConfigError | None:
     if key.choices:
         return ConfigError(name, value, "is not one of the choices.", f"use one of: {key.allowed()}.")
     allowed = key.allowed()
-    fix = f"use a number from {allowed}." if " to " in allowed else f"use a number {allowed}."
+    fix = f"use a number from {allowed}." if " to " in allowed else f"use a finite number {allowed}".rstrip() + "."
     return ConfigError(name, value, "is out of range.", fix)
 
 

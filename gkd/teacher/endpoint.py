@@ -52,7 +52,7 @@ class ScoringEndpoint(RecordingEndpoint):
         derived = derive(config)
         self._signals, self._routes, self._n_student_ids = derived.signals, derived.routes, derived.n_student_ids
         self._lock = threading.Lock()
-        self._teachers: list[Teacher] = []  # by route
+        self._teachers: list[Teacher] = []  # one per route
         self._outage: TeacherUnavailable | None = None
         self._computations = Computations()
 

@@ -8,6 +8,7 @@ Shared by the teacher server and the trainer, so it imports the standard library
 from __future__ import annotations
 
 import dataclasses
+import math
 import re
 from dataclasses import dataclass, field
 from typing import Any
@@ -38,11 +39,12 @@ class Setting:
     paths: bool = False
 
     def is_valid(self, value: object) -> bool:
-        """Return whether the value is one of the choices and inside the bounds. Not a number: only choices count."""
+        """Return whether the value is one of the choices; a number has to be finite and inside the bounds."""
         if self.choices and value not in self.choices:
             return self.paths and is_path(str(value))
         return not isinstance(value, int | float) or (
-            (self.gt is None or value > self.gt)
+            math.isfinite(value)
+            and (self.gt is None or value > self.gt)
             and (self.ge is None or value >= self.ge)
             and (self.lt is None or value < self.lt)
             and (self.le is None or value <= self.le)

@@ -21,6 +21,7 @@ from teacher_server.wire.protocol import MAX_FRAME_BYTES, ScoreReply, checksum, 
 from teacher_server.worker.compute import Worker
 from teacher_server.worker.link import WorkerLink
 from teacher_server.worker.model_folder import inspect_model_folder
+from tests.service.harness import TRIVIAL
 from tests.service.messages import make_hello
 
 _N_VALID = 2  # valid replies before the fault
@@ -125,7 +126,7 @@ def main() -> int:
     engine = load_engine(
         EngineSettings(
             model=folder.path,
-            engine="trivial",
+            engine=TRIVIAL[1],
             device="cpu",
             dtype="float32",
             tensor_parallel_size=1,

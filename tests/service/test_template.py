@@ -18,7 +18,7 @@ from gkd.preflight.run import preflight
 from gkd.teacher.info import TeacherInfo
 from teacher_server.wire.protocol import MAX_TEXT, InfoRequest, ProtocolError, replies
 from tests.e2e.conftest import save_model
-from tests.service.harness import ServerProcess, trivial_model
+from tests.service.harness import TRIVIAL, ServerProcess, trivial_model
 from tests.service.scripted import ScriptedServer, always_valid, client, info_reply
 from tests.unit.chat_templates import FAMILIES, tokenizer
 
@@ -37,7 +37,7 @@ def test_the_start_shows_both_texts(tmp_path: Path, caplog: pytest.LogCaptureFix
     prompts.write_text(json.dumps({"prompt": "1+2="}) + "\n")
     settings = [f"model.path={student}", f"data.train_files=[{prompts}]", "trainer.total_steps=1", "trainer.device=cpu"]
     settings += ["data.max_prompt_length=50", "data.max_response_length=8"]
-    with ServerProcess(teacher, tmp_path, options=("--engine", "trivial")) as server:
+    with ServerProcess(teacher, tmp_path, options=TRIVIAL) as server:
         teacher.rename(tmp_path / "elsewhere")
         for template, n_warnings in ((FAMILIES["chatml"], 1), (FAMILIES["angle"] + "{# revised #}", 0)):
             tokenizer(template).save_pretrained(student)

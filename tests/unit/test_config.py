@@ -451,11 +451,11 @@ def test_every_bound_refuses_the_next_number() -> None:
 
 
 def test_bounds_accept_what_they_include() -> None:
-    """Fails if a closed bound excludes its own value, or NaN passes."""
+    """Fails if a closed bound excludes its own value, or NaN or infinity passes."""
     setting = Setting(help="", ge=1, le=2)
     assert all(map(setting.is_valid, (1, 2, 1.5))) and not any(map(setting.is_valid, (0, 3, float("nan"))))
     assert not Setting(help="", gt=1).is_valid(1) and not Setting(help="", lt=1).is_valid(1)
-    assert Setting(help="").is_valid(float("nan")) and setting.allowed() == "1 to 2"
+    assert not Setting(help="").is_valid(float("inf")) and setting.allowed() == "1 to 2"
 
 
 def test_every_key_is_documented() -> None:

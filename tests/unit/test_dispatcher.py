@@ -74,6 +74,12 @@ class Engine:
     def abort(self, owner: Hashable) -> None:
         self.running = [item for item in self.running if item[0] != owner]
 
+    def memory_bytes(self) -> dict[str, int]:
+        return {"weights": 0, "kv_cache": 0}
+
+    def process_memory(self) -> dict[str, int]:
+        return {}
+
     def synchronize(self) -> None:
         """Do nothing: there is no device."""
 

@@ -124,6 +124,12 @@ class Engine:
         self.pop_finished(owner)
         self.running = [item for item in self.running if item[0] is not owner]
 
+    def memory_bytes(self) -> dict[str, int]:
+        return {"weights": 0, "kv_cache": 0}
+
+    def process_memory(self) -> dict[str, int]:
+        return {}
+
     def synchronize(self) -> None:
         self.syncing.set()
         assert self.sync_gate.wait(TIMEOUT_S)

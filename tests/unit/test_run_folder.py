@@ -11,7 +11,6 @@ import shutil
 from pathlib import Path
 
 import pytest
-from omegaconf import OmegaConf
 
 from gkd.config.load import config_yaml, load_config
 from gkd.config.schema import Config
@@ -120,18 +119,6 @@ def test_settings_that_a_resumed_run_may_change(tmp_path: Path, changes: tuple[s
     with pytest.raises(ConfigError) as caught:
         check_same_run(tmp_path / "config.yaml", config(tmp_path, *changes))
     assert caught.value.key == refused
-
-
-def test_a_run_from_before_the_key_weights_may_be_resumed(tmp_path: Path) -> None:
-    """Fails if a new default of a key makes every older run impossible to resume."""
-    file = tmp_path / "config.yaml"
-    file.write_text(config_yaml(config(tmp_path)))
-    recorded = OmegaConf.load(file)
-    for section in ("teacher", "reference"):
-        recorded[section].update({"update_interval": 0, "update_ema": 0.0})
-        del recorded[section]["weights"]
-    OmegaConf.save(recorded, file)
-    check_same_run(file, config(tmp_path))
 
 
 def test_the_end_of_a_run_may_change_with_a_constant_schedule_only(tmp_path: Path) -> None:
