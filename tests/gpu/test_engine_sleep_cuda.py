@@ -108,6 +108,8 @@ def _probe(student: Path, eager: bool) -> dict[str, Any]:
             result["refused"].append(str(error))
         engine.wake_up([part])
         result["responses"].append(responses())
+    # The engine's folder is removed before torch's objects: NCCL's monitor would wait for the store's file in it.
+    torch.distributed.destroy_process_group()
     return result
 
 
