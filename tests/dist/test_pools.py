@@ -226,11 +226,11 @@ def test_the_checker_lists_every_node_and_ranks_outside_of_gpus(address: str, cl
         assert expected in done.stderr
     table = json.loads(done.stdout)
     rows = [(row["pool"], row["rank"], row["local_rank"], row["ray_gpu_ids"]) for row in table["rows"]]
-    assert rows == [("rollout", 0, 0, ["0"]), ("actor", 0, 0, ["4"]), ("actor", 1, 0, ["0"])]
+    assert rows == [("actor", 0, 0, ["0"]), ("actor", 1, 0, ["4"]), ("rollout", 0, 0, ["0"])]
     assert len({row["node"] for row in table["rows"]}) == 3
     assert table["gpus"] == [0, 1, 2, 3]
     assert [verdict["kind"] for verdict in table["verdicts"]] == ["outside_gpus", "teacher_silent"]
-    assert table["verdicts"][0]["ranks"] == ["actor 0"]
+    assert table["verdicts"][0]["ranks"] == ["actor 1"]
     assert "CUDA_VISIBLE_DEVICES=0,1,2,3 ray start" in table["verdicts"][0]["fix"]
     until_free(12)
 

@@ -151,7 +151,6 @@ def test_a_mixture_trains_adapters_on_student_and_dataset_responses(
         "trainer.total_steps=2",
         "trainer.n_gpus_per_node=2",
         "weight_sync.verify=always",
-        "eval.metric=none",
     )
     assert done.returncode == 0, done.stderr[-4000:]
     assert "actor.offload_train" in done.stderr, "a setting without effect is named"
@@ -178,7 +177,6 @@ def test_a_mixture_trains_adapters_on_student_and_dataset_responses(
         assert m["loss/total"] < terms + REFERENCE * kl[step], (
             "k3 and sft cover a part of the tokens each, but are divided by all tokens"
         )
-    assert lines[2]["eval/kl"] < lines[0]["eval/kl"]
     kept = [json.loads(line) for line in (run_dir / "token_losses" / "step_00000002.jsonl").read_text().splitlines()]
     assert [record["sample_index"] for record in kept] == [0, 1, 2, 3, 4], "from both data-parallel groups, in order"
     for record in kept:
