@@ -68,18 +68,6 @@ def get_logger(name: str) -> logging.Logger:
 
 
 @contextmanager
-def terminal_lock() -> Iterator[None]:
-    """Hold back this process's log lines in the block, in which a library prints to the same terminal."""
-    get_logger("log")  # there is a handler from here on
-    handler = next(h for h in logging.getLogger("gkd").handlers if isinstance(h, logging.StreamHandler))
-    handler.acquire()
-    try:
-        yield
-    finally:
-        handler.release()
-
-
-@contextmanager
 def log_to(path: Path, header: str) -> Iterator[None]:
     """Append a header to a file, what this process has logged so far and logs in the block, and the error that ends it.
 

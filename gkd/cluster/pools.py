@@ -24,16 +24,15 @@ from typing import Any
 
 import psutil
 import ray
+from ray._private.ray_logging import global_worker_stdstream_dispatcher
 from ray._private.state import available_resources_per_node
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 
-from gkd.cluster.daemons import DaemonWatch
 from gkd.cluster.placement import Node, PoolSpec, Room, in_order, place, shortage
 from gkd.cluster.slots import Pool
 from gkd.cluster.temporary import make_ray_folder, remove_ray_folder
-from gkd.cluster.worker_lines import keep_worker_lines
 from gkd.errors import ClusterError
-from gkd.log import get_logger
+from gkd.log import get_logger, log_to_file_only
 
 log = get_logger("pools")
 
@@ -78,7 +77,6 @@ class Cluster:
     ) -> None:
         self.run = uuid.uuid4().hex
         self._is_own = not address
-        self._watch: DaemonWatch | None = None
         self._folder: Path | None = None  # folder of a Ray that was started here
         os.environ[_RUN] = self.run  # inherited by all processes that Ray starts here
         # Ray's colors make a log file hard to search; its line on token authentication needs no action.
@@ -95,7 +93,7 @@ class Cluster:
         local: dict[str, Any] = common | {"include_dashboard": False, "num_cpus": cpus}
         on_sigterm, on_sighup = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGHUP)
         signal.signal(signal.SIGHUP, signal.SIG_IGN)  # the daemons inherit it, and outlive a terminal
-        keep_worker_lines()
+        log_worker_lines()
         try:
             if self._is_own:
                 set_token_without_home()
@@ -135,8 +133,6 @@ class Cluster:
             del os.environ[_RUN]
             signal.signal(signal.SIGTERM, on_sigterm)  # ray.init replaces it
             signal.signal(signal.SIGHUP, on_sighup)
-        if self._is_own:
-            self._watch = DaemonWatch()
 
     def make_pools(self, specs: Sequence[PoolSpec], timeout_s: float) -> dict[str, Pool]:
         """Reserve all pools or none; return them by name. The first pool gets the lowest GPU ids.
@@ -177,8 +173,6 @@ class Cluster:
 
         The folder of the stopped Ray is removed. While an error is handled, its logs stay.
         """
-        if self._watch is not None:
-            self._watch.stop()
         ray.shutdown()
         if self._is_own:
             _kill_rest(self.run)
@@ -244,6 +238,23 @@ def _nodes() -> list[Node]:
         for node in ray.nodes()
         if node["Alive"]
     ]
+
+
+def log_worker_lines() -> None:
+    """Copy the lines of ranks and engines, which Ray forwards and prints on the terminal, to the log of the run."""
+    name = "gkd_log_file"
+    global_worker_stdstream_dispatcher.remove_handler(name)  # left by an earlier cluster of this process
+    global_worker_stdstream_dispatcher.add_handler(name, _log_batch)
+
+
+def _log_batch(batch: dict[str, Any]) -> None:
+    """Log the lines of one process that Ray has forwarded. Runs in a thread of Ray."""
+    if batch.get("pid") == "autoscaler":
+        return  # a table of the cluster every 5 s
+    who = batch.get("actor_name") or batch.get("task_name") or "process"
+    name = f"{who} pid={batch.get('pid')} ip={batch.get('ip')}"
+    for line in batch.get("lines") or ():
+        log_to_file_only(str(line), name)
 
 
 def _room(resources: Mapping[str, float]) -> Room:

@@ -6,14 +6,12 @@ import logging
 import resource
 import subprocess
 import sys
-import threading
 from pathlib import Path
-from typing import Any
 
 import pytest
 from ray._private.ray_logging import global_worker_stdstream_dispatcher
 
-from gkd.cluster.worker_lines import keep_worker_lines
+from gkd.cluster.pools import log_worker_lines
 from gkd.config.load import load_config
 from gkd.errors import CheckpointError, ClusterError
 from gkd.log import get_logger, log_to
@@ -49,8 +47,8 @@ def test_the_lines_of_ranks_are_in_the_log_only(tmp_path: Path, capfd: pytest.Ca
     """Fails if the log lacks what ranks and engines print, has the tables of Ray's autoscaler, 25 lines every 5 s, or a
     second cluster of the process doubles the lines.
     """
-    keep_worker_lines()
-    keep_worker_lines()
+    log_worker_lines()
+    log_worker_lines()
     batch = {
         "actor_name": "ActorWorker",
         "pid": 17,
@@ -65,31 +63,6 @@ def test_the_lines_of_ranks_are_in_the_log_only(tmp_path: Path, capfd: pytest.Ca
     assert [line.rsplit("] ")[-1] for line in lines] == ["CUDA error", "second"]
     assert all("ActorWorker" in line and "10.0.0.1" in line for line in lines)
     assert "CUDA error" not in capfd.readouterr().err
-
-
-def test_lines_of_ranks_and_of_the_driver_are_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fails if a log line of the driver begins between the text and the newline of a line that Ray prints."""
-    written: list[str] = []
-
-    def prints(batch: dict[str, Any]) -> None:
-        written.append(batch["lines"][0])
-        driver = threading.Thread(target=log.info, args=("of the driver",))
-        driver.start()
-        driver.join(0.2)
-        drivers.append(driver)
-        written.append("\n")
-
-    drivers: list[threading.Thread] = []
-    handler = next(h for h in log.parent.handlers if isinstance(h, logging.StreamHandler))  # type: ignore[union-attr]
-    monkeypatch.setattr(handler, "emit", lambda record: written.append(record.getMessage() + "\n"))
-    global_worker_stdstream_dispatcher.add_handler("ray_print_logs", prints)
-    try:
-        keep_worker_lines()
-        global_worker_stdstream_dispatcher.emit({"lines": ["of a rank"], "is_err": True})
-    finally:
-        global_worker_stdstream_dispatcher.remove_handler("ray_print_logs")
-    drivers[0].join(10)
-    assert "".join(written).splitlines() == ["of a rank", "of the driver"]
 
 
 def test_a_killed_run_keeps_its_log(tmp_path: Path) -> None:

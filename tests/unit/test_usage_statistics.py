@@ -39,14 +39,16 @@ def test_vllm_sends_no_usage_statistics(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_ray_sends_no_usage_statistics(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fails if the Ray that a run starts reports the cluster to Ray's server."""
+    """Fails if the Ray that a run starts reports the cluster to Ray's server, or has too few CPUs for the slots
+    of a GPU machine with few cores.
+    """
     import ray
     from ray._common.usage.usage_lib import usage_stats_enabled
 
     for name in ("RAY_USAGE_STATS_ENABLED", "RAY_ENABLE_AUTO_CONNECT"):
         monkeypatch.setenv(name, "1")
     assert usage_stats_enabled()
-    seen: list[bool] = []
-    monkeypatch.setattr(ray, "init", lambda *args, **settings: seen.append(usage_stats_enabled()))
-    Cluster("", n_slots=1, on_cpu=False).close()
-    assert seen == [False]
+    seen: list[tuple[bool, int]] = []
+    monkeypatch.setattr(ray, "init", lambda *_, **given: seen.append((usage_stats_enabled(), given["num_cpus"])))
+    Cluster("", n_slots=64, on_cpu=False).close()
+    assert [usage for usage, _ in seen] == [False] and seen[0][1] >= 64 * 1.1
