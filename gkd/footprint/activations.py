@@ -84,10 +84,11 @@ class Kernels:
 
     def _norm(self) -> int:
         """Return the bytes that an RMSNorm saves per input number, excluding its output."""
-        if (
-            self.backend == "fsdp2"
-        ):  # transformers': the input in float32, and the normalized input if the weight is trained
+        # Transformers', and torch's on the CPU: the input in float32, and the normalized one if the weight is trained.
+        if self.backend == "fsdp2":
             return _FLOAT32 + (0 if self.frozen else self.itemsize)
+        if self.on_cpu:
+            return _FLOAT32 + (0 if self.frozen else _FLOAT32)
         return self.itemsize  # the input
 
     def _in_one_call(self, dims: ModelDims) -> bool:
@@ -126,8 +127,15 @@ class Kernels:
         return kept
 
     def _query_key_norms(self, dims: ModelDims, q: float) -> float:
-        """Return the bytes of the norms' inputs. They are views of the projection, except queries of several groups."""
-        return self.itemsize * q if dims.n_kv_heads > self.tp else 0
+        """Return the bytes of what the norms save.
+
+        Inputs in their own dtype are views of the projection, except queries of several groups.
+        """
+        kv, copied = dims.kv_columns / self.tp, self.itemsize * q if dims.n_kv_heads > self.tp else 0
+        if not self.on_cpu:
+            return copied
+        normed = 0 if self.frozen else _FLOAT32 * (q + kv)
+        return normed + (copied if self.itemsize == _FLOAT32 else _FLOAT32 * (q + kv))
 
     def _megatron_mlp(self, dims: ModelDims, layer: int) -> float:
         b, hidden = self.itemsize, dims.hidden_size * self._share
