@@ -1,4 +1,4 @@
-"""What a container does to a process: a user id without an entry in /etc/passwd, few rights, other mounts."""
+"""Run a process as a container does: a user id without an entry in /etc/passwd, few rights, other mounts."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -25,13 +26,18 @@ mount -t tmpfs -o size=64m none /dev/shm && mount --bind "$0" /etc/hosts && moun
 
 def nameless(*command: str) -> list[str]:
     """Return the command for this user id, with the HOME that it has in a container; skip the test if that fails."""
+    return [*_in_front(), *command]
+
+
+@cache
+def _in_front() -> list[str]:
     if os.getuid() or shutil.which("setpriv") is None:
         pytest.skip("only root can take another user id, with setpriv")
     for capabilities in ((), _READ):
         words = [*_USER, *capabilities, *_CONTAINER]
         done = subprocess.run([*words, sys.executable, "-c", "import numpy"], capture_output=True, check=False)
         if done.returncode == 0:
-            return [*words, *command]
+            return words
     pytest.skip(f"another user id cannot run {sys.executable}: {done.stderr.decode()}")
 
 
