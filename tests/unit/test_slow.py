@@ -43,7 +43,8 @@ def test_a_command_leaves_no_process(tmp_path: Path, interrupted: bool) -> None:
         commands.stop()
     thread.join(60.0)
     assert not thread.is_alive() and not is_running(pid)
-    assert status == ([-9] if interrupted else [None])
+    # Its exit code is 0 if psutil, which kills the tree, was the first to wait for it.
+    assert (status == [None]) is not interrupted
     if interrupted:
         with pytest.raises(KeyboardInterrupt), out.open("w") as output:
             commands.run([sys.executable, "-c", ""], output, 60.0, tmp_path)
