@@ -32,7 +32,7 @@ class Prompt:
     token_ids: np.ndarray  # [P] int32
     answer: str | None = None  # reference answer, for evaluation only
     response_ids: np.ndarray | None = None  # [R] int32, the dataset's response including its end-of-sequence token
-    route: int = 0  # its teacher, in `gkd.config.derived.Derived.routes`
+    route: int = 0  # its teacher, in `gkd.config.schema.Derived.routes`
     teacher_ids: np.ndarray | None = None  # [P'] int32, the prompt for the teacher; None means prompt_ids
     row: bytes | None = None  # see `gkd.data.row_files`; None means no function needs it
 

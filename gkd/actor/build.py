@@ -10,8 +10,8 @@ import torch
 from gkd.actor.common.optim_spec import OptimSpec
 from gkd.actor.megatron.layout import ParallelLayout
 from gkd.cluster.garbage import quick_imports
-from gkd.config.derived import derive
-from gkd.config.schema import Config, OptimConfig
+from gkd.config.schema import Config
+from gkd.config.schema_actor import OptimConfig
 from gkd.config.schema_teacher import ACTOR
 from gkd.hf.model_dims import read_dims
 from gkd.hf.model_folder import read_config_json
@@ -37,7 +37,7 @@ def build_student(
         collective_timeout_s: of the process groups that the backend creates.
         on_phase: called with the name of each start-up phase.
     """
-    actor, derived = config.actor, derive(config)
+    actor, derived = config.actor, config.derived
     if actor.attention != "auto":
         from gkd.actor.common.attention import use_flash_attention
 
@@ -98,7 +98,7 @@ _BUILD = {"megatron": _megatron, "fsdp2": _fsdp}
 
 def _heads(config: Config) -> Iterator[Heads]:
     """Yield the attention shapes of one rank: of the student, and of frozen models, whose heads are not split."""
-    derived = derive(config)
+    derived = config.derived
     yield _heads_of(config.model.path, "model.path", config.actor.tp)
     if derived.teacher_pool == ACTOR:
         yield _heads_of(config.teacher.path, "teacher.path")

@@ -13,7 +13,6 @@ from gkd.actor.frozen.pools import PartialResults, call_scattered, data_parallel
 from gkd.actor.inputs import ChunkInputs
 from gkd.actor.megatron.layout import ParallelLayout
 from gkd.cluster.calls import Pending, fetch, gather
-from gkd.config.derived import derive
 from gkd.config.schema import Config
 from gkd.data.scatter import gather_results, scatter_to_groups
 from gkd.errors import ConfigError
@@ -99,7 +98,7 @@ class ActorPool:
 
     def accumulate(self, part: Sequence[ScoredChunk]) -> None:
         """See `ActorRole.accumulate`."""
-        if not derive(self._config).early_parts:
+        if not self._config.derived.early_parts:
             problem = "the loss needs the whole batch, or the actor's states are offloaded between two calls."
             fix = "train on whole batches, or without rewards, teacher.routes and offloading and by token."
             raise ConfigError("distill.normalize", self._config.distill.normalize, problem, fix)

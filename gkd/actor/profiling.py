@@ -10,7 +10,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from gkd.config.check_values import listed_steps
-from gkd.config.schema import TrainerConfig
+from gkd.config.schema_trainer import TrainerConfig
 from gkd.files.disk import TMP, make_folder, naming
 from gkd.log import get_logger
 

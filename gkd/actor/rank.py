@@ -23,7 +23,6 @@ from gkd.actor.offload import OffloadController
 from gkd.cluster.assignment import this_placement
 from gkd.cluster.gpu_table import RankPlacement
 from gkd.cluster.startup import WATCH
-from gkd.config.derived import derive
 from gkd.config.schema import Config
 from gkd.log import get_logger
 from gkd.memory.advice import advice
@@ -98,7 +97,7 @@ class ActorRank:
             run_dir: trainer.run_dir as an absolute path of the driver.
         """
         self._log.info(self.placement(ask_driver=False).line())
-        self._config, derived = config, derive(config)
+        self._config, derived = config, config.derived
         actor, trainer = config.actor, config.trainer
         timeout_s = max(trainer.init_timeout_s, trainer.stage_timeout_s) + _EXTRA_TIMEOUT_S
         timeout = timedelta(seconds=timeout_s)

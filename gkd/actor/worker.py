@@ -25,7 +25,6 @@ from gkd.actor.inputs import ChunkInputs
 from gkd.actor.profiling import profiled
 from gkd.actor.rank import RESTORES, ActorRank
 from gkd.cluster.startup import WATCH
-from gkd.config.derived import derive
 from gkd.data.batching import check_batch, make_micro_batches, token_records, without_first
 from gkd.data.collate import MicroBatches
 from gkd.data.normalize import count, sequence_weights, size_numbers
@@ -260,7 +259,7 @@ class ActorWorker(ActorRank):
         return profiled(step, self._rank, trainer, self._device, self._run_dir, part=part)
 
     def _training_batches(self, inputs: Sequence[Any]) -> tuple[MicroBatches, list[Rollout]]:
-        has_reference, skip_first = derive(self._config).loss.has_reference, self._config.distill.skip_first_tokens
+        has_reference, skip_first = self._config.derived.loss.has_reference, self._config.distill.skip_first_tokens
         return self._micro_batches(inputs, with_reference=has_reference, skip_first=skip_first)
 
     def _micro_batches(
@@ -286,7 +285,7 @@ class ActorWorker(ActorRank):
                 scores,
                 where=self._name,
                 n_vocab=self._student.n_vocab,
-                signals=derive(self._config).signals,
+                signals=self._config.derived.signals,
                 hidden_size=self._student.teacher_hidden_size,
                 with_reference=with_reference,
             )
@@ -302,7 +301,7 @@ class ActorWorker(ActorRank):
 
     def _weighted(self, batches: MicroBatches, rollouts: list[Rollout]) -> tuple[MicroBatches, dict[str, float]]:
         """Return the micro-batches weighed by distill.normalize, and the sizes of the routes. Collective."""
-        normalize, routes = self._config.distill.normalize, derive(self._config).routes
+        normalize, routes = self._config.distill.normalize, self._config.derived.routes
         if normalize == "token" and not routes[0].name:
             return batches, {}
         counts = self._student.sum_over_groups(torch.from_numpy(count(rollouts, len(routes)))).cpu().numpy()

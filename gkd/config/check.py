@@ -17,10 +17,10 @@ from gkd.config.check_losses import (
 )
 from gkd.config.check_pools import check_adapter_sync, check_cluster, check_pools, check_sizes, check_strategy
 from gkd.config.check_values import check_value, check_values
-from gkd.config.derived import Derived, derive
 from gkd.config.function_path import function_name, is_path
 from gkd.config.routes import Route
-from gkd.config.schema import EXACT_MATCH, NO_METRIC, REWARD_NAMES, Config, DataConfig
+from gkd.config.schema import Config, Derived
+from gkd.config.schema_sections import EXACT_MATCH, NO_METRIC, REWARD_NAMES, DataConfig
 from gkd.config.schema_teacher import MAX_NAME_LENGTH
 from gkd.config.teacher_prompt import check_teacher_prompt
 from gkd.errors import ConfigError
@@ -183,7 +183,7 @@ def check_config(config: Config) -> Derived:
         ConfigError: names every value outside its limits, or the first contradiction between keys.
     """
     check_values(config)
-    derived = derive(config)
+    derived = config.derived
     for check in _CHECKS:
         check(config, derived)
     return derived

@@ -5,10 +5,9 @@ from __future__ import annotations
 import dataclasses
 from fractions import Fraction
 
-from gkd.config.derived import Derived
-from gkd.config.schema import Config, ReferenceConfig, TeacherConfig, TrainerConfig
-from gkd.config.schema_teacher import ACTOR, BACKENDS
-from gkd.config.schema_trainer import AHEAD, STREAM
+from gkd.config.schema import Config, Derived
+from gkd.config.schema_teacher import ACTOR, BACKENDS, ReferenceConfig, TeacherConfig
+from gkd.config.schema_trainer import AHEAD, STREAM, TrainerConfig
 from gkd.errors import ConfigError
 
 

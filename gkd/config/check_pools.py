@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from gkd.config.derived import ENGINE_RANKS, Derived
-from gkd.config.schema import Config
+from gkd.config.schema import ENGINE_RANKS, Config, Derived
 from gkd.config.schema_actor import BACKENDS
 from gkd.config.schema_teacher import ACTOR
 from gkd.errors import ConfigError

@@ -7,20 +7,21 @@ from collections.abc import Iterator, Sequence
 
 from gkd.config.interval import save_interval
 from gkd.config.key_list import all_keys, value_of
-from gkd.config.schema import HEALTH_CHECKS, TRACKER_NAMES, Config
+from gkd.config.schema_sections import HEALTH_CHECKS, Sections
 from gkd.config.schema_teacher import MAX_NAME_LENGTH
+from gkd.config.schema_trainer import TRACKER_NAMES
 from gkd.errors import ConfigError
 
 _MOST_PROFILED = 100  # steps of one range; each writes megabytes per rank
 
 
-def check_values(config: Config) -> None:
+def check_values(config: Sections) -> None:
     """Raise ConfigError naming every value that is not valid by itself."""
     if errors := value_errors(config):
         raise ConfigError.together(errors)
 
 
-def value_errors(config: Config) -> list[ConfigError]:
+def value_errors(config: Sections) -> list[ConfigError]:
     """Return an error for each value that is not valid by itself."""
     return list(_errors(config))
 
@@ -45,7 +46,7 @@ def value_error(name: str, value: object) -> ConfigError | None:
     return ConfigError(name, value, "is out of range.", fix)
 
 
-def _errors(config: Config) -> Iterator[ConfigError]:
+def _errors(config: Sections) -> Iterator[ConfigError]:
     for name in all_keys():
         if error := value_error(name, value_of(config, name)):
             yield error
@@ -77,7 +78,7 @@ def listed_steps(entries: Sequence[str]) -> set[int]:
     return steps
 
 
-def _profile_errors(config: Config) -> Iterator[ConfigError]:
+def _profile_errors(config: Sections) -> Iterator[ConfigError]:
     t = config.trainer
     try:
         listed_steps(t.profile_steps)
@@ -86,7 +87,7 @@ def _profile_errors(config: Config) -> Iterator[ConfigError]:
         yield ConfigError("trainer.profile_steps", t.profile_steps, problem, "write e.g. [3, 10-12].")
 
 
-def _best_errors(config: Config) -> Iterator[ConfigError]:
+def _best_errors(config: Sections) -> Iterator[ConfigError]:
     name = config.trainer.keep_best
     if name and not name.startswith(("eval/", "domain/")):
         problem, fix = "is not a number of an evaluation.", "use e.g. eval/accuracy or eval/kl, see docs/metrics.md."
@@ -96,7 +97,7 @@ def _best_errors(config: Config) -> Iterator[ConfigError]:
         yield ConfigError("trainer.keep_best", name, problem, "remove it, or name files.")
 
 
-def _tracker_errors(config: Config) -> Iterator[ConfigError]:
+def _tracker_errors(config: Sections) -> Iterator[ConfigError]:
     loggers = config.trainer.loggers
     if not set(loggers) <= set(TRACKER_NAMES) or len(set(loggers)) < len(loggers):
         fix = f"use some of {', '.join(TRACKER_NAMES)}, each once."
@@ -105,7 +106,7 @@ def _tracker_errors(config: Config) -> Iterator[ConfigError]:
         yield ConfigError("trainer.project_name", "", "is empty.", "give a name, e.g. gkd.")
 
 
-def _health_errors(config: Config) -> Iterator[ConfigError]:
+def _health_errors(config: Sections) -> Iterator[ConfigError]:
     off, limits, names = config.health.checks_off, config.health.limits, ", ".join(HEALTH_CHECKS)
     if not set(off) <= set(HEALTH_CHECKS) or len(set(off)) < len(off):
         yield ConfigError("health.checks_off", off, "is not a list of distinct checks.", f"use some of {names}.")

@@ -6,11 +6,13 @@ import dataclasses
 import functools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar, cast
 
 from gkd.config.declare import Key
-from gkd.config.schema import Config
+from gkd.config.schema_sections import Sections
 from teacher_server.config.declare import declared
+
+C = TypeVar("C")
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +28,7 @@ class DeclaredKey:
 @functools.cache
 def all_keys() -> Mapping[str, DeclaredKey]:
     """Return every key by its dotted name, in the schema's order."""
-    return {each.name: each for each in _walk(Config, "")}
+    return {each.name: each for each in _walk(Sections, "")}
 
 
 def sections() -> set[str]:
@@ -34,9 +36,18 @@ def sections() -> set[str]:
     return {name.rpartition(".")[0] for name in all_keys()}
 
 
-def value_of(config: Config, name: str) -> Any:
+def value_of(config: Sections, name: str) -> Any:
     """Return the value of a dotted key."""
     return functools.reduce(getattr, name.split("."), config)
+
+
+def with_values(config: C, values: Mapping[str, object]) -> C:
+    """Return a copy of the settings with other values of dotted keys; nothing is checked."""
+    for name, value in values.items():
+        section, _, rest = name.partition(".")
+        inner = with_values(getattr(config, section), {rest: value}) if rest else value
+        config = dataclasses.replace(cast(Any, config), **{section: inner})
+    return config
 
 
 def _walk(cls: type, prefix: str) -> Iterator[DeclaredKey]:

@@ -20,8 +20,15 @@ from typing import cast
 
 from gkd.config.check_values import value_error
 from gkd.config.function_path import is_path
-from gkd.config.schema import DistillConfig, LossTermConfig
-from gkd.config.schema_teacher import DIVERGENCE_NAMES, DIVERGENCES, POLICY_GRADIENT_NAMES, SFT, Tail
+from gkd.config.schema_teacher import (
+    DIVERGENCE_NAMES,
+    DIVERGENCES,
+    POLICY_GRADIENT_NAMES,
+    SFT,
+    DistillConfig,
+    LossTermConfig,
+    Tail,
+)
 from gkd.errors import ConfigError
 from teacher_server.wire.protocol import Signal
 

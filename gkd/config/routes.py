@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 
-from gkd.config.schema import Config
+from gkd.config.schema_sections import Sections
 from gkd.config.schema_teacher import RouteConfig, TeacherConfig
 
 
@@ -38,7 +38,7 @@ class Route:
         return f"teacher.routes.{self.name}" if self.name else "teacher"
 
 
-def routes_of(config: Config) -> tuple[Route, ...]:
+def routes_of(config: Sections) -> tuple[Route, ...]:
     """Return the teachers by name, so that the order in the YAML does not matter; at least one."""
     teacher = config.teacher
     if not teacher.routes:

@@ -50,7 +50,7 @@ BACKENDS = {
 }
 
 
-@dataclass
+@dataclass(frozen=True)
 class OptimConfig:
     lr: float = key(1e-6, "Peak learning rate of AdamW.", gt=0)
     betas: list[float] = key([0.9, 0.95], "Adam's beta1 and beta2.", limits="two, each >= 0 and < 1")
@@ -68,7 +68,7 @@ class OptimConfig:
     min_lr_ratio: float = key(0.0, "Final learning rate of linear, cosine and wsd, as a fraction of lr.", ge=0, le=1)
 
 
-@dataclass
+@dataclass(frozen=True)
 class LoraConfig:
     rank: int = key(0, "Rank of the LoRA adapters; 0 = train all weights.", ge=0)
     alpha: float = key(16.0, "The adapters' product is scaled by alpha / rank.", gt=0)
@@ -83,7 +83,7 @@ class LoraConfig:
         return self.alpha / self.rank
 
 
-@dataclass
+@dataclass(frozen=True)
 class ActorConfig:
     strategy: str = key(
         "megatron",

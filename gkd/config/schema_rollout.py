@@ -10,7 +10,7 @@ LEAST_SEQUENCES = 128  # used where rollout.max_num_seqs is 0
 CPU_KV_CACHE_MIB = 256  # used on the CPU where rollout.kv_cache_mib is 0
 
 
-@dataclass
+@dataclass(frozen=True)
 class RolloutConfig:
     n_gpus_per_node: int = key(
         1, "GPUs per node of the rollout pool. Times rollout.nnodes: engines x rollout.tp.", gt=0, resume=True
@@ -77,7 +77,7 @@ class RolloutConfig:
         return mib << 20 if mib else None
 
 
-@dataclass
+@dataclass(frozen=True)
 class WeightSyncConfig:
     transport: str = key(
         "auto",

@@ -50,7 +50,7 @@ BACKENDS = {
 }
 
 
-@dataclass
+@dataclass(frozen=True)
 class RouteConfig:
     """Entry of `teacher.routes`; what it leaves out is inherited from `teacher`."""
 
@@ -62,7 +62,7 @@ class RouteConfig:
     weight: float = 1.0
 
 
-@dataclass
+@dataclass(frozen=True)
 class TeacherConfig:
     backend: str = key(
         "zmq",
@@ -168,7 +168,7 @@ class TeacherConfig:
     )
 
 
-@dataclass
+@dataclass(frozen=True)
 class LossTermConfig:
     """Entry of `distill.losses`; `beta` and `alpha` default to those of `distill`."""
 
@@ -178,7 +178,7 @@ class LossTermConfig:
     alpha: float | None = None
 
 
-@dataclass
+@dataclass(frozen=True)
 class DistillConfig:
     loss: str = key(
         "forward_kl",
@@ -288,7 +288,7 @@ class DistillConfig:
     )
 
 
-@dataclass
+@dataclass(frozen=True)
 class ReferenceConfig:
     path: str = key(
         "",

@@ -23,7 +23,7 @@ SMALLER_IS_BETTER = ("eval/kl", "eval/reverse_kl")  # values of trainer.keep_bes
 TRACKER_NAMES = ("tensorboard", "wandb", "mlflow", "trackio")
 
 
-@dataclass
+@dataclass(frozen=True)
 class TrainerConfig:
     device: str = key(
         "auto",

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import string
 
-from gkd.config.derived import Derived
-from gkd.config.schema import Config
+from gkd.config.schema import Config, Derived
 from gkd.errors import ConfigError
 
 _TEMPLATE = "teacher.prompt_template"

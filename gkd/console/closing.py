@@ -14,7 +14,6 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from gkd.config.derived import derive
 from gkd.config.schema import Config
 from gkd.console.numbers import count, seconds, short
 from gkd.console.state import RunState, is_worse
@@ -163,7 +162,7 @@ class Closing:
         vllm = Path(sys.executable).with_name("vllm")  # the shell may not have activated this environment
         serve = [str(vllm) if vllm.is_file() else "vllm", "serve", str(self._root / EXPORT)]
         commands = [shlex.join(serve), f"{python} -m gkd.tools.report {run}"]
-        if trainer.colocate or derive(self._config).teacher_pool:
+        if trainer.colocate or self._config.derived.teacher_pool:
             return [*commands, f"{python} -m gkd.tools.memory --config {run}/config.yaml"]
         n_gpus = trainer.nnodes * trainer.n_gpus_per_node + rollout.nnodes * rollout.n_gpus_per_node
         return [*commands, f"{python} -m gkd.tools.split --run {run} --gpus {n_gpus} --teacher-elsewhere"]

@@ -14,7 +14,6 @@ from typing import Any
 
 import numpy as np
 
-from gkd.config.derived import derive
 from gkd.config.schema import Config
 from gkd.errors import DataError
 from gkd.types import Prompt, Rollout, RolloutChunk
@@ -54,7 +53,7 @@ def chunk_size(config: Config) -> int:
     A scoring endpoint holds the scores of whole chunks. One of several engines sends a chunk before its reserve is used
     up.
     """
-    derived = derive(config)
+    derived = config.derived
     limits = [_LARGEST_CHUNK, _MOST_TOKENS // config.data.max_response_length]
     n_sequences = config.trainer.global_batch_size * config.rollout.n
     if derived.n_engines > 1:

@@ -7,7 +7,7 @@ from typing import Any
 
 import xxhash
 
-from gkd.config.schema import DataConfig
+from gkd.config.schema_sections import DataConfig
 from gkd.errors import ConfigError
 
 _CHUNK_BYTES = 4 << 20

@@ -14,7 +14,8 @@ from typing import Any
 
 import numpy as np
 
-from gkd.config.schema import DataConfig, TeacherConfig
+from gkd.config.schema_sections import DataConfig
+from gkd.config.schema_teacher import TeacherConfig
 from gkd.data.conversation import Conversation, Setting, check_unicode, quoted, read_conversation
 from gkd.data.render import AS_IS, PromptRenderer, Rendered
 from gkd.data.row_files import Row, encode_row, read_rows

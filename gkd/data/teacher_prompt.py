@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from gkd.config.schema import DataConfig
+from gkd.config.schema_sections import DataConfig
 from gkd.config.teacher_prompt import template_parts
 from gkd.data.conversation import Conversation, read_conversation
 from gkd.errors import ConfigError

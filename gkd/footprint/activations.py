@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from gkd.config.derived import derive
 from gkd.config.schema import Config
 from gkd.hf.model_dims import ModelDims
 
@@ -31,7 +30,7 @@ class MicroBatchShape:
 
 def largest_micro_batch(config: Config) -> MicroBatchShape:
     """Return the worst case. With a token budget all tokens may be of responses, as prompts may be short."""
-    data, actor, derived = config.data, config.actor, derive(config)
+    data, actor, derived = config.data, config.actor, config.derived
     longest = derived.max_sequence_length
     n_in_group = -(-config.trainer.global_batch_size // derived.dp_size) * config.rollout.n
     budget = actor.max_tokens_per_micro_batch

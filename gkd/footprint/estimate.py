@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from gkd.config.derived import derive
 from gkd.config.schema import Config
 from gkd.config.schema_teacher import ACTOR
 from gkd.errors import ModelError
@@ -56,7 +55,7 @@ _ACTORS = {"megatron": megatron_footprints, "fsdp2": fsdp_footprints}
 
 def read_models(config: Config) -> RunModels:
     """Read the model folders of a run. Raises ConfigError, ModelError as `read_model_folder`."""
-    student, derived = read_model_folder(config.model.path, "model.path"), derive(config)
+    student, derived = read_model_folder(config.model.path, "model.path"), config.derived
     teacher = read_model_folder(config.teacher.path, "teacher.path") if derived.teacher_pool == ACTOR else None
     path = derived.reference_folder
     key = "reference.path" if config.reference.path else "model.path"
@@ -97,7 +96,7 @@ def footprint(
             "and there are none."
         )
     actors = list(_ACTORS[config.actor.strategy](config, dims, tensors, on_cpu=on_cpu, teacher_hidden=teacher_hidden))
-    if derive(config).moves_states:
+    if config.derived.moves_states:
         actors = [replace(part, parts={**part.parts, "moved_states": _moved(part)}) for part in actors]
     if local_teacher is not None:
         actors = [with_local_teacher(part, config, *local_teacher, on_cpu=on_cpu) for part in actors]

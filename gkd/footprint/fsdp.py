@@ -11,7 +11,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from math import prod
 
-from gkd.config.derived import derive
 from gkd.config.schema import Config
 from gkd.footprint.activations import Kernels, largest_micro_batch
 from gkd.footprint.adapters import adapter_params
@@ -50,7 +49,7 @@ def fsdp_footprints(
     config: Config, dims: ModelDims, tensors: Tensors | None, *, on_cpu: bool, teacher_hidden: int | None
 ) -> Iterable[RankFootprint]:
     """Yield the footprint of rank 0, which stands for all ranks."""
-    actor, dp = config.actor, derive(config).dp_size
+    actor, dp = config.actor, config.derived.dp_size
     b = _FLOAT32 if config.model.dtype == "float32" else 2
     found, batch = groups(config, dims, tensors), largest_micro_batch(config)
     frozen = actor.lora.rank > 0

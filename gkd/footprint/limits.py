@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from gkd.config.derived import derive
 from gkd.config.schema import Config
 from gkd.footprint.rank import OTHER_PROCESSES, RankFootprint, engine_of, shared_phases
 from gkd.footprint.rollout import kv_max, kv_room_bytes, max_sequences
@@ -140,7 +139,7 @@ def _sentence(part: RankFootprint, need: str, lack: int, case: _Case) -> str:
     gpu_bytes, config = case.gpu_bytes, case.config
     name = f"{part.role} rank {part.rank}"
     if need == "sequence":
-        longest = derive(config).max_sequence_length
+        longest = config.derived.max_sequence_length
         return f"{name}: the KV cache of one sequence of {longest} tokens needs {gib(lack)} more"
     if need == "sync":
         share, bucket = config.rollout.gpu_memory_utilization, gib(part.parts["weight_sync"])

@@ -12,8 +12,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from gkd.config.derived import derive, logits_chunk_bytes
-from gkd.config.schema import Config
+from gkd.config.schema import Config, logits_chunk_bytes
 from gkd.footprint.activations import MicroBatchShape
 
 _FLOAT32, _INT64 = 4, 8
@@ -102,7 +101,7 @@ def loss_shape(
     in_place: bool = False,
 ) -> LossShape:
     """Return the loss of these settings on a rank with `rows_of_head` rows of the LM head."""
-    signals = derive(config).signals
+    signals = config.derived.signals
     return LossShape(
         hidden=hidden,
         rows_of_head=rows_of_head,

@@ -14,7 +14,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from gkd.config.check_parallel import check_actor_split, check_expert_ranks
-from gkd.config.derived import derive
 from gkd.config.schema import Config
 from gkd.footprint.activations import Kernels, MicroBatchShape, largest_micro_batch
 from gkd.footprint.adapters import adapter_params
@@ -49,7 +48,7 @@ def stages(config: Config, dims: ModelDims) -> list[Stage]:
     """Return the pipeline's stages in their order; see `gkd.actor.megatron.layout`. Raises as `check_split`."""
     actor = config.actor
     check_split(config, dims)
-    dp = derive(config).dp_size
+    dp = config.derived.dp_size
     per_chunk = dims.n_layers // (actor.pp * actor.vpp)
     found = []
     for number in range(actor.pp):
@@ -76,11 +75,11 @@ def check_split(config: Config, dims: ModelDims) -> None:
         ModelError: a sequence may be longer than the sliding window.
     """
     actor = config.actor
-    check_expert_ranks(actor.ep, derive(config).world_size // actor.pp)
+    check_expert_ranks(actor.ep, config.derived.world_size // actor.pp)
     check_actor_split(
         dims, tp=actor.tp, pp=actor.pp, vpp=actor.vpp, ep=actor.ep, sequence_parallel=actor.sequence_parallel
     )
-    dims.check_sequence_length(derive(config).max_sequence_length)
+    dims.check_sequence_length(config.derived.max_sequence_length)
 
 
 def megatron_footprints(
@@ -94,7 +93,7 @@ def megatron_footprints(
     """
     b = _FLOAT32 if config.model.dtype == "float32" else 2
     batch = largest_micro_batch(config)
-    ranks_of_stage = derive(config).world_size // config.actor.pp
+    ranks_of_stage = config.derived.world_size // config.actor.pp
     for stage in stages(config, dims):
         owned, adapters = stage.dense_owned + stage.expert_owned, stage.adapter_params
         parts = {

@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from gkd.config.check_parallel import check_engine_split
-from gkd.config.derived import derive
 from gkd.config.schema import Config
 from gkd.config.schema_rollout import LEAST_SEQUENCES
 from gkd.config.schema_trainer import AHEAD, STREAM
@@ -34,7 +33,7 @@ def rollout_footprint(config: Config, dims: ModelDims, sizes: Groups, *, on_cpu:
         ConfigError: naming rollout.tp: an engine cannot split the model so.
     """
     rollout, b = config.rollout, _FLOAT32 if config.model.dtype == "float32" else 2
-    tp, longest = rollout.tp, derive(config).max_engine_length
+    tp, longest = rollout.tp, config.derived.max_engine_length
     check_engine_split(tp, (dims.n_heads,), (dims.n_kv_heads,), dims.mlp_columns)
     given = rollout.kv_cache_bytes(on_cpu=on_cpu)
     wanted = max_sequences(config) * longest * kv_bytes_per_token(config, dims)
@@ -63,7 +62,7 @@ def _logits_bytes(dims: ModelDims) -> int:
 
 def _adapter_bytes(config: Config, dims: ModelDims, b: int) -> int:
     """Return the bytes of the adapters that an engine holds, padded to its rank."""
-    rank = derive(config).engine_adapter_rank
+    rank = config.derived.engine_adapter_rank
     if not rank:
         return 0
     n_params = adapter_params(config, dims, range(dims.n_layers), config.rollout.tp)
@@ -106,7 +105,7 @@ def max_sequences(config: Config) -> int:
     trainer, limit = config.trainer, config.rollout.sequence_limit
     n_batches = trainer.max_staleness + 1 if trainer.scheduler == STREAM else 1
     training = n_batches * trainer.global_batch_size * config.rollout.n
-    validation, n_engines = 0, derive(config).n_engines
+    validation, n_engines = 0, config.derived.n_engines
     if config.data.val_files:  # without eval.max_prompts the number of prompts is unknown
         validation = config.eval.max_prompts or limit * n_engines
     overlap = AHEAD.get(trainer.scheduler) != 0
@@ -132,7 +131,7 @@ def with_max_num_seqs(config: Config, engine: RankFootprint, dims: ModelDims, gp
         # Logits of more sequences leave less for the cache, unless its size is given.
         logits = 0 if config.rollout.kv_cache_mib else _logits_bytes(dims)
         room = kv_room_bytes(engine, gpu_bytes, config) + limit * logits
-        each = derive(config).max_engine_length * kv_bytes_per_token(config, dims) + logits
+        each = config.derived.max_engine_length * kv_bytes_per_token(config, dims) + logits
         limit = max(limit, min(_MOST_SEQUENCES, room // each, max_sequences(_limited(config, _MOST_SEQUENCES))))
     return _limited(config, limit)
 

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
-from gkd.config.derived import derive
+from gkd.config.key_list import with_values
 from gkd.config.schema import Config
 from gkd.config.schema_teacher import ACTOR
 from gkd.footprint.limits import actor_peak, allowed_bytes, gib
@@ -29,7 +28,7 @@ def with_strategy(config: Config, refit: Refit, gpu_bytes: int | None) -> tuple[
     if gpu_bytes is None or not frozen or config.trainer.colocate:
         return offload, ""
     allowed = allowed_bytes(gpu_bytes, config)
-    if not derive(_changed(config, OFFLOAD)).moves_states:  # the frozen models are on the host: nothing to choose
+    if not _changed(config, OFFLOAD).derived.moves_states:  # the frozen models are on the host: nothing to choose
         peak = _peak(_changed(config, RESIDENT, on_gpu=frozen), refit, gpu_bytes)
         keys = " ".join(f"{section}.fsdp_cpu_offload=false" for section in frozen)
         hint = f"student and frozen models fit on the GPUs together ({gib(peak)}): {keys} keeps all of them there"
@@ -44,19 +43,14 @@ def with_strategy(config: Config, refit: Refit, gpu_bytes: int | None) -> tuple[
 
 def _frozen_models(config: Config) -> list[str]:
     """Return the sections of the frozen models on the actor's ranks."""
-    derived = derive(config)
+    derived = config.derived
     return ["teacher"] * (derived.teacher_pool == ACTOR) + ["reference"] * bool(derived.reference_folder)
 
 
 def _changed(config: Config, strategy: str, on_gpu: Sequence[str] = ()) -> Config:
     """Return the settings with this strategy, and with the frozen models of these sections on the GPU."""
-    teacher, reference = config.teacher, config.reference
-    if "teacher" in on_gpu:
-        teacher = replace(teacher, fsdp_cpu_offload=False)
-    if "reference" in on_gpu:
-        reference = replace(reference, fsdp_cpu_offload=False)
-    memory = replace(config.memory, strategy=strategy)
-    return replace(config, memory=memory, teacher=teacher, reference=reference)
+    on_device = {f"{section}.fsdp_cpu_offload": False for section in on_gpu}
+    return with_values(config, {"memory.strategy": strategy, **on_device})
 
 
 def _peak(config: Config, refit: Refit, gpu_bytes: int) -> int:

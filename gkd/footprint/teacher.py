@@ -11,7 +11,6 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from gkd.config.derived import derive
 from gkd.config.schema import Config
 from gkd.config.schema_teacher import weight_updates
 from gkd.footprint.fsdp import gathered
@@ -105,7 +104,7 @@ def _with_frozen(
     dims, actor = read_dims(config_json), config.actor
     total, layer, embedding = gathered(dims, tensors)
     b = _FLOAT32 if config.model.dtype == "float32" else _B
-    derived = derive(config)
+    derived = config.derived
     longest = derived.max_teacher_length if name == "teacher" else derived.max_sequence_length
     n_tokens = max(actor.max_tokens_per_micro_batch or actor.micro_batch_size * longest, longest)
     shards = -(-total * (_FLOAT32 if exact else b) // derived.world_size)

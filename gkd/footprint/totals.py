@@ -6,7 +6,6 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from gkd.config.derived import derive
 from gkd.config.schema import Config
 from gkd.footprint.rank import HOST_PARTS, RankFootprint, engine_of, on_host, shared_phases
 
@@ -40,7 +39,7 @@ def pool_totals(footprints: Sequence[RankFootprint], gpu_bytes: int | None, conf
     """Return the GPU memory of each pool; none on the CPU. Pools that share their GPUs are one."""
     if config.trainer.device == "cpu":
         return []
-    derived, engine = derive(config), engine_of(footprints)
+    derived, engine = config.derived, engine_of(footprints)
     actors = [part for part in footprints if part.role == "actor"]
     each, found = derived.world_size // len(actors), []  # ranks of a pipeline stage
     if config.trainer.colocate:
@@ -83,7 +82,7 @@ def host_shortage(hosts: Sequence[HostTotal], host_bytes: int) -> int:
 def _actor_node(footprints: Sequence[RankFootprint], process: int, config: Config) -> Counter[str]:
     """Return the parts of the fullest node; ranks are numbered by node, and pipeline stages are in their order."""
     actors, per_node = [part for part in footprints if part.role == "actor"], config.trainer.n_gpus_per_node
-    of_stage = derive(config).world_size // len(actors)
+    of_stage = config.derived.world_size // len(actors)
     ranks = [part for part in actors for _ in range(of_stage)]
     nodes = [_node(ranks[i : i + per_node], process, config) for i in range(0, len(ranks), per_node)]
     for stage, size in enumerate(_kept_bytes(actors, engine_of(footprints), config)):
@@ -118,7 +117,7 @@ def _node(ranks: Sequence[RankFootprint], process: int, config: Config) -> Count
 
 def _teacher_is_here(config: Config) -> bool:
     """Return whether there is a teacher server on the trainer's host: its address is a loopback one."""
-    derived = derive(config)
+    derived = config.derived
     addresses = [route.teacher.server_ip for route in derived.routes]
     is_here = any(address == "localhost" or address.startswith("127.") for address in addresses)
     return not derived.teacher_pool and is_here
@@ -134,8 +133,8 @@ def scores_gib(config: Config, n_vocab: int, hidden_size: int, n_heldout: int) -
     logits, hidden, topk = bytes_per_logit * n_vocab, 4 * hidden_size, config.teacher.topk
     stored = {"logits": logits, "hidden": hidden, "topk": 8 * topk, "sampled": 4}
     trained_on = stored | {"topk": 12 * topk}
-    signals = derive(config).signals
-    held = sum(stored[signal] for signal in signals) + 4 * derive(config).n_student_ids  # those are in the rollouts
+    signals = config.derived.signals
+    held = sum(stored[signal] for signal in signals) + 4 * config.derived.n_student_ids  # those are in the rollouts
     used = config.actor.tp * sum(trained_on[signal] for signal in signals)
     evaluated = min(n_heldout, config.eval.max_prompts or n_heldout) * config.eval.n
     batch = config.trainer.global_batch_size * config.rollout.n

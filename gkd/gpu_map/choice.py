@@ -9,7 +9,6 @@ from dataclasses import replace
 
 from gkd.cluster.gpu_table import GpuInfo, RankPlacement
 from gkd.cluster.gpus import machine_gpus, visible_gpus
-from gkd.config.derived import derive
 from gkd.config.schema import Config
 from gkd.errors import ConfigError
 from gkd.log import get_logger
@@ -39,7 +38,7 @@ def with_own_gpus(config: Config, device: str, teacher: Sequence[RankPlacement])
     free = free_gpus(visible, teacher, socket.gethostname())
     if len(free) == len(visible):
         return config
-    n_wanted = derive(config).n_gpus
+    n_wanted = config.derived.n_gpus
     if len(free) < n_wanted:
         taken = ", ".join(gpu.id for gpu in visible if gpu not in free)
         raise ConfigError(

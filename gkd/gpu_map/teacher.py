@@ -15,7 +15,7 @@ from msgspec import structs
 from gkd.cluster.gpu_table import TEACHER, Finding, GpuInfo, RankPlacement
 from gkd.cluster.gpus import machine_gpus
 from gkd.config.routes import Route
-from gkd.config.schema import TeacherConfig
+from gkd.config.schema_teacher import TeacherConfig
 from gkd.errors import TeacherError
 from gkd.teacher.client import load_keys
 from gkd.teacher.link import POLL_S, TeacherLink

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from gkd.config.schema import LoraConfig
+from gkd.config.schema_actor import LoraConfig
 from gkd.files.disk import fsync_tree
 from gkd.hf.folder import TensorPlan
 from gkd.hf.safetensors_file import write_safetensors

@@ -9,9 +9,7 @@ Rows are in the order of the advice: large effect for little cost first. Pure: n
 
 from __future__ import annotations
 
-from gkd.config.derived import derive
-from gkd.config.schema import ReferenceConfig
-from gkd.config.schema_teacher import ACTOR
+from gkd.config.schema_teacher import ACTOR, ReferenceConfig
 from gkd.memory.remedy import (
     MAX_UTILIZATION,
     Remedy,
@@ -126,14 +124,14 @@ ACTOR_REMEDIES = (
         ("teacher.fsdp_cpu_offload",),
         "true, with a local teacher",
         "The teacher's shards are in host memory",
-        set_to("teacher.fsdp_cpu_offload", True, lambda config: derive(config).teacher_pool == ACTOR),
+        set_to("teacher.fsdp_cpu_offload", True, lambda config: config.derived.teacher_pool == ACTOR),
         device="cuda",
     ),
     Remedy(
         ("reference.fsdp_cpu_offload",),
         "true, with a reference",
         "The reference's shards are in host memory",
-        set_to("reference.fsdp_cpu_offload", True, lambda config: bool(derive(config).reference_folder)),
+        set_to("reference.fsdp_cpu_offload", True, lambda config: bool(config.derived.reference_folder)),
         device="cuda",
     ),
     Remedy(
@@ -144,7 +142,7 @@ ACTOR_REMEDIES = (
             "actor.offload_train",
             True,
             lambda config: (
-                not derive(config).moves_states
+                not config.derived.moves_states
                 and not config.actor.fsdp_cpu_offload
                 and config.memory.strategy != "resident"
             ),

@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
-from gkd.config.derived import derive
 from gkd.config.schema import Config
 from gkd.config.schema_actor import BACKENDS
 from gkd.spans import Phase
@@ -94,13 +93,13 @@ def halve(key: str, low: int, applies: Callable[[Config], bool] = always) -> Cal
 
 def token_budget(config: Config) -> Changes:
     """Return half of the tokens of a micro-batch, at least the longest sequence; only with a budget."""
-    budget, longest = config.actor.max_tokens_per_micro_batch, derive(config).max_sequence_length
+    budget, longest = config.actor.max_tokens_per_micro_batch, config.derived.max_sequence_length
     return {"actor.max_tokens_per_micro_batch": max(longest, budget // 2)} if budget > longest else {}
 
 
 def first_token_budget(config: Config) -> Changes:
     """Return a budget of as many tokens as a micro-batch has now; only without one."""
-    budget, longest = config.actor.max_tokens_per_micro_batch, derive(config).max_sequence_length
+    budget, longest = config.actor.max_tokens_per_micro_batch, config.derived.max_sequence_length
     return {} if budget else {"actor.max_tokens_per_micro_batch": config.actor.micro_batch_size * longest}
 
 

@@ -10,7 +10,7 @@ import re
 from dataclasses import dataclass
 from typing import get_args
 
-from gkd.config.schema import HEALTH_CHECKS
+from gkd.config.schema_sections import HEALTH_CHECKS
 from gkd.config.schema_teacher import LOSS_NAMES
 from gkd.spans import Phase, Stage
 

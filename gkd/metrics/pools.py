@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import numpy as np
 
-from gkd.config.derived import derive
 from gkd.config.schema import Config
 from gkd.config.schema_trainer import AHEAD
 from gkd.console.forecast import plain_s
@@ -48,7 +47,7 @@ def layout_numbers(config: Config, since_start: int) -> dict[str, float]:
     Args:
         since_start: steps since the run was started or resumed, this one included.
     """
-    dp, limit = derive(config).dp_size, config.rollout.sequence_limit
+    dp, limit = config.derived.dp_size, config.rollout.sequence_limit
     return {SINCE_START: float(since_start), DP: float(dp), MAX_NUM_SEQS: float(limit)}
 
 

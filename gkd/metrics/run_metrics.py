@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import astuple
 
-from gkd.config.derived import derive
 from gkd.config.schema import Config
 from gkd.console.forecast import Forecast
 from gkd.console.state import RunState
@@ -108,7 +107,7 @@ class RunMetrics:
         self._first_step = resumed_at or 0
         files = (self._folder.metrics_file, self._folder.tuner_file, self._folder.spans_file)
         self._files = [MetricsWriter(file, keep_through) for file in files]
-        servers = sorted({route.teacher.server_ip for route in derive(self._config).routes})
+        servers = sorted({route.teacher.server_ip for route in self._config.derived.routes})
         self._spans = SpanFile(self._files[2], ", ".join(servers))
         past = read_metrics(self._folder.metrics_file)
         self._health.replay(past)

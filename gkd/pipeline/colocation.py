@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 
-from gkd.config.derived import derive
 from gkd.config.schema import Config
 from gkd.config.schema_teacher import ACTOR
 from gkd.metrics.run_metrics import StepMetrics
@@ -79,7 +78,7 @@ class GpuSharing:
 
 def make_gpu_sharing(config: Config, roles: Roles) -> GpuSharing:
     """Return the time-sharing that the settings require."""
-    derived = derive(config)
+    derived = config.derived
     # A local teacher and a reference compute on the actor's GPUs between the rollout and the training step.
     only_the_student = derived.teacher_pool != ACTOR and not derived.loss.has_reference
     return GpuSharing(

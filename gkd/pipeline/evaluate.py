@@ -9,7 +9,8 @@ from math import comb
 import numpy as np
 
 from gkd.config.routes import routes_of
-from gkd.config.schema import NO_METRIC, Config
+from gkd.config.schema import Config
+from gkd.config.schema_sections import NO_METRIC
 from gkd.log import get_logger
 from gkd.metrics.run_metrics import RunMetrics, StepMetrics
 from gkd.metrics.writer import read_metrics

@@ -16,7 +16,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 
-from gkd.config.derived import derive
 from gkd.config.schema import Config
 from gkd.files.disk import TMP, fsync, make_folder, naming, remove, replace_file, write_synced
 from gkd.files.manifest import NAME as MANIFEST
@@ -99,7 +98,7 @@ class ReplayedBatches:
     def __init__(self, config: Config, scoring: ScoringRole) -> None:
         self._folder, self._size = Path(config.trainer.replay), config.trainer.global_batch_size
         self._scoring = scoring
-        self._in_parts = derive(config).early_parts  # else the replay's settings need what was recorded in parts whole
+        self._in_parts = config.derived.early_parts  # else the replay's settings need what was recorded in parts whole
         self._n_read = 0  # early parts of the current batch that were looked for
 
     def restore(self, folder: Path, state: TrainerState) -> None:

@@ -23,7 +23,6 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from gkd.config.derived import derive
 from gkd.config.schema import Config
 from gkd.data.chunks import part_of
 from gkd.data.sampler import PromptSampler, on_policy_indices
@@ -54,7 +53,7 @@ class StreamedBatches:
         self.max_staleness = config.trainer.staleness_bound
         self._on_policy = lru_cache(4 * (self.max_staleness + 2))(self._on_policy_positions)
         self._scheduler = StreamScheduler(
-            self._on_policy, self.max_staleness, total_steps, early_parts=derive(config).early_parts
+            self._on_policy, self.max_staleness, total_steps, early_parts=config.derived.early_parts
         )
         self._chunks = StreamChunks(self._n)
         self._received_s = 0.0  # when the last chunk came, or the wait for it began

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from gkd.config.schema import DataConfig
+from gkd.config.schema_sections import DataConfig
 from gkd.data.prompts import load_tokenizer
 from gkd.teacher.info import TeacherInfo
 from teacher_server.wire.fingerprint import template_example, template_fingerprint

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 
-from gkd.config.derived import derive
 from gkd.config.schema import Config
 from gkd.errors import ConfigError
 from gkd.memory.advice import has_expandable_segments
@@ -36,7 +35,7 @@ def resolve_device(config: Config) -> str:
             "this environment has the CUDA builds of torch and vLLM, and they see GPUs.",
             "use cuda, or make another environment: GKD_VENV=.venv-cpu bash launch/setup.sh --extra cpu.",
         )
-    n_wanted = derive(config).n_gpus
+    n_wanted = config.derived.n_gpus
     if device == "cuda" and not n_gpus:
         raise ConfigError(
             "trainer.device",

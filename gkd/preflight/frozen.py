@@ -12,7 +12,6 @@ from gkd.actor.frozen.model import head_refusal
 from gkd.actor.fsdp.model import build_on_meta, layer_list
 from gkd.actor.fsdp.probe import probe_on_meta
 from gkd.actor.fsdp.weights import check_weight_files
-from gkd.config.derived import derive
 from gkd.config.schema import Config
 from gkd.data.prompts import load_tokenizer
 from gkd.errors import ConfigError
@@ -46,7 +45,7 @@ def local_teacher(config: Config, device: str) -> TeacherInfo:
         hidden_size=hidden_size,
         tokenizer_fingerprint=tokenizer_fingerprint(tokenizer.get_vocab()),
         max_tokens=_max_tokens(hf),
-        n_workers=derive(config).world_size,
+        n_workers=config.derived.world_size,
         n_streams=1,
         engine="local",
         device=device,
@@ -69,7 +68,7 @@ def check_reference(config: Config, tokenizer: Any, n_vocab: int) -> str:
         ConfigError: naming reference.path or, if that is empty, model.path: the folder is damaged, or its model cannot
             score, has another vocabulary or a shorter context; or naming actor.packing.
     """
-    derived, path = derive(config), config.reference.path
+    derived, path = config.derived, config.reference.path
     folder, longest = derived.reference_folder, derived.max_sequence_length
     key = "reference.path" if path else "model.path"
     hf = _checked(config, folder, key)

@@ -8,10 +8,9 @@ from itertools import product
 import torch
 from torch import Tensor
 
-from gkd.config.derived import Derived
 from gkd.config.function_path import is_path, search_path
 from gkd.config.loss_spec import LossTerm
-from gkd.config.schema import Config
+from gkd.config.schema import Config, Derived
 from gkd.errors import ConfigError
 from gkd.loss.divergence import divergence_of
 from gkd.loss.divergence_slopes import value_and_slope

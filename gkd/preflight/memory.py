@@ -8,8 +8,8 @@ from dataclasses import replace
 
 from gkd.cluster.gpus import machine_gpus, visible_gpus
 from gkd.cluster.host_memory import host_memory_bytes
-from gkd.config.derived import derive
-from gkd.config.schema import ClusterConfig, Config
+from gkd.config.schema import Config
+from gkd.config.schema_sections import ClusterConfig
 from gkd.errors import ConfigError, ModelError
 from gkd.footprint import RankFootprint, check
 from gkd.footprint.combination import Combination, find_combination
@@ -136,7 +136,7 @@ def memory_in_use(config: Config) -> int:
         gpus = tuple(gpu for gpu in gpus if gpu.id in map(str, config.cluster.gpus))
     used = [
         gpu.memory_total_mib - gpu.memory_free_mib
-        for gpu in gpus[: derive(config).n_gpus]
+        for gpu in gpus[: config.derived.n_gpus]
         if gpu.memory_total_mib is not None and gpu.memory_free_mib is not None
     ]
     most = max(used, default=0)

@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from gkd.config.derived import derive
 from gkd.config.load import load_config
 from gkd.config.routes import kept_on_resume
 from gkd.config.schema import Config
@@ -72,7 +71,7 @@ def _check_scores(recorded: Config, now: Config) -> None:
         if before != value:
             raise ConfigError(key, value, f"the recorded batches have {before!r}.", "use the same value.")
     _check_head(recorded, now)
-    missing = set(derive(now).signals) - set(derive(recorded).signals)
+    missing = set(now.derived.signals) - set(recorded.derived.signals)
     if missing:
         raise ConfigError(
             "trainer.replay",
@@ -84,7 +83,7 @@ def _check_scores(recorded: Config, now: Config) -> None:
 
 def _check_head(recorded: Config, now: Config) -> None:
     """Raise ConfigError if recorded hidden states need an LM head that is gone: batches do not contain it."""
-    if "hidden" not in derive(now).signals:
+    if "hidden" not in now.derived.signals:
         return
     for config, whose in ((recorded, "the recorded run's"), (now, "this run's")):
         if config.teacher.update_interval:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from gkd.config.derived import Derived
 from gkd.config.function_path import search_path
-from gkd.config.schema import COMPARING, Config
+from gkd.config.schema import Config, Derived
+from gkd.config.schema_sections import COMPARING
 from gkd.errors import ConfigError, RewardError
 from gkd.reward.pool import RewardWorkers
 from gkd.reward.worker import Start

@@ -11,10 +11,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from gkd.config.check import check_config
-from gkd.config.derived import Derived, planned_steps
 from gkd.config.function_path import is_path
 from gkd.config.routes import Route
-from gkd.config.schema import Config
+from gkd.config.schema import Config, Derived, planned_steps
 from gkd.config.schema_teacher import ROLLOUT
 from gkd.config.schema_trainer import STREAM
 from gkd.data.prompt_file import describe_files

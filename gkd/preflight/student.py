@@ -9,7 +9,6 @@ from typing import Any
 
 from gkd.actor.megatron.layout import ParallelLayout
 from gkd.config.check_parallel import check_engine_split
-from gkd.config.derived import derive
 from gkd.config.schema import Config
 from gkd.errors import ConfigError, ModelError
 from gkd.hf.files import check_rollout_support, check_trained_folder
@@ -29,10 +28,10 @@ def check_student(config: Config) -> int:
     Raises:
         ConfigError: naming model.path, or the key of a size that cannot split the model.
     """
-    path, longest = config.model.path, derive(config).max_sequence_length
+    path, longest = config.model.path, config.derived.max_sequence_length
     with checked_folder("model.path", path):
         vocab_size, max_positions = _CHECKS[config.actor.strategy](config)
-    if derive(config).engine_adapter_rank:
+    if config.derived.engine_adapter_rank:
         _check_engine_adapters(path)
     if longest > max_positions:
         raise ConfigError(
@@ -73,7 +72,7 @@ def _check_megatron(config: Config) -> tuple[int, int]:
         from gkd.actor.megatron.lora import check_targets  # imports Megatron
 
         check_targets(dims, actor.lora)
-    derived = derive(config)
+    derived = config.derived
     layout = ParallelLayout(tp=actor.tp, pp=actor.pp, world_size=derived.world_size, rank=0, vpp=actor.vpp, ep=actor.ep)
     layout.check_model(dims, sequence_parallel=actor.sequence_parallel)
     dims.check_sequence_length(derived.max_sequence_length)

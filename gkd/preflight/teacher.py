@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 
-from gkd.config.derived import derive
 from gkd.config.routes import Route
 from gkd.config.schema import Config
 from gkd.data.prompts import load_tokenizer
@@ -110,7 +109,7 @@ def _check_head(teacher: Teacher) -> None:
 
 def rollout_teacher(config: Config, device: str) -> TeacherInfo:
     """Return the description of the student as the teacher on the rollout engines, as a server would."""
-    path, derived = config.model.path, derive(config)
+    path, derived = config.model.path, config.derived
     config_json = read_config_json(path, "model.path")
     text = config_json.get("text_config", config_json)
     tokenizer = load_tokenizer(path, "model.path", trust_remote_code=config.model.trust_remote_code)
@@ -164,7 +163,7 @@ def check_teacher(config: Config, route: Route, teacher: TeacherInfo, tokenizer:
         )
     if masked := {token: i for token, i in own.items() if i >= n_vocab}:
         log.warning("the student never generates the tokens that the %s does not have: %s", kind, shown(masked))
-    derived = derive(config)
+    derived = config.derived
     if "topk" in derived.signals and config.teacher.topk > n_vocab:
         raise ConfigError(
             "teacher.topk",
@@ -204,7 +203,7 @@ def stale_losses(config: Config) -> list[str]:
     """Return the losses of a run with stale rollouts that are sensitive to them; see docs/losses.md."""
     if not config.trainer.staleness_bound or not config.distill.on_policy_share:
         return []
-    spec = derive(config).loss
+    spec = config.derived.loss
     return [term.name for term in spec.terms if term.name == "reverse_kl" or term in spec.policy_gradients]
 
 
@@ -222,7 +221,7 @@ def warn_about_losses(config: Config, gib: float) -> None:
             config.teacher.signal,
             gib,
         )
-    spec = derive(config).loss
+    spec = config.derived.loss
     if (spec.uses_samples or spec.has_rewards) and config.rollout.top_p < 1.0:
         names = [term.name for term in spec.policy_gradients] + ["rewards"] * spec.has_rewards
         names += ["distill.tail=residual"] * spec.has_residual

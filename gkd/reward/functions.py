@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from gkd.config.function_path import import_function
-from gkd.config.schema import EXACT_MATCH, LENGTH, MATH_VERIFY, Config
+from gkd.config.schema import Config
+from gkd.config.schema_sections import EXACT_MATCH, LENGTH, MATH_VERIFY
 from gkd.data.answers import is_correct
 from gkd.errors import RewardError
 

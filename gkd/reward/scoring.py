@@ -12,9 +12,8 @@ import numpy as np
 import ray
 
 from gkd.cluster.calls import gather
-from gkd.config.derived import Derived
 from gkd.config.function_path import search_path
-from gkd.config.schema import Config
+from gkd.config.schema import Config, Derived
 from gkd.data.row_files import RowTable
 from gkd.log import get_logger
 from gkd.reward.advantages import with_advantages

@@ -12,7 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from gkd.config.schema import LoraConfig, RolloutConfig
+from gkd.config.schema_actor import LoraConfig
+from gkd.config.schema_rollout import RolloutConfig
 from gkd.errors import ClusterError, DataError
 from gkd.rollout.engine_start import adapter_request, start_vllm
 from gkd.rollout.sampling import Request, Sampling, read_logprobs, vllm_params

@@ -7,8 +7,9 @@ import os
 from typing import Any
 
 from gkd.cluster.garbage import quick_imports
-from gkd.config.derived import engine_rank
-from gkd.config.schema import LoraConfig, RolloutConfig
+from gkd.config.schema import engine_rank
+from gkd.config.schema_actor import LoraConfig
+from gkd.config.schema_rollout import RolloutConfig
 from gkd.rollout.engine_files import engine_folder, link_shared_memory, remove_files
 from gkd.spans import Phase
 from teacher_server.engines.vllm_files import keep_files_in

@@ -14,7 +14,6 @@ from typing import Any
 import ray
 
 from gkd.cluster.calls import Pending, gather
-from gkd.config.derived import derive
 from gkd.config.schema import Config
 from gkd.data.chunks import CHUNK_SIZE, dataset_chunks
 from gkd.data.columns import ColumnList
@@ -117,7 +116,7 @@ class RolloutPool:
 
     def _sampling(self, n: int, temperature: float, seed: int) -> Sampling:
         config = self._config
-        n_top_ids = derive(config).n_student_ids
+        n_top_ids = config.derived.n_student_ids
         return Sampling(n, temperature, config.rollout.top_p, config.data.max_response_length, seed, n_top_ids)
 
     def dataset(

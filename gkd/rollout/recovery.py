@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol, TypeVar
 
-from gkd.config.schema import RolloutConfig
+from gkd.config.schema_rollout import RolloutConfig
 from gkd.errors import EngineFailed, GkdError, RankFailed, RankTimeout, SenderFailed, WeightSyncError
 from gkd.log import get_logger
 from gkd.types import EngineRestarts, SyncReport

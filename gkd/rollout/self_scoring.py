@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from gkd.config.derived import derive
 from gkd.config.schema import Config
 from gkd.data.scatter import map_selected
 from gkd.errors import ClusterError, TeacherError
@@ -57,7 +56,7 @@ class SelfScoring(ABC):
         return (None, *scores) if scores else None
 
     def _scores(self, rollouts: list[Rollout]) -> list[TeacherScores]:
-        engine, signals = self._engine, derive(self._config).signals
+        engine, signals = self._engine, self._config.derived.signals
         if engine.n_running:
             raise ClusterError(f"the rollout engine cannot score: {engine.n_running} sequences are unfinished")
         n_top = self._config.teacher.topk if "topk" in signals else 0

@@ -10,7 +10,7 @@ from typing import Any
 from gkd.cluster.calls import gather
 from gkd.cluster.gpu_table import RankPlacement
 from gkd.cluster.slots import Pool
-from gkd.config.schema import RolloutConfig
+from gkd.config.schema_rollout import RolloutConfig
 from gkd.log import get_logger
 from gkd.rollout.recovery import Engines
 from gkd.rollout.watch import EngineWatch

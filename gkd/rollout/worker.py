@@ -17,7 +17,6 @@ import torch
 from gkd.cluster.assignment import sort_visible_gpus, this_placement
 from gkd.cluster.gpu_table import RankPlacement
 from gkd.cluster.startup import WATCH
-from gkd.config.derived import derive
 from gkd.config.schema import Config
 from gkd.data.answers import greedy_sample
 from gkd.data.chunks import chunk_sizes, encode_sizes
@@ -100,7 +99,7 @@ class RolloutWorker(SelfScoring):
         self._set_up(config, torch.device(device, 0) if device == "cuda" else torch.device("cpu"), run_dir)
         remove_files(engine_folder())  # left by a process of this slot that was killed
         self._spans.enter("starting vLLM")
-        derived = derive(config)
+        derived = config.derived
         with self._diagnosed(Phase.BUILD_ENGINE):
             self._set_engine(
                 RolloutEngine(
@@ -163,7 +162,7 @@ class RolloutWorker(SelfScoring):
         with self._spans.span(Phase.OPEN_STREAM):
             self._engine.synchronize()
         # A step may wait for sequences of this age. With a bound of 1 too many are of age 1 to send them early.
-        late_age = max(2, derive(self._config).max_staleness)
+        late_age = max(2, self._config.derived.max_staleness)
         chunks, max_running = Coalescer(n_groups, chunk_size, late_age), self._config.rollout.sequence_limit
         self._session = session  # before the loop exists: no late prompt of the last stream gets into it
         self._loop = EngineLoop(self._engine, max_running, chunks, partial(self._diagnosed, Phase.GENERATE))

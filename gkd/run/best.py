@@ -11,7 +11,7 @@ from gkd.config.schema_trainer import SMALLER_IS_BETTER
 from gkd.errors import CheckpointError, ConfigError
 
 if TYPE_CHECKING:
-    from gkd.config.schema import TrainerConfig
+    from gkd.config.schema_trainer import TrainerConfig
 
 
 @dataclass(frozen=True, slots=True)

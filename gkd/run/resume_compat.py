@@ -8,11 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from gkd.config.declare import IF_CONSTANT, IF_MOVED
-from gkd.config.derived import derive, planned_steps
 from gkd.config.key_list import all_keys, value_of
 from gkd.config.load import load_config
 from gkd.config.routes import kept_on_resume
-from gkd.config.schema import Config
+from gkd.config.schema import Config, planned_steps
 from gkd.config.schema_teacher import BACKENDS
 from gkd.errors import ConfigError
 from gkd.log import get_logger
@@ -69,7 +68,7 @@ def check_same_teacher(file: Path, teacher: Mapping[str, Any], now: Config) -> N
     except (ValueError, KeyError, TypeError) as error:
         problem = f"its teacher.json is damaged ({error!r})."
         raise ConfigError("trainer.run_dir", now.trainer.run_dir, problem, "name another folder.") from error
-    derived, own = derive(now), _by_route(teacher)
+    derived, own = now.derived, _by_route(teacher)
     if by_route.keys() != own.keys():
         problem = f"this run was scored by the routes {sorted(by_route)}."
         raise ConfigError("teacher.routes", sorted(own), problem, "use the same, or another trainer.run_dir.")

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from gkd.config.interval import save_interval
-from gkd.config.schema import TrainerConfig
+from gkd.config.schema_trainer import TrainerConfig
 from gkd.errors import GkdError, TeacherError, TeacherUnavailable
 from gkd.files.disk import naming
 from gkd.log import get_logger

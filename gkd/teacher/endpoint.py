@@ -18,7 +18,6 @@ from typing import Any
 
 import numpy as np
 
-from gkd.config.derived import derive
 from gkd.config.schema import Config
 from gkd.data.columns import ColumnList
 from gkd.data.score_checks import check_top_ids
@@ -49,7 +48,7 @@ class ScoringEndpoint(RecordingEndpoint):
     def __init__(self, config: Config, n_vocab: int, fingerprints: Sequence[str], windows: Sequence[Window]) -> None:
         super().__init__(config)
         self._n_vocab, self._fingerprints, self._windows = n_vocab, fingerprints, windows
-        derived = derive(config)
+        derived = config.derived
         self._signals, self._routes, self._n_student_ids = derived.signals, derived.routes, derived.n_student_ids
         self._lock = threading.Lock()
         self._teachers: list[Teacher] = []  # one per route

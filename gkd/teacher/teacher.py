@@ -41,7 +41,7 @@ class Teacher(Protocol):
         Args:
             rollouts: as many as `gkd.teacher.window.Window.n_per_request` allows, one for hidden and logits; either all
                 have `top_ids`, or none has.
-            signals: `gkd.config.derived.Derived.signals`: "topk" (each row lists the rollout's `top_ids`, if there are
+            signals: `gkd.config.schema.Derived.signals`: "topk" (each row lists the rollout's `top_ids`, if there are
                 any), "sampled" (the logprob of each response token), both, "hidden" (final hidden states; their product
                 with `lm_head` is the logits, not yet divided by the temperature), or "logits" (divided by the
                 temperature; the maximum of each row is 0). Shapes and dtypes: see `TeacherScores`.

@@ -16,7 +16,6 @@ from pathlib import Path
 from gkd.cluster.gpus import gpu_memory_bytes
 from gkd.cluster.host_memory import host_memory_bytes
 from gkd.config.check import check_config
-from gkd.config.derived import derive
 from gkd.config.load import load_config, parse_overrides
 from gkd.config.schema import Config
 from gkd.errors import ConfigError, GkdError
@@ -140,7 +139,7 @@ def _read(args: argparse.Namespace) -> _Case:
     config, choice = with_strategy(config, case.refit, gpu_bytes)
     found = case.refit(config)
     if teacher is not None:
-        longest = derive(config).max_teacher_length
+        longest = config.derived.max_teacher_length
         found.append(teacher_footprint(teacher.config_json, n_tokens=longest, tensors=teacher.tensors))
     return replace(case, config=config, found=with_engine_cache(found, gpu_bytes, config), choice=choice)
 

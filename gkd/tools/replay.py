@@ -15,9 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from gkd.config.check import check_config
-from gkd.config.derived import planned_steps
 from gkd.config.load import load_config, parse_overrides
-from gkd.config.schema import Config
+from gkd.config.schema import Config, planned_steps
 from gkd.errors import ConfigError, GkdError
 from gkd.metrics.writer import read_metrics
 from gkd.roles import ReferenceRole, ScoringRole

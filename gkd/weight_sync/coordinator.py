@@ -9,7 +9,6 @@ from dataclasses import replace
 from typing import Any
 
 from gkd.cluster.calls import gather
-from gkd.config.derived import derive
 from gkd.config.schema import Config
 from gkd.errors import GkdError, RankFailed, RankTimeout, SenderFailed, TransferCutOff, WeightSyncError
 from gkd.log import get_logger
@@ -58,7 +57,7 @@ class WeightSync:
         self._stale = False  # an engine was replaced or a push failed: the groups are unusable, engines may differ
         # Without adapters of their own, the engines get the merged weights at each push; else the base at the first.
         self._contents: tuple[Content, ...] = (
-            ("base", "adapters") if derive(config).engine_adapter_rank else ("merged",)
+            ("base", "adapters") if config.derived.engine_adapter_rank else ("merged",)
         )
         self._plans = {content: self._stage_plans(content, timeout_s) for content in self._contents}
         self._sent: dict[str, str] = {}  # digests of what the engines must hold

@@ -25,7 +25,8 @@ from gkd.actor.pool import ActorPool
 from gkd.cluster.calls import gather
 from gkd.cluster.pools import HELPER_CPUS, Cluster, PoolSpec
 from gkd.config.load import load_config
-from gkd.config.schema import Config, TrainerConfig
+from gkd.config.schema import Config
+from gkd.config.schema_trainer import TrainerConfig
 from gkd.log import get_logger
 from gkd.metrics.writer import read_metrics
 from gkd.rollout import worker as rollout_worker

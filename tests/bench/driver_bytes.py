@@ -137,7 +137,8 @@ def main(argv: Sequence[str]) -> None:
     results: dict[str, dict[str, int]] = {}
     with counted() as counters, started_roles(plan) as roles:
         for name, (n_prompts, share) in BATCHES.items():
-            config.data.max_response_length = int(longest * share)  # the rollout pool reads it for each batch
+            # The rollout pool reads the length for each batch. Other settings would need other processes.
+            object.__setattr__(config.data, "max_response_length", int(longest * share))
             results[name] = measure(roles, plan.train_prompts[:n_prompts], config.rollout.n, counters)
         results["control"] = control(counters)
     print(json.dumps(results))

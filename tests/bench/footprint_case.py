@@ -15,7 +15,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from gkd.config.derived import derive
 from gkd.config.load import load_config
 from gkd.config.schema import Config
 from gkd.data.batching import make_micro_batches
@@ -172,7 +171,7 @@ def _build(rank: int, world_size: int, config: Config, device: str) -> tuple[Any
     actor, where = config.actor, torch.device(device)
     common: dict[str, Any] = {
         "optim": OptimSpec(lr=1e-5),
-        "loss": derive(config).loss,
+        "loss": config.derived.loss,
         "dtype": getattr(torch, config.model.dtype),
         "device": where,
         "seed": 1,

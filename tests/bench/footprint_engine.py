@@ -11,7 +11,7 @@ import sys
 import numpy as np
 import torch
 
-from gkd.config.schema import RolloutConfig
+from gkd.config.schema_rollout import RolloutConfig
 from gkd.types import Prompt
 from tests.bench.footprint_memory import Meter
 

@@ -13,8 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from gkd.config.derived import logits_chunk_bytes
 from gkd.config.loss_spec import LossSpec, LossTerm
+from gkd.config.schema import logits_chunk_bytes
 from gkd.loss.distill_loss import DistillLoss
 from gkd.loss.row_kernels import TorchRows
 from gkd.loss.token_loss import topk_losses

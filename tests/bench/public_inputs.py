@@ -23,7 +23,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from gkd.config.schema import Config, DataConfig
+from gkd.config.key_list import with_values
+from gkd.config.schema import Config
+from gkd.config.schema_sections import DataConfig
 from gkd.config.schema_teacher import TeacherConfig
 from gkd.data.prompts import RowReader, load_prompts
 from gkd.errors import ConfigError
@@ -107,8 +109,8 @@ def folders(rounds: int) -> Part:
         for name, (number, before) in FOLDERS.items():
             folder = Path(shutil.copytree(sound, Path(root) / name))
             damages[name](folder)
-            config = Config()
-            config.model.path, config.data.max_prompt_length, config.data.max_response_length = str(folder), 16, 16
+            lengths = {"data.max_prompt_length": 16, "data.max_response_length": 16}
+            config = with_values(Config(), {"model.path": str(folder), **lengths})
             try:
                 check_student(config)
                 now, accepted = "accepted", accepted + 1

@@ -116,7 +116,7 @@ def engine(connection: Connection, folder: Path, gpu: int | None) -> None:
 
     device = device_of(gpu)
     os.environ.update({**(CPU_ENV if gpu is None else {}), "VLLM_LOGGING_LEVEL": "ERROR", "TQDM_DISABLE": "1"})
-    from gkd.config.schema import RolloutConfig
+    from gkd.config.schema_rollout import RolloutConfig
     from gkd.rollout.engine import RolloutEngine
     from gkd.weight_sync.group import TransferGroup
     from gkd.weight_sync.transfer import receive

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from gkd.config.schema import LoraConfig
+from gkd.config.schema_actor import LoraConfig
 from tests.dist.megatron_reference import BETAS, CLIP, EPS, LR, WEIGHT_DECAY, dense_bucket_loss_sum, make_micro_batches
 
 LORA = LoraConfig(rank=4, alpha=8.0, targets=["q_proj", "v_proj", "down_proj"])

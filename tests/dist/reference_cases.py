@@ -13,7 +13,7 @@ import torch
 
 from gkd.config.load import load_config
 from gkd.config.loss_spec import LossSpec, LossTerm
-from gkd.config.schema import LoraConfig
+from gkd.config.schema_actor import LoraConfig
 from gkd.data.batching import make_micro_batches
 from gkd.types import Rollout, TeacherScores
 from tests.device import host, kind, rank_device

@@ -22,7 +22,7 @@ from gkd.cluster.pools import Cluster
 from gkd.cluster.processes import process_info
 from gkd.cluster.slots import Pool
 from gkd.cluster.startup import WATCH
-from gkd.config.schema import RolloutConfig
+from gkd.config.schema_rollout import RolloutConfig
 from gkd.errors import EngineFailed, RankFailed
 from gkd.rollout.recovery import Engines
 from gkd.rollout.watch import EngineWatch, Pulse

@@ -16,7 +16,8 @@ import pytest
 import torch
 
 from gkd.config.load import load_config
-from gkd.config.schema import Config, LoraConfig
+from gkd.config.schema import Config
+from gkd.config.schema_actor import LoraConfig
 from gkd.footprint.activations import Kernels
 from gkd.footprint.megatron import stages
 from gkd.hf.model_dims import ModelDims, read_dims

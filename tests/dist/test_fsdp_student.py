@@ -16,7 +16,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from gkd.config.schema import LoraConfig
+from gkd.config.schema_actor import LoraConfig
 from tests.device import rank_device
 from tests.dist.fsdp_resume_cases import OTHER_WORLD, SAME_WORLD, in_two, resume_in_one, save_in_one
 from tests.dist.helpers import caught, run_ranks

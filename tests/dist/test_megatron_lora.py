@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from gkd.config.schema import LoraConfig
+from gkd.config.schema_actor import LoraConfig
 from tests.device import host
 from tests.dist.helpers import caught, run_ranks
 from tests.dist.megatron_reference import make_hf_folder, make_micro_batches

@@ -29,7 +29,8 @@ def _probe(student: Path, tp: int) -> dict[str, Any]:
     from transformers import AutoModelForCausalLM
 
     from gkd.actor.common.lora import scaled_factors
-    from gkd.config.schema import LoraConfig, RolloutConfig
+    from gkd.config.schema_actor import LoraConfig
+    from gkd.config.schema_rollout import RolloutConfig
     from gkd.rollout.engine import RolloutEngine
     from gkd.rollout.sampling import Sampling
     from gkd.weight_sync.buckets import differing

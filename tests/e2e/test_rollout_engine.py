@@ -37,7 +37,7 @@ def _probe(student: Path, n_vocab: int) -> dict[Any, Any]:
     from transformers import AutoModelForCausalLM
     from vllm.usage.usage_lib import is_usage_stats_enabled
 
-    from gkd.config.schema import RolloutConfig
+    from gkd.config.schema_rollout import RolloutConfig
     from gkd.errors import GkdError
     from gkd.rollout.engine import RolloutEngine
     from gkd.rollout.sampling import Sampling, read_logprobs, vllm_params

@@ -51,7 +51,7 @@ def _probe(old: Path, new: Path) -> dict[str, Any]:
     from safetensors.torch import load_file
     from transformers import AutoModelForCausalLM
 
-    from gkd.config.schema import RolloutConfig
+    from gkd.config.schema_rollout import RolloutConfig
     from gkd.errors import WeightSyncError
     from gkd.rollout.engine import RolloutEngine
     from gkd.rollout.sampling import Sampling

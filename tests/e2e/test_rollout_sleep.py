@@ -52,7 +52,7 @@ def _probe(student: Path, vocab: int) -> dict[str, Any]:
     import torch
     from safetensors.torch import load_file
 
-    from gkd.config.schema import RolloutConfig
+    from gkd.config.schema_rollout import RolloutConfig
     from gkd.errors import GkdError
     from gkd.rollout.engine import RolloutEngine
     from gkd.rollout.sampling import Sampling
@@ -265,7 +265,7 @@ def test_calls_that_a_sleeping_engine_refuses(probe: dict[str, Any]) -> None:
 
 
 def _probe_two_workers(student: Path) -> dict[str, Any]:
-    from gkd.config.schema import RolloutConfig
+    from gkd.config.schema_rollout import RolloutConfig
     from gkd.rollout.engine import RolloutEngine
     from gkd.rollout.sampling import Sampling
     from gkd.weight_sync.group import GroupSpec

@@ -72,7 +72,7 @@ def _probe(student: Path, n_vocab: int) -> dict[str, Any]:
     import torch
     from transformers import AutoModelForCausalLM
 
-    from gkd.config.schema import RolloutConfig
+    from gkd.config.schema_rollout import RolloutConfig
     from gkd.rollout.coalesce import Coalescer
     from gkd.rollout.engine import RolloutEngine
     from gkd.rollout.engine_loop import EngineLoop

@@ -50,7 +50,7 @@ def _probe(student: Path, eager: bool) -> dict[str, Any]:
     """Run in a child process: vLLM allows one engine per process."""
     from safetensors.torch import load_file
 
-    from gkd.config.schema import RolloutConfig
+    from gkd.config.schema_rollout import RolloutConfig
     from gkd.errors import GkdError
     from gkd.rollout.engine import RolloutEngine
     from gkd.rollout.sampling import Sampling

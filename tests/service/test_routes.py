@@ -13,7 +13,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from gkd.config.derived import derive
 from gkd.config.load import load_config
 from gkd.errors import ConfigError, TeacherUnavailable
 from gkd.preflight.teacher import check_reachable, check_teacher, request_info
@@ -32,7 +31,7 @@ ALONE = ("--max-batch-tokens", "2")  # one sequence per batch, so that scores do
 def endpoint(*overrides: str) -> Iterator[ScoringEndpoint]:
     settings = ("teacher.topk=8", "teacher.wire=fp32", "data.teacher_key=d", "teacher.outage_budget_s=1.5")
     config = load_config(None, [*settings, *overrides])
-    n_routes = len(derive(config).routes)
+    n_routes = len(config.derived.routes)
     opened = ScoringEndpoint(config, CUT, [""] * n_routes, [Window(16, 3)] * n_routes)
     with ExitStack() as stack:
         for client in opened.clients():
@@ -123,17 +122,17 @@ def test_the_checks_before_the_start_name_the_route(server: ServerProcess, other
     """Fails if one of several teachers is not checked, or the error does not name its route or key."""
     base = ["data.teacher_key=d", f"teacher.server_port={server.port}", "data.max_response_length=9000"]
     config = load_config(None, [*base, f"teacher.routes={{a: {{}}, b: {{server_port: {other_server.port}}}}}"])
-    for route in derive(config).routes:
+    for route in config.derived.routes:
         check_reachable(route)
         assert request_info(route).vocab_size == TINY_VOCAB
     closed = load_config(None, [*base, "teacher.routes={a: {}, b: {server_port: 1}}"])
     with pytest.raises(TeacherUnavailable, match=r"teacher\.routes\.b"):
-        check_reachable(derive(closed).routes[1])
+        check_reachable(closed.derived.routes[1])
     named = load_config(None, [*base, "teacher.routes={a: {}, b: {name: nobody}}"])
     with pytest.raises(ConfigError) as caught:
-        request_info(derive(named).routes[1])
+        request_info(named.derived.routes[1])
     assert caught.value.key == "teacher.routes.b.name"
-    route = derive(config).routes[1]
+    route = config.derived.routes[1]
 
     class Tokenizer:
         def get_vocab(self) -> dict[str, int]:

@@ -12,7 +12,7 @@ import msgspec
 import pytest
 
 from gkd.config.load import load_config
-from gkd.config.schema import DataConfig
+from gkd.config.schema_sections import DataConfig
 from gkd.preflight.chat_templates import template_warning
 from gkd.preflight.run import preflight
 from gkd.teacher.info import TeacherInfo

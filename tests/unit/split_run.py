@@ -8,7 +8,6 @@ from pathlib import Path
 import numpy as np
 
 from gkd.cluster.gpu_table import TEACHER, GpuInfo, GpuMap, RankPlacement
-from gkd.config.derived import derive
 from gkd.config.load import config_yaml, load_config
 from gkd.config.schema import Config
 from gkd.metrics.pools import layout_numbers, rollout_numbers, shares
@@ -68,7 +67,7 @@ def write_run(
 def _one_step(
     config: Config, rates: Rates, lengths: np.ndarray, workers: int, step: int
 ) -> tuple[list[ScoredChunk], dict[str, float], dict[str, float]]:
-    dp, engines = (derived := derive(config)).dp_size, derived.n_engines
+    dp, engines = (derived := config.derived).dp_size, derived.n_engines
     place = np.arange(len(lengths))
     usages = [_answered(lengths[place % engines == e].tolist(), config, rates) for e in range(engines)]
     batch, now_s = [], 1000.0 * step

@@ -9,7 +9,9 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file, save_file
 
-from gkd.config.schema import Config, LoraConfig
+from gkd.config.key_list import with_values
+from gkd.config.schema import Config
+from gkd.config.schema_actor import LoraConfig
 from gkd.errors import ConfigError, GkdError
 from gkd.preflight.student import check_student
 from tests.dist.megatron_reference import make_hf_folder
@@ -25,13 +27,9 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def _config(folder: Path, **actor: object) -> Config:
     """Return settings with 4 actor ranks and sequences of up to 32 tokens."""
-    config = Config()
-    config.model.path = str(folder)
-    config.trainer.n_gpus_per_node = 4
-    config.data.max_prompt_length = config.data.max_response_length = 16
-    for key, value in actor.items():
-        setattr(config.actor, key, value)
-    return config
+    values = {"model.path": str(folder), "trainer.n_gpus_per_node": 4}
+    lengths = {"data.max_prompt_length": 16, "data.max_response_length": 16}
+    return with_values(Config(), values | lengths | {f"actor.{key}": value for key, value in actor.items()})
 
 
 def _refusal(config: Config) -> GkdError:
@@ -78,7 +76,7 @@ def test_engines_with_experts_get_merged_weights(folders: Path, strategy: str) -
     for folder, refused in (("qwen3_moe", True), ("qwen3", False)):
         config = _config(folders / folder, lora=lora, strategy=strategy)
         check_student(config)
-        config.weight_sync.lora = "adapters"
+        config = with_values(config, {"weight_sync.lora": "adapters"})
         if refused:
             error = _refusal(config)
             assert isinstance(error, ConfigError) and error.key == "weight_sync.lora"
@@ -99,8 +97,7 @@ def test_experts_that_the_engines_cannot_split(folders: Path, tmp_path: Path) ->
     content = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(content | {"moe_intermediate_size": 23}))
     check_student(config)
-    config.rollout.tp = 2
-    error = _refusal(config)
+    error = _refusal(with_values(config, {"rollout.tp": 2}))
     assert isinstance(error, ConfigError) and error.key == "rollout.tp" and "23" in str(error)
 
 

@@ -14,7 +14,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from gkd.config.schema import DataConfig
+from gkd.config.schema_sections import DataConfig
 from gkd.data.conversation import ROLES, read_conversation
 from gkd.data.prompts import load_prompts
 from gkd.data.render import PromptRenderer

@@ -13,7 +13,7 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
-from gkd.config.schema import DataConfig
+from gkd.config.schema_sections import DataConfig
 from gkd.data.prompts import load_prompts, load_tokenizer
 from gkd.errors import ConfigError
 

@@ -12,8 +12,7 @@ from torch import Tensor
 from gkd.actor.common.step import BatchSums, diagnostics
 from gkd.config.loss_spec import LossSpec, LossTerm
 from gkd.config.routes import Route
-from gkd.config.schema import TeacherConfig
-from gkd.config.schema_teacher import NORMALIZATIONS
+from gkd.config.schema_teacher import NORMALIZATIONS, TeacherConfig
 from gkd.data.batching import make_micro_batches
 from gkd.data.normalize import count, sequence_weights, size_numbers
 from gkd.errors import DataError

@@ -27,7 +27,11 @@ from gkd.actor.fsdp.probe import probe_on_meta
 from gkd.actor.fsdp.weights import file_parts, match_files
 from gkd.actor.pool import ActorPool
 from gkd.config.check_parallel import check_engine_split
-from gkd.config.schema import ActorConfig, Config, DataConfig, LoraConfig, ModelConfig, TrainerConfig
+from gkd.config.key_list import with_values
+from gkd.config.schema import Config
+from gkd.config.schema_actor import ActorConfig, LoraConfig
+from gkd.config.schema_sections import DataConfig, ModelConfig
+from gkd.config.schema_trainer import TrainerConfig
 from gkd.errors import ConfigError, ModelError
 from gkd.hf.files import check_headers, open_tensors, weights_digest
 from gkd.preflight.fsdp_student import check_fsdp_student, distinct_sizes
@@ -67,24 +71,20 @@ def test_a_whole_folder_passes_with_its_sizes(qwen3: Path) -> None:
     config = _config(qwen3, lora=LoraConfig(rank=2))
     assert check_fsdp_student(config) == (VOCAB, 64)
     assert check_student(config) == VOCAB
-    config.rollout.tp = 3
     with refuses("rollout.tp"):
-        check_student(config)
-    config.rollout.tp, config.data.max_response_length = 1, 33
+        check_student(with_values(config, {"rollout.tp": 3}))
     with pytest.raises(ConfigError, match="65 tokens"):
-        check_student(config)
+        check_student(with_values(config, {"data.max_response_length": 33}))
 
 
 def test_sizes_that_a_model_does_not_name_are_not_checked(folders: Path) -> None:
     """Fails if a model without heads, or with one MLP size for each layer, is refused."""
-    config = _config(folders / "mamba", packing=False)
-    config.rollout.tp = 4
+    config = with_values(_config(folders / "mamba", packing=False), {"rollout.tp": 4})
     assert check_fsdp_student(config)[1] == sys.maxsize
     falcon = _config(folders / "falcon", packing=False)
     check_student(falcon)
-    falcon.rollout.tp = 3
     with refuses("rollout.tp"):
-        check_student(falcon)
+        check_student(with_values(falcon, {"rollout.tp": 3}))
     by_layer = PretrainedConfig(intermediate_size=[48, 96, 48])
     assert distinct_sizes(by_layer, "intermediate_size") == (48, 96)
     with pytest.raises(ConfigError) as caught:
@@ -264,8 +264,7 @@ def test_a_broken_folder_is_named(qwen3: Path, tmp_path: Path) -> None:
 
 def test_sequences_longer_than_the_model_are_refused(qwen3: Path) -> None:
     """Fails if positions beyond the model's are trained silently."""
-    config = _config(qwen3)
-    config.data.max_response_length = 33
+    config = with_values(_config(qwen3), {"data.max_response_length": 33})
     with pytest.raises(ConfigError) as caught:
         check_student(config)
     assert caught.value.key == "data.max_response_length"
@@ -276,7 +275,7 @@ def test_all_ranks_export_together() -> None:
     ranks = ["rank 0", "rank 1", "rank 2"]  # instead of handles, which are only passed on
     config = Config(actor=ActorConfig(strategy="fsdp2"), trainer=TrainerConfig(n_gpus_per_node=3))
     assert ActorPool(ranks, config).exporters() == [ranks]
-    config.actor.strategy = "megatron"
+    config = with_values(config, {"actor.strategy": "megatron"})
     assert ActorPool(ranks, config).exporters() == [["rank 0"]]
 
 

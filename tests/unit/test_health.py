@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from gkd.config.load import load_config
-from gkd.config.schema import HEALTH_CHECKS
+from gkd.config.schema_sections import HEALTH_CHECKS
 from gkd.health.checks import CHECKS, NEED_EQUAL_SAMPLING
 from gkd.health.history import N_RECENT, History
 from gkd.health.monitor import CLEAR_AFTER, PREFIX, Changes, Monitor

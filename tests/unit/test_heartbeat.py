@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from gkd.cluster.startup import summary
-from gkd.config.schema import DataConfig
+from gkd.config.schema_sections import DataConfig
 from gkd.console.heartbeat import Heartbeat
 from gkd.console.teacher_watch import TeacherWatch
 from gkd.data.prompts import load_prompts

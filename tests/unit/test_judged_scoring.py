@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from gkd.config.derived import derive
 from gkd.config.load import load_config
 from gkd.data.chunks import part_of
 from gkd.metrics.writer import read_metrics
@@ -99,7 +98,7 @@ def test_each_group_gets_its_part_of_the_workers(
     monkeypatch.setattr("gkd.reward.scoring.ray", SimpleNamespace(put=lambda rows: rows))
     layout = (f"trainer.n_gpus_per_node={groups}", f"reward.workers={workers}", "reward.functions=[{path: length}]")
     config = load_config(None, layout)
-    derived = derive(config)
+    derived = config.derived
     assert derived.dp_size == groups and workers_per_endpoint(config, groups) == each
     started = SimpleNamespace(options=lambda **_: SimpleNamespace(remote=lambda *args: calls.append(args[:2])))
     init_judging(config, derived, [], [], [SimpleNamespace(init_judging=started)] * groups, 9.0)
@@ -209,7 +208,7 @@ def test_held_out_responses_get_no_reward_of_training(calls: list[Any], tmp_path
         return np.array([[len(calls), 0.0], [0.0, 0.0]]).tobytes()
 
     endpoint = SimpleNamespace(judge=SimpleNamespace(options=lambda **_: SimpleNamespace(remote=judge)))
-    roles = with_judges(trainer.roles, trainer.config, derive(trainer.config), [endpoint])
+    roles = with_judges(trainer.roles, trainer.config, trainer.config.derived, [endpoint])
     trainer = type(trainer)(trainer.config, roles, PROMPTS, PROMPTS[:2], trainer.folder, 1)
     trainer.fit()
     assert len(world.of_evaluation) == 4 and all(each is None for each in world.of_evaluation)

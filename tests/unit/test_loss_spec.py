@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from gkd.config.loss_spec import LossSpec, LossTerm, loss_spec, teacher_signals
-from gkd.config.schema import DistillConfig, LossTermConfig
+from gkd.config.schema_teacher import DistillConfig, LossTermConfig
 from teacher_server.wire.protocol import Signal
 from tests.refusals import refuses
 

@@ -13,6 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from gkd.config.key_list import with_values
 from gkd.config.load import load_config
 from gkd.config.schema import Config
 from gkd.errors import ConfigError, ModelError
@@ -46,11 +47,8 @@ def tied(models: Path, tmp_path: Path) -> Path:
 
 
 def _config(folder: Path, strategy: str = "megatron") -> Config:
-    config = Config()
-    config.model.path = str(folder)
-    config.actor.strategy = strategy
-    config.data.max_prompt_length = config.data.max_response_length = 16
-    return config
+    lengths = {"data.max_prompt_length": 16, "data.max_response_length": 16}
+    return with_values(Config(), {"model.path": str(folder), "actor.strategy": strategy, **lengths})
 
 
 def _set(folder: Path, **changes: Any) -> None:

@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 
 from gkd.config.check import check_config
-from gkd.config.derived import derive
 from gkd.config.load import load_config
 from gkd.config.schema import Config
 from gkd.errors import ConfigError
@@ -75,8 +74,8 @@ def test_the_strategy_is_resident_where_all_models_fit(frozen: tuple[str, ...]) 
     """Fails if the student's states move on a card where all models fit, or stay where they do not fit."""
 
     def refit(config: Config) -> Sequence[RankFootprint]:
-        of_teacher = (QWEN25_15B, None) if derive(config).teacher_pool == "actor" else None
-        of_reference = (QWEN25_15B, None) if derive(config).reference_folder else None
+        of_teacher = (QWEN25_15B, None) if config.derived.teacher_pool == "actor" else None
+        of_reference = (QWEN25_15B, None) if config.derived.reference_folder else None
         return footprint(config, QWEN25_15B, local_teacher=of_teacher, reference=of_reference)
 
     def settings(*overrides: str) -> Config:

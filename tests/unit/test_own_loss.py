@@ -10,10 +10,9 @@ from torch import Tensor
 
 from gkd.actor.common.base import StudentArgs, build_loss
 from gkd.actor.common.step import BatchSums, diagnostics
-from gkd.config.derived import derive
 from gkd.config.load import load_config
 from gkd.config.loss_spec import LossSpec, LossTerm, loss_spec
-from gkd.config.schema import DistillConfig, LossTermConfig
+from gkd.config.schema_teacher import DistillConfig, LossTermConfig
 from gkd.errors import ConfigError
 from gkd.loss.divergence_slopes import value_and_slope
 from gkd.preflight.loss_functions import check_loss_functions
@@ -68,7 +67,7 @@ def refusal(path: str) -> ConfigError:
     """Return the error of a run with this loss."""
     config = load_config(None, [f"distill.loss={path}"])
     with pytest.raises(ConfigError) as caught:
-        check_loss_functions(config, derive(config))
+        check_loss_functions(config, config.derived)
     return caught.value
 
 
@@ -108,7 +107,7 @@ def test_the_start_is_refused(tmp_path: Path) -> None:
 def test_a_right_function_is_accepted(path: str) -> None:
     """Fails if the example of the documentation, or a formula without care for infinities, is refused."""
     config = load_config(None, [f"distill.loss={path}"])
-    check_loss_functions(config, derive(config))
+    check_loss_functions(config, config.derived)
 
 
 def test_an_entry_of_a_mixture_is_named_and_has_parameters() -> None:
@@ -116,7 +115,7 @@ def test_an_entry_of_a_mixture_is_named_and_has_parameters() -> None:
     wrong = f"{{name: '{__name__}:counting'}}"
     config = load_config(None, [f"distill.losses=[{{name: forward_kl}},{wrong}]"])
     with pytest.raises(ConfigError) as caught:
-        check_loss_functions(config, derive(config))
+        check_loss_functions(config, config.derived)
     assert caught.value.key == "distill.losses[1].name"
     spec = loss_spec(DistillConfig(losses=[LossTermConfig("k1"), LossTermConfig(OWN, 2.0, alpha=0.3)]), 1.0)
     assert spec.divergences == (LossTerm(OWN, 2.0, alpha=0.3),)

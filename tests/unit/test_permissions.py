@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from gkd.config.schema import DataConfig
+from gkd.config.schema_sections import DataConfig
 from gkd.errors import ConfigError
 from gkd.main_gkd import main
 from gkd.preflight.chat_templates import template_warning

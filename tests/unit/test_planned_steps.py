@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from gkd.config.derived import planned_steps
 from gkd.config.load import load_config
+from gkd.config.schema import planned_steps
 from gkd.preflight.run import early_end_warning
 
 

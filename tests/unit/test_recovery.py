@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from gkd.config.schema import RolloutConfig
+from gkd.config.schema_rollout import RolloutConfig
 from gkd.errors import EngineFailed, GkdError, OutOfMemory, RankFailed, RankTimeout, SenderFailed, WeightSyncError
 from gkd.rollout.recovery import Engines
 from gkd.types import EngineRestarts

@@ -19,7 +19,6 @@ import pytest
 from math_verify.errors import TimeoutException
 
 from examples.quickstart.addition import build_tokenizer
-from gkd.config.derived import derive
 from gkd.config.function_path import search_path
 from gkd.config.load import load_config
 from gkd.config.schema import Config
@@ -77,7 +76,7 @@ def rollout(prompt_id: int, response: str, reason: str = "stop") -> Rollout:
 def test_judging_calls_the_functions_of_each_set_of_prompts(config: Config) -> None:
     """Fails if a function gets another row, prompt or response, or the functions of another set of prompts."""
     rows = [Prompt(i, ids("x"), row=encode_row(f"t:{i}", {"level": i, "answer": str(3 * i)})) for i in (1, 3, 4)]
-    table, derived = RowTable.of(rows), derive(config)
+    table, derived = RowTable.of(rows), config.derived
     functions = {TRAINING: derived.rewards, VALIDATION: derived.metrics}
     judging = Judging(config, functions, 2, search_path(), table, table)
     try:
@@ -152,7 +151,7 @@ def test_functions_are_imported_before_the_start(config: Config, path: str) -> N
     """Fails if a typing error in a path is found after the models are loaded."""
     wrong = load_config(None, [f"model.path={config.model.path}", f"reward.functions=[{{path: '{path}'}}]"])
     with pytest.raises(ConfigError) as caught:
-        check_functions(wrong, derive(wrong))
+        check_functions(wrong, wrong.derived)
     assert caught.value.key == "reward.functions"
 
 

@@ -14,7 +14,6 @@ import numpy as np
 import pytest
 
 from gkd.config.check import check_config
-from gkd.config.derived import derive
 from gkd.config.load import config_yaml, load_config
 from gkd.config.schema import Config
 from gkd.data.prompts import load_prompts
@@ -43,15 +42,15 @@ def refused(*settings: str) -> str:
 def test_a_route_inherits_what_it_leaves_out() -> None:
     """Fails if a route ignores a key of its own or of the section, or the order of the YAML changes the indices."""
     config = load_config(None, [*TWO, "teacher.server_ip=host", "teacher.topk=5"])
-    code, math = derive(config).routes
+    code, math = config.derived.routes
     assert (code.name, math.name) == ("code", "math")
     assert (code.teacher.server_port, code.teacher.temperature, code.weight) == (15555, 0.5, 2.0)
     assert (math.teacher.server_port, math.teacher.temperature, math.weight) == (7, 1.0, 1.0)
     assert {route.teacher.server_ip for route in (code, math)} == {"host"} and code.teacher.topk == 5
     assert math.key("server_port") == "teacher.routes.math.server_port" and math.key("keys") == "teacher.keys"
     swapped = load_config(None, [*BASE, "teacher.routes={code: {}, math: {}}"])
-    assert [route.name for route in derive(swapped).routes] == ["code", "math"]
-    (only,) = derive(load_config(None, BASE)).routes
+    assert [route.name for route in swapped.derived.routes] == ["code", "math"]
+    (only,) = load_config(None, BASE).derived.routes
     assert only.name == "" and only.key("server_port") == "teacher.server_port"
 
 
@@ -119,9 +118,10 @@ def test_each_row_names_its_route(tmp_path: Path, tokenizer: Any) -> None:
     """Fails if a row gets another teacher, or one that names none does not stop the start."""
     config = load_config(None, TWO)
 
-    def routes(*values: Any) -> list[int]:
+    def routes(*values: Any, default: str = "") -> list[int]:
+        teacher = replace(config.teacher, default_route=default)
         prompts, _ = load_prompts(
-            [rows(tmp_path, *values)], config.data, tokenizer, "data.train_files", teacher=config.teacher
+            [rows(tmp_path, *values)], config.data, tokenizer, "data.train_files", teacher=teacher
         )
         return [prompt.route for prompt in prompts]
 
@@ -130,8 +130,7 @@ def test_each_row_names_its_route(tmp_path: Path, tokenizer: Any) -> None:
         with pytest.raises(ConfigError) as caught:
             routes({"domain": "math"}, bad)
         assert caught.value.key == "data.teacher_key" and "rows.jsonl:2" in caught.value.problem
-    config.teacher.default_route = "code"
-    assert routes({"domain": "law"}, {"domain": None}, {}, {"domain": "math"}) == [0, 0, 0, 1]
+    assert routes({"domain": "law"}, {"domain": None}, {}, {"domain": "math"}, default="code") == [0, 0, 0, 1]
 
 
 def prompts(*counts: int) -> list[Prompt]:
@@ -196,9 +195,9 @@ def test_without_shares_the_order_is_that_of_all_prompts() -> None:
 def test_shares_that_cannot_be_drawn_are_refused() -> None:
     """Fails if a run starts with a route without rows, or with more routes than a batch can alternate."""
     config = shared("{a: 1, b: 1}", 8)
-    check_shares(config, derive(config), prompts(1, 1))
+    check_shares(config, config.derived, prompts(1, 1))
     with pytest.raises(ConfigError) as caught:
-        check_shares(config, derive(config), prompts(3))
+        check_shares(config, config.derived, prompts(3))
     assert caught.value.key == "data.domain_shares"
     with pytest.raises(ConfigError) as caught:
         shared("{a: 1, b: 1, c: 1, d: 1}", 4)
@@ -234,7 +233,7 @@ class Info:
 def test_a_resumed_run_refuses_another_model_of_a_route(tmp_path: Path) -> None:
     """Fails if one of several teachers may change its weights unnoticed, or the error names another route."""
     config, file = load_config(None, TWO), tmp_path / "teacher.json"
-    routes: Any = derive(config).routes
+    routes: Any = config.derived.routes
     same: Any = teacher_identity(routes, [Info("a"), Info("b")])  # type: ignore[list-item]
     file.write_text(teacher_json(same))
     check_same_teacher(file, same, config)
@@ -245,7 +244,7 @@ def test_a_resumed_run_refuses_another_model_of_a_route(tmp_path: Path) -> None:
         assert caught.value.key == key
     one = load_config(None, BASE)
     with pytest.raises(ConfigError) as caught:
-        check_same_teacher(file, teacher_identity(derive(one).routes, [Info("a")]), one)  # type: ignore[list-item]
+        check_same_teacher(file, teacher_identity(one.derived.routes, [Info("a")]), one)  # type: ignore[list-item]
     assert caught.value.key == "teacher.routes"
 
 

@@ -10,7 +10,6 @@ import pytest
 
 from examples.quickstart.addition import build_tokenizer
 from gkd.config.check import check_config
-from gkd.config.derived import derive
 from gkd.config.load import load_config
 from gkd.data.batching import without_first
 from gkd.errors import ConfigError
@@ -32,7 +31,7 @@ def test_a_server_of_version_1_is_refused_if_it_lacks_a_feature(setting: str) ->
     own = tokenizer_fingerprint(tokenizer.get_vocab())
     info = TeacherInfo("t", "m", "p", "f", 10, 4, own, 9999, 1, 1, "hf", "cpu", "float32", 1)
     config = load_config(None, BASE)
-    (route,) = derive(config).routes
+    (route,) = config.derived.routes
     assert check_teacher(config, route, info, tokenizer, 9) == 9
     config = load_config(None, [*BASE, setting])
     assert check_teacher(config, route, replace(info, protocol_version=2), tokenizer, 9) == 9

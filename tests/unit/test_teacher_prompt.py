@@ -13,10 +13,9 @@ import pytest
 
 from examples.quickstart.addition import build_tokenizer
 from gkd.config.check import check_config
-from gkd.config.derived import derive
 from gkd.config.load import load_config
 from gkd.config.routes import Route
-from gkd.config.schema import DataConfig
+from gkd.config.schema_sections import DataConfig
 from gkd.config.schema_teacher import TeacherConfig
 from gkd.data.batching import make_micro_batches, without_first
 from gkd.data.chunks import dataset_chunks
@@ -167,7 +166,7 @@ def test_the_teachers_limit_is_that_of_its_own_prompt() -> None:
     """Fails if the teacher's longer prompt is not compared with its context, or the student's model gets its length."""
     settings = ["data.max_prompt_length=8", "data.max_response_length=8", "data.teacher_prompt_key=t", "teacher.topk=1"]
     config = load_config(None, [*BASE, *settings, "data.max_teacher_prompt_length=25"])
-    assert (derive(config).max_sequence_length, derive(config).max_teacher_length) == (16, 33)
+    assert (config.derived.max_sequence_length, config.derived.max_teacher_length) == (16, 33)
     tokenizer = build_tokenizer()
     own = tokenizer_fingerprint(tokenizer.get_vocab())
     info = TeacherInfo("t", "m", "p", "f", 10, 4, own, 99, 1, 1, "hf", "cpu", "float32", 1)

@@ -18,7 +18,7 @@ from gkd.config.dialects.expressions import TRACKERS, NotConvertible
 from gkd.config.dialects.table import OldSettings, dialects
 from gkd.config.key_list import all_keys
 from gkd.config.load import load_config
-from gkd.config.schema import TRACKER_NAMES
+from gkd.config.schema_trainer import TRACKER_NAMES
 from gkd.errors import ClusterError, ConfigError
 from gkd.metrics import trackers
 from gkd.metrics.writer import read_metrics

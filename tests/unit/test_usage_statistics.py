@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from gkd.cluster.pools import Cluster
-from gkd.config.schema import RolloutConfig
+from gkd.config.schema_rollout import RolloutConfig
 from gkd.rollout.engine_start import start_vllm
 from teacher_server.engines.vllm import set_vllm_environment
 

@@ -18,8 +18,8 @@ from torch import Tensor
 from gkd.actor.common.host_copies import HostCopies, Snapshot
 from gkd.actor.common.optim_spec import OptimSpec
 from gkd.actor.common.step import BatchSums, diagnostics, evaluation, not_finite
-from gkd.config.derived import logits_chunk_bytes
 from gkd.config.loss_spec import LossSpec
+from gkd.config.schema import logits_chunk_bytes
 from gkd.loss.distill_loss import DistillLoss
 from gkd.loss.divergence import divergence_of
 from gkd.loss.reduce import token_mean

@@ -20,7 +20,6 @@ from typing import Any
 
 from gkd.actor.megatron.layout import ParallelLayout
 from gkd.cluster.calls import Pending, gather
-from gkd.config.derived import derive
 from gkd.config.schema import Config
 from gkd.config.schema_teacher import ACTOR
 from gkd.data.scatter import scatter_to_ranks
@@ -117,7 +116,7 @@ class ReferencePool:
     def __init__(self, workers: Sequence[Any], endpoints: Sequence[Any], config: Config) -> None:
         self._workers, self._endpoints = list(workers), list(endpoints)
         self._timeout_s = config.trainer.stage_timeout_s
-        derived = derive(config)
+        derived = config.derived
         self._method, self._options = "reference_logprobs", dict[str, Any]()
         if derived.reference_is_actor:
             groups = data_parallel_groups(len(workers), config)

@@ -16,7 +16,6 @@ import torch
 from gkd.actor.common.agree import same_error
 from gkd.actor.common.base import Student
 from gkd.actor.frozen.model import FrozenModel
-from gkd.config.derived import derive
 from gkd.config.schema import Config
 from gkd.data.batching import check_batch, make_micro_batches
 from gkd.types import Rollout
@@ -26,7 +25,7 @@ from teacher_server.engines.base import ScoreParams
 def frozen_reference(config: Config, device: torch.device) -> FrozenModel:
     """Build the reference model. Collective. Raises as `FrozenModel`."""
     actor = config.actor
-    derived = derive(config)
+    derived = config.derived
     return FrozenModel(
         derived.reference_folder,
         device=device,

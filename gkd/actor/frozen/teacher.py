@@ -16,7 +16,6 @@ from gkd.actor.common.host_copies import Snapshot
 from gkd.actor.frozen.follow import Follower
 from gkd.actor.frozen.model import FrozenModel, Table
 from gkd.actor.megatron.layout import ParallelLayout
-from gkd.config.derived import derive
 from gkd.config.schema import Config
 from gkd.config.schema_teacher import weight_updates
 from gkd.data.scatter import map_selected
@@ -41,7 +40,7 @@ class LocalTeacher:
     def __init__(self, config: Config, student: Student, layout: ParallelLayout, device: torch.device) -> None:
         teacher, actor = config.teacher, config.actor
         self._student, self._n_vocab = student, student.n_vocab
-        derived, updates = derive(config), weight_updates(teacher)
+        derived, updates = config.derived, weight_updates(teacher)
         self._model = FrozenModel(
             teacher.path,
             device=device,

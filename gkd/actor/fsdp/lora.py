@@ -23,7 +23,7 @@ from transformers.pytorch_utils import Conv1D
 
 from gkd.actor.common.lora import first_a, is_target, merge
 from gkd.actor.fsdp.weights import Place, first_row, full_tensor
-from gkd.config.schema import LoraConfig
+from gkd.config.schema_actor import LoraConfig
 from gkd.errors import ConfigError
 
 _ADAPTER = "default"  # peft's name of a single adapter

@@ -34,7 +34,7 @@ from gkd.actor.fsdp.optim import (
 from gkd.actor.fsdp.passes import run_batch, run_logprobs
 from gkd.actor.fsdp.probe import probe
 from gkd.actor.fsdp.weights import Place, full_tensor, load_weights, match_files
-from gkd.config.schema import LoraConfig
+from gkd.config.schema_actor import LoraConfig
 from gkd.errors import ModelError
 from gkd.hf.adapter_folder import write_adapters
 from gkd.hf.files import open_tensors, weights_digest

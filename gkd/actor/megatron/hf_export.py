@@ -20,7 +20,7 @@ from gkd.actor.common.lora import merge
 from gkd.actor.megatron.hf_mapping import Shape, TensorEntry, stage_entries
 from gkd.actor.megatron.lora import Adapter
 from gkd.actor.megatron.model import StudentModel
-from gkd.config.schema import LoraConfig
+from gkd.config.schema_actor import LoraConfig
 from gkd.errors import ModelError
 from gkd.hf.adapter_folder import write_adapters
 from gkd.hf.folder import MAX_SHARD_BYTES, TensorPlan, exhaust, write_folder

@@ -32,7 +32,7 @@ from gkd.actor.common.lora import first_a, is_target
 from gkd.actor.megatron.hf_mapping import TensorEntry, stage_entries
 from gkd.actor.megatron.layout import ParallelLayout
 from gkd.actor.megatron.tensor_layouts import GatedMlp, GroupedQkv, Replicated, SplitColumns, SplitRows
-from gkd.config.schema import LoraConfig
+from gkd.config.schema_actor import LoraConfig
 from gkd.errors import ConfigError
 from gkd.hf.model_dims import ModelDims
 

@@ -28,7 +28,7 @@ from gkd.actor.megatron.layer_spec import check_transformer_engine, is_fused, la
 from gkd.actor.megatron.layout import ParallelLayout
 from gkd.actor.megatron.lora import Adapter, add_adapters, check_targets
 from gkd.actor.megatron.model_config import transformer_config
-from gkd.config.schema import LoraConfig
+from gkd.config.schema_actor import LoraConfig
 from gkd.log import get_logger
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import re
 import tempfile
 from collections import Counter
@@ -13,7 +12,7 @@ from omegaconf import OmegaConf
 
 from gkd.config.check import check_config
 from gkd.config.dialects.table import Dialect
-from gkd.config.key_list import all_keys
+from gkd.config.key_list import all_keys, value_of, with_values
 from gkd.config.load import load_config
 from gkd.config.schema import Config
 from gkd.errors import ConfigError
@@ -88,8 +87,7 @@ def next_steps(body: str) -> list[str]:
         file.write_text(body)
         config = load_config(file)
     found = _errors(config)
-    _fill_required(config)
-    return [*found, *(step for step in _errors(config) if step not in found)]
+    return [*found, *(step for step in _errors(_fill_required(config)) if step not in found)]
 
 
 def _errors(config: Config) -> list[str]:
@@ -101,13 +99,10 @@ def _errors(config: Config) -> list[str]:
     return []
 
 
-def _fill_required(config: Config) -> None:
-    """Give a value to each required key that is empty, so that the checks of several keys can run."""
-    for name, each in all_keys().items():
-        section, _, field = name.rpartition(".")
-        owner = getattr(config, section, None)
-        if each.key.required and dataclasses.is_dataclass(owner) and not getattr(owner, field):
-            setattr(owner, field, ["file.jsonl"] if each.type.startswith("list") else "folder")
+def _fill_required(config: Config) -> Config:
+    """Return the settings with a value for each required key that is empty, so that the checks of several keys run."""
+    empty = [each for name, each in all_keys().items() if each.key.required and not value_of(config, name)]
+    return with_values(config, {key.name: ["file.jsonl"] if "list" in key.type else "folder" for key in empty})
 
 
 def _line(entry: Entry, dialect: Dialect) -> str:

@@ -38,7 +38,7 @@ class Workload:
     dataset_tokens: float  # mean of a dataset response
     response_tokens: float  # mean of a rollout
     longest_tokens: float  # mean of the longest rollout of each step
-    early_parts: bool  # see `gkd.config.derived.Derived`
+    early_parts: bool  # see `gkd.config.schema.Derived`
 
 
 @dataclass(frozen=True, slots=True)

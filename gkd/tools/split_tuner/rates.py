@@ -13,7 +13,6 @@ from pathlib import Path
 import numpy as np
 
 from gkd.cluster.gpu_table import TEACHER, gpu_map_from_json
-from gkd.config.derived import derive
 from gkd.config.load import load_config
 from gkd.config.schema import Config
 from gkd.config.schema_trainer import STREAM
@@ -68,7 +67,7 @@ def check_plannable(config: Config) -> None:
     """Check that the roles have separate GPUs. Raises ConfigError: they share some."""
     shared = {
         "trainer.colocate": (config.trainer.colocate, "actor and engines share their GPUs."),
-        "teacher.backend": (bool(derive(config).teacher_pool), "the teacher is on the GPUs of another role."),
+        "teacher.backend": (bool(config.derived.teacher_pool), "the teacher is on the GPUs of another role."),
     }
     for key, (is_shared, problem) in shared.items():
         if is_shared:
@@ -97,7 +96,7 @@ def read_run(folders: Sequence[Path], *, workers: int = 0, gpus_per_worker: int 
         config = replace(config, rollout=replace(config.rollout, max_num_seqs=int(lines_of[0][0][MAX_NUM_SEQS])))
     notes: list[str] = []
     n_workers, per_worker = _teacher(folders[0], workers, gpus_per_worker, notes)
-    derived = derive(config)
+    derived = config.derived
     sizes = Sizes(derived.dp_size, derived.n_engines, n_workers)
     first, table = (_Table(folders[0], lines) for lines in (lines_of[0], [line for some in lines_of for line in some]))
     workload, rates = _workload(config, table), _rates(config, sizes, table, notes)
@@ -181,7 +180,7 @@ def _of_last_start(folder: Path, config: Config, lines: list[dict[str, float]]) 
     """
     if not lines:
         return lines
-    newest, first, derived = _Table(folder, lines[-1:]), len(lines) - 1, derive(config)
+    newest, first, derived = _Table(folder, lines[-1:]), len(lines) - 1, config.derived
     for name, value in (
         (DP, derived.dp_size),
         (ENGINES, derived.n_engines),
@@ -242,7 +241,7 @@ def _workload(config: Config, table: _Table) -> Workload:
         dataset_tokens=float(dataset_tokens / dataset) if dataset else 0.0,
         response_tokens=float((table["rollout/response_tokens"].sum() - dataset_tokens) / on_policy),
         longest_tokens=float(np.average(longest, weights=weights)),
-        early_parts=derive(config).early_parts,
+        early_parts=config.derived.early_parts,
     )
 
 
@@ -262,7 +261,7 @@ def _rates(config: Config, sizes: Sizes, table: _Table, notes: list[str]) -> Rat
     batch_s = 0.0
     if config.trainer.scheduler == STREAM:
         notes.append("generating a batch takes no longer than its engines' time, which a stream does not show")
-        if derive(config).early_parts:
+        if config.derived.early_parts:
             notes.append(
                 "a step trains in as many and as uneven parts as in this stream; --calibrate measures whole batches"
             )

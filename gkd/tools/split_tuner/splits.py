@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import copy
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from gkd.config.schema import Config, TrainerConfig
-from gkd.config.schema_trainer import STREAM
+from gkd.config.key_list import with_values
+from gkd.config.schema import Config
+from gkd.config.schema_trainer import STREAM, TrainerConfig
 from gkd.errors import ConfigError
 from gkd.tools.split_tuner.estimate import Rates, Sizes, StepTime, Workload, estimate
 
@@ -153,16 +153,19 @@ def with_split(config: Config, split: Split, scheduler: str) -> Config:
     GPUs and nodes of the measured run do not apply to the planned one: cluster.gpus is empty, and a pool of several
     nodes gets a Ray cluster.
     """
-    changed = copy.deepcopy(config)
-    changed.trainer.nnodes, changed.trainer.n_gpus_per_node = split.actor.nnodes, split.actor.per_node
-    changed.rollout.nnodes, changed.rollout.n_gpus_per_node = split.rollout.nnodes, split.rollout.per_node
-    changed.trainer.scheduler = scheduler
-    changed.cluster.gpus = []
+    values: dict[str, object] = {
+        "trainer.nnodes": split.actor.nnodes,
+        "trainer.n_gpus_per_node": split.actor.per_node,
+        "trainer.scheduler": scheduler,
+        "rollout.nnodes": split.rollout.nnodes,
+        "rollout.n_gpus_per_node": split.rollout.per_node,
+        "cluster.gpus": [],
+    }
     if max(split.actor.nnodes, split.rollout.nnodes) > 1:
-        changed.cluster.ray_address = changed.cluster.ray_address or _SOME_CLUSTER
+        values["cluster.ray_address"] = config.cluster.ray_address or _SOME_CLUSTER
     if scheduler != STREAM:
-        changed.trainer.max_staleness = TrainerConfig().max_staleness
-    return changed
+        values["trainer.max_staleness"] = TrainerConfig().max_staleness
+    return with_values(config, values)
 
 
 def own_split(config: Config, workers: int, gpus_per_worker: int, *, elsewhere: bool) -> Split:

@@ -1,0 +1,256 @@
+"""Declare every setting of a run, one dataclass per section.
+
+`gkd.config.load` reads them from YAML and `key=value` overrides, `gkd.config.check` checks them. Help, limits and the
+rule for a resumed run stand at each field; `python -m gkd.main_gkd --help` and docs/configuration.md print them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from gkd.config.declare import key
+from gkd.config.schema_actor import ActorConfig
+from gkd.config.schema_rollout import RolloutConfig, WeightSyncConfig
+from gkd.config.schema_teacher import DistillConfig, ReferenceConfig, TeacherConfig
+from gkd.config.schema_trainer import TrainerConfig
+
+EXACT_MATCH, MATH_VERIFY, LENGTH = "exact_match", "math_verify", "length"
+REWARD_NAMES = (EXACT_MATCH, MATH_VERIFY, LENGTH)  # functions of `gkd.reward.functions`
+COMPARING = (EXACT_MATCH, MATH_VERIFY)  # functions that need the reference answer
+NO_METRIC = "none"  # eval.metric
+
+
+@dataclass(frozen=True)
+class RewardFunctionConfig:
+    """Entry of `reward.functions`."""
+
+    path: str = ""
+    weight: float = 1.0
+
+
+@dataclass(frozen=True)
+class RewardConfig:
+    functions: list[RewardFunctionConfig] = key(
+        [],
+        "Functions that judge the student's responses, a list of {path, weight}: exact_match, math_verify, length, or "
+        "module:function of a function (prompt, response, row) -> float. Their weighted sum is the reward. Empty = no "
+        "rewards. docs/losses.md.",
+        limits="each path once, weights not 0",
+    )
+    workers: int = key(
+        2, "Processes that call the functions, over all data-parallel groups; each has at least one.", gt=0, resume=True
+    )
+    timeout_s: float = key(
+        10.0, "Seconds that one call of a function may take; a longer one ends the run.", gt=0, resume=True
+    )
+
+
+# Names of the checks; `gkd.health.checks` has their thresholds and reasons.
+HEALTH_CHECKS = (
+    *("truncated", "repetition", "end_of_sequence", "teacher_mismatch", "overlap_falls", "entropy_collapse"),
+    *("importance_clipped", "gradient_spikes", "no_gap", "kl_rises", "accuracy_falls", "worse_than_start"),
+    *("engine_logprobs", "stale_rollouts"),
+)
+
+
+@dataclass(frozen=True)
+class HealthConfig:
+    on_alarm: str = key(
+        "warn",
+        "What a new alarm of a health check does. warn: one log line. pause: save the step, then wait until "
+        "run_dir/continue exists. stop: save the step, then end with an error. See docs/health.md.",
+        choices=("warn", "pause", "stop"),
+        resume=True,
+    )
+    checks_off: list[str] = key(
+        [], "Checks to leave out.", limits=f"of {', '.join(HEALTH_CHECKS)}, each once", resume=True
+    )
+    limits: dict[str, float] = key(
+        {}, "Other limits of some checks, e.g. {truncated: 0.9}. See docs/health.md.", limits="numbers > 0", resume=True
+    )
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    train_files: list[str] = key(
+        [],
+        "Prompt files, JSONL or parquet by their ending. Required.",
+        required="name one or more prompt files, like [data/train.jsonl].",
+    )
+    val_files: list[str] = key([], "Held-out prompt files for evaluation; empty = no evaluation.")
+    allow_changed_files: bool = key(
+        False,
+        "Let a resumed run read train_files whose content has changed since its last start. The order is then that "
+        "of the new rows: rows of the current epoch may repeat or be left out. docs/operations.md.",
+        resume=True,
+    )
+    prompt_key: str = key(
+        "prompt",
+        "Column of the prompt: text, or messages for the chat template: {role, content} or {from, value}, as a list or "
+        "as JSON text. Contents are text or lists of text parts.",
+    )
+    response_key: str = key(
+        "response",
+        "Column of the dataset's response, text or one assistant message; needed if distill.on_policy_share is below "
+        "1. Empty = the last message of the prompt, which must then be the assistant's.",
+    )
+    answer_key: str = key(
+        "answer", "Column of the reference answer, for exact_match and math_verify (eval.metric, reward.functions)."
+    )
+    teacher_prompt_key: str = key(
+        "",
+        "Column of the prompt that the teacher scores the responses after, a string or messages, instead of the "
+        "student's. Rows without it: the student's prompt. Empty = the same prompt for both. docs/losses.md.",
+    )
+    max_prompt_length: int = key(1024, "Longest prompt in tokens.", gt=0)
+    max_teacher_prompt_length: int = key(
+        0,
+        "Longest prompt of the teacher in tokens, if it has its own; 0 = max_prompt_length. A longer one is never "
+        "truncated: it is an error, or the row is omitted with truncation drop.",
+        ge=0,
+    )
+    max_response_length: int = key(
+        1024, 'Longest response in tokens; a rollout that reaches it ends with finish_reason "length".', gt=0
+    )
+    truncation: str = key(
+        "error",
+        "Handling of longer prompts: error, drop (omit the row; the number is logged), left (keep the end) or right "
+        "(keep the start).",
+        choices=("error", "drop", "left", "right"),
+    )
+    chat_template: str = key(
+        "auto",
+        "Whether to apply the tokenizer's chat template; auto = if it has one. A text that begins as the template's "
+        "prompts do is rendered already, and is used as it is.",
+        choices=("auto", "always", "never"),
+    )
+    chat_template_kwargs: dict[str, Any] = key(
+        {}, "Variables of the chat template, for example {enable_thinking: false}.", limits="variables of the template"
+    )
+    shuffle: bool = key(True, "Shuffle the prompts in each epoch, from data.seed and the epoch number.")
+    seed: int = key(1, "Seed of the prompt order and of sampling.", ge=0)
+    teacher_key: str = key("", "Column that names a row's teacher, one of teacher.routes; needed with routes.")
+    domain_shares: dict[str, float] = key(
+        {},
+        "Shares of the prompts of a batch by route, exact over time, e.g. {math: 3, code: 1}; each route has an order "
+        "of its own. Empty = as the files have them.",
+        limits="each of teacher.routes, > 0",
+    )
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    path: str = key(
+        "",
+        "The student: a local folder in Hugging Face format (config.json, safetensors, tokenizer). Required.",
+        required="give a folder in Hugging Face format.",
+    )
+    dtype: str = key("bfloat16", "dtype of the weights, also in the rollout engine.", choices=("bfloat16", "float32"))
+    trust_remote_code: bool = key(False, "Let transformers run Python code from the model folder.")
+    n_vocab: int = key(
+        0,
+        "Token ids that the student generates and is trained on: 0 to n_vocab - 1. The other rows of its embedding are "
+        "masked. 0 = the ids that it shares with its teachers.",
+        ge=0,
+    )
+
+
+@dataclass(frozen=True)
+class EvalConfig:
+    every: int = key(
+        0, "Steps between evaluations; 0 = only before the first and after the last step.", ge=0, resume=True
+    )
+    max_prompts: int = key(200, "Held-out prompts to use, the first ones of val_files; 0 = all.", ge=0, resume=True)
+    metric: str = key(
+        "exact_match",
+        "Function that judges greedy responses, as in reward.functions. exact_match: the text after the last "
+        "eval.answer_marker equals the answer column. none: KL only.",
+        limits="none, or as reward.functions",
+        resume=True,
+    )
+    n: int = key(
+        1,
+        "Sampled responses per held-out prompt, for the KL and, above 1, for eval/pass_at_k of eval.metric.",
+        gt=0,
+        resume=True,
+    )
+    teacher_prompts: int = key(
+        0,
+        "Held-out prompts that the teacher answers greedily before the first step, for eval/teacher_accuracy; 0 = "
+        "none. The server scores one token at a time: an answer of R tokens costs R requests.",
+        ge=0,
+        limits="0 without a teacher server or eval.metric",
+        resume=True,
+    )
+    answer_marker: str = key(
+        "=",
+        "Text before the answer in responses, and in reference answers that contain it.",
+        limits="not empty for exact_match",
+        resume=True,
+    )
+
+
+@dataclass(frozen=True)
+class MemoryConfig:
+    strategy: str = key(
+        "auto",
+        "Where the student's states are while a local teacher or reference with fsdp_cpu_offload=false computes: "
+        "resident (on the GPU; nothing moves), offload (in host memory) or auto (resident if the prediction fits the "
+        "GPU with memory.margin, else offload).",
+        choices=("auto", "resident", "offload"),
+        resume=True,
+    )
+    margin: float = key(
+        0.1,
+        "GPUs: share of each that a prediction has to leave free before it counts as fitting, for fragmentation and "
+        "what no estimate counts (docs/sizing.md).",
+        ge=0,
+        lt=1,
+        resume=True,
+    )
+
+
+@dataclass(frozen=True)
+class ClusterConfig:
+    ray_address: str = key(
+        "",
+        "HOST:PORT of a running Ray cluster; empty = start one on this machine. Pools of several nodes need it.",
+        resume=True,
+    )
+    gpus: list[int] = key(
+        [],
+        "GPU numbers of a node, as in nvidia-smi, that the pools may use, in ascending order. auto or empty = all that "
+        "are visible, without those of a teacher server on this host. See docs/operations.md for CUDA_VISIBLE_DEVICES "
+        "and running clusters.",
+        limits="auto, or each >= 0 and once",
+        resume=True,
+    )
+    teacher_gpu_share: float = key(
+        0.0,
+        "Share of each of the pools' GPUs that teacher servers on the same GPUs take: their --gpu-memory-utilization. "
+        "Automatic gpus then include theirs. 0 = they have GPUs of their own (docs/memory.md).",
+        ge=0,
+        lt=1,
+        resume=True,
+    )
+
+
+@dataclass(frozen=True)
+class Sections:
+    """Every setting of a run. `gkd.config.schema.Config` adds the facts that follow from them."""
+
+    data: DataConfig = field(default_factory=DataConfig)
+    model: ModelConfig = field(default_factory=ModelConfig)
+    trainer: TrainerConfig = field(default_factory=TrainerConfig)
+    actor: ActorConfig = field(default_factory=ActorConfig)
+    rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    teacher: TeacherConfig = field(default_factory=TeacherConfig)
+    distill: DistillConfig = field(default_factory=DistillConfig)
+    reward: RewardConfig = field(default_factory=RewardConfig)
+    reference: ReferenceConfig = field(default_factory=ReferenceConfig)
+    weight_sync: WeightSyncConfig = field(default_factory=WeightSyncConfig)
+    eval: EvalConfig = field(default_factory=EvalConfig)
+    health: HealthConfig = field(default_factory=HealthConfig)
+    memory: MemoryConfig = field(default_factory=MemoryConfig)
+    cluster: ClusterConfig = field(default_factory=ClusterConfig)
