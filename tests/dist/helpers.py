@@ -139,9 +139,14 @@ def destroy_groups() -> None:
     """
     import torch.distributed as dist
     from megatron.core import parallel_state
+    from megatron.core.distributed import DistributedDataParallel
     from torch.distributed.distributed_c10d import _world
 
     parallel_state.destroy_model_parallel()
+    for each in gc.get_objects():
+        if type(each) is DistributedDataParallel:
+            # Its hooks on autograd's nodes hold it, and so its groups. The garbage collector does not see such cycles.
+            vars(each).clear()
     gc.collect()  # students have reference cycles, and own groups
     for group in list(_world.pg_map):
         if group is not dist.group.WORLD:
