@@ -1,0 +1,72 @@
+"""Compare the responses and the numbers of a run's first and last evaluation."""
+
+from __future__ import annotations
+
+import json
+import re
+import textwrap
+from pathlib import Path
+from typing import Any
+
+from gkd.errors import CheckpointError
+from gkd.metrics.writer import read_metrics
+
+SHOWN = 4  # held-out prompts whose responses are printed
+
+
+def is_one_sentence(text: str) -> bool:
+    """Return whether a text is one line that ends with the end of a sentence, and has no other such end."""
+    return re.fullmatch(r"(?:[^.!?\n]|[.!?](?=\S))*[.!?]+[\"')]*", text.strip()) is not None
+
+
+def read(run_dir: Path, heldout: Path, wall_s: float) -> dict[str, Any]:
+    """Return the figures and responses of the first and the last evaluation of a run.
+
+    Args:
+        heldout: file with the held-out prompts.
+        wall_s: seconds that the example took.
+
+    Raises:
+        CheckpointError: the run has fewer than two evaluations.
+    """
+    files = sorted((run_dir / "samples").glob("*.jsonl"))
+    evaluated = [line for line in read_metrics(run_dir / "metrics.jsonl") if "eval/kl" in line]
+    if len(files) < 2 or len(evaluated) < 2:
+        raise CheckpointError(f"{run_dir} lacks the evaluations before and after training")
+    prompts = [json.loads(line)["prompt"] for line in heldout.read_text().splitlines()]
+    samples = [[json.loads(line) for line in file.read_text().splitlines()] for file in (files[0], files[-1])]
+    return {
+        "steps": evaluated[-1]["step"],
+        "wall_s": wall_s,
+        "kl": [line["eval/kl"] for line in (evaluated[0], evaluated[-1])],
+        "mean_tokens": [_mean(len(one["response_ids"]) for one in each) for each in samples],
+        "one_sentence": [_mean(is_one_sentence(one["text"]) for one in each) for each in samples],
+        "responses": [
+            {"prompt": next(p for p in prompts if p in one["prompt"]), "before": one["text"], "after": other["text"]}
+            for one, other in zip(*samples, strict=True)
+        ],
+    }
+
+
+def as_text(found: dict[str, Any]) -> str:
+    """Format the outcome for the terminal."""
+    blocks = []
+    for each in found["responses"][:SHOWN]:
+        blocks.append(each["prompt"])
+        for name in ("before", "after"):
+            filled = textwrap.wrap(" ".join(each[name].split()), 100)
+            blocks += [f"  {name if i == 0 else '':<8}{line}" for i, line in enumerate(filled or [""])]
+        blocks.append("")
+    rows = [
+        ("held-out prompts", "before", "after"),
+        ("KL(teacher || student), nats a token", *(f"{value:.3f}" for value in found["kl"])),
+        ("mean length of a response, tokens", *(f"{value:.1f}" for value in found["mean_tokens"])),
+        ("responses of one sentence", *(f"{value:.0%}" for value in found["one_sentence"])),
+    ]
+    table = [f"{name:<40}{before:>10}{after:>10}" for name, before, after in rows]
+    return "\n".join([*blocks, *table, "", f"{found['steps']} steps, {found['wall_s'] / 60:.1f} minutes in total"])
+
+
+def _mean(values: Any) -> float:
+    listed = list(values)
+    return sum(listed) / len(listed)
