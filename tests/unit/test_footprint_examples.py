@@ -31,7 +31,7 @@ TINY: dict[str, Any] = {
     "num_key_value_heads": 2,
     "vocab_size": 258,
 }
-MODELS = {"gsm8k_qwen2.5_1.5b": QWEN25_15B, "two_teachers": QWEN25_15B}  # the others train the quickstart's model
+MODELS = {"gsm8k_qwen2.5_1.5b": QWEN25_15B}  # the others train the quickstart's model
 
 
 def found_of(config: Config, model: dict[str, Any], gpu_bytes: int, in_use: int = 0) -> list[Any]:

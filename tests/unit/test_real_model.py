@@ -35,7 +35,9 @@ def test_heldout_prompts_have_subjects_of_their_own(tmp_path: Path) -> None:
     train, heldout = ([json.loads(line)["prompt"] for line in first[name].splitlines()] for name in first)
     assert len(set(train)) == len(train) >= 900 and len(set(heldout)) == len(heldout) == 32
     assert not set(train) & set(heldout)
-    assert not [prompt for prompt in train if any(word in prompt for word in ("bread", "cheese", "rice", "hiccup", "kite"))]
+    assert not [
+        prompt for prompt in train if any(word in prompt for word in ("bread", "cheese", "rice", "hiccup", "kite"))
+    ]
 
 
 def test_the_smaller_student_has_evenly_chosen_layers(tmp_path: Path) -> None:
