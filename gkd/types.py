@@ -421,7 +421,7 @@ class Sample:
     response_ids: list[int]
     text: str
     answer: str
-    correct: bool
+    correct: bool | None  # None means there is no eval.metric
     prompt: str  # with its special tokens
     truncated: bool = False
 
@@ -430,7 +430,7 @@ class Sample:
 class GreedyReport:
     """Greedy responses to the validation prompts."""
 
-    accuracy: float  # share of exact matches
+    accuracy: float | None  # share of exact matches; None means there is no eval.metric
     samples: list[Sample]  # the first few, in prompt order
     by_route: Mapping[int, float] = field(default_factory=dict)  # accuracy of the prompts of each route
 

@@ -30,7 +30,7 @@ def greedy_sample(tokenizer: Any, prompt: Prompt, response_ids: np.ndarray, *, t
     Args:
         response_ids: [R] int32.
     """
-    text, answer = tokenizer.decode(response_ids, skip_special_tokens=True), str(prompt.answer)
+    text, answer = tokenizer.decode(response_ids, skip_special_tokens=True), prompt.answer or ""
     return Sample(
         prompt_id=prompt.prompt_id,
         prompt_ids=prompt.token_ids.tolist(),

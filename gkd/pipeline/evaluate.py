@@ -88,14 +88,14 @@ class Evaluator:
             kl = stats.extra.get("loss/token_kl")
             numbers = {"eval/reverse_kl": stats.extra["loss/sampled_reverse_kl"]} if kl is None else {"eval/kl": kl}
             numbers["eval/response_tokens"] = float(stats.n_loss_tokens)
-            if greedy is not None:
+            if greedy.accuracy is not None:
                 numbers["eval/accuracy"] = greedy.accuracy
-                numbers |= {
-                    f"domain/{self._routes[route].name}/accuracy": accuracy
-                    for route, accuracy in greedy.by_route.items()
-                    if self._routes[route].name
-                }
-                self._folder.write_samples(step, greedy.samples[:KEPT_SAMPLES])
+            numbers |= {
+                f"domain/{self._routes[route].name}/accuracy": accuracy
+                for route, accuracy in greedy.by_route.items()
+                if self._routes[route].name
+            }
+            self._folder.write_samples(step, greedy.samples[:KEPT_SAMPLES])
             if step == 0 and self._roles.teacher_samples is not None:
                 numbers["eval/teacher_accuracy"] = self._accuracy(self._roles.teacher_samples())
             if self._config.n > 1:
@@ -105,11 +105,12 @@ class Evaluator:
         self._evaluated(step, numbers)
         log.info("step %d: validation: %s", step, "  ".join(f"{k} {v:.4g}" for k, v in numbers.items()))
 
-    def _greedy(self) -> GreedyReport | None:
-        """Generate greedily and judge with eval.metric. Return None if there is no metric."""
-        if self._config.metric == NO_METRIC:
-            return None
+    def _greedy(self) -> GreedyReport:
+        """Generate greedily and judge with eval.metric. Without a metric, generate only what a person reads."""
         judge, rollout = self._roles.judge, self._roles.rollout
+        if self._config.metric == NO_METRIC:
+            samples = rollout.greedy(self._prompts[:KEPT_SAMPLES], n_samples=KEPT_SAMPLES).samples
+            return GreedyReport(None, [replace(sample, correct=None) for sample in samples], {})
         if judge is None:
             return rollout.greedy(self._prompts, n_samples=KEPT_SAMPLES)
         samples = rollout.greedy(self._prompts, n_samples=len(self._prompts)).samples
@@ -118,7 +119,7 @@ class Evaluator:
     def _accuracy(self, samples: Sequence[Sample]) -> float:
         """Return the mean of eval.metric."""
         judge = self._roles.judge
-        return float(np.mean([sample.correct for sample in samples] if judge is None else judge.judge(samples)))
+        return float(np.mean([bool(sample.correct) for sample in samples] if judge is None else judge.judge(samples)))
 
 
 def judged(samples: Sequence[Sample], values: Sequence[float], route_of: Mapping[int, int]) -> GreedyReport:

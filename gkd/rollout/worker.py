@@ -141,7 +141,7 @@ class RolloutWorker(SelfScoring):
             sample = greedy_sample(
                 self._tokenizer, prompts[index], rollout.response_ids, truncated=truncated, marker=marker
             )
-            n_correct[rollout.route] += sample.correct
+            n_correct[rollout.route] += bool(sample.correct)
             if index < n_samples:
                 samples[index] = sample
         return n_correct, [samples[index] for index in sorted(samples)]

@@ -70,6 +70,7 @@ class Lab:
             "teacher.topk=64",
             "teacher.wire=fp32",
             "weight_sync.bucket_mib=1",
+            "eval.metric=exact_match",
             "eval.max_prompts=0",
         ]
         config = self.root / "base.yaml"

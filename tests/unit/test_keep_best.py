@@ -12,7 +12,13 @@ from gkd.run.best import Best
 from gkd.types import GreedyReport, Prompt, ScoredChunk, TrainStats
 from tests.unit.world import PROMPTS, World, checkpoints, make
 
-SETTINGS = ("eval.every=1", "trainer.save_every=0", "trainer.keep_last=1", "trainer.keep_best=eval/accuracy")
+SETTINGS = (
+    "eval.metric=exact_match",
+    "eval.every=1",
+    "trainer.save_every=0",
+    "trainer.keep_last=1",
+    "trainer.keep_best=eval/accuracy",
+)
 
 
 class Learning(World):

@@ -5,6 +5,7 @@ The fake actor writes real files, and the real checkpoint store commits them.
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -73,7 +74,8 @@ def test_evaluations_and_checkpoints_follow_their_intervals(tmp_path: Path) -> N
     time stamp.
     """
     world, began = World(), time.time()
-    settings = ("trainer.total_steps=4", "eval.every=2", "trainer.save_every=1", "trainer.keep_last=2")
+    settings = ("eval.metric=exact_match", "trainer.total_steps=4", "eval.every=2", "trainer.save_every=1")
+    settings = (*settings, "trainer.keep_last=2")
     make(tmp_path, world, *settings, val=PROMPTS[:1]).fit()
     lines = read_metrics(tmp_path / "run" / "metrics.jsonl")
     assert not unlisted_keys(tmp_path / "run"), "the loop writes a number that docs/metrics.md does not have"
@@ -87,12 +89,15 @@ def test_evaluations_and_checkpoints_follow_their_intervals(tmp_path: Path) -> N
     assert len(stamps) == 5 and began <= stamps[0] and stamps == sorted(stamps) and stamps[-1] <= time.time()
 
 
-def test_eval_metric_none_does_not_decode(tmp_path: Path) -> None:
-    """If it fails, a run without reference answers still decodes greedily."""
+def test_a_run_without_a_metric_leaves_responses_to_read(tmp_path: Path) -> None:
+    """Fails if a run without reference answers has no text of its student, or judges it."""
     world = World()
-    make(tmp_path, world, "trainer.total_steps=1", "eval.metric=none", val=PROMPTS[:1]).fit()
-    assert "greedy" not in world.events
-    assert world.events.count("evaluate") == 2
+    make(tmp_path, world, "trainer.total_steps=1", val=PROMPTS[:1]).fit()
+    assert world.events.count("greedy") == world.events.count("evaluate") == 2
+    assert not any("eval/accuracy" in line for line in read_metrics(tmp_path / "run" / "metrics.jsonl"))
+    files = sorted((tmp_path / "run" / "samples").glob("*.jsonl"))
+    assert len(files) == 2
+    assert [json.loads(file.read_text())["correct"] for file in files] == [None, None]
 
 
 def test_every_line_has_its_memory_numbers(tmp_path: Path) -> None:

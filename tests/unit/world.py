@@ -33,6 +33,7 @@ from gkd.types import (
     Recording,
     RolloutChunk,
     RolloutUsage,
+    Sample,
     ScoredChunk,
     Span,
     SyncReport,
@@ -107,7 +108,7 @@ class World:
 
     def greedy(self, prompts: Sequence[Prompt], *, n_samples: int) -> GreedyReport:
         self.events.append("greedy")
-        return GreedyReport(0.5, [])
+        return GreedyReport(0.5, [Sample(prompts[0].prompt_id, [1], [2], "text", "", True, "prompt")])
 
     def usage(self) -> RolloutUsage:
         engines = [EngineUsage(0.0, 0.0, np.zeros((4, 4)), 0)]
