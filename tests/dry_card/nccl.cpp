@@ -190,8 +190,7 @@ API int ncclAllGather(const void* from, char* to, size_t n, int type, Comm* c, v
 }
 
 // ---- Messages. In a group the sends come first, so that two ranks can send to each other.
-static int message(Comm* c, char* data, size_t bytes, int from, int to, void* stream) {
-  bool sends = c->rank == from;
+static int message(Comm* c, bool sends, char* data, size_t bytes, int from, int to, void* stream) {
   return submit([=] {
     dry_card_use_stream(stream);
     Mailbox& mail = c->board->mail[from][to];
@@ -204,8 +203,8 @@ static int message(Comm* c, char* data, size_t bytes, int from, int to, void* st
   }, sends);
 }
 API int ncclSend(char* from, size_t n, int type, int peer, Comm* c, void* stream) {
-  return message(c, from, n * SIZES[type], c->rank, peer, stream);
+  return message(c, true, from, n * SIZES[type], c->rank, peer, stream);
 }
 API int ncclRecv(char* to, size_t n, int type, int peer, Comm* c, void* stream) {
-  return message(c, to, n * SIZES[type], peer, c->rank, stream);
+  return message(c, false, to, n * SIZES[type], peer, c->rank, stream);
 }

@@ -222,6 +222,9 @@ def _rank(rank: int, store: str) -> None:
         [dist.P2POp(dist.isend, y + rank, 1 - rank), dist.P2POp(dist.irecv, other, 1 - rank)]
     ):
         done.wait()
+    sent, gathered = torch.arange(3.0, device="cuda") + 10 * rank, torch.empty(2 + 2 * rank, device="cuda")
+    dist.all_to_all_single(gathered, sent, [1 + rank] * 2, [1, 2])  # also to itself
+    assert gathered.tolist() == ([1, 2, 11, 12] if rank else [0, 10])
     assert x.tolist() == [3.0 * i for i in range(1000)] and y.tolist() == [1.0] * 10
     assert torch.equal(part, x.bfloat16().chunk(2)[rank]) and other.tolist() == [2.0 - rank] * 10
     dist.destroy_process_group()
