@@ -102,7 +102,7 @@ class ActorRank:
         timeout_s = max(trainer.init_timeout_s, trainer.stage_timeout_s) + _EXTRA_TIMEOUT_S
         timeout = timedelta(seconds=timeout_s)
         self._spans.enter("joining the actor group")
-        torch.set_num_threads(1)
+        torch.set_num_threads(1 if device == "cuda" else int(os.environ["OMP_NUM_THREADS"]))
         self._device = torch.device(device, 0) if device == "cuda" else torch.device("cpu")
         if device == "cuda":
             torch.cuda.set_device(self._device)

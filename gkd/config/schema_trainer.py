@@ -30,6 +30,13 @@ class TrainerConfig:
         'auto = cuda if there is a GPU. On cpu a "GPU" of a pool is one process.',
         choices=("auto", "cuda", "cpu"),
     )
+    cpu_cores: int = key(
+        0,
+        "On the CPU: cores of each node that actor and engines compute on; 0 = all that the trainer may use. With "
+        "scheduler=sync each of both has all of them, otherwise half. Another number changes the last bits of results.",
+        ge=0,
+        resume=True,
+    )
     scheduler: str = key(
         "sync",
         "Overlap of rollouts with training: sync (none, staleness 0), one_step_off or two_step_off (prefetch one or "

@@ -41,7 +41,7 @@ from gkd.rollout.worker import RolloutWorker
 from gkd.run.ending import attempt
 from gkd.spans import driver
 from gkd.start.pools import make_cluster, make_pools, shares_with
-from gkd.start.worker_env import actor_env, worker_env
+from gkd.start.worker_env import actor_env, cpu_threads, worker_env
 from gkd.teacher.endpoint import ScoringEndpoint
 from gkd.teacher.greedy import greedy_samples
 from gkd.teacher.records import RecordingEndpoint
@@ -109,9 +109,12 @@ def _start(
         The roles, and a context in which engines are restarted.
     """
     on_cpu = plan.device == "cpu"
-    env = worker_env(on_cpu, chunk_size(config))
-    log.info("starting %d actor ranks and %d rollout engines", actor_slots.spec.world_size, plan.derived.n_engines)
-    of_actor = env | actor_env(config, on_cpu)
+    threads = cpu_threads(config)
+    of_actor, env = (worker_env(on_cpu, chunk_size(config), n_threads=n) for n in threads)
+    shares = ", with {} and {} CPU threads a rank".format(*threads) if on_cpu else ""
+    n_ranks, n_engines = actor_slots.spec.world_size, plan.derived.n_engines
+    log.info("starting %d actor ranks and %d rollout engines%s", n_ranks, n_engines, shares)
+    of_actor |= actor_env(config, on_cpu)
     actor_workers = actor_slots.spawn(ActorWorker, of_actor, concurrency_groups=actor_worker.CONCURRENCY_GROUPS)
     actor = ActorPool(actor_workers, config)
     rollout_workers = rollout_slots.spawn(RolloutWorker, env, concurrency_groups=rollout_worker.CONCURRENCY_GROUPS)

@@ -7,6 +7,7 @@ import os
 from gkd.config.schema import Config
 from gkd.data.chunks import CHUNK_SIZE
 from gkd.rollout.engine_start import CPU_ENV
+from teacher_server.wire.threads import thread_env
 
 # The most bytes of a chunk's sizes or of the summary of its scores: of the chunk, and per sequence.
 _SIZES_BYTES = 640, 24
@@ -22,19 +23,31 @@ def inline_bytes(n_sequences: int) -> int:
     return _SIZES_BYTES[0] + _SIZES_BYTES[1] * n_sequences
 
 
-def worker_env(on_cpu: bool, n_sequences: int = CHUNK_SIZE) -> dict[str, str]:
+def cpu_threads(config: Config) -> tuple[int, int]:
+    """Return the CPU threads of an actor rank and of an engine's rank.
+
+    Where actor and engines take turns, each has all cores. Where they overlap, they share them.
+    """
+    trainer, rollout = config.trainer, config.rollout
+    n_cores = trainer.cpu_cores or len(os.sched_getaffinity(0))
+    n_cores = n_cores if trainer.scheduler == "sync" else n_cores // 2
+    return max(1, n_cores // trainer.n_gpus_per_node), max(1, n_cores // rollout.n_gpus_per_node)
+
+
+def worker_env(on_cpu: bool, n_sequences: int = CHUNK_SIZE, *, n_threads: int = 1) -> dict[str, str]:
     """Return the environment of the workers: bulk results stay off the driver, libraries log little (unless the user
-    sets otherwise), and on CPU each has one thread.
+    sets otherwise), and on CPU each has its threads.
 
     Args:
         n_sequences: of a full chunk.
+        n_threads: of a worker on the CPU.
     """
     env = {"VLLM_LOGGING_LEVEL": "ERROR", "PYTHONWARNINGS": "ignore", "TQDM_DISABLE": "1"}
     env = {key: os.environ.get(key, value) for key, value in env.items()}
     env["TOKENIZERS_PARALLELISM"] = "false"
     env["RAY_max_direct_call_object_size"] = str(inline_bytes(n_sequences))
     if on_cpu:
-        return env | CPU_ENV
+        return env | CPU_ENV | thread_env(n_threads)
     # So that ids in CUDA_VISIBLE_DEVICES mean the same GPUs as in nvidia-smi, Ray and the teacher.
     return env | {"CUDA_DEVICE_ORDER": os.environ.get("CUDA_DEVICE_ORDER", "PCI_BUS_ID")}
 

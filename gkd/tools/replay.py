@@ -136,7 +136,7 @@ def replayed(case: Case) -> list[TrainStats]:
     from gkd.start.launcher import spawn_endpoints
     from gkd.start.pools import ACTOR as ACTOR_POOL
     from gkd.start.pools import pool_specs
-    from gkd.start.worker_env import worker_env
+    from gkd.start.worker_env import cpu_threads, worker_env
     from gkd.teacher.records import RecordingEndpoint
 
     device, timeout_s = resolve_device(case.config), case.config.trainer.init_timeout_s
@@ -154,7 +154,8 @@ def replayed(case: Case) -> list[TrainStats]:
         try:
             slots = cluster.make_pools([spec], timeout_s)[ACTOR_POOL]
             groups = actor_worker.CONCURRENCY_GROUPS
-            workers = slots.spawn(actor_worker.ActorWorker, worker_env(device == "cpu"), concurrency_groups=groups)
+            env = worker_env(device == "cpu", n_threads=cpu_threads(config)[0])
+            workers = slots.spawn(actor_worker.ActorWorker, env, concurrency_groups=groups)
             actor = ActorPool(workers, config)
             gather(actor.init_model(device, _total_steps(case), timeout_s), "init_model", timeout_s)
             has_reference = bool(check_config(config).reference_folder)
