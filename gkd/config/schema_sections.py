@@ -163,7 +163,7 @@ class EvalConfig:
     )
     max_prompts: int = key(200, "Held-out prompts to use, the first ones of val_files; 0 = all.", ge=0, resume=True)
     metric: str = key(
-        "exact_match",
+        NO_METRIC,
         "Function that judges greedy responses, as in reward.functions. exact_match: the text after the last "
         "eval.answer_marker equals the answer column. none: KL only.",
         limits="none, or as reward.functions",

@@ -71,6 +71,7 @@ class Lab:
             "teacher.wire=fp32",
             "weight_sync.bucket_mib=1",
             "eval.max_prompts=0",
+            "eval.metric=exact_match",
         ]
         config = self.root / "base.yaml"
         config.write_text("{}\n")
