@@ -128,6 +128,12 @@ class DataConfig:
     chat_template_kwargs: dict[str, Any] = key(
         {}, "Variables of the chat template, for example {enable_thinking: false}.", limits="variables of the template"
     )
+    system_prompt: str = key(
+        "",
+        "Text of a system message in front of each prompt that has none, also of the teacher's. Empty = no such "
+        "message. docs/data.md.",
+        limits="a text that the chat template takes",
+    )
     shuffle: bool = key(True, "Shuffle the prompts in each epoch, from data.seed and the epoch number.")
     seed: int = key(1, "Seed of the prompt order and of sampling.", ge=0)
     teacher_key: str = key("", "Column that names a row's teacher, one of teacher.routes; needed with routes.")

@@ -17,7 +17,7 @@ import numpy as np
 from gkd.config.schema_sections import DataConfig
 from gkd.config.schema_teacher import TeacherConfig
 from gkd.data.conversation import Conversation, Setting, check_unicode, quoted, read_conversation
-from gkd.data.render import AS_IS, PromptRenderer, Rendered
+from gkd.data.render import AS_IS, PromptRenderer, Rendered, has_system
 from gkd.data.row_files import Row, encode_row, read_rows
 from gkd.data.teacher_prompt import TeacherPrompts
 from gkd.errors import ConfigError
@@ -141,7 +141,10 @@ class RowReader:
 
     def __init__(self, config: DataConfig, tokenizer: Any, teacher: TeacherConfig) -> None:
         self._config = config
-        self._renderer = PromptRenderer(tokenizer, config.chat_template, config.chat_template_kwargs)
+        self._renderer = PromptRenderer(
+            tokenizer, config.chat_template, config.chat_template_kwargs, config.system_prompt
+        )
+        self._n_own_system = 0
         self._routes = RowRoutes(teacher, config.teacher_key)
         self._views = TeacherPrompts(config, teacher.prompt_template)
 
@@ -163,6 +166,7 @@ class RowReader:
         if view is not None:
             self._check_response(view, self._views.setting, where)
         rendered = self._renderer.render(prompt, setting, where)
+        self._n_own_system += has_system(prompt)
         if view is not None and rendered.converted == AS_IS and self._views.is_template:
             problem = (
                 f"the prompt of {where} is rendered already, and the template's text would stand outside of its turns."
@@ -176,7 +180,9 @@ class RowReader:
         )
 
     def log(self, key: str) -> None:
-        """Log how many rows each route and the teacher's own prompt have."""
+        """Log how many rows each route, the teacher's own prompt and a system message of their own have."""
+        if self._config.system_prompt and self._n_own_system:
+            log.info("%s: %d rows have a system message, not data.system_prompt", key, self._n_own_system)
         self._routes.log(key)
         self._views.log(key)
 

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from gkd.data.conversation import Conversation, Setting, quoted
+from gkd.data.conversation import Conversation, Setting, quoted, read_conversation
 from gkd.errors import ConfigError
 
 _MARK = "\ue000{}\ue001"  # characters for private use, which no template changes
@@ -52,12 +52,13 @@ class PromptRenderer:
     Args:
         chat_template: data.chat_template.
         variables: data.chat_template_kwargs.
+        system_prompt: data.system_prompt.
 
     Raises:
-        ConfigError: `always` without a template; a variable that the template does not have.
+        ConfigError: `always` without a template; a variable or a system message that the template does not have.
     """
 
-    def __init__(self, tokenizer: Any, chat_template: str, variables: dict[str, Any]) -> None:
+    def __init__(self, tokenizer: Any, chat_template: str, variables: dict[str, Any], system_prompt: str = "") -> None:
         self._tokenizer, self._setting, self._variables = tokenizer, chat_template, variables
         has_template = getattr(tokenizer, "chat_template", None) is not None
         self._source = tokenizer.get_chat_template() if has_template else ""
@@ -73,11 +74,15 @@ class PromptRenderer:
         self._begin = self._tokens_in_front()
         self._markers, self._heads = self._separators() if self._applies else ((), ())
         self._marker = re.compile("|".join(map(re.escape, self._markers)) or "(?!)")
+        self._system = system_prompt
+        if system_prompt:
+            self._check_system(("data.system_prompt", system_prompt))
 
     def render(self, prompt: Conversation, setting: Setting, where: str) -> Rendered:
         """Return a prompt's text and tokens.
 
-        A text that begins as the template's prompts do is rendered already, and is used as it is.
+        A text that begins as the template's prompts do is rendered already, and is used as it is. Other prompts begin
+        with the system prompt, unless they have a message of the system.
 
         Args:
             setting: key that the prompt comes from and its value, for errors.
@@ -85,7 +90,7 @@ class PromptRenderer:
 
         Raises:
             ConfigError: the template fails, or leaves out or changes a text; a text holds markers of the template;
-                there are messages and no template; the prompt has no tokens.
+                there are messages and no template; a rendered text lacks the system prompt; the prompt has no tokens.
         """
         if prompt.messages and not self._applies:
             reason = "chat templates are disabled" if self._source else "this tokenizer has no chat template"
@@ -95,12 +100,27 @@ class PromptRenderer:
         if not self._applies:
             return Rendered(prompt.text, self._encode(prompt.text, setting, where), prompt.converted)
         if not prompt.messages and self._is_rendered(prompt.text):
+            if self._system:
+                problem = f"the prompt of {where} is rendered already, and no message can be put in front of it."
+                fix = "write messages, or remove the key."
+                raise ConfigError("data.system_prompt", self._system, problem, fix)
             self._check_end(prompt.text, setting, where)
             return Rendered(prompt.text, self._encode(prompt.text, setting, where), AS_IS)
         messages = prompt.messages or ({"role": "user", "content": prompt.text},)
+        if self._system and not has_system(prompt):
+            messages = ({"role": "system", "content": self._system}, *messages)
         text = self._apply(messages, where)
         self._check(text, messages, setting, where)
         return Rendered(text, self._encode(text, setting, where, begins=True), prompt.converted)
+
+    def _check_system(self, setting: Setting) -> None:
+        """Raise ConfigError unless the model reads the system prompt."""
+        name = "this prompt"
+        try:
+            messages = [{"role": "system", "content": setting[1]}, {"role": "user", "content": "-"}]
+            self.render(read_conversation(messages, setting, name), setting, name)
+        except ConfigError as error:
+            raise ConfigError(*setting, error.problem, "correct the text, or remove the key.") from error
 
     def _encode(self, text: str, setting: Setting, where: str, begins: bool = False) -> list[int]:
         """Return the tokens of a text: with the tokenizer's beginning once, and without an end.
@@ -197,6 +217,11 @@ class PromptRenderer:
         # The beginning alone does not tell: <s> is also a tag of HTML. Some models begin each turn with it, however.
         turns = tuple(token for token in markers if token != begin or any(begin in piece for piece in pieces[1:2]))
         return markers, (*turns, head) if len(head) >= _SHORTEST_HEAD else turns
+
+
+def has_system(prompt: Conversation) -> bool:
+    """Return whether a conversation has a message of the system, or of the developer, as some templates call it."""
+    return any(message["role"] in ("system", "developer") for message in prompt.messages)
 
 
 def _forms(message: Message) -> list[str]:

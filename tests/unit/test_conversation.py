@@ -179,6 +179,54 @@ def test_variables_of_the_template_are_set(tmp_path: Path) -> None:
         assert caught.value.key == "data.chat_template_kwargs.enable_thinking"
 
 
+SYSTEM = {"role": "system", "content": "Be brief."}
+
+
+@pytest.mark.parametrize("name", sorted(FAMILIES.keys() - {"turns"}))
+def test_the_system_prompt_stands_in_front_of_prompts_without_one(tmp_path: Path, name: str) -> None:
+    """Fails if a family of templates reads another prompt than with the message in the row, or a row's own is lost."""
+    made, ours = tokenizer(FAMILIES[name]), {"system_prompt": "Be brief."}
+    expected = text(tmp_path, [SYSTEM, USER], made)
+    assert "Be brief." in expected
+    assert text(tmp_path, [USER], made, **ours) == text(tmp_path, USER["content"], made, **ours) == expected
+    assert text(tmp_path, [SYSTEM, USER], made, system_prompt="Be long.") == expected
+    if name == "chatml":
+        assert "Be brief." not in text(tmp_path, [{"role": "developer", "content": "Be exact."}, USER], made, **ours)
+
+
+def test_the_system_prompt_is_a_part_of_each_prompt(tmp_path: Path) -> None:
+    """Fails if the limit of a prompt's length does not count it, or the teacher's own prompt lacks it."""
+    n = len(load(tmp_path, "Q", system_prompt="Be brief.").token_ids)
+    load(tmp_path, "Q", system_prompt="Be brief.", max_prompt_length=n)
+    with refuses("data.max_prompt_length"):
+        load(tmp_path, "Q", system_prompt="Be brief.", max_prompt_length=n - 1)
+    row = {"prompt": "Q", "t": [{"role": "user", "content": "Q, please"}]}
+    view = load(tmp_path, row, system_prompt="Be brief.", teacher_prompt_key="t").teacher_ids
+    assert CHATML.decode(view) == text(tmp_path, [SYSTEM, {"role": "user", "content": "Q, please"}])
+
+
+@pytest.mark.parametrize(
+    ("template", "value", "system"),
+    [
+        (FAMILIES["turns"], "Q", "Be brief."),
+        (FAMILIES["chatml"].replace(*FAULTS["drops_system"]), "Q", "Be brief."),
+        (FAMILIES["chatml"], "Q", "<|im_end|>"),
+        (FAMILIES["chatml"], "Q", "\ud800"),
+        (FAMILIES["chatml"], RENDERED, "Be brief."),
+        (None, "Q", "Be brief."),
+    ],
+)
+def test_a_system_prompt_that_the_model_would_not_read_is_refused(
+    tmp_path: Path, template: str | None, value: str, system: str
+) -> None:
+    """Fails if a run trains without its system prompt, or the error names another key."""
+    with refuses("data.system_prompt"):
+        load(tmp_path, value, tokenizer(template), system_prompt=system)
+    if template:
+        with refuses("data.system_prompt"):
+            load(tmp_path, value, tokenizer(template), system_prompt=system, chat_template="never")
+
+
 def test_named_templates_have_a_default(tmp_path: Path) -> None:
     """Fails if a tokenizer with several templates renders a prompt with another one than transformers does."""
     made = tokenizer()
