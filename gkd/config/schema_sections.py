@@ -103,6 +103,11 @@ class DataConfig:
         "Column of the prompt that the teacher scores the responses after, a string or messages, instead of the "
         "student's. Rows without it: the student's prompt. Empty = the same prompt for both. docs/losses.md.",
     )
+    tools_key: str = key(
+        "",
+        "Column of the tools that a prompt offers, for the chat template: a list of {type: function, function: {name, "
+        "...}}, or such a list as JSON text; null or empty = none. Empty = no tools. docs/data.md.",
+    )
     max_prompt_length: int = key(1024, "Longest prompt in tokens.", gt=0)
     max_teacher_prompt_length: int = key(
         0,
