@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 
 from gkd.config.interval import save_interval
 from gkd.config.key_list import all_keys, value_of
-from gkd.config.schema_sections import HEALTH_CHECKS, Sections
+from gkd.config.schema_sections import HEALTH_CHECKS, NO_METRIC, Sections
 from gkd.config.schema_teacher import MAX_NAME_LENGTH
 from gkd.config.schema_trainer import TRACKER_NAMES
 from gkd.errors import ConfigError
@@ -95,6 +95,8 @@ def _best_errors(config: Sections) -> Iterator[ConfigError]:
     elif name and not config.data.val_files:
         problem = "data.val_files is empty, so nothing is evaluated."
         yield ConfigError("trainer.keep_best", name, problem, "remove it, or name files.")
+    elif config.eval.metric == NO_METRIC and ("/accuracy" in name or "/pass_at_" in name):
+        yield ConfigError("trainer.keep_best", name, "eval.metric is none.", "set eval.metric, or keep eval/kl.")
 
 
 def _tracker_errors(config: Sections) -> Iterator[ConfigError]:

@@ -103,6 +103,11 @@ class DataConfig:
         "Column of the prompt that the teacher scores the responses after, a string or messages, instead of the "
         "student's. Rows without it: the student's prompt. Empty = the same prompt for both. docs/losses.md.",
     )
+    tools_key: str = key(
+        "",
+        "Column of the tools that a prompt offers, for the chat template: a list of {type: function, function: {name, "
+        "...}}, or such a list as JSON text; null or empty = none. Empty = no tools. docs/data.md.",
+    )
     max_prompt_length: int = key(1024, "Longest prompt in tokens.", gt=0)
     max_teacher_prompt_length: int = key(
         0,
@@ -127,6 +132,12 @@ class DataConfig:
     )
     chat_template_kwargs: dict[str, Any] = key(
         {}, "Variables of the chat template, for example {enable_thinking: false}.", limits="variables of the template"
+    )
+    system_prompt: str = key(
+        "",
+        "Text of a system message in front of each prompt that has none, also of the teacher's. Empty = no such "
+        "message. docs/data.md.",
+        limits="a text that the chat template takes",
     )
     shuffle: bool = key(True, "Shuffle the prompts in each epoch, from data.seed and the epoch number.")
     seed: int = key(1, "Seed of the prompt order and of sampling.", ge=0)

@@ -28,12 +28,14 @@ class Conversation:
     Attributes:
         messages: with a role and a text as content each; empty means `text` is the prompt.
         text: of a prompt that is one string.
+        tools: that the prompt offers, in OpenAI's format.
         response: the last assistant message, taken off; None means the last message was another one.
         converted: the form that was converted, to be counted; empty if there was none.
     """
 
     messages: tuple[dict[str, Any], ...] = ()
     text: str = ""
+    tools: tuple[dict[str, Any], ...] = ()
     response: str | None = None
     converted: str = ""
 
@@ -71,6 +73,40 @@ def read_conversation(value: Any, setting: Setting, where: str) -> Conversation:
     if not any(message["content"].strip() for message in messages):
         raise _refused(setting, where, f"has no text before the response: {quoted(value)}")
     return Conversation(tuple(messages), response=response, converted=converted)
+
+
+def read_tools(value: Any, setting: Setting, where: str) -> tuple[dict[str, Any], ...]:
+    """Return the tools of a column's value: a list of OpenAI's objects, or such a list as JSON text.
+
+    Raises:
+        ConfigError: the value has another form, or nulls, which parquet writes for keys that other tools have.
+    """
+    fix = "write a list of {type: function, function: {name, description, parameters}}, or its JSON as a text."
+    is_text = isinstance(value, str)
+    try:
+        found = value if not is_text else json.loads(value) if value.strip() else None
+    except ValueError as error:
+        problem = f"the tools of {where} are {quoted(value)}, which is not JSON ({error})."
+        raise ConfigError(*setting, problem, fix) from error
+    tools = [] if found is None else found
+    if wrong := [tool for tool in tools if not _is_tool(tool)] if isinstance(tools, list) else [tools]:
+        raise ConfigError(*setting, f"the tools of {where} have {quoted(wrong[0])}.", fix)
+    if not is_text and _has_null(tools):
+        problem = f"the tools of {where} have nulls, which parquet writes for keys that other tools have."
+        raise ConfigError(*setting, problem, "write the column as JSON text.")
+    check_unicode(json.dumps(tools, ensure_ascii=False), setting, where)
+    return tuple(tools)
+
+
+def _is_tool(tool: Any) -> bool:
+    function = tool.get("function") if isinstance(tool, dict) and tool.get("type") == "function" else None
+    name = function.get("name") if isinstance(function, dict) else None
+    return isinstance(name, str) and bool(name)
+
+
+def _has_null(value: Any) -> bool:
+    items = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return value is None or any(map(_has_null, items))
 
 
 def check_unicode(text: str, setting: Setting, where: str) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +16,8 @@ import numpy as np
 
 from gkd.config.schema_sections import DataConfig
 from gkd.config.schema_teacher import TeacherConfig
-from gkd.data.conversation import Conversation, Setting, check_unicode, quoted, read_conversation
-from gkd.data.render import AS_IS, PromptRenderer, Rendered
+from gkd.data.conversation import Conversation, Setting, check_unicode, quoted, read_conversation, read_tools
+from gkd.data.render import AS_IS, PromptRenderer, Rendered, has_system
 from gkd.data.row_files import Row, encode_row, read_rows
 from gkd.data.teacher_prompt import TeacherPrompts
 from gkd.errors import ConfigError
@@ -141,7 +141,10 @@ class RowReader:
 
     def __init__(self, config: DataConfig, tokenizer: Any, teacher: TeacherConfig) -> None:
         self._config = config
-        self._renderer = PromptRenderer(tokenizer, config.chat_template, config.chat_template_kwargs)
+        self._renderer = PromptRenderer(
+            tokenizer, config.chat_template, config.chat_template_kwargs, config.system_prompt, config.tools_key
+        )
+        self._n_own_system = 0
         self._routes = RowRoutes(teacher, config.teacher_key)
         self._views = TeacherPrompts(config, teacher.prompt_template)
 
@@ -150,7 +153,7 @@ class RowReader:
         """Return the columns that `read` uses, including answers and responses."""
         data = self._config
         names = {data.prompt_key, data.response_key, data.answer_key, data.teacher_key, data.teacher_prompt_key}
-        return names | self._views.columns
+        return names | {data.tools_key} | self._views.columns
 
     def read(self, row: Row, where: str) -> ReadRow:
         """Return what the models read. Raises ConfigError: see `load_prompts`."""
@@ -159,10 +162,17 @@ class RowReader:
             raise ConfigError(*setting, f"{where} has only the columns {sorted(row)}.", "name the prompts' column.")
         prompt = read_conversation(row[self._config.prompt_key], setting, where)
         self._check_response(prompt, setting, where)
+        if key := self._config.tools_key:
+            if key not in row:
+                problem = f"{where} has only the columns {sorted(row)}."
+                raise ConfigError("data.tools_key", key, problem, "name the tools' column; null stands for no tools.")
+            prompt = replace(prompt, tools=read_tools(row[key], ("data.tools_key", key), where))
         view = self._views.of(row, prompt, where)
         if view is not None:
             self._check_response(view, self._views.setting, where)
+            view = replace(view, tools=prompt.tools)
         rendered = self._renderer.render(prompt, setting, where)
+        self._n_own_system += has_system(prompt)
         if view is not None and rendered.converted == AS_IS and self._views.is_template:
             problem = (
                 f"the prompt of {where} is rendered already, and the template's text would stand outside of its turns."
@@ -176,7 +186,9 @@ class RowReader:
         )
 
     def log(self, key: str) -> None:
-        """Log how many rows each route and the teacher's own prompt have."""
+        """Log how many rows each route, the teacher's own prompt and a system message of their own have."""
+        if self._config.system_prompt and self._n_own_system:
+            log.info("%s: %d rows have a system message, not data.system_prompt", key, self._n_own_system)
         self._routes.log(key)
         self._views.log(key)
 

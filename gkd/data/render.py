@@ -14,13 +14,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from gkd.data.conversation import Conversation, Setting, quoted
+from gkd.data.conversation import Conversation, Setting, quoted, read_conversation
 from gkd.errors import ConfigError
 
 _MARK = "\ue000{}\ue001"  # characters for private use, which no template changes
 AS_IS = "text that is rendered already"  # a value of `Rendered.converted`
 _SHORTEST_HEAD = 4  # characters: texts begin with a shorter one by chance
 Message = dict[str, Any]
+Tools = tuple[dict[str, Any], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,12 +53,21 @@ class PromptRenderer:
     Args:
         chat_template: data.chat_template.
         variables: data.chat_template_kwargs.
+        system_prompt: data.system_prompt.
+        tools_key: data.tools_key.
 
     Raises:
-        ConfigError: `always` without a template; a variable that the template does not have.
+        ConfigError: `always` without a template; a variable, a system message or tools that the template does not have.
     """
 
-    def __init__(self, tokenizer: Any, chat_template: str, variables: dict[str, Any]) -> None:
+    def __init__(
+        self,
+        tokenizer: Any,
+        chat_template: str,
+        variables: dict[str, Any],
+        system_prompt: str = "",
+        tools_key: str = "",
+    ) -> None:
         self._tokenizer, self._setting, self._variables = tokenizer, chat_template, variables
         has_template = getattr(tokenizer, "chat_template", None) is not None
         self._source = tokenizer.get_chat_template() if has_template else ""
@@ -66,18 +76,33 @@ class PromptRenderer:
             problem = "this tokenizer has no chat template."
             raise ConfigError("data.chat_template", chat_template, problem, "use auto or never.")
         for name, value in variables.items():
-            if not self._applies or not re.search(rf"\b{re.escape(name)}\b", self._source):
-                problem = "the chat template has no such variable." if self._applies else "no chat template is applied."
-                raise ConfigError(f"data.chat_template_kwargs.{name}", value, problem, "remove it.")
+            self._check_variable(name, self._source, f"data.chat_template_kwargs.{name}", value)
+        if tools_key:
+            source = tokenizer.get_chat_template(tools=[{}]) if self._applies else ""
+            self._check_variable("tools", source, "data.tools_key", tools_key)
+            if "tools" in variables:
+                problem = "data.chat_template_kwargs.tools is set, too."
+                raise ConfigError("data.tools_key", tools_key, problem, "remove one of them.")
+        self._tools_setting = "data.tools_key", tools_key
         self._frames: dict[tuple[str, ...], _Frame] = {}
         self._begin = self._tokens_in_front()
         self._markers, self._heads = self._separators() if self._applies else ((), ())
         self._marker = re.compile("|".join(map(re.escape, self._markers)) or "(?!)")
+        self._system = system_prompt
+        if system_prompt:
+            self._check_system(("data.system_prompt", system_prompt))
+
+    def _check_variable(self, name: str, source: str, key: str, value: Any) -> None:
+        """Raise ConfigError unless a template uses a variable."""
+        if not self._applies or not re.search(rf"\b{re.escape(name)}\b", source):
+            problem = f"the chat template does not use {name}." if self._applies else "no chat template is applied."
+            raise ConfigError(key, value, problem, "remove it.")
 
     def render(self, prompt: Conversation, setting: Setting, where: str) -> Rendered:
         """Return a prompt's text and tokens.
 
-        A text that begins as the template's prompts do is rendered already, and is used as it is.
+        A text that begins as the template's prompts do is rendered already, and is used as it is. Other prompts begin
+        with the system prompt, unless they have a message of the system.
 
         Args:
             setting: key that the prompt comes from and its value, for errors.
@@ -85,7 +110,8 @@ class PromptRenderer:
 
         Raises:
             ConfigError: the template fails, or leaves out or changes a text; a text holds markers of the template;
-                there are messages and no template; the prompt has no tokens.
+                there are messages and no template; a rendered text lacks the system prompt or tools; the prompt has no
+                tokens.
         """
         if prompt.messages and not self._applies:
             reason = "chat templates are disabled" if self._source else "this tokenizer has no chat template"
@@ -95,12 +121,27 @@ class PromptRenderer:
         if not self._applies:
             return Rendered(prompt.text, self._encode(prompt.text, setting, where), prompt.converted)
         if not prompt.messages and self._is_rendered(prompt.text):
+            if self._system or prompt.tools:
+                lacking = self._tools_setting if prompt.tools else ("data.system_prompt", self._system)
+                problem = f"the prompt of {where} is rendered already, and nothing can be put in front of it."
+                raise ConfigError(*lacking, problem, "write messages, or remove the key.")
             self._check_end(prompt.text, setting, where)
             return Rendered(prompt.text, self._encode(prompt.text, setting, where), AS_IS)
         messages = prompt.messages or ({"role": "user", "content": prompt.text},)
-        text = self._apply(messages, where)
-        self._check(text, messages, setting, where)
+        if self._system and not has_system(prompt):
+            messages = ({"role": "system", "content": self._system}, *messages)
+        text = self._apply(messages, where, prompt.tools)
+        self._check(text, messages, setting, where, prompt.tools)
         return Rendered(text, self._encode(text, setting, where, begins=True), prompt.converted)
+
+    def _check_system(self, setting: Setting) -> None:
+        """Raise ConfigError unless the model reads the system prompt."""
+        name = "data.system_prompt"
+        try:
+            messages = [{"role": "system", "content": setting[1]}, {"role": "user", "content": "-"}]
+            self.render(read_conversation(messages, setting, name), setting, name)
+        except ConfigError as error:
+            raise ConfigError(*setting, error.problem, "correct the text, or remove the key.") from error
 
     def _encode(self, text: str, setting: Setting, where: str, begins: bool = False) -> list[int]:
         """Return the tokens of a text: with the tokenizer's beginning once, and without an end.
@@ -119,18 +160,19 @@ class PromptRenderer:
         starts = (i for i in range(len(whole) - len(plain) + 1) if whole[i : i + len(plain)] == plain)
         return whole[: next(starts, 0)] if plain else []
 
-    def _apply(self, messages: Sequence[Message], where: str) -> str:
+    def _apply(self, messages: Sequence[Message], where: str, tools: Tools) -> str:
+        variables = {**self._variables, "tools": list(tools)} if tools else self._variables
         try:
             text: str = self._tokenizer.apply_chat_template(
-                list(messages), add_generation_prompt=True, tokenize=False, **self._variables
+                list(messages), add_generation_prompt=True, tokenize=False, **variables
             )
         except Exception as error:  # a template is a program and may raise any error
             problem = f"the chat template failed for the prompt of {where} ({error})."
             raise ConfigError("data.chat_template", self._setting, problem, "correct the row.") from error
         return text
 
-    def _check(self, text: str, messages: Sequence[Message], setting: Setting, where: str) -> None:
-        """Raise ConfigError unless the prompt holds each message and ends as the template ends one."""
+    def _check(self, text: str, messages: Sequence[Message], setting: Setting, where: str, tools: Tools) -> None:
+        """Raise ConfigError unless the prompt holds each tool and message and ends as the template ends one."""
         for message in messages:
             content = message["content"]
             marker = self._marker.search(content)
@@ -139,7 +181,11 @@ class PromptRenderer:
                 problem = f"a message of {where} ({message['role']}) is {quoted(content)}, {found}."
                 fix = "correct the row. Text that is rendered already must be one string, not a message."
                 raise ConfigError(*setting, problem, fix)
-        frame = self._frame(tuple(message["role"] for message in messages))
+        frame = self._frame(tuple(message["role"] for message in messages), tools)
+        around = "".join(frame.pieces) or text  # A user's text may have the name of a tool.
+        if unread := [tool["function"]["name"] for tool in tools if tool["function"]["name"] not in around]:
+            problem = f"the chat template leaves out the tool {unread[0]} of {where}; it writes {quoted(text)}."
+            raise ConfigError(*self._tools_setting, problem, "correct the row or the template, or remove the key.")
         texts = [*(message["content"] for message in messages), ""]
         lost = [message for message in messages if "tool_calls" in message and not _has_calls(text, message)]
         if not lost and frame.pieces and text == "".join(map(str.__add__, frame.pieces, texts)):
@@ -171,20 +217,24 @@ class PromptRenderer:
         problem = f"the prompt of {where} ends with {text[-80:]!r}, and the chat template ends a prompt with {end!r}."
         return ConfigError(*setting, problem, "add the beginning of the response, or correct the template.")
 
-    def _frame(self, roles: tuple[str, ...]) -> _Frame:
+    def _frame(self, roles: tuple[str, ...], tools: Tools = ()) -> _Frame:
+        if tools:  # Each row may have other ones, so the frame is not kept.
+            return self._frame_of(roles, tools)
         if roles not in self._frames:
-            marks = [_MARK.format(i) for i in range(len(roles))]
-            try:
-                messages = [{"role": role, "content": mark} for role, mark in zip(roles, marks, strict=True)]
-                text = self._apply(messages, "marks")
-            except ConfigError:  # It may still render the row, and is judged by the texts then.
-                self._frames[roles] = _Frame()
-                return _Frame()
-            dropped = tuple(i for i, mark in enumerate(marks) if mark not in text)
-            pieces = tuple(re.split("|".join(marks), text))
-            ordered = re.findall("|".join(marks), text) == marks
-            self._frames[roles] = _Frame(pieces if ordered else (), dropped)
+            self._frames[roles] = self._frame_of(roles, ())
         return self._frames[roles]
+
+    def _frame_of(self, roles: tuple[str, ...], tools: Tools) -> _Frame:
+        marks = [_MARK.format(i) for i in range(len(roles))]
+        try:
+            messages = [{"role": role, "content": mark} for role, mark in zip(roles, marks, strict=True)]
+            text = self._apply(messages, "marks", tools)
+        except ConfigError:  # It may still render the row, and is judged by the texts then.
+            return _Frame()
+        dropped = tuple(i for i, mark in enumerate(marks) if mark not in text)
+        pieces = tuple(re.split("|".join(marks), text))
+        ordered = re.findall("|".join(marks), text) == marks
+        return _Frame(pieces if ordered else (), dropped)
 
     def _separators(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
         """Return the special tokens that the template writes, and the beginnings of rendered prompts."""
@@ -197,6 +247,11 @@ class PromptRenderer:
         # The beginning alone does not tell: <s> is also a tag of HTML. Some models begin each turn with it, however.
         turns = tuple(token for token in markers if token != begin or any(begin in piece for piece in pieces[1:2]))
         return markers, (*turns, head) if len(head) >= _SHORTEST_HEAD else turns
+
+
+def has_system(prompt: Conversation) -> bool:
+    """Return whether a conversation has a message of the system, or of the developer, as some templates call it."""
+    return any(message["role"] in ("system", "developer") for message in prompt.messages)
 
 
 def _forms(message: Message) -> list[str]:

@@ -79,6 +79,15 @@ FAMILIES: dict[str, str] = {
     "names_one_line": _each("{{ m.role + ': ' + m.content + ' ' }}", "assistant:"),
     "plain": _each("{{ m.content + '\n' }}", ""),
 }
+# Templates that write tools; the second one has another template for rows with tools.
+_TOOLS = (
+    "{% if tools %}{{ '<|im_start|>system\n' }}{% for t in tools %}{{ t | tojson }}{% endfor %}{{ '<|im_end|>\n' }}"
+    "{% endif %}"
+)
+TOOLS: dict[str, str | dict[str, str]] = {
+    "chatml_tools": _each(_CHATML, _CHATML_TAIL, _TOOLS),
+    "named": {"default": FAMILIES["chatml"], "tool_use": _each(_CHATML, _CHATML_TAIL, _TOOLS)},
+}
 # Changes that make a template leave out or change a text: text to replace -> new text.
 FAULTS: dict[str, tuple[str, str]] = {
     "drops_system": ("{% for m in messages %}", "{% for m in messages if m.role != 'system' %}"),
@@ -91,7 +100,7 @@ FAULTS: dict[str, tuple[str, str]] = {
 }
 
 
-def tokenizer(template: str | None = None, post: str = "", special: tuple[str, ...] = SPECIAL) -> Any:
+def tokenizer(template: str | dict[str, str] | None = None, post: str = "", special: tuple[str, ...] = SPECIAL) -> Any:
     """Return a tokenizer; `post` is what it puts around a text, as "<s> $A </s>"."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     inner = Tokenizer(models.BPE({token: i for i, token in enumerate([*special, *alphabet])}, []))

@@ -306,6 +306,8 @@ def test_an_invalid_file_is_refused(tmp_path: Path, text: str) -> None:
         (["eval.metric=none", "eval.teacher_prompts=2"], "eval.teacher_prompts"),
         (["teacher.backend=local", "teacher.path=t", "eval.teacher_prompts=2"], "eval.teacher_prompts"),
         (["eval.metric=exact_match", "eval.answer_marker="], "eval.answer_marker"),
+        (["data.val_files=[v]", "trainer.keep_best=eval/accuracy"], "trainer.keep_best"),
+        (["data.val_files=[v]", "trainer.keep_best=domain/math/accuracy"], "trainer.keep_best"),
         (["teacher.backend=local"], "teacher.path"),
         (["teacher.path=t"], "teacher.path"),
         (["teacher.fsdp_cpu_offload=false"], "teacher.fsdp_cpu_offload"),

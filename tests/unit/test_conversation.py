@@ -7,6 +7,8 @@ import random
 import subprocess
 import sys
 from dataclasses import replace
+from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +26,7 @@ from gkd.teacher.info import TeacherInfo
 from teacher_server.wire.fingerprint import template_fingerprint
 from teacher_server.worker.model_folder import ModelFolder, describe_tokenizer
 from tests.refusals import refuses
-from tests.unit.chat_templates import FAMILIES, FAULTS, tokenizer
+from tests.unit.chat_templates import FAMILIES, FAULTS, TOOLS, tokenizer
 
 SETTING = "data.prompt_key", "prompt"
 USER = {"role": "user", "content": "What is 2+2?"}
@@ -177,6 +179,123 @@ def test_variables_of_the_template_are_set(tmp_path: Path) -> None:
         with pytest.raises(ConfigError) as caught:
             load(tmp_path, "Q", other, chat_template=setting, **off)
         assert caught.value.key == "data.chat_template_kwargs.enable_thinking"
+
+
+SYSTEM = {"role": "system", "content": "Be brief."}
+
+
+@pytest.mark.parametrize("name", sorted(FAMILIES.keys() - {"turns"}))
+def test_the_system_prompt_stands_in_front_of_prompts_without_one(tmp_path: Path, name: str) -> None:
+    """Fails if a family of templates reads another prompt than with the message in the row, or a row's own is lost."""
+    made, ours = tokenizer(FAMILIES[name]), {"system_prompt": "Be brief."}
+    expected = text(tmp_path, [SYSTEM, USER], made)
+    assert "Be brief." in expected
+    assert text(tmp_path, [USER], made, **ours) == text(tmp_path, USER["content"], made, **ours) == expected
+    assert text(tmp_path, [SYSTEM, USER], made, system_prompt="Be long.") == expected
+    if name == "chatml":
+        assert "Be brief." not in text(tmp_path, [{"role": "developer", "content": "Be exact."}, USER], made, **ours)
+
+
+def test_the_system_prompt_is_a_part_of_each_prompt(tmp_path: Path) -> None:
+    """Fails if the limit of a prompt's length does not count it, or the teacher's own prompt lacks it."""
+    n = len(load(tmp_path, "Q", system_prompt="Be brief.").token_ids)
+    load(tmp_path, "Q", system_prompt="Be brief.", max_prompt_length=n)
+    with refuses("data.max_prompt_length"):
+        load(tmp_path, "Q", system_prompt="Be brief.", max_prompt_length=n - 1)
+    row = {"prompt": "Q", "t": [{"role": "user", "content": "Q, please"}]}
+    view = load(tmp_path, row, system_prompt="Be brief.", teacher_prompt_key="t").teacher_ids
+    assert CHATML.decode(view) == text(tmp_path, [SYSTEM, {"role": "user", "content": "Q, please"}])
+
+
+@pytest.mark.parametrize(
+    ("template", "value", "system"),
+    [
+        (FAMILIES["turns"], "Q", "Be brief."),
+        (FAMILIES["chatml"].replace(*FAULTS["drops_system"]), "Q", "Be brief."),
+        (FAMILIES["chatml"], "Q", "<|im_end|>"),
+        (FAMILIES["chatml"], "Q", "\ud800"),
+        (FAMILIES["chatml"], RENDERED, "Be brief."),
+        (None, "Q", "Be brief."),
+    ],
+)
+def test_a_system_prompt_that_the_model_would_not_read_is_refused(
+    tmp_path: Path, template: str | None, value: str, system: str
+) -> None:
+    """Fails if a run trains without its system prompt, or the error names another key."""
+    with refuses("data.system_prompt"):
+        load(tmp_path, value, tokenizer(template), system_prompt=system)
+    if template:
+        with refuses("data.system_prompt"):
+            load(tmp_path, value, tokenizer(template), system_prompt=system, chat_template="never")
+
+
+def tool(name: str, **more: Any) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name, "parameters": {"type": "object", **more}}}
+
+
+WEATHER = [tool("get_weather"), tool("get_time", required=["city"])]
+VLLM_TEMPLATE = "transformers_utils/chat_templates/template_minicpmv45.jinja"  # of a model of the Qwen3 family
+
+
+@pytest.mark.parametrize("name", [*TOOLS, "real"])
+@pytest.mark.parametrize("as_text", [False, True])
+def test_the_template_gets_the_tools_of_the_row(tmp_path: Path, name: str, as_text: bool) -> None:
+    """Fails if a prompt lacks its tools, has those of another row, or differs from what transformers renders."""
+    (package,) = find_spec("vllm").submodule_search_locations if name == "real" else ("",)
+    made = tokenizer((Path(package) / VLLM_TEMPLATE).read_text() if name == "real" else TOOLS[name])
+    row = {"prompt": [USER], "t": json.dumps(WEATHER) if as_text else WEATHER}
+    found = text(tmp_path, row, made, tools_key="t", system_prompt="Be brief.")
+    render = partial(made.apply_chat_template, tokenize=False, add_generation_prompt=True)
+    assert found == render([SYSTEM, USER], tools=WEATHER) and "get_time" in found
+    for nothing in (None, "", []):
+        assert text(tmp_path, {**row, "t": nothing}, made, tools_key="t") == render([USER])
+    own = load(tmp_path, {**row, "o": "Q"}, made, tools_key="t", teacher_prompt_key="o").teacher_ids
+    assert made.decode(own) == render([{"role": "user", "content": "Q"}], tools=WEATHER)
+    n = len(load(tmp_path, row, made, tools_key="t").token_ids)
+    with refuses("data.max_prompt_length"):
+        load(tmp_path, row, made, tools_key="t", max_prompt_length=n - 1)
+
+
+@pytest.mark.parametrize(
+    ("value", "template"),
+    [
+        ("get_weather", TOOLS["chatml_tools"]),
+        ('{"type": "function"}', TOOLS["chatml_tools"]),
+        (3, TOOLS["chatml_tools"]),
+        (WEATHER[0], TOOLS["chatml_tools"]),
+        (["get_weather"], TOOLS["chatml_tools"]),
+        ([{"name": "get_weather"}], TOOLS["chatml_tools"]),
+        ([{"type": "function", "function": {"name": ""}}], TOOLS["chatml_tools"]),
+        ([tool("get_weather", properties={"city": None})], TOOLS["chatml_tools"]),
+        ([tool("\ud800")], TOOLS["chatml_tools"]),
+        ([tool("get_weather")], FAMILIES["chatml"]),
+        ([tool("get_weather")], "{# tools #}" + FAMILIES["chatml"]),
+        ([tool("get_weather")], None),
+    ],
+)
+def test_tools_that_the_model_would_not_read_are_refused(tmp_path: Path, value: Any, template: Any) -> None:
+    """Fails if a prompt has other tools than its row, also if the user's text has the name of the tool that is lost."""
+    row = {"prompt": "Call get_weather.", "t": value}
+    with pytest.raises(ConfigError) as caught:
+        load(tmp_path, row, tokenizer(template), tools_key="t")
+    assert caught.value.key == "data.tools_key" and caught.value.fix
+    assert ("p.jsonl:1" in caught.value.problem) == (template not in (None, FAMILIES["chatml"]))
+
+
+def test_the_column_of_tools_exists(tmp_path: Path) -> None:
+    """Fails if a misspelled column trains without tools, or tools of a rendered prompt are left out without a word."""
+    made = tokenizer(TOOLS["chatml_tools"])
+    row = {"prompt": "Q", "tools": WEATHER}
+    with refuses("data.tools_key"):
+        load(tmp_path, row, made, tools_key="tool")
+    with refuses("data.tools_key"):
+        load(tmp_path, {"prompt": RENDERED, "tools": WEATHER}, made, tools_key="tools")
+    with refuses("data.tools_key"):
+        load(tmp_path, row, made, tools_key="tools", chat_template_kwargs={"tools": WEATHER})
+    pq.write_table(pa.table({"prompt": ["Q", "R"], "tools": [json.dumps(WEATHER), None]}), tmp_path / "p.parquet")
+    data = DataConfig(tools_key="tools")
+    prompts, _ = load_prompts([str(tmp_path / "p.parquet")], data, made, "data.train_files")
+    assert ["get_time" in made.decode(prompt.token_ids) for prompt in prompts] == [True, False]
 
 
 def test_named_templates_have_a_default(tmp_path: Path) -> None:

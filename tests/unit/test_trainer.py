@@ -74,8 +74,7 @@ def test_evaluations_and_checkpoints_follow_their_intervals(tmp_path: Path) -> N
     time stamp.
     """
     world, began = World(), time.time()
-    settings = ("eval.metric=exact_match", "trainer.total_steps=4", "eval.every=2", "trainer.save_every=1")
-    settings = (*settings, "trainer.keep_last=2")
+    settings = ("trainer.total_steps=4", "eval.every=2", "trainer.save_every=1", "trainer.keep_last=2")
     make(tmp_path, world, *settings, val=PROMPTS[:1]).fit()
     lines = read_metrics(tmp_path / "run" / "metrics.jsonl")
     assert not unlisted_keys(tmp_path / "run"), "the loop writes a number that docs/metrics.md does not have"
@@ -92,7 +91,7 @@ def test_evaluations_and_checkpoints_follow_their_intervals(tmp_path: Path) -> N
 def test_a_run_without_a_metric_leaves_responses_to_read(tmp_path: Path) -> None:
     """Fails if a run without reference answers has no text of its student, or judges it."""
     world = World()
-    make(tmp_path, world, "trainer.total_steps=1", val=PROMPTS[:1]).fit()
+    make(tmp_path, world, "trainer.total_steps=1", "eval.metric=none", val=PROMPTS[:1]).fit()
     assert world.events.count("greedy") == world.events.count("evaluate") == 2
     assert not any("eval/accuracy" in line for line in read_metrics(tmp_path / "run" / "metrics.jsonl"))
     files = sorted((tmp_path / "run" / "samples").glob("*.jsonl"))

@@ -262,6 +262,7 @@ def make(tmp_path: Path, world: World, *overrides: str, val: Sequence[Prompt] = 
             f"trainer.run_dir={tmp_path / 'run'}",
             "trainer.global_batch_size=2",
             "data.seed=10",
+            "eval.metric=exact_match",
             *overrides,
         ],
     )
