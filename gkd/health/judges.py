@@ -17,6 +17,7 @@ EVAL_KL = ("eval/kl", "eval/reverse_kl")
 # loss/engine_kl, see `by_staleness`
 FRESH_KL, STALE_KL = "loss/engine_kl at staleness 0", "loss/engine_kl of stale rollouts"
 # Not limits of a check but parts of its definition; docs/health.md has the reasons.
+TRUNCATED, TRUNCATION_RISE = "rollout/truncated_share", 0.2
 FAR_KL = 4.0  # nats: teacher_mismatch without a distribution
 SAME_KL_SHARE = 0.8  # entropy_collapse: the KL is at least this share of its first value
 MIN_ENTROPY = 0.01  # nats: entropy_collapse needs an entropy that can fall
@@ -50,6 +51,19 @@ def _compared(history: History, key: str, n: int, limit: float, *, sign: int) ->
     if mean is None:
         return None
     return Verdict(sign * mean > sign * limit, f"{key} {mean:.3g} (mean of {n} steps), limit {limit:g}")
+
+
+def truncation_rises(history: History, limit: float) -> Verdict | None:
+    """Judge whether many more responses are truncated than at the start of the run.
+
+    A run with a small data.max_response_length cuts most of them from its first step on, and learns.
+    """
+    first, now = history.first(TRUNCATED, 3), history.mean(TRUNCATED, 3)
+    if first is None or now is None:
+        return None
+    begin = float(np.mean(first))
+    evidence = f"{TRUNCATED} {begin:.3g} -> {now:.3g} (means of 3 steps), limit {limit:g}"
+    return Verdict(now > limit and now > begin + TRUNCATION_RISE, evidence)
 
 
 def teacher_mismatch(history: History, limit: float) -> Verdict | None:

@@ -13,7 +13,7 @@ from gkd.errors import HealthAlarm
 from gkd.files.disk import naming
 from gkd.health.checks import CHECKS, NEED_EQUAL_SAMPLING, Check
 from gkd.health.history import History
-from gkd.health.judges import by_staleness
+from gkd.health.judges import TRUNCATED, by_staleness
 from gkd.log import get_logger
 from gkd.run.interrupts import interruptible
 
@@ -115,6 +115,7 @@ class HealthResponse:
         self._on_alarm, self._file = config.health.on_alarm, run_dir / CONTINUE
         self._monitor = Monitor.of(config)
         self._new: list[Alarm] = []
+        self._longest: int | None = config.data.max_response_length  # None: the remark on truncation was made
 
     def replay(self, lines: Iterable[Mapping[str, float | None]]) -> None:
         """Rebuild the history of a resumed run; its alarms are not new."""
@@ -126,6 +127,10 @@ class HealthResponse:
     def numbers(self, step: int, line: Mapping[str, float]) -> dict[str, float]:
         """Return `health/<check>` for a line, and log the alarms that start or clear with it."""
         changes = self._monitor.feed({"step": step, **line})
+        if self._longest is not None and (share := line.get(TRUNCATED, 0.0)) > 0.5:
+            remark = "%.0f%% of the responses of step %d are cut at data.max_response_length = %d tokens. Their scores "
+            log.info(remark + "are valid, but they teach nothing about how to end.", 100 * share, step, self._longest)
+            self._longest = None
         for alarm in changes.cleared:
             log.info("alarm cleared at step %d: %s, which began at step %d", step, alarm.check.name, alarm.step)
         for alarm in changes.started:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -85,6 +86,19 @@ def test_the_numbers_are_those_of_the_metrics_file(run: Path, single: Path, open
     assert lines[6]["optim/grad_norm"] is None and curves(page, "chart-optim-grad-norm")["forward"][6] is None
     first, last = lines[0]["eval/kl"], lines[-1]["eval/kl"]
     expect(page.locator('td[data-key="eval/kl"]')).to_contain_text(f"{first:.4g} → {last:.4g}")
+
+
+def test_a_small_constant_value_is_not_drawn_as_zero(run: Path, tmp_path: Path, open_page: Open) -> None:
+    """Fails if the axis of a constant learning rate goes from -1 to 1, where every value looks like 0."""
+    constant = tmp_path / "constant"
+    shutil.copytree(run, constant)
+    lines = [line | {"optim/lr": 5e-5} for line in metrics(run)]
+    (constant / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    page = open_page(written(tmp_path / "constant.html", constant))
+    page.select_option("#any-key", "optim/lr")
+    curves(page, "any-chart")
+    low, high = page.evaluate("() => document.querySelector('#any-chart .plot')._fullLayout.yaxis.range")
+    assert 0 <= low < 5e-5 < high < 1e-3
 
 
 def test_any_key_can_be_drawn_with_its_meaning(run: Path, single: Path, open_page: Open) -> None:

@@ -137,6 +137,11 @@ function drawChart(node, chart) {
     xaxis: { title: { text: state.axis, standoff: 4 } },
     yaxis: { title: { text: chart.unit, standoff: 4 }, type: state.log && !chart.stacked ? "log" : "linear" },
   };
+  // Plotly draws a small constant value, such as a learning rate, as 0 on an axis from -1 to 1.
+  const values = shown.flatMap((trace) => trace.y).filter((value) => Number.isFinite(value) && value !== 0);
+  if (values.length && !state.log && !chart.stacked && values.every((value) => value === values[0])) {
+    extra.yaxis.range = [0, 2 * values[0]].sort((a, b) => a - b);
+  }
   Plotly.react(node, shown, layout(extra), SETTINGS);
 }
 
