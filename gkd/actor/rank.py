@@ -24,6 +24,7 @@ from gkd.cluster.assignment import this_placement
 from gkd.cluster.gpu_table import RankPlacement
 from gkd.cluster.startup import WATCH
 from gkd.config.schema import Config
+from gkd.hf.hub import with_local_copies
 from gkd.log import get_logger
 from gkd.memory.advice import advice
 from gkd.memory.fragmentation import FragmentationWatch
@@ -97,7 +98,9 @@ class ActorRank:
             run_dir: trainer.run_dir as an absolute path of the driver.
         """
         self._log.info(self.placement(ask_driver=False).line())
-        self._config, derived = config, config.derived
+        self._spans.enter("fetching the models")
+        self._config = config = with_local_copies(config)
+        derived = config.derived
         actor, trainer = config.actor, config.trainer
         timeout_s = max(trainer.init_timeout_s, trainer.stage_timeout_s) + _EXTRA_TIMEOUT_S
         timeout = timedelta(seconds=timeout_s)

@@ -75,7 +75,8 @@ class HealthConfig:
 class DataConfig:
     train_files: list[str] = key(
         [],
-        "Prompt files, JSONL or parquet by their ending. Required.",
+        "Prompt files, JSONL or parquet by their ending; also hf://datasets/ORG/NAME[@REVISION]/FILE. Required. "
+        "docs/operations.md.",
         required="name one or more prompt files, like [data/train.jsonl].",
     )
     val_files: list[str] = key([], "Held-out prompt files for evaluation; empty = no evaluation.")
@@ -154,8 +155,9 @@ class DataConfig:
 class ModelConfig:
     path: str = key(
         "",
-        "The student: a local folder in Hugging Face format (config.json, safetensors, tokenizer). Required.",
-        required="give a folder in Hugging Face format.",
+        "The student: a folder in Hugging Face format (config.json, safetensors, tokenizer), or a model on the hub: "
+        "ORG/NAME[@REVISION]. Required. docs/operations.md.",
+        required="give a folder in Hugging Face format, or ORG/NAME of the hub.",
     )
     dtype: str = key("bfloat16", "dtype of the weights, also in the rollout engine.", choices=("bfloat16", "float32"))
     trust_remote_code: bool = key(False, "Let transformers run Python code from the model folder.")

@@ -71,7 +71,7 @@ class TeacherConfig:
         "trainer.scheduler=sync and no keys of the server.",
         choices=tuple(BACKENDS),
     )
-    path: str = key("", "local: the teacher's model folder.", limits="required for local, else empty", resume=True)
+    path: str = key("", "local: the teacher, as model.path.", limits="required for local, else empty", resume=True)
     fsdp_cpu_offload: bool = key(
         True,
         "local: keep the teacher's shards in host memory and one layer on the GPU. Off: they stay on the GPU; "
@@ -292,7 +292,7 @@ class DistillConfig:
 class ReferenceConfig:
     path: str = key(
         "",
-        "Model folder of the reference, with the student's tokenizer. Empty = the initial student in model.path; with "
+        "The reference, as model.path, with the student's tokenizer. Empty = the initial student in model.path; with "
         "LoRA that is the actor with its adapters disabled, without a second model.",
     )
     fsdp_cpu_offload: bool = key(

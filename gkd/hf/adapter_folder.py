@@ -12,6 +12,7 @@ from gkd.config.schema_actor import LoraConfig
 from gkd.files.disk import fsync_tree
 from gkd.hf.folder import TensorPlan
 from gkd.hf.safetensors_file import write_safetensors
+from teacher_server.engines.hub import name_of
 
 _PREFIX = "base_model.model."  # prefix of peft's names
 
@@ -36,7 +37,7 @@ def write_adapters(
     config = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": base,
+        "base_model_name_or_path": name_of(Path(base)) or base,
         "r": lora.rank,
         "lora_alpha": lora.alpha,
         "lora_dropout": 0.0,

@@ -13,6 +13,7 @@ from typing import Any, TypeAlias
 
 from gkd.errors import ConfigError, ModelError
 from gkd.hf.files import read_json, tensor_shapes
+from gkd.hf.hub import local_path
 from gkd.hf.model_dims import ModelDims, read_dims
 
 Tensors: TypeAlias = Mapping[str, tuple[int, ...]]  # shape by tensor name
@@ -34,16 +35,16 @@ def read_model_folder(path: str | Path, key: str) -> ModelFolder:
     """Read config.json and, only if it does not determine the number of parameters, the headers of the weight files.
 
     Args:
-        path: a local folder in Hugging Face format.
-        key: the setting or flag that names the folder, for errors.
+        path: a Hugging Face folder, or a model's name on the hub. Weights are downloaded if they are read.
+        key: the setting or flag that names the model, for errors.
 
     Raises:
-        ConfigError: the folder has no readable config.json.
+        ConfigError: the folder has no readable config.json; or as `local_path`.
         ModelError: a size is missing in it, or a weight file is absent or damaged.
     """
-    config_json = read_config_json(path, key)
+    config_json = read_config_json(local_path(str(path), key, weights=False), key)
     dims = read_dims(config_json)
-    return ModelFolder(config_json, dims, None if dims.is_exact else tensor_shapes(Path(path)))
+    return ModelFolder(config_json, dims, None if dims.is_exact else tensor_shapes(Path(local_path(str(path), key))))
 
 
 def read_config_json(path: str | Path, key: str) -> dict[str, Any]:

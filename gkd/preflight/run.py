@@ -12,6 +12,7 @@ from typing import Any
 
 from gkd.config.check import check_config
 from gkd.config.function_path import is_path
+from gkd.config.key_list import with_values
 from gkd.config.routes import Route
 from gkd.config.schema import Config, Derived, planned_steps
 from gkd.config.schema_teacher import ROLLOUT
@@ -22,6 +23,7 @@ from gkd.errors import ClusterError, ConfigError
 from gkd.footprint.totals import scores_gib
 from gkd.gpu_map.choice import with_own_gpus
 from gkd.gpu_map.teacher import teacher_rows
+from gkd.hf.hub import FILES, MODELS, pinned_names, with_local_copies
 from gkd.hf.model_folder import eos_token_ids
 from gkd.log import get_logger
 from gkd.metrics.trackers import check_trackers_installed
@@ -56,7 +58,9 @@ class Plan:
     teachers: tuple[TeacherInfo, ...]  # one per route, see `Derived.routes`
     n_vocab: int  # ids that student and teacher share
     total_steps: int  # optimizer steps of the whole run; the learning rate schedule ends there
-    config: Config  # the settings, with cluster.gpus, memory.strategy and rollout.max_num_seqs replaced by what fits
+    # The settings. cluster.gpus, memory.strategy and rollout.max_num_seqs are replaced by what fits, and the names of
+    # the hub by their commits.
+    config: Config
     data_files: list[dict[str, Any]]  # see `describe_files`
     folder: RunFolder
 
@@ -74,7 +78,8 @@ def preflight(config: Config) -> Plan:
     derived = check_config(config)
     check_ray_installed()
     check_trackers_installed(config)
-    check_run_folder(config)  # open_run_folder reads the checkpoint
+    on_hub = pinned_names(config)
+    check_run_folder(with_values(config, on_hub))  # open_run_folder reads the checkpoint
     if not derived.teacher_pool:
         for route in derived.routes:
             check_reachable(route)
@@ -82,6 +87,7 @@ def preflight(config: Config) -> Plan:
         from gkd.preflight.loss_functions import check_loss_functions  # imports torch
 
         check_loss_functions(config, derived)
+    config = with_local_copies(with_values(config, on_hub), (*MODELS, *FILES))
     log.info("checking the model, the prompts and the teacher")
     device = _checked_device(config)
     n_student_vocab = check_student(config)
@@ -107,7 +113,7 @@ def preflight(config: Config) -> Plan:
     if device == "cuda":
         with_gpus = with_own_gpus(config, device, teacher_rows(derived.routes, device)[0])
     identity = teacher_identity(derived.routes, teachers)
-    check_replay(config, total_steps, identity)
+    check_replay(with_values(config, on_hub), total_steps, identity)
     n_vocab = config.model.n_vocab or n_student_vocab
     for route, teacher in zip(derived.routes, teachers, strict=True):
         n_vocab = min(n_vocab, check_teacher(config, route, teacher, tokenizer, n_student_vocab))
@@ -140,9 +146,9 @@ def preflight(config: Config) -> Plan:
         teachers=teachers,
         n_vocab=n_vocab,
         total_steps=total_steps,
-        config=replace(settled, trainer=config.trainer),
+        config=with_values(replace(settled, trainer=config.trainer), on_hub),
         data_files=data_files,
-        folder=open_run_folder(config, identity, data_files),
+        folder=open_run_folder(with_values(config, on_hub), identity, data_files),
     )
 
 

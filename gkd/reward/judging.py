@@ -13,6 +13,7 @@ import numpy as np
 from gkd.config.schema import Config
 from gkd.data.prompts import load_tokenizer
 from gkd.data.row_files import RowTable
+from gkd.hf.hub import with_local_copies
 from gkd.reward.pool import RewardWorkers
 from gkd.reward.worker import Request, Start
 from gkd.types import Rollout
@@ -46,7 +47,7 @@ class Judging:
         paths = tuple(dict.fromkeys(path for own in functions.values() for path in own))
         self._functions = {name: tuple(paths.index(path) for path in own) for name, own in functions.items()}
         self._workers = RewardWorkers(Start(config, paths, tuple(search_path)), n_workers, config.reward.timeout_s)
-        model = config.model  # loaded while the workers start
+        model = with_local_copies(config, ("model.path",), weights=False).model  # loaded while the workers start
         self._tokenizer = load_tokenizer(model.path, "model.path", trust_remote_code=model.trust_remote_code)
         self._workers.wait_ready(config.trainer.init_timeout_s)
 

@@ -24,6 +24,7 @@ from gkd.data.columns import ColumnList
 from gkd.data.prompt_codec import decode_prompts
 from gkd.data.prompts import load_tokenizer
 from gkd.errors import ClusterError
+from gkd.hf.hub import with_local_copies
 from gkd.log import get_logger
 from gkd.memory.advice import engine_advice
 from gkd.memory.oom import diagnosed
@@ -96,6 +97,8 @@ class RolloutWorker(SelfScoring):
             sleeps: the engine can release its memory between two calls.
         """
         self._log.info(self.placement(ask_driver=False).line())
+        self._spans.enter("fetching the model")
+        config = with_local_copies(config, ("model.path",))
         self._set_up(config, torch.device(device, 0) if device == "cuda" else torch.device("cpu"), run_dir)
         remove_files(engine_folder())  # left by a process of this slot that was killed
         self._spans.enter("starting vLLM")

@@ -15,6 +15,7 @@ from gkd.config.routes import Route
 from gkd.config.schema import Config
 from gkd.data.answers import greedy_sample
 from gkd.data.prompts import load_tokenizer
+from gkd.hf.hub import with_local_copies
 from gkd.spans import driver
 from gkd.teacher.grouping import grouped
 from gkd.teacher.info import TeacherInfo
@@ -60,7 +61,8 @@ def greedy_samples(
             stack.callback(client.close)
         most = config.data.max_response_length
         responses = _decode(clients, [w.n_per_request for w in windows], prompts, frozenset(eos_ids), most)
-    tokenizer = load_tokenizer(config.model.path, "model.path", trust_remote_code=config.model.trust_remote_code)
+    model = with_local_copies(config, ("model.path",), weights=False).model
+    tokenizer = load_tokenizer(model.path, "model.path", trust_remote_code=model.trust_remote_code)
     return [
         greedy_sample(
             tokenizer,

@@ -18,6 +18,7 @@ from gkd.config.check import check_config
 from gkd.config.load import load_config, parse_overrides
 from gkd.config.schema import Config, planned_steps
 from gkd.errors import ConfigError, GkdError
+from gkd.hf.hub import with_local_copies
 from gkd.metrics.writer import read_metrics
 from gkd.roles import ReferenceRole, ScoringRole
 from gkd.run.checkpoints import ACTOR, CheckpointStore, step_folder, step_of, verified
@@ -226,6 +227,7 @@ def _prompts(root: Path, config: Config) -> list[Prompt]:
     from gkd.data.prompt_file import describe_files
     from gkd.data.prompts import load_prompts, load_tokenizer
 
+    config = with_local_copies(config, ("model.path", "data.train_files", "data.val_files"), weights=False)
     check_same_files(root / ENVIRONMENT, describe_files(config.data), config)
     tokenizer = load_tokenizer(config.model.path, "model.path", trust_remote_code=config.model.trust_remote_code)
     files = config.data.train_files

@@ -16,6 +16,7 @@ import signal
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ from teacher_server.config.declare import is_path
 from teacher_server.config.options import add_flags
 from teacher_server.config.schema import N_WORKERS, SERVER_OPTIONS, TEACHER_OPTIONS, ServerSettings, TeacherSettings
 from teacher_server.config.settings import read_settings
+from teacher_server.engines.hub import local_path
 from teacher_server.errors import ServerError
 from teacher_server.log import log_to_stderr
 from teacher_server.wire.keys import load_server_keys
@@ -77,7 +79,11 @@ def build_parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    parser.add_argument("--model", metavar="PATH", help="model folder of a single teacher (config.json, *.safetensors)")
+    parser.add_argument(
+        "--model",
+        metavar="PATH",
+        help="model of a single teacher: a folder (config.json, *.safetensors), or ORG/NAME[@REVISION] on the hub",
+    )
     parser.add_argument(
         "--teacher",
         action="append",
@@ -223,6 +229,13 @@ def status_command(address: str, port: int, keys: str | None) -> str:
     return shlex.join(words)
 
 
+def _downloaded(teacher: TeacherSettings) -> TeacherSettings:
+    """Return the teacher with the folder of its model, which may be named as on the hub. Raises ServerError."""
+    if teacher.n_workers == 0:  # they join from other hosts
+        return teacher
+    return replace(teacher, model=local_path(teacher.model, weights=not is_path(teacher.engine), notice=log.info))
+
+
 def _fingerprint(teacher: TeacherSettings) -> str:
     """Return the model fingerprint that workers must have; empty if this host lacks the folder. Raises ServerError."""
     if teacher.n_workers == 0 and not (teacher.model and Path(teacher.model).is_dir()):
@@ -256,8 +269,9 @@ def _remove(ready_file: Path) -> None:
 def main(argv: Sequence[str]) -> int:
     """Run the server and return the exit code: 0 after a signal or a drain. Raises ServerError."""
     settings = read_settings(build_parser().parse_args(argv))
-    signals = _Signals()
     log_to_stderr("server", settings.log_format)
+    settings = replace(settings, teachers=tuple(map(_downloaded, settings.teachers)))
+    signals = _Signals()  # during a download a signal ends the process
     with contextlib.ExitStack() as stack:
         Server(settings, signals, stack).run()
     return 0

@@ -56,7 +56,7 @@ def build_parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     parser.add_argument("--broker", required=True, metavar="HOST:PORT", help="host of the server and its --worker-port")
-    parser.add_argument("--model", required=True, metavar="PATH", help="folder of the same model as the other workers")
+    parser.add_argument("--model", required=True, metavar="PATH", help="the same model as the other workers")
     parser.add_argument(
         "--teacher", default=ONLY_TEACHER, metavar="NAME", help="teacher to join (default: %(default)s)"
     )

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from teacher_server.engines.folder_check import check_folder
+from teacher_server.engines.hub import local_path, name_of
 from teacher_server.engines.weight_files import read_entries, read_header, read_json
 from teacher_server.errors import ServerError
 from teacher_server.wire.fingerprint import template_example, template_fingerprint, tokenizer_fingerprint
@@ -36,15 +37,16 @@ def inspect_model_folder(path: str, *, needs_weights: bool = True) -> ModelFolde
     """Check the config and the weight files of a folder, and compute its fingerprint.
 
     Args:
+        path: the folder, or a model's name on the hub, which is downloaded.
         needs_weights: False for an engine with an import path: of its folder, config.json alone is checked.
 
     Raises:
         ServerError: if the folder is missing, or as `check_folder`.
     """
-    folder = Path(path)
+    folder = Path(local_path(path, weights=needs_weights))
     if not folder.is_dir():
         raise ServerError(
-            f"model folder {path}: no such folder. Fix: give a local folder with config.json and *.safetensors."
+            f"model folder {path}: no such folder. Fix: give a folder with config.json and *.safetensors, or ORG/NAME."
         )
     weights = check_folder(folder) if needs_weights else []
     config = read_json(folder / "config.json")
@@ -53,7 +55,8 @@ def inspect_model_folder(path: str, *, needs_weights: bool = True) -> ModelFolde
     if not isinstance(max_tokens, int) or max_tokens < 2:
         raise ServerError(f"model folder {path}: config.json has no max_position_embeddings: not a causal LM.")
     resolved = folder.resolve()
-    return ModelFolder(str(resolved), resolved.name, min(max_tokens, MAX_TOKENS), _fingerprint(folder, weights))
+    name = name_of(resolved) or resolved.name
+    return ModelFolder(str(resolved), name, min(max_tokens, MAX_TOKENS), _fingerprint(folder, weights))
 
 
 def describe_tokenizer(folder: ModelFolder) -> tuple[str, str, str]:

@@ -27,6 +27,7 @@ LIBRARIES: dict[str, tuple[str, ...]] = {
     ),
     "peft": ("gkd/actor/fsdp/lora.py",),
     "accelerate": ("gkd/actor/fsdp/model.py",),
+    "huggingface_hub": ("teacher_server/engines/hub.py",),
     "omegaconf": ("gkd/config/load.py", "gkd/tools/migrate/read.py", "gkd/tools/migrate/report.py"),
     "triton": ("gkd/loss/triton_rows.py",),
     "prometheus_client": ("teacher_server/broker/metrics.py", "teacher_server/cli/serve.py"),
@@ -44,8 +45,8 @@ FROM_SERVER_IN = {
     "gkd/rollout/engine_start.py": ("teacher_server.engines.vllm_memory", "teacher_server.engines.vllm_files"),
     "gkd/rollout/sleep_state.py": ("teacher_server.engines.vllm_versions",),
     "gkd/rollout/weights.py": ("teacher_server.engines.vllm_versions",),
-    "gkd/hf/files.py": (
-        *("teacher_server.engines.folder_check", "teacher_server.engines.vllm_limits"),
+    "gkd/hf/": (
+        *("teacher_server.engines.folder_check", "teacher_server.engines.hub", "teacher_server.engines.vllm_limits"),
         "teacher_server.engines.weight_files",
     ),
     "gkd/actor/frozen/": ("teacher_server.engines.base", "teacher_server.engines.signals"),

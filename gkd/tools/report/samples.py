@@ -14,6 +14,7 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from gkd.errors import CheckpointError
+from gkd.hf.hub import cached_folder
 from gkd.tools.report.read import Run, json_lines
 
 MAX_EVALUATIONS = 12
@@ -33,7 +34,7 @@ class TokenTexts:
     """
 
     def __init__(self, run: Run) -> None:
-        folders = [run.root / "export", Path(str(run.settings.get("model.path", "")) or ".")]
+        folders = [run.root / "export", Path(cached_folder(str(run.settings.get("model.path", "")) or "."))]
         self.file = next((f / "tokenizer.json" for f in folders if (f / "tokenizer.json").is_file()), None)
         self._tokenizer = None
         if self.file is not None:

@@ -1,0 +1,87 @@
+"""Replace names of the Hugging Face hub in the settings: by commits for the run folder, by local paths for loading.
+
+The driver chooses the commits. Every process that loads a model or a tokenizer then replaces the names on its own host:
+hosts need not share a cache.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import teacher_server.engines.hub as hub
+from gkd.config.key_list import value_of, with_values
+from gkd.config.schema import Config
+from gkd.errors import ConfigError
+from gkd.log import get_logger
+from teacher_server.engines.weight_files import FolderError
+
+log = get_logger("hub")
+
+MODELS = ("model.path", "teacher.path", "reference.path")
+FILES = ("data.train_files", "data.val_files")
+
+
+def pinned_names(config: Config) -> dict[str, Any]:
+    """Return the keys with names of the hub, and their values with commits in place of branches and tags; log both.
+
+    Raises ConfigError: see `HubName.pinned`.
+    """
+
+    def pinned(text: str) -> str:
+        name = hub.find(text, log.info)
+        return text if name is None else str(name.pinned())
+
+    found = _replaced(config, (*MODELS, *FILES), pinned)
+    for key, value in found.items():
+        log.info("%s is %s on the Hugging Face hub", key, value)
+    return found
+
+
+def with_local_copies(config: Config, keys: Iterable[str] = MODELS, *, weights: bool = True) -> Config:
+    """Return the settings with local paths in place of the hub's names; downloads what this host's cache lacks.
+
+    Args:
+        weights: of models also their weights, not only config and tokenizer.
+
+    Raises:
+        ConfigError: see `HubName.local`.
+    """
+    return with_values(config, _replaced(config, keys, partial(hub.local_path, weights=weights)))
+
+
+def local_path(path: str, key: str, *, weights: bool = True) -> str:
+    """Return one path like `with_local_copies`; the key is for errors."""
+    with _named(key, path):
+        return hub.local_path(path, weights=weights)
+
+
+def cached_folder(path: str) -> str:
+    """Return the folder of a model, without its weights, as this host's cache has it; otherwise the path itself."""
+    try:
+        return hub.local_path(path, weights=False, offline=True)
+    except FolderError:
+        return path
+
+
+def _replaced(config: Config, keys: Iterable[str], new: Callable[[str], str]) -> dict[str, Any]:
+    """Return the changed values by key. Raises ConfigError."""
+    changed: dict[str, Any] = {}
+    for key in keys:
+        value = value_of(config, key)
+        with _named(key, value):
+            result = [new(text) for text in value] if isinstance(value, list) else new(value)
+        if result != value:
+            changed[key] = result
+    return changed
+
+
+@contextmanager
+def _named(key: str, value: object) -> Iterator[None]:
+    """Raise ConfigError naming the key instead of FolderError."""
+    try:
+        yield
+    except FolderError as error:
+        raise ConfigError(key, value, error.problem, error.fix) from error
