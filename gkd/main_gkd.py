@@ -16,19 +16,19 @@ from gkd.cluster.garbage import collect_garbage_rarely
 from gkd.config.key_list import all_keys
 from gkd.config.load import load_config, parse_overrides
 from gkd.config.schema import Config
-from gkd.console.closing import Closing
+from gkd.console.summary import Closing
 from gkd.console.terminal import Terminal
 from gkd.errors import ConfigError, DataError, GkdError, ModelError
 from gkd.preflight.preview import preview
 from gkd.run import interrupts
-from gkd.run.again import may_start_again, start_again
+from gkd.run.restart import may_start_again, start_again
 from gkd.trainer import Trainer
 
 
 def main(argv: list[str] | None = None) -> int:
     """Return the exit code: 0 done, 1 the run failed, 2 invalid config, model or prompt file, 130 interrupted.
 
-    A program whose rank failed starts again instead, up to trainer.max_restarts times (`gkd.run.again`).
+    A program whose rank failed starts again instead, up to trainer.max_restarts times (`gkd.run.restart`).
     """
     environment = dict(os.environ)
     args = _parse(argv)

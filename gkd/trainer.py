@@ -4,7 +4,7 @@
 
 This process handles object references and numbers; tokens, scores and weights stay in the roles' processes
 (`gkd.roles`). `trainer.scheduler` decides where a batch comes from and what overlaps with training
-(`gkd.pipeline.source`). How a run ends, also by an error, is in `gkd.run.ending`.
+(`gkd.pipeline.source`). How a run ends, also by an error, is in `gkd.run.failure_policy`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from gkd.pipeline.source import make_source
 from gkd.pipeline.staleness import check_staleness
 from gkd.roles import Roles
 from gkd.run.checkpoints import IN_FLIGHT
-from gkd.run.ending import attempt, run_ending, save_and_export
+from gkd.run.failure_policy import attempt, run_ending, save_and_export
 from gkd.run.folder import RunFolder
 from gkd.run.interrupts import interruptible
 from gkd.run.saver import Saver

@@ -25,7 +25,8 @@ teacher_server.broker teacher_server.worker teacher_server.cli teacher_server.ma
 gkd.errors gkd.log gkd.types gkd.spans gkd.files gkd.config.dialects gkd.config gkd.roles gkd.run
 gkd.console gkd.health gkd.metrics gkd.data gkd.pipeline gkd.trainer
 gkd.cluster gkd.hf gkd.loss gkd.memory gkd.weight_sync gkd.footprint
-gkd.rollout gkd.reward gkd.teacher gkd.gpu_map
+gkd.rollout gkd.rollout.vllm gkd.rollout.engine gkd.rollout.driver
+gkd.scoring.reward gkd.scoring.teacher gkd.scoring gkd.gpu_map
 gkd.actor.common gkd.actor.megatron gkd.actor.fsdp gkd.actor.frozen gkd.actor
 gkd.preflight gkd.start gkd.api gkd.main_gkd
 gkd.tools.split_tuner gkd.tools.migrate gkd.tools.report gkd.tools

@@ -18,11 +18,11 @@ from gkd.config.check_losses import (
 from gkd.config.check_pools import check_adapter_sync, check_cluster, check_pools, check_sizes, check_strategy
 from gkd.config.check_values import check_value, check_values
 from gkd.config.function_path import function_name, is_path
+from gkd.config.prompt_template import check_teacher_prompt
 from gkd.config.routes import Route
 from gkd.config.schema import Config, Derived
 from gkd.config.schema_sections import EXACT_MATCH, NO_METRIC, REWARD_NAMES, DataConfig
 from gkd.config.schema_teacher import MAX_NAME_LENGTH
-from gkd.config.teacher_prompt import check_teacher_prompt
 from gkd.errors import ConfigError
 
 # Check several teachers: their routes, the keys that refer to them, and what supports them.

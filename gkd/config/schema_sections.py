@@ -16,7 +16,7 @@ from gkd.config.schema_teacher import DistillConfig, ReferenceConfig, TeacherCon
 from gkd.config.schema_trainer import TrainerConfig
 
 EXACT_MATCH, MATH_VERIFY, LENGTH = "exact_match", "math_verify", "length"
-REWARD_NAMES = (EXACT_MATCH, MATH_VERIFY, LENGTH)  # functions of `gkd.reward.functions`
+REWARD_NAMES = (EXACT_MATCH, MATH_VERIFY, LENGTH)  # functions of `gkd.scoring.reward.functions`
 COMPARING = (EXACT_MATCH, MATH_VERIFY)  # functions that need the reference answer
 NO_METRIC = "none"  # eval.metric
 

@@ -121,7 +121,7 @@ def encode_sizes(chunk: RolloutChunk, job: int = 0) -> bytes:
     """Encode all fields of a whole chunk except `ref`.
 
     Args:
-        job: that the rollouts were generated for, see `gkd.rollout.dispatcher`.
+        job: that the rollouts were generated for, see `gkd.rollout.driver.dispatcher`.
     """
     return _HEAD.pack(job, chunk.dp_rank, chunk.n_sequences, chunk.on_policy) + chunk.sizes.tobytes()
 

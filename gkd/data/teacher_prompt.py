@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from gkd.config.prompt_template import template_parts
 from gkd.config.schema_sections import DataConfig
-from gkd.config.teacher_prompt import template_parts
 from gkd.data.conversation import Conversation, read_conversation
 from gkd.errors import ConfigError
 from gkd.log import get_logger

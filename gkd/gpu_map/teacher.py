@@ -17,9 +17,9 @@ from gkd.cluster.gpus import machine_gpus
 from gkd.config.routes import Route
 from gkd.config.schema_teacher import TeacherConfig
 from gkd.errors import TeacherError
-from gkd.teacher.client import load_keys
-from gkd.teacher.link import POLL_S, TeacherLink
-from gkd.teacher.outage import OutageClock
+from gkd.scoring.teacher.client import load_keys
+from gkd.scoring.teacher.link import POLL_S, TeacherLink
+from gkd.scoring.teacher.outage import OutageClock
 from teacher_server.wire.protocol import ID_BYTES, ErrorReply, ProtocolError, StatusReply, StatusRequest, requests
 from teacher_server.wire.status import ServerStatus, decode_status
 

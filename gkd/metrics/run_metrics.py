@@ -16,7 +16,7 @@ from gkd.console.state import RunState
 from gkd.console.step_line import STEP_LINE, step_line
 from gkd.health.monitor import HealthResponse
 from gkd.log import get_logger
-from gkd.metrics.pools import WITH_EVALUATION, layout_numbers, restart_numbers, rollout_numbers, shares
+from gkd.metrics.bottleneck import WITH_EVALUATION, layout_numbers, restart_numbers, rollout_numbers, shares
 from gkd.metrics.span_file import SpanFile
 from gkd.metrics.step import reward_numbers, step_numbers
 from gkd.metrics.teacher_meter import TeacherMeter

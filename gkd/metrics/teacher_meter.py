@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from gkd.metrics.pools import WORKERS, busy_name
+from gkd.metrics.bottleneck import WORKERS, busy_name
 from gkd.types import ScoredChunk
 
 SEQUENCES = "perf/teacher_sequences"  # completed in the window

@@ -7,7 +7,7 @@ from typing import Any
 
 from gkd.config.schema_sections import DataConfig
 from gkd.data.prompts import load_tokenizer
-from gkd.teacher.info import TeacherInfo
+from gkd.scoring.teacher.info import TeacherInfo
 from teacher_server.wire.fingerprint import template_example, template_fingerprint
 
 _FIX = (

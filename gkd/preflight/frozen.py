@@ -18,7 +18,7 @@ from gkd.errors import ConfigError
 from gkd.hf.files import weights_digest
 from gkd.preflight.same_tokens import shared_ids
 from gkd.preflight.student import checked_folder
-from gkd.teacher.info import TeacherInfo
+from gkd.scoring.teacher.info import TeacherInfo
 from teacher_server.wire.fingerprint import tokenizer_fingerprint
 
 if TYPE_CHECKING:

@@ -8,8 +8,8 @@ from gkd.config.function_path import search_path
 from gkd.config.schema import Config, Derived
 from gkd.config.schema_sections import COMPARING
 from gkd.errors import ConfigError, RewardError
-from gkd.reward.pool import RewardWorkers
-from gkd.reward.worker import Start
+from gkd.scoring.reward.pool import RewardWorkers
+from gkd.scoring.reward.worker import Start
 from gkd.types import Prompt
 
 _IMPORT_S = 120.0

@@ -38,9 +38,9 @@ from gkd.preflight.student import check_engines, check_student, check_tokenizer_
 from gkd.preflight.teacher import check_reachable, check_teacher, request_info, rollout_teacher, warn_about_losses
 from gkd.run.folder import RunFolder
 from gkd.run.open import check_run_folder, open_run_folder
+from gkd.scoring.teacher.info import TeacherInfo, head_columns
+from gkd.scoring.teacher.window import throttle_warning
 from gkd.spans import driver
-from gkd.teacher.info import TeacherInfo, head_columns
-from gkd.teacher.window import throttle_warning
 from gkd.types import Prompt
 
 log = get_logger("preflight")

@@ -17,8 +17,8 @@ from gkd.hf.files import weights_digest
 from gkd.hf.model_folder import read_config_json
 from gkd.log import get_logger
 from gkd.preflight.same_tokens import shared_ids, shown
-from gkd.teacher.info import TeacherInfo
-from gkd.teacher.teacher import Teacher, open_teacher
+from gkd.scoring.teacher.info import TeacherInfo
+from gkd.scoring.teacher.teacher import Teacher, open_teacher
 from gkd.types import Rollout
 from teacher_server.wire.fingerprint import tokenizer_fingerprint
 

@@ -1,1 +1,1 @@
-"""Rollout generation: vLLM engines, their Ray workers, weight receivers and the pool of engines."""
+"""Generate rollouts, in three rooms: the driver, the process of an engine, vLLM. `messages` is between them."""

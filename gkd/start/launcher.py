@@ -16,10 +16,10 @@ from gkd.actor.frozen.pools import LocalScoring, ReferencePool
 from gkd.actor.pool import ActorPool
 from gkd.actor.worker import ActorWorker
 from gkd.cluster.calls import gather
+from gkd.cluster.cluster import HELPER_CPUS, Cluster
 from gkd.cluster.gpu_table import GpuMap, RankPlacement
 from gkd.cluster.hang import hang_report
-from gkd.cluster.pools import HELPER_CPUS, Cluster
-from gkd.cluster.slots import Pool
+from gkd.cluster.pool import Pool
 from gkd.cluster.stacks import rank_env
 from gkd.cluster.startup import Startup
 from gkd.config.schema import Config
@@ -30,23 +30,23 @@ from gkd.gpu_map import collect
 from gkd.gpu_map.record import record_end, record_placement, record_restart
 from gkd.log import get_logger
 from gkd.preflight.run import Plan
-from gkd.reward.scoring import JUDGING, init_judging, with_judges, workers_per_endpoint
 from gkd.roles import NoReference, Roles
-from gkd.rollout import worker as rollout_worker
-from gkd.rollout.engine_files import engine_folder, remove_files
-from gkd.rollout.pool import RolloutPool
-from gkd.rollout.recovery import EngineSync
-from gkd.rollout.slots import EngineSlots, restarting
-from gkd.rollout.worker import RolloutWorker
-from gkd.run.ending import attempt
+from gkd.rollout.driver.pool import RolloutPool
+from gkd.rollout.driver.recovery import EngineSync
+from gkd.rollout.driver.restart import EngineSlots, restarting
+from gkd.rollout.engine import worker as rollout_worker
+from gkd.rollout.engine.worker import RolloutWorker
+from gkd.rollout.vllm.files import engine_folder, remove_files
+from gkd.run.failure_policy import attempt
+from gkd.scoring.endpoint import ScoringEndpoint
+from gkd.scoring.group_endpoint import GroupEndpoint
+from gkd.scoring.judged import JUDGING, init_judging, with_judges, workers_per_endpoint
+from gkd.scoring.pool import HEALTH, RECORDS, ScoringPool, teacher_heads
+from gkd.scoring.teacher.greedy import greedy_samples
+from gkd.scoring.teacher.window import throttle_warning, window_of_group
 from gkd.spans import driver
 from gkd.start.pools import make_cluster, make_pools, shares_with
 from gkd.start.worker_env import actor_env, cpu_threads, worker_env
-from gkd.teacher.endpoint import ScoringEndpoint
-from gkd.teacher.greedy import greedy_samples
-from gkd.teacher.records import RecordingEndpoint
-from gkd.teacher.scoring import HEALTH, RECORDS, ScoringPool, teacher_heads
-from gkd.teacher.window import throttle_warning, window_of_group
 from gkd.weight_sync.coordinator import WeightSync
 
 log = get_logger("launcher")
@@ -239,7 +239,7 @@ def _endpoints(config: Config, plan: Plan, actor: ActorPool, slots: Pool) -> lis
     n_in_flight = sum(window.n_in_flight for window in windows)
     n_threads = -(-n_in_flight // CHUNK_SIZE) + 1
     if plan.derived.teacher_pool:
-        return spawn_endpoints(config, actor, slots, plan.device, RecordingEndpoint)
+        return spawn_endpoints(config, actor, slots, plan.device, GroupEndpoint)
     args = plan.n_vocab, [info.fingerprint for info in plan.teachers], windows
     return spawn_endpoints(config, actor, slots, plan.device, ScoringEndpoint, *args, n_threads=n_threads)
 

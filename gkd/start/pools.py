@@ -11,9 +11,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from gkd.cluster.cluster import HELPER_CPUS, Cluster
 from gkd.cluster.placement import PoolSpec
-from gkd.cluster.pools import HELPER_CPUS, Cluster
-from gkd.cluster.slots import Pool, colocated_pool
+from gkd.cluster.pool import Pool, colocated_pool
 from gkd.config.schema import Config
 from gkd.config.schema_teacher import ACTOR, ROLLOUT
 

@@ -6,7 +6,7 @@ import os
 
 from gkd.config.schema import Config
 from gkd.data.chunks import CHUNK_SIZE
-from gkd.rollout.engine_start import CPU_ENV
+from gkd.rollout.vllm.start import CPU_ENV
 from teacher_server.wire.threads import thread_env
 
 # The most bytes of a chunk's sizes or of the summary of its scores: of the chunk, and per sequence.

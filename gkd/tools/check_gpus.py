@@ -24,9 +24,9 @@ from gkd.config.schema import Config
 from gkd.errors import ClusterError, ConfigError, GkdError
 
 if TYPE_CHECKING:
+    from gkd.cluster.cluster import Cluster
     from gkd.cluster.placement import PoolSpec
-    from gkd.cluster.pools import Cluster
-from gkd.cluster.slots import Pool
+from gkd.cluster.pool import Pool
 
 # Shorter than trainer.init_timeout_s, which training waits: GPUs that are free are granted at once.
 _POOL_S = 60.0

@@ -130,15 +130,15 @@ def replayed(case: Case) -> list[TrainStats]:
     from gkd.actor.frozen.pools import LocalScoring, ReferencePool
     from gkd.actor.pool import ActorPool
     from gkd.cluster.calls import gather
-    from gkd.cluster.pools import HELPER_CPUS, Cluster
+    from gkd.cluster.cluster import HELPER_CPUS, Cluster
     from gkd.pipeline.replay import ReplayedBatches
     from gkd.preflight.device import resolve_device
     from gkd.roles import NoReference
+    from gkd.scoring.group_endpoint import GroupEndpoint
     from gkd.start.launcher import spawn_endpoints
     from gkd.start.pools import ACTOR as ACTOR_POOL
     from gkd.start.pools import pool_specs
     from gkd.start.worker_env import cpu_threads, worker_env
-    from gkd.teacher.records import RecordingEndpoint
 
     device, timeout_s = resolve_device(case.config), case.config.trainer.init_timeout_s
     with tempfile.TemporaryDirectory(prefix="gkd_replay_") as folder:
@@ -162,7 +162,7 @@ def replayed(case: Case) -> list[TrainStats]:
             has_reference = bool(check_config(config).reference_folder)
             if has_reference:
                 actor.init_reference(timeout_s)
-            endpoints = spawn_endpoints(config, actor, slots, device, RecordingEndpoint)
+            endpoints = spawn_endpoints(config, actor, slots, device, GroupEndpoint)
             scoring: ScoringRole = LocalScoring(lambda: workers, endpoints, config.trainer.stage_timeout_s)
             with_reference = check_config(config).loss.has_reference
             reference = ReferencePool(workers, endpoints, config) if with_reference else NoReference()
@@ -213,7 +213,7 @@ def _total_steps(case: Case) -> int:
 
 def _judged(root: Path, scoring: ScoringRole, config: Config, endpoints: list[Any]) -> ScoringRole:
     """Return the scoring that also judges, if the run has rewards. Raises RewardError, ConfigError."""
-    from gkd.reward.scoring import init_judging, judged_training
+    from gkd.scoring.judged import init_judging, judged_training
 
     derived = replace(check_config(config), metrics=())
     if not derived.rewards:

@@ -31,10 +31,10 @@ from gkd.actor.pool import ActorPool
 from gkd.cluster.garbage import collect_garbage_rarely
 from gkd.config.load import load_config
 from gkd.files.manifest import digest_bytes
-from gkd.rollout.pool import RolloutPool
+from gkd.rollout.driver.pool import RolloutPool
 from gkd.run.open import open_run_folder
-from gkd.teacher.records import ScoreSummary
-from gkd.teacher.scoring import ScoringPool
+from gkd.scoring.group_endpoint import ScoreSummary
+from gkd.scoring.pool import ScoringPool
 from gkd.trainer import Roles, Trainer
 from gkd.types import Prompt, ScoreTimes, SyncReport, TrainStats
 from tests.bench.simulated_engines import Clock, Engine, Workload

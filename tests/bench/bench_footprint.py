@@ -96,7 +96,7 @@ def rollout(device: str) -> Part:
         save_model(Path(config.model.path), tied=True)
         shape = json.loads((Path(config.model.path) / "config.json").read_text())
         (predicted,) = (part for part in footprint(config, shape) if part.role == "rollout")
-        from gkd.rollout.engine_start import CPU_ENV
+        from gkd.rollout.vllm.start import CPU_ENV
 
         command = [sys.executable, "-m", "tests.bench.footprint_engine", config.model.path, device, str(N_PROMPTS)]
         command.append(str(KV_CACHE_MIB[device]))

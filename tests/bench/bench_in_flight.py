@@ -19,8 +19,8 @@ from pathlib import Path
 from gkd.config.load import load_config
 from gkd.config.routes import routes_of
 from gkd.preflight.teacher import request_info
-from gkd.teacher.endpoint import ScoringEndpoint
-from gkd.teacher.window import window_of_group
+from gkd.scoring.endpoint import ScoringEndpoint
+from gkd.scoring.teacher.window import window_of_group
 from tests.bench.teacher_report import Figure, Observer, Part, Table, as_json, as_text, machine, merge_json
 from tests.service.harness import ServerProcess, random_rollouts, save_model
 

@@ -37,17 +37,17 @@ import ray
 
 from gkd.actor.pool import ActorPool
 from gkd.cluster.calls import gather
-from gkd.cluster.pools import HELPER_CPUS, Cluster, PoolSpec
+from gkd.cluster.cluster import HELPER_CPUS, Cluster, PoolSpec
 from gkd.config.load import load_config
 from gkd.config.schema import Config
 from gkd.metrics.writer import read_metrics
-from gkd.rollout import worker as rollout_worker
-from gkd.rollout.pool import RolloutPool
+from gkd.rollout.driver.pool import RolloutPool
+from gkd.rollout.engine import worker as rollout_worker
 from gkd.run.open import open_run_folder
+from gkd.scoring.endpoint import ScoringEndpoint
+from gkd.scoring.pool import RECORDS, ScoringPool
+from gkd.scoring.teacher.window import Window
 from gkd.start.worker_env import worker_env
-from gkd.teacher.endpoint import ScoringEndpoint
-from gkd.teacher.scoring import RECORDS, ScoringPool
-from gkd.teacher.window import Window
 from gkd.tools.split_tuner.estimate import Rates
 from gkd.trainer import Roles, Trainer
 from gkd.types import Computation, Prompt, Rollout, TeacherScores, TeacherTopK

@@ -23,18 +23,18 @@ import ray
 
 from gkd.actor.pool import ActorPool
 from gkd.cluster.calls import gather
-from gkd.cluster.pools import HELPER_CPUS, Cluster, PoolSpec
+from gkd.cluster.cluster import HELPER_CPUS, Cluster, PoolSpec
 from gkd.config.load import load_config
 from gkd.config.schema import Config
 from gkd.config.schema_trainer import TrainerConfig
 from gkd.log import get_logger
 from gkd.metrics.writer import read_metrics
-from gkd.rollout import worker as rollout_worker
-from gkd.rollout.pool import RolloutPool
+from gkd.rollout.driver.pool import RolloutPool
+from gkd.rollout.engine import worker as rollout_worker
 from gkd.run.open import open_run_folder
+from gkd.scoring.pool import RECORDS, ScoringPool
+from gkd.scoring.teacher.window import Window
 from gkd.start.worker_env import worker_env
-from gkd.teacher.scoring import RECORDS, ScoringPool
-from gkd.teacher.window import Window
 from gkd.tools.split_tuner.estimate import Rates, Sizes, estimate
 from gkd.tools.split_tuner.rates import WARM_UP, read_run
 from gkd.trainer import Roles, Trainer

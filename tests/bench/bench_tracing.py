@@ -21,9 +21,9 @@ import ray
 
 from gkd.metrics.span_file import SpanFile, SpanLine, read_spans
 from gkd.metrics.writer import MetricsWriter, read_metrics
+from gkd.scoring.endpoint import Computations
+from gkd.scoring.pool import TAKE_EVERY_S
 from gkd.spans import Phase, SpanRecorder, driver
-from gkd.teacher.endpoint import Computations
-from gkd.teacher.scoring import TAKE_EVERY_S
 from gkd.types import ProcessSpans, ScoredChunk, ScoreTimes
 from teacher_server.wire.protocol import ScoreReply
 from tests.e2e.conftest import Lab, make_lab

@@ -16,7 +16,7 @@ _KINDS = {
     "RolloutWorker": "engine",
     "ActorWorker": "actor",
     "ScoringEndpoint": "endpoint",
-    "gkd.reward.worker": "reward",
+    "gkd.scoring.reward.worker": "reward",
     "raylet": "ray",
     "gcs_server": "ray",
     "ray::": "ray",

@@ -21,9 +21,9 @@ def main(model: str, device: str, n_prompts: int, kv_cache_mib: int) -> dict[str
     import vllm.v1.engine.llm_engine  # noqa: F401  (before the base: what an engine imports is not its memory)
     from vllm import LLM  # noqa: F401
 
-    import gkd.rollout.weights  # noqa: F401
-    from gkd.rollout.engine import RolloutEngine
-    from gkd.rollout.sampling import Sampling
+    import gkd.rollout.vllm.weights  # noqa: F401
+    from gkd.rollout.messages import Sampling
+    from gkd.rollout.vllm.engine import RolloutEngine
 
     torch.set_num_threads(1)
     meter = Meter(torch.device(device))

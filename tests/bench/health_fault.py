@@ -17,7 +17,7 @@ from typing import Any
 import gkd.trainer
 from gkd.main_gkd import main
 from gkd.metrics.run_metrics import StepMetrics
-from gkd.rollout.pool import RolloutPool
+from gkd.rollout.driver.pool import RolloutPool
 from gkd.trainer import Trainer
 from gkd.types import RolloutChunk, SyncReport
 from gkd.weight_sync.coordinator import WeightSync

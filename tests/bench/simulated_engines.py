@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from gkd.data.prompt_codec import decode_prompts
-from gkd.rollout.coalesce import Coalescer
-from gkd.rollout.sampling import Job
+from gkd.rollout.engine.coalesce import Coalescer
+from gkd.rollout.messages import Job
 from gkd.types import EngineUsage
 from tests.bench.simulated_ray import Apparatus, Ref
 

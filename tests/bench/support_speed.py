@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from gkd.teacher.client import ZmqTeacher
+from gkd.scoring.teacher.client import ZmqTeacher
 from gkd.types import Rollout
 from tests.bench.teacher_report import Figure, Part, Table
 from tests.service.harness import ServerProcess, connect, random_rollouts, submit

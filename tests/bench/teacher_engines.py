@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 from typing import NamedTuple
 
-from gkd.teacher.client import ZmqTeacher
+from gkd.scoring.teacher.client import ZmqTeacher
 from tests.bench.engine_case import error_limit, save_reference
 from tests.bench.teacher_bare import (
     GPU_HIDDEN,

@@ -22,13 +22,13 @@ import torch
 from gkd.config.schema import Config
 from gkd.data.scatter import select
 from gkd.files.manifest import digest_bytes
-from gkd.rollout.engine import RolloutEngine
-from gkd.rollout.sampling import Sampling
-from gkd.rollout.sleep_state import SleepState
-from gkd.rollout.usage import PassMeter
-from gkd.rollout.worker import RolloutWorker
+from gkd.rollout.engine.worker import RolloutWorker
+from gkd.rollout.messages import Sampling
+from gkd.rollout.vllm.engine import RolloutEngine
+from gkd.rollout.vllm.sleep_state import SleepState
+from gkd.rollout.vllm.usage import PassMeter
+from gkd.scoring.endpoint import ScoringEndpoint
 from gkd.spans import Phase, SpanRecorder
-from gkd.teacher.endpoint import ScoringEndpoint
 from gkd.tools.split_tuner.estimate import Rates
 from gkd.types import FileDigest, ProcessSpans, Prompt, Rollout, TeacherScores, TeacherTopK, TrainStats, VersionSpan
 from gkd.weight_sync.buckets import Bucket, Content, TensorSpec

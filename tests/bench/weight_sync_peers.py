@@ -112,12 +112,12 @@ def sender(connection: Connection, folder: Path, gpu: int | None) -> None:
 
 def engine(connection: Connection, folder: Path, gpu: int | None) -> None:
     """Hold a real engine. It receives with the product's `RolloutEngine.receive`, or only the bytes."""
-    from gkd.rollout.engine_start import CPU_ENV
+    from gkd.rollout.vllm.start import CPU_ENV
 
     device = device_of(gpu)
     os.environ.update({**(CPU_ENV if gpu is None else {}), "VLLM_LOGGING_LEVEL": "ERROR", "TQDM_DISABLE": "1"})
     from gkd.config.schema_rollout import RolloutConfig
-    from gkd.rollout.engine import RolloutEngine
+    from gkd.rollout.vllm.engine import RolloutEngine
     from gkd.weight_sync.group import TransferGroup
     from gkd.weight_sync.transfer import receive
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from gkd.cluster.cluster import Cluster
 from gkd.cluster.placement import PoolSpec
-from gkd.cluster.pools import Cluster
-from gkd.cluster.slots import Pool
+from gkd.cluster.pool import Pool
 from tests.device import need_cards, on_cuda
 
 

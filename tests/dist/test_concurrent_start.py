@@ -16,10 +16,10 @@ from gkd.config.load import load_config
 from gkd.config.schema import Config
 from gkd.errors import GkdError
 from gkd.preflight.run import Plan
-from gkd.rollout.worker import RolloutWorker
+from gkd.rollout.engine.worker import RolloutWorker
 from gkd.run.open import open_run_folder
+from gkd.scoring.teacher.info import TeacherInfo
 from gkd.start import launcher
-from gkd.teacher.info import TeacherInfo
 
 pytestmark = [pytest.mark.dist, pytest.mark.cpu_only("Ray's slots are logical CPUs")]
 

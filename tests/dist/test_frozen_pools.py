@@ -18,8 +18,8 @@ from gkd.data.chunks import chunk_sizes
 from gkd.data.scatter import scatter_to_ranks
 from gkd.errors import TeacherError
 from gkd.memory.states import KINDS
-from gkd.teacher.records import RecordingEndpoint
-from gkd.teacher.scoring import RECORDS
+from gkd.scoring.group_endpoint import GroupEndpoint
+from gkd.scoring.pool import RECORDS
 from gkd.types import PendingScores, Rollout, ScoredChunk
 from tests.bench.student_case import save_model
 from tests.dist.slots import actor_slots
@@ -43,7 +43,7 @@ def actor(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Actor]:
 
 @pytest.fixture(scope="module")
 def endpoints(actor: Actor) -> list[Any]:
-    endpoint = ray.remote(concurrency_groups={RECORDS: 1})(RecordingEndpoint)
+    endpoint = ray.remote(concurrency_groups={RECORDS: 1})(GroupEndpoint)
     return [endpoint.options(num_cpus=0).remote(actor.config) for _ in range(N_RANKS)]
 
 

@@ -23,7 +23,7 @@ pytestmark = [pytest.mark.dist, pytest.mark.cpu_only("Ray's slots are logical CP
 _RUN = """
 import os, sys
 import ray
-from gkd.cluster.pools import Cluster
+from gkd.cluster.cluster import Cluster
 from gkd.errors import GkdError
 from gkd.start.worker_env import worker_env
 cluster = Cluster("", n_slots=2, on_cpu=True)

@@ -16,7 +16,7 @@ import ray
 from gkd.actor.pool import ActorPool
 from gkd.actor.worker import CONCURRENCY_GROUPS, ActorWorker
 from gkd.cluster.calls import gather
-from gkd.cluster.slots import Pool
+from gkd.cluster.pool import Pool
 from gkd.config.load import load_config
 from gkd.data.chunks import chunk_sizes
 from gkd.errors import ClusterError, NumericsError

@@ -21,11 +21,11 @@ import ray
 from ray.util.placement_group import remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from gkd.cluster import pools as pools_module
+from gkd.cluster import cluster as cluster_module
 from gkd.cluster.calls import gather
+from gkd.cluster.cluster import Cluster
 from gkd.cluster.placement import PoolSpec
-from gkd.cluster.pools import Cluster
-from gkd.cluster.slots import Pool
+from gkd.cluster.pool import Pool
 from gkd.errors import ClusterError
 from gkd.gpu_map.collect import PlacementProbe
 from gkd.start.worker_env import worker_env
@@ -159,7 +159,7 @@ def test_impossible_pools_are_refused_at_once(cluster: Cluster, spec: PoolSpec, 
 OTHER_JOB = """
 import sys
 from gkd.cluster.placement import PoolSpec
-from gkd.cluster.pools import Cluster
+from gkd.cluster.cluster import Cluster
 cluster = Cluster(sys.argv[1], n_slots=0, on_cpu=True)
 cluster.make_pools([PoolSpec("other", 3, 1, gpus_per_worker=2)], 20)
 print("held", flush=True)
@@ -238,7 +238,7 @@ def test_the_checker_lists_every_node_and_ranks_outside_of_gpus(address: str, cl
 @pytest.mark.parametrize("reply", [b"HTTP/1.1 400 no\r\n", b""])
 def test_an_address_without_ray_is_refused(reply: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
     """Fails if only Ray's own retries, which last for minutes, detect a different server at the address."""
-    monkeypatch.setattr(pools_module, "_CONNECT_S", 1.0)
+    monkeypatch.setattr(cluster_module, "_CONNECT_S", 1.0)
     with socket.create_server(("127.0.0.1", 0)) as server:
 
         def respond() -> None:
@@ -257,7 +257,7 @@ def test_an_address_without_ray_is_refused(reply: bytes, monkeypatch: pytest.Mon
 
 JOIN = """
 import sys
-from gkd.cluster.pools import Cluster
+from gkd.cluster.cluster import Cluster
 from gkd.errors import ClusterError
 try:
     Cluster(sys.argv[1], n_slots=0, on_cpu=True).close()
@@ -298,8 +298,8 @@ def test_the_drivers_environment_is_restored(monkeypatch: pytest.MonkeyPatch) ->
         monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
         if before is not None:
             monkeypatch.setenv("CUDA_VISIBLE_DEVICES", before)
-        with pools_module._visible([3, 1]):
+        with cluster_module._visible([3, 1]):
             assert os.environ["CUDA_VISIBLE_DEVICES"] == "1,3"
         assert os.environ.get("CUDA_VISIBLE_DEVICES") == before
-        with pools_module._visible([]):
+        with cluster_module._visible([]):
             assert os.environ.get("CUDA_VISIBLE_DEVICES") == before

@@ -18,7 +18,7 @@ from gkd.actor.pool import ActorPool
 from gkd.actor.worker import CONCURRENCY_GROUPS, ActorWorker
 from gkd.cluster.calls import gather
 from gkd.cluster.hang import HangReport, hang_report
-from gkd.cluster.slots import Pool
+from gkd.cluster.pool import Pool
 from gkd.cluster.startup import Startup
 from gkd.config.load import load_config
 from gkd.errors import RankTimeout

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import ray
 
-from gkd.cluster.pools import Cluster
+from gkd.cluster.cluster import Cluster
 from tests.dist.ray_nodes import NodeSpec, ray_nodes
 from tests.service.harness import TRIVIAL, ServerProcess, trivial_model
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from gkd.rollout.engine_start import CPU_ENV
+from gkd.rollout.vllm.start import CPU_ENV
 from gkd.types import Prompt, Rollout
 from tests.e2e.conftest import VOCAB, Lab
 
@@ -31,8 +31,8 @@ def _probe(student: Path, tp: int) -> dict[str, Any]:
     from gkd.actor.common.lora import scaled_factors
     from gkd.config.schema_actor import LoraConfig
     from gkd.config.schema_rollout import RolloutConfig
-    from gkd.rollout.engine import RolloutEngine
-    from gkd.rollout.sampling import Sampling
+    from gkd.rollout.messages import Sampling
+    from gkd.rollout.vllm.engine import RolloutEngine
     from gkd.weight_sync.buckets import differing
     from tests.dist.helpers import caught
     from tests.e2e.weight_sender import WeightSender

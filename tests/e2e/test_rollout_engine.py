@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from gkd.rollout.engine_start import CPU_ENV
+from gkd.rollout.vllm.start import CPU_ENV
 from gkd.types import Prompt, Rollout
 from tests.dist import fake_card
 from tests.e2e.conftest import EOS, VOCAB, Lab
@@ -39,9 +39,10 @@ def _probe(student: Path, n_vocab: int) -> dict[Any, Any]:
 
     from gkd.config.schema_rollout import RolloutConfig
     from gkd.errors import GkdError
-    from gkd.rollout.engine import RolloutEngine
-    from gkd.rollout.sampling import Sampling, read_logprobs, vllm_params
-    from gkd.rollout.self_scoring import prompt_logprobs
+    from gkd.rollout.messages import Sampling
+    from gkd.rollout.vllm.engine import RolloutEngine
+    from gkd.rollout.vllm.sampling import read_logprobs, vllm_params
+    from gkd.rollout.vllm.self_scoring import prompt_logprobs
     from gkd.weight_sync.buckets import differing
     from tests.e2e.weight_sender import WeightSender
 

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from gkd.rollout.engine_start import CPU_ENV
+from gkd.rollout.vllm.start import CPU_ENV
 from gkd.types import Prompt
 
 pytestmark = pytest.mark.e2e
@@ -53,8 +53,8 @@ def _probe(old: Path, new: Path) -> dict[str, Any]:
 
     from gkd.config.schema_rollout import RolloutConfig
     from gkd.errors import WeightSyncError
-    from gkd.rollout.engine import RolloutEngine
-    from gkd.rollout.sampling import Sampling
+    from gkd.rollout.messages import Sampling
+    from gkd.rollout.vllm.engine import RolloutEngine
     from tests.e2e.weight_sender import WeightSender
 
     config = RolloutConfig(kv_cache_mib=32, max_num_seqs=8)

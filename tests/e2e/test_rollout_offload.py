@@ -14,13 +14,13 @@ from gkd.actor import worker as actor_worker
 from gkd.actor.pool import ActorPool
 from gkd.actor.worker import ActorWorker
 from gkd.cluster.calls import gather
+from gkd.cluster.cluster import Cluster
 from gkd.cluster.placement import PoolSpec
-from gkd.cluster.pools import Cluster
 from gkd.config.load import load_config
 from gkd.errors import ClusterError, RankTimeout
-from gkd.rollout import worker as rollout_worker
-from gkd.rollout.pool import RolloutPool
-from gkd.rollout.worker import RolloutWorker
+from gkd.rollout.driver.pool import RolloutPool
+from gkd.rollout.engine import worker as rollout_worker
+from gkd.rollout.engine.worker import RolloutWorker
 from gkd.start.worker_env import worker_env
 from gkd.types import Prompt
 from gkd.weight_sync.coordinator import WeightSync

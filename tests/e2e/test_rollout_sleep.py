@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from gkd.errors import WeightSyncError
-from gkd.rollout.engine_start import CPU_ENV
+from gkd.rollout.vllm.start import CPU_ENV
 from gkd.types import Prompt
 from tests.e2e.conftest import EOS, VOCAB, Lab
 from tests.e2e.test_rollout_experts import VOCAB as EXPERTS_VOCAB
@@ -54,8 +54,8 @@ def _probe(student: Path, vocab: int) -> dict[str, Any]:
 
     from gkd.config.schema_rollout import RolloutConfig
     from gkd.errors import GkdError
-    from gkd.rollout.engine import RolloutEngine
-    from gkd.rollout.sampling import Sampling
+    from gkd.rollout.messages import Sampling
+    from gkd.rollout.vllm.engine import RolloutEngine
     from gkd.weight_sync.buckets import digest
     from tests.e2e.weight_sender import WeightSender
 
@@ -266,8 +266,8 @@ def test_calls_that_a_sleeping_engine_refuses(probe: dict[str, Any]) -> None:
 
 def _probe_two_workers(student: Path) -> dict[str, Any]:
     from gkd.config.schema_rollout import RolloutConfig
-    from gkd.rollout.engine import RolloutEngine
-    from gkd.rollout.sampling import Sampling
+    from gkd.rollout.messages import Sampling
+    from gkd.rollout.vllm.engine import RolloutEngine
     from gkd.weight_sync.group import GroupSpec
 
     config = RolloutConfig(kv_cache_mib=KV_CACHE_MIB, max_num_seqs=8, tp=2)

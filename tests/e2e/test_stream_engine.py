@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from gkd.rollout.engine_start import CPU_ENV
+from gkd.rollout.vllm.start import CPU_ENV
 from gkd.types import Prompt, Rollout
 from tests.e2e.conftest import EOS, VOCAB, Lab
 from tests.processes import wait_until
@@ -73,10 +73,10 @@ def _probe(student: Path, n_vocab: int) -> dict[str, Any]:
     from transformers import AutoModelForCausalLM
 
     from gkd.config.schema_rollout import RolloutConfig
-    from gkd.rollout.coalesce import Coalescer
-    from gkd.rollout.engine import RolloutEngine
-    from gkd.rollout.engine_loop import EngineLoop
-    from gkd.rollout.sampling import Job, Sampling
+    from gkd.rollout.engine.coalesce import Coalescer
+    from gkd.rollout.engine.loop import EngineLoop
+    from gkd.rollout.messages import Job, Sampling
+    from gkd.rollout.vllm.engine import RolloutEngine
     from tests.e2e.weight_sender import WeightSender
 
     config = RolloutConfig(kv_cache_mib=1024 if ON_GPU else 32, max_num_seqs=8)

@@ -52,8 +52,8 @@ def _probe(student: Path, eager: bool) -> dict[str, Any]:
 
     from gkd.config.schema_rollout import RolloutConfig
     from gkd.errors import GkdError
-    from gkd.rollout.engine import RolloutEngine
-    from gkd.rollout.sampling import Sampling
+    from gkd.rollout.messages import Sampling
+    from gkd.rollout.vllm.engine import RolloutEngine
     from tests.e2e.weight_sender import WeightSender
 
     config = RolloutConfig(gpu_memory_utilization=0.3, max_num_seqs=8, enforce_eager=eager)

@@ -33,7 +33,7 @@ import numpy as np
 import zmq
 
 from gkd.errors import TeacherError
-from gkd.teacher.client import ZmqTeacher
+from gkd.scoring.teacher.client import ZmqTeacher
 from gkd.types import Rollout, TeacherScores, TeacherTopK
 from teacher_server.cli.admin_link import AdminLink
 from teacher_server.wire.protocol import MAX_FRAME_BYTES

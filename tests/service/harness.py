@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from gkd.teacher.client import ZmqTeacher
+from gkd.scoring.teacher.client import ZmqTeacher
 from gkd.types import Rollout, TeacherScores, TeacherTopK, VersionSpan
 from tests.device import patience
 from tests.processes import wait_until

@@ -13,7 +13,7 @@ import msgspec
 import numpy as np
 import zmq
 
-from gkd.teacher.client import ZmqTeacher
+from gkd.scoring.teacher.client import ZmqTeacher
 from teacher_server.wire.keys import Authenticator, ServerKeys, secure_server
 from teacher_server.wire.payload import TopKScores, pack_sampled, pack_topk, unpack_tokens
 from teacher_server.wire.protocol import (

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from gkd.errors import TeacherError
-from gkd.teacher.client import ZmqTeacher
+from gkd.scoring.teacher.client import ZmqTeacher
 from gkd.types import TeacherScores
 from teacher_server.wire.protocol import Cancel, ScoreRequest
 from tests.processes import wait_until

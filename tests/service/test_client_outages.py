@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from gkd.errors import TeacherUnavailable
-from gkd.teacher.outage import merged
+from gkd.scoring.teacher.outage import merged
 from gkd.types import TeacherHealth
 from teacher_server.cli.keygen import make_keys
 from teacher_server.wire.keys import load_server_keys

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from gkd.errors import TeacherError, TeacherUnavailable
-from gkd.teacher.client import ZmqTeacher
+from gkd.scoring.teacher.client import ZmqTeacher
 from gkd.types import Rollout
 from teacher_server.wire.protocol import STREAM_WINDOW, Cancel, HeadRequest, Received, ScoreRequest, Signal
 from tests.processes import wait_until

@@ -17,10 +17,10 @@ from transformers import AutoModelForCausalLM
 from gkd.config.load import load_config
 from gkd.data.score_checks import validate_scores
 from gkd.errors import TeacherError
-from gkd.teacher.client import ZmqTeacher
-from gkd.teacher.endpoint import ScoringEndpoint
-from gkd.teacher.records import ScoreSummary
-from gkd.teacher.window import Window
+from gkd.scoring.endpoint import ScoringEndpoint
+from gkd.scoring.group_endpoint import ScoreSummary
+from gkd.scoring.teacher.client import ZmqTeacher
+from gkd.scoring.teacher.window import Window
 from gkd.types import SIGNAL_FIELDS, Rollout, TeacherScores
 from teacher_server.wire.protocol import Cancel, ScoreRequest, Signal
 from tests.processes import wait_until

@@ -16,8 +16,8 @@ import pytest
 from gkd.config.load import load_config
 from gkd.errors import ConfigError, TeacherUnavailable
 from gkd.preflight.teacher import check_reachable, check_teacher, request_info
-from gkd.teacher.endpoint import ScoringEndpoint
-from gkd.teacher.window import Window
+from gkd.scoring.endpoint import ScoringEndpoint
+from gkd.scoring.teacher.window import Window
 from gkd.types import Rollout
 from tests.service.conftest import TINY_VOCAB
 from tests.service.harness import TRIVIAL, ServerProcess, random_rollouts, save_model, trivial_model

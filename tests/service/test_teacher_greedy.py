@@ -11,8 +11,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from gkd.config.schema_teacher import TeacherConfig
-from gkd.teacher.greedy import _decode
-from gkd.teacher.teacher import open_teacher
+from gkd.scoring.teacher.greedy import _decode
+from gkd.scoring.teacher.teacher import open_teacher
 from gkd.types import Prompt
 from tests.service.harness import ServerProcess
 

@@ -15,7 +15,7 @@ from gkd.config.load import load_config
 from gkd.config.schema_sections import DataConfig
 from gkd.preflight.chat_templates import template_warning
 from gkd.preflight.run import preflight
-from gkd.teacher.info import TeacherInfo
+from gkd.scoring.teacher.info import TeacherInfo
 from teacher_server.wire.protocol import MAX_TEXT, InfoRequest, ProtocolError, replies
 from tests.e2e.conftest import save_model
 from tests.service.harness import TRIVIAL, ServerProcess, trivial_model

@@ -10,11 +10,11 @@ import numpy as np
 from gkd.cluster.gpu_table import TEACHER, GpuInfo, GpuMap, RankPlacement
 from gkd.config.load import config_yaml, load_config
 from gkd.config.schema import Config
-from gkd.metrics.pools import layout_numbers, rollout_numbers, shares
+from gkd.metrics.bottleneck import layout_numbers, rollout_numbers, shares
 from gkd.metrics.step import step_numbers
 from gkd.metrics.teacher_meter import TeacherMeter
 from gkd.metrics.writer import MetricsWriter
-from gkd.rollout.usage import PassMeter
+from gkd.rollout.vllm.usage import PassMeter
 from gkd.tools.split_tuner.estimate import Rates
 from gkd.types import EngineUsage, RolloutUsage, ScoredChunk, ScoreTimes, SyncReport, TrainStats
 from tests.rollout_chunks import chunk_of

@@ -22,7 +22,7 @@ from gkd.data.prompts import load_prompts
 from gkd.data.render import PromptRenderer
 from gkd.errors import ConfigError
 from gkd.preflight.chat_templates import template_warning
-from gkd.teacher.info import TeacherInfo
+from gkd.scoring.teacher.info import TeacherInfo
 from teacher_server.wire.fingerprint import template_fingerprint
 from teacher_server.worker.model_folder import ModelFolder, describe_tokenizer
 from tests.refusals import refuses

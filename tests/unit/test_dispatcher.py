@@ -15,10 +15,10 @@ import torch
 from gkd.config.load import load_config
 from gkd.config.schema import Config
 from gkd.errors import ClusterError, DataError, RankFailed
-from gkd.rollout import dispatcher as dispatcher_module
-from gkd.rollout.pool import RolloutPool
-from gkd.rollout.stream import JobStream
-from gkd.rollout.worker import RolloutWorker
+from gkd.rollout.driver import dispatcher as dispatcher_module
+from gkd.rollout.driver.pool import RolloutPool
+from gkd.rollout.driver.stream import JobStream
+from gkd.rollout.engine.worker import RolloutWorker
 from gkd.types import Prompt, Rollout, RolloutChunk, VersionSpan
 from tests.processes import wait_until
 

@@ -21,10 +21,11 @@ from gkd.config.load import load_config
 from gkd.data.chunks import decode_sizes
 from gkd.data.prompt_codec import encode_prompts
 from gkd.errors import ClusterError, DataError, WeightSyncError
-from gkd.rollout.coalesce import Coalescer
-from gkd.rollout.engine_loop import EngineLoop
-from gkd.rollout.sampling import Job, Request, Sampling
-from gkd.rollout.worker import RolloutWorker
+from gkd.rollout.engine.coalesce import Coalescer
+from gkd.rollout.engine.loop import EngineLoop
+from gkd.rollout.engine.worker import RolloutWorker
+from gkd.rollout.messages import Job, Sampling
+from gkd.rollout.vllm.sampling import Request
 from gkd.types import Prompt, Rollout, VersionSpan
 from tests.processes import wait_until
 

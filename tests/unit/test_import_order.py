@@ -12,17 +12,17 @@ from tests.structure import ORDER, ROOT, cycles, file_imports, imported_names, s
 # Library -> files that may import it, also lazily.
 LIBRARIES: dict[str, tuple[str, ...]] = {
     "megatron": ("gkd/actor/megatron/",),
-    "vllm": ("gkd/rollout/", "teacher_server/engines/"),
-    "zmq": ("gkd/teacher/link.py", "teacher_server/"),
+    "vllm": ("gkd/rollout/vllm/", "teacher_server/engines/"),
+    "zmq": ("gkd/scoring/teacher/link.py", "teacher_server/"),
     "ray": (
-        *("gkd/cluster/", "gkd/rollout/", "gkd/actor/rank.py", "gkd/actor/worker.py", "gkd/start/launcher.py"),
-        "gkd/reward/scoring.py",
+        *("gkd/cluster/", "gkd/rollout/driver/", "gkd/rollout/engine/worker.py", "gkd/actor/rank.py"),
+        *("gkd/actor/worker.py", "gkd/start/launcher.py", "gkd/scoring/judged.py"),
     ),
-    "math_verify": ("gkd/reward/functions.py",),
+    "math_verify": ("gkd/scoring/reward/functions.py",),
     "transformers": ("gkd/data/prompts.py", "gkd/actor/", "gkd/preflight/", "teacher_server/"),
     "torch": (
         *("gkd/actor/", "gkd/data/batching.py", "gkd/data/collate.py", "gkd/hf/", "gkd/loss/", "gkd/memory/"),
-        *("gkd/preflight/", "gkd/rollout/", "gkd/weight_sync/"),
+        *("gkd/preflight/", "gkd/rollout/engine/worker.py", "gkd/rollout/vllm/", "gkd/weight_sync/"),
         *("teacher_server/engines/", "teacher_server/worker/gpus.py"),
     ),
     "peft": ("gkd/actor/fsdp/lora.py",),
@@ -42,9 +42,9 @@ LIBRARIES: dict[str, tuple[str, ...]] = {
 FROM_SERVER = ("teacher_server.wire.",)
 FROM_SERVER_IN = {
     "gkd/config/": ("teacher_server.config.declare",),
-    "gkd/rollout/engine_start.py": ("teacher_server.engines.vllm_memory", "teacher_server.engines.vllm_files"),
-    "gkd/rollout/sleep_state.py": ("teacher_server.engines.vllm_versions",),
-    "gkd/rollout/weights.py": ("teacher_server.engines.vllm_versions",),
+    "gkd/rollout/vllm/start.py": ("teacher_server.engines.vllm_memory", "teacher_server.engines.vllm_files"),
+    "gkd/rollout/vllm/sleep_state.py": ("teacher_server.engines.vllm_versions",),
+    "gkd/rollout/vllm/weights.py": ("teacher_server.engines.vllm_versions",),
     "gkd/hf/": (
         *("teacher_server.engines.folder_check", "teacher_server.engines.hub", "teacher_server.engines.vllm_limits"),
         "teacher_server.engines.weight_files",
@@ -53,8 +53,9 @@ FROM_SERVER_IN = {
 }
 
 # Whatever turns bytes from a socket into code or into objects of any type.
-NETWORK_CODE = ("gkd/teacher/", "gkd/weight_sync/", "teacher_server/")
-NOT_NETWORK_CODE = ("teacher_server/engines/",)  # loads models; opens no socket
+NETWORK_CODE = ("gkd/scoring/", "gkd/weight_sync/", "teacher_server/")
+# Loads models, opens no socket; pipes to child processes.
+NOT_NETWORK_CODE = ("teacher_server/engines/", "gkd/scoring/reward/")
 DANGEROUS_MODULES = {"pickle", "cPickle", "_pickle", "cloudpickle", "dill", "joblib", "marshal", "shelve"}
 DANGEROUS_NAMES = {"eval", "exec", "compile", "__import__"}  # called by their bare name
 DANGEROUS_ATTRIBUTES = {"recv_pyobj", "send_pyobj", "recv_serialized", "send_serialized", "allow_pickle"}

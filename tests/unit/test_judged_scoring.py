@@ -16,8 +16,8 @@ from gkd.config.load import load_config
 from gkd.data.chunks import part_of
 from gkd.metrics.writer import read_metrics
 from gkd.pipeline.evaluate import judged, pass_at_k, pass_at_numbers
-from gkd.reward.judging import TRAINING, VALIDATION
-from gkd.reward.scoring import JudgedScoring, init_judging, with_judges, workers_per_endpoint
+from gkd.scoring.judged import JudgedScoring, init_judging, with_judges, workers_per_endpoint
+from gkd.scoring.reward.judging import TRAINING, VALIDATION
 from gkd.types import GreedyReport, PendingScores, Prompt, RolloutChunk, Sample, ScoredChunk, TrainStats
 from tests.metric_keys import unlisted_keys
 from tests.rollout_chunks import chunk_of
@@ -47,7 +47,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     def gather(refs: Mapping[str, Any], what: str, timeout_s: float) -> dict[str, Any]:
         return dict(refs)
 
-    monkeypatch.setattr("gkd.reward.scoring.gather", gather)
+    monkeypatch.setattr("gkd.scoring.judged.gather", gather)
     return []
 
 
@@ -95,7 +95,7 @@ def test_each_group_gets_its_part_of_the_workers(
     monkeypatch: pytest.MonkeyPatch, calls: list[Any], workers: int, groups: int, each: int
 ) -> None:
     """Fails if a run has fewer workers than `reward.workers`, or each group has all of them, or a group has none."""
-    monkeypatch.setattr("gkd.reward.scoring.ray", SimpleNamespace(put=lambda rows: rows))
+    monkeypatch.setattr("gkd.scoring.judged.ray", SimpleNamespace(put=lambda rows: rows))
     layout = (f"trainer.n_gpus_per_node={groups}", f"reward.workers={workers}", "reward.functions=[{path: length}]")
     config = load_config(None, layout)
     derived = config.derived

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from gkd.config.load import load_config
-from gkd.rollout.engine_start import start_vllm
+from gkd.rollout.vllm.start import start_vllm
 from teacher_server.cli import worker
 from teacher_server.config.options import given_flags
 from teacher_server.config.schema import TEACHER_OPTIONS

@@ -9,7 +9,7 @@ import pytest
 
 from gkd.actor.frozen.pools import LocalScoring
 from gkd.config.load import load_config
-from gkd.teacher.records import RecordingEndpoint, ScoreSummary
+from gkd.scoring.group_endpoint import GroupEndpoint, ScoreSummary
 from gkd.types import PendingScores, TeacherScores, TeacherTopK
 from tests.rollout_chunks import chunk_of
 
@@ -22,7 +22,7 @@ def score(mass: float, n_rows: int = 2) -> TeacherScores:
 
 def test_parts_are_gathered_in_the_chunks_order() -> None:
     """Fails if the scores of one sequence are trained on as those of another, or the summary omits a part."""
-    endpoint = RecordingEndpoint(load_config(None, []))
+    endpoint = GroupEndpoint(load_config(None, []))
     first, second = np.array([3, 0], "<i4").tobytes(), np.array([2, 1], "<i4").tobytes()
     parts = [score(0.3), score(0.0625)], [score(0.2), score(0.1)]
     scores, encoded = endpoint.gather_scores([first, second], *parts)

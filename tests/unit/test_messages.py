@@ -16,7 +16,7 @@ from gkd.config.load import load_config
 from gkd.console.step_line import step_line
 from gkd.data.score_checks import Rows, validate_topk
 from gkd.errors import GkdError
-from gkd.metrics.pools import shares
+from gkd.metrics.bottleneck import shares
 from gkd.pipeline.staleness import check_staleness
 from gkd.run.checkpoints import CheckpointStore, read_state
 from gkd.types import TeacherTopK

@@ -6,9 +6,9 @@ import random
 
 import numpy as np
 
-from gkd.rollout.dispatcher import Lane, PromptQueue
-from gkd.rollout.sampling import Job, Sampling
-from gkd.rollout.stream import JobStream, Waiting
+from gkd.rollout.driver.dispatcher import Lane, PromptQueue
+from gkd.rollout.driver.stream import JobStream, Waiting
+from gkd.rollout.messages import Job, Sampling
 from gkd.types import Prompt
 
 N_GROUPS = 4

@@ -11,7 +11,7 @@ import pytest
 
 from gkd.config.schema_rollout import RolloutConfig
 from gkd.errors import EngineFailed, GkdError, OutOfMemory, RankFailed, RankTimeout, SenderFailed, WeightSyncError
-from gkd.rollout.recovery import Engines
+from gkd.rollout.driver.recovery import Engines
 from gkd.types import EngineRestarts
 from tests.processes import wait_until
 

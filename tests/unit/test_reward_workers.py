@@ -26,10 +26,10 @@ from gkd.data.prompts import load_prompts
 from gkd.data.row_files import RowTable, decode_row, encode_row
 from gkd.errors import ConfigError, DataError, RewardError
 from gkd.preflight.reward import check_answers, check_functions
-from gkd.reward.functions import Case, judge_of
-from gkd.reward.judging import TRAINING, VALIDATION, Judging
-from gkd.reward.pool import RewardWorkers
-from gkd.reward.worker import Request, Start, judged
+from gkd.scoring.reward.functions import Case, judge_of
+from gkd.scoring.reward.judging import TRAINING, VALIDATION, Judging
+from gkd.scoring.reward.pool import RewardWorkers
+from gkd.scoring.reward.worker import Request, Start, judged
 from gkd.types import Prompt, Rollout
 from tests.structure import ROOT
 
@@ -130,7 +130,7 @@ def test_a_slow_function_is_stopped_with_its_processes(workers: list[RewardWorke
 def test_workers_end_with_a_killed_parent(config: Config, tmp_path: Path) -> None:
     """Fails if workers outlive a run that was killed, also while a function runs."""
     code = (
-        "import sys, pickle; from gkd.reward.pool import Worker; "
+        "import sys, pickle; from gkd.scoring.reward.pool import Worker; "
         "start, request = pickle.load(open(sys.argv[1], 'rb')); worker = Worker(start); worker.wait_ready(60); "
         "print(worker._process.pid, flush=True); worker.values([request], 60)"
     )

@@ -15,9 +15,9 @@ from gkd.config.load import load_config
 from gkd.data.chunks import decode_sizes
 from gkd.data.rollout_file import read_sequences, write_sequences
 from gkd.errors import CheckpointError
-from gkd.teacher.endpoint import ScoringEndpoint
-from gkd.teacher.records import ScoreSummary
-from gkd.teacher.window import Window
+from gkd.scoring.endpoint import ScoringEndpoint
+from gkd.scoring.group_endpoint import ScoreSummary
+from gkd.scoring.teacher.window import Window
 from gkd.types import Rollout, TeacherScores, TeacherTopK, VersionSpan
 
 RNG = np.random.default_rng(7)

@@ -8,7 +8,7 @@ import pytest
 from gkd.config.check import check_config
 from gkd.config.load import load_config
 from gkd.errors import ConfigError
-from gkd.rollout.self_scoring import _teacher_scores
+from gkd.rollout.vllm.self_scoring import _teacher_scores
 
 MINIMAL = [
     "data.train_files=[a.jsonl]",

@@ -16,8 +16,9 @@ from gkd.data.chunks import dataset_chunks, decode_sizes, distinct_4grams, encod
 from gkd.data.prompt_codec import decode_prompts, encode_prompts
 from gkd.errors import ClusterError, DataError, OutOfMemory
 from gkd.memory.usage import GIB
-from gkd.rollout.sampling import Sampling, sequence_seed
-from gkd.rollout.worker import RolloutWorker
+from gkd.rollout.engine.worker import RolloutWorker
+from gkd.rollout.messages import Sampling
+from gkd.rollout.vllm.sampling import sequence_seed
 from gkd.types import EngineUsage, Prompt, Rollout, RolloutChunk, VersionSpan
 
 WORDS = {0: "<start>", 1: "work", 2: ";", 3: "42", 4: "43"}

@@ -23,7 +23,7 @@ from gkd.metrics.writer import read_metrics
 from gkd.preflight.run import check_shares, teacher_identity
 from gkd.run.folder import teacher_json
 from gkd.run.resume_compat import check_same_run, check_same_teacher
-from gkd.teacher.info import TeacherInfo, head_columns
+from gkd.scoring.teacher.info import TeacherInfo, head_columns
 from gkd.types import GreedyReport, Prompt
 from tests.unit.test_data import tokenizer as tokenizer  # fixture
 from tests.unit.world import World, make

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from ray._private.ray_logging import global_worker_stdstream_dispatcher
 
-from gkd.cluster.pools import log_worker_lines
+from gkd.cluster.cluster import log_worker_lines
 from gkd.config.load import load_config
 from gkd.errors import CheckpointError, ClusterError
 from gkd.log import get_logger, log_to

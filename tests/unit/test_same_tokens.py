@@ -17,7 +17,7 @@ from gkd.config.routes import Route
 from gkd.errors import ConfigError
 from gkd.preflight.same_tokens import check_masked, shared_ids
 from gkd.preflight.teacher import check_teacher
-from gkd.teacher.info import TeacherInfo
+from gkd.scoring.teacher.info import TeacherInfo
 from gkd.types import Prompt
 from teacher_server.wire.fingerprint import tokenizer_fingerprint
 

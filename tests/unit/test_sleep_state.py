@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from gkd.errors import ClusterError, ConfigError
-from gkd.rollout.sleep_state import KV_CACHE, TAGS, WEIGHTS, SleepState, check_level
+from gkd.rollout.vllm.sleep_state import KV_CACHE, TAGS, WEIGHTS, SleepState, check_level
 
 
 class Workers:

@@ -14,7 +14,7 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
 from gkd.errors import CheckpointError, ClusterError, ConfigError, GkdError
-from gkd.metrics.pools import LONGEST, MAX_NUM_SEQS, WITH_EVALUATION
+from gkd.metrics.bottleneck import LONGEST, MAX_NUM_SEQS, WITH_EVALUATION
 from gkd.tools.split_tuner.estimate import Rates, Sizes, estimate
 from gkd.tools.split_tuner.rates import fit_line, fit_non_negative, fit_passes, read_run, read_steps
 from tests.unit.split_run import PROMPT, settings, write_run

@@ -11,9 +11,9 @@ from gkd.config.load import load_config
 from gkd.config.schema import Config
 from gkd.data.chunks import CHUNK_SIZE, chunk_size, reserve_size
 from gkd.pipeline.streaming import StreamChunks
-from gkd.rollout.coalesce import Coalescer
-from gkd.rollout.sampling import Job, Sampling
-from gkd.rollout.stream import JobStream, Waiting, take_missing
+from gkd.rollout.driver.stream import JobStream, Waiting, take_missing
+from gkd.rollout.engine.coalesce import Coalescer
+from gkd.rollout.messages import Job, Sampling
 from gkd.types import PendingScores, Prompt, Rollout, VersionSpan
 from tests.rollout_chunks import chunk_of
 

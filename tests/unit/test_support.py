@@ -15,8 +15,8 @@ from gkd.data.batching import without_first
 from gkd.errors import ConfigError
 from gkd.preflight.replay import _check_scores
 from gkd.preflight.teacher import check_teacher
-from gkd.rollout.sampling import read_logprobs
-from gkd.teacher.info import TeacherInfo
+from gkd.rollout.vllm.sampling import read_logprobs
+from gkd.scoring.teacher.info import TeacherInfo
 from teacher_server.wire.fingerprint import tokenizer_fingerprint
 from tests.unit.test_rollout_file import rollout
 

@@ -26,7 +26,7 @@ from gkd.data.rollout_file import read_sequences
 from gkd.errors import ConfigError
 from gkd.preflight.replay import _check_scores
 from gkd.preflight.teacher import check_teacher
-from gkd.teacher.info import TeacherInfo
+from gkd.scoring.teacher.info import TeacherInfo
 from gkd.types import Prompt
 from teacher_server.wire.fingerprint import tokenizer_fingerprint
 from tests.unit.chat_templates import FAMILIES, tokenizer

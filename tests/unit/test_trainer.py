@@ -14,7 +14,7 @@ import pytest
 
 from gkd.data.sampler import PromptSampler, on_policy_indices
 from gkd.errors import CheckpointError, ClusterError, NumericsError, TeacherUnavailable
-from gkd.metrics.pools import SINCE_START, WITH_EVALUATION
+from gkd.metrics.bottleneck import SINCE_START, WITH_EVALUATION
 from gkd.metrics.writer import read_metrics
 from tests.metric_keys import unlisted_keys
 from tests.unit.world import PROMPTS, StreamWorld, World, checkpoints, make

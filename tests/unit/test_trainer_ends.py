@@ -14,7 +14,7 @@ import pytest
 from gkd.errors import CheckpointError, ClusterError, EngineFailed, ModelError, RankTimeout, TeacherUnavailable
 from gkd.metrics.run_metrics import RunMetrics
 from gkd.metrics.writer import read_metrics
-from gkd.run.ending import LAST_SAVE_WAIT_S
+from gkd.run.failure_policy import LAST_SAVE_WAIT_S
 from gkd.types import EngineRestarts, GreedyReport, RolloutChunk
 from tests.unit.world import PROMPTS, World, checkpoints, make
 

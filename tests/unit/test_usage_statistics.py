@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from gkd.cluster.pools import Cluster
+from gkd.cluster.cluster import Cluster
 from gkd.config.schema_rollout import RolloutConfig
-from gkd.rollout.engine_start import start_vllm
+from gkd.rollout.vllm.start import start_vllm
 from teacher_server.engines.vllm import set_vllm_environment
 
 

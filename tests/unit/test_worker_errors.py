@@ -7,7 +7,7 @@ import pickle
 import pytest
 
 from gkd.errors import ClusterError, TransferCutOff, WeightSyncError
-from gkd.rollout.worker_errors import SyncFailure, raise_sync_error, returns_sync_errors
+from gkd.rollout.vllm.worker_errors import SyncFailure, raise_sync_error, returns_sync_errors
 
 
 @returns_sync_errors

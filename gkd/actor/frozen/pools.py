@@ -23,8 +23,8 @@ from gkd.cluster.calls import Pending, gather
 from gkd.config.schema import Config
 from gkd.config.schema_teacher import ACTOR
 from gkd.data.scatter import scatter_to_ranks
-from gkd.metrics.pools import REFERENCE_S
-from gkd.teacher.scoring import RECORDS, RecordedScoring
+from gkd.metrics.bottleneck import REFERENCE_S
+from gkd.scoring.pool import RECORDS, RecordedScoring
 from gkd.types import PendingScores, Recording, RolloutChunk, ScoredChunk
 
 ACTOR_RANK = "actor rank"

@@ -14,7 +14,7 @@ from pathlib import Path
 from gkd.config.schema import Config
 from gkd.errors import ClusterError, ConfigError
 from gkd.files.disk import remove
-from gkd.metrics.pools import MAX_NUM_SEQS
+from gkd.metrics.bottleneck import MAX_NUM_SEQS
 from gkd.run import export_folder
 from gkd.run.folder import CHECKPOINTS
 from gkd.tools.split_tuner.rates import read_steps

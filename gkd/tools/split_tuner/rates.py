@@ -18,7 +18,7 @@ from gkd.config.schema import Config
 from gkd.config.schema_trainer import STREAM
 from gkd.console.forecast import NOT_EACH_STEP
 from gkd.errors import ConfigError
-from gkd.metrics.pools import (
+from gkd.metrics.bottleneck import (
     DP,
     ENGINES,
     GENERATE_S,
@@ -378,7 +378,7 @@ def fit_passes(products: np.ndarray) -> tuple[np.ndarray, bool]:
     It is undetermined if all passes had about the same number of sequences.
 
     Args:
-        products: [4, 4], the sum over passes of x x^T with x = (1, b, p, seconds), see `gkd.rollout.usage`.
+        products: [4, 4], the sum over passes of x x^T with x = (1, b, p, seconds), see `gkd.rollout.vllm.usage`.
     """
     n, total, squares = products[0, 0], products[0, 1], products[1, 1]
     variance = max(0.0, squares / n - (total / n) ** 2)

@@ -1,0 +1,325 @@
+"""One in-process vLLM engine that samples rollouts from the student.
+
+No ray here; `gkd.rollout.engine.worker` runs it in a Ray actor. Tokens in, tokens out: the engine never sees text, so
+student tokens are never re-tokenized.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Hashable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from gkd.config.schema_actor import LoraConfig
+from gkd.config.schema_rollout import RolloutConfig
+from gkd.errors import ClusterError, DataError
+from gkd.rollout.messages import Sampling
+from gkd.rollout.vllm.sampling import Request, read_logprobs, vllm_params
+from gkd.rollout.vllm.sleep_state import TAGS, WEIGHTS, SleepState, check_level
+from gkd.rollout.vllm.start import adapter_request, start_vllm
+from gkd.rollout.vllm.usage import PassMeter
+from gkd.rollout.vllm.worker_errors import raise_sync_error
+from gkd.spans import SpanRecorder
+from gkd.types import EngineUsage, Prompt, Rollout
+from gkd.weight_sync.buckets import Bucket
+from gkd.weight_sync.group import GroupSpec
+
+
+class RolloutEngine:
+    """Generate with continuous batching, and receive new weights at any time between two steps.
+
+    Several owners can submit sequences; one `step` advances all of them. Not thread-safe: while a stream is open,
+    `gkd.rollout.engine.loop` serializes the calls.
+
+    Args:
+        model_path: Hugging Face folder; its weights are version 0 until the first `receive`.
+        config: sizes of the engine.
+        dtype: "float32" | "bfloat16".
+        max_model_len: maximum prompt plus response length, tokens.
+        device: "cpu" | "cuda".
+        eos_ids: a response ends with the first of these, inclusive.
+        n_vocab: ids from this one on are never generated; 0: all are.
+        enable_sleep_mode: allow `sleep`. On CUDA, weights and KV cache then use vLLM's own allocator.
+        lora: adapters that `receive` must load before `generate`; None means the engine has none.
+        spans: records the passes.
+    """
+
+    def __init__(
+        self,
+        model_path: str,
+        config: RolloutConfig,
+        *,
+        dtype: str,
+        max_model_len: int,
+        device: str,
+        eos_ids: Sequence[int],
+        n_vocab: int = 0,
+        trust_remote_code: bool = False,
+        enable_sleep_mode: bool = False,
+        lora: LoraConfig | None = None,
+        spans: SpanRecorder | None = None,
+    ) -> None:
+        self.policy_version = self._n_requests = 0
+        self._running: dict[str, Request] = {}
+        self._finished: defaultdict[Hashable, list[Rollout]] = defaultdict(list)
+        self._eos_ids, self._meter = list(eos_ids), PassMeter(config.sequence_limit, spans)
+        self.llm = start_vllm(
+            model_path,
+            config,
+            dtype=dtype,
+            max_model_len=max_model_len,
+            device=device,
+            trust_remote_code=trust_remote_code,
+            enable_sleep_mode=enable_sleep_mode,
+            lora=lora,
+        )
+        n_rows = self.llm.model_config.get_vocab_size()
+        self._masked = range(n_vocab or n_rows, n_rows)
+        self.request_options: dict[str, Any] = {} if lora is None else {"lora_request": adapter_request()}
+        self._sleep_state = SleepState(self._call_workers, enabled=enable_sleep_mode)
+
+    def generate(
+        self, prompts: Sequence[Prompt], sampling: Sampling, prompt_indices: Sequence[int] | None = None
+    ) -> Iterator[Rollout]:
+        """Yield `sampling.n` rollouts per prompt in order of completion.
+
+        Args:
+            prompt_indices: index of each prompt in its batch; None means 0, 1, 2, ...
+
+        Raises:
+            DataError: a prompt leaves no room for a response.
+            ClusterError: the engine is asleep, or its weights were discarded.
+        """
+        owner = object()
+        n_left = len(prompts) * sampling.n
+        try:
+            self.add(owner, prompts, sampling, prompt_indices or range(len(prompts)))
+            while n_left:
+                self.step()
+                for rollout in self.pop_finished(owner):
+                    n_left -= 1
+                    yield rollout
+        finally:  # the caller stopped early or a step failed: leave no sequence in the engine
+            self.abort(owner)
+
+    def add(
+        self, owner: Hashable, prompts: Sequence[Prompt], sampling: Sampling, prompt_indices: Sequence[int]
+    ) -> None:
+        """Submit `sampling.n` sequences per prompt; `step` advances them.
+
+        Each sequence has its own seed, derived from (seed, sample_index). Its tokens therefore do not depend on the
+        engine or, up to rounding, on the other sequences in its batches.
+
+        Args:
+            owner: key of the caller for `pop_finished` and `abort`.
+            prompt_indices: index of each prompt in its batch; sample_index = prompt_index * sampling.n + sample.
+
+        Raises:
+            DataError: a prompt leaves no room for a response. The prompts before it have been submitted.
+            ClusterError: the engine is asleep, or its weights were discarded.
+        """
+        from vllm.exceptions import VLLMValidationError
+
+        self._sleep_state.require_awake(TAGS, "generate")
+        self._sleep_state.require_weights("generate")
+        if not self._running:
+            # Prefixes cached by earlier calls would change the composition of batches and so the rounding: a resumed
+            # run would differ from an uninterrupted one. The samples of a prompt still share its prefix.
+            self._reset_prefix_cache()
+        for prompt_index, prompt in zip(prompt_indices, prompts, strict=True):
+            for sample_index in range(prompt_index * sampling.n, (prompt_index + 1) * sampling.n):
+                self._n_requests += 1
+                request_id = str(self._n_requests)
+                params = vllm_params(sampling, sample_index, self._eos_ids, self._masked)
+                tokens = {"type": "token", "prompt_token_ids": prompt.token_ids.tolist()}
+                try:
+                    engine_id = self.llm.llm_engine.add_request(request_id, tokens, params, **self.request_options)
+                except (ValueError, VLLMValidationError) as error:
+                    raise DataError(f"the rollout engine refused prompt {prompt.prompt_id}: {error}") from error
+                self._running[request_id] = Request(owner, prompt, sample_index, engine_id, sampling.n_top_ids)
+                self._meter.added(len(prompt.token_ids))
+
+    @property
+    def n_running(self) -> int:
+        """Number of unfinished sequences of all owners."""
+        return len(self._running)
+
+    @property
+    def n_passes(self) -> int:
+        """Number of forward passes since the start."""
+        return self._meter.n_passes
+
+    @property
+    def has_weights(self) -> bool:
+        """Tell whether the engine has one complete version; otherwise `add` and `step` raise ClusterError."""
+        return self._sleep_state.has_weights
+
+    def step(self) -> None:
+        """Run one forward pass; finished rollouts are kept for their owner's `pop_finished`."""
+        self._sleep_state.require_weights("generate")
+        self._meter.time_pass(self._step)
+
+    def usage(self) -> EngineUsage:
+        """Return and reset the counters since the last call. Thread-safe."""
+        return self._meter.pop_usage()
+
+    def _step(self) -> None:
+        for output in self.llm.llm_engine.step():
+            if output.finished:
+                request = self._running.pop(output.request_id)
+                self._finished[request.owner].append(self._rollout(request, output.outputs[0]))
+
+    def pop_finished(self, owner: Hashable) -> list[Rollout]:
+        """Return this owner's rollouts that finished since the last call."""
+        return self._finished.pop(owner, [])
+
+    def abort(self, owner: Hashable) -> None:
+        """Drop all sequences of this owner, finished or not."""
+        request_ids = [request_id for request_id, request in self._running.items() if request.owner == owner]
+        if request_ids:
+            self.llm.llm_engine.abort_request(request_ids)
+        for request_id in request_ids:
+            del self._running[request_id]
+        self._finished.pop(owner, None)
+        self._meter.dropped(len(self._running))
+
+    def _rollout(self, request: Request, completion: Any) -> Rollout:
+        tokens = np.asarray(completion.token_ids, dtype=np.int32)
+        logprobs, top_ids = read_logprobs(completion.logprobs, request.n_top_ids)
+        request.record_span(len(tokens), self.policy_version)
+        self._meter.finished(len(tokens))
+        return Rollout(
+            prompt_id=request.prompt.prompt_id,
+            sample_index=request.sample_index,
+            prompt_ids=np.asarray(request.prompt.token_ids, dtype=np.int32),
+            response_ids=tokens,
+            rollout_logprobs=logprobs,
+            version_spans=tuple(request.spans),
+            finish_reason=str(completion.finish_reason),
+            route=request.prompt.route,
+            teacher_ids=request.prompt.teacher_ids,
+            top_ids=top_ids,
+        )
+
+    def join_groups(self, specs: list[GroupSpec]) -> None:
+        """Join the weight-sync group of every sender with all workers of this engine; blocks."""
+        self._sync_workers("gkd_join_groups", specs)
+
+    def receive(self, plans: list[list[Bucket]], policy_version: int, *, adapters: bool = False) -> int:
+        """Load one version of the weights, or of the adapters; blocks for all senders. Return the bytes received.
+
+        Unfinished sequences keep their tokens and continue with the new weights; their KV cache is recomputed. The KV
+        cache may be asleep.
+
+        Raises ClusterError: the weights are asleep, or adapters follow weights that were discarded. After any other
+        error `has_weights` is False until a transfer succeeds.
+        """
+        self._sleep_state.require_awake([WEIGHTS], "receive weights")
+        if adapters:
+            self._sleep_state.require_base("receive adapters")
+        self._drain_async_passes()
+        with self._sleep_state.loading(adapters=adapters):
+            n_bytes = self._sync_workers("gkd_receive_adapters" if adapters else "gkd_receive", plans)[0]
+        requests = self.llm.llm_engine.engine_core.engine_core.scheduler.requests
+        n_recompute = 0
+        for request in self._running.values():
+            n_generated = requests[request.engine_id].num_output_tokens
+            request.record_span(n_generated, self.policy_version)
+            if n_generated:  # sequences that have not started hold no cache
+                n_recompute += len(request.prompt.token_ids) + n_generated
+        self._meter.paused(n_recompute)
+        self._reset_prefix_cache()
+        self.policy_version = policy_version
+        return int(n_bytes)
+
+    def synchronize(self) -> None:
+        """Wait for the device. Required before another thread uses it: CUDA does not order the work of two threads."""
+        self._drain_async_passes()
+        self.llm.collective_rpc("gkd_synchronize")
+
+    def _drain_async_passes(self) -> None:
+        """Complete the passes that vLLM has started ahead (asynchronous scheduling) without starting others.
+
+        Their tokens belong to the old weights. Resetting the cache instead would discard these tokens after they were
+        drawn from the sequences' random generators, and the tokens of a preempted sequence would be returned later as
+        if the new weights had generated them.
+        """
+        core = self.llm.llm_engine.engine_core.engine_core
+        if not core.batch_queue:
+            return
+        core.pause_scheduler("keep", clear_cache=False)
+        try:
+            while core.batch_queue:
+                self.step()
+        finally:
+            core.resume_scheduler()
+
+    def _reset_prefix_cache(self) -> None:
+        """Clear the KV cache; running sequences are preempted and recomputed."""
+        if not self.llm.reset_prefix_cache(reset_running_requests=bool(self._running)):
+            raise ClusterError("vLLM did not reset the prefix cache of the rollout engine: requests are still running")
+
+    def sleep(self, level: int = 1, tags: Sequence[str] | None = None) -> None:
+        """Release device memory; blocks. Idempotent: tags that are asleep are not changed, also at another level.
+
+        Args:
+            level: 1 = copy the weights to host memory | 2 = discard the weights (the model's buffers are kept); then
+                the engine generates only after `wake_up` and `receive`. The KV cache is always discarded.
+            tags: "weights", "kv_cache"; None = both.
+
+        Raises:
+            ClusterError: sequences are unfinished, or level 2 for an engine with adapters.
+            ConfigError: the engine was built without enable_sleep_mode.
+        """
+        check_level(level)
+        tags = TAGS if tags is None else tags
+        if level == 2 and WEIGHTS in tags and self.request_options:  # a sync brings the adapters alone
+            raise ClusterError(
+                "sleep level 2 would discard the base weights of the rollout engine, which weight_sync.lora = adapters "
+                "sends only once. Fix: level 1, which keeps them in host memory"
+            )
+        awake = self._sleep_state.awake_tags(tags)
+        if not awake:
+            return
+        if self._running:
+            raise ClusterError(
+                f"the rollout engine cannot sleep: {len(self._running)} sequences are unfinished. "
+                "Fix: wait for them, or abort them"
+            )
+        self._drain_async_passes()
+        self._reset_prefix_cache()
+        self._sleep_state.sleep(awake, level)
+
+    def wake_up(self, tags: Sequence[str] | None = None) -> None:
+        """Allocate the device memory of these tags (as for `sleep`) again; blocks. Idempotent.
+
+        For a weight sync: wake_up(["weights"]), `receive`, wake_up(["kv_cache"]). The GPU then holds the weights of
+        actor and engine at the same time, but not the KV cache.
+        """
+        self._sleep_state.wake_up(TAGS if tags is None else tags)
+
+    def memory_bytes(self) -> dict[str, int]:
+        """Return bytes of "weights" (including buffers) and "kv_cache" on the devices, summed over the workers."""
+        return self._sleep_state.memory_bytes()
+
+    def process_memory(self) -> dict[str, int]:
+        """Return bytes, maximum over the workers: `host_rss` and, on CUDA, `device_used` by all processes."""
+        by_worker: list[dict[str, int]] = self._call_workers("gkd_process_memory")
+        return {name: max(held[name] for held in by_worker) for name in by_worker[0]}
+
+    def _call_workers(self, method: str, *args: Any) -> list[Any]:
+        return list(self.llm.collective_rpc(method, args=args))
+
+    def _sync_workers(self, method: str, *args: Any) -> list[Any]:
+        """Call a method that `returns_sync_errors`. Raises WeightSyncError."""
+        results = self._call_workers(method, *args)
+        raise_sync_error(results)
+        return results
+
+    def digests(self) -> dict[str, str]:
+        """Return HF name -> digest of each weight and factor. Raises ClusterError: they are asleep or discarded."""
+        self._sleep_state.require_awake([WEIGHTS], "compute digests")
+        self._sleep_state.require_weights("compute digests")
+        return self.llm.collective_rpc("gkd_digests")[0]

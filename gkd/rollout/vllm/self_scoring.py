@@ -1,0 +1,125 @@
+"""Score rollouts with the engine that generated them, as the teacher: `teacher.backend: rollout`.
+
+The scores are vLLM's logprobs of a prompt: the teacher's prompt and the response, with one token to generate, which is
+discarded. vLLM computes them at temperature 1, for the whole prompt, and without its prefix cache. The weights are
+the engine's current ones: under `trainer.scheduler: sync` the ones that generated the rollouts.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from gkd.config.schema import Config
+from gkd.data.scatter import map_selected
+from gkd.errors import ClusterError, TeacherError
+from gkd.spans import Phase, SpanRecorder
+from gkd.types import Rollout, TeacherScores, TeacherTopK
+
+if TYPE_CHECKING:
+    from gkd.rollout.vllm.engine import RolloutEngine
+
+
+class SelfScoring(ABC):
+    """The part of `gkd.rollout.engine.worker.RolloutWorker` that scores."""
+
+    _config: Config
+    _engine: RolloutEngine
+    _spans: SpanRecorder
+
+    @abstractmethod
+    def _ensure_awake(self, tags: Sequence[str] | None = None) -> None: ...
+
+    @abstractmethod
+    def _diagnosed(self, phase: Phase) -> AbstractContextManager[None]: ...
+
+    def score(self, sequence_indices: Sequence[bytes | None], *chunks: list[Rollout]) -> Any:
+        """Compute the scores of this engine's sequences; no stream may be open.
+
+        Args:
+            sequence_indices: of each chunk, the sequences scored by this engine, see `gkd.data.scatter`.
+
+        Returns:
+            None, and then for each chunk a list of `TeacherScores`; without chunks None alone. One object each.
+
+        Raises:
+            ClusterError: the engine is generating.
+            TeacherError: it refused a sequence.
+        """
+        self._ensure_awake()
+        with self._spans.span(Phase.SCORE), self._diagnosed(Phase.SCORE):
+            scores = map_selected(sequence_indices, chunks, self._scores)
+        return (None, *scores) if scores else None
+
+    def _scores(self, rollouts: list[Rollout]) -> list[TeacherScores]:
+        engine, signals = self._engine, self._config.derived.signals
+        if engine.n_running:
+            raise ClusterError(f"the rollout engine cannot score: {engine.n_running} sequences are unfinished")
+        n_top = self._config.teacher.topk if "topk" in signals else 0
+        sequences = [rollout.for_teacher() for rollout in rollouts]
+        tables = prompt_logprobs(engine.llm, sequences, n_top, engine.request_options)
+        return [_teacher_scores(*each, with_sampled="sampled" in signals) for each in tables]
+
+
+def prompt_logprobs(
+    llm: Any, rollouts: Sequence[Rollout], n_top: int, options: dict[str, Any]
+) -> list[tuple[np.ndarray, np.ndarray]]:
+    """Return for each response token its id and logprob, and then the same of the `n_top` most probable tokens.
+
+    Args:
+        llm: vLLM's `LLM` without requests.
+        options: of each request.
+
+    Returns:
+        ([R, 1 + n_top] int32, [R, 1 + n_top] float32 nats) of each rollout.
+    """
+    from vllm import SamplingParams
+    from vllm.exceptions import VLLMValidationError
+    from vllm.sampling_params import RequestOutputKind
+
+    params = SamplingParams(
+        temperature=0.0,
+        max_tokens=1,
+        ignore_eos=True,
+        detokenize=False,
+        prompt_logprobs=n_top,
+        flat_logprobs=True,
+        output_kind=RequestOutputKind.FINAL_ONLY,
+    )
+    engine, results = llm.llm_engine, dict[str, tuple[np.ndarray, np.ndarray]]()
+    names = [f"score {i}" for i in range(len(rollouts))]
+    added: list[str] = []
+    try:
+        for name, rollout in zip(names, rollouts, strict=True):
+            tokens = np.concatenate([rollout.prompt_ids, rollout.response_ids]).tolist()
+            try:
+                engine.add_request(name, {"type": "token", "prompt_token_ids": tokens}, params.clone(), **options)
+            except (ValueError, VLLMValidationError) as error:
+                raise TeacherError(f"the rollout engine cannot score prompt {rollout.prompt_id}: {error}") from error
+            added.append(name)
+        n_rows = {name: len(rollout.response_ids) for name, rollout in zip(names, rollouts, strict=True)}
+        while len(results) < len(rollouts):
+            for output in engine.step():
+                if output.finished:
+                    flat = output.prompt_logprobs  # nothing for the first token
+                    shape = (len(output.prompt_token_ids) - 1, 1 + n_top)
+                    last = slice(shape[0] - n_rows[output.request_id], None)
+                    ids = np.array(flat.token_ids, np.int32).reshape(shape)[last]
+                    results[output.request_id] = ids, np.array(flat.logprobs, np.float32).reshape(shape)[last]
+    finally:  # a step failed: leave no request in the engine
+        if left := [name for name in added if name not in results]:
+            engine.abort_request(left)
+    return [results[name] for name in names]
+
+
+def _teacher_scores(ids: np.ndarray, logprobs: np.ndarray, *, with_sampled: bool) -> TeacherScores:
+    sampled = np.ascontiguousarray(logprobs[:, 0]) if with_sampled else None
+    if ids.shape[1] == 1:
+        return TeacherScores(sampled_logprobs=sampled)
+    top = np.ascontiguousarray(logprobs[:, 1:])
+    tail = np.clip(1.0 - np.exp(top.astype(np.float64)).sum(axis=1), 0.0, 1.0).astype(np.float32)
+    return TeacherScores(TeacherTopK(np.ascontiguousarray(ids[:, 1:]), top, tail), sampled)

@@ -1,0 +1,333 @@
+"""Sleep mode of one rollout engine: track which of its memory is on the GPU, and refuse calls that need the rest.
+
+    generate -> sleep -> the actor uses the GPU -> wake_up(weights) -> receive -> wake_up(kv_cache) -> generate
+
+Levels and tags have the meaning of vLLM's sleep mode. `SleepMixin` moves the memory.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from gkd.errors import ClusterError, ConfigError
+from gkd.memory.offload_manager import GIB
+from gkd.memory.usage import read_usage
+from gkd.spans import Phase
+from teacher_server.engines.vllm_versions import discard, sleep, wake_up
+
+WEIGHTS, KV_CACHE = "weights", "kv_cache"
+TAGS = (WEIGHTS, KV_CACHE)
+
+
+class SleepState:
+    """The sleeping tags of one engine; identical on all its workers.
+
+    Args:
+        call: calls a method of all workers by name with positional arguments; returns their results.
+        enabled: the engine was built with sleep mode.
+    """
+
+    def __init__(self, call: Callable[..., list[Any]], *, enabled: bool) -> None:
+        self._call, self._enabled = call, enabled
+        self._asleep: set[str] = set()
+        self._discarded = False  # the weights were discarded, and no new version has been loaded since
+        self._incomplete: set[str] = set()  # contents whose transfer began and has not ended
+
+    def awake_tags(self, tags: Iterable[str]) -> list[str]:
+        """Return the awake ones of `tags`, in the order of `TAGS`.
+
+        Raises:
+            ClusterError: unknown tag.
+            ConfigError: the engine was built without sleep mode.
+        """
+        chosen = _ordered(tags)
+        if not self._enabled:
+            problem = "the rollout engines were built without sleep mode, so their memory cannot be released."
+            fix = "in a pipeline of your own open_pools(config, engines_sleep=True), else trainer.colocate=true."
+            raise ConfigError("engines_sleep", False, problem, fix)
+        return [tag for tag in chosen if tag not in self._asleep]
+
+    def sleep(self, tags: Sequence[str], level: int) -> None:
+        """Release the memory of tags that are awake. After an error they count as asleep; `wake_up` can be retried."""
+        remaining = [tag for tag in TAGS if tag not in self._asleep and tag not in tags]
+        self._asleep |= set(tags)
+        self._discarded |= level == 2 and WEIGHTS in tags
+        self._call("gkd_sleep", list(tags), remaining, level)
+
+    def wake_up(self, tags: Iterable[str]) -> None:
+        """Restore the sleeping ones of `tags`. After an error all of them still count as asleep.
+
+        Raises ClusterError: unknown tag.
+        """
+        chosen = [tag for tag in _ordered(tags) if tag in self._asleep]
+        if chosen:
+            self._call("gkd_wake", chosen, WEIGHTS in chosen and self._discarded)
+            self._asleep -= set(chosen)
+
+    def require_awake(self, tags: Iterable[str], action: str) -> None:
+        """Raise ClusterError if one of the tags is asleep.
+
+        Args:
+            action: what the caller is about to do, for the message: "generate".
+        """
+        asleep = [tag for tag in tags if tag in self._asleep]
+        if asleep:
+            raise ClusterError(
+                f"the rollout engine cannot {action}: {' and '.join(asleep)} asleep. Fix: call wake_up({asleep}) first"
+            )
+
+    def require_weights(self, action: str) -> None:
+        """Raise ClusterError if the weights were discarded and not loaded since, or a transfer failed."""
+        self.require_base(action)
+        if self._incomplete:
+            raise ClusterError(
+                f"the rollout engine cannot {action}: a weight sync failed, so it has a mixture of two versions. "
+                "Fix: repeat the weight sync"
+            )
+
+    def require_base(self, action: str) -> None:
+        """Raise ClusterError if the weights were discarded and not loaded since."""
+        if self._discarded:
+            raise ClusterError(
+                f"the rollout engine cannot {action}: sleep(level=2) discarded its weights. "
+                "Fix: run a weight sync first, or use sleep(level=1), which keeps them in host memory"
+            )
+
+    @property
+    def has_weights(self) -> bool:
+        """Tell whether the engine has one complete version."""
+        return not self._discarded and not self._incomplete
+
+    @contextmanager
+    def loading(self, *, adapters: bool) -> Iterator[None]:
+        """Load a complete version of the weights, or of the adapters, in this context; an error leaves a mixture."""
+        content = "adapters" if adapters else "weights"
+        self._incomplete.add(content)
+        yield
+        self._incomplete.discard(content)
+        if not adapters:
+            self._discarded = False
+
+    def memory_bytes(self) -> dict[str, int]:
+        """Return bytes by tag on the devices, summed over all workers."""
+        by_worker = self._call("gkd_memory")
+        return {tag: sum(held[tag] for held in by_worker) for tag in TAGS}
+
+
+def check_level(level: int) -> None:
+    """Raise ClusterError if `level` is not a sleep level."""
+    if level not in (1, 2):
+        raise ClusterError(
+            f"sleep level {level!r} is not supported. Fix: 1 (offload the weights to host memory) or 2 (discard them)"
+        )
+
+
+def _ordered(tags: Iterable[str]) -> list[str]:
+    wanted = list(tags)
+    unknown = [tag for tag in wanted if tag not in TAGS]
+    if unknown:
+        raise ClusterError(f"a rollout engine has no tag {unknown[0]!r}. Fix: use some of {', '.join(TAGS)}")
+    return [tag for tag in TAGS if tag in wanted]
+
+
+# Names of the states, as in the actor's `offload_states` -> tags of vLLM's sleep mode.
+STATES = {"params": WEIGHTS, "kv_cache": KV_CACHE}
+
+
+class SleepingEngine(Protocol):
+    """The part of `gkd.rollout.vllm.engine.RolloutEngine` that this module uses."""
+
+    def sleep(self, level: int = 1, tags: Sequence[str] | None = None) -> None: ...
+    def wake_up(self, tags: Sequence[str] | None = None) -> None: ...
+    def memory_bytes(self) -> dict[str, int]: ...
+    def process_memory(self) -> dict[str, int]: ...
+
+
+class EngineStates:
+    """Move the states of one engine and record the memory it holds. Used by one thread at a time.
+
+    Args:
+        diagnosed: phase -> context manager that explains out-of-memory errors of this phase.
+    """
+
+    def __init__(self, engine: SleepingEngine, diagnosed: Callable[[Phase], AbstractContextManager[None]]) -> None:
+        self._engine, self._diagnosed = engine, diagnosed
+        self._peaks: dict[str, float] = {}  # metric name -> peak since the last `pop_peaks`
+
+    def offload(self, tags: Sequence[str], level: int) -> None:
+        """Release GPU memory; see `RolloutWorker.offload_states`."""
+        with self._diagnosed(Phase.OFFLOAD):
+            self._engine.sleep(level, tags)
+        self.record(Phase.OFFLOAD)
+
+    def reload(self, tags: Sequence[str] | None) -> None:
+        """Allocate the GPU memory of these tags (None means all) again; see `RolloutWorker.reload_states`."""
+        with self._diagnosed(Phase.ONLOAD):
+            self._engine.wake_up(tags)
+
+    def state_bytes(self) -> dict[str, int]:
+        """Return state -> bytes on the engine's GPUs."""
+        held = self._engine.memory_bytes()
+        return {state: held[tag] for state, tag in STATES.items()}
+
+    def record(self, phase: Phase) -> None:
+        """Record the memory held at the end of a phase."""
+        for name, n_bytes in (self.state_bytes() | self._engine.process_memory()).items():
+            metric = f"memory/{phase.metric}/rollout_{name}_gib"
+            self._peaks[metric] = max(n_bytes / GIB, self._peaks.get(metric, 0.0))
+
+    def pop_peaks(self) -> dict[str, float]:
+        """Return and reset metric name -> peak since the last call."""
+        peaks, self._peaks = self._peaks, {}
+        return peaks
+
+
+def tags_of(include: Sequence[str] | None) -> list[str]:
+    """Return the tags of these states, None = all. Raises ClusterError: a rollout engine has no such state."""
+    states = list(STATES if include is None else include)
+    unknown = [state for state in states if state not in STATES]
+    if unknown:
+        raise ClusterError(f"a rollout engine has no state {unknown[0]!r}. Fix: include some of {', '.join(STATES)}")
+    return [STATES[state] for state in states]
+
+
+# Release and restore the memory of a rollout engine's workers, for `gkd.rollout.vllm.sleep_state`.
+#
+# On CUDA this is vLLM's sleep mode: virtual addresses stay, the physical memory behind them is released. vLLM's CPU
+# worker ignores sleep, so there the storages of the same tensors are resized to 0 and filled again. Tensors are views
+# of their storage, so references stay valid. No code may keep a raw address; our plain linear layers and experts do
+# not.
+
+_NAN_BYTE = 0xFF  # a float of any width made of these bytes is NaN
+
+
+@dataclass(slots=True)
+class _Block:
+    """A storage; several tensors may share it."""
+
+    storage: torch.UntypedStorage
+    n_bytes: int  # size while awake
+    host: torch.UntypedStorage | None = None  # host copy, reused by later sleeps
+
+
+class SleepMixin:
+    """Mixin for vLLM's worker class, which provides the attributes below, `sleep`, `wake_up` and `discard`."""
+
+    model_runner: Any
+    vllm_config: Any
+    device: torch.device
+
+    def gkd_sleep(self, tags: list[str], remaining: list[str], level: int) -> None:
+        """Release the memory of tags that are awake.
+
+        On CUDA vLLM raises an AssertionError if the device has less free memory afterwards, so no other process may
+        allocate on it during this call.
+
+        Args:
+            remaining: the other tags that are awake. vLLM cannot put the weights alone to sleep; in that case the KV
+                cache is released too and restored at once, zeroed.
+            level: 1 = copy the weights to host memory | 2 = keep only the model's buffers.
+        """
+        if self.device.type == "cpu":
+            self._gkd_release(tags, level)
+            return
+        worker: Any = self
+        if WEIGHTS in tags:
+            sleep(worker, level)
+            if KV_CACHE in remaining:
+                self.gkd_wake([KV_CACHE], False)
+        else:
+            discard(worker, KV_CACHE)
+
+    def gkd_wake(self, tags: list[str], discarded: bool) -> None:
+        """Restore tags: the weights with their old values, the KV cache zeroed.
+
+        Args:
+            discarded: no copy of the weights exists. On CPU they are filled with NaN, so that an incomplete sync is
+                noticed; on CUDA they are uninitialized.
+        """
+        if self.device.type == "cpu":
+            self._gkd_restore(tags, discarded)
+            return
+        worker: Any = self
+        wake_up(worker, tags)
+        if KV_CACHE in tags:  # uninitialized memory may be NaN, which survives attention masks
+            for storage in _storages(self.model_runner.kv_caches):
+                _bytes_of(storage).zero_()
+            torch.cuda.synchronize(self.device)
+
+    def gkd_memory(self) -> dict[str, int]:
+        """Return bytes on the device by tag. On CUDA with sleep mode: bytes mapped by its allocator, whole pages."""
+        if self.vllm_config.model_config.enable_sleep_mode:
+            from vllm.device_allocator import get_mem_allocator_instance
+
+            allocations = list(get_mem_allocator_instance().pointer_to_data.values())
+            return {t: sum(a.handle[1] for a in allocations if a.tag == t and not a.is_asleep) for t in TAGS}
+        return {tag: sum(s.nbytes() for s in _storages(self._gkd_tensors(tag))) for tag in TAGS}
+
+    def gkd_process_memory(self) -> dict[str, int]:
+        """Return bytes: `host_rss` of this process and, on CUDA, `device_used` by all processes on its GPU."""
+        usage = read_usage(self.device)
+        on_device = {} if usage.free is None or usage.total is None else {"device_used": usage.total - usage.free}
+        return {"host_rss": usage.host_rss, **on_device}
+
+    def _gkd_tensors(self, tag: str) -> Iterator[torch.Tensor]:
+        if tag == KV_CACHE:
+            yield from self.model_runner.kv_caches
+        else:
+            model = self.model_runner.get_model()
+            yield from model.parameters()
+            yield from model.buffers()
+
+    def _gkd_release(self, tags: list[str], level: int) -> None:
+        known: dict[int, _Block] = getattr(self, "_gkd_blocks", {})
+        storages = {tag: _storages(self._gkd_tensors(tag)) for tag in TAGS}
+        self._gkd_blocks = {
+            s._cdata: known.get(s._cdata) or _Block(s, s.nbytes()) for tag in TAGS for s in storages[tag]
+        }
+        kept = self._gkd_kept(level)
+        for tag in tags:
+            for storage in storages[tag]:
+                block = self._gkd_blocks[storage._cdata]
+                if storage._cdata not in kept:
+                    block.host = None
+                elif storage.nbytes():
+                    block.host = block.host or torch.UntypedStorage(block.n_bytes)
+                    block.host.copy_(storage)
+                storage.resize_(0)
+        if trim := getattr(ctypes.CDLL(None), "malloc_trim", None):  # glibc keeps freed blocks of up to 32 MiB
+            trim(0)
+
+    def _gkd_restore(self, tags: list[str], discarded: bool) -> None:
+        for tag in tags:
+            for storage in _storages(self._gkd_tensors(tag)):
+                block = self._gkd_blocks[storage._cdata]
+                if storage.nbytes() == block.n_bytes:
+                    continue  # restored by an earlier attempt that failed at another storage
+                storage.resize_(block.n_bytes)
+                if tag == WEIGHTS and block.host is not None:
+                    storage.copy_(block.host)
+                else:
+                    _bytes_of(storage).fill_(_NAN_BYTE if discarded and tag == WEIGHTS else 0)
+
+    def _gkd_kept(self, level: int) -> set[int]:
+        """Return the storages to copy to host memory, by identity."""
+        model = self.model_runner.get_model()
+        tensors = model.buffers() if level == 2 else self._gkd_tensors(WEIGHTS)
+        return {storage._cdata for storage in _storages(tensors)}
+
+
+def _storages(tensors: Iterable[torch.Tensor]) -> list[torch.UntypedStorage]:
+    """Return distinct storages in order, keyed by identity: an empty storage has no address."""
+    return list({storage._cdata: storage for storage in (tensor.untyped_storage() for tensor in tensors)}.values())
+
+
+def _bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
+    """Return a view of the storage, [n_bytes] uint8."""
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)

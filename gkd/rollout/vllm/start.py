@@ -1,0 +1,121 @@
+"""Start vLLM in this process for rollouts: environment, engine arguments, start-up phases."""
+
+from __future__ import annotations
+
+import logging
+import os
+from typing import Any
+
+from gkd.cluster.garbage import quick_imports
+from gkd.config.schema import engine_rank
+from gkd.config.schema_actor import LoraConfig
+from gkd.config.schema_rollout import RolloutConfig
+from gkd.rollout.vllm.files import engine_folder, link_shared_memory, remove_files
+from gkd.spans import Phase
+from teacher_server.engines.vllm_files import keep_files_in
+from teacher_server.engines.vllm_memory import gpu_memory_arguments
+from teacher_server.wire.protocol import MAX_K
+from teacher_server.wire.threads import thread_env
+
+# vLLM reads these variables at import, so they are set in the environment of the Ray actor.
+CPU_ENV = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "TORCHDYNAMO_DISABLE": "1",
+    **thread_env(1),
+    "TORCH_CPP_LOG_LEVEL": "ERROR",  # hides vLLM's warning that it binds memory to the only NUMA node
+}
+
+# Start-up phase by the vLLM function that is executing.
+ENGINE_PHASES: dict[str, Phase | str] = {
+    "_find_and_load": "importing",
+    "init_device": "initializing the workers' process group",
+    "initialize_model": "building the model",
+    "load_weights": "loading weights",
+    "process_weights_after_loading": "processing weights",
+    "determine_available_memory": "profiling memory",
+    "initialize_from_config": Phase.CACHE,
+    "compile_or_warm_up_model": "warming up",
+}
+
+
+def start_vllm(
+    model_path: str,
+    config: RolloutConfig,
+    *,
+    dtype: str,
+    max_model_len: int,
+    device: str,
+    trust_remote_code: bool,
+    enable_sleep_mode: bool,
+    lora: LoraConfig | None,
+) -> Any:
+    """Return a vLLM `LLM` that is ready to generate; blocks. Arguments as for `RolloutEngine`."""
+    os.environ.update(VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_NO_USAGE_STATS="1")
+    # vLLM sets this level only after its first modules have logged that Triton has no backend for the CPU.
+    logging.getLogger("vllm").setLevel(os.environ.get("VLLM_LOGGING_LEVEL", "ERROR"))
+    folder = engine_folder()
+    with quick_imports():
+        from vllm import LLM
+
+        keep_files_in(folder, remove_files)
+    on_cpu = device == "cpu"
+    kv_cache_bytes = config.kv_cache_bytes(on_cpu=on_cpu)
+    llm = LLM(
+        model=model_path,
+        dtype=dtype,
+        tensor_parallel_size=config.tp,
+        max_model_len=max_model_len,
+        max_num_seqs=config.sequence_limit,
+        enforce_eager=config.enforce_eager or on_cpu,
+        skip_tokenizer_init=True,
+        trust_remote_code=trust_remote_code,
+        disable_log_stats=True,
+        use_tqdm_on_load=False,
+        # Logprobs of the sampling distribution, after temperature and top-p.
+        logprobs_mode="processed_logprobs",
+        max_logprobs=MAX_K,  # vLLM's limit of 20 protects public servers; teacher.topk is the limit here
+        # vLLM's default inside a Ray actor, "ray", would wait for GPUs that this actor already holds.
+        distributed_executor_backend="mp" if config.tp > 1 else "uni",
+        worker_extension_cls="gkd.rollout.vllm.weights.WeightReceiver",
+        **({} if lora is None else _adapter_settings(lora)),
+        **(
+            {
+                "kv_cache_memory_bytes": kv_cache_bytes,
+                "async_scheduling": False,
+                # A pass computes a sequence's prefix as a whole. After a part of it vLLM would rewind the sequence's
+                # random generator, which torch cannot do on the CPU.
+                "enable_chunked_prefill": False,
+            }
+            if on_cpu
+            # The triton MoE kernel uses the expert weights as they are loaded; other kernels reorder them once, at
+            # start-up, so later weight syncs would not reach them.
+            #
+            # Without the size of the KV cache vLLM fails to start if less than gpu_memory_utilization of the GPU is
+            # free. It also profiles its own peak, and fails if another process frees memory meanwhile. It does not
+            # account for memory that others allocate later.
+            else {
+                **gpu_memory_arguments(config.gpu_memory_utilization, kv_cache_bytes),
+                "moe_backend": "triton",
+                "enable_sleep_mode": enable_sleep_mode,
+            }
+        ),
+    )
+    link_shared_memory(folder)
+    return llm
+
+
+def _adapter_settings(lora: LoraConfig) -> dict[str, Any]:
+    # vLLM wraps only these layers; the others keep their speed.
+    layers = sorted({target.rpartition(".")[2] for target in lora.targets})
+    rank = engine_rank(lora.rank)
+    return {"enable_lora": True, "max_loras": 1, "max_lora_rank": rank, "lora_target_modules": layers}
+
+
+def adapter_request() -> Any:
+    """Return what makes a request compute with the adapters that the engine has received."""
+    from vllm.lora.request import LoRARequest
+
+    from gkd.rollout.vllm.adapters import ADAPTER_ID
+
+    return LoRARequest("student", ADAPTER_ID, "received by weight sync, never read from a path")

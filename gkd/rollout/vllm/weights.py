@@ -1,0 +1,282 @@
+"""Receive the student's weights in a rollout engine's workers, and compute digests of the weights they hold.
+
+vLLM mixes `WeightReceiver` into each of its workers (`worker_extension_cls`). Its methods run where the model is, under
+any executor and tensor-parallel size, through `LLM.collective_rpc`.
+
+On CPU vLLM packs each linear layer's weight into a oneDNN handle and discards the original, so a later `load_weights`
+would have no effect. Importing this module, before the model is built, replaces packing by a matrix product with the
+parameter itself: slightly slower, but the weights used in the forward pass can be loaded, read back and compared.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+import vllm.model_executor.layers.utils as layer_utils
+from torch import Tensor
+from torch.nn.functional import linear, silu
+from vllm.distributed import get_tp_group
+from vllm.model_executor.layers.fused_moe.activation import MoEActivation
+from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
+from vllm.model_executor.layers.linear import ColumnParallelLinear, QKVParallelLinear, RowParallelLinear
+from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
+from vllm.platforms import current_platform
+
+from gkd.cluster import stacks
+from gkd.errors import ModelError, WeightSyncError
+from gkd.rollout.vllm.adapters import EngineAdapters, unwrapped
+from gkd.rollout.vllm.sleep_state import SleepMixin
+from gkd.rollout.vllm.worker_errors import returns_sync_errors
+from gkd.weight_sync.buckets import Bucket, digest
+from gkd.weight_sync.choice import IPC, NCCL
+from gkd.weight_sync.group import GroupSpec, TransferGroup
+from gkd.weight_sync.transfer import receive
+from teacher_server.engines.vllm_versions import shared_nccl_env
+
+
+def keep_cpu_weights_live() -> None:
+    """Compute CPU linear layers from their parameter instead of a packed copy; no-op on GPUs."""
+    if not current_platform.is_cpu():
+        return
+
+    def use_plain_linear(layer: torch.nn.Module, remove_weight: bool) -> None:
+        del remove_weight  # the layer computes with the parameter, so it must stay
+        setattr(layer, "cpu_linear", torch.nn.functional.linear)  # noqa: B010  (vLLM's attribute, not torch's)
+
+    layer_utils.dispatch_cpu_unquantized_gemm = use_plain_linear
+    keep_cpu_experts_live()
+
+
+class WeightReceiver(SleepMixin):
+    """Mixin for vLLM's worker class, which provides `model_runner`, `device` and `rank`."""
+
+    model_runner: Any
+    device: torch.device
+    rank: int
+
+    @returns_sync_errors
+    def gkd_join_groups(self, specs: list[GroupSpec]) -> None:
+        """Join one group per sender; blocks until all members joined. Leaves the groups joined before.
+
+        Args:
+            specs: by sender, with the rank of the engine's first worker; with CUDA IPC by worker, of its card's group.
+        """
+        for group in getattr(self, "_gkd_groups", []):
+            group.close()
+        own = [dataclasses.replace(spec, rank=spec.rank + self.rank) for spec in specs]
+        if specs[0].transport == IPC:
+            own = [specs[self.rank]]
+        try:
+            with shared_nccl_env() if own[0].transport == NCCL else nullcontext():
+                self._gkd_groups = [TransferGroup(spec, self.device) for spec in own]
+        except RuntimeError as error:
+            raise WeightSyncError(str(error)) from error
+
+    @returns_sync_errors
+    def gkd_receive(self, plans: list[list[Bucket]]) -> int:
+        """Load one weight version, one plan per sender; returns the number of bytes received.
+
+        Raises:
+            WeightSyncError: a parameter of the model, or the part of one expert, was not received.
+        """
+        model = self.model_runner.get_model()
+        received: set[str] = set()
+        loaded: set[str] = set()
+
+        def load(tensors: list[tuple[str, torch.Tensor]]) -> None:
+            received.update(name for name, _ in tensors)
+            loaded.update(model.load_weights(tensors))
+
+        n_bytes = self._gkd_receive_all(plans, load)
+        missed = sorted({unwrapped(name) for name, _ in model.named_parameters()} - loaded)
+        for prefix, module in model.named_modules():
+            if isinstance(module, RoutedExperts):  # vLLM reports the fused parameter as loaded after one expert
+                missed += sorted(set(expert_names(prefix, module)) - received)
+        if missed:
+            raise WeightSyncError(f"the weight sync did not send these parameters of the rollout engine: {missed[:8]}")
+        return n_bytes
+
+    @returns_sync_errors
+    def gkd_receive_adapters(self, plans: list[list[Bucket]]) -> int:
+        """Load one version of the adapters, one plan per sender; returns the number of bytes received.
+
+        Raises:
+            WeightSyncError: see `EngineAdapters.replace`.
+        """
+        factors: dict[str, torch.Tensor] = {}
+
+        def keep(tensors: list[tuple[str, torch.Tensor]]) -> None:
+            factors.update((name, tensor.clone()) for name, tensor in tensors)
+
+        n_bytes = self._gkd_receive_all(plans, keep)
+        adapters = self._gkd_adapters()
+        assert adapters is not None
+        adapters.replace(factors)
+        return n_bytes
+
+    def _gkd_receive_all(
+        self, plans: list[list[Bucket]], load: Callable[[list[tuple[str, torch.Tensor]]], None]
+    ) -> int:
+        return sum(receive(group, buckets, load) for group, buckets in zip(self._gkd_groups, plans, strict=True))
+
+    def _gkd_adapters(self) -> EngineAdapters | None:
+        """Return the adapters; None if the engine was started without."""
+        if not hasattr(self, "_gkd_made_adapters"):
+            manager = getattr(self.model_runner, "lora_manager", None)
+            self._gkd_made_adapters = None if manager is None else EngineAdapters(manager._adapter_manager)
+        return self._gkd_made_adapters
+
+    def gkd_synchronize(self) -> None:
+        """Wait for all work that this worker has queued on its device."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    def gkd_digests(self) -> dict[str, str]:
+        """Return Hugging Face name -> digest of every tensor of the model and of its adapters.
+
+        They are full tensors, gathered over TP ranks.
+        """
+        held = {name: digest(tensor) for name, tensor in held_tensors(self.model_runner.get_model())}
+        if (adapters := self._gkd_adapters()) is not None:
+            held |= {name: digest(tensor) for name, tensor in adapters.held(_all_gather)}
+        return held
+
+
+def held_tensors(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield (Hugging Face name, full tensor) of the model, splitting the parameters that vLLM fuses.
+
+    Collective over the tensor-parallel group. Names of the parts come from the model's `packed_modules_mapping`, their
+    sizes from the layer.
+    """
+    packed: dict[str, list[str]] = getattr(model, "packed_modules_mapping", {})
+    seen: set[int] = set()
+    for prefix, module in model.named_modules():
+        if isinstance(module, RoutedExperts):
+            yield from expert_tensors(prefix, module, _all_gather)
+            continue
+        for leaf, parameter in module.named_parameters(recurse=False):
+            if id(parameter) in seen:  # tied embeddings: one tensor, exported once
+                continue
+            seen.add(id(parameter))
+            layer = unwrapped(prefix)
+            parent, _, own = layer.rpartition(".")
+            if own in packed:
+                for part, tensor in zip(packed[own], _fused_parts(module, parameter), strict=True):
+                    yield f"{parent}.{part}.{leaf}", tensor
+            else:
+                yield f"{layer}.{leaf}", _gathered(module, leaf, parameter)
+
+
+def _fused_parts(module: torch.nn.Module, parameter: torch.Tensor) -> list[torch.Tensor]:
+    if isinstance(module, QKVParallelLinear):
+        sizes = [module.num_heads * module.head_size] + [module.num_kv_heads * module.head_size] * 2
+        replicas = [1, module.num_kv_head_replicas, module.num_kv_head_replicas]
+    else:
+        sizes = list(module.output_partition_sizes)  # type: ignore[arg-type]
+        replicas = [1] * len(sizes)
+    return [
+        _all_gather(part, dim=0, replicas=count)
+        for part, count in zip(parameter.split(sizes, dim=0), replicas, strict=True)
+    ]
+
+
+def _gathered(module: torch.nn.Module, leaf: str, parameter: torch.Tensor) -> torch.Tensor:
+    if isinstance(module, VocabParallelEmbedding):
+        return _all_gather(parameter, dim=0)[: module.org_vocab_size]
+    if isinstance(module, RowParallelLinear) and leaf == "weight":
+        return _all_gather(parameter, dim=1)
+    if isinstance(module, ColumnParallelLinear):
+        return _all_gather(parameter, dim=0)
+    return parameter
+
+
+def _all_gather(tensor: torch.Tensor, dim: int, replicas: int = 1) -> torch.Tensor:
+    group = get_tp_group()
+    if group.world_size == 1:
+        return tensor
+    parts = group.all_gather(tensor.contiguous(), dim=dim).chunk(group.world_size, dim=dim)
+    return torch.cat(parts[::replicas], dim=dim)  # replicated KV heads: ranks r .. r + replicas - 1 are identical
+
+
+# Mixture-of-experts layers of a rollout engine: keep their weights loadable, and read them back.
+#
+# vLLM keeps all experts of a layer in two parameters of its `RoutedExperts`. Each tensor-parallel rank holds a slice
+# of every expert's MLP: w13_weight [E, 2 * I / tp, H] (gate rows, then up rows) and w2_weight [E, H, I / tp].
+#
+# On CPU vLLM packs both for its kernel and discards the originals, so a later `load_weights` would write into a
+# packed matrix. Packing and kernel are replaced by plain matrix products, as for linear layers.
+
+
+def keep_cpu_experts_live() -> None:
+    """Compute CPU experts from their parameters instead of packed copies. Call before the model is built."""
+    from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
+
+    def keep(self: Any, layer: torch.nn.Module) -> None:
+        """Keep the parameters as loaded."""
+
+    for name, replacement in (("process_weights_after_loading", keep), ("apply", _plain_experts)):
+        getattr(CPUUnquantizedExperts, name)  # fail if a vLLM upgrade renames it
+        setattr(CPUUnquantizedExperts, name, replacement)
+
+
+def _plain_experts(
+    self: Any,
+    output: Tensor,
+    hidden_states: Tensor,
+    w1: Tensor,
+    w2: Tensor,
+    topk_weights: Tensor,
+    topk_ids: Tensor,
+    activation: MoEActivation,
+    global_num_experts: int,
+    expert_map: Tensor | None,
+    *_: Any,
+    apply_router_weight_on_input: bool,
+    **__: Any,
+) -> None:
+    """Write the weighted sum of each token's experts to `output` [T, H]; accumulates in float32."""
+    if activation != MoEActivation.SILU or expert_map is not None or apply_router_weight_on_input:
+        raise ModelError(f"experts on CPU: {activation} with expert_map {expert_map is not None} is not supported")
+    total = torch.zeros_like(output, dtype=torch.float32)
+    for expert in topk_ids.unique().tolist():
+        token, rank = torch.where(topk_ids == expert)
+        gate, up = linear(hidden_states[token], w1[expert]).chunk(2, dim=-1)
+        hidden = linear(silu(gate) * up, w2[expert])
+        total.index_add_(0, token, hidden.float() * topk_weights[token, rank, None])
+    output.copy_(total)
+
+
+def expert_tensors(
+    prefix: str, module: RoutedExperts, gather: Callable[[Tensor, int], Tensor]
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield (Hugging Face name, full tensor) of each expert weight of a layer, one at a time.
+
+    Args:
+        prefix: the module's name in the model.
+        gather: concatenates the slices of all tensor-parallel ranks along a dimension.
+    """
+    if module.use_ep:
+        raise ModelError(f"{prefix}: expert parallelism (enable_expert_parallel) is not supported by weight sync")
+    for expert, (w13, w2) in enumerate(zip(module.w13_weight, module.w2_weight, strict=True)):
+        gate, up = w13.chunk(2)
+        for part, share, dim in (("gate_proj", gate, 0), ("up_proj", up, 0), ("down_proj", w2, 1)):
+            yield _name(prefix, expert, part), gather(share, dim)
+
+
+def expert_names(prefix: str, module: RoutedExperts) -> list[str]:
+    """Return the Hugging Face names that `expert_tensors` yields."""
+    parts = ("gate_proj", "up_proj", "down_proj")
+    return [_name(prefix, expert, part) for expert in range(len(module.w13_weight)) for part in parts]
+
+
+def _name(prefix: str, expert: int, part: str) -> str:
+    return f"{prefix.removesuffix('.routed_experts')}.{expert}.{part}.weight"
+
+
+# At import, because vLLM spawns its workers itself if tp > 1, and they need the handler of stack dumps, too.
+keep_cpu_weights_live()
+stacks.listen()

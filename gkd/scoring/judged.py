@@ -1,0 +1,205 @@
+"""Driver side of rewards: a scoring role that also lets each submitted chunk be judged, while the teacher scores it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import ray
+
+from gkd.cluster.calls import gather
+from gkd.config.function_path import search_path
+from gkd.config.schema import Config, Derived
+from gkd.data.row_files import RowTable
+from gkd.log import get_logger
+from gkd.roles import Roles, ScoringRole
+from gkd.scoring.reward.advantages import with_advantages
+from gkd.scoring.reward.judging import TRAINING, VALIDATION
+from gkd.types import (
+    Computation,
+    FileDigest,
+    PendingScores,
+    Prompt,
+    Recording,
+    Rollout,
+    RolloutChunk,
+    Sample,
+    ScoredChunk,
+)
+
+log = get_logger("reward")
+
+# Concurrency group of the scoring endpoints; they judge while their other threads wait for the teacher.
+JUDGING = "judging"
+
+
+class JudgedScoring:
+    """Implement `gkd.roles.ScoringRole` over another one, and judge the student's responses of each chunk.
+
+    Judging starts with `submit`. Recordings do not include the values: restored chunks are judged again, so a resumed
+    or replayed run has the same ones if the functions are deterministic.
+
+    Args:
+        inner: scores the chunks.
+        endpoints: the scoring endpoints, by data-parallel group.
+        prompts: `TRAINING` or `VALIDATION`, the set that the chunks answer.
+        n_functions: of this set.
+        advantages: adds the advantages to a whole batch; `list`: the loss has no rewards.
+    """
+
+    def __init__(
+        self,
+        inner: ScoringRole,
+        endpoints: Sequence[Any],
+        timeout_s: float,
+        prompts: str,
+        n_functions: int,
+        advantages: Callable[[Sequence[ScoredChunk]], list[ScoredChunk]] = list,
+    ) -> None:
+        self._inner, self._endpoints, self._timeout_s = inner, list(endpoints), timeout_s
+        self._prompts, self._n_functions, self._advantages = prompts, n_functions, advantages
+
+    def submit(self, chunk: RolloutChunk) -> PendingScores:
+        return self._judged(self._inner.submit(chunk))
+
+    def collect(self, pending: Sequence[PendingScores]) -> list[ScoredChunk]:
+        """As `ScoringRole.collect`, with the values of all chunks that the student generated.
+
+        Raises:
+            RewardError, DataError: see `gkd.scoring.reward.judging.Judging.judge`.
+        """
+        scored = self._inner.collect(pending)
+        names = {p.rewards: f"chunk {i} (scoring endpoint {p.rollouts.dp_rank})" for i, p in enumerate(pending)}
+        names.pop(None, None)
+        found = gather({name: ref for ref, name in names.items()}, "judging rollouts", self._timeout_s)
+        batch = []
+        for chunk, p in zip(scored, pending, strict=True):
+            if p.rewards is not None:
+                values, n_undecided = _decided(self._values(found[names[p.rewards]], p.rollouts))
+                chunk = replace(chunk, rewards=values, n_undecided=n_undecided)
+            batch.append(chunk)
+        return self._advantages(batch)
+
+    def restore(self, folder: Path, label: str) -> list[PendingScores]:
+        return [self._judged(pending) for pending in self._inner.restore(folder, label)]
+
+    def record(
+        self, chunks: Sequence[PendingScores | ScoredChunk], folder: Path, label: str, *, scored: bool
+    ) -> Recording:
+        return self._inner.record(chunks, folder, label, scored=scored)
+
+    def record_finished(
+        self, recording: Recording, *, wait: bool, timeout_s: float | None = None
+    ) -> dict[str, FileDigest] | None:
+        return self._inner.record_finished(recording, wait=wait, timeout_s=timeout_s)
+
+    def take_computations(self, *, wait: bool) -> Mapping[str, Sequence[Computation]]:
+        return self._inner.take_computations(wait=wait)
+
+    def judge(self, samples: Sequence[Sample]) -> Sequence[float]:
+        """Return the value of each greedy response; blocks. Raises as `collect`."""
+        shares = [_rollouts(samples[group :: len(self._endpoints)]) for group in range(len(self._endpoints))]
+        refs = {f"scoring endpoint {group}": self._judge(group, share) for group, share in enumerate(shares) if share}
+        values = np.empty(len(samples))
+        found = gather(refs, "judging greedy responses", self._timeout_s)
+        for group in range(len(refs)):
+            values[group :: len(self._endpoints)] = np.frombuffer(found[f"scoring endpoint {group}"], "<f8")
+        return _decided(values)[0].tolist()
+
+    def _judged(self, pending: PendingScores) -> PendingScores:
+        if not pending.rollouts.on_policy:
+            return pending
+        return replace(pending, rewards=self._judge(pending.rollouts.dp_rank, pending.rollouts.ref))
+
+    def _judge(self, group: int, rollouts: Any) -> Any:
+        """Return the handle of the values of rollouts, or of their handle."""
+        return self._endpoints[group].judge.options(concurrency_group=JUDGING).remote(rollouts, self._prompts)
+
+    def _values(self, data: bytes, rollouts: RolloutChunk) -> np.ndarray:
+        """Return the values of a chunk, or of the part of one: [n_sequences, functions] float64; NaN: undecided."""
+        values, at = np.frombuffer(data, "<f8").reshape(-1, self._n_functions), rollouts.sequence_indices
+        return values if at is None else values[at]
+
+
+def _decided(values: np.ndarray) -> tuple[np.ndarray, int]:
+    """Return the values with 0 in place of NaN, see `Undecided`, and the number of these."""
+    undecided = np.isnan(values)
+    if n_undecided := int(undecided.sum()):
+        log.warning("%d of %d values count as 0: math_verify reached its time limit", n_undecided, values.size)
+    return np.where(undecided, 0.0, values), n_undecided
+
+
+def workers_per_endpoint(config: Config, dp_size: int) -> int:
+    """Return the processes that judge for each data-parallel group; also the threads that wait for them."""
+    return -(-config.reward.workers // dp_size)
+
+
+def init_judging(
+    config: Config,
+    derived: Derived,
+    train: Sequence[Prompt],
+    validation: Sequence[Prompt],
+    endpoints: Sequence[Any],
+    timeout_s: float,
+) -> None:
+    """Let the scoring endpoints start the processes that judge; nothing if no function judges responses.
+
+    No CPUs are reserved: they judge while the engines and the teacher work.
+
+    Args:
+        train, validation: prompts, loaded with the rows that the functions need.
+
+    Raises:
+        RewardError: see `gkd.scoring.reward.judging.Judging`.
+    """
+    if not (derived.rewards or derived.metrics):
+        return
+    functions = {TRAINING: derived.rewards, VALIDATION: derived.metrics}
+    n_workers = workers_per_endpoint(config, derived.dp_size)
+    rows = [ray.put(RowTable.of(prompts)) for prompts in (train, validation)]
+    calls = [each.init_judging.options(concurrency_group=JUDGING) for each in endpoints]
+    refs = [call.remote(functions, n_workers, search_path(), *rows) for call in calls]
+    gather({f"scoring endpoint {i}": ref for i, ref in enumerate(refs)}, "start", timeout_s)
+
+
+def with_judges(roles: Roles, config: Config, derived: Derived, endpoints: Sequence[Any]) -> Roles:
+    """Return the roles with the judging that the settings require."""
+    scoring, timeout_s = roles.scoring, config.trainer.stage_timeout_s
+    if derived.rewards:
+        # Held-out responses answer other prompts: no reward of training, and no advantage, belongs to them.
+        roles = replace(roles, scoring=judged_training(scoring, config, derived, endpoints), evaluation=scoring)
+    if derived.metrics:
+        judge = JudgedScoring(scoring, endpoints, timeout_s, VALIDATION, len(derived.metrics))
+        roles = replace(roles, judge=judge)
+    return roles
+
+
+def judged_training(scoring: ScoringRole, config: Config, derived: Derived, endpoints: Sequence[Any]) -> JudgedScoring:
+    """Return the scoring of training prompts; what it collects is a whole batch."""
+    weights = [entry.weight for entry in config.reward.functions]
+    advantages: Callable[[Sequence[ScoredChunk]], list[ScoredChunk]] = list
+    if derived.loss.has_rewards:
+        kind, n = config.distill.advantage, config.rollout.n
+        advantages = partial(with_advantages, weights=weights, kind=kind, n=n)
+    timeout_s = config.trainer.stage_timeout_s
+    return JudgedScoring(scoring, endpoints, timeout_s, TRAINING, len(weights), advantages)
+
+
+def _rollouts(samples: Sequence[Sample]) -> list[Rollout]:
+    """Return greedy responses in the form that endpoints judge."""
+    return [
+        Rollout(
+            prompt_id=sample.prompt_id,
+            sample_index=i,
+            prompt_ids=np.array(sample.prompt_ids, np.int32),
+            response_ids=np.array(sample.response_ids, np.int32),
+            rollout_logprobs=np.zeros(len(sample.response_ids), np.float32),
+            version_spans=(),
+            finish_reason="length" if sample.truncated else "stop",
+        )
+        for i, sample in enumerate(samples)
+    ]

@@ -1,0 +1,84 @@
+"""Judge the responses of one data-parallel group, in the process of its scoring endpoint; no GPU, no torch.
+
+Tokens come from the object store, as they do for the teacher. The driver reads 8 bytes per sequence and function.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+
+import numpy as np
+
+from gkd.config.schema import Config
+from gkd.data.prompts import load_tokenizer
+from gkd.data.row_files import RowTable
+from gkd.hf.hub import with_local_copies
+from gkd.scoring.reward.pool import RewardWorkers
+from gkd.scoring.reward.worker import Request, Start
+from gkd.types import Rollout
+
+TRAINING, VALIDATION = "training", "validation"
+
+
+class Judging:
+    """Judge rollouts of two sets of prompts, training and held-out, each with its own functions.
+
+    Args:
+        functions: by set of prompts, paths of its functions.
+        n_workers: processes that call them.
+        search_path: folders in which the driver finds modules.
+        training, validation: rows of the prompts; arguments of their own, because Ray maps each without a copy.
+
+    Raises:
+        RewardError: a worker could not import the functions within trainer.init_timeout_s.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        functions: Mapping[str, Sequence[str]],
+        n_workers: int,
+        search_path: Sequence[str],
+        training: RowTable,
+        validation: RowTable,
+    ) -> None:
+        self._rows = {TRAINING: training, VALIDATION: validation}
+        paths = tuple(dict.fromkeys(path for own in functions.values() for path in own))
+        self._functions = {name: tuple(paths.index(path) for path in own) for name, own in functions.items()}
+        self._workers = RewardWorkers(Start(config, paths, tuple(search_path)), n_workers, config.reward.timeout_s)
+        model = with_local_copies(config, ("model.path",), weights=False).model  # loaded while the workers start
+        self._tokenizer = load_tokenizer(model.path, "model.path", trust_remote_code=model.trust_remote_code)
+        self._workers.wait_ready(config.trainer.init_timeout_s)
+
+    def close(self) -> None:
+        """End the workers; without it they end with this process."""
+        self._workers.close()
+
+    def judge(self, rollouts: Sequence[Rollout], prompts: str) -> bytes:
+        """Return [n, functions] float64 of a chunk, as bytes; NaN: undecided. Blocks.
+
+        Args:
+            prompts: the set that the rollouts answer, `TRAINING` or `VALIDATION`.
+
+        Raises:
+            RewardError: see `RewardWorkers.values`.
+            DataError: a rollout answers a prompt that is not in the set.
+        """
+        rows, functions = self._rows[prompts], self._functions[prompts]
+        decode = partial(self._tokenizer.decode, skip_special_tokens=True)
+        ids = {rollout.prompt_id: rollout.prompt_ids for rollout in rollouts}  # a prompt has several responses
+        texts = {prompt_id: decode(own.tolist()) for prompt_id, own in ids.items()}
+        encoded = {prompt_id: rows.row(prompt_id) for prompt_id in ids}
+        requests = [
+            Request(
+                texts[rollout.prompt_id],
+                decode(rollout.response_ids.tolist()),
+                len(rollout.response_ids),
+                rollout.finish_reason == "length",
+                encoded[rollout.prompt_id],
+                functions,
+            )
+            for rollout in rollouts
+        ]
+        return np.ascontiguousarray(self._workers.values(requests), "<f8").tobytes()

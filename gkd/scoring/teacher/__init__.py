@@ -1,0 +1,1 @@
+"""The trainer's side of the teacher: what a teacher is, the ZMQ client, greedy responses."""

@@ -1,0 +1,319 @@
+"""Requests of the teacher client: their headers and frames, and the checks of the replies.
+
+A `PendingRequest` holds one request and validates replies to it. `gkd.scoring.teacher.exchange` decides when to send
+it; after its submission only the exchange's thread uses it. Requests whose result is a matrix are in
+`gkd.scoring.teacher.streams`.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+import msgspec
+import numpy as np
+
+from gkd.data.score_checks import MASS_SLACK, Rows, check_logprobs, validate_topk
+from gkd.errors import TeacherError
+from gkd.scoring.teacher.info import TeacherInfo
+from gkd.types import Rollout, TeacherScores, TeacherTopK
+from teacher_server.wire.given_ids import given_problem, listed_problem, pack_given
+from teacher_server.wire.payload import check_tokens, unpack_sampled, unpack_topk
+from teacher_server.wire.protocol import (
+    ID_BYTES,
+    MAX_ID,
+    Buffer,
+    HeadRequest,
+    InfoReply,
+    InfoRequest,
+    ProtocolError,
+    RowsReply,
+    ScoreReply,
+    ScoreRequest,
+    Signal,
+    Wire,
+    as_frame,
+    checksum,
+    requests,
+    token_digest,
+)
+
+_INFO_RESEND_S = 1.0
+T = TypeVar("T")
+Reply = ScoreReply | RowsReply | InfoReply
+Header = ScoreRequest | HeadRequest | InfoRequest
+H = TypeVar("H", bound=Header, covariant=True)
+
+
+@dataclass(frozen=True, slots=True)
+class RequestMessage(Generic[H]):
+    """Content of a request."""
+
+    names: Sequence[str]  # identify the sequences in errors, e.g. ``prompt 17, sample 2``
+    header: H
+    frames: Sequence[Buffer]
+    digest: bytes  # digest of the tokens; zeros if there are none
+    resend_s: float  # send again if no reply arrived for this long
+    given: np.ndarray | None = None  # [R, G] ids that each row of the reply must list, R of all sequences
+
+
+@dataclass(frozen=True, slots=True)
+class RequestSettings:
+    """Settings that all requests of one client share; see `gkd.scoring.teacher.client.ZmqTeacher`."""
+
+    teacher: str
+    k: int
+    temperature: float
+    n_vocab: int
+    wire: Wire
+    resend_s: float
+
+    def for_rollouts(
+        self, rollouts: Sequence[Rollout], signal: Signal, *, k: int = 0, mass: float = 0.0, with_sampled: bool = False
+    ) -> RequestMessage[ScoreRequest]:
+        """Request a signal of some sequences, for topk with the rollouts' `top_ids`.
+
+        Raises:
+            TeacherError: a value exceeds the limits of the protocol, or the `top_ids` cannot be given.
+        """
+        names = [f"prompt {rollout.prompt_id}, sample {rollout.sample_index}" for rollout in rollouts]
+        rollouts = [rollout.for_teacher() for rollout in rollouts]
+        given = None
+        if signal == "topk" and rollouts[0].top_ids is not None:
+            given = self._checked_given(rollouts, names)
+        lengths = [(len(rollout.prompt_ids), rollout.n_tokens) for rollout in rollouts]
+        with _refusals_of(together(names)):
+            tokens = check_tokens(np.concatenate([ids for r in rollouts for ids in (r.prompt_ids, r.response_ids)]))
+            frames = [] if given is None else pack_given(given)
+            header = ScoreRequest(
+                request_id=os.urandom(ID_BYTES),
+                signal=signal,
+                teacher=self.teacher,
+                k=k,
+                mass=mass,
+                temperature=self.temperature,
+                n_vocab=self.n_vocab,
+                prompt_length=sum(n_prompt for n_prompt, _ in lengths),
+                total_length=len(tokens),
+                wire=self.wire,
+                deadline_s=self._deadline_s,
+                checksum=checksum(as_frame(tokens)),
+                n_given=0 if given is None else given.shape[1],
+                given_checksums=[checksum(frame) for frame in frames],
+                with_sampled=with_sampled,
+                lengths=lengths if len(lengths) > 1 else [],
+            )
+        return RequestMessage(names, header, [as_frame(tokens), *frames], token_digest(tokens), self.resend_s, given)
+
+    def _checked_given(self, rollouts: Sequence[Rollout], names: Sequence[str]) -> np.ndarray:
+        """Return the `top_ids` of all rollouts, [R, G]. Raises TeacherError."""
+        given = []
+        for rollout, name in zip(rollouts, names, strict=True):
+            with _refusals_of(name):
+                if rollout.top_ids is None:
+                    raise ProtocolError("it has no top_ids, and others of its request have")
+                if problem := given_problem(rollout.top_ids, len(rollout.response_ids), self.id_limit):
+                    raise ProtocolError(problem)
+            given.append(rollout.top_ids)
+        return np.concatenate(given)
+
+    def for_head(self) -> RequestMessage[HeadRequest]:
+        """Request the LM head. Raises TeacherError as `for_rollouts`."""
+        name = "the LM head"
+        with _refusals_of(name):
+            header = HeadRequest(
+                request_id=os.urandom(ID_BYTES), teacher=self.teacher, wire=self.wire, deadline_s=self._deadline_s
+            )
+        return RequestMessage([name], header, [], bytes(ID_BYTES), self.resend_s)
+
+    @property
+    def id_limit(self) -> int:
+        """Return the upper bound (exclusive) of token ids, as far as it is known."""
+        return self.n_vocab or MAX_ID + 1
+
+    @property
+    def _deadline_s(self) -> float:
+        return 2 * self.resend_s  # every resend renews it
+
+
+class PendingRequest(Generic[T]):
+    """A request that has no complete reply yet.
+
+    Raises:
+        TeacherError: the header exceeds the limits of the protocol.
+    """
+
+    n_sequences = 1  # sequences that count toward n_in_flight
+    is_stream = False
+
+    def __init__(self, message: RequestMessage[Header]) -> None:
+        self.names, self.resend_s = message.names, message.resend_s
+        self.future: Future[T] = Future()
+        self._header, self._digest = message.header, message.digest  # a stream may change its request id
+        with _refusals_of(self.name):
+            self.frames: list[Buffer] = [requests.encode(message.header), *message.frames]
+        self.due_s = 0.0  # next time to send it, on the exchange's clock
+        self.n_sent = 0
+        self.n_damaged = 0
+
+    @property
+    def name(self) -> str:
+        return together(self.names)
+
+    @property
+    def request_id(self) -> bytes:
+        return self._header.request_id
+
+    def accept(self, reply: Reply, frames: list[Buffer], now_s: float) -> T | None:
+        """Check a reply; return the result, or None if more replies must follow.
+
+        Raises:
+            ProtocolError: the reply is damaged or does not match the request; resend.
+            TeacherError: the scores are invalid, and would be again after a resend.
+        """
+        raise NotImplementedError
+
+    def needs_new_id(self, now_s: float) -> bool:
+        """Return whether a resend must use a new request id, because the server ignores it under the old one."""
+        return False
+
+    def renew_id(self) -> None:
+        """Take a new request id, so that the server handles the request as a new one."""
+        self._header = msgspec.structs.replace(self._header, request_id=os.urandom(ID_BYTES))
+        self.frames[0] = requests.encode(self._header)
+
+    def _check_source(self, reply: ScoreReply | RowsReply) -> None:
+        """Raise ProtocolError on a token digest mismatch or a missing worker name."""
+        if reply.token_digest != self._digest:
+            raise ProtocolError(f"the reply of worker {reply.worker!r} has another token digest")
+        if not reply.worker:
+            raise ProtocolError("the reply has no worker name")
+
+
+class DescriptionRequest(PendingRequest[TeacherInfo]):
+    """Request the teacher's description.
+
+    Args:
+        teacher: its name; empty if the server has one teacher.
+        with_template: also request the fields of its chat template, which a server of version 4 has.
+    """
+
+    n_sequences = 0
+
+    def __init__(self, teacher: str, *, with_template: bool = False) -> None:
+        header = InfoRequest(request_id=os.urandom(ID_BYTES), teacher=teacher, with_template=with_template)
+        super().__init__(RequestMessage(["the teacher's description"], header, [], bytes(ID_BYTES), _INFO_RESEND_S))
+        self._teacher = teacher
+
+    def accept(self, reply: Reply, frames: list[Buffer], now_s: float) -> TeacherInfo:
+        if not isinstance(reply, InfoReply) or (self._teacher and reply.teacher != self._teacher):
+            raise ProtocolError(f"not a description of teacher {self._teacher!r}")
+        return TeacherInfo(
+            teacher=reply.teacher,
+            model_name=reply.model_name,
+            model_path=reply.model_path,
+            fingerprint=reply.model_fingerprint,
+            vocab_size=reply.vocab_size,
+            hidden_size=reply.hidden_size,
+            tokenizer_fingerprint=reply.tokenizer_fingerprint,
+            max_tokens=reply.max_tokens,
+            n_workers=reply.n_workers,
+            n_streams=reply.n_streams,
+            engine=reply.engine,
+            device=reply.device,
+            dtype=reply.dtype,
+            protocol_version=reply.protocol_version,
+            template_fingerprint=reply.template_fingerprint,
+            template_example=reply.template_example,
+        )
+
+
+def together(names: Sequence[str]) -> str:
+    """Return one name for the sequences of a request."""
+    return names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more sequences"
+
+
+@contextmanager
+def _refusals_of(name: str) -> Iterator[None]:
+    """Raise errors of the protocol as TeacherError with the request's name."""
+    try:
+        yield
+    except (ProtocolError, ValueError) as error:
+        raise TeacherError(f"{name}: cannot be scored: {error}") from error
+
+
+# Request of the teacher client whose reply is one message: top-k scores, logprobs of the response tokens, or both.
+
+
+class ScoresRequest(PendingRequest[list[TeacherScores]]):
+    """Request the scores of one or several sequences.
+
+    Args:
+        n_vocab: upper bound (exclusive) of the token ids in the reply.
+    """
+
+    def __init__(self, message: RequestMessage[ScoreRequest], n_vocab: int) -> None:
+        super().__init__(message)
+        self.n_sequences = len(message.names)
+        self._sent, self._given, self._n_vocab = message.header, message.given, n_vocab
+
+    def accept(self, reply: Reply, frames: list[Buffer], now_s: float) -> list[TeacherScores]:
+        checked = self._check(reply)
+        if checked.signal == "topk":
+            unpacked = unpack_topk(checked, frames)
+            table = TeacherTopK(unpacked.ids, unpacked.logprobs, unpacked.tail, unpacked.counts)
+            joined = TeacherScores(table, unpacked.sampled)
+        else:
+            joined = TeacherScores(sampled_logprobs=unpack_sampled(checked, frames))
+        parts = list(self._rows())
+        names = [f"{name}, from worker {checked.worker!r}" for name in self.names]
+        self._validate(joined, Rows(names, [part.stop - part.start for part in parts]), parts)
+        return [joined] if len(parts) == 1 else [_part(joined, part) for part in parts]
+
+    def _check(self, reply: Reply) -> ScoreReply:
+        sent = self._sent
+        if not isinstance(reply, ScoreReply):
+            raise ProtocolError(f"received {type(reply).__name__} for a {sent.signal} request")
+        self._check_source(reply)
+        received = (reply.signal, reply.n_rows, reply.k, reply.wire, reply.adaptive, reply.with_sampled)
+        expected = (sent.signal, sent.n_response, sent.k, sent.wire, sent.mass > 0, sent.with_sampled)
+        if received != expected:
+            raise ProtocolError(f"(signal, rows, k, wire, adaptive, with_sampled) are {received}, expected {expected}")
+        return reply
+
+    def _rows(self) -> Iterator[slice]:
+        """Yield the rows of each sequence."""
+        start = 0
+        for n_prompt, n_total in self._sent.sequences:
+            yield slice(start, start := start + n_total - n_prompt)
+
+    def _validate(self, scores: TeacherScores, rows: Rows, parts: Sequence[slice]) -> None:
+        """Check the scores of all sequences. Raises TeacherError, which names one."""
+        table, given, sent = scores.topk, self._given, self._sent
+        if table is not None:
+            validate_topk(table, self._n_vocab, rows)
+            if table.counts is not None:
+                short = (table.counts < sent.k) & (1 - table.tail_mass < sent.mass - MASS_SLACK)
+                row = int(short.argmax())
+                mass = f"{table.counts[row]} of {sent.k} entries have a mass of {1 - table.tail_mass[row]:.6g}"
+                rows.refuse(short, f"{mass}, below the target of {sent.mass:g}")
+            if given is not None and listed_problem(given, table.topk_ids):
+                for name, part in zip(rows.names, parts, strict=True):  # which sequence is it?
+                    if problem := listed_problem(given[part], table.topk_ids[part]):
+                        raise TeacherError(f"{name}: {problem}")
+        if scores.sampled_logprobs is not None:
+            check_logprobs(rows, scores.sampled_logprobs)
+
+
+def _part(scores: TeacherScores, rows: slice) -> TeacherScores:
+    """Return some rows of the tables, as views."""
+    table, sampled = scores.topk, scores.sampled_logprobs
+    part = None
+    if table is not None:
+        counts = None if table.counts is None else table.counts[rows]
+        part = TeacherTopK(table.topk_ids[rows], table.topk_logprobs[rows], table.tail_mass[rows], counts)
+    return TeacherScores(part, None if sampled is None else sampled[rows])

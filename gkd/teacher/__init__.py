@@ -1,1 +1,0 @@
-"""The trainer's side of the teacher: what a teacher is, the ZMQ client, the scoring endpoints."""

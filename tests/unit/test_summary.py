@@ -1,0 +1,163 @@
+"""Test the last words of a run: results, what got worse, and the commands to go on."""
+
+from __future__ import annotations
+
+import io
+import os
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from gkd import main_gkd
+from gkd.config.load import load_config
+from gkd.config.schema import Config
+from gkd.console.summary import COMMAND_ENV, Closing, changes, print_closing, resume_command
+from gkd.errors import ClusterError
+from gkd.run.checkpoints import CheckpointStore
+from gkd.tools.memory import main as memory
+from gkd.tools.split import _parse as parse_split
+from tests.unit.checkpoint_files import commit
+from tests.unit.console_runs import line, run
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def test_a_number_that_got_worse_is_marked() -> None:
+    """Fails if a run whose KL rose or whose accuracy fell ends without a word about it, or noise is called worse."""
+    state = run()
+    state.add(0, {"eval/kl": 0.266, "eval/accuracy": 0.14, "time/eval_s": 1.0, "time/step_s": 1.0})
+    for step in range(1, 11):
+        state.add(step, line(loss__total=0.2 if step < 6 else 0.1))
+    state.add(11, line(loss__total=0.1, eval__kl=0.442, eval__accuracy=0.0))
+    assert [(c.before, c.after, c.is_worse) for c in changes(state)] == [
+        ("0.2000", "0.1000", False),
+        ("0.2660", "0.4420", True),
+        ("14.0%", "0.0%", True),
+    ]
+    file = io.StringIO()
+    print_closing(file, "run finished", state, [("student", "runs/mine/export")], ["vllm serve runs/mine/export"])
+    assert file.getvalue().count("worse") == 2 and "\x1b" not in file.getvalue()
+    assert file.getvalue().splitlines()[-1].strip() == "vllm serve runs/mine/export"
+    state.add(12, line(eval__kl=0.2665, eval__accuracy=0.14))
+    assert not any(c.is_worse for c in changes(state))
+
+
+def test_a_run_without_evaluations_has_a_table() -> None:
+    """Fails if a run without validation prompts, or one that ended before its first step, ends in an error."""
+    state = run()
+    assert changes(state) == []
+    state.add(1, line(loss__token_kl=None))
+    assert [c.name.split()[0] for c in changes(state)] == ["loss"]
+    state.add(2, line(eval__kl=0.3))
+    assert [(c.before, c.after) for c in changes(state)][-1] == ("-", "0.3000"), "one evaluation alone"
+    print_closing(io.StringIO(), "", None, [], [])
+
+
+def closed(
+    tmp_path: Path, code: int, capsys: pytest.CaptureFixture[str], *arguments: str, with_state: bool = True
+) -> list[str]:
+    """Return the commands that the end of a run prints."""
+    config = load_config(None, [f"trainer.run_dir={tmp_path / 'my run'}", *arguments])
+    closing = Closing(config, ["--config", "my file.yaml", *arguments])
+    if with_state:
+        closing.state = run()
+        closing.state.add(1, line())
+    closing.print(code)
+    err = capsys.readouterr().err
+    assert "\n".join(err.splitlines()[:1]).endswith(str(tmp_path / "my run")) or not err
+    return [text.strip() for text in err.partition("next:")[2].splitlines() if text.strip()]
+
+
+@pytest.mark.parametrize("code", [1, 130])
+def test_the_command_that_resumes_a_run(
+    tmp_path: Path, code: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Fails if the printed command is not what the user has to type: quoting, trainer.resume, or the launch script."""
+    monkeypatch.delenv(COMMAND_ENV, raising=False)
+    (command,) = closed(tmp_path, code, capsys, "trainer.resume=never", "data.prompt_key=the question")
+    expected = ["--config", "my file.yaml", "data.prompt_key=the question", "trainer.resume=auto"]
+    assert shlex.split(command) == [sys.executable, "-m", "gkd.main_gkd", *expected]
+    monkeypatch.setenv(COMMAND_ENV, "bash 'my run/launch/train.sh'")
+    assert shlex.split(resume_command(expected[:2])) == ["bash", "my run/launch/train.sh", *expected[:2], expected[-1]]
+
+
+def test_the_newest_checkpoint_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Fails if an interrupted run does not name its checkpoint, or a refused start prints a table."""
+    assert closed(tmp_path, 130, capsys, with_state=False) == []
+    store = CheckpointStore(tmp_path / "my run" / "checkpoints")
+    for step in (2, 4):
+        commit(store, step)
+    config = load_config(None, [f"trainer.run_dir={tmp_path / 'my run'}"])
+    Closing(config, []).print(130)
+    assert "step 4, " in (err := capsys.readouterr().err) and "step_00000004" in err
+
+
+def test_the_launch_script_names_itself(tmp_path: Path) -> None:
+    """Fails if a run that launch/train.sh started prints a command that does not start it again."""
+    launch = tmp_path / "my run" / "launch"
+    (tmp_path / "venv" / "bin").mkdir(parents=True)
+    launch.mkdir(parents=True)
+    for file, text in (
+        (launch / "train.sh", (ROOT / "launch" / "train.sh").read_text()),
+        (launch / "setup.sh", "exit 0\n"),
+        (tmp_path / "venv" / "bin" / "python", f'#!/bin/sh\nprintf %s "${COMMAND_ENV}"\n'),
+    ):
+        file.write_text(text)
+        file.chmod(0o755)
+    environment = {key: value for key, value in os.environ.items() if key != COMMAND_ENV}
+    done = subprocess.run(
+        ["bash", "my run/launch/train.sh", "--config", "x.yaml"],
+        cwd=tmp_path,
+        env=environment | {"GKD_VENV": str(tmp_path / "venv")},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert shlex.split(done.stdout) == ["bash", "my run/launch/train.sh"]
+
+
+@pytest.mark.parametrize("shared", ["", "trainer.colocate=true"])
+def test_the_next_commands_can_be_typed(tmp_path: Path, shared: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Fails if a command of the closing table is not valid, needs an activated environment, or names another folder."""
+    settings = ["trainer.n_gpus_per_node=2", "rollout.n_gpus_per_node=2", *([shared] if shared else [])]
+    serve, report, last = (shlex.split(text) for text in closed(tmp_path, 0, capsys, *settings))
+    folder = str(tmp_path / "my run")
+    vllm = Path(sys.executable).with_name("vllm")
+    assert serve == [str(vllm) if vllm.is_file() else "vllm", "serve", f"{folder}/export"] and report[-1] == folder
+    assert report[0] == last[0] == sys.executable
+    if shared:
+        assert last[1:3] == ["-m", "gkd.tools.memory"] and last[4] == f"{folder}/config.yaml"
+        with pytest.raises(SystemExit) as ended:
+            memory([*last[3:], "--help"])
+        assert ended.value.code == 0
+    else:
+        parsed = parse_split(last[3:])
+        assert (parsed.run, parsed.gpus, parsed.teacher_elsewhere) == (folder, 4, True)
+
+
+@pytest.mark.parametrize(("error", "code"), [(None, 0), (ClusterError("a rank died"), 1), (KeyboardInterrupt(), 130)])
+def test_each_end_of_a_run_prints_its_closing(
+    error: BaseException | None,
+    code: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Fails if a finished, failed or interrupted run ends without its table, or the error comes after it."""
+    settings = tmp_path / "mine.yaml"
+    settings.write_text(f"trainer: {{run_dir: {tmp_path / 'run'}}}\n")
+
+    def end(config: Config, closing: Closing) -> None:
+        closing.state = run()
+        closing.state.add(1, line())
+        if error is not None:
+            raise error
+
+    monkeypatch.setattr(main_gkd, "run", end)
+    assert main_gkd.main(["--config", str(settings)]) == code
+    err = capsys.readouterr().err
+    assert (str(error) in err.partition("steps")[0]) if code == 1 else True
+    assert (resume_command(["--config", str(settings)]) in err) == (code != 0)
