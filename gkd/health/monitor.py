@@ -73,7 +73,7 @@ class Monitor:
         """Return the monitor of a run, without the checks that its settings make meaningless."""
         rollout, off = config.rollout, list(config.health.checks_off)
         temperatures = {route.teacher.temperature for route in routes_of(config)}
-        if temperatures != {rollout.temperature} or rollout.top_p < 1 or config.trainer.replay:
+        if temperatures != {rollout.temperature} or rollout.truncation or config.trainer.replay:
             off += NEED_EQUAL_SAMPLING
         return cls(off, config.health.limits)
 

@@ -115,9 +115,9 @@ class RolloutPool:
         return self._stream
 
     def _sampling(self, n: int, temperature: float, seed: int) -> Sampling:
-        config = self._config
-        n_top_ids = config.derived.n_student_ids
-        return Sampling(n, temperature, config.rollout.top_p, config.data.max_response_length, seed, n_top_ids)
+        rollout, n_tokens = self._config.rollout, self._config.data.max_response_length
+        n_top_ids = self._config.derived.n_student_ids
+        return Sampling(n, temperature, rollout.top_p, n_tokens, seed, n_top_ids, rollout.top_k, rollout.min_p)
 
     def dataset(
         self, prompts: Sequence[Prompt], *, prompt_indices: Sequence[int], policy_version: int

@@ -25,6 +25,8 @@ class Sampling:
     max_tokens: int
     seed: int
     n_top_ids: int = 0  # most probable ids to return of each position
+    top_k: int = 0
+    min_p: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +80,8 @@ def _common_params(sampling: Sampling, eos_ids: tuple[int, ...], masked: range) 
     return SamplingParams(
         temperature=sampling.temperature,
         top_p=sampling.top_p,
+        top_k=sampling.top_k,
+        min_p=sampling.min_p,
         max_tokens=sampling.max_tokens,
         seed=0,
         logprobs=sampling.n_top_ids,

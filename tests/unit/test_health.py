@@ -170,6 +170,8 @@ def test_other_sampling_than_the_loss_switches_off_the_comparison_with_the_engin
     for overrides, n in (
         ([], 1),
         (["rollout.top_p=0.9"], 0),
+        (["rollout.top_k=20"], 0),
+        (["rollout.min_p=0.05"], 0),
         (["rollout.temperature=0.7"], 0),
         (["trainer.replay=r"], 0),
     ):
