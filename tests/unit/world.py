@@ -33,6 +33,7 @@ from gkd.types import (
     Recording,
     RolloutChunk,
     RolloutUsage,
+    Sample,
     ScoredChunk,
     Span,
     SyncReport,
@@ -108,6 +109,14 @@ class World:
     def greedy(self, prompts: Sequence[Prompt], *, n_samples: int) -> GreedyReport:
         self.events.append("greedy")
         return GreedyReport(0.5, [])
+
+    def texts(self, chunks: Sequence[RolloutChunk], *, n: int, n_samples: int) -> list[Sample]:
+        self.events.append(f"texts n={n}")
+        return [
+            Sample(chunk.ref, [1], [2], f"v{self.engine_version}", "", None, "p")
+            for chunk in chunks
+            if chunk.sample_index[0] % n == 0
+        ][:n_samples]
 
     def usage(self) -> RolloutUsage:
         engines = [EngineUsage(0.0, 0.0, np.zeros((4, 4)), 0)]
