@@ -37,11 +37,13 @@ class Check:
 
 CHECKS = (
     Check(
-        "truncated", 0.5, judges.above("rollout/truncated_share", 3),
-        "`rollout/truncated_share` above {limit}, mean of 3 steps",
+        "truncated", 0.5, judges.truncated,
+        "`rollout/truncated_share` above {limit}, mean of 3 steps; if the first step is above it, above the middle "
+        "between that and 1",
         "The teacher's scores of a truncated response are valid, so some truncation is harmless. Above one half most "
-        "responses teach nothing about how to end.",
-        "the student does not generate its end token, repeats itself, or has too few tokens",
+        "responses teach nothing about how to end. If most are cut in the first step, `data.max_response_length` is "
+        "small: a remark says so once.",
+        "the student no longer generates its end token, repeats itself, or has too few tokens",
         "read `samples/`; check `rollout.stop_token_ids` and `data.chat_template`; raise `data.max_response_length`",
     ),
     Check(

@@ -30,6 +30,7 @@ KL_FELL = 0.9  # accuracy_falls: the KL is at most this share of its first value
 class Verdict(NamedTuple):
     is_sick: bool
     evidence: str
+    remark: str = ""  # logged the first time
 
 
 Judge = Callable[[History, float], Verdict | None]
@@ -50,6 +51,22 @@ def _compared(history: History, key: str, n: int, limit: float, *, sign: int) ->
     if mean is None:
         return None
     return Verdict(sign * mean > sign * limit, f"{key} {mean:.3g} (mean of {n} steps), limit {limit:g}")
+
+
+def truncated(history: History, limit: float) -> Verdict | None:
+    """Judge whether most responses are cut, and many more than in the first step, if most were cut there, too."""
+    name = "rollout/truncated_share"
+    now, first = history.mean(name, 3), history.first(name)
+    if now is None or first is None:
+        return None
+    begins_cut = first[0] > limit
+    most = (1 + first[0]) / 2 if begins_cut else limit
+    remark = (
+        f"answers are cut: {now:.0%} of the responses reach data.max_response_length, since the first step. Raise it "
+        "if answers shall be whole; if they do not end, check rollout.stop_token_ids and data.chat_template"
+    )
+    evidence = f"{name} {now:.3g} (mean of 3 steps), {first[0]:.3g} in the first step, limit {most:.3g}"
+    return Verdict(now > most, evidence, remark if begins_cut and now > limit else "")
 
 
 def teacher_mismatch(history: History, limit: float) -> Verdict | None:

@@ -40,12 +40,14 @@ class Changes:
     """List what one line changed.
 
     Attributes:
+        remarks: on what is no illness, each once in a run.
         numbers: `health/<check>` of each check that has had a verdict: 1 while its alarm lasts, else 0.
     """
 
     numbers: dict[str, float] = field(default_factory=dict)
     started: list[Alarm] = field(default_factory=list)
     cleared: list[Alarm] = field(default_factory=list)
+    remarks: list[str] = field(default_factory=list)
 
 
 class Monitor:
@@ -65,6 +67,7 @@ class Monitor:
         ]
         self._history = History()
         self._numbers: dict[str, float] = {}
+        self._remarked: set[str] = set()
         self._well: dict[str, int] = {}  # verdicts without a finding in a row
         self.alarms: dict[str, Alarm] = {}  # that last, by check
 
@@ -86,6 +89,9 @@ class Monitor:
             if verdict is None:
                 continue
             name = check.name
+            if verdict.remark and name not in self._remarked:
+                self._remarked.add(name)
+                changes.remarks.append(verdict.remark)
             self._well[name] = 0 if verdict.is_sick else self._well.get(name, 0) + 1
             if verdict.is_sick and name not in self.alarms:
                 self.alarms[name] = Alarm(check, int(line["step"] or 0), verdict.evidence)
@@ -130,6 +136,8 @@ class HealthResponse:
             log.info("alarm cleared at step %d: %s, which began at step %d", step, alarm.check.name, alarm.step)
         for alarm in changes.started:
             log.warning("ALARM %s", alarm)
+        for remark in changes.remarks:
+            log.info("step %d: %s", step, remark)
         self._new += changes.started
         return changes.numbers
 

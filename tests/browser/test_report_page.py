@@ -100,6 +100,25 @@ def test_any_key_can_be_drawn_with_its_meaning(run: Path, single: Path, open_pag
     assert page.evaluate(code) == pytest.approx(12 * 10 / 3600, rel=1e-3)
 
 
+def test_a_small_constant_is_above_zero(tmp_path: Path, open_page: Open) -> None:
+    """Fails if a constant learning rate is drawn at 0, on an axis from -1 to 1."""
+    run = make_run(tmp_path / "constant")
+    lines = [{**each, "optim/lr": 5e-5} if "optim/lr" in each else each for each in metrics(run)]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(each) + "\n" for each in lines))
+    page = open_page(written(run / "page.html", run))
+    curves(page, "chart-optim-lr")
+    low, high = page.evaluate("document.querySelector('#chart-optim-lr .plot').layout.yaxis.range")
+    assert (low, high) == (0, pytest.approx(1e-4))
+
+
+def test_changed_words_are_marked(single: Path, open_page: Open) -> None:
+    """Fails if the page does not show which words of a response have changed since the first evaluation."""
+    page = open_page(single)
+    page.get_by_text("What changed in the responses").click()
+    expect(page.locator(".texts del").first).to_be_visible()
+    expect(page.locator(".texts ins").first).to_be_visible()
+
+
 def test_a_token_shows_the_teachers_choices(run: Path, single: Path, open_page: Open) -> None:
     """Fails if hovering or the arrow keys do not show the choices, or a token's text becomes markup."""
     page = open_page(single)

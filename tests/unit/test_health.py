@@ -132,13 +132,28 @@ def test_missing_numbers_give_no_verdict(value: float | None) -> None:
     empty = feed(Monitor(), {key: [value] * 30 for key in [*HEALTHY, "eval/kl", "eval/accuracy"]})
     assert started(empty) == [] and empty[-1].numbers == {}
     assert feed(Monitor(), {"perf/x": [1.0] * 30})[-1].numbers == {}
-    gaps: Series = {"rollout/truncated_share": [0.9, 0.9, value, value, 0.9]}
+    gaps: Series = {"rollout/truncated_share": [0.1, 0.9, value, value, 0.9]}
     assert started(feed(Monitor(), gaps)) == [("truncated", 5)]
+
+
+def test_answers_that_are_cut_from_the_first_step_on_are_a_remark() -> None:
+    """Fails if a small data.max_response_length is an alarm, or is said twice, or a rise from there is no alarm."""
+    for series, alarms, n_remarks in (
+        ([0.8] * 30, [], 1),
+        ([0.8] * 10 + [0.3] * 10 + [0.8] * 10, [], 1),
+        ([0.6] * 10 + [0.95] * 10, [("truncated", 12)], 1),
+        ([1.0] * 30, [], 1),
+        ([0.4] * 30, [], 0),
+    ):
+        changes = feed(Monitor(), {"rollout/truncated_share": series})
+        assert started(changes) == alarms
+        remarks = [remark for change in changes for remark in change.remarks]
+        assert len(remarks) == n_remarks and all("data.max_response_length" in remark for remark in remarks)
 
 
 def test_a_value_around_the_limit_gives_one_alarm() -> None:
     """Fails if a flapping value writes a line at every change, or an alarm never clears."""
-    flapping = [1.0] * 5 + ([0.0] * 5 + [1.0] * 5) * 4 + [0.0] * 20
+    flapping = [0.5] + [1.0] * 4 + ([0.0] * 5 + [1.0] * 5) * 4 + [0.0] * 20
     changes = feed(Monitor(), {"rollout/truncated_share": flapping})
     assert started(changes) == [("truncated", 3)]
     cleared = [i + 1 for i, change in enumerate(changes) if change.cleared]
