@@ -107,8 +107,8 @@ class Trainer:
             with m.stage("weight_sync"):
                 sync = self.roles.weight_sync.push(self.step)
         chunks = [chunk for part in parts for chunk in part]
-        self.evaluator.keep_texts(self.step, self.total_steps, chunks)
         self.metrics.add_step(m, chunks, stats, sync)
+        self.evaluator.keep_texts(self.step, self.total_steps, chunks)
 
     def train_on_early_parts(self, m: StepMetrics) -> list[list[ScoredChunk]]:
         """Add the gradients of what has finished while the rest of the batch is generated (`stream`); return the parts.

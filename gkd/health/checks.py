@@ -42,7 +42,7 @@ CHECKS = (
         "between that and 1",
         "The teacher's scores of a truncated response are valid, so some truncation is harmless. Above one half most "
         "responses teach nothing about how to end. If most are cut in the first step, `data.max_response_length` is "
-        "small: a remark reports it once.",
+        "small: the log has one remark about it.",
         "the student no longer generates its end token, repeats itself, or has too few tokens",
         "read `samples/`; check `rollout.stop_token_ids` and `data.chat_template`; raise `data.max_response_length`",
     ),

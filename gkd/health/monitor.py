@@ -40,7 +40,7 @@ class Changes:
     """List what one line changed.
 
     Attributes:
-        remarks: findings that are not alarms, each once in a run.
+        remarks: facts that need no alarm, each once in a run.
         numbers: `health/<check>` of each check that has had a verdict: 1 while its alarm lasts, else 0.
     """
 

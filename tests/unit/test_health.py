@@ -137,7 +137,7 @@ def test_missing_numbers_give_no_verdict(value: float | None) -> None:
 
 
 def test_answers_that_are_cut_from_the_first_step_on_are_a_remark() -> None:
-    """Fails if a small data.max_response_length is an alarm, or is reported twice, or a rise from there is no alarm."""
+    """Fails if a small data.max_response_length is an alarm or has two remarks, or a rise from there gives no alarm."""
     for series, alarms, n_remarks in (
         ([0.8] * 30, [], 1),
         ([0.8] * 10 + [0.3] * 10 + [0.8] * 10, [], 1),

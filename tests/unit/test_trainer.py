@@ -97,7 +97,7 @@ def written_texts(tmp_path: Path) -> dict[str, list[dict[str, Any]]]:
 
 
 def test_each_evaluation_leaves_text_without_a_metric(tmp_path: Path) -> None:
-    """Fails if the text of a run without a metric is not written, or a response has another prompt's answer."""
+    """Fails if a run without a metric leaves no text of its responses, or one has another prompt's answer."""
     settings = ("trainer.total_steps=2", "eval.every=1", "eval.metric=none", "rollout.n=3")
     val = [replace(PROMPTS[0], answer="7"), replace(PROMPTS[1], answer=None)]
     make(tmp_path, World(), *settings, val=val).fit()
