@@ -23,6 +23,7 @@ from gkd.preflight.preview import preview
 from gkd.run import interrupts
 from gkd.run.restart import may_start_again, start_again
 from gkd.trainer import Trainer
+from teacher_server.config.command import command_parser
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -84,11 +85,10 @@ def run(config: Config, closing: Closing) -> None:
 
 
 def _parse(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python -m gkd.main_gkd",
-        description="On-policy distillation: train a student on its own responses, scored by a teacher.",
-        epilog=_keys_help(),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+    parser = command_parser(
+        "python -m gkd.main_gkd",
+        "On-policy distillation: train a student on its own responses, scored by a teacher.",
+        _keys_help(),
     )
     parser.add_argument("--config", required=True, metavar="X.yaml", help="settings that differ from the defaults")
     parser.add_argument(

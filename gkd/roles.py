@@ -89,6 +89,14 @@ class RolloutRole(MovableStates, Protocol):
         """Generate greedily and compare with the reference answers; keep the first `n_samples` responses."""
         ...
 
+    def texts(self, chunks: Sequence[RolloutChunk], *, n: int, n_samples: int) -> list[Sample]:
+        """Return one response to each of the first `n_samples` prompts of finished chunks as text, not judged.
+
+        Args:
+            n: samples per prompt in these chunks.
+        """
+        ...
+
     def offload_states(self, include: Sequence[str] | None = None, level: int = 1, *, blocking: bool = True) -> Pending:
         """Release the engines' GPU memory. Idempotent. Calls that need a released state reload it.
 

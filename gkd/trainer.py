@@ -106,7 +106,9 @@ class Trainer:
             m.add_tuner(self.metrics.teacher.end_step())  # before the weight sync
             with m.stage("weight_sync"):
                 sync = self.roles.weight_sync.push(self.step)
-        self.metrics.add_step(m, [chunk for part in parts for chunk in part], stats, sync)
+        chunks = [chunk for part in parts for chunk in part]
+        self.metrics.add_step(m, chunks, stats, sync)
+        self.evaluator.keep_texts(self.step, self.total_steps, chunks)
 
     def train_on_early_parts(self, m: StepMetrics) -> list[list[ScoredChunk]]:
         """Add the gradients of what has finished while the rest of the batch is generated (`stream`); return the parts.

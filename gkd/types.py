@@ -414,14 +414,17 @@ class SyncReport:
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One validation prompt and its greedy response, for inspection and for checks of the exported model."""
+    """A prompt and the student's response, for inspection and for checks of the exported model.
+
+    With eval.metric the response is greedy and `correct` its judgement; else it is sampled, and `correct` None.
+    """
 
     prompt_id: int
     prompt_ids: list[int]
     response_ids: list[int]
     text: str
     answer: str
-    correct: bool | None  # None means there is no eval.metric
+    correct: bool | None
     prompt: str  # with its special tokens
     truncated: bool = False
 
@@ -430,7 +433,7 @@ class Sample:
 class GreedyReport:
     """Greedy responses to the validation prompts."""
 
-    accuracy: float | None  # share of exact matches; None means there is no eval.metric
+    accuracy: float  # share of exact matches
     samples: list[Sample]  # the first few, in prompt order
     by_route: Mapping[int, float] = field(default_factory=dict)  # accuracy of the prompts of each route
 

@@ -59,6 +59,10 @@ def check_support(config: Config, derived: Derived) -> None:
     if not derived.n_student_ids:
         problem = f"distill.support={support} takes half of the ids from the student."
         raise ConfigError("teacher.topk", teacher.topk, problem, "use at least 2.")
+    if 0 < config.rollout.top_k < derived.n_student_ids:
+        problem = f"the engines name {derived.n_student_ids} ids for distill.support={support}, and rank no more."
+        fix = "use 0 or at least that number, or a smaller teacher.topk."
+        raise ConfigError("rollout.top_k", config.rollout.top_k, problem, fix)
 
 
 def check_tail(config: Config, derived: Derived) -> None:

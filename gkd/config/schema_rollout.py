@@ -22,6 +22,13 @@ class RolloutConfig:
     top_p: float = key(
         1.0, "Sample from the most probable tokens that hold this probability mass; 1 = all.", gt=0, le=1
     )
+    top_k: int = key(0, "Sample from this number of most probable tokens; 0 = all.", ge=0)
+    min_p: float = key(
+        0.0,
+        "Sample from the tokens that have at least this share of the most probable token's probability; 0 = all.",
+        ge=0,
+        le=1,
+    )
     stop_token_ids: list[int] = key(
         [], "Token ids that end a response, in addition to the student's end-of-sequence tokens."
     )
@@ -65,6 +72,12 @@ class RolloutConfig:
         gt=0,
         resume=True,
     )
+
+    @property
+    def truncation(self) -> str:
+        """The settings that leave tokens out of the sampling, as text; empty without one."""
+        used = {"top_p": self.top_p < 1, "top_k": self.top_k > 0, "min_p": self.min_p > 0}
+        return ", ".join(f"rollout.{name}={getattr(self, name):g}" for name, is_used in used.items() if is_used)
 
     @property
     def sequence_limit(self) -> int:

@@ -7,6 +7,8 @@ import shlex
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib import metadata
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TextIO
 
@@ -22,6 +24,23 @@ from gkd.run.export_folder import NAME as EXPORT
 from gkd.run.folder import CHECKPOINTS
 
 COMMAND_ENV = "GKD_COMMAND"  # set by launch/train.sh: what the user typed before the arguments
+
+
+def serve_command(folder: Path) -> str:
+    """Return the command that serves a model folder with this environment's vLLM, quoted for a shell.
+
+    With the CPU build `vllm serve` fails: it looks for a package with the name vllm, and that of the build has another
+    one. Its KV cache would also take nearly all of the host's memory.
+    """
+    try:
+        is_cpu_build = "cpu" in metadata.version("vllm")
+    except metadata.PackageNotFoundError:
+        is_cpu_build = find_spec("vllm") is not None
+    if is_cpu_build:
+        words = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(folder)]
+        return shlex.join([*words, "--kv-cache-memory-bytes", "1G", "--enforce-eager"])
+    vllm = Path(sys.executable).with_name("vllm")  # the shell may not have activated this environment
+    return shlex.join([str(vllm) if vllm.is_file() else "vllm", "serve", str(folder)])
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,9 +178,7 @@ class Closing:
         """Return commands to use the student, to read the report, and to find a faster split of the GPUs."""
         trainer, rollout = self._config.trainer, self._config.rollout
         run, python = shlex.quote(str(self._root)), shlex.quote(sys.executable)
-        vllm = Path(sys.executable).with_name("vllm")  # the shell may not have activated this environment
-        serve = [str(vllm) if vllm.is_file() else "vllm", "serve", str(self._root / EXPORT)]
-        commands = [shlex.join(serve), f"{python} -m gkd.tools.report {run}"]
+        commands = [serve_command(self._root / EXPORT), f"{python} -m gkd.tools.report {run}"]
         if trainer.colocate or self._config.derived.teacher_pool:
             return [*commands, f"{python} -m gkd.tools.memory --config {run}/config.yaml"]
         n_gpus = trainer.nnodes * trainer.n_gpus_per_node + rollout.nnodes * rollout.n_gpus_per_node

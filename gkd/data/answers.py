@@ -1,7 +1,8 @@
-"""Greedy validation responses and their exact-match metric."""
+"""Responses as text, and the exact-match metric of greedy ones."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -30,14 +31,26 @@ def greedy_sample(tokenizer: Any, prompt: Prompt, response_ids: np.ndarray, *, t
     Args:
         response_ids: [R] int32.
     """
-    text, answer = tokenizer.decode(response_ids, skip_special_tokens=True), prompt.answer or ""
+    answer = prompt.answer or ""
+    sample = as_text(tokenizer, prompt.prompt_id, prompt.token_ids, response_ids, truncated=truncated)
+    return replace(sample, answer=answer, correct=not truncated and is_correct(sample.text, answer, marker))
+
+
+def as_text(
+    tokenizer: Any, prompt_id: int, prompt_ids: np.ndarray, response_ids: np.ndarray, *, truncated: bool
+) -> Sample:
+    """Return a response with its text, not judged.
+
+    Args:
+        prompt_ids, response_ids: [P] and [R] int32.
+    """
     return Sample(
-        prompt_id=prompt.prompt_id,
-        prompt_ids=prompt.token_ids.tolist(),
+        prompt_id=prompt_id,
+        prompt_ids=prompt_ids.tolist(),
         response_ids=response_ids.tolist(),
-        text=text,
-        answer=answer,
-        correct=not truncated and is_correct(text, answer, marker),
-        prompt=tokenizer.decode(prompt.token_ids, skip_special_tokens=False),
+        text=tokenizer.decode(response_ids, skip_special_tokens=True),
+        answer="",
+        correct=None,
+        prompt=tokenizer.decode(prompt_ids, skip_special_tokens=False),
         truncated=truncated,
     )

@@ -1,6 +1,6 @@
 """List the health checks: threshold and its reason, likely cause, and the keys to change.
 
-`python -m gkd.tools.health_page` writes docs/health.md from this table.
+`python -m gkd.tools.metrics_page` writes docs/health.md from this table.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ class Check:
 
 CHECKS = (
     Check(
-        "truncated", 0.5, judges.truncation_rises,
-        f"`rollout/truncated_share` above {{limit}}, and more than {judges.TRUNCATION_RISE:g} above its mean of the "
-        "first 3 steps; mean of 3 steps",
-        "The teacher's scores of a truncated response are valid, so some truncation is harmless, and a run with short "
-        "responses begins with much of it: the log then has one line about it. Above one half most responses teach "
-        "nothing about how to end.",
-        "the student no longer generates its end token, or repeats itself",
+        "truncated", 0.5, judges.truncated,
+        "`rollout/truncated_share` above {limit}, mean of 3 steps; if the first step is above it, above the middle "
+        "between that and 1",
+        "The teacher's scores of a truncated response are valid, so some truncation is harmless. Above one half most "
+        "responses teach nothing about how to end. If most are cut in the first step, `data.max_response_length` is "
+        "small: the log has one remark about it.",
+        "the student no longer generates its end token, repeats itself, or has too few tokens",
         "read `samples/`; check `rollout.stop_token_ids` and `data.chat_template`; raise `data.max_response_length`",
     ),
     Check(

@@ -17,7 +17,6 @@ EVAL_KL = ("eval/kl", "eval/reverse_kl")
 # loss/engine_kl, see `by_staleness`
 FRESH_KL, STALE_KL = "loss/engine_kl at staleness 0", "loss/engine_kl of stale rollouts"
 # Not limits of a check but parts of its definition; docs/health.md has the reasons.
-TRUNCATED, TRUNCATION_RISE = "rollout/truncated_share", 0.2
 FAR_KL = 4.0  # nats: teacher_mismatch without a distribution
 SAME_KL_SHARE = 0.8  # entropy_collapse: the KL is at least this share of its first value
 MIN_ENTROPY = 0.01  # nats: entropy_collapse needs an entropy that can fall
@@ -31,6 +30,7 @@ KL_FELL = 0.9  # accuracy_falls: the KL is at most this share of its first value
 class Verdict(NamedTuple):
     is_sick: bool
     evidence: str
+    remark: str = ""  # logged the first time
 
 
 Judge = Callable[[History, float], Verdict | None]
@@ -53,17 +53,20 @@ def _compared(history: History, key: str, n: int, limit: float, *, sign: int) ->
     return Verdict(sign * mean > sign * limit, f"{key} {mean:.3g} (mean of {n} steps), limit {limit:g}")
 
 
-def truncation_rises(history: History, limit: float) -> Verdict | None:
-    """Judge whether many more responses are truncated than at the start of the run.
-
-    A run with a small data.max_response_length cuts most of them from its first step on, and learns.
-    """
-    first, now = history.first(TRUNCATED, 3), history.mean(TRUNCATED, 3)
-    if first is None or now is None:
+def truncated(history: History, limit: float) -> Verdict | None:
+    """Judge whether most responses are cut, and many more than in the first step, if most were cut there, too."""
+    name = "rollout/truncated_share"
+    now, first = history.mean(name, 3), history.first(name)
+    if now is None or first is None:
         return None
-    begin = float(np.mean(first))
-    evidence = f"{TRUNCATED} {begin:.3g} -> {now:.3g} (means of 3 steps), limit {limit:g}"
-    return Verdict(now > limit and now > begin + TRUNCATION_RISE, evidence)
+    begins_cut = first[0] > limit
+    most = (1 + first[0]) / 2 if begins_cut else limit
+    remark = (
+        f"answers are cut: {now:.0%} of the responses reach data.max_response_length, since the first step. Raise it "
+        "if answers shall be whole; if they do not end, check rollout.stop_token_ids and data.chat_template"
+    )
+    evidence = f"{name} {now:.3g} (mean of 3 steps), {first[0]:.3g} in the first step, limit {most:.3g}"
+    return Verdict(now > most, evidence, remark if begins_cut and now > limit else "")
 
 
 def teacher_mismatch(history: History, limit: float) -> Verdict | None:

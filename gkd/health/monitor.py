@@ -13,7 +13,7 @@ from gkd.errors import HealthAlarm
 from gkd.files.disk import naming
 from gkd.health.checks import CHECKS, NEED_EQUAL_SAMPLING, Check
 from gkd.health.history import History
-from gkd.health.judges import TRUNCATED, by_staleness
+from gkd.health.judges import by_staleness
 from gkd.log import get_logger
 from gkd.run.interrupts import interruptible
 
@@ -40,12 +40,14 @@ class Changes:
     """List what one line changed.
 
     Attributes:
+        remarks: facts that need no alarm, each once in a run.
         numbers: `health/<check>` of each check that has had a verdict: 1 while its alarm lasts, else 0.
     """
 
     numbers: dict[str, float] = field(default_factory=dict)
     started: list[Alarm] = field(default_factory=list)
     cleared: list[Alarm] = field(default_factory=list)
+    remarks: list[str] = field(default_factory=list)
 
 
 class Monitor:
@@ -65,6 +67,7 @@ class Monitor:
         ]
         self._history = History()
         self._numbers: dict[str, float] = {}
+        self._remarked: set[str] = set()
         self._well: dict[str, int] = {}  # verdicts without a finding in a row
         self.alarms: dict[str, Alarm] = {}  # that last, by check
 
@@ -73,7 +76,7 @@ class Monitor:
         """Return the monitor of a run, without the checks that its settings make meaningless."""
         rollout, off = config.rollout, list(config.health.checks_off)
         temperatures = {route.teacher.temperature for route in routes_of(config)}
-        if temperatures != {rollout.temperature} or rollout.top_p < 1 or config.trainer.replay:
+        if temperatures != {rollout.temperature} or rollout.truncation or config.trainer.replay:
             off += NEED_EQUAL_SAMPLING
         return cls(off, config.health.limits)
 
@@ -86,6 +89,9 @@ class Monitor:
             if verdict is None:
                 continue
             name = check.name
+            if verdict.remark and name not in self._remarked:
+                self._remarked.add(name)
+                changes.remarks.append(verdict.remark)
             self._well[name] = 0 if verdict.is_sick else self._well.get(name, 0) + 1
             if verdict.is_sick and name not in self.alarms:
                 self.alarms[name] = Alarm(check, int(line["step"] or 0), verdict.evidence)
@@ -115,7 +121,6 @@ class HealthResponse:
         self._on_alarm, self._file = config.health.on_alarm, run_dir / CONTINUE
         self._monitor = Monitor.of(config)
         self._new: list[Alarm] = []
-        self._longest: int | None = config.data.max_response_length  # None: the remark on truncation was made
 
     def replay(self, lines: Iterable[Mapping[str, float | None]]) -> None:
         """Rebuild the history of a resumed run; its alarms are not new."""
@@ -127,14 +132,12 @@ class HealthResponse:
     def numbers(self, step: int, line: Mapping[str, float]) -> dict[str, float]:
         """Return `health/<check>` for a line, and log the alarms that start or clear with it."""
         changes = self._monitor.feed({"step": step, **line})
-        if self._longest is not None and (share := line.get(TRUNCATED, 0.0)) > 0.5:
-            remark = "%.0f%% of the responses of step %d are cut at data.max_response_length = %d tokens. Their scores "
-            log.info(remark + "are valid, but they teach nothing about how to end.", 100 * share, step, self._longest)
-            self._longest = None
         for alarm in changes.cleared:
             log.info("alarm cleared at step %d: %s, which began at step %d", step, alarm.check.name, alarm.step)
         for alarm in changes.started:
             log.warning("ALARM %s", alarm)
+        for remark in changes.remarks:
+            log.info("step %d: %s", step, remark)
         self._new += changes.started
         return changes.numbers
 

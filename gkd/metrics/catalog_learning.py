@@ -138,8 +138,8 @@ _LOSS = (
     Row(
         "loss/engine_kl", "nats per token", "rollouts",
         "k3 estimate of KL(engine || student that trains) on the student's own tokens, from the logprobs that the "
-        "engine recorded. It also measures a difference of `rollout.temperature` and `teacher.temperature`, or "
-        "`rollout.top_p` below 1.",
+        "engine recorded. It also measures a difference of `rollout.temperature` and `teacher.temperature`, and "
+        "`rollout.top_p`, `top_k` and `min_p`.",
         "With staleness 0 below 1e-4 in float32, about 0.001 in bfloat16. With stale rollouts more, see "
         "`staleness/mean`.",
         "Large with staleness 0: the engines compute another model than the actor; set `weight_sync.verify: always`. "

@@ -23,7 +23,7 @@ from gkd.types import GreedyReport, Prompt, Sample, ScoredChunk
 log = get_logger("evaluate")
 
 KEPT_TOKEN_LOSSES = 8  # sequences of each evaluation whose losses are written token by token, 0.3 kB for each token
-KEPT_SAMPLES = 50  # greedy responses of each evaluation that are written to the run folder
+KEPT_SAMPLES = 50  # responses of each evaluation that are written to the run folder as text
 CORRECT = 0.5  # smallest value of a response that counts as correct
 SEED = 2**31  # far from data.seed + step, so that no evaluation repeats the random numbers of a training rollout
 
@@ -47,15 +47,31 @@ class Evaluator:
         """
         self._config, self._roles, self._folder = config.eval, roles, folder
         self._scoring = roles.judge or roles.evaluation or roles.scoring
-        self._routes = routes_of(config)
+        self._routes, self._n_training = routes_of(config), config.rollout.n
         self._gpus, self._metrics, self._evaluated = gpus, metrics, evaluated
         self._prompts = list(prompts)[: config.eval.max_prompts or None]
         self._generation = Generation(config, roles.rollout, self._scoring)
 
     def is_due(self, step: int, total_steps: int) -> bool:
         """Return whether to evaluate after this step: every `eval.every` steps, and after the last one."""
-        is_periodic = self._config.every > 0 and step % self._config.every == 0
-        return bool(self._prompts) and (is_periodic or step == total_steps)
+        return bool(self._prompts) and self._is_time(step, total_steps)
+
+    def keep_texts(self, step: int, total_steps: int, chunks: Sequence[ScoredChunk]) -> None:
+        """Write some training responses of a step as text where a run with validation prompts would be evaluated."""
+        if not self._prompts and self._is_time(step, total_steps):
+            self._write_texts(step, [chunk for chunk in chunks if chunk.rollouts.on_policy], self._n_training)
+
+    def _is_time(self, step: int, total_steps: int) -> bool:
+        return step == total_steps or (self._config.every > 0 and step % self._config.every == 0)
+
+    def _write_texts(self, step: int, chunks: Sequence[ScoredChunk], n: int) -> None:
+        """Write sampled responses, n to each prompt in the chunks, with the reference answers of validation prompts."""
+        if not chunks:
+            return
+        samples = self._roles.rollout.texts([chunk.rollouts for chunk in chunks], n=n, n_samples=KEPT_SAMPLES)
+        answers = {prompt.prompt_id: prompt.answer for prompt in self._prompts}
+        written = [replace(sample, answer=answers.get(sample.prompt_id) or "") for sample in samples]
+        self._folder.write_samples(step, written)
 
     def is_due_at_start(self, step: int, total_steps: int) -> bool:
         """Return whether to evaluate before training: at step 0, or if a run stopped in its last evaluation."""
@@ -88,14 +104,16 @@ class Evaluator:
             kl = stats.extra.get("loss/token_kl")
             numbers = {"eval/reverse_kl": stats.extra["loss/sampled_reverse_kl"]} if kl is None else {"eval/kl": kl}
             numbers["eval/response_tokens"] = float(stats.n_loss_tokens)
-            if greedy.accuracy is not None:
+            if greedy is not None:
                 numbers["eval/accuracy"] = greedy.accuracy
-            numbers |= {
-                f"domain/{self._routes[route].name}/accuracy": accuracy
-                for route, accuracy in greedy.by_route.items()
-                if self._routes[route].name
-            }
-            self._folder.write_samples(step, greedy.samples[:KEPT_SAMPLES])
+                numbers |= {
+                    f"domain/{self._routes[route].name}/accuracy": accuracy
+                    for route, accuracy in greedy.by_route.items()
+                    if self._routes[route].name
+                }
+                self._folder.write_samples(step, greedy.samples[:KEPT_SAMPLES])
+            else:
+                self._write_texts(step, scored, self._config.n)
             if step == 0 and self._roles.teacher_samples is not None:
                 numbers["eval/teacher_accuracy"] = self._accuracy(self._roles.teacher_samples())
             if self._config.n > 1:
@@ -105,12 +123,11 @@ class Evaluator:
         self._evaluated(step, numbers)
         log.info("step %d: validation: %s", step, "  ".join(f"{k} {v:.4g}" for k, v in numbers.items()))
 
-    def _greedy(self) -> GreedyReport:
-        """Generate greedily and judge with eval.metric. Without a metric, generate only what a person reads."""
-        judge, rollout = self._roles.judge, self._roles.rollout
+    def _greedy(self) -> GreedyReport | None:
+        """Generate greedily and judge with eval.metric. Return None if there is no metric."""
         if self._config.metric == NO_METRIC:
-            samples = rollout.greedy(self._prompts[:KEPT_SAMPLES], n_samples=KEPT_SAMPLES).samples
-            return GreedyReport(None, [replace(sample, correct=None) for sample in samples], {})
+            return None
+        judge, rollout = self._roles.judge, self._roles.rollout
         if judge is None:
             return rollout.greedy(self._prompts, n_samples=KEPT_SAMPLES)
         samples = rollout.greedy(self._prompts, n_samples=len(self._prompts)).samples

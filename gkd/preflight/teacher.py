@@ -222,12 +222,12 @@ def warn_about_losses(config: Config, gib: float) -> None:
             gib,
         )
     spec = config.derived.loss
-    if (spec.uses_samples or spec.has_rewards) and config.rollout.top_p < 1.0:
+    if (spec.uses_samples or spec.has_rewards) and config.rollout.truncation:
         names = [term.name for term in spec.policy_gradients] + ["rewards"] * spec.has_rewards
         names += ["distill.tail=residual"] * spec.has_residual
         log.warning(
-            "rollout.top_p=%g: tokens outside are never sampled, so %s cannot learn from them",
-            config.rollout.top_p,
+            "%s: tokens outside are never sampled, so %s cannot learn from them",
+            config.rollout.truncation,
             ", ".join([*names, "the reference's KL"] if spec.reference_weight else names),
         )
     if sensitive := stale_losses(config):

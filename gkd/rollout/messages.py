@@ -15,6 +15,8 @@ class Sampling:
     max_tokens: int
     seed: int
     n_top_ids: int = 0  # most probable ids to return of each position
+    top_k: int = 0
+    min_p: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

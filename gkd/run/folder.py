@@ -17,7 +17,7 @@ run_dir/config.yaml            resolved settings
         branched_from          checkpoint of another run that this run started from, if any
         going_back             earlier checkpoint that a rewind was asked for, until it is loaded
         memory/                reports of ranks that ran out of memory; see `gkd.memory.oom`
-        samples/step_N.jsonl   greedy responses to validation prompts
+        samples/step_N.jsonl   responses as text, see `Sample`
         token_losses/step_N.jsonl  each token of some responses of an evaluation, see `TokenRecord`
         batches/step_N/        with trainer.record_batches: the batch of each step; see `gkd.pipeline.replay`
         export/                the trained student in Hugging Face format; see `gkd.run.export_folder`
@@ -107,7 +107,7 @@ class RunFolder:
         return file
 
     def write_samples(self, step: int, samples: Sequence[Sample]) -> None:
-        """Write one JSON line per greedy response. Raises CheckpointError: it cannot be written."""
+        """Write one JSON line per response. Raises CheckpointError: it cannot be written."""
         self._write_of_step("samples", step, [asdict(sample) for sample in samples])
 
     def write_token_losses(self, step: int, records: Sequence[TokenRecord]) -> None:

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from gkd.cluster.cluster import Cluster
     from gkd.cluster.placement import PoolSpec
 from gkd.cluster.pool import Pool
+from teacher_server.config.command import command_parser
 
 # Shorter than trainer.init_timeout_s, which training waits: GPUs that are free are granted at once.
 _POOL_S = 60.0
@@ -154,11 +155,10 @@ def _too_few(error: GkdError) -> Finding:
 
 
 def _parse(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python -m gkd.tools.check_gpus",
-        description="Report which rank is, or would be, on which GPU, and find problems of the placement.",
-        epilog=_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+    parser = command_parser(
+        "python -m gkd.tools.check_gpus",
+        "Report which rank is, or would be, on which GPU, and find problems of the placement.",
+        _EXAMPLES,
     )
     which = parser.add_mutually_exclusive_group(required=True)
     which.add_argument("--config", metavar="X.yaml", help="settings of a training run to be started")

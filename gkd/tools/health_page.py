@@ -19,9 +19,9 @@ writes this page from `gkd/health/checks.py`.
 - A resumed run rebuilds the state of all checks from `metrics.jsonl`. Alarms that still last are logged once, and are
   not new.
 - `health.checks_off: [no_gap]` leaves checks out; `health.limits: {{truncated: 0.9}}` changes thresholds.
-- `engine_logprobs` and `stale_rollouts` are off if `rollout.temperature` differs from `teacher.temperature`, or
-  `rollout.top_p` is below 1: the engine's logprobs then belong to another distribution. With `trainer.replay` they
-  are off, too: the rollouts are those of another run.
+- `engine_logprobs` and `stale_rollouts` are off if `rollout.temperature` differs from `teacher.temperature`, or with
+  `rollout.top_p`, `top_k` or `min_p`: the engine's logprobs then belong to another distribution. With
+  `trainer.replay` they are off, too: the rollouts are those of another run.
 
 `health.on_alarm` selects what a new alarm does, after the line of its step is written:
 

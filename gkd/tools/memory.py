@@ -42,6 +42,7 @@ from gkd.footprint.rollout import with_engine_cache, with_max_num_seqs
 from gkd.footprint.strategy import with_strategy
 from gkd.footprint.totals import HostTotal, host_shortage, host_totals, pool_totals, scores_gib
 from gkd.hf.model_folder import ModelFolder, read_model_folder
+from teacher_server.config.command import command_parser
 
 _MOST_HOST_GIB = 2**20
 _EXAMPLES = """examples:
@@ -191,11 +192,10 @@ def _gib_number(flag: str, text: str | None) -> float | None:
 
 
 def _parse(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python -m gkd.tools.memory",
-        description="Estimate the memory of each rank of a training by part, and compare it with a GPU.",
-        epilog=_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+    parser = command_parser(
+        "python -m gkd.tools.memory",
+        "Estimate the memory of each rank of a training by part, and compare it with a GPU.",
+        _EXAMPLES,
     )
     parser.add_argument("--config", required=True, metavar="X.yaml", help="the settings of the training")
     parser.add_argument("--gpu-gib", metavar="80", help="memory of a GPU in GiB; default: the smallest of this host")

@@ -25,6 +25,7 @@ from gkd.run.checkpoints import ACTOR, CheckpointStore, step_folder, step_of, ve
 from gkd.run.folder import BATCHES, CHECKPOINTS, ENVIRONMENT, ORIGIN
 from gkd.run.resume_compat import check_same_files, check_same_run
 from gkd.types import PendingScores, Prompt, ScoredChunk, TrainStats
+from teacher_server.config.command import command_parser
 
 _EXAMPLES = """example:
   python -m gkd.tools.replay runs/mine --step 20
@@ -236,11 +237,10 @@ def _prompts(root: Path, config: Config) -> list[Prompt]:
 
 
 def _parse(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python -m gkd.tools.replay",
-        description="Make a recorded step of a run again, and compare loss, gradient norm and tokens.",
-        epilog=_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+    parser = command_parser(
+        "python -m gkd.tools.replay",
+        "Make a recorded step of a run again, and compare loss, gradient norm and tokens.",
+        _EXAMPLES,
     )
     parser.add_argument("run", type=Path, metavar="RUN", help="run folder")
     parser.add_argument("--step", type=int, required=True, metavar="N", help="the step to make again")

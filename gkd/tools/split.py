@@ -27,6 +27,7 @@ from gkd.footprint.rank import other_processes_bytes, with_other_processes
 from gkd.tools.split_tuner.calibration import calibrate, calibration_folder
 from gkd.tools.split_tuner.rates import Run, check_plannable, read_run
 from gkd.tools.split_tuner.splits import Candidate, Hardware, Ranking, candidate, own_split, rank
+from teacher_server.config.command import command_parser
 
 SCHEDULERS = (*AHEAD, STREAM)
 _LONGEST = 1 << 20  # tokens, limit of --lengths
@@ -246,11 +247,10 @@ def _at_least(lowest: int) -> Any:
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python -m gkd.tools.split",
-        description="Recommend a split of the GPUs and a scheduler from the measured rates of a run.",
-        epilog=_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+    parser = command_parser(
+        "python -m gkd.tools.split",
+        "Recommend a split of the GPUs and a scheduler from the measured rates of a run.",
+        _EXAMPLES,
     )
     which = parser.add_mutually_exclusive_group(required=True)
     which.add_argument("--run", metavar="RUN_DIR", help="run folder of a finished or running job")

@@ -17,6 +17,7 @@ from gkd.errors import ConfigError, GkdError
 from gkd.files.disk import naming
 from gkd.metrics.span_file import SpanLine, read_spans, sort_key
 from gkd.types import Span
+from teacher_server.config.command import command_parser
 
 _EXAMPLES = """example:
   python -m gkd.tools.trace runs/mine --steps 10-12 --out trace.json
@@ -119,11 +120,8 @@ def _about(pid: int, what: str, tid: int = 0, **args: Any) -> dict[str, Any]:
 
 
 def _parse(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python -m gkd.tools.trace",
-        description="Write what each process of a run did as a trace that Perfetto shows.",
-        epilog=_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+    parser = command_parser(
+        "python -m gkd.tools.trace", "Write what each process of a run did as a trace that Perfetto shows.", _EXAMPLES
     )
     parser.add_argument("run", type=Path, metavar="RUN", help="run folder; the run may be in progress")
     parser.add_argument("--steps", metavar="A-B", help="a step or a range of steps; default: all")

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import msgspec
 
 from teacher_server.cli.admin_link import AdminLink, ConnectionClosed, NoReply
+from teacher_server.config.command import command_parser
 from teacher_server.config.settings import tcp_endpoint
 from teacher_server.errors import SettingsError
 from teacher_server.wire.keys import load_peer_keys
@@ -42,13 +43,7 @@ exit code: 0 done (without --wait: draining has started), 1 the server died befo
 
 
 def _parser(command: str, description: str, examples: str) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog=f"python -m teacher_server {command}",
-        description=description,
-        epilog=examples,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    parser = command_parser(f"python -m teacher_server {command}", description, examples, allow_abbrev=False)
     parser.add_argument(
         "--server", metavar="HOST:PORT", help=f"address of the server (default: {_DEFAULT_HOST}:{_DEFAULT_PORT})"
     )

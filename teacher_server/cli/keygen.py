@@ -5,13 +5,13 @@
 
 from __future__ import annotations
 
-import argparse
 import os
 from collections.abc import Sequence
 from pathlib import Path
 
 import zmq
 
+from teacher_server.config.command import command_parser
 from teacher_server.config.settings import check_name
 from teacher_server.wire.keys import DOMAINS, Domain, KeysError, Role, read_key_file
 
@@ -28,11 +28,10 @@ _NOTE = "# CURVE {} key of {}, made by `python -m teacher_server keygen`\n"
 
 def main(argv: Sequence[str]) -> int:
     """Run `keygen`. Raises KeysError."""
-    parser = argparse.ArgumentParser(
-        prog="python -m teacher_server keygen",
-        description="Create the keys of a server, or add clients and workers to existing keys.",
-        epilog=_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+    parser = command_parser(
+        "python -m teacher_server keygen",
+        "Create the keys of a server, or add clients and workers to existing keys.",
+        _EXAMPLES,
         allow_abbrev=False,
     )
     parser.add_argument("folder", metavar="DIR", help="the server's key folder, for its --keys")

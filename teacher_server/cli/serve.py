@@ -25,6 +25,7 @@ from prometheus_client import CollectorRegistry
 from teacher_server.broker.broker import Broker
 from teacher_server.broker.metrics import BrokerMetrics, serve_metrics
 from teacher_server.cli.supervisor import Supervisor, WorkerCommand
+from teacher_server.config.command import command_parser
 from teacher_server.config.declare import is_path
 from teacher_server.config.options import add_flags
 from teacher_server.config.schema import N_WORKERS, SERVER_OPTIONS, TEACHER_OPTIONS, ServerSettings, TeacherSettings
@@ -72,12 +73,8 @@ exit code: 0 after a signal or a drain, 2 after an error (one line on stderr)
 
 
 def build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m teacher_server",
-        description="Serve one or several teacher models to the trainer.",
-        epilog=_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
+    parser = command_parser(
+        "python -m teacher_server", "Serve one or several teacher models to the trainer.", _EXAMPLES, allow_abbrev=False
     )
     parser.add_argument(
         "--model",

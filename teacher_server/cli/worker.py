@@ -14,6 +14,7 @@ import socket
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from teacher_server.config.command import command_parser
 from teacher_server.config.declare import is_path
 from teacher_server.config.options import add_flags, given_flags
 from teacher_server.config.schema import COMPUTE_TIMEOUT_S, KEYS, LOG_FORMAT, TEACHER_OPTIONS
@@ -48,11 +49,10 @@ exit code: 0 exited after finishing its requests, 1 refused by the broker or its
 
 
 def build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m teacher_server worker",
-        description="Add one more copy of a model to a running teacher server.",
-        epilog=_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+    parser = command_parser(
+        "python -m teacher_server worker",
+        "Add one more copy of a model to a running teacher server.",
+        _EXAMPLES,
         allow_abbrev=False,
     )
     parser.add_argument("--broker", required=True, metavar="HOST:PORT", help="host of the server and its --worker-port")

@@ -97,11 +97,9 @@ class HubName:
         if isinstance(error, errors.GatedRepoError):
             problem = f"it is gated: {hub} gives it only to accounts that have accepted its license."
             return problem, f"accept it at {page}, and set HF_TOKEN to a token of that account."
-        if isinstance(error, errors.RepositoryNotFoundError):
+        if isinstance(error, (errors.RepositoryNotFoundError, errors.HFValidationError)):
             problem = f"{absent}{hub} has no such {kind}, or it is private."
             return problem, "correct the path or the name; for a private one set HF_TOKEN."
-        if isinstance(error, errors.HFValidationError):
-            return f"{absent}it cannot be a name on the hub ({text}).", "correct the path or the name."
         if isinstance(error, errors.RevisionNotFoundError):
             return f"{hub} has no revision {self.revision} of it.", f"name a branch, a tag or a commit of {page}."
         if isinstance(error, errors.RemoteEntryNotFoundError):

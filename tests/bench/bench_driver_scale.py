@@ -65,6 +65,7 @@ class Roles1024:
                 stream=e.stream,
                 close_stream=e.close_stream,
                 usage=e.usage,
+                texts=lambda *args: [],
             )
             for e in clock.engines
         ]

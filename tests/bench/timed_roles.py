@@ -30,7 +30,17 @@ from gkd.rollout.vllm.usage import PassMeter
 from gkd.scoring.endpoint import ScoringEndpoint
 from gkd.spans import Phase, SpanRecorder
 from gkd.tools.split_tuner.estimate import Rates
-from gkd.types import FileDigest, ProcessSpans, Prompt, Rollout, TeacherScores, TeacherTopK, TrainStats, VersionSpan
+from gkd.types import (
+    FileDigest,
+    ProcessSpans,
+    Prompt,
+    Rollout,
+    Sample,
+    TeacherScores,
+    TeacherTopK,
+    TrainStats,
+    VersionSpan,
+)
 from gkd.weight_sync.buckets import Bucket, Content, TensorSpec
 from gkd.weight_sync.group import GroupSpec
 
@@ -183,6 +193,9 @@ class TimedRolloutWorker(RolloutWorker):
     def prepare(self, config: Config, stages: Stages, meeting: Any) -> None:
         self._set_up(config, torch.device("cpu"), Path(config.trainer.run_dir))
         self._set_engine(TimedEngine(config, stages, meeting, self._spans))
+
+    def texts(self, positions: Sequence[Sequence[int]], *chunks: Sequence[Rollout]) -> list[Sample]:
+        return []  # There is no tokenizer.
 
 
 class Meeting:

@@ -90,7 +90,9 @@ def _expected(name: str, args: Any, model: Any) -> Iterator[tuple[str, str, Any]
     yield "temperature", "rollout.temperature", args.temperature
     yield "temperature", "teacher.temperature", 1.0 if is_gkd else args.temperature
     yield "top_p", "rollout.top_p", getattr(args, "top_p", 1.0)
-    off = {"top_k": 0, "min_p": None, "repetition_penalty": 1, "use_uld_loss": False, "vllm_sync_frequency": 1}
+    yield "top_k", "rollout.top_k", getattr(args, "top_k", 0)
+    yield "min_p", "rollout.min_p", getattr(args, "min_p", None) or 0.0
+    off = {"repetition_penalty": 1, "use_uld_loss": False, "vllm_sync_frequency": 1}
     for switch in off:
         yield switch, "", _NO_EQUAL if getattr(args, switch, off[switch]) not in (off[switch], 0) else None
     yield "num_generations", "rollout.n", _NO_EQUAL if n > 1 and lmbda < 1 else n  # copies of the dataset's responses

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
 import signal
 import subprocess
 import sys
@@ -88,19 +87,6 @@ def test_the_numbers_are_those_of_the_metrics_file(run: Path, single: Path, open
     expect(page.locator('td[data-key="eval/kl"]')).to_contain_text(f"{first:.4g} → {last:.4g}")
 
 
-def test_a_small_constant_value_is_not_drawn_as_zero(run: Path, tmp_path: Path, open_page: Open) -> None:
-    """Fails if the axis of a constant learning rate goes from -1 to 1, where every value looks like 0."""
-    constant = tmp_path / "constant"
-    shutil.copytree(run, constant)
-    lines = [line | {"optim/lr": 5e-5} for line in metrics(run)]
-    (constant / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    page = open_page(written(tmp_path / "constant.html", constant))
-    page.select_option("#any-key", "optim/lr")
-    curves(page, "any-chart")
-    low, high = page.evaluate("() => document.querySelector('#any-chart .plot')._fullLayout.yaxis.range")
-    assert 0 <= low < 5e-5 < high < 1e-3
-
-
 def test_any_key_can_be_drawn_with_its_meaning(run: Path, single: Path, open_page: Open) -> None:
     """Fails if a key has no curve on the page, or its description is missing."""
     page = open_page(single)
@@ -112,6 +98,25 @@ def test_any_key_can_be_drawn_with_its_meaning(run: Path, single: Path, open_pag
     page.select_option("#axis", "hours")
     code = "() => Math.max(...document.querySelector('#any-chart .plot').data[0].x)"
     assert page.evaluate(code) == pytest.approx(12 * 10 / 3600, rel=1e-3)
+
+
+def test_a_small_constant_is_above_zero(tmp_path: Path, open_page: Open) -> None:
+    """Fails if a constant learning rate is drawn at 0, on an axis from -1 to 1."""
+    run = make_run(tmp_path / "constant")
+    lines = [{**each, "optim/lr": 5e-5} if "optim/lr" in each else each for each in metrics(run)]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(each) + "\n" for each in lines))
+    page = open_page(written(run / "page.html", run))
+    curves(page, "chart-optim-lr")
+    low, high = page.evaluate("document.querySelector('#chart-optim-lr .plot').layout.yaxis.range")
+    assert (low, high) == (0, pytest.approx(1e-4))
+
+
+def test_changed_words_are_marked(single: Path, open_page: Open) -> None:
+    """Fails if the page does not show which words of a response have changed since the first evaluation."""
+    page = open_page(single)
+    page.get_by_text("What changed in the responses").click()
+    expect(page.locator(".texts del").first).to_be_visible()
+    expect(page.locator(".texts ins").first).to_be_visible()
 
 
 def test_a_token_shows_the_teachers_choices(run: Path, single: Path, open_page: Open) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from gkd.metrics.writer import read_metrics
+from gkd.pipeline.evaluate import KEPT_SAMPLES
 from gkd.tools.report.page import page
 from gkd.tools.report.read import read_runs
 from gkd.tools.report.samples import browser
@@ -53,6 +54,13 @@ def test_hidden_states_train(lab: Lab, teacher_port: int, shared_ray: str) -> No
     wide = f"model.path={resized(lab.student, 32064)}"
     shares = ("data.domain_shares={a: 2, b: 1}", "distill.normalize=domain", "teacher.routes.b.temperature=0.9")
     lines = hidden(lab, teacher_port, "stream", shared_ray, wide, *TWO_ROUTES, *shares)
+    first, last = (
+        [json.loads(text) for text in (lab.root / f"run_hidden_stream/samples/step_0000000{step}.jsonl").open()]
+        for step in (0, 2)
+    )
+    assert [row["prompt_ids"] for row in first] == [row["prompt_ids"] for row in last] and len(first) == KEPT_SAMPLES
+    assert [row["prompt_id"] for row in first] == list(range(KEPT_SAMPLES)) and all(row["text"] for row in first)
+    assert {row["answer"] for row in last} == {"w2"} and {row["correct"] for row in last} == {None}
     for step in (1, 2):
         m = lines[step]
         assert m["rollout/sequences"] == 12 and m["staleness/max"] <= 1

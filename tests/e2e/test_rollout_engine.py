@@ -21,6 +21,7 @@ from tests.second_runner import ENVIRONMENT, N_VOCAB, allow_second_runner, small
 pytestmark = pytest.mark.e2e
 N_PROMPTS, N_SAMPLES = 6, 2
 N_TOP = 25  # more than vLLM allows by default
+CUT = {"top_k": 3, "min_p": 0.6}  # settings that leave out tokens
 N_LISTED = 5  # of the teacher's most probable tokens
 
 
@@ -65,6 +66,11 @@ def _probe(student: Path, n_vocab: int) -> dict[Any, Any]:
     mixed = [*engine.pop_finished("top"), *engine.pop_finished("plain")]
     result["mixed"] = sorted(mixed, key=lambda r: r.sample_index)
 
+    result["cut"] = {
+        name: sorted(engine.generate(prompts, replace(sampling, **{name: value})), key=lambda r: r.sample_index)
+        for name, value in CUT.items()
+    }
+
     first_prompt, n_rows = prompts[0].token_ids.tolist(), engine.llm.model_config.get_vocab_size()
     params = vllm_params(sampling, 0, [], range(n_rows // 2, n_rows))
     (answer,) = engine.llm.generate({"prompt_token_ids": first_prompt}, params, use_tqdm=False)
@@ -91,6 +97,17 @@ def _probe(student: Path, n_vocab: int) -> dict[Any, Any]:
             result.setdefault("rows", []).append(logprobs[first - 1 : -1].numpy())
             expected.append(logprobs[first - 1 : -1].gather(-1, tokens[first:, None])[:, 0].numpy())
     result["expected_logprobs"], result["largest"] = expected, top
+    with torch.no_grad():
+        for name, value in CUT.items():
+            for rollout in result["cut"][name]:
+                tokens = torch.from_numpy(np.concatenate([rollout.prompt_ids, rollout.response_ids])).long()
+                first = len(rollout.prompt_ids)
+                scaled = model(tokens[None]).logits[0, first - 1 : -1] / sampling.temperature
+                ranked = scaled.sort(-1, descending=True).values
+                limit = ranked[:, :1] + np.log(value) if name == "min_p" else ranked[:, value - 1, None]
+                among = scaled.masked_fill(scaled < limit, -torch.inf).log_softmax(-1)
+                logprobs = among.gather(-1, tokens[first:, None])[:, 0].numpy()
+                result.setdefault("cut_logprobs", {}).setdefault(name, []).append(logprobs)
 
     with torch.no_grad():
         tokens = torch.tensor([*first_prompt, *result["masked"][0]])
@@ -176,6 +193,17 @@ def test_logprobs_are_those_of_the_sampling_distribution(probe: dict[str, Any]) 
     """Fails if rollout_logprobs are of another temperature, token or position."""
     for rollout, expected in zip(probe["together"], probe["expected_logprobs"], strict=True):
         np.testing.assert_allclose(rollout.rollout_logprobs, expected, atol=1e-3)
+
+
+@pytest.mark.parametrize("name", CUT)
+def test_logprobs_of_a_truncated_distribution_are_those_among_its_tokens(probe: dict[str, Any], name: str) -> None:
+    """Fails if top_k or min_p has no effect, or the importance terms divide by a probability of all tokens."""
+    found, expected = probe["cut"][name], probe["cut_logprobs"][name]
+    for rollout, logprobs in zip(found, expected, strict=True):
+        np.testing.assert_allclose(rollout.rollout_logprobs, logprobs, atol=1e-3)
+    assert any(
+        a.response_ids.tolist() != b.response_ids.tolist() for a, b in zip(found, probe["together"], strict=True)
+    )
 
 
 def test_masked_ids_are_not_sampled_and_count_nothing(probe: dict[str, Any]) -> None:

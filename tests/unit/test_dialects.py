@@ -131,6 +131,8 @@ ALIKE = {
     ("actor.optim.min_lr_rate", "actor.optim.min_lr_ratio"),
     ("actor.optim.scheduler", "actor.optim.schedule"),
     ("distill.betas", "distill.beta"),
+    ("rollout.topk", "rollout.top_k"),
+    ("teacher.top_k", "teacher.topk"),
     ("rollout.gpus_per_node", "rollout.n_gpus_per_node"),
     ("trainer.gpus_per_node", "trainer.n_gpus_per_node"),
 }

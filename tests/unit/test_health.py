@@ -12,7 +12,7 @@ from gkd.config.load import load_config
 from gkd.config.schema_sections import HEALTH_CHECKS
 from gkd.health.checks import CHECKS, NEED_EQUAL_SAMPLING
 from gkd.health.history import N_RECENT, History
-from gkd.health.monitor import CLEAR_AFTER, PREFIX, Changes, HealthResponse, Monitor
+from gkd.health.monitor import CLEAR_AFTER, PREFIX, Changes, Monitor
 from gkd.tools.health_page import health_page
 from gkd.tools.metrics_page import ROWS
 
@@ -132,31 +132,33 @@ def test_missing_numbers_give_no_verdict(value: float | None) -> None:
     empty = feed(Monitor(), {key: [value] * 30 for key in [*HEALTHY, "eval/kl", "eval/accuracy"]})
     assert started(empty) == [] and empty[-1].numbers == {}
     assert feed(Monitor(), {"perf/x": [1.0] * 30})[-1].numbers == {}
-    gaps: Series = {"rollout/repeated_4gram_share": [0.9, 0.9, value, value, 0.9]}
-    assert started(feed(Monitor(), gaps)) == [("repetition", 5)]
+    gaps: Series = {"rollout/truncated_share": [0.1, 0.9, value, value, 0.9]}
+    assert started(feed(Monitor(), gaps)) == [("truncated", 5)]
+
+
+def test_answers_that_are_cut_from_the_first_step_on_are_a_remark() -> None:
+    """Fails if a small data.max_response_length is an alarm or has two remarks, or a rise from there gives no alarm."""
+    for series, alarms, n_remarks in (
+        ([0.8] * 30, [], 1),
+        ([0.8] * 10 + [0.3] * 10 + [0.8] * 10, [], 1),
+        ([0.6] * 10 + [0.95] * 10, [("truncated", 12)], 1),
+        ([1.0] * 30, [], 1),
+        ([0.4] * 30, [], 0),
+    ):
+        changes = feed(Monitor(), {"rollout/truncated_share": series})
+        assert started(changes) == alarms
+        remarks = [remark for change in changes for remark in change.remarks]
+        assert len(remarks) == n_remarks and all("data.max_response_length" in remark for remark in remarks)
 
 
 def test_a_value_around_the_limit_gives_one_alarm() -> None:
     """Fails if a flapping value writes a line at every change, or an alarm never clears."""
-    flapping = [1.0] * 5 + ([0.0] * 5 + [1.0] * 5) * 4 + [0.0] * 20
-    changes = feed(Monitor(), {"rollout/repeated_4gram_share": flapping})
-    assert started(changes) == [("repetition", 3)]
+    flapping = [0.5] + [1.0] * 4 + ([0.0] * 5 + [1.0] * 5) * 4 + [0.0] * 20
+    changes = feed(Monitor(), {"rollout/truncated_share": flapping})
+    assert started(changes) == [("truncated", 3)]
     cleared = [i + 1 for i, change in enumerate(changes) if change.cleared]
     assert cleared == [45 + 1 + CLEAR_AFTER]  # step 46 still has two truncated batches of three
-    assert changes[-1].numbers == {"health/repetition": 0.0}
-
-
-def test_a_run_with_short_responses_has_no_alarm_but_one_remark(
-    tmp_path: Path, gkd_log: pytest.LogCaptureFixture
-) -> None:
-    """Fails if a run that cuts its responses from the first step on rings, or if its remark is missing or repeated."""
-    assert started(feed(Monitor(), {"rollout/truncated_share": [0.8, 0.9, 0.7] + [0.85] * 20})) == []
-    config = load_config(None, ["data.max_response_length=64"])
-    response = HealthResponse(config, tmp_path)
-    for step in range(1, 9):
-        response.numbers(step, {"rollout/truncated_share": 0.8})
-    remarks = [record.getMessage() for record in gkd_log.records if "max_response_length" in record.getMessage()]
-    assert len(remarks) == 1 and "80%" in remarks[0] and "64 tokens" in remarks[0]
+    assert changes[-1].numbers == {"health/truncated": 0.0}
 
 
 def test_a_branch_that_begins_late_has_no_check_of_the_gap_at_the_start() -> None:
@@ -170,6 +172,8 @@ def test_other_sampling_than_the_loss_switches_off_the_comparison_with_the_engin
     for overrides, n in (
         ([], 1),
         (["rollout.top_p=0.9"], 0),
+        (["rollout.top_k=20"], 0),
+        (["rollout.min_p=0.05"], 0),
         (["rollout.temperature=0.7"], 0),
         (["trainer.replay=r"], 0),
     ):

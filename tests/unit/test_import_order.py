@@ -39,7 +39,7 @@ LIBRARIES: dict[str, tuple[str, ...]] = {
 # The parts of the teacher server that the trainer may import. The local teacher computes with the server's engines.
 # Both programs declare their settings with the same helper, check model folders with the same code, and support the
 # same versions of vLLM.
-FROM_SERVER = ("teacher_server.wire.",)
+FROM_SERVER = ("teacher_server.wire.", "teacher_server.config.command.")
 FROM_SERVER_IN = {
     "gkd/config/": ("teacher_server.config.declare",),
     "gkd/rollout/vllm/start.py": ("teacher_server.engines.vllm_memory", "teacher_server.engines.vllm_files"),

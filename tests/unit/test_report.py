@@ -125,13 +125,32 @@ def test_the_sample_browser_is_bounded_by_its_rule(tmp_path: Path) -> None:
     root = make_run(tmp_path / "run", steps=13, eval_every=1, n_tokens=410)
     (run,) = read_runs([root])
     data = samples.browser(run)
-    assert len(data["steps"]) == len(data["greedy"]) == samples.MAX_EVALUATIONS and data["n_evaluations"] == 14
+    assert len(data["steps"]) == len(data["texts"]) == samples.MAX_EVALUATIONS and data["n_evaluations"] == 14
     assert data["steps"][0] == 0 and data["steps"][-1] == 13
     record = data["responses"][13]["100/0"]
     assert len(record["ids"]) == len(record["color"]) == len(record["choices"]) == samples.MAX_TOKENS
     assert record["n_tokens"] == 410 and record["prompt"] == WORDS[2] + WORDS[5] + WORDS[3]
     assert set(data["vocabulary"].values()) <= set(WORDS) and data["has_tokenizer"]
     assert len(samples.browser(run, n_runs=12)["steps"]) == 2
+
+
+def test_changed_words_of_the_same_prompt_are_marked(tmp_path: Path) -> None:
+    """Fails if words are lost, or compared with another prompt's, or a response could run as a script."""
+    root = make_run(tmp_path / "run", steps=2, eval_every=1)
+    texts = {
+        0: {1: "so  it is 4", 2: "same", 3: "gone"},
+        1: {1: "x"},
+        2: {1: "so  it is\n<b>5</b>", 2: "same", 4: "new"},
+    }
+    for step, rows in texts.items():
+        rows_ = [{"prompt_id": i, "prompt": "</script>", "text": text, "correct": None} for i, text in rows.items()]
+        file = root / "samples" / f"step_{step:08d}.jsonl"
+        file.write_text("".join(json.dumps(row) + "\n" for row in rows_))
+    (run,) = read_runs([root])
+    (change,) = samples.browser(run)["changes"]
+    assert change["id"] == 1
+    assert change["parts"] == [("", "so  it is"), ("del", " 4"), ("ins", "\n<b>5</b>")]
+    assert "<b>5</b>" not in page([run]) and "</script>" not in data_of(page([run]))["runs"][0]["name"]
 
 
 def test_runs_of_older_versions_and_killed_runs_are_shown(tmp_path: Path) -> None:
@@ -152,7 +171,7 @@ def test_runs_of_older_versions_and_killed_runs_are_shown(tmp_path: Path) -> Non
     data = samples.browser(run)
     record = data["responses"][12]["100/0"]
     assert not data["has_tokenizer"] and data["vocabulary"][1] == "[1]"
-    assert record["prompt"] is None and record["choices"] == [] and data["greedy"] == {}
+    assert record["prompt"] is None and record["choices"] == [] and data["texts"] == {} and data["changes"] == []
     assert len(data_of(page([run]))["runs"]) == 1
     empty = tmp_path / "just_started"
     empty.mkdir()

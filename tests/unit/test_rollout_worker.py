@@ -117,6 +117,14 @@ def test_a_response_is_correct_only_if_it_is_complete_and_marked() -> None:
     ]
 
 
+def test_the_first_sample_of_each_prompt_is_shown_as_text() -> None:
+    """Fails if a text belongs to another prompt or sample, or is judged."""
+    texts = [Rollout(i // 2, i, np.array([0, i // 2]), np.array([1, i + 2]), np.zeros(2), (), "stop") for i in range(4)]
+    (first, second) = worker([]).texts([[0], [1]], texts[:2], texts[1:3])
+    assert (first.prompt_id, first.prompt, first.text, first.correct) == (0, "<start><start>", "work;", None)
+    assert (second.prompt_id, second.prompt, second.text) == (1, "<start>work", "work" + WORDS[4])
+
+
 @pytest.mark.parametrize(("dp_size", "chunk_size"), [(1, 3), (2, 2), (4, 16)])
 def test_dataset_responses_belong_to_the_group_of_their_prompt(dp_size: int, chunk_size: int) -> None:
     """Fails if a dataset response goes to another group than a rollout would, or is marked as on-policy."""

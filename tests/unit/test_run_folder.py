@@ -108,6 +108,10 @@ def test_a_damaged_teacher_file_is_named(tmp_path: Path) -> None:
         (("trainer.total_epochs=3",), ""),
         (("trainer.total_epochs=3", "actor.optim.schedule=linear"), "actor.optim.schedule"),
         (("data.seed=2",), "data.seed"),
+        (("data.system_prompt=Be brief.",), "data.system_prompt"),
+        (("data.tools_key=tools",), "data.tools_key"),
+        (("rollout.top_k=20",), "rollout.top_k"),
+        (("rollout.min_p=0.1",), "rollout.min_p"),
         (("distill.losses=[{name: jsd}]",), "distill.losses"),
     ],
 )

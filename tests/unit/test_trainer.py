@@ -8,7 +8,9 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -29,6 +31,7 @@ def test_stages_of_one_step_run_in_order(tmp_path: Path) -> None:
         "push 0",
         *["generate n=3 seed=10 v=0", *stages, "push 1"],
         *["generate n=3 seed=11 v=1", *stages, "push 2"],
+        "texts n=3",
         "save",
         "saved 2",
         "export",
@@ -88,15 +91,30 @@ def test_evaluations_and_checkpoints_follow_their_intervals(tmp_path: Path) -> N
     assert len(stamps) == 5 and began <= stamps[0] and stamps == sorted(stamps) and stamps[-1] <= time.time()
 
 
-def test_a_run_without_a_metric_leaves_responses_to_read(tmp_path: Path) -> None:
-    """Fails if a run without reference answers has no text of its student, or judges it."""
-    world = World()
-    make(tmp_path, world, "trainer.total_steps=1", "eval.metric=none", val=PROMPTS[:1]).fit()
-    assert world.events.count("greedy") == world.events.count("evaluate") == 2
-    assert not any("eval/accuracy" in line for line in read_metrics(tmp_path / "run" / "metrics.jsonl"))
-    files = sorted((tmp_path / "run" / "samples").glob("*.jsonl"))
-    assert len(files) == 2
-    assert [json.loads(file.read_text())["correct"] for file in files] == [None, None]
+def written_texts(tmp_path: Path) -> dict[str, list[dict[str, Any]]]:
+    files = sorted((tmp_path / "run" / "samples").glob("*"))
+    return {file.stem.lstrip("step_0") or "0": list(map(json.loads, file.read_text().splitlines())) for file in files}
+
+
+def test_each_evaluation_leaves_text_without_a_metric(tmp_path: Path) -> None:
+    """Fails if a run without a metric leaves no text of its responses, or one has another prompt's answer."""
+    settings = ("trainer.total_steps=2", "eval.every=1", "eval.metric=none", "rollout.n=3")
+    val = [replace(PROMPTS[0], answer="7"), replace(PROMPTS[1], answer=None)]
+    make(tmp_path, World(), *settings, val=val).fit()
+    found = written_texts(tmp_path)
+    assert {step: [(s["text"], s["answer"], s["correct"]) for s in rows] for step, rows in found.items()} == {
+        str(step): [(f"v{step}", "7", None), (f"v{step}", "", None)] for step in range(3)
+    }
+
+
+@pytest.mark.parametrize("metric", ["none", "exact_match"])
+def test_a_run_without_validation_prompts_leaves_text_of_its_training(tmp_path: Path, metric: str) -> None:
+    """Fails if a run ends without a text that a person can read, or a dataset's response is shown as the student's."""
+    settings = ("trainer.total_steps=3", "eval.every=2", f"eval.metric={metric}", "rollout.n=3")
+    make(tmp_path, World(), *settings).fit()
+    assert {step: len(rows) for step, rows in written_texts(tmp_path).items()} == {"2": 2, "3": 2}
+    make(tmp_path / "dataset", World(), *settings, "distill.on_policy_share=0").fit()
+    assert written_texts(tmp_path / "dataset") == {}
 
 
 def test_every_line_has_its_memory_numbers(tmp_path: Path) -> None:

@@ -110,6 +110,14 @@ class World:
         self.events.append("greedy")
         return GreedyReport(0.5, [Sample(prompts[0].prompt_id, [1], [2], "text", "", True, "prompt")])
 
+    def texts(self, chunks: Sequence[RolloutChunk], *, n: int, n_samples: int) -> list[Sample]:
+        self.events.append(f"texts n={n}")
+        return [
+            Sample(chunk.ref, [1], [2], f"v{self.engine_version}", "", None, "p")
+            for chunk in chunks
+            if chunk.sample_index[0] % n == 0
+        ][:n_samples]
+
     def usage(self) -> RolloutUsage:
         engines = [EngineUsage(0.0, 0.0, np.zeros((4, 4)), 0)]
         restarts, self.restarts = self.restarts, EngineRestarts()

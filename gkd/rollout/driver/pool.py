@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import ray
 
 from gkd.cluster.calls import Pending, gather
@@ -115,9 +116,9 @@ class RolloutPool:
         return self._stream
 
     def _sampling(self, n: int, temperature: float, seed: int) -> Sampling:
-        config = self._config
-        n_top_ids = config.derived.n_student_ids
-        return Sampling(n, temperature, config.rollout.top_p, config.data.max_response_length, seed, n_top_ids)
+        rollout, n_tokens = self._config.rollout, self._config.data.max_response_length
+        n_top_ids = self._config.derived.n_student_ids
+        return Sampling(n, temperature, rollout.top_p, n_tokens, seed, n_top_ids, rollout.top_k, rollout.min_p)
 
     def dataset(
         self, prompts: Sequence[Prompt], *, prompt_indices: Sequence[int], policy_version: int
@@ -160,6 +161,24 @@ class RolloutPool:
         by_route = {route: n_correct[route] / n for route, n in Counter(prompt.route for prompt in prompts).items()}
         first = sorted(samples, key=lambda s: s.prompt_id)[:n_samples]
         return GreedyReport(n_correct.total() / len(prompts), first, by_route)
+
+    def texts(self, chunks: Sequence[RolloutChunk], *, n: int, n_samples: int) -> list[Sample]:
+        """Return one response to each of the first `n_samples` prompts of finished chunks as text; see `RolloutRole`.
+
+        Raises:
+            EngineFailed: an engine failed for good.
+        """
+        index = np.concatenate([chunk.sample_index for chunk in chunks])
+        last = np.sort(index[index % n == 0])[:n_samples][-1:]  # the first sample of each prompt
+        wanted = [np.flatnonzero((chunk.sample_index % n == 0) & (chunk.sample_index <= last)) for chunk in chunks]
+        used = [(chunk, at) for chunk, at in zip(chunks, wanted, strict=True) if len(at)]
+        positions = [at if c.sequence_indices is None else c.sequence_indices[at] for c, at in used]
+        while True:
+            i, worker = next(iter(self.engines.wait_up(self._config.trainer.init_timeout_s).items()))
+            call = worker.texts.remote([each.tolist() for each in positions], *(chunk.ref for chunk, _ in used))
+            found: list[Sample] | None = self._settled({i: worker}, {i: call}, "decoding responses")[i]
+            if found is not None:
+                return sorted(found, key=lambda sample: sample.prompt_id)
 
     def usage(self) -> RolloutUsage:
         """Return and reset the counters of all engines that are up."""

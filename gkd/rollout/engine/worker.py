@@ -18,7 +18,7 @@ from gkd.cluster.assignment import sort_visible_gpus, this_placement
 from gkd.cluster.gpu_table import RankPlacement
 from gkd.cluster.startup import WATCH
 from gkd.config.schema import Config
-from gkd.data.answers import greedy_sample
+from gkd.data.answers import as_text, greedy_sample
 from gkd.data.chunks import chunk_sizes, encode_sizes
 from gkd.data.columns import ColumnList
 from gkd.data.prompt_codec import decode_prompts
@@ -147,6 +147,14 @@ class RolloutWorker(SelfScoring):
             if index < n_samples:
                 samples[index] = sample
         return n_correct, [samples[index] for index in sorted(samples)]
+
+    def texts(self, positions: Sequence[Sequence[int]], *chunks: Sequence[Rollout]) -> list[Sample]:
+        """Return the sequences at these positions of each chunk as text."""
+        return [
+            as_text(self._tokenizer, r.prompt_id, r.prompt_ids, r.response_ids, truncated=r.finish_reason == "length")
+            for chunk, chosen in zip(chunks, positions, strict=True)
+            for r in (chunk[i] for i in chosen)
+        ]
 
     def open_stream(self, session: int, n_groups: int, chunk_size: int) -> None:
         """Reserve the engine for a following call of `stream`.

@@ -58,6 +58,8 @@ def _common_params(sampling: Sampling, eos_ids: tuple[int, ...], masked: range) 
     return SamplingParams(
         temperature=sampling.temperature,
         top_p=sampling.top_p,
+        top_k=sampling.top_k,
+        min_p=sampling.min_p,
         max_tokens=sampling.max_tokens,
         seed=0,
         logprobs=sampling.n_top_ids,

@@ -72,7 +72,7 @@ def start_vllm(
         trust_remote_code=trust_remote_code,
         disable_log_stats=True,
         use_tqdm_on_load=False,
-        # Logprobs of the sampling distribution, after temperature and top-p.
+        # Logprobs of the sampling distribution, after temperature, top-p, top-k and min-p.
         logprobs_mode="processed_logprobs",
         max_logprobs=MAX_K,  # vLLM's limit of 20 protects public servers; teacher.topk is the limit here
         # vLLM's default inside a Ray actor, "ray", would wait for GPUs that this actor already holds.

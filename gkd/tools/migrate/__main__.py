@@ -12,6 +12,7 @@ from gkd.errors import ConfigError
 from gkd.tools.migrate.convert import convert
 from gkd.tools.migrate.read import Old, find_dialect, names, read_file, settings_of
 from gkd.tools.migrate.report import not_understood, refusal, summary, yaml_text
+from teacher_server.config.command import command_parser
 
 _EPILOG = """examples:
   python -m gkd.tools.migrate run_qwen.sh --output mine.yaml
@@ -84,12 +85,11 @@ def _write(path: Path, text: str, *, force: bool) -> None:
 
 
 def _parse(words: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python -m gkd.tools.migrate",
+    parser = command_parser(
+        "python -m gkd.tools.migrate",
+        "Write our YAML from the settings of another system, with a line on each of them.",
+        _EPILOG,
         usage="%(prog)s [-h] [--output OUT.yaml] [--force] [SYSTEM] [FILE] [-- old flags]",
-        description="Write our YAML from the settings of another system, with a line on each of them.",
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("input", nargs="*", metavar="SYSTEM FILE", help=f"one of {', '.join(names())}; and its file")
     parser.add_argument("--output", type=Path, metavar="OUT.yaml", help="file to write; without it the YAML is printed")

@@ -27,7 +27,7 @@ _DECIDING = re.compile(
 )
 _DECIDING_KEY = re.compile(
     r"trainer\.global_batch_size|(distill|reward|data)\..*|teacher\.(backend|path|name|signal|topk|mass|temperature|routes|prompt_template)|"
-    r"rollout\.(n|temperature|top_p|stop_token_ids)"
+    r"rollout\.(n|temperature|top_p|top_k|min_p|stop_token_ids)"
 )
 
 

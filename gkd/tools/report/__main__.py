@@ -12,6 +12,7 @@ from gkd.errors import ConfigError, GkdError
 from gkd.files.disk import naming, replace_file
 from gkd.tools.report.page import page
 from gkd.tools.report.read import folder_state, read_runs
+from teacher_server.config.command import command_parser
 
 _EXAMPLES = """examples:
   python -m gkd.tools.report runs/mine                        # runs/mine/report.html
@@ -65,11 +66,10 @@ def _watch(folders: Sequence[Path], out: Path, seconds: float) -> None:
 
 
 def _parse(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python -m gkd.tools.report",
-        description="Write one HTML page about a run, or about several to compare them. It needs no network.",
-        epilog=_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+    parser = command_parser(
+        "python -m gkd.tools.report",
+        "Write one HTML page about a run, or about several to compare them. It needs no network.",
+        _EXAMPLES,
     )
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="folder of a run (trainer.run_dir)")
     parser.add_argument(

@@ -1,12 +1,14 @@
 """Collect responses for the sample browser: their text, each token's KL, and the teacher's choices.
 
 Of a run's evaluations at most 12 are shown: the first, the last, and evenly spaced ones between them. Of each one the
-first 8 kept responses with their first 400 tokens, and 20 greedy responses with their first
+first 8 kept responses with their first 400 tokens, and 20 responses as text with their first
 2,000 characters. With several runs each has its part of the evaluations, at least two.
 """
 
 from __future__ import annotations
 
+import difflib
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -20,7 +22,7 @@ from gkd.tools.report.read import Run, json_lines
 MAX_EVALUATIONS = 12
 MAX_RESPONSES = 8
 MAX_TOKENS = 400
-MAX_GREEDY = 20
+MAX_TEXTS = 20
 MAX_CHARACTERS = 2000
 # Number of a token by which it is colored: the first one that a record has.
 COLORS = {"token_kl": "KL(teacher || student)", "sampled_reverse_kl": "log q - log p of the token", "total": "loss"}
@@ -74,8 +76,9 @@ def browser(run: Run, n_runs: int = 1) -> dict[str, Any]:
         CheckpointError: a file of token_losses/ or samples/, or the tokenizer, is damaged.
     """
     texts, most = TokenTexts(run), max(MAX_EVALUATIONS // n_runs, 2)
-    kept, greedy = run.step_files("token_losses"), run.step_files("samples")
+    kept, written = run.step_files("token_losses"), run.step_files("samples")
     used: set[int] = set()
+    shown = {step: _texts(written[step], texts) for step in evenly(list(written), most)}
     responses = {step: _responses(kept[step], texts, used) for step in evenly(list(kept), most)}
     return {
         "steps": list(responses),
@@ -83,8 +86,9 @@ def browser(run: Run, n_runs: int = 1) -> dict[str, Any]:
         "responses": responses,
         "vocabulary": {token: texts.token(token) for token in sorted(used)},
         "has_tokenizer": texts.file is not None,
-        "greedy": {step: _greedy(greedy[step], texts) for step in evenly(list(greedy), most)},
-        "n_greedy": len(greedy),
+        "texts": shown,
+        "n_texts": len(written),
+        "changes": _changes(*(shown[step] for step in (min(shown), max(shown)))) if shown else [],
     }
 
 
@@ -108,7 +112,7 @@ def _responses(file: Path, texts: TokenTexts, used: set[int]) -> dict[str, dict[
     return found
 
 
-def _greedy(file: Path, texts: TokenTexts) -> list[dict[str, Any]]:
+def _texts(file: Path, texts: TokenTexts) -> list[dict[str, Any]]:
     return [
         {
             "id": sample["prompt_id"],
@@ -117,8 +121,26 @@ def _greedy(file: Path, texts: TokenTexts) -> list[dict[str, Any]]:
             "answer": sample.get("answer", ""),
             "correct": sample.get("correct"),
         }
-        for sample in _first(file, MAX_GREEDY, ("prompt_id", "text"))
+        for sample in _first(file, MAX_TEXTS, ("prompt_id", "text"))
     ]
+
+
+def _changes(first: Sequence[dict[str, Any]], last: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the word diff of each prompt that two steps have: parts [kind, text], kind "", "del" or "ins"."""
+    earlier = {sample["id"]: sample["text"] for sample in first}
+    changed = [sample for sample in last if sample["text"] != earlier.get(sample["id"], sample["text"])]
+    return [{**sample, "parts": _word_diff(earlier[sample["id"]], sample["text"])} for sample in changed]
+
+
+def _word_diff(before: str, after: str) -> list[tuple[str, str]]:
+    old, new = (re.findall(r"\s*\S+|\s+", text) for text in (before, after))
+    parts: list[tuple[str, str]] = []
+    for kind, i, j, k, n in difflib.SequenceMatcher(None, old, new, autojunk=False).get_opcodes():
+        if kind == "equal":
+            parts.append(("", "".join(old[i:j])))
+        else:
+            parts += [each for each in (("del", "".join(old[i:j])), ("ins", "".join(new[k:n]))) if each[1]]
+    return parts
 
 
 def _first(file: Path, n: int, keys: Sequence[str]) -> list[dict[str, Any]]:

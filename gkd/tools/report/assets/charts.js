@@ -122,11 +122,19 @@ function columnsOf(shown, width) {
   return Math.max(Math.floor(width / (55 + 7.2 * longest)), 1);
 }
 
+// Plotly draws a curve of one value on an axis from value - 1 to value + 1, where a small one looks like 0.
+function rangeOf(shown) {
+  const values = shown.flatMap((trace) => trace.y).filter((value) => value !== null);
+  const one = values[0];
+  return one && values.every((value) => value === one) ? { range: [Math.min(0, 2 * one), Math.max(0, 2 * one)] } : {};
+}
+
 function drawChart(node, chart) {
   const shown = chart.stacked ? byArea(traces(chart)) : traces(chart);
   // The legend is below the plot and has rows of its own, so the plot keeps its height.
   const legend = shown.length > 1 ? 20 * Math.ceil(shown.length / columnsOf(shown, node.clientWidth)) + 8 : 0;
   node.style.height = `${250 + legend}px`;
+  const isLog = state.log && !chart.stacked;
   const extra = {
     showlegend: shown.length > 1,
     legend: { orientation: "h", yref: "container", y: 0, yanchor: "bottom", x: 0, itemwidth: 30, traceorder: "normal" },
@@ -135,13 +143,8 @@ function drawChart(node, chart) {
     barmode: "stack",
     bargap: 0.05,
     xaxis: { title: { text: state.axis, standoff: 4 } },
-    yaxis: { title: { text: chart.unit, standoff: 4 }, type: state.log && !chart.stacked ? "log" : "linear" },
+    yaxis: { title: { text: chart.unit, standoff: 4 }, type: isLog ? "log" : "linear", ...(isLog || chart.stacked ? {} : rangeOf(shown)) },
   };
-  // Plotly draws a small constant value, such as a learning rate, as 0 on an axis from -1 to 1.
-  const values = shown.flatMap((trace) => trace.y).filter((value) => Number.isFinite(value) && value !== 0);
-  if (values.length && !state.log && !chart.stacked && values.every((value) => value === values[0])) {
-    extra.yaxis.range = [0, 2 * values[0]].sort((a, b) => a - b);
-  }
   Plotly.react(node, shown, layout(extra), SETTINGS);
 }
 

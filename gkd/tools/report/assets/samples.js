@@ -9,13 +9,14 @@ function startSamples() {
   body.replaceChildren();
   hideTip();
   if (!samples.steps.length) {
-    body.append(element("p", { class: "missing" }, "The run has no token_losses/: eval.keep_token_losses above 0 writes them at each evaluation."));
+    body.append(element("p", { class: "missing" }, "The run has no token_losses/: each evaluation, with data.val_files, writes them."));
   } else {
     body.append(tokenBrowser(samples));
   }
-  const steps = Object.keys(samples.greedy);
-  if (steps.length) body.append(greedyTable(samples.greedy, steps));
-  else body.append(element("p", { class: "missing" }, "The run has no samples/: eval.metric=exact_match writes greedy responses."));
+  const steps = Object.keys(samples.texts);
+  if (!steps.length) body.append(element("p", { class: "missing" }, "The run has no samples/ yet: each evaluation writes responses as text; without data.val_files the last step does."));
+  else body.append(textTable(samples.texts, steps));
+  if (samples.changes.length) body.append(changeTable(samples.changes, steps));
 }
 
 function stepSelect(id, steps, chosen) {
@@ -134,19 +135,27 @@ function hideTip() {
   document.querySelectorAll(".tokens .current").forEach((node) => node.classList.remove("current"));
 }
 
-function greedyTable(greedy, steps) {
-  const select = stepSelect("greedy-step", steps, SAMPLES.greedy);
+function textTable(texts, steps) {
+  const select = stepSelect("text-step", steps, SAMPLES.text);
   const body = element("tbody");
   const draw = () => {
-    SAMPLES.greedy = select.value;
-    body.replaceChildren(...greedy[select.value].map((sample) => element("tr", {},
+    SAMPLES.text = select.value;
+    body.replaceChildren(...texts[select.value].map((sample) => element("tr", {},
       element("td", { class: sample.correct ? "better" : sample.correct === false ? "worse" : "" }, sample.correct ? "correct" : sample.correct === false ? "wrong" : ""),
       element("td", {}, element("pre", {}, sample.prompt)), element("td", {}, element("pre", {}, sample.text)), element("td", {}, element("pre", {}, sample.answer)))));
     saveState();
   };
   select.addEventListener("change", draw);
   draw();
-  const head = element("thead", {}, element("tr", {}, ...["", "prompt", "greedy response", "reference answer"].map((text) => element("th", {}, text))));
-  return element("details", { class: "greedy" }, element("summary", {}, "Greedy responses"),
+  const head = element("thead", {}, element("tr", {}, ...["", "prompt", "response", "reference answer"].map((text) => element("th", {}, text))));
+  return element("details", { class: "texts" }, element("summary", {}, "Responses as text"),
     element("div", { class: "bar" }, element("label", {}, "step ", select)), element("table", {}, head, body));
+}
+
+// The same prompts at the first and the last step: removed and added words.
+function changeTable(changes, steps) {
+  const rows = changes.map((sample) => element("tr", {}, element("td", {}, element("pre", {}, sample.prompt)),
+    element("td", {}, element("pre", {}, ...sample.parts.map(([kind, text]) => element(kind || "span", {}, text))))));
+  const head = element("thead", {}, element("tr", {}, element("th", {}, "prompt"), element("th", {}, `words removed and added from step ${steps[0]} to ${steps[steps.length - 1]}`)));
+  return element("details", { class: "texts" }, element("summary", {}, "What changed in the responses"), element("table", {}, head, element("tbody", {}, ...rows)));
 }

@@ -1,0 +1,70 @@
+"""The command `gkd`: run one of the programs of this package in this process. `python -m MODULE` runs the same ones.
+
+Only the program that runs is imported, so that `gkd --help` needs no library.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import os
+import shlex
+import sys
+from collections.abc import Sequence
+
+# Command -> module with `main`, what it does, arguments of an example.
+COMMANDS = {
+    "train": ("gkd.main_gkd", "check a run, start its processes, train", "--config mine.yaml actor.optim.lr=1e-6"),
+    "teacher": (
+        "teacher_server.main",
+        "serve a teacher; with worker, status, drain, keygen: see its help",
+        "--model Qwen/Qwen2.5-7B-Instruct --gpus 4,5,6,7",
+    ),
+    "check-gpus": ("gkd.tools.check_gpus", "report which rank is on which GPU", "--config mine.yaml"),
+    "memory": ("gkd.tools.memory", "predict the memory of each rank", "--config mine.yaml --gpu-gib 80"),
+    "split": ("gkd.tools.split", "recommend a split of the GPUs from a run", "--gpus 8 --run runs/mine"),
+    "report": ("gkd.tools.report.__main__", "write one HTML page about runs", "runs/mine runs/other"),
+    "replay": ("gkd.tools.replay", "make a recorded step again and compare", "runs/mine --step 20"),
+    "trace": ("gkd.tools.trace", "write what each process did, for Perfetto", "runs/mine --steps 10-12"),
+    "migrate": ("gkd.tools.migrate.__main__", "write a YAML from another system's", "verl.sh --output mine.yaml"),
+}
+
+
+def usage() -> str:
+    """Return the text of `gkd --help`."""
+    lines = ["usage: gkd COMMAND ...", "", "On-policy distillation. `gkd COMMAND --help` has the arguments.", ""]
+    for name, (_, what, example) in COMMANDS.items():
+        lines += [f"  {name:<12}{what}", f"{'':14}gkd {name} {example}"]
+    return "\n".join(lines)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command that the words name, and return its exit code; 2 without a valid one."""
+    script, *words = sys.argv if argv is None else ("gkd", *argv)
+    if not words or words[0] in ("-h", "--help"):
+        print(usage(), file=sys.stdout if words else sys.stderr)
+        return 0 if words else 2
+    name = words.pop(0)
+    if name not in COMMANDS:
+        close = difflib.get_close_matches(name, COMMANDS, n=1)
+        hint = f"did you mean {close[0]}?" if close else f"use one of {', '.join(COMMANDS)}."
+        print(f"error: gkd {name}: there is no such command. Fix: {hint}", file=sys.stderr)
+        return 2
+    if name == "train":  # the words with which a run tells how to resume it
+        os.environ.setdefault("GKD_COMMAND", f"{shlex.quote(_as_typed(script))} train")
+    if not sys.flags.safe_path:
+        sys.path.insert(0, "")  # as `python -m`: functions of your own may be in the working folder
+    sys.argv = [f"gkd {name}", *words]
+    code: int = importlib.import_module(COMMANDS[name][0]).main()
+    return code
+
+
+def _as_typed(script: str) -> str:
+    """Return the path of the running script, or its name alone if the shell finds it."""
+    folders = os.environ.get("PATH", "").split(os.pathsep)
+    found = (os.path.join(folder, "gkd") for folder in folders if os.path.isfile(os.path.join(folder, "gkd")))
+    return "gkd" if next(found, None) == os.path.abspath(script) else script
+
+
+if __name__ == "__main__":
+    sys.exit(main())

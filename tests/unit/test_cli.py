@@ -1,0 +1,79 @@
+"""Test the command `gkd` as a user types it: its script in a process of its own."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from gkd.cli import COMMANDS
+
+# What the installed script does, and then the modules that this has imported.
+SCRIPT = """
+import sys
+from gkd.cli import main
+code = main()
+print("modules:", *sys.modules, file=sys.stderr)
+sys.exit(code)
+"""
+
+
+def gkd(folder: Path, *words: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    (folder / "bin").mkdir(exist_ok=True)
+    (folder / "bin/gkd").write_text(f"#!{sys.executable}\n{SCRIPT}")
+    (folder / "bin/gkd").chmod(0o755)
+    kept = {name: value for name, value in os.environ.items() if name != "GKD_COMMAND"}
+    env = kept | {"PYTHONPATH": str(Path(__file__).parents[2]), "COLUMNS": "120"} | environment
+    command = [str(folder / "bin/gkd"), *words]
+    return subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=60, check=False)
+
+
+def test_the_help_names_every_command_and_needs_no_library(tmp_path: Path) -> None:
+    """Fails if `gkd --help` takes seconds, or leaves out a command or its example."""
+    done = gkd(tmp_path, "--help")
+    assert done.returncode == 0
+    assert all(f"\n  {name} " in done.stdout and f" gkd {name} " in done.stdout for name in COMMANDS)
+    modules = done.stderr.rpartition("modules:")[2].split()
+    standard = {*sys.stdlib_module_names, "gkd", "__main__", "_distutils_hack"}
+    others = {name.partition(".")[0] for name in modules} - standard
+    assert not {name for name in others if not name.startswith("_")}
+    assert {name for name in modules if name.startswith("gkd")} == {"gkd", "gkd.cli"}
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_a_command_describes_itself_as_it_was_typed(name: str, tmp_path: Path) -> None:
+    """Fails if the help of a command has another command in its usage, or an example that cannot be copied."""
+    done = gkd(tmp_path, name, "--help")
+    assert done.returncode == 0 and done.stdout.startswith(f"usage: gkd {name} ")
+    assert f"  gkd {name} " in done.stdout.partition("example")[2], "an example"
+    assert not {"torch", "ray"} & set(done.stderr.rpartition("modules:")[2].split())
+
+
+@pytest.mark.parametrize(("words", "hint"), [(["trian"], "train"), (["checkgpus"], "check-gpus"), (["x"], "teacher")])
+def test_an_unknown_command(words: list[str], hint: str, tmp_path: Path) -> None:
+    """Fails if a typo is a traceback, ends with success, or has no suggestion."""
+    done = gkd(tmp_path, *words)
+    assert done.returncode == 2 and not done.stdout and hint in done.stderr
+
+
+def test_exit_codes_are_those_of_the_programs(tmp_path: Path) -> None:
+    """Fails if a script cannot tell a wrong setting, or a server that is not there, from success."""
+    assert gkd(tmp_path).returncode == 2
+    done = gkd(tmp_path, "train", "--config", "none.yaml")
+    assert done.returncode == 2 and done.stderr.startswith("config error: --config = 'none.yaml'")
+    done = gkd(tmp_path, "teacher", "status", "--port", "9", "--timeout", "0.5")
+    assert done.returncode == 2 and done.stderr.startswith("error: ")
+
+
+def test_a_run_is_resumed_by_the_command_that_was_typed(tmp_path: Path) -> None:
+    """Fails if the command that a run prints at its end does not exist, because the script is not on the PATH."""
+    shown = "import os; from gkd.console.summary import resume_command; print(resume_command([]))"
+    (tmp_path / "sitecustomize.py").write_text(f"import atexit\natexit.register(lambda: exec({shown!r}))\n")
+    root = Path(__file__).parents[2]
+    for path, typed in (("", f"{tmp_path}/bin/gkd"), (f"{tmp_path}/bin:", "gkd")):
+        search = {"PYTHONPATH": f"{tmp_path}:{root}", "PATH": f"{path}{os.environ['PATH']}"}
+        done = gkd(tmp_path, "train", "--config", "none.yaml", **search)
+        assert done.stdout.splitlines()[-1] == f"{typed} train trainer.resume=auto"
