@@ -1,0 +1,55 @@
+"""The example with a real language model, in a short form. Downloads 93 MB, takes minutes: not run in CI."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.test_quickstart import ROOT, _strangers
+from tests.processes import wait_until
+
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
+SHORT = ("trainer.total_steps=2", "eval.max_prompts=4", "data.max_response_length=16", "trainer.global_batch_size=4")
+COMMAND = [sys.executable, "-m", "examples.real_model", *SHORT]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a working directory; the example writes its model and its runs there."""
+    made = tmp_path_factory.mktemp("real_model")
+    (made / "examples").symlink_to(ROOT / "examples")
+    return made
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("task", ["rule", "shrink"])
+def test_the_example_prints_responses_from_before_and_after(folder: Path, task: str) -> None:
+    """Fails if the example does not run to its table on a machine that has nothing but the package index."""
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    command = [*COMMAND, "--task", task, "--results", f"{task}.json"]
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=800)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    assert "responses of one sentence" in done.stdout and "What makes salt special?" in done.stdout
+    found = json.loads((folder / f"{task}.json").read_text())
+    assert found["steps"] == 2 and len(found["responses"]) == 4 and all(kl > 0 for kl in found["kl"])
+    assert not _strangers(folder)
+
+
+@pytest.mark.timeout(400)
+def test_an_interrupt_leaves_no_process(folder: Path) -> None:
+    """Fails if Ctrl-C in training leaves a teacher server or processes of Ray."""
+    log = folder / "log"
+    with log.open("w") as output:
+        process = subprocess.Popen(
+            COMMAND, cwd=folder, env=os.environ | {"PYTHONPATH": str(ROOT)}, stdout=output, stderr=subprocess.STDOUT
+        )
+    wait_until(lambda: "step 1/2" in log.read_text(), 300, "the first step")
+    process.send_signal(signal.SIGINT)
+    assert process.wait(timeout=60) == 130
+    wait_until(lambda: not _strangers(folder), 30, "the end of all processes")
