@@ -48,7 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if name not in COMMANDS:
         close = difflib.get_close_matches(name, COMMANDS, n=1)
         hint = f"did you mean {close[0]}?" if close else f"use one of {', '.join(COMMANDS)}."
-        print(f"error: gkd {name}: there is no such command. Fix: {hint}", file=sys.stderr)
+        print(f"error: gkd {name}: this is not a command. Fix: {hint}", file=sys.stderr)
         return 2
     if name == "train":  # the words with which a run tells how to resume it
         os.environ.setdefault("GKD_COMMAND", f"{shlex.quote(_as_typed(script))} train")

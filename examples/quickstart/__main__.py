@@ -10,17 +10,14 @@ import argparse
 import json
 import os
 import shutil
-import signal
 import sys
 import time
 from datetime import datetime
 from pathlib import Path
-from types import FrameType
 
 from examples.quickstart import processes, summary
 from gkd.config.load import load_config
 from gkd.config.schema import Config
-from gkd.errors import GkdError
 
 MODELS = Path("models/quickstart")
 RUNS = Path("runs/quickstart")
@@ -36,23 +33,9 @@ def main() -> int:
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings for python -m gkd.main_gkd")
     parser.add_argument("--results", type=Path, metavar="FILE", help="also write the summary to this file")
     args = parser.parse_args()
-    for number in (
-        signal.SIGTERM,
-        signal.SIGINT,
-    ):  # SIGINT, too: a shell that starts it in the background ignores SIGINT
-        signal.signal(number, _as_interrupt)
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # inherited by all parts, which load small models
     began = float(os.environ.get("GKD_QUICKSTART_BEGAN", time.time()))
-    try:
-        with processes.process_family():
-            _run(args.overrides, began, args.results)
-    except (GkdError, PermissionError) as error:
-        print(f"{type(error).__name__}: {error}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        print("interrupted; all started processes are stopped", file=sys.stderr)
-        return 130
-    return 0
+    return processes.run_parts(lambda: _run(args.overrides, began, args.results))
 
 
 def _run(overrides: list[str], began: float, results: Path | None) -> None:
@@ -126,11 +109,6 @@ def teacher_flags(config: Config) -> list[str]:
 
 def _say(part: int, text: str) -> None:
     print(f"\n[{part}/4] {text}", flush=True)
-
-
-def _as_interrupt(signum: int, frame: FrameType | None) -> None:
-    del signum, frame
-    raise KeyboardInterrupt
 
 
 if __name__ == "__main__":

@@ -10,14 +10,16 @@ from __future__ import annotations
 import ctypes
 import signal
 import subprocess
+import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from types import FrameType
 
 import psutil
 
-from gkd.errors import ClusterError
+from gkd.errors import ClusterError, GkdError
 
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 
@@ -50,6 +52,22 @@ def process_family(grace_s: float = 15.0) -> Iterator[None]:
         _prctl(_PR_SET_CHILD_SUBREAPER, 0)
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def run_parts(parts: Callable[[], None]) -> int:
+    """Run a function that starts processes; stop them at its end, on an error and on Ctrl-C. Return the exit code."""
+    for number in (signal.SIGTERM, signal.SIGINT):  # SIGINT, too: a shell that starts it in the background ignores it.
+        signal.signal(number, _as_interrupt)
+    try:
+        with process_family():
+            parts()
+    except (GkdError, OSError) as error:
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("interrupted; all started processes are stopped", file=sys.stderr)
+        return 130
+    return 0
 
 
 def start(
@@ -102,6 +120,11 @@ def wait_for_file(path: Path, process: subprocess.Popen[bytes], what: str, timeo
         if time.monotonic() > deadline:
             raise ClusterError(f"{what} was not ready within {timeout_s:g} s")
         time.sleep(0.1)
+
+
+def _as_interrupt(signum: int, frame: FrameType | None) -> None:
+    del signum, frame
+    raise KeyboardInterrupt
 
 
 def _die_with_parent() -> None:

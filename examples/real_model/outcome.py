@@ -20,12 +20,13 @@ def one_sentence(prompt: str, response: str, row: dict[str, Any]) -> float:
     return float(re.fullmatch(r"(?:[^.!?\n]|[.!?](?=\S))*[.!?]+[\"')]*", response.strip()) is not None)
 
 
-def read(run_dir: Path, heldout: Path, wall_s: float) -> dict[str, Any]:
+def read(run_dir: Path, heldout: Path, wall_s: float, peak_gib: float) -> dict[str, Any]:
     """Return the figures and responses of the first and the last evaluation of a run.
 
     Args:
         heldout: file with the held-out prompts.
         wall_s: seconds that the example took.
+        peak_gib: largest memory of all its processes.
 
     Raises:
         CheckpointError: the run has fewer than two evaluations.
@@ -39,6 +40,7 @@ def read(run_dir: Path, heldout: Path, wall_s: float) -> dict[str, Any]:
     return {
         "steps": evaluated[-1]["step"],
         "wall_s": wall_s,
+        "peak_gib": peak_gib,
         "kl": [line["eval/kl"] for line in (evaluated[0], evaluated[-1])],
         "mean_tokens": [_mean(len(one["response_ids"]) for one in each) for each in samples],
         "one_sentence": [line["eval/accuracy"] for line in (evaluated[0], evaluated[-1])],
@@ -65,7 +67,8 @@ def as_text(found: dict[str, Any]) -> str:
         ("responses of one sentence", *(f"{value:.0%}" for value in found["one_sentence"])),
     ]
     table = [f"{name:<40}{before:>10}{after:>10}" for name, before, after in rows]
-    return "\n".join([*blocks, *table, "", f"{found['steps']} steps, {found['wall_s'] / 60:.1f} minutes in total"])
+    totals = f"{found['steps']} steps, {found['wall_s'] / 60:.1f} minutes in total"
+    return "\n".join([*blocks, *table, "", f"{totals}, at most {found['peak_gib']:.1f} GiB of memory"])
 
 
 def _mean(values: Any) -> float:

@@ -47,7 +47,7 @@ class HubName:
     def pinned(self) -> HubName:
         """Return the name with the commit that the revision is now or, without the hub, in the cache.
 
-        Raises FolderError: there is no such model or dataset, it may not be read, or neither place has it.
+        Raises FolderError: neither place has the model or the dataset, or it may not be read.
         """
         try:
             from huggingface_hub import resolve_revision
@@ -89,7 +89,7 @@ class HubName:
 
         hub, kind = constants.ENDPOINT, "dataset" if self.file else "model"
         page = f"{hub}/{'datasets/' if self.file else ''}{self.repo}"
-        absent = "" if self.file else "there is no such folder, and "
+        absent = "" if self.file else "no local folder has this path, and "
         text = next(iter(str(error).splitlines()), "")
         cause = error.__cause__
         if isinstance(cause, errors.HfHubHTTPError) and cause.response.status_code < 500:

@@ -27,7 +27,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return made
 
 
-def _strangers(folder: Path) -> list[str]:
+def strangers(folder: Path) -> list[str]:
     """Return the command lines of processes in the folder, or of a Ray cluster that was started from it."""
     found = []
     for process in psutil.process_iter():
@@ -71,4 +71,4 @@ def test_interrupt_leaves_no_process(folder: Path, seen: str, then_s: float) -> 
     finally:
         process.kill()
     assert log.read_text().splitlines()[-1].startswith("interrupted"), "the last line is not the quickstart's own"
-    wait_until(lambda: _strangers(folder) == [], 5.0, "the end of all processes")
+    wait_until(lambda: strangers(folder) == [], 5.0, "the end of all processes")

@@ -124,8 +124,8 @@ def test_a_revision_is_a_branch_or_a_commit(hub: Hub) -> None:
 def test_refused_names_say_what_the_hub_said(hub: Hub) -> None:
     """Fails if a mistyped path, a private model, a missing license or a model without safetensors look alike."""
     line = refusal(hub, "org/none")
-    assert "there is no such folder" in line and f"{hub.address} has no such model" in line and "HF_TOKEN" in line
-    assert "there is no such folder" in refusal(hub, "org/a--b")
+    assert "no local folder" in line and f"{hub.address} has no such model" in line and "HF_TOKEN" in line
+    assert "no local folder" in refusal(hub, "org/a--b")
     hub.push("org/gated", model_files())
     hub.gated.add("org/gated")
     line = refusal(hub, "org/gated")

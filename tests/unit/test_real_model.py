@@ -83,15 +83,15 @@ def test_the_outcome_compares_the_first_and_the_last_evaluation(tmp_path: Path) 
     lines = [{"step": step, "eval/kl": 1.0 / (1 + step), "eval/accuracy": step / 4} for step in (0, 2, 4)]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     with pytest.raises(CheckpointError):
-        read(tmp_path, heldout, 1.0)
+        read(tmp_path, heldout, 1.0, 2.0)
     for step, responses in texts.items():
         rows = [
             {"prompt": f"<user>{prompt}<end>", "text": text, "response_ids": list(range(len(text)))}
             for prompt, text in zip(("Why?", "What is tea?"), responses, strict=True)
         ]
         (tmp_path / "samples" / f"step_{step:08d}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    found = read(tmp_path, heldout, 90.0)
+    found = read(tmp_path, heldout, 90.0, 8.25)
     assert found["kl"] == [1.0, 0.2] and found["one_sentence"] == [0.0, 1.0] and found["mean_tokens"] == [9.0, 8.5]
     assert found["responses"][1] == {"prompt": "What is tea?", "before": "Tea", "after": "A drink."}
     text = as_text(found)
-    assert all(part in text for part in ("What is tea?", "It is so.", "100%", "1.5 minutes"))
+    assert all(part in text for part in ("What is tea?", "It is so.", "100%", "1.5 minutes", "8.2 GiB"))
