@@ -53,7 +53,7 @@ def send(
     hosts: Sequence[torch.Tensor | None] = [None] * len(buckets)
     if kept is not None:
         hosts = _views(buckets, kept)
-    elif in_place or with_digests:
+    elif in_place:
         hosts = _two_buffers(buckets, torch.device("cpu"))
     filled = _fill(buckets, tensors, hosts if in_place else _two_buffers(buckets, group.device))
     try:
@@ -139,10 +139,9 @@ def _send_filled(
     offsets, _ = layout(buckets)
 
     def leave(i: int, buffer: torch.Tensor) -> None:
-        on_host = hosts[i]
-        group.send_bucket(buffer, on_host, None if kept is None else (kept, offsets[i]))
-        if with_digests and on_host is not None:
-            digests.update((name, digest(view)) for name, view in buckets[i].views(on_host))
+        group.send_bucket(buffer, hosts[i], None if kept is None else (kept, offsets[i]))
+        if with_digests:
+            digests.update((name, digest(view)) for name, view in buckets[i].views(buffer))
 
     with _mover(group) as mover:
         leaving: Future[None] | None = None

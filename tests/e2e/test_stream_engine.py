@@ -17,6 +17,7 @@ import pytest
 
 from gkd.rollout.vllm.start import CPU_ENV
 from gkd.types import Prompt, Rollout
+from tests.device import on_stand_in, patience
 from tests.e2e.conftest import EOS, VOCAB, Lab
 from tests.processes import wait_until
 from tests.second_runner import ENVIRONMENT, N_VOCAB, allow_second_runner, small_student
@@ -79,7 +80,7 @@ def _probe(student: Path, n_vocab: int) -> dict[str, Any]:
     from gkd.rollout.vllm.engine import RolloutEngine
     from tests.e2e.weight_sender import WeightSender
 
-    config = RolloutConfig(kv_cache_mib=1024 if ON_GPU else 32, max_num_seqs=8)
+    config = RolloutConfig(kv_cache_mib=1024 if ON_GPU else 32, max_num_seqs=8, enforce_eager=on_stand_in())
     engine = RolloutEngine(str(student), config, dtype="float32", max_model_len=32, device=DEVICE, eos_ids=[EOS])
     prompts = _prompts(n_vocab)
     sampling = Sampling(N_SAMPLES, TEMPERATURE, 1.0, MAX_TOKENS, seed=11)
@@ -167,6 +168,20 @@ def _probe(student: Path, n_vocab: int) -> dict[str, Any]:
     return result
 
 
+def _probe_and_exit(student: Path, n_vocab: int) -> dict[str, Any]:
+    """Run `_probe`, and leave torch's process group also after an error.
+
+    At the exit the engine's folder is removed before torch's objects: NCCL's monitor would wait for the store's file.
+    """
+    try:
+        return _probe(student, n_vocab)
+    finally:
+        import torch
+
+        if torch.distributed.is_initialized():
+            torch.distributed.destroy_process_group()
+
+
 SECOND = pytest.param(ENVIRONMENT, id="second", marks=[pytest.mark.slow, pytest.mark.timeout(600)])
 RUNNERS = [pytest.param({}, id="first"), SECOND]
 
@@ -180,7 +195,7 @@ def probe(lab: Lab, request: pytest.FixtureRequest, tmp_path_factory: pytest.Tem
         for key, value in environment.items():
             patch.setenv(key, value)
         with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
-            return pool.submit(_probe, *case).result(timeout=500 if request.param else 200)
+            return pool.submit(_probe_and_exit, *case).result(timeout=(500 if request.param else 200) * patience())
 
 
 @pytest.mark.parametrize(

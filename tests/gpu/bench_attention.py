@@ -93,7 +93,7 @@ def measure(device: str, rounds: int, peak: float | None) -> Part:
         errors.append(error / plain_error if first is not None and plain_error else 1.0)
         times.append(ms / plain_ms)
         speeds.append(flops / ms / 1e9)
-        rows.append((name, error, plain_error, ms, plain_ms, speeds[-1]))
+        rows.append((name, error, "-" if first is None else plain_error, ms, plain_ms, speeds[-1]))
     on_card = device == "cuda"
     figures = [
         Figure("time, packed / SDPA by sequence, worst", max(times), at_most=1.2 if on_card else None),

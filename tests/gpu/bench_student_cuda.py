@@ -34,7 +34,7 @@ from tests.bench.teacher_report import Figure, Part, Table
 from tests.gpu.peaks import peak_tflops, share_of_peak
 from tests.gpu.timing import median_ms
 
-_COMMON = {"vocab_size": 151_936, "head_dim": 128, "max_position_embeddings": 40_960, "tie_word_embeddings": True}
+COMMON = {"vocab_size": 151_936, "head_dim": 128, "max_position_embeddings": 40_960, "tie_word_embeddings": True}
 _7B = {"num_attention_heads": 28, "num_key_value_heads": 4, "tie_word_embeddings": False, "vocab_size": 152_064}
 SHAPES: dict[str, dict[str, Any]] = {
     "0.6b": {"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28, "num_attention_heads": 16},
@@ -72,7 +72,7 @@ def matmul_tflops(device: str, dtype: torch.dtype) -> float:
 def measure(name: str, args: Any) -> Part:
     on_card = args.device == "cuda"
     dtype = torch.bfloat16 if on_card else torch.float32
-    sizes = _COMMON | SHAPES[name] | ({} if on_card else _TINY)
+    sizes = COMMON | SHAPES[name] | ({} if on_card else _TINY)
     n_tokens = args.tokens if on_card else 1024
     MIXES["one_pack"] = lambda rng: [(n_tokens // 64, n_tokens // 8 - n_tokens // 64)] * 8
     rollouts, scores = sequences("one_pack", sizes["vocab_size"])

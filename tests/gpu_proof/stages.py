@@ -112,5 +112,6 @@ STAGES = (
     Stage("sync", _bench(*_SYNC, "2"), _bench(*_SYNC, "1"), 300),
     Stage("sync_nccl", _bench(*_SYNC, "3", "--gpus", "2"), None, 300, n_gpus=2),
     Stage("loop", *_both(_LOOP), 600),
+    Stage("scale", *_both(_bench("tests.gpu.bench_scale")), 420, min_gib=100),
     Stage("loop_two", (*_LOOP, "--gpus", "2"), None, 600, n_gpus=2),
 )

@@ -17,7 +17,7 @@ from gkd.config.load import load_config
 from gkd.errors import ConfigError, WeightSyncError
 from gkd.preflight.device import resolve_device
 from gkd.weight_sync import buckets, card, coordinator
-from gkd.weight_sync.buckets import TensorSpec, device_checksum
+from gkd.weight_sync.buckets import TensorSpec, word_sum
 from gkd.weight_sync.choice import transport_of
 from gkd.weight_sync.group import GroupSpec
 
@@ -175,7 +175,7 @@ def test_the_checksum_on_a_device(content: bytes, n_words: int, data: st.DataObj
         part = enumerate(words[start : start + n_words])
         expected = (expected * buckets._FACTOR + sum(((i * buckets._FACTOR) | 1) * word for i, word in part)) % 2**64
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(buckets, "_CHECKSUM_BYTES", 8 * n_words)
-        assert device_checksum(tensor) == expected
+        patch.setattr(buckets, "_SUMMED_BYTES", 8 * n_words)
+        assert word_sum(tensor) == expected
     tensor[data.draw(st.integers(0, len(content) - 1))] ^= data.draw(st.integers(1, 255))
-    assert device_checksum(tensor) != expected
+    assert word_sum(tensor) != expected
