@@ -1,7 +1,7 @@
 """Measure training steps of random students on one GPU: share of the peak, compared with HF + AdamW.
 
     python -m tests.gpu.bench_student_cuda [--only 0.6b,1.5b,7b,offload] [--device cuda|cpu] [--json FILE]
-                                           [--tokens 8192] [--rounds 10] [--peak-tflops X]
+                                           [--tokens 8192] [--rounds 10] [--peak-tflops X] [--trace DIR]
 
 bfloat16, `--tokens` of 8 sequences: a batch for the plain step, one pack for ours. A step's useful work is 6 operations
 a parameter and token for the matrices, and attention's, causal, forward and backward; what is recomputed does not count
@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.profiler import profile
 
 from gkd.data.batching import make_micro_batches
 from gkd.footprint import footprint
@@ -101,6 +102,8 @@ def measure(name: str, args: Any) -> Part:
             rates = (sum(r.n_tokens for r in rollouts) / seconds, flops / seconds / 1e12)
             table[variant] = (seconds, *rates, gib, expected_gib)
             print(f"  {variant}: {seconds:.3f} s, {rates[1]:.1f} TFLOP/s", file=sys.stderr, flush=True)
+            if args.trace is not None:
+                _trace(step, args.trace / f"{name}_{variant.replace(', ', '_')}")
             del step
             gc.collect()  # the students have reference cycles
         dist.destroy_process_group()
@@ -167,11 +170,22 @@ def _step(
     return lambda: float(student.train_step(packed).loss)
 
 
+def _trace(step: Callable[[], float], file: Path) -> None:
+    """Profile one step: `file`.json.gz for a viewer of traces, `file`.txt with the kernels by time."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with profile() as profiled:
+        step()
+    profiled.export_chrome_trace(f"{file}.json.gz")
+    table = profiled.key_averages().table(sort_by="self_device_time_total", row_limit=60, max_name_column_width=120)
+    file.with_suffix(".txt").write_text(table)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Exit code: 1 if a figure missed its goal."""
     made = parser("tests.gpu.bench_student_cuda", __doc__ or "", SHAPES, rounds=10)
     made.add_argument("--peak-tflops", type=float, metavar="X", help="dense bfloat16 peak; default: by the card's name")
     made.add_argument("--tokens", type=int, default=8192)
+    made.add_argument("--trace", type=Path, metavar="DIR", help="also profile a step of each variant")
     add_device(made, "cuda")
     args = parsed(made, SHAPES, argv)
     return run_parts(args, lambda name: measure(name, args))

@@ -20,9 +20,9 @@ from transformers import PretrainedConfig, conversion_mapping
 from transformers.conversion_mapping import register_checkpoint_conversion_mapping
 from transformers.core_model_loading import Transpose, WeightConverter
 
-from gkd.actor.common.optim_spec import OptimSpec
+from gkd.actor.common.optim_spec import OptimSpec, clip_factor
 from gkd.actor.fsdp.model import allocate, build_on_meta, layer_list
-from gkd.actor.fsdp.optim import build_adamw, clip_factor
+from gkd.actor.fsdp.optim import build_adamw
 from gkd.actor.fsdp.probe import probe_on_meta
 from gkd.actor.fsdp.weights import file_parts, match_files
 from gkd.actor.pool import ActorPool

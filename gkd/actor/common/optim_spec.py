@@ -60,3 +60,8 @@ class OptimSpec:
         progress = min(1.0, (step - self.warmup_steps) / max(1, self.total_steps - 1 - self.warmup_steps))
         remaining = 1.0 - progress if self.schedule == "linear" else 0.5 * (1.0 + math.cos(math.pi * progress))
         return self.lr * (self.min_lr_ratio + (1.0 - self.min_lr_ratio) * remaining)
+
+
+def clip_factor(grad_norm: float, clip_grad: float) -> float:
+    """Return the factor that reduces a norm to `clip_grad`; 1 if it is below or clipping is off (0)."""
+    return min(1.0, clip_grad / (grad_norm + 1e-6)) if clip_grad > 0 else 1.0

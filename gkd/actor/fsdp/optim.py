@@ -50,11 +50,6 @@ def scale_grads(params: Sequence[nn.Parameter], factor: float) -> None:
     torch._foreach_mul_(local_grads(params), factor)
 
 
-def clip_factor(grad_norm: float, clip_grad: float) -> float:
-    """Return the factor that reduces a norm to `clip_grad`; 1 if it is below or clipping is off (0)."""
-    return min(1.0, clip_grad / (grad_norm + 1e-6)) if clip_grad > 0 else 1.0
-
-
 def threads_per_rank() -> int:
     """Return this host's cores divided by the number of ranks on it. Collective over the world."""
     hosts: list[str | None] = [None] * dist.get_world_size()

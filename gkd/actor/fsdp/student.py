@@ -18,13 +18,13 @@ from torch import Tensor
 from gkd.actor.common.agree import same_error
 from gkd.actor.common.base import ADAPTER_FOLDER, Student, StudentArgs, build_loss, no_phase
 from gkd.actor.common.host_copies import HostCopies, Snapshot
+from gkd.actor.common.optim_spec import clip_factor
 from gkd.actor.common.step import BatchSums, teacher_head_rows
 from gkd.actor.fsdp import checkpoint
 from gkd.actor.fsdp.lora import add_adapters, disabled_adapters, init_adapters
 from gkd.actor.fsdp.model import build_on_meta, layer_list, reshard, shard
 from gkd.actor.fsdp.optim import (
     build_adamw,
-    clip_factor,
     global_grad_norm,
     host_threads,
     local_grads,

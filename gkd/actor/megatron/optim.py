@@ -12,12 +12,18 @@ from typing import Any
 import megatron.core.optimizer as megatron_optimizer
 import torch
 from megatron.core.distributed import DistributedDataParallel
-from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, distrib_optimizer, get_megatron_optimizer
-from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
+from megatron.core.optimizer import (
+    MegatronOptimizer,
+    OptimizerConfig,
+    clip_grads,
+    distrib_optimizer,
+    get_megatron_optimizer,
+)
+from megatron.core.utils import local_multi_tensor_applier
 from torch import Tensor
 from torch.optim.adamw import adamw
 
-from gkd.actor.common.optim_spec import OptimSpec
+from gkd.actor.common.optim_spec import OptimSpec, clip_factor
 
 
 class GroupStepAdamW(torch.optim.Optimizer):
@@ -121,16 +127,29 @@ def prepare_grads(optimizer: MegatronOptimizer) -> float:
 
 def clip_and_step(optimizer: MegatronOptimizer, *, clip_grad: float, grad_norm: float) -> None:
     """Clip the prepared gradients to norm `clip_grad` (0 = off) and update the weights. Collective over DP."""
-    if clip_grad > 0:
-        for part in optimizer.chained_optimizers:
-            if params := part.get_parameters():  # empty if a rank's range is only padding
-                clip_grad_by_total_norm_fp32(params, clip_grad, grad_norm)
+    factor = clip_factor(grad_norm, clip_grad)
+    params = [param for part in optimizer.chained_optimizers for param in part.get_parameters()]
+    grads = [param.grad for param in params if param.grad is not None]
+    if factor < 1 and grads:  # none if a rank's range is only padding
+        torch._foreach_mul_(grads, factor)
     optimizer.step_with_ready_grads()
 
 
 def _install_adamw() -> None:
-    """Use `GroupStepAdamW` in place of apex's FusedAdam, also where apex or Transformer Engine is installed."""
+    """Use `GroupStepAdamW` in place of apex's FusedAdam, also where apex or Transformer Engine is installed.
+
+    Megatron's own norm waits for the GPU once for each tensor.
+    """
+    clip_grads.l2_norm_impl, clip_grads.multi_tensor_applier = _l2_norm, local_multi_tensor_applier
     megatron_optimizer.Adam = distrib_optimizer.Adam = GroupStepAdamW
     megatron_optimizer.USING_PYTORCH_OPTIMIZER = False
     distrib_optimizer.HAVE_APEX_OR_TE = True
     distrib_optimizer.USING_APEX_OPTIMIZER = True
+
+
+def _l2_norm(
+    chunk_size: int, overflow: Tensor, tensors: Sequence[list[Tensor]], per_tensor: bool
+) -> tuple[Tensor, None]:
+    """Return the [1] float32 norm of all tensors together, with the signature of apex's kernel."""
+    del chunk_size, overflow, per_tensor
+    return torch.stack(list(torch._foreach_norm(tensors[0]))).norm().reshape(1), None
