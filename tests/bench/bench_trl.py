@@ -3,14 +3,17 @@
     python -m pip install --target DIR --no-deps trl==1.16 datasets==5.2.0 pandas==3.1.1 multiprocess==0.70.19 \
         dill==0.4.1 python-dateutil==4.0.0 six
     python -m tests.bench.bench_trl --trl DIR --json docs/results/trl_cpu.json      # about 9 minutes
+    python -m tests.bench.bench_trl --trl DIR --real models/smollm2 --only real,real_bfloat16 \
+        --json docs/results/trl_real.json
 
 DIR is a folder of its own, outside the product's dependencies; TRL uses torch and transformers of this environment.
 Run it on an idle machine: TRL, whose threads wait for each other, slows down by far more than its share is.
 
 The runs alternate: TRL's GKDTrainer, ours, TRL's DistillationTrainer, ours, ... Each is a fresh process, and the time
 between the ends of its first and its last step counts. The loss is the forward KL over the whole vocabulary, on
-responses sampled at temperature 1. Lengths: see `tests.bench.trl_models`. TRL's asynchronous trainer sends weights over
-NCCL, so it does not run on CPU.
+responses sampled at temperature 1. Lengths: see `tests.bench.trl_models`. --real: the models of examples/real_model,
+which its run.sh makes; our loss has the teacher's 64 most probable tokens there. TRL's asynchronous trainer sends
+weights over NCCL, so it does not run on CPU.
 
 `--rounds N` repeats the series. CPU time is of all processes of a run.
 """
@@ -27,11 +30,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from examples.real_model.memory import peak_memory
 from gkd.metrics.writer import read_metrics
 from tests.bench.command import parsed, parser, run_parts
 from tests.bench.cpu_time import CpuTime
 from tests.bench.teacher_report import Figure, Part, Table
-from tests.bench.trl_models import LEARNING_RATE, N_PROMPT, SHAPES, VOCAB, Shape, make_files
+from tests.bench.trl_models import LEARNING_RATE, SHAPES, Shape, link_files, make_files
 from tests.service.harness import ServerProcess
 
 _OURS = ("sync", "one_step_off", "stream")
@@ -53,6 +57,7 @@ class Run:
     cpu_ms: dict[str, float]
     mean_response: float
     truncated: float
+    peak_gib: float  # of all its processes
 
 
 def run_trl(name: str, shape: Shape, folder: Path, trl: Path) -> Run:
@@ -63,6 +68,7 @@ def run_trl(name: str, shape: Shape, folder: Path, trl: Path) -> Run:
         "batch": shape.batch,
         "steps": shape.trl_steps + 1,
         "max_response": shape.max_response,
+        "dtype": shape.dtype,
     }
     environment = os.environ | {
         "PYTHONPATH": os.pathsep.join([str(trl), os.environ.get("PYTHONPATH", "")]),
@@ -71,35 +77,36 @@ def run_trl(name: str, shape: Shape, folder: Path, trl: Path) -> Run:
         "TRL_EXPERIMENTAL_SILENCE": "1",
     }
     command = [sys.executable, "-m", "tests.bench.trl_run", json.dumps(case)]
-    with (folder / "log.txt").open("wb") as log, CpuTime() as cpu:
+    with (folder / "log.txt").open("wb") as log, CpuTime() as cpu, peak_memory() as peak_gib:
         process = subprocess.Popen(command, env=environment, cwd=_ROOT, stdout=subprocess.PIPE, stderr=log)
         output, _ = process.communicate(timeout=_LIMIT_S)
     if process.returncode:
         raise RuntimeError(f"TRL ended with exit code {process.returncode}:\n{_tail(folder / 'log.txt')}")
     result: dict[str, Any] = json.loads(output.splitlines()[-1])
     ends = result["ends_s"]
-    return Run(name, _differences(ends), _per_sequence(cpu, ends, shape), result["mean_response"], result["truncated"])
+    lengths = result["mean_response"], result["truncated"]
+    return Run(name, _differences(ends), _per_sequence(cpu, ends, shape), *lengths, peak_gib[0])
 
 
 def run_ours(scheduler: str, shape: Shape, folder: Path) -> Run:
-    with tempfile.TemporaryDirectory(dir=folder) as out, CpuTime() as cpu:
+    with tempfile.TemporaryDirectory(dir=folder) as out, CpuTime() as cpu, peak_memory() as peak_gib:
         run_dir = Path(out) / "run"
-        with ServerProcess(folder / "teacher", folder, options=("--dtype", "float32")) as server:
+        with ServerProcess(folder / "teacher", folder, options=("--dtype", shape.dtype)) as server:
             settings = {
-                "data.max_prompt_length": N_PROMPT,
+                "data.max_prompt_length": shape.max_prompt,
                 "data.max_response_length": shape.max_response,
                 "model.path": folder / "student",
-                "model.dtype": "float32",
+                "model.dtype": shape.dtype,
                 "trainer.device": "cpu",
                 "trainer.run_dir": run_dir,
                 "trainer.scheduler": scheduler,
                 "trainer.total_steps": _WARM_UP + shape.steps + _COOL_DOWN,
                 "trainer.global_batch_size": shape.batch,
-                "actor.micro_batch_size": shape.batch,
+                "actor.micro_batch_size": 2 if shape.is_real else shape.batch,
                 "actor.optim.lr": LEARNING_RATE,
                 "rollout.max_num_seqs": shape.batch,
                 "rollout.kv_cache_mib": 256,
-                "teacher.topk": VOCAB,
+                "teacher.topk": shape.topk,
                 "teacher.server_port": server.port,
             }
             config = Path(out) / "config.yaml"
@@ -117,7 +124,7 @@ def run_ours(scheduler: str, shape: Shape, folder: Path) -> Run:
     steps = lines[1:]
     mean = sum(line["rollout/response_tokens"] for line in steps) / (shape.batch * len(steps))
     truncated = sum(line["rollout/truncated_share"] for line in steps) / len(steps)
-    return Run(scheduler, _differences(ends), _per_sequence(cpu, ends, shape), mean, truncated)
+    return Run(scheduler, _differences(ends), _per_sequence(cpu, ends, shape), mean, truncated, peak_gib[0])
 
 
 def _differences(ends_s: Sequence[float]) -> list[float]:
@@ -133,12 +140,16 @@ def _tail(log: Path) -> str:
     return log.read_text(errors="replace")[-3000:]
 
 
-def measure(name: str, trl: Path, rounds: int, only: Sequence[str]) -> Part:
+def measure(name: str, trl: Path, rounds: int, only: Sequence[str], real: Path | None) -> Part:
     shape = SHAPES[name]
     runs: list[Run] = []
     with tempfile.TemporaryDirectory() as out:
         folder = Path(out)
-        make_files(shape, folder, shape.batch * (_WARM_UP + shape.steps + _COOL_DOWN + 4))
+        n_prompts = shape.batch * (_WARM_UP + shape.steps + _COOL_DOWN + 4)
+        if real is not None and shape.is_real:
+            link_files(real, folder, n_prompts)
+        else:
+            make_files(shape, folder, n_prompts)
         for system in _SERIES * rounds:
             if system in only:
                 run = run_trl(system, shape, folder, trl) if system in _TRL else run_ours(system, shape, folder)
@@ -163,13 +174,24 @@ def measure(name: str, trl: Path, rounds: int, only: Sequence[str]) -> Part:
             title = f"TRL {system}" if system in _TRL else system
             cpu_ms = sum(run.cpu_ms.values())
             rows.append(
-                [title, _rate([run], shape), min(per_step), max(per_step), cpu_ms, run.mean_response, run.truncated]
+                [title, _rate([run], shape), min(per_step), max(per_step), cpu_ms]
+                + [run.mean_response, run.truncated, run.peak_gib]
             )
             kinds += [[system, kind, ms] for kind, ms in sorted(run.cpu_ms.items())]
-    columns = ["program", "sequences/s", "slowest step", "fastest step", "CPU ms per sequence", "mean response", "cut"]
+    columns = [
+        "program",
+        "sequences/s",
+        "slowest step",
+        "fastest step",
+        "CPU ms per sequence",
+        "mean response",
+        "cut",
+        "GiB",
+    ]
     what = (
-        f"Student {shape.student}, teacher {shape.teacher} (hidden size, layers), prompts of {N_PROMPT} tokens, "
-        f"at most {shape.max_response} response tokens, {shape.batch} sequences a step. Interleaved runs."
+        f"Student {shape.student}, teacher {shape.teacher} (hidden size, layers), {shape.dtype}, "
+        f"prompts of up to {shape.max_prompt} tokens, at most {shape.max_response} response tokens, "
+        f"{shape.batch} sequences a step. Interleaved runs."
     )
     tables = [Table("runs", columns, rows), Table("CPU ms per sequence", ["program", "process", "ms"], kinds)]
     return Part(name, what, figures, tables, {"rounds": rounds})
@@ -182,13 +204,18 @@ def _rate(runs: Sequence[Run], shape: Shape) -> float:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    made = parser("tests.bench.bench_trl", __doc__ or "", SHAPES, 1)
+    made = parser("tests.bench.bench_trl", __doc__ or "", [name for name in SHAPES if not SHAPES[name].is_real], 1)
     made.add_argument("--trl", type=Path, required=True, metavar="DIR", help="folder with TRL, see the docstring")
     made.add_argument("--programs", default=",".join(dict.fromkeys(_SERIES)), help="default: %(default)s")
+    made.add_argument("--real", type=Path, metavar="DIR", help="models/smollm2, for the parts real and real_bfloat16")
     args = parsed(made, SHAPES, argv)
+    if needed := [name for name in args.only.split(",") if SHAPES[name].is_real and args.real is None]:
+        made.error(f"--only {needed[0]} needs --real DIR, which `bash examples/real_model/run.sh` makes")
     if not (args.trl / "trl").is_dir():
         made.error(f"--trl {args.trl}: no TRL there; see the docstring of this module")
-    return run_parts(args, lambda name: measure(name, args.trl.resolve(), args.rounds, args.programs.split(",")))
+    return run_parts(
+        args, lambda name: measure(name, args.trl.resolve(), args.rounds, args.programs.split(","), args.real)
+    )
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 
-from tests.bench.trl_models import EOS, LEARNING_RATE
+from tests.bench.trl_models import LEARNING_RATE
 
 
 class StepClock(TrainerCallback):
@@ -32,28 +32,30 @@ class StepClock(TrainerCallback):
 class Lengths:
     """Count the tokens of the responses, from the masks with which TRL trains."""
 
-    def __init__(self) -> None:
+    def __init__(self, eos: int) -> None:
+        self.eos = eos
         self.n_tokens = self.n_responses = self.n_ended = 0
 
     def add(self, labels: torch.Tensor) -> None:
         trained = labels != -100
         self.n_tokens += int(trained.sum())
         self.n_responses += len(labels)
-        self.n_ended += int((trained & (labels == EOS)).any(1).sum())
+        self.n_ended += int((trained & (labels == self.eos)).any(1).sum())
 
 
 def prompts_of(folder: str) -> list[str]:
     with open(f"{folder}/prompts.jsonl") as file:
-        return [json.loads(line)["prompt"] for line in file]
+        return [row.get("rendered", row["prompt"]) for row in map(json.loads, file)]
 
 
 def run(case: dict[str, Any]) -> dict[str, Any]:
     from datasets import Dataset  # type: ignore[import-not-found]
 
-    folder, lengths, clock = case["folder"], Lengths(), StepClock()
-    tokenizer = AutoTokenizer.from_pretrained(f"{folder}/student")
+    folder, clock, dtype = case["folder"], StepClock(), getattr(torch, case["dtype"])
+    tokenizer = AutoTokenizer.from_pretrained(f"{folder}/student", padding_side="left")
+    lengths = Lengths(tokenizer.eos_token_id)
     student, teacher = (
-        AutoModelForCausalLM.from_pretrained(f"{folder}/{role}", dtype=torch.float32) for role in ("student", "teacher")
+        AutoModelForCausalLM.from_pretrained(f"{folder}/{role}", dtype=dtype) for role in ("student", "teacher")
     )
     shared = {
         "output_dir": case["output"],
@@ -82,7 +84,7 @@ def run(case: dict[str, Any]) -> dict[str, Any]:
                 return outputs
 
         def collate(rows: Sequence[dict[str, Any]]) -> dict[str, torch.Tensor]:
-            tokens = tokenizer([row["prompt"] for row in rows], return_tensors="pt")
+            tokens = tokenizer([row["prompt"] for row in rows], return_tensors="pt", padding=True)
             ids, mask = tokens["input_ids"], tokens["attention_mask"]
             names = {"prompts": ids, "prompt_attention_mask": mask, "input_ids": ids, "attention_mask": mask}
             return names | {"labels": ids.clone()}  # replaced by the generated responses, because lmbda is 1

@@ -49,7 +49,7 @@ def qwen3(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("fsdp_models")
-    for kind in ("mamba", "falcon", "opt", "gemma2", "mixtral"):
+    for kind in ("mamba", "falcon", "opt", "gemma2", "mixtral", "olmo2", "qwen3_moe"):
         make_model_folder(root / kind, kind)
     shutil.copytree(root / "mixtral", root / "mixtral_window")
     settings = json.loads((root / "mixtral" / "config.json").read_text())
@@ -137,6 +137,26 @@ def test_changes_to_logits_named_in_config_json(folders: Path, qwen3: Path) -> N
     probe_folder(folders / "gemma2", final_logit_softcapping=None)
     # A key that the model's code does not read has no effect.
     probe_folder(qwen3, logits_scaling=8.0, final_logit_softcapping=30.0, logit_scale="inv_sqrt_d_model")
+
+
+@pytest.mark.parametrize(
+    ("kind", "is_fused"), [("qwen3_moe", True), ("mixtral", True), ("olmo2", True), ("gemma2", False)]
+)
+def test_norms_compute_with_torchs_kernel(folders: Path, kind: str, is_fused: bool) -> None:
+    """Fails if a norm takes eight launches on a GPU, or if a norm that computes something else is replaced."""
+    hf = build_on_meta(folders / kind, dtype=torch.bfloat16, packing=False)
+    norms = [module for module in hf.modules() if type(module).__name__.endswith("RMSNorm")]
+    assert norms
+    for norm in norms:
+        size = norm.weight.shape[0]
+        norm.weight = torch.nn.Parameter(torch.linspace(0.5, 2.0, size))
+        x = torch.randn(3, size)
+        plain = type(norm).forward(norm, x)  # as the model's own code computes it
+        with torch.profiler.profile() as profiled:
+            found = norm(x)
+        torch.testing.assert_close(found, plain, atol=1e-6, rtol=1e-5)
+        names = {event.key for event in profiled.key_averages()}
+        assert ("aten::rms_norm" in names) == is_fused
 
 
 def test_experts_are_found_in_the_files(folders: Path, tmp_path: Path) -> None:
