@@ -39,6 +39,9 @@ def check_signal(config: Config, derived: Derived) -> None:
             f"with teacher.signal {t.signal}" if t.signal != "topk" else f"for {', '.join(x.name for x in spec.terms)}"
         )
         raise ConfigError("teacher.mass", t.mass, f"{reason} there is no top-k list to shorten.", "use 0.")
+    if t.store and config.distill.on_policy_share == 1:
+        problem = "it keeps the scores of dataset responses, and distill.on_policy_share is 1."
+        raise ConfigError("teacher.store", t.store, problem, "leave it out, or use a share below 1.")
 
 
 def check_support(config: Config, derived: Derived) -> None:

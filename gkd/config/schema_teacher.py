@@ -40,7 +40,7 @@ class TeacherBackend(NamedTuple):
 
 
 ACTOR, ROLLOUT = "actor", "rollout"  # names of the pools
-_SERVER_KEYS = "server_ip server_port name keys max_in_flight"
+_SERVER_KEYS = "server_ip server_port name keys max_in_flight store store_gib"
 BACKENDS = {
     "zmq": TeacherBackend("", "teacher.server_port", frozenset(_SERVER_KEYS.split())),
     "local": TeacherBackend(
@@ -113,6 +113,15 @@ class TeacherConfig:
         ge=0,
         le=1 << 20,
         resume=True,
+    )
+    store: str = key(
+        "",
+        "Folder that keeps the scores of dataset responses for later epochs and runs; empty = none. It is on each host "
+        "of the actor pool, or shared.",
+        resume=True,
+    )
+    store_gib: float = key(
+        32.0, "Size of `teacher.store`; beyond it the oldest files are deleted.", ge=0.5, le=1e6, resume=True
     )
     signal: str = key(
         "topk",

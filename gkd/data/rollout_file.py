@@ -76,8 +76,14 @@ def read_sequences(path: Path) -> tuple[list[Rollout], list[TeacherScores] | Non
     """
     with naming(path, "read"):
         opened = path.open("rb")
+    with opened:
+        return load_sequences(opened, str(path))
+
+
+def load_sequences(opened: IO[bytes], name: str) -> tuple[list[Rollout], list[TeacherScores] | None]:
+    """Read what `write_sequences` has written to an open file. Raise CheckpointError as `read_sequences`."""
     try:
-        with opened, _npz(opened) as file:
+        with _npz(opened) as file:
             tables = {key: file[key] for key in file.files}
         missing = [key for key in _TABLES if key not in tables]
         if missing:
@@ -87,7 +93,7 @@ def read_sequences(path: Path) -> tuple[list[Rollout], list[TeacherScores] | Non
         rollouts = _rollouts(tables)
         return rollouts, _scores(tables, [len(r.response_ids) for r in rollouts])
     except (ValueError, KeyError, IndexError, OSError, EOFError, zipfile.BadZipFile) as error:
-        raise CheckpointError(f"{path} is not a complete recording of rollouts: {error}") from error
+        raise CheckpointError(f"{name} is not a complete recording of rollouts: {error}") from error
 
 
 def _npz(opened: IO[bytes]) -> np.lib.npyio.NpzFile:

@@ -212,6 +212,12 @@ _TEACHER = (
         "About constant.",
         "Large, and `time/teacher_s` too: lower `teacher.topk`, set `teacher.mass`, or `teacher.wire: fp16`.",
     ),
+    Row(
+        "teacher/stored_share", "share", "`teacher.store`",
+        "Share of the batch's sequences whose scores were in `teacher.store`; the teacher did not compute them.",
+        "0 in the first epoch, then 1 - `distill.on_policy_share`.",
+        "Stays 0: the teacher's weights, the tokens or a setting of the request differ from run to run.",
+    ),
 )  # fmt: skip
 _STALENESS = (
     Row(

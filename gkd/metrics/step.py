@@ -67,6 +67,15 @@ def step_numbers(
     }
 
 
+def store_numbers(batch: Sequence[ScoredChunk], config: Config) -> dict[str, float]:
+    """Return the share of the sequences whose scores were in `teacher.store`; nothing without one."""
+    if not config.teacher.store:
+        return {}
+    # They are complete when they are submitted.
+    stored = sum(int((c.times.completed_s == c.times.submitted_s).sum()) for c in batch if c.times is not None)
+    return {"teacher/stored_share": stored / sum(c.rollouts.n_sequences for c in batch)}
+
+
 def reward_numbers(batch: Sequence[ScoredChunk], config: Config) -> dict[str, float]:
     """Return mean and spread of the rewards, the mean of each function, and prompts and responses without a signal.
 

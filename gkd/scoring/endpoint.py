@@ -14,6 +14,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -26,6 +27,7 @@ from gkd.scoring.group_endpoint import GroupEndpoint, summary_of
 from gkd.scoring.teacher.grouping import grouped
 from gkd.scoring.teacher.info import head_columns
 from gkd.scoring.teacher.outage import merged
+from gkd.scoring.teacher.store import ScoreStore, score_key
 from gkd.scoring.teacher.teacher import Teacher, open_teacher
 from gkd.scoring.teacher.window import Window
 from gkd.types import Computation, Rollout, ScoreTimes, TeacherHealth, TeacherScores
@@ -54,6 +56,9 @@ class ScoringEndpoint(GroupEndpoint):
         self._teachers: list[Teacher] = []  # one per route
         self._outage: TeacherUnavailable | None = None
         self._computations = Computations()
+        self._store: ScoreStore | None = None
+        if config.teacher.store:
+            self._store = ScoreStore(Path(config.teacher.store), int(config.teacher.store_gib * 2**30))
 
     def is_up(self) -> bool:
         """Return once the process runs. Raises ConfigError: teacher.keys cannot be read on this host."""
@@ -96,12 +101,19 @@ class ScoringEndpoint(GroupEndpoint):
             raise self._outage
         teachers = self.clients()
         submitted_s = time.time()
-        completed_s = [submitted_s] * len(rollouts)
+        completed_s = [submitted_s] * len(rollouts)  # stays so for scores from the store
+        keys = self._store_keys(rollouts)
+        stored = {i: known for i, key in keys.items() if (known := self._stored(key, rollouts[i])) is not None}
+        asked = [i for i in range(len(rollouts)) if i not in stored]
         try:
-            scores = self._request_all(teachers, rollouts, completed_s)
+            found = self._request_all(teachers, rollouts, asked, completed_s)
         except TeacherUnavailable as error:
             self._outage = error
             raise
+        for i in keys.keys() & found.keys():
+            self._keep(keys[i], rollouts[i], found[i])
+        both = found | stored
+        scores = [self._in_columns(both[i], rollout.route) for i, rollout in enumerate(rollouts)]
         return ColumnList(scores), summary_of(scores, ScoreTimes(submitted_s, np.array(completed_s))).encode()
 
     def health(self) -> TeacherHealth | None:
@@ -154,12 +166,36 @@ class ScoringEndpoint(GroupEndpoint):
         np.multiply(scores.hidden, np.float32(scale), out=own)
         return replace(scores, hidden=wide)
 
+    def _store_keys(self, rollouts: Sequence[Rollout]) -> dict[int, bytes]:
+        """Return the key in the store by position; none of the student's own responses, which never return."""
+        if self._store is None:
+            return {}
+        self._store.refresh()
+        return {
+            i: score_key(r, self._routes[r.route].teacher, self._fingerprints[r.route], self._signals, self._n_vocab)
+            for i, r in enumerate(rollouts)
+            if not r.on_policy
+        }
+
+    def _stored(self, key: bytes, rollout: Rollout) -> TeacherScores | None:
+        return None if self._store is None else self._store.get(key, rollout)
+
+    def _keep(self, key: bytes, rollout: Rollout, scores: TeacherScores) -> None:
+        if self._store is not None:
+            self._store.put(key, rollout, scores)
+
     def _request_all(
-        self, teachers: Sequence[Teacher], rollouts: Sequence[Rollout], completed_s: list[float]
-    ) -> list[TeacherScores]:
-        """Submit all requests and wait; write each sequence's completion time to `completed_s`."""
+        self, teachers: Sequence[Teacher], rollouts: Sequence[Rollout], asked: Sequence[int], completed_s: list[float]
+    ) -> dict[int, TeacherScores]:
+        """Submit the requests of some rollouts and wait; return their scores by position.
+
+        Args:
+            asked: positions of these rollouts.
+            completed_s: gets the time of the completion of each, at its position.
+        """
         one = self._signals[0] in ("hidden", "logits")  # matrices of one sequence
-        groups = grouped(rollouts, [1 if one else window.n_per_request for window in self._windows])
+        parts = grouped([rollouts[i] for i in asked], [1 if one else window.n_per_request for window in self._windows])
+        groups = [[asked[i] for i in part] for part in parts]
         futures: list[Future[list[TeacherScores]]] = []
         try:
             for group in groups:
@@ -171,11 +207,11 @@ class ScoringEndpoint(GroupEndpoint):
                 if future in done:
                     with self._named(rollouts[group[0]]):
                         future.result()  # raises the error that ended the wait
-            scores = [TeacherScores()] * len(rollouts)
-            for group, future in zip(groups, futures, strict=True):
-                for index, found in zip(group, future.result(), strict=True):
-                    scores[index] = self._in_columns(found, rollouts[index].route)
-            return scores
+            return {
+                index: found
+                for group, future in zip(groups, futures, strict=True)
+                for index, found in zip(group, future.result(), strict=True)
+            }
         finally:
             for future in futures:
                 future.cancel()

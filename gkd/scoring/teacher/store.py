@@ -1,0 +1,174 @@
+"""Keep the teacher's scores of dataset responses in files, so that a later epoch or run does not ask for them again.
+
+    <folder>/<time>-<host>-<process>.scores     records, one after the other
+
+A record is a header (key, bytes, checksum) and a file of `gkd.data.rollout_file` with one sequence and its scores. It
+is written in one call. Each process appends to files of its own and reads all files, so nothing is locked. What a
+killed process has left incomplete, and a record whose bytes have changed, is never returned.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import socket
+import struct
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+import numpy as np
+import xxhash
+
+from gkd.config.schema_teacher import TeacherConfig
+from gkd.data.rollout_file import load_sequences, write_sequences
+from gkd.errors import CheckpointError
+from gkd.log import get_logger
+from gkd.types import Rollout, TeacherScores
+from teacher_server.wire.protocol import Signal
+
+log = get_logger("store")
+
+SUFFIX = ".scores"
+FILE_BYTES = 256 << 20  # a file that has reached this size gets no further records
+_MAGIC = b"gkd1"
+_HEADER = struct.Struct("<4s16sQQ")  # magic, key, bytes of the body, xxh3-64 of the body
+
+
+class _Place(NamedTuple):
+    file: Path
+    start: int  # of the body
+    n_bytes: int
+    checksum: int
+
+
+class ScoreStore:
+    """Scores by `score_key` in a folder. Thread-safe; several processes may use one folder.
+
+    Args:
+        folder: is made if it is missing.
+        limit_bytes: the oldest files are deleted when all together exceed it.
+
+    Raises:
+        OSError: the folder cannot be made or listed.
+    """
+
+    def __init__(self, folder: Path, limit_bytes: int) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self._folder, self._limit_bytes = folder, limit_bytes
+        self._lock = threading.Lock()
+        self._places: dict[bytes, _Place] = {}
+        self._ends: dict[Path, int] = {}  # where the next record of each file starts
+        self._own: Path | None = None
+        self._remarks: set[str] = set()
+        self.refresh()
+
+    def refresh(self) -> None:
+        """Learn of the records that other processes have written or deleted."""
+        with self._lock:
+            files = {file: file.stat().st_size for file in sorted(self._folder.glob(f"*{SUFFIX}"))}
+            if gone := self._ends.keys() - files.keys():
+                self._places = {key: place for key, place in self._places.items() if place.file not in gone}
+                self._ends = {file: end for file, end in self._ends.items() if file not in gone}
+            for file, size in files.items():
+                if self._ends.get(file, 0) < size:
+                    self._index(file, size)
+
+    def get(self, key: bytes, rollout: Rollout) -> TeacherScores | None:
+        """Return the scores of a sequence; None if the store has none, or only damaged ones."""
+        place = self._places.get(key)
+        if place is None:
+            return None
+        try:
+            with place.file.open("rb") as opened:
+                opened.seek(place.start)
+                body = opened.read(place.n_bytes)
+            if xxhash.xxh3_64_intdigest(body) != place.checksum:
+                raise CheckpointError("the checksum of a record does not match")
+            (found,), scores = load_sequences(io.BytesIO(body), str(place.file))
+            wanted = rollout.for_teacher()
+            is_same = _equal(found.prompt_ids, wanted.prompt_ids) and _equal(found.response_ids, wanted.response_ids)
+            if scores is None or not is_same:
+                raise CheckpointError("a record has another sequence")
+            return scores[0]
+        except (OSError, CheckpointError) as error:
+            self._remark(f"{place.file}: {error}; what is missing is requested from the teacher again")
+            self._places.pop(key, None)
+            return None
+
+    def put(self, key: bytes, rollout: Rollout, scores: TeacherScores) -> None:
+        """Append the scores of a sequence. After an error of the disk, which is logged, the store only reads."""
+        if key in self._places or self._own == Path():
+            return
+        body = io.BytesIO()
+        write_sequences(body, [rollout.for_teacher()], [scores])
+        data = body.getvalue()
+        checksum = xxhash.xxh3_64_intdigest(data)
+        with self._lock:
+            try:
+                file = self._file_for(len(data))
+                start = self._ends.get(file, 0) + _HEADER.size
+                with file.open("ab", buffering=0) as opened:
+                    opened.write(_HEADER.pack(_MAGIC, key, len(data), checksum) + data)
+            except OSError as error:
+                self._own = Path()  # no further record: a file may end in the middle of one
+                self._remark(f"{self._folder} gets no further scores: {error}")
+                return
+            self._ends[file] = start + len(data)
+            self._places[key] = _Place(file, start, len(data), checksum)
+
+    def _file_for(self, n_bytes: int) -> Path:
+        """Return the file of this process; start a new one, and delete the oldest, if it is full."""
+        if self._own is None or self._ends.get(self._own, 0) > FILE_BYTES:
+            name = f"{time.time_ns()}-{socket.gethostname()}-{os.getpid()}{SUFFIX}"
+            self._own = self._folder / name
+            others = sorted(file for file in self._ends if file != self._own)
+            total = sum(self._ends.values()) + FILE_BYTES + n_bytes
+            while others and total > self._limit_bytes:
+                oldest = others.pop(0)
+                oldest.unlink(missing_ok=True)
+                total -= self._ends.pop(oldest)
+                self._places = {key: place for key, place in self._places.items() if place.file != oldest}
+        return self._own
+
+    def _index(self, file: Path, size: int) -> None:
+        """Add the complete records behind those that are known."""
+        start = self._ends.get(file, 0)
+        with file.open("rb") as opened:
+            while start + _HEADER.size <= size:
+                opened.seek(start)
+                magic, key, n_bytes, checksum = _HEADER.unpack(opened.read(_HEADER.size))
+                if magic != _MAGIC:
+                    self._remark(f"{file} is damaged at byte {start}; what follows is not used")
+                    self._ends[file] = size
+                    return
+                if start + _HEADER.size + n_bytes > size:  # another process is writing it, or was killed while it did
+                    break
+                self._places[key] = _Place(file, start + _HEADER.size, n_bytes, checksum)
+                start += _HEADER.size + n_bytes
+        self._ends[file] = start
+
+    def _remark(self, text: str) -> None:
+        """Log a text the first time."""
+        if text not in self._remarks:
+            self._remarks.add(text)
+            log.warning("%s", text)
+
+
+def score_key(
+    rollout: Rollout, teacher: TeacherConfig, fingerprint: str, signals: Sequence[Signal], n_vocab: int
+) -> bytes:
+    """Return the 16 bytes under which the scores of a sequence are kept: a digest of all that they depend on."""
+    sequence = rollout.for_teacher()
+    asked = fingerprint, list(signals), teacher.topk, teacher.mass, teacher.temperature, teacher.wire, n_vocab
+    digest = xxhash.xxh3_128(msgspec.json.encode([*asked, len(sequence.prompt_ids)]))
+    for ids in (sequence.prompt_ids, sequence.response_ids):
+        digest.update(np.ascontiguousarray(ids, "<i4").tobytes())
+    return digest.digest()
+
+
+def _equal(a: np.ndarray, b: np.ndarray) -> bool:
+    return bool(np.array_equal(a, b))

@@ -1,0 +1,190 @@
+"""Scores of dataset responses that are kept in files: exactness, damage, several processes, size."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from gkd.config.check import check_config
+from gkd.config.load import load_config
+from gkd.errors import ConfigError
+from gkd.scoring.endpoint import ScoringEndpoint
+from gkd.scoring.group_endpoint import ScoreSummary
+from gkd.scoring.teacher import store as module
+from gkd.scoring.teacher.store import SUFFIX, ScoreStore
+from gkd.scoring.teacher.window import Window
+from gkd.types import Rollout, TeacherScores, TeacherTopK
+from tests.processes import wait_until
+from tests.service.harness import ServerProcess, connect, random_rollouts
+
+pytestmark = pytest.mark.service
+GIB = 1 << 30
+N_VOCAB = 250
+
+
+def from_dataset(n: int, seed: int = 5) -> list[Rollout]:
+    return [replace(rollout, on_policy=False, version_spans=()) for rollout in random_rollouts(n, N_VOCAB, seed)]
+
+
+def scores_of(rollout: Rollout) -> TeacherScores:
+    """Return scores that follow from the tokens, so that a reader can tell them from any others."""
+    rng = np.random.default_rng(rollout.response_ids)
+    n = len(rollout.response_ids)
+    ids = rng.integers(0, N_VOCAB, (n, 8)).astype(np.int32)
+    topk = TeacherTopK(ids, rng.normal(size=(n, 8)).astype(np.float32), rng.random(n, np.float32))
+    return TeacherScores(topk, rng.normal(size=n).astype(np.float32))
+
+
+def key_of(rollout: Rollout) -> bytes:
+    return rollout.prompt_id.to_bytes(16, "little")
+
+
+def assert_equal(found: TeacherScores, expected: TeacherScores) -> None:
+    assert found.topk is not None and expected.topk is not None
+    for name in ("topk_ids", "topk_logprobs", "tail_mass"):
+        np.testing.assert_array_equal(getattr(found.topk, name), getattr(expected.topk, name))
+    np.testing.assert_array_equal(found.sampled_logprobs, expected.sampled_logprobs)
+
+
+def filled(folder: Path, rollouts: Sequence[Rollout]) -> ScoreStore:
+    store = ScoreStore(folder, GIB)
+    for rollout in rollouts:
+        store.put(key_of(rollout), rollout, scores_of(rollout))
+    return store
+
+
+def test_what_one_process_writes_another_reads(tmp_path: Path) -> None:
+    """Fails if a score changes by a bit, or groups of ranks do not see each other's scores."""
+    rollouts = from_dataset(30)
+    reader, writer = ScoreStore(tmp_path, GIB), filled(tmp_path, rollouts[:20])
+    assert reader.get(key_of(rollouts[0]), rollouts[0]) is None
+    reader.refresh()
+    for rollout in rollouts[:20]:
+        for store in (reader, writer, ScoreStore(tmp_path, GIB)):
+            found = store.get(key_of(rollout), rollout)
+            assert found is not None
+            assert_equal(found, scores_of(rollout))
+    assert reader.get(key_of(rollouts[25]), rollouts[25]) is None
+    assert reader.get(key_of(rollouts[3]), rollouts[4]) is None, "a record of another sequence"
+
+
+def test_damage_is_never_returned(tmp_path: Path) -> None:
+    """Fails if scores with a flipped bit, or of a file that ends early, reach the training."""
+    rollouts = from_dataset(6)
+    filled(tmp_path, rollouts)
+    (file,) = tmp_path.glob(f"*{SUFFIX}")
+    whole, rng, n_missing = file.read_bytes(), np.random.default_rng(0), 0
+    for case in range(300):
+        data = bytearray(whole)
+        if case % 3:
+            data[rng.integers(len(data))] ^= 1 << rng.integers(8)
+        else:
+            del data[rng.integers(len(data)) :]
+        file.write_bytes(data)
+        store = ScoreStore(tmp_path, GIB)
+        for rollout in rollouts:
+            found = store.get(key_of(rollout), rollout)
+            n_missing += found is None
+            if found is not None:
+                assert_equal(found, scores_of(rollout))
+    assert n_missing > 300
+
+
+WRITER = """
+import sys
+from pathlib import Path
+from tests.service.test_score_store import from_dataset, key_of, scores_of
+from gkd.scoring.teacher.store import ScoreStore
+store = ScoreStore(Path(sys.argv[1]), 1 << 30)
+for rollout in from_dataset(20_000):
+    store.put(key_of(rollout), rollout, scores_of(rollout))
+"""
+
+
+def test_a_killed_writer_leaves_nothing_wrong(tmp_path: Path) -> None:
+    """Fails if what a process was writing when it was killed is read, or spoils what it had written before."""
+    for delay_s in (0.05, 0.11, 0.17):
+        process = subprocess.Popen([sys.executable, "-c", WRITER, str(tmp_path)])
+        n_before = len(list(tmp_path.glob(f"*{SUFFIX}")))
+        wait_until(lambda n=n_before: len(list(tmp_path.glob(f"*{SUFFIX}"))) > n, 60.0, "the first record")  # type: ignore[misc]
+        time.sleep(delay_s)
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+    rollouts, store = from_dataset(20_000), ScoreStore(tmp_path, GIB)
+    found = [(rollout, store.get(key_of(rollout), rollout)) for rollout in rollouts[:2000]]
+    assert sum(scores is not None for _, scores in found) > 20
+    for rollout, scores in found:
+        if scores is not None:
+            assert_equal(scores, scores_of(rollout))
+
+
+def test_the_oldest_files_make_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fails if the folder grows without a limit, or the newest scores are deleted."""
+    monkeypatch.setattr(module, "FILE_BYTES", 20_000)
+    rollouts = from_dataset(200)
+    store = ScoreStore(tmp_path, 100_000)
+    for rollout in rollouts:
+        store.put(key_of(rollout), rollout, scores_of(rollout))
+    assert sum(file.stat().st_size for file in tmp_path.glob(f"*{SUFFIX}")) <= 110_000
+    for one in (store, ScoreStore(tmp_path, 100_000)):
+        assert one.get(key_of(rollouts[0]), rollouts[0]) is None
+        assert one.get(key_of(rollouts[-1]), rollouts[-1]) is not None
+
+
+def test_a_full_disk_ends_the_writing_alone(tmp_path: Path) -> None:
+    """Fails if a run ends because its store cannot grow."""
+    rollouts = from_dataset(3)
+    store = filled(tmp_path, rollouts[:1])
+    (file,) = tmp_path.glob(f"*{SUFFIX}")
+    file.unlink()
+    file.mkdir()  # it cannot be opened for writing, also by root
+    store.put(key_of(rollouts[1]), rollouts[1], scores_of(rollouts[1]))
+    assert store.get(key_of(rollouts[1]), rollouts[1]) is None
+    os.rmdir(file)
+
+
+def test_an_endpoint_asks_the_teacher_once(tiny_server: ServerProcess, tmp_path: Path) -> None:
+    """Fails if a dataset response is scored twice, if stored scores differ by a bit, or if those of another temperature
+    or of a response of the student come from the store.
+    """
+    with connect(tiny_server.port) as client:
+        fingerprint = client.info().fingerprint
+    rollouts = [*from_dataset(10), *random_rollouts(4, N_VOCAB, seed=8)]
+
+    def scored(temperature: float) -> tuple[list[TeacherScores], int]:
+        settings = (f"teacher.server_port={tiny_server.port}", "teacher.topk=8", "teacher.wire=fp32")
+        more = (f"teacher.store={tmp_path}", f"teacher.temperature={temperature}", "distill.on_policy_share=0.5")
+        opened = ScoringEndpoint(load_config(None, [*settings, *more]), N_VOCAB, [fingerprint], [Window(6, 3)])
+        with opened.clients()[0]:  # type: ignore[attr-defined]
+            scores, summary = opened.score(rollouts)
+        times = ScoreSummary.decode(summary).times
+        assert times is not None
+        return list(scores), int((times.completed_s == times.submitted_s).sum())
+
+    first, n_first = scored(0.7)
+    again, n_again = scored(0.7)
+    _, n_other = scored(1.0)
+    assert (n_first, n_again, n_other) == (0, 10, 0)
+    for one, other in zip(first[:10], again[:10], strict=True):
+        assert one.topk is not None and other.topk is not None
+        np.testing.assert_array_equal(one.topk.topk_logprobs, other.topk.topk_logprobs)
+        np.testing.assert_array_equal(one.topk.topk_ids, other.topk.topk_ids)
+
+
+def test_a_store_without_dataset_responses_is_refused(tmp_path: Path) -> None:
+    """Fails if a setting without an effect is accepted."""
+    run = ["data.train_files=[a.jsonl]", "model.path=m", "trainer.run_dir=r", f"teacher.store={tmp_path}"]
+    local = ["distill.on_policy_share=0", "teacher.backend=local", "teacher.path=x"]
+    for settings in (["distill.on_policy_share=1"], local):
+        with pytest.raises(ConfigError) as caught:
+            check_config(load_config(None, [*run, *settings]))
+        assert caught.value.key == "teacher.store"
