@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from teacher_server.broker.request_queue import Job
+from teacher_server.broker.job import Job
 from teacher_server.wire.payload import check_reply, check_scores
 from teacher_server.wire.protocol import (
     Buffer,

@@ -7,13 +7,15 @@ import time
 
 import zmq
 
+from teacher_server.broker.job import Job
 from teacher_server.broker.outbox import Outbox
-from teacher_server.broker.request_queue import Job, RequestQueue
+from teacher_server.broker.request_queue import RequestQueue
 from teacher_server.broker.status_board import StatusBoard
 from teacher_server.broker.teachers import Teachers
 from teacher_server.broker.worker_registry import WorkerRegistry
 from teacher_server.wire.given_ids import given_planes
 from teacher_server.wire.payload import check_frames
+from teacher_server.wire.prompts import Prompt, prompts_of
 from teacher_server.wire.protocol import (
     ID_BYTES,
     NO_REQUEST,
@@ -81,12 +83,12 @@ class ClientHandler:
             self._outbox.refuse(client, request_id, "damaged", str(error))
 
     def _submit(self, client: bytes, request: Work, frames: list[zmq.Frame]) -> None:
-        digest = bytes(ID_BYTES)
+        digest, prompts = bytes(ID_BYTES), tuple[Prompt, ...]()
         if isinstance(request, ScoreRequest):
             if len(frames) < 2 or len(frames[1]) != 4 * request.total_length:
                 raise ProtocolError(f"expected a frame of {request.total_length} token ids")
             check_frames(given_planes(request), [frame.buffer for frame in frames[2:]], request.given_checksums)
-            digest = token_digest(frames[1].buffer)
+            digest, prompts = token_digest(frames[1].buffer), prompts_of(request, frames[1].buffer)
         elif len(frames) != 1:
             raise ProtocolError(f"{len(frames)} frames with a request that has none")
         teacher = self._teachers.resolve(request.teacher)
@@ -95,7 +97,7 @@ class ClientHandler:
             self._outbox.refuse(client, request.request_id, "draining", text, retry_after_s=1.0)
             return
         n_bytes = sum(len(frame) for frame in frames)
-        admission = self._queue.submit(client, teacher, request, frames, digest, n_bytes, time.monotonic())
+        admission = self._queue.submit(client, teacher, request, frames, digest, n_bytes, time.monotonic(), prompts)
         if admission == "full":
             text = f"{self._queue.n_queued} requests ({self._queue.queued_bytes} bytes) are waiting"
             self._outbox.refuse(client, request.request_id, "busy", text, retry_after_s=0.2)

@@ -8,8 +8,8 @@ from typing import Any
 
 import zmq
 
+from teacher_server.broker.job import Job
 from teacher_server.broker.metrics import BrokerMetrics
-from teacher_server.broker.request_queue import Job
 from teacher_server.broker.status_board import StatusBoard
 from teacher_server.wire.protocol import ErrorCode, ErrorReply, ServerMessage, replies
 from teacher_server.wire.worker_protocol import BrokerMessage, to_worker

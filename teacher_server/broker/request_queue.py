@@ -7,83 +7,26 @@ Pure bookkeeping without sockets. The time is an argument, so each rule is teste
                 +-- lose, retry ---+        a lost worker's jobs go back to the head of the queue
 
 Assignment uses credit: a worker announces how many tokens of unfinished requests it accepts. The
-outstanding tokens are computed here from the assigned jobs, so no counter on the wire can drift.
+outstanding tokens are computed here from the assigned jobs, so no counter on the wire can drift. A prompt that several
+outstanding sequences share counts once, if the worker's engine computes it once.
 Clients of one teacher are served round-robin, so a long queue of one client does not delay the others.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
-from teacher_server.wire.protocol import Id, ScoreRequest, Work
+from teacher_server.broker.job import Job, Worker
+from teacher_server.broker.prompt_owners import PromptOwners
+from teacher_server.wire.prompts import Prompt
+from teacher_server.wire.protocol import Work
 from teacher_server.wire.worker_protocol import WorkerHello
 
 Admission = Literal["queued", "known", "full"]
+_OWNER_SHARE = 4  # a prompt's last worker may have more tokens than another one, by this part of its credit
 _JOB_OVERHEAD_BYTES = 1024  # Python objects and headers of a queued job, so that tiny jobs count too
-
-
-@dataclass(slots=True, eq=False)
-class Job:
-    """One admitted request, until it is completed or dropped."""
-
-    job_id: bytes
-    client: bytes
-    teacher: str
-    request: Work
-    payload: list[Any]  # the client's frames, kept so that they can be assigned again
-    digest: Id  # digest of the tokens; zeros for the LM head
-    arrived_s: float
-    deadline_s: float  # absolute, on the caller's clock
-    n_bytes: int
-    attempts: int = 0
-    worker: bytes | None = None  # None: in the queue
-    failed_workers: set[str] = field(default_factory=set)  # names of workers whose engine failed on it
-    # Messages and rows of the stream that the current worker has sent.
-    stream_id: bytes = b""
-    n_parts: int = 0
-    n_rows: int = 0
-
-    @property
-    def key(self) -> tuple[bytes, bytes]:
-        return self.client, self.request.request_id
-
-    @property
-    def n_tokens(self) -> int:
-        return self.request.total_length if isinstance(self.request, ScoreRequest) else 1
-
-    @property
-    def longest(self) -> int:
-        """Return the tokens of its longest sequence."""
-        return self.request.longest if isinstance(self.request, ScoreRequest) else 1
-
-    @property
-    def is_stream(self) -> bool:
-        return not isinstance(self.request, ScoreRequest) or self.request.signal in ("logits", "hidden")
-
-
-@dataclass(slots=True)
-class Worker:
-    hello: WorkerHello
-    last_heard_s: float
-    leaving: bool = False
-    outstanding: dict[bytes, int] = field(default_factory=dict)  # job_id -> tokens
-    n_tokens: int = 0
-    # Figures of the status table.
-    n_done: int = 0
-    n_tokens_done: int = 0
-    tokens_per_s: float = 0.0
-    queue_s: float = 0.0
-    compute_s: float = 0.0
-
-    def has_credit(self, n_tokens: int) -> bool:
-        # An idle worker accepts a sequence longer than its whole credit; else it would never be assigned.
-        return not self.outstanding or self.n_tokens + n_tokens <= self.hello.credit_tokens
-
-    def release(self, job_id: bytes) -> None:
-        self.n_tokens -= self.outstanding.pop(job_id, 0)
 
 
 class RequestQueue:
@@ -106,6 +49,7 @@ class RequestQueue:
         self._queues: dict[str, dict[bytes, deque[Job]]] = {}  # teacher -> client -> its jobs; the first client is next
         self._jobs: dict[bytes, Job] = {}
         self._by_key: dict[tuple[bytes, bytes], Job] = {}
+        self._owners = PromptOwners()
         self._n_made = self._n_attempts = 0
 
     @property
@@ -119,7 +63,15 @@ class RequestQueue:
     # Jobs
 
     def submit(
-        self, client: bytes, teacher: str, request: Work, payload: list[Any], digest: bytes, n_bytes: int, now_s: float
+        self,
+        client: bytes,
+        teacher: str,
+        request: Work,
+        payload: list[Any],
+        digest: bytes,
+        n_bytes: int,
+        now_s: float,
+        prompts: Sequence[Prompt] = (),
     ) -> Admission:
         """Queue a request. A resend of an unfinished request only renews its deadline (`known`)."""
         known = self._by_key.get((client, request.request_id))
@@ -131,7 +83,9 @@ class RequestQueue:
             return "full"
         self._n_made += 1
         job_id = self._epoch + self._n_made.to_bytes(8, "little")
-        job = Job(job_id, client, teacher, request, payload, digest, now_s, now_s + request.deadline_s, n_bytes)
+        job = Job(
+            job_id, client, teacher, request, payload, digest, now_s, now_s + request.deadline_s, n_bytes, prompts
+        )
         self._jobs[job_id] = self._by_key[job.key] = job
         self._enqueue(job, first=False)
         return "queued"
@@ -145,7 +99,8 @@ class RequestQueue:
     def assign(self) -> Iterator[tuple[bytes, Job]]:
         """Yield the (worker, job) pairs to send now.
 
-        Clients are served round-robin, each with its oldest job, on the worker with the fewest outstanding tokens.
+        Clients are served round-robin, each with its oldest job. Among the workers with credit it gets the one with the
+        fewest outstanding tokens, or the one that had its prompt last, if that has not many more.
         """
         for teacher, clients in self._queues.items():
             assigned = True
@@ -168,9 +123,9 @@ class RequestQueue:
         job.worker, job.attempts = identity, job.attempts + 1
         job.stream_id = self._epoch + self._n_attempts.to_bytes(8, "little")
         job.n_parts = job.n_rows = 0
-        worker = self.workers[identity]
-        worker.outstanding[job.job_id] = job.n_tokens
-        worker.n_tokens += job.n_tokens
+        self.workers[identity].take(job)
+        if self.workers[identity].hello.prefix_block:
+            self._owners.record(job, identity)
         return job
 
     def _choose_worker(self, teacher: str, job: Job) -> bytes | None:
@@ -178,8 +133,19 @@ class RequestQueue:
         # Without another worker, one that failed on this job or is too small for it gets it, and replies with an error.
         able = {k: w for k, w in able.items() if w.hello.name not in job.failed_workers} or able
         able = {k: w for k, w in able.items() if w.hello.max_tokens >= job.longest} or able
-        free = [(w.n_tokens, k) for k, w in able.items() if w.has_credit(job.n_tokens)]
-        return min(free)[1] if free else None
+        costs = {k: w.cost(job) for k, w in able.items()}
+        loads = {k: w.n_tokens + costs[k] for k, w in able.items() if w.has_credit(costs[k])}
+        if not loads:
+            return None
+        least = min(loads, key=lambda k: (loads[k], k))
+        # Requests of several prompts may form a chain, in which each has a prompt of the one before. Without a limit a
+        # worker would get all of them, while others wait for work.
+        near = {
+            k: able[k].hello.prefix_block
+            for k, load in loads.items()
+            if load <= loads[least] + able[k].hello.credit_tokens // _OWNER_SHARE
+        }
+        return self._owners.preferred(job, near) or least
 
     def complete(self, worker: bytes, job_id: bytes) -> Job | None:
         """Remove and return a finished job. Returns None if it was completed or dropped before."""

@@ -19,6 +19,7 @@ from teacher_server.config.declare import is_path
 from teacher_server.config.options import add_flags, given_flags
 from teacher_server.config.schema import COMPUTE_TIMEOUT_S, KEYS, LOG_FORMAT, TEACHER_OPTIONS
 from teacher_server.config.settings import ONLY_TEACHER, check_name, tcp_endpoint
+from teacher_server.engines.base import prefix_block
 from teacher_server.errors import SettingsError
 from teacher_server.log import log_to_stderr
 from teacher_server.wire.keys import load_peer_keys
@@ -182,6 +183,7 @@ def _hello(
         cuda_visible_devices=os.environ.get("CUDA_VISIBLE_DEVICES"),
         credit_tokens=CREDIT_BATCHES * values["max_batch_tokens"],
         n_streams=N_STREAMS,
+        prefix_block=prefix_block(engine),
     )
 
 

@@ -75,7 +75,11 @@ Scores = TopKScores | np.ndarray | RowStream
 
 
 class Engine(Protocol):
-    """A loaded model. Call it from one thread."""
+    """A loaded model. Call it from one thread.
+
+    One that computes a common prompt once for the sequences of a batch also has the attribute `prefix_block`, an int;
+    see the function of this name.
+    """
 
     name: str  # "hf", "vllm", or a name of your own
     device: str
@@ -98,6 +102,15 @@ class Engine(Protocol):
     def lm_head(self, wire: Wire) -> RowStream:
         """Return the [V, H] matrix that maps hidden states to logits. Requires `has_plain_head`."""
         ...
+
+
+def prefix_block(engine: Engine) -> int:
+    """Return the engine's `prefix_block`, 0 without one: how an engine computes sequences that share a prompt.
+
+    With b > 0 it computes a prompt of more than b tokens once for all sequences of a batch. Each further sequence
+    costs at most b tokens of the prompt and those of its response. With 0 it computes each sequence as a whole.
+    """
+    return getattr(engine, "prefix_block", 0)
 
 
 def stream_rows(stream: RowStream, step: int) -> Iterator[tuple[int, int, np.ndarray]]:

@@ -1,14 +1,15 @@
 """Transformers engine for any causal LM folder, on CPU or one GPU.
 
-The backbone runs on the whole right-padded batch. The LM head runs only on the response positions, in
-chunks of rows (`signals`).
+The backbone runs on the whole right-padded batch, and once on a prompt that several sequences share (`hf_prefix`). The
+LM head runs only on the response positions, in chunks of rows (`signals`).
 
 Letters: B sequences, S padded length, H hidden size, C rows of a chunk, V vocabulary.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import logging
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -17,10 +18,13 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from teacher_server.engines.base import RowStream, ScoreParams, Scores, TokenSequence
+from teacher_server.engines.hf_prefix import SHORTEST_PROMPT, groups_of, rows_of_group, sharing_problem
 from teacher_server.engines.signals import score_hidden
 from teacher_server.engines.streams import MatrixStream
 from teacher_server.errors import ServerError
 from teacher_server.wire.protocol import Wire
+
+log = logging.getLogger(__name__)
 
 # Padded tokens of one forward pass on a CPU. Larger passes are not faster there, and all sequences of a pass are padded
 # to the longest: with geometric lengths, three quarters of a pass of 8192 tokens are padding.
@@ -36,11 +40,12 @@ class HfEngine:
         dtype: "float32" | "bfloat16".
         device: "cpu" | "cuda" | "cuda:N".
         max_tokens: longest P + R.
+        share_prompts: compute a common prompt once, if the model allows it.
     """
 
     name = "hf"
 
-    def __init__(self, path: str, *, dtype: str, device: str, max_tokens: int) -> None:
+    def __init__(self, path: str, *, dtype: str, device: str, max_tokens: int, share_prompts: bool = True) -> None:
         try:
             # sdpa: the memory of attention is linear in S; transformers refuses models without it.
             model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=_DTYPES[dtype], attn_implementation="sdpa")
@@ -58,6 +63,14 @@ class HfEngine:
         self.vocab_size, self.hidden_size = map(int, self._head.weight.shape)
         self.has_plain_head = type(self._head) is torch.nn.Linear and self._head.bias is None
         self._check_head_alone(path)
+        self.prefix_block = self._find_prefix_block() if share_prompts else 0
+
+    def _find_prefix_block(self) -> int:
+        problem = sharing_problem(self._backbone, self._model.config, self._device)
+        block = 0 if problem else SHORTEST_PROMPT[self._device.type]
+        shared = f"not shared: {problem}" if problem else f"computed once, if they have more than {block} tokens"
+        log.info("hf: prompts that sequences of a batch have in common are %s", shared)
+        return block
 
     def _check_head_alone(self, path: str) -> None:
         """Check that the logits have no NaN, and come from the LM head alone: some models scale or cap them."""
@@ -89,7 +102,11 @@ class HfEngine:
         """Return [N, H] hidden states that predict the response tokens, sequence after sequence."""
         limit = _CPU_PASS_TOKENS if self._device.type == "cpu" else None
         rows: dict[int, torch.Tensor] = {}
-        for group in _passes([len(sequence.token_ids) for sequence in batch], limit):
+        groups, others = groups_of(batch, self.prefix_block)
+        for group in groups:
+            sequences = [batch[i] for i in group]
+            rows |= zip(group, rows_of_group(self._backbone, self._model.config, sequences, self._device), strict=True)
+        for group in _passes({i: len(batch[i].token_ids) for i in others}, limit):
             lengths = [batch[i].n_response for i in group]
             rows |= zip(group, self._rows_of_pass([batch[i] for i in group]).split(lengths), strict=True)
         return torch.cat([rows[i] for i in range(len(batch))])
@@ -112,21 +129,22 @@ class HfEngine:
         return MatrixStream(self._head.weight, wire)
 
 
-def _passes(lengths: Sequence[int], limit: int | None) -> Iterator[list[int]]:
+def _passes(lengths: Mapping[int, int], limit: int | None) -> Iterator[list[int]]:
     """Yield the sequence indices of each forward pass: all, or from short to long at most `limit` padded tokens.
 
     A sequence longer than the limit has a pass of its own.
+
+    Args:
+        lengths: index of a sequence -> its tokens.
     """
-    if limit is None:
-        yield list(range(len(lengths)))
-        return
     group: list[int] = []
-    for i in sorted(range(len(lengths)), key=lengths.__getitem__):
-        if group and (len(group) + 1) * lengths[i] > limit:
+    for i in sorted(lengths, key=lengths.__getitem__) if limit else lengths:
+        if group and limit and (len(group) + 1) * lengths[i] > limit:
             yield group
             group = []
         group.append(i)
-    yield group
+    if group:
+        yield group
 
 
 # Compute the float32 linear layers of a model on a CPU by oneDNN, which torch uses for bfloat16 only.

@@ -30,6 +30,7 @@ class EngineSettings:
     max_batch_tokens: int = 8192  # vllm: tokens of one forward pass
     gpu_memory_utilization: float = 0.85  # fraction of each GPU; vllm: of weights and KV cache; hf: of all tensors
     kv_cache_mib: int = 0  # vllm only, per rank; 0: what gpu_memory_utilization leaves; CPU: enough for two batches
+    share_prompts: bool = True  # compute a common prompt once; False only to measure what that saves
 
 
 def default_engine(device: str) -> str:
@@ -74,7 +75,13 @@ def load_engine(settings: EngineSettings) -> Engine:
     torch.set_num_threads(settings.threads)
     if device != "cpu":  # torch would otherwise cache whatever is free, also of what a trainer on the same GPU needs
         torch.cuda.set_per_process_memory_fraction(settings.gpu_memory_utilization, device)
-    return HfEngine(settings.model, dtype=dtype, device=device, max_tokens=settings.max_tokens)
+    return HfEngine(
+        settings.model,
+        dtype=dtype,
+        device=device,
+        max_tokens=settings.max_tokens,
+        share_prompts=settings.share_prompts,
+    )
 
 
 def _load_own(settings: EngineSettings) -> Engine:
@@ -116,6 +123,7 @@ def _load_vllm(settings: EngineSettings, device: str, dtype: str) -> Engine:
         gpu_memory_utilization=settings.gpu_memory_utilization,
         kv_cache_mib=settings.kv_cache_mib,
         threads=settings.threads,
+        share_prompts=settings.share_prompts,
     )
 
 

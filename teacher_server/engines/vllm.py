@@ -2,13 +2,15 @@
 
 A sequence is submitted as a prompt of P + R - 1 tokens (the prediction after its last token is not needed)
 with one token to sample, which is discarded. vLLM batches, chunks and splits over GPUs as usual;
-`vllm_extension` keeps the hidden states that predict the response.
+`vllm_extension` keeps the hidden states that predict the response, and `vllm_prefix` lets vLLM reuse its KV cache of a
+prompt. The weights never change, so neither does what is cached.
 
 Letters: P prompt tokens, R response tokens, H hidden size, V vocabulary.
 """
 
 from __future__ import annotations
 
+import logging
 import os
 import shutil
 import tempfile
@@ -30,9 +32,13 @@ from teacher_server.errors import ServerError
 from teacher_server.wire.protocol import RowDtype, Wire
 from teacher_server.wire.threads import thread_env
 
+log = logging.getLogger(__name__)
+
 MAX_SEQUENCES = 128  # most sequences of one forward pass; vLLM samples one token for each, from [128, V] float32
 _LOAD_ERRORS = (OSError, ValueError, RuntimeError, KeyError, ImportError, AssertionError)
-_EXTENSION = "teacher_server.engines.vllm_extension"
+_EXTENSION = "teacher_server.engines.vllm_extension.TeacherExtension"
+_SCHEDULER = "teacher_server.engines.vllm_prefix.CappedScheduler"
+_CPU_BLOCK = 32  # tokens of a block of the KV cache; vLLM's default on a CPU is 128, and prompts share whole blocks
 
 
 def set_vllm_environment(device: str, threads: int) -> None:
@@ -67,6 +73,7 @@ class VllmEngine:
         kv_cache_mib: KV cache on each GPU or CPU rank; 0: on a GPU what gpu_memory_utilization leaves, on a CPU enough
             for two batches or the longest sequence. With a size, other processes may use the GPU during the start.
         threads: CPU threads of each worker.
+        share_prompts: compute a common prompt once, if the model allows it.
     """
 
     name = "vllm"
@@ -83,6 +90,7 @@ class VllmEngine:
         gpu_memory_utilization: float = 0.85,
         kv_cache_mib: int = 0,
         threads: int = 1,
+        share_prompts: bool = True,
     ) -> None:
         set_vllm_environment(device, threads)
         from vllm import EngineArgs, LLMEngine
@@ -101,8 +109,8 @@ class VllmEngine:
             choose_model_runner()
             folder = Path(tempfile.gettempdir(), f"teacher_vllm.{os.getpid()}")
             keep_files_in(folder, partial(shutil.rmtree, ignore_errors=True))
-            cache = kv_cache_mib << 20 or None
-            memory = {"kv_cache_memory_bytes": cache} if on_cpu else gpu_memory_arguments(gpu_memory_utilization, cache)
+            size = kv_cache_mib << 20 or None
+            memory = {"kv_cache_memory_bytes": size} if on_cpu else gpu_memory_arguments(gpu_memory_utilization, size)
             args = EngineArgs(
                 model=path,
                 dtype=dtype,
@@ -111,18 +119,24 @@ class VllmEngine:
                 max_num_seqs=MAX_SEQUENCES,
                 max_num_batched_tokens=max(max_batch_tokens, MAX_SEQUENCES),
                 enable_chunked_prefill=True,
-                enable_prefix_caching=False,  # cached tokens have no hidden states
+                enable_prefix_caching=False,
                 enforce_eager=True,  # CUDA graphs are captured for few tokens, and prefills have many
                 async_scheduling=False,
                 skip_tokenizer_init=True,
                 disable_log_stats=True,
                 use_tqdm_on_load=False,
                 distributed_executor_backend="mp" if tensor_parallel_size > 1 else "uni",
-                worker_extension_cls=f"{_EXTENSION}.TeacherExtension",
+                worker_extension_cls=_EXTENSION,
                 **memory,
             )
+            if share_prompts and _may_share_prompts(args.create_model_config()):
+                args.enable_prefix_caching, args.scheduler_cls = True, _SCHEDULER
+                args.block_size = _CPU_BLOCK if on_cpu else None
             self._engine = LLMEngine.from_engine_args(args)
-            self._serial = 0
+            cache = self._engine.vllm_config.cache_config
+            # vLLM may have turned it off: for attention with latents on a CPU, or attention that is not causal.
+            self.prefix_block = int(cache.block_size) if cache.enable_prefix_caching else 0
+            self._serial, self._has_failed = 0, False
             facts = self._call("teacher_start")[0]
             # The first forward pass compiles kernels, or fails if vLLM has none for this model.
             self.score([TokenSequence(np.zeros(2, np.int32), 1)], ScoreParams("sampled"))
@@ -135,6 +149,9 @@ class VllmEngine:
         self.max_tokens = max_tokens
         self.vocab_size, self.hidden_size = facts.vocab_size, facts.hidden_size
         self.dtype, self.has_plain_head = facts.dtype, facts.has_plain_head
+        once, no = f"computed once, in blocks of {self.prefix_block} tokens", "not shared: its state does not allow it"
+        if share_prompts:
+            log.info("vllm: prompts that sequences have in common are %s", once if self.prefix_block else no)
 
     def _call(self, method: str, *args: Any) -> list[Any]:
         """Call a method on every worker, and return the results by rank. Blocks."""
@@ -165,6 +182,9 @@ class VllmEngine:
         from teacher_server.engines.vllm_extension import ROW_RANGE, RowRange
 
         engine, running, row = self._engine, set(), 0
+        if self._has_failed and not engine.reset_prefix_cache():
+            raise RuntimeError("vllm: blocks of a failed batch are still in use, so the prefix cache cannot be emptied")
+        self._has_failed = True  # vLLM lists a block as cached when it schedules it, also if the step fails
         try:
             for sequence in batch:
                 self._serial += 1
@@ -182,6 +202,7 @@ class VllmEngine:
                 row += sequence.n_response
             while running:
                 running -= {output.request_id for output in engine.step() if output.finished}
+            self._has_failed = False
         except with_vllm_errors(AssertionError) as error:
             raise RuntimeError(f"vllm: {type(error).__name__}: {error}") from error
         finally:
@@ -234,6 +255,15 @@ class _HeadStream:
 
     def close(self) -> None:
         """Do nothing: the stream holds no memory."""
+
+
+def _may_share_prompts(model: Any) -> bool:
+    """Return whether a model's KV cache is all that its forward pass needs to know of the tokens before.
+
+    Args:
+        model: vLLM's ModelConfig. Of hybrid models, vLLM would keep the recurrent state at some positions only.
+    """
+    return bool(model.is_prefix_caching_supported and not model.is_hybrid)
 
 
 def _kv_cache_mib(path: str, dtype: str, tensor_parallel_size: int, n_tokens: int) -> int:

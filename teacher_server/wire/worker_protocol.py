@@ -25,7 +25,10 @@ LOCAL_WORKER_NAME = re.compile(r"w\d+\.\d+")  # reserved for the workers that a 
 
 
 class WorkerHello(Header, tag="hello"):
-    """Registration and heartbeat of worker `name`. It accepts up to `credit_tokens` of unfinished requests."""
+    """Registration and heartbeat of worker `name`. It accepts up to `credit_tokens` of unfinished requests.
+
+    Credit is counted in tokens that its engine computes: `teacher_server.wire.prompts.computed_tokens`.
+    """
 
     name: Name
     teacher: Name
@@ -44,6 +47,7 @@ class WorkerHello(Header, tag="hello"):
     gpus: Annotated[list[Gpu], msgspec.Meta(max_length=64)]
     credit_tokens: Count
     n_streams: Count  # sequences in flight that keep it busy
+    prefix_block: Count = 0  # `Engine.prefix_block`; 0: its engine computes each sequence as a whole
     template_fingerprint: Name = ""
     template_example: Text = ""
     nonce: Annotated[bytes, msgspec.Meta(max_length=16)] = b""  # distinguishes two processes with one pid

@@ -8,13 +8,11 @@ from __future__ import annotations
 import logging
 import queue
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import zmq
 
-from teacher_server.engines.base import Engine, RowStream, Scores, TokenSequence, request_problem
+from teacher_server.engines.base import Engine, RowStream, Scores, prefix_block, request_problem
 from teacher_server.wire.payload import TopKScores
 from teacher_server.wire.protocol import (
     ID_BYTES,
@@ -27,6 +25,7 @@ from teacher_server.wire.protocol import (
     requests,
 )
 from teacher_server.wire.worker_protocol import Assignment, JobCancel, JobReceived
+from teacher_server.worker.batch import WorkItem, take_batch
 from teacher_server.worker.link import End, Event, NewConnection, Work, WorkerLink
 from teacher_server.worker.open_request import OpenRequest, open_request
 from teacher_server.worker.open_stream import OpenStream, open_stream
@@ -49,7 +48,7 @@ class Worker:
     ) -> None:
         self._engine, self._link = engine, link
         self._model_fingerprint, self._name = model_fingerprint, worker_name
-        self._max_batch_tokens = max_batch_tokens
+        self._max_batch_tokens, self._prefix_block = max_batch_tokens, prefix_block(engine)
         self._waiting: list[WorkItem] = []
         self._streams: dict[bytes, OpenStream] = {}  # job_id -> open stream
         self._n_runtime_errors = self._n_nans = 0
@@ -74,7 +73,7 @@ class Worker:
             for stream in [stream for stream in self._streams.values() if stream.may_send]:
                 self._send_rows(stream)
             if self._waiting:
-                self._score(take_batch(self._waiting, self._max_batch_tokens))
+                self._score(take_batch(self._waiting, self._max_batch_tokens, self._prefix_block))
 
     # Events of the link
 
@@ -244,43 +243,3 @@ class Worker:
 
 def _described(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}"
-
-
-# Select the sequences of the next forward pass: the oldest, and others that fit the token budget with it.
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class WorkItem:
-    """A sequence that waits for its forward pass."""
-
-    request: OpenRequest
-    index: int  # position in the request
-    sequence: TokenSequence
-
-    @property
-    def n_tokens(self) -> int:
-        return len(self.sequence.token_ids)
-
-
-def take_batch(waiting: list[WorkItem], max_batch_tokens: int) -> list[WorkItem]:
-    """Remove and return the next batch. `waiting` is in order of arrival and not empty.
-
-    The batch contains the oldest item, so no request starves. Items with the same parameters are added,
-    nearest in length first, while sequences x longest length (the padded tokens) is at most
-    `max_batch_tokens`. A sequence longer than the budget is a batch by itself.
-    """
-    oldest = waiting[0]
-    length, params = oldest.n_tokens, oldest.request.params
-    batch, longest = [oldest], length
-    for item in _nearest_first(waiting[1:], length):
-        longest_with = max(longest, item.n_tokens)
-        if (len(batch) + 1) * longest_with <= max_batch_tokens and item.request.params == params:
-            batch.append(item)
-            longest = longest_with
-    taken = {id(item) for item in batch}
-    waiting[:] = [item for item in waiting if id(item) not in taken]
-    return batch
-
-
-def _nearest_first(items: Sequence[WorkItem], length: int) -> list[WorkItem]:
-    return sorted(items, key=lambda item: abs(item.n_tokens - length))

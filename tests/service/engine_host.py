@@ -20,7 +20,7 @@ import numpy as np
 import pytest
 import torch
 
-from teacher_server.engines import signals
+from teacher_server.engines import base, signals
 from teacher_server.engines.base import Engine, ScoreParams, TokenSequence, request_problem, stream_rows
 from teacher_server.engines.load import EngineSettings, load_engine
 from teacher_server.errors import ServerError
@@ -161,6 +161,70 @@ def _set_norm(model: Any, value: float) -> None:
 
 def pid(engine: Engine) -> int:
     return os.getpid()
+
+
+def prefix_block(engine: Engine) -> int:
+    return base.prefix_block(engine)
+
+
+def score_counted(
+    engine: Any, batch: list[TokenSequence], params: ScoreParams
+) -> tuple[list[TopKScores | np.ndarray], int]:
+    """Return the scores, and the tokens that the model's forward passes computed for them, padding included."""
+    with counted(engine) as passes:
+        scores = score(engine, batch, params)
+    return scores, sum(passes)
+
+
+@contextlib.contextmanager
+def counted(engine: Any) -> Iterator[list[int]]:
+    """Yield a list that gets the tokens of each forward pass, padding included."""
+    passes: list[int] = []
+    if engine.name == "hf":
+        hook = engine._backbone.register_forward_pre_hook(
+            lambda _, args, kwargs: passes.append(kwargs["input_ids"].numel()), with_kwargs=True
+        )
+        try:
+            yield passes
+        finally:
+            hook.remove()
+        return
+    scheduler = engine._engine.engine_core.engine_core.scheduler
+    schedule = scheduler.schedule
+
+    def counting(*args: Any, **kwargs: Any) -> Any:
+        output = schedule(*args, **kwargs)
+        passes.append(output.total_num_scheduled_tokens)
+        return output
+
+    scheduler.schedule = counting
+    try:
+        yield passes
+    finally:
+        scheduler.schedule = schedule
+
+
+def fail_in_the_middle(engine: Any, batch: list[TokenSequence], params: ScoreParams) -> str:
+    """Score a batch whose first forward pass fails between two layers; return the text of the RuntimeError."""
+    engine._engine.collective_rpc("apply_model", args=(_break_last_layer,))
+    try:
+        score(engine, batch, params)
+    except RuntimeError as error:
+        return str(error)
+    finally:
+        engine._engine.collective_rpc("apply_model", args=(_repair_last_layer,))
+    return ""
+
+
+def _break_last_layer(model: Any) -> None:
+    def fail(*_: Any) -> None:
+        raise RuntimeError("out of memory")
+
+    model.broken = model.model.layers[-1].register_forward_pre_hook(fail)
+
+
+def _repair_last_layer(model: Any) -> None:
+    model.broken.remove()
 
 
 # Processes of the engines

@@ -6,7 +6,7 @@ import numpy as np
 
 from teacher_server.engines.base import TokenSequence
 from teacher_server.wire.worker_protocol import Assignment
-from teacher_server.worker.compute import WorkItem, take_batch
+from teacher_server.worker.batch import WorkItem, take_batch
 from teacher_server.worker.open_request import OpenRequest
 from tests.service.test_request_queue import request
 
@@ -31,6 +31,40 @@ def test_padding_counts_and_no_request_is_lost() -> None:
         assert len(batch) * max(one.n_tokens for one in batch) <= 1000
         seen += batch
     assert sorted(map(id, seen)) == sorted(map(id, everything))
+
+
+def sibling(prompt: int, n_prompt: int, n_response: int) -> WorkItem:
+    tokens = np.concatenate([np.full(n_prompt, prompt), np.zeros(n_response)]).astype(np.int32)
+    header = request(len(tokens), prompt_length=n_prompt)
+    return WorkItem(OpenRequest(JOB, header, b"", 0.0), 0, TokenSequence(tokens, n_prompt))
+
+
+def test_a_common_prompt_counts_once_and_its_sequences_stay_together() -> None:
+    """Fails if a batch is full of tokens that the engine does not compute, exceeds the budget, or tears siblings apart
+    while other prompts are added.
+    """
+    waiting = [sibling(1, 100, 40), sibling(2, 90, 50), sibling(3, 70, 70)]
+    waiting += [sibling(prompt, n, 20) for _ in range(4) for prompt, n in ((3, 70), (2, 90), (1, 100))]
+    everything = list(waiting)
+    batch = take_batch(waiting, 500, 16)
+    # 140 + 4 x 36 of the first prompt; with the second one 2 x 140 and 6 of its four others, until 500 is exceeded.
+    assert [int(one.sequence.token_ids[0]) for one in batch] == [1] * 5 + [2] * 3
+    assert 2 * 140 + 6 * 36 <= 500 < 2 * 140 + 7 * 36
+    assert [int(one.sequence.token_ids[0]) for one in take_batch(list(everything), 500)].count(1) < 4
+    seen = list(batch)
+    while waiting:
+        seen += take_batch(waiting, 500, 16)
+    assert sorted(map(id, seen)) == sorted(map(id, everything))
+
+
+def test_sequences_without_siblings_are_batched_as_before() -> None:
+    """Fails if an engine that shares prompts batches different prompts in another order."""
+    rng = np.random.default_rng(0)
+    sizes = [(int(p), int(r)) for p, r in zip(rng.integers(1, 200, 60), rng.integers(1, 200, 60), strict=True)]
+    waiting = [sibling(i, *size) for i, size in enumerate(sizes)]
+    plain, sharing = list(waiting), list(waiting)
+    while plain:
+        assert take_batch(plain, 1000) == take_batch(sharing, 1000, 16)
 
 
 def test_a_sequence_over_budget_goes_alone() -> None:

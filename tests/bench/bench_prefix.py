@@ -1,0 +1,162 @@
+"""Measure what the teacher's engines save by computing a common prompt once.
+
+    python -m tests.bench.bench_prefix [--json docs/results/prefix.json] [--only vllm,hf] [--rounds 5]
+
+Each engine scores the same sequences with and without sharing, in two processes with one thread, in turns: 4 prompts of
+256 tokens with 8 responses of 64 tokens each, 16 prompts with one response each, and with vLLM 24 tokens of greedy
+responses to 4 prompts, which ask for one token more each time. Each round has new tokens. Time is CPU time, so that
+other processes of the machine count less. About three minutes.
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from tests.bench.command import parsed, parser, run_parts
+from tests.bench.teacher_children import Child
+from tests.bench.teacher_report import Figure, Part, Table
+
+ENGINES = ("vllm", "hf")
+_VOCAB, _N_PROMPT, _N_RESPONSE, _N_GREEDY = 4096, 256, 64, 24
+_SPEEDUP = {"vllm": 2.0, "hf": 2.5}
+_TIMEOUT_S = 300.0
+
+
+class Task(NamedTuple):
+    """Score `n` responses to each of `n_prompts` prompts, or append greedy tokens to the prompts (`n` = 0)."""
+
+    n_prompts: int
+    n: int
+    seed: int
+
+
+class Done(NamedTuple):
+    seconds: float  # CPU time of the process, which is its time on an idle machine: it has one thread
+    n_tokens: int  # of all forward passes, padding included
+    checked: np.ndarray  # logprobs of the responses, or the greedy tokens
+
+
+TASKS = {"n = 8": Task(4, 8, 0), "n = 1": Task(16, 1, 0), "greedy": Task(4, 0, 0)}
+
+
+def save_model(folder: Path) -> Path:
+    """Save a random Qwen3 of 12M parameters: as in a real teacher, its LM head is a small part of the work."""
+    import torch
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=_VOCAB,
+        hidden_size=256,
+        intermediate_size=1024,
+        num_hidden_layers=10,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=64,
+        max_position_embeddings=1024,
+        tie_word_embeddings=True,
+        initializer_range=0.1,
+    )
+    Qwen3ForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
+def serve_engine(pipe: Connection, model: str, name: str, share_prompts: bool) -> None:
+    """Load an engine, and perform the tasks that arrive."""
+    from teacher_server.engines.base import ScoreParams, TokenSequence
+    from teacher_server.engines.load import EngineSettings, load_engine
+    from tests.service.engine_host import counted
+
+    settings = EngineSettings(
+        model=model, engine=name, device="cpu", dtype="float32", max_tokens=1024, share_prompts=share_prompts
+    )
+    engine = load_engine(settings)
+    pipe.send("ready")
+    params = ScoreParams("topk", k=32, with_sampled=True)
+    while True:
+        task: Task = pipe.recv()
+        rng = np.random.default_rng(task)
+        prompts = [rng.integers(0, _VOCAB, _N_PROMPT).astype(np.int32) for _ in range(task.n_prompts)]
+        batch = [
+            TokenSequence(np.concatenate([prompt, rng.integers(0, _VOCAB, _N_RESPONSE).astype(np.int32)]), _N_PROMPT)
+            for prompt in prompts
+            for _ in range(task.n)
+        ]
+        with counted(engine) as passes:
+            start_s = time.process_time()
+            if batch:
+                checked = np.concatenate([scored.sampled for scored in engine.score(batch, params)])  # type: ignore[union-attr,misc]
+            else:
+                for _ in range(_N_GREEDY):
+                    asked = [TokenSequence(np.append(ids, np.int32(0)), len(ids)) for ids in prompts]
+                    scores = engine.score(asked, ScoreParams("topk", k=1))
+                    prompts = [np.append(ids, one.ids[0, 0]) for ids, one in zip(prompts, scores, strict=True)]  # type: ignore[union-attr]
+                checked = np.concatenate([ids[_N_PROMPT:] for ids in prompts])
+            seconds = time.process_time() - start_s
+        pipe.send(Done(seconds, sum(passes), checked))
+
+
+def measure(name: str, rounds: int) -> Part:
+    figures: list[Figure] = []
+    rows: list[tuple[str | float, ...]] = []
+    with tempfile.TemporaryDirectory(prefix="bench.") as folder, ExitStack() as stack:
+        model = str(save_model(Path(folder) / "model"))
+        children = {
+            share: stack.enter_context(Child(serve_engine, model, name, share, goodbye_s=10.0))
+            for share in (False, True)
+        }
+        for child in children.values():
+            child.answer(_TIMEOUT_S)
+        tasks = {kind: task for kind, task in TASKS.items() if task.n or name == "vllm"}
+        for kind, task in tasks.items():
+            found: dict[bool, list[Done]] = {False: [], True: []}
+            for seed in range(rounds + 1):
+                for share in (False, True) if seed % 2 else (True, False):
+                    found[share].append(children[share].ask(task._replace(seed=seed), _TIMEOUT_S))
+            figures += _figures(name, kind, found)
+            n_sequences = task.n_prompts * (task.n or _N_GREEDY)
+            for share, done in found.items():
+                per_s = n_sequences / statistics.median(one.seconds for one in done[1:])
+                rows.append((f"{kind}, {'shared' if share else 'whole'}", per_s, done[1].n_tokens))
+    return Part(
+        name,
+        f"The engine {name} on one thread, a random Qwen3 of 12M parameters in float32, V = {_VOCAB}; P = {_N_PROMPT}, "
+        f"R = {_N_RESPONSE}, top-32 and the sampled token. With and without a common prompt computed once, in turns.",
+        figures,
+        (Table("Medians of the rounds", ("sequences", "requests per CPU second", "tokens of a round"), rows),),
+        {"rounds": rounds},
+    )
+
+
+def _figures(name: str, kind: str, found: dict[bool, list[Done]]) -> list[Figure]:
+    pairs = list(zip(found[False], found[True], strict=True))
+    speedup = statistics.median(whole.seconds / shared.seconds for whole, shared in pairs[1:])  # the first warms up
+    tokens = statistics.median(shared.n_tokens / whole.n_tokens for whole, shared in pairs)
+    error = max(float(np.abs(whole.checked - shared.checked).max()) for whole, shared in pairs)
+    goal = {"n = 8": _SPEEDUP[name], "n = 1": 0.98}.get(kind)
+    unit, limit = ("", 0.0) if kind == "greedy" else ("nats", 0.0 if name == "vllm" else 1e-3)
+    return [
+        Figure(f"{kind}: sequences per CPU second, shared / whole", speedup, "x", at_least=goal),
+        Figure(f"{kind}: computed tokens, shared / whole", tokens, at_most=0.39 if kind == "n = 8" else None),
+        Figure(f"{kind}: largest difference", error, unit, at_most=limit),
+    ]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Return the exit code: 1 if a goal was missed."""
+    args = parsed(parser("tests.bench.bench_prefix", __doc__ or "", ENGINES, 5), ENGINES, argv)
+    return run_parts(args, lambda name: measure(name, args.rounds))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
