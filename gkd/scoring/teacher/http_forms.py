@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import base64
 import io
+import math
 from typing import Any, NamedTuple
 
 import msgspec
@@ -150,7 +151,9 @@ def _tables(dialect: str, body: bytes, asked: Asked) -> tuple[np.ndarray, np.nda
     if dialect == "sglang":
         return _sglang_tables(msgspec.json.decode(body, type=_SGLangReply).meta_info, asked)
     if asked.given is None:
-        return _vllm_tables(msgspec.json.decode(body, type=_Completion).choices[0].prompt_logprobs, asked, asked.k)
+        rows = msgspec.json.decode(body, type=_Completion).choices[0].prompt_logprobs
+        _check_distinct(body, rows)
+        return _vllm_tables(rows, asked, asked.k)
     reply = msgspec.json.decode(body, type=_Generated)
     logprobs = _array(reply.prompt_token_id_logprobs, asked.given.shape)
     n_listed = _n_listed(asked)
@@ -158,7 +161,15 @@ def _tables(dialect: str, body: bytes, asked: Asked) -> tuple[np.ndarray, np.nda
         return _merged(asked.given, logprobs, *_arrays([], 0), asked.k)
     if reply.prompt_logprobs is None:
         raise ValueError("prompt_logprobs are missing")
+    _check_distinct(body, reply.prompt_logprobs)
     return _merged(asked.given, logprobs, *_vllm_tables(reply.prompt_logprobs, asked, n_listed), asked.k)
+
+
+def _check_distinct(body: bytes, rows: _VllmRows) -> None:
+    """Raise ValueError if a row names an id twice: the decoder keeps the last of equal names of a JSON object."""
+    n_entries = sum(len(row) for row in rows if row)
+    if body.count(b'"rank":') != n_entries:
+        raise ValueError(f"{n_entries} distinct entries, and another number of ranks")
 
 
 def _vllm_tables(rows: _VllmRows, asked: Asked, k: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -192,8 +203,10 @@ def _sglang_tables(meta: _Meta, asked: Asked) -> tuple[np.ndarray, np.ndarray, n
         (logprob, token, _), entries = own[row], (top[row] or [] if asked.k else [])
         if logprob is None or len(entries) != asked.k:
             raise ValueError(f"response position {row - 1}: logprob {logprob}, {len(entries)} of {asked.k} entries")
-        if any(i == token and not abs(listed_at - logprob) <= _SAME for listed_at, i, _ in entries):
-            raise ValueError(f"response position {row - 1}: two logprobs of token {token}")
+        at = {i: listed_at for listed_at, i, _ in entries}
+        if entries and not -_SAME <= at.get(token, entries[-1][0]) - logprob <= (_SAME if token in at else math.inf):
+            problem = f"token {token} has logprob {logprob:.6g}, which its list contradicts"
+            raise ValueError(f"response position {row - 1}: {problem}")
         listed.append(((logprob, token), [(listed_at, i) for listed_at, i, _ in entries]))
     return _arrays(listed, asked.k)
 
