@@ -74,9 +74,9 @@ class RouteConfig:
 class TeacherConfig:
     backend: str = key(
         "zmq",
-        "zmq: a separate server, `python -m teacher_server`. http: a vLLM or SGLang server (docs/http_teacher.md). "
-        "local: a model on the actor's ranks (docs/memory.md). rollout: the engines' student, with a prompt of its own "
-        "(docs/losses.md). The last two need trainer.scheduler=sync and no keys of the server.",
+        "zmq: a server, `python -m teacher_server`. http: vLLM or SGLang (docs/http_teacher.md). local: a model on the "
+        "actor's ranks (docs/memory.md). rollout: the student, with another prompt (docs/losses.md). The last two need "
+        "trainer.scheduler=sync and no keys of a server.",
         choices=tuple(BACKENDS),
     )
     path: str = key("", "local: the teacher, as model.path.", limits="required for local, else empty", resume=True)
@@ -134,7 +134,7 @@ class TeacherConfig:
     max_in_flight: int = key(
         0,
         "Limit of the sequences in flight at the server, over all data-parallel groups, each of which has at least "
-        "one; 0 = as many as keep the server's workers busy (the server announces the number; http: 32).",
+        "one; 0 = as many as keep the server's workers busy, which it announces (http: 32).",
         ge=0,
         le=1 << 20,
         resume=True,
@@ -173,9 +173,9 @@ class TeacherConfig:
     )
     routes: dict[str, RouteConfig] = key(
         {},
-        "Several teachers: for each value of data.teacher_key {backend, name, server_ip, server_port, keys, url, "
-        "dialect, api_key_env, temperature, weight}. What an entry leaves out is that of this section; weight (1) "
-        "multiplies the loss of its tokens. Each has backend zmq or http. Empty = one teacher. See docs/losses.md.",
+        "Several teachers: for each value of data.teacher_key {backend (zmq or http), name, server_ip, server_port, "
+        "keys, url, dialect, api_key_env, temperature, weight}. What an entry leaves out is that of this section; "
+        "weight (1) multiplies the loss of its tokens. See docs/losses.md.",
         limits="names of letters, digits, _ and -; weights > 0",
         resume=IF_MOVED,
     )

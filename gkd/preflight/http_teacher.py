@@ -114,7 +114,7 @@ class _Probe:
             raise self._wrong(f"logprobs {which} differ by up to {moved:.3g} nats: they are of different rows")
 
     def _check_repeats(self, ids: np.ndarray, alone: np.ndarray) -> None:
-        """Score the sequence again, three times alone and four times beside others; log the largest difference."""
+        """Score the sequence again, three times alone and four times among others; log the largest difference."""
         others, problem = [np.roll(ids, shift) for shift in range(1, 9)], "it cannot score several sequences at a time"
         again = [self._sampled([ids], problem)[0] for _ in range(3)]
         again += self._sampled([*others[:4], *[ids] * 4, *others[4:]], problem)[4:8]

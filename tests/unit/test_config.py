@@ -417,7 +417,7 @@ def test_http_teachers_that_pass(overrides: list[str]) -> None:
 
 
 def test_routes_of_both_kinds_pass() -> None:
-    """Fails if a route cannot be on another kind of server than the others, or a URL is no list in a route."""
+    """Fails if a route cannot have another kind of server than the others, or its URL does not become a list."""
     routes = (
         "teacher.routes={a: {backend: http, url: 'http://a'}, b: {server_port: 1}, c: {backend: http, url: [http://b]}}"
     )

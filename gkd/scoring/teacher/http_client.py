@@ -34,7 +34,7 @@ from gkd.scoring.teacher.outage import OutageClock
 from gkd.types import Rollout, TeacherHealth, TeacherScores
 from teacher_server.wire.protocol import MAX_ID, Signal
 
-IN_FLIGHT = 32  # sequences, without teacher.max_in_flight: nobody announces a number
+IN_FLIGHT = 32  # sequences, without teacher.max_in_flight: these servers announce no number
 _TICK_S = 0.2
 _PING_S = 1.0
 _CONNECT_S = 2.0

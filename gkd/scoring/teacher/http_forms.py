@@ -22,7 +22,7 @@ _SAME = 1e-3  # nats between the two places at which SGLang lists the logprob of
 
 
 class Asked(NamedTuple):
-    """What one request asks of one sequence."""
+    """Hold what a request asks about one sequence."""
 
     name: str  # names the sequence in errors
     tokens: list[int]  # P + R
