@@ -96,6 +96,18 @@ class TeacherTopK:
     tail_mass: np.ndarray  # [R] float32, teacher probability outside the listed ids
     counts: np.ndarray | None = None  # [R] int32, number of listed ids per row, 1..K; None means all K
 
+    @classmethod
+    def without_tail(cls, ids: np.ndarray, logprobs: np.ndarray) -> TeacherTopK:
+        """Return the table of an engine that gives no exact rest: the tail is 1 - the listed mass, at least 0.
+
+        Args:
+            ids: [R, K] int32.
+            logprobs: [R, K] float32, nats.
+        """
+        with np.errstate(over="ignore"):  # of logprobs that the checks refuse
+            tail = np.clip(1.0 - np.exp(logprobs.astype(np.float64)).sum(axis=1), 0.0, 1.0).astype(np.float32)
+        return cls(np.ascontiguousarray(ids), np.ascontiguousarray(logprobs), tail)
+
 
 @dataclass(frozen=True, slots=True)
 class TeacherScores:

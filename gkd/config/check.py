@@ -22,7 +22,7 @@ from gkd.config.prompt_template import check_teacher_prompt
 from gkd.config.routes import Route
 from gkd.config.schema import Config, Derived
 from gkd.config.schema_sections import EXACT_MATCH, NO_METRIC, REWARD_NAMES, DataConfig
-from gkd.config.schema_teacher import MAX_NAME_LENGTH
+from gkd.config.schema_teacher import BACKENDS, MAX_NAME_LENGTH
 from gkd.errors import ConfigError
 
 # Check several teachers: their routes, the keys that refer to them, and what supports them.
@@ -79,11 +79,14 @@ def _check_route(route: Route) -> None:
     if not (math.isfinite(route.weight) and route.weight > 0):
         fix = "use a positive number, or remove the route and its rows."
         raise ConfigError(f"{label}.weight", route.weight, "must be a positive number.", fix)
-    for name in ("server_port", "temperature"):
+    for name in ("backend", "server_port", "dialect", "temperature"):
         try:
             check_value(f"teacher.{name}", getattr(teacher, name))
         except ConfigError as error:
             raise ConfigError(route.key(name), error.value, error.problem, error.fix) from error
+    if "backend" in route.own and BACKENDS[teacher.backend].pool:
+        problem = "this teacher is part of the run, and routes are servers."
+        raise ConfigError(route.key("backend"), teacher.backend, problem, "use zmq or http.")
     if len(teacher.name) > MAX_NAME_LENGTH:
         fix = f"use one of the server's names, of at most {MAX_NAME_LENGTH} characters."
         raise ConfigError(route.key("name"), teacher.name, "is too long.", fix)
@@ -166,10 +169,10 @@ _CHECKS = (
     check_signal,
     check_support,
     check_tail,
+    check_routes,
     check_backend,
     check_token_weights,
     check_mixture,
-    check_routes,
     check_teacher_prompt,
     check_reference,
     check_reward,

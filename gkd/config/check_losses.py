@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from fractions import Fraction
+from urllib.parse import urlsplit
 
+from gkd.config.routes import Route
 from gkd.config.schema import Config, Derived
-from gkd.config.schema_teacher import ACTOR, BACKENDS, ReferenceConfig, TeacherConfig
+from gkd.config.schema_teacher import ACTOR, BACKENDS, HTTP, ReferenceConfig, TeacherConfig
 from gkd.config.schema_trainer import AHEAD, STREAM, TrainerConfig
 from gkd.errors import ConfigError
 
@@ -84,15 +87,19 @@ def check_tail(config: Config, derived: Derived) -> None:
 
 
 def check_backend(config: Config, derived: Derived) -> None:
-    """Check that the teacher's keys belong to its backend, and that a local teacher can work."""
+    """Check that the teacher's keys belong to its backend, and that a local or HTTP teacher can work."""
     teacher, default, is_local = config.teacher, TeacherConfig(), derived.teacher_pool == ACTOR
-    own = BACKENDS[teacher.backend].keys
+    own = frozenset().union(*(BACKENDS[route.teacher.backend].keys for route in derived.routes))
     for other, backend in BACKENDS.items():
         for name in sorted(backend.keys - own):
             value = getattr(teacher, name)
             if value != getattr(default, name):
                 problem = f"teacher.backend={teacher.backend} does not use this key, and {other} does."
                 raise ConfigError(f"teacher.{name}", value, problem, f"remove it, or set teacher.backend={other}.")
+    for route in derived.routes:
+        _check_route_keys(route)
+        if route.teacher.backend == HTTP:
+            _check_http_teacher(config, route)
     if not derived.teacher_pool:
         return
     if is_local and not teacher.path:
@@ -115,6 +122,53 @@ def check_backend(config: Config, derived: Derived) -> None:
         problem = "after each step the teacher is the student; with the same prompt there is nothing to learn."
         fix = "use more, or set teacher.update_ema, teacher.prompt_template or data.teacher_prompt_key."
         raise ConfigError("teacher.update_interval", 1, problem, fix)
+
+
+def _check_route_keys(route: Route) -> None:
+    """Check that a route sets only keys of its backend."""
+    every = frozenset().union(*(backend.keys for backend in BACKENDS.values()))
+    for name in sorted((route.own & every) - BACKENDS[route.teacher.backend].keys):
+        problem = f"the backend of this route is {route.teacher.backend}, which does not use this key."
+        value = getattr(route.teacher, name)
+        raise ConfigError(route.key(name), value, problem, "remove it, or set the route's backend.")
+
+
+def _check_http_teacher(config: Config, route: Route) -> None:
+    """Check the addresses of an HTTP teacher, and that prompt logprobs contain what the losses need."""
+    teacher, variable = route.teacher, route.teacher.api_key_env
+    fix = "write e.g. http://127.0.0.1:8000, without /v1 and without a password."
+    if not teacher.url:
+        raise ConfigError(route.key("url"), "", "teacher.backend=http needs the address of a server.", fix)
+    for url in teacher.url:
+        if not _is_address(url):
+            shown = url if "@" not in url else "(not shown)"
+            raise ConfigError(route.key("url"), shown, "is not the address of an HTTP server.", fix)
+    if not re.fullmatch(r"([A-Za-z_][A-Za-z0-9_]*)?", variable):  # it may be the key itself
+        problem, fix = "is not the name of an environment variable.", "put the key into a variable, and name that."
+        raise ConfigError(route.key("api_key_env"), "(not shown)", problem, fix)
+    for name, works, fix in (
+        ("signal", teacher.signal in ("topk", "sampled"), "use topk or sampled."),
+        ("temperature", teacher.temperature == 1.0, "use 1.0."),
+        ("mass", teacher.mass == 0.0, "use 0."),
+    ):
+        if not works:
+            problem = "an HTTP teacher returns top-k lists of one length, at temperature 1."
+            raise ConfigError(route.key(name), getattr(teacher, name), problem, fix)
+    if config.distill.support != "teacher" and teacher.dialect != "vllm":
+        problem = f"a server of dialect {teacher.dialect} cannot score ids that differ between positions."
+        raise ConfigError("distill.support", config.distill.support, problem, "use teacher, or vLLM.")
+
+
+def _is_address(url: str) -> bool:
+    """Return whether this is the root of an HTTP server, without credentials."""
+    try:
+        parts = urlsplit(url)
+        named = bool(parts.hostname) and parts.port != 0
+    except ValueError:
+        return False
+    extras = parts.username or parts.password or parts.query or parts.fragment
+    is_root = not parts.path.rstrip("/").endswith("/v1")
+    return named and parts.scheme in ("http", "https") and not extras and is_root and url.isprintable()
 
 
 def _has_own_prompt(config: Config) -> bool:

@@ -8,7 +8,7 @@ from typing import Any
 from teacher_server.config.declare import Setting, declare
 
 IF_CONSTANT = "if actor.optim.schedule is constant"
-IF_MOVED = "name, server_ip, server_port, keys"
+IF_MOVED = "backend, name, server_ip, server_port, keys, url, dialect, api_key_env"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -59,10 +59,10 @@ def load_config(path: str | Path | None, overrides: Sequence[str] = ()) -> Confi
             type and malformed override, and then also every value outside its limits.
     """
     errors: list[ConfigError] = []
-    sources = [] if path is None else [_new_names(_auto_gpus(_read_yaml(path)))]
+    sources = [] if path is None else [_new_names(_as_lists(_read_yaml(path)))]
     for override in overrides:
         try:
-            sources.append(_auto_gpus(_read_override(override)))
+            sources.append(_as_lists(_read_override(override)))
         except ConfigError as error:
             errors.append(error)
     merged, found = _merge(sources)
@@ -140,11 +140,18 @@ def _read_override(override: str) -> Any:
         raise ConfigError(key, value, "is not valid YAML.", "close brackets and quotes.") from error
 
 
-def _auto_gpus(source: Any) -> Any:
-    """Return the source with the word auto of cluster.gpus as an empty list, which means the same."""
+def _as_lists(source: Any) -> Any:
+    """Return the source with lists for what may be a word: auto of cluster.gpus is an empty list, one URL a list."""
     plain: Any = OmegaConf.to_container(source, resolve=False)
     if isinstance(plain.get("cluster"), dict) and plain["cluster"].get("gpus") == "auto":
         source.cluster.gpus = []
+    teacher = found if isinstance(found := plain.get("teacher"), dict) else {}
+    if isinstance(url := teacher.get("url"), str):
+        source.teacher.url = [url] if url else []
+    routes = found if isinstance(found := teacher.get("routes"), dict) else {}
+    for name, route in routes.items():
+        if isinstance(route, dict) and isinstance(route.get("url"), str):
+            source.teacher.routes[name].url = [route["url"]]
     return source
 
 

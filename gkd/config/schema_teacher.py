@@ -40,9 +40,13 @@ class TeacherBackend(NamedTuple):
 
 
 ACTOR, ROLLOUT = "actor", "rollout"  # names of the pools
+HTTP = "http"
+DIALECTS = ("vllm", "sglang")
 _SERVER_KEYS = "server_ip server_port name keys max_in_flight store store_gib"
+_HTTP_KEYS = "url dialect api_key_env name max_in_flight"
 BACKENDS = {
     "zmq": TeacherBackend("", "teacher.server_port", frozenset(_SERVER_KEYS.split())),
+    HTTP: TeacherBackend("", "teacher.url", frozenset(_HTTP_KEYS.split())),
     "local": TeacherBackend(
         ACTOR, "teacher.path", frozenset({"path", "fsdp_cpu_offload", "update_interval", "update_ema"})
     ),
@@ -54,10 +58,14 @@ BACKENDS = {
 class RouteConfig:
     """Entry of `teacher.routes`; what it leaves out is inherited from `teacher`."""
 
+    backend: str | None = None
     name: str | None = None
     server_ip: str | None = None
     server_port: int | None = None
     keys: str | None = None
+    url: list[str] | None = None
+    dialect: str | None = None
+    api_key_env: str | None = None
     temperature: float | None = None
     weight: float = 1.0
 
@@ -66,9 +74,9 @@ class RouteConfig:
 class TeacherConfig:
     backend: str = key(
         "zmq",
-        "zmq: a separate server, `python -m teacher_server`. local: a model on the actor's ranks (docs/memory.md). "
-        "rollout: the engines' student, with a prompt of its own (docs/losses.md). The last two need "
-        "trainer.scheduler=sync and no keys of the server.",
+        "zmq: a server, `python -m teacher_server`. http: vLLM or SGLang (docs/http_teacher.md). local: a model on the "
+        "actor's ranks (docs/memory.md). rollout: the student, with another prompt (docs/losses.md). The last two need "
+        "trainer.scheduler=sync and no keys of a server.",
         choices=tuple(BACKENDS),
     )
     path: str = key("", "local: the teacher, as model.path.", limits="required for local, else empty", resume=True)
@@ -96,7 +104,7 @@ class TeacherConfig:
     server_port: int = key(15555, "Port of the teacher server.", ge=1, le=65535, resume=True)
     name: str = key(
         "",
-        "Name of the teacher on a server with several; empty = the only one.",
+        "Name of the teacher on a server with several; empty = the only one. http: an id of its /v1/models.",
         limits=f"at most {MAX_NAME_LENGTH} characters",
         resume=True,
     )
@@ -106,10 +114,27 @@ class TeacherConfig:
         "encryption.",
         resume=True,
     )
+    url: list[str] = key(
+        [],
+        "http: address of the server without /v1, e.g. http://127.0.0.1:8000, or a list of servers of the same model, "
+        "which take turns.",
+        limits="required for http, else empty",
+        resume=True,
+    )
+    dialect: str = key(
+        "vllm", "http: what the server is, which decides the form of the requests.", choices=DIALECTS, resume=True
+    )
+    api_key_env: str = key(
+        "",
+        "http: environment variable with the API key, which is sent as a bearer token and never recorded; empty = no "
+        "key. Scoring endpoints read it on their host.",
+        limits="name of a variable",
+        resume=True,
+    )
     max_in_flight: int = key(
         0,
         "Limit of the sequences in flight at the server, over all data-parallel groups, each of which has at least "
-        "one; 0 = as many as keep the server's workers busy (the server announces the number).",
+        "one; 0 = as many as keep the server's workers busy, which it announces (http: 32).",
         ge=0,
         le=1 << 20,
         resume=True,
@@ -157,9 +182,9 @@ class TeacherConfig:
     )
     routes: dict[str, RouteConfig] = key(
         {},
-        "Several teachers: for each value of data.teacher_key {name, server_ip, server_port, keys, temperature, "
-        "weight}. What an entry leaves out is that of this section; weight (1) multiplies the loss of its tokens. "
-        "Needs backend zmq. Empty = one teacher. See docs/losses.md.",
+        "Several teachers: for each value of data.teacher_key {backend (zmq or http), name, server_ip, server_port, "
+        "keys, url, dialect, api_key_env, temperature, weight}. What an entry leaves out is that of this section; "
+        "weight (1) multiplies the loss of its tokens. See docs/losses.md.",
         limits="names of letters, digits, _ and -; weights > 0",
         resume=IF_MOVED,
     )

@@ -118,7 +118,7 @@ def _node(ranks: Sequence[RankFootprint], process: int, config: Config) -> Count
 def _teacher_is_here(config: Config) -> bool:
     """Return whether there is a teacher server on the trainer's host: its address is a loopback one."""
     derived = config.derived
-    addresses = [route.teacher.server_ip for route in derived.routes]
+    addresses = [route.teacher.server_ip for route in derived.routes if route.teacher.backend == "zmq"]
     is_here = any(address == "localhost" or address.startswith("127.") for address in addresses)
     return not derived.teacher_pool and is_here
 

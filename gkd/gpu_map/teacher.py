@@ -95,10 +95,9 @@ def teacher_rows(routes: Sequence[Route], device: str) -> tuple[list[RankPlaceme
     """
     rows: list[RankPlacement] = []
     found: list[Finding] = []
-    servers = {(route.teacher.server_ip, route.teacher.server_port): route for route in routes}
+    zmq = [route for route in routes if route.teacher.backend == "zmq"]
+    servers = {(route.teacher.server_ip, route.teacher.server_port): route for route in zmq}
     for route in servers.values():
-        if route.teacher.backend != "zmq":
-            continue
         try:
             rows += worker_placements(ask_status(route.teacher), first_rank=len(rows))
         except TeacherError as error:

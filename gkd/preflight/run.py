@@ -15,7 +15,7 @@ from gkd.config.function_path import is_path
 from gkd.config.key_list import with_values
 from gkd.config.routes import Route
 from gkd.config.schema import Config, Derived, planned_steps
-from gkd.config.schema_teacher import ROLLOUT
+from gkd.config.schema_teacher import HTTP, ROLLOUT
 from gkd.config.schema_trainer import STREAM
 from gkd.data.prompt_file import describe_files
 from gkd.data.prompts import load_prompts, load_tokenizer
@@ -108,13 +108,20 @@ def preflight(config: Config) -> Plan:
     if warning := early_end_warning(config, len(train)):
         log.warning("%s", warning)
     check_stream_fits(config, total_steps)
+    n_vocab = config.model.n_vocab or n_student_vocab
     teachers = find_teachers(config, derived, device)
+    if any(route.teacher.backend == HTTP for route in derived.routes):
+        from gkd.preflight.http_teacher import probed  # imports aiohttp
+
+        teachers = tuple(
+            probed(config, route, teacher, tokenizer, train, n_vocab) if route.teacher.backend == HTTP else teacher
+            for route, teacher in zip(derived.routes, teachers, strict=True)
+        )
     with_gpus = config
     if device == "cuda":
         with_gpus = with_own_gpus(config, device, teacher_rows(derived.routes, device)[0])
     identity = teacher_identity(derived.routes, teachers)
     check_replay(with_values(config, on_hub), total_steps, identity)
-    n_vocab = config.model.n_vocab or n_student_vocab
     for route, teacher in zip(derived.routes, teachers, strict=True):
         n_vocab = min(n_vocab, check_teacher(config, route, teacher, tokenizer, n_student_vocab))
         trusts = config.model.trust_remote_code
@@ -196,8 +203,15 @@ def find_teachers(config: Config, derived: Derived, device: str) -> tuple[Teache
 
 
 def teacher_identity(routes: Sequence[Route], teachers: Sequence[TeacherInfo]) -> dict[str, Any]:
-    """Return the content of teacher.json: name and fingerprint of the teacher, and with several teachers `routes`."""
-    each = [{"name": teacher.model_name, "fingerprint": teacher.fingerprint} for teacher in teachers]
+    """Return the content of teacher.json: name and fingerprint of the teacher, and with several teachers `routes`.
+
+    Of an HTTP teacher also the logprobs of its probe.
+    """
+    each = [
+        {"name": teacher.model_name, "fingerprint": teacher.fingerprint}
+        | ({"probe": list(teacher.probe)} if teacher.probe else {})
+        for teacher in teachers
+    ]
     if not routes[0].name:
         return dict(each[0])
     return {**each[0], "routes": {route.name: one for route, one in zip(routes, each, strict=True)}}

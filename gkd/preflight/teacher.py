@@ -6,11 +6,13 @@ import socket
 import sys
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import numpy as np
 
 from gkd.config.routes import Route
 from gkd.config.schema import Config
+from gkd.config.schema_teacher import HTTP
 from gkd.data.prompts import load_tokenizer
 from gkd.errors import ConfigError, TeacherError, TeacherRefusal, TeacherUnavailable
 from gkd.hf.files import weights_digest
@@ -34,35 +36,47 @@ LARGE_SCORES_GIB = 4.0
 
 
 def check_reachable(route: Route, timeout_s: float = CONNECT_S) -> None:
-    """Connect to a teacher's port once. Returns also if the connection times out: a busy server may accept it later.
+    """Connect to a teacher's ports once. Returns also if a connection times out: a busy server may accept it later.
 
     Raises:
         ConfigError: naming the key of the address: the host name cannot be resolved.
         TeacherUnavailable: the host refuses the connection, or there is no route to it.
     """
-    host, port = route.teacher.server_ip, route.teacher.server_port
+    if route.teacher.backend == HTTP:
+        for url in route.teacher.url:
+            parts = urlsplit(url)
+            assert parts.hostname is not None, "the settings are checked"
+            port = parts.port or (443 if parts.scheme == "https" else 80)
+            _check_port(route, "url", parts.hostname, port, socket.AF_UNSPEC, timeout_s)
+    else:
+        _check_port(route, "server_ip", route.teacher.server_ip, route.teacher.server_port, socket.AF_INET, timeout_s)
+
+
+def _check_port(route: Route, key: str, host: str, port: int, family: socket.AddressFamily, timeout_s: float) -> None:
     try:
-        address = socket.getaddrinfo(host, port, socket.AF_INET, socket.SOCK_STREAM)[0][4]
+        kind, _, _, _, address = socket.getaddrinfo(host, port, family, socket.SOCK_STREAM)[0]
     except (OSError, UnicodeError) as error:
         problem = f"unknown host name, or not an IPv4 address ({error})."
-        raise ConfigError(route.key("server_ip"), host, problem, "correct it.") from error
+        raise ConfigError(route.key(key), host, problem, "correct it.") from error
     try:
-        with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as connection:
+        with socket.socket(kind, socket.SOCK_STREAM) as connection:
             connection.settimeout(timeout_s)
             connection.connect(address)
     except TimeoutError:
         log.info("no connection to the teacher at %s:%d within %g s; trying again", host, port, timeout_s)
     except OSError as error:
+        fix = f"start a server with: bash launch/teacher.sh --model PATH --host {host} --port {port}"
+        if route.teacher.backend == HTTP:
+            fix = "start the server, see docs/http_teacher.md"
         raise TeacherUnavailable(
-            f"{_address(route)}: cannot connect to {host}:{port} "
-            f"({error.strerror}). Fix: start a server with: "
-            f"bash launch/teacher.sh --model PATH --host {host} --port {port}"
+            f"{_address(route)}: cannot connect to {host}:{port} ({error.strerror}). Fix: {fix}"
         ) from error
 
 
 def _address(route: Route) -> str:
     """Return the keys of a teacher's address and their values; with several teachers its route first."""
-    address = ", ".join(f"{route.key(key)} = {getattr(route.teacher, key)}" for key in ("server_ip", "server_port"))
+    keys = ("url",) if route.teacher.backend == HTTP else ("server_ip", "server_port")
+    address = ", ".join(f"{route.key(key)} = {getattr(route.teacher, key)}" for key in keys)
     return f"{route.label}: {address}" if route.name else address
 
 
@@ -85,6 +99,11 @@ def request_info(route: Route) -> TeacherInfo:
     except TeacherUnavailable as error:
         raise TeacherUnavailable(f"{_address(route)}: {error}") from error
     except TeacherRefusal as error:
+        if error.code in ("http 401", "http 403"):
+            fix = "name a variable that holds the server's key."
+            raise ConfigError(route.key("api_key_env"), settings.api_key_env, f"{error}.", fix) from error
+        if error.code.startswith("http"):
+            raise ConfigError(route.key("url"), settings.url, f"{error}.", "give the address of the server.") from error
         if error.code != "bad_request":
             raise
         raise ConfigError(route.key("name"), settings.name, f"{error}.", "use one of the server's names.") from error
@@ -142,6 +161,17 @@ def check_teacher(config: Config, route: Route, teacher: TeacherInfo, tokenizer:
         The number of shared token ids.
     """
     kind = f"teacher of route {route.name}," if route.name else "teacher"
+    n_vocab = student_vocab  # the ids behind HTTP are unknown, see `gkd.preflight.http_teacher`
+    if route.teacher.backend != HTTP:
+        n_vocab = _shared_vocab(config, route, teacher, kind, tokenizer, student_vocab)
+    _check_limits(config, route, teacher, kind, n_vocab)
+    return n_vocab
+
+
+def _shared_vocab(
+    config: Config, route: Route, teacher: TeacherInfo, kind: str, tokenizer: Any, student_vocab: int
+) -> int:
+    """Return the number of token ids that mean the same for the student and the teacher. Raises ConfigError."""
     if not teacher.tokenizer_fingerprint:
         raise ConfigError(
             route.key("server_port"),
@@ -163,6 +193,11 @@ def check_teacher(config: Config, route: Route, teacher: TeacherInfo, tokenizer:
         )
     if masked := {token: i for token, i in own.items() if i >= n_vocab}:
         log.warning("the student never generates the tokens that the %s does not have: %s", kind, shown(masked))
+    return n_vocab
+
+
+def _check_limits(config: Config, route: Route, teacher: TeacherInfo, kind: str, n_vocab: int) -> None:
+    """Check that the teacher can answer the requests of this run. Raises ConfigError."""
     derived = config.derived
     if "topk" in derived.signals and config.teacher.topk > n_vocab:
         raise ConfigError(
@@ -187,7 +222,6 @@ def check_teacher(config: Config, route: Route, teacher: TeacherInfo, tokenizer:
             f"{teacher.max_tokens}.",
             "lower data.max_prompt_length, data.max_teacher_prompt_length or data.max_response_length.",
         )
-    return n_vocab
 
 
 def _teacher_vocab(teacher: TeacherInfo) -> dict[str, int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,13 +13,14 @@ from gkd.config.key_list import all_keys, value_of
 from gkd.config.load import load_config
 from gkd.config.routes import kept_on_resume
 from gkd.config.schema import Config, planned_steps
-from gkd.config.schema_teacher import BACKENDS
+from gkd.config.schema_teacher import BACKENDS, HTTP
 from gkd.errors import ConfigError
 from gkd.log import get_logger
 
 log = get_logger("run_folder")
 
 _TRAINING = "data.train_files"
+SAME_PROBE = 1e-2  # nats by which the logprobs of an HTTP teacher's probe may differ
 _NEW_RUN = "start a new run with the export of this one as model.path."
 
 
@@ -64,7 +66,10 @@ def check_same_teacher(file: Path, teacher: Mapping[str, Any], now: Config) -> N
     """
     try:
         recorded = json.loads(file.read_text())
-        by_route = {name: (each["fingerprint"], each["name"]) for name, each in _by_route(recorded).items()}
+        by_route = {
+            name: (each["fingerprint"], each["name"], [float(value) for value in each.get("probe", ())])
+            for name, each in _by_route(recorded).items()
+        }
     except (ValueError, KeyError, TypeError) as error:
         problem = f"its teacher.json is damaged ({error!r})."
         raise ConfigError("trainer.run_dir", now.trainer.run_dir, problem, "name another folder.") from error
@@ -73,22 +78,33 @@ def check_same_teacher(file: Path, teacher: Mapping[str, Any], now: Config) -> N
         problem = f"this run was scored by the routes {sorted(by_route)}."
         raise ConfigError("teacher.routes", sorted(own), problem, "use the same, or another trainer.run_dir.")
     for route in derived.routes:
-        (fingerprint, name), new = by_route[route.name], own[route.name]
+        (fingerprint, name, probe), new = by_route[route.name], own[route.name]
+        problem = (
+            f"the teacher there is {new['name']} ({new['fingerprint'][:12]}); this run was scored by "
+            f"{name} ({fingerprint[:12]})."
+        )
         if fingerprint == new["fingerprint"]:
-            continue
-        key, fix = route.key("server_port"), "start the server with the old model to resume"
+            moved = largest_difference(probe, new.get("probe", ()))
+            if moved <= SAME_PROBE:
+                continue
+            problem = f"{name} has other weights or numerics: logprobs of its probe moved by up to {moved:.3g} nats."
+        key, value = route.key("server_port"), now.teacher.path or route.teacher.server_port
+        fix = "start the server with the old model to resume"
         if derived.teacher_pool:
             key, fix = BACKENDS[now.teacher.backend].model, "name the old model to resume"
-        raise ConfigError(
-            key,
-            now.teacher.path or route.teacher.server_port,
-            f"the teacher there is {new['name']} ({new['fingerprint'][:12]}); this run was scored by "
-            f"{name} ({fingerprint[:12]}).",
-            f"{fix}, or start a new run in another trainer.run_dir.",
-        )
+        elif route.teacher.backend == HTTP:
+            key, value = route.key("url"), ", ".join(route.teacher.url)
+        raise ConfigError(key, value, problem, f"{fix}, or start a new run in another trainer.run_dir.")
 
 
-def _by_route(identity: Mapping[str, Any]) -> dict[str, Mapping[str, str]]:
+def largest_difference(some: Sequence[float], others: Sequence[float]) -> float:
+    """Return the largest difference of two probes of HTTP teachers, in nats; infinite if they do not correspond."""
+    if len(some) != len(others):
+        return math.inf
+    return max((abs(one - other) for one, other in zip(some, others, strict=True)), default=0.0)
+
+
+def _by_route(identity: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
     return dict(identity.get("routes", {"": identity}))
 
 

@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 
 from gkd.config.schema import Config
+from gkd.config.schema_teacher import HTTP
 from gkd.data.columns import ColumnList
 from gkd.data.score_checks import check_top_ids
 from gkd.errors import TeacherError, TeacherUnavailable
@@ -174,7 +175,8 @@ class ScoringEndpoint(GroupEndpoint):
         return {
             i: score_key(r, self._routes[r.route].teacher, self._fingerprints[r.route], self._signals, self._n_vocab)
             for i, r in enumerate(rollouts)
-            if not r.on_policy
+            # The fingerprint of a HTTP teacher is its name, which other weights may have, too.
+            if not r.on_policy and self._routes[r.route].teacher.backend != HTTP
         }
 
     def _stored(self, key: bytes, rollout: Rollout) -> TeacherScores | None:

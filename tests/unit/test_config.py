@@ -26,6 +26,8 @@ REWARDS = ["reward.functions=[{path: length}]", "distill.reward_weight=1", "roll
 KL = ["distill.reference_kl_weight=0.1"]
 LORA = ["actor.strategy=fsdp2", "actor.lora.rank=4"]
 LOCAL = ["teacher.backend=local", "teacher.path=t"]
+HTTP = ["teacher.backend=http", "teacher.url=http://127.0.0.1:8000"]
+ROUTES = ["data.teacher_key=d"]
 EMA = ["teacher.update_interval=3", "teacher.update_ema=0.5"]
 
 
@@ -320,6 +322,35 @@ def test_an_invalid_file_is_refused(tmp_path: Path, text: str) -> None:
         ([*KL, "reference.update_interval=-1"], "reference.update_interval"),
         ([*KL, *LORA, "reference.update_interval=2"], "reference.update_interval"),
         ([*LOCAL, "teacher.server_port=1"], "teacher.server_port"),
+        ([*LOCAL, "teacher.url=http://a"], "teacher.url"),
+        (["teacher.url=http://a"], "teacher.url"),
+        (["teacher.dialect=sglang"], "teacher.dialect"),
+        (["teacher.api_key_env=KEY"], "teacher.api_key_env"),
+        (["teacher.backend=http"], "teacher.url"),
+        *(
+            (["teacher.backend=http", f"teacher.url='{url}'"], "teacher.url")
+            for url in ("a:8000", "ftp://a", "http://", "http://a/v1", "http://a/v1/", "http://u:p@a", "http://a:99999")
+        ),
+        ([*HTTP, "teacher.dialect=openai"], "teacher.dialect"),
+        ([*HTTP, "teacher.api_key_env=sk-123"], "teacher.api_key_env"),
+        ([*HTTP, "teacher.server_port=1"], "teacher.server_port"),
+        ([*HTTP, "teacher.keys=k"], "teacher.keys"),
+        ([*HTTP, "teacher.signal=hidden"], "teacher.signal"),
+        ([*HTTP, "teacher.signal=logits"], "teacher.signal"),
+        ([*HTTP, "teacher.temperature=0.7"], "teacher.temperature"),
+        ([*HTTP, "teacher.mass=0.9"], "teacher.mass"),
+        ([*HTTP, "teacher.dialect=sglang", "distill.support=union"], "distill.support"),
+        ([*ROUTES, "teacher.routes={a: {backend: http}}"], "teacher.url"),
+        ([*ROUTES, "teacher.routes={a: {url: 'http://a'}}"], "teacher.routes.a.url"),
+        ([*ROUTES, "teacher.routes={a: {backend: http, url: 'http://a/v1'}}"], "teacher.routes.a.url"),
+        ([*ROUTES, "teacher.routes={a: {backend: http, url: 'http://a', keys: k}}"], "teacher.routes.a.keys"),
+        (
+            [*ROUTES, "teacher.routes={a: {backend: http, url: 'http://a', temperature: 2}}"],
+            "teacher.routes.a.temperature",
+        ),
+        ([*ROUTES, "teacher.routes={a: {backend: local}}"], "teacher.routes.a.backend"),
+        ([*ROUTES, "teacher.routes={a: {backend: tcp}}"], "teacher.routes.a.backend"),
+        ([*ROUTES, "teacher.routes={a: {backend: http, url: 'http://a', dialect: x}}"], "teacher.routes.a.dialect"),
         ([*LOCAL, "teacher.name=x"], "teacher.name"),
         ([*LOCAL, "trainer.scheduler=one_step_off"], "trainer.scheduler"),
         ([*LOCAL, "trainer.scheduler=stream"], "trainer.scheduler"),
@@ -368,6 +399,38 @@ def test_signals_that_contain_what_the_loss_needs_pass(overrides: list[str]) -> 
 def test_local_teachers_that_pass(overrides: list[str]) -> None:
     """Fails if a valid local teacher is refused."""
     check_config(load_config(None, [*MINIMAL, *LOCAL, *overrides]))
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        [],
+        ["teacher.url=[http://a:1, 'https://b/prefix']", "teacher.name=m", "teacher.api_key_env=KEY"],
+        ["distill.support=union"],
+        ["teacher.dialect=sglang", "teacher.signal=sampled", "distill.loss=k1"],
+        ["trainer.scheduler=stream", "teacher.max_in_flight=64"],
+    ],
+)
+def test_http_teachers_that_pass(overrides: list[str]) -> None:
+    """Fails if a valid HTTP teacher is refused."""
+    check_config(load_config(None, [*MINIMAL, *HTTP, *overrides]))
+
+
+def test_routes_of_both_kinds_pass() -> None:
+    """Fails if a route cannot have another kind of server than the others, or its URL does not become a list."""
+    routes = (
+        "teacher.routes={a: {backend: http, url: 'http://a'}, b: {server_port: 1}, c: {backend: http, url: [http://b]}}"
+    )
+    derived = check_config(load_config(None, [*MINIMAL, *ROUTES, routes, "teacher.keys=k"]))
+    assert [route.teacher.url for route in derived.routes] == [["http://a"], [], ["http://b"]]
+
+
+def test_an_address_with_a_password_is_not_shown() -> None:
+    """Fails if a password or a key that was written into the settings appears in an error."""
+    for override in ("teacher.url=http://u:hidden-one@a", "teacher.api_key_env=hidden-one"):
+        with pytest.raises(ConfigError) as caught:
+            check_config(load_config(None, [*MINIMAL, *HTTP, override]))
+        assert "hidden-one" not in str(caught.value)
 
 
 def test_the_memory_of_the_scores_of_a_step() -> None:

@@ -14,6 +14,7 @@ LIBRARIES: dict[str, tuple[str, ...]] = {
     "megatron": ("gkd/actor/megatron/",),
     "vllm": ("gkd/rollout/vllm/", "teacher_server/engines/"),
     "zmq": ("gkd/scoring/teacher/link.py", "teacher_server/"),
+    "aiohttp": ("gkd/scoring/teacher/http_client.py",),
     "ray": (
         *("gkd/cluster/", "gkd/rollout/driver/", "gkd/rollout/engine/worker.py", "gkd/actor/rank.py"),
         *("gkd/actor/worker.py", "gkd/start/launcher.py", "gkd/scoring/judged.py"),

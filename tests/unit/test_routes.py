@@ -226,6 +226,8 @@ def test_a_resumed_run_refuses_other_routes(tmp_path: Path) -> None:
 
 
 class Info:
+    probe = ()
+
     def __init__(self, mark: str) -> None:
         self.model_name, self.fingerprint = f"model-{mark}", mark * 32
 

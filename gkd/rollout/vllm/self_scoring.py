@@ -120,6 +120,4 @@ def _teacher_scores(ids: np.ndarray, logprobs: np.ndarray, *, with_sampled: bool
     sampled = np.ascontiguousarray(logprobs[:, 0]) if with_sampled else None
     if ids.shape[1] == 1:
         return TeacherScores(sampled_logprobs=sampled)
-    top = np.ascontiguousarray(logprobs[:, 1:])
-    tail = np.clip(1.0 - np.exp(top.astype(np.float64)).sum(axis=1), 0.0, 1.0).astype(np.float32)
-    return TeacherScores(TeacherTopK(np.ascontiguousarray(ids[:, 1:]), top, tail), sampled)
+    return TeacherScores(TeacherTopK.without_tail(ids[:, 1:], logprobs[:, 1:]), sampled)

@@ -28,6 +28,7 @@ class TeacherInfo:
     template_example: str = (
         ""  # a prompt as its template writes it, sent by the server, at most 4,096 characters; may be empty
     )
+    probe: tuple[float, ...] = ()  # logprobs of fixed tokens, nats: identifies the weights behind an HTTP server
 
 
 def head_columns(teachers: Sequence[TeacherInfo]) -> tuple[list[int], int]:

@@ -1,6 +1,7 @@
 """Ask a teacher for its description, scores of sequences and its LM head, and learn whether it is alive.
 
     ZmqTeacher     a model of the teacher server                       gkd.scoring.teacher.client
+    HttpTeacher    a model of a vLLM or SGLang server                  gkd.scoring.teacher.http_client
 
 Scoring endpoints, the checks before a start and the teacher's greedy responses know this interface alone, and get a
 teacher from `open_teacher`. Teachers in a pool of the run (`TeacherBackend.pool`) answer no requests: their processes
@@ -15,7 +16,7 @@ from typing import Protocol, cast
 
 import numpy as np
 
-from gkd.config.schema_teacher import TeacherConfig
+from gkd.config.schema_teacher import HTTP, TeacherConfig
 from gkd.scoring.teacher.client import ZmqTeacher
 from gkd.scoring.teacher.exchange import OnScored
 from gkd.scoring.teacher.info import TeacherInfo
@@ -79,12 +80,24 @@ def open_teacher(
         n_vocab: size of the common vocabulary. The teacher's rows are truncated to it and then normalized. 0 = all.
         n_in_flight: maximum number of requests at the teacher; others wait here.
         fingerprint: expected weights; scores of others raise TeacherError. Empty expects those of the first reply.
+            Of an HTTP server it is the id of the model.
         outage_budget_s: replaces the setting.
-        on_scored: called with each reply and the number of sequences that are complete with it.
+        on_scored: called with each reply of a teacher server and the number of sequences that are complete with it.
 
     Raises:
-        ConfigError: a setting is out of range, or teacher.keys cannot be used.
+        ConfigError: a setting is out of range, or teacher.keys or teacher.api_key_env cannot be used.
     """
+    if teacher.backend == HTTP:
+        from gkd.scoring.teacher.http_client import HttpTeacher  # imports aiohttp
+
+        return HttpTeacher(
+            teacher,
+            k=k,
+            n_vocab=n_vocab,
+            n_in_flight=n_in_flight,
+            model=fingerprint,
+            outage_budget_s=outage_budget_s,
+        )
     return ZmqTeacher(
         teacher.server_ip,
         teacher.server_port,

@@ -253,7 +253,7 @@ def _meaning(row: Row) -> dict[str, str]:
 # Find the settings of a run that differ from the defaults, and those that differ between runs.
 
 # Differ between any two runs, so they explain nothing.
-_PLACES = frozenset({"trainer.run_dir", "teacher.server_port"})
+_PLACES = frozenset({"trainer.run_dir", "teacher.server_port", "teacher.url"})
 
 
 def from_defaults(run: Run) -> list[dict[str, str]]:

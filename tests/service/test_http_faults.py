@@ -1,0 +1,414 @@
+"""The client of HTTP teachers with servers that err: malformed replies, failures, silence, several servers, keys."""
+
+from __future__ import annotations
+
+import copy
+import json
+import random
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from gkd.errors import ConfigError, TeacherError, TeacherRefusal, TeacherUnavailable
+from gkd.types import Rollout
+from tests.dist.helpers import free_port
+from tests.processes import wait_until
+from tests.service.harness import random_rollouts
+from tests.service.http_servers import N_VOCAB, ScriptedHttp, distributions, http_teacher, valid_reply
+
+pytestmark = pytest.mark.service
+K = 8
+BOTH = ("topk", "sampled")
+N_FAULTS = 2000
+
+
+def good(path: str, request: Any) -> tuple[int, bytes]:
+    """Answer every path as a healthy server does."""
+    if path == "/v1/models":
+        return 200, json.dumps({"data": [{"id": "m", "max_model_len": 99}]}).encode()
+    if path in ("/health", "/tokenize"):
+        return (200, b"") if path == "/health" else (404, b"")
+    return 200, json.dumps(valid_reply(path, request)).encode()
+
+
+def rollouts(n: int, seed: int = 0) -> list[Rollout]:
+    return random_rollouts(n, N_VOCAB, seed=seed, response=(2, 9))
+
+
+def likely(n: int) -> list[Rollout]:
+    """Return rollouts with probable responses, as a student's are: a list of another row contradicts such a token."""
+    found, rng = [], np.random.default_rng(5)
+    for rollout in random_rollouts(n, N_VOCAB, seed=3, response=(1, 1)):
+        tokens = rollout.prompt_ids.tolist()
+        for _ in range(rng.integers(6, 12)):
+            tokens.append(int(rng.choice(np.argsort(-distributions([*tokens, 0])[-1])[:4])))
+        response = np.array(tokens[len(rollout.prompt_ids) :], np.int32)
+        found.append(replace(rollout, response_ids=response, rollout_logprobs=np.zeros(len(response), np.float32)))
+    return found
+
+
+def check(rollout: Rollout, scores: Any) -> None:
+    """Compare scores with the distributions that the server made."""
+    full = distributions([*rollout.prompt_ids.tolist(), *rollout.response_ids.tolist()])[len(rollout.prompt_ids) - 1 :]
+    own = np.take_along_axis(full, rollout.response_ids[:, None].astype(np.int64), 1)[:, 0]
+    np.testing.assert_allclose(scores.sampled_logprobs, own, rtol=1e-6)
+    np.testing.assert_array_equal(scores.topk.topk_ids, np.argsort(-full)[:, :K])
+    np.testing.assert_allclose(scores.topk.topk_logprobs, -np.sort(-full)[:, :K], rtol=1e-6)
+    np.testing.assert_allclose(scores.topk.tail_mass, 1 - np.exp(-np.sort(-full)[:, :K]).sum(1), atol=1e-6)
+
+
+@pytest.mark.parametrize("dialect", ["vllm", "sglang"])
+def test_scores_of_both_dialects(dialect: str) -> None:
+    """Fails if a row, an id or a tail of either form is read from a wrong place."""
+    with ScriptedHttp(good) as server, http_teacher(server.url, dialect=dialect, k=K, n_vocab=N_VOCAB) as teacher:
+        for rollout in rollouts(20):
+            (scores,) = teacher.submit([rollout], BOTH).result()
+            check(rollout, scores)
+            (only,) = teacher.submit([rollout], ("sampled",)).result()
+            assert only.topk is None
+            np.testing.assert_array_equal(only.sampled_logprobs, scores.sampled_logprobs)
+        info = teacher.info()
+        assert (info.fingerprint, info.max_tokens, info.n_streams) == ("m", 98, 32)
+
+
+# Faults of a reply: each changes the JSON at a random place of the response and returns None, or returns other bytes.
+Fault = Callable[[Any, random.Random], bytes | None]
+
+
+def _row(reply: Any, rng: random.Random) -> Any:
+    """Return the listed row of one of the last two tokens, which belong to the response in every test."""
+    if "choices" in reply:
+        return reply["choices"][0]["prompt_logprobs"][-rng.randint(1, 2)]
+    return reply["meta_info"]["input_top_logprobs"][-rng.randint(1, 2)]
+
+
+def _entry(reply: Any, rng: random.Random, value: Any) -> None:
+    """Replace the logprob of a listed entry."""
+    row = _row(reply, rng)
+    if isinstance(row, dict):
+        row[rng.choice(list(row))]["logprob"] = value
+    else:
+        rng.choice(row)[0] = value
+
+
+def _id(reply: Any, rng: random.Random, value: Any) -> None:
+    row = _row(reply, rng)
+    if isinstance(row, dict):
+        row[value] = row.pop(rng.choice(list(row)))
+    else:
+        rng.choice(row)[1] = value
+
+
+def _lists(reply: Any) -> list[list[Any]]:
+    """Return the lists with one item per token."""
+    if "choices" in reply:
+        return [reply["choices"][0]["prompt_logprobs"]]
+    return [reply["meta_info"]["input_token_logprobs"], reply["meta_info"]["input_top_logprobs"]]
+
+
+def _drop_row(reply: Any, rng: random.Random) -> None:
+    rows = rng.choice(_lists(reply))
+    del rows[rng.randrange(len(rows))]
+
+
+def _repeat_row(reply: Any, rng: random.Random) -> None:
+    rows = rng.choice(_lists(reply))
+    rows.insert(rng.randrange(len(rows)), copy.deepcopy(rows[-1]))
+
+
+def _null_row(reply: Any, rng: random.Random) -> None:
+    rows = rng.choice(_lists(reply))
+    rows[-rng.randint(1, 2)] = None
+
+
+def _shift_rows(reply: Any, rng: random.Random) -> None:
+    rows = _lists(reply)[-1]
+    rows[1:] = [*rows[2:], rows[1]]
+
+
+def _more(reply: Any, rng: random.Random) -> None:
+    """Add the next entry, as a server does that counts another K."""
+    row = _row(reply, rng)
+    if isinstance(row, dict):
+        free = next(i for i in range(N_VOCAB) if str(i) not in row)
+        row[str(free)] = {"logprob": -30.0, "rank": K + 1}
+    else:
+        row.append([-30.0, next(i for i in range(N_VOCAB) if i not in {i for _, i, _ in row}), None])
+
+
+def _fewer(reply: Any, rng: random.Random) -> None:
+    row = _row(reply, rng)
+    if isinstance(row, dict):
+        del row[next(i for i, entry in row.items() if entry["rank"] == rng.randint(1, K) or entry["rank"] == K)]
+    else:
+        del row[rng.randrange(len(row))]
+
+
+def _repeat_id(reply: Any, rng: random.Random) -> bytes | None:
+    row = _row(reply, rng)
+    if isinstance(row, dict):
+        some, other = rng.sample(list(row), 2)
+        row["again"] = row.pop(some)
+        return json.dumps(reply).replace('"again"', f'"{other}"').encode()
+    some, other = rng.sample(row, 2)
+    some[1] = other[1]
+    return None
+
+
+def _swap(reply: Any, rng: random.Random) -> None:
+    """Exchange the logprobs of the most probable and the last entry of a row."""
+    row = _row(reply, rng)
+    if isinstance(row, dict):
+        by_rank = {entry["rank"]: entry for entry in row.values()}
+        by_rank[1]["logprob"], by_rank[K]["logprob"] = by_rank[K]["logprob"], by_rank[1]["logprob"]
+    else:
+        row[0][0], row[-1][0] = row[-1][0], row[0][0]
+
+
+def _heavy(reply: Any, rng: random.Random) -> None:
+    row = _row(reply, rng)
+    for entry in row.values() if isinstance(row, dict) else row:
+        if isinstance(entry, dict):
+            entry["logprob"] = -0.1
+        else:
+            entry[0] = -0.1
+
+
+def _rank(reply: Any, rng: random.Random) -> None:
+    """Damage a rank, or in SGLang's form a token at its place."""
+    row = _row(reply, rng)
+    if isinstance(row, dict):
+        rng.choice([e for e in row.values() if e["rank"] <= K])["rank"] = rng.choice([0, -1, None, "1", 1.5, 10**20])
+    else:
+        own = rng.choice(reply["meta_info"]["input_token_logprobs"])
+        own[1] = rng.choice([None, str(own[1]), own[1] + 1, -1, 1.5, 10**30])
+
+
+def _other_form(reply: Any, rng: random.Random) -> bytes:
+    items = [[], {}, None, 7, "x", [reply], {"choices": []}, {"choices": [reply, reply]}, {"meta_info": {}}]
+    items += [{"error": {"message": "x"}}, {"choices": [{"prompt_logprobs": None}]}, {"choices": [{"text": "x"}]}]
+    return json.dumps(rng.choice(items)).encode()
+
+
+def _cut(reply: Any, rng: random.Random) -> bytes:
+    whole = json.dumps(reply).encode()
+    return whole[: rng.randrange(len(whole) - 1)]
+
+
+def _garbage(reply: Any, rng: random.Random) -> bytes:
+    return rng.choice([b"", b"<html>busy</html>", rng.randbytes(200), b"[" * 5000, b"\xff\xfe{}", b"NaN"])
+
+
+FAULTS: dict[str, Fault] = {
+    "NaN": lambda reply, rng: _entry(reply, rng, float("nan")),
+    "infinite": lambda reply, rng: _entry(reply, rng, rng.choice([float("inf"), -float("inf")])),
+    "no number": lambda reply, rng: _entry(reply, rng, rng.choice([None, "-1.5", True, [], {}])),
+    "above 0": lambda reply, rng: _entry(reply, rng, rng.choice([0.5, 3.0, 1e30])),
+    "id as text": lambda reply, rng: _id(reply, rng, rng.choice(["token_id:5", "w5", "", "5.0", "1e3"])),
+    "id out of range": lambda reply, rng: _id(reply, rng, rng.choice([N_VOCAB, -1, 10**6, 2**31, 2**63])),
+    "row missing": _drop_row,
+    "row repeated": _repeat_row,
+    "row null": _null_row,
+    "rows shifted": _shift_rows,
+    "K + 1 entries": _more,
+    "K - 1 entries": _fewer,
+    "id repeated": _repeat_id,
+    "order": _swap,
+    "mass": _heavy,
+    "rank or token": _rank,
+    "another form": _other_form,
+    "cut": _cut,
+    "garbage": _garbage,
+}
+
+
+@pytest.mark.parametrize("dialect", ["vllm", "sglang"])
+def test_no_malformed_reply_is_accepted(dialect: str) -> None:
+    """Fails if one of 2,000 faulty replies is trained on, or if the error does not name its sequence and end alone."""
+    sequences = likely(N_FAULTS // 2)
+    faults: dict[str, str] = {}
+
+    def script(path: str, request: Any) -> tuple[int, bytes]:
+        status, body = good(path, request)
+        if path in ("/v1/models", "/health"):
+            return status, body
+        tokens = str(request.get("prompt") or request["input_ids"])
+        rng = random.Random(tokens)
+        names = list(FAULTS)
+        name = faults[tokens] = names[len(faults) % len(names)]
+        reply = json.loads(body)
+        before = json.dumps(reply)
+        changed = FAULTS[name](reply, rng)
+        changed = json.dumps(reply).encode() if changed is None else changed
+        assert changed != before.encode(), name
+        return 200, changed
+
+    accepted, unnamed = [], []
+    with ScriptedHttp(script) as server, http_teacher(server.url, dialect=dialect, k=K, n_vocab=N_VOCAB) as teacher:
+        for rollout, future in [(rollout, teacher.submit([rollout], BOTH)) for rollout in sequences]:
+            tokens = str([*rollout.prompt_ids.tolist(), *rollout.response_ids.tolist()])
+            try:
+                future.result()
+                accepted.append(faults[tokens])
+            except TeacherError as error:
+                assert not isinstance(error, TeacherUnavailable)
+                if not str(error).startswith(f"prompt {rollout.prompt_id}, sample 0"):
+                    unnamed.append(str(error))
+    assert not accepted and not unnamed
+    assert len(faults) > 900 and set(faults.values()) == set(FAULTS)
+
+
+def test_failures_that_pass_are_sent_again() -> None:
+    """Fails if a busy server, a proxy without a backend, a lost connection or a failed pass ends the run."""
+    seen: list[int] = []
+
+    def script(path: str, request: Any) -> tuple[int, bytes]:
+        if path == "/v1/completions":
+            seen.append(1)
+            if len(seen) <= 6:
+                if len(seen) in (2, 5):
+                    raise ConnectionError
+                return (429, 0, 503, 500, 0, 504)[len(seen) - 1], b"busy"
+        return good(path, request)
+
+    (rollout,) = rollouts(1)
+    with ScriptedHttp(script) as server, http_teacher(server.url, k=K, n_vocab=N_VOCAB) as teacher:
+        (scores,) = teacher.submit([rollout], BOTH).result(timeout=30)
+    check(rollout, scores)
+    assert len(seen) == 7
+
+
+@pytest.mark.parametrize("status", [400, 404, 302, 500])
+def test_refusals_are_final(status: int) -> None:
+    """Fails if a request that no server will answer is repeated for ever, or if its error lacks the server's text."""
+    n_seen: list[int] = []
+
+    def script(path: str, request: Any) -> tuple[int, bytes]:
+        if path == "/v1/completions":
+            n_seen.append(1)
+            return status, b"too long"
+        return good(path, request)
+
+    with ScriptedHttp(script) as server, http_teacher(server.url, k=K) as teacher:
+        with pytest.raises(TeacherRefusal, match="prompt 0, sample 0.*too long"):
+            teacher.submit(rollouts(1), BOTH).result(timeout=60)
+        assert len(n_seen) == (6 if status == 500 else 1)
+        assert teacher.info().fingerprint == "m", "the client remains usable"
+
+
+def test_a_silent_server_is_an_outage() -> None:
+    """Fails if a run waits for ever for a server that is gone, or does not say for how long it has been silent."""
+    port = free_port()
+    with http_teacher(f"http://127.0.0.1:{port}", k=K, outage_budget_s=1.0) as teacher:
+        started_s = time.monotonic()
+        with pytest.raises(TeacherUnavailable, match=f"127.0.0.1:{port}"):
+            teacher.info()
+        assert 0.8 < time.monotonic() - started_s < 5
+        with ScriptedHttp(good, port):
+            assert teacher.info().fingerprint == "m", "the client remains usable"
+
+
+def test_a_stuck_server_that_answers_pings_is_an_outage() -> None:
+    """Fails if /health alone keeps a run waiting, or if a request without a reply is not sent again."""
+    release = threading.Event()
+
+    def script(path: str, request: Any) -> tuple[int, bytes]:
+        if path == "/v1/completions":
+            release.wait(20)
+        return good(path, request)
+
+    limits = {"outage_budget_s": 1.5, "request_timeout_s": 0.5}
+    with ScriptedHttp(script) as server, http_teacher(server.url, k=K, **limits) as teacher:
+        futures = [teacher.submit([rollout], BOTH) for rollout in rollouts(3)]
+        wait_until(lambda: teacher.health().n_in_flight == 3, 5.0, "three requests")
+        for future in futures:
+            with pytest.raises(TeacherUnavailable, match="alive but returned no scores"):
+                future.result(timeout=20)
+        assert server.paths.count("/v1/completions") > 3
+        release.set()
+
+
+def test_servers_take_turns_and_one_may_be_gone() -> None:
+    """Fails if all requests go to one server, or if the loss of one of two ends the run."""
+    sequences = rollouts(12)
+    gone = f"http://127.0.0.1:{free_port()}"
+    with ScriptedHttp(good) as one, ScriptedHttp(good) as two:
+        with http_teacher(one.url, two.url, k=K, n_vocab=N_VOCAB) as teacher:
+            for rollout in sequences:
+                check(rollout, teacher.submit([rollout], BOTH).result()[0])
+        counts = [server.paths.count("/v1/completions") for server in (one, two)]
+        assert counts == [6, 6]
+        with http_teacher(one.url, gone, k=K, n_vocab=N_VOCAB) as teacher:
+            for rollout, future in [(r, teacher.submit([r], BOTH)) for r in sequences]:
+                check(rollout, future.result(timeout=30)[0])
+
+
+def test_a_cancelled_or_closed_request_ends() -> None:
+    """Fails if the end of a chunk leaves requests at the server, or if `close` leaves a future that never completes."""
+    release = threading.Event()
+
+    def script(path: str, request: Any) -> tuple[int, bytes]:
+        if path == "/v1/completions":
+            release.wait(20)
+        return good(path, request)
+
+    with ScriptedHttp(script) as server:
+        teacher = http_teacher(server.url, k=K)
+        first, second = (teacher.submit([rollout], BOTH) for rollout in rollouts(2))
+        wait_until(lambda: teacher.health().n_in_flight == 2, 5.0, "two requests")
+        first.cancel()
+        wait_until(lambda: teacher.health().n_in_flight == 1, 5.0, "the end of one")
+        teacher.close()
+        with pytest.raises(TeacherError, match="closed"):
+            second.result(timeout=5)
+        with pytest.raises(TeacherError, match="closed"):
+            teacher.submit(rollouts(1), BOTH)
+        release.set()
+
+
+def test_no_more_than_the_window_is_in_flight() -> None:
+    """Fails if a chunk of sequences arrives at the server at once, whatever teacher.max_in_flight is."""
+    lock, now, most = threading.Lock(), [0], [0]
+
+    def script(path: str, request: Any) -> tuple[int, bytes]:
+        if path == "/v1/completions":
+            with lock:
+                now[0] += 1
+                most[0] = max(most[0], now[0])
+            time.sleep(0.02)
+            with lock:
+                now[0] -= 1
+        return good(path, request)
+
+    with ScriptedHttp(script) as server, http_teacher(server.url, k=K, n_vocab=N_VOCAB, n_in_flight=3) as teacher:
+        for future in [teacher.submit([rollout], BOTH) for rollout in rollouts(30)]:
+            future.result(timeout=30)
+    assert most[0] == 3
+
+
+def test_the_api_key_is_sent_and_never_shown(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """Fails if a server with a key refuses the run, or if the key appears in an error, a log line or the settings."""
+    key = "sk-very-secret-0123456789"
+    monkeypatch.setenv("HTTP_TEST_KEY", key)
+
+    def script(path: str, request: Any) -> tuple[int, bytes]:
+        if path == "/v1/completions":
+            return 401, f"Incorrect API key provided: {key}".encode()
+        return good(path, request)
+
+    caplog.set_level("DEBUG")
+    with ScriptedHttp(script) as server, http_teacher(server.url, k=K, api_key_env="HTTP_TEST_KEY") as teacher:
+        with pytest.raises(TeacherRefusal) as caught:
+            teacher.submit(rollouts(1), BOTH).result(timeout=10)
+        assert set(server.authorizations) == {f"Bearer {key}"}
+    assert caught.value.code == "http 401" and "Incorrect API key" in str(caught.value)
+    assert key not in str(caught.value) + caplog.text + repr(vars(teacher)["_teacher"])
+    monkeypatch.delenv("HTTP_TEST_KEY")
+    with pytest.raises(ConfigError) as missing:
+        http_teacher("http://127.0.0.1:1", api_key_env="HTTP_TEST_KEY")
+    assert missing.value.key == "teacher.api_key_env"
