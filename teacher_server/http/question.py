@@ -1,4 +1,4 @@
-"""What a request of any dialect asks for, and the error that refuses it."""
+"""Define what a request of any dialect asks for, and the error that refuses it."""
 
 from __future__ import annotations
 
