@@ -56,7 +56,7 @@ def _check_port(route: Route, key: str, host: str, port: int, family: socket.Add
     try:
         kind, _, _, _, address = socket.getaddrinfo(host, port, family, socket.SOCK_STREAM)[0]
     except (OSError, UnicodeError) as error:
-        problem = f"unknown host name, or not an IPv4 address ({error})."
+        problem = f"unknown host name{', or not an IPv4 address' * (family == socket.AF_INET)} ({error})."
         raise ConfigError(route.key(key), host, problem, "correct it.") from error
     try:
         with socket.socket(kind, socket.SOCK_STREAM) as connection:
