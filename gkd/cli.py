@@ -17,7 +17,7 @@ COMMANDS = {
     "train": ("gkd.main_gkd", "check a run, start its processes, train", "--config mine.yaml actor.optim.lr=1e-6"),
     "teacher": (
         "teacher_server.main",
-        "serve a teacher; with worker, status, drain, keygen: see its help",
+        "serve a teacher; with worker, status, drain, keygen, http: see its help",
         "--model Qwen/Qwen2.5-7B-Instruct --gpus 4,5,6,7",
     ),
     "check-gpus": ("gkd.tools.check_gpus", "report which rank is on which GPU", "--config mine.yaml"),

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 
 from teacher_server.errors import ServerError, SettingsError
 
-_COMMANDS = ("serve", "worker", "status", "drain", "keygen")
+_COMMANDS = ("serve", "worker", "status", "drain", "keygen", "http")
 
 
 def _command(name: str) -> Callable[[Sequence[str]], int]:
@@ -21,6 +21,8 @@ def _command(name: str) -> Callable[[Sequence[str]], int]:
         from teacher_server.cli.admin import drain as main
     elif name == "keygen":
         from teacher_server.cli.keygen import main
+    elif name == "http":
+        from teacher_server.cli.http import main
     elif name == "serve":
         from teacher_server.cli.serve import main
     else:

@@ -1,1 +1,1 @@
-"""Commands of the teacher server: serve, worker, status, drain, keygen."""
+"""Commands of the teacher server: serve, worker, status, drain, keygen, http."""

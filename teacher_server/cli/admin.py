@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import socket
 import sys
 import time
 from collections.abc import Sequence
@@ -12,7 +11,7 @@ import msgspec
 
 from teacher_server.cli.admin_link import AdminLink, ConnectionClosed, NoReply
 from teacher_server.config.command import command_parser
-from teacher_server.config.settings import tcp_endpoint
+from teacher_server.config.settings import server_endpoint
 from teacher_server.errors import SettingsError
 from teacher_server.wire.keys import load_peer_keys
 from teacher_server.wire.status import Gpu, ServerStatus
@@ -68,12 +67,7 @@ def _endpoint(args: argparse.Namespace) -> str:
     flag, address = "--server", (args.server or "").removeprefix("tcp://")
     if not address:
         flag, address = "--host/--port", f"{args.host or _DEFAULT_HOST}:{args.port or _DEFAULT_PORT}"
-    endpoint = tcp_endpoint(flag, address)
-    try:
-        socket.getaddrinfo(address.rpartition(":")[0], None, socket.AF_INET)
-    except OSError as error:  # libzmq would retry an unknown name until the time-out
-        raise SettingsError(f"{flag} {address}: unknown host ({error.strerror}). Fix: check the name.") from error
-    return endpoint
+    return server_endpoint(flag, address)
 
 
 def _seconds(flag: str, text: str) -> float:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import logging
 import os
 import shlex
@@ -24,6 +23,7 @@ from prometheus_client import CollectorRegistry
 
 from teacher_server.broker.broker import Broker
 from teacher_server.broker.metrics import BrokerMetrics, serve_metrics
+from teacher_server.cli.ready_file import check_ready_file, remove_ready_file, write_ready_file
 from teacher_server.cli.supervisor import Supervisor, WorkerCommand
 from teacher_server.config.command import command_parser
 from teacher_server.config.declare import is_path
@@ -31,7 +31,6 @@ from teacher_server.config.options import add_flags
 from teacher_server.config.schema import N_WORKERS, SERVER_OPTIONS, TEACHER_OPTIONS, ServerSettings, TeacherSettings
 from teacher_server.config.settings import read_settings
 from teacher_server.engines.hub import local_path
-from teacher_server.errors import ServerError
 from teacher_server.log import log_to_stderr
 from teacher_server.wire.keys import load_server_keys
 from teacher_server.wire.private_endpoint import private_endpoint
@@ -48,6 +47,7 @@ _EXAMPLES = """commands, each with its own --help:
   status               show workers, GPUs, queues and times
   drain                let a server or one worker finish its work and exit
   keygen               create keys for a server, its clients and its workers
+  http                 answer HTTP clients of vLLM and SGLang (TRL, prime-rl, slime) with a running server's teachers
 
 examples:
   a teacher on this machine's CPU, for a first run:
@@ -125,7 +125,7 @@ class Server:
         fingerprints = {teacher.name: _fingerprint(teacher) for teacher in settings.teachers}
         keys = load_server_keys(settings.keys) if settings.keys else None
         if settings.ready_file is not None:
-            _check_ready_file(settings.ready_file)
+            check_ready_file(settings.ready_file)
         registry = CollectorRegistry()
         endpoint = private_endpoint(stack)
         self._broker = Broker(
@@ -147,8 +147,8 @@ class Server:
             stack.callback(metrics.stop)
             self._metrics_port = metrics.port
         if settings.ready_file is not None:  # this process owns the port now, so an existing file is out of date
-            _remove(settings.ready_file)
-            stack.callback(_remove, settings.ready_file)
+            remove_ready_file(settings.ready_file)
+            stack.callback(remove_ready_file, settings.ready_file)
         command = WorkerCommand(endpoint, settings.compute_timeout_s, settings.log_format)
         self._supervisor = Supervisor(command, plans, self._broker)
         stack.callback(self._supervisor.stop)
@@ -203,13 +203,7 @@ class Server:
         }
         if len(teachers) == 1:
             ready["fingerprint"] = teachers[0].model_fingerprint
-        partial = _partial(settings.ready_file)
-        try:
-            partial.write_text(json.dumps(ready) + "\n")
-            partial.replace(settings.ready_file)
-        except OSError as error:
-            partial.unlink(missing_ok=True)
-            raise ServerError(f"--ready-file {settings.ready_file}: {error}.") from error
+        write_ready_file(settings.ready_file, ready)
 
 
 def status_command(address: str, port: int, keys: str | None) -> str:
@@ -238,29 +232,6 @@ def _fingerprint(teacher: TeacherSettings) -> str:
     if teacher.n_workers == 0 and not (teacher.model and Path(teacher.model).is_dir()):
         return ""
     return inspect_model_folder(teacher.model, needs_weights=not is_path(teacher.engine)).fingerprint
-
-
-def _partial(ready_file: Path) -> Path:
-    return ready_file.with_name(f"{ready_file.name}.{os.getpid()}.partial")
-
-
-def _check_ready_file(file: Path) -> None:
-    """Check before loading that the file can be written, without changing it. Raises ServerError."""
-    try:
-        if file.is_dir():
-            raise ServerError(f"--ready-file {file}: this is a folder. Fix: give a file name.")
-        file.parent.mkdir(parents=True, exist_ok=True)
-        _partial(file).touch()
-        _partial(file).unlink()
-    except OSError as error:
-        raise ServerError(f"--ready-file {file}: {error}. Fix: give a path that can be written.") from error
-
-
-def _remove(ready_file: Path) -> None:
-    try:
-        ready_file.unlink(missing_ok=True)
-    except OSError as error:
-        log.error("--ready-file %s cannot be removed: %s", ready_file, error)
 
 
 def main(argv: Sequence[str]) -> int:

@@ -86,7 +86,23 @@ class ServerSettings:
     share_gpus: bool = option(False, "let several teachers use one GPU", in_file_only=True)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HttpSettings:
+    """The HTTP server before a teacher server; flags only."""
+
+    server: str = option("127.0.0.1:15555", "address of the teacher server", metavar="HOST:PORT")
+    keys: str | None = option(None, "a client's key bundle, if the teacher server runs with keys", metavar="DIR")
+    host: str = option("127.0.0.1", "IPv4 address or name to listen on", metavar="ADDR")
+    port: int = option(8100, "where HTTP clients connect; 0 picks a free one", ge=0, le=65535)
+    bearer_env: str | None = option(
+        None, "environment variable with the token that clients have to send; required beyond loopback", metavar="NAME"
+    )
+    log_format: LogFormat = option("text", "json: one object per line", choices=("text", "json"))
+    ready_file: Path | None = option(None, "written when ready: JSON with host, port, pid", metavar="F")
+
+
 SERVER_OPTIONS = options_of(ServerSettings)
+HTTP_OPTIONS = options_of(HttpSettings)
 *TEACHER_OPTIONS, N_WORKERS = options_of(TeacherSettings)  # a single worker has all but the number of workers
 _BY_KEY = {each.key: each for each in SERVER_OPTIONS}
 KEYS, COMPUTE_TIMEOUT_S, LOG_FORMAT = _BY_KEY["keys"], _BY_KEY["compute_timeout_s"], _BY_KEY["log_format"]

@@ -45,7 +45,7 @@ def read_settings(args: argparse.Namespace) -> ServerSettings:
         teachers.append(TeacherSettings(name=name, model=model, **fields))
     fields = {option.key: common[option.key] for option in SERVER_OPTIONS}
     fields["ready_file"] = Path(fields["ready_file"]) if fields["ready_file"] else None
-    address = _ipv4("--host", fields["host"])
+    address = ipv4("--host", fields["host"])
     settings = ServerSettings(teachers=tuple(teachers), gpus=common["gpus"], address=address, **fields)
     _check(settings)
     return settings
@@ -131,13 +131,14 @@ def _check(settings: ServerSettings) -> None:
             "Fix: use 127.0.0.1, or --keys DIR (made by `python -m teacher_server keygen DIR`), or --insecure in a "
             "trusted network."
         )
-    _ipv4("--metrics-host", settings.metrics_host)
+    ipv4("--metrics-host", settings.metrics_host)
     ports = [port for port in (settings.port, settings.worker_port, settings.metrics_port) if port]
     if len(set(ports)) < len(ports):
         raise SettingsError("--port, --worker-port and --metrics-port are not different. Fix: change one, or use 0.")
 
 
-def _ipv4(flag: str, host: str) -> str:
+def ipv4(flag: str, host: str) -> str:
+    """Return the IPv4 address of a host. Raises SettingsError."""
     try:
         return str(socket.getaddrinfo(host, None, socket.AF_INET)[0][4][0])
     except (OSError, UnicodeError) as error:
@@ -150,6 +151,16 @@ def tcp_endpoint(flag: str, address: str) -> str:
     if not _HOST.fullmatch(host) or not port.isascii() or not port.isdigit() or not 1 <= int(port) <= 65535:
         raise SettingsError(f"{flag} {address}: not HOST:PORT, like 10.0.0.5:15556.")
     return f"tcp://{host}:{port}"
+
+
+def server_endpoint(flag: str, address: str) -> str:
+    """Return `tcp://HOST:PORT` of a server whose host has an address. Raises SettingsError."""
+    endpoint = tcp_endpoint(flag, address)
+    try:
+        socket.getaddrinfo(address.rpartition(":")[0], None, socket.AF_INET)
+    except OSError as error:  # libzmq would retry an unknown name until the time-out
+        raise SettingsError(f"{flag} {address}: unknown host ({error.strerror}). Fix: check the name.") from error
+    return endpoint
 
 
 def check_name(name: object, where: str) -> str:

@@ -119,7 +119,7 @@ def secure_server(socket: zmq.Socket[bytes], keys: ServerKeys, domain: Domain) -
     socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)  # else libzmq accepts every key when no authenticator runs
 
 
-def secure_peer(socket: zmq.Socket[bytes], keys: PeerKeys) -> None:
+def secure_peer(socket: zmq.Socket[Any], keys: PeerKeys) -> None:
     """Encrypt the connection and authenticate both ends. Call it before `connect`."""
     socket.setsockopt(zmq.CURVE_SERVERKEY, keys.server_public)
     socket.setsockopt(zmq.CURVE_PUBLICKEY, keys.public)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+from typing import Any
 
 import zmq
 
@@ -16,7 +17,7 @@ _BEAT_MS, _BEAT_TIMEOUT_MS = 500, 2000
 CLIENT_BACKLOG = 4096
 
 
-def set_common_options(socket: zmq.Socket[bytes]) -> None:
+def set_common_options(socket: zmq.Socket[Any]) -> None:
     """Set frame limit, heartbeats and handshake limit. Call it before bind or connect."""
     socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
     socket.setsockopt(zmq.HEARTBEAT_IVL, _BEAT_MS)

@@ -11,7 +11,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from teacher_server.broker.metrics import BrokerMetrics
-from teacher_server.config.schema import N_WORKERS, SERVER_OPTIONS, TEACHER_OPTIONS
+from teacher_server.config.schema import HTTP_OPTIONS, N_WORKERS, SERVER_OPTIONS, TEACHER_OPTIONS
 from teacher_server.wire.protocol import ClientMessage
 from teacher_server.worker.gpus import FoundGpus, plan_workers
 from tests.service.harness import TRIVIAL, ServerProcess, trivial_model
@@ -50,7 +50,7 @@ def test_the_file_of_the_page_loads(tmp_path: Path) -> None:
 
 def test_every_setting_message_and_metric_is_on_the_page() -> None:
     """Fails if a setting, a message or a metric is not documented."""
-    for option in (*SERVER_OPTIONS, *TEACHER_OPTIONS, N_WORKERS):
+    for option in (*SERVER_OPTIONS, *HTTP_OPTIONS, *TEACHER_OPTIONS, N_WORKERS):
         assert f"`{option.key if option.setting.in_file_only else option.flag}" in PAGE, option.key
     for message in ClientMessage.__args__:
         tag, fields = message.__struct_config__.tag, message.__struct_fields__

@@ -32,6 +32,8 @@ LIBRARIES: dict[str, tuple[str, ...]] = {
     "triton": ("gkd/loss/triton_rows.py",),
     "prometheus_client": ("teacher_server/broker/metrics.py", "teacher_server/cli/serve.py"),
     "rich": ("gkd/console/",),
+    "starlette": ("teacher_server/http/",),
+    "uvicorn": ("teacher_server/http/",),
     "yaml": ("teacher_server/config/settings.py",),
     **dict.fromkeys(("tensorboard", "wandb", "mlflow", "trackio"), ("gkd/metrics/trackers.py",)),
     **dict.fromkeys(("jinja2", "plotly"), ("gkd/tools/report/page.py",)),

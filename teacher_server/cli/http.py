@@ -1,0 +1,111 @@
+"""`python -m teacher_server http`: answer HTTP clients of vLLM and SGLang with the teachers of a running server."""
+
+from __future__ import annotations
+
+import contextlib
+import ipaddress
+import logging
+import os
+import socket
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+
+from teacher_server.cli.admin_link import AdminLink
+from teacher_server.cli.ready_file import check_ready_file, remove_ready_file, write_ready_file
+from teacher_server.config.command import command_parser
+from teacher_server.config.options import add_flags, given_flags
+from teacher_server.config.schema import HTTP_OPTIONS, HttpSettings
+from teacher_server.config.settings import ipv4, server_endpoint
+from teacher_server.errors import ServerError, SettingsError
+from teacher_server.http.link import BrokerLink
+from teacher_server.http.server import run
+from teacher_server.log import log_to_stderr
+from teacher_server.wire.keys import load_peer_keys
+
+log = logging.getLogger(__name__)
+
+_CONNECT_S = 5.0  # limit of the wait for the teacher server at the start
+_EXAMPLES = """examples:
+  TRL, prime-rl or slime on this machine use the teacher server on port 15555:
+    python -m teacher_server http
+    TRL: teacher_model_server_url http://127.0.0.1:8100    slime: --rm-url http://127.0.0.1:8100/generate
+
+  reachable from other hosts, with a token:
+    export TEACHER_TOKEN=$(openssl rand -hex 32)
+    python -m teacher_server http --host 10.0.0.5 --bearer-env TEACHER_TOKEN
+
+  in front of a server of another host that has keys:
+    python -m teacher_server http --server 10.0.0.5:15555 --keys bundles/trainer
+
+  the logprobs of a sequence's tokens:
+    curl http://127.0.0.1:8100/v1/completions -H 'Content-Type: application/json' \\
+        -d '{"prompt": [1, 2, 3], "max_tokens": 1, "prompt_logprobs": 4}'
+
+paths: /v1/completions and /inference/v1/generate as vLLM, /generate as SGLang, /v1/models, /health.
+signals: SIGTERM and Ctrl-C finish the requests of the next 3 s, and end it.
+exit code: 0 after a signal, 2 after an error (one line on stderr)
+"""
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the HTTP server and return the exit code: 0 after a signal. Raises ServerError."""
+    parser = command_parser(
+        "python -m teacher_server http",
+        "Answer HTTP clients of vLLM and SGLang with the teachers of a running server.",
+        _EXAMPLES,
+        allow_abbrev=False,
+    )
+    add_flags(parser, HTTP_OPTIONS, "the HTTP server")
+    settings = HttpSettings(**given_flags(parser.parse_args(argv), HTTP_OPTIONS))
+    log_to_stderr("http", settings.log_format)
+    address, token = ipv4("--host", settings.host), _token(settings.bearer_env)
+    if not ipaddress.ip_address(address).is_loopback and not token:
+        raise SettingsError(
+            f"--host {settings.host}: reachable from other machines, and without a token any client may use it. "
+            "Fix: use 127.0.0.1, or --bearer-env NAME with the variable that holds a token."
+        )
+    endpoint = server_endpoint("--server", settings.server.removeprefix("tcp://"))
+    keys = load_peer_keys(settings.keys, "client") if settings.keys else None
+    with AdminLink(endpoint, keys, _CONNECT_S) as link:  # reports a wrong address or key before the start
+        names = ",".join(teacher.name for teacher in link.status().teachers)
+    with contextlib.ExitStack() as stack:
+        listener = stack.enter_context(_listener(address, settings.port))
+        port = listener.getsockname()[1]
+        if settings.ready_file is not None:
+            settings_file = Path(settings.ready_file)
+            check_ready_file(settings_file)
+            remove_ready_file(settings_file)
+            stack.callback(remove_ready_file, settings_file)
+        run(listener, BrokerLink(endpoint, keys), token, partial(_announce, settings, address, port, names))
+    return 0
+
+
+def _token(name: str | None) -> str:
+    if name is None:
+        return ""
+    token = os.environ.get(name, "").strip()
+    if not token.isascii() or len(token) < 8:
+        found = "8 characters are the least" if token else "not set, or empty"
+        raise SettingsError(f"--bearer-env {name}: the variable is no token ({found}). Fix: export {name}=TOKEN.")
+    return token
+
+
+def _listener(address: str, port: int) -> socket.socket:
+    """Return a bound socket. Raises ServerError."""
+    listener = socket.socket()
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((address, port))
+    except OSError as error:
+        listener.close()
+        text = f"cannot listen on http://{address}:{port}: {error.strerror}"
+        raise ServerError(f"{text}. Fix: stop the process that uses it, or change --port or --host.") from error
+    return listener
+
+
+def _announce(settings: HttpSettings, address: str, port: int, names: str) -> None:
+    """Print the ready line, and write the ready file."""
+    print(f"ready: http://{address}:{port} teachers={names}", flush=True)
+    if settings.ready_file is not None:
+        write_ready_file(Path(settings.ready_file), {"host": address, "port": port, "pid": os.getpid()})

@@ -1,0 +1,114 @@
+"""Describe what a request of any dialect asks for, and the error that refuses it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Annotated
+
+import msgspec
+import numpy as np
+
+from teacher_server.wire.payload import TopKScores
+from teacher_server.wire.protocol import MAX_ENTRIES, MAX_ID
+
+MAX_K = 1024  # most entries of a row
+TokenId = Annotated[int, msgspec.Meta(ge=0, le=MAX_ID)]
+_ONLY = "this server scores given tokens and generates none"
+
+
+class Refusal(Exception):
+    """A request that is answered with an HTTP status of 400 or more. The text names what was found and what to do."""
+
+    def __init__(self, status: int, text: str) -> None:
+        super().__init__(text)
+        self.status = status
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """The rows of one sequence that predict its tokens from `start` on. Raises Refusal if K is out of range.
+
+    Args:
+        k_field: the dialect's name of K.
+        ids: [N] int32
+        start: first scored token, at least 1: no row predicts the first token.
+        k: most probable entries of each row; 0: only the token itself.
+    """
+
+    k_field: str
+    ids: np.ndarray
+    start: int
+    k: int
+    temperature: float = 1.0
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.k <= MAX_K:
+            raise Refusal(400, f"{self.k_field} = {self.k}: a row has 0 to {MAX_K} entries. Fix: choose one of these.")
+
+    @property
+    def depth(self) -> int:
+        """Return the entries of a row on the wire."""
+        return max(1, self.k)
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """A request: the teacher, the sequences, and a function that yields the JSON of the answer in pieces.
+
+    Raises:
+        Refusal: the answer would be too large.
+    """
+
+    model: str  # name of a teacher or its model; may be empty if there is only one
+    wanted: Sequence[Wanted]
+    write: Callable[[Sequence[TopKScores]], Iterator[bytes]]
+
+    def __post_init__(self) -> None:
+        n_entries = sum((len(each.ids) - each.start) * each.depth for each in self.wanted)
+        if n_entries > MAX_ENTRIES:
+            found = f"{len(self.wanted)} sequences with {n_entries} entries in all: an answer has at most {MAX_ENTRIES}"
+            raise Refusal(400, f"{found}. Fix: send fewer sequences in a request, or ask for fewer entries of a row.")
+
+
+@dataclass(frozen=True, slots=True)
+class Dialect:
+    """A form of requests and errors. `read` raises Refusal and msgspec.DecodeError."""
+
+    read: Callable[[bytes], Question]
+    error: Callable[[int, str], Mapping[str, object]]  # (status, text) -> JSON
+
+
+def sequences_of(field: str, value: str | Sequence[str | int | list[int]]) -> list[np.ndarray]:
+    """Return [N] int32 of each sequence in one list of ids or a list of such lists. Raises Refusal."""
+    items: Sequence[object] = [value] if isinstance(value, str) else value
+    if any(isinstance(item, str) for item in items):
+        raise Refusal(400, f"{field} is text or missing: this server has no tokenizer. Fix: send the token ids.")
+    if items and all(isinstance(item, int) for item in items):
+        items = [items]
+    if not items or not all(isinstance(item, list | tuple) for item in items):
+        raise Refusal(400, f"{field}: neither a list of token ids nor a list of such lists. Fix: send one of the two.")
+    sequences = [np.array(item, np.int32) for item in items]
+    for index, ids in enumerate(sequences):
+        if len(ids) < 2:
+            found = f"{field}, sequence {index}, has {len(ids)} tokens: no token has one before it"
+            raise Refusal(400, f"{found}. Fix: send 2 or more.")
+    return sequences
+
+
+def check_generation(field: str, n_tokens: int | None, others: Mapping[str, object]) -> None:
+    """Refuse requests for new tokens or for what else this server does not compute.
+
+    Args:
+        n_tokens: the request's limit of new tokens; None is a default above 1.
+        others: fields that have to be absent or false; `n` may be 1.
+
+    Raises:
+        Refusal: a request for more than one new token, or for one of the others.
+    """
+    if n_tokens is None or not 0 <= n_tokens <= 1:
+        found = "missing" if n_tokens is None else n_tokens
+        raise Refusal(400, f"{field} = {found}: {_ONLY}. Fix: {field} = 0 or 1.")
+    for name, value in others.items():
+        if not (value is None or value is False or (name == "n" and value == 1)):
+            raise Refusal(400, f"{name} = {value!r:.60}: {_ONLY}. Fix: leave {name} out.")

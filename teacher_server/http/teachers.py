@@ -1,0 +1,116 @@
+"""The teachers behind a broker: find one by a client's model name, score one sequence with it."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Sequence
+
+from teacher_server.http.link import RESEND_S, BrokerLink
+from teacher_server.http.question import Refusal, Wanted
+from teacher_server.wire.payload import check_tokens
+from teacher_server.wire.protocol import (
+    ID_BYTES,
+    Buffer,
+    InfoReply,
+    InfoRequest,
+    ScoreReply,
+    ScoreRequest,
+    StatusReply,
+    StatusRequest,
+    Wire,
+    as_frame,
+    checksum,
+    token_digest,
+)
+from teacher_server.wire.status import TeacherStatus, decode_status
+
+_IN_FLIGHT = 256  # sequences at the broker
+
+
+class Teachers:
+    """All teachers of one broker."""
+
+    def __init__(self, link: BrokerLink) -> None:
+        self._link = link
+        self._names: dict[str, str] = {}  # a client's name of a model -> teacher
+        self._epoch = b""  # the broker that has these
+        self._window = asyncio.Semaphore(_IN_FLIGHT)
+
+    async def known(self) -> list[tuple[TeacherStatus, int]]:
+        """Return each teacher and its longest sequence in tokens, 0 before it has loaded. Raises Refusal."""
+        reply, frames = await self._link.ask(StatusRequest(request_id=os.urandom(ID_BYTES)))
+        if not isinstance(reply, StatusReply):
+            raise Refusal(502, f"the teacher server answered a status request with {type(reply).__name__}.")
+        return [(each, await self._max_tokens(each)) for each in decode_status(reply, frames).teachers]
+
+    async def _max_tokens(self, teacher: TeacherStatus) -> int:
+        if not teacher.n_workers:
+            return 0
+        reply, _ = await self._link.ask(InfoRequest(request_id=os.urandom(ID_BYTES), teacher=teacher.name))
+        return reply.max_tokens if isinstance(reply, InfoReply) else 0
+
+    async def find(self, model: str) -> str:
+        """Return the teacher of a client's model name: a teacher, its model, or the model's path.
+
+        Raises:
+            Refusal: there is no such teacher, or the name does not tell which.
+        """
+        if self._epoch != self._link.epoch or model not in self._names:
+            teachers = [each for each, _ in await self.known()]
+            found: dict[str, set[str]] = {"": {each.name for each in teachers}}
+            for each in teachers:
+                for name in (each.model_name, each.model_path):
+                    found.setdefault(name, set()).add(each.name)
+            found |= {each.name: {each.name} for each in teachers}
+            self._names = {name: next(iter(of)) for name, of in found.items() if len(of) == 1}
+            self._epoch = self._link.epoch
+            if model not in self._names:
+                known = ", ".join(sorted(each.name for each in teachers))
+                problem = "missing, and there are several teachers" if not model else "not one of the teachers"
+                raise Refusal(404, f"model = {model!r}: {problem}. Fix: one of {known}; see /v1/models.")
+        return self._names[model]
+
+    async def score(self, teacher: str, wanted: Wanted, wire: Wire) -> tuple[ScoreReply, list[Buffer]]:
+        """Return the reply for R rows of `wanted.depth` entries with the tokens' own logprobs, and its frames.
+
+        Raises:
+            ProtocolError: a value is out of the protocol's range.
+            Refusal: as `BrokerLink.ask`, or the reply does not match the request.
+        """
+        tokens = check_tokens(wanted.ids)
+        try:
+            request = ScoreRequest(
+                request_id=os.urandom(ID_BYTES),
+                signal="topk",
+                teacher=teacher,
+                k=wanted.depth,
+                temperature=wanted.temperature,
+                prompt_length=wanted.start,
+                total_length=len(tokens),
+                wire=wire,
+                deadline_s=2 * RESEND_S,  # every resend renews it
+                checksum=checksum(as_frame(tokens)),
+                with_sampled=True,
+            )
+        except ValueError as error:
+            raise Refusal(400, f"{error}. Fix: change the request.") from error
+        async with self._window:
+            reply, frames = await self._link.ask(request, [as_frame(tokens)])
+        expected = (token_digest(tokens), request.n_response, request.k, wire, True)
+        if not isinstance(reply, ScoreReply) or expected != (
+            *(reply.token_digest, reply.n_rows, reply.k, reply.wire, reply.with_sampled),
+        ):
+            raise Refusal(502, "the teacher server answered with the scores of another request.")
+        return reply, frames
+
+    async def score_all(
+        self, teacher: str, wanted: Sequence[Wanted], wire: Wire
+    ) -> list[tuple[ScoreReply, list[Buffer]]]:
+        """Return `score` of each sequence. The first error cancels the others. Raises as `score`."""
+        tasks = [asyncio.create_task(self.score(teacher, each, wire)) for each in wanted]
+        try:
+            return await asyncio.gather(*tasks)
+        finally:
+            for task in tasks:
+                task.cancel()
