@@ -1,4 +1,4 @@
-"""Define what a request of any dialect asks for, and the error that refuses it."""
+"""Describe what a request of any dialect asks for, and the error that refuses it."""
 
 from __future__ import annotations
 
