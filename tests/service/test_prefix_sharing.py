@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import multiprocessing
 from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,6 +15,7 @@ import torch
 
 from teacher_server.engines.base import ScoreParams, TokenSequence
 from teacher_server.engines.hf_prefix import SHORTEST_PROMPT
+from teacher_server.engines.vllm import _may_share_prompts, set_vllm_environment
 from teacher_server.wire.payload import TopKScores
 from tests.service.engine_host import VOCAB, Ask, engine_settings, hosted, local, save_engine_model
 
@@ -135,6 +139,35 @@ def test_a_failed_pass_leaves_nothing_in_the_cache(sharing: Ask, plain: Ask) -> 
     batch = [replace(s, given=None) for s in siblings(12, 100, [20, 20])]
     assert sharing("fail_in_the_middle", batch, TOPK)
     assert_equal(sharing("score", batch, TOPK), plain("score", batch, TOPK))
+
+
+_SMALL = {"num_hidden_layers": 2, "hidden_size": 64, "vocab_size": 100}
+_HEADS = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32}
+KINDS: dict[str, dict[str, Any]] = {"Qwen3": _SMALL | _HEADS, "Mamba": _SMALL, "FalconH1": _SMALL | _HEADS}
+
+
+def may_share(folders: dict[str, str]) -> dict[str, bool]:
+    """Return the verdict on the model folders, for a process of its own."""
+    set_vllm_environment("cpu", 1)
+    from vllm import EngineArgs
+
+    return {
+        kind: _may_share_prompts(EngineArgs(model=folder, skip_tokenizer_init=True).create_model_config())
+        for kind, folder in folders.items()
+    }
+
+
+def test_vllm_shares_no_prompts_of_models_with_a_recurrent_state(tmp_path: Path) -> None:
+    """Fails if a model whose state is more than its KV cache starts behind a cached prompt without that state."""
+    import transformers
+
+    folders = {}
+    for kind, settings in KINDS.items():
+        config = getattr(transformers, f"{kind}Config")(architectures=[f"{kind}ForCausalLM"], **settings)
+        config.save_pretrained(tmp_path / kind)
+        folders[kind] = str(tmp_path / kind)
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+        assert pool.submit(may_share, folders).result(120) == {"Qwen3": True, "Mamba": False, "FalconH1": False}
 
 
 def sampled_in_float64(model: Path, batch: list[TokenSequence]) -> list[np.ndarray]:
