@@ -58,7 +58,6 @@ def main(argv: Sequence[str]) -> int:
     )
     add_flags(parser, HTTP_OPTIONS, "the HTTP server")
     settings = HttpSettings(**given_flags(parser.parse_args(argv), HTTP_OPTIONS))
-    log_to_stderr("http", settings.log_format)
     address, token = ipv4("--host", settings.host), _token(settings.bearer_env)
     if not ipaddress.ip_address(address).is_loopback and not token:
         raise SettingsError(
@@ -77,6 +76,7 @@ def main(argv: Sequence[str]) -> int:
             check_ready_file(settings_file)
             remove_ready_file(settings_file)
             stack.callback(remove_ready_file, settings_file)
+        log_to_stderr("http", settings.log_format)
         run(listener, BrokerLink(endpoint, keys), token, partial(_announce, settings, address, port, names))
     return 0
 
