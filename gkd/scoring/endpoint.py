@@ -103,16 +103,20 @@ class ScoringEndpoint(GroupEndpoint):
         teachers = self.clients()
         submitted_s = time.time()
         completed_s = [submitted_s] * len(rollouts)  # stays so for scores from the store
-        keys = self._store_keys(rollouts)
-        stored = {i: known for i, key in keys.items() if (known := self._stored(key, rollouts[i])) is not None}
+        store, keys = self._store, self._store_keys(rollouts)
+        stored: dict[int, TeacherScores] = {}
+        if store is not None:
+            store.refresh()
+            stored = {i: known for i, key in keys.items() if (known := store.get(key, rollouts[i])) is not None}
         asked = [i for i in range(len(rollouts)) if i not in stored]
         try:
             found = self._request_all(teachers, rollouts, asked, completed_s)
         except TeacherUnavailable as error:
             self._outage = error
             raise
-        for i in keys.keys() & found.keys():
-            self._keep(keys[i], rollouts[i], found[i])
+        if store is not None:
+            for i in keys.keys() & found.keys():
+                store.put(keys[i], rollouts[i], found[i])
         both = found | stored
         scores = [self._in_columns(both[i], rollout.route) for i, rollout in enumerate(rollouts)]
         return ColumnList(scores), summary_of(scores, ScoreTimes(submitted_s, np.array(completed_s))).encode()
@@ -169,22 +173,12 @@ class ScoringEndpoint(GroupEndpoint):
 
     def _store_keys(self, rollouts: Sequence[Rollout]) -> dict[int, bytes]:
         """Return the key in the store by position; none of the student's own responses, which never return."""
-        if self._store is None:
-            return {}
-        self._store.refresh()
         return {
             i: score_key(r, self._routes[r.route].teacher, self._fingerprints[r.route], self._signals, self._n_vocab)
             for i, r in enumerate(rollouts)
             # The fingerprint of a HTTP teacher is its name, which other weights may have, too.
-            if not r.on_policy and self._routes[r.route].teacher.backend != HTTP
+            if self._store is not None and not r.on_policy and self._routes[r.route].teacher.backend != HTTP
         }
-
-    def _stored(self, key: bytes, rollout: Rollout) -> TeacherScores | None:
-        return None if self._store is None else self._store.get(key, rollout)
-
-    def _keep(self, key: bytes, rollout: Rollout, scores: TeacherScores) -> None:
-        if self._store is not None:
-            self._store.put(key, rollout, scores)
 
     def _request_all(
         self, teachers: Sequence[Teacher], rollouts: Sequence[Rollout], asked: Sequence[int], completed_s: list[float]

@@ -54,7 +54,7 @@ class Teachers:
         """Return the teacher of a client's model name: a teacher, its model, or the model's path.
 
         Raises:
-            Refusal: there is no such teacher, or the name does not tell which.
+            Refusal: no teacher has this name, or there are several and the request names none.
         """
         if self._epoch != self._link.epoch or model not in self._names:
             teachers = [each for each, _ in await self.known()]

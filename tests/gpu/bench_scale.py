@@ -87,7 +87,7 @@ def _part(
     lines: Sequence[Mapping[str, Any]], sizes: dict[str, Any], device: str, lengths: Sequence[int], n_loss: int
 ) -> Part:
     def mid(key: str) -> float:
-        return float(median(line.get(key) or 0.0 for line in lines))
+        return float(median(line[key] for line in lines))
 
     step_s, train_s = mid("time/step_s"), mid("time/train_s")
     tflops = useful_flops(sizes, lengths, n_loss) / train_s / 1e12

@@ -14,6 +14,7 @@ On a CPU: tiny shapes in float32, and the peak is that of a matrix product in th
 from __future__ import annotations
 
 import gc
+import gzip
 import json
 import sys
 import tempfile
@@ -171,13 +172,18 @@ def _step(
 
 
 def _trace(step: Callable[[], float], file: Path) -> None:
-    """Profile one step: `file`.json.gz for a viewer of traces, `file`.txt with the kernels by time."""
+    """Profile one step: `file`.json.gz for a viewer of traces, `file`.json with ms and launches of each kernel."""
     file.parent.mkdir(parents=True, exist_ok=True)
     with profile() as profiled:
         step()
     profiled.export_chrome_trace(f"{file}.json.gz")
-    table = profiled.key_averages().table(sort_by="self_device_time_total", row_limit=60, max_name_column_width=120)
-    file.with_suffix(".txt").write_text(table)
+    found: dict[str, tuple[float, int]] = {}
+    for event in json.loads(gzip.decompress(Path(f"{file}.json.gz").read_bytes()))["traceEvents"]:
+        if event.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset"):
+            ms, n = found.get(event["name"], (0.0, 0))
+            found[event["name"]] = ms + event["dur"] / 1e3, n + 1
+    rows = sorted(((ms, n, name) for name, (ms, n) in found.items()), reverse=True)
+    Path(f"{file}.json").write_text(json.dumps(rows, indent=0))
 
 
 def main(argv: Sequence[str] | None = None) -> int:

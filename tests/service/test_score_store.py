@@ -140,6 +140,22 @@ def test_the_oldest_files_make_room(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         assert one.get(key_of(rollouts[-1]), rollouts[-1]) is not None
 
 
+def test_a_file_that_another_process_deleted_begins_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fails if scores are lost, or read at a wrong place, because another process made room in the middle of a file."""
+    monkeypatch.setattr(module, "FILE_BYTES", 20_000)
+    rollouts = from_dataset(60)
+    slow, fast = filled(tmp_path, rollouts[:3]), ScoreStore(tmp_path, 60_000)
+    for rollout in rollouts[10:]:
+        fast.put(key_of(rollout), rollout, scores_of(rollout))
+    slow.put(key_of(rollouts[3]), rollouts[3], scores_of(rollouts[3]))
+    for store in (slow, fast, ScoreStore(tmp_path, GIB)):
+        store.refresh()
+        found = store.get(key_of(rollouts[3]), rollouts[3])
+        assert found is not None
+        assert_equal(found, scores_of(rollouts[3]))
+        assert store.get(key_of(rollouts[0]), rollouts[0]) is None
+
+
 def test_a_full_disk_ends_the_writing_alone(tmp_path: Path) -> None:
     """Fails if a run ends because its store cannot grow."""
     rollouts = from_dataset(3)

@@ -124,7 +124,7 @@ def model_of(body: bytes, name: str) -> tuple[str, int | None]:
     """Return id and context length of the model `name`, or of the only one, in a reply of /v1/models.
 
     Raises:
-        ValueError: there is no such model, or the server has several; the text lists their ids.
+        ValueError: the server has no model of this name, or has several and no name was given; the text lists the ids.
     """
     models = msgspec.json.decode(body, type=_Models).data
     found = [model for model in models if (model.id == name if name else model.parent is None)]

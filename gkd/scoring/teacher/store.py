@@ -62,7 +62,8 @@ class ScoreStore:
         self._lock = threading.Lock()
         self._places: dict[bytes, _Place] = {}
         self._ends: dict[Path, int] = {}  # where the next record of each file starts
-        self._own: Path | None = None
+        self._own: Path | None = None  # the file of this process
+        self._is_writable = True
         self._remarks: set[str] = set()
         self.refresh()
 
@@ -74,6 +75,10 @@ class ScoreStore:
                 self._places = {key: place for key, place in self._places.items() if place.file not in gone}
                 self._ends = {file: end for file, end in self._ends.items() if file not in gone}
             for file, size in files.items():
+                if (
+                    self._ends.get(file, 0) > size
+                ):  # deleted by another process, and begun again by the one that writes it
+                    self._ends[file] = 0
                 if self._ends.get(file, 0) < size:
                     self._index(file, size)
 
@@ -90,8 +95,8 @@ class ScoreStore:
                 raise CheckpointError("the checksum of a record does not match")
             (found,), scores = load_sequences(io.BytesIO(body), str(place.file))
             wanted = rollout.for_teacher()
-            is_same = _equal(found.prompt_ids, wanted.prompt_ids) and _equal(found.response_ids, wanted.response_ids)
-            if scores is None or not is_same:
+            both = (found.prompt_ids, wanted.prompt_ids), (found.response_ids, wanted.response_ids)
+            if scores is None or not all(np.array_equal(a, b) for a, b in both):
                 raise CheckpointError("a record has another sequence")
             return scores[0]
         except (OSError, CheckpointError) as error:
@@ -101,20 +106,22 @@ class ScoreStore:
 
     def put(self, key: bytes, rollout: Rollout, scores: TeacherScores) -> None:
         """Append the scores of a sequence. After an error of the disk, which is logged, the store only reads."""
-        if key in self._places or self._own == Path():
+        if key in self._places or not self._is_writable:
             return
         body = io.BytesIO()
         write_sequences(body, [rollout.for_teacher()], [scores])
         data = body.getvalue()
         checksum = xxhash.xxh3_64_intdigest(data)
+        record = _HEADER.pack(_MAGIC, key, len(data), checksum) + data
         with self._lock:
             try:
                 file = self._file_for(len(data))
-                start = self._ends.get(file, 0) + _HEADER.size
                 with file.open("ab", buffering=0) as opened:
-                    opened.write(_HEADER.pack(_MAGIC, key, len(data), checksum) + data)
+                    start = opened.tell() + _HEADER.size  # where the file ends, also if another process has deleted it
+                    if opened.write(record) < len(record):
+                        raise OSError("the disk is full")
             except OSError as error:
-                self._own = Path()  # no further record: a file may end in the middle of one
+                self._is_writable = False  # the file may end in the middle of a record
                 self._remark(f"{self._folder} gets no further scores: {error}")
                 return
             self._ends[file] = start + len(data)
@@ -168,7 +175,3 @@ def score_key(
     for ids in (sequence.prompt_ids, sequence.response_ids):
         digest.update(np.ascontiguousarray(ids, "<i4").tobytes())
     return digest.digest()
-
-
-def _equal(a: np.ndarray, b: np.ndarray) -> bool:
-    return bool(np.array_equal(a, b))
