@@ -6,6 +6,7 @@ has whole tensors; a tensor larger than the bucket size has a bucket of its own.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
@@ -20,7 +21,7 @@ Content: TypeAlias = Literal["merged", "base", "adapters"]
 
 # Offsets are multiples of this, so a view of any dtype into a bucket is aligned.
 _ALIGN_BYTES = 256
-_SUMMED_BYTES = 32 << 20  # at a time
+_SUMMED_BYTES = 4 << 20  # at a time
 _FACTOR = -7046029254386353131  # an odd number whose multiples differ in all bits (2**64 / golden ratio, signed)
 
 
@@ -97,14 +98,38 @@ def word_sum(data: torch.Tensor) -> int:
     Every change of a single word changes it. It is computed where the data are, so that no byte passes through the
     host, and is the same on every device.
     """
-    total = torch.zeros((), dtype=torch.int64, device=data.device)
-    n_words = -(-min(data.numel(), _SUMMED_BYTES) // 8)
-    factors = torch.arange(n_words, device=data.device).mul_(_FACTOR).bitwise_or_(1)
+    return host_word_sum(data) if data.device.type == "cpu" else device_word_sum(data)
+
+
+def host_word_sum(data: torch.Tensor) -> int:
+    """Return `word_sum` by NumPy: its product needs no memory for the terms, and the factors stay in the cache."""
+    total, factors = 0, _host_factors(_SUMMED_BYTES // 8)
     for part in data.split(_SUMMED_BYTES):
-        rest = -part.numel() % 8
-        words = (torch.nn.functional.pad(part, (0, rest)) if rest else part).view(torch.int64)
-        total = total * _FACTOR + (factors[: words.numel()] * words).sum()
+        words = np.from_dlpack(_words(part))
+        total = total * _FACTOR + int(np.dot(factors[: len(words)], words))
+    return total % (1 << 64)
+
+
+def device_word_sum(data: torch.Tensor) -> int:
+    """Return `word_sum` by torch."""
+    total = torch.zeros((), dtype=torch.int64, device=data.device)
+    factors = torch.arange(_SUMMED_BYTES // 8, device=data.device).mul_(_FACTOR).bitwise_or_(1)
+    for part in data.split(_SUMMED_BYTES):
+        words = _words(part)
+        total = total * _FACTOR + (factors[: len(words)] * words).sum()
     return int(total) % (1 << 64)
+
+
+def _words(part: torch.Tensor) -> torch.Tensor:
+    """Return the int64 words of a uint8 tensor, with zeros behind its end."""
+    rest = -part.numel() % 8
+    return (torch.nn.functional.pad(part, (0, rest)) if rest else part).view(torch.int64)
+
+
+@functools.cache
+def _host_factors(n: int) -> np.ndarray:
+    """Return [n] int64."""
+    return np.arange(n) * np.int64(_FACTOR) | 1
 
 
 def digest(tensor: torch.Tensor) -> str:
