@@ -79,16 +79,15 @@ class Kernels:
 
     def final_norm(self, dims: ModelDims) -> int:
         """Return the bytes per token of the norm after the last layer."""
-        return round(self._norm() * dims.hidden_size * self._share)
+        return round(self._norm(dims) * dims.hidden_size * self._share)
 
-    def _norm(self) -> int:
+    def _norm(self, dims: ModelDims) -> int:
         """Return the bytes that an RMSNorm saves per input number, excluding its output."""
-        # Transformers', and torch's on the CPU: the input in float32, and the normalized one if the weight is trained.
-        if self.backend == "fsdp2":
-            return _FLOAT32 + (0 if self.frozen else self.itemsize)
-        if self.on_cpu:
-            return _FLOAT32 + (0 if self.frozen else _FLOAT32)
-        return self.itemsize  # the input
+        # FSDP2 replaces the norms of transformers by torch's; those of an unknown architecture may differ, and stay.
+        if not self.on_cpu and (self.backend == "megatron" or dims.is_exact):
+            return self.itemsize  # torch's kernel saves the input
+        # Elsewhere: the input in float32, and the normalized one if the weight is trained.
+        return _FLOAT32 + (0 if self.frozen else self.itemsize if self.backend == "fsdp2" else _FLOAT32)
 
     def _in_one_call(self, dims: ModelDims) -> bool:
         """Return whether one kernel computes a pack, from copies of q, k and v; see `gkd.actor.common.attention`."""
@@ -107,7 +106,7 @@ class Kernels:
     def _megatron_attention(self, dims: ModelDims) -> float:
         b, q, kv = self.itemsize, dims.q_columns / self.tp, dims.kv_columns / self.tp
         hidden = dims.hidden_size * self._share
-        kept = (self._norm() + b) * hidden
+        kept = (self._norm(dims) + b) * hidden
         copies_values = (self._repeats(dims) or self._in_one_call(dims)) and self.recompute != "selective"
         if self._repeats(dims) and copies_values:
             kept += b * 4 * q  # queries, keys, values and context
@@ -138,7 +137,7 @@ class Kernels:
 
     def _megatron_mlp(self, dims: ModelDims, layer: int) -> float:
         b, hidden = self.itemsize, dims.hidden_size * self._share
-        kept = (self._norm() + b) * hidden
+        kept = (self._norm(dims) + b) * hidden
         if dims.moe is None or not dims.is_moe_layer(layer):
             # Both halves of the projection, and the product; unless fused a copy of the second half, and the activation
             # of the first.
@@ -150,14 +149,14 @@ class Kernels:
 
     def _hf_attention(self, dims: ModelDims) -> float:
         b, q, kv = self.itemsize, dims.q_columns, dims.kv_columns
-        kept = (self._norm() + b) * dims.hidden_size
+        kept = (self._norm(dims) + b) * dims.hidden_size
         keys = q if self._repeats(dims) else kv
         kept += b * (2 * q + 2 * keys + q * self._pieces(dims)) + _FLOAT32 * dims.n_heads
-        return kept + (self._norm() * (q + kv) if dims.qk_norm else 0)
+        return kept + (self._norm(dims) * (q + kv) if dims.qk_norm else 0)
 
     def _hf_mlp(self, dims: ModelDims, layer: int) -> float:
         b = self.itemsize
-        kept = (self._norm() + b) * dims.hidden_size
+        kept = (self._norm(dims) + b) * dims.hidden_size
         if dims.moe is None or not dims.is_moe_layer(layer):
             return kept + 4 * b * dims.ffn_size
         routed = dims.moe.n_active

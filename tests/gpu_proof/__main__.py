@@ -132,9 +132,9 @@ def _row(verdict: str, reason: str, figures: Sequence[Mapping[str, Any]] = ()) -
 def _judged_tests(code: int, lines: Sequence[str]) -> dict[str, Any]:
     """Judge a run of pytest by its exit code; a run whose tests are all skipped is skipped."""
     if code == 0 and " passed" in lines[-1]:
-        return _row(PASS, lines[-1])
+        return _row(PASS, lines[-1].strip("= "))
     named = [line for line in lines if line.startswith(("FAILED", "ERROR", "SKIPPED"))]
-    return _row(FAIL if code else SKIPPED, "; ".join([*named[:3], lines[-1]])[:600])
+    return _row(FAIL if code else SKIPPED, "; ".join([*named[:3], lines[-1].strip("= ")])[:600])
 
 
 def _judged_figures(code: int, results: Path, lines: Sequence[str]) -> dict[str, Any]:

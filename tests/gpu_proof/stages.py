@@ -31,7 +31,8 @@ class Stage:
 
 
 def _tests(*words: str) -> tuple[str, ...]:
-    return ("pytest", "-q", "-p", "no:cacheprovider", *words)
+    # -v: the log of a stage that is stopped names what failed.
+    return ("pytest", "-v", "-p", "no:cacheprovider", *words)
 
 
 def _bench(module: str, *words: str) -> tuple[str, ...]:

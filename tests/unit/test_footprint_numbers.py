@@ -40,10 +40,12 @@ BOUNDARY = 2 * 1536 * 16384  # bytes of the hidden states of a micro-batch
         ({"itemsize": 4}, {}, (12288 + 24576 + 6144 + 2048 + 48) + (12288 + 179200)),
         # Nor heads of 100 (q 1200, kv 200): values in the projection, and each sequence's context.
         ({}, {"head_dim": 100}, (6144 + 5200 + 3200 + 2400 + 800 + 48) + 95744),
-        # transformers' norms: 6 H, and 2 H of output; 2 (2 q + 2 kv). MLP: 8 H + 8 F.
-        ({"backend": "fsdp2"}, {}, (12288 + 7168 + 48) + (12288 + 71680)),
-        ({"backend": "fsdp2", "frozen": True}, {}, (9216 + 7168 + 48) + (9216 + 71680)),
-        ({"backend": "fsdp2", "itemsize": 4}, {}, (18432 + 24576 + 6144 + 48) + (18432 + 143360)),
+        # Norms as Megatron's; 2 (2 q + 2 kv). MLP: 4 H + 8 F.
+        ({"backend": "fsdp2"}, {}, (6144 + 7168 + 48) + (6144 + 71680)),
+        ({"backend": "fsdp2", "itemsize": 4}, {}, (12288 + 24576 + 6144 + 48) + (12288 + 143360)),
+        # transformers' norms: 6 H (4 H if frozen), and 2 H of output.
+        ({"backend": "fsdp2"}, {"model_type": "olmo2"}, (12288 + 7168 + 48) + (12288 + 71680)),
+        ({"backend": "fsdp2", "frozen": True}, {"model_type": "olmo2"}, (9216 + 7168 + 48) + (9216 + 71680)),
     ],
 )
 def test_what_a_layer_keeps_on_cuda(settings: dict[str, Any], model: dict[str, Any], n_bytes: int) -> None:
