@@ -54,7 +54,7 @@ def test_rotation_is_compiled_a_few_times(monkeypatch: pytest.MonkeyPatch, packs
     numbers. Queries and keys, both passes, with and without gradients; without packs also batches of one sequence.
     """
     generator, counter = torch.Generator().manual_seed(0), CompileCounter()
-    for name in ("_turned", "_turned_packed"):
+    for name in ("_turned", "_turned_back"):
         plain = getattr(model_config, name)._torchdynamo_orig_callable
         monkeypatch.setattr(model_config, name, torch.compile(plain, dynamic=False, backend=counter))
     for grad, n, length in [(True, 3, 6), (False, 1, 4), (True, 1, 8), (False, 3, 2), (True, 5, 12), (True, 7, 8)]:

@@ -85,7 +85,8 @@ def _has_varlen_kernel(q: Tensor) -> bool:
 def _varlen(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_length: int | None, scale: float | None) -> Tensor:
     """Compute the pack in one call of torch's flash kernel, which requires [S, heads, D]."""
     longest = int(cu_seqlens.diff().max()) if max_length is None else max_length
-    q, k, v = (tensor[0].transpose(0, 1).contiguous() for tensor in (q, k, v))
+    # Not tensor[0]: its backward pass fills a tensor of zeros, and copies into it.
+    q, k, v = (tensor.squeeze(0).transpose(0, 1).contiguous() for tensor in (q, k, v))
     context = varlen_attn(
         q,
         k,

@@ -141,4 +141,4 @@ class CausalSdpaAttention(MegatronModule):
             return causal_attention(q, k, v, None).permute(2, 0, 1, 3).flatten(2)
         q, k, v = (tensor.transpose(0, 1)[None] for tensor in (query, key, value))  # [1, heads, S, D]
         context = causal_attention(q, k, v, packed_seq_params.cu_seqlens_q, max_length=packed_seq_params.max_seqlen_q)
-        return context[0].transpose(0, 1).flatten(1)
+        return context.squeeze(0).transpose(0, 1).flatten(1)

@@ -112,56 +112,70 @@ def rotate(values: Tensor, angles: Tensor, interleaved: bool = False) -> Tensor:
 
     RoPE, arXiv:2104.09864, equation 34, with the pairs of Llama.
     """
-    return _Rotation.apply(values, angles, None)
+    return _Rotation.apply(values, *_table(values, angles, None))
 
 
 def rotate_packed(values: Tensor, cu_seqlens: Tensor, angles: Tensor, cp_size: int = 1, cp_rank: int = 0) -> Tensor:
     """Rotate [T, heads, D] queries or keys of packed sequences, each from position 0.
 
     Args:
-        cu_seqlens: [n + 1] int32 boundaries of the sequences, on the device of `values`.
+        cu_seqlens: [n + 1] int32 boundaries of the sequences, from 0 to T, on the device of `values`.
         angles: [at least the longest sequence, 1, 1, D] float32.
     """
-    return _Rotation.apply(values, angles, cu_seqlens)
+    return _Rotation.apply(values, *_table(values, angles, cu_seqlens))
+
+
+def _table(values: Tensor, angles: Tensor, cu_seqlens: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Return the cosines and sines of [S, 1, 1, D] angles or, for a pack, of its tokens: [T, 1, D].
+
+    All layers of a micro-batch use the same, which are kept in an attribute of the boundaries, or else of the angles.
+    """
+    owner = angles if cu_seqlens is None else cu_seqlens
+    found, source = getattr(owner, "gkd_rotation", (None, None))
+    # A recomputed layer gets another tensor object with the same angles.
+    if found is None or (source is not None and source.data_ptr() != angles.data_ptr()):
+        turns = angles
+        if cu_seqlens is not None:
+            source, n_tokens = angles, len(values)
+            starts = cu_seqlens[:-1].repeat_interleave(cu_seqlens.diff(), output_size=n_tokens)
+            turns = angles[torch.arange(n_tokens, device=starts.device) - starts, 0]
+        found = turns.cos().to(values.dtype), turns.sin().to(values.dtype)
+        for part in found:
+            maybe_mark_dynamic(part, 0)
+        owner.gkd_rotation = found, source  # type: ignore[attr-defined]
+    return found
 
 
 class _Rotation(torch.autograd.Function):
-    """Its gradient is the rotation back, so one kernel is compiled for both passes, with and without gradients."""
-
-    @staticmethod
-    def forward(ctx: Any, values: Tensor, angles: Tensor, cu_seqlens: Tensor | None) -> Tensor:
-        ctx.save_for_backward(angles, cu_seqlens)
-        return _kernel(values, angles, cu_seqlens)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        angles, cu_seqlens = ctx.saved_tensors
-        return _kernel(grads[0], -angles, cu_seqlens), None, None
-
-
-def _kernel(values: Tensor, angles: Tensor, cu_seqlens: Tensor | None) -> Tensor:
-    """Call the compiled rotation.
+    """Its gradient is the rotation back.
 
     After 8 variants of a function dynamo computes the next one uncompiled, with a warning only. So whatever changes
     from batch to batch is marked as dynamic, where any number is one variant, also one that equals another number by
-    chance. The heads are constants: queries and keys of a model are two variants.
+    chance. The heads are constants: queries and keys of a model are two variants. requires_grad would be another one.
     """
-    values = values.detach()  # requires_grad would be another variant
-    for tensor, dims in ((values, tuple(range(values.dim() - 2))), (angles, (0,)), (cu_seqlens, (0,))):
-        if tensor is not None:
-            maybe_mark_dynamic(tensor, dims)
-    return _turned(values, angles) if cu_seqlens is None else _turned_packed(values, angles, cu_seqlens)
+
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        ctx.save_for_backward(cos, sin)
+        return _turned(_dynamic(values), cos, sin)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        return _turned_back(_dynamic(grads[0]), *ctx.saved_tensors), None, None
+
+
+def _dynamic(values: Tensor) -> Tensor:
+    values = values.detach()
+    maybe_mark_dynamic(values, tuple(range(values.dim() - 2)))
+    return values
 
 
 @torch.compile(dynamic=False)
-def _turned(values: Tensor, angles: Tensor) -> Tensor:
+def _turned(values: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     first, second = values.chunk(2, dim=-1)
-    turned = torch.cat((-second, first), dim=-1)
-    return values * angles.cos().to(values.dtype) + turned * angles.sin().to(values.dtype)
+    return values * cos + torch.cat((-second, first), dim=-1) * sin
 
 
 @torch.compile(dynamic=False)
-def _turned_packed(values: Tensor, angles: Tensor, cu_seqlens: Tensor) -> Tensor:
-    index = torch.arange(len(values), device=values.device, dtype=cu_seqlens.dtype)
-    sequence = torch.bucketize(index, cu_seqlens[1:], right=True)
-    return _turned(values, angles[index - cu_seqlens[sequence], 0])
+def _turned_back(values: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    return _turned(values, cos, -sin)
