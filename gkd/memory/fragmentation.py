@@ -58,8 +58,12 @@ class Fragmentation:
         return (self.reserved - self.allocated) / self.reserved if self.reserved else 0.0
 
     def over(self, limit: float) -> bool:
-        """Return whether both ratios are above the limit, see the module, and enough is free within used segments."""
-        return self.free - self.releasable >= _WORTH_A_WARNING and min(self.external_ratio, self.unused_ratio) > limit
+        """Return whether both ratios are above the limit, see the module, the unused one also without `releasable`.
+
+        Enough has to be free within used segments, too.
+        """
+        stuck, kept = self.free - self.releasable, self.reserved - self.releasable
+        return stuck >= _WORTH_A_WARNING and min(self.external_ratio, self.unused_ratio, stuck / kept) > limit
 
     def line(self) -> str:
         """Return a human-readable line, in GiB."""

@@ -100,6 +100,9 @@ def test_a_warning_takes_much_unused_in_pieces(used: int, free: list[int], over:
     assert found.over(0.2) == over
     whole = measure([segment((USED, used)), *(segment((FREE, mib)) for mib in free)], "cuda:0")
     assert not whole.over(0.2), "all of it can go back to the device, and come again in one piece"
+    # As after the first step on a real card: 24 of 25 GiB of free memory are whole segments.
+    mixed = measure([segment((USED, 26_000), (FREE, 640), (USED, 1)), *[segment((FREE, 500))] * 50], "cuda:0")
+    assert min(mixed.external_ratio, mixed.unused_ratio) > 0.4 and not mixed.over(0.2)
 
 
 def test_the_report_and_the_warning(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
