@@ -170,11 +170,17 @@ class ActorWorker(ActorRank):
         with self._phase(Phase.TEACHER_HEAD, [PARAMS], alone=True):
             self._student.set_teacher_head(head)
 
-    def save(self, folder: Path) -> None:
-        """Start to copy this rank's state to host memory and to write it into `folder`; returns before either ends."""
+    def save(self, folder: Path, blocking: bool = False) -> None:
+        """Start to copy this rank's state to host memory and to write it into `folder`; returns before either ends.
+
+        Args:
+            blocking: write the state without a copy, and return when it is written or `save_finished` has the error.
+        """
         self._writer.check_idle()  # a second copy would need as much host memory again
         with self._phase(Phase.SAVE, [PARAMS, OPTIMIZER]):
-            self._writer.start(folder, self._rank, self._frozen.add_to(self._student.snapshot()))
+            self._writer.start(folder, self._rank, self._frozen.add_to(self._student.snapshot(copies=not blocking)))
+            if blocking:
+                self._writer.join()
 
     @ray.method(concurrency_group=SAVES)
     def save_finished(self, wait: bool) -> dict[str, FileDigest] | None:

@@ -228,6 +228,13 @@ def test_adapters_of_an_engine() -> None:
     assert weights["adapters"] - weights["merged"] == 2 * 32 * 28 * ((1536 + 1536) + (8960 + 1536))
 
 
+def test_only_a_save_during_training_makes_a_copy() -> None:
+    """Fails if a run that saves its last step alone is charged for a copy, or one that keeps its best step is not."""
+    assert _actor().parts["saved_copy"] == 12 * N
+    assert _actor("trainer.save_every=0").parts["saved_copy"] == 0
+    assert _actor("trainer.save_every=0", "trainer.keep_best=eval/kl").parts["saved_copy"] == 12 * N
+
+
 def test_adapters_of_a_megatron_rank() -> None:
     """Fails if frozen weights are charged for gradients or moments, or a factor that TP splits is counted whole."""
     lora = ("actor.lora.rank=16", "actor.lora.targets=[q_proj,v_proj,down_proj]")

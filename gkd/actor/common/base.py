@@ -188,10 +188,13 @@ class Student(ABC):
         """
 
     @abstractmethod
-    def snapshot(self) -> Snapshot:
+    def snapshot(self, *, copies: bool = True) -> Snapshot:
         """Start to copy this rank's state for an exact resume to host memory. Not a collective.
 
         The next optimizer step waits until the copy has finished.
+
+        Args:
+            copies: False: the snapshot has the live states. Nothing may change them before its release.
         """
 
     @abstractmethod

@@ -26,19 +26,25 @@ from gkd.actor.fsdp.weights import Place, first_row
 
 
 def snapshot(
-    copies: HostCopies, trained: Mapping[str, Place], optimizer: torch.optim.AdamW, meta: Mapping[str, Any]
+    memory: HostCopies,
+    trained: Mapping[str, Place],
+    optimizer: torch.optim.AdamW,
+    meta: Mapping[str, Any],
+    *,
+    copies: bool,
 ) -> Snapshot:
-    """Start to copy this rank's state to host memory. Call `copies.settle` before the state changes. Not a collective.
+    """Start to copy this rank's state to host memory. Call `memory.settle` before the state changes. Not a collective.
 
     Args:
-        copies: owns the host memory.
+        memory: owns the host memory.
         trained: trained parameters by name.
         meta: `student_meta` and the step.
+        copies: see `Student.snapshot`.
     """
     pieces = []
     for name, start, tensors in _owned(trained, optimizer):
         pieces += [Piece(name, kind, 0, start, tensors[kind]) for kind in KINDS]
-    return copies.snapshot(pieces, meta, rng_state())
+    return memory.snapshot(pieces, meta, rng_state(), copies=copies)
 
 
 def load(

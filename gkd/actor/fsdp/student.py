@@ -183,10 +183,10 @@ class FsdpStudent(Student):
                 what = f"{type(problem).__name__}: {problem}"
                 raise ModelError(f"the student cannot be saved to {out_dir}: {what}") from problem
 
-    def snapshot(self) -> Snapshot:
+    def snapshot(self, *, copies: bool = True) -> Snapshot:
         reshard(self.model)  # gathered parameters are copies; the checkpoint holds shards
         meta = self._meta() | {"step": self.step}
-        return checkpoint.snapshot(self._host_copies, self.trained_places(), self._optimizer, meta)
+        return checkpoint.snapshot(self._host_copies, self.trained_places(), self._optimizer, meta, copies=copies)
 
     def load_checkpoint(self, folder: str | Path) -> None:
         self._host_copies.settle()

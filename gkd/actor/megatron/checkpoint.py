@@ -37,13 +37,14 @@ _TRACKER = "megatron."  # prefix of the names of Megatron's generators
 
 
 def snapshot(
-    copies: HostCopies, model: StudentModel, optimizer: MegatronOptimizer, meta: Mapping[str, Any]
+    memory: HostCopies, model: StudentModel, optimizer: MegatronOptimizer, meta: Mapping[str, Any], *, copies: bool
 ) -> Snapshot:
-    """Start to copy this rank's state to host memory. Call `copies.settle` before the state changes. Not a collective.
+    """Start to copy this rank's state to host memory. Call `memory.settle` before the state changes. Not a collective.
 
     Args:
-        copies: owns the host memory.
+        memory: owns the host memory.
         meta: `student_meta` and the step.
+        copies: see `Student.snapshot`.
     """
     pieces = []
     for entry, start, _, tensors in _owned(model, optimizer):
@@ -53,7 +54,7 @@ def snapshot(
         pieces += [Piece(entry.hf_names[0], kind, part, start, tensors[kind].detach()) for kind in KINDS]
     tracker = tensor_parallel.get_cuda_rng_tracker().get_states()
     rng = rng_state() | {_TRACKER + name: state for name, state in tracker.items()}
-    return copies.snapshot(pieces, meta, rng)
+    return memory.snapshot(pieces, meta, rng, copies=copies)
 
 
 def load(folder: str | Path, model: StudentModel, optimizer: MegatronOptimizer, meta: Mapping[str, Any]) -> int:
