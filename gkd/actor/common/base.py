@@ -26,6 +26,7 @@ from gkd.loss.reduce import token_mean
 from gkd.loss.row_kernels import row_kernels
 from gkd.loss.vocab_parallel import VocabShard
 from gkd.memory.states import States
+from gkd.memory.usage import trim_heap
 from gkd.types import MicroBatch, TrainStats
 from gkd.weight_sync.buckets import Content
 from teacher_server.wire.protocol import Signal
@@ -117,6 +118,8 @@ class Student(ABC):
                 After either error, weights, optimizer state and `self.step` are unchanged.
         """
         sums = self._add(micro_batches, completes=True)
+        if self.device.type == "cpu":
+            trim_heap()  # the activations' memory, before the optimizer and the weight sync need buffers
         loss = token_mean(sums.values["total"], sums.n_loss_tokens)
         grad_norm = self._grad_norm(sums.n_loss_tokens)
         if (error := not_finite(self.step, loss, grad_norm)) is not None:
