@@ -87,11 +87,6 @@ class BackgroundWriter:
         self._thread = threading.Thread(target=self._run, args=(folder, rank, snapshot), daemon=True, name="checkpoint")
         self._thread.start()
 
-    def join(self) -> None:
-        """Block until the save that was started has finished or failed."""
-        if self._thread is not None:
-            self._thread.join()
-
     def finished(self, *, wait: bool) -> dict[str, FileDigest] | None:
         """Return the files of the save and their digests, or None while it is in progress; repeatable.
 
@@ -104,7 +99,7 @@ class BackgroundWriter:
         if self._thread is None:
             raise CheckpointError("no save was started.")
         if wait or self._result is not None:
-            self.join()
+            self._thread.join()
         if isinstance(self._result, CheckpointError):
             raise self._result
         return self._result

@@ -192,11 +192,7 @@ class FrozenModel:
             blend(self.places, tensors, ema)
 
     def snapshot(self, *, copies: bool = True) -> Snapshot:
-        """Start to copy this rank's rows to host memory; the next `refresh` waits for the copy. Not a collective.
-
-        Args:
-            copies: see `gkd.actor.common.base.Student.snapshot`.
-        """
+        """Start to copy this rank's rows to host memory, see `Student.snapshot`; the next `refresh` waits for it."""
         reshard(self.model)
         pieces, meta = checkpoint.pieces(self.places, self.role), checkpoint.meta(self.places, self.role)
         return self._host_copies.snapshot(pieces, meta, {}, copies=copies)

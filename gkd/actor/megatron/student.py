@@ -134,7 +134,8 @@ class MegatronStudent(Student):
 
     def snapshot(self, *, copies: bool = True) -> Snapshot:
         meta = self._meta() | {"step": self.step}
-        return checkpoint.snapshot(self._host_copies, self.model, self._optimizer, meta, copies=copies)
+        pieces = checkpoint.pieces(self.model, self._optimizer)
+        return self._host_copies.snapshot(pieces, meta, checkpoint.generators(), copies=copies)
 
     def load_checkpoint(self, folder: str | Path) -> None:
         self._host_copies.settle()
