@@ -214,10 +214,13 @@ class ActorRole(MovableStates, Protocol):
         """
         ...
 
-    def save(self, folder: Path) -> None:
+    def save(self, folder: Path, *, blocking: bool = False) -> None:
         """Start a save. Returns when every rank has copied its state to host memory, so training can continue.
 
         The files appear in `folder` in the background. `folder` must not exist; its parent must.
+
+        Args:
+            blocking: return when the files are written. The ranks then make no copy.
         """
         ...
 

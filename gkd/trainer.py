@@ -146,11 +146,12 @@ class Trainer:
             log.info("resumed from %s: step %d", self.folder.start, self.step)
         self.metrics.open(None if state is None else state.step)
 
-    def save(self, *, scored: bool = True) -> dict[str, float]:
+    def save(self, *, scored: bool = True, blocking: bool = False) -> dict[str, float]:
         """Start saving the last finished step. Its metrics are on disk first, so that a resumed run has them.
 
         Args:
             scored: wait for the teacher's scores of rollouts in flight. False: a resumed run requests them again.
+            blocking: see `Saver.save`.
 
         Returns:
             Numbers of a save that finished in this call.
@@ -159,11 +160,11 @@ class Trainer:
         if self.saver.has(self.step):
             return {}  # engines that share the actor's GPUs need not stop
         with self.gpus.for_training():
-            return self.saver.save(self.step, self.source.in_flight(self.step), scored=scored)
+            return self.saver.save(self.step, self.source.in_flight(self.step), scored=scored, blocking=blocking)
 
     def save_now(self, *, scored: bool = True) -> None:
         """Save the last finished step and wait for it."""
-        self.save(scored=scored)
+        self.save(scored=scored, blocking=True)
         self.saver.finish()
 
     def export(self) -> None:

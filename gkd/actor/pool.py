@@ -136,8 +136,8 @@ class ActorPool:
             pending.wait()
         return PendingLogprobs(pending, parts)
 
-    def save(self, folder: Path) -> None:
-        self._call_and_wait("save", folder.absolute())
+    def save(self, folder: Path, *, blocking: bool = False) -> None:
+        self._call_and_wait("save", folder.absolute(), blocking)
 
     def save_finished(self, *, wait: bool, timeout_s: float | None = None) -> dict[str, FileDigest] | None:
         limit_s = self._timeout_s if timeout_s is None else timeout_s

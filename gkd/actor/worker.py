@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, ExitStack, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -29,6 +29,7 @@ from gkd.data.batching import check_batch, make_micro_batches, token_records, wi
 from gkd.data.collate import MicroBatches
 from gkd.data.normalize import count, sequence_weights, size_numbers
 from gkd.data.scatter import map_selected, select, with_advantages
+from gkd.errors import CheckpointError
 from gkd.memory.states import OPTIMIZER, PARAMS
 from gkd.memory.usage import log_gpu_memory_usage
 from gkd.spans import Phase
@@ -170,11 +171,18 @@ class ActorWorker(ActorRank):
         with self._phase(Phase.TEACHER_HEAD, [PARAMS], alone=True):
             self._student.set_teacher_head(head)
 
-    def save(self, folder: Path) -> None:
-        """Start to copy this rank's state to host memory and to write it into `folder`; returns before either ends."""
+    def save(self, folder: Path, blocking: bool = False) -> None:
+        """Start to copy this rank's state to host memory and to write it into `folder`; returns before either ends.
+
+        Args:
+            blocking: write the state without a copy, and return when it is written or `save_finished` has the error.
+        """
         self._writer.check_idle()  # a second copy would need as much host memory again
         with self._phase(Phase.SAVE, [PARAMS, OPTIMIZER]):
-            self._writer.start(folder, self._rank, self._frozen.add_to(self._student.snapshot()))
+            self._writer.start(folder, self._rank, self._frozen.add_to(self._student.snapshot(copies=not blocking)))
+            if blocking:
+                with suppress(CheckpointError):  # `save_finished` raises it
+                    self._writer.finished(wait=True)
 
     @ray.method(concurrency_group=SAVES)
     def save_finished(self, wait: bool) -> dict[str, FileDigest] | None:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from gkd.config.interval import Interval, save_interval
 from gkd.config.schema import Config
 from gkd.config.schema_teacher import ACTOR
 from gkd.errors import ModelError
@@ -102,6 +103,8 @@ def footprint(
         actors = [with_local_teacher(part, config, *local_teacher, on_cpu=on_cpu) for part in actors]
     if reference is not None:
         actors = [with_reference(part, config, *reference, on_cpu=on_cpu) for part in actors]
+    if save_interval(config.trainer.save_every) == Interval() and not config.trainer.keep_best:
+        actors = [replace(part, parts={**part.parts, "saved_copy": 0}) for part in actors]  # no save while it trains
     engine = rollout_footprint(config, dims, groups(config, dims, tensors), on_cpu=on_cpu)
     if config.trainer.colocate:  # for a save and an export the engine sleeps, and its weights are kept on the host
         engine = replace(engine, parts={**engine.parts, "moved_states": engine.parts["weights"]})

@@ -203,7 +203,7 @@ def _optimizer_step(config: Config, dims: ModelDims, stage: Stage, *, on_cpu: bo
     """Return the temporary bytes of the update.
 
     Fused, on CUDA, none. On the CPU two copies of the largest parameter in torch's AdamW, or, if that is more, gloo's
-    copy of the gradient buffer while it is reduced.
+    copy of the gradient buffer while it is reduced over several ranks.
     """
     if not on_cpu:
         return 0
@@ -213,7 +213,7 @@ def _optimizer_step(config: Config, dims: ModelDims, stage: Stage, *, on_cpu: bo
     largest = max(
         dims.embedding_params(config.actor.tp) if stage.first or stage.last else 0, dims.hidden_size * dims.ffn_size * 2
     )
-    return _FLOAT32 * max(2 * largest // dp, stage.params)
+    return _FLOAT32 * max(2 * largest // dp, stage.params if dp > 1 else 0)
 
 
 def _weight_sync(config: Config, dims: ModelDims, stage: Stage, *, itemsize: int) -> int:

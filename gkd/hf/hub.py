@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import teacher_server.engines.hub as hub
@@ -55,7 +56,7 @@ def with_local_copies(config: Config, keys: Iterable[str] = MODELS, *, weights: 
 def local_path(path: str, key: str, *, weights: bool = True) -> str:
     """Return one path like `with_local_copies`; the key is for errors."""
     with _named(key, path):
-        return hub.local_path(path, weights=weights)
+        return hub.local_path(_checked(path), weights=weights)
 
 
 def cached_folder(path: str) -> str:
@@ -72,10 +73,19 @@ def _replaced(config: Config, keys: Iterable[str], new: Callable[[str], str]) ->
     for key in keys:
         value = value_of(config, key)
         with _named(key, value):
-            result = [new(text) for text in value] if isinstance(value, list) else new(value)
+            result = [new(_checked(text)) for text in value] if isinstance(value, list) else new(_checked(value))
         if result != value:
             changed[key] = result
     return changed
+
+
+def _checked(path: str) -> str:
+    """Return the path. Raises FolderError, without asking the hub, if a folder exists that it could be in."""
+    name, folder = hub.find(path), Path(path).parent
+    if name is not None and name.revision is None and not name.file and folder.is_dir():
+        fix = f"correct the path, or write {path}@main for the model of this name on the hub."
+        raise FolderError(Path(path), f"the folder {folder} has no {Path(path).name}.", fix)
+    return path
 
 
 @contextmanager

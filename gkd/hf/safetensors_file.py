@@ -48,6 +48,6 @@ def write_safetensors(
                 raise RuntimeError(
                     f"export order: expected {expected}, got {(name, tuple(tensor.shape), tensor.dtype)}"
                 )
-            # These may be live states, so avoid Tensor.numpy(): see `gkd.weight_sync.buckets.digest`.
+            # These may be live states, so avoid Tensor.numpy(): see `gkd.memory.states`.
             file.write(np.from_dlpack(tensor.detach().to("cpu").contiguous().flatten().view(torch.uint8)).data)
             del tensor  # before the next one is created

@@ -3,7 +3,8 @@
 The storage under the tensors is resized to zero and back. So every view of it in a model, an optimizer or a
 communication buffer stays valid, and no reference keeps the memory. On CUDA the copies use pinned memory and a stream
 of their own. On the CPU the same code moves states from host memory to host memory, which tests that nothing is lost or
-left behind, and not the speed.
+left behind, and not the speed. There nothing may call Tensor.numpy() on a state: its storage could never be resized
+again.
 """
 
 from __future__ import annotations

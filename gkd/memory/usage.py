@@ -5,6 +5,7 @@ On CUDA the numbers come from torch's caching allocator and the driver. Without 
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import logging
 from collections import Counter
@@ -168,6 +169,7 @@ def clear_memory(device: torch.device | bool | None = None, *, clear_host_memory
     device = used_device() if device is None else device
     if device.type != "cuda":
         gc.collect()
+        trim_heap()
         return 0
     before = torch.cuda.memory_reserved(device)
     gc.collect()
@@ -178,6 +180,11 @@ def clear_memory(device: torch.device | bool | None = None, *, clear_host_memory
         if clear_host_memory:
             torch.accelerator.empty_host_cache()
     return before - torch.cuda.memory_reserved(device)
+
+
+def trim_heap() -> None:
+    """Return the C library's free memory to the system; by itself it keeps most of what a step has used."""
+    ctypes.CDLL(None).malloc_trim(0)
 
 
 def gib(n_bytes: int) -> str:

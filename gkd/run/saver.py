@@ -1,5 +1,7 @@
 """Save asynchronously: the loop waits for a copy of the student in host memory; the files are written during training.
 
+If nothing trains during a save, the ranks write their states without a copy (`blocking`).
+
     save      wait for the previous save -> every rank copies its state -> return; the hosts that hold the rollouts in
               flight write them
     poll      at each later step: commit if all ranks have finished writing
@@ -89,11 +91,12 @@ class Saver:
         """Return whether this step is saved or being saved."""
         return step == self.committed_step or (self._pending is not None and step == self._pending.state.step)
 
-    def save(self, step: int, in_flight: InFlight, *, scored: bool = True) -> dict[str, float]:
+    def save(self, step: int, in_flight: InFlight, *, scored: bool = True, blocking: bool = False) -> dict[str, float]:
         """Start to save this step, unless it is saved or being saved; blocks for the copy and for a pending save.
 
         Args:
             scored: include the teacher's scores of rollouts in flight. False: a resumed run requests them again.
+            blocking: make no copy, and block until the ranks have written. `finish` commits the save.
 
         Returns:
             Numbers of a save that finished in this call.
@@ -107,7 +110,7 @@ class Saver:
         self._began_s = began_s = self._clock()
         try:
             folder = self._folder.store.begin(step)
-            self._actor.save(folder / ACTOR)
+            self._actor.save(folder / ACTOR, blocking=blocking)
             try:
                 recordings = self._record(in_flight, folder / IN_FLIGHT, scored)
             except Exception:

@@ -51,6 +51,8 @@ def set_vllm_environment(device: str, threads: int) -> None:
     )
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")
+    # Without a tokenizer, vLLM cannot render a chat and logs a traceback about it.
+    logging.getLogger("vllm.renderers.base").addFilter(lambda record: "Chat template warmup" not in record.msg)
     if device == "cpu":
         os.environ.update(VLLM_CPU_OMP_THREADS_BIND="nobind", TORCHDYNAMO_DISABLE="1", **thread_env(threads))
 

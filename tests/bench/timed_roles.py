@@ -241,7 +241,8 @@ class TimedActorWorker:
             time.sleep(self._stages.rates.train_s + self._stages.rates.train_token_s * n_tokens)
         return TrainStats(loss=1.0, n_loss_tokens=n_tokens)
 
-    def save(self, folder: Path) -> None:
+    def save(self, folder: Path, blocking: bool) -> None:
+        del blocking
         folder.mkdir(parents=True, exist_ok=True)
         (folder / f"rank_{self._rank}").write_bytes(b"nothing")
 

@@ -30,7 +30,8 @@ N_RANKS = 2
 class Rank(ActorWorker):
     """A rank with a snapshot instead of a student, and a step that hangs until a file exists."""
 
-    def save(self, folder: Path) -> None:
+    def save(self, folder: Path, blocking: bool = False) -> None:
+        del blocking
         piece = Piece("w", "param", 0, 0, torch.full((1000,), float(self._rank)))
         snapshot = HostCopies(torch.device("cpu")).snapshot([piece], {"step": 1, "world_size": N_RANKS}, {})
         self._writer.start(folder, self._rank, snapshot)

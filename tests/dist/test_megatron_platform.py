@@ -16,6 +16,8 @@ from gkd.errors import ConfigError
 _LIST_TOUCHED = "from gkd.actor.megatron.cpu_shim import install_cpu_shim; print('\\n'.join(install_cpu_shim()))"
 _CORE = "megatron.core"
 _TOUCHED = [
+    f"{_CORE}.distributed.param_and_grad_buffer.dist_all_gather_func",
+    f"{_CORE}.distributed.param_and_grad_buffer.dist_reduce_scatter_func",
     f"{_CORE}.optimizer.clip_grads.clip_grad_by_total_norm_fp32",
     f"{_CORE}.optimizer.clip_grads.count_zeros_fp32",
     f"{_CORE}.optimizer.clip_grads.get_grad_norm_fp32",

@@ -63,7 +63,7 @@ def _measure(backend: str, dtype: torch.dtype, rank: int, world_size: int, root:
             stats = call(student.train_step, batches(step))
             numbers += [stats.loss, stats.grad_norm, call(student.evaluate, batches(step)).loss]
         folder = root / f"{backend}_{dtype}_{offloads}"
-        call(lambda: write(folder, rank, student.snapshot()))
+        call(lambda: write(folder, rank, student.snapshot(copies=not offloads)))
         dist.barrier()
         call(student.load_checkpoint, folder)
         call(student.save_hf, root / f"hf_{backend}_{dtype}_{offloads}", root / "model")

@@ -178,7 +178,7 @@ def _resumes(build: Any, mine: Any, rank: int, folder: Path) -> bool:
     first, second = build(), build()
     for step in range(2):
         first.train_step(mine(step))
-    write(folder, rank, first.snapshot())
+    write(folder, rank, first.snapshot(copies=False))
     dist.barrier()
     second.load_checkpoint(folder)
     at_load = second.step == 2 and same_weights(weights(first), weights(second))

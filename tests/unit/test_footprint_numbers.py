@@ -135,7 +135,7 @@ def test_a_gathered_layer_on_cuda() -> None:
 def test_the_optimizers_step() -> None:
     """Fails if working memory is forgotten: gloo's copy of the gradient buffer, or AdamW's copies of a large table."""
     assert _actor().parts["optimizer_step"] == 0  # fused
-    assert _actor("trainer.device=cpu").parts["optimizer_step"] == 4 * N
+    assert _actor("trainer.device=cpu").parts["optimizer_step"] == 2 * 4 * TABLE
     assert _actor("trainer.device=cpu", "trainer.n_gpus_per_node=2").parts["optimizer_step"] == 4 * N
     wide = {"hidden_size": 64, "vocab_size": 1 << 20, "num_hidden_layers": 1, "intermediate_size": 64}
     found = _actor("trainer.device=cpu", shape={**QWEN25_15B, **wide}).parts
@@ -228,6 +228,13 @@ def test_adapters_of_an_engine() -> None:
         for content in ("merged", "adapters")
     }
     assert weights["adapters"] - weights["merged"] == 2 * 32 * 28 * ((1536 + 1536) + (8960 + 1536))
+
+
+def test_only_a_save_during_training_makes_a_copy() -> None:
+    """Fails if a run that saves its last step alone is charged for a copy, or one that keeps its best step is not."""
+    assert _actor().parts["saved_copy"] == 12 * N
+    assert _actor("trainer.save_every=0").parts["saved_copy"] == 0
+    assert _actor("trainer.save_every=0", "trainer.keep_best=eval/kl").parts["saved_copy"] == 12 * N
 
 
 def test_adapters_of_a_megatron_rank() -> None:

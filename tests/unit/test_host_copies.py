@@ -32,6 +32,22 @@ def test_a_snapshot_is_a_copy_in_reused_memory() -> None:
     assert bigger.pieces[0].data.sum() == 1000
 
 
+def test_live_states_are_written_without_a_copy(tmp_path: Path) -> None:
+    """Fails if a save that training waits for takes memory, keeps that of the last one, or fixes the states' place."""
+    copies, half = HostCopies(CPU), torch.arange(5, dtype=torch.bfloat16)
+    live = [Piece("w", "param", 0, 0, half), Piece("w", "exp_avg", 0, 0, WHOLE.clone())]
+    meta = {"step": 1, "world_size": 1}
+    copied = copies.snapshot(live, meta, {})
+    write(tmp_path / "copied", 0, copied)
+    copied.release()
+    snapshot = copies.snapshot(live, meta, {}, copies=False)
+    assert {piece.data.data_ptr() for piece in snapshot.pieces} == {piece.data.data_ptr() for piece in live}
+    assert write(tmp_path / "live", 0, snapshot) == write(tmp_path / "again", 0, copied)
+    snapshot.release()
+    assert snapshot.buffer.n_bytes == 0 and all(piece.data.untyped_storage().resizable() for piece in live)
+    assert address(copies.snapshot(live, meta, {})) != address(copied)
+
+
 def test_training_waits_only_for_the_copy() -> None:
     """Fails if weights can change before they are copied, or `settle` or the next snapshot waits for the file."""
     copies, live = HostCopies(CPU), torch.zeros(16 << 20)

@@ -167,13 +167,16 @@ def test_an_interrupted_download_stops_at_once_and_goes_on_later(hub: Hub) -> No
 
 
 def test_a_folder_wins_over_a_name(hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fails if a download replaces the folder that the user has, or if the log does not say which one is used."""
+    """Fails if a download replaces the folder that the user has, or a mistyped path is looked up; or without a word."""
     monkeypatch.chdir(tmp_path)
     hub.push("org/tiny", model_files())
     (tmp_path / "org/tiny").mkdir(parents=True)
     done = main(hub, tmp_path, "model.path=org/tiny", "data.train_files=[none.jsonl]", *local_run(tmp_path))
     assert done.returncode == 2 and "org/tiny is the local folder" in done.stderr
+    line = refusal(hub, "org/typo")
+    assert "the folder org has no typo" in line and "org/typo@main" in line
     assert not hub.requests
+    assert fetched(hub, "org/tiny@main").is_relative_to(hub.cache)
 
 
 def test_prompts_come_from_the_hub(hub: Hub, tmp_path: Path) -> None:

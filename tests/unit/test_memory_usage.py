@@ -148,6 +148,16 @@ class Cycle:
         self.me = self
 
 
+def test_clearing_returns_the_heap_to_the_system() -> None:
+    """Fails if what a training step has freed stays with the process: the buffers of the weight sync come on top."""
+    blocks = [bytearray(100_000) for _ in range(1000)]  # small enough for the C library's heap
+    last = blocks.pop()  # at its end, so that it cannot shrink by itself
+    before = read_usage(CPU).host_rss
+    blocks.clear()
+    clear_memory(CPU)
+    assert before - read_usage(CPU).host_rss > 50_000_000 and last
+
+
 def test_clearing_frees_cyclic_garbage() -> None:
     """Fails if a cycle of objects keeps its tensors over a call that promises to free them, also called as in slime."""
     gc.disable()

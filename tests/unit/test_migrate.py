@@ -121,6 +121,7 @@ def test_each_old_key_has_a_line(tmp_path: Path) -> None:
         ("roll", "student_infer.infer_batch_size=1", "distill.normalize", "sequence"),
         ("roll", "student_infer.infer_batch_size=1 loss_agg_mode=token-mean", "distill.normalize", None),
         ("roll", "student_pretrain=m", "distill.normalize", None),
+        ("roll", "student_infer.infer_batch_size=1", "rollout.top_k", 50),  # the default of ROLL's GeneratingArguments
         ("roll", "async_generation_ratio=1.5", "trainer.max_staleness", 2),
         ("roll", "student.training_args.warmup_ratio=0.1 max_steps=200 student_pretrain=m",
          "actor.optim.warmup_steps", 20),
@@ -139,6 +140,7 @@ def test_values_are_converted(system: str, words: str, key: str, expected: objec
     ("system", "words", "name"),
     [
         ("verl_gkd", "trainer.total_epochs=$EPOCHS", "trainer.total_epochs"),
+        ("nemo_rl", "data.train.system_prompt_file=none.txt", "data.train.system_prompt_file"),
         ("verl_gkd", "data.max_prompt_length=long", "data.max_prompt_length"),
         ("verl_gkd", "actor_rollout_ref.actor.optim.lr_warmup_steps_ratio=0.1",
          "actor_rollout_ref.actor.optim.lr_warmup_steps_ratio"),
@@ -161,6 +163,14 @@ def test_values_that_cannot_be_converted_are_left_to_the_user(system: str, words
     """Fails if a value is guessed, or ends in a traceback."""
     entry = entries_of(system, *words.split())[name]
     assert entry.status == "to set" and entry.note and not entry.settings
+
+
+def test_a_file_with_a_system_prompt_becomes_the_system_prompt(tmp_path: Path) -> None:
+    """Fails if the prompt loses a line, or the file of all datasets wins over that of the training data."""
+    text = 'Think: "step by step".\n\nThen answer.\n'
+    (tmp_path / "own.txt").write_text(text)
+    files = (f"data.default.system_prompt_file={tmp_path}/none", f"data.train.system_prompt_file={tmp_path}/own.txt")
+    assert settings_of(list(entries_of("nemo_rl", *files).values()))["data.system_prompt"] == text
 
 
 def test_two_values_for_one_key_are_reported() -> None:

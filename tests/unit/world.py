@@ -72,6 +72,7 @@ class World:
         self.trained: list[list[tuple[int, bool]]] = []  # (prompt id, on-policy) of each batch's chunks
         self.prompt_indices: list[list[int]] = []  # of each call
         self.polls_per_save = 0  # polls that find the ranks still writing
+        self.saves_blocking: list[bool] = []
         self.save_fails_at: int | None = None  # the step whose files cannot be written
         self.save_failures = 99  # number of attempts that fail
         self.rank_dies_at: int | None = None
@@ -174,10 +175,11 @@ class World:
         extra = {"loss/token_kl": 0.3} if self.has_distribution else {"loss/sampled_reverse_kl": 0.2}
         return TrainStats(0.7, 4, extra=extra)
 
-    def save(self, folder: Path) -> None:
+    def save(self, folder: Path, *, blocking: bool = False) -> None:
         assert self._saving is None, "one save at a time"
         assert folder.parent.is_dir() and not folder.exists()
         self.events.append("save")
+        self.saves_blocking.append(blocking)
         self._saving, self._polls_left = (folder, self.engine_version), self.polls_per_save
 
     def save_finished(self, *, wait: bool, timeout_s: float | None = None) -> dict[str, FileDigest] | None:

@@ -26,6 +26,7 @@ from gkd.loss.reduce import token_mean
 from gkd.loss.row_kernels import row_kernels
 from gkd.loss.vocab_parallel import VocabShard
 from gkd.memory.states import States
+from gkd.memory.usage import trim_heap
 from gkd.types import MicroBatch, TrainStats
 from gkd.weight_sync.buckets import Content
 from teacher_server.wire.protocol import Signal
@@ -117,6 +118,8 @@ class Student(ABC):
                 After either error, weights, optimizer state and `self.step` are unchanged.
         """
         sums = self._add(micro_batches, completes=True)
+        if self.device.type == "cpu":
+            trim_heap()  # the activations' memory, before the optimizer and the weight sync need buffers
         loss = token_mean(sums.values["total"], sums.n_loss_tokens)
         grad_norm = self._grad_norm(sums.n_loss_tokens)
         if (error := not_finite(self.step, loss, grad_norm)) is not None:
@@ -188,10 +191,13 @@ class Student(ABC):
         """
 
     @abstractmethod
-    def snapshot(self) -> Snapshot:
+    def snapshot(self, *, copies: bool = True) -> Snapshot:
         """Start to copy this rank's state for an exact resume to host memory. Not a collective.
 
         The next optimizer step waits until the copy has finished.
+
+        Args:
+            copies: False: the snapshot has the live states. Nothing may change them before its release.
         """
 
     @abstractmethod

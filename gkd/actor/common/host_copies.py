@@ -1,6 +1,8 @@
 """Copy a rank's state to host memory for a checkpoint, while the next batch runs forward and backward.
 
-Weights and moments do not change between two optimizer steps. So training continues during the copy, and only the next
+A save that training waits for needs no copy: the file is written from the live states.
+
+Weights and moments do not change between two optimizer steps. So training continues during a copy, and only the next
 optimizer step waits for it. The pieces are contiguous in slabs of one size, so that the file is written in a few long
 runs of bytes and not in thousands of small tensors.
 """
@@ -21,17 +23,18 @@ from gkd.memory.host_buffer import SLAB_BYTES, HostBuffer
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """One rank's state in host memory, as of the call that made the snapshot.
+    """One rank's state, as of the call that made the snapshot.
 
     `meta` is JSON data with `step` and `world_size`, the same on all ranks of a checkpoint.
     """
 
-    pieces: Sequence[Piece]  # pieces in host memory, contiguous in each slab
+    pieces: Sequence[Piece]  # in host memory, contiguous in each slab; or the live states
     meta: Mapping[str, Any]
     rng: Mapping[str, Tensor]  # [n] uint8, this rank's generators
     memory: HostCopies
-    buffer: HostBuffer  # the memory of the pieces
+    buffer: HostBuffer  # the memory of the pieces, unless they are live
     wait: Callable[[], object]  # blocks until the pieces have their values; do not read them before
+    is_live: bool = False  # nothing was copied
     joined: Snapshot | None = None  # its pieces are included above, in memory of its own
 
     def release(self) -> None:
@@ -66,15 +69,25 @@ class HostCopies:
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._thread = ThreadPoolExecutor(1, "snapshot")  # starts with the first copy
 
-    def snapshot(self, live: Sequence[Piece], meta: Mapping[str, Any], rng: Mapping[str, Tensor]) -> Snapshot:
+    def snapshot(
+        self, live: Sequence[Piece], meta: Mapping[str, Any], rng: Mapping[str, Tensor], *, copies: bool = True
+    ) -> Snapshot:
         """Start to copy all of `live` to the host; the live tensors may change after `settle`. Not a collective.
 
-        Raises MemoryError, RuntimeError: there is not enough host memory, see `HostBuffer.take`.
+        Args:
+            copies: False: the pieces are the live tensors, which may not change before `Snapshot.release`, and the
+                memory of the last copy is freed.
+
+        Raises:
+            MemoryError, RuntimeError: there is not enough host memory, see `HostBuffer.take`.
         """
         self.settle()
-        buffer = self._free or HostBuffer(pinned=self._stream is not None, slab_bytes=self._slab_bytes)
-        self._free = None
+        kept, self._free = self._free if copies else None, None
+        buffer = kept or HostBuffer(pinned=self._stream is not None, slab_bytes=self._slab_bytes)
         buffer.clear()
+        live = sorted(live, key=lambda piece: -piece.data.itemsize)  # the largest items first: all are aligned
+        if not copies:
+            return Snapshot(live, dict(meta), dict(rng), self, buffer, _nothing, is_live=True)
         pieces, sources = self._laid_out(live, buffer.take(sum(piece.data.nbytes for piece in live)))
         targets = [piece.data for piece in pieces]
         wait: Callable[[], object] = _nothing
@@ -96,8 +109,7 @@ class HostCopies:
     def _laid_out(self, live: Sequence[Piece], slabs: Sequence[Tensor]) -> tuple[list[Piece], list[Tensor]]:
         """Return (pieces in `slabs`, the source of each); a piece that crosses the end of a slab is split."""
         pieces, sources, at = [], [], 0
-        # The largest items first: then all are aligned without gaps.
-        for piece in sorted(live, key=lambda piece: -piece.data.itemsize):
+        for piece in live:
             size, done = piece.data.itemsize, 0
             while done < piece.data.numel():
                 number, offset = divmod(at, self._slab_bytes)

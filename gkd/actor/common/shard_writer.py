@@ -11,8 +11,10 @@ import json
 import os
 import threading
 from collections.abc import Iterable, Iterator
+from itertools import chain
 from pathlib import Path
 
+import numpy as np
 import torch
 import xxhash
 
@@ -50,12 +52,10 @@ def write(folder: Path, rank: int, snapshot: Snapshot) -> dict[str, FileDigest]:
     try:
         _make_folder(folder, rank)
         with path.open("wb") as file:
-            for raw in (_header(tensors, snapshot, rank), *_runs(tensors.values())):
-                for begin in range(0, len(raw), _BLOCK_BYTES):
-                    block = raw[begin : begin + _BLOCK_BYTES]
-                    hasher.update(block)
-                    file.write(block)
-                n_bytes += len(raw)
+            for block in chain([_header(tensors, snapshot, rank)], _blocks(tensors.values())):
+                hasher.update(block)
+                file.write(block)
+                n_bytes += len(block)
             file.flush()
             os.fsync(file.fileno())
     except OSError as error:
@@ -146,8 +146,16 @@ def _header(tensors: dict[str, torch.Tensor], snapshot: Snapshot, rank: int) -> 
     return memoryview(len(text).to_bytes(8, "little") + text)
 
 
-def _runs(tensors: Iterable[torch.Tensor]) -> Iterator[memoryview]:
-    """Yield the tensors' bytes; tensors that are contiguous in memory as one run."""
+def _blocks(tensors: Iterable[torch.Tensor]) -> Iterator[memoryview]:
+    """Yield the tensors' bytes, from a GPU copied block by block."""
+    for run in _runs(tensors):
+        for begin in range(0, len(run), _BLOCK_BYTES):
+            # These may be live states, so avoid Tensor.numpy(): see `gkd.memory.states`.
+            yield np.from_dlpack(run[begin : begin + _BLOCK_BYTES].cpu()).data
+
+
+def _runs(tensors: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
+    """Yield the tensors' bytes, [n] uint8; tensors that are contiguous in memory as one run."""
     current: torch.UntypedStorage | None = None
     begin = stop = 0
     for tensor in tensors:
@@ -162,5 +170,5 @@ def _runs(tensors: Iterable[torch.Tensor]) -> Iterator[memoryview]:
         yield _raw(current, begin, stop)
 
 
-def _raw(storage: torch.UntypedStorage, begin: int, stop: int) -> memoryview:
-    return torch.empty(0, dtype=torch.uint8).set_(storage)[begin:stop].numpy().data
+def _raw(storage: torch.UntypedStorage, begin: int, stop: int) -> torch.Tensor:
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)[begin:stop]

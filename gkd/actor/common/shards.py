@@ -123,7 +123,7 @@ class ShardReader:
                 f"{self._folder} has {_describe(name, kind, part)} as {ranges[0].dtype}; elements {start}:{stop} "
                 f"do not fit a {values.dtype} tensor of shape {tuple(values.shape)}."
             )
-        # These may be live states, so avoid Tensor.numpy(): see `gkd.weight_sync.buckets.digest`.
+        # These may be live states, so avoid Tensor.numpy(): see `gkd.memory.states`.
         raw, size = np.from_dlpack(values.view(torch.uint8)).data, values.itemsize
         at = start
         for piece in ranges:

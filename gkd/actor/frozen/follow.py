@@ -57,9 +57,10 @@ class Follower:
     def add_to(self, student: Snapshot) -> Snapshot:
         """Return the student's snapshot, joined with this rank's rows of the model if it follows the student.
 
-        Not a collective. The copy to host memory is started; the next refresh waits for it.
+        Not a collective. The copy to host memory is started, unless the student's states are not copied either; the
+        next refresh waits for it.
         """
-        return student.join(self._model.snapshot()) if self._interval else student
+        return student.join(self._model.snapshot(copies=not student.is_live)) if self._interval else student
 
     def load(self, folder: Path) -> bool:
         """Load the model from a checkpoint of any number of ranks, if it follows the student; return whether it does.

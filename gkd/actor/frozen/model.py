@@ -191,11 +191,11 @@ class FrozenModel:
         with host_threads(self._n_threads):
             blend(self.places, tensors, ema)
 
-    def snapshot(self) -> Snapshot:
-        """Start to copy this rank's rows to host memory; the next `refresh` waits for the copy. Not a collective."""
+    def snapshot(self, *, copies: bool = True) -> Snapshot:
+        """Start to copy this rank's rows to host memory, see `Student.snapshot`; the next `refresh` waits for it."""
         reshard(self.model)
         pieces, meta = checkpoint.pieces(self.places, self.role), checkpoint.meta(self.places, self.role)
-        return self._host_copies.snapshot(pieces, meta, {})
+        return self._host_copies.snapshot(pieces, meta, {}, copies=copies)
 
     def load(self, folder: Path) -> None:
         """Load the weights of a checkpoint in place. Raises CheckpointError: see `gkd.actor.frozen.checkpoint`."""

@@ -18,27 +18,15 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from gkd.actor.common.agree import same_error
-from gkd.actor.common.host_copies import HostCopies, Snapshot
-from gkd.actor.common.rng import restore_rng, rng_state
+from gkd.actor.common.rng import restore_rng
 from gkd.actor.common.same_student import check_same_student, check_trained
 from gkd.actor.common.shards import KINDS, Piece, ShardReader
 from gkd.actor.fsdp.weights import Place, first_row
 
 
-def snapshot(
-    copies: HostCopies, trained: Mapping[str, Place], optimizer: torch.optim.AdamW, meta: Mapping[str, Any]
-) -> Snapshot:
-    """Start to copy this rank's state to host memory. Call `copies.settle` before the state changes. Not a collective.
-
-    Args:
-        copies: owns the host memory.
-        trained: trained parameters by name.
-        meta: `student_meta` and the step.
-    """
-    pieces = []
-    for name, start, tensors in _owned(trained, optimizer):
-        pieces += [Piece(name, kind, 0, start, tensors[kind]) for kind in KINDS]
-    return copies.snapshot(pieces, meta, rng_state())
+def pieces(trained: Mapping[str, Place], optimizer: torch.optim.AdamW) -> list[Piece]:
+    """Return this rank's ranges of the trained parameters and of their moments, as live tensors. No collective."""
+    return [Piece(name, kind, 0, start, own[kind]) for name, start, own in _owned(trained, optimizer) for kind in KINDS]
 
 
 def load(

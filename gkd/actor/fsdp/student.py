@@ -19,6 +19,7 @@ from gkd.actor.common.agree import same_error
 from gkd.actor.common.base import ADAPTER_FOLDER, Student, StudentArgs, build_loss, no_phase
 from gkd.actor.common.host_copies import HostCopies, Snapshot
 from gkd.actor.common.optim_spec import clip_factor
+from gkd.actor.common.rng import rng_state
 from gkd.actor.common.step import BatchSums, teacher_head_rows
 from gkd.actor.fsdp import checkpoint
 from gkd.actor.fsdp.lora import add_adapters, disabled_adapters, init_adapters
@@ -183,10 +184,11 @@ class FsdpStudent(Student):
                 what = f"{type(problem).__name__}: {problem}"
                 raise ModelError(f"the student cannot be saved to {out_dir}: {what}") from problem
 
-    def snapshot(self) -> Snapshot:
+    def snapshot(self, *, copies: bool = True) -> Snapshot:
         reshard(self.model)  # gathered parameters are copies; the checkpoint holds shards
         meta = self._meta() | {"step": self.step}
-        return checkpoint.snapshot(self._host_copies, self.trained_places(), self._optimizer, meta)
+        pieces = checkpoint.pieces(self.trained_places(), self._optimizer)
+        return self._host_copies.snapshot(pieces, meta, rng_state(), copies=copies)
 
     def load_checkpoint(self, folder: str | Path) -> None:
         self._host_copies.settle()

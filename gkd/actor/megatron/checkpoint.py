@@ -24,7 +24,6 @@ from megatron.core.optimizer import MegatronOptimizer
 from torch import Tensor
 
 from gkd.actor.common.agree import same_error
-from gkd.actor.common.host_copies import HostCopies, Snapshot
 from gkd.actor.common.rng import restore_rng, rng_state
 from gkd.actor.common.same_student import check_same_student, check_trained
 from gkd.actor.common.shards import KINDS, Piece, ShardReader
@@ -36,24 +35,20 @@ from gkd.actor.megatron.tensor_layouts import SplitVocab
 _TRACKER = "megatron."  # prefix of the names of Megatron's generators
 
 
-def snapshot(
-    copies: HostCopies, model: StudentModel, optimizer: MegatronOptimizer, meta: Mapping[str, Any]
-) -> Snapshot:
-    """Start to copy this rank's state to host memory. Call `copies.settle` before the state changes. Not a collective.
+def pieces(model: StudentModel, optimizer: MegatronOptimizer) -> list[Piece]:
+    """Return this rank's ranges of the trained parameters and of their moments, as live tensors. No collective."""
+    return [
+        Piece(entry.hf_names[0], kind, model.layout.tp_rank if _is_split(entry) else 0, start, tensors[kind].detach())
+        for entry, start, _, tensors in _owned(model, optimizer)
+        if _writes(entry, model)
+        for kind in KINDS
+    ]
 
-    Args:
-        copies: owns the host memory.
-        meta: `student_meta` and the step.
-    """
-    pieces = []
-    for entry, start, _, tensors in _owned(model, optimizer):
-        if not _writes(entry, model):
-            continue
-        part = model.layout.tp_rank if _is_split(entry) else 0
-        pieces += [Piece(entry.hf_names[0], kind, part, start, tensors[kind].detach()) for kind in KINDS]
+
+def generators() -> dict[str, Tensor]:
+    """Return the states of this rank's random generators, [n] uint8 by name."""
     tracker = tensor_parallel.get_cuda_rng_tracker().get_states()
-    rng = rng_state() | {_TRACKER + name: state for name, state in tracker.items()}
-    return copies.snapshot(pieces, meta, rng)
+    return rng_state() | {_TRACKER + name: state for name, state in tracker.items()}
 
 
 def load(folder: str | Path, model: StudentModel, optimizer: MegatronOptimizer, meta: Mapping[str, Any]) -> int:

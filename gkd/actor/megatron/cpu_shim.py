@@ -1,6 +1,6 @@
 """Patch Megatron-core to run without CUDA, on gloo and CPU tensors. No-op if CUDA is available.
 
-Megatron-core has no CPU switch. Four kinds of code assume CUDA. Each kind is handled in one way, so that an
+Megatron-core has no CPU switch. Five kinds of code assume CUDA. Each kind is handled in one way, so that an
 upgrade that adds another one fails a test instead of a run:
 
     1. functions of torch.cuda, and Tensor.cuda     replaced by their CPU meaning
@@ -8,6 +8,7 @@ upgrade that adds another one fails a test instead of a run:
     3. literals such as device="cuda"               rewritten in the code objects of `_MODULES`
     4. streams and compiled functions of the        replaced by plain Python functions
        mixture-of-experts layer
+    5. collectives that NCCL does in place          left out in a group of one rank: gloo copies the whole buffer
 
 A TorchFunctionMode would be tidier for 3, but modes are inactive in the backward pass of
 recomputed layers, which runs on autograd's threads.
@@ -47,8 +48,8 @@ def install_cpu_shim() -> tuple[str, ...]:
     """
     global _touched
     if _touched is None:
-        replaced = () if torch.cuda.is_available() else (*_replace_functions(), *_rewrite_literals(), *_replace_moe())
-        _touched = tuple(sorted(replaced))
+        kinds = (_replace_functions, _rewrite_literals, _replace_moe, _replace_collectives)
+        _touched = () if torch.cuda.is_available() else tuple(sorted(name for kind in kinds for name in kind()))
     return _touched
 
 
@@ -103,6 +104,21 @@ def _replace_moe() -> Iterator[str]:
         (TopKRouter, "_apply_expert_bias", inspect.unwrap(TopKRouter._apply_expert_bias)),
     ):
         yield _replace(cls, f"{cls.__module__}.{cls.__qualname__}", name, replacement)
+
+
+def _replace_collectives() -> Iterator[str]:
+    """Replace kind 5. The only rank's part is the whole buffer, so the result is where it belongs."""
+    from megatron.core.distributed import param_and_grad_buffer
+
+    def unless_alone(collective: Any) -> Any:
+        def call(output: torch.Tensor, source: torch.Tensor, *, group: Any, **options: Any) -> Any:
+            return collective(output, source, group=group, **options) if group.size() > 1 else None
+
+        return call
+
+    for name in ("dist_all_gather_func", "dist_reduce_scatter_func"):
+        collective = getattr(param_and_grad_buffer, name)
+        yield _replace(param_and_grad_buffer, param_and_grad_buffer.__name__, name, unless_alone(collective))
 
 
 def _rewrite_literals() -> Iterator[str]:

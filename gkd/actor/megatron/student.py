@@ -132,8 +132,10 @@ class MegatronStudent(Student):
     def save_hf(self, out_dir: str | Path, source_dir: str | Path) -> None:
         save_hf(self.model, out_dir, source_dir)
 
-    def snapshot(self) -> Snapshot:
-        return checkpoint.snapshot(self._host_copies, self.model, self._optimizer, self._meta() | {"step": self.step})
+    def snapshot(self, *, copies: bool = True) -> Snapshot:
+        meta = self._meta() | {"step": self.step}
+        pieces = checkpoint.pieces(self.model, self._optimizer)
+        return self._host_copies.snapshot(pieces, meta, checkpoint.generators(), copies=copies)
 
     def load_checkpoint(self, folder: str | Path) -> None:
         self._host_copies.settle()

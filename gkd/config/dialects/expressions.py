@@ -10,6 +10,7 @@ import functools
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
 from types import CodeType
 from typing import Any, NoReturn
 
@@ -81,6 +82,14 @@ def trackers(value: Any) -> list[str]:
     return names
 
 
+def content(file: Any) -> str:
+    """Return the text of a file. Raises NotConvertible if it cannot be read here."""
+    try:
+        return Path(file).read_text()
+    except OSError as error:
+        stop(f"copy the text of the file into data.system_prompt: {file} cannot be read here ({error.strerror}).")
+
+
 def route_name(text: Any) -> str:
     """Return a text as a name in teacher.routes: letters, digits, _ and -. Raises NotConvertible."""
     if not re.fullmatch(r"[A-Za-z0-9_-]+", str(text)):
@@ -92,6 +101,6 @@ _FUNCTIONS: dict[str, Callable[..., Any]] = {
     each.__name__: each
     for each in (
         *(all, any, bool, dict, enumerate, float, int, isinstance, len, list, max, min, range, round, set, sorted, str),
-        *(sum, zip, as_list, gpus, math.ceil, ratio, route_name, share, stop, trackers),
+        *(sum, zip, as_list, content, gpus, math.ceil, ratio, route_name, share, stop, trackers),
     )
 }

@@ -54,6 +54,8 @@ def start_vllm(
     os.environ.update(VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_NO_USAGE_STATS="1")
     # vLLM sets this level only after its first modules have logged that Triton has no backend for the CPU.
     logging.getLogger("vllm").setLevel(os.environ.get("VLLM_LOGGING_LEVEL", "ERROR"))
+    # Without a tokenizer, vLLM cannot render a chat and logs a traceback about it.
+    logging.getLogger("vllm.renderers.base").addFilter(lambda record: "Chat template warmup" not in record.msg)
     folder = engine_folder()
     with quick_imports():
         from vllm import LLM
