@@ -14,7 +14,6 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from contextlib import contextmanager
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -28,7 +27,7 @@ from gkd.scoring.group_endpoint import GroupEndpoint, summary_of
 from gkd.scoring.teacher.grouping import grouped
 from gkd.scoring.teacher.info import head_columns
 from gkd.scoring.teacher.outage import merged
-from gkd.scoring.teacher.store import ScoreStore, score_key
+from gkd.scoring.teacher.store import ScoreStore, open_store, score_key
 from gkd.scoring.teacher.teacher import Teacher, open_teacher
 from gkd.scoring.teacher.window import Window
 from gkd.types import Computation, Rollout, ScoreTimes, TeacherHealth, TeacherScores
@@ -59,7 +58,7 @@ class ScoringEndpoint(GroupEndpoint):
         self._computations = Computations()
         self._store: ScoreStore | None = None
         if config.teacher.store:
-            self._store = ScoreStore(Path(config.teacher.store), int(config.teacher.store_gib * 2**30))
+            self._store = open_store(config.teacher)
 
     def is_up(self) -> bool:
         """Return once the process runs. Raises ConfigError: teacher.keys cannot be read on this host."""
