@@ -19,7 +19,6 @@ from typing import Any
 import numpy as np
 
 from gkd.config.schema import Config
-from gkd.config.schema_teacher import HTTP
 from gkd.data.columns import ColumnList
 from gkd.data.score_checks import check_top_ids
 from gkd.errors import TeacherError, TeacherUnavailable
@@ -27,7 +26,7 @@ from gkd.scoring.group_endpoint import GroupEndpoint, summary_of
 from gkd.scoring.teacher.grouping import grouped
 from gkd.scoring.teacher.info import head_columns
 from gkd.scoring.teacher.outage import merged
-from gkd.scoring.teacher.store import ScoreStore, open_store, score_key
+from gkd.scoring.teacher.store import dataset_keys, open_store
 from gkd.scoring.teacher.teacher import Teacher, open_teacher
 from gkd.scoring.teacher.window import Window
 from gkd.types import Computation, Rollout, ScoreTimes, TeacherHealth, TeacherScores
@@ -50,15 +49,13 @@ class ScoringEndpoint(GroupEndpoint):
     def __init__(self, config: Config, n_vocab: int, fingerprints: Sequence[str], windows: Sequence[Window]) -> None:
         super().__init__(config)
         self._n_vocab, self._fingerprints, self._windows = n_vocab, fingerprints, windows
-        derived = config.derived
+        self._derived = derived = config.derived
         self._signals, self._routes, self._n_student_ids = derived.signals, derived.routes, derived.n_student_ids
         self._lock = threading.Lock()
         self._teachers: list[Teacher] = []  # one per route
         self._outage: TeacherUnavailable | None = None
         self._computations = Computations()
-        self._store: ScoreStore | None = None
-        if config.teacher.store:
-            self._store = open_store(config.teacher)
+        self._store = open_store(config.teacher) if config.teacher.store else None
 
     def is_up(self) -> bool:
         """Return once the process runs. Raises ConfigError: teacher.keys cannot be read on this host."""
@@ -102,10 +99,10 @@ class ScoringEndpoint(GroupEndpoint):
         teachers = self.clients()
         submitted_s = time.time()
         completed_s = [submitted_s] * len(rollouts)  # stays so for scores from the store
-        store, keys = self._store, self._store_keys(rollouts)
-        stored: dict[int, TeacherScores] = {}
+        store, stored, keys = self._store, dict[int, TeacherScores](), dict[int, bytes]()
         if store is not None:
             store.refresh()
+            keys = dataset_keys(rollouts, self._derived, self._fingerprints, self._n_vocab)
             stored = {i: known for i, key in keys.items() if (known := store.get(key, rollouts[i])) is not None}
         asked = [i for i in range(len(rollouts)) if i not in stored]
         try:
@@ -169,15 +166,6 @@ class ScoringEndpoint(GroupEndpoint):
         scale = self._config.teacher.temperature / self._routes[route].teacher.temperature
         np.multiply(scores.hidden, np.float32(scale), out=own)
         return replace(scores, hidden=wide)
-
-    def _store_keys(self, rollouts: Sequence[Rollout]) -> dict[int, bytes]:
-        """Return the key in the store by position; none of the student's own responses, which never return."""
-        return {
-            i: score_key(r, self._routes[r.route].teacher, self._fingerprints[r.route], self._signals, self._n_vocab)
-            for i, r in enumerate(rollouts)
-            # The fingerprint of a HTTP teacher is its name, which other weights may have, too.
-            if self._store is not None and not r.on_policy and self._routes[r.route].teacher.backend != HTTP
-        }
 
     def _request_all(
         self, teachers: Sequence[Teacher], rollouts: Sequence[Rollout], asked: Sequence[int], completed_s: list[float]

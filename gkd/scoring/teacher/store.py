@@ -23,7 +23,8 @@ import msgspec
 import numpy as np
 import xxhash
 
-from gkd.config.schema_teacher import TeacherConfig
+from gkd.config.schema import Derived
+from gkd.config.schema_teacher import HTTP, TeacherConfig
 from gkd.errors import CheckpointError
 from gkd.log import get_logger
 from gkd.scoring.teacher.record import packed, unpacked
@@ -165,6 +166,23 @@ class ScoreStore:
 def open_store(teacher: TeacherConfig) -> ScoreStore:
     """Return the store of a run. Raises OSError."""
     return ScoreStore(Path(teacher.store), int(teacher.store_gib * 2**30), cast(Wire, teacher.wire))
+
+
+def dataset_keys(
+    rollouts: Sequence[Rollout], derived: Derived, fingerprints: Sequence[str], n_vocab: int
+) -> dict[int, bytes]:
+    """Return the key by position; none of the student's own responses, which never return.
+
+    Args:
+        fingerprints: by route. That of an HTTP teacher is its name, which other weights may have, too: no key.
+        n_vocab: size of the common vocabulary.
+    """
+    routes = derived.routes
+    return {
+        i: score_key(r, routes[r.route].teacher, fingerprints[r.route], derived.signals, n_vocab)
+        for i, r in enumerate(rollouts)
+        if not r.on_policy and routes[r.route].teacher.backend != HTTP
+    }
 
 
 def score_key(
