@@ -233,7 +233,7 @@ def teacher_identity(routes: Sequence[Route], teachers: Sequence[TeacherInfo]) -
     """
     each = [
         {"name": teacher.model_name, "fingerprint": teacher.fingerprint}
-        | ({"probe": list(teacher.probe)} if teacher.probe else {})
+        | ({"probe": list(teacher.probe.logprobs)} if teacher.probe else {})
         for teacher in teachers
     ]
     if not routes[0].name:

@@ -24,7 +24,7 @@ from gkd.data.score_checks import check_top_ids
 from gkd.errors import TeacherError, TeacherUnavailable
 from gkd.scoring.group_endpoint import GroupEndpoint, summary_of
 from gkd.scoring.teacher.grouping import grouped
-from gkd.scoring.teacher.info import head_columns
+from gkd.scoring.teacher.info import Probe, head_columns
 from gkd.scoring.teacher.outage import merged
 from gkd.scoring.teacher.store import dataset_keys, open_store
 from gkd.scoring.teacher.teacher import Teacher, open_teacher
@@ -41,14 +41,22 @@ class ScoringEndpoint(GroupEndpoint):
         n_vocab: size of the common vocabulary; a teacher drops its other rows before it normalizes.
         fingerprints: by route, of the teacher that preflight checked; scores of another teacher are refused.
         windows: by route, the limits of the sequences in flight.
+        probes: by route, of the HTTP servers that preflight probed; empty: they are not probed again.
 
     Raises:
         ConfigError: invalid loss settings.
     """
 
-    def __init__(self, config: Config, n_vocab: int, fingerprints: Sequence[str], windows: Sequence[Window]) -> None:
+    def __init__(
+        self,
+        config: Config,
+        n_vocab: int,
+        fingerprints: Sequence[str],
+        windows: Sequence[Window],
+        probes: Sequence[Probe | None] = (),
+    ) -> None:
         super().__init__(config)
-        self._n_vocab, self._fingerprints, self._windows = n_vocab, fingerprints, windows
+        self._probes, self._n_vocab, self._fingerprints, self._windows = probes, n_vocab, fingerprints, windows
         self._derived = derived = config.derived
         self._signals, self._routes, self._n_student_ids = derived.signals, derived.routes, derived.n_student_ids
         self._lock = threading.Lock()
@@ -77,6 +85,7 @@ class ScoringEndpoint(GroupEndpoint):
             n_vocab=self._n_vocab,
             n_in_flight=self._windows[route].n_in_flight,
             fingerprint=self._fingerprints[route],
+            probe=self._probes[route] if self._probes else None,
             on_scored=functools.partial(self._computations.note, route=self._routes[route].name),
         )
 
