@@ -20,6 +20,7 @@ COMMANDS = {
         "serve a teacher; with worker, status, drain, keygen, http: see its help",
         "--model Qwen/Qwen2.5-7B-Instruct --gpus 4,5,6,7",
     ),
+    "score": ("gkd.tools.score", "score dataset responses once, to train without a teacher", "--config mine.yaml"),
     "check-gpus": ("gkd.tools.check_gpus", "report which rank is on which GPU", "--config mine.yaml"),
     "memory": ("gkd.tools.memory", "predict the memory of each rank", "--config mine.yaml --gpu-gib 80"),
     "split": ("gkd.tools.split", "recommend a split of the GPUs from a run", "--gpus 8 --run runs/mine"),

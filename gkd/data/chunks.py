@@ -188,3 +188,10 @@ def dataset_chunks(
         for start in range(0, len(rollouts), chunk_size):
             chunk = rollouts[start : start + chunk_size]
             yield chunk, chunk_sizes(dp_rank, chunk, policy_version)
+
+
+def dataset_rollouts(prompts: Sequence[Prompt], eos_ids: Collection[int]) -> list[Rollout]:
+    """Return the dataset's response to each prompt, as `dataset_chunks`."""
+    n = len(prompts)
+    chunks = dataset_chunks(prompts, range(n), n=1, dp_size=1, chunk_size=n, policy_version=0, eos_ids=eos_ids)
+    return [rollout for rollouts, _ in chunks for rollout in rollouts]

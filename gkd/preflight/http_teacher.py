@@ -20,7 +20,7 @@ from gkd.errors import ConfigError, TeacherError, TeacherRefusal, TeacherUnavail
 from gkd.log import get_logger
 from gkd.run.resume_compat import SAME_PROBE, largest_difference
 from gkd.scoring.teacher.http_client import IN_FLIGHT, HttpTeacher
-from gkd.scoring.teacher.info import TeacherInfo
+from gkd.scoring.teacher.info import Probe, TeacherInfo
 from gkd.types import Prompt, Rollout, TeacherScores
 from teacher_server.wire.protocol import Signal
 
@@ -36,7 +36,7 @@ _BUDGET_S = 10.0
 def probed(
     config: Config, route: Route, info: TeacherInfo, tokenizer: Any, prompts: Sequence[Prompt], n_vocab: int
 ) -> TeacherInfo:
-    """Probe each server of an HTTP teacher; return its description with the logprobs of the probe.
+    """Probe each server of an HTTP teacher; return its description with the probe of the first.
 
     Args:
         tokenizer: of the student.
@@ -47,7 +47,7 @@ def probed(
         ConfigError: a probe failed, or the servers of teacher.url differ.
         TeacherUnavailable: a server does not reply.
     """
-    found: list[list[float]] = []
+    found: list[Probe] = []
     for url in route.teacher.url:
         start_s = time.monotonic()
         one = replace(route, teacher=replace(route.teacher, url=[url]))
@@ -62,10 +62,10 @@ def probed(
         ) as teacher:
             found.append(_Probe(config, one, teacher, tokenizer).run(prompts))
         log.info("probed the teacher %s at %s in %.1f s", info.model_name, url, time.monotonic() - start_s)
-        if (moved := largest_difference(found[0], found[-1])) > SAME_PROBE:
+        if (moved := largest_difference(found[0].logprobs, found[-1].logprobs)) > SAME_PROBE:
             problem = f"its logprobs differ from those of {route.teacher.url[0]} by up to {moved:.3g} nats."
             raise ConfigError(route.key("url"), url, problem, "name servers of the same model.")
-    return replace(info, probe=tuple(found[0]))
+    return replace(info, probe=found[0]._replace(noise=max(probe.noise for probe in found)))
 
 
 class _Probe:
@@ -76,16 +76,16 @@ class _Probe:
         added = set(tokenizer.get_added_vocab().values())
         self._ids = np.array(sorted(set(tokenizer.get_vocab().values()) - added), np.int32)
 
-    def run(self, prompts: Sequence[Prompt]) -> list[float]:
-        """Return the logprobs of the recorded tokens. Raises ConfigError, TeacherUnavailable."""
+    def run(self, prompts: Sequence[Prompt]) -> Probe:
+        """Return the tokens that are recorded, and their logprobs. Raises ConfigError, TeacherUnavailable."""
         ids = np.random.default_rng(0).choice(self._ids, _N_IDS)
         ids[_N_IDS // 2] = self._ids[-1]  # a teacher without the student's last token refuses it
         (alone,) = self._sampled([ids], "it does not score the token ids that it is sent")
         if "topk" in self._config.derived.signals:
             self._check_lists(ids, alone)
-        self._check_repeats(ids, alone)
+        noise = self._check_repeats(ids, alone)
         self._check_tokenizer(prompts)
-        return [round(float(value), 6) for value in alone]
+        return Probe(tuple(ids.tolist()), tuple(round(float(value), 6) for value in alone), noise)
 
     def _check_lists(self, ids: np.ndarray, alone: np.ndarray) -> None:
         """Check K, and that lists and single logprobs are of the same rows."""
@@ -113,8 +113,8 @@ class _Probe:
         if (moved := float(np.abs(some - others).max())) > _REPEATABLE:
             raise self._wrong(f"logprobs {which} differ by up to {moved:.3g} nats: they are of different rows")
 
-    def _check_repeats(self, ids: np.ndarray, alone: np.ndarray) -> None:
-        """Score the sequence again, three times alone and four times among others; log the largest difference."""
+    def _check_repeats(self, ids: np.ndarray, alone: np.ndarray) -> float:
+        """Score the sequence again, three times alone and four times among others; return the largest difference."""
         others, problem = [np.roll(ids, shift) for shift in range(1, 9)], "it cannot score several sequences at a time"
         again = [self._sampled([ids], problem)[0] for _ in range(3)]
         again += self._sampled([*others[:4], *[ids] * 4, *others[4:]], problem)[4:8]
@@ -127,6 +127,7 @@ class _Probe:
                 self._route.label,
                 moved,
             )
+        return moved
 
     def _check_tokenizer(self, prompts: Sequence[Prompt]) -> None:
         """Compare texts with the server's tokenizer if it has an endpoint for it, and their scores with other ids'."""

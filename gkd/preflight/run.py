@@ -19,7 +19,7 @@ from gkd.config.schema_teacher import HTTP, ROLLOUT
 from gkd.config.schema_trainer import STREAM
 from gkd.data.prompt_file import describe_files
 from gkd.data.prompts import load_prompts, load_tokenizer
-from gkd.errors import ClusterError, ConfigError
+from gkd.errors import ClusterError, ConfigError, TeacherUnavailable
 from gkd.footprint.totals import scores_gib
 from gkd.gpu_map.choice import with_own_gpus
 from gkd.gpu_map.teacher import teacher_rows
@@ -34,6 +34,7 @@ from gkd.preflight.memory import check_memory
 from gkd.preflight.replay import check_replay
 from gkd.preflight.reward import check_answers, check_functions
 from gkd.preflight.same_tokens import check_masked
+from gkd.preflight.stored_teachers import check_all_stored, recorded_teachers
 from gkd.preflight.student import check_engines, check_student, check_tokenizer_fits
 from gkd.preflight.teacher import check_reachable, check_teacher, request_info, rollout_teacher, warn_about_losses
 from gkd.run.folder import RunFolder
@@ -73,16 +74,21 @@ def preflight(config: Config) -> Plan:
         ModelError: the student has no end-of-sequence token.
         CheckpointError: the checkpoint to resume from is damaged.
         ClusterError: Ray is not installed.
-        TeacherUnavailable: no teacher server replies at teacher.server_ip:server_port.
+        TeacherUnavailable: no teacher server replies at teacher.server_ip:server_port, and the run needs one.
     """
     derived = check_config(config)
     check_ray_installed()
     check_trackers_installed(config)
     on_hub = pinned_names(config)
     check_run_folder(with_values(config, on_hub))  # open_run_folder reads the checkpoint
+    teachers: tuple[TeacherInfo, ...] = ()  # known without a server, see `recorded_teachers`
     if not derived.teacher_pool:
-        for route in derived.routes:
-            check_reachable(route)
+        try:
+            for route in derived.routes:
+                check_reachable(route)
+        except TeacherUnavailable as error:
+            teachers = recorded_teachers(config, error)
+    is_offline = bool(teachers)
     if any(is_path(term.name) for term in derived.loss.terms):
         from gkd.preflight.loss_functions import check_loss_functions  # imports torch
 
@@ -90,31 +96,29 @@ def preflight(config: Config) -> Plan:
     config = with_local_copies(with_values(config, on_hub), (*MODELS, *FILES))
     log.info("checking the model, the prompts and the teacher")
     device = _checked_device(config)
-    n_student_vocab = check_student(config)
+    tokenizer, n_student_vocab, eos_ids = read_student(config)
     check_engines(config, device)
-    tokenizer = load_tokenizer(config.model.path, "model.path", trust_remote_code=config.model.trust_remote_code)
-    check_tokenizer_fits(config, tokenizer, n_student_vocab)
     if config.trainer.global_batch_size < derived.n_engines:
         log.warning(
             "trainer.global_batch_size %d is less than the number of engines (%d): some engines will be idle",
             config.trainer.global_batch_size,
             derived.n_engines,
         )
-    eos_ids = sorted({*eos_token_ids(config.model.path, tokenizer), *config.rollout.stop_token_ids})
-    train = _training_prompts(config, derived, tokenizer, eos_ids)
+    train = training_prompts(config, derived, tokenizer, eos_ids)
     val = _held_out(config, derived, tokenizer)
     check_functions(config, derived)
     total_steps = planned_steps(config, len(train))
     if warning := early_end_warning(config, len(train)):
         log.warning("%s", warning)
     check_stream_fits(config, total_steps)
-    n_vocab = config.model.n_vocab or n_student_vocab
-    teachers = find_teachers(config, derived, device)
+    teachers = teachers or find_teachers(config, derived, device)
     if any(route.teacher.backend == HTTP for route in derived.routes):
         from gkd.preflight.http_teacher import probed  # imports aiohttp
 
         teachers = tuple(
-            probed(config, route, teacher, tokenizer, train, n_vocab) if route.teacher.backend == HTTP else teacher
+            probed(config, route, teacher, tokenizer, train, config.model.n_vocab or n_student_vocab)
+            if route.teacher.backend == HTTP
+            else teacher
             for route, teacher in zip(derived.routes, teachers, strict=True)
         )
     with_gpus = config
@@ -122,13 +126,9 @@ def preflight(config: Config) -> Plan:
         with_gpus = with_own_gpus(config, device, teacher_rows(derived.routes, device)[0])
     identity = teacher_identity(derived.routes, teachers)
     check_replay(with_values(config, on_hub), total_steps, identity)
-    for route, teacher in zip(derived.routes, teachers, strict=True):
-        n_vocab = min(n_vocab, check_teacher(config, route, teacher, tokenizer, n_student_vocab))
-        trusts = config.model.trust_remote_code
-        differing = template_warning(config.data, tokenizer, teacher, trust_remote_code=trusts)
-        for warning in (throttle_warning(config.teacher, teacher), differing):
-            if warning:
-                log.warning("%s", warning)
+    n_vocab = common_vocab(config, derived, teachers, tokenizer, n_student_vocab)
+    if is_offline:
+        check_all_stored(config, train, teachers, n_vocab, eos_ids)
     if n_vocab < n_student_vocab:
         check_masked(config, n_vocab, eos_ids, [*train, *val])
         config = replace(config, model=replace(config.model, n_vocab=n_vocab))
@@ -169,7 +169,31 @@ def _checked_device(config: Config) -> str:
     return device
 
 
-def _training_prompts(config: Config, derived: Derived, tokenizer: Any, eos_ids: Sequence[int]) -> list[Prompt]:
+def read_student(config: Config) -> tuple[Any, int, list[int]]:
+    """Return the student's tokenizer, the rows of its embedding, and its end tokens. Raises ConfigError, ModelError."""
+    n_vocab = check_student(config)
+    tokenizer = load_tokenizer(config.model.path, "model.path", trust_remote_code=config.model.trust_remote_code)
+    check_tokenizer_fits(config, tokenizer, n_vocab)
+    eos_ids = {*eos_token_ids(config.model.path, tokenizer), *config.rollout.stop_token_ids}
+    return tokenizer, n_vocab, sorted(eos_ids)
+
+
+def common_vocab(
+    config: Config, derived: Derived, teachers: Sequence[TeacherInfo], tokenizer: Any, n_student_vocab: int
+) -> int:
+    """Return the number of ids that the student and all teachers share. Raises as `check_teacher`."""
+    n_vocab = config.model.n_vocab or n_student_vocab
+    for route, teacher in zip(derived.routes, teachers, strict=True):
+        n_vocab = min(n_vocab, check_teacher(config, route, teacher, tokenizer, n_student_vocab))
+        trusts = config.model.trust_remote_code
+        differing = template_warning(config.data, tokenizer, teacher, trust_remote_code=trusts)
+        for warning in (throttle_warning(config.teacher, teacher), differing):
+            if warning:
+                log.warning("%s", warning)
+    return n_vocab
+
+
+def training_prompts(config: Config, derived: Derived, tokenizer: Any, eos_ids: Sequence[int]) -> list[Prompt]:
     """Load and check data.train_files; log how many prompts were dropped and responses truncated."""
     train, dropped = load_prompts(
         config.data.train_files,
@@ -209,7 +233,7 @@ def teacher_identity(routes: Sequence[Route], teachers: Sequence[TeacherInfo]) -
     """
     each = [
         {"name": teacher.model_name, "fingerprint": teacher.fingerprint}
-        | ({"probe": list(teacher.probe)} if teacher.probe else {})
+        | ({"probe": list(teacher.probe.logprobs)} if teacher.probe else {})
         for teacher in teachers
     ]
     if not routes[0].name:

@@ -14,21 +14,19 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from contextlib import contextmanager
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from gkd.config.schema import Config
-from gkd.config.schema_teacher import HTTP
 from gkd.data.columns import ColumnList
 from gkd.data.score_checks import check_top_ids
 from gkd.errors import TeacherError, TeacherUnavailable
 from gkd.scoring.group_endpoint import GroupEndpoint, summary_of
 from gkd.scoring.teacher.grouping import grouped
-from gkd.scoring.teacher.info import head_columns
+from gkd.scoring.teacher.info import Probe, head_columns
 from gkd.scoring.teacher.outage import merged
-from gkd.scoring.teacher.store import ScoreStore, score_key
+from gkd.scoring.teacher.store import dataset_keys, open_store
 from gkd.scoring.teacher.teacher import Teacher, open_teacher
 from gkd.scoring.teacher.window import Window
 from gkd.types import Computation, Rollout, ScoreTimes, TeacherHealth, TeacherScores
@@ -43,23 +41,29 @@ class ScoringEndpoint(GroupEndpoint):
         n_vocab: size of the common vocabulary; a teacher drops its other rows before it normalizes.
         fingerprints: by route, of the teacher that preflight checked; scores of another teacher are refused.
         windows: by route, the limits of the sequences in flight.
+        probes: by route, of the HTTP servers that preflight probed; empty: they are not probed again.
 
     Raises:
         ConfigError: invalid loss settings.
     """
 
-    def __init__(self, config: Config, n_vocab: int, fingerprints: Sequence[str], windows: Sequence[Window]) -> None:
+    def __init__(
+        self,
+        config: Config,
+        n_vocab: int,
+        fingerprints: Sequence[str],
+        windows: Sequence[Window],
+        probes: Sequence[Probe | None] = (),
+    ) -> None:
         super().__init__(config)
-        self._n_vocab, self._fingerprints, self._windows = n_vocab, fingerprints, windows
-        derived = config.derived
+        self._probes, self._n_vocab, self._fingerprints, self._windows = probes, n_vocab, fingerprints, windows
+        self._derived = derived = config.derived
         self._signals, self._routes, self._n_student_ids = derived.signals, derived.routes, derived.n_student_ids
         self._lock = threading.Lock()
         self._teachers: list[Teacher] = []  # one per route
         self._outage: TeacherUnavailable | None = None
         self._computations = Computations()
-        self._store: ScoreStore | None = None
-        if config.teacher.store:
-            self._store = ScoreStore(Path(config.teacher.store), int(config.teacher.store_gib * 2**30))
+        self._store = open_store(config.teacher) if config.teacher.store else None
 
     def is_up(self) -> bool:
         """Return once the process runs. Raises ConfigError: teacher.keys cannot be read on this host."""
@@ -81,6 +85,7 @@ class ScoringEndpoint(GroupEndpoint):
             n_vocab=self._n_vocab,
             n_in_flight=self._windows[route].n_in_flight,
             fingerprint=self._fingerprints[route],
+            probe=self._probes[route] if self._probes else None,
             on_scored=functools.partial(self._computations.note, route=self._routes[route].name),
         )
 
@@ -103,10 +108,10 @@ class ScoringEndpoint(GroupEndpoint):
         teachers = self.clients()
         submitted_s = time.time()
         completed_s = [submitted_s] * len(rollouts)  # stays so for scores from the store
-        store, keys = self._store, self._store_keys(rollouts)
-        stored: dict[int, TeacherScores] = {}
+        store, stored, keys = self._store, dict[int, TeacherScores](), dict[int, bytes]()
         if store is not None:
             store.refresh()
+            keys = dataset_keys(rollouts, self._derived, self._fingerprints, self._n_vocab)
             stored = {i: known for i, key in keys.items() if (known := store.get(key, rollouts[i])) is not None}
         asked = [i for i in range(len(rollouts)) if i not in stored]
         try:
@@ -170,15 +175,6 @@ class ScoringEndpoint(GroupEndpoint):
         scale = self._config.teacher.temperature / self._routes[route].teacher.temperature
         np.multiply(scores.hidden, np.float32(scale), out=own)
         return replace(scores, hidden=wide)
-
-    def _store_keys(self, rollouts: Sequence[Rollout]) -> dict[int, bytes]:
-        """Return the key in the store by position; none of the student's own responses, which never return."""
-        return {
-            i: score_key(r, self._routes[r.route].teacher, self._fingerprints[r.route], self._signals, self._n_vocab)
-            for i, r in enumerate(rollouts)
-            # The fingerprint of a HTTP teacher is its name, which other weights may have, too.
-            if self._store is not None and not r.on_policy and self._routes[r.route].teacher.backend != HTTP
-        }
 
     def _request_all(
         self, teachers: Sequence[Teacher], rollouts: Sequence[Rollout], asked: Sequence[int], completed_s: list[float]

@@ -240,7 +240,8 @@ def _endpoints(config: Config, plan: Plan, actor: ActorPool, slots: Pool) -> lis
     n_threads = -(-n_in_flight // CHUNK_SIZE) + 1
     if plan.derived.teacher_pool:
         return spawn_endpoints(config, actor, slots, plan.device, GroupEndpoint)
-    args = plan.n_vocab, [info.fingerprint for info in plan.teachers], windows
+    probes = [info.probe for info in plan.teachers]
+    args = plan.n_vocab, [info.fingerprint for info in plan.teachers], windows, probes
     return spawn_endpoints(config, actor, slots, plan.device, ScoringEndpoint, *args, n_threads=n_threads)
 
 

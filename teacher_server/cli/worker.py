@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-N_STREAMS = 64  # sequences in flight that keep a worker busy: two default batches of sequences of 250 tokens
+N_STREAMS = 64  # sequences in flight that keep a worker busy, at least; else its credit in sequences of 256 tokens
 _OPTIONS = (*TEACHER_OPTIONS, KEYS, COMPUTE_TIMEOUT_S, LOG_FORMAT)
 _EXAMPLES = """examples:
   add two GPUs of another host to the server on 10.0.0.5, which was started with --worker-port 15556 --keys keys:
@@ -182,7 +182,7 @@ def _hello(
         ),
         cuda_visible_devices=os.environ.get("CUDA_VISIBLE_DEVICES"),
         credit_tokens=CREDIT_BATCHES * values["max_batch_tokens"],
-        n_streams=N_STREAMS,
+        n_streams=max(N_STREAMS, CREDIT_BATCHES * values["max_batch_tokens"] // 256),
         prefix_block=prefix_block(engine),
     )
 

@@ -77,8 +77,8 @@ Scores = TopKScores | np.ndarray | RowStream
 class Engine(Protocol):
     """A loaded model. Call it from one thread.
 
-    One that computes a common prompt once for the sequences of a batch also has the attribute `prefix_block`, an int;
-    see the function of this name.
+    One that computes a common prompt once for the sequences of a batch also has the attribute `prefix_block`, an int,
+    and one that pads no sequence `pads = False`; see the functions of these names.
     """
 
     name: str  # "hf", "vllm", or a name of your own
@@ -111,6 +111,11 @@ def prefix_block(engine: Engine) -> int:
     costs at most b tokens of the prompt and those of its response. With 0 it computes each sequence as a whole.
     """
     return getattr(engine, "prefix_block", 0)
+
+
+def pads(engine: Engine) -> bool:
+    """Return whether the engine computes each sequence of a batch as if it were as long as the longest one."""
+    return getattr(engine, "pads", True)
 
 
 def stream_rows(stream: RowStream, step: int) -> Iterator[tuple[int, int, np.ndarray]]:

@@ -78,7 +78,7 @@ class VllmEngine:
         share_prompts: compute a common prompt once, if the model allows it.
     """
 
-    name = "vllm"
+    name, pads = "vllm", False
 
     def __init__(
         self,

@@ -15,6 +15,7 @@ Letters: P prompt tokens, R response tokens, K top-k entries, E entries of a rep
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -133,6 +134,13 @@ def cut_planes(planes: Sequence[Plane], arrays: Mapping[str, np.ndarray]) -> lis
         as_frame(np.ascontiguousarray(arrays[plane.name].reshape(-1)[start:stop], dtype=plane.dtype))
         for plane, start, stop in _frame_plan(planes)
     ]
+
+
+def split_frames(planes: Sequence[Plane], data: memoryview) -> list[memoryview]:
+    """Return the frames of `cut_planes` that lie in `data` one after the other; the last may be too short or long."""
+    sizes = [(stop - start) * np.dtype(plane.dtype).itemsize for plane, start, stop in _frame_plan(planes)]
+    ends = [*itertools.accumulate(sizes[:-1]), len(data)]
+    return [data[start:end] for start, end in zip([0, *ends[:-1]], ends, strict=True)]
 
 
 def check_frames(planes: Sequence[Plane], frames: Sequence[Buffer], checksums: Sequence[int]) -> None:

@@ -31,10 +31,10 @@ class WorkItem:
 
 
 class _Budget:
-    """Padded tokens of a batch: whole sequences, and further ones of their prompts, each padded to their longest."""
+    """Tokens of a batch: whole sequences, and further ones of their prompts, each padded to their longest if `pads`."""
 
-    def __init__(self, prefix_block: int) -> None:
-        self._block = prefix_block
+    def __init__(self, prefix_block: int, pads: bool) -> None:
+        self._block, self._pads, self._n_tokens = prefix_block, pads, 0
         self._prompts = set[int]()
         self._wholes = self._others = (0, 0)  # number, longest
 
@@ -47,25 +47,30 @@ class _Budget:
             wholes = wholes[0] + 1, max(wholes[1], n_tokens)
         else:
             others = others[0] + 1, max(others[1], n_tokens)
-        if wholes[0] * wholes[1] + others[0] * others[1] > limit:
+        n_padded = wholes[0] * wholes[1] + others[0] * others[1]
+        if (n_padded if self._pads else self._n_tokens + n_tokens) > limit:
             return False
         self._wholes, self._others = wholes, others
+        self._n_tokens += n_tokens
         self._prompts.add(item.prompt)
         return True
 
 
-def take_batch(waiting: list[WorkItem], max_batch_tokens: int, prefix_block: int = 0) -> list[WorkItem]:
+def take_batch(
+    waiting: list[WorkItem], max_batch_tokens: int, prefix_block: int = 0, *, pads: bool = True
+) -> list[WorkItem]:
     """Remove and return the next batch. `waiting` is in order of arrival and not empty.
 
     The batch contains the oldest item, so no request starves. Items with the same parameters are added,
-    nearest in length first, while the padded tokens that the engine computes (sequences x longest length) are at most
+    nearest in length first, while the tokens that the engine computes (padded: sequences x longest length) are at most
     `max_batch_tokens`. A sequence longer than the budget is a batch by itself.
 
     Args:
         prefix_block: of the engine; with it, sequences with the same prompt stay together, and `computed_tokens` counts
             them.
+        pads: whether the engine pads the sequences of a batch to the longest one.
     """
-    params, budget = waiting[0].request.params, _Budget(prefix_block)
+    params, budget = waiting[0].request.params, _Budget(prefix_block, pads)
     budget.add(waiting[0])
     others = _nearest_first(waiting, together=prefix_block > 0)
     batch = [

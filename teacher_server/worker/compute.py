@@ -8,11 +8,12 @@ from __future__ import annotations
 import logging
 import queue
 import time
+from functools import partial
 
 import numpy as np
 import zmq
 
-from teacher_server.engines.base import Engine, RowStream, Scores, prefix_block, request_problem
+from teacher_server.engines.base import Engine, RowStream, Scores, pads, prefix_block, request_problem
 from teacher_server.wire.payload import TopKScores
 from teacher_server.wire.protocol import (
     ID_BYTES,
@@ -32,7 +33,7 @@ from teacher_server.worker.open_stream import OpenStream, open_stream
 
 log = logging.getLogger(__name__)
 
-CREDIT_BATCHES = 2  # one batch is computed, one waits here, so the engine never waits for the broker
+CREDIT_BATCHES = 4  # one batch is computed; the next ones are full and of like lengths if three wait here
 # Out of memory, or a sequence that the model cannot process. Sequences of a failed batch are repeated one by one.
 _ENGINE_ERRORS = (ArithmeticError, RuntimeError, ValueError, IndexError, MemoryError)
 _MAX_RUNTIME_ERRORS = 3  # consecutive: the device has failed, and a new process may recover it
@@ -48,7 +49,7 @@ class Worker:
     ) -> None:
         self._engine, self._link = engine, link
         self._model_fingerprint, self._name = model_fingerprint, worker_name
-        self._max_batch_tokens, self._prefix_block = max_batch_tokens, prefix_block(engine)
+        self._max_batch_tokens, self._prefix_block, self._pads = max_batch_tokens, prefix_block(engine), pads(engine)
         self._waiting: list[WorkItem] = []
         self._streams: dict[bytes, OpenStream] = {}  # job_id -> open stream
         self._n_runtime_errors = self._n_nans = 0
@@ -73,7 +74,8 @@ class Worker:
             for stream in [stream for stream in self._streams.values() if stream.may_send]:
                 self._send_rows(stream)
             if self._waiting:
-                self._score(take_batch(self._waiting, self._max_batch_tokens, self._prefix_block))
+                batch = take_batch(self._waiting, self._max_batch_tokens, self._prefix_block, pads=self._pads)
+                self._score(batch)
 
     # Events of the link
 
@@ -150,13 +152,13 @@ class Worker:
                 self._reply(item.request, end_s - item.request.started_s)
 
     def _reply(self, request: OpenRequest, compute_s: float) -> None:
-        header, scored = request.header, request.joined()
-        if isinstance(scored, TopKScores | np.ndarray):
-            reply, frames = request.reply(scored, self._model_fingerprint, self._name, compute_s)
-            self._link.send_reply(request.job.job_id, [replies.encode(reply), *frames])
+        header, job = request.header, request.job
+        if header.signal in ("topk", "sampled"):
+            self._link.send_reply(job.job_id, partial(request.reply, self._model_fingerprint, self._name, compute_s))
             return
-        job, queue_s = request.job, request.queue_s
-        self._open(job, header.request_id, request.digest, scored, header.signal, queue_s, compute_s)
+        rows = request.scores[0]
+        assert not isinstance(rows, TopKScores | np.ndarray), "the engine returns what was requested"
+        self._open(job, header.request_id, request.digest, rows, header.signal, request.queue_s, compute_s)
 
     def _drop(self, item: WorkItem, code: ErrorCode, text: str) -> None:
         """Refuse the request of `item`, once, and forget its other sequences."""
@@ -216,7 +218,7 @@ class Worker:
             self._count(error)
             return
         for frames, last in messages:
-            self._link.send_reply(stream.job_id, frames, final=last)
+            self._link.send_reply(stream.job_id, partial(list, frames), final=last)
         if stream.finished:
             self._close(stream.job_id)
 
@@ -238,7 +240,7 @@ class Worker:
     def _refuse(self, job_id: bytes, request_id: bytes, code: ErrorCode, text: str, index: int = 0) -> None:
         """Send an error; `index` is the index of the sequence that failed."""
         error = ErrorReply(request_id=request_id, code=code, text=text[:1000], sequence=index)
-        self._link.send_reply(job_id, [replies.encode(error)])
+        self._link.send_reply(job_id, lambda: [replies.encode(error)])
 
 
 def _described(error: BaseException) -> str:

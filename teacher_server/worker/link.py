@@ -1,7 +1,7 @@
 """Connection of a worker to the broker, in its own thread, so that heartbeats continue during a forward pass.
 
     broker <--DEALER--> link thread --inbox (queue)--> compute thread
-                                    <--outbox (inproc)--
+                                    <--outbox (queue)---
 
 Every connection uses a new identity. When a connection breaks, the messages in flight are unknown, so the
 worker drops its requests and the broker assigns them again. Otherwise a lost assignment or a lost reply
@@ -16,7 +16,7 @@ import os
 import queue
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import zmq
@@ -62,6 +62,7 @@ class End(NamedTuple):
     reason: str
 
 
+MakeFrames = Callable[[], Sequence[Any]]
 Event = Work | JobReceived | JobCancel | NewConnection | End
 
 
@@ -84,7 +85,8 @@ class WorkerLink:
         self._next_hello_s = 0.0
         hello.nonce = os.urandom(8)
         self._context = zmq.Context()
-        outbox = f"inproc://outbox-{os.urandom(8).hex()}"
+        self._outbox: queue.SimpleQueue[tuple[bytes, MakeFrames]] = queue.SimpleQueue()
+        outbox = f"inproc://outbox-{os.urandom(8).hex()}"  # its messages only wake the link thread
         self._outbox_out = self._context.socket(zmq.PULL)
         self._outbox_out.setsockopt(zmq.RCVHWM, 0)
         self._outbox_out.bind(outbox)
@@ -97,13 +99,16 @@ class WorkerLink:
 
     # Called by the compute thread
 
-    def send_reply(self, job_id: bytes, frames: Sequence[Any], *, final: bool = True) -> None:
+    def send_reply(self, job_id: bytes, make: MakeFrames, *, final: bool = True) -> None:
         """Send a reply [header, frames...] for the client of a job. Only the compute thread may call it.
 
-        The buffers are not copied: do not modify them afterwards.
+        Args:
+            make: returns the reply. The link thread calls it, so that the engine does not wait for the packing.
+                The buffers are not copied: do not modify them afterwards.
         """
         message = Done(job_id=job_id) if final else Part(job_id=job_id)
-        self._outbox_in.send_multipart([from_worker.encode(message), *frames], copy=False)
+        self._outbox.put((from_worker.encode(message), make))
+        self._outbox_in.send(b"")
 
     @contextlib.contextmanager
     def computing(self) -> Iterator[None]:
@@ -168,8 +173,9 @@ class WorkerLink:
                 self._next_hello_s = now_s + HEARTBEAT_S
             ready = dict(self._poller.poll(int(_TICK_S * 1000)))
             if self._outbox_out in ready:
-                for reply in _waiting(self._outbox_out):
-                    self._dealer.send_multipart(reply, copy=False)
+                for _ in _waiting(self._outbox_out):
+                    message, make = self._outbox.get()
+                    self._dealer.send_multipart([message, *make()], copy=False)
             if self._dealer in ready:
                 for frames in _waiting(self._dealer):
                     end = self._receive(frames)

@@ -10,7 +10,7 @@ import numpy as np
 from teacher_server.engines.base import RowStream, ScoreParams, Scores, TokenSequence
 from teacher_server.wire.given_ids import unpack_given
 from teacher_server.wire.payload import TopKScores, pack_sampled, pack_topk, unpack_tokens
-from teacher_server.wire.protocol import Buffer, ScoreReply, ScoreRequest, checksum, token_digest
+from teacher_server.wire.protocol import Buffer, ScoreReply, ScoreRequest, checksum, replies, token_digest
 from teacher_server.wire.worker_protocol import Assignment
 
 
@@ -48,13 +48,9 @@ class OpenRequest:
         self.scores[index] = scored
         return len(self.scores) == len(self.header.sequences)
 
-    def joined(self) -> Scores:
-        """Return the scores of all sequences, one after the other."""
-        parts = [self.scores[index] for index in range(len(self.scores))]
-        return parts[0] if len(parts) == 1 else _join(parts)
-
-    def reply(self, scored: TopKScores | np.ndarray, model_fingerprint: str, worker: str, compute_s: float) -> Message:
-        """Return the header and the frames of the reply."""
+    def reply(self, model_fingerprint: str, worker: str, compute_s: float) -> list[Buffer]:
+        """Return the header and the frames of the reply with the scores of all sequences, one after the other."""
+        scored = _join([self.scores[index] for index in range(len(self.scores))])
         request, counts = self.header, scored.counts if isinstance(scored, TopKScores) else None
         header = ScoreReply(
             request_id=request.request_id,
@@ -74,10 +70,7 @@ class OpenRequest:
         )
         frames = pack_topk(scored, header) if isinstance(scored, TopKScores) else pack_sampled(scored, header)
         header.checksums = [checksum(frame) for frame in frames]
-        return header, frames
-
-
-Message = tuple[ScoreReply, list[memoryview]]
+        return [replies.encode(header), *frames]
 
 
 def open_request(
@@ -104,6 +97,8 @@ def open_request(
 def _join(parts: Sequence[TopKScores | np.ndarray | RowStream]) -> TopKScores | np.ndarray:
     """Join the rows of several sequences; the protocol allows no streams of them."""
     tables = [part for part in parts if isinstance(part, TopKScores)]
+    if len(tables) == 1:
+        return tables[0]
     if not tables:
         return np.concatenate([part for part in parts if isinstance(part, np.ndarray)])
     counts = [table.counts for table in tables if table.counts is not None]

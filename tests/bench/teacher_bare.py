@@ -16,7 +16,7 @@ from typing import NamedTuple
 import numpy as np
 
 from gkd.types import Rollout
-from teacher_server.engines.base import TokenSequence
+from teacher_server.engines.base import TokenSequence, pads
 from teacher_server.wire.worker_protocol import Assignment
 from teacher_server.worker.batch import WorkItem, take_batch
 from teacher_server.worker.compute import CREDIT_BATCHES
@@ -120,7 +120,7 @@ def serve_engine(pipe: Connection, model: str, engine_name: str, max_batch_token
         n_tokens = sum(item.n_tokens for item in items)
         n_batches = n_padded = 0
         start_s = time.perf_counter()
-        for batch in _batches(items, job):
+        for batch in _batches(items, job, pads(engine)):
             engine.score([item.sequence for item in batch], batch[0].request.params)
             n_batches += 1
             n_padded += len(batch) * max(item.n_tokens for item in batch)
@@ -135,7 +135,7 @@ def _make_item(rollout: Rollout) -> WorkItem:
     return WorkItem(OpenRequest(job, request, bytes(16), 0.0), 0, TokenSequence(tokens, n_prompt))
 
 
-def _batches(items: list[WorkItem], job: Job) -> Iterator[list[WorkItem]]:
+def _batches(items: list[WorkItem], job: Job, pads: bool = True) -> Iterator[list[WorkItem]]:
     todo, waiting = deque(items), list[WorkItem]()
     n_computed = n_computed_tokens = 0  # of the batch before: the next ones arrived while it was computed
     while todo or waiting:
@@ -145,7 +145,7 @@ def _batches(items: list[WorkItem], job: Job) -> Iterator[list[WorkItem]]:
             n_tokens += todo[0].n_tokens
             n_held += 1
             waiting.append(todo.popleft())
-        batch = take_batch(waiting, job.max_batch_tokens)
+        batch = take_batch(waiting, job.max_batch_tokens, pads=pads)
         n_computed, n_computed_tokens = len(batch), sum(item.n_tokens for item in batch)
         yield batch
 

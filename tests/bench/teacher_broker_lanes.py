@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import tempfile
 import time
+from functools import partial
 from multiprocessing.connection import Connection
 
 import zmq
@@ -132,5 +133,5 @@ def serve_worker(pipe: Connection, endpoint: str) -> None:
         request = requests.decode(arrival.frames[0].buffer)
         answer = answers[index_of[token_digest(arrival.frames[1].buffer)]]
         answer.head.request_id = request.request_id  # type: ignore[union-attr]
-        link.send_reply(arrival.job.job_id, [replies.encode(answer.head), *answer.frames])
+        link.send_reply(arrival.job.job_id, partial(list, [replies.encode(answer.head), *answer.frames]))
     raise RuntimeError(f"the broker dismissed the worker: {arrival.reason}")

@@ -121,28 +121,6 @@ def test_sampled_logprobs_train_like_the_full_distribution(lab: Lab, teacher_por
     assert sampled[0]["eval/reverse_kl"] > 0 and sampled[2]["eval/reverse_kl"] != sampled[0]["eval/reverse_kl"]
 
 
-@pytest.mark.slow
-def test_training_on_dataset_responses_alone(lab: Lab, teacher_port: int) -> None:
-    """If it fails, a step without rollouts breaks the loop, or a second run asks the teacher although the store of the
-    first one has all scores, or trains on others.
-    """
-    losses = "distill.losses=[{name: forward_kl}, {name: sft, weight: 0.1}]"
-    settings = (losses, "distill.on_policy_share=0", "trainer.total_steps=3", f"teacher.store={lab.root / 'store'}")
-    runs = []
-    for name in ("run_dataset", "run_stored"):
-        done = lab.train_run(lab.root / name, teacher_port, *settings)
-        assert done.returncode == 0, done.stderr[-4000:]
-        runs.append(steps_of(lab.root / name))
-    lines, stored = runs
-    assert [lines[step]["teacher/stored_share"] for step in (1, 2, 3)] == [0, 0, 0]
-    assert [stored[step]["teacher/stored_share"] for step in (1, 2, 3)] == [1, 1, 1]
-    assert [lines[step]["loss/total"] for step in (1, 2, 3)] == [stored[step]["loss/total"] for step in (1, 2, 3)]
-    for step in (1, 2, 3):
-        assert lines[step]["rollout/on_policy_sequences"] == 0 and lines[step]["rollout/sequences"] == 6
-        assert lines[step]["loss/sft"] > 0
-    assert lines[3]["loss/forward_kl"] < lines[1]["loss/forward_kl"]
-
-
 def test_a_mixture_trains_adapters_on_student_and_dataset_responses(
     base_run: Path, lab: Lab, teacher_port: int, shared_ray: str
 ) -> None:

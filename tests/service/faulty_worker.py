@@ -19,7 +19,7 @@ from teacher_server.config.settings import ONLY_TEACHER
 from teacher_server.engines.load import EngineSettings, load_engine
 from teacher_server.wire.protocol import MAX_FRAME_BYTES, ScoreReply, checksum, replies
 from teacher_server.worker.compute import Worker
-from teacher_server.worker.link import WorkerLink
+from teacher_server.worker.link import MakeFrames, WorkerLink
 from teacher_server.worker.model_folder import inspect_model_folder
 from tests.service.harness import TRIVIAL
 from tests.service.messages import make_hello
@@ -80,37 +80,42 @@ class FaultyLink(WorkerLink):
     n_replies = 0
     held: tuple[bytes, Frames] | None = None
 
-    def send_reply(self, job_id: bytes, frames: Sequence[Any], *, final: bool = True) -> None:
+    def _send(self, job_id: bytes, frames: Sequence[Any], *, final: bool = True) -> None:
+        super().send_reply(job_id, lambda: frames, final=final)
+
+    def send_reply(self, job_id: bytes, make: MakeFrames, *, final: bool = True) -> None:
+        frames = list(make())
         if not isinstance(replies.decode(frames[0]), ScoreReply):  # rows of a stream, or an error
-            super().send_reply(job_id, frames, final=final)
+            self._send(job_id, frames, final=final)
             return
         self.n_replies += 1
         if self.n_replies <= _N_VALID or not self.kind:
-            super().send_reply(job_id, frames, final=final)
+            self._send(job_id, frames, final=final)
         elif self.kind == "swapped":
             if self.held is None:
                 self.held = (job_id, list(frames))
                 return
             other, other_frames = self.held
             self._report()
-            super().send_reply(other, frames)
-            super().send_reply(job_id, other_frames)
+            self._send(other, frames)
+            self._send(job_id, other_frames)
         elif self.kind == "doubled":
             self._report()
-            super().send_reply(job_id, frames)
-            super().send_reply(job_id, frames)
+            self._send(job_id, frames)
+            self._send(job_id, frames)
             self.leave()
         elif self.kind == "oversize":
             self._report()
-            super().send_reply(job_id, [*frames[:-1], bytes(MAX_FRAME_BYTES + 1)])  # closes the connection
+            self._send(job_id, [*frames[:-1], bytes(MAX_FRAME_BYTES + 1)])  # closes the connection
             self.leave()
         elif self.kind == "garbage":
             self._report()
-            self._outbox_in.send_multipart([os.urandom(60), os.urandom(5)])
+            self._outbox.put((os.urandom(60), lambda: [os.urandom(5)]))
+            self._outbox_in.send(b"")
         else:
             edit = EDITS[self.kind]
             self._report()
-            super().send_reply(job_id, edit(list(frames)))
+            self._send(job_id, edit(list(frames)))
 
     def _report(self) -> None:
         print(f"did {self.kind}", flush=True)

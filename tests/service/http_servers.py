@@ -17,6 +17,7 @@ import numpy as np
 
 from gkd.config.schema_teacher import TeacherConfig
 from gkd.scoring.teacher.http_client import HttpTeacher
+from gkd.scoring.teacher.info import Probe
 from tests.processes import wait_until
 from tests.second_runner import ENVIRONMENT
 
@@ -126,30 +127,32 @@ class ScriptedHttp:
         self._server.server_close()
 
 
-def http_teacher(*urls: str, k: int = 8, n_vocab: int = 0, n_in_flight: int = 16, **settings: Any) -> HttpTeacher:
+def http_teacher(
+    *urls: str, k: int = 8, n_vocab: int = 0, n_in_flight: int = 16, probe: Probe | None = None, **settings: Any
+) -> HttpTeacher:
     """Open a client with settings for tests; any setting of the section teacher can be given."""
     defaults: dict[str, Any] = {"request_timeout_s": 60.0, "outage_budget_s": 60.0}
     teacher = TeacherConfig(backend="http", url=list(urls), **(defaults | settings))
-    return HttpTeacher(teacher, k=k, n_vocab=n_vocab, n_in_flight=n_in_flight)
+    return HttpTeacher(teacher, k=k, n_vocab=n_vocab, n_in_flight=n_in_flight, probe=probe)
 
 
 N_VOCAB = 50  # of the distributions below
 
 
-def distributions(tokens: Sequence[int]) -> np.ndarray:
+def distributions(tokens: Sequence[int], weights: Sequence[int] = ()) -> np.ndarray:
     """Return [len(tokens) - 1, N_VOCAB] float64 logprobs of each token after the first, made of what precedes it."""
     rows = []
     for end in range(1, len(tokens)):
-        logits = np.random.default_rng(list(tokens[:end])).normal(0.0, 2.0, N_VOCAB)
+        logits = np.random.default_rng([*tokens[:end], *weights]).normal(0.0, 2.0, N_VOCAB)
         rows.append(logits - np.logaddexp.reduce(logits))
     return np.array(rows)
 
 
-def valid_reply(path: str, request: Any) -> dict[str, Any]:
+def valid_reply(path: str, request: Any, weights: Sequence[int] = ()) -> dict[str, Any]:
     """Return what vLLM (/v1/completions) or SGLang (/generate) replies to the request of a sequence."""
     if path == "/generate":
         tokens, start, k = request["input_ids"], request["logprob_start_len"], request["top_logprobs_num"]
-        rows = distributions(tokens)[start:]
+        rows = distributions(tokens, weights)[start:]
         own = [[None, tokens[start], None]]
         own += [[row[token], token, None] for row, token in zip(rows, tokens[start + 1 :], strict=True)]
         top: list[Any] = [None, *([[row[i], int(i), None] for i in np.argsort(-row)[:k]] for row in rows)]
@@ -157,7 +160,7 @@ def valid_reply(path: str, request: Any) -> dict[str, Any]:
         return {"text": "", "meta_info": meta}
     tokens, k = request["prompt"], request["prompt_logprobs"]
     listed: list[Any] = [None]
-    for row, token in zip(distributions(tokens), tokens[1:], strict=True):
+    for row, token in zip(distributions(tokens, weights), tokens[1:], strict=True):
         order = np.argsort(-row)
         rank_of = {int(i): rank for rank, i in enumerate(order, 1)}
         entries = {i: {"logprob": row[i], "rank": rank_of[i]} for i in (token, *map(int, order[:k]))}

@@ -25,7 +25,7 @@ from teacher_server.main import main
 from tests.processes import wait_until
 from tests.service.commands import address, n_scored, run, sent_requests
 from tests.service.engine_host import save_engine_model
-from tests.service.harness import TRIVIAL, ServerProcess, command, is_alive, trivial_model
+from tests.service.harness import TRIVIAL, ServerProcess, command, connect, is_alive, trivial_model
 
 pytestmark = pytest.mark.service
 
@@ -191,6 +191,16 @@ def test_sigusr1_drains(tmp_path: Path) -> None:
     with ServerProcess(trivial_model(tmp_path / "m"), tmp_path, options=TRIVIAL) as server:
         server.process.send_signal(signal.SIGUSR1)
         assert server.process.wait(timeout=15) == 0 and "drained" in server.log_text()
+
+
+def test_large_batches_ask_for_more_sequences(tmp_path: Path) -> None:
+    """Fails if a client that follows the server's number leaves batches of short sequences half empty."""
+    options = (*TRIVIAL, "--max-batch-tokens", "32768")
+    with (
+        ServerProcess(trivial_model(tmp_path / "m"), tmp_path, options=options) as server,
+        connect(server.port) as client,
+    ):
+        assert client.info().n_streams * 256 >= 2 * 32768
 
 
 def test_drain_reports_a_server_that_died(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 from gkd.errors import ConfigError, TeacherError, TeacherRefusal, TeacherUnavailable
+from gkd.scoring.teacher.info import Probe
 from gkd.types import Rollout
 from tests.dist.helpers import free_port
 from tests.processes import wait_until
@@ -281,6 +282,44 @@ def test_failures_that_pass_are_sent_again() -> None:
         (scores,) = teacher.submit([rollout], BOTH).result(timeout=30)
     check(rollout, scores)
     assert len(seen) == 7
+
+
+@pytest.mark.parametrize("dialect", ["vllm", "sglang"])
+def test_other_weights_after_an_outage_end_the_run(dialect: str) -> None:
+    """Fails if a server that returns with other weights under the same name, in the middle of a batch or between two,
+    is trained on; or if the same weights end the run.
+    """
+    ids = tuple(range(16))
+    probe = Probe(ids, tuple(float(row[i]) for row, i in zip(distributions(ids), ids[1:], strict=True)), 0.0)
+    weights, returns_with, left = [()], [()], [0]  # the last: requests until the next outage
+
+    def script(path: str, request: Any) -> tuple[int, bytes]:
+        if path not in ("/generate", "/v1/completions"):
+            return good(path, request)
+        left[0] -= 1
+        if left[0] == -9:  # the outage ends
+            left[0], weights[0] = 1000, returns_with[0]
+        if left[0] < 0:
+            raise ConnectionError
+        return 200, json.dumps(valid_reply(path, request, weights[0])).encode()
+
+    with (
+        ScriptedHttp(script) as server,
+        http_teacher(server.url, dialect=dialect, k=K, n_vocab=N_VOCAB, probe=probe, n_in_flight=4) as teacher,
+    ):
+        for n, new in ((40, ()), (40, (7,)), (1, ()), (1, (7,)), (1, ())):
+            if n == 1:
+                weights[0] = new  # it was restarted while no request waited
+            returns_with[0], left[0] = new, 12 if n > 1 else 1000
+            futures = [teacher.submit([rollout], BOTH) for rollout in rollouts(n)]
+            errors = [future.exception(timeout=60) for future in futures]
+            if new:
+                assert any(type(error) is TeacherError for error in errors)
+            else:
+                assert not any(errors)
+            for rollout, future, error in zip(rollouts(n), futures, errors, strict=True):
+                if error is None:
+                    check(rollout, future.result()[0])
 
 
 @pytest.mark.parametrize("status", [400, 404, 302, 500])

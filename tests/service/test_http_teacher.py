@@ -22,6 +22,7 @@ from gkd.preflight.run import teacher_identity
 from gkd.preflight.teacher import check_teacher, request_info
 from gkd.run.resume_compat import check_same_teacher
 from gkd.scoring.endpoint import ScoringEndpoint
+from gkd.scoring.teacher.greedy import _decode
 from gkd.scoring.teacher.info import TeacherInfo
 from gkd.scoring.teacher.window import window_of_group
 from gkd.types import Prompt, Rollout, TeacherScores
@@ -93,6 +94,17 @@ def test_scores_equal_those_of_the_teacher_server(
         check_equal(teacher.submit([own_prompt], BOTH).result(), expected[:1])
 
 
+def test_greedy_answers_are_those_of_the_teacher_server(vllm_server: VllmServer, zmq_port: int) -> None:
+    """Fails if eval/teacher_accuracy of a served model is that of other answers, or a request of it is refused."""
+    rng = np.random.default_rng(6)
+    asked = [Prompt(i, rng.integers(0, N_VOCAB, rng.integers(1, 16)).astype(np.int32)) for i in range(6)]
+    with connect(zmq_port, k=1) as zmq, http_teacher(vllm_server.url, k=1, n_vocab=N_VOCAB) as http:
+        expected = _decode([zmq], [4], asked, frozenset(), 10)
+        ends = frozenset({expected[0][4], expected[1][0]})
+        assert _decode([http], [1], asked, frozenset(), 10) == expected
+        assert _decode([http], [1], asked, ends, 10) == _decode([zmq], [4], asked, ends, 10)
+
+
 def settings(url: str, *overrides: str) -> Config:
     minimal = ("data.train_files=[t]", "model.path=m", "trainer.run_dir=r", f"teacher.topk={K}")
     short = ("data.max_prompt_length=16", "data.max_response_length=16")
@@ -131,14 +143,15 @@ def test_the_probes_pass_and_identify_the_weights(
     start_s = time.monotonic()
     info = probe(config, tokenizer)
     assert time.monotonic() - start_s < 10
-    assert info.fingerprint == str(model) and info.max_tokens == 63 and len(info.probe) == 15
+    assert info.fingerprint == str(model) and info.max_tokens == 63 and info.probe is not None
     assert "so it has another tokenizer" in caplog.text, "random weights find no text probable; /tokenize agrees"
     derived = config.derived
     recorded = tmp_path / "teacher.json"
     recorded.write_text(json.dumps(teacher_identity(derived.routes, [info])))
     check_same_teacher(recorded, teacher_identity(derived.routes, [probe(config, tokenizer)]), config)
-    moved = replace(info, probe=tuple(value + 0.011 for value in info.probe))
-    for other in (moved, replace(info, fingerprint="x"), replace(info, probe=())):
+    assert len(info.probe.token_ids) == 16 and len(info.probe.logprobs) == 15
+    moved = info.probe._replace(logprobs=tuple(value + 0.011 for value in info.probe.logprobs))
+    for other in (replace(info, probe=moved), replace(info, fingerprint="x"), replace(info, probe=None)):
         with pytest.raises(ConfigError) as caught:
             check_same_teacher(recorded, teacher_identity(derived.routes, [other]), config)
         assert caught.value.key == "teacher.url"
@@ -212,7 +225,7 @@ def test_given_ids_of_the_second_runner(tmp_path: Path) -> None:
             check_equal(ours, theirs)
         tokenizer = AutoTokenizer.from_pretrained(model)
         limits = ("distill.support=union", "teacher.request_timeout_s=200", "trainer.stage_timeout_s=900")
-        assert len(probe(settings(server.url, *limits), tokenizer, n_vocab).probe) == 15
+        assert probe(settings(server.url, *limits), tokenizer, n_vocab).probe is not None
 
 
 @pytest.mark.slow

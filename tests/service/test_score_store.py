@@ -8,7 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 
 import numpy as np
@@ -16,13 +16,15 @@ import pytest
 
 from gkd.config.check import check_config
 from gkd.config.load import load_config
-from gkd.errors import ConfigError
+from gkd.errors import CheckpointError, ConfigError
 from gkd.scoring.endpoint import ScoringEndpoint
 from gkd.scoring.group_endpoint import ScoreSummary
 from gkd.scoring.teacher import store as module
+from gkd.scoring.teacher.record import packed, unpacked
 from gkd.scoring.teacher.store import SUFFIX, ScoreStore
 from gkd.scoring.teacher.window import Window
 from gkd.types import Rollout, TeacherScores, TeacherTopK
+from teacher_server.wire.protocol import Wire
 from tests.processes import wait_until
 from tests.service.harness import ServerProcess, connect, random_rollouts
 
@@ -75,6 +77,38 @@ def test_what_one_process_writes_another_reads(tmp_path: Path) -> None:
             assert_equal(found, scores_of(rollout))
     assert reader.get(key_of(rollouts[25]), rollouts[25]) is None
     assert reader.get(key_of(rollouts[3]), rollouts[4]) is None, "a record of another sequence"
+
+
+@pytest.mark.parametrize("wire", ["fp16", "fp32"])
+def test_a_record_returns_every_signal_bit_by_bit(wire: Wire) -> None:
+    """Fails if a stored epoch trains otherwise than the first one, with any signal, precision or mass target."""
+    (rollout,) = from_dataset(1)
+    rollout = replace(rollout, teacher_ids=np.arange(7, dtype=np.int32))
+    rng, n = np.random.default_rng(1), len(rollout.response_ids)
+    exact = np.float16 if wire == "fp16" else np.float32
+    counts = rng.integers(1, 9, n).astype(np.int32)
+    ids, logprobs = rng.integers(0, 1 << 24, (n, 8)).astype(np.int32), -rng.random((n, 8)).astype(exact)
+    left_out, tail = np.arange(8) >= counts[:, None], rng.random(n).astype(exact).astype(np.float32)
+    short = np.where(left_out, -1, ids), np.where(left_out, -np.inf, logprobs.astype(np.float32))
+    sampled, matrix = -rng.random(n, np.float32), rng.normal(size=(n, 300)).astype(exact)
+    for scores in (
+        TeacherScores(TeacherTopK(ids, logprobs.astype(np.float32), rng.random(n, np.float32)), sampled),
+        TeacherScores(TeacherTopK(*short, tail, counts)),
+        TeacherScores(sampled_logprobs=sampled),
+        TeacherScores(logits=matrix),
+        TeacherScores(hidden=matrix.astype(np.float32)),
+    ):
+        found = unpacked(packed(rollout, scores, wire), rollout)
+        for before, after in ((scores, found), (scores.topk, found.topk)):
+            for field in fields(before) if before is not None else ():
+                one, other = getattr(before, field.name), getattr(after, field.name)
+                if isinstance(one, np.ndarray):
+                    assert one.dtype == other.dtype and np.array_equal(one, other), field.name
+                elif field.name != "topk":
+                    assert one is other is None
+        other = replace(rollout, response_ids=rollout.response_ids[::-1])
+        with pytest.raises(CheckpointError):
+            unpacked(packed(rollout, scores, wire), other)
 
 
 def test_damage_is_never_returned(tmp_path: Path) -> None:

@@ -33,6 +33,18 @@ def test_padding_counts_and_no_request_is_lost() -> None:
     assert sorted(map(id, seen)) == sorted(map(id, everything))
 
 
+def test_an_engine_that_pads_nothing_gets_full_batches() -> None:
+    """Fails if padding that the engine does not compute leaves its batches empty, or a batch exceeds the budget."""
+    rng = np.random.default_rng(0)
+    waiting = [item(int(n)) for n in rng.integers(2, 300, 200)]
+    everything, batches = list(waiting), []
+    while waiting:
+        batches.append(take_batch(waiting, 1000, pads=False))
+    sizes = [sum(one.n_tokens for one in batch) for batch in batches]
+    assert max(sizes) <= 1000 and np.mean(sizes[:-1]) > 900
+    assert sorted(id(one) for batch in batches for one in batch) == sorted(map(id, everything))
+
+
 def sibling(prompt: int, n_prompt: int, n_response: int) -> WorkItem:
     tokens = np.concatenate([np.full(n_prompt, prompt), np.zeros(n_response)]).astype(np.int32)
     header = request(len(tokens), prompt_length=n_prompt)

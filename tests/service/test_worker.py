@@ -44,7 +44,7 @@ from teacher_server.wire.worker_protocol import (
 )
 from teacher_server.worker.batch import WorkItem
 from teacher_server.worker.compute import Worker
-from teacher_server.worker.link import WorkerLink
+from teacher_server.worker.link import MakeFrames, WorkerLink
 from teacher_server.worker.open_request import open_request
 from tests.processes import wait_until
 from tests.service.messages import make_hello, make_request, make_scores, make_tokens
@@ -377,8 +377,8 @@ def test_a_failed_device_ends_the_worker() -> None:
         def __init__(self) -> None:
             self.codes: list[str] = []
 
-        def send_reply(self, job_id: bytes, frames: Sequence[Any], *, final: bool = True) -> None:
-            header = replies.decode(frames[0])
+        def send_reply(self, job_id: bytes, make: MakeFrames, *, final: bool = True) -> None:
+            header = replies.decode(make()[0])
             assert isinstance(header, ErrorReply)
             self.codes.append(header.code)
 

@@ -54,6 +54,7 @@ def greedy_samples(
                 n_vocab=n_vocab,
                 n_in_flight=window.n_in_flight,
                 fingerprint=info.fingerprint,
+                probe=info.probe,
             )
             for route, info, window in zip(routes, teachers, windows, strict=True)
         ]

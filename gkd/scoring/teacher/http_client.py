@@ -29,7 +29,7 @@ import numpy as np
 from gkd.config.schema_teacher import TeacherConfig
 from gkd.errors import ConfigError, TeacherError, TeacherRefusal, TeacherUnavailable
 from gkd.scoring.teacher.http_forms import Asked, model_of, request_of, scores_of, tokens_of
-from gkd.scoring.teacher.info import TeacherInfo
+from gkd.scoring.teacher.info import Probe, TeacherInfo
 from gkd.scoring.teacher.outage import OutageClock
 from gkd.types import Rollout, TeacherHealth, TeacherScores
 from teacher_server.wire.protocol import MAX_ID, Signal
@@ -43,6 +43,8 @@ _RETRY_S, _LONGEST_RETRY_S = 0.05, 2.0
 _PASSING = frozenset({0, 408, 425, 429, 500, 502, 503, 504})  # 0: no reply
 _MOST_FAILURES = 5  # replies 500 to a request before it fails; a server that ends sends some, too
 _SHOWN = 300  # characters of a server's error
+# Nats by which logprobs of the probe may move: they are not alone at the server, and kernels may depend on the batch.
+_SAME, _MARGIN = 0.05, 4.0
 T = TypeVar("T")
 
 
@@ -56,6 +58,8 @@ class HttpTeacher:
     Args:
         k, n_vocab, n_in_flight: see `gkd.scoring.teacher.teacher.open_teacher`; n_vocab only limits the ids in replies.
         model: id of the model, sent with each request; empty asks the server.
+        probe: is repeated at a server before the first request to it after a failure, or after a time without
+            requests. If the logprobs have moved, other weights have the name: TeacherError.
         outage_budget_s: replaces the setting.
 
     Raises:
@@ -70,9 +74,11 @@ class HttpTeacher:
         n_vocab: int,
         n_in_flight: int,
         model: str = "",
+        probe: Probe | None = None,
         outage_budget_s: float | None = None,
     ) -> None:
         self._teacher, self._k, self._n_vocab, self._model = teacher, k, n_vocab or MAX_ID + 1, model
+        self._probe = probe
         self._urls = [url.rstrip("/") for url in teacher.url]
         self._next_url, self._next_ping = itertools.cycle(self._urls), itertools.cycle(self._urls)
         self._api_key = _api_key(teacher.api_key_env)
@@ -84,6 +90,8 @@ class HttpTeacher:
         self._pending: set[asyncio.Future[Any]] = set()
         self._gone: asyncio.Future[TeacherError] | None = None  # the error that ends all pending requests
         self._window = asyncio.Semaphore(n_in_flight)
+        self._unproved = set(self._urls)  # servers whose weights may be others than those of the probe
+        self._proving: dict[str, asyncio.Task[tuple[int, bytes]]] = {}
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name=f"teacher {self._urls[0]}", daemon=True)
         self._thread.start()
@@ -187,6 +195,8 @@ class HttpTeacher:
     async def _shut(self) -> None:
         if self._gone is not None and not self._gone.done():
             self._gone.set_result(TeacherError(f"teacher {self._urls[0]}: the client is closed"))
+        for task in self._proving.values():
+            task.cancel()
         while self._pending:
             await asyncio.sleep(0)
         await self._session.close()
@@ -196,6 +206,7 @@ class HttpTeacher:
         task = asyncio.ensure_future(work)
         if self._gone is None or not self._pending:
             self._clock.restart()
+            self._unproved = set(self._urls)
             self._gone = self._loop.create_future()
             self._watch = asyncio.ensure_future(self._listen(self._gone))
         gone = self._gone
@@ -265,7 +276,9 @@ class HttpTeacher:
         n_failures = 0
         for attempt in itertools.count():
             url = next(self._next_url)
-            status, content = await self._exchange(method, url + path, body)
+            status, content = await self._prove(url)
+            if status == 200:
+                status, content = await self._exchange(method, url + path, body)
             if 0 < status < 500:
                 self._clock.heard()
             if status == 200:
@@ -275,6 +288,7 @@ class HttpTeacher:
                     raise TeacherRefusal(f"{name}: {url}{path}: {error}", "bad_request") from error
                 self._clock.progressed()
                 return result
+            self._unproved.add(url)
             n_failures += status == 500
             if status not in _PASSING or n_failures > _MOST_FAILURES:
                 raise TeacherRefusal(f"{name}: {url}{path}: {self._refusal(status, content)}", f"http {status}")
@@ -283,6 +297,37 @@ class HttpTeacher:
             delay_s = min(_RETRY_S * 2 ** min(attempt, 10), _LONGEST_RETRY_S)
             await asyncio.sleep(delay_s * random.uniform(0.5, 1.5))
         raise AssertionError
+
+    async def _prove(self, url: str) -> tuple[int, bytes]:
+        """Repeat the probe at a server that may have other weights now; return status and body of its reply."""
+        while self._probe is not None and (url in self._unproved or url in self._proving):
+            if url not in self._proving:
+                self._proving[url] = asyncio.ensure_future(self._compare(url, self._probe))
+            status, content = await asyncio.shield(self._proving[url])
+            if status != 200:
+                return status, content
+        return 200, b""
+
+    async def _compare(self, url: str, probe: Probe) -> tuple[int, bytes]:
+        self._unproved.discard(url)  # a failure from now on adds it again
+        is_same, asked = False, Asked("the probe of the start", list(probe.token_ids), 1, 0, with_sampled=True)
+        path, body = request_of(self._teacher.dialect, self._model, asked)
+        try:
+            status, content = await self._exchange("POST", url + path, body)
+            if status == 200:
+                found = scores_of(self._teacher.dialect, content, asked, self._n_vocab).sampled_logprobs
+                assert found is not None, "they were requested"
+                moved, most = float(np.abs(found - probe.logprobs).max()), max(_SAME, _MARGIN * probe.noise)
+                if moved > most:
+                    problem = f"other weights than at the start: logprobs of its probe moved by {moved:.3g} nats"
+                    fix = "serve the old model again, and resume the run"
+                    raise TeacherError(f"teacher {url}: {problem}, above {most:.3g}. Fix: {fix}")
+                is_same = True
+        finally:
+            if not is_same:
+                self._unproved.add(url)
+            del self._proving[url]  # not in a callback: `_prove` may run before it
+        return status, content
 
     async def _exchange(self, method: str, url: str, body: bytes) -> tuple[int, bytes]:
         """Return status and body of a reply; status 0: there is none, or it is incomplete."""

@@ -4,6 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
+
+
+class Probe(NamedTuple):
+    """Identify the weights behind an HTTP server, which sends no digest of them."""
+
+    token_ids: tuple[int, ...]  # [N]
+    logprobs: tuple[float, ...]  # [N - 1], nats, of the tokens from the second one on
+    noise: float  # nats by which they differ among other requests
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +37,7 @@ class TeacherInfo:
     template_example: str = (
         ""  # a prompt as its template writes it, sent by the server, at most 4,096 characters; may be empty
     )
-    probe: tuple[float, ...] = ()  # logprobs of fixed tokens, nats: identifies the weights behind an HTTP server
+    probe: Probe | None = None  # of an HTTP server
 
 
 def head_columns(teachers: Sequence[TeacherInfo]) -> tuple[list[int], int]:

@@ -2,14 +2,14 @@
 
     <folder>/<time>-<host>-<process>.scores     records, one after the other
 
-A record is a header (key, bytes, checksum) and a file of `gkd.data.rollout_file` with one sequence and its scores. It
-is written in one call. Each process appends to files of its own and reads all files, so nothing is locked. What a
-killed process has left incomplete, and a record whose bytes have changed, is never returned.
+A record is a header (key, bytes, checksum) and the reply of a teacher server to the request of one sequence: its header
+and its frames, 5 bytes an entry with `teacher.wire: fp16`. It is written in one call. Each process appends to files of
+its own and reads all files, so nothing is locked. What a killed process has left incomplete, and a record whose bytes
+have changed, is never returned.
 """
 
 from __future__ import annotations
 
-import io
 import os
 import socket
 import struct
@@ -17,24 +17,25 @@ import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import msgspec
 import numpy as np
 import xxhash
 
-from gkd.config.schema_teacher import TeacherConfig
-from gkd.data.rollout_file import load_sequences, write_sequences
+from gkd.config.schema import Derived
+from gkd.config.schema_teacher import HTTP, TeacherConfig
 from gkd.errors import CheckpointError
 from gkd.log import get_logger
+from gkd.scoring.teacher.record import packed, unpacked
 from gkd.types import Rollout, TeacherScores
-from teacher_server.wire.protocol import Signal
+from teacher_server.wire.protocol import Signal, Wire
 
 log = get_logger("store")
 
 SUFFIX = ".scores"
 FILE_BYTES = 256 << 20  # a file that has reached this size gets no further records
-_MAGIC = b"gkd1"
+_MAGIC = b"gkd2"
 _HEADER = struct.Struct("<4s16sQQ")  # magic, key, bytes of the body, xxh3-64 of the body
 
 
@@ -51,14 +52,15 @@ class ScoreStore:
     Args:
         folder: is made if it is missing.
         limit_bytes: the oldest files are deleted when all together exceed it.
+        wire: precision in which the scores arrive.
 
     Raises:
         OSError: the folder cannot be made or listed.
     """
 
-    def __init__(self, folder: Path, limit_bytes: int) -> None:
+    def __init__(self, folder: Path, limit_bytes: int, wire: Wire = "fp32") -> None:
         folder.mkdir(parents=True, exist_ok=True)
-        self._folder, self._limit_bytes = folder, limit_bytes
+        self._folder, self._limit_bytes, self._wire = folder, limit_bytes, wire
         self._lock = threading.Lock()
         self._places: dict[bytes, _Place] = {}
         self._ends: dict[Path, int] = {}  # where the next record of each file starts
@@ -82,6 +84,9 @@ class ScoreStore:
                 if self._ends.get(file, 0) < size:
                     self._index(file, size)
 
+    def __contains__(self, key: bytes) -> bool:
+        return key in self._places
+
     def get(self, key: bytes, rollout: Rollout) -> TeacherScores | None:
         """Return the scores of a sequence; None if the store has none, or only damaged ones."""
         place = self._places.get(key)
@@ -93,12 +98,7 @@ class ScoreStore:
                 body = opened.read(place.n_bytes)
             if xxhash.xxh3_64_intdigest(body) != place.checksum:
                 raise CheckpointError("the checksum of a record does not match")
-            (found,), scores = load_sequences(io.BytesIO(body), str(place.file))
-            wanted = rollout.for_teacher()
-            both = (found.prompt_ids, wanted.prompt_ids), (found.response_ids, wanted.response_ids)
-            if scores is None or not all(np.array_equal(a, b) for a, b in both):
-                raise CheckpointError("a record has another sequence")
-            return scores[0]
+            return unpacked(body, rollout)
         except (OSError, CheckpointError) as error:
             self._remark(f"{place.file}: {error}; what is missing is requested from the teacher again")
             self._places.pop(key, None)
@@ -108,9 +108,7 @@ class ScoreStore:
         """Append the scores of a sequence. After an error of the disk, which is logged, the store only reads."""
         if key in self._places or not self._is_writable:
             return
-        body = io.BytesIO()
-        write_sequences(body, [rollout.for_teacher()], [scores])
-        data = body.getvalue()
+        data = packed(rollout, scores, self._wire)
         checksum = xxhash.xxh3_64_intdigest(data)
         record = _HEADER.pack(_MAGIC, key, len(data), checksum) + data
         with self._lock:
@@ -163,6 +161,28 @@ class ScoreStore:
         if text not in self._remarks:
             self._remarks.add(text)
             log.warning("%s", text)
+
+
+def open_store(teacher: TeacherConfig) -> ScoreStore:
+    """Return the store of a run. Raises OSError."""
+    return ScoreStore(Path(teacher.store), int(teacher.store_gib * 2**30), cast(Wire, teacher.wire))
+
+
+def dataset_keys(
+    rollouts: Sequence[Rollout], derived: Derived, fingerprints: Sequence[str], n_vocab: int
+) -> dict[int, bytes]:
+    """Return the key by position; none of the student's own responses, which never return.
+
+    Args:
+        fingerprints: by route. That of an HTTP teacher is its name, which other weights may have, too: no key.
+        n_vocab: size of the common vocabulary.
+    """
+    routes = derived.routes
+    return {
+        i: score_key(r, routes[r.route].teacher, fingerprints[r.route], derived.signals, n_vocab)
+        for i, r in enumerate(rollouts)
+        if not r.on_policy and routes[r.route].teacher.backend != HTTP
+    }
 
 
 def score_key(

@@ -19,7 +19,7 @@ import numpy as np
 from gkd.config.schema_teacher import HTTP, TeacherConfig
 from gkd.scoring.teacher.client import ZmqTeacher
 from gkd.scoring.teacher.exchange import OnScored
-from gkd.scoring.teacher.info import TeacherInfo
+from gkd.scoring.teacher.info import Probe, TeacherInfo
 from gkd.types import Rollout, TeacherHealth, TeacherScores
 from teacher_server.wire.protocol import Signal, Wire
 
@@ -70,6 +70,7 @@ def open_teacher(
     n_vocab: int,
     n_in_flight: int,
     fingerprint: str = "",
+    probe: Probe | None = None,
     outage_budget_s: float | None = None,
     on_scored: OnScored | None = None,
 ) -> Teacher:
@@ -81,6 +82,7 @@ def open_teacher(
         n_in_flight: maximum number of requests at the teacher; others wait here.
         fingerprint: expected weights; scores of others raise TeacherError. Empty expects those of the first reply.
             Of an HTTP server it is the id of the model.
+        probe: expected weights of an HTTP server, see `HttpTeacher`.
         outage_budget_s: replaces the setting.
         on_scored: called with each reply of a teacher server and the number of sequences that are complete with it.
 
@@ -96,6 +98,7 @@ def open_teacher(
             n_vocab=n_vocab,
             n_in_flight=n_in_flight,
             model=fingerprint,
+            probe=probe,
             outage_budget_s=outage_budget_s,
         )
     return ZmqTeacher(
