@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.unit.local_ray import LocalRay
+
 
 @pytest.fixture
 def gkd_log(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFixture]:
@@ -28,3 +30,11 @@ def in_memory(tmp_path: Path) -> Iterator[Path]:
         return
     with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
         yield Path(folder)
+
+
+@pytest.fixture
+def local_ray(monkeypatch: pytest.MonkeyPatch) -> LocalRay:
+    """Let the functions of `gkd.cluster.calls` wait for calls of `tests.unit.local_ray.Method`."""
+    ray = LocalRay()
+    monkeypatch.setattr("gkd.cluster.calls.ray", ray)
+    return ray

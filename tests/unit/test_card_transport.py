@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,10 +15,12 @@ from gkd.config.check import check_config
 from gkd.config.load import load_config
 from gkd.errors import ConfigError, WeightSyncError
 from gkd.preflight.device import resolve_device
-from gkd.weight_sync import buckets, card, coordinator
+from gkd.weight_sync import buckets, card
 from gkd.weight_sync.buckets import TensorSpec, device_word_sum, host_word_sum
 from gkd.weight_sync.choice import transport_of
+from gkd.weight_sync.coordinator import WeightSync
 from gkd.weight_sync.group import GroupSpec
+from tests.unit.local_ray import Method
 
 COLOCATE = "trainer.colocate=true"
 VALID = ("data.train_files=[a]", "model.path=m", "trainer.run_dir=r")
@@ -71,11 +72,6 @@ def test_cuda_ipc_is_refused_with_expandable_segments(monkeypatch: pytest.Monkey
     assert caught.value.key == "weight_sync.transport"
 
 
-class Method:
-    def __init__(self, function: Any) -> None:
-        self.remote = function
-
-
 class Rank:
     """Records the group that it joins."""
 
@@ -96,25 +92,24 @@ class Rank:
 class Engine:
     def __init__(self) -> None:
         self.specs: list[GroupSpec] = []
-        self.join_groups = Method(lambda specs: setattr(self, "specs", specs))
+        self.join_groups = Method(self.join)
         self.receive = Method(lambda plans, version, content: 8)
         self.digests = Method(lambda: {"a": "1"})
 
+    def join(self, specs: list[GroupSpec]) -> None:
+        self.specs = specs
 
-def test_each_rank_sends_to_the_worker_on_its_card(monkeypatch: pytest.MonkeyPatch) -> None:
+
+@pytest.mark.usefixtures("local_ray")
+def test_each_rank_sends_to_the_worker_on_its_card() -> None:
     """Fails if a handle reaches another card, a rank waits in a group whose engine is lost, or no rank is left that
     keeps the weights for it.
     """
-
-    def gather(refs: Mapping[str, Any], what: str, timeout_s: float) -> dict[str, Any]:
-        return dict(refs)
-
-    monkeypatch.setattr(coordinator, "gather", gather)
     ranks, engines = [Rank(i) for i in range(4)], [Engine(), Engine()]
     settings = [COLOCATE, "trainer.n_gpus_per_node=4", "rollout.n_gpus_per_node=4", "rollout.tp=2"]
     config = load_config(None, settings)
     pool = ActorPool(ranks, config)
-    sync = coordinator.WeightSync(pool.exporters("cuda"), engines, config, "cuda", 60)
+    sync = WeightSync(pool.exporters("cuda"), engines, config, "cuda", 60)
     members = [spec for engine in engines for spec in engine.specs]
     for rank, member in zip(ranks, members, strict=True):
         assert rank.spec is not None and rank.spec.port == member.port
