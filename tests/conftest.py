@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 
 import pytest
 from xdist.scheduler import LoadScopeScheduling
@@ -58,3 +59,15 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.timeout(float(config.getini("timeout")) * device.patience()))
     if hasattr(config, "workerinput"):
         items.sort(key=lambda item: not item.nodeid.startswith(SYSTEM))
+
+
+@pytest.fixture
+def torch_sees(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
+    """Return a function that sets the number of GPUs that torch finds, with CUDA_VISIBLE_DEVICES unset."""
+    import torch
+
+    def sees(n_gpus: int) -> None:
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: n_gpus)
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+
+    return sees

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -61,9 +62,11 @@ def test_cuda_ipc_is_refused_where_it_cannot_work(overrides: list[str]) -> None:
     assert caught.value.key == "weight_sync.transport" and caught.value.value == "ipc"
 
 
-def test_cuda_ipc_is_refused_with_expandable_segments(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cuda_ipc_is_refused_with_expandable_segments(
+    torch_sees: Callable[[int], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Fails if a run whose memory others may be unable to open starts."""
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    torch_sees(1)
     config = load_config(None, [COLOCATE, "weight_sync.transport=ipc", "trainer.device=auto"])
     assert resolve_device(config) == "cuda"
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", EXPANDABLE["PYTORCH_CUDA_ALLOC_CONF"])

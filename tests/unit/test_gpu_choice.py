@@ -121,12 +121,11 @@ def test_the_word_auto(tmp_path: Path) -> None:
 def test_the_checker_reports_that_all_gpus_are_taken(
     tmp_path: Path,
     nvidia_smi: Callable[[str], None],
+    torch_sees: Callable[[int], None],
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     """Fails if the checker starts Ray on the teacher's GPUs, or does not show whose they are."""
-    import torch
-
     workers = [
         WorkerStatus(
             name=f"w{i}.0",
@@ -164,8 +163,7 @@ def test_the_checker_reports_that_all_gpus_are_taken(
         workers=workers,
     )
     nvidia_smi(smi_script(GPUS, ""))
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    torch_sees(4)
     monkeypatch.setattr(teacher_module, "ask_status", lambda teacher: status)
     (tmp_path / "x.yaml").write_text("{}\n")
     assert check_gpus.main(["--json", "--config", str(tmp_path / "x.yaml"), *AUTO]) == 1

@@ -286,12 +286,10 @@ def test_config_and_running_are_exclusive(capsys: pytest.CaptureFixture[str]) ->
 
 
 def test_too_few_gpus_is_a_finding(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, torch_sees: Callable[[int], None], capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Fails if too few GPUs end the checker before it has looked at the teacher."""
-    import torch
-
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    torch_sees(1)
     (tmp_path / "x.yaml").write_text("{}\n")
     words = ["--json", "--config", str(tmp_path / "x.yaml"), *GOOD, "trainer.device=cuda", "teacher.server_port=1"]
     assert check_gpus.main(words) == 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -129,12 +130,14 @@ def test_a_teacher_on_the_cpu_gets_no_gpu(tmp_path: Path) -> None:
     assert groups(*in_file(tmp_path, text), found=FoundGpus(("0",), "nvidia-smi", {})) == [(), ("0",)]
 
 
-def test_a_joined_worker_reports_all_its_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_joined_worker_reports_all_its_gpus(
+    torch_sees: Callable[[int], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Fails if `status` shows one GPU of a model that is split over two."""
     import torch
 
     properties = [SimpleNamespace(uuid=f"u{index}", name="H200") for index in range(4)]
     monkeypatch.setattr(torch.cuda, "get_device_properties", properties.__getitem__)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    torch_sees(4)
     assert own_gpus("cuda", (), "3, 1", 2) == [Gpu("3", "GPU-u0", "H200"), Gpu("1", "GPU-u1", "H200")]
     assert [gpu.id for gpu in own_gpus("cuda:0", (), None, 2)] == ["0", "1"]

@@ -193,14 +193,14 @@ def test_a_failed_save_at_an_interrupt_is_still_an_interrupt(tmp_path: Path) -> 
 
 
 AT_A_TERMINAL = """
-import sys, time
+import signal, sys
 from pathlib import Path
 from gkd.run import interrupts
 interrupts.install()
 print("ready", flush=True)
 try:
     with interrupts.training_loop(), interrupts.interruptible():
-        time.sleep(60)
+        signal.pause()
 except KeyboardInterrupt:
     print("a line during the save", flush=True)
     Path(sys.argv[1]).write_text(str(interrupts.came_between_steps()))

@@ -7,6 +7,7 @@ import json
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
@@ -182,13 +183,10 @@ ADAPTERS = ("actor.lora.rank=8", "weight_sync.lora=adapters")
     ],
 )
 def test_the_device_is_resolved_or_refused(
-    monkeypatch: pytest.MonkeyPatch, overrides: list[str], n_gpus: int, result: str
+    torch_sees: Callable[[int], None], overrides: list[str], n_gpus: int, result: str
 ) -> None:
     """If it fails, an unavailable device is detected only by a rank, or by a time-out after 600 s."""
-    import torch
-
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: n_gpus)
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    torch_sees(n_gpus)
     config = load_config(None, overrides)
     if "." in result:
         with pytest.raises(ConfigError) as caught:
@@ -211,12 +209,10 @@ def test_the_device_is_resolved_or_refused(
     ],
 )
 def test_the_gpus_are_among_the_visible_ones(
-    monkeypatch: pytest.MonkeyPatch, visible: str, n_gpus: int, problem: str | None
+    torch_sees: Callable[[int], None], monkeypatch: pytest.MonkeyPatch, visible: str, n_gpus: int, problem: str | None
 ) -> None:
     """Fails if cluster.gpus accepts a GPU that is not visible, or numbers GPUs in another way than nvidia-smi."""
-    import torch
-
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: max(n_gpus, 2) if n_gpus else 0)
+    torch_sees(max(n_gpus, 2) if n_gpus else 0)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     config = load_config(None, ["trainer.device=auto", "cluster.gpus=[5,3]"])
     if problem is None:

@@ -22,6 +22,7 @@ from gkd.actor.common.shard_writer import BackgroundWriter, write
 from gkd.actor.common.shards import ShardReader, file_name
 from gkd.errors import CheckpointError
 from gkd.memory.host_buffer import HostBuffer
+from tests.processes import wait_until
 from tests.unit.shard_pieces import CPU, WHOLE, address, piece_of, snapshot_of
 
 
@@ -77,8 +78,8 @@ def test_the_next_save_may_start_after_the_result_of_the_last(tmp_path: Path) ->
         snapshot = copies.snapshot([piece_of(0, 10)], {"step": 1, "world_size": 1}, {})
         addresses.add(address(snapshot))
         writer.start(tmp_path, 0, snapshot)
-        while writer.finished(wait=False) is None:
-            time.sleep(0)
+        while writer.finished(wait=False) is None:  # at once after the result: no pause
+            pass
     assert len(addresses) == 1
 
 
@@ -88,11 +89,9 @@ def test_the_writer_has_a_lower_priority_than_training(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / file_name(0))
     writer.start(tmp_path, 0, snapshot_of(piece_of(0, 1000)))
     (thread,) = (thread for thread in threading.enumerate() if thread.name == "checkpoint")
-    deadline = time.monotonic() + 10
-    while (priority := os.getpriority(os.PRIO_PROCESS, thread.native_id or 0)) == before:
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
-    assert priority == min(19, before + 10) and os.getpriority(os.PRIO_PROCESS, 0) == before
+    wait_until(lambda: os.getpriority(os.PRIO_PROCESS, thread.native_id or 0) != before, 10.0, "another priority")
+    assert os.getpriority(os.PRIO_PROCESS, thread.native_id or 0) == min(19, before + 10)
+    assert os.getpriority(os.PRIO_PROCESS, 0) == before
     (tmp_path / file_name(0)).read_bytes()
     with pytest.raises(CheckpointError):
         writer.finished(wait=True)
