@@ -21,13 +21,11 @@ def test_a_resumed_run_with_rewards_is_bit_exact(scheduler: str, lab: Lab, teach
     settings = (f"trainer.scheduler={scheduler}", "trainer.n_gpus_per_node=2", "rollout.n=3", "trainer.save_every=1")
     more = ("trainer.keep_last=99", "trainer.total_steps=5", "eval.max_prompts=4", "eval.n=2", *REWARDS)
     whole, rest = lab.root / f"reward_{scheduler}", lab.root / f"reward_{scheduler}_resumed"
-    done = lab.train_run(whole, teacher_port, *settings, *more)
-    assert done.returncode == 0, done.stderr[-4000:]
+    lab.finished_run(whole, teacher_port, *settings, *more)
     trained = [line for line in read_metrics(whole / "metrics.jsonl") if "loss/total" in line]
     assert len(trained) == 5 and all(line["reward/std"] > 0 for line in trained)
     assert all(line["loss/reward_ratio"] > 0 for line in trained)
     begin = whole / "checkpoints" / "step_00000002"
-    done = lab.train_run(rest, teacher_port, *settings, *more, f"trainer.resume={begin}")
-    assert done.returncode == 0, done.stderr[-4000:]
+    lab.finished_run(rest, teacher_port, *settings, *more, f"trainer.resume={begin}")
     if scheduler != "stream":  # there timing decides which prompts form a batch
         assert not [text for text in differences(whole, rest) if "weights" in text or " loss/" in text]

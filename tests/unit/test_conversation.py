@@ -128,9 +128,8 @@ def test_the_last_assistant_message_is_the_response_if_the_key_is_empty(tmp_path
     assert CHATML.decode(prompt.token_ids) == RENDERED
     assert CHATML.decode(prompt.response_ids) == "Four.</s>"
     assert load(tmp_path, value, response_key="").response_ids is None, "an on-policy run needs no response"
-    with pytest.raises(ConfigError) as caught:
+    with refuses("data.response_key"):
         load(tmp_path, [USER], ends=[end], response_key="")
-    assert caught.value.key == "data.response_key"
     row = {"prompt": [USER], "completion": [{"role": "assistant", "content": "4"}]}
     assert CHATML.decode(load(tmp_path, row, ends=[end], response_key="completion").response_ids) == "4</s>"
     with pytest.raises(ConfigError, match=r"p\.jsonl:1"):
@@ -161,9 +160,8 @@ def test_a_rendered_text_is_used_as_it_is(tmp_path: Path, name: str) -> None:
 @pytest.mark.parametrize("name", ["inst", "headers", "turns"])
 def test_the_beginning_alone_is_not_a_rendered_text(tmp_path: Path, name: str) -> None:
     """Fails if a text that begins with a tag of HTML is used without the template, and its tag as a special token."""
-    with pytest.raises(ConfigError) as caught:
+    with refuses("data.prompt_key"):
         load(tmp_path, "<s>struck out", tokenizer(FAMILIES[name]))
-    assert caught.value.key == "data.prompt_key"
     assert text(tmp_path, "struck <b>out", tokenizer(FAMILIES[name])).count("<s>") == 1
     listed = '[{"from": "a@b.c", "subject": "x"}]'
     assert "user" in text(tmp_path, listed) and listed in text(tmp_path, listed), "JSON of something else is a text"
@@ -176,9 +174,8 @@ def test_variables_of_the_template_are_set(tmp_path: Path) -> None:
     assert text(tmp_path, "Q", made, **off).endswith("assistant\n<think></think>")
     assert text(tmp_path, "Q", made).endswith("assistant\n")
     for other, setting in ((CHATML, "auto"), (tokenizer(), "auto"), (made, "never")):
-        with pytest.raises(ConfigError) as caught:
+        with refuses("data.chat_template_kwargs.enable_thinking"):
             load(tmp_path, "Q", other, chat_template=setting, **off)
-        assert caught.value.key == "data.chat_template_kwargs.enable_thinking"
 
 
 SYSTEM = {"role": "system", "content": "Be brief."}

@@ -18,6 +18,7 @@ from gkd.gpu_map import teacher as teacher_module
 from gkd.gpu_map.choice import with_own_gpus
 from gkd.tools import check_gpus
 from teacher_server.wire.status import Gpu, ServerStatus, WorkerStatus
+from tests.refusals import refuses
 from tests.unit.test_gpu_collect import GOOD, nvidia_smi, smi_script
 
 __all__ = ["nvidia_smi"]  # a fixture
@@ -94,9 +95,8 @@ def test_too_few_gpus_are_left(
     """Fails if a run starts on the teacher's GPUs, or is refused without the key."""
     nvidia_smi(smi_script(GPUS, ""))
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    with pytest.raises(ConfigError) as caught:
+    with refuses("cluster.gpus", "auto"):
         chosen(rows(*taken), *overrides)
-    assert caught.value.key == "cluster.gpus" and caught.value.value == "auto"
     assert chosen(rows("0", "1", "2"), "trainer.colocate=true") == [3]
 
 
