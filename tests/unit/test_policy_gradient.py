@@ -108,7 +108,7 @@ def test_surrogate_has_value_and_slope_as_given() -> None:
 
 
 def test_k1_and_k3_are_unbiased_and_k2_is_not() -> None:
-    """Fails if an estimator is not its formula, or does not have the stated mean: the reported number is no KL."""
+    """Fails if an estimator differs from its formula, or does not have the stated mean: a report is not of a KL."""
     r = (LOG_P - _student(Z)).exp()
     for name, formula in (("k1", -r.log()), ("k2", r.log() ** 2 / 2), ("k3", r - 1 - r.log())):
         torch.testing.assert_close(reverse_kl_estimate(name, _student(Z), LOG_P), formula)

@@ -233,7 +233,7 @@ def test_an_invalid_checkpoint_path_is_refused(tmp_path: Path) -> None:
     empty.mkdir()
     renamed = shutil.copytree(two, tmp_path / "best")
     for wrong in ("Auto", "", "always", two / "trainer.json", two.parent, tmp_path / "run", empty, renamed, "x" * 999):
-        with refuses("trainer.resume", wrong):
+        with refuses("trainer.resume"):
             open_folder(config(tmp_path / "new", f"trainer.resume={wrong}"))
     (two / "actor" / "common.pt").write_text("")
     (four / "manifest.json").unlink()

@@ -86,7 +86,7 @@ def test_a_template_replaces_the_last_message(tmp_path: Path) -> None:
     assert views(prompts, chat) == ["system:s|user:hi (yo)|", "user:hi (yo)|"]
     rows = [{"prompt": "hi", "t": [{"role": "system", "content": "rule"}, {"role": "user", "content": "hi"}]}]
     assert views(load(tmp_path, rows, chat, teacher_prompt_key="t"), chat) == ["system:rule|user:hi|"]
-    with refuses(KEY, "the template's text would follow the beginning of the response"):
+    with refuses(KEY):  # the template's text would follow the beginning of the response
         load(tmp_path, [{"prompt": "<|im_start|>user\nhi"}], tokenizer(FAMILIES["chatml"]), "{prompt} x")
     conversation = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yo"}]
     prompts = load(tmp_path, [{"prompt": conversation}], chat, "{prompt} ({response})", response_key="")
