@@ -66,11 +66,11 @@ def stand_in(folder: Path, config: dict[str, Any]) -> Path:
         for mlp in mlps:
             shapes |= {f"{mlp}.{name}_proj.weight": [inner, hidden] for name in ("gate", "up")}
             shapes[f"{mlp}.down_proj.weight"] = [hidden, inner]
-    weight_map = {}
-    for i in range(config["num_hidden_layers"] + 1):  # the last file has what is in no layer
-        file = f"model-{i:05}.safetensors"
-        own = {name: shape for name, shape in shapes.items() if name not in weight_map and f".layers.{i}." in name}
-        own = own or {name: shape for name, shape in shapes.items() if name not in weight_map}
+    weight_map, by_file = {}, dict[str, dict[str, list[int]]]()
+    for name, shape in shapes.items():
+        layer = name.split(".")[2] if ".layers." in name else "others"
+        by_file.setdefault(f"model-{layer}.safetensors", {})[name] = shape
+    for file, own in by_file.items():
         write_sparse(folder / file, own)
         weight_map |= dict.fromkeys(own, file)
     (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
