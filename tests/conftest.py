@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
 from xdist.scheduler import LoadScopeScheduling
@@ -71,3 +72,12 @@ def torch_sees(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
         monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
 
     return sees
+
+
+@pytest.fixture
+def gkd_log(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFixture]:
+    """Yield `caplog` with the project's lines, whose loggers do not propagate to its handler."""
+    logger = logging.getLogger("gkd")
+    logger.addHandler(caplog.handler)
+    yield caplog
+    logger.removeHandler(caplog.handler)

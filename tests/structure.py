@@ -139,7 +139,7 @@ def summary(root: Path = ROOT) -> dict[str, object]:
 _HABITS = {
     "match= in pytest.raises": r"raises\([^\n]*match=",
     "monkeypatch.setattr": r"\bsetattr\((?!self)",
-    "sleep calls": r"\bsleep\(",
+    "sleep calls": r"\b(?:time|asyncio)\.sleep\(",  # and not the sleep mode of an engine
     "private attributes of other objects": r"(?<!\bself)(?<!\bcls)(?<!\bos)(?<!super\(\))\._[a-z]\w*",
 }
 

@@ -130,7 +130,7 @@ def test_requests_are_sent_again_after_a_silence() -> None:
         future = submit(teacher, random_rollouts(1, N_VOCAB)[0])
         wait_until(lambda: server.of(ScoreRequest), 5.0, "the request")
         server.replies_to_pings = False
-        time.sleep(1.6)
+        wait_until(lambda: teacher.health().silent_s > 1.5, 5.0, "the silence")
         server.replies_to_pings, server.script = True, always_valid
         assert future.result(timeout=3)
 

@@ -19,6 +19,7 @@ from gkd.preflight.teacher import check_reachable, check_teacher, request_info
 from gkd.scoring.endpoint import ScoringEndpoint
 from gkd.scoring.teacher.window import Window
 from gkd.types import Rollout
+from tests.processes import wait_until
 from tests.refusals import refuses
 from tests.service.conftest import TINY_VOCAB
 from tests.service.harness import TRIVIAL, ServerProcess, random_rollouts, save_model, trivial_model
@@ -112,10 +113,10 @@ def test_a_silent_teacher_is_named_while_the_run_waits(server: ServerProcess) ->
             rollouts = routed(random_rollouts(4, CUT, seed=4), 2)
             failed = threading.Thread(target=lambda: pytest.raises(TeacherUnavailable, opened.score, rollouts))
             failed.start()
-            time.sleep(2)
+            wait_until(lambda: (health := opened.health()) is not None and health.silent_s > 1, 10.0, "the silence")
             health = opened.health()
             assert health is not None and health.route == "math" and health.label == "teacher math"
-            assert health.silent_s > 1 and health.n_workers == 1 and health.n_in_flight == 2
+            assert health.n_workers == 1 and health.n_in_flight == 2
             failed.join(timeout=20)
 
 

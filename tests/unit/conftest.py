@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import tempfile
 from collections.abc import Callable, Iterator
@@ -14,15 +13,6 @@ from tests.unit.local_ray import LocalRay
 
 
 @pytest.fixture
-def gkd_log(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFixture]:
-    """Yield `caplog` with the project's lines, whose loggers do not propagate to its handler."""
-    logger = logging.getLogger("gkd")
-    logger.addHandler(caplog.handler)
-    yield caplog
-    logger.removeHandler(caplog.handler)
-
-
-@pytest.fixture
 def in_memory(tmp_path: Path) -> Iterator[Path]:
     """Yield a folder in memory, where flushes are fast. What a killed process leaves does not depend on the disk."""
     if not os.path.isdir("/dev/shm"):
@@ -30,6 +20,12 @@ def in_memory(tmp_path: Path) -> Iterator[Path]:
         return
     with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
         yield Path(folder)
+
+
+@pytest.fixture
+def own_handlers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let `gkd.main_gkd.main` leave pytest's handlers of signals as they are."""
+    monkeypatch.setattr("gkd.run.interrupts.install", lambda: None)
 
 
 @pytest.fixture

@@ -428,7 +428,7 @@ def test_large_files_are_read_by_row_and_by_column(tmp_path: Path) -> None:
 
 
 def test_show_prompts_prints_what_the_models_read(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, own_handlers: None, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Fails if the preview starts a process, needs a teacher, or hides the teacher's prompt, response or conversion."""
     CHATML.save_pretrained(tmp_path / "model")
@@ -438,7 +438,6 @@ def test_show_prompts_prints_what_the_models_read(
     words = ["--config", str(tmp_path / "c.yaml"), "--show-prompts", "1"]
     words += [f"model.path={tmp_path / 'model'}", f"data.train_files=[{tmp_path / 'p.jsonl'}]"]
     words += ["data.prompt_key=chat", "data.response_key=", "distill.on_policy_share=0.5"]
-    monkeypatch.setattr(main_gkd.interrupts, "install", lambda: None)  # pytest's own handlers stay
     children = psutil.Process().children()
     assert main_gkd.main(words) == 0 and psutil.Process().children() == children
     out = capsys.readouterr().out

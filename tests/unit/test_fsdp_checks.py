@@ -127,8 +127,7 @@ def test_changes_to_logits_named_in_config_json(folders: Path, qwen3: Path) -> N
 
     def probe_folder(folder: Path, **changes: Any) -> None:
         hf = build_on_meta(folder, dtype=torch.float32, packing=False)
-        for name, value in changes.items():
-            setattr(hf.config, name, value)
+        hf.config.update(changes)
         probe_on_meta(hf, n_layers=len(layer_list(hf)), packing=False, fused=True)
 
     with refuses("actor.fused_lm_head"):

@@ -265,13 +265,13 @@ def test_invalid_command_lines(
 @pytest.mark.parametrize("main", [check_gpus.main, main_gkd.main], ids=["check_gpus", "main_gkd"])
 def test_without_ray(
     main: Callable[[list[str]], int],
+    own_handlers: None,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     """Fails if an environment without Ray ends in a traceback."""
     monkeypatch.setitem(sys.modules, "ray", None)
-    monkeypatch.setattr(main_gkd.interrupts, "install", lambda: None)  # pytest's own handlers stay
     (tmp_path / "x.yaml").write_text("{}\n")
     assert main(["--config", str(tmp_path / "x.yaml"), *GOOD, "trainer.device=cpu"]) == 1
     assert "Ray" in capsys.readouterr().err

@@ -196,9 +196,9 @@ import signal, sys
 from pathlib import Path
 from gkd.run import interrupts
 interrupts.install()
-print("ready", flush=True)
 try:
     with interrupts.training_loop(), interrupts.interruptible():
+        print("ready", flush=True)
         signal.pause()
 except KeyboardInterrupt:
     print("a line during the save", flush=True)
@@ -218,7 +218,6 @@ def test_the_end_of_the_terminal_is_an_interrupt(tmp_path: Path, ignored: bool, 
         os.execv(sys.executable, [sys.executable, "-c", AT_A_TERMINAL, str(saved_file)])
     try:
         assert b"ready" in os.read(terminal, 100)
-        time.sleep(0.2)  # it is asleep in the loop
     finally:
         os.close(terminal)
     if ignored:

