@@ -192,14 +192,14 @@ def test_a_failed_save_at_an_interrupt_is_still_an_interrupt(tmp_path: Path) -> 
 
 
 AT_A_TERMINAL = """
-import signal, sys
+import sys, time
 from pathlib import Path
 from gkd.run import interrupts
 interrupts.install()
+print("ready", flush=True)
 try:
     with interrupts.training_loop(), interrupts.interruptible():
-        print("ready", flush=True)
-        signal.pause()
+        time.sleep(60)
 except KeyboardInterrupt:
     print("a line during the save", flush=True)
     Path(sys.argv[1]).write_text(str(interrupts.came_between_steps()))
@@ -218,6 +218,7 @@ def test_the_end_of_the_terminal_is_an_interrupt(tmp_path: Path, ignored: bool, 
         os.execv(sys.executable, [sys.executable, "-c", AT_A_TERMINAL, str(saved_file)])
     try:
         assert b"ready" in os.read(terminal, 100)
+        time.sleep(0.2)  # it is asleep in the loop
     finally:
         os.close(terminal)
     if ignored:
