@@ -84,8 +84,8 @@ def test_both_pools_start_at_the_same_time(tmp_path: Path, monkeypatch: pytest.M
     config = load_config(None, settings)
     folder = open_run_folder(config, {"name": "t", "fingerprint": "f"})
     plan = Plan(check_config(config), "cpu", [1], [], [], (TEACHER,), 9, 1, config, [], folder)
-    monkeypatch.setattr(launcher, "ActorWorker", Rank)
-    monkeypatch.setattr(launcher, "RolloutWorker", Engine)
+    for name, worker in (("ActorWorker", Rank), ("RolloutWorker", Engine)):
+        monkeypatch.setattr(launcher, name, worker)
     with pytest.raises(Met), launcher.started_roles(plan):
         pass
     assert os.environ["CUDA_VISIBLE_DEVICES"] == "0,1,2,3,4,5"

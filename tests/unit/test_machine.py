@@ -36,12 +36,13 @@ def good(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     return tmp_path
 
 
-def installed(folder: Path, package: str) -> Path:
+def installed(folder: Path, package: str, version: str = "1") -> Path:
     """Write what pip leaves of a package, and return the folder for sys.path."""
     (folder / package).mkdir()
     (folder / package / "__init__.py").touch()
-    (folder / f"{package}-1.dist-info").mkdir()
-    (folder / f"{package}-1.dist-info" / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {package}\nVersion: 1\n")
+    info = folder / f"{package}-{version}.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {package}\nVersion: {version}\n")
     return folder
 
 

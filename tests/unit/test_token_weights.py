@@ -48,8 +48,8 @@ OF_SEQUENCE = torch.tensor([0.5, 2.0, 1.0, 0.25])[SEQUENCES]  # of distill.norma
 @pytest.fixture(autouse=True)
 def few_probable_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the student's most probable tokens be few of the small vocabulary."""
-    monkeypatch.setattr(token_weights, "N_SUPPORT", N_SUPPORT)
-    monkeypatch.setattr(dense_loss, "N_SUPPORT", N_SUPPORT)
+    for module in (token_weights, dense_loss):
+        monkeypatch.setattr(module, "N_SUPPORT", N_SUPPORT)
 
 
 def big_batch() -> Batch:
