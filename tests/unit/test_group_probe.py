@@ -16,7 +16,7 @@ from gkd.errors import ClusterError
 
 @pytest.fixture
 def rank_3() -> Iterator[None]:
-    """This process is rank 3 of 4. Nobody else is there: torch's fake backend sends nothing."""
+    """This process is rank 3 of 4. There are no others: torch's fake backend sends nothing."""
     dist.init_process_group("fake", rank=3, world_size=4, store=FakeStore())
     yield
     dist.destroy_process_group()
