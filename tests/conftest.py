@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import os
+from collections.abc import Callable, Iterator
 
 import pytest
 from xdist.scheduler import LoadScopeScheduling
@@ -58,3 +60,24 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.timeout(float(config.getini("timeout")) * device.patience()))
     if hasattr(config, "workerinput"):
         items.sort(key=lambda item: not item.nodeid.startswith(SYSTEM))
+
+
+@pytest.fixture
+def torch_sees(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
+    """Return a function that sets the number of GPUs that torch finds, with CUDA_VISIBLE_DEVICES unset."""
+    import torch
+
+    def sees(n_gpus: int) -> None:
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: n_gpus)
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+
+    return sees
+
+
+@pytest.fixture
+def gkd_log(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFixture]:
+    """Yield `caplog` with the project's lines, whose loggers do not propagate to its handler."""
+    logger = logging.getLogger("gkd")
+    logger.addHandler(caplog.handler)
+    yield caplog
+    logger.removeHandler(caplog.handler)

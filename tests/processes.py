@@ -14,6 +14,7 @@ from typing import TextIO
 
 import psutil
 
+FOREVER = "import threading; threading.Event().wait()"  # Python code that ends with its process
 _MARKER = "GKD_TEST_COMMAND"  # environment variable by which all processes of a command are found
 
 

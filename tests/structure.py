@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import functools
 import json
 import re
 import statistics
@@ -44,6 +45,7 @@ def source_files(root: Path = ROOT) -> list[Path]:
     return sorted(path for top in TOP for path in (root / top).rglob("*.py"))
 
 
+@functools.cache  # four tests and two pages need all files
 def imported_names(path: Path, *, type_checking: bool = False) -> set[str]:
     """Return the dotted names a file imports, `from a import b` as both `a` and `a.b`.
 
@@ -139,7 +141,7 @@ def summary(root: Path = ROOT) -> dict[str, object]:
 _HABITS = {
     "match= in pytest.raises": r"raises\([^\n]*match=",
     "monkeypatch.setattr": r"\bsetattr\((?!self)",
-    "sleep calls": r"\bsleep\(",
+    "sleep calls": r"\b(?:time|asyncio)\.sleep\(",  # and not the sleep mode of an engine
     "private attributes of other objects": r"(?<!\bself)(?<!\bcls)(?<!\bos)(?<!super\(\))\._[a-z]\w*",
 }
 

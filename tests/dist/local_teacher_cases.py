@@ -56,20 +56,24 @@ def teach(rank: int, root: Path) -> dict[str, Any]:
     out: dict[str, Any] = {"scores": {k: teacher(*s).score(sequence_indices, chunks) for k, s in SETTINGS.items()}}
     out["head"] = _head(student)
     follower = teacher("teacher.update_interval=2", "teacher.signal=hidden")
-    before = frozen_weights(follower._model)
+    before = weights(follower)
     student.step = 1
     follower.after_step()
-    out["kept"] = _equal(frozen_weights(follower._model), before)
+    out["kept"] = _equal(weights(follower), before)
     student.step = 2
     follower.after_step()
-    out["copied"] = frozen_weights(follower._model)
+    out["copied"] = weights(follower)
     out["head_copied"] = _head(student)
     average = teacher("teacher.update_interval=2", "teacher.update_ema=0.5", "teacher.signal=hidden")
     student.step = 4
     average.after_step()
-    out["average"] = frozen_weights(average._model)
+    out["average"] = weights(average)
     out["other architecture"] = caught(lambda: teacher("teacher.update_interval=1", folder="olmo2"))
     return out
+
+
+def weights(teacher: Any) -> Any:
+    return frozen_weights(teacher._model)
 
 
 def _head(student: Any) -> np.ndarray | None:

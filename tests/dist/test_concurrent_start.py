@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-import time
+import os
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from gkd.rollout.engine.worker import RolloutWorker
 from gkd.run.open import open_run_folder
 from gkd.scoring.teacher.info import TeacherInfo
 from gkd.start import launcher
+from tests.processes import wait_until
 
 pytestmark = [pytest.mark.dist, pytest.mark.cpu_only("Ray's slots are logical CPUs")]
 
@@ -50,11 +51,7 @@ def meet(name: str, lines: Lines, folder: Path) -> None:
     part = folder / f"{name}.part"
     part.write_text("\n".join(lines.messages))
     part.rename(folder / f"{name}.met")
-    began = time.monotonic()
-    while len(list(folder.glob("*.met"))) < len(GPUS):
-        if time.monotonic() - began > LIMIT_S:
-            raise GkdError(f"{name} is alone")
-        time.sleep(0.05)
+    wait_until(lambda: len(list(folder.glob("*.met"))) == len(GPUS), LIMIT_S, f"{name} is alone")
     raise Met(name)
 
 
@@ -78,16 +75,20 @@ class Engine(RolloutWorker):
 
 
 def test_both_pools_start_at_the_same_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fails if a pool builds its models only when the other one has, or a rank does not log its GPUs first."""
+    """Fails if a pool builds its models only when the other one has, a rank does not log its GPUs first, or the setting
+    cluster.gpus affects other processes of the driver, such as a teacher on other GPUs.
+    """
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3,4,5")
     settings = ["data.train_files=[a]", "model.path=m", f"trainer.run_dir={tmp_path}", "cluster.gpus=[5,2]"]
     settings += ["teacher.backend=local", "teacher.path=t"]
     config = load_config(None, settings)
     folder = open_run_folder(config, {"name": "t", "fingerprint": "f"})
     plan = Plan(check_config(config), "cpu", [1], [], [], (TEACHER,), 9, 1, config, [], folder)
-    monkeypatch.setattr(launcher, "ActorWorker", Rank)
-    monkeypatch.setattr(launcher, "RolloutWorker", Engine)
+    for name, worker in (("ActorWorker", Rank), ("RolloutWorker", Engine)):
+        monkeypatch.setattr(launcher, name, worker)
     with pytest.raises(Met), launcher.started_roles(plan):
         pass
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == "0,1,2,3,4,5"
     assert {file.stem for file in tmp_path.glob("*.met")} == GPUS.keys()
     for name, gpu in GPUS.items():
         first = (tmp_path / f"{name}.met").read_text().partition("\n")[0]

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -27,6 +28,7 @@ from gkd.errors import EngineFailed, RankFailed
 from gkd.rollout.driver.recovery import Engines
 from gkd.rollout.driver.watch import EngineWatch
 from gkd.rollout.messages import Pulse
+from tests.processes import FOREVER, wait_until
 
 pytestmark = pytest.mark.cpu_only("Ray's slots are logical CPUs")
 
@@ -45,7 +47,7 @@ class Engine:
         return this_placement("rollout", self._rank)
 
     def worker(self) -> int:
-        process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True)
+        process = subprocess.Popen([sys.executable, "-c", FOREVER], start_new_session=True)
         return process.pid
 
     @ray.method(concurrency_group=WATCH)
@@ -68,7 +70,7 @@ class Engine:
     def chunks(self, n: int) -> Iterator[bytes]:
         for _ in range(n):
             yield IN_PLASMA
-        time.sleep(600)
+        threading.Event().wait()
 
 
 _tests = itertools.count(100)
@@ -112,11 +114,11 @@ def workers(pool: Pool) -> Iterator[list[Any]]:
 
 
 def up_again(engines: Engines, index: int, old: Any) -> Any:
-    deadline = time.monotonic() + WAIT_S
-    while engines.up().get(index, old) == old:
+    def is_up() -> bool:
         engines.check()
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+        return engines.up().get(index, old) != old
+
+    wait_until(is_up, WAIT_S, "another engine")
     return engines.up()[index]
 
 
@@ -189,11 +191,8 @@ def test_the_watch_finds_engines_that_nobody_calls(fail: Callable[[Any], None], 
         assert len(slots.killed[0]) == (fail is not died_while_idle)
         assert fail is not stopped or "stopped by a signal" in slots.killed[0][0], "the log shows what it did"
         died_while_idle(again)
-        deadline = time.monotonic() + WAIT_S
         with pytest.raises(EngineFailed, match="GPU 1"):
-            while time.monotonic() < deadline:
-                engines.check()
-                time.sleep(0.02)
+            wait_until(engines.check, WAIT_S, "its failure")
     finally:
         engines.close()
         watch.close()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import resource
-import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -28,6 +27,7 @@ from gkd.weight_sync.buckets import plan_buckets
 from tests.bench.student_case import save_model, sequences
 from tests.device import kind, on_cuda
 from tests.dist.slots import actor_slots
+from tests.processes import wait_until
 
 pytestmark = pytest.mark.dist
 
@@ -43,8 +43,7 @@ class Rank(ActorWorker):
 
     def wait_for(self, path: Path) -> None:
         """Be busy until the file exists."""
-        while not path.exists():
-            time.sleep(0.02)
+        wait_until(path.exists, 600.0, str(path))
 
     def limit_memory(self, n_bytes: int) -> None:
         """Limit the size of further files, also of those in memory; -1: no limit."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
@@ -20,6 +19,7 @@ from gkd.memory.states import OPTIMIZER, PARAMS, States
 from gkd.spans import Phase
 from tests.device import on_cuda, rank_device
 from tests.dist.helpers import caught, run_ranks
+from tests.processes import wait_until
 
 pytestmark = pytest.mark.dist
 
@@ -140,10 +140,7 @@ def _errors(rank: int, root: Path) -> dict[str, Any]:
             if rank == 0:
                 raise torch.OutOfMemoryError("no memory")
             # This rank is blocked in a collective of the call, which rank 0 has left.
-            deadline = time.monotonic() + 40.0
-            while not (root / "rank 0 is out").exists():
-                assert time.monotonic() < deadline, "rank 0 waits for this rank in a barrier"
-                time.sleep(0.05)
+            wait_until((root / "rank 0 is out").exists, 40.0, "rank 0 waits for this rank in a barrier")
             raise RuntimeError("connection lost")
 
     result["alone"] = [type(_error_of(breaks)).__name__, states.allocated_bytes()]

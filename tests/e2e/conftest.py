@@ -92,6 +92,12 @@ class Lab:
         assert done.returncode or not unlisted_keys(run_dir), "add a row to gkd/metrics/catalog*.py"
         return done
 
+    def finished_run(self, run_dir: Path, port: int, *overrides: str) -> subprocess.CompletedProcess[str]:
+        """Run the command, and assert that it succeeds."""
+        done = self.train_run(run_dir, port, *overrides)
+        assert done.returncode == 0, done.stderr[-4000:]
+        return done
+
 
 @pytest.fixture(scope="session")
 def lab(tmp_path_factory: pytest.TempPathFactory) -> Lab:

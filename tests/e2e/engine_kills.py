@@ -39,6 +39,7 @@ from gkd.metrics.run_metrics import StepMetrics
 from gkd.metrics.writer import read_metrics
 from tests.e2e.conftest import ALONE, N_TRAIN, Lab, make_lab
 from tests.e2e.exactness import check_stream, check_taken, differences
+from tests.processes import wait_until
 from tests.service.harness import ServerProcess
 
 MAX_STALENESS = 2  # of the stream
@@ -93,14 +94,13 @@ class Killer:
             now = time.monotonic()
             self._step += 1
             self._step_s, self._step_began_s = min(5.0, now - self._step_began_s), now
-            while len(self._hits) < sum(step <= self._step - STEPS_A_KILL for step in self._steps):
-                time.sleep(0.01)
+            due = sum(step <= self._step - STEPS_A_KILL for step in self._steps)
+            wait_until(lambda: len(self._hits) >= due, RUN_S, "the kills that are due")
         self._stage = stage
 
     def _run(self) -> None:
         for step in self._steps:
-            while self._step < step:
-                time.sleep(0.01)
+            wait_until(lambda step=step: self._step >= step, RUN_S, f"step {step}")
             time.sleep(self._rng.uniform(0.0, STEPS_A_KILL * self._step_s))
             while not self._hit():
                 time.sleep(0.2)  # the only engine has just been hit

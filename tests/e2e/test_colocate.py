@@ -22,7 +22,7 @@ pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 def run(lab: Lab, teacher_port: int) -> Path:
     """Run `base_run` on one slot instead of two."""
     run_dir = lab.root / "colocated"
-    done = lab.train_run(
+    lab.finished_run(
         run_dir,
         teacher_port,
         "trainer.colocate=true",
@@ -30,7 +30,6 @@ def run(lab: Lab, teacher_port: int) -> Path:
         "trainer.keep_last=9",
         "weight_sync.verify=always",
     )
-    assert done.returncode == 0, done.stderr[-4000:]
     return run_dir
 
 

@@ -22,8 +22,7 @@ def losses(run_dir: Path) -> dict[int, float]:
 def train(lab: Lab, name: str, *overrides: str) -> Path:
     run_dir = lab.root / name
     local = ("teacher.backend=local", f"teacher.path={lab.teacher}", *overrides)
-    done = lab.train_run(run_dir, UNUSED_PORT, *local)
-    assert done.returncode == 0, done.stderr[-4000:]
+    lab.finished_run(run_dir, UNUSED_PORT, *local)
     return run_dir
 
 
@@ -68,8 +67,7 @@ def test_local_losses_on_two_ranks_equal_those_of_the_server(
     served = lab.root / f"served_{name}"
     settings = ("trainer.n_gpus_per_node=2", "trainer.total_steps=3")
     of_server = [each for each in overrides if not each.startswith(("teacher.fsdp", "memory."))]
-    done = lab.train_run(served, teacher_port, *settings, *of_server)
-    assert done.returncode == 0, done.stderr[-4000:]
+    lab.finished_run(served, teacher_port, *settings, *of_server)
     run_dir = train(lab, f"local_{name}", *settings, *overrides)
     found, expected = losses(run_dir), losses(served)
     assert found.keys() == expected.keys() == {1, 2, 3}
@@ -126,8 +124,7 @@ def test_the_engines_score_like_a_teacher_that_follows_the_student(lab: Lab, ove
     name = f"live{len(overrides)}"
     of_student = train(lab, name, *settings, f"teacher.path={lab.student}", "teacher.update_interval=1")
     run_dir = lab.root / f"{name}_rollout"
-    done = lab.train_run(run_dir, UNUSED_PORT, "teacher.backend=rollout", *settings)
-    assert done.returncode == 0, done.stderr[-4000:]
+    lab.finished_run(run_dir, UNUSED_PORT, "teacher.backend=rollout", *settings)
     found, expected = losses(run_dir), losses(of_student)
     assert found.keys() == expected.keys() == {1, 2, 3, 4} and min(expected.values()) > 1e-3
     assert max(abs(found[step] - loss) for step, loss in expected.items()) <= 10 * TOLERANCE, (found, expected)

@@ -21,8 +21,7 @@ def steps_of(run_dir: Path) -> dict[int, dict[str, float]]:
 
 def train(lab: Lab, name: str, port: int, *overrides: str) -> dict[int, dict[str, float]]:
     run_dir = lab.root / name
-    done = lab.train_run(run_dir, port, f"distill.reference_kl_weight={WEIGHT:g}", *overrides)
-    assert done.returncode == 0, done.stderr[-4000:]
+    lab.finished_run(run_dir, port, f"distill.reference_kl_weight={WEIGHT:g}", *overrides)
     return steps_of(run_dir)
 
 

@@ -7,6 +7,7 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -36,7 +37,9 @@ def _probe(student: Path, n_vocab: int) -> dict[Any, Any]:
     import torch
     import vllm
     from transformers import AutoModelForCausalLM
+    from vllm.config import CacheConfig
     from vllm.usage.usage_lib import is_usage_stats_enabled
+    from vllm.v1.worker.utils import request_memory
 
     from gkd.config.schema_rollout import RolloutConfig
     from gkd.errors import GkdError
@@ -45,6 +48,7 @@ def _probe(student: Path, n_vocab: int) -> dict[Any, Any]:
     from gkd.rollout.vllm.sampling import read_logprobs, vllm_params
     from gkd.rollout.vllm.self_scoring import prompt_logprobs
     from gkd.weight_sync.buckets import differing
+    from teacher_server.engines.vllm_memory import gpu_memory_arguments
     from tests.e2e.weight_sender import WeightSender
 
     # With blocks of 32 tokens, sequences cross a border of KV blocks while they decode.
@@ -57,6 +61,13 @@ def _probe(student: Path, n_vocab: int) -> dict[Any, Any]:
     alone = list(engine.generate([prompts[4]], sampling, prompt_indices=[4]))
     result: dict[str, Any] = {"together": together, "alone": alone, "reports_usage": is_usage_stats_enabled()}
     result["second_runner"] = engine.llm.llm_engine.vllm_config.use_v2_model_runner
+    # Memory that vLLM would request of a shared GPU of 80 GiB with 8 free.
+    card: Any = SimpleNamespace(total_memory=80 << 30, free_memory=8 << 30, device_="cuda:0")
+    result["requested"] = request_memory(card, CacheConfig(**gpu_memory_arguments(0.85, 1 << 30)))
+    try:
+        request_memory(card, CacheConfig(**gpu_memory_arguments(0.85, None)))
+    except ValueError:
+        result["share_is_refused"] = True
     # Sequences with and without top ids in the same passes, of which some start later than others.
     engine.add("top", prompts[:2], replace(sampling, n_top_ids=N_TOP), range(2))
     engine.step()
@@ -187,6 +198,11 @@ def test_every_sample_is_whole(probe: dict[str, Any]) -> None:
 def test_the_engine_reports_no_usage_statistics(probe: dict[str, Any]) -> None:
     """Fails if vLLM calls its makers' server from the user's cluster."""
     assert probe["reports_usage"] is False
+
+
+def test_an_engine_with_a_cache_of_a_given_size_starts_on_a_shared_gpu(probe: dict[str, Any]) -> None:
+    """Fails if vLLM requires more free memory than such an engine needs, or the pinned vLLM refuses the arguments."""
+    assert 0 < probe["requested"] < 1 << 30 and probe["share_is_refused"]
 
 
 def test_logprobs_are_those_of_the_sampling_distribution(probe: dict[str, Any]) -> None:

@@ -45,8 +45,7 @@ def test_a_prefetching_run_that_loses_its_engine_and_its_teacher_is_bit_exact(
     settings = (f"trainer.scheduler={scheduler}", "trainer.save_every=2", "trainer.keep_last=99", FEW, REWARDS[0])
     name = f"{scheduler}_{loses_teacher}"
     whole, rest = lab.root / name, lab.root / f"{name}_resumed"
-    done = lab.train_run(whole, teacher_port, *settings, shared_ray, f"trainer.total_steps={n_steps}")
-    assert done.returncode == 0, done.stderr[-4000:]
+    lab.finished_run(whole, teacher_port, *settings, shared_ray, f"trainer.total_steps={n_steps}")
     lines = {line["step"]: line for line in read_metrics(whole / "metrics.jsonl") if "loss/total" in line}
     assert all(line["reward/std"] > 0 for line in lines.values())
     assert [line["staleness/max"] for line in lines.values()] == [min(step, ahead) for step in range(n_steps)]
@@ -83,8 +82,7 @@ def test_a_prefetching_run_that_loses_its_engine_and_its_teacher_is_bit_exact(
         assert len(list((lost / "in_flight").iterdir())) == ahead
         # The session's server has the same teacher, at another address.
         more = (f"trainer.total_steps={n_steps}", "trainer.resume=auto", shared_ray)
-        done = lab.train_run(rest, teacher_port, *settings, *brief, *more)
-        assert done.returncode == 0, done.stderr[-4000:]
+        lab.finished_run(rest, teacher_port, *settings, *brief, *more)
         begins.append(lost)
     starts = [json.loads(line)["resumed_from"] for line in (rest / "environment.jsonl").read_text().splitlines()]
     assert list(map(Path, starts)) == begins

@@ -143,7 +143,7 @@ def score_poisoned(engine: Any, batch: list[TokenSequence], params: ScoreParams)
         if engine.name == "hf":
             engine._backbone.norm.weight.data[3] = value
         else:
-            engine._engine.collective_rpc("apply_model", args=(partial(_set_norm, value=value),))
+            vllm_of(engine).collective_rpc("apply_model", args=(partial(_set_norm, value=value),))
 
     set_weight(float("nan"))
     try:
@@ -189,7 +189,7 @@ def counted(engine: Any) -> Iterator[list[int]]:
         finally:
             hook.remove()
         return
-    scheduler = engine._engine.engine_core.engine_core.scheduler
+    scheduler = vllm_of(engine).engine_core.engine_core.scheduler
     schedule = scheduler.schedule
 
     def counting(*args: Any, **kwargs: Any) -> Any:
@@ -206,13 +206,13 @@ def counted(engine: Any) -> Iterator[list[int]]:
 
 def fail_in_the_middle(engine: Any, batch: list[TokenSequence], params: ScoreParams) -> str:
     """Score a batch whose first forward pass fails between two layers; return the text of the RuntimeError."""
-    engine._engine.collective_rpc("apply_model", args=(_break_last_layer,))
+    vllm_of(engine).collective_rpc("apply_model", args=(_break_last_layer,))
     try:
         score(engine, batch, params)
     except RuntimeError as error:
         return str(error)
     finally:
-        engine._engine.collective_rpc("apply_model", args=(_repair_last_layer,))
+        vllm_of(engine).collective_rpc("apply_model", args=(_repair_last_layer,))
     return ""
 
 
@@ -225,6 +225,10 @@ def _break_last_layer(model: Any) -> None:
 
 def _repair_last_layer(model: Any) -> None:
     model.broken.remove()
+
+
+def vllm_of(engine: Any) -> Any:
+    return engine._engine
 
 
 # Processes of the engines
@@ -242,9 +246,21 @@ def _load(settings: EngineSettings) -> None:
         _loaded = error
 
 
+def may_share_prompts(engine: Engine, folders: dict[str, str]) -> dict[str, bool]:
+    """Return the verdict on model folders, in this process, which has imported vLLM."""
+    from vllm import EngineArgs
+
+    from teacher_server.engines.vllm import _may_share_prompts
+
+    return {
+        kind: _may_share_prompts(EngineArgs(model=folder, skip_tokenizer_init=True).create_model_config())
+        for kind, folder in folders.items()
+    }
+
+
 def runner(engine: Any) -> str:
     """Return the module of the engine's model runner."""
-    return type(engine._engine.model_executor.driver_worker.worker.model_runner).__module__
+    return type(vllm_of(engine).model_executor.driver_worker.worker.model_runner).__module__
 
 
 def _call(function: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -10,10 +10,11 @@ import argparse
 import os
 import socket
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+from msgspec import structs
 
 from teacher_server.config.settings import ONLY_TEACHER
 from teacher_server.engines.load import EngineSettings, load_engine
@@ -29,18 +30,17 @@ _N_VALID = 2  # valid replies before the fault
 Frames = list[Any]
 
 
-def _edit(frames: Frames, change: Callable[[ScoreReply], None]) -> Frames:
+def _edit(frames: Frames, **changes: Any) -> Frames:
     header = replies.decode(frames[0])
     assert isinstance(header, ScoreReply)
-    change(header)
-    return [replies.encode(header), *frames[1:]]
+    return [replies.encode(structs.replace(header, **changes)), *frames[1:]]
 
 
 def nan(frames: Frames) -> Frames:
     logprobs = np.frombuffer(frames[1], np.uint8).copy()
     logprobs[:] = 0xFF  # every float becomes a NaN
     frames = [frames[0], logprobs.data, *frames[2:]]
-    return _edit(frames, lambda header: header.checksums.__setitem__(0, checksum(frames[1])))
+    return _edit(frames, checksums=[checksum(frame) for frame in frames[1:]])
 
 
 def flipped(frames: Frames) -> Frames:
@@ -56,11 +56,11 @@ def flipped_header(frames: Frames) -> Frames:
 
 
 def wrong_digest(frames: Frames) -> Frames:
-    return _edit(frames, lambda header: setattr(header, "token_digest", os.urandom(16)))
+    return _edit(frames, token_digest=os.urandom(16))
 
 
 def wrong_model(frames: Frames) -> Frames:
-    return _edit(frames, lambda header: setattr(header, "model_fingerprint", "another"))
+    return _edit(frames, model_fingerprint="another")
 
 
 def truncated(frames: Frames) -> Frames:

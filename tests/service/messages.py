@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
+from msgspec import structs
 
 from teacher_server.wire.payload import TopKScores, pack_topk
 from teacher_server.wire.protocol import (
@@ -114,6 +115,4 @@ def make_reply(
     reply = ScoreReply(**fields)
     frames = pack_topk(scores, reply)
     reply.checksums = [checksum(frame) for frame in frames]
-    for name, value in changes.items():
-        setattr(reply, name, value)
-    return reply, frames
+    return structs.replace(reply, **changes), frames

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import zmq
+from msgspec import structs
 
 from teacher_server.broker.broker import Broker
 from teacher_server.wire.payload import unpack_topk
@@ -374,9 +375,7 @@ def test_a_stream_with_a_gap_excludes_its_worker(rig: Rig, second: dict[str, Any
     worker.reply(job_id, *rows_message(request, digest, rows, 0, 10, stream_id, 0), final=False)
     rows = np.zeros((30, second.get("n_cols", V)), np.float32)  # the frame has the size that the header states
     header, frames = rows_message(request, digest, rows, second.get("start", 10), 30, stream_id, 1)
-    for name, value in second.items():
-        setattr(header, name, value)
-    worker.reply(job_id, header, frames)
+    worker.reply(job_id, structs.replace(header, **second), frames)
     assert rig.event("excluded")[1] == "w"
 
 

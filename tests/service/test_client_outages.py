@@ -98,7 +98,7 @@ def test_a_restart_is_detected_by_its_epoch() -> None:
     with ScriptedServer(ignore) as server, client(server, request_timeout_s=60.0) as teacher:
         future = submit(teacher, random_rollouts(1, N_VOCAB)[0])
         wait_until(lambda: server.of(ScoreRequest), 5.0, "the request")
-        time.sleep(0.2)  # a pong has transferred the first epoch
+        wait_until(lambda: teacher.health().n_workers, 5.0, "a pong, which has the first epoch")
         server.script = always_valid
         server.epoch = os.urandom(16)  # over the same connection, as with a proxy
         assert future.result(timeout=5)
@@ -112,7 +112,7 @@ def test_requests_lost_with_a_connection_are_sent_again_at_once(restarts: bool) 
     with ScriptedServer(ignore) as server, client(server, request_timeout_s=60.0) as teacher:
         futures = [submit(teacher, rollout) for rollout in random_rollouts(5, N_VOCAB)]
         wait_until(lambda: len(server.of(ScoreRequest)) == 5, 5.0, "the requests")
-        time.sleep(0.2)
+        wait_until(lambda: teacher.health().n_workers, 5.0, "a pong, which has the first epoch")
         server.script = always_valid
         started_s = time.monotonic()
         server.reconnect(epoch=os.urandom(16) if restarts else b"")
@@ -130,7 +130,7 @@ def test_requests_are_sent_again_after_a_silence() -> None:
         future = submit(teacher, random_rollouts(1, N_VOCAB)[0])
         wait_until(lambda: server.of(ScoreRequest), 5.0, "the request")
         server.replies_to_pings = False
-        time.sleep(1.6)
+        wait_until(lambda: teacher.health().silent_s > 1.5, 5.0, "the silence")
         server.replies_to_pings, server.script = True, always_valid
         assert future.result(timeout=3)
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import signal
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -39,13 +39,15 @@ def test_auto_is_hf_on_a_cpu_and_vllm_on_gpus() -> None:
     assert (default_engine("cpu"), default_engine("cuda:0")) == ("hf", "vllm")
 
 
-def test_the_share_of_a_gpu_bounds_the_engine_hf(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_share_of_a_gpu_bounds_the_engine_hf(
+    torch_sees: Callable[[int], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Fails if the teacher takes memory of a trainer on the same GPU, because torch caches whatever is free."""
     import torch
 
     limits: list[tuple[float, str]] = []
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    torch_sees(2)
     monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", lambda *given: limits.append(given))
     monkeypatch.setattr(hf, "HfEngine", lambda path, **settings: (limits[-1], settings["device"]))
     for device, share in (("cuda:1", 0.25), ("auto", 0.85)):
@@ -79,7 +81,7 @@ def test_wrong_settings_are_errors_that_contain_the_flag(tmp_path: Path, changes
 
 def test_a_missing_vllm_is_an_error_before_loading(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Fails if a host without vllm gives an ImportError, or another engine is used silently."""
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setitem(sys.modules, "vllm", None)
     with pytest.raises(ServerError, match="--engine vllm: .*--engine hf"):
         load_engine(EngineSettings(model=str(tmp_path), max_tokens=10, engine="vllm", device="cpu"))
 

@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -19,7 +18,7 @@ from teacher_server.broker.worker_registry import WorkerEvent
 from teacher_server.cli.supervisor import Supervisor, WorkerCommand
 from teacher_server.errors import ServerError
 from teacher_server.worker.gpus import FoundGpus, WorkerPlan, plan_workers
-from tests.processes import wait_until
+from tests.processes import FOREVER, wait_until
 from tests.service.commands import address, n_scored, run, sent_requests
 from tests.service.harness import TRIVIAL, ServerProcess, command, is_alive, trivial_model
 from tests.unit.test_server_settings import settings_of
@@ -152,7 +151,7 @@ class SleepingWorkers(WorkerCommand):
     """Start processes that never join; the test sends the broker's events about them."""
 
     def argv(self, plan: WorkerPlan, name: str) -> list[str]:
-        return [sys.executable, "-c", "import time; time.sleep(60)"]
+        return [sys.executable, "-c", FOREVER]
 
 
 def test_a_slot_that_is_repeatedly_excluded_ends_the_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -169,9 +168,12 @@ def test_a_slot_that_is_repeatedly_excluded_ends_the_server(tmp_path: Path, monk
         pid = supervisor.pids[0]
         broker.events.put(WorkerEvent("excluded", name, "a NaN in logprobs"))
         supervisor.check()
-        time.sleep(0.1)
-        supervisor.check()  # the process has not exited by itself
-        wait_until(lambda: not is_alive(pid), 5.0, "exit of the excluded worker")
+
+        def has_exited() -> bool:
+            supervisor.check()  # the process does not exit by itself
+            return not is_alive(pid)
+
+        wait_until(has_exited, 5.0, "exit of the excluded worker")
         supervisor.check()
 
     try:
@@ -191,7 +193,7 @@ class WritesItsPath(WorkerCommand):
     """Start processes that write their PYTHONPATH to the file that takes the place of the broker's endpoint."""
 
     def argv(self, plan: WorkerPlan, name: str) -> list[str]:
-        code = f"import os, time; open({self.endpoint!r}, 'w').write(os.environ['PYTHONPATH'] + '\\n'); time.sleep(60)"
+        code = f"import os; open({self.endpoint!r}, 'w').write(os.environ['PYTHONPATH'] + '\\n'); {FOREVER}"
         return [sys.executable, "-c", code]
 
 
@@ -215,8 +217,7 @@ class FailsOnExit(WorkerCommand):
 
     def argv(self, plan: WorkerPlan, name: str) -> list[str]:
         handler = "signal.SIG_IGN" if plan.gpus == ("stubborn",) else "lambda *_: sys.exit(1)"
-        code = f"import signal, sys, time; signal.signal(signal.SIGUSR1, {handler})"
-        code += "; print('up', flush=True); time.sleep(60)"
+        code = f"import signal, sys; signal.signal(signal.SIGUSR1, {handler}); print('up', flush=True); {FOREVER}"
         return [sys.executable, "-c", code]
 
 
@@ -235,10 +236,8 @@ def test_a_dismissed_worker_is_not_replaced_after_any_exit_code(
     monkeypatch.setattr("teacher_server.cli.supervisor._DISMISSED_EXIT_S", 0.2)
     broker, supervisor = supervise(tmp_path, "a,stubborn")
     try:
-        pids, up = supervisor.pids, ""
-        while up.count("up") < 2:  # what a worker prints goes to stderr
-            up += capfd.readouterr().err
-            time.sleep(0.02)
+        pids, printed = supervisor.pids, list[str]()  # what a worker prints goes to stderr
+        wait_until(lambda: printed.append(capfd.readouterr().err) or "".join(printed).count("up") == 2, 20.0, "workers")
         for name in ("w0.0", "w1.0"):
             broker.events.put(WorkerEvent("ready", name, ""))
             broker.events.put(WorkerEvent("dismissed", name, ""))

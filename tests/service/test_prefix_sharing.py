@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import multiprocessing
 from collections.abc import Iterator
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +13,6 @@ import torch
 
 from teacher_server.engines.base import ScoreParams, TokenSequence
 from teacher_server.engines.hf_prefix import SHORTEST_PROMPT
-from teacher_server.engines.vllm import _may_share_prompts, set_vllm_environment
 from teacher_server.wire.payload import TopKScores
 from tests.service.engine_host import VOCAB, Ask, engine_settings, hosted, local, save_engine_model
 
@@ -146,18 +143,7 @@ _HEADS = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32}
 KINDS: dict[str, dict[str, Any]] = {"Qwen3": _SMALL | _HEADS, "Mamba": _SMALL, "FalconH1": _SMALL | _HEADS}
 
 
-def may_share(folders: dict[str, str]) -> dict[str, bool]:
-    """Return the verdict on the model folders, for a process of its own."""
-    set_vllm_environment("cpu", 1)
-    from vllm import EngineArgs
-
-    return {
-        kind: _may_share_prompts(EngineArgs(model=folder, skip_tokenizer_init=True).create_model_config())
-        for kind, folder in folders.items()
-    }
-
-
-def test_vllm_shares_no_prompts_of_models_with_a_recurrent_state(tmp_path: Path) -> None:
+def test_vllm_shares_no_prompts_of_models_with_a_recurrent_state(sharing: Ask, tmp_path: Path) -> None:
     """Fails if a model whose state is more than its KV cache starts behind a cached prompt without that state."""
     import transformers
 
@@ -166,8 +152,7 @@ def test_vllm_shares_no_prompts_of_models_with_a_recurrent_state(tmp_path: Path)
         config = getattr(transformers, f"{kind}Config")(architectures=[f"{kind}ForCausalLM"], **settings)
         config.save_pretrained(tmp_path / kind)
         folders[kind] = str(tmp_path / kind)
-    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
-        assert pool.submit(may_share, folders).result(120) == {"Qwen3": True, "Mamba": False, "FalconH1": False}
+    assert sharing("may_share_prompts", folders) == {"Qwen3": True, "Mamba": False, "FalconH1": False}
 
 
 def sampled_in_float64(model: Path, batch: list[TokenSequence]) -> list[np.ndarray]:

@@ -156,15 +156,14 @@ class ScriptedBroker:
         """Replace the ROUTER by a new one at the same address."""
         self.router.close(linger=0)
         self.router = self._context.socket(zmq.ROUTER)
-        end_s = time.monotonic() + 10
-        while True:  # the old socket releases the port asynchronously
-            try:
+
+        def is_bound() -> bool:  # the old socket releases the port asynchronously
+            with contextlib.suppress(zmq.ZMQError):
                 self.router.bind(f"tcp://127.0.0.1:{self.port}")
-                return
-            except zmq.ZMQError:
-                if time.monotonic() > end_s:
-                    raise
-                time.sleep(0.02)
+                return True
+            return False
+
+        wait_until(is_bound, 10.0, "the port")
 
     def close(self) -> None:
         end_s = time.monotonic() + 10
@@ -401,13 +400,13 @@ def test_a_failed_device_ends_the_worker() -> None:
 
 
 _HANGS = """
-import sys, time
+import threading
 from teacher_server.worker.link import WorkerLink
 from tests.processes import wait_until
 from tests.service.messages import make_hello
 link = WorkerLink("tcp://127.0.0.1:9", make_hello(), compute_timeout_s=0.3)
 with link.computing():
-    time.sleep(60)
+    threading.Event().wait()
 """
 
 

@@ -2,22 +2,14 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
-
-@pytest.fixture
-def gkd_log(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFixture]:
-    """Yield `caplog` with the project's lines, whose loggers do not propagate to its handler."""
-    logger = logging.getLogger("gkd")
-    logger.addHandler(caplog.handler)
-    yield caplog
-    logger.removeHandler(caplog.handler)
+from tests.unit.local_ray import LocalRay
 
 
 @pytest.fixture
@@ -28,3 +20,30 @@ def in_memory(tmp_path: Path) -> Iterator[Path]:
         return
     with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
         yield Path(folder)
+
+
+@pytest.fixture
+def own_handlers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let `gkd.main_gkd.main` leave pytest's handlers of signals as they are."""
+    monkeypatch.setattr("gkd.run.interrupts.install", lambda: None)
+
+
+@pytest.fixture
+def flushed(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Path, int]]:
+    """Return the (path, size) of what was flushed to the disk, in order."""
+    found: list[tuple[Path, int]] = []
+
+    def fsync(descriptor: int, flush: Callable[[int], None] = os.fsync) -> None:
+        flush(descriptor)
+        found.append((Path(os.readlink(f"/proc/self/fd/{descriptor}")), os.fstat(descriptor).st_size))
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    return found
+
+
+@pytest.fixture
+def local_ray(monkeypatch: pytest.MonkeyPatch) -> LocalRay:
+    """Let the functions of `gkd.cluster.calls` wait for calls of `tests.unit.local_ray.Method`."""
+    ray = LocalRay()
+    monkeypatch.setattr("gkd.cluster.calls.ray", ray)
+    return ray

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,12 +14,15 @@ from hypothesis import strategies as st
 from gkd.actor.pool import ActorPool
 from gkd.config.check import check_config
 from gkd.config.load import load_config
-from gkd.errors import ConfigError, WeightSyncError
+from gkd.errors import WeightSyncError
 from gkd.preflight.device import resolve_device
-from gkd.weight_sync import buckets, card, coordinator
+from gkd.weight_sync import buckets, card
 from gkd.weight_sync.buckets import TensorSpec, device_word_sum, host_word_sum
 from gkd.weight_sync.choice import transport_of
+from gkd.weight_sync.coordinator import WeightSync
 from gkd.weight_sync.group import GroupSpec
+from tests.refusals import refuses
+from tests.unit.local_ray import Method
 
 COLOCATE = "trainer.colocate=true"
 VALID = ("data.train_files=[a]", "model.path=m", "trainer.run_dir=r")
@@ -55,25 +58,20 @@ def test_runs_on_shared_cards_use_cuda_ipc(
 )
 def test_cuda_ipc_is_refused_where_it_cannot_work(overrides: list[str]) -> None:
     """Fails if the run starts, and its first weight sync fails or hangs."""
-    with pytest.raises(ConfigError) as caught:
+    with refuses("weight_sync.transport", "ipc"):
         check_config(load_config(None, [*VALID, *overrides, "weight_sync.transport=ipc"]))
-    assert caught.value.key == "weight_sync.transport" and caught.value.value == "ipc"
 
 
-def test_cuda_ipc_is_refused_with_expandable_segments(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cuda_ipc_is_refused_with_expandable_segments(
+    torch_sees: Callable[[int], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Fails if a run whose memory others may be unable to open starts."""
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    torch_sees(1)
     config = load_config(None, [COLOCATE, "weight_sync.transport=ipc", "trainer.device=auto"])
     assert resolve_device(config) == "cuda"
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", EXPANDABLE["PYTORCH_CUDA_ALLOC_CONF"])
-    with pytest.raises(ConfigError) as caught:
+    with refuses("weight_sync.transport"):
         resolve_device(config)
-    assert caught.value.key == "weight_sync.transport"
-
-
-class Method:
-    def __init__(self, function: Any) -> None:
-        self.remote = function
 
 
 class Rank:
@@ -96,25 +94,24 @@ class Rank:
 class Engine:
     def __init__(self) -> None:
         self.specs: list[GroupSpec] = []
-        self.join_groups = Method(lambda specs: setattr(self, "specs", specs))
+        self.join_groups = Method(self.join)
         self.receive = Method(lambda plans, version, content: 8)
         self.digests = Method(lambda: {"a": "1"})
 
+    def join(self, specs: list[GroupSpec]) -> None:
+        self.specs = specs
 
-def test_each_rank_sends_to_the_worker_on_its_card(monkeypatch: pytest.MonkeyPatch) -> None:
+
+@pytest.mark.usefixtures("local_ray")
+def test_each_rank_sends_to_the_worker_on_its_card() -> None:
     """Fails if a handle reaches another card, a rank waits in a group whose engine is lost, or no rank is left that
     keeps the weights for it.
     """
-
-    def gather(refs: Mapping[str, Any], what: str, timeout_s: float) -> dict[str, Any]:
-        return dict(refs)
-
-    monkeypatch.setattr(coordinator, "gather", gather)
     ranks, engines = [Rank(i) for i in range(4)], [Engine(), Engine()]
     settings = [COLOCATE, "trainer.n_gpus_per_node=4", "rollout.n_gpus_per_node=4", "rollout.tp=2"]
     config = load_config(None, settings)
     pool = ActorPool(ranks, config)
-    sync = coordinator.WeightSync(pool.exporters("cuda"), engines, config, "cuda", 60)
+    sync = WeightSync(pool.exporters("cuda"), engines, config, "cuda", 60)
     members = [spec for engine in engines for spec in engine.specs]
     for rank, member in zip(ranks, members, strict=True):
         assert rank.spec is not None and rank.spec.port == member.port

@@ -170,9 +170,8 @@ def test_an_invalid_file_is_refused(tmp_path: Path, text: str) -> None:
     file.write_text(text)
     with refuses("--config"):
         load_config(file)
-    with pytest.raises(ConfigError) as caught:
+    with refuses("--config", str(tmp_path / "absent.yaml")):
         load_config(tmp_path / "absent.yaml")
-    assert (caught.value.key, caught.value.value) == ("--config", str(tmp_path / "absent.yaml"))
 
 
 @pytest.mark.parametrize(
@@ -363,9 +362,8 @@ def test_an_invalid_file_is_refused(tmp_path: Path, text: str) -> None:
 )
 def test_contradictions_between_keys_are_found_before_anything_starts(overrides: list[str], key: str) -> None:
     """Fails if a contradiction is found by a rank that hangs or crashes minutes later."""
-    with pytest.raises(ConfigError) as caught:
+    with refuses(key):
         check_config(load_config(None, [*MINIMAL, *overrides]))
-    assert caught.value.key == key
 
 
 @pytest.mark.parametrize(
@@ -509,9 +507,8 @@ def test_every_bound_refuses_the_next_number() -> None:
     wrong = [(name, value) for name, each in all_keys().items() for value in outside(each)]
     assert len(wrong) > 60
     for name, value in wrong:
-        with pytest.raises(ConfigError) as caught:
+        with refuses(name):
             check_config(with_values(load_config(None, MINIMAL), {name: value}))
-        assert caught.value.key == name, (name, value)
 
 
 def test_bounds_accept_what_they_include() -> None:

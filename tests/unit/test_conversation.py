@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import json
 import random
-import subprocess
-import sys
 from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from gkd import main_gkd
 from gkd.config.schema_sections import DataConfig
 from gkd.data.conversation import ROLES, read_conversation
 from gkd.data.prompts import load_prompts
@@ -128,9 +128,8 @@ def test_the_last_assistant_message_is_the_response_if_the_key_is_empty(tmp_path
     assert CHATML.decode(prompt.token_ids) == RENDERED
     assert CHATML.decode(prompt.response_ids) == "Four.</s>"
     assert load(tmp_path, value, response_key="").response_ids is None, "an on-policy run needs no response"
-    with pytest.raises(ConfigError) as caught:
+    with refuses("data.response_key"):
         load(tmp_path, [USER], ends=[end], response_key="")
-    assert caught.value.key == "data.response_key"
     row = {"prompt": [USER], "completion": [{"role": "assistant", "content": "4"}]}
     assert CHATML.decode(load(tmp_path, row, ends=[end], response_key="completion").response_ids) == "4</s>"
     with pytest.raises(ConfigError, match=r"p\.jsonl:1"):
@@ -161,9 +160,8 @@ def test_a_rendered_text_is_used_as_it_is(tmp_path: Path, name: str) -> None:
 @pytest.mark.parametrize("name", ["inst", "headers", "turns"])
 def test_the_beginning_alone_is_not_a_rendered_text(tmp_path: Path, name: str) -> None:
     """Fails if a text that begins with a tag of HTML is used without the template, and its tag as a special token."""
-    with pytest.raises(ConfigError) as caught:
+    with refuses("data.prompt_key"):
         load(tmp_path, "<s>struck out", tokenizer(FAMILIES[name]))
-    assert caught.value.key == "data.prompt_key"
     assert text(tmp_path, "struck <b>out", tokenizer(FAMILIES[name])).count("<s>") == 1
     listed = '[{"from": "a@b.c", "subject": "x"}]'
     assert "user" in text(tmp_path, listed) and listed in text(tmp_path, listed), "JSON of something else is a text"
@@ -176,9 +174,8 @@ def test_variables_of_the_template_are_set(tmp_path: Path) -> None:
     assert text(tmp_path, "Q", made, **off).endswith("assistant\n<think></think>")
     assert text(tmp_path, "Q", made).endswith("assistant\n")
     for other, setting in ((CHATML, "auto"), (tokenizer(), "auto"), (made, "never")):
-        with pytest.raises(ConfigError) as caught:
+        with refuses("data.chat_template_kwargs.enable_thinking"):
             load(tmp_path, "Q", other, chat_template=setting, **off)
-        assert caught.value.key == "data.chat_template_kwargs.enable_thinking"
 
 
 SYSTEM = {"role": "system", "content": "Be brief."}
@@ -430,22 +427,25 @@ def test_large_files_are_read_by_row_and_by_column(tmp_path: Path) -> None:
         load_prompts([str(tmp_path / "a.jsonl")], DataConfig(), plain, "data.train_files")
 
 
-def test_show_prompts_prints_what_the_models_read(tmp_path: Path) -> None:
+def test_show_prompts_prints_what_the_models_read(
+    tmp_path: Path, own_handlers: None, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Fails if the preview starts a process, needs a teacher, or hides the teacher's prompt, response or conversion."""
     CHATML.save_pretrained(tmp_path / "model")
     value = [{"from": "human", "value": "What is 2+2?"}, {"from": "gpt", "value": "Four."}]
     (tmp_path / "p.jsonl").write_text(json.dumps({"chat": value}) + "\n" + json.dumps({"chat": "b"}) + "\n")
     (tmp_path / "c.yaml").write_text("teacher: {prompt_template: '{prompt} Be brief.'}\n")
-    command = [sys.executable, "-m", "gkd.main_gkd", "--config", str(tmp_path / "c.yaml"), "--show-prompts", "1"]
-    command += [f"model.path={tmp_path / 'model'}", f"data.train_files=[{tmp_path / 'p.jsonl'}]"]
-    command += ["data.prompt_key=chat", "data.response_key=", "distill.on_policy_share=0.5"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert RENDERED in done.stdout and RENDERED.replace("2+2?", "2+2? Be brief.") in done.stdout
-    assert "Four.</s>" in done.stdout and "ShareGPT" in done.stdout and str(CHATML.encode("W")[0]) in done.stdout
-    done = subprocess.run([*command, "--show-prompts", "0"], capture_output=True, text=True, timeout=300, cwd=tmp_path)
-    assert done.returncode == 2 and not done.stdout, "a run would start"
-    done = subprocess.run(
-        [*command, "data.prompt_key=absent"], capture_output=True, text=True, timeout=300, cwd=tmp_path
-    )
-    assert done.returncode == 2 and "data.prompt_key" in done.stderr and not done.stdout
+    words = ["--config", str(tmp_path / "c.yaml"), "--show-prompts", "1"]
+    words += [f"model.path={tmp_path / 'model'}", f"data.train_files=[{tmp_path / 'p.jsonl'}]"]
+    words += ["data.prompt_key=chat", "data.response_key=", "distill.on_policy_share=0.5"]
+    children = psutil.Process().children()
+    assert main_gkd.main(words) == 0 and psutil.Process().children() == children
+    out = capsys.readouterr().out
+    assert RENDERED in out and RENDERED.replace("2+2?", "2+2? Be brief.") in out
+    assert "Four.</s>" in out and "ShareGPT" in out and str(CHATML.encode("W")[0]) in out
+    assert main_gkd.main([*words, "data.prompt_key=absent"]) == 2
+    told = capsys.readouterr()
+    assert "data.prompt_key" in told.err and not told.out
+    with pytest.raises(SystemExit) as ended:
+        main_gkd.main([*words, "--show-prompts", "0"])
+    assert ended.value.code == 2 and not capsys.readouterr().out, "a run would start"

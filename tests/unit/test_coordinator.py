@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 from gkd.config.load import load_config
 from gkd.errors import GkdError, RankFailed, RankTimeout, SenderFailed, TransferCutOff, WeightSyncError
-from gkd.weight_sync import coordinator
 from gkd.weight_sync.buckets import TensorSpec
+from gkd.weight_sync.coordinator import WeightSync
+from tests.unit.local_ray import LocalRay, Method, Ref
 
-
-class Method:
-    """`worker.method.remote(...)` returns the fake's result instead of a handle."""
-
-    def __init__(self, function: Any) -> None:
-        self.remote = function
+CUT_OFF = TransferCutOff("connection closed by peer")
+DIED = RankFailed("the process died")
+NO_MEMORY = WeightSyncError("no shared memory")
 
 
 class Exporter:
@@ -35,53 +33,55 @@ class Exporter:
         self.rendezvous = Method(lambda: ("here", 1))
         self.join_group = Method(lambda spec: spec.transport)
         self.send_weights = Method(send)
+        self.send_kept = Method(lambda spec, contents: digests)
 
 
 class Engine:
-    def __init__(self, digests: dict[str, str]) -> None:
+    def __init__(self, digests: dict[str, str] | None = None) -> None:
         self.ranks: list[int] = []
         self.join_groups = Method(lambda specs: self.ranks.extend(spec.rank for spec in specs))
         self.receive = Method(lambda plans, version, content: 16)
-        self.digests = Method(lambda: digests)
+        self.digests = Method(lambda: digests or {"a": "1", "b": "2", "c": "3"})
 
 
-def gather(refs: Mapping[str, Any], what: str, timeout_s: float) -> dict[str, Any]:
-    return dict(refs)
+def make(engines: list[Engine], *settings: str) -> tuple[WeightSync, list[Exporter]]:
+    """Return the sync of two stages' senders, with the senders."""
+    exporters = [Exporter({"a": "1", "b": "2"}), Exporter({"c": "3"})]
+    return WeightSync([[e] for e in exporters], engines, load_config(None, list(settings)), "cpu", 60), exporters
 
 
-STAGES = [{"a": "1", "b": "2"}, {"c": "3"}]
-
-
-def make(monkeypatch: pytest.MonkeyPatch, engines: list[Engine], verify: str) -> coordinator.WeightSync:
-    monkeypatch.setattr(coordinator, "gather", gather)
-    config = load_config(None, [f"weight_sync.verify={verify}", "rollout.tp=2"])
-    return coordinator.WeightSync([[Exporter(stage)] for stage in STAGES], engines, config, "cpu", 60)
+def first(n: int, error: GkdError, then: Callable[..., Any]) -> Method:
+    """Return a method of which the first n calls fail."""
+    left = [error] * n
+    return Method(lambda *args: Ref(error=left.pop()) if left else then(*args))
 
 
 @pytest.mark.parametrize(("verify", "expected"), [("always", [3, 3, 3]), ("first", [3, 3, 0]), ("never", [0, 0, 0])])
-def test_syncs_are_verified_as_configured(monkeypatch: pytest.MonkeyPatch, verify: str, expected: list[int]) -> None:
+@pytest.mark.usefixtures("local_ray")
+def test_syncs_are_verified_as_configured(verify: str, expected: list[int]) -> None:
     """Fails if weight_sync.verify has no effect, or `first` verifies only the sync before any training step."""
-    engines = [Engine({"a": "1", "b": "2", "c": "3"}) for _ in range(2)]
-    sync = make(monkeypatch, engines, verify)
+    engines = [Engine() for _ in range(2)]
+    sync, _ = make(engines, f"weight_sync.verify={verify}", "rollout.tp=2")
     assert [sync.push(version).verified_tensors for version in range(3)] == expected
     assert [engine.ranks for engine in engines] == [[1, 1], [3, 3]], "each engine's two workers have ranks of their own"
 
 
 @pytest.mark.parametrize("digests", [{"a": "1", "b": "x", "c": "3"}, {"a": "1", "c": "3"}])
-def test_a_difference_in_any_engine_stops_the_run(monkeypatch: pytest.MonkeyPatch, digests: dict[str, str]) -> None:
+@pytest.mark.usefixtures("local_ray")
+def test_a_difference_in_any_engine_stops_the_run(digests: dict[str, str]) -> None:
     """Fails if the run continues although an engine has different weights than the trained student."""
-    sync = make(monkeypatch, [Engine({"a": "1", "b": "2", "c": "3"}), Engine(digests)], "first")
+    sync, _ = make([Engine(), Engine(digests)], "weight_sync.verify=first")
     with pytest.raises(WeightSyncError, match=r"rollout engine 1.*\['b'\]"):
         sync.push(0)
 
 
-def test_adapters_follow_the_base_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("local_ray")
+def test_adapters_follow_the_base_alone() -> None:
     """Fails if the base is sent again after the first sync, adapters are not, or a changed base passes verification."""
-    monkeypatch.setattr(coordinator, "gather", gather)
     held = {"a": "1", "q.lora_A.weight": "2"}
     exporter, engine = Exporter({"a": "1"}, {"q.lora_A.weight": "2"}), Engine(held)
     config = load_config(None, ["weight_sync.lora=adapters", "actor.lora.rank=4", "weight_sync.verify=always"])
-    sync = coordinator.WeightSync([[exporter]], [engine], config, "cpu", 60)
+    sync = WeightSync([[exporter]], [engine], config, "cpu", 60)
     assert [sync.push(version).n_bytes for version in range(3)] == [32, 16, 16]
     assert exporter.sent == ["base", "adapters", "adapters", "adapters"]
     held["a"] = "another base"
@@ -89,49 +89,30 @@ def test_adapters_follow_the_base_alone(monkeypatch: pytest.MonkeyPatch) -> None
         sync.push(3)
 
 
-def test_a_sender_that_dies_while_it_restores_an_engine_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("local_ray")
+def test_a_sender_that_dies_while_it_restores_an_engine_is_named() -> None:
     """Fails if the engine is started again, and blamed in the end, for the death of an actor rank."""
-    engine = Engine({"a": "1", "b": "2", "c": "3"})
-    sync = make(monkeypatch, [engine], "never")
+    engine = Engine()
+    sync, exporters = make([engine], "weight_sync.verify=never")
     sync.push(1)
-    for stage, exporters in zip(STAGES, sync._exporters, strict=True):
-        exporters[0].send_kept = Method(lambda spec, contents, sent=stage: sent)
     assert sync.restore_engine(0, engine) == 1
-
-    def dying_gather(refs: Mapping[str, Any], what: str, timeout_s: float) -> dict[str, Any]:
-        if "actor stage 1" in refs and what == "restoring the weights":
-            raise DIED if len(refs) == 1 else CUT_OFF  # Ray reports the engine's broken connection first
-        return dict(refs)
-
-    monkeypatch.setattr(coordinator, "gather", dying_gather)
+    exporters[1].send_kept = Method(lambda spec, contents: Ref(error=DIED, late=True))
+    engine.receive = first(9, CUT_OFF, lambda *_: 16)  # Ray reports the engine's broken connection first
     with pytest.raises(SenderFailed, match=str(DIED)):
         sync.restore_engine(0, engine)
 
 
-def test_a_sync_that_takes_too_long_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_sync_that_takes_too_long_ends_the_run(local_ray: LocalRay) -> None:
     """Fails if weight_sync.timeout_s has no effect, a hang is taken for a lost engine, or the groups are used again."""
-    engine = Engine({"a": "1", "b": "2", "c": "3"})
-    monkeypatch.setattr(coordinator, "gather", gather)
-    config = load_config(None, ["weight_sync.verify=never", "weight_sync.timeout_s=7"])
-    sync = coordinator.WeightSync([[Exporter(stage)] for stage in STAGES], [engine], config, "cpu", 60)
-
-    def hanging_gather(refs: Mapping[str, Any], what: str, timeout_s: float) -> dict[str, Any]:
-        if what == "weight sync":
-            raise RankTimeout(f"{timeout_s}")
-        return dict(refs)
-
-    monkeypatch.setattr(coordinator, "gather", hanging_gather)
+    engine = Engine()
+    sync, _ = make([engine], "weight_sync.verify=never", "weight_sync.timeout_s=7")
+    received, engine.receive = engine.receive, Method(lambda *_: Ref(hangs=True))
     with pytest.raises(RankTimeout) as caught:
         sync.push(1)
-    assert float(str(caught.value)) == 7
-    monkeypatch.setattr(coordinator, "gather", gather)
+    assert local_ray.waits_s == [pytest.approx(7, abs=0.5)] and caught.value.late == ("rollout engine 0",)
+    engine.receive = received
     sync.push(1)
     assert engine.ranks == [1, 1, 1, 1], "two groups at the start, and two new ones"
-
-
-CUT_OFF = TransferCutOff("connection closed by peer")
-DIED = RankFailed("the process died")
-NO_MEMORY = WeightSyncError("no shared memory")
 
 
 @pytest.mark.parametrize(
@@ -143,70 +124,47 @@ NO_MEMORY = WeightSyncError("no shared memory")
         (CUT_OFF, CUT_OFF, CUT_OFF),
     ],
 )
+@pytest.mark.usefixtures("local_ray")
 def test_the_member_that_failed_first_is_the_cause(
-    monkeypatch: pytest.MonkeyPatch, sender: GkdError, engine: GkdError, expected: GkdError | str
+    sender: GkdError, engine: GkdError, expected: GkdError | str
 ) -> None:
     """Fails if a dead actor rank, which Ray reports late, or a shortage is hidden by the broken connections."""
-    now, late = {"engine": engine}, {"sender": sender}
-
-    def late_gather(refs: Mapping[str, Any], what: str, timeout_s: float) -> dict[str, Any]:
-        for name in refs:
-            if name in now:
-                raise now[name]
-            if name in late and len(refs) == 1:
-                raise late[name]
-        return dict(refs)
-
-    sync = make(monkeypatch, [Engine({})], "never")
-    monkeypatch.setattr(coordinator, "gather", late_gather)
+    receiver = Engine()
+    sync, exporters = make([receiver], "weight_sync.verify=never")
+    exporters[0].send_weights = Method(lambda *_: Ref(error=sender, late=True))
+    receiver.receive = Method(lambda *_: Ref(error=engine))
     with pytest.raises(GkdError) as caught:
-        sync._gather({"sender": 1}, {"engine": 2}, "weight sync", 60.0)
+        sync.push(1)
     assert caught.value is expected or expected in str(caught.value).split()
 
 
-JOINING = "joining the weight-sync groups"
-
-
-def test_a_sender_leaves_the_call_before_it_is_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_sender_leaves_the_call_before_it_is_repeated(local_ray: LocalRay) -> None:
     """Fails if the next call of a sender waits behind one with a dead engine, so that the others time out, or a sender
     that died meanwhile is taken for a lost engine.
     """
-    waits: list[float] = []
-    left: GkdError = CUT_OFF
-
-    def slow_gather(refs: Mapping[str, Any], what: str, timeout_s: float) -> dict[str, Any]:
-        if set(refs) == {"sender"}:
-            waits.append(timeout_s)
-            raise left
-        raise DIED
-
-    sync = make(monkeypatch, [Engine({})], "never")
-    monkeypatch.setattr(coordinator, "gather", slow_gather)
+    engine = Engine()
+    sync, exporters = make([engine], "weight_sync.verify=never")
+    engine.receive = Method(lambda *_: Ref(error=DIED))
+    exporters[0].send_weights = Method(lambda *_: Ref(hangs=True))
     with pytest.raises(WeightSyncError) as caught:
-        sync._gather({"sender": 1}, {"rollout engine 0": 2}, JOINING, 60.0)
-    assert caught.value.lost == {0: DIED} and len(waits) == 1 and 60 < waits[0] <= coordinator._LEAVE_S
-    left = SenderFailed("the rank died")
+        sync.push(1)
+    assert caught.value.lost == {0: DIED} and len(local_ray.waits_s) == 1 and local_ray.waits_s[0] > 60
+    engine.join_groups = Method(lambda *_: Ref(error=DIED))
+    exporters[0].join_group = Method(lambda *_: Ref(error=SenderFailed("the rank died"), late=True))
     with pytest.raises(SenderFailed):
-        sync._gather({"sender": 1}, {"rollout engine 0": 2}, JOINING, 60.0)
+        sync.push(1)
 
 
 @pytest.mark.parametrize("n_failures", [1, 2])
-def test_members_that_missed_each_other_join_once_more(monkeypatch: pytest.MonkeyPatch, n_failures: int) -> None:
+@pytest.mark.usefixtures("local_ray")
+def test_members_that_missed_each_other_join_once_more(n_failures: int) -> None:
     """Fails if a member that was late for new groups ends the run, or groups that never form are tried forever."""
-    engine = Engine({"a": "1", "b": "2", "c": "3"})
-    sync = make(monkeypatch, [engine], "never")
-    failures = [NO_MEMORY] * n_failures
-
-    def late_gather(refs: Mapping[str, Any], what: str, timeout_s: float) -> dict[str, Any]:
-        if what == JOINING and len(refs) > 1 and failures:
-            raise failures.pop()
-        return dict(refs)
-
-    monkeypatch.setattr(coordinator, "gather", late_gather)
-    sync._stale = True
+    engine = Engine()
+    sync, exporters = make([engine], "weight_sync.verify=never")
+    exporters[0].join_group = first(n_failures, NO_MEMORY, lambda spec: spec.transport)
     if n_failures == 1:
-        sync.push(1)
+        sync.push(1, {0: engine, 1: Engine()})
         assert len(engine.ranks) == 2 * 3, "groups of two stages: at the start, late, and once more"
     else:
         with pytest.raises(WeightSyncError):
-            sync.push(1)
+            sync.push(1, {0: engine, 1: Engine()})

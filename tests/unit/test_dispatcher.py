@@ -5,23 +5,21 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 from gkd.config.load import load_config
 from gkd.config.schema import Config
 from gkd.errors import ClusterError, DataError, RankFailed
-from gkd.rollout.driver import dispatcher as dispatcher_module
 from gkd.rollout.driver.pool import RolloutPool
 from gkd.rollout.driver.stream import JobStream
-from gkd.rollout.engine.worker import RolloutWorker
 from gkd.types import Prompt, Rollout, RolloutChunk, VersionSpan
 from tests.processes import wait_until
+from tests.unit.local_ray import Method, worker_of
 
+pytestmark = pytest.mark.usefixtures("local_ray")
 N, N_GROUPS, SLOTS = 2, 2, 4
 
 
@@ -87,33 +85,14 @@ class Engine:
         """Do nothing: this engine is never asleep."""
 
 
-class Method:
-    """A method of a worker as a Ray handle has it; the result itself stands for its reference."""
-
-    def __init__(self, call: Callable[..., Any]) -> None:
-        self.remote = call
-
-    def options(self, **_: Any) -> Method:
-        return self
-
-
 class Handle:
     """Handle of a real `RolloutWorker`."""
 
-    def __init__(self, config: Config, index: int, pace_s: float = 0.001, dies_at: int | None = None) -> None:
-        worker = RolloutWorker(index)
-        worker._set_up(config, torch.device("cpu"), Path("not_there"))
+    def __init__(self, config: Config, pace_s: float = 0.001, dies_at: int | None = None) -> None:
         self.engine = Engine(pace_s, dies_at)
-        worker._set_engine(self.engine)  # type: ignore[arg-type]
+        worker = worker_of(self.engine, config)
         self.open_stream, self.close_stream = Method(worker.open_stream), Method(worker.close_stream)
         self.admit, self.stream, self.waiting = Method(worker.admit), Method(worker.stream), Method(worker.waiting)
-
-
-@pytest.fixture(autouse=True)
-def without_ray(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dispatcher_module, "gather", lambda refs, *_: refs)
-    monkeypatch.setattr(dispatcher_module, "fetch", lambda ref, _: ref)
-    monkeypatch.setattr(dispatcher_module, "answers", lambda refs, _: refs)
 
 
 def settings(*overrides: str) -> Config:
@@ -150,7 +129,7 @@ def rollouts_of(chunk: RolloutChunk) -> Iterator[Rollout]:
 def test_any_number_of_engines_answers_each_prompt_once(n_engines: int) -> None:
     """Fails if a sample is lost, repeated, or in another group's chunk, or a second batch finds an engine occupied."""
     config = settings()
-    handles = [Handle(config, i) for i in range(n_engines)]
+    handles = [Handle(config) for i in range(n_engines)]
     pool = RolloutPool(handles, config, N_GROUPS)
     for n_prompts in (40, 3):
         answers = generate(pool, n_prompts)
@@ -161,7 +140,7 @@ def test_any_number_of_engines_answers_each_prompt_once(n_engines: int) -> None:
 def test_a_slow_engine_gets_fewer_prompts() -> None:
     """Fails if prompts are dealt by place: the slow engine makes its first step after the other has most prompts."""
     config = settings("trainer.global_batch_size=8")
-    fast, slow = Handle(config, 0), Handle(config, 1)
+    fast, slow = Handle(config), Handle(config)
     slow.engine.may_step = lambda: len(fast.engine.started) >= 160
     answers = generate(RolloutPool([fast, slow], config, N_GROUPS), 200)
     assert len(answers) == 200 * N
@@ -171,8 +150,8 @@ def test_a_slow_engine_gets_fewer_prompts() -> None:
 def test_the_prompts_of_a_dead_engine_are_answered_by_the_others() -> None:
     """Fails if a prompt of an engine that died is lost, or a sample that it had returned is returned again."""
     config = settings("rollout.max_restarts=1")
-    dead, healthy = Handle(config, 0, dies_at=5), Handle(config, 1)
-    again = Handle(config, 0)
+    dead, healthy = Handle(config, dies_at=5), Handle(config)
+    again = Handle(config)
     pool = RolloutPool([dead, healthy], config, N_GROUPS)
     may_start = threading.Event()
 
@@ -199,7 +178,7 @@ def test_the_prompts_of_a_dead_engine_are_answered_by_the_others() -> None:
 def test_a_stream_that_ends_too_early_ends_the_job(n_items: int) -> None:
     """Fails if the prompts of an engine that ends its stream, or the sequences without their sizes, are waited for."""
     config = settings()
-    handle = Handle(config, 0)
+    handle = Handle(config)
     handle.stream = Method(lambda: iter([[]] * n_items))
     with pytest.raises(ClusterError) as caught:
         generate(RolloutPool([handle], config, N_GROUPS), 3)
@@ -218,7 +197,7 @@ def take(stream: JobStream, n: int) -> list[int]:
 def test_a_batch_does_not_wait_for_the_prompts_of_a_stream() -> None:
     """Fails if an evaluation during a stream waits for all its prompts, or gets its chunks."""
     config = settings()
-    pool = RolloutPool([Handle(config, i) for i in range(2)], config, N_GROUPS)
+    pool = RolloutPool([Handle(config) for i in range(2)], config, N_GROUPS)
     stream = pool.open_stream(n=N, temperature=1.0, seed=0)
     with pytest.raises(ClusterError):
         pool.open_stream(n=N, temperature=1.0, seed=0)
@@ -237,7 +216,7 @@ def test_a_batch_does_not_wait_for_the_prompts_of_a_stream() -> None:
 def test_prompts_that_no_engine_has_started_are_known(n_engines: int) -> None:
     """Fails if a prompt that will be generated by newer weights counts as started, or a started one does not."""
     config = settings()
-    handles, may_step = [Handle(config, i) for i in range(n_engines)], threading.Event()
+    handles, may_step = [Handle(config) for i in range(n_engines)], threading.Event()
     for handle in handles:
         handle.engine.may_step = may_step.is_set  # each starts what fits, and then waits in a step
     pool = RolloutPool(handles, config, N_GROUPS)
@@ -255,7 +234,7 @@ def test_prompts_that_no_engine_has_started_are_known(n_engines: int) -> None:
 def test_a_reader_without_a_time_limit_is_woken_by_close() -> None:
     """Fails if the thread that reads a stream has to poll, or never ends."""
     config = settings()
-    pool = RolloutPool([Handle(config, 0)], config, N_GROUPS)
+    pool = RolloutPool([Handle(config)], config, N_GROUPS)
     stream = pool.open_stream(n=N, temperature=1.0, seed=0)
     results: list[list[RolloutChunk]] = []
     reader = threading.Thread(target=lambda: results.append(stream.finished()))
@@ -268,7 +247,7 @@ def test_a_reader_without_a_time_limit_is_woken_by_close() -> None:
 def test_every_job_gets_the_error_of_a_refused_prompt() -> None:
     """Fails if a batch waits for an engine whose stream has ended with an error, or the next stream has it, too."""
     config = settings()
-    pool = RolloutPool([Handle(config, i) for i in range(2)], config, N_GROUPS)
+    pool = RolloutPool([Handle(config) for i in range(2)], config, N_GROUPS)
     stream = pool.open_stream(n=N, temperature=1.0, seed=0)
     stream.admit([Prompt(999, np.ones(1, np.int32))], prompt_indices=[0])
     for _ in range(2):

@@ -81,7 +81,7 @@ def test_each_row_has_the_temperature_of_its_route(signal: Signal, fused: bool) 
             if (table := getattr(at, name)) is not None:
                 mixed = getattr(targets, name).clone()
                 mixed[rows] = table[rows]
-                setattr(targets, name, mixed)
+                targets = dataclasses.replace(targets, **{name: mixed})
         values, scalar = written_out(LossSpec(terms, temperature=temperature), batch, signal, logits)
         expected_total = expected_total + values["total"][rows].sum()
         slopes = slopes + torch.autograd.grad(scalar, logits)[0] * rows[:, None]

@@ -19,14 +19,14 @@ RUN = "0123456789abcdef"
 SHARED_MEMORY = Path("/dev/shm")
 # An engine with one child. Both map memory, and the child has a semaphore that its sibling could open by name.
 CHILD = """
-import multiprocessing, time
+import multiprocessing, threading
 from multiprocessing.shared_memory import SharedMemory
 memory, lock = SharedMemory(create=True, size=64), multiprocessing.get_context("spawn").Lock()
 print(memory.name, "sem." + lock._semlock.name.strip("/"), flush=True)
-time.sleep(600)
+threading.Event().wait()
 """
 ENGINE = f"""
-import subprocess, sys, time
+import subprocess, sys, threading
 from multiprocessing.shared_memory import SharedMemory
 from gkd.rollout.vllm.files import engine_folder, link_shared_memory
 memory = SharedMemory(create=True, size=64)
@@ -37,7 +37,7 @@ engine_folder().mkdir()
 link_shared_memory(engine_folder())
 link_shared_memory(engine_folder())  # as at the end of a run
 print(memory.name, names, flush=True)
-time.sleep(600)
+threading.Event().wait()
 """
 
 

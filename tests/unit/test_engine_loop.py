@@ -10,12 +10,10 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 from gkd.config.load import load_config
 from gkd.data.chunks import decode_sizes
@@ -23,11 +21,11 @@ from gkd.data.prompt_codec import encode_prompts
 from gkd.errors import ClusterError, DataError, WeightSyncError
 from gkd.rollout.engine.coalesce import Coalescer
 from gkd.rollout.engine.loop import EngineLoop
-from gkd.rollout.engine.worker import RolloutWorker
 from gkd.rollout.messages import Job, Sampling
 from gkd.rollout.vllm.sampling import Request
 from gkd.types import Prompt, Rollout, VersionSpan
 from tests.processes import wait_until
+from tests.unit.local_ray import worker_of
 
 N = 2
 SAMPLING = Sampling(N, 1.0, 1.0, 8, seed=0)
@@ -541,13 +539,11 @@ def test_closing_the_generator_ends_the_stream() -> None:
 def test_a_streamed_prompt_is_returned_as_rollouts_and_sizes() -> None:
     """Fails if a chunk has the wrong group or sizes, an engine opens two streams, or the backlog ignores
     rollout.max_num_seqs."""
-    worker = RolloutWorker(3)
-    worker._set_up(load_config(None, ["rollout.max_num_seqs=2"]), torch.device("cpu"), Path("not_there"))
-    worker._set_engine(Engine())  # type: ignore[arg-type]
-    with pytest.raises(ClusterError, match="rollout engine 3"):
+    worker = worker_of(Engine(), load_config(None, ["rollout.max_num_seqs=2"]))
+    with pytest.raises(ClusterError, match="rollout engine 0"):
         next(iter(worker.stream()))
     worker.open_stream(5, 4, 3)
-    with pytest.raises(ClusterError, match="rollout engine 3"):
+    with pytest.raises(ClusterError, match="rollout engine 0"):
         worker.open_stream(6, 4, 3)
     worker.admit(4, JOB, encode_prompts(prompts(9), [8]), False)  # of a stream that is closed
     worker.admit(5, JOB, encode_prompts(prompts(4, 1), [6, 9]), False)

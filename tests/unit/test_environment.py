@@ -20,6 +20,7 @@ from gkd.preflight.environment import PACKAGES, describe_start, git_state
 from gkd.run.checkpoints import TrainerState
 from gkd.run.folder import RunFolder
 from gkd.run.open import open_run_folder
+from tests.refusals import refuses
 from tests.unit.checkpoint_files import written
 
 ROOT = Path(__file__).parents[2]
@@ -116,18 +117,16 @@ def test_new_rows_do_not_bend_a_schedule(tmp_path: Path) -> None:
     settings = ("trainer.global_batch_size=1", "actor.optim.schedule=cosine", "data.allow_changed_files=true")
     of_run(tmp_path, *settings)
     resume(tmp_path, ROWS.replace("a", "c"), *settings)
-    with pytest.raises(ConfigError) as caught:
+    with refuses("actor.optim.schedule"):
         resume(tmp_path, ROWS + ROWS, *settings)
-    assert caught.value.key == "actor.optim.schedule"
 
 
 def test_responses_in_flight_are_not_judged_by_other_rows(tmp_path: Path) -> None:
     """Fails if a reward compares a response that a checkpoint holds with the answer of another row."""
     reward = ("reward.functions=[{path: exact_match}]", "data.allow_changed_files=true")
     of_run(tmp_path, *reward, "trainer.scheduler=one_step_off")
-    with pytest.raises(ConfigError) as caught:
+    with refuses("data.train_files"):
         resume(tmp_path, ROWS + ROWS, *reward, "trainer.scheduler=one_step_off")
-    assert caught.value.key == "data.train_files"
 
 
 def test_a_branch_refuses_changed_data(tmp_path: Path) -> None:

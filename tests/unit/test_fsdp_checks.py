@@ -127,13 +127,11 @@ def test_changes_to_logits_named_in_config_json(folders: Path, qwen3: Path) -> N
 
     def probe_folder(folder: Path, **changes: Any) -> None:
         hf = build_on_meta(folder, dtype=torch.float32, packing=False)
-        for name, value in changes.items():
-            setattr(hf.config, name, value)
+        hf.config.update(changes)
         probe_on_meta(hf, n_layers=len(layer_list(hf)), packing=False, fused=True)
 
-    with pytest.raises(ConfigError) as caught:
+    with refuses("actor.fused_lm_head"):
         probe_folder(folders / "gemma2")
-    assert caught.value.key == "actor.fused_lm_head"
     probe_folder(folders / "gemma2", final_logit_softcapping=None)
     # A key that the model's code does not read has no effect.
     probe_folder(qwen3, logits_scaling=8.0, final_logit_softcapping=30.0, logit_scale="inv_sqrt_d_model")
@@ -285,9 +283,8 @@ def test_a_broken_folder_is_named(qwen3: Path, tmp_path: Path) -> None:
 def test_sequences_longer_than_the_model_are_refused(qwen3: Path) -> None:
     """Fails if positions beyond the model's are trained silently."""
     config = with_values(_config(qwen3), {"data.max_response_length": 33})
-    with pytest.raises(ConfigError) as caught:
+    with refuses("data.max_response_length"):
         check_student(config)
-    assert caught.value.key == "data.max_response_length"
 
 
 def test_all_ranks_export_together() -> None:

@@ -18,6 +18,7 @@ from gkd.gpu_map import teacher as teacher_module
 from gkd.gpu_map.choice import with_own_gpus
 from gkd.tools import check_gpus
 from teacher_server.wire.status import Gpu, ServerStatus, WorkerStatus
+from tests.refusals import refuses
 from tests.unit.test_gpu_collect import GOOD, nvidia_smi, smi_script
 
 __all__ = ["nvidia_smi"]  # a fixture
@@ -94,9 +95,8 @@ def test_too_few_gpus_are_left(
     """Fails if a run starts on the teacher's GPUs, or is refused without the key."""
     nvidia_smi(smi_script(GPUS, ""))
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    with pytest.raises(ConfigError) as caught:
+    with refuses("cluster.gpus", "auto"):
         chosen(rows(*taken), *overrides)
-    assert caught.value.key == "cluster.gpus" and caught.value.value == "auto"
     assert chosen(rows("0", "1", "2"), "trainer.colocate=true") == [3]
 
 
@@ -121,12 +121,11 @@ def test_the_word_auto(tmp_path: Path) -> None:
 def test_the_checker_reports_that_all_gpus_are_taken(
     tmp_path: Path,
     nvidia_smi: Callable[[str], None],
+    torch_sees: Callable[[int], None],
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     """Fails if the checker starts Ray on the teacher's GPUs, or does not show whose they are."""
-    import torch
-
     workers = [
         WorkerStatus(
             name=f"w{i}.0",
@@ -164,8 +163,7 @@ def test_the_checker_reports_that_all_gpus_are_taken(
         workers=workers,
     )
     nvidia_smi(smi_script(GPUS, ""))
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    torch_sees(4)
     monkeypatch.setattr(teacher_module, "ask_status", lambda teacher: status)
     (tmp_path / "x.yaml").write_text("{}\n")
     assert check_gpus.main(["--json", "--config", str(tmp_path / "x.yaml"), *AUTO]) == 1

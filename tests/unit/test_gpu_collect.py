@@ -265,13 +265,13 @@ def test_invalid_command_lines(
 @pytest.mark.parametrize("main", [check_gpus.main, main_gkd.main], ids=["check_gpus", "main_gkd"])
 def test_without_ray(
     main: Callable[[list[str]], int],
+    own_handlers: None,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     """Fails if an environment without Ray ends in a traceback."""
     monkeypatch.setitem(sys.modules, "ray", None)
-    monkeypatch.setattr(main_gkd.interrupts, "install", lambda: None)  # pytest's own handlers stay
     (tmp_path / "x.yaml").write_text("{}\n")
     assert main(["--config", str(tmp_path / "x.yaml"), *GOOD, "trainer.device=cpu"]) == 1
     assert "Ray" in capsys.readouterr().err
@@ -286,12 +286,10 @@ def test_config_and_running_are_exclusive(capsys: pytest.CaptureFixture[str]) ->
 
 
 def test_too_few_gpus_is_a_finding(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, torch_sees: Callable[[int], None], capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Fails if too few GPUs end the checker before it has looked at the teacher."""
-    import torch
-
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    torch_sees(1)
     (tmp_path / "x.yaml").write_text("{}\n")
     words = ["--json", "--config", str(tmp_path / "x.yaml"), *GOOD, "trainer.device=cuda", "teacher.server_port=1"]
     assert check_gpus.main(words) == 1

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -66,11 +68,11 @@ def stand_in(folder: Path, config: dict[str, Any]) -> Path:
         for mlp in mlps:
             shapes |= {f"{mlp}.{name}_proj.weight": [inner, hidden] for name in ("gate", "up")}
             shapes[f"{mlp}.down_proj.weight"] = [hidden, inner]
-    weight_map = {}
-    for i in range(config["num_hidden_layers"] + 1):  # the last file has what is in no layer
-        file = f"model-{i:05}.safetensors"
-        own = {name: shape for name, shape in shapes.items() if name not in weight_map and f".layers.{i}." in name}
-        own = own or {name: shape for name, shape in shapes.items() if name not in weight_map}
+    weight_map, by_file = {}, dict[str, dict[str, list[int]]]()
+    for name, shape in shapes.items():
+        layer = name.split(".")[2] if ".layers." in name else "others"
+        by_file.setdefault(f"model-{layer}.safetensors", {})[name] = shape
+    for file, own in by_file.items():
         write_sparse(folder / file, own)
         weight_map |= dict.fromkeys(own, file)
     (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
@@ -78,16 +80,21 @@ def stand_in(folder: Path, config: dict[str, Any]) -> Path:
     return folder
 
 
+@pytest.fixture(scope="module")
+def folder_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Return a function from the name of a model to its stand-in."""
+    return functools.cache(lambda name: stand_in(tmp_path_factory.mktemp("models") / name, MODELS[name]))
+
+
 @pytest.mark.parametrize("name", NAMES)
-def test_an_example_passes_preflight_and_leaves_a_margin(name: str, tmp_path: Path) -> None:
+def test_an_example_passes_preflight_and_leaves_a_margin(name: str, folder_of: Callable[[str], Path]) -> None:
     """Fails if an example names a key that is gone, a layout that the model cannot have, or does not fit 80 GB."""
     config = load_config(EXAMPLES / name / "config.yaml")
     check_config(config)
     sizes = MODELS[Path(config.model.path).name]
-    folder = stand_in(tmp_path / "student", sizes)
-    overrides = [f"model.path={folder}"]
+    overrides = [f"model.path={folder_of(Path(config.model.path).name)}"]
     if config.teacher.path:
-        overrides.append(f"teacher.path={stand_in(tmp_path / 'teacher', MODELS[Path(config.teacher.path).name])}")
+        overrides.append(f"teacher.path={folder_of(Path(config.teacher.path).name)}")
     config = load_config(EXAMPLES / name / "config.yaml", overrides)
     assert check_student(config) == sizes["vocab_size"]
     found = footprint(config, sizes)

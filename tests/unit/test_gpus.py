@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -10,6 +11,7 @@ import pytest
 from teacher_server.errors import SettingsError
 from teacher_server.wire.status import Gpu
 from teacher_server.worker.gpus import FoundGpus, find_gpus, may_need_gpus, own_gpus, parse_nvidia_smi, plan_workers
+from tests.unit.test_launch import put_tool
 from tests.unit.test_server_settings import in_file, settings_of
 
 UUIDS = {str(i): f"GPU-{i}{i}" for i in range(8)}
@@ -91,11 +93,12 @@ def test_several_teachers(tmp_path: Path) -> None:
     assert groups(*in_file(tmp_path, text.format(", gpus: [1]", "true"))) == [("0",), ("1",), ("1",)]
 
 
-def test_nvidia_smi_and_cuda_visible_devices_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nvidia_smi_and_cuda_visible_devices_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Fails if a GPU with MIG instances is assigned as a whole, or CUDA_VISIBLE_DEVICES is ignored."""
     ids, uuids = parse_nvidia_smi(SMI)
     assert ids == ["0", "MIG-cc-3", "MIG-dd-4"] and uuids == {"0": "GPU-aa-1", "1": "GPU-bb-2"}
-    monkeypatch.setattr("teacher_server.worker.gpus._ask_nvidia_smi", lambda: SMI)
+    put_tool(tmp_path, "nvidia-smi", f"echo '{SMI}'")
+    monkeypatch.setenv("PATH", f"{tmp_path}/bin")
     assert find_gpus({}).ids == tuple(ids)
     assert find_gpus({"CUDA_VISIBLE_DEVICES": "3, 1"}).ids == ("3", "1")
     assert find_gpus({"CUDA_VISIBLE_DEVICES": ""}).ids == ()
@@ -129,12 +132,14 @@ def test_a_teacher_on_the_cpu_gets_no_gpu(tmp_path: Path) -> None:
     assert groups(*in_file(tmp_path, text), found=FoundGpus(("0",), "nvidia-smi", {})) == [(), ("0",)]
 
 
-def test_a_joined_worker_reports_all_its_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_joined_worker_reports_all_its_gpus(
+    torch_sees: Callable[[int], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Fails if `status` shows one GPU of a model that is split over two."""
     import torch
 
     properties = [SimpleNamespace(uuid=f"u{index}", name="H200") for index in range(4)]
     monkeypatch.setattr(torch.cuda, "get_device_properties", properties.__getitem__)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    torch_sees(4)
     assert own_gpus("cuda", (), "3, 1", 2) == [Gpu("3", "GPU-u0", "H200"), Gpu("1", "GPU-u1", "H200")]
     assert [gpu.id for gpu in own_gpus("cuda:0", (), None, 2)] == ["0", "1"]

@@ -2,24 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from gkd.actor.common.group_probe import distinct_groups, probe_group
 from gkd.errors import ClusterError
 
-MEMBERS = [1, 3]
-
 
 @pytest.fixture
-def rank_3(monkeypatch: pytest.MonkeyPatch) -> None:
-    """This process is rank 3 of 4, in a group with rank 1."""
-    monkeypatch.setattr(dist, "get_rank", lambda: 3)
-    monkeypatch.setattr(dist, "get_world_size", lambda group=None: len(group) if group else 4)
-    monkeypatch.setattr(dist, "get_process_group_ranks", lambda group: group)
+def rank_3() -> Iterator[None]:
+    """This process is rank 3 of 4. There are no others: torch's fake backend sends nothing."""
+    dist.init_process_group("fake", rank=3, world_size=4, store=FakeStore())
+    yield
+    dist.destroy_process_group()
 
 
 @pytest.mark.parametrize(
@@ -41,14 +41,14 @@ def test_a_group_of_the_wrong_ranks_is_detected(
 
     monkeypatch.setattr(dist, "all_reduce", add)
     if received is None:
-        probe_group("tp", MEMBERS, torch.device("cpu"))
+        probe_group("tp", dist.new_group([1, 3]), torch.device("cpu"))
     else:
         with pytest.raises(ClusterError) as raised:
-            probe_group("tp", MEMBERS, torch.device("cpu"))
+            probe_group("tp", dist.new_group([1, 3]), torch.device("cpu"))
         assert all(text in str(raised.value) for text in ("tp", "[1, 3]", "rank 3", received))
 
 
 def test_each_group_is_probed_once(rank_3: None) -> None:
     """Fails if one group is probed again under each of its names, or a group of one rank is probed."""
-    shared, lone = [1, 3], [3]
-    assert distinct_groups({"dp": shared, "dp_cp": shared, "pp": lone, "ep": [2, 3]}) == {"dp": shared, "ep": [2, 3]}
+    shared, lone, other = (dist.new_group(ranks) for ranks in ([1, 3], [3], [2, 3]))
+    assert distinct_groups({"dp": shared, "dp_cp": shared, "pp": lone, "ep": other}) == {"dp": shared, "ep": other}

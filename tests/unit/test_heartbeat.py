@@ -73,16 +73,15 @@ def test_activities_nest_and_end_with_an_error() -> None:
     assert doing.now == () and {span.name for span in doing.take().spans} == {"teacher", "rollout"}
 
 
-def test_an_outage_of_the_teacher_is_reported_at_growing_intervals(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_outage_of_the_teacher_is_reported_at_growing_intervals(gkd_log: pytest.LogCaptureFixture) -> None:
     """Fails if an outage prints a line per poll, none, or its end is not reported."""
-    watch, lines = TeacherWatch(), list[str]()
-    monkeypatch.setattr("gkd.console.teacher_watch.log.warning", lambda text, *args: lines.append(text % args))
-    counts = []
+    watch, counts = TeacherWatch(), []
     for silent_s in (0.2, 4.0, 9.0, 14.0, 19.0, 24.0, 39.0, 41.0, 0.1, 0.2, 11.0):
         watch.add(TeacherHealth(silent_s, 300.0, 3, 2, 1))
-        counts.append(len(lines))
+        counts.append(len(gkd_log.messages))
     assert counts == [0, 0, 0, 1, 1, 2, 2, 3, 4, 4, 5]
-    assert "14 s" in lines[0] and "300 s" in lines[0] and "teacher.outage_budget_s" in lines[0]
+    first = gkd_log.messages[0]
+    assert "14 s" in first and "300 s" in first and "teacher.outage_budget_s" in first
     assert watch.health is not None and watch.health.silent_s == 11.0
 
 

@@ -16,17 +16,18 @@ from gkd.config.key_list import with_values
 from gkd.config.load import config_yaml, load_config
 from tests.hub import Hub
 
-# What a process does that loads the student's weights; it prints the folder.
+# What a process does that loads the student's weights. It prints the folder of each name, or its error.
 FETCH = """
 import sys
 from gkd.errors import ConfigError
 from gkd.hf.hub import local_path
-try:
-    print(local_path(sys.argv[1], "data.train_files" if "://" in sys.argv[1] else "model.path"))
-except ConfigError as error:
-    sys.exit(f"config error: {error}")
-except KeyboardInterrupt:
-    sys.exit(130)
+for name in sys.argv[1:]:
+    try:
+        print(local_path(name, "data.train_files" if "://" in name else "model.path"), flush=True)
+    except ConfigError as error:
+        print(f"config error: {error}")
+    except KeyboardInterrupt:
+        sys.exit(130)
 """
 # The last file, which the stand-in may stop in the middle of.
 BIG = "model.safetensors"
@@ -57,31 +58,34 @@ def hub(tmp_path: Path) -> Iterator[Hub]:
         yield hub
 
 
-def fetch(hub: Hub, name: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-c", FETCH, name],
+def answers(hub: Hub, *names: str, **environment: str) -> list[str]:
+    """Return what one process prints for each of the names."""
+    done = subprocess.run(
+        [sys.executable, "-c", FETCH, *names],
         env=hub.environment(**environment),
         capture_output=True,
         text=True,
         timeout=60,
         check=False,
     )
+    assert done.returncode == 0 and "Traceback" not in done.stderr, done.stderr
+    lines = done.stdout.strip().splitlines()
+    assert len(lines) == len(names), lines
+    return lines
 
 
 def fetched(hub: Hub, name: str, **environment: str) -> Path:
-    done = fetch(hub, name, **environment)
-    assert done.returncode == 0, done.stderr
-    return Path(done.stdout.strip())
+    (folder,) = answers(hub, name, **environment)
+    return Path(folder)
 
 
-def refusal(hub: Hub, name: str, **environment: str) -> str:
-    """Return the error of a name that must be refused, as one line that begins with its key and value."""
-    done = fetch(hub, name, **environment)
-    assert done.returncode == 1 and "Traceback" not in done.stderr, done.stderr
-    line = done.stderr.strip().splitlines()[-1]
-    key = "data.train_files" if "://" in name else "model.path"
-    assert line.startswith(f"config error: {key} = {name!r}: ")
-    return line
+def refusals(hub: Hub, *names: str, **environment: str) -> list[str]:
+    """Return the errors of names that must be refused, each one line that begins with its key and value."""
+    lines = answers(hub, *names, **environment)
+    for name, line in zip(names, lines, strict=True):
+        key = "data.train_files" if "://" in name else "model.path"
+        assert line.startswith(f"config error: {key} = {name!r}: ")
+    return lines
 
 
 def main(hub: Hub, folder: Path, *words: str, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -105,44 +109,40 @@ def test_a_model_is_downloaded_once_and_then_read_offline(hub: Hub) -> None:
     assert {str(f.relative_to(folder)) for f in folder.rglob("*") if f.is_file()} == model_files().keys() - unused
     assert folder.name == commit and hub.cache in folder.parents
     hub.requests.clear()
-    assert fetched(hub, "org/tiny", HF_HUB_OFFLINE="1") == folder
-    assert fetched(hub, f"org/tiny@{commit}") == folder
+    assert fetched(hub, "org/tiny", HF_HUB_OFFLINE="1") == folder == fetched(hub, f"org/tiny@{commit}")
     assert not hub.requests, "a commit in the cache needs no request"
 
 
 def test_a_revision_is_a_branch_or_a_commit(hub: Hub) -> None:
     """Fails if org/name@revision loads the default branch, or if a name follows a branch without a new start."""
     first, other = hub.push("org/tiny", model_files(5)), hub.push("org/tiny", model_files(6), "exp/one")
-    assert fetched(hub, "org/tiny@exp/one").name == other
-    assert fetched(hub, "org/tiny").name == first
+    assert [Path(line).name for line in answers(hub, "org/tiny@exp/one", "org/tiny")] == [other, first]
     moved = hub.push("org/tiny", model_files(7))
-    assert fetched(hub, "org/tiny").name == moved
-    assert fetched(hub, f"org/tiny@{first}").name == first
-    assert f"{hub.address} has no revision v9" in refusal(hub, "org/tiny@v9")
+    *found, refused = answers(hub, "org/tiny", f"org/tiny@{first}", "org/tiny@v9")
+    assert [Path(line).name for line in found] == [moved, first]
+    assert refused.startswith("config error: ") and f"{hub.address} has no revision v9" in refused
 
 
 def test_refused_names_say_what_the_hub_said(hub: Hub) -> None:
     """Fails if a mistyped path, a private model, a missing license or a model without safetensors look alike."""
-    line = refusal(hub, "org/none")
-    assert "no local folder" in line and f"{hub.address} has no such model" in line and "HF_TOKEN" in line
-    assert "no local folder" in refusal(hub, "org/a--b")
     hub.push("org/gated", model_files())
     hub.gated.add("org/gated")
-    line = refusal(hub, "org/gated")
-    assert "gated" in line and f"{hub.address}/org/gated" in line and "HF_TOKEN" in line
-    assert "refuses access to it (401)" in refusal(hub, "org/gated", HF_TOKEN="hf_wrong")
-    assert fetched(hub, "org/gated", HF_TOKEN=hub.token)
     hub.push("org/old", {name: content for name, content in model_files().items() if "safetensors" not in name})
-    assert "no *.safetensors" in refusal(hub, "org/old")
+    none, invalid, gated, old = refusals(hub, "org/none", "org/a--b", "org/gated", "org/old")
+    assert "no local folder" in none and f"{hub.address} has no such model" in none and "HF_TOKEN" in none
+    assert "no local folder" in invalid and "no *.safetensors" in old
+    assert "gated" in gated and f"{hub.address}/org/gated" in gated and "HF_TOKEN" in gated
+    assert "refuses access to it (401)" in refusals(hub, "org/gated", HF_TOKEN="hf_wrong")[0]
+    assert fetched(hub, "org/gated", HF_TOKEN=hub.token)
     assert "org/old/resolve" in " ".join(hub.requests) and "pytorch_model.bin" not in " ".join(hub.requests)
 
 
 def test_without_a_hub_the_error_has_the_command(hub: Hub) -> None:
     """Fails if an offline machine waits, or does not say what to run on another one."""
     hub.push("org/tiny", model_files())
-    line = refusal(hub, "org/tiny@v2", HF_HUB_OFFLINE="1")
+    (line,) = refusals(hub, "org/tiny@v2", HF_HUB_OFFLINE="1")
     assert "HF_HUB_OFFLINE" in line and str(hub.cache) in line and "`hf download org/tiny --revision v2`" in line
-    line = refusal(hub, "org/tiny", HF_ENDPOINT="http://127.0.0.1:9")
+    (line,) = refusals(hub, "org/tiny", HF_ENDPOINT="http://127.0.0.1:9")
     assert "`hf download org/tiny`" in line and "http://127.0.0.1:9" in line
     assert not hub.requests
 
@@ -159,7 +159,7 @@ def test_an_interrupted_download_stops_at_once_and_goes_on_later(hub: Hub) -> No
         hub.released.set()  # more bytes arrive, or the connection breaks: either ends the process
         process.communicate(timeout=60)
     assert process.returncode == 130
-    line = refusal(hub, "org/big", HF_HUB_OFFLINE="1")
+    (line,) = refusals(hub, "org/big", HF_HUB_OFFLINE="1")
     assert "hf download org/big" in line
     hub.stalled = ""
     folder = fetched(hub, "org/big")
@@ -187,18 +187,20 @@ def test_prompts_come_from_the_hub(hub: Hub, tmp_path: Path) -> None:
     revision = "@refs%2Fconvert%2Fparquet/main/train.jsonl"
     words = ("--show-prompts", "1", "model.path=org/tiny", f"data.train_files=['hf://datasets/org/sums{revision}']")
     assert "ids: 3 4" in main(hub, tmp_path, *words).stdout
-    assert "w3 w4" in fetched(hub, "hf://datasets/org/sums@refs/convert/parquet/main/train.jsonl").read_text()
-    for offline in ("0", "1"):
-        file = fetched(hub, "hf://datasets/org/sums/main/train.jsonl", HF_HUB_OFFLINE=offline)
-        assert file.read_text() == '{"prompt": "w1 w2"}\n'
+    file = "hf://datasets/org/sums/main/train.jsonl"
+    converted, default = answers(hub, "hf://datasets/org/sums@refs/convert/parquet/main/train.jsonl", file)
+    assert "w3 w4" in Path(converted).read_text()
+    for each in (Path(default), fetched(hub, file, HF_HUB_OFFLINE="1")):
+        assert each.read_text() == '{"prompt": "w1 w2"}\n'
     assert not any(BIG in request for request in hub.requests)
-    for file, problem in (
-        ("/main/none.jsonl", "has no file main/none.jsonl"),
-        ("@v9/main/train.jsonl", "no revision v9"),
-        ("/main/*.jsonl", "Wildcards are not supported"),
-        ("", "hf://datasets/ORG/NAME[@REVISION]/FILE"),
-    ):
-        assert problem in refusal(hub, f"hf://datasets/org/sums{file}")
+    problems = {
+        "/main/none.jsonl": "has no file main/none.jsonl",
+        "@v9/main/train.jsonl": "no revision v9",
+        "/main/*.jsonl": "Wildcards are not supported",
+        "": "hf://datasets/ORG/NAME[@REVISION]/FILE",
+    }
+    told = refusals(hub, *(f"hf://datasets/org/sums{file}" for file in problems))
+    assert all(problem in line for problem, line in zip(problems.values(), told, strict=True))
 
 
 def test_a_run_does_not_resume_with_another_commit(hub: Hub, tmp_path: Path) -> None:

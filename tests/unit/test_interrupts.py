@@ -70,18 +70,17 @@ def trained(world: World) -> list[int]:
 
 
 @pytest.mark.parametrize(
-    ("call", "before", "saved"),
+    ("call", "before", "saved", "number"),
     [
-        ("generate", True, 2),  # between steps: the student is that of step 2
-        ("collect", True, 2),
-        ("train_step", True, 3),  # in a step, which is finished first
-        ("train_step", False, 3),
-        ("usage", False, 2),  # step 2 is made, and its metrics line is not complete
-        ("evaluate", True, 2),
-        ("save", False, 2),
+        ("generate", True, 2, signal.SIGINT),  # between steps: the student is that of step 2
+        ("collect", True, 2, signal.SIGTERM),
+        ("train_step", True, 3, signal.SIGINT),  # in a step, which is finished first
+        ("train_step", False, 3, signal.SIGTERM),
+        ("usage", False, 2, signal.SIGINT),  # step 2 is made, and its metrics line is not complete
+        ("evaluate", True, 2, signal.SIGINT),
+        ("save", False, 2, signal.SIGTERM),
     ],
 )
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_an_interrupt_saves_the_last_finished_step(
     tmp_path: Path, call: str, before: bool, saved: int, number: signal.Signals
 ) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import combinations
 from pathlib import Path
@@ -21,6 +21,7 @@ from gkd.scoring.reward.judging import TRAINING, VALIDATION
 from gkd.types import GreedyReport, PendingScores, Prompt, RolloutChunk, Sample, ScoredChunk, TrainStats
 from tests.metric_keys import unlisted_keys
 from tests.rollout_chunks import chunk_of
+from tests.unit.local_ray import LocalRay, Method
 from tests.unit.world import PROMPTS, World, make
 
 
@@ -33,7 +34,7 @@ class Endpoint:
 
     def __init__(self, calls: list[Any]) -> None:
         self._calls = calls
-        self.judge = SimpleNamespace(options=lambda **_: SimpleNamespace(remote=self._judge))
+        self.judge = Method(self._judge)
 
     def _judge(self, rollouts: Sequence[Any], prompts: str) -> bytes:
         self._calls.append((list(rollouts), prompts))
@@ -43,11 +44,7 @@ class Endpoint:
 
 
 @pytest.fixture
-def calls(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    def gather(refs: Mapping[str, Any], what: str, timeout_s: float) -> dict[str, Any]:
-        return dict(refs)
-
-    monkeypatch.setattr("gkd.scoring.judged.gather", gather)
+def calls(local_ray: LocalRay) -> list[Any]:
     return []
 
 
@@ -92,15 +89,15 @@ def test_restored_rollouts_are_judged_again(calls: list[Any], tmp_path: Path) ->
     ("workers", "groups", "each"), [(1, 1, 1), (1, 4, 1), (4, 4, 1), (5, 4, 2), (6, 2, 3), (7, 2, 4)]
 )
 def test_each_group_gets_its_part_of_the_workers(
-    monkeypatch: pytest.MonkeyPatch, calls: list[Any], workers: int, groups: int, each: int
+    monkeypatch: pytest.MonkeyPatch, local_ray: LocalRay, calls: list[Any], workers: int, groups: int, each: int
 ) -> None:
     """Fails if a run has fewer workers than `reward.workers`, or each group has all of them, or a group has none."""
-    monkeypatch.setattr("gkd.scoring.judged.ray", SimpleNamespace(put=lambda rows: rows))
+    monkeypatch.setattr("gkd.scoring.judged.ray", local_ray)
     layout = (f"trainer.n_gpus_per_node={groups}", f"reward.workers={workers}", "reward.functions=[{path: length}]")
     config = load_config(None, layout)
     derived = config.derived
     assert derived.dp_size == groups and workers_per_endpoint(config, groups) == each
-    started = SimpleNamespace(options=lambda **_: SimpleNamespace(remote=lambda *args: calls.append(args[:2])))
+    started = Method(lambda *args: calls.append(args[:2]))
     init_judging(config, derived, [], [], [SimpleNamespace(init_judging=started)] * groups, 9.0)
     assert [(own[TRAINING], n) for own, n in calls] == [(("length",), each)] * groups
 
@@ -207,7 +204,7 @@ def test_held_out_responses_get_no_reward_of_training(calls: list[Any], tmp_path
         calls.append(prompts)
         return np.array([[len(calls), 0.0], [0.0, 0.0]]).tobytes()
 
-    endpoint = SimpleNamespace(judge=SimpleNamespace(options=lambda **_: SimpleNamespace(remote=judge)))
+    endpoint = SimpleNamespace(judge=Method(judge))
     roles = with_judges(trainer.roles, trainer.config, trainer.config.derived, [endpoint])
     trainer = type(trainer)(trainer.config, roles, PROMPTS, PROMPTS[:2], trainer.folder, 1)
     trainer.fit()

@@ -18,7 +18,6 @@ from teacher_server.config.options import given_flags
 from teacher_server.config.schema import TEACHER_OPTIONS
 from teacher_server.engines import load
 from teacher_server.engines import vllm as teacher_vllm
-from teacher_server.engines.vllm_memory import gpu_memory_arguments
 from teacher_server.errors import SettingsError
 
 
@@ -91,19 +90,6 @@ def check_arguments(arguments: dict[str, Any], device: str, mib: int | None) -> 
         assert share is None
     else:
         assert share == 0.85 if mib is None else 0 < share <= 0.01
-
-
-def test_an_engine_with_a_cache_of_a_given_size_starts_on_a_shared_gpu() -> None:
-    """Fails if vLLM requires more free memory than such an engine needs, or the pinned vLLM refuses the arguments."""
-    from vllm.config import CacheConfig
-    from vllm.v1.worker.utils import request_memory
-
-    card = SimpleNamespace(total_memory=80 << 30, free_memory=8 << 30, device_="cuda:0")
-    given = CacheConfig(**gpu_memory_arguments(0.85, 1 << 30))
-    assert given.kv_cache_memory_bytes == 1 << 30
-    assert 0 < request_memory(card, given) < 1 << 30  # type: ignore[arg-type]
-    with pytest.raises(ValueError):
-        request_memory(card, CacheConfig(**gpu_memory_arguments(0.85, None)))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("value", ["-1", "1.5", "many"])

@@ -132,28 +132,11 @@ def test_impossible_tokens_do_not_contribute_to_the_entropy(temperature: float) 
     torch.testing.assert_close(rows.entropy.double(), -(log_q.exp() * log_q).sum(dim=-1), atol=2e-6, rtol=1e-6)
 
 
-@pytest.mark.parametrize("overwrite", [False, True])
-def test_no_loss_rows(overwrite: bool) -> None:
-    """Fails if a micro-batch without loss rows cannot be differentiated (idle DP ranks run one)."""
-    logits = torch.zeros((0, V_PADDED), requires_grad=True)
-    _rows(logits, torch.zeros((0, K), dtype=torch.int64), overwrite=overwrite).logprobs.sum().backward()
-    assert logits.grad is not None and logits.grad.shape == (0, V_PADDED)
-
-
 @pytest.mark.parametrize("bad_id", [-2, V, V_PADDED - 1])
 def test_foreign_ids_are_refused(bad_id: int) -> None:
     """Fails if ids of another tokenizer or of padding rows are scored like valid tokens."""
     with pytest.raises(NumericsError, match=re.escape(f"[{bad_id}, {bad_id}]")):
         _rows(_logits(), torch.full((N, K), bad_id))
-
-
-def test_a_second_backward_pass_is_refused() -> None:
-    """Fails if a second pass over overwritten logits returns the gradient of a gradient instead of an error."""
-    logits = _logits().requires_grad_()
-    loss = _rows(logits, topk_of_mass(0.5)[0], overwrite=True).logprobs.sum()
-    loss.backward(retain_graph=True)
-    with pytest.raises(RuntimeError):
-        loss.backward()
 
 
 def test_overwriting_logits_in_use_is_refused() -> None:

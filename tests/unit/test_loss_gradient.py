@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from itertools import product
 
 import pytest
@@ -19,10 +18,8 @@ from tests.unit.loss_cases import (
     SHARD,
     TAILS,
     V_PADDED,
-    H,
     N,
     V,
-    distill_loss,
     normal,
     one_thread,  # noqa: F401
     topk_of_mass,
@@ -85,59 +82,6 @@ def test_values_against_written_out_sums(name: str, tail: Tail, mass: float) -> 
     q = (logits[:, :V] / 0.7).softmax(dim=-1).gather(1, ids)
     expected = REFERENCES[name](with_tail(q, tail), with_tail(logprobs.exp(), tail), spec.terms[0])
     torch.testing.assert_close(_table_losses(logits, topk_targets(ids, logprobs), spec), expected)
-
-
-def _slope(f: Callable[[Tensor], Tensor], x: Tensor, direction: Tensor) -> float:
-    """Return the fourth-order finite difference of f along `direction`."""
-    h = 1e-3
-    with torch.no_grad():
-        near = f(x + h * direction) - f(x - h * direction)
-        far = f(x + 2 * h * direction) - f(x - 2 * h * direction)
-    return float((8 * near - far) / (12 * h))
-
-
-@pytest.mark.parametrize(("name", "tail", "mass"), CASES)
-def test_slopes_of_the_fused_head(name: str, tail: Tail, mass: float) -> None:
-    """Fails if the gradient of from_hidden is not that of its value. gradcheck would run the backward pass twice."""
-    for temperature, chunk_rows in zip(TEMPERATURES, (1, 3, 100), strict=True):
-        ids, logprobs = topk_of_mass(mass)
-        targets = topk_targets(ids, logprobs, torch.full((N,), 1 - mass, dtype=torch.float64))
-        loss = distill_loss(_spec(name, tail, temperature), "topk", chunk_rows=chunk_rows)
-        hidden, head = normal(N, H, seed=1), normal(V_PADDED, H, seed=2)
-        a, b = hidden.clone().requires_grad_(), head.clone().requires_grad_()
-        loss.from_hidden(a, b, targets)[0].backward()
-        assert a.grad is not None and b.grad is not None
-        assert not b.grad[V:].any()
-        along_hidden, along_head = normal(N, H, seed=8), normal(V_PADDED, H, seed=9)
-
-        def of_hidden(x: Tensor, head: Tensor = head) -> Tensor:
-            return loss.from_hidden(x, head, targets)[0]  # noqa: B023  # called before the next iteration
-
-        def of_head(x: Tensor, hidden: Tensor = hidden) -> Tensor:
-            return loss.from_hidden(hidden, x, targets)[0]  # noqa: B023
-
-        slopes = (_slope(of_hidden, hidden, along_hidden), _slope(of_head, head, along_head))
-        got = (float((a.grad * along_hidden).sum()), float((b.grad * along_head).sum()))
-        assert got == pytest.approx(slopes, rel=1e-6, abs=1e-8)
-
-
-@pytest.mark.parametrize(("name", "tail", "mass"), CASES)
-def test_slopes_of_from_logits(name: str, tail: Tail, mass: float) -> None:
-    """Fails if the gradient written over the logits is not that of the value, or touches a padded column."""
-    for temperature in TEMPERATURES:
-        ids, logprobs = topk_of_mass(mass)
-        targets = topk_targets(ids, logprobs, torch.full((N,), 1 - mass, dtype=torch.float64))
-        loss = distill_loss(_spec(name, tail, temperature), "topk")
-        logits, direction = normal(N, V_PADDED, seed=1), normal(N, V_PADDED, seed=9)
-        leaf = logits.clone().requires_grad_()
-        loss.from_logits(leaf, targets)[0].backward()
-        assert leaf.grad is not None and not leaf.grad[:, V:].any()
-
-        def of_logits(x: Tensor) -> Tensor:
-            return loss.from_logits(x, targets)[0]  # noqa: B023
-
-        slope = _slope(of_logits, logits, direction)
-        assert float((leaf.grad * direction).sum()) == pytest.approx(slope, rel=1e-6, abs=1e-8)
 
 
 @pytest.mark.parametrize("mass", MASSES)

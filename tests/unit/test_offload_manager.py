@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from gkd.actor import offload
 from gkd.actor.offload import OffloadController
 from gkd.memory.offload_manager import GIB, state_offload_manager
+from tests.dist.helpers import group_of_one
 
 
 class Recorder:
@@ -122,21 +122,25 @@ def test_the_first_error_is_raised() -> None:
         pass
 
 
-def test_resident_models_are_not_a_leak(monkeypatch: pytest.MonkeyPatch) -> None:
+class Controller(OffloadController):
+    """Its device holds these bytes."""
+
+    n_bytes = 0
+
+    def allocated_bytes(self) -> int:
+        return self.n_bytes
+
+
+def test_resident_models_are_not_a_leak(gkd_log: pytest.LogCaptureFixture) -> None:
     """Fails if every run with a resident teacher logs a leak, or a real leak is not logged because of the teacher."""
-    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 1)
-    warnings: list[float] = []
-    monkeypatch.setattr(offload.log, "warning", lambda text, gib, *_: warnings.append(gib))
     on_device = [0]
     student: Any = SimpleNamespace(states=SimpleNamespace(allocated_bytes=lambda: on_device[0]))
-    controller = OffloadController(
-        student, torch.device("cpu"), automatic=True, timeout_s=1.0, resident_bytes=lambda: GIB
-    )
-    for n_bytes in (GIB, GIB + GIB // 2, GIB + GIB // 2, 2 * GIB):
-        monkeypatch.setattr(controller, "allocated_bytes", lambda n_bytes=n_bytes: n_bytes)
+    with group_of_one():
+        cpu = torch.device("cpu")
+        controller = Controller(student, cpu, automatic=True, timeout_s=1.0, resident_bytes=lambda: GIB)
+        for controller.n_bytes in (GIB, GIB + GIB // 2, GIB + GIB // 2, 2 * GIB):
+            controller._warn_of_leak()
+        on_device[0], controller.n_bytes = 1, 9 * GIB
         controller._warn_of_leak()
-    assert warnings == [0.5, 1.0]
-    on_device[0] = 1
-    monkeypatch.setattr(controller, "allocated_bytes", lambda: 9 * GIB)
-    controller._warn_of_leak()
-    assert warnings == [0.5, 1.0], "states on the device are not a leak"
+    leaks = [record.args[0] for record in gkd_log.records if isinstance(record.args, tuple)]
+    assert leaks == [0.5, 1.0], "states on the device are not a leak"

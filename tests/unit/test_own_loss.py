@@ -18,6 +18,7 @@ from gkd.loss.divergence_slopes import value_and_slope
 from gkd.preflight.loss_functions import check_loss_functions
 from gkd.preflight.run import preflight
 from gkd.tools.metrics_page import ROWS
+from tests.refusals import refuses
 from tests.unit.loss_cases import OWN, SHARD, distill_loss
 
 NOT_A_FUNCTION = 3
@@ -98,9 +99,8 @@ def test_the_start_is_refused(tmp_path: Path) -> None:
     """Fails if a run with a wrong function starts, or first tokenizes all prompts."""
     settings = ["data.train_files=[none.jsonl]", "model.path=none", "teacher.backend=local", "teacher.path=none"]
     config = load_config(None, [*settings, f"trainer.run_dir={tmp_path}", f"distill.loss={__name__}:counting"])
-    with pytest.raises(ConfigError) as caught:
+    with refuses("distill.loss"):
         preflight(config)
-    assert caught.value.key == "distill.loss"
 
 
 @pytest.mark.parametrize("path", [OWN, f"{__name__}:plain_kl"])
@@ -114,9 +114,8 @@ def test_an_entry_of_a_mixture_is_named_and_has_parameters() -> None:
     """Fails if the error does not name the entry, or the function of an entry cannot have its own alpha."""
     wrong = f"{{name: '{__name__}:counting'}}"
     config = load_config(None, [f"distill.losses=[{{name: forward_kl}},{wrong}]"])
-    with pytest.raises(ConfigError) as caught:
+    with refuses("distill.losses[1].name"):
         check_loss_functions(config, config.derived)
-    assert caught.value.key == "distill.losses[1].name"
     spec = loss_spec(DistillConfig(losses=[LossTermConfig("k1"), LossTermConfig(OWN, 2.0, alpha=0.3)]), 1.0)
     assert spec.divergences == (LossTerm(OWN, 2.0, alpha=0.3),)
 
@@ -133,9 +132,8 @@ def test_impossible_outcomes_add_nothing(dtype: torch.dtype) -> None:
 def test_a_host_without_the_function_fails_at_the_start() -> None:
     """Fails if a rank on a host without the module starts, and ends the run in its first step."""
     args: StudentArgs = {"loss": LossSpec((LossTerm("no_such_module:loss"),)), "device": torch.device("cpu")}
-    with pytest.raises(ConfigError) as caught:
+    with refuses("distill.loss"):
         build_loss(args, SHARD)
-    assert caught.value.key == "distill.loss"
 
 
 def test_the_metric_has_a_name_that_trackers_accept() -> None:

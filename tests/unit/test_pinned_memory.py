@@ -17,7 +17,6 @@ from gkd.memory.host_buffer import HostBuffer
 from gkd.memory.oom import diagnosed, is_out_of_memory, parse
 from gkd.memory.states import PARAMS, States
 from gkd.spans import Phase
-from gkd.weight_sync import segment
 from gkd.weight_sync.buckets import Bucket, TensorSpec
 from gkd.weight_sync.kept import KeptVersion
 from gkd.weight_sync.segment import Segment
@@ -31,20 +30,23 @@ SAID = (
 
 
 @pytest.fixture
-def one_slab(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One piece of pinned memory can be had, and no second one."""
-    given, real = [], torch.empty
+def pinning(monkeypatch: pytest.MonkeyPatch) -> list[torch.AcceleratorError | None]:
+    """Return the outcomes of the next pieces of pinned memory; at first one can be had, and no second one."""
+    outcomes: list[torch.AcceleratorError | None] = [None, torch.AcceleratorError(SAID)]
+    real = torch.empty
 
     def empty(*args: Any, pin_memory: bool = False, **options: Any) -> torch.Tensor:
-        if pin_memory and given:
-            raise torch.AcceleratorError(SAID)
-        given.extend([pin_memory] * pin_memory)
+        error = outcomes.pop(0) if pin_memory else None
+        if error is not None:
+            outcomes.append(error)
+            raise error
         return real(*args, **options)
 
     monkeypatch.setattr(torch, "empty", empty)
+    return outcomes
 
 
-@pytest.mark.usefixtures("one_slab")
+@pytest.mark.usefixtures("pinning")
 def test_the_error_has_the_requested_bytes() -> None:
     """Fails if the error does not state how much host memory was needed, and of which kind."""
     with pytest.raises(MemoryError, match=r"384 bytes of pinned host memory \(3 pieces of 128"):
@@ -126,20 +128,18 @@ def test_kept_weights_are_pinned_until_they_are_freed(cudart: Cudart) -> None:
     assert cudart.calls == 2
 
 
-def test_kept_weights_that_cannot_be_pinned_are_pageable(cudart: Cudart, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kept_weights_that_cannot_be_pinned_are_pageable(cudart: Cudart, gkd_log: pytest.LogCaptureFixture) -> None:
     """Fails if a run ends because its host locks no memory, each segment warns, nothing is logged, or CUDA's
     error fails the next kernel.
     """
-    warned: list[str] = []
-    monkeypatch.setattr(segment.log, "warning", lambda text, error: warned.append(text % error))
     cudart.code = 2
     for _ in range(2):
         Segment(4096, pinned=True).bytes.fill_(7)
-    assert cudart.calls == cudart.n_cleared == 2 and len(warned) == 1
-    assert "rollout.max_restarts" in warned[0] and "4096 bytes" in warned[0]
+    (warned,) = gkd_log.messages
+    assert cudart.calls == cudart.n_cleared == 2 and "rollout.max_restarts" in warned and "4096 bytes" in warned
 
 
-@pytest.mark.usefixtures("one_slab")
+@pytest.mark.usefixtures("pinning")
 def test_it_is_the_host_that_is_short(tmp_path: Path) -> None:
     """Fails if the advice is to make room on a GPU that has it, or states without room on the host are lost."""
     first, weights = torch.ones(16), torch.arange(1000.0)
@@ -161,12 +161,8 @@ def test_it_is_the_host_that_is_short(tmp_path: Path) -> None:
     assert torch.equal(weights, torch.arange(1000.0)) and buffer.mark == 0 and not states.away()
 
 
-def test_other_errors_of_the_device_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_errors_of_the_device_pass(pinning: list[torch.AcceleratorError | None]) -> None:
     """Fails if a broken kernel, which torch tells at the next call, is called a lack of memory."""
-
-    def broken(*args: Any, **options: Any) -> torch.Tensor:
-        raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
-
-    monkeypatch.setattr(torch, "empty", broken)
+    pinning[:] = [torch.AcceleratorError("CUDA error: an illegal memory access was encountered")]
     with pytest.raises(torch.AcceleratorError, match="illegal"):
         HostBuffer(pinned=True, slab_bytes=128).take(100)

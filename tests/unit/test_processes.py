@@ -13,6 +13,7 @@ import pytest
 
 from examples.quickstart import processes
 from gkd.errors import ClusterError
+from tests.processes import FOREVER
 
 
 def family_script(body: str) -> list[str]:
@@ -42,9 +43,7 @@ def test_orphans_in_other_sessions_are_stopped(tmp_path: Path) -> None:
 
 def test_a_child_that_ignores_sigterm_is_killed_and_earlier_children_are_not() -> None:
     """If it fails, one stubborn process keeps the machine busy after Ctrl-C, or one that was not started here ends."""
-    stubborn = (
-        "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('up', flush=True); time.sleep(300)"
-    )
+    stubborn = f"import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('up', flush=True); {FOREVER}"
     with subprocess.Popen(["sleep", "300"]) as earlier:
         with processes.process_family(grace_s=0.5):
             process = subprocess.Popen([sys.executable, "-c", stubborn], stdout=subprocess.PIPE)
@@ -56,10 +55,10 @@ def test_a_child_that_ignores_sigterm_is_killed_and_earlier_children_are_not() -
 def test_children_die_with_their_parent() -> None:
     """If it fails, `kill -9` of the quickstart leaves the teacher server running."""
     script = family_script("""
-        import time
+        import threading
         child = processes.start(["sleep", "300"])
         print(child.pid, flush=True)
-        time.sleep(300)
+        threading.Event().wait()
     """)
     parent = subprocess.Popen(script, stdout=subprocess.PIPE, text=True)
     assert parent.stdout is not None

@@ -39,12 +39,11 @@ def config_json(recipe: ModelRecipe) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(("n_gpus", "n_wanted"), [(0, 2), (1, 1), (2, 2), (8, 2)])
-def test_the_settings_follow_from_the_gpus(n_gpus: int, n_wanted: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_settings_follow_from_the_gpus(n_gpus: int, n_wanted: int, torch_sees: Callable[[int], None]) -> None:
     """Fails if the chosen settings are refused on that machine, need more GPUs, or leave the only GPU idle."""
     file, why = choose_config(n_gpus)
     config = load_config(ROOT / file)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: n_gpus)
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    torch_sees(n_gpus)
     assert resolve_device(config) == ("cuda" if n_gpus else "cpu") and why
     assert check_config(config).n_gpus == n_wanted  # on the CPU: process slots
     of_teacher = settings_of("--model", "m", *teacher_flags(config)).teachers[0]

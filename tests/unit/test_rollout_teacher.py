@@ -7,8 +7,8 @@ import pytest
 
 from gkd.config.check import check_config
 from gkd.config.load import load_config
-from gkd.errors import ConfigError
 from gkd.rollout.vllm.self_scoring import _teacher_scores
+from tests.refusals import refuses
 
 MINIMAL = [
     "data.train_files=[a.jsonl]",
@@ -38,9 +38,8 @@ OWN_PROMPT = ["teacher.prompt_template=Be brief. {prompt}"]
 )
 def test_settings_that_the_engines_cannot_follow_are_refused(key: str, overrides: list[str]) -> None:
     """Fails if a key without effect is accepted, or scores would be those of another distribution."""
-    with pytest.raises(ConfigError) as caught:
+    with refuses(key):
         check_config(load_config(None, [*MINIMAL, *overrides]))
-    assert caught.value.key == key
 
 
 def test_engines_have_room_for_the_teachers_prompt() -> None:

@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 from gkd.config.load import load_config
 from gkd.data.chunks import dataset_chunks, decode_sizes, distinct_4grams, encode_sizes
@@ -20,6 +19,7 @@ from gkd.rollout.engine.worker import RolloutWorker
 from gkd.rollout.messages import Sampling
 from gkd.rollout.vllm.sampling import sequence_seed
 from gkd.types import EngineUsage, Prompt, Rollout, RolloutChunk, VersionSpan
+from tests.unit.local_ray import worker_of
 
 WORDS = {0: "<start>", 1: "work", 2: ";", 3: "42", 4: "43"}
 
@@ -92,11 +92,7 @@ class Tokenizer:
 def worker(
     responses: Sequence[tuple[list[int], str]], *overrides: str, run_dir: Path = Path("not_there")
 ) -> RolloutWorker:
-    made = RolloutWorker(0)
-    made._set_up(load_config(None, list(overrides)), torch.device("cpu"), run_dir)
-    made._set_engine(Engine(responses))  # type: ignore[arg-type]
-    made._tokenizer = Tokenizer()
-    return made
+    return worker_of(Engine(responses), load_config(None, list(overrides)), run_dir, Tokenizer())
 
 
 def prompts(n: int) -> list[Prompt]:
@@ -231,7 +227,8 @@ def test_encoded_prompts_hold_exactly_ids_and_tokens() -> None:
 
 def test_calls_reload_the_states_they_need() -> None:
     """Fails if a call finds the engine asleep, or reloads states that it does not use."""
-    made = worker([([1], "stop")])
+    engine = Engine([([1], "stop")])
+    made = worker_of(engine, load_config(None), tokenizer=Tokenizer())
     uses = [
         lambda: made.greedy(prompts(1), ";", 1),
         lambda: made.receive([], 1),
@@ -241,9 +238,9 @@ def test_calls_reload_the_states_they_need() -> None:
     ]
     seen: list[Any] = []
     for use in uses:
-        made._engine.calls = []  # type: ignore[attr-defined]
+        engine.calls = []
         use()
-        seen.append(made._engine.calls)  # type: ignore[attr-defined]
+        seen.append(engine.calls)
     everything, weights = ("wake_up", None), ("wake_up", ["weights"])
     assert seen == [
         [everything, "generate"],
@@ -256,11 +253,12 @@ def test_calls_reload_the_states_they_need() -> None:
 
 def test_states_have_the_actor_s_names() -> None:
     """Fails if a state name maps to another tag, or states are offloaded while a stream is open."""
-    made = worker([])
+    engine = Engine([])
+    made = worker_of(engine, load_config(None))
     assert made.offload_states() == {"params": 5, "kv_cache": 7} == made.reload_states(["kv_cache"])
     made.offload_states(["params"], 2)
     made.reload_states()
-    assert made._engine.calls == [  # type: ignore[attr-defined]
+    assert engine.calls == [
         ("sleep", 1, ["weights", "kv_cache"]),
         ("wake_up", ["kv_cache"]),
         ("sleep", 2, ["weights"]),
@@ -289,34 +287,26 @@ def test_memory_is_recorded_at_the_end_of_each_phase() -> None:
     assert made.usage().memory == {}
 
 
-def test_out_of_memory_errors_of_the_engine_are_explained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def out_of_memory(*_: Any, **__: Any) -> None:
+    raise MemoryError("Unable to allocate 3.00 GiB for an array")
+
+
+@pytest.mark.parametrize("method", ["receive", "wake_up", "sleep", "generate"])
+def test_out_of_memory_errors_of_the_engine_are_explained(tmp_path: Path, method: str) -> None:
     """Fails if an engine's out-of-memory error is not explained, or the advice names the actor's keys."""
-    made = worker([], "trainer.device=cpu", run_dir=tmp_path)
-
-    def out_of_memory(*_: Any, **__: Any) -> None:
-        raise MemoryError("Unable to allocate 3.00 GiB for an array")
-
-    moves = {"receive": lambda: made.receive([], 1), "wake_up": made.reload_states, "sleep": made.offload_states}
-    moves["generate"] = lambda: made.greedy(prompts(1), ";", n_samples=0)
-    for method, call in moves.items():
-        with monkeypatch.context() as broken:
-            broken.setattr(made._engine, method, out_of_memory)
-            with pytest.raises(OutOfMemory) as raised:
-                call()
-        assert "rollout.kv_cache_mib=0: try 128." in str(raised.value) and "actor." not in str(raised.value)
-    assert len(list((tmp_path / "memory").iterdir())) == len(moves)
+    broken = type("Broken", (Engine,), {method: out_of_memory})([])
+    made = worker_of(broken, load_config(None, ["trainer.device=cpu"]), tmp_path)
+    calls = {"receive": lambda: made.receive([], 1), "wake_up": made.reload_states, "sleep": made.offload_states}
+    with pytest.raises(OutOfMemory) as raised:
+        calls.get(method, lambda: made.greedy(prompts(1), ";", n_samples=0))()
+    assert "rollout.kv_cache_mib=0: try 128." in str(raised.value) and "actor." not in str(raised.value)
+    assert len(list((tmp_path / "memory").iterdir())) == 1
 
 
-def test_an_out_of_memory_error_of_a_stream_is_explained_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_out_of_memory_error_of_a_stream_is_explained_once(tmp_path: Path) -> None:
     """Fails if a call that waits for the stream writes a second report for the stream's error."""
-    made = worker([], run_dir=tmp_path)
-
-    def out_of_memory() -> None:
-        raise MemoryError("Unable to allocate 3.00 GiB for an array")
-
-    engine: Any = made._engine
-    monkeypatch.setattr(engine, "n_running", 1, raising=False)
-    monkeypatch.setattr(engine, "step", out_of_memory, raising=False)
+    broken = type("Broken", (Engine,), {"n_running": 1, "step": out_of_memory})([])
+    made = worker_of(broken, load_config(None), tmp_path)
     made.open_stream(1, 1, 16)
     with pytest.raises(OutOfMemory):
         list(made.stream())

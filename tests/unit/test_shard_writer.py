@@ -22,6 +22,8 @@ from gkd.actor.common.shard_writer import BackgroundWriter, write
 from gkd.actor.common.shards import ShardReader, file_name
 from gkd.errors import CheckpointError
 from gkd.memory.host_buffer import HostBuffer
+from tests.processes import wait_until
+from tests.unit.kills import in_child
 from tests.unit.shard_pieces import CPU, WHOLE, address, piece_of, snapshot_of
 
 
@@ -77,8 +79,8 @@ def test_the_next_save_may_start_after_the_result_of_the_last(tmp_path: Path) ->
         snapshot = copies.snapshot([piece_of(0, 10)], {"step": 1, "world_size": 1}, {})
         addresses.add(address(snapshot))
         writer.start(tmp_path, 0, snapshot)
-        while writer.finished(wait=False) is None:
-            time.sleep(0)
+        while writer.finished(wait=False) is None:  # at once after the result: no pause
+            pass
     assert len(addresses) == 1
 
 
@@ -88,11 +90,9 @@ def test_the_writer_has_a_lower_priority_than_training(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / file_name(0))
     writer.start(tmp_path, 0, snapshot_of(piece_of(0, 1000)))
     (thread,) = (thread for thread in threading.enumerate() if thread.name == "checkpoint")
-    deadline = time.monotonic() + 10
-    while (priority := os.getpriority(os.PRIO_PROCESS, thread.native_id or 0)) == before:
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
-    assert priority == min(19, before + 10) and os.getpriority(os.PRIO_PROCESS, 0) == before
+    wait_until(lambda: os.getpriority(os.PRIO_PROCESS, thread.native_id or 0) != before, 10.0, "another priority")
+    assert os.getpriority(os.PRIO_PROCESS, thread.native_id or 0) == min(19, before + 10)
+    assert os.getpriority(os.PRIO_PROCESS, 0) == before
     (tmp_path / file_name(0)).read_bytes()
     with pytest.raises(CheckpointError):
         writer.finished(wait=True)
@@ -146,22 +146,16 @@ _CHILD = """
 """
 
 
-def _child(code: str, folder: Path, limit_bytes: int) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(_CHILD) + code, str(folder)],
-        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (limit_bytes, limit_bytes)),
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
-
-
 def test_a_file_size_limit_fails_the_save(tmp_path: Path) -> None:
     """Fails if an incomplete file is accepted as complete."""
-    done = _child("writer.finished(wait=True)", tmp_path, 1 << 20)
-    assert "CheckpointError: rank 0" in done.stderr and "File too large" in done.stderr
-    assert (tmp_path / file_name(0)).stat().st_size == 1 << 20
+
+    def on_a_small_disk() -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 10, 1 << 10))
+        with pytest.raises(CheckpointError, match=r"rank 0.*File too large"):
+            write(tmp_path, 0, snapshot_of(piece_of(0, 1000)))
+
+    assert in_child(on_a_small_disk) == 0
+    assert (tmp_path / file_name(0)).stat().st_size == 1 << 10
     with pytest.raises(CheckpointError):
         ShardReader(tmp_path)
 
@@ -169,5 +163,6 @@ def test_a_file_size_limit_fails_the_save(tmp_path: Path) -> None:
 def test_a_process_may_end_while_it_writes(tmp_path: Path) -> None:
     """Fails if a process that ends waits for its disk."""
     os.mkfifo(tmp_path / file_name(0))  # it is never read, so the write never ends
-    done = _child("print('over')", tmp_path, resource.RLIM_INFINITY)
+    command = [sys.executable, "-c", textwrap.dedent(_CHILD) + "print('over')", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0 and done.stdout == "over\n", done.stderr

@@ -11,11 +11,11 @@ import psutil
 import pytest
 
 from tests import slow
-from tests.processes import Commands, wait_until
+from tests.processes import FOREVER, Commands, wait_until
 
 # A child in a session of its own, as Ray's daemons are.
-ORPHAN = "import subprocess, sys, time; c = [sys.executable, '-c', 'import time; time.sleep(300)']"
-ORPHAN += "; print(subprocess.Popen(c, start_new_session=True).pid, flush=True); time.sleep(300)"
+ORPHAN = f"import subprocess, sys; c = [sys.executable, '-c', '{FOREVER}']"
+ORPHAN += f"; print(subprocess.Popen(c, start_new_session=True).pid, flush=True); {FOREVER}"
 
 
 def is_running(pid: int) -> bool:

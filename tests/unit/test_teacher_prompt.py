@@ -29,6 +29,7 @@ from gkd.preflight.teacher import check_teacher
 from gkd.scoring.teacher.info import TeacherInfo
 from gkd.types import Prompt
 from teacher_server.wire.fingerprint import tokenizer_fingerprint
+from tests.refusals import refuses
 from tests.unit.chat_templates import FAMILIES, tokenizer
 from tests.unit.test_rollout_file import rollout, scores, written
 
@@ -85,9 +86,8 @@ def test_a_template_replaces_the_last_message(tmp_path: Path) -> None:
     assert views(prompts, chat) == ["system:s|user:hi (yo)|", "user:hi (yo)|"]
     rows = [{"prompt": "hi", "t": [{"role": "system", "content": "rule"}, {"role": "user", "content": "hi"}]}]
     assert views(load(tmp_path, rows, chat, teacher_prompt_key="t"), chat) == ["system:rule|user:hi|"]
-    with pytest.raises(ConfigError) as caught:
+    with refuses(KEY):  # the template's text would follow the beginning of the response
         load(tmp_path, [{"prompt": "<|im_start|>user\nhi"}], tokenizer(FAMILIES["chatml"]), "{prompt} x")
-    assert caught.value.key == KEY, "the template's text would follow the beginning of the response"
     conversation = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yo"}]
     prompts = load(tmp_path, [{"prompt": conversation}], chat, "{prompt} ({response})", response_key="")
     assert views(prompts, chat) == ["user:hi (yo)|"]
@@ -156,9 +156,8 @@ def test_a_row_is_omitted_or_kept_whole(tmp_path: Path) -> None:
 )
 def test_settings_that_cannot_work_are_refused(key: str, settings: list[str]) -> None:
     """Fails if a run starts with a template that no row can fill, two prompts for one teacher, or no loss token."""
-    with pytest.raises(ConfigError) as caught:
+    with refuses(key):
         check_config(load_config(None, [*BASE, *settings]))
-    assert caught.value.key == key
     check_config(load_config(None, [*BASE, f"{KEY}='{{{{x}}}} {{prompt}}'", "data.max_teacher_prompt_length=9"]))
 
 
@@ -220,9 +219,8 @@ def test_a_replay_refuses_scores_of_another_prompt() -> None:
     now = load_config(None, [*BASE, f"{KEY}='{{prompt}}'"])
     _check_scores(now, now)
     for other in ([], ["data.teacher_prompt_key=t"]):
-        with pytest.raises(ConfigError) as caught:
+        with refuses(KEY):
             _check_scores(load_config(None, [*BASE, *other]), now)
-        assert caught.value.key == KEY
 
 
 @pytest.mark.parametrize("packed", [False, True])

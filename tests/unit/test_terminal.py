@@ -126,10 +126,10 @@ def test_step_lines_can_be_switched_off(setting: str, lines: list[str]) -> None:
     assert ["teacher" in text for text in printed[len(lines) :]] == ([True, True] if setting == "lines" else [])
 
 
-def test_the_health_of_the_teacher_is_requested_only_in_long_stages(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_health_of_the_teacher_is_requested_only_in_long_stages(gkd_log: pytest.LogCaptureFixture) -> None:
     """Fails if short stages cost a request each, an outage or its end is not reported, or one follows the loop."""
-    clock, warnings, n_probes, silent_s = Clock(), list[str](), 0, 0.0
-    monkeypatch.setattr("gkd.console.teacher_watch.log.warning", lambda text, *args: warnings.append(text % args))
+    gkd_log.set_level(logging.WARNING)
+    clock, n_probes, silent_s = Clock(), 0, 0.0
     doing = SpanRecorder("driver", clock=clock)
 
     def probe() -> TeacherHealth:
@@ -151,10 +151,10 @@ def test_the_health_of_the_teacher_is_requested_only_in_long_stages(monkeypatch:
             for _ in range(15):
                 clock.now_s, silent_s = clock.now_s + 1.0, silent_s + 1.0
                 terminal.tick()
-        assert n_probes == 4 and len(warnings) == 1
+        assert n_probes == 4 and len(gkd_log.messages) == 1
         silent_s = 0.0
         short_stages(5)
-        assert n_probes == 5 and len(warnings) == 2
+        assert n_probes == 5 and len(gkd_log.messages) == 2
     clock.now_s += 100.0
     terminal.tick()
     assert n_probes == 5

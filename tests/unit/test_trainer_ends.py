@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,10 +12,9 @@ from typing import Any
 import pytest
 
 from gkd.errors import CheckpointError, ClusterError, EngineFailed, ModelError, RankTimeout, TeacherUnavailable
-from gkd.metrics.run_metrics import RunMetrics
 from gkd.metrics.writer import read_metrics
 from gkd.run.failure_policy import LAST_SAVE_WAIT_S
-from gkd.types import EngineRestarts, GreedyReport, RolloutChunk
+from gkd.types import EngineRestarts, GreedyReport, Prompt, RolloutChunk, ScoredChunk, TrainStats
 from tests.unit.world import PROMPTS, World, checkpoints, make
 
 
@@ -34,14 +33,20 @@ def test_a_pending_save_finishes_before_the_run_ends(tmp_path: Path) -> None:
         assert checkpoints(tmp_path / error.__name__) == ["latest", "step_00000002"]
 
 
-def test_hung_ranks_are_diagnosed_before_the_pending_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+class Hung(World):
+    """Its third step does not end in time."""
+
+    def train_step(self, batch: Sequence[ScoredChunk]) -> TrainStats:
+        if len(self.trained) == 2:
+            raise RankTimeout("train_step: no answer", ["actor rank 1"])
+        return super().train_step(batch)
+
+
+def test_hung_ranks_are_diagnosed_before_the_pending_save(tmp_path: Path) -> None:
     """Fails if hung ranks are diagnosed only after the wait for a pending save, when their stacks are gone."""
-    world = World()
+    world = Hung()
     world.polls_per_save = 9
     order: list[str] = []
-
-    def hang(*_: object) -> None:
-        raise RankTimeout("train_step: no answer", ["actor rank 1"])
 
     def diagnose(error: RankTimeout) -> RankTimeout:
         order.append(f"diagnosed {error.late} {world.waits_s}")
@@ -49,8 +54,6 @@ def test_hung_ranks_are_diagnosed_before_the_pending_save(tmp_path: Path, monkey
 
     trainer = make(tmp_path, world, "trainer.total_steps=9", "trainer.save_every=2")
     trainer.roles = replace(trainer.roles, diagnose_hang=diagnose)
-    step = world.train_step
-    monkeypatch.setattr(world, "train_step", lambda batch: hang() if trainer.step == 3 else step(batch))
     with pytest.raises(RankTimeout) as raised:
         trainer.fit()
     assert order == ["diagnosed ('actor rank 1',) []"] and raised.value.diagnosed
@@ -147,38 +150,34 @@ def test_rewinding_deletes_the_samples_of_discarded_steps(tmp_path: Path) -> Non
     assert names == [f"step_0000000{i}.jsonl" for i in range(4)]
 
 
-def test_metrics_are_flushed_before_each_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_metrics_are_flushed_before_each_save(tmp_path: Path, flushed: list[tuple[Path, int]]) -> None:
     """Fails if a power loss can leave a checkpoint whose steps have no line in metrics.jsonl."""
-    world = World()
-    sync = RunMetrics.sync
+    file = tmp_path / "run" / "metrics.jsonl"
 
-    def recorded(self: RunMetrics) -> None:
-        sync(self)
-        world.events.append("sync")
+    class Saving(World):
+        def save(self, folder: Path) -> None:
+            size = next(size for path, size in reversed(flushed) if path == file)
+            assert size == file.stat().st_size and read_metrics(file)[-1]["step"] == self.engine_version
+            super().save(folder)
 
-    monkeypatch.setattr(RunMetrics, "sync", recorded)
+    world = Saving()
     make(tmp_path, world, "trainer.total_steps=2", "trainer.save_every=1").fit()
-    events = [event for event in world.events if event in ("sync", "save", "train")]
-    assert events == ["sync", "train", "sync", "save", "train", "sync", "save"], "at step 0 there is nothing to save"
+    assert world.events.count("save") == 2
 
 
 @pytest.mark.parametrize("scheduler", ["sync", "one_step_off", "two_step_off"])
 @pytest.mark.parametrize("fails_at", [1, 3, 5])
-def test_a_failed_engine_leaves_a_checkpoint_of_the_last_step(
-    scheduler: str, fails_at: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_failed_engine_leaves_a_checkpoint_of_the_last_step(scheduler: str, fails_at: int, tmp_path: Path) -> None:
     """Fails if an engine that failed for good costs finished steps, or the resumed run loses or repeats a prompt."""
-    world, again = World(), World()
+
+    class Failing(World):
+        def generate(self, *args: Any, **kwargs: Any) -> Iterator[RolloutChunk]:
+            if len(self.prompt_indices) + 1 >= fails_at:
+                raise EngineFailed("rollout engine 0 (host, GPU 3) failed 2 times")
+            yield from super().generate(*args, **kwargs)
+
+    world, again = Failing(), World()
     settings = ("trainer.total_steps=6", f"trainer.scheduler={scheduler}")
-    generate = world.generate
-    n_batches = iter(range(1, 99))
-
-    def failing(*args: Any, **kwargs: Any) -> Iterator[RolloutChunk]:
-        if next(n_batches) >= fails_at:
-            raise EngineFailed("rollout engine 0 (host, GPU 3) failed 2 times")
-        yield from generate(*args, **kwargs)
-
-    monkeypatch.setattr(world, "generate", failing)
     with pytest.raises(EngineFailed):
         make(tmp_path, world, *settings).fit()
     n_done = len(world.trained)
@@ -193,17 +192,15 @@ def test_a_failed_engine_leaves_a_checkpoint_of_the_last_step(
     assert world.trained + again.trained == whole.trained
 
 
-def test_restarts_of_engines_are_counted_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_restarts_of_engines_are_counted_once(tmp_path: Path) -> None:
     """Fails if restarted engines are missing in the metrics, or those of an evaluation are."""
-    world = World()
-    evaluate = world.greedy
 
-    def greedy(*args: Any, **kwargs: Any) -> GreedyReport:
-        world.restarts = EngineRestarts(1, 2.5, 3)
-        return evaluate(*args, **kwargs)
+    class Restarting(World):
+        def greedy(self, prompts: Sequence[Prompt], *, n_samples: int) -> GreedyReport:
+            self.restarts = EngineRestarts(1, 2.5, 3)
+            return super().greedy(prompts, n_samples=n_samples)
 
-    monkeypatch.setattr(world, "greedy", greedy)
-    make(tmp_path, world, "trainer.total_steps=3", "eval.every=2", val=PROMPTS[:1]).fit()
+    make(tmp_path, Restarting(), "trainer.total_steps=3", "eval.every=2", val=PROMPTS[:1]).fit()
     lines = read_metrics(tmp_path / "run" / "metrics.jsonl")
     names = ("perf/engine_restarts", "perf/engine_recovery_s", "perf/prompts_regenerated")
     counted = [tuple(line[name] for name in names) for line in lines if names[0] in line]

@@ -186,6 +186,10 @@ class OldWorker:
             self._sleep_saved_buffers = {}
 
     @property
+    def saved(self) -> dict[str, str]:
+        return self._sleep_saved_buffers
+
+    @property
     def awake(self) -> list[str]:
         return [allocation.tag for allocation in self.allocations.values() if allocation.mapped]
 
@@ -230,9 +234,9 @@ def test_buffers_return_with_the_weights_on_the_older_vllm(old: OldWorker) -> No
     """Fails if the buffers saved at level 2 are written into weights that still sleep, or lost."""
     vllm_versions.sleep(old, 2)
     vllm_versions.wake_up(old, ["kv_cache"])
-    assert old._sleep_saved_buffers == {"rope": "cos"}
+    assert old.saved == {"rope": "cos"}
     vllm_versions.wake_up(old, ["weights"])
-    assert old._sleep_saved_buffers == {}
+    assert old.saved == {}
 
 
 def test_the_newer_vllm_does_all_of_it_itself() -> None:
