@@ -173,7 +173,7 @@ def test_a_folder_wins_over_a_name(hub: Hub, tmp_path: Path, monkeypatch: pytest
     (tmp_path / "org/tiny").mkdir(parents=True)
     done = main(hub, tmp_path, "model.path=org/tiny", "data.train_files=[none.jsonl]", *local_run(tmp_path))
     assert done.returncode == 2 and "org/tiny is the local folder" in done.stderr
-    line = refusal(hub, "org/typo")
+    (line,) = refusals(hub, "org/typo")
     assert "the folder org has no typo" in line and "org/typo@main" in line
     assert not hub.requests
     assert fetched(hub, "org/tiny@main").is_relative_to(hub.cache)
