@@ -7,7 +7,6 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
-from msgspec import structs
 
 from teacher_server.wire.payload import TopKScores, pack_topk
 from teacher_server.wire.protocol import (
@@ -115,4 +114,6 @@ def make_reply(
     reply = ScoreReply(**fields)
     frames = pack_topk(scores, reply)
     reply.checksums = [checksum(frame) for frame in frames]
-    return structs.replace(reply, **changes), frames
+    for name, value in changes.items():  # not `replace`, which checks them
+        setattr(reply, name, value)
+    return reply, frames

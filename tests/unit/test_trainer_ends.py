@@ -155,10 +155,10 @@ def test_metrics_are_flushed_before_each_save(tmp_path: Path, flushed: list[tupl
     file = tmp_path / "run" / "metrics.jsonl"
 
     class Saving(World):
-        def save(self, folder: Path) -> None:
+        def save(self, folder: Path, *, blocking: bool = False) -> None:
             size = next(size for path, size in reversed(flushed) if path == file)
             assert size == file.stat().st_size and read_metrics(file)[-1]["step"] == self.engine_version
-            super().save(folder)
+            super().save(folder, blocking=blocking)
 
     world = Saving()
     make(tmp_path, world, "trainer.total_steps=2", "trainer.save_every=1").fit()
