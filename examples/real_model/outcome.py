@@ -14,9 +14,10 @@ from gkd.metrics.writer import read_metrics
 SHOWN = 4  # held-out prompts whose responses are printed
 
 
-def one_sentence(response: str) -> bool:
-    """Return whether it is one line that ends with the end of a sentence and has no other such end."""
-    return re.fullmatch(r"(?:[^.!?\n]|[.!?](?=\S))*[.!?]+[\"')]*", response.strip()) is not None
+def one_sentence(prompt: str, response: str, row: dict[str, Any]) -> float:
+    """Return 1 for one line that ends with the end of a sentence and has no other such end: eval.metric of the runs."""
+    del prompt, row
+    return float(re.fullmatch(r"(?:[^.!?\n]|[.!?](?=\S))*[.!?]+[\"')]*", response.strip()) is not None)
 
 
 def read(run_dir: Path, heldout: Path, wall_s: float, peak_gib: float) -> dict[str, Any]:
@@ -42,7 +43,7 @@ def read(run_dir: Path, heldout: Path, wall_s: float, peak_gib: float) -> dict[s
         "peak_gib": peak_gib,
         "kl": [line["eval/kl"] for line in (evaluated[0], evaluated[-1])],
         "mean_tokens": [_mean(len(one["response_ids"]) for one in each) for each in samples],
-        "one_sentence": [_mean(one_sentence(one["text"]) for one in each) for each in samples],
+        "one_sentence": [line["eval/accuracy"] for line in (evaluated[0], evaluated[-1])],
         "responses": [
             {"prompt": next(p for p in prompts if p in one["prompt"]), "before": one["text"], "after": other["text"]}
             for one, other in zip(*samples, strict=True)

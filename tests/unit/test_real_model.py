@@ -71,7 +71,7 @@ def test_the_smaller_student_has_evenly_chosen_layers(tmp_path: Path) -> None:
 )
 def test_one_sentence(text: str, expected: bool) -> None:
     """Fails if the share that the example prints counts something else than single sentences."""
-    assert one_sentence(text) == expected
+    assert one_sentence("", text, {}) == expected
 
 
 def test_the_outcome_compares_the_first_and_the_last_evaluation(tmp_path: Path) -> None:
@@ -80,7 +80,7 @@ def test_the_outcome_compares_the_first_and_the_last_evaluation(tmp_path: Path) 
     heldout = tmp_path / "heldout.jsonl"
     heldout.write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in ("Why?", "What is tea?")))
     texts = {0: ("Well. It is so.", "Tea"), 2: ("no", "no"), 4: ("It is so.", "A drink.")}
-    lines = [{"step": step, "eval/kl": 1.0 / (1 + step)} for step in (0, 2, 4)]
+    lines = [{"step": step, "eval/kl": 1.0 / (1 + step), "eval/accuracy": step / 4} for step in (0, 2, 4)]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     with pytest.raises(CheckpointError):
         read(tmp_path, heldout, 1.0, 2.0)
