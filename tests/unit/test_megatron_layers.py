@@ -47,6 +47,10 @@ def test_rotation_is_that_of_megatron() -> None:
     assert torch.equal(mine, theirs)
     padded = torch.randn(6, 3, 2, 8, generator=generator)
     assert torch.equal(rotate(padded, angles, interleaved=False), megatron_rotates(padded, angles))
+    # The same boundaries with values of another dtype, and with other angles.
+    for values, turns in ((heads.bfloat16(), angles), (heads, angles * 2)):
+        turned = rotate_packed(values, cu_seqlens, turns)
+        assert torch.equal(turned, megatron_rotates_packed(values, cu_seqlens, turns, cp_group=OneRank()))
 
 
 @pytest.mark.parametrize(("packs", "n_variants"), [(True, 4), (False, 8)])

@@ -133,7 +133,8 @@ def _table(values: Tensor, angles: Tensor, cu_seqlens: Tensor | None) -> tuple[T
     owner = angles if cu_seqlens is None else cu_seqlens
     found, source = getattr(owner, "gkd_rotation", (None, None))
     # A recomputed layer gets another tensor object with the same angles.
-    if found is None or (source is not None and source.data_ptr() != angles.data_ptr()):
+    is_same = source is None or source.data_ptr() == angles.data_ptr()
+    if found is None or not is_same or found[0].dtype != values.dtype:
         turns = angles
         if cu_seqlens is not None:
             source, n_tokens = angles, len(values)
