@@ -5,8 +5,9 @@
 Types up to `TeacherScores` hold numpy arrays, because they cross process borders through shared memory and raw network
 frames. `MicroBatch` holds torch tensors for training.
 
-Shape letters, used in the whole project: P prompt tokens, R response tokens, K top-k entries, B sequences of a
-micro-batch, S padded sequence length, N loss tokens of a micro-batch, V vocabulary, D hidden size of the teacher.
+Shape letters, used in the whole project: P prompt tokens, R response tokens, M of them are the student's own (all
+without an environment), K top-k entries, B sequences of a micro-batch, S padded sequence length, N loss tokens of a
+micro-batch, V vocabulary, D hidden size of the teacher.
 """
 
 from __future__ import annotations
@@ -48,20 +49,25 @@ class VersionSpan:
 
 @dataclass(frozen=True, slots=True)
 class Rollout:
-    """A prompt with a response: sampled from the student, with its logprobs, or taken from the dataset."""
+    """A prompt with a response: sampled from the student, with its logprobs, or taken from the dataset.
+
+    With an environment the response is a trajectory: the student's turns, and between them the observations that the
+    student read. Only the student's own tokens are scored and trained on, so every table has M rows, one for each.
+    """
 
     prompt_id: int
     sample_index: int  # unique in its batch: prompt_index * rollout.n + index of the sample
     prompt_ids: np.ndarray  # [P] int32
     response_ids: np.ndarray  # [R] int32; ends with the end-of-sequence token if finish_reason == "stop"
-    rollout_logprobs: np.ndarray  # [R] float32, nats, of the engine's sampling distribution; zeros if off-policy
+    rollout_logprobs: np.ndarray  # [M] float32, nats, of the engine's sampling distribution; zeros if off-policy
     version_spans: tuple[VersionSpan, ...]  # empty if off-policy
-    finish_reason: str  # "stop" | "length"
+    finish_reason: str  # "stop" | "length" | "environment"
     on_policy: bool = True  # False: the response is from the dataset
     route: int = 0  # the prompt's route
     teacher_ids: np.ndarray | None = None  # [P'] int32, the prompt for the teacher; None means prompt_ids
     advantage: float | None = None  # computed from the reward; added on the training ranks if the loss needs it
-    top_ids: np.ndarray | None = None  # [R, G] int32, the student's most probable ids, for distill.support; on-policy
+    top_ids: np.ndarray | None = None  # [M, G] int32, the student's most probable ids, for distill.support; on-policy
+    own: np.ndarray | None = None  # [R] bool, the student's own tokens, at least one; None means all
 
     @property
     def policy_version(self) -> int:
@@ -77,6 +83,16 @@ class Rollout:
     def n_tokens(self) -> int:
         return len(self.prompt_ids) + len(self.response_ids)
 
+    @property
+    def own_ids(self) -> np.ndarray:
+        """Return [M] int32, the student's own tokens of the response."""
+        return self.response_ids if self.own is None else self.response_ids[self.own]
+
+    @property
+    def n_own(self) -> int:
+        """Return M, the rows of every table of this sequence."""
+        return len(self.response_ids) if self.own is None else int(np.count_nonzero(self.own))
+
     def for_teacher(self) -> Rollout:
         """Return the sequence that the teacher scores: its own prompt, if it has one, and the same response."""
         return self if self.teacher_ids is None else replace(self, prompt_ids=self.teacher_ids)
@@ -84,17 +100,17 @@ class Rollout:
 
 @dataclass(frozen=True, slots=True)
 class TeacherTopK:
-    """The teacher's K most probable tokens at each response position, or the tokens of distill.support.
+    """The teacher's K most probable tokens at each own position, or the tokens of distill.support.
 
     Normalized over the full (common) vocabulary at the request's temperature *before* the truncation to K, so
     `exp(topk_logprobs).sum(-1)` is the teacher's true mass on these ids (<= 1). With a mass target, a row lists only as
     many ids as needed to reach it: `counts` ids, followed by entries -1 and -inf.
     """
 
-    topk_ids: np.ndarray  # [R, K] int32
-    topk_logprobs: np.ndarray  # [R, K] float32, nats, descending
-    tail_mass: np.ndarray  # [R] float32, teacher probability outside the listed ids
-    counts: np.ndarray | None = None  # [R] int32, number of listed ids per row, 1..K; None means all K
+    topk_ids: np.ndarray  # [M, K] int32
+    topk_logprobs: np.ndarray  # [M, K] float32, nats, descending
+    tail_mass: np.ndarray  # [M] float32, teacher probability outside the listed ids
+    counts: np.ndarray | None = None  # [M] int32, number of listed ids per row, 1..K; None means all K
 
     @classmethod
     def without_tail(cls, ids: np.ndarray, logprobs: np.ndarray) -> TeacherTopK:
@@ -114,13 +130,13 @@ class TeacherScores:
     """Teacher scores of one sequence: the signals that `teacher.signal` and the loss require; others are None."""
 
     topk: TeacherTopK | None = None
-    sampled_logprobs: np.ndarray | None = None  # [R] float32, nats, of the response tokens
-    # [R, V] float32 or float16, over the common vocabulary, divided by the temperature.
+    sampled_logprobs: np.ndarray | None = None  # [M] float32, nats, of the own tokens
+    # [M, V] float32 or float16, over the common vocabulary, divided by the temperature.
     logits: np.ndarray | None = None
     hidden: np.ndarray | None = (
-        None  # [R, D] float32, final hidden states; hidden @ lm_head.T = logits before the temperature
+        None  # [M, D] float32, final hidden states; hidden @ lm_head.T = logits before the temperature
     )
-    # [R] float32, nats, reference logprobs of the response tokens; added on the training ranks.
+    # [M] float32, nats, reference logprobs of the own tokens; added on the training ranks.
     reference_logprobs: np.ndarray | None = None
 
 
@@ -181,7 +197,7 @@ class MicroBatch:
     row, and attention and positions restart at each of `cu_seqlens`.
 
     Logits at position t predict token t + 1. Response token j of a sequence with P prompt tokens is therefore predicted
-    at position P - 1 + j: R loss rows per sequence, including the end-of-sequence token.
+    at position P - 1 + j. A sequence has a loss row for each of its M own tokens, the end-of-sequence token included.
     """
 
     tokens: torch.Tensor  # [B, S] int64
