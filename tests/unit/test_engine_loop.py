@@ -550,7 +550,7 @@ def test_a_streamed_prompt_is_returned_as_rollouts_and_sizes() -> None:
     items: Any = worker.stream()
     for index in (6, 9):  # max_num_seqs = n: one prompt at a time
         rollouts, sizes = next(items), next(items)
-        assert isinstance(sizes, bytes) and len(sizes) == 16 + 24 * N
+        assert isinstance(sizes, bytes) and len(sizes) == 16 + 32 * N
         job, chunk = decode_sizes(sizes, rollouts)
         assert (job, chunk.dp_rank, chunk.versions.tolist()) == (1, index % 4, [0] * N)
         assert chunk.sample_index.tolist() == [index * N, index * N + 1] == [r.sample_index for r in chunk.ref]

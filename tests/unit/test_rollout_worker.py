@@ -149,13 +149,13 @@ def test_dataset_responses_belong_to_the_group_of_their_prompt(dp_size: int, chu
 
 @pytest.mark.parametrize("n", [1, 2, 16])
 def test_encoded_chunk_sizes_are_small_and_complete(n: int) -> None:
-    """Fails if a field is lost in the encoding, or a sequence takes more than 24 bytes."""
+    """Fails if a field is lost in the encoding, or a sequence takes more than 32 bytes."""
     rows = [Prompt(i, np.arange(i + 1, dtype=np.int32), None, np.array([1] * (i + 2), np.int32)) for i in range(n)]
     ((rollouts, chunk),) = dataset_chunks(
         rows, range(n), n=2**20, dp_size=1, chunk_size=16, policy_version=2**30, eos_ids={3}
     )
     data = encode_sizes(chunk)
-    assert len(data) == 16 + 24 * n
+    assert len(data) == 16 + 32 * n
     job, again = decode_sizes(encode_sizes(chunk, 7), "handle")
     assert job == 7
     for name in (f.name for f in fields(RolloutChunk)):
