@@ -73,6 +73,8 @@ class Rollout:
     advantage: float | None = None  # computed from the reward; added on the training ranks if the loss needs it
     top_ids: np.ndarray | None = None  # [M, G] int32, the student's most probable ids, for distill.support; on-policy
     own: np.ndarray | None = None  # [R] bool, the student's own tokens, at least one; None means all
+    reward: float | None = None  # of the environment; None: it gives none
+    messages: bytes | None = None  # JSON, turns and observations as messages; None without an environment
 
     @property
     def policy_version(self) -> int:
@@ -92,6 +94,15 @@ class Rollout:
     def own_ids(self) -> np.ndarray:
         """Return [M] int32, the student's own tokens of the response."""
         return self.response_ids if self.own is None else self.response_ids[self.own]
+
+    @property
+    def last_turn(self) -> np.ndarray:
+        """Return [n] int32, the tokens of the student's last turn; all of them without an environment."""
+        if self.own is None:
+            return self.response_ids
+        stop = int(np.flatnonzero(self.own)[-1]) + 1
+        observed = np.flatnonzero(~self.own[:stop])
+        return self.response_ids[int(observed[-1]) + 1 if len(observed) else 0 : stop]
 
     @property
     def n_turns(self) -> int:
@@ -176,6 +187,7 @@ class TokenTargets:
     # [N] bool, the tokens with which the student ended a turn; False for truncated and dataset responses.
     ends: torch.Tensor | None = None
     routes: torch.Tensor | None = None  # [N] int64, see `Rollout.route`; None on a rank without data
+    turns: torch.Tensor | None = None  # [N] int64, the row's turn, counted from 0 in its trajectory
     advantages: torch.Tensor | None = None  # [N] float32, of the reward of each token's response
     weights: torch.Tensor | None = None  # [N] float32, factor of the loss, see `gkd.data.normalize`; None means all 1
     sequences: torch.Tensor | None = None  # [N] int64, the row's sequence, counted from 0 in the micro-batch
@@ -482,6 +494,10 @@ class Sample:
     correct: bool | None
     prompt: str  # with its special tokens
     truncated: bool = False
+    # With an environment: turns and observations, the last turn as text, and the environment's reward.
+    messages: list[dict[str, str]] = field(default_factory=list)
+    last_turn: str | None = None
+    reward: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

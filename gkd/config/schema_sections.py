@@ -15,8 +15,8 @@ from gkd.config.schema_rollout import RolloutConfig, WeightSyncConfig
 from gkd.config.schema_teacher import DistillConfig, ReferenceConfig, TeacherConfig
 from gkd.config.schema_trainer import TrainerConfig
 
-EXACT_MATCH, MATH_VERIFY, LENGTH = "exact_match", "math_verify", "length"
-REWARD_NAMES = (EXACT_MATCH, MATH_VERIFY, LENGTH)  # functions of `gkd.scoring.reward.functions`
+EXACT_MATCH, MATH_VERIFY, LENGTH, ENVIRONMENT = "exact_match", "math_verify", "length", "environment"
+REWARD_NAMES = (EXACT_MATCH, MATH_VERIFY, LENGTH, ENVIRONMENT)  # functions of `gkd.scoring.reward.functions`
 COMPARING = (EXACT_MATCH, MATH_VERIFY)  # functions that need the reference answer
 NO_METRIC = "none"  # eval.metric
 
@@ -50,7 +50,7 @@ class RewardConfig:
 HEALTH_CHECKS = (
     *("truncated", "repetition", "end_of_sequence", "teacher_mismatch", "overlap_falls", "entropy_collapse"),
     *("importance_clipped", "gradient_spikes", "no_gap", "kl_rises", "accuracy_falls", "worse_than_start"),
-    *("engine_logprobs", "stale_rollouts"),
+    *("engine_logprobs", "stale_rollouts", "environment_errors"),
 )
 
 

@@ -154,6 +154,12 @@ def _own_positions(rollout: Rollout) -> np.ndarray:
     return np.arange(len(rollout.response_ids)) if rollout.own is None else np.flatnonzero(rollout.own)
 
 
+def _turns(rollout: Rollout) -> np.ndarray:
+    """Return [M] int64: the turn of each own token, counted from 0."""
+    at = _own_positions(rollout)
+    return np.cumsum(np.diff(at, prepend=at[0]) > 1)
+
+
 def _ends(rollout: Rollout) -> np.ndarray:
     """Return [M] bool: the tokens with which the student ended a turn; none of a dataset response."""
     last = np.diff(_own_positions(rollout), append=len(rollout.response_ids)) > 1  # an observation follows
@@ -171,6 +177,7 @@ def _targets(rollouts: Sequence[Rollout], scores: Sequence[TeacherScores], weigh
         on_policy=torch.from_numpy(np.repeat([r.on_policy for r in rollouts], n_rows)),
         ends=torch.from_numpy(ends),
         routes=torch.from_numpy(np.repeat([r.route for r in rollouts], n_rows)),
+        turns=torch.from_numpy(np.concatenate([_turns(r) for r in rollouts])),
         weights=None if weights is None else torch.from_numpy(np.repeat(weights, n_rows)),
         sequences=torch.from_numpy(np.repeat(np.arange(len(n_rows)), n_rows)),
     )

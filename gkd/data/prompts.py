@@ -17,7 +17,7 @@ import numpy as np
 from gkd.config.schema_sections import DataConfig
 from gkd.config.schema_teacher import TeacherConfig
 from gkd.data.conversation import Conversation, Setting, check_unicode, quoted, read_conversation, read_tools
-from gkd.data.render import AS_IS, PromptRenderer, Rendered, has_system
+from gkd.data.render import AS_IS, PromptRenderer, Rendered, Tools, has_system
 from gkd.data.row_files import Row, encode_row, read_rows
 from gkd.data.teacher_prompt import TeacherPrompts
 from gkd.errors import ConfigError
@@ -65,6 +65,7 @@ def load_prompts(
     response_ends: Sequence[int] | None = None,
     teacher: TeacherConfig | None = None,
     keep_rows: bool = False,
+    tools: Tools = (),
 ) -> tuple[list[Prompt], int]:
     """Tokenize all rows of `files`; also return the number of rows dropped by `data.truncation: drop`.
 
@@ -73,7 +74,8 @@ def load_prompts(
         response_ends: token ids that end a response, to load the dataset's responses, too; None = ignore
             `data.response_key`.
         teacher: its routes, one of which each row must name, and its prompt template; None means neither.
-        keep_rows: keep all columns, for functions that judge responses.
+        keep_rows: keep all columns, for functions that judge responses and for environments.
+        tools: of rollout.environment, which every prompt offers.
 
     Raises:
         ConfigError: a file is missing, has another format or lacks `data.prompt_key`; a prompt or a requested response
@@ -82,7 +84,7 @@ def load_prompts(
     """
     prompts: list[Prompt] = []
     dropped, converted = 0, Counter[str]()
-    reader = RowReader(config, tokenizer, teacher or TeacherConfig())
+    reader = RowReader(config, tokenizer, teacher or TeacherConfig(), tools)
     columns = None if keep_rows else reader.columns
     rows = (found for file in files for found in read_rows(file, key, columns))
     with driver.doing(f"tokenizing {key}, row"):
@@ -137,12 +139,23 @@ class ReadRow:
 
 
 class RowReader:
-    """Read rows: find the prompts in the columns, render and tokenize them, and find the teacher."""
+    """Read rows: find the prompts in the columns, render and tokenize them, and find the teacher.
 
-    def __init__(self, config: DataConfig, tokenizer: Any, teacher: TeacherConfig) -> None:
-        self._config = config
+    Args:
+        tools: of rollout.environment, which every prompt offers.
+    """
+
+    def __init__(self, config: DataConfig, tokenizer: Any, teacher: TeacherConfig, tools: Tools = ()) -> None:
+        self._config, self._tools = config, tools
+        offered = ("data.tools_key", config.tools_key) if config.tools_key else None
+        if tools:
+            names = ", ".join(tool["function"]["name"] for tool in tools)
+            if offered is not None:
+                problem = f"the class of rollout.environment offers {names}, too."
+                raise ConfigError(*offered, problem, "remove the key, or the tools of the class.")
+            offered = "rollout.environment", f"its tools {names}"
         self._renderer = PromptRenderer(
-            tokenizer, config.chat_template, config.chat_template_kwargs, config.system_prompt, config.tools_key
+            tokenizer, config.chat_template, config.chat_template_kwargs, config.system_prompt, offered
         )
         self._n_own_system = 0
         self._routes = RowRoutes(teacher, config.teacher_key)
@@ -167,6 +180,8 @@ class RowReader:
                 problem = f"{where} has only the columns {sorted(row)}."
                 raise ConfigError("data.tools_key", key, problem, "name the tools' column; null stands for no tools.")
             prompt = replace(prompt, tools=read_tools(row[key], ("data.tools_key", key), where))
+        if self._tools:
+            prompt = replace(prompt, tools=self._tools)
         view = self._views.of(row, prompt, where)
         if view is not None:
             self._check_response(view, self._views.setting, where)

@@ -7,6 +7,7 @@ was written.
 
 from __future__ import annotations
 
+import math
 import zipfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -65,6 +66,11 @@ def write_sequences(file: IO[bytes], rollouts: Sequence[Rollout], scores: Sequen
             [np.ones(len(r.response_ids), bool) if r.own is None else r.own for r in rollouts]
         )
         tables["has_own"] = np.array([r.own is not None for r in rollouts])
+    if any(r.reward is not None for r in rollouts):
+        tables["rewards"] = np.array([np.nan if r.reward is None else r.reward for r in rollouts])
+    if any(r.messages is not None for r in rollouts):
+        tables["message_lengths"] = np.array([len(r.messages or b"") for r in rollouts])
+        tables["messages"] = np.frombuffer(b"".join(r.messages or b"" for r in rollouts), np.uint8)
     if any(r.top_ids is not None for r in rollouts):
         tables["n_top_ids"] = np.array([0 if r.top_ids is None else r.top_ids.shape[1] for r in rollouts])
         tables["top_ids"] = np.concatenate([r.top_ids.ravel() for r in rollouts if r.top_ids is not None])
@@ -129,6 +135,12 @@ def _rollouts(tables: dict[str, np.ndarray]) -> list[Rollout]:
         widths = tables["n_top_ids"].tolist()
         parts = _split(tables["top_ids"], [n * length for n, length in zip(widths, n_rows, strict=True)])
         top_ids = [part.reshape(-1, n) if n else None for n, part in zip(widths, parts, strict=True)]
+    rewards: list[float | None] = [None] * len(rows)
+    if "rewards" in tables:
+        rewards = [None if math.isnan(reward) else reward for reward in tables["rewards"].tolist()]
+    messages: list[bytes | None] = [None] * len(rows)
+    if "messages" in tables:
+        messages = [part.tobytes() or None for part in _split(tables["messages"], tables["message_lengths"].tolist())]
     spans: list[list[VersionSpan]] = [[] for _ in rows]
     for sequence, start, stop, version in tables["spans"].tolist():
         spans[sequence].append(VersionSpan(start, stop, version))
@@ -146,6 +158,8 @@ def _rollouts(tables: dict[str, np.ndarray]) -> list[Rollout]:
             teacher_ids=views[i],
             top_ids=top_ids[i],
             own=masks[i],
+            reward=rewards[i],
+            messages=messages[i],
         )
         for i, row in enumerate(rows)
     ]

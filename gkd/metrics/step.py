@@ -40,7 +40,7 @@ def step_numbers(
     """
     chunks = [c.rollouts for c in batch]
     sizes = np.concatenate([chunk.sizes for chunk in chunks], axis=1)
-    _, all_tokens, n_response, endings, _, n_repeated, n_observed, n_turns = sizes.astype(np.int64)
+    _, all_tokens, n_response, endings, _, n_repeated, n_observed, _ = sizes.astype(np.int64)
     on_policy = np.repeat([chunk.on_policy for chunk in chunks], [chunk.n_sequences for chunk in chunks])
     n_tokens, n_4grams = int(n_response.sum()), int(np.maximum(n_response - 3, 0)[on_policy].sum())
     masses = [c.teacher_mass for c in batch if c.teacher_mass is not None]
@@ -74,6 +74,22 @@ def store_numbers(batch: Sequence[ScoredChunk], config: Config) -> dict[str, flo
     # They are complete when they are submitted.
     stored = sum(int((c.times.completed_s == c.times.submitted_s).sum()) for c in batch if c.times is not None)
     return {"teacher/stored_share": stored / sum(c.rollouts.n_sequences for c in batch)}
+
+
+def turn_numbers(batch: Sequence[ScoredChunk], config: Config) -> dict[str, float]:
+    """Return the numbers of the student's trajectories; nothing without an environment."""
+    chunks = [chunk.rollouts for chunk in batch if chunk.rollouts.on_policy]
+    if not config.rollout.environment or not chunks:
+        return {}
+    n_turns, endings = (np.concatenate([getattr(c, name) for c in chunks]) for name in ("n_turns", "endings"))
+    last = np.minimum(n_turns, config.derived.loss.turns)
+    share_ended = {turn: float((last[last >= turn] == turn).mean()) for turn in range(1, int(last.max()) + 1)}
+    return {
+        "rollout/turns_mean": float(n_turns.mean()),
+        "rollout/observed_tokens": float(sum(int(chunk.n_observed.sum()) for chunk in chunks)),
+        "rollout/environment_errors": float((endings == FINISH_REASONS.index("environment_error")).mean()),
+        **{f"turn/{turn}/share_ended": share for turn, share in share_ended.items()},
+    }
 
 
 def reward_numbers(batch: Sequence[ScoredChunk], config: Config) -> dict[str, float]:

@@ -27,7 +27,7 @@ WORDS = {0: "<start>", 1: "work", 2: ";", 3: "42", 4: "43"}
 class Engine:
     """Return `responses[i]` (token ids, finish reason) for prompt i, last prompt first; record the calls."""
 
-    n_running = n_passes = 0
+    n_running = n_generating = n_passes = 0
     has_weights = True
 
     def __init__(self, responses: Sequence[tuple[list[int], str]]) -> None:
@@ -305,7 +305,7 @@ def test_out_of_memory_errors_of_the_engine_are_explained(tmp_path: Path, method
 
 def test_an_out_of_memory_error_of_a_stream_is_explained_once(tmp_path: Path) -> None:
     """Fails if a call that waits for the stream writes a second report for the stream's error."""
-    broken = type("Broken", (Engine,), {"n_running": 1, "step": out_of_memory})([])
+    broken = type("Broken", (Engine,), {"n_running": 1, "n_generating": 1, "step": out_of_memory})([])
     made = worker_of(broken, load_config(None), tmp_path)
     made.open_stream(1, 1, 16)
     with pytest.raises(OutOfMemory):
