@@ -140,6 +140,10 @@ class RewardError(GkdError):
     """A reward function failed, took too long or returned no finite number; names the function and the row."""
 
 
+class EnvironmentError(GkdError):
+    """An environment class cannot be imported or has the wrong form; names its path."""
+
+
 class WeightSyncError(GkdError):
     """A rollout engine does not hold the weights that the actor sent; names the tensors.
 

@@ -6,10 +6,6 @@ runs in a process of its own. It replies once for a list of responses; where it 
 
 from __future__ import annotations
 
-import os
-import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -21,10 +17,10 @@ import numpy as np
 
 from gkd.data.row_files import decode_row
 from gkd.errors import RewardError
-from gkd.scoring.reward.progress import Progress
 from gkd.scoring.reward.worker import Request, Start
+from gkd.user_code import Child, Progress
 
-_END_S = 5.0  # a process that is killed ends at once
+_END_S = 5.0  # from the end of its connection to that of a process
 
 
 class Worker:
@@ -35,9 +31,7 @@ class Worker:
         self._connection, theirs = Pipe()
         self._progress = Progress()
         fds = theirs.fileno(), self._progress.fd
-        command = [sys.executable, "-m", "gkd.scoring.reward.worker", *map(str, fds)]
-        # A session of its own: Ctrl-C does not reach it, and its end includes processes that a function has started.
-        self._process = subprocess.Popen(command, pass_fds=fds, stdin=subprocess.DEVNULL, start_new_session=True)
+        self._process = Child("gkd.scoring.reward.worker", fds, fds)
         theirs.close()
         self._connection.send(start)
 
@@ -70,9 +64,7 @@ class Worker:
 
     def close(self) -> None:
         """End the process. Idempotent."""
-        if self._process.poll() is None:
-            os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.wait(_END_S)
+        self._process.end()
         self._connection.close()
         self._progress.close()
 
@@ -97,8 +89,7 @@ class Worker:
                     raise RewardError(f"{name(self._progress.call)}: took longer than {timeout_s:g} s. {fix}")
             return self._connection.recv()
         except (EOFError, OSError):
-            code = self._process.wait(_END_S)
-            ended = f"signal {-code}" if code < 0 else f"exit code {code}"
+            ended = self._process.end(_END_S)
             raise RewardError(f"{name(self._progress.call)}: the worker process died ({ended})") from None
 
 

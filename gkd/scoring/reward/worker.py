@@ -9,11 +9,7 @@ parent ends it.
 from __future__ import annotations
 
 import math
-import os
-import select
-import signal
 import sys
-import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
@@ -24,7 +20,7 @@ from gkd.config.schema import Config
 from gkd.data.row_files import decode_row
 from gkd.errors import GkdError
 from gkd.scoring.reward.functions import Case, Judge, Undecided, judge_of
-from gkd.scoring.reward.progress import Progress
+from gkd.user_code import Progress, end_with_parent, finite_number
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,8 +53,7 @@ class Request:
 
 def main(fd: int, progress_fd: int) -> None:
     """Serve requests until the parent closes the socket."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    threading.Thread(target=_end_with_parent, args=(fd,), daemon=True).start()
+    end_with_parent(fd)
     parent, progress = Connection(fd), Progress(progress_fd)
     start: Start = parent.recv()
     sys.path[:0] = [folder for folder in start.search_path if folder not in sys.path]
@@ -105,22 +100,8 @@ def _call(judge: Judge, case: Case) -> float | str:
         return math.nan
     except BaseException as error:  # SystemExit is caught, too: it is the function's own
         return f"raised {type(error).__name__}: {error}"
-    if isinstance(value, str | bytes):
-        return f"returned {value!r}, not a number"
-    try:
-        number = float(value)
-    except (TypeError, ValueError):
-        return f"returned {value!r}, not a number"
-    return number if math.isfinite(number) else f"returned {number}"
-
-
-def _end_with_parent(fd: int) -> None:
-    """End this session when the other end of the socket is closed, also while a function runs."""
-    poll = select.poll()
-    poll.register(fd, 0)  # hang-ups alone
-    while not poll.poll():
-        pass
-    os.killpg(0, signal.SIGKILL)  # the worker leads it, see `gkd.scoring.reward.pool`
+    number = finite_number(value)
+    return f"returned {number}" if isinstance(number, str) else number
 
 
 if __name__ == "__main__":

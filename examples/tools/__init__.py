@@ -1,0 +1,1 @@
+"""Environments with tools, for `rollout.environment`."""

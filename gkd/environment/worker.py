@@ -1,0 +1,260 @@
+"""Worker process of environments: `python -m gkd.environment.worker FD FD FOLDER`, started by `Environments`.
+
+The first FD is a socket to the host, the second one the memory of `Progress`, FOLDER the working folder. A message is a
+line of JSON. The host sends one `Start`, then `Call`s; the worker replies to `Start` with `Ready`, and to each call but
+a drop with one `Answer`, in the order in which they are done.
+
+The class runs on one asyncio loop. Code that blocks the loop blocks all trajectories of the process, so blocking code
+belongs in `asyncio.to_thread`. The worker notes twice a second that its loop and its threads work; the host ends it
+when that stops.
+
+This is containment, not a sandbox: the process sees no GPU, its memory is limited, its working folder is temporary, and
+what it starts ends with it. Code that the student writes can still read the files and use the network of this user; run
+it in a container, or in a service that `step` calls. The number of processes is not limited: the system counts those of
+the user, and with them Ray's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import contextlib
+import os
+import resource
+import shutil
+import socket
+import sys
+from collections.abc import Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from gkd.data.row_files import decode_row
+from gkd.environment.form import Fault, checked_messages, checked_reward, encodable, import_environment, shown
+from gkd.errors import EnvironmentError
+from gkd.log import get_logger
+from gkd.user_code import Progress, end_with_parent
+
+MAX_LINE = 2**26  # a call has a row of the data and a turn
+_BEAT_S = 0.5
+_N_THREADS = 256  # of asyncio.to_thread; those whose calls never end are lost until the process ends
+
+log = get_logger(__name__)
+
+
+class Start(msgspec.Struct, frozen=True):
+    """Hold what a worker needs.
+
+    Args:
+        path: of the class.
+        search_path: folders in which the driver finds modules.
+        memory_gib: limit of the address space of each process, those that tools start included; 0: none.
+        timeout_s: limit of one `step`, and of one `close`; `Environments` sets it.
+    """
+
+    path: str
+    search_path: tuple[str, ...]
+    memory_gib: float = 32.0
+    timeout_s: float = 0.0
+
+
+class Call(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Ask for a step (`text`), for the end of a trajectory (`end`), or for its end without an answer."""
+
+    trajectory: int
+    text: str | None = None
+    end: bool = False
+    row: str = ""  # Base64, with the first call; see `gkd.data.row_files`
+    seed: int = 0
+
+
+class Ready(msgspec.Struct, frozen=True):
+    """Report the tools of the class, or why it cannot be used."""
+
+    tools: list[dict[str, Any]]
+    problem: str = ""
+
+
+class Answer(msgspec.Struct, frozen=True):
+    """Answer a call; without messages the trajectory is over."""
+
+    trajectory: int
+    messages: list[dict[str, str]] | None = None
+    reward: float | None = None
+    error: str = ""
+
+
+class Server:
+    """The trajectories of this process.
+
+    Args:
+        kind: the class.
+        send: sends an answer.
+    """
+
+    def __init__(self, kind: type[Any], start: Start, send: Callable[[Answer], None]) -> None:
+        self._kind, self._start, self._send = kind, start, send
+        self._open: dict[int, Any] = {}  # objects by trajectory
+        self._rows: dict[int, str] = {}  # file and line of their rows
+        self._steps: dict[int, asyncio.Task[None]] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def receive(self, call: Call) -> None:
+        """Begin a call."""
+        if running := self._steps.pop(call.trajectory, None):
+            running.cancel()  # only a drop comes during a step
+        task = asyncio.create_task(self._end(call) if call.text is None else self._step(call, call.text))
+        if call.text is not None:
+            self._steps[call.trajectory] = task
+        self._tasks.add(task)
+        task.add_done_callback(lambda done: self._forget(call.trajectory, done))
+
+    async def close(self) -> None:
+        """Close the objects that are still open."""
+        for trajectory in tuple(self._open):
+            self.receive(Call(trajectory))
+        while self._tasks:
+            await asyncio.wait(self._tasks)
+
+    async def _step(self, call: Call, text: str) -> None:
+        key = call.trajectory
+        try:
+            try:
+                if call.row:
+                    await self._limited("__init__", lambda: self._make(call))
+                messages = checked_messages(await self._limited("step", lambda: self._open[key].step(text)))
+            finally:
+                self._steps.pop(key, None)  # a drop does not interrupt `close`
+            self._send(Answer(key, messages, None if messages is not None else await self._closed(key)))
+        except Fault as fault:
+            self._send(Answer(key, error=self._text(key, fault)))
+            await self._drop(key)
+
+    async def _make(self, call: Call) -> None:
+        self._rows[call.trajectory], row = decode_row(base64.b85decode(call.row))
+        self._open[call.trajectory] = self._kind(row, call.seed)
+
+    async def _end(self, call: Call) -> None:
+        key = call.trajectory
+        if not call.end:
+            await self._drop(key)
+            return
+        try:
+            self._send(Answer(key, reward=await self._closed(key)))
+        except Fault as fault:
+            self._send(Answer(key, error=self._text(key, fault)))
+
+    async def _drop(self, key: int) -> None:
+        try:
+            await self._closed(key)
+        except Fault as fault:  # the host does not wait for an answer
+            log.warning("%s", self._text(key, fault))
+
+    async def _closed(self, key: int) -> float | None:
+        """Close the object of a trajectory, and return its reward."""
+        environment = self._open.pop(key, None)
+        if hasattr(environment, "close"):
+            await self._limited("close", environment.close)
+        return await self._limited("reward", _as_async(lambda: checked_reward(environment)))
+
+    async def _limited(self, name: str, call: Callable[[], Awaitable[Any]]) -> Any:
+        """Await code of the user. Raises Fault: it takes too long or raises an error."""
+        task = asyncio.ensure_future(_caught(name, call))
+        try:
+            await asyncio.wait({task}, timeout=self._start.timeout_s)
+            if task.done() and not task.cancelled():
+                return task.result()
+        finally:
+            task.cancel()
+            task.add_done_callback(lambda ended: ended.cancelled() or ended.exception())  # read: asyncio logs others
+        if task.cancelled():
+            raise Fault(f"{name} canceled itself")
+        limit = f"{self._start.timeout_s:g} s"
+        raise Fault(f"{name} took longer than {limit}. Fix: correct it, or raise rollout.environment_timeout_s")
+
+    def _text(self, key: int, fault: Fault) -> str:
+        return encodable(f"{self._start.path}, row {self._rows.get(key, '?')}: {fault}")
+
+    def _forget(self, key: int, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if key not in self._open:
+            self._rows.pop(key, None)
+
+
+async def _caught(name: str, call: Callable[[], Awaitable[Any]]) -> Any:
+    try:
+        return await call()
+    except (asyncio.CancelledError, Fault):
+        raise
+    except BaseException as error:  # SystemExit is caught, too: it is the environment's own
+        raise Fault(f"{name} raised {type(error).__name__}: {shown(error)}") from error
+
+
+def _as_async(function: Callable[[], Any]) -> Callable[[], Awaitable[Any]]:
+    async def call() -> Any:
+        return function()
+
+    return call
+
+
+async def serve(connection: socket.socket, progress: Progress) -> None:
+    """Serve calls until the host sends an empty line."""
+    loop = asyncio.get_running_loop()
+    loop.set_default_executor(ThreadPoolExecutor(_N_THREADS))
+    reader, writer = await asyncio.open_unix_connection(sock=connection, limit=MAX_LINE)
+
+    def send(message: Ready | Answer) -> None:
+        writer.write(msgspec.json.encode(message) + b"\n")
+
+    start = msgspec.json.decode(await reader.readline(), type=Start)
+    sys.path[:0] = [folder for folder in start.search_path if folder not in sys.path]
+    if start.memory_gib:
+        _limit(resource.RLIMIT_AS, int(start.memory_gib * 2**30))
+    try:
+        kind = import_environment(start.path)
+    except EnvironmentError as error:
+        send(Ready([], encodable(str(error))))
+        await writer.drain()
+        return
+    server = Server(kind, start, send)
+    progress.begin(0)  # the import counts no more
+    beats = asyncio.create_task(_beat(progress))
+    send(Ready(list(getattr(kind, "tools", ()))))
+    while (line := await reader.readline()).strip():
+        server.receive(msgspec.json.decode(line, type=Call))
+    await server.close()
+    beats.cancel()
+
+
+async def _beat(progress: Progress) -> None:
+    while True:
+        await asyncio.to_thread(progress.begin, 0)  # through a thread: this also shows that some are left
+        await asyncio.sleep(_BEAT_S)
+
+
+def _limit(kind: int, value: int) -> None:
+    _, hard = resource.getrlimit(kind)
+    resource.setrlimit(kind, (value if hard == resource.RLIM_INFINITY else min(value, hard), hard))
+
+
+def main(fd: int, progress_fd: int, folder: str) -> None:
+    """Serve environments; ends with the host."""
+    end_with_parent(fd, folder)
+    for inherited in (fd, progress_fd):
+        os.set_inheritable(inherited, False)  # not for the processes that tools start
+    for left in Path(folder).iterdir():  # of the process before this one
+        if left.is_dir() and not left.is_symlink():
+            shutil.rmtree(left, ignore_errors=True)
+        else:
+            left.unlink(missing_ok=True)
+    os.chdir(folder)
+    _limit(resource.RLIMIT_CORE, 0)
+    with contextlib.suppress(OSError):  # some containers refuse it; it only decides whom the system ends first
+        Path("/proc/self/oom_score_adj").write_text("1000")
+    asyncio.run(serve(socket.socket(fileno=fd), Progress(progress_fd)))
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3])

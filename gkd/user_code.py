@@ -1,0 +1,164 @@
+"""Processes that run code of a user: their start, progress and end, and the numbers that the code returns."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import mmap
+import os
+import select
+import shutil
+import signal
+import struct
+import subprocess
+import sys
+import threading
+import time
+import uuid
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+_END_S = 5.0  # a process that is killed ends at once, unless it waits for a disk
+_MARK = "GKD_CHILD"  # environment variable; processes that the child starts have its value, too
+_CALL, _BEGAN_S = struct.Struct("<q"), struct.Struct("<d")
+_N_BYTES = _CALL.size + _BEGAN_S.size
+
+
+class Child:
+    """A process of this interpreter in a session of its own: Ctrl-C does not reach it.
+
+    Args:
+        module: what it runs, as `python -m` does.
+        arguments: of the module.
+        fds: that it inherits.
+        environment: variables that are added to this process's.
+    """
+
+    def __init__(
+        self, module: str, arguments: Sequence[object], fds: Sequence[int], environment: Mapping[str, str] | None = None
+    ) -> None:
+        self._mark, self._how = uuid.uuid4().hex, ""
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", module, *map(str, arguments)],
+            pass_fds=fds,
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,
+            env={**os.environ, **(environment or {}), _MARK: self._mark},
+        )
+        self.pid = self._process.pid
+
+    @property
+    def ended(self) -> bool:
+        """Whether the process has ended, by itself or by `end`."""
+        # The process stays a zombie, so that its number, which is also its session's, means no other one.
+        return bool(self._how) or os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT | os.WNOHANG) is not None
+
+    def end(self, patience_s: float = 0.0) -> str:
+        """End the process and what it has started. Returns how it ended, also if it did so before. Idempotent.
+
+        Args:
+            patience_s: it may end by itself meanwhile.
+        """
+        if not self._how:
+            deadline_s = time.monotonic() + patience_s
+            while not self.ended and time.monotonic() < deadline_s:
+                time.sleep(0.005)
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self.pid, signal.SIGKILL)
+            _kill_started(self.pid, self._mark)
+            try:
+                code = self._process.wait(_END_S)
+                self._how = f"signal {-code}" if code < 0 else f"exit code {code}"
+            except subprocess.TimeoutExpired:
+                self._how = "killed, but not gone yet"
+        return self._how
+
+
+def end_with_parent(fd: int, folder: str = "") -> None:
+    """Let this process, a `Child`, ignore Ctrl-C, and end with all it has started when its parent has ended.
+
+    Args:
+        fd: a socket whose other end the parent holds.
+        folder: removed before the end.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    threading.Thread(target=_wait_for_parents_end, args=(fd, os.getppid(), folder), daemon=True).start()
+
+
+def _wait_for_parents_end(fd: int, parent: int, folder: str) -> None:
+    poll = select.poll()
+    poll.register(fd, 0)  # hang-ups alone
+    # A process that the parent has forked holds the other end, too, so the parent's number is also compared.
+    while not poll.poll(2000) and os.getppid() == parent:
+        pass
+    _kill_started(os.getpid(), os.environ.get(_MARK, ""), spare=os.getpid())
+    if folder:
+        shutil.rmtree(folder, ignore_errors=True)
+    os.killpg(0, signal.SIGKILL)
+
+
+def _kill_started(leader: int, mark: str, spare: int = 0) -> None:
+    """Kill the processes of a session, and those that left it, which still have the mark in their environment."""
+    seen = {spare}
+    while found := {pid for pid in _pids() if pid not in seen and _is_of(pid, leader, mark)}:
+        for pid in found:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(pid, signal.SIGKILL)
+        seen |= found  # a killed process stays in the list until its parent asks for it
+
+
+def _pids() -> list[int]:
+    return [int(name) for name in os.listdir("/proc") if name.isdigit()]
+
+
+def _is_of(pid: int, leader: int, mark: str) -> bool:
+    try:
+        return os.getsid(pid) == leader or f"{_MARK}={mark}".encode() in Path(f"/proc/{pid}/environ").read_bytes()
+    except OSError:  # it has ended, or is another user's
+        return False
+
+
+def finite_number(value: object) -> float | str:
+    """Return a number that code of a user returned, or what is wrong with it."""
+    if isinstance(value, str | bytes):
+        return f"{value!r}, not a number"
+    try:
+        number = float(value)  # type: ignore[arg-type]
+    except (TypeError, ValueError):
+        return f"{value!r}, not a number"
+    return number if math.isfinite(number) else str(number)
+
+
+class Progress:
+    """Memory that a child shares with its parent, without messages: which call is running, and since when.
+
+    Args:
+        fd: memory that the parent has made; None makes it.
+    """
+
+    def __init__(self, fd: int | None = None) -> None:
+        self.fd = os.memfd_create("gkd_progress") if fd is None else fd
+        if fd is None:
+            os.ftruncate(self.fd, _N_BYTES)
+        self._memory = mmap.mmap(self.fd, _N_BYTES)
+
+    def begin(self, call: int) -> None:
+        """Note that a call begins. The time first: a reader in between never takes the new call for a slow one."""
+        _BEGAN_S.pack_into(self._memory, _CALL.size, time.monotonic())
+        _CALL.pack_into(self._memory, 0, call)
+
+    @property
+    def call(self) -> int:
+        """The call that `begin` noted last."""
+        return int(_CALL.unpack_from(self._memory)[0])
+
+    @property
+    def age_s(self) -> float:
+        """Seconds since it began, on the host's clock."""
+        return float(time.monotonic() - _BEGAN_S.unpack_from(self._memory, _CALL.size)[0])
+
+    def close(self) -> None:
+        """Release the memory in this process. Idempotent."""
+        if not self._memory.closed:
+            self._memory.close()
+            os.close(self.fd)

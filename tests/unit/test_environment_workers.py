@@ -1,0 +1,369 @@
+"""Test the processes that run environments, with real processes."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+import gkd.errors
+from gkd.config.function_path import search_path
+from gkd.data.row_files import encode_row
+from gkd.environment.form import MAX_BYTES
+from gkd.environment.pool import Environments, Reply
+from gkd.environment.worker import Start
+from tests.structure import ROOT
+from tests.unit.environment_classes import SEARCH
+
+HERE = "tests.unit.environment_classes"
+LIMIT_S = 60.0  # of everything that a test waits for
+STEP_S, GRACE_S = 2.0, 2.0
+
+
+def row(**columns: Any) -> bytes:
+    return encode_row("f.jsonl:7", columns)
+
+
+def make(kind: str = "Shop", n: int = 1, timeout_s: float = LIMIT_S, **start: Any) -> Environments:
+    return Environments(Start(f"{HERE}:{kind}", search_path(), **start), n, timeout_s, GRACE_S)
+
+
+@pytest.fixture
+def environments() -> Iterator[Callable[..., Environments]]:
+    """Make pools that are closed after the test."""
+    made: list[Environments] = []
+
+    def ready(*args: Any, **kwargs: Any) -> Environments:
+        made.append(make(*args, **kwargs))
+        made[-1].wait_ready(LIMIT_S)
+        return made[-1]
+
+    yield ready
+    for each in made:
+        each.close()
+
+
+@pytest.fixture(scope="module")
+def shared() -> Iterator[Environments]:
+    """Return one pool with generous limits, for tests that leave it working."""
+    pool = make()
+    pool.wait_ready(LIMIT_S)
+    yield pool
+    pool.close()
+
+
+def collect(pool: Environments, n: int) -> list[Reply]:
+    """Return the next replies, at least n."""
+    found: list[Reply] = []
+    deadline_s = time.monotonic() + LIMIT_S
+    while len(found) < n and time.monotonic() < deadline_s:
+        pool.wait(1.0)
+        found += pool.replies()
+    assert len(found) >= n, f"only {found}"
+    return found
+
+
+def ask(pool: Environments, text: str, key: int = 0, seed: int = 0, **columns: Any) -> Reply:
+    """Return the reply to a step."""
+    pool.step(key, row(**columns), seed, text)
+    (reply,) = collect(pool, 1)
+    assert reply.key == key
+    return reply
+
+
+def content(reply: Reply) -> str:
+    assert reply.messages is not None, reply
+    return reply.messages[-1]["content"]
+
+
+def gone(pid: int) -> bool:
+    """Wait until a process has ended; a zombie has, too."""
+    deadline_s = time.monotonic() + LIMIT_S
+    while time.monotonic() < deadline_s:
+        try:
+            if psutil.Process(pid).status() == psutil.STATUS_ZOMBIE:
+                return True
+        except psutil.NoSuchProcess:
+            return True
+        time.sleep(0.02)
+    return False
+
+
+def test_one_object_is_a_trajectory(shared: Environments) -> None:
+    """Fails if trajectories share an object, or an object outlives its trajectory, or gets another row or seed."""
+    first = [content(ask(shared, "count", key, seed, name=f"n{key}")) for key, seed in ((1, 5), (2, 5), (3, 6))]
+    assert [text.split()[:2] for text in first] == [["n1", "1"], ["n2", "1"], ["n3", "1"]]
+    numbers = [text.split()[2] for text in first]
+    assert numbers[0] == numbers[1] != numbers[2]
+    assert content(ask(shared, "count", 1)).split()[:2] == ["n1", "2"]
+    assert shared.n_open == 3
+    assert ask(shared, "over", 1) == Reply(1)
+    assert content(ask(shared, "count", 1, 5, name="n1")) == first[0]  # the same row, seed and texts: the same messages
+    shared.abort([1, 2, 3])
+    assert (shared.n_open, shared.tools) == (0, (SEARCH,))
+
+
+def test_replies_come_as_trajectories_are_done(shared: Environments, tmp_path: Path) -> None:
+    """Fails if a slow environment holds up the others of its process, or texts do not arrive as they were sent."""
+    gate = tmp_path / "gate"
+    shared.step(1, row(), 0, f"wait_for {gate}")
+    shared.step(2, row(), 0, "say \u00fc\u2028\x00 \U0001f600\n")
+    (second,) = collect(shared, 1)
+    assert second.messages is not None
+    assert second.messages[0] == {"role": "user", "content": "\u00fc\u2028\x00 \U0001f600\n"}
+    assert second.messages[1] == {"role": "tool", "name": "n", "content": "\u00e9\u2402"}
+    assert (shared.replies(), shared.wait(0.0)) == ([], False)
+    with pytest.raises(ValueError):
+        shared.step(1, row(), 0, "count")
+    gate.touch()
+    assert [reply.key for reply in collect(shared, 1)] == [1]
+    shared.abort([1, 2])
+
+
+def test_ends_and_aborts(shared: Environments, tmp_path: Path) -> None:
+    """Fails if the end of a trajectory has no reply or no reward, an abort has one, or an object is not closed."""
+    closed = str(tmp_path / "closed")
+    for key in range(4):
+        ask(shared, "count", key, name=str(key), closed=closed)
+    assert ask(shared, "over 0.5", 0) == Reply(0, None, 0.5)
+    shared.end(1)
+    shared.step(2, b"", 0, "forever")
+    shared.abort([2, 77])
+    assert collect(shared, 1) == [Reply(1)]
+    shared.end(88)  # its first turn was the last one
+    assert shared.replies() == [Reply(88)]
+    assert ask(shared, "raise_it", 3).error
+    for argument in ("nan", "text"):
+        assert "reward" in ask(shared, f"over {argument}").error
+    assert "close" in ask(shared, "over", 5, closed=str(tmp_path / "no" / "folder")).error
+    deadline_s = time.monotonic() + LIMIT_S
+    while sorted(Path(closed).read_text().split()) != ["0", "1", "2", "3"]:
+        assert time.monotonic() < deadline_s
+        ask(shared, "over", 6)
+    assert shared.n_open == 0
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("raise_it", "raise_it giant", "raise_it exit", "raise_it cancel", "no_such_method"),
+        *("invalid text", "invalid empty", "invalid tuple", "invalid no_content", "invalid no_role", "invalid role"),
+        *("invalid role_list", "invalid number", "invalid parts", "invalid key", "invalid surrogate", "invalid bytes"),
+        *("invalid giant", "invalid giant_in_parts"),
+    ],
+)
+def test_a_faulty_step_ends_its_trajectory_alone(shared: Environments, text: str) -> None:
+    """Fails if an invalid message reaches the student, ends the run or another trajectory, or is not explained."""
+    process = content(ask(shared, "facts", 2)).split("|")[-1]
+    reply = ask(shared, text, 1)
+    assert (reply.messages, reply.reward) == (None, None)
+    assert reply.error.startswith(f"{HERE}:Shop, row f.jsonl:7: step ")
+    assert len(reply.error) < 1000
+    assert shared.n_open == 1
+    assert content(ask(shared, "facts", 2)).split("|")[-1] == process
+    shared.abort([2])
+
+
+def test_a_faulty_row_ends_its_trajectory_alone(shared: Environments) -> None:
+    """Fails if an object that cannot be made, or a row that cannot be read, has no reply."""
+    assert "price" in ask(shared, "count", broken=True).error
+    shared.step(1, b"no row", 0, "count")
+    assert collect(shared, 1)[0].error
+    assert shared.n_open == 0
+
+
+def test_prints_do_not_break_the_protocol(shared: Environments, tmp_path: Path) -> None:
+    """Fails if what an environment writes to stdout or stderr is taken for a message."""
+    assert ask(shared, "chatter", 0).messages
+    folder, devices, interrupt, _ = content(ask(shared, "facts", 0)).split("|")
+    assert (devices, interrupt) == ("", str(signal.SIG_IGN))
+    assert Path(folder).parent == Path(tempfile.gettempdir())
+    shared.abort([0])
+
+
+def test_a_step_that_takes_too_long_is_canceled(environments: Callable[..., Environments]) -> None:
+    """Fails if one trajectory that waits for ever holds up the run, or ends the others."""
+    pool = environments(timeout_s=STEP_S)
+    ask(pool, "count", 1)
+    for key, how in ((2, ""), (3, "stubborn")):
+        pool.step(key, row(), 0, f"forever {how}")
+    assert content(ask(pool, "count", 1)).split()[1] == "2"
+    replies = collect(pool, 2)
+    assert {(reply.key, reply.messages) for reply in replies} == {(2, None), (3, None)}
+    assert all(f"{STEP_S:g} s" in reply.error for reply in replies)
+    assert content(ask(pool, "count", 1)).split()[1] == "3"
+
+
+@pytest.mark.parametrize("text", ["block 977", "block busy", "block_threads"])
+def test_code_that_blocks_its_process_is_ended(environments: Callable[..., Environments], text: str) -> None:
+    """Fails if a process that hangs holds up the run, keeps what it has started, or is not started again."""
+    pool = environments(timeout_s=STEP_S)
+    first = ask(pool, "start", 1)
+    pool.step(0, row(), 0, text)
+    pool.step(2, row(), 0, "forever")
+    replies = collect(pool, 2)
+    assert {reply.key for reply in replies} == {0, 2}
+    assert all(reply.error.startswith(f"{HERE}:Shop") for reply in replies)
+    if text != "block_threads":
+        assert gone(int(content(first)))
+    else:  # its own step is canceled first; the process ends because no thread is left
+        deadline_s = time.monotonic() + LIMIT_S
+        while ask(pool, "count", 3).messages:
+            assert time.monotonic() < deadline_s
+    assert ask(pool, "count", 1).error  # open while its process ended: it is told at its next call
+    assert content(ask(pool, "count", 4)).split()[1] == "1"
+
+
+@pytest.mark.parametrize(("text", "how"), [("die exit", "7"), ("die kill", "9"), ("corrupt", "")])
+def test_a_process_that_dies_is_started_again(environments: Callable[..., Environments], text: str, how: str) -> None:
+    """Fails if the death of a process, or one that writes to the connection, hangs or ends the run."""
+    pool = environments(n=2)
+    before = content(ask(pool, "facts", 1)).split("|")
+    ask(pool, "count", 2)  # in the other process
+    child = int(content(ask(pool, "start session", 3)))
+    pool.step(5, row(), 0, "forever")
+    error = ask(pool, text, 1).error
+    assert how in error and error.startswith(f"{HERE}:Shop")
+    assert gone(int(before[-1]))
+    assert content(ask(pool, "count", 2)).split()[1] == "2"
+    ended = ask(pool, "count", 3)
+    assert ended.error and gone(child)
+    pool.abort([2, 5])
+    after = content(ask(pool, "facts", 4)).split("|")
+    assert after[-1] != before[-1]
+    for _ in range(3):
+        assert ask(pool, "die exit", 6).error
+    assert ask(pool, "count", 7).messages
+
+
+@pytest.mark.parametrize("how", ["", "session", "mark"])
+def test_what_a_tool_started_ends_with_the_pool(how: str) -> None:
+    """Fails if a process that a tool has started outlives the run, whether it left its session or its environment."""
+    pool = make()
+    pool.wait_ready(LIMIT_S)
+    child = int(content(ask(pool, f"start {how}")))
+    assert psutil.pid_exists(child)
+    pool.close()
+    assert gone(child)
+
+
+def test_memory_is_limited(environments: Callable[..., Environments]) -> None:
+    """Fails if an environment can take the memory of the engine beside it."""
+    pool = environments(memory_gib=4.0)
+    assert "MemoryError" in ask(pool, "memory", 0).error
+    assert ask(pool, "count", 1).messages
+
+
+def test_the_caller_never_waits(environments: Callable[..., Environments]) -> None:
+    """Fails if a process that does not read its messages blocks the engine."""
+    pool = environments()
+    pid = int(content(ask(pool, "facts", 1000)).split("|")[-1])
+    os.kill(pid, signal.SIGSTOP)
+    began_s = time.monotonic()
+    for key in range(20):
+        pool.step(key, row(text="x" * 100_000), 0, "say " + "y" * 100_000)
+    assert pool.replies() == []
+    assert time.monotonic() - began_s < 5
+    os.kill(pid, signal.SIGCONT)
+    assert sorted(reply.key for reply in collect(pool, 20)) == list(range(20))
+
+
+def test_a_reply_of_the_largest_size_arrives(shared: Environments) -> None:
+    """Fails if the host and the worker have different limits, or characters that JSON escapes make a reply too long."""
+    text = "\x01" * (MAX_BYTES - 100)
+    assert ask(shared, f"say {text}").messages == [
+        {"role": "user", "content": text},
+        {"role": "tool", "name": "n", "content": "\u00e9\u2402"},
+    ]
+    shared.abort([0])
+
+
+def test_another_thread_ends_a_wait(shared: Environments) -> None:
+    """Fails if an engine that waits for tools cannot be given new prompts meanwhile."""
+    shared.step(0, row(), 0, "forever")
+    began_s = time.monotonic()
+    timer = threading.Timer(0.2, shared.wake)
+    timer.start()
+    assert not shared.wait(LIMIT_S)
+    assert time.monotonic() - began_s < LIMIT_S / 2
+    timer.join()
+    shared.abort([0])
+
+
+def test_close_leaves_nothing(tmp_path: Path) -> None:
+    """Fails if a pool leaves a process, a file, a thread or an open file behind, or does not close its objects."""
+    folders = Path(tempfile.gettempdir())
+
+    def left() -> tuple[set[int], set[str], int, int]:
+        me = psutil.Process()
+        names = {path.name for path in folders.glob("gkd_environment_*")}
+        return {child.pid for child in me.children(recursive=True)}, names, me.num_fds(), threading.active_count()
+
+    before = left()
+    pool = make(n=2)
+    pool.wait_ready(LIMIT_S)
+    closed = tmp_path / "closed"
+    ask(pool, "facts", 0, name="a", closed=str(closed))
+    ask(pool, "die exit", 1)
+    pool.step(2, row(), 0, "forever")
+    assert left()[0] != before[0]
+    pool.close()
+    pool.close()
+    pool.wake()
+    assert left() == before
+    assert closed.read_text() == "a\n"
+    assert (pool.n_open, pool.tools) == (0, (SEARCH,))
+
+
+@pytest.mark.parametrize("turn", ["start session", "block busy"])
+def test_nothing_outlives_a_parent_that_was_killed(tmp_path: Path, turn: str) -> None:
+    """Fails if workers, what they started, or their folders outlive a run that was killed."""
+    code = (
+        "import sys, time; from tests.unit.test_environment_workers import *; pool = make(); pool.wait_ready(60); "
+        "facts = content(ask(pool, 'facts')); child = content(ask(pool, 'start', 1)); "
+        f"pool.step(2, row(), 0, '{turn}'); pool.replies(); time.sleep(0.5); "
+        "print(facts, child, sep='|', flush=True); time.sleep(600)"
+    )
+    with subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE, text=True) as parent:
+        assert parent.stdout is not None
+        folder, *_, pid, child = parent.stdout.readline().strip().split("|")
+        os.kill(parent.pid, signal.SIGKILL)
+    assert gone(int(pid)) and gone(int(child))
+    assert not Path(folder).exists()
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        *("NoStep", "SyncStep", "StepWithoutText", "NoSeed", "SyncClose", "NOT_A_CLASS", "missing"),
+        *("ToolsAsText", "ToolsAsFunctions", "ToolsWithoutJson"),
+    ],
+)
+def test_a_class_of_another_form_is_refused(kind: str) -> None:
+    """Fails if a mistake in a class shows only after the models are loaded, or does not name the class."""
+    from gkd.environment.form import import_environment
+
+    with pytest.raises(gkd.errors.EnvironmentError, match=f"^{HERE}:{kind}: "):
+        import_environment(f"{HERE}:{kind}")
+
+
+def test_a_refusal_reaches_the_host() -> None:
+    """Fails if the start of a run does not stop at a class that cannot be imported, or at an import that hangs."""
+    pool = make("missing")
+    with pytest.raises(gkd.errors.EnvironmentError, match=f"^{HERE}:missing: "):
+        pool.wait_ready(LIMIT_S)
+    pool.close()
+    pool = make()
+    with pytest.raises(gkd.errors.EnvironmentError, match=f"^{HERE}:Shop: "):
+        pool.wait_ready(0.0)
+    pool.close()
