@@ -100,7 +100,9 @@ _QWEN35 = _loop(
     _cases(
         system="",
         tool=_RESULT.replace("CONTENT", "m.content | trim"),
-        assistant=_THINKING.replace("WHEN", "true").replace("lstrip('\n')", "strip()").replace("strip('\n')", "strip()"),
+        assistant=_THINKING.replace("WHEN", "true")
+        .replace("lstrip('\n')", "strip()")
+        .replace("strip('\n')", "strip()"),
         other=_CHATML.replace("m.content", "(m.content | trim)"),
     ),
     _ANSWER + "{% if enable_thinking is false %}<think>\n\n</think>\n\n{% else %}<think>\n{% endif %}",
@@ -252,7 +254,11 @@ FAMILIES: dict[str, Family] = {
         variables={"enable_thinking": False},
     ),
     "qwen3_instruct": Family(
-        _loop(_QWEN, _ANSWER, "{% if tools or messages[0].role == 'system' %}" + _HEAD.replace("DEFAULT", "") + "{% endif %}"),
+        _loop(
+            _QWEN,
+            _ANSWER,
+            "{% if tools or messages[0].role == 'system' %}" + _HEAD.replace("DEFAULT", "") + "{% endif %}",
+        ),
         ("<|im_end|>",),
         _IM,
         _RESPONSE,
@@ -348,9 +354,7 @@ FAMILIES: dict[str, Family] = {
         changes={"plain": BOTH, "white": USER, "thinking": USER},
         opened="<think>\n",
     ),
-    "glm4": Family(
-        _GLM, ("<|endoftext|>", "<|user|>", "<|observation|>"), ("<|assistant|>", "<|system|>"), roles=NONE
-    ),
+    "glm4": Family(_GLM, ("<|endoftext|>", "<|user|>", "<|observation|>"), ("<|assistant|>", "<|system|>"), roles=NONE),
     "deepseek": Family(
         _DEEPSEEK,
         ("<|end_of_sentence|>",),
@@ -442,7 +446,10 @@ def tokenizer(family: Family, template: str = "", *, real: bool = False) -> Any:
     inner.add_special_tokens([AddedToken(token, rstrip=family.rstrip, normalized=False) for token in special])
     inner.add_tokens([AddedToken(token, normalized=False) for token in family.added])
     made = PreTrainedTokenizerFast(
-        tokenizer_object=inner, bos_token=family.bos or None, eos_token=family.ends[0], clean_up_tokenization_spaces=False
+        tokenizer_object=inner,
+        bos_token=family.bos or None,
+        eos_token=family.ends[0],
+        clean_up_tokenization_spaces=False,
     )
     made.chat_template = template or family.template
     return made
