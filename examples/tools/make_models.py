@@ -26,7 +26,7 @@ from gkd.errors import GkdError, ModelError
 
 N_TRAIN, N_HELDOUT, N_VALIDATION = 16384, 256, 128
 RECIPES = {
-    "teacher": replace(Recipe().teacher, stop_accuracy=1.0, decay_steps=60),
+    "teacher": replace(Recipe().teacher, decay_from_accuracy=0.98, decay_steps=60),
     "student": replace(Recipe().student, max_accuracy=0.3),
 }
 
