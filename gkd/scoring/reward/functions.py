@@ -22,7 +22,7 @@ class Case:
     prompt: str  # text that the student read, without special tokens
     response: str  # without special tokens
     row: dict[str, Any]  # all columns of the prompt's row
-    n_tokens: int  # tokens of the response
+    n_tokens: int  # the student's own tokens of the response
     truncated: bool  # it reached data.max_response_length
 
 

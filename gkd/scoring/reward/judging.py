@@ -74,7 +74,7 @@ class Judging:
             Request(
                 texts[rollout.prompt_id],
                 decode(rollout.response_ids.tolist()),
-                len(rollout.response_ids),
+                rollout.n_own,
                 rollout.finish_reason == "length",
                 encoded[rollout.prompt_id],
                 functions,
