@@ -227,7 +227,8 @@ def test_rows_of_own_tokens_are_those_of_the_whole_response(ask: Ask, name: str)
             pairs = [(getattr(scored, f.name), getattr(expected, f.name)) for f in fields(scored)]
         for got, rows in pairs:
             assert (got is None) == (rows is None)
-            if got is not None and on_cuda():
+            # oneDNN multiplies a single row by another kernel: a stream of one row is rounded otherwise.
+            if got is not None and (on_cuda() or (params.signal == "logits" and len(rows) == 1)):
                 np.testing.assert_allclose(got.astype(np.float64), rows.astype(np.float64), atol=SAME, rtol=2**-10)
             elif got is not None:
                 np.testing.assert_array_equal(got, rows)
