@@ -131,8 +131,11 @@ def _once(root: Path, batch: Sequence[Rollout]) -> dict[str, Any]:
     """Return the results for which one rank suffices."""
     out: dict[str, Any] = {"resident": build(root / "qwen3", cpu_offload=False).score(batch, PLAIN)}
     out["given"] = build(root / "qwen3").score(with_top_ids(batch, N_GIVEN), (GIVEN,))
-    out["own"] = build(root / "qwen3").score(with_masks(batch), (*PARAMS, GIVEN))
-    out["own padded"] = build(root / "qwen2_tied", packing=False).score(with_masks(batch), PARAMS)
+    masked = with_masks(batch)
+    out["own given"] = build(root / "qwen3").score(masked, (GIVEN,))
+    masked = [replace(rollout, top_ids=None) for rollout in masked]
+    out["own"] = build(root / "qwen3").score(masked, PARAMS)
+    out["own padded"] = build(root / "qwen2_tied", packing=False).score(masked, PARAMS)
     out["mask"] = caught(lambda: build(root / "qwen3").score([replace(batch[0], own=np.zeros(12, bool))], PLAIN))
     half = build(root / "qwen3", dtype=torch.bfloat16)
     out["bf16"] = [

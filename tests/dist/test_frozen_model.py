@@ -173,18 +173,19 @@ def test_given_ids_of_some_sequences_of_a_micro_batch(root: Path, ranks: Any) ->
 
 def test_rows_of_own_tokens_are_those_of_the_whole_response(root: Path, ranks: Any) -> None:
     """Fails if a trajectory's row is of another token or lacks the observations before it, packed or padded."""
-    rollouts = with_masks(sequences())
     whole = with_top_ids(sequences(), N_GIVEN, everywhere=True)
-    for name, kind, n in (("own", "qwen3", len(PARAMS)), ("own padded", "qwen2_tied", len(PARAMS))):
-        expected = engine_scores(root / kind, PARAMS)
-        for i, (rollout, tables) in enumerate(zip(rollouts, ranks[1][0][name], strict=True)):
+    for name, kind, params, rollouts in (
+        ("own", "qwen3", PARAMS, sequences()),
+        ("own padded", "qwen2_tied", PARAMS, sequences()),
+        ("own given", "qwen3", (GIVEN,), whole),
+    ):
+        expected = engine_scores(root / kind, params, rollouts=rollouts)
+        for i, (rollout, tables) in enumerate(zip(with_masks(sequences()), ranks[1][0][name], strict=True)):
             own = np.ones(len(rollout.response_ids), bool) if rollout.own is None else rollout.own
-            assert max(difference(tables[at], own_rows(expected[at][i], own)) for at in range(n)) <= TOLERANCE
-    (given,) = engine_scores(root / "qwen3", (GIVEN,), rollouts=whole)
-    for rollout, tables, reference in zip(rollouts, ranks[1][0]["own"], given, strict=True):
-        own = np.ones(len(rollout.response_ids), bool) if rollout.own is None else rollout.own
-        assert difference(tables[-1], own_rows(reference, own)) <= TOLERANCE
-        np.testing.assert_allclose(tables[-1].sampled, reference.sampled[own], atol=TOLERANCE)
+            references = [own_rows(of_params[i], own) for of_params in expected]
+            assert max(map(difference, tables, references)) <= TOLERANCE
+            if name == "own given":
+                np.testing.assert_allclose(tables[0].sampled, references[0].sampled, atol=TOLERANCE)
     assert "prompt 0, sample 7: own is bool [12] with 0 own tokens" in str(ranks[1][0]["mask"])
 
 
