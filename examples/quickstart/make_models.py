@@ -29,9 +29,9 @@ from typing import Any
 import torch
 from transformers.utils.logging import disable_progress_bar
 
-from examples.quickstart.addition import Problem, build_tokenizer, make_problems, write_jsonl
+from examples.quickstart.addition import Problem, build_tokenizer, make_problems, worked, write_jsonl
 from examples.quickstart.evaluate import greedy_score, load
-from examples.quickstart.pretrain import ModelRecipe, Parts, train_from_scratch
+from examples.quickstart.pretrain import ModelRecipe, train_from_scratch
 from gkd.errors import ConfigError, GkdError, ModelError
 
 
@@ -121,15 +121,8 @@ def _train(
     """Train one of the two models, save it and return its measurements for `models.json`."""
     started = time.monotonic()
     tokenizer, validation = build_tokenizer(), train[-n_validation:]
-    sequences: list[Parts] = [
-        [
-            (tokenizer(p.prompt)["input_ids"], False),
-            ([*tokenizer(p.response)["input_ids"], tokenizer.eos_token_id], True),
-        ]
-        for p in train[:-n_validation]
-    ]
     model, steps, validation_accuracy = train_from_scratch(
-        role, recipe, tokenizer, sequences, lambda model: greedy_score(model, validation)
+        role, recipe, tokenizer, worked(train[:-n_validation]), lambda model: greedy_score(model, validation)
     )
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)

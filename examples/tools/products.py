@@ -20,11 +20,12 @@ from typing import Any
 
 import numpy as np
 import torch
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
+
 from examples.tools.calculator import Calculator, calculate
 from gkd.data.chat_delta import ChatDelta
 from gkd.environment.tools import ToolCall, parse_calls
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import PreTrainedTokenizerFast
 
 MARKER = "The result is "
 ENVIRONMENT = "examples.tools.calculator:Calculator"

@@ -14,8 +14,8 @@ from typing import Any
 
 import numpy as np
 
-from gkd.data.chat_frame import ANSWER, QUESTION, START, THOUGHT, ChatFrames, Form, Message, TemplateFailed, said
-from gkd.data.conversation import Conversation, quoted
+from gkd.data.chat_frame import ANSWER, QUESTION, START, THOUGHT, WHY, ChatFrames, Form, Message, TemplateFailed, said
+from gkd.data.conversation import Conversation, quoted, read_tools
 from gkd.data.render import PromptRenderer
 from gkd.errors import ConfigError, DataError
 
@@ -38,7 +38,7 @@ class ChatDelta:
 
     Raises:
         ConfigError: there is no template; it writes no role token-exactly, or with `tools` not the role tool; it leaves
-            out a tool; it does not use a variable.
+            out a tool; a tool has another form than OpenAI's; the template does not use a variable.
     """
 
     def __init__(
@@ -55,6 +55,7 @@ class ChatDelta:
         if getattr(tokenizer, "chat_template", None) is None:
             raise ConfigError(*setting, "this tokenizer has no chat template.", "add one to the tokenizer.")
         renderer = PromptRenderer(tokenizer, "auto", variables)
+        tools = read_tools(list(tools), setting, "the environment")
         try:
             renderer.render(Conversation((QUESTION,), tools=tools), setting, "the environment")
             self._frames = ChatFrames(tokenizer, {**variables, "tools": list(tools)} if tools else variables, end_ids)
@@ -144,7 +145,7 @@ class ChatDelta:
         yield ANSWER
         for frame in frames.proven.values():
             *pieces, last = frame.pieces
-            for piece in (*pieces, last.removesuffix(frames.opening)):
+            for piece in (*pieces, last.removesuffix(frames.thinking)):
                 found = {*_TAG.findall(piece), *(text for text in frames.added.values() if text in piece)}
                 # Some templates write names alone, such as "ASSISTANT:". A word of letters occurs in any text.
                 lines = {line.strip() for line in piece.splitlines()} if not found else set()
@@ -167,13 +168,15 @@ def _differences(frames: ChatFrames, roles: frozenset[str]) -> str:
     changed = {kind: _changed(frames, roles, opened, made) for kind, made in turns.items()}
     empty = changed["plain"] if "</think>" in frames.opening and not opened else set()
     thinks = [QUESTION, said("assistant", opened + turns["thinking"][0])]
-    removed = {role for role in changed["thinking"] if "why" not in frames.render([*thinks, said(role, "m")])}
-    other = changed["plain"] | changed["thinking"]
+    removed = {role for role in changed["thinking"] if WHY not in _text(frames, [*thinks, said(role, "m")])}
+    unfinished = changed["plain"] if opened else set()
+    other = changed["thinking"] | (changed["plain"] - unfinished)
     parts = (
         ("removes the empty thinking of earlier turns", empty),
         ("removes the thinking of earlier turns", removed - empty),
         ("writes some earlier turns in another form", other - empty - removed),
-        ("changes the white space of earlier turns", changed["white"] - other),
+        ("rewrites unfinished thinking", unfinished - removed),
+        ("changes the white space of earlier turns", changed["white"] - other - unfinished),
     )
     told = [f"{what} when a {' or '.join(sorted(found))} message follows" for what, found in parts if found]
     for role in sorted(roles):
@@ -208,7 +211,12 @@ def _rewrites(frames: ChatFrames, opened: str, turn: str, roles: Sequence[str]) 
         frame = frames.frame([role])
         text += turn + frame.end + frame.around(["m"])
         messages += [said("assistant", opened + turn), said(role, "m")]
+    return _text(frames, messages) != text
+
+
+def _text(frames: ChatFrames, messages: Sequence[Message]) -> str:
+    """Return the text of a conversation, or nothing if the template refuses it."""
     try:
-        return frames.render(messages) != text
+        return frames.render(messages)
     except TemplateFailed:
-        return True
+        return ""

@@ -19,9 +19,10 @@ Message = Mapping[str, Any]
 Form = Callable[[str], str]
 
 ANSWER, _MARK = "\ue000answer\ue001", "\ue000{}\ue001"  # characters for private use, which no template changes
-THOUGHT = "<think>\nwhy\n</think>\n\n"
+WHY = "\ue000why\ue001"
+THOUGHT = f"<think>\n{WHY}\n</think>\n\n"
 _CALL = '<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>\n'
-_PROBE = ' \n a"b\\<é>🙂\tz\n '  # a text that shows what a template changes
+_PROBE = ' \n A"b\\<é>🙂\tz\n '  # a text that shows what a template changes
 _FORMS: tuple[Form, ...] = (  # in which templates write a text
     lambda text: text,
     lambda text: text.strip(),
@@ -74,6 +75,7 @@ class ChatFrames:
         special: ids of the special ones.
         prompt: a first prompt.
         opening: the beginning of an answer, with which it ends.
+        thinking: the end of the opening from the beginning of a thought on, or empty.
         proven: roles -> frame, of those that were asked for.
 
     Args:
@@ -93,6 +95,7 @@ class ChatFrames:
         self.prompt = self.render([QUESTION])
         closed = self.render([QUESTION], generate=False)
         self.opening = self.prompt[len(os.path.commonprefix([self.prompt, closed])) :]
+        self.thinking = "".join(self.opening.partition("<think>")[1:])
         self.proven: dict[tuple[str, ...], Frame] = {}
 
     def render(self, messages: Sequence[Message], *, generate: bool = True) -> str:
@@ -170,7 +173,7 @@ class ChatFrames:
         if roles[-1] == "user" and pieces[-1] != asked:
             raise DataError(f"behind the first question the template writes {asked!r}, and {pieces[-1]!r} later")
         found = self._ids_of(front, Frame(end, pieces, frozenset(), ()))
-        written = "".join(pieces).removesuffix(self.opening)  # An observation may quote a model's thinking.
+        written = "".join(pieces).removesuffix(self.thinking)  # An observation may quote a model's thinking.
         watched = self.special | {i for i in found if (text := self.added.get(i, "").strip()) and text in written}
         return Frame(end, pieces, watched, tuple(i for i in found if i in watched))
 

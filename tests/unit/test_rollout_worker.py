@@ -202,11 +202,11 @@ def test_a_prompt_without_a_dataset_response_is_named() -> None:
 
 
 def test_encoded_prompts_hold_exactly_ids_and_tokens() -> None:
-    """Fails if tokens or indices change in the encoding, or a prompt takes more than its tokens and 20 bytes."""
+    """Fails if tokens or indices change in the encoding, or a prompt takes more than its tokens and 24 bytes."""
     tokens = [np.arange(i, i + n, dtype=np.int32) for i, n in enumerate((3, 1, 400))]
     sent = [Prompt(i * 10**8, ids, "secret", route=i) for i, ids in enumerate(tokens)]
     data = encode_prompts(sent, [7, 0, 2**30])
-    assert len(data) == 4 + 3 * 20 + 404 * 4
+    assert len(data) == 4 + 3 * 24 + 404 * 4
     received, prompt_indices = decode_prompts(data)
     assert prompt_indices == [7, 0, 2**30]
     for prompt, expected in zip(received, sent, strict=True):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cache
@@ -214,7 +215,8 @@ _LLAMA2 = _loop(
         system="",
         user=(
             "{{ bos_token ~ '[INST] ' }}"
-            "{% if loop.index0 == 1 and messages[0].role == 'system' %}<<SYS>>{{ messages[0].content }}<</SYS>>\n{% endif %}"
+            "{% if loop.index0 == 1 and messages[0].role == 'system' %}"
+            "<<SYS>>{{ messages[0].content }}<</SYS>>\n{% endif %}"
             "{{ (m.content | trim) ~ ' [/INST]' }}"
         ),
         assistant="{{ ' ' ~ (m.content | trim) ~ ' ' ~ eos_token }}",
@@ -334,7 +336,6 @@ FAMILIES: dict[str, Family] = {
         ("<|endoftext|>", "<|end|>"),
         ("<|user|>", "<|assistant|>", "<|system|>"),
         roles=USER,
-        changes={"white": USER},
         metaspace=True,
         rstrip=True,
         has_tools=False,
@@ -378,6 +379,7 @@ FAMILIES: dict[str, Family] = {
         _MISTRAL,
         ("</s>",),
         ("[INST]", "[/INST]", "[TOOL_RESULTS]", "[/TOOL_RESULTS]", "[AVAILABLE_TOOLS]", "[/AVAILABLE_TOOLS]"),
+        roles=frozenset({"tool"}),
         bos="<s>",
     ),
     "llama2": Family(
@@ -414,24 +416,15 @@ def _inner(metaspace: bool, real: bool) -> str:
     trainer = trainers.BpeTrainer(vocab_size=1200, initial_alphabet=alphabet, show_progress=False)
     made.train([str(ROOT / "README.md"), str(ROOT / "CONTRIBUTING.md")], trainer)
     if metaspace:  # characters that the pages lack become their bytes
-        made.add_tokens([])
-        state = Tokenizer.from_str(made.to_str())
         vocab = {f"<0x{i:02X}>": i for i in range(256)}
-        vocab.update({token: i + 256 for token, i in state.get_vocab().items()})
-        merges = [tuple(pair) for pair in _merges(made)]
+        vocab.update({token: i + 256 for token, i in made.get_vocab().items()})
+        merges = [tuple(pair) for pair in json.loads(made.to_str())["model"]["merges"]]
         made = Tokenizer(models.BPE(vocab, merges, byte_fallback=True))
         made.pre_tokenizer = split
         made.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
     else:
         made.decoder = decoders.ByteLevel()
     return made.to_str()
-
-
-def _merges(made: Tokenizer) -> list[list[str]]:
-    import json
-
-    merges: list[list[str]] = json.loads(made.to_str())["model"]["merges"]
-    return merges
 
 
 def tokenizer(family: Family, template: str = "", *, real: bool = False) -> Any:
