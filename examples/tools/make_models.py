@@ -12,8 +12,10 @@ import argparse
 import json
 import shutil
 import sys
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 
 import torch
 from transformers.utils.logging import disable_progress_bar
@@ -26,12 +28,13 @@ from gkd.errors import GkdError, ModelError
 
 N_TRAIN, N_HELDOUT, N_VALIDATION = 16384, 256, 128
 RECIPES = {
-    "teacher": replace(Recipe().teacher, decay_from_accuracy=0.98, decay_steps=60),
-    "student": replace(Recipe().student, max_accuracy=0.3),
+    "teacher": replace(Recipe().teacher, decay_from_accuracy=0.9, decay_steps=60),
+    # The task is learned within a few steps, so the student is looked at often, and learns slowly.
+    "student": replace(Recipe().student, peak_lr=1e-3, eval_every=2),
 }
 
 
-def make_models(out: Path) -> None:
+def make_models(out: Path, recipes: Mapping[str, ModelRecipe] = MappingProxyType(RECIPES)) -> None:
     """Make the models and the prompt files in `out`, unless they are there. Uses one thread.
 
     Raises:
@@ -48,7 +51,7 @@ def make_models(out: Path) -> None:
     train, heldout = make_problems(0, N_TRAIN, N_HELDOUT)
     write_jsonl(train, work / "train.jsonl")
     write_jsonl(heldout, work / "heldout.jsonl")
-    found = {role: _train(role, recipe, train, heldout, work / role) for role, recipe in RECIPES.items()}
+    found = {role: _train(role, recipe, train, heldout, work / role) for role, recipe in recipes.items()}
     (work / "models.json").write_text(json.dumps(found, indent=1) + "\n")
     work.rename(out)
 

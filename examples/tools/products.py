@@ -1,9 +1,9 @@
 """The task of the example: products of three-digit numbers, which only the calculator can compute.
 
-    user       417*83
-    assistant  <tool_call>{"name": "calculate", "arguments": {"expression": "417*83"}}</tool_call>
-    tool       34611
-    assistant  The result is 34611
+    user       417*823
+    assistant  <tool_call>{"name": "calculate", "arguments": {"expression": "417*823"}}</tool_call>
+    tool       343191
+    assistant  The result is 343191
 
 The models have 0.3M and 0.6M parameters: they can learn to copy digits into a call and out of its answer, not to
 multiply. So a right answer shows that the student has called the tool, and has read what it wrote.
@@ -27,6 +27,7 @@ from examples.tools.calculator import Calculator, calculate
 from gkd.data.chat_delta import ChatDelta
 from gkd.environment.tools import ToolCall, parse_calls
 
+LOWEST, HIGHEST = 320, 999  # factors of three digits and products of six, so that all trajectories have one length
 MARKER = "The result is "
 ENVIRONMENT = "examples.tools.calculator:Calculator"
 _ROLES = [f"<|{name}|>" for name in ("pad", "end", "tools", "user", "assistant", "tool")]
@@ -66,7 +67,7 @@ def make_problems(seed: int, n_train: int, n_heldout: int) -> tuple[list[Problem
     """Draw (train, held-out) problems, none of them twice; the held-out ones do not depend on `n_train`."""
     rng, drawn = random.Random(seed), dict[Problem, None]()
     while len(drawn) < n_heldout + n_train:
-        drawn[Problem(rng.randint(100, 999), rng.randint(10, 999))] = None
+        drawn[Problem(rng.randint(LOWEST, HIGHEST), rng.randint(LOWEST, HIGHEST))] = None
     problems = list(drawn)
     return problems[n_heldout:], problems[:n_heldout]
 

@@ -45,7 +45,7 @@ def _probe(student: Path, n_vocab: int) -> dict[Any, Any]:
     from gkd.errors import GkdError
     from gkd.rollout.messages import Sampling
     from gkd.rollout.vllm.engine import RolloutEngine
-    from gkd.rollout.vllm.sampling import read_logprobs, vllm_params
+    from gkd.rollout.vllm.sampling import Request, read_logprobs, vllm_params
     from gkd.rollout.vllm.self_scoring import prompt_logprobs
     from gkd.weight_sync.buckets import differing
     from teacher_server.engines.vllm_memory import gpu_memory_arguments
@@ -83,7 +83,7 @@ def _probe(student: Path, n_vocab: int) -> dict[Any, Any]:
     }
 
     first_prompt, n_rows = prompts[0].token_ids.tolist(), engine.llm.model_config.get_vocab_size()
-    params = vllm_params(sampling, 0, [], range(n_rows // 2, n_rows))
+    params = vllm_params(Request("", prompts[0], 0, sampling, 0), [], range(n_rows // 2, n_rows))
     (answer,) = engine.llm.generate({"prompt_token_ids": first_prompt}, params, use_tqdm=False)
     (response,) = answer.outputs
     result["masked"] = list(response.token_ids), read_logprobs(response.logprobs, 0)[0]
