@@ -251,7 +251,7 @@ def test_a_change_that_only_both_roles_show_is_remarked() -> None:
     mixed = "messages | length > 4 and messages[-1].role == 'user' and messages[-3].role == 'tool'"
     template = family.template.replace("m.content ~", f"(m.content.split('</think>')[-1] if {mixed} else m.content) ~")
     delta = make(family, tokenizer(family, template))
-    assert delta.roles == {"tool", "user"} and "thinking" in delta.remark
+    assert delta.roles == {"tool", "user"} and "when a user message follows" in delta.remark
 
 
 @pytest.mark.parametrize("name", ["smollm2", "names"])
