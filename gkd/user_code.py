@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import math
 import mmap
@@ -49,9 +50,12 @@ class Child:
 
     @property
     def ended(self) -> bool:
-        """Whether the process has ended, by itself or by `end`."""
+        """Is true when the process has ended, by itself or by `end`."""
         # The process stays a zombie, so that its number, which is also its session's, means no other one.
-        return bool(self._how) or os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT | os.WNOHANG) is not None
+        try:
+            return bool(self._how) or bool(os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT | os.WNOHANG))
+        except ChildProcessError:  # a program that ignores the ends of its children has none
+            return True
 
     def end(self, patience_s: float = 0.0) -> str:
         """End the process and what it has started. Returns how it ended, also if it did so before. Idempotent.
@@ -82,12 +86,15 @@ def end_with_parent(fd: int, folder: str = "") -> None:
         folder: removed before the end.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    threading.Thread(target=_wait_for_parents_end, args=(fd, os.getppid(), folder), daemon=True).start()
-
-
-def _wait_for_parents_end(fd: int, parent: int, folder: str) -> None:
     poll = select.poll()
-    poll.register(fd, 0)  # hang-ups alone
+    poll.register(os.dup(fd), 0)  # hang-ups alone, also after the program has closed the socket
+    watch = threading.Thread(target=_wait_for_parents_end, args=(poll, os.getppid(), folder), daemon=True)
+    watch.start()
+    # The main thread, too, sees that the socket is closed. It must not end the process before the other has cleaned up.
+    atexit.register(lambda: watch.join() if poll.poll(0) else None)
+
+
+def _wait_for_parents_end(poll: select.poll, parent: int, folder: str) -> None:
     # A process that the parent has forked holds the other end, too, so the parent's number is also compared.
     while not poll.poll(2000) and os.getppid() == parent:
         pass

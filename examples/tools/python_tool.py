@@ -1,7 +1,7 @@
 """A Python interpreter as a tool: `rollout.environment: examples.tools.python_tool:Python`.
 
-Time, memory and output of the student's code are limited, and what it starts ends with it. That is no sandbox: it can
-read the files and use the network of this user. Run it in a container, or behind a service, if that matters.
+Time, memory and output of the student's code are limited, and what it starts ends with it. That is not a sandbox: it
+can read the files and use the network of this user. Run it in a container, or behind a service, if that matters.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ async def python(code: str) -> str:
     """Run Python code and return what it prints.
 
     Args:
-        code: a complete program; each call starts anew.
+        code: a complete program; nothing is kept for the next call.
     """
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         process = await asyncio.create_subprocess_exec(

@@ -137,7 +137,10 @@ class ChatDelta:
             raise DataError(f"{name} is {quoted(content)}, with {found[0]!r}, which separates messages.")
 
     def _markers(self) -> Iterator[str]:
-        """Yield texts by which the model tells messages apart, so that no observation may hold them."""
+        """Yield texts by which the model tells messages apart, so that no observation may hold them.
+
+        Special tokens of another form than a tag are found in the ids.
+        """
         frames = self._frames
         for roles in (("tool", "tool"), ("user", "user"), ("tool", "user")):
             with suppress(DataError):  # Messages with these roles are refused when they come.
@@ -146,7 +149,7 @@ class ChatDelta:
         for frame in frames.proven.values():
             *pieces, last = frame.pieces
             for piece in (*pieces, last.removesuffix(frames.thinking)):
-                found = {*_TAG.findall(piece), *(text for text in frames.added.values() if text in piece)}
+                found = set(_TAG.findall(piece))
                 # Some templates write names alone, such as "ASSISTANT:". A word of letters occurs in any text.
                 lines = {line.strip() for line in piece.splitlines()} if not found else set()
                 yield from (*found, *(line for line in lines if len(line) >= _SHORTEST_LINE and not line.isalnum()))

@@ -155,7 +155,7 @@ class ChatFrames:
         marks = [_MARK.format(i) for i in range(len(roles))]
         messages = list(map(said, roles, marks))
         front, end, delta = self.split([*START, *messages])
-        for history in _histories(roles[0]):
+        for history in _histories():
             try:
                 other = self.split([*history, *messages])
             except TemplateFailed:  # It does not have this history, so no trajectory has it.
@@ -193,10 +193,10 @@ class ChatFrames:
         return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
-def _histories(role: str) -> Iterator[list[dict[str, str]]]:
+def _histories() -> Iterator[list[dict[str, str]]]:
     """Yield conversations that end with the answer: with a system message, earlier turns, a call, and thinking."""
     earlier = [said("user", "y"), said("assistant", _CALL)]
     yield [said("system", "s"), *START]
     yield [*earlier, *START]
-    yield [*earlier, said(role, "w"), START[1]]
+    yield [*earlier, said("tool", "w"), START[1]]
     yield [QUESTION, said("assistant", THOUGHT + _CALL + ANSWER)]

@@ -28,7 +28,7 @@ _SHOWN = 200  # characters of a value in a message
 
 
 class Fault(Exception):
-    """A trajectory ends because of its environment; the text says why."""
+    """A trajectory ends because of its environment; the text has the reason."""
 
 
 def import_environment(path: str) -> type[Any]:
@@ -77,7 +77,7 @@ def checked_messages(messages: Any) -> list[dict[str, str]] | None:
 
 
 def checked_reward(environment: object) -> float | None:
-    """Return the reward of a trajectory that has ended. Raises Fault: it is no finite number."""
+    """Return the reward of a trajectory that has ended. Raises Fault: it is not a finite number."""
     value = getattr(environment, "reward", None)
     number = None if value is None else finite_number(value)
     if isinstance(number, str):

@@ -1,7 +1,9 @@
 """Plain functions as tools, and the two common ways in which models write calls of tools as text.
 
-class Calculator(ToolEnvironment):
-    functions = (add, multiply)
+    class Calculator(ToolEnvironment):
+        functions = (add, multiply)
+
+A turn may have several calls. A mistake in a call is its result: the student reads it, and may try again.
 """
 
 from __future__ import annotations
@@ -19,8 +21,6 @@ import msgspec
 from gkd.environment.form import encodable, shown
 
 _CALL = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)|(<function=.*?(?:</function>|\Z))", re.DOTALL)
-_FUNCTION = re.compile(r"\s*<function=([^>\s]*)>(.*?)(?:</function>\s*)?\Z", re.DOTALL)
-_PARAMETER = re.compile(r"<parameter=([^>\s]*)>\n?(.*?)\n?</parameter>", re.DOTALL)
 _SECTION = re.compile(r"\n\s*(?:Args|Arguments|Returns|Raises|Yields|Example|Examples|Note):\s*\n")
 _ARGUMENTS = re.compile(
     r"\n\s*(?:Args|Arguments):\s*\n(.*?)(?=\n\s*(?:Returns|Raises|Yields|Examples?|Note):|\Z)", re.DOTALL
@@ -51,16 +51,20 @@ def parse_calls(text: str) -> list[ToolCall | CallError]:
     <tool_call>{"name": "add", "arguments": {"a": 1, "b": 2}}</tool_call>
     <function=add><parameter=a>1</parameter><parameter=b>2</parameter></function>, also within <tool_call>
 
-    The end of the turn also ends a call. What the student only thinks, until the last </think>, is no call.
+    The end of the turn also ends a call. What the student only thinks, until the last </think>, does not count.
     """
     return [_parsed(json_form or tagged) for json_form, tagged in _CALL.findall(text.rpartition("</think>")[2])]
 
 
 def _parsed(text: str) -> ToolCall | CallError:
-    if tagged := _FUNCTION.match(text):
-        name, body = tagged.groups()
+    text = text.strip()
+    if text.startswith("<function="):
+        name, _, body = text.removeprefix("<function=").partition("</function>")[0].partition(">")
         if not body.strip().startswith("{"):
-            return ToolCall(name, dict(_PARAMETER.findall(body)), is_text=True)
+            # No regular expression: it would take minutes for a student that repeats the opening tag.
+            pairs = [part.partition("</parameter>")[0].partition(">") for part in body.split("<parameter=")[1:]]
+            values = {key: value.removeprefix("\n").removesuffix("\n") for key, _, value in pairs}
+            return ToolCall(name, values, is_text=True)
         text = f'{{"name": {json.dumps(name)}, "arguments": {body}}}'
     try:
         call = json.loads(text)
@@ -70,7 +74,7 @@ def _parsed(text: str) -> ToolCall | CallError:
         if isinstance(call["name"], str) and isinstance(arguments, dict):
             return ToolCall(call["name"], arguments)
     except (ValueError, AttributeError, KeyError, RecursionError):
-        return CallError(f'the call is no JSON object with "name" and "arguments": {shown(text.strip())}')
+        return CallError(f'the call is no JSON object with "name" and "arguments": {shown(text)}')
     return CallError('"name" must be text, and "arguments" an object')
 
 

@@ -8,8 +8,8 @@ are used again after it. Methods without `async` run in a thread, not always in 
 `get_reward`, else the attribute `reward`, which TRL leaves to a reward function.
 
 One thing differs: the student has read its prompt before `reset` runs, so what `reset` returns cannot be added to it.
-It is an error unless `prompt_has_observation` says that the prompts of the data contain it. Several factories, chosen
-by a column, are not supported.
+That is an error unless `prompt_has_observation` promises that the prompts of the data contain it. Several factories,
+chosen by a column, are not supported.
 """
 
 from __future__ import annotations

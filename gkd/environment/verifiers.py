@@ -41,7 +41,7 @@ class VerifiersEnvironment:
         self._messages: list[Any] = []
 
     async def step(self, text: str) -> list[dict[str, Any]] | None:
-        """Add a turn to the state, and return what the environment says to it."""
+        """Add a turn to the state, and return the environment's messages to it."""
         if self._state is None:
             await self._begin()
         turn = self._turn(text)
@@ -86,7 +86,7 @@ class VerifiersEnvironment:
         calls = []
         for number, call in enumerate(parse_calls(text) if self.tools else ()):
             if isinstance(call, CallError):
-                name, arguments = "", str(call)  # the environment answers that this is no JSON
+                name, arguments = "", str(call)  # not JSON, as the environment answers then
             else:
                 values = {name: value_of(value, Any, call.is_text) for name, value in call.arguments.items()}
                 name, arguments = call.name, json.dumps(values)

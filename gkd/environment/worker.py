@@ -130,7 +130,7 @@ class Server:
             self._send(Answer(key, messages, None if messages is not None else await self._closed(key)))
         except Fault as fault:
             self._send(Answer(key, error=self._text(key, fault)))
-            await self._drop(key)
+            await self._end(Call(key))
 
     async def _make(self, call: Call) -> None:
         self._rows[call.trajectory], row = decode_row(base64.b85decode(call.row))
@@ -138,26 +138,21 @@ class Server:
 
     async def _end(self, call: Call) -> None:
         key = call.trajectory
-        if not call.end:
-            await self._drop(key)
-            return
         try:
-            self._send(Answer(key, reward=await self._closed(key)))
+            answer = Answer(key, reward=await self._closed(key))
         except Fault as fault:
-            self._send(Answer(key, error=self._text(key, fault)))
-
-    async def _drop(self, key: int) -> None:
-        try:
-            await self._closed(key)
-        except Fault as fault:  # the host does not wait for an answer
-            log.warning("%s", self._text(key, fault))
+            answer = Answer(key, error=self._text(key, fault))
+        if call.end:
+            self._send(answer)
+        elif answer.error:  # the host does not wait for an answer to a drop
+            log.warning("%s", answer.error)
 
     async def _closed(self, key: int) -> float | None:
         """Close the object of a trajectory, and return its reward."""
         environment = self._open.pop(key, None)
         if hasattr(environment, "close"):
             await self._limited("close", environment.close)
-        return await self._limited("reward", _as_async(lambda: checked_reward(environment)))
+        return await self._limited("reward", lambda: _reward(environment))
 
     async def _limited(self, name: str, call: Callable[[], Awaitable[Any]]) -> Any:
         """Await code of the user. Raises Fault: it takes too long or raises an error."""
@@ -192,11 +187,8 @@ async def _caught(name: str, call: Callable[[], Awaitable[Any]]) -> Any:
         raise Fault(f"{name} raised {type(error).__name__}: {shown(error)}") from error
 
 
-def _as_async(function: Callable[[], Any]) -> Callable[[], Awaitable[Any]]:
-    async def call() -> Any:
-        return function()
-
-    return call
+async def _reward(environment: Any) -> float | None:
+    return checked_reward(environment)
 
 
 async def serve(connection: socket.socket, progress: Progress) -> None:
@@ -251,9 +243,10 @@ def main(fd: int, progress_fd: int, folder: str) -> None:
             left.unlink(missing_ok=True)
     os.chdir(folder)
     _limit(resource.RLIMIT_CORE, 0)
-    with contextlib.suppress(OSError):  # some containers refuse it; it only decides whom the system ends first
+    with contextlib.suppress(OSError):  # of all processes the system ends this one first; some containers refuse it
         Path("/proc/self/oom_score_adj").write_text("1000")
-    asyncio.run(serve(socket.socket(fileno=fd), Progress(progress_fd)))
+    with contextlib.suppress(ConnectionError):  # the host has ended
+        asyncio.run(serve(socket.socket(fileno=fd), Progress(progress_fd)))
 
 
 if __name__ == "__main__":

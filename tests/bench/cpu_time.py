@@ -17,6 +17,7 @@ _KINDS = {
     "ActorWorker": "actor",
     "ScoringEndpoint": "endpoint",
     "gkd.scoring.reward.worker": "reward",
+    "gkd.environment.worker": "environment",
     "raylet": "ray",
     "gcs_server": "ray",
     "ray::": "ray",

@@ -20,6 +20,7 @@ LIBRARIES: dict[str, tuple[str, ...]] = {
         *("gkd/actor/worker.py", "gkd/start/launcher.py", "gkd/scoring/judged.py"),
     ),
     "math_verify": ("gkd/scoring/reward/functions.py",),
+    "verifiers": ("gkd/environment/verifiers.py",),
     "transformers": ("gkd/data/prompts.py", "gkd/actor/", "gkd/preflight/", "teacher_server/"),
     "torch": (
         *("gkd/actor/", "gkd/data/batching.py", "gkd/data/collate.py", "gkd/hf/", "gkd/loss/", "gkd/memory/"),
@@ -56,7 +57,7 @@ FROM_SERVER_IN = {
 }
 
 # Whatever turns bytes from a socket into code or into objects of any type.
-NETWORK_CODE = ("gkd/scoring/", "gkd/weight_sync/", "teacher_server/")
+NETWORK_CODE = ("gkd/environment/", "gkd/scoring/", "gkd/weight_sync/", "teacher_server/")
 # Loads models, opens no socket; pipes to child processes.
 NOT_NETWORK_CODE = ("teacher_server/engines/", "gkd/scoring/reward/")
 DANGEROUS_MODULES = {"pickle", "cPickle", "_pickle", "cloudpickle", "dill", "joblib", "marshal", "shelve"}

@@ -1,0 +1,333 @@
+"""Test tools of plain functions, the adapters for other systems' environments, and the examples."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import threading
+import time
+import types
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import psutil
+import pytest
+
+from examples.tools.calculator import Calculator
+from examples.tools.python_tool import Python, python
+from gkd.environment.form import checked_messages, checked_reward, import_environment
+from gkd.environment.tools import CallError, ToolCall, ToolEnvironment, parse_calls, schema
+from gkd.environment.trl import TrlEnvironment
+from gkd.environment.verifiers import VerifiersEnvironment
+
+CALL = '<tool_call>{{"name": "{}", "arguments": {}}}</tool_call>'
+
+
+def add(a: int, b: int = 1) -> int:
+    """Add two numbers.
+    Exactly.
+
+    Args:
+        a: The first one,
+            of two.
+        b (int): The second one.
+
+    Returns:
+        The sum.
+    """
+    if a == 13:
+        raise ValueError("unlucky")
+    return a + b
+
+
+async def repeat(text: str, modes: list[Literal["a", "b"]], strict: bool | None = None) -> str:
+    return f"{text!r} {modes} {strict} {threading.current_thread() is threading.main_thread()}"
+
+
+class Tools(ToolEnvironment):
+    functions = (add, repeat)
+
+
+def play(kind: Any, turns: Sequence[str], row: dict[str, Any] | None = None) -> tuple[list[Any], float | None]:
+    """Return the contents of the messages that follow each turn, and the reward."""
+
+    async def run() -> tuple[list[Any], float | None]:
+        environment = kind(row or {}, 0)
+        found: list[Any] = []
+        for turn in turns:
+            messages = checked_messages(await environment.step(turn))
+            found.append(messages and [message["content"] for message in messages])
+        if hasattr(environment, "close"):
+            await environment.close()
+        return found, checked_reward(environment)
+
+    return asyncio.run(run())
+
+
+def test_schemas_come_from_signature_and_docstring() -> None:
+    """Fails if the first prompt describes a tool differently than a chat template expects, or a mistake goes unseen."""
+    assert schema(add) == {
+        "type": "function",
+        "function": {
+            "name": "add",
+            "description": "Add two numbers. Exactly.",
+            "parameters": {
+                "type": "object",
+                "properties": {
+                    "a": {"type": "integer", "description": "The first one, of two."},
+                    "b": {"type": "integer", "description": "The second one."},
+                },
+                "required": ["a"],
+            },
+        },
+    }
+    properties = schema(repeat)["function"]["parameters"]["properties"]
+    assert properties["modes"] == {"type": "array", "items": {"enum": ["a", "b"]}}
+    assert Tools.tools == [schema(add), schema(repeat)]
+
+    def no_hint(a) -> None: ...  # type: ignore[no-untyped-def]
+
+    def no_json(a: threading.Thread) -> None: ...
+
+    def any_number(*values: int) -> None: ...
+
+    for function in (no_hint, no_json, any_number):
+        with pytest.raises(TypeError):
+            schema(function)
+
+
+@pytest.mark.parametrize(
+    ("text", "calls"),
+    [
+        ("The answer is 4.", []),
+        (CALL.format("add", '{"a": 1}'), [ToolCall("add", {"a": 1})]),
+        (
+            'I add.\n<tool_call>\n{"arguments": "{\\"a\\": 1}", "name": "add"}\n</tool_call>',
+            [ToolCall("add", {"a": 1})],
+        ),
+        ('<tool_call>{"name": "add", "parameters": {"a": 1}}', [ToolCall("add", {"a": 1})]),
+        ('<tool_call>{"name": "now"}</tool_call>', [ToolCall("now", {})]),
+        ('<function=add>{"a": 1}</function>', [ToolCall("add", {"a": 1})]),
+        (
+            "<tool_call>\n<function=add>\n<parameter=a>\n1\n</parameter>\n<parameter=b>x\n\ny</parameter>\n</function>\n"
+            "</tool_call><function=now></function>",
+            [ToolCall("add", {"a": "1", "b": "x\n\ny"}, is_text=True), ToolCall("now", {}, is_text=True)],
+        ),
+        (f"<think>{CALL.format('sub', '{}')}</think>{CALL.format('add', '{}')}", [ToolCall("add", {})]),
+        ("<function=f>" + "<parameter=a>" * 50_000, [ToolCall("f", {"a": ""}, is_text=True)]),
+        *(
+            (f"<tool_call>{text}</tool_call>", None)
+            for text in ("", "{", "[]", "3", '{"name": 3}', '{"name": "f"', "[" * 99999)
+        ),
+        ('<tool_call>{"name": "add", "arguments": [1]}</tool_call>', None),
+        ('<tool_call>{"name": "add", "arguments": "1"}</tool_call>', None),
+    ],
+)
+def test_calls_are_found_in_text(text: str, calls: list[ToolCall] | None) -> None:
+    """Fails if a call is overlooked, which ends the trajectory, or made with other arguments."""
+    found = parse_calls(text)
+    if calls is None:
+        assert [type(call) for call in found] == [CallError]
+    else:
+        assert found == calls
+
+
+def test_the_student_reads_results_and_its_mistakes() -> None:
+    """Fails if a mistake of the student ends its trajectory, or a tool gets arguments of undeclared types."""
+    turns = [
+        CALL.format("add", '{"a": 1}') + CALL.format("add", '{"a": 2, "b": 3}'),
+        "<function=add><parameter=a>4</parameter></function>",
+        '<function=repeat><parameter=text>4</parameter><parameter=modes>["a"]</parameter></function>',
+        "fine",
+    ]
+    assert play(Tools, turns) == ([["2", "5"], ["5"], ["'4' ['a'] None True"], None], None)
+    mistakes = [
+        *(CALL.format("add", arguments) for arguments in ("{}", '{"a": "1"}', '{"a": 1, "c": 2}', '{"a": true}')),
+        *(CALL.format("sub", "{}"), CALL.format("add", '{"a": 13}'), "<tool_call>{", "<function=add"),
+        *("<function=add><parameter=a>x</parameter></function>", '<tool_call>{"name": "\\ud800"}</tool_call>'),
+    ]
+    for content in play(Tools, ["".join(mistakes[:6]), *mistakes])[0]:
+        assert all(text.startswith("Error: ") for text in content)
+        assert "".join(content).encode()
+
+
+class Counter:
+    """An environment in TRL's form."""
+
+    made = 0
+
+    def __init__(self) -> None:
+        type(self).made += 1
+
+    def reset(self, **row: Any) -> str | None:
+        self.count, self.reward = row["start"], 0.0
+        return row.get("observation")
+
+    def increment(self, by: int) -> str:
+        """Count.
+
+        Args:
+            by: how far
+        """
+        self.count += by
+        self.reward = 0.5
+        return f"now {self.count}"
+
+    async def read(self) -> int:
+        return self.count
+
+    def _hidden(self) -> None: ...
+
+
+class Judged(Counter):
+    async def get_reward(self) -> float:
+        return float(self.count)
+
+
+class CounterEnvironment(TrlEnvironment):
+    factory = Counter
+
+
+class JudgedEnvironment(TrlEnvironment):
+    factory = Judged
+    prompt_has_observation = True
+
+
+HERE = __name__
+
+
+def test_environments_of_trl() -> None:
+    """Fails if a class for TRL's trainers has other tools, other results or another reward here."""
+    assert import_environment(f"{HERE}:CounterEnvironment") is CounterEnvironment
+    assert [tool["function"]["name"] for tool in CounterEnvironment.tools] == ["increment", "read"]
+    turns = [CALL.format("increment", '{"by": 3}'), CALL.format("read", "{}") + CALL.format("reset", "{}"), "done"]
+    for _ in range(2):
+        messages, reward = play(CounterEnvironment, turns, {"start": 4})
+        assert (messages[0], messages[1][0], messages[2], reward) == (["now 7"], "7", None, 0.5)
+        assert messages[1][1].startswith("Error: ")
+    assert Counter.made == 1  # TRL, too, uses objects again
+    with pytest.raises(ValueError):
+        play(CounterEnvironment, turns, {"start": 4, "observation": "you see a door"})
+    assert play(JudgedEnvironment, turns, {"start": 4, "observation": "you see a door"})[1] == 7.0
+    assert play(JudgedEnvironment, [], {"start": 4})[1] is None
+    with pytest.raises(TypeError):
+        type("NoReset", (TrlEnvironment,), {"factory": threading.Lock})
+
+
+class Fake:
+    """Imitate what the adapter uses of `verifiers.MultiTurnEnv`, with the forms of version 0.3.1."""
+
+    tool_defs = [types.SimpleNamespace(name="add", description="Add.", parameters={"type": "object", "properties": {}})]
+
+    def __init__(self) -> None:
+        self.rubric, self.cleaned = self, 0
+
+    async def init_state(self, row: dict[str, Any], client: Any, model: str) -> dict[str, Any]:
+        return {**row, "trajectory": [], "trajectory_id": "x", "final_env_response": None}
+
+    async def setup_state(self, state: dict[str, Any]) -> None:
+        state["tries"] = 0  # changed in place: some environments return nothing
+
+    async def add_trajectory_step(self, state: dict[str, Any], step: dict[str, Any]) -> None:
+        state["trajectory"].append(step)
+
+    async def is_completed(self, state: dict[str, Any]) -> bool:
+        return len(state["trajectory"]) >= 3
+
+    async def get_prompt_messages(self, state: dict[str, Any]) -> list[Any]:
+        last = state["trajectory"][-1]
+        turn = last["completion"][-1]
+        state["tries"] += 1
+        if turn.content == state["answer"]:
+            state["final_env_response"] = [{"role": "user", "content": "right"}]
+        if turn.content == "rewrite":
+            return [{"role": "user", "content": "summary"}]
+        calls = [f"{call.name}({call.arguments})" for call in turn.tool_calls or ()]
+        return [*last["prompt"], turn, {"role": "user", "content": f"{state['tries']} {calls}"}]
+
+    async def cleanup(self, state: dict[str, Any]) -> None:
+        self.cleaned += 1
+
+    async def score_rollout(self, state: dict[str, Any]) -> None:
+        state["reward"] = float(self.cleaned and state["tries"])
+
+
+def test_environments_of_verifiers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fails if trajectories share a state, a stop condition or the rubric is not used, or calls are not passed on."""
+    fake = types.ModuleType("verifiers.types")
+    for name in ("ClientConfig", "AssistantMessage", "ToolCall"):
+        setattr(fake, name, types.SimpleNamespace)
+    monkeypatch.setitem(sys.modules, "verifiers.types", fake)
+
+    class Guess(VerifiersEnvironment):
+        @staticmethod
+        def load() -> Fake:
+            return Fake()
+
+    row = {"prompt": [{"role": "user", "content": "guess"}], "answer": "7"}
+    assert Guess.tools[0]["function"]["name"] == "add"
+    assert play(Guess, ["1", "2", "3"], row) == ([["1 []"], ["2 []"], None], 2.0)
+    calls = "<function=add><parameter=a>1</parameter><parameter=b>x</parameter></function><tool_call>{"
+    (content,), _ = play(Guess, [calls], row)
+    assert content[0].startswith("""1 ['add({"a": 1, "b": "x"})', '(""")
+    assert play(Guess, ["7"], row) == ([None], 1.0)
+    assert play(Guess, [], row) == ([], None)
+    with pytest.raises(ValueError):
+        play(Guess, ["rewrite"], row)
+
+
+@pytest.mark.parametrize(
+    ("expression", "value"),
+    [("2 * (3 + 4)", "14"), ("-7 // 2", "-4"), ("2 ** 10 % 7", "2"), ("1 / 4", "0.25"), (" 2**-1", "0.5")],
+)
+def test_the_calculator(expression: str, value: str) -> None:
+    """Fails if the example computes something else than Python does."""
+    assert play(Calculator, [CALL.format("calculate", f'{{"expression": "{expression}"}}')])[0] == [[value]]
+
+
+@pytest.mark.parametrize(
+    "expression",
+    [
+        "9**9**9",
+        "2**99999",
+        "(-8)**0.5",
+        "1/0",
+        "x",
+        "__import__('os')",
+        "'a'*9",
+        "True",
+        "1 if 1 else 2",
+        "1+",
+        "(" * 9999,
+    ],
+)
+def test_the_calculator_refuses(expression: str) -> None:
+    """Fails if the student can make the example compute for minutes, or run code."""
+    began_s = time.monotonic()
+    ((text,),), _ = play(Calculator, [CALL.format("calculate", f'{{"expression": "{expression}"}}')])
+    assert text.startswith("Error: ")
+    assert time.monotonic() - began_s < 10
+
+
+def test_the_python_tool(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fails if the student's code exceeds time, memory or output, or leaves a process behind."""
+
+    def run(code: str) -> str:
+        return asyncio.run(python(code))
+
+    assert run("import os; print(6 * 7, len(os.listdir()))") == "42 0\n"
+    assert run("print('x' * 5000)").startswith("x" * 4096 + "\n")
+    assert "MemoryError" in run("bytearray(4 << 30)")
+    assert "ZeroDivisionError" in run("1 / 0")
+    monkeypatch.setattr("examples.tools.python_tool.LIMIT_S", 1.0)
+    pid = tmp_path / "pid"
+    start = "subprocess.Popen(['sleep', '977']).pid"
+    assert "1 s" in run(f"import subprocess; open({str(pid)!r}, 'w').write(str({start}))\nwhile 1: pass")
+    deadline_s = time.monotonic() + 30
+    while psutil.pid_exists(child := int(pid.read_text())):
+        if psutil.Process(child).status() == psutil.STATUS_ZOMBIE:
+            break
+        assert time.monotonic() < deadline_s
+        time.sleep(0.02)
+    assert Python.tools[0]["function"]["parameters"]["required"] == ["code"]
