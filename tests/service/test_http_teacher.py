@@ -220,6 +220,9 @@ def test_given_ids_of_the_second_runner(tmp_path: Path) -> None:
         )
         for rollout in random_rollouts(4, n_vocab, seed=2, response=(2, 12))
     ]
+    trajectory = own_turns(asked[3])
+    assert trajectory.own is not None and asked[3].top_ids is not None
+    asked[3] = replace(trajectory, top_ids=asked[3].top_ids[trajectory.own])
     with (
         ServerProcess(model, tmp_path, options=on_device()) as zmq,
         VllmServer(model, tmp_path / "vllm.log", free_port(), second_runner=True) as server,
