@@ -8,6 +8,7 @@ of a sequence of roles, `gkd.data.chat_frame` proves that it is the same in othe
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
@@ -102,8 +103,8 @@ class ChatDelta:
             DataError: there are no messages; a message has another role, content that is not text, another key, invalid
                 Unicode or a marker of the template; the template changes it, or fails with these roles.
         """
-        if not messages:
-            raise DataError("the environment returned no messages.")
+        if not isinstance(messages, Sequence) or not messages:
+            raise DataError(f"the environment returned {quoted(messages)}, expected a list of messages.")
         for i, message in enumerate(messages, 1):
             self._check(message, f"message {i} of the environment")
         frame = self._frames.frame([message["role"] for message in messages])
@@ -113,8 +114,8 @@ class ChatDelta:
         ids = self._frames.encode(frame.end, delta)
         # Also a normalizer can make special tokens, of characters in which the search for markers finds none.
         if frame.order != (found := tuple(i for i in ids if i in frame.watched)):
-            special = self._tokenizer.convert_ids_to_tokens(list(found))
-            raise DataError(f"texts of the environment have special tokens: it reads {quoted(delta)}, with {special}.")
+            special = self._tokenizer.convert_ids_to_tokens(list(Counter(found) - Counter(frame.order)))
+            raise DataError(f"messages of the environment have the special tokens {special}: {quoted(delta)}.")
         return np.asarray(ids, dtype=np.int32)
 
     def _check(self, message: Message, name: str) -> None:
