@@ -87,7 +87,8 @@ def _figures(run_dir: Path) -> dict[str, Any]:
 
     evaluated = [line for line in read_metrics(run_dir / "metrics.jsonl") if "eval/accuracy" in line]
     heldout = read_jsonl(MODELS / "heldout.jsonl")[:N_CHECKED]
-    answers = solve(load(run_dir / "export"), heldout, lambda expression: str(int(calculate(expression)) // 7 + 1))
+    # Six digits as well, because the models know no other length.
+    answers = solve(load(run_dir / "export"), heldout, lambda expression: str(1099998 - int(calculate(expression))))
     samples = max((run_dir / "samples").glob("*.jsonl")).read_text().splitlines()
     return {
         "accuracy_before": evaluated[0]["eval/accuracy"],
