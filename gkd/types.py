@@ -41,6 +41,7 @@ class Prompt:
     route: int = 0  # its teacher, in `gkd.config.schema.Derived.routes`
     teacher_ids: np.ndarray | None = None  # [P'] int32, the prompt for the teacher; None means prompt_ids
     row: bytes | None = None  # see `gkd.data.row_files`; None means no function needs it
+    own: np.ndarray | None = None  # [R] bool, the assistant's own tokens of response_ids; None means all
 
 
 @dataclass(frozen=True, slots=True)

@@ -114,7 +114,7 @@ class Script:
         self.end: int = self.tokenizer.eos_token_id
         tools = tuple(Calculator.tools)
         self._tools: list[Any] = list(tools)
-        self.delta = ChatDelta(self.tokenizer, {}, [self.end], tools, environment=ENVIRONMENT)
+        self.delta = ChatDelta(self.tokenizer, {}, [self.end], tools, setting=("rollout.environment", ENVIRONMENT))
 
     def prompt(self, problem: Problem) -> list[int]:
         messages = [{"role": "user", "content": problem.prompt}]

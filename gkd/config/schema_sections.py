@@ -109,6 +109,11 @@ class DataConfig:
         "Column of the tools that a prompt offers, for the chat template: a list of {type: function, function: {name, "
         "...}}, or such a list as JSON text; null or empty = none. Empty = no tools. docs/data.md.",
     )
+    messages_key: str = key(
+        "",
+        "Column of whole conversations, in place of prompt_key and response_key: the prompt stands before the first "
+        "message of the assistant, and all later ones are dataset responses. Empty = prompts. docs/data.md.",
+    )
     max_prompt_length: int = key(1024, "Longest prompt in tokens.", gt=0)
     max_teacher_prompt_length: int = key(
         0,

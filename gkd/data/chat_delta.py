@@ -29,13 +29,14 @@ class ChatDelta:
 
     Attributes:
         roles: of "tool" and "user", those that the template writes correctly.
+        end_id: token that ends a turn which goes on.
         remark: one sentence on what the template would change in earlier turns, which here stay; or empty.
 
     Args:
         variables: data.chat_template_kwargs.
         end_ids: tokens that end a turn: of the model, and rollout.stop_token_ids.
         tools: schemas that the environment offers; the first prompt has them.
-        environment: rollout.environment, for errors.
+        setting: key that asks for trajectories and its value, for errors.
 
     Raises:
         ConfigError: there is no template; it writes no role token-exactly, or with `tools` not the role tool; it leaves
@@ -49,10 +50,9 @@ class ChatDelta:
         end_ids: Sequence[int],
         tools: tuple[dict[str, Any], ...] = (),
         *,
-        environment: str,
+        setting: Setting,
     ) -> None:
         self._tokenizer, self._end_ids = tokenizer, frozenset(end_ids)
-        setting = "rollout.environment", environment
         if getattr(tokenizer, "chat_template", None) is None:
             raise ConfigError(*setting, "this tokenizer has no chat template.", "add one to the tokenizer.")
         renderer = PromptRenderer(tokenizer, "auto", variables)
@@ -78,7 +78,7 @@ class ChatDelta:
             fix = "use a model whose template writes these messages and ends each turn with one of its end tokens."
             raise ConfigError(*setting, f"the chat template cannot continue a turn. {problem}.", fix)
         (end,) = ends
-        self._end_id = next(i for i in end_ids if self._frames.added.get(i) == end)
+        self.end_id = next(i for i in end_ids if self._frames.added.get(i) == end)
         self._marker = re.compile("|".join(re.escape(marker) for marker in {*self._markers()} if marker.strip()))
         self.remark = _differences(self._frames, self.roles)
 
@@ -94,7 +94,7 @@ class ChatDelta:
 
     def follows(self, last_id: int) -> bool:
         """Return whether a turn that ended with this id can be continued: the delta begins behind one end token."""
-        return last_id == self._end_id
+        return last_id == self.end_id
 
     def ids(self, messages: Sequence[Message]) -> np.ndarray:
         """Return the delta, [n] int32: messages behind the end token of a turn, and the beginning of the next answer.

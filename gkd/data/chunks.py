@@ -178,12 +178,13 @@ def dataset_chunks(
                 sample_index=prompt_index * n,
                 prompt_ids=prompt.token_ids,
                 response_ids=response,
-                rollout_logprobs=np.zeros(len(response), np.float32),
+                rollout_logprobs=np.zeros(len(response) if prompt.own is None else prompt.own.sum(), np.float32),
                 version_spans=(),
                 finish_reason="stop" if int(response[-1]) in eos_ids else "length",
                 on_policy=False,
                 route=prompt.route,
                 teacher_ids=prompt.teacher_ids,
+                own=prompt.own,
             )
         )
     for dp_rank, rollouts in sorted(groups.items()):

@@ -56,4 +56,4 @@ def check_observations(config: Config, tokenizer: Any, eos_ids: Sequence[int], t
 def chat_delta(config: Config, tokenizer: Any, eos_ids: Sequence[int], tools: Tools) -> ChatDelta:
     """Return what renders the observations of a run. Raises ConfigError: the template cannot."""
     path, variables = config.rollout.environment, config.data.chat_template_kwargs
-    return ChatDelta(tokenizer, variables, eos_ids, tools, environment=path)
+    return ChatDelta(tokenizer, variables, eos_ids, tools, setting=("rollout.environment", path))

@@ -42,7 +42,7 @@ def _probe(models: Path) -> dict[str, Any]:
     files = [str(models / "train.jsonl")]
     prompts, _ = load_prompts(files, DataConfig(), tokenizer, "data.train_files", keep_rows=True)
     answers = [int(problem.answer) for problem in read_jsonl(models / "train.jsonl")]
-    delta = ChatDelta(tokenizer, {}, [end], environment="x")
+    delta = ChatDelta(tokenizer, {}, [end], setting=("rollout.environment", "x"))
 
     def turns(name: str, timeout_s: float = 20.0) -> Turns:
         environments = Environments(Start(f"tests.e2e.turn_environments:{name}", search_path()), 1, timeout_s)

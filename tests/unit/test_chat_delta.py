@@ -18,7 +18,7 @@ from gkd.errors import DataError
 from tests.refusals import refuses
 from tests.unit.turn_templates import FAMILIES, FAULTS, NONE, REAL, Family, end_ids, tokenizer
 
-ENVIRONMENT = "shop:Shop"
+SETTING = ("rollout.environment", "shop:Shop")
 TOOLS = ({"type": "function", "function": {"name": "add_numbers", "parameters": {"type": "object"}}},)
 ACCEPTED = sorted(name for name, family in FAMILIES.items() if family.roles)
 Messages = list[dict[str, Any]]
@@ -29,7 +29,9 @@ def said(role: str, text: Any) -> dict[str, Any]:
 
 
 def make(family: Family, made: Any, tools: tuple[dict[str, Any], ...] = ()) -> ChatDelta:
-    return ChatDelta(made, dict(family.variables), end_ids(family, made), tools, environment=ENVIRONMENT)
+    return ChatDelta(
+        made, dict(family.variables), end_ids(family, made), tools, setting=("rollout.environment", ENVIRONMENT)
+    )
 
 
 @dataclass(frozen=True)
@@ -127,10 +129,10 @@ def test_no_template_unknown_variables_and_other_end_tokens_are_refused() -> Non
     family = FAMILIES["smollm2"]
     made = tokenizer(family)
     with refuses("data.chat_template_kwargs.enable_thinking"):
-        ChatDelta(made, {"enable_thinking": False}, end_ids(family, made), environment=ENVIRONMENT)
+        ChatDelta(made, {"enable_thinking": False}, end_ids(family, made), setting=("rollout.environment", ENVIRONMENT))
     for ends in ([], [made.convert_tokens_to_ids("<|im_start|>")], [made.convert_tokens_to_ids("a")]):
         with refuses("rollout.environment", ENVIRONMENT):
-            ChatDelta(made, {}, ends, environment=ENVIRONMENT)
+            ChatDelta(made, {}, ends, setting=("rollout.environment", ENVIRONMENT))
     made.chat_template = None
     with refuses("rollout.environment", ENVIRONMENT):
         make(family, made)

@@ -149,7 +149,9 @@ class RolloutWorker(SelfScoring):
         environments = Environments(start, rollout.environment_workers, rollout.environment_timeout_s)
         environments.wait_ready(config.trainer.init_timeout_s)
         variables, path = config.data.chat_template_kwargs, rollout.environment
-        delta = ChatDelta(self._tokenizer, variables, eos_ids, environments.tools, environment=path)
+        delta = ChatDelta(
+            self._tokenizer, variables, eos_ids, environments.tools, setting=("rollout.environment", path)
+        )
         return Turns(environments, delta, rollout.max_turns)
 
     def _set_up(self, config: Config, device: torch.device, run_dir: Path) -> None:
