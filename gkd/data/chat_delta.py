@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from gkd.data.chat_frame import ANSWER, QUESTION, START, THOUGHT, WHY, ChatFrames, Form, Message, TemplateFailed, said
-from gkd.data.conversation import Conversation, quoted, read_tools
+from gkd.data.conversation import Conversation, Setting, quoted, read_tools
 from gkd.data.render import PromptRenderer
 from gkd.errors import ConfigError, DataError
 

@@ -176,18 +176,12 @@ class RowReader:
     def columns(self) -> set[str]:
         """Return the columns that `read` uses, including answers and responses."""
         data = self._config
-        names = {
-            data.messages_key or data.prompt_key,
-            data.response_key,
-            data.answer_key,
-            data.teacher_key,
-            data.teacher_prompt_key,
-        }
-        return names | {data.tools_key} | self._views.columns
+        names = {data.prompt_key, data.response_key, data.answer_key, data.teacher_key, data.teacher_prompt_key}
+        return names | {data.tools_key, data.messages_key} | self._views.columns
 
     def read(self, row: Row, where: str) -> ReadRow:
         """Return what the models read. Raises ConfigError: see `load_prompts`."""
-        key, turns = self._config.messages_key or self._config.prompt_key, ()
+        key, turns = self._config.messages_key or self._config.prompt_key, tuple[Mapping[str, Any], ...]()
         setting = "data.messages_key" if self._config.messages_key else "data.prompt_key", key
         if key not in row:
             raise ConfigError(*setting, f"{where} has only the columns {sorted(row)}.", "name the prompts' column.")

@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 
 from examples.quickstart import pretrain
-from examples.quickstart.addition import HIGHEST, LOWEST, Problem, build_tokenizer, make_problems
+from examples.quickstart.addition import HIGHEST, LOWEST, Problem, build_tokenizer, make_problems, worked
 from examples.quickstart.evaluate import greedy_score, load
 from examples.quickstart.make_models import make_models
 from examples.quickstart.pretrain import ModelRecipe
@@ -110,7 +110,9 @@ def make(models: Path, out: Path) -> dict[str, dict[str, float]]:
 
 
 def _train(role: str, recipe: ModelRecipe, train: Sequence[Problem], folder: Path) -> None:
-    model, *_ = pretrain.train_from_scratch(role, recipe, list(train[:-256]), list(train[-256:]))
+    model, *_ = pretrain.train_from_scratch(
+        role, recipe, build_tokenizer(), worked(train[:-256]), lambda model: greedy_score(model, train[-256:])
+    )
     model.save_pretrained(folder)
     build_tokenizer().save_pretrained(folder)
 

@@ -18,7 +18,8 @@ from gkd.errors import DataError
 from tests.refusals import refuses
 from tests.unit.turn_templates import FAMILIES, FAULTS, NONE, REAL, Family, end_ids, tokenizer
 
-SETTING = ("rollout.environment", "shop:Shop")
+ENVIRONMENT = "shop:Shop"
+SETTING = ("rollout.environment", ENVIRONMENT)
 TOOLS = ({"type": "function", "function": {"name": "add_numbers", "parameters": {"type": "object"}}},)
 ACCEPTED = sorted(name for name, family in FAMILIES.items() if family.roles)
 Messages = list[dict[str, Any]]
@@ -29,9 +30,7 @@ def said(role: str, text: Any) -> dict[str, Any]:
 
 
 def make(family: Family, made: Any, tools: tuple[dict[str, Any], ...] = ()) -> ChatDelta:
-    return ChatDelta(
-        made, dict(family.variables), end_ids(family, made), tools, setting=("rollout.environment", ENVIRONMENT)
-    )
+    return ChatDelta(made, dict(family.variables), end_ids(family, made), tools, setting=SETTING)
 
 
 @dataclass(frozen=True)
@@ -82,7 +81,7 @@ def test_roles_and_remarks_of_the_families(name: str) -> None:
     family = FAMILIES[name]
     made = tokenizer(family)
     if not family.roles:
-        with refuses("rollout.environment", ENVIRONMENT):
+        with refuses(*SETTING):
             make(family, made)
         return
     delta = make(family, made)
@@ -96,7 +95,7 @@ def test_roles_and_remarks_of_the_families(name: str) -> None:
     if family.has_tools and "tool" in family.roles:
         assert make(family, made, TOOLS).roles == family.roles
     else:
-        with refuses("rollout.environment", ENVIRONMENT):
+        with refuses(*SETTING):
             make(family, made, TOOLS)
 
 
@@ -105,7 +104,7 @@ def test_a_template_that_cannot_continue_a_turn_is_refused(fault: str) -> None:
     """Fails if a student reads an observation in a form that its template does not write."""
     family, (old, new) = FAMILIES["smollm2"], FAULTS[fault]
     assert old in family.template
-    with refuses("rollout.environment", ENVIRONMENT):
+    with refuses(*SETTING):
         make(family, tokenizer(family, family.template.replace(old, new)))
 
 
@@ -113,14 +112,14 @@ def test_tools_that_the_template_does_not_write_are_refused() -> None:
     """Fails if a student has an environment with tools whose schemas it never reads, or results that it never reads."""
     family = FAMILIES["smollm2"]
     no_tools = family.template.replace("if tools", "if false")
-    with refuses("rollout.environment", ENVIRONMENT):
+    with refuses(*SETTING):
         make(family, tokenizer(family, no_tools), TOOLS)
     for wrong in ({}, {"name": "add_numbers"}, {"type": "function", "function": {}}):
-        with refuses("rollout.environment", ENVIRONMENT):
+        with refuses(*SETTING):
             make(family, tokenizer(family), (wrong,))
     no_results = family.template.replace("for m in messages", "for m in messages if m.role != 'tool'")
     assert make(family, tokenizer(family, no_results)).roles == {"user"}
-    with refuses("rollout.environment", ENVIRONMENT):
+    with refuses(*SETTING):
         make(family, tokenizer(family, no_results), TOOLS)
 
 
@@ -129,12 +128,12 @@ def test_no_template_unknown_variables_and_other_end_tokens_are_refused() -> Non
     family = FAMILIES["smollm2"]
     made = tokenizer(family)
     with refuses("data.chat_template_kwargs.enable_thinking"):
-        ChatDelta(made, {"enable_thinking": False}, end_ids(family, made), setting=("rollout.environment", ENVIRONMENT))
+        ChatDelta(made, {"enable_thinking": False}, end_ids(family, made), setting=SETTING)
     for ends in ([], [made.convert_tokens_to_ids("<|im_start|>")], [made.convert_tokens_to_ids("a")]):
-        with refuses("rollout.environment", ENVIRONMENT):
-            ChatDelta(made, {}, ends, setting=("rollout.environment", ENVIRONMENT))
+        with refuses(*SETTING):
+            ChatDelta(made, {}, ends, setting=SETTING)
     made.chat_template = None
-    with refuses("rollout.environment", ENVIRONMENT):
+    with refuses(*SETTING):
         make(family, made)
 
 

@@ -148,10 +148,8 @@ class RolloutWorker(SelfScoring):
         rollout = config.rollout
         environments = Environments(start, rollout.environment_workers, rollout.environment_timeout_s)
         environments.wait_ready(config.trainer.init_timeout_s)
-        variables, path = config.data.chat_template_kwargs, rollout.environment
-        delta = ChatDelta(
-            self._tokenizer, variables, eos_ids, environments.tools, setting=("rollout.environment", path)
-        )
+        variables, setting = config.data.chat_template_kwargs, ("rollout.environment", rollout.environment)
+        delta = ChatDelta(self._tokenizer, variables, eos_ids, environments.tools, setting=setting)
         return Turns(environments, delta, rollout.max_turns)
 
     def _set_up(self, config: Config, device: torch.device, run_dir: Path) -> None:
