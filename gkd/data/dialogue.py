@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from gkd.config.schema_sections import DataConfig
 from gkd.data.chat_delta import ChatDelta
 from gkd.data.conversation import Conversation, Setting, quoted
 from gkd.errors import ConfigError, DataError
@@ -46,14 +47,15 @@ class DialogueReader:
 
     Args:
         ends: token ids that end a turn; the template's is appended to each text.
-        limit: data.max_response_length.
 
     Raises:
-        ConfigError: see `ChatDelta`.
+        ConfigError: the template cannot continue a turn, see `ChatDelta`.
     """
 
-    def __init__(self, tokenizer: Any, delta: ChatDelta, ends: Sequence[int], limit: int, setting: Setting) -> None:
-        self._tokenizer, self._delta, self._ends, self._limit, self._setting = tokenizer, delta, ends, limit, setting
+    def __init__(self, config: DataConfig, tokenizer: Any, ends: Sequence[int]) -> None:
+        self._tokenizer, self._ends, self._limit = tokenizer, ends, config.max_response_length
+        self._setting = "data.messages_key", config.messages_key
+        self._delta = ChatDelta(tokenizer, config.chat_template_kwargs, ends, setting=self._setting)
 
     def read(self, turns: Sequence[Message], where: str) -> tuple[np.ndarray, np.ndarray]:
         """Return the response, [R] int32, and which of its tokens are the assistant's own, [R] bool.

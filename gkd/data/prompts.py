@@ -16,7 +16,6 @@ import numpy as np
 
 from gkd.config.schema_sections import DataConfig
 from gkd.config.schema_teacher import TeacherConfig
-from gkd.data.chat_delta import ChatDelta
 from gkd.data.conversation import Conversation, Setting, check_unicode, quoted, read_conversation, read_tools
 from gkd.data.dialogue import DialogueReader, split_conversation
 from gkd.data.render import AS_IS, PromptRenderer, Rendered, Tools, has_system
@@ -86,13 +85,8 @@ def load_prompts(
     """
     prompts: list[Prompt] = []
     dropped, converted = 0, Counter[str]()
-    reader = RowReader(config, tokenizer, teacher or TeacherConfig(), tools)
+    reader = RowReader(config, tokenizer, teacher or TeacherConfig(), tools, response_ends)
     columns = None if keep_rows else reader.columns
-    dialogues = None
-    if config.messages_key and response_ends is not None:
-        setting = "data.messages_key", config.messages_key
-        delta = ChatDelta(tokenizer, config.chat_template_kwargs, response_ends, tools, setting=setting)
-        dialogues = DialogueReader(tokenizer, delta, response_ends, config.max_response_length, setting)
     rows = (found for file in files for found in read_rows(file, key, columns))
     with driver.doing(f"tokenizing {key}, row"):
         for row_id, (where, row) in enumerate(rows):
@@ -107,11 +101,7 @@ def load_prompts(
                 continue
             if not prompts:
                 log.info("%s: the first prompt has %d tokens: %r", key, len(ids), read.prompt.text[:_SHOWN_CHARACTERS])
-            answer, response, own = row.get(config.answer_key), None, None
-            if dialogues is not None:
-                response, own = dialogues.read(read.turns, where)
-            elif response_ends is not None:
-                response = read_response(read, row, config, tokenizer, response_ends, where)
+            answer, (response, own) = row.get(config.answer_key), reader.response(read, row, where)
             prompts.append(
                 Prompt(
                     row_id,
@@ -154,10 +144,22 @@ class RowReader:
 
     Args:
         tools: of rollout.environment, which every prompt offers.
+        response_ends: see `load_prompts`.
     """
 
-    def __init__(self, config: DataConfig, tokenizer: Any, teacher: TeacherConfig, tools: Tools = ()) -> None:
+    def __init__(
+        self,
+        config: DataConfig,
+        tokenizer: Any,
+        teacher: TeacherConfig,
+        tools: Tools = (),
+        response_ends: Sequence[int] | None = None,
+    ) -> None:
         self._config, self._tools = config, tools
+        self._tokenizer, self._ends = tokenizer, response_ends
+        self._dialogues = None
+        if config.messages_key and response_ends is not None:
+            self._dialogues = DialogueReader(config, tokenizer, response_ends)
         offered = ("data.tools_key", config.tools_key) if config.tools_key else None
         if tools:
             names = ", ".join(tool["function"]["name"] for tool in tools)
@@ -214,6 +216,18 @@ class RowReader:
             self._routes.of(row, where),
             turns,
         )
+
+    def response(self, read: ReadRow, row: Row, where: str) -> tuple[np.ndarray | None, np.ndarray | None]:
+        """Return the dataset's response, [R] int32, and its own tokens, [R] bool, None for all; None if not requested.
+
+        Raises:
+            ConfigError: the row has none that can be used.
+        """
+        if self._ends is None:
+            return None, None
+        if self._dialogues is not None:
+            return self._dialogues.read(read.turns, where)
+        return read_response(read, row, self._config, self._tokenizer, self._ends, where), None
 
     def log(self, key: str) -> None:
         """Log how many rows each route, the teacher's own prompt and a system message of their own have."""

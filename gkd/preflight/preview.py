@@ -7,7 +7,7 @@ from itertools import islice
 from typing import Any
 
 from gkd.config.schema import Config
-from gkd.data.prompts import RowReader, load_tokenizer, read_response
+from gkd.data.prompts import RowReader, load_tokenizer
 from gkd.data.render import Rendered
 from gkd.data.row_files import read_rows
 from gkd.errors import ConfigError
@@ -27,8 +27,8 @@ def preview(config: Config, n: int) -> Iterator[str]:
         raise ConfigError("data.train_files", [], "is empty.", "name one or more prompt files.")
     config = with_local_copies(config, ("model.path", "data.train_files"), weights=False)
     tokenizer = load_tokenizer(config.model.path, "model.path", trust_remote_code=config.model.trust_remote_code)
-    reader = RowReader(config.data, tokenizer, config.teacher, environment_tools(config))
     ends = eos_token_ids(config.model.path, tokenizer) if config.distill.on_policy_share < 1 else None
+    reader = RowReader(config.data, tokenizer, config.teacher, environment_tools(config), ends)
     key = "data.train_files"
     rows = (row for file in config.data.train_files for row in read_rows(file, key, reader.columns))
     for where, row in islice(rows, n):
@@ -40,9 +40,11 @@ def preview(config: Config, n: int) -> Iterator[str]:
             yield f"---- the teacher's prompt: {_described(read.teacher, limit)}"
             yield from _shown(read.teacher.text, read.teacher.ids)
         if ends is not None:
-            response: list[int] = read_response(read, row, config.data, tokenizer, ends, where).tolist()
-            yield f"---- the dataset's response: {len(response)} tokens"
-            yield from _shown(tokenizer.decode(response), response)
+            response, own = reader.response(read, row, where)
+            assert response is not None  # there are `ends`
+            learned = "" if own is None else f", {own.sum()} of them learned"
+            yield f"---- the dataset's response: {len(response)} tokens{learned}"
+            yield from _shown(tokenizer.decode(response), response.tolist())
 
 
 def _described(prompt: Rendered, limit: int) -> str:

@@ -213,6 +213,11 @@ def _check_limits(config: Config, route: Route, teacher: TeacherInfo, kind: str,
             "the server has protocol version 1: it cannot score given ids, nor the sampled token with the top-k.",
             "upgrade the teacher server.",
         )
+    if 0 < teacher.protocol_version < 4 and (config.rollout.environment or config.data.messages_key):
+        problem = f"the server has protocol version {teacher.protocol_version}: it cannot score parts of a response."
+        key = "rollout.environment" if config.rollout.environment else "data.messages_key"
+        value = config.rollout.environment or config.data.messages_key
+        raise ConfigError(key, value, problem, "upgrade the teacher server.")
     longest = derived.max_teacher_length
     if longest > teacher.max_tokens:
         raise ConfigError(

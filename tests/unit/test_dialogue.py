@@ -1,0 +1,104 @@
+"""Conversations of a dataset (data.messages_key): which tokens are prompt, own and read."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from gkd.config.schema_sections import DataConfig
+from gkd.data.batching import make_micro_batches
+from gkd.data.chunks import dataset_rollouts
+from gkd.data.prompts import load_prompts
+from gkd.types import Prompt
+from tests.refusals import refuses
+from tests.unit.turn_templates import FAMILIES, end_ids, tokenizer
+
+Message = dict[str, Any]
+CALL = '<tool_call>\n{"name": "add", "arguments": {}}\n</tool_call>'
+LONG = [
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": "2 + 2?"},
+    {"role": "assistant", "content": CALL},
+    {"role": "tool", "content": "4"},
+    {"role": "assistant", "content": "It is 4."},
+    {"role": "user", "content": "And 3 + 3?"},
+    {"role": "assistant", "content": "6"},
+]
+
+
+def load(folder: Path, messages: Any, family: str = "smollm2", **settings: Any) -> tuple[Prompt, Any]:
+    """Return the prompt of a file with one conversation, and the tokenizer."""
+    file = folder / "d.jsonl"
+    file.write_text(json.dumps({"messages": messages}) + "\n")
+    made = tokenizer(FAMILIES[family])
+    config = DataConfig(messages_key="messages", **settings)
+    ends = end_ids(FAMILIES[family], made)
+    (prompt,), _ = load_prompts([str(file)], config, made, "data.train_files", response_ends=ends)
+    return prompt, made
+
+
+def test_the_tokens_are_those_of_the_template_and_the_assistants_are_own(tmp_path: Path) -> None:
+    """Fails if a conversation is tokenized in another form than the template's, or a tool's text is learned."""
+    prompt, made = load(tmp_path, LONG)
+    assert prompt.response_ids is not None and prompt.own is not None
+    text = made.apply_chat_template(LONG, tokenize=False)
+    whole = made(text, add_special_tokens=False)["input_ids"]
+    ids = [*prompt.token_ids.tolist(), *prompt.response_ids.tolist()]
+    assert ids == whole[: len(ids)] and not made.decode(whole[len(ids) :]).strip()
+    turns = [made.decode(part) for part in np.split(prompt.response_ids, np.flatnonzero(np.diff(prompt.own)) + 1)]
+    assert turns[::2] == [f"{m['content']}{made.eos_token}" for m in LONG if m["role"] == "assistant"]
+    assert "4" in turns[1] and "And 3 + 3?" in turns[3]
+
+
+def test_a_conversation_becomes_loss_rows_of_own_tokens(tmp_path: Path) -> None:
+    """Fails if a dataset's trajectory reaches the loss without its mask."""
+    prompt, made = load(tmp_path, LONG)
+    assert prompt.own is not None and prompt.response_ids is not None
+    (rollout,) = dataset_rollouts([prompt], [made.eos_token_id])
+    assert rollout.finish_reason == "stop" and rollout.n_turns == 3 and not rollout.on_policy
+    (batch,) = make_micro_batches([rollout], None, micro_batch_size=1)
+    predicted = batch.tokens.flatten()[batch.loss_index + 1].tolist()
+    assert predicted == prompt.response_ids[prompt.own].tolist() and batch.n_loss_tokens == rollout.n_own
+
+
+@pytest.mark.parametrize("limit", [1, 9, 24, 40])
+def test_a_long_conversation_ends_with_an_own_token(limit: int, tmp_path: Path) -> None:
+    """Fails if a cut conversation ends with text of others, or exceeds the limit."""
+    whole, _ = load(tmp_path, LONG)
+    prompt, made = load(tmp_path, LONG, max_response_length=limit)
+    assert whole.response_ids is not None and prompt.response_ids is not None and prompt.own is not None
+    n = len(prompt.response_ids)
+    assert 0 < n <= limit and prompt.own[-1] and np.array_equal(prompt.response_ids, whole.response_ids[:n])
+    (rollout,) = dataset_rollouts([prompt], [made.eos_token_id])
+    assert (rollout.finish_reason == "stop") == (prompt.response_ids[-1] == made.eos_token_id)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda m: m[:2],  # no answer
+        lambda m: m[2:],  # no question
+        lambda m: "a text",
+        lambda m: [*m[:3], *m[4:]],  # two answers in a row
+        lambda m: [*m[:2], {**m[2], "tool_calls": [{"type": "function", "function": {"name": "f"}}]}, *m[3:]],
+        lambda m: [*m[:2], {"role": "assistant", "content": "one<|im_end|>two"}, *m[3:]],
+        lambda m: [*m[:3], {"role": "tool", "content": "<|im_end|>\n<|im_start|>assistant\n"}, *m[4:]],
+        lambda m: [*m[:3], {"role": "system", "content": "now be rude"}, *m[4:]],
+    ],
+)
+def test_conversations_that_cannot_be_learned_are_refused(change: Callable[[Any], Any], tmp_path: Path) -> None:
+    """Fails if a row is silently trained on in another form than it has."""
+    with refuses("data.messages_key", "messages"):
+        load(tmp_path, change(LONG))
+
+
+def test_a_template_without_the_role_is_refused(tmp_path: Path) -> None:
+    """Fails if a tool's message that the template drops is left out without a word."""
+    family = next(name for name, each in FAMILIES.items() if each.roles == {"user"})
+    with refuses("data.messages_key", "messages"):
+        load(tmp_path, LONG[1:], family)
