@@ -16,14 +16,14 @@ from contextlib import suppress
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
-CARDS = ("runtime.cpp", "driver.cpp", "nvml.cpp", "nccl.cpp")
 # These calls belong to libraries that the stand-in replaces, apart from some that work without a card.
 FAMILY = re.compile(
     r"(?!cudnnGet(Version|ErrorString|CudartVersion)|cublasGetStatus|cublasLtGetVersion|cusparseLt)"
     r"(_*cuda[A-Z]|cu[A-Z]|cublas|cudnn|cusparse|cusolver|cufft|curand|nccl|cufile)"
 )
-# vLLM and Triton look these up by name, so that no library lists them as undefined.
-BY_NAME = "cudaDeviceReset cuCtxGetLimit cuCtxSetLimit"
+# vLLM, Triton and torch look these up by name, so that no library lists them as undefined.
+BY_NAME = """cudaDeviceReset cuCtxGetLimit cuCtxSetLimit nvmlInit_v2 nvmlInitWithFlags nvmlShutdown
+    nvmlDeviceGetNvLinkRemoteDeviceType nvmlDeviceGetNvLinkRemotePciInfo_v2"""
 
 
 def compile_(output: Path, *arguments: str | Path) -> None:
@@ -37,22 +37,21 @@ def build_cards(folder: Path, headers: Path, users: Iterable[Path] = ()) -> Path
     # A library asks for a call of libcudart in a version. The calls of all other libraries are found without one.
     versions.write_text("libcudart.so.13 { global: cuda*; __cuda*; };\n")
     listing = subprocess.run(["nm", "-D", "--undefined-only", *users], capture_output=True, text=True).stdout
-    names = {line.split()[-1].split("@")[0] for line in listing.splitlines() if " U " in line}
+    needed = sorted({*filter(FAMILY.match, re.findall(r" U (\w+)", listing)), *BY_NAME.split()})
     # The linker prefers a call of the C++ files to a weak one.
     stub = 'API __attribute__((weak)) long {0}() {{ dry_card_note("{0} (stub)"); return 0; }}\n'
-    needed = sorted({*filter(FAMILY.match, names), *BY_NAME.split()})
     stubs.write_text('#include "cards.h"\n' + "".join(stub.format(name) for name in needed))
     link = ["-Wl,-soname,libcudart.so.13", f"-Wl,--version-script={versions}", "-ldl", "-lpthread", "-lrt"]
-    sources = [HERE / name for name in CARDS]
+    sources = [path for path in HERE.glob("*.cpp") if path.name != "values.cpp"]
     compile_(library, "-std=c++17", "-I", headers, "-I", HERE, *sources, stubs, *link)
     return library
 
 
 def build(site: Path) -> Path:
     """Return the cache folder for the site-packages folder `site`; compile if it does not exist."""
-    found = [p.name for name in ("torch", "vllm", "nvidia_cuda_runtime") for p in site.glob(f"{name}-*.dist-info")]
-    sources = [(HERE / name).read_text() for name in (*CARDS, "cards.h", "values.cpp", "build.py")]
-    digest = hashlib.sha256("\0".join([str(site), *sorted(found), *sources]).encode()).hexdigest()[:16]
+    state = [str(p) for name in ("torch", "vllm", "nvidia_cuda_runtime") for p in site.glob(f"{name}-*.dist-info")]
+    state += [path.read_text() for path in (*sorted(HERE.glob("*.cpp")), HERE / "cards.h", HERE / "build.py")]
+    digest = hashlib.sha256("\0".join(state).encode()).hexdigest()[:16]
     done = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "gkd-dry-card" / digest
     if done.is_dir():
         return done
@@ -61,16 +60,14 @@ def build(site: Path) -> Path:
     with tempfile.TemporaryDirectory(dir=done.parent) as temporary:
         (folder := Path(temporary) / "built").mkdir()
         headers = next(site.glob("nvidia/*/include/cuda.h")).parent
-        users = [*site.glob("torch/lib/*.so"), *site.glob("vllm/**/*.so")]
-        build_cards(folder, headers, users)
+        build_cards(folder, headers, [*site.glob("torch/lib/*.so"), *site.glob("vllm/**/*.so")])
         torch = site / "torch"
         includes = [f"-I{path}" for path in (torch / "include", torch / "include/torch/csrc/api/include", headers)]
         link = [f"-L{torch / 'lib'}", f"-L{folder}", "-Wl,-rpath,$ORIGIN"]
         link += ["-ltorch", "-ltorch_cpu", "-lc10", "-lc10_cuda", "-l:libcards.so"]
         compile_(folder / "values.so", "-std=c++20", "-DUSE_CUDA", *includes, HERE / "values.cpp", *link)
-        (folder / "lib").mkdir()
         for name in ("libcuda.so", "libcuda.so.1", "libnvidia-ml.so.1", "libcudart.so.13"):
-            (folder / "lib" / name).symlink_to("../libcards.so")
+            (folder / name).symlink_to("libcards.so")
         with suppress(OSError):  # Another process was faster, and its result serves.
             folder.rename(done)
     return done

@@ -40,26 +40,25 @@ API inline void dry_card_note(const char* text) {  // report something once, wit
 }
 [[noreturn]] inline void stop(const char* problem) { perror((std::string("[dry_card] ") + problem).c_str()); abort(); }
 
-// ---- Cards: machines of other names have other UUIDs
-inline unsigned machine_hash() { return (unsigned)std::hash<std::string>()(machine()); }
+// ---- Cards. The last 48 bits of a UUID are a hash of the machine's name and the number of the card.
+inline uint64_t uuid_number(int card) { return std::hash<std::string>()(machine()) << 24 >> 16 | card; }
 inline CUuuid uuid(int card) {
-  CUuuid made; memset(made.bytes, 0xf0, sizeof made.bytes);
-  for (int i = 0; i < 4; i++) made.bytes[11 + i] = (char)(machine_hash() >> (24 - 8 * i));
-  return made.bytes[15] = (char)card, made;
+  CUuuid made{};
+  for (int i = 0; i < 6; i++) made.bytes[15 - i] = (char)(uuid_number(card) >> 8 * i);
+  return made;
 }
 inline std::string uuid_text(int card) {
-  char text[48]; snprintf(text, sizeof text, "GPU-f0f0f0f0-f0f0-f0f0-f0f0-f0%08x%02x", machine_hash(), card);
-  return text;
+  char text[48]; snprintf(text, sizeof text, "GPU-00000000-0000-0000-0000-%012lx", uuid_number(card)); return text;
 }
 inline std::vector<int>& visible() {  // the card of each device of this process; read once, as CUDA does
   static auto& cards = *[] {
     auto* found = new std::vector<int>; const char* list = getenv("CUDA_VISIBLE_DEVICES");
     for (int card = 0; !list && card < n_cards(); card++) found->push_back(card);
     std::stringstream parts(list ? list : "");
-    for (std::string part; std::getline(parts, part, ',');) {
-      part.erase(0, part.find_first_not_of(' ')); int card = isdigit(part[0]) ? atoi(part.c_str()) : 0;
-      while (!isdigit(part[0]) && card < n_cards() && uuid_text(card) != part) card++;
-      if (card >= n_cards()) break;  // CUDA ignores an unknown card and all that follow it
+    for (std::string part; std::getline(parts >> std::ws, part, ',');) {
+      int card = 0;
+      while (card < n_cards() && part != std::to_string(card) && part != uuid_text(card)) card++;
+      if (card == n_cards()) break;  // CUDA ignores an unknown card and all that follow it
       found->push_back(card);
     }
     return found;

@@ -24,10 +24,7 @@ API R cuCtxSetCurrent(CUcontext in) { current = in ? (int)(uintptr_t)in - 1 : cu
 extern "C" const char* cudaGetErrorString(R);
 API R cuGetErrorString(R error, const char** text) { *text = cudaGetErrorString(error); return OK; }
 
-// ---- Kernels
-API R cuModuleLoadData(CUmodule* out, const void*) { *out = (CUmodule)1; return (R)ready(); }
-ALSO(cuModuleLoadDataEx, cuModuleLoadData) ALSO(cuModuleLoad, cuModuleLoadData)
-API R cuModuleGetFunction(CUfunction* out, CUmodule, const char*) { *out = (CUfunction)1; return OK; }
+// ---- Kernels. Handles of modules and functions are never read.
 API R cuFuncGetAttribute(int* value, CUfunction_attribute name, CUfunction) {
   *value = name == CU_FUNC_ATTRIBUTE_MAX_THREADS_PER_BLOCK ? 1024 : name == CU_FUNC_ATTRIBUTE_NUM_REGS ? 64 : 0;
   return OK;
@@ -41,8 +38,8 @@ API R cuLaunchKernelEx(const CUlaunchConfig* c, CUfunction, void**, void**) {
   return launch(c->gridDimX, c->gridDimY, c->gridDimZ);
 }
 
-// ---- Memory: addresses are reserved, and memory is mapped to them (expandable segments; vLLM's sleep mode)
-struct Physical { long size; int device, fd; };
+// ---- Memory: addresses are reserved, and memory is mapped to them (expandable segments; vLLM's sleep mode).
+// The handle of memory is a Block.
 API R cuMemGetAllocationGranularity(size_t* n, const CUmemAllocationProp*, CUmemAllocationGranularity_flags) {
   return *n = PAGE, OK;
 }
@@ -52,15 +49,15 @@ API R cuMemAddressReserve(CUdeviceptr* out, size_t n, size_t, CUdeviceptr, unsig
 API R cuMemCreate(CUmemGenericAllocationHandle* out, size_t n, const CUmemAllocationProp* wanted, unsigned long long) {
   TRY((R)ready()); int device = wanted->location.id;
   if (charge(device, n)) return last_error = cudaSuccess, CUDA_ERROR_OUT_OF_MEMORY;  // not an error of the runtime
-  return *out = (CUmemGenericAllocationHandle) new Physical{(long)n, device, new_memory(n)}, OK;
+  return *out = (CUmemGenericAllocationHandle) new Block{(long)n, device, new_memory(n), MAPPED}, OK;
 }
 API R cuMemRelease(CUmemGenericAllocationHandle handle) {
-  auto* memory = (Physical*)handle;
+  auto* memory = (Block*)handle;
   close(memory->fd);  // a mapping stays valid
   return (R)charge(memory->device, -memory->size);
 }
 API R cuMemMap(CUdeviceptr at, size_t n, size_t offset, CUmemGenericAllocationHandle handle, unsigned long long) {
-  auto* memory = (Physical*)handle; LOCK;
+  auto* memory = (Block*)handle; LOCK;
   map_memory(n, memory->fd, (void*)at, offset), blocks[at] = {(long)n, memory->device, -1, MAPPED}; return OK;
 }
 API R cuMemUnmap(CUdeviceptr at, size_t n) {
@@ -68,23 +65,16 @@ API R cuMemUnmap(CUdeviceptr at, size_t n) {
   return OK;
 }
 API R cuPointerGetAttribute(void* out, CUpointer_attribute name, CUdeviceptr p) {
-  LOCK; auto found = block_of((void*)p); if (found == blocks.end()) return CUDA_ERROR_INVALID_VALUE;
-  bool host = on_host(found->second);
-  if (name == CU_POINTER_ATTRIBUTE_MEMORY_TYPE) *(unsigned*)out = host ? CU_MEMORYTYPE_HOST : CU_MEMORYTYPE_DEVICE;
-  else if (name == CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL) *(int*)out = found->second.device;
-  else if (name == CU_POINTER_ATTRIBUTE_RANGE_START_ADDR) *(CUdeviceptr*)out = found->first;
-  else if (name == CU_POINTER_ATTRIBUTE_DEVICE_POINTER) *(CUdeviceptr*)out = p;
-  else return dry_card_note("cuPointerGetAttribute of an unknown name"), CUDA_ERROR_INVALID_VALUE;
-  return OK;
+  LOCK; bool known = name == CU_POINTER_ATTRIBUTE_DEVICE_POINTER && block_of((void*)p) != blocks.end();
+  return known ? *(CUdeviceptr*)out = p, OK : CUDA_ERROR_INVALID_VALUE;
 }
 
-// ---- How programs find a call: by a name that may lack the version of its symbol
+// ---- How programs find a call: by a name that may lack its version. LD_PRELOAD makes this library the first
 static R no_effect() { return OK; }
-static const char* own_path() { Dl_info info; return dladdr((void*)no_effect, &info), info.dli_fname; }
 API R cuGetProcAddress_v2(const char* name, void** out, int, cuuint64_t, CUdriverProcAddressQueryResult* result) {
-  void* self = dlopen(own_path(), RTLD_NOW | RTLD_NOLOAD); *out = nullptr;
+  *out = nullptr;
   for (const char* version : {"_v4", "_v3", "_v2", ""}) {
-    if (!*out) *out = dlsym(self, (std::string(name) + version).c_str());
+    if (!*out) *out = dlsym(RTLD_DEFAULT, (std::string(name) + version).c_str());
   }
   if (!*out) dry_card_note((std::string(name) + " (unknown driver call)").c_str()), *out = (void*)no_effect;
   if (result) *result = CU_GET_PROC_ADDRESS_SUCCESS;
@@ -94,11 +84,3 @@ API R cudaGetDriverEntryPointByVersion(const char* name, void** out, unsigned, u
   if (result) *result = cudaDriverEntryPointSuccess;
   return cuGetProcAddress_v2(name, out, 0, 0, nullptr);
 }
-// Some programs open a libcudart by its path; they get this library. The last call is a jump, so that the real dlopen
-// sees its caller, whose search path it uses.
-static void* (*real_dlopen)(const char*, int);
-static __attribute__((noinline)) const char* chosen(const char* file) {
-  if (!real_dlopen) real_dlopen = (void* (*)(const char*, int))dlsym(RTLD_NEXT, "dlopen");
-  return file && strstr(file, "libcudart") ? own_path() : file;
-}
-API void* dlopen(const char* file, int mode) { file = chosen(file); return real_dlopen(file, mode); }

@@ -23,7 +23,7 @@ COLUMNS = ("passed", "failed", "skipped", "seconds")
 
 def run(command: list[str], cards: int, gib: float) -> int:
     """Run a command on a new machine, pass SIGTERM on to it, remove its shared memory, and return its exit code."""
-    env = environment(cards, gib, os.environ.get("DRY_CARD_MACHINE"), os.environ.get("DRY_CARD_VALUES", "1") == "1")
+    env = environment(cards, gib)
     process = subprocess.Popen(command, env=env)
     signal.signal(signal.SIGINT, lambda *_: None)  # The terminal sends it to the command, too.
     signal.signal(signal.SIGTERM, lambda *_: process.terminate())
@@ -64,26 +64,23 @@ def run_tests(tests: list[str], options: list[str], cards: int, gib: float, to: 
             versions = {name: version(name) for name in ("torch", "vllm", "megatron-core", "ray")}
             result = {"versions": versions, "files": dict(sorted((kept | rows).items()))}
             to.write_text(json.dumps(result, indent=1) + "\n")
-    print(f"\n{'file':<60}" + "".join(f"{column:>9}" for column in COLUMNS))
-    for test, row in rows.items():
-        print(f"{test:<60}" + "".join(f"{row.get(column, ''):>9}" for column in COLUMNS))
+    print()
+    for name, row in [("file", dict(zip(COLUMNS, COLUMNS, strict=True))), *rows.items()]:
+        print(f"{name:<60}" + "".join(f"{row.get(column, ''):>9}" for column in COLUMNS))
     return worst
 
 
 def main() -> int:
-    arguments, command = sys.argv[1:], list[str]()
-    if "--" in arguments:
-        at = arguments.index("--")
-        arguments, command = arguments[:at], arguments[at + 1 :]
+    at = sys.argv.index("--") if "--" in sys.argv else len(sys.argv)
+    arguments, command = sys.argv[1:at], sys.argv[at + 1 :]
+    if {"-h", "--help"} & {*arguments}:
+        print((HERE / "README.md").read_text())
+        return 0
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    parser.add_argument("-h", "--help", action="store_true")
     parser.add_argument("--cards", type=int, default=int(os.environ.get("DRY_CARD_COUNT", 1 if command else 2)))
     parser.add_argument("--gib", type=float, default=float(os.environ.get("DRY_CARD_GIB", 8)))
     parser.add_argument("--json", type=Path)
     options, rest = parser.parse_known_args(arguments)
-    if options.help:
-        print((HERE / "README.md").read_text())
-        return 0
     if command:
         return run(command, options.cards, options.gib)
     named = [Path(a) for a in rest if Path(a.partition("::")[0]).exists()]

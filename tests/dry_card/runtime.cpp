@@ -46,9 +46,8 @@ API E cudaDeviceGetPCIBusId(char* text, int n, int device) {
 API E cudaGetLastError() { return std::exchange(last_error, OK); }
 API E cudaPeekAtLastError() { return last_error; }
 API const char* cudaGetErrorString(E error) {
-  static thread_local std::string text;
-  text = "CUDA error " + std::to_string(error);
-  return error == OK ? "no error" : error == cudaErrorMemoryAllocation ? "out of memory" : text.c_str();
+  static auto& texts = *new std::map<E, std::string>{{OK, "no error"}, {cudaErrorMemoryAllocation, "out of memory"}};
+  LOCK; return texts.emplace(error, "CUDA error " + std::to_string(error)).first->second.c_str();
 }
 ALSO(cudaGetErrorName, cudaGetErrorString)
 
@@ -76,7 +75,6 @@ API E cudaStreamCreate(cudaStream_t* out) {  // never deleted: an event may refe
 }
 ALSO(cudaStreamCreateWithFlags, cudaStreamCreate) ALSO(cudaStreamCreateWithPriority, cudaStreamCreate)
 API E cudaStreamDestroy(cudaStream_t s) { LOCK; catch_up(s), streams.erase((Stream*)s); return OK; }
-API E cudaStreamGetPriority(cudaStream_t, int* priority) { *priority = 0; return OK; }
 API E cudaStreamSynchronize(cudaStream_t stream) { return catch_up(stream); }
 ALSO(cudaStreamQuery, cudaStreamSynchronize)
 API E cudaDeviceSynchronize() { LOCK; for (Stream* s : streams) catch_up(s); return ready(); }
@@ -198,8 +196,6 @@ API E cudaLaunchKernel(const void*, dim3 grid, dim3 block, void**, size_t, cudaS
   return good ? ready() : fail(cudaErrorInvalidConfiguration);
 }
 ALSO(__cudaLaunchKernel, cudaLaunchKernel) ALSO(cudaLaunchCooperativeKernel, cudaLaunchKernel)
-API void** __cudaRegisterFatBinary(void*) { static void* handle; return &handle; }
-API E __cudaGetKernel(cudaKernel_t* out, const void* function) { *out = (cudaKernel_t)function; return OK; }
 API E cudaFuncGetAttributes(cudaFuncAttributes* out, const void*) {
   *out = {}; out->maxThreadsPerBlock = 1024, out->numRegs = 32, out->maxDynamicSharedSizeBytes = 232448;
   out->ptxVersion = out->binaryVersion = 90; return OK;
@@ -212,3 +208,8 @@ ALSO(cudaOccupancyMaxActiveBlocksPerMultiprocessorWithFlags, cudaOccupancyMaxAct
 // ---- The driver's calls with the same parameters and error codes
 ALSO(cuDeviceGetAttribute, cudaDeviceGetAttribute)
 ALSO(cuOccupancyMaxActiveBlocksPerMultiprocessor, cudaOccupancyMaxActiveBlocksPerMultiprocessor)
+
+// ---- cuBLAS and cuDNN: torch reads one result. The other calls are stubs; values.cpp writes the products.
+API int cublasLtMatmulAlgoGetHeuristic(void*, void*, void*, void*, void*, void*, void*, int, char* out, int* n) {
+  return memset(out, 0, 64), *n = 1, 0;
+}

@@ -1,7 +1,7 @@
 // Right values for torch's CUDA operations. A library that is loaded into torch wraps each of them.
 //
-// The operation runs on the CPU, on the same memory. Then its real CUDA code runs: checks, allocations, launches that do
-// nothing. Then the CPU's results are written over the CUDA results. Not shown: errors of CUDA kernels, their rounding.
+// The operation runs on the CPU, on the same memory. Then its real CUDA code runs: checks, allocations, launches that
+// do nothing. Then the CPU's results are written over the CUDA results. Not shown: errors of CUDA kernels, rounding.
 #include <ATen/ATen.h>
 #include <ATen/NativeFunctions.h>
 #include <ATen/core/LegacyTypeDispatch.h>
@@ -15,17 +15,10 @@ extern "C" void dry_card_note(const char*);
 using at::Tensor;
 using c10::IValue;
 
-// The CPU decides the shape of these results, so the CUDA code is left out.
-static const std::set<std::string> SHAPE_FROM_VALUES = {
-    "aten::nonzero", "aten::nonzero_static", "aten::masked_select", "aten::_unique2", "aten::unique_dim", "aten::histc",
-    "aten::unique_consecutive", "aten::unique_dim_consecutive", "aten::bincount", "aten::repeat_interleave",
-    "aten::randperm"};
-// These operations compute nothing, or they are memory copies, which are real.
+// These operations compute nothing, or they copy memory, which is real.
 static const std::set<std::string> LEFT = {
-    "aten::resize_", "aten::set_", "aten::record_stream", "aten::_pin_memory", "aten::is_pinned", "aten::as_strided",
-    "aten::view", "aten::unfold", "aten::_local_scalar_dense", "aten::_copy_from", "aten::_copy_from_and_resize",
-    "aten::copy_", "aten::empty", "aten::empty_strided", "aten::_efficientzerotensor", "aten::_fused_sdp_choice",
-    "aten::_cudnn_init_dropout_state"};
+    "aten::resize_", "aten::set_", "aten::empty", "aten::empty_strided", "aten::_efficientzerotensor",
+    "aten::_local_scalar_dense", "aten::_fused_sdp_choice"};
 
 // ---- Conversions
 static Tensor on_cpu(const Tensor& t) {  // the same memory as a CPU tensor
@@ -76,9 +69,8 @@ static void compute(const c10::OperatorHandle& op, c10::DispatchKeySet keys, tor
   const auto& original = originals.at(name);
   auto arguments = at::ArrayRef<IValue>(*stack).slice(stack->size() - schema.arguments().size()).vec();
   c10::Device device(at::kCUDA, c10::cuda::current_device());
-  for (size_t i = arguments.size(); i--;) {
-    bool on_card = arguments[i].isTensor() && arguments[i].toTensor().defined() && arguments[i].toTensor().is_cuda();
-    if (on_card) device = arguments[i].toTensor().device();
+  for (const IValue& v : arguments) {
+    if (v.isTensor() && v.toTensor().defined() && v.toTensor().is_cuda()) device = v.toTensor().device();
   }
   dry_card_use_stream(c10::cuda::getCurrentCUDAStream(device.index()).stream());
   at::AutoDispatchBelowADInplaceOrView below;
@@ -90,20 +82,18 @@ static void compute(const c10::OperatorHandle& op, c10::DispatchKeySet keys, tor
     if (alias && alias->isWrite()) written.emplace_back(arguments[i], results.back());
   }
   op.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::CPU), &results);
-  size_t n = schema.returns().size();
-  bool cpu_alone = SHAPE_FROM_VALUES.count(schema.name());
-  if (cpu_alone) torch::jit::drop(*stack, arguments.size());
-  else original.callBoxed(op, keys, stack);
-  for (size_t i = 0; i < n; i++) {
-    const IValue& value = results[results.size() - n + i];
-    if (cpu_alone) {
-      stack->push_back(value.isTensor() ? IValue(to_cuda(value.toTensor(), device)) : value);
-      continue;
+  auto values = torch::jit::last(results, schema.returns().size());
+  if (op.hasTag(at::Tag::dynamic_output_shape)) {  // the CUDA code would take the shape from values on the card
+    torch::jit::drop(*stack, arguments.size());
+    for (const IValue& v : values) stack->push_back(v.isTensor() ? IValue(to_cuda(v.toTensor(), device)) : v);
+  } else {
+    original.callBoxed(op, keys, stack);
+    for (size_t i = 0; i < values.size(); i++) {
+      IValue& result = (*stack)[stack->size() - values.size() + i];
+      if (schema.returns()[i].alias_info()) continue;  // it is an argument
+      if (result.isTensor() || result.isTensorList()) write(result, values[i], name);
+      else result = values[i];
     }
-    IValue& result = (*stack)[stack->size() - n + i];
-    if (schema.returns()[i].alias_info()) continue;  // it is an argument
-    if (result.isTensor() || result.isTensorList()) write(result, value, name);
-    else result = value;
   }
   for (auto& [to, from] : written) write(to, from, name);
 }

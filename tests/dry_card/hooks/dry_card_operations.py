@@ -5,8 +5,10 @@ torch and vLLM call `after_torch` and `after_vllm` in each process, as the entry
 
 from __future__ import annotations
 
+import inspect
 import os
 import sys
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -18,11 +20,11 @@ VALUES = os.environ.get("DRY_CARD_VALUES") == "1"
 KEPT: list[torch.library.Library] = []  # A library that is collected takes its operations with it.
 
 
-def register(namespace: str, *calls: Any) -> None:
-    """Make functions the CUDA form of the operations of their names; `mm_dtype` is mm.dtype."""
+def register(name: str, call: Any) -> None:
+    """Make a function the CUDA form of an operation, such as aten::mm.dtype."""
+    namespace, _, operation = name.partition("::")
     KEPT.append(library := torch.library.Library(namespace, "IMPL"))
-    for call in calls:
-        library.impl(call.__name__.replace("m_dtype", "m.dtype"), call, "CUDA", allow_override=True)
+    library.impl(operation, call, "CUDA", allow_override=True)
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, scale: float | None, causal: bool) -> Tensor:
@@ -42,43 +44,37 @@ def attention(q: Tensor, k: Tensor, v: Tensor, scale: float | None, causal: bool
 def packed_attention(q, k, v, cu_q, cu_k, causal, scale, window):  # type: ignore
     assert cu_q is not None, "[dry_card] padded flash attention has no values"
     parts = zip(*(t.split(cu.diff().tolist()) for t, cu in ((q, cu_q), (k, cu_k), (v, cu_k))), strict=True)
-    return torch.cat([attention(*part, scale, causal or window["window_size_right"] == 0) for part in parts])
+    causal = causal or window["window_size_right"] == 0
+    return torch.cat([attention(*part, scale=scale, causal=causal) for part in parts])
 
 
-def _flash_attention_forward(q, k, v, cu_q, cu_k, m, n, dropout, causal, debug, *, scale=None, **window):  # type: ignore
+def flash_forward(q, k, v, cu_q, cu_k, m, n, dropout, causal, debug, *, scale=None, **window):  # type: ignore
     sums, seed = torch.zeros(q.shape[1], len(q), device=q.device), torch.zeros(2, dtype=torch.uint64, device=q.device)
     out = packed_attention(q, k, v, cu_q, cu_k, causal, scale, window).to(q.device)
     return out, sums, seed, seed[0].clone(), torch.empty(0, device=q.device)
 
 
-def _flash_attention_backward(g, q, k, v, o, sums, cu_q, cu_k, m, n, dropout, causal, *_, scale=None, **window):  # type: ignore
+def flash_backward(g, q, k, v, o, sums, cu_q, cu_k, m, n, dropout, causal, *_, scale=None, **window):  # type: ignore
     leaves = [t.cpu().requires_grad_() for t in (q, k, v)]
     # Within an operation autograd is off.
     with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.AutogradFunctionality, False), torch.enable_grad():
-        out = packed_attention(*leaves, cu_q, cu_k, causal, scale, window)
+        out = packed_attention(*leaves, cu_q=cu_q, cu_k=cu_k, causal=causal, scale=scale, window=window)
         return tuple(grad.to(q.device) for grad in torch.autograd.grad(out, leaves, g.cpu()))
 
 
-def _fused_rms_norm_backward(g, x, shape, rstd, weight, mask):  # type: ignore
-    """Compute aten::_fused_rms_norm_backward."""
-    dims, wide, normed = tuple(range(-len(shape), 0)), g.float(), x.float() * rstd
-    weighted = wide if weight is None else wide * weight.float()
-    dx = (weighted - normed * (weighted * normed).mean(dims, keepdim=True)) * rstd
-    wanted = weight is not None and mask[1]
-    dw = (wide * normed).flatten(0, x.ndim - len(shape) - 1).sum(0).to(weight.dtype) if wanted else None
-    return dx.to(x.dtype) if mask[0] else None, dw
+def rms_norm_backward(*arguments: Any) -> Any:
+    from torch._decomp import decomposition_table  # It takes a second to import.
+
+    return decomposition_table[torch.ops.aten._fused_rms_norm_backward.default](*arguments)
 
 
-def mm_dtype(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
+def mm(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
     return a.to(dtype) @ b.to(dtype)
 
 
-def addmm_dtype(c: Tensor, a: Tensor, b: Tensor, dtype: torch.dtype, *, beta: float = 1, alpha: float = 1) -> Tensor:
-    return c.to(dtype) * beta + a.to(dtype) @ b.to(dtype) * alpha
-
-
-def addmm_dtype_out(c, a, b, dtype, *, beta=1, alpha=1, out):  # type: ignore
-    return out.copy_(addmm_dtype(c, a, b, dtype, beta=beta, alpha=alpha))
+def addmm(c, a, b, dtype, *, beta=1, alpha=1, out=None):  # type: ignore
+    result = c.to(dtype) * beta + mm(a, b, dtype) * alpha
+    return result if out is None else out.copy_(result)
 
 
 def histc(x: Tensor, bins: int = 100, min: float = 0, max: float = 0) -> Tensor:
@@ -92,8 +88,13 @@ def after_torch() -> None:
     torch.backends.cuda.enable_cudnn_sdp(False)  # cuDNN's graphs have no stand-in.
     if VALUES:
         torch.ops.load_library(os.path.join(os.environ["DRY_CARD_BUILD"], "values.so"))
-        register("aten", _flash_attention_forward, _flash_attention_backward, _fused_rms_norm_backward)
-        register("aten", mm_dtype, addmm_dtype, addmm_dtype_out, histc)
+        register("aten::_flash_attention_forward", flash_forward)
+        register("aten::_flash_attention_backward", flash_backward)
+        register("aten::_fused_rms_norm_backward", rms_norm_backward)
+        register("aten::mm.dtype", mm)
+        register("aten::addmm.dtype", addmm)
+        register("aten::addmm.dtype_out", addmm)
+        register("aten::histc", histc)
         torch.backends.cuda.enable_flash_sdp(False)
         torch.backends.cuda.enable_mem_efficient_sdp(False)
 
@@ -108,50 +109,35 @@ def reshape_and_cache_flash(key, value, key_cache, value_cache, slots, *_):  # t
         cache[at] = new[: len(slots)][rows].to(cache.dtype)
 
 
-def paged_attention(q, k, v, out, cu_q, used_k, scale, blocks):  # type: ignore
-    """Compute attention over caches [blocks, block size, heads, size]."""
-    for i, ((first, last), m) in enumerate(zip(pairwise(cu_q.tolist()), used_k.tolist(), strict=False)):
+def paged_attention(q, k, v, *, out=None, cu_seqlens_q, seqused_k, softmax_scale, block_table, **_):  # type: ignore
+    """Compute attention over caches [blocks, block size, heads, size]. vLLM passes the arguments by name."""
+    out = torch.empty_like(q) if out is None else out
+    for i, ((first, last), m) in enumerate(zip(pairwise(cu_seqlens_q.tolist()), seqused_k.tolist(), strict=False)):
         if last > first and m > 0:
-            of = blocks[i, : -(-m // k.shape[1])].long()
+            of = block_table[i, : -(-m // k.shape[1])].long()
             keys, values = (cache[of].flatten(0, 1)[:m] for cache in (k, v))
-            out[first:last] = attention(q[first:last], keys, values, scale, True).to(out.device)
+            out[first:last] = attention(q[first:last], keys, values, softmax_scale, True).to(out.device)
     return out
 
 
-# vLLM passes the arguments of these two by name.
-def unified_attention(q, k, v, out, *, cu_seqlens_q, seqused_k, softmax_scale, block_table, **_):  # type: ignore
-    paged_attention(q, k, v, out, cu_seqlens_q, seqused_k, softmax_scale, block_table)
-
-
-def varlen_attention(q, k, v, *, cu_seqlens_q, seqused_k, softmax_scale, block_table, out=None, **_):  # type: ignore
-    result = torch.empty_like(q) if out is None else out
-    return paged_attention(q, k, v, result, cu_seqlens_q, seqused_k, softmax_scale, block_table)
-
-
-def add_lora_linear(self, y, x, lora_a, lora_b, scale, widths, *_, **__):  # type: ignore
-    rows, out, first = x.view(-1, x.shape[-1]), y.view(-1, y.shape[-1]), 0
+def add_lora_linear(self, y, x, lora_a, lora_b, scale, *_, **__):  # type: ignore
+    rows, out = x.flatten(0, -2).float(), y.flatten(0, -2)
     adapter = self.token_lora_indices[: len(rows)]
-    for a, b, width in zip(lora_a, lora_b, widths, strict=True):
-        for k in adapter[adapter >= 0].unique().tolist():
-            on = adapter == k
-            delta = rows[on].float() @ a[k, 0].float().T @ b[k, 0].float().T * scale
-            out[on, first : first + width] += delta.to(out.dtype)
-        first += width
+    used = (adapter >= 0)[:, None]  # -1: without an adapter
+    products = zip((a[adapter, 0].float() for a in lora_a), (b[adapter, 0].float() for b in lora_b), strict=True)
+    out += torch.cat([torch.einsum("ti,tri,tor->to", rows, a, b) for a, b in products], 1).mul(used * scale).to(y.dtype)
 
 
-def refuse(name: str) -> None:
-    """Make an operation on CUDA raise an error, because its kernel would leave the result as it is."""
-
-    def no_values(*_: Any, **__: Any) -> None:
-        raise NotImplementedError(f"[dry_card] {name} has no values. Fix: write it in {__file__}")
-
-    namespace, _, call = name.partition("::")
-    KEPT.append(library := torch.library.Library(namespace, "IMPL"))
-    library.impl(call, no_values, "CUDA", allow_override=True)
+def refuse(name: str, *_: Any, **__: Any) -> None:
+    """Take the place of an operation whose kernel would leave the result as it is."""
+    raise NotImplementedError(f"[dry_card] {name} has no values. Fix: write it in {__file__}")
 
 
 def after_vllm() -> None:
     """Register vLLM's operations, and replace the kernels that it calls as functions."""
+    from vllm.distributed.device_communicators import cuda_wrapper
+
+    cuda_wrapper.find_loaded_library = lambda name: None  # It would find the real libcudart that torchvision has.
     if not VALUES:
         return
     from vllm import _custom_ops  # noqa: F401  It defines the operations.
@@ -169,16 +155,16 @@ def after_vllm() -> None:
     VocabParallelEmbedding.use_fused_embedding = property(lambda self: False, lambda self, value: None)
     for name in torch._C._dispatch_get_all_op_names():
         if name.startswith("_C") and torch._C._dispatch_has_kernel_for_dispatch_key(name, "CUDA"):
-            refuse(name)
-    register("_C_cache_ops", reshape_and_cache_flash)
-    for old, new in (
-        (triton_unified_attention.unified_attention, unified_attention),
-        (triton_reshape_and_cache_flash.triton_reshape_and_cache_flash, reshape_and_cache_flash),
-        (flash_attn_interface.flash_attn_varlen_func, varlen_attention),
-    ):
-        for module in [m for name, m in sys.modules.items() if name.startswith("vllm")]:
-            for name in [name for name, value in vars(module).items() if value is old]:
-                setattr(module, name, new)  # Modules that were imported before have the function, too.
+            register(name, partial(refuse, name))
+    register("_C_cache_ops::reshape_and_cache_flash", reshape_and_cache_flash)
+    calls = {
+        triton_unified_attention.unified_attention: paged_attention,
+        triton_reshape_and_cache_flash.triton_reshape_and_cache_flash: reshape_and_cache_flash,
+        flash_attn_interface.flash_attn_varlen_func: paged_attention,
+    }
+    for module in [module for name, module in sys.modules.items() if name.startswith("vllm")]:
+        # A module that was imported before may have the function, too.
+        vars(module).update({k: calls[v] for k, v in vars(module).items() if inspect.isfunction(v) and v in calls})
     punica_gpu.PunicaWrapperGPU.add_lora_linear = add_lora_linear
     # Its kernels have no values: NCCL is used instead.
     CustomAllreduce.__init__ = lambda self, *_, **__: setattr(self, "disabled", True)
