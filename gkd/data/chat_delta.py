@@ -112,7 +112,7 @@ class ChatDelta:
         if delta != frame.around([self._forms[message["role"]](message["content"]) for message in messages]):
             raise DataError(f"the chat template changes the messages of the environment: it writes {quoted(delta)}.")
         ids = self._frames.encode(frame.end, delta)
-        # Also a normalizer can make special tokens, of characters in which the search for markers finds none.
+        # A normalizer can make special tokens of characters in which the search for markers finds none.
         if frame.order != (found := tuple(i for i in ids if i in frame.watched)):
             special = self._tokenizer.convert_ids_to_tokens(list(Counter(found) - Counter(frame.order)))
             raise DataError(f"messages of the environment have the special tokens {special}: {quoted(delta)}.")

@@ -23,7 +23,7 @@ WHY = "\ue000why\ue001"
 THOUGHT = f"<think>\n{WHY}\n</think>\n\n"
 _CALL = '<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>\n'
 _PROBE = ' \n A"b\\<é>🙂\tz\n '  # a text that shows what a template changes
-_FORMS: tuple[Form, ...] = (  # in which templates write a text
+_FORMS: tuple[Form, ...] = (  # Templates write a text in one of them.
     lambda text: text,
     lambda text: text.strip(),
     lambda text: text.strip("\n"),

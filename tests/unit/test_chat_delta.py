@@ -232,7 +232,7 @@ def test_markers_that_are_plain_text_are_refused(name: str, content: str) -> Non
 
 
 def test_tags_that_are_plain_text_are_refused() -> None:
-    """Fails if a result ends its part of a turn, and goes on as the user, where the tags are no tokens."""
+    """Fails if a result ends its part of a turn, and goes on as the user, if its tags are plain text."""
     qwen, lfm = replace(FAMILIES["qwen2.5"], added=()), replace(FAMILIES["lfm2"], special=("<|im_start|>",))
     for family, tag in ((qwen, "</tool_response>"), (lfm, "<|tool_response_end|>")):
         delta = make(family, tokenizer(family))

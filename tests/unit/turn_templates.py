@@ -396,6 +396,12 @@ FAULTS: dict[str, tuple[str, str]] = {
     "lower": ("m.content", "(m.content | lower)"),
     "cut": ("m.content", "m.content[:12]"),
     "counts": ("m.role ~", "m.role ~ loop.index ~"),
+    "counts_questions": ("m.role ~", "m.role ~ (messages | selectattr('role', 'eq', 'user') | list | length) ~"),
+    "reads_the_thinking": (
+        "m.role ~",
+        "m.role ~ ('!' if loop.index0 and '</think>' in messages[loop.index0 - 1].content else '') ~",
+    ),
+    "no_end_of_the_last": ("~ '<|im_end|>\n'", "~ ('\n' if loop.last else '<|im_end|>\n')"),
     "no_end": ("~ '<|im_end|>\n'", "~ '\n'"),
     "end_of_the_last_only": ("~ '<|im_end|>\n'", "~ ('<|im_end|>\n' if loop.last else '\n')"),
     "text_before_the_end": ("~ '<|im_end|>\n'", "~ ' Over.<|im_end|>\n'"),
