@@ -25,6 +25,11 @@ if TYPE_CHECKING:
     import torch
 
 
+# How a response ended: with an end token; at data.max_response_length; by a rule of `rollout.environment`, for example
+# after rollout.max_turns; by an error of the environment. Its position is the code of `RolloutChunk.endings`.
+FINISH_REASONS = ("stop", "length", "environment", "environment_error")
+
+
 @dataclass(frozen=True, slots=True)
 class Prompt:
     """One row of a prompt file, tokenized."""
@@ -36,6 +41,7 @@ class Prompt:
     route: int = 0  # its teacher, in `gkd.config.schema.Derived.routes`
     teacher_ids: np.ndarray | None = None  # [P'] int32, the prompt for the teacher; None means prompt_ids
     row: bytes | None = None  # see `gkd.data.row_files`; None means no function needs it
+    own: np.ndarray | None = None  # [R] bool, the assistant's own tokens of response_ids; None means all
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,13 +67,15 @@ class Rollout:
     response_ids: np.ndarray  # [R] int32; ends with the end-of-sequence token if finish_reason == "stop"
     rollout_logprobs: np.ndarray  # [M] float32, nats, of the engine's sampling distribution; zeros if off-policy
     version_spans: tuple[VersionSpan, ...]  # empty if off-policy
-    finish_reason: str  # "stop" | "length" | "environment"
+    finish_reason: str  # one of FINISH_REASONS
     on_policy: bool = True  # False: the response is from the dataset
     route: int = 0  # the prompt's route
     teacher_ids: np.ndarray | None = None  # [P'] int32, the prompt for the teacher; None means prompt_ids
     advantage: float | None = None  # computed from the reward; added on the training ranks if the loss needs it
     top_ids: np.ndarray | None = None  # [M, G] int32, the student's most probable ids, for distill.support; on-policy
     own: np.ndarray | None = None  # [R] bool, the student's own tokens, at least one; None means all
+    reward: float | None = None  # of the environment; None: it gives none
+    messages: bytes | None = None  # JSON, turns and observations as messages; None without an environment
 
     @property
     def policy_version(self) -> int:
@@ -87,6 +95,20 @@ class Rollout:
     def own_ids(self) -> np.ndarray:
         """Return [M] int32, the student's own tokens of the response."""
         return self.response_ids if self.own is None else self.response_ids[self.own]
+
+    @property
+    def last_turn(self) -> np.ndarray:
+        """Return [n] int32, the tokens of the student's last turn; all of them without an environment."""
+        if self.own is None:
+            return self.response_ids
+        stop = int(np.flatnonzero(self.own)[-1]) + 1
+        observed = np.flatnonzero(~self.own[:stop])
+        return self.response_ids[int(observed[-1]) + 1 if len(observed) else 0 : stop]
+
+    @property
+    def n_turns(self) -> int:
+        """Return the runs of consecutive own tokens: the student's turns."""
+        return 1 if self.own is None else int(np.count_nonzero(np.diff(self.own, prepend=False) & self.own))
 
     @property
     def n_own(self) -> int:
@@ -163,9 +185,10 @@ class TokenTargets:
     logits: torch.Tensor | None = None  # [N, V] of the teacher, divided by the temperature; stays on the host
     hidden: torch.Tensor | None = None  # [N, D] final hidden states of the teacher; stays on the host
     reference_logprobs: torch.Tensor | None = None  # [N] float32, nats, of the reference for sampled_ids
-    # [N] bool, the token with which the student ended its response; False for truncated and dataset responses.
+    # [N] bool, the tokens with which the student ended a turn; False for truncated and dataset responses.
     ends: torch.Tensor | None = None
     routes: torch.Tensor | None = None  # [N] int64, see `Rollout.route`; None on a rank without data
+    turns: torch.Tensor | None = None  # [N] int64, the row's turn, counted from 0 in its trajectory
     advantages: torch.Tensor | None = None  # [N] float32, of the reward of each token's response
     weights: torch.Tensor | None = None  # [N] float32, factor of the loss, see `gkd.data.normalize`; None means all 1
     sequences: torch.Tensor | None = None  # [N] int64, the row's sequence, counted from 0 in the micro-batch
@@ -259,7 +282,7 @@ class RolloutChunk:
 
     dp_rank: int  # group whose endpoint scores it; `gkd.data.scatter` may assign some sequences to other groups
     ref: Any  # of list[Rollout], in an object store; with `sequence_indices` only some of them
-    sizes: np.ndarray  # [6, n_sequences] int32, in the order of the rollouts; its rows are the properties below
+    sizes: np.ndarray  # [8, n_sequences] int32, in the order of the rollouts; its rows are the properties below
     on_policy: bool = True  # False: responses from the dataset
     sequence_indices: np.ndarray | None = None  # [n_sequences] positions in the list of `ref`, ascending; None: all
 
@@ -279,13 +302,19 @@ class RolloutChunk:
 
     @property
     def n_response(self) -> np.ndarray:
-        """Return the tokens of the response."""
+        """Return the student's own tokens of the response."""
         return self.sizes[2]
 
     @property
-    def truncated(self) -> np.ndarray:
-        """Return 1 for each response that reached max_response_length, else 0."""
+    def endings(self) -> np.ndarray:
+        """Return how each response ended, an index of FINISH_REASONS."""
         return self.sizes[3]
+
+    @property
+    def truncated(self) -> np.ndarray:
+        """Return whether each response reached max_response_length: [n_sequences] bool."""
+        truncated: np.ndarray = self.endings == FINISH_REASONS.index("length")
+        return truncated
 
     @property
     def versions(self) -> np.ndarray:
@@ -294,8 +323,18 @@ class RolloutChunk:
 
     @property
     def n_repeated_4grams(self) -> np.ndarray:
-        """Return how many sequences of 4 consecutive response tokens occur earlier in the same response."""
+        """Return how many sequences of 4 consecutive own tokens occur earlier in the same response."""
         return self.sizes[5]
+
+    @property
+    def n_observed(self) -> np.ndarray:
+        """Return the tokens of the response that the environment wrote."""
+        return self.sizes[6]
+
+    @property
+    def n_turns(self) -> np.ndarray:
+        """Return the student's turns, 1 without an environment."""
+        return self.sizes[7]
 
 
 @dataclass(frozen=True, slots=True)
@@ -405,16 +444,17 @@ class TeacherHealth:
 
 @dataclass(frozen=True, slots=True)
 class TokenRecord:
-    """Loss terms of each response token of one sequence, for inspection; `gkd.tools.report` shows them."""
+    """Loss terms of each own token of one sequence, for inspection; `gkd.tools.report` shows them."""
 
     prompt_id: int
     sample_index: int
     prompt_ids: list[int]
     response_ids: list[int]
     values: dict[str, list[float]]  # field of `gkd.loss.token_loss.TokenLosses` -> nats or probabilities
-    # Per response token the teacher's most probable tokens: (id, probability of the teacher, of the student). Empty: it
-    # sent no distribution.
+    # Per own token the teacher's most probable tokens: (id, probability of the teacher, of the student). Empty: it sent
+    # no distribution.
     choices: list[list[tuple[int, float, float]]] = field(default_factory=list)
+    observed: list[int] = field(default_factory=list)  # positions in response_ids of tokens that are not its own
 
 
 @dataclass(frozen=True, slots=True)
@@ -455,6 +495,10 @@ class Sample:
     correct: bool | None
     prompt: str  # with its special tokens
     truncated: bool = False
+    # With an environment: turns and observations, the last turn as text, and the environment's reward.
+    messages: list[dict[str, str]] = field(default_factory=list)
+    last_turn: str | None = None
+    reward: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

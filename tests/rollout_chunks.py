@@ -31,8 +31,8 @@ def chunk_of(
         version: of each, or of all.
         n_repeated: repeated 4-grams of each.
     """
-    sizes = np.zeros((6, len(samples)), np.int32)
+    sizes = np.zeros((8, len(samples)), np.int32)
     sizes[0], sizes[2], sizes[4], sizes[5] = samples, n_response, version, n_repeated
     sizes[1] = sizes[2] + n_prompt
-    sizes[3, :n_truncated] = 1
+    sizes[3, :n_truncated], sizes[7] = 1, 1
     return RolloutChunk(dp_rank, ref, sizes, on_policy)

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -96,3 +97,15 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
         padding_side="left",  # generation continues the last position, which must be a real token
         clean_up_tokenization_spaces=False,
     )
+
+
+def worked(problems: Sequence[Problem]) -> list[list[tuple[list[int], bool]]]:
+    """Return the tokens of each prompt and of its worked solution, which is learned; see `pretrain.Parts`."""
+    tokenizer = build_tokenizer()
+    return [
+        [
+            (tokenizer(problem.prompt)["input_ids"], False),
+            ([*tokenizer(problem.response)["input_ids"], tokenizer.eos_token_id], True),
+        ]
+        for problem in problems
+    ]

@@ -29,7 +29,7 @@ from typing import Any
 import torch
 from transformers.utils.logging import disable_progress_bar
 
-from examples.quickstart.addition import Problem, build_tokenizer, make_problems, write_jsonl
+from examples.quickstart.addition import Problem, build_tokenizer, make_problems, worked, write_jsonl
 from examples.quickstart.evaluate import greedy_score, load
 from examples.quickstart.pretrain import ModelRecipe, train_from_scratch
 from gkd.errors import ConfigError, GkdError, ModelError
@@ -120,9 +120,12 @@ def _train(
 ) -> dict[str, Any]:
     """Train one of the two models, save it and return its measurements for `models.json`."""
     started = time.monotonic()
-    model, steps, validation_accuracy = train_from_scratch(role, recipe, train[:-n_validation], train[-n_validation:])
+    tokenizer, validation = build_tokenizer(), train[-n_validation:]
+    model, steps, validation_accuracy = train_from_scratch(
+        role, recipe, tokenizer, worked(train[:-n_validation]), lambda model: greedy_score(model, validation)
+    )
     model.save_pretrained(folder)
-    build_tokenizer().save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
     accuracy, well_formed = greedy_score(load(folder), heldout)  # of the saved model: the quickstart starts from it
     low, high = recipe.min_accuracy, recipe.max_accuracy
     if not (low <= accuracy <= high and well_formed >= recipe.min_well_formed):

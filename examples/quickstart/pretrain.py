@@ -1,24 +1,24 @@
 """Train a small model from scratch until it reaches a measured accuracy, in plain torch and transformers.
 
-This only makes the quickstart's models; the loop of distillation is `gkd.trainer`.
+This only makes the models of examples; the loop of distillation is `gkd.trainer`.
 Shape letters: B sequences of a batch, S padded sequence length, V vocabulary.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
-from transformers import GenerationConfig, Qwen3Config, Qwen3ForCausalLM
+from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
-from examples.quickstart.addition import Problem, build_tokenizer
-from examples.quickstart.evaluate import greedy_score
 from gkd.errors import ModelError
 
 IGNORED = -100  # label that torch's cross entropy ignores
 PROGRESS_EVERY_S = 5.0
+
+Parts = Sequence[tuple[list[int], bool]]  # token ids of a sequence in parts, each with whether it is learned
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -51,9 +51,8 @@ class ModelRecipe:
     min_well_formed: float = 0.9
 
 
-def build_model(recipe: ModelRecipe) -> Qwen3ForCausalLM:
+def build_model(recipe: ModelRecipe, tokenizer: PreTrainedTokenizerFast) -> Qwen3ForCausalLM:
     """Return a randomly initialized float32 Qwen3 with tied embeddings. Seeds torch's global generator."""
-    tokenizer = build_tokenizer()
     torch.manual_seed(recipe.seed)
     model = Qwen3ForCausalLM(
         Qwen3Config(
@@ -78,18 +77,25 @@ def build_model(recipe: ModelRecipe) -> Qwen3ForCausalLM:
 
 
 def train_from_scratch(
-    role: str, recipe: ModelRecipe, train: list[Problem], validation: list[Problem]
+    role: str,
+    recipe: ModelRecipe,
+    tokenizer: PreTrainedTokenizerFast,
+    train: Sequence[Parts],
+    score: Callable[[Qwen3ForCausalLM], tuple[float, float]],
 ) -> tuple[Qwen3ForCausalLM, int, float]:
-    """Train a new model on worked solutions until it reaches the validation accuracy of the recipe.
+    """Train a new model on complete sequences until it reaches the validation accuracy of the recipe.
 
-    Cross entropy of the response tokens, end-of-sequence included, averaged over the batch; AdamW without decay.
+    Cross entropy of the learned tokens, averaged over the batch; AdamW without decay.
+
+    Args:
+        score: returns the validation accuracy of the model, and its share of well-formed responses.
 
     Returns: the model, the number of steps, its validation accuracy.
     Raises: ModelError if `recipe.step_limit` is reached first.
     """
-    model = build_model(recipe)
+    model = build_model(recipe, tokenizer)
     optimizer = torch.optim.AdamW(model.parameters(), lr=recipe.peak_lr, betas=(0.9, 0.98), weight_decay=0.0)
-    batches = _batches(train, recipe.batch_size, recipe.seed)
+    batches = _batches(train, tokenizer.pad_token_id, recipe.batch_size, recipe.seed)
     started = last_line = time.monotonic()
     accuracy = 0.0
     decay_start: int | None = None
@@ -114,7 +120,7 @@ def train_from_scratch(
                 flush=True,
             )
         if step % recipe.eval_every == 0:
-            accuracy, well_formed = greedy_score(model, validation)
+            accuracy, well_formed = score(model)
             cooled = recipe.decay_from_accuracy is None or (
                 decay_start is not None and step - decay_start >= recipe.decay_steps
             )
@@ -140,18 +146,19 @@ def lr_share(recipe: ModelRecipe, step: int, decay_start: int | None) -> float:
     return max(recipe.final_lr_share, 1.0 - (step - decay_start) / recipe.decay_steps)
 
 
-def _batches(train: list[Problem], batch_size: int, seed: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Yield shuffled (tokens, labels) endlessly, both [B, S] int64; labels are IGNORED outside the response."""
-    tokenizer = build_tokenizer()
-    prompts = [tokenizer(problem.prompt)["input_ids"] for problem in train]
-    responses = [[*tokenizer(problem.response)["input_ids"], tokenizer.eos_token_id] for problem in train]
-    longest = max(len(p) + len(r) for p, r in zip(prompts, responses, strict=True))
-    tokens = torch.full((len(train), longest), tokenizer.pad_token_id)
-    labels = torch.full((len(train), longest), IGNORED)
-    for row, (prompt, response) in enumerate(zip(prompts, responses, strict=True)):
-        end = len(prompt) + len(response)
-        tokens[row, :end] = torch.tensor(prompt + response)
-        labels[row, len(prompt) : end] = torch.tensor(response)
+def _batches(
+    train: Sequence[Parts], pad_id: int, batch_size: int, seed: int
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Yield shuffled (tokens, labels) endlessly, both [B, S] int64; labels are IGNORED where nothing is learned."""
+    longest = max(sum(len(ids) for ids, _ in parts) for parts in train)
+    tokens, labels = torch.full((len(train), longest), pad_id), torch.full((len(train), longest), IGNORED)
+    for row, parts in enumerate(train):
+        end = 0
+        for ids, is_learned in parts:
+            start, end = end, end + len(ids)
+            tokens[row, start:end] = torch.tensor(ids)
+            if is_learned:
+                labels[row, start:end] = tokens[row, start:end]
     generator = torch.Generator().manual_seed(seed)
     while True:
         for rows in torch.randperm(len(train), generator=generator).split(batch_size):

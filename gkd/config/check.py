@@ -21,7 +21,8 @@ from gkd.config.function_path import function_name, is_path
 from gkd.config.prompt_template import check_teacher_prompt
 from gkd.config.routes import Route
 from gkd.config.schema import Config, Derived
-from gkd.config.schema_sections import EXACT_MATCH, NO_METRIC, REWARD_NAMES, DataConfig
+from gkd.config.schema_rollout import RolloutConfig
+from gkd.config.schema_sections import ENVIRONMENT, EXACT_MATCH, NO_METRIC, REWARD_NAMES, DataConfig
 from gkd.config.schema_teacher import BACKENDS, MAX_NAME_LENGTH
 from gkd.errors import ConfigError
 
@@ -159,6 +160,38 @@ def _check_path(key: str, path: str, more: str = "") -> None:
         raise ConfigError(key, path, "is not a function.", fix)
 
 
+# Check the keys of trajectories. `gkd.preflight.turns` imports the environment.
+
+
+def check_environment(config: Config, derived: Derived) -> None:
+    """Check that the environment is named in a valid way, and what needs one or cannot have one."""
+    rollout, paths = config.rollout, (config.eval.metric, *derived.rewards)
+    if not rollout.environment:
+        if ENVIRONMENT in paths:
+            key = "eval.metric" if config.eval.metric == ENVIRONMENT else "reward.functions"
+            raise ConfigError(key, ENVIRONMENT, "rollout.environment is empty.", "name the class, or another function.")
+        for name in ("max_turns", "environment_timeout_s", "environment_workers"):
+            if (value := getattr(rollout, name)) != getattr(RolloutConfig(), name):
+                problem = "rollout.environment is empty, so a response is one turn."
+                raise ConfigError(f"rollout.{name}", value, problem, "remove it, or name an environment.")
+        return
+    if not is_path(rollout.environment):
+        fix = "write package.module:Class."
+        raise ConfigError("rollout.environment", rollout.environment, "is not the path of a class.", fix)
+    if config.data.chat_template == "never":
+        problem = "a chat template writes the observations, and data.chat_template is never."
+        raise ConfigError("rollout.environment", rollout.environment, problem, "use auto, or no environment.")
+    if config.eval.teacher_prompts:
+        problem = "the teacher writes one response, and rollout.environment answers the student alone."
+        raise ConfigError("eval.teacher_prompts", config.eval.teacher_prompts, problem, "use 0.")
+    longest_s, limit_s = rollout.max_turns * rollout.environment_timeout_s, config.trainer.stage_timeout_s
+    if longest_s >= limit_s:
+        problem = f"rollout.max_turns {rollout.max_turns} times this is {longest_s:g} s for one trajectory, and a step "
+        problem += f"waits at most trainer.stage_timeout_s {limit_s:g} s."
+        fix = "reduce one of them, or raise trainer.stage_timeout_s."
+        raise ConfigError("rollout.environment_timeout_s", rollout.environment_timeout_s, problem, fix)
+
+
 _CHECKS = (
     check_strategy,
     check_pools,
@@ -176,6 +209,7 @@ _CHECKS = (
     check_teacher_prompt,
     check_reference,
     check_reward,
+    check_environment,
 )
 
 

@@ -57,6 +57,7 @@ class LossSpec:
         importance_clip: largest importance weight of the policy-gradient terms; 0 = no limit.
         reference_weight: weight of the KL to the reference; 0 = no reference.
         domains: names of the routes, see `gkd.config.routes`; empty: one teacher, whose numbers are those of the batch.
+        turns: turns of a trajectory that have numbers of their own; later ones count as the last. 0: none has.
         temperatures: by route; empty: `temperature`.
         teacher_reward_scale: lambda of G-OPD, in the policy-gradient terms; 1 = no reference.
         reward_weight: weight of the policy-gradient loss of the rewards; 0 = none.
@@ -70,6 +71,7 @@ class LossSpec:
     importance_clip: float = 2.0
     reference_weight: float = 0.0
     domains: tuple[str, ...] = ()
+    turns: int = 0
     temperatures: tuple[float, ...] = ()
     teacher_reward_scale: float = 1.0
     reward_weight: float = 0.0

@@ -15,6 +15,7 @@ from gkd.config.schema_sections import EXACT_MATCH, NO_METRIC, Sections
 from gkd.config.schema_teacher import ACTOR, BACKENDS, ROLLOUT
 from teacher_server.wire.protocol import Signal
 
+NUMBERED_TURNS = 8  # turns with metrics of their own
 ENGINE_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # vLLM's choices of max_lora_rank
 
 
@@ -60,6 +61,8 @@ def _derived(config: Sections) -> Derived:
     if teacher.routes:
         temperatures = tuple(route.teacher.temperature for route in routes)
         loss = replace(loss, domains=tuple(route.name for route in routes), temperatures=temperatures)
+    if r.environment:
+        loss = replace(loss, turns=min(r.max_turns, NUMBERED_TURNS))
     world_size, engine_gpus = t.n_gpus_per_node * t.nnodes, r.n_gpus_per_node * r.nnodes
     teacher_pool = BACKENDS[teacher.backend].pool
     longest = data.max_prompt_length + data.max_response_length

@@ -32,6 +32,16 @@ class RolloutConfig:
     stop_token_ids: list[int] = key(
         [], "Token ids that end a response, in addition to the student's end-of-sequence tokens."
     )
+    environment: str = key(
+        "",
+        "Class that answers the student's turns, as package.module:Class; empty = a response is one turn. See "
+        "docs/environments.md.",
+    )
+    max_turns: int = key(8, "Turns of the student in a trajectory; with rollout.environment.", gt=0)
+    environment_timeout_s: float = key(
+        30.0, "Seconds that one step of the environment may take; then the trajectory ends.", gt=0, resume=True
+    )
+    environment_workers: int = key(1, "Processes for each engine that run the environments.", gt=0, resume=True)
     max_num_seqs: int = key(
         0,
         "Sequences that an engine decodes at a time; 0 = 128, on GPUs of known size as many of full length as its KV "

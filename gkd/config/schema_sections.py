@@ -15,8 +15,8 @@ from gkd.config.schema_rollout import RolloutConfig, WeightSyncConfig
 from gkd.config.schema_teacher import DistillConfig, ReferenceConfig, TeacherConfig
 from gkd.config.schema_trainer import TrainerConfig
 
-EXACT_MATCH, MATH_VERIFY, LENGTH = "exact_match", "math_verify", "length"
-REWARD_NAMES = (EXACT_MATCH, MATH_VERIFY, LENGTH)  # functions of `gkd.scoring.reward.functions`
+EXACT_MATCH, MATH_VERIFY, LENGTH, ENVIRONMENT = "exact_match", "math_verify", "length", "environment"
+REWARD_NAMES = (EXACT_MATCH, MATH_VERIFY, LENGTH, ENVIRONMENT)  # functions of `gkd.scoring.reward.functions`
 COMPARING = (EXACT_MATCH, MATH_VERIFY)  # functions that need the reference answer
 NO_METRIC = "none"  # eval.metric
 
@@ -50,7 +50,7 @@ class RewardConfig:
 HEALTH_CHECKS = (
     *("truncated", "repetition", "end_of_sequence", "teacher_mismatch", "overlap_falls", "entropy_collapse"),
     *("importance_clipped", "gradient_spikes", "no_gap", "kl_rises", "accuracy_falls", "worse_than_start"),
-    *("engine_logprobs", "stale_rollouts"),
+    *("engine_logprobs", "stale_rollouts", "environment_errors"),
 )
 
 
@@ -108,6 +108,11 @@ class DataConfig:
         "",
         "Column of the tools that a prompt offers, for the chat template: a list of {type: function, function: {name, "
         "...}}, or such a list as JSON text; null or empty = none. Empty = no tools. docs/data.md.",
+    )
+    messages_key: str = key(
+        "",
+        "Column of whole conversations, in place of prompt_key and response_key: the prompt stands before the first "
+        "message of the assistant, and all later ones are dataset responses. Empty = prompts. docs/data.md.",
     )
     max_prompt_length: int = key(1024, "Longest prompt in tokens.", gt=0)
     max_teacher_prompt_length: int = key(

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
+import msgspec
 
-from gkd.types import Prompt, Sample
+from gkd.types import Rollout, Sample
 
 
 def final_answer(text: str, marker: str) -> str | None:
@@ -25,32 +25,30 @@ def is_correct(response: str, reference: str, marker: str) -> bool:
     return final_answer(response, marker) == (reference.strip() if expected is None else expected)
 
 
-def greedy_sample(tokenizer: Any, prompt: Prompt, response_ids: np.ndarray, *, truncated: bool, marker: str) -> Sample:
-    """Return a greedy response, judged by exact match; a truncated one is not correct.
+def greedy_sample(tokenizer: Any, rollout: Rollout, answer: str, marker: str) -> Sample:
+    """Return a greedy response, judged by exact match of its last turn; a truncated one is not correct.
 
     Args:
-        response_ids: [R] int32.
+        answer: the reference.
     """
-    answer = prompt.answer or ""
-    sample = as_text(tokenizer, prompt.prompt_id, prompt.token_ids, response_ids, truncated=truncated)
-    return replace(sample, answer=answer, correct=not truncated and is_correct(sample.text, answer, marker))
+    sample = as_text(tokenizer, rollout)
+    text = sample.text if sample.last_turn is None else sample.last_turn
+    return replace(sample, answer=answer, correct=not sample.truncated and is_correct(text, answer, marker))
 
 
-def as_text(
-    tokenizer: Any, prompt_id: int, prompt_ids: np.ndarray, response_ids: np.ndarray, *, truncated: bool
-) -> Sample:
-    """Return a response with its text, not judged.
-
-    Args:
-        prompt_ids, response_ids: [P] and [R] int32.
-    """
+def as_text(tokenizer: Any, rollout: Rollout) -> Sample:
+    """Return a response with its text, not judged."""
+    is_trajectory = rollout.messages is not None
     return Sample(
-        prompt_id=prompt_id,
-        prompt_ids=prompt_ids.tolist(),
-        response_ids=response_ids.tolist(),
-        text=tokenizer.decode(response_ids, skip_special_tokens=True),
+        prompt_id=rollout.prompt_id,
+        prompt_ids=rollout.prompt_ids.tolist(),
+        response_ids=rollout.response_ids.tolist(),
+        text=tokenizer.decode(rollout.response_ids, skip_special_tokens=True),
         answer="",
         correct=None,
-        prompt=tokenizer.decode(prompt_ids, skip_special_tokens=False),
-        truncated=truncated,
+        prompt=tokenizer.decode(rollout.prompt_ids, skip_special_tokens=False),
+        truncated=rollout.finish_reason == "length",
+        messages=msgspec.json.decode(rollout.messages) if rollout.messages is not None else [],
+        last_turn=tokenizer.decode(rollout.last_turn, skip_special_tokens=True) if is_trajectory else None,
+        reward=rollout.reward,
     )

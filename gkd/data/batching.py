@@ -44,8 +44,8 @@ def check_batch(
         with_reference: the loss requires reference logprobs.
 
     Raises:
-        DataError: no prompt or response token, a token id out of range, or, if on-policy, not one finite logprob per
-            response token. Names rank, prompt and sample.
+        DataError: no prompt or own token, a token id out of range, a mask of another length, or, if on-policy, not one
+            finite logprob per own token. Names rank, prompt and sample.
         TeacherError: see `gkd.data.score_checks.validate_scores`.
     """
     if scores is not None and len(scores) != len(rollouts):
@@ -56,7 +56,7 @@ def check_batch(
     if scores is None:
         return
     if "topk" in signals:
-        validate_lists(scores, n_vocab, Rows(names, [len(rollout.response_ids) for rollout in rollouts]))
+        validate_lists(scores, n_vocab, Rows(names, [rollout.n_own for rollout in rollouts]))
     others = [signal for signal in signals if signal != "topk"]
     for score, rollout, name in zip(scores, rollouts, names, strict=True):
         validate_scores(score, rollout, n_vocab, others, name, hidden_size, with_reference=with_reference)
@@ -70,40 +70,45 @@ def _check_rollout(rollout: Rollout, n_vocab: int, where: str) -> None:
         if outside.any():
             at = int(outside.argmax())
             raise DataError(f"{where}: {what} position {at}: token id {ids[at]} is outside [0, {n_vocab})")
-    logprobs, n_response = rollout.rollout_logprobs, len(rollout.response_ids)
+    if (own := rollout.own) is not None and (own.shape != rollout.response_ids.shape or not own.any()):
+        raise DataError(f"{where}: the mask marks {own.sum()} of {own.size} tokens, the response has {len(ids)}")
+    logprobs, n_own = rollout.rollout_logprobs, rollout.n_own
     if not rollout.on_policy:
         return
-    if logprobs.shape != (n_response,):
-        raise DataError(f"{where}: rollout logprobs {list(logprobs.shape)}, expected [{n_response}]")
+    if logprobs.shape != (n_own,):
+        raise DataError(f"{where}: rollout logprobs {list(logprobs.shape)}, expected [{n_own}]")
     if not np.isfinite(logprobs).all():
         at = int((~np.isfinite(logprobs)).argmax())
-        raise DataError(f"{where}: response position {at}: the rollout logprob is {logprobs[at]}")
+        position = at if own is None else int(np.flatnonzero(own)[at])
+        raise DataError(f"{where}: response position {position}: the rollout logprob is {logprobs[at]}")
 
 
 def without_first(
     rollouts: list[Rollout], scores: list[TeacherScores] | None, n: int
 ) -> tuple[list[Rollout], list[TeacherScores] | None]:
-    """Count the first tokens of each response as its prompt, so that they are read and carry no loss.
+    """Count the first own tokens of each response as its prompt, so that they are read and carry no loss.
 
     Args:
         scores: of the rollouts, in the same order.
         n: distill.skip_first_tokens.
 
     Returns:
-        The sequences that have more tokens than that, and their scores.
+        The sequences that have more own tokens than that, and their scores.
     """
     if not n:
         return rollouts, scores
-    kept = [i for i, rollout in enumerate(rollouts) if len(rollout.response_ids) > n]
+    kept = [i for i, rollout in enumerate(rollouts) if rollout.n_own > n]
     shorter = [_cut(rollouts[i], n) for i in kept]
     return shorter, None if scores is None else [_rest(scores[i], n) for i in kept]
 
 
 def _cut(rollout: Rollout, n: int) -> Rollout:
+    first = n if rollout.own is None else int(np.flatnonzero(rollout.own)[n])  # position of the first token that stays
     return replace(
         rollout,
-        prompt_ids=np.concatenate([rollout.prompt_ids, rollout.response_ids[:n]]),
-        response_ids=rollout.response_ids[n:],
+        prompt_ids=np.concatenate([rollout.prompt_ids, rollout.response_ids[:first]]),
+        response_ids=rollout.response_ids[first:],
+        own=None if rollout.own is None else rollout.own[first:],
         rollout_logprobs=rollout.rollout_logprobs[n:],
         top_ids=None if rollout.top_ids is None else rollout.top_ids[n:],
     )
@@ -176,7 +181,8 @@ def token_records(
             values = {name: rows[start:stop, i].tolist() for i, name in enumerate(names)}
             prompt_ids, response_ids = rollout.prompt_ids.tolist(), rollout.response_ids.tolist()
             top = [] if chosen is None else [_choices_of(row) for row in chosen[start:stop].tolist()]
-            records.append(TokenRecord(rollout.prompt_id, index, prompt_ids, response_ids, values, top))
+            observed = [] if rollout.own is None else np.flatnonzero(~rollout.own).tolist()
+            records.append(TokenRecord(rollout.prompt_id, index, prompt_ids, response_ids, values, top, observed))
     if stop != len(rows):
         raise DataError(f"the loss returned terms of {len(rows)} tokens, but the batch has {stop}")
     return records

@@ -1,6 +1,6 @@
 """Chunks of rollouts of one data-parallel group: encoded sizes, and dataset responses as chunks.
 
-The driver reads only the sizes of a chunk. They are sent as raw bytes, 16 per chunk and 24 per sequence: a pickled
+The driver reads only the sizes of a chunk. They are sent as raw bytes, 16 per chunk and 32 per sequence: a pickled
 object or array has an overhead of at least 100 bytes, and a chunk may hold a single sequence.
 """
 
@@ -16,11 +16,11 @@ import numpy as np
 
 from gkd.config.schema import Config
 from gkd.errors import DataError
-from gkd.types import Prompt, Rollout, RolloutChunk
+from gkd.types import FINISH_REASONS, Prompt, Rollout, RolloutChunk
 
 # job, dp_rank, n_sequences, on_policy; then `RolloutChunk.sizes`, all int32.
 _HEAD = struct.Struct("<4i")
-_N_SIZES = 6
+_N_SIZES = 8
 # Least sequences per full chunk: few objects for the driver, and scoring starts long before the rollout ends.
 CHUNK_SIZE = 16
 _LARGEST_CHUNK, _MOST_TOKENS = 256, 1 << 18
@@ -79,14 +79,16 @@ def chunk_sizes(dp_rank: int, rollouts: Sequence[Rollout], policy_version: int |
     Args:
         policy_version: of dataset responses; None means the rollouts have their own.
     """
-    n_response = [len(r.response_ids) for r in rollouts]
+    n_response = [r.n_own for r in rollouts]
     rows = (
         [r.sample_index for r in rollouts],
         [r.n_tokens for r in rollouts],
         n_response,
-        [r.finish_reason == "length" for r in rollouts],
+        [FINISH_REASONS.index(r.finish_reason) for r in rollouts],
         [r.policy_version if policy_version is None else policy_version for r in rollouts],
-        [max(0, n - 3) - distinct_4grams(r.response_ids) for n, r in zip(n_response, rollouts, strict=True)],
+        [max(0, n - 3) - distinct_4grams(r.own_ids) for n, r in zip(n_response, rollouts, strict=True)],
+        [len(r.response_ids) - n for n, r in zip(n_response, rollouts, strict=True)],
+        [r.n_turns for r in rollouts],
     )
     return RolloutChunk(dp_rank, None, np.array(rows, "<i4"), rollouts[0].on_policy)
 
@@ -176,12 +178,13 @@ def dataset_chunks(
                 sample_index=prompt_index * n,
                 prompt_ids=prompt.token_ids,
                 response_ids=response,
-                rollout_logprobs=np.zeros(len(response), np.float32),
+                rollout_logprobs=np.zeros(len(response) if prompt.own is None else prompt.own.sum(), np.float32),
                 version_spans=(),
                 finish_reason="stop" if int(response[-1]) in eos_ids else "length",
                 on_policy=False,
                 route=prompt.route,
                 teacher_ids=prompt.teacher_ids,
+                own=prompt.own,
             )
         )
     for dp_rank, rollouts in sorted(groups.items()):

@@ -6,6 +6,9 @@ Two sequences, padded to [B, S] or packed ("thd") to [1, T]; loss rows are under
        == == ==
     q0 s0  .  .  .        position_ids   0  1  2  3  4  0  1
     ==                    cu_seqlens     0              5     7
+
+A row predicts the token after it, so if r1 were a token that the student read (`Rollout.own`), p1 and r1 would have the
+rows of that sequence.
 """
 
 from __future__ import annotations
@@ -132,32 +135,49 @@ def _tokens(rollout: Rollout) -> np.ndarray:
 
 
 def _samples(rollouts: Sequence[Rollout]) -> tuple[tuple[int, int], ...]:
-    return tuple((r.sample_index, len(r.response_ids)) for r in rollouts)
+    return tuple((r.sample_index, r.n_own) for r in rollouts)
 
 
 def _loss_index(rollouts: Sequence[Rollout], starts: np.ndarray) -> torch.Tensor:
-    """Return [N] int64: positions of each sequence's last prompt token and of all its response tokens but the last.
+    """Return [N] int64: the position before each own token.
 
     Args:
         starts: [B], position of each sequence's first token.
     """
     first = [int(start) + len(r.prompt_ids) - 1 for start, r in zip(starts, rollouts, strict=True)]
-    spans = [np.arange(at, at + len(r.response_ids)) for at, r in zip(first, rollouts, strict=True)]
-    return torch.from_numpy(np.concatenate(spans))
+    rows = [at + _own_positions(r) for at, r in zip(first, rollouts, strict=True)]
+    return torch.from_numpy(np.concatenate(rows))
+
+
+def _own_positions(rollout: Rollout) -> np.ndarray:
+    """Return [M] int64, the positions in the response of the student's own tokens."""
+    return np.arange(len(rollout.response_ids)) if rollout.own is None else np.flatnonzero(rollout.own)
+
+
+def _turns(rollout: Rollout) -> np.ndarray:
+    """Return [M] int64: the turn of each own token, counted from 0."""
+    at = _own_positions(rollout)
+    return np.cumsum(np.diff(at, prepend=at[0]) > 1)
+
+
+def _ends(rollout: Rollout) -> np.ndarray:
+    """Return [M] bool: the tokens with which the student ended a turn; none of a dataset response."""
+    last = np.diff(_own_positions(rollout), append=len(rollout.response_ids)) > 1  # an observation follows
+    last[-1] = rollout.finish_reason != "length"
+    return last & rollout.on_policy
 
 
 def _targets(rollouts: Sequence[Rollout], scores: Sequence[TeacherScores], weights: np.ndarray | None) -> TokenTargets:
-    n_rows = [len(r.response_ids) for r in rollouts]
+    n_rows = [r.n_own for r in rollouts]
     logprobs = [r.rollout_logprobs if r.on_policy else np.zeros(n) for r, n in zip(rollouts, n_rows, strict=True)]
-    ended = [r.on_policy and r.finish_reason == "stop" for r in rollouts]
-    ends = torch.zeros(sum(n_rows), dtype=torch.bool)
-    ends[np.cumsum(n_rows)[ended] - 1] = True
+    ends = np.concatenate([_ends(r) for r in rollouts])
     targets = TokenTargets(
-        sampled_ids=_rows([r.response_ids for r in rollouts], np.int64),
+        sampled_ids=_rows([r.own_ids for r in rollouts], np.int64),
         rollout_logprobs=_rows(logprobs, np.float32),
         on_policy=torch.from_numpy(np.repeat([r.on_policy for r in rollouts], n_rows)),
-        ends=ends,
+        ends=torch.from_numpy(ends),
         routes=torch.from_numpy(np.repeat([r.route for r in rollouts], n_rows)),
+        turns=torch.from_numpy(np.concatenate([_turns(r) for r in rollouts])),
         weights=None if weights is None else torch.from_numpy(np.repeat(weights, n_rows)),
         sequences=torch.from_numpy(np.repeat(np.arange(len(n_rows)), n_rows)),
     )

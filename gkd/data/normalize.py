@@ -3,11 +3,11 @@
 The loss of a step is (1 / N) sum over tokens of c l. With w = the weight of the token's route
 
     token      c = w
-    sequence   c = w N / (S R)     mean over sequences of the mean over tokens
+    sequence   c = w N / (S M)     mean over sequences of the mean over tokens
     domain     c = w N / N_d       sum over routes d of w_d (1 / N_d) sum over the tokens of d
 
-N tokens and S sequences of the global batch, R tokens of the sequence, N_d tokens of its route in the global batch. So
-the result depends neither on data-parallel groups nor on micro-batches, packing or pipeline stages.
+N own tokens and S sequences of the global batch, M own tokens of the sequence, N_d own tokens of its route in the
+global batch. So the result depends neither on data-parallel groups nor on micro-batches, packing or pipeline stages.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from gkd.types import Rollout
 
 
 def count(rollouts: Sequence[Rollout], n_routes: int) -> np.ndarray:
-    """Return the response tokens and the sequences of each route: [n_routes, 2] float64, to be summed over groups."""
+    """Return the own tokens and the sequences of each route: [n_routes, 2] float64, to be summed over groups."""
     counts = np.zeros((n_routes, 2))
     for rollout in rollouts:
-        counts[rollout.route] += len(rollout.response_ids), 1
+        counts[rollout.route] += rollout.n_own, 1
     return counts
 
 
@@ -41,7 +41,7 @@ def sequence_weights(
     n_tokens, n_sequences = counts.sum(axis=0)
     weights = np.array([routes[rollout.route].weight for rollout in rollouts])
     if normalize == "sequence":
-        weights *= n_tokens / (n_sequences * np.array([len(rollout.response_ids) for rollout in rollouts]))
+        weights *= n_tokens / (n_sequences * np.array([rollout.n_own for rollout in rollouts]))
     if normalize == "domain":
         weights *= n_tokens / counts[[rollout.route for rollout in rollouts], 0]
     return weights.astype(np.float32)

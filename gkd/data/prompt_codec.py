@@ -1,7 +1,7 @@
-"""Encode prompts for the engines: 20 bytes per prompt and 4 per token, much less than pickled objects.
+"""Encode prompts for the engines: 24 bytes per prompt and 4 per token, much less than pickled objects.
 
-The driver sends the tokens of a prompt once, for all its samples, and the teacher's prompt if there is one.
-Reference answers and dataset responses are not sent.
+The driver sends the tokens of a prompt once, for all its samples, and the teacher's prompt if there is one. The rows
+that environments read follow. Reference answers and dataset responses are not sent.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from gkd.types import Prompt
 
 _MAX = 2**31 - 1
 _NONE = np.zeros(0, np.int32)  # no prompt for the teacher; a real one has tokens
-_COLUMNS = 5
+_COLUMNS = 6
 
 
 def encode_prompts(prompts: Sequence[Prompt], prompt_indices: Sequence[int]) -> bytes:
-    """Encode prompt ids, prompt indices, routes, and the tokens of the prompts and of the teacher's as int32.
+    """Encode prompt ids, prompt indices, routes, and the tokens of the prompts and of the teacher's as int32, and rows.
 
     Raises:
         DataError: no prompts, or a value outside of [0, 2^31).
@@ -28,14 +28,14 @@ def encode_prompts(prompts: Sequence[Prompt], prompt_indices: Sequence[int]) -> 
         raise DataError("cannot encode an empty list of prompts")
     views = [_NONE if p.teacher_ids is None else p.teacher_ids for p in prompts]
     rows = [
-        (p.prompt_id, index, len(p.token_ids), p.route, len(view))
+        (p.prompt_id, index, len(p.token_ids), p.route, len(view), len(p.row or b""))
         for p, index, view in zip(prompts, prompt_indices, views, strict=True)
     ]
     numbers = np.concatenate([[len(rows)], np.ravel(rows), *(p.token_ids for p in prompts), *views])
     if int(numbers.min()) < 0 or int(numbers.max()) > _MAX:
         span = f"[{int(numbers.min())}, {int(numbers.max())}]"
         raise DataError(f"prompt ids, indices, routes and tokens are in {span}; the supported range is [0, {_MAX}].")
-    return numbers.astype("<i4").tobytes()
+    return numbers.astype("<i4").tobytes() + b"".join(p.row or b"" for p in prompts)
 
 
 def decode_prompts(data: bytes) -> tuple[list[Prompt], list[int]]:
@@ -46,14 +46,18 @@ def decode_prompts(data: bytes) -> tuple[list[Prompt], list[int]]:
     """
     numbers = np.frombuffer(data, "<i4", count=len(data) // 4)
     n = int(numbers[0]) if len(numbers) else 0
-    head, ids = numbers[1 : 1 + _COLUMNS * n], numbers[1 + _COLUMNS * n :]
+    head = numbers[1 : 1 + _COLUMNS * n]
     rows = head[: len(head) // _COLUMNS * _COLUMNS].reshape(-1, _COLUMNS)
-    n_tokens = int(rows[:, [2, 4]].sum(dtype=np.int64))
-    if n < 1 or len(rows) != n or int(numbers.min()) < 0 or 4 * (1 + _COLUMNS * n + n_tokens) != len(data):
+    n_tokens, n_bytes = int(rows[:, [2, 4]].sum(dtype=np.int64)), int(rows[:, 5].sum(dtype=np.int64))
+    n_numbers = 1 + _COLUMNS * n + n_tokens
+    is_whole = n >= 1 and len(rows) == n and 4 * n_numbers + n_bytes == len(data)
+    if not is_whole or int(numbers[:n_numbers].min()) < 0:
         raise DataError(f"malformed prompt data: {len(data)} bytes for {n} prompts")
+    ids = numbers[1 + _COLUMNS * n : n_numbers]
     parts = np.split(ids, np.cumsum(np.concatenate([rows[:, 2], rows[:, 4]]))[:-1])
+    ends = (4 * n_numbers + np.cumsum(rows[:, 5], dtype=np.int64)).tolist()
     prompts = [
-        Prompt(row[0], ids, route=row[3], teacher_ids=view if row[4] else None)
-        for row, ids, view in zip(rows.tolist(), parts[:n], parts[n:], strict=True)
+        Prompt(row[0], own, route=row[3], teacher_ids=view if row[4] else None, row=data[end - row[5] : end] or None)
+        for row, own, view, end in zip(rows.tolist(), parts[:n], parts[n:], ends, strict=True)
     ]
     return prompts, rows[:, 1].tolist()

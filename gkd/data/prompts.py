@@ -16,8 +16,10 @@ import numpy as np
 
 from gkd.config.schema_sections import DataConfig
 from gkd.config.schema_teacher import TeacherConfig
+from gkd.data.chat_delta import ChatDelta
 from gkd.data.conversation import Conversation, Setting, check_unicode, quoted, read_conversation, read_tools
-from gkd.data.render import AS_IS, PromptRenderer, Rendered, has_system
+from gkd.data.dialogue import DialogueReader, split_conversation
+from gkd.data.render import AS_IS, PromptRenderer, Rendered, Tools, has_system
 from gkd.data.row_files import Row, encode_row, read_rows
 from gkd.data.teacher_prompt import TeacherPrompts
 from gkd.errors import ConfigError
@@ -65,6 +67,7 @@ def load_prompts(
     response_ends: Sequence[int] | None = None,
     teacher: TeacherConfig | None = None,
     keep_rows: bool = False,
+    tools: Tools = (),
 ) -> tuple[list[Prompt], int]:
     """Tokenize all rows of `files`; also return the number of rows dropped by `data.truncation: drop`.
 
@@ -73,7 +76,8 @@ def load_prompts(
         response_ends: token ids that end a response, to load the dataset's responses, too; None = ignore
             `data.response_key`.
         teacher: its routes, one of which each row must name, and its prompt template; None means neither.
-        keep_rows: keep all columns, for functions that judge responses.
+        keep_rows: keep all columns, for functions that judge responses and for environments.
+        tools: of rollout.environment, which every prompt offers.
 
     Raises:
         ConfigError: a file is missing, has another format or lacks `data.prompt_key`; a prompt or a requested response
@@ -82,8 +86,13 @@ def load_prompts(
     """
     prompts: list[Prompt] = []
     dropped, converted = 0, Counter[str]()
-    reader = RowReader(config, tokenizer, teacher or TeacherConfig())
+    reader = RowReader(config, tokenizer, teacher or TeacherConfig(), tools)
     columns = None if keep_rows else reader.columns
+    dialogues = None
+    if config.messages_key and response_ends is not None:
+        setting = "data.messages_key", config.messages_key
+        delta = ChatDelta(tokenizer, config.chat_template_kwargs, response_ends, tools, setting=setting)
+        dialogues = DialogueReader(tokenizer, delta, response_ends, config.max_response_length, setting)
     rows = (found for file in files for found in read_rows(file, key, columns))
     with driver.doing(f"tokenizing {key}, row"):
         for row_id, (where, row) in enumerate(rows):
@@ -98,18 +107,21 @@ def load_prompts(
                 continue
             if not prompts:
                 log.info("%s: the first prompt has %d tokens: %r", key, len(ids), read.prompt.text[:_SHOWN_CHARACTERS])
-            answer = row.get(config.answer_key)
+            answer, response, own = row.get(config.answer_key), None, None
+            if dialogues is not None:
+                response, own = dialogues.read(read.turns, where)
+            elif response_ends is not None:
+                response = read_response(read, row, config, tokenizer, response_ends, where)
             prompts.append(
                 Prompt(
                     row_id,
                     np.asarray(ids, dtype=np.int32),
                     None if answer is None else str(answer),
-                    None
-                    if response_ends is None
-                    else read_response(read, row, config, tokenizer, response_ends, where),
+                    response,
                     read.route,
                     None if teacher_ids is None else np.asarray(teacher_ids, dtype=np.int32),
                     encode_row(where, row) if keep_rows else None,
+                    own,
                 )
             )
     if not prompts:
@@ -129,6 +141,7 @@ class ReadRow:
     teacher: Rendered | None
     response: str | None
     route: int
+    turns: tuple[Mapping[str, Any], ...] = ()  # of data.messages_key, behind the prompt
 
     @property
     def parts(self) -> list[Rendered]:
@@ -137,12 +150,23 @@ class ReadRow:
 
 
 class RowReader:
-    """Read rows: find the prompts in the columns, render and tokenize them, and find the teacher."""
+    """Read rows: find the prompts in the columns, render and tokenize them, and find the teacher.
 
-    def __init__(self, config: DataConfig, tokenizer: Any, teacher: TeacherConfig) -> None:
-        self._config = config
+    Args:
+        tools: of rollout.environment, which every prompt offers.
+    """
+
+    def __init__(self, config: DataConfig, tokenizer: Any, teacher: TeacherConfig, tools: Tools = ()) -> None:
+        self._config, self._tools = config, tools
+        offered = ("data.tools_key", config.tools_key) if config.tools_key else None
+        if tools:
+            names = ", ".join(tool["function"]["name"] for tool in tools)
+            if offered is not None:
+                problem = f"the class of rollout.environment offers {names}, too."
+                raise ConfigError(*offered, problem, "remove the key, or the tools of the class.")
+            offered = "rollout.environment", f"its tools {names}"
         self._renderer = PromptRenderer(
-            tokenizer, config.chat_template, config.chat_template_kwargs, config.system_prompt, config.tools_key
+            tokenizer, config.chat_template, config.chat_template_kwargs, config.system_prompt, offered
         )
         self._n_own_system = 0
         self._routes = RowRoutes(teacher, config.teacher_key)
@@ -152,21 +176,32 @@ class RowReader:
     def columns(self) -> set[str]:
         """Return the columns that `read` uses, including answers and responses."""
         data = self._config
-        names = {data.prompt_key, data.response_key, data.answer_key, data.teacher_key, data.teacher_prompt_key}
+        names = {
+            data.messages_key or data.prompt_key,
+            data.response_key,
+            data.answer_key,
+            data.teacher_key,
+            data.teacher_prompt_key,
+        }
         return names | {data.tools_key} | self._views.columns
 
     def read(self, row: Row, where: str) -> ReadRow:
         """Return what the models read. Raises ConfigError: see `load_prompts`."""
-        setting = "data.prompt_key", self._config.prompt_key
-        if self._config.prompt_key not in row:
+        key, turns = self._config.messages_key or self._config.prompt_key, ()
+        setting = "data.messages_key" if self._config.messages_key else "data.prompt_key", key
+        if key not in row:
             raise ConfigError(*setting, f"{where} has only the columns {sorted(row)}.", "name the prompts' column.")
-        prompt = read_conversation(row[self._config.prompt_key], setting, where)
+        prompt = read_conversation(row[key], setting, where)
+        if self._config.messages_key:
+            prompt, turns = split_conversation(prompt, setting, where)
         self._check_response(prompt, setting, where)
         if key := self._config.tools_key:
             if key not in row:
                 problem = f"{where} has only the columns {sorted(row)}."
                 raise ConfigError("data.tools_key", key, problem, "name the tools' column; null stands for no tools.")
             prompt = replace(prompt, tools=read_tools(row[key], ("data.tools_key", key), where))
+        if self._tools:
+            prompt = replace(prompt, tools=self._tools)
         view = self._views.of(row, prompt, where)
         if view is not None:
             self._check_response(view, self._views.setting, where)
@@ -183,6 +218,7 @@ class RowReader:
             None if view is None else self._renderer.render(view, self._views.setting, where),
             prompt.response,
             self._routes.of(row, where),
+            turns,
         )
 
     def log(self, key: str) -> None:

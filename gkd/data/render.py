@@ -54,7 +54,7 @@ class PromptRenderer:
         chat_template: data.chat_template.
         variables: data.chat_template_kwargs.
         system_prompt: data.system_prompt.
-        tools_key: data.tools_key.
+        tools: key that the tools come from, and its value; None: no prompt offers tools.
 
     Raises:
         ConfigError: `always` without a template; a variable, a system message or tools that the template does not have.
@@ -66,7 +66,7 @@ class PromptRenderer:
         chat_template: str,
         variables: dict[str, Any],
         system_prompt: str = "",
-        tools_key: str = "",
+        tools: Setting | None = None,
     ) -> None:
         self._tokenizer, self._setting, self._variables = tokenizer, chat_template, variables
         has_template = getattr(tokenizer, "chat_template", None) is not None
@@ -77,13 +77,13 @@ class PromptRenderer:
             raise ConfigError("data.chat_template", chat_template, problem, "use auto or never.")
         for name, value in variables.items():
             self._check_variable(name, self._source, f"data.chat_template_kwargs.{name}", value)
-        if tools_key:
+        if tools is not None:
             source = tokenizer.get_chat_template(tools=[{}]) if self._applies else ""
-            self._check_variable("tools", source, "data.tools_key", tools_key)
+            self._check_variable("tools", source, *tools)
             if "tools" in variables:
                 problem = "data.chat_template_kwargs.tools is set, too."
-                raise ConfigError("data.tools_key", tools_key, problem, "remove one of them.")
-        self._tools_setting = "data.tools_key", tools_key
+                raise ConfigError(*tools, problem, "remove one of them.")
+        self._tools_setting = tools or ("data.tools_key", "")
         self._frames: dict[tuple[str, ...], _Frame] = {}
         self._begin = self._tokens_in_front()
         self._markers, self._heads = self._separators() if self._applies else ((), ())

@@ -1,11 +1,13 @@
 """Write and read files of rollouts and their scores: data in flight in a checkpoint, and input of a replay.
 
 A file is a `.npz` (NumPy's format, without pickle). Per-sequence values are tables with one row per sequence; per-token
-arrays are concatenated along the tokens. Reading returns bit-exact what was written.
+arrays are concatenated along the tokens, those with M rows (`Rollout.own`) along these. Reading returns bit-exact what
+was written.
 """
 
 from __future__ import annotations
 
+import math
 import zipfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,10 +17,9 @@ import numpy as np
 
 from gkd.errors import CheckpointError
 from gkd.files.disk import naming
-from gkd.types import SIGNAL_FIELDS, Rollout, TeacherScores, TeacherTopK, VersionSpan
+from gkd.types import FINISH_REASONS, SIGNAL_FIELDS, Rollout, TeacherScores, TeacherTopK, VersionSpan
 
 _FORMAT = 1
-_REASONS = ("stop", "length")
 _TOPK = ("topk_ids", "topk_logprobs", "tail_mass", "counts")
 _SCORES = tuple(name for signal, name in SIGNAL_FIELDS.items() if signal != "topk")  # one array each
 _TABLES = ("format", "sequences", "spans", "prompt_ids", "response_ids", "rollout_logprobs")
@@ -42,7 +43,7 @@ def write_sequences(file: IO[bytes], rollouts: Sequence[Rollout], scores: Sequen
             r.sample_index,
             len(r.prompt_ids),
             len(r.response_ids),
-            _REASONS.index(r.finish_reason),
+            FINISH_REASONS.index(r.finish_reason),
             r.on_policy,
             r.route,
         )
@@ -60,6 +61,16 @@ def write_sequences(file: IO[bytes], rollouts: Sequence[Rollout], scores: Sequen
     if views := [r.teacher_ids for r in rollouts if r.teacher_ids is not None]:
         tables["teacher_lengths"] = np.array([0 if r.teacher_ids is None else len(r.teacher_ids) for r in rollouts])
         tables["teacher_ids"] = np.concatenate(views)
+    if any(r.own is not None for r in rollouts):
+        tables["own"] = np.concatenate(
+            [np.ones(len(r.response_ids), bool) if r.own is None else r.own for r in rollouts]
+        )
+        tables["has_own"] = np.array([r.own is not None for r in rollouts])
+    if any(r.reward is not None for r in rollouts):
+        tables["rewards"] = np.array([np.nan if r.reward is None else r.reward for r in rollouts])
+    if any(r.messages is not None for r in rollouts):
+        tables["message_lengths"] = np.array([len(r.messages or b"") for r in rollouts])
+        tables["messages"] = np.frombuffer(b"".join(r.messages or b"" for r in rollouts), np.uint8)
     if any(r.top_ids is not None for r in rollouts):
         tables["n_top_ids"] = np.array([0 if r.top_ids is None else r.top_ids.shape[1] for r in rollouts])
         tables["top_ids"] = np.concatenate([r.top_ids.ravel() for r in rollouts if r.top_ids is not None])
@@ -91,7 +102,7 @@ def load_sequences(opened: IO[bytes], name: str) -> tuple[list[Rollout], list[Te
         if tables["format"].tolist() != [_FORMAT]:
             raise ValueError(f"it has the format {tables['format'].tolist()}, and this version reads [{_FORMAT}]")
         rollouts = _rollouts(tables)
-        return rollouts, _scores(tables, [len(r.response_ids) for r in rollouts])
+        return rollouts, _scores(tables, [r.n_own for r in rollouts])
     except (ValueError, KeyError, IndexError, OSError, EOFError, zipfile.BadZipFile) as error:
         raise CheckpointError(f"{name} is not a complete recording of rollouts: {error}") from error
 
@@ -107,7 +118,13 @@ def _rollouts(tables: dict[str, np.ndarray]) -> list[Rollout]:
     rows = tables["sequences"].tolist()
     prompts = _split(tables["prompt_ids"], [row[2] for row in rows])
     lengths = [row[3] for row in rows]
-    responses, logprobs = _split(tables["response_ids"], lengths), _split(tables["rollout_logprobs"], lengths)
+    responses, n_rows = _split(tables["response_ids"], lengths), lengths
+    masks: list[np.ndarray | None] = [None] * len(rows)
+    if "own" in tables:  # the run has an environment, or conversations of the dataset
+        parts = _split(tables["own"], lengths)
+        n_rows = [int(part.sum()) for part in parts]
+        masks = [part if has else None for part, has in zip(parts, tables["has_own"].tolist(), strict=True)]
+    logprobs = _split(tables["rollout_logprobs"], n_rows)
     views: list[np.ndarray | None] = [None] * len(rows)
     if "teacher_ids" in tables:  # at least one sequence has a prompt for the teacher
         own = tables["teacher_lengths"].tolist()
@@ -116,8 +133,14 @@ def _rollouts(tables: dict[str, np.ndarray]) -> list[Rollout]:
     top_ids: list[np.ndarray | None] = [None] * len(rows)
     if "top_ids" in tables:  # the run has distill.support
         widths = tables["n_top_ids"].tolist()
-        parts = _split(tables["top_ids"], [n * length for n, length in zip(widths, lengths, strict=True)])
+        parts = _split(tables["top_ids"], [n * length for n, length in zip(widths, n_rows, strict=True)])
         top_ids = [part.reshape(-1, n) if n else None for n, part in zip(widths, parts, strict=True)]
+    rewards: list[float | None] = [None] * len(rows)
+    if "rewards" in tables:
+        rewards = [None if math.isnan(reward) else reward for reward in tables["rewards"].tolist()]
+    messages: list[bytes | None] = [None] * len(rows)
+    if "messages" in tables:
+        messages = [part.tobytes() or None for part in _split(tables["messages"], tables["message_lengths"].tolist())]
     spans: list[list[VersionSpan]] = [[] for _ in rows]
     for sequence, start, stop, version in tables["spans"].tolist():
         spans[sequence].append(VersionSpan(start, stop, version))
@@ -129,18 +152,21 @@ def _rollouts(tables: dict[str, np.ndarray]) -> list[Rollout]:
             response_ids=responses[i],
             rollout_logprobs=logprobs[i],
             version_spans=tuple(spans[i]),
-            finish_reason=_REASONS[row[4]],
+            finish_reason=FINISH_REASONS[row[4]],
             on_policy=bool(row[5]),
             route=row[6] if len(row) > 6 else 0,  # older files have no routes
             teacher_ids=views[i],
             top_ids=top_ids[i],
+            own=masks[i],
+            reward=rewards[i],
+            messages=messages[i],
         )
         for i, row in enumerate(rows)
     ]
 
 
 def _score_tables(rollouts: Sequence[Rollout], scores: Sequence[TeacherScores]) -> dict[str, np.ndarray]:
-    """Return all score tables, concatenated along the response tokens."""
+    """Return all score tables, concatenated along the own tokens."""
     joined: dict[str, list[np.ndarray]] = {}
     for rollout, score in zip(rollouts, scores, strict=True):
         found = {f"score_{key}": getattr(score, key) for key in _SCORES}
@@ -148,9 +174,8 @@ def _score_tables(rollouts: Sequence[Rollout], scores: Sequence[TeacherScores]) 
             found |= {f"score_{key}": getattr(score.topk, key) for key in _TOPK}
         for key, table in found.items():
             if table is not None:
-                if len(table) != len(rollout.response_ids):
-                    n_tokens = len(rollout.response_ids)
-                    raise CheckpointError(f"scores of {len(table)} tokens for a response of {n_tokens} tokens")
+                if len(table) != rollout.n_own:
+                    raise CheckpointError(f"scores of {len(table)} tokens for a response of {rollout.n_own} tokens")
                 joined.setdefault(key, []).append(table)
     if not joined or any(len(parts) != len(rollouts) for parts in joined.values()):
         names = ", ".join(sorted(joined)) or "none"

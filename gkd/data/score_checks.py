@@ -34,7 +34,7 @@ class Rows:
     n_rows: Sequence[int]
 
     def refuse(self, bad: np.ndarray, problem: str) -> None:
-        """Raise TeacherError for the first bad row, with its position in its sequence.
+        """Raise TeacherError for the first bad row, with its position among the rows of its sequence.
 
         Args:
             bad: [R] or [R, any] bool.
@@ -50,9 +50,17 @@ class Rows:
         raise TeacherError(f"{where} ({n_bad} rows): {problem}")
 
 
+def check_own(rollout: Rollout, where: str) -> None:
+    """Raise TeacherError if `own` is not [R] bool with at least one own token."""
+    own, expected = rollout.own, rollout.response_ids.shape
+    if own is not None and (own.dtype != np.bool_ or own.shape != expected or not own.any()):
+        problem = f"own is {own.dtype} {list(own.shape)} with {np.count_nonzero(own)} own tokens"
+        raise TeacherError(f"{where}: {problem}, expected bool {list(expected)} with at least one")
+
+
 def check_top_ids(rollout: Rollout, n: int, where: str) -> None:
-    """Raise TeacherError if an on-policy rollout lacks the `n` ids per response token of distill.support."""
-    expected, ids = (len(rollout.response_ids), n), rollout.top_ids
+    """Raise TeacherError if an on-policy rollout lacks the `n` ids per own token of distill.support."""
+    expected, ids = (rollout.n_own, n), rollout.top_ids
     if n and rollout.on_policy and (ids is None or ids.shape != expected):
         shape = "none" if ids is None else list(ids.shape)
         raise TeacherError(f"{where}: the student's most probable ids: {shape}, expected {list(expected)}")
@@ -156,7 +164,7 @@ def validate_scores(
             logprob is positive or not finite; a logit is NaN or +inf, or all logits of a row are -inf; a hidden state
             is not finite.
     """
-    n_rows = len(rollout.response_ids)
+    n_rows = rollout.n_own
     rows = Rows((where,), (n_rows,))
     for signal in signals:
         if signal == "topk":

@@ -158,6 +158,13 @@ CHECKS = (
         "the weights change too much between generation and training",
         "lower `trainer.max_staleness` or choose a `trainer.scheduler` with less prefetching; lower `actor.optim.lr`",
     ),
+    Check(
+        "environment_errors", 0.05, judges.above("rollout/environment_errors", 3),
+        "`rollout/environment_errors` above {limit}, mean of 3 steps",
+        "A failed environment ends its trajectory early, so errors change which trajectories the student learns from.",
+        "the environment raises, exceeds its time limit, or returns messages that cannot be rendered",
+        "read the first errors in the log; raise `rollout.environment_timeout_s` or `rollout.environment_workers`",
+    ),
 )  # fmt: skip
 # These compare the engine's distribution with the student's at the temperature of the loss.
 NEED_EQUAL_SAMPLING = ("engine_logprobs", "stale_rollouts")

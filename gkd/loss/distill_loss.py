@@ -26,7 +26,16 @@ from gkd.loss.choices import listed_choices
 from gkd.loss.chunked import HeadLoss, LogitsLoss
 from gkd.loss.full_vocab import full_vocab_losses
 from gkd.loss.row_kernels import RowKernels, statistics_dtype
-from gkd.loss.token_loss import DOMAIN_SUMS, SUPPORT_MASS, TokenLosses, domain_sum, report_names, topk_losses, weigh
+from gkd.loss.token_loss import (
+    GROUP_SUMS,
+    SUPPORT_MASS,
+    TokenLosses,
+    domain_sum,
+    report_names,
+    topk_losses,
+    turn_sum,
+    weigh,
+)
 from gkd.loss.token_weights import full_support_mass, listed_support_mass, with_token_weights
 from gkd.loss.vocab_parallel import (
     RowLogprobs,
@@ -71,8 +80,9 @@ class DistillLoss:
     @property
     def report_names(self) -> tuple[str, ...]:
         """Names of the sums that are returned with a loss; see `TokenLosses`. `total` is the loss itself."""
-        by_domain = (domain_sum(domain, name) for domain in self.spec.domains for name in DOMAIN_SUMS)
-        return (*self._names(self.spec), *by_domain)
+        by_domain = (domain_sum(domain, name) for domain in self.spec.domains for name in GROUP_SUMS)
+        by_turn = (turn_sum(turn, name) for turn in range(self.spec.turns) for name in GROUP_SUMS)
+        return (*self._names(self.spec), *by_domain, *by_turn)
 
     @property
     def evaluation_names(self) -> tuple[str, ...]:
@@ -269,13 +279,15 @@ class DistillLoss:
         if self.on_choices is not None and losses.choices is not None:
             self.on_choices(losses.choices)
         sums = table.double().sum(dim=0)
-        if not self.spec.domains:
-            return sums
-        assert targets.routes is not None  # checked
+        groups = [(targets.routes, len(self.spec.domains)), (targets.turns, self.spec.turns)]
         zeros = torch.zeros_like(losses.total)
         columns = torch.stack([zeros + 1, values.get("token_kl", zeros), values["total"]], dim=1).double()
-        is_of = torch.nn.functional.one_hot(targets.routes, len(self.spec.domains)).double()
-        return torch.cat([sums, (is_of.T @ columns).flatten()])
+        for group, n in groups:
+            if n:
+                assert group is not None  # checked
+                is_of = torch.nn.functional.one_hot(group.clamp(max=n - 1), n).double()
+                sums = torch.cat([sums, (is_of.T @ columns).flatten()])
+        return sums
 
     def check(self, targets: TokenTargets) -> None:
         """Check targets before a forward pass, which is a collective that other ranks would hang in.
@@ -310,7 +322,8 @@ def check_targets(loss: DistillLoss, targets: TokenTargets) -> None:
     needs = {
         "reference_logprobs": spec.has_reference,
         "advantages": spec.has_rewards,
-        "routes": spec.domains,
+        "routes": bool(spec.domains),
+        "turns": spec.turns > 0,
         "sequences": spec.token_weight != "none",
     }
     for name, is_needed in needs.items():

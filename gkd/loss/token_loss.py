@@ -34,7 +34,7 @@ ON_POLICY_VALUES = frozenset(
 END_PROBABILITY, ENDED = "teacher_end_probability", "ended"  # the mean of the first is over the tokens of the second
 
 # Sums over the tokens of each route: their number, "token_kl" (0 without a distribution) and "total".
-DOMAIN_SUMS = ("tokens", "token_kl", "total")
+GROUP_SUMS = ("tokens", "token_kl", "total")
 
 # Sums of the size of the losses before and after distill.token_share, only with a distill.token_weight.
 LOSS_SIZE, KEPT_SIZE = "loss_size", "kept_size"
@@ -79,8 +79,13 @@ class TokenLosses:
 
 
 def domain_sum(domain: str, name: str) -> str:
-    """Return the name of one of `DOMAIN_SUMS` of a route."""
+    """Return the name of one of `GROUP_SUMS` of the tokens of a route."""
     return f"domain/{domain}/{name}"
+
+
+def turn_sum(turn: int, name: str) -> str:
+    """Return the name of one of `GROUP_SUMS` of the tokens of a turn, counted from 0."""
+    return f"turn/{turn + 1}/{name}"
 
 
 def report_names(spec: LossSpec, *, has_distribution: bool, has_topk: bool, has_sampled: bool) -> tuple[str, ...]:

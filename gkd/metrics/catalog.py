@@ -35,6 +35,7 @@ PLACEHOLDERS: dict[str, tuple[str, ...] | str] = {
     "k": NUMBER,
     "function": FUNCTION,
     "route": NAME,
+    "turn": NUMBER,
 }
 EVERY_STEP = "every step"
 

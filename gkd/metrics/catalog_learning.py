@@ -174,7 +174,7 @@ _ROLLOUT = (
     Row(
         "rollout/prompt_tokens", "tokens", EVERY_STEP, "Tokens of the prompts, counted once for each of its responses."
     ),
-    Row("rollout/response_tokens", "tokens", EVERY_STEP, "Tokens of all responses."),
+    Row("rollout/response_tokens", "tokens", EVERY_STEP, "Tokens of all responses, without observations."),
     Row("rollout/dataset_response_tokens", "tokens", EVERY_STEP, "Tokens of the dataset's responses."),
     Row(
         "rollout/response_length_mean", "tokens", EVERY_STEP,
@@ -198,6 +198,32 @@ _ROLLOUT = (
         "Above 0.4: responses repeat themselves; read them in `samples/`. Lower `data.max_response_length` or "
         "`actor.optim.lr`.",
     ),
+)  # fmt: skip
+_TURNS = "`rollout.environment`"
+_ENVIRONMENT = (
+    Row(
+        "rollout/turns_mean", "turns", _TURNS,
+        "Mean number of the student's turns in a trajectory.",
+        "Approaches that of the teacher.",
+        "Stays 1: the environment ends each trajectory after one turn, because it finds no call; read `samples/`. Near "
+        "`rollout.max_turns`: trajectories do not end.",
+    ),
+    Row("rollout/observed_tokens", "tokens", _TURNS, "Tokens of the environments, which carry no loss."),
+    Row(
+        "rollout/environment_errors", "share", _TURNS,
+        "Share of trajectories that an error or a time limit of their environment has ended. Their turns are trained "
+        "on.",
+        "0.",
+        "The log has the first errors. See [environments](environments.md).",
+    ),
+    Row("turn/<turn>/tokens", "tokens", _TURNS, "Tokens of this turn of all trajectories; later ones count as 8."),
+    Row(
+        "turn/<turn>/kl", "nats per token", f"{_TURNS} and a distribution of the teacher",
+        "As `loss/token_kl`, of the tokens of this turn.",
+        "Falls for every turn.",
+        "Falls for the first turn only: the later ones have few tokens, or the student does not use the observations.",
+    ),
+    Row("turn/<turn>/share_ended", "share", _TURNS, "Share of the trajectories with this turn that ended with it."),
 )  # fmt: skip
 _TEACHER = (
     Row(
@@ -332,6 +358,7 @@ LEARNING: dict[str, tuple[Row, ...]] = {
     "Several teachers": _DOMAINS,
     "Optimizer": _OPTIM,
     "Rollouts": _ROLLOUT,
+    "Environments": _ENVIRONMENT,
     "Teacher": _TEACHER,
     "Staleness": _STALENESS,
     "Weight sync": _WEIGHT_SYNC,

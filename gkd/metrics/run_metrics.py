@@ -18,7 +18,7 @@ from gkd.health.monitor import HealthResponse
 from gkd.log import get_logger
 from gkd.metrics.bottleneck import WITH_EVALUATION, layout_numbers, restart_numbers, rollout_numbers, shares
 from gkd.metrics.span_file import SpanFile
-from gkd.metrics.step import reward_numbers, step_numbers, store_numbers
+from gkd.metrics.step import reward_numbers, step_numbers, store_numbers, turn_numbers
 from gkd.metrics.teacher_meter import TeacherMeter
 from gkd.metrics.trackers import Trackers
 from gkd.metrics.writer import MetricsWriter, read_metrics
@@ -154,6 +154,7 @@ class RunMetrics:
             usage = self._usage()
         m.add(step_numbers(batch, stats, sync, version=m.step - 1))
         m.add(reward_numbers(batch, self._config) | store_numbers(batch, self._config))
+        m.add(turn_numbers(batch, self._config))
         m.add(usage.memory)
         m.add(restart_numbers(self._restarts))
         self._restarts = EngineRestarts()

@@ -9,7 +9,7 @@ import numpy as np
 
 from gkd.config.function_path import function_name
 from gkd.config.schema import Config
-from gkd.types import RolloutChunk, ScoredChunk, SyncReport, TrainStats
+from gkd.types import FINISH_REASONS, RolloutChunk, ScoredChunk, SyncReport, TrainStats
 
 DATASET_TOKENS = "rollout/dataset_response_tokens"
 
@@ -40,7 +40,7 @@ def step_numbers(
     """
     chunks = [c.rollouts for c in batch]
     sizes = np.concatenate([chunk.sizes for chunk in chunks], axis=1)
-    _, all_tokens, n_response, truncated, _, n_repeated = sizes.astype(np.int64)
+    _, all_tokens, n_response, endings, _, n_repeated, n_observed, _ = sizes.astype(np.int64)
     on_policy = np.repeat([chunk.on_policy for chunk in chunks], [chunk.n_sequences for chunk in chunks])
     n_tokens, n_4grams = int(n_response.sum()), int(np.maximum(n_response - 3, 0)[on_policy].sum())
     masses = [c.teacher_mass for c in batch if c.teacher_mass is not None]
@@ -51,11 +51,11 @@ def step_numbers(
         "optim/lr": stats.lr,
         "rollout/sequences": float(len(n_response)),
         "rollout/on_policy_sequences": float(on_policy.sum()),
-        "rollout/prompt_tokens": float((all_tokens - n_response).sum()),
+        "rollout/prompt_tokens": float((all_tokens - n_response - n_observed).sum()),
         "rollout/response_tokens": float(n_tokens),
         DATASET_TOKENS: float(n_response[~on_policy].sum()),
         "rollout/response_length_mean": n_tokens / len(n_response),
-        "rollout/truncated_share": float(truncated.mean()),
+        "rollout/truncated_share": float((endings == FINISH_REASONS.index("length")).mean()),
         **({"rollout/repeated_4gram_share": float(n_repeated[on_policy].sum()) / n_4grams} if n_4grams else {}),
         "perf/group_tokens_max": float(_heaviest_group(chunks)),
         **({"teacher/topk_mass": sum(masses) / n_tokens} if masses else {}),
@@ -74,6 +74,22 @@ def store_numbers(batch: Sequence[ScoredChunk], config: Config) -> dict[str, flo
     # They are complete when they are submitted.
     stored = sum(int((c.times.completed_s == c.times.submitted_s).sum()) for c in batch if c.times is not None)
     return {"teacher/stored_share": stored / sum(c.rollouts.n_sequences for c in batch)}
+
+
+def turn_numbers(batch: Sequence[ScoredChunk], config: Config) -> dict[str, float]:
+    """Return the numbers of the student's trajectories; nothing without an environment."""
+    chunks = [chunk.rollouts for chunk in batch if chunk.rollouts.on_policy]
+    if not config.rollout.environment or not chunks:
+        return {}
+    n_turns, endings = (np.concatenate([getattr(c, name) for c in chunks]) for name in ("n_turns", "endings"))
+    last = np.minimum(n_turns, config.derived.loss.turns)
+    share_ended = {turn: float((last[last >= turn] == turn).mean()) for turn in range(1, int(last.max()) + 1)}
+    return {
+        "rollout/turns_mean": float(n_turns.mean()),
+        "rollout/observed_tokens": float(sum(int(chunk.n_observed.sum()) for chunk in chunks)),
+        "rollout/environment_errors": float((endings == FINISH_REASONS.index("environment_error")).mean()),
+        **{f"turn/{turn}/share_ended": share for turn, share in share_ended.items()},
+    }
 
 
 def reward_numbers(batch: Sequence[ScoredChunk], config: Config) -> dict[str, float]:

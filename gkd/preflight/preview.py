@@ -13,6 +13,7 @@ from gkd.data.row_files import read_rows
 from gkd.errors import ConfigError
 from gkd.hf.hub import with_local_copies
 from gkd.hf.model_folder import eos_token_ids
+from gkd.preflight.turns import environment_tools
 
 
 def preview(config: Config, n: int) -> Iterator[str]:
@@ -26,7 +27,7 @@ def preview(config: Config, n: int) -> Iterator[str]:
         raise ConfigError("data.train_files", [], "is empty.", "name one or more prompt files.")
     config = with_local_copies(config, ("model.path", "data.train_files"), weights=False)
     tokenizer = load_tokenizer(config.model.path, "model.path", trust_remote_code=config.model.trust_remote_code)
-    reader = RowReader(config.data, tokenizer, config.teacher)
+    reader = RowReader(config.data, tokenizer, config.teacher, environment_tools(config))
     ends = eos_token_ids(config.model.path, tokenizer) if config.distill.on_policy_share < 1 else None
     key = "data.train_files"
     rows = (row for file in config.data.train_files for row in read_rows(file, key, reader.columns))

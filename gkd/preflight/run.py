@@ -19,6 +19,7 @@ from gkd.config.schema_teacher import HTTP, ROLLOUT
 from gkd.config.schema_trainer import STREAM
 from gkd.data.prompt_file import describe_files
 from gkd.data.prompts import load_prompts, load_tokenizer
+from gkd.data.render import Tools
 from gkd.errors import ClusterError, ConfigError, TeacherUnavailable
 from gkd.footprint.totals import scores_gib
 from gkd.gpu_map.choice import with_own_gpus
@@ -37,6 +38,7 @@ from gkd.preflight.same_tokens import check_masked
 from gkd.preflight.stored_teachers import check_all_stored, recorded_teachers
 from gkd.preflight.student import check_engines, check_student, check_tokenizer_fits
 from gkd.preflight.teacher import check_reachable, check_teacher, request_info, rollout_teacher, warn_about_losses
+from gkd.preflight.turns import check_observations, environment_tools
 from gkd.run.folder import RunFolder
 from gkd.run.open import check_run_folder, open_run_folder
 from gkd.scoring.teacher.info import TeacherInfo, head_columns
@@ -104,8 +106,10 @@ def preflight(config: Config) -> Plan:
             config.trainer.global_batch_size,
             derived.n_engines,
         )
-    train = training_prompts(config, derived, tokenizer, eos_ids)
-    val = _held_out(config, derived, tokenizer)
+    tools = environment_tools(config)
+    check_observations(config, tokenizer, eos_ids, tools)
+    train = training_prompts(config, derived, tokenizer, eos_ids, tools)
+    val = _held_out(config, derived, tokenizer, tools)
     check_functions(config, derived)
     total_steps = planned_steps(config, len(train))
     if warning := early_end_warning(config, len(train)):
@@ -193,7 +197,9 @@ def common_vocab(
     return n_vocab
 
 
-def training_prompts(config: Config, derived: Derived, tokenizer: Any, eos_ids: Sequence[int]) -> list[Prompt]:
+def training_prompts(
+    config: Config, derived: Derived, tokenizer: Any, eos_ids: Sequence[int], tools: Tools
+) -> list[Prompt]:
     """Load and check data.train_files; log how many prompts were dropped and responses truncated."""
     train, dropped = load_prompts(
         config.data.train_files,
@@ -202,7 +208,8 @@ def training_prompts(config: Config, derived: Derived, tokenizer: Any, eos_ids: 
         "data.train_files",
         response_ends=eos_ids if config.distill.on_policy_share < 1 else None,
         teacher=config.teacher,
-        keep_rows=bool(derived.rewards),
+        keep_rows=bool(derived.rewards or config.rollout.environment),
+        tools=tools,
     )
     check_answers(config, "data.train_files", train, [("reward.functions", path) for path in derived.rewards])
     check_shares(config, derived, train)
@@ -279,7 +286,7 @@ def check_ray_installed() -> None:
         raise ClusterError("Ray is not installed in this environment. Fix: create one with launch/setup.sh.")
 
 
-def _held_out(config: Config, derived: Derived, tokenizer: Any) -> list[Prompt]:
+def _held_out(config: Config, derived: Derived, tokenizer: Any, tools: Tools) -> list[Prompt]:
     """Load the held-out prompts. Raises ConfigError if eval.metric needs answers that they do not have."""
     if not config.data.val_files:
         return []
@@ -289,7 +296,8 @@ def _held_out(config: Config, derived: Derived, tokenizer: Any) -> list[Prompt]:
         tokenizer,
         "data.val_files",
         teacher=config.teacher,
-        keep_rows=bool(derived.metrics),
+        keep_rows=bool(derived.metrics or config.rollout.environment),
+        tools=tools,
     )
     if dropped:
         log.warning("dropped %d held-out prompts longer than data.max_prompt_length", dropped)

@@ -13,6 +13,7 @@ from gkd.hf.hub import FILES, MODELS, pinned_names, with_local_copies
 from gkd.preflight.run import common_vocab, find_teachers, read_student, training_prompts
 from gkd.preflight.same_tokens import check_masked
 from gkd.preflight.teacher import check_reachable
+from gkd.preflight.turns import environment_tools
 from gkd.scoring.teacher.info import TeacherInfo
 from gkd.types import Prompt
 
@@ -46,7 +47,7 @@ def check_scoring(config: Config) -> ScoringPlan:
         check_reachable(route)
     config = with_local_copies(with_values(config, pinned_names(config)), (*MODELS, *FILES))
     tokenizer, n_student_vocab, eos_ids = read_student(config)
-    prompts = training_prompts(config, derived, tokenizer, eos_ids)
+    prompts = training_prompts(config, derived, tokenizer, eos_ids, environment_tools(config))
     teachers = find_teachers(config, derived, "cpu")
     n_vocab = common_vocab(config, derived, teachers, tokenizer, n_student_vocab)
     if n_vocab < n_student_vocab:

@@ -117,8 +117,8 @@ class GroupEndpoint:
         return gather_results(sequence_indices, parts)
 
     def zeros(self, rollouts: Sequence[Rollout]) -> list[np.ndarray]:
-        """Return placeholders for unused logprobs: [R] float32 per sequence."""
-        return [np.zeros(len(rollout.response_ids), np.float32) for rollout in rollouts]
+        """Return placeholders for unused logprobs: [M] float32 per sequence."""
+        return [np.zeros(rollout.n_own, np.float32) for rollout in rollouts]
 
     def record(self, file: str, selections: Sequence[bytes | None], *parts: Any) -> dict[str, FileDigest]:
         """Write chunks of rollouts, and optionally their scores, to one file and flush it to disk.

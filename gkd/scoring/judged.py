@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import ray
 
@@ -129,7 +130,11 @@ def _decided(values: np.ndarray) -> tuple[np.ndarray, int]:
     """Return the values with 0 in place of NaN, see `Undecided`, and the number of these."""
     undecided = np.isnan(values)
     if n_undecided := int(undecided.sum()):
-        log.warning("%d of %d values count as 0: math_verify reached its time limit", n_undecided, values.size)
+        log.warning(
+            "%d of %d values count as 0: math_verify reached its time limit, or an environment failed",
+            n_undecided,
+            values.size,
+        )
     return np.where(undecided, 0.0, values), n_undecided
 
 
@@ -200,6 +205,8 @@ def _rollouts(samples: Sequence[Sample]) -> list[Rollout]:
             rollout_logprobs=np.zeros(len(sample.response_ids), np.float32),
             version_spans=(),
             finish_reason="length" if sample.truncated else "stop",
+            reward=sample.reward,
+            messages=msgspec.json.encode(sample.messages) if sample.messages else None,
         )
         for i, sample in enumerate(samples)
     ]

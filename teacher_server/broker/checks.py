@@ -66,7 +66,7 @@ def _check_scores(job: Job, reply: ScoreReply) -> None:
     if not isinstance(request, ScoreRequest):
         raise ProtocolError("scores as the reply to a request for the LM head")
     _same("signal", reply.signal, request.signal)
-    _same("n_rows", reply.n_rows, request.n_response)
+    _same("n_rows", reply.n_rows, request.n_rows)
     _same("k", reply.k, request.k)
     _same("wire", reply.wire, request.wire)
     _same("adaptive", reply.adaptive, request.mass > 0)
@@ -78,7 +78,7 @@ def _check_rows(job: Job, hello: WorkerHello, reply: RowsReply, *, final: bool) 
     if isinstance(request, HeadRequest):
         signal, n_rows, n_cols = "head", hello.vocab_size, hello.hidden_size
     else:
-        signal, n_rows = request.signal, request.n_response
+        signal, n_rows = request.signal, request.n_rows
         n_cols = hello.hidden_size if signal == "hidden" else request.n_vocab or hello.vocab_size
     _same("signal", reply.signal, signal)
     _same("n_rows", reply.n_rows, n_rows)

@@ -14,7 +14,7 @@ from teacher_server.broker.status_board import StatusBoard
 from teacher_server.broker.teachers import Teachers
 from teacher_server.broker.worker_registry import WorkerRegistry
 from teacher_server.wire.given_ids import given_planes
-from teacher_server.wire.payload import check_frames
+from teacher_server.wire.payload import check_frames, unpack_tokens
 from teacher_server.wire.prompts import Prompt, prompts_of
 from teacher_server.wire.protocol import (
     ID_BYTES,
@@ -88,6 +88,8 @@ class ClientHandler:
             if len(frames) < 2 or len(frames[1]) != 4 * request.total_length:
                 raise ProtocolError(f"expected a frame of {request.total_length} token ids")
             check_frames(given_planes(request), [frame.buffer for frame in frames[2:]], request.given_checksums)
+            if request.n_own:  # the rows of a reply are checked against this number
+                unpack_tokens(request, [frames[1].buffer])
             digest, prompts = token_digest(frames[1].buffer), prompts_of(request, frames[1].buffer)
         elif len(frames) != 1:
             raise ProtocolError(f"{len(frames)} frames with a request that has none")

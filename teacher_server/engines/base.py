@@ -1,8 +1,8 @@
 """Interface between a worker and its engine: score a batch, and stream matrices that are too large for one message.
 
 The worker owns sockets, batching and retries; an engine owns only a model.
-Letters: P prompt tokens, R response tokens, K top-k entries, G given ids, V rows of the LM head, H hidden size,
-C columns.
+Letters: P prompt tokens, R response tokens, M of them have rows, K top-k entries, G given ids, V rows of the LM head,
+H hidden size, C columns.
 """
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ class ScoreParams:
 class TokenSequence:
     token_ids: np.ndarray  # [P + R] int32
     prompt_length: int  # P >= 1
-    given: np.ndarray | None = None  # [R, G] int32, ids that the top-k of each row contains; G = ScoreParams.n_given
+    given: np.ndarray | None = None  # [M, G] int32, ids that the top-k of each row contains; G = ScoreParams.n_given
+    own: np.ndarray | None = None  # [R] bool, the response tokens that have rows, at least one; None means all
 
     @property
     def n_response(self) -> int:
@@ -49,9 +50,24 @@ class TokenSequence:
         """Return [R] int32."""
         return self.token_ids[self.prompt_length :]
 
+    @property
+    def n_rows(self) -> int:
+        """Return M."""
+        return self.n_response if self.own is None else int(np.count_nonzero(self.own))
+
+    @property
+    def rows(self) -> np.ndarray:
+        """Return [M] int64, the positions in the response of the tokens that have rows."""
+        return np.arange(self.n_response) if self.own is None else np.flatnonzero(self.own)
+
+    @property
+    def own_ids(self) -> np.ndarray:
+        """Return [M] int32, the response tokens that have rows."""
+        return self.response if self.own is None else self.response[self.own]
+
 
 class RowStream(Protocol):
-    """A matrix that is computed in chunks of rows while the client reads it. Holds at most [R, H] hidden states."""
+    """A matrix that is computed in chunks of rows while the client reads it. Holds at most [M, H] hidden states."""
 
     n_rows: int
     n_cols: int
@@ -70,7 +86,7 @@ class RowStream(Protocol):
         ...
 
 
-# topk: TopKScores; sampled: [R] float32; logits and hidden: a RowStream.
+# topk: TopKScores; sampled: [M] float32; logits and hidden: a RowStream.
 Scores = TopKScores | np.ndarray | RowStream
 
 
@@ -92,7 +108,8 @@ class Engine(Protocol):
     def score(self, batch: Sequence[TokenSequence], params: ScoreParams) -> list[Scores]:
         """Return the scores of a batch, in order. Blocks for a forward pass.
 
-        Row j is the distribution that predicts response token j (the logits at position P - 1 + j).
+        Row j is the distribution that predicts the response token i = `TokenSequence.rows`[j] (the logits at position
+        P - 1 + i). The model reads all tokens.
 
         Raises:
             ArithmeticError: if the model's output contains a NaN or an infinity.
@@ -150,10 +167,10 @@ def request_problem(engine: Limits, sequence: TokenSequence, params: ScoreParams
     if params.k > (params.n_vocab or engine.vocab_size):
         return f"k = {params.k} is more than the vocabulary of {params.n_vocab or engine.vocab_size}"
     needs_response = params.signal == "sampled" or params.with_sampled
-    if needs_response and int(sequence.response.max()) >= (params.n_vocab or engine.vocab_size):
+    if needs_response and int(sequence.own_ids.max()) >= (params.n_vocab or engine.vocab_size):
         return f"a response token is not below n_vocab = {params.n_vocab}, so its logprob is undefined"
     if sequence.given is not None:
-        problem = given_problem(sequence.given, sequence.n_response, params.n_vocab or engine.vocab_size)
+        problem = given_problem(sequence.given, sequence.n_rows, params.n_vocab or engine.vocab_size)
         if problem:
             return problem
     if params.signal == "hidden" and not engine.has_plain_head:

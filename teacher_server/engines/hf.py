@@ -99,7 +99,7 @@ class HfEngine:
         return score_hidden(self._response_rows(batch), batch, self._head, params, self.vocab_size)
 
     def _response_rows(self, batch: Sequence[TokenSequence]) -> torch.Tensor:
-        """Return [N, H] hidden states that predict the response tokens, sequence after sequence."""
+        """Return [N, H] hidden states that predict the response tokens with rows, sequence after sequence."""
         limit = _CPU_PASS_TOKENS if self._device.type == "cpu" else None
         rows: dict[int, torch.Tensor] = {}
         groups, others = groups_of(batch, self.prefix_block)
@@ -107,7 +107,7 @@ class HfEngine:
             sequences = [batch[i] for i in group]
             rows |= zip(group, rows_of_group(self._backbone, self._model.config, sequences, self._device), strict=True)
         for group in _passes({i: len(batch[i].token_ids) for i in others}, limit):
-            lengths = [batch[i].n_response for i in group]
+            lengths = [batch[i].n_rows for i in group]
             rows |= zip(group, self._rows_of_pass([batch[i] for i in group]).split(lengths), strict=True)
         return torch.cat([rows[i] for i in range(len(batch))])
 
@@ -118,8 +118,7 @@ class HfEngine:
         for i, sequence in enumerate(batch):
             tokens[i, : len(sequence.token_ids)] = sequence.token_ids
             # The logits at position t predict token t + 1.
-            first = i * longest + sequence.prompt_length - 1
-            rows.append(np.arange(first, first + sequence.n_response))
+            rows.append(i * longest + sequence.prompt_length - 1 + sequence.rows)
         # No attention mask: the model is causal and the padding is on the right, so it affects no real token.
         hidden = self._hidden(torch.from_numpy(tokens).to(self._device))
         return hidden.flatten(0, 1)[torch.from_numpy(np.concatenate(rows)).to(self._device)]

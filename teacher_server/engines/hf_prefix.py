@@ -60,7 +60,7 @@ def groups_of(batch: Sequence[TokenSequence], block: int) -> tuple[list[list[int
 
 
 def rows_of_group(backbone: Any, config: Any, batch: Sequence[TokenSequence], device: torch.device) -> list[Any]:
-    """Return the [R, H] hidden states that predict the response of each sequence.
+    """Return the [M, H] hidden states that predict the M response tokens with rows, of each sequence.
 
     Args:
         backbone: without the LM head.
@@ -84,7 +84,8 @@ def rows_of_group(backbone: Any, config: Any, batch: Sequence[TokenSequence], de
         hidden = _hidden(backbone, cache, torch.from_numpy(tokens).to(device))
         cache.crop(-tokens.shape[1])
         for i, ids, states in zip(group, inputs, hidden, strict=True):
-            rows[i] = torch.cat([first, states[: len(ids)]])
+            every = torch.cat([first, states[: len(ids)]])  # [R, H]
+            rows[i] = every if batch[i].own is None else every[torch.from_numpy(batch[i].rows).to(device)]
     return rows
 
 

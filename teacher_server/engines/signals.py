@@ -37,14 +37,14 @@ def score_hidden(
 
     Args:
         hidden: [N, H], the rows of all sequences one after the other, in the engine's dtype.
-        batch: the sequences; N is the sum of all R.
+        batch: the sequences; N is the sum of their rows.
 
     Raises:
         ArithmeticError: on a NaN or an infinity, after all chunks, so that tensor-parallel ranks run the same calls.
     """
-    lengths = [sequence.n_response for sequence in batch]
+    lengths = [sequence.n_rows for sequence in batch]
     if sum(lengths) != len(hidden):
-        raise ValueError(f"{len(hidden)} rows of hidden states for {sum(lengths)} response tokens")
+        raise ValueError(f"{len(hidden)} rows of hidden states for {sum(lengths)} rows of the sequences")
     n_vocab = params.n_vocab or vocab_size
     if params.signal == "topk":
         return [*_split_topk(topk_rows(hidden, batch, logits_of, params, vocab_size), lengths)]
@@ -71,7 +71,7 @@ def topk_rows(
     if len({None if sequence.given is None else sequence.given.shape[1] for sequence in batch}) > 1:
         raise ValueError("the sequences of a batch have different numbers of given ids")
     given = _columns([sequence.given for sequence in batch if sequence.given is not None], device)  # [N, G]
-    targets = _columns([sequence.response for sequence in batch], device) if params.with_sampled else None  # [N]
+    targets = _columns([sequence.own_ids for sequence in batch], device) if params.with_sampled else None  # [N]
     ids = torch.empty(n_rows, k, dtype=torch.int32, device=device)
     logprobs = torch.empty(n_rows, k, dtype=torch.float32, device=device)
     tail = torch.empty(n_rows, dtype=torch.float32, device=device)
@@ -138,7 +138,7 @@ def sampled_rows(
     hidden: torch.Tensor, batch: Sequence[TokenSequence], logits_of: LogitsOf, params: ScoreParams, vocab_size: int
 ) -> np.ndarray:
     """Return [N] float32 logprobs of the response tokens."""
-    columns = _columns([sequence.response for sequence in batch], hidden.device)
+    columns = _columns([sequence.own_ids for sequence in batch], hidden.device)
     assert columns is not None  # a batch has sequences
     logprobs = torch.empty(len(hidden), dtype=torch.float32, device=hidden.device)
     for chunk, logits in _chunks(hidden, logits_of, vocab_size, params.n_vocab or vocab_size):

@@ -170,7 +170,7 @@ class VllmEngine:
 
     def score(self, batch: Sequence[TokenSequence], params: ScoreParams) -> list[Scores]:
         """See `Engine.score`."""
-        self._call("teacher_begin", sum(sequence.n_response for sequence in batch))
+        self._call("teacher_begin", sum(sequence.n_rows for sequence in batch))
         self._prefill(batch)
         scores = self._call("teacher_score", batch, params)[0]
         if params.signal in ("topk", "sampled"):
@@ -181,7 +181,7 @@ class VllmEngine:
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
-        from teacher_server.engines.vllm_extension import ROW_RANGE, RowRange
+        from teacher_server.engines.vllm_extension import ROW_RANGES, row_ranges
 
         engine, running, row = self._engine, set(), 0
         if self._has_failed and not engine.reset_prefix_cache():
@@ -190,18 +190,17 @@ class VllmEngine:
         try:
             for sequence in batch:
                 self._serial += 1
-                row_range = RowRange(row, sequence.prompt_length - 1, sequence.n_response)
                 sampling = SamplingParams(
                     temperature=0.0,
                     max_tokens=1,
                     ignore_eos=True,
                     detokenize=False,
                     output_kind=RequestOutputKind.FINAL_ONLY,
-                    extra_args={ROW_RANGE: list(row_range)},
+                    extra_args={ROW_RANGES: [list(kept) for kept in row_ranges(sequence, row)]},
                 )
                 engine.add_request(str(self._serial), {"prompt_token_ids": sequence.token_ids[:-1].tolist()}, sampling)
                 running.add(str(self._serial))
-                row += sequence.n_response
+                row += sequence.n_rows
             while running:
                 running -= {output.request_id for output in engine.step() if output.finished}
             self._has_failed = False

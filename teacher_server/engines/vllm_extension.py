@@ -29,7 +29,7 @@ from teacher_server.engines.streams import MatrixStream
 from teacher_server.wire.payload import TopKScores
 from teacher_server.wire.protocol import RowDtype, Wire
 
-ROW_RANGE = "teacher_row_range"  # key of SamplingParams.extra_args: a `RowRange` as a list
+ROW_RANGES = "teacher_row_ranges"  # key of SamplingParams.extra_args: each `RowRange` as a list, ascending
 
 
 class RowRange(NamedTuple):
@@ -38,6 +38,19 @@ class RowRange(NamedTuple):
     row: int
     position: int
     n_rows: int
+
+
+def row_ranges(sequence: TokenSequence, row: int) -> list[RowRange]:
+    """Return the ranges of a sequence, one for each run of consecutive response tokens that have rows.
+
+    Args:
+        row: of the batch's buffer, for the first one.
+    """
+    rows = sequence.rows
+    starts = np.flatnonzero(np.diff(rows, prepend=-2) != 1)  # the first row of each run
+    first, lengths = sequence.prompt_length - 1 + rows[starts], np.diff(starts, append=len(rows))
+    ranges = zip((row + starts).tolist(), first.tolist(), lengths.tolist(), strict=True)
+    return [RowRange(*each) for each in ranges]
 
 
 class ModelFacts(NamedTuple):
@@ -93,7 +106,7 @@ class TeacherExtension:
             signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the server ends its workers
         self._teacher_streams: dict[int, RowStream] = {}
         self._teacher_last_stream = 0
-        self._teacher_row_ranges: dict[str, RowRange] = {}
+        self._teacher_row_ranges: dict[str, list[RowRange]] = {}
         execute_model = self.execute_model
 
         def execute_and_keep(scheduler_output: Any) -> Any:
@@ -123,17 +136,18 @@ class TeacherExtension:
         if state is None:  # nothing was scheduled
             return
         for request in scheduler_output.scheduled_new_reqs:
-            self._teacher_row_ranges[request.req_id] = RowRange(*request.sampling_params.extra_args[ROW_RANGE])
+            ranges = request.sampling_params.extra_args[ROW_RANGES]
+            self._teacher_row_ranges[request.req_id] = [RowRange(*kept) for kept in ranges]
         for span in _spans(self.model_runner, state):
-            kept = self._teacher_row_ranges[span.request_id]
-            start = max(span.position, kept.position)
-            stop = min(span.position + span.n_rows, kept.position + kept.n_rows)
-            if start < stop:
-                to = kept.row + start - kept.position
-                source = span.row + start - span.position
-                n_rows = stop - start
-                self._teacher_hidden[to : to + n_rows] = state.hidden_states[source : source + n_rows]
-                self._teacher_kept[to : to + n_rows] = True
+            for kept in self._teacher_row_ranges[span.request_id]:
+                start = max(span.position, kept.position)
+                stop = min(span.position + span.n_rows, kept.position + kept.n_rows)
+                if start < stop:
+                    to = kept.row + start - kept.position
+                    source = span.row + start - span.position
+                    n_rows = stop - start
+                    self._teacher_hidden[to : to + n_rows] = state.hidden_states[source : source + n_rows]
+                    self._teacher_kept[to : to + n_rows] = True
 
     def _teacher_logits_of(self, hidden: torch.Tensor) -> torch.Tensor:
         logits = self.model_runner.get_model().compute_logits(hidden)

@@ -12,11 +12,11 @@ from typing import Any
 
 from vllm.v1.core.sched.scheduler import Scheduler
 
-from teacher_server.engines.vllm_extension import ROW_RANGE, RowRange
+from teacher_server.engines.vllm_extension import ROW_RANGES, RowRange
 
 
 class CappedScheduler(Scheduler):
-    """vLLM's scheduler, for requests with a `RowRange`: `EngineArgs.scheduler_cls`."""
+    """vLLM's scheduler, for requests with `ROW_RANGES`: `EngineArgs.scheduler_cls`."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -28,7 +28,7 @@ class _Beginning:
     """A request that ends with the first row that it needs. vLLM looks for all of its tokens but the last."""
 
     def __init__(self, request: Any) -> None:
-        first = RowRange(*request.sampling_params.extra_args[ROW_RANGE]).position
+        first = RowRange(*request.sampling_params.extra_args[ROW_RANGES][0]).position
         self._request, self.num_tokens = request, min(request.num_tokens, first + 1)
 
     def __getattr__(self, name: str) -> Any:

@@ -10,7 +10,8 @@ from typing import Generic, TypeVar
 import msgspec
 import xxhash
 
-PROTOCOL_VERSION = 4  # 2: given ids, sampled token with the top-k; 3: several sequences in a request; 4: templates
+# 2: given ids, sampled token with the top-k; 3: several sequences in a request; 4: templates, rows of own tokens only
+PROTOCOL_VERSION = 4
 MAX_HEADER_BYTES = 64 << 10
 
 _MAGIC = b"GKT"

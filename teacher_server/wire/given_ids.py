@@ -1,4 +1,4 @@
-"""Pack, check and unpack the ids that a client gives with a `topk` request: [R, G] ids, row j for response token j.
+"""Pack, check and unpack the ids that a client gives with a `topk` request: [R, G] ids, one row for each of the reply.
 
 They follow the token frame as two planes, the low 16 and the high 8 bits of each id: 3 bytes an id.
 """
@@ -15,7 +15,7 @@ from teacher_server.wire.protocol import Buffer, ScoreRequest
 
 def given_planes(request: ScoreRequest) -> list[Plane]:
     """Return the planes in the frames after the token ids; none without given ids."""
-    n_items = request.n_response * request.n_given
+    n_items = request.n_rows * request.n_given
     return [Plane("low", "<u2", n_items), Plane("high", "u1", n_items)]
 
 
@@ -37,11 +37,11 @@ def unpack_given(request: ScoreRequest, frames: Sequence[Buffer]) -> np.ndarray 
         return None
     arrays = join_planes(planes, frames)
     ids = arrays["low"].astype(np.int32) | arrays["high"].astype(np.int32) << 16
-    return ids.reshape(request.n_response, request.n_given)
+    return ids.reshape(request.n_rows, request.n_given)
 
 
 def given_problem(ids: np.ndarray, n_rows: int, n_vocab: int) -> str:
-    """Return why [R, G] ids cannot be given with R = n_rows response tokens; empty means they can."""
+    """Return why [R, G] ids cannot be given for R = n_rows rows; empty means they can."""
     if ids.ndim != 2 or len(ids) != n_rows or not ids.size or not np.issubdtype(ids.dtype, np.integer):
         return f"given ids are {ids.dtype} {list(ids.shape)}, expected integers [{n_rows}, 1 or more]"
     outside = (ids < 0) | (ids >= n_vocab)

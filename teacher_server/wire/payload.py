@@ -10,7 +10,8 @@ An array is sent as flat little-endian planes, each split into frames of at most
 In fp16 mode an entry is 5 bytes: a float16 logprob (KL error 8e-5 on average) and an id as a uint16
 and a uint8 plane; `tail` and `counts` add at most 4 bytes a position. fp32 mode is lossless.
 
-Letters: P prompt tokens, R response tokens, K top-k entries, E entries of a reply, C columns.
+Letters: P prompt tokens, R response tokens, K top-k entries, E entries of a reply, C columns. In replies, R counts the
+response tokens that have rows: all, or those of a request with `n_own`.
 """
 
 from __future__ import annotations
@@ -76,13 +77,49 @@ def check_tokens(token_ids: np.ndarray) -> np.ndarray:
     return np.ascontiguousarray(token_ids, dtype="<i4")
 
 
+def mark_own(token_ids: np.ndarray, own: np.ndarray | None) -> np.ndarray:
+    """Return ids as they are sent: one without a row as its bitwise complement, a negative number.
+
+    Args:
+        token_ids: [R] signed integers.
+        own: [R] bool, the ids that have rows; None means all.
+    """
+    return token_ids if own is None else np.where(own, token_ids, ~token_ids)
+
+
+def unmarked(token_ids: np.ndarray) -> np.ndarray:
+    """Return the int32 ids in which `mark_own` has complemented some."""
+    return token_ids ^ (token_ids >> 31)
+
+
 def unpack_tokens(request: ScoreRequest, frames: Sequence[Buffer]) -> np.ndarray:
-    """Return [P + R] int32, a read-only view of the frame. Raises ProtocolError if it does not match the header."""
+    """Return [P + R] int32 with the marks of `mark_own`, a read-only view of the frame.
+
+    Raises:
+        ProtocolError: the frame does not match the header.
+    """
     if len(frames) != 1 or memoryview(frames[0]).nbytes != 4 * request.total_length:
         raise ProtocolError(f"expected one frame of {request.total_length} token ids")
     if checksum(frames[0]) != request.checksum:
         raise ProtocolError("token frame checksum does not match")
-    return check_tokens(np.frombuffer(frames[0], dtype="<i4"))
+    tokens = np.frombuffer(frames[0], dtype="<i4")
+    check_tokens(unmarked(tokens) if request.n_own else tokens)
+    if request.n_own:
+        _check_marks(request, tokens >= 0)
+    return tokens
+
+
+def _check_marks(request: ScoreRequest, own: np.ndarray) -> None:
+    """Raise ProtocolError unless all prompt tokens and `n_own` response tokens are own, at least one of a sequence."""
+    at = 0
+    for n_prompt, n_total in request.sequences:
+        if not own[at : at + n_prompt].all():
+            raise ProtocolError("a prompt token is marked as one without a row")
+        if not own[at + n_prompt : at + n_total].any():
+            raise ProtocolError("a sequence has no rows")
+        at += n_total
+    if (n_own := np.count_nonzero(own) - request.prompt_length) != request.n_own:
+        raise ProtocolError(f"{n_own} response tokens have rows, but {request.n_own} in the header")
 
 
 # Planes and frames

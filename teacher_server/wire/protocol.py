@@ -21,7 +21,7 @@ Both sides run the same checks (`Codec.encode` decodes its own output), and ever
 `ProtocolError`. This module imports neither zmq nor torch. A message has the lowest version that has its fields
 (`Header.version`), so a peer of version 1 can read every reply to its requests.
 
-Letters: P prompt tokens, R response tokens, K top-k entries, V vocabulary, H hidden size.
+Letters: P prompt tokens, R response tokens, M of them have rows, K top-k entries, V vocabulary, H hidden size.
 """
 
 from __future__ import annotations
@@ -79,9 +79,10 @@ def check_seconds(**values: float) -> None:
 
 class ScoreRequest(Header, tag="score", kw_only=True, omit_defaults=True):
     """Score the responses of one or several sequences. The first frame holds the P + R token ids of one sequence after
-    the other, int32; given ids may follow. The reply has the rows of one sequence after the other.
+    the other, int32; given ids may follow. The reply has the rows of one sequence after the other: one for each
+    response token, or with `n_own` > 0 for M of them; the frame has the others as bitwise complements (`mark_own`).
 
-    signal: values returned for each of the R positions that predict a response token
+    signal: values returned for each of the M positions that predict a token with a row
         topk     the K most probable ids, their logprobs, and the total probability of all other ids; with
                  `mass` > 0 only the entries needed to reach that mass, at most K; with `n_given` > 0 the K
                  entries are the given ids of the row and the most probable others
@@ -106,6 +107,7 @@ class ScoreRequest(Header, tag="score", kw_only=True, omit_defaults=True):
     given_checksums: Checksums = []  # one checksum for each frame of given ids
     with_sampled: bool = False  # topk: return the logprob of the response token, too
     lengths: Lengths = []  # P and P + R of each, if there are several sequences; only for topk and sampled
+    n_own: Annotated[int, msgspec.Meta(ge=0, le=MAX_TOKENS)] = 0  # M, of several sequences the sum; 0 = R
 
     def __post_init__(self) -> None:
         check_seconds(deadline_s=self.deadline_s, temperature=self.temperature, mass=self.mass)
@@ -127,8 +129,10 @@ class ScoreRequest(Header, tag="score", kw_only=True, omit_defaults=True):
             raise ValueError(f"with_sampled with signal {self.signal}: only topk has it")
         if self.lengths:
             self._check_lengths()
-        if self.n_response * self.k > MAX_ENTRIES:
-            raise ValueError(f"{self.n_response} rows x k = {self.k} is more than {MAX_ENTRIES} entries")
+        if self.n_own and not len(self.sequences) <= self.n_own < self.n_response:
+            raise ValueError(f"n_own = {self.n_own} of {self.n_response} response tokens: must be fewer, or 0 for all")
+        if self.n_rows * self.k > MAX_ENTRIES:
+            raise ValueError(f"{self.n_rows} rows x k = {self.k} is more than {MAX_ENTRIES} entries")
 
     def _check_lengths(self) -> None:
         if len(self.lengths) == 1 or self.signal not in ("topk", "sampled"):
@@ -144,6 +148,11 @@ class ScoreRequest(Header, tag="score", kw_only=True, omit_defaults=True):
         return self.total_length - self.prompt_length
 
     @property
+    def n_rows(self) -> int:
+        """Return M, the rows of the reply."""
+        return self.n_own or self.n_response
+
+    @property
     def sequences(self) -> list[tuple[int, int]]:
         """Return (P, P + R) of each sequence."""
         return self.lengths or [(self.prompt_length, self.total_length)]
@@ -155,6 +164,8 @@ class ScoreRequest(Header, tag="score", kw_only=True, omit_defaults=True):
 
     @property
     def version(self) -> int:
+        if self.n_own:
+            return 4
         if self.lengths:
             return 3
         return 2 if self.n_given or self.given_checksums or self.with_sampled else 1
@@ -226,9 +237,9 @@ class ScoreReply(Header, tag="scores", kw_only=True, omit_defaults=True):
     model_fingerprint: Name
     worker: Name
     signal: Literal["topk", "sampled"]
-    n_rows: Length  # R; row j predicts response token j
+    n_rows: Length  # M; row j predicts the response token j, of those that have rows
     k: Annotated[int, msgspec.Meta(ge=0, le=MAX_K)] = 0
-    n_entries: Annotated[int, msgspec.Meta(ge=0, le=MAX_ENTRIES)] = 0  # R * K, or fewer with a mass target
+    n_entries: Annotated[int, msgspec.Meta(ge=0, le=MAX_ENTRIES)] = 0  # M * K, or fewer with a mass target
     adaptive: bool = False  # each row has its own count of entries
     wire: Wire
     checksums: Checksums

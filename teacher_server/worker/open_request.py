@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
 from teacher_server.engines.base import RowStream, ScoreParams, Scores, TokenSequence
 from teacher_server.wire.given_ids import unpack_given
-from teacher_server.wire.payload import TopKScores, pack_sampled, pack_topk, unpack_tokens
+from teacher_server.wire.payload import TopKScores, pack_sampled, pack_topk, unmarked, unpack_tokens
 from teacher_server.wire.protocol import Buffer, ScoreReply, ScoreRequest, checksum, replies, token_digest
 from teacher_server.wire.worker_protocol import Assignment
 
@@ -58,9 +58,9 @@ class OpenRequest:
             model_fingerprint=model_fingerprint,
             worker=worker,
             signal="topk" if isinstance(scored, TopKScores) else "sampled",
-            n_rows=request.n_response,
+            n_rows=request.n_rows,
             k=request.k,
-            n_entries=request.n_response * request.k if counts is None else int(counts.sum()),
+            n_entries=request.n_rows * request.k if counts is None else int(counts.sum()),
             adaptive=counts is not None,
             wire=request.wire,
             checksums=[],
@@ -87,10 +87,12 @@ def open_request(
     tokens, given = unpack_tokens(header, frames[:1]), unpack_given(header, frames[1:])
     sequences, at, row = [], 0, 0
     for n_prompt, n_total in header.sequences:
-        n_rows = n_total - n_prompt
-        own = None if given is None else given[row : row + n_rows]
-        sequences.append(TokenSequence(tokens[at : at + n_total], n_prompt, own))
-        at, row = at + n_total, row + n_rows
+        marked = tokens[at : at + n_total]
+        ids, own = (unmarked(marked), marked[n_prompt:] >= 0) if header.n_own else (marked, None)
+        sequence = TokenSequence(ids, n_prompt, own=own)
+        rows = slice(row, row := row + sequence.n_rows)
+        sequences.append(sequence if given is None else replace(sequence, given=given[rows]))
+        at += n_total
     return OpenRequest(job, header, token_digest(tokens), now_s), sequences
 
 

@@ -97,6 +97,10 @@ class TimedEngine(RolloutEngine):
     def n_running(self) -> int:
         return len(self._queue) + len(self._moving)
 
+    @property
+    def n_generating(self) -> int:
+        return self.n_running
+
     def add(
         self,
         owner: Hashable,

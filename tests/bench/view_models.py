@@ -17,7 +17,8 @@ from pathlib import Path
 import torch
 
 from examples.quickstart import pretrain
-from examples.quickstart.addition import LOWEST, Problem, build_tokenizer
+from examples.quickstart.addition import LOWEST, Problem, build_tokenizer, worked
+from examples.quickstart.evaluate import greedy_score
 from examples.quickstart.pretrain import ModelRecipe
 
 RULE = "reverse:"
@@ -86,7 +87,9 @@ def make(folder: Path, seed: int) -> None:
         min_accuracy=0.98,
         max_accuracy=1.0,
     )
-    model, *_ = pretrain.train_from_scratch(f"model {seed}", recipe, problems, checked)
+    model, *_ = pretrain.train_from_scratch(
+        f"model {seed}", recipe, build_tokenizer(), worked(problems), lambda model: greedy_score(model, checked)
+    )
     model.save_pretrained(folder)
     build_tokenizer().save_pretrained(folder)
     kept = [{"prompt": f"{word}^", "answer": word.upper(), "teacher": ""} for word in letters(N_KEPT, seed + 20)]

@@ -48,11 +48,25 @@ def sequences() -> list[Rollout]:
     return [Rollout(i, 7, ids(p), ids(r), none, (), "stop", on_policy=False) for i, (p, r) in enumerate(SIZES)]
 
 
-def with_top_ids(rollouts: Sequence[Rollout], n: int) -> list[Rollout]:
-    """Return the sequences with `n` ids at each response token; every third one is from the dataset and has none."""
+def with_top_ids(rollouts: Sequence[Rollout], n: int, *, everywhere: bool = False) -> list[Rollout]:
+    """Return the sequences with `n` ids at each response token; every third one is from the dataset and has none,
+    unless `everywhere`.
+    """
     rng = np.random.default_rng(4)
     ids = [np.stack([rng.permutation(CUT)[:n] for _ in r.response_ids]).astype(np.int32) for r in rollouts]
-    return [replace(r, on_policy=i % 3 > 0, top_ids=ids[i] if i % 3 else None) for i, r in enumerate(rollouts)]
+    return [
+        replace(r, on_policy=i % 3 > 0, top_ids=ids[i] if i % 3 or everywhere else None) for i, r in enumerate(rollouts)
+    ]
+
+
+def with_masks(rollouts: Sequence[Rollout]) -> list[Rollout]:
+    """Return the sequences as trajectories of turns, with ids at each own token; those of one token are whole."""
+    masked = []
+    for rollout, with_ids in zip(rollouts, with_top_ids(rollouts, N_GIVEN, everywhere=True), strict=True):
+        own = np.arange(len(rollout.response_ids)) % 5 < 3
+        assert with_ids.top_ids is not None
+        masked.append(replace(rollout, own=own if len(own) > 1 else None, top_ids=with_ids.top_ids[own]))
+    return masked
 
 
 def distributions(world_size: int) -> dict[str, list[list[int]]]:
@@ -117,6 +131,12 @@ def _once(root: Path, batch: Sequence[Rollout]) -> dict[str, Any]:
     """Return the results for which one rank suffices."""
     out: dict[str, Any] = {"resident": build(root / "qwen3", cpu_offload=False).score(batch, PLAIN)}
     out["given"] = build(root / "qwen3").score(with_top_ids(batch, N_GIVEN), (GIVEN,))
+    masked = with_masks(batch)
+    out["own given"] = build(root / "qwen3").score(masked, (GIVEN,))
+    masked = [replace(rollout, top_ids=None) for rollout in masked]
+    out["own"] = build(root / "qwen3").score(masked, PARAMS)
+    out["own padded"] = build(root / "qwen2_tied", packing=False).score(masked, PARAMS)
+    out["mask"] = caught(lambda: build(root / "qwen3").score([replace(batch[0], own=np.zeros(12, bool))], PLAIN))
     half = build(root / "qwen3", dtype=torch.bfloat16)
     out["bf16"] = [
         half.score(batch, (ScoreParams("sampled"), ScoreParams("hidden"))),

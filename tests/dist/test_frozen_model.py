@@ -28,12 +28,14 @@ from tests.dist.frozen_cases import (
     distributions,
     measure,
     sequences,
+    with_masks,
     with_top_ids,
 )
 from tests.dist.helpers import Measured, group_of_one, run_ranks
 from tests.dist.hf_models import make_model_folder
 from tests.dist.local_teacher_cases import INDICES
 from tests.dist.megatron_reference import VOCAB, make_hf_folder
+from tests.service.engine_host import own_rows
 
 pytestmark = pytest.mark.dist
 WORLDS = (1, 2)
@@ -167,6 +169,24 @@ def test_given_ids_of_some_sequences_of_a_micro_batch(root: Path, ranks: Any) ->
         np.testing.assert_allclose(table.sampled, expected.sampled, atol=TOLERANCE)
         if rollout.top_ids is not None:
             assert all(set(given) <= set(row) for given, row in zip(rollout.top_ids, table.ids, strict=True))
+
+
+def test_rows_of_own_tokens_are_those_of_the_whole_response(root: Path, ranks: Any) -> None:
+    """Fails if a trajectory's row is of another token or lacks the observations before it, packed or padded."""
+    whole = with_top_ids(sequences(), N_GIVEN, everywhere=True)
+    for name, kind, params, rollouts in (
+        ("own", "qwen3", PARAMS, sequences()),
+        ("own padded", "qwen2_tied", PARAMS, sequences()),
+        ("own given", "qwen3", (GIVEN,), whole),
+    ):
+        expected = engine_scores(root / kind, params, rollouts=rollouts)
+        for i, (rollout, tables) in enumerate(zip(with_masks(sequences()), ranks[1][0][name], strict=True)):
+            own = np.ones(len(rollout.response_ids), bool) if rollout.own is None else rollout.own
+            references = [own_rows(of_params[i], own) for of_params in expected]
+            assert max(map(difference, tables, references)) <= TOLERANCE
+            if name == "own given":
+                np.testing.assert_allclose(tables[0].sampled, references[0].sampled, atol=TOLERANCE)
+    assert "prompt 0, sample 7: own is bool [12] with 0 own tokens" in str(ranks[1][0]["mask"])
 
 
 def test_bfloat16(root: Path, ranks: Any) -> None:

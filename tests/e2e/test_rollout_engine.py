@@ -45,7 +45,7 @@ def _probe(student: Path, n_vocab: int) -> dict[Any, Any]:
     from gkd.errors import GkdError
     from gkd.rollout.messages import Sampling
     from gkd.rollout.vllm.engine import RolloutEngine
-    from gkd.rollout.vllm.sampling import read_logprobs, vllm_params
+    from gkd.rollout.vllm.sampling import Request, read_logprobs, vllm_params
     from gkd.rollout.vllm.self_scoring import prompt_logprobs
     from gkd.weight_sync.buckets import differing
     from teacher_server.engines.vllm_memory import gpu_memory_arguments
@@ -83,7 +83,7 @@ def _probe(student: Path, n_vocab: int) -> dict[Any, Any]:
     }
 
     first_prompt, n_rows = prompts[0].token_ids.tolist(), engine.llm.model_config.get_vocab_size()
-    params = vllm_params(sampling, 0, [], range(n_rows // 2, n_rows))
+    params = vllm_params(Request("", prompts[0], 0, sampling, 0), [], range(n_rows // 2, n_rows))
     (answer,) = engine.llm.generate({"prompt_token_ids": first_prompt}, params, use_tqdm=False)
     (response,) = answer.outputs
     result["masked"] = list(response.token_ids), read_logprobs(response.logprobs, 0)[0]
@@ -126,6 +126,10 @@ def _probe(student: Path, n_vocab: int) -> dict[Any, Any]:
         result["unmasked"] = kept.log_softmax(-1).gather(-1, tokens[len(first_prompt) :, None])[:, 0].numpy()
     other = [replace(rollout, prompt_ids=rollout.prompt_ids[::-1].copy()) for rollout in together]
     result["scored"] = prompt_logprobs(engine.llm, other, N_LISTED, engine.request_options)
+    own = [np.arange(len(rollout.response_ids)) % 3 == i % 2 for i, rollout in enumerate(other)]
+    result["own"] = own = [mask if mask.any() else np.ones(len(mask), bool) for mask in own]
+    trajectories = [replace(rollout, own=mask) for rollout, mask in zip(other, own, strict=True)]
+    result["scored_own"] = prompt_logprobs(engine.llm, trajectories, N_LISTED, engine.request_options)
     result["sampled_alone"] = prompt_logprobs(engine.llm, other[3:4], 0, engine.request_options)
     result["after_scoring"] = sorted(engine.generate(prompts, sampling), key=lambda r: r.sample_index)
     result["expected_scores"] = []
@@ -145,6 +149,8 @@ def _probe(student: Path, n_vocab: int) -> dict[Any, Any]:
         return ""
 
     too_long = Prompt(99, np.full(50, 5, np.int32))
+    unmarked = [replace(rollout, own=np.zeros(len(rollout.response_ids), bool)) for rollout in other[3:4]]
+    result["unmarked"] = message(lambda: prompt_logprobs(engine.llm, [other[0], *unmarked], 0, engine.request_options))
     result["too_long"] = message(lambda: list(engine.generate([too_long], sampling)))
     result["after_refusal"] = len(list(engine.generate(prompts[:1], sampling)))
 
@@ -251,6 +257,10 @@ def test_scores_of_the_engine_are_those_of_its_model(probe: dict[str, Any]) -> N
     (ids, logprobs), (all_ids, all_logprobs) = probe["sampled_alone"][0], probe["scored"][3]
     np.testing.assert_array_equal(ids, all_ids[:, :1])
     np.testing.assert_allclose(logprobs, all_logprobs[:, :1], atol=1e-5)
+    for mask, scored, whole in zip(probe["own"], probe["scored_own"], probe["scored"], strict=True):
+        for table, rows in zip(scored, whole, strict=True):
+            np.testing.assert_array_equal(table, rows[mask], "rows of the own tokens only")
+    assert sum(mask.sum() for mask in probe["own"]) < sum(map(len, probe["own"])) / 2
     for before, after in zip(probe["together"], probe["after_scoring"], strict=True):
         np.testing.assert_array_equal(before.response_ids, after.response_ids)
 
@@ -275,6 +285,7 @@ def test_bad_prompts_and_incomplete_weights_are_typed_errors(probe: dict[str, An
     """Fails if a refused prompt blocks the engine, or an incomplete weight sync succeeds."""
     assert probe["too_long"].startswith("DataError") and "prompt 99" in probe["too_long"]
     assert probe["after_refusal"] == N_SAMPLES
+    assert probe["unmarked"].startswith("TeacherError: prompt ") and "own" in probe["unmarked"]
     assert probe["incomplete"].startswith("WeightSyncError") and probe["missing"] in probe["incomplete"]
     assert probe["version_after"] == 0, "a failed sync must not advance the version"
 

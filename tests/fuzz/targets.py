@@ -21,6 +21,7 @@ from teacher_server.wire.payload import (
     check_reply,
     pack_sampled,
     pack_topk,
+    unmarked,
     unpack_rows,
     unpack_sampled,
     unpack_tokens,
@@ -96,6 +97,10 @@ def corpus() -> list[Message]:
     messages.append((given, [as_frame(tokens), *pack_given(ids)]))
     several = make_request(tokens, request_id=some_id, prompt_length=5, lengths=[(2, 5), (3, 7)])
     messages.append((several, [as_frame(tokens)]))
+    marked = np.where(np.arange(12) % 4 == 2, ~tokens, tokens)
+    messages.append((make_request(marked, request_id=some_id, prompt_length=2, n_own=7), [as_frame(marked)]))
+    spans = make_request(marked, request_id=some_id, prompt_length=3, lengths=[(2, 5), (1, 7)], n_own=6)
+    messages.append((spans, [as_frame(marked)]))
     for wire in ("fp16", "fp32"):
         mixed = make_request(tokens, request_id=some_id, k=3, wire=wire, with_sampled=True)
         messages.append(make_reply(mixed, tokens))
@@ -233,12 +238,13 @@ def check(message: Message, *, correct_checksums: bool = True) -> bool:
 def _decode_frames(header: Any, frames: Message) -> None:
     if isinstance(header, ScoreRequest):
         tokens, given = unpack_tokens(header, frames[:1]), unpack_given(header, frames[1:])
-        assert tokens.shape == (header.total_length,) and tokens.min() >= 0
+        assert tokens.shape == (header.total_length,) and unmarked(tokens).min() >= 0
+        assert np.count_nonzero(tokens >= 0) == header.prompt_length + header.n_rows
         assert sum(total - prompt for prompt, total in header.sequences) == header.n_response
         assert (given is None) == (header.n_given == 0)
         if given is not None:
-            assert given.shape == (header.n_response, header.n_given) and given.min() >= 0
-            assert isinstance(given_problem(given, header.n_response, header.n_vocab or 50), str)
+            assert given.shape == (header.n_rows, header.n_given) and given.min() >= 0
+            assert isinstance(given_problem(given, header.n_rows, header.n_vocab or 50), str)
             assert [bytes(frame) for frame in pack_given(given)] == list(frames[1:])
     elif isinstance(header, StatusReply):
         assert isinstance(decode_status(header, list(frames)), ServerStatus)

@@ -12,6 +12,7 @@ import multiprocessing
 import os
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -71,6 +72,32 @@ def mixed_batch() -> list[TokenSequence]:
     return [TokenSequence(rng.integers(0, VOCAB - 99, p + r).astype(np.int32), p) for p, r in sizes]
 
 
+def masks_of(batch: Sequence[TokenSequence], seed: int = 0) -> list[np.ndarray]:
+    """Return an [R] bool mask for each sequence: turns, single tokens, the last token only; all if R = 1."""
+    rng, masks = np.random.default_rng(seed), []
+    for i, sequence in enumerate(batch):
+        at = np.arange(sequence.n_response)
+        mask = [at // 7 % 2 == 1, rng.random(len(at)) < 0.5, at == len(at) - 1, at < max(1, len(at) // 3)][i % 4]
+        masks.append(mask if mask.any() else np.ones(len(at), bool))
+    return masks
+
+
+def masked(batch: Sequence[TokenSequence], masks: Sequence[np.ndarray]) -> list[TokenSequence]:
+    """Return the sequences with rows for some tokens only, and their given ids."""
+    return [
+        replace(sequence, own=mask, given=None if sequence.given is None else sequence.given[mask])
+        for sequence, mask in zip(batch, masks, strict=True)
+    ]
+
+
+def own_rows(scored: Any, mask: np.ndarray) -> Any:
+    """Return these rows of a sequence's scores."""
+    if not isinstance(scored, TopKScores):
+        return scored[mask]
+    tables = (scored.ids, scored.logprobs, scored.tail, scored.counts, scored.sampled)
+    return TopKScores(*(None if table is None else table[mask] for table in tables))  # type: ignore[arg-type]
+
+
 def plain_logits(model: Path, batch: Sequence[TokenSequence]) -> list[np.ndarray]:
     """Return [R, V] float64 logits of each sequence: plain transformers in float32, one sequence at a time."""
     from transformers import AutoModelForCausalLM
@@ -126,6 +153,17 @@ def stream_facts(engine: Engine, batch: list[TokenSequence], params: ScoreParams
         stream.close()
         stream.close()  # closing twice is allowed
     return [(stream.n_rows, stream.n_cols, stream.dtype) for stream in streams]
+
+
+def head_rows(engine: Any, batch: list[TokenSequence], params: ScoreParams) -> int:
+    """Return the rows that the Transformers engine's LM head computes for a batch."""
+    rows: list[int] = []
+    hook = engine._head.register_forward_pre_hook(lambda _, args: rows.append(len(args[0])))
+    try:
+        score(engine, batch, params)
+    finally:
+        hook.remove()
+    return sum(rows)
 
 
 def lm_head(engine: Engine, wire: Any) -> np.ndarray:

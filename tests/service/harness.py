@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +64,16 @@ def random_rollouts(n: int, n_vocab: int, seed: int = 0, response: tuple[int, in
             )
         )
     return rollouts
+
+
+def own_turns(rollout: Rollout, seed: int = 0) -> Rollout:
+    """Return it as a trajectory: some turns of the student, between them observations; all its own if R < 3."""
+    n, rng = len(rollout.response_ids), np.random.default_rng([seed, rollout.prompt_id])
+    if n < 3:
+        return rollout
+    borders = np.sort(rng.choice(np.arange(1, n), min(4, n - 1), replace=False))
+    turn = np.searchsorted(borders, np.arange(n), side="right")
+    return replace(rollout, own=turn % 2 == rng.integers(2))
 
 
 def connect(port: int, **settings: Any) -> ZmqTeacher:

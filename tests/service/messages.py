@@ -92,16 +92,16 @@ def make_reply(
 ) -> tuple[ScoreReply, list[memoryview]]:
     """Return (header, frames) of a valid reply to a `topk` request from the worker of `make_hello`."""
     if scores is None:
-        scores = make_scores(request.n_response, request.k, mass=request.mass > 0)
+        scores = make_scores(request.n_rows, request.k, mass=request.mass > 0)
         if request.with_sampled:
-            scores = replace(scores, sampled=-np.arange(request.n_response, dtype=np.float32))
+            scores = replace(scores, sampled=-np.arange(request.n_rows, dtype=np.float32))
     fields: dict[str, Any] = {
         "request_id": request.request_id,
         "token_digest": token_digest(tokens),
         "model_fingerprint": "f",
         "worker": "w",
         "signal": "topk",
-        "n_rows": request.n_response,
+        "n_rows": request.n_rows,
         "k": request.k,
         "n_entries": scores.ids.size if scores.counts is None else int(scores.counts.sum()),
         "adaptive": scores.counts is not None,

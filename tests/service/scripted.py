@@ -57,6 +57,7 @@ def valid_reply(request: ScoreRequest, tokens: np.ndarray, **changes: Any) -> Me
     Probabilities are 1/2, 1/4, ...; with a mass target row j lists j % K + 1 of them.
     """
     response = tokens[request.prompt_length :]
+    response = response[response >= 0]
     n_rows = len(response)
     fields: dict[str, Any] = {
         "request_id": request.request_id,

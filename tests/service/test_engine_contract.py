@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 
 import numpy as np
@@ -19,7 +19,10 @@ from tests.service.engine_host import (
     engine_settings,
     hosted,
     local,
+    masked,
+    masks_of,
     mixed_batch,
+    own_rows,
     plain_logits,
     plain_logprobs,
     save_engine_model,
@@ -193,6 +196,50 @@ def test_a_mass_target_returns_the_fewest_entries(ask: Ask, plain: list[np.ndarr
             assert (cut.ids[j, count:] == NO_ID).all() and (cut.logprobs[j, count:] == -np.inf).all()
             assert abs(cut.tail[j] - (1 - cumulative[j, count - 1])) < 1e-5
     assert {1, 20} < seen  # rows that need one entry, rows that do not reach the target, and rows in between
+
+
+MASKED = {
+    "topk": ScoreParams("topk", k=8, with_sampled=True),
+    "mass": ScoreParams("topk", k=20, mass=0.7),
+    "given": ScoreParams("topk", k=8, n_vocab=VOCAB - 99, n_given=3),
+    "sampled": ScoreParams("sampled", temperature=0.8),
+    "logits": ScoreParams("logits", temperature=1.5, wire="fp16"),
+    "hidden": ScoreParams("hidden"),
+}
+
+
+@pytest.mark.parametrize("name", MASKED)
+def test_rows_of_own_tokens_are_those_of_the_whole_response(ask: Ask, name: str) -> None:
+    """Fails if a masked sequence has the rows of other tokens, given ids or sampled tokens are those of other rows, or
+    the observations are not read. Some turns are split over two forward passes.
+    """
+    params, rng, whole = MASKED[name], np.random.default_rng(8), BATCH
+    if params.n_given:
+        ids = [np.stack([rng.permutation(VOCAB - 99)[:3] for _ in range(s.n_response)]).astype(np.int32) for s in BATCH]
+        whole = [replace(sequence, given=given) for sequence, given in zip(BATCH, ids, strict=True)]
+    asked = masked(whole, masks_of(BATCH))
+    asked[1] = whole[1]  # a batch may have both
+    full, own = ask("score", whole, params, step=50), ask("score", asked, params, step=50)
+    for sequence, scored, reference in zip(asked, own, full, strict=True):
+        expected = reference if sequence.own is None else own_rows(reference, sequence.own)
+        pairs = [(scored, expected)]
+        if isinstance(scored, TopKScores):
+            pairs = [(getattr(scored, f.name), getattr(expected, f.name)) for f in fields(scored)]
+        for got, rows in pairs:
+            assert (got is None) == (rows is None)
+            # oneDNN multiplies a single row by another kernel: a stream of one row is rounded otherwise.
+            if got is not None and (on_cuda() or (params.signal == "logits" and len(rows) == 1)):
+                np.testing.assert_allclose(got.astype(np.float64), rows.astype(np.float64), atol=SAME, rtol=2**-10)
+            elif got is not None:
+                np.testing.assert_array_equal(got, rows)
+    assert sum(sequence.n_rows for sequence in asked) < sum(sequence.n_rows for sequence in BATCH) / 2
+
+
+def test_the_head_runs_on_the_rows_of_own_tokens_only(hf: Ask) -> None:
+    """Fails if the logits of observations are computed: they are what a mask saves."""
+    asked = masked(BATCH, masks_of(BATCH))
+    for params in (MASKED["topk"], MASKED["sampled"], MASKED["logits"]):
+        assert hf("head_rows", asked, params) == sum(sequence.n_rows for sequence in asked)
 
 
 def test_the_chunk_size_has_no_effect(ask: Ask) -> None:

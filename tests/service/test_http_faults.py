@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import base64
 import copy
+import io
 import json
 import random
 import threading
@@ -11,15 +13,17 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
 from gkd.errors import ConfigError, TeacherError, TeacherRefusal, TeacherUnavailable
+from gkd.scoring.teacher.http_forms import Asked, request_of, scores_of
 from gkd.scoring.teacher.info import Probe
 from gkd.types import Rollout
 from tests.dist.helpers import free_port
 from tests.processes import wait_until
-from tests.service.harness import random_rollouts
+from tests.service.harness import own_turns, random_rollouts
 from tests.service.http_servers import N_VOCAB, ScriptedHttp, distributions, http_teacher, valid_reply
 
 pytestmark = pytest.mark.service
@@ -75,6 +79,40 @@ def test_scores_of_both_dialects(dialect: str) -> None:
             np.testing.assert_array_equal(only.sampled_logprobs, scores.sampled_logprobs)
         info = teacher.info()
         assert (info.fingerprint, info.max_tokens, info.n_streams) == ("m", 98, 32)
+
+
+@pytest.mark.parametrize("dialect", ["vllm", "sglang"])
+def test_rows_of_own_tokens_are_kept(dialect: str) -> None:
+    """Fails if rows of observations are trained on, a kept row is of another token, or an empty mask is sent."""
+    with ScriptedHttp(good) as server, http_teacher(server.url, dialect=dialect, k=K, n_vocab=N_VOCAB) as teacher:
+        for rollout in map(own_turns, rollouts(20)):
+            (whole,) = teacher.submit([replace(rollout, own=None)], BOTH).result()
+            (scores,) = teacher.submit([rollout], BOTH).result()
+            own = np.ones(len(rollout.response_ids), bool) if rollout.own is None else rollout.own
+            assert scores.topk is not None and whole.topk is not None and whole.sampled_logprobs is not None
+            np.testing.assert_array_equal(scores.sampled_logprobs, whole.sampled_logprobs[own])
+            for name in ("topk_ids", "topk_logprobs", "tail_mass"):
+                np.testing.assert_array_equal(getattr(scores.topk, name), getattr(whole.topk, name)[own])
+        with pytest.raises(TeacherError, match="prompt 0, .*own"):
+            teacher.submit([replace(rollouts(1)[0], own=np.zeros(2, bool))], BOTH)
+
+
+def test_given_ids_of_own_tokens_have_rows_for_all() -> None:
+    """Fails if the ids of own tokens are requested for, or read from, the rows of other tokens."""
+    own, given = np.array([False, True, False, False, True]), np.array([[3, 1], [2, 7]], np.int32)
+    asked = Asked("x", [*range(8)], 3, 2, with_sampled=False, given=given, own=own)
+    path, body = request_of("vllm", "m", asked)
+    sent = msgspec.json.decode(body)["sampling_params"]["prompt_logprob_token_ids"]
+    assert path == "/inference/v1/generate"
+    assert len(sent) == 5 and (sent[1], sent[4]) == ([3, 1], [2, 7])
+    assert all(ids in given.tolist() for ids in sent), "a server refuses ids that repeat, or that it does not have"
+    file = io.BytesIO()
+    rows = np.log(np.array([[0.9, 0.1], [0.5, 0.25], [0.9, 0.1], [0.9, 0.1], [0.1, 0.7]], np.float32))
+    np.lib.format.write_array(file, rows, (1, 0))
+    reply = msgspec.json.encode({"prompt_token_id_logprobs": base64.b64encode(file.getvalue()).decode()})
+    scores = scores_of("vllm", reply, asked, N_VOCAB)
+    assert scores.topk is not None and scores.topk.topk_ids.tolist() == [[3, 1], [7, 2]]
+    np.testing.assert_array_equal(scores.topk.topk_logprobs, [rows[1], rows[4][::-1]])
 
 
 # Faults of a reply: each changes the JSON at a random place of the response and returns None, or returns other bytes.

@@ -25,14 +25,14 @@ from gkd.scoring.endpoint import ScoringEndpoint
 from gkd.scoring.teacher.greedy import _decode
 from gkd.scoring.teacher.info import TeacherInfo
 from gkd.scoring.teacher.window import window_of_group
-from gkd.types import Prompt, Rollout, TeacherScores
+from gkd.types import Prompt, Rollout, TeacherScores, TeacherTopK
 from teacher_server.wire.protocol import Signal
 from tests.dist.helpers import free_port
 from tests.e2e.conftest import save_model
 from tests.processes import wait_until
 from tests.second_runner import small_student
 from tests.service.conftest import on_device
-from tests.service.harness import ServerProcess, connect, random_rollouts
+from tests.service.harness import ServerProcess, connect, own_turns, random_rollouts
 from tests.service.http_servers import VllmServer, http_teacher
 
 pytestmark = [pytest.mark.service, pytest.mark.cpu_only("vllm serve runs on the CPU here")]
@@ -92,6 +92,13 @@ def test_scores_equal_those_of_the_teacher_server(
         check_equal([future.result()[0] for future in futures], expected)
         own_prompt = replace(rollouts[0], prompt_ids=rollouts[1].prompt_ids, teacher_ids=rollouts[0].prompt_ids)
         check_equal(teacher.submit([own_prompt], BOTH).result(), expected[:1])
+        whole = max(range(len(rollouts)), key=lambda i: len(rollouts[i].response_ids))
+        trajectory, reference = own_turns(rollouts[whole]), expected[whole]
+        assert reference.topk is not None and reference.sampled_logprobs is not None and trajectory.own is not None
+        tables = (reference.topk.topk_ids, reference.topk.topk_logprobs, reference.topk.tail_mass)
+        rows = TeacherTopK(*(table[trajectory.own] for table in tables))
+        rows_of_own = TeacherScores(rows, reference.sampled_logprobs[trajectory.own])
+        check_equal(teacher.submit([trajectory], BOTH).result(), [rows_of_own])
 
 
 def test_greedy_answers_are_those_of_the_teacher_server(vllm_server: VllmServer, zmq_port: int) -> None:
@@ -213,6 +220,9 @@ def test_given_ids_of_the_second_runner(tmp_path: Path) -> None:
         )
         for rollout in random_rollouts(4, n_vocab, seed=2, response=(2, 12))
     ]
+    trajectory = own_turns(asked[3])
+    assert trajectory.own is not None and asked[3].top_ids is not None
+    asked[3] = replace(trajectory, top_ids=asked[3].top_ids[trajectory.own])
     with (
         ServerProcess(model, tmp_path, options=on_device()) as zmq,
         VllmServer(model, tmp_path / "vllm.log", free_port(), second_runner=True) as server,

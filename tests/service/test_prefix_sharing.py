@@ -14,7 +14,17 @@ import torch
 from teacher_server.engines.base import ScoreParams, TokenSequence
 from teacher_server.engines.hf_prefix import SHORTEST_PROMPT
 from teacher_server.wire.payload import TopKScores
-from tests.service.engine_host import VOCAB, Ask, engine_settings, hosted, local, save_engine_model
+from tests.service.engine_host import (
+    VOCAB,
+    Ask,
+    engine_settings,
+    hosted,
+    local,
+    masked,
+    masks_of,
+    own_rows,
+    save_engine_model,
+)
 
 pytestmark = [pytest.mark.service, pytest.mark.cpu_only("bit-equality in float32, and blocks of 32 tokens")]
 BLOCK = 32  # vLLM's on a CPU
@@ -92,6 +102,49 @@ def test_vllm_scores_are_bit_equal_with_and_without_sharing(sharing: Ask, plain:
     expected = plain("score", batch, params)
     assert_equal(sharing("score", batch, params), expected)
     assert_equal(sharing("score", batch[::-1], params)[::-1], expected)
+
+
+@pytest.mark.parametrize("name", SIGNALS)
+def test_rows_of_own_tokens_are_bit_equal_with_sharing(sharing: Ask, plain: Ask, name: str) -> None:
+    """Fails if a hit of the cache reaches into a turn of the student, or the rows behind an observation are shifted."""
+    batch, params = mixed(), SIGNALS[name]
+    if name != "given":
+        batch = [replace(sequence, given=None) for sequence in batch]
+    masks = masks_of(batch)
+    asked = masked(batch, masks)
+    expected = [own_rows(scored, mask) for scored, mask in zip(plain("score", batch, params), masks, strict=True)]
+    for ask in (plain, sharing, sharing):
+        assert_equal(ask("score", asked, params), expected)
+
+
+def test_a_cached_observation_is_not_computed_again(sharing: Ask, plain: Ask) -> None:
+    """Fails if the cache is used up to the prompt's end only, or up to a row that is needed."""
+    (sequence,) = [replace(s, given=None) for s in siblings(13, 128, [96])]
+    (asked,) = masked([sequence], [np.arange(96) >= 64])
+    scores, first = sharing("score_counted", [asked], TOPK)
+    again, second = sharing("score_counted", [asked], TOPK)
+    expected = [own_rows(scored, np.arange(96) >= 64) for scored in plain("score", [sequence], TOPK)]
+    assert_equal(scores, expected)
+    assert_equal(again, expected)
+    # The row at position 191 predicts the first own token, so five blocks of 32 tokens come from the cache.
+    assert (first, second) == (223, 223 - 5 * BLOCK)
+
+
+def test_hf_rows_of_own_tokens_are_equal_with_sharing(model: Path) -> None:
+    """Fails if the rows of siblings behind an observation are those of other tokens."""
+    ask = local(engine_settings(model, "hf"))
+    batch = [
+        s
+        for n_prompt, lengths in {100: [30, 1, 64, 30], 80: [90, 3, 60]}.items()
+        for s in siblings(n_prompt, n_prompt, lengths)
+    ]
+    masks = masks_of(batch)
+    for mask in masks:
+        mask[-2:] = True  # a stream of one row has another kernel of oneDNN, with other rounding
+    for name, params in SIGNALS.items():
+        whole = batch if name == "given" else [replace(sequence, given=None) for sequence in batch]
+        expected = [own_rows(scored, mask) for scored, mask in zip(ask("score", whole, params), masks, strict=True)]
+        assert_equal(ask("score", masked(whole, masks), params), expected)
 
 
 def test_vllm_computes_a_prompt_once(sharing: Ask, plain: Ask) -> None:

@@ -16,17 +16,18 @@ import pytest
 
 from gkd.config.check import check_config
 from gkd.config.load import load_config
+from gkd.config.schema_teacher import TeacherConfig
 from gkd.errors import CheckpointError, ConfigError
 from gkd.scoring.endpoint import ScoringEndpoint
 from gkd.scoring.group_endpoint import ScoreSummary
 from gkd.scoring.teacher import store as module
 from gkd.scoring.teacher.record import packed, unpacked
-from gkd.scoring.teacher.store import SUFFIX, ScoreStore
+from gkd.scoring.teacher.store import SUFFIX, ScoreStore, score_key
 from gkd.scoring.teacher.window import Window
 from gkd.types import Rollout, TeacherScores, TeacherTopK
 from teacher_server.wire.protocol import Wire
 from tests.processes import wait_until
-from tests.service.harness import ServerProcess, connect, random_rollouts
+from tests.service.harness import ServerProcess, connect, own_turns, random_rollouts
 
 pytestmark = pytest.mark.service
 GIB = 1 << 30
@@ -80,11 +81,14 @@ def test_what_one_process_writes_another_reads(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("wire", ["fp16", "fp32"])
-def test_a_record_returns_every_signal_bit_by_bit(wire: Wire) -> None:
+@pytest.mark.parametrize("is_masked", [False, True])
+def test_a_record_returns_every_signal_bit_by_bit(wire: Wire, is_masked: bool) -> None:
     """Fails if a stored epoch trains otherwise than the first one, with any signal, precision or mass target."""
     (rollout,) = from_dataset(1)
     rollout = replace(rollout, teacher_ids=np.arange(7, dtype=np.int32))
-    rng, n = np.random.default_rng(1), len(rollout.response_ids)
+    rollout = own_turns(rollout) if is_masked else rollout
+    assert (rollout.n_own < len(rollout.response_ids)) == is_masked
+    rng, n = np.random.default_rng(1), rollout.n_own
     exact = np.float16 if wire == "fp16" else np.float32
     counts = rng.integers(1, 9, n).astype(np.int32)
     ids, logprobs = rng.integers(0, 1 << 24, (n, 8)).astype(np.int32), -rng.random((n, 8)).astype(exact)
@@ -106,9 +110,27 @@ def test_a_record_returns_every_signal_bit_by_bit(wire: Wire) -> None:
                     assert one.dtype == other.dtype and np.array_equal(one, other), field.name
                 elif field.name != "topk":
                     assert one is other is None
-        other = replace(rollout, response_ids=rollout.response_ids[::-1])
-        with pytest.raises(CheckpointError):
-            unpacked(packed(rollout, scores, wire), other)
+        others = [replace(rollout, response_ids=rollout.response_ids[::-1])]
+        if rollout.own is not None:
+            others += [replace(rollout, own=None), replace(rollout, own=np.roll(rollout.own, 1))]
+        for other in others:
+            with pytest.raises(CheckpointError):
+                unpacked(packed(rollout, scores, wire), other)
+
+
+def test_the_key_has_the_mask() -> None:
+    """Fails if a trajectory gets the rows of another one with the same tokens, or scores that were stored by an earlier
+    version are not found.
+    """
+    ids, more = np.arange(1, 5, dtype=np.int32), np.arange(5, 12, dtype=np.int32)
+    whole = Rollout(1, 2, ids, more, np.zeros(7, np.float32), (), "stop", on_policy=False)
+    teacher = TeacherConfig(topk=8, mass=0.0, temperature=1.0, wire="fp16")
+    masks = [np.arange(7) < 3, np.arange(7) > 3, np.arange(7) % 2 == 0]
+    masked = [replace(whole, own=mask) for mask in masks]
+    keys = [score_key(rollout, teacher, "f", ("topk",), N_VOCAB) for rollout in (whole, *masked)]
+    assert len(set(keys)) == 4
+    assert keys[0].hex() == "b302620ff18f6b630b52464c7c1c2ded", "as before there were masks"
+    assert score_key(replace(whole, own=np.ones(7, bool)), teacher, "f", ("topk",), N_VOCAB) == keys[0]
 
 
 def test_damage_is_never_returned(tmp_path: Path) -> None:
@@ -208,7 +230,7 @@ def test_an_endpoint_asks_the_teacher_once(tiny_server: ServerProcess, tmp_path:
     """
     with connect(tiny_server.port) as client:
         fingerprint = client.info().fingerprint
-    rollouts = [*from_dataset(10), *random_rollouts(4, N_VOCAB, seed=8)]
+    rollouts = [*from_dataset(5), *map(own_turns, from_dataset(5, seed=6)), *random_rollouts(4, N_VOCAB, seed=8)]
 
     def scored(temperature: float) -> tuple[list[TeacherScores], int]:
         settings = (f"teacher.server_port={tiny_server.port}", "teacher.topk=8", "teacher.wire=fp32")

@@ -9,9 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gkd.data.score_checks import Rows, validate_scores, validate_topk
+from gkd.data.score_checks import Rows, check_top_ids, validate_scores, validate_topk
 from gkd.errors import TeacherError
 from gkd.types import Rollout, TeacherScores, TeacherTopK, VersionSpan
+from teacher_server.wire.protocol import Signal
 
 
 def check(scores: TeacherTopK, n_vocab: int = 10, where: str = "x", n_rows: int | None = None) -> None:
@@ -189,6 +190,22 @@ def test_bad_rows(signal: str, field: str, value: float) -> None:
     getattr(scores, field)[1] = value
     with pytest.raises(TeacherError, match=r"x: response position 1 \(1 rows\)"):
         validate_scores(scores, rollout(), 10, (signal,), "x")  # type: ignore[arg-type]
+
+
+def test_tables_have_a_row_for_each_own_token() -> None:
+    """Fails if a table of the whole response, or one of other rows, is taken for that of the own tokens."""
+    signals: tuple[Signal, ...] = ("topk", "sampled", "logits", "hidden")
+    two, four = rollout(), np.arange(4, dtype=np.int32)
+    trajectory = replace(two, response_ids=four, own=np.array([False, True, False, True]), top_ids=np.zeros((2, 3)))
+    validate_scores(all_tables(), trajectory, 10, signals, "x")
+    check_top_ids(trajectory, 3, "x")
+    for own in (None, np.arange(4) < 3):
+        other = replace(trajectory, own=own)
+        for signal in signals:
+            with pytest.raises(TeacherError):
+                validate_scores(all_tables(), other, 10, (signal,), "x")
+        with pytest.raises(TeacherError):
+            check_top_ids(other, 3, "x")
 
 
 def test_bad_tables() -> None:

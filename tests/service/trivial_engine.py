@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -111,6 +110,13 @@ def trivial_head(vocab_size: int) -> np.ndarray:
     return (np.arange(vocab_size * HIDDEN_SIZE) % 256).astype(np.float32).reshape(vocab_size, HIDDEN_SIZE)
 
 
+def _spread(given: np.ndarray, sequence: TokenSequence) -> np.ndarray:
+    """Return [R, G] with the given ids at the rows that they are for, and any at the others."""
+    spread = np.repeat(given[:1], sequence.n_response, axis=0)
+    spread[sequence.rows] = given
+    return spread
+
+
 class _ArrayStream:
     """A `RowStream` of rows that a function computes. They are integers up to 255, so float16 is exact."""
 
@@ -149,21 +155,26 @@ class TrivialEngine:
         return [self._score(sequence, params) for sequence in batch]
 
     def _score(self, sequence: TokenSequence, params: ScoreParams) -> Scores:
-        token_ids, prompt_length, n_rows = sequence.token_ids, sequence.prompt_length, sequence.n_response
+        token_ids, prompt_length, rows = sequence.token_ids, sequence.prompt_length, sequence.rows
         n_vocab = params.n_vocab or self.vocab_size
         if params.signal == "topk":
-            scores = trivial_topk(token_ids, prompt_length, params.k, n_vocab, params.mass, sequence.given)
-            return replace(scores, sampled=trivial_sampled(token_ids, prompt_length) if params.with_sampled else None)
+            given = None if sequence.given is None else _spread(sequence.given, sequence)
+            scores = trivial_topk(token_ids, prompt_length, params.k, n_vocab, params.mass, given)
+            counts = None if scores.counts is None else scores.counts[rows]
+            sampled = trivial_sampled(token_ids, prompt_length)[rows] if params.with_sampled else None
+            return TopKScores(scores.ids[rows], scores.logprobs[rows], scores.tail[rows], counts, sampled)
         if params.signal == "sampled":
-            return trivial_sampled(token_ids, prompt_length)
+            return trivial_sampled(token_ids, prompt_length)[rows]
         if params.signal == "hidden":
-            hidden = trivial_hidden(token_ids, prompt_length)
-            return _ArrayStream(lambda start, stop: hidden[start:stop], n_rows, HIDDEN_SIZE, params.wire)
+            hidden = trivial_hidden(token_ids, prompt_length)[rows]
+            return _ArrayStream(lambda start, stop: hidden[start:stop], len(rows), HIDDEN_SIZE, params.wire)
 
         def logits(start: int, stop: int) -> np.ndarray:
-            return trivial_logits(token_ids[: prompt_length + stop], prompt_length + start, n_vocab)
+            first, last = int(rows[start]), int(rows[stop - 1])
+            whole = trivial_logits(token_ids[: prompt_length + last + 1], prompt_length + first, n_vocab)
+            return whole[rows[start:stop] - first]
 
-        return _ArrayStream(logits, n_rows, n_vocab, params.wire)
+        return _ArrayStream(logits, len(rows), n_vocab, params.wire)
 
     def lm_head(self, wire: Wire) -> RowStream:
         """See `Engine.lm_head`."""

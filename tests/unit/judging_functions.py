@@ -46,3 +46,9 @@ def misbehave(prompt: str, response: str, row: dict[str, Any]) -> Any:
         subprocess.Popen(["sleep", "977"])  # ends with the worker
         threading.Event().wait()
     return {"nan": float("nan"), "inf": float("inf"), "none": None, "text": "1"}.get(response, 1.0)
+
+
+def n_messages(prompt: str, response: str, row: dict[str, Any], messages: list[dict[str, str]]) -> float:
+    """Return the length of a trajectory."""
+    assert messages[-1]["role"] == "assistant" and response == messages[-1]["content"]
+    return float(len(messages))

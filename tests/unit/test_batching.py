@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -11,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gkd.data.batching import check_batch, make_micro_batches, token_records
+from gkd.data.batching import check_batch, make_micro_batches, token_records, without_first
 from gkd.errors import DataError, GkdError, TeacherError
 from gkd.types import MicroBatch, Rollout, TeacherScores, TeacherTopK, TokenTargets, VersionSpan
 
@@ -20,23 +21,29 @@ N_VOCAB, D = 10_000, 5
 ALL = ("topk", "sampled", "logits", "hidden")
 
 
-def make_rollout(prompt_id: int, n_prompt: int, n_response: int, sample: int = 0) -> Rollout:
-    """Return a rollout with unique tokens: prompt_id * 1000 + position."""
+def make_rollout(prompt_id: int, n_prompt: int, n_response: int, sample: int = 0, *, own: int = 0) -> Rollout:
+    """Return a rollout with unique tokens: prompt_id * 1000 + position.
+
+    Args:
+        own: the bits of the mask, the first token's is the lowest; 0 means no mask.
+    """
     tokens = np.arange(n_prompt + n_response, dtype=np.int32) + prompt_id * 1000
+    mask = np.array([own >> j & 1 for j in range(n_response)], bool)
     return Rollout(
         prompt_id,
         sample,
         tokens[:n_prompt],
         tokens[n_prompt:],
-        np.zeros(n_response, np.float32),
+        np.zeros(mask.sum() or n_response, np.float32),
         (VersionSpan(0, n_response, 0),),
         "stop",
+        own=mask if mask.any() else None,
     )
 
 
 def make_scores(rollout: Rollout, k: int = K) -> TeacherScores:
-    """Return scores whose row j identifies response token j in every table: ids token, token + 1, ..."""
-    tokens = rollout.response_ids
+    """Return scores whose row j identifies own token j in every table: ids token, token + 1, ..."""
+    tokens = rollout.own_ids
     ids = tokens[:, None] + np.arange(k, dtype=np.int32)
     return TeacherScores(
         topk=TeacherTopK(ids, np.full(ids.shape, np.log(0.5 / k), np.float32), np.full(len(ids), 0.5, np.float32)),
@@ -63,17 +70,17 @@ def rows_of(batch: MicroBatch) -> list[tuple[int, int, int]]:
 
 @settings(max_examples=60, deadline=None)
 @given(
-    st.lists(st.tuples(st.integers(1, 6), st.integers(1, 7)), min_size=1, max_size=9),
+    st.lists(st.tuples(st.integers(1, 6), st.integers(1, 7), st.integers(0, 127)), min_size=1, max_size=9),
     st.integers(1, 4),
     st.sampled_from([0, 13, 30]),
     st.booleans(),
     st.randoms(use_true_random=False),
 )
-def test_every_response_token_has_one_loss_row_with_its_teacher_row(  # type: ignore[no-untyped-def]
+def test_every_own_token_has_one_loss_row_with_its_teacher_row(  # type: ignore[no-untyped-def]
     lengths, size, max_tokens, packed, random
 ) -> None:
-    """Fails if a response token has no loss row, several, or another token's scores."""
-    rollouts = [make_rollout(i + 1, p, r, sample=i) for i, (p, r) in enumerate(lengths)]
+    """Fails if an own token has no loss row, several, or another token's scores, or an observed token has a row."""
+    rollouts = [make_rollout(i + 1, p, r, sample=i, own=own) for i, (p, r, own) in enumerate(lengths)]
     random.shuffle(rollouts)
     scores = [make_scores(r) for r in rollouts]
     batches = make_micro_batches(
@@ -87,6 +94,7 @@ def test_every_response_token_has_one_loss_row_with_its_teacher_row(  # type: ig
         expected += [
             (int(tokens[n_prompt - 1 + j]), int(tokens[n_prompt + j]), int(tokens[n_prompt + j]))
             for j in range(len(rollout.response_ids))
+            if rollout.own is None or rollout.own[j]
         ]
     assert found == sorted(expected)
     sizes = {r.sample_index: r.n_tokens for r in rollouts}
@@ -99,7 +107,7 @@ def test_every_response_token_has_one_loss_row_with_its_teacher_row(  # type: ig
             check_packed(batch, [sizes[index] for index, _ in batch.samples])
         else:
             assert batch.cu_seqlens is None and batch.tokens.shape[0] == len(batch.samples)
-    assert sorted(batches.samples) == sorted((r.sample_index, len(r.response_ids)) for r in rollouts)
+    assert sorted(batches.samples) == sorted((r.sample_index, r.n_own) for r in rollouts)
     assert list(batches.samples) == [pair for batch in batches for pair in batch.samples]
     other = make_micro_batches(rollouts, scores, micro_batch_size=size, max_tokens=max_tokens, packed=not packed)
     assert sorted(row for batch in other for row in rows_of(batch)) == found
@@ -217,6 +225,28 @@ def test_a_truncated_response_has_no_end() -> None:
     assert ends is not None and ends.tolist() == [False, False, False, False, True]
 
 
+def test_each_turn_of_a_trajectory_has_an_end() -> None:
+    """Fails if an end token before an observation counts as an ordinary one, or an observed token as an end."""
+    done, cut = make_rollout(1, 2, 7, own=0b1100011), make_rollout(2, 1, 5, own=0b10011)
+    rollouts = [done, replace(cut, finish_reason="length"), replace(make_rollout(3, 1, 3, own=0b011), on_policy=False)]
+    (batch,) = make_micro_batches(rollouts, [make_scores(r) for r in rollouts], micro_batch_size=3)
+    ends = targets_of(batch).ends
+    assert ends is not None and ends.tolist() == [False, True] * 2 + [False, True, False] + [False, False]
+
+
+def test_skipped_tokens_are_own_tokens() -> None:
+    """Fails if distill.skip_first_tokens counts observed tokens, or shifts the rows of a trajectory."""
+    rollout = make_rollout(1, 2, 8, own=0b11000011)
+    rollout = replace(rollout, rollout_logprobs=-np.arange(4, dtype=np.float32))
+    for n, at in ((1, 1), (2, 6), (3, 7)):
+        (rest,), (scores,) = cast("Any", without_first([rollout], [make_scores(rollout)], n))
+        assert rest.own_ids.tolist() == rollout.own_ids[n:].tolist() == scores.topk.topk_ids[:, 0].tolist()
+        assert len(rest.prompt_ids) == 2 + at and rest.n_tokens == rollout.n_tokens
+        assert rest.rollout_logprobs.tolist() == rollout.rollout_logprobs[n:].tolist()
+        check_batch([rest], None, where="rank", n_vocab=N_VOCAB, signals=())
+    assert without_first([rollout], None, 4) == ([], None)
+
+
 def test_tables_of_different_widths_are_padded_to_the_widest_of_their_micro_batch() -> None:
     """Fails if sequences with different K or a mass target cannot share a micro-batch, or padding counts as tokens."""
     rollouts = [make_rollout(1, 2, 2), make_rollout(2, 1, 1), make_rollout(3, 1, 3)]
@@ -272,6 +302,9 @@ def test_a_valid_batch_passes_the_check() -> None:
         ({"prompt_ids": np.array([-1, 5], np.int32)}, "prompt position 0: .*-1"),
         ({"rollout_logprobs": np.zeros(1, np.float32)}, r"rollout logprobs \[1\], expected \[2\]"),
         ({"rollout_logprobs": np.array([0, np.nan], np.float32)}, "position 1: .*nan"),
+        ({"own": np.zeros(2, bool)}, "the mask marks 0 of 2 tokens"),
+        ({"own": np.ones(3, bool)}, "the mask marks 3 of 3 tokens, the response has 2"),
+        ({"own": np.array([False, True])}, r"rollout logprobs \[2\], expected \[1\]"),
     ],
 )
 def test_a_bad_rollout_is_refused_by_rank_and_sample(change: dict[str, np.ndarray], pattern: str) -> None:

@@ -22,6 +22,7 @@ from tests.refusals import refuses
 
 ROOT = Path(__file__).resolve().parents[2]
 MINIMAL = ["data.train_files=[a.jsonl]", "model.path=m", "trainer.run_dir=r"]
+SHOP = "rollout.environment=shop:Shop"
 REWARDS = ["reward.functions=[{path: length}]", "distill.reward_weight=1", "rollout.n=2"]
 KL = ["distill.reference_kl_weight=0.1"]
 LORA = ["actor.strategy=fsdp2", "actor.lora.rank=4"]
@@ -287,6 +288,17 @@ def test_an_invalid_file_is_refused(tmp_path: Path, text: str) -> None:
         (["reward.functions=[{path: exact}]"], "reward.functions[0].path"),
         (["reward.functions=[{path: length}, {path: m.fn}]"], "reward.functions[1].path"),
         (["reward.functions=[{path: length}, {path: length}]"], "reward.functions"),
+        (["reward.functions=[{path: environment}]"], "reward.functions"),
+        (["eval.metric=environment", "data.val_files=[v.jsonl]"], "eval.metric"),
+        (["rollout.max_turns=3"], "rollout.max_turns"),
+        (["rollout.environment_workers=2"], "rollout.environment_workers"),
+        (["rollout.environment=shop"], "rollout.environment"),
+        ([SHOP, "data.chat_template=never"], "rollout.environment"),
+        (
+            [SHOP, "eval.teacher_prompts=4", "data.val_files=[v.jsonl]", "eval.metric=exact_match"],
+            "eval.teacher_prompts",
+        ),
+        ([SHOP, "rollout.max_turns=100", "trainer.stage_timeout_s=3000"], "rollout.environment_timeout_s"),
         (["reward.functions=[{path: length, weight: 0}]"], "reward.functions[0].weight"),
         (["reward.functions=[{path: length, weight: .nan}]"], "reward.functions[0].weight"),
         (["reward.functions=[{path: exact_match}]", "eval.metric=none", "eval.answer_marker="], "eval.answer_marker"),

@@ -39,6 +39,10 @@ class Engine:
     def n_running(self) -> int:
         return len(self.running)
 
+    @property
+    def n_generating(self) -> int:
+        return self.n_running
+
     def add(self, owner: Hashable, prompts: Sequence[Prompt], sampling: Any, prompt_indices: Sequence[int]) -> None:
         for prompt, index in zip(prompts, prompt_indices, strict=True):
             if prompt.prompt_id == 999:

@@ -75,6 +75,10 @@ class Engine:
     def n_running(self) -> int:
         return len(self.running)
 
+    @property
+    def n_generating(self) -> int:
+        return self.n_running
+
     def add(
         self, owner: Hashable, prompts: Sequence[Prompt], sampling: Sampling, prompt_indices: Sequence[int]
     ) -> None:
@@ -550,7 +554,7 @@ def test_a_streamed_prompt_is_returned_as_rollouts_and_sizes() -> None:
     items: Any = worker.stream()
     for index in (6, 9):  # max_num_seqs = n: one prompt at a time
         rollouts, sizes = next(items), next(items)
-        assert isinstance(sizes, bytes) and len(sizes) == 16 + 24 * N
+        assert isinstance(sizes, bytes) and len(sizes) == 16 + 32 * N
         job, chunk = decode_sizes(sizes, rollouts)
         assert (job, chunk.dp_rank, chunk.versions.tolist()) == (1, index % 4, [0] * N)
         assert chunk.sample_index.tolist() == [index * N, index * N + 1] == [r.sample_index for r in chunk.ref]
@@ -565,7 +569,7 @@ def test_a_streamed_prompt_is_returned_as_rollouts_and_sizes() -> None:
 
 def test_spans_attribute_tokens_to_versions() -> None:
     """Fails if a version without tokens gets a span, or a version that was pushed twice gets two."""
-    request = Request("owner", prompts(0)[0], 0, "id")
+    request = Request("owner", prompts(0)[0], 0, SAMPLING, 1)
     for stop, version in ((0, 1), (3, 2), (3, 3), (5, 4), (7, 4), (8, 6)):
         request.record_span(stop, version)
     assert request.spans == [VersionSpan(0, 3, 2), VersionSpan(3, 7, 4), VersionSpan(7, 8, 6)]

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from examples.quickstart import make_models as maker
-from examples.quickstart.addition import Problem, build_tokenizer, make_problems, read_jsonl
-from examples.quickstart.evaluate import greedy_decode, score
+from examples.quickstart.addition import Problem, build_tokenizer, make_problems, read_jsonl, worked
+from examples.quickstart.evaluate import greedy_decode, greedy_score, score
 from examples.quickstart.make_models import Recipe, make_models
 from examples.quickstart.pretrain import ModelRecipe, build_model, lr_share, train_from_scratch
 from gkd.errors import ConfigError, ModelError
@@ -106,11 +108,16 @@ def test_pretraining_lowers_the_loss_of_the_response() -> None:
     """If this fails, labels, mask or optimizer are wrong and no recipe can reach its accuracy."""
     recipe = replace(TINY, hidden_size=64, intermediate_size=64, batch_size=16, eval_every=60, step_limit=60)
     train, validation = make_problems(seed=0, n_train=64, n_heldout=8)
-    fresh = build_model(recipe)
-    trained, steps, _ = train_from_scratch("teacher", recipe, train, validation)
+    fresh = build_model(recipe, build_tokenizer())
+    trained, steps, _ = trained_on(recipe, train, validation)
     assert steps == 60
     assert response_loss(fresh, train) > 4.0  # near log 258, a fresh model's
     assert response_loss(trained, train) < 1.5
+
+
+def trained_on(recipe: ModelRecipe, train: list[Problem], validation: list[Problem]) -> tuple[Any, int, float]:
+    score = partial(greedy_score, problems=validation)
+    return train_from_scratch("teacher", recipe, build_tokenizer(), worked(train), score)
 
 
 def response_loss(model: torch.nn.Module, problems: list[Problem]) -> float:
@@ -139,13 +146,13 @@ def test_training_continues_to_the_end_of_the_decay() -> None:
     """If this fails, training stops at a single high evaluation while the learning rate is still high."""
     recipe = replace(TINY, decay_from_accuracy=0.0, decay_steps=3, step_limit=9)
     train, validation = make_problems(seed=0, n_train=8, n_heldout=2)
-    _, steps, _ = train_from_scratch("teacher", recipe, train, validation)
+    _, steps, _ = trained_on(recipe, train, validation)
     assert steps == 4  # the decay is started by the evaluation after step 1
 
 
 def test_batched_decoding_equals_decoding_one_by_one() -> None:
     """If this fails, left padding or positions are wrong, and accuracies depend on the batch."""
-    model = build_model(replace(TINY, n_layers=2))
+    model = build_model(replace(TINY, n_layers=2), build_tokenizer())
     prompts = [build_tokenizer()(text)["input_ids"] for text in ("358+467=", "1+2=", "12345+67890=", "7=")]
     expected = [decode_without_cache(model, prompt, n_tokens=12) for prompt in prompts]
     assert len({tuple(response) for response in expected}) == len(prompts), "equal responses would prove nothing"

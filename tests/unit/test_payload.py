@@ -14,6 +14,7 @@ from teacher_server.wire.payload import (
     NO_ID,
     TopKScores,
     check_reply,
+    mark_own,
     pack_rows,
     pack_sampled,
     pack_topk,
@@ -34,6 +35,8 @@ from teacher_server.wire.protocol import (
     checksum,
     replies,
 )
+from teacher_server.wire.worker_protocol import Assignment
+from teacher_server.worker.open_request import open_request
 from tests.service.messages import make_reply, make_request, make_scores, make_tokens
 
 WIRES: list[Wire] = ["fp16", "fp32"]
@@ -200,6 +203,36 @@ def test_tokens_must_match_the_header() -> None:
             unpack_tokens(request, frames)
     with pytest.raises(ProtocolError):
         unpack_tokens(make_request(tokens, checksum=checksum(negative.tobytes())), [negative.tobytes()])
+
+
+@settings(max_examples=200, deadline=None)
+@given(data=st.data())
+def test_marks_return_the_mask_or_are_refused(data: st.DataObject) -> None:
+    """Fails if a worker reads other ids or another mask than the client gave, or accepts a damaged one."""
+    sizes = data.draw(st.lists(st.tuples(st.integers(1, 4), st.integers(1, 6)), min_size=1, max_size=3))
+    ids = [make_tokens(p + r, i) for i, (p, r) in enumerate(sizes)]
+    masks = [np.array(data.draw(st.lists(st.booleans(), min_size=r, max_size=r))) for _, r in sizes]
+    n_own, n_response = sum(int(mask.sum()) for mask in masks), sum(r for _, r in sizes)
+    marks = [np.append(np.ones(p, bool), mask) for mask, (p, _) in zip(masks, sizes, strict=True)]
+    frame = np.concatenate([mark_own(tokens, own) for tokens, own in zip(ids, marks, strict=True)])
+    is_whole, good = n_own == n_response, all(mask.any() for mask in masks)
+    damaged = data.draw(st.sampled_from([None, *range(len(frame))]))
+    if damaged is not None:
+        frame[damaged] = ~frame[damaged]
+    own = {"n_own": 0 if is_whole else n_own, "lengths": [(p, p + r) for p, r in sizes] if len(sizes) > 1 else []}
+    job = Assignment(job_id=bytes(16), stream_id=bytes(16), waited_s=0.0, remaining_s=1.0)
+    try:
+        request = make_request(frame, prompt_length=len(frame) - n_response, signal="sampled", **own)
+        _, sequences = open_request(job, request, [frame.tobytes()], 0.0)
+    except (ProtocolError, ValueError):
+        assert damaged is not None or not good
+        return
+    assert damaged is None and good
+    for sequence, tokens, mask, (p, _) in zip(sequences, ids, masks, sizes, strict=True):
+        np.testing.assert_array_equal(sequence.token_ids, tokens)
+        np.testing.assert_array_equal(sequence.rows, np.flatnonzero(mask))
+        np.testing.assert_array_equal(sequence.own_ids, tokens[p:][mask])
+        assert (sequence.own is None) == is_whole and sequence.n_rows == mask.sum()
 
 
 @settings(max_examples=300, deadline=None)

@@ -71,6 +71,12 @@ from tests.service.scripted import info_reply
         {"lengths": [(9, 9), (1, 31)]},
         {"lengths": [(5, 20), (5, 20)], "signal": "hidden"},
         {"lengths": [(1, 2)] * 257, "prompt_length": 257, "total_length": 514},
+        {"n_own": -1},
+        {"n_own": 30},  # all: then it is 0
+        {"n_own": 31},
+        {"n_own": 1, "lengths": [(5, 20), (5, 20)]},
+        {"n_own": 2, "n_given": 5},
+        {"k": 1 << 16, "n_vocab": 0, "total_length": 1 << 20, "n_own": 513},  # too many entries
     ],
 )
 def test_out_of_range_requests_are_refused_by_the_sender(changes: dict[str, Any]) -> None:
@@ -84,7 +90,9 @@ def test_a_message_has_the_lowest_version_that_has_its_fields() -> None:
     tokens = make_tokens()
     old, new = make_request(tokens), make_request(tokens, with_sampled=True)
     several = make_request(tokens, lengths=[(5, 20), (5, 20)])
-    for header, version in ((old, 1), (new, 2), (make_request(tokens, n_given=2), 2), (several, 3)):
+    own = make_request(tokens, n_own=29)
+    assert (old.n_rows, own.n_rows, own.n_response) == (30, 29, 30)
+    for header, version in ((old, 1), (new, 2), (make_request(tokens, n_given=2), 2), (several, 3), (own, 4)):
         assert requests.encode(header)[3] == version
     error = ErrorReply(request_id=bytes(16), code="engine", text="x", sequence=1)
     assert [replies.encode(msgspec.structs.replace(error, sequence=n))[3] for n in (0, 1)] == [1, 3]
@@ -103,6 +111,7 @@ def test_a_message_has_the_lowest_version_that_has_its_fields() -> None:
         "given_checksums",
         "with_sampled",
         "lengths",
+        "n_own",
         "sequence",
     }
     for header in (ask, info_reply(ask), old, make_reply(old, tokens)[0], msgspec.structs.replace(error, sequence=0)):

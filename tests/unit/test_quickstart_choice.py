@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from examples.quickstart.__main__ import choose_config, teacher_flags
+from examples.quickstart.addition import build_tokenizer
 from examples.quickstart.make_models import Recipe
 from examples.quickstart.pretrain import ModelRecipe, build_model
 from gkd.cluster.gpu_table import PoolNeed
@@ -35,7 +36,7 @@ ONE_GPU = ROOT / "configs" / "quickstart_one_gpu.yaml"
 def config_json(recipe: ModelRecipe) -> dict[str, Any]:
     """Return the config.json of one of the quickstart's models."""
     with torch.device("meta"):
-        return build_model(recipe).config.to_dict()
+        return build_model(recipe, build_tokenizer()).config.to_dict()
 
 
 @pytest.mark.parametrize(("n_gpus", "n_wanted"), [(0, 2), (1, 1), (2, 2), (8, 2)])

@@ -78,11 +78,14 @@ def test_judging_calls_the_functions_of_each_set_of_prompts(config: Config) -> N
     """Fails if a function gets another row, prompt or response, or the functions of another set of prompts."""
     rows = [Prompt(i, ids("x"), row=encode_row(f"t:{i}", {"level": i, "answer": str(3 * i)})) for i in (1, 3, 4)]
     table, derived = RowTable.of(rows), config.derived
-    functions = {TRAINING: derived.rewards, VALIDATION: derived.metrics}
+    functions = {TRAINING: (*derived.rewards, "length"), VALIDATION: derived.metrics}
     judging = Judging(config, functions, 2, search_path(), table, table)
     try:
-        training = np.frombuffer(judging.judge([rollout(4, "a12"), rollout(1, "7")], TRAINING)).reshape(2, 2)
-        assert training.tolist() == [[2.0, 4.0], [1.0, 1.5]]
+        trajectory = dataclasses.replace(rollout(4, "a12"), own=np.array([True, False, True]))
+        chunk = [rollout(4, "a12"), rollout(1, "7"), trajectory]
+        training = np.frombuffer(judging.judge(chunk, TRAINING)).reshape(3, 3)
+        # The text is that of the last turn, the length that of all own tokens.
+        assert training.tolist() == [[2.0, 4.0, 3 / 8], [1.0, 1.5, 1 / 8], [1.0, 4.0, 2 / 8]]
         assert np.frombuffer(judging.judge([rollout(3, "x;9"), rollout(3, ";8")], VALIDATION)).tolist() == [1.0, 0.0]
         with pytest.raises(DataError):
             judging.judge([rollout(2, "1")], TRAINING)

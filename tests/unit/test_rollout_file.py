@@ -40,8 +40,15 @@ def rollout(
     )
 
 
+def trajectory(of: Rollout, reason: str) -> Rollout:
+    """Return it with an observation in the middle of its response."""
+    own = np.ones(len(of.response_ids), bool)
+    own[len(own) // 2] = False
+    return replace(of, own=own, rollout_logprobs=of.rollout_logprobs[own], finish_reason=reason)
+
+
 def scores(of: Rollout, kind: str) -> TeacherScores:
-    r = len(of.response_ids)
+    r = of.n_own
     if kind == "logits":
         return TeacherScores(logits=RNG.random((r, 7)).astype(np.float16))
     if kind == "hidden":
@@ -56,7 +63,7 @@ def scores(of: Rollout, kind: str) -> TeacherScores:
 
 
 def top_ids(of: Rollout) -> np.ndarray:
-    return RNG.integers(0, 99, (len(of.response_ids), 3)).astype(np.int32)
+    return RNG.integers(0, 99, (of.n_own, 3)).astype(np.int32)
 
 
 def written(file: Path, rollouts: list[Rollout], scored: list[TeacherScores] | None) -> Path:
@@ -80,6 +87,8 @@ def same(one: Any, other: Any) -> bool:
 def test_a_file_is_read_bit_exact(tmp_path: Path, kind: str | None) -> None:
     """Fails if tokens, versions or scores change in a file."""
     rollouts = [rollout(i, on_policy=i != 2) for i in range(5)]
+    if kind in ("topk", "hidden"):  # an environment: trajectories of several turns beside a single one
+        rollouts[1], rollouts[2] = trajectory(rollouts[1], "environment_error"), trajectory(rollouts[2], "stop")
     if kind == "topk":  # distill.support: ids of the rollouts, none of the dataset's response
         rollouts = [replace(r, top_ids=top_ids(r) if r.on_policy else None) for r in rollouts]
     scored = [scores(r, kind) for r in rollouts] if kind else None

@@ -27,7 +27,7 @@ WORDS = {0: "<start>", 1: "work", 2: ";", 3: "42", 4: "43"}
 class Engine:
     """Return `responses[i]` (token ids, finish reason) for prompt i, last prompt first; record the calls."""
 
-    n_running = n_passes = 0
+    n_running = n_generating = n_passes = 0
     has_weights = True
 
     def __init__(self, responses: Sequence[tuple[list[int], str]]) -> None:
@@ -149,13 +149,13 @@ def test_dataset_responses_belong_to_the_group_of_their_prompt(dp_size: int, chu
 
 @pytest.mark.parametrize("n", [1, 2, 16])
 def test_encoded_chunk_sizes_are_small_and_complete(n: int) -> None:
-    """Fails if a field is lost in the encoding, or a sequence takes more than 24 bytes."""
+    """Fails if a field is lost in the encoding, or a sequence takes more than 32 bytes."""
     rows = [Prompt(i, np.arange(i + 1, dtype=np.int32), None, np.array([1] * (i + 2), np.int32)) for i in range(n)]
     ((rollouts, chunk),) = dataset_chunks(
         rows, range(n), n=2**20, dp_size=1, chunk_size=16, policy_version=2**30, eos_ids={3}
     )
     data = encode_sizes(chunk)
-    assert len(data) == 16 + 24 * n
+    assert len(data) == 16 + 32 * n
     job, again = decode_sizes(encode_sizes(chunk, 7), "handle")
     assert job == 7
     for name in (f.name for f in fields(RolloutChunk)):
@@ -202,11 +202,11 @@ def test_a_prompt_without_a_dataset_response_is_named() -> None:
 
 
 def test_encoded_prompts_hold_exactly_ids_and_tokens() -> None:
-    """Fails if tokens or indices change in the encoding, or a prompt takes more than its tokens and 20 bytes."""
+    """Fails if tokens or indices change in the encoding, or a prompt takes more than its tokens and 24 bytes."""
     tokens = [np.arange(i, i + n, dtype=np.int32) for i, n in enumerate((3, 1, 400))]
     sent = [Prompt(i * 10**8, ids, "secret", route=i) for i, ids in enumerate(tokens)]
     data = encode_prompts(sent, [7, 0, 2**30])
-    assert len(data) == 4 + 3 * 20 + 404 * 4
+    assert len(data) == 4 + 3 * 24 + 404 * 4
     received, prompt_indices = decode_prompts(data)
     assert prompt_indices == [7, 0, 2**30]
     for prompt, expected in zip(received, sent, strict=True):
@@ -305,7 +305,7 @@ def test_out_of_memory_errors_of_the_engine_are_explained(tmp_path: Path, method
 
 def test_an_out_of_memory_error_of_a_stream_is_explained_once(tmp_path: Path) -> None:
     """Fails if a call that waits for the stream writes a second report for the stream's error."""
-    broken = type("Broken", (Engine,), {"n_running": 1, "step": out_of_memory})([])
+    broken = type("Broken", (Engine,), {"n_running": 1, "n_generating": 1, "step": out_of_memory})([])
     made = worker_of(broken, load_config(None), tmp_path)
     made.open_stream(1, 1, 16)
     with pytest.raises(OutOfMemory):

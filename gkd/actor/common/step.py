@@ -19,13 +19,14 @@ from gkd.errors import DataError, NumericsError
 from gkd.loss.distill_loss import DistillLoss
 from gkd.loss.reduce import token_mean
 from gkd.loss.token_loss import (
-    DOMAIN_SUMS,
     END_PROBABILITY,
     ENDED,
+    GROUP_SUMS,
     KEPT_SIZE,
     LOSS_SIZE,
     ON_POLICY_VALUES,
     domain_sum,
+    turn_sum,
 )
 from gkd.types import MicroBatch, TokenTargets, TrainStats
 
@@ -75,22 +76,34 @@ def diagnostics(loss: DistillLoss, sums: BatchSums) -> dict[str, float]:
         n: float = sums.n_on_policy if name in on_policy else n_dataset if name == SFT else sums.n_loss_tokens
         if name == END_PROBABILITY:
             n = sums.values[ENDED]
-        if n and name not in ("total", ENDED, LOSS_SIZE, KEPT_SIZE) and not name.startswith("domain/"):
+        if n and name not in ("total", ENDED, LOSS_SIZE, KEPT_SIZE) and not name.startswith(("domain/", "turn/")):
             means[f"loss/{name.replace(':', '.')}"] = value / n  # trackers refuse the colon of an import path
     if sums.values.get(LOSS_SIZE):
         means["loss/kept_share"] = sums.values[KEPT_SIZE] / sums.values[LOSS_SIZE]
-    return means | domain_numbers(loss.spec.domains, sums.values)
+    return means | domain_numbers(loss.spec.domains, sums.values) | turn_numbers(loss.spec.turns, sums.values)
 
 
 def domain_numbers(domains: Sequence[str], sums: Mapping[str, float]) -> dict[str, float]:
     """Return the KL to the teacher of each route, and its share of the loss, if the batch has tokens of it."""
     numbers = {}
     for domain in domains:
-        n_tokens, kl, total = (sums[domain_sum(domain, name)] for name in DOMAIN_SUMS)
+        n_tokens, kl, total = (sums[domain_sum(domain, name)] for name in GROUP_SUMS)
         if n_tokens and "token_kl" in sums:
             numbers[f"domain/{domain}/token_kl"] = kl / n_tokens
         if sums["total"]:
             numbers[f"domain/{domain}/loss_share"] = total / sums["total"]
+    return numbers
+
+
+def turn_numbers(n_turns: int, sums: Mapping[str, float]) -> dict[str, float]:
+    """Return the own tokens of each turn of the trajectories and their KL to the teacher, if the batch has any."""
+    numbers = {}
+    for turn in range(n_turns):
+        n_tokens, kl, _ = (sums[turn_sum(turn, name)] for name in GROUP_SUMS)
+        if n_tokens:
+            numbers[f"turn/{turn + 1}/tokens"] = n_tokens
+        if n_tokens and "token_kl" in sums:
+            numbers[f"turn/{turn + 1}/kl"] = kl / n_tokens
     return numbers
 
 

@@ -35,7 +35,7 @@ from gkd.actor.fsdp.optim import host_threads, threads_per_rank
 from gkd.actor.fsdp.probe import probe
 from gkd.actor.fsdp.weights import Place, blend_part, full_tensor, load_weights, local_rows, match_files
 from gkd.data.batching import make_micro_batches
-from gkd.data.score_checks import check_top_ids
+from gkd.data.score_checks import check_own, check_top_ids
 from gkd.errors import ConfigError, ModelError, TeacherError
 from gkd.hf.files import open_tensors, some_names
 from gkd.hf.folder import TensorPlan
@@ -47,7 +47,7 @@ from teacher_server.wire.payload import TopKScores
 
 log = get_logger("frozen")
 
-# Type by signal: topk: TopKScores; sampled: [R] float32; logits: [R, n_vocab], hidden: [R, H], float32 or float16.
+# Type by signal: topk: TopKScores; sampled: [M] float32; logits: [M, n_vocab], hidden: [M, H], float32 or float16.
 Table = TopKScores | np.ndarray
 
 
@@ -225,6 +225,7 @@ class FrozenModel:
         ids = np.concatenate([rollout.prompt_ids, rollout.response_ids])
         if ids.min() < 0:
             raise TeacherError(f"{where}: token id {ids.min()} is negative")
+        check_own(rollout, where)
         sequence = _sequence(rollout)
         for each in params:
             check_top_ids(rollout, each.n_given, where)
@@ -260,7 +261,7 @@ class FrozenModel:
 
 def _sequence(rollout: Rollout) -> TokenSequence:
     tokens = np.concatenate([rollout.prompt_ids, rollout.response_ids])
-    return TokenSequence(tokens, len(rollout.prompt_ids), rollout.top_ids)
+    return TokenSequence(tokens, len(rollout.prompt_ids), rollout.top_ids, rollout.own)
 
 
 def _tables(hidden: Tensor, head: Tensor, sequences: Sequence[TokenSequence], params: ScoreParams) -> list[Table]:
@@ -271,7 +272,7 @@ def _tables(hidden: Tensor, head: Tensor, sequences: Sequence[TokenSequence], pa
         head: [V, H], gathered until this returns.
     """
     if params.signal == "topk" and len({sequence.given is None for sequence in sequences}) > 1:  # some of the dataset
-        parts = hidden.split([sequence.n_response for sequence in sequences])
+        parts = hidden.split([sequence.n_rows for sequence in sequences])
         return [_tables(part, head, [sequence], params)[0] for part, sequence in zip(parts, sequences, strict=True)]
     if params.signal == "hidden":
         hidden = hidden.float()  # a stream of bfloat16 would be its bits
@@ -282,7 +283,7 @@ def _tables(hidden: Tensor, head: Tensor, sequences: Sequence[TokenSequence], pa
 
 
 def _whole(stream: RowStream, step: int) -> np.ndarray:
-    """Return all rows of a stream, [R, C] float32 or float16, read `step` at a time."""
+    """Return all rows of a stream, [M, C] float32 or float16, read `step` at a time."""
     whole = np.empty((stream.n_rows, stream.n_cols), stream.dtype)
     for start, stop, rows in stream_rows(stream, step):
         whole[start:stop] = rows

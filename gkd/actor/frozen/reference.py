@@ -1,4 +1,4 @@
-"""Compute the logprob of each response token on one rank, of the reference or of the student.
+"""Compute the logprob of each own token on one rank, of the reference or of the student.
 
 The reference is a frozen model of its own, or the student with its LoRA adapters disabled. Data flow of a batch:
 teacher scores -> *reference logprobs* -> micro-batches.
@@ -41,7 +41,7 @@ def frozen_reference(config: Config, device: torch.device) -> FrozenModel:
 def frozen_logprobs(
     model: FrozenModel, rollouts: Sequence[Rollout], *, temperature: float, n_vocab: int
 ) -> list[np.ndarray]:
-    """Return the logprobs of each sequence's response tokens, [R] float32, nats. Collective.
+    """Return the logprobs of each sequence's own tokens, [M] float32, nats. Collective.
 
     Args:
         rollouts: of this rank; may be empty.

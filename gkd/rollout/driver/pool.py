@@ -15,9 +15,11 @@ import numpy as np
 import ray
 
 from gkd.cluster.calls import Pending, gather
+from gkd.config.function_path import search_path
 from gkd.config.schema import Config
 from gkd.data.chunks import CHUNK_SIZE, dataset_chunks
 from gkd.data.columns import ColumnList
+from gkd.environment.worker import Start
 from gkd.errors import ClusterError, RankFailed, RankTimeout
 from gkd.memory.timeline import merge
 from gkd.rollout.driver.dispatcher import Dispatcher, name_of
@@ -58,7 +60,10 @@ class RolloutPool:
     def build(self, worker: Any) -> Any:
         """Start building the engine of a process as in `init_model`; return its ref."""
         run_dir = Path(self._config.trainer.run_dir).absolute()
-        return worker.init_model.remote(self._config, self._device, sorted(self._eos_ids), run_dir, self._sleeps)
+        path = self._config.rollout.environment
+        environment = Start(path, search_path()) if path else None
+        arguments = self._config, self._device, sorted(self._eos_ids), run_dir, self._sleeps, environment
+        return worker.init_model.remote(*arguments)
 
     def close(self) -> None:
         """Remove the files of vLLM on all hosts, except files of dead engines. Call it before they are killed.

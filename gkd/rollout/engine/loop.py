@@ -37,6 +37,8 @@ class SteppableEngine(Protocol):
     @property
     def n_running(self) -> int: ...
     @property
+    def n_generating(self) -> int: ...
+    @property
     def has_weights(self) -> bool: ...
     def add(
         self, owner: Hashable, prompts: Sequence[Prompt], sampling: Sampling, prompt_indices: Sequence[int]
@@ -59,8 +61,9 @@ class EngineLoop:
 
     Args:
         engine: used exclusively by the loop from the first step of `run` until `close` has returned.
-        max_running: no prompt starts while the engine has this many sequences of any owner; at least 1. The samples of
-            a prompt start together, so the engine may then have up to n - 1 more.
+        max_running: no prompt starts while the engine generates this many sequences of any owner; at least 1. The
+            samples of a prompt start together, so the engine may then have up to n - 1 more. Sequences that wait for
+            their environments take no place, up to as many again.
         chunks: collects the finished sequences.
         diagnosed: context manager around engine steps, which explains out-of-memory errors.
     """
@@ -229,7 +232,8 @@ class EngineLoop:
         return not self._closing
 
     def _start_prompts(self) -> None:
-        while self._backlog and self._engine.n_running < self._max_running:
+        engine, most = self._engine, self._max_running
+        while self._backlog and engine.n_generating < most and engine.n_running < 2 * most:
             with self._changed:
                 job, prompt, prompt_index = self._backlog.popleft()
             self._engine.add(job.id, [prompt], job.sampling, [prompt_index])

@@ -19,10 +19,13 @@ from gkd.cluster.gpu_table import RankPlacement
 from gkd.cluster.startup import WATCH
 from gkd.config.schema import Config
 from gkd.data.answers import as_text, greedy_sample
+from gkd.data.chat_delta import ChatDelta
 from gkd.data.chunks import chunk_sizes, encode_sizes
 from gkd.data.columns import ColumnList
 from gkd.data.prompt_codec import decode_prompts
 from gkd.data.prompts import load_tokenizer
+from gkd.environment.pool import Environments
+from gkd.environment.worker import Start
 from gkd.errors import ClusterError
 from gkd.hf.hub import with_local_copies
 from gkd.log import get_logger
@@ -36,6 +39,7 @@ from gkd.rollout.vllm.files import engine_folder, link_shared_memory, remove_fil
 from gkd.rollout.vllm.self_scoring import SelfScoring
 from gkd.rollout.vllm.sleep_state import WEIGHTS, EngineStates, tags_of
 from gkd.rollout.vllm.start import ENGINE_PHASES
+from gkd.rollout.vllm.turns import Turns
 from gkd.spans import Phase, Progress, SpanRecorder
 from gkd.types import EngineUsage, Prompt, Rollout, Sample
 from gkd.weight_sync.buckets import Bucket, Content
@@ -79,7 +83,8 @@ class RolloutWorker(SelfScoring):
     def pulse(self) -> Pulse:
         """Return a sign of life for `EngineWatch`; the engine is built."""
         phase, engine = self._spans.progress().phase, self._engine
-        is_working = phase is Phase.OPEN_STREAM or (phase is Phase.READY and engine.n_running and engine.has_weights)
+        # An engine whose sequences all wait for their environments makes no pass, and does not hang.
+        is_working = phase is Phase.OPEN_STREAM or (phase is Phase.READY and engine.n_generating and engine.has_weights)
         return Pulse(engine.n_passes, not is_working)
 
     @ray.method(concurrency_group=WATCH)
@@ -88,18 +93,34 @@ class RolloutWorker(SelfScoring):
         link_shared_memory(engine_folder())
         remove_files(engine_folder())
 
-    def init_model(self, config: Config, device: str, eos_ids: Sequence[int], run_dir: Path, sleeps: bool) -> None:
+    def init_model(
+        self,
+        config: Config,
+        device: str,
+        eos_ids: Sequence[int],
+        run_dir: Path,
+        sleeps: bool,
+        environment: Start | None = None,
+    ) -> None:
         """Build the engine; blocks until it is ready.
 
         Args:
             run_dir: trainer.run_dir as an absolute path on the driver.
             sleeps: the engine can release its memory between two calls.
+            environment: the class of rollout.environment, and where its module is.
+
+        Raises:
+            EnvironmentError: the class cannot be imported on this host.
         """
         self._log.info(self.placement(ask_driver=False).line())
         self._spans.enter("fetching the model")
         config = with_local_copies(config, ("model.path",))
         self._set_up(config, torch.device(device, 0) if device == "cuda" else torch.device("cpu"), run_dir)
         remove_files(engine_folder())  # left by a process of this slot that was killed
+        self._tokenizer: Any = load_tokenizer(
+            config.model.path, "model.path", trust_remote_code=config.model.trust_remote_code
+        )
+        turns = None if environment is None else self._start_environments(config, environment, eos_ids)
         self._spans.enter("starting vLLM")
         derived = config.derived
         with self._diagnosed(Phase.BUILD_ENGINE):
@@ -115,14 +136,23 @@ class RolloutWorker(SelfScoring):
                     trust_remote_code=config.model.trust_remote_code,
                     enable_sleep_mode=sleeps,
                     lora=config.actor.lora if derived.engine_adapter_rank else None,
+                    turns=turns,
                     spans=self._spans,
                 )
             )
-        self._tokenizer: Any = load_tokenizer(
-            config.model.path, "model.path", trust_remote_code=config.model.trust_remote_code
-        )
         self._spans.enter(Phase.READY)
         self._log.info("engine ready")
+
+    def _start_environments(self, config: Config, start: Start, eos_ids: Sequence[int]) -> Turns:
+        self._spans.enter("starting the environments")
+        rollout = config.rollout
+        environments = Environments(start, rollout.environment_workers, rollout.environment_timeout_s)
+        environments.wait_ready(config.trainer.init_timeout_s)
+        variables, path = config.data.chat_template_kwargs, rollout.environment
+        delta = ChatDelta(
+            self._tokenizer, variables, eos_ids, environments.tools, setting=("rollout.environment", path)
+        )
+        return Turns(environments, delta, rollout.max_turns)
 
     def _set_up(self, config: Config, device: torch.device, run_dir: Path) -> None:
         self._config, self._device, self._run_dir = config, device, run_dir
@@ -139,10 +169,7 @@ class RolloutWorker(SelfScoring):
         samples: dict[int, Sample] = {}
         for rollout in self._generate(prompts, sampling, range(len(prompts))):
             index = rollout.sample_index
-            truncated = rollout.finish_reason == "length"
-            sample = greedy_sample(
-                self._tokenizer, prompts[index], rollout.response_ids, truncated=truncated, marker=marker
-            )
+            sample = greedy_sample(self._tokenizer, rollout, prompts[index].answer or "", marker)
             n_correct[rollout.route] += bool(sample.correct)
             if index < n_samples:
                 samples[index] = sample
@@ -151,9 +178,7 @@ class RolloutWorker(SelfScoring):
     def texts(self, positions: Sequence[Sequence[int]], *chunks: Sequence[Rollout]) -> list[Sample]:
         """Return the sequences at these positions of each chunk as text."""
         return [
-            as_text(self._tokenizer, r.prompt_id, r.prompt_ids, r.response_ids, truncated=r.finish_reason == "length")
-            for chunk, chosen in zip(chunks, positions, strict=True)
-            for r in (chunk[i] for i in chosen)
+            as_text(self._tokenizer, chunk[i]) for chunk, chosen in zip(chunks, positions, strict=True) for i in chosen
         ]
 
     def open_stream(self, session: int, n_groups: int, chunk_size: int) -> None:

@@ -16,15 +16,18 @@ from gkd.config.schema_actor import LoraConfig
 from gkd.config.schema_rollout import RolloutConfig
 from gkd.errors import ClusterError, DataError
 from gkd.rollout.messages import Sampling
-from gkd.rollout.vllm.sampling import Request, read_logprobs, vllm_params
+from gkd.rollout.vllm.sampling import Request, vllm_params
 from gkd.rollout.vllm.sleep_state import TAGS, WEIGHTS, SleepState, check_level
 from gkd.rollout.vllm.start import adapter_request, start_vllm
+from gkd.rollout.vllm.turns import Turns
 from gkd.rollout.vllm.usage import PassMeter
 from gkd.rollout.vllm.worker_errors import raise_sync_error
 from gkd.spans import SpanRecorder
 from gkd.types import EngineUsage, Prompt, Rollout
 from gkd.weight_sync.buckets import Bucket
 from gkd.weight_sync.group import GroupSpec
+
+_WAIT_S = 0.02  # A call of another thread waits at most this long for an engine without a turn to generate.
 
 
 class RolloutEngine:
@@ -43,6 +46,7 @@ class RolloutEngine:
         n_vocab: ids from this one on are never generated; 0: all are.
         enable_sleep_mode: allow `sleep`. On CUDA, weights and KV cache then use vLLM's own allocator.
         lora: adapters that `receive` must load before `generate`; None means the engine has none.
+        turns: continues the trajectories; None means that a response is one turn.
         spans: records the passes.
     """
 
@@ -59,10 +63,12 @@ class RolloutEngine:
         trust_remote_code: bool = False,
         enable_sleep_mode: bool = False,
         lora: LoraConfig | None = None,
+        turns: Turns | None = None,
         spans: SpanRecorder | None = None,
     ) -> None:
         self.policy_version = self._n_requests = 0
-        self._running: dict[str, Request] = {}
+        self._running: dict[str, Request] = {}  # vLLM's request id -> sequence whose turn vLLM generates
+        self._turns = turns
         self._finished: defaultdict[Hashable, list[Rollout]] = defaultdict(list)
         self._eos_ids, self._meter = list(eos_ids), PassMeter(config.sequence_limit, spans)
         self.llm = start_vllm(
@@ -124,26 +130,36 @@ class RolloutEngine:
 
         self._sleep_state.require_awake(TAGS, "generate")
         self._sleep_state.require_weights("generate")
-        if not self._running:
+        if not self.n_running:
             # Prefixes cached by earlier calls would change the composition of batches and so the rounding: a resumed
             # run would differ from an uninterrupted one. The samples of a prompt still share its prefix.
             self._reset_prefix_cache()
         for prompt_index, prompt in zip(prompt_indices, prompts, strict=True):
             for sample_index in range(prompt_index * sampling.n, (prompt_index + 1) * sampling.n):
-                self._n_requests += 1
-                request_id = str(self._n_requests)
-                params = vllm_params(sampling, sample_index, self._eos_ids, self._masked)
-                tokens = {"type": "token", "prompt_token_ids": prompt.token_ids.tolist()}
                 try:
-                    engine_id = self.llm.llm_engine.add_request(request_id, tokens, params, **self.request_options)
+                    self._start_turn(Request(owner, prompt, sample_index, sampling, self._n_requests + 1))
                 except (ValueError, VLLMValidationError) as error:
                     raise DataError(f"the rollout engine refused prompt {prompt.prompt_id}: {error}") from error
-                self._running[request_id] = Request(owner, prompt, sample_index, engine_id, sampling.n_top_ids)
                 self._meter.added(len(prompt.token_ids))
+
+    def _start_turn(self, request: Request) -> None:
+        """Let vLLM generate the next turn of a sequence."""
+        self._n_requests += 1
+        request_id = str(self._n_requests)
+        params = vllm_params(request, self._eos_ids, self._masked)
+        tokens = np.concatenate([request.prompt.token_ids, *request.ids]).tolist()
+        prompt = {"type": "token", "prompt_token_ids": tokens}
+        request.engine_id = self.llm.llm_engine.add_request(request_id, prompt, params, **self.request_options)
+        self._running[request_id] = request
 
     @property
     def n_running(self) -> int:
         """Number of unfinished sequences of all owners."""
+        return len(self._running) + (0 if self._turns is None else len(self._turns))
+
+    @property
+    def n_generating(self) -> int:
+        """Number of unfinished sequences that do not wait for their environment."""
         return len(self._running)
 
     @property
@@ -157,9 +173,17 @@ class RolloutEngine:
         return self._sleep_state.has_weights
 
     def step(self) -> None:
-        """Run one forward pass; finished rollouts are kept for their owner's `pop_finished`."""
+        """Run one forward pass; finished rollouts are kept for their owner's `pop_finished`.
+
+        While all sequences wait for their environments, wait for a reply instead, for a moment.
+        """
         self._sleep_state.require_weights("generate")
-        self._meter.time_pass(self._step)
+        if self._turns is not None:
+            self._continue(self._turns)
+        if self._running:
+            self._meter.time_pass(self._step)
+        elif self._turns:
+            self._turns.wait(_WAIT_S)
 
     def usage(self) -> EngineUsage:
         """Return and reset the counters since the last call. Thread-safe."""
@@ -168,8 +192,25 @@ class RolloutEngine:
     def _step(self) -> None:
         for output in self.llm.llm_engine.step():
             if output.finished:
-                request = self._running.pop(output.request_id)
-                self._finished[request.owner].append(self._rollout(request, output.outputs[0]))
+                self._end_turn(self._running.pop(output.request_id), output.outputs[0])
+
+    def _end_turn(self, request: Request, completion: Any) -> None:
+        request.add_turn(completion.logprobs, completion.token_ids, self.policy_version)
+        self._meter.finished(request.n_tokens)
+        if self._turns is None:
+            self._finished[request.owner].append(request.rollout(str(completion.finish_reason)))
+        else:
+            self._turns.ended(request, str(completion.finish_reason))
+
+    def _continue(self, turns: Turns) -> None:
+        """Go on with the trajectories whose environments have replied."""
+        for reply in turns.replies():
+            if isinstance(reply, Request):
+                self._meter.added(len(reply.ids[-1]))  # the prefix cache has the tokens before, until a weight sync
+                self._start_turn(reply)
+            else:
+                request, rollout = reply
+                self._finished[request.owner].append(rollout)
 
     def pop_finished(self, owner: Hashable) -> list[Rollout]:
         """Return this owner's rollouts that finished since the last call."""
@@ -182,26 +223,10 @@ class RolloutEngine:
             self.llm.llm_engine.abort_request(request_ids)
         for request_id in request_ids:
             del self._running[request_id]
+        if self._turns is not None:
+            self._turns.abort(owner)
         self._finished.pop(owner, None)
         self._meter.dropped(len(self._running))
-
-    def _rollout(self, request: Request, completion: Any) -> Rollout:
-        tokens = np.asarray(completion.token_ids, dtype=np.int32)
-        logprobs, top_ids = read_logprobs(completion.logprobs, request.n_top_ids)
-        request.record_span(len(tokens), self.policy_version)
-        self._meter.finished(len(tokens))
-        return Rollout(
-            prompt_id=request.prompt.prompt_id,
-            sample_index=request.sample_index,
-            prompt_ids=np.asarray(request.prompt.token_ids, dtype=np.int32),
-            response_ids=tokens,
-            rollout_logprobs=logprobs,
-            version_spans=tuple(request.spans),
-            finish_reason=str(completion.finish_reason),
-            route=request.prompt.route,
-            teacher_ids=request.prompt.teacher_ids,
-            top_ids=top_ids,
-        )
 
     def join_groups(self, specs: list[GroupSpec]) -> None:
         """Join the weight-sync group of every sender with all workers of this engine; blocks."""
@@ -225,7 +250,7 @@ class RolloutEngine:
         requests = self.llm.llm_engine.engine_core.engine_core.scheduler.requests
         n_recompute = 0
         for request in self._running.values():
-            n_generated = requests[request.engine_id].num_output_tokens
+            n_generated = request.n_tokens + requests[request.engine_id].num_output_tokens
             request.record_span(n_generated, self.policy_version)
             if n_generated:  # sequences that have not started hold no cache
                 n_recompute += len(request.prompt.token_ids) + n_generated
@@ -283,9 +308,9 @@ class RolloutEngine:
         awake = self._sleep_state.awake_tags(tags)
         if not awake:
             return
-        if self._running:
+        if self.n_running:
             raise ClusterError(
-                f"the rollout engine cannot sleep: {len(self._running)} sequences are unfinished. "
+                f"the rollout engine cannot sleep: {self.n_running} sequences are unfinished. "
                 "Fix: wait for them, or abort them"
             )
         self._drain_async_passes()

@@ -16,6 +16,7 @@ import numpy as np
 
 from gkd.config.schema import Config
 from gkd.data.scatter import map_selected
+from gkd.data.score_checks import check_own
 from gkd.errors import ClusterError, TeacherError
 from gkd.spans import Phase, SpanRecorder
 from gkd.types import Rollout, TeacherScores, TeacherTopK
@@ -68,14 +69,17 @@ class SelfScoring(ABC):
 def prompt_logprobs(
     llm: Any, rollouts: Sequence[Rollout], n_top: int, options: dict[str, Any]
 ) -> list[tuple[np.ndarray, np.ndarray]]:
-    """Return for each response token its id and logprob, and then the same of the `n_top` most probable tokens.
+    """Return for each own token its id and logprob, and then the same of the `n_top` most probable tokens.
 
     Args:
         llm: vLLM's `LLM` without requests.
         options: of each request.
 
     Returns:
-        ([R, 1 + n_top] int32, [R, 1 + n_top] float32 nats) of each rollout.
+        ([M, 1 + n_top] int32, [M, 1 + n_top] float32 nats) of each rollout.
+
+    Raises:
+        TeacherError: the engine refuses a sequence, or `own` marks none of its tokens.
     """
     from vllm import SamplingParams
     from vllm.exceptions import VLLMValidationError
@@ -95,21 +99,24 @@ def prompt_logprobs(
     added: list[str] = []
     try:
         for name, rollout in zip(names, rollouts, strict=True):
+            check_own(rollout, f"prompt {rollout.prompt_id}")
             tokens = np.concatenate([rollout.prompt_ids, rollout.response_ids]).tolist()
             try:
                 engine.add_request(name, {"type": "token", "prompt_token_ids": tokens}, params.clone(), **options)
             except (ValueError, VLLMValidationError) as error:
                 raise TeacherError(f"the rollout engine cannot score prompt {rollout.prompt_id}: {error}") from error
             added.append(name)
-        n_rows = {name: len(rollout.response_ids) for name, rollout in zip(names, rollouts, strict=True)}
+        by_name = dict(zip(names, rollouts, strict=True))
         while len(results) < len(rollouts):
             for output in engine.step():
                 if output.finished:
                     flat = output.prompt_logprobs  # nothing for the first token
-                    shape = (len(output.prompt_token_ids) - 1, 1 + n_top)
-                    last = slice(shape[0] - n_rows[output.request_id], None)
+                    shape, rollout = (len(output.prompt_token_ids) - 1, 1 + n_top), by_name[output.request_id]
+                    last = slice(shape[0] - len(rollout.response_ids), None)
                     ids = np.array(flat.token_ids, np.int32).reshape(shape)[last]
-                    results[output.request_id] = ids, np.array(flat.logprobs, np.float32).reshape(shape)[last]
+                    logprobs = np.array(flat.logprobs, np.float32).reshape(shape)[last]
+                    own = rollout.own
+                    results[output.request_id] = (ids, logprobs) if own is None else (ids[own], logprobs[own])
     finally:  # a step failed: leave no request in the engine
         if left := [name for name in added if name not in results]:
             engine.abort_request(left)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import inspect
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from gkd.config.function_path import import_function
 from gkd.config.schema import Config
-from gkd.config.schema_sections import EXACT_MATCH, LENGTH, MATH_VERIFY
+from gkd.config.schema_sections import ENVIRONMENT, EXACT_MATCH, LENGTH, MATH_VERIFY
 from gkd.data.answers import is_correct
 from gkd.errors import RewardError
 
@@ -20,17 +22,19 @@ class Case:
     """Hold a response to judge."""
 
     prompt: str  # text that the student read, without special tokens
-    response: str  # without special tokens
+    response: str  # without special tokens; of a trajectory the last turn
     row: dict[str, Any]  # all columns of the prompt's row
-    n_tokens: int  # tokens of the response
+    n_tokens: int  # the student's own tokens of the response
     truncated: bool  # it reached data.max_response_length
+    messages: list[dict[str, str]] | None = None  # turns and observations; None without an environment
+    reward: float | None = None  # of the environment; NaN: it failed
 
 
 Judge = Callable[[Case], float]
 
 
 class Undecided(Exception):
-    """A function reached a time limit of its own: counts as 0, and in the metric `reward/undecided`."""
+    """A function reached a time limit of its own, or an environment failed: 0, and counted in `reward/undecided`."""
 
 
 def judge_of(path: str, config: Config) -> Judge:
@@ -44,13 +48,33 @@ def judge_of(path: str, config: Config) -> Judge:
         return lambda case: float(not case.truncated and is_correct(case.response, _answer(case, config), marker))
     if path == MATH_VERIFY:
         return _math_verify(config)
+    if path == ENVIRONMENT:
+        return _environment_reward
     if path == LENGTH:
         return lambda case: case.n_tokens / config.data.max_response_length
     try:
         function = import_function(path)
     except ImportError as error:
         raise RewardError(str(error)) from error
+    if takes_messages(function):
+        return lambda case: function(case.prompt, case.response, dict(case.row), messages=case.messages)
     return lambda case: function(case.prompt, case.response, dict(case.row))
+
+
+def takes_messages(function: Callable[..., Any]) -> bool:
+    """Return whether a function has a parameter `messages`: it judges a trajectory, not only its last turn."""
+    try:
+        return "messages" in inspect.signature(function).parameters
+    except (TypeError, ValueError):  # some functions of C have no signature
+        return False
+
+
+def _environment_reward(case: Case) -> float:
+    if case.reward is None and not case.truncated:
+        raise ValueError("the class of rollout.environment has no attribute `reward`")
+    if case.reward is None or math.isnan(case.reward):  # cut in its first turn, or the environment has failed
+        raise Undecided
+    return case.reward
 
 
 def _answer(case: Case, config: Config) -> str:

@@ -5,6 +5,7 @@ Tokens come from the object store, as they do for the teacher. The driver reads 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from functools import partial
 
@@ -73,11 +74,13 @@ class Judging:
         requests = [
             Request(
                 texts[rollout.prompt_id],
-                decode(rollout.response_ids.tolist()),
-                len(rollout.response_ids),
+                decode(rollout.last_turn.tolist()),
+                rollout.n_own,
                 rollout.finish_reason == "length",
                 encoded[rollout.prompt_id],
                 functions,
+                rollout.messages,
+                math.nan if rollout.finish_reason == "environment_error" else rollout.reward,
             )
             for rollout in rollouts
         ]

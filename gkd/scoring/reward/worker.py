@@ -14,6 +14,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 
+import msgspec
+
 from gkd.config.schema import Config
 from gkd.data.row_files import decode_row
 from gkd.errors import GkdError
@@ -45,6 +47,8 @@ class Request:
     truncated: bool
     row: bytes  # see `gkd.data.row_files`
     functions: tuple[int, ...]  # positions in `Start.paths`
+    messages: bytes | None = None  # see `gkd.types.Rollout`
+    reward: float | None = None
 
 
 def main(fd: int, progress_fd: int) -> None:
@@ -76,7 +80,10 @@ def judged(
     numbers: list[float] = []
     for request in requests:
         _, row = decode_row(request.row)
-        case = Case(request.prompt, request.response, row, request.n_tokens, request.truncated)
+        messages = None if request.messages is None else msgspec.json.decode(request.messages)
+        case = Case(
+            request.prompt, request.response, row, request.n_tokens, request.truncated, messages, request.reward
+        )
         for index in request.functions:
             begin(len(numbers))
             value = _call(judges[index], case)

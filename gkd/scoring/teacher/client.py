@@ -18,15 +18,23 @@ import numpy as np
 
 from gkd.config.check_values import check_value
 from gkd.config.schema_teacher import MAX_NAME_LENGTH
-from gkd.errors import ConfigError
+from gkd.errors import ConfigError, TeacherError
 from gkd.scoring.teacher.exchange import ClientStats, Exchange, OnScored
 from gkd.scoring.teacher.info import TeacherInfo
 from gkd.scoring.teacher.link import TeacherLink
 from gkd.scoring.teacher.outage import OutageClock
-from gkd.scoring.teacher.requests import DescriptionRequest, PendingRequest, RequestSettings, ScoresRequest, T
+from gkd.scoring.teacher.requests import (
+    DescriptionRequest,
+    PendingRequest,
+    RequestMessage,
+    RequestSettings,
+    ScoresRequest,
+    T,
+    together,
+)
 from gkd.scoring.teacher.streams import MatrixRequest
 from gkd.types import Rollout, TeacherHealth, TeacherScores
-from teacher_server.wire.protocol import MAX_ID, Signal, Wire
+from teacher_server.wire.protocol import MAX_ID, ScoreRequest, Signal, Wire
 
 if TYPE_CHECKING:
     from teacher_server.wire.keys import PeerKeys
@@ -134,6 +142,7 @@ class ZmqTeacher:
         self, rollouts: Sequence[Rollout], signals: Sequence[Signal], *, mass: float = 0.0
     ) -> Future[list[TeacherScores]]:
         """See `Teacher.submit`. A server of version 2 takes one sequence; signals hidden and logits take one at a time.
+        Rollouts with `own` need a server of version 4.
 
         Blocks only while `max_waiting` requests wait in the client.
         """
@@ -147,15 +156,26 @@ class ZmqTeacher:
             mass=mass if topk else 0.0,
             with_sampled=topk and "sampled" in signals,
         )
+        self._check_version(message)
         return self._send(ScoresRequest(message, self._vocab_size()))
 
     def _submit_rows(self, rollout: Rollout, signal: Signal) -> Future[list[TeacherScores]]:
         message = self._settings.for_rollouts([rollout], signal)
+        self._check_version(message)
         n_columns, dtype = self._vocab_size(), np.float16 if self._settings.wire == "fp16" else np.float32
         if signal == "hidden":
             n_columns, dtype = (self._info or self.info()).hidden_size, np.float32
-        shape = message.header.n_response, n_columns
+        shape = message.header.n_rows, n_columns
         return self._send(MatrixRequest(message, shape, self._exchange.acknowledge, partial(_scores, signal), dtype))
+
+    def _check_version(self, message: RequestMessage[ScoreRequest]) -> None:
+        """Raise TeacherError if rows of own tokens only are requested of a server that refuses them."""
+        if message.header.n_own and (version := (self._info or self.info()).protocol_version) < 4:
+            problem = (
+                f"it has tokens that are not the student's own, and the teacher server has protocol version {version}"
+            )
+            fix = "upgrade the teacher server: version 4 returns rows of own tokens only"
+            raise TeacherError(f"{together(message.names)}: cannot be scored: {problem}. Fix: {fix}")
 
     def lm_head(self) -> np.ndarray:
         """See `Teacher.lm_head`."""

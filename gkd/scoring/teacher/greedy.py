@@ -8,12 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 
 import numpy as np
 
 from gkd.config.routes import Route
 from gkd.config.schema import Config
 from gkd.data.answers import greedy_sample
+from gkd.data.chunks import dataset_rollouts
 from gkd.data.prompts import load_tokenizer
 from gkd.hf.hub import with_local_copies
 from gkd.scoring.teacher.grouping import grouped
@@ -62,17 +64,15 @@ def greedy_samples(
             stack.callback(client.close)
         most = config.data.max_response_length
         responses = _decode(clients, [w.n_per_request for w in windows], prompts, frozenset(eos_ids), most)
+    answered = [
+        replace(prompt, response_ids=np.array(response, np.int32))
+        for prompt, response in zip(prompts, responses, strict=True)
+    ]
     model = with_local_copies(config, ("model.path",), weights=False).model
     tokenizer = load_tokenizer(model.path, "model.path", trust_remote_code=model.trust_remote_code)
     return [
-        greedy_sample(
-            tokenizer,
-            prompt,
-            np.array(response, np.int32),
-            truncated=response[-1] not in eos_ids,
-            marker=config.eval.answer_marker,
-        )
-        for prompt, response in zip(prompts, responses, strict=True)
+        greedy_sample(tokenizer, response, prompt.answer or "", config.eval.answer_marker)
+        for prompt, response in zip(prompts, dataset_rollouts(answered, eos_ids), strict=True)
     ]
 
 

@@ -27,6 +27,7 @@ import msgspec
 import numpy as np
 
 from gkd.config.schema_teacher import TeacherConfig
+from gkd.data.score_checks import check_own
 from gkd.errors import ConfigError, TeacherError, TeacherRefusal, TeacherUnavailable
 from gkd.scoring.teacher.http_forms import Asked, model_of, request_of, scores_of, tokens_of
 from gkd.scoring.teacher.info import Probe, TeacherInfo
@@ -140,11 +141,12 @@ class HttpTeacher:
         asked = []
         for rollout in rollouts:
             name, sent = f"prompt {rollout.prompt_id}, sample {rollout.sample_index}", rollout.for_teacher()
+            check_own(sent, name)
             tokens = [*sent.prompt_ids.tolist(), *sent.response_ids.tolist()]
             topk = "topk" in signals
             given = sent.top_ids if topk else None
             k = self._k if topk else 0
-            asked.append(Asked(name, tokens, len(sent.prompt_ids), k, "sampled" in signals, given))
+            asked.append(Asked(name, tokens, len(sent.prompt_ids), k, "sampled" in signals, given, sent.own))
         return self._start(self._score(asked))
 
     def lm_head(self) -> np.ndarray:

@@ -1,7 +1,10 @@
 """Requests and replies of HTTP teachers: one sequence as JSON, in the dialects of vLLM and SGLang.
 
 A reply must list each token of its sequence at its position, and K entries for each response token. Everything else is
-refused, so that no row is trained on at a wrong place. docs/http_teacher.md has the requests.
+refused, so that no row is trained on at a wrong place. These servers send rows of all response tokens; those of own
+tokens are kept. docs/http_teacher.md has the requests.
+
+Letters: P prompt tokens, R response tokens, M of them are the student's own, K entries, G given ids.
 """
 
 from __future__ import annotations
@@ -29,7 +32,21 @@ class Asked(NamedTuple):
     n_prompt: int  # P
     k: int  # entries of each row; 0: no list
     with_sampled: bool
-    given: np.ndarray | None = None  # [R, G] ids that each row must list
+    given: np.ndarray | None = None  # [M, G] ids that each row must list
+    own: np.ndarray | None = None  # [R] bool, the tokens whose rows are kept; None means all
+
+    @property
+    def rows(self) -> np.ndarray:
+        """Return [M] int64, the positions in the response of the rows that are kept."""
+        return np.arange(len(self.tokens) - self.n_prompt) if self.own is None else np.flatnonzero(self.own)
+
+    @property
+    def given_everywhere(self) -> np.ndarray:
+        """Return [R, G] ids: the request lists some for each response token, also for those whose rows are dropped."""
+        assert self.given is not None
+        if self.own is None:
+            return self.given
+        return self.given[np.maximum(np.cumsum(self.own) - 1, 0)]
 
 
 class _Entry(msgspec.Struct):
@@ -93,7 +110,7 @@ def request_of(dialect: str, model: str, asked: Asked) -> tuple[str, bytes]:
     if asked.given is None:
         body = {"model": model, "prompt": asked.tokens, "prompt_logprobs": asked.k, **params}
         return "/v1/completions", msgspec.json.encode(body)
-    params |= {"prompt_logprob_token_ids": asked.given.tolist(), "prompt_logprob_start": asked.n_prompt - 1}
+    params |= {"prompt_logprob_token_ids": asked.given_everywhere.tolist(), "prompt_logprob_start": asked.n_prompt - 1}
     if (n_listed := _n_listed(asked)) is not None:
         params["prompt_logprobs"] = n_listed
     body = {"model": model, "token_ids": asked.tokens, "sampling_params": params}
@@ -112,7 +129,7 @@ def scores_of(dialect: str, body: bytes, asked: Asked, n_vocab: int) -> TeacherS
         table = TeacherTopK.without_tail(ids, logprobs) if asked.k else None
     except (msgspec.DecodeError, ValueError, OverflowError, RecursionError) as error:
         raise TeacherError(f"{asked.name}: the reply is not in the form of {dialect}: {error}") from error
-    rows = Rows((asked.name,), (len(asked.tokens) - asked.n_prompt,))
+    rows = Rows((asked.name,), (len(asked.rows),))
     if table is not None:
         validate_topk(table, n_vocab, rows)
     if asked.with_sampled:
@@ -147,7 +164,7 @@ def _n_listed(asked: Asked) -> int | None:
 
 
 def _tables(dialect: str, body: bytes, asked: Asked) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return ids [R, K] int32, logprobs [R, K] float32, and the response tokens' [R] float32. Raises ValueError."""
+    """Return ids [M, K] int32, logprobs [M, K] float32, and the own tokens' [M] float32. Raises ValueError."""
     if dialect == "sglang":
         return _sglang_tables(msgspec.json.decode(body, type=_SGLangReply).meta_info, asked)
     if asked.given is None:
@@ -155,7 +172,7 @@ def _tables(dialect: str, body: bytes, asked: Asked) -> tuple[np.ndarray, np.nda
         _check_distinct(body, rows)
         return _vllm_tables(rows, asked, asked.k)
     reply = msgspec.json.decode(body, type=_Generated)
-    logprobs = _array(reply.prompt_token_id_logprobs, asked.given.shape)
+    logprobs = _array(reply.prompt_token_id_logprobs, asked.given_everywhere.shape)[asked.rows]
     n_listed = _n_listed(asked)
     if n_listed is None:
         return _merged(asked.given, logprobs, *_arrays([], 0), asked.k)
@@ -174,7 +191,7 @@ def _check_distinct(body: bytes, rows: _VllmRows) -> None:
 
 def _vllm_tables(rows: _VllmRows, asked: Asked, k: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Return the tables of K entries: by rank, and the token itself at its place or in addition."""
-    tokens, listed = asked.tokens, []
+    tokens, listed, kept = asked.tokens, [], set((asked.n_prompt + asked.rows).tolist())
     if len(rows) != len(tokens) or rows[0] is not None:
         raise ValueError(f"{len(rows)} rows of {len(tokens)} tokens, the first of which has none")
     for position in range(1, len(tokens)):
@@ -182,7 +199,7 @@ def _vllm_tables(rows: _VllmRows, asked: Asked, k: int) -> tuple[np.ndarray, np.
         own = None if row is None else row.get(token)
         if row is None or own is None:
             raise ValueError(f"position {position} does not list its token {token}")
-        if position < asked.n_prompt:
+        if position not in kept:
             continue
         top = {entry.rank: (entry.logprob, i) for i, entry in row.items() if 1 <= entry.rank <= k}
         if len(top) != k or len(row) != k + (own.rank > k):
@@ -199,7 +216,7 @@ def _sglang_tables(meta: _Meta, asked: Asked) -> tuple[np.ndarray, np.ndarray, n
         raise ValueError(f"{len(own)} tokens, which are not the {len(expected)} from the end of the prompt on")
     if asked.k and len(top) != len(expected):
         raise ValueError(f"{len(top)} lists for {len(expected)} tokens")
-    for row in range(1, len(expected)):
+    for row in (1 + asked.rows).tolist():
         (logprob, token, _), entries = own[row], (top[row] or [] if asked.k else [])
         if logprob is None or len(entries) != asked.k:
             raise ValueError(f"response position {row - 1}: logprob {logprob}, {len(entries)} of {asked.k} entries")

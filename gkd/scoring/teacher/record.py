@@ -16,6 +16,7 @@ from gkd.types import Rollout, TeacherScores, TeacherTopK
 from teacher_server.wire.payload import (
     TopKScores,
     cut_planes,
+    mark_own,
     pack_sampled,
     pack_topk,
     rows_planes,
@@ -41,7 +42,7 @@ _SIZE = struct.Struct("<I")
 
 def packed(rollout: Rollout, scores: TeacherScores, wire: Wire) -> bytes:
     """Return the record of a sequence, whose scores arrived in the precision `wire`."""
-    n_rows, matrix = len(rollout.response_ids), scores.hidden if scores.logits is None else scores.logits
+    n_rows, matrix = rollout.n_own, scores.hidden if scores.logits is None else scores.logits
     common: dict[str, Any] = {"request_id": NO_REQUEST, "token_digest": _digest(rollout), "n_rows": n_rows}
     common |= {"model_fingerprint": "", "worker": "", "checksums": [], "queue_s": 0.0, "compute_s": 0.0}
     header: ScoreReply | RowsReply
@@ -81,7 +82,7 @@ def unpacked(body: bytes, rollout: Rollout) -> TeacherScores:
         header, rest = replies.decode(body[_SIZE.size : _SIZE.size + n_head]), memoryview(body)[_SIZE.size + n_head :]
         if not isinstance(header, ScoreReply | RowsReply):
             raise ProtocolError(f"a record holds {type(header).__name__}")
-        if header.token_digest != _digest(rollout) or header.n_rows != len(rollout.response_ids):
+        if header.token_digest != _digest(rollout) or header.n_rows != rollout.n_own:
             raise ProtocolError("a record has another sequence")
         if isinstance(header, RowsReply):
             rows = unpack_rows(header, split_frames(rows_planes(header), rest))
@@ -98,4 +99,4 @@ def unpacked(body: bytes, rollout: Rollout) -> TeacherScores:
 
 def _digest(rollout: Rollout) -> bytes:
     sequence = rollout.for_teacher()
-    return token_digest(np.concatenate([sequence.prompt_ids, sequence.response_ids]))
+    return token_digest(np.concatenate([sequence.prompt_ids, mark_own(sequence.response_ids, sequence.own)]))

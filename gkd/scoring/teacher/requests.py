@@ -17,12 +17,12 @@ from typing import Generic, TypeVar
 import msgspec
 import numpy as np
 
-from gkd.data.score_checks import MASS_SLACK, Rows, check_logprobs, validate_topk
+from gkd.data.score_checks import MASS_SLACK, Rows, check_logprobs, check_own, validate_topk
 from gkd.errors import TeacherError
 from gkd.scoring.teacher.info import TeacherInfo
 from gkd.types import Rollout, TeacherScores, TeacherTopK
 from teacher_server.wire.given_ids import given_problem, listed_problem, pack_given
-from teacher_server.wire.payload import check_tokens, unpack_sampled, unpack_topk
+from teacher_server.wire.payload import check_tokens, mark_own, unpack_sampled, unpack_topk
 from teacher_server.wire.protocol import (
     ID_BYTES,
     MAX_ID,
@@ -58,7 +58,8 @@ class RequestMessage(Generic[H]):
     frames: Sequence[Buffer]
     digest: bytes  # digest of the tokens; zeros if there are none
     resend_s: float  # send again if no reply arrived for this long
-    given: np.ndarray | None = None  # [R, G] ids that each row of the reply must list, R of all sequences
+    given: np.ndarray | None = None  # [M, G] ids that each row of the reply must list, M of all sequences
+    n_rows: Sequence[int] = ()  # of each sequence
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,19 +76,27 @@ class RequestSettings:
     def for_rollouts(
         self, rollouts: Sequence[Rollout], signal: Signal, *, k: int = 0, mass: float = 0.0, with_sampled: bool = False
     ) -> RequestMessage[ScoreRequest]:
-        """Request a signal of some sequences, for topk with the rollouts' `top_ids`.
+        """Request a signal of some sequences, rows for their own tokens only, for topk with the rollouts' `top_ids`.
 
         Raises:
-            TeacherError: a value exceeds the limits of the protocol, or the `top_ids` cannot be given.
+            TeacherError: a value exceeds the limits of the protocol, `own` marks no token, or the `top_ids` cannot be
+                given.
         """
         names = [f"prompt {rollout.prompt_id}, sample {rollout.sample_index}" for rollout in rollouts]
         rollouts = [rollout.for_teacher() for rollout in rollouts]
+        for rollout, name in zip(rollouts, names, strict=True):
+            check_own(rollout, name)
         given = None
         if signal == "topk" and rollouts[0].top_ids is not None:
             given = self._checked_given(rollouts, names)
         lengths = [(len(rollout.prompt_ids), rollout.n_tokens) for rollout in rollouts]
+        n_rows = [rollout.n_own for rollout in rollouts]
+        n_own = sum(n_rows) if sum(n_rows) < sum(len(rollout.response_ids) for rollout in rollouts) else 0
         with _refusals_of(together(names)):
             tokens = check_tokens(np.concatenate([ids for r in rollouts for ids in (r.prompt_ids, r.response_ids)]))
+            if n_own:
+                marked = [ids for r in rollouts for ids in (r.prompt_ids, mark_own(r.response_ids, r.own))]
+                tokens = np.concatenate(marked).astype("<i4")
             frames = [] if given is None else pack_given(given)
             header = ScoreRequest(
                 request_id=os.urandom(ID_BYTES),
@@ -106,17 +115,19 @@ class RequestSettings:
                 given_checksums=[checksum(frame) for frame in frames],
                 with_sampled=with_sampled,
                 lengths=lengths if len(lengths) > 1 else [],
+                n_own=n_own,
             )
-        return RequestMessage(names, header, [as_frame(tokens), *frames], token_digest(tokens), self.resend_s, given)
+        frames = [as_frame(tokens), *frames]
+        return RequestMessage(names, header, frames, token_digest(tokens), self.resend_s, given, n_rows)
 
     def _checked_given(self, rollouts: Sequence[Rollout], names: Sequence[str]) -> np.ndarray:
-        """Return the `top_ids` of all rollouts, [R, G]. Raises TeacherError."""
+        """Return the `top_ids` of all rollouts, [M, G]. Raises TeacherError."""
         given = []
         for rollout, name in zip(rollouts, names, strict=True):
             with _refusals_of(name):
                 if rollout.top_ids is None:
                     raise ProtocolError("it has no top_ids, and others of its request have")
-                if problem := given_problem(rollout.top_ids, len(rollout.response_ids), self.id_limit):
+                if problem := given_problem(rollout.top_ids, rollout.n_own, self.id_limit):
                     raise ProtocolError(problem)
             given.append(rollout.top_ids)
         return np.concatenate(given)
@@ -260,6 +271,7 @@ class ScoresRequest(PendingRequest[list[TeacherScores]]):
         super().__init__(message)
         self.n_sequences = len(message.names)
         self._sent, self._given, self._n_vocab = message.header, message.given, n_vocab
+        self._n_rows = message.n_rows
 
     def accept(self, reply: Reply, frames: list[Buffer], now_s: float) -> list[TeacherScores]:
         checked = self._check(reply)
@@ -271,7 +283,7 @@ class ScoresRequest(PendingRequest[list[TeacherScores]]):
             joined = TeacherScores(sampled_logprobs=unpack_sampled(checked, frames))
         parts = list(self._rows())
         names = [f"{name}, from worker {checked.worker!r}" for name in self.names]
-        self._validate(joined, Rows(names, [part.stop - part.start for part in parts]), parts)
+        self._validate(joined, Rows(names, self._n_rows), parts)
         return [joined] if len(parts) == 1 else [_part(joined, part) for part in parts]
 
     def _check(self, reply: Reply) -> ScoreReply:
@@ -280,7 +292,7 @@ class ScoresRequest(PendingRequest[list[TeacherScores]]):
             raise ProtocolError(f"received {type(reply).__name__} for a {sent.signal} request")
         self._check_source(reply)
         received = (reply.signal, reply.n_rows, reply.k, reply.wire, reply.adaptive, reply.with_sampled)
-        expected = (sent.signal, sent.n_response, sent.k, sent.wire, sent.mass > 0, sent.with_sampled)
+        expected = (sent.signal, sent.n_rows, sent.k, sent.wire, sent.mass > 0, sent.with_sampled)
         if received != expected:
             raise ProtocolError(f"(signal, rows, k, wire, adaptive, with_sampled) are {received}, expected {expected}")
         return reply
@@ -288,8 +300,8 @@ class ScoresRequest(PendingRequest[list[TeacherScores]]):
     def _rows(self) -> Iterator[slice]:
         """Yield the rows of each sequence."""
         start = 0
-        for n_prompt, n_total in self._sent.sequences:
-            yield slice(start, start := start + n_total - n_prompt)
+        for n_rows in self._n_rows:
+            yield slice(start, start := start + n_rows)
 
     def _validate(self, scores: TeacherScores, rows: Rows, parts: Sequence[slice]) -> None:
         """Check the scores of all sequences. Raises TeacherError, which names one."""

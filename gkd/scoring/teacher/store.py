@@ -29,6 +29,7 @@ from gkd.errors import CheckpointError
 from gkd.log import get_logger
 from gkd.scoring.teacher.record import packed, unpacked
 from gkd.types import Rollout, TeacherScores
+from teacher_server.wire.payload import mark_own
 from teacher_server.wire.protocol import Signal, Wire
 
 log = get_logger("store")
@@ -192,6 +193,6 @@ def score_key(
     sequence = rollout.for_teacher()
     asked = fingerprint, list(signals), teacher.topk, teacher.mass, teacher.temperature, teacher.wire, n_vocab
     digest = xxhash.xxh3_128(msgspec.json.encode([*asked, len(sequence.prompt_ids)]))
-    for ids in (sequence.prompt_ids, sequence.response_ids):
+    for ids in (sequence.prompt_ids, mark_own(sequence.response_ids, sequence.own)):
         digest.update(np.ascontiguousarray(ids, "<i4").tobytes())
     return digest.digest()

@@ -41,9 +41,9 @@ class Teacher(Protocol):
 
         Args:
             rollouts: as many as `Window.n_per_request` allows, one for hidden and logits; either all have `top_ids`, or
-                none has.
+                none has. The teacher reads all tokens, and returns rows for the own ones.
             signals: `gkd.config.schema.Derived.signals`: "topk" (each row lists the rollout's `top_ids`, if there are
-                any), "sampled" (the logprob of each response token), both, "hidden" (final hidden states; their product
+                any), "sampled" (the logprob of each own token), both, "hidden" (final hidden states; their product
                 with `lm_head` is the logits, not yet divided by the temperature), or "logits" (divided by the
                 temperature; the maximum of each row is 0). Shapes and dtypes: see `TeacherScores`.
             mass: list only as many of the top-k entries as needed to reach this probability; 0 = all k.

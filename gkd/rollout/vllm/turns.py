@@ -1,0 +1,126 @@
+"""What follows a turn of the student: its environment works, then the next turn starts or the trajectory ends.
+
+    vLLM finishes a turn -> `ended`: the environment gets its text    -> `replies`: an observation -> the next turn
+                                                                                    none, or an end -> the rollout
+
+No vLLM here. The environments run in processes of their own, see `gkd.environment.pool`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from gkd.data.chat_delta import ChatDelta
+from gkd.environment.pool import Environments, Reply
+from gkd.errors import DataError
+from gkd.log import get_logger
+from gkd.rollout.vllm.sampling import Request, sequence_seed
+from gkd.types import Rollout
+
+log = get_logger("environment")
+
+_SHOWN_ERRORS = 5  # The log shows so many of an engine; the metrics count all.
+
+
+@dataclass(slots=True)
+class _Open:
+    """A trajectory whose environment works.
+
+    Attributes:
+        ending: finish reason of a trajectory whose environment is only asked to close; empty: it makes a step.
+    """
+
+    request: Request
+    ending: str = ""
+
+
+class Turns:
+    """The trajectories of one engine that wait for their environments. Not thread-safe.
+
+    Args:
+        max_turns: rollout.max_turns.
+    """
+
+    def __init__(self, environments: Environments, delta: ChatDelta, max_turns: int) -> None:
+        self._environments, self._delta, self._max_turns = environments, delta, max_turns
+        self._open: dict[int, _Open] = {}
+        self._n_errors = 0
+
+    def __len__(self) -> int:
+        """Return the number of trajectories that wait."""
+        return len(self._open)
+
+    def ended(self, request: Request, finish_reason: str) -> None:
+        """Note that vLLM has finished a turn, with "stop" or "length"."""
+        is_cut, text = finish_reason == "length", self._delta.text(request.ids[-1])
+        request.messages.append({"role": "assistant", "content": text})
+        self._open[request.key] = _Open(request, "length" if is_cut else "")
+        if is_cut:  # a cut turn is no answer
+            self._environments.end(request.key)
+            return
+        sampling, row = request.sampling, request.prompt.row
+        assert row is not None  # preflight keeps the rows
+        seed = sequence_seed(sampling.seed, request.sample_index)
+        self._environments.step(request.key, row, seed, text)
+
+    def replies(self) -> Iterator[Request | tuple[Request, Rollout]]:
+        """Yield each trajectory of which something is known: one whose next turn starts, or a finished rollout."""
+        for reply in self._environments.replies():
+            waiting = self._open.pop(reply.key)
+            request = waiting.request
+            ending = waiting.ending or self._ending(request, reply)
+            if not ending:
+                yield request
+            elif waiting.ending or reply.error or reply.messages is None:
+                yield request, request.rollout(ending, reply.reward)
+            else:  # the object lives on: close it and read its reward
+                self._open[request.key] = _Open(request, ending)
+                self._environments.end(request.key)
+
+    def _ending(self, request: Request, reply: Reply) -> str:
+        """Return the finish reason; empty if the trajectory continues, then with the observation."""
+        if reply.error:
+            return self._error(request, reply.error)
+        if reply.messages is None:
+            return "stop"
+        if request.n_turns >= self._max_turns or not self._delta.follows(int(request.ids[-1][-1])):
+            return "environment"
+        try:
+            ids: np.ndarray = self._delta.ids(reply.messages)
+        except DataError as error:
+            return self._error(request, str(error))
+        if request.n_tokens + len(ids) >= request.sampling.max_tokens:  # an observation is never cut
+            return "length"
+        request.add_observation(ids, reply.messages)
+        return ""
+
+    def _error(self, request: Request, problem: str) -> str:
+        self._n_errors += 1
+        if self._n_errors <= _SHOWN_ERRORS:
+            log.warning(
+                "the environment of prompt %d, sample %d, ended its trajectory after turn %d: %s%s",
+                request.prompt.prompt_id,
+                request.sample_index,
+                request.n_turns,
+                problem,
+                "" if self._n_errors < _SHOWN_ERRORS else " (further ones: rollout/environment_errors)",
+            )
+        return "environment_error"
+
+    def wait(self, timeout_s: float) -> None:
+        """Wait until a reply may be there, or for some time."""
+        self._environments.wait(timeout_s)
+
+    def abort(self, owner: Hashable) -> None:
+        """Drop the trajectories of an owner."""
+        keys = [key for key, waiting in self._open.items() if waiting.request.owner == owner]
+        self._environments.abort(keys)
+        for key in keys:
+            del self._open[key]
+
+    def close(self) -> None:
+        """End the environments' processes."""
+        self._environments.close()

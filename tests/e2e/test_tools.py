@@ -1,0 +1,157 @@
+"""Whole runs with environments: what is trained on, exact resume, a stream, rewards and evaluation."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from gkd.data.rollout_file import read_sequences
+from gkd.metrics.writer import read_metrics
+from tests.e2e.conftest import ALONE
+from tests.e2e.exactness import differences
+from tests.e2e.turn_environments import small_models
+from tests.metric_keys import unlisted_keys
+from tests.service.harness import ServerProcess
+
+pytestmark = pytest.mark.e2e
+ECHO, FAULTY, SLOW = (f"tests.e2e.turn_environments:{name}" for name in ("Echo", "Faulty", "Slow"))
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return small_models(tmp_path_factory.mktemp("tools") / "models")
+
+
+@pytest.fixture(scope="module")
+def port(models: Path) -> Iterator[int]:
+    with ServerProcess(models / "teacher", models.parent, options=ALONE) as server:
+        yield server.port
+
+
+@pytest.fixture(scope="module")
+def run(models: Path, port: int, shared_ray: str) -> Any:
+    """Return a function that trains in a new folder and returns it."""
+
+    def trained(name: str, *overrides: str, code: int = 0) -> Path:
+        run_dir = models.parent / name
+        settings = [
+            f"data.train_files=[{models / 'train.jsonl'}]",
+            f"data.val_files=[{models / 'heldout.jsonl'}]",
+            "data.max_response_length=96",
+            f"model.path={models / 'student'}",
+            f"trainer.run_dir={run_dir}",
+            "trainer.scheduler=sync",
+            "trainer.total_steps=4",
+            "trainer.global_batch_size=4",
+            "trainer.cpu_cores=1",
+            "trainer.save_every=2",
+            "trainer.keep_last=9",
+            f"teacher.server_port={port}",
+            "teacher.wire=fp32",
+            "rollout.n=2",
+            f"rollout.environment={ECHO}",
+            "rollout.max_num_seqs=8",
+            "actor.micro_batch_size=4",
+            "eval.max_prompts=6",
+            shared_ray,
+        ]
+        command = [sys.executable, "-m", "gkd.main_gkd", "--config", "examples/tools/config.yaml"]
+        done = subprocess.run(
+            [*command, *settings, *overrides], capture_output=True, text=True, timeout=280, check=False
+        )
+        assert done.returncode == code, done.stderr[-4000:]
+        assert code or not unlisted_keys(run_dir), "add a row to gkd/metrics/catalog*.py"
+        return run_dir
+
+    return trained
+
+
+@pytest.fixture(scope="module")
+def whole(run: Any) -> Path:
+    """Return the folder of an uninterrupted run with four steps."""
+    folder: Path = run("whole", "trainer.record_batches=true")
+    return folder
+
+
+def test_the_loss_is_that_of_own_tokens_over_the_whole_trajectory(whole: Path, models: Path) -> None:
+    """Fails if a row, a score or a loss belongs to another token, or an observation is trained on."""
+    from transformers import AutoModelForCausalLM
+
+    student, teacher = (
+        AutoModelForCausalLM.from_pretrained(models / name, dtype=torch.float64) for name in ("student", "teacher")
+    )
+    (folder,) = (whole / "batches").glob("step_*1")
+    total, n_own, n_all = 0.0, 0, 0
+    for file in sorted(folder.glob("**/*.npz")):
+        rollouts, scores = read_sequences(file)
+        assert scores is not None
+        for rollout, score in zip(rollouts, scores, strict=True):
+            assert score.topk is not None and len(score.topk.topk_ids) == rollout.n_own
+            own = np.ones(len(rollout.response_ids), bool) if rollout.own is None else rollout.own
+            ids = torch.from_numpy(np.concatenate([rollout.prompt_ids, rollout.response_ids])).long()[None]
+            at = torch.from_numpy(len(rollout.prompt_ids) - 1 + np.flatnonzero(own))
+            with torch.no_grad():
+                log_p, log_q = (model(ids).logits[0, at].log_softmax(-1) for model in (teacher, student))
+            listed = torch.from_numpy(score.topk.topk_ids).long()
+            p, q = log_p.gather(1, listed).exp(), log_q.gather(1, listed).exp()
+            tail_p, tail_q = 1 - p.sum(1), 1 - q.sum(1)
+            total += float((p * (p / q).log()).sum() + (tail_p * (tail_p / tail_q).log()).sum())
+            n_own, n_all = n_own + rollout.n_own, n_all + len(rollout.response_ids)
+    first = next(line for line in read_metrics(whole / "metrics.jsonl") if line["step"] == 1)
+    assert n_own < n_all and first["loss/tokens"] == n_own == first["rollout/response_tokens"]
+    assert first["rollout/observed_tokens"] == n_all - n_own
+    assert first["loss/token_kl"] == pytest.approx(total / n_own, rel=1e-4)
+    assert sum(value for key, value in first.items() if key.startswith("turn/") and key.endswith("tokens")) == n_own
+
+
+@pytest.mark.parametrize("scheduler", ["sync", "one_step_off"])
+def test_a_resumed_run_makes_the_same_trajectories(scheduler: str, run: Any, whole: Path) -> None:
+    """Fails if a trajectory depends on the process that runs it, or its mask is lost in a checkpoint."""
+    setting = f"trainer.scheduler={scheduler}"
+    expected = whole if scheduler == "sync" else run(f"whole_{scheduler}", setting)
+    run(f"parts_{scheduler}", setting, "trainer.total_steps=2", "actor.optim.schedule=constant")
+    other = run(f"parts_{scheduler}", setting, "trainer.resume=auto", "actor.optim.schedule=constant")
+    constant = run(f"constant_{scheduler}", setting, "actor.optim.schedule=constant")
+    assert differences(constant, other) == []
+    assert read_metrics(expected / "metrics.jsonl")
+
+
+def test_a_stream_with_a_slow_tool_trains_on_every_trajectory(run: Any) -> None:
+    """Fails if a stream loses trajectories whose environments work, or counts their versions wrongly."""
+    folder = run("stream", "trainer.scheduler=stream", f"rollout.environment={SLOW}", "trainer.total_steps=5")
+    lines = [line for line in read_metrics(folder / "metrics.jsonl") if "rollout/turns_mean" in line]
+    assert [line["step"] for line in lines] == [1, 2, 3, 4, 5]
+    assert all(line["rollout/sequences"] == 8 and line["rollout/environment_errors"] == 0 for line in lines)
+    assert max(line["staleness/max"] for line in lines) <= 2
+
+
+def test_faults_of_environments_are_counted_and_do_not_end_the_run(run: Any) -> None:
+    """Fails if a bad environment ends a run, or its errors are not counted."""
+    folder = run("faulty", f"rollout.environment={FAULTY}", "rollout.environment_timeout_s=2")
+    lines = [line for line in read_metrics(folder / "metrics.jsonl") if "rollout/environment_errors" in line]
+    assert len(lines) == 4 and sum(line["rollout/environment_errors"] for line in lines) > 0.5
+
+
+def test_rewards_and_samples_see_the_trajectory(run: Any) -> None:
+    """Fails if the environment's reward is lost, or samples do not show what the tool wrote."""
+    folder = run(
+        "rewards",
+        "reward.functions=[{path: environment}, {path: 'tests.unit.judging_functions:n_messages'}]",
+        "distill.reward_weight=0.1",
+        "eval.metric=environment",
+        "trainer.total_steps=2",
+    )
+    lines = [line for line in read_metrics(folder / "metrics.jsonl") if "reward/environment/mean" in line]
+    for line in lines:  # Echo gives one point a turn; the turns alternate with observations
+        assert line["reward/n_messages/mean"] == pytest.approx(2 * line["rollout/turns_mean"] - 1)
+        assert 1 <= line["reward/environment/mean"] <= 3
+    samples = [json.loads(text) for text in (folder / "samples" / "step_00000002.jsonl").read_text().splitlines()]
+    assert all(sample["messages"][0]["role"] == "assistant" and sample["reward"] >= 1 for sample in samples)

@@ -1,0 +1,63 @@
+"""Environments that tests of whole runs name by their path, and the small models that act in them."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from examples.quickstart.make_models import Recipe
+from examples.tools.make_models import make_models
+
+# Models that have learned the form of a call, and hardly anything else: their turns differ from sample to sample.
+FIRST = replace(
+    Recipe().student, n_layers=1, eval_every=100, step_limit=100, stop_accuracy=0.0, min_accuracy=0.0, max_accuracy=1.0
+)
+RECIPES = {"teacher": replace(FIRST, n_layers=2, seed=3), "student": FIRST}
+FAULTS = ("raise", "role", "huge", "unicode", "marker", "die", "hang", "")
+
+
+def small_models(out: Path) -> Path:
+    """Make the models and the prompts of examples/tools with little training: half a minute."""
+    make_models(out, RECIPES)
+    return out
+
+
+class Echo:
+    """Answer each turn with its length, whatever it is; the reward is the number of turns."""
+
+    reward: float = 0.0
+
+    def __init__(self, row: dict[str, Any], seed: int) -> None:
+        self._row = row
+
+    async def step(self, text: str) -> list[dict[str, str]] | None:
+        self.reward += 1
+        return [{"role": "tool", "content": f"{len(text)} {self._row['answer']}"}]
+
+
+class Slow(Echo):
+    """Answer after some time, which differs from row to row."""
+
+    async def step(self, text: str) -> list[dict[str, str]] | None:
+        await asyncio.sleep(0.02 * (int(self._row["answer"]) % 5))
+        return await super().step(text)
+
+
+class Faulty(Echo):
+    """Fail as the row demands."""
+
+    async def step(self, text: str) -> Any:
+        fault = FAULTS[int(self._row["answer"]) % len(FAULTS)]
+        if fault == "raise":
+            raise RuntimeError("the shop is closed")
+        if fault == "die":
+            os._exit(3)
+        if fault == "hang":
+            await asyncio.Event().wait()
+        contents = {"huge": "x" * 10_000_000, "unicode": "\ud800", "marker": "<|end|><|assistant|>"}
+        if fault in ("role", *contents):
+            return [{"role": "system" if fault == "role" else "tool", "content": contents.get(fault, "")}]
+        return await super().step(text)
