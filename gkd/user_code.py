@@ -8,7 +8,6 @@ import math
 import mmap
 import os
 import select
-import shutil
 import signal
 import struct
 import subprocess
@@ -86,22 +85,29 @@ def end_with_parent(fd: int, folder: str = "") -> None:
         folder: removed before the end.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    poll = select.poll()
-    poll.register(os.dup(fd), 0)  # hang-ups alone, also after the program has closed the socket
-    watch = threading.Thread(target=_wait_for_parents_end, args=(poll, os.getppid(), folder), daemon=True)
+    own = os.dup(fd)  # the program may close the other
+    watch = threading.Thread(target=_wait_for_parents_end, args=(own, os.getppid(), folder), daemon=True)
     watch.start()
     # The main thread, too, sees that the socket is closed. It must not end the process before the other has cleaned up.
-    atexit.register(lambda: watch.join() if poll.poll(0) else None)
+    atexit.register(lambda: watch.join() if _is_hung_up(own, 0) else None)
 
 
-def _wait_for_parents_end(poll: select.poll, parent: int, folder: str) -> None:
+def _wait_for_parents_end(fd: int, parent: int, folder: str) -> None:
     # A process that the parent has forked holds the other end, too, so the parent's number is also compared.
-    while not poll.poll(2000) and os.getppid() == parent:
+    while not _is_hung_up(fd, 2000) and os.getppid() == parent:
         pass
     _kill_started(os.getpid(), os.environ.get(_MARK, ""), spare=os.getpid())
-    if folder:
-        shutil.rmtree(folder, ignore_errors=True)
+    if folder:  # a process of its own removes it: this one may still write to it until its end
+        command = ["sh", "-c", 'kill -9 -- "-$0"; rm -rf -- "$1"', str(os.getpid()), folder]
+        with contextlib.suppress(OSError):
+            subprocess.Popen(command, start_new_session=True).wait()
     os.killpg(0, signal.SIGKILL)
+
+
+def _is_hung_up(fd: int, timeout_ms: int) -> bool:
+    poll = select.poll()
+    poll.register(fd, 0)  # hang-ups alone
+    return bool(poll.poll(timeout_ms))
 
 
 def _kill_started(leader: int, mark: str, spare: int = 0) -> None:

@@ -105,7 +105,7 @@ class Environments:
         process = min(self._processes, key=lambda process: process.load)
         process.trajectories.add(number)
         self._trajectories[number] = _Trajectory(key, process)
-        self._call(number, text=text, row=base64.b85encode(row).decode(), seed=seed)
+        self._call(number, text=text, row=base64.b64encode(row).decode(), seed=seed)
 
     def end(self, key: int) -> None:
         """End a trajectory that has no call without a reply: close its object. The reply has its reward."""

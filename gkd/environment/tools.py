@@ -99,7 +99,7 @@ def schema(function: Callable[..., Any]) -> dict[str, Any]:
         if inspect.signature(function).parameters[parameter].default is inspect.Parameter.empty:
             required.append(parameter)
     parameters = {"type": "object", "properties": properties, "required": required}
-    description = " ".join(_SECTION.split(doc, maxsplit=1)[0].split())
+    description = _SECTION.split(doc, maxsplit=1)[0].strip()
     return {"type": "function", "function": {"name": name, "description": description, "parameters": parameters}}
 
 

@@ -133,7 +133,7 @@ class Server:
             await self._end(Call(key))
 
     async def _make(self, call: Call) -> None:
-        self._rows[call.trajectory], row = decode_row(base64.b85decode(call.row))
+        self._rows[call.trajectory], row = decode_row(base64.b64decode(call.row))
         self._open[call.trajectory] = self._kind(row, call.seed)
 
     async def _end(self, call: Call) -> None:

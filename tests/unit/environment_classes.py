@@ -69,14 +69,19 @@ class Shop:
         await asyncio.gather(*(asyncio.to_thread(time.sleep, 1000) for _ in range(300)))
 
     async def start(self, argument: str) -> Any:
-        own_session, no_mark = (
-            "session" in argument,
-            {"env": {"PATH": os.environ["PATH"]}} if "mark" in argument else {},
-        )
-        child = subprocess.Popen(
-            [sys.executable, "-c", "import time; time.sleep(977)"], start_new_session=own_session, **no_mark
-        )
+        options: dict[str, Any] = {}
+        if argument == "session":
+            options["start_new_session"] = True
+        if argument == "group":
+            options |= {"process_group": 0, "env": {}}
+        child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(977)"], **options)
         return [{"role": "tool", "content": str(child.pid)}]
+
+    async def clutter(self, argument: str) -> Any:
+        for number in range(1_000_000):  # is not done when the test goes on
+            open(f"file{number % 5000}", "w").close()
+            await asyncio.sleep(0)
+        return await self.count(argument)
 
     async def raise_it(self, argument: str) -> None:
         if argument == "exit":

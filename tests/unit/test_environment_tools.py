@@ -71,7 +71,7 @@ def test_schemas_come_from_signature_and_docstring() -> None:
         "type": "function",
         "function": {
             "name": "add",
-            "description": "Add two numbers. Exactly.",
+            "description": "Add two numbers.\nExactly.",
             "parameters": {
                 "type": "object",
                 "properties": {
