@@ -131,7 +131,7 @@ class ReadRow:
     teacher: Rendered | None
     response: str | None
     route: int
-    turns: tuple[Mapping[str, Any], ...] = ()  # of data.messages_key, behind the prompt
+    turns: tuple[Mapping[str, Any], ...] = ()  # messages behind the prompt, see data.messages_key
 
     @property
     def parts(self) -> list[Rendered]:

@@ -31,7 +31,7 @@ class Request:
     ids: list[np.ndarray] = field(default_factory=list)  # [n] int32 each: turns and observations by turns
     logprobs: list[np.ndarray] = field(default_factory=list)  # [n] float32 of each turn
     top_ids: list[np.ndarray] = field(default_factory=list)  # [n, G] int32 of each turn
-    messages: list[dict[str, str]] = field(default_factory=list)  # of the environment, and turns as it reads them
+    messages: list[dict[str, str]] = field(default_factory=list)  # turns as the environment reads them, and its own
 
     @property
     def n_tokens(self) -> int:

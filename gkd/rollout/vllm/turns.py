@@ -1,4 +1,4 @@
-"""What follows a turn of the student: its environment works, then the next turn starts or the trajectory ends.
+"""Continue trajectories: the environment answers a turn, then the next one starts, or the trajectory ends.
 
     vLLM finishes a turn -> `ended`: the environment gets its text    -> `replies`: an observation -> the next turn
                                                                                     none, or an end -> the rollout
@@ -22,7 +22,7 @@ from gkd.types import Rollout
 
 log = get_logger("environment")
 
-_SHOWN_ERRORS = 5  # The log shows so many of an engine; the metrics count all.
+_SHOWN_ERRORS = 5  # limit of the errors of an engine in the log; the metrics count all
 
 
 @dataclass(slots=True)
@@ -58,7 +58,7 @@ class Turns:
         is_cut, text = finish_reason == "length", self._delta.text(request.ids[-1])
         request.messages.append({"role": "assistant", "content": text})
         self._open[request.key] = _Open(request, "length" if is_cut else "")
-        if is_cut:  # a cut turn is no answer
+        if is_cut:  # the environment would read half of a turn
             self._environments.end(request.key)
             return
         sampling, row = request.sampling, request.prompt.row

@@ -11,7 +11,7 @@ import difflib
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from tokenizers import Tokenizer
 
@@ -19,6 +19,7 @@ from gkd.errors import CheckpointError
 from gkd.hf.hub import cached_folder
 from gkd.tools.report.read import Run, json_lines
 
+T = TypeVar("T")
 MAX_EVALUATIONS = 12
 MAX_RESPONSES = 8
 MAX_TOKENS = 400
@@ -96,20 +97,33 @@ def _responses(file: Path, texts: TokenTexts, used: set[int]) -> dict[str, dict[
     """Return the responses of one evaluation by prompt and sample; adds the ids of their tokens to `used`."""
     found: dict[str, dict[str, Any]] = {}
     for record in _first(file, MAX_RESPONSES, ("prompt_id", "sample_index", "response_ids", "values")):
-        ids, values = record["response_ids"][:MAX_TOKENS], record["values"]
-        choices = [[_choice(*one) for one in row] for row in record.get("choices", ())[:MAX_TOKENS]]
-        used.update(ids, (one[0] for row in choices for one in row))
+        ids, values, observed = record["response_ids"][:MAX_TOKENS], record["values"], set(record.get("observed", ()))
+        own = [i for i in range(len(ids)) if i not in observed]  # the tables have a row for each of these
+        choices = _spread([[_choice(*one) for one in row] for row in record.get("choices", ())[: len(own)]], own, ids)
+        used.update(ids, (one[0] for row in choices for one in row or ()))
         color = next((name for name in COLORS if name in values), None)
         found[f"{record['prompt_id']}/{record['sample_index']}"] = {
             "prompt": _end(texts.text(record["prompt_ids"])) if "prompt_ids" in record else None,
             "ids": ids,
             "n_tokens": len(record["response_ids"]),
             "kind": COLORS[color] if color else "",
-            "color": [_short(value) for value in values[color][:MAX_TOKENS]] if color else [None] * len(ids),
-            "entropy": [_short(value) for value in values.get("student_entropy", ())[:MAX_TOKENS]],
+            "observed": sorted(observed & set(range(len(ids)))),
+            "color": _spread([_short(v) for v in values[color][: len(own)]], own, ids) if color else [None] * len(ids),
+            "entropy": _spread([_short(value) for value in values.get("student_entropy", ())[: len(own)]], own, ids),
             "choices": choices,
         }
     return found
+
+
+def _spread(rows: Sequence[T], own: Sequence[int], ids: Sequence[int]) -> list[T | None]:
+    """Return the rows of own tokens at the places of their tokens; nothing without rows.
+
+    Args:
+        own: positions of the own tokens.
+        ids: all tokens.
+    """
+    placed = dict(zip(own, rows, strict=False))
+    return [placed.get(i) for i in range(len(ids))] if rows else []
 
 
 def _texts(file: Path, texts: TokenTexts) -> list[dict[str, Any]]:

@@ -67,13 +67,17 @@ function drawResponse(body, legend, samples) {
   const full = fullColor(samples, SAMPLES.response);
   legend.append(`${record.kind}, nats: 0`, element("i"), `${full.toPrecision(2)} and more`);
   body.append(element("p", { class: "prompt" }, record.prompt ?? "The prompt is not in this file: it was written by an older version."));
+  const observed = new Set(record.observed);
+  if (observed.size) legend.append(element("span", { class: "observed" }, "text of the environment"));
   const tokens = element("div", { class: "tokens", tabindex: "0", "aria-label": "Tokens of the response; arrow keys move between them" });
   record.ids.forEach((id, i) => {
     const text = samples.vocabulary[id];
-    const share = record.color[i] === null ? 1 : Math.min(Math.abs(record.color[i]) / full, 1);
-    const special = /^<.*>$|^\[\d+\]$/.test(text);
-    const span = element("span", { "data-i": i, class: special ? "special" : "" }, text.replace(/\n/g, "\u21b5\n"));
-    span.style.backgroundColor = `rgba(var(--heat), ${(0.75 * share).toFixed(3)})`;
+    const special = /^<.*>$|^\[\d+\]$/.test(text) ? "special" : "";
+    const span = element("span", { "data-i": i, class: observed.has(i) ? `observed ${special}` : special }, text.replace(/\n/g, "\u21b5\n"));
+    if (!observed.has(i)) {
+      const share = (record.color[i] ?? null) === null ? 1 : Math.min(Math.abs(record.color[i]) / full, 1);
+      span.style.backgroundColor = `rgba(var(--heat), ${(0.75 * share).toFixed(3)})`;
+    }
     tokens.append(span);
   });
   body.append(tokens);
@@ -103,6 +107,7 @@ function quoted(text) {
 function tipOf(samples, record, i) {
   const value = record.color[i];
   const lines = [element("div", {}, element("b", {}, quoted(samples.vocabulary[record.ids[i]])), ` id ${record.ids[i]}, token ${i + 1}`)];
+  if (record.observed.includes(i)) return [...lines, element("div", { class: "note" }, "The environment wrote this token. It is read, and carries no loss.")];
   lines.push(element("div", {}, `${record.kind}: ${value === null ? "not finite" : value} nats`));
   if (record.entropy.length) lines.push(element("div", {}, `entropy of the student: ${record.entropy[i]} nats`));
   const choices = record.choices[i];
