@@ -18,7 +18,7 @@ from typing import Any
 
 from examples.quickstart import processes
 
-MODELS, RUNS, CONFIG = Path("models/tools"), Path("runs/tools"), Path("examples/tools/config.yaml")
+MODELS, RUNS, CONFIG = Path("models/tools"), Path("runs/tools"), Path("examples/tools/calculator.yaml")
 N_SHOWN, N_CHECKED = 3, 128
 
 

@@ -63,7 +63,7 @@ def run(models: Path, port: int, shared_ray: str) -> Any:
             "eval.max_prompts=6",
             shared_ray,
         ]
-        command = [sys.executable, "-m", "gkd.main_gkd", "--config", "examples/tools/config.yaml"]
+        command = [sys.executable, "-m", "gkd.main_gkd", "--config", "examples/tools/calculator.yaml"]
         done = subprocess.run(
             [*command, *settings, *overrides], capture_output=True, text=True, timeout=280, check=False
         )

@@ -86,7 +86,7 @@ def _probe(models: Path) -> dict[str, Any]:
     # New weights while a trajectory waits for its environment, and while another is generated.
     engine._turns = waiting = turns("Slow")
     engine.add("stream", prompts[:N_PROMPTS], sampling, range(N_PROMPTS))
-    for version in range(1, 200):
+    for version in range(1, 2000):
         if not engine.n_running:
             break
         engine.step()

@@ -13,9 +13,9 @@ from examples.tools.make_models import make_models
 
 # Models that have learned the form of a call, and hardly anything else: their turns differ from sample to sample.
 FIRST = replace(
-    Recipe().student, n_layers=1, eval_every=100, step_limit=100, stop_accuracy=0.0, min_accuracy=0.0, max_accuracy=1.0
+    Recipe().student, eval_every=60, step_limit=60, peak_lr=2e-3, stop_accuracy=0.0, min_accuracy=0.0, max_accuracy=1.0
 )
-RECIPES = {"teacher": replace(FIRST, n_layers=2, seed=3), "student": FIRST}
+RECIPES = {"teacher": replace(FIRST, seed=3), "student": FIRST}
 FAULTS = ("raise", "role", "huge", "unicode", "marker", "die", "hang", "")
 
 
