@@ -28,9 +28,10 @@ import psutil
 
 from gkd.health.checks import NEED_EQUAL_SAMPLING
 from gkd.metrics.writer import read_metrics
-from tests.e2e.conftest import N_TRAIN, Lab, make_lab
+from tests.e2e.conftest import Lab, make_lab
 from tests.e2e.exactness import check_stream, differences
 from tests.e2e.killed_main import POINTS, VICTIMS, generation_of
+from tests.e2e.turn_environments import small_models
 from tests.service.harness import ServerProcess
 
 N_STEPS = 16
@@ -59,6 +60,24 @@ LAYOUTS = {
         "rollout.max_num_seqs=4",  # so that weight syncs occur in the middle of responses
         "trainer.record_batches=true",
     ),
+}
+# Kills in the middle of trajectories: the environment takes up to 0.1 s for a turn.
+TURNS = (
+    "rollout.environment=tests.e2e.turn_environments:Slow",
+    "data.max_prompt_length=24",
+    "data.max_response_length=96",
+    "rollout.max_turns=3",
+    "eval.answer_marker=is",
+    "eval.max_prompts=8",
+)
+LAYOUTS |= {
+    f"turns_{name}": (*settings, *TURNS)
+    for name, settings in {
+        "sync": (),
+        "one_step_off": LAYOUTS["one_step_off"],
+        "two_step_off": LAYOUTS["two_step_off"],
+        "stream": LAYOUTS["stream"],
+    }.items()
 }
 LAUNCH_S = 240.0
 ORPHANS_S = 90.0  # Ray's daemons end on their own after the driver died
@@ -240,7 +259,7 @@ def in_layout(
     base = root / "base"
     code, log = runs.launch(base, None)
     assert code == 0, f"the uninterrupted run failed:\n{log[-4000:]}"
-    is_stream = layout == "stream"
+    is_stream, n_prompts = "trainer.scheduler=stream" in LAYOUTS[layout], len(lab.train.read_text().splitlines())
     times = sorted(line["time/step_s"] for line in read_metrics(base / "metrics.jsonl")[1:])
     pending = [*kills, *random_kills(n_random, times[len(times) // 2], seed=len(layout))]
     first = [kill for kill in pending if kill in FIRST_KILLS]
@@ -252,7 +271,7 @@ def in_layout(
         run_dir = root / f"run_{n_runs}"
         done = torture(runs, None if is_stream else base, run_dir, chain)
         if is_stream:
-            check_stream(run_dir, n_steps=N_STEPS, n_prompts=N_TRAIN, max_staleness=MAX_STALENESS)
+            check_stream(run_dir, n_steps=N_STEPS, n_prompts=n_prompts, max_staleness=MAX_STALENESS)
             check_replay(runs, run_dir)
         assert done[0].killed, f"the run never reached {done[0].kill}"
         # Kills that this run did not reach are applied at the start of the next.
@@ -264,6 +283,12 @@ def in_layout(
             _write(file, layout, outcomes)
         n_runs += 1
         print(f"{layout}: run {n_runs} bit-exact after {n_killed} kills; {len(pending)} kills left", flush=True)
+
+
+def turns_lab(root: Path) -> Lab:
+    """Return the folders of models that act in an environment."""
+    models = small_models(root / "turns")
+    return Lab(root, models / "teacher", models / "student", models / "train.jsonl", models / "heldout.jsonl")
 
 
 def main() -> int:
@@ -278,9 +303,9 @@ def main() -> int:
         parser.error(f"--layouts {args.layouts}: there is no {unknown[0]!r}, but {', '.join(LAYOUTS)}")
     with tempfile.TemporaryDirectory(prefix="gkd_kill_") as folder:
         root = Path(folder)
-        lab = make_lab(root)
-        with ServerProcess(lab.teacher, root, options=("--max-batch-tokens", "2")) as server:
-            for name in names:
+        for name in names:
+            lab = turns_lab(root) if name.startswith("turns_") else make_lab(root / "words")
+            with ServerProcess(lab.teacher, root, options=("--max-batch-tokens", "2")) as server:
                 # One layout is killed at every point, all layouts at random times and during a save.
                 everywhere = name == "one_rank" and not args.no_points
                 kills = [*FIRST_KILLS, *kills_at_points()] if everywhere else [Kill("checkpoint", 3, 0.03, "actor")]
