@@ -85,9 +85,10 @@ class GroupEndpoint:
         search_path: Sequence[str],
         training: RowTable,
         validation: RowTable,
+        tokenizer: Any,
     ) -> None:
         """Start the processes that judge responses. Arguments and errors as `gkd.scoring.reward.judging.Judging`."""
-        self._judging = Judging(self._config, functions, n_workers, search_path, training, validation)
+        self._judging = Judging(self._config, functions, n_workers, search_path, training, validation, tokenizer)
 
     def judge(self, rollouts: Sequence[Rollout], prompts: str) -> bytes:
         """See `gkd.scoring.reward.judging.Judging.judge`."""

@@ -19,7 +19,7 @@ from gkd.data.row_files import RowTable
 from gkd.log import get_logger
 from gkd.roles import Roles, ScoringRole
 from gkd.scoring.reward.advantages import with_advantages
-from gkd.scoring.reward.judging import TRAINING, VALIDATION
+from gkd.scoring.reward.judging import TRAINING, VALIDATION, student_tokenizer
 from gkd.types import (
     Computation,
     FileDigest,
@@ -167,7 +167,9 @@ def init_judging(
     n_workers = workers_per_endpoint(config, derived.dp_size)
     rows = [ray.put(RowTable.of(prompts)) for prompts in (train, validation)]
     calls = [each.init_judging.options(concurrency_group=JUDGING) for each in endpoints]
-    refs = [call.remote(functions, n_workers, search_path(), *rows) for call in calls]
+    # An endpoint cannot import the class of a tokenizer that the model's own code defines, so it loads that one itself.
+    tokenizer = None if config.model.trust_remote_code else student_tokenizer(config)
+    refs = [call.remote(functions, n_workers, search_path(), *rows, tokenizer) for call in calls]
     gather({f"scoring endpoint {i}": ref for i, ref in enumerate(refs)}, "start", timeout_s)
 
 

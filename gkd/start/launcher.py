@@ -29,6 +29,7 @@ from gkd.errors import GkdError, RankTimeout
 from gkd.gpu_map import collect
 from gkd.gpu_map.record import record_end, record_placement, record_restart
 from gkd.log import get_logger
+from gkd.memory.usage import trim_heap
 from gkd.preflight.run import Plan
 from gkd.roles import NoReference, Roles
 from gkd.rollout.driver.pool import RolloutPool
@@ -137,6 +138,7 @@ def _start(
     places = _load_models(config, plan, startup, actor, rollout, building, calls)
     gather({_endpoint_name(i): e.is_up.remote() for i, e in enumerate(endpoints)}, "start", startup.left_s())
     init_judging(config, plan.derived, plan.train_prompts, plan.val_prompts, endpoints, startup.left_s())
+    trim_heap()  # what the checks and the start have used, tokenizers above all
     if config.teacher.signal == "hidden" and not plan.derived.teacher_pool:
         heads = teacher_heads(endpoints, actor.last_stage_nodes(startup.left_s()), startup.left_s())
         actor.set_teacher_head(heads, startup.left_s())

@@ -8,6 +8,7 @@ Letters: B sequences, S padded length, H hidden size, C rows of a chunk, V vocab
 
 from __future__ import annotations
 
+import ctypes
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
@@ -96,7 +97,12 @@ class HfEngine:
     @torch.inference_mode()
     def score(self, batch: Sequence[TokenSequence], params: ScoreParams) -> list[Scores]:
         """See `Engine.score`."""
-        return score_hidden(self._response_rows(batch), batch, self._head, params, self.vocab_size)
+        scores = score_hidden(self._response_rows(batch), batch, self._head, params, self.vocab_size)
+        if self._device.type == "cpu":
+            # The C library keeps freed activations in pieces that those of another length do not fit into, so the
+            # process would grow with each batch.
+            ctypes.CDLL(None).malloc_trim(0)
+        return scores
 
     def _response_rows(self, batch: Sequence[TokenSequence]) -> torch.Tensor:
         """Return [N, H] hidden states that predict the response tokens with rows, sequence after sequence."""

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from gkd.actor.megatron import optim
 from gkd.actor.megatron.optim import GroupStepAdamW, OptimSpec
+from tests.dist.helpers import run_ranks
+from tests.dist.megatron_reference import make_hf_folder, make_micro_batches
+from tests.dist.student_cases import build_student
 from tests.refusals import refuses
 
 # A child process, because the shim changes the process permanently.
@@ -30,6 +35,9 @@ _TOUCHED = [
     f"{_CORE}.pipeline_parallel.schedules.forward_backward_pipelining_with_interleaving",
     f"{_CORE}.pipeline_parallel.schedules.forward_backward_pipelining_without_interleaving",
     f"{_CORE}.pipeline_parallel.schedules.forward_step",
+    f"{_CORE}.tensor_parallel.layers.F",
+    f"{_CORE}.tensor_parallel.layers._grad_accum_fusion_available",
+    f"{_CORE}.tensor_parallel.layers.fused_weight_gradient_mlp_cuda",
     f"{_CORE}.tensor_parallel.random._get_cuda_rng_state",
     f"{_CORE}.tensor_parallel.random._set_cuda_rng_state",
     f"{_CORE}.transformer.moe.router.TopKRouter._apply_expert_bias",
@@ -54,6 +62,39 @@ def test_shim_touches_exactly_these() -> None:
     command = [sys.executable, "-W", "ignore", "-c", _LIST_TOUCHED]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout.split() == _TOUCHED
+
+
+def _added_in_place(rank: int, world_size: int, folder: Path) -> dict[str, Any]:
+    """Runs in a rank: count gradients that autograd gets for the embedding, and trims of the heap."""
+    from gkd.actor.megatron import pipeline
+
+    student = build_student("megatron", folder, rank, world_size)
+    trims: list[int] = []
+    grads: list[torch.Tensor | None] = []
+    (embedding,) = (param for name, param in student.model.named_params() if "word_embeddings" in name)
+    embedding.register_hook(grads.append)
+    pipeline.trim_heap = lambda: trims.append(1)  # type: ignore[assignment]
+    batches = make_micro_batches(3)
+    student.evaluate(batches)
+    in_evaluation = len(trims)
+    student.accumulate(batches)
+    return {
+        "grads": sum(grad is not None for grad in grads),
+        "trims": (in_evaluation, len(trims)),
+        "moved": bool(embedding.main_grad.any()),
+    }
+
+
+@pytest.mark.dist
+@pytest.mark.cpu_only("tests what replaces apex")
+@pytest.mark.parametrize("kind", ["qwen3", "qwen2_tied"])
+def test_a_micro_batch_adds_to_the_gradients_in_place(tmp_path: Path, kind: str) -> None:
+    """Fails if a micro-batch on the CPU makes a gradient of all rows of the embedding, or if what it has freed stays
+    beside the activations of the next one. The gradients' values: test_megatron_parity.
+    """
+    make_hf_folder(tmp_path, kind)
+    (found,) = run_ranks(_added_in_place, 1, tmp_path)
+    assert found == {"grads": 0, "trims": (0, 4), "moved": True}
 
 
 def test_group_step_adamw_is_adamw() -> None:

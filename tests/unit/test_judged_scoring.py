@@ -91,15 +91,18 @@ def test_restored_rollouts_are_judged_again(calls: list[Any], tmp_path: Path) ->
 def test_each_group_gets_its_part_of_the_workers(
     monkeypatch: pytest.MonkeyPatch, local_ray: LocalRay, calls: list[Any], workers: int, groups: int, each: int
 ) -> None:
-    """Fails if a run has fewer workers than `reward.workers`, or each group has all of them, or a group has none."""
+    """Fails if a run has fewer workers than `reward.workers`, or each group has all of them, or a group has none; or if
+    an endpoint has to load the tokenizer, which imports torch.
+    """
     monkeypatch.setattr("gkd.scoring.judged.ray", local_ray)
+    monkeypatch.setattr("gkd.scoring.judged.student_tokenizer", lambda config: "tokenizer")
     layout = (f"trainer.n_gpus_per_node={groups}", f"reward.workers={workers}", "reward.functions=[{path: length}]")
     config = load_config(None, layout)
     derived = config.derived
     assert derived.dp_size == groups and workers_per_endpoint(config, groups) == each
-    started = Method(lambda *args: calls.append(args[:2]))
+    started = Method(lambda *args: calls.append((args[0], args[1], args[-1])))
     init_judging(config, derived, [], [], [SimpleNamespace(init_judging=started)] * groups, 9.0)
-    assert [(own[TRAINING], n) for own, n in calls] == [(("length",), each)] * groups
+    assert [(own[TRAINING], n, tokenizer) for own, n, tokenizer in calls] == [(("length",), each, "tokenizer")] * groups
 
 
 def sample(prompt_id: int) -> Sample:

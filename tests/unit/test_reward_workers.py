@@ -93,6 +93,20 @@ def test_judging_calls_the_functions_of_each_set_of_prompts(config: Config) -> N
         judging.close()
 
 
+def test_a_process_that_judges_has_no_torch(tmp_path: Path) -> None:
+    """Fails if a scoring endpoint, which receives its tokenizer, imports torch: 250 MB with what transformers adds."""
+    received = tmp_path / "tokenizer"
+    received.write_bytes(pickle.dumps(TOKENIZER))
+    code = (
+        "import pickle, sys; from pathlib import Path; import gkd.scoring.endpoint, gkd.scoring.group_endpoint;"
+        "tokenizer = pickle.loads(Path(sys.argv[1]).read_bytes());"
+        f"print(tokenizer.decode({ids('1+2=').tolist()}, skip_special_tokens=True), 'torch' in sys.modules)"
+    )
+    command = [sys.executable, "-c", code, str(received)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=True)
+    assert done.stdout.split() == ["1+2=", "False"]
+
+
 @pytest.mark.parametrize("response", ["raise", "exit", "nan", "inf", "none", "text"])
 def test_a_value_that_is_no_finite_number_is_an_error(
     workers: list[RewardWorkers], response: str, config: Config

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 
-from teacher_server.engines.hf import _passes
+from teacher_server.engines.base import ScoreParams, TokenSequence
+from teacher_server.engines.hf import HfEngine, _passes
+from tests.dist.megatron_reference import make_hf_folder
 
 
 @pytest.mark.parametrize("limit", [1, 64, 512, 100_000])
@@ -22,3 +27,15 @@ def test_passes_are_within_the_limit_and_lose_nothing(limit: int) -> None:
 def test_without_a_limit_all_sequences_share_a_pass() -> None:
     """Fails if a GPU runs several passes for one batch."""
     assert list(_passes({0: 5, 1: 1, 2: 900}, None)) == [[0, 1, 2]]
+
+
+def test_a_batch_returns_its_memory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Fails if a teacher on a CPU keeps the freed activations of each batch: 0.2 GiB in the example."""
+    trims: list[int] = []
+    library = SimpleNamespace(CDLL=lambda name: SimpleNamespace(malloc_trim=trims.append))
+    monkeypatch.setattr("teacher_server.engines.hf.ctypes", library)
+    make_hf_folder(tmp_path, "qwen3")
+    engine = HfEngine(str(tmp_path), dtype="float32", device="cpu", max_tokens=16)
+    for n_batches in (1, 2):
+        assert len(engine.score([TokenSequence(np.arange(6, dtype=np.int32), 2)], ScoreParams("topk", k=2))) == 1
+        assert len(trims) == n_batches

@@ -1,6 +1,6 @@
 """Patch Megatron-core to run without CUDA, on gloo and CPU tensors. No-op if CUDA is available.
 
-Megatron-core has no CPU switch. Five kinds of code assume CUDA. Each kind is handled in one way, so that an
+Megatron-core has no CPU switch. Six kinds of code assume CUDA. Each kind is handled in one way, so that an
 upgrade that adds another one fails a test instead of a run:
 
     1. functions of torch.cuda, and Tensor.cuda     replaced by their CPU meaning
@@ -9,6 +9,7 @@ upgrade that adds another one fails a test instead of a run:
     4. streams and compiled functions of the        replaced by plain Python functions
        mixture-of-experts layer
     5. collectives that NCCL does in place          left out in a group of one rank: gloo copies the whole buffer
+    6. apex's products that add to a gradient       replaced by torch's, and the embedding's gradient is added likewise
 
 A TorchFunctionMode would be tidier for 3, but modes are inactive in the backward pass of
 recomputed layers, which runs on autograd's threads.
@@ -23,6 +24,8 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+
+from gkd.loss.chunked import add_product
 
 _MODULES = (
     "megatron.core.utils",
@@ -48,7 +51,7 @@ def install_cpu_shim() -> tuple[str, ...]:
     """
     global _touched
     if _touched is None:
-        kinds = (_replace_functions, _rewrite_literals, _replace_moe, _replace_collectives)
+        kinds = (_replace_functions, _rewrite_literals, _replace_moe, _replace_collectives, _replace_products)
         _touched = () if torch.cuda.is_available() else tuple(sorted(name for kind in kinds for name in kind()))
     return _touched
 
@@ -119,6 +122,40 @@ def _replace_collectives() -> Iterator[str]:
     for name in ("dist_all_gather_func", "dist_reduce_scatter_func"):
         collective = getattr(param_and_grad_buffer, name)
         yield _replace(param_and_grad_buffer, param_and_grad_buffer.__name__, name, unless_alone(collective))
+
+
+def _replace_products() -> Iterator[str]:
+    """Replace kind 6. A layer's gradient needs no memory of its own, and one pass over the sum instead of two."""
+    from megatron.core.tensor_parallel import layers
+
+    def accumulate(inputs: torch.Tensor, grads: torch.Tensor, total: torch.Tensor) -> None:
+        add_product(total, grads.T, inputs)
+
+    layers.fused_weight_gradient_mlp_cuda = types.SimpleNamespace(wgrad_gemm_accum_fp32=accumulate)
+    yield f"{layers.__name__}.fused_weight_gradient_mlp_cuda"
+    yield _replace(layers, layers.__name__, "_grad_accum_fusion_available", True)
+    functional = types.SimpleNamespace(**vars(layers.F) | {"embedding": _embedding})
+    yield _replace(layers, layers.__name__, "F", functional)
+
+
+def _embedding(ids: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    if getattr(weight, "adds_gradient_in_place", False) and torch.is_grad_enabled():
+        return _Embedding.apply(ids, weight)
+    return torch.nn.functional.embedding(ids, weight)
+
+
+class _Embedding(torch.autograd.Function):
+    """Adds the gradient to the rows of `main_grad`. Autograd's is a matrix of all rows, nearly all of them zero."""
+
+    @staticmethod
+    def forward(ctx: Any, ids: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        ctx.ids, ctx.main_grad = ids, weight.main_grad  # type: ignore[attr-defined]
+        return torch.nn.functional.embedding(ids, weight)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[None, None]:
+        ctx.main_grad.index_add_(0, ctx.ids.flatten(), grads[0].flatten(0, -2).to(ctx.main_grad.dtype))
+        return None, None
 
 
 def _rewrite_literals() -> Iterator[str]:

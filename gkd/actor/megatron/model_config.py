@@ -90,8 +90,9 @@ def transformer_config(
         # These need torch.compile only. SwiGLU then saves its input instead of every intermediate result.
         bias_activation_fusion=fused,
         apply_rope_fusion=fused,
-        # These need apex or Transformer Engine, or do nothing for a model without dropout and attention scores.
-        gradient_accumulation_fusion=False,
+        # These need apex or Transformer Engine, or do nothing for a model without dropout and attention scores. The CPU
+        # has the first one from `cpu_shim`.
+        gradient_accumulation_fusion=device.type == "cpu" and not torch.cuda.is_available(),
         bias_dropout_fusion=False,
         masked_softmax_fusion=False,
         persist_layer_norm=False,

@@ -30,6 +30,7 @@ from gkd.loss.distill_loss import DistillLoss
 from gkd.loss.reduce import sum_over_group
 from gkd.loss.row_kernels import statistics_dtype
 from gkd.loss.sampled_logprobs import logprobs_of_hidden, logprobs_of_logits
+from gkd.memory.usage import trim_heap
 from gkd.types import MicroBatch
 
 
@@ -185,6 +186,8 @@ def _forward_step(
         loss_function: of the last stage's output and, by keyword, the batch; returns what Megatron requires of a loss.
     """
     batch = next(batches)
+    if device.type == "cpu" and torch.is_grad_enabled():
+        trim_heap()  # what the micro-batch before has freed is in pieces that most activations do not fit into
     output = module(
         batch.tokens.to(device),
         batch.position_ids.to(device),

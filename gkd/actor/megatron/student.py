@@ -100,6 +100,9 @@ class MegatronStudent(Student):
             grad_reduce_in_fp32=True, use_distributed_optimizer=True, overlap_grad_reduce=overlap_grad_reduce
         )
         self._ddps = [DistributedDataParallel(config, ddp_config, chunk) for chunk in self.model.chunks]
+        for name, param in self.model.named_params():  # see `cpu_shim`; an overlapped reduction waits for a gradient
+            if "word_embeddings" in name and not overlap_grad_reduce and hasattr(param, "main_grad"):
+                param.adds_gradient_in_place = True  # type: ignore[attr-defined]
         tp_group = groups.tp if layout.tp > 1 else None
         self.loss = build_loss(args, VocabShard(self.model.vocab_start, self.model.dims.vocab_size, tp_group))
         no_sync = [ddp.no_sync for ddp in self._ddps]

@@ -28,6 +28,7 @@ from vllm.platforms import current_platform
 
 from gkd.cluster import stacks
 from gkd.errors import ModelError, WeightSyncError
+from gkd.memory.usage import trim_heap
 from gkd.rollout.vllm.adapters import EngineAdapters, unwrapped
 from gkd.rollout.vllm.sleep_state import SleepMixin
 from gkd.rollout.vllm.worker_errors import returns_sync_errors
@@ -121,7 +122,10 @@ class WeightReceiver(SleepMixin):
     def _gkd_receive_all(
         self, plans: list[list[Bucket]], load: Callable[[list[tuple[str, torch.Tensor]]], None]
     ) -> int:
-        return sum(receive(group, buckets, load) for group, buckets in zip(self._gkd_groups, plans, strict=True))
+        n_bytes = sum(receive(group, buckets, load) for group, buckets in zip(self._gkd_groups, plans, strict=True))
+        if self.device.type == "cpu":
+            trim_heap()  # buckets, and at the first sync what vLLM has used to load the model
+        return n_bytes
 
     def _gkd_adapters(self) -> EngineAdapters | None:
         """Return the adapters; None if the engine was started without."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from functools import partial
+from typing import Any
 
 import numpy as np
 
@@ -22,6 +23,12 @@ from gkd.types import Rollout
 TRAINING, VALIDATION = "training", "validation"
 
 
+def student_tokenizer(config: Config) -> Any:
+    """Load the student's tokenizer on this host. Raises ConfigError: see `load_tokenizer`."""
+    model = with_local_copies(config, ("model.path",), weights=False).model
+    return load_tokenizer(model.path, "model.path", trust_remote_code=model.trust_remote_code)
+
+
 class Judging:
     """Judge rollouts of two sets of prompts, training and held-out, each with its own functions.
 
@@ -30,6 +37,7 @@ class Judging:
         n_workers: processes that call them.
         search_path: folders in which the driver finds modules.
         training, validation: rows of the prompts; arguments of their own, because Ray maps each without a copy.
+        tokenizer: the student's. None: it is loaded here, which imports torch; to receive it does not.
 
     Raises:
         RewardError: a worker could not import the functions within trainer.init_timeout_s.
@@ -43,13 +51,13 @@ class Judging:
         search_path: Sequence[str],
         training: RowTable,
         validation: RowTable,
+        tokenizer: Any = None,
     ) -> None:
         self._rows = {TRAINING: training, VALIDATION: validation}
         paths = tuple(dict.fromkeys(path for own in functions.values() for path in own))
         self._functions = {name: tuple(paths.index(path) for path in own) for name, own in functions.items()}
         self._workers = RewardWorkers(Start(config, paths, tuple(search_path)), n_workers, config.reward.timeout_s)
-        model = with_local_copies(config, ("model.path",), weights=False).model  # loaded while the workers start
-        self._tokenizer = load_tokenizer(model.path, "model.path", trust_remote_code=model.trust_remote_code)
+        self._tokenizer = student_tokenizer(config) if tokenizer is None else tokenizer  # while the workers start
         self._workers.wait_ready(config.trainer.init_timeout_s)
 
     def close(self) -> None:
