@@ -58,7 +58,8 @@ checks >"$report" 2>&1 &
 checks_pid=$!
 
 failed=0
-pytest -n "$((workers < 4 ? workers : 4))" || failed=1 # tests/conftest.py assigns tests to workers
+# One worker more than cores, because the tests of whole runs mostly wait. tests/conftest.py assigns tests to workers.
+pytest -n "$((workers < 4 ? workers + 1 : 4))" || failed=1
 wait "$checks_pid" || failed=1
 cat "$report"
 exit $failed
