@@ -90,7 +90,7 @@ def _added_in_place(rank: int, world_size: int, folder: Path) -> dict[str, Any]:
 @pytest.mark.parametrize("kind", ["qwen3", "qwen2_tied"])
 def test_a_micro_batch_adds_to_the_gradients_in_place(tmp_path: Path, kind: str) -> None:
     """Fails if a micro-batch on the CPU makes a gradient of all rows of the embedding, or if what it has freed stays
-    beside the activations of the next one. The gradients' values: test_megatron_parity.
+    in addition to the activations of the next one. The gradients' values: test_megatron_parity.
     """
     make_hf_folder(tmp_path, kind)
     (found,) = run_ranks(_added_in_place, 1, tmp_path)

@@ -232,7 +232,7 @@ def test_the_checker_lists_every_node_and_ranks_outside_of_gpus(address: str, cl
 
 
 def test_a_cluster_of_its_own_has_no_daemons_that_it_does_not_use() -> None:
-    """Fails if Ray's autoscaler or the dashboard's server, 120 MB, runs beside a training run."""
+    """Fails if Ray's autoscaler or the dashboard's server, 120 MB, goes on during a training run."""
     code = (
         "import psutil; from gkd.cluster.cluster import Cluster; cluster = Cluster('', n_slots=1, on_cpu=True);"
         "print([' '.join(p.cmdline()) for p in psutil.Process().children(recursive=True)]); cluster.close()"
