@@ -110,8 +110,6 @@ class Cluster:
             else:
                 with _visible(gpus):
                     ray.init(**local)
-            if self._is_own:
-                _end_unused_daemons()
         except Exception as error:  # Ray raises plain ones, too
             problem = " ".join(str(error).split())
             fix = ""
@@ -181,13 +179,6 @@ class Cluster:
         if self._folder is not None:
             remove_ray_folder(self._folder, keep_logs=isinstance(sys.exc_info()[1], Exception))
             self._folder = None
-
-
-def _end_unused_daemons() -> None:
-    """End the autoscaler, which cannot add machines here, and the dashboard's server, which is switched off: 120 MB."""
-    node = ray._private.worker._global_node
-    node.kill_monitor(check_alive=False)
-    node.kill_dashboard(check_alive=False)
 
 
 def _kill_rest(run: str) -> None:

@@ -118,7 +118,10 @@ class RunFolder:
         rows = []
         for record in records:
             values = {name: [v if math.isfinite(v) else None for v in row] for name, row in record.values.items()}
-            rows.append(asdict(record) | {"values": values})
+            row = asdict(record) | {"values": values}
+            if not record.observed:  # without an environment
+                del row["observed"]
+            rows.append(row)
         self._write_of_step("token_losses", step, rows)
 
     def forget_after(self, step: int) -> None:

@@ -10,7 +10,7 @@ from gkd.rollout.vllm.start import CPU_ENV
 from teacher_server.wire.threads import thread_env
 
 # The most bytes of a chunk's sizes or of the summary of its scores: of the chunk, and per sequence.
-_SIZES_BYTES = 640, 24
+_SIZES_BYTES = 640, 32
 
 
 def inline_bytes(n_sequences: int) -> int:

@@ -60,7 +60,9 @@ class AskingSlowly(Asking):
 
 def measure(name: str, rounds: int) -> Part:
     """Measure a part in a process of its own, in which vLLM has one engine."""
-    found = in_fresh_process("tests.bench.bench_turns", {"part": name, "rounds": rounds}, threads=1, timeout_s=_TIMEOUT_S)
+    found = in_fresh_process(
+        "tests.bench.bench_turns", {"part": name, "rounds": rounds}, threads=1, timeout_s=_TIMEOUT_S
+    )
     kinds = list(found)
     rates = {kind: [run["tokens"] / run["seconds"] for run in found[kind]] for kind in kinds}
     ratio = statistics.median(b / a for a, b in zip(*(rates[kind] for kind in kinds), strict=True))

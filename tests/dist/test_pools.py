@@ -231,17 +231,6 @@ def test_the_checker_lists_every_node_and_ranks_outside_of_gpus(address: str, cl
     until_free(12)
 
 
-def test_a_cluster_of_its_own_has_no_daemons_that_it_does_not_use() -> None:
-    """Fails if Ray's autoscaler or the dashboard's server, 120 MB, goes on during a training run."""
-    code = (
-        "import psutil; from gkd.cluster.cluster import Cluster; cluster = Cluster('', n_slots=1, on_cpu=True);"
-        "print([' '.join(p.cmdline()) for p in psutil.Process().children(recursive=True)]); cluster.close()"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
-    assert "raylet" in done.stdout
-    assert not [name for name in ("_private/monitor.py", "dashboard/dashboard.py") if name in done.stdout], done.stdout
-
-
 @pytest.mark.parametrize("reply", [b"HTTP/1.1 400 no\r\n", b""])
 def test_an_address_without_ray_is_refused(reply: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
     """Fails if only Ray's own retries, which last for minutes, detect a different server at the address."""

@@ -27,10 +27,13 @@ _NOT_COMPARED = (
 )
 
 
-def differences(one: Path, other: Path, *, export: bool = True, through: int | None = None) -> list[str]:
+def differences(
+    one: Path, other: Path, *, export: bool = True, through: int | None = None, but: tuple[str, ...] = ()
+) -> list[str]:
     """Return the differences between two run folders: steps, metrics of a step, or exported weights.
 
     Args:
+        but: beginnings of keys that are not compared.
         through: the last step to compare; None: all. Steps after the newest checkpoint are repeated by a resume.
     """
     lines = [
@@ -43,7 +46,7 @@ def differences(one: Path, other: Path, *, export: bool = True, through: int | N
     for step in sorted(expected_lines.keys() & got_lines.keys()):
         expected, got = expected_lines[step], got_lines[step]
         for key in sorted(expected.keys() | got.keys()):
-            if not key.startswith(_NOT_COMPARED) and expected.get(key) != got.get(key):
+            if not key.startswith((*_NOT_COMPARED, *but)) and expected.get(key) != got.get(key):
                 found.append(f"step {step}: {key} {got.get(key)!r}, expected {expected.get(key)!r}")
     return found + (_different_weights(one, other) if export else [])
 

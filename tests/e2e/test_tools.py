@@ -1,4 +1,7 @@
-"""Whole runs with environments: what is trained on, exact resume, a stream, rewards and evaluation."""
+"""Whole runs with environments: what is trained on, a stream, faults, rewards and evaluation.
+
+Resume after kills in the middle of trajectories: `python -m tests.e2e.kill_matrix --layouts turns_sync,turns_stream`.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,6 @@ import torch
 from gkd.data.rollout_file import read_sequences
 from gkd.metrics.writer import read_metrics
 from tests.e2e.conftest import ALONE
-from tests.e2e.exactness import differences
 from tests.e2e.turn_environments import small_models
 from tests.metric_keys import unlisted_keys
 from tests.service.harness import ServerProcess
@@ -115,17 +117,6 @@ def test_the_loss_is_that_of_own_tokens_over_the_whole_trajectory(whole: Path, m
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("scheduler", ["sync", "one_step_off"])
-def test_a_resumed_run_makes_the_same_trajectories(scheduler: str, run: Any) -> None:
-    """Fails if a trajectory depends on the process that runs it, or its mask is lost in a checkpoint."""
-    settings = (f"trainer.scheduler={scheduler}", "actor.optim.schedule=constant")
-    expected = run(f"whole_{scheduler}", *settings)
-    run(f"parts_{scheduler}", *settings, "trainer.total_steps=2")
-    resumed = run(f"parts_{scheduler}", *settings, "trainer.resume=auto")
-    assert differences(expected, resumed) == []
-
-
-@pytest.mark.slow
 def test_a_stream_with_a_slow_tool_trains_on_every_trajectory(run: Any) -> None:
     """Fails if a stream loses trajectories whose environments work, or counts their versions wrongly."""
     folder = run("stream", "trainer.scheduler=stream", f"rollout.environment={SLOW}", "trainer.total_steps=5")
@@ -151,5 +142,6 @@ def test_rewards_and_samples_see_the_trajectory(whole: Path) -> None:
         assert line["reward/n_messages/mean"] == pytest.approx(2 * line["rollout/turns_mean"] - 1)
         assert 0 <= line["reward/environment/mean"] <= 3
     samples = [json.loads(text) for text in (whole / "samples" / "step_00000004.jsonl").read_text().splitlines()]
-    assert all(sample["messages"][0]["role"] == "assistant" and sample["reward"] >= 0 for sample in samples)
-    assert any(len(sample["messages"]) > 1 for sample in samples)
+    assert all(sample["messages"][0]["role"] == "assistant" for sample in samples)
+    seen = [sample["reward"] for sample in samples if len(sample["messages"]) > 1]
+    assert seen and all(reward >= 1 for reward in seen)
