@@ -48,6 +48,7 @@ class Turns:
         self._environments, self._delta, self._max_turns = environments, delta, max_turns
         self._open: dict[int, _Open] = {}
         self._n_errors = 0
+        self._other_ends: set[int] = set()  # end tokens behind which the template writes no message
 
     def __len__(self) -> int:
         """Return the number of trajectories that wait."""
@@ -86,7 +87,15 @@ class Turns:
             return self._error(request, reply.error)
         if reply.messages is None:
             return "stop"
-        if request.n_turns >= self._max_turns or not self._delta.follows(int(request.ids[-1][-1])):
+        if request.n_turns >= self._max_turns:
+            return "environment"
+        if not self._delta.follows(last := int(request.ids[-1][-1])):
+            if last not in self._other_ends:
+                self._other_ends.add(last)
+                end = self._delta.end_id
+                log.warning(
+                    "a turn that ends with token %d ends its trajectory: the template goes on behind %d", last, end
+                )
             return "environment"
         try:
             ids: np.ndarray = self._delta.ids(reply.messages)
