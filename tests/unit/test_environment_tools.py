@@ -8,6 +8,7 @@ import threading
 import time
 import types
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Literal
 
@@ -22,6 +23,12 @@ from gkd.environment.trl import TrlEnvironment
 from gkd.environment.verifiers import VerifiersEnvironment
 
 CALL = '<tool_call>{{"name": "{}", "arguments": {}}}</tool_call>'
+
+
+def in_thread(coroutine: Any) -> Any:
+    """Run a coroutine in a thread of its own: the loop of a browser may run in this one."""
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(asyncio.run, coroutine).result()
 
 
 def add(a: int, b: int = 1) -> int:
@@ -62,7 +69,7 @@ def play(kind: Any, turns: Sequence[str], row: dict[str, Any] | None = None) -> 
             await environment.close()
         return found, checked_reward(environment)
 
-    return asyncio.run(run())
+    return in_thread(run())
 
 
 def test_schemas_come_from_signature_and_docstring() -> None:
@@ -314,7 +321,7 @@ def test_the_python_tool(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     """Fails if the student's code exceeds time, memory or output, or leaves a process behind."""
 
     def run(code: str) -> str:
-        return asyncio.run(python(code))
+        return in_thread(python(code))
 
     assert run("import os; print(6 * 7, len(os.listdir()))") == "42 0\n"
     assert run("print('x' * 5000)").startswith("x" * 4096 + "\n")

@@ -100,8 +100,10 @@ class MegatronStudent(Student):
             grad_reduce_in_fp32=True, use_distributed_optimizer=True, overlap_grad_reduce=overlap_grad_reduce
         )
         self._ddps = [DistributedDataParallel(config, ddp_config, chunk) for chunk in self.model.chunks]
-        for name, param in self.model.named_params():  # see `cpu_shim`; an overlapped reduction waits for a gradient
-            if "word_embeddings" in name and not overlap_grad_reduce and hasattr(param, "main_grad"):
+        # See `cpu_shim`. Of several ranks an overlapped reduction waits for autograd's gradient, and the order of the sum
+        # must not depend on the overlap.
+        for name, param in self.model.named_params():
+            if "word_embeddings" in name and layout.world_size == 1 and hasattr(param, "main_grad"):
                 param.adds_gradient_in_place = True  # type: ignore[attr-defined]
         tp_group = groups.tp if layout.tp > 1 else None
         self.loss = build_loss(args, VocabShard(self.model.vocab_start, self.model.dims.vocab_size, tp_group))
