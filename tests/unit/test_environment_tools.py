@@ -22,12 +22,13 @@ from gkd.environment.tools import CallError, ToolCall, ToolEnvironment, parse_ca
 from gkd.environment.trl import TrlEnvironment
 from gkd.environment.verifiers import VerifiersEnvironment
 
+LOOP = "loop of"  # name of the thread in which coroutines run
 CALL = '<tool_call>{{"name": "{}", "arguments": {}}}</tool_call>'
 
 
 def in_thread(coroutine: Any) -> Any:
     """Run a coroutine in a thread of its own: the loop of a browser may run in this one."""
-    with ThreadPoolExecutor(1) as pool:
+    with ThreadPoolExecutor(1, LOOP) as pool:
         return pool.submit(asyncio.run, coroutine).result()
 
 
@@ -49,7 +50,7 @@ def add(a: int, b: int = 1) -> int:
 
 
 async def repeat(text: str, modes: list[Literal["a", "b"]], strict: bool | None = None) -> str:
-    return f"{text!r} {modes} {strict} {threading.current_thread() is threading.main_thread()}"
+    return f"{text!r} {modes} {strict} {threading.current_thread().name.startswith(LOOP)}"
 
 
 class Tools(ToolEnvironment):

@@ -100,8 +100,8 @@ class MegatronStudent(Student):
             grad_reduce_in_fp32=True, use_distributed_optimizer=True, overlap_grad_reduce=overlap_grad_reduce
         )
         self._ddps = [DistributedDataParallel(config, ddp_config, chunk) for chunk in self.model.chunks]
-        # See `cpu_shim`. Of several ranks an overlapped reduction waits for autograd's gradient, and the order of the sum
-        # must not depend on the overlap.
+        # See `cpu_shim`. An overlapped reduction waits for autograd's gradient, and whether it overlaps must not change
+        # the order of a sum.
         for name, param in self.model.named_params():
             if "word_embeddings" in name and layout.world_size == 1 and hasattr(param, "main_grad"):
                 param.adds_gradient_in_place = True  # type: ignore[attr-defined]
