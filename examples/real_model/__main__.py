@@ -27,7 +27,7 @@ N_LAYERS = 12  # of the student of --task shrink
 def main() -> int:
     parser = argparse.ArgumentParser(
         prog="bash examples/real_model/run.sh",
-        description="Distill SmolLM2-135M-Instruct: about ten minutes on two idle cores, 7 GB of memory.",
+        description="Distill SmolLM2-135M-Instruct: about ten minutes on two idle cores, 6.3 GB of memory.",
         epilog="key=value arguments override examples/real_model/TASK.yaml, e.g. trainer.total_steps=10",
     )
     parser.add_argument(
