@@ -138,6 +138,14 @@ def resized(folder: Path, n_rows: int) -> Path:
 
 
 @pytest.fixture(scope="session")
+def acting_models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Make the models and prompts of trajectories, see `turn_environments`."""
+    from tests.e2e.turn_environments import small_models  # imports torch
+
+    return small_models(tmp_path_factory.mktemp("acting") / "models")
+
+
+@pytest.fixture(scope="session")
 def teacher_port(lab: Lab) -> Iterator[int]:
     with ServerProcess(lab.teacher, lab.root, options=ALONE) as server:
         yield server.port

@@ -19,7 +19,6 @@ import torch
 from gkd.data.rollout_file import read_sequences
 from gkd.metrics.writer import read_metrics
 from tests.e2e.conftest import ALONE
-from tests.e2e.turn_environments import small_models
 from tests.metric_keys import unlisted_keys
 from tests.service.harness import ServerProcess
 
@@ -28,21 +27,17 @@ ECHO, FAULTY, SLOW = (f"tests.e2e.turn_environments:{name}" for name in ("Echo",
 
 
 @pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return small_models(tmp_path_factory.mktemp("tools") / "models")
-
-
-@pytest.fixture(scope="module")
-def port(models: Path) -> Iterator[int]:
-    with ServerProcess(models / "teacher", models.parent, options=ALONE) as server:
+def port(acting_models: Path) -> Iterator[int]:
+    with ServerProcess(acting_models / "teacher", acting_models.parent, options=ALONE) as server:
         yield server.port
 
 
 @pytest.fixture(scope="module")
-def run(models: Path, port: int, shared_ray: str) -> Any:
+def run(acting_models: Path, port: int, shared_ray: str) -> Any:
     """Return a function that trains in a new folder and returns it."""
 
     def trained(name: str, *overrides: str, code: int = 0) -> Path:
+        models = acting_models
         run_dir = models.parent / name
         settings = [
             f"data.train_files=[{models / 'train.jsonl'}]",
@@ -85,12 +80,13 @@ def whole(run: Any) -> Path:
     return folder
 
 
-def test_the_loss_is_that_of_own_tokens_over_the_whole_trajectory(whole: Path, models: Path) -> None:
+def test_the_loss_is_that_of_own_tokens_over_the_whole_trajectory(whole: Path, acting_models: Path) -> None:
     """Fails if a row, a score or a loss belongs to another token, or an observation is trained on."""
     from transformers import AutoModelForCausalLM
 
     student, teacher = (
-        AutoModelForCausalLM.from_pretrained(models / name, dtype=torch.float64) for name in ("student", "teacher")
+        AutoModelForCausalLM.from_pretrained(acting_models / name, dtype=torch.float64)
+        for name in ("student", "teacher")
     )
     (folder,) = (whole / "batches").glob("step_*1")
     total, n_own, n_all = 0.0, 0, 0

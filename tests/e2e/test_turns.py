@@ -14,7 +14,7 @@ import pytest
 
 from gkd.rollout.vllm.start import CPU_ENV
 from gkd.types import FINISH_REASONS, Rollout
-from tests.e2e.turn_environments import FAULTS, small_models
+from tests.e2e.turn_environments import FAULTS
 
 pytestmark = pytest.mark.e2e
 N_PROMPTS, N_SAMPLES, MAX_TURNS, MAX_TOKENS = 6, 2, 3, 160
@@ -111,14 +111,13 @@ def _pushed(engine: Any, version: int) -> int:
 
 
 @pytest.fixture(scope="module")
-def probe(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    models = small_models(tmp_path_factory.mktemp("turns") / "models")
+def probe(acting_models: Path) -> dict[str, Any]:
     context = multiprocessing.get_context("spawn")
     with pytest.MonkeyPatch.context() as patch:
         for name, value in CPU_ENV.items():
             patch.setenv(name, value)
         with ProcessPoolExecutor(1, mp_context=context) as pool:
-            return pool.submit(_probe, models).result(timeout=240)
+            return pool.submit(_probe, acting_models).result(timeout=240)
 
 
 def test_own_tokens_have_the_logprobs_of_one_pass_over_the_trajectory(probe: dict[str, Any]) -> None:
