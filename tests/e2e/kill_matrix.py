@@ -315,6 +315,8 @@ def main() -> int:
                 # One layout is killed at every point, all layouts at random times and during a save.
                 everywhere = name == "one_rank" and not args.no_points
                 kills = [*FIRST_KILLS, *kills_at_points()] if everywhere else [Kill("checkpoint", 3, 0.03, "actor")]
+                if name == "turns_sync":  # while environments work
+                    kills.append(Kill("rollout", generation_of(2), 0.1, "engine"))
                 in_layout(name, lab, server.port, root / name, kills, args.random, args.json)
     return 0
 
