@@ -495,10 +495,11 @@ class Sample:
     correct: bool | None
     prompt: str  # with its special tokens
     truncated: bool = False
-    # With an environment: turns and observations, the last turn as text, and the environment's reward.
+    # With an environment: turns and observations, positions of the observed tokens, its reward, and whether it failed.
     messages: list[dict[str, str]] = field(default_factory=list)
-    last_turn: str | None = None
+    observed: list[int] = field(default_factory=list)
     reward: float | None = None
+    failed: bool = False
 
 
 @dataclass(frozen=True, slots=True)

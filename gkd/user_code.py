@@ -9,7 +9,6 @@ import mmap
 import os
 import select
 import signal
-import struct
 import subprocess
 import sys
 import threading
@@ -20,8 +19,7 @@ from pathlib import Path
 
 _END_S = 5.0  # a process that is killed ends at once, unless it waits for a disk
 _MARK = "GKD_CHILD"  # environment variable; processes that the child starts have its value, too
-_CALL, _BEGAN_S = struct.Struct("<q"), struct.Struct("<d")
-_N_BYTES = _CALL.size + _BEGAN_S.size
+_N_BYTES = 16  # of a call's number, int64, and its time, float64
 
 
 class Child:
@@ -154,24 +152,29 @@ class Progress:
         if fd is None:
             os.ftruncate(self.fd, _N_BYTES)
         self._memory = mmap.mmap(self.fd, _N_BYTES)
+        # Native numbers, each stored at once: `struct` writes zeros first, which the other process would read as a call
+        # that began when the host was started.
+        self._calls, self._times = memoryview(self._memory).cast("q"), memoryview(self._memory).cast("d")
 
     def begin(self, call: int) -> None:
         """Note that a call begins. The time first: a reader in between never takes the new call for a slow one."""
-        _BEGAN_S.pack_into(self._memory, _CALL.size, time.monotonic())
-        _CALL.pack_into(self._memory, 0, call)
+        self._times[1] = time.monotonic()
+        self._calls[0] = call
 
     @property
     def call(self) -> int:
         """The call that `begin` noted last."""
-        return int(_CALL.unpack_from(self._memory)[0])
+        return self._calls[0]
 
     @property
     def age_s(self) -> float:
         """Seconds since it began, on the host's clock."""
-        return float(time.monotonic() - _BEGAN_S.unpack_from(self._memory, _CALL.size)[0])
+        return time.monotonic() - self._times[1]
 
     def close(self) -> None:
         """Release the memory in this process. Idempotent."""
         if not self._memory.closed:
+            self._calls.release()
+            self._times.release()
             self._memory.close()
             os.close(self.fd)

@@ -42,7 +42,7 @@ def _value(node: ast.AST) -> int | float:
         if isinstance(node.op, ast.Pow) and isinstance(left, int) and abs(right) * left.bit_length() > MAX_BITS:
             raise ValueError("the result is too large")
         return _small(_OPERATORS[type(node.op)](left, right))
-    raise ValueError(f"{ast.unparse(node)!r} is no number or arithmetic operation")
+    raise ValueError(f"{ast.unparse(node)!r} is neither a number nor an arithmetic operation")
 
 
 def _small(value: Any) -> Any:

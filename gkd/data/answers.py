@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import msgspec
+import numpy as np
 
 from gkd.types import Rollout, Sample
 
@@ -31,14 +32,12 @@ def greedy_sample(tokenizer: Any, rollout: Rollout, answer: str, marker: str) ->
     Args:
         answer: the reference.
     """
-    sample = as_text(tokenizer, rollout)
-    text = sample.text if sample.last_turn is None else sample.last_turn
+    sample, text = as_text(tokenizer, rollout), tokenizer.decode(rollout.last_turn, skip_special_tokens=True)
     return replace(sample, answer=answer, correct=not sample.truncated and is_correct(text, answer, marker))
 
 
 def as_text(tokenizer: Any, rollout: Rollout) -> Sample:
     """Return a response with its text, not judged."""
-    is_trajectory = rollout.messages is not None
     return Sample(
         prompt_id=rollout.prompt_id,
         prompt_ids=rollout.prompt_ids.tolist(),
@@ -49,6 +48,7 @@ def as_text(tokenizer: Any, rollout: Rollout) -> Sample:
         prompt=tokenizer.decode(rollout.prompt_ids, skip_special_tokens=False),
         truncated=rollout.finish_reason == "length",
         messages=msgspec.json.decode(rollout.messages) if rollout.messages is not None else [],
-        last_turn=tokenizer.decode(rollout.last_turn, skip_special_tokens=True) if is_trajectory else None,
+        observed=[] if rollout.own is None else np.flatnonzero(~rollout.own).tolist(),
         reward=rollout.reward,
+        failed=rollout.finish_reason == "environment_error",
     )

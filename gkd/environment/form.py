@@ -60,8 +60,8 @@ def checked_messages(messages: Any) -> list[dict[str, str]] | None:
         raise Fault(f"step returned {shown(messages)}, not None or a list of messages")
     size = 0
     for message in messages:
-        if not isinstance(message, dict) or not {"role", "content"} <= message.keys():
-            raise Fault(f"step returned {shown(message)}, not a message with role and content")
+        if not isinstance(message, dict) or message.keys() != {"role", "content"}:
+            raise Fault(f"step returned {shown(message)}, not a message with role and content alone")
         if message["role"] not in ROLES:
             raise Fault(f"step returned a message of role {shown(message['role'])}. Roles are {', '.join(ROLES)}")
         for name, value in message.items():

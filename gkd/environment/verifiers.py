@@ -25,8 +25,8 @@ class VerifiersEnvironment:
 
     @staticmethod
     def load() -> Any:
-        """Return the environment."""
-        raise NotImplementedError
+        """Return the environment. Raises TypeError: the subclass does not define it."""
+        raise TypeError("a VerifiersEnvironment needs a method load(), which returns the environment")
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()

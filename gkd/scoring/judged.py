@@ -198,17 +198,21 @@ def judged_training(scoring: ScoringRole, config: Config, derived: Derived, endp
 
 def _rollouts(samples: Sequence[Sample]) -> list[Rollout]:
     """Return greedy responses in the form that endpoints judge."""
-    return [
-        Rollout(
-            prompt_id=sample.prompt_id,
-            sample_index=i,
-            prompt_ids=np.array(sample.prompt_ids, np.int32),
-            response_ids=np.array(sample.response_ids, np.int32),
-            rollout_logprobs=np.zeros(len(sample.response_ids), np.float32),
-            version_spans=(),
-            finish_reason="length" if sample.truncated else "stop",
-            reward=sample.reward,
-            messages=msgspec.json.encode(sample.messages) if sample.messages else None,
-        )
-        for i, sample in enumerate(samples)
-    ]
+    return [_rollout(i, sample) for i, sample in enumerate(samples)]
+
+
+def _rollout(index: int, sample: Sample) -> Rollout:
+    own = np.ones(len(sample.response_ids), bool)
+    own[sample.observed] = False
+    return Rollout(
+        prompt_id=sample.prompt_id,
+        sample_index=index,
+        prompt_ids=np.array(sample.prompt_ids, np.int32),
+        response_ids=np.array(sample.response_ids, np.int32),
+        rollout_logprobs=np.zeros(own.sum(), np.float32),
+        version_spans=(),
+        finish_reason="length" if sample.truncated else "environment_error" if sample.failed else "stop",
+        own=own if sample.observed else None,
+        reward=sample.reward,
+        messages=msgspec.json.encode(sample.messages) if sample.messages else None,
+    )

@@ -75,7 +75,12 @@ def run(acting_models: Path, port: int, shared_ray: str) -> Any:
 def whole(run: Any) -> Path:
     """Return the folder of an uninterrupted run with four steps."""
     rewards = "reward.functions=[{path: environment}, {path: 'tests.unit.judging_functions:n_messages'}]"
-    settings = (rewards, "distill.reward_weight=0.1", "eval.metric=environment", "trainer.record_batches=true")
+    settings = (
+        rewards,
+        "distill.reward_weight=0.1",
+        "eval.metric=tests.unit.judging_functions:n_messages",
+        "trainer.record_batches=true",
+    )
     folder: Path = run("whole", *settings)
     return folder
 

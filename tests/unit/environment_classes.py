@@ -41,7 +41,7 @@ class Shop:
         return [{"role": "tool", "content": f"{self._row.get('name')} {self._turns} {self._random.random()}"}]
 
     async def say(self, argument: str) -> Any:
-        return [{"role": "user", "content": argument}, {"role": "tool", "name": "n", "content": "\u00e9\u2402"}]
+        return [{"role": "user", "content": argument}, {"role": "tool", "content": "\u00e9\u2402"}]
 
     async def over(self, argument: str) -> None:
         self.reward = {"": None, "nan": float("nan"), "text": "1"}[argument] if argument in ("", "nan", "text") else 0.5

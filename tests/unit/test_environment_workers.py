@@ -22,6 +22,7 @@ from gkd.data.row_files import encode_row
 from gkd.environment.form import MAX_BYTES
 from gkd.environment.pool import Environments, Reply
 from gkd.environment.worker import Start
+from gkd.user_code import Progress
 from tests.structure import ROOT
 from tests.unit.environment_classes import SEARCH
 
@@ -121,7 +122,7 @@ def test_replies_come_as_trajectories_are_done(shared: Environments, tmp_path: P
     (second,) = collect(shared, 1)
     assert second.messages is not None
     assert second.messages[0] == {"role": "user", "content": "\u00fc\u2028\x00 \U0001f600\n"}
-    assert second.messages[1] == {"role": "tool", "name": "n", "content": "\u00e9\u2402"}
+    assert second.messages[1] == {"role": "tool", "content": "\u00e9\u2402"}
     assert (shared.replies(), shared.wait(0.0)) == ([], False)
     with pytest.raises(ValueError):
         shared.step(1, row(), 0, "count")
@@ -281,7 +282,7 @@ def test_a_reply_of_the_largest_size_arrives(shared: Environments) -> None:
     text = "\x01" * (MAX_BYTES - 100)
     assert ask(shared, f"say {text}").messages == [
         {"role": "user", "content": text},
-        {"role": "tool", "name": "n", "content": "\u00e9\u2402"},
+        {"role": "tool", "content": "\u00e9\u2402"},
     ]
     shared.abort([0])
 
@@ -370,3 +371,20 @@ def test_a_refusal_reaches_the_host() -> None:
     with pytest.raises(gkd.errors.EnvironmentError, match=f"^{HERE}:Shop: "):
         pool.wait_ready(0.0)
     pool.close()
+
+
+def test_the_age_of_a_call_is_read_while_it_is_written() -> None:
+    """Fails if a reader takes half of a written time for an old one, and ends a process that works."""
+    progress = Progress()
+    progress.begin(0)
+    code = "import sys; from gkd.user_code import Progress; p = Progress(int(sys.argv[1]))\nwhile True: p.begin(1)"
+    writer = subprocess.Popen([sys.executable, "-c", code, str(progress.fd)], pass_fds=[progress.fd])
+    try:
+        deadline_s = time.monotonic() + LIMIT_S
+        while progress.call != 1:
+            assert time.monotonic() < deadline_s
+        assert max(progress.age_s for _ in range(300_000)) < LIMIT_S
+    finally:
+        writer.kill()
+        writer.wait()
+        progress.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import combinations
@@ -120,6 +121,17 @@ def test_greedy_responses_are_judged_in_their_order(calls: list[Any]) -> None:
     report = judged(samples, values, {0: 1, 1: 0})
     assert (report.accuracy, report.by_route) == (0.6, {0: 1.0, 1: 0.0})
     assert [each.correct for each in report.samples] == [False, True, True, False, True]
+
+
+def test_a_greedy_trajectory_is_judged_as_one(calls: list[Any]) -> None:
+    """Fails if eval.metric reads what the environment wrote as the student's text, or an error as a missing reward."""
+    scoring = JudgedScoring(World(), [Endpoint(calls)], 9.0, VALIDATION, 1)
+    messages = [{"role": "assistant", "content": "a"}, {"role": "tool", "content": "b"}]
+    acted = replace(sample(0), response_ids=[5, 6, 7, 8], observed=[1, 2], messages=messages, reward=0.5)
+    scoring.judge([acted, replace(acted, failed=True, reward=None)])
+    (((one, failed), _),) = calls
+    assert (one.last_turn.tolist(), one.n_own, one.reward) == ([8], 2, 0.5) and json.loads(one.messages) == messages
+    assert (one.finish_reason, failed.finish_reason) == ("stop", "environment_error")
 
 
 def test_pass_at_k_is_unbiased() -> None:
