@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import base64
 import itertools
-import os
 import select
 import time
 from collections.abc import Iterable
@@ -46,7 +45,7 @@ class _Trajectory:
 
 
 class Environments:
-    """Trajectories in worker processes. Only `wake` may be called by another thread.
+    """Trajectories in worker processes. Not thread-safe.
 
     Args:
         n: processes.
@@ -60,7 +59,6 @@ class Environments:
         self._trajectories: dict[int, _Trajectory] = {}  # by number
         self._numbers = itertools.count()
         self._replies: list[Reply] = []
-        self._wakeup = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._closed = False
         start = msgspec.structs.replace(start, timeout_s=timeout_s)
         self._processes = [Process(start, timeout_s + grace_s) for _ in range(n)]
@@ -131,20 +129,13 @@ class Environments:
         return found
 
     def wait(self, timeout_s: float) -> bool:
-        """Wait until there is a reply, or until `wake`. Returns whether there is a reply."""
+        """Wait until there is a reply, at most this long. Returns whether there is one."""
         deadline_s = time.monotonic() + timeout_s
         self._advance()
         while not self._replies and (left_s := deadline_s - time.monotonic()) > 0:
-            woken = self._poll(min(left_s, _POLL_S))
+            self._poll(min(left_s, _POLL_S))
             self._advance()
-            if woken:
-                break
         return bool(self._replies)
-
-    def wake(self) -> None:
-        """End the `wait` that is running, or the next one. Thread-safe."""
-        if not self._closed:
-            os.eventfd_write(self._wakeup, 1)
 
     def close(self) -> None:
         """End all trajectories without replies, and all processes with what they have started. Idempotent."""
@@ -160,7 +151,6 @@ class Environments:
             waiting = [process for process in waiting if not self._has_stopped(process)]
         for process in self._processes:
             process.close()
-        os.close(self._wakeup)
         self._open.clear()
         self._trajectories.clear()
         self._replies.clear()
@@ -173,18 +163,13 @@ class Environments:
             return True
         return False
 
-    def _poll(self, timeout_s: float) -> bool:
-        """Wait for an event of a process. Returns whether `wake` was called."""
+    def _poll(self, timeout_s: float) -> None:
+        """Wait for an event of a process."""
         poll = select.poll()
-        poll.register(self._wakeup, select.POLLIN)
         for process in self._processes:
             if process.connection is not None:
                 poll.register(process.connection, process.events)
-        found = {fd for fd, _ in poll.poll(max(0.0, timeout_s) * 1000)}
-        if self._wakeup not in found:
-            return False
-        os.eventfd_read(self._wakeup)
-        return True
+        poll.poll(max(0.0, timeout_s) * 1000)
 
     def _call(self, number: int, **arguments: Any) -> None:
         trajectory = self._trajectories[number]

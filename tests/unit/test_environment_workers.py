@@ -287,18 +287,6 @@ def test_a_reply_of_the_largest_size_arrives(shared: Environments) -> None:
     shared.abort([0])
 
 
-def test_another_thread_ends_a_wait(shared: Environments) -> None:
-    """Fails if an engine that waits for tools cannot be given new prompts meanwhile."""
-    shared.step(0, row(), 0, "forever")
-    began_s = time.monotonic()
-    timer = threading.Timer(0.2, shared.wake)
-    timer.start()
-    assert not shared.wait(LIMIT_S)
-    assert time.monotonic() - began_s < LIMIT_S / 2
-    timer.join()
-    shared.abort([0])
-
-
 def test_close_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Fails if a pool leaves a process, a file, a thread or an open file behind, or does not close its objects."""
     folders = tmp_path / "folders"
@@ -320,7 +308,6 @@ def test_close_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert left()[0] != before[0] and left()[1] != before[1]
     pool.close()
     pool.close()
-    pool.wake()
     assert left() == before
     assert closed.read_text() == "a\n"
     assert (pool.n_open, pool.tools) == (0, (SEARCH,))
