@@ -276,8 +276,10 @@ class RolloutEngine:
             return
         core.pause_scheduler("keep", clear_cache=False)
         try:
-            while core.batch_queue:
-                self.step()
+            while (
+                core.batch_queue
+            ):  # also without sequences: vLLM starts a pass before it knows that the last one ended
+                self._step()
         finally:
             core.resume_scheduler()
 
