@@ -14,10 +14,13 @@ import pytest
 
 from gkd.rollout.vllm.start import CPU_ENV
 from gkd.types import FINISH_REASONS, Rollout
+from tests.device import kind, on_cuda, on_stand_in, patience
 from tests.e2e.turn_environments import FAULTS
 
 pytestmark = pytest.mark.e2e
 N_PROMPTS, N_SAMPLES, MAX_TURNS, MAX_TOKENS = 6, 2, 3, 160
+# gpu_proof runs this file on a GPU, where products may round their factors to 10 bits, as in test_stream_engine.
+CLOSE = 2e-2 if on_cuda() else 1e-4
 
 
 def _probe(models: Path) -> dict[str, Any]:
@@ -49,9 +52,9 @@ def _probe(models: Path) -> dict[str, Any]:
         environments.wait_ready(60.0)
         return Turns(environments, delta, MAX_TURNS)
 
-    config = RolloutConfig(kv_cache_mib=32, max_num_seqs=8)
+    config = RolloutConfig(kv_cache_mib=1024 if on_cuda() else 32, max_num_seqs=8, enforce_eager=on_stand_in())
     engine = RolloutEngine(
-        str(models / "student"), config, dtype="float32", max_model_len=192, device="cpu", eos_ids=[end]
+        str(models / "student"), config, dtype="float32", max_model_len=192, device=kind(), eos_ids=[end]
     )
     sampling = Sampling(N_SAMPLES, 1.0, 1.0, MAX_TOKENS, seed=11, n_top_ids=4)
 
@@ -114,10 +117,10 @@ def _pushed(engine: Any, version: int) -> int:
 def probe(acting_models: Path) -> dict[str, Any]:
     context = multiprocessing.get_context("spawn")
     with pytest.MonkeyPatch.context() as patch:
-        for name, value in CPU_ENV.items():
+        for name, value in ({} if on_cuda() else CPU_ENV).items():
             patch.setenv(name, value)
         with ProcessPoolExecutor(1, mp_context=context) as pool:
-            return pool.submit(_probe, acting_models).result(timeout=240)
+            return pool.submit(_probe, acting_models).result(timeout=240 * patience())
 
 
 def test_own_tokens_have_the_logprobs_of_one_pass_over_the_trajectory(probe: dict[str, Any]) -> None:
@@ -125,7 +128,7 @@ def test_own_tokens_have_the_logprobs_of_one_pass_over_the_trajectory(probe: dic
     assert max(rollout.n_turns for rollout in probe["first"]) == MAX_TURNS
     for rollout, logprobs, best in zip(probe["first"], probe["logprobs"], probe["best"], strict=True):
         own = np.ones(len(rollout.response_ids), bool) if rollout.own is None else rollout.own
-        assert np.abs(logprobs[own] - rollout.rollout_logprobs).max() < 1e-4
+        assert np.abs(logprobs[own] - rollout.rollout_logprobs).max() < CLOSE
         assert rollout.top_ids.shape == (rollout.n_own, 4)
         assert (rollout.top_ids[:, 0] == best[own][:, 0]).mean() > 0.95  # ties may have another order
         assert rollout.version_spans[0].start == 0 and rollout.version_spans[-1].stop == len(rollout.response_ids)

@@ -104,7 +104,7 @@ def measure(name: str, args: Any) -> Part:
             table[variant] = (seconds, *rates, gib, expected_gib)
             print(f"  {variant}: {seconds:.3f} s, {rates[1]:.1f} TFLOP/s", file=sys.stderr, flush=True)
             if args.trace is not None:
-                _trace(step, args.trace / f"{name}_{variant.replace(', ', '_')}")
+                trace(step, args.trace / f"{name}_{variant.replace(', ', '_')}")
             del step
             gc.collect()  # the students have reference cycles
         dist.destroy_process_group()
@@ -171,7 +171,7 @@ def _step(
     return lambda: float(student.train_step(packed).loss)
 
 
-def _trace(step: Callable[[], float], file: Path) -> None:
+def trace(step: Callable[[], Any], file: Path) -> None:
     """Profile one step: `file`.json.gz for a viewer of traces, `file`.json with ms and launches of each kernel."""
     file.parent.mkdir(parents=True, exist_ok=True)
     with profile() as profiled:

@@ -98,6 +98,8 @@ STAGES = (
         min_gib=8,
     ),
     Stage("rollout", *_both(_tests("tests/e2e/test_stream_engine.py")), 300),
+    Stage("turns", *_both(_tests("tests/e2e/test_turns.py")), 300),
+    Stage("local_teacher", *_both(_bench("tests.gpu.bench_local_teacher")), 240, min_gib=40),
     Stage(
         "sleep",
         _tests("tests/gpu/test_engine_sleep_cuda.py", "-k", "graphs"),
