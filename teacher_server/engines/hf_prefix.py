@@ -1,4 +1,4 @@
-"""Compute a prompt once for the sequences of a batch that have it, in the Transformers engine.
+"""Compute a prompt once for the sequences of a batch that have it, in the Transformers engine on a CPU.
 
 The prompt's KV cache is repeated for the sequences of a pass, which then computes their responses only.
 
@@ -18,9 +18,9 @@ from transformers.cache_utils import DynamicLayer
 from teacher_server.engines.base import TokenSequence
 
 # Prompts of fewer tokens are computed with each sequence: two small passes cost more than they save. Measured on a CPU
-# with 4 layers; on a GPU an estimate of what the launches of two passes cost.
-SHORTEST_PROMPT = {"cpu": 64, "cuda": 1024}
-_PASS_TOKENS = {"cpu": 512, "cuda": 8192}  # padded response tokens of a pass, which also bounds the attention mask
+# with 4 layers. On an H200 sharing was slower up to 2,048 tokens of prompt: the cache rules out the fast attention.
+SHORTEST_PROMPT = 64
+_PASS_TOKENS = 512  # padded response tokens of a pass, which also bounds the attention mask
 _CACHE_TOKENS = 8192  # tokens in the KV cache of a pass: most of its memory
 
 
@@ -74,7 +74,7 @@ def rows_of_group(backbone: Any, config: Any, batch: Sequence[TokenSequence], de
     hidden = backbone(input_ids=prompt, past_key_values=cache, use_cache=True).last_hidden_state
     first = hidden[0, -1:].clone()  # [1, H]
     rows: list[Any] = [first] * len(batch)
-    for group in _passes([sequence.n_response - 1 for sequence in batch], n_prompt, _PASS_TOKENS[device.type]):
+    for group in _passes([sequence.n_response - 1 for sequence in batch], n_prompt):
         inputs = [batch[i].response[:-1] for i in group]
         tokens = np.zeros((len(group), max(map(len, inputs))), np.int64)  # [B, S]; the last token predicts none
         for row, ids in zip(tokens, inputs, strict=True):
@@ -91,7 +91,7 @@ def rows_of_group(backbone: Any, config: Any, batch: Sequence[TokenSequence], de
 
 def _hidden(backbone: Any, cache: DynamicCache, tokens: torch.Tensor) -> torch.Tensor:
     """Return [B, S, H]. A response that is longer than a pass is computed in several: its mask would be large."""
-    step = max(1, _PASS_TOKENS[tokens.device.type] // len(tokens))
+    step = max(1, _PASS_TOKENS // len(tokens))
     parts = [
         backbone(input_ids=part, past_key_values=cache, use_cache=True).last_hidden_state
         for part in tokens.split(step, dim=1)
@@ -99,13 +99,13 @@ def _hidden(backbone: Any, cache: DynamicCache, tokens: torch.Tensor) -> torch.T
     return torch.cat(parts, dim=1)
 
 
-def _passes(lengths: Sequence[int], n_prompt: int, limit: int) -> list[list[int]]:
+def _passes(lengths: Sequence[int], n_prompt: int) -> list[list[int]]:
     """Return the indices of each pass, from short to long; none for sequences without a token to compute."""
     passes: list[list[int]] = []
     for i in sorted(range(len(lengths)), key=lengths.__getitem__):
         if not lengths[i]:
             continue
-        most = min(limit // lengths[i], _CACHE_TOKENS // (n_prompt + lengths[i]))
+        most = min(_PASS_TOKENS // lengths[i], _CACHE_TOKENS // (n_prompt + lengths[i]))
         if not passes or len(passes[-1]) + 1 > most:
             passes.append([])
         passes[-1].append(i)
