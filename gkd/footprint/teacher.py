@@ -104,14 +104,15 @@ def _with_frozen(
     dims, actor = read_dims(config_json), config.actor
     total, layer, embedding = gathered(dims, tensors)
     b = _FLOAT32 if config.model.dtype == "float32" else _B
+    shard_b = _FLOAT32 if exact else b  # of a parameter at home, and of the layer that is prefetched
     derived = config.derived
     longest = derived.max_teacher_length if name == "teacher" else derived.max_sequence_length
     n_tokens = max(actor.max_tokens_per_micro_batch or actor.micro_batch_size * longest, longest)
-    shards = -(-total * (_FLOAT32 if exact else b) // derived.world_size)
+    shards = -(-total * shard_b // derived.world_size)
     home = f"{name}_shards" if hosted and not on_cpu else f"{name}_weights"
     chunk = LOGITS_BYTES["cpu" if on_cpu else "cuda"]
     widths = 2 * dims.hidden_size + 3 * max(dims.ffn_size, dims.q_columns)
-    working = (2 * layer + embedding) * b + n_tokens * b * widths
+    working = layer * (b + shard_b) + embedding * b + n_tokens * b * widths
     return replace(part, parts={**part.parts, home: shards, f"{name}_pass": working + chunk + chunk * b // _FLOAT32})
 
 

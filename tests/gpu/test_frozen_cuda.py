@@ -11,12 +11,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
 
 from gkd.actor.common.shard_writer import write
 from gkd.actor.fsdp import model as fsdp_model
+from teacher_server.engines.base import ScoreParams
 from tests.device import VARIABLE, environment
 from tests.dist.frozen_cases import PLAIN, build, sequences
 from tests.dist.helpers import group_of_one
@@ -86,3 +88,31 @@ def test_weights_stay_where_the_setting_says(
         sizes = [shard.nbytes for shard in shards_of(model)]
         assert sum(sizes) <= fsdp_model._PINNED[-1].nbytes <= sum(sizes) + 64 * len(sizes)
         assert pinned_by_torch() - before < max(sizes), "torch has pinned shards once more, each on its own"
+
+
+@pytest.mark.usefixtures("world")
+@pytest.mark.parametrize("float32_weights", [False, True])
+def test_layers_that_are_copied_ahead_are_those_of_this_pass(tmp_path: Path, float32_weights: bool) -> None:
+    """Fails if a layer computes with another layer's weights, before they have arrived, or with those that a broken
+    pass has copied before a refresh.
+    """
+    folder = make_hf_folder(tmp_path / "model", "qwen3")
+    hosted, resident = (
+        build(folder, device=CUDA, dtype=torch.bfloat16, float32_weights=float32_weights, cpu_offload=offload)
+        for offload in (True, False)
+    )
+
+    def logits(model: Any) -> np.ndarray:
+        return np.concatenate([table for (table,) in model.score(sequences(), (ScoreParams("logits"),))])
+
+    before = logits(resident)
+    assert np.array_equal(logits(hosted), before) and np.array_equal(logits(hosted), before)
+    layers = fsdp_model.layer_list(hosted.model.hf)
+    broken = layers[-2].register_forward_hook(lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        logits(hosted)
+    broken.remove()
+    for model in (hosted, resident):
+        model.refresh((name, 2 * tensor.cuda()) for name, tensor in load_file(folder / "model.safetensors").items())
+    after = logits(resident)
+    assert np.array_equal(logits(hosted), after) and not np.array_equal(before, after)

@@ -21,6 +21,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -29,6 +30,7 @@ from gkd.actor.common.host_copies import HostCopies, Snapshot
 from gkd.actor.common.step import empty_micro_batch
 from gkd.actor.common.torch_versions import reset
 from gkd.actor.frozen import checkpoint
+from gkd.actor.frozen.prefetch import NextLayer
 from gkd.actor.fsdp.attention import Pack
 from gkd.actor.fsdp.model import build_on_meta, layer_list, reshard, shard
 from gkd.actor.fsdp.optim import host_threads, threads_per_rank
@@ -112,17 +114,19 @@ class FrozenModel:
             hf.requires_grad_(False)
             with open_tensors(folder) as tensors:
                 self.places = match_files(hf, folder, tensors)
-            n_layers = len(layer_list(hf))
+            layers = layer_list(hf)
         self.vocab_size, self.hidden_size = map(int, hf.get_output_embeddings().weight.shape)
         # The same limit as in the teacher server.
         self.max_tokens: int = getattr(hf.config.get_text_config(), "max_position_embeddings", None) or sys.maxsize
         self.has_plain_head = True  # the probe refuses other models
         self.model = shard(hf, device=device, dtype=dtype, recompute=False, offload=cpu_offload)
+        if cpu_offload and device.type == "cuda" and dist.get_world_size() == 1:
+            NextLayer(list(layers), device)
         with same_error(device):
             load_weights(folder, self.places)
         with head_refusal(key, folder):
-            probe(self.model, n_layers=n_layers, packing=packing, fused=True, device=device)
-        log.info("%s: %d layers, frozen, over all ranks", hf.config.model_type, n_layers)
+            probe(self.model, n_layers=len(layers), packing=packing, fused=True, device=device)
+        log.info("%s: %d layers, frozen, over all ranks", hf.config.model_type, len(layers))
 
     @torch.no_grad()
     def score(self, rollouts: Sequence[Rollout], params: Sequence[ScoreParams]) -> list[list[Table]]:
