@@ -27,6 +27,7 @@ CHATML = "<|im_start|>user\nHello!<|im_end|>\n<|im_start|>assistant\n"
 ANGLE = "<|user|>\nHello!<|end|>\n<|assistant|>\n"
 
 
+@pytest.mark.cpu_only("trainer.device=cpu is refused where GPUs are seen")
 def test_the_start_shows_both_texts(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Fails if the start does not show the prompts of both templates once, with the keys to set, for a teacher that
     only its server has; or if it warns of another template that writes the same prompt.

@@ -30,20 +30,20 @@ class NextLayer:
         self._device, self._stream = device, torch.cuda.Stream(device)
         self._buffer: Tensor | None = None
         self._layer: nn.Module | None = None  # whose copy is in the buffer
-        self._copies: list[tuple[Any, Tensor, Tensor]] = []  # (fully_shard's record, shard in host memory, its copy)
+        self._copies: list[tuple[Any, Tensor, Tensor]] = []  # fully_shard's record, its shard in host memory, the copy
         # In front of fully_shard's own hooks, which read the shards, and behind them.
         for layer, following in zip(layers, [*layers[1:], None], strict=True):
             layer.register_forward_pre_hook(self._use, prepend=True)
             layer.register_forward_pre_hook(partial(self._copy, following))
 
-    def _use(self, layer: nn.Module, _: Any) -> None:
+    def _use(self, layer: nn.Module, unused: Any) -> None:
         """Let fully_shard read the layer's copy instead of its shards."""
         if layer is self._layer:
             torch.cuda.current_stream(self._device).wait_stream(self._stream)
-            for record, _, copy in self._copies:
-                record._sharded_param_data = copy
+            for record, _, on_device in self._copies:
+                record._sharded_param_data = on_device
 
-    def _copy(self, following: nn.Module | None, *_: Any) -> None:
+    def _copy(self, following: nn.Module | None, *unused: Any) -> None:
         """Start to copy the layer that follows. fully_shard has read what was in the buffer."""
         for record, at_home, _ in self._copies:
             record._sharded_param_data = at_home
@@ -62,6 +62,6 @@ class NextLayer:
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
             for record, shard, start in zip(records, shards, starts, strict=False):
-                copy = self._buffer[start : start + shard.nbytes].view(shard.dtype).view(shard.shape)
-                copy.copy_(shard, non_blocking=True)
-                self._copies.append((record, shard, copy))
+                on_device = self._buffer[start : start + shard.nbytes].view(shard.dtype).view(shard.shape)
+                on_device.copy_(shard, non_blocking=True)
+                self._copies.append((record, shard, on_device))

@@ -276,9 +276,7 @@ class RolloutEngine:
             return
         core.pause_scheduler("keep", clear_cache=False)
         try:
-            while (
-                core.batch_queue
-            ):  # also without sequences: vLLM starts a pass before it knows that the last one ended
+            while core.batch_queue:  # The last pass may have no sequences: it was started before they ended.
                 self._step()
         finally:
             core.resume_scheduler()
