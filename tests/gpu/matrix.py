@@ -91,6 +91,17 @@ SHARED = (COLOCATE, TWO_RANKS, "rollout.n_gpus_per_node=2")
 ADAPTERS = ("weight_sync.lora=adapters", "model.dtype=bfloat16")  # vLLM's kernels compute in 16 bits
 LORA = ("actor.lora.rank=4", "actor.lora.alpha=8")
 LOCAL = ("teacher.backend=local", "teacher.path=models/quickstart/teacher")
+# models/tools: bash examples/tools/run.sh, or python -m examples.tools.make_models --out models/tools
+ACTS = (
+    "rollout.environment=examples.tools.calculator:Calculator",
+    "rollout.max_turns=3",
+    "data.train_files=[models/tools/train.jsonl]",
+    "data.max_prompt_length=24",
+    "data.max_response_length=96",
+    "model.path=models/tools/student",
+    "teacher.backend=local",
+    "teacher.path=models/tools/teacher",
+)
 CASES = {
     "sync": Case(2),
     "one_step_off": Case(2, ("trainer.scheduler=one_step_off",)),
@@ -106,6 +117,7 @@ CASES = {
     "fsdp2": Case(3, (FSDP2, TWO_RANKS)),
     "fsdp2_offload": Case(2, (FSDP2, "actor.fsdp_cpu_offload=true")),
     "fsdp2_offload_two_ranks": Case(3, (FSDP2, "actor.fsdp_cpu_offload=true", TWO_RANKS)),
+    "turns": Case(1, (*ACTS, COLOCATE)),
     "offload_train": Case(2, ("actor.offload_train=true",)),
     "reference": Case(2, ("distill.reference_kl_weight=0.1", "actor.offload_train=true")),
     "lora_merged": Case(2, LORA),
