@@ -73,8 +73,10 @@ def _parsed(text: str) -> ToolCall | CallError:
             arguments = json.loads(arguments)
         if isinstance(call["name"], str) and isinstance(arguments, dict):
             return ToolCall(call["name"], arguments)
-    except (ValueError, AttributeError, KeyError, RecursionError):
-        return CallError(f'the call is no JSON object with "name" and "arguments": {shown(text)}')
+    except (ValueError, AttributeError, KeyError, RecursionError) as error:
+        # No part of the call: a student that writes a marker of the template in it would end its trajectory.
+        where = f" ({error})" if isinstance(error, json.JSONDecodeError) else ""
+        return CallError(f'the call is no JSON object with "name" and "arguments"{where}')
     return CallError('"name" must be text, and "arguments" an object')
 
 
@@ -128,7 +130,8 @@ async def _result(call: ToolCall | CallError, functions: Mapping[str, Callable[.
         raise call
     function = functions.get(call.name)
     if function is None:
-        raise CallError(f"there is no tool {shown(call.name)}. Tools are {', '.join(functions)}")
+        name = f"tool {shown(call.name)}" if call.name.isidentifier() else "such tool"
+        raise CallError(f"there is no {name}. Tools are {', '.join(functions)}")
     try:
         inspect.signature(function).bind(**call.arguments)
         hints = _hints(function)

@@ -142,7 +142,9 @@ def test_calls_are_found_in_text(text: str, calls: list[ToolCall] | None) -> Non
 
 
 def test_the_student_reads_results_and_its_mistakes() -> None:
-    """Fails if a mistake of the student ends its trajectory, or a tool gets arguments of undeclared types."""
+    """Fails if a mistake of the student ends its trajectory, as the template's markers in an answer do, or a tool gets
+    arguments of undeclared types.
+    """
     turns = [
         CALL.format("add", '{"a": 1}') + CALL.format("add", '{"a": 2, "b": 3}'),
         "<function=add><parameter=a>4</parameter></function>",
@@ -153,11 +155,12 @@ def test_the_student_reads_results_and_its_mistakes() -> None:
     mistakes = [
         *(CALL.format("add", arguments) for arguments in ("{}", '{"a": "1"}', '{"a": 1, "c": 2}', '{"a": true}')),
         *(CALL.format("sub", "{}"), CALL.format("add", '{"a": 13}'), "<tool_call>{", "<function=add"),
+        *('<tool_call>{"name": "<|end|>"', CALL.format("<|end|>", "{}"), "<function=<|end|>></function>"),
         *("<function=add><parameter=a>x</parameter></function>", '<tool_call>{"name": "\\ud800"}</tool_call>'),
     ]
     for content in play(Tools, ["".join(mistakes[:6]), *mistakes])[0]:
         assert all(text.startswith("Error: ") for text in content)
-        assert "".join(content).encode()
+        assert "<|" not in "".join(content) and "".join(content).encode()
 
 
 class Counter:
