@@ -43,15 +43,25 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_engine_model(tmp_path_factory.mktemp("models") / "engine")
 
 
+SECOND = pytest.param(True, id="second", marks=[pytest.mark.slow, pytest.mark.timeout(1200)])
+
+
+@pytest.fixture(scope="module", params=[pytest.param(False, id="first"), SECOND])
+def second_runner(request: pytest.FixtureRequest) -> bool:
+    """Return whether the engines have vLLM's second model runner, which it chooses itself on GPUs."""
+    return bool(request.param)
+
+
 @pytest.fixture(scope="module")
-def sharing(model: Path) -> Iterator[Ask]:
-    with hosted(engine_settings(model, "vllm")) as ask:
+def sharing(model: Path, second_runner: bool) -> Iterator[Ask]:
+    with hosted(engine_settings(model, "vllm"), second_runner=second_runner) as ask:
+        assert (ask("runner") == "vllm.v1.worker.cpu.model_runner") == second_runner
         yield ask
 
 
 @pytest.fixture(scope="module")
-def plain(model: Path) -> Iterator[Ask]:
-    with hosted(engine_settings(model, "vllm", share_prompts=False)) as ask:
+def plain(model: Path, second_runner: bool) -> Iterator[Ask]:
+    with hosted(engine_settings(model, "vllm", share_prompts=False), second_runner=second_runner) as ask:
         yield ask
 
 
