@@ -277,7 +277,7 @@ class RolloutEngine:
         core.pause_scheduler("keep", clear_cache=False)
         try:
             while core.batch_queue:  # The last pass may have no sequences: it was started before they ended.
-                self._step()
+                self._meter.time_pass(self._step)
         finally:
             core.resume_scheduler()
 
