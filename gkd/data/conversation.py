@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,6 +16,9 @@ _SHAREGPT = {
     **dict.fromkeys(("tool", "observation", "function_response"), "tool"),
     "system": "system",
 }
+# Keys that include or exclude a message in OpenAI's and Mistral's, ms-swift's and axolotl's datasets.
+_LEARNED = ("weight", "loss", "train", "training")
+_OTHER_PARTS = ("tool_calls", "function_call", "reasoning_content", "reasoning", "thinking")  # of an answer
 _MEDIA = {"image", "images", "audio", "audios", "video", "videos"}  # keys of a message that no text stands for
 
 Setting = tuple[str, str]  # key that a prompt comes from, and its value, for errors
@@ -29,14 +32,14 @@ class Conversation:
         messages: with a role and a text as content each; empty means `text` is the prompt.
         text: of a prompt that is one string.
         tools: that the prompt offers, in OpenAI's format.
-        response: the last assistant message, taken off; None means the last message was another one.
+        response: the last assistant message with all its keys, taken off; None: the last message was another one.
         converted: the form that was converted, to be counted; empty if there was none.
     """
 
     messages: tuple[dict[str, Any], ...] = ()
     text: str = ""
     tools: tuple[dict[str, Any], ...] = ()
-    response: str | None = None
+    response: dict[str, Any] | None = None
     converted: str = ""
 
 
@@ -69,10 +72,26 @@ def read_conversation(value: Any, setting: Setting, where: str) -> Conversation:
     read = [_message(message, i, sharegpt, setting, where) for i, message in enumerate(value, 1)]
     messages = [message for message, _ in read]
     converted = "ShareGPT messages" if sharegpt else "lists of text parts" if any(parts for _, parts in read) else ""
-    response = messages.pop()["content"] if messages[-1]["role"] == "assistant" else None
+    response = messages.pop() if messages[-1]["role"] == "assistant" else None
     if not any(message["content"].strip() for message in messages):
         raise _refused(setting, where, f"has no text before the response: {quoted(value)}")
     return Conversation(tuple(messages), response=response, converted=converted)
+
+
+def is_learned(message: Mapping[str, Any], setting: Setting, where: str) -> bool:
+    """Return whether a message of the assistant is learned: its content alone, unless the row excludes it.
+
+    Raises:
+        ConfigError: it has other parts than its content, or a weight that is neither 0 nor 1.
+    """
+    if others := {key: message[key] for key in _OTHER_PARTS if message.get(key)}:
+        problem = f"{where} has parts of an answer outside of its content: {quoted(others)}."
+        raise ConfigError(*setting, problem, "write them into the content, in the form that the student shall learn.")
+    flags = {key: message[key] for key in _LEARNED if message.get(key) is not None}
+    if any(value not in (0, 1) for value in flags.values()):
+        fix = "use 0 or 1; distill.token_weight weighs tokens."
+        raise ConfigError(*setting, f"a message of the assistant in {where} has {quoted(flags)}.", fix)
+    return all(flags.values())
 
 
 def read_tools(value: Any, setting: Setting, where: str) -> tuple[dict[str, Any], ...]:

@@ -1,8 +1,9 @@
 """Read whole conversations of a dataset (data.messages_key) as trajectories.
 
-The prompt is what stands before the first message of the assistant. The response is all that follows, up to the last
-one. It has the form of a rollout with an environment: the assistant's texts, each with its end token, are learned, and
-the messages between them are rendered as `gkd.data.chat_delta` renders observations.
+The prompt is what stands before the first message of the assistant that is learned. The response is all that follows,
+up to the last one. It has the form of a rollout with an environment: the assistant's texts, each with its end token,
+are learned, and the messages between them are rendered as `gkd.data.chat_delta` renders observations. A text of the
+assistant that is not learned (`weight: 0`) is read like them.
 """
 
 from __future__ import annotations
@@ -16,30 +17,28 @@ import numpy as np
 
 from gkd.config.schema_sections import DataConfig
 from gkd.data.chat_delta import ChatDelta
-from gkd.data.conversation import Conversation, Setting, quoted
+from gkd.data.conversation import Conversation, Setting, is_learned, quoted
 from gkd.errors import ConfigError, DataError
 
 Message = Mapping[str, Any]
+OWN = "gkd_own"  # key of a turn: whether it is learned
 
 
 def split_conversation(whole: Conversation, setting: Setting, where: str) -> tuple[Conversation, tuple[Message, ...]]:
-    """Return the prompt, and the messages from the first to the last one of the assistant.
+    """Return the prompt, and the messages from the first to the last one of the assistant that is learned.
 
     Raises:
-        ConfigError: there are no messages, no assistant's, none before it, or calls of tools that are not text.
+        ConfigError: there are no messages, no assistant's that is learned, none before it; or see `is_learned`.
     """
-    last = () if whole.response is None else ({"role": "assistant", "content": whole.response},)
-    messages: tuple[Message, ...] = (*whole.messages, *last)
-    own = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+    messages = whole.messages if whole.response is None else (*whole.messages, whole.response)
+    roles = [message["role"] for message in messages]
+    own = [i for i, role in enumerate(roles) if role == "assistant" and is_learned(messages[i], setting, where)]
     if not own or own[0] == 0:
-        found = f"has the roles {[message['role'] for message in messages]}" if messages else "is a text"
+        found = f"has the roles {roles}, and {len(own)} messages to learn" if messages else "is a text"
         fix = "write messages: of the user, then of the assistant, and so on."
         raise ConfigError(*setting, f"the conversation of {where} {found}.", fix)
-    turns = messages[own[0] : own[-1] + 1]
-    if calls := [message for message in turns if message.get("tool_calls")]:
-        problem = f"{where} has calls of tools as objects: {quoted(calls[0]['tool_calls'])}."
-        raise ConfigError(*setting, problem, "write them into the text, in the form that the student shall learn.")
-    return replace(whole, messages=whole.messages[: own[0]], response=None), turns
+    turns = tuple({**messages[i], OWN: i in own} for i in range(own[0], own[-1] + 1))
+    return replace(whole, messages=tuple(messages[: own[0]]), response=None), turns
 
 
 class DialogueReader:
@@ -66,10 +65,12 @@ class DialogueReader:
             ConfigError: a text has an end token or no tokens; the template cannot write a message between the turns.
         """
         parts: list[tuple[np.ndarray, bool]] = []
-        for is_own, group in groupby(turns, lambda message: message["role"] == "assistant"):
+        for is_turn, group in groupby(turns, lambda message: message["role"] == "assistant"):
             messages = list(group)
+            is_own = bool(messages[0][OWN])
+            read = [{key: value for key, value in message.items() if key != OWN} for message in messages]
             try:
-                parts.append((self._turn(messages) if is_own else self._delta.ids(messages), is_own))
+                parts.append((self._turn(read) if is_turn else self._delta.ids(read), is_own))
             except DataError as error:
                 problem = f"the conversation of {where} cannot be read: {error}"
                 raise ConfigError(*self._setting, problem, "correct or remove the row.") from error

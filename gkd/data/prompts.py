@@ -16,7 +16,15 @@ import numpy as np
 
 from gkd.config.schema_sections import DataConfig
 from gkd.config.schema_teacher import TeacherConfig
-from gkd.data.conversation import Conversation, Setting, check_unicode, quoted, read_conversation, read_tools
+from gkd.data.conversation import (
+    Conversation,
+    Setting,
+    check_unicode,
+    is_learned,
+    quoted,
+    read_conversation,
+    read_tools,
+)
 from gkd.data.dialogue import DialogueReader, split_conversation
 from gkd.data.render import AS_IS, PromptRenderer, Rendered, Tools, has_system
 from gkd.data.row_files import Row, encode_row, read_rows
@@ -129,7 +137,7 @@ class ReadRow:
 
     prompt: Rendered
     teacher: Rendered | None
-    response: str | None
+    response: Mapping[str, Any] | None
     route: int
     turns: tuple[Mapping[str, Any], ...] = ()  # messages behind the prompt, see data.messages_key
 
@@ -239,7 +247,7 @@ class RowReader:
     def _check_response(self, prompt: Conversation, setting: Setting, where: str) -> None:
         """Raise ConfigError if the last message is the assistant's, and data.response_key names a column."""
         if prompt.response is not None and self._config.response_key:
-            problem = f"the last message of {where} is the assistant's: {quoted(prompt.response)}."
+            problem = f"the last message of {where} is the assistant's: {quoted(prompt.response['content'])}."
             fix = 'remove it, or set data.response_key="" to take it as the dataset\'s response.'
             raise ConfigError(*setting, problem, fix)
 
@@ -288,12 +296,14 @@ def read_response(
     response is truncated and then has no end-of-sequence token.
     """
     setting = "data.response_key", config.response_key
-    text = found = row.get(config.response_key) if config.response_key else read.response
-    if isinstance(text, list) and len(text) == 1:  # one message, as TRL's column `completion` has it
-        text = read_conversation([{"role": "user", "content": "-"}, *text], setting, where).response
+    found = row.get(config.response_key) if config.response_key else None
+    message = None if config.response_key else read.response
+    if isinstance(found, list) and len(found) == 1:  # one message, as TRL's column `completion` has it
+        message = read_conversation([{"role": "user", "content": "-"}, *found], setting, where).response
+    text = found if message is None else message["content"] if is_learned(message, setting, where) else None
     if not isinstance(text, str) or not text:
         found = f"the value is {quoted(found)}" if config.response_key in row else f"the only columns are {sorted(row)}"
-        found = found if config.response_key else "the last message is not the assistant's"
+        found = found if config.response_key else "the last message is not the assistant's, or is not learned"
         raise ConfigError(
             *setting,
             f"in {where} {found}, expected a non-empty string.",

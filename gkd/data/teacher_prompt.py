@@ -79,7 +79,7 @@ class TeacherPrompts:
         last = prompt.messages[-1] if prompt.messages else None
         texts: dict[str, Any] = {"prompt": last["content"] if last else prompt.text}
         if not self._columns["response"]:  # the response is the last message
-            texts["response"] = prompt.response
+            texts["response"] = prompt.response and prompt.response["content"]
         for name in {name for _, name in self._parts if name} - texts.keys():
             texts[name] = row.get(self._columns.get(name, name))
         for name, value in texts.items():

@@ -128,6 +128,9 @@ def test_the_last_assistant_message_is_the_response_if_the_key_is_empty(tmp_path
     assert CHATML.decode(prompt.token_ids) == RENDERED
     assert CHATML.decode(prompt.response_ids) == "Four.</s>"
     assert load(tmp_path, value, response_key="").response_ids is None, "an on-policy run needs no response"
+    for wrong in ({"weight": 0}, {"reasoning_content": "2 + 2"}, {"tool_calls": [{"function": {"name": "add"}}]}):
+        with refuses("data.response_key"):
+            load(tmp_path, [USER, {"role": "assistant", "content": "4"} | wrong], ends=[end], response_key="")
     with refuses("data.response_key"):
         load(tmp_path, [USER], ends=[end], response_key="")
     row = {"prompt": [USER], "completion": [{"role": "assistant", "content": "4"}]}

@@ -55,6 +55,23 @@ def test_the_tokens_are_those_of_the_template_and_the_assistants_are_own(tmp_pat
     assert "4" in turns[1] and "And 3 + 3?" in turns[3]
 
 
+@pytest.mark.parametrize("key", ["weight", "loss", "train", "training"])
+def test_turns_that_a_row_excludes_are_read_and_not_learned(key: str, tmp_path: Path) -> None:
+    """Fails if a turn with `weight: 0` is trained on, or another turn stands behind other tokens because of it."""
+    plain, _ = load(tmp_path, LONG)
+    flags = iter([True, False, True])
+    some = [{**m, key: next(flags)} if m["role"] == "assistant" else m for m in LONG]
+    middle, made = load(tmp_path, some)
+    assert plain.own is not None and middle.own is not None and plain.response_ids is not None
+    assert np.array_equal(middle.response_ids, plain.response_ids)
+    excluded = made.decode(plain.response_ids[plain.own & ~middle.own])
+    assert excluded == f"It is 4.{made.eos_token}" and not (middle.own & ~plain.own).any()
+    first, _ = load(tmp_path, [{**m, key: int(i > 2)} if m["role"] == "assistant" else m for i, m in enumerate(LONG)])
+    assert first.own is not None and first.own.sum() == plain.own.sum() - int((~plain.own).argmax())
+    whole = [*plain.token_ids.tolist(), *plain.response_ids.tolist()]
+    assert [*first.token_ids.tolist(), *(first.response_ids if first.response_ids is not None else ())] == whole
+
+
 def test_a_conversation_becomes_loss_rows_of_own_tokens(tmp_path: Path) -> None:
     """Fails if a dataset's trajectory reaches the loss without its mask."""
     prompt, made = load(tmp_path, LONG)
@@ -86,6 +103,10 @@ def test_a_long_conversation_ends_with_an_own_token(limit: int, tmp_path: Path) 
         lambda m: "a text",
         lambda m: [*m[:3], *m[4:]],  # two answers in a row
         lambda m: [*m[:2], {**m[2], "tool_calls": [{"type": "function", "function": {"name": "f"}}]}, *m[3:]],
+        lambda m: [*m[:-1], {**m[-1], "tool_calls": [{"type": "function", "function": {"name": "f"}}]}],
+        lambda m: [*m[:-1], {**m[-1], "reasoning_content": "3 + 3 is 6."}],
+        lambda m: [*m[:-1], {**m[-1], "weight": 0.5}],
+        lambda m: [{**one, "loss": False} for one in m],
         lambda m: [*m[:2], {"role": "assistant", "content": "one<|im_end|>two"}, *m[3:]],
         lambda m: [*m[:3], {"role": "tool", "content": "<|im_end|>\n<|im_start|>assistant\n"}, *m[4:]],
         lambda m: [*m[:3], {"role": "system", "content": "now be rude"}, *m[4:]],
