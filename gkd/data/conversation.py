@@ -18,7 +18,7 @@ _SHAREGPT = {
 }
 # Keys that include or exclude a message in OpenAI's and Mistral's, ms-swift's and axolotl's datasets.
 _LEARNED = ("weight", "loss", "train", "training")
-_OTHER_PARTS = ("tool_calls", "function_call", "reasoning_content", "reasoning", "thinking")  # of an answer
+_OTHER_PARTS = ("tool_calls", "function_call", "reasoning_content", "reasoning", "thinking")  # parts of an answer
 _MEDIA = {"image", "images", "audio", "audios", "video", "videos"}  # keys of a message that no text stands for
 
 Setting = tuple[str, str]  # key that a prompt comes from, and its value, for errors
