@@ -178,8 +178,15 @@ def read_student(config: Config) -> tuple[Any, int, list[int]]:
     n_vocab = check_student(config)
     tokenizer = load_tokenizer(config.model.path, "model.path", trust_remote_code=config.model.trust_remote_code)
     check_tokenizer_fits(config, tokenizer, n_vocab)
-    eos_ids = {*eos_token_ids(config.model.path, tokenizer), *config.rollout.stop_token_ids}
-    return tokenizer, n_vocab, sorted(eos_ids)
+    own, more = eos_token_ids(config.model.path, tokenizer), config.rollout.stop_token_ids
+    for key, value, ids, fix in (
+        ("model.path", config.model.path, own, "correct eos_token_id in generation_config.json or config.json."),
+        ("rollout.stop_token_ids", more, more, "name token ids of the student."),
+    ):
+        if outside := [i for i in ids if not 0 <= i < n_vocab]:  # vLLM would refuse them, after the start
+            problem = f"end tokens {outside} are outside of the student's {n_vocab} token ids."
+            raise ConfigError(key, value, problem, fix)
+    return tokenizer, n_vocab, sorted({*own, *more})
 
 
 def common_vocab(

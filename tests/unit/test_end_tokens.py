@@ -10,8 +10,12 @@ import pytest
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
+from gkd.config.load import load_config
 from gkd.errors import ModelError
 from gkd.hf.model_folder import eos_token_ids
+from gkd.preflight.run import read_student
+from tests.dist.megatron_reference import VOCAB, make_hf_folder
+from tests.refusals import refuses
 
 
 def _tokenizer(**special: str) -> Any:
@@ -50,3 +54,17 @@ def test_no_end_token_and_a_damaged_file_are_refused(tmp_path: Path) -> None:
     (tmp_path / "generation_config.json").write_text("[")
     with pytest.raises(ModelError):
         eos_token_ids(str(tmp_path), _tokenizer(eos_token="w12"))
+
+
+def test_end_tokens_outside_of_the_vocabulary_are_refused(tmp_path: Path) -> None:
+    """Fails if a run starts all its processes before the engines refuse an end token of a wrong file or setting."""
+    folder = make_hf_folder(tmp_path / "model", "qwen3")
+    _tokenizer(eos_token="w12").save_pretrained(folder)
+    lengths = ["data.max_prompt_length=16", "data.max_response_length=16"]
+    settings = [f"model.path={folder}", "trainer.device=cpu", *lengths]
+    assert read_student(load_config(None, [*settings, "rollout.stop_token_ids=[5]"]))[2] == [5, 12]
+    with refuses("rollout.stop_token_ids"):
+        read_student(load_config(None, [*settings, f"rollout.stop_token_ids=[5,{VOCAB}]"]))
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [5, VOCAB]}))
+    with refuses("model.path"):
+        read_student(load_config(None, settings))
