@@ -19,6 +19,7 @@ LIMIT_S, MEMORY_MIB, MAX_OUTPUT = 10.0, 1024, 4096
 _PROGRAM = """
 import resource, sys
 resource.setrlimit(resource.RLIMIT_AS, ({0} << 20, {0} << 20))
+resource.setrlimit(resource.RLIMIT_CPU, ({1}, {1}))  # also when the process that waits for this one is killed
 exec(compile(sys.stdin.read(), "code.py", "exec"), {{"__name__": "__main__"}})
 """
 
@@ -31,7 +32,7 @@ async def python(code: str) -> str:
     """
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-I", "-c", _PROGRAM.format(MEMORY_MIB)),
+            *(sys.executable, "-I", "-c", _PROGRAM.format(MEMORY_MIB, int(4 * LIMIT_S))),
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.STDOUT,
