@@ -191,6 +191,7 @@ def test_the_page_has_the_stages() -> None:
     ]
 
 
+@pytest.mark.slow  # stand-ins take the same way in the tests above
 def test_a_short_run_on_the_cpu(tmp_path: Path) -> None:
     """Fails if the command, its table or its JSON do not work with a real stage."""
     words = [sys.executable, "-m", "tests.gpu_proof", "--device", "cpu", "--out", str(tmp_path), "--only", "attention"]
