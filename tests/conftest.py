@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import logging
 import os
+import tempfile
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 from xdist.scheduler import LoadScopeScheduling
@@ -78,6 +80,17 @@ def torch_sees(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
         monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
 
     return sees
+
+
+@pytest.fixture
+def temporary_is(monkeypatch: pytest.MonkeyPatch) -> Callable[[Path], None]:
+    """Return a function that sets the folder for temporary files, of this process and of those that it starts."""
+
+    def is_folder(folder: Path) -> None:
+        monkeypatch.setattr(tempfile, "tempdir", str(folder))
+        monkeypatch.setenv("TMPDIR", str(folder))
+
+    return is_folder
 
 
 @pytest.fixture

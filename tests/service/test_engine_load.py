@@ -17,7 +17,7 @@ from teacher_server.engines import hf
 from teacher_server.engines.base import ScoreParams
 from teacher_server.engines.load import EngineSettings, default_engine, load_engine, resolve_device
 from teacher_server.errors import ServerError
-from tests.processes import wait_until
+from tests.processes import is_alive, wait_until
 from tests.service.engine_host import (
     Ask,
     engine_settings,
@@ -27,7 +27,7 @@ from tests.service.engine_host import (
     plain_logits,
     save_engine_model,
 )
-from tests.service.harness import TRIVIAL, is_alive, trivial_model
+from tests.service.harness import TRIVIAL, trivial_model
 from tests.service.test_engine_contract import TOLERANCE, check_topk
 
 pytestmark = pytest.mark.service
