@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import logging
 import os
+import tempfile
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 from xdist.scheduler import LoadScopeScheduling
@@ -12,20 +14,26 @@ from xdist.scheduler import LoadScopeScheduling
 from tests import device
 
 SYSTEM = "tests/e2e"
-OWN_ENGINE = ("test_rollout_", "test_stream_engine")  # its files that start one engine and no run
+# Files that start vLLM's engines and no run. Their processes are forks of one, see `tests.engine_process`.
+ENGINES = (
+    *(f"{SYSTEM}/test_{name}.py" for name in ("rollout_engine", "stream_engine", "rollout_sleep", "rollout_adapters")),
+    *(f"tests/service/test_{name}.py" for name in ("engine_contract", "prefix_sharing", "engine_load")),
+    f"{SYSTEM}/test_rollout_experts.py",
+)
 
 
 class ByFile(LoadScopeScheduling):
-    """Give a worker whole files, and one worker all runs of the whole system.
+    """Give a worker whole files, one worker all runs of the whole system, and one worker all engines.
 
     The tests of a file share fixtures. The runs share the session's models, teacher server and base run, and each of
-    them starts some ten processes.
+    them starts some ten processes. The engines share the process that has imported vLLM.
     """
 
     def _split_scope(self, nodeid: str) -> str:
         file = nodeid.partition("::")[0]
-        folder, _, name = file.rpartition("/")
-        return folder if folder == SYSTEM and not name.startswith(OWN_ENGINE) else file
+        if file in ENGINES:
+            return "engines"
+        return SYSTEM if file.startswith(f"{SYSTEM}/") else file
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -59,7 +67,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         if config.getoption("timeout") is None and not item.get_closest_marker("timeout"):
             item.add_marker(pytest.mark.timeout(float(config.getini("timeout")) * device.patience()))
     if hasattr(config, "workerinput"):
-        items.sort(key=lambda item: not item.nodeid.startswith(SYSTEM))
+        items.sort(key=lambda item: not item.nodeid.startswith((SYSTEM, *ENGINES)))
 
 
 @pytest.fixture
@@ -72,6 +80,17 @@ def torch_sees(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
         monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
 
     return sees
+
+
+@pytest.fixture
+def temporary_is(monkeypatch: pytest.MonkeyPatch) -> Callable[[Path], None]:
+    """Return a function that sets the folder for temporary files, of this process and of those that it starts."""
+
+    def is_folder(folder: Path) -> None:
+        monkeypatch.setattr(tempfile, "tempdir", str(folder))
+        monkeypatch.setenv("TMPDIR", str(folder))
+
+    return is_folder
 
 
 @pytest.fixture

@@ -1,7 +1,7 @@
 """Where the tests of tests/dist and tests/service compute: `pytest --device cpu | cuda`.
 
-The choice is in the environment, so that ranks, servers and engines inherit it. torch is imported on use: most tests
-need none.
+The choice is in the environment, so that ranks, servers and engines inherit it. torch is imported on use, since most
+tests need none, and so is pytest, since most processes that tests start need none.
 """
 
 from __future__ import annotations
@@ -10,8 +10,6 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
-
-import pytest
 
 if TYPE_CHECKING:
     import numpy as np
@@ -68,6 +66,8 @@ def n_cards() -> int:
 def need_cards(n: int) -> None:
     """Skip the test if it is to run on more cards than there are."""
     if on_cuda() and n_cards() < n:
+        import pytest
+
         pytest.skip(f"needs {n} cards, here are {n_cards()}")
 
 

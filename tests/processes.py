@@ -26,6 +26,15 @@ def wait_until(condition: Callable[[], object], timeout_s: float, what: str) -> 
         time.sleep(0.02)
 
 
+def is_alive(pid: int) -> bool:
+    """Return whether a process runs. A zombie does not count."""
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    return state != "Z"
+
+
 class Commands:
     """Commands that one `stop` ends, from any thread."""
 

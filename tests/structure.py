@@ -142,7 +142,7 @@ _HABITS = {
     "match= in pytest.raises": r"raises\([^\n]*match=",
     "monkeypatch.setattr": r"\bsetattr\((?!self)",
     "sleep calls": r"\b(?:time|asyncio)\.sleep\(",  # and not the sleep mode of an engine
-    "private attributes of other objects": r"(?<!\bself)(?<!\bcls)(?<!\bos)(?<!super\(\))\._[a-z]\w*",
+    "private attributes of other objects": r"(?<!\bself)(?<!\bcls)(?<!\bos)(?<!super\(\))\._(?!replace\()[a-z]\w*",
 }
 
 

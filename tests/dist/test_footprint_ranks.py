@@ -243,7 +243,7 @@ def _bytes_saved_in(forward: Callable[[], Any], modules: Sequence[torch.nn.Modul
 
 
 def _key(tensor: torch.Tensor) -> int:
-    return int(tensor.untyped_storage()._cdata)
+    return tensor.untyped_storage().data_ptr()
 
 
 def _config(overrides: tuple[str, ...]) -> Config:

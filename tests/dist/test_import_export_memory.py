@@ -53,7 +53,7 @@ class PeakBytes(TorchDispatchMode):
 
 
 def _key(tensor: torch.Tensor) -> int:
-    return int(tensor.untyped_storage()._cdata)
+    return tensor.untyped_storage().data_ptr()
 
 
 def _save_model(folder: Path, kind: str) -> None:

@@ -140,9 +140,9 @@ def _on_device(student: Any) -> dict[str, int]:
     for kind in KINDS:
         for tensor in live[kind]:
             storage = (tensor.to_local() if isinstance(tensor, DTensor) else tensor).untyped_storage()
-            if storage._cdata not in seen:
+            if storage.data_ptr() not in seen:
                 sizes[kind] += storage.nbytes()
-                seen.add(storage._cdata)
+                seen.add(storage.data_ptr())
     return sizes
 
 

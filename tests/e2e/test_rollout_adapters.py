@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
-from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +9,9 @@ import numpy as np
 import pytest
 import torch
 
-from gkd.rollout.vllm.start import CPU_ENV
 from gkd.types import Prompt, Rollout
 from tests.e2e.conftest import VOCAB, Lab
+from tests.engine_process import EngineProcess
 
 pytestmark = pytest.mark.e2e
 
@@ -97,11 +95,9 @@ def _probe(student: Path, tp: int) -> dict[str, Any]:
 
 @pytest.fixture(scope="module", params=[1, pytest.param(2, marks=pytest.mark.slow)], ids=["one worker", "two workers"])
 def probe(request: pytest.FixtureRequest, lab: Lab) -> dict[str, Any]:
-    with pytest.MonkeyPatch.context() as patch:
-        for key, value in {**CPU_ENV, "VLLM_LOGGING_LEVEL": "ERROR", "TQDM_DISABLE": "1"}.items():
-            patch.setenv(key, value)
-        with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
-            return pool.submit(_probe, lab.student, request.param).result(timeout=200)
+    with EngineProcess() as process:
+        found: dict[str, Any] = process.call(_probe, lab.student, request.param)
+    return found
 
 
 def test_engines_compute_with_the_adapters_alone(probe: dict[str, Any]) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -13,11 +11,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from gkd.rollout.vllm.start import CPU_ENV
 from gkd.types import Prompt, Rollout
 from tests.dist import fake_card
 from tests.e2e.conftest import EOS, VOCAB, Lab
-from tests.second_runner import ENVIRONMENT, N_VOCAB, allow_second_runner, small_student
+from tests.engine_process import EngineProcess
+from tests.second_runner import ENVIRONMENT, N_VOCAB, small_student
 
 pytestmark = pytest.mark.e2e
 N_PROMPTS, N_SAMPLES = 6, 2
@@ -33,7 +31,6 @@ def _prompts(n_vocab: int) -> list[Prompt]:
 
 def _probe(student: Path, n_vocab: int) -> dict[Any, Any]:
     """Run in a child process: vLLM allows one engine per process."""
-    allow_second_runner()
     import torch
     import vllm
     from transformers import AutoModelForCausalLM
@@ -180,12 +177,8 @@ def probe(lab: Lab, request: pytest.FixtureRequest, tmp_path_factory: pytest.Tem
     """Return what an engine with vLLM's first or second model runner did; vLLM chooses the second one on GPUs."""
     is_second = request.param == "second"
     case = (small_student(tmp_path_factory.mktemp("small")), N_VOCAB) if is_second else (lab.student, VOCAB)
-    runner = ENVIRONMENT if is_second else {}
-    with pytest.MonkeyPatch.context() as patch:
-        for key, value in {**CPU_ENV, **runner, "VLLM_LOGGING_LEVEL": "ERROR", "TQDM_DISABLE": "1"}.items():
-            patch.setenv(key, value)
-        with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
-            found = pool.submit(_probe, *case).result(timeout=500 if is_second else 200)
+    with EngineProcess(ENVIRONMENT if is_second else {}) as process:
+        found: dict[str, Any] = process.call(_probe, *case, timeout_s=500 if is_second else 200)
     assert found["second_runner"] is is_second
     return found
 

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import multiprocessing
-from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from gkd.rollout.vllm.start import CPU_ENV
 from gkd.types import Prompt
+from tests.engine_process import EngineProcess
 
 pytestmark = pytest.mark.e2e
 VOCAB, EOS, N_EXPERTS = 211, 1, 4
@@ -89,13 +87,11 @@ def _probe(old: Path, new: Path) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def probe(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     root = tmp_path_factory.mktemp("experts")
-    with pytest.MonkeyPatch.context() as patch:
-        for key, value in {**CPU_ENV, "VLLM_LOGGING_LEVEL": "ERROR", "TQDM_DISABLE": "1"}.items():
-            patch.setenv(key, value)
-        for seed, name in enumerate(("old", "new")):
-            _save(root / name, seed)
-        with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
-            return pool.submit(_probe, root / "old", root / "new").result(timeout=200)
+    for seed, name in enumerate(("old", "new")):
+        _save(root / name, seed)
+    with EngineProcess() as process:
+        found: dict[str, Any] = process.call(_probe, root / "old", root / "new")
+    return found
 
 
 def test_the_engine_holds_the_experts_that_were_sent(probe: dict[str, Any]) -> None:

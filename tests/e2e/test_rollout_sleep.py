@@ -5,9 +5,7 @@ Does not cover vLLM's own sleep mode, which CUDA uses: see tests/gpu/test_engine
 
 from __future__ import annotations
 
-import multiprocessing
 from collections.abc import Callable
-from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +13,11 @@ import numpy as np
 import pytest
 
 from gkd.errors import WeightSyncError
-from gkd.rollout.vllm.start import CPU_ENV
 from gkd.types import Prompt
 from tests.e2e.conftest import EOS, VOCAB, Lab
 from tests.e2e.test_rollout_experts import VOCAB as EXPERTS_VOCAB
 from tests.e2e.test_rollout_experts import _save as save_experts
+from tests.engine_process import EngineProcess
 
 pytestmark = pytest.mark.e2e
 MIB = 1 << 20
@@ -197,14 +195,12 @@ def _probe(student: Path, vocab: int) -> dict[str, Any]:
 @pytest.fixture(scope="module", params=["dense", pytest.param("experts", marks=pytest.mark.slow)])
 def probe(request: pytest.FixtureRequest, lab: Lab, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     student, vocab = lab.student, VOCAB
-    with pytest.MonkeyPatch.context() as patch:
-        for key, value in {**CPU_ENV, "VLLM_LOGGING_LEVEL": "ERROR", "TQDM_DISABLE": "1"}.items():
-            patch.setenv(key, value)
-        if request.param == "experts":
-            student, vocab = tmp_path_factory.mktemp("experts"), EXPERTS_VOCAB
-            save_experts(student, 0)
-        with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
-            return pool.submit(_probe, student, vocab).result(timeout=200)
+    if request.param == "experts":
+        student, vocab = tmp_path_factory.mktemp("experts"), EXPERTS_VOCAB
+        save_experts(student, 0)
+    with EngineProcess() as process:
+        found: dict[str, Any] = process.call(_probe, student, vocab)
+    return found
 
 
 def test_sleep_does_not_change_the_responses(probe: dict[str, Any]) -> None:
@@ -294,11 +290,8 @@ def _probe_two_workers(student: Path) -> dict[str, Any]:
 @pytest.mark.slow
 def test_an_engine_of_two_workers(lab: Lab) -> None:
     """Fails if one of two workers keeps its memory, its share is not counted, or their errors break later calls."""
-    with pytest.MonkeyPatch.context() as patch:
-        for key, value in {**CPU_ENV, "VLLM_LOGGING_LEVEL": "ERROR", "TQDM_DISABLE": "1"}.items():
-            patch.setenv(key, value)
-        with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
-            result = pool.submit(_probe_two_workers, lab.student).result(timeout=200)
+    with EngineProcess() as process:
+        result = process.call(_probe_two_workers, lab.student)
     assert result["before"] == result["after"]
     assert result["asleep"] == {"weights": 0, "kv_cache": 0}
     assert result["awake"] == result["awake again"]

@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 import math
-import multiprocessing
 import os
 import threading
 from collections import deque
 from collections.abc import Callable
-from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from gkd.rollout.vllm.start import CPU_ENV
 from gkd.types import Prompt, Rollout
 from tests.device import on_stand_in, patience
 from tests.e2e.conftest import EOS, VOCAB, Lab
+from tests.engine_process import EngineProcess
 from tests.processes import wait_until
 from tests.second_runner import ENVIRONMENT, N_VOCAB, allow_second_runner, small_student
 
@@ -196,12 +194,10 @@ def probe(lab: Lab, request: pytest.FixtureRequest, tmp_path_factory: pytest.Tem
     """Return what an engine with vLLM's first or second model runner did. vLLM chooses the second one on GPUs."""
     interpreted = request.param or on_stand_in()
     case = (small_student(tmp_path_factory.mktemp("small")), N_VOCAB) if interpreted else (lab.student, VOCAB)
-    environment = {**({} if ON_GPU else CPU_ENV), **request.param, "VLLM_LOGGING_LEVEL": "ERROR", "TQDM_DISABLE": "1"}
-    with pytest.MonkeyPatch.context() as patch:
-        for key, value in environment.items():
-            patch.setenv(key, value)
-        with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
-            return pool.submit(_probe_and_exit, *case).result(timeout=(500 if request.param else 200) * patience())
+    with EngineProcess(request.param) as process:
+        limit_s = (500 if request.param else 200) * patience()
+        found: dict[str, Any] = process.call(_probe_and_exit, *case, timeout_s=limit_s)
+    return found
 
 
 @pytest.mark.parametrize(

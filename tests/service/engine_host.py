@@ -8,26 +8,23 @@ runs in a separate process. Tests call functions of this file through `ask`: `as
 from __future__ import annotations
 
 import contextlib
-import multiprocessing
 import os
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pytest
 import torch
 
 from teacher_server.engines import base, signals
 from teacher_server.engines.base import Engine, ScoreParams, TokenSequence, request_problem, stream_rows
 from teacher_server.engines.load import EngineSettings, load_engine
-from teacher_server.errors import ServerError
 from teacher_server.wire.payload import TopKScores
 from tests.device import kind, on_cuda, patience
-from tests.second_runner import ENVIRONMENT, allow_second_runner
+from tests.engine_process import EngineProcess
+from tests.second_runner import ENVIRONMENT
 
 VOCAB = 4099  # odd, so that tensor parallelism pads it; large enough for a top-8 in two stages
 MAX_TOKENS = 400
@@ -271,17 +268,12 @@ def vllm_of(engine: Any) -> Any:
 
 # Processes of the engines
 
-_loaded: Engine | ServerError | None = None
+_loaded: Engine | None = None
 
 
 def _load(settings: EngineSettings) -> None:
     global _loaded
-    if not on_cuda():
-        allow_second_runner()
-    try:
-        _loaded = load_engine(settings)
-    except ServerError as error:  # an exception of the initializer would not reach the test
-        _loaded = error
+    _loaded = load_engine(settings)
 
 
 def may_share_prompts(engine: Engine, folders: dict[str, str]) -> dict[str, bool]:
@@ -302,8 +294,6 @@ def runner(engine: Any) -> str:
 
 
 def _call(function: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    if isinstance(_loaded, ServerError):
-        raise _loaded
     return globals()[function](_loaded, *args, **kwargs)
 
 
@@ -316,13 +306,6 @@ def local(settings: EngineSettings) -> Ask:
 @contextlib.contextmanager
 def hosted(settings: EngineSettings, *, second_runner: bool = False) -> Iterator[Ask]:
     """Load an engine in a separate process; see `tests.second_runner`."""
-    with (
-        ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), _load, (settings,)) as pool,
-        pytest.MonkeyPatch.context() as patch,
-    ):
-        if second_runner:
-            for name, value in ENVIRONMENT.items():
-                patch.setenv(name, value)
-        pool.submit(os.getpid).result(TIMEOUT_S)
-        patch.undo()
-        yield lambda function, *args, **kwargs: pool.submit(_call, function, args, kwargs).result(TIMEOUT_S)
+    with EngineProcess(ENVIRONMENT if second_runner else {}) as process:
+        process.call(_load, settings, timeout_s=TIMEOUT_S)
+        yield lambda function, *args, **kwargs: process.call(_call, function, args, kwargs, timeout_s=TIMEOUT_S)

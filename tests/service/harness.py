@@ -19,7 +19,7 @@ import numpy as np
 from gkd.scoring.teacher.client import ZmqTeacher
 from gkd.types import Rollout, TeacherScores, TeacherTopK, VersionSpan
 from tests.device import patience
-from tests.processes import wait_until
+from tests.processes import is_alive, wait_until
 
 START_TIMEOUT_S = 90.0  # importing torch and transformers on a busy machine; 5 s on an idle one
 
@@ -137,15 +137,6 @@ def server_command(model: Path | None, *options: str) -> list[str]:
     """Return the command line of a server, by default on CPU. Without a model, the options must name the teachers."""
     models = () if model is None else ("--model", str(model))
     return command(*models, "--device", "cpu", *options)
-
-
-def is_alive(pid: int) -> bool:
-    """Return whether a process runs. A zombie does not count."""
-    try:
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except (FileNotFoundError, ProcessLookupError):
-        return False
-    return state != "Z"
 
 
 class ServerProcess:

@@ -22,11 +22,11 @@ from gkd.errors import ConfigError, TeacherRefusal
 from gkd.preflight.teacher import request_info
 from teacher_server.cli.serve import status_command
 from teacher_server.main import main
-from tests.processes import wait_until
+from tests.processes import is_alive, wait_until
 from tests.refusals import refuses
 from tests.service.commands import address, n_scored, run, sent_requests
 from tests.service.engine_host import save_engine_model
-from tests.service.harness import TRIVIAL, ServerProcess, command, connect, is_alive, trivial_model
+from tests.service.harness import TRIVIAL, ServerProcess, command, connect, trivial_model
 
 pytestmark = pytest.mark.service
 

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from gkd.errors import TeacherUnavailable
-from tests.processes import wait_until
+from tests.processes import is_alive, wait_until
 from tests.service.conftest import TINY_VOCAB, WIDE_VOCAB
-from tests.service.harness import TRIVIAL, ServerProcess, connect, is_alive, random_rollouts, score, trivial_model
+from tests.service.harness import TRIVIAL, ServerProcess, connect, random_rollouts, score, trivial_model
 
 pytestmark = pytest.mark.service
 

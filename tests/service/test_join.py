@@ -18,9 +18,9 @@ from teacher_server.broker.worker_registry import WorkerEvent
 from teacher_server.cli.supervisor import Supervisor, WorkerCommand
 from teacher_server.errors import ServerError
 from teacher_server.worker.gpus import FoundGpus, WorkerPlan, plan_workers
-from tests.processes import FOREVER, wait_until
+from tests.processes import FOREVER, is_alive, wait_until
 from tests.service.commands import address, n_scored, run, sent_requests
-from tests.service.harness import TRIVIAL, ServerProcess, command, is_alive, trivial_model
+from tests.service.harness import TRIVIAL, ServerProcess, command, trivial_model
 from tests.unit.test_server_settings import settings_of
 
 pytestmark = pytest.mark.service
@@ -178,10 +178,9 @@ def test_a_slot_that_is_repeatedly_excluded_ends_the_server(tmp_path: Path, monk
 
     try:
         exclude("w0.0")
-        monkeypatch.setattr("teacher_server.cli.supervisor._GOOD_TIME_S", 0.0)
-        exclude("w0.1")  # after a good time: the count starts again
-        monkeypatch.setattr("teacher_server.cli.supervisor._GOOD_TIME_S", 600.0)
-        exclude("w0.2")
+        for good_time_s, name in ((0.0, "w0.1"), (600.0, "w0.2")):  # after a good time the count starts again
+            monkeypatch.setattr("teacher_server.cli.supervisor._GOOD_TIME_S", good_time_s)
+            exclude(name)
         with pytest.raises(ServerError, match="GPU 7.* 3 times.* a NaN in logprobs"):
             exclude("w0.3")
     finally:

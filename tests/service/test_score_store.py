@@ -183,9 +183,14 @@ def test_a_killed_writer_leaves_nothing_wrong(tmp_path: Path) -> None:
             assert_equal(scores, scores_of(rollout))
 
 
-def test_the_oldest_files_make_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fails if the folder grows without a limit, or the newest scores are deleted."""
+@pytest.fixture
+def small_files(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "FILE_BYTES", 20_000)
+
+
+@pytest.mark.usefixtures("small_files")
+def test_the_oldest_files_make_room(tmp_path: Path) -> None:
+    """Fails if the folder grows without a limit, or the newest scores are deleted."""
     rollouts = from_dataset(200)
     store = ScoreStore(tmp_path, 100_000)
     for rollout in rollouts:
@@ -196,9 +201,9 @@ def test_the_oldest_files_make_room(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         assert one.get(key_of(rollouts[-1]), rollouts[-1]) is not None
 
 
-def test_a_file_that_another_process_deleted_begins_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("small_files")
+def test_a_file_that_another_process_deleted_begins_again(tmp_path: Path) -> None:
     """Fails if scores are lost, or read at a wrong place, because another process made room in the middle of a file."""
-    monkeypatch.setattr(module, "FILE_BYTES", 20_000)
     rollouts = from_dataset(60)
     slow, fast = filled(tmp_path, rollouts[:3]), ScoreStore(tmp_path, 60_000)
     for rollout in rollouts[10:]:

@@ -10,7 +10,7 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -228,9 +228,9 @@ def short_path() -> Iterator[Path]:
         yield Path(folder)
 
 
-def test_folders_of_dead_servers_are_removed(short_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_folders_of_dead_servers_are_removed(short_path: Path, temporary_is: Callable[[Path], None]) -> None:
     """Fails if folders of killed servers stay, or the folder of a running server is removed."""
-    monkeypatch.setattr(tempfile, "tempdir", str(short_path))
+    temporary_is(short_path)
     exited = subprocess.Popen([sys.executable, "-c", ""])
     exited.wait(timeout=20)
     dead, listening = short_path / f"teacher_server.{exited.pid}.a", short_path / f"teacher_server.{exited.pid}.b"

@@ -23,6 +23,12 @@ def in_memory(tmp_path: Path) -> Iterator[Path]:
 
 
 @pytest.fixture
+def host_has(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
+    """Return a function that sets the host memory, in GiB, that preflight finds."""
+    return lambda gib: monkeypatch.setattr("gkd.preflight.memory.host_memory_bytes", lambda: gib << 30)
+
+
+@pytest.fixture
 def own_handlers(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let `gkd.main_gkd.main` leave pytest's handlers of signals as they are."""
     monkeypatch.setattr("gkd.run.interrupts.install", lambda: None)

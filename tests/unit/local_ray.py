@@ -71,10 +71,14 @@ class LocalRay:
         return value
 
 
+class _Worker(RolloutWorker):
+    def __init__(self, engine: Any, config: Config, run_dir: Path, tokenizer: Any) -> None:
+        super().__init__(0)
+        self._set_up(config, torch.device("cpu"), run_dir)
+        self._set_engine(engine)
+        self._tokenizer = tokenizer
+
+
 def worker_of(engine: Any, config: Config, run_dir: Path = Path("not_there"), tokenizer: Any = None) -> RolloutWorker:
     """Return a rollout worker on the CPU whose engine is this object."""
-    worker = RolloutWorker(0)
-    worker._set_up(config, torch.device("cpu"), run_dir)
-    worker._set_engine(engine)
-    worker._tokenizer = tokenizer
-    return worker
+    return _Worker(engine, config, run_dir, tokenizer)

@@ -6,7 +6,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from multiprocessing.shared_memory import SharedMemory
 from pathlib import Path
 
@@ -42,10 +42,11 @@ threading.Event().wait()
 
 
 @pytest.fixture
-def killed_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Path]]:
+def killed_engine(
+    tmp_path: Path, temporary_is: Callable[[Path], None], monkeypatch: pytest.MonkeyPatch
+) -> Iterator[list[Path]]:
     """Kill all processes of an engine, and yield the names in /dev/shm that they have left."""
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    temporary_is(tmp_path)
     for name, value in rank_env(RUN, "rollout engine 3").items():
         monkeypatch.setenv(name, value)
     command = [sys.executable, "-c", ENGINE]

@@ -12,7 +12,6 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Literal
 
-import psutil
 import pytest
 
 from examples.tools.calculator import Calculator
@@ -21,6 +20,7 @@ from gkd.environment.form import checked_messages, checked_reward, import_enviro
 from gkd.environment.tools import CallError, ToolCall, ToolEnvironment, parse_calls, schema
 from gkd.environment.trl import TrlEnvironment
 from gkd.environment.verifiers import VerifiersEnvironment
+from tests.processes import is_alive, wait_until
 
 LOOP = "loop of"  # name of the thread in which coroutines run
 CALL = '<tool_call>{{"name": "{}", "arguments": {}}}</tool_call>'
@@ -267,8 +267,7 @@ class Fake:
 def test_environments_of_verifiers(monkeypatch: pytest.MonkeyPatch) -> None:
     """Fails if trajectories share a state, a stop condition or the rubric is not used, or calls are not passed on."""
     fake = types.ModuleType("verifiers.types")
-    for name in ("ClientConfig", "AssistantMessage", "ToolCall"):
-        setattr(fake, name, types.SimpleNamespace)
+    vars(fake).update(dict.fromkeys(("ClientConfig", "AssistantMessage", "ToolCall"), types.SimpleNamespace))
     monkeypatch.setitem(sys.modules, "verifiers.types", fake)
 
     class Guess(VerifiersEnvironment):
@@ -335,10 +334,5 @@ def test_the_python_tool(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     pid = tmp_path / "pid"
     start = "subprocess.Popen(['sleep', '977']).pid"
     assert "1 s" in run(f"import subprocess; open({str(pid)!r}, 'w').write(str({start}))\nwhile 1: pass")
-    deadline_s = time.monotonic() + 30
-    while psutil.pid_exists(child := int(pid.read_text())):
-        if psutil.Process(child).status() == psutil.STATUS_ZOMBIE:
-            break
-        assert time.monotonic() < deadline_s
-        time.sleep(0.02)
+    wait_until(lambda: not is_alive(int(pid.read_text())), 30.0, "the end of its child")
     assert Python.tools[0]["function"]["parameters"]["required"] == ["code"]

@@ -23,6 +23,7 @@ from gkd.environment.form import MAX_BYTES
 from gkd.environment.pool import Environments, Reply
 from gkd.environment.worker import Start
 from gkd.user_code import Progress
+from tests.processes import is_alive, wait_until
 from tests.structure import ROOT
 from tests.unit.environment_classes import SEARCH
 
@@ -89,15 +90,8 @@ def content(reply: Reply) -> str:
 
 def gone(pid: int) -> bool:
     """Wait until a process has ended; a zombie has, too."""
-    deadline_s = time.monotonic() + LIMIT_S
-    while time.monotonic() < deadline_s:
-        try:
-            if psutil.Process(pid).status() == psutil.STATUS_ZOMBIE:
-                return True
-        except psutil.NoSuchProcess:
-            return True
-        time.sleep(0.02)
-    return False
+    wait_until(lambda: not is_alive(pid), LIMIT_S, f"the end of process {pid}")
+    return True
 
 
 def test_one_object_is_a_trajectory(shared: Environments) -> None:
@@ -287,11 +281,11 @@ def test_a_reply_of_the_largest_size_arrives(shared: Environments) -> None:
     shared.abort([0])
 
 
-def test_close_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_close_leaves_nothing(tmp_path: Path, temporary_is: Callable[[Path], None]) -> None:
     """Fails if a pool leaves a process, a file, a thread or an open file behind, or does not close its objects."""
     folders = tmp_path / "folders"
     folders.mkdir()
-    monkeypatch.setattr(tempfile, "tempdir", str(folders))
+    temporary_is(folders)
 
     def left() -> tuple[set[int], set[str], int, int]:
         me = psutil.Process()
@@ -327,10 +321,7 @@ def test_nothing_outlives_a_parent_that_was_killed(tmp_path: Path, turn: str) ->
         folder, *_, pid, child = parent.stdout.readline().strip().split("|")
         os.kill(parent.pid, signal.SIGKILL)
     assert gone(int(pid)) and gone(int(child))
-    deadline_s = time.monotonic() + LIMIT_S
-    while Path(folder).exists():
-        assert time.monotonic() < deadline_s
-        time.sleep(0.02)
+    wait_until(lambda: not Path(folder).exists(), LIMIT_S, "the end of its folder")
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -327,11 +328,15 @@ def _nvidia_smi(folder: Path, monkeypatch: pytest.MonkeyPatch, mib: list[int]) -
 
 
 def test_preflight_warns_and_refuses(
-    qwen: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gkd_log: pytest.LogCaptureFixture
+    qwen: str,
+    tmp_path: Path,
+    host_has: Callable[[int], None],
+    monkeypatch: pytest.MonkeyPatch,
+    gkd_log: pytest.LogCaptureFixture,
 ) -> None:
     """Fails if a run whose state alone is too large for its GPUs starts, or one that may fit is refused."""
     _nvidia_smi(tmp_path, monkeypatch, [24 << 10, 40 << 10, 80 << 10])
-    monkeypatch.setattr(preflight_memory, "host_memory_bytes", lambda: 256 * GIB)
+    host_has(256)
     two = [qwen, "rollout.n_gpus_per_node=1", "rollout.max_num_seqs=0"]
     preflight_memory.check_memory(_config(*two, "cluster.gpus=[1,2]"), "cuda", None)
     assert "actor rank 0 needs" in gkd_log.text and "40.00 GiB" in gkd_log.text
@@ -343,7 +348,7 @@ def test_preflight_warns_and_refuses(
         preflight_memory.check_memory(_config(*two, "cluster.gpus=[0,2]"), "cuda", None)
     assert caught.value.key == "trainer.n_gpus_per_node" and "actor.fsdp_cpu_offload=true" in caught.value.fix
     gkd_log.clear()
-    monkeypatch.setattr(preflight_memory, "host_memory_bytes", lambda: 8 * GIB)
+    host_has(8)
     run = preflight_memory.check_memory(_config(*two, "cluster.gpus=[2,1]", "actor.recompute=full"), "cuda", None)
     assert run.rollout.max_num_seqs == 500 and "of host memory" in gkd_log.text and "TOO LARGE" in gkd_log.text
     gkd_log.clear()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -103,7 +104,7 @@ def test_the_teacher_fits_into_its_share() -> None:
     ],
 )
 def test_preflight_counts_what_is_on_the_card(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gkd_log: pytest.LogCaptureFixture,
+    tmp_path: Path, host_has: Callable[[int], None], monkeypatch: pytest.MonkeyPatch, gkd_log: pytest.LogCaptureFixture,
     free: tuple[float, ...], overrides: tuple[str, ...], in_use: int,
 ) -> None:  # fmt: skip
     """Fails if a teacher server or a stranger on a card of the pools is not counted, or one on another card is."""
@@ -118,7 +119,7 @@ def test_preflight_counts_what_is_on_the_card(
     if in_use and not config.cluster.gpus:
         (tmp_path / "config.json").write_text(json.dumps(QWEN25_15B))
         monkeypatch.setattr(preflight_memory, "smallest_gpu", lambda cluster: 80 * GIB)
-        monkeypatch.setattr(preflight_memory, "host_memory_bytes", lambda: 512 * GIB)
+        host_has(512)
         preflight_memory.check_memory(config, "cuda", None)
         assert "other_processes" in gkd_log.text and "actor rank 0 needs 87.17 GiB" in gkd_log.text
 

@@ -12,13 +12,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 
 from tests.gpu.peaks import peak_tflops, share_of_peak
 from tests.gpu_proof import __main__ as command
 from tests.gpu_proof.__main__ import FAIL, PASS, SKIPPED, TIMED_OUT, missing, run_stage
 from tests.gpu_proof.stages import JSON, STAGES, Stage
+from tests.processes import is_alive, wait_until
 
 ROOT = Path(__file__).parents[2]
 CHILD = "tests.unit.proof_child"
@@ -30,10 +30,6 @@ def stage(*words: str, name: str = "one", limit_s: int = 20) -> Stage:
 
 def run(tmp_path: Path, *words: str, limit_s: int = 20) -> dict[str, Any]:
     return run_stage(stage(*words, limit_s=limit_s), "cpu", [], tmp_path, grace_s=0.5)
-
-
-def gone(pid: int) -> bool:
-    return not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
 
 
 @pytest.mark.parametrize(
@@ -84,13 +80,13 @@ def test_the_time_limit_leaves_no_process(tmp_path: Path) -> None:
     began = time.monotonic()
     assert run(tmp_path, CHILD, "hangs", JSON, limit_s=3)["verdict"] == TIMED_OUT and time.monotonic() - began < 15
     pids = json.loads((tmp_path / "one.json").read_text())
-    assert len(pids) == 3 and all(gone(pid) for pid in pids)
+    assert len(pids) == 3 and not any(is_alive(pid) for pid in pids)
 
 
 def test_a_child_that_a_finished_stage_leaves_is_stopped(tmp_path: Path) -> None:
     """Fails if a leftover of one stage occupies the GPU of the next."""
     assert run(tmp_path, CHILD, "leaves a child", JSON)["verdict"] == PASS
-    assert gone(int((tmp_path / "one.pid").read_text()))
+    assert not is_alive(int((tmp_path / "one.pid").read_text()))
 
 
 @pytest.mark.parametrize(
@@ -131,13 +127,11 @@ def test_ctrl_c_stops_the_stage_and_the_rest_can_follow(tmp_path: Path) -> None:
         f"sys.exit(m.main(['--device', 'cpu', '--out', {str(tmp_path)!r}, *sys.argv[1:]], stages, grace_s=0.5))"
     )
     with subprocess.Popen([sys.executable, "-c", main], cwd=ROOT, stdout=subprocess.PIPE, text=True) as tool:
-        deadline = time.monotonic() + 30
-        while not (tmp_path / "hangs.json").exists() and time.monotonic() < deadline:
-            time.sleep(0.05)
+        wait_until((tmp_path / "hangs.json").exists, 30.0, "the stage")
         pids = json.loads((tmp_path / "hangs.json").read_text())
         tool.send_signal(signal.SIGINT)
         printed, _ = tool.communicate(timeout=30)
-    assert tool.returncode == 130 and len(pids) == 3 and all(gone(pid) for pid in pids)
+    assert tool.returncode == 130 and len(pids) == 3 and not any(is_alive(pid) for pid in pids)
     assert report_of(tmp_path) == {"met": PASS} and "\nmet " in printed and "\nmissed " not in printed
     rest = subprocess.run([sys.executable, "-c", main, "--from", "missed"], cwd=ROOT, timeout=60, check=False)
     assert rest.returncode == 1 and report_of(tmp_path) == {"met": PASS, "missed": FAIL}
@@ -157,13 +151,13 @@ def test_ctrl_c_stops_the_stage_and_the_rest_can_follow(tmp_path: Path) -> None:
 )
 def test_bad_input_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[str]) -> None:
     """Fails if wrong arguments start a stage, or are answered with a traceback."""
-    monkeypatch.setattr(command, "machine_gpus", list)
-    monkeypatch.setattr(command, "run_stage", lambda *_: pytest.fail("it ran"))
-    file = tmp_path / "file"
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    file, ran = tmp_path / "file", tmp_path / "ran"
     file.write_text("")
+    leaves = stage(CHILD, "met", str(ran), name="loss")
     with pytest.raises(SystemExit) as ended:
-        command.main([word.replace("{file}", str(file)) for word in arguments])
-    assert ended.value.code == 2
+        command.main([word.replace("{file}", str(file)) for word in arguments], [leaves])
+    assert ended.value.code == 2 and not ran.exists()
 
 
 def test_every_stage_starts_something_that_exists() -> None:
@@ -191,6 +185,7 @@ def test_the_page_has_the_stages() -> None:
     ]
 
 
+@pytest.mark.slow  # stand-ins take the same way in the tests above
 def test_a_short_run_on_the_cpu(tmp_path: Path) -> None:
     """Fails if the command, its table or its JSON do not work with a real stage."""
     words = [sys.executable, "-m", "tests.gpu_proof", "--device", "cpu", "--out", str(tmp_path), "--only", "attention"]

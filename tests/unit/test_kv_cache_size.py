@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterator
+from dataclasses import make_dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -67,12 +68,13 @@ def test_a_teacher_engine_gets_the_size(
 ) -> None:
     """Fails if --kv-cache-mib does not reach vLLM on one of the devices, or 0 is taken as a size; as for rollouts."""
     platform = SimpleNamespace(current_platform=SimpleNamespace(is_cpu=lambda: device == "cpu"))
-    monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(EngineArgs=stop, LLMEngine=None))
+    errors = SimpleNamespace(VLLMError=LookupError)
+    fake = SimpleNamespace(EngineArgs=stop, LLMEngine=None, exceptions=errors, __spec__="it is installed")
+    monkeypatch.setitem(sys.modules, "vllm", fake)
     monkeypatch.setitem(sys.modules, "vllm.platforms", platform)
-    monkeypatch.setattr(teacher_vllm, "choose_model_runner", lambda: None)
-    monkeypatch.setattr(teacher_vllm, "with_vllm_errors", lambda *errors: errors)
+    batch = SimpleNamespace(InputBatch=make_dataclass("InputBatch", []))
+    monkeypatch.setitem(sys.modules, "vllm.v1.worker.gpu", SimpleNamespace(input_batch=batch))
     monkeypatch.setattr(teacher_vllm, "_kv_cache_mib", lambda *model: 7)
-    monkeypatch.setattr(load.importlib.util, "find_spec", lambda name: True)
     monkeypatch.setattr(load, "resolve_device", lambda device: device)
     values = {each.key: each.default for each in TEACHER_OPTIONS}
     values |= given_flags(SimpleNamespace(**flags), TEACHER_OPTIONS)  # type: ignore[arg-type]

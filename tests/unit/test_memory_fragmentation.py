@@ -112,9 +112,9 @@ def test_the_report_and_the_warning(monkeypatch: pytest.MonkeyPatch, caplog: pyt
     logger = logging.getLogger("test_memory_fragmentation")
     found = measure([segment((FREE, 600), (USED, 500), (FREE, 500))], "cuda:0")  # 0.4545, 0.6875
     usage = MemoryUsage("cuda:0", 5 << 30, 500 * MIB, 1600 * MIB, 2 << 30, 10 << 30, 80 << 30)
-    monkeypatch.setattr("gkd.memory.fragmentation.fragmentation", lambda device: found)
-    monkeypatch.setattr("gkd.memory.fragmentation.read_usage", lambda device: usage)
-    monkeypatch.setattr("gkd.memory.fragmentation.read_counts", lambda device: AllocatorCounts(7, 6, 512, 256))
+    card = {"fragmentation": found, "read_usage": usage, "read_counts": AllocatorCounts(7, 6, 512, 256)}
+    for name, value in card.items():
+        monkeypatch.setattr(f"gkd.memory.fragmentation.{name}", lambda device, value=value: value)
     with caplog.at_level(logging.INFO, logger.name):
         assert check_fragmentation(torch.device("cuda", 0), warn=0.46, logger=logger) is found
     (report,) = caplog.messages
