@@ -26,7 +26,7 @@ def student_choice(choices: Sequence[Choice], entropy: float) -> tuple[str, floa
     left = 1.0 - sum(one[2] for one in choices)
     if left > best[2]:
         p = max(min(choices[-1][1], 1.0 - sum(one[1] for one in choices)), 0.0)
-        q = left if entropy < SURE_ENTROPY else min(left, SURE)  # many unlisted tokens are no sure choice
+        q = left if entropy < SURE_ENTROPY else min(left, SURE)  # many unlisted tokens do not make a sure choice
         return (SURE_OF_OTHER if q > SURE else OTHER), q, p
     if best[0] == choices[0][0]:
         return SAME, best[2], best[1]

@@ -1,4 +1,4 @@
-"""Test where the KL of a run is: on records with sums made by hand, and on files that are missing or damaged."""
+"""Test where the KL of a run is: on records with known sums, and on files that are missing or damaged."""
 
 from __future__ import annotations
 
@@ -174,7 +174,7 @@ def test_two_runs_are_side_by_side(run: Path, tmp_path: Path, capsys: pytest.Cap
 
 
 def test_an_equal_pair_has_no_gap(run: Path) -> None:
-    """Fails if rounding noise of two equal models is told as a finding."""
+    """Fails if rounding noise of two equal models counts as a finding."""
     write(run, 4, {**RECORD, "values": {**RECORD["values"], "token_kl": [0.001] * 8}})
     assert "no gap" in sentence(evaluations(read_runs([run])[0]))
 
