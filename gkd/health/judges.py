@@ -24,7 +24,7 @@ N_SPIKES, SPIKE_STEPS = 2, 10  # gradient_spikes
 KL_MARGIN = 0.05  # nats: kl_rises, stale_rollouts
 EVAL_MARGIN = 0.01  # nats: worse_than_start
 ACCURACY_LOSS = 0.1  # worse_than_start
-MIN_WRONG = 0.01  # sure_and_wrong: share of the tokens from which a rise counts
+MIN_WRONG = 0.02  # sure_and_wrong: share of the tokens from which a rise counts
 KL_FELL = 0.9  # accuracy_falls: the KL is at most this share of its first value
 
 

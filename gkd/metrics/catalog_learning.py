@@ -317,7 +317,7 @@ _EVAL = (
         "eval/sure_and_wrong_share", "share", f"{_EVALUATION}, a distribution of the teacher",
         "Share of tokens of the same responses where the student gives more than 0.9 to a token to which the teacher "
         "gives less than 0.1.",
-        "Falls, or stays below 0.01.",
+        "Falls, or stays below 0.02.",
         "Rises: the student collapses; lower `actor.optim.lr`.",
     ),
     Row("eval/response_tokens", "tokens", _EVALUATION, "Response tokens of the evaluation."),

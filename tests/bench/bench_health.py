@@ -39,6 +39,7 @@ from tests.service.harness import ServerProcess
 FAULT_STEPS = 12
 GOAL_STEPS = 10  # a seeded fault raises an alarm within this number of steps
 EVAL_EVERY = 5  # so that `gkd where` has evaluations within these steps
+NEW_CHECKS = {"ends_disagree", "sure_and_wrong"}  # others are counted by the first two forms
 GOAL_S = 2.0  # of `gkd where`
 _LIMIT_S = 1500.0
 
@@ -82,14 +83,14 @@ def evaluate_where(case: Case, recorded: Path) -> dict[str, Any]:
     run = read_runs([recorded / slug(case) / "run"])[0]
     files = {step: file for step, file in run.step_files("token_losses").items() if step <= GOAL_STEPS}
     texts, monitor = TokenTexts(run), Monitor()
-    findings = {step: read_evaluation(step, file, texts).finding() for step, file in files.items()}
+    findings = {step: read_evaluation(step, file, texts, is_first=step == 0).finding() for step, file in files.items()}
     alarms = []
     for line in run.lines:
         step = int(line["step"] or 0)
         numbers = evaluation_numbers(_records(files[step])) if step in files else {}  # older runs have none
         alarms += [alarm.check.name for alarm in monitor.feed(numbers | dict(line)).started if step <= GOAL_STEPS]
     told = sorted(name for name in case.named if any(name in text for text in [*findings.values(), *alarms]))
-    met = bool(told) if case.named else not alarms and not any(findings.values())
+    met = bool(told) if case.named else not {*alarms} & NEW_CHECKS and not any(findings.values())
     return {"case": case.name, "met": met, "named_by": told, "findings": findings, "alarms": alarms}
 
 

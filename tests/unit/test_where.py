@@ -179,6 +179,15 @@ def test_an_equal_pair_has_no_gap(run: Path) -> None:
     assert "no gap" in sentence(evaluations(read_runs([run])[0]))
 
 
+def test_a_student_that_is_sure_of_other_tokens_before_training_is_named(run: Path) -> None:
+    """Fails if the sign of a wrong template or of other ids is not named, or a later evaluation is blamed for it."""
+    wrong = {**RECORD, "choices": [SURE] * 8, "values": {**RECORD["values"], "token_kl": [1.0] * 8}}
+    for step in (0, 4):
+        write(run, step, wrong)
+    text = sentence(evaluations(read_runs([run])[0]))
+    assert text.startswith("step 4: no group stands out. step 0: sure of another: 100% of the KL on 100% of the tokens")
+
+
 def test_the_tool_needs_no_torch(run: Path) -> None:
     """Fails if the tool takes the seconds that importing torch or transformers takes."""
     code = "import sys; from gkd.tools.where import main; main(sys.argv[1:]); print(*sys.modules, file=sys.stderr)"
