@@ -25,6 +25,7 @@ COMMANDS = {
     "memory": ("gkd.tools.memory", "predict the memory of each rank", "--config mine.yaml --gpu-gib 80"),
     "split": ("gkd.tools.split", "recommend a split of the GPUs from a run", "--gpus 8 --run runs/mine"),
     "report": ("gkd.tools.report.__main__", "write one HTML page about runs", "runs/mine runs/other"),
+    "where": ("gkd.tools.where", "show which tokens the KL of a run is at", "runs/mine"),
     "replay": ("gkd.tools.replay", "make a recorded step again and compare", "runs/mine --step 20"),
     "trace": ("gkd.tools.trace", "write what each process did, for Perfetto", "runs/mine --steps 10-12"),
     "migrate": ("gkd.tools.migrate.__main__", "write a YAML from another system's", "verl.sh --output mine.yaml"),

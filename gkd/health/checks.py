@@ -165,6 +165,25 @@ CHECKS = (
         "the environment raises, exceeds its time limit, or returns messages that cannot be rendered",
         "read the first errors in the log; raise `rollout.environment_timeout_s` or `rollout.environment_workers`",
     ),
+    Check(
+        "ends_disagree", 0.3, judges.ends_disagree,
+        f"`eval/end_kl_share` above {{limit}}, while `eval/kl` is above {judges.KL_MARGIN:g} nats",
+        "A response has one end among many tokens; models that end with the same token disagree most inside the text.",
+        "student and teacher end with different tokens, or the teacher's template expects text after the end",
+        "compare `eos_token_id` in the `generation_config.json` of both models; set `rollout.stop_token_ids` to the "
+        "teacher's end tokens; check `data.chat_template`",
+        is_of_evaluation=True,
+    ),
+    Check(
+        "sure_and_wrong", 3.0, judges.sure_and_wrong,
+        f"`eval/sure_and_wrong_share` above {{limit}} times its first value, or times {judges.MIN_WRONG:g} if that is "
+        "larger",
+        "A student that learns loses such tokens first; it gains them when it collapses, before the mean entropy shows "
+        "it. A few tokens more are noise.",
+        "the learning rate is too high, or the loss rewards few modes",
+        "lower `actor.optim.lr`; set `distill.loss` to `forward_kl` or `jsd`; `gkd where` names the tokens",
+        is_of_evaluation=True,
+    ),
 )  # fmt: skip
 # These compare the engine's distribution with the student's at the temperature of the loss.
 NEED_EQUAL_SAMPLING = ("engine_logprobs", "stale_rollouts")

@@ -24,6 +24,7 @@ N_SPIKES, SPIKE_STEPS = 2, 10  # gradient_spikes
 KL_MARGIN = 0.05  # nats: kl_rises, stale_rollouts
 EVAL_MARGIN = 0.01  # nats: worse_than_start
 ACCURACY_LOSS = 0.1  # worse_than_start
+MIN_WRONG = 0.02  # sure_and_wrong: share of the tokens from which a rise counts
 KL_FELL = 0.9  # accuracy_falls: the KL is at most this share of its first value
 
 
@@ -149,6 +150,24 @@ def worse_than_start(history: History, limit: float) -> Verdict | None:
     if found.accuracy is not None and found.kl >= KL_FELL * found.first_kl:
         is_worse = is_worse or found.first_accuracy - found.accuracy > ACCURACY_LOSS
     return Verdict(is_worse, f"{found.evidence}, limit {limit:g} times the first KL")
+
+
+def ends_disagree(history: History, limit: float) -> Verdict | None:
+    """Judge whether much of the KL is at the tokens that end responses, and there is a KL worth the question."""
+    share, kl = history.mean("eval/end_kl_share", 1), history.mean("eval/kl", 1)
+    if share is None or kl is None:
+        return None
+    return Verdict(share > limit and kl > KL_MARGIN, f"eval/end_kl_share {share:.3g} of {kl:.3g} nats, limit {limit:g}")
+
+
+def sure_and_wrong(history: History, limit: float) -> Verdict | None:
+    """Judge whether the student has become sure of tokens that the teacher denies."""
+    name = "eval/sure_and_wrong_share"
+    now, first = history.last(name, 2), history.first(name)
+    if now is None or first is None:
+        return None
+    most = limit * max(first[0], MIN_WRONG)
+    return Verdict(now[-1] > most, f"{name} {first[0]:.3g} -> {now[-1]:.3g}, limit {most:.3g}")
 
 
 def engine_logprobs(history: History, limit: float) -> Verdict | None:

@@ -307,6 +307,19 @@ _EVAL = (
         "pass_at_1 rises.",
         "pass_at_1 rises while the largest k falls: the student loses diversity; see `loss/student_entropy`.",
     ),
+    Row(
+        "eval/end_kl_share", "share", f"{_EVALUATION}, a distribution of the teacher",
+        "Share of the KL at the tokens that end responses, of the kept responses (`token_losses/`).",
+        "Near the share of these tokens.",
+        "Above 0.3: student and teacher end with different tokens. `gkd where` has all groups.",
+    ),
+    Row(
+        "eval/sure_and_wrong_share", "share", f"{_EVALUATION}, a distribution of the teacher",
+        "Share of tokens of the same responses where the student gives more than 0.9 to a token to which the teacher "
+        "gives less than 0.1.",
+        "Falls, or stays below 0.02.",
+        "Rises: the student collapses; lower `actor.optim.lr`.",
+    ),
     Row("eval/response_tokens", "tokens", _EVALUATION, "Response tokens of the evaluation."),
 )  # fmt: skip
 _ROUTES = "`teacher.routes`"

@@ -13,6 +13,7 @@ from gkd.config.schema import Config
 from gkd.config.schema_sections import NO_METRIC
 from gkd.log import get_logger
 from gkd.metrics.run_metrics import RunMetrics, StepMetrics
+from gkd.metrics.token_groups import evaluation_numbers
 from gkd.metrics.writer import read_metrics
 from gkd.pipeline.colocation import GpuSharing
 from gkd.pipeline.generate import Generation
@@ -103,6 +104,7 @@ class Evaluator:
                 self._folder.write_token_losses(step, stats.tokens)
             kl = stats.extra.get("loss/token_kl")
             numbers = {"eval/reverse_kl": stats.extra["loss/sampled_reverse_kl"]} if kl is None else {"eval/kl": kl}
+            numbers |= evaluation_numbers(stats.tokens)
             numbers["eval/response_tokens"] = float(stats.n_loss_tokens)
             if greedy is not None:
                 numbers["eval/accuracy"] = greedy.accuracy

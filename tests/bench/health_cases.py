@@ -25,7 +25,9 @@ class Case:
         settings: overrides of configs/quickstart_cpu.yaml.
         fault: of `tests.bench.health_fault`.
         teacher, student: make another model from the quickstart's folder.
+        teacher_folder: the quickstart's model that teaches.
         seeded: whether an alarm is expected.
+        named: what `gkd where` or a check may call the fault; empty: it is not a case of `gkd where`.
     """
 
     name: str
@@ -34,6 +36,8 @@ class Case:
     teacher: Callable[[dict[str, torch.Tensor]], None] | None = None
     student: Callable[[dict[str, torch.Tensor]], None] | None = None
     seeded: bool = False
+    teacher_folder: str = "teacher"
+    named: tuple[str, ...] = ()
 
 
 def swap_end_token(weights: dict[str, torch.Tensor]) -> None:
@@ -47,6 +51,11 @@ def permute_vocabulary(weights: dict[str, torch.Tensor]) -> None:
     embedding = weights["model.embed_tokens.weight"]
     order = torch.randperm(len(embedding), generator=torch.Generator().manual_seed(0))
     weights["model.embed_tokens.weight"] = embedding[order].clone()
+
+
+def shift_vocabulary(weights: dict[str, torch.Tensor]) -> None:
+    """Give every token the row of the one before it, as with a tokenizer that has one token more at the beginning."""
+    weights["model.embed_tokens.weight"] = weights["model.embed_tokens.weight"].roll(1, dims=0).clone()
 
 
 def repeat_last_token(weights: dict[str, torch.Tensor]) -> None:
@@ -76,12 +85,19 @@ HEALTHY = tuple(
     )
 )
 FAULTS = (
-    Case("EOS mismatch", teacher=swap_end_token, seeded=True),
-    Case("lr x30", ("actor.optim.lr=0.06",), seeded=True),
+    Case("EOS mismatch", teacher=swap_end_token, seeded=True, named=("end token", "ends_disagree", "end_of_sequence")),
+    Case("lr x30", ("actor.optim.lr=0.06",), seeded=True, named=("sure_and_wrong", "kl_rises")),
     Case("repetition loop", student=repeat_last_token, seeded=True),
     Case("weight sync frozen", fault="frozen", seeded=True),
     Case("permuted teacher vocabulary", teacher=permute_vocabulary, seeded=True),
     Case("stale rollouts", fault="stale", seeded=True),
+)
+OTHER_TEACHER = ("sure of another", "teacher_mismatch")
+# Faults that `gkd where` or a check has to name, with EOS mismatch and lr x30 above.
+WHERE_FAULTS = (
+    Case("wrong teacher template", ("teacher.prompt_template='User: {prompt}'",), seeded=True, named=OTHER_TEACHER),
+    Case("shifted teacher ids", teacher=shift_vocabulary, seeded=True, named=OTHER_TEACHER),
+    Case("teacher is the student", teacher_folder="student", seeded=True, named=("no gap", "no_gap")),
 )
 # Meant as a healthy run, it collapsed: accuracy 0.13 -> 0 in 60 steps. The learning rate is too high for stale samples.
 COLLAPSED = Case(
@@ -89,7 +105,7 @@ COLLAPSED = Case(
     ("distill.loss=k3", "trainer.scheduler=one_step_off", "data.seed=8"),
     seeded=True,
 )
-CASES = {case.name: case for case in (*FAULTS, COLLAPSED, *HEALTHY)}
+CASES = {case.name: case for case in (*FAULTS, *WHERE_FAULTS, COLLAPSED, *HEALTHY)}
 
 
 def changed_model(source: Path, folder: Path, change: Callable[[dict[str, torch.Tensor]], None]) -> Path:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from contextlib import closing
 from pathlib import Path
 
@@ -11,7 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from gkd.config.schema_teacher import TeacherConfig
-from gkd.scoring.teacher.greedy import _decode
+from gkd.scoring.teacher.greedy import _decode, own_logprob, tell_own_logprob
 from gkd.scoring.teacher.teacher import open_teacher
 from gkd.types import Prompt
 from tests.service.harness import ServerProcess
@@ -48,3 +49,21 @@ def test_the_teachers_responses_are_those_of_a_greedy_loop(tiny_server: ServerPr
     settings = TeacherConfig(server_port=tiny_server.port)
     with closing(open_teacher(settings, k=1, n_vocab=CUT, n_in_flight=8)) as teacher:
         assert _decode([teacher, teacher], [3, 2], prompts, eos_ids, MOST) == expected
+        mean = own_logprob([teacher, teacher], [3, 2], prompts, expected)
+    logprobs = []
+    for ids, response in zip(own[:8], expected, strict=False):  # of the first prompts alone
+        with torch.inference_mode():
+            rows = network(input_ids=torch.tensor([[*ids.tolist(), *response]])).logits[0, len(ids) - 1 : -1, :CUT]
+        logprobs += rows.log_softmax(dim=1)[range(len(response)), response].tolist()
+    assert abs(mean - np.mean(logprobs)) < 1e-3, "scored by the whole path, it is the mean over all tokens"
+
+
+@pytest.mark.parametrize(("mean", "level"), [(-0.99, logging.INFO), (-1.01, logging.WARNING)])
+def test_a_teacher_that_denies_its_own_answers_is_told(
+    mean: float, level: int, gkd_log: pytest.LogCaptureFixture
+) -> None:
+    """Fails if a wrong template or other ids start a run without a warning, or every run has one."""
+    tell_own_logprob(mean)
+    (record,) = [each for each in gkd_log.records if "greedy answers" in each.message]
+    assert record.levelno == level and f"{mean:.2f} nats" in record.message
+    assert ("template" in record.message) == (level == logging.WARNING)

@@ -119,6 +119,25 @@ def test_evaluations_are_compared_with_the_first(
         assert [a.check.name for a in monitor.feed(better).cleared] == [alarm]
 
 
+@pytest.mark.parametrize(
+    ("check", "series", "step"),
+    [
+        ("ends_disagree", {"eval/end_kl_share": [0.2, 0.4], "eval/kl": [0.2, 0.2]}, 2),
+        ("ends_disagree", {"eval/end_kl_share": [0.9, 0.9], "eval/kl": [0.04, 0.04]}, 0),  # no KL worth the question
+        ("ends_disagree", {"eval/end_kl_share": [0.2, 0.29], "eval/kl": [0.2, 0.2]}, 0),
+        ("sure_and_wrong", {"eval/sure_and_wrong_share": [0.02, 0.05, 0.07]}, 3),
+        ("sure_and_wrong", {"eval/sure_and_wrong_share": [0.0, 0.059]}, 0),  # a few tokens
+        ("sure_and_wrong", {"eval/sure_and_wrong_share": [0.5]}, 0),  # not worse than before
+    ],
+)
+def test_where_an_evaluation_has_its_kl(check: str, series: Series, step: int) -> None:
+    """Fails if ends that differ or a collapse raise no alarm, or small numbers do."""
+    found = dict(started(feed(Monitor(), series)))
+    assert found.get(check, 0) == step
+    assert check not in dict(started(feed(Monitor([check]), series)))
+    assert check not in dict(started(feed(Monitor(limits={check: 1e9}), series)))
+
+
 def test_without_a_distribution_the_sampled_kl_is_judged() -> None:
     """Fails if runs with teacher.signal=sampled have no check of the gap to the teacher."""
     plain: Series = {"loss/sampled_reverse_kl": [0.5] * 5 + [9.0] * 15}

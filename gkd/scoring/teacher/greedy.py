@@ -18,6 +18,7 @@ from gkd.data.answers import greedy_sample
 from gkd.data.chunks import dataset_rollouts
 from gkd.data.prompts import load_tokenizer
 from gkd.hf.hub import with_local_copies
+from gkd.log import get_logger
 from gkd.scoring.teacher.grouping import grouped
 from gkd.scoring.teacher.info import TeacherInfo
 from gkd.scoring.teacher.teacher import Teacher, open_teacher
@@ -25,7 +26,10 @@ from gkd.scoring.teacher.window import window_of_group
 from gkd.spans import driver
 from gkd.types import Prompt, Rollout, Sample
 
-_ANY_TOKEN, _NO_LOGPROB = np.zeros(1, np.int32), np.zeros(1, np.float32)
+log = get_logger("teacher")
+
+_OWN_PROMPTS, _OWN_TOKENS = 8, 64  # of the answers that are scored again
+_MIN_OWN_LOGPROB = -1.0  # nats a token
 
 
 def greedy_samples(
@@ -63,7 +67,9 @@ def greedy_samples(
         for client in clients:
             stack.callback(client.close)
         most = config.data.max_response_length
-        responses = _decode(clients, [w.n_per_request for w in windows], prompts, frozenset(eos_ids), most)
+        sizes = [w.n_per_request for w in windows]
+        responses = _decode(clients, sizes, prompts, frozenset(eos_ids), most)
+        tell_own_logprob(own_logprob(clients, sizes, prompts, responses))
     answered = [
         replace(prompt, response_ids=np.array(response, np.int32))
         for prompt, response in zip(prompts, responses, strict=True)
@@ -104,10 +110,37 @@ def _decode(
     return responses
 
 
-def _context(prompt: Prompt, response: Sequence[int]) -> Rollout:
-    """Return prompt and response so far as a prompt, and any token as the response: its row predicts the next token."""
-    ids = prompt.token_ids if prompt.teacher_ids is None else prompt.teacher_ids
-    context = np.concatenate([ids, np.array(response, np.int32)])
-    return Rollout(
-        prompt.prompt_id, 0, context, _ANY_TOKEN, _NO_LOGPROB, (), "length", on_policy=False, route=prompt.route
-    )
+def own_logprob(
+    clients: Sequence[Teacher], n_per_request: Sequence[int], prompts: Sequence[Prompt], responses: Sequence[list[int]]
+) -> float:
+    """Return the teacher's mean logprob of its own answers, nats a token, scored as responses of the student are."""
+    answered = [
+        _context(prompt, (), response[:_OWN_TOKENS])
+        for prompt, response in zip(prompts[:_OWN_PROMPTS], responses, strict=False)
+    ]
+    groups = grouped(answered, n_per_request)
+    futures = [clients[answered[each[0]].route].submit([answered[i] for i in each], ("sampled",)) for each in groups]
+    tables = [scores.sampled_logprobs for future in futures for scores in future.result()]
+    return float(np.concatenate([table for table in tables if table is not None]).mean())
+
+
+def tell_own_logprob(mean: float) -> None:
+    """Log the line; as a warning if a teacher hardly believes its own answers."""
+    line = f"the teacher's logprob of its own greedy answers: {mean:.2f} nats a token"
+    if mean < _MIN_OWN_LOGPROB:
+        fix = "compare the teacher's chat template and token ids with the student's (teacher.prompt_template)"
+        log.warning("%s, below %g: %s", line, _MIN_OWN_LOGPROB, fix)
+    else:
+        log.info("%s", line)
+
+
+def _context(prompt: Prompt, response: Sequence[int], scored: Sequence[int] = (0,)) -> Rollout:
+    """Return prompt and response so far as a prompt, and what to score as the response.
+
+    Args:
+        scored: by default any token: its row predicts the next token.
+    """
+    own = prompt.token_ids if prompt.teacher_ids is None else prompt.teacher_ids
+    context = np.concatenate([own, np.array(response, np.int32)])
+    ids, logprobs = np.array(scored, np.int32), np.zeros(len(scored), np.float32)
+    return Rollout(prompt.prompt_id, 0, context, ids, logprobs, (), "length", on_policy=False, route=prompt.route)

@@ -19,7 +19,7 @@ from gkd.errors import ConfigError
 from gkd.metrics.catalog import Row
 from gkd.metrics.catalog_learning import LEARNING
 from gkd.metrics.catalog_system import SYSTEM
-from gkd.tools.report import headline, samples
+from gkd.tools.report import groups, headline, samples
 from gkd.tools.report.decimate import Curve, extremes, means, points_per_curve
 from gkd.tools.report.read import Run
 
@@ -123,8 +123,17 @@ def _tables(run: Run) -> dict[str, Any]:
         "alarms": headline.alarms(run),
         "has_health": any(key.startswith(headline.PREFIX) for key in run.curves),
         "gpus": gpus,
+        "where": _where(run),
         "environment": [_flat(start) for start in run.environment()],
     }
+
+
+def _where(run: Run) -> dict[str, Any] | None:
+    """Return the table of `gkd where` with the lines above it; None: the run has kept no tokens."""
+    if not run.step_files("token_losses"):
+        return None
+    found = groups.evaluations(run)
+    return {"lines": [groups.sentence(found), *found[-1].missing], "rows": groups.rows([found])}
 
 
 def _flat(tree: Any, prefix: str = "") -> list[tuple[str, str]]:
