@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from teacher_server.wire.payload import check_reply, check_scores
-from teacher_server.wire.prompts import Prompt, computed_tokens
 from teacher_server.wire.protocol import (
     Buffer,
     ErrorReply,
@@ -25,7 +24,7 @@ from teacher_server.wire.protocol import (
     ServerMessage,
     Work,
 )
-from teacher_server.wire.worker_protocol import WorkerHello
+from teacher_server.wire.worker_protocol import Prompt, WorkerHello, computed_tokens
 
 
 @dataclass(slots=True, eq=False)

@@ -20,9 +20,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 from teacher_server.broker.job import Job, Worker
-from teacher_server.wire.prompts import Prompt
 from teacher_server.wire.protocol import Work
-from teacher_server.wire.worker_protocol import WorkerHello
+from teacher_server.wire.worker_protocol import Prompt, WorkerHello
 
 Admission = Literal["queued", "known", "full"]
 _OWNER_SHARE = 4  # a prompt's last worker may have more tokens than another one, by this part of its credit

@@ -18,7 +18,6 @@ import zmq
 
 from teacher_server.engines.base import Engine, RowStream, Scores, TokenSequence, pads, prefix_block, request_problem
 from teacher_server.wire.payload import TopKScores
-from teacher_server.wire.prompts import computed_tokens
 from teacher_server.wire.protocol import (
     ID_BYTES,
     ErrorCode,
@@ -31,7 +30,7 @@ from teacher_server.wire.protocol import (
     replies,
     requests,
 )
-from teacher_server.wire.worker_protocol import Assignment, JobCancel, JobReceived
+from teacher_server.wire.worker_protocol import Assignment, JobCancel, JobReceived, computed_tokens
 from teacher_server.worker.link import End, Event, NewConnection, Work, WorkerLink
 from teacher_server.worker.open_request import OpenRequest, OpenStream, open_request, open_stream
 

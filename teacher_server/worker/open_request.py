@@ -12,7 +12,6 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from teacher_server.engines.base import RowStream, ScoreParams, Scores, TokenSequence
-from teacher_server.wire.given_ids import unpack_given
 from teacher_server.wire.payload import (
     TopKScores,
     pack_rows,
@@ -20,6 +19,7 @@ from teacher_server.wire.payload import (
     pack_topk,
     rows_per_message,
     unmarked,
+    unpack_given,
     unpack_tokens,
 )
 from teacher_server.wire.protocol import (

@@ -8,17 +8,17 @@ from pathlib import Path
 
 import pytest
 
-from gkd.cluster import host_memory
+from gkd.cluster import host
 from gkd.config.check import check_config
 from gkd.config.load import load_config
 from gkd.config.schema import Config
 from gkd.errors import ConfigError, ModelError
 from gkd.footprint import RankFootprint, footprint, teacher_footprint
 from gkd.footprint.combination import HOST, find_combination
+from gkd.footprint.estimate import PROCESS_BYTES, host_shortage, host_totals, pool_totals
 from gkd.footprint.limits import check, shortages, smallest_margin
 from gkd.footprint.report import bound, combination_lines
 from gkd.footprint.rollout import with_engine_cache
-from gkd.footprint.totals import PROCESS_BYTES, host_shortage, host_totals, pool_totals
 from gkd.tools import memory
 from tests.unit.test_footprint import GIB, GSM8K, QWEN25_15B, TP2, _config
 
@@ -204,11 +204,11 @@ def test_the_memory_of_a_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     """Fails if the limit of a container is ignored, or a missing or unlimited one is taken for a number."""
     (tmp_path / "max").write_text("max\n")
     (tmp_path / "limit").write_text("1048576\n")
-    monkeypatch.setattr(host_memory, "_LIMITS", (tmp_path / "none", tmp_path / "max"))
-    whole = host_memory.host_memory_bytes()
+    monkeypatch.setattr(host, "_LIMITS", (tmp_path / "none", tmp_path / "max"))
+    whole = host.host_memory_bytes()
     assert whole > 1 << 28
-    monkeypatch.setattr(host_memory, "_LIMITS", (tmp_path / "max", tmp_path / "limit"))
-    assert host_memory.host_memory_bytes() == 1 << 20
+    monkeypatch.setattr(host, "_LIMITS", (tmp_path / "max", tmp_path / "limit"))
+    assert host.host_memory_bytes() == 1 << 20
 
 
 def test_the_command_prints_overrides_to_paste(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -19,8 +19,8 @@ from gkd.config.schema_sections import DataConfig
 from gkd.config.schema_teacher import TeacherConfig
 from gkd.data.batching import make_micro_batches, without_first
 from gkd.data.chunks import dataset_chunks
+from gkd.data.codec import decode_prompts, encode_prompts
 from gkd.data.normalize import count
-from gkd.data.prompt_codec import decode_prompts, encode_prompts
 from gkd.data.prompts import load_prompts
 from gkd.data.rollout_file import read_sequences
 from gkd.errors import ConfigError

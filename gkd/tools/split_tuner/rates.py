@@ -16,7 +16,7 @@ from gkd.cluster.gpu_table import TEACHER, gpu_map_from_json
 from gkd.config.load import load_config
 from gkd.config.schema import Config
 from gkd.config.schema_trainer import STREAM
-from gkd.console.forecast import NOT_EACH_STEP
+from gkd.console.state import NOT_EACH_STEP
 from gkd.errors import ConfigError
 from gkd.metrics.bottleneck import (
     DP,
@@ -26,13 +26,14 @@ from gkd.metrics.bottleneck import (
     MAX_NUM_SEQS,
     PASS_SUMS,
     REFERENCE_S,
+    SEQUENCES,
     SINCE_START,
+    TOKENS,
     WITH_EVALUATION,
     WORKERS,
     busy_name,
 )
 from gkd.metrics.step import DATASET_TOKENS
-from gkd.metrics.teacher_meter import SEQUENCES, TOKENS
 from gkd.metrics.writer import read_metrics
 from gkd.run.folder import PLACES
 from gkd.tools.split_tuner.estimate import Rates, Sizes, Workload
