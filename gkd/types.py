@@ -189,7 +189,7 @@ class TokenTargets:
     routes: torch.Tensor | None = None  # [N] int64, see `Rollout.route`; None on a rank without data
     turns: torch.Tensor | None = None  # [N] int64, the row's turn, counted from 0 in its trajectory
     advantages: torch.Tensor | None = None  # [N] float32, of the reward of each token's response
-    weights: torch.Tensor | None = None  # [N] float32, factor of the loss, see `gkd.data.normalize`; None means all 1
+    weights: torch.Tensor | None = None  # [N] float32, factor of the loss, see `gkd.data.collate`; None means all 1
     sequences: torch.Tensor | None = None  # [N] int64, the row's sequence, counted from 0 in the micro-batch
 
     def __len__(self) -> int:

@@ -28,8 +28,7 @@ from gkd.cluster.startup import WATCH
 from gkd.config.check_values import listed_steps
 from gkd.config.schema_trainer import TrainerConfig
 from gkd.data.batching import check_batch, make_micro_batches, token_records, without_first
-from gkd.data.collate import MicroBatches
-from gkd.data.normalize import count, sequence_weights, size_numbers
+from gkd.data.collate import MicroBatches, route_counts, sequence_weights, size_numbers
 from gkd.data.scatter import map_selected, select, with_advantages
 from gkd.errors import CheckpointError
 from gkd.files.disk import TMP, make_folder, naming
@@ -319,7 +318,7 @@ class ActorWorker(ActorRank):
         normalize, routes = self._config.distill.normalize, self._config.derived.routes
         if normalize == "token" and not routes[0].name:
             return batches, {}
-        counts = self._student.sum_over_groups(torch.from_numpy(count(rollouts, len(routes)))).cpu().numpy()
+        counts = self._student.sum_over_groups(torch.from_numpy(route_counts(rollouts, len(routes)))).cpu().numpy()
         weights = sequence_weights(rollouts, counts, routes, normalize)
         return batches.weighted(weights), size_numbers(counts, routes)
 

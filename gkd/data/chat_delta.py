@@ -1,8 +1,12 @@
-"""Render the messages of an environment behind a generated turn: the token ids that continue a trajectory.
+"""Render the messages behind a generated turn, of an environment or of a dataset's conversation: ids that continue it.
 
 ids(t+1) = ids(t) + generated ids + delta(messages). Generated ids stay as they were sampled, with their end token. The
 delta is what the chat template writes from that token to the next answer, in a short conversation. Before the first use
 of a sequence of roles, `gkd.data.chat_frame` proves that it is the same in others.
+
+Whole conversations of a dataset (data.messages_key) become trajectories of the same form. The prompt is what stands
+before the first message of the assistant. The response is all that follows, up to the last one: the assistant's texts,
+each with its end token, are learned, and the messages between them are rendered as those of an environment.
 """
 
 from __future__ import annotations
@@ -11,10 +15,13 @@ import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
+from itertools import groupby
 from typing import Any
 
 import numpy as np
 
+from gkd.config.schema_sections import DataConfig
 from gkd.data.chat_frame import ANSWER, QUESTION, START, THOUGHT, WHY, ChatFrames, Form, Message, TemplateFailed, said
 from gkd.data.conversation import Conversation, Setting, quoted, read_tools
 from gkd.data.render import PromptRenderer
@@ -224,3 +231,69 @@ def _text(frames: ChatFrames, messages: Sequence[Message]) -> str:
         return frames.render(messages)
     except TemplateFailed:
         return ""
+
+
+def split_conversation(whole: Conversation, setting: Setting, where: str) -> tuple[Conversation, tuple[Message, ...]]:
+    """Return the prompt, and the messages from the first to the last one of the assistant.
+
+    Raises:
+        ConfigError: there are no messages, no assistant's, none before it, or calls of tools that are not text.
+    """
+    last = () if whole.response is None else ({"role": "assistant", "content": whole.response},)
+    messages: tuple[Message, ...] = (*whole.messages, *last)
+    own = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+    if not own or own[0] == 0:
+        found = f"has the roles {[message['role'] for message in messages]}" if messages else "is a text"
+        fix = "write messages: of the user, then of the assistant, and so on."
+        raise ConfigError(*setting, f"the conversation of {where} {found}.", fix)
+    turns = messages[own[0] : own[-1] + 1]
+    if calls := [message for message in turns if message.get("tool_calls")]:
+        problem = f"{where} has calls of tools as objects: {quoted(calls[0]['tool_calls'])}."
+        raise ConfigError(*setting, problem, "write them into the text, in the form that the student shall learn.")
+    return replace(whole, messages=whole.messages[: own[0]], response=None), turns
+
+
+class DialogueReader:
+    """Return the tokens of the turns behind a prompt.
+
+    Args:
+        ends: token ids that end a turn; the template's is appended to each text.
+
+    Raises:
+        ConfigError: the template cannot continue a turn, see `ChatDelta`.
+    """
+
+    def __init__(self, config: DataConfig, tokenizer: Any, ends: Sequence[int]) -> None:
+        self._tokenizer, self._ends, self._limit = tokenizer, ends, config.max_response_length
+        self._setting = "data.messages_key", config.messages_key
+        self._delta = ChatDelta(tokenizer, config.chat_template_kwargs, ends, setting=self._setting)
+
+    def read(self, turns: Sequence[Message], where: str) -> tuple[np.ndarray, np.ndarray]:
+        """Return the response, [R] int32, and which of its tokens are the assistant's own, [R] bool.
+
+        What exceeds the limit is cut off; the response then ends with an own token that need not be an end token.
+
+        Raises:
+            ConfigError: a text has an end token or no tokens; the template cannot write a message between the turns.
+        """
+        parts: list[tuple[np.ndarray, bool]] = []
+        for is_own, group in groupby(turns, lambda message: message["role"] == "assistant"):
+            messages = list(group)
+            try:
+                parts.append((self._turn(messages) if is_own else self._delta.ids(messages), is_own))
+            except DataError as error:
+                problem = f"the conversation of {where} cannot be read: {error}"
+                raise ConfigError(*self._setting, problem, "correct or remove the row.") from error
+        ids = np.concatenate([part for part, _ in parts])[: self._limit]
+        own = np.repeat([is_own for _, is_own in parts], [len(part) for part, _ in parts])[: self._limit]
+        n = int(np.flatnonzero(own)[-1]) + 1
+        return ids[:n].astype(np.int32), own[:n]
+
+    def _turn(self, messages: Sequence[Message]) -> np.ndarray:
+        if len(messages) > 1:
+            raise DataError("it has two messages of the assistant in a row.")
+        text = messages[0]["content"]
+        ids = list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
+        if not ids or any(token in self._ends for token in ids):
+            raise DataError(f"a message of the assistant has no tokens, or an end token: {quoted(text)}.")
+        return np.asarray([*ids, self._delta.end_id], np.int32)

@@ -2,8 +2,7 @@
 
 student.py     the student of one rank                pipeline.py       forward, backward and loss of a global batch
 model.py       the GPT models of a rank               model_config.py   Megatron's configuration of a model
-layer_spec.py  modules of a layer                     attention.py      core attention, padded or packed
-hf_config.py   HF config.json -> sizes and features   experts.py        settings of a mixture of experts
+layer_spec.py  modules of a layer, experts            hf_config.py      HF config.json -> sizes and features
 hf_mapping.py  HF tensors of a parameter, loading     tensor_layouts.py how TP ranks split a parameter
 hf_export.py   shards -> HF tensors, -> a folder      checkpoint.py     exact resume
 lora.py        adapters of Megatron's layers          groups.py         Megatron's process groups
