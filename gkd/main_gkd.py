@@ -21,7 +21,7 @@ from gkd.console.terminal import Terminal
 from gkd.errors import ConfigError, DataError, GkdError, ModelError
 from gkd.preflight.preview import preview
 from gkd.run import interrupts
-from gkd.run.restart import may_start_again, start_again
+from gkd.run.failure_policy import may_start_again, start_again
 from gkd.trainer import Trainer
 from teacher_server.config.command import command_parser
 
@@ -29,7 +29,7 @@ from teacher_server.config.command import command_parser
 def main(argv: list[str] | None = None) -> int:
     """Return the exit code: 0 done, 1 the run failed, 2 invalid config, model or prompt file, 130 interrupted.
 
-    A program whose rank failed starts again instead, up to trainer.max_restarts times (`gkd.run.restart`).
+    A program whose rank failed starts again instead, up to trainer.max_restarts times (`gkd.run.failure_policy`).
     """
     environment = dict(os.environ)
     args = _parse(argv)

@@ -14,9 +14,8 @@ from typing import Any, Protocol
 import numpy as np
 
 from gkd.errors import RankTimeout
+from gkd.files.manifest import FileDigest
 from gkd.types import (
-    Computation,
-    FileDigest,
     GreedyReport,
     PendingScores,
     ProcessSpans,
@@ -30,6 +29,17 @@ from gkd.types import (
     TeacherHealth,
     TrainStats,
 )
+
+
+@dataclass(frozen=True, slots=True)
+class Computation:
+    """A batch that a worker of the teacher server computed, as a scoring endpoint learns of it."""
+
+    worker: str
+    received_s: float  # first reply of the batch; since the epoch, on the clock of the endpoint's host
+    queue_s: float  # that this request waited at the server
+    compute_s: float
+    n_sequences: int  # of this endpoint
 
 
 class MovableStates(Protocol):
@@ -250,7 +260,7 @@ class ActorRole(MovableStates, Protocol):
     def memory_numbers(self) -> dict[str, float]:
         """Return memory and offload metrics since the last call: name -> maximum over all ranks.
 
-        See `gkd.memory.timeline` and `gkd.memory.offload_manager` for the names.
+        See `gkd.memory.usage` and `gkd.memory.offload_manager` for the names.
         """
         ...
 

@@ -155,9 +155,8 @@ class TeacherScores:
     sampled_logprobs: np.ndarray | None = None  # [M] float32, nats, of the own tokens
     # [M, V] float32 or float16, over the common vocabulary, divided by the temperature.
     logits: np.ndarray | None = None
-    hidden: np.ndarray | None = (
-        None  # [M, D] float32, final hidden states; hidden @ lm_head.T = logits before the temperature
-    )
+    # [M, D] float32, final hidden states; hidden @ lm_head.T = logits before the temperature.
+    hidden: np.ndarray | None = None
     # [M] float32, nats, reference logprobs of the own tokens; added on the training ranks.
     reference_logprobs: np.ndarray | None = None
 
@@ -190,7 +189,7 @@ class TokenTargets:
     routes: torch.Tensor | None = None  # [N] int64, see `Rollout.route`; None on a rank without data
     turns: torch.Tensor | None = None  # [N] int64, the row's turn, counted from 0 in its trajectory
     advantages: torch.Tensor | None = None  # [N] float32, of the reward of each token's response
-    weights: torch.Tensor | None = None  # [N] float32, factor of the loss, see `gkd.data.normalize`; None means all 1
+    weights: torch.Tensor | None = None  # [N] float32, factor of the loss, see `gkd.data.collate`; None means all 1
     sequences: torch.Tensor | None = None  # [N] int64, the row's sequence, counted from 0 in the micro-batch
 
     def __len__(self) -> int:
@@ -236,9 +235,6 @@ class MicroBatch:
         return int(self.loss_index.numel())
 
 
-# Spans of time
-
-
 # Handles and reports that the pools return to the driver.
 #
 # The driver reads sizes and numbers. Tokens and scores stay in the object stores of the hosts that made them; a
@@ -260,17 +256,6 @@ class ProcessSpans(msgspec.Struct, frozen=True):
     process: str  # "driver", "actor 0", "engine 0", "scoring 0" or "teacher <name>"
     host: str
     spans: Sequence[Span]
-
-
-@dataclass(frozen=True, slots=True)
-class Computation:
-    """A batch that a worker of the teacher server computed, as a scoring endpoint learns of it."""
-
-    worker: str
-    received_s: float  # first reply of the batch; since the epoch, on the clock of the endpoint's host
-    queue_s: float  # that this request waited at the server
-    compute_s: float
-    n_sequences: int  # of this endpoint
 
 
 # Rollouts and scores
@@ -381,6 +366,13 @@ class InFlight:
 
 
 @dataclass(frozen=True, slots=True)
+class Recording:
+    """Files that are being written: name of the writer -> handle of the files' digests."""
+
+    refs: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
 class EngineUsage:
     """Counters of one engine since the previous `usage` call."""
 
@@ -439,7 +431,7 @@ class TeacherHealth:
         return f"teacher {self.route}".rstrip()
 
 
-# Training
+# Training and evaluation
 
 
 @dataclass(frozen=True, slots=True)
@@ -477,9 +469,6 @@ class SyncReport:
     verified_tensors: int  # 0 = not verified this time
 
 
-# Evaluation
-
-
 @dataclass(frozen=True, slots=True)
 class Sample:
     """A prompt and the student's response, for inspection and for checks of the exported model.
@@ -509,21 +498,3 @@ class GreedyReport:
     accuracy: float  # share of exact matches
     samples: list[Sample]  # the first few, in prompt order
     by_route: Mapping[int, float] = field(default_factory=dict)  # accuracy of the prompts of each route
-
-
-# Files
-
-
-@dataclass(frozen=True, slots=True)
-class FileDigest:
-    """Size and checksum of a file as it was written, to detect later damage."""
-
-    n_bytes: int
-    xxh3_128: str  # 32 hex digits
-
-
-@dataclass(frozen=True, slots=True)
-class Recording:
-    """Files that are being written: name of the writer -> handle of the files' digests."""
-
-    refs: dict[str, Any]

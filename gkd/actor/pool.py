@@ -13,13 +13,14 @@ from gkd.actor.frozen.pools import PartialResults, call_scattered, data_parallel
 from gkd.actor.inputs import ChunkInputs
 from gkd.actor.megatron.layout import ParallelLayout
 from gkd.cluster.calls import Pending, fetch, gather
-from gkd.config.schema import Config
+from gkd.config.schema import Config, transport_of
+from gkd.config.schema_rollout import IPC
 from gkd.data.scatter import gather_results, scatter_to_groups
 from gkd.errors import ConfigError
-from gkd.memory.timeline import merge
+from gkd.files.manifest import FileDigest
+from gkd.memory.usage import merge
 from gkd.run import shared_folder
-from gkd.types import FileDigest, PendingScores, ProcessSpans, ScoredChunk, TrainStats
-from gkd.weight_sync.choice import IPC, transport_of
+from gkd.types import PendingScores, ProcessSpans, ScoredChunk, TrainStats
 
 
 class ActorPool:

@@ -15,27 +15,26 @@ import torch
 import torch.distributed as dist
 
 from gkd.actor.build import build_student
+from gkd.actor.common.agree import probe_group
 from gkd.actor.common.base import Student
-from gkd.actor.common.group_probe import probe_group
 from gkd.actor.frozen.rank_models import FrozenModels
 from gkd.actor.megatron.layout import ParallelLayout
 from gkd.actor.offload import OffloadController
 from gkd.cluster.assignment import this_placement
 from gkd.cluster.gpu_table import RankPlacement
 from gkd.cluster.startup import WATCH
-from gkd.config.schema import Config
+from gkd.config.schema import Config, transport_of
+from gkd.config.schema_rollout import IPC
 from gkd.hf.hub import with_local_copies
 from gkd.log import get_logger
-from gkd.memory.advice import advice
 from gkd.memory.fragmentation import FragmentationWatch
 from gkd.memory.oom import diagnosed
+from gkd.memory.remedies import advice
 from gkd.memory.states import PARAMS
-from gkd.memory.timeline import Timeline
-from gkd.memory.usage import CountMeter, log_gpu_memory_usage, record_allocations
+from gkd.memory.usage import CountMeter, Timeline, log_gpu_memory_usage, record_allocations
 from gkd.run import shared_folder
 from gkd.spans import Phase, Progress, SpanRecorder
 from gkd.types import ProcessSpans
-from gkd.weight_sync.choice import IPC, transport_of
 
 # Concurrency group of the methods that give weights to a restarted engine while this rank computes.
 RESTORES = "restores"

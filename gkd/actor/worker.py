@@ -7,8 +7,8 @@ fetches the teacher's scores, because only it computes the loss.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, ExitStack, suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -17,27 +17,33 @@ from typing import Any
 import numpy as np
 import ray
 import torch
+from torch.profiler import ProfilerActivity, profile
 
 from gkd.actor.common.agree import same_error
 from gkd.actor.common.lora import scaled_factors
 from gkd.actor.common.shard_writer import BackgroundWriter
 from gkd.actor.inputs import ChunkInputs
-from gkd.actor.profiling import profiled
 from gkd.actor.rank import RESTORES, ActorRank
 from gkd.cluster.startup import WATCH
+from gkd.config.check_values import listed_steps
+from gkd.config.schema_trainer import TrainerConfig
 from gkd.data.batching import check_batch, make_micro_batches, token_records, without_first
-from gkd.data.collate import MicroBatches
-from gkd.data.normalize import count, sequence_weights, size_numbers
+from gkd.data.collate import MicroBatches, route_counts, sequence_weights, size_numbers
 from gkd.data.scatter import map_selected, select, with_advantages
 from gkd.errors import CheckpointError
+from gkd.files.disk import TMP, make_folder, naming
+from gkd.files.manifest import FileDigest
+from gkd.log import get_logger
 from gkd.memory.states import OPTIMIZER, PARAMS
 from gkd.memory.usage import log_gpu_memory_usage
 from gkd.spans import Phase
-from gkd.types import FileDigest, Rollout, TrainStats
+from gkd.types import Rollout, TrainStats
 from gkd.weight_sync.buckets import Bucket, Content, TensorSpec
 from gkd.weight_sync.group import GroupSpec, TransferGroup
-from gkd.weight_sync.kept import KeptVersion
+from gkd.weight_sync.segment import KeptVersion
 from gkd.weight_sync.transfer import failing_together, send, send_kept
+
+log = get_logger("profile")
 
 # Methods of these concurrency groups run while another method runs or hangs; the pool is spawned with them.
 SAVES = "saves"
@@ -312,7 +318,7 @@ class ActorWorker(ActorRank):
         normalize, routes = self._config.distill.normalize, self._config.derived.routes
         if normalize == "token" and not routes[0].name:
             return batches, {}
-        counts = self._student.sum_over_groups(torch.from_numpy(count(rollouts, len(routes)))).cpu().numpy()
+        counts = self._student.sum_over_groups(torch.from_numpy(route_counts(rollouts, len(routes)))).cpu().numpy()
         weights = sequence_weights(rollouts, counts, routes, normalize)
         return batches.weighted(weights), size_numbers(counts, routes)
 
@@ -323,3 +329,37 @@ def _timed(compute: Callable[[], list[list[np.ndarray]]]) -> Any:
     results = compute()
     seconds = time.perf_counter() - began
     return (seconds, *results) if results else seconds
+
+
+@contextmanager
+def profiled(
+    step: int, rank: int, config: TrainerConfig, device: torch.device, run_dir: Path, *, part: str = ""
+) -> Iterator[None]:
+    """Profile the block on rank 0 if the settings select this step; else do nothing.
+
+    Writes run_dir/profile/step_N_rank_0.json.gz, a Chrome trace of the CPU's and the GPU's work, before it returns. The
+    other ranks wait for this one at their next collective.
+
+    Args:
+        step: the optimizer step that the block makes, from 1.
+        part: added to N, for a part of a step.
+        run_dir: absolute path of the run folder.
+
+    Raises:
+        CheckpointError: the trace cannot be written.
+    """
+    if rank or step not in listed_steps(config.profile_steps):
+        yield
+        return
+    file = run_dir / "profile" / f"step_{step:08d}{part}_rank_0.json.gz"
+    activities = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if device.type == "cuda" else [])
+    with profile(activities=activities) as profiler:
+        yield
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+    with naming(file):
+        make_folder(file.parent)
+        fresh = file.with_name(f"{TMP}{file.name}")
+        profiler.export_chrome_trace(str(fresh))
+        fresh.replace(file)
+    log.info("wrote the profile of step %d to %s", step, file)

@@ -10,7 +10,7 @@ import ray
 
 from gkd.cluster.gpu_table import RankPlacement
 from gkd.cluster.gpus import machine_gpus, visible_gpus
-from gkd.cluster.processes import process_info
+from gkd.cluster.host import process_info
 
 
 def this_placement(pool: str, rank: int, *, ask_driver: bool = False) -> RankPlacement:

@@ -15,8 +15,8 @@ from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from gkd.cluster.calls import gather
+from gkd.cluster.host import Process, process_info
 from gkd.cluster.placement import PoolSpec
-from gkd.cluster.processes import Process, process_info
 from gkd.cluster.stacks import rank_env, ranks_here, stacks_here
 from gkd.errors import ClusterError
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from io import BufferedRandom
 from pathlib import Path
 
-from gkd.cluster.processes import process_info
+from gkd.cluster.host import process_info
 
 RANK_ENV = "GKD_RANK"  # set for a rank's process and its children: RUN/RANK
 

@@ -1,11 +1,12 @@
-"""Check every setting by itself, against the limits and choices declared at its field."""
+"""Check every setting by itself, against the limits and choices declared at its field; parse an interval."""
 
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
-from gkd.config.interval import save_interval
 from gkd.config.key_list import all_keys, value_of
 from gkd.config.schema_sections import HEALTH_CHECKS, NO_METRIC, Sections
 from gkd.config.schema_teacher import MAX_NAME_LENGTH
@@ -116,3 +117,28 @@ def _health_errors(config: Sections) -> Iterator[ConfigError]:
         yield ConfigError("health.limits", unknown[0], "there is no such check.", f"use some of {names}.")
     if not all(0 < limit < math.inf for limit in limits.values()):
         yield ConfigError("health.limits", limits, "has a limit that is not a positive number.", "use numbers > 0.")
+
+
+_SECONDS = {"s": 1, "min": 60, "h": 3600}
+_FIX = "give steps, e.g. 100 (0 = only at the end), or a time in s, min or h, e.g. 45s, 30min, 2h."
+
+
+@dataclass(frozen=True, slots=True)
+class Interval:
+    """An interval in steps or in seconds; the other one is 0. Both 0: never."""
+
+    steps: int = 0
+    seconds: float = 0.0
+
+
+def save_interval(value: int | str) -> Interval:
+    """Return the interval that `trainer.save_every` names. Raises ConfigError: it names none."""
+    text = str(value).strip()
+    if re.fullmatch("[0-9]+", text):
+        return Interval(steps=int(text))
+    named = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?) ?(s|min|h)", text)
+    if named is None:
+        raise ConfigError("trainer.save_every", value, "is neither a number of steps nor a time.", _FIX)
+    if (seconds := float(named[1]) * _SECONDS[named[2]]) == 0.0:
+        raise ConfigError("trainer.save_every", value, "is an empty time.", _FIX)
+    return Interval(seconds=seconds)

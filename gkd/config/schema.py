@@ -5,16 +5,22 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import cast
 
 from gkd.config.loss_spec import LossSpec, loss_spec, teacher_signals
 from gkd.config.routes import Route, routes_of
+from gkd.config.schema_rollout import AUTO, GLOO, IPC, NCCL
 from gkd.config.schema_sections import EXACT_MATCH, NO_METRIC, Sections
 from gkd.config.schema_teacher import ACTOR, BACKENDS, ROLLOUT
 from teacher_server.wire.protocol import Signal
 
+# Variables that torch's allocator reads; the second is the name before torch 2.9, which newer versions still read.
+ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+EXPANDABLE = "expandable_segments:True"
 NUMBERED_TURNS = 8  # turns with metrics of their own
 ENGINE_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # vLLM's choices of max_lora_rank
 
@@ -71,7 +77,7 @@ def _derived(config: Sections) -> Derived:
     has_folder = loss.has_reference and not reference_is_actor
     reference_folder = (config.reference.path or config.model.path) if has_folder else ""
     # A frozen model whose shards stay on the GPU needs the room of the actor's states for its forward pass, unless
-    # memory.strategy is resident; `auto` counts as offload until preflight replaces it (`gkd.footprint.strategy`).
+    # memory.strategy is resident; `auto` counts as offload until preflight replaces it (`gkd.footprint.combination`).
     # States that fsdp_cpu_offload keeps on the host need no move. With colocate the allocator's cache is released in
     # any case.
     teacher_stays = teacher_pool == ACTOR and not teacher.fsdp_cpu_offload
@@ -128,3 +134,27 @@ def logits_chunk_bytes(*, on_cpu: bool) -> int:
 def engine_rank(rank: int) -> int:
     """Return the smallest of `ENGINE_RANKS` that holds adapters of this rank; 0 without adapters, or if none does."""
     return next((each for each in ENGINE_RANKS if each >= rank), 0) if rank else 0
+
+
+def transport_of(config: Config, device: str, environ: Mapping[str, str] = os.environ) -> str:
+    """Return how the bytes of a run travel; AUTO: the members of a group choose, by their hosts.
+
+    Args:
+        device: "cpu" | "cuda".
+        environ: of the trainer; its ranks have the same.
+    """
+    wanted = config.weight_sync.transport
+    if wanted != AUTO:
+        return wanted
+    if device != "cuda":
+        return AUTO
+    if not config.trainer.colocate:
+        return NCCL
+    # NCCL needs a GPU for each member. With pipeline stages no card has all tensors. Not every version of torch shares
+    # expandable segments with other processes.
+    return GLOO if config.actor.pp > 1 or has_expandable_segments(environ) else IPC
+
+
+def has_expandable_segments(environ: Mapping[str, str]) -> bool:
+    """Return whether torch's allocator makes segments of pages, which it can join."""
+    return any(EXPANDABLE in environ.get(name, "") for name in ALLOCATOR_VARIABLES)

@@ -100,13 +100,16 @@ class RolloutConfig:
         return mib << 20 if mib else None
 
 
+GLOO, NCCL, SHARED_MEMORY, IPC, AUTO = "gloo", "nccl", "shared_memory", "ipc", "auto"
+
+
 @dataclass(frozen=True)
 class WeightSyncConfig:
     transport: str = key(
-        "auto",
+        AUTO,
         "How weights travel; auto = nccl on GPUs of their own, ipc with trainer.colocate on GPUs, shared_memory on one "
         "host's cpu, else gloo.",
-        choices=("auto", "nccl", "ipc", "gloo", "shared_memory"),
+        choices=(AUTO, NCCL, IPC, GLOO, SHARED_MEMORY),
         resume=True,
     )
     bucket_mib: int = key(256, "Size of the buckets in which tensors are sent, in MiB.", gt=0, resume=True)

@@ -14,10 +14,9 @@ from rich.live import Live
 from rich.panel import Panel
 from rich.text import Text
 
-from gkd.console.heartbeat import current_stage, described
 from gkd.console.numbers import clock, count, seconds, short
+from gkd.console.silence import FIRST_WARNING_S, current_stage, described
 from gkd.console.state import TREND_STEPS, Evaluations, RunState, bottleneck_of, is_worse, kl_of, rates_of
-from gkd.console.teacher_watch import FIRST_WARNING_S
 from gkd.spans import Activity
 from gkd.types import TeacherHealth
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from operator import itemgetter
 
-from gkd.console.forecast import plain_s
 from gkd.console.numbers import clock, count, seconds, short
-from gkd.console.state import RunState, bottleneck_of, kl_of
+from gkd.console.state import RunState, bottleneck_of, kl_of, plain_s
 
 MAX_LINE = 110
 STEP_LINE = {"is_step_line": True}  # `extra` of its log record: a panel replaces it

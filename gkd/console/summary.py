@@ -20,8 +20,7 @@ from gkd.config.schema import Config
 from gkd.console.numbers import count, seconds, short
 from gkd.console.state import RunState, is_worse
 from gkd.run.checkpoints import CheckpointStore, step_of
-from gkd.run.export_folder import NAME as EXPORT
-from gkd.run.folder import CHECKPOINTS
+from gkd.run.folder import CHECKPOINTS, EXPORT
 
 COMMAND_ENV = "GKD_COMMAND"  # set by launch/train.sh: what the user typed before the arguments
 

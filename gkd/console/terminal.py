@@ -14,9 +14,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, TextIO
 
-from gkd.console.heartbeat import FIRST_S, Heartbeat, current_stage
+from gkd.console.silence import FIRST_S, Heartbeat, TeacherWatch, current_stage
 from gkd.console.state import RunState
-from gkd.console.teacher_watch import TeacherWatch
 from gkd.log import get_logger
 from gkd.spans import SpanRecorder, driver
 from gkd.types import TeacherHealth

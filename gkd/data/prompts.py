@@ -16,6 +16,7 @@ import numpy as np
 
 from gkd.config.schema_sections import DataConfig
 from gkd.config.schema_teacher import TeacherConfig
+from gkd.data.chat_delta import DialogueReader, split_conversation
 from gkd.data.conversation import (
     Conversation,
     Setting,
@@ -25,7 +26,6 @@ from gkd.data.conversation import (
     read_conversation,
     read_tools,
 )
-from gkd.data.dialogue import DialogueReader, split_conversation
 from gkd.data.render import AS_IS, PromptRenderer, Rendered, Tools, has_system
 from gkd.data.row_files import Row, encode_row, read_rows
 from gkd.data.teacher_prompt import TeacherPrompts

@@ -12,9 +12,8 @@ from dataclasses import dataclass
 from math import prod
 
 from gkd.config.schema import Config
-from gkd.footprint.activations import Kernels, largest_micro_batch
+from gkd.footprint.activations import Kernels, largest_micro_batch, loss_shape
 from gkd.footprint.adapters import adapter_params
-from gkd.footprint.loss import loss_shape
 from gkd.footprint.rank import RankFootprint, sync_buffers
 from gkd.hf.model_dims import ModelDims
 from gkd.hf.model_folder import Tensors, count_params

@@ -15,9 +15,8 @@ from dataclasses import dataclass
 
 from gkd.config.check_parallel import check_actor_split, check_expert_ranks
 from gkd.config.schema import Config
-from gkd.footprint.activations import Kernels, MicroBatchShape, largest_micro_batch
+from gkd.footprint.activations import Kernels, LossShape, MicroBatchShape, largest_micro_batch, loss_shape
 from gkd.footprint.adapters import adapter_params
-from gkd.footprint.loss import LossShape, loss_shape
 from gkd.footprint.rank import RankFootprint, sync_buffers
 from gkd.hf.model_dims import ModelDims
 from gkd.hf.model_folder import Tensors

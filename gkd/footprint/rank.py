@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
-from gkd.config.schema import Config
-from gkd.weight_sync.choice import IPC, transport_of
+from gkd.config.schema import Config, transport_of
+from gkd.config.schema_rollout import IPC
 
 STATES = ("weights", "gradients", "optimizer")
 GENERATE, WEIGHT_SYNC = "generate", "weight_sync"

@@ -7,6 +7,7 @@ from typing import Any
 
 from gkd.config.schema import Config
 from gkd.footprint.combination import HOST, Combination, Step
+from gkd.footprint.estimate import HostTotal, PoolTotal, host_shortage
 from gkd.footprint.limits import GIB, gib, smallest_margin
 from gkd.footprint.rank import (
     HOST_PARTS,
@@ -18,7 +19,6 @@ from gkd.footprint.rank import (
     shared_phases_by_rank,
 )
 from gkd.footprint.rollout import kv_bytes_per_token, kv_room_bytes, max_sequences
-from gkd.footprint.totals import HostTotal, PoolTotal, host_shortage
 from gkd.hf.model_dims import ModelDims
 from gkd.memory.remedy import as_yaml
 

@@ -13,7 +13,7 @@ from dataclasses import replace
 from msgspec import structs
 
 from gkd.cluster.gpu_table import RUN_ENDED, TEACHER, Finding, GpuInfo, GpuMap, RankPlacement
-from gkd.cluster.processes import nearest_ancestor, process_info
+from gkd.cluster.host import nearest_ancestor, process_info
 from gkd.gpu_map.findings import find_problems, used_gpus
 
 

@@ -8,16 +8,18 @@ from __future__ import annotations
 import json
 import shutil
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TypeAlias
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from gkd.config.schema_actor import LoraConfig
 from gkd.files.disk import fsync, fsync_tree
 from gkd.hf.files import INDEX_NAME, SINGLE_NAME
-from gkd.hf.safetensors_file import write_safetensors
+from teacher_server.engines.hub import name_of
 
 TensorPlan: TypeAlias = tuple[str, tuple[int, ...], torch.dtype]  # (HF name, shape, dtype)
 MAX_SHARD_BYTES = 4 << 30
@@ -115,3 +117,77 @@ def _n_bytes(shape: tuple[int, ...], dtype: torch.dtype) -> int:
 def exhaust(iterator: Iterator[object]) -> None:
     """Consume an iterator for its side effects."""
     deque(iterator, maxlen=0)
+
+
+_PREFIX = "base_model.model."  # prefix of peft's names
+
+
+def write_adapters(
+    tensors: Iterator[tuple[str, Tensor]], plan: Sequence[TensorPlan], folder: Path, lora: LoraConfig, base: str
+) -> None:
+    """Write peft's two files into `folder`, which must not exist.
+
+    Args:
+        tensors: the tensors of `plan`, in its order; names end with .lora_A.weight or .lora_B.weight.
+        base: the base model, for the reader.
+
+    Raises:
+        OSError: the folder cannot be written.
+    """
+    folder.mkdir(parents=True)
+    renamed = [(_PREFIX + name, shape, dtype) for name, shape, dtype in plan]
+    write_safetensors(
+        folder / "adapter_model.safetensors", renamed, ((_PREFIX + name, tensor) for name, tensor in tensors)
+    )
+    config = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": name_of(Path(base)) or base,
+        "r": lora.rank,
+        "lora_alpha": lora.alpha,
+        "lora_dropout": 0.0,
+        "target_modules": list(lora.targets),
+        "bias": "none",
+        "inference_mode": True,
+    }
+    (folder / "adapter_config.json").write_text(json.dumps(config, indent=2) + "\n")
+    fsync_tree(folder)
+
+
+_DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
+_ALIGN_BYTES = 8  # alignment of the first tensor, so that a mapped file can be read in place
+
+
+def write_safetensors(
+    path: Path, plan: Sequence[tuple[str, tuple[int, ...], torch.dtype]], tensors: Iterable[tuple[str, Tensor]]
+) -> None:
+    """Write the file `path`; at most one tensor is copied at a time, and no reference is kept.
+
+    Args:
+        plan: (name, shape, dtype) of each tensor in the file.
+        tensors: on any device; the first `len(plan)` are consumed.
+
+    Raises:
+        OSError: the file cannot be written.
+        RuntimeError: `tensors` does not follow the plan.
+    """
+    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name, shape, dtype in plan:
+        start, end = end, end + torch.Size(shape).numel() * dtype.itemsize
+        header[name] = {"dtype": _DTYPES[dtype], "shape": list(shape), "data_offsets": [start, end]}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % _ALIGN_BYTES)
+    stream = iter(tensors)
+    with path.open("wb") as file:
+        file.write(len(text).to_bytes(8, "little"))
+        file.write(text)
+        for expected in plan:
+            name, tensor = next(stream, ("the end", torch.empty(0)))
+            if (name, tuple(tensor.shape), tensor.dtype) != expected:
+                raise RuntimeError(
+                    f"export order: expected {expected}, got {(name, tuple(tensor.shape), tensor.dtype)}"
+                )
+            # These may be live states, so avoid Tensor.numpy(): see `gkd.memory.states`.
+            file.write(np.from_dlpack(tensor.detach().to("cpu").contiguous().flatten().view(torch.uint8)).data)
+            del tensor  # before the next one is created

@@ -23,8 +23,8 @@ import psutil
 import torch
 
 from gkd.errors import OutOfMemory
-from gkd.memory.advice import Shortage
 from gkd.memory.fragmentation import Fragmentation, fragmentation
+from gkd.memory.remedies import Shortage
 from gkd.memory.usage import allocation_lines, gib, read_usage
 from gkd.spans import Phase
 

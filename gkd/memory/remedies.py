@@ -1,6 +1,6 @@
 """The table of what to change when memory is short: keys, their next values, and the phases in which they help.
 
-- `gkd.memory.advice` prints the rows for the phase that ran out of memory.
+- `advice` prints the rows for the phase that ran out of memory, with the run's present and next values.
 - `gkd.footprint.combination` applies them in their order until a run fits.
 - docs/memory.md has the table for users; a test compares the two.
 
@@ -9,6 +9,10 @@ Rows are in the order of the advice: large effect for little cost first. Pure: n
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from gkd.config.schema import ALLOCATOR_VARIABLES, EXPANDABLE, Config, has_expandable_segments
 from gkd.config.schema_teacher import ACTOR, ReferenceConfig
 from gkd.memory.remedy import (
     MAX_UTILIZATION,
@@ -33,9 +37,6 @@ from gkd.spans import Phase
 _LOSS = (Phase.TRAIN, Phase.EVALUATE)
 _FORWARD = (*_LOSS, Phase.SCORE, Phase.REFERENCE)
 
-# Variables that torch's allocator reads; the second is the name before torch 2.9, which newer versions still read.
-ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
-EXPANDABLE = "expandable_segments:True"
 _MIN_BUCKET_MIB = 16
 
 FSDP_CPU_OFFLOAD = Remedy(
@@ -286,3 +287,45 @@ def fragmentation_hint() -> str:
         f"If memory runs out: set {ALLOCATOR_VARIABLES[1]}={EXPANDABLE} in the trainer's environment, lower the tokens "
         f"of a micro-batch, or change {keys}."
     )
+
+
+@dataclass(frozen=True, slots=True)
+class Shortage:
+    """The properties of an out-of-memory error that the advice depends on."""
+
+    phase: Phase
+    on_cuda: bool
+    fragmented: bool
+
+
+def advice(config: Config, shortage: Shortage, environ: Mapping[str, str]) -> list[str]:
+    """Return `key=value: try NEXT. EFFECT` for an actor rank, most effective first; only keys that can still change."""
+    lines = _lines(ACTOR_REMEDIES, config, shortage)
+    if shortage.fragmented:
+        lines = [*_expandable_segments(environ), *_lines(FRAGMENTATION_REMEDIES, config, shortage), *lines]
+    return [*dict.fromkeys(lines), _larger(config, shortage)]
+
+
+def engine_advice(config: Config, shortage: Shortage) -> list[str]:
+    """Return the same for a rollout engine."""
+    return [*_lines(ENGINE_REMEDIES, config, shortage), _larger(config, shortage)]
+
+
+def _lines(rows: Sequence[Remedy], config: Config, shortage: Shortage) -> list[str]:
+    return [row.line(config) for row in rows if row.helps(config, shortage.phase, on_cuda=shortage.on_cuda)]
+
+
+def _larger(config: Config, shortage: Shortage) -> str:
+    if not shortage.on_cuda:
+        return "or use a host with more memory"
+    tool = f"python -m gkd.tools.memory --config {config.trainer.run_dir}/config.yaml"
+    return f"or use a GPU with more memory; for a combination of changes: {tool}"
+
+
+def _expandable_segments(environ: Mapping[str, str]) -> list[str]:
+    if has_expandable_segments(environ):
+        return []
+    return [
+        f"{ALLOCATOR_VARIABLES[1]}={EXPANDABLE} in the environment that the trainer is started in (with "
+        "cluster.ray_address: in that of `ray start` on each node). Free pieces can then be joined."
+    ]

@@ -9,7 +9,7 @@ again.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,6 +25,7 @@ log = get_logger("memory")
 MIB = 1 << 20
 PARAMS, GRADS, OPTIMIZER = "params", "grads", "optimizer"
 KINDS = (PARAMS, GRADS, OPTIMIZER)
+_KEPT = (PARAMS, OPTIMIZER)  # gradients are zero after a reload: each step begins by zeroing them
 
 
 @dataclass(slots=True)
@@ -52,7 +53,6 @@ class States:
         find: returns the live tensors by kind. Called at every move, because the first step creates optimizer states. A
             storage in several kinds belongs to the first of `KINDS`.
         before: called before an offload, to complete copies that still read the states.
-        kept: kinds whose values are kept. The others are zero after a reload: each step begins by zeroing gradients.
     """
 
     def __init__(
@@ -61,11 +61,10 @@ class States:
         find: Callable[[], Mapping[str, Sequence[Tensor]]],
         *,
         before: Callable[[], object] | None = None,
-        kept: Collection[str] = (PARAMS, OPTIMIZER),
         slab_bytes: int = SLAB_BYTES,
     ) -> None:
         on_cuda = device.type == "cuda"
-        self._device, self._find, self._before, self._kept = device, find, before, frozenset(kept)
+        self._device, self._find, self._before = device, find, before
         self._kinds = {kind: _Kind(HostBuffer(pinned=on_cuda, slab_bytes=slab_bytes)) for kind in KINDS}
         self._stream = torch.cuda.Stream(device) if on_cuda else None
         self._fixed: dict[int, int] = {}  # storage -> bytes that cannot be released here
@@ -88,7 +87,7 @@ class States:
         marks = {kind: self._kinds[kind].buffer.mark for kind in kinds}
         try:
             for kind, storage in self._on_device(kinds):
-                pieces = self._kinds[kind].buffer.take(storage.nbytes()) if kind in self._kept else None
+                pieces = self._kinds[kind].buffer.take(storage.nbytes()) if kind in _KEPT else None
                 moving.append((kind, _Away(storage, storage.nbytes(), pieces)))
         except (MemoryError, RuntimeError):
             for kind, mark in marks.items():

@@ -11,15 +11,20 @@ from contextlib import contextmanager
 from dataclasses import astuple
 
 from gkd.config.schema import Config
-from gkd.console.forecast import Forecast
-from gkd.console.state import RunState
+from gkd.console.state import Forecast, RunState
 from gkd.console.step_line import STEP_LINE, step_line
 from gkd.health.monitor import HealthResponse
 from gkd.log import get_logger
-from gkd.metrics.bottleneck import WITH_EVALUATION, layout_numbers, restart_numbers, rollout_numbers, shares
+from gkd.metrics.bottleneck import (
+    WITH_EVALUATION,
+    TeacherMeter,
+    layout_numbers,
+    restart_numbers,
+    rollout_numbers,
+    shares,
+)
 from gkd.metrics.span_file import SpanFile
 from gkd.metrics.step import reward_numbers, step_numbers, store_numbers, turn_numbers
-from gkd.metrics.teacher_meter import TeacherMeter
 from gkd.metrics.trackers import Trackers
 from gkd.metrics.writer import MetricsWriter, read_metrics
 from gkd.roles import Roles

@@ -18,8 +18,9 @@ import msgspec
 
 from gkd.errors import CheckpointError
 from gkd.metrics.writer import MetricsWriter, read_metrics
+from gkd.roles import Computation
 from gkd.spans import Phase, SpanRecorder, driver, in_lanes, merged
-from gkd.types import Computation, ProcessSpans, ScoredChunk, Span
+from gkd.types import ProcessSpans, ScoredChunk, Span
 
 _STEPS_KEPT = 1000  # whose starts are kept, for spans that arrive later
 

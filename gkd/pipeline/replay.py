@@ -19,12 +19,12 @@ from pathlib import Path
 from gkd.config.schema import Config
 from gkd.files.disk import TMP, fsync, make_folder, naming, remove, replace_file, write_synced
 from gkd.files.manifest import NAME as MANIFEST
-from gkd.files.manifest import Manifest, verify
+from gkd.files.manifest import FileDigest, Manifest, verify
 from gkd.metrics.run_metrics import StepMetrics
 from gkd.roles import ScoringRole
 from gkd.run.checkpoints import TrainerState, step_folder
 from gkd.run.folder import RunFolder
-from gkd.types import FileDigest, InFlight, PendingScores, Recording, ScoredChunk
+from gkd.types import InFlight, PendingScores, Recording, ScoredChunk
 
 _LABEL = "batch"
 

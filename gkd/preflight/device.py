@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import os
 
-from gkd.config.schema import Config
+from gkd.config.schema import Config, has_expandable_segments
+from gkd.config.schema_rollout import IPC, NCCL
 from gkd.errors import ConfigError
-from gkd.memory.advice import has_expandable_segments
-from gkd.weight_sync.choice import IPC, NCCL
 from teacher_server.wire.nvidia_smi import visible_ids
 
 

@@ -7,13 +7,13 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from gkd.cluster.gpus import machine_gpus, visible_gpus
-from gkd.cluster.host_memory import host_memory_bytes
+from gkd.cluster.host import host_memory_bytes
 from gkd.config.schema import Config
 from gkd.config.schema_sections import ClusterConfig
 from gkd.errors import ConfigError, ModelError
 from gkd.footprint import RankFootprint, check
-from gkd.footprint.combination import Combination, find_combination
-from gkd.footprint.estimate import read_models
+from gkd.footprint.combination import OFFLOAD, Combination, find_combination, with_strategy
+from gkd.footprint.estimate import HostTotal, host_shortage, host_totals, pool_totals, read_models
 from gkd.footprint.limits import GIB, gib, state_fits
 from gkd.footprint.rank import engine_of, other_processes_bytes, with_other_processes
 from gkd.footprint.report import (
@@ -27,8 +27,6 @@ from gkd.footprint.report import (
     totals_lines,
 )
 from gkd.footprint.rollout import with_engine_cache, with_max_num_seqs
-from gkd.footprint.strategy import OFFLOAD, with_strategy
-from gkd.footprint.totals import HostTotal, host_shortage, host_totals, pool_totals
 from gkd.gpu_map.findings import IDLE_MIB
 from gkd.log import get_logger
 

@@ -17,11 +17,11 @@ from gkd.config.routes import Route
 from gkd.config.schema import Config, Derived, planned_steps
 from gkd.config.schema_teacher import HTTP, ROLLOUT
 from gkd.config.schema_trainer import STREAM
-from gkd.data.prompt_file import describe_files
 from gkd.data.prompts import load_prompts, load_tokenizer
 from gkd.data.render import Tools
+from gkd.data.row_files import describe_files
 from gkd.errors import ClusterError, ConfigError, TeacherUnavailable
-from gkd.footprint.totals import scores_gib
+from gkd.footprint.estimate import scores_gib
 from gkd.gpu_map.choice import with_own_gpus
 from gkd.gpu_map.teacher import teacher_rows
 from gkd.hf.hub import FILES, MODELS, pinned_names, with_local_copies

@@ -12,8 +12,7 @@ from gkd.config.check_parallel import check_engine_split
 from gkd.config.schema import Config
 from gkd.errors import ConfigError, ModelError
 from gkd.hf.files import check_rollout_support, check_trained_folder
-from gkd.hf.megatron_support import check_megatron_support
-from gkd.hf.model_dims import read_dims
+from gkd.hf.model_dims import check_megatron_support, read_dims
 from gkd.hf.model_folder import read_config_json
 
 _NUMBERS_OF_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")  # keys of config.json
@@ -65,7 +64,7 @@ def _check_megatron(config: Config) -> tuple[int, int]:
     config_json = read_config_json(path, "model.path")
     check_megatron_support(config_json, path)
     dims = read_dims(config_json)
-    from gkd.actor.megatron.hf_load import check_weight_files  # imports torch
+    from gkd.actor.megatron.hf_mapping import check_weight_files  # imports torch
 
     check_weight_files(Path(path), dims)
     if actor.lora.rank > 0:

@@ -1,14 +1,32 @@
-"""How a run ends: the failure policy of the training loop, and the last save and export."""
+"""How a run ends: the failure policy of the training loop, the last save and export; and how it starts again by itself.
+
+After a rank failed in the training loop the same command starts from the newest checkpoint: the process replaces itself
+(execve) after all others have ended, so no state but the run folder survives.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import os
+import sys
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Protocol
 
-from gkd.errors import CheckpointError, ClusterError, EngineFailed, RankTimeout, TeacherUnavailable
+from gkd.config.schema import Config
+from gkd.errors import (
+    CheckpointError,
+    ClusterError,
+    EngineFailed,
+    GkdError,
+    RankFailed,
+    RankTimeout,
+    TeacherUnavailable,
+)
 from gkd.log import get_logger
 from gkd.run import interrupts
+from gkd.run.checkpoints import CheckpointStore
+from gkd.run.folder import CHECKPOINTS
 from gkd.run.saver import Saver
 
 log = get_logger("run")
@@ -108,3 +126,47 @@ def _save_what_can_be_saved(error: Exception, saver: Saver, save_now: SaveNow, c
         log.error("stopped; newest checkpoint: step %s", saver.committed_step or "none")
     if not isinstance(error, ClusterError):  # otherwise the engines hang or are gone, and end with the run
         attempt("stopping the rollouts", lambda: close_source(wait=True))
+
+
+_COUNT = "GKD_RUN_RESTARTS"  # environment variable: how often this run has started again by itself
+_SETTING = "trainer.resume"
+
+
+def may_start_again(error: GkdError, config: Config) -> bool:
+    """Return whether the run should start again after this error of its training loop.
+
+    Only a failed or hanging process is a reason: other errors would come again. A branch of another run
+    (trainer.resume: a folder) needs a checkpoint of its own.
+    """
+    if not isinstance(error, RankFailed | RankTimeout) or interrupts.requested():
+        return False
+    if config.trainer.resume not in ("never", "auto") and not _has_checkpoint(config):
+        return False
+    return n_restarts() < config.trainer.max_restarts
+
+
+def n_restarts() -> int:
+    """Return how often this run has started again by itself."""
+    return int(os.environ.get(_COUNT, "0"))
+
+
+def start_again(environment: Mapping[str, str]) -> None:
+    """Replace this process by a new one that resumes the run; does not return.
+
+    Args:
+        environment: of this process when it started.
+    """
+    print(f"trainer.max_restarts: the run starts again, restart {n_restarts() + 1}", file=sys.stderr)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os.execve(sys.executable, restart_command(), {**environment, _COUNT: str(n_restarts() + 1)})
+
+
+def restart_command() -> list[str]:
+    """Return the words of this process's command, with trainer.resume=auto."""
+    kept = [word for word in sys.orig_argv[1:] if not word.startswith(f"{_SETTING}=")]
+    return [sys.executable, *kept, f"{_SETTING}=auto"]
+
+
+def _has_checkpoint(config: Config) -> bool:
+    return bool(CheckpointStore(Path(config.trainer.run_dir) / CHECKPOINTS).committed())

@@ -5,7 +5,7 @@ run_dir/config.yaml            resolved settings
         metrics.jsonl          one line per step
         tuner.jsonl            one line per step: sums that only the split tuner reads
         spans.jsonl            what each process did when; see `gkd.metrics.span_file`
-        profile/               traces of torch's profiler, with trainer.profile_steps; see `gkd.actor.profiling`
+        profile/               traces of torch's profiler, with trainer.profile_steps; see `gkd.actor.worker`
         gpus.json              which rank was on which GPU at the last start, and whether the run reached its end;
                                see `gkd.cluster.gpu_table`
         trackers.json          with trainer.loggers: id of the trackers' run; see `gkd.metrics.trackers`
@@ -20,7 +20,11 @@ run_dir/config.yaml            resolved settings
         samples/step_N.jsonl   responses as text, see `Sample`
         token_losses/step_N.jsonl  each token of some responses of an evaluation, see `TokenRecord`
         batches/step_N/        with trainer.record_batches: the batch of each step; see `gkd.pipeline.replay`
-        export/                the trained student in Hugging Face format; see `gkd.run.export_folder`
+        export/                the newest complete export: the trained student in Hugging Face format
+        .new_export/           the next one while it is written; `publish_export` renames it
+        .trash_export/         the previous one while it is deleted
+
+`export/` is complete or absent, whenever the process is killed.
 """
 
 from __future__ import annotations
@@ -37,13 +41,11 @@ from typing import Any, TextIO
 
 from gkd.config.load import config_yaml
 from gkd.config.schema import Config
-from gkd.files.disk import TMP, fsync, make_folder, naming, replace_file
-from gkd.files.manifest import Manifest
+from gkd.files.disk import TMP, fsync, make_folder, naming, remove, replace_file
+from gkd.files.manifest import FileDigest, Manifest
 from gkd.log import log_to
-from gkd.run import export_folder
-from gkd.run.best import Best
-from gkd.run.checkpoints import ACTOR, STATE, CheckpointStore, TrainerState, read_state
-from gkd.types import FileDigest, Sample, TokenRecord
+from gkd.run.checkpoints import ACTOR, STATE, Best, CheckpointStore, TrainerState, read_state
+from gkd.types import Sample, TokenRecord
 
 BATCHES = "batches"
 CHECKPOINTS = "checkpoints"
@@ -70,7 +72,7 @@ class RunFolder:
         self.metrics_file = root / "metrics.jsonl"
         self.tuner_file = root / "tuner.jsonl"
         self.spans_file = root / "spans.jsonl"
-        self.new_export = export_folder.new_export(root)
+        self.new_export = new_export(root)
         self.batches = root / BATCHES
         self.store = CheckpointStore(root / CHECKPOINTS)
 
@@ -185,7 +187,7 @@ class RunFolder:
         Raises:
             CheckpointError: it cannot be renamed; the earlier export stays.
         """
-        return export_folder.publish(self.root)
+        return publish_export(self.root)
 
     def _write_of_step(self, folder: str, step: int, rows: Sequence[object]) -> None:
         file = self.root / folder / f"step_{step:08d}.jsonl"
@@ -197,3 +199,51 @@ class RunFolder:
 def teacher_json(teacher: Mapping[str, Any]) -> str:
     """Return the content of teacher.json."""
     return json.dumps(teacher, indent=2) + "\n"
+
+
+EXPORT, _NEW, _OLD = "export", ".new_export", ".trash_export"
+
+
+def new_export(root: Path) -> Path:
+    """Return the folder to write the next export to; it does not exist yet."""
+    return root / _NEW
+
+
+def publish_export(root: Path) -> Path:
+    """Replace an earlier export with the complete folder at `new_export`, and return its final path.
+
+    Not every file system can exchange two folders in one operation. After a kill between the two renames `tidy_export`
+    restores the earlier export.
+
+    Raises:
+        CheckpointError: it cannot be renamed; the earlier export stays.
+    """
+    final, old = root / EXPORT, root / _OLD
+    with naming(final):
+        if final.exists():
+            final.rename(old)
+        try:
+            new_export(root).rename(final)
+        except OSError:
+            if old.exists():
+                old.rename(final)
+            raise
+        fsync(root)
+    remove(old)
+    return final
+
+
+def tidy_export(root: Path) -> None:
+    """Undo a replacement that was killed halfway, and delete leftovers of a killed export. Raises OSError."""
+    final, old = root / EXPORT, root / _OLD
+    if old.exists() and not final.exists():
+        old.rename(final)
+        fsync(root)
+    for leftover in (old, *root.glob(f"{_NEW}*")):
+        remove(leftover)
+
+
+def delete_export(root: Path) -> None:
+    """Delete the export and all leftovers; log and keep what cannot be deleted."""
+    for folder in (root / EXPORT, root / _OLD, *root.glob(f"{_NEW}*")):
+        remove(folder)

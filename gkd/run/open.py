@@ -15,9 +15,8 @@ from gkd.errors import ConfigError
 from gkd.files.disk import TMP, make_folder, naming, replace_file
 from gkd.files.manifest import NAME as MANIFEST
 from gkd.log import get_logger
-from gkd.run import export_folder
 from gkd.run.checkpoints import STATE, CheckpointStore, step_of, verified
-from gkd.run.folder import CHECKPOINTS, ENVIRONMENT, GOING_BACK, LOCK, ORIGIN, RunFolder, teacher_json
+from gkd.run.folder import CHECKPOINTS, ENVIRONMENT, GOING_BACK, LOCK, ORIGIN, RunFolder, teacher_json, tidy_export
 from gkd.run.resume_compat import check_same_files, check_same_reference, check_same_run, check_same_teacher
 
 log = get_logger("run_folder")
@@ -30,7 +29,7 @@ def open_run_folder(config: Config, teacher: Mapping[str, Any], files: Sequence[
 
     Args:
         teacher: name and fingerprint of the teacher; a resumed run must have the same fingerprint.
-        files: the prompt files, see `gkd.data.prompt_file.describe_files`; a resumed run must have the same.
+        files: the prompt files, see `gkd.data.row_files.describe_files`; a resumed run must have the same.
 
     Raises:
         ConfigError: the folder holds another run, or files that are not of a run; the teacher, prompt files or settings
@@ -57,7 +56,7 @@ def open_run_folder(config: Config, teacher: Mapping[str, Any], files: Sequence[
                 going_back = _noted(root / GOING_BACK, teacher, files, config)
                 start = going_back or store.newest() or _noted(root / ORIGIN, teacher, files, config)
             store.remove_leftovers()
-            export_folder.tidy(root)
+            tidy_export(root)
             # Before the config, which makes this a run: a later start with `auto` must find the choice of this one.
             _note_start(root, start, store, config)
             replace_file(root / "teacher.json", teacher_json(teacher).encode())

@@ -18,16 +18,16 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from gkd.config.interval import save_interval
+from gkd.config.check_values import save_interval
 from gkd.config.schema_trainer import TrainerConfig
 from gkd.errors import GkdError, TeacherError, TeacherUnavailable
 from gkd.files.disk import naming
+from gkd.files.manifest import FileDigest
 from gkd.log import get_logger
 from gkd.roles import ActorRole, ScoringRole
-from gkd.run.best import BestStep
-from gkd.run.checkpoints import ACTOR, IN_FLIGHT, TrainerState
+from gkd.run.checkpoints import ACTOR, IN_FLIGHT, BestStep, TrainerState
 from gkd.run.folder import RunFolder
-from gkd.types import FileDigest, InFlight, PendingScores, Recording
+from gkd.types import InFlight, PendingScores, Recording
 
 log = get_logger("saver")
 

@@ -19,9 +19,10 @@ from typing import Any
 import numpy as np
 
 from gkd.config.schema import Config
-from gkd.data.columns import ColumnList
+from gkd.data.codec import ColumnList
 from gkd.data.score_checks import check_top_ids
 from gkd.errors import TeacherError, TeacherUnavailable
+from gkd.roles import Computation
 from gkd.scoring.group_endpoint import GroupEndpoint, summary_of
 from gkd.scoring.teacher.grouping import grouped
 from gkd.scoring.teacher.info import Probe, head_columns
@@ -29,7 +30,7 @@ from gkd.scoring.teacher.outage import merged
 from gkd.scoring.teacher.store import dataset_keys, open_store
 from gkd.scoring.teacher.teacher import Teacher, open_teacher
 from gkd.scoring.teacher.window import Window
-from gkd.types import Computation, Rollout, ScoreTimes, TeacherHealth, TeacherScores
+from gkd.types import Rollout, ScoreTimes, TeacherHealth, TeacherScores
 from teacher_server.wire.protocol import RowsReply, ScoreReply
 
 

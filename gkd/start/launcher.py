@@ -37,7 +37,7 @@ from gkd.rollout.driver.recovery import EngineSync
 from gkd.rollout.driver.restart import EngineSlots, restarting
 from gkd.rollout.engine import worker as rollout_worker
 from gkd.rollout.engine.worker import RolloutWorker
-from gkd.rollout.vllm.files import engine_folder, remove_files
+from gkd.rollout.vllm.start import engine_folder, remove_files
 from gkd.run.failure_policy import attempt
 from gkd.scoring.endpoint import ScoringEndpoint
 from gkd.scoring.group_endpoint import GroupEndpoint
@@ -46,8 +46,7 @@ from gkd.scoring.pool import HEALTH, RECORDS, ScoringPool, teacher_heads
 from gkd.scoring.teacher.greedy import greedy_samples
 from gkd.scoring.teacher.window import throttle_warning, window_of_group
 from gkd.spans import driver
-from gkd.start.pools import make_cluster, make_pools, shares_with
-from gkd.start.worker_env import actor_env, cpu_threads, worker_env
+from gkd.start.pools import actor_env, cpu_threads, make_cluster, make_pools, shares_with, worker_env
 from gkd.weight_sync.coordinator import WeightSync
 
 log = get_logger("launcher")

@@ -74,8 +74,7 @@ def check(config: Config) -> GpuMap:
     from gkd.gpu_map import collect
     from gkd.gpu_map.choice import with_own_gpus
     from gkd.gpu_map.teacher import teacher_rows
-    from gkd.start.pools import ROLLOUT, make_cluster, make_pools, pools_in_order, shares_with
-    from gkd.start.worker_env import worker_env
+    from gkd.start.pools import ROLLOUT, make_cluster, make_pools, pools_in_order, shares_with, worker_env
 
     tp_sizes = {"actor": config.actor.tp, "rollout": 1}  # ranks of one TP group; an engine is one rank
     try:

@@ -14,14 +14,22 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from gkd.cluster.gpus import gpu_memory_bytes
-from gkd.cluster.host_memory import host_memory_bytes
+from gkd.cluster.host import host_memory_bytes
 from gkd.config.check import check_config
 from gkd.config.load import load_config, parse_overrides
 from gkd.config.schema import Config
 from gkd.errors import ConfigError, GkdError
 from gkd.footprint import RankFootprint, check, teacher_footprint
-from gkd.footprint.combination import Combination, find_combination
-from gkd.footprint.estimate import RunModels, read_models
+from gkd.footprint.combination import Combination, find_combination, with_strategy
+from gkd.footprint.estimate import (
+    HostTotal,
+    RunModels,
+    host_shortage,
+    host_totals,
+    pool_totals,
+    read_models,
+    scores_gib,
+)
 from gkd.footprint.limits import GIB
 from gkd.footprint.rank import engine_of, other_processes_bytes, shared_phases_by_rank, with_other_processes
 from gkd.footprint.report import (
@@ -39,8 +47,6 @@ from gkd.footprint.report import (
     totals_lines,
 )
 from gkd.footprint.rollout import with_engine_cache, with_max_num_seqs
-from gkd.footprint.strategy import with_strategy
-from gkd.footprint.totals import HostTotal, host_shortage, host_totals, pool_totals, scores_gib
 from gkd.hf.model_folder import ModelFolder, read_model_folder
 from teacher_server.config.command import command_parser
 

@@ -138,8 +138,7 @@ def replayed(case: Case) -> list[TrainStats]:
     from gkd.scoring.group_endpoint import GroupEndpoint
     from gkd.start.launcher import spawn_endpoints
     from gkd.start.pools import ACTOR as ACTOR_POOL
-    from gkd.start.pools import pool_specs
-    from gkd.start.worker_env import cpu_threads, worker_env
+    from gkd.start.pools import cpu_threads, pool_specs, worker_env
 
     device, timeout_s = resolve_device(case.config), case.config.trainer.init_timeout_s
     with tempfile.TemporaryDirectory(prefix="gkd_replay_") as folder:
@@ -225,8 +224,8 @@ def _judged(root: Path, scoring: ScoringRole, config: Config, endpoints: list[An
 
 def _prompts(root: Path, config: Config) -> list[Prompt]:
     """Load the training prompts of a run with their rows. Raises ConfigError, also if a file has changed."""
-    from gkd.data.prompt_file import describe_files
     from gkd.data.prompts import load_prompts, load_tokenizer
+    from gkd.data.row_files import describe_files
 
     config = with_local_copies(config, ("model.path", "data.train_files", "data.val_files"), weights=False)
     check_same_files(root / ENVIRONMENT, describe_files(config.data), config)

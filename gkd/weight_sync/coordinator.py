@@ -9,12 +9,12 @@ from dataclasses import replace
 from typing import Any
 
 from gkd.cluster.calls import gather
-from gkd.config.schema import Config
+from gkd.config.schema import Config, transport_of
+from gkd.config.schema_rollout import AUTO, GLOO, IPC
 from gkd.errors import GkdError, RankFailed, RankTimeout, SenderFailed, TransferCutOff, WeightSyncError
 from gkd.log import get_logger
 from gkd.types import SyncReport
 from gkd.weight_sync.buckets import Bucket, Content, differing, plan_buckets
-from gkd.weight_sync.choice import AUTO, GLOO, IPC, transport_of
 from gkd.weight_sync.group import GroupSpec
 
 log = get_logger("weight_sync")

@@ -19,11 +19,20 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from gkd.config.schema_rollout import AUTO, GLOO, IPC, NCCL, SHARED_MEMORY
 from gkd.errors import TransferCutOff, WeightSyncError
 from gkd.weight_sync.buckets import checksum
-from gkd.weight_sync.card import HANDLE_BYTES, card_id, copy_shared, finish_copies, shared_handle
-from gkd.weight_sync.choice import AUTO, GLOO, IPC, NCCL, SHARED_MEMORY
-from gkd.weight_sync.segment import Segment, SegmentId, attached, host_id
+from gkd.weight_sync.segment import (
+    HANDLE_BYTES,
+    Segment,
+    SegmentId,
+    attached,
+    card_id,
+    copy_shared,
+    finish_copies,
+    host_id,
+    shared_handle,
+)
 
 Place = tuple[Segment, int]  # a segment, and the offset of a bucket in it
 

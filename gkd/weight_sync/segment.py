@@ -1,15 +1,23 @@
-"""Host memory that the sender and the engines of one host have in common.
+"""Memory of the sender that engines on the same host or card open, and the last version that is kept in it.
 
-It is an anonymous file (`memfd_create`) that others open as `/proc/PID/fd/N`. It has no name that could be left behind:
-the system frees it with the last process that uses it, also after SIGKILL. The size of /dev/shm does not matter.
+Host memory is an anonymous file (`memfd_create`) that others open as `/proc/PID/fd/N`. It has no name that could be
+left behind: the system frees it with the last process that uses it, also after SIGKILL. The size of /dev/shm does not
+matter.
+
+Device memory is opened through CUDA IPC. torch shares the storage. Its handle names the allocation, the place in it,
+and a counter of the processes that have it open, from which the sender's allocator learns when the memory is free
+again. So each handle is opened exactly once. It travels as JSON, because torch itself would pickle it.
 """
 
 from __future__ import annotations
 
+import json
 import mmap
 import os
 import secrets
 import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
@@ -19,6 +27,7 @@ import torch
 from gkd.errors import WeightSyncError
 from gkd.log import get_logger
 from gkd.memory.host_buffer import page_lock, page_unlock
+from gkd.weight_sync.buckets import Bucket, Content, layout
 
 log = get_logger("weight_sync")
 _FIX = "Fix: weight_sync.transport = gloo, or rollout.max_restarts = 0, which keeps no weights"
@@ -100,3 +109,87 @@ def host_id() -> str:
     """Return a text that is equal for processes that can share memory: same boot and same PID namespace."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return f"{boot} {os.readlink('/proc/self/ns/pid')}"
+
+
+class KeptVersion:
+    """The buckets of the last version by content. Their memory is reused by the next version."""
+
+    def __init__(self) -> None:
+        self._contents: dict[Content, tuple[list[Bucket], Segment]] = {}
+        self._complete: set[Content] = set()
+
+    @contextmanager
+    def replacing(self, content: Content, buckets: Sequence[Bucket], *, pinned: bool) -> Iterator[Segment]:
+        """Yield the memory of the buckets, one behind the other, to be filled in this context.
+
+        Args:
+            pinned: the buckets are copied from a GPU.
+
+        After an error the content is incomplete. Raises WeightSyncError: there is not enough memory.
+        """
+        self._complete.discard(content)
+        if content not in self._contents or self._contents[content][0] != list(buckets):
+            self._contents.pop(content, None)  # free it first
+            self._contents[content] = list(buckets), Segment(layout(buckets)[1], pinned=pinned)
+        yield self._contents[content][1]
+        self._complete.add(content)
+
+    def complete(self, content: Content) -> tuple[list[Bucket], Segment]:
+        """Return the buckets and their memory. Raises WeightSyncError: they are not complete."""
+        if content not in self._complete:
+            raise WeightSyncError(f"no complete version of the {content} weights is kept on this rank")
+        return self._contents[content]
+
+
+HANDLE_BYTES = 1024  # room for a handle: two of CUDA with about 64 bytes each, and the name of torch's counter
+
+
+def card_id(device: torch.device) -> str:
+    """Return a text that is equal for processes on the same card, whatever number it has in each."""
+    return str(torch.cuda.get_device_properties(device).uuid)
+
+
+def shared_handle(memory: torch.Tensor) -> bytes:
+    """Return what one other process needs to open the storage of a tensor on a GPU, which it fills from the first byte.
+
+    Raises:
+        WeightSyncError: CUDA does not share it.
+    """
+    try:
+        _, *parts = memory.untyped_storage()._share_cuda_()
+    except RuntimeError as error:
+        raise WeightSyncError(f"weight_sync.transport = ipc: {error}. Fix: weight_sync.transport = gloo") from error
+    return json.dumps([{"hex": part.hex()} if isinstance(part, bytes) else part for part in parts]).encode()
+
+
+def copy_shared(handle: bytes, buffer: torch.Tensor) -> None:
+    """Copy the first bytes of another process's storage on the same card, and close it; blocks until they are copied.
+
+    Args:
+        buffer: uint8, filled.
+
+    Raises:
+        WeightSyncError: the storage cannot be opened.
+    """
+    parts = [bytes.fromhex(part["hex"]) if isinstance(part, dict) else part for part in json.loads(handle)]
+    try:
+        storage = torch.UntypedStorage._new_shared_cuda(buffer.device.index, *parts)
+        buffer.copy_(torch.empty(0, dtype=torch.uint8, device=buffer.device).set_(storage)[: buffer.numel()])
+        torch.cuda.synchronize(buffer.device)
+    except RuntimeError as error:
+        raise WeightSyncError(
+            f"weight_sync.transport = ipc: the sender's memory cannot be opened: {error}. "
+            "Fix: weight_sync.transport = gloo"
+        ) from error
+
+
+def finish_copies(device: torch.device) -> None:
+    """Wait for the copies that this thread's stream makes."""
+    if device.type == "cuda":
+        torch.cuda.current_stream(device).synchronize()
+
+
+def collect(device: torch.device) -> None:
+    """Let the allocator reuse memory that was shared and that no process has open any more."""
+    if device.type == "cuda":
+        torch.cuda.ipc_collect()

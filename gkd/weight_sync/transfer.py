@@ -16,12 +16,11 @@ from contextlib import contextmanager
 
 import torch
 
+from gkd.config.schema_rollout import IPC
 from gkd.errors import WeightSyncError
 from gkd.weight_sync.buckets import Bucket, digest, layout
-from gkd.weight_sync.card import collect
-from gkd.weight_sync.choice import IPC
 from gkd.weight_sync.group import TransferGroup
-from gkd.weight_sync.segment import Segment
+from gkd.weight_sync.segment import Segment, collect
 
 
 def send(

@@ -13,9 +13,7 @@ from teacher_server.broker.request_queue import RequestQueue
 from teacher_server.broker.status_board import StatusBoard
 from teacher_server.broker.teachers import Teachers
 from teacher_server.broker.worker_registry import WorkerRegistry
-from teacher_server.wire.given_ids import given_planes
-from teacher_server.wire.payload import check_frames, unpack_tokens
-from teacher_server.wire.prompts import Prompt, prompts_of
+from teacher_server.wire.payload import check_frames, given_planes, unpack_tokens
 from teacher_server.wire.protocol import (
     ID_BYTES,
     NO_REQUEST,
@@ -35,7 +33,7 @@ from teacher_server.wire.protocol import (
     token_digest,
 )
 from teacher_server.wire.status import encode_status
-from teacher_server.wire.worker_protocol import JobCancel, JobReceived
+from teacher_server.wire.worker_protocol import JobCancel, JobReceived, Prompt, prompts_of
 
 log = logging.getLogger(__name__)
 

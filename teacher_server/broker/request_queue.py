@@ -9,20 +9,19 @@ Pure bookkeeping without sockets. The time is an argument, so each rule is teste
 Assignment uses credit: a worker announces how many tokens of unfinished requests it accepts. The
 outstanding tokens are computed here from the assigned jobs, so no counter on the wire can drift. A prompt that several
 outstanding sequences share counts once, if the worker's engine computes it once.
-Clients of one teacher are served round-robin, so a long queue of one client does not delay the others.
+Clients of one teacher are served round-robin, so a long queue of one client does not delay the others. A request goes
+to the worker that had its prompt last: its engine may still have what it computed for that prompt.
 """
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Iterator, Sequence
+from collections import Counter, deque
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 from teacher_server.broker.job import Job, Worker
-from teacher_server.broker.prompt_owners import PromptOwners
-from teacher_server.wire.prompts import Prompt
 from teacher_server.wire.protocol import Work
-from teacher_server.wire.worker_protocol import WorkerHello
+from teacher_server.wire.worker_protocol import Prompt, WorkerHello
 
 Admission = Literal["queued", "known", "full"]
 _OWNER_SHARE = 4  # a prompt's last worker may have more tokens than another one, by this part of its credit
@@ -266,3 +265,39 @@ class RequestQueue:
             share = max(0.01, 1 / stats.n_done)  # moving mean over about a hundred requests, exact for the first ones
             stats.queue_s += share * (queue_s - stats.queue_s)
             stats.compute_s += share * (compute_s - stats.compute_s)
+
+
+_MOST = 4096  # prompts; the least recently used is forgotten
+_Key = tuple[str, int]  # teacher, digest of a prompt
+
+
+class PromptOwners:
+    """The last worker of each prompt, for the prompts of the latest requests."""
+
+    def __init__(self) -> None:
+        self._owners: dict[_Key, bytes] = {}  # the least recently used is the first
+
+    def __len__(self) -> int:
+        return len(self._owners)
+
+    def record(self, job: Job, worker: bytes) -> None:
+        """Record that `worker` gets `job`."""
+        for prompt in job.prompts:
+            key = job.teacher, prompt.digest
+            self._owners.pop(key, None)
+            self._owners[key] = worker
+        while len(self._owners) > _MOST:
+            del self._owners[next(iter(self._owners))]
+
+    def preferred(self, job: Job, blocks: Mapping[bytes, int]) -> bytes | None:
+        """Return the worker that had most of the job's prompt tokens; None if none had any.
+
+        Args:
+            blocks: identity of a worker -> `Engine.prefix_block`, of the workers to choose from.
+        """
+        tokens: Counter[bytes] = Counter()
+        for (n_prompt, _), prompt in zip(job.sequences, job.prompts, strict=False):  # without prompts: of the LM head
+            owner = self._owners.get((job.teacher, prompt.digest)) or self._owners.get((job.teacher, prompt.parent))
+            if owner is not None and n_prompt > blocks.get(owner, n_prompt) > 0:
+                tokens[owner] += n_prompt
+        return max(tokens, key=tokens.__getitem__) if tokens else None

@@ -9,8 +9,7 @@ from typing import Literal, NamedTuple, TypeVar
 
 import zmq
 
-from teacher_server.broker.checks import check_worker_reply
-from teacher_server.broker.job import Job
+from teacher_server.broker.job import Job, check_worker_reply
 from teacher_server.broker.metrics import BrokerMetrics
 from teacher_server.broker.outbox import Outbox
 from teacher_server.broker.request_queue import RequestQueue

@@ -18,8 +18,8 @@ from teacher_server.config.options import add_flags, given_flags
 from teacher_server.config.schema import HTTP_OPTIONS, HttpSettings
 from teacher_server.config.settings import ipv4, server_endpoint
 from teacher_server.errors import ServerError, SettingsError
+from teacher_server.http.app import run
 from teacher_server.http.link import BrokerLink
-from teacher_server.http.server import run
 from teacher_server.log import log_to_stderr
 from teacher_server.wire.keys import load_peer_keys
 

@@ -33,7 +33,7 @@ from teacher_server.config.settings import read_settings
 from teacher_server.engines.hub import local_path
 from teacher_server.log import log_to_stderr
 from teacher_server.wire.keys import load_server_keys
-from teacher_server.wire.private_endpoint import private_endpoint
+from teacher_server.wire.sockets import private_endpoint
 from teacher_server.worker.gpus import NO_GPUS, find_gpus, may_need_gpus, plan_workers
 from teacher_server.worker.model_folder import inspect_model_folder
 

@@ -7,11 +7,13 @@ the model folder there and, with keys, a key bundle.
 from __future__ import annotations
 
 import argparse
+import ctypes
 import logging
 import os
 import signal
 import socket
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from teacher_server.config.command import command_parser
@@ -20,7 +22,7 @@ from teacher_server.config.options import add_flags, given_flags
 from teacher_server.config.schema import COMPUTE_TIMEOUT_S, KEYS, LOG_FORMAT, TEACHER_OPTIONS
 from teacher_server.config.settings import ONLY_TEACHER, check_name, tcp_endpoint
 from teacher_server.engines.base import prefix_block
-from teacher_server.errors import SettingsError
+from teacher_server.errors import ServerError, SettingsError
 from teacher_server.log import log_to_stderr
 from teacher_server.wire.keys import load_peer_keys
 from teacher_server.wire.protocol import PROTOCOL_VERSION
@@ -30,10 +32,10 @@ from teacher_server.worker.compute import CREDIT_BATCHES, Worker
 from teacher_server.worker.gpus import own_gpus
 from teacher_server.worker.link import WorkerLink
 from teacher_server.worker.model_folder import ModelFolder, describe_tokenizer, inspect_model_folder
-from teacher_server.worker.process import SignalWatch, die_with_parent
 
 if TYPE_CHECKING:
     from teacher_server.engines.base import Engine
+
 
 log = logging.getLogger(__name__)
 
@@ -207,3 +209,38 @@ def _on_signal(count: int, link: WorkerLink) -> None:
     else:
         log.warning("second signal: exiting at once")
         os._exit(1)
+
+
+class SignalWatch:
+    """Call `on_signal(n)` at the n-th of these signals, from a separate thread.
+
+    Python runs a handler between two bytecodes of the main thread, which may be in a forward pass for
+    minutes. The C handler writes the wakeup descriptor at once, so a thread that reads it reacts at once.
+    Create it in the main thread, once per process.
+    """
+
+    def __init__(self, numbers: Sequence[signal.Signals], on_signal: Callable[[int], None]) -> None:
+        self._numbers, self._on_signal = numbers, on_signal
+        self._reader, self._writer = socket.socketpair()
+        self._writer.setblocking(False)
+        signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
+        for number in numbers:
+            signal.signal(number, lambda *_: None)
+        threading.Thread(target=self._run, name="signals", daemon=True).start()
+
+    def _run(self) -> None:
+        count = 0
+        while True:
+            for byte in self._reader.recv(16):
+                if byte in self._numbers:
+                    count += 1
+                    self._on_signal(count)
+
+
+def die_with_parent(parent_pid: int) -> None:
+    """Let the kernel kill this process when the thread that started it ends (Linux)."""
+    pr_set_pdeathsig = 1
+    if ctypes.CDLL(None, use_errno=True).prctl(pr_set_pdeathsig, signal.SIGKILL) != 0:
+        raise ServerError(f"prctl(PR_SET_PDEATHSIG): {os.strerror(ctypes.get_errno())}")
+    if os.getppid() != parent_pid:  # the parent died before the call
+        raise ServerError(f"the server (pid {parent_pid}) has exited")

@@ -13,8 +13,7 @@ from typing import Protocol
 
 import numpy as np
 
-from teacher_server.wire.given_ids import given_problem
-from teacher_server.wire.payload import TopKScores
+from teacher_server.wire.payload import TopKScores, given_problem
 from teacher_server.wire.protocol import RowDtype, Signal, Wire
 
 ENGINE_PID = "TEACHER_ENGINE_PID"  # environment variable: the process whose children are vLLM's workers

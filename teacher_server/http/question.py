@@ -1,8 +1,13 @@
-"""Describe what a request of any dialect asks for, and the error that refuses it."""
+"""Describe what a request of any dialect asks for, and the error that refuses it; write a large answer in pieces.
+
+So neither the JSON of an answer nor its Python objects are in memory as a whole.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import itertools
+import secrets
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated
 
@@ -112,3 +117,25 @@ def check_generation(field: str, n_tokens: int | None, others: Mapping[str, obje
     for name, value in others.items():
         if not (value is None or value is False or (name == "n" and value == 1)):
             raise Refusal(400, f"{name} = {value!r:.60}: {_ONLY}. Fix: leave {name} out.")
+
+
+HOLE = secrets.token_hex(16)  # stands in a small JSON for a large part; no client can guess it
+_ROWS = 64  # rows of a piece
+_encoder = msgspec.json.Encoder()
+
+
+def rows_json(rows: Iterable[object], first: object = None) -> Iterator[bytes]:
+    """Yield the JSON list of the first token's entry, which has no logprob, and the rows."""
+    yield b"[" + _encoder.encode(first)
+    rows = iter(rows)
+    while block := list(itertools.islice(rows, _ROWS)):
+        yield b"," + _encoder.encode(block)[1:-1]
+    yield b"]"
+
+
+def fill(shell: object, parts: Sequence[Iterable[bytes]]) -> Iterator[bytes]:
+    """Yield the JSON of `shell` with each `HOLE`, in order, replaced by its part."""
+    texts = _encoder.encode(shell).split(_encoder.encode(HOLE))
+    for text, part in zip(texts, [*parts, ()], strict=True):
+        yield text
+        yield from part

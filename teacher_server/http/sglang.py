@@ -13,8 +13,18 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import msgspec
 
-from teacher_server.http.pieces import HOLE, fill, rows_json
-from teacher_server.http.question import Dialect, Question, Refusal, TokenId, Wanted, check_generation, sequences_of
+from teacher_server.http.question import (
+    HOLE,
+    Dialect,
+    Question,
+    Refusal,
+    TokenId,
+    Wanted,
+    check_generation,
+    fill,
+    rows_json,
+    sequences_of,
+)
 from teacher_server.wire.payload import TopKScores
 
 

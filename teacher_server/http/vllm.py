@@ -14,8 +14,18 @@ from collections.abc import Iterator, Mapping, Sequence
 import msgspec
 import numpy as np
 
-from teacher_server.http.pieces import HOLE, fill, rows_json
-from teacher_server.http.question import Dialect, Question, Refusal, TokenId, Wanted, check_generation, sequences_of
+from teacher_server.http.question import (
+    HOLE,
+    Dialect,
+    Question,
+    Refusal,
+    TokenId,
+    Wanted,
+    check_generation,
+    fill,
+    rows_json,
+    sequences_of,
+)
 from teacher_server.wire.payload import TopKScores
 
 _ERRORS = {400: "BadRequestError", 401: "AuthenticationError", 404: "NotFoundError", 503: "ServiceUnavailableError"}

@@ -7,11 +7,14 @@ An array is sent as flat little-endian planes, each split into frames of at most
     sampled  logprobs [R]
     rows     [rows, columns], one frame
 
+The ids that a client gives with a `topk` request, [R, G], follow the token frame as two planes, the low 16 and the high
+8 bits of each id: 3 bytes an id.
+
 In fp16 mode an entry is 5 bytes: a float16 logprob (KL error 8e-5 on average) and an id as a uint16
 and a uint8 plane; `tail` and `counts` add at most 4 bytes a position. fp32 mode is lossless.
 
-Letters: P prompt tokens, R response tokens, K top-k entries, E entries of a reply, C columns. In replies, R counts the
-response tokens that have rows: all, or those of a request with `n_own`.
+Letters: P prompt tokens, R response tokens, K top-k entries, G given ids, E entries of a reply, C columns. In replies,
+R counts the response tokens that have rows: all, or those of a request with `n_own`.
 """
 
 from __future__ import annotations
@@ -338,3 +341,58 @@ def unpack_rows(reply: RowsReply, frames: Sequence[Buffer]) -> np.ndarray:
     if reply.dtype == "bfloat16":
         return (rows.astype(np.uint32) << 16).view(np.float32)
     return rows.astype(np.float32, copy=False)
+
+
+def given_planes(request: ScoreRequest) -> list[Plane]:
+    """Return the planes in the frames after the token ids; none without given ids."""
+    n_items = request.n_rows * request.n_given
+    return [Plane("low", "<u2", n_items), Plane("high", "u1", n_items)]
+
+
+def pack_given(ids: np.ndarray) -> list[memoryview]:
+    """Return the frames of [R, G] ids that `given_problem` accepts."""
+    planes = [Plane("low", "<u2", ids.size), Plane("high", "u1", ids.size)]
+    return cut_planes(planes, {"low": ids & 0xFFFF, "high": ids >> 16})
+
+
+def unpack_given(request: ScoreRequest, frames: Sequence[Buffer]) -> np.ndarray | None:
+    """Return [R, G] int32; None without given ids. Raises ProtocolError if the frames do not match the header.
+
+    Args:
+        frames: those after the token ids.
+    """
+    planes = given_planes(request)
+    check_frames(planes, frames, request.given_checksums)
+    if not request.n_given:
+        return None
+    arrays = join_planes(planes, frames)
+    ids = arrays["low"].astype(np.int32) | arrays["high"].astype(np.int32) << 16
+    return ids.reshape(request.n_rows, request.n_given)
+
+
+def given_problem(ids: np.ndarray, n_rows: int, n_vocab: int) -> str:
+    """Return why [R, G] ids cannot be given for R = n_rows rows; empty means they can."""
+    if ids.ndim != 2 or len(ids) != n_rows or not ids.size or not np.issubdtype(ids.dtype, np.integer):
+        return f"given ids are {ids.dtype} {list(ids.shape)}, expected integers [{n_rows}, 1 or more]"
+    outside = (ids < 0) | (ids >= n_vocab)
+    if outside.any():
+        row, column = np.argwhere(outside)[0]
+        return f"given id {ids[row, column]} of response position {row} is not within [0, {n_vocab})"
+    ordered = np.sort(ids, axis=1)
+    twice = ordered[:, 1:] == ordered[:, :-1]
+    if twice.any():
+        row, column = np.argwhere(twice)[0]
+        return f"id {ordered[row, column]} is given twice in response position {row}"
+    return ""
+
+
+def listed_problem(given: np.ndarray, listed: np.ndarray) -> str:
+    """Return which id of [R, G] given ids its row of [R, K] listed ids lacks; empty means it lacks none."""
+    # One flat search: adding a multiple of the row number keeps the sorted rows ascending across rows.
+    start = np.arange(len(listed), dtype=np.int64)[:, None] << 32
+    known, wanted = (np.sort(listed, axis=1) + start).ravel(), given + start
+    found = known[np.minimum(np.searchsorted(known, wanted), len(known) - 1)] == wanted
+    if found.all():
+        return ""
+    row, column = np.argwhere(~found)[0]
+    return f"response position {row} does not list the given id {given[row, column]}"

@@ -103,7 +103,7 @@ class ScoreRequest(Header, tag="score", kw_only=True, omit_defaults=True):
     wire: Wire
     deadline_s: float  # the server drops the request after this time
     checksum: Checksum  # checksum of the token frame
-    n_given: Annotated[int, msgspec.Meta(ge=0, le=MAX_K)] = 0  # topk: given ids per row, see `given_ids`
+    n_given: Annotated[int, msgspec.Meta(ge=0, le=MAX_K)] = 0  # topk: given ids per row, see `pack_given`
     given_checksums: Checksums = []  # one checksum for each frame of given ids
     with_sampled: bool = False  # topk: return the logprob of the response token, too
     lengths: Lengths = []  # P and P + R of each, if there are several sequences; only for topk and sampled

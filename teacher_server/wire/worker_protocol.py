@@ -14,11 +14,12 @@ two cannot disagree.
 from __future__ import annotations
 
 import re
-from typing import Annotated
+from typing import Annotated, NamedTuple
 
 import msgspec
 
-from teacher_server.wire.protocol import Codec, Count, Header, Id, Name, Text, check_seconds
+from teacher_server.wire.codec import Buffer, checksum
+from teacher_server.wire.protocol import Codec, Count, Header, Id, Name, ScoreRequest, Text, check_seconds
 from teacher_server.wire.status import Gpu
 
 LOCAL_WORKER_NAME = re.compile(r"w\d+\.\d+")  # reserved for the workers that a server starts
@@ -27,7 +28,7 @@ LOCAL_WORKER_NAME = re.compile(r"w\d+\.\d+")  # reserved for the workers that a 
 class WorkerHello(Header, tag="hello"):
     """Registration and heartbeat of worker `name`. It accepts up to `credit_tokens` of unfinished requests.
 
-    Credit is counted in tokens that its engine computes: `teacher_server.wire.prompts.computed_tokens`.
+    Credit is counted in tokens that its engine computes: `computed_tokens`.
     """
 
     name: Name
@@ -104,3 +105,40 @@ WorkerMessage = WorkerHello | Part | Done
 BrokerMessage = Assignment | JobReceived | JobCancel | Dismiss
 from_worker: Codec[WorkerMessage] = Codec(WorkerMessage)
 to_worker: Codec[BrokerMessage] = Codec(BrokerMessage)
+
+
+_TOKEN_BYTES = 4
+
+
+class Prompt(NamedTuple):
+    """The prompt of one sequence, as two numbers of 64 bits. Equal digests decide about speed only."""
+
+    digest: int
+    # Digest without the last token, if R = 1: greedy responses of a teacher grow by one token with each request, so
+    # this is the prompt of the request before. Else the same as `digest`.
+    parent: int
+
+
+def prompts_of(request: ScoreRequest, tokens: Buffer) -> tuple[Prompt, ...]:
+    """Return the prompt of each sequence of a request.
+
+    Args:
+        tokens: the request's token frame, 4 bytes a token, of `request.total_length` tokens.
+    """
+    view, prompts, at = memoryview(tokens).cast("B"), [], 0
+    for n_prompt, n_total in request.sequences:
+        ids = view[_TOKEN_BYTES * at : _TOKEN_BYTES * (at + n_prompt)]
+        digest = checksum(ids)
+        prompts.append(Prompt(digest, checksum(ids[:-_TOKEN_BYTES]) if n_total - n_prompt == 1 else digest))
+        at += n_total
+    return tuple(prompts)
+
+
+def computed_tokens(n_prompt: int, n_total: int, block: int, *, known: bool) -> int:
+    """Return the most tokens that an engine computes for a sequence of P = `n_prompt` and P + R = `n_total` tokens.
+
+    Args:
+        block: `Engine.prefix_block`; 0 for an engine that computes each sequence as a whole.
+        known: whether the engine has computed this prompt in the same batch.
+    """
+    return n_total - n_prompt + block if known and n_prompt > block > 0 else n_total

@@ -1,16 +1,37 @@
-"""A score request at a worker: its sequences, and their scores until all of them can be sent."""
+"""A request at a worker: its sequences, and their scores until all can be sent; a matrix is sent in chunks of rows.
+
+The chunks stay within the window of messages that the client has not confirmed.
+"""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
 
 from teacher_server.engines.base import RowStream, ScoreParams, Scores, TokenSequence
-from teacher_server.wire.given_ids import unpack_given
-from teacher_server.wire.payload import TopKScores, pack_sampled, pack_topk, unmarked, unpack_tokens
-from teacher_server.wire.protocol import Buffer, ScoreReply, ScoreRequest, checksum, replies, token_digest
+from teacher_server.wire.payload import (
+    TopKScores,
+    pack_rows,
+    pack_sampled,
+    pack_topk,
+    rows_per_message,
+    unmarked,
+    unpack_given,
+    unpack_tokens,
+)
+from teacher_server.wire.protocol import (
+    STREAM_WINDOW,
+    Buffer,
+    RowsReply,
+    ScoreReply,
+    ScoreRequest,
+    checksum,
+    replies,
+    token_digest,
+)
 from teacher_server.wire.worker_protocol import Assignment
 
 
@@ -112,3 +133,78 @@ def _join(parts: Sequence[TopKScores | np.ndarray | RowStream]) -> TopKScores | 
         np.concatenate(counts) if counts else None,
         np.concatenate(sampled) if sampled else None,
     )
+
+
+_AT_ONCE = STREAM_WINDOW // 2  # messages per call of the engine, because small matrix products are slow
+
+
+@dataclass(slots=True, eq=False)
+class OpenStream:
+    """One stream of a worker."""
+
+    job_id: bytes
+    stream_id: bytes
+    rows: RowStream
+    header: RowsReply  # common to all messages; index, start, stop and checksums are set for each one
+    timeout_s: float  # without a receipt for this long the stream is closed
+    deadline_s: float = 0.0
+    index: int = 0
+    start: int = 0
+    received: int = 0
+
+    @property
+    def may_send(self) -> bool:
+        return self.index - self.received + _AT_ONCE <= STREAM_WINDOW
+
+    @property
+    def finished(self) -> bool:
+        return self.start == self.rows.n_rows
+
+    def next_messages(self) -> list[tuple[list[Buffer], bool]]:
+        """Compute up to four messages: (frames for the client, whether it is the last). Engine errors propagate."""
+        step = rows_per_message(self.rows.n_cols, self.rows.dtype)
+        first, end = self.start, min(self.start + _AT_ONCE * step, self.rows.n_rows)
+        chunk = self.rows.rows(first, end)
+        messages: list[tuple[list[Buffer], bool]] = []
+        for start in range(first, end, step):
+            stop = min(start + step, end)
+            frames = pack_rows(chunk[start - first : stop - first])
+            self.header.index, self.header.start, self.header.stop = self.index, start, stop
+            self.header.checksums = [checksum(frame) for frame in frames]
+            messages.append(([replies.encode(self.header), *frames], stop == self.rows.n_rows))
+            self.index, self.start = self.index + 1, stop
+        return messages
+
+
+def open_stream(
+    job: Assignment,
+    request_id: bytes,
+    digest: bytes,
+    rows: RowStream,
+    signal: str,
+    *,
+    model_fingerprint: str,
+    worker: str,
+    queue_s: float,
+    compute_s: float,
+) -> OpenStream:
+    """Open a stream. Raises ProtocolError if a row does not fit a frame."""
+    rows_per_message(rows.n_cols, rows.dtype)
+    header = RowsReply(
+        request_id=request_id,
+        token_digest=digest,
+        model_fingerprint=model_fingerprint,
+        worker=worker,
+        stream_id=job.stream_id,
+        signal=signal,  # type: ignore[arg-type]
+        index=0,
+        start=0,
+        stop=1,
+        n_rows=rows.n_rows,
+        n_cols=rows.n_cols,
+        dtype=rows.dtype,
+        checksums=[],
+        queue_s=queue_s,
+        compute_s=compute_s,
+    )
+    return OpenStream(job.job_id, job.stream_id, rows, header, job.remaining_s, time.monotonic() + job.remaining_s)

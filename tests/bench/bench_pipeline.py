@@ -41,16 +41,17 @@ from gkd.cluster.cluster import HELPER_CPUS, Cluster, PoolSpec
 from gkd.config.load import load_config
 from gkd.config.schema import Config
 from gkd.metrics.writer import read_metrics
+from gkd.roles import Computation
 from gkd.rollout.driver.pool import RolloutPool
 from gkd.rollout.engine import worker as rollout_worker
 from gkd.run.open import open_run_folder
 from gkd.scoring.endpoint import ScoringEndpoint
 from gkd.scoring.pool import RECORDS, ScoringPool
 from gkd.scoring.teacher.window import Window
-from gkd.start.worker_env import worker_env
+from gkd.start.pools import worker_env
 from gkd.tools.split_tuner.estimate import Rates
 from gkd.trainer import Roles, Trainer
-from gkd.types import Computation, Prompt, Rollout, TeacherScores, TeacherTopK
+from gkd.types import Prompt, Rollout, TeacherScores, TeacherTopK
 from gkd.weight_sync.coordinator import WeightSync
 from tests.bench.driver_calls import NO_PROCESSOR, UNKNOWN, DriverCalls
 from tests.bench.pipeline_spans import RunSpans, kinds_s

@@ -34,7 +34,7 @@ from gkd.rollout.engine import worker as rollout_worker
 from gkd.run.open import open_run_folder
 from gkd.scoring.pool import RECORDS, ScoringPool
 from gkd.scoring.teacher.window import Window
-from gkd.start.worker_env import worker_env
+from gkd.start.pools import worker_env
 from gkd.tools.split_tuner.estimate import Rates, Sizes, estimate
 from gkd.tools.split_tuner.rates import WARM_UP, read_run
 from gkd.trainer import Roles, Trainer

@@ -28,8 +28,7 @@ from gkd.config.schema import Config
 from gkd.rollout.driver.pool import RolloutPool
 from gkd.rollout.engine import worker as rollout_worker
 from gkd.rollout.engine.worker import RolloutWorker
-from gkd.start.pools import pool_specs
-from gkd.start.worker_env import worker_env
+from gkd.start.pools import pool_specs, worker_env
 from tests.bench.command import parsed, parser, run_parts
 from tests.bench.student_case import save_model
 from tests.bench.teacher_report import Figure, Part, Table

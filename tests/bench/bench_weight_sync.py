@@ -26,7 +26,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from gkd.weight_sync.choice import GLOO, IPC, NCCL, SHARED_MEMORY
+from gkd.config.schema_rollout import GLOO, IPC, NCCL, SHARED_MEMORY
 from gkd.weight_sync.group import GroupSpec
 from tests.bench import weight_sync_peers as peers
 from tests.bench.command import add_device, parsed, parser, run_parts

@@ -16,7 +16,7 @@ import numpy as np
 import ray
 
 from gkd.cluster.calls import fetch, gather
-from gkd.start.worker_env import worker_env
+from gkd.start.pools import worker_env
 
 _N_ACTORS, _N_CHUNKS, _SIZE = 4, 50, 128
 _PAUSE_S = 0.01

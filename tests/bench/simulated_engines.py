@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from gkd.data.prompt_codec import decode_prompts
+from gkd.data.codec import decode_prompts
 from gkd.rollout.engine.coalesce import Coalescer
 from gkd.rollout.messages import Job
 from gkd.types import EngineUsage

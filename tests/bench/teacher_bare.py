@@ -18,8 +18,7 @@ import numpy as np
 from gkd.types import Rollout
 from teacher_server.engines.base import TokenSequence, pads
 from teacher_server.wire.worker_protocol import Assignment
-from teacher_server.worker.batch import WorkItem, take_batch
-from teacher_server.worker.compute import CREDIT_BATCHES
+from teacher_server.worker.compute import CREDIT_BATCHES, WorkItem, take_batch
 from teacher_server.worker.open_request import OpenRequest
 from tests.bench.teacher_payloads import make_topk_request
 

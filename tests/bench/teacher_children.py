@@ -10,7 +10,7 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any
 
-from teacher_server.worker.process import die_with_parent
+from teacher_server.cli.worker import die_with_parent
 
 ANSWER_TIMEOUT_S = 180.0  # loading a model on a busy machine
 Serve = Callable[..., None]  # (its end of the pipe, the arguments given to Child)

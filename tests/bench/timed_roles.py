@@ -21,7 +21,7 @@ import torch
 
 from gkd.config.schema import Config
 from gkd.data.scatter import select
-from gkd.files.manifest import digest_bytes
+from gkd.files.manifest import FileDigest, digest_bytes
 from gkd.rollout.engine.worker import RolloutWorker
 from gkd.rollout.messages import Sampling
 from gkd.rollout.vllm.engine import RolloutEngine
@@ -30,17 +30,7 @@ from gkd.rollout.vllm.usage import PassMeter
 from gkd.scoring.endpoint import ScoringEndpoint
 from gkd.spans import Phase, SpanRecorder
 from gkd.tools.split_tuner.estimate import Rates
-from gkd.types import (
-    FileDigest,
-    ProcessSpans,
-    Prompt,
-    Rollout,
-    Sample,
-    TeacherScores,
-    TeacherTopK,
-    TrainStats,
-    VersionSpan,
-)
+from gkd.types import ProcessSpans, Prompt, Rollout, Sample, TeacherScores, TeacherTopK, TrainStats, VersionSpan
 from gkd.weight_sync.buckets import Bucket, Content, TensorSpec
 from gkd.weight_sync.group import GroupSpec
 

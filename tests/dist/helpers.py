@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 # each rank is a fork of that process and saves 10 CPU seconds.
 PRELOAD = ("torch", "gkd.actor.megatron.student", "gkd.actor.fsdp.student", "pytest")
 RANK_ENV = {"OMP_NUM_THREADS": "1"}
-# As Ray and `gkd.start.worker_env` set it for a run's ranks; the card is added.
+# As Ray and `gkd.start.pools` set it for a run's ranks; the card is added.
 CUDA_ENV = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
 
 

@@ -17,7 +17,7 @@ from gkd.actor.pool import ActorPool
 from gkd.actor.worker import CONCURRENCY_GROUPS, ActorWorker
 from gkd.config.load import load_config
 from gkd.errors import CheckpointError, ClusterError
-from gkd.start.worker_env import worker_env
+from gkd.start.pools import worker_env
 from tests.dist.slots import actor_slots
 from tests.processes import wait_until
 from tests.refusals import refuses

@@ -83,7 +83,7 @@ def _measure(rank: int, world_size: int, root: Path) -> dict[str, dict[str, int]
     from gkd.actor.megatron.cpu_shim import install_cpu_shim
     from gkd.actor.megatron.groups import init_groups
     from gkd.actor.megatron.hf_export import iter_hf_tensors, save_hf
-    from gkd.actor.megatron.hf_load import load_hf_weights
+    from gkd.actor.megatron.hf_mapping import load_hf_weights
     from gkd.actor.megatron.layout import ParallelLayout
     from gkd.actor.megatron.model import build_model
 

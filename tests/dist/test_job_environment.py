@@ -25,7 +25,7 @@ import os, sys
 import ray
 from gkd.cluster.cluster import Cluster
 from gkd.errors import GkdError
-from gkd.start.worker_env import worker_env
+from gkd.start.pools import worker_env
 cluster = Cluster("", n_slots=2, on_cpu=True)
 print(cluster._folder)
 

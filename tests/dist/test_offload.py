@@ -21,7 +21,7 @@ from gkd.data.chunks import chunk_sizes
 from gkd.errors import ClusterError, NumericsError
 from gkd.memory.offload_manager import GIB, state_offload_manager
 from gkd.memory.states import KINDS
-from gkd.start.worker_env import worker_env
+from gkd.start.pools import worker_env
 from gkd.types import ScoredChunk, TeacherScores, TeacherTopK, TrainStats
 from gkd.weight_sync.buckets import plan_buckets
 from tests.bench.student_case import save_model, sequences

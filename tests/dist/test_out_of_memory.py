@@ -16,8 +16,8 @@ from gkd.cluster.calls import gather
 from gkd.config.load import load_config
 from gkd.errors import OutOfMemory
 from gkd.memory.states import PARAMS, States
-from gkd.memory.timeline import Timeline
-from gkd.start.worker_env import worker_env
+from gkd.memory.usage import Timeline
+from gkd.start.pools import worker_env
 from tests.dist.slots import actor_slots
 from tests.fake_device import FakeDevice
 

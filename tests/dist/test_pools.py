@@ -27,7 +27,7 @@ from gkd.cluster.placement import PoolSpec
 from gkd.cluster.pool import Pool
 from gkd.errors import ClusterError
 from gkd.gpu_map.collect import PlacementProbe
-from gkd.start.worker_env import worker_env
+from gkd.start.pools import worker_env
 from tests.dist.ray_nodes import NodeSpec, Place, my_place, ray_nodes
 from tests.processes import wait_until
 

@@ -22,7 +22,7 @@ from gkd.cluster.pool import Pool
 from gkd.cluster.startup import Startup
 from gkd.config.load import load_config
 from gkd.errors import RankTimeout
-from gkd.start.worker_env import worker_env
+from gkd.start.pools import worker_env
 from tests.dist.slots import actor_slots
 
 pytestmark = [pytest.mark.dist, pytest.mark.cpu_only("Ray's slots are logical CPUs")]

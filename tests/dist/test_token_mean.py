@@ -21,7 +21,7 @@ from gkd.config.loss_spec import LossSpec, LossTerm, teacher_signals
 from gkd.config.routes import Route
 from gkd.config.schema_teacher import NORMALIZATIONS, TeacherConfig
 from gkd.data.batching import make_micro_batches, without_first
-from gkd.data.normalize import count, sequence_weights
+from gkd.data.collate import route_counts, sequence_weights
 from gkd.data.scatter import even_groups
 from gkd.types import Rollout, TeacherScores, TeacherTopK, VersionSpan
 from tests.device import host, rank_device
@@ -178,7 +178,7 @@ def _measure(rank: int, world_size: int, root: Path) -> dict[tuple[Any, ...], tu
                 mine = [rollouts[i] for i in shares[layout.dp_rank]]
                 own = [scores[i] for i in shares[layout.dp_rank]] if layout.is_last_stage else None
                 plain = make_micro_batches(mine, own, micro_batch_size=size, packed=packed)
-                counts = host(student.sum_over_groups(torch.from_numpy(count(mine, len(ROUTES)))))
+                counts = host(student.sum_over_groups(torch.from_numpy(route_counts(mine, len(ROUTES)))))
                 for normalize in (None, *_factors(size, packed, fused)):
                     batches = plain
                     if normalize:

@@ -15,13 +15,15 @@ import msgspec
 import numpy as np
 
 from teacher_server.wire.codec import BODY_AT, seal
-from teacher_server.wire.given_ids import given_problem, pack_given, unpack_given
 from teacher_server.wire.payload import (
     TopKScores,
     check_reply,
+    given_problem,
+    pack_given,
     pack_sampled,
     pack_topk,
     unmarked,
+    unpack_given,
     unpack_rows,
     unpack_sampled,
     unpack_tokens,

@@ -16,12 +16,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from gkd.config.schema import ALLOCATOR_VARIABLES
 from gkd.errors import OutOfMemory
-from gkd.memory.advice import ALLOCATOR_VARIABLES
 from gkd.memory.fragmentation import FragmentationWatch, check_fragmentation, fragmentation
 from gkd.memory.oom import diagnosed
-from gkd.memory.timeline import Timeline
-from gkd.memory.usage import GIB, CountMeter, clear_memory, read_usage, record_allocations, used_device
+from gkd.memory.usage import GIB, CountMeter, Timeline, clear_memory, read_usage, record_allocations, used_device
 from gkd.spans import Phase
 
 EXPANDABLE = any("expandable_segments:True" in os.environ.get(name, "") for name in ALLOCATOR_VARIABLES)

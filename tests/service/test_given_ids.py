@@ -12,7 +12,7 @@ import zmq
 
 from gkd.errors import TeacherError, TeacherRefusal
 from gkd.types import Rollout
-from teacher_server.wire.given_ids import pack_given
+from teacher_server.wire.payload import pack_given
 from teacher_server.wire.protocol import ErrorReply, as_frame, checksum, replies, requests
 from tests.service.harness import TRIVIAL, ServerProcess, connect, random_rollouts, submit, table_of, trivial_model
 from tests.service.messages import make_request

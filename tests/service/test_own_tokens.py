@@ -13,7 +13,7 @@ import pytest
 from gkd.errors import TeacherError
 from gkd.scoring.teacher.requests import RequestMessage, RequestSettings
 from gkd.types import Rollout, TeacherScores
-from teacher_server.wire.given_ids import pack_given
+from teacher_server.wire.payload import pack_given
 from teacher_server.wire.protocol import (
     ErrorReply,
     InfoRequest,

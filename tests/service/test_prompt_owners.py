@@ -10,10 +10,9 @@ import numpy as np
 import pytest
 import zmq
 
-from teacher_server.broker.prompt_owners import PromptOwners
-from teacher_server.broker.request_queue import RequestQueue
-from teacher_server.wire.prompts import computed_tokens, prompts_of
+from teacher_server.broker.request_queue import PromptOwners, RequestQueue
 from teacher_server.wire.protocol import ID_BYTES, ScoreReply, ScoreRequest, as_frame, replies, requests
+from teacher_server.wire.worker_protocol import computed_tokens, prompts_of
 from tests.service.conftest import TINY_VOCAB, on_device
 from tests.service.harness import ServerProcess
 from tests.service.messages import make_request

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from teacher_server.errors import ServerError
-from teacher_server.wire.private_endpoint import private_endpoint
+from teacher_server.wire.sockets import private_endpoint
 from teacher_server.worker.model_folder import inspect_model_folder
 from tests.service.harness import TRIVIAL, command, server_command, trivial_model
 

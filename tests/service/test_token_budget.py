@@ -6,7 +6,7 @@ import numpy as np
 
 from teacher_server.engines.base import TokenSequence
 from teacher_server.wire.worker_protocol import Assignment
-from teacher_server.worker.batch import WorkItem, take_batch
+from teacher_server.worker.compute import WorkItem, take_batch
 from teacher_server.worker.open_request import OpenRequest
 from tests.service.test_request_queue import request
 

@@ -42,8 +42,7 @@ from teacher_server.wire.worker_protocol import (
     from_worker,
     to_worker,
 )
-from teacher_server.worker.batch import WorkItem
-from teacher_server.worker.compute import Worker
+from teacher_server.worker.compute import Worker, WorkItem
 from teacher_server.worker.link import MakeFrames, WorkerLink
 from teacher_server.worker.open_request import open_request
 from tests.processes import wait_until

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from gkd.console.forecast import Forecast
-from gkd.console.state import RunState
+from gkd.console.state import Forecast, RunState
 
 
 class Clock:

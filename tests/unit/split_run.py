@@ -10,9 +10,8 @@ import numpy as np
 from gkd.cluster.gpu_table import TEACHER, GpuInfo, GpuMap, RankPlacement
 from gkd.config.load import config_yaml, load_config
 from gkd.config.schema import Config
-from gkd.metrics.bottleneck import layout_numbers, rollout_numbers, shares
+from gkd.metrics.bottleneck import TeacherMeter, layout_numbers, rollout_numbers, shares
 from gkd.metrics.step import step_numbers
-from gkd.metrics.teacher_meter import TeacherMeter
 from gkd.metrics.writer import MetricsWriter
 from gkd.rollout.vllm.usage import PassMeter
 from gkd.tools.split_tuner.estimate import Rates

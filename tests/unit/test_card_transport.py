@@ -8,17 +8,17 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gkd.actor.pool import ActorPool
 from gkd.config.check import check_config
 from gkd.config.load import load_config
+from gkd.config.schema import transport_of
 from gkd.errors import WeightSyncError
 from gkd.preflight.device import resolve_device
-from gkd.weight_sync import buckets, card
+from gkd.weight_sync import buckets, segment
 from gkd.weight_sync.buckets import TensorSpec, device_word_sum, host_word_sum
-from gkd.weight_sync.choice import transport_of
 from gkd.weight_sync.coordinator import WeightSync
 from gkd.weight_sync.group import GroupSpec
 from tests.refusals import refuses
@@ -139,8 +139,8 @@ def test_a_handle_survives_the_way(monkeypatch: pytest.MonkeyPatch) -> None:
     """Fails if a part of torch's handle is lost or its type changed, or it needs more room than there is."""
     found: list[Any] = []
     memory = SimpleNamespace(untyped_storage=lambda: SimpleNamespace(_share_cuda_=lambda: SHARED))
-    handle = card.shared_handle(memory)  # type: ignore[arg-type]
-    assert len(handle) < card.HANDLE_BYTES / 2
+    handle = segment.shared_handle(memory)  # type: ignore[arg-type]
+    assert len(handle) < segment.HANDLE_BYTES / 2
 
     def new_shared(*args: Any) -> torch.UntypedStorage:
         found.append(args)
@@ -149,7 +149,7 @@ def test_a_handle_survives_the_way(monkeypatch: pytest.MonkeyPatch) -> None:
     opened_by(monkeypatch, new_shared)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
     buffer = torch.zeros(5, dtype=torch.uint8)
-    card.copy_shared(handle.ljust(card.HANDLE_BYTES), buffer)
+    segment.copy_shared(handle.ljust(segment.HANDLE_BYTES), buffer)
     assert buffer.tolist() == [0, 1, 2, 3, 4] and found == [(None, *SHARED[1:])]
 
 
@@ -161,13 +161,14 @@ def test_memory_that_cannot_be_shared_is_refused(monkeypatch: pytest.MonkeyPatch
 
     memory = SimpleNamespace(untyped_storage=lambda: SimpleNamespace(_share_cuda_=fails))
     with pytest.raises(WeightSyncError, match=r"weight_sync.transport"):
-        card.shared_handle(memory)  # type: ignore[arg-type]
+        segment.shared_handle(memory)  # type: ignore[arg-type]
     opened_by(monkeypatch, fails)
     with pytest.raises(WeightSyncError, match=r"weight_sync.transport"):
-        card.copy_shared(b"[1, 2]", torch.zeros(5, dtype=torch.uint8))
+        segment.copy_shared(b"[1, 2]", torch.zeros(5, dtype=torch.uint8))
 
 
 @given(st.binary(min_size=1, max_size=300), st.integers(1, 9), st.data())
+@settings(deadline=None)
 def test_the_checksum_on_a_device(content: bytes, n_words: int, data: st.DataObject) -> None:
     """Fails if it is not the sum that its formula gives, on either device, or a damaged byte leaves it as it is."""
     tensor = torch.frombuffer(bytearray(content), dtype=torch.uint8)

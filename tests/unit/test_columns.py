@@ -1,4 +1,4 @@
-"""Chunks of rollouts and scores cross processes by column, see `gkd.data.columns`."""
+"""Chunks of rollouts and scores cross processes by column, see `gkd.data.codec`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gkd.data.columns import ColumnList
+from gkd.data.codec import ColumnList
 from gkd.types import Rollout, TeacherScores, TeacherTopK, VersionSpan
 
 LENGTHS = st.lists(st.integers(1, 9), max_size=6)

@@ -15,7 +15,7 @@ from gkd.config.key_list import DeclaredKey, all_keys, with_values
 from gkd.config.load import config_yaml, load_config
 from gkd.config.schema import Config
 from gkd.errors import ConfigError
-from gkd.footprint.totals import scores_gib
+from gkd.footprint.estimate import scores_gib
 from gkd.tools.config_page import config_page
 from teacher_server.config.declare import Setting
 from tests.refusals import refuses

@@ -7,7 +7,7 @@ import os
 import pytest
 
 from gkd.config.load import load_config
-from gkd.start.worker_env import cpu_threads, worker_env
+from gkd.start.pools import cpu_threads, worker_env
 
 
 @pytest.mark.parametrize(

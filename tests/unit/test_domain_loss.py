@@ -14,7 +14,7 @@ from gkd.config.loss_spec import LossSpec, LossTerm
 from gkd.config.routes import Route
 from gkd.config.schema_teacher import NORMALIZATIONS, TeacherConfig
 from gkd.data.batching import make_micro_batches
-from gkd.data.normalize import count, sequence_weights, size_numbers
+from gkd.data.collate import route_counts, sequence_weights, size_numbers
 from gkd.errors import DataError
 from gkd.loss.distill_loss import DistillLoss
 from gkd.types import Rollout, TeacherScores, TokenTargets
@@ -142,7 +142,7 @@ TEACHERS = [Route(name, TeacherConfig(), weight) for name, weight in zip(DOMAINS
 @pytest.mark.parametrize("normalize", NORMALIZATIONS)
 def test_weights_of_each_normalization(normalize: str) -> None:
     """Fails if the mean of a global batch is another one than that of distill.normalize."""
-    counts = count(BATCH[:2], 3) + count(BATCH[2:], 3)  # of two groups
+    counts = route_counts(BATCH[:2], 3) + route_counts(BATCH[2:], 3)  # of two groups
     assert counts.tolist() == [[16, 3], [0, 0], [4, 2]]
     losses = [np.linspace(1, 2, len(r.response_ids)) * (1 + r.sample_index) for r in BATCH]
     weights = np.concatenate([sequence_weights(part, counts, TEACHERS, normalize) for part in (BATCH[:2], BATCH[2:])])
@@ -162,12 +162,12 @@ def test_weights_of_each_normalization(normalize: str) -> None:
         "domain/math/tokens_share": 0.2,
         "domain/math/length": 2.0,
     }
-    assert size_numbers(count(BATCH[:2], 1), [Route("", TeacherConfig())]) == {}
+    assert size_numbers(route_counts(BATCH[:2], 1), [Route("", TeacherConfig())]) == {}
 
 
 def test_one_domain_is_the_token_mean_to_the_bit() -> None:
     """Fails if distill.normalize: domain changes a run whose rows have one route."""
-    counts = count(BATCH[:2], 3)
+    counts = route_counts(BATCH[:2], 3)
     assert sequence_weights(BATCH[:2], counts, TEACHERS, "domain").tolist() == [1.0, 1.0]
 
 

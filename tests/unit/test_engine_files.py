@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from gkd.cluster.stacks import rank_env
-from gkd.rollout.vllm.files import engine_folder, link_shared_memory, remove_files
+from gkd.rollout.vllm.start import engine_folder, link_shared_memory, remove_files
 
 RUN = "0123456789abcdef"
 SHARED_MEMORY = Path("/dev/shm")
@@ -28,7 +28,7 @@ threading.Event().wait()
 ENGINE = f"""
 import subprocess, sys, threading
 from multiprocessing.shared_memory import SharedMemory
-from gkd.rollout.vllm.files import engine_folder, link_shared_memory
+from gkd.rollout.vllm.start import engine_folder, link_shared_memory
 memory = SharedMemory(create=True, size=64)
 child = subprocess.Popen([sys.executable, "-c", {CHILD!r}], stdout=subprocess.PIPE, text=True)
 names = child.stdout.readline()

@@ -17,7 +17,7 @@ import pytest
 
 from gkd.config.load import load_config
 from gkd.data.chunks import decode_sizes
-from gkd.data.prompt_codec import encode_prompts
+from gkd.data.codec import encode_prompts
 from gkd.errors import ClusterError, DataError, WeightSyncError
 from gkd.rollout.engine.coalesce import Coalescer
 from gkd.rollout.engine.loop import EngineLoop

@@ -14,7 +14,7 @@ import pytest
 import xxhash
 
 from gkd.config.load import load_config
-from gkd.data.prompt_file import describe_files, fingerprint
+from gkd.data.row_files import describe_files, fingerprint
 from gkd.errors import CheckpointError, ConfigError
 from gkd.preflight.environment import PACKAGES, describe_start, git_state
 from gkd.run.checkpoints import TrainerState

@@ -8,17 +8,17 @@ from pathlib import Path
 
 import pytest
 
-from gkd.cluster import host_memory
+from gkd.cluster import host
 from gkd.config.check import check_config
 from gkd.config.load import load_config
 from gkd.config.schema import Config
 from gkd.errors import ConfigError, ModelError
 from gkd.footprint import RankFootprint, footprint, teacher_footprint
 from gkd.footprint.combination import HOST, find_combination
+from gkd.footprint.estimate import PROCESS_BYTES, host_shortage, host_totals, pool_totals
 from gkd.footprint.limits import check, shortages, smallest_margin
 from gkd.footprint.report import bound, combination_lines
 from gkd.footprint.rollout import with_engine_cache
-from gkd.footprint.totals import PROCESS_BYTES, host_shortage, host_totals, pool_totals
 from gkd.tools import memory
 from tests.unit.test_footprint import GIB, GSM8K, QWEN25_15B, TP2, _config
 
@@ -206,8 +206,8 @@ def test_the_memory_of_a_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     (tmp_path / "limit").write_text("1048576\n")
     found = []
     for limits in (("none", "max"), ("max", "limit")):
-        monkeypatch.setattr(host_memory, "_LIMITS", tuple(tmp_path / name for name in limits))
-        found.append(host_memory.host_memory_bytes())
+        monkeypatch.setattr(host, "_LIMITS", tuple(tmp_path / name for name in limits))
+        found.append(host.host_memory_bytes())
     assert found[0] > 1 << 28 and found[1] == 1 << 20
 
 

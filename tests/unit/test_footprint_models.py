@@ -12,8 +12,7 @@ import torch
 
 from gkd.errors import ModelError
 from gkd.hf.files import tensor_shapes
-from gkd.hf.megatron_support import MEGATRON_ARCHITECTURES, check_megatron_support
-from gkd.hf.model_dims import ARCHITECTURES, read_dims
+from gkd.hf.model_dims import ARCHITECTURES, MEGATRON_ARCHITECTURES, check_megatron_support, read_dims
 from tests.unit.test_footprint import QWEN25_15B
 
 # What no architecture is without; the rest may be left to its defaults.

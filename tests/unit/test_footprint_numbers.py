@@ -11,8 +11,7 @@ import pytest
 
 from gkd.errors import ConfigError
 from gkd.footprint import RankFootprint, footprint
-from gkd.footprint.activations import Kernels, largest_micro_batch
-from gkd.footprint.loss import LossShape, loss_shape
+from gkd.footprint.activations import Kernels, LossShape, largest_micro_batch, loss_shape
 from gkd.footprint.rollout import max_sequences
 from gkd.hf.model_dims import read_dims
 from tests.refusals import refuses

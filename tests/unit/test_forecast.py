@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from gkd.console.forecast import Forecast
+from gkd.console.state import Forecast
 from tests.unit.console_runs import Clock, line, run
 
 

@@ -10,8 +10,7 @@ import torch
 
 from teacher_server.engines.base import ScoreParams, TokenSequence, request_problem
 from teacher_server.engines.signals import score_hidden
-from teacher_server.wire.given_ids import given_problem, listed_problem, pack_given, unpack_given
-from teacher_server.wire.payload import TopKScores
+from teacher_server.wire.payload import TopKScores, given_problem, listed_problem, pack_given, unpack_given
 from teacher_server.wire.protocol import MAX_FRAME_BYTES, MAX_ID, ProtocolError, checksum, requests
 from tests.service.messages import make_request, make_tokens
 from tests.service.trivial_engine import TrivialEngine, trivial_topk

@@ -21,7 +21,7 @@ from gkd.cluster import gpus as gpus_module
 from gkd.cluster.assignment import this_placement
 from gkd.cluster.gpu_table import TEACHER, GpuInfo, GpuMap, PoolNeed, RankPlacement, gpu_map_from_json
 from gkd.cluster.gpus import machine_gpus, parse_gpus, visible_gpus, with_processes
-from gkd.cluster.processes import nearest_ancestor, process_info
+from gkd.cluster.host import nearest_ancestor, process_info
 from gkd.config.load import config_yaml, load_config
 from gkd.config.routes import Route
 from gkd.config.schema_teacher import TeacherConfig
@@ -32,7 +32,7 @@ from gkd.gpu_map.running import refresh
 from gkd.gpu_map.teacher import teacher_rows, with_driver_info
 from gkd.run.folder import RunFolder
 from gkd.run.open import open_run_folder
-from gkd.start.worker_env import worker_env
+from gkd.start.pools import worker_env
 from gkd.tools import check_gpus
 from tests.service.harness import TRIVIAL, ServerProcess, trivial_model
 

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from gkd.actor.common.group_probe import distinct_groups, probe_group
+from gkd.actor.common.agree import distinct_groups, probe_group
 from gkd.errors import ClusterError
 
 

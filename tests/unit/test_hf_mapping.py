@@ -13,13 +13,12 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from safetensors.torch import load_file, save_file
 
 from gkd.actor.megatron.hf_config import MegatronDims, read_megatron_dims
-from gkd.actor.megatron.hf_load import load_hf_weights
-from gkd.actor.megatron.hf_mapping import expected_hf_tensors, held_entries, stage_entries
+from gkd.actor.megatron.hf_mapping import expected_hf_tensors, held_entries, load_hf_weights, stage_entries
 from gkd.actor.megatron.layer_spec import local_name
 from gkd.actor.megatron.layout import ParallelLayout
 from gkd.actor.megatron.model_config import transformer_config
 from gkd.errors import ConfigError, ModelError
-from gkd.hf.megatron_support import MEGATRON_ARCHITECTURES
+from gkd.hf.model_dims import MEGATRON_ARCHITECTURES
 from tests.dist.megatron_reference import KINDS, MOE_KINDS, VOCAB, make_hf_folder
 from tests.refusals import refuses
 

@@ -11,9 +11,9 @@ from ray._private.serialization import SerializationContext
 from ray._private.worker import global_worker
 
 from gkd.data.chunks import CHUNK_SIZE, chunk_sizes, encode_sizes, part_of
-from gkd.data.columns import ColumnList
+from gkd.data.codec import ColumnList
 from gkd.scoring.group_endpoint import ScoreSummary, summary_of
-from gkd.start.worker_env import inline_bytes, worker_env
+from gkd.start.pools import inline_bytes, worker_env
 from gkd.types import PendingScores, Rollout, ScoreTimes, TeacherScores, TeacherTopK
 
 TIMES = ScoreTimes(1.7e9 + 2**-10, np.array([1.7e9 + 0.5, 1.7e9 + 0.25, 1.7e9 + 2]))

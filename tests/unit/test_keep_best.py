@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from gkd.errors import CheckpointError
-from gkd.run.best import Best
+from gkd.run.checkpoints import Best
 from gkd.types import GreedyReport, Prompt, ScoredChunk, TrainStats
 from tests.refusals import refuses
 from tests.unit.world import PROMPTS, World, checkpoints, make

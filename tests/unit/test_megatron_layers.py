@@ -13,12 +13,11 @@ from torch._dynamo.testing import CompileCounter
 
 from gkd.actor.build import build_student
 from gkd.actor.megatron import model_config, student
-from gkd.actor.megatron.experts import GroupedProduct
-from gkd.actor.megatron.layer_spec import check_transformer_engine, is_fused
+from gkd.actor.megatron.layer_spec import GroupedProduct, check_transformer_engine, is_fused
 from gkd.actor.megatron.layout import ParallelLayout
 from gkd.actor.megatron.model_config import rotate, rotate_packed
 from gkd.config.load import load_config
-from gkd.start.worker_env import actor_env
+from gkd.start.pools import actor_env
 from tests.refusals import refuses
 
 QUICKSTART = Path(__file__).parents[2] / "configs" / "quickstart_cpu.yaml"

@@ -12,8 +12,7 @@ from gkd.config.key_list import all_keys
 from gkd.config.load import load_config
 from gkd.config.schema import Config
 from gkd.memory import remedies
-from gkd.memory.advice import Shortage, advice, engine_advice
-from gkd.memory.remedies import ACTOR_REMEDIES, ENGINE_REMEDIES, FRAGMENTATION_REMEDIES
+from gkd.memory.remedies import ACTOR_REMEDIES, ENGINE_REMEDIES, FRAGMENTATION_REMEDIES, Shortage, advice, engine_advice
 from gkd.memory.remedy import as_yaml, value_of
 from gkd.spans import Phase
 

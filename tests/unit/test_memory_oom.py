@@ -12,7 +12,6 @@ import pytest
 import torch
 
 from gkd.errors import ClusterError, GkdError, OutOfMemory
-from gkd.memory.advice import Shortage
 from gkd.memory.fragmentation import Fragmentation
 from gkd.memory.oom import (
     FRAGMENTATION,
@@ -25,6 +24,7 @@ from gkd.memory.oom import (
     parse,
     verdict,
 )
+from gkd.memory.remedies import Shortage
 from gkd.spans import Phase
 
 GIB, MIB = 1 << 30, 1 << 20

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from gkd.memory.timeline import Timeline, merge
-from gkd.memory.usage import GIB, MemoryUsage
+from gkd.memory.usage import GIB, MemoryUsage, Timeline, merge
 from gkd.spans import Phase
 from tests.fake_device import FakeDevice
 

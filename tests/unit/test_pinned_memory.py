@@ -12,14 +12,13 @@ from gkd.actor.common.host_copies import HostCopies
 from gkd.actor.common.shards import Piece
 from gkd.errors import OutOfMemory
 from gkd.memory import host_buffer
-from gkd.memory.advice import Shortage
 from gkd.memory.host_buffer import HostBuffer
 from gkd.memory.oom import diagnosed, is_out_of_memory, parse
+from gkd.memory.remedies import Shortage
 from gkd.memory.states import PARAMS, States
 from gkd.spans import Phase
 from gkd.weight_sync.buckets import Bucket, TensorSpec
-from gkd.weight_sync.kept import KeptVersion
-from gkd.weight_sync.segment import Segment
+from gkd.weight_sync.segment import KeptVersion, Segment
 
 CPU = torch.device("cpu")
 SAID = (

@@ -23,14 +23,14 @@ from gkd.errors import (
     TeacherUnavailable,
 )
 from gkd.run import interrupts
-from gkd.run.restart import may_start_again
+from gkd.run.failure_policy import may_start_again
 
 # A program with the same end as main_gkd: fails in its loop until it was started three times.
 PROGRAM = """
 import os, sys
 from gkd import main_gkd
 from gkd.console.state import RunState
-from gkd.console.forecast import Forecast
+from gkd.console.state import Forecast
 from gkd.errors import RankFailed
 
 def run(config, closing):

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from gkd.actor.common.rng import restore_rng, rng_state
+from gkd.actor.common.shards import restore_rng, rng_state
 from gkd.errors import CheckpointError
 
 

@@ -12,7 +12,7 @@ import pytest
 
 from gkd.config.load import load_config
 from gkd.data.chunks import dataset_chunks, decode_sizes, distinct_4grams, encode_sizes
-from gkd.data.prompt_codec import decode_prompts, encode_prompts
+from gkd.data.codec import decode_prompts, encode_prompts
 from gkd.errors import ClusterError, DataError, OutOfMemory
 from gkd.memory.usage import GIB
 from gkd.rollout.engine.worker import RolloutWorker

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from gkd.actor.common.same_student import check_same_student, check_trained
+from gkd.actor.common.shards import check_same_student, check_trained
 from gkd.errors import CheckpointError
 
 OWN: dict[str, Any] = {"strategy": "fsdp2", "dtype": "bfloat16", "shapes": {"a": [2, 3], "b": [4]}, "world_size": 2}

@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from gkd.config.check_values import check_values
-from gkd.config.interval import Interval, save_interval
+from gkd.config.check_values import Interval, check_values, save_interval
 from gkd.config.load import config_yaml, load_config
 from gkd.errors import ConfigError
 from gkd.run.saver import Saver

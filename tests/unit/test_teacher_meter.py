@@ -9,8 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gkd.metrics.bottleneck import WORKERS, busy_name
-from gkd.metrics.teacher_meter import SEQUENCES, TOKENS, TeacherMeter
+from gkd.metrics.bottleneck import SEQUENCES, TOKENS, WORKERS, TeacherMeter, busy_name
 from gkd.types import ScoredChunk, ScoreTimes
 from tests.rollout_chunks import chunk_of
 

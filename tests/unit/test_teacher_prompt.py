@@ -19,8 +19,8 @@ from gkd.config.schema_sections import DataConfig
 from gkd.config.schema_teacher import TeacherConfig
 from gkd.data.batching import make_micro_batches, without_first
 from gkd.data.chunks import dataset_chunks
-from gkd.data.normalize import count
-from gkd.data.prompt_codec import decode_prompts, encode_prompts
+from gkd.data.codec import decode_prompts, encode_prompts
+from gkd.data.collate import route_counts
 from gkd.data.prompts import load_prompts
 from gkd.data.rollout_file import read_sequences
 from gkd.errors import ConfigError
@@ -237,7 +237,7 @@ def test_skipped_tokens_have_no_loss_rows(kind: str, packed: bool) -> None:
     assert whole.targets is not None and cut.targets is not None
     at = [(i, j) for i, r in enumerate(rollouts) for j in range(len(r.response_ids))]
     rows = [row for row, (_, j) in enumerate(at) if j >= n]
-    assert cut.n_loss_tokens == len(rows) == int(count(kept, 4)[:, 0].sum())
+    assert cut.n_loss_tokens == len(rows) == int(route_counts(kept, 4)[:, 0].sum())
     for name in ("sampled_ids", "rollout_logprobs", "ends", "topk_ids", "tail_mass", "logits", "hidden"):
         table = getattr(whole.targets, name)
         assert table is None or np.array_equal(getattr(cut.targets, name), table[rows]), name

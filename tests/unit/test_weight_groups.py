@@ -16,8 +16,7 @@ from gkd.errors import TransferCutOff, WeightSyncError
 from gkd.weight_sync import group as module
 from gkd.weight_sync.buckets import Bucket, TensorSpec
 from gkd.weight_sync.group import GroupSpec, TransferGroup
-from gkd.weight_sync.kept import KeptVersion
-from gkd.weight_sync.segment import Segment, attached
+from gkd.weight_sync.segment import KeptVersion, Segment, attached
 from tests.dist import fake_card
 from tests.dist.helpers import free_port
 

@@ -16,16 +16,14 @@ import numpy as np
 from gkd.config.load import load_config
 from gkd.config.schema import Config
 from gkd.errors import CheckpointError, ClusterError, ModelError, TeacherUnavailable
-from gkd.files.manifest import digest_bytes
-from gkd.roles import RolloutStream
+from gkd.files.manifest import FileDigest, digest_bytes
+from gkd.roles import Computation, RolloutStream
 from gkd.run.checkpoints import step_of
 from gkd.run.open import open_run_folder
 from gkd.trainer import Roles, Trainer
 from gkd.types import (
-    Computation,
     EngineRestarts,
     EngineUsage,
-    FileDigest,
     GreedyReport,
     PendingScores,
     ProcessSpans,

@@ -1,9 +1,10 @@
-"""Checkpoint files of the ranks: flat pieces of parameters and optimizer state under HF names.
+"""Checkpoint files of the ranks: flat pieces of parameters and optimizer state under HF names, and random generators.
 
     live tensors --host_copies--> Snapshot --shard_writer--> rank_00000.safetensors, ... --ShardReader--> any layout
 
 Every rank writes its own pieces; nothing is gathered. A piece has its position in the parameter, so a reader assembles
 any range, whatever the layout of the writers was. Both backends use this module, and define their pieces and meta data.
+Before anything is loaded, the meta data tell whether the checkpoint belongs to this student.
 
 The files are plain safetensors with keys "name/kind/part/start" and "rng/name". They are read with pread, not mapped:
 if a file is truncated or its disk fails, a mapping kills the process without an error message.
@@ -13,6 +14,8 @@ from __future__ import annotations
 
 import json
 import os
+import random
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -218,3 +221,104 @@ def _read_header(path: Path) -> tuple[dict[str, Any], int, int]:
 
 def _describe(name: str, kind: str, part: int) -> str:
     return f"{kind} of {name} (tensor-parallel part {part})"
+
+
+def check_same_student(
+    folder: str | Path, saved: Mapping[str, Any], own: Mapping[str, Any], *, settings: Sequence[str], model: str
+) -> None:
+    """Raise CheckpointError that names the first difference between the checkpoint's student and this one.
+
+    Args:
+        saved: the checkpoint's meta data.
+        own: this student's meta data, without the step.
+        settings: keys whose values must be equal.
+        model: key of the model's tensors by name, which must be equal, too.
+    """
+    if missing := {"step", *own} - saved.keys():
+        raise CheckpointError(f"{folder} has no {', '.join(sorted(missing))} in its meta data.")
+    for key in settings:
+        if saved[key] != own[key]:
+            raise CheckpointError(f"{folder} was saved with {key} = {saved[key]}, this student has {own[key]}.")
+    for name in dict.fromkeys([*own[model], *saved[model]]):
+        in_checkpoint, here = saved[model].get(name, "missing"), own[model].get(name, "missing")
+        if in_checkpoint != here:
+            raise CheckpointError(f"{folder} has a different model: {name} = {in_checkpoint}, this student has {here}.")
+
+
+def check_trained(folder: str | Path, saved: Mapping[str, Any], own: Mapping[str, Any]) -> None:
+    """Raise CheckpointError if one student trains adapters and the other one does not, or they train different ones.
+
+    Args:
+        saved, own: meta data. `base`: digest of frozen weights; empty or missing without adapters. `shapes`: of all
+            trained tensors by name; may be missing without adapters.
+    """
+    bases = saved.get("base", ""), own.get("base", "")
+    if not all(bases) and any(bases):
+        adapters, weights = ("the checkpoint", "this student") if bases[0] else ("this student", "the checkpoint")
+        raise CheckpointError(
+            f"{folder} belongs to another student: {adapters} trains adapters, {weights} all weights. Fix: use the "
+            "actor.lora.rank of the checkpoint."
+        )
+    if bases[0] != bases[1]:
+        raise CheckpointError(
+            f"{folder} holds adapters of another base model than model.path. Fix: set model.path to the base model of "
+            "the checkpoint."
+        )
+    theirs = saved.get("shapes", own.get("shapes", {}))
+    ours = own.get("shapes", theirs)
+    for one, other, side in ((theirs, ours, "this student"), (ours, theirs, "the checkpoint")):
+        if missing := sorted(one.keys() - other.keys()):
+            raise CheckpointError(
+                f"{folder} belongs to another student: {side} does not train {missing[0]}. Fix: use the model.path, "
+                "actor.lora.rank and actor.lora.targets of the checkpoint."
+            )
+
+
+def rng_state() -> dict[str, Tensor]:
+    """Return the states of the generators of Python, numpy, torch and, if there is one, the current CUDA device.
+
+    Returns:
+        Name -> [n] uint8 on the CPU.
+    """
+    numpy: Any = np.random.get_state(legacy=False)
+    numpy["state"]["key"] = numpy["state"]["key"].tolist()
+    states = {"python": _encoded(random.getstate()), "numpy": _encoded(numpy), "torch": torch.get_rng_state()}
+    if torch.cuda.is_available():
+        states["cuda"] = torch.cuda.get_rng_state()
+    return states
+
+
+def restore_rng(states: Mapping[str, Tensor], source: str | Path) -> None:
+    """Restore the states that `rng_state` returned on a machine of the same kind.
+
+    Args:
+        source: the file or folder of `states`, for the error.
+
+    Raises:
+        CheckpointError: `states` is not a result of `rng_state`.
+    """
+    try:
+        _restore_generators(states)
+    except (KeyError, TypeError, ValueError, RuntimeError) as error:
+        raise CheckpointError(
+            f"{source}: the random generators cannot be restored: {type(error).__name__}: {error}"
+        ) from error
+
+
+def _restore_generators(states: Mapping[str, Tensor]) -> None:
+    version, internal, gauss_next = _decoded(states["python"])
+    random.setstate((version, tuple(internal), gauss_next))
+    numpy = _decoded(states["numpy"])
+    numpy["state"]["key"] = np.array(numpy["state"]["key"], np.uint32)
+    np.random.set_state(numpy)
+    torch.set_rng_state(states["torch"])
+    if torch.cuda.is_available():
+        torch.cuda.set_rng_state(states["cuda"])
+
+
+def _encoded(state: Any) -> Tensor:
+    return torch.frombuffer(bytearray(json.dumps(state).encode()), dtype=torch.uint8)
+
+
+def _decoded(state: Tensor) -> Any:
+    return json.loads(state.numpy().tobytes())

@@ -18,9 +18,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from gkd.actor.common.agree import same_error
-from gkd.actor.common.rng import restore_rng
-from gkd.actor.common.same_student import check_same_student, check_trained
-from gkd.actor.common.shards import KINDS, Piece, ShardReader
+from gkd.actor.common.shards import KINDS, Piece, ShardReader, check_same_student, check_trained, restore_rng
 from gkd.actor.fsdp.weights import Place, first_row
 
 

@@ -19,7 +19,7 @@ from gkd.actor.common.agree import same_error
 from gkd.actor.common.base import ADAPTER_FOLDER, Student, StudentArgs, build_loss, no_phase
 from gkd.actor.common.host_copies import HostCopies, Snapshot
 from gkd.actor.common.optim_spec import clip_factor
-from gkd.actor.common.rng import rng_state
+from gkd.actor.common.shards import rng_state
 from gkd.actor.common.step import BatchSums, teacher_head_rows
 from gkd.actor.fsdp import checkpoint
 from gkd.actor.fsdp.lora import add_adapters, disabled_adapters, init_adapters
@@ -37,9 +37,8 @@ from gkd.actor.fsdp.probe import probe
 from gkd.actor.fsdp.weights import Place, full_tensor, load_weights, match_files
 from gkd.config.schema_actor import LoraConfig
 from gkd.errors import ModelError
-from gkd.hf.adapter_folder import write_adapters
 from gkd.hf.files import open_tensors, weights_digest
-from gkd.hf.folder import TensorPlan, exhaust, write_folder
+from gkd.hf.folder import TensorPlan, exhaust, write_adapters, write_folder
 from gkd.log import get_logger
 from gkd.loss.reduce import sum_over_group
 from gkd.loss.vocab_parallel import VocabShard

@@ -2,11 +2,9 @@
 
 student.py     the student of one rank                pipeline.py       forward, backward and loss of a global batch
 model.py       the GPT models of a rank               model_config.py   Megatron's configuration of a model
-layer_spec.py  modules of a layer                     attention.py      core attention, padded or packed
-hf_config.py   HF config.json -> sizes and features   experts.py        settings of a mixture of experts
-hf_mapping.py  which HF tensors make a parameter      tensor_layouts.py how TP ranks split a parameter
-hf_load.py     safetensors -> shards                  hf_export.py      shards -> full HF tensors
-hf_save.py     shards -> a HF folder                  checkpoint.py     exact resume
+layer_spec.py  modules of a layer, experts            hf_config.py      HF config.json -> sizes and features
+hf_mapping.py  HF tensors of a parameter, loading     tensor_layouts.py how TP ranks split a parameter
+hf_export.py   shards -> HF tensors, -> a folder      checkpoint.py     exact resume
 lora.py        adapters of Megatron's layers          groups.py         Megatron's process groups
 layout.py      ranks -> (tp, pp, dp, ep)              cpu_shim.py       Megatron without CUDA
 optim.py       AdamW, clipping, learning rate

@@ -24,9 +24,7 @@ from megatron.core.optimizer import MegatronOptimizer
 from torch import Tensor
 
 from gkd.actor.common.agree import same_error
-from gkd.actor.common.rng import restore_rng, rng_state
-from gkd.actor.common.same_student import check_same_student, check_trained
-from gkd.actor.common.shards import KINDS, Piece, ShardReader
+from gkd.actor.common.shards import KINDS, Piece, ShardReader, check_same_student, check_trained, restore_rng, rng_state
 from gkd.actor.megatron.hf_mapping import Shape, TensorEntry
 from gkd.actor.megatron.lora import adapter_shapes
 from gkd.actor.megatron.model import StudentModel

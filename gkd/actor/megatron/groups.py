@@ -10,7 +10,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.process_groups_config import ProcessGroupCollection
 
-from gkd.actor.common.group_probe import distinct_groups, probe_group
+from gkd.actor.common.agree import distinct_groups, probe_group
 from gkd.actor.megatron.layout import ParallelLayout
 from gkd.errors import ClusterError
 

@@ -12,8 +12,7 @@ from transformers import AutoConfig, PretrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from gkd.errors import ModelError
-from gkd.hf.megatron_support import check_megatron_support
-from gkd.hf.model_dims import ModelDims, read_dims
+from gkd.hf.model_dims import ModelDims, check_megatron_support, read_dims
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -22,8 +22,7 @@ from gkd.actor.megatron.lora import Adapter
 from gkd.actor.megatron.model import StudentModel
 from gkd.config.schema_actor import LoraConfig
 from gkd.errors import ModelError
-from gkd.hf.adapter_folder import write_adapters
-from gkd.hf.folder import MAX_SHARD_BYTES, TensorPlan, exhaust, write_folder
+from gkd.hf.folder import MAX_SHARD_BYTES, TensorPlan, exhaust, write_adapters, write_folder
 from gkd.weight_sync.buckets import Content
 
 

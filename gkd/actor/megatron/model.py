@@ -22,8 +22,7 @@ from torch import Tensor
 
 from gkd.actor.common.base import no_phase
 from gkd.actor.megatron.hf_config import MegatronDims, read_megatron_dims
-from gkd.actor.megatron.hf_load import load_hf_weights
-from gkd.actor.megatron.hf_mapping import TensorEntry, chunk_prefix, held_entries
+from gkd.actor.megatron.hf_mapping import TensorEntry, chunk_prefix, held_entries, load_hf_weights
 from gkd.actor.megatron.layer_spec import check_transformer_engine, is_fused, layer_spec, local_name
 from gkd.actor.megatron.layout import ParallelLayout
 from gkd.actor.megatron.lora import Adapter, add_adapters, check_targets

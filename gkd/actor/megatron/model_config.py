@@ -11,8 +11,8 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 from torch._dynamo import maybe_mark_dynamic
 
-from gkd.actor.megatron.experts import expert_settings
 from gkd.actor.megatron.hf_config import MegatronDims
+from gkd.actor.megatron.layer_spec import expert_settings
 from gkd.actor.megatron.layout import ParallelLayout
 from gkd.errors import ConfigError
 

@@ -25,7 +25,7 @@ import numpy as np
 from gkd.cluster.calls import answers, fetch, gather
 from gkd.config.schema import Config
 from gkd.data.chunks import chunk_size, decode_sizes, linger_s, part_of, reserve_size
-from gkd.data.prompt_codec import encode_prompts
+from gkd.data.codec import encode_prompts
 from gkd.errors import ClusterError, GkdError, RankFailed
 from gkd.log import get_logger
 from gkd.rollout.driver.recovery import Engines

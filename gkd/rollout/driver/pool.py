@@ -18,10 +18,10 @@ from gkd.cluster.calls import Pending, gather
 from gkd.config.function_path import search_path
 from gkd.config.schema import Config
 from gkd.data.chunks import CHUNK_SIZE, dataset_chunks
-from gkd.data.columns import ColumnList
+from gkd.data.codec import ColumnList
 from gkd.environment.worker import Start
 from gkd.errors import ClusterError, RankFailed, RankTimeout
-from gkd.memory.timeline import merge
+from gkd.memory.usage import merge
 from gkd.rollout.driver.dispatcher import Dispatcher, name_of
 from gkd.rollout.driver.recovery import Engines
 from gkd.rollout.driver.stream import JobStream

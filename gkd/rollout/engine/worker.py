@@ -21,24 +21,22 @@ from gkd.config.schema import Config
 from gkd.data.answers import as_text, greedy_sample
 from gkd.data.chat_delta import ChatDelta
 from gkd.data.chunks import chunk_sizes, encode_sizes
-from gkd.data.columns import ColumnList
-from gkd.data.prompt_codec import decode_prompts
+from gkd.data.codec import ColumnList, decode_prompts
 from gkd.data.prompts import load_tokenizer
 from gkd.environment.pool import Environments
 from gkd.environment.worker import Start
 from gkd.errors import ClusterError
 from gkd.hf.hub import with_local_copies
 from gkd.log import get_logger
-from gkd.memory.advice import engine_advice
 from gkd.memory.oom import diagnosed
+from gkd.memory.remedies import engine_advice
 from gkd.rollout.engine.coalesce import Coalescer
 from gkd.rollout.engine.loop import EngineLoop
 from gkd.rollout.messages import Job, Pulse, Sampling
 from gkd.rollout.vllm.engine import RolloutEngine
-from gkd.rollout.vllm.files import engine_folder, link_shared_memory, remove_files
 from gkd.rollout.vllm.self_scoring import SelfScoring
 from gkd.rollout.vllm.sleep_state import WEIGHTS, EngineStates, tags_of
-from gkd.rollout.vllm.start import ENGINE_PHASES
+from gkd.rollout.vllm.start import ENGINE_PHASES, engine_folder, link_shared_memory, remove_files
 from gkd.rollout.vllm.turns import Turns
 from gkd.spans import Phase, Progress, SpanRecorder
 from gkd.types import EngineUsage, Prompt, Rollout, Sample

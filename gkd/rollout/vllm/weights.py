@@ -27,13 +27,13 @@ from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmb
 from vllm.platforms import current_platform
 
 from gkd.cluster import stacks
+from gkd.config.schema_rollout import IPC, NCCL
 from gkd.errors import ModelError, WeightSyncError
 from gkd.memory.usage import trim_heap
 from gkd.rollout.vllm.adapters import EngineAdapters, unwrapped
 from gkd.rollout.vllm.sleep_state import SleepMixin
 from gkd.rollout.vllm.worker_errors import returns_sync_errors
 from gkd.weight_sync.buckets import Bucket, digest
-from gkd.weight_sync.choice import IPC, NCCL
 from gkd.weight_sync.group import GroupSpec, TransferGroup
 from gkd.weight_sync.transfer import receive
 from teacher_server.engines.vllm_versions import shared_nccl_env

@@ -21,8 +21,15 @@ from gkd.data.score_checks import MASS_SLACK, Rows, check_logprobs, check_own, v
 from gkd.errors import TeacherError
 from gkd.scoring.teacher.info import TeacherInfo
 from gkd.types import Rollout, TeacherScores, TeacherTopK
-from teacher_server.wire.given_ids import given_problem, listed_problem, pack_given
-from teacher_server.wire.payload import check_tokens, mark_own, unpack_sampled, unpack_topk
+from teacher_server.wire.payload import (
+    check_tokens,
+    given_problem,
+    listed_problem,
+    mark_own,
+    pack_given,
+    unpack_sampled,
+    unpack_topk,
+)
 from teacher_server.wire.protocol import (
     ID_BYTES,
     MAX_ID,

@@ -15,8 +15,7 @@ from gkd.config.schema import Config
 from gkd.errors import ClusterError, ConfigError
 from gkd.files.disk import remove
 from gkd.metrics.bottleneck import MAX_NUM_SEQS
-from gkd.run import export_folder
-from gkd.run.folder import CHECKPOINTS
+from gkd.run.folder import CHECKPOINTS, delete_export
 from gkd.tools.split_tuner.rates import read_steps
 
 _STEPS = 10
@@ -68,7 +67,7 @@ def _calibrated(file: str, overrides: Sequence[str], root: Path, concurrency: in
     command = [sys.executable, "-m", "gkd.main_gkd", "--config", file, *overrides, *settings]
     code = launched(command)
     remove(folder / CHECKPOINTS)
-    export_folder.delete(folder)
+    delete_export(folder)
     if code == 2:
         problem = f"the run in {folder} was refused, see above."
         raise ConfigError("--calibrate", file, problem, "correct it, or name another folder: --calibration-dir.")

@@ -16,7 +16,7 @@ from gkd.cluster.gpu_table import TEACHER, gpu_map_from_json
 from gkd.config.load import load_config
 from gkd.config.schema import Config
 from gkd.config.schema_trainer import STREAM
-from gkd.console.forecast import NOT_EACH_STEP
+from gkd.console.state import NOT_EACH_STEP
 from gkd.errors import ConfigError
 from gkd.metrics.bottleneck import (
     DP,
@@ -26,13 +26,14 @@ from gkd.metrics.bottleneck import (
     MAX_NUM_SEQS,
     PASS_SUMS,
     REFERENCE_S,
+    SEQUENCES,
     SINCE_START,
+    TOKENS,
     WITH_EVALUATION,
     WORKERS,
     busy_name,
 )
 from gkd.metrics.step import DATASET_TOKENS
-from gkd.metrics.teacher_meter import SEQUENCES, TOKENS
 from gkd.metrics.writer import read_metrics
 from gkd.run.folder import PLACES
 from gkd.tools.split_tuner.estimate import Rates, Sizes, Workload
@@ -269,7 +270,7 @@ def _rates(config: Config, sizes: Sizes, table: _Table, notes: list[str]) -> Rat
         of_engine_s = table["perf/engine_busy_max_s"] + table["perf/gap_s"] / sizes.engines
         batch_s = max(0.0, float(np.mean(table[GENERATE_S] - of_engine_s)))
     score_s, score_token_s = _scoring(sizes, table, notes)
-    train_s, train_token_s = _training(config, sizes, table, notes)
+    train_s, train_token_s = _training(sizes, table, notes)
     sync_s = float(np.mean(table["time/weight_sync_s"]))
     if config.trainer.scheduler == STREAM:  # this includes waiting for the end of the engines' passes
         one_pass_s = products[0, 3] / products[0, 0]
@@ -312,7 +313,7 @@ def _scoring(sizes: Sizes, table: _Table, notes: list[str]) -> tuple[float, floa
     return sequence_s, token_s
 
 
-def _training(config: Config, sizes: Sizes, table: _Table, notes: list[str]) -> tuple[float, float]:
+def _training(sizes: Sizes, table: _Table, notes: list[str]) -> tuple[float, float]:
     """Return the seconds of a training step, and per token of its largest data-parallel group.
 
     The pass of a reference is included, since the same ranks run it.

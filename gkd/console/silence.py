@@ -1,10 +1,12 @@
-"""Decide when a silent run prints a line about what it is doing. Pure."""
+"""Report silence: of the run, by a line about what it is doing, and of the teacher, once for all endpoints."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
+from gkd.log import get_logger
 from gkd.spans import Activity, Phase
+from gkd.types import TeacherHealth
 
 FIRST_S = 4.0  # of silence; with the poll of `terminal`, a line comes within 5 s also on a busy machine
 
@@ -43,3 +45,36 @@ def current_stage(doing: Sequence[Activity]) -> Activity:
 def described(doing: Sequence[Activity]) -> str:
     """Return e.g. "step 12/120, teacher, teacher scoring 3/8"."""
     return ", ".join(str(activity) for activity in doing)
+
+
+log = get_logger("teacher")
+
+FIRST_WARNING_S = 10.0
+
+
+class TeacherWatch:
+    """Receives the health of the teacher and logs a warning after 10, 20, 40, ... s of silence, and when it ends."""
+
+    def __init__(self) -> None:
+        self.health: TeacherHealth | None = None  # the newest one
+        self._next_s = FIRST_WARNING_S
+        self._warned_s = 0.0
+
+    @property
+    def is_silent(self) -> bool:
+        """Return whether a silence is reported whose end is not."""
+        return self._warned_s > 0
+
+    def add(self, health: TeacherHealth) -> None:
+        self.health = health
+        if health.silent_s >= self._next_s:
+            self._warned_s, self._next_s = health.silent_s, 2 * self._next_s
+            log.warning(
+                "%s silent for %.0f s, waiting up to %.0f s (teacher.outage_budget_s)",
+                health.label,
+                health.silent_s,
+                health.budget_s,
+            )
+        elif health.silent_s < self._warned_s:
+            log.warning("the teacher replies again after more than %.0f s", self._warned_s)
+            self._warned_s, self._next_s = 0.0, FIRST_WARNING_S
