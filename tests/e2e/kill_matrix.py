@@ -44,7 +44,7 @@ SETTINGS = (
     "trainer.keep_every=4",
     "trainer.resume=auto",
     "eval.every=3",
-    "trainer.init_timeout_s=600",  # busy cores are no reason to end
+    "trainer.init_timeout_s=600",  # busy cores shall not end a run
     "trainer.stage_timeout_s=600",
     "rollout.max_restarts=0",  # a killed engine ends the run; tests/e2e/engine_kills.py has the restarts
 )
