@@ -56,7 +56,8 @@ def check_batch(
     if scores is None:
         return
     if "topk" in signals:
-        validate_lists(scores, n_vocab, Rows(names, [rollout.n_own for rollout in rollouts]))
+        rows = Rows(names, [rollout.n_own for rollout in rollouts], [rollout.own for rollout in rollouts])
+        validate_lists(scores, n_vocab, rows)
     others = [signal for signal in signals if signal != "topk"]
     for score, rollout, name in zip(scores, rollouts, names, strict=True):
         validate_scores(score, rollout, n_vocab, others, name, hidden_size, with_reference=with_reference)

@@ -28,13 +28,19 @@ class Rows:
     Args:
         names: name the sequences in errors, e.g. ``prompt 17, sample 2``.
         n_rows: of each sequence.
+        own: of each sequence, [R] bool, the tokens of its response that have rows; None means all. Empty: all of all.
     """
 
     names: Sequence[str]
     n_rows: Sequence[int]
+    own: Sequence[np.ndarray | None] = ()
+
+    def part(self, first: int, stop: int | None = None) -> Rows:
+        """Return the rows of some sequences."""
+        return Rows(self.names[first:stop], self.n_rows[first:stop], self.own[first:stop])
 
     def refuse(self, bad: np.ndarray, problem: str) -> None:
-        """Raise TeacherError for the first bad row, with its position among the rows of its sequence.
+        """Raise TeacherError for the first bad row, with its token's position in the response of its sequence.
 
         Args:
             bad: [R] or [R, any] bool.
@@ -46,7 +52,10 @@ class Rows:
         index = int(np.searchsorted(ends, found[0], side="right"))
         start = int(ends[index]) - self.n_rows[index]
         n_bad = int(np.searchsorted(found, ends[index]))
-        where = f"{self.names[index]}: response position {int(found[0]) - start}"
+        position, own = int(found[0]) - start, self.own[index] if self.own else None
+        if own is not None:
+            position = int(np.flatnonzero(own)[position])
+        where = f"{self.names[index]}: response position {position}"
         raise TeacherError(f"{where} ({n_bad} rows): {problem}")
 
 
@@ -115,14 +124,14 @@ def validate_lists(scores: Sequence[TeacherScores], n_vocab: int, rows: Rows) ->
     first = n_entries = 0
     for i, score in enumerate(scores):
         table = _required(score.topk, "topk", rows.names[i])
-        _check_layout(table, Rows(rows.names[i : i + 1], rows.n_rows[i : i + 1]))
+        _check_layout(table, rows.part(i, i + 1))
         if joined and (n_entries >= _JOINED_ENTRIES or _columns(table) != _columns(joined[0])):
-            validate_topk(_joined(joined), n_vocab, Rows(rows.names[first:i], rows.n_rows[first:i]))
+            validate_topk(_joined(joined), n_vocab, rows.part(first, i))
             joined, first, n_entries = [], i, 0
         joined.append(table)
         n_entries += table.topk_ids.size
     if joined:
-        validate_topk(_joined(joined), n_vocab, Rows(rows.names[first:], rows.n_rows[first:]))
+        validate_topk(_joined(joined), n_vocab, rows.part(first))
 
 
 def _columns(table: TeacherTopK) -> tuple[int, bool]:
@@ -165,7 +174,7 @@ def validate_scores(
             is not finite.
     """
     n_rows = rollout.n_own
-    rows = Rows((where,), (n_rows,))
+    rows = Rows((where,), (n_rows,), (rollout.own,))
     for signal in signals:
         if signal == "topk":
             validate_topk(_required(scores.topk, signal, where), n_vocab, rows)
@@ -183,7 +192,7 @@ def validate_scores(
     if with_reference:
         if scores.reference_logprobs is None:
             raise TeacherError(f"{where}: reference_logprobs are missing, but the loss requires them")
-        check_logprobs(Rows((f"{where}: the reference",), (n_rows,)), scores.reference_logprobs)
+        check_logprobs(Rows((f"{where}: the reference",), (n_rows,), (rollout.own,)), scores.reference_logprobs)
 
 
 def _required(table: T | None, signal: Signal, where: str) -> T:

@@ -60,7 +60,7 @@ class TrlEnvironment(ToolEnvironment):
         """Read the reward."""
         if self._object is None or self._in_use:  # a method may still run in its thread: the object is not used again
             return
-        self.reward = getattr(self._object, "reward", None)
+        self.reward = await asyncio.to_thread(getattr, self._object, "reward", None)  # a property may judge for long
         if get_reward := getattr(self._object, "get_reward", None):
             is_async = inspect.iscoroutinefunction(get_reward)
             self.reward = await get_reward() if is_async else await asyncio.to_thread(get_reward)
@@ -77,5 +77,6 @@ class TrlEnvironment(ToolEnvironment):
 
 
 def _tools_of(instance: Any) -> dict[str, Callable[..., Any]]:
-    methods = inspect.getmembers(instance, inspect.ismethod)
-    return {name: method for name, method in methods if name[0] != "_" and name not in ("reset", "get_reward")}
+    # As in TRL, listed on the class: on the object this would read properties, and a `reward` may be one that judges.
+    names = [name for name, _ in inspect.getmembers(type(instance), inspect.isfunction)]
+    return {name: getattr(instance, name) for name in names if name[0] != "_" and name not in ("reset", "get_reward")}

@@ -377,12 +377,12 @@ def given_problem(ids: np.ndarray, n_rows: int, n_vocab: int) -> str:
     outside = (ids < 0) | (ids >= n_vocab)
     if outside.any():
         row, column = np.argwhere(outside)[0]
-        return f"given id {ids[row, column]} of response position {row} is not within [0, {n_vocab})"
+        return f"given id {ids[row, column]} of row {row} is not within [0, {n_vocab})"
     ordered = np.sort(ids, axis=1)
     twice = ordered[:, 1:] == ordered[:, :-1]
     if twice.any():
         row, column = np.argwhere(twice)[0]
-        return f"id {ordered[row, column]} is given twice in response position {row}"
+        return f"id {ordered[row, column]} is given twice in row {row}"
     return ""
 
 
@@ -395,4 +395,4 @@ def listed_problem(given: np.ndarray, listed: np.ndarray) -> str:
     if found.all():
         return ""
     row, column = np.argwhere(~found)[0]
-    return f"response position {row} does not list the given id {given[row, column]}"
+    return f"row {row} does not list the given id {given[row, column]}"

@@ -4,19 +4,22 @@
 
 trivial: 256 sequences of examples/tools' student, as single turns and through an environment that ends each trajectory
     at once, in turns in one engine.
-slow: 64 trajectories of SmolLM2-135M-Instruct in a stream, of up to 4 turns, with a tool that answers at once and one
-    that takes 0.5 s.
+slow: 64 trajectories in a stream, each of exactly 4 turns, with a tool that answers at once and one that takes 0.5 s.
+    Their student has the layers of SmolLM2-135M, so a pass takes as long as its passes, and ends its turn with a fixed
+    probability, 1 of 16 tokens: real students end their trajectories early. Four turns exceed the 512 tokens of a
+    response with a probability of 1e-9.
 
-Needs models/tools (bash examples/tools/run.sh) and models/smollm2 (bash examples/real_model/run.sh). About ten minutes
-on two idle cores.
+Needs models/tools (bash examples/tools/run.sh). About five minutes on two idle cores.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
+import shutil
 import statistics
 import sys
+import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -27,11 +30,11 @@ from tests.bench.command import in_fresh_process, parsed, parser, run_parts
 from tests.bench.teacher_report import Figure, Part, Table
 
 PARTS = ("trivial", "slow")
-MODELS = {"trivial": Path("models/tools/student"), "slow": Path("models/smollm2/whole")}
-DATA = {"trivial": Path("models/tools/train.jsonl"), "slow": Path("models/smollm2/train.jsonl")}
+STUDENT, DATA = Path("models/tools/student"), Path("models/tools/train.jsonl")
 N_SEQUENCES = {"trivial": 256, "slow": 64}
 N_SAMPLES, MAX_RUNNING, MAX_TURNS = 4, {"trivial": 64, "slow": 16}, 4
-DELAY_S = 0.5
+MAX_TOKENS = {"trivial": 64, "slow": 512}
+DELAY_S, TURN_TOKENS = 0.5, 16
 _TIMEOUT_S = 1500.0
 
 
@@ -47,7 +50,7 @@ class Asking(Over):
     """Answer each turn at once."""
 
     async def step(self, text: str) -> Any:
-        return [{"role": "user", "content": "Say it in other words."}]
+        return [{"role": "tool", "content": "12345"}]
 
 
 class AskingSlowly(Asking):
@@ -101,13 +104,15 @@ def _run(part: str, rounds: int) -> dict[str, list[dict[str, float]]]:
     from gkd.rollout.vllm.engine import RolloutEngine
     from gkd.rollout.vllm.turns import Turns
 
-    folder, most = MODELS[part], MAX_RUNNING[part]
+    folder, most = STUDENT, MAX_RUNNING[part]
+    if part == "slow":
+        folder = steady_student(Path(tempfile.mkdtemp(prefix="gkd_bench_turns_")))
     tokenizer = AutoTokenizer.from_pretrained(folder)
     ends = eos_token_ids(str(folder), tokenizer)
-    prompts, _ = load_prompts([str(DATA[part])], DataConfig(), tokenizer, "data.train_files", keep_rows=True)
+    prompts, _ = load_prompts([str(DATA)], DataConfig(), tokenizer, "data.train_files", keep_rows=True)
     prompts = prompts[: N_SEQUENCES[part] // N_SAMPLES]
     delta = ChatDelta(tokenizer, {}, ends, setting=("rollout.environment", part))
-    max_tokens = 64 if part == "trivial" else 160
+    max_tokens = MAX_TOKENS[part]
     engine = RolloutEngine(
         str(folder),
         RolloutConfig(kv_cache_mib=512, max_num_seqs=most),
@@ -136,6 +141,8 @@ def _run(part: str, rounds: int) -> dict[str, list[dict[str, float]]]:
         seconds = time.perf_counter() - began_s
         if turns is not None:
             turns.close()
+        if part == "slow":
+            assert {rollout.n_turns for rollout in rollouts} == {MAX_TURNS}
         return {
             "seconds": seconds,
             "tokens": sum(rollout.n_own for rollout in rollouts),
@@ -151,7 +158,42 @@ def _run(part: str, rounds: int) -> dict[str, list[dict[str, float]]]:
     for _ in range(rounds):
         for name, kind in kinds.items():
             found[name].append(timed(kind))
+    if part == "slow":
+        shutil.rmtree(folder)
     return found
+
+
+def steady_student(folder: Path) -> Path:
+    """Save a model with the layers of SmolLM2-135M that ends its turn with a fixed probability, and return its folder.
+
+    A large constant in each embedding is all that the last norm lets through, and it is the logit of the end token.
+    """
+    import math
+
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    shutil.copytree(STUDENT, folder, dirs_exist_ok=True)
+    sizes = {
+        "hidden_size": 576,
+        "intermediate_size": 1536,
+        "num_hidden_layers": 30,
+        "num_attention_heads": 9,
+        "num_key_value_heads": 3,
+        "head_dim": 64,
+    }
+    config = AutoConfig.from_pretrained(STUDENT)
+    kinds = ["full_attention"] * sizes["num_hidden_layers"]
+    config.update({**sizes, "layer_types": kinds, "max_position_embeddings": 1024, "tie_word_embeddings": False})
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config)
+    with torch.no_grad():
+        model.get_input_embeddings().weight[:, 0] = 1e4
+        model.model.norm.weight.zero_()[0] = 1.0  # what is let through is the root of hidden_size
+        head = model.get_output_embeddings().weight.zero_()
+        head[config.eos_token_id, 0] = math.log((config.vocab_size - 1) / (TURN_TOKENS - 1)) / math.sqrt(576)
+    model.save_pretrained(folder)
+    return folder
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -30,7 +30,7 @@ from gkd.health.checks import NEED_EQUAL_SAMPLING
 from gkd.metrics.writer import read_metrics
 from tests.e2e.conftest import Lab, make_lab
 from tests.e2e.exactness import check_stream, differences
-from tests.e2e.killed_main import POINTS, VICTIMS, generation_of
+from tests.e2e.killed_main import DONE, POINTS, VICTIMS, generation_of
 from tests.e2e.turn_environments import small_models
 from tests.service.harness import ServerProcess
 
@@ -44,6 +44,8 @@ SETTINGS = (
     "trainer.keep_every=4",
     "trainer.resume=auto",
     "eval.every=3",
+    "trainer.init_timeout_s=600",  # busy cores shall not end a run
+    "trainer.stage_timeout_s=600",
     "rollout.max_restarts=0",  # a killed engine ends the run; tests/e2e/engine_kills.py has the restarts
 )
 LAYOUTS = {
@@ -111,6 +113,14 @@ class Outcome:
         return self.exit_code != 0
 
 
+# While trajectories are open. The schedulers that generate ahead begin before the first stage `rollout` of a step; a
+# stream generates always.
+ENGINE_KILLS = {
+    "turns_sync": (Kill("rollout", generation_of(2), 0.1, "engine"),),
+    "turns_one_step_off": (Kill("rollout", generation_of(3) - 1, 0.1, "engine"),),
+    "turns_two_step_off": (Kill("rollout", generation_of(3) - 1, 0.1, "engine"),),
+    "turns_stream": (Kill("train", 3, 0.05, "engine"),),
+}
 # Kills in the first second of a run, before it has results. Each needs a new run folder.
 FIRST_KILLS = tuple(Kill(f"{edge}_replace", nth, 0.0, "all") for nth in (1, 2) for edge in ("before", "after"))
 
@@ -142,10 +152,11 @@ def random_kills(count: int, step_s: float, seed: int) -> list[Kill]:
 
 
 class Runs:
-    """Launches of the real command, killed or not."""
+    """Launches of the real command, killed or not; each may take `launch_s`."""
 
-    def __init__(self, lab: Lab, port: int, folder: Path, settings: Sequence[str]) -> None:
+    def __init__(self, lab: Lab, port: int, folder: Path, settings: Sequence[str], launch_s: float = LAUNCH_S) -> None:
         self._lab, self._port, self._folder, self._settings = lab, port, folder, settings
+        self._launch_s = launch_s
         self._orphans: dict[int, psutil.Process] = {}
         self._n_launches = 0
         folder.mkdir(exist_ok=True)
@@ -165,10 +176,10 @@ class Runs:
         with log.open("w") as output:
             process = subprocess.Popen(command, stdout=output, stderr=output)
         family: dict[int, psutil.Process] = {}
-        deadline = time.monotonic() + LAUNCH_S
+        deadline = time.monotonic() + self._launch_s
         while process.poll() is None:
             if time.monotonic() > deadline:
-                raise TimeoutError(f"{kill}: the run neither ended nor died within {LAUNCH_S:g} s:\n{_tail(log)}")
+                raise TimeoutError(f"{kill}: the run neither ended nor died within {self._launch_s:g} s:\n{_tail(log)}")
             try:
                 family |= {p.pid: p for p in psutil.Process(process.pid).children(recursive=True)}
             except psutil.NoSuchProcess:
@@ -209,6 +220,7 @@ def torture(
             assert code == 0, f"the run could not be finished after {kills}: exit code {code}\n{log[-3000:]}"
             break
         assert code in (0, kill.exit_code), f"{kill}: exit code {code}\n{log[-3000:]}"
+        assert code != 1 or DONE in log, f"{kill}: the run ended for another reason\n{log[-3000:]}"
         reached = -1
         if (run_dir / "metrics.jsonl").exists():
             if base is not None:
@@ -257,10 +269,17 @@ def _tail(log: Path) -> str:
 
 
 def in_layout(
-    layout: str, lab: Lab, port: int, root: Path, kills: Sequence[Kill], n_random: int, file: Path | None
+    layout: str,
+    lab: Lab,
+    port: int,
+    root: Path,
+    kills: Sequence[Kill],
+    n_random: int,
+    launch_s: float,
+    file: Path | None,
 ) -> None:
     """Apply all kills of a layout in several runs, and update `file` after each run."""
-    runs = Runs(lab, port, root, (*SETTINGS, *LAYOUTS[layout]))
+    runs = Runs(lab, port, root, (*SETTINGS, *LAYOUTS[layout]), launch_s)
     base = root / "base"
     code, log = runs.launch(base, None)
     assert code == 0, f"the uninterrupted run failed:\n{log[-4000:]}"
@@ -302,6 +321,8 @@ def main() -> int:
     parser.add_argument("--layouts", default=",".join(LAYOUTS), help="default: %(default)s")
     parser.add_argument("--random", type=int, default=17, help="kills at random times, in each layout")
     parser.add_argument("--no-points", action="store_true", help="leave out the kills at every point of a step")
+    parser.add_argument("--open", action="store_true", help="only kills of an engine while trajectories are open")
+    parser.add_argument("--launch-s", type=float, default=LAUNCH_S, help="limit of one launch; raise it on busy cores")
     parser.add_argument("--json", type=Path, help="put the layouts that ran into this file")
     args = parser.parse_args()
     names = args.layouts.split(",")
@@ -315,16 +336,19 @@ def main() -> int:
                 # One layout is killed at every point, all layouts at random times and during a save.
                 everywhere = name == "one_rank" and not args.no_points
                 kills = [*FIRST_KILLS, *kills_at_points()] if everywhere else [Kill("checkpoint", 3, 0.03, "actor")]
-                if name == "turns_sync":  # while environments work
-                    kills.append(Kill("rollout", generation_of(2), 0.1, "engine"))
-                in_layout(name, lab, server.port, root / name, kills, args.random, args.json)
+                n_random = args.random
+                if args.open:
+                    kills, n_random = [], 0
+                kills += ENGINE_KILLS.get(name, ())
+                in_layout(name, lab, server.port, root / name, kills, n_random, args.launch_s, args.json)
     return 0
 
 
 def _write(file: Path, layout: str, outcomes: Sequence[Outcome]) -> None:
     n_random = sum(o.kill.point == "data" and o.kill.after_s > 0 for o in outcomes)
     report = json.loads(file.read_text()) if file.exists() else {}
-    report[layout] = {
+    only_open = bool(outcomes) and all(o.kill in ENGINE_KILLS.get(layout, ()) for o in outcomes)
+    report[f"{layout}, open trajectories" if only_open else layout] = {
         "machine": {"cpu": platform.processor() or platform.machine(), "python": platform.python_version()},
         "settings": [*SETTINGS, *LAYOUTS[layout]],
         "kills": len(outcomes),

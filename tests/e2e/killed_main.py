@@ -36,6 +36,7 @@ CALLS: dict[str, tuple[Any, str]] = {
 }
 POINTS = (*STAGES, *(f"{edge}_{name}" for name in CALLS for edge in ("before", "after")))
 VICTIMS = {"actor": "ActorWorker", "engine": "RolloutWorker"}  # which end the run, unless engines are restarted
+DONE = "killed_main: signal sent to"  # in the output, so that a run that ended for another reason is not taken for it
 OTHER_VICTIMS = ("all", "driver", "engine_child", "stopped_engine", "stopped_engine_child")
 
 
@@ -77,6 +78,7 @@ class Killer:
             if not chosen:
                 os._exit(70)  # an exception in this thread would go unnoticed
             chosen[0].send_signal(signal.SIGSTOP if self._victim.startswith("stopped_") else signal.SIGKILL)
+            print(DONE, self._victim, flush=True)
             return
         if self._victim == "all":
             for process in family:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ from tests.metric_keys import unlisted_keys
 from tests.service.harness import ServerProcess
 
 pytestmark = pytest.mark.e2e
-ECHO, FAULTY, SLOW = (f"tests.e2e.turn_environments:{name}" for name in ("Echo", "Faulty", "Slow"))
+ECHO, FAULTY, KILLED, SLOW = (f"tests.e2e.turn_environments:{name}" for name in ("Echo", "Faulty", "Killed", "Slow"))
 
 
 @pytest.fixture(scope="module")
@@ -72,14 +73,25 @@ def run(acting_models: Path, port: int, shared_ray: str) -> Any:
 
 
 @pytest.fixture(scope="module")
-def whole(run: Any) -> Path:
-    """Return the folder of an uninterrupted run with four steps."""
+def killed(acting_models: Path) -> tuple[Path, Path]:
+    """Return a file of training rows that name another file; `Killed` writes it."""
+    rows = [json.loads(line) for line in (acting_models / "train.jsonl").read_text().splitlines()]
+    train, file = acting_models.parent / "killed.jsonl", acting_models.parent / "killed.json"
+    train.write_text("".join(json.dumps(row | {"killed": str(file)}) + "\n" for row in rows))
+    return train, file
+
+
+@pytest.fixture(scope="module")
+def whole(run: Any, killed: tuple[Path, Path]) -> Path:
+    """Return the folder of a run with four steps. After the first one its worker of environments is killed."""
     rewards = "reward.functions=[{path: environment}, {path: 'tests.unit.judging_functions:n_messages'}]"
     settings = (
         rewards,
         "distill.reward_weight=0.1",
         "eval.metric=tests.unit.judging_functions:n_messages",
         "trainer.record_batches=true",
+        f"rollout.environment={KILLED}",
+        f"data.train_files=[{killed[0]}]",
     )
     folder: Path = run("whole", *settings)
     return folder
@@ -115,6 +127,29 @@ def test_the_loss_is_that_of_own_tokens_over_the_whole_trajectory(whole: Path, a
     assert first["rollout/observed_tokens"] == n_all - n_own
     assert first["loss/token_kl"] == pytest.approx(total / n_own, rel=1e-4)
     assert sum(value for key, value in first.items() if key.startswith("turn/") and key.endswith("tokens")) == n_own
+
+
+def test_a_killed_worker_ends_its_own_trajectories(whole: Path, killed: tuple[Path, Path]) -> None:
+    """Fails if kill -9 of a worker of environments ends the run, loses a trajectory, or is not counted."""
+    rows = [json.loads(line) for line in killed[0].read_text().splitlines()]
+    lines = {int(line["step"]): line for line in read_metrics(whole / "metrics.jsonl") if "rollout/turns_mean" in line}
+    assert set(lines) == {1, 2, 3, 4}
+    found = dict[int, list[str]]()  # step -> answers of the rows whose trajectories ended by an error
+    for step, line in lines.items():
+        batch = [
+            rollout
+            for file in sorted((whole / "batches" / f"step_{step:08d}").glob("*.npz"))
+            for rollout in read_sequences(file)[0]
+        ]
+        assert sorted(rollout.sample_index for rollout in batch) == [*range(8)]
+        errors = [rollout for rollout in batch if rollout.finish_reason == "environment_error"]
+        assert line["rollout/environment_errors"] == len(errors) / 8
+        if errors:
+            found[step] = [rows[rollout.prompt_id]["answer"] for rollout in errors]
+    (step,) = found  # one batch, and the process that followed answers
+    assert step > 1 and max(lines[later]["rollout/observed_tokens"] for later in range(step + 1, 5)) > 0
+    opened = Counter(json.loads(killed[1].read_text()))
+    assert opened and opened <= Counter(found[step])
 
 
 @pytest.mark.slow

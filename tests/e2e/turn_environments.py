@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
+import signal
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from examples.quickstart.make_models import Recipe
 from examples.tools.make_models import make_models
@@ -61,3 +63,31 @@ class Faulty(Echo):
         if fault in ("role", *contents):
             return [{"role": "system" if fault == "role" else "tool", "content": contents.get(fault, "")}]
         return await super().step(text)
+
+
+class Killed(Echo):
+    """End the process of all trajectories with SIGKILL, once, when a late one makes its second turn.
+
+    The answers of the rows whose trajectories were open are in the file that the column `killed` names. Rows without
+    this column are those of `Echo`.
+    """
+
+    opened: ClassVar[list[Killed]] = []
+    n_made: ClassVar[int] = 0
+
+    def __init__(self, row: dict[str, Any], seed: int) -> None:
+        super().__init__(row, seed)
+        if "killed" in row:
+            Killed.n_made += 1
+            self.opened.append(self)
+
+    async def step(self, text: str) -> list[dict[str, str]] | None:
+        is_second, file = self.reward == 1 and self in self.opened, Path(self._row.get("killed", ""))
+        if is_second and Killed.n_made > 8 and not file.exists():  # 8 trajectories are the first batch
+            file.write_text(json.dumps([each._row["answer"] for each in self.opened]))
+            os.kill(os.getpid(), signal.SIGKILL)
+        return await super().step(text)
+
+    async def close(self) -> None:
+        if self in self.opened:
+            self.opened.remove(self)

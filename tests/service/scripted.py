@@ -56,7 +56,9 @@ def valid_reply(request: ScoreRequest, tokens: np.ndarray, **changes: Any) -> Me
 
     Probabilities are 1/2, 1/4, ...; with a mass target row j lists j % K + 1 of them.
     """
-    response = tokens[request.prompt_length :]
+    lengths = np.array(request.lengths or [(request.prompt_length, len(tokens))])
+    sequences = np.split(tokens, np.cumsum(lengths[:, 1])[:-1])
+    response = np.concatenate([ids[n:] for n, ids in zip(lengths[:, 0], sequences, strict=True)])
     response = response[response >= 0]
     n_rows = len(response)
     fields: dict[str, Any] = {

@@ -113,6 +113,11 @@ def test_given_ids_of_own_tokens_have_rows_for_all() -> None:
     scores = scores_of("vllm", reply, asked, N_VOCAB)
     assert scores.topk is not None and scores.topk.topk_ids.tolist() == [[3, 1], [7, 2]]
     np.testing.assert_array_equal(scores.topk.topk_logprobs, [rows[1], rows[4][::-1]])
+    file = io.BytesIO()
+    np.lib.format.write_array(file, np.where(np.arange(5)[:, None] == 4, np.float32(0.5), rows), (1, 0))
+    reply = msgspec.json.encode({"prompt_token_id_logprobs": base64.b64encode(file.getvalue()).decode()})
+    with pytest.raises(TeacherError, match="x: response position 4 "):
+        scores_of("vllm", reply, asked, N_VOCAB)
 
 
 # Faults of a reply: each changes the JSON at a random place of the response and returns None, or returns other bytes.

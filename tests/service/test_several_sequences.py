@@ -10,7 +10,16 @@ import pytest
 
 from gkd.errors import TeacherError, TeacherRefusal
 from teacher_server.wire.protocol import ScoreReply, ScoreRequest, as_frame, checksum, replies
-from tests.service.harness import TRIVIAL, ServerProcess, connect, random_rollouts, submit, table_of, trivial_model
+from tests.service.harness import (
+    TRIVIAL,
+    ServerProcess,
+    connect,
+    own_turns,
+    random_rollouts,
+    submit,
+    table_of,
+    trivial_model,
+)
 from tests.service.scripted import N_VOCAB as SCRIPTED_VOCAB
 from tests.service.scripted import Message, ScriptedServer, client, valid_reply
 from tests.service.trivial_engine import trivial_sampled
@@ -72,9 +81,12 @@ def test_sequences_with_and_without_ids_are_not_mixed(server: ServerProcess) -> 
 
 
 def test_invalid_scores_name_the_sequence() -> None:
-    """Fails if an invalid row of the joined tables is not traced back to its sequence."""
-    rollouts = random_rollouts(4, SCRIPTED_VOCAB)
-    row = sum(len(rollout.response_ids) for rollout in rollouts[:3]) - 1  # the last one of the third sequence
+    """Fails if an invalid row of the joined tables is not traced back to its sequence and its token."""
+    rollouts = [own_turns(rollout) for rollout in random_rollouts(4, SCRIPTED_VOCAB, response=(20, 20))]
+    row = sum(rollout.n_own for rollout in rollouts[:3]) - 1  # the last one of the third sequence
+    assert rollouts[2].own is not None
+    position = np.flatnonzero(rollouts[2].own)[-1]
+    assert position > rollouts[2].n_own
 
     def script(request: ScoreRequest, tokens: np.ndarray, n: int) -> list[Message]:
         header, *frames = valid_reply(request, tokens)
@@ -87,5 +99,5 @@ def test_invalid_scores_name_the_sequence() -> None:
 
     with ScriptedServer(script) as scripted, client(scripted, wire="fp32") as teacher:
         future = teacher.submit(rollouts, ("topk",))
-        with pytest.raises(TeacherError, match=f"prompt 2, sample 0, .*position {len(rollouts[2].response_ids) - 1} "):
+        with pytest.raises(TeacherError, match=f"prompt 2, sample 0, .*position {position} "):
             future.result(timeout=20)

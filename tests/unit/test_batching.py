@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 
 from gkd.data.batching import check_batch, make_micro_batches, token_records, without_first
 from gkd.errors import DataError, GkdError, TeacherError
-from gkd.types import MicroBatch, Rollout, TeacherScores, TeacherTopK, TokenTargets, VersionSpan
+from gkd.types import SIGNAL_FIELDS, MicroBatch, Rollout, TeacherScores, TeacherTopK, TokenTargets, VersionSpan
+from teacher_server.wire.protocol import Signal
 
 K = 3
 N_VOCAB, D = 10_000, 5
@@ -349,6 +350,22 @@ def test_bad_scores_are_refused_by_rank_and_sample(
     valid, bad = make_rollout(1, 2, 2, sample=1), make_rollout(3, 2, 2, sample=2)
     with pytest.raises(TeacherError, match=f"actor rank 3: prompt 3, sample 2: .*{pattern}"):
         check([valid, bad], [make_scores(valid), change(make_scores(bad))])
+
+
+@pytest.mark.parametrize("signal", [*ALL, "reference"])
+def test_an_error_names_the_position_in_the_response(signal: str) -> None:
+    """Fails if the row of a token is taken for its position, where a trajectory has observations."""
+    rollouts = [make_rollout(1, 2, 6, own=0b110011), make_rollout(3, 2, 7, sample=1, own=0b1100110)]
+    scores = [make_scores(rollout) for rollout in rollouts]
+    scores = [replace(score, reference_logprobs=score.sampled_logprobs) for score in scores]
+    field = "reference_logprobs" if signal == "reference" else SIGNAL_FIELDS[cast(Signal, signal)]
+    table = getattr(scores[1], field)
+    values = (table.topk_logprobs if signal == "topk" else table).copy()
+    values[2] = np.nan  # the third own token
+    bad = replace(scores[1], **{field: replace(table, topk_logprobs=values) if signal == "topk" else values})
+    checked = ("sampled",) if signal == "reference" else (cast(Signal, signal),)
+    with pytest.raises(TeacherError, match=r"prompt 3, sample 1: .*response position 5 \(1 rows\)"):
+        check_batch(rollouts, [scores[0], bad], where="rank 3", n_vocab=N_VOCAB, signals=checked, with_reference=True)
 
 
 def test_scores_of_another_number_of_sequences_are_refused() -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import subprocess
 import sys
 import threading
 import time
@@ -196,8 +198,28 @@ class Judged(Counter):
         return float(self.count)
 
 
+class Verified(Counter):
+    """Its reward is a property that judges once, as TRL's `HarborEnv` has it."""
+
+    verdict: float | None = None
+
+    @property
+    def reward(self) -> float:
+        if self.verdict is None:
+            assert not threading.current_thread().name.startswith(LOOP), "it may take minutes"
+            self.verdict = float(self.count)
+        return self.verdict
+
+    @reward.setter
+    def reward(self, value: float) -> None: ...
+
+
 class CounterEnvironment(TrlEnvironment):
     factory = Counter
+
+
+class VerifiedEnvironment(TrlEnvironment):
+    factory = Verified
 
 
 class JudgedEnvironment(TrlEnvironment):
@@ -218,12 +240,71 @@ def test_environments_of_trl() -> None:
         assert (messages[0], messages[1][0], messages[2], reward) == (["now 7"], "7", None, 0.5)
         assert messages[1][1].startswith("Error: ")
     assert Counter.made == 1  # TRL, too, uses objects again
+    assert play(VerifiedEnvironment, turns, {"start": 4})[1] == 7.0  # judged at the end, not while tools are listed
     with pytest.raises(ValueError):
         play(CounterEnvironment, turns, {"start": 4, "observation": "you see a door"})
     assert play(JudgedEnvironment, turns, {"start": 4, "observation": "you see a door"})[1] == 7.0
     assert play(JudgedEnvironment, [], {"start": 4})[1] is None
     with pytest.raises(TypeError):
         type("NoReset", (TrlEnvironment,), {"factory": threading.Lock})
+
+
+@pytest.mark.slow
+def test_classes_that_trl_ships(tmp_path: Path) -> None:
+    """Fails if TRL's own environments find other tools, another order of calls or another reward here than in TRL."""
+    harbor = pytest.importorskip("trl.experimental.harbor._env")
+    openreward = pytest.importorskip("trl.experimental.openreward.environment")
+
+    class Shell:  # in place of a sandbox
+        async def exec(self, command: str, timeout_sec: int) -> Any:
+            done = subprocess.run(
+                command, shell=True, capture_output=True, text=True, cwd=tmp_path, timeout=timeout_sec
+            )
+            return types.SimpleNamespace(stdout=done.stdout, stderr=done.stderr, return_code=done.returncode)
+
+    class Local(harbor.HarborBashEnv):  # type: ignore[name-defined]
+        async def _start(self, task_dir: str) -> str:
+            self._env = Shell()
+            return task_dir
+
+        async def _verify(self) -> float:
+            return float((tmp_path / "answer.txt").read_text())
+
+        async def _stop(self) -> None: ...
+
+    made: Any = type("Made", (TrlEnvironment,), {"factory": Local, "prompt_has_observation": True})
+    assert [tool["function"]["name"] for tool in made.tools] == ["bash"]
+    turns = [CALL.format("bash", json.dumps({"command": command})) for command in ("echo a", "echo 0.25 > answer.txt")]
+    messages, reward = play(made, [*turns, "done"], {"task_dir": "x"})
+    assert messages[0] == ["a\n"] and messages[1][0].startswith("(empty output") and reward == 0.25
+
+    class Session:  # of a server
+        def __enter__(self) -> Session:
+            return self
+
+        def __exit__(self, *error: object) -> None: ...
+
+        def get_prompt(self) -> list[Any]:
+            return []
+
+        def call_tool(self, name: str, arguments: dict[str, Any]) -> Any:
+            text = [types.SimpleNamespace(text=f"{name} {arguments}", type="text")]
+            return types.SimpleNamespace(blocks=text, reward=arguments["n"] / 4, metadata=None, finished=False)
+
+    server = types.SimpleNamespace(session=lambda **options: Session())
+    numbers = {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]}
+    tools = [{"name": "guess", "description": "Guess.", "input_schema": numbers}]
+
+    def remote() -> Any:
+        return openreward._RolloutEnvironment(base_url="x", _client=server, _env=server, _tool_specs=tools)
+
+    guessing: Any = type(
+        "Guessing", (TrlEnvironment,), {"factory": staticmethod(remote), "prompt_has_observation": True}
+    )
+    assert [tool["function"]["name"] for tool in guessing.tools] == ["guess"]
+    assert guessing.tools[0]["function"]["parameters"]["properties"]["n"]["type"] == "integer"
+    messages, reward = play(guessing, [CALL.format("guess", '{"n": 3}'), "done"], {"task_index": 0})
+    assert messages[0] == ["guess {'n': 3}"] and reward == 0.75
 
 
 class Fake:

@@ -94,7 +94,7 @@ def test_a_row_that_lacks_a_given_id_is_found() -> None:
     for row in (0, N_ROWS - 1):
         wrong = given.copy()
         wrong[row, 2] = next(i for i in range(N_VOCAB) if i not in listed[row])
-        assert listed_problem(wrong, listed).split()[2] == str(row)
+        assert listed_problem(wrong, listed).split()[1] == str(row)
     assert listed_problem(given, np.roll(listed, 1, axis=0))
 
 

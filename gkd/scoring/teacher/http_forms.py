@@ -129,7 +129,7 @@ def scores_of(dialect: str, body: bytes, asked: Asked, n_vocab: int) -> TeacherS
         table = TeacherTopK.without_tail(ids, logprobs) if asked.k else None
     except (msgspec.DecodeError, ValueError, OverflowError, RecursionError) as error:
         raise TeacherError(f"{asked.name}: the reply is not in the form of {dialect}: {error}") from error
-    rows = Rows((asked.name,), (len(asked.rows),))
+    rows = Rows((asked.name,), (len(asked.rows),), (asked.own,))
     if table is not None:
         validate_topk(table, n_vocab, rows)
     if asked.with_sampled:

@@ -67,6 +67,7 @@ class RequestMessage(Generic[H]):
     resend_s: float  # send again if no reply arrived for this long
     given: np.ndarray | None = None  # [M, G] ids that each row of the reply must list, M of all sequences
     n_rows: Sequence[int] = ()  # of each sequence
+    own: Sequence[np.ndarray | None] = ()  # of each sequence, see `Rollout`
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +126,8 @@ class RequestSettings:
                 n_own=n_own,
             )
         frames = [as_frame(tokens), *frames]
-        return RequestMessage(names, header, frames, token_digest(tokens), self.resend_s, given, n_rows)
+        own = [rollout.own for rollout in rollouts]
+        return RequestMessage(names, header, frames, token_digest(tokens), self.resend_s, given, n_rows, own)
 
     def _checked_given(self, rollouts: Sequence[Rollout], names: Sequence[str]) -> np.ndarray:
         """Return the `top_ids` of all rollouts, [M, G]. Raises TeacherError."""
@@ -278,7 +280,7 @@ class ScoresRequest(PendingRequest[list[TeacherScores]]):
         super().__init__(message)
         self.n_sequences = len(message.names)
         self._sent, self._given, self._n_vocab = message.header, message.given, n_vocab
-        self._n_rows = message.n_rows
+        self._n_rows, self._own = message.n_rows, message.own
 
     def accept(self, reply: Reply, frames: list[Buffer], now_s: float) -> list[TeacherScores]:
         checked = self._check(reply)
@@ -290,7 +292,7 @@ class ScoresRequest(PendingRequest[list[TeacherScores]]):
             joined = TeacherScores(sampled_logprobs=unpack_sampled(checked, frames))
         parts = list(self._rows())
         names = [f"{name}, from worker {checked.worker!r}" for name in self.names]
-        self._validate(joined, Rows(names, self._n_rows), parts)
+        self._validate(joined, Rows(names, self._n_rows, self._own), parts)
         return [joined] if len(parts) == 1 else [_part(joined, part) for part in parts]
 
     def _check(self, reply: Reply) -> ScoreReply:
