@@ -102,8 +102,9 @@ def _measure(backend: str, dtype: torch.dtype, rank: int, world_size: int, root:
     # One more step, after all these cycles.
     result["after"] = (offloaded.train_step(batches(N_STEPS)).loss, plain.train_step(batches(N_STEPS)).loss)
     result["changed"] = changed_by_a_move(offloaded)
-    states._kept = frozenset({PARAMS})
-    result["detected"] = {name.partition("[")[0] for name in changed_by_a_move(offloaded)}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("gkd.memory.states._KEPT", (PARAMS,))
+        result["detected"] = {name.partition("[")[0] for name in changed_by_a_move(offloaded)}
     return result
 
 
