@@ -148,9 +148,9 @@ class TeacherMeter:
         """End a step; the first call starts the first one. Call it before the engines get new weights.
 
         Returns:
-            For the step that ended `delay` steps ago: the busy seconds of a teacher with 1, 2, 4, ... workers, i.e. the
-            integral of min(open requests, workers), and what was completed. Empty if there is no such step yet, or no
-            request was open in it.
+            Numbers of the step that ended `delay` steps ago: the sequences and tokens that were completed, and the busy
+            seconds of a teacher with 1, 2, 4, ... workers: min(open requests, workers), integrated over time. The
+            result is empty if there is no such step yet, or if no request was open in it.
         """
         self._ends.append(self._clock())
         if len(self._ends) < (self._ends.maxlen or 0):

@@ -27,11 +27,11 @@ BY_NAME = """cudaDeviceReset cuCtxGetLimit cuCtxSetLimit nvmlInit_v2 nvmlInitWit
 
 
 def compile_(output: Path, *arguments: str | Path) -> None:
-    """Run g++ to make a shared library; an -O in the arguments replaces -O2. Errors go to the terminal."""
+    """Run g++ to make a shared library. Errors go to the terminal."""
     subprocess.run(["g++", "-O2", "-fPIC", "-w", "-shared", *map(str, arguments), "-o", str(output)], check=True)
 
 
-def build_cards(folder: Path, headers: Path, users: Iterable[Path] = (), *, level: str = "-O2") -> Path:
+def build_cards(folder: Path, headers: Path, users: Iterable[Path] = ()) -> Path:
     """Build libcards.so in `folder`, with stubs for the calls that the libraries `users` need, and return its path."""
     library, versions, stubs = folder / "libcards.so", folder / "versions.map", folder / "stubs.cpp"
     # A library asks for a call of libcudart in a version. The calls of all other libraries are found without one.
@@ -43,7 +43,7 @@ def build_cards(folder: Path, headers: Path, users: Iterable[Path] = (), *, leve
     stubs.write_text('#include "cards.h"\n' + "".join(stub.format(name) for name in needed))
     link = ["-Wl,-soname,libcudart.so.13", f"-Wl,--version-script={versions}", "-ldl", "-lpthread", "-lrt"]
     sources = [path for path in HERE.glob("*.cpp") if path.name != "values.cpp"]
-    compile_(library, level, "-std=c++17", "-I", headers, "-I", HERE, *sources, stubs, *link)
+    compile_(library, "-std=c++17", "-I", headers, "-I", HERE, *sources, stubs, *link)
     return library
 
 

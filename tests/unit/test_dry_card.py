@@ -56,7 +56,7 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = headers()
     if folder is None or not shutil.which("g++") or not shutil.which("nm"):
         pytest.skip("needs g++, nm and CUDA's headers (pip install nvidia-cuda-runtime)")
-    return build_cards(tmp_path_factory.mktemp("cards"), folder, level="-O0")  # compiles in half of the time
+    return build_cards(tmp_path_factory.mktemp("cards"), folder)
 
 
 @pytest.fixture
