@@ -24,6 +24,8 @@ from teacher_server.wire.protocol import Signal
 if TYPE_CHECKING:
     import torch
 
+    from gkd.text.targets import TextTargets
+
 
 # How a response ended: with an end token; at data.max_response_length; by a rule of `rollout.environment`, for example
 # after rollout.max_turns; by an error of the environment. Its position is the code of `RolloutChunk.endings`.
@@ -157,6 +159,8 @@ class TeacherScores:
     logits: np.ndarray | None = None
     # [M, D] float32, final hidden states; hidden @ lm_head.T = logits before the temperature.
     hidden: np.ndarray | None = None
+    # [R'] int32, the response in the tokens of a teacher with another tokenizer: the rows of `hidden` in place of M.
+    response_ids: np.ndarray | None = None
     # [M] float32, nats, reference logprobs of the own tokens; added on the training ranks.
     reference_logprobs: np.ndarray | None = None
 
@@ -191,22 +195,24 @@ class TokenTargets:
     advantages: torch.Tensor | None = None  # [N] float32, of the reward of each token's response
     weights: torch.Tensor | None = None  # [N] float32, factor of the loss, see `gkd.data.collate`; None means all 1
     sequences: torch.Tensor | None = None  # [N] int64, the row's sequence, counted from 0 in the micro-batch
+    text: TextTargets | None = None  # of a teacher with another tokenizer, whose tokens are the rows of `hidden`
 
     def __len__(self) -> int:
         return int(self.sampled_ids.numel())
 
     def rows(self, rows: slice) -> TokenTargets:
-        """Return views of these rows."""
-        return self._each(lambda name, table: table[rows])
+        """Return views of these rows, without `text`."""
+        return self._each(lambda name, table: None if name in ("text", "hidden") and self.text else table[rows])
 
     def on(self, device: torch.device) -> TokenTargets:
         """Move all tables to `device` except `logits` and `hidden`, which the loss moves in chunks."""
-        return self._each(lambda name, table: table if name in ("logits", "hidden") else table.to(device))
+        host = ("logits", "hidden", "text")
+        return self._each(lambda name, table: table if name in host else table.to(device))
 
-    def _each(self, change: Callable[[str, torch.Tensor], torch.Tensor]) -> TokenTargets:
+    def _each(self, change: Callable[[str, Any], Any]) -> TokenTargets:
         changed: dict[str, Any] = {}
         for item in fields(self):
-            table: torch.Tensor | None = getattr(self, item.name)
+            table = getattr(self, item.name)
             changed[item.name] = None if table is None else change(item.name, table)
         return TokenTargets(**changed)
 

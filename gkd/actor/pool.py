@@ -20,6 +20,7 @@ from gkd.errors import ConfigError
 from gkd.files.manifest import FileDigest
 from gkd.memory.usage import merge
 from gkd.run import shared_folder
+from gkd.text.pair import TokenizerPair
 from gkd.types import PendingScores, ProcessSpans, ScoredChunk, TrainStats
 
 
@@ -192,14 +193,15 @@ class ActorPool:
         refs = {f"actor rank {rank}": self._workers[rank].node_id.remote() for rank in self.last_stage_ranks()}
         return list(gather(refs, "node ids", timeout_s).values())
 
-    def set_teacher_head(self, heads: Sequence[Any], timeout_s: float) -> None:
+    def set_teacher_head(self, heads: Sequence[Any], timeout_s: float, pair: TokenizerPair | None = None) -> None:
         """Send the teacher's LM head to the ranks that compute the loss; blocks.
 
         Args:
             heads: by data-parallel rank, a handle of [V, D] float32 on the host of that group's last stage.
+            pair: tokenizers of the student and of a teacher with another one.
         """
         refs = {
-            f"actor rank {layout.rank}": worker.set_teacher_head.remote(heads[layout.dp_rank])
+            f"actor rank {layout.rank}": worker.set_teacher_head.remote(heads[layout.dp_rank], pair)
             for worker, layout in zip(self._workers, self._layouts, strict=True)
             if layout.is_last_stage
         }

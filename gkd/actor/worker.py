@@ -37,6 +37,7 @@ from gkd.log import get_logger
 from gkd.memory.states import OPTIMIZER, PARAMS
 from gkd.memory.usage import log_gpu_memory_usage
 from gkd.spans import Phase
+from gkd.text.pair import TokenizerPair
 from gkd.types import Rollout, TrainStats
 from gkd.weight_sync.buckets import Bucket, Content, TensorSpec
 from gkd.weight_sync.group import GroupSpec, TransferGroup
@@ -58,6 +59,7 @@ class ActorWorker(ActorRank):
         self._group: TransferGroup | None = None
         self._kept = KeptVersion()
         self._writer = BackgroundWriter()
+        self._pair: TokenizerPair | None = None
 
     def accumulate(self, *inputs: Any) -> None:
         """Add the gradients of a part of the next step's batch; `train_step` gets the rest. Collective.
@@ -172,10 +174,16 @@ class ActorWorker(ActorRank):
         with self._phase(phase, [PARAMS], is_offload_states):
             return _timed(partial(map_selected, sequence_indices, chunks, compute))
 
-    def set_teacher_head(self, head: np.ndarray) -> None:
-        """Set the teacher's LM head, [V, D] float32, for the signal `hidden`. On the last pipeline stage only."""
+    def set_teacher_head(self, head: np.ndarray, pair: TokenizerPair | None) -> None:
+        """Set the teacher's LM head, for the signal `hidden`. On the last pipeline stage only.
+
+        Args:
+            head: [V, D] float32.
+            pair: tokenizers of the student and of a teacher with another one.
+        """
+        self._pair = pair
         with self._phase(Phase.TEACHER_HEAD, [PARAMS], alone=True):
-            self._student.set_teacher_head(head)
+            self._student.set_teacher_head(head, pair, self._config.distill.units)
 
     def save(self, folder: Path, blocking: bool = False) -> None:
         """Start to copy this rank's state to host memory and to write it into `folder`; returns before either ends.
@@ -310,6 +318,7 @@ class ActorWorker(ActorRank):
                 micro_batch_size=actor.micro_batch_size,
                 max_tokens=actor.max_tokens_per_micro_batch,
                 packed=actor.packing,
+                pair=self._pair,
             )
         return batches, rollouts
 

@@ -14,6 +14,7 @@ from gkd.config.check_losses import (
     check_support,
     check_tail,
     check_token_weights,
+    check_tokenizer,
 )
 from gkd.config.check_pools import check_adapter_sync, check_cluster, check_pools, check_sizes, check_strategy
 from gkd.config.check_values import check_value, check_values
@@ -202,6 +203,7 @@ _CHECKS = (
     check_signal,
     check_support,
     check_tail,
+    check_tokenizer,
     check_routes,
     check_backend,
     check_token_weights,

@@ -9,7 +9,7 @@ from urllib.parse import urlsplit
 
 from gkd.config.routes import Route
 from gkd.config.schema import Config, Derived
-from gkd.config.schema_teacher import ACTOR, BACKENDS, HTTP, ReferenceConfig, TeacherConfig
+from gkd.config.schema_teacher import ACTOR, BACKENDS, HTTP, UNITS, ReferenceConfig, TeacherConfig
 from gkd.config.schema_trainer import AHEAD, STREAM, TrainerConfig
 from gkd.errors import ConfigError
 
@@ -45,6 +45,43 @@ def check_signal(config: Config, derived: Derived) -> None:
     if t.store and config.distill.on_policy_share == 1:
         problem = "it keeps the scores of dataset responses, and distill.on_policy_share is 1."
         raise ConfigError("teacher.store", t.store, problem, "leave it out, or use a share below 1.")
+
+
+def check_tokenizer(config: Config, derived: Derived) -> None:
+    """Check that what compares texts in place of tokens is used alone."""
+    t, distill = config.teacher, config.distill
+    if not t.tokenizer:
+        unused: list[tuple[str, object, bool]] = [
+            ("teacher.special_tokens", t.special_tokens, not t.special_tokens),
+            ("distill.units", distill.units, distill.units == UNITS[0]),
+        ]
+        for key, value, is_default in unused:
+            if not is_default:
+                problem = "it is of a teacher with another tokenizer, and teacher.tokenizer is empty."
+                raise ConfigError(key, value, problem, "name the folder of the teacher's tokenizer, or remove the key.")
+        return
+    if t.signal != "hidden":
+        problem = "the teacher's tokens are not the student's, so only its whole distribution can be compared."
+        raise ConfigError("teacher.signal", t.signal, problem, "use hidden.")
+    losses = [*derived.loss.divergences, *([derived.loss.sft] if derived.loss.sft else [])]
+    if others := [term.name for term in derived.loss.terms if term not in losses]:
+        problem = f"{others[0]} needs the teacher's logprob of the student's token, which is none of its tokens."
+        raise ConfigError("distill.loss", others[0], problem, "use a divergence.")
+    alone: list[tuple[str, object, bool]] = [
+        ("teacher.routes", t.routes, not t.routes),
+        ("teacher.store", t.store, not t.store),
+        ("rollout.environment", config.rollout.environment, not config.rollout.environment),
+        ("data.messages_key", config.data.messages_key, not config.data.messages_key),
+        ("eval.teacher_prompts", config.eval.teacher_prompts, not config.eval.teacher_prompts),
+        ("distill.teacher_reward_scale", distill.teacher_reward_scale, distill.teacher_reward_scale == 1),
+        ("distill.token_weight", distill.token_weight, distill.token_weight in ("none", "entropy")),
+        ("distill.skip_first_tokens", distill.skip_first_tokens, not distill.skip_first_tokens),
+        ("actor.fused_lm_head", config.actor.fused_lm_head, config.actor.fused_lm_head),
+    ]
+    for key, value, works in alone:
+        if not works:
+            problem = "this does not work with a teacher that has another tokenizer (teacher.tokenizer)."
+            raise ConfigError(key, value, problem, "leave it out, or use a teacher with the student's tokens.")
 
 
 def check_support(config: Config, derived: Derived) -> None:

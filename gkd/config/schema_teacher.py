@@ -10,6 +10,7 @@ from teacher_server.wire.protocol import MAX_K, Signal
 
 Tail: TypeAlias = Literal["bucket", "renorm", "drop", "residual"]
 SUPPORTS = ("teacher", "student", "union")
+UNITS = ("nodes", "text")
 
 # Name of each divergence, and of its function in gkd/loss -> the keys of `distill` that it uses.
 DIVERGENCES: dict[str, tuple[str, ...]] = {
@@ -42,7 +43,7 @@ class TeacherBackend(NamedTuple):
 ACTOR, ROLLOUT = "actor", "rollout"  # names of the pools
 HTTP = "http"
 DIALECTS = ("vllm", "sglang")
-_SERVER_KEYS = "server_ip server_port name keys max_in_flight store store_gib"
+_SERVER_KEYS = "server_ip server_port name keys max_in_flight store store_gib tokenizer special_tokens"
 _HTTP_KEYS = "url dialect api_key_env name max_in_flight"
 BACKENDS = {
     "zmq": TeacherBackend("", "teacher.server_port", frozenset(_SERVER_KEYS.split())),
@@ -188,6 +189,19 @@ class TeacherConfig:
         limits="names of letters, digits, _ and -; weights > 0",
         resume=IF_MOVED,
     )
+    tokenizer: str = key(
+        "",
+        "zmq: folder with the teacher's tokenizer, if its tokens are not the student's; needs teacher.signal=hidden. "
+        "Empty = the same tokens. docs/other_tokenizer.md.",
+        limits="empty with several teachers",
+        resume=IF_MOVED,
+    )
+    special_tokens: dict[str, str] = key(
+        {},
+        "Special tokens in responses that mean the same: {the student's: the teacher's}. The ends of a response are "
+        "paired without it; responses are compared up to any other special token.",
+        limits="special tokens of both tokenizers",
+    )
     prompt_template: str = key(
         "",
         "Prompt that the teacher scores the responses after, made of the row: a text with {prompt}, {answer} and "
@@ -258,6 +272,12 @@ class DistillConfig:
         "the rollout, or union = half of them the student's and the rest the teacher's most probable others. Dataset "
         "responses have the teacher's.",
         choices=SUPPORTS,
+    )
+    units: str = key(
+        "nodes",
+        "teacher.tokenizer: what the losses compare. nodes = strings that begin tokens of both vocabularies, and the "
+        "next byte where their tokens do not begin together; text = the next byte everywhere.",
+        choices=UNITS,
     )
     tail: str = key(
         "bucket",

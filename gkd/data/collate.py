@@ -32,6 +32,8 @@ from numpy.typing import DTypeLike
 
 from gkd.config.routes import Route
 from gkd.errors import DataError
+from gkd.text.pair import TokenizerPair
+from gkd.text.targets import TextTargets
 from gkd.types import SIGNAL_FIELDS, MicroBatch, Rollout, TeacherScores, TokenTargets
 
 T = TypeVar("T")
@@ -48,6 +50,7 @@ class MicroBatches(Sequence[MicroBatch]):
         groups: indices into `rollouts` of the sequences of each micro-batch, in row order.
         packed: concatenate sequences in one row; otherwise pad to the longest with `pad_id`.
         weights: [len(rollouts)] float32, factor of the loss of each sequence's tokens; None means all 1.
+        pair: tokenizers of the student and of a teacher with another one, whose scores have `response_ids`.
 
     Raises:
         DataError: only some of the sequences have one of the teacher's tables.
@@ -62,7 +65,9 @@ class MicroBatches(Sequence[MicroBatch]):
         packed: bool,
         pad_id: int,
         weights: np.ndarray | None = None,
+        pair: TokenizerPair | None = None,
     ) -> None:
+        self._pair = pair
         self._rollouts, self._scores, self._groups = rollouts, scores, groups
         self._packed, self._pad_id, self._weights = packed, pad_id, weights
         for name in (*SIGNAL_FIELDS.values(), "reference_logprobs"):
@@ -87,7 +92,7 @@ class MicroBatches(Sequence[MicroBatch]):
         batch = _packed(rollouts) if self._packed else _padded(rollouts, self._pad_id)
         if self._scores is not None:
             weights = None if self._weights is None else self._weights[np.array(group)]
-            batch.targets = _targets(rollouts, [self._scores[i] for i in group], weights)
+            batch.targets = _targets(rollouts, [self._scores[i] for i in group], weights, self._pair)
         return batch
 
     def without_targets(self) -> MicroBatches:
@@ -101,7 +106,10 @@ class MicroBatches(Sequence[MicroBatch]):
     def _changed(
         self, groups: Sequence[Sequence[int]], scores: Sequence[TeacherScores] | None, weights: np.ndarray | None
     ) -> MicroBatches:
-        return MicroBatches(self._rollouts, scores, groups, packed=self._packed, pad_id=self._pad_id, weights=weights)
+        packed, pad_id = self._packed, self._pad_id
+        return MicroBatches(
+            self._rollouts, scores, groups, packed=packed, pad_id=pad_id, weights=weights, pair=self._pair
+        )
 
     @property
     def samples(self) -> Iterator[tuple[int, int]]:
@@ -178,7 +186,12 @@ def _ends(rollout: Rollout) -> np.ndarray:
     return last & rollout.on_policy
 
 
-def _targets(rollouts: Sequence[Rollout], scores: Sequence[TeacherScores], weights: np.ndarray | None) -> TokenTargets:
+def _targets(
+    rollouts: Sequence[Rollout],
+    scores: Sequence[TeacherScores],
+    weights: np.ndarray | None,
+    pair: TokenizerPair | None,
+) -> TokenTargets:
     n_rows = [r.n_own for r in rollouts]
     logprobs = [r.rollout_logprobs if r.on_policy else np.zeros(n) for r, n in zip(rollouts, n_rows, strict=True)]
     ends = np.concatenate([_ends(r) for r in rollouts])
@@ -205,9 +218,30 @@ def _targets(rollouts: Sequence[Rollout], scores: Sequence[TeacherScores], weigh
         targets.logits = _rows(logits, logits[0].dtype)
     if hidden := _present([s.hidden for s in scores]):
         targets.hidden = _rows(hidden, np.float32)
+    if pair is not None:
+        targets.text = _text(rollouts, scores, pair)
     if reference := _present([s.reference_logprobs for s in scores]):
         targets.reference_logprobs = _rows(reference, np.float32)
     return targets
+
+
+def _text(rollouts: Sequence[Rollout], scores: Sequence[TeacherScores], pair: TokenizerPair) -> TextTargets:
+    """Return the positions of the texts of some sequences."""
+    tables: list[tuple[np.ndarray, ...]] = []
+    samples = np.zeros((sum(rollout.n_own for rollout in rollouts), 2), np.float32)
+    n_rows = n_teacher_rows = n_positions = 0
+    for rollout, score in zip(rollouts, scores, strict=True):
+        assert score.response_ids is not None  # checked
+        at = pair.align(rollout.response_ids, score.response_ids)
+        cover = np.where(at.cover < 0, -1, at.cover + n_positions)
+        is_first = np.arange(len(at.row)) == 0
+        tables.append((at.row + n_rows, at.depth, at.teacher_row + n_teacher_rows, at.teacher_depth, cover, is_first))
+        samples[n_rows] = rollout.on_policy and pair.is_canonical(rollout.response_ids), rollout.on_policy
+        n_rows, n_positions = n_rows + rollout.n_own, n_positions + len(at.row)
+        n_teacher_rows += len(score.response_ids)
+    columns = [np.concatenate(column) for column in zip(*tables, strict=True)]
+    ids = np.concatenate([score.response_ids for score in scores if score.response_ids is not None])
+    return TextTargets(*map(torch.from_numpy, [*columns, ids.astype(np.int64), samples]))
 
 
 def _present(tables: Sequence[T | None]) -> list[T]:

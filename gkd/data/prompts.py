@@ -75,6 +75,7 @@ def load_prompts(
     teacher: TeacherConfig | None = None,
     keep_rows: bool = False,
     tools: Tools = (),
+    teacher_tokenizer: Any = None,
 ) -> tuple[list[Prompt], int]:
     """Tokenize all rows of `files`; also return the number of rows dropped by `data.truncation: drop`.
 
@@ -85,6 +86,7 @@ def load_prompts(
         teacher: its routes, one of which each row must name, and its prompt template; None means neither.
         keep_rows: keep all columns, for functions that judge responses and for environments.
         tools: of rollout.environment, which every prompt offers.
+        teacher_tokenizer: of a teacher with another one; None: the teacher reads the student's tokens.
 
     Raises:
         ConfigError: a file is missing, has another format or lacks `data.prompt_key`; a prompt or a requested response
@@ -93,7 +95,7 @@ def load_prompts(
     """
     prompts: list[Prompt] = []
     dropped, converted = 0, Counter[str]()
-    reader = RowReader(config, tokenizer, teacher or TeacherConfig(), tools, response_ends)
+    reader = RowReader(config, tokenizer, teacher or TeacherConfig(), tools, response_ends, teacher_tokenizer)
     columns = None if keep_rows else reader.columns
     rows = (found for file in files for found in read_rows(file, key, columns))
     with driver.doing(f"tokenizing {key}, row"):
@@ -152,7 +154,7 @@ class RowReader:
 
     Args:
         tools: of rollout.environment, which every prompt offers.
-        response_ends: see `load_prompts`.
+        response_ends, teacher_tokenizer: see `load_prompts`.
     """
 
     def __init__(
@@ -162,6 +164,7 @@ class RowReader:
         teacher: TeacherConfig,
         tools: Tools = (),
         response_ends: Sequence[int] | None = None,
+        teacher_tokenizer: Any = None,
     ) -> None:
         self._config, self._tools = config, tools
         self._tokenizer, self._ends = tokenizer, response_ends
@@ -178,6 +181,14 @@ class RowReader:
         self._renderer = PromptRenderer(
             tokenizer, config.chat_template, config.chat_template_kwargs, config.system_prompt, offered
         )
+        self._teacher_renderer, self._has_two = self._renderer, teacher_tokenizer is not None
+        if self._has_two:
+            source = getattr(teacher_tokenizer, "chat_template", None) or ""
+            variables = {k: v for k, v in config.chat_template_kwargs.items() if k in str(source)}
+            template = config.chat_template if source else "never"
+            self._teacher_renderer = PromptRenderer(
+                teacher_tokenizer, template, variables, config.system_prompt, offered
+            )
         self._n_own_system = 0
         self._routes = RowRoutes(teacher, config.teacher_key)
         self._views = TeacherPrompts(config, teacher.prompt_template)
@@ -207,6 +218,8 @@ class RowReader:
         if self._tools:
             prompt = replace(prompt, tools=self._tools)
         view = self._views.of(row, prompt, where)
+        if view is None and self._has_two:
+            view = prompt
         if view is not None:
             self._check_response(view, self._views.setting, where)
             view = replace(view, tools=prompt.tools)
@@ -217,9 +230,12 @@ class RowReader:
                 f"the prompt of {where} is rendered already, and the template's text would stand outside of its turns."
             )
             raise ConfigError(*self._views.setting, problem, "write messages, or use data.teacher_prompt_key.")
+        if self._has_two and view is prompt and rendered.converted == AS_IS:
+            problem = f"the prompt of {where} is rendered already, with the student's template and not the teacher's."
+            raise ConfigError(*setting, problem, "write messages, or use data.teacher_prompt_key.")
         return ReadRow(
             rendered,
-            None if view is None else self._renderer.render(view, self._views.setting, where),
+            None if view is None else self._teacher_renderer.render(view, self._views.setting, where),
             prompt.response,
             self._routes.of(row, where),
             turns,

@@ -21,7 +21,7 @@ from gkd.types import FINISH_REASONS, SIGNAL_FIELDS, Rollout, TeacherScores, Tea
 
 _FORMAT = 1
 _TOPK = ("topk_ids", "topk_logprobs", "tail_mass", "counts")
-_SCORES = tuple(name for signal, name in SIGNAL_FIELDS.items() if signal != "topk")  # one array each
+_SCORES = (*(name for signal, name in SIGNAL_FIELDS.items() if signal != "topk"), "response_ids")  # one array each
 _TABLES = ("format", "sequences", "spans", "prompt_ids", "response_ids", "rollout_logprobs")
 
 
@@ -170,20 +170,25 @@ def _score_tables(rollouts: Sequence[Rollout], scores: Sequence[TeacherScores]) 
     joined: dict[str, list[np.ndarray]] = {}
     for rollout, score in zip(rollouts, scores, strict=True):
         found = {f"score_{key}": getattr(score, key) for key in _SCORES}
+        n_rows = rollout.n_own if score.response_ids is None else len(score.response_ids)
         if score.topk is not None:
             found |= {f"score_{key}": getattr(score.topk, key) for key in _TOPK}
         for key, table in found.items():
             if table is not None:
-                if len(table) != rollout.n_own:
-                    raise CheckpointError(f"scores of {len(table)} tokens for a response of {rollout.n_own} tokens")
+                if len(table) != n_rows:
+                    raise CheckpointError(f"scores of {len(table)} tokens for a response of {n_rows} tokens")
                 joined.setdefault(key, []).append(table)
     if not joined or any(len(parts) != len(rollouts) for parts in joined.values()):
         names = ", ".join(sorted(joined)) or "none"
         raise CheckpointError(f"cannot record scores with different tables in one file: {names}")
-    return {key: np.concatenate(parts) for key, parts in joined.items()}
+    tables = {key: np.concatenate(parts) for key, parts in joined.items()}
+    if "score_response_ids" in joined:  # a teacher with another tokenizer
+        tables["score_lengths"] = np.array([len(ids) for ids in joined["score_response_ids"]])
+    return tables
 
 
 def _scores(tables: dict[str, np.ndarray], lengths: Sequence[int]) -> list[TeacherScores] | None:
+    lengths = tables["score_lengths"].tolist() if "score_lengths" in tables else lengths
     parts = {key: _split(tables[f"score_{key}"], lengths) for key in (*_TOPK, *_SCORES) if f"score_{key}" in tables}
     if not parts:
         return None

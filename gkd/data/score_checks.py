@@ -186,6 +186,9 @@ def validate_scores(
             _check_logits(rows, logits)
         else:
             hidden = _required(scores.hidden, signal, where)
+            if scores.response_ids is not None:  # rows of the teacher's own tokens
+                n_rows = len(scores.response_ids)
+                rows = Rows((where,), (n_rows,))
             _check_table(where, signal, hidden, (n_rows, hidden_size), (np.float32,))
             # Finite float32 values cannot overflow a float64 sum.
             rows.refuse(~np.isfinite(hidden.sum(1, dtype=np.float64)), "a hidden state is NaN or infinite")

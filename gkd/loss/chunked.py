@@ -28,6 +28,8 @@ class ChunkLoss(Protocol):
     @property
     def report_names(self) -> tuple[str, ...]: ...
 
+    def chunks(self, targets: TokenTargets, n_rows: int, step: int) -> list[tuple[int, slice]]: ...
+
     def chunk(self, logits: Tensor, targets: TokenTargets, rows: slice, *, with_grad: bool) -> Tensor: ...
 
     def rows_per_chunk(self, n_columns: int, itemsize: int) -> int: ...
@@ -57,15 +59,18 @@ class HeadLoss(torch.autograd.Function):
             head_grad = torch.zeros_like(head, dtype=statistics_dtype(head))
         sums = torch.zeros(len(loss.report_names), dtype=torch.float64, device=hidden.device)
         step = loss.rows_per_chunk(len(head), hidden.element_size())  # from the padded size: equal on all ranks
-        buffer = logits_buffer(hidden, min(step, len(hidden)), v_valid)
-        for start in range(0, len(hidden), step):
-            rows = slice(start, min(start + step, len(hidden)))
-            logits = torch.mm(hidden[rows], valid_head.T, out=buffer[: rows.stop - start])
+        chunks = loss.chunks(targets, len(hidden), step)
+        buffer = logits_buffer(hidden, max((rows.stop - first for first, rows in chunks), default=0), v_valid)
+        for first, rows in chunks:
+            needed = slice(first, rows.stop)
+            logits = torch.mm(hidden[needed], valid_head.T, out=buffer[: rows.stop - first])
             sums += loss.chunk(logits, targets, rows, with_grad=hidden_grad is not None or head_grad is not None)
             if hidden_grad is not None:
-                torch.mm(logits, valid_head, out=hidden_grad[rows])
+                n_before = rows.start - first  # rows of the chunk before, which have a gradient already
+                torch.mm(logits[n_before:], valid_head, out=hidden_grad[rows])
+                hidden_grad[first : rows.start].addmm_(logits[:n_before], valid_head)
             if head_grad is not None:
-                add_product(head_grad[:v_valid], logits.T, hidden[rows])
+                add_product(head_grad[:v_valid], logits.T, hidden[needed])
         if hidden_grad is not None and reduce_hidden_grad and loss.shard.group is not None:
             dist.all_reduce(hidden_grad, group=loss.shard.group)
         own_head_grad = None if head_grad is None or head_grad is head_grad_sum else head_grad.to(head.dtype)

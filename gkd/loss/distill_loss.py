@@ -26,6 +26,7 @@ from gkd.loss.choices import listed_choices
 from gkd.loss.chunked import HeadLoss, LogitsLoss
 from gkd.loss.full_vocab import full_vocab_losses
 from gkd.loss.row_kernels import RowKernels, statistics_dtype
+from gkd.loss.text_units import BY_NODES, CANONICAL, PAIRED, SAMPLES, UnitTables, text_losses
 from gkd.loss.token_loss import (
     GROUP_SUMS,
     SUPPORT_MASS,
@@ -56,6 +57,7 @@ class DistillLoss:
         signals: tables that the teacher sends, see `gkd.config.loss_spec.teacher_signals`.
         chunk_bytes: size of the logits of one chunk, including the teacher's logits if there are any.
         teacher_head: [V_local, D] float32, this rank's rows of the teacher's LM head, for the signal `hidden`.
+        units: of a teacher with another tokenizer; set together with its `teacher_head`.
         on_rows: called with a table of each chunk's tokens, in row order: [n, number of names without the domains'].
         on_choices: called after it with the teacher's most probable tokens, [n, C, 3], see `gkd.loss.choices`; not
             called if the teacher sends no distribution. Set on all ranks of the shard's group or on none.
@@ -68,6 +70,7 @@ class DistillLoss:
     kernels: RowKernels
     chunk_bytes: int
     teacher_head: Tensor | None = None
+    units: UnitTables | None = None
     on_rows: Callable[[Tensor], None] | None = None
     on_choices: Callable[[Tensor], None] | None = None
     with_support: bool = False
@@ -109,6 +112,8 @@ class DistillLoss:
             has_topk=has_topk,
             has_sampled="sampled" in self.signals or self.is_full_vocab,
         )
+        if self.units is not None:
+            names = (*(name for name in names if name != "sampled_reverse_kl"), PAIRED, BY_NODES, CANONICAL, SAMPLES)
         return ("total", *names, SUPPORT_MASS) if self.with_support else ("total", *names)
 
     def from_hidden(
@@ -185,15 +190,26 @@ class DistillLoss:
             compute(first)
         return with_token_weights(targets, self.spec, dict(zip(first.report_names, torch.cat(tables).T, strict=False)))
 
+    def chunks(self, targets: TokenTargets, n_rows: int, step: int) -> list[tuple[int, slice]]:
+        """Divide the rows into parts of about `step`; each with the first row whose logits it needs."""
+        if targets.text is not None:
+            return targets.text.chunks(n_rows, step)
+        return [(start, slice(start, min(start + step, n_rows))) for start in range(0, n_rows, step)]
+
     def chunk(self, logits: Tensor, targets: TokenTargets, rows: slice, *, with_grad: bool) -> Tensor:
         """Return the report sums of some rows; with `with_grad`, overwrite `logits` with its gradient.
 
         Args:
-            logits: [n, v] this rank's columns without padding.
+            logits: [n, v] this rank's columns without padding; more rows if `chunks` names an earlier one.
             targets: of all N rows, on the device of the logits.
             rows: the n of them that the logits belong to.
         """
         chunk = targets.rows(rows)
+        if self.units is not None:
+            first = rows.stop - len(logits)
+            losses = self._text_losses(logits, targets, chunk, first, rows, with_grad=with_grad)
+            weigh(losses, chunk.weights)
+            return self._sums(losses, chunk)
         if self.is_full_vocab:
             teacher = self._teacher_logits(chunk, logits)
             support = full_support_mass(logits, teacher, self.shard) if self.with_support else None
@@ -233,9 +249,34 @@ class DistillLoss:
             )
         return self._sums(losses, chunk)
 
+    def _text_losses(
+        self, logits: Tensor, targets: TokenTargets, chunk: TokenTargets, first: int, rows: slice, *, with_grad: bool
+    ) -> TokenLosses:
+        assert targets.text is not None and targets.hidden is not None  # checked
+        assert self.units is not None and self.teacher_head is not None  # checked
+        text, teacher = targets.text.part(first, rows)
+        dtype = statistics_dtype(logits)
+        hidden = targets.hidden[teacher].to(logits.device, dtype)
+        return text_losses(
+            logits,
+            (hidden @ self.teacher_head.to(dtype).T).div_(self.spec.temperature),
+            chunk,
+            text.on(logits.device),
+            targets.sampled_ids[first : rows.stop],
+            self.spec,
+            self.shard,
+            self.units,
+            kernels=self.kernels,
+            with_grad=with_grad,
+            with_choices=self.on_choices is not None,
+        )
+
     def rows_per_chunk(self, n_columns: int, itemsize: int) -> int:
         """Return how many rows of logits fit into `chunk_bytes`; at least one."""
-        return max(1, self.chunk_bytes // max(1, n_columns * (itemsize + (4 if self.is_full_vocab else 0))))
+        row = n_columns * (itemsize + (4 if self.is_full_vocab else 0))
+        if self.units is not None:  # probabilities and gradients of both models and of their nodes
+            row += 4 * (2 * n_columns + 2 * self.units.teacher.n_columns + 4 * self.units.n_nodes)
+        return max(1, self.chunk_bytes // max(1, row))
 
     def _from_table(self, rows: RowLogprobs, targets: TokenTargets, logits: Tensor) -> TokenLosses:
         """Compute the losses from the student's logprobs of `_picked_ids`; `logits` are for `with_support` alone."""

@@ -154,7 +154,7 @@ def topk_losses(
             losses.values["overlap"] = torch.minimum(p, q).sum(dim=-1)
             if END_PROBABILITY not in losses.values:
                 is_sampled = targets.topk_ids == targets.sampled_ids[:, None]
-                _add_ends(losses, targets, p.masked_fill(~is_sampled, 0.0).sum(dim=-1))
+                add_ends(losses, targets, p.masked_fill(~is_sampled, 0.0).sum(dim=-1))
     elif spec.divergences:
         raise DataError("the loss compares distributions, and the teacher sent none")
     losses.values["student_entropy"] = entropy.detach()
@@ -198,7 +198,7 @@ def sampled_losses(
         # Not k3: its p/q is heavy-tailed while the two are far apart, as at the beginning of a distillation.
         k1 = reverse_kl_estimate("k1", actor.detach(), teacher_sampled)
         losses.values["sampled_reverse_kl"] = k1.masked_fill(others, 0.0)
-        _add_ends(losses, targets, teacher_sampled.exp())
+        add_ends(losses, targets, teacher_sampled.exp())
     rollout = targets.rollout_logprobs.masked_fill(others, 0.0)
     losses.values["engine_kl"] = reverse_kl_estimate("k3", rollout.to(actor.dtype), actor.detach())
     if spec.uses_samples:
@@ -241,7 +241,7 @@ def weigh(losses: TokenLosses, weights: Tensor | None) -> None:
     losses.total = losses.total * weights
 
 
-def _add_ends(losses: TokenLosses, targets: TokenTargets, teacher_probability: Tensor) -> None:
+def add_ends(losses: TokenLosses, targets: TokenTargets, teacher_probability: Tensor) -> None:
     """Add the teacher's probability of the student's end tokens, from that of the sampled tokens, [N]."""
     ends = torch.zeros_like(targets.on_policy) if targets.ends is None else targets.ends
     losses.values[END_PROBABILITY] = teacher_probability.masked_fill(~ends, 0.0)

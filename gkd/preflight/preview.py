@@ -13,6 +13,7 @@ from gkd.data.row_files import read_rows
 from gkd.errors import ConfigError
 from gkd.hf.hub import with_local_copies
 from gkd.hf.model_folder import eos_token_ids
+from gkd.preflight.tokenizer_pair import teacher_tokenizer
 from gkd.preflight.turns import environment_tools
 
 
@@ -28,7 +29,8 @@ def preview(config: Config, n: int) -> Iterator[str]:
     config = with_local_copies(config, ("model.path", "data.train_files"), weights=False)
     tokenizer = load_tokenizer(config.model.path, "model.path", trust_remote_code=config.model.trust_remote_code)
     ends = eos_token_ids(config.model.path, tokenizer) if config.distill.on_policy_share < 1 else None
-    reader = RowReader(config.data, tokenizer, config.teacher, environment_tools(config), ends)
+    tools, other = environment_tools(config), teacher_tokenizer(config)
+    reader = RowReader(config.data, tokenizer, config.teacher, tools, ends, other)
     key = "data.train_files"
     rows = (row for file in config.data.train_files for row in read_rows(file, key, reader.columns))
     for where, row in islice(rows, n):

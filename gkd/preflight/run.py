@@ -37,13 +37,22 @@ from gkd.preflight.reward import check_answers, check_functions
 from gkd.preflight.same_tokens import check_masked
 from gkd.preflight.stored_teachers import check_all_stored, recorded_teachers
 from gkd.preflight.student import check_engines, check_student, check_tokenizer_fits
-from gkd.preflight.teacher import check_reachable, check_teacher, request_info, rollout_teacher, warn_about_losses
+from gkd.preflight.teacher import (
+    check_limits,
+    check_reachable,
+    check_teacher,
+    request_info,
+    rollout_teacher,
+    warn_about_losses,
+)
+from gkd.preflight.tokenizer_pair import check_pair, teacher_tokenizer, tokenizer_pair
 from gkd.preflight.turns import check_observations, environment_tools
 from gkd.run.folder import RunFolder
 from gkd.run.open import check_run_folder, open_run_folder
 from gkd.scoring.teacher.info import TeacherInfo, head_columns
 from gkd.scoring.teacher.window import throttle_warning
 from gkd.spans import driver
+from gkd.text.pair import TokenizerPair
 from gkd.types import Prompt
 
 log = get_logger("preflight")
@@ -66,6 +75,7 @@ class Plan:
     config: Config
     data_files: list[dict[str, Any]]  # see `describe_files`
     folder: RunFolder
+    pair: TokenizerPair | None = field(default=None, repr=False)  # of a teacher with another tokenizer
 
 
 def preflight(config: Config) -> Plan:
@@ -108,8 +118,9 @@ def preflight(config: Config) -> Plan:
         )
     tools = environment_tools(config)
     check_observations(config, tokenizer, eos_ids, tools)
-    train = training_prompts(config, derived, tokenizer, eos_ids, tools)
-    val = _held_out(config, derived, tokenizer, tools)
+    other_tokenizer = teacher_tokenizer(config)
+    train = training_prompts(config, derived, tokenizer, eos_ids, tools, other_tokenizer)
+    val = _held_out(config, derived, tokenizer, tools, other_tokenizer)
     check_functions(config, derived)
     total_steps = planned_steps(config, len(train))
     if warning := early_end_warning(config, len(train)):
@@ -130,11 +141,18 @@ def preflight(config: Config) -> Plan:
         with_gpus = with_own_gpus(config, device, teacher_rows(derived.routes, device)[0])
     identity = teacher_identity(derived.routes, teachers)
     check_replay(with_values(config, on_hub), total_steps, identity)
-    n_vocab = common_vocab(config, derived, teachers, tokenizer, n_student_vocab)
+    pair = None
+    if other_tokenizer is not None:
+        n_vocab = config.model.n_vocab or n_student_vocab
+        pair = tokenizer_pair(config, tokenizer, other_tokenizer, teachers[0], n_vocab, eos_ids)
+        check_limits(config, derived.routes[0], teachers[0], "teacher", n_vocab)
+        check_pair(config, derived.routes[0], pair, train)
+    else:
+        n_vocab = common_vocab(config, derived, teachers, tokenizer, n_student_vocab)
     if is_offline:
         check_all_stored(config, train, teachers, n_vocab, eos_ids)
     if n_vocab < n_student_vocab:
-        check_masked(config, n_vocab, eos_ids, [*train, *val])
+        check_masked(config, n_vocab, eos_ids, [*train, *val], is_shared=pair is None)
         config = replace(config, model=replace(config.model, n_vocab=n_vocab))
         with_gpus = replace(with_gpus, model=config.model)
     if derived.reference_folder:
@@ -160,6 +178,7 @@ def preflight(config: Config) -> Plan:
         config=with_values(replace(settled, trainer=config.trainer), on_hub),
         data_files=data_files,
         folder=open_run_folder(with_values(config, on_hub), identity, data_files),
+        pair=pair,
     )
 
 
@@ -205,7 +224,12 @@ def common_vocab(
 
 
 def training_prompts(
-    config: Config, derived: Derived, tokenizer: Any, eos_ids: Sequence[int], tools: Tools
+    config: Config,
+    derived: Derived,
+    tokenizer: Any,
+    eos_ids: Sequence[int],
+    tools: Tools,
+    teacher_tokenizer: Any = None,
 ) -> list[Prompt]:
     """Load and check data.train_files; log how many prompts were dropped and responses truncated."""
     train, dropped = load_prompts(
@@ -217,6 +241,7 @@ def training_prompts(
         teacher=config.teacher,
         keep_rows=bool(derived.rewards or config.rollout.environment),
         tools=tools,
+        teacher_tokenizer=teacher_tokenizer,
     )
     check_answers(config, "data.train_files", train, [("reward.functions", path) for path in derived.rewards])
     check_shares(config, derived, train)
@@ -293,7 +318,7 @@ def check_ray_installed() -> None:
         raise ClusterError("Ray is not installed in this environment. Fix: create one with launch/setup.sh.")
 
 
-def _held_out(config: Config, derived: Derived, tokenizer: Any, tools: Tools) -> list[Prompt]:
+def _held_out(config: Config, derived: Derived, tokenizer: Any, tools: Tools, teacher_tokenizer: Any) -> list[Prompt]:
     """Load the held-out prompts. Raises ConfigError if eval.metric needs answers that they do not have."""
     if not config.data.val_files:
         return []
@@ -305,6 +330,7 @@ def _held_out(config: Config, derived: Derived, tokenizer: Any, tools: Tools) ->
         teacher=config.teacher,
         keep_rows=bool(derived.metrics or config.rollout.environment),
         tools=tools,
+        teacher_tokenizer=teacher_tokenizer,
     )
     if dropped:
         log.warning("dropped %d held-out prompts longer than data.max_prompt_length", dropped)

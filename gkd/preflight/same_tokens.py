@@ -35,8 +35,14 @@ def shared_ids(own: Mapping[str, int], other: Mapping[str, int], n_rows: int, n_
     return n_ids, "; ".join(f"{what} {shown(tokens)}" for what, tokens in clauses if tokens)
 
 
-def check_masked(config: Config, n_vocab: int, eos_ids: Sequence[int], prompts: Iterable[Prompt]) -> None:
-    """Raise ConfigError if a response can only end with a masked token, or if a prompt or response has one."""
+def check_masked(
+    config: Config, n_vocab: int, eos_ids: Sequence[int], prompts: Iterable[Prompt], *, is_shared: bool = True
+) -> None:
+    """Raise ConfigError if a response can only end with a masked token, or if a prompt or response has one.
+
+    Args:
+        is_shared: the teacher's prompts have the student's tokens.
+    """
     fix = "use a teacher with the student's tokens, or remove them from the data and the chat template."
     key = "model.n_vocab" if config.model.n_vocab else "model.path"
     value = config.model.n_vocab or config.model.path
@@ -44,7 +50,7 @@ def check_masked(config: Config, n_vocab: int, eos_ids: Sequence[int], prompts: 
         problem = f"responses end with token {masked[0]}, and the ids from {n_vocab} on are masked."
         raise ConfigError(key, value, problem, fix)
     for prompt in prompts:
-        for ids in (prompt.token_ids, prompt.response_ids, prompt.teacher_ids):
+        for ids in (prompt.token_ids, prompt.response_ids, prompt.teacher_ids if is_shared else None):
             if ids is not None and len(ids) and int(ids.max()) >= n_vocab:
                 problem = f"row {prompt.prompt_id} has the token id {int(ids.max())}; ids from {n_vocab} on are masked."
                 raise ConfigError(key, value, problem, fix)

@@ -164,7 +164,7 @@ def check_teacher(config: Config, route: Route, teacher: TeacherInfo, tokenizer:
     n_vocab = student_vocab  # the ids behind HTTP are unknown, see `gkd.preflight.http_teacher`
     if route.teacher.backend != HTTP:
         n_vocab = _shared_vocab(config, route, teacher, kind, tokenizer, student_vocab)
-    _check_limits(config, route, teacher, kind, n_vocab)
+    check_limits(config, route, teacher, kind, n_vocab)
     return n_vocab
 
 
@@ -196,7 +196,7 @@ def _shared_vocab(
     return n_vocab
 
 
-def _check_limits(config: Config, route: Route, teacher: TeacherInfo, kind: str, n_vocab: int) -> None:
+def check_limits(config: Config, route: Route, teacher: TeacherInfo, kind: str, n_vocab: int) -> None:
     """Check that the teacher can answer the requests of this run. Raises ConfigError."""
     derived = config.derived
     if "topk" in derived.signals and config.teacher.topk > n_vocab:

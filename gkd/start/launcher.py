@@ -140,7 +140,7 @@ def _start(
     trim_heap()  # what the checks and the start have used, tokenizers above all
     if config.teacher.signal == "hidden" and not plan.derived.teacher_pool:
         heads = teacher_heads(endpoints, actor.last_stage_nodes(startup.left_s()), startup.left_s())
-        actor.set_teacher_head(heads, startup.left_s())
+        actor.set_teacher_head(heads, startup.left_s(), plan.pair)
     sync = WeightSync(actor.exporters(plan.device), rollout_workers, config, plan.device, startup.left_s())
     engine_slots = EngineSlots(
         rollout_slots,
@@ -242,7 +242,8 @@ def _endpoints(config: Config, plan: Plan, actor: ActorPool, slots: Pool) -> lis
     if plan.derived.teacher_pool:
         return spawn_endpoints(config, actor, slots, plan.device, GroupEndpoint)
     probes = [info.probe for info in plan.teachers]
-    args = plan.n_vocab, [info.fingerprint for info in plan.teachers], windows, probes
+    n_vocab = len(plan.pair.teacher) if plan.pair else plan.n_vocab
+    args = n_vocab, [info.fingerprint for info in plan.teachers], windows, probes, plan.pair
     return spawn_endpoints(config, actor, slots, plan.device, ScoringEndpoint, *args, n_threads=n_threads)
 
 

@@ -27,6 +27,7 @@ from gkd.loss.row_kernels import row_kernels
 from gkd.loss.vocab_parallel import VocabShard
 from gkd.memory.states import States
 from gkd.memory.usage import trim_heap
+from gkd.text.pair import TokenizerPair
 from gkd.types import MicroBatch, TrainStats
 from gkd.weight_sync.buckets import Content
 from teacher_server.wire.protocol import Signal
@@ -87,11 +88,13 @@ class Student(ABC):
         return None if head is None else head.shape[1]
 
     @abstractmethod
-    def set_teacher_head(self, head: np.ndarray) -> None:
+    def set_teacher_head(self, head: np.ndarray, pair: TokenizerPair | None = None, units: str = "nodes") -> None:
         """Keep this rank's rows of the teacher's LM head, for the signal `hidden`. No-op on ranks without a loss.
 
         Args:
-            head: [V, D] float32, over the vocabulary that student and teacher share.
+            head: [V, D] float32, over the vocabulary that student and teacher share; with a pair over the teacher's.
+            pair: tokenizers of the student and of a teacher with another one.
+            units: distill.units.
 
         Raises:
             DataError: it has fewer rows than the student's vocabulary.

@@ -18,6 +18,7 @@ from gkd.data.collate import MicroBatches
 from gkd.errors import DataError, NumericsError
 from gkd.loss.distill_loss import DistillLoss
 from gkd.loss.reduce import token_mean
+from gkd.loss.text_units import CANONICAL, SAMPLES, UnitTables
 from gkd.loss.token_loss import (
     END_PROBABILITY,
     ENDED,
@@ -28,7 +29,10 @@ from gkd.loss.token_loss import (
     domain_sum,
     turn_sum,
 )
+from gkd.text.pair import TokenizerPair
 from gkd.types import MicroBatch, TokenTargets, TrainStats
+
+_NOT_REPORTED = ("total", ENDED, LOSS_SIZE, KEPT_SIZE, SAMPLES)
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +80,9 @@ def diagnostics(loss: DistillLoss, sums: BatchSums) -> dict[str, float]:
         n: float = sums.n_on_policy if name in on_policy else n_dataset if name == SFT else sums.n_loss_tokens
         if name == END_PROBABILITY:
             n = sums.values[ENDED]
-        if n and name not in ("total", ENDED, LOSS_SIZE, KEPT_SIZE) and not name.startswith(("domain/", "turn/")):
+        if name == CANONICAL:
+            n = sums.values[SAMPLES]
+        if n and name not in _NOT_REPORTED and not name.startswith(("domain/", "turn/")):
             means[f"loss/{name.replace(':', '.')}"] = value / n  # trackers refuse the colon of an import path
     if sums.values.get(LOSS_SIZE):
         means["loss/kept_share"] = sums.values[KEPT_SIZE] / sums.values[LOSS_SIZE]
@@ -113,25 +119,33 @@ def token_counts(batch: MicroBatch, targets: TokenTargets, device: torch.device)
     return torch.tensor(counts, dtype=torch.float64, device=device)
 
 
-def teacher_head_rows(head: np.ndarray, loss: DistillLoss, n_local: int, device: torch.device) -> Tensor:
-    """Return the rows of the teacher's LM head for this rank's part of the vocabulary, on `device`.
+def set_teacher_head(
+    head: np.ndarray, loss: DistillLoss, n_local: int, device: torch.device, pair: TokenizerPair | None, units: str
+) -> None:
+    """Give the loss the rows of the teacher's LM head for this rank's part of the vocabulary, on `device`.
 
     They are offloaded with the weights: 4 D bytes for each row, 2.5 GB for 152k rows of 4096. An fsdp2 rank has all
     rows, because it has all columns of the student's logits; with tensor parallelism a rank has its shard.
 
     Args:
-        head: [V, D] float32, over the vocabulary that student and teacher share.
+        head: [V, D] float32, over the vocabulary that student and teacher share; with a pair over the teacher's.
         n_local: rows of the student's LM head on this rank.
+        pair: tokenizers of the student and of a teacher with another one.
+        units: distill.units.
 
     Raises:
         DataError: the head has fewer rows than the student's vocabulary.
     """
     shard = loss.shard
+    if pair is not None:
+        loss.units = UnitTables(pair, with_nodes=units == "nodes", shard=shard, n_local=n_local, device=device)
+        loss.teacher_head = torch.tensor(head[loss.units.teacher_rows], dtype=torch.float32, device=device)
+        return
     if head.ndim != 2 or len(head) < shard.n_valid:
         raise DataError(f"the teacher's LM head is {head.shape}; the student's vocabulary has {shard.n_valid} rows")
     rows = head[shard.start : shard.start + shard.n_columns(n_local)]
     # A copy, because memory of the object store or of numpy cannot be offloaded.
-    return torch.tensor(rows, dtype=torch.float32, device=device)
+    loss.teacher_head = torch.tensor(rows, dtype=torch.float32, device=device)
 
 
 def check_before(

@@ -20,7 +20,7 @@ from gkd.actor.common.base import ADAPTER_FOLDER, Student, StudentArgs, build_lo
 from gkd.actor.common.host_copies import HostCopies, Snapshot
 from gkd.actor.common.optim_spec import clip_factor
 from gkd.actor.common.shards import rng_state
-from gkd.actor.common.step import BatchSums, teacher_head_rows
+from gkd.actor.common.step import BatchSums, set_teacher_head
 from gkd.actor.fsdp import checkpoint
 from gkd.actor.fsdp.lora import add_adapters, disabled_adapters, init_adapters
 from gkd.actor.fsdp.model import build_on_meta, layer_list, reshard, shard
@@ -43,6 +43,7 @@ from gkd.log import get_logger
 from gkd.loss.reduce import sum_over_group
 from gkd.loss.vocab_parallel import VocabShard
 from gkd.memory.states import GRADS, OPTIMIZER, PARAMS, States, optimizer_tensors
+from gkd.text.pair import TokenizerPair
 from gkd.types import MicroBatch
 from gkd.weight_sync.buckets import Content
 
@@ -131,8 +132,8 @@ class FsdpStudent(Student):
                 self.model, micro_batches, self.loss, fused=self._fused, packing=self._packing, device=self.device
             )
 
-    def set_teacher_head(self, head: np.ndarray) -> None:
-        self.loss.teacher_head = teacher_head_rows(head, self.loss, self._n_rows, self.device)
+    def set_teacher_head(self, head: np.ndarray, pair: TokenizerPair | None = None, units: str = "nodes") -> None:
+        set_teacher_head(head, self.loss, self._n_rows, self.device, pair, units)
 
     def export_plan(self, content: Content = "merged") -> list[TensorPlan]:
         if content == "adapters":

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from gkd.actor.common.base import Student, StudentArgs, build_loss, no_phase
 from gkd.actor.common.host_copies import HostCopies, Snapshot
-from gkd.actor.common.step import BatchSums, teacher_head_rows
+from gkd.actor.common.step import BatchSums, set_teacher_head
 from gkd.actor.megatron import checkpoint
 from gkd.actor.megatron.cpu_shim import install_cpu_shim
 from gkd.actor.megatron.groups import init_groups, probe_groups
@@ -35,6 +35,7 @@ from gkd.hf.folder import TensorPlan
 from gkd.loss.reduce import sum_over_group
 from gkd.loss.vocab_parallel import VocabShard
 from gkd.memory.states import GRADS, OPTIMIZER, PARAMS, States, optimizer_tensors
+from gkd.text.pair import TokenizerPair
 from gkd.types import MicroBatch
 from gkd.weight_sync.buckets import Content
 
@@ -124,9 +125,9 @@ class MegatronStudent(Student):
         with disabled_adapters(self.model.chunks) if disable_adapter else nullcontext():
             return run_logprobs(self._ddps, self.model, micro_batches, self.loss, fused=self._fused)
 
-    def set_teacher_head(self, head: np.ndarray) -> None:
+    def set_teacher_head(self, head: np.ndarray, pair: TokenizerPair | None = None, units: str = "nodes") -> None:
         if self.layout.is_last_stage:
-            self.loss.teacher_head = teacher_head_rows(head, self.loss, len(self.model.lm_head), self.device)
+            set_teacher_head(head, self.loss, len(self.model.lm_head), self.device, pair, units)
 
     def export_plan(self, content: Content = "merged") -> list[TensorPlan]:
         return export_plan(self.model, content)

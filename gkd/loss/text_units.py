@@ -1,0 +1,439 @@
+"""Compare student and teacher with different tokenizers: exact sums over what their tokens have in common.
+
+A boundary is a place in the text where a token of each model begins. Two kinds of positions carry loss:
+
+    nodes   at a safe boundary: the sums of both distributions over the tokens of each node, see
+            `gkd.text.byte_vocab.Nodes`. The rows are those of the tokens, so this is the familiar loss of a token,
+            coarse-grained to outcomes that both models have.
+    text    elsewhere, unless the nodes of the boundary before reach that far: the next byte, given the text.
+
+A boundary is safe if the token before it could not have been a longer one that its node does not tell from it: if that
+token had at least `SAFE_SHARE` of the mass of these, in both models.
+
+The next byte x, given the text, with c the tokens of the row, u the token before it, w the bytes of the row's own token
+in front of the position, and M(c, w) the probability of all tokens that begin with w:
+
+    at the beginning of a token     P(x) ~ M(c before u, u x) + p(u | c before u) M(c, x)
+    inside a token                  P(x) ~ M(c, w x); the token may also end at w, and what follows then is not known
+
+What only one of the models can tell apart is one outcome. The loss of a row is the sum over its positions, so it is an
+estimate of the divergence of the two models over texts, by the chain rule; exact up to tokenizations that leave the
+canonical one earlier than the last token.
+
+All of this are sums over probabilities: tables = A softmax(z), with A of zeros and ones. So with g the gradient of the
+tables, d loss / d z_v = q_v ((A^T g)_v - <g, tables>), and with tensor parallelism only tables are reduced.
+
+Letters: n rows of the chunk, v columns of this rank (n', v' of the teacher), W nodes, P positions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from gkd.config.loss_spec import LossSpec
+from gkd.loss.choices import N_CHOICES
+from gkd.loss.divergence import divergence_of, forward_kl
+from gkd.loss.divergence_slopes import value_and_slope
+from gkd.loss.row_kernels import RowKernels, pieces
+from gkd.loss.token_loss import PLAIN, TokenLosses, add_ends, sampled_losses
+from gkd.loss.vocab_parallel import VocabShard, local_statistics, sum_over_shards
+from gkd.text.byte_vocab import END, NO_BYTE, REST, ByteVocab, Vocab
+from gkd.text.pair import TokenizerPair
+from gkd.text.targets import TextTargets
+from gkd.types import TokenTargets
+
+SAFE_SHARE = 0.95
+PAIRED, BY_NODES, CANONICAL, SAMPLES = "paired", "by_nodes", "canonical", "samples"
+_OUTCOMES = NO_BYTE + 1  # bytes, and the rest
+_ENTRIES = 1 << 22  # entries of range sums that are computed at once
+
+
+class Side:
+    """This rank's part of one model's vocabulary: tables for sums over tokens.
+
+    Args:
+        tokens: of the whole vocabulary, see `gkd.text.byte_vocab`.
+        node: [V] their nodes.
+        start, n_columns: this rank's columns.
+    """
+
+    def __init__(self, tokens: Vocab, node: np.ndarray, start: int, n_columns: int, device: torch.device) -> None:
+        vocab = ByteVocab(tokens)
+        starts, bounds = vocab.ranges
+        place = np.zeros(vocab.n, np.int64)
+        place[vocab.order] = np.arange(len(vocab.order))
+        own = (vocab.order >= start) & (vocab.order < start + n_columns)
+        n_before = np.concatenate([[0], np.cumsum(own)])
+        # The tokens of each node, by their bytes: those that begin with one token are a range there, too.
+        by_node = vocab.order[np.argsort(node[vocab.order], kind="stable")]
+        key = node[by_node] * (len(vocab.order) + 1) + place[by_node]
+        whole = np.where(vocab.lengths > 0, starts[1:] - 1, 0)  # of the whole token, in `bounds`
+        alike = np.searchsorted(key, node[:, None] * (len(vocab.order) + 1) + bounds[whole])
+        alike[vocab.lengths == 0] = 0
+        own_alike = (by_node >= start) & (by_node < start + n_columns)
+        n_alike_before = np.concatenate([[0], np.cumsum(own_alike)])
+
+        def tensor(values: np.ndarray) -> Tensor:
+            return torch.from_numpy(np.ascontiguousarray(values)).to(device)
+
+        self.start, self.n_columns = start, n_columns
+        self.node = tensor(node[start : start + n_columns])
+        self.columns = tensor(vocab.order[own] - start)
+        self.text, self.sizes = tensor(vocab.text[own]), tensor(vocab.lengths[vocab.order[own]])
+        self.lengths, self.starts, self.bounds = tensor(vocab.lengths), tensor(starts[:-1]), tensor(n_before[bounds])
+        self.alike_columns = tensor(by_node[own_alike] - start)
+        self.alike = tensor(n_alike_before[alike])
+        self.is_alone = tensor(alike[:, 1] - alike[:, 0] <= 1)  # no other token of its node begins with it
+
+
+class UnitTables:
+    """Both vocabularies, for one rank of the student's last pipeline stage.
+
+    Args:
+        pair: the tokenizers, with as many tokens as the models have rows.
+        with_nodes: distill.units is nodes; otherwise all positions are compared by the next byte.
+        shard: the student's part of this rank. The teacher's vocabulary is divided evenly over the same ranks.
+        n_local: rows of the student's LM head on this rank.
+    """
+
+    def __init__(
+        self,
+        pair: TokenizerPair,
+        *,
+        with_nodes: bool,
+        shard: VocabShard,
+        n_local: int,
+        device: torch.device,
+    ) -> None:
+        student, teacher, nodes = pair.student, pair.teacher, pair.nodes
+        self.student = Side(student, nodes.student, shard.start, shard.n_columns(n_local), device)
+        self.teacher_rows = teacher_rows(len(teacher), shard)
+        n_rows = self.teacher_rows.stop - self.teacher_rows.start
+        self.teacher = Side(teacher, nodes.teacher, self.teacher_rows.start, n_rows, device)
+        self.with_nodes, self.n_nodes = with_nodes, nodes.n
+        self.first_byte = torch.from_numpy(nodes.first_byte).to(device)
+        ends = [i for i, token in enumerate(student) if token == END]
+        self.end_node = int(nodes.student[ends[0]])
+        name = np.full(nodes.n, -1, np.int64)  # the student's shortest token of each node stands for it in reports
+        longest_first = sorted(range(len(student)), key=lambda i: -len(student[i] or b""))
+        name[nodes.student[longest_first]] = longest_first
+        name[REST] = -1
+        self.names = torch.from_numpy(name).to(device)
+
+
+def teacher_rows(n: int, shard: VocabShard) -> slice:
+    """Return this rank's rows of a teacher's LM head with `n` rows."""
+    size, rank = (1, 0) if shard.group is None else (dist.get_world_size(shard.group), dist.get_rank(shard.group))
+    step = -(-n // size)
+    return slice(min(rank * step, n), min((rank + 1) * step, n))
+
+
+def text_losses(
+    logits: Tensor,
+    teacher_logits: Tensor,
+    targets: TokenTargets,
+    text: TextTargets,
+    previous: Tensor,
+    spec: LossSpec,
+    shard: VocabShard,
+    tables: UnitTables,
+    *,
+    kernels: RowKernels,
+    with_grad: bool,
+    with_choices: bool = False,
+) -> TokenLosses:
+    """Return the losses of a chunk; with `with_grad`, overwrite `logits` with the gradient of their sum.
+
+    Args:
+        logits: [o + n, v] the student's; o is 1 if the row in front of the chunk is there, else 0.
+        teacher_logits: [n', v'] float32 (float64 for float64 logits), divided by the temperature; overwritten.
+        targets: of the n rows. Their weights multiply the gradient, but not yet the returned losses.
+        text: their positions, see `TextTargets.part`.
+        previous: [o + n] int64, the student's token of each row.
+        with_choices: set `TokenLosses.choices`; the same on all ranks of the shard's group.
+
+    Returns:
+        Losses without gradient.
+    """
+    n, temperature = len(targets), spec.temperature
+    n_before = len(logits) - n
+    columns = shard.columns(previous[:, None], logits.shape[1])
+    log_sum, mean, picked = local_statistics(logits, columns, kernels=kernels, temperature=temperature)
+    log_sums, means, picked = sum_over_shards(shard, [log_sum, mean], picked)
+    norm = log_sums.logsumexp(dim=-1)
+    losses, slope = _sampled(spec, targets, (picked[:, 0] - norm)[n_before:])
+    shares = (log_sums - norm[:, None]).exp()
+    losses.values["student_entropy"] = (shares * (norm[:, None] - means)).sum(dim=-1)[n_before:]
+
+    none = torch.zeros((len(teacher_logits), 0), dtype=torch.int64, device=logits.device)
+    log_sum, _, picked = local_statistics(teacher_logits, none, kernels=kernels, temperature=1.0)
+    log_sums, _ = sum_over_shards(shard, [log_sum], picked)
+    q = (logits.to(norm.dtype) / temperature).sub_(norm[:, None]).exp_()
+    p = teacher_logits.sub_(log_sums.logsumexp(dim=-1)[:, None]).exp_()
+    student = _Model(q, tables.student, tables, shard, previous, text.row, text.depth, text.is_first)
+    teacher = _Model(
+        p, tables.teacher, tables, shard, text.teacher_ids, text.teacher_row, text.teacher_depth, text.is_first
+    )
+
+    by_node = torch.zeros_like(text.is_first)
+    if tables.with_nodes:
+        common = text.is_common
+        shares = torch.minimum(student.own_shares(common), teacher.own_shares(common))
+        by_node = common & (shares >= SAFE_SHARE)
+    by_text = ~by_node & ~((text.cover >= 0) & by_node[text.cover.clamp(min=0)])
+    weights = norm.new_ones(n) if targets.weights is None else targets.weights.to(norm.dtype)
+    rows = text.row - n_before  # of the chunk
+    found = _Found(norm.new_zeros((n, len(spec.divergences) + 2)))
+    _compare_nodes(found, student, teacher, torch.nonzero(by_node).flatten(), rows, weights, spec)
+    _compare_text(found, student, teacher, torch.nonzero(by_text).flatten(), rows, weights, spec)
+
+    for i, term in enumerate(spec.divergences):
+        losses.total = losses.total + term.weight * found.sums[:, i]
+        losses.values[term.name] = found.sums[:, i]
+    token_kl, distance = found.sums[:, -2:].unbind(dim=1)
+    begins = torch.zeros(n, dtype=torch.int64, device=logits.device) - 1  # position at which a token of each begins
+    begins[rows[text.is_common]] = torch.nonzero(text.is_common).flatten()
+    is_paired = torch.zeros_like(norm[n_before:]).index_fill_(0, rows, 1.0)
+    losses.values |= {
+        "token_kl": token_kl,
+        "overlap": is_paired * (1.0 - distance).clamp(min=0.0),
+        PAIRED: is_paired,
+        BY_NODES: torch.zeros_like(is_paired).index_fill_(0, rows[by_node], 1.0),
+        CANONICAL: text.samples[:, 0].to(norm.dtype),
+        SAMPLES: text.samples[:, 1].to(norm.dtype),
+    }
+    at = text.teacher_row[begins.clamp(min=0)] if len(rows) else begins.clamp(min=0)
+    ended = teacher.sums[at, tables.end_node] if len(teacher.sums) else torch.zeros_like(is_paired)
+    add_ends(losses, targets, ended.masked_fill(begins < 0, 0.0))
+    if with_choices:
+        losses.choices = _choices(student, teacher, text, begins, n_before, tables)
+    if with_grad:
+        slope = torch.cat([slope.new_zeros(n_before), slope * weights])
+        grad = student.gradient()
+        grad.addcmul_(q, slope[:, None], value=-1.0)
+        grad.scatter_add_(1, columns.clamp(min=0), slope[:, None].masked_fill(columns < 0, 0.0))
+        logits.copy_(grad.div_(temperature))
+    return losses
+
+
+def _sampled(spec: LossSpec, targets: TokenTargets, student_sampled: Tensor) -> tuple[TokenLosses, Tensor]:
+    """Return the terms of the sampled tokens, and their derivative in the logprobs, [n]."""
+    student_sampled.requires_grad_()
+    with torch.enable_grad():
+        losses = sampled_losses(spec, targets, student_sampled, None)
+        total = losses.total.sum()
+    slope = torch.zeros_like(student_sampled, requires_grad=False)
+    if total.requires_grad:
+        (slope,) = torch.autograd.grad(total, student_sampled)
+    losses.total = losses.total.detach()
+    return losses, slope
+
+
+@dataclass(slots=True)
+class _Found:
+    sums: Tensor  # [n, D + 2]: the divergences, forward KL and total variation, summed over the positions of each row
+
+
+class _Model:
+    """One model's probabilities at the rows of a chunk, and sums over them.
+
+    Args:
+        p: [r, v] this rank's columns.
+        ids: [r] int64, the token of each row.
+        row, depth, is_first: of the positions.
+    """
+
+    def __init__(
+        self,
+        p: Tensor,
+        side: Side,
+        tables: UnitTables,
+        shard: VocabShard,
+        ids: Tensor,
+        row: Tensor,
+        depth: Tensor,
+        is_first: Tensor,
+    ) -> None:
+        self._p, self._side, self._tables, self._group = p, side, tables, shard.group
+        self._ids, self.row, self.depth, self.is_first = ids, row, depth, is_first
+        self.sums = self._reduced(p.new_zeros((len(p), tables.n_nodes)).index_add_(1, side.node, p))
+        self.grad_sums = torch.zeros_like(self.sums)  # derivative of the losses in the sums
+        self._asked: tuple[Tensor, Tensor, Tensor, Tensor] | None = None  # of `masses`
+        self._grad_masses = self._masses = p.new_zeros((0, _OUTCOMES))
+
+    def own_shares(self, where: Tensor) -> Tensor:
+        """Return what share the token before a position has of the tokens of its node that begin with it: [P].
+
+        Args:
+            where: [P] bool, positions for which it is asked; 1 at others.
+        """
+        shares = self._p.new_ones(len(self.row))
+        at = torch.nonzero(where & ~self.is_first).flatten()
+        at = at[~self._side.is_alone[self._ids[self.row[at] - 1]]]
+        rows = self.row[at] - 1
+        ids = self._ids[rows]
+        sums = self._p.new_zeros((len(at), 2))
+        for asked, columns, _ in self._entries(self._side.alike[ids], self._side.alike_columns):
+            found = self._p[rows[asked], columns]
+            sums[:, 0].index_add_(0, asked, found)
+            sums[:, 1].index_add_(0, asked, found * (columns + self._side.start == ids[asked]))
+        sums = self._reduced(sums)
+        shares[at] = sums[:, 1] / sums[:, 0].clamp(min=torch.finfo(sums.dtype).tiny)
+        return shares
+
+    def first_bytes(self, at: Tensor) -> Tensor:
+        """Return the mass of the tokens with each first byte in the rows of some positions: [A, `_OUTCOMES`]."""
+        out = self.sums.new_zeros((len(at), _OUTCOMES))
+        return out.index_add_(1, self._tables.first_byte, self.sums[self.row[at]])
+
+    def masses(self, at: Tensor) -> Tensor:
+        """Return the mass of the tokens that begin with given bytes, by their next byte: [A, `_OUTCOMES`].
+
+        Inside a token the bytes are those of the token in front of the position, in its row; at the beginning of one
+        all bytes of the token before it, in the row of that. The last column is the mass of exactly these bytes.
+        """
+        begins = self.depth[at] == 0
+        rows = self.row[at] - begins.long()
+        ids = self._ids[rows.clamp(min=0)]
+        depth = torch.where(begins, self._side.lengths[ids], self.depth[at])
+        bounds = self._side.bounds[self._side.starts[ids] + (depth - 1).clamp(min=0)]
+        bounds = torch.where((self.is_first[at] | (depth == 0))[:, None], 0, bounds)
+        self._asked = rows, depth, bounds, at
+        out = self._p.new_zeros(len(at) * _OUTCOMES)
+        for asked, columns, places in self._entries(bounds, self._side.columns):
+            slot = self._slots(asked, places, depth)
+            out.index_add_(0, asked * _OUTCOMES + slot, self._p[rows[asked], columns])
+        self._masses = self._reduced(out.view(len(at), _OUTCOMES))
+        return self._masses
+
+    def add_gradient(self, at: Tensor, grad_first_bytes: Tensor, grad_masses: Tensor) -> None:
+        """Take the derivatives in `first_bytes` and in the last result of `masses`."""
+        by_row = torch.zeros((len(self.sums), _OUTCOMES), dtype=self.sums.dtype, device=self.sums.device)
+        by_row.index_add_(0, self.row[at], grad_first_bytes)
+        self.grad_sums += by_row[:, self._tables.first_byte]
+        self._grad_masses = grad_masses
+
+    def gradient(self) -> Tensor:
+        """Return the derivative of the losses in this rank's logits / temperature, [r, v]."""
+        total = (self.grad_sums * self.sums).sum(dim=1)
+        grad = self.grad_sums.index_select(1, self._side.node)
+        if self._asked is not None and len(self._grad_masses):
+            rows, depth, bounds, _ = self._asked
+            total.index_add_(0, rows.clamp(min=0), (self._grad_masses * self._masses).sum(dim=1))
+            flat, flat_grad = grad.view(-1), self._grad_masses.reshape(-1)
+            for asked, columns, places in self._entries(bounds, self._side.columns):
+                slot = self._slots(asked, places, depth)
+                flat.index_add_(0, rows[asked] * grad.shape[1] + columns, flat_grad[asked * _OUTCOMES + slot])
+        return grad.sub_(total[:, None]).mul_(self._p)
+
+    def _slots(self, asked: Tensor, places: Tensor, depth: Tensor) -> Tensor:
+        """Return the byte of each token behind the given ones; `NO_BYTE` if it has no more."""
+        text, deep = self._side.text, depth[asked]
+        following = text[places, deep.clamp(max=text.shape[1] - 1)].long()
+        return torch.where(self._side.sizes[places] > deep, following, NO_BYTE)
+
+    def _entries(self, bounds: Tensor, columns: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+        """Yield for the places of each range, in parts: the index of the range, the column, and the place."""
+        sizes = bounds[:, 1] - bounds[:, 0]
+        ends = sizes.cumsum(0)
+        n_before = 0
+        while n_before < int(ends[-1] if len(ends) else 0):
+            # A part ends behind the last range that fits, but has at least one.
+            low = int((ends <= n_before).sum())
+            high = max(low + 1, int((ends <= n_before + _ENTRIES).sum()))
+            part = sizes[low:high]
+            asked = torch.repeat_interleave(torch.arange(low, high, device=sizes.device), part)
+            offset = torch.arange(len(asked), device=sizes.device) - (ends[low:high] - part - n_before)[asked - low]
+            places = bounds[asked, 0] + offset
+            yield asked, columns[places], places
+            n_before = int(ends[high - 1])
+
+    def _reduced(self, sums: Tensor) -> Tensor:
+        if self._group is not None:
+            dist.all_reduce(sums, group=self._group)
+        return sums
+
+
+def _compare_nodes(
+    found: _Found, student: _Model, teacher: _Model, at: Tensor, rows: Tensor, weights: Tensor, spec: LossSpec
+) -> None:
+    """Add the divergences over nodes at some positions, and their gradients."""
+    tiny = torch.finfo(student.sums.dtype).tiny
+    terms = [(term, value_and_slope(term.name)) for term in spec.divergences]
+    for some in pieces(student.sums.new_empty((len(at), 1)).expand(len(at), student.sums.shape[1])):
+        part = at[some]
+        row, of_student = rows[part], student.row[part]
+        q, p = student.sums[of_student], teacher.sums[teacher.row[part]]
+        log_q, log_p = q.clamp(min=tiny).log_(), p.clamp(min=tiny).log_()
+        values = [forward_kl(log_q, log_p, PLAIN), 1.0 - torch.minimum(p, q).sum(dim=-1)]
+        slope = torch.zeros_like(log_q)
+        for i, (term, divergence) in enumerate(terms):
+            value, each = divergence(log_q, log_p, term)
+            values.insert(i, value)
+            slope.add_(each, alpha=term.weight)
+        found.sums.index_add_(0, row, torch.stack(values, dim=1))
+        slope.mul_(weights[row, None]).div_(q.clamp_(min=tiny))
+        student.grad_sums.index_add_(0, of_student, slope)
+
+
+def _compare_text(
+    found: _Found, student: _Model, teacher: _Model, at: Tensor, rows: Tensor, weights: Tensor, spec: LossSpec
+) -> None:
+    """Add the divergences over the next byte at some positions, and their gradients."""
+    sides = []
+    for model in (student, teacher):
+        begins = (model.depth[at] == 0)[:, None]
+        sides.append((model.first_bytes(at), model.masses(at), begins, begins & ~model.is_first[at, None]))
+    known = torch.ones((len(at), NO_BYTE), dtype=torch.bool, device=at.device)
+    for _, masses, begins, _ in sides:
+        known &= begins | (masses[:, :NO_BYTE] > 0)
+    leaves = [tensor.requires_grad_() for tensor in (sides[0][0].detach(), sides[0][1].detach())]
+    with torch.enable_grad():
+        log_q = _next_byte(leaves[0], leaves[1], *sides[0][2:], known)
+        log_p = _next_byte(*sides[1], known)
+        values = [divergence_of(term.name)(log_q, log_p, term) for term in spec.divergences]
+        weighed = [term.weight * value for term, value in zip(spec.divergences, values, strict=True)]
+        total = torch.stack(weighed).sum(dim=0).dot(weights[rows[at]]) if weighed else weights[:0].sum()
+    with torch.no_grad():
+        values += [forward_kl(log_q, log_p, PLAIN), 1.0 - torch.minimum(log_p.exp(), log_q.exp()).sum(dim=-1)]
+        found.sums.index_add_(0, rows[at], torch.stack([value.detach() for value in values], dim=1))
+    if total.requires_grad:
+        student.add_gradient(at, *torch.autograd.grad(total, leaves))
+
+
+def _next_byte(first_bytes: Tensor, masses: Tensor, begins: Tensor, follows: Tensor, known: Tensor) -> Tensor:
+    """Return the logprob of each next byte that both models can tell apart, and of all else: [A, `_OUTCOMES`].
+
+    Args:
+        first_bytes, masses: of `_Model`, [A, `_OUTCOMES`].
+        begins: [A, 1] bool, whether a token begins at the position.
+        follows: [A, 1] bool, whether one does behind another token of the response.
+        known: [A, `NO_BYTE`] bool.
+    """
+    longer = torch.cat([masses[:, :NO_BYTE], torch.zeros_like(masses[:, NO_BYTE:])], dim=1)
+    given_text = longer + masses[:, NO_BYTE:] * first_bytes
+    p = torch.where(follows, given_text, torch.where(begins, first_bytes, masses))
+    tiny = torch.finfo(p.dtype).tiny
+    p = p / p.sum(dim=1, keepdim=True).clamp(min=tiny)
+    rest = torch.where(known, 0.0, p[:, :NO_BYTE]).sum(dim=1, keepdim=True) + p[:, NO_BYTE:]
+    return torch.cat([torch.where(known, p[:, :NO_BYTE], 0.0), rest], dim=1).clamp(min=tiny).log()
+
+
+def _choices(
+    student: _Model, teacher: _Model, text: TextTargets, begins: Tensor, n_before: int, tables: UnitTables
+) -> Tensor:
+    """Return the teacher's most probable nodes of each row as `gkd.loss.choices`, by a token of the student."""
+    n = len(begins)
+    found = student.sums.new_zeros((n, N_CHOICES, 3))
+    found[:, :, 0] = -1
+    has = torch.nonzero(begins >= 0).flatten()
+    p, nodes = teacher.sums[teacher.row[begins[has]]].topk(min(N_CHOICES, tables.n_nodes), dim=1)
+    q = student.sums[has + n_before].gather(1, nodes)
+    found[has, : nodes.shape[1]] = torch.stack([tables.names[nodes].to(p.dtype), p, q], dim=2)
+    return found

@@ -1,0 +1,183 @@
+"""Vocabularies as byte strings: what the tokens of two tokenizers have in common.
+
+A vocabulary is a list with the bytes of each token id. Sorted by them, the tokens that begin with some bytes are one
+range. Two vocabularies share *nodes*: strings that are beginnings of tokens in both. Each token belongs to its longest
+such string, so the sums of two distributions over the tokens of each node are distributions over the same outcomes.
+
+A special token has no text. Those that mean the same in both models (the end of a response, and the pairs of
+teacher.special_tokens) get a mark as their bytes: 0xFF, which UTF-8 does not have, and a number. All others have None.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Sequence
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from gkd.errors import DataError
+
+MARK = b"\xff"
+END = MARK + b"\x00"  # the mark of every end token
+Vocab = Sequence[bytes | None]
+REST = 0  # node of the tokens that share no beginning with the other vocabulary, and of special tokens without a pair
+NO_BYTE = 256  # in `Nodes.first_byte`: of `REST`
+
+
+def token_bytes(tokenizer: Any) -> list[bytes | None]:
+    """Return the bytes of each id of a tokenizer of Hugging Face; None for special tokens and unused ids.
+
+    It knows byte-level BPE (GPT-2, Llama 3, Qwen; also tokenizers that are converted from tiktoken), and SentencePiece
+    with a token for each byte (Llama 2, Mistral, Gemma).
+
+    Raises:
+        DataError: the tokenizer is of another kind, so the bytes of its tokens are not known.
+    """
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None:
+        raise DataError("it has no tokenizer.json, and none can be made of its files")
+    added = tokenizer.added_tokens_decoder
+    special = {*tokenizer.all_special_ids, *(i for i, token in added.items() if token.special)}
+    pieces: dict[str, int] = backend.get_vocab(with_added_tokens=False)
+    n_ids = 1 + max([*pieces.values(), *added])
+    found: list[bytes | None] = [None] * n_ids
+    table = _byte_characters()
+    hexadecimal = {f"<0x{byte:02X}>": bytes([byte]) for byte in range(256)}
+    if all(piece in pieces for piece in hexadecimal):
+        for piece, i in pieces.items():
+            found[i] = hexadecimal.get(piece) or piece.replace("\u2581", " ").encode()
+    elif "ByteLevel" in _kinds(json.loads(backend.to_str())):
+        for piece, i in pieces.items():
+            if all(character in table for character in piece):
+                found[i] = bytes(table[character] for character in piece)
+    else:
+        raise DataError("it is neither byte-level BPE nor SentencePiece with a token for each byte")
+    for i, token in added.items():
+        found[i] = token.content.encode()
+    for i in special:
+        found[i] = None
+    return found
+
+
+def _kinds(tokenizer: dict[str, Any]) -> set[str]:
+    """Return the types of the pre-tokenizers and decoders in a tokenizer.json."""
+    found, parts = set[str](), [tokenizer.get("pre_tokenizer"), tokenizer.get("decoder")]
+    while parts:
+        if part := parts.pop():
+            found.add(part["type"])
+            parts += [*part.get("pretokenizers", ()), *part.get("decoders", ())]
+    return found
+
+
+def _byte_characters() -> dict[str, int]:
+    """Return the character of GPT-2 by which byte-level BPE writes each byte -> the byte."""
+    visible = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [byte for byte in range(256) if byte not in visible]
+    return {chr(byte): byte for byte in visible} | {chr(256 + i): byte for i, byte in enumerate(others)}
+
+
+class ByteVocab:
+    """A vocabulary sorted by its bytes.
+
+    Attributes:
+        n: number of ids.
+        order: [S] int64, the ids that have bytes, sorted by them.
+        lengths: [n] int64, bytes of each id; 0 without bytes.
+        text: [S, longest] uint8, the bytes of `order`, padded with zeros.
+    """
+
+    def __init__(self, tokens: Vocab) -> None:
+        ranked = sorted((token, i) for i, token in enumerate(tokens) if token)
+        self.n, self.tokens = len(tokens), tokens
+        self.order = np.array([i for _, i in ranked], dtype=np.int64)
+        self.lengths = np.array([len(token or b"") for token in tokens], dtype=np.int64)
+        width = max(1, int(self.lengths.max(initial=1)))
+        joined = b"".join(token.ljust(width, b"\0") for token, _ in ranked)
+        self.text = np.frombuffer(joined, np.uint8).reshape(len(ranked), width)
+
+    @cached_property
+    def ranges(self) -> tuple[np.ndarray, np.ndarray]:
+        """Return for each beginning of each token which tokens have it, as places in `order`.
+
+        Returns:
+            [n + 1] int64, where the beginnings of an id start; [sum of lengths, 2] int64, first and last place + 1, of
+            its beginnings of 1, 2, ... bytes.
+        """
+        starts = np.concatenate([[0], np.cumsum(self.lengths)])
+        bounds = np.zeros((int(starts[-1]), 2), np.int64)
+        sizes = self.lengths[self.order]
+        place = np.arange(len(self.order))
+        equal = np.ones(len(place), bool)  # the token before has the same first bytes
+        equal[:1] = False
+        for depth in range(1, self.text.shape[1] + 1):
+            column = self.text[:, depth - 1]
+            long = sizes >= depth
+            equal[1:] &= (column[1:] == column[:-1]) & long[1:] & long[:-1]
+            group = np.cumsum(~equal)  # a token that is too short is a group of its own
+            first = np.flatnonzero(~equal)
+            last = np.append(first[1:], len(place))
+            at = starts[self.order[long]] + depth - 1
+            bounds[at, 0], bounds[at, 1] = first[group[long] - 1], last[group[long] - 1]
+        return starts, bounds
+
+
+class Nodes(NamedTuple):
+    """The strings that are beginnings of tokens in two vocabularies."""
+
+    student: np.ndarray  # [V] int64, the node of each of the student's ids
+    teacher: np.ndarray  # [V_teacher] int64
+    first_byte: np.ndarray  # [W] int64, of the node's string; `NO_BYTE` for `REST`
+    lengths: np.ndarray  # [W] int64, bytes of the node's string; 0 for `REST`
+
+    @property
+    def n(self) -> int:
+        return len(self.lengths)
+
+
+def common_nodes(student: Vocab, teacher: Vocab) -> Nodes:
+    """Return the nodes of two vocabularies.
+
+    A string that only tokens of one vocabulary would belong to is no node: its tokens belong to the next shorter one.
+    Otherwise a divergence would compare mass with an outcome that the other model cannot have.
+    """
+    beginnings = [_longest_beginnings(student, teacher), _longest_beginnings(teacher, student)]
+    holders: list[dict[bytes, list[int]]] = [defaultdict(list), defaultdict(list)]
+    for side, strings in zip(holders, beginnings, strict=True):
+        for i, string in enumerate(strings):
+            side[string].append(i)
+    node = {b"": REST}
+    by_length: dict[int, set[bytes]] = defaultdict(set)
+    for string in holders[0].keys() | holders[1].keys():
+        by_length[len(string)].add(string)
+    for length in range(max(by_length), 0, -1):
+        for string in sorted(by_length[length]):
+            if all(string in side for side in holders):
+                node[string] = len(node)
+                continue
+            shorter = string[:-1]  # it begins tokens of both, too
+            by_length[length - 1].add(shorter)
+            for side in holders:
+                if string in side:
+                    side[shorter] += side.pop(string)
+    maps = [np.zeros(len(vocab), np.int64) for vocab in (student, teacher)]
+    for side, ids in zip(holders, maps, strict=True):
+        for string, members in side.items():
+            ids[members] = node[string]
+    first = [string[0] if string else NO_BYTE for string in node]
+    return Nodes(maps[0], maps[1], np.array(first, np.int64), np.array([len(string) for string in node], np.int64))
+
+
+def _longest_beginnings(tokens: Vocab, other: Vocab) -> list[bytes]:
+    """Return the longest beginning of each token that begins a token of the other vocabulary, too."""
+    known = {token[:n] for token in other if token for n in range(1, len(token) + 1)}
+    found = []
+    for token in tokens:
+        token = token or b""
+        n = len(token)
+        while n and token[:n] not in known:
+            n -= 1
+        found.append(token[:n])
+    return found

@@ -1,0 +1,207 @@
+"""Align a response in the tokens of two tokenizers, by its bytes.
+
+The teacher scores the text of the student's response in its own tokens. Both token sequences then have the same bytes,
+up to where the text ends for one of them: at a special token without a pair, or at bytes that are not UTF-8 or that the
+teacher's tokenizer changes. What follows has no pair, and no loss.
+
+    student      | 12 | 3  | end |         rows 0 1 2
+    teacher      | 1  | 23 | end |         rows 0 1 2
+    byte             0   1   2   end
+    boundary         both  - - both        `Alignment.is_common`
+
+A *position* is a byte of the common text; a mark of a special token is one position. Both models predict what comes at
+it: from the row of the token that holds the byte, given the bytes of that token in front of it.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+import numpy as np
+
+from gkd.text.byte_vocab import END, MARK, Nodes, Vocab, common_nodes
+
+_MARKS = re.compile(re.escape(MARK) + b"(.)", re.DOTALL)
+
+
+class Alignment(NamedTuple):
+    """Positions of one response, in the order of its bytes; P of them."""
+
+    row: np.ndarray  # [P] int64, the student's token that holds the byte, counted from 0 in the response
+    depth: np.ndarray  # [P] int64, bytes of that token in front of it; 0: the token begins here
+    teacher_row: np.ndarray  # [P] int64
+    teacher_depth: np.ndarray  # [P] int64
+    # [P] int64, the position at which two tokens begin that nodes compare up to behind this byte; -1: there is none.
+    cover: np.ndarray
+
+    @property
+    def is_common(self) -> np.ndarray:
+        """Return [P] bool, whether a token of each sequence begins here."""
+        common: np.ndarray = (self.depth == 0) & (self.teacher_depth == 0)
+        return common
+
+
+@dataclass(frozen=True)
+class TokenizerPair:
+    """Two tokenizers, in a form that any process can use without loading a model folder.
+
+    Attributes:
+        student, teacher: bytes of each token id, see `gkd.text.byte_vocab`; None also for ids from the model's number
+            of rows on.
+        student_json, teacher_json: their tokenizer.json.
+        end: the teacher's id that ends a response.
+    """
+
+    student: Vocab
+    teacher: Vocab
+    student_json: str
+    teacher_json: str
+    end: int
+
+    def __getstate__(self) -> dict[str, object]:
+        return {name: self.__dict__[name] for name in self.__dataclass_fields__}  # without what is computed
+
+    @cached_property
+    def nodes(self) -> Nodes:
+        return common_nodes(self.student, self.teacher)
+
+    @cached_property
+    def _encoders(self) -> tuple[_Encoder, _Encoder]:
+        return _Encoder(self.student_json, self.student), _Encoder(self.teacher_json, self.teacher)
+
+    @cached_property
+    def _special(self) -> dict[bytes, int]:
+        """Return the teacher's id of each mark."""
+        found = {token: i for i, token in enumerate(self.teacher) if token and token.startswith(MARK) and token != MARK}
+        return found | {END: self.end}
+
+    def teacher_ids(self, response: np.ndarray) -> np.ndarray:
+        """Return the teacher's tokens of a response of the student, as far as they have the same bytes.
+
+        Args:
+            response: [R] int32, the student's tokens.
+
+        Returns:
+            [R'] int32; empty if nothing has a pair.
+        """
+        text = self._text(response)
+        ids: list[int] = []
+        encoder, at = self._encoders[1], 0
+        for mark in [*_MARKS.finditer(text), None]:
+            part = text[at : mark.start() if mark else None]
+            piece, is_whole = encoder.encode(part)
+            ids += piece
+            if not is_whole or mark is None:
+                break
+            ids.append(self._special[mark.group()])
+            at = mark.end()
+        return np.array(ids, np.int32)
+
+    def is_canonical(self, response: np.ndarray) -> bool:
+        """Return whether the student's tokenizer makes these tokens of their text, up to the first special token."""
+        plain = response.tolist()
+        for i, token in enumerate(plain):
+            if (self.student[token] or MARK).startswith(MARK):
+                plain = plain[:i]
+                break
+        text = b"".join(self.student[token] or b"" for token in plain)
+        ids, is_whole = self._encoders[0].encode(text)
+        return ids == plain if is_whole else ids == plain[: len(ids)]
+
+    def align(self, response: np.ndarray, teacher_ids: np.ndarray) -> Alignment:
+        """Return the positions of the bytes that both sequences have.
+
+        Args:
+            response: [R] the student's tokens.
+            teacher_ids: [R'] of `teacher_ids`.
+        """
+        nodes = self.nodes
+        row, depth, starts = _places(self.student, response)
+        teacher_row, teacher_depth, teacher_starts = _places(self.teacher, teacher_ids)
+        n = min(len(row), len(teacher_row))
+        row, depth, teacher_row, teacher_depth = row[:n], depth[:n], teacher_row[:n], teacher_depth[:n]
+        covered = np.zeros(n, np.int64)  # at common boundaries: bytes that the nodes of both tokens have
+        common = np.flatnonzero((depth == 0) & (teacher_depth == 0))
+        lengths = nodes.lengths[nodes.student[response[row[common]]]]
+        others = nodes.lengths[nodes.teacher[teacher_ids[teacher_row[common]]]]
+        covered[common] = np.minimum(lengths, others)
+        before = np.zeros(n, np.int64)
+        before[common] = common
+        before = np.maximum.accumulate(before)
+        at = np.arange(n)
+        cover = np.where((at > before) & (at - before < covered[before]), before, -1)
+        return Alignment(row, depth, teacher_row, teacher_depth, cover)
+
+    def _text(self, response: np.ndarray) -> bytes:
+        """Return the bytes of a response up to the first token that has none."""
+        parts = []
+        for token in response.tolist():
+            part = self.student[token]
+            if part is None:
+                break
+            parts.append(part)
+        return b"".join(parts)
+
+
+def _places(vocab: Vocab, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return the token and the place in it of each byte of a sequence, up to the first token without bytes.
+
+    A mark is one position: its number has none.
+    """
+    sizes = []
+    for token in ids.tolist():
+        part = vocab[token]
+        if part is None:
+            break
+        sizes.append(1 if part.startswith(MARK) else len(part))
+    ends = np.cumsum(np.array(sizes, np.int64))
+    starts = ends - sizes if sizes else ends
+    row = np.repeat(np.arange(len(sizes)), sizes)
+    return row, np.arange(len(row)) - starts[row], starts
+
+
+class _Encoder:
+    """Encode bytes so that the tokens have exactly these bytes."""
+
+    def __init__(self, json_text: str, tokens: Vocab) -> None:
+        from tokenizers import Tokenizer
+
+        self._tokenizer, self._tokens = Tokenizer.from_str(json_text), tokens
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
+        # SentencePiece may put a space in front of a text. Behind a line break it does not, so a text follows one.
+        self._anchor = "" if self._bytes(self._ids("a")) == b"a" else "\n"
+
+    def encode(self, text: bytes) -> tuple[list[int], bool]:
+        """Return the tokens of the longest beginning of a text that they reproduce, and whether that is all of it."""
+        try:
+            decoded = text.decode()
+        except UnicodeDecodeError as error:
+            decoded = text[: error.start].decode()
+        ids = self._ids(self._anchor + decoded)
+        if self._anchor:
+            ids = self._behind_anchor(ids)
+        at = 0
+        for i, token in enumerate(ids):
+            part = self._tokens[token]
+            if part is None or not text.startswith(part, at):
+                return ids[:i], False
+            at += len(part)
+        return ids, at == len(text)
+
+    def _behind_anchor(self, ids: list[int]) -> list[int]:
+        """Return the tokens behind the line break in front of the text; none if one token holds both."""
+        for i in range(len(ids) + 1):
+            if self._bytes(ids[:i]).endswith(b"\n"):
+                return ids[i:]
+        return []
+
+    def _ids(self, text: str) -> list[int]:
+        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
+        return ids
+
+    def _bytes(self, ids: list[int]) -> bytes:
+        return b"".join(self._tokens[token] or b"" for token in ids)
