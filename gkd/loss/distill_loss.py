@@ -275,7 +275,7 @@ class DistillLoss:
         """Return how many rows of logits fit into `chunk_bytes`; at least one."""
         row = n_columns * (itemsize + (4 if self.is_full_vocab else 0))
         if self.units is not None:  # probabilities and gradients of both models and of their nodes
-            row += 4 * (2 * n_columns + 2 * self.units.teacher.n_columns + 4 * self.units.n_nodes)
+            row += 4 * (2 * n_columns + 2 * self.units.n_teacher_rows + 4 * self.units.n_nodes)
         return max(1, self.chunk_bytes // max(1, row))
 
     def _from_table(self, rows: RowLogprobs, targets: TokenTargets, logits: Tensor) -> TokenLosses:

@@ -16,11 +16,11 @@ in front of the position, and M(c, w) the probability of all tokens that begin w
     at the beginning of a token     P(x) ~ M(c before u, u x) + p(u | c before u) M(c, x)
     inside a token                  P(x) ~ M(c, w x); the token may also end at w, and what follows then is not known
 
-What only one of the models can tell apart is one outcome. The loss of a row is the sum over its positions, so it is an
-estimate of the divergence of the two models over texts, by the chain rule; exact up to tokenizations that leave the
-canonical one earlier than the last token.
+What only one of the models can tell apart is one outcome, bytes that begin tokens of one vocabulary included. The loss
+of a row is the sum over its positions, so it is an estimate of the divergence of the two models over texts, by the
+chain rule; exact up to tokenizations that leave the canonical one earlier than the last token.
 
-All of this are sums over probabilities: tables = A softmax(z), with A of zeros and ones. So with g the gradient of the
+These are sums over probabilities: tables = A softmax(z), with A of zeros and ones. So with g the gradient of the
 tables, d loss / d z_v = q_v ((A^T g)_v - <g, tables>), and with tensor parallelism only tables are reduced.
 
 Letters: n rows of the chunk, v columns of this rank (n', v' of the teacher), W nodes, P positions.
@@ -113,7 +113,9 @@ class UnitTables:
     ) -> None:
         student, teacher, nodes = pair.student, pair.teacher, pair.nodes
         self.student = Side(student, nodes.student, shard.start, shard.n_columns(n_local), device)
-        self.teacher_rows = teacher_rows(len(teacher), shard)
+        size, rank = (1, 0) if shard.group is None else (dist.get_world_size(shard.group), dist.get_rank(shard.group))
+        self.n_teacher_rows = step = -(-len(teacher) // size)  # the last ranks may have fewer
+        self.teacher_rows = slice(min(rank * step, len(teacher)), min((rank + 1) * step, len(teacher)))
         n_rows = self.teacher_rows.stop - self.teacher_rows.start
         self.teacher = Side(teacher, nodes.teacher, self.teacher_rows.start, n_rows, device)
         self.with_nodes, self.n_nodes = with_nodes, nodes.n
@@ -125,13 +127,6 @@ class UnitTables:
         name[nodes.student[longest_first]] = longest_first
         name[REST] = -1
         self.names = torch.from_numpy(name).to(device)
-
-
-def teacher_rows(n: int, shard: VocabShard) -> slice:
-    """Return this rank's rows of a teacher's LM head with `n` rows."""
-    size, rank = (1, 0) if shard.group is None else (dist.get_world_size(shard.group), dist.get_rank(shard.group))
-    step = -(-n // size)
-    return slice(min(rank * step, n), min((rank + 1) * step, n))
 
 
 def text_losses(
@@ -213,7 +208,7 @@ def text_losses(
     add_ends(losses, targets, ended.masked_fill(begins < 0, 0.0))
     if with_choices:
         losses.choices = _choices(student, teacher, text, begins, n_before, tables)
-    if with_grad:
+    if with_grad and logits.numel():  # empty on a rank that holds only padding
         slope = torch.cat([slope.new_zeros(n_before), slope * weights])
         grad = student.gradient()
         grad.addcmul_(q, slope[:, None], value=-1.0)

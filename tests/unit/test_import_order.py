@@ -24,8 +24,14 @@ LIBRARIES: dict[str, tuple[str, ...]] = {
     "transformers": ("gkd/data/prompts.py", "gkd/actor/", "gkd/preflight/", "teacher_server/"),
     "torch": (
         *("gkd/actor/", "gkd/data/batching.py", "gkd/data/collate.py", "gkd/hf/", "gkd/loss/", "gkd/memory/"),
-        *("gkd/preflight/", "gkd/text/targets.py", "gkd/rollout/engine/worker.py", "gkd/rollout/vllm/", "gkd/weight_sync/"),
-        *("teacher_server/engines/", "teacher_server/worker/gpus.py"),
+        *(
+            "gkd/preflight/",
+            "gkd/text/targets.py",
+            "gkd/rollout/engine/worker.py",
+            "gkd/rollout/vllm/",
+            "gkd/weight_sync/",
+        ),
+        *("gkd/weight_sync/", "teacher_server/engines/", "teacher_server/worker/gpus.py"),
     ),
     "peft": ("gkd/actor/fsdp/lora.py",),
     "accelerate": ("gkd/actor/fsdp/model.py",),

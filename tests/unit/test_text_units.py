@@ -1,0 +1,95 @@
+"""Check the loss of a teacher with another tokenizer against plain loops, and against the loss of equal tokenizers."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from gkd.config.loss_spec import LossSpec, LossTerm
+from gkd.loss.distill_loss import DistillLoss
+from gkd.loss.row_kernels import TorchRows
+from gkd.loss.vocab_parallel import VocabShard
+from gkd.text.byte_vocab import END
+from gkd.types import TokenTargets
+from tests.unit.loss_cases import one_thread
+from tests.unit.text_cases import LETTERS, TextCase
+
+__all__ = ["one_thread"]
+
+SPECS = {
+    "forward_kl": LossSpec(),
+    "reverse_kl": LossSpec((LossTerm("reverse_kl", 0.7),), temperature=1.4),
+    "mixture": LossSpec((LossTerm("jsd", 0.5, beta=0.3), LossTerm("skew_kl"), LossTerm("skew_reverse_kl", 0.2))),
+    "own": LossSpec((LossTerm("examples.own_loss:alpha_divergence", 2.0, alpha=0.5),)),
+}
+
+
+def _with_gradients(loss: DistillLoss, case: TextCase, targets: TokenTargets) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return the loss, its gradients in hidden states and LM head, and the table of the rows."""
+    tables: list[Tensor] = []
+    loss.on_rows = tables.append
+    hidden, head = (tensor.clone().requires_grad_() for tensor in (case.hidden, case.head))
+    total, _ = loss.from_hidden(hidden, head, targets)
+    grads = torch.autograd.grad(total, (hidden, head))
+    return total.detach(), *grads, torch.cat(tables)
+
+
+@pytest.mark.parametrize("scale", [0.5, 4.0])
+@pytest.mark.parametrize("with_nodes", [True, False])
+@pytest.mark.parametrize("name", SPECS)
+def test_loss_and_gradient_are_those_of_plain_loops(name: str, with_nodes: bool, scale: float) -> None:
+    """If it fails, a range, a node, a mixture or a gradient is wrong: the student learns something else."""
+    case, spec = TextCase(scale=scale), SPECS[name]
+    case.hidden.requires_grad_(), case.head.requires_grad_()
+    expected, rows = case.written_out(spec, with_nodes=with_nodes)
+    grads = torch.autograd.grad(expected, (case.hidden, case.head))
+    found = _with_gradients(case.loss(spec, with_nodes=with_nodes), case, case.targets())
+    torch.testing.assert_close(found[0], expected.detach(), rtol=1e-12, atol=1e-14)
+    for one, other in zip(found[1:3], grads, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(found[3][:, 0], rows * case.weights, rtol=1e-12, atol=1e-14)
+    if with_nodes and name == "forward_kl":
+        by_nodes = found[3][:, case.loss(spec).evaluation_names.index("by_nodes")]
+        assert 0 < by_nodes.sum() < len(by_nodes), "the case compares some rows by nodes, and some by text"
+
+
+@pytest.mark.parametrize("chunk_bytes", [1, 3000, 9000])
+def test_the_result_does_not_depend_on_the_chunks(chunk_bytes: int) -> None:
+    """If it fails, the loss depends on the memory limit of a chunk: a chunk lacks a row of the one before."""
+    case, spec = TextCase(), SPECS["mixture"]
+    whole = _with_gradients(case.loss(spec), case, case.targets())
+    parts = _with_gradients(case.loss(spec, chunk_bytes=chunk_bytes), case, case.targets())
+    for one, other in zip(parts, whole, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 1e-6)])
+@pytest.mark.parametrize("name", SPECS)
+def test_with_the_same_tokens_it_is_the_loss_of_tokens(name: str, dtype: torch.dtype, tolerance: float) -> None:
+    """If it fails, nodes are not a refinement of what the trainer does with equal tokenizers."""
+    vocab = [END, *LETTERS, b"ab", b"abc", b"ca", b" a"]
+    case, spec = TextCase(student=vocab, teacher=vocab), SPECS[name]
+    case.responses = [(ours, ours) for ours, _ in case.responses]
+    generator = torch.Generator().manual_seed(5)
+    n = sum(len(ours) for ours, _ in case.responses)
+    case.hidden, case.teacher_hidden = case.hidden.to(dtype), torch.randn(n, 5, generator=generator).to(dtype)
+    case.head, case.teacher_head = case.head.to(dtype), case.teacher_head.to(dtype)
+    targets = case.targets(dtype)
+    found = _with_gradients(case.loss(spec), case, targets)
+    plain = DistillLoss(spec, ("hidden",), VocabShard(0, len(vocab), None), TorchRows(), 1 << 30, case.teacher_head)
+    targets.text = None
+    expected = _with_gradients(plain, case, targets)
+    for one, other in zip([*found[:3], found[3][:, 0]], [*expected[:3], expected[3][:, 0]], strict=True):
+        assert (one - other).norm() <= tolerance * other.norm()
+
+
+def test_rows_without_a_pair_have_no_loss() -> None:
+    """If it fails, tokens behind a special token without a pair are compared with a shifted text."""
+    case = TextCase(n_sequences=2)
+    table = _with_gradients(case.loss(LossSpec()), case, case.targets())[3]
+    names = case.loss(LossSpec()).evaluation_names
+    start = len(case.responses[0][0]) + 4  # where the token without a pair stands
+    paired = table[:, names.index("paired")]
+    assert paired[:start].all() and not paired[start:].any()
+    assert not table[start:, names.index("total")].any()

@@ -1,0 +1,238 @@
+"""Provide two tiny vocabularies, responses in the tokens of both, and the losses of `gkd.loss.text_units` in loops.
+
+The loops use strings and Python's sums over the whole vocabulary, no sorted ranges and no tables, and autograd.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from gkd.config.loss_spec import LossSpec
+from gkd.loss.distill_loss import DistillLoss
+from gkd.loss.divergence import divergence_of
+from gkd.loss.row_kernels import TorchRows
+from gkd.loss.text_units import SAFE_SHARE, UnitTables
+from gkd.loss.vocab_parallel import VocabShard
+from gkd.text.byte_vocab import END
+from gkd.text.pair import TokenizerPair
+from gkd.text.targets import TextTargets
+from gkd.types import TokenTargets
+
+LETTERS = [bytes([byte]) for byte in b"abc "]
+# Special tokens without a pair and with one, two tokens of the same bytes, strings that only one of them has.
+STUDENT = [None, END, *LETTERS, b"ab", b"abc", b"ca", b" a", b"bc", b"\xff\x01", None, b"ab", END]
+TEACHER = [END, None, *LETTERS, b"ab", b"bca", b" ab", b"cab", b"b ", b"aa", b"\xff\x01"]
+H, D = 6, 5
+Vocab = Sequence[bytes | None]
+
+
+def pair_of(student: Vocab = STUDENT, teacher: Vocab = TEACHER) -> TokenizerPair:
+    return TokenizerPair(student, teacher, "", "", teacher.index(END))
+
+
+def segment(rng: random.Random, vocab: Vocab, text: bytes) -> list[int]:
+    """Return random tokens with the bytes of a text; not the canonical ones."""
+    ids = []
+    while text:
+        fitting = [i for i, token in enumerate(vocab) if token and text.startswith(token)]
+        ids.append(rng.choice(fitting))
+        text = text[len(vocab[ids[-1]] or b"") :]
+    return ids
+
+
+@dataclass
+class TextCase:
+    """Responses to random texts; float64 models of one linear layer."""
+
+    student: Vocab = field(default_factory=lambda: STUDENT)
+    teacher: Vocab = field(default_factory=lambda: TEACHER)
+    n_sequences: int = 5
+    scale: float = 2.0  # of the student's hidden states: large values make boundaries safe
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        rng, generator = random.Random(self.seed), torch.Generator().manual_seed(self.seed)
+        self.pair = pair_of(self.student, self.teacher)
+        self.responses: list[tuple[list[int], list[int]]] = []
+        for i in range(self.n_sequences):
+            text = bytes(rng.choice(b"abc ") for _ in range(12))
+            if b"\xff\x01" in self.student:
+                text = text[:5] + b"\xff\x01" + text[5:]
+            ours, theirs = (segment(rng, vocab, text + (END if i else b"")) for vocab in (self.student, self.teacher))
+            if i == 1 and None in self.student:
+                ours = [*ours[:4], self.student.index(None), *ours[4:]]  # what follows has no pair
+            self.responses.append((ours, theirs))
+
+        def normal(*shape: int) -> Tensor:
+            return torch.randn(shape, generator=generator, dtype=torch.float64)
+
+        n, n_teacher = (sum(len(each[side]) for each in self.responses) for side in (0, 1))
+        self.hidden, self.head = self.scale * normal(n, H), normal(len(self.student), H)
+        self.teacher_hidden, self.teacher_head = self.scale * normal(n_teacher, D), normal(len(self.teacher), D)
+        self.weights = torch.rand(n, generator=generator, dtype=torch.float64)
+
+    def targets(self, dtype: torch.dtype = torch.float64) -> TokenTargets:
+        parts, n_rows, n_teacher, n_positions = [], 0, 0, 0
+        for ours, theirs in self.responses:
+            at = self.pair.align(np.array(ours), np.array(theirs))
+            cover = np.where(at.cover < 0, -1, at.cover + n_positions)
+            first = np.arange(len(at.row)) == 0
+            parts.append((at.row + n_rows, at.depth, at.teacher_row + n_teacher, at.teacher_depth, cover, first))
+            n_rows, n_teacher, n_positions = n_rows + len(ours), n_teacher + len(theirs), n_positions + len(at.row)
+        columns = [torch.from_numpy(np.concatenate(column)) for column in zip(*parts, strict=True)]
+        theirs = torch.tensor([i for _, ids in self.responses for i in ids])
+        return TokenTargets(
+            torch.tensor([i for ids, _ in self.responses for i in ids]),
+            torch.zeros(n_rows, dtype=dtype),
+            torch.ones(n_rows, dtype=torch.bool),
+            hidden=self.teacher_hidden.to(dtype),
+            weights=self.weights.to(dtype),
+            sequences=torch.repeat_interleave(
+                torch.arange(len(self.responses)), torch.tensor([len(ours) for ours, _ in self.responses])
+            ),
+            text=TextTargets(*columns, theirs, torch.zeros(n_rows, 2)),
+        )
+
+    def loss(
+        self,
+        spec: LossSpec,
+        *,
+        with_nodes: bool = True,
+        chunk_bytes: int = 1 << 30,
+        shard: VocabShard | None = None,
+        n_local: int = 0,
+    ) -> DistillLoss:
+        """Return the loss; of a rank that has `n_local` rows of the vocabulary with `shard`."""
+        shard, n_local = shard or VocabShard(0, len(self.student), None), n_local or len(self.student)
+        cpu = torch.device("cpu")
+        units = UnitTables(self.pair, with_nodes=with_nodes, shard=shard, n_local=n_local, device=cpu)
+        head = self.teacher_head[units.teacher_rows]
+        return DistillLoss(spec, ("hidden",), shard, TorchRows(), chunk_bytes, head, units)
+
+    def written_out(self, spec: LossSpec, *, with_nodes: bool = True) -> tuple[Tensor, Tensor]:
+        """Return the weighed sum of the losses, differentiable in `hidden` and `head`, and [N] the loss of each row."""
+        q = (self.hidden @ self.head.T / spec.temperature).softmax(dim=-1)
+        p = (self.teacher_hidden @ self.teacher_head.T / spec.temperature).softmax(dim=-1)
+        rows = [q.new_zeros(()) for _ in range(len(q))]
+        first = first_teacher = 0
+        for ours, theirs in self.responses:
+            a = _Sequence(self.student, ours, q[first : first + len(ours)])
+            b = _Sequence(self.teacher, theirs, p[first_teacher : first_teacher + len(theirs)])
+            for row, loss in _losses(a, b, nodes_of(self.student, self.teacher), spec, with_nodes):
+                rows[first + row] = rows[first + row] + loss
+            first, first_teacher = first + len(ours), first_teacher + len(theirs)
+        found = torch.stack(rows)
+        return (found * self.weights).sum(), found.detach()
+
+
+def nodes_of(student: Vocab, teacher: Vocab) -> dict[bytes, bytes]:
+    """Return token -> node, as `gkd.text.byte_vocab` defines them."""
+
+    def beginnings(vocab: Vocab) -> set[bytes]:
+        return {token[:n] for token in vocab if token for n in range(1, len(token) + 1)}
+
+    allowed = beginnings(student) & beginnings(teacher)
+
+    def node(token: bytes, strings: set[bytes]) -> bytes:
+        return max((token[:n] for n in range(len(token) + 1) if token[:n] in strings or not n), key=len)
+
+    for string in sorted(allowed, key=len, reverse=True):
+        sides = [{node(token, allowed) for token in vocab if token} for vocab in (student, teacher)]
+        if not all(string in side for side in sides):
+            allowed = allowed - {string}
+    return {token: node(token, allowed) for token in {*student, *teacher} if token}
+
+
+class _Sequence:
+    """A response of one model: the token that holds each byte, and the probabilities at each row."""
+
+    def __init__(self, vocab: Vocab, ids: Sequence[int], p: Tensor) -> None:
+        self.vocab, self.ids, self.p = vocab, ids, p
+        self.strings: list[bytes] = []
+        self.places: list[tuple[int, int]] = []
+        for row, i in enumerate(ids):
+            token = vocab[i]
+            if token is None:
+                break
+            self.strings.append(token)
+            self.places += [(row, n) for n in range(1 if token[0] == 255 else len(token))]
+
+    def mass(self, row: int, test: Callable[[bytes | None], bool]) -> Tensor:
+        """Return the probability of the tokens for which `test` holds."""
+        which = [i for i, token in enumerate(self.vocab) if test(token)]
+        return self.p[row, which].sum()
+
+    def next_bytes(self, row: int, depth: int, nodes: dict[bytes, bytes]) -> tuple[list[Tensor], list[bool]]:
+        """Return 257 probabilities given the text, and which bytes this model can tell apart."""
+
+        def behind(row: int, begin: bytes) -> list[Tensor]:
+            strings = [begin + bytes([x]) for x in range(256)]
+            used, none = {*b"".join(token or b"" for token in self.vocab)}, self.p.new_zeros(())
+            return [self.mass(row, partial(_begins_with, begin=s)) if s[-1] in used else none for s in strings]
+
+        if depth:
+            begin = self.strings[row][:depth]
+            longer = behind(row, begin)
+            parts = [*longer, self.mass(row, lambda t: t == begin)]
+            total = torch.stack(parts).sum()
+            return [x / total for x in parts], [bool(x > 0) for x in longer]
+        others = {token for token in self.vocab if token and not nodes[token]}  # share no beginning: the rest
+        first = behind(row, b"")
+        for token in others:
+            first[token[0]] = first[token[0]] - self.mass(row, lambda t, token=token: t == token)
+        plain = [*first, self.mass(row, lambda t: not t or t in others)]
+        if row:
+            before = self.strings[row - 1]
+            own = self.mass(row - 1, lambda t: t == before)
+            longer = behind(row - 1, before)
+            plain = [x * own + (longer[i] if i < 256 else 0.0) for i, x in enumerate(plain)]
+        total = torch.stack(plain).sum()
+        return [x / total for x in plain], [True] * 256
+
+    def own_share(self, row: int, nodes: dict[bytes, bytes]) -> float:
+        """Return the share of the token before `row` of those of its node that begin with it."""
+        before = self.strings[row - 1]
+        alike = self.mass(row - 1, lambda t: _begins_with(t, before) and nodes[t or b""] == nodes[before])
+        return float((self.p[row - 1, self.ids[row - 1]] / alike).detach())
+
+
+def _begins_with(token: bytes | None, begin: bytes) -> bool:
+    return bool(token) and (token or b"").startswith(begin)
+
+
+def _losses(
+    a: _Sequence, b: _Sequence, nodes: dict[bytes, bytes], spec: LossSpec, with_nodes: bool
+) -> list[tuple[int, Tensor]]:
+    """Return (row of the student, loss) of the positions of one response."""
+    found: list[tuple[int, Tensor]] = []
+    names = [b"", *sorted(set(nodes.values()) - {b""})]
+    reach = -1  # first byte that the last safe boundary does not compare
+    for at, ((row, depth), (other, other_depth)) in enumerate(zip(a.places, b.places, strict=False)):
+        lines, common = ((a, row), (b, other)), depth == other_depth == 0
+        if not common and at < reach:
+            continue
+        safe = common and with_nodes and all(not at or s.own_share(line, nodes) >= SAFE_SHARE for s, line in lines)
+        if common:
+            reach = at + min(len(nodes[s.strings[line]]) for s, line in lines) if safe else -1
+        if safe:
+            q, p = (
+                torch.stack([s.mass(line, lambda t, name=name: nodes.get(t or b"", b"") == name) for name in names])
+                for s, line in lines
+            )
+        else:
+            (x, known), (y, known_too) = a.next_bytes(row, depth, nodes), b.next_bytes(other, other_depth, nodes)
+            both = [i for i in range(256) if known[i] and known_too[i]]
+            rest = [i for i in range(257) if i not in both]
+            q, p = (torch.stack([*(v[i] for i in both), torch.stack([v[i] for i in rest]).sum()]) for v in (x, y))
+        tiny = torch.finfo(torch.float64).tiny
+        log_q, log_p = (t.clamp(min=tiny).log()[None] for t in (q, p))
+        for term in spec.divergences:
+            found.append((row, term.weight * divergence_of(term.name)(log_q, log_p, term)[0]))
+    return found
