@@ -51,6 +51,7 @@ HEALTH_CHECKS = (
     *("truncated", "repetition", "end_of_sequence", "teacher_mismatch", "overlap_falls", "entropy_collapse"),
     *("importance_clipped", "gradient_spikes", "no_gap", "kl_rises", "accuracy_falls", "worse_than_start"),
     *("engine_logprobs", "stale_rollouts", "environment_errors", "ends_disagree", "sure_and_wrong"),
+    *("paired", "canonical"),
 )
 
 

@@ -184,6 +184,20 @@ CHECKS = (
         "lower `actor.optim.lr`; set `distill.loss` to `forward_kl` or `jsd`; `gkd where` names the tokens",
         is_of_evaluation=True,
     ),
+    Check(
+        "paired", 0.9, judges.below("loss/paired", 3),
+        "`loss/paired` below {limit}, mean of 3 steps",
+        "A teacher with another tokenizer reads all text; what it cannot read are special tokens and broken bytes.",
+        "responses hold special tokens without a pair, or bytes that are not UTF-8",
+        "read `samples/`; name the pairs in `teacher.special_tokens`",
+    ),
+    Check(
+        "canonical", 0.5, judges.below("loss/canonical", 3),
+        "`loss/canonical` below {limit}, mean of 3 steps",
+        "A student that has learned from texts writes the tokens of its own tokenizer, in all but a few responses.",
+        "the student learns to write the teacher's tokens, because the two segment the text differently",
+        "set `distill.units` to `text`",
+    ),
 )  # fmt: skip
 # These compare the engine's distribution with the student's at the temperature of the loss.
 NEED_EQUAL_SAMPLING = ("engine_logprobs", "stale_rollouts")

@@ -266,7 +266,7 @@ class _Model:
         """Return what share the token before a position has of the tokens of its node that begin with it: [P].
 
         Args:
-            where: [P] bool, positions for which it is asked; 1 at others.
+            where: [P] bool, positions to compute it for; others get 1.
         """
         shares = self._p.new_ones(len(self.row))
         at = torch.nonzero(where & ~self.is_first).flatten()

@@ -50,6 +50,7 @@ REWARD = (
 _EVALUATION = "evaluation"
 _LIST = "a top-k list"
 _SAMPLES = "k1-k3 or a reference"
+_OTHER_TOKENS = "`teacher.tokenizer`"
 
 _LOSS = (
     Row(
@@ -152,6 +153,25 @@ _LOSS = (
         "Above 0.5, and rises.",
         "Near 0: the teacher ends its responses with another token, or would not end here; compare `eos_token_id` of "
         "the two models, and check `data.chat_template` and `rollout.stop_token_ids`.",
+    ),
+    Row(
+        "loss/paired", "share", _OTHER_TOKENS,
+        "Share of the student's tokens whose text the teacher's tokenizer has, too. The others have no loss.",
+        "Near 1.",
+        "Low: read `samples/` for special tokens inside of responses (`teacher.special_tokens`), and for bytes that "
+        "are not UTF-8.",
+    ),
+    Row(
+        "loss/by_nodes", "share", _OTHER_TOKENS,
+        "Share of the student's tokens that begin at a safe boundary, where strings are compared; at others it is the "
+        "next byte.",
+    ),
+    Row(
+        "loss/canonical", "share of responses", _OTHER_TOKENS,
+        "Share of the student's samples whose tokens are those that its tokenizer makes of their text.",
+        "Near 1.",
+        "Falls: the student learns to write the teacher's tokens, which it never reads in prompts; set "
+        "`distill.units: text`.",
     ),
 )  # fmt: skip
 _OPTIM = (

@@ -75,7 +75,7 @@ class Plan:
     config: Config
     data_files: list[dict[str, Any]]  # see `describe_files`
     folder: RunFolder
-    pair: TokenizerPair | None = field(default=None, repr=False)  # of a teacher with another tokenizer
+    pair: TokenizerPair | None = field(default=None, repr=False)  # tokenizers of student and teacher, if they differ
 
 
 def preflight(config: Config) -> Plan:

@@ -25,8 +25,8 @@ log = get_logger("preflight")
 LEAST_COMMON = 0.8  # share of the student's token boundaries, below which distill.units=nodes is refused
 LEAST_PAIRED = 0.5  # share of the student's tokens, below which the tokenizer is refused
 _N_TEXTS, _TEXT_TOKENS = 64, 512
-_TOP = 64  # of the teacher's tokens, for the shares of its probability
-SAFE_SHARE = 0.95  # as in gkd.loss.text_units, which imports torch
+_TOP = 64  # tokens of the teacher's list, from which the shares of its probability are computed
+SAFE_SHARE = 0.95  # the one of gkd.loss.text_units, which imports torch
 _ANSWER = "\ue000answer\ue001"  # characters for private use, which no template changes
 
 
@@ -50,7 +50,7 @@ def tokenizer_pair(
 
     Raises:
         ConfigError: the folder has another tokenizer than the teacher; the bytes of a vocabulary are not known; an
-            entry of teacher.special_tokens is no special token.
+            entry of teacher.special_tokens is not a special token.
     """
     path = config.teacher.tokenizer
     if info.tokenizer_fingerprint and info.tokenizer_fingerprint != tokenizer_fingerprint(teacher.get_vocab()):
@@ -68,8 +68,7 @@ def tokenizer_pair(
             raise ConfigError(
                 key, value, problem, "use byte-level BPE, or SentencePiece with byte fallback."
             ) from error
-        tokens = [None if token is None or MARK in token else token for token in tokens[:n]]
-        vocabs.append(tokens + [None] * (n - len(tokens)))
+        vocabs.append(tokens[:n] + [None] * (n - len(tokens)))
     ends = eos_token_ids(path, teacher)
     end = _turn_end(teacher, config.data.chat_template != "never")
     if end is None:

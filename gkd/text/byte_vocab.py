@@ -28,10 +28,10 @@ NO_BYTE = 256  # in `Nodes.first_byte`: of `REST`
 
 
 def token_bytes(tokenizer: Any) -> list[bytes | None]:
-    """Return the bytes of each id of a tokenizer of Hugging Face; None for special tokens and unused ids.
+    """Return the bytes of each id of a tokenizer of Hugging Face; None for those that are part of no text.
 
-    It knows byte-level BPE (GPT-2, Llama 3, Qwen; also tokenizers that are converted from tiktoken), and SentencePiece
-    with a token for each byte (Llama 2, Mistral, Gemma).
+    Supported are byte-level BPE (GPT-2, Llama 3, Qwen; also tokenizers that are converted from tiktoken), and
+    SentencePiece with a token for each byte (Llama 2, Mistral, Gemma).
 
     Raises:
         DataError: the tokenizer is of another kind, so the bytes of its tokens are not known.
@@ -57,9 +57,8 @@ def token_bytes(tokenizer: Any) -> list[bytes | None]:
         raise DataError("it is neither byte-level BPE nor SentencePiece with a token for each byte")
     for i, token in added.items():
         found[i] = token.content.encode()
-    for i in special:
-        found[i] = None
-    return found
+    # UTF-8 does not have the byte of the marks, so such a token is part of no text.
+    return [None if i in special or MARK in (token or b"") else token for i, token in enumerate(found)]
 
 
 def _kinds(tokenizer: dict[str, Any]) -> set[str]:
@@ -140,8 +139,8 @@ class Nodes(NamedTuple):
 def common_nodes(student: Vocab, teacher: Vocab) -> Nodes:
     """Return the nodes of two vocabularies.
 
-    A string that only tokens of one vocabulary would belong to is no node: its tokens belong to the next shorter one.
-    Otherwise a divergence would compare mass with an outcome that the other model cannot have.
+    If only tokens of one vocabulary would belong to a string, they belong to the next shorter one. Otherwise a
+    divergence would compare mass with an outcome that the other model cannot have.
     """
     beginnings = [_longest_beginnings(student, teacher), _longest_beginnings(teacher, student)]
     holders: list[dict[bytes, list[int]]] = [defaultdict(list), defaultdict(list)]

@@ -172,8 +172,9 @@ class _Encoder:
         self._tokenizer, self._tokens = Tokenizer.from_str(json_text), tokens
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
-        # SentencePiece may put a space in front of a text. Behind a line break it does not, so a text follows one.
-        self._anchor = "" if self._bytes(self._ids("a")) == b"a" else "\n"
+        # SentencePiece may put a space in front of a text. So a text follows a control character there, which is a
+        # token of its own: that of its byte.
+        self._anchor = "" if self._bytes(self._ids("a")) == b"a" else "\x01"
 
     def encode(self, text: bytes) -> tuple[list[int], bool]:
         """Return the tokens of the longest beginning of a text that they reproduce, and whether that is all of it."""
@@ -193,9 +194,9 @@ class _Encoder:
         return ids, at == len(text)
 
     def _behind_anchor(self, ids: list[int]) -> list[int]:
-        """Return the tokens behind the line break in front of the text; none if one token holds both."""
-        for i in range(len(ids) + 1):
-            if self._bytes(ids[:i]).endswith(b"\n"):
+        """Return the tokens behind the anchor."""
+        for i in range(1, len(ids) + 1):
+            if self._bytes(ids[:i]).endswith(self._anchor.encode()):
                 return ids[i:]
         return []
 

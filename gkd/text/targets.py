@@ -1,4 +1,4 @@
-"""What the loss of a micro-batch needs to compare two models on text: positions, see `gkd.text.pair`."""
+"""Hold the positions at which the loss of a micro-batch compares two models on text, see `gkd.text.pair`."""
 
 from __future__ import annotations
 

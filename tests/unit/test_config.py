@@ -262,6 +262,20 @@ def test_an_invalid_file_is_refused(tmp_path: Path, text: str) -> None:
         (["distill.loss=k1", "teacher.mass=0.9"], "teacher.mass"),
         (["distill.losses=[{name: k1}, {name: jsd}]", "distill.on_policy_share=0"], "distill.on_policy_share"),
         (["distill.loss=k2", "distill.on_policy_share=0.1", "trainer.global_batch_size=9"], "distill.on_policy_share"),
+        (["distill.units=text"], "distill.units"),
+        (["teacher.special_tokens={a: b}"], "teacher.special_tokens"),
+        (["teacher.tokenizer=x"], "teacher.signal"),
+        *(
+            (["teacher.tokenizer=x", "teacher.signal=hidden", setting], setting.partition("=")[0])
+            for setting in (
+                *("distill.loss=k1", "distill.token_weight=teachability", "distill.skip_first_tokens=2"),
+                *("actor.fused_lm_head=false", "rollout.environment=a:B", "eval.teacher_prompts=2"),
+            )
+        ),
+        (
+            ["teacher.tokenizer=x", "teacher.signal=hidden", "teacher.backend=local", "teacher.path=y"],
+            "teacher.tokenizer",
+        ),
         (["distill.loss=sft", "distill.on_policy_share=0.9", "trainer.global_batch_size=9"], "distill.on_policy_share"),
         (["distill.alpha=1"], "distill.alpha"),
         (["distill.importance_clip=0.5"], "distill.importance_clip"),

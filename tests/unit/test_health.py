@@ -23,6 +23,8 @@ STEPS = {"staleness/max": [0.0] * 60}
 HEALTHY: Series = {
     **STEPS,
     "loss/token_kl": FALLING,
+    "loss/paired": [0.99] * 60,
+    "loss/canonical": [0.97] * 60,
     "loss/overlap": [1 - kl / 2 for kl in FALLING],
     "loss/student_entropy": [0.1 + kl for kl in FALLING],
     "loss/teacher_end_probability": [0.6] * 60,
@@ -39,6 +41,8 @@ SICK: dict[str, tuple[Series, int]] = {
     "repetition": ({"rollout/repeated_4gram_share": [0.1] * 10 + [0.9] * 50}, 12),
     "end_of_sequence": ({"loss/teacher_end_probability": [0.001] * 60}, 3),
     "teacher_mismatch": ({"loss/overlap": [0.1] * 60}, 3),
+    "paired": ({"loss/paired": [0.5] * 60}, 3),
+    "canonical": ({"loss/canonical": [0.4] * 60}, 3),
     "overlap_falls": ({"loss/overlap": [0.8] * 20 + [0.6] * 40}, 23),
     "entropy_collapse": ({"loss/student_entropy": [1.0] * 5 + [0.1] * 55, "loss/token_kl": FLAT}, 10),
     "importance_clipped": ({"loss/importance_clipped": [0.2] * 60}, 3),
@@ -48,6 +52,7 @@ SICK: dict[str, tuple[Series, int]] = {
     "engine_logprobs": ({"loss/engine_kl": [0.0] * 10 + [0.1] * 50}, 11),
     "stale_rollouts": ({"loss/engine_kl": [0.6] * 60, "staleness/max": [0.0] + [1.0] * 59}, 4),
 }
+LOWER_BOUNDS = ("end_of_sequence", "teacher_mismatch", "entropy_collapse", "no_gap", "paired", "canonical")
 # (eval/kl, eval/accuracy) of the evaluations -> the alarm at the last one.
 EVALUATIONS: list[tuple[list[tuple[float, float | None]], str]] = [
     ([(0.3, 0.2), (0.2, 0.4), (0.1, 0.6)], ""),
@@ -96,7 +101,7 @@ def test_limits_and_switches(name: str) -> None:
     """Fails if health.checks_off or health.limits has no effect on a check."""
     series = HEALTHY | SICK[name][0]
     assert name not in dict(started(feed(Monitor([name]), series)))
-    is_lower_bound = name in ("end_of_sequence", "teacher_mismatch", "entropy_collapse", "no_gap")
+    is_lower_bound = name in LOWER_BOUNDS
     changed = feed(Monitor(limits={name: 1e-9 if is_lower_bound else 1e9}), series)
     assert name not in dict(started(changed)) and PREFIX + name in changed[-1].numbers
 
