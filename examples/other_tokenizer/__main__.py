@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import sys
@@ -22,25 +21,17 @@ CONFIG = Path("examples/other_tokenizer/real_pair.yaml")
 N_LAYERS = "12"
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(prog="bash examples/other_tokenizer/run.sh", description=__doc__)
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings for python -m gkd.main_gkd")
-    overrides = parser.parse_args().overrides
-    return processes.run_parts(lambda: _run(overrides))
-
-
-def _run(overrides: Sequence[str]) -> None:
+def run(overrides: Sequence[str]) -> None:
     began, run_dir = time.time(), RUNS / f"{datetime.now():%Y%m%d-%H%M%S}"
     prepare()
     with peak_memory() as peak_gib, teacher_server(RUNS) as port:
         train(CONFIG, run_dir, port, overrides)
     found = outcome.read(run_dir, BASE / "heldout.jsonl", time.time() - began, peak_gib[0])
     print(outcome.as_text(found), flush=True)
-    (run_dir / "outcome.json").write_text(json.dumps(found, indent=1) + "\n")
 
 
 def prepare() -> None:
-    """Write the models and the prompts, if they are absent. The prompts are messages: a text has no template."""
+    """Write the models, if they are absent, and the prompts, as messages, which each model's own template renders."""
     python, write = sys.executable, "writing the models"
     processes.run([python, "-m", "examples.real_model.model", "--out", str(BASE), "--layers", N_LAYERS], write)
     student = ["--base", str(BASE / "whole"), "--out", str(MODELS / "student"), "--layers", N_LAYERS]
@@ -53,12 +44,12 @@ def prepare() -> None:
 
 
 @contextmanager
-def teacher_server(folder: Path, teacher: Path = BASE / "whole") -> Iterator[int]:
-    """Run a teacher server, whose files are in `folder`, and yield its port."""
+def teacher_server(folder: Path) -> Iterator[int]:
+    """Run the server of SmolLM2, whose log is in `folder`, and yield its port."""
     folder.mkdir(parents=True, exist_ok=True)
     ready, log = folder / f"teacher-{os.getpid()}.json", folder / f"teacher-{os.getpid()}.log"
     ready.unlink(missing_ok=True)
-    command = [sys.executable, "-m", "teacher_server", "--model", str(teacher), "--port", "0", "--device", "cpu"]
+    command = [sys.executable, "-m", "teacher_server", "--model", str(BASE / "whole"), "--port", "0", "--device", "cpu"]
     server = processes.start([*command, "--dtype", "float32", "--ready-file", str(ready)], log=log)
     try:
         processes.wait_for_file(ready, server, f"the teacher server (log: {log})", timeout_s=180)
@@ -77,4 +68,4 @@ def train(config: Path, run_dir: Path, port: int, overrides: Sequence[str] = ())
 if __name__ == "__main__":
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     os.environ.setdefault("MALLOC_MMAP_THRESHOLD_", str(4 << 20))  # larger blocks return to the system when freed
-    sys.exit(main())
+    sys.exit(processes.run_parts(lambda: run(sys.argv[1:])))

@@ -16,7 +16,7 @@ from typing import Any
 from examples.real_model.model import shrink, write
 
 FILE = "mistral_instruct_tokenizer_240323.model.v3"  # of the package mistral_common, which vLLM installs
-# Special token of the student -> the one of SmolLM2 that has its place in the chat template, and whose embedding it gets.
+# Special token of the student -> the one of SmolLM2 that it replaces in the chat template, and whose embedding it gets.
 SPECIAL = {"[INST]": "<|im_start|>", "</s>": "<|im_end|>", "<s>": "<|endoftext|>", "<unk>": "<|endoftext|>"}
 _NORMAL, _OWN, _BYTE = 1, 4, 6  # kinds of pieces in SentencePiece's file
 TEXTS = (
@@ -65,7 +65,7 @@ def change_tokens(base: Path, out: Path) -> None:
 def _tokenizer(proto: Any, chat_template: str) -> Any:
     """Return the tokens of SentencePiece as a fast tokenizer with SmolLM2's chat template, written in its own tokens.
 
-    Mistral also puts a space before each text. This tokenizer does not, so the texts of its tokens in a row are the text.
+    Mistral also puts a space before each text. This tokenizer does not, so the texts of its tokens add up to the text.
     """
     from tokenizers import AddedToken
     from transformers import PreTrainedTokenizerFast
@@ -77,7 +77,7 @@ def _tokenizer(proto: Any, chat_template: str) -> Any:
     tokens = SpmConverter.build_tokenizer_from_spm_proto(proto, vocab, merges)
     added = [piece for piece in proto.pieces if piece.type not in (_NORMAL, _BYTE)]
     tokens.add_tokens([AddedToken(each.piece, normalized=False, special=each.type != _OWN) for each in added])
-    for ours, base in reversed(SPECIAL.items()):
+    for ours, base in SPECIAL.items():
         chat_template = chat_template.replace(base, ours)
     return PreTrainedTokenizerFast(
         tokenizer_object=tokens, bos_token="<s>", eos_token="</s>", pad_token="</s>", unk_token="<unk>",
