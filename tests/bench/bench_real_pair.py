@@ -26,7 +26,7 @@ from tests.bench.command import parsed, parser, run_parts
 from tests.bench.teacher_report import Figure, Part, Table
 
 PARTS = ("real_pair",)
-UNPAIRED = "teacher/rows_without_pair_share"  # of metrics.jsonl
+PAIRED = "loss/paired"  # share of the response tokens that have a loss; metrics.jsonl of a pair
 _OF_PAIRS = (("teacher", "tokenizer"), ("teacher", "special_tokens"), ("distill", "units"))
 _WARM_UP = 3
 _COLUMNS = (
@@ -58,8 +58,16 @@ def summary(lines: Sequence[Mapping[str, Any]]) -> list[float]:
     tokens = [line["rollout/response_tokens"] for line in timed]
     seconds = [[line[key] for line in timed] for key in ("time/step_s", "time/train_s")]
     per_token = [median(1e3 * s / n for s, n in zip(each, tokens, strict=True)) for each in seconds]
-    unpaired = fmean(line.get(UNPAIRED, 0.0) for line in steps)
-    return [kl[0], kl[-1], 100 * (1 - kl[-1] / kl[0]), median(seconds[0]), fmean(tokens), *per_token, 100 * unpaired]
+    paired = fmean(line.get(PAIRED, 1.0) for line in steps)
+    return [
+        kl[0],
+        kl[-1],
+        100 * (1 - kl[-1] / kl[0]),
+        median(seconds[0]),
+        fmean(tokens),
+        *per_token,
+        100 * (1 - paired),
+    ]
 
 
 def measure(steps: int, rounds: int) -> Part:
