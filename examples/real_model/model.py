@@ -49,7 +49,7 @@ def fetch(file: Path, out: Path) -> None:
     print(f"    {QUESTION} {answer}", flush=True)
     if ANSWER not in answer:
         sys.exit(f"the converted model answers {QUESTION!r} with {answer!r}")
-    _write(model, tokenizer, out)
+    write(model, tokenizer, out)
 
 
 def shrink(source: Path, n_layers: int, out: Path) -> None:
@@ -63,7 +63,7 @@ def shrink(source: Path, n_layers: int, out: Path) -> None:
         layers[round(i * (len(layers) - 1) / (n_layers - 1))] for i in range(n_layers)
     )
     model.config.num_hidden_layers = n_layers
-    _write(model, AutoTokenizer.from_pretrained(source), out)
+    write(model, AutoTokenizer.from_pretrained(source), out)
 
 
 def _install(folder: Path) -> bool:
@@ -74,7 +74,7 @@ def _install(folder: Path) -> bool:
     return subprocess.run(command, check=False).returncode == 0
 
 
-def _write(model: Any, tokenizer: Any, out: Path) -> None:
+def write(model: Any, tokenizer: Any, out: Path) -> None:
     """Write the folder under another name and rename it, so that an interrupted run leaves no half of a model."""
     partial = out.with_name(f"{out.name}.partial")
     model.save_pretrained(partial)

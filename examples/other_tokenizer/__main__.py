@@ -1,0 +1,71 @@
+"""Run the example: write the models and the prompts, start the teacher server, train, print responses and the KL."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from datetime import datetime
+from pathlib import Path
+
+from examples.quickstart import processes
+from examples.real_model import outcome
+from examples.real_model.memory import peak_memory
+from examples.real_model.prompts import write_prompts
+
+BASE, MODELS, RUNS = Path("models/smollm2"), Path("models/other_tokenizer"), Path("runs/other_tokenizer")
+CONFIG = Path("examples/other_tokenizer/real_pair.yaml")
+N_LAYERS = "12"
+
+
+def run(overrides: Sequence[str]) -> None:
+    began, run_dir = time.time(), RUNS / f"{datetime.now():%Y%m%d-%H%M%S}"
+    prepare()
+    with peak_memory() as peak_gib, teacher_server(RUNS) as port:
+        train(CONFIG, run_dir, port, overrides)
+    found = outcome.read(run_dir, BASE / "heldout.jsonl", time.time() - began, peak_gib[0])
+    print(outcome.as_text(found), flush=True)
+
+
+def prepare() -> None:
+    """Write the models, if they are absent, and the prompts, as messages, which each model's own template renders."""
+    python, write = sys.executable, "writing the models"
+    processes.run([python, "-m", "examples.real_model.model", "--out", str(BASE), "--layers", N_LAYERS], write)
+    student = ["--base", str(BASE / "whole"), "--out", str(MODELS / "student"), "--layers", N_LAYERS]
+    processes.run([python, "-m", "examples.other_tokenizer.student", *student], write)
+    write_prompts(BASE)
+    for name in ("train", "heldout"):
+        texts = [json.loads(line)["prompt"] for line in (BASE / f"{name}.jsonl").read_text().splitlines()]
+        rows = [json.dumps({"prompt": [{"role": "user", "content": text}]}) for text in texts]
+        (MODELS / f"{name}.jsonl").write_text("\n".join(rows) + "\n")
+
+
+@contextmanager
+def teacher_server(folder: Path) -> Iterator[int]:
+    """Run the server of SmolLM2, whose log is in `folder`, and yield its port."""
+    folder.mkdir(parents=True, exist_ok=True)
+    ready, log = folder / f"teacher-{os.getpid()}.json", folder / f"teacher-{os.getpid()}.log"
+    ready.unlink(missing_ok=True)
+    command = [sys.executable, "-m", "teacher_server", "--model", str(BASE / "whole"), "--port", "0", "--device", "cpu"]
+    server = processes.start([*command, "--dtype", "float32", "--ready-file", str(ready)], log=log)
+    try:
+        processes.wait_for_file(ready, server, f"the teacher server (log: {log})", timeout_s=180)
+        yield json.loads(ready.read_text())["port"]
+    finally:
+        server.terminate()
+        server.wait(30)
+
+
+def train(config: Path, run_dir: Path, port: int, overrides: Sequence[str] = ()) -> None:
+    """Run the trainer until it ends. Raises ClusterError: it failed."""
+    command = [sys.executable, "-m", "gkd.main_gkd", "--config", str(config), *overrides]
+    processes.run([*command, f"trainer.run_dir={run_dir}", f"teacher.server_port={port}"], "training")
+
+
+if __name__ == "__main__":
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    os.environ.setdefault("MALLOC_MMAP_THRESHOLD_", str(4 << 20))  # larger blocks return to the system when freed
+    sys.exit(processes.run_parts(lambda: run(sys.argv[1:])))

@@ -1,0 +1,9 @@
+#!/usr/bin/env bash
+# Distill a teacher with another tokenizer on this machine: install, write the student, start the teacher server, train.
+# Ctrl-C leaves no process. A second run reuses the models and the prompts.
+#   bash examples/other_tokenizer/run.sh [key=value ...]
+set -euo pipefail
+root="$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)"
+cd "$root"
+bash launch/setup.sh
+exec "${GKD_VENV:-$root/.venv}/bin/python" -m examples.other_tokenizer "$@"

@@ -1,0 +1,112 @@
+"""Compare a teacher with another tokenizer with one that has the student's: fall of the KL, and time of a step.
+
+    python -m tests.bench.bench_real_pair          # about 40 minutes on two idle cores
+
+pair: examples/other_tokenizer/real_pair.yaml. same: these settings and prompts, and a student of the same layers with
+the teacher's tokens. Both have teacher.signal=hidden and one teacher server. Responses differ in length, so the time of
+a step is divided by its response tokens. The first steps and the last one, which evaluates, are left out of it.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from statistics import fmean, median
+from typing import Any
+
+import yaml
+
+from examples.other_tokenizer.__main__ import BASE, CONFIG, N_LAYERS, RUNS, prepare, teacher_server, train
+from examples.quickstart.processes import process_family
+from gkd.metrics.writer import read_metrics
+from tests.bench.command import parsed, parser, run_parts
+from tests.bench.teacher_report import Figure, Part, Table
+
+PARTS = ("real_pair",)
+PAIRED = "loss/paired"  # share of the response tokens that have a loss; metrics.jsonl of a pair
+_OF_PAIRS = (("teacher", "tokenizer"), ("teacher", "special_tokens"), ("distill", "units"))
+_WARM_UP = 3
+_COLUMNS = (
+    "run",
+    "KL at the start",
+    "KL at the end",
+    "fall, %",
+    "step, s",
+    "response tokens a step",
+    "step, ms a token",
+)
+_COLUMNS = (*_COLUMNS, "training, ms a token", "rows without a pair, %")
+
+
+def same_tokenizer(settings: dict[str, Any]) -> dict[str, Any]:
+    """Return the settings of a pair for a student with the teacher's tokens."""
+    kept = copy.deepcopy(settings)
+    for section, key in _OF_PAIRS:
+        del kept[section][key]
+    kept["model"]["path"] = str(BASE / f"{N_LAYERS}_layers")
+    return kept
+
+
+def summary(lines: Sequence[Mapping[str, Any]]) -> list[float]:
+    """Return the numbers of `_COLUMNS` behind the first one, of one run's metrics."""
+    kl = [line["eval/kl"] for line in lines if "eval/kl" in line]
+    steps = [line for line in lines if "rollout/response_tokens" in line]
+    timed = steps[_WARM_UP:-1]
+    tokens = [line["rollout/response_tokens"] for line in timed]
+    seconds = [[line[key] for line in timed] for key in ("time/step_s", "time/train_s")]
+    per_token = [median(1e3 * s / n for s, n in zip(each, tokens, strict=True)) for each in seconds]
+    paired = fmean(line.get(PAIRED, 1.0) for line in steps)
+    return [
+        kl[0],
+        kl[-1],
+        100 * (1 - kl[-1] / kl[0]),
+        median(seconds[0]),
+        fmean(tokens),
+        *per_token,
+        100 * (1 - paired),
+    ]
+
+
+def measure(steps: int, rounds: int) -> Part:
+    out = RUNS / f"bench-{os.getpid()}"
+    out.mkdir(parents=True)
+    settings = yaml.safe_load(CONFIG.read_text())
+    found: dict[str, list[list[float]]] = {"pair": [], "same": []}
+    with process_family():
+        prepare()
+        for name, content in (("pair", settings), ("same", same_tokenizer(settings))):
+            (out / f"{name}.yaml").write_text(yaml.safe_dump(content))
+        with teacher_server(out) as port:
+            for i in range(rounds):
+                for name, runs in found.items():
+                    train(out / f"{name}.yaml", out / f"{name}_{i}", port, [f"trainer.total_steps={steps}"])
+                    runs.append(summary(read_metrics(out / f"{name}_{i}" / "metrics.jsonl")))
+    means = {name: [fmean(column) for column in zip(*runs, strict=True)] for name, runs in found.items()}
+    pair, same = means["pair"], means["same"]
+    figures = [
+        Figure(f"fall of the KL of the text in {steps} steps", pair[2], "%", at_least=60),
+        Figure("time of a step for each response token, pair / same", pair[5] / same[5], at_most=1.3),
+        Figure("training for each response token, pair / same", pair[6] / same[6]),
+        Figure("fall of the KL with the same tokenizer", same[2], "%"),
+    ]
+    table = Table("Means of the rounds", _COLUMNS, [[name, *row] for name, row in means.items()])
+    what = "12 layers of SmolLM2-135M with SentencePiece tokens, taught by SmolLM2, and 12 layers with SmolLM2's tokens"
+    return Part("real_pair", what, figures, [table], {"steps": steps, "rounds": rounds})
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Return the exit code: 1 if a goal was missed."""
+    made = parser("tests.bench.bench_real_pair", __doc__ or "", PARTS, 1)
+    made.add_argument("--steps", type=int, default=100, metavar="N", help="of each run; default: %(default)s")
+    made.set_defaults(json=Path("docs/results/real_pair.json"))
+    args = parsed(made, PARTS, argv)
+    if args.steps < _WARM_UP + 2:
+        made.error(f"--steps {args.steps}: at least {_WARM_UP + 2}")
+    return run_parts(args, lambda _: measure(args.steps, args.rounds))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
