@@ -228,7 +228,7 @@ def _targets(
 def _text(rollouts: Sequence[Rollout], scores: Sequence[TeacherScores], pair: TokenizerPair) -> TextTargets:
     """Return the positions of the texts of some sequences."""
     tables: list[tuple[np.ndarray, ...]] = []
-    samples = np.zeros((sum(rollout.n_own for rollout in rollouts), 2), np.float32)
+    canonical = [pair.canonical(r.response_ids) & r.on_policy for r in rollouts]
     n_rows = n_teacher_rows = n_positions = 0
     for rollout, score in zip(rollouts, scores, strict=True):
         assert score.response_ids is not None  # checked
@@ -236,12 +236,11 @@ def _text(rollouts: Sequence[Rollout], scores: Sequence[TeacherScores], pair: To
         cover = np.where(at.cover < 0, -1, at.cover + n_positions)
         is_first = np.arange(len(at.row)) == 0
         tables.append((at.row + n_rows, at.depth, at.teacher_row + n_teacher_rows, at.teacher_depth, cover, is_first))
-        samples[n_rows] = rollout.on_policy and pair.is_canonical(rollout.response_ids), rollout.on_policy
         n_rows, n_positions = n_rows + rollout.n_own, n_positions + len(at.row)
         n_teacher_rows += len(score.response_ids)
     columns = [np.concatenate(column) for column in zip(*tables, strict=True)]
     ids = np.concatenate([score.response_ids for score in scores if score.response_ids is not None])
-    return TextTargets(*map(torch.from_numpy, [*columns, ids.astype(np.int64), samples]))
+    return TextTargets(*map(torch.from_numpy, [*columns, ids.astype(np.int64), np.concatenate(canonical)]))
 
 
 def _present(tables: Sequence[T | None]) -> list[T]:

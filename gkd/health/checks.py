@@ -194,7 +194,7 @@ CHECKS = (
     Check(
         "canonical", 0.5, judges.below("loss/canonical", 3),
         "`loss/canonical` below {limit}, mean of 3 steps",
-        "A student that has learned from texts writes the tokens of its own tokenizer, in all but a few responses.",
+        "A student that has learned from texts writes the tokens of its own tokenizer: all but a few percent of them.",
         "the student learns to write the teacher's tokens, because the two segment the text differently",
         "set `distill.units` to `text`",
     ),

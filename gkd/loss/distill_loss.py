@@ -26,8 +26,9 @@ from gkd.loss.choices import listed_choices
 from gkd.loss.chunked import HeadLoss, LogitsLoss
 from gkd.loss.full_vocab import full_vocab_losses
 from gkd.loss.row_kernels import RowKernels, statistics_dtype
-from gkd.loss.text_units import BY_NODES, CANONICAL, PAIRED, SAMPLES, UnitTables, text_losses
+from gkd.loss.text_units import BY_NODES, PAIRED, UnitTables, text_losses
 from gkd.loss.token_loss import (
+    CANONICAL,
     GROUP_SUMS,
     SUPPORT_MASS,
     TokenLosses,
@@ -113,7 +114,7 @@ class DistillLoss:
             has_sampled="sampled" in self.signals or self.is_full_vocab,
         )
         if self.units is not None:
-            names = (*(name for name in names if name != "sampled_reverse_kl"), PAIRED, BY_NODES, CANONICAL, SAMPLES)
+            names = (*(name for name in names if name != "sampled_reverse_kl"), PAIRED, BY_NODES, CANONICAL)
         return ("total", *names, SUPPORT_MASS) if self.with_support else ("total", *names)
 
     def from_hidden(

@@ -41,7 +41,7 @@ from gkd.loss.choices import N_CHOICES
 from gkd.loss.divergence import divergence_of, forward_kl
 from gkd.loss.divergence_slopes import value_and_slope
 from gkd.loss.row_kernels import RowKernels, pieces
-from gkd.loss.token_loss import PLAIN, TokenLosses, add_ends, sampled_losses
+from gkd.loss.token_loss import CANONICAL, PLAIN, TokenLosses, add_ends, sampled_losses
 from gkd.loss.vocab_parallel import VocabShard, local_statistics, sum_over_shards
 from gkd.text.byte_vocab import END, NO_BYTE, REST, ByteVocab, Vocab
 from gkd.text.pair import TokenizerPair
@@ -49,7 +49,7 @@ from gkd.text.targets import TextTargets
 from gkd.types import TokenTargets
 
 SAFE_SHARE = 0.95
-PAIRED, BY_NODES, CANONICAL, SAMPLES = "paired", "by_nodes", "canonical", "samples"
+PAIRED, BY_NODES = "paired", "by_nodes"
 _OUTCOMES = NO_BYTE + 1  # bytes, and the rest
 _ENTRIES = 1 << 22  # entries of range sums that are computed at once
 
@@ -184,24 +184,23 @@ def text_losses(
     by_text = ~by_node & ~((text.cover >= 0) & by_node[text.cover.clamp(min=0)])
     weights = norm.new_ones(n) if targets.weights is None else targets.weights.to(norm.dtype)
     rows = text.row - n_before  # of the chunk
-    found = _Found(norm.new_zeros((n, len(spec.divergences) + 2)))
+    found = _Found(norm.new_zeros((n, len(spec.divergences) + 3)))
     _compare_nodes(found, student, teacher, torch.nonzero(by_node).flatten(), rows, weights, spec)
     _compare_text(found, student, teacher, torch.nonzero(by_text).flatten(), rows, weights, spec)
 
     for i, term in enumerate(spec.divergences):
         losses.total = losses.total + term.weight * found.sums[:, i]
         losses.values[term.name] = found.sums[:, i]
-    token_kl, distance = found.sums[:, -2:].unbind(dim=1)
+    token_kl, overlap, n_compared = found.sums[:, -3:].unbind(dim=1)
     begins = torch.zeros(n, dtype=torch.int64, device=logits.device) - 1  # position at which a token of each begins
     begins[rows[text.is_common]] = torch.nonzero(text.is_common).flatten()
     is_paired = torch.zeros_like(norm[n_before:]).index_fill_(0, rows, 1.0)
     losses.values |= {
         "token_kl": token_kl,
-        "overlap": is_paired * (1.0 - distance).clamp(min=0.0),
+        "overlap": torch.where(n_compared > 0, overlap / n_compared.clamp(min=1.0), is_paired),
         PAIRED: is_paired,
         BY_NODES: torch.zeros_like(is_paired).index_fill_(0, rows[by_node], 1.0),
-        CANONICAL: text.samples[:, 0].to(norm.dtype),
-        SAMPLES: text.samples[:, 1].to(norm.dtype),
+        CANONICAL: text.canonical.to(norm.dtype),
     }
     at = text.teacher_row[begins.clamp(min=0)] if len(rows) else begins.clamp(min=0)
     ended = teacher.sums[at, tables.end_node] if len(teacher.sums) else torch.zeros_like(is_paired)
@@ -232,7 +231,7 @@ def _sampled(spec: LossSpec, targets: TokenTargets, student_sampled: Tensor) -> 
 
 @dataclass(slots=True)
 class _Found:
-    sums: Tensor  # [n, D + 2]: the divergences, forward KL and total variation, summed over the positions of each row
+    sums: Tensor  # [n, D + 3], over the positions of each row: divergences, forward KL, overlap, number of positions
 
 
 class _Model:
@@ -366,7 +365,7 @@ def _compare_nodes(
         row, of_student = rows[part], student.row[part]
         q, p = student.sums[of_student], teacher.sums[teacher.row[part]]
         log_q, log_p = q.clamp(min=tiny).log_(), p.clamp(min=tiny).log_()
-        values = [forward_kl(log_q, log_p, PLAIN), 1.0 - torch.minimum(p, q).sum(dim=-1)]
+        values = [forward_kl(log_q, log_p, PLAIN), torch.minimum(p, q).sum(dim=-1), torch.ones_like(weights[row])]
         slope = torch.zeros_like(log_q)
         for i, (term, divergence) in enumerate(terms):
             value, each = divergence(log_q, log_p, term)
@@ -385,9 +384,11 @@ def _compare_text(
     for model in (student, teacher):
         begins = (model.depth[at] == 0)[:, None]
         sides.append((model.first_bytes(at), model.masses(at), begins, begins & ~model.is_first[at, None]))
-    known = torch.ones((len(at), NO_BYTE), dtype=torch.bool, device=at.device)
+    # The last outcome is all else; inside of a token, that the token may end here. Where no token ends here, all else
+    # has no probability only because the row's tokens are given, and is not compared.
+    known = torch.ones((len(at), _OUTCOMES), dtype=torch.bool, device=at.device)
     for _, masses, begins, _ in sides:
-        known &= begins | (masses[:, :NO_BYTE] > 0)
+        known &= begins | (masses > 0)
     leaves = [tensor.requires_grad_() for tensor in (sides[0][0].detach(), sides[0][1].detach())]
     with torch.enable_grad():
         log_q = _next_byte(leaves[0], leaves[1], *sides[0][2:], known)
@@ -396,7 +397,8 @@ def _compare_text(
         weighed = [term.weight * value for term, value in zip(spec.divergences, values, strict=True)]
         total = torch.stack(weighed).sum(dim=0).dot(weights[rows[at]]) if weighed else weights[:0].sum()
     with torch.no_grad():
-        values += [forward_kl(log_q, log_p, PLAIN), 1.0 - torch.minimum(log_p.exp(), log_q.exp()).sum(dim=-1)]
+        overlap = torch.minimum(log_p.exp(), log_q.exp()).sum(dim=-1)
+        values += [forward_kl(log_q, log_p, PLAIN), overlap, torch.ones_like(overlap)]
         found.sums.index_add_(0, rows[at], torch.stack([value.detach() for value in values], dim=1))
     if total.requires_grad:
         student.add_gradient(at, *torch.autograd.grad(total, leaves))
@@ -405,19 +407,22 @@ def _compare_text(
 def _next_byte(first_bytes: Tensor, masses: Tensor, begins: Tensor, follows: Tensor, known: Tensor) -> Tensor:
     """Return the logprob of each next byte that both models can tell apart, and of all else: [A, `_OUTCOMES`].
 
+    An outcome that is not compared has the logprob of the smallest number in both models.
+
     Args:
         first_bytes, masses: of `_Model`, [A, `_OUTCOMES`].
         begins: [A, 1] bool, whether a token begins at the position.
         follows: [A, 1] bool, whether one does behind another token of the response.
-        known: [A, `NO_BYTE`] bool.
+        known: [A, `_OUTCOMES`] bool, what both can tell apart; the last column: whether both can have all else.
     """
     longer = torch.cat([masses[:, :NO_BYTE], torch.zeros_like(masses[:, NO_BYTE:])], dim=1)
     given_text = longer + masses[:, NO_BYTE:] * first_bytes
     p = torch.where(follows, given_text, torch.where(begins, first_bytes, masses))
     tiny = torch.finfo(p.dtype).tiny
-    p = p / p.sum(dim=1, keepdim=True).clamp(min=tiny)
-    rest = torch.where(known, 0.0, p[:, :NO_BYTE]).sum(dim=1, keepdim=True) + p[:, NO_BYTE:]
-    return torch.cat([torch.where(known, p[:, :NO_BYTE], 0.0), rest], dim=1).clamp(min=tiny).log()
+    bytes_known = known[:, :NO_BYTE]
+    rest = torch.where(bytes_known, 0.0, p[:, :NO_BYTE]).sum(dim=1, keepdim=True) + p[:, NO_BYTE:]
+    p = torch.where(known, torch.cat([p[:, :NO_BYTE], rest], dim=1), 0.0)
+    return (p / p.sum(dim=1, keepdim=True).clamp(min=tiny)).clamp(min=tiny).log()
 
 
 def _choices(

@@ -24,11 +24,12 @@ from gkd.loss.policy_gradient import (
 )
 from gkd.types import TokenTargets
 
+CANONICAL = "canonical"  # whether the student's tokenizer makes this token of the text, see `gkd.text.pair`
 # Names in `TokenLosses.values` that are defined only for tokens that the student sampled.
 ON_POLICY_VALUES = frozenset(
     {
         *("sampled_reverse_kl", REFERENCE_KL, "importance_weight", "importance_clipped", "engine_kl"),
-        *(REWARD, "reward_ratio", "reward_clipped"),
+        *(REWARD, "reward_ratio", "reward_clipped", CANONICAL),
     }
 )
 END_PROBABILITY, ENDED = "teacher_end_probability", "ended"  # the mean of the first is over the tokens of the second

@@ -167,8 +167,8 @@ _LOSS = (
         "next byte.",
     ),
     Row(
-        "loss/canonical", "share of responses", _OTHER_TOKENS,
-        "Share of the student's samples whose tokens are those that its tokenizer makes of their text.",
+        "loss/canonical", "share", _OTHER_TOKENS,
+        "Share of the tokens that the student sampled which its tokenizer makes of their text, too.",
         "Near 1.",
         "Falls: the student learns to write the teacher's tokens, which it never reads in prompts; set "
         "`distill.units: text`.",

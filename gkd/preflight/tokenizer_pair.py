@@ -73,6 +73,10 @@ def tokenizer_pair(
     end = _turn_end(teacher, config.data.chat_template != "never")
     if end is None:
         end = ends[0] if teacher.eos_token_id is None else teacher.eos_token_id
+    for name in config.teacher.special_tokens:
+        if _special(student, name, name) in eos_ids:
+            problem = "ends a response of the student; ends are paired without it."
+            raise ConfigError(f"teacher.special_tokens.{name}", name, problem, "remove the entry.")
     marks = [(list(eos_ids), sorted({*ends, end}), END)]
     for i, (name, other) in enumerate(config.teacher.special_tokens.items(), 1):
         marks.append(([_special(student, name, name)], [_special(teacher, other, name)], MARK + bytes([i])))
@@ -126,12 +130,12 @@ def check_pair(config: Config, route: Route, pair: TokenizerPair, prompts: Seque
         raise ConfigError("teacher.tokenizer", config.teacher.tokenizer, problem, fix)
     common = sum(int(at.is_common.sum()) for at in found) / n_begins
     safe, mass = _of_teacher(route, pair, others)
-    canonical = np.mean([pair.is_canonical(text) for text in texts])
+    canonical = np.concatenate([pair.canonical(text) for text in texts]).mean()
     log.info(
         "the teacher's tokens are not the student's. On %d texts of this run: %.1f%% of the student's tokens have the "
         "same bytes in the teacher's; %.1f%% of these begin where a token of the teacher does; %.1f%% of the teacher's "
-        "boundaries are safe; %.1f%% of its probability is on strings that both vocabularies have; %d nodes; %.0f%% of "
-        "the texts are canonical",
+        "boundaries are safe; %.1f%% of its probability is on strings that both vocabularies have; %d nodes; %.1f%% of "
+        "the student's tokens are canonical",
         *(len(texts), 100 * n_begins / n_tokens, 100 * common, 100 * safe, 100 * mass, pair.nodes.n, 100 * canonical),
     )
     if common < LEAST_COMMON and config.distill.units == "nodes":

@@ -100,16 +100,26 @@ class TokenizerPair:
             at = mark.end()
         return np.array(ids, np.int32)
 
-    def is_canonical(self, response: np.ndarray) -> bool:
-        """Return whether the student's tokenizer makes these tokens of their text, up to the first special token."""
-        plain = response.tolist()
-        for i, token in enumerate(plain):
-            if (self.student[token] or MARK).startswith(MARK):
-                plain = plain[:i]
+    def canonical(self, response: np.ndarray) -> np.ndarray:
+        """Return whether the student's tokenizer makes each token of the text in front of the first special token.
+
+        Returns:
+            [R] bool; True for tokens behind that text.
+        """
+        parts: list[bytes] = []
+        for token in response.tolist():
+            part = self.student[token]
+            if part is None or part.startswith(MARK):
                 break
-        text = b"".join(self.student[token] or b"" for token in plain)
-        ids, is_whole = self._encoders[0].encode(text)
-        return ids == plain if is_whole else ids == plain[: len(ids)]
+            parts.append(part)
+        ids, _ = self._encoders[0].encode(b"".join(parts))
+        begins = {0, *np.cumsum([len(self.student[token] or b"") for token in ids]).tolist()}
+        ends = np.cumsum([len(part) for part in parts], dtype=np.int64)
+        found = np.ones(len(response), bool)
+        places = [end - len(part) in begins and end in begins for end, part in zip(ends.tolist(), parts, strict=True)]
+        found[: len(parts)] = places
+        found[: len(parts)] |= ends > max(begins)  # bytes that are no text
+        return found
 
     def align(self, response: np.ndarray, teacher_ids: np.ndarray) -> Alignment:
         """Return the positions of the bytes that both sequences have.

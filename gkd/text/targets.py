@@ -18,9 +18,7 @@ class TextTargets:
     cover: torch.Tensor  # [P] int64, see `Alignment.cover`; of the micro-batch's positions
     is_first: torch.Tensor  # [P] bool, the first position of its sequence
     teacher_ids: torch.Tensor  # [N'] int64, the teacher's tokens
-    # [N, 2] float32: in the first row of a response that the student sampled, whether its tokens are the canonical ones
-    # of their text, and 1; zeros in other rows.
-    samples: torch.Tensor
+    canonical: torch.Tensor  # [N] bool, see `TokenizerPair.canonical`; False for tokens that it did not sample
 
     def on(self, device: torch.device) -> TextTargets:
         return TextTargets(*(getattr(self, item.name).to(device) for item in fields(self)))
@@ -78,6 +76,6 @@ class TextTargets:
             cover=torch.where(cover < 0, cover, cover - low),
             is_first=self.is_first[at],
             teacher_ids=self.teacher_ids[teacher],
-            samples=self.samples[rows],
+            canonical=self.canonical[rows],
         )
         return part, teacher

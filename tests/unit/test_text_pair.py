@@ -172,7 +172,7 @@ def test_a_response_has_the_same_bytes_in_both(student: str, teacher: str, token
         else:
             assert _bytes(pair.teacher, others) == text.encode() + END
             assert others[-1] == tokenizers[teacher].eos_token_id
-        assert pair.is_canonical(ids) or "<|end|>" in text
+        assert pair.canonical(ids).all() or "<|end|>" in text
 
 
 def test_the_pair_ends_where_a_text_has_no_meaning_for_the_teacher(tokenizers: dict[str, Any]) -> None:
@@ -198,9 +198,11 @@ def test_canonical_tokens_are_those_of_the_tokenizer(tokenizers: dict[str, Any])
     pair = pair_of(tokenizers["bytes"], tokenizers["digits"])
     ids = _response(tokenizers["bytes"], "the cat cost 10")
     single = np.array([pair.student.index(bytes([byte])) for byte in b"the cat"])
-    assert pair.is_canonical(ids)
-    assert pair.is_canonical(np.append(ids, tokenizers["bytes"].eos_token_id))
-    assert not pair.is_canonical(single)
+    assert pair.canonical(ids).all()
+    assert pair.canonical(np.append(ids, tokenizers["bytes"].eos_token_id)).all()
+    assert not pair.canonical(single).any()
+    mixed = np.concatenate([_response(tokenizers["bytes"], "the"), [pair.student.index(b" ")], single[4:]])
+    assert pair.canonical(mixed).tolist() == [True, *[False] * (len(mixed) - 1)]
 
 
 def test_positions_are_the_bytes_of_both() -> None:

@@ -97,7 +97,7 @@ class TextCase:
             sequences=torch.repeat_interleave(
                 torch.arange(len(self.responses)), torch.tensor([len(ours) for ours, _ in self.responses])
             ),
-            text=TextTargets(*columns, theirs, torch.zeros(n_rows, 2)),
+            text=TextTargets(*columns, theirs, torch.zeros(n_rows, dtype=torch.bool)),
         )
 
     def loss(
@@ -170,7 +170,7 @@ class _Sequence:
         return self.p[row, which].sum()
 
     def next_bytes(self, row: int, depth: int, nodes: dict[bytes, bytes]) -> tuple[list[Tensor], list[bool]]:
-        """Return 257 probabilities given the text, and which bytes this model can tell apart."""
+        """Return 257 probabilities given the text, and which outcomes this model can have, the last one: all else."""
 
         def behind(row: int, begin: bytes) -> list[Tensor]:
             strings = [begin + bytes([x]) for x in range(256)]
@@ -182,7 +182,7 @@ class _Sequence:
             longer = behind(row, begin)
             parts = [*longer, self.mass(row, lambda t: t == begin)]
             total = torch.stack(parts).sum()
-            return [x / total for x in parts], [bool(x > 0) for x in longer]
+            return [x / total for x in parts], [bool(x > 0) for x in parts]
         others = {token for token in self.vocab if token and not nodes[token]}  # share no beginning: the rest
         first = behind(row, b"")
         for token in others:
@@ -194,7 +194,7 @@ class _Sequence:
             longer = behind(row - 1, before)
             plain = [x * own + (longer[i] if i < 256 else 0.0) for i, x in enumerate(plain)]
         total = torch.stack(plain).sum()
-        return [x / total for x in plain], [True] * 256
+        return [x / total for x in plain], [True] * 257
 
     def own_share(self, row: int, nodes: dict[bytes, bytes]) -> float:
         """Return the share of the token before `row` of those of its node that begin with it."""
@@ -229,8 +229,12 @@ def _losses(
         else:
             (x, known), (y, known_too) = a.next_bytes(row, depth, nodes), b.next_bytes(other, other_depth, nodes)
             both = [i for i in range(256) if known[i] and known_too[i]]
-            rest = [i for i in range(257) if i not in both]
-            q, p = (torch.stack([*(v[i] for i in both), torch.stack([v[i] for i in rest]).sum()]) for v in (x, y))
+            rest = [i for i in range(257) if i not in both] if known[256] and known_too[256] else []
+            groups = [[i] for i in both] + [rest] * bool(rest)
+            if not groups:
+                continue
+            q, p = (torch.stack([torch.stack([v[i] for i in group]).sum() for group in groups]) for v in (x, y))
+            q, p = q / q.sum(), p / p.sum()
         tiny = torch.finfo(torch.float64).tiny
         log_q, log_p = (t.clamp(min=tiny).log()[None] for t in (q, p))
         for term in spec.divergences:

@@ -18,7 +18,7 @@ from gkd.data.collate import MicroBatches
 from gkd.errors import DataError, NumericsError
 from gkd.loss.distill_loss import DistillLoss
 from gkd.loss.reduce import token_mean
-from gkd.loss.text_units import CANONICAL, SAMPLES, UnitTables
+from gkd.loss.text_units import UnitTables
 from gkd.loss.token_loss import (
     END_PROBABILITY,
     ENDED,
@@ -32,7 +32,7 @@ from gkd.loss.token_loss import (
 from gkd.text.pair import TokenizerPair
 from gkd.types import MicroBatch, TokenTargets, TrainStats
 
-_NOT_REPORTED = ("total", ENDED, LOSS_SIZE, KEPT_SIZE, SAMPLES)
+_NOT_REPORTED = ("total", ENDED, LOSS_SIZE, KEPT_SIZE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,8 +80,6 @@ def diagnostics(loss: DistillLoss, sums: BatchSums) -> dict[str, float]:
         n: float = sums.n_on_policy if name in on_policy else n_dataset if name == SFT else sums.n_loss_tokens
         if name == END_PROBABILITY:
             n = sums.values[ENDED]
-        if name == CANONICAL:
-            n = sums.values[SAMPLES]
         if n and name not in _NOT_REPORTED and not name.startswith(("domain/", "turn/")):
             means[f"loss/{name.replace(':', '.')}"] = value / n  # trackers refuse the colon of an import path
     if sums.values.get(LOSS_SIZE):
