@@ -63,6 +63,7 @@ class LossSpec:
         reward_weight: weight of the policy-gradient loss of the rewards; 0 = none.
         reward_clip: (low, high), its ratio is limited to 1 - low and 1 + high.
         token_weight, token_share: factors of the tokens in training, see `gkd.loss.token_weights`.
+        compares_texts: the teacher has another tokenizer, see `gkd.loss.text_units`.
     """
 
     terms: tuple[LossTerm, ...] = (LossTerm(),)
@@ -78,6 +79,7 @@ class LossSpec:
     reward_clip: tuple[float, float] = (0.2, 0.2)
     token_weight: str = "none"
     token_share: float = 1.0
+    compares_texts: bool = False
 
     @property
     def has_rewards(self) -> bool:

@@ -67,6 +67,8 @@ def _derived(config: Sections) -> Derived:
     if teacher.routes:
         temperatures = tuple(route.teacher.temperature for route in routes)
         loss = replace(loss, domains=tuple(route.name for route in routes), temperatures=temperatures)
+    if teacher.tokenizer:
+        loss = replace(loss, compares_texts=True)
     if r.environment:
         loss = replace(loss, turns=min(r.max_turns, NUMBERED_TURNS))
     world_size, engine_gpus = t.n_gpus_per_node * t.nnodes, r.n_gpus_per_node * r.nnodes

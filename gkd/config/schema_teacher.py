@@ -194,7 +194,7 @@ class TeacherConfig:
         "zmq: folder with the teacher's tokenizer, if its tokens are not the student's; needs teacher.signal=hidden. "
         "Empty = the same tokens. docs/other_tokenizer.md.",
         limits="empty with several teachers",
-        resume=IF_MOVED,
+        resume=True,
     )
     special_tokens: dict[str, str] = key(
         {},

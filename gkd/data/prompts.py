@@ -218,7 +218,8 @@ class RowReader:
         if self._tools:
             prompt = replace(prompt, tools=self._tools)
         view = self._views.of(row, prompt, where)
-        if view is None and self._has_two:
+        is_same = view is None
+        if is_same and self._has_two:
             view = prompt
         if view is not None:
             self._check_response(view, self._views.setting, where)
@@ -230,7 +231,7 @@ class RowReader:
                 f"the prompt of {where} is rendered already, and the template's text would stand outside of its turns."
             )
             raise ConfigError(*self._views.setting, problem, "write messages, or use data.teacher_prompt_key.")
-        if self._has_two and view is prompt and rendered.converted == AS_IS:
+        if self._has_two and is_same and rendered.converted == AS_IS:
             problem = f"the prompt of {where} is rendered already, with the student's template and not the teacher's."
             raise ConfigError(*setting, problem, "write messages, or use data.teacher_prompt_key.")
         return ReadRow(

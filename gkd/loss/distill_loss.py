@@ -111,10 +111,10 @@ class DistillLoss:
             spec,
             has_distribution=has_topk or self.is_full_vocab,
             has_topk=has_topk,
-            has_sampled="sampled" in self.signals or self.is_full_vocab,
+            has_sampled="sampled" in self.signals or (self.is_full_vocab and not spec.compares_texts),
         )
-        if self.units is not None:
-            names = (*(name for name in names if name != "sampled_reverse_kl"), PAIRED, BY_NODES, CANONICAL)
+        if spec.compares_texts:  # on all ranks: those of other pipeline stages have no units
+            names = (*names, PAIRED, BY_NODES, CANONICAL)
         return ("total", *names, SUPPORT_MASS) if self.with_support else ("total", *names)
 
     def from_hidden(

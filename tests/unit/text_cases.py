@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import numpy as np
@@ -114,6 +114,7 @@ class TextCase:
         cpu = torch.device("cpu")
         units = UnitTables(self.pair, with_nodes=with_nodes, shard=shard, n_local=n_local, device=cpu)
         head = self.teacher_head[units.teacher_rows]
+        spec = replace(spec, compares_texts=True)
         return DistillLoss(spec, ("hidden",), shard, TorchRows(), chunk_bytes, head, units)
 
     def written_out(self, spec: LossSpec, *, with_nodes: bool = True) -> tuple[Tensor, Tensor]:

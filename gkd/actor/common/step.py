@@ -18,7 +18,7 @@ from gkd.data.collate import MicroBatches
 from gkd.errors import DataError, NumericsError
 from gkd.loss.distill_loss import DistillLoss
 from gkd.loss.reduce import token_mean
-from gkd.loss.text_units import UnitTables
+from gkd.loss.text_units import PAIRED, UnitTables
 from gkd.loss.token_loss import (
     END_PROBABILITY,
     ENDED,
@@ -80,6 +80,8 @@ def diagnostics(loss: DistillLoss, sums: BatchSums) -> dict[str, float]:
         n: float = sums.n_on_policy if name in on_policy else n_dataset if name == SFT else sums.n_loss_tokens
         if name == END_PROBABILITY:
             n = sums.values[ENDED]
+        if name in ("token_kl", "overlap"):  # 0 where the teacher's tokenizer does not have the text
+            n = sums.values.get(PAIRED, n)
         if n and name not in _NOT_REPORTED and not name.startswith(("domain/", "turn/")):
             means[f"loss/{name.replace(':', '.')}"] = value / n  # trackers refuse the colon of an import path
     if sums.values.get(LOSS_SIZE):
