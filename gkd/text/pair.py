@@ -118,7 +118,7 @@ class TokenizerPair:
         found = np.ones(len(response), bool)
         places = [end - len(part) in begins and end in begins for end, part in zip(ends.tolist(), parts, strict=True)]
         found[: len(parts)] = places
-        found[: len(parts)] |= ends > max(begins)  # bytes that are no text
+        found[: len(parts)] |= ends > max(begins)  # bytes behind the text
         return found
 
     def align(self, response: np.ndarray, teacher_ids: np.ndarray) -> Alignment:

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from gkd.config.loss_spec import LossSpec, LossTerm
 from gkd.loss.choices import N_CHOICES
 from gkd.loss.vocab_parallel import VocabShard
+from tests.device import rank_device
 from tests.dist.helpers import run_ranks
 from tests.unit.text_cases import STUDENT, TextCase
 
@@ -24,9 +25,11 @@ def difference(rank: int, world_size: int, n_student: int) -> float:
         shard = VocabShard(rank * rows, n_student, dist.group.WORLD if world_size > 1 else None)
         head = torch.full((rows * world_size, case.head.shape[1]), 50.0, dtype=torch.float64)  # padding
         head[:n_student] = case.head
-        own = head[rank * rows : (rank + 1) * rows].clone().requires_grad_()
-        hidden = case.hidden.clone().requires_grad_()
-        loss = case.loss(SPEC, with_nodes=with_nodes, chunk_bytes=5000, shard=shard, n_local=rows)
+        device = rank_device()
+        own = head[rank * rows : (rank + 1) * rows].to(device, copy=True).requires_grad_()
+        hidden = case.hidden.to(device, copy=True).requires_grad_()
+        options = {"chunk_bytes": 5000, "shard": shard, "n_local": rows, "device": device}
+        loss = case.loss(SPEC, with_nodes=with_nodes, **options)
         value, _ = loss.from_hidden(hidden, own, case.targets())
         value.backward()
         case.hidden.requires_grad_(), case.head.requires_grad_()
@@ -38,10 +41,10 @@ def difference(rank: int, world_size: int, n_student: int) -> float:
         assert not own.grad[n_real:].any(), "a padded row has a gradient"
         pairs = [(value, expected), (hidden.grad, case.hidden.grad)]
         pairs += [(own.grad[:n_real], case.head.grad[shard.start : shard.start + n_real])]
-        largest = max(largest, *(float((a - b).detach().abs().max()) for a, b in pairs if b.numel()))
+        largest = max(largest, *(float((a.cpu() - b).detach().abs().max()) for a, b in pairs if b.numel()))
     choices: list[torch.Tensor] = []
     with torch.no_grad(), loss.evaluating(None, choices.append):
-        loss.from_hidden(case.hidden, own, case.targets())
+        loss.from_hidden(hidden, own, case.targets())
     found = torch.cat(choices)
     assert found.shape == (len(case.hidden), N_CHOICES, 3)
     shown = found[found[:, 0, 0] >= 0]

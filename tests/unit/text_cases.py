@@ -108,12 +108,13 @@ class TextCase:
         chunk_bytes: int = 1 << 30,
         shard: VocabShard | None = None,
         n_local: int = 0,
+        device: torch.device | None = None,
     ) -> DistillLoss:
         """Return the loss; of a rank that has `n_local` rows of the vocabulary with `shard`."""
+        device = device or torch.device("cpu")
         shard, n_local = shard or VocabShard(0, len(self.student), None), n_local or len(self.student)
-        cpu = torch.device("cpu")
-        units = UnitTables(self.pair, with_nodes=with_nodes, shard=shard, n_local=n_local, device=cpu)
-        head = self.teacher_head[units.teacher_rows]
+        units = UnitTables(self.pair, with_nodes=with_nodes, shard=shard, n_local=n_local, device=device)
+        head = self.teacher_head[units.teacher_rows].to(device)
         spec = replace(spec, compares_texts=True)
         return DistillLoss(spec, ("hidden",), shard, TorchRows(), chunk_bytes, head, units)
 
