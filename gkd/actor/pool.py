@@ -55,9 +55,13 @@ class ActorPool:
         run_dir = Path(self._config.trainer.run_dir).absolute()
         return self._call("init_model", self._config, device, address, total_steps, run_dir)
 
-    def init_teacher(self, timeout_s: float) -> None:
-        """Build the local teacher on all ranks; blocks. Raises as `LocalTeacher`."""
-        gather(self._call("init_teacher"), "init_teacher", timeout_s)
+    def init_teacher(self, timeout_s: float, pair: TokenizerPair | None = None) -> None:
+        """Build the local teacher on all ranks; blocks. Raises as `LocalTeacher`.
+
+        Args:
+            pair: tokenizers of the student and of a teacher with another one.
+        """
+        gather(self._call("init_teacher", pair), "init_teacher", timeout_s)
 
     def init_reference(self, timeout_s: float) -> None:
         """Build the reference on all ranks; blocks. Raises as `FrozenModel`."""

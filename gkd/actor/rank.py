@@ -34,6 +34,7 @@ from gkd.memory.states import PARAMS
 from gkd.memory.usage import CountMeter, Timeline, log_gpu_memory_usage, record_allocations
 from gkd.run import shared_folder
 from gkd.spans import Phase, Progress, SpanRecorder
+from gkd.text.pair import TokenizerPair
 from gkd.types import ProcessSpans
 
 # Concurrency group of the methods that give weights to a restarted engine while this rank computes.
@@ -53,6 +54,7 @@ class ActorRank:
         self._rank, self._name = rank, f"actor rank {rank}"
         self._log = get_logger(f"actor.{rank}")
         self._spans = SpanRecorder(f"actor {rank}", Phase.STARTED)
+        self._pair: TokenizerPair | None = None
         self._stores: dict[int, dist.TCPStore] = {}  # port -> store whose group is not made yet
 
     def placement(self, ask_driver: bool) -> RankPlacement:
@@ -147,10 +149,15 @@ class ActorRank:
         on_phase = self._spans.enter
         return build_student(self._config, self._layout, self._device, total_steps, timeout_s, on_phase=on_phase)
 
-    def init_teacher(self) -> None:
-        """Build the local teacher. Collective. Raises as `LocalTeacher`."""
+    def init_teacher(self, pair: TokenizerPair | None = None) -> None:
+        """Build the local teacher. Collective. Raises as `LocalTeacher`.
+
+        Args:
+            pair: tokenizers of the student and of a teacher with another one.
+        """
+        self._pair = pair
         with self._phase(Phase.LOAD_TEACHER, [PARAMS]):
-            self._frozen.init_teacher()
+            self._frozen.init_teacher(pair)
         self._log.info("teacher built and loaded")
 
     def init_reference(self) -> None:

@@ -59,7 +59,6 @@ class ActorWorker(ActorRank):
         self._group: TransferGroup | None = None
         self._kept = KeptVersion()
         self._writer = BackgroundWriter()
-        self._pair: TokenizerPair | None = None
 
     def accumulate(self, *inputs: Any) -> None:
         """Add the gradients of a part of the next step's batch; `train_step` gets the rest. Collective.

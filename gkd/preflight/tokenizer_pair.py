@@ -9,6 +9,7 @@ import numpy as np
 
 from gkd.config.routes import Route
 from gkd.config.schema import Config
+from gkd.config.schema_teacher import ZMQ
 from gkd.data.prompts import load_tokenizer
 from gkd.errors import ConfigError, DataError
 from gkd.hf.model_folder import eos_token_ids
@@ -86,7 +87,7 @@ def tokenizer_pair(
                 if token < len(vocab):
                     vocab[token] = mark
     ours, theirs = (tokenizer.backend_tokenizer.to_str() for tokenizer in (student, teacher))
-    return TokenizerPair(vocabs[0], vocabs[1], ours, theirs, end)
+    return TokenizerPair(vocabs[0], vocabs[1], ours, theirs, end, info.max_tokens)
 
 
 def _special(tokenizer: Any, name: str, key: str) -> int:
@@ -129,14 +130,18 @@ def check_pair(config: Config, route: Route, pair: TokenizerPair, prompts: Seque
         fix = "use a tokenizer that does not change texts."
         raise ConfigError("teacher.tokenizer", config.teacher.tokenizer, problem, fix)
     common = sum(int(at.is_common.sum()) for at in found) / n_begins
-    safe, mass = _of_teacher(route, pair, others)
+    shares = ""
+    if route.teacher.backend == ZMQ:
+        safe, mass = _of_teacher(route, pair, others)
+        shares = (
+            f"{safe:.1%} of the teacher's boundaries are safe; {mass:.1%} of its probability is on common strings; "
+        )
     canonical = np.concatenate([pair.canonical(text) for text in texts]).mean()
     log.info(
         "the teacher's tokens are not the student's. On %d texts of this run: %.1f%% of the student's tokens have the "
-        "same bytes in the teacher's; %.1f%% of these begin where a token of the teacher does; %.1f%% of the teacher's "
-        "boundaries are safe; %.1f%% of its probability is on strings that both vocabularies have; %d nodes; %.1f%% of "
+        "same bytes in the teacher's; %.1f%% of these begin where a token of the teacher does; %s%d nodes; %.1f%% of "
         "the student's tokens are canonical",
-        *(len(texts), 100 * n_begins / n_tokens, 100 * common, 100 * safe, 100 * mass, pair.nodes.n, 100 * canonical),
+        *(len(texts), 100 * n_begins / n_tokens, 100 * common, shares, pair.nodes.n, 100 * canonical),
     )
     if common < LEAST_COMMON and config.distill.units == "nodes":
         problem = (

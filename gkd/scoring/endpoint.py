@@ -25,7 +25,7 @@ from gkd.errors import TeacherError, TeacherUnavailable
 from gkd.roles import Computation
 from gkd.scoring.group_endpoint import GroupEndpoint, summary_of
 from gkd.scoring.teacher.grouping import grouped
-from gkd.scoring.teacher.info import Probe, TeacherInfo, head_columns
+from gkd.scoring.teacher.info import Probe, head_columns
 from gkd.scoring.teacher.outage import merged
 from gkd.scoring.teacher.store import dataset_keys, open_store
 from gkd.scoring.teacher.teacher import Teacher, open_teacher
@@ -119,34 +119,21 @@ class ScoringEndpoint(GroupEndpoint):
             keys = dataset_keys(rollouts, self._derived, self._fingerprints, self._n_vocab)
             stored = {i: known for i, key in keys.items() if (known := store.get(key, rollouts[i])) is not None}
         asked = [i for i in range(len(rollouts)) if i not in stored]
-        texts = None if self._pair is None else self._in_teachers_tokens(rollouts, self._pair)
-        if texts is not None:
-            rollouts, asked = texts, [i for i, text in enumerate(texts) if len(text.response_ids)]
+        texts = rollouts if self._pair is None else self._pair.for_teacher(rollouts)
+        asked = [i for i in asked if len(texts[i].response_ids)]
         try:
-            found = self._request_all(teachers, rollouts, asked, completed_s)
+            found = self._request_all(teachers, texts, asked, completed_s)
         except TeacherUnavailable as error:
             self._outage = error
             raise
         if store is not None:
             for i in keys.keys() & found.keys():
                 store.put(keys[i], rollouts[i], found[i])
-        if texts is not None:
-            nothing = TeacherScores(hidden=np.zeros((0, self._head_columns[1]), np.float32))
-            ids = [text.response_ids for text in texts]
-            found = {i: replace(found.get(i, nothing), response_ids=ids[i]) for i in range(len(texts))}
+        if self._pair is not None:
+            found = self._pair.completed(found, texts, self._head_columns[1])
         both = found | stored
         scores = [self._in_columns(both[i], rollout.route) for i, rollout in enumerate(rollouts)]
         return ColumnList(scores), summary_of(scores, ScoreTimes(submitted_s, np.array(completed_s))).encode()
-
-    def _in_teachers_tokens(self, rollouts: Sequence[Rollout], pair: TokenizerPair) -> list[Rollout]:
-        """Return the sequences that a teacher with another tokenizer scores, cut to what it takes."""
-        (info,) = self._infos
-        texts = []
-        for rollout in rollouts:
-            sequence = rollout.for_teacher()
-            ids = pair.teacher_ids(rollout.response_ids)[: info.max_tokens - len(sequence.prompt_ids)]
-            texts.append(replace(sequence, response_ids=ids))
-        return texts
 
     def health(self) -> TeacherHealth | None:
         """Return the state of the teachers of this endpoint, or None if it has not connected yet."""
@@ -179,13 +166,9 @@ class ScoringEndpoint(GroupEndpoint):
         return heads[0] if len(heads) == 1 else np.hstack(list(heads.values()))
 
     @functools.cached_property
-    def _infos(self) -> list[TeacherInfo]:
-        """Return the descriptions of the teachers; asks the servers once."""
-        return [teacher.info() for teacher in self.clients()]
-
-    @property
     def _head_columns(self) -> tuple[list[int], int]:
-        return head_columns(self._infos)
+        """Return `head_columns` of the routes; asks the servers once."""
+        return head_columns([teacher.info() for teacher in self.clients()])
 
     def _in_columns(self, scores: TeacherScores, route: int) -> TeacherScores:
         """Return hidden states of one of several teachers as [R, D of all heads]: zeros in the others' columns.

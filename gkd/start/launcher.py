@@ -181,7 +181,7 @@ def _load_models(
     places = record_placement(config, plan.device, plan.folder, calls, startup.left_s())
     gather(building, "init_model", startup.left_s())
     if plan.derived.teacher_pool == ACTOR:
-        actor.init_teacher(startup.left_s())
+        actor.init_teacher(startup.left_s(), plan.pair)
     if plan.derived.reference_folder:
         actor.init_reference(startup.left_s())
     return places

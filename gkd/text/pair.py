@@ -16,13 +16,15 @@ it: from the row of the token that holds the byte, given the bytes of that token
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
 
 from gkd.text.byte_vocab import END, MARK, Nodes, Vocab, common_nodes
+from gkd.types import Rollout, TeacherScores
 
 _MARKS = re.compile(re.escape(MARK) + b"(.)", re.DOTALL)
 
@@ -53,6 +55,7 @@ class TokenizerPair:
             of rows on.
         student_json, teacher_json: their tokenizer.json.
         end: the teacher's id that ends a response.
+        max_tokens: of prompt and response together, that the teacher takes.
     """
 
     student: Vocab
@@ -60,6 +63,7 @@ class TokenizerPair:
     student_json: str
     teacher_json: str
     end: int
+    max_tokens: int
 
     def __getstate__(self) -> dict[str, object]:
         return {name: self.__dict__[name] for name in self.__dataclass_fields__}  # without what is computed
@@ -77,6 +81,31 @@ class TokenizerPair:
         """Return the teacher's id of each mark."""
         found = {token: i for i, token in enumerate(self.teacher) if token and token.startswith(MARK) and token != MARK}
         return found | {END: self.end}
+
+    def for_teacher(self, rollouts: Sequence[Rollout]) -> list[Rollout]:
+        """Return the sequences that the teacher scores: its own prompts, and the responses in its tokens.
+
+        Responses are cut where the teacher's limit is, and may be empty.
+        """
+        texts = []
+        for rollout in rollouts:
+            sequence = rollout.for_teacher()
+            ids = self.teacher_ids(rollout.response_ids)[: max(0, self.max_tokens - len(sequence.prompt_ids))]
+            texts.append(replace(sequence, response_ids=ids))
+        return texts
+
+    def completed(
+        self, scores: Mapping[int, TeacherScores], texts: Sequence[Rollout], hidden_size: int
+    ) -> dict[int, TeacherScores]:
+        """Return the scores of all sequences, with the teacher's tokens, by position.
+
+        Args:
+            scores: of the sequences whose responses are not empty, by position.
+            texts: of `for_teacher`.
+            hidden_size: columns of their hidden states.
+        """
+        nothing = TeacherScores(hidden=np.zeros((0, hidden_size), np.float32))
+        return {i: replace(scores.get(i, nothing), response_ids=text.response_ids) for i, text in enumerate(texts)}
 
     def teacher_ids(self, response: np.ndarray) -> np.ndarray:
         """Return the teacher's tokens of a response of the student, as far as they have the same bytes.

@@ -114,6 +114,7 @@ def test_student_and_teacher_have_their_own_tokens(writers: Lab, writer_port: in
         pytest.param(("actor.strategy=fsdp2", "trainer.n_gpus_per_node=2"), id="fsdp2-dp2"),
         pytest.param(("actor.pp=2", "actor.tp=2", "trainer.n_gpus_per_node=4"), id="pp2-tp2"),
         pytest.param(("trainer.scheduler=stream", "distill.units=text"), id="stream-text"),
+        pytest.param(("teacher.backend=local", "trainer.n_gpus_per_node=2"), id="local"),
     ],
 )
 def test_other_layouts_train_the_same(writers: Lab, writer_port: int, layout: tuple[str, ...]) -> None:
@@ -121,7 +122,9 @@ def test_other_layouts_train_the_same(writers: Lab, writer_port: int, layout: tu
     found = []
     for name, more in (("plain", ()), ("other", layout)):
         run_dir = writers.root / f"{name}_{abs(hash(layout))}"
-        writers.finished_run(run_dir, writer_port, *settings(writers, *more))
+        is_local = "teacher.backend=local" in more
+        more = (*more, f"teacher.path={writers.teacher}") if is_local else more
+        writers.finished_run(run_dir, 15555 if is_local else writer_port, *settings(writers, *more))
         found.append(read_metrics(run_dir / "metrics.jsonl")[1])
     if "trainer.scheduler=stream" not in layout:  # its batches depend on time
         assert found[0]["loss/total"] == pytest.approx(found[1]["loss/total"], rel=1e-4)

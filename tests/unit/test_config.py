@@ -272,10 +272,7 @@ def test_an_invalid_file_is_refused(tmp_path: Path, text: str) -> None:
                 *("actor.fused_lm_head=false", "rollout.environment=a:B", "eval.teacher_prompts=2"),
             )
         ),
-        (
-            ["teacher.tokenizer=x", "teacher.signal=hidden", "teacher.backend=local", "teacher.path=y"],
-            "teacher.tokenizer",
-        ),
+        ([*HTTP, "teacher.tokenizer=x"], "teacher.tokenizer"),
         (["distill.loss=sft", "distill.on_policy_share=0.9", "trainer.global_batch_size=9"], "distill.on_policy_share"),
         (["distill.alpha=1"], "distill.alpha"),
         (["distill.importance_clip=0.5"], "distill.importance_clip"),

@@ -85,7 +85,7 @@ def pair_of(student: Any, teacher: Any) -> TokenizerPair:
         call = each.convert_tokens_to_ids("[CALL]" if "[CALL]" in each.get_vocab() else "<|call|>")
         vocab[call] = MARK + b"\x01"
     jsons = [each.backend_tokenizer.to_str() for each in (student, teacher)]
-    return TokenizerPair(vocabs[0], vocabs[1], jsons[0], jsons[1], teacher.eos_token_id)
+    return TokenizerPair(vocabs[0], vocabs[1], jsons[0], jsons[1], teacher.eos_token_id, 999)
 
 
 def _bytes(vocab: Vocab, ids: np.ndarray) -> bytes:
@@ -207,7 +207,7 @@ def test_canonical_tokens_are_those_of_the_tokenizer(tokenizers: dict[str, Any])
 
 def test_positions_are_the_bytes_of_both() -> None:
     """If it fails, rows of different places in the text are compared."""
-    pair = TokenizerPair(STUDENT, TEACHER, "", "", 0)
+    pair = TokenizerPair(STUDENT, TEACHER, "", "", 0, 999)
     ours = np.array([STUDENT.index(token) for token in (b"ab", b"ca", b" ", b"\xff\x01", b"abc", END)])
     theirs = np.array([TEACHER.index(token) for token in (b"a", b"bca", b" ", b"\xff\x01", b"ab", b"c", END)])
     at = pair.align(ours, theirs)

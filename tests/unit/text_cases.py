@@ -34,7 +34,7 @@ Vocab = Sequence[bytes | None]
 
 
 def pair_of(student: Vocab = STUDENT, teacher: Vocab = TEACHER) -> TokenizerPair:
-    return TokenizerPair(student, teacher, "", "", teacher.index(END))
+    return TokenizerPair(student, teacher, "", "", teacher.index(END), 999)
 
 
 def segment(rng: random.Random, vocab: Vocab, text: bytes) -> list[int]:

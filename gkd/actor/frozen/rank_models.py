@@ -15,6 +15,7 @@ from gkd.actor.common.host_copies import Snapshot
 from gkd.actor.megatron.layout import ParallelLayout
 from gkd.config.schema import Config
 from gkd.config.schema_teacher import weight_updates
+from gkd.text.pair import TokenizerPair
 from gkd.types import Rollout, TeacherScores
 
 if TYPE_CHECKING:
@@ -41,11 +42,11 @@ class FrozenModels:
         self._reference: FrozenModel | None = None
         self._followers: list[LocalTeacher | Follower] = []  # models that follow the student, in the order of the calls
 
-    def init_teacher(self) -> None:
+    def init_teacher(self, pair: TokenizerPair | None) -> None:
         """Build the local teacher; its student must be on the device. Raises as `LocalTeacher`."""
         from gkd.actor.frozen.teacher import LocalTeacher
 
-        self._teacher = LocalTeacher(self._config, self._student, self._layout, self._device)
+        self._teacher = LocalTeacher(self._config, self._student, self._layout, self._device, pair)
         self._followers.append(self._teacher)
 
     def init_reference(self) -> None:

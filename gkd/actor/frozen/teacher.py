@@ -19,6 +19,7 @@ from gkd.actor.megatron.layout import ParallelLayout
 from gkd.config.schema import Config
 from gkd.config.schema_teacher import weight_updates
 from gkd.data.scatter import map_selected
+from gkd.text.pair import TokenizerPair
 from gkd.types import SIGNAL_FIELDS, Rollout, TeacherScores, TeacherTopK
 from teacher_server.engines.base import ScoreParams
 from teacher_server.wire.payload import TopKScores
@@ -31,15 +32,24 @@ class LocalTeacher:
     Args:
         student: of this rank. With teacher.signal `hidden` it receives the teacher's LM head, now and at each refresh.
         layout: of the student, which maps pipeline stages to ranks.
+        pair: tokenizers of the student and of a teacher with another one.
 
     Raises:
         ModelError, ConfigError: see `FrozenModel`; or ConfigError naming teacher.update_interval: student and teacher
             have different architectures.
     """
 
-    def __init__(self, config: Config, student: Student, layout: ParallelLayout, device: torch.device) -> None:
+    def __init__(
+        self,
+        config: Config,
+        student: Student,
+        layout: ParallelLayout,
+        device: torch.device,
+        pair: TokenizerPair | None = None,
+    ) -> None:
         teacher, actor = config.teacher, config.actor
-        self._student, self._n_vocab = student, student.n_vocab
+        self._student, self._n_vocab = student, student.n_vocab if pair is None else len(pair.teacher)
+        self._pair, self._units = pair, config.distill.units
         derived, updates = config.derived, weight_updates(teacher)
         self._model = FrozenModel(
             teacher.path,
@@ -70,12 +80,16 @@ class LocalTeacher:
         Raises:
             TeacherError: see `FrozenModel.score`.
         """
-        by_chunk = map_selected(
-            sequence_indices,
-            chunks,
-            lambda rollouts: self._model.score([rollout.for_teacher() for rollout in rollouts], self._params),
-        )
-        return [[self._scores(tables) for tables in part] for part in by_chunk]
+        return map_selected(sequence_indices, chunks, self._of_sequences)
+
+    def _of_sequences(self, rollouts: Sequence[Rollout]) -> list[TeacherScores]:
+        if self._pair is None:
+            return [self._scores(t) for t in self._model.score([r.for_teacher() for r in rollouts], self._params)]
+        texts = self._pair.for_teacher(rollouts)
+        asked = [i for i, text in enumerate(texts) if len(text.response_ids)]
+        tables = self._model.score([texts[i] for i in asked], self._params)
+        found = {i: self._scores(each) for i, each in zip(asked, tables, strict=True)}
+        return list(self._pair.completed(found, texts, self._hidden_size).values())
 
     def device_bytes(self) -> int:
         """Return the bytes on this rank's device, see `FrozenModel.device_bytes`."""
@@ -97,7 +111,9 @@ class LocalTeacher:
 
     def _hand_over_head(self) -> None:
         if "hidden" in self._signals:
-            self._student.set_teacher_head(self._model.lm_head()[: self._n_vocab])
+            head = self._model.lm_head()[: self._n_vocab]
+            self._hidden_size = head.shape[1]
+            self._student.set_teacher_head(head, self._pair, self._units)
 
     def _score_params(self, config: Config, signal: Signal) -> ScoreParams:
         """Return the scoring parameters of a signal. Logits have teacher.wire's precision to save host memory."""
