@@ -161,6 +161,8 @@ def preflight(config: Config) -> Plan:
         identity["reference"] = check_reference(config, tokenizer, n_vocab)
     _, hidden_size = head_columns(teachers)  # number of columns of `hidden`: see `ScoringEndpoint.lm_head`
     gib = scores_gib(config, n_vocab, hidden_size, len(val))
+    if pair is not None:  # the head has the teacher's rows: as many numbers as one of the student's rows and this size
+        hidden_size = -(-hidden_size * len(pair.teacher) // n_vocab)
     settled = check_memory(with_gpus, device, hidden_size, gib)
     if config.actor.offload_train and config.actor.fsdp_cpu_offload:
         log.warning("actor.offload_train is ignored: actor.fsdp_cpu_offload keeps the states in host memory already")
