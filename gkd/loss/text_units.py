@@ -29,7 +29,6 @@ Letters: n rows of the chunk, v columns of this rank (n', v' of the teacher), W 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -82,7 +81,7 @@ class Side:
         def tensor(values: np.ndarray) -> Tensor:
             return torch.from_numpy(np.ascontiguousarray(values)).to(device)
 
-        self.start, self.n_columns = start, n_columns
+        self.start = start
         self.node = tensor(node[start : start + n_columns])
         self.columns = tensor(vocab.order[own] - start)
         self.text, self.sizes = tensor(vocab.text[own]), tensor(vocab.lengths[vocab.order[own]])
@@ -184,14 +183,15 @@ def text_losses(
     by_text = ~by_node & ~((text.cover >= 0) & by_node[text.cover.clamp(min=0)])
     weights = norm.new_ones(n) if targets.weights is None else targets.weights.to(norm.dtype)
     rows = text.row - n_before  # of the chunk
-    found = _Found(norm.new_zeros((n, len(spec.divergences) + 3)))
-    _compare_nodes(found, student, teacher, torch.nonzero(by_node).flatten(), rows, weights, spec)
-    _compare_text(found, student, teacher, torch.nonzero(by_text).flatten(), rows, weights, spec)
+    # Sums over the positions of each row: divergences, forward KL, overlap, number of positions.
+    sums = norm.new_zeros((n, len(spec.divergences) + 3))
+    _compare_nodes(sums, student, teacher, torch.nonzero(by_node).flatten(), rows, weights, spec)
+    _compare_text(sums, student, teacher, torch.nonzero(by_text).flatten(), rows, weights, spec)
 
     for i, term in enumerate(spec.divergences):
-        losses.total = losses.total + term.weight * found.sums[:, i]
-        losses.values[term.name] = found.sums[:, i]
-    token_kl, overlap, n_compared = found.sums[:, -3:].unbind(dim=1)
+        losses.total = losses.total + term.weight * sums[:, i]
+        losses.values[term.name] = sums[:, i]
+    token_kl, overlap, n_compared = sums[:, -3:].unbind(dim=1)
     begins = torch.zeros(n, dtype=torch.int64, device=logits.device) - 1  # position at which a token of each begins
     begins[rows[text.is_common]] = torch.nonzero(text.is_common).flatten()
     is_paired = torch.zeros_like(norm[n_before:]).index_fill_(0, rows, 1.0)
@@ -222,16 +222,11 @@ def _sampled(spec: LossSpec, targets: TokenTargets, student_sampled: Tensor) -> 
     with torch.enable_grad():
         losses = sampled_losses(spec, targets, student_sampled, None)
         total = losses.total.sum()
-    slope = torch.zeros_like(student_sampled, requires_grad=False)
+    slope = torch.zeros_like(student_sampled)
     if total.requires_grad:
         (slope,) = torch.autograd.grad(total, student_sampled)
     losses.total = losses.total.detach()
     return losses, slope
-
-
-@dataclass(slots=True)
-class _Found:
-    sums: Tensor  # [n, D + 3], over the positions of each row: divergences, forward KL, overlap, number of positions
 
 
 class _Model:
@@ -296,7 +291,9 @@ class _Model:
         rows = self.row[at] - begins.long()
         ids = self._ids[rows.clamp(min=0)]
         depth = torch.where(begins, self._side.lengths[ids], self.depth[at])
-        bounds = self._side.bounds[self._side.starts[ids] + (depth - 1).clamp(min=0)]
+        # A first position has no token before it: whatever stands there is not used, and may have no bytes.
+        place = (self._side.starts[ids] + (depth - 1).clamp(min=0)).clamp(max=len(self._side.bounds) - 1)
+        bounds = self._side.bounds[place]
         bounds = torch.where((self.is_first[at] | (depth == 0))[:, None], 0, bounds)
         self._asked = rows, depth, bounds, at
         out = self._p.new_zeros(len(at) * _OUTCOMES)
@@ -355,7 +352,7 @@ class _Model:
 
 
 def _compare_nodes(
-    found: _Found, student: _Model, teacher: _Model, at: Tensor, rows: Tensor, weights: Tensor, spec: LossSpec
+    sums: Tensor, student: _Model, teacher: _Model, at: Tensor, rows: Tensor, weights: Tensor, spec: LossSpec
 ) -> None:
     """Add the divergences over nodes at some positions, and their gradients."""
     tiny = torch.finfo(student.sums.dtype).tiny
@@ -371,13 +368,13 @@ def _compare_nodes(
             value, each = divergence(log_q, log_p, term)
             values.insert(i, value)
             slope.add_(each, alpha=term.weight)
-        found.sums.index_add_(0, row, torch.stack(values, dim=1))
+        sums.index_add_(0, row, torch.stack(values, dim=1))
         slope.mul_(weights[row, None]).div_(q.clamp_(min=tiny))
         student.grad_sums.index_add_(0, of_student, slope)
 
 
 def _compare_text(
-    found: _Found, student: _Model, teacher: _Model, at: Tensor, rows: Tensor, weights: Tensor, spec: LossSpec
+    sums: Tensor, student: _Model, teacher: _Model, at: Tensor, rows: Tensor, weights: Tensor, spec: LossSpec
 ) -> None:
     """Add the divergences over the next byte at some positions, and their gradients."""
     sides = []
@@ -399,7 +396,7 @@ def _compare_text(
     with torch.no_grad():
         overlap = torch.minimum(log_p.exp(), log_q.exp()).sum(dim=-1)
         values += [forward_kl(log_q, log_p, PLAIN), overlap, torch.ones_like(overlap)]
-        found.sums.index_add_(0, rows[at], torch.stack([value.detach() for value in values], dim=1))
+        sums.index_add_(0, rows[at], torch.stack([value.detach() for value in values], dim=1))
     if total.requires_grad:
         student.add_gradient(at, *torch.autograd.grad(total, leaves))
 

@@ -21,6 +21,7 @@ SPECS = {
     "forward_kl": LossSpec(),
     "reverse_kl": LossSpec((LossTerm("reverse_kl", 0.7),), temperature=1.4),
     "mixture": LossSpec((LossTerm("jsd", 0.5, beta=0.3), LossTerm("skew_kl"), LossTerm("skew_reverse_kl", 0.2))),
+    "dataset": LossSpec((LossTerm("forward_kl", 0.5), LossTerm("sft", 0.3))),
     "own": LossSpec((LossTerm("examples.own_loss:alpha_divergence", 2.0, alpha=0.5),)),
 }
 

@@ -27,7 +27,7 @@ from gkd.types import TokenTargets
 
 LETTERS = [bytes([byte]) for byte in b"abc "]
 # Special tokens without a pair and with one, two tokens of the same bytes, strings that only one of them has.
-STUDENT = [None, END, *LETTERS, b"ab", b"abc", b"ca", b" a", b"bc", b"\xff\x01", None, b"ab", END]
+STUDENT = [None, END, *LETTERS, b"ab", b"abc", b"ca", b" a", b"bc", b"\xff\x01", None, b"ab", END, None]
 TEACHER = [END, None, *LETTERS, b"ab", b"bca", b" ab", b"cab", b"b ", b"aa", b"\xff\x01"]
 H, D = 6, 5
 Vocab = Sequence[bytes | None]
@@ -67,7 +67,8 @@ class TextCase:
                 text = text[:5] + b"\xff\x01" + text[5:]
             ours, theirs = (segment(rng, vocab, text + (END if i else b"")) for vocab in (self.student, self.teacher))
             if i == 1 and None in self.student:
-                ours = [*ours[:4], self.student.index(None), *ours[4:]]  # what follows has no pair
+                last = max(j for j, token in enumerate(self.student) if token is None)
+                ours = [*ours[:4], last, *ours[4:], last]  # what follows has no pair
             self.responses.append((ours, theirs))
 
         def normal(*shape: int) -> Tensor:
@@ -91,7 +92,7 @@ class TextCase:
         return TokenTargets(
             torch.tensor([i for ids, _ in self.responses for i in ids]),
             torch.zeros(n_rows, dtype=dtype),
-            torch.ones(n_rows, dtype=torch.bool),
+            torch.arange(n_rows) % 3 != 1,
             hidden=self.teacher_hidden.to(dtype),
             weights=self.weights.to(dtype),
             sequences=torch.repeat_interleave(
@@ -131,6 +132,10 @@ class TextCase:
                 rows[first + row] = rows[first + row] + loss
             first, first_teacher = first + len(ours), first_teacher + len(theirs)
         found = torch.stack(rows)
+        if spec.sft is not None:
+            targets = self.targets()
+            log_q = q.log().gather(1, targets.sampled_ids[:, None])[:, 0]
+            found = found - spec.sft.weight * log_q.masked_fill(targets.on_policy, 0.0)
         return (found * self.weights).sum(), found.detach()
 
 
