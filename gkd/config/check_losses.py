@@ -70,6 +70,7 @@ def check_tokenizer(config: Config, derived: Derived) -> None:
     alone: list[tuple[str, object, bool]] = [
         ("teacher.routes", t.routes, not t.routes),
         ("teacher.store", t.store, not t.store),
+        ("teacher.update_interval", t.update_interval, not t.update_interval),
         ("rollout.environment", config.rollout.environment, not config.rollout.environment),
         ("data.messages_key", config.data.messages_key, not config.data.messages_key),
         ("eval.teacher_prompts", config.eval.teacher_prompts, not config.eval.teacher_prompts),

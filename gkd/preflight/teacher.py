@@ -189,7 +189,8 @@ def _shared_vocab(
             "model.path",
             config.model.path,
             f"its tokenizer differs from the tokenizer of the {kind} {teacher.model_path}: {problem}.",
-            "use models with the same tokens and ids. One of them may have more tokens, with the highest ids.",
+            "use models with the same tokens and ids (one of them may have more, with the highest ids), or name the "
+            "teacher's tokenizer in teacher.tokenizer: docs/other_tokenizer.md.",
         )
     if masked := {token: i for token, i in own.items() if i >= n_vocab}:
         log.warning("the student never generates the tokens that the %s does not have: %s", kind, shown(masked))
