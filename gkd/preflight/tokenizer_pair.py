@@ -175,7 +175,7 @@ def _of_teacher(route: Route, pair: TokenizerPair, texts: Sequence[np.ndarray]) 
     try:
         nothing = np.zeros(0, np.float32)
         asked = [
-            Rollout(0, i, text[:1], text[1:], nothing, (), "length", on_policy=False)
+            Rollout(0, i, text[:1], text[1 : pair.max_tokens], nothing, (), "length", on_policy=False)
             for i, text in enumerate(texts)
             if len(text) > 1
         ]

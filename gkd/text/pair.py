@@ -226,7 +226,7 @@ class _Encoder:
             ids = self._behind_anchor(ids)
         at = 0
         for i, token in enumerate(ids):
-            part = self._tokens[token]
+            part = self._tokens[token] if token < len(self._tokens) else None  # the model has no row for it
             if part is None or not text.startswith(part, at):
                 return ids[:i], False
             at += len(part)
@@ -244,4 +244,4 @@ class _Encoder:
         return ids
 
     def _bytes(self, ids: list[int]) -> bytes:
-        return b"".join(self._tokens[token] or b"" for token in ids)
+        return b"".join(self._tokens[token] or b"" for token in ids if token < len(self._tokens))

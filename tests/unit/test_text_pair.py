@@ -189,6 +189,8 @@ def test_the_pair_ends_where_a_text_has_no_meaning_for_the_teacher(tokenizers: d
     alone = replace(pair, student=[None if i == call else token for i, token in enumerate(pair.student)])
     assert _bytes(pair.teacher, alone.teacher_ids(np.array([*word, call, *word, end]))) == b"cat"
     assert len(pair.teacher_ids(smile[1:])) == 0
+    rows = replace(pair, teacher=pair.teacher[: teacher.convert_tokens_to_ids("at")])  # the last tokens have no row
+    assert _bytes(pair.teacher, rows.teacher_ids(word)) == b"c" and len(pair.teacher_ids(word)) == 2
     raw = [student.convert_tokens_to_ids(character) for character in "cÿĀ"]  # the bytes of a mark
     assert _bytes(pair.teacher, pair.teacher_ids(np.array(raw))) == b"c"
 
