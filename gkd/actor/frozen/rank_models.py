@@ -42,7 +42,7 @@ class FrozenModels:
         self._reference: FrozenModel | None = None
         self._followers: list[LocalTeacher | Follower] = []  # models that follow the student, in the order of the calls
 
-    def init_teacher(self, pair: TokenizerPair | None) -> None:
+    def init_teacher(self, pair: TokenizerPair | None = None) -> None:
         """Build the local teacher; its student must be on the device. Raises as `LocalTeacher`."""
         from gkd.actor.frozen.teacher import LocalTeacher
 
