@@ -7,7 +7,7 @@ right    pairs of digits from the right: 12345+67=  ->  1 23 45 + 67 =
     python -m tests.bench.addition_pairs '{"method": "equal", "student": DIR, ...}'
 
 trains one baseline and prints a line of JSON: accuracy and canonical share at each `every` steps. GOLD needs a Python
-with TRL, so this module imports nothing of the product but the quickstart.
+with TRL, so only `boundaries` imports more of the product than the quickstart.
 """
 
 from __future__ import annotations
@@ -170,14 +170,37 @@ def _padded(rows: Sequence[Sequence[int]]) -> torch.Tensor:
     return torch.nn.utils.rnn.pad_sequence([torch.tensor(row) for row in rows], batch_first=True)
 
 
-class EqualStrings:
-    """Forward KL at the common boundaries, over the strings that are tokens of both; the rest is one bucket."""
+def _equal_strings(tokenizers: tuple[Any, Any], sizes: Sequence[int]) -> list[torch.Tensor]:
+    """Return the outcome of each token of both: one per string that is a token of both, and 0 for all others."""
+    vocabs = [tokenizer.get_vocab() for tokenizer in tokenizers]
+    common = sorted(vocabs[0].keys() & vocabs[1].keys())
+    found = [torch.zeros(size, dtype=torch.int64) for size in sizes]
+    for outcomes, vocab in zip(found, vocabs, strict=True):
+        outcomes[[vocab[string] for string in common]] = torch.arange(1, len(common) + 1)
+    return found
 
-    def __init__(self, student: Any, teacher: Any, tokenizers: tuple[Any, Any]) -> None:
+
+def _node_sums(tokenizers: tuple[Any, Any], sizes: Sequence[int]) -> list[torch.Tensor]:
+    """Return the outcome of each token of both: its node, see `gkd.text.byte_vocab.common_nodes`."""
+    from gkd.text.byte_vocab import END, common_nodes, token_bytes
+
+    vocabs = []
+    for tokenizer, size in zip(tokenizers, sizes, strict=True):
+        tokens = token_bytes(tokenizer)
+        tokens[tokenizer.eos_token_id] = END
+        vocabs.append([*tokens, *[None] * (size - len(tokens))])
+    nodes = common_nodes(*vocabs)
+    return [torch.from_numpy(nodes.student), torch.from_numpy(nodes.teacher)]
+
+
+class CommonBoundaries:
+    """Forward KL at the common boundaries, over sums of the tokens with the same outcome."""
+
+    def __init__(self, method: str, student: Any, teacher: Any, tokenizers: tuple[Any, Any]) -> None:
         self.models, self.tokenizers = (student, teacher), tokenizers
-        vocabs = [tokenizer.get_vocab() for tokenizer in tokenizers]
-        common = sorted(vocabs[0].keys() & vocabs[1].keys())
-        self.ids = [torch.tensor([vocab[string] for string in common]) for vocab in vocabs]
+        outcomes_of = {"equal": _equal_strings, "boundaries": _node_sums}[method]
+        self.outcomes = outcomes_of(tokenizers, [model.config.vocab_size for model in self.models])
+        self.n_outcomes = 1 + max(int(outcomes.max()) for outcomes in self.outcomes)
 
     def loss(self, prompts: Sequence[str], responses: Sequence[list[int]]) -> torch.Tensor:
         """Return the mean over the student's tokens of the forward KL."""
@@ -202,14 +225,15 @@ class EqualStrings:
         for side in (0, 1):
             with torch.set_grad_enabled(side == 0):
                 logits = self.models[side](_padded(sides[side])).logits[sequence, rows[side]]
-                shares = logits.softmax(-1)[:, self.ids[side]]
-                logs.append(torch.cat([shares, 1 - shares.sum(-1, keepdim=True)], -1).clamp_min(1e-9).log())
+                sums = logits.new_zeros((len(logits), self.n_outcomes))
+                logs.append(sums.index_add(1, self.outcomes[side], logits.softmax(-1)).clamp_min(1e-9).log())
         return (logs[1].exp() * (logs[1] - logs[0])).sum() / sum(map(len, responses))
 
 
-def run_equal(case: dict[str, Any], student: Any, teacher: Any, tokenizers: tuple[Any, Any]) -> list[dict[str, float]]:
+def run_loop(case: dict[str, Any], student: Any, teacher: Any, tokenizers: tuple[Any, Any]) -> list[dict[str, float]]:
     train, heldout = read_jsonl(Path(case["train"])), read_jsonl(Path(case["heldout"]))
-    pair, (optimizer, schedule) = EqualStrings(student, teacher, tokenizers), optimizers(student, case["steps"])
+    pair = CommonBoundaries(case["method"], student, teacher, tokenizers)
+    optimizer, schedule = optimizers(student, case["steps"])
     found = [evaluate(student, tokenizers[0], heldout, 0)]
     order = torch.cat([torch.randperm(len(train)) for _ in range(1 + case["steps"] * BATCH // len(train))])
     for step, batch in enumerate(order.split(BATCH)[: case["steps"]], 1):
@@ -281,7 +305,7 @@ def main(case: dict[str, Any]) -> list[dict[str, float]]:
     tokenizers = tuple(
         AutoTokenizer.from_pretrained(case[role], padding_side="left") for role in ("student", "teacher")
     )
-    return (run_equal if case["method"] == "equal" else run_gold)(case, student, teacher.eval(), tokenizers)
+    return (run_gold if case["gold"] is not None else run_loop)(case, student, teacher.eval(), tokenizers)
 
 
 if __name__ == "__main__":

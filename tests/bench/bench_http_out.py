@@ -9,21 +9,20 @@ use both cores.
 
 `--small` is the quickstart's teacher, where the forms of the answer decide; `--language` a language model, where the
 forward pass decides. Both are folders with a tokenizer, because vLLM decodes each listed token.
+
+The part "memory" has no vLLM: it shows how the peak of the HTTP server's resident memory grows with the prompt.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import socket
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from pathlib import Path
 
 import httpx
@@ -33,51 +32,21 @@ from teacher_server.http.binary import MEDIA_TYPE, read_messages
 from teacher_server.wire.payload import TopKScores, unpack_topk
 from tests.bench.command import parsed, parser, run_parts
 from tests.bench.teacher_report import Figure, Part, Table
-from tests.processes import wait_until
-from tests.service.harness import ServerProcess
-from tests.service.http_out import HttpProcess, completions
+from tests.dist.helpers import free_port
+from tests.service.harness import TRIVIAL, ServerProcess, trivial_model
+from tests.service.http_out import HttpProcess, completions, post
+from tests.service.http_servers import VllmServer
 
 _K = 64
 _CLIENTS = 8
-_PARTS = {"small": (240, 64), "language": (320, 16)}  # tokens of a sequence, requests of a round
-_START_S = 240.0
+_SPEED = {"small": (240, 64), "language": (320, 16)}  # tokens of a sequence, requests of a round
+_PARTS = (*_SPEED, "memory")
+_PROMPTS, _N_RESPONSE = (256, 1024, 4000), 64
+_VLLM = {
+    **{"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": str(os.cpu_count()), "VLLM_NO_USAGE_STATS": "1"},
+    **{"TORCHDYNAMO_DISABLE": "1", "VLLM_LOGGING_LEVEL": "ERROR", "HF_HUB_OFFLINE": "1"},
+}
 Read = Callable[[httpx.Response, Sequence[int]], TopKScores]
-
-
-@contextmanager
-def vllm_serve(model: Path, folder: Path) -> Iterator[str]:
-    """Run vLLM's server and yield its URL."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model), "--port", str(port)]
-    command += ["--host", "127.0.0.1", "--dtype", "float32", "--max-logprobs", str(_K), "--enforce-eager"]
-    command += ["--kv-cache-memory-bytes", "1G", "--served-model-name", "teacher", "--disable-log-stats"]
-    environment = os.environ | {
-        **{"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": str(os.cpu_count()), "VLLM_NO_USAGE_STATS": "1"},
-        **{"TORCHDYNAMO_DISABLE": "1", "VLLM_LOGGING_LEVEL": "ERROR", "HF_HUB_OFFLINE": "1"},
-    }
-    url = f"http://127.0.0.1:{port}"
-
-    def answers() -> bool:
-        if process.poll() is not None:
-            raise RuntimeError(f"vLLM's server exited:\n{(folder / 'vllm.log').read_text()[-4000:]}")
-        try:
-            return httpx.get(f"{url}/health", trust_env=False, timeout=5.0).status_code == 200
-        except httpx.HTTPError:
-            return False
-
-    with (folder / "vllm.log").open("wb") as log:
-        process = subprocess.Popen(command, env=environment, stdout=log, stderr=log)
-    try:
-        wait_until(answers, _START_S, "start of vLLM's server")
-        yield url
-    finally:
-        process.terminate()
-        try:
-            process.wait(timeout=30)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
 
 
 def from_json(answer: httpx.Response, ids: Sequence[int]) -> TopKScores:
@@ -133,19 +102,20 @@ def agreement(ours: Lane, theirs: Lane, sequences: Sequence[Sequence[int]]) -> t
 
 def measure(name: str, model: Path, rounds: int) -> Part:
     """Measure one part."""
-    n_tokens, n_requests = _PARTS[name]
+    n_tokens, n_requests = _SPEED[name]
     n_vocab = json.loads((model / "config.json").read_text())["vocab_size"]
     sequences = np.random.default_rng(0).integers(3, n_vocab, (_CLIENTS, n_tokens)).tolist()
     options = ("--engine", "vllm", "--dtype", "float32", "--threads", str(os.cpu_count()))
+    names = ("--served-model-name", "teacher", "--disable-log-stats")
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
         with (
-            vllm_serve(model, folder) as url,
+            VllmServer(model, folder / "vllm.log", free_port(), *names, lists=_K, env=_VLLM) as vllm,
             ServerProcess(model, folder, options=options) as server,
             HttpProcess(server.port, folder) as http,
         ):
             ours = Lane("ours, JSON", http.url, from_json, "")
-            theirs = Lane("vllm serve, JSON", url, from_json, "teacher")
+            theirs = Lane("vllm serve, JSON", vllm.url, from_json, "teacher")
             binary = Lane("ours, binary", http.url, from_frames, "", MEDIA_TYPE)
             lanes = (ours, theirs, binary)
             for lane in lanes:
@@ -178,13 +148,63 @@ def measure(name: str, model: Path, rounds: int) -> Part:
     )
 
 
+def peak_mib(folder: Path, port: int, body: Callable[[int], object], path: str, n_prompt: int) -> tuple[float, int]:
+    """Return the peak of a fresh HTTP server's resident memory in MiB, and the bytes of an answer.
+
+    Args:
+        body: prompt length -> JSON of a request.
+    """
+    with HttpProcess(port, folder) as http, ThreadPoolExecutor(_CLIENTS) as pool:
+        answers = list(pool.map(lambda _: post(http.url + path, body(n_prompt)), range(4 * _CLIENTS)))
+        lines = Path(f"/proc/{http.process.pid}/status").read_text().splitlines()
+    (peak,) = (int(line.split()[1]) for line in lines if line.startswith("VmHWM:"))
+    return peak / 1024, max(len(answer.raise_for_status().content) for answer in answers)
+
+
+def measure_memory() -> Part:
+    """Measure the memory of requests for a response's rows, and for all rows, with the engine that has no model."""
+    ids = np.random.default_rng(0).integers(0, 1000, _PROMPTS[-1] + _N_RESPONSE).tolist()
+
+    def response_rows(n_prompt: int) -> object:
+        sampling = {"max_new_tokens": 0}
+        asked = {"return_logprob": True, "top_logprobs_num": _K, "logprob_start_len": n_prompt - 1}
+        return {"input_ids": ids[: n_prompt + _N_RESPONSE], "sampling_params": sampling, **asked}
+
+    def all_rows(n_prompt: int) -> object:
+        return completions([ids[: n_prompt + _N_RESPONSE]], _K)
+
+    asked = {"response's rows": (response_rows, "/generate"), "all rows": (all_rows, "/v1/completions")}
+    figures, rows = list[Figure](), list[tuple[str | float, ...]]()
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = Path(scratch)
+        with ServerProcess(trivial_model(folder / "model"), folder, options=TRIVIAL) as server:
+            for kind, (body, path) in asked.items():
+                found = [peak_mib(folder, server.port, body, path, n_prompt) for n_prompt in _PROMPTS]
+                rows += [(kind, n, peak, n_bytes / 2**20) for n, (peak, n_bytes) in zip(_PROMPTS, found, strict=True)]
+                growth = found[-1][0] - found[0][0]
+                limit = 4.0 if kind == "response's rows" else None
+                figures.append(
+                    Figure(f"{kind}: growth of the peak from the first prompt", growth, "MiB", at_most=limit)
+                )
+    return Part(
+        "memory",
+        f"{_CLIENTS} clients send {4 * _CLIENTS} sequences of P + {_N_RESPONSE} tokens, K = {_K}; a fresh HTTP server "
+        "for each P.",
+        figures,
+        [Table("Peak of the HTTP server's resident memory", ("rows", "P", "peak, MiB", "answer, MiB"), rows)],
+        {"K": _K, "clients": _CLIENTS},
+    )
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the parts. Exit code: 1 if a figure missed its goal."""
     made = parser("tests.bench.bench_http_out", __doc__ or "", _PARTS, 3)
     made.add_argument("--small", type=Path, default=Path("models/quickstart/teacher"), metavar="DIR")
     made.add_argument("--language", type=Path, default=Path("models/smollm2/12_layers"), metavar="DIR")
     args = parsed(made, _PARTS, argv)
-    return run_parts(args, lambda name: measure(name, getattr(args, name), args.rounds))
+    return run_parts(
+        args, lambda name: measure_memory() if name == "memory" else measure(name, getattr(args, name), args.rounds)
+    )
 
 
 if __name__ == "__main__":

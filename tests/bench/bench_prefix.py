@@ -1,32 +1,44 @@
 """Measure what the teacher's engines save by computing a common prompt once.
 
-    python -m tests.bench.bench_prefix [--json docs/results/prefix.json] [--only vllm,hf] [--rounds 5]
+    python -m tests.bench.bench_prefix [--json docs/results/prefix.json] [--only vllm,hf,quickstart] [--rounds 5]
 
-Each engine scores the same sequences with and without sharing, in two processes with one thread, in turns: 4 prompts of
-256 tokens with 8 responses of 64 tokens each, 16 prompts with one response each, and with vLLM 24 tokens of greedy
-responses to 4 prompts, which ask for one token more each time. Each round has new tokens. Time is CPU time, so that
-other processes of the machine count less. About three minutes.
+vllm, hf: each engine scores the same sequences with and without sharing, in two processes with one thread, in turns: 4
+prompts of 256 tokens with 8 responses of 64 tokens each, 16 prompts with one response each, and with vLLM 24 tokens of
+greedy responses to 4 prompts, which ask for one token more each time. Each round has new tokens. Time is CPU time, so
+that other processes of the machine count less. About three minutes.
+
+quickstart: its training with `rollout.n` 4, as it is, whose prompts of 9 tokens are too short to be shared, and with a
+rule of 200 tokens in the teacher's prompts. Half a minute a run, and four runs a round.
 """
 
 from __future__ import annotations
 
+import itertools
 import statistics
 import sys
 import tempfile
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
 from tests.bench.command import parsed, parser, run_parts
+from tests.bench.quickstart_run import train
 from tests.bench.teacher_children import Child
 from tests.bench.teacher_report import Figure, Part, Table
+from tests.service.harness import ServerProcess
+
+if TYPE_CHECKING:
+    from teacher_server.engines.base import Engine
+    from teacher_server.engines.load import EngineSettings
 
 ENGINES = ("vllm", "hf")
+PARTS = (*ENGINES, "quickstart")
 _VOCAB, _N_PROMPT, _N_RESPONSE, _N_GREEDY = 4096, 256, 64, 24
 _SPEEDUP = {"vllm": 2.0, "hf": 2.5}
 _TIMEOUT_S = 300.0
@@ -152,10 +164,56 @@ def _figures(name: str, kind: str, found: dict[bool, list[Done]]) -> list[Figure
     ]
 
 
+def whole(settings: EngineSettings) -> Engine:
+    """Load the engine hf without sharing: an `--engine` of the teacher server."""
+    from teacher_server.engines.load import load_engine
+
+    return load_engine(replace(settings, engine="hf", share_prompts=False))
+
+
+_STEPS = 20
+_RULE = ("Answer with the sum of both numbers, and write a semicolon behind it. " * 3)[:200]
+_RUNS = {"as it is": [], "rule": ["data.max_teacher_prompt_length=216", f"teacher.prompt_template='{_RULE}{{prompt}}'"]}
+_FORMS = {"whole": ("--engine", "tests.bench.bench_prefix:whole"), "shared": ("--engine", "hf")}
+
+
+def measure_quickstart(rounds: int) -> Part:
+    found: dict[tuple[str, str], list[tuple[float, float, float]]] = {}
+    with tempfile.TemporaryDirectory(prefix="bench.") as scratch:
+        folder = Path(scratch)
+        for i in range(rounds):
+            for run, form in itertools.product(_RUNS, _FORMS if i % 2 else reversed(_FORMS)):
+                options = (*_FORMS[form], "--dtype", "float32")
+                with ServerProcess(Path("models/quickstart/teacher"), folder, options=options) as server:
+                    settings = [*_RUNS[run], "rollout.n=4", f"teacher.server_port={server.port}", "eval.every=0"]
+                    lines, cpu = train(folder / "run", settings, _STEPS)
+                lines = [line for line in lines if "loss/total" in line]  # not the evaluation before training
+                first, last = lines[2], lines[-1]
+                used = cpu.between(first["time/unix_s"], last["time/unix_s"])["teacher server"]
+                step_s = statistics.median(line["time/step_s"] for line in lines[2:])
+                found.setdefault((run, form), []).append((step_s, used / (len(lines) - 3), lines[0]["loss/total"]))
+    figures, rows = list[Figure](), list[tuple[str | float, ...]]()
+    for run in _RUNS:
+        pairs = list(zip(found[run, "whole"], found[run, "shared"], strict=True))
+        for at, name in enumerate(("time of a step", "CPU time of the teacher server")):
+            ratio = statistics.median(before[at] / after[at] for before, after in pairs)
+            figures.append(Figure(f"n = 4, {run}: {name}, whole / shared", ratio, "x"))
+        error = max(abs(after[2] / before[2] - 1) for before, after in pairs)
+        figures.append(Figure(f"n = 4, {run}: relative difference of the first loss", error, at_most=1e-4))
+        for form in _FORMS:
+            step_s, used, _ = (statistics.median(column) for column in zip(*found[run, form], strict=True))
+            rows.append((f"{run}, {form}", step_s, used))
+    columns = ("prompts", "step, s", "CPU seconds of the teacher server a step")
+    what = f"{_STEPS} steps of the quickstart, rollout.n = 4, engine hf; the rule has {len(_RULE)} tokens."
+    return Part("quickstart", what, figures, (Table("Medians of the rounds", columns, rows),), {"rounds": rounds})
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Return the exit code: 1 if a goal was missed."""
-    args = parsed(parser("tests.bench.bench_prefix", __doc__ or "", ENGINES, 5), ENGINES, argv)
-    return run_parts(args, lambda name: measure(name, args.rounds))
+    args = parsed(parser("tests.bench.bench_prefix", __doc__ or "", PARTS, 5), PARTS, argv)
+    return run_parts(
+        args, lambda name: measure(name, args.rounds) if name in ENGINES else measure_quickstart(args.rounds)
+    )
 
 
 if __name__ == "__main__":

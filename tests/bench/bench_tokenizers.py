@@ -9,6 +9,7 @@ control, with the same tokens. Programs, with the same prompts, batch, learning 
 
 nodes, text     this system with teacher.tokenizer and distill.units; tokens: without them, left<-left only
 equal           a loop of transformers: forward KL over the strings that are tokens of both, at common boundaries
+boundaries      the same over the nodes of all tokens, the most that a teacher's list of its most probable nodes serves
 gold            TRL's GOLDTrainer, unmodified, in its own Python: its loss for other tokenizers with the defaults
 gold_hybrid     the same with uld_use_hybrid_loss, the token merge strategy "bayesian", and the forward KL (beta 0)
 
@@ -50,7 +51,7 @@ GOLD: dict[str, dict[str, Any]] = {
     "gold": {},
     "gold_hybrid": {"uld_use_hybrid_loss": True, "uld_token_merge_strategy": "bayesian", "beta": 0.0},
 }
-METHODS = (*OURS, "equal", *GOLD)
+METHODS = (*OURS, "equal", "boundaries", *GOLD)
 
 
 def run_ours(method: str, student: Path, teacher: Path, data: Path, seed: int, steps: int, work: Path) -> list[Any]:

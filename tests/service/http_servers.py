@@ -5,9 +5,10 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import tempfile
 import threading
 import urllib.request
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -30,17 +31,25 @@ class VllmServer:
 
     Args:
         second_runner: use vLLM's second model runner, which alone scores given ids.
+        env: additional variables.
     """
 
     def __init__(
-        self, model: Path, log: Path, port: int, *options: str, second_runner: bool = False, lists: int = 64
+        self,
+        model: Path,
+        log: Path,
+        port: int,
+        *options: str,
+        second_runner: bool = False,
+        lists: int = 64,
+        env: Mapping[str, str] | None = None,
     ) -> None:
         self.port, self.url, self._log = port, f"http://127.0.0.1:{port}", log
         module = "tests.service.second_runner_server" if second_runner else "vllm.entrypoints.openai.api_server"
         flags = ("--kv-cache-memory-bytes", "256M", "--enforce-eager", "--enable-scale-out", "--host", "127.0.0.1")
         sizes = ("--max-logprobs", str(lists), "--dtype", "float32", "--port", str(port))
         self._command = [sys.executable, "-m", module, "--model", str(model), *flags, *sizes, *options]
-        self._env = os.environ | (ENVIRONMENT if second_runner else {})
+        self._env = os.environ | (ENVIRONMENT if second_runner else {}) | dict(env or {})
 
     def __enter__(self) -> VllmServer:
         self.start()
@@ -51,10 +60,10 @@ class VllmServer:
 
     def start(self) -> None:
         """Start the process only."""
+        self._sockets = tempfile.TemporaryDirectory(prefix="vllm.")  # killed processes leave theirs
+        env = self._env | {"VLLM_RPC_BASE_PATH": self._sockets.name}
         with self._log.open("ab") as log:
-            self._process = subprocess.Popen(
-                self._command, stdout=log, stderr=log, env=self._env, start_new_session=True
-            )
+            self._process = subprocess.Popen(self._command, stdout=log, stderr=log, env=env, start_new_session=True)
 
     def wait_until_ready(self) -> VllmServer:
         """Wait until the server has loaded the model; end the process if it fails to start."""
@@ -72,6 +81,7 @@ class VllmServer:
         if self._process.poll() is None:
             os.killpg(self._process.pid, 9)
             self._process.wait()
+        self._sockets.cleanup()
 
 
 def is_healthy(url: str) -> bool:
