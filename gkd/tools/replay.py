@@ -2,7 +2,8 @@
 
 Loads the newest checkpoint before the step, trains on the recorded batches up to it, and compares each step that it
 makes with metrics.jsonl.
-Starts the actor's ranks alone: no engine, no teacher. Writes nothing into the run folder.
+Starts the actor's ranks alone: no engine, no teacher. Recorded hidden states need the LM head of the running teacher.
+Writes nothing into the run folder.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ from gkd.metrics.writer import read_metrics
 from gkd.roles import ReferenceRole, ScoringRole
 from gkd.run.checkpoints import ACTOR, CheckpointStore, step_folder, step_of, verified
 from gkd.run.folder import BATCHES, CHECKPOINTS, ENVIRONMENT, ORIGIN
-from gkd.run.resume_compat import check_same_files, check_same_run
+from gkd.run.resume_compat import check_same_files, check_same_run, check_same_teacher
+from gkd.text.pair import TokenizerPair
 from gkd.types import PendingScores, Prompt, ScoredChunk, TrainStats
 from teacher_server.config.command import command_parser
 
@@ -96,9 +98,11 @@ def find_case(root: Path, step: int, overrides: list[str]) -> Case:
     if step not in lines:
         have = f"has steps {min(lines)} to {max(lines)}" if lines else "has no step"
         raise ConfigError("--step", step, f"{root / 'metrics.jsonl'} {have}.", "choose one of its steps.")
-    if "hidden" in check_config(config).signals:
-        problem = "hidden states need the teacher's LM head, and batches do not contain it."
-        raise ConfigError("teacher.signal", "hidden", problem, "record with teacher.signal topk or logits.")
+    if "hidden" in config.derived.signals and config.teacher.update_interval:
+        problem = "hidden states need the LM head of their step, and batches do not contain it."
+        raise ConfigError(
+            "teacher.update_interval", config.teacher.update_interval, problem, "record with topk or logits."
+        )
     start = _start(root, step)
     first = 0 if start is None else verified(start)[0].step
     missing = [n for n in range(first + 1, step + 1) if not (root / BATCHES / step_folder(n)).is_dir()]
@@ -136,11 +140,14 @@ def replayed(case: Case) -> list[TrainStats]:
     from gkd.preflight.device import resolve_device
     from gkd.roles import NoReference
     from gkd.scoring.group_endpoint import GroupEndpoint
+    from gkd.scoring.pool import teacher_heads
     from gkd.start.launcher import spawn_endpoints
     from gkd.start.pools import ACTOR as ACTOR_POOL
     from gkd.start.pools import cpu_threads, pool_specs, worker_env
 
     device, timeout_s = resolve_device(case.config), case.config.trainer.init_timeout_s
+    needs_head = "hidden" in case.config.derived.signals
+    endpoint, pair = _of_teacher(case, device) if needs_head else ((GroupEndpoint,), None)
     with tempfile.TemporaryDirectory(prefix="gkd_replay_") as folder:
         trainer = replace(case.config.trainer, run_dir=folder, replay=str(case.root / BATCHES), profile_steps=[])
         config = replace(case.config, trainer=trainer)
@@ -162,7 +169,12 @@ def replayed(case: Case) -> list[TrainStats]:
             has_reference = bool(check_config(config).reference_folder)
             if has_reference:
                 actor.init_reference(timeout_s)
-            endpoints = spawn_endpoints(config, actor, slots, device, GroupEndpoint)
+            endpoints = spawn_endpoints(config, actor, slots, device, *endpoint)
+            if needs_head and config.derived.teacher_pool:
+                actor.init_teacher(timeout_s, pair)
+            elif needs_head:
+                nodes = actor.last_stage_nodes(timeout_s)
+                actor.set_teacher_head(teacher_heads(endpoints, nodes, timeout_s), timeout_s, pair)
             scoring: ScoringRole = LocalScoring(lambda: workers, endpoints, config.trainer.stage_timeout_s)
             with_reference = check_config(config).loss.has_reference
             reference = ReferencePool(workers, endpoints, config) if with_reference else NoReference()
@@ -178,6 +190,36 @@ def replayed(case: Case) -> list[TrainStats]:
         finally:
             cluster.close()
     return steps
+
+
+def _of_teacher(case: Case, device: str) -> tuple[tuple[Any, ...], TokenizerPair | None]:
+    """Return the class of the endpoints with its arguments, and the tokenizers, where batches have hidden states.
+
+    Raises:
+        ConfigError: it is not the teacher that scored the run.
+        TeacherUnavailable: no teacher server replies.
+    """
+    from gkd.preflight.run import common_vocab, find_teachers, read_student, teacher_identity
+    from gkd.preflight.tokenizer_pair import teacher_tokenizer, tokenizer_pair
+    from gkd.scoring.endpoint import ScoringEndpoint
+    from gkd.scoring.group_endpoint import GroupEndpoint
+    from gkd.scoring.teacher.window import window_of_group
+
+    config = with_local_copies(case.config, weights=False)
+    derived = config.derived
+    tokenizer, n_student_ids, eos_ids = read_student(config)
+    teachers = find_teachers(config, derived, device)
+    check_same_teacher(case.root / "teacher.json", teacher_identity(derived.routes, teachers), config)
+    if (other := teacher_tokenizer(config)) is None:
+        n_vocab, pair = common_vocab(config, derived, teachers, tokenizer, n_student_ids), None
+    else:
+        n_student_ids = config.model.n_vocab or n_student_ids
+        pair = tokenizer_pair(config, tokenizer, other, teachers[0], n_student_ids, eos_ids)
+        n_vocab = len(pair.teacher)
+    if derived.teacher_pool:
+        return (GroupEndpoint,), pair
+    windows = [window_of_group(config.teacher, info, 1) for info in teachers]
+    return (ScoringEndpoint, n_vocab, [info.fingerprint for info in teachers], windows, (), pair), pair
 
 
 def _scored(pending: list[PendingScores], reference: ReferenceRole, scoring: ScoringRole) -> list[ScoredChunk]:

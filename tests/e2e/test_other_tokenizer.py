@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from gkd.metrics.writer import read_metrics
+from gkd.tools import replay
 from tests.e2e.conftest import ALONE, Lab
 from tests.e2e.kill_matrix import Kill, Runs, torture
 from tests.service.harness import ServerProcess
@@ -118,14 +119,18 @@ def test_student_and_teacher_have_their_own_tokens(writers: Lab, writer_port: in
     ],
 )
 def test_other_layouts_train_the_same(writers: Lab, writer_port: int, layout: tuple[str, ...]) -> None:
-    """If it fails, the rows of the teacher's tokens get lost between endpoint and ranks in a layout."""
+    """If it fails, the rows of the teacher's tokens get lost between endpoint and ranks in a layout, or a step cannot be
+    made again from what was recorded and the teacher's LM head.
+    """
     found = []
     for name, more in (("plain", ()), ("other", layout)):
         run_dir = writers.root / f"{name}_{abs(hash(layout))}"
         is_local = "teacher.backend=local" in more
         more = (*more, f"teacher.path={writers.teacher}") if is_local else more
+        more = (*more, "trainer.record_batches=true")
         writers.finished_run(run_dir, 15555 if is_local else writer_port, *settings(writers, *more))
         found.append(read_metrics(run_dir / "metrics.jsonl")[1])
+        assert replay.main([str(run_dir), "--step", "2"]) == 0
     if "trainer.scheduler=stream" not in layout:  # its batches depend on time
         assert found[0]["loss/total"] == pytest.approx(found[1]["loss/total"], rel=1e-4)
         assert found[0]["optim/grad_norm"] == pytest.approx(found[1]["optim/grad_norm"], rel=1e-4)

@@ -102,6 +102,12 @@ ACTS = (
     "teacher.backend=local",
     "teacher.path=models/tools/teacher",
 )
+# models/tokenizers: made by tests.bench.bench_tokenizers
+PAIR = (
+    "model.path=models/tokenizers/student_left",
+    "teacher.tokenizer=models/quickstart/teacher",
+    "teacher.signal=hidden",
+)
 CASES = {
     "sync": Case(2),
     "one_step_off": Case(2, ("trainer.scheduler=one_step_off",)),
@@ -127,6 +133,8 @@ CASES = {
     "pp2": Case(3, (TWO_RANKS, "actor.pp=2")),
     "masked_vocabulary": Case(3, (TWO_RANKS, "actor.tp=2", "model.n_vocab=200")),
     "dp2": Case(3, (TWO_RANKS,)),
+    "other_tokenizer": Case(2, PAIR),
+    "other_tokenizer_tp2": Case(3, (*PAIR, TWO_RANKS, "actor.tp=2", "distill.units=text")),
     "rollout_tp2": Case(3, ("rollout.n_gpus_per_node=2", "rollout.tp=2")),
     "resumed": Case(2, ("trainer.save_every=1",), how="resumed"),
     "engine_killed": Case(2, shows="is up again after", how="killed"),
