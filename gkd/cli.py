@@ -16,7 +16,7 @@ from collections.abc import Sequence
 COMMANDS = {
     "train": ("gkd.main_gkd", "check a run, start its processes, train", "--config mine.yaml actor.optim.lr=1e-6"),
     "teacher": (
-        "teacher_server.main",
+        "teacher_server.__main__",
         "serve a teacher; with worker, status, drain, keygen, http: see its help",
         "--model Qwen/Qwen2.5-7B-Instruct --gpus 4,5,6,7",
     ),

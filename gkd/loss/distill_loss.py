@@ -387,3 +387,21 @@ def _check_distribution(loss: DistillLoss, targets: TokenTargets) -> None:
     elif logits is None:
         names = " and ".join(map(repr, loss.signals))
         raise DataError(f"the loss needs the teacher's {names}, and the micro-batch has none")
+
+
+@torch.no_grad()
+def logprobs_of_logits(loss: DistillLoss, logits: Tensor, ids: Tensor) -> Tensor:
+    """Return [N] logprobs (nats) of [N] ids from [N, V] logits, with the loss's temperature and vocabulary."""
+    kernels, temperature = loss.kernels, loss.spec.temperature
+    rows = row_logprobs(logits, ids[:, None], loss.shard, kernels=kernels, n_listed=0, temperature=temperature)
+    return rows.logprobs[:, 0]
+
+
+@torch.no_grad()
+def logprobs_of_hidden(loss: DistillLoss, hidden: Tensor, head: Tensor, ids: Tensor) -> Tensor:
+    """Compute the same from [N, H] final hidden states and the [V, H] LM head, one chunk of logits at a time."""
+    step = loss.rows_per_chunk(len(head), hidden.element_size())
+    parts = [
+        logprobs_of_logits(loss, hidden[i : i + step] @ head.T, ids[i : i + step]) for i in range(0, len(hidden), step)
+    ]
+    return torch.cat(parts) if parts else logprobs_of_logits(loss, hidden @ head.T, ids)

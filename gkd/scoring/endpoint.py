@@ -24,12 +24,11 @@ from gkd.data.score_checks import check_top_ids
 from gkd.errors import TeacherError, TeacherUnavailable
 from gkd.roles import Computation
 from gkd.scoring.group_endpoint import GroupEndpoint, summary_of
-from gkd.scoring.teacher.grouping import grouped
 from gkd.scoring.teacher.info import Probe, head_columns
 from gkd.scoring.teacher.outage import merged
 from gkd.scoring.teacher.store import dataset_keys, open_store
 from gkd.scoring.teacher.teacher import Teacher, open_teacher
-from gkd.scoring.teacher.window import Window
+from gkd.scoring.teacher.window import Window, grouped
 from gkd.text.pair import TokenizerPair
 from gkd.types import Rollout, ScoreTimes, TeacherHealth, TeacherScores
 from teacher_server.wire.protocol import RowsReply, ScoreReply

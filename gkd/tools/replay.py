@@ -13,7 +13,7 @@ import sys
 import tempfile
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from gkd.config.check import check_config
 from gkd.config.load import load_config, parse_overrides
@@ -25,9 +25,11 @@ from gkd.roles import ReferenceRole, ScoringRole
 from gkd.run.checkpoints import ACTOR, CheckpointStore, step_folder, step_of, verified
 from gkd.run.folder import BATCHES, CHECKPOINTS, ENVIRONMENT, ORIGIN
 from gkd.run.resume_compat import check_same_files, check_same_run, check_same_teacher
-from gkd.text.pair import TokenizerPair
 from gkd.types import PendingScores, Prompt, ScoredChunk, TrainStats
 from teacher_server.config.command import command_parser
+
+if TYPE_CHECKING:
+    from gkd.text.pair import TokenizerPair
 
 _EXAMPLES = """example:
   python -m gkd.tools.replay runs/mine --step 20

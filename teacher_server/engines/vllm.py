@@ -25,8 +25,7 @@ from transformers import AutoConfig
 
 from teacher_server.engines.base import ENGINE_PID, RowStream, ScoreParams, Scores, TokenSequence
 from teacher_server.engines.streams import row_dtype
-from teacher_server.engines.vllm_files import keep_files_in
-from teacher_server.engines.vllm_memory import gpu_memory_arguments
+from teacher_server.engines.vllm_process import gpu_memory_arguments, keep_files_in
 from teacher_server.engines.vllm_versions import choose_model_runner, with_vllm_errors
 from teacher_server.errors import ServerError
 from teacher_server.wire.protocol import RowDtype, Wire

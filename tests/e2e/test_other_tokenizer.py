@@ -119,8 +119,8 @@ def test_student_and_teacher_have_their_own_tokens(writers: Lab, writer_port: in
     ],
 )
 def test_other_layouts_train_the_same(writers: Lab, writer_port: int, layout: tuple[str, ...]) -> None:
-    """If it fails, the rows of the teacher's tokens get lost between endpoint and ranks in a layout, or a step cannot be
-    made again from what was recorded and the teacher's LM head.
+    """If it fails, the rows of the teacher's tokens get lost between endpoint and ranks in a layout, or a recorded step
+    cannot be made again with the teacher's LM head.
     """
     found = []
     for name, more in (("plain", ()), ("other", layout)):

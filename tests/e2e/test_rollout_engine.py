@@ -45,7 +45,7 @@ def _probe(student: Path, n_vocab: int) -> dict[Any, Any]:
     from gkd.rollout.vllm.sampling import Request, read_logprobs, vllm_params
     from gkd.rollout.vllm.self_scoring import prompt_logprobs
     from gkd.weight_sync.buckets import differing
-    from teacher_server.engines.vllm_memory import gpu_memory_arguments
+    from teacher_server.engines.vllm_process import gpu_memory_arguments
     from tests.e2e.weight_sender import WeightSender
 
     # With blocks of 32 tokens, sequences cross a border of KV blocks while they decode.

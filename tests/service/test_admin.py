@@ -20,8 +20,8 @@ from gkd.config.load import load_config
 from gkd.config.routes import routes_of
 from gkd.errors import ConfigError, TeacherRefusal
 from gkd.preflight.teacher import request_info
+from teacher_server.__main__ import main
 from teacher_server.cli.serve import status_command
-from teacher_server.main import main
 from tests.processes import is_alive, wait_until
 from tests.refusals import refuses
 from tests.service.commands import address, n_scored, run, sent_requests

@@ -19,9 +19,9 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from gkd.types import Rollout
+from teacher_server.__main__ import main
 from teacher_server.http.app import MAX_BODY
 from teacher_server.http.binary import MEDIA_TYPE, read_messages
-from teacher_server.main import main
 from teacher_server.wire.payload import TopKScores, unpack_topk
 from tests.processes import wait_until
 from tests.service.commands import address, run

@@ -52,7 +52,7 @@ LIBRARIES: dict[str, tuple[str, ...]] = {
 FROM_SERVER = ("teacher_server.wire.", "teacher_server.config.command.")
 FROM_SERVER_IN = {
     "gkd/config/": ("teacher_server.config.declare",),
-    "gkd/rollout/vllm/start.py": ("teacher_server.engines.vllm_memory", "teacher_server.engines.vllm_files"),
+    "gkd/rollout/vllm/start.py": ("teacher_server.engines.vllm_process",),
     "gkd/rollout/vllm/sleep_state.py": ("teacher_server.engines.vllm_versions",),
     "gkd/rollout/vllm/weights.py": ("teacher_server.engines.vllm_versions",),
     "gkd/hf/": (

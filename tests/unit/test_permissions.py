@@ -15,7 +15,7 @@ from gkd.main_gkd import main
 from gkd.preflight.chat_templates import template_warning
 from gkd.run.open import check_run_folder
 from gkd.scoring.teacher.info import TeacherInfo
-from teacher_server.main import main as teacher_server
+from teacher_server.__main__ import main as teacher_server
 from tests.container import without_rights
 from tests.e2e.conftest import save_model
 from tests.unit.chat_templates import tokenizer

@@ -9,9 +9,8 @@ import numpy as np
 import pytest
 
 from gkd.config.schema_teacher import TeacherConfig
-from gkd.scoring.teacher.grouping import grouped
 from gkd.scoring.teacher.info import TeacherInfo
-from gkd.scoring.teacher.window import Window, throttle_warning, window_of_group
+from gkd.scoring.teacher.window import Window, grouped, throttle_warning, window_of_group
 from tests.service.harness import random_rollouts
 
 

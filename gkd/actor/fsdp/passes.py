@@ -23,9 +23,8 @@ from gkd.actor.fsdp.attention import Pack
 from gkd.actor.fsdp.model import LossModel, reshard
 from gkd.data.collate import without_targets
 from gkd.errors import DataError
-from gkd.loss.distill_loss import DistillLoss
+from gkd.loss.distill_loss import DistillLoss, logprobs_of_hidden, logprobs_of_logits
 from gkd.loss.reduce import sum_over_group
-from gkd.loss.sampled_logprobs import logprobs_of_hidden, logprobs_of_logits
 from gkd.types import MicroBatch
 
 

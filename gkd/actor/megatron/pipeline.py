@@ -26,10 +26,9 @@ from gkd.actor.common.step import BatchSums, check_before, check_next_tokens, em
 from gkd.actor.megatron.model import StudentModel
 from gkd.data.collate import without_targets
 from gkd.errors import DataError
-from gkd.loss.distill_loss import DistillLoss
+from gkd.loss.distill_loss import DistillLoss, logprobs_of_hidden, logprobs_of_logits
 from gkd.loss.reduce import sum_over_group
 from gkd.loss.row_kernels import statistics_dtype
-from gkd.loss.sampled_logprobs import logprobs_of_hidden, logprobs_of_logits
 from gkd.memory.usage import trim_heap
 from gkd.types import MicroBatch
 

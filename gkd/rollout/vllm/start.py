@@ -23,8 +23,7 @@ from gkd.config.schema import engine_rank
 from gkd.config.schema_actor import LoraConfig
 from gkd.config.schema_rollout import RolloutConfig
 from gkd.spans import Phase
-from teacher_server.engines.vllm_files import keep_files_in
-from teacher_server.engines.vllm_memory import gpu_memory_arguments
+from teacher_server.engines.vllm_process import gpu_memory_arguments, keep_files_in
 from teacher_server.wire.protocol import MAX_K
 from teacher_server.wire.threads import thread_env
 

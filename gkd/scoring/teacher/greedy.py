@@ -19,10 +19,9 @@ from gkd.data.chunks import dataset_rollouts
 from gkd.data.prompts import load_tokenizer
 from gkd.hf.hub import with_local_copies
 from gkd.log import get_logger
-from gkd.scoring.teacher.grouping import grouped
 from gkd.scoring.teacher.info import TeacherInfo
 from gkd.scoring.teacher.teacher import Teacher, open_teacher
-from gkd.scoring.teacher.window import window_of_group
+from gkd.scoring.teacher.window import grouped, window_of_group
 from gkd.spans import driver
 from gkd.types import Prompt, Rollout, Sample
 
