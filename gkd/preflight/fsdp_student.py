@@ -12,8 +12,8 @@ from gkd.actor.fsdp.lora import check_targets
 from gkd.actor.fsdp.model import build_on_meta, layer_list
 from gkd.actor.fsdp.probe import probe_on_meta
 from gkd.actor.fsdp.weights import check_weight_files
-from gkd.config.check_parallel import check_engine_split
 from gkd.config.schema import Config
+from gkd.hf.model_dims import check_engine_split
 
 
 def check_fsdp_student(config: Config) -> tuple[int, int]:

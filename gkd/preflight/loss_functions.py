@@ -8,7 +8,7 @@ from itertools import product
 import torch
 from torch import Tensor
 
-from gkd.config.function_path import is_path, search_path
+from gkd.config.declare import is_path, search_path
 from gkd.config.loss_spec import LossTerm
 from gkd.config.schema import Config, Derived
 from gkd.errors import ConfigError

@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from gkd.config.load import load_config
-from gkd.config.routes import kept_on_resume
-from gkd.config.schema import Config
+from gkd.config.schema import Config, kept_on_resume
 from gkd.errors import CheckpointError, ConfigError
 from gkd.files.manifest import check_sizes, read_manifest
 from gkd.run.checkpoints import step_folder

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from gkd.config.function_path import search_path
+from gkd.config.declare import search_path
 from gkd.config.schema import Config, Derived
 from gkd.config.schema_sections import COMPARING
 from gkd.errors import ConfigError, RewardError

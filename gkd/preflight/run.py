@@ -11,10 +11,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from gkd.config.check import check_config
-from gkd.config.function_path import is_path
-from gkd.config.key_list import with_values
-from gkd.config.routes import Route
-from gkd.config.schema import Config, Derived, planned_steps
+from gkd.config.declare import is_path
+from gkd.config.schema import Config, Derived, Route, planned_steps
+from gkd.config.schema_sections import with_values
 from gkd.config.schema_teacher import HTTP, ROLLOUT
 from gkd.config.schema_trainer import STREAM
 from gkd.data.prompts import load_prompts, load_tokenizer

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from gkd.config.check import check_config
-from gkd.config.key_list import with_values
 from gkd.config.schema import Config
+from gkd.config.schema_sections import with_values
 from gkd.config.schema_teacher import HTTP
 from gkd.errors import ConfigError
 from gkd.hf.hub import FILES, MODELS, pinned_names, with_local_copies

@@ -8,11 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from gkd.actor.megatron.layout import ParallelLayout
-from gkd.config.check_parallel import check_engine_split
 from gkd.config.schema import Config
 from gkd.errors import ConfigError, ModelError
 from gkd.hf.files import check_rollout_support, check_trained_folder
-from gkd.hf.model_dims import check_megatron_support, read_dims
+from gkd.hf.model_dims import check_engine_split, check_megatron_support, read_dims
 from gkd.hf.model_folder import read_config_json
 
 _NUMBERS_OF_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")  # keys of config.json

@@ -10,8 +10,7 @@ from urllib.parse import urlsplit
 
 import numpy as np
 
-from gkd.config.routes import Route
-from gkd.config.schema import Config
+from gkd.config.schema import Config, Route
 from gkd.config.schema_teacher import HTTP
 from gkd.data.prompts import load_tokenizer
 from gkd.errors import ConfigError, TeacherError, TeacherRefusal, TeacherUnavailable

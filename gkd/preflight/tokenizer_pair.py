@@ -7,8 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from gkd.config.routes import Route
-from gkd.config.schema import Config
+from gkd.config.schema import Config, Route
 from gkd.config.schema_teacher import ZMQ
 from gkd.data.prompts import load_tokenizer
 from gkd.errors import ConfigError, DataError

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from gkd.config.function_path import search_path
+from gkd.config.declare import search_path
 from gkd.config.schema import Config
 from gkd.data.chat_delta import ChatDelta
 from gkd.data.render import Tools

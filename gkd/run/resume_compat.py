@@ -9,10 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from gkd.config.declare import IF_CONSTANT, IF_MOVED
-from gkd.config.key_list import all_keys, value_of
 from gkd.config.load import load_config
-from gkd.config.routes import kept_on_resume
-from gkd.config.schema import Config, planned_steps
+from gkd.config.schema import Config, kept_on_resume, planned_steps
+from gkd.config.schema_sections import all_keys, value_of
 from gkd.config.schema_teacher import BACKENDS, HTTP
 from gkd.errors import ConfigError
 from gkd.log import get_logger

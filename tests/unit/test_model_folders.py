@@ -13,9 +13,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from gkd.config.key_list import with_values
 from gkd.config.load import load_config
 from gkd.config.schema import Config
+from gkd.config.schema_sections import with_values
 from gkd.errors import ConfigError, ModelError
 from gkd.hf.folder import write_folder
 from gkd.preflight.frozen import local_teacher

@@ -19,7 +19,7 @@ import pytest
 from math_verify.errors import TimeoutException
 
 from examples.quickstart.addition import build_tokenizer
-from gkd.config.function_path import search_path
+from gkd.config.declare import search_path
 from gkd.config.load import load_config
 from gkd.config.schema import Config
 from gkd.data.prompts import load_prompts

@@ -13,7 +13,7 @@ from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
 from gkd.config.load import load_config
-from gkd.config.routes import Route
+from gkd.config.schema import Route
 from gkd.errors import ConfigError
 from gkd.preflight.same_tokens import check_masked, shared_ids
 from gkd.preflight.teacher import check_teacher
