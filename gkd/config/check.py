@@ -96,7 +96,7 @@ def _check_shares(config: Config, names: str) -> None:
         raise config.error("data.domain_shares", problem, "increase trainer.global_batch_size.")
 
 
-# Check the functions of rewards and evaluations. `gkd.preflight.reward` imports them.
+# Check the functions of rewards and evaluations. `gkd.preflight.user_code` imports them.
 
 
 def check_reward(config: Config, derived: Derived) -> None:
@@ -151,7 +151,7 @@ def _check_path(key: str, path: str, more: str = "") -> None:
         raise ConfigError(key, path, "is not a function.", fix)
 
 
-# Check the keys of trajectories. `gkd.preflight.turns` imports the environment.
+# Check the keys of trajectories. `gkd.preflight.user_code` imports the environment.
 
 
 def check_environment(config: Config, derived: Derived) -> None:

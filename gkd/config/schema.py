@@ -147,11 +147,6 @@ def _routes(teacher: TeacherConfig) -> tuple[Route, ...]:
     return tuple(found) or (Route("", teacher),)
 
 
-def kept_on_resume(routes: Mapping[str, RouteConfig]) -> dict[str, tuple[float | None, float]]:
-    """Return what a resumed run must keep of `teacher.routes`; a server may move."""
-    return {name: (route.temperature, route.weight) for name, route in sorted(routes.items())}
-
-
 def _metrics(config: Sections) -> tuple[str, ...]:
     """Return eval.metric; nothing where the engines alone compare their greedy responses, or there is no metric."""
     metric = config.eval.metric
