@@ -13,9 +13,9 @@ import traceback
 
 from gkd.api import open_pools
 from gkd.cluster.garbage import collect_garbage_rarely
-from gkd.config.key_list import all_keys
 from gkd.config.load import load_config, parse_overrides
 from gkd.config.schema import Config
+from gkd.config.schema_sections import all_keys
 from gkd.console.summary import Closing
 from gkd.console.terminal import Terminal
 from gkd.errors import ConfigError, DataError, GkdError, ModelError

@@ -17,13 +17,10 @@ from gkd.config.check_losses import (
     check_tokenizer,
 )
 from gkd.config.check_pools import check_adapter_sync, check_cluster, check_pools, check_sizes, check_strategy
-from gkd.config.check_values import check_value, check_values
-from gkd.config.function_path import function_name, is_path
-from gkd.config.prompt_template import check_teacher_prompt
-from gkd.config.routes import Route
-from gkd.config.schema import Config, Derived
-from gkd.config.schema_rollout import RolloutConfig
-from gkd.config.schema_sections import ENVIRONMENT, EXACT_MATCH, NO_METRIC, REWARD_NAMES, DataConfig
+from gkd.config.check_values import check_value, check_values, template_parts
+from gkd.config.declare import function_name, is_path
+from gkd.config.schema import Config, Derived, Route
+from gkd.config.schema_sections import ENVIRONMENT, EXACT_MATCH, NO_METRIC, REWARD_NAMES
 from gkd.config.schema_teacher import BACKENDS, MAX_NAME_LENGTH
 from gkd.errors import ConfigError
 
@@ -42,11 +39,11 @@ def check_routes(config: Config, derived: Derived) -> None:
         _check_route(route)
     if not data.teacher_key:
         fix = "name the column whose values are the names of the routes."
-        raise ConfigError("data.teacher_key", "", "teacher.routes has entries, and no row names one.", fix)
+        raise config.error("data.teacher_key", "teacher.routes has entries, and no row names one.", fix)
     names = ", ".join(teacher.routes)
     if teacher.default_route and teacher.default_route not in teacher.routes:
         problem = "it is not one of teacher.routes."
-        raise ConfigError("teacher.default_route", teacher.default_route, problem, f"use one of {names}.")
+        raise config.error("teacher.default_route", problem, f"use one of {names}.")
     _check_shares(config, names)
     if derived.teacher_pool:
         problem = f"with teacher.backend={teacher.backend} there is one teacher."
@@ -54,23 +51,16 @@ def check_routes(config: Config, derived: Derived) -> None:
     if derived.loss.has_reference and derived.loss.has_temperatures:
         problem = "the reference computes at teacher.temperature, and a route has another one."
         name, off = ("reference_kl_weight", 0) if derived.loss.reference_weight else ("teacher_reward_scale", 1)
-        value = getattr(config.distill, name)
-        raise ConfigError(f"distill.{name}", value, problem, f"use {off}, or one temperature.")
+        raise config.error(f"distill.{name}", problem, f"use {off}, or one temperature.")
 
 
 def _check_unused(config: Config) -> None:
     """Raise ConfigError if a key has no effect without routes."""
-    normalize = config.distill.normalize
-    if normalize == "domain":
+    if config.distill.normalize == "domain":
         problem, fix = "without teacher.routes there is one domain.", "use token, or set teacher.routes."
-        raise ConfigError("distill.normalize", normalize, problem, fix)
-    for key, value, default in (
-        ("data.teacher_key", config.data.teacher_key, DataConfig().teacher_key),
-        ("data.domain_shares", config.data.domain_shares, DataConfig().domain_shares),
-        ("teacher.default_route", config.teacher.default_route, ""),
-    ):
-        if value != default:
-            raise ConfigError(key, value, "teacher.routes is empty.", "remove it, or set teacher.routes.")
+        raise config.error("distill.normalize", problem, fix)
+    keys = ("data.teacher_key", "data.domain_shares", "teacher.default_route")
+    config.check_unused(keys, "teacher.routes is empty.", "remove it, or set teacher.routes.")
 
 
 def _check_route(route: Route) -> None:
@@ -100,13 +90,13 @@ def _check_shares(config: Config, names: str) -> None:
         return
     if shares.keys() != config.teacher.routes.keys() or not all(0 < share < math.inf for share in shares.values()):
         fix = f"give each of {names} a number > 0."
-        raise ConfigError("data.domain_shares", shares, "is not a positive share of each of teacher.routes.", fix)
+        raise config.error("data.domain_shares", "is not a positive share of each of teacher.routes.", fix)
     if max(shares.values()) * size < (len(shares) - 1) * sum(shares.values()):
         problem = f"{len(shares)} routes cannot alternate in batches of {size} prompts."
-        raise ConfigError("data.domain_shares", shares, problem, "increase trainer.global_batch_size.")
+        raise config.error("data.domain_shares", problem, "increase trainer.global_batch_size.")
 
 
-# Check the functions of rewards and evaluations. `gkd.preflight.reward` imports them.
+# Check the functions of rewards and evaluations. `gkd.preflight.user_code` imports them.
 
 
 def check_reward(config: Config, derived: Derived) -> None:
@@ -123,10 +113,10 @@ def check_reward(config: Config, derived: Derived) -> None:
     if metric != NO_METRIC:
         _check_path("eval.metric", metric, f", or {NO_METRIC}")
     elif config.eval.n > 1:
-        raise ConfigError("eval.n", config.eval.n, "eval.metric is none.", "use 1, or choose a metric.")
+        raise config.error("eval.n", "eval.metric is none.", "use 1, or choose a metric.")
     if config.eval.teacher_prompts and (metric == NO_METRIC or derived.teacher_pool):
         problem = "eval.metric is none." if metric == NO_METRIC else "there is no teacher server."
-        raise ConfigError("eval.teacher_prompts", config.eval.teacher_prompts, problem, "use 0.")
+        raise config.error("eval.teacher_prompts", problem, "use 0.")
     names = [function_name(path) for path in paths]
     if len(set(names)) < len(names):
         problem = "two functions have the same name, and the metrics contain it."
@@ -134,7 +124,7 @@ def check_reward(config: Config, derived: Derived) -> None:
     if derived.loss.has_rewards:
         _check_training(config)
     if EXACT_MATCH in (metric, *paths) and not config.eval.answer_marker:
-        raise ConfigError("eval.answer_marker", "", "exact_match needs one.", "set it, or use another function.")
+        raise config.error("eval.answer_marker", "exact_match needs one.", "set it, or use another function.")
 
 
 def _check_training(config: Config) -> None:
@@ -147,12 +137,12 @@ def _check_training(config: Config) -> None:
         raise ConfigError(key, weight, problem, "use 0, or a share above 0.")
     if distill.advantage == "group" and config.rollout.n < 2:
         problem = "the mean of one response is its own reward, so every advantage is 0."
-        raise ConfigError("distill.advantage", "group", problem, "set rollout.n to 2 or more, or use batch.")
+        raise config.error("distill.advantage", problem, "set rollout.n to 2 or more, or use batch.")
     sampled, own = config.rollout.temperature, config.teacher.temperature
     routes = [route.temperature for route in config.teacher.routes.values() if route.temperature is not None]
     if any(temperature != sampled for temperature in (own, *routes)):
         problem = f"rewards train the distribution that the engines sample from, at rollout.temperature={sampled:g}."
-        raise ConfigError("teacher.temperature", own, problem, "use the same temperature for both.")
+        raise config.error("teacher.temperature", problem, "use the same temperature for both.")
 
 
 def _check_path(key: str, path: str, more: str = "") -> None:
@@ -161,7 +151,7 @@ def _check_path(key: str, path: str, more: str = "") -> None:
         raise ConfigError(key, path, "is not a function.", fix)
 
 
-# Check the keys of trajectories. `gkd.preflight.turns` imports the environment.
+# Check the keys of trajectories. `gkd.preflight.user_code` imports the environment.
 
 
 def check_environment(config: Config, derived: Derived) -> None:
@@ -171,26 +161,43 @@ def check_environment(config: Config, derived: Derived) -> None:
         if ENVIRONMENT in paths:
             key = "eval.metric" if config.eval.metric == ENVIRONMENT else "reward.functions"
             raise ConfigError(key, ENVIRONMENT, "rollout.environment is empty.", "name the class, or another function.")
-        for name in ("max_turns", "environment_timeout_s", "environment_workers"):
-            if (value := getattr(rollout, name)) != getattr(RolloutConfig(), name):
-                problem = "rollout.environment is empty, so a response is one turn."
-                raise ConfigError(f"rollout.{name}", value, problem, "remove it, or name an environment.")
+        keys = ("rollout.max_turns", "rollout.environment_timeout_s", "rollout.environment_workers")
+        problem = "rollout.environment is empty, so a response is one turn."
+        config.check_unused(keys, problem, "remove it, or name an environment.")
         return
     if not is_path(rollout.environment):
         fix = "write package.module:Class."
-        raise ConfigError("rollout.environment", rollout.environment, "is not the path of a class.", fix)
+        raise config.error("rollout.environment", "is not the path of a class.", fix)
     if config.data.chat_template == "never":
         problem = "a chat template writes the observations, and data.chat_template is never."
-        raise ConfigError("rollout.environment", rollout.environment, problem, "use auto, or no environment.")
+        raise config.error("rollout.environment", problem, "use auto, or no environment.")
     if config.eval.teacher_prompts:
         problem = "the teacher writes one response, and rollout.environment answers the student alone."
-        raise ConfigError("eval.teacher_prompts", config.eval.teacher_prompts, problem, "use 0.")
+        raise config.error("eval.teacher_prompts", problem, "use 0.")
     longest_s, limit_s = rollout.max_turns * rollout.environment_timeout_s, config.trainer.stage_timeout_s
     if longest_s >= limit_s:
         problem = f"rollout.max_turns {rollout.max_turns} times this is {longest_s:g} s for one trajectory, and a step "
         problem += f"waits at most trainer.stage_timeout_s {limit_s:g} s."
         fix = "reduce one of them, or raise trainer.stage_timeout_s."
-        raise ConfigError("rollout.environment_timeout_s", rollout.environment_timeout_s, problem, fix)
+        raise config.error("rollout.environment_timeout_s", problem, fix)
+
+
+def check_teacher_prompt(config: Config, derived: Derived) -> None:
+    """Check the teacher's prompt, and that tokens carry loss."""
+    data, template = config.data, config.teacher.prompt_template
+    if template:
+        template_parts(template)
+        if data.teacher_prompt_key:
+            problem = f"data.teacher_prompt_key = {data.teacher_prompt_key} is set, too."
+            raise config.error("teacher.prompt_template", problem, "remove one of them.")
+    elif data.max_teacher_prompt_length and not data.teacher_prompt_key:
+        problem = "the teacher sees the student's prompt."
+        fix = "remove it, or set data.teacher_prompt_key or teacher.prompt_template."
+        raise config.error("data.max_teacher_prompt_length", problem, fix)
+    skipped, longest = config.distill.skip_first_tokens, data.max_response_length
+    if skipped >= longest:
+        problem = f"a response has at most data.max_response_length = {longest} tokens, so none carries loss."
+        raise config.error("distill.skip_first_tokens", problem, f"use less than {longest}.")
 
 
 _CHECKS = (

@@ -2,28 +2,23 @@
 
 from __future__ import annotations
 
-import dataclasses
 import re
 from fractions import Fraction
 from urllib.parse import urlsplit
 
-from gkd.config.routes import Route
-from gkd.config.schema import Config, Derived
-from gkd.config.schema_teacher import ACTOR, BACKENDS, HTTP, UNITS, ReferenceConfig, TeacherConfig
-from gkd.config.schema_trainer import AHEAD, STREAM, TrainerConfig
+from gkd.config.schema import Config, Derived, Route
+from gkd.config.schema_sections import all_keys
+from gkd.config.schema_teacher import ACTOR, BACKENDS, HTTP
+from gkd.config.schema_trainer import AHEAD, STREAM
 from gkd.errors import ConfigError
 
 
 def check_scheduler(config: Config, derived: Derived) -> None:
     """Check that settings of the stream scheduler are used with it."""
-    trainer = config.trainer
-    if trainer.scheduler != STREAM and trainer.max_staleness != TrainerConfig().max_staleness:
-        raise ConfigError(
-            "trainer.max_staleness",
-            trainer.max_staleness,
-            f"trainer.scheduler={trainer.scheduler} has a fixed bound ({AHEAD[trainer.scheduler]}).",
-            "remove it, or set trainer.scheduler=stream.",
-        )
+    scheduler = config.trainer.scheduler
+    if scheduler != STREAM:
+        problem = f"trainer.scheduler={scheduler} has a fixed bound ({AHEAD[scheduler]})."
+        config.check_unused(["trainer.max_staleness"], problem, "remove it, or set trainer.scheduler=stream.")
 
 
 def check_signal(config: Config, derived: Derived) -> None:
@@ -31,58 +26,41 @@ def check_signal(config: Config, derived: Derived) -> None:
     t, spec = config.teacher, derived.loss
     if t.signal == "sampled" and spec.divergences:
         names = ", ".join(term.name for term in spec.divergences)
-        raise ConfigError(
-            "teacher.signal",
-            t.signal,
-            f"{names} needs a distribution, and this signal is the probability of one token.",
-            "use topk, hidden or logits, or k1, k2 or k3 as distill.loss.",
-        )
+        problem = f"{names} needs a distribution, and this signal is the probability of one token."
+        raise config.error("teacher.signal", problem, "use topk, hidden or logits, or k1, k2 or k3 as distill.loss.")
     if t.mass > 0.0 and "topk" not in derived.signals:
-        reason = (
-            f"with teacher.signal {t.signal}" if t.signal != "topk" else f"for {', '.join(x.name for x in spec.terms)}"
-        )
-        raise ConfigError("teacher.mass", t.mass, f"{reason} there is no top-k list to shorten.", "use 0.")
+        names = ", ".join(term.name for term in spec.terms)
+        reason = f"for {names}" if t.signal == "topk" else f"with teacher.signal {t.signal}"
+        raise config.error("teacher.mass", f"{reason} there is no top-k list to shorten.", "use 0.")
     if t.store and config.distill.on_policy_share == 1:
         problem = "it keeps the scores of dataset responses, and distill.on_policy_share is 1."
-        raise ConfigError("teacher.store", t.store, problem, "leave it out, or use a share below 1.")
+        raise config.error("teacher.store", problem, "leave it out, or use a share below 1.")
 
 
 def check_tokenizer(config: Config, derived: Derived) -> None:
     """Check that what compares texts in place of tokens is used alone."""
-    t, distill = config.teacher, config.distill
+    t = config.teacher
     if not t.tokenizer:
-        unused: list[tuple[str, object, bool]] = [
-            ("teacher.special_tokens", t.special_tokens, not t.special_tokens),
-            ("distill.units", distill.units, distill.units == UNITS[0]),
-        ]
-        for key, value, is_default in unused:
-            if not is_default:
-                problem = "it is of a teacher with another tokenizer, and teacher.tokenizer is empty."
-                raise ConfigError(key, value, problem, "name the folder of the teacher's tokenizer, or remove the key.")
+        problem = "it is of a teacher with another tokenizer, and teacher.tokenizer is empty."
+        fix = "name the folder of the teacher's tokenizer, or remove the key."
+        config.check_unused(["teacher.special_tokens", "distill.units"], problem, fix)
         return
     if t.signal != "hidden":
         problem = "the teacher's tokens are not the student's, so only its whole distribution can be compared."
-        raise ConfigError("teacher.signal", t.signal, problem, "use hidden.")
+        raise config.error("teacher.signal", problem, "use hidden.")
     losses = [*derived.loss.divergences, *([derived.loss.sft] if derived.loss.sft else [])]
     if others := [term.name for term in derived.loss.terms if term not in losses]:
         problem = f"{others[0]} needs the teacher's logprob of the student's token, which is none of its tokens."
         raise ConfigError("distill.loss", others[0], problem, "use a divergence.")
-    alone: list[tuple[str, object, bool]] = [
-        ("teacher.routes", t.routes, not t.routes),
-        ("teacher.store", t.store, not t.store),
-        ("teacher.update_interval", t.update_interval, not t.update_interval),
-        ("rollout.environment", config.rollout.environment, not config.rollout.environment),
-        ("data.messages_key", config.data.messages_key, not config.data.messages_key),
-        ("eval.teacher_prompts", config.eval.teacher_prompts, not config.eval.teacher_prompts),
-        ("distill.teacher_reward_scale", distill.teacher_reward_scale, distill.teacher_reward_scale == 1),
-        ("distill.token_weight", distill.token_weight, distill.token_weight in ("none", "entropy")),
-        ("distill.skip_first_tokens", distill.skip_first_tokens, not distill.skip_first_tokens),
-        ("actor.fused_lm_head", config.actor.fused_lm_head, config.actor.fused_lm_head),
-    ]
-    for key, value, works in alone:
-        if not works:
-            problem = "this does not work with a teacher that has another tokenizer (teacher.tokenizer)."
-            raise ConfigError(key, value, problem, "leave it out, or use a teacher with the student's tokens.")
+    alone = (
+        *("teacher.routes", "teacher.store", "teacher.update_interval", "rollout.environment", "data.messages_key"),
+        *("eval.teacher_prompts", "distill.teacher_reward_scale", "distill.skip_first_tokens", "actor.fused_lm_head"),
+    )
+    problem = "this does not work with a teacher that has another tokenizer (teacher.tokenizer)."
+    fix = "leave it out, or use a teacher with the student's tokens."
+    config.check_unused(alone, problem, fix)
+    if config.distill.token_weight not in ("none", "entropy"):
+        raise config.error("distill.token_weight", problem, fix)
 
 
 def check_support(config: Config, derived: Derived) -> None:
@@ -96,17 +74,17 @@ def check_support(config: Config, derived: Derived) -> None:
     elif not config.distill.on_policy_share:
         problem = "dataset responses have the teacher's ids, and distill.on_policy_share is 0."
     if problem:
-        raise ConfigError("distill.support", support, problem, "use teacher.")
+        raise config.error("distill.support", problem, "use teacher.")
     if teacher.mass > 0.0:
         problem = f"it would drop the student's ids of distill.support={support}, to which the teacher gives little."
-        raise ConfigError("teacher.mass", teacher.mass, problem, "use 0.")
+        raise config.error("teacher.mass", problem, "use 0.")
     if not derived.n_student_ids:
         problem = f"distill.support={support} takes half of the ids from the student."
-        raise ConfigError("teacher.topk", teacher.topk, problem, "use at least 2.")
+        raise config.error("teacher.topk", problem, "use at least 2.")
     if 0 < config.rollout.top_k < derived.n_student_ids:
         problem = f"the engines name {derived.n_student_ids} ids for distill.support={support}, and rank no more."
         fix = "use 0 or at least that number, or a smaller teacher.topk."
-        raise ConfigError("rollout.top_k", config.rollout.top_k, problem, fix)
+        raise config.error("rollout.top_k", problem, fix)
 
 
 def check_tail(config: Config, derived: Derived) -> None:
@@ -121,19 +99,17 @@ def check_tail(config: Config, derived: Derived) -> None:
     elif not config.distill.on_policy_share:
         problem = "it needs tokens that the student generated, and distill.on_policy_share is 0."
     if problem:
-        raise ConfigError("distill.tail", "residual", problem, "use bucket.")
+        raise config.error("distill.tail", problem, "use bucket.")
 
 
 def check_backend(config: Config, derived: Derived) -> None:
     """Check that the teacher's keys belong to its backend, and that a local or HTTP teacher can work."""
-    teacher, default, is_local = config.teacher, TeacherConfig(), derived.teacher_pool == ACTOR
+    teacher, is_local = config.teacher, derived.teacher_pool == ACTOR
     own = frozenset().union(*(BACKENDS[route.teacher.backend].keys for route in derived.routes))
     for other, backend in BACKENDS.items():
-        for name in sorted(backend.keys - own):
-            value = getattr(teacher, name)
-            if value != getattr(default, name):
-                problem = f"teacher.backend={teacher.backend} does not use this key, and {other} does."
-                raise ConfigError(f"teacher.{name}", value, problem, f"remove it, or set teacher.backend={other}.")
+        unused = [f"teacher.{name}" for name in sorted(backend.keys - own)]
+        problem = f"teacher.backend={teacher.backend} does not use this key, and {other} does."
+        config.check_unused(unused, problem, f"remove it, or set teacher.backend={other}.")
     for route in derived.routes:
         _check_route_keys(route)
         if route.teacher.backend == HTTP:
@@ -141,25 +117,21 @@ def check_backend(config: Config, derived: Derived) -> None:
     if not derived.teacher_pool:
         return
     if is_local and not teacher.path:
-        raise ConfigError("teacher.path", "", "teacher.backend=local needs a model.", "give its folder, or use zmq.")
+        raise config.error("teacher.path", "teacher.backend=local needs a model.", "give its folder, or use zmq.")
     if config.trainer.scheduler != "sync" and not config.trainer.replay:
         busy = "actor's ranks train" if is_local else "engines generate"
-        raise ConfigError(
-            "trainer.scheduler",
-            config.trainer.scheduler,
-            f"with teacher.backend={teacher.backend} the {busy} and score, so these cannot overlap.",
-            "use sync, or teacher.backend=zmq.",
-        )
+        problem = f"with teacher.backend={teacher.backend} the {busy} and score, so these cannot overlap."
+        raise config.error("trainer.scheduler", problem, "use sync, or teacher.backend=zmq.")
     if not is_local:
         _check_rollout_teacher(config)
     if teacher.update_ema and not teacher.update_interval:
         problem = "teacher.update_interval is 0, so the weights are never updated."
         fix = "remove it, or set teacher.update_interval, for example to 1."
-        raise ConfigError("teacher.update_ema", teacher.update_ema, problem, fix)
+        raise config.error("teacher.update_ema", problem, fix)
     if teacher.update_interval == 1 and not teacher.update_ema and not _has_own_prompt(config):
         problem = "after each step the teacher is the student; with the same prompt there is nothing to learn."
         fix = "use more, or set teacher.update_ema, teacher.prompt_template or data.teacher_prompt_key."
-        raise ConfigError("teacher.update_interval", 1, problem, fix)
+        raise config.error("teacher.update_interval", problem, fix)
 
 
 def _check_route_keys(route: Route) -> None:
@@ -184,17 +156,22 @@ def _check_http_teacher(config: Config, route: Route) -> None:
     if not re.fullmatch(r"([A-Za-z_][A-Za-z0-9_]*)?", variable):  # it may be the key itself
         problem, fix = "is not the name of an environment variable.", "put the key into a variable, and name that."
         raise ConfigError(route.key("api_key_env"), "(not shown)", problem, fix)
+    _check_lists(route, "an HTTP teacher returns top-k lists of one length, at temperature 1.")
+    if config.distill.support != "teacher" and teacher.dialect != "vllm":
+        problem = f"a server of dialect {teacher.dialect} cannot score ids that differ between positions."
+        raise config.error("distill.support", problem, "use teacher, or vLLM.")
+
+
+def _check_lists(route: Route, problem: str) -> None:
+    """Check that prompt logprobs, which a teacher of the route returns, contain what is requested."""
+    teacher = route.teacher
     for name, works, fix in (
         ("signal", teacher.signal in ("topk", "sampled"), "use topk or sampled."),
         ("temperature", teacher.temperature == 1.0, "use 1.0."),
         ("mass", teacher.mass == 0.0, "use 0."),
     ):
         if not works:
-            problem = "an HTTP teacher returns top-k lists of one length, at temperature 1."
             raise ConfigError(route.key(name), getattr(teacher, name), problem, fix)
-    if config.distill.support != "teacher" and teacher.dialect != "vllm":
-        problem = f"a server of dialect {teacher.dialect} cannot score ids that differ between positions."
-        raise ConfigError("distill.support", config.distill.support, problem, "use teacher, or vLLM.")
 
 
 def _is_address(url: str) -> bool:
@@ -216,24 +193,18 @@ def _has_own_prompt(config: Config) -> bool:
 
 def _check_rollout_teacher(config: Config) -> None:
     """Check that the rollout engines can score with the student's weights, and that there is something to learn."""
-    teacher, backend = config.teacher, ("teacher.backend", "rollout")
     if not _has_own_prompt(config):
         problem = "the teacher is the student itself, and with the same prompt there is nothing to learn."
-        raise ConfigError(*backend, problem, "set teacher.prompt_template or data.teacher_prompt_key.")
+        raise config.error("teacher.backend", problem, "set teacher.prompt_template or data.teacher_prompt_key.")
     if config.trainer.colocate:
         problem = "with trainer.colocate the engines sleep while the batch is scored."
-        raise ConfigError(*backend, problem, "use local with teacher.update_interval=1, or trainer.colocate=false.")
+        fix = "use local with teacher.update_interval=1, or trainer.colocate=false."
+        raise config.error("teacher.backend", problem, fix)
     if config.distill.support != "teacher":
         problem = "with teacher.backend=rollout vLLM returns the teacher's most probable ids, and no others."
-        raise ConfigError("distill.support", config.distill.support, problem, "use teacher.")
-    for name, works, fix in (
-        ("signal", teacher.signal in ("topk", "sampled"), "use topk or sampled."),
-        ("temperature", teacher.temperature == 1.0, "use 1.0."),
-        ("mass", teacher.mass == 0.0, "use 0."),
-    ):
-        if not works:
-            problem = "with teacher.backend=rollout vLLM returns top-k lists of one length at temperature 1."
-            raise ConfigError(f"teacher.{name}", getattr(teacher, name), problem, fix)
+        raise config.error("distill.support", problem, "use teacher.")
+    problem = "with teacher.backend=rollout vLLM returns top-k lists of one length at temperature 1."
+    _check_lists(config.derived.routes[0], problem)
 
 
 def check_token_weights(config: Config, derived: Derived) -> None:
@@ -241,14 +212,14 @@ def check_token_weights(config: Config, derived: Derived) -> None:
     distill, weight = config.distill, config.distill.token_weight
     if weight == "none" and distill.token_share < 1.0:
         problem = "distill.token_weight is none, so no order tells which tokens to keep."
-        raise ConfigError("distill.token_share", distill.token_share, problem, "use 1.0, or choose a weight.")
+        raise config.error("distill.token_share", problem, "use 1.0, or choose a weight.")
     if weight == "teachability" and derived.signals == ("sampled",):
         problem = "it needs the teacher's distribution, and the teacher sends the probability of one token."
         fix = "use a divergence with teacher.signal topk, hidden or logits, or another weight."
-        raise ConfigError("distill.token_weight", weight, problem, fix)
+        raise config.error("distill.token_weight", problem, fix)
     if weight == "position" and distill.on_policy_share == 0.0:
         problem = "it weighs tokens that the student generated, and distill.on_policy_share is 0."
-        raise ConfigError("distill.token_weight", weight, problem, "use none, or a share above 0.")
+        raise config.error("distill.token_weight", problem, "use none, or a share above 0.")
 
 
 def check_mixture(config: Config, derived: Derived) -> None:
@@ -256,29 +227,20 @@ def check_mixture(config: Config, derived: Derived) -> None:
     spec, share = derived.loss, config.distill.on_policy_share
     n_prompts = config.trainer.global_batch_size
     if spec.sft is not None and share == 1.0:
-        raise ConfigError(
-            "distill.on_policy_share",
-            share,
-            "the loss sft learns from dataset responses, and there are none.",
-            "use a share below 1, or remove sft.",
-        )
+        problem = "the loss sft learns from dataset responses, and there are none."
+        raise config.error("distill.on_policy_share", problem, "use a share below 1, or remove sft.")
     if spec.policy_gradients and share == 0.0:
         names = ", ".join(term.name for term in spec.policy_gradients)
-        raise ConfigError(
-            "distill.on_policy_share",
-            share,
-            f"{names} learns from tokens that the student generated, and there are none.",
-            "use a share above 0, or remove the loss.",
-        )
+        problem = f"{names} learns from tokens that the student generated, and there are none."
+        raise config.error("distill.on_policy_share", problem, "use a share above 0, or remove the loss.")
     # A step without a token to learn from would still change the weights, by momentum and weight decay.
     only_student, only_dataset = len(spec.policy_gradients) == len(spec.terms), spec.terms == (spec.sft,)
     exact = Fraction(repr(share))  # the decimal number, as `gkd.data.sampler` counts
     each_step = exact * n_prompts if only_student else (1 - exact) * n_prompts if only_dataset else 1
     if each_step < 1:
         kind = "student" if only_student else "dataset"
-        raise ConfigError(
+        raise config.error(
             "distill.on_policy_share",
-            share,
             f"the losses learn from {kind} responses only, and this share of trainer.global_batch_size {n_prompts} is "
             "less than one prompt per step.",
             "change the share, use larger batches, or add a divergence to the losses.",
@@ -288,24 +250,21 @@ def check_mixture(config: Config, derived: Derived) -> None:
 def check_reference(config: Config, derived: Derived) -> None:
     """Check that settings of the reference are used, and that its KL can be estimated."""
     weight, share = config.distill.reference_kl_weight, config.distill.on_policy_share
-    for item in dataclasses.fields(ReferenceConfig):
-        value = getattr(config.reference, item.name)
-        if not derived.loss.has_reference and value != item.default:
-            problem = "distill.reference_kl_weight is 0, so no reference is used."
-            raise ConfigError(f"reference.{item.name}", value, problem, "remove it, or set the weight.")
+    if not derived.loss.has_reference:
+        keys = [key for key in all_keys() if key.startswith("reference.")]
+        problem = "distill.reference_kl_weight is 0, so no reference is used."
+        config.check_unused(keys, problem, "remove it, or set the weight.")
     if derived.reference_is_actor:
         problem = "with actor.lora the reference is the actor with its adapters disabled, not a second model."
-        for name in ("fsdp_cpu_offload", "update_interval"):
-            value = getattr(config.reference, name)
-            if value != getattr(ReferenceConfig(), name):
-                raise ConfigError(f"reference.{name}", value, problem, "remove it, or set reference.path.")
+        unused = ("reference.fsdp_cpu_offload", "reference.update_interval")
+        config.check_unused(unused, problem, "remove it, or set reference.path.")
     scale = config.distill.teacher_reward_scale
     if scale != 1 and not derived.loss.policy_gradients:
         problem = "it scales the teacher's reward of a sampled token, and no loss uses one."
-        raise ConfigError("distill.teacher_reward_scale", scale, problem, "use 1, or add k1, k2 or k3 to the losses.")
+        raise config.error("distill.teacher_reward_scale", problem, "use 1, or add k1, k2 or k3 to the losses.")
     if config.reference.update_interval == 1:
         problem = "after every step the reference is the student itself, so the KL to it is 0."
-        raise ConfigError("reference.update_interval", 1, problem, "use more, or 0.")
+        raise config.error("reference.update_interval", problem, "use more, or 0.")
     if weight and share == 0.0:
         problem = "it is estimated from tokens that the student generated, and distill.on_policy_share is 0."
-        raise ConfigError("distill.reference_kl_weight", weight, problem, "use 0, or a share above 0.")
+        raise config.error("distill.reference_kl_weight", problem, "use 0, or a share above 0.")

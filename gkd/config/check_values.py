@@ -1,14 +1,14 @@
-"""Check every setting by itself, against the limits and choices declared at its field; parse an interval."""
+"""Check every setting by itself, against the limits and choices declared at its field; parse the texts of some."""
 
 from __future__ import annotations
 
 import math
 import re
+import string
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from gkd.config.key_list import all_keys, value_of
-from gkd.config.schema_sections import HEALTH_CHECKS, NO_METRIC, Sections
+from gkd.config.schema_sections import HEALTH_CHECKS, NO_METRIC, Sections, all_keys, value_of
 from gkd.config.schema_teacher import MAX_NAME_LENGTH
 from gkd.config.schema_trainer import TRACKER_NAMES
 from gkd.errors import ConfigError
@@ -18,13 +18,8 @@ _MOST_PROFILED = 100  # steps of one range; each writes megabytes per rank
 
 def check_values(config: Sections) -> None:
     """Raise ConfigError naming every value that is not valid by itself."""
-    if errors := value_errors(config):
+    if errors := list(value_errors(config)):
         raise ConfigError.together(errors)
-
-
-def value_errors(config: Sections) -> list[ConfigError]:
-    """Return an error for each value that is not valid by itself."""
-    return list(_errors(config))
 
 
 def check_value(name: str, value: object) -> None:
@@ -47,13 +42,14 @@ def value_error(name: str, value: object) -> ConfigError | None:
     return ConfigError(name, value, "is out of range.", fix)
 
 
-def _errors(config: Sections) -> Iterator[ConfigError]:
+def value_errors(config: Sections) -> Iterator[ConfigError]:
+    """Yield an error for each value that is not valid by itself."""
     for name in all_keys():
         if error := value_error(name, value_of(config, name)):
             yield error
     if len(config.teacher.name) > MAX_NAME_LENGTH:
         fix = f"use one of the server's names, of at most {MAX_NAME_LENGTH} characters."
-        yield ConfigError("teacher.name", config.teacher.name, "is too long.", fix)
+        yield config.error("teacher.name", "is too long.", fix)
     yield from _tracker_errors(config)
     try:
         save_interval(config.trainer.save_every)
@@ -64,7 +60,7 @@ def _errors(config: Sections) -> Iterator[ConfigError]:
     yield from _health_errors(config)
     betas = config.actor.optim.betas
     if len(betas) != 2 or not all(0.0 <= beta < 1.0 for beta in betas):
-        yield ConfigError("actor.optim.betas", betas, "must be two numbers in [0, 1).", "use e.g. [0.9, 0.95].")
+        yield config.error("actor.optim.betas", "must be two numbers in [0, 1).", "use e.g. [0.9, 0.95].")
 
 
 def listed_steps(entries: Sequence[str]) -> set[int]:
@@ -85,38 +81,38 @@ def _profile_errors(config: Sections) -> Iterator[ConfigError]:
         listed_steps(t.profile_steps)
     except ValueError:
         problem = f"an entry is neither a step from 1 on nor a range of at most {_MOST_PROFILED} steps."
-        yield ConfigError("trainer.profile_steps", t.profile_steps, problem, "write e.g. [3, 10-12].")
+        yield config.error("trainer.profile_steps", problem, "write e.g. [3, 10-12].")
 
 
 def _best_errors(config: Sections) -> Iterator[ConfigError]:
     name = config.trainer.keep_best
     if name and not name.startswith(("eval/", "domain/")):
         problem, fix = "is not a number of an evaluation.", "use e.g. eval/accuracy or eval/kl, see docs/metrics.md."
-        yield ConfigError("trainer.keep_best", name, problem, fix)
+        yield config.error("trainer.keep_best", problem, fix)
     elif name and not config.data.val_files:
         problem = "data.val_files is empty, so nothing is evaluated."
-        yield ConfigError("trainer.keep_best", name, problem, "remove it, or name files.")
+        yield config.error("trainer.keep_best", problem, "remove it, or name files.")
     elif config.eval.metric == NO_METRIC and ("/accuracy" in name or "/pass_at_" in name):
-        yield ConfigError("trainer.keep_best", name, "eval.metric is none.", "set eval.metric, or keep eval/kl.")
+        yield config.error("trainer.keep_best", "eval.metric is none.", "set eval.metric, or keep eval/kl.")
 
 
 def _tracker_errors(config: Sections) -> Iterator[ConfigError]:
     loggers = config.trainer.loggers
     if not set(loggers) <= set(TRACKER_NAMES) or len(set(loggers)) < len(loggers):
         fix = f"use some of {', '.join(TRACKER_NAMES)}, each once."
-        yield ConfigError("trainer.loggers", loggers, "is not a list of distinct trackers.", fix)
+        yield config.error("trainer.loggers", "is not a list of distinct trackers.", fix)
     if not config.trainer.project_name:
-        yield ConfigError("trainer.project_name", "", "is empty.", "give a name, e.g. gkd.")
+        yield config.error("trainer.project_name", "is empty.", "give a name, e.g. gkd.")
 
 
 def _health_errors(config: Sections) -> Iterator[ConfigError]:
     off, limits, names = config.health.checks_off, config.health.limits, ", ".join(HEALTH_CHECKS)
     if not set(off) <= set(HEALTH_CHECKS) or len(set(off)) < len(off):
-        yield ConfigError("health.checks_off", off, "is not a list of distinct checks.", f"use some of {names}.")
+        yield config.error("health.checks_off", "is not a list of distinct checks.", f"use some of {names}.")
     if unknown := sorted(set(limits) - set(HEALTH_CHECKS)):
         yield ConfigError("health.limits", unknown[0], "there is no such check.", f"use some of {names}.")
     if not all(0 < limit < math.inf for limit in limits.values()):
-        yield ConfigError("health.limits", limits, "has a limit that is not a positive number.", "use numbers > 0.")
+        yield config.error("health.limits", "has a limit that is not a positive number.", "use numbers > 0.")
 
 
 _SECONDS = {"s": 1, "min": 60, "h": 3600}
@@ -142,3 +138,23 @@ def save_interval(value: int | str) -> Interval:
     if (seconds := float(named[1]) * _SECONDS[named[2]]) == 0.0:
         raise ConfigError("trainer.save_every", value, "is an empty time.", _FIX)
     return Interval(seconds=seconds)
+
+
+def template_parts(template: str) -> list[tuple[str, str]]:
+    """Return the parts of `teacher.prompt_template`: a text, and the placeholder that follows it (empty: none).
+
+    Raises:
+        ConfigError: a placeholder is not a plain name in braces, or there is none.
+    """
+    key, fix = "teacher.prompt_template", "write {prompt}, {answer}, {response} or {COLUMN}, and {{ }} for braces."
+    parts = []
+    try:
+        for text, name, spec, conversion in string.Formatter().parse(template):
+            if name is not None and (not name or name.isdigit() or spec or conversion or set(".[]") & set(name)):
+                raise ConfigError(key, template, f"the placeholder {{{name}}} is not the name of a column.", fix)
+            parts.append((text, name or ""))
+    except ValueError as error:
+        raise ConfigError(key, template, f"unbalanced braces ({error}).", fix) from error
+    if not any(name for _, name in parts):
+        raise ConfigError(key, template, "no placeholder: every row would have the same prompt.", fix)
+    return parts

@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Sequence
 from fnmatch import fnmatchcase
 
 from gkd.config.dialects.table import Dialect, Row, files, plain, read
-from gkd.config.key_list import all_keys, sections
+from gkd.config.schema_sections import all_keys, sections
 
 _MOST = 3  # keys of one suggestion
 

@@ -21,10 +21,9 @@ from omegaconf.errors import OmegaConfBaseException
 
 from gkd.config.check_values import value_errors
 from gkd.config.foreign_keys import flag_suggestion, is_hydra_flag, suggestion
-from gkd.config.key_list import all_keys, sections
 from gkd.config.schema import Config
 from gkd.config.schema_rollout import CPU_KV_CACHE_MIB
-from gkd.config.schema_sections import RewardFunctionConfig
+from gkd.config.schema_sections import RewardFunctionConfig, all_keys, sections
 from gkd.config.schema_teacher import LossTermConfig, RouteConfig
 from gkd.config.schema_trainer import SMALLER_IS_BETTER
 from gkd.errors import ConfigError

@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 from typing import cast
 
 from gkd.config.check_values import value_error
-from gkd.config.function_path import is_path
+from gkd.config.declare import is_path
 from gkd.config.schema_teacher import (
     DIVERGENCE_NAMES,
     DIVERGENCES,
@@ -56,7 +56,7 @@ class LossSpec:
         temperature: divides the student's logits; the teacher scored at the same one.
         importance_clip: largest importance weight of the policy-gradient terms; 0 = no limit.
         reference_weight: weight of the KL to the reference; 0 = no reference.
-        domains: names of the routes, see `gkd.config.routes`; empty: one teacher, whose numbers are those of the batch.
+        domains: names of the routes, see `gkd.config.schema`; empty: one teacher, whose numbers are those of the batch.
         turns: turns of a trajectory that have numbers of their own; later ones count as the last. 0: none has.
         temperatures: by route; empty: `temperature`.
         teacher_reward_scale: lambda of G-OPD, in the policy-gradient terms; 1 = no reference.

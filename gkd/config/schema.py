@@ -7,22 +7,50 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import cast
 
 from gkd.config.loss_spec import LossSpec, loss_spec, teacher_signals
-from gkd.config.routes import Route, routes_of
 from gkd.config.schema_rollout import AUTO, GLOO, IPC, NCCL
 from gkd.config.schema_sections import EXACT_MATCH, NO_METRIC, Sections
-from gkd.config.schema_teacher import ACTOR, BACKENDS, ROLLOUT
+from gkd.config.schema_teacher import ACTOR, BACKENDS, ROLLOUT, RouteConfig, TeacherConfig
 from teacher_server.wire.protocol import Signal
 
 # Variables that torch's allocator reads; the second is the name before torch 2.9, which newer versions still read.
 ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 EXPANDABLE = "expandable_segments:True"
 NUMBERED_TURNS = 8  # turns with metrics of their own
+_INHERITED = tuple(item.name for item in fields(RouteConfig) if item.name != "weight")  # keys of a route's teacher
 ENGINE_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # vLLM's choices of max_lora_rank
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """One teacher: an entry of `teacher.routes`, or the only one, without a name.
+
+    A row of the data names its route in the column `data.teacher_key`. A `Prompt` and its rollouts carry its index.
+
+    Args:
+        name: key in `teacher.routes`; empty means the only teacher of the run.
+        teacher: the section `teacher` with what the route sets itself.
+        weight: factor of the loss of its tokens.
+        own: keys that the route sets itself.
+    """
+
+    name: str
+    teacher: TeacherConfig
+    weight: float = 1.0
+    own: frozenset[str] = frozenset()
+
+    def key(self, name: str) -> str:
+        """Return the dotted key that a value of `teacher` comes from."""
+        return f"teacher.routes.{self.name}.{name}" if name in self.own else f"teacher.{name}"
+
+    @property
+    def label(self) -> str:
+        """Return the route for a message, like `teacher.routes.math`; `teacher` for the only one."""
+        return f"teacher.routes.{self.name}" if self.name else "teacher"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,7 +61,6 @@ class Derived:
     routes: tuple[Route, ...]  # the teachers; at least one
     signals: tuple[Signal, ...]  # requested from the teacher for each sequence
     n_student_ids: int  # per response token, the student's most probable ids that the engines hand to the teacher
-    max_staleness: int  # steps between the oldest weights of a sequence and the step that trains on it
     max_sequence_length: int  # tokens of prompt and response
     max_teacher_length: int  # tokens of the teacher's prompt, which may be longer, and response
     max_engine_length: int  # tokens of a sequence in the rollout engines; if they are the teacher, with one to generate
@@ -63,7 +90,7 @@ class Config(Sections):
 
 def _derived(config: Sections) -> Derived:
     t, a, r, teacher, data = config.trainer, config.actor, config.rollout, config.teacher, config.data
-    loss, routes = loss_spec(config.distill, teacher.temperature), routes_of(config)
+    loss, routes = loss_spec(config.distill, teacher.temperature), _routes(teacher)
     if teacher.routes:
         temperatures = tuple(route.teacher.temperature for route in routes)
         loss = replace(loss, domains=tuple(route.name for route in routes), temperatures=temperatures)
@@ -93,7 +120,6 @@ def _derived(config: Sections) -> Derived:
         routes=routes,
         signals=teacher_signals(loss, cast(Signal, teacher.signal)),
         n_student_ids={"teacher": 0, "student": teacher.topk, "union": teacher.topk // 2}[config.distill.support],
-        max_staleness=t.staleness_bound,
         max_sequence_length=longest,
         max_teacher_length=longest_of_teacher,
         max_engine_length=longest_of_teacher + 1 if teacher_pool == ROLLOUT else longest,
@@ -110,6 +136,15 @@ def _derived(config: Sections) -> Derived:
         rewards=tuple(entry.path for entry in config.reward.functions),
         metrics=_metrics(config),
     )
+
+
+def _routes(teacher: TeacherConfig) -> tuple[Route, ...]:
+    """Return the teachers by name, so that the order in the YAML does not matter; at least one."""
+    found = []
+    for name, entry in sorted(teacher.routes.items()):
+        own = {key: value for key in _INHERITED if (value := getattr(entry, key)) is not None}
+        found.append(Route(name, replace(teacher, **own), entry.weight, frozenset(own)))
+    return tuple(found) or (Route("", teacher),)
 
 
 def _metrics(config: Sections) -> tuple[str, ...]:

@@ -1,4 +1,4 @@
-"""Declare every setting of a run, one dataclass per section.
+"""Declare every setting of a run, one dataclass per section; list the keys, and read and replace their values.
 
 `gkd.config.load` reads them from YAML and `key=value` overrides, `gkd.config.check` checks them. Help, limits and the
 rule for a resumed run stand at each field; `python -m gkd.main_gkd --help` and docs/configuration.md print them.
@@ -6,14 +6,19 @@ rule for a resumed run stand at each field; `python -m gkd.main_gkd --help` and 
 
 from __future__ import annotations
 
+import dataclasses
+import functools
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar, cast
 
-from gkd.config.declare import key
+from gkd.config.declare import Key, key
 from gkd.config.schema_actor import ActorConfig
 from gkd.config.schema_rollout import RolloutConfig, WeightSyncConfig
 from gkd.config.schema_teacher import DistillConfig, ReferenceConfig, TeacherConfig
 from gkd.config.schema_trainer import TrainerConfig
+from gkd.errors import ConfigError
+from teacher_server.config.declare import declared
 
 EXACT_MATCH, MATH_VERIFY, LENGTH, ENVIRONMENT = "exact_match", "math_verify", "length", "environment"
 REWARD_NAMES = (EXACT_MATCH, MATH_VERIFY, LENGTH, ENVIRONMENT)  # functions of `gkd.scoring.reward.functions`
@@ -273,3 +278,62 @@ class Sections:
     health: HealthConfig = field(default_factory=HealthConfig)
     memory: MemoryConfig = field(default_factory=MemoryConfig)
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
+
+    def error(self, name: str, problem: str, fix: str) -> ConfigError:
+        """Return the error of a dotted key, with its value."""
+        return ConfigError(name, value_of(self, name), problem, fix)
+
+    def check_unused(self, keys: Iterable[str], problem: str, fix: str) -> None:
+        """Raise ConfigError if one of these keys, which have no effect here, has another value than its default."""
+        for name in keys:
+            if value_of(self, name) != all_keys()[name].default:
+                raise self.error(name, problem, fix)
+
+
+C = TypeVar("C")
+
+
+@dataclass(frozen=True, slots=True)
+class DeclaredKey:
+    """A key by its dotted name, with what the schema declares of it."""
+
+    name: str
+    type: str  # annotation, e.g. "list[str]"
+    default: Any
+    key: Key
+
+
+@functools.cache
+def all_keys() -> Mapping[str, DeclaredKey]:
+    """Return every key by its dotted name, in the schema's order."""
+    return {each.name: each for each in _walk(Sections, "")}
+
+
+def sections() -> set[str]:
+    """Return the dotted names of all sections, e.g. `actor` and `actor.optim`."""
+    return {name.rpartition(".")[0] for name in all_keys()}
+
+
+def value_of(config: Sections, name: str) -> Any:
+    """Return the value of a dotted key."""
+    return functools.reduce(getattr, name.split("."), config)
+
+
+def with_values(config: C, values: Mapping[str, object]) -> C:
+    """Return a copy of the settings with other values of dotted keys; nothing is checked."""
+    for name, value in values.items():
+        section, _, rest = name.partition(".")
+        inner = with_values(getattr(config, section), {rest: value}) if rest else value
+        config = dataclasses.replace(cast(Any, config), **{section: inner})
+    return config
+
+
+def _walk(cls: type, prefix: str) -> Iterator[DeclaredKey]:
+    for item in dataclasses.fields(cls):
+        setting = declared(item)
+        default = item.default_factory() if callable(item.default_factory) else item.default
+        if setting is None:
+            yield from _walk(type(default), f"{prefix}{item.name}.")
+        else:
+            assert isinstance(setting, Key)
+            yield DeclaredKey(f"{prefix}{item.name}", str(item.type), default, setting)

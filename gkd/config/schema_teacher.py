@@ -49,11 +49,7 @@ _HTTP_KEYS = "url dialect api_key_env name max_in_flight"
 BACKENDS = {
     ZMQ: TeacherBackend("", "teacher.server_port", frozenset(_SERVER_KEYS.split())),
     HTTP: TeacherBackend("", "teacher.url", frozenset(_HTTP_KEYS.split())),
-    "local": TeacherBackend(
-        ACTOR,
-        "teacher.path",
-        frozenset(["path", "fsdp_cpu_offload", "update_interval", "update_ema", "tokenizer", "special_tokens"]),
-    ),
+    "local": TeacherBackend(ACTOR, "teacher.path", frozenset(_LOCAL_KEYS.split())),
     "rollout": TeacherBackend(ROLLOUT, "model.path", frozenset()),
 }
 

@@ -30,7 +30,7 @@ import numpy as np
 import torch
 from numpy.typing import DTypeLike
 
-from gkd.config.routes import Route
+from gkd.config.schema import Route
 from gkd.errors import DataError
 from gkd.text.pair import TokenizerPair
 from gkd.text.targets import TextTargets

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from gkd.config.prompt_template import template_parts
+from gkd.config.check_values import template_parts
 from gkd.config.schema_sections import DataConfig
 from gkd.data.conversation import Conversation, read_conversation
 from gkd.errors import ConfigError

@@ -18,7 +18,7 @@ import inspect
 import json
 from typing import Any
 
-from gkd.config.function_path import import_function
+from gkd.config.declare import import_function
 from gkd.errors import EnvironmentError
 from gkd.user_code import finite_number
 

@@ -11,8 +11,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from gkd.config.check import check_config
-from gkd.config.key_list import with_values
 from gkd.config.schema import Config
+from gkd.config.schema_sections import with_values
 from gkd.config.schema_teacher import ACTOR
 from gkd.errors import ConfigError, ModelError
 from gkd.footprint.limits import actor_peak, allowed_bytes, gib, shortages

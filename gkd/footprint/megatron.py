@@ -13,12 +13,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from gkd.config.check_parallel import check_actor_split, check_expert_ranks
 from gkd.config.schema import Config
 from gkd.footprint.activations import Kernels, LossShape, MicroBatchShape, largest_micro_batch, loss_shape
 from gkd.footprint.adapters import adapter_params
 from gkd.footprint.rank import RankFootprint, sync_buffers
-from gkd.hf.model_dims import ModelDims
+from gkd.hf.model_dims import ModelDims, check_actor_split, check_expert_ranks
 from gkd.hf.model_folder import Tensors
 
 _FLOAT32 = 4

@@ -11,14 +11,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from gkd.config.check_parallel import check_engine_split
 from gkd.config.schema import Config
 from gkd.config.schema_rollout import LEAST_SEQUENCES
 from gkd.config.schema_trainer import AHEAD, STREAM
 from gkd.footprint.adapters import adapter_params
 from gkd.footprint.fsdp import Groups
 from gkd.footprint.rank import RankFootprint, sync_buffers
-from gkd.hf.model_dims import ModelDims
+from gkd.hf.model_dims import ModelDims, check_engine_split
 
 _FLOAT32 = 4
 _MOST_SEQUENCES = 1024  # that rollout.max_num_seqs 0 becomes; vLLM's own default on GPUs of this size

@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from msgspec import structs
 
 from gkd.cluster.gpu_table import GpuMap, RankPlacement, gpu_map_from_json
-from gkd.config.routes import routes_of
 from gkd.config.schema import Config
 from gkd.gpu_map import collect
 from gkd.gpu_map.report import gpu_report
@@ -28,7 +27,7 @@ def record_placement(
 
     Raises ClusterError, as `collect.check_can_run`; CheckpointError: the run folder cannot be written.
     """
-    teacher, found = teacher_rows(routes_of(config), device)
+    teacher, found = teacher_rows(config.derived.routes, device)
     table = collect.make_gpu_map(device, calls, teacher, timeout_s=timeout_s, found=found, cluster=config.cluster)
     folder.write_places(table.to_json())
     log.log(logging.WARNING if table.findings else logging.INFO, "GPU placement:\n%s", gpu_report(table))

@@ -14,7 +14,7 @@ from msgspec import structs
 
 from gkd.cluster.gpu_table import TEACHER, Finding, GpuInfo, RankPlacement
 from gkd.cluster.gpus import machine_gpus
-from gkd.config.routes import Route
+from gkd.config.schema import Route
 from gkd.config.schema_teacher import TeacherConfig
 from gkd.errors import TeacherError
 from gkd.scoring.teacher.client import load_keys

@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from time import monotonic, sleep
 
-from gkd.config.routes import routes_of
 from gkd.config.schema import Config
 from gkd.errors import HealthAlarm
 from gkd.files.disk import naming
@@ -75,7 +74,7 @@ class Monitor:
     def of(cls, config: Config) -> Monitor:
         """Return the monitor of a run, without the checks that its settings make meaningless."""
         rollout, off = config.rollout, list(config.health.checks_off)
-        temperatures = {route.teacher.temperature for route in routes_of(config)}
+        temperatures = {route.teacher.temperature for route in config.derived.routes}
         if temperatures != {rollout.temperature} or rollout.truncation or config.trainer.replay:
             off += NEED_EQUAL_SAMPLING
         return cls(off, config.health.limits)

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import teacher_server.engines.hub as hub
-from gkd.config.key_list import value_of, with_values
 from gkd.config.schema import Config
+from gkd.config.schema_sections import value_of, with_values
 from gkd.errors import ConfigError
 from gkd.log import get_logger
 from teacher_server.engines.weight_files import FolderError

@@ -1,4 +1,4 @@
-"""Read the sizes of a decoder-only model from its config.json, and refuse what the Megatron student does not support.
+"""Read the sizes of a decoder-only model from its config.json, and refuse what the run cannot split or compute.
 
 Pure: no torch, no transformers. Sizes and parameter counts are exact for `ARCHITECTURES`. Other models, which
 actor.strategy=fsdp2 accepts, name their sizes in various ways: the usual names are tried, and their parameters are
@@ -10,11 +10,11 @@ Letters: H hidden size, D head size, F columns of an MLP, E experts, V vocabular
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from gkd.errors import ModelError
+from gkd.errors import ConfigError, ModelError
 
 # model_type -> (RMSNorm on queries and keys, bias on the q/k/v projections)
 ARCHITECTURES: dict[str, tuple[bool, bool]] = {
@@ -112,7 +112,7 @@ class ModelDims:
 
     @property
     def mlp_columns(self) -> dict[str, tuple[int, ...]]:
-        """Columns by kind of MLP, as `gkd.config.check_parallel` reads them; empty unless `is_exact`."""
+        """Columns by kind of MLP, as `check_engine_split` reads them; empty unless `is_exact`."""
         if not self.is_exact:
             return {}
         experts = () if self.moe is None else (self.moe.ffn_size,)
@@ -260,6 +260,55 @@ def _optional(config: Mapping[str, Any], name: str, default: int, *, or_zero: bo
 
 def _is_size(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and 0 < value < _MAX_SIZE
+
+
+def check_expert_ranks(ep: int, ranks_of_stage: int) -> None:
+    """Raise ConfigError if actor.ep does not divide the ranks of a pipeline stage."""
+    if ranks_of_stage % ep:
+        problem = f"does not divide the {ranks_of_stage} ranks of a pipeline stage, which share the experts."
+        fix = f"Choose a divisor of {ranks_of_stage}, or change the number of GPUs of the actor pool."
+        raise ConfigError("actor.ep", ep, problem, fix)
+
+
+def check_actor_split(dims: ModelDims, *, tp: int, pp: int, vpp: int, ep: int, sequence_parallel: bool) -> None:
+    """Raise ConfigError naming the parallel size that does not divide the model."""
+    if ep > 1 and not dims.n_experts:
+        raise ConfigError("actor.ep", ep, f"the model ({dims.model_type}) has no experts.", "Use 1.")
+    for key, size, what, count in (
+        ("actor.ep", ep, "experts", dims.n_experts),
+        ("actor.tp", tp, "attention heads", dims.n_heads),
+        ("actor.tp", tp, "key/value heads", dims.n_kv_heads),
+        ("actor.tp", tp, "MLP columns", dims.dense_ffn_size),
+        ("actor.pp", pp, "layers", dims.n_layers),
+    ):
+        if count % size:
+            problem = f"does not divide the model's {count} {what}."
+            raise ConfigError(key, size, problem, f"Choose a divisor of {count}.")
+    if dims.n_layers % (pp * vpp):
+        problem = f"actor.pp * actor.vpp = {pp} * {vpp} does not divide the model's {dims.n_layers} layers."
+        raise ConfigError("actor.vpp", vpp, problem, f"Choose a divisor of {dims.n_layers // pp}.")
+    if dims.n_experts and tp > 1 and not sequence_parallel:
+        problem = f"a mixture of experts with actor.tp > 1 needs actor.sequence_parallel=true (actor.tp is {tp})."
+        raise ConfigError("actor.sequence_parallel", False, problem, "Set it, or use actor.tp=1 and actor.ep.")
+
+
+def check_engine_split(
+    tp: int, heads: Sequence[int], kv_heads: Sequence[int], columns: Mapping[str, Sequence[int]]
+) -> None:
+    """Raise ConfigError if `tp` ranks of an engine cannot split the student. Unknown counts are empty.
+
+    Args:
+        columns: columns of the MLPs, by kind.
+    """
+    for what, counts in {"attention heads": heads, **columns}.items():
+        for count in counts:
+            if count % tp:
+                problem = f"does not divide the student's {count} {what}."
+                raise ConfigError("rollout.tp", tp, problem, f"use a divisor of {count}.")
+    for count in kv_heads:
+        if count % tp and tp % count:
+            problem = f"is neither a divisor nor a multiple of the student's {count} key/value heads."
+            raise ConfigError("rollout.tp", tp, problem, "lower it.")
 
 
 MEGATRON_ARCHITECTURES = ("qwen3", "qwen2", "llama", "mistral", "qwen3_moe")

@@ -25,7 +25,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from gkd.config.function_path import import_function
+from gkd.config.declare import import_function
 from gkd.config.loss_spec import DIVERGENCE_NAMES, LossTerm, Tail
 from gkd.errors import ConfigError
 

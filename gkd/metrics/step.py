@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from gkd.config.function_path import function_name
+from gkd.config.declare import function_name
 from gkd.config.schema import Config
 from gkd.types import FINISH_REASONS, RolloutChunk, ScoredChunk, SyncReport, TrainStats
 

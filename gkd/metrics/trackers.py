@@ -21,8 +21,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from gkd.config.key_list import all_keys, value_of
 from gkd.config.schema import Config
+from gkd.config.schema_sections import all_keys, value_of
 from gkd.errors import ConfigError
 from gkd.files.disk import naming, replace_file
 from gkd.log import get_logger

@@ -8,7 +8,6 @@ from math import comb
 
 import numpy as np
 
-from gkd.config.routes import routes_of
 from gkd.config.schema import Config
 from gkd.config.schema_sections import NO_METRIC
 from gkd.log import get_logger
@@ -48,7 +47,7 @@ class Evaluator:
         """
         self._config, self._roles, self._folder = config.eval, roles, folder
         self._scoring = roles.judge or roles.evaluation or roles.scoring
-        self._routes, self._n_training = routes_of(config), config.rollout.n
+        self._routes, self._n_training = config.derived.routes, config.rollout.n
         self._gpus, self._metrics, self._evaluated = gpus, metrics, evaluated
         self._prompts = list(prompts)[: config.eval.max_prompts or None]
         self._generation = Generation(config, roles.rollout, self._scoring)

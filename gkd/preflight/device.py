@@ -17,39 +17,28 @@ def resolve_device(config: Config) -> str:
     wanted, n_gpus = config.trainer.device, torch.cuda.device_count()
     if config.cluster.ray_address:
         if wanted == "auto":
-            raise ConfigError(
-                "trainer.device",
-                "auto",
-                "the GPUs of cluster.ray_address are unknown here.",
-                "use cuda or cpu.",
-            )
+            problem = "the GPUs of cluster.ray_address are unknown here."
+            raise config.error("trainer.device", problem, "use cuda or cpu.")
         if wanted == "cuda":
             _check_adapter_dtype(config)
         return wanted
     device = wanted if wanted != "auto" else "cuda" if n_gpus else "cpu"
     if device == "cpu" and n_gpus:
-        raise ConfigError(
-            "trainer.device",
-            "cpu",
-            "this environment has the CUDA builds of torch and vLLM, and they see GPUs.",
-            "use cuda, or make another environment: GKD_VENV=.venv-cpu bash launch/setup.sh --extra cpu.",
-        )
+        problem = "this environment has the CUDA builds of torch and vLLM, and they see GPUs."
+        fix = "use cuda, or make another environment: GKD_VENV=.venv-cpu bash launch/setup.sh --extra cpu."
+        raise config.error("trainer.device", problem, fix)
     n_wanted = config.derived.n_gpus
     if device == "cuda" and not n_gpus:
-        raise ConfigError(
-            "trainer.device",
-            wanted,
-            "torch sees no GPU here.",
-            "use cpu, or check nvidia-smi, CUDA_VISIBLE_DEVICES and that this environment has a CUDA build of torch.",
-        )
+        problem = "torch sees no GPU here."
+        fix = "use cpu, or check nvidia-smi, CUDA_VISIBLE_DEVICES and that this environment has a CUDA build of torch."
+        raise config.error("trainer.device", problem, fix)
     if device == "cuda" and n_gpus < n_wanted:
-        raise ConfigError(
-            "rollout.n_gpus_per_node",
-            config.rollout.n_gpus_per_node,
+        problem = (
             f"with trainer.n_gpus_per_node {config.trainer.n_gpus_per_node} the pools need {n_wanted} GPUs, and torch "
-            f"sees {n_gpus} here.",
-            "use smaller pools, or a larger cluster in cluster.ray_address.",
+            f"sees {n_gpus} here."
         )
+        fix = "use smaller pools, or a larger cluster in cluster.ray_address."
+        raise config.error("rollout.n_gpus_per_node", problem, fix)
     _check_transport(config.weight_sync.transport, device)
     if device == "cuda":
         _check_adapter_dtype(config)
@@ -71,7 +60,7 @@ def _check_adapter_dtype(config: Config) -> None:
     """Raise ConfigError if vLLM's LoRA kernels for GPUs do not support the dtype of the engines' adapters."""
     if config.model.dtype == "float32" and config.weight_sync.lora == "adapters":
         problem = "vLLM's LoRA kernels on GPUs compute in 16 bits, and model.dtype is float32."
-        raise ConfigError("weight_sync.lora", "adapters", problem, "use merged, or model.dtype=bfloat16.")
+        raise config.error("weight_sync.lora", problem, "use merged, or model.dtype=bfloat16.")
 
 
 def _check_gpus_are_here(gpus: list[int], n_gpus: int) -> None:

@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from gkd.cluster.gpus import driver_version, machine_gpus
-from gkd.config.key_list import all_keys, value_of
 from gkd.config.schema import Config
+from gkd.config.schema_sections import all_keys, value_of
 from gkd.preflight.run import Plan
 
 PACKAGES = ("gkd", "torch", "vllm", "megatron-core", "ray", "transformers", "safetensors", "numpy", "pyzmq")

@@ -14,8 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from gkd.config.routes import Route
-from gkd.config.schema import Config
+from gkd.config.schema import Config, Route
 from gkd.errors import ConfigError, TeacherError, TeacherRefusal, TeacherUnavailable
 from gkd.log import get_logger
 from gkd.run.resume_compat import SAME_PROBE, largest_difference

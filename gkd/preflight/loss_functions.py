@@ -8,9 +8,9 @@ from itertools import product
 import torch
 from torch import Tensor
 
-from gkd.config.function_path import is_path, search_path
+from gkd.config.declare import is_path, search_path
 from gkd.config.loss_spec import LossTerm
-from gkd.config.schema import Config, Derived
+from gkd.config.schema import Config
 from gkd.errors import ConfigError
 from gkd.loss.divergence import divergence_of
 from gkd.loss.divergence_slopes import value_and_slope
@@ -19,10 +19,10 @@ _TOKENS, _OUTCOMES, _STEP = 4, 6, 1e-5  # sizes of the tables; finite difference
 _FIX = "correct the function; docs/losses.md has the rules under A loss of your own."
 
 
-def check_loss_functions(config: Config, derived: Derived) -> None:
+def check_loss_functions(config: Config) -> None:
     """Raise ConfigError if a function cannot be imported, or is not a differentiable sum over outcomes."""
     sys.path[:0] = [folder for folder in search_path() if folder not in sys.path]
-    for i, term in enumerate(derived.loss.terms):
+    for i, term in enumerate(config.derived.loss.terms):
         if not is_path(term.name):
             continue
         key = f"distill.losses[{i}].name" if config.distill.losses else "distill.loss"

@@ -10,7 +10,7 @@ from gkd.cluster.gpus import machine_gpus, visible_gpus
 from gkd.cluster.host import host_memory_bytes
 from gkd.config.schema import Config
 from gkd.config.schema_sections import ClusterConfig
-from gkd.errors import ConfigError, ModelError
+from gkd.errors import ModelError
 from gkd.footprint import RankFootprint, check
 from gkd.footprint.combination import OFFLOAD, Combination, find_combination, with_strategy
 from gkd.footprint.estimate import HostTotal, host_shortage, host_totals, pool_totals, read_models
@@ -147,10 +147,9 @@ def _refuse_state(found: Sequence[RankFootprint], gpu_bytes: int, config: Config
         fix = f"use {' '.join(combination.overrides)}"
     for part in found:
         if part.role == "actor" and not state_fits(part, gpu_bytes):
-            raise ConfigError(
-                "trainer.n_gpus_per_node",
-                config.trainer.n_gpus_per_node,
+            problem = (
                 f"weights, gradients and optimizer state of actor rank {part.rank} need {gib(part.state_bytes)}, a GPU "
-                f"has {gib(gpu_bytes)}.",
-                f"{fix}; or, if only some GPUs are that small, name the others in cluster.gpus.",
+                f"has {gib(gpu_bytes)}."
             )
+            fix = f"{fix}; or, if only some GPUs are that small, name the others in cluster.gpus."
+            raise config.error("trainer.n_gpus_per_node", problem, fix)

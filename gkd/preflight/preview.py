@@ -10,11 +10,10 @@ from gkd.config.schema import Config
 from gkd.data.prompts import RowReader, load_tokenizer
 from gkd.data.render import Rendered
 from gkd.data.row_files import read_rows
-from gkd.errors import ConfigError
 from gkd.hf.hub import with_local_copies
 from gkd.hf.model_folder import eos_token_ids
 from gkd.preflight.tokenizer_pair import teacher_tokenizer
-from gkd.preflight.turns import environment_tools
+from gkd.preflight.user_code import environment_tools
 
 
 def preview(config: Config, n: int) -> Iterator[str]:
@@ -25,7 +24,7 @@ def preview(config: Config, n: int) -> Iterator[str]:
         ModelError: the student has no end-of-sequence token.
     """
     if not config.data.train_files:
-        raise ConfigError("data.train_files", [], "is empty.", "name one or more prompt files.")
+        raise config.error("data.train_files", "is empty.", "name one or more prompt files.")
     config = with_local_copies(config, ("model.path", "data.train_files"), weights=False)
     tokenizer = load_tokenizer(config.model.path, "model.path", trust_remote_code=config.model.trust_remote_code)
     ends = eos_token_ids(config.model.path, tokenizer) if config.distill.on_policy_share < 1 else None

@@ -7,16 +7,18 @@ from pathlib import Path
 from typing import Any
 
 from gkd.config.load import load_config
-from gkd.config.routes import kept_on_resume
 from gkd.config.schema import Config
-from gkd.errors import CheckpointError, ConfigError
+from gkd.errors import CheckpointError
 from gkd.files.manifest import check_sizes, read_manifest
 from gkd.run.checkpoints import step_folder
 from gkd.run.folder import BATCHES
-from gkd.run.resume_compat import check_same_teacher
+from gkd.run.resume_compat import check_same_teacher, kept_value
 
-# Settings of the recorded scores that must be equal. Which signals are needed depends on the loss.
-_SAME = ("temperature", "topk", "mass")
+# Settings of the recorded batches that must be equal. Which signals are needed depends on the loss.
+_SAME = (
+    *("teacher.temperature", "teacher.topk", "teacher.mass", "teacher.routes", "teacher.prompt_template"),
+    *("data.teacher_prompt_key", "distill.support", "rollout.n", "trainer.global_batch_size"),
+)
 
 
 def check_replay(config: Config, total_steps: int, teacher: Mapping[str, Any]) -> None:
@@ -36,15 +38,15 @@ def check_replay(config: Config, total_steps: int, teacher: Mapping[str, Any]) -
         return
     folder, fix = Path(named), "name the batches folder of a run with trainer.record_batches=true."
     if folder.resolve() == (Path(config.trainer.run_dir) / BATCHES).resolve():
-        raise ConfigError("trainer.replay", named, "this run writes its own batches there.", fix)
+        raise config.error("trainer.replay", "this run writes its own batches there.", fix)
     if not folder.is_dir():
-        raise ConfigError("trainer.replay", named, "no such folder.", fix)
+        raise config.error("trainer.replay", "no such folder.", fix)
     steps = range(1, total_steps + 1)
     there = [step for step in steps if (folder / step_folder(step)).is_dir()]
     missing = [step for step in range(there[0] if there else 1, total_steps + 1) if step not in set(there)]
     if missing:
         problem = f"batches of {len(missing)} of the {total_steps} steps are missing, the first is step {missing[0]}."
-        raise ConfigError("trainer.replay", named, problem, f"lower trainer.total_steps, or {fix}")
+        raise config.error("trainer.replay", problem, f"lower trainer.total_steps, or {fix}")
     for step in there:
         check_sizes(folder / step_folder(step), read_manifest(folder / step_folder(step)))
     for name in ("config.yaml", "teacher.json"):
@@ -56,41 +58,21 @@ def check_replay(config: Config, total_steps: int, teacher: Mapping[str, Any]) -
 
 def _check_scores(recorded: Config, now: Config) -> None:
     """Raise ConfigError if this run needs other scores than the recorded ones, or batches of another shape."""
-    pairs: dict[str, tuple[Any, Any]] = {
-        f"teacher.{key}": (getattr(recorded.teacher, key), getattr(now.teacher, key)) for key in _SAME
-    }
-    pairs["teacher.routes"] = kept_on_resume(recorded.teacher.routes), kept_on_resume(now.teacher.routes)
-    pairs["teacher.prompt_template"] = recorded.teacher.prompt_template, now.teacher.prompt_template
-    pairs["data.teacher_prompt_key"] = recorded.data.teacher_prompt_key, now.data.teacher_prompt_key
-    pairs["distill.support"] = recorded.distill.support, now.distill.support
-    pairs["rollout.n"] = recorded.rollout.n, now.rollout.n
-    pairs["trainer.global_batch_size"] = recorded.trainer.global_batch_size, now.trainer.global_batch_size
-    if now.reward.functions:  # judged again, with the rows of this run
-        pairs["data.train_files"] = recorded.data.train_files, now.data.train_files
-    for key, (before, value) in pairs.items():
-        if before != value:
-            raise ConfigError(key, value, f"the recorded batches have {before!r}.", "use the same value.")
-    _check_head(recorded, now)
+    # With rewards the batches are judged again, with the rows of this run.
+    for key in (*_SAME, *(("data.train_files",) if now.reward.functions else ())):
+        before = kept_value(recorded, key)
+        if before != kept_value(now, key):
+            raise now.error(key, f"the recorded batches have {before!r}.", "use the same value.")
+    for config, whose in ((recorded, "the recorded run's"), (now, "this run's")):
+        if "hidden" in now.derived.signals and config.teacher.update_interval:
+            problem = (
+                f"{whose} teacher.update_interval is {config.teacher.update_interval}: hidden states need the LM head "
+                "of their step, and batches do not contain it."
+            )
+            fix = "record with teacher.signal topk or logits, or with teacher.update_interval 0."
+            raise now.error("trainer.replay", problem, fix)
     missing = set(now.derived.signals) - set(recorded.derived.signals)
     if missing:
-        raise ConfigError(
-            "trainer.replay",
-            now.trainer.replay,
-            f"the loss needs the teacher's {', '.join(sorted(missing))}, which was not recorded.",
-            "choose a loss and a teacher.signal that need the recorded signals only.",
-        )
-
-
-def _check_head(recorded: Config, now: Config) -> None:
-    """Raise ConfigError if recorded hidden states need an LM head that is gone: batches do not contain it."""
-    if "hidden" not in now.derived.signals:
-        return
-    for config, whose in ((recorded, "the recorded run's"), (now, "this run's")):
-        if config.teacher.update_interval:
-            raise ConfigError(
-                "trainer.replay",
-                now.trainer.replay,
-                f"{whose} teacher.update_interval is {config.teacher.update_interval}: hidden states need the LM head "
-                "of their step, and batches do not contain it.",
-                "record with teacher.signal topk or logits, or with teacher.update_interval 0.",
-            )
+        problem = f"the loss needs the teacher's {', '.join(sorted(missing))}, which was not recorded."
+        fix = "choose a loss and a teacher.signal that need the recorded signals only."
+        raise now.error("trainer.replay", problem, fix)

@@ -1,4 +1,4 @@
-"""Check a run before any process starts, and return what the checks found.
+"""Check a run, or what `gkd score` needs of one, before any process starts, and return what the checks found.
 
 Cheap checks come first: settings, run folder and the teacher's port, before torch is imported.
 """
@@ -11,10 +11,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from gkd.config.check import check_config
-from gkd.config.function_path import is_path
-from gkd.config.key_list import with_values
-from gkd.config.routes import Route
-from gkd.config.schema import Config, Derived, planned_steps
+from gkd.config.declare import is_path
+from gkd.config.schema import Config, Route, planned_steps
+from gkd.config.schema_sections import with_values
 from gkd.config.schema_teacher import HTTP, ROLLOUT
 from gkd.config.schema_trainer import STREAM
 from gkd.data.prompts import load_prompts, load_tokenizer
@@ -25,28 +24,27 @@ from gkd.footprint.estimate import scores_gib
 from gkd.gpu_map.choice import with_own_gpus
 from gkd.gpu_map.teacher import teacher_rows
 from gkd.hf.hub import FILES, MODELS, pinned_names, with_local_copies
-from gkd.hf.model_folder import eos_token_ids
+from gkd.hf.model_folder import check_engines, eos_token_ids
 from gkd.log import get_logger
 from gkd.metrics.trackers import check_trackers_installed
-from gkd.preflight.chat_templates import template_warning
 from gkd.preflight.device import resolve_device
 from gkd.preflight.machine import check_machine, check_transformer_engine
 from gkd.preflight.memory import check_memory
 from gkd.preflight.replay import check_replay
-from gkd.preflight.reward import check_answers, check_functions
-from gkd.preflight.same_tokens import check_masked
-from gkd.preflight.stored_teachers import check_all_stored, recorded_teachers
-from gkd.preflight.student import check_engines, check_student, check_tokenizer_fits
+from gkd.preflight.student import check_student, check_tokenizer_fits
 from gkd.preflight.teacher import (
+    check_all_stored,
     check_limits,
+    check_masked,
     check_reachable,
     check_teacher,
+    recorded_teachers,
     request_info,
     rollout_teacher,
-    warn_about_losses,
+    template_warning,
 )
 from gkd.preflight.tokenizer_pair import check_pair, teacher_tokenizer, tokenizer_pair
-from gkd.preflight.turns import check_observations, environment_tools
+from gkd.preflight.user_code import check_answers, check_functions, check_observations, environment_tools
 from gkd.run.folder import RunFolder
 from gkd.run.open import check_run_folder, open_run_folder
 from gkd.scoring.teacher.info import TeacherInfo, head_columns
@@ -57,12 +55,14 @@ from gkd.types import Prompt
 
 log = get_logger("preflight")
 
+# A warning is logged if scores take more host memory than this.
+LARGE_SCORES_GIB = 4.0
+
 
 @dataclass(frozen=True, slots=True)
 class Plan:
     """Results of the checks, for the launcher."""
 
-    derived: Derived
     device: str  # "cpu" | "cuda"
     eos_ids: list[int]
     train_prompts: list[Prompt] = field(repr=False)
@@ -104,7 +104,7 @@ def preflight(config: Config) -> Plan:
     if any(is_path(term.name) for term in derived.loss.terms):
         from gkd.preflight.loss_functions import check_loss_functions  # imports torch
 
-        check_loss_functions(config, derived)
+        check_loss_functions(config)
     config = with_local_copies(with_values(config, on_hub), (*MODELS, *FILES))
     log.info("checking the model, the prompts and the teacher")
     device = _checked_device(config)
@@ -119,14 +119,14 @@ def preflight(config: Config) -> Plan:
     tools = environment_tools(config)
     check_observations(config, tokenizer, eos_ids, tools)
     other_tokenizer = teacher_tokenizer(config)
-    train = training_prompts(config, derived, tokenizer, eos_ids, tools, other_tokenizer)
-    val = _held_out(config, derived, tokenizer, tools, other_tokenizer)
-    check_functions(config, derived)
+    train = training_prompts(config, tokenizer, eos_ids, tools, other_tokenizer)
+    val = _held_out(config, tokenizer, tools, other_tokenizer)
+    check_functions(config)
     total_steps = planned_steps(config, len(train))
     if warning := early_end_warning(config, len(train)):
         log.warning("%s", warning)
     check_stream_fits(config, total_steps)
-    teachers = teachers or find_teachers(config, derived, device)
+    teachers = teachers or find_teachers(config, device)
     if any(route.teacher.backend == HTTP for route in derived.routes):
         from gkd.preflight.http_teacher import probed  # imports aiohttp
 
@@ -148,7 +148,7 @@ def preflight(config: Config) -> Plan:
         check_limits(config, derived.routes[0], teachers[0], "teacher", n_vocab)
         check_pair(config, derived.routes[0], pair, train)
     else:
-        n_vocab = common_vocab(config, derived, teachers, tokenizer, n_student_vocab)
+        n_vocab = common_vocab(config, teachers, tokenizer, n_student_vocab)
     if is_offline:
         check_all_stored(config, train, teachers, n_vocab, eos_ids)
     if n_vocab < n_student_vocab:
@@ -156,7 +156,7 @@ def preflight(config: Config) -> Plan:
         config = replace(config, model=replace(config.model, n_vocab=n_vocab))
         with_gpus = replace(with_gpus, model=config.model)
     if derived.reference_folder:
-        from gkd.preflight.frozen import check_reference  # imports torch and transformers
+        from gkd.preflight.meta_models import check_reference  # imports torch and transformers
 
         identity["reference"] = check_reference(config, tokenizer, n_vocab)
     _, hidden_size = head_columns(teachers)  # number of columns of `hidden`: see `ScoringEndpoint.lm_head`
@@ -169,7 +169,6 @@ def preflight(config: Config) -> Plan:
     warn_about_losses(config, gib)
     data_files = describe_files(config.data)
     return Plan(
-        derived=derived,
         device=device,
         eos_ids=eos_ids,
         train_prompts=train,
@@ -210,12 +209,10 @@ def read_student(config: Config) -> tuple[Any, int, list[int]]:
     return tokenizer, n_vocab, sorted({*own, *more})
 
 
-def common_vocab(
-    config: Config, derived: Derived, teachers: Sequence[TeacherInfo], tokenizer: Any, n_student_vocab: int
-) -> int:
+def common_vocab(config: Config, teachers: Sequence[TeacherInfo], tokenizer: Any, n_student_vocab: int) -> int:
     """Return the number of ids that the student and all teachers share. Raises as `check_teacher`."""
     n_vocab = config.model.n_vocab or n_student_vocab
-    for route, teacher in zip(derived.routes, teachers, strict=True):
+    for route, teacher in zip(config.derived.routes, teachers, strict=True):
         n_vocab = min(n_vocab, check_teacher(config, route, teacher, tokenizer, n_student_vocab))
         trusts = config.model.trust_remote_code
         differing = template_warning(config.data, tokenizer, teacher, trust_remote_code=trusts)
@@ -227,7 +224,6 @@ def common_vocab(
 
 def training_prompts(
     config: Config,
-    derived: Derived,
     tokenizer: Any,
     eos_ids: Sequence[int],
     tools: Tools,
@@ -241,12 +237,12 @@ def training_prompts(
         "data.train_files",
         response_ends=eos_ids if config.distill.on_policy_share < 1 else None,
         teacher=config.teacher,
-        keep_rows=bool(derived.rewards or config.rollout.environment),
+        keep_rows=bool(config.derived.rewards or config.rollout.environment),
         tools=tools,
         teacher_tokenizer=teacher_tokenizer,
     )
-    check_answers(config, "data.train_files", train, [("reward.functions", path) for path in derived.rewards])
-    check_shares(config, derived, train)
+    check_answers(config, "data.train_files", train, [("reward.functions", path) for path in config.derived.rewards])
+    check_shares(config, train)
     if dropped:
         log.warning("dropped %d training prompts longer than data.max_prompt_length or that of the teacher", dropped)
     n_truncated = sum(p.response_ids is not None and int(p.response_ids[-1]) not in eos_ids for p in train)
@@ -255,14 +251,15 @@ def training_prompts(
     return train
 
 
-def find_teachers(config: Config, derived: Derived, device: str) -> tuple[TeacherInfo, ...]:
+def find_teachers(config: Config, device: str) -> tuple[TeacherInfo, ...]:
     """Return the description of the teacher of each route. Raises as `request_info`, or as `local_teacher`."""
+    derived = config.derived
     if not derived.teacher_pool:
         with driver.doing("waiting for the teacher's description"):
             return tuple(request_info(route) for route in derived.routes)
     if derived.teacher_pool == ROLLOUT:
         return (rollout_teacher(config, device),)
-    from gkd.preflight.frozen import local_teacher  # imports torch and transformers
+    from gkd.preflight.meta_models import local_teacher  # imports torch and transformers
 
     return (local_teacher(config, device),)
 
@@ -282,25 +279,22 @@ def teacher_identity(routes: Sequence[Route], teachers: Sequence[TeacherInfo]) -
     return {**each[0], "routes": {route.name: one for route, one in zip(routes, each, strict=True)}}
 
 
-def check_shares(config: Config, derived: Derived, prompts: Sequence[Prompt]) -> None:
+def check_shares(config: Config, prompts: Sequence[Prompt]) -> None:
     """Raise ConfigError if data.domain_shares has a route that no row names."""
     found = {prompt.route for prompt in prompts}
-    missing = [route.name for i, route in enumerate(derived.routes) if i not in found]
+    missing = [route.name for i, route in enumerate(config.derived.routes) if i not in found]
     if config.data.domain_shares and missing:
         problem = f"no row of data.train_files names the route {missing[0]}."
-        raise ConfigError("data.domain_shares", config.data.domain_shares, problem, "add rows, or remove the route.")
+        raise config.error("data.domain_shares", problem, "add rows, or remove the route.")
 
 
 def check_stream_fits(config: Config, total_steps: int) -> None:
     """Raise ConfigError if a stream would have more sequences than int32 can number."""
     most = 2**31 // (config.trainer.global_batch_size * config.rollout.n)
     if config.trainer.scheduler == STREAM and total_steps > most:
-        raise ConfigError(
-            "trainer.total_steps",
-            total_steps,
-            f"with trainer.scheduler=stream and this batch size a run has at most {most} steps.",
-            "lower it, and continue in a new run with the export of this one as model.path.",
-        )
+        problem = f"with trainer.scheduler=stream and this batch size a run has at most {most} steps."
+        fix = "lower it, and continue in a new run with the export of this one as model.path."
+        raise config.error("trainer.total_steps", problem, fix)
 
 
 def early_end_warning(config: Config, n_prompts: int) -> str:
@@ -320,7 +314,7 @@ def check_ray_installed() -> None:
         raise ClusterError("Ray is not installed in this environment. Fix: create one with launch/setup.sh.")
 
 
-def _held_out(config: Config, derived: Derived, tokenizer: Any, tools: Tools, teacher_tokenizer: Any) -> list[Prompt]:
+def _held_out(config: Config, tokenizer: Any, tools: Tools, teacher_tokenizer: Any) -> list[Prompt]:
     """Load the held-out prompts. Raises ConfigError if eval.metric needs answers that they do not have."""
     if not config.data.val_files:
         return []
@@ -330,7 +324,7 @@ def _held_out(config: Config, derived: Derived, tokenizer: Any, tools: Tools, te
         tokenizer,
         "data.val_files",
         teacher=config.teacher,
-        keep_rows=bool(derived.metrics or config.rollout.environment),
+        keep_rows=bool(config.derived.metrics or config.rollout.environment),
         tools=tools,
         teacher_tokenizer=teacher_tokenizer,
     )
@@ -338,3 +332,92 @@ def _held_out(config: Config, derived: Derived, tokenizer: Any, tools: Tools, te
         log.warning("dropped %d held-out prompts longer than data.max_prompt_length", dropped)
     check_answers(config, "data.val_files", prompts, [("eval.metric", config.eval.metric)])
     return prompts
+
+
+def stale_losses(config: Config) -> list[str]:
+    """Return the losses of a run with stale rollouts that are sensitive to them; see docs/losses.md."""
+    if not config.trainer.staleness_bound or not config.distill.on_policy_share:
+        return []
+    spec = config.derived.loss
+    return [term.name for term in spec.terms if term.name == "reverse_kl" or term in spec.policy_gradients]
+
+
+def warn_about_losses(config: Config, gib: float) -> None:
+    """Log warnings about valid settings that may be unintended.
+
+    Args:
+        gib: result of `scores_gib`.
+    """
+    if gib > LARGE_SCORES_GIB:
+        log.warning(
+            "teacher.signal=%s: scores may take %.1f GiB of host memory over all data-parallel groups, and twice that "
+            "while they are written to disk. Smaller: hidden instead of logits, topk instead of hidden, a smaller "
+            "teacher.topk or eval.max_prompts",
+            config.teacher.signal,
+            gib,
+        )
+    spec = config.derived.loss
+    if (spec.uses_samples or spec.has_rewards) and config.rollout.truncation:
+        names = [term.name for term in spec.policy_gradients] + ["rewards"] * spec.has_rewards
+        names += ["distill.tail=residual"] * spec.has_residual
+        log.warning(
+            "%s: tokens outside are never sampled, so %s cannot learn from them",
+            config.rollout.truncation,
+            ", ".join([*names, "the reference's KL"] if spec.reference_weight else names),
+        )
+    if sensitive := stale_losses(config):
+        log.warning(
+            "%s with rollouts up to %d steps old (trainer.scheduler=%s): older weights than those that train generated "
+            "them, which may cost quality (quickstart with reverse_kl: accuracy 97.3%% under sync, 98.6%% one step off "
+            "and 95.7%% two). Compare with trainer.scheduler=sync; see docs/losses.md",
+            ", ".join(sensitive),
+            config.trainer.staleness_bound,
+            config.trainer.scheduler,
+        )
+    share = config.distill.on_policy_share
+    unused = "student" if spec.sft and len(spec.terms) == 1 and share else None
+    if len(spec.policy_gradients) == len(spec.terms) and share < 1.0:
+        unused = "dataset"
+    if unused:
+        log.warning(
+            "distill.on_policy_share=%g: no loss learns from %s responses, but their tokens count in the mean",
+            share,
+            unused,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class ScoringPlan:
+    """Hold what to score, and the teachers of it."""
+
+    config: Config
+    prompts: list[Prompt]  # with their responses
+    eos_ids: list[int]
+    teachers: tuple[TeacherInfo, ...]  # one per route
+    n_vocab: int  # ids that student and teachers share
+
+
+def check_scoring(config: Config) -> ScoringPlan:
+    """Check the settings of a run, its data and its teachers. Needs no GPU, and makes no run folder.
+
+    Raises:
+        ConfigError: naming key, value and fix: also if there is no store, or it cannot keep a teacher's scores.
+        TeacherUnavailable: no teacher server replies.
+    """
+    check_config(config)
+    if not config.teacher.store:
+        fix = "name a folder, and use distill.on_policy_share below 1."
+        raise config.error("teacher.store", "scores need a folder that keeps them.", fix)
+    for route in config.derived.routes:
+        if route.teacher.backend == HTTP:
+            problem = "these servers send no digest of their weights, so the store keeps no scores of them."
+            raise ConfigError(route.key("backend"), HTTP, problem, "use a teacher server: gkd teacher.")
+        check_reachable(route)
+    config = with_local_copies(with_values(config, pinned_names(config)), (*MODELS, *FILES))
+    tokenizer, n_student_vocab, eos_ids = read_student(config)
+    prompts = training_prompts(config, tokenizer, eos_ids, environment_tools(config))
+    teachers = find_teachers(config, "cpu")
+    n_vocab = common_vocab(config, teachers, tokenizer, n_student_vocab)
+    if n_vocab < n_student_vocab:
+        check_masked(config, n_vocab, eos_ids, prompts)
+    return ScoringPlan(config, prompts, eos_ids, teachers, n_vocab)

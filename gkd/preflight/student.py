@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from gkd.actor.megatron.layout import ParallelLayout
-from gkd.config.check_parallel import check_engine_split
 from gkd.config.schema import Config
-from gkd.errors import ConfigError, ModelError
-from gkd.hf.files import check_rollout_support, check_trained_folder
-from gkd.hf.model_dims import check_megatron_support, read_dims
-from gkd.hf.model_folder import read_config_json
+from gkd.errors import ConfigError
+from gkd.footprint.megatron import check_split
+from gkd.hf.model_dims import check_engine_split, check_megatron_support, read_dims
+from gkd.hf.model_folder import checked_folder, read_config_json
 
 _NUMBERS_OF_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")  # keys of config.json
 
@@ -33,22 +29,12 @@ def check_student(config: Config) -> int:
     if config.derived.engine_adapter_rank:
         _check_engine_adapters(path)
     if longest > max_positions:
-        raise ConfigError(
-            "data.max_response_length",
-            config.data.max_response_length,
+        problem = (
             f"with data.max_prompt_length {config.data.max_prompt_length} a sequence may have {longest} tokens; the "
-            f"student supports {max_positions} (max_position_embeddings).",
-            "lower one of the two.",
+            f"student supports {max_positions} (max_position_embeddings)."
         )
+        raise config.error("data.max_response_length", problem, "lower one of the two.")
     return vocab_size
-
-
-def check_engines(config: Config, device: str) -> None:
-    """Raise ConfigError if the rollout engines cannot compute the student on this device: cpu or cuda."""
-    try:
-        check_rollout_support(Path(config.model.path), device)
-    except ModelError as error:
-        raise ConfigError("model.path", config.model.path, error.problem, error.fix) from error
 
 
 def _check_megatron(config: Config) -> tuple[int, int]:
@@ -71,16 +57,13 @@ def _check_megatron(config: Config) -> tuple[int, int]:
         from gkd.actor.megatron.lora import check_targets  # imports Megatron
 
         check_targets(dims, actor.lora)
-    derived = config.derived
-    layout = ParallelLayout(tp=actor.tp, pp=actor.pp, world_size=derived.world_size, rank=0, vpp=actor.vpp, ep=actor.ep)
-    layout.check_model(dims, sequence_parallel=actor.sequence_parallel)
-    dims.check_sequence_length(derived.max_sequence_length)
+    check_split(config, dims)
     check_engine_split(config.rollout.tp, (dims.n_heads,), (dims.n_kv_heads,), dims.mlp_columns)
     return dims.vocab_size, dims.max_positions
 
 
 def _check_fsdp(config: Config) -> tuple[int, int]:
-    from gkd.preflight.fsdp_student import check_fsdp_student  # imports transformers
+    from gkd.preflight.meta_models import check_fsdp_student  # imports transformers
 
     return check_fsdp_student(config)
 
@@ -100,27 +83,6 @@ def check_tokenizer_fits(config: Config, tokenizer: Any, vocab_size: int) -> Non
     """Raise ConfigError if a token of the tokenizer has no row in the embedding."""
     highest = max(tokenizer.get_vocab().values())
     if highest >= vocab_size:
-        raise ConfigError(
-            "model.path",
-            config.model.path,
-            f"its tokenizer has token ids up to {highest}, and its embedding only {vocab_size} rows.",
-            "resize the model's embedding, or use the tokenizer it was made with.",
-        )
-
-
-@contextmanager
-def checked_folder(key: str, path: str) -> Iterator[None]:
-    """Check that the folder has one meaning, and rewrite the ModelErrors of the block.
-
-    Raises:
-        ConfigError: naming `key`. The folder does not exist: it may be a name on the Hugging Face hub; or a check
-            failed.
-    """
-    if not Path(path).is_dir():
-        fix = "give a local folder in Hugging Face format; `hf download NAME --local-dir FOLDER` makes one."
-        raise ConfigError(key, path, "no such folder.", fix)
-    try:
-        check_trained_folder(Path(path))
-        yield
-    except ModelError as error:
-        raise ConfigError(key, path, error.problem, error.fix or "name a complete model folder.") from error
+        problem = f"its tokenizer has token ids up to {highest}, and its embedding only {vocab_size} rows."
+        fix = "resize the model's embedding, or use the tokenizer it was made with."
+        raise config.error("model.path", problem, fix)

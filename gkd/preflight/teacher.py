@@ -1,28 +1,32 @@
-"""Check the teacher before the start: reachable, same token ids, long enough context, and the memory of its scores."""
+"""Check the teacher before the start: reachable or not needed, token ids, chat template, length of its context."""
 
 from __future__ import annotations
 
+import os
 import socket
 import sys
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+import msgspec
 import numpy as np
 
-from gkd.config.routes import Route
-from gkd.config.schema import Config
+from gkd.config.schema import Config, Route
+from gkd.config.schema_sections import DataConfig, value_of
 from gkd.config.schema_teacher import HTTP
+from gkd.data.chunks import dataset_rollouts
 from gkd.data.prompts import load_tokenizer
 from gkd.errors import ConfigError, TeacherError, TeacherRefusal, TeacherUnavailable
-from gkd.hf.files import weights_digest
-from gkd.hf.model_folder import read_config_json
+from gkd.files.disk import replace_file
+from gkd.hf.model_folder import read_config_json, weights_digest
 from gkd.log import get_logger
-from gkd.preflight.same_tokens import shared_ids, shown
 from gkd.scoring.teacher.info import TeacherInfo
+from gkd.scoring.teacher.store import dataset_keys, open_store
 from gkd.scoring.teacher.teacher import Teacher, open_teacher
-from gkd.types import Rollout
-from teacher_server.wire.fingerprint import tokenizer_fingerprint
+from gkd.types import Prompt, Rollout
+from teacher_server.wire.fingerprint import template_example, template_fingerprint, tokenizer_fingerprint
 
 log = get_logger("preflight")
 
@@ -30,9 +34,14 @@ log = get_logger("preflight")
 TEACHER_HELLO_S = 10.0
 # Limit for a TCP connection. A host that drops packets does not reply at all.
 CONNECT_S = 2.0
-
-# A warning is logged if scores take more host memory than this.
-LARGE_SCORES_GIB = 4.0
+_SHOWN = 4  # tokens in one message
+_TEMPLATE_FIX = (
+    "give both folders the same chat template, set data.chat_template_kwargs, or put the teacher's form into a column "
+    "and set data.teacher_prompt_key"
+)
+# In teacher.store: a list of `TeacherInfo` by route, of what has scored the responses there. A score is found by a key
+# that contains the teacher's fingerprint, so a wrong description finds none.
+_STORED = "teachers.json"
 
 
 def check_reachable(route: Route, timeout_s: float = CONNECT_S) -> None:
@@ -128,26 +137,39 @@ def _check_head(teacher: Teacher) -> None:
 
 def rollout_teacher(config: Config, device: str) -> TeacherInfo:
     """Return the description of the student as the teacher on the rollout engines, as a server would."""
-    path, derived = config.model.path, config.derived
-    config_json = read_config_json(path, "model.path")
+    config_json = read_config_json(config.model.path, "model.path")
     text = config_json.get("text_config", config_json)
-    tokenizer = load_tokenizer(path, "model.path", trust_remote_code=config.model.trust_remote_code)
+    return own_teacher(
+        config,
+        "model.path",
+        vocab_size=text["vocab_size"],
+        hidden_size=text["hidden_size"],
+        max_tokens=text.get("max_position_embeddings", sys.maxsize) - 1,  # one token more is generated
+        n_workers=config.derived.n_engines,
+        engine="vllm",
+        device=device,
+    )
+
+
+def own_teacher(config: Config, key: str, **facts: Any) -> TeacherInfo:
+    """Return the description of a teacher on processes of the run.
+
+    Args:
+        key: that names the model's folder.
+        facts: of `TeacherInfo`, those that the kind of the teacher decides.
+    """
+    path = value_of(config, key)
+    tokenizer = load_tokenizer(path, key, trust_remote_code=config.model.trust_remote_code)
     return TeacherInfo(
         teacher="",
         model_name=Path(path).resolve().name,
         model_path=str(Path(path).resolve()),
         fingerprint=weights_digest(Path(path)),
-        vocab_size=text["vocab_size"],
-        hidden_size=text["hidden_size"],
         tokenizer_fingerprint=tokenizer_fingerprint(tokenizer.get_vocab()),
-        # One token more is generated.
-        max_tokens=text.get("max_position_embeddings", sys.maxsize) - 1,
-        n_workers=derived.n_engines,
         n_streams=1,
-        engine="vllm",
-        device=device,
         dtype=config.model.dtype,
         protocol_version=0,
+        **facts,
     )
 
 
@@ -185,15 +207,14 @@ def _shared_vocab(
     n_vocab, difference = shared_ids(own, other, student_vocab, teacher.vocab_size)
     if not other or difference or n_vocab < 2:
         problem = difference if other else "its folder is not on this host, so the tokens cannot be compared"
-        raise ConfigError(
-            "model.path",
-            config.model.path,
-            f"its tokenizer differs from the tokenizer of the {kind} {teacher.model_path}: {problem}.",
+        problem = f"its tokenizer differs from the tokenizer of the {kind} {teacher.model_path}: {problem}."
+        fix = (
             "use models with the same tokens and ids (one of them may have more, with the highest ids), or name the "
-            "teacher's tokenizer in teacher.tokenizer: docs/other_tokenizer.md.",
+            "teacher's tokenizer in teacher.tokenizer: docs/other_tokenizer.md."
         )
+        raise config.error("model.path", problem, fix)
     if masked := {token: i for token, i in own.items() if i >= n_vocab}:
-        log.warning("the student never generates the tokens that the %s does not have: %s", kind, shown(masked))
+        log.warning("the student never generates the tokens that the %s does not have: %s", kind, _shown(masked))
     return n_vocab
 
 
@@ -201,12 +222,8 @@ def check_limits(config: Config, route: Route, teacher: TeacherInfo, kind: str, 
     """Check that the teacher can answer the requests of this run. Raises ConfigError."""
     derived = config.derived
     if "topk" in derived.signals and config.teacher.topk > n_vocab:
-        raise ConfigError(
-            "teacher.topk",
-            config.teacher.topk,
-            f"student and teacher share only {n_vocab} token ids.",
-            f"use at most {n_vocab}.",
-        )
+        problem = f"student and teacher share only {n_vocab} token ids."
+        raise config.error("teacher.topk", problem, f"use at most {n_vocab}.")
     if teacher.protocol_version == 1 and (derived.n_student_ids or derived.signals == ("topk", "sampled")):
         raise ConfigError(
             route.key("server_port"),
@@ -221,13 +238,12 @@ def check_limits(config: Config, route: Route, teacher: TeacherInfo, kind: str, 
         raise ConfigError(key, value, problem, "upgrade the teacher server.")
     longest = derived.max_teacher_length
     if longest > teacher.max_tokens:
-        raise ConfigError(
-            "data.max_response_length",
-            config.data.max_response_length,
+        problem = (
             f"prompt and response may have {longest} tokens together, and the {kind} scores at most "
-            f"{teacher.max_tokens}.",
-            "lower data.max_prompt_length, data.max_teacher_prompt_length or data.max_response_length.",
+            f"{teacher.max_tokens}."
         )
+        fix = "lower data.max_prompt_length, data.max_teacher_prompt_length or data.max_response_length."
+        raise config.error("data.max_response_length", problem, fix)
 
 
 def _teacher_vocab(teacher: TeacherInfo) -> dict[str, int]:
@@ -239,53 +255,128 @@ def _teacher_vocab(teacher: TeacherInfo) -> dict[str, int]:
     return vocab if tokenizer_fingerprint(vocab) == teacher.tokenizer_fingerprint else {}
 
 
-def stale_losses(config: Config) -> list[str]:
-    """Return the losses of a run with stale rollouts that are sensitive to them; see docs/losses.md."""
-    if not config.trainer.staleness_bound or not config.distill.on_policy_share:
-        return []
-    spec = config.derived.loss
-    return [term.name for term in spec.terms if term.name == "reverse_kl" or term in spec.policy_gradients]
+def shared_ids(own: Mapping[str, int], other: Mapping[str, int], n_rows: int, n_other_rows: int) -> tuple[int, str]:
+    """Return how many ids, from 0 on, mean the same token in both models, and a clause on what prevents that.
 
-
-def warn_about_losses(config: Config, gib: float) -> None:
-    """Log warnings about valid settings that may be unintended.
+    The clause is empty if one model has all tokens of the other with the same ids, and its additional tokens have the
+    highest ids. These and padding rows are masked: they are not generated, and dropped before the softmax.
 
     Args:
-        gib: result of `scores_gib`.
+        own: token -> id of the student.
+        other: token -> id of a teacher or reference.
+        n_rows: of the student's embedding.
+        n_other_rows: of the other model's.
     """
-    if gib > LARGE_SCORES_GIB:
-        log.warning(
-            "teacher.signal=%s: scores may take %.1f GiB of host memory over all data-parallel groups, and twice that "
-            "while they are written to disk. Smaller: hidden instead of logits, topk instead of hidden, a smaller "
-            "teacher.topk or eval.max_prompts",
-            config.teacher.signal,
-            gib,
+    kept = {token: i for token, i in other.items() if i < n_rows}
+    moved = {token: f"{i} and {other[token]}" for token, i in own.items() if other.get(token, i) != i}
+    only_own = {token: i for token, i in own.items() if token not in other}
+    only_other = {token: i for token, i in kept.items() if token not in own}
+    n_ids = min([n_rows, n_other_rows, *only_own.values(), *only_other.values()])
+    are_last = all(i < n_ids for token, i in own.items() if token in other)
+    if not moved and are_last and not (only_own and only_other):
+        return n_ids, ""
+    clauses = (("other ids for", moved), ("only the student has", only_own), ("only the other model has", only_other))
+    return n_ids, "; ".join(f"{what} {_shown(tokens)}" for what, tokens in clauses if tokens)
+
+
+def check_masked(
+    config: Config, n_vocab: int, eos_ids: Sequence[int], prompts: Iterable[Prompt], *, is_shared: bool = True
+) -> None:
+    """Raise ConfigError if a response can only end with a masked token, or if a prompt or response has one.
+
+    Args:
+        is_shared: the teacher's prompts have the student's tokens.
+    """
+    fix = "use a teacher with the student's tokens, or remove them from the data and the chat template."
+    key = "model.n_vocab" if config.model.n_vocab else "model.path"
+    value = config.model.n_vocab or config.model.path
+    if masked := [i for i in eos_ids if i >= n_vocab]:
+        problem = f"responses end with token {masked[0]}, and the ids from {n_vocab} on are masked."
+        raise ConfigError(key, value, problem, fix)
+    for prompt in prompts:
+        for ids in (prompt.token_ids, prompt.response_ids, prompt.teacher_ids if is_shared else None):
+            if ids is not None and len(ids) and int(ids.max()) >= n_vocab:
+                problem = f"row {prompt.prompt_id} has the token id {int(ids.max())}; ids from {n_vocab} on are masked."
+                raise ConfigError(key, value, problem, fix)
+
+
+def _shown(tokens: Mapping[str, object]) -> str:
+    """Return the first tokens with their ids."""
+    first = [f"{token!r} ({i})" for token, i in list(tokens.items())[:_SHOWN]]
+    return ", ".join(first) + (f" and {len(tokens) - _SHOWN} more" if len(tokens) > _SHOWN else "")
+
+
+def template_warning(data: DataConfig, tokenizer: Any, teacher: TeacherInfo, *, trust_remote_code: bool) -> str:
+    """Return a sentence if the teacher's own template writes another prompt than the student reads, else "".
+
+    Also if they cannot be compared.
+
+    The teacher scores the student's prompt. Text in a form that it was not trained on lowers its quality. Its folder is
+    read if this host has it; else the prompt that its server sends is compared.
+    """
+    if data.chat_template == "never" or data.teacher_prompt_key:
+        return ""
+    name, variables = teacher.model_path, data.chat_template_kwargs
+    is_here = os.path.isdir(name)  # false where this user may not look
+    if not is_here and teacher.template_fingerprint == template_fingerprint(tokenizer.chat_template):
+        return ""
+    if not is_here and not teacher.template_example:
+        return teacher.template_fingerprint and (
+            f"the chat template of the teacher {name} is another text than the student's, and its folder is not on "
+            f"this host. If it writes other prompts, {_TEMPLATE_FIX}"
         )
-    spec = config.derived.loss
-    if (spec.uses_samples or spec.has_rewards) and config.rollout.truncation:
-        names = [term.name for term in spec.policy_gradients] + ["rewards"] * spec.has_rewards
-        names += ["distill.tail=residual"] * spec.has_residual
-        log.warning(
-            "%s: tokens outside are never sampled, so %s cannot learn from them",
-            config.rollout.truncation,
-            ", ".join([*names, "the reference's KL"] if spec.reference_weight else names),
-        )
-    if sensitive := stale_losses(config):
-        log.warning(
-            "%s with rollouts up to %d steps old (trainer.scheduler=%s): older weights than those that train generated "
-            "them, which may cost quality (quickstart with reverse_kl: accuracy 97.3%% under sync, 98.6%% one step off "
-            "and 95.7%% two). Compare with trainer.scheduler=sync; see docs/losses.md",
-            ", ".join(sensitive),
-            config.trainer.staleness_bound,
-            config.trainer.scheduler,
-        )
-    share = config.distill.on_policy_share
-    unused = "student" if spec.sft and len(spec.terms) == 1 and share else None
-    if len(spec.policy_gradients) == len(spec.terms) and share < 1.0:
-        unused = "dataset"
-    if unused:
-        log.warning(
-            "distill.on_policy_share=%g: no loss learns from %s responses, but their tokens count in the mean",
-            share,
-            unused,
-        )
+    try:
+        ours, its = template_example(tokenizer, variables), teacher.template_example
+        if is_here:
+            other = load_tokenizer(name, "teacher.path", trust_remote_code=trust_remote_code)
+            its = template_example(other, variables)
+    except Exception as error:  # a template is a program and may raise any error
+        return f"the chat templates of the student and of the teacher {name} are not compared: {error}"
+    if ours == its:
+        return ""
+    without = "" if is_here or not variables else " without data.chat_template_kwargs"
+    return (
+        f"the chat templates differ: the student reads {ours!r}, and the template of the teacher {name} writes "
+        f"{its!r}{without}. The teacher scores the student's form. Fix: {_TEMPLATE_FIX}"
+    )
+
+
+def record_teachers(config: Config, teachers: Sequence[TeacherInfo]) -> None:
+    """Write the descriptions of the teachers into the store, which exists. Raises OSError."""
+    replace_file(Path(config.teacher.store) / _STORED, msgspec.json.encode(teachers))
+
+
+def recorded_teachers(config: Config, away: TeacherUnavailable) -> tuple[TeacherInfo, ...]:
+    """Return the descriptions in the store for a run that needs no teacher server.
+
+    Raises:
+        TeacherUnavailable: `away`: the run needs the server, or nothing is recorded.
+    """
+    needs = config.distill.on_policy_share > 0 or config.data.val_files or config.teacher.signal == "hidden"
+    try:
+        if needs or not config.teacher.store:
+            raise away
+        content = (Path(config.teacher.store) / _STORED).read_bytes()
+        teachers = msgspec.json.decode(content, type=tuple[TeacherInfo, ...])
+    except (OSError, msgspec.DecodeError):
+        raise away from None
+    if len(teachers) != len(config.derived.routes):
+        raise away
+    names = ", ".join(f"{teacher.model_name} ({teacher.fingerprint[:12]})" for teacher in teachers)
+    log.warning(
+        "%s; teacher.store has the scores of %s: the run asks no teacher", str(away).partition(" Fix:")[0], names
+    )
+    return teachers
+
+
+def check_all_stored(
+    config: Config, prompts: Sequence[Prompt], teachers: Sequence[TeacherInfo], n_vocab: int, eos_ids: Sequence[int]
+) -> None:
+    """Raise TeacherUnavailable unless the store has the scores of each response."""
+    store, fingerprints = open_store(config.teacher), [teacher.fingerprint for teacher in teachers]
+    keys = dataset_keys(dataset_rollouts(prompts, eos_ids), config.derived, fingerprints, n_vocab)
+    n_missing = len(prompts) - sum(key in store for key in keys.values())
+    if n_missing:
+        problem = f"it lacks the scores of {n_missing} of {len(prompts)} responses, and no teacher server replies."
+        fix = "start the server, or run `gkd score` with these settings before"
+        raise TeacherUnavailable(f"teacher.store = {config.teacher.store}: {problem} Fix: {fix}")

@@ -7,8 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from gkd.config.routes import Route
-from gkd.config.schema import Config
+from gkd.config.schema import Config, Route
 from gkd.config.schema_teacher import ZMQ
 from gkd.data.prompts import load_tokenizer
 from gkd.errors import ConfigError, DataError
@@ -56,7 +55,7 @@ def tokenizer_pair(
     path = config.teacher.tokenizer
     if info.tokenizer_fingerprint and info.tokenizer_fingerprint != tokenizer_fingerprint(teacher.get_vocab()):
         problem = f"its tokens are not those of the teacher's folder {info.model_path}."
-        raise ConfigError("teacher.tokenizer", path, problem, "name the folder of the teacher, or a copy of it.")
+        raise config.error("teacher.tokenizer", problem, "name the folder of the teacher, or a copy of it.")
     vocabs = []
     for key, value, tokenizer, n in (
         ("model.path", config.model.path, student, n_student),
@@ -128,7 +127,7 @@ def check_pair(config: Config, route: Route, pair: TokenizerPair, prompts: Seque
     if n_begins < LEAST_PAIRED * n_tokens or not n_begins:
         problem = f"only {n_begins} of {n_tokens} tokens of the run's texts have the same bytes in its tokens."
         fix = "use a tokenizer that does not change texts."
-        raise ConfigError("teacher.tokenizer", config.teacher.tokenizer, problem, fix)
+        raise config.error("teacher.tokenizer", problem, fix)
     common = sum(int(at.is_common.sum()) for at in found) / n_begins
     shares = ""
     if route.teacher.backend == ZMQ:
@@ -148,7 +147,7 @@ def check_pair(config: Config, route: Route, pair: TokenizerPair, prompts: Seque
             f"only {100 * common:.0f}% of the student's tokens begin where a token of the teacher does, and nodes need "
             f"{100 * LEAST_COMMON:.0f}%."
         )
-        raise ConfigError("distill.units", "nodes", problem, "set distill.units=text.")
+        raise config.error("distill.units", problem, "set distill.units=text.")
 
 
 def _text(pair: TokenizerPair, prompt: Prompt) -> np.ndarray:

@@ -80,25 +80,22 @@ def check_run_folder(config: Config) -> Path | None:
     with _writing(root):
         nearest = next(path for path in (root, *root.parents) if path.exists())
         if not nearest.is_dir():
-            raise ConfigError("trainer.run_dir", str(root), f"{nearest} is a file.", "name a folder.")
+            raise config.error("trainer.run_dir", f"{nearest} is a file.", "name a folder.")
         if not os.access(nearest, os.W_OK | os.X_OK):
             raise PermissionError(f"this user may not write in {nearest}")
         if (root / LOCK).exists():
             _hold(root).close()
     if not _is_ours(root) and _holds_other_files(root):
         problem = "it is not empty and holds no complete run of gkd."
-        raise ConfigError("trainer.run_dir", str(root), problem, "name a new folder.")
+        raise config.error("trainer.run_dir", problem, "name a new folder.")
     named = named_checkpoint(config)
     if named is not None and named.parent == (root / CHECKPOINTS).resolve():
         return root / CHECKPOINTS / named.name
     if _holds_run(root):
         if config.trainer.resume != "auto":
-            raise ConfigError(
-                "trainer.run_dir",
-                str(root),
-                "the folder already holds a run.",
-                "name another folder, or set trainer.resume=auto to resume that run.",
-            )
+            problem = "the folder already holds a run."
+            fix = "name another folder, or set trainer.resume=auto to resume that run."
+            raise config.error("trainer.run_dir", problem, fix)
         check_same_run(root / "config.yaml", config)
     return named
 
@@ -118,7 +115,7 @@ def named_checkpoint(config: Config) -> Path | None:
         if step_of(folder) is not None and any((folder / file).exists() for file in (MANIFEST, STATE)):
             return folder
         problem = "not a checkpoint folder."
-    raise ConfigError("trainer.resume", resume, problem, "name one, like RUN_DIR/checkpoints/step_00000100.")
+    raise config.error("trainer.resume", problem, "name one, like RUN_DIR/checkpoints/step_00000100.")
 
 
 def _noted(file: Path, teacher: Mapping[str, Any], files: Sequence[Mapping[str, Any]], config: Config) -> Path | None:

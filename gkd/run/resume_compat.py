@@ -9,10 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from gkd.config.declare import IF_CONSTANT, IF_MOVED
-from gkd.config.key_list import all_keys, value_of
 from gkd.config.load import load_config
-from gkd.config.routes import kept_on_resume
 from gkd.config.schema import Config, planned_steps
+from gkd.config.schema_sections import all_keys, value_of
 from gkd.config.schema_teacher import BACKENDS, HTTP
 from gkd.errors import ConfigError
 from gkd.log import get_logger
@@ -28,16 +27,18 @@ def may_change(key: str, now: Config) -> bool:
     """Return whether a run that resumes with these settings may change the key; see `resume` at the key's field."""
     rule = all_keys()[key].key.resume
     if isinstance(rule, bool) or rule == IF_MOVED:
-        return rule is True  # `_kept` leaves out what may change
+        return rule is True  # `kept_value` leaves out what may change
     assert rule == IF_CONSTANT, rule
     # The end of the run shapes every step of a decaying schedule, and no step of a constant one.
     return now.actor.optim.schedule == "constant"
 
 
-def _kept(config: Config, key: str) -> object:
+def kept_value(config: Config, key: str) -> object:
     """Return the part of a value that a resumed run must keep, unless it may change the whole key."""
     value = value_of(config, key)
-    return kept_on_resume(value) if all_keys()[key].key.resume == IF_MOVED else value
+    if all_keys()[key].key.resume != IF_MOVED:
+        return value
+    return {name: (route.temperature, route.weight) for name, route in sorted(value.items())}  # a server may move
 
 
 def check_same_run(before: Path, now: Config) -> None:
@@ -48,7 +49,7 @@ def check_same_run(before: Path, now: Config) -> None:
     """
     old, errors = load_config(before), []
     for key in sorted(all_keys()):
-        was, value = _kept(old, key), _kept(now, key)
+        was, value = kept_value(old, key), kept_value(now, key)
         if was != value and not may_change(key, now):
             problem = f"{before.parent} was started with {was!r}."
             fix = "keep the old value to resume, or start a new run in another trainer.run_dir."

@@ -13,7 +13,7 @@ import numpy as np
 import ray
 
 from gkd.cluster.calls import gather
-from gkd.config.function_path import search_path
+from gkd.config.declare import search_path
 from gkd.config.schema import Config, Derived
 from gkd.data.row_files import RowTable
 from gkd.files.manifest import FileDigest

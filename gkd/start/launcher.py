@@ -112,7 +112,7 @@ def _start(
     threads = cpu_threads(config)
     of_actor, env = (worker_env(on_cpu, chunk_size(config), n_threads=n) for n in threads)
     shares = ", with {} and {} CPU threads a rank".format(*threads) if on_cpu else ""
-    n_ranks, n_engines = actor_slots.spec.world_size, plan.derived.n_engines
+    n_ranks, n_engines = actor_slots.spec.world_size, config.derived.n_engines
     log.info("starting %d actor ranks and %d rollout engines%s", n_ranks, n_engines, shares)
     of_actor |= actor_env(config, on_cpu)
     actor_workers = actor_slots.spawn(ActorWorker, of_actor, concurrency_groups=actor_worker.CONCURRENCY_GROUPS)
@@ -136,9 +136,9 @@ def _start(
     startup.expect([_endpoint_name(i) for i in range(len(endpoints))])
     places = _load_models(config, plan, startup, actor, rollout, building, calls)
     gather({_endpoint_name(i): e.is_up.remote() for i, e in enumerate(endpoints)}, "start", startup.left_s())
-    init_judging(config, plan.derived, plan.train_prompts, plan.val_prompts, endpoints, startup.left_s())
+    init_judging(config, config.derived, plan.train_prompts, plan.val_prompts, endpoints, startup.left_s())
     trim_heap()  # what the checks and the start have used, tokenizers above all
-    if config.teacher.signal == "hidden" and not plan.derived.teacher_pool:
+    if config.teacher.signal == "hidden" and not config.derived.teacher_pool:
         heads = teacher_heads(endpoints, actor.last_stage_nodes(startup.left_s()), startup.left_s())
         actor.set_teacher_head(heads, startup.left_s(), plan.pair)
     sync = WeightSync(actor.exporters(plan.device), rollout_workers, config, plan.device, startup.left_s())
@@ -154,7 +154,7 @@ def _start(
     restarts = restarting(rollout.engines, engine_slots, sync.restore_engine, config.rollout)
     pushes = EngineSync(sync, rollout.engines, config.trainer.init_timeout_s)
     roles = _connect(config, plan, actor, rollout, pushes, endpoints)
-    return with_judges(roles, config, plan.derived, endpoints), restarts
+    return with_judges(roles, config, config.derived, endpoints), restarts
 
 
 def _load_models(
@@ -180,9 +180,9 @@ def _load_models(
     building = {**building, **actor.init_model(plan.device, plan.total_steps, startup.left_s())}
     places = record_placement(config, plan.device, plan.folder, calls, startup.left_s())
     gather(building, "init_model", startup.left_s())
-    if plan.derived.teacher_pool == ACTOR:
+    if config.derived.teacher_pool == ACTOR:
         actor.init_teacher(startup.left_s(), plan.pair)
-    if plan.derived.reference_folder:
+    if config.derived.reference_folder:
         actor.init_reference(startup.left_s())
     return places
 
@@ -197,10 +197,10 @@ def _connect(
 ) -> Roles:
     """Return the roles with the teacher that teacher.backend selects."""
     timeout_s = config.trainer.stage_timeout_s
-    reference = ReferencePool(actor.workers, endpoints, config) if plan.derived.loss.has_reference else NoReference()
-    if plan.derived.teacher_pool == ACTOR:
+    reference = ReferencePool(actor.workers, endpoints, config) if config.derived.loss.has_reference else NoReference()
+    if config.derived.teacher_pool == ACTOR:
         return Roles(actor, rollout, LocalScoring(lambda: actor.workers, endpoints, timeout_s), pushes, reference)
-    if plan.derived.teacher_pool == ROLLOUT:
+    if config.derived.teacher_pool == ROLLOUT:
         local = LocalScoring(rollout.up, endpoints, timeout_s, of="rollout engine")
         return Roles(actor, rollout, local, pushes, reference)
     throttled = [info.n_streams for info in plan.teachers if throttle_warning(config.teacher, info)]
@@ -208,7 +208,7 @@ def _connect(
     pool = ScoringPool(endpoints, timeout_s)
     roles = Roles(actor, rollout, pool, pushes, reference, remark, pool.health)
     if prompts := plan.val_prompts[: config.eval.teacher_prompts]:
-        settings = (config, plan.derived.routes, plan.teachers, plan.n_vocab, plan.eos_ids)
+        settings = (config, config.derived.routes, plan.teachers, plan.n_vocab, plan.eos_ids)
         return replace(roles, teacher_samples=partial(greedy_samples, *settings, prompts))
     return roles
 
@@ -239,7 +239,7 @@ def _endpoints(config: Config, plan: Plan, actor: ActorPool, slots: Pool) -> lis
     # the end of a chunk.
     n_in_flight = sum(window.n_in_flight for window in windows)
     n_threads = -(-n_in_flight // CHUNK_SIZE) + 1
-    if plan.derived.teacher_pool:
+    if config.derived.teacher_pool:
         return spawn_endpoints(config, actor, slots, plan.device, GroupEndpoint)
     probes = [info.probe for info in plan.teachers]
     n_vocab = len(plan.pair.teacher) if plan.pair else plan.n_vocab

@@ -19,7 +19,6 @@ from msgspec import structs
 from gkd.cluster.gpu_table import Finding, GpuMap, gpu_map_from_json
 from gkd.config.check import check_config
 from gkd.config.load import load_config, parse_overrides
-from gkd.config.routes import routes_of
 from gkd.config.schema import Config
 from gkd.errors import ClusterError, ConfigError, GkdError
 
@@ -83,9 +82,9 @@ def check(config: Config) -> GpuMap:
         if error.key != "rollout.n_gpus_per_node":
             raise
         # Too few GPUs to start Ray. There are no ranks, but the teacher may use the missing GPUs.
-        teacher, found = teacher_rows(routes_of(config), "cuda")
+        teacher, found = teacher_rows(config.derived.routes, "cuda")
         return GpuMap(device="cuda", pools=(), rows=tuple(teacher), findings=(_too_few(error), *found))
-    teacher, found = teacher_rows(routes_of(config), device)
+    teacher, found = teacher_rows(config.derived.routes, device)
     try:
         config = with_own_gpus(config, device, teacher)
     except ConfigError as error:
@@ -133,7 +132,7 @@ def check_running(run_dir: Path) -> GpuMap:
     if saved.ended:
         return ended(saved)
     config = load_config(run_dir / "config.yaml")
-    teacher, found = teacher_rows(routes_of(config), saved.device)
+    teacher, found = teacher_rows(config.derived.routes, saved.device)
     machine = machine_gpus() if saved.device == "cuda" else []
     table = refresh(saved, socket.gethostname(), machine, teacher)
     return structs.replace(table, findings=(*table.findings, *found))

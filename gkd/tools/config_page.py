@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from gkd.config.key_list import DeclaredKey, all_keys
+from gkd.config.schema_sections import DeclaredKey, all_keys
 
 _HEAD = """# Configuration
 

@@ -17,7 +17,6 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from gkd.config.load import load_config
-from gkd.config.routes import routes_of
 from gkd.preflight.teacher import request_info
 from gkd.scoring.endpoint import ScoringEndpoint
 from gkd.scoring.teacher.window import window_of_group
@@ -42,7 +41,7 @@ def measure(n_sequences: int, rounds: int) -> Part:
         endpoints = {}
         for name, overrides in CASES.items():
             config = load_config(None, [f"teacher.server_port={server.port}", "teacher.topk=64", *overrides])
-            info = request_info(*routes_of(config))
+            info = request_info(*config.derived.routes)
             window = window_of_group(config.teacher, info, 1)
             endpoints[name] = ScoringEndpoint(config, _VOCAB, [info.fingerprint], [window])
             stack.enter_context(endpoints[name].clients()[0])

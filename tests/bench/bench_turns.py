@@ -90,7 +90,7 @@ def _run(part: str, rounds: int) -> dict[str, list[dict[str, float]]]:
     os.environ.update(CPU_ENV)
     from transformers import AutoTokenizer
 
-    from gkd.config.function_path import search_path
+    from gkd.config.declare import search_path
     from gkd.config.schema_rollout import RolloutConfig
     from gkd.config.schema_sections import DataConfig
     from gkd.data.chat_delta import ChatDelta

@@ -21,8 +21,8 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from gkd.config.key_list import value_of
 from gkd.config.load import load_config
+from gkd.config.schema_sections import value_of
 from gkd.errors import ConfigError
 from gkd.tools.migrate.__main__ import migrate
 

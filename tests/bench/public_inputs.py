@@ -23,9 +23,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from gkd.config.key_list import with_values
 from gkd.config.schema import Config
-from gkd.config.schema_sections import DataConfig
+from gkd.config.schema_sections import DataConfig, with_values
 from gkd.config.schema_teacher import TeacherConfig
 from gkd.data.prompts import RowReader, load_prompts
 from gkd.errors import ConfigError

@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from gkd.actor.worker import ActorWorker
-from gkd.config.check import check_config
 from gkd.config.load import load_config
 from gkd.config.schema import Config
 from gkd.errors import GkdError
@@ -83,7 +82,7 @@ def test_both_pools_start_at_the_same_time(tmp_path: Path, monkeypatch: pytest.M
     settings += ["teacher.backend=local", "teacher.path=t"]
     config = load_config(None, settings)
     folder = open_run_folder(config, {"name": "t", "fingerprint": "f"})
-    plan = Plan(check_config(config), "cpu", [1], [], [], (TEACHER,), 9, 1, config, [], folder)
+    plan = Plan("cpu", [1], [], [], (TEACHER,), 9, 1, config, [], folder)
     for name, worker in (("ActorWorker", Rank), ("RolloutWorker", Engine)):
         monkeypatch.setattr(launcher, name, worker)
     with pytest.raises(Met), launcher.started_roles(plan):

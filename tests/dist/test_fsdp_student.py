@@ -150,7 +150,7 @@ def _measure_unused(folder: Path, rank: int) -> float:
 
     from gkd.actor.fsdp.model import build_on_meta, shard
     from gkd.actor.fsdp.weights import full_tensor, load_weights, match_files
-    from gkd.hf.files import open_tensors
+    from gkd.hf.model_folder import open_tensors
 
     rows = [torch.tensor([[5, 6, 7]]), torch.tensor([[8]])]
     hf = build_on_meta(folder, dtype=torch.float32, packing=False)

@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from gkd.config.loss_spec import LossSpec, LossTerm, teacher_signals
-from gkd.config.routes import Route
+from gkd.config.schema import Route
 from gkd.config.schema_teacher import NORMALIZATIONS, TeacherConfig
 from gkd.data.batching import make_micro_batches, without_first
 from gkd.data.collate import route_counts, sequence_weights

@@ -13,8 +13,7 @@ import pytest
 
 from gkd.config.load import load_config
 from gkd.errors import ConfigError, TeacherUnavailable
-from gkd.preflight.run import preflight
-from gkd.preflight.scoring import check_scoring
+from gkd.preflight.run import check_scoring, preflight
 from gkd.scoring.teacher.store import SUFFIX
 from gkd.tools.score import _check_size
 from tests.dist.helpers import free_port

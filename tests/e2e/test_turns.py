@@ -29,7 +29,7 @@ def _probe(models: Path) -> dict[str, Any]:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     from examples.tools.products import read_jsonl
-    from gkd.config.function_path import search_path
+    from gkd.config.declare import search_path
     from gkd.config.schema_rollout import RolloutConfig
     from gkd.config.schema_sections import DataConfig
     from gkd.data.chat_delta import ChatDelta

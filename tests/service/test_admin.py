@@ -17,7 +17,6 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from gkd.config.load import load_config
-from gkd.config.routes import routes_of
 from gkd.errors import ConfigError, TeacherRefusal
 from gkd.preflight.teacher import request_info
 from teacher_server.__main__ import main
@@ -267,7 +266,7 @@ def test_the_trainer_reports_a_wrong_teacher_name(server: ServerProcess) -> None
     """Fails if a misspelled teacher.name is reported as a refused request, without the key."""
     config = load_config(None, [f"teacher.server_port={server.port}", "teacher.name=unknown"])
     with refuses("teacher.name"):
-        request_info(*routes_of(config))
+        request_info(*config.derived.routes)
 
 
 def test_a_teacher_without_a_plain_lm_head_is_refused_before_the_start(tmp_path: Path) -> None:
@@ -279,8 +278,8 @@ def test_a_teacher_without_a_plain_lm_head_is_refused_before_the_start(tmp_path:
     save_file(weights, file, {"format": "pt"})
     with ServerProcess(model, tmp_path) as server:
         base = [f"teacher.server_port={server.port}"]
-        assert request_info(*routes_of(load_config(None, base))).vocab_size > 0
+        assert request_info(*load_config(None, base).derived.routes).vocab_size > 0
         with pytest.raises(ConfigError) as caught:
-            request_info(*routes_of(load_config(None, [*base, "teacher.signal=hidden"])))
+            request_info(*load_config(None, [*base, "teacher.signal=hidden"]).derived.routes)
     cause = caught.value.__cause__
     assert caught.value.key == "teacher.signal" and isinstance(cause, TeacherRefusal) and cause.code == "bad_request"

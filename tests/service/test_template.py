@@ -13,8 +13,8 @@ import pytest
 
 from gkd.config.load import load_config
 from gkd.config.schema_sections import DataConfig
-from gkd.preflight.chat_templates import template_warning
 from gkd.preflight.run import preflight
+from gkd.preflight.teacher import template_warning
 from gkd.scoring.teacher.info import TeacherInfo
 from teacher_server.wire.protocol import MAX_TEXT, InfoRequest, ProtocolError, replies
 from tests.e2e.conftest import save_model

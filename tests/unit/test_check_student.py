@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file, save_file
 
-from gkd.config.key_list import with_values
 from gkd.config.schema import Config
 from gkd.config.schema_actor import LoraConfig
+from gkd.config.schema_sections import with_values
 from gkd.errors import ConfigError, GkdError
 from gkd.preflight.student import check_student
 from tests.dist.megatron_reference import make_hf_folder

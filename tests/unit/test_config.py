@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from gkd.config.check import check_config
-from gkd.config.key_list import DeclaredKey, all_keys, with_values
 from gkd.config.load import config_yaml, load_config
 from gkd.config.schema import Config
+from gkd.config.schema_sections import DeclaredKey, all_keys, with_values
 from gkd.errors import ConfigError
 from gkd.footprint.estimate import scores_gib
 from gkd.tools.config_page import config_page

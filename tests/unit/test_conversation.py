@@ -21,7 +21,7 @@ from gkd.data.conversation import ROLES, read_conversation
 from gkd.data.prompts import load_prompts
 from gkd.data.render import PromptRenderer
 from gkd.errors import ConfigError
-from gkd.preflight.chat_templates import template_warning
+from gkd.preflight.teacher import template_warning
 from gkd.scoring.teacher.info import TeacherInfo
 from teacher_server.wire.fingerprint import template_fingerprint
 from teacher_server.worker.model_folder import ModelFolder, describe_tokenizer

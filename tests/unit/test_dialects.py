@@ -10,12 +10,11 @@ import numpy as np
 import pytest
 import torch
 
-from gkd.config.dialects.expressions import compiled
-from gkd.config.dialects.table import Dialect, OldSettings, Row, dialects, files, plain
+from gkd.config.dialects.table import Dialect, OldSettings, Row, compiled, dialects, files, plain
 from gkd.config.foreign_keys import flag_suggestion, nearest_keys, old_rows, suggestion
-from gkd.config.key_list import all_keys, sections
 from gkd.config.load import load_config, parse_overrides
 from gkd.config.loss_spec import loss_spec
+from gkd.config.schema_sections import all_keys, sections
 from gkd.errors import ConfigError
 from gkd.loss.divergence import DIVERGENCES
 from gkd.main_gkd import main

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from gkd.actor.common.step import BatchSums, diagnostics
 from gkd.config.loss_spec import LossSpec, LossTerm
-from gkd.config.routes import Route
+from gkd.config.schema import Route
 from gkd.config.schema_teacher import NORMALIZATIONS, TeacherConfig
 from gkd.data.batching import make_micro_batches
 from gkd.data.collate import route_counts, sequence_weights, size_numbers

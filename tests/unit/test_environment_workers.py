@@ -17,7 +17,7 @@ import psutil
 import pytest
 
 import gkd.errors
-from gkd.config.function_path import search_path
+from gkd.config.declare import search_path
 from gkd.data.row_files import encode_row
 from gkd.environment.form import MAX_BYTES
 from gkd.environment.pool import Environments, Reply

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from gkd.errors import ModelError
-from gkd.hf.files import tensor_shapes
 from gkd.hf.model_dims import ARCHITECTURES, MEGATRON_ARCHITECTURES, check_megatron_support, read_dims
+from gkd.hf.model_folder import tensor_shapes
 from tests.unit.test_footprint import QWEN25_15B
 
 # What no architecture is without; the rest may be left to its defaults.

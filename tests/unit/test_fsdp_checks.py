@@ -26,15 +26,14 @@ from gkd.actor.fsdp.optim import build_adamw
 from gkd.actor.fsdp.probe import probe_on_meta
 from gkd.actor.fsdp.weights import file_parts, match_files
 from gkd.actor.pool import ActorPool
-from gkd.config.check_parallel import check_engine_split
-from gkd.config.key_list import with_values
 from gkd.config.schema import Config
 from gkd.config.schema_actor import ActorConfig, LoraConfig
-from gkd.config.schema_sections import DataConfig, ModelConfig
+from gkd.config.schema_sections import DataConfig, ModelConfig, with_values
 from gkd.config.schema_trainer import TrainerConfig
 from gkd.errors import ConfigError, ModelError
-from gkd.hf.files import check_headers, open_tensors, weights_digest
-from gkd.preflight.fsdp_student import check_fsdp_student, distinct_sizes
+from gkd.hf.model_dims import check_engine_split
+from gkd.hf.model_folder import check_headers, open_tensors, weights_digest
+from gkd.preflight.meta_models import check_fsdp_student, distinct_sizes
 from gkd.preflight.student import check_student
 from tests.dist.hf_models import make_model_folder
 from tests.dist.megatron_reference import VOCAB, make_hf_folder

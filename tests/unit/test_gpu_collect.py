@@ -23,7 +23,7 @@ from gkd.cluster.gpu_table import TEACHER, GpuInfo, GpuMap, PoolNeed, RankPlacem
 from gkd.cluster.gpus import machine_gpus, parse_gpus, visible_gpus, with_processes
 from gkd.cluster.host import nearest_ancestor, process_info
 from gkd.config.load import config_yaml, load_config
-from gkd.config.routes import Route
+from gkd.config.schema import Route
 from gkd.config.schema_teacher import TeacherConfig
 from gkd.gpu_map.choice import free_gpus
 from gkd.gpu_map.record import record_end, record_restart

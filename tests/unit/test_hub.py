@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 
-from gkd.config.key_list import with_values
 from gkd.config.load import config_yaml, load_config
+from gkd.config.schema_sections import with_values
 from tests.hub import Hub
 
 # What a process does that loads the student's weights. It prints the folder of each name, or its error.

@@ -11,7 +11,7 @@ import pytest
 
 from gkd.config.load import load_config
 from gkd.errors import ConfigError
-from gkd.preflight.frozen import local_teacher
+from gkd.preflight.meta_models import local_teacher
 from gkd.scoring.teacher.info import TeacherInfo
 from teacher_server.wire.fingerprint import tokenizer_fingerprint
 from tests.dist.hf_models import make_model_folder

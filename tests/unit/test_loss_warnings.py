@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from gkd.config.load import load_config
-from gkd.preflight.teacher import stale_losses, warn_about_losses
+from gkd.preflight.run import stale_losses, warn_about_losses
 
 STALE = "trainer.scheduler=one_step_off"
 

@@ -13,13 +13,14 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from gkd.config.key_list import with_values
 from gkd.config.load import load_config
 from gkd.config.schema import Config
+from gkd.config.schema_sections import with_values
 from gkd.errors import ConfigError, ModelError
 from gkd.hf.folder import write_folder
-from gkd.preflight.frozen import local_teacher
-from gkd.preflight.student import check_engines, check_student
+from gkd.hf.model_folder import check_engines
+from gkd.preflight.meta_models import local_teacher
+from gkd.preflight.student import check_student
 from teacher_server.engines.folder_check import check_folder
 from teacher_server.engines.vllm_limits import CPU_HEAD_SIZES
 from teacher_server.engines.weight_files import FolderError

@@ -63,7 +63,7 @@ def test_the_setting_without_effect_is_named(tmp_path: Path, gkd_log: pytest.Log
     paths = (f"model.path={folder}", "teacher.backend=local", f"teacher.path={folder}", f"data.train_files=[{prompts}]")
     for name, overrides in (("moved", (MOVED,)), ("host", ON_HOST), ("both", (*ON_HOST, MOVED))):
         plan = preflight(load_config(None, [*sizes, *paths, f"trainer.run_dir={tmp_path / name}", *overrides]))
-        assert plan.derived.moves_states == (name == "moved")
+        assert plan.config.derived.moves_states == (name == "moved")
         warnings = [record.getMessage() for record in gkd_log.records if record.levelno == logging.WARNING]
         keys = [key for key in ("actor.offload_train", "actor.fsdp_cpu_offload") if any(key in w for w in warnings)]
         assert len(keys) == (2 if name == "both" else 0), warnings

@@ -68,7 +68,7 @@ def refusal(path: str) -> ConfigError:
     """Return the error of a run with this loss."""
     config = load_config(None, [f"distill.loss={path}"])
     with pytest.raises(ConfigError) as caught:
-        check_loss_functions(config, config.derived)
+        check_loss_functions(config)
     return caught.value
 
 
@@ -107,7 +107,7 @@ def test_the_start_is_refused(tmp_path: Path) -> None:
 def test_a_right_function_is_accepted(path: str) -> None:
     """Fails if the example of the documentation, or a formula without care for infinities, is refused."""
     config = load_config(None, [f"distill.loss={path}"])
-    check_loss_functions(config, config.derived)
+    check_loss_functions(config)
 
 
 def test_an_entry_of_a_mixture_is_named_and_has_parameters() -> None:
@@ -115,7 +115,7 @@ def test_an_entry_of_a_mixture_is_named_and_has_parameters() -> None:
     wrong = f"{{name: '{__name__}:counting'}}"
     config = load_config(None, [f"distill.losses=[{{name: forward_kl}},{wrong}]"])
     with refuses("distill.losses[1].name"):
-        check_loss_functions(config, config.derived)
+        check_loss_functions(config)
     spec = loss_spec(DistillConfig(losses=[LossTermConfig("k1"), LossTermConfig(OWN, 2.0, alpha=0.3)]), 1.0)
     assert spec.divergences == (LossTerm(OWN, 2.0, alpha=0.3),)
 

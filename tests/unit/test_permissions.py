@@ -12,7 +12,7 @@ import pytest
 from gkd.config.schema_sections import DataConfig
 from gkd.errors import ConfigError
 from gkd.main_gkd import main
-from gkd.preflight.chat_templates import template_warning
+from gkd.preflight.teacher import template_warning
 from gkd.run.open import check_run_folder
 from gkd.scoring.teacher.info import TeacherInfo
 from teacher_server.__main__ import main as teacher_server

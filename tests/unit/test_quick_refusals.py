@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from gkd.config.routes import Route
+from gkd.config.schema import Route
 from gkd.config.schema_teacher import TeacherConfig
 from gkd.errors import ConfigError, TeacherUnavailable
 from gkd.preflight.teacher import check_reachable

@@ -23,7 +23,7 @@ from gkd.footprint import footprint
 from gkd.footprint.report import footprint_table
 from gkd.hf.model_dims import read_dims
 from gkd.metrics.writer import read_metrics
-from gkd.preflight.frozen import check_reference
+from gkd.preflight.meta_models import check_reference
 from gkd.run.open import open_run_folder
 from gkd.types import PendingScores, ScoredChunk
 from tests.dist.hf_models import make_model_folder

@@ -19,13 +19,13 @@ import pytest
 from math_verify.errors import TimeoutException
 
 from examples.quickstart.addition import build_tokenizer
-from gkd.config.function_path import search_path
+from gkd.config.declare import search_path
 from gkd.config.load import load_config
 from gkd.config.schema import Config
 from gkd.data.prompts import load_prompts
 from gkd.data.row_files import RowTable, decode_row, encode_row
 from gkd.errors import DataError, RewardError
-from gkd.preflight.reward import check_answers, check_functions
+from gkd.preflight.user_code import check_answers, check_functions
 from gkd.scoring.reward.functions import Case, judge_of
 from gkd.scoring.reward.judging import TRAINING, VALIDATION, Judging
 from gkd.scoring.reward.pool import RewardWorkers
@@ -169,7 +169,7 @@ def test_functions_are_imported_before_the_start(config: Config, path: str) -> N
     """Fails if a typing error in a path is found after the models are loaded."""
     wrong = load_config(None, [f"model.path={config.model.path}", f"reward.functions=[{{path: '{path}'}}]"])
     with refuses("reward.functions"):
-        check_functions(wrong, wrong.derived)
+        check_functions(wrong)
 
 
 def case(response: str, answer: object, *, truncated: bool = False) -> Case:

@@ -196,9 +196,9 @@ def test_without_shares_the_order_is_that_of_all_prompts() -> None:
 def test_shares_that_cannot_be_drawn_are_refused() -> None:
     """Fails if a run starts with a route without rows, or with more routes than a batch can alternate."""
     config = shared("{a: 1, b: 1}", 8)
-    check_shares(config, config.derived, prompts(1, 1))
+    check_shares(config, prompts(1, 1))
     with refuses("data.domain_shares"):
-        check_shares(config, config.derived, prompts(3))
+        check_shares(config, prompts(3))
     with refuses("data.domain_shares"):
         shared("{a: 1, b: 1, c: 1, d: 1}", 4)
 

@@ -13,10 +13,9 @@ from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
 from gkd.config.load import load_config
-from gkd.config.routes import Route
+from gkd.config.schema import Route
 from gkd.errors import ConfigError
-from gkd.preflight.same_tokens import check_masked, shared_ids
-from gkd.preflight.teacher import check_teacher
+from gkd.preflight.teacher import check_masked, check_teacher, shared_ids
 from gkd.scoring.teacher.info import TeacherInfo
 from gkd.types import Prompt
 from teacher_server.wire.fingerprint import tokenizer_fingerprint

@@ -14,7 +14,7 @@ import pytest
 from examples.quickstart.addition import build_tokenizer
 from gkd.config.check import check_config
 from gkd.config.load import load_config
-from gkd.config.routes import Route
+from gkd.config.schema import Route
 from gkd.config.schema_sections import DataConfig
 from gkd.config.schema_teacher import TeacherConfig
 from gkd.data.batching import make_micro_batches, without_first

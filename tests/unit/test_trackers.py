@@ -13,10 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from gkd.config.dialects.expressions import TRACKERS, NotConvertible
-from gkd.config.dialects.table import OldSettings, dialects
-from gkd.config.key_list import all_keys
+from gkd.config.dialects.table import TRACKERS, NotConvertible, OldSettings, dialects
 from gkd.config.load import load_config
+from gkd.config.schema_sections import all_keys
 from gkd.config.schema_trainer import TRACKER_NAMES
 from gkd.errors import ClusterError, ConfigError
 from gkd.metrics import trackers

@@ -39,8 +39,8 @@ from gkd.actor.fsdp.weights import Place, blend_part, full_tensor, load_weights,
 from gkd.data.batching import make_micro_batches
 from gkd.data.score_checks import check_own, check_top_ids
 from gkd.errors import ConfigError, ModelError, TeacherError
-from gkd.hf.files import open_tensors, some_names
 from gkd.hf.folder import TensorPlan
+from gkd.hf.model_folder import open_tensors, some_names
 from gkd.log import get_logger
 from gkd.types import MicroBatch, Rollout
 from teacher_server.engines.base import RowStream, ScoreParams, TokenSequence, request_problem, stream_rows

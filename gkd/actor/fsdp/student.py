@@ -37,8 +37,8 @@ from gkd.actor.fsdp.probe import probe
 from gkd.actor.fsdp.weights import Place, full_tensor, load_weights, match_files
 from gkd.config.schema_actor import LoraConfig
 from gkd.errors import ModelError
-from gkd.hf.files import open_tensors, weights_digest
 from gkd.hf.folder import TensorPlan, exhaust, write_adapters, write_folder
+from gkd.hf.model_folder import open_tensors, weights_digest
 from gkd.log import get_logger
 from gkd.loss.reduce import sum_over_group
 from gkd.loss.vocab_parallel import VocabShard

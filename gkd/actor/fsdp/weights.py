@@ -27,7 +27,7 @@ from transformers.core_model_loading import (
 )
 
 from gkd.errors import ModelError
-from gkd.hf.files import check_headers, open_tensors
+from gkd.hf.model_folder import check_headers, open_tensors
 
 
 @dataclass(frozen=True, slots=True)

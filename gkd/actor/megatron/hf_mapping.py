@@ -26,8 +26,8 @@ from gkd.actor.megatron.tensor_layouts import (
     TensorLayout,
 )
 from gkd.errors import ModelError
-from gkd.hf.files import check_headers, open_tensors, some_names
 from gkd.hf.model_dims import ModelDims, MoeDims
+from gkd.hf.model_folder import check_headers, open_tensors, some_names
 
 Shape: TypeAlias = tuple[int, ...]
 

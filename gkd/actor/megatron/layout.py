@@ -15,9 +15,8 @@ from __future__ import annotations
 import math
 from dataclasses import KW_ONLY, dataclass
 
-from gkd.config.check_parallel import check_actor_split, check_expert_ranks
 from gkd.errors import ConfigError
-from gkd.hf.model_dims import ModelDims
+from gkd.hf.model_dims import ModelDims, check_actor_split, check_expert_ranks
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,8 +30,8 @@ from gkd.actor.megatron.model import build_model
 from gkd.actor.megatron.optim import build_optimizer, clip_and_step, prepare_grads, set_lr
 from gkd.actor.megatron.pipeline import run_batch, run_logprobs
 from gkd.config.schema_actor import LoraConfig
-from gkd.hf.files import weights_digest
 from gkd.hf.folder import TensorPlan
+from gkd.hf.model_folder import weights_digest
 from gkd.loss.reduce import sum_over_group
 from gkd.loss.vocab_parallel import VocabShard
 from gkd.memory.states import GRADS, OPTIMIZER, PARAMS, States, optimizer_tensors

@@ -15,7 +15,7 @@ import numpy as np
 import ray
 
 from gkd.cluster.calls import Pending, gather
-from gkd.config.function_path import search_path
+from gkd.config.declare import search_path
 from gkd.config.schema import Config
 from gkd.data.chunks import CHUNK_SIZE, dataset_chunks
 from gkd.data.codec import ColumnList

@@ -193,7 +193,7 @@ class RolloutWorker(SelfScoring):
         with self._spans.span(Phase.OPEN_STREAM):
             self._engine.synchronize()
         # A step may wait for sequences of this age. With a bound of 1 too many are of age 1 to send them early.
-        late_age = max(2, self._config.derived.max_staleness)
+        late_age = max(2, self._config.trainer.staleness_bound)
         chunks, max_running = Coalescer(n_groups, chunk_size, late_age), self._config.rollout.sequence_limit
         self._session = session  # before the loop exists: no late prompt of the last stream gets into it
         self._loop = EngineLoop(self._engine, max_running, chunks, partial(self._diagnosed, Phase.GENERATE))

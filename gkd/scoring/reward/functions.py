@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from gkd.config.function_path import import_function
+from gkd.config.declare import import_function
 from gkd.config.schema import Config
 from gkd.config.schema_sections import ENVIRONMENT, EXACT_MATCH, LENGTH, MATH_VERIFY
 from gkd.data.answers import is_correct

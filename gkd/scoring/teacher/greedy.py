@@ -12,8 +12,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from gkd.config.routes import Route
-from gkd.config.schema import Config
+from gkd.config.schema import Config, Route
 from gkd.data.answers import greedy_sample
 from gkd.data.chunks import dataset_rollouts
 from gkd.data.prompts import load_tokenizer

@@ -7,10 +7,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from gkd.config.dialects.expressions import NotConvertible
-from gkd.config.dialects.table import UNSET, Dialect, OldSettings, Row
-from gkd.config.key_list import all_keys
+from gkd.config.dialects.table import UNSET, Dialect, NotConvertible, OldSettings, Row
 from gkd.config.load import load_config
+from gkd.config.schema_sections import all_keys
 from gkd.errors import ConfigError
 
 Status = Literal["mapped", "to set", "refused", "not supported", "not recognized", "default", "meaningless"]

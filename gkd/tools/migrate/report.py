@@ -12,9 +12,9 @@ from omegaconf import OmegaConf
 
 from gkd.config.check import check_config
 from gkd.config.dialects.table import Dialect
-from gkd.config.key_list import all_keys, value_of, with_values
 from gkd.config.load import load_config
 from gkd.config.schema import Config
+from gkd.config.schema_sections import all_keys, value_of, with_values
 from gkd.errors import ConfigError
 from gkd.tools.migrate.convert import STATUSES, Entry, settings_of
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from importlib.resources import files
 from typing import Any
 
-from gkd.config.key_list import all_keys
+from gkd.config.schema_sections import all_keys
 from gkd.errors import ConfigError
 from gkd.metrics.catalog import Row
 from gkd.metrics.catalog_learning import LEARNING

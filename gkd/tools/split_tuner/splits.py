@@ -7,8 +7,8 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from gkd.config.key_list import with_values
 from gkd.config.schema import Config
+from gkd.config.schema_sections import with_values
 from gkd.config.schema_trainer import STREAM, TrainerConfig
 from gkd.errors import ConfigError
 from gkd.tools.split_tuner.estimate import Rates, Sizes, StepTime, Workload, estimate

@@ -1,0 +1,87 @@
+"""Check code of a user before the start: functions of rewards and evaluations, and the class of an environment."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from gkd.config.declare import search_path
+from gkd.config.schema import Config
+from gkd.config.schema_sections import COMPARING
+from gkd.data.chat_delta import ChatDelta
+from gkd.data.render import Tools
+from gkd.environment import worker as environment_worker
+from gkd.environment.pool import Environments
+from gkd.errors import ConfigError, EnvironmentError, RewardError
+from gkd.log import get_logger
+from gkd.scoring.reward import worker as reward_worker
+from gkd.scoring.reward.pool import RewardWorkers
+from gkd.types import Prompt
+
+log = get_logger("environment")
+
+_IMPORT_S = 120.0  # a process of its own imports the code: user modules may be large
+
+
+def check_answers(config: Config, key: str, prompts: Sequence[Prompt], functions: Sequence[tuple[str, str]]) -> None:
+    """Raise ConfigError if a function compares with reference answers, and a row has none.
+
+    Args:
+        key: of the files.
+        functions: (key, path) of each function that judges responses to these prompts.
+    """
+    for setting, path in functions:
+        if path in COMPARING and any(prompt.answer is None for prompt in prompts):
+            problem = f"{setting}={path} needs this column, and a row of {key} does not have it."
+            fix = f"name the column with the reference answer, or change {setting}."
+            raise config.error("data.answer_key", problem, fix)
+
+
+def check_functions(config: Config) -> None:
+    """Raise ConfigError if a function cannot be imported."""
+    for key, paths in (("reward.functions", config.derived.rewards), ("eval.metric", config.derived.metrics)):
+        if not paths:
+            continue
+        workers = RewardWorkers(reward_worker.Start(config, paths, search_path()), 1, config.reward.timeout_s)
+        try:
+            workers.wait_ready(_IMPORT_S)
+        except RewardError as error:
+            fix = "name a function of a module that this folder or PYTHONPATH has, or install what it needs."
+            raise ConfigError(key, list(paths), f"{error}.", fix) from error
+        finally:
+            workers.close()
+
+
+def environment_tools(config: Config) -> Tools:
+    """Return the tools that the class of rollout.environment offers; nothing without one.
+
+    Raises:
+        ConfigError: the class cannot be imported, or has the wrong form.
+    """
+    path = config.rollout.environment
+    if not path:
+        return ()
+    environments = Environments(environment_worker.Start(path, search_path()), 1, config.rollout.environment_timeout_s)
+    try:
+        environments.wait_ready(_IMPORT_S)
+        return environments.tools
+    except EnvironmentError as error:
+        fix = "name a class of a module that this folder or PYTHONPATH has, see docs/environments.md."
+        raise config.error("rollout.environment", f"{error}.", fix) from error
+    finally:
+        environments.close()
+
+
+def check_observations(config: Config, tokenizer: Any, eos_ids: Sequence[int], tools: Tools) -> None:
+    """Check that the chat template continues a turn of the student; log what it would change in earlier turns.
+
+    Raises:
+        ConfigError: it does not.
+    """
+    path, variables = config.rollout.environment, config.data.chat_template_kwargs
+    if not path:
+        return
+    delta = ChatDelta(tokenizer, variables, eos_ids, tools, setting=("rollout.environment", path))
+    log.info("observations are written as messages of the role %s", " or ".join(sorted(delta.roles)))
+    if delta.remark:
+        log.warning("%s", delta.remark)
