@@ -1,6 +1,6 @@
 """List the health checks: threshold and its reason, likely cause, and the keys to change.
 
-`python -m gkd.tools.metrics_page` writes docs/health.md from this table.
+`python -m gkd.tools.pages` writes docs/health.md from this table.
 """
 
 from __future__ import annotations

@@ -17,8 +17,7 @@ from typing import Any
 from gkd.config.key_list import all_keys
 from gkd.errors import ConfigError
 from gkd.metrics.catalog import Row
-from gkd.metrics.catalog_learning import LEARNING
-from gkd.metrics.catalog_system import SYSTEM
+from gkd.metrics.catalog_system import ROWS
 from gkd.tools.report import groups, headline, samples
 from gkd.tools.report.decimate import Curve, extremes, means, points_per_curve
 from gkd.tools.report.read import Run
@@ -144,8 +143,6 @@ def _flat(tree: Any, prefix: str = "") -> list[tuple[str, str]]:
 
 
 # List the charts of the page: which keys of metrics.jsonl each one shows, and what they mean.
-
-ROWS: tuple[Row, ...] = tuple(row for rows in (LEARNING | SYSTEM).values() for row in rows)
 
 
 @dataclass(frozen=True, slots=True)
