@@ -17,7 +17,7 @@ from gkd.footprint.fsdp import fsdp_footprints, groups
 from gkd.footprint.megatron import megatron_footprints
 from gkd.footprint.rank import HOST_PARTS, OFFLOADED_STATES, RankFootprint, engine_of, on_host, shared_phases
 from gkd.footprint.rollout import rollout_footprint
-from gkd.footprint.teacher import with_local_teacher, with_reference
+from gkd.footprint.teacher import with_frozen
 from gkd.hf.model_dims import check_megatron_support, read_dims
 from gkd.hf.model_folder import ModelFolder, Tensors, read_model_folder
 
@@ -102,9 +102,9 @@ def footprint(
     if config.derived.moves_states:
         actors = [replace(part, parts={**part.parts, "moved_states": _moved(part)}) for part in actors]
     if local_teacher is not None:
-        actors = [with_local_teacher(part, config, *local_teacher, on_cpu=on_cpu) for part in actors]
+        actors = [with_frozen(part, "teacher", config, *local_teacher, on_cpu=on_cpu) for part in actors]
     if reference is not None:
-        actors = [with_reference(part, config, *reference, on_cpu=on_cpu) for part in actors]
+        actors = [with_frozen(part, "reference", config, *reference, on_cpu=on_cpu) for part in actors]
     if save_interval(config.trainer.save_every) == Interval() and not config.trainer.keep_best:
         actors = [replace(part, parts={**part.parts, "saved_copy": 0}) for part in actors]  # no save while it trains
     engine = rollout_footprint(config, dims, groups(config, dims, tensors), on_cpu=on_cpu)
