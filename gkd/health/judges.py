@@ -5,12 +5,14 @@ A judge returns None if the newest line, or the run so far, does not have the nu
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Mapping
+from itertools import islice
 from typing import NamedTuple
 
 import numpy as np
 
-from gkd.health.history import History
+N_FIRST, N_RECENT = 5, 100  # values kept of each metric
 
 KL = ("loss/token_kl", "loss/sampled_reverse_kl")  # the gap to the teacher; the second without a distribution
 EVAL_KL = ("eval/kl", "eval/reverse_kl")
@@ -26,6 +28,60 @@ EVAL_MARGIN = 0.01  # nats: worse_than_start
 ACCURACY_LOSS = 0.1  # worse_than_start
 MIN_WRONG = 0.02  # sure_and_wrong: share of the tokens from which a rise counts
 KL_FELL = 0.9  # accuracy_falls: the KL is at most this share of its first value
+
+
+class History:
+    """The lines of metrics.jsonl so far, in bounded memory. Missing values and null are skipped."""
+
+    def __init__(self) -> None:
+        self._first: dict[str, list[float]] = {}
+        self._recent: dict[str, deque[float]] = {}
+        self._newest: Mapping[str, float | None] = {}
+        self.begins_at: float | None = None  # step of the first line
+
+    def add(self, line: Mapping[str, float | None]) -> None:
+        """Add the numbers of one line."""
+        self._newest = line
+        if self.begins_at is None:
+            self.begins_at = line["step"]
+        for name, value in line.items():
+            if value is None or not np.isfinite(value):
+                continue
+            first = self._first.setdefault(name, [])
+            if len(first) < N_FIRST:
+                first.append(value)
+            self._recent.setdefault(name, deque(maxlen=N_RECENT)).append(value)
+
+    def is_new(self, name: str) -> bool:
+        """Return whether the newest line has a finite value of the metric."""
+        value = self._newest.get(name)
+        return value is not None and bool(np.isfinite(value))
+
+    def any_new(self, *names: str) -> str | None:
+        """Return the first of the metrics of which the newest line has a value."""
+        return next((name for name in names if self.is_new(name)), None)
+
+    def last(self, name: str, n: int) -> list[float] | None:
+        """Return the last `n` values, at most `N_RECENT`; None: there are fewer, or the newest line has none."""
+        values = self._recent.get(name, ())
+        if not self.is_new(name) or len(values) < n:
+            return None
+        return list(islice(values, len(values) - n, None))
+
+    def mean(self, name: str, n: int) -> float | None:
+        """Return the mean of the last `n` values; None as for `last`."""
+        values = self.last(name, n)
+        return None if values is None else float(np.mean(values))
+
+    def first(self, name: str, n: int = 1) -> list[float] | None:
+        """Return the first `n` values, at most `N_FIRST`; None: there are fewer."""
+        values = self._first.get(name, [])
+        return values[:n] if len(values) >= n else None
+
+    def means(self, name: str, n: int) -> np.ndarray:
+        """Return the means of all runs of `n` values among the last `N_RECENT`, oldest first."""
+        values = np.array(self._recent.get(name, ()), float)
+        return np.lib.stride_tricks.sliding_window_view(values, n).mean(axis=1) if len(values) >= n else np.zeros(0)
 
 
 class Verdict(NamedTuple):
@@ -168,11 +224,6 @@ def sure_and_wrong(history: History, limit: float) -> Verdict | None:
         return None
     most = limit * max(first[0], MIN_WRONG)
     return Verdict(now[-1] > most, f"{name} {first[0]:.3g} -> {now[-1]:.3g}, limit {most:.3g}")
-
-
-def engine_logprobs(history: History, limit: float) -> Verdict | None:
-    """Judge whether engine and actor compute different models, on rollouts of the current weights."""
-    return _compared(history, FRESH_KL, 3, limit, sign=1)
 
 
 def stale_rollouts(history: History, limit: float) -> Verdict | None:

@@ -12,8 +12,7 @@ from gkd.config.schema import Config
 from gkd.errors import HealthAlarm
 from gkd.files.disk import naming
 from gkd.health.checks import CHECKS, NEED_EQUAL_SAMPLING, Check
-from gkd.health.history import History
-from gkd.health.judges import by_staleness
+from gkd.health.judges import History, by_staleness
 from gkd.log import get_logger
 from gkd.run.interrupts import interruptible
 

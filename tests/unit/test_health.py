@@ -11,7 +11,7 @@ import pytest
 from gkd.config.load import load_config
 from gkd.config.schema_sections import HEALTH_CHECKS
 from gkd.health.checks import CHECKS, NEED_EQUAL_SAMPLING
-from gkd.health.history import N_RECENT, History
+from gkd.health.judges import N_RECENT, History
 from gkd.health.monitor import CLEAR_AFTER, PREFIX, Changes, Monitor
 from gkd.metrics.catalog_system import ROWS
 from gkd.tools.pages import tables, with_tables

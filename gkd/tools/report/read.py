@@ -15,11 +15,18 @@ from gkd.config.load import yaml_values
 from gkd.errors import CheckpointError, ConfigError
 from gkd.files.disk import naming
 from gkd.metrics.writer import read_metrics
-from gkd.tools.report.decimate import Curve
 
 _STEP_FILE = re.compile(r"step_(\d+)\.jsonl")
 # Files and folders whose change makes the page out of date.
 WATCHED = ("metrics.jsonl", "config.yaml", "gpus.json", "environment.jsonl", "samples", "token_losses", "export")
+
+
+@dataclass(frozen=True, slots=True)
+class Curve:
+    """Values of one key: step -> value; None: not finite."""
+
+    steps: Sequence[int]
+    values: Sequence[float | None]
 
 
 @dataclass(frozen=True)

@@ -36,7 +36,7 @@ from gkd.metrics.bottleneck import (
 from gkd.metrics.step import DATASET_TOKENS
 from gkd.metrics.writer import read_metrics
 from gkd.run.folder import PLACES
-from gkd.tools.split_tuner.estimate import Rates, Sizes, Workload
+from gkd.tools.split_tuner.splits import Rates, Sizes, Workload
 
 WARM_UP = 2  # steps that are excluded: loading, compiling and first caches
 _MIN_STEPS = 4  # after them
