@@ -51,8 +51,7 @@ class RunModels:
         )
 
 
-# Value of `actor.strategy` -> the function that refuses a model, and the one that returns the footprints of its ranks.
-_SUPPORT = {"megatron": check_megatron_support}
+# Value of `actor.strategy` -> the function that returns the footprints of its ranks.
 _ACTORS = {"megatron": megatron_footprints, "fsdp2": fsdp_footprints}
 
 
@@ -90,9 +89,8 @@ def footprint(
         ConfigError: the ranks cannot split the model.
     """
     dims, on_cpu = read_dims(config_json), config.trainer.device == "cpu"
-    check = _SUPPORT.get(config.actor.strategy)
-    if check is not None:
-        check(config_json)
+    if config.actor.strategy == "megatron":
+        check_megatron_support(config_json)
     if not dims.is_exact and tensors is None:
         raise ModelError(
             f"the parameters of model_type {dims.model_type!r} have to be counted in its safetensors files, "
@@ -111,16 +109,12 @@ def footprint(
     if config.trainer.colocate:  # for a save and an export the engine sleeps, and its weights are kept on the host
         engine = replace(engine, parts={**engine.parts, "moved_states": engine.parts["weights"]})
     found = (*actors, engine)
-    return found if on_cpu else tuple(_with_context(part) for part in found)
+    return found if on_cpu else tuple(replace(part, parts={**part.parts, "context": CONTEXT_BYTES}) for part in found)
 
 
 def _moved(part: RankFootprint) -> int:
     """Return the bytes of the states in host memory between two calls; gradients are not kept."""
     return sum(part.parts.get(name, 0) for name in OFFLOADED_STATES if name != "gradients")
-
-
-def _with_context(part: RankFootprint) -> RankFootprint:
-    return replace(part, parts={**part.parts, "context": CONTEXT_BYTES})
 
 
 # Host memory of a process with its libraries before the first tensor. An allowance: on CUDA not measured.

@@ -133,12 +133,6 @@ def smaller_cache(config: Config) -> Changes:
     return {"rollout.kv_cache_mib": now >> 21} if now and now >> 21 else {}
 
 
-def larger_cache(config: Config) -> Changes:
-    """Return twice the KV cache that has a given size."""
-    now = config.rollout.kv_cache_mib
-    return {"rollout.kv_cache_mib": 2 * now} if now else {}
-
-
 def less_utilization(config: Config) -> Changes:
     """Return a smaller share of the GPU for an engine, if its KV cache has no given size."""
     lower = round(config.rollout.gpu_memory_utilization - 0.1, 2)
@@ -168,12 +162,6 @@ def more_gpus(config: Config) -> dict[str, float | str]:
     doubled = 2 * config.trainer.n_gpus_per_node
     pools: dict[str, float | str] = {"trainer.n_gpus_per_node": doubled}
     return {**pools, "rollout.n_gpus_per_node": doubled} if config.trainer.colocate else pools
-
-
-def more_engine_gpus(config: Config) -> Changes:
-    """Return engines of twice as many GPUs, and a pool for as many of them as before."""
-    rollout = config.rollout
-    return {"rollout.tp": 2 * rollout.tp, "rollout.n_gpus_per_node": 2 * rollout.n_gpus_per_node}
 
 
 FSDP_CPU_OFFLOAD = set_to(
@@ -297,7 +285,7 @@ ENGINE_REMEDIES = (
         ("rollout.kv_cache_mib",),
         "twice as much, if it is set",
         "The KV cache holds longer sequences",
-        larger_cache,
+        lambda config: {"rollout.kv_cache_mib": 2 * mib} if (mib := config.rollout.kv_cache_mib) else {},
         (Phase.CACHE,),
         device="cuda",
     ),
@@ -325,7 +313,10 @@ ENGINE_REMEDIES = (
         ("rollout.tp", "rollout.n_gpus_per_node"),
         "twice as many",
         "Each engine is split over more GPUs, and there are as many engines as before",
-        more_engine_gpus,
+        lambda config: {
+            "rollout.tp": 2 * config.rollout.tp,
+            "rollout.n_gpus_per_node": 2 * config.rollout.n_gpus_per_node,
+        },
         device="cuda",
         adds_gpus=True,
     ),
