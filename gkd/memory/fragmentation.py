@@ -22,7 +22,7 @@ import torch
 
 from gkd.log import get_logger
 from gkd.memory.remedies import fragmentation_hint
-from gkd.memory.usage import gib, read_counts, read_usage, used_device
+from gkd.memory.usage import counts_line, gib, read_counts, read_usage, used_device
 
 log = get_logger("memory")
 
@@ -130,7 +130,7 @@ def check_fragmentation(
     device, logger = used_device() if device is None else device, logger or log
     found, counts = fragmentation(device), read_counts(device)
     lines = [read_usage(device).line(), found.line()]
-    lines += [] if counts is None else [f"since the process started: {counts.line()}"]
+    lines += [f"since the process started: {counts_line(counts)}"] if counts else []
     logger.info("memory of this process:\n  %s", "\n  ".join(lines))
     _warn_over(found, warn, logger)
     return found

@@ -11,7 +11,7 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -200,33 +200,25 @@ def gib(n_bytes: int) -> str:
 # on, only slower: such a run has no error, and cudaMalloc and cudaFree in every step.
 
 
-@dataclass(frozen=True, slots=True)
-class AllocatorCounts:
-    """Calls of this process on one device, since it started."""
-
-    alloc_retries: int = 0  # cudaMalloc failed, and was repeated after the cache had been given back
-    ooms: int = 0  # errors raised, because the repeated cudaMalloc failed too
-    device_allocs: int = 0  # cudaMalloc, or cuMemMap of expandable segments
-    device_frees: int = 0  # cudaFree, or cuMemUnmap
-
-    def line(self) -> str:
-        return (
-            f"{self.alloc_retries} retries after a failed cudaMalloc, {self.ooms} out-of-memory errors, "
-            f"{self.device_allocs} cudaMalloc, {self.device_frees} cudaFree"
-        )
+_COUNTS = {  # name here -> name in torch.cuda.memory_stats, and in logs
+    "alloc_retries": ("num_alloc_retries", "retries after a failed cudaMalloc"),
+    "ooms": ("num_ooms", "out-of-memory errors"),  # because the repeated cudaMalloc failed, too
+    "device_allocs": ("num_device_alloc", "cudaMalloc"),  # or cuMemMap of expandable segments
+    "device_frees": ("num_device_free", "cudaFree"),  # or cuMemUnmap
+}
 
 
-def read_counts(device: torch.device) -> AllocatorCounts | None:
-    """Return the counts of a device until now; None without CUDA."""
+def read_counts(device: torch.device) -> dict[str, int]:
+    """Return the counts of this process on a device since it started, by the names of `_COUNTS`; none without CUDA."""
     if device.type != "cuda":
-        return None
+        return {}
     stats = torch.cuda.memory_stats(device)  # empty before the first allocation
-    return AllocatorCounts(
-        alloc_retries=stats.get("num_alloc_retries", 0),
-        ooms=stats.get("num_ooms", 0),
-        device_allocs=stats.get("num_device_alloc", 0),
-        device_frees=stats.get("num_device_free", 0),
-    )
+    return {name: stats.get(of_torch, 0) for name, (of_torch, _) in _COUNTS.items()}
+
+
+def counts_line(counts: Mapping[str, int]) -> str:
+    """Return a human-readable line."""
+    return ", ".join(f"{n} {_COUNTS[name][1]}" for name, n in counts.items())
 
 
 class CountMeter:
@@ -237,18 +229,16 @@ class CountMeter:
     """
 
     def __init__(
-        self, device: torch.device, *, read: Callable[[torch.device], AllocatorCounts | None] = read_counts
+        self, device: torch.device, *, read: Callable[[torch.device], Mapping[str, int]] = read_counts
     ) -> None:
         self._device, self._read = device, read
-        self._before = AllocatorCounts()
+        self._before: Mapping[str, int] = {}
 
     def take(self) -> dict[str, float]:
         """Return `memory/alloc_retries`, `ooms`, `device_allocs` and `device_frees`; empty without CUDA."""
-        now = self._read(self._device)
-        if now is None:
-            return {}
-        before, self._before = asdict(self._before), now
-        return {f"memory/{name}": float(value - before[name]) for name, value in asdict(now).items()}
+        now, before = self._read(self._device), self._before
+        self._before = now
+        return {f"memory/{name}": float(n - before.get(name, 0)) for name, n in now.items()}
 
 
 class Timeline:

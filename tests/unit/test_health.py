@@ -11,7 +11,7 @@ import pytest
 from gkd.config.load import load_config
 from gkd.config.schema_sections import HEALTH_CHECKS
 from gkd.health.checks import CHECKS, NEED_EQUAL_SAMPLING
-from gkd.health.judges import N_RECENT, History
+from gkd.health.judges import N_RECENT, History, NoNumbers
 from gkd.health.monitor import CLEAR_AFTER, PREFIX, Changes, Monitor
 from gkd.metrics.catalog_system import ROWS
 from gkd.tools.pages import tables, with_tables
@@ -210,8 +210,10 @@ def test_the_history_is_bounded() -> None:
     history = History()
     for step in range(1000):
         history.add({"step": step, "x": float(step)})
-    assert history.first("x", 2) == [0.0, 1.0] and history.last("x", 2) == [998.0, 999.0]
-    assert len(history.means("x", 1)) == N_RECENT and history.last("x", N_RECENT + 1) is None
+    assert history.first("x", 2) == 0.5 and history.last("x", 2) == [998.0, 999.0]
+    assert len(history.means("x", 1)) == N_RECENT
+    with pytest.raises(NoNumbers):
+        history.last("x", N_RECENT + 1)
 
 
 def test_names_keys_and_page_belong_together() -> None:

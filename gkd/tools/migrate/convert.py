@@ -123,7 +123,9 @@ def _drop_defaults(entry: Entry) -> None:
 def _wrong_type(settings: Mapping[str, Any]) -> str:
     """Return what is wrong with the value of a key; empty means that it is valid."""
     try:
-        load_config(None, [f"{key}={_flow(value)}" for key, value in settings.items()])
+        load_config(
+            None, [f"{key}={json.dumps(value, ensure_ascii=False, default=str)}" for key, value in settings.items()]
+        )
     except ConfigError as error:
         return error.problem
     return ""
@@ -145,17 +147,6 @@ def _refuse_conflicts(entries: list[Entry]) -> None:
 
 def _or(row: Row) -> str:
     return " or ".join(row.keys)
-
-
-def _flow(value: Any) -> str:
-    """Return a value as YAML in one line."""
-    if isinstance(value, bool):
-        return str(value).lower()
-    if isinstance(value, list):
-        return f"[{', '.join(map(_flow, value))}]"
-    if isinstance(value, dict):
-        return "{" + ", ".join(f"{name}: {_flow(each)}" for name, each in value.items()) + "}"
-    return repr(value) if isinstance(value, int | float) else json.dumps(str(value), ensure_ascii=False)
 
 
 def not_understood(entries: list[Entry]) -> list[str]:
