@@ -232,11 +232,12 @@ def step_line(state: RunState, remark: str = "") -> str:
     label, kl = kl_of(m)
     alarms = state.active_alarms
     bottleneck = bottleneck_of(m)
+    trend = "" if state.trend is None else f" {max(-9.99, min(9.99, state.trend)):+.0%}"
     fields = [
         f"step {state.step}/{state.total_steps}",
         f"ETA {clock(state.left_s)}",
         f"loss {short(m['loss/total'])}",
-        "" if kl is None else f"{label} {short(kl)}{_trend(state.trend)}",
+        "" if kl is None else f"{label} {short(kl)}{trend}",
         f"ALARM {alarms[0][:20]}" + (f" +{len(alarms) - 1}" if len(alarms) > 1 else "") if alarms else "",
         remark,
         seconds(m["time/step_s"]) + _without(m),
@@ -247,10 +248,6 @@ def step_line(state: RunState, remark: str = "") -> str:
     while len(line := "  ".join(fields)) > MAX_LINE - PREFIX:
         fields.pop()
     return line
-
-
-def _trend(change: float | None) -> str:
-    return "" if change is None else f" {max(-9.99, min(9.99, change)):+.0%}"
 
 
 def _without(m: Mapping[str, float]) -> str:

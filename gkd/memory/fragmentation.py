@@ -22,7 +22,7 @@ import torch
 
 from gkd.log import get_logger
 from gkd.memory.remedies import fragmentation_hint
-from gkd.memory.usage import counts_line, gib, read_counts, read_usage, used_device
+from gkd.memory.usage import counts_line, gib, read_counts, read_usage, segments, used_device
 
 log = get_logger("memory")
 
@@ -104,15 +104,8 @@ def measure(segments: Sequence[Mapping[str, Any]], where: str) -> Fragmentation:
 
 
 def fragmentation(device: torch.device) -> Fragmentation:
-    """Return the present fragmentation of a device. Takes the allocator's lock: about 1 ms per few thousand blocks.
-
-    Without CUDA there is no caching allocator, and all numbers are 0.
-    """
-    if device.type != "cuda":
-        return measure([], device.type)
-    index = torch.cuda.current_device() if device.index is None else device.index
-    segments = [segment for segment in torch.cuda.memory_snapshot() if segment["device"] == index]
-    return measure(segments, f"cuda:{index}")
+    """Return the present fragmentation of a device. Without CUDA there is no allocator, and all numbers are 0."""
+    return measure(segments(device), str(device))
 
 
 def check_fragmentation(

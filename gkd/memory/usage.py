@@ -11,7 +11,7 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,7 @@ from gkd.spans import Phase
 log = get_logger("memory")
 
 _ROOT = f"{Path(__file__).parents[2]}/"
+_OF_PHASE = ("allocated", "reserved", "peak", "host_rss")  # of `MemoryUsage`, recorded by `Timeline`
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,18 +88,26 @@ def record_allocations() -> None:
     torch.cuda.memory._record_memory_history("state", context="state", stacks="python")
 
 
+def segments(device: torch.device) -> list[dict[str, Any]]:
+    """Return the allocator's segments of a device, as in `torch.cuda.memory_snapshot`; none without CUDA.
+
+    Takes the allocator's lock: about 1 ms per few thousand blocks.
+    """
+    if device.type != "cuda":
+        return []
+    index = torch.cuda.current_device() if device.index is None else device.index
+    return [segment for segment in torch.cuda.memory_snapshot() if segment["device"] == index]
+
+
 def allocation_lines(device: torch.device, limit: int) -> list[str]:
     """Return human-readable lines with the memory in use, by the line of code that allocated it, largest first.
 
     Blocks without a recorded stack are left out: those from before `record_allocations`, and those that the C++ threads
     of a backward pass allocated. Empty without CUDA.
     """
-    if device.type != "cuda":
-        return []
-    index = torch.cuda.current_device() if device.index is None else device.index
     sizes: Counter[str] = Counter()
-    for segment in torch.cuda.memory_snapshot():
-        for block in segment["blocks"] if segment["device"] == index else ():
+    for segment in segments(device):
+        for block in segment["blocks"]:
             if block["state"] == "active_allocated" and block.get("frames"):
                 sizes[_place(block["frames"])] += block["size"]
     return [f"{gib(n_bytes)} GiB: {place}" for place, n_bytes in sizes.most_common(limit)]
@@ -269,8 +278,9 @@ class Timeline:
         try:
             yield
         finally:
-            found, before = _numbers(name, self._read(self._device)), self._phases.get(name, {})
-            self._phases[name] = {key: max(value, before.get(key, 0.0)) for key, value in found.items()}
+            usage, before = asdict(self._read(self._device)), self._phases.get(name, {})
+            sizes = {f"memory/{name}/{part}_gib": usage[part] for part in _OF_PHASE if usage[part] is not None}
+            self._phases[name] = {key: max(size / GIB, before.get(key, 0.0)) for key, size in sizes.items()}
 
     def take(self) -> dict[str, float]:
         """Return the phases since the last call: `memory/<phase>/allocated_gib`, `reserved_gib`, `peak_gib` and
@@ -278,16 +288,6 @@ class Timeline:
         """
         phases, self._phases = self._phases, {}
         return {key: value for numbers in phases.values() for key, value in numbers.items()}
-
-
-def _numbers(phase: str, usage: MemoryUsage) -> dict[str, float]:
-    sizes = {
-        "allocated": usage.allocated,
-        "reserved": usage.reserved,
-        "peak": usage.peak,
-        "host_rss": usage.host_rss,
-    }
-    return {f"memory/{phase}/{name}_gib": size / GIB for name, size in sizes.items() if size is not None}
 
 
 def merge(per_rank: Sequence[Mapping[str, float]]) -> dict[str, float]:

@@ -67,11 +67,9 @@ def main(argv: list[str] | None = None) -> int:
     args = _parse(argv)
     try:
         case = _read(args)
-    except ConfigError as error:
-        print(f"config error: {error}", file=sys.stderr)
-        return 2
     except GkdError as error:
-        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        kind = "config error" if isinstance(error, ConfigError) else type(error).__name__
+        print(f"{kind}: {error}", file=sys.stderr)
         return 2
     problems, combination = case.problems(), case.combination()
     print(_json(case, problems, combination) if args.json else _text(case, problems, combination, args), flush=True)
