@@ -327,10 +327,9 @@ def in_lanes(spans: Sequence[Span]) -> list[Span]:
 
 def _pair(first: Span, second: Span) -> Span:
     end_s = max(first.start_s + first.duration_s, second.start_s + second.duration_s)
-    args = dict(first.args)
-    for key, value in {"parts": 0.0, "merged": 1.0}.items():
-        if key in first.args or key in second.args or key == "merged":
-            args[key] = first.args.get(key, value) + second.args.get(key, value)
+    args = {**first.args, "merged": first.args.get("merged", 1.0) + second.args.get("merged", 1.0)}
+    if "parts" in first.args or "parts" in second.args:
+        args["parts"] = first.args.get("parts", 0.0) + second.args.get("parts", 0.0)
     args["busy_s"] = sum(span.args.get("busy_s", span.duration_s) for span in (first, second))
     return Span(first.name, first.start_s, end_s - first.start_s, args)
 

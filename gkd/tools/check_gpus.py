@@ -29,6 +29,7 @@ from gkd.config.schema import Config
 from gkd.errors import ClusterError, ConfigError, GkdError
 from gkd.gpu_map.findings import find_problems, used_gpus
 from gkd.gpu_map.report import gpu_report
+from gkd.tools import exit_codes
 from teacher_server.config.command import command_parser
 
 if TYPE_CHECKING:
@@ -48,17 +49,11 @@ teacher is one of them); 0 as well for a run that has ended; 2 invalid settings,
 """
 
 
+@exit_codes(ConfigError)
 def main(argv: list[str] | None = None) -> int:
     """Run the command line and return the exit code, see `_EXAMPLES`."""
     args = _parse(argv)
-    try:
-        table = check_running(Path(args.running)) if args.running else check(load_config(args.config, args.overrides))
-    except ConfigError as error:
-        print(f"config error: {error}", file=sys.stderr)
-        return 2
-    except GkdError as error:
-        print(f"{type(error).__name__}: {error}", file=sys.stderr)
-        return 1
+    table = check_running(Path(args.running)) if args.running else check(load_config(args.config, args.overrides))
     print(table.to_json().decode() if args.json else gpu_report(table), flush=True)
     return 1 if table.has_problems else 0
 

@@ -23,13 +23,14 @@ from gkd.config.check import check_config
 from gkd.config.load import load_config, parse_overrides
 from gkd.config.schema import Config
 from gkd.config.schema_trainer import AHEAD, STREAM
-from gkd.errors import ClusterError, ConfigError, GkdError
+from gkd.errors import ClusterError, ConfigError
 from gkd.files.disk import remove
 from gkd.footprint import check
 from gkd.footprint.estimate import read_models
 from gkd.footprint.rank import other_processes_bytes, with_other_processes
 from gkd.metrics.bottleneck import MAX_NUM_SEQS
 from gkd.run.folder import CHECKPOINTS, delete_export
+from gkd.tools import exit_codes
 from gkd.tools.split_tuner.rates import Run, check_plannable, read_run, read_steps
 from gkd.tools.split_tuner.splits import Candidate, Hardware, Ranking, candidate, own_split, rank
 from teacher_server.config.command import command_parser
@@ -69,21 +70,10 @@ metrics or with few steps, a non-empty calibration folder)
 """
 
 
+@exit_codes(ConfigError)
 def main(argv: list[str] | None = None) -> int:
     """Return the exit code, see `_EXAMPLES`."""
     args = _parse(argv)
-    try:
-        _ranked(args)
-        return 0
-    except ConfigError as error:
-        print(f"config error: {error}", file=sys.stderr)
-        return 2
-    except (GkdError, OSError) as error:
-        print(f"{type(error).__name__}: {error}", file=sys.stderr)
-        return 1
-
-
-def _ranked(args: argparse.Namespace) -> None:
     gpu_bytes = gpu_memory_bytes(args.gpu_gib)
     run = _calibrated(args) if args.calibrate else _measured([Path(args.run)], args)
     workload, config = run.workload, run.config
@@ -114,6 +104,7 @@ def _ranked(args: argparse.Namespace) -> None:
         print(json.dumps(told | {"ranking": [asdict(one) for one in ranking.candidates]}, indent=1), flush=True)
     else:
         print("\n".join(_text(run, same, notes, ranking, planned, hardware, args.top)), flush=True)
+    return 0
 
 
 def _check(config: Config, gpu_bytes: int | None) -> Callable[[Config], None]:

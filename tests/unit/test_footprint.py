@@ -186,8 +186,6 @@ def test_a_shortage_names_the_rank() -> None:
     assert " 0.17 GiB more" in problem
     problems = check(found, 3 * GIB, config)
     assert any("one sequence of 1536 tokens" in problem for problem in problems)
-    with pytest.raises(ValueError):
-        check(found, 0, config)
 
 
 def test_an_engine_that_leaves_no_room_for_the_weight_sync() -> None:
