@@ -19,7 +19,6 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from types import FrameType
 from typing import Any, Literal, NamedTuple
 
 from msgspec.structs import replace
@@ -100,6 +99,16 @@ class Activity(NamedTuple):
         return f"{words} {self.done}" if self.done and not self.total else words
 
 
+def current_stage(doing: Sequence[Activity]) -> Activity:
+    """Return the activity whose duration interests: the stage within a step, otherwise the outermost one."""
+    return doing[1] if len(doing) > 1 and doing[0].what is Phase.STEP else doing[0]
+
+
+def described(doing: Sequence[Activity]) -> str:
+    """Return e.g. "step 12/120, teacher, teacher scoring 3/8"."""
+    return ", ".join(str(activity) for activity in doing)
+
+
 @dataclass(frozen=True, slots=True)
 class Progress:
     """Tell another process what this one is doing.
@@ -177,10 +186,12 @@ class SpanRecorder:
             finer: function name -> phase, for library code that reports no phase. The innermost of these functions on
                 the stack of the working thread gives the phase.
         """
-        doing = self.now[-1]
-        frame = sys._current_frames().get(self._thread) if finer and self._thread is not None else None
-        found = _innermost(frame, finer or {})
-        return Progress(f"{doing.what}: {found}" if found else doing.what, self.clock() - doing.since_s)
+        doing, known = self.now[-1], finer or {}
+        frame = sys._current_frames().get(self._thread) if known and self._thread is not None else None
+        while frame is not None and frame.f_code.co_name not in known:
+            frame = frame.f_back
+        what = doing.what if frame is None else f"{doing.what}: {known[frame.f_code.co_name]}"
+        return Progress(what, self.clock() - doing.since_s)
 
     def add(self, name: str, began_s: float, ended_s: float) -> None:
         """Record a span between two readings of the monotonic clock."""
@@ -316,20 +327,11 @@ def in_lanes(spans: Sequence[Span]) -> list[Span]:
 
 def _pair(first: Span, second: Span) -> Span:
     end_s = max(first.start_s + first.duration_s, second.start_s + second.duration_s)
-    args = dict(first.args)
-    for key, value in {"parts": 0.0, "merged": 1.0}.items():
-        if key in first.args or key in second.args or key == "merged":
-            args[key] = first.args.get(key, value) + second.args.get(key, value)
+    args = {**first.args, "merged": first.args.get("merged", 1.0) + second.args.get("merged", 1.0)}
+    if "parts" in first.args or "parts" in second.args:
+        args["parts"] = first.args.get("parts", 0.0) + second.args.get("parts", 0.0)
     args["busy_s"] = sum(span.args.get("busy_s", span.duration_s) for span in (first, second))
     return Span(first.name, first.start_s, end_s - first.start_s, args)
-
-
-def _innermost(frame: FrameType | None, finer: Mapping[str, Phase | str]) -> Phase | str | None:
-    while frame is not None:
-        if frame.f_code.co_name in finer:
-            return finer[frame.f_code.co_name]
-        frame = frame.f_back
-    return None
 
 
 # The driver's recorder. As with logging there is one instance, since code anywhere in the driver reports to it.

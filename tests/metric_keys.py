@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from gkd.metrics.catalog_system import ROWS
 from gkd.metrics.writer import read_metrics
-from gkd.tools.metrics_page import ROWS
 
 
 def unlisted_keys(run_dir: Path) -> set[str]:

@@ -19,8 +19,7 @@ from tokenizers.models import WordLevel
 from gkd.cluster.gpu_table import GpuInfo, GpuMap, PoolNeed, RankPlacement
 from gkd.config.load import config_yaml, load_config
 from gkd.metrics.catalog import PLACEHOLDERS
-from gkd.metrics.catalog_learning import LEARNING
-from gkd.metrics.catalog_system import SYSTEM
+from gkd.metrics.catalog_system import ROWS
 from gkd.metrics.writer import MetricsWriter
 from gkd.types import Sample, TokenRecord
 
@@ -88,7 +87,7 @@ def _keys(loss: str, n_ranks: int) -> list[str]:
     }
     values = {name: chosen.get(name, all_) for name, all_ in PLACEHOLDERS.items()}
     assert not any(isinstance(options, str) for options in values.values()), "a pattern"
-    keys = [row.key for rows in (LEARNING | SYSTEM).values() for row in rows if row.key != "time/unix_s"]
+    keys = [row.key for row in ROWS if row.key != "time/unix_s"]
     for name, options in values.items():
         keys = [key.replace(f"<{name}>", str(option)) for key in keys for option in _options(key, name, options)]
     return keys

@@ -15,11 +15,11 @@ from rich.panel import Panel
 from rich.text import Text
 
 from gkd.console.numbers import clock, count, seconds, short
-from gkd.console.silence import FIRST_WARNING_S, current_stage, described
 from gkd.console.state import TREND_STEPS, Evaluations, RunState, bottleneck_of, is_worse, kl_of, rates_of
-from gkd.spans import Activity
+from gkd.spans import Activity, current_stage, described
 from gkd.types import TeacherHealth
 
+FIRST_WARNING_S = 10.0  # of the teacher's silence
 _LABEL = 11  # columns
 _FLAT = 0.02  # relative change that counts as none
 _SCORES = {"eval/kl": "KL", "eval/reverse_kl": "k1", "eval/accuracy": "accuracy"}

@@ -1,4 +1,7 @@
-"""The state of a run as its terminal shows it, from the lines of metrics.jsonl, and the time that remains. Pure."""
+"""The state of a run as its terminal shows it, from the lines of metrics.jsonl: the step line, the time that remains.
+
+Pure.
+"""
 
 from __future__ import annotations
 
@@ -6,11 +9,17 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from operator import itemgetter
+
+from gkd.console.numbers import clock, count, seconds, short
 
 TREND_STEPS = 20  # the trend compares the halves of this window
 _FEWEST = 8  # steps for a trend
 _ENDS = 5  # steps at the begin and the end of a run whose mean loss the closing table compares
 _POOLS = ("rollout", "teacher", "actor")
+MAX_LINE = 110  # characters of the log line of a step, with the logger's prefix
+PREFIX = len("12:34:56 [gkd.trainer] ")
+STEP_LINE = {"is_step_line": True}  # `extra` of its log record: a panel replaces it
 
 
 @dataclass(slots=True)
@@ -209,3 +218,41 @@ class Forecast:
 def plain_s(numbers: Mapping[str, float]) -> float:
     """Return the duration of a step without evaluation, checkpoint and recording."""
     return numbers["time/step_s"] - sum(numbers.get(f"time/{stage}_s", 0.0) for stage in NOT_EACH_STEP)
+
+
+def step_line(state: RunState, remark: str = "") -> str:
+    """Return step, remaining time, loss, KL and its trend, duration, tokens/s, and the pool that was waited for.
+
+    Fields at the end are left out if the line would be too long.
+
+    Args:
+        remark: a short warning; before the fields that may be left out.
+    """
+    m = state.numbers
+    label, kl = kl_of(m)
+    alarms = state.active_alarms
+    bottleneck = bottleneck_of(m)
+    trend = "" if state.trend is None else f" {max(-9.99, min(9.99, state.trend)):+.0%}"
+    fields = [
+        f"step {state.step}/{state.total_steps}",
+        f"ETA {clock(state.left_s)}",
+        f"loss {short(m['loss/total'])}",
+        "" if kl is None else f"{label} {short(kl)}{trend}",
+        f"ALARM {alarms[0][:20]}" + (f" +{len(alarms) - 1}" if len(alarms) > 1 else "") if alarms else "",
+        remark,
+        seconds(m["time/step_s"]) + _without(m),
+        f"{count(m['rollout/response_tokens'] / plain_s(m))} tok/s",
+        "" if bottleneck is None else f"{bottleneck[0]} {bottleneck[1]:.0%}",
+    ]
+    fields = [field for field in fields if field]
+    while len(line := "  ".join(fields)) > MAX_LINE - PREFIX:
+        fields.pop()
+    return line
+
+
+def _without(m: Mapping[str, float]) -> str:
+    """Return what an evaluation or a checkpoint took of the step, if it was much."""
+    name, taken_s = max(
+        (("eval", m.get("time/eval_s", 0.0)), ("save", m.get("time/checkpoint_s", 0.0))), key=itemgetter(1)
+    )
+    return f" ({name} {seconds(taken_s).removesuffix(' s')})" if taken_s > 0.2 * m["time/step_s"] else ""

@@ -57,9 +57,7 @@ def changes(state: RunState) -> list[Change]:
     rows = []
     if state.first_losses:
         before, after = (sum(x) / len(x) for x in (state.first_losses, state.last_losses))
-        rows.append(
-            Change("loss (mean of 5 steps)", short(before), short(after), is_worse("loss/total", before, after))
-        )
+        rows.append(_change("loss/total", "loss (mean of 5 steps)", before, after))
     found = state.evaluations
     names = {"eval/kl": "validation KL", "eval/reverse_kl": "validation k1", "eval/accuracy": "validation accuracy"}
     for key, name in names.items():
@@ -74,12 +72,6 @@ def _change(key: str, name: str, before: float | None, after: float) -> Change:
     return Change(name, before_text, after_text, before is not None and is_worse(key, before, after))
 
 
-def typed_command() -> list[str]:
-    """Return the words before the arguments of this program, as the user can type them again."""
-    typed = os.environ.get(COMMAND_ENV)
-    return shlex.split(typed) if typed else [sys.executable, "-m", "gkd.main_gkd"]
-
-
 def resume_command(arguments: Sequence[str]) -> str:
     """Return the command line that resumes the run, quoted for a shell.
 
@@ -87,7 +79,9 @@ def resume_command(arguments: Sequence[str]) -> str:
         arguments: of the command that was interrupted.
     """
     kept = [word for word in arguments if not word.startswith("trainer.resume=")]
-    return shlex.join([*typed_command(), *kept, "trainer.resume=auto"])
+    typed = os.environ.get(COMMAND_ENV)
+    command = shlex.split(typed) if typed else [sys.executable, "-m", "gkd.main_gkd"]
+    return shlex.join([*command, *kept, "trainer.resume=auto"])
 
 
 def summary(state: RunState) -> list[tuple[str, str]]:

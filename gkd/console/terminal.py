@@ -10,23 +10,21 @@ import logging
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, TextIO
+from typing import TextIO
 
-from gkd.console.silence import FIRST_S, Heartbeat, TeacherWatch, current_stage
+from rich.panel import Panel
+
+from gkd.console.panel import FIRST_WARNING_S, LivePanel, View, panel
 from gkd.console.state import RunState
 from gkd.log import get_logger
-from gkd.spans import SpanRecorder, driver
+from gkd.spans import Activity, Phase, SpanRecorder, current_stage, described, driver
 from gkd.types import TeacherHealth
 
-if TYPE_CHECKING:
-    from rich.panel import Panel
+log, teacher_log = get_logger("run"), get_logger("teacher")
 
-    from gkd.console.panel import LivePanel
-
-log = get_logger("run")
-
+FIRST_S = 4.0  # of silence; with the poll, a line comes within 5 s also on a busy machine
 PANEL, LINES, OFF = "panel", "lines", "off"
 _TICK_S = 0.5
 _PROBE_S = {True: 2.5, False: 15.0}  # between requests of the teacher's health: in a long stage, and otherwise
@@ -91,8 +89,6 @@ class Terminal:
                 handler.addFilter(_is_no_step_line)
         logger.addHandler(self._pulse)
         if self.mode == PANEL:
-            from gkd.console.panel import LivePanel
-
             self._live = LivePanel(self.stream, self._draw)
             self._live.start()
         if self.mode != OFF:
@@ -127,8 +123,6 @@ class Terminal:
             log.info("%s", line, extra=_HEARTBEAT)
 
     def _draw(self, width: int) -> Panel:
-        from gkd.console.panel import View, panel
-
         now_s = self._doing.clock()
         return panel(
             View(self._title, self._state, self._doing.now, self._teacher.health, now_s, now_s - self._began_s), width
@@ -149,3 +143,57 @@ class _Pulse(logging.Handler):
 
 def _is_no_step_line(record: logging.LogRecord) -> bool:
     return not hasattr(record, "is_step_line")
+
+
+class Heartbeat:
+    """Return a line after 4 s of silence and then every 4 s; within a step after 4, 8, 16, 32, 64 s, and so on.
+
+    Steps recur, so that a long stage of each step would fill a log file otherwise.
+    """
+
+    def __init__(self) -> None:
+        self._since_s: float | None = None  # begin of the silence
+        self._next_s = FIRST_S  # of silence
+
+    def line(self, now_s: float, spoke_s: float, doing: Sequence[Activity]) -> str:
+        """Return the line that is due now, or an empty string.
+
+        Args:
+            spoke_s: time of the newest line of the run.
+            doing: the current activities, outermost first.
+        """
+        if spoke_s != self._since_s:
+            self._since_s, self._next_s = spoke_s, FIRST_S
+        silent_s = now_s - spoke_s
+        if silent_s < self._next_s or not doing:
+            return ""
+        self._next_s = 2 * silent_s if doing[0].what is Phase.STEP else silent_s + FIRST_S
+        return f"{described(doing)}: {now_s - current_stage(doing).since_s:.0f} s so far"
+
+
+class TeacherWatch:
+    """Receives the health of the teacher and logs a warning after 10, 20, 40, ... s of silence, and when it ends."""
+
+    def __init__(self) -> None:
+        self.health: TeacherHealth | None = None  # the newest one
+        self._next_s = FIRST_WARNING_S
+        self._warned_s = 0.0
+
+    @property
+    def is_silent(self) -> bool:
+        """Return whether a silence is reported whose end is not."""
+        return self._warned_s > 0
+
+    def add(self, health: TeacherHealth) -> None:
+        self.health = health
+        if health.silent_s >= self._next_s:
+            self._warned_s, self._next_s = health.silent_s, 2 * self._next_s
+            teacher_log.warning(
+                "%s silent for %.0f s, waiting up to %.0f s (teacher.outage_budget_s)",
+                health.label,
+                health.silent_s,
+                health.budget_s,
+            )
+        elif health.silent_s < self._warned_s:
+            teacher_log.warning("the teacher replies again after more than %.0f s", self._warned_s)
+            self._warned_s, self._next_s = 0.0, FIRST_WARNING_S

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from gkd.config.schema import Config, logits_chunk_bytes
 from gkd.hf.model_dims import ModelDims
 
-_FLOAT32 = 4
+_FLOAT32, _INT64 = 4, 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,7 +168,6 @@ class Kernels:
         return kept + routed * b * (2 * dims.hidden_size + 4 * dims.moe.ffn_size) + 2 * _FLOAT32 * dims.moe.n_experts
 
 
-_FLOAT32, _INT64 = 4, 8
 # Numbers that the softmax kernels process at a time, see gkd.loss.row_kernels.
 _PIECE = {True: 1 << 21, False: 1 << 22}  # on the CPU, on CUDA
 # [n, K] tables of the loss of n rows, in addition to the teacher's: logprobs, shares, gradients.
@@ -177,19 +176,26 @@ _TABLES = 12
 
 @dataclass(frozen=True, slots=True)
 class LossShape:
-    """The loss of one micro-batch on one rank."""
+    """The loss of one micro-batch on one rank with these settings."""
 
+    config: Config
+    batch: MicroBatchShape
     hidden: int
     rows_of_head: int  # V, padding included
     itemsize: int
     on_cpu: bool
-    batch: MicroBatchShape
-    fused: bool
-    chunk_bytes: int
-    topk: int  # 0 without a list
-    is_full: bool  # the teacher's full distribution exists as logits
     frozen: bool = False  # the LM head is not trained and has no gradient
     in_place: bool = False  # fused, the LM head's gradient is added to the gradient buffer by the loss
+
+    @property
+    def fused(self) -> bool:
+        """Return whether LM head and loss run together, in chunks of rows."""
+        return self.config.actor.fused_lm_head
+
+    @property
+    def is_full(self) -> bool:
+        """Return whether the teacher's full distribution exists as logits."""
+        return not {"logits", "hidden"}.isdisjoint(self.config.derived.signals)
 
     @property
     def rows_at_once(self) -> int:
@@ -200,7 +206,8 @@ class LossShape:
 
     @property
     def _chunk_rows(self) -> int:
-        return max(1, self.chunk_bytes // (self.rows_of_head * (self.itemsize + (_FLOAT32 if self.is_full else 0))))
+        of_row = self.rows_of_head * (self.itemsize + (_FLOAT32 if self.is_full else 0))
+        return max(1, logits_chunk_bytes(on_cpu=self.on_cpu) // of_row)
 
     @property
     def logits_bytes(self) -> int:
@@ -210,8 +217,9 @@ class LossShape:
         if self.is_full:
             logits += min(self.batch.n_rows, self._chunk_rows) * v * _FLOAT32
         piece = max(min(_PIECE[self.on_cpu], n * v), v) * _FLOAT32 * (1 if self.itemsize == _FLOAT32 else 2)
-        listed = self.batch.n_rows * self.topk * (_INT64 + _FLOAT32)
-        return logits + piece + listed + n * (self.topk + 1) * _FLOAT32 * _TABLES
+        topk = self.config.teacher.topk if "topk" in self.config.derived.signals else 0
+        listed = self.batch.n_rows * topk * (_INT64 + _FLOAT32)
+        return logits + piece + listed + n * (topk + 1) * _FLOAT32 * _TABLES
 
     @property
     def forward_bytes(self) -> int:
@@ -240,31 +248,3 @@ class LossShape:
         if self.fused:
             return 2 * rows + self.head_grad_bytes
         return rows + self.batch.n_rows * self.rows_of_head * b + self.head_grad_bytes
-
-
-def loss_shape(
-    config: Config,
-    batch: MicroBatchShape,
-    *,
-    hidden: int,
-    rows_of_head: int,
-    itemsize: int,
-    on_cpu: bool,
-    frozen: bool = False,
-    in_place: bool = False,
-) -> LossShape:
-    """Return the loss of these settings on a rank with `rows_of_head` rows of the LM head."""
-    signals = config.derived.signals
-    return LossShape(
-        hidden=hidden,
-        rows_of_head=rows_of_head,
-        itemsize=itemsize,
-        on_cpu=on_cpu,
-        batch=batch,
-        fused=config.actor.fused_lm_head,
-        chunk_bytes=logits_chunk_bytes(on_cpu=on_cpu),
-        topk=config.teacher.topk if "topk" in signals else 0,
-        is_full="logits" in signals or "hidden" in signals,
-        frozen=frozen,
-        in_place=in_place,
-    )

@@ -19,7 +19,7 @@ from gkd.footprint.limits import actor_peak, allowed_bytes, gib, shortages
 from gkd.footprint.rank import GENERATE, WEIGHT_SYNC, RankFootprint, Refit
 from gkd.footprint.rollout import with_engine_cache
 from gkd.memory import remedies
-from gkd.memory.remedy import Changes, Remedy, as_yaml, with_changes
+from gkd.memory.remedies import Changes, Remedy, as_yaml
 from gkd.spans import Phase
 
 Lacks = Callable[[Config, Sequence[RankFootprint]], int]
@@ -93,7 +93,7 @@ def find_combination(config: Config, refit: Refit, gpu_bytes: int, lacks_host: L
     def after(steps: list[Step], *later: Changes) -> list[Step]:
         """Return the steps and those of later changes; empty if one of these is refused."""
         for changes in later:
-            changed = with_changes(steps[-1].config if steps else config, changes)
+            changed = with_values(steps[-1].config if steps else config, changes)
             refused = (ConfigError, ModelError) if steps else ()  # errors of the settings as given are raised
             try:
                 check_config(changed)

@@ -17,7 +17,7 @@ from gkd.footprint.fsdp import fsdp_footprints, groups
 from gkd.footprint.megatron import megatron_footprints
 from gkd.footprint.rank import HOST_PARTS, OFFLOADED_STATES, RankFootprint, engine_of, on_host, shared_phases
 from gkd.footprint.rollout import rollout_footprint
-from gkd.footprint.teacher import with_local_teacher, with_reference
+from gkd.footprint.teacher import with_frozen
 from gkd.hf.model_dims import check_megatron_support, read_dims
 from gkd.hf.model_folder import ModelFolder, Tensors, read_model_folder
 
@@ -51,8 +51,7 @@ class RunModels:
         )
 
 
-# Value of `actor.strategy` -> the function that refuses a model, and the one that returns the footprints of its ranks.
-_SUPPORT = {"megatron": check_megatron_support}
+# Value of `actor.strategy` -> the function that returns the footprints of its ranks.
 _ACTORS = {"megatron": megatron_footprints, "fsdp2": fsdp_footprints}
 
 
@@ -90,9 +89,8 @@ def footprint(
         ConfigError: the ranks cannot split the model.
     """
     dims, on_cpu = read_dims(config_json), config.trainer.device == "cpu"
-    check = _SUPPORT.get(config.actor.strategy)
-    if check is not None:
-        check(config_json)
+    if config.actor.strategy == "megatron":
+        check_megatron_support(config_json)
     if not dims.is_exact and tensors is None:
         raise ModelError(
             f"the parameters of model_type {dims.model_type!r} have to be counted in its safetensors files, "
@@ -102,25 +100,21 @@ def footprint(
     if config.derived.moves_states:
         actors = [replace(part, parts={**part.parts, "moved_states": _moved(part)}) for part in actors]
     if local_teacher is not None:
-        actors = [with_local_teacher(part, config, *local_teacher, on_cpu=on_cpu) for part in actors]
+        actors = [with_frozen(part, "teacher", config, *local_teacher, on_cpu=on_cpu) for part in actors]
     if reference is not None:
-        actors = [with_reference(part, config, *reference, on_cpu=on_cpu) for part in actors]
+        actors = [with_frozen(part, "reference", config, *reference, on_cpu=on_cpu) for part in actors]
     if save_interval(config.trainer.save_every) == Interval() and not config.trainer.keep_best:
         actors = [replace(part, parts={**part.parts, "saved_copy": 0}) for part in actors]  # no save while it trains
     engine = rollout_footprint(config, dims, groups(config, dims, tensors), on_cpu=on_cpu)
     if config.trainer.colocate:  # for a save and an export the engine sleeps, and its weights are kept on the host
         engine = replace(engine, parts={**engine.parts, "moved_states": engine.parts["weights"]})
     found = (*actors, engine)
-    return found if on_cpu else tuple(_with_context(part) for part in found)
+    return found if on_cpu else tuple(replace(part, parts={**part.parts, "context": CONTEXT_BYTES}) for part in found)
 
 
 def _moved(part: RankFootprint) -> int:
     """Return the bytes of the states in host memory between two calls; gradients are not kept."""
     return sum(part.parts.get(name, 0) for name in OFFLOADED_STATES if name != "gradients")
-
-
-def _with_context(part: RankFootprint) -> RankFootprint:
-    return replace(part, parts={**part.parts, "context": CONTEXT_BYTES})
 
 
 # Host memory of a process with its libraries before the first tensor. An allowance: on CUDA not measured.

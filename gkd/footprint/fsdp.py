@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from math import prod
 
 from gkd.config.schema import Config
-from gkd.footprint.activations import Kernels, largest_micro_batch, loss_shape
+from gkd.footprint.activations import Kernels, LossShape, largest_micro_batch
 from gkd.footprint.adapters import adapter_params
 from gkd.footprint.rank import RankFootprint, sync_buffers
 from gkd.hf.model_dims import ModelDims
@@ -69,7 +69,7 @@ def fsdp_footprints(
     boundary = kernels.boundary(dims) * batch.n_tokens
     activations = boundary * dims.n_layers if actor.recompute == "full" else sum(whole)
     activations += boundary + kernels.final_norm(dims) * batch.n_tokens
-    loss = loss_shape(
+    loss = LossShape(
         config,
         batch,
         hidden=dims.hidden_size,

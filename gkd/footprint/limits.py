@@ -26,12 +26,7 @@ def check(footprints: Sequence[RankFootprint], gpu_bytes: int, config: Config) -
     Args:
         footprints: of `footprint`, and of `teacher_footprint` to check the teacher, too.
         gpu_bytes: memory of one GPU; every rank has one, which it may share with an engine.
-
-    Raises:
-        ValueError: gpu_bytes is not positive.
     """
-    if gpu_bytes <= 0:
-        raise ValueError(f"gpu_bytes = {gpu_bytes} is not positive")
     problems = []
     case = _Case(footprints, gpu_bytes, config)
     for part in footprints:

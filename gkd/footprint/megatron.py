@@ -14,7 +14,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from gkd.config.schema import Config
-from gkd.footprint.activations import Kernels, LossShape, MicroBatchShape, largest_micro_batch, loss_shape
+from gkd.footprint.activations import Kernels, LossShape, MicroBatchShape, largest_micro_batch
 from gkd.footprint.adapters import adapter_params
 from gkd.footprint.rank import RankFootprint, sync_buffers
 from gkd.hf.model_dims import ModelDims, check_actor_split, check_expert_ranks
@@ -137,7 +137,7 @@ def _training_peak(
     if stage.last:
         activations += kernels.final_norm(dims) * batch.n_tokens
     embedding = dims.embedding_params(actor.tp)
-    loss = loss_shape(
+    loss = LossShape(
         config,
         batch,
         hidden=dims.hidden_size,
@@ -147,26 +147,15 @@ def _training_peak(
         frozen=kernels.frozen,
         in_place=True,
     )
+    # Recomputed activations of a layer, and gradients that are not reduced yet.
     transient = layer + _layer_gradients(dims, actor.tp, batch, itemsize, on_cpu=on_cpu, frozen=kernels.frozen)
     if kernels.fused and dims.moe is not None:  # the experts' first matrices as one tensor, and its gradient
         largest = max((dims.expert_params(layer, actor.ep) for layer in stage.layers), default=0)
         transient += itemsize * (1 if kernels.frozen else 2) * largest * 2 // 3
     embedding_bytes = 0 if kernels.frozen else embedding * itemsize
-    return training_peak(
-        activations, transient, loss, stage, tied=dims.tied_embeddings, embedding_bytes=embedding_bytes
-    )
-
-
-def training_peak(
-    activations: int, transient: int, loss: LossShape, stage: Stage, *, tied: bool, embedding_bytes: int
-) -> dict[str, int]:
-    """Return the largest of three phases: the loss's forward pass, the layers' backward pass, and its end.
-
-    Args:
-        transient: recomputed activations of a layer, and gradients that are not reduced yet.
-    """
     # Both gradients of a tied table, and their sum.
-    held = 2 * loss.head_grad_bytes if stage.last and tied and stage.first else 0
+    held = 2 * loss.head_grad_bytes if stage.last and dims.tied_embeddings and stage.first else 0
+    # The layers' backward pass, the loss's forward pass, and the end of the backward pass.
     phases = [
         {"activations": activations, "logits": 0, "transient": transient + (loss.backward_bytes if stage.last else 0)}
     ]

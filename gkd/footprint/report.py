@@ -20,7 +20,7 @@ from gkd.footprint.rank import (
 )
 from gkd.footprint.rollout import kv_bytes_per_token, kv_room_bytes, max_sequences
 from gkd.hf.model_dims import ModelDims
-from gkd.memory.remedy import as_yaml
+from gkd.memory.remedies import as_yaml
 
 _ORDER = (
     *("weights", "gradients", "optimizer", "teacher_head", "teacher_weights"),

@@ -16,7 +16,7 @@ from gkd.config.schema_rollout import LEAST_SEQUENCES
 from gkd.config.schema_trainer import AHEAD, STREAM
 from gkd.footprint.adapters import adapter_params
 from gkd.footprint.fsdp import Groups
-from gkd.footprint.rank import RankFootprint, sync_buffers
+from gkd.footprint.rank import RankFootprint, engine_of, sync_buffers
 from gkd.hf.model_dims import ModelDims, check_engine_split
 
 _FLOAT32 = 4
@@ -74,12 +74,9 @@ def with_engine_cache(
     """Return the footprints with the KV cache that engines allocate on such a GPU, and `kv_max` for all sequences."""
     if gpu_bytes is None or config.trainer.device == "cpu":
         return list(footprints)
-    return [_with_cache(part, gpu_bytes, config) if part.role == "rollout" else part for part in footprints]
-
-
-def _with_cache(part: RankFootprint, gpu_bytes: int, config: Config) -> RankFootprint:
-    cache = {"kv_cache": max(0, kv_room_bytes(part, gpu_bytes, config)), "kv_max": kv_max(part)}
-    return replace(part, parts={**part.parts, **cache})
+    engine = engine_of(footprints)
+    cache = {"kv_cache": max(0, kv_room_bytes(engine, gpu_bytes, config)), "kv_max": kv_max(engine)}
+    return [replace(part, parts={**part.parts, **cache}) if part is engine else part for part in footprints]
 
 
 def kv_room_bytes(part: RankFootprint, gpu_bytes: int, config: Config) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from gkd.cluster.gpu_table import TEACHER, Finding, GpuInfo, PoolNeed, RankPlacement
 from teacher_server.wire.nvidia_smi import visible_ids
@@ -65,24 +65,20 @@ def _by_device(
     return users
 
 
-def _shared(ranks: Sequence[RankPlacement], needs: Mapping[str, PoolNeed]) -> list[Finding]:
+def _shared(ranks: Sequence[RankPlacement], needs: Mapping[str, PoolNeed]) -> Iterator[Finding]:
     # Group by Ray node, not by host: simulated nodes on one host have logical GPUs with the same ids.
-    found = []
     for device, users in _by_device(ranks, needs, lambda row: row.node or row.host).items():
         if len(users) > 1 and not _shared_by_config(users, needs):
             pools = {row.pool for row in users}
             seen = [row.cuda_visible_devices for row in ranks if row.pool in pools]
-            found.append(
-                Finding(
-                    kind="shared_gpu",
-                    ranks=_labels(users),
-                    problem=f"{_names(users)} use the same GPU, {_device(device)}; CUDA_VISIBLE_DEVICES of the ranks "
-                    f"of {' and '.join(sorted(pools))}: {seen}.",
-                    fix="start Ray, or without cluster.ray_address the trainer, with a CUDA_VISIBLE_DEVICES that names "
-                    "each GPU once, and without RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES.",
-                )
+            yield Finding(
+                kind="shared_gpu",
+                ranks=_labels(users),
+                problem=f"{_names(users)} use the same GPU, {_device(device)}; CUDA_VISIBLE_DEVICES of the ranks of "
+                f"{' and '.join(sorted(pools))}: {seen}.",
+                fix="start Ray, or without cluster.ray_address the trainer, with a CUDA_VISIBLE_DEVICES that names "
+                "each GPU once, and without RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES.",
             )
-    return found
 
 
 def _shared_by_config(users: Sequence[RankPlacement], needs: Mapping[str, PoolNeed]) -> bool:
@@ -93,109 +89,87 @@ def _shared_by_config(users: Sequence[RankPlacement], needs: Mapping[str, PoolNe
 
 def _overlaps(
     ranks: Sequence[RankPlacement], needs: Mapping[str, PoolNeed], teacher: Sequence[RankPlacement]
-) -> list[Finding]:
+) -> Iterator[Finding]:
     own = _by_device(ranks, needs, lambda row: row.host)
-    found = []
     for device, workers in _by_device(teacher, needs, lambda row: row.host).items():
         if users := own.get(device):
-            found.append(
-                Finding(
-                    kind="teacher_overlap",
-                    ranks=(*_labels(users), *_labels(workers)),
-                    problem=f"{_names(users)} on {users[0].host} use a GPU of the teacher, {_device(device)} "
-                    f"({_names(workers)}).",
-                    fix="set other GPUs for the teacher (its --gpus) or for the trainer (cluster.gpus), or state the "
-                    "teacher's share of them in cluster.teacher_gpu_share.",
-                )
+            yield Finding(
+                kind="teacher_overlap",
+                ranks=(*_labels(users), *_labels(workers)),
+                problem=f"{_names(users)} on {users[0].host} use a GPU of the teacher, {_device(device)} "
+                f"({_names(workers)}).",
+                fix="set other GPUs for the teacher (its --gpus) or for the trainer (cluster.gpus), or state the "
+                "teacher's share of them in cluster.teacher_gpu_share.",
             )
-    return found
 
 
-def _outside(ranks: Sequence[RankPlacement], gpus: Sequence[int]) -> list[Finding]:
+def _outside(ranks: Sequence[RankPlacement], gpus: Sequence[int]) -> Iterator[Finding]:
     allowed = set(map(str, gpus))
     others = [row for row in ranks if allowed and row.ray_gpu_ids and not allowed.issuperset(row.ray_gpu_ids)]
-    if not others:
-        return []
-    hosts = ", ".join(dict.fromkeys(row.host for row in others))
-    given = "; ".join(f"{row.label}: {_ids(row)}" for row in others)
-    shown = ",".join(map(str, gpus))
-    return [
-        Finding(
+    if others:
+        hosts = ", ".join(dict.fromkeys(row.host for row in others))
+        given = "; ".join(f"{row.label}: {_ids(row)}" for row in others)
+        shown = ",".join(map(str, gpus))
+        yield Finding(
             kind="outside_gpus",
             ranks=_labels(others),
             problem=f"Ray assigned GPUs that are not in cluster.gpus [{shown}], on {hosts} ({given}).",
             fix=f"start Ray on each node with only these: CUDA_VISIBLE_DEVICES={shown} ray start ...; or change "
             "cluster.gpus.",
         )
-    ]
 
 
-def _too_few(ranks: Sequence[RankPlacement], pools: Sequence[PoolNeed]) -> list[Finding]:
-    found = []
+def _too_few(ranks: Sequence[RankPlacement], pools: Sequence[PoolNeed]) -> Iterator[Finding]:
     for pool in pools:
         mine = [row for row in ranks if row.pool == pool.name]
         # Without CUDA_VISIBLE_DEVICES and without a driver, the visible GPUs are unknown.
         known = [row for row in mine if row.gpus or row.cuda_visible_devices is not None]
-        short = [row for row in known if len(row.gpus) < pool.gpus_per_rank]
-        if short:
+        if short := [row for row in known if len(row.gpus) < pool.gpus_per_rank]:
             sees = ", ".join(f"{row.label} sees {len(row.gpus)} ({row.cuda_visible_devices!r})" for row in short)
-            found.append(
-                Finding(
-                    kind="too_few_gpus",
-                    ranks=_labels(short),
-                    problem=f"each rank of {pool.name} requires {pool.gpus_per_rank} GPUs: {sees}.",
-                    fix="start Ray with a CUDA_VISIBLE_DEVICES that names existing GPUs, or lower the "
-                    "pool's n_gpus_per_node.",
-                )
+            yield Finding(
+                kind="too_few_gpus",
+                ranks=_labels(short),
+                problem=f"each rank of {pool.name} requires {pool.gpus_per_rank} GPUs: {sees}.",
+                fix="start Ray with a CUDA_VISIBLE_DEVICES that names existing GPUs, or lower the pool's "
+                "n_gpus_per_node.",
             )
         if len(mine) < pool.n_ranks:
-            found.append(
-                Finding(
-                    kind="too_few_gpus",
-                    ranks=(),
-                    problem=f"{pool.name} requires {pool.n_ranks} ranks with {pool.gpus_per_rank} GPUs each, but has "
-                    f"{len(mine)}.",
-                    fix="lower the pool's n_gpus_per_node or nnodes, or add GPUs.",
-                )
+            yield Finding(
+                kind="too_few_gpus",
+                ranks=(),
+                problem=f"{pool.name} requires {pool.n_ranks} ranks with {pool.gpus_per_rank} GPUs each, but has "
+                f"{len(mine)}.",
+                fix="lower the pool's n_gpus_per_node or nnodes, or add GPUs.",
             )
-    return found
 
 
-def _not_as_assigned(ranks: Sequence[RankPlacement]) -> list[Finding]:
+def _not_as_assigned(ranks: Sequence[RankPlacement]) -> Iterator[Finding]:
     given = [row for row in ranks if row.ray_gpu_ids]
-    unset = [row for row in given if row.cuda_visible_devices is None]
+    if unset := [row for row in given if row.cuda_visible_devices is None]:
+        yield Finding(
+            kind="unset",
+            ranks=_labels(unset),
+            problem=f"CUDA_VISIBLE_DEVICES is not set for {_names(unset)}: they see every GPU of their machine, and "
+            "each uses the first one.",
+            fix="unset RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES where Ray is started, so that Ray sets it.",
+        )
     others = [
         row
         for row in given
         if row.cuda_visible_devices is not None and visible_ids(row.cuda_visible_devices) != row.ray_gpu_ids
     ]
-    found = []
-    if unset:
-        found.append(
-            Finding(
-                kind="unset",
-                ranks=_labels(unset),
-                problem=f"CUDA_VISIBLE_DEVICES is not set for {_names(unset)}: they see every GPU of their machine, "
-                "and each uses the first one.",
-                fix="unset RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES where Ray is started, so that Ray sets it.",
-            )
-        )
     if others:
         pairs = "; ".join(f"{row.label}: {row.cuda_visible_devices!r}, Ray assigned {_ids(row)!r}" for row in others)
-        found.append(
-            Finding(
-                kind="reordered",
-                ranks=_labels(others),
-                problem=f"CUDA_VISIBLE_DEVICES differs from the GPUs that Ray assigned, or from their order ({pairs}).",
-                fix="let Ray set it: unset RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES, and do not set "
-                "CUDA_VISIBLE_DEVICES in the environment of the workers.",
-            )
+        yield Finding(
+            kind="reordered",
+            ranks=_labels(others),
+            problem=f"CUDA_VISIBLE_DEVICES differs from the GPUs that Ray assigned, or from their order ({pairs}).",
+            fix="let Ray set it: unset RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES, and do not set "
+            "CUDA_VISIBLE_DEVICES in the environment of the workers.",
         )
-    return found
 
 
-def _split_groups(ranks: Sequence[RankPlacement], pools: Sequence[PoolNeed]) -> list[Finding]:
-    found = []
+def _split_groups(ranks: Sequence[RankPlacement], pools: Sequence[PoolNeed]) -> Iterator[Finding]:
     for pool in pools:
         groups: dict[int, list[RankPlacement]] = {}
         for row in ranks:
@@ -204,23 +178,19 @@ def _split_groups(ranks: Sequence[RankPlacement], pools: Sequence[PoolNeed]) -> 
         for group in groups.values():
             if len({row.node or row.host for row in group}) > 1:
                 where = ", ".join(f"{row.label} on {row.host} ({row.node[:8]})" for row in group)
-                found.append(
-                    Finding(
-                        kind="split_tp_group",
-                        ranks=_labels(group),
-                        problem=f"one tensor-parallel group spans several nodes: {where}.",
-                        fix=f"choose a tp that divides the pool's n_gpus_per_node; tp is {pool.tp}.",
-                    )
+                yield Finding(
+                    kind="split_tp_group",
+                    ranks=_labels(group),
+                    problem=f"one tensor-parallel group spans several nodes: {where}.",
+                    fix=f"choose a tp that divides the pool's n_gpus_per_node; tp is {pool.tp}.",
                 )
-    return found
 
 
 def _memory_taken(
     ranks: Sequence[RankPlacement], needs: Mapping[str, PoolNeed], teacher: Sequence[RankPlacement], *, loaded: bool
-) -> list[Finding]:
+) -> Iterator[Finding]:
     ours = {(row.host, row.pid) for row in (*ranks, *teacher)}
     teacher_gpus = _by_device(teacher, needs, lambda row: row.host)
-    found = []
     for row in ranks:
         for gpu in used_gpus(row, needs):
             others = [pid for pid in gpu.pids if (row.host, pid) not in ours]
@@ -231,15 +201,12 @@ def _memory_taken(
                 continue
             who = f"process {', '.join(map(str, others))}" if others else "an unknown process (another container?)"
             much = f" {taken_mib / 1024:.1f} GiB of" if taken_mib else ""
-            found.append(
-                Finding(
-                    kind="memory_taken",
-                    ranks=(row.label,),
-                    problem=f"{who} holds{much} GPU {gpu.id} ({gpu.uuid}) on {row.host}, which {row.label} uses.",
-                    fix=f"end the process (see nvidia-smi on {row.host}), or exclude this GPU with cluster.gpus.",
-                )
+            yield Finding(
+                kind="memory_taken",
+                ranks=(row.label,),
+                problem=f"{who} holds{much} GPU {gpu.id} ({gpu.uuid}) on {row.host}, which {row.label} uses.",
+                fix=f"end the process (see nvidia-smi on {row.host}), or exclude this GPU with cluster.gpus.",
             )
-    return found
 
 
 def _labels(rows: Sequence[RankPlacement]) -> tuple[str, ...]:

@@ -1,6 +1,6 @@
 """List the health checks: threshold and its reason, likely cause, and the keys to change.
 
-`python -m gkd.tools.metrics_page` writes docs/health.md from this table.
+`python -m gkd.tools.pages` writes docs/health.md from this table.
 """
 
 from __future__ import annotations
@@ -143,7 +143,7 @@ CHECKS = (
         is_of_evaluation=True,
     ),
     Check(
-        "engine_logprobs", 0.02, judges.engine_logprobs,
+        "engine_logprobs", 0.02, judges.above(judges.FRESH_KL, 3),
         "`loss/engine_kl` above {limit}, mean of the last 3 steps with staleness 0",
         "Rounding gives up to 1e-6 in float32 and about 0.001 in bfloat16, more with mixtures of experts.",
         "the engines do not have the weights that train, or compute another model",

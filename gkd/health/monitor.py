@@ -11,8 +11,7 @@ from gkd.config.schema import Config
 from gkd.errors import HealthAlarm
 from gkd.files.disk import naming
 from gkd.health.checks import CHECKS, NEED_EQUAL_SAMPLING, Check
-from gkd.health.history import History
-from gkd.health.judges import by_staleness
+from gkd.health.judges import History, NoNumbers
 from gkd.log import get_logger
 from gkd.run.interrupts import interruptible
 
@@ -81,11 +80,12 @@ class Monitor:
 
     def feed(self, line: Mapping[str, float | None]) -> Changes:
         """Add one line, with its step, and return what it changes."""
-        self._history.add(by_staleness(dict(line)))
+        self._history.add(line)
         changes = Changes()
         for check, limit in self._checks:
-            verdict = check.judge(self._history, limit)
-            if verdict is None:
+            try:
+                verdict = check.judge(self._history, limit)
+            except NoNumbers:
                 continue
             name = check.name
             if verdict.remark and name not in self._remarked:

@@ -22,7 +22,7 @@ import torch
 
 from gkd.log import get_logger
 from gkd.memory.remedies import fragmentation_hint
-from gkd.memory.usage import gib, read_counts, read_usage, used_device
+from gkd.memory.usage import counts_line, gib, read_counts, read_usage, segments, used_device
 
 log = get_logger("memory")
 
@@ -104,15 +104,8 @@ def measure(segments: Sequence[Mapping[str, Any]], where: str) -> Fragmentation:
 
 
 def fragmentation(device: torch.device) -> Fragmentation:
-    """Return the present fragmentation of a device. Takes the allocator's lock: about 1 ms per few thousand blocks.
-
-    Without CUDA there is no caching allocator, and all numbers are 0.
-    """
-    if device.type != "cuda":
-        return measure([], device.type)
-    index = torch.cuda.current_device() if device.index is None else device.index
-    segments = [segment for segment in torch.cuda.memory_snapshot() if segment["device"] == index]
-    return measure(segments, f"cuda:{index}")
+    """Return the present fragmentation of a device. Without CUDA there is no allocator, and all numbers are 0."""
+    return measure(segments(device), str(device))
 
 
 def check_fragmentation(
@@ -130,7 +123,7 @@ def check_fragmentation(
     device, logger = used_device() if device is None else device, logger or log
     found, counts = fragmentation(device), read_counts(device)
     lines = [read_usage(device).line(), found.line()]
-    lines += [] if counts is None else [f"since the process started: {counts.line()}"]
+    lines += [f"since the process started: {counts_line(counts)}"] if counts else []
     logger.info("memory of this process:\n  %s", "\n  ".join(lines))
     _warn_over(found, warn, logger)
     return found

@@ -135,8 +135,12 @@ def _report(
 ) -> str:
     """Return the human-readable report, and write its files."""
     # A failed host allocation is not about the device.
-    at = device if device.type == "cuda" and not _is_of_host(error) else torch.device("cpu")
-    request = _completed(parse(str(error)), at)
+    is_of_host = isinstance(error, MemoryError) or _CPU in str(error)
+    at = device if device.type == "cuda" and not is_of_host else torch.device("cpu")
+    request = parse(str(error))
+    if at.type != "cuda":  # the host's errors do not contain its free memory
+        host = psutil.virtual_memory()
+        request = Request(requested=request.requested, total=host.total, device_free=host.available, cached=0)
     troubles: list[str] = []  # errors of the diagnosis itself: the host may be out of memory, too
     found = _tried("the allocator's blocks", lambda: fragmentation(at), troubles) if at.type == "cuda" else None
     usage = _tried("memory in use", lambda: read_usage(at), troubles)
@@ -192,18 +196,6 @@ def _users(text: str) -> list[str]:
     found = re.findall(rf"(Process \d+|this process) has {_SIZE} memory in use", text)
     users = ", ".join(f"{who.lower()} {_gib(_bytes(number, unit))}" for who, number, unit in found)
     return [f"in use on it: {users}"] if users else []
-
-
-def _completed(request: Request, device: torch.device) -> Request:
-    """Return the request with the free memory of the host, which its errors do not contain."""
-    if device.type == "cuda":
-        return request
-    memory = psutil.virtual_memory()
-    return Request(requested=request.requested, total=memory.total, device_free=memory.available, cached=0)
-
-
-def _is_of_host(error: BaseException) -> bool:
-    return isinstance(error, MemoryError) or _CPU in str(error)
 
 
 def _tried(what: str, look: Callable[[], Any], troubles: list[str]) -> Any:

@@ -9,41 +9,167 @@ Rows are in the order of the advice: large effect for little cost first. Pure: n
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, TypeAlias
 
 from gkd.config.schema import ALLOCATOR_VARIABLES, EXPANDABLE, Config, has_expandable_segments
+from gkd.config.schema_actor import BACKENDS
+from gkd.config.schema_sections import value_of
 from gkd.config.schema_teacher import ACTOR, ReferenceConfig
-from gkd.memory.remedy import (
-    MAX_UTILIZATION,
-    Remedy,
-    always,
-    can_offload_shards,
-    first_token_budget,
-    halve,
-    larger_cache,
-    less_utilization,
-    more_engine_gpus,
-    more_gpus,
-    more_utilization,
-    set_to,
-    smaller_cache,
-    split_further,
-    to_fsdp2,
-    token_budget,
-)
 from gkd.spans import Phase
 
+Changes: TypeAlias = Mapping[str, float | str]  # next value by key
+_MAX_UTILIZATION = 0.95  # of a GPU that an engine may take
+_MIN_BUCKET_MIB = 16
 _LOSS = (Phase.TRAIN, Phase.EVALUATE)
 _FORWARD = (*_LOSS, Phase.SCORE, Phase.REFERENCE)
+_OTHER_MODELS = (Phase.SCORE, Phase.REFERENCE, Phase.SEND)
 
-_MIN_BUCKET_MIB = 16
 
-FSDP_CPU_OFFLOAD = Remedy(
-    ("actor.fsdp_cpu_offload",),
-    "true, with actor.strategy=fsdp2",
+@dataclass(frozen=True, slots=True)
+class Remedy:
+    """One row: a change of settings that needs less memory."""
+
+    keys: tuple[str, ...]
+    step: str  # the next value in words, for docs/memory.md
+    effect: str
+    next: Callable[[Config], Changes]  # empty: the row does not apply to these settings
+    phases: tuple[Phase, ...] = ()  # in which it helps; empty: in all
+    not_in: tuple[Phase, ...] = ()  # phases in which it does not help
+    device: str = ""  # cuda | cpu; empty: both
+    is_tried: bool = True  # `gkd.footprint.combination` tries it; False: training changes
+    adds_gpus: bool = False
+
+    def line(self, config: Config) -> str:
+        """Return `key=value: try NEXT. EFFECT` for these settings, to which the row applies."""
+        changes = self.next(config)
+        now = ", ".join(f"{key}={value_of(config, key)}" for key in changes)
+        return f"{now}: try {', '.join(as_yaml(value) for value in changes.values())}. {self.effect}."
+
+    def helps(self, config: Config, phase: Phase | None, *, on_cuda: bool) -> bool:
+        """Return whether the row applies to these settings and helps in this phase; None: one that no row names."""
+        in_phase = (not self.phases or phase in self.phases) and phase not in self.not_in
+        return in_phase and self.device in ("", "cuda" if on_cuda else "cpu") and bool(self.next(config))
+
+
+def as_yaml(value: object) -> str:
+    """Return a setting's value as it is written in YAML or on the command line."""
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def set_to(
+    key: str,
+    value: float | str,
+    effect: str,
+    phases: tuple[Phase, ...] = (),
+    *,
+    condition: str = "",
+    applies: Callable[[Config], bool] = lambda config: True,
+    **others: Any,
+) -> Remedy:
+    """Return the row that gives `key` the value wherever it has another one and `applies`.
+
+    Args:
+        condition: what `applies` means, for docs/memory.md.
+        others: of `Remedy`.
+    """
+    return Remedy(
+        (key,),
+        as_yaml(value) + condition,
+        effect,
+        lambda config: {key: value} if value_of(config, key) != value and applies(config) else {},
+        phases,
+        **others,
+    )
+
+
+def halve(
+    key: str,
+    effect: str,
+    phases: tuple[Phase, ...] = (),
+    *,
+    low: int = 1,
+    condition: str = "",
+    applies: Callable[[Config], bool] = lambda config: True,
+    **others: Any,
+) -> Remedy:
+    """Return the row that halves `key` down to `low`, wherever it is larger and `applies`; arguments as `set_to`."""
+
+    def halved(config: Config) -> Changes:
+        now: int = value_of(config, key)
+        return {key: max(low, now // 2)} if now > low and applies(config) else {}
+
+    return Remedy((key,), "half" + (f", at least {low}" if low > 1 else condition), effect, halved, phases, **others)
+
+
+def split_further(key: str, effect: str) -> Remedy:
+    """Return the row that doubles `key`, actor.tp or actor.pp, and the GPUs of the pool, if the backend has it."""
+
+    def split(config: Config) -> Changes:
+        value: int = value_of(config, key)
+        supported = config.actor.backend.supports(key.removeprefix("actor."), 2 * value)
+        return {key: 2 * value, **more_gpus(config)} if supported else {}
+
+    step = "twice as many, with actor.strategy=megatron"
+    return Remedy((key, "trainer.n_gpus_per_node"), step, effect, split, device="cuda", adds_gpus=True)
+
+
+def token_budget(config: Config) -> Changes:
+    """Return half of the tokens of a micro-batch, at least the longest sequence; only with a budget."""
+    budget, longest = config.actor.max_tokens_per_micro_batch, config.derived.max_sequence_length
+    return {"actor.max_tokens_per_micro_batch": max(longest, budget // 2)} if budget > longest else {}
+
+
+def first_token_budget(config: Config) -> Changes:
+    """Return a budget of as many tokens as a micro-batch has now; only without one."""
+    budget, longest = config.actor.max_tokens_per_micro_batch, config.derived.max_sequence_length
+    return {} if budget else {"actor.max_tokens_per_micro_batch": config.actor.micro_batch_size * longest}
+
+
+def smaller_cache(config: Config) -> Changes:
+    """Return half of the KV cache that has a given size, or its size on the CPU."""
+    now = config.rollout.kv_cache_bytes(on_cpu=config.trainer.device == "cpu")
+    return {"rollout.kv_cache_mib": now >> 21} if now and now >> 21 else {}
+
+
+def less_utilization(config: Config) -> Changes:
+    """Return a smaller share of the GPU for an engine, if its KV cache has no given size."""
+    lower = round(config.rollout.gpu_memory_utilization - 0.1, 2)
+    return {"rollout.gpu_memory_utilization": lower} if lower > 0 and not config.rollout.kv_cache_mib else {}
+
+
+def more_utilization(config: Config) -> Changes:
+    """Return a larger share of the GPU for an engine, up to `_MAX_UTILIZATION`, if its KV cache has no given size."""
+    now = config.rollout.gpu_memory_utilization
+    higher = min(_MAX_UTILIZATION, round(now + 0.05, 2))
+    return {"rollout.gpu_memory_utilization": higher} if higher > now and not config.rollout.kv_cache_mib else {}
+
+
+def to_fsdp2(config: Config) -> Changes:
+    """Return the change of the backend, with the keys that it does not support."""
+    if config.actor.strategy == "fsdp2":
+        return {}
+    changes: dict[str, Any] = {"actor.strategy": "fsdp2"}
+    for name, limit in BACKENDS["fsdp2"].limits.items():
+        if getattr(config.actor, name) not in limit.values:
+            changes[f"actor.{name}"] = limit.values[-1]
+    return changes
+
+
+def more_gpus(config: Config) -> dict[str, float | str]:
+    """Return the pools of twice as many GPUs; colocated pools have the same size."""
+    doubled = 2 * config.trainer.n_gpus_per_node
+    pools: dict[str, float | str] = {"trainer.n_gpus_per_node": doubled}
+    return {**pools, "rollout.n_gpus_per_node": doubled} if config.trainer.colocate else pools
+
+
+FSDP_CPU_OFFLOAD = set_to(
+    "actor.fsdp_cpu_offload",
+    True,
     "States are in host memory, and a layer is on the GPU while it is computed",
-    set_to("actor.fsdp_cpu_offload", True, can_offload_shards),
+    condition=", with actor.strategy=fsdp2",
+    applies=lambda config: config.actor.backend.supports("fsdp_cpu_offload", True),
     device="cuda",
 )
 ENGINE_TP = Remedy(
@@ -62,49 +188,25 @@ ACTOR_REMEDIES = (
         token_budget,
         _FORWARD,
     ),
-    Remedy(
-        ("actor.micro_batch_size",),
-        "half, without a token budget",
+    halve(
+        "actor.micro_batch_size",
         "Fewer tokens are computed at a time",
-        halve("actor.micro_batch_size", 1, lambda config: not config.actor.max_tokens_per_micro_batch),
         _FORWARD,
+        condition=", without a token budget",
+        applies=lambda config: not config.actor.max_tokens_per_micro_batch,
     ),
-    Remedy(
-        ("actor.fused_lm_head",),
-        "true",
-        "The logits never exist as a whole",
-        set_to("actor.fused_lm_head", True, always),
-        _LOSS,
-    ),
-    Remedy(
-        ("actor.recompute",),
-        "full",
-        "Activations are computed again in the backward pass",
-        set_to("actor.recompute", "full", always),
-        (Phase.TRAIN,),
-    ),
-    Remedy(
-        ("actor.sequence_parallel",),
-        "true, with actor.tp above 1",
+    set_to("actor.fused_lm_head", True, "The logits never exist as a whole", _LOSS),
+    set_to("actor.recompute", "full", "Activations are computed again in the backward pass", (Phase.TRAIN,)),
+    set_to(
+        "actor.sequence_parallel",
+        True,
         "Ranks of a tensor-parallel group share the activations between their matrices",
-        set_to("actor.sequence_parallel", True, lambda config: config.actor.tp > 1),
         _LOSS,
+        condition=", with actor.tp above 1",
+        applies=lambda config: config.actor.tp > 1,
     ),
-    Remedy(
-        ("data.max_response_length",),
-        "half",
-        "Sequences are shorter",
-        halve("data.max_response_length", 1),
-        _LOSS,
-        is_tried=False,
-    ),
-    Remedy(
-        ("weight_sync.bucket_mib",),
-        f"half, at least {_MIN_BUCKET_MIB}",
-        "Weights are sent in smaller pieces",
-        halve("weight_sync.bucket_mib", _MIN_BUCKET_MIB),
-        (Phase.SEND,),
-    ),
+    halve("data.max_response_length", "Sequences are shorter", _LOSS, is_tried=False),
+    halve("weight_sync.bucket_mib", "Weights are sent in smaller pieces", (Phase.SEND,), low=_MIN_BUCKET_MIB),
     Remedy(
         ("actor.strategy",),
         "fsdp2; not on resume",
@@ -112,69 +214,54 @@ ACTOR_REMEDIES = (
         to_fsdp2,
     ),
     FSDP_CPU_OFFLOAD,
-    Remedy(
-        ("actor.lora.rank",),
-        "16",
+    set_to(
+        "actor.lora.rank",
+        16,
         "Adapters are trained in place of all weights",
         # With adapters the reference is the actor, and settings of a second model are refused.
-        set_to("actor.lora.rank", 16, lambda c: not c.actor.lora.rank and c.reference == ReferenceConfig()),
+        applies=lambda config: not config.actor.lora.rank and config.reference == ReferenceConfig(),
         device="cuda",
         is_tried=False,
     ),
-    Remedy(
-        ("teacher.fsdp_cpu_offload",),
-        "true, with a local teacher",
+    set_to(
+        "teacher.fsdp_cpu_offload",
+        True,
         "The teacher's shards are in host memory",
-        set_to("teacher.fsdp_cpu_offload", True, lambda config: config.derived.teacher_pool == ACTOR),
+        condition=", with a local teacher",
+        applies=lambda config: config.derived.teacher_pool == ACTOR,
         device="cuda",
     ),
-    Remedy(
-        ("reference.fsdp_cpu_offload",),
-        "true, with a reference",
+    set_to(
+        "reference.fsdp_cpu_offload",
+        True,
         "The reference's shards are in host memory",
-        set_to("reference.fsdp_cpu_offload", True, lambda config: bool(config.derived.reference_folder)),
+        condition=", with a reference",
+        applies=lambda config: bool(config.derived.reference_folder),
         device="cuda",
     ),
-    Remedy(
-        ("actor.offload_train",),
-        "true",
+    set_to(
+        "actor.offload_train",
+        True,
         "The student's states are in host memory while other models use the GPU",
-        set_to(
-            "actor.offload_train",
-            True,
-            lambda config: (
-                not config.derived.moves_states
-                and not config.actor.fsdp_cpu_offload
-                and config.memory.strategy != "resident"
-            ),
+        _OTHER_MODELS,
+        applies=lambda config: (
+            not config.derived.moves_states
+            and not config.actor.fsdp_cpu_offload
+            and config.memory.strategy != "resident"
         ),
-        (Phase.SCORE, Phase.REFERENCE, Phase.SEND),
         device="cuda",
     ),
-    Remedy(
-        ("memory.strategy",),
-        "offload, if it is resident",
+    set_to(
+        "memory.strategy",
+        "offload",
         "The student's states are in host memory while a local teacher or reference computes",
-        set_to("memory.strategy", "offload", lambda config: config.memory.strategy == "resident"),
-        (Phase.SCORE, Phase.REFERENCE, Phase.SEND),
+        _OTHER_MODELS,
+        condition=", if it is resident",
+        applies=lambda config: config.memory.strategy == "resident",
         device="cuda",
     ),
-    Remedy(
-        ("actor.tp", "trainer.n_gpus_per_node"),
-        "twice as many, with actor.strategy=megatron",
-        "Each layer is split over more GPUs",
-        split_further("actor.tp"),
-        device="cuda",
-        adds_gpus=True,
-    ),
-    Remedy(
-        ("actor.pp", "trainer.n_gpus_per_node"),
-        "twice as many, with actor.strategy=megatron",
-        "Each GPU has fewer layers",
-        split_further("actor.pp"),
-        device="cuda",
-        adds_gpus=True,
-    ),
+    split_further("actor.tp", "Each layer is split over more GPUs"),
+    split_further("actor.pp", "Each GPU has fewer layers"),
     Remedy(
         ("trainer.n_gpus_per_node",),
         "twice as many",
@@ -183,14 +270,7 @@ ACTOR_REMEDIES = (
         device="cuda",
         adds_gpus=True,
     ),
-    Remedy(
-        ("trainer.n_gpus_per_node",),
-        "half",
-        "Fewer ranks share the memory of this host",
-        halve("trainer.n_gpus_per_node", 1),
-        device="cpu",
-        is_tried=False,
-    ),
+    halve("trainer.n_gpus_per_node", "Fewer ranks share the memory of this host", device="cpu", is_tried=False),
 )
 
 ENGINE_REMEDIES = (
@@ -205,25 +285,12 @@ ENGINE_REMEDIES = (
         ("rollout.kv_cache_mib",),
         "twice as much, if it is set",
         "The KV cache holds longer sequences",
-        larger_cache,
+        lambda config: {"rollout.kv_cache_mib": 2 * mib} if (mib := config.rollout.kv_cache_mib) else {},
         (Phase.CACHE,),
         device="cuda",
     ),
-    Remedy(
-        ("rollout.n_gpus_per_node",),
-        "half",
-        "Fewer engines share the memory of this host",
-        halve("rollout.n_gpus_per_node", 1),
-        device="cpu",
-        is_tried=False,
-    ),
-    Remedy(
-        ("weight_sync.bucket_mib",),
-        f"half, at least {_MIN_BUCKET_MIB}",
-        "Weights are received in smaller pieces",
-        halve("weight_sync.bucket_mib", _MIN_BUCKET_MIB),
-        (Phase.RECEIVE,),
-    ),
+    halve("rollout.n_gpus_per_node", "Fewer engines share the memory of this host", device="cpu", is_tried=False),
+    halve("weight_sync.bucket_mib", "Weights are received in smaller pieces", (Phase.RECEIVE,), low=_MIN_BUCKET_MIB),
     Remedy(
         ("rollout.gpu_memory_utilization",),
         "0.1 less",
@@ -234,26 +301,22 @@ ENGINE_REMEDIES = (
     ),
     Remedy(
         ("rollout.gpu_memory_utilization",),
-        f"0.05 more, at most {MAX_UTILIZATION}",
+        f"0.05 more, at most {_MAX_UTILIZATION}",
         "More of the GPU is left for the KV cache",
         more_utilization,
         (Phase.CACHE,),
         device="cuda",
     ),
-    Remedy(
-        ("rollout.max_num_seqs",),
-        "half",
-        "Fewer sequences are generated at a time",
-        halve("rollout.max_num_seqs", 1),
-        not_in=(Phase.OFFLOAD,),
-        device="cuda",
-    ),
+    halve("rollout.max_num_seqs", "Fewer sequences are generated at a time", not_in=(Phase.OFFLOAD,), device="cuda"),
     ENGINE_TP,
     Remedy(
         ("rollout.tp", "rollout.n_gpus_per_node"),
         "twice as many",
         "Each engine is split over more GPUs, and there are as many engines as before",
-        more_engine_gpus,
+        lambda config: {
+            "rollout.tp": 2 * config.rollout.tp,
+            "rollout.n_gpus_per_node": 2 * config.rollout.n_gpus_per_node,
+        },
         device="cuda",
         adds_gpus=True,
     ),
@@ -268,14 +331,7 @@ FRAGMENTATION_REMEDIES = (
         _FORWARD,
         is_tried=False,
     ),
-    Remedy(
-        ("actor.packing",),
-        "true",
-        "Micro-batches have more similar sizes",
-        set_to("actor.packing", True, always),
-        _FORWARD,
-        is_tried=False,
-    ),
+    set_to("actor.packing", True, "Micro-batches have more similar sizes", _FORWARD, is_tried=False),
     FSDP_CPU_OFFLOAD,
 )
 

@@ -26,6 +26,7 @@ from gkd.spans import Phase
 log = get_logger("memory")
 
 _ROOT = f"{Path(__file__).parents[2]}/"
+_OF_PHASE = ("allocated", "reserved", "peak", "host_rss")  # of `MemoryUsage`, recorded by `Timeline`
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,18 +88,26 @@ def record_allocations() -> None:
     torch.cuda.memory._record_memory_history("state", context="state", stacks="python")
 
 
+def segments(device: torch.device) -> list[dict[str, Any]]:
+    """Return the allocator's segments of a device, as in `torch.cuda.memory_snapshot`; none without CUDA.
+
+    Takes the allocator's lock: about 1 ms per few thousand blocks.
+    """
+    if device.type != "cuda":
+        return []
+    index = torch.cuda.current_device() if device.index is None else device.index
+    return [segment for segment in torch.cuda.memory_snapshot() if segment["device"] == index]
+
+
 def allocation_lines(device: torch.device, limit: int) -> list[str]:
     """Return human-readable lines with the memory in use, by the line of code that allocated it, largest first.
 
     Blocks without a recorded stack are left out: those from before `record_allocations`, and those that the C++ threads
     of a backward pass allocated. Empty without CUDA.
     """
-    if device.type != "cuda":
-        return []
-    index = torch.cuda.current_device() if device.index is None else device.index
     sizes: Counter[str] = Counter()
-    for segment in torch.cuda.memory_snapshot():
-        for block in segment["blocks"] if segment["device"] == index else ():
+    for segment in segments(device):
+        for block in segment["blocks"]:
             if block["state"] == "active_allocated" and block.get("frames"):
                 sizes[_place(block["frames"])] += block["size"]
     return [f"{gib(n_bytes)} GiB: {place}" for place, n_bytes in sizes.most_common(limit)]
@@ -200,33 +209,25 @@ def gib(n_bytes: int) -> str:
 # on, only slower: such a run has no error, and cudaMalloc and cudaFree in every step.
 
 
-@dataclass(frozen=True, slots=True)
-class AllocatorCounts:
-    """Calls of this process on one device, since it started."""
-
-    alloc_retries: int = 0  # cudaMalloc failed, and was repeated after the cache had been given back
-    ooms: int = 0  # errors raised, because the repeated cudaMalloc failed too
-    device_allocs: int = 0  # cudaMalloc, or cuMemMap of expandable segments
-    device_frees: int = 0  # cudaFree, or cuMemUnmap
-
-    def line(self) -> str:
-        return (
-            f"{self.alloc_retries} retries after a failed cudaMalloc, {self.ooms} out-of-memory errors, "
-            f"{self.device_allocs} cudaMalloc, {self.device_frees} cudaFree"
-        )
+_COUNTS = {  # name here -> name in torch.cuda.memory_stats, and in logs
+    "alloc_retries": ("num_alloc_retries", "retries after a failed cudaMalloc"),
+    "ooms": ("num_ooms", "out-of-memory errors"),  # because the repeated cudaMalloc failed, too
+    "device_allocs": ("num_device_alloc", "cudaMalloc"),  # or cuMemMap of expandable segments
+    "device_frees": ("num_device_free", "cudaFree"),  # or cuMemUnmap
+}
 
 
-def read_counts(device: torch.device) -> AllocatorCounts | None:
-    """Return the counts of a device until now; None without CUDA."""
+def read_counts(device: torch.device) -> dict[str, int]:
+    """Return the counts of this process on a device since it started, by the names of `_COUNTS`; none without CUDA."""
     if device.type != "cuda":
-        return None
+        return {}
     stats = torch.cuda.memory_stats(device)  # empty before the first allocation
-    return AllocatorCounts(
-        alloc_retries=stats.get("num_alloc_retries", 0),
-        ooms=stats.get("num_ooms", 0),
-        device_allocs=stats.get("num_device_alloc", 0),
-        device_frees=stats.get("num_device_free", 0),
-    )
+    return {name: stats.get(of_torch, 0) for name, (of_torch, _) in _COUNTS.items()}
+
+
+def counts_line(counts: Mapping[str, int]) -> str:
+    """Return a human-readable line."""
+    return ", ".join(f"{n} {_COUNTS[name][1]}" for name, n in counts.items())
 
 
 class CountMeter:
@@ -237,18 +238,16 @@ class CountMeter:
     """
 
     def __init__(
-        self, device: torch.device, *, read: Callable[[torch.device], AllocatorCounts | None] = read_counts
+        self, device: torch.device, *, read: Callable[[torch.device], Mapping[str, int]] = read_counts
     ) -> None:
         self._device, self._read = device, read
-        self._before = AllocatorCounts()
+        self._before: Mapping[str, int] = {}
 
     def take(self) -> dict[str, float]:
         """Return `memory/alloc_retries`, `ooms`, `device_allocs` and `device_frees`; empty without CUDA."""
-        now = self._read(self._device)
-        if now is None:
-            return {}
-        before, self._before = asdict(self._before), now
-        return {f"memory/{name}": float(value - before[name]) for name, value in asdict(now).items()}
+        now, before = self._read(self._device), self._before
+        self._before = now
+        return {f"memory/{name}": float(n - before.get(name, 0)) for name, n in now.items()}
 
 
 class Timeline:
@@ -279,8 +278,9 @@ class Timeline:
         try:
             yield
         finally:
-            found, before = _numbers(name, self._read(self._device)), self._phases.get(name, {})
-            self._phases[name] = {key: max(value, before.get(key, 0.0)) for key, value in found.items()}
+            usage, before = asdict(self._read(self._device)), self._phases.get(name, {})
+            sizes = {f"memory/{name}/{part}_gib": usage[part] for part in _OF_PHASE if usage[part] is not None}
+            self._phases[name] = {key: max(size / GIB, before.get(key, 0.0)) for key, size in sizes.items()}
 
     def take(self) -> dict[str, float]:
         """Return the phases since the last call: `memory/<phase>/allocated_gib`, `reserved_gib`, `peak_gib` and
@@ -288,16 +288,6 @@ class Timeline:
         """
         phases, self._phases = self._phases, {}
         return {key: value for numbers in phases.values() for key, value in numbers.items()}
-
-
-def _numbers(phase: str, usage: MemoryUsage) -> dict[str, float]:
-    sizes = {
-        "allocated": usage.allocated,
-        "reserved": usage.reserved,
-        "peak": usage.peak,
-        "host_rss": usage.host_rss,
-    }
-    return {f"memory/{phase}/{name}_gib": size / GIB for name, size in sizes.items() if size is not None}
 
 
 def merge(per_rank: Sequence[Mapping[str, float]]) -> dict[str, float]:

@@ -1,8 +1,8 @@
-"""List the keys of metrics.jsonl about the system: times, throughput, memory."""
+"""List the keys of metrics.jsonl about the system (times, throughput, memory), and all sections."""
 
 from __future__ import annotations
 
-from gkd.metrics.catalog import EVERY_STEP, Row
+from gkd.metrics.catalog import EVERY_STEP, LEARNING, Row
 
 _GPU = "GPU"
 _MOVES = "states that move"
@@ -197,4 +197,5 @@ _MEMORY = (
     Row("memory/moved_to_device", "GiB", _MOVES, "Copied to the GPU since the line before.", "Constant.", "As above."),
 )  # fmt: skip
 # Heading -> rows, in the order of the page.
-SYSTEM: dict[str, tuple[Row, ...]] = {"Time": _TIME, "Throughput": _PERF, "Memory": _MEMORY}
+SECTIONS: dict[str, tuple[Row, ...]] = LEARNING | {"Time": _TIME, "Throughput": _PERF, "Memory": _MEMORY}
+ROWS = tuple(row for rows in SECTIONS.values() for row in rows)

@@ -11,8 +11,7 @@ from contextlib import contextmanager
 from dataclasses import astuple
 
 from gkd.config.schema import Config
-from gkd.console.state import Forecast, RunState
-from gkd.console.step_line import STEP_LINE, step_line
+from gkd.console.state import STEP_LINE, Forecast, RunState, step_line
 from gkd.health.monitor import HealthResponse
 from gkd.log import get_logger
 from gkd.metrics.bottleneck import (

@@ -9,10 +9,8 @@ from __future__ import annotations
 import math
 from collections import Counter, defaultdict, deque
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
@@ -110,8 +108,7 @@ class SpanFile:
 ROLES = ("driver", "actor", "engine", "scoring", "teacher")
 
 
-@dataclass(frozen=True, slots=True)
-class SpanLine:
+class SpanLine(msgspec.Struct, frozen=True):
     """One line: spans of a process that start in a step."""
 
     step: int
@@ -129,10 +126,15 @@ def read_spans(path: Path) -> list[SpanLine]:
     lines = []
     for number, line in enumerate(read_metrics(path), start=1):
         try:
-            lines.append(_parsed(line))
-        except (KeyError, TypeError, ValueError) as error:
+            found = msgspec.convert(line, SpanLine)
+            sort_key(found.process)
+            for span in found.spans:
+                if not (math.isfinite(span.start_s) and 0 <= span.duration_s < math.inf):
+                    raise ValueError(f"{span!r} is not a span")
+        except (msgspec.ValidationError, ValueError) as error:
             fix = "delete that line to continue"
             raise CheckpointError(f"{path}: line {number} is not a line of spans ({error!r}); {fix}") from error
+        lines.append(found)
     return lines
 
 
@@ -140,15 +142,3 @@ def sort_key(process: str) -> tuple[int, int, str]:
     """Return the key that orders processes: driver, actor, engines, scoring, teacher; each by number."""
     role, _, rest = process.partition(" ")
     return ROLES.index(role), int(rest) if rest.isdecimal() else 0, rest
-
-
-def _parsed(line: dict[str, Any]) -> SpanLine:
-    spans = []
-    for span in line["spans"]:
-        start_s, duration_s, args = float(span["start_s"]), float(span["duration_s"]), span.get("args", {})
-        if not (math.isfinite(start_s) and 0 <= duration_s < math.inf and isinstance(args, dict)):
-            raise ValueError(f"{span!r} is not a span")
-        spans.append(Span(str(span["name"]), start_s, duration_s, args))
-    process = str(line["process"])
-    sort_key(process)
-    return SpanLine(int(line["step"]), process, str(line["host"]), tuple(spans))

@@ -21,8 +21,7 @@ from gkd.data.render import Tools
 from gkd.data.row_files import describe_files
 from gkd.errors import ClusterError, ConfigError, TeacherUnavailable
 from gkd.footprint.estimate import scores_gib
-from gkd.gpu_map.choice import with_own_gpus
-from gkd.gpu_map.teacher import teacher_rows
+from gkd.gpu_map.teacher import teacher_rows, with_own_gpus
 from gkd.hf.hub import FILES, MODELS, pinned_names, with_local_copies
 from gkd.hf.model_folder import check_engines, eos_token_ids
 from gkd.log import get_logger

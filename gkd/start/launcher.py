@@ -27,7 +27,7 @@ from gkd.config.schema_teacher import ACTOR, ROLLOUT
 from gkd.data.chunks import CHUNK_SIZE, chunk_size
 from gkd.errors import GkdError, RankTimeout
 from gkd.gpu_map import collect
-from gkd.gpu_map.record import record_end, record_placement, record_restart
+from gkd.gpu_map.collect import record_end, record_placement, record_restart
 from gkd.log import get_logger
 from gkd.memory.usage import trim_heap
 from gkd.preflight.run import Plan

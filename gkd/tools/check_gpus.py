@@ -1,7 +1,9 @@
 """Report which rank is on which GPU: `python -m gkd.tools.check_gpus --config X.yaml | --running RUN_DIR`.
 
 `--config` builds the pools as training would. No model is loaded and no CUDA context is created: each rank only reports
-its placement. `--running` inspects a running job from its gpus.json and this machine's processes, without calls to Ray.
+its placement. `--running` inspects a running job from its gpus.json and this machine's processes and driver, without
+calls to Ray. Refreshed are the live processes and the GPUs they compute on. CUDA_VISIBLE_DEVICES stays as the rank
+reported it: Ray sets it inside the process, and /proc/PID/environ shows only the environment at the start.
 """
 
 from __future__ import annotations
@@ -9,24 +11,30 @@ from __future__ import annotations
 import argparse
 import socket
 import sys
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from msgspec import structs
 
-from gkd.cluster.gpu_table import Finding, GpuMap, gpu_map_from_json
+from gkd.cluster.gpu_table import RUN_ENDED, TEACHER, Finding, GpuInfo, GpuMap, RankPlacement, gpu_map_from_json
+from gkd.cluster.host import nearest_ancestor, process_info
 from gkd.config.check import check_config
 from gkd.config.load import load_config, parse_overrides
 from gkd.config.schema import Config
 from gkd.errors import ClusterError, ConfigError, GkdError
+from gkd.gpu_map.findings import find_problems, used_gpus
+from gkd.gpu_map.report import gpu_report
+from gkd.tools import exit_codes
+from teacher_server.config.command import command_parser
 
 if TYPE_CHECKING:
     from gkd.cluster.cluster import Cluster
     from gkd.cluster.placement import PoolSpec
-from gkd.cluster.pool import Pool
-from teacher_server.config.command import command_parser
+    from gkd.cluster.pool import Pool
 
 # Shorter than trainer.init_timeout_s, which training waits: GPUs that are free are granted at once.
 _POOL_S = 60.0
@@ -40,19 +48,11 @@ teacher is one of them); 0 as well for a run that has ended; 2 invalid settings,
 """
 
 
+@exit_codes(ConfigError)
 def main(argv: list[str] | None = None) -> int:
     """Run the command line and return the exit code, see `_EXAMPLES`."""
     args = _parse(argv)
-    try:
-        table = check_running(Path(args.running)) if args.running else check(load_config(args.config, args.overrides))
-    except ConfigError as error:
-        print(f"config error: {error}", file=sys.stderr)
-        return 2
-    except GkdError as error:
-        print(f"{type(error).__name__}: {error}", file=sys.stderr)
-        return 1
-    from gkd.gpu_map.report import gpu_report
-
+    table = check_running(Path(args.running)) if args.running else check(load_config(args.config, args.overrides))
     print(table.to_json().decode() if args.json else gpu_report(table), flush=True)
     return 1 if table.has_problems else 0
 
@@ -71,8 +71,7 @@ def check(config: Config) -> GpuMap:
 
     check_ray_installed()
     from gkd.gpu_map import collect
-    from gkd.gpu_map.choice import with_own_gpus
-    from gkd.gpu_map.teacher import teacher_rows
+    from gkd.gpu_map.teacher import teacher_rows, with_own_gpus
     from gkd.start.pools import ROLLOUT, make_cluster, make_pools, pools_in_order, shares_with, worker_env
 
     tp_sizes = {"actor": config.actor.tp, "rollout": 1}  # ranks of one TP group; an engine is one rank
@@ -120,7 +119,6 @@ def check_running(run_dir: Path) -> GpuMap:
         ClusterError: gpus.json is damaged.
     """
     from gkd.cluster.gpus import machine_gpus
-    from gkd.gpu_map.running import ended, refresh
     from gkd.gpu_map.teacher import teacher_rows
     from gkd.run.folder import PLACES
 
@@ -130,12 +128,89 @@ def check_running(run_dir: Path) -> GpuMap:
         problem = f"cannot read {PLACES} ({error.strerror}): no training has started in this folder."
         raise ConfigError("--running", str(run_dir), problem, "name the run_dir of a running job.") from error
     if saved.ended:
-        return ended(saved)
+        problem = "training reached its end, and the ranks were stopped. The table is that of the start."
+        return structs.replace(saved, findings=(Finding(kind=RUN_ENDED, ranks=(), problem=problem, fix=""),))
     config = load_config(run_dir / "config.yaml")
     teacher, found = teacher_rows(config.derived.routes, saved.device)
     machine = machine_gpus() if saved.device == "cuda" else []
     table = refresh(saved, socket.gethostname(), machine, teacher)
     return structs.replace(table, findings=(*table.findings, *found))
+
+
+def refresh(saved: GpuMap, host: str, machine: Sequence[GpuInfo], teacher: Sequence[RankPlacement]) -> GpuMap:
+    """Return the saved map with the current state of this machine. Reads /proc.
+
+    Args:
+        host: name of this machine, as in the rows. Rows of other hosts are not changed; a note names them.
+        machine: its GPUs with their current processes; empty if there is no GPU, or they are unknown.
+        teacher: current rows of the teacher workers.
+    """
+    ranks = [row for row in saved.rows if row.pool != TEACHER]
+    here = [row for row in ranks if row.host == host]
+    gone = [row for row in here if not _is_alive(row)]
+    owners = {row.pid: row for row in (*here, *(row for row in teacher if row.host == host)) if row not in gone}
+    now = {gpu.uuid: _other_processes_only(gpu, owners) for gpu in machine if gpu.uuid}
+    rows = [_refreshed(row, now) if row.host == host else row for row in (*ranks, *teacher)]
+    findings = [
+        Finding(
+            kind="process_gone",
+            ranks=(row.label,),
+            problem=f"{row.label}, process {row.pid} on {host}, has ended.",
+            fix="see the log of the job for the reason; resume with trainer.resume=auto.",
+        )
+        for row in gone
+    ]
+    findings += _on_other_gpus(saved, machine, owners)
+    elsewhere = Counter(row.host for row in ranks if row.host != host)
+    notes = tuple(
+        f"{count} ranks on {other} are shown as of the start; run this command there to refresh them"
+        for other, count in elsewhere.items()
+    )
+    share = saved.teacher_gpu_share
+    findings += find_problems(rows, saved.pools, loaded=True, gpus=saved.gpus, teacher_gpu_share=share)
+    return structs.replace(saved, rows=tuple(rows), findings=tuple(findings), notes=notes)
+
+
+def _is_alive(row: RankPlacement) -> bool:
+    process = process_info(row.pid)
+    return process is not None and row.started in (None, process.started)
+
+
+def _other_processes_only(gpu: GpuInfo, owners: Mapping[int, RankPlacement]) -> GpuInfo:
+    """Drop the ranks, their children, and processes that are not visible here (in another container)."""
+    return replace(
+        gpu,
+        pids=tuple(pid for pid in gpu.pids if process_info(pid) is not None and nearest_ancestor(pid, owners) is None),
+    )
+
+
+def _refreshed(row: RankPlacement, now: Mapping[str, GpuInfo]) -> RankPlacement:
+    gpus = (
+        replace(now[gpu.uuid], id=gpu.id) if gpu.uuid and gpu.uuid in now else replace(gpu, pids=()) for gpu in row.gpus
+    )
+    return structs.replace(row, gpus=tuple(gpus))
+
+
+def _on_other_gpus(saved: GpuMap, machine: Sequence[GpuInfo], owners: Mapping[int, RankPlacement]) -> Iterator[Finding]:
+    """Yield ranks that compute on a GPU that they were not assigned: NCCL or CUDA was initialized on the wrong one."""
+    needs = {pool.name: pool for pool in saved.pools}
+    for gpu in machine:
+        for pid in gpu.pids:
+            root = nearest_ancestor(pid, owners)
+            row = owners[root] if root is not None else None
+            if row is None or row.pool not in needs:
+                continue
+            own = used_gpus(row, needs)
+            in_parts = any((other.uuid or "").startswith("MIG-") for other in own)  # the driver lists the whole GPU
+            if not in_parts and gpu.uuid not in {other.uuid for other in own}:
+                yield Finding(
+                    kind="wrong_gpu",
+                    ranks=(row.label,),
+                    problem=f"{row.label} (process {pid}) computes on GPU {gpu.id} ({gpu.uuid}), but was assigned "
+                    f"{', '.join(f'{other.id} ({other.uuid})' for other in own) or 'none'}.",
+                    fix="restart the job with the CUDA_VISIBLE_DEVICES that Ray sets, and without code that calls "
+                    "torch.cuda.set_device before the rank does.",
+                )
 
 
 def _available_pools(cluster: Cluster, specs: Sequence[PoolSpec]) -> dict[str, Pool]:

@@ -48,6 +48,7 @@ from gkd.footprint.report import (
 )
 from gkd.footprint.rollout import with_engine_cache, with_max_num_seqs
 from gkd.hf.model_folder import ModelFolder, read_model_folder
+from gkd.tools import exit_codes
 from teacher_server.config.command import command_parser
 
 _MOST_HOST_GIB = 2**20
@@ -62,17 +63,11 @@ read
 """
 
 
+@exit_codes(GkdError)
 def main(argv: list[str] | None = None) -> int:
     """Run the tool and return its exit code, see `_EXAMPLES`."""
     args = _parse(argv)
-    try:
-        case = _read(args)
-    except ConfigError as error:
-        print(f"config error: {error}", file=sys.stderr)
-        return 2
-    except GkdError as error:
-        print(f"{type(error).__name__}: {error}", file=sys.stderr)
-        return 2
+    case = _read(args)
     problems, combination = case.problems(), case.combination()
     print(_json(case, problems, combination) if args.json else _text(case, problems, combination, args), flush=True)
     return 1 if problems else 0

@@ -210,10 +210,10 @@ def _of_teacher(case: Case, device: str) -> tuple[tuple[Any, ...], TokenizerPair
     config = with_local_copies(case.config, weights=False)
     derived = config.derived
     tokenizer, n_student_ids, eos_ids = read_student(config)
-    teachers = find_teachers(config, derived, device)
+    teachers = find_teachers(config, device)
     check_same_teacher(case.root / "teacher.json", teacher_identity(derived.routes, teachers), config)
     if (other := teacher_tokenizer(config)) is None:
-        n_vocab, pair = common_vocab(config, derived, teachers, tokenizer, n_student_ids), None
+        n_vocab, pair = common_vocab(config, teachers, tokenizer, n_student_ids), None
     else:
         n_student_ids = config.model.n_vocab or n_student_ids
         pair = tokenizer_pair(config, tokenizer, other, teachers[0], n_student_ids, eos_ids)

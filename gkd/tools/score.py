@@ -15,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from gkd.config.load import load_config, parse_overrides
 from gkd.console.numbers import clock, count
 from gkd.data.chunks import dataset_rollouts
-from gkd.errors import CheckpointError, ConfigError, DataError, GkdError, ModelError
+from gkd.errors import CheckpointError, ConfigError, DataError, ModelError
 from gkd.log import get_logger
 from gkd.preflight.run import ScoringPlan, check_scoring
 from gkd.preflight.teacher import record_teachers
@@ -23,6 +23,7 @@ from gkd.run import interrupts
 from gkd.scoring.endpoint import ScoringEndpoint
 from gkd.scoring.teacher.store import FILE_BYTES, ScoreStore, dataset_keys, open_store
 from gkd.scoring.teacher.window import window_of_group
+from gkd.tools import exit_codes
 from gkd.types import Rollout
 from teacher_server.config.command import command_parser
 
@@ -39,18 +40,13 @@ _REPORT_S = 10.0
 _THREADS = 3  # one more than fill the window, so that it does not run half empty at the end of a chunk
 
 
+@exit_codes(ConfigError, DataError, ModelError)
 def main(argv: list[str] | None = None) -> int:
     """Run the tool and return its exit code, see `_EXAMPLES`."""
     args = _parse(argv)
     interrupts.install()
     try:
         score_all(check_scoring(load_config(args.config, args.overrides)))
-    except (ConfigError, DataError, ModelError) as error:
-        print(f"{'config error' if isinstance(error, ConfigError) else type(error).__name__}: {error}", file=sys.stderr)
-        return 2
-    except (GkdError, OSError) as error:
-        print(f"{type(error).__name__}: {error}", file=sys.stderr)
-        return 1
     except KeyboardInterrupt:
         print("interrupted; the same command scores what is not stored", file=sys.stderr)
         return 130

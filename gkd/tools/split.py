@@ -1,14 +1,17 @@
 """`python -m gkd.tools.split --gpus 8 --run RUN_DIR | --calibrate CONFIG`: the split with the fastest steps.
 
 Measures the rates of a run's stages, estimates the step time of every other split under every scheduler, and prints the
-best splits with their settings. With `--calibrate` it makes the run first: a few steps at two concurrencies.
+best splits with their settings. With `--calibrate` it makes the run first: a few steps at two concurrencies. The first
+has that of the settings, the second one less, which shows the cost of a sequence in an engine.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import re
+import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, replace
@@ -20,17 +23,37 @@ from gkd.config.check import check_config
 from gkd.config.load import load_config, parse_overrides
 from gkd.config.schema import Config
 from gkd.config.schema_trainer import AHEAD, STREAM
-from gkd.errors import ConfigError, GkdError
+from gkd.errors import ClusterError, ConfigError
+from gkd.files.disk import remove
 from gkd.footprint import check
 from gkd.footprint.estimate import read_models
 from gkd.footprint.rank import other_processes_bytes, with_other_processes
-from gkd.tools.split_tuner.calibration import calibrate, calibration_folder
-from gkd.tools.split_tuner.rates import Run, check_plannable, read_run
+from gkd.metrics.bottleneck import MAX_NUM_SEQS
+from gkd.run.folder import CHECKPOINTS, delete_export
+from gkd.tools import exit_codes
+from gkd.tools.split_tuner.rates import Run, check_plannable, read_run, read_steps
 from gkd.tools.split_tuner.splits import Candidate, Hardware, Ranking, candidate, own_split, rank
 from teacher_server.config.command import command_parser
 
 SCHEDULERS = (*AHEAD, STREAM)
 _LONGEST = 1 << 20  # tokens, limit of --lengths
+_STEPS = 10  # of a run of --calibrate
+_SHORT_RUN = (  # settings of a run that only measures
+    "trainer.scheduler=sync",  # stages of different steps do not overlap
+    "trainer.max_staleness=1",
+    f"trainer.total_steps={_STEPS}",
+    "trainer.resume=never",
+    "trainer.save_every=0",
+    "trainer.record_batches=false",
+    "trainer.replay=''",
+    # Other schedules may require more steps.
+    "actor.optim.schedule=constant",
+    "actor.optim.warmup_steps=0",
+    "actor.optim.decay_steps=0",
+    "data.val_files=[]",
+    "eval.metric=none",
+)
+_MIN_CONCURRENCY = 4  # the second run has a fourth of rollout.max_num_seqs, but not less
 _HEADS = ("", "scheduler", "actor", "rollout", "teacher", "step s", "speed-up", "rollout s", "scoring s", "training s")
 _EXAMPLES = """examples:
   python -m gkd.tools.split --gpus 8 --run runs/mine
@@ -47,23 +70,12 @@ metrics or with few steps, a non-empty calibration folder)
 """
 
 
+@exit_codes(ConfigError)
 def main(argv: list[str] | None = None) -> int:
     """Return the exit code, see `_EXAMPLES`."""
     args = _parse(argv)
-    try:
-        _ranked(args)
-        return 0
-    except ConfigError as error:
-        print(f"config error: {error}", file=sys.stderr)
-        return 2
-    except (GkdError, OSError) as error:
-        print(f"{type(error).__name__}: {error}", file=sys.stderr)
-        return 1
-
-
-def _ranked(args: argparse.Namespace) -> None:
     gpu_bytes = gpu_memory_bytes(args.gpu_gib)
-    run = _calibrated(args) if args.calibrate else read_run([Path(args.run)], **_of_teacher(args), last=args.last)
+    run = _calibrated(args) if args.calibrate else _measured([Path(args.run)], args)
     workload, config = run.workload, run.config
     own = own_split(config, run.sizes.workers, run.gpus_per_worker, elsewhere=args.teacher_elsewhere)
     same = candidate(config, own, run.scheduler, workload, run.rates)
@@ -92,6 +104,7 @@ def _ranked(args: argparse.Namespace) -> None:
         print(json.dumps(told | {"ranking": [asdict(one) for one in ranking.candidates]}, indent=1), flush=True)
     else:
         print("\n".join(_text(run, same, notes, ranking, planned, hardware, args.top)), flush=True)
+    return 0
 
 
 def _check(config: Config, gpu_bytes: int | None) -> Callable[[Config], None]:
@@ -120,25 +133,59 @@ def _check(config: Config, gpu_bytes: int | None) -> Callable[[Config], None]:
     return checked
 
 
-def _of_teacher(args: argparse.Namespace) -> dict[str, int]:
-    """Return the arguments about the teacher; 0 means not given."""
-    return {"workers": args.teacher_workers, "gpus_per_worker": args.gpus_per_teacher_worker}
+def _measured(folders: Sequence[Path], args: argparse.Namespace) -> Run:
+    """Read run folders; raises as `read_run`."""
+    return read_run(folders, workers=args.teacher_workers, gpus_per_worker=args.gpus_per_teacher_worker, last=args.last)
 
 
 def _calibrated(args: argparse.Namespace) -> Run:
-    """Make two short runs, the second with a fourth of the concurrency, and read both.
+    """Make two short runs, the second with a fourth of the concurrency, and read both. Blocks.
 
     Raises:
-        ConfigError: as `read_run`; the settings are wrong, or the folder is not empty.
+        ConfigError: as `read_run`; the settings are wrong, a run was refused, or the folder is not empty.
         ClusterError: a run failed; its error is on stderr.
     """
     config = load_config(args.calibrate, args.overrides)
     check_config(config)
     check_plannable(config)
-    root = calibration_folder(config, args.calibration_dir)
-    folders = calibrate(args.calibrate, args.overrides, config, root)
+    # Like trainer.run_dir it must be shared by all nodes.
+    root = Path(args.calibration_dir or f"{os.path.abspath(config.trainer.run_dir)}_calibration")
+    if root.exists() and (not root.is_dir() or any(root.iterdir())):
+        problem = "it is a file, or not empty. It may hold an earlier calibration, which --run can read."
+        raise ConfigError("--calibration-dir", str(root), problem, "delete it, or name a new folder.")
+    most = config.rollout.max_num_seqs
+    folders = [_short_run(args, root, most)]
+    if not most:  # preflight chose the number
+        most = int(read_steps(folders[0])[-1][MAX_NUM_SEQS])
+    fewer = max(min(_MIN_CONCURRENCY, most), most // 4)
+    if fewer != most:
+        folders.append(_short_run(args, root, fewer))
     print(f"calibrated: the measured runs are in {root} (--calibration-dir)", file=sys.stderr)
-    return replace(read_run(folders, **_of_teacher(args), last=args.last), config=config)
+    return replace(_measured(folders, args), config=config)
+
+
+def _short_run(args: argparse.Namespace, root: Path, concurrency: int) -> Path:
+    """Make one run, and return its folder, without checkpoints and exports. Raises as `_calibrated`."""
+    folder, file = root / f"max_num_seqs_{concurrency}", args.calibrate
+    print(
+        f"calibrating: {_STEPS} steps, {concurrency or 'auto'} sequences per engine, in {folder} ...", file=sys.stderr
+    )
+    settings = [f"trainer.run_dir={folder}", f"rollout.max_num_seqs={concurrency}", *_SHORT_RUN]
+    code = launched([sys.executable, "-m", "gkd.main_gkd", "--config", file, *args.overrides, *settings])
+    remove(folder / CHECKPOINTS)
+    delete_export(folder)
+    if code == 2:
+        problem = f"the run in {folder} was refused, see above."
+        raise ConfigError("--calibrate", file, problem, "correct it, or name another folder: --calibration-dir.")
+    if code:
+        where = f"its files are in {folder}; delete {root} or name another --calibration-dir before the next one"
+        raise ClusterError(f"the calibration run of {file} ended with exit code {code}, see above; {where}")
+    return folder
+
+
+def launched(command: Sequence[str]) -> int:
+    """Run a command and return its exit code. Its stdout goes to stderr, since stdout is for the ranking."""
+    return subprocess.run(command, stdout=sys.stderr, check=False).returncode
 
 
 def _text(

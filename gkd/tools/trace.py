@@ -13,9 +13,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from gkd.errors import ConfigError, GkdError
+from gkd.errors import ConfigError
 from gkd.files.disk import naming
 from gkd.metrics.span_file import SpanLine, read_spans, sort_key
+from gkd.tools import exit_codes
 from gkd.types import Span
 from teacher_server.config.command import command_parser
 
@@ -31,20 +32,14 @@ exit code: 0 the trace was written, 1 a file is missing, damaged or cannot be wr
 _STEPS_ROW = 1000  # row of the driver that marks the steps, below its stages
 
 
+@exit_codes(ConfigError)
 def main(argv: list[str] | None = None) -> int:
     """Run the tool and return its exit code, see `_EXAMPLES`."""
     args = _parse(argv)
-    try:
-        chosen = select(read_spans(args.run / "spans.jsonl"), args.steps)
-        trace = chrome_trace(chosen)
-        with naming(args.out):
-            args.out.write_text(json.dumps(trace) + "\n")
-    except ConfigError as error:
-        print(f"config error: {error}", file=sys.stderr)
-        return 2
-    except GkdError as error:
-        print(f"{type(error).__name__}: {error}", file=sys.stderr)
-        return 1
+    chosen = select(read_spans(args.run / "spans.jsonl"), args.steps)
+    trace = chrome_trace(chosen)
+    with naming(args.out):
+        args.out.write_text(json.dumps(trace) + "\n")
     steps = sorted({line.step for line in chosen})
     n_spans, n_processes = sum(len(line.spans) for line in chosen), len({line.process for line in chosen})
     print(f"{args.out}: {n_spans} spans of {n_processes} processes, steps {steps[0]} to {steps[-1]}")

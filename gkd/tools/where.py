@@ -6,7 +6,8 @@ import argparse
 import sys
 from pathlib import Path
 
-from gkd.errors import ConfigError, GkdError
+from gkd.errors import ConfigError
+from gkd.tools import exit_codes
 from gkd.tools.report.groups import evaluations, rows, sentence
 from gkd.tools.report.read import read_runs
 from teacher_server.config.command import command_parser
@@ -22,20 +23,14 @@ exit code: 0 the table was printed; 1 a file of a run is damaged; 2 wrong argume
 """
 
 
+@exit_codes(ConfigError)
 def main(argv: list[str] | None = None) -> int:
     """Run the tool and return its exit code, see `_EXAMPLES`."""
     args = _parse(argv)
-    try:
-        if len(args.runs) > 2:
-            raise ConfigError("RUN", len(args.runs), "more than two runs.", "name one run, or two.")
-        runs = read_runs(args.runs)
-        found = [evaluations(run) for run in runs]
-    except ConfigError as error:
-        print(f"config error: {error}", file=sys.stderr)
-        return 2
-    except GkdError as error:
-        print(f"{type(error).__name__}: {error}", file=sys.stderr)
-        return 1
+    if len(args.runs) > 2:
+        raise ConfigError("RUN", len(args.runs), "more than two runs.", "name one run, or two.")
+    runs = read_runs(args.runs)
+    found = [evaluations(run) for run in runs]
     for number, (run, one) in enumerate(zip(runs, found, strict=True), start=1):
         print(f"{'' if len(runs) == 1 else f'{number}, {run.name}: '}{sentence(one)}")
         for part in one[-1].missing:

@@ -49,7 +49,7 @@ from gkd.scoring.endpoint import ScoringEndpoint
 from gkd.scoring.pool import RECORDS, ScoringPool
 from gkd.scoring.teacher.window import Window
 from gkd.start.pools import worker_env
-from gkd.tools.split_tuner.estimate import Rates
+from gkd.tools.split_tuner.splits import Rates
 from gkd.trainer import Roles, Trainer
 from gkd.types import Prompt, Rollout, TeacherScores, TeacherTopK
 from gkd.weight_sync.coordinator import WeightSync

@@ -35,8 +35,8 @@ from gkd.run.open import open_run_folder
 from gkd.scoring.pool import RECORDS, ScoringPool
 from gkd.scoring.teacher.window import Window
 from gkd.start.pools import worker_env
-from gkd.tools.split_tuner.estimate import Rates, Sizes, estimate
 from gkd.tools.split_tuner.rates import WARM_UP, read_run
+from gkd.tools.split_tuner.splits import Rates, Sizes, estimate
 from gkd.trainer import Roles, Trainer
 from gkd.types import Prompt
 from gkd.weight_sync.coordinator import WeightSync

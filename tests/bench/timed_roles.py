@@ -29,7 +29,7 @@ from gkd.rollout.vllm.sleep_state import SleepState
 from gkd.rollout.vllm.usage import PassMeter
 from gkd.scoring.endpoint import ScoringEndpoint
 from gkd.spans import Phase, SpanRecorder
-from gkd.tools.split_tuner.estimate import Rates
+from gkd.tools.split_tuner.splits import Rates
 from gkd.types import ProcessSpans, Prompt, Rollout, Sample, TeacherScores, TeacherTopK, TrainStats, VersionSpan
 from gkd.weight_sync.buckets import Bucket, Content, TensorSpec
 from gkd.weight_sync.group import GroupSpec

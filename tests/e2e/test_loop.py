@@ -21,12 +21,12 @@ import pytest
 
 from examples.quickstart.evaluate import count_equal
 from gkd.cluster.gpu_table import gpu_map_from_json
-from gkd.console.step_line import MAX_LINE
-from gkd.gpu_map.running import refresh
+from gkd.console.state import MAX_LINE
 from gkd.metrics.catalog import EVERY_STEP
+from gkd.metrics.catalog_system import ROWS
 from gkd.metrics.writer import read_metrics
 from gkd.tools import check_gpus
-from gkd.tools.metrics_page import ROWS
+from gkd.tools.check_gpus import refresh
 from tests.e2e.conftest import N_TRAIN, Lab, left_behind
 from tests.e2e.exactness import check_taken
 from tests.e2e.killed_main import is_engine_child

@@ -131,9 +131,9 @@ def test_the_teachers_lm_head_is_counted_where_it_is_kept() -> None:
 
 
 def test_a_teacher_worker() -> None:
-    """Fails if a teacher's weights are not two bytes a parameter, spread over its GPUs."""
-    one, two = (teacher_footprint(QWEN25_15B, n_tokens=2048, tp=tp) for tp in (1, 2))
-    assert one.parts["weights"] == 2 * two.parts["weights"] == 2 * read_dims(QWEN25_15B).n_params
+    """Fails if a teacher's weights are not two bytes a parameter."""
+    found = teacher_footprint(QWEN25_15B, n_tokens=2048)
+    assert found.parts["weights"] == 2 * read_dims(QWEN25_15B).n_params
 
 
 def test_a_local_teacher_is_on_the_actors_ranks() -> None:
@@ -186,8 +186,6 @@ def test_a_shortage_names_the_rank() -> None:
     assert " 0.17 GiB more" in problem
     problems = check(found, 3 * GIB, config)
     assert any("one sequence of 1536 tokens" in problem for problem in problems)
-    with pytest.raises(ValueError):
-        check(found, 0, config)
 
 
 def test_an_engine_that_leaves_no_room_for_the_weight_sync() -> None:

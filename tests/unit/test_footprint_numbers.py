@@ -11,7 +11,7 @@ import pytest
 
 from gkd.errors import ConfigError
 from gkd.footprint import RankFootprint, footprint
-from gkd.footprint.activations import Kernels, LossShape, largest_micro_batch, loss_shape
+from gkd.footprint.activations import Kernels, LossShape, largest_micro_batch
 from gkd.footprint.rollout import max_sequences
 from gkd.hf.model_dims import read_dims
 from tests.refusals import refuses
@@ -98,7 +98,7 @@ def test_logits_and_tables() -> None:
 def _loss(*overrides: str, frozen: bool = False, in_place: bool = False) -> LossShape:
     config = _config(*overrides)
     sizes = {"hidden": 1536, "rows_of_head": 151936, "itemsize": 2}
-    return loss_shape(config, largest_micro_batch(config), **sizes, on_cpu=False, frozen=frozen, in_place=in_place)
+    return LossShape(config, largest_micro_batch(config), **sizes, on_cpu=False, frozen=frozen, in_place=in_place)
 
 
 def test_the_heads_gradient() -> None:

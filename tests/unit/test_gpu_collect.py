@@ -25,15 +25,14 @@ from gkd.cluster.host import nearest_ancestor, process_info
 from gkd.config.load import config_yaml, load_config
 from gkd.config.schema import Route
 from gkd.config.schema_teacher import TeacherConfig
-from gkd.gpu_map.choice import free_gpus
-from gkd.gpu_map.record import record_end, record_restart
+from gkd.gpu_map.collect import record_end, record_restart
 from gkd.gpu_map.report import gpu_report
-from gkd.gpu_map.running import refresh
-from gkd.gpu_map.teacher import teacher_rows, with_driver_info
+from gkd.gpu_map.teacher import free_gpus, teacher_rows, with_driver_info
 from gkd.run.folder import RunFolder
 from gkd.run.open import open_run_folder
 from gkd.start.pools import worker_env
 from gkd.tools import check_gpus
+from gkd.tools.check_gpus import refresh
 from tests.service.harness import TRIVIAL, ServerProcess, trivial_model
 
 GPUS = """0, GPU-aa, NVIDIA H100, 00000000:18:00.0, 143771, 143100

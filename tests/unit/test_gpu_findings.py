@@ -13,7 +13,7 @@ from gkd.errors import ClusterError
 from gkd.gpu_map.collect import check_can_run, non_adjacent
 from gkd.gpu_map.findings import find_problems
 from gkd.gpu_map.report import gpu_report
-from gkd.gpu_map.running import refresh
+from gkd.tools.check_gpus import refresh
 
 ACTOR, ROLLOUT = (
     PoolNeed(name="actor", n_ranks=2, gpus_per_rank=1, tp=2),

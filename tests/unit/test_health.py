@@ -11,10 +11,10 @@ import pytest
 from gkd.config.load import load_config
 from gkd.config.schema_sections import HEALTH_CHECKS
 from gkd.health.checks import CHECKS, NEED_EQUAL_SAMPLING
-from gkd.health.history import N_RECENT, History
+from gkd.health.judges import N_RECENT, History, NoNumbers
 from gkd.health.monitor import CLEAR_AFTER, PREFIX, Changes, Monitor
-from gkd.tools.health_page import health_page
-from gkd.tools.metrics_page import ROWS
+from gkd.metrics.catalog_system import ROWS
+from gkd.tools.pages import tables, with_tables
 
 ROOT = Path(__file__).resolve().parents[2]
 Series = dict[str, Sequence[float | None]]
@@ -210,14 +210,18 @@ def test_the_history_is_bounded() -> None:
     history = History()
     for step in range(1000):
         history.add({"step": step, "x": float(step)})
-    assert history.first("x", 2) == [0.0, 1.0] and history.last("x", 2) == [998.0, 999.0]
-    assert len(history.means("x", 1)) == N_RECENT and history.last("x", N_RECENT + 1) is None
+    assert history.first("x", 2) == 0.5 and history.last("x", 2) == [998.0, 999.0]
+    assert len(history.means("x", 1)) == N_RECENT
+    with pytest.raises(NoNumbers):
+        history.last("x", N_RECENT + 1)
 
 
 def test_names_keys_and_page_belong_together() -> None:
     """Fails if docs/health.md is out of date, or a check names a metric or a key that does not exist."""
     assert tuple(check.name for check in CHECKS) == HEALTH_CHECKS
-    assert (ROOT / "docs" / "health.md").read_text() == health_page(), "run python -m gkd.tools.health_page"
+    page = (ROOT / "docs" / "health.md").read_text()
+    assert page == with_tables(page, tables()["health.md"]), "run python -m gkd.tools.pages"
+    assert f"after {CLEAR_AFTER} verdicts" in page
     pages = (ROOT / "docs" / "configuration.md").read_text()
     sections = set(re.findall(r"^## (\w+)", pages, re.MULTILINE))
     for check in CHECKS:

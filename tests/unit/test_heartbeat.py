@@ -9,7 +9,7 @@ import pytest
 
 from gkd.cluster.startup import summary
 from gkd.config.schema_sections import DataConfig
-from gkd.console.silence import Heartbeat, TeacherWatch
+from gkd.console.terminal import Heartbeat, TeacherWatch
 from gkd.data.prompts import load_prompts
 from gkd.spans import Activity, Phase, Progress, SpanRecorder, driver
 from gkd.types import TeacherHealth

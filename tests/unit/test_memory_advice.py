@@ -10,10 +10,17 @@ import pytest
 from gkd.config.check import check_config
 from gkd.config.load import load_config
 from gkd.config.schema import Config
-from gkd.config.schema_sections import all_keys
+from gkd.config.schema_sections import all_keys, value_of
 from gkd.memory import remedies
-from gkd.memory.remedies import ACTOR_REMEDIES, ENGINE_REMEDIES, FRAGMENTATION_REMEDIES, Shortage, advice, engine_advice
-from gkd.memory.remedy import as_yaml, value_of
+from gkd.memory.remedies import (
+    ACTOR_REMEDIES,
+    ENGINE_REMEDIES,
+    FRAGMENTATION_REMEDIES,
+    Shortage,
+    advice,
+    as_yaml,
+    engine_advice,
+)
 from gkd.spans import Phase
 
 DOCS = Path(__file__).parents[2] / "docs" / "memory.md"

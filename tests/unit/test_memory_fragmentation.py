@@ -14,7 +14,7 @@ from gkd.memory.fragmentation import (
     check_fragmentation,
     measure,
 )
-from gkd.memory.usage import AllocatorCounts, MemoryUsage
+from gkd.memory.usage import MemoryUsage
 
 MIB = 1 << 20
 USED, FREE, PENDING = "active_allocated", "inactive", "active_pending_free"
@@ -112,7 +112,11 @@ def test_the_report_and_the_warning(monkeypatch: pytest.MonkeyPatch, caplog: pyt
     logger = logging.getLogger("test_memory_fragmentation")
     found = measure([segment((FREE, 600), (USED, 500), (FREE, 500))], "cuda:0")  # 0.4545, 0.6875
     usage = MemoryUsage("cuda:0", 5 << 30, 500 * MIB, 1600 * MIB, 2 << 30, 10 << 30, 80 << 30)
-    card = {"fragmentation": found, "read_usage": usage, "read_counts": AllocatorCounts(7, 6, 512, 256)}
+    card = {
+        "fragmentation": found,
+        "read_usage": usage,
+        "read_counts": {"alloc_retries": 7, "ooms": 6, "device_allocs": 512, "device_frees": 256},
+    }
     for name, value in card.items():
         monkeypatch.setattr(f"gkd.memory.fragmentation.{name}", lambda device, value=value: value)
     with caplog.at_level(logging.INFO, logger.name):

@@ -13,7 +13,7 @@ import numpy as np
 
 from gkd.config.check import check_config
 from gkd.config.load import load_config
-from gkd.console.step_line import step_line
+from gkd.console.state import step_line
 from gkd.data.score_checks import Rows, validate_topk
 from gkd.errors import GkdError
 from gkd.metrics.bottleneck import shares

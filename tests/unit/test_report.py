@@ -16,9 +16,22 @@ import pytest
 from gkd.errors import CheckpointError, ClusterError, ConfigError
 from gkd.tools.report import headline, samples
 from gkd.tools.report.__main__ import main
-from gkd.tools.report.decimate import ALL_POINTS, MIN_POINTS, Curve, extremes, means, points_per_curve
-from gkd.tools.report.page import CHARTS, ROWS, chart_sections, differences, from_defaults, page, row_of, trained_loss
-from gkd.tools.report.read import read_runs
+from gkd.tools.report.page import (
+    ALL_POINTS,
+    CHARTS,
+    MIN_POINTS,
+    ROWS,
+    chart_sections,
+    differences,
+    extremes,
+    from_defaults,
+    means,
+    page,
+    points_per_curve,
+    row_of,
+    trained_loss,
+)
+from gkd.tools.report.read import Curve, read_runs
 from tests.report_run import WORDS, make_run
 from tests.structure import ROOT
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gkd.tools.split_tuner.estimate import Rates, Sizes, Workload, estimate
+from gkd.tools.split_tuner.splits import Rates, Sizes, Workload, estimate
 
 BOUNDS = {"sync": 0, "one_step_off": 1, "two_step_off": 2, "stream": 1}
 RATES = Rates(

@@ -14,8 +14,7 @@ from gkd.errors import ConfigError
 from gkd.footprint import footprint
 from gkd.tools.split import settings_of
 from gkd.tools.split_tuner import splits
-from gkd.tools.split_tuner.estimate import Workload
-from gkd.tools.split_tuner.splits import Candidate, Hardware, PoolSize, Ranking, Split, candidate, rank
+from gkd.tools.split_tuner.splits import Candidate, Hardware, PoolSize, Ranking, Split, Workload, candidate, rank
 from tests.unit.split_run import settings
 from tests.unit.test_split_run import RATES
 

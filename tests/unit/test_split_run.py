@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 
 from gkd.errors import CheckpointError, ClusterError, ConfigError, GkdError
 from gkd.metrics.bottleneck import LONGEST, MAX_NUM_SEQS, WITH_EVALUATION
-from gkd.tools.split_tuner.estimate import Rates, Sizes, estimate
 from gkd.tools.split_tuner.rates import fit_line, fit_non_negative, fit_passes, read_run, read_steps
+from gkd.tools.split_tuner.splits import Rates, Sizes, estimate
 from tests.unit.split_run import PROMPT, settings, write_run
 
 RATES = Rates(

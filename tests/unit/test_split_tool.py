@@ -167,7 +167,7 @@ class Launched:
 @pytest.fixture
 def launched(monkeypatch: pytest.MonkeyPatch) -> Launched:
     made = Launched()
-    monkeypatch.setattr("gkd.tools.split_tuner.calibration.launched", made)
+    monkeypatch.setattr("gkd.tools.split.launched", made)
     return made
 
 

@@ -8,7 +8,7 @@ import logging
 import pytest
 
 from gkd.console.numbers import clock, count, seconds, short
-from gkd.console.step_line import MAX_LINE, PREFIX, STEP_LINE, step_line
+from gkd.console.state import MAX_LINE, PREFIX, STEP_LINE, step_line
 from tests.unit.console_runs import line, run
 
 EXTREMES = (

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from gkd.console.step_line import STEP_LINE
+from gkd.console.state import STEP_LINE
 from gkd.console.terminal import LINES, OFF, PANEL, Terminal, resolve_mode
 from gkd.log import get_logger
 from gkd.spans import Phase, SpanRecorder

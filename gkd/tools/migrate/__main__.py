@@ -9,9 +9,8 @@ from pathlib import Path
 
 from gkd.config.dialects.table import plain
 from gkd.errors import ConfigError
-from gkd.tools.migrate.convert import convert
+from gkd.tools.migrate.convert import convert, not_understood, refusal, summary, yaml_text
 from gkd.tools.migrate.read import Old, find_dialect, names, read_file, settings_of
-from gkd.tools.migrate.report import not_understood, refusal, summary, yaml_text
 from teacher_server.config.command import command_parser
 
 _EPILOG = """examples:

@@ -63,9 +63,9 @@ def read_file(path: Path, given: Mapping[str, Any]) -> Old:
     if path.suffix in _YAML:
         found = Old(_read_yaml(path, given))
     else:
-        script = read_script(_text(path), str(path))
-        found = settings_of(script.words)
-        found.variables = script.variables
+        words, variables = read_script(_text(path), str(path))
+        found = settings_of(words)
+        found.variables = variables
     if not found.settings:
         raise ConfigError("FILE", str(path), "has no settings.", "give a YAML file, a script or a list of flags.")
     return found

@@ -8,7 +8,6 @@ import os
 import re
 import shlex
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 
 from gkd.errors import ConfigError
 
@@ -29,38 +28,29 @@ _SIGNS = "();&|\n"
 _MOST_NESTED = 20
 
 
-@dataclass(slots=True)
-class Script:
-    """Hold the words of a script's training command or lists of flags, and its variables."""
-
-    words: list[str] = field(default_factory=list)
-    variables: dict[str, str] = field(default_factory=dict)
-
-
-def read_script(text: str, path: str) -> Script:
-    """Return the words of the training command and the variables of a shell script.
+def read_script(text: str, path: str) -> tuple[list[str], dict[str, str]]:
+    """Return the words of a script's training command or lists of flags, and its variables.
 
     Raises:
         ConfigError: the script cannot be read, or has several training commands.
     """
-    script = Script(variables={"HOME": os.path.expanduser("~")})
+    variables = {"HOME": os.path.expanduser("~")}
     arrays: dict[str, list[str]] = {}
     commands: list[list[str]] = []
-    for command in _commands(text, path, arrays, script.variables):
+    for command in _commands(text, path, arrays, variables):
         words = command[command[0] in ("export", "declare", "local") :]
         while words and (assigned := _ASSIGNMENT.fullmatch(words[0])) and not _is_setting(words[0]):
-            before = script.variables.get(assigned[1], "") if assigned[2] else ""
-            script.variables[assigned[1]] = before + _replaced(assigned[3], script.variables)
+            before = variables.get(assigned[1], "") if assigned[2] else ""
+            variables[assigned[1]] = before + _replaced(assigned[3], variables)
             words = words[1:]
-        words = [each for word in words for each in _expanded(word, arrays, script.variables)]
+        words = [each for word in words for each in _expanded(word, arrays, variables)]
         if not any(_SERVERS.search(word) for word in words[:6]) and words:
             commands.append(words)
-    script.words = [word for command in commands if _is_list(command) for word in command]
+    lists = [word for command in commands if _is_list(command) for word in command]
     training = sorted((_arguments(command) for command in commands if not _is_list(command)), key=_size, reverse=True)
     if len(training) > 1 and _size(training[1]) > max(_size(training[0]) // 2, 3):
         raise ConfigError("FILE", path, "has several training commands.", "keep one of them in a copy of the file.")
-    script.words += training[0] if training else []
-    return script
+    return [*lists, *(training[0] if training else ())], variables
 
 
 def is_flag(word: str) -> bool:

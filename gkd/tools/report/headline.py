@@ -29,9 +29,12 @@ def headline(runs: Sequence[Run]) -> list[dict[str, Any]]:
         if any(key in run.curves for run in runs):
             rows.append(_row(LABELS[key], [_change(run, key, larger) for run in runs], key))
     rows.append(_row(LABELS["loss/total"], [_change(run, "loss/total") for run in runs], "loss/total"))
-    rows.append(_row("Time", [_cell(_duration(_seconds(run))) for run in runs]))
-    tokens = [_median(run, "perf/response_tokens_per_s") for run in runs]
-    rows.append(_row("Response tokens per second, median", [_cell(_number(value, 4)) for value in tokens]))
+    times = [run.finite("time/step_s") for run in runs]
+    rows.append(_row("Time", [_cell(_duration(sum(steps)) if steps else "-") for steps in times]))
+    # A slow first step does not move the median.
+    speeds = [run.finite("perf/response_tokens_per_s") for run in runs]
+    medians = [_cell(_number(statistics.median(speed), 4) if speed else "-") for speed in speeds]
+    rows.append(_row("Response tokens per second, median", medians))
     rows.append(_row("Bottleneck", [_bottleneck(run) for run in runs]))
     rows.append(_row("Health alarms", [_alarms(run) for run in runs]))
     return rows
@@ -82,9 +85,9 @@ def _change(run: Run, key: str, larger_is_better: bool | None = None) -> dict[st
 
 def _bottleneck(run: Run) -> dict[str, str]:
     shares = {
-        pool: statistics.fmean(v for v in curve.values if v is not None)
+        pool: statistics.fmean(values)
         for pool in PLACEHOLDERS["pool"]
-        if (curve := run.curves.get(f"perf/bound_by_{pool}"))
+        if (values := run.finite(f"perf/bound_by_{pool}"))
     }
     if not shares:
         return _cell("-")
@@ -99,31 +102,15 @@ def _alarms(run: Run) -> dict[str, str]:
     return _cell("none", "better") if not found else _cell(", ".join(one["key"] for one in found), "worse")
 
 
-def _seconds(run: Run) -> float | None:
-    steps = run.curves.get("time/step_s")
-    return None if steps is None else sum(value for value in steps.values if value is not None)
-
-
-def _median(run: Run, key: str) -> float | None:
-    """Return the median, which a slow first step does not move."""
-    curve = run.curves.get(key)
-    values = [] if curve is None else [value for value in curve.values if value is not None]
-    return statistics.median(values) if values else None
-
-
-def _duration(seconds: float | None) -> str:
-    if seconds is None:
-        return "-"
+def _duration(seconds: float) -> str:
     hours, rest = divmod(round(seconds), 3600)
     if hours:
         return f"{hours} h {rest // 60} min"
     return f"{rest // 60} min {rest % 60} s" if rest >= 60 else f"{rest} s"
 
 
-def _number(value: float | None, digits: int) -> str:
+def _number(value: float, digits: int) -> str:
     """Return a number as people write it: not in exponents unless it is tiny or huge."""
-    if value is None:
-        return "-"
     return f"{value:,.0f}" if 10**digits <= abs(value) < 10**9 else f"{value:.{digits}g}"
 
 

@@ -14,16 +14,19 @@ from dataclasses import dataclass
 from importlib.resources import files
 from typing import Any
 
+import numpy as np
+
 from gkd.config.schema_sections import all_keys
 from gkd.errors import ConfigError
 from gkd.metrics.catalog import Row
-from gkd.metrics.catalog_learning import LEARNING
-from gkd.metrics.catalog_system import SYSTEM
+from gkd.metrics.catalog_system import ROWS
 from gkd.tools.report import groups, headline, samples
-from gkd.tools.report.decimate import Curve, extremes, means, points_per_curve
-from gkd.tools.report.read import Run
+from gkd.tools.report.read import Curve, Run
 
 _SCRIPTS = ("charts.js", "samples.js", "main.js")
+MAX_POINTS = 1000  # of a curve: 500 buckets
+MIN_POINTS = 100
+ALL_POINTS = 250_000  # of a page; with more curves each has fewer points
 
 
 def page(runs: Sequence[Run], reload_s: float = 0) -> str:
@@ -143,9 +146,51 @@ def _flat(tree: Any, prefix: str = "") -> list[tuple[str, str]]:
     return [(prefix, tree if isinstance(tree, str) else json.dumps(tree, ensure_ascii=False))]
 
 
-# List the charts of the page: which keys of metrics.jsonl each one shows, and what they mean.
+# Reduce a curve to a bounded number of points that keeps every peak. A longer curve is cut into buckets of equal size.
+# A bucket keeps its minimum, its maximum and, if it has a value that is not finite, the first of these. First and last
+# point are always kept. A stacked chart needs the same x for all its curves: it shows the mean of each bucket.
 
-ROWS: tuple[Row, ...] = tuple(row for rows in (LEARNING | SYSTEM).values() for row in rows)
+
+def points_per_curve(n_curves: int) -> int:
+    """Return the largest number of points of a curve on a page with `n_curves` curves."""
+    return min(max(ALL_POINTS // max(n_curves, 1), MIN_POINTS), MAX_POINTS)
+
+
+def extremes(curve: Curve, max_points: int = MAX_POINTS) -> Curve:
+    """Return the curve with at most about `max_points` points, see above. A shorter curve is returned as it is."""
+    n = len(curve.steps)
+    if n <= max_points:
+        return curve
+    buckets = _buckets(curve, max(max_points // 2, 1))
+    base, is_lost = np.arange(len(buckets)) * buckets.shape[1], np.isnan(buckets)
+    lowest = base + np.where(is_lost, np.inf, buckets).argmin(axis=1)
+    highest = base + np.where(is_lost, -np.inf, buckets).argmax(axis=1)
+    lost = (base + is_lost.argmax(axis=1))[is_lost.any(axis=1)]
+    kept = np.unique(np.concatenate([[0, n - 1], lowest, highest, lost]))
+    kept = kept[kept < n]
+    return Curve([curve.steps[i] for i in kept], [curve.values[i] for i in kept])
+
+
+def means(curve: Curve, max_points: int = MAX_POINTS) -> Curve:
+    """Return the mean of each of at most `max_points` buckets, at the bucket's first step."""
+    if len(curve.steps) <= max_points:
+        return curve
+    buckets = _buckets(curve, max_points)
+    counts = (~np.isnan(buckets)).sum(axis=1)
+    sums = np.nansum(buckets, axis=1)
+    values = [None if n == 0 else float(total / n) for n, total in zip(counts, sums, strict=True)]
+    return Curve(list(curve.steps[:: buckets.shape[1]]), values)
+
+
+def _buckets(curve: Curve, n_buckets: int) -> np.ndarray:
+    """Return [n_buckets or fewer, size] float64; missing values and the end of the last bucket are NaN."""
+    size = -(-len(curve.values) // n_buckets)
+    padded = np.full(-(-len(curve.values) // size) * size, np.nan)
+    padded[: len(curve.values)] = [np.nan if value is None else value for value in curve.values]
+    return padded.reshape(-1, size)
+
+
+# List the charts of the page: which keys of metrics.jsonl each one shows, and what they mean.
 
 
 @dataclass(frozen=True, slots=True)

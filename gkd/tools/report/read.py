@@ -15,11 +15,18 @@ from gkd.config.load import yaml_values
 from gkd.errors import CheckpointError, ConfigError
 from gkd.files.disk import naming
 from gkd.metrics.writer import read_metrics
-from gkd.tools.report.decimate import Curve
 
 _STEP_FILE = re.compile(r"step_(\d+)\.jsonl")
 # Files and folders whose change makes the page out of date.
 WATCHED = ("metrics.jsonl", "config.yaml", "gpus.json", "environment.jsonl", "samples", "token_losses", "export")
+
+
+@dataclass(frozen=True, slots=True)
+class Curve:
+    """Values of one key: step -> value; None: not finite."""
+
+    steps: Sequence[int]
+    values: Sequence[float | None]
 
 
 @dataclass(frozen=True)
@@ -49,6 +56,10 @@ class Run:
                     steps.append(step)
                     values.append(value)
         return {key: Curve(*columns) for key, columns in found.items()}
+
+    def finite(self, key: str) -> list[float]:
+        """Return the finite values of a key; none for a key that no line has."""
+        return [value for value in self.curves[key].values if value is not None] if key in self.curves else []
 
     @property
     def last_step(self) -> int:
@@ -107,7 +118,11 @@ def json_lines(file: Path) -> Iterator[dict[str, Any]]:
     """
     for number, line in enumerate(_bytes(file).split(b"\n")[:-1], start=1):
         if line:
-            content = _json(file, line, f"line {number}")
+            try:
+                content = json.loads(line)
+            except ValueError as error:  # JSON's and UTF-8's errors alike
+                problem = f"{file}: line {number} is not valid JSON ({error})"
+                raise CheckpointError(f"{problem}; delete it, or restore the file") from error
             if not isinstance(content, dict):
                 raise CheckpointError(f"{file}: line {number} is not a JSON object; delete it, or restore the file")
             yield content
@@ -126,10 +141,3 @@ def _read(folder: Path, name: str) -> Run:
 def _bytes(file: Path) -> bytes:
     with naming(file, "read"):
         return file.read_bytes()
-
-
-def _json(file: Path, data: bytes, where: str) -> Any:
-    try:
-        return json.loads(data)
-    except ValueError as error:  # JSON's and UTF-8's errors alike
-        raise CheckpointError(f"{file}: {where} is not valid JSON ({error}); delete it, or restore the file") from error

@@ -99,7 +99,8 @@ def _responses(file: Path, texts: TokenTexts, used: set[int]) -> dict[str, dict[
     for record in _first(file, MAX_RESPONSES, ("prompt_id", "sample_index", "response_ids", "values")):
         ids, values, observed = record["response_ids"][:MAX_TOKENS], record["values"], set(record.get("observed", ()))
         own = [i for i in range(len(ids)) if i not in observed]  # the tables have a row for each of these
-        choices = _spread([[_choice(*one) for one in row] for row in record.get("choices", ())[: len(own)]], own, ids)
+        rows = record.get("choices", ())[: len(own)]
+        choices = _spread([[(token, round(p, 4), round(q, 4)) for token, p, q in row] for row in rows], own, ids)
         used.update(ids, (one[0] for row in choices for one in row or ()))
         color = next((name for name in COLORS if name in values), None)
         found[f"{record['prompt_id']}/{record['sample_index']}"] = {
@@ -169,10 +170,6 @@ def _first(file: Path, n: int, keys: Sequence[str]) -> list[dict[str, Any]]:
 def _end(text: str) -> str:
     """Return the end of a prompt, which has the question."""
     return text if len(text) <= MAX_CHARACTERS else f"... {text[-MAX_CHARACTERS:]}"
-
-
-def _choice(token: int, p: float, q: float) -> tuple[int, float, float]:
-    return token, round(p, 4), round(q, 4)
 
 
 def _short(value: float | None) -> float | None:

@@ -36,7 +36,7 @@ from gkd.metrics.bottleneck import (
 from gkd.metrics.step import DATASET_TOKENS
 from gkd.metrics.writer import read_metrics
 from gkd.run.folder import PLACES
-from gkd.tools.split_tuner.estimate import Rates, Sizes, Workload
+from gkd.tools.split_tuner.splits import Rates, Sizes, Workload
 
 WARM_UP = 2  # steps that are excluded: loading, compiling and first caches
 _MIN_STEPS = 4  # after them
@@ -294,19 +294,15 @@ def _rates(config: Config, sizes: Sizes, table: _Table, notes: list[str]) -> Rat
 
 def _scoring(sizes: Sizes, table: _Table, notes: list[str]) -> tuple[float, float]:
     """Return the seconds of a teacher worker per sequence, and per token of it."""
-    columns = [table.get(busy_name(n)) for n in WORKERS]
+    # Fewer requests than workers were open where a step lacks a number.
+    columns = np.maximum.accumulate([table.get(busy_name(n)) for n in WORKERS])
     sequences, tokens = table.get(SEQUENCES), table.get(TOKENS)
     timed = columns[0] > 0  # False for steps whose scores came from a checkpoint
     if not timed.any():
         raise table.lacks(busy_name(1))
     if not tokens[timed].any():
         raise table.lacks(TOKENS)
-    for i in range(1, len(columns)):  # fewer requests were open than the next entry
-        columns[i] = np.maximum(columns[i], columns[i - 1])
-    below = max(i for i, n in enumerate(WORKERS) if n <= sizes.workers)
-    above = min(below + 1, len(WORKERS) - 1)
-    share = min(1.0, (sizes.workers - WORKERS[below]) / max(1, WORKERS[above] - WORKERS[below]))
-    busy_s = (columns[below] * (1 - share) + columns[above] * share)[timed]
+    busy_s = np.array([np.interp(sizes.workers, WORKERS, step) for step in columns.T[timed]])
     sequence_s, token_s, is_assumed = fit_line(tokens[timed], busy_s, sequences[timed])
     if is_assumed:
         notes.append("scoring is proportional to the tokens: the mean lengths of the steps differ too little")
