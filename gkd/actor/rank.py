@@ -20,9 +20,8 @@ from gkd.actor.common.base import Student
 from gkd.actor.frozen.rank_models import FrozenModels
 from gkd.actor.megatron.layout import ParallelLayout
 from gkd.actor.offload import OffloadController
-from gkd.cluster.assignment import this_placement
 from gkd.cluster.gpu_table import RankPlacement
-from gkd.cluster.startup import WATCH
+from gkd.cluster.startup import WATCH, this_placement
 from gkd.config.schema import Config, transport_of
 from gkd.config.schema_rollout import IPC
 from gkd.hf.hub import with_local_copies

@@ -24,9 +24,8 @@ from gkd.data.scatter import select
 from gkd.files.manifest import FileDigest, digest_bytes
 from gkd.rollout.engine.worker import RolloutWorker
 from gkd.rollout.messages import Sampling
-from gkd.rollout.vllm.engine import RolloutEngine
+from gkd.rollout.vllm.engine import PassMeter, RolloutEngine
 from gkd.rollout.vllm.sleep_state import SleepState
-from gkd.rollout.vllm.usage import PassMeter
 from gkd.scoring.endpoint import ScoringEndpoint
 from gkd.spans import Phase, SpanRecorder
 from gkd.tools.split_tuner.estimate import Rates

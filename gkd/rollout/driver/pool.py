@@ -22,9 +22,8 @@ from gkd.data.codec import ColumnList
 from gkd.environment.worker import Start
 from gkd.errors import ClusterError, RankFailed, RankTimeout
 from gkd.memory.usage import merge
-from gkd.rollout.driver.dispatcher import Dispatcher, name_of
+from gkd.rollout.driver.dispatcher import Dispatcher, JobStream, name_of
 from gkd.rollout.driver.recovery import Engines
-from gkd.rollout.driver.stream import JobStream
 from gkd.rollout.messages import Sampling
 from gkd.types import GreedyReport, Prompt, RolloutChunk, RolloutUsage, Sample
 

@@ -14,15 +14,15 @@ import numpy as np
 import ray
 import torch
 
-from gkd.cluster.assignment import sort_visible_gpus, this_placement
 from gkd.cluster.gpu_table import RankPlacement
-from gkd.cluster.startup import WATCH
+from gkd.cluster.startup import WATCH, sort_visible_gpus, this_placement
 from gkd.config.schema import Config
 from gkd.data.answers import as_text, greedy_sample
 from gkd.data.chat_delta import ChatDelta
 from gkd.data.chunks import chunk_sizes, encode_sizes
 from gkd.data.codec import ColumnList, decode_prompts
 from gkd.data.prompts import load_tokenizer
+from gkd.data.scatter import map_selected
 from gkd.environment.pool import Environments
 from gkd.environment.worker import Start
 from gkd.errors import ClusterError
@@ -30,11 +30,10 @@ from gkd.hf.hub import with_local_copies
 from gkd.log import get_logger
 from gkd.memory.oom import diagnosed
 from gkd.memory.remedies import engine_advice
-from gkd.rollout.engine.coalesce import Coalescer
-from gkd.rollout.engine.loop import EngineLoop
+from gkd.rollout.engine.loop import Coalescer, EngineLoop
 from gkd.rollout.messages import Job, Pulse, Sampling
 from gkd.rollout.vllm.engine import RolloutEngine
-from gkd.rollout.vllm.self_scoring import SelfScoring
+from gkd.rollout.vllm.self_scoring import self_scores
 from gkd.rollout.vllm.sleep_state import WEIGHTS, EngineStates, tags_of
 from gkd.rollout.vllm.start import ENGINE_PHASES, engine_folder, link_shared_memory, remove_files
 from gkd.rollout.vllm.turns import Turns
@@ -51,7 +50,7 @@ STREAM, ADMIT = "stream", "admit"
 CONCURRENCY_GROUPS = (STREAM, ADMIT, WATCH)
 
 
-class RolloutWorker(SelfScoring):
+class RolloutWorker:
     """One rollout engine. Ray runs all methods outside of `CONCURRENCY_GROUPS` in one thread, one at a time.
 
     While a stream is open, only the `stream` thread uses the engine and executes the other methods' calls. Methods that
@@ -176,6 +175,25 @@ class RolloutWorker(SelfScoring):
         return [
             as_text(self._tokenizer, chunk[i]) for chunk, chosen in zip(chunks, positions, strict=True) for i in chosen
         ]
+
+    def score(self, sequence_indices: Sequence[bytes | None], *chunks: list[Rollout]) -> Any:
+        """Compute the scores of this engine's sequences, as their teacher; no stream may be open.
+
+        Args:
+            sequence_indices: of each chunk, the sequences scored by this engine, see `gkd.data.scatter`.
+
+        Returns:
+            None, and then for each chunk a list of `TeacherScores`; without chunks None alone. One object each.
+
+        Raises:
+            ClusterError, TeacherError: see `self_scores`.
+        """
+        self._ensure_awake()
+        signals, topk = self._config.derived.signals, self._config.teacher.topk
+        with self._spans.span(Phase.SCORE), self._diagnosed(Phase.SCORE):
+            compute = partial(self_scores, self._engine, signals=signals, topk=topk)
+            scores = map_selected(sequence_indices, chunks, compute)
+        return (None, *scores) if scores else None
 
     def open_stream(self, session: int, n_groups: int, chunk_size: int) -> None:
         """Reserve the engine for a following call of `stream`.

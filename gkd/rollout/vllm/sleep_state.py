@@ -11,7 +11,7 @@ import ctypes
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -20,6 +20,9 @@ from gkd.memory.offload_manager import GIB
 from gkd.memory.usage import read_usage
 from gkd.spans import Phase
 from teacher_server.engines.vllm_versions import discard, sleep, wake_up
+
+if TYPE_CHECKING:
+    from gkd.rollout.vllm.engine import RolloutEngine
 
 WEIGHTS, KV_CACHE = "weights", "kv_cache"
 TAGS = (WEIGHTS, KV_CACHE)
@@ -140,15 +143,6 @@ def _ordered(tags: Iterable[str]) -> list[str]:
 STATES = {"params": WEIGHTS, "kv_cache": KV_CACHE}
 
 
-class SleepingEngine(Protocol):
-    """The part of `gkd.rollout.vllm.engine.RolloutEngine` that this module uses."""
-
-    def sleep(self, level: int = 1, tags: Sequence[str] | None = None) -> None: ...
-    def wake_up(self, tags: Sequence[str] | None = None) -> None: ...
-    def memory_bytes(self) -> dict[str, int]: ...
-    def process_memory(self) -> dict[str, int]: ...
-
-
 class EngineStates:
     """Move the states of one engine and record the memory it holds. Used by one thread at a time.
 
@@ -156,7 +150,7 @@ class EngineStates:
         diagnosed: phase -> context manager that explains out-of-memory errors of this phase.
     """
 
-    def __init__(self, engine: SleepingEngine, diagnosed: Callable[[Phase], AbstractContextManager[None]]) -> None:
+    def __init__(self, engine: RolloutEngine, diagnosed: Callable[[Phase], AbstractContextManager[None]]) -> None:
         self._engine, self._diagnosed = engine, diagnosed
         self._peaks: dict[str, float] = {}  # metric name -> peak since the last `pop_peaks`
 
