@@ -11,7 +11,6 @@ from gkd.actor.common.optim_spec import OptimSpec
 from gkd.actor.megatron.layout import ParallelLayout
 from gkd.cluster.garbage import quick_imports
 from gkd.config.schema import Config
-from gkd.config.schema_actor import OptimConfig
 from gkd.config.schema_teacher import ACTOR
 from gkd.hf.model_dims import read_dims
 from gkd.hf.model_folder import read_config_json
@@ -44,7 +43,7 @@ def build_student(
         on_phase("comparing the attention kernels")
         use_flash_attention(actor.attention, _heads(config), getattr(torch, config.model.dtype), device)
     common: StudentArgs = {
-        "optim": _optim_spec(actor.optim, total_steps),
+        "optim": OptimSpec(**vars(actor.optim), total_steps=total_steps),
         "dtype": getattr(torch, config.model.dtype),
         "device": device,
         "loss": derived.loss,
@@ -111,18 +110,3 @@ def _heads_of(folder: str, key: str, tp: int = 1) -> Heads:
 
     dims = read_dims(read_config_json(folder, key))
     return Heads(dims.n_heads // tp, max(1, dims.n_kv_heads // tp), dims.head_dim)
-
-
-def _optim_spec(optim: OptimConfig, total_steps: int) -> OptimSpec:
-    return OptimSpec(
-        lr=optim.lr,
-        betas=(optim.betas[0], optim.betas[1]),
-        eps=optim.eps,
-        weight_decay=optim.weight_decay,
-        clip_grad=optim.clip_grad,
-        schedule=optim.schedule,
-        warmup_steps=optim.warmup_steps,
-        total_steps=total_steps,
-        decay_steps=optim.decay_steps,
-        min_lr_ratio=optim.min_lr_ratio,
-    )

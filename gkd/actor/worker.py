@@ -143,7 +143,7 @@ class ActorWorker(ActorRank):
             The seconds of the pass, and then as `score` for each chunk, of [R] float32 arrays.
 
         Raises:
-            TeacherError: on all ranks; see `frozen_logprobs`.
+            TeacherError: on all ranks; see `FrozenModels.reference_logprobs`.
         """
         with self._memory.during(Phase.REFERENCE):
             return _timed(partial(map_selected, sequence_indices, chunks, self._frozen.reference_logprobs))
@@ -166,10 +166,10 @@ class ActorWorker(ActorRank):
             As `reference_logprobs`.
 
         Raises:
-            DataError: on all ranks; see `student_logprobs`.
+            DataError: on all ranks; see `FrozenModels.student_logprobs`.
         """
         phase = Phase.REFERENCE if disable_adapter else Phase.LOGPROBS
-        compute = self._frozen.student_logprobs(disable_adapter=disable_adapter)
+        compute = partial(self._frozen.student_logprobs, disable_adapter=disable_adapter)
         with self._phase(phase, [PARAMS], is_offload_states):
             return _timed(partial(map_selected, sequence_indices, chunks, compute))
 

@@ -1,4 +1,4 @@
-"""Collect the Python stacks of processes that hang, from outside, and report who hangs. Uses /proc and a signal.
+"""Collect the Python stacks of processes that hang, from outside, and report the ranks. Uses /proc and a signal.
 
 Every process of a job calls `listen`. On a signal, a C handler writes the stacks of all threads to a file in memory,
 even while a call that never returns holds the interpreter. Any process that may read /proc/PID/fd can read the file.

@@ -1,4 +1,4 @@
-"""What the sources of the loop's batches share: their interface, generation, and a thread that runs jobs."""
+"""Define the interface of the loop's sources of batches, and what they share: generation, a thread that runs jobs."""
 
 from __future__ import annotations
 

@@ -193,10 +193,9 @@ def test_parts_of_another_tensor_parallel_size(tmp_path: Path, old_tp: int, tp: 
     from gkd.actor.common.shard_writer import write
     from gkd.actor.common.shards import Piece, ShardReader
     from gkd.actor.megatron.checkpoint import _read_vocab, _resplit, part_shape
-    from gkd.actor.megatron.hf_config import read_megatron_dims
-    from gkd.actor.megatron.hf_mapping import stage_entries
+    from gkd.actor.megatron.hf_mapping import SplitVocab, stage_entries
     from gkd.actor.megatron.layout import ParallelLayout
-    from gkd.actor.megatron.tensor_layouts import SplitVocab
+    from gkd.actor.megatron.model_config import read_megatron_dims
 
     make_hf_folder(tmp_path, "qwen2_tied", n_layers=1)
     dims = replace(read_megatron_dims(tmp_path), n_heads=24, n_kv_heads=12, head_dim=2)

@@ -43,7 +43,7 @@ class Piece:
     """Consecutive elements of one part of one parameter, or of its optimizer state."""
 
     name: str  # HF name of the parameter's (first) tensor
-    kind: str  # one of KINDS, or the kind of another model, see `gkd.actor.frozen.checkpoint`
+    kind: str  # one of KINDS, or the kind of another model, see `gkd.actor.frozen.model`
     part: int  # index of the tensor-parallel part of the parameter; 0 if it is not split
     start: int  # index of the first element in the flattened part
     data: Tensor  # [n], contiguous

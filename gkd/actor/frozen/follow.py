@@ -66,7 +66,7 @@ class Follower:
         """Load the model from a checkpoint of any number of ranks, if it follows the student; return whether it does.
 
         Raises:
-            CheckpointError: the checkpoint has no such model or a different one, see `gkd.actor.frozen.checkpoint`.
+            CheckpointError: the checkpoint has no such model or a different one, see `gkd.actor.frozen.model`.
         """
         if self._interval:
             self._model.load(folder)

@@ -18,27 +18,28 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from gkd.actor.common.agree import same_error
 from gkd.actor.common.host_copies import HostCopies, Snapshot
+from gkd.actor.common.shards import DTYPES, Piece, ShardReader
 from gkd.actor.common.step import empty_micro_batch
-from gkd.actor.common.torch_versions import reset
-from gkd.actor.frozen import checkpoint
-from gkd.actor.frozen.prefetch import NextLayer
+from gkd.actor.common.torch_versions import param_groups, reset
 from gkd.actor.fsdp.attention import Pack
 from gkd.actor.fsdp.model import build_on_meta, layer_list, reshard, shard
 from gkd.actor.fsdp.optim import host_threads, threads_per_rank
 from gkd.actor.fsdp.probe import probe
-from gkd.actor.fsdp.weights import Place, blend_part, full_tensor, load_weights, local_rows, match_files
+from gkd.actor.fsdp.weights import Place, blend_part, flat_rows, full_tensor, load_weights, local_rows, match_files
 from gkd.data.batching import make_micro_batches
 from gkd.data.score_checks import check_own, check_top_ids
-from gkd.errors import ConfigError, ModelError, TeacherError
+from gkd.errors import CheckpointError, ConfigError, ModelError, TeacherError
 from gkd.hf.files import open_tensors, some_names
 from gkd.hf.folder import TensorPlan
 from gkd.log import get_logger
@@ -184,7 +185,7 @@ class FrozenModel:
         """Set the weights to ema * weights + (1 - ema) * tensors, in place and in float32 arithmetic.
 
         Args:
-            tensors: whole tensors, one at a time, see `gkd.actor.frozen.model.blend`; for example `Student.export()`.
+            tensors: whole tensors, one at a time, see `blend`; for example `Student.export()`.
             ema: 0: copy the tensors.
 
         Raises:
@@ -198,15 +199,15 @@ class FrozenModel:
     def snapshot(self, *, copies: bool = True) -> Snapshot:
         """Start to copy this rank's rows to host memory, see `Student.snapshot`; the next `refresh` waits for it."""
         reshard(self.model)
-        pieces, meta = checkpoint.pieces(self.places, self.role), checkpoint.meta(self.places, self.role)
+        pieces, meta = _pieces(self.places, self.role), _meta(self.places, self.role)
         return self._host_copies.snapshot(pieces, meta, {}, copies=copies)
 
     def load(self, folder: Path) -> None:
-        """Load the weights of a checkpoint in place. Raises CheckpointError: see `gkd.actor.frozen.checkpoint`."""
+        """Load the weights of a checkpoint in place. Raises CheckpointError: see `_load`."""
         reshard(self.model)
         self._host_copies.settle()
         with same_error(self.device):
-            checkpoint.load(folder, self.places, self.role)
+            _load(folder, self.places, self.role)
 
     def device_bytes(self) -> int:
         """Return the bytes of this rank's shards on its device; with `cpu_offload` on CUDA 0."""
@@ -328,3 +329,128 @@ def blend(places: Mapping[str, Place], tensors: Iterator[tuple[str, Tensor]], ke
         blend_part(*found, whole, keep)
     if missing:
         raise ModelError(f"the frozen model did not receive {some_names(sorted(missing))}")
+
+
+# Save and load a frozen model that follows its student, as part of the student's checkpoint.
+#
+# Each rank saves its own rows; any number of ranks can load them. The pieces are in the student's files under a kind of
+# their own. So they are written, flushed, hashed and committed together, and a checkpoint has both models or neither.
+
+
+def _pieces(places: Mapping[str, Place], role: str) -> list[Piece]:
+    """Return this rank's rows, as live tensors; rank 0 also has the tensors that are not sharded. No collective.
+
+    Args:
+        role: "teacher" | "reference": the kind of the pieces, and their key in the meta data.
+    """
+    writes_whole = dist.get_rank() == 0
+    return [
+        Piece(name, role, 0, start, flat)
+        for name, start, flat in _local_parts(places)
+        if writes_whole or isinstance(places[name].tensor, DTensor)
+    ]
+
+
+def _meta(places: Mapping[str, Place], role: str) -> dict[str, Any]:
+    """Return the JSON data that must be equal for a checkpoint to match, the same on all ranks."""
+    return {role: {name: [_dtype(place.tensor), *place.shape] for name, place in places.items()}}
+
+
+@torch.no_grad()
+def _load(folder: Path, places: Mapping[str, Place], role: str) -> None:
+    """Load this rank's rows in place. No collective.
+
+    Raises:
+        CheckpointError: the checkpoint has no such model or a different one, or cannot be read. The model cannot be
+            used afterwards.
+    """
+    with ShardReader(folder) as reader:
+        saved, own = reader.meta.get(role), _meta(places, role)[role]
+        if saved is None:
+            raise CheckpointError(
+                f"{folder} has no weights of the {role}, which {role}.update_interval above 0 requires: an "
+                "older version wrote it. Fix: start a new run in another trainer.run_dir."
+            )
+        for name in dict.fromkeys([*own, *saved]):
+            in_checkpoint, here = saved.get(name, "missing"), own.get(name, "missing")
+            if in_checkpoint != here:
+                raise CheckpointError(
+                    f"{folder} has a different {role}: {name} is {in_checkpoint} in the checkpoint and {here} here. "
+                    f"Fix: restore {role}.path, model.dtype and {role}.update_interval."
+                )
+        for name, start, flat in _local_parts(places):
+            flat.copy_(reader.read(name, role, 0, start, start + flat.numel()))
+
+
+def _local_parts(places: Mapping[str, Place]) -> Iterator[tuple[str, int, Tensor]]:
+    """Yield (name, index of the first element in the flattened tensor, [n] live elements) of this rank's rows.
+
+    Tensors of a dtype that the files do not support, such as integer buffers, are yielded as bytes.
+    """
+    for name, place in places.items():
+        start, flat = flat_rows(place.tensor)
+        if flat.dtype not in DTYPES.values():
+            start, flat = start * flat.itemsize, flat.view(torch.uint8)
+        yield name, start, flat
+
+
+def _dtype(tensor: Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
+
+
+# Copy the next layer's weights to the GPU while a layer computes, for a lone rank with its shards in host memory.
+#
+# With several ranks fully_shard gathers the next layer on a stream of its own. A lone rank has nothing to gather, so
+# torch 2.11 to 2.13 copy each layer on the stream that computes: 43% of the time of a 7B model's pass over
+# micro-batches of 16,384 tokens on an H200. Depends on private names of fully_shard's records, as `into_one_block`.
+
+
+_ALIGN = 64  # bytes; a multiple of every item size
+
+
+class NextLayer:
+    """Hooks of a model's layers, which fully_shard gathers one at a time in a forward pass without gradients.
+
+    The memory of one layer is allocated during a pass. A pass copies what it uses: a refresh in between counts, and a
+    pass that was not completed leaves nothing that the next one reads.
+    """
+
+    def __init__(self, layers: Sequence[nn.Module], device: torch.device) -> None:
+        self._device, self._stream = device, torch.cuda.Stream(device)
+        self._buffer: Tensor | None = None
+        self._layer: nn.Module | None = None  # whose copy is in the buffer
+        self._copies: list[tuple[Any, Tensor, Tensor]] = []  # fully_shard's record, its shard in host memory, the copy
+        # In front of fully_shard's own hooks, which read the shards, and behind them.
+        for layer, following in zip(layers, [*layers[1:], None], strict=True):
+            layer.register_forward_pre_hook(self._use, prepend=True)
+            layer.register_forward_pre_hook(partial(self._copy, following))
+
+    def _use(self, layer: nn.Module, unused: Any) -> None:
+        """Let fully_shard read the layer's copy instead of its shards."""
+        if layer is self._layer:
+            torch.cuda.current_stream(self._device).wait_stream(self._stream)
+            for record, _, on_device in self._copies:
+                record._sharded_param_data = on_device
+
+    def _copy(self, following: nn.Module | None, *unused: Any) -> None:
+        """Start to copy the layer that follows. fully_shard has read what was in the buffer."""
+        for record, at_home, _ in self._copies:
+            record._sharded_param_data = at_home
+        self._layer, self._copies = following, []
+        if following is None:
+            self._buffer = None
+            return
+        records = [record for group in param_groups(following) for record in group.fsdp_params]
+        shards: list[Tensor] = [record._sharded_param_data for record in records]
+        starts = [0]
+        for one in shards:
+            starts.append(starts[-1] - (-one.nbytes // _ALIGN) * _ALIGN)
+        if self._buffer is None or len(self._buffer) < starts[-1]:
+            torch.cuda.current_stream(self._device).wait_stream(self._stream)  # the old one is free from here on
+            self._buffer = torch.empty(starts[-1], dtype=torch.uint8, device=self._device)
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._stream):
+            for record, at_home, start in zip(records, shards, starts, strict=False):
+                on_device = self._buffer[start : start + at_home.nbytes].view(at_home.dtype).view(at_home.shape)
+                on_device.copy_(at_home, non_blocking=True)
+                self._copies.append((record, at_home, on_device))

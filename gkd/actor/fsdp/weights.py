@@ -9,6 +9,7 @@ import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -172,6 +173,12 @@ def _share(part: FilePart, local: Tensor, start: int) -> tuple[tuple[slice, ...]
 def local_rows(tensor: Tensor) -> tuple[Tensor, int]:
     """Return this rank's rows of a tensor and the index of the first one."""
     return (tensor.to_local(), first_row(tensor)) if isinstance(tensor, DTensor) else (tensor, 0)
+
+
+def flat_rows(tensor: Tensor) -> tuple[int, Tensor]:
+    """Return this rank's rows as live elements, [n], and before them the index of the first in the whole tensor."""
+    local, row = local_rows(tensor.detach())
+    return row * prod(tensor.shape[1:]), local.view(-1)
 
 
 def first_row(tensor: DTensor) -> int:

@@ -25,10 +25,9 @@ from torch import Tensor
 
 from gkd.actor.common.agree import same_error
 from gkd.actor.common.shards import KINDS, Piece, ShardReader, check_same_student, check_trained, restore_rng, rng_state
-from gkd.actor.megatron.hf_mapping import Shape, TensorEntry
+from gkd.actor.megatron.hf_mapping import Shape, SplitVocab, TensorEntry
 from gkd.actor.megatron.lora import adapter_shapes
 from gkd.actor.megatron.model import StudentModel
-from gkd.actor.megatron.tensor_layouts import SplitVocab
 
 _TRACKER = "megatron."  # prefix of the names of Megatron's generators
 

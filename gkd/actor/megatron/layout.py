@@ -16,17 +16,12 @@ import math
 from dataclasses import KW_ONLY, dataclass
 
 from gkd.config.check_parallel import check_actor_split, check_expert_ranks
-from gkd.errors import ConfigError
 from gkd.hf.model_dims import ModelDims
 
 
 @dataclass(frozen=True, slots=True)
 class ParallelLayout:
-    """Coordinates of one rank. The constructor checks the sizes.
-
-    Raises:
-        ConfigError: actor.tp, actor.pp, actor.vpp or actor.ep does not divide the world or does not fit the others.
-    """
+    """Coordinates of one rank. Raises ConfigError: actor.ep does not divide the ranks of a stage."""
 
     tp: int
     pp: int
@@ -37,21 +32,6 @@ class ParallelLayout:
     ep: int = 1  # expert parallel size
 
     def __post_init__(self) -> None:
-        sizes = {"actor.tp": self.tp, "actor.pp": self.pp, "actor.vpp": self.vpp, "actor.ep": self.ep}
-        for key, value in sizes.items():
-            if value < 1:
-                raise ConfigError(key, value, "must be at least 1.", "use 1 to disable this parallelism.")
-        if self.world_size % (self.tp * self.pp):
-            raise ConfigError(
-                "actor.tp",
-                self.tp,
-                f"actor.tp * actor.pp = {self.tp} * {self.pp} does not divide the actor's {self.world_size} processes.",
-                "change actor.tp, actor.pp or the number of GPUs of the actor pool.",
-            )
-        if self.vpp > 1 and self.pp == 1:
-            raise ConfigError(
-                "actor.vpp", self.vpp, "there is no pipeline to interleave with actor.pp 1.", "use 1, or actor.pp > 1."
-            )
         check_expert_ranks(self.ep, self.tp * self.dp)
         if not 0 <= self.rank < self.world_size:
             raise ValueError(f"rank {self.rank} is not in [0, {self.world_size})")

@@ -29,9 +29,16 @@ from megatron.core.tensor_parallel import (
 from torch import Tensor, nn
 
 from gkd.actor.common.lora import first_a, is_target
-from gkd.actor.megatron.hf_mapping import TensorEntry, stage_entries
+from gkd.actor.megatron.hf_mapping import (
+    GatedMlp,
+    GroupedQkv,
+    Replicated,
+    SplitColumns,
+    SplitRows,
+    TensorEntry,
+    stage_entries,
+)
 from gkd.actor.megatron.layout import ParallelLayout
-from gkd.actor.megatron.tensor_layouts import GatedMlp, GroupedQkv, Replicated, SplitColumns, SplitRows
 from gkd.config.schema_actor import LoraConfig
 from gkd.errors import ConfigError
 from gkd.hf.model_dims import ModelDims

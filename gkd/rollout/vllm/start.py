@@ -50,7 +50,7 @@ ENGINE_PHASES: dict[str, Phase | str] = {
 }
 
 
-ADAPTER_ID = 1  # of the one adapter of an engine
+ADAPTER_ID = 1  # an engine has one adapter
 
 
 def start_vllm(
