@@ -28,13 +28,14 @@ from gkd.environment.worker import Start
 from gkd.errors import ClusterError
 from gkd.hf.hub import with_local_copies
 from gkd.log import get_logger
+from gkd.memory.offload_manager import GIB
 from gkd.memory.oom import diagnosed
 from gkd.memory.remedies import engine_advice
 from gkd.rollout.engine.loop import Coalescer, EngineLoop
 from gkd.rollout.messages import Job, Pulse, Sampling
 from gkd.rollout.vllm.engine import RolloutEngine
 from gkd.rollout.vllm.self_scoring import self_scores
-from gkd.rollout.vllm.sleep_state import WEIGHTS, EngineStates, tags_of
+from gkd.rollout.vllm.sleep_state import STATES, WEIGHTS, tags_of
 from gkd.rollout.vllm.start import ENGINE_PHASES, engine_folder, link_shared_memory, remove_files
 from gkd.rollout.vllm.turns import Turns
 from gkd.spans import Phase, Progress, SpanRecorder
@@ -67,6 +68,7 @@ class RolloutWorker:
         self._spans = SpanRecorder(f"engine {rank}", Phase.STARTED)
         self._loop: EngineLoop | None = None  # loop of the open stream
         self._session = 0  # number of the open stream's session
+        self._peaks: dict[str, float] = {}  # metric name -> peak since the last `usage` call
 
     def placement(self, ask_driver: bool) -> RankPlacement:
         return this_placement("rollout", self._rank, ask_driver=ask_driver)
@@ -154,7 +156,6 @@ class RolloutWorker:
 
     def _set_engine(self, engine: RolloutEngine) -> None:
         self._engine = engine
-        self._states = EngineStates(engine, self._diagnosed)
 
     def greedy(self, prompts: Sequence[Prompt], marker: str, n_samples: int) -> tuple[Counter[int], list[Sample]]:
         """Return the number of greedy exact matches by route, without truncated ones, and `n_samples` responses."""
@@ -251,7 +252,7 @@ class RolloutWorker:
         if self._loop is not None:
             self._loop.close()
             self._loop = None
-            self._states.record(Phase.GENERATE)
+            self._record(Phase.GENERATE)
 
     def join_groups(self, specs: list[GroupSpec]) -> None:
         with self._spans.span(Phase.JOIN):
@@ -263,7 +264,7 @@ class RolloutWorker:
         def receive() -> int:
             with self._diagnosed(Phase.RECEIVE):
                 n_bytes = self._engine.receive(plans, policy_version, adapters=content == "adapters")
-            self._states.record(Phase.RECEIVE)
+            self._record(Phase.RECEIVE)
             return n_bytes
 
         with self._spans.span(Phase.RECEIVE):
@@ -294,24 +295,37 @@ class RolloutWorker:
             )
         tags = tags_of(include)
         with self._spans.span(Phase.OFFLOAD):
-            self._states.offload(tags, level)
-            return self._states.state_bytes()
+            with self._diagnosed(Phase.OFFLOAD):
+                self._engine.sleep(level, tags)
+            self._record(Phase.OFFLOAD)
+            return self._state_bytes()
 
     def reload_states(self, include: Sequence[str] | None = None) -> dict[str, int]:
         """Allocate the GPU memory again. Idempotent. Arguments and result as for `offload_states`."""
         tags = tags_of(include)
-        if self._loop is None:  # the engine of an open stream is awake
+        if self._loop is None:
             with self._spans.span(Phase.ONLOAD):
-                self._states.reload(tags)
+                self._ensure_awake(tags)
         return self.state_bytes()
 
     def state_bytes(self) -> dict[str, int]:
         """Return state -> bytes on the engine's GPUs."""
-        return self._on_engine(self._states.state_bytes)
+        return self._on_engine(self._state_bytes)
+
+    def _state_bytes(self) -> dict[str, int]:
+        held = self._engine.memory_bytes()
+        return {state: held[tag] for state, tag in STATES.items()}
+
+    def _record(self, phase: Phase) -> None:
+        """Record the memory held at the end of a phase."""
+        for name, n_bytes in (self._state_bytes() | self._engine.process_memory()).items():
+            metric = f"memory/{phase.metric}/rollout_{name}_gib"
+            self._peaks[metric] = max(n_bytes / GIB, self._peaks.get(metric, 0.0))
 
     def usage(self) -> EngineUsage:
         """Return and reset the engine's counters and spans, and its memory after each phase."""
-        return replace(self._engine.usage(), memory=self._states.pop_peaks(), spans=self._spans.take())
+        peaks, self._peaks = self._peaks, {}
+        return replace(self._engine.usage(), memory=peaks, spans=self._spans.take())
 
     def _generate(
         self, prompts: Sequence[Prompt], sampling: Sampling, prompt_indices: Sequence[int]
@@ -322,11 +336,12 @@ class RolloutWorker:
         else:
             with self._diagnosed(Phase.GENERATE):
                 yield from self._engine.generate(prompts, sampling, prompt_indices)
-        self._on_engine(lambda: self._states.record(Phase.GENERATE))
+        self._on_engine(lambda: self._record(Phase.GENERATE))
 
     def _ensure_awake(self, tags: Sequence[str] | None = None) -> None:
         if self._loop is None:  # the engine of an open stream is awake
-            self._states.reload(tags)
+            with self._diagnosed(Phase.ONLOAD):
+                self._engine.wake_up(tags)
 
     def _on_engine(self, function: Callable[[], T]) -> T:
         """Call `function` in the thread that may use the engine."""
