@@ -11,7 +11,7 @@ import numpy as np
 
 from gkd.actor.frozen.pools import PartialResults, call_scattered, data_parallel_groups
 from gkd.actor.inputs import ChunkInputs
-from gkd.actor.megatron.layout import ParallelLayout
+from gkd.actor.megatron.layout import layouts_of
 from gkd.cluster.calls import Pending, fetch, gather
 from gkd.config.schema import Config, transport_of
 from gkd.config.schema_rollout import IPC
@@ -30,17 +30,7 @@ class ActorPool:
     def __init__(self, workers: Sequence[Any], config: Config) -> None:
         self._workers, self._config = list(workers), config
         self._timeout_s = config.trainer.stage_timeout_s
-        self._layouts = [
-            ParallelLayout(
-                tp=config.actor.tp,
-                pp=config.actor.pp,
-                world_size=len(workers),
-                rank=rank,
-                vpp=config.actor.vpp,
-                ep=config.actor.ep,
-            )
-            for rank in range(len(workers))
-        ]
+        self._layouts = layouts_of(config.actor, len(workers))
         self.dp_size = self._layouts[0].dp
         self._spans: list[ProcessSpans] = []
 
@@ -86,20 +76,11 @@ class ActorPool:
             shared_folder.clear(root)
 
     def offload_states(self, include: Sequence[str] | None = None, *, blocking: bool = True) -> Pending:
-        """Offload states to host memory on all ranks; later calls of the ranks run after it.
-
-        Args:
-            include: of `gkd.memory.states.KINDS`; None means all.
-            blocking: wait for all ranks. False: the caller waits with the returned handle, which also raises a rank's
-                error.
-
-        Raises:
-            ClusterError: a rank failed, died or timed out.
-        """
+        """See `MovableStates`; later calls of the ranks run after it. It, or the wait for it, raises ClusterError."""
         return self._move("offload_states", include, blocking)
 
     def reload_states(self, include: Sequence[str] | None = None, *, blocking: bool = True) -> Pending:
-        """Reload states to the device on all ranks. Arguments and errors as for `offload_states`."""
+        """See `MovableStates`. Errors as for `offload_states`."""
         return self._move("reload_states", include, blocking)
 
     def accumulate(self, part: Sequence[ScoredChunk]) -> None:

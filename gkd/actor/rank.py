@@ -18,7 +18,7 @@ from gkd.actor.build import build_student
 from gkd.actor.common.agree import probe_group
 from gkd.actor.common.base import Student
 from gkd.actor.frozen.rank_models import FrozenModels
-from gkd.actor.megatron.layout import ParallelLayout
+from gkd.actor.megatron.layout import layouts_of
 from gkd.actor.offload import OffloadController
 from gkd.cluster.gpu_table import RankPlacement
 from gkd.cluster.startup import WATCH, this_placement
@@ -122,9 +122,7 @@ class ActorRank:
         self._spans.enter("probing the actor group")
         probe_group("of all actor ranks", None, self._device)
         self._log.info("joined the actor group of %d", derived.world_size)
-        self._layout = ParallelLayout(
-            tp=actor.tp, pp=actor.pp, world_size=derived.world_size, rank=self._rank, vpp=actor.vpp, ep=actor.ep
-        )
+        self._layout = layouts_of(actor, derived.world_size)[self._rank]
         all_send = actor.backend.shards_every_tensor or transport_of(config, device) == IPC
         self._sends_weights = all_send or self._layout.exports  # see `ActorPool.exporters`
         with self._memory.diagnosed(Phase.BUILD_STUDENT):

@@ -81,7 +81,9 @@ class TransferGroup:
                 )
             self._store = store
             self._store.set_timeout(join_time)
-            self._store.set(f"host {spec.rank}", _place(spec, device))
+            # Equal for members that can share memory.
+            place = f"{host_id()} {card_id(device)}" if spec.transport == IPC else host_id()
+            self._store.set(f"host {spec.rank}", place)
             hosts = [self._store.get(f"host {rank}") for rank in range(spec.world_size)]
             self.transport = self._resolved(hosts)
             self._way = _TRANSPORTS[self.transport]()
@@ -194,11 +196,6 @@ class TransferGroup:
             del group  # the traceback keeps this frame
             self.close()
             raise TransferCutOff(f"weight-sync {name} failed on {who}: {error}") from error
-
-
-def _place(spec: GroupSpec, device: torch.device) -> str:
-    """Return a text that is equal for members that can share memory."""
-    return f"{host_id()} {card_id(device)}" if spec.transport == IPC else host_id()
 
 
 def _signed(number: int) -> int:

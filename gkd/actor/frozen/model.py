@@ -13,7 +13,7 @@ Letters: N rows of a micro-batch, H hidden size, V rows of the LM head.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -36,7 +36,7 @@ from gkd.actor.fsdp.attention import Pack
 from gkd.actor.fsdp.model import build_on_meta, layer_list, reshard, shard
 from gkd.actor.fsdp.optim import host_threads, threads_per_rank
 from gkd.actor.fsdp.probe import probe
-from gkd.actor.fsdp.weights import Place, blend_part, flat_rows, full_tensor, load_weights, local_rows, match_files
+from gkd.actor.fsdp.weights import blend_part, flat_rows, full_tensor, load_weights, local_rows, match_files
 from gkd.data.batching import make_micro_batches
 from gkd.data.score_checks import check_own, check_top_ids
 from gkd.errors import CheckpointError, ConfigError, ModelError, TeacherError
@@ -185,29 +185,85 @@ class FrozenModel:
         """Set the weights to ema * weights + (1 - ema) * tensors, in place and in float32 arithmetic.
 
         Args:
-            tensors: whole tensors, one at a time, see `blend`; for example `Student.export()`.
+            tensors: (name in the files, whole tensor), each once, in the same order on every rank; for example
+                `Student.export()`.
             ema: 0: copy the tensors.
 
         Raises:
-            ModelError: see `blend`.
+            ModelError: a tensor has a different shape, occurs twice, is unknown or missing. The tensors before it have
+                been blended, so the model cannot be used afterwards.
         """
         reshard(self.model)  # gathered layers are copies and would keep the old weights
         self._host_copies.settle()
+        missing = {part.name: (place, part) for place in self.places.values() for part in place.parts}
         with host_threads(self._n_threads):
-            blend(self.places, tensors, ema)
+            for name, whole in tensors:
+                found = missing.pop(name, None)
+                if found is None or tuple(whole.shape) != found[1].shape:
+                    raise ModelError(f"{name} {list(whole.shape)} does not match the frozen model, or occurred twice")
+                blend_part(*found, whole, ema)
+        if missing:
+            raise ModelError(f"the frozen model did not receive {some_names(sorted(missing))}")
 
     def snapshot(self, *, copies: bool = True) -> Snapshot:
-        """Start to copy this rank's rows to host memory, see `Student.snapshot`; the next `refresh` waits for it."""
-        reshard(self.model)
-        pieces, meta = _pieces(self.places, self.role), _meta(self.places, self.role)
-        return self._host_copies.snapshot(pieces, meta, {}, copies=copies)
+        """Start to copy this rank's rows to host memory, see `Student.snapshot`; the next `refresh` waits for it.
 
+        Rank 0 also has the tensors that are not sharded. The pieces are in the student's files under a kind of their
+        own, the role. So they are written, flushed, hashed and committed together, and a checkpoint has both models or
+        neither.
+        """
+        reshard(self.model)
+        pieces = [
+            Piece(name, self.role, 0, start, flat)
+            for name, start, flat in self._local_parts()
+            if dist.get_rank() == 0 or isinstance(self.places[name].tensor, DTensor)
+        ]
+        return self._host_copies.snapshot(pieces, {self.role: self._dims()}, {}, copies=copies)
+
+    @torch.no_grad()
     def load(self, folder: Path) -> None:
-        """Load the weights of a checkpoint in place. Raises CheckpointError: see `_load`."""
+        """Load this rank's rows in place, from a checkpoint of any number of ranks.
+
+        Raises:
+            CheckpointError: the checkpoint has no such model or a different one, or cannot be read. The model cannot be
+                used afterwards.
+        """
         reshard(self.model)
         self._host_copies.settle()
-        with same_error(self.device):
-            _load(folder, self.places, self.role)
+        role = self.role
+        with same_error(self.device), ShardReader(folder) as reader:
+            saved, own = reader.meta.get(role), self._dims()
+            if saved is None:
+                raise CheckpointError(
+                    f"{folder} has no weights of the {role}, which {role}.update_interval above 0 requires: an "
+                    "older version wrote it. Fix: start a new run in another trainer.run_dir."
+                )
+            for name in dict.fromkeys([*own, *saved]):
+                in_checkpoint, here = saved.get(name, "missing"), own.get(name, "missing")
+                if in_checkpoint != here:
+                    raise CheckpointError(
+                        f"{folder} has a different {role}: {name} is {in_checkpoint} in the checkpoint and {here} "
+                        f"here. Fix: restore {role}.path, model.dtype and {role}.update_interval."
+                    )
+            for name, start, flat in self._local_parts():
+                flat.copy_(reader.read(name, role, 0, start, start + flat.numel()))
+
+    def _dims(self) -> dict[str, list[Any]]:
+        """Return dtype and shape of each tensor by name, which must be equal for a checkpoint to match."""
+        return {
+            name: [str(place.tensor.dtype).removeprefix("torch."), *place.shape] for name, place in self.places.items()
+        }
+
+    def _local_parts(self) -> Iterator[tuple[str, int, Tensor]]:
+        """Yield (name, index of the first element in the flattened tensor, [n] live elements) of this rank's rows.
+
+        Tensors of a dtype that the files do not support, such as integer buffers, are yielded as bytes.
+        """
+        for name, place in self.places.items():
+            start, flat = flat_rows(place.tensor)
+            if flat.dtype not in DTYPES.values():
+                start, flat = start * flat.itemsize, flat.view(torch.uint8)
+            yield name, start, flat
 
     def device_bytes(self) -> int:
         """Return the bytes of this rank's shards on its device; with `cpu_offload` on CUDA 0."""
@@ -215,9 +271,18 @@ class FrozenModel:
         return sum(shard.nbytes for shard in shards if shard.device.type == self.device.type)
 
     def check_plan(self, plan: Sequence[TensorPlan]) -> None:
-        """Check that `refresh` accepts these tensors. Raises ModelError on all ranks."""
+        """Check that `refresh` accepts these tensors. Raises ModelError on all ranks: the models' tensors differ."""
+        required = {part.name: part.shape for place in self.places.values() for part in place.parts}
+        given = {name: tuple(shape) for name, shape, _ in plan}
         with same_error(self.device):
-            check_plan(self.places, plan)
+            if missing := sorted(required.keys() - given.keys()):
+                raise ModelError(f"the student has no {some_names(missing)}, which the teacher has")
+            if unknown := sorted(given.keys() - required.keys()):
+                raise ModelError(f"the teacher has no {some_names(unknown)}, which the student has")
+            for name, shape in given.items():
+                if shape != required[name]:
+                    found = f"{list(shape)} in the student and {list(required[name])} in the teacher"
+                    raise ModelError(f"{name} is {found}")
 
     def _where(self, rollout: Rollout) -> str:
         return f"{self._name}, prompt {rollout.prompt_id}, sample {rollout.sample_index}"
@@ -293,109 +358,6 @@ def _whole(stream: RowStream, step: int) -> np.ndarray:
     for start, stop, rows in stream_rows(stream, step):
         whole[start:stop] = rows
     return whole
-
-
-# Refresh a frozen model from a trained one, one tensor at a time: a teacher that follows its student.
-
-
-def check_plan(places: Mapping[str, Place], plan: Sequence[TensorPlan]) -> None:
-    """Check that `blend` accepts these tensors. Raises ModelError: names tensors that only one of the models has."""
-    required = {part.name: part.shape for place in places.values() for part in place.parts}
-    given = {name: tuple(shape) for name, shape, _ in plan}
-    if missing := sorted(required.keys() - given.keys()):
-        raise ModelError(f"the student has no {some_names(missing)}, which the teacher has")
-    if unknown := sorted(given.keys() - required.keys()):
-        raise ModelError(f"the teacher has no {some_names(unknown)}, which the student has")
-    for name, shape in given.items():
-        if shape != required[name]:
-            raise ModelError(f"{name} is {list(shape)} in the student and {list(required[name])} in the teacher")
-
-
-def blend(places: Mapping[str, Place], tensors: Iterator[tuple[str, Tensor]], keep: float) -> None:
-    """Set this rank's rows to keep * frozen + (1 - keep) * given. No collectives except in `tensors`.
-
-    Args:
-        tensors: (name in the files, whole tensor), each once; in the same order on every rank.
-
-    Raises:
-        ModelError: a tensor has a different shape, occurs twice, is unknown or missing. The tensors before it have been
-            blended, so the model cannot be used afterwards.
-    """
-    missing = {part.name: (place, part) for place in places.values() for part in place.parts}
-    for name, whole in tensors:
-        found = missing.pop(name, None)
-        if found is None or tuple(whole.shape) != found[1].shape:
-            raise ModelError(f"{name} {list(whole.shape)} does not match the frozen model, or occurred twice")
-        blend_part(*found, whole, keep)
-    if missing:
-        raise ModelError(f"the frozen model did not receive {some_names(sorted(missing))}")
-
-
-# Save and load a frozen model that follows its student, as part of the student's checkpoint.
-#
-# Each rank saves its own rows; any number of ranks can load them. The pieces are in the student's files under a kind of
-# their own. So they are written, flushed, hashed and committed together, and a checkpoint has both models or neither.
-
-
-def _pieces(places: Mapping[str, Place], role: str) -> list[Piece]:
-    """Return this rank's rows, as live tensors; rank 0 also has the tensors that are not sharded. No collective.
-
-    Args:
-        role: "teacher" | "reference": the kind of the pieces, and their key in the meta data.
-    """
-    writes_whole = dist.get_rank() == 0
-    return [
-        Piece(name, role, 0, start, flat)
-        for name, start, flat in _local_parts(places)
-        if writes_whole or isinstance(places[name].tensor, DTensor)
-    ]
-
-
-def _meta(places: Mapping[str, Place], role: str) -> dict[str, Any]:
-    """Return the JSON data that must be equal for a checkpoint to match, the same on all ranks."""
-    return {role: {name: [_dtype(place.tensor), *place.shape] for name, place in places.items()}}
-
-
-@torch.no_grad()
-def _load(folder: Path, places: Mapping[str, Place], role: str) -> None:
-    """Load this rank's rows in place. No collective.
-
-    Raises:
-        CheckpointError: the checkpoint has no such model or a different one, or cannot be read. The model cannot be
-            used afterwards.
-    """
-    with ShardReader(folder) as reader:
-        saved, own = reader.meta.get(role), _meta(places, role)[role]
-        if saved is None:
-            raise CheckpointError(
-                f"{folder} has no weights of the {role}, which {role}.update_interval above 0 requires: an "
-                "older version wrote it. Fix: start a new run in another trainer.run_dir."
-            )
-        for name in dict.fromkeys([*own, *saved]):
-            in_checkpoint, here = saved.get(name, "missing"), own.get(name, "missing")
-            if in_checkpoint != here:
-                raise CheckpointError(
-                    f"{folder} has a different {role}: {name} is {in_checkpoint} in the checkpoint and {here} here. "
-                    f"Fix: restore {role}.path, model.dtype and {role}.update_interval."
-                )
-        for name, start, flat in _local_parts(places):
-            flat.copy_(reader.read(name, role, 0, start, start + flat.numel()))
-
-
-def _local_parts(places: Mapping[str, Place]) -> Iterator[tuple[str, int, Tensor]]:
-    """Yield (name, index of the first element in the flattened tensor, [n] live elements) of this rank's rows.
-
-    Tensors of a dtype that the files do not support, such as integer buffers, are yielded as bytes.
-    """
-    for name, place in places.items():
-        start, flat = flat_rows(place.tensor)
-        if flat.dtype not in DTYPES.values():
-            start, flat = start * flat.itemsize, flat.view(torch.uint8)
-        yield name, start, flat
-
-
-def _dtype(tensor: Tensor) -> str:
-    return str(tensor.dtype).removeprefix("torch.")
 
 
 # Copy the next layer's weights to the GPU while a layer computes, for a lone rank with its shards in host memory.

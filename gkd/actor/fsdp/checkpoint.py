@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from gkd.actor.common.agree import same_error
-from gkd.actor.common.shards import KINDS, Piece, ShardReader, check_same_student, check_trained, restore_rng
+from gkd.actor.common.shards import KINDS, Piece, ShardReader, check_same_student, restore_rng
 from gkd.actor.fsdp.weights import Place, flat_rows
 
 
@@ -47,7 +47,6 @@ def load(
     """
     step = 0
     with same_error(device), ShardReader(folder) as reader:
-        check_trained(folder, reader.meta, meta)
         settings = ("strategy", "dtype", "lora_scale", "base")
         check_same_student(folder, reader.meta, meta, settings=settings, model="shapes")
         step = int(reader.meta["step"])

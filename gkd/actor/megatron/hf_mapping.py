@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -32,62 +32,39 @@ from gkd.hf.model_dims import ModelDims, MoeDims
 Sliceable: TypeAlias = Any
 
 
-class TensorLayout(Protocol):
-    """How one Megatron parameter is made from its HF tensors."""
+class TensorLayout:
+    """How one Megatron parameter is made from its HF tensors. Here it is one tensor, split along one dimension or none.
 
-    partition_dim: int | None  # dimension of the Megatron parameter that TP splits; None means every rank has all of it
+    Args:
+        partition_dim: dimension of the Megatron parameter that TP splits; None means every rank has all of it.
+    """
+
+    def __init__(self, partition_dim: int | None = 0) -> None:
+        self.partition_dim = partition_dim
 
     def fill(self, param: Tensor, sources: Sequence[Sliceable], dims: ModelDims, tp: int, tp_rank: int) -> None:
         """Write this TP rank's part of the HF tensors `sources` into `param`, in Megatron's row order."""
-        ...
+        (source,), dim = sources, self.partition_dim
+        if dim is None:
+            param.copy_(source[:])
+            return
+        part = slice(tp_rank * param.shape[dim], (tp_rank + 1) * param.shape[dim])
+        param.copy_(source[part] if dim == 0 else source[:, part])
 
     def join(self, shards: Tensor, dims: ModelDims) -> tuple[Tensor, ...]:
         """Return the full HF tensors of the parts of all TP ranks, [tp, *shape of the parameter]; may alias them."""
-        ...
+        if self.partition_dim is None or len(shards) == 1:
+            return (shards[0],)
+        return (shards.flatten(0, 1) if self.partition_dim == 0 else torch.cat(list(shards), dim=1),)
 
 
-class Replicated:
-    """Every TP rank holds the whole parameter: norms and routers."""
-
-    partition_dim: int | None = None
-
-    def fill(self, param: Tensor, sources: Sequence[Sliceable], dims: ModelDims, tp: int, tp_rank: int) -> None:
-        param.copy_(sources[0][:])
-
-    def join(self, shards: Tensor, dims: ModelDims) -> tuple[Tensor, ...]:
-        return (shards[0],)
+REPLICATED = TensorLayout(None)  # norms and routers
+SPLIT_ROWS = TensorLayout(0)  # outputs: the second factor of a LoRA adapter
+SPLIT_COLUMNS = TensorLayout(1)  # inputs: the second matrix of attention and of the MLP
 
 
-class SplitColumns:
-    """Split along the input dimension: the second matrix of attention and of the MLP."""
-
-    partition_dim: int | None = 1
-
-    def fill(self, param: Tensor, sources: Sequence[Sliceable], dims: ModelDims, tp: int, tp_rank: int) -> None:
-        width = param.shape[1]
-        param.copy_(sources[0][:, tp_rank * width : (tp_rank + 1) * width])
-
-    def join(self, shards: Tensor, dims: ModelDims) -> tuple[Tensor, ...]:
-        return (shards[0] if len(shards) == 1 else torch.cat(list(shards), dim=1),)
-
-
-class SplitRows:
-    """Split along the output dimension: the second factor of a LoRA adapter."""
-
-    partition_dim: int | None = 0
-
-    def fill(self, param: Tensor, sources: Sequence[Sliceable], dims: ModelDims, tp: int, tp_rank: int) -> None:
-        rows = len(param)
-        param.copy_(sources[0][tp_rank * rows : (tp_rank + 1) * rows])
-
-    def join(self, shards: Tensor, dims: ModelDims) -> tuple[Tensor, ...]:
-        return (shards.flatten(0, 1),)
-
-
-class SplitVocab:
+class SplitVocab(TensorLayout):
     """Split along the vocabulary; the last rows may be padding, zero here and absent in HF."""
-
-    partition_dim: int | None = 0
 
     def fill(self, param: Tensor, sources: Sequence[Sliceable], dims: ModelDims, tp: int, tp_rank: int) -> None:
         rows = len(param)
@@ -100,10 +77,8 @@ class SplitVocab:
         return (shards.flatten(0, 1)[: dims.vocab_size],)
 
 
-class GatedMlp:
+class GatedMlp(TensorLayout):
     """HF gate and up projection; each rank holds [its rows of gate; its rows of up]."""
-
-    partition_dim: int | None = 0
 
     def fill(self, param: Tensor, sources: Sequence[Sliceable], dims: ModelDims, tp: int, tp_rank: int) -> None:
         rows = len(param) // 2
@@ -115,13 +90,11 @@ class GatedMlp:
         return gate.flatten(0, 1), up.flatten(0, 1)
 
 
-class GroupedQkv:
+class GroupedQkv(TensorLayout):
     """HF q, k, v; per key/value head: its query heads, then its key, then its value. TP splits heads.
 
     Works for weights [rows, hidden] and biases [rows].
     """
-
-    partition_dim: int | None = 0
 
     def fill(self, param: Tensor, sources: Sequence[Sliceable], dims: ModelDims, tp: int, tp_rank: int) -> None:
         groups = dims.n_kv_heads // tp
@@ -140,6 +113,7 @@ class GroupedQkv:
 
 
 Shape: TypeAlias = tuple[int, ...]
+WHOLE = ParallelLayout(tp=1, pp=1, world_size=1, rank=0)  # one rank has the whole model
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,11 +148,11 @@ def _head_shape(d: ModelDims) -> tuple[Shape, ...]:
 
 
 _EMBEDDING = Rule("embedding.word_embeddings.weight", ("model.embed_tokens.weight",), SplitVocab(), _vocab_shape)
-_FINAL_NORM = Rule("decoder.final_layernorm.weight", ("model.norm.weight",), Replicated(), _hidden_shape)
+_FINAL_NORM = Rule("decoder.final_layernorm.weight", ("model.norm.weight",), REPLICATED, _hidden_shape)
 _LM_HEAD = Rule("output_layer.weight", ("lm_head.weight",), SplitVocab(), _vocab_shape)
 
 _LAYER_RULES = (
-    Rule("input_layernorm.weight", ("input_layernorm.weight",), Replicated(), _hidden_shape),
+    Rule("input_layernorm.weight", ("input_layernorm.weight",), REPLICATED, _hidden_shape),
     Rule(
         "self_attention.linear_qkv.weight",
         ("self_attn.q_proj.weight", "self_attn.k_proj.weight", "self_attn.v_proj.weight"),
@@ -195,24 +169,24 @@ _LAYER_RULES = (
     Rule(
         "self_attention.q_layernorm.weight",
         ("self_attn.q_norm.weight",),
-        Replicated(),
+        REPLICATED,
         _head_shape,
         when=lambda d: d.qk_norm,
     ),
     Rule(
         "self_attention.k_layernorm.weight",
         ("self_attn.k_norm.weight",),
-        Replicated(),
+        REPLICATED,
         _head_shape,
         when=lambda d: d.qk_norm,
     ),
     Rule(
         "self_attention.linear_proj.weight",
         ("self_attn.o_proj.weight",),
-        SplitColumns(),
+        SPLIT_COLUMNS,
         lambda d: ((d.hidden_size, _q_rows(d)),),
     ),
-    Rule("pre_mlp_layernorm.weight", ("post_attention_layernorm.weight",), Replicated(), _hidden_shape),
+    Rule("pre_mlp_layernorm.weight", ("post_attention_layernorm.weight",), REPLICATED, _hidden_shape),
 )
 
 _MLP_RULES = (
@@ -222,7 +196,7 @@ _MLP_RULES = (
         GatedMlp(),
         lambda d: ((d.ffn_size, d.hidden_size), (d.ffn_size, d.hidden_size)),
     ),
-    Rule("mlp.linear_fc2.weight", ("mlp.down_proj.weight",), SplitColumns(), lambda d: ((d.hidden_size, d.ffn_size),)),
+    Rule("mlp.linear_fc2.weight", ("mlp.down_proj.weight",), SPLIT_COLUMNS, lambda d: ((d.hidden_size, d.ffn_size),)),
 )
 
 
@@ -230,7 +204,7 @@ def _expert_shapes(d: ModelDims) -> tuple[Shape, ...]:
     return ((_moe(d).ffn_size, d.hidden_size),) * 2
 
 
-_ROUTER = Rule("mlp.router.weight", ("mlp.gate.weight",), Replicated(), lambda d: ((_moe(d).n_experts, d.hidden_size),))
+_ROUTER = Rule("mlp.router.weight", ("mlp.gate.weight",), REPLICATED, lambda d: ((_moe(d).n_experts, d.hidden_size),))
 
 # Names relative to an expert. TP does not split experts.
 _EXPERT_RULES = (
@@ -238,7 +212,7 @@ _EXPERT_RULES = (
     Rule(
         "linear_fc2.weight",
         ("down_proj.weight",),
-        SplitColumns(),
+        SPLIT_COLUMNS,
         lambda d: ((d.hidden_size, _moe(d).ffn_size),),
     ),
 )
@@ -298,8 +272,7 @@ def held_entries(dims: ModelDims, layout: ParallelLayout) -> list[TensorEntry]:
 
 def expected_hf_tensors(dims: ModelDims) -> dict[str, Shape]:
     """Return name and shape of every tensor of the whole HF model."""
-    whole = ParallelLayout(tp=1, pp=1, world_size=1, rank=0)
-    entries = stage_entries(dims, whole)
+    entries = stage_entries(dims, WHOLE)
     return {name: shape for e in entries for name, shape in zip(e.hf_names, e.hf_shapes, strict=True)}
 
 

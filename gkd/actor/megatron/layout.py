@@ -16,6 +16,7 @@ import math
 from dataclasses import KW_ONLY, dataclass
 
 from gkd.config.check_parallel import check_actor_split, check_expert_ranks
+from gkd.config.schema_actor import ActorConfig
 from gkd.hf.model_dims import ModelDims
 
 
@@ -90,3 +91,9 @@ class ParallelLayout:
     def padded_vocab_size(self, dims: ModelDims) -> int:
         """Return the vocabulary size rounded up to a multiple of TP; Megatron requires equal shards."""
         return -(-dims.vocab_size // self.tp) * self.tp
+
+
+def layouts_of(actor: ActorConfig, world_size: int) -> list[ParallelLayout]:
+    """Return the layouts of all ranks, in rank order."""
+    a, ranks = actor, range(world_size)
+    return [ParallelLayout(a.tp, a.pp, world_size, rank, vpp=a.vpp, ep=a.ep) for rank in ranks]

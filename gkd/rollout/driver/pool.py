@@ -194,15 +194,9 @@ class RolloutPool:
         return RolloutUsage(engines, generate_s, memory, self.engines.take_restarts())
 
     def offload_states(self, include: Sequence[str] | None = None, level: int = 1, *, blocking: bool = True) -> Pending:
-        """Release the GPU memory of all engines concurrently; see `RolloutWorker.offload_states`.
+        """See `RolloutRole.offload_states`. Until `reload_states` no engine is restarted.
 
-        Calls on an engine made after this one run after it. Until `reload_states` no engine is restarted.
-
-        Args:
-            blocking: wait for all engines. Otherwise wait on the returned handle, which also raises their errors.
-
-        Raises:
-            ClusterError: an engine refused or timed out.
+        Calls on an engine made after this one run after it. It, or the wait for it, raises ClusterError.
         """
         self.engines.hold()
         return self._pending(lambda worker: worker.offload_states.remote(include, level), "offload_states", blocking)

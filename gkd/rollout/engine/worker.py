@@ -225,7 +225,9 @@ class RolloutWorker:
         object, but Ray 2.60 occasionally freed objects whose handle was nested in a streamed item. The driver owns
         streamed items themselves.)
         """
-        for job, group, rollouts in self._open_loop().run():
+        if self._loop is None:
+            raise ClusterError(f"rollout engine {self._rank} has no open stream")
+        for job, group, rollouts in self._loop.run():
             yield ColumnList(rollouts)
             yield encode_sizes(chunk_sizes(group, rollouts), job)
 
@@ -359,8 +361,3 @@ class RolloutWorker:
             phase=phase,
             advice=lambda shortage: engine_advice(self._config, shortage),
         )
-
-    def _open_loop(self) -> EngineLoop:
-        if self._loop is None:
-            raise ClusterError(f"rollout engine {self._rank} has no open stream")
-        return self._loop

@@ -7,7 +7,6 @@ Levels and tags have the meaning of vLLM's sleep mode. `SleepMixin` moves the me
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -16,7 +15,7 @@ from typing import Any
 import torch
 
 from gkd.errors import ClusterError, ConfigError
-from gkd.memory.usage import read_usage
+from gkd.memory.usage import read_usage, trim_heap
 from teacher_server.engines.vllm_versions import discard, sleep, wake_up
 
 WEIGHTS, KV_CACHE = "weights", "kv_cache"
@@ -228,7 +227,8 @@ class SleepMixin:
         self._gkd_blocks = {
             s._cdata: known.get(s._cdata) or _Block(s, s.nbytes()) for tag in TAGS for s in storages[tag]
         }
-        kept = self._gkd_kept(level)
+        copied = self.model_runner.get_model().buffers() if level == 2 else self._gkd_tensors(WEIGHTS)
+        kept = {storage._cdata for storage in _storages(copied)}
         for tag in tags:
             for storage in storages[tag]:
                 block = self._gkd_blocks[storage._cdata]
@@ -238,8 +238,7 @@ class SleepMixin:
                     block.host = block.host or torch.UntypedStorage(block.n_bytes)
                     block.host.copy_(storage)
                 storage.resize_(0)
-        if trim := getattr(ctypes.CDLL(None), "malloc_trim", None):  # glibc keeps freed blocks of up to 32 MiB
-            trim(0)
+        trim_heap()  # glibc keeps freed blocks of up to 32 MiB
 
     def _gkd_restore(self, tags: list[str], discarded: bool) -> None:
         for tag in tags:
@@ -252,12 +251,6 @@ class SleepMixin:
                     storage.copy_(block.host)
                 else:
                     _bytes_of(storage).fill_(_NAN_BYTE if discarded and tag == WEIGHTS else 0)
-
-    def _gkd_kept(self, level: int) -> set[int]:
-        """Return the storages to copy to host memory, by identity."""
-        model = self.model_runner.get_model()
-        tensors = model.buffers() if level == 2 else self._gkd_tensors(WEIGHTS)
-        return {storage._cdata for storage in _storages(tensors)}
 
 
 def _storages(tensors: Iterable[torch.Tensor]) -> list[torch.UntypedStorage]:
