@@ -28,7 +28,7 @@ class ActorPool:
     """Implement `gkd.roles.ActorRole` over the pool's Ray actors, in rank order."""
 
     def __init__(self, workers: Sequence[Any], config: Config) -> None:
-        self._workers, self._config = list(workers), config
+        self.workers, self._config = list(workers), config
         self._timeout_s = config.trainer.stage_timeout_s
         self._layouts = layouts_of(config.actor, len(workers))
         self.dp_size = self._layouts[0].dp
@@ -40,7 +40,7 @@ class ActorPool:
         Args:
             timeout_s: for the rendezvous with rank 0.
         """
-        root = {"actor rank 0": self._workers[0].rendezvous.remote()}
+        root = {"actor rank 0": self.workers[0].rendezvous.remote()}
         address = gather(root, "actor rendezvous", timeout_s)["actor rank 0"]
         run_dir = Path(self._config.trainer.run_dir).absolute()
         return self._call("init_model", self._config, device, address, total_steps, run_dir)
@@ -56,11 +56,6 @@ class ActorPool:
     def init_reference(self, timeout_s: float) -> None:
         """Build the reference on all ranks; blocks. Raises as `FrozenModel`."""
         gather(self._call("init_reference"), "init_reference", timeout_s)
-
-    @property
-    def workers(self) -> list[Any]:
-        """Return the pool's Ray actors in rank order."""
-        return list(self._workers)
 
     def check_run_dir(self, root: Path, timeout_s: float) -> None:
         """Check that all ranks, which may still be starting, share the run folder and can write to it.
@@ -116,8 +111,8 @@ class ActorPool:
         """
         options = _options(meta, "disable_adapter")
         chunks = [chunk.rollouts for chunk in batch]
-        groups = data_parallel_groups(len(self._workers), self._config)
-        calls, parts = call_scattered(self._workers, "compute_logprobs", chunks, groups=groups, **options)
+        groups = data_parallel_groups(len(self.workers), self._config)
+        calls, parts = call_scattered(self.workers, "compute_logprobs", chunks, groups=groups, **options)
         pending = Pending(calls, "compute_logprobs", self._timeout_s)
         if blocking:
             pending.wait()
@@ -162,9 +157,9 @@ class ActorPool:
             device: "cpu" | "cuda".
         """
         if self._config.actor.backend.shards_every_tensor or transport_of(self._config, device) == IPC:
-            return [self._workers]
+            return [self.workers]
         stages: list[list[Any]] = [[] for _ in range(self._config.actor.pp)]
-        for worker, layout in zip(self._workers, self._layouts, strict=True):
+        for worker, layout in zip(self.workers, self._layouts, strict=True):
             if layout.exports:
                 stages[layout.pp_rank].append(worker)
         return stages
@@ -175,7 +170,7 @@ class ActorPool:
 
     def last_stage_nodes(self, timeout_s: float) -> list[str]:
         """Return the Ray ids of the nodes of `last_stage_ranks`."""
-        refs = {f"actor rank {rank}": self._workers[rank].node_id.remote() for rank in self.last_stage_ranks()}
+        refs = {f"actor rank {rank}": self.workers[rank].node_id.remote() for rank in self.last_stage_ranks()}
         return list(gather(refs, "node ids", timeout_s).values())
 
     def set_teacher_head(self, heads: Sequence[Any], timeout_s: float, pair: TokenizerPair | None = None) -> None:
@@ -187,7 +182,7 @@ class ActorPool:
         """
         refs = {
             f"actor rank {layout.rank}": worker.set_teacher_head.remote(heads[layout.dp_rank], pair)
-            for worker, layout in zip(self._workers, self._layouts, strict=True)
+            for worker, layout in zip(self.workers, self._layouts, strict=True)
             if layout.is_last_stage
         }
         gather(refs, "set_teacher_head", timeout_s)
@@ -202,7 +197,7 @@ class ActorPool:
         """Call a method of all ranks on a batch. Return the results by rank; all have the same numbers."""
         groups = scatter_to_groups(batch, self.dp_size)
         refs = {}
-        for worker, layout in zip(self._workers, self._layouts, strict=True):
+        for worker, layout in zip(self.workers, self._layouts, strict=True):
             inputs = ChunkInputs.of_parts(groups[layout.dp_rank], layout)
             refs[f"actor rank {layout.rank}"] = getattr(worker, method).remote(*inputs.to_args(), **options)
         return list(gather(refs, method, self._timeout_s).values())
@@ -213,7 +208,7 @@ class ActorPool:
     def _call(self, method: str, *args: Any, **options: Any) -> dict[str, Any]:
         return {
             f"actor rank {rank}": getattr(worker, method).remote(*args, **options)
-            for rank, worker in enumerate(self._workers)
+            for rank, worker in enumerate(self.workers)
         }
 
 

@@ -185,7 +185,7 @@ class _Sequence:
 class TimedRolloutWorker(RolloutWorker):
     def prepare(self, config: Config, stages: Stages, meeting: Any) -> None:
         self._set_up(config, torch.device("cpu"), Path(config.trainer.run_dir))
-        self._set_engine(TimedEngine(config, stages, meeting, self._spans))
+        self._engine = TimedEngine(config, stages, meeting, self._spans)
 
     def texts(self, positions: Sequence[Sequence[int]], *chunks: Sequence[Rollout]) -> list[Sample]:
         return []  # There is no tokenizer.

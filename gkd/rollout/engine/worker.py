@@ -123,21 +123,19 @@ class RolloutWorker:
         self._spans.enter("starting vLLM")
         derived = config.derived
         with self._diagnosed(Phase.BUILD_ENGINE):
-            self._set_engine(
-                RolloutEngine(
-                    config.model.path,
-                    config.rollout,
-                    dtype=config.model.dtype,
-                    max_model_len=derived.max_engine_length,
-                    device=device,
-                    eos_ids=eos_ids,
-                    n_vocab=config.model.n_vocab,
-                    trust_remote_code=config.model.trust_remote_code,
-                    enable_sleep_mode=sleeps,
-                    lora=config.actor.lora if derived.engine_adapter_rank else None,
-                    turns=turns,
-                    spans=self._spans,
-                )
+            self._engine = RolloutEngine(
+                config.model.path,
+                config.rollout,
+                dtype=config.model.dtype,
+                max_model_len=derived.max_engine_length,
+                device=device,
+                eos_ids=eos_ids,
+                n_vocab=config.model.n_vocab,
+                trust_remote_code=config.model.trust_remote_code,
+                enable_sleep_mode=sleeps,
+                lora=config.actor.lora if derived.engine_adapter_rank else None,
+                turns=turns,
+                spans=self._spans,
             )
         self._spans.enter(Phase.READY)
         self._log.info("engine ready")
@@ -153,9 +151,6 @@ class RolloutWorker:
 
     def _set_up(self, config: Config, device: torch.device, run_dir: Path) -> None:
         self._config, self._device, self._run_dir = config, device, run_dir
-
-    def _set_engine(self, engine: RolloutEngine) -> None:
-        self._engine = engine
 
     def greedy(self, prompts: Sequence[Prompt], marker: str, n_samples: int) -> tuple[Counter[int], list[Sample]]:
         """Return the number of greedy exact matches by route, without truncated ones, and `n_samples` responses."""
