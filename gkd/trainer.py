@@ -4,7 +4,7 @@
 
 This process handles object references and numbers; tokens, scores and weights stay in the roles' processes
 (`gkd.roles`). `trainer.scheduler` decides where a batch comes from and what overlaps with training
-(`gkd.pipeline.source`). How a run ends, also by an error, is in `gkd.run.failure_policy`.
+(`gkd.pipeline.batches`). How a run ends, also by an error, is in `gkd.run.failure_policy`.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from contextlib import closing
 from gkd.config.schema import Config
 from gkd.log import get_logger
 from gkd.metrics.run_metrics import RunMetrics, StepMetrics
+from gkd.pipeline.batches import make_source
 from gkd.pipeline.colocation import make_gpu_sharing
 from gkd.pipeline.evaluate import Evaluator
-from gkd.pipeline.replay import make_recorder
-from gkd.pipeline.source import make_source
+from gkd.pipeline.replay import BatchRecorder
 from gkd.pipeline.staleness import check_staleness
 from gkd.roles import Roles
 from gkd.run.checkpoints import IN_FLIGHT
@@ -47,7 +47,7 @@ class Trainer:
         self.step = 0  # optimizer steps made; also the version of the student's weights
         self.gpus = make_gpu_sharing(config, roles)
         self.source = make_source(config, roles, train_prompts, total_steps)
-        self.recorder = make_recorder(config, folder, roles.scoring)
+        self.recorder = BatchRecorder(folder, roles.scoring, enabled=config.trainer.record_batches)
         self.metrics = RunMetrics(config, roles, folder, total_steps)
         self.saver = Saver(config.trainer, folder, roles.actor, roles.scoring)
         self.evaluator = Evaluator(config, roles, val_prompts, folder, self.gpus, self.metrics, self.saver.evaluated)

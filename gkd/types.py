@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 # How a response ended: with an end token; at data.max_response_length; by a rule of `rollout.environment`, for example
-# after rollout.max_turns; by an error of the environment. Its position is the code of `RolloutChunk.endings`.
+# after rollout.max_turns; by an error of the environment. Its position is the code in `RolloutChunk.sizes`.
 FINISH_REASONS = ("stop", "length", "environment", "environment_error")
 
 
@@ -273,7 +273,9 @@ class RolloutChunk:
 
     dp_rank: int  # group whose endpoint scores it; `gkd.data.scatter` may assign some sequences to other groups
     ref: Any  # of list[Rollout], in an object store; with `sequence_indices` only some of them
-    sizes: np.ndarray  # [8, n_sequences] int32, in the order of the rollouts; its rows are the properties below
+    # [8, n_sequences] int32, in the order of the rollouts: the properties below. Row 3: how the response ended, an
+    # index of FINISH_REASONS; row 5: sequences of 4 consecutive own tokens that occur earlier in the same response.
+    sizes: np.ndarray
     on_policy: bool = True  # False: responses from the dataset
     sequence_indices: np.ndarray | None = None  # [n_sequences] positions in the list of `ref`, ascending; None: all
 
@@ -297,25 +299,9 @@ class RolloutChunk:
         return self.sizes[2]
 
     @property
-    def endings(self) -> np.ndarray:
-        """Return how each response ended, an index of FINISH_REASONS."""
-        return self.sizes[3]
-
-    @property
-    def truncated(self) -> np.ndarray:
-        """Return whether each response reached max_response_length: [n_sequences] bool."""
-        truncated: np.ndarray = self.endings == FINISH_REASONS.index("length")
-        return truncated
-
-    @property
     def versions(self) -> np.ndarray:
         """Return the oldest policy version that generated a part; for dataset responses the current one."""
         return self.sizes[4]
-
-    @property
-    def n_repeated_4grams(self) -> np.ndarray:
-        """Return how many sequences of 4 consecutive own tokens occur earlier in the same response."""
-        return self.sizes[5]
 
     @property
     def n_observed(self) -> np.ndarray:

@@ -141,7 +141,8 @@ class OffloadController:
                 try:
                     yield
                 except BaseException as error:
-                    self._alone |= not _raised_by_all_ranks(error)
+                    # All ranks raise the errors of `gkd.actor.common.agree`; others occur on one rank alone.
+                    self._alone |= not isinstance(error, GkdError) or isinstance(error, ClusterError)
                     raise
         finally:
             self._alone = False
@@ -213,8 +214,3 @@ class OffloadController:
                         began = time.perf_counter()
             finally:
                 self._waited_s += time.perf_counter() - began
-
-
-def _raised_by_all_ranks(error: BaseException) -> bool:
-    """Return whether all ranks raise this error, see `gkd.actor.common.agree`; other errors occur on one rank alone."""
-    return isinstance(error, GkdError) and not isinstance(error, ClusterError)

@@ -11,7 +11,7 @@ import numpy as np
 
 from gkd.actor.frozen.pools import PartialResults, call_scattered, data_parallel_groups
 from gkd.actor.inputs import ChunkInputs
-from gkd.actor.megatron.layout import ParallelLayout
+from gkd.actor.megatron.layout import layouts_of
 from gkd.cluster.calls import Pending, fetch, gather
 from gkd.config.schema import Config, transport_of
 from gkd.config.schema_rollout import IPC
@@ -28,19 +28,9 @@ class ActorPool:
     """Implement `gkd.roles.ActorRole` over the pool's Ray actors, in rank order."""
 
     def __init__(self, workers: Sequence[Any], config: Config) -> None:
-        self._workers, self._config = list(workers), config
+        self.workers, self._config = list(workers), config
         self._timeout_s = config.trainer.stage_timeout_s
-        self._layouts = [
-            ParallelLayout(
-                tp=config.actor.tp,
-                pp=config.actor.pp,
-                world_size=len(workers),
-                rank=rank,
-                vpp=config.actor.vpp,
-                ep=config.actor.ep,
-            )
-            for rank in range(len(workers))
-        ]
+        self._layouts = layouts_of(config.actor, len(workers))
         self.dp_size = self._layouts[0].dp
         self._spans: list[ProcessSpans] = []
 
@@ -50,7 +40,7 @@ class ActorPool:
         Args:
             timeout_s: for the rendezvous with rank 0.
         """
-        root = {"actor rank 0": self._workers[0].rendezvous.remote()}
+        root = {"actor rank 0": self.workers[0].rendezvous.remote()}
         address = gather(root, "actor rendezvous", timeout_s)["actor rank 0"]
         run_dir = Path(self._config.trainer.run_dir).absolute()
         return self._call("init_model", self._config, device, address, total_steps, run_dir)
@@ -67,11 +57,6 @@ class ActorPool:
         """Build the reference on all ranks; blocks. Raises as `FrozenModel`."""
         gather(self._call("init_reference"), "init_reference", timeout_s)
 
-    @property
-    def workers(self) -> list[Any]:
-        """Return the pool's Ray actors in rank order."""
-        return list(self._workers)
-
     def check_run_dir(self, root: Path, timeout_s: float) -> None:
         """Check that all ranks, which may still be starting, share the run folder and can write to it.
 
@@ -86,20 +71,11 @@ class ActorPool:
             shared_folder.clear(root)
 
     def offload_states(self, include: Sequence[str] | None = None, *, blocking: bool = True) -> Pending:
-        """Offload states to host memory on all ranks; later calls of the ranks run after it.
-
-        Args:
-            include: of `gkd.memory.states.KINDS`; None means all.
-            blocking: wait for all ranks. False: the caller waits with the returned handle, which also raises a rank's
-                error.
-
-        Raises:
-            ClusterError: a rank failed, died or timed out.
-        """
+        """See `MovableStates`; later calls of the ranks run after it. It, or the wait for it, raises ClusterError."""
         return self._move("offload_states", include, blocking)
 
     def reload_states(self, include: Sequence[str] | None = None, *, blocking: bool = True) -> Pending:
-        """Reload states to the device on all ranks. Arguments and errors as for `offload_states`."""
+        """See `MovableStates`. Errors as for `offload_states`."""
         return self._move("reload_states", include, blocking)
 
     def accumulate(self, part: Sequence[ScoredChunk]) -> None:
@@ -135,8 +111,8 @@ class ActorPool:
         """
         options = _options(meta, "disable_adapter")
         chunks = [chunk.rollouts for chunk in batch]
-        groups = data_parallel_groups(len(self._workers), self._config)
-        calls, parts = call_scattered(self._workers, "compute_logprobs", chunks, groups=groups, **options)
+        groups = data_parallel_groups(len(self.workers), self._config)
+        calls, parts = call_scattered(self.workers, "compute_logprobs", chunks, groups=groups, **options)
         pending = Pending(calls, "compute_logprobs", self._timeout_s)
         if blocking:
             pending.wait()
@@ -181,9 +157,9 @@ class ActorPool:
             device: "cpu" | "cuda".
         """
         if self._config.actor.backend.shards_every_tensor or transport_of(self._config, device) == IPC:
-            return [self._workers]
+            return [self.workers]
         stages: list[list[Any]] = [[] for _ in range(self._config.actor.pp)]
-        for worker, layout in zip(self._workers, self._layouts, strict=True):
+        for worker, layout in zip(self.workers, self._layouts, strict=True):
             if layout.exports:
                 stages[layout.pp_rank].append(worker)
         return stages
@@ -194,7 +170,7 @@ class ActorPool:
 
     def last_stage_nodes(self, timeout_s: float) -> list[str]:
         """Return the Ray ids of the nodes of `last_stage_ranks`."""
-        refs = {f"actor rank {rank}": self._workers[rank].node_id.remote() for rank in self.last_stage_ranks()}
+        refs = {f"actor rank {rank}": self.workers[rank].node_id.remote() for rank in self.last_stage_ranks()}
         return list(gather(refs, "node ids", timeout_s).values())
 
     def set_teacher_head(self, heads: Sequence[Any], timeout_s: float, pair: TokenizerPair | None = None) -> None:
@@ -206,7 +182,7 @@ class ActorPool:
         """
         refs = {
             f"actor rank {layout.rank}": worker.set_teacher_head.remote(heads[layout.dp_rank], pair)
-            for worker, layout in zip(self._workers, self._layouts, strict=True)
+            for worker, layout in zip(self.workers, self._layouts, strict=True)
             if layout.is_last_stage
         }
         gather(refs, "set_teacher_head", timeout_s)
@@ -221,7 +197,7 @@ class ActorPool:
         """Call a method of all ranks on a batch. Return the results by rank; all have the same numbers."""
         groups = scatter_to_groups(batch, self.dp_size)
         refs = {}
-        for worker, layout in zip(self._workers, self._layouts, strict=True):
+        for worker, layout in zip(self.workers, self._layouts, strict=True):
             inputs = ChunkInputs.of_parts(groups[layout.dp_rank], layout)
             refs[f"actor rank {layout.rank}"] = getattr(worker, method).remote(*inputs.to_args(), **options)
         return list(gather(refs, method, self._timeout_s).values())
@@ -232,7 +208,7 @@ class ActorPool:
     def _call(self, method: str, *args: Any, **options: Any) -> dict[str, Any]:
         return {
             f"actor rank {rank}": getattr(worker, method).remote(*args, **options)
-            for rank, worker in enumerate(self._workers)
+            for rank, worker in enumerate(self.workers)
         }
 
 

@@ -132,18 +132,9 @@ class ActorWorker(ActorRank):
         return (None, *scores) if scores else None
 
     def reference_logprobs(self, sequence_indices: Sequence[bytes | None], *chunks: list[Rollout]) -> Any:
-        """Compute the reference model's logprobs of this rank's sequences. Collective, also for a rank without any.
+        """Compute the reference model's logprobs, arguments as for `score`. The student's states are not moved.
 
-        The student's states are not moved.
-
-        Args:
-            sequence_indices: as for `score`.
-
-        Returns:
-            The seconds of the pass, and then as `score` for each chunk, of [R] float32 arrays.
-
-        Raises:
-            TeacherError: on all ranks; see `frozen_logprobs`.
+        Returns the seconds of the pass, and then for each chunk a list of [R] float32 arrays. Raises TeacherError.
         """
         with self._memory.during(Phase.REFERENCE):
             return _timed(partial(map_selected, sequence_indices, chunks, self._frozen.reference_logprobs))
@@ -155,21 +146,16 @@ class ActorWorker(ActorRank):
         disable_adapter: bool = False,
         is_offload_states: bool | None = None,
     ) -> Any:
-        """Compute the student's logprobs of this rank's sequences. Collective, also for a rank without any.
+        """Compute the student's logprobs, arguments as for `score` and `train_step`. Returns as `reference_logprobs`.
 
         Args:
-            sequence_indices: as for `score`.
             disable_adapter: compute without the LoRA adapters.
-            is_offload_states: as for `train_step`.
-
-        Returns:
-            As `reference_logprobs`.
 
         Raises:
-            DataError: on all ranks; see `student_logprobs`.
+            DataError: on all ranks; see `FrozenModels.student_logprobs`.
         """
         phase = Phase.REFERENCE if disable_adapter else Phase.LOGPROBS
-        compute = self._frozen.student_logprobs(disable_adapter=disable_adapter)
+        compute = partial(self._frozen.student_logprobs, disable_adapter=disable_adapter)
         with self._phase(phase, [PARAMS], is_offload_states):
             return _timed(partial(map_selected, sequence_indices, chunks, compute))
 

@@ -28,9 +28,9 @@ from ray._private.ray_logging import global_worker_stdstream_dispatcher
 from ray._private.state import available_resources_per_node
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 
+from gkd.cluster.host import make_ray_folder, remove_ray_folder
 from gkd.cluster.placement import Node, PoolSpec, Room, in_order, place, shortage
 from gkd.cluster.pool import Pool
-from gkd.cluster.temporary import make_ray_folder, remove_ray_folder
 from gkd.errors import ClusterError
 from gkd.log import get_logger, log_to_file_only
 

@@ -63,7 +63,7 @@ class Start(msgspec.Struct, frozen=True):
 class Call(msgspec.Struct, frozen=True, omit_defaults=True):
     """Ask for a step (`text`), for the end of a trajectory (`end`), or for its end without an answer."""
 
-    trajectory: int
+    key: int  # of the trajectory
     text: str | None = None
     end: bool = False
     row: str = ""  # Base64, with the first call; see `gkd.data.row_files`
@@ -80,9 +80,9 @@ class Ready(msgspec.Struct, frozen=True):
 class Answer(msgspec.Struct, frozen=True):
     """Answer a call; without messages the trajectory is over."""
 
-    trajectory: int
+    key: int
     messages: list[dict[str, str]] | None = None
-    reward: float | None = None
+    reward: float | None = None  # of a trajectory that is over, if its environment has one
     error: str = ""
 
 
@@ -103,23 +103,23 @@ class Server:
 
     def receive(self, call: Call) -> None:
         """Begin a call."""
-        if running := self._steps.pop(call.trajectory, None):
+        if running := self._steps.pop(call.key, None):
             running.cancel()  # only a drop comes during a step
         task = asyncio.create_task(self._end(call) if call.text is None else self._step(call, call.text))
         if call.text is not None:
-            self._steps[call.trajectory] = task
+            self._steps[call.key] = task
         self._tasks.add(task)
-        task.add_done_callback(lambda done: self._forget(call.trajectory, done))
+        task.add_done_callback(lambda done: self._forget(call.key, done))
 
     async def close(self) -> None:
         """Close the objects that are still open."""
-        for trajectory in tuple(self._open):
-            self.receive(Call(trajectory))
+        for key in tuple(self._open):
+            self.receive(Call(key))
         while self._tasks:
             await asyncio.wait(self._tasks)
 
     async def _step(self, call: Call, text: str) -> None:
-        key = call.trajectory
+        key = call.key
         try:
             try:
                 if call.row:
@@ -133,11 +133,11 @@ class Server:
             await self._end(Call(key))
 
     async def _make(self, call: Call) -> None:
-        self._rows[call.trajectory], row = decode_row(base64.b64decode(call.row))
-        self._open[call.trajectory] = self._kind(row, call.seed)
+        self._rows[call.key], row = decode_row(base64.b64decode(call.row))
+        self._open[call.key] = self._kind(row, call.seed)
 
     async def _end(self, call: Call) -> None:
-        key = call.trajectory
+        key = call.key
         try:
             answer = Answer(key, reward=await self._closed(key))
         except Fault as fault:

@@ -13,10 +13,10 @@ from typing import Any
 
 from msgspec import structs
 
-from gkd.cluster.assignment import sort_visible_gpus, this_placement
 from gkd.cluster.calls import gather
 from gkd.cluster.gpu_table import Finding, GpuMap, PoolNeed, RankPlacement, gpu_map_from_json
 from gkd.cluster.placement import PoolSpec
+from gkd.cluster.startup import sort_visible_gpus, this_placement
 from gkd.config.schema import Config
 from gkd.config.schema_sections import ClusterConfig
 from gkd.errors import ClusterError

@@ -22,7 +22,7 @@ from gkd.config.schema_trainer import AHEAD
 from gkd.console.state import plain_s
 from gkd.types import EngineRestarts, RolloutUsage, ScoredChunk
 
-# Sums over the engines' passes, see `gkd.rollout.vllm.usage.PassMeter`: name -> index in the products of (1, b, p, s).
+# Sums over the engines' passes, see `gkd.rollout.vllm.engine.PassMeter`: name -> index in the products of (1, b, p, s).
 PASS_SUMS = {
     "perf/pass_n": (0, 0),
     "perf/pass_b": (0, 1),

@@ -15,7 +15,7 @@ from gkd.metrics.run_metrics import RunMetrics, StepMetrics
 from gkd.metrics.token_groups import evaluation_numbers
 from gkd.metrics.writer import read_metrics
 from gkd.pipeline.colocation import GpuSharing
-from gkd.pipeline.generate import Generation
+from gkd.pipeline.source import generate_and_score
 from gkd.roles import Roles
 from gkd.run.folder import RunFolder
 from gkd.types import GreedyReport, Prompt, Sample, ScoredChunk
@@ -48,9 +48,9 @@ class Evaluator:
         self._config, self._roles, self._folder = config.eval, roles, folder
         self._scoring = roles.judge or roles.evaluation or roles.scoring
         self._routes, self._n_training = config.derived.routes, config.rollout.n
+        self._temperature = config.rollout.temperature
         self._gpus, self._metrics, self._evaluated = gpus, metrics, evaluated
         self._prompts = list(prompts)[: config.eval.max_prompts or None]
-        self._generation = Generation(config, roles.rollout, self._scoring)
 
     def is_due(self, step: int, total_steps: int) -> bool:
         """Return whether to evaluate after this step: every `eval.every` steps, and after the last one."""
@@ -91,8 +91,15 @@ class Evaluator:
         """
         with m.stage("eval"):
             with self._gpus.for_rollout():
-                pending = self._generation.generate_and_score(
-                    self._prompts, range(len(self._prompts)), n=self._config.n, seed=SEED, policy_version=step
+                pending = generate_and_score(
+                    self._roles.rollout,
+                    self._scoring,
+                    self._prompts,
+                    range(len(self._prompts)),
+                    n=self._config.n,
+                    temperature=self._temperature,
+                    seed=SEED,
+                    policy_version=step,
                 )
                 greedy = self._greedy()  # the engines decode while the teacher scores
             with self._gpus.for_training():

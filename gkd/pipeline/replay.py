@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from pathlib import Path
 
 from gkd.config.schema import Config
@@ -21,28 +21,20 @@ from gkd.files.disk import TMP, fsync, make_folder, naming, remove, replace_file
 from gkd.files.manifest import NAME as MANIFEST
 from gkd.files.manifest import FileDigest, Manifest, verify
 from gkd.metrics.run_metrics import StepMetrics
+from gkd.pipeline.source import BatchSource
 from gkd.roles import ScoringRole
-from gkd.run.checkpoints import TrainerState, step_folder
+from gkd.run.checkpoints import step_folder
 from gkd.run.folder import RunFolder
 from gkd.types import InFlight, PendingScores, Recording, ScoredChunk
 
 _LABEL = "batch"
 
 
-class NoRecorder:
-    """Records nothing; in place of a `BatchRecorder`."""
-
-    def recording(
-        self, step: int, parts: Sequence[Sequence[ScoredChunk]], m: StepMetrics
-    ) -> AbstractContextManager[None]:
-        return nullcontext()
-
-
 class BatchRecorder:
-    """Records batches. A batch exists completely, under its step's name, or not at all."""
+    """Records batches, if `enabled`. A batch exists completely, under its step's name, or not at all."""
 
-    def __init__(self, folder: RunFolder, scoring: ScoringRole) -> None:
-        self._run, self._root, self._scoring = folder, folder.batches, scoring
+    def __init__(self, folder: RunFolder, scoring: ScoringRole, *, enabled: bool) -> None:
+        self._run, self._root, self._scoring, self._enabled = folder, folder.batches, scoring, enabled
 
     @contextmanager
     def recording(self, step: int, parts: Sequence[Sequence[ScoredChunk]], m: StepMetrics) -> Iterator[None]:
@@ -55,6 +47,9 @@ class BatchRecorder:
 
         Raises CheckpointError: it cannot be written.
         """
+        if not self._enabled:
+            yield
+            return
         with naming(self._root):
             if not self._root.exists():
                 make_folder(self._root)
@@ -83,29 +78,17 @@ class BatchRecorder:
             fsync(self._root)
 
 
-def make_recorder(config: Config, folder: RunFolder, scoring: ScoringRole) -> BatchRecorder | NoRecorder:
-    """Return what `trainer.record_batches` selects."""
-    return BatchRecorder(folder, scoring) if config.trainer.record_batches else NoRecorder()
-
-
-class ReplayedBatches:
-    """Implements `gkd.pipeline.source.BatchSource` with another run's batches, in its order; generates nothing."""
+class ReplayedBatches(BatchSource):
+    """Another run's batches, in its order; generates nothing, and all are in the recorded folder."""
 
     max_staleness = None
     generates = False
-    is_streaming = False
 
     def __init__(self, config: Config, scoring: ScoringRole) -> None:
         self._folder, self._size = Path(config.trainer.replay), config.trainer.global_batch_size
         self._scoring = scoring
         self._in_parts = config.derived.early_parts  # else the replay's settings need what was recorded in parts whole
         self._n_read = 0  # early parts of the current batch that were looked for
-
-    def restore(self, folder: Path, state: TrainerState) -> None:
-        """Do nothing: all batches are in the recorded folder."""
-
-    def prefetch(self, step: int) -> None:
-        """Do nothing: all batches are generated."""
 
     def early_part(self, step: int) -> list[PendingScores]:
         """Return the next part of the batch but the last one, if any. Raises CheckpointError: as `next_batch`."""
@@ -129,17 +112,8 @@ class ReplayedBatches:
     def _folder_of(self, step: int) -> Path:
         return self._folder / step_folder(step + 1)
 
-    def commit(self) -> None:
-        """Do nothing: the file stays."""
-
-    def wait_until_idle(self) -> None:
-        """Return at once: the engines do not generate."""
-
     def in_flight(self, step: int) -> InFlight:
         return InFlight(step * self._size)
-
-    def close(self, *, wait: bool) -> None:
-        """Do nothing: no rollout was started."""
 
 
 def _early(number: int) -> str:

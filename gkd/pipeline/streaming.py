@@ -16,6 +16,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from pathlib import Path
@@ -27,7 +28,7 @@ from gkd.config.schema import Config
 from gkd.data.chunks import part_of
 from gkd.data.sampler import PromptSampler, on_policy_indices
 from gkd.errors import ClusterError, RankTimeout
-from gkd.pipeline.background import Background, Result
+from gkd.pipeline.source import Background, BatchSource
 from gkd.pipeline.staleness import StreamScheduler
 from gkd.roles import RolloutRole, RolloutStream, ScoringRole
 from gkd.run.checkpoints import TrainerState
@@ -37,13 +38,8 @@ LABEL = "stream"
 T = TypeVar("T")
 
 
-class StreamedBatches:
-    """Implements `gkd.pipeline.source.BatchSource` over one `RolloutStream`.
-
-    A prompt is identified by its position in the sampler's order.
-    """
-
-    generates = True
+class StreamedBatches(BatchSource):
+    """Batches from one `RolloutStream`. A prompt is identified by its position in the sampler's order."""
 
     def __init__(
         self, config: Config, rollout: RolloutRole, scoring: ScoringRole, sampler: PromptSampler, total_steps: int
@@ -63,7 +59,7 @@ class StreamedBatches:
         self._changed = threading.Condition()  # guards all of the above
         self._stream: RolloutStream | None = None
         self._asking = Background("unstarted prompts")
-        self._asked: Result[None] | None = None
+        self._asked: Future[None] | None = None
         self._error: Exception | None = None
         self._from_dataset: list[PendingScores] = []  # dataset responses of the current step, before a part takes them
         self._unfinished: list[int] = []  # positions that were in flight at the checkpoint
@@ -127,9 +123,6 @@ class StreamedBatches:
             self._scheduler.remove(self._batch)
             self._chunks.remove(self._batch)
             self._batch, self._late = [], []
-
-    def wait_until_idle(self) -> None:
-        """Return at once: the engines take new weights at any time."""
 
     def in_flight(self, step: int) -> InFlight:
         del step

@@ -18,9 +18,8 @@ from gkd.actor.worker import ActorWorker
 from gkd.cluster.calls import gather
 from gkd.cluster.cluster import HELPER_CPUS, Cluster
 from gkd.cluster.gpu_table import GpuMap, RankPlacement
-from gkd.cluster.hang import hang_report
 from gkd.cluster.pool import Pool
-from gkd.cluster.stacks import rank_env
+from gkd.cluster.stacks import hang_report, rank_env
 from gkd.cluster.startup import Startup
 from gkd.config.schema import Config
 from gkd.config.schema_teacher import ACTOR, ROLLOUT

@@ -86,10 +86,11 @@ class WeightSync:
             if was_stale:
                 self._rejoin()
             n_bytes = sum(self._transfer(content, policy_version, with_digests=check) for content in contents)
-            n_verified = self._verify() if check else 0
+            if check:
+                self._compare(self._sent, {f"rollout engine {i}": e.digests.remote() for i, e in self._engines.items()})
             self._n_pushed += 1
             self._pushed, self._stale = policy_version, False
-        return SyncReport(n_bytes=n_bytes, verified_tensors=n_verified)
+        return SyncReport(n_bytes=n_bytes, verified_tensors=len(self._sent) if check else 0)
 
     def restore_engine(self, index: int, worker: Any) -> int | None:
         """Give a restarted engine the version of the last push, verified by digests, while all others are busy.
@@ -156,12 +157,6 @@ class WeightSync:
         for name in senders:
             self._sent |= results[name]
         return int(results[next(iter(receivers))])
-
-    def _verify(self) -> int:
-        self._compare(
-            self._sent, {f"rollout engine {i}": engine.digests.remote() for i, engine in self._engines.items()}
-        )
-        return len(self._sent)
 
     def _compare(self, sent: dict[str, str], refs: Mapping[str, Any]) -> None:
         for name, received in self._gather({}, refs, "weight digests", self._config.weight_sync.timeout_s).items():

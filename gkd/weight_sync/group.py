@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from dataclasses import astuple, dataclass
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -81,10 +81,12 @@ class TransferGroup:
                 )
             self._store = store
             self._store.set_timeout(join_time)
-            self._store.set(f"host {spec.rank}", _place(spec, device))
+            # Equal for members that can share memory.
+            place = f"{host_id()} {card_id(device)}" if spec.transport == IPC else host_id()
+            self._store.set(f"host {spec.rank}", place)
             hosts = [self._store.get(f"host {rank}") for rank in range(spec.world_size)]
             self.transport = self._resolved(hosts)
-            self._way: _Transport = _TRANSPORTS[self.transport]()
+            self._way = _TRANSPORTS[self.transport]()
             self.device = device if self.transport in (NCCL, IPC) else torch.device("cpu")
             # Its constructor waits for the members, too: one may have died since it wrote its place.
             self._gloo = dist.ProcessGroupGloo(
@@ -196,36 +198,20 @@ class TransferGroup:
             raise TransferCutOff(f"weight-sync {name} failed on {who}: {error}") from error
 
 
-def _place(spec: GroupSpec, device: torch.device) -> str:
-    """Return a text that is equal for members that can share memory."""
-    return f"{host_id()} {card_id(device)}" if spec.transport == IPC else host_id()
-
-
 def _signed(number: int) -> int:
     """Return an unsigned 64-bit number as the signed one with the same bits."""
     return number - (1 << 64) if number >= 1 << 63 else number
-
-
-class _Transport(Protocol):
-    """How the bytes of a bucket travel. Arguments as for `TransferGroup.send_bucket` and `receive_bucket`."""
-
-    def send(self, group: TransferGroup, buffer: Tensor, copy: Tensor | None, place: Place | None) -> None:
-        """Send a bucket.
-
-        Args:
-            copy: host memory that gets the bytes, too; None: no copy is needed.
-        """
-        ...
-
-    def receive(self, group: TransferGroup, n_bytes: int, buffer: Tensor | None) -> tuple[Tensor, int]:
-        """Return the bytes of a bucket, and the checksum that the sender has of it, as a signed number."""
-        ...
 
 
 class _Broadcast:
     """Broadcast the bucket, by NCCL or gloo, and then its checksum."""
 
     def send(self, group: TransferGroup, buffer: Tensor, copy: Tensor | None, place: Place | None) -> None:
+        """Send a bucket. Arguments as for `TransferGroup.send_bucket`.
+
+        Args:
+            copy: host memory that gets the bytes, too; None: no copy is needed.
+        """
         if copy is not None:
             copy.copy_(buffer)  # first: NCCL's broadcast never ends if a member dies; the checksum's then fails
         expected = checksum(buffer)
@@ -233,6 +219,7 @@ class _Broadcast:
         group.numbers([expected])
 
     def receive(self, group: TransferGroup, n_bytes: int, buffer: Tensor | None) -> tuple[Tensor, int]:
+        """Return the bytes of a bucket, and the checksum that the sender has of it, as a signed number."""
         assert buffer is not None
         group.broadcast(buffer[:n_bytes])
         return buffer[:n_bytes], group.numbers([0])[0]
@@ -282,7 +269,7 @@ class _CudaIpc:
         return buffer[:n_bytes], expected
 
 
-_TRANSPORTS: dict[str, type[_Transport]] = {
+_TRANSPORTS: dict[str, type[_Broadcast | _SharedMemory | _CudaIpc]] = {
     NCCL: _Broadcast,
     GLOO: _Broadcast,
     SHARED_MEMORY: _SharedMemory,

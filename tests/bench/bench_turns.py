@@ -98,8 +98,7 @@ def _run(part: str, rounds: int) -> dict[str, list[dict[str, float]]]:
     from gkd.environment.pool import Environments
     from gkd.environment.worker import Start
     from gkd.hf.model_folder import eos_token_ids
-    from gkd.rollout.engine.coalesce import Coalescer
-    from gkd.rollout.engine.loop import EngineLoop
+    from gkd.rollout.engine.loop import Coalescer, EngineLoop
     from gkd.rollout.messages import Job, Sampling
     from gkd.rollout.vllm.engine import RolloutEngine
     from gkd.rollout.vllm.turns import Turns

@@ -31,7 +31,7 @@ HOOKS = {
     "ray:wait": TRANSIT,
     "ray:ObjectRefGenerator.__next__": TRANSIT,
     "threading:Condition.wait": QUEUE,
-    "gkd.rollout.driver.stream:JobStream.finished": QUEUE,
+    "gkd.rollout.driver.dispatcher:JobStream.finished": QUEUE,
 }
 KINDS = (CALLS, SERIALISATION, TRANSIT, QUEUE)
 _ENDLESS = "stream"  # an engine's method that runs as long as its stream

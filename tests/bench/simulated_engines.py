@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from gkd.data.codec import decode_prompts
-from gkd.rollout.engine.coalesce import Coalescer
+from gkd.rollout.engine.loop import Coalescer
 from gkd.rollout.messages import Job
 from gkd.types import EngineUsage
 from tests.bench.simulated_ray import Apparatus, Ref

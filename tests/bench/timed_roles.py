@@ -24,9 +24,8 @@ from gkd.data.scatter import select
 from gkd.files.manifest import FileDigest, digest_bytes
 from gkd.rollout.engine.worker import RolloutWorker
 from gkd.rollout.messages import Sampling
-from gkd.rollout.vllm.engine import RolloutEngine
+from gkd.rollout.vllm.engine import PassMeter, RolloutEngine
 from gkd.rollout.vllm.sleep_state import SleepState
-from gkd.rollout.vllm.usage import PassMeter
 from gkd.scoring.endpoint import ScoringEndpoint
 from gkd.spans import Phase, SpanRecorder
 from gkd.tools.split_tuner.splits import Rates
@@ -186,7 +185,7 @@ class _Sequence:
 class TimedRolloutWorker(RolloutWorker):
     def prepare(self, config: Config, stages: Stages, meeting: Any) -> None:
         self._set_up(config, torch.device("cpu"), Path(config.trainer.run_dir))
-        self._set_engine(TimedEngine(config, stages, meeting, self._spans))
+        self._engine = TimedEngine(config, stages, meeting, self._spans)
 
     def texts(self, positions: Sequence[Sequence[int]], *chunks: Sequence[Rollout]) -> list[Sample]:
         return []  # There is no tokenizer.

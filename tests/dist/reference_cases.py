@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,7 @@ import torch
 
 from gkd.config.load import load_config
 from gkd.config.loss_spec import LossSpec, LossTerm
+from gkd.config.schema import Config
 from gkd.config.schema_actor import LoraConfig
 from gkd.data.batching import make_micro_batches
 from gkd.types import Rollout, TeacherScores
@@ -45,24 +47,27 @@ def indices_of(rank: int) -> list[int]:
 
 def measure_reference(rank: int, root: Path, build: Callable[..., Any]) -> dict[str, Any]:
     """Runs in a rank of two: return all results of the tests."""
-    from gkd.actor.frozen.reference import frozen_logprobs, frozen_reference, student_logprobs
+    from gkd.actor.frozen.rank_models import FrozenModels
+    from gkd.actor.megatron.layout import ParallelLayout
 
     config = load_config(None, [*SETTINGS, f"model.path={root / 'qwen3'}", f"trainer.device={kind()}"])
     share = [rollouts()[i] for i in indices_of(rank)]
 
-    def frozen(work: list[Rollout]) -> list[np.ndarray]:
-        return frozen_logprobs(reference, work, temperature=TEMPERATURE, n_vocab=VOCAB)
+    def models(config: Config, student: Any) -> FrozenModels:
+        layout = ParallelLayout(tp=1, pp=1, world_size=2, rank=rank)
+        return FrozenModels(config, student, layout, rank_device(), f"actor rank {rank}")
 
-    reference = frozen_reference(config, rank_device())
+    reference = models(config, SimpleNamespace(n_vocab=VOCAB))
+    reference.init_reference()
+    frozen = reference.reference_logprobs
     spec = LossSpec((LossTerm("k1"),), temperature=TEMPERATURE, reference_weight=1.0)
     out: dict[str, Any] = {"frozen": frozen(share), "no share": len(frozen(share if rank else []))}
     out["curve"] = _curve(build("qwen3", loss=spec, signals=("sampled",)), share, out["frozen"])
     out["stayed"] = _equal(frozen(share), out["frozen"])  # after steps of a student in the same process
 
     def base(student: Any, work: list[Rollout], packing: bool = True) -> list[np.ndarray]:
-        settings = replace(config, actor=replace(config.actor, packing=packing))
-        where = f"actor rank {rank}"
-        return student_logprobs(student, settings, work, disable_adapter=True, device=rank_device(), where=where)
+        settings = replace(config, actor=replace(config.actor, packing=packing, lora=LORA))
+        return models(settings, student).student_logprobs(work, disable_adapter=True)
 
     lora = {"lora": LORA, "loss": spec, "signals": ("sampled",)}
     untouched, student = build("qwen3", **lora), build("qwen3", **lora)

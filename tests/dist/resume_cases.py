@@ -160,10 +160,10 @@ def again(root: Path, case: Case, layout: str) -> Path:
 def whole_state(folder: Path, hf_folder: Path, *, lora: bool) -> dict[tuple[str, str], str]:
     """Return the digests of every full HF tensor and its moments, assembled from the pieces of all ranks."""
     from gkd.actor.megatron.checkpoint import part_shape
-    from gkd.actor.megatron.hf_config import read_megatron_dims
     from gkd.actor.megatron.hf_mapping import stage_entries
     from gkd.actor.megatron.layout import ParallelLayout
     from gkd.actor.megatron.lora import adapters_of
+    from gkd.actor.megatron.model_config import read_megatron_dims
 
     dims = read_megatron_dims(hf_folder)
     state = {}

@@ -15,14 +15,13 @@ from typing import Any
 import pytest
 import ray
 
-from gkd.cluster.assignment import this_placement
 from gkd.cluster.calls import fetch, gather
 from gkd.cluster.cluster import Cluster
 from gkd.cluster.gpu_table import RankPlacement
 from gkd.cluster.host import process_info
 from gkd.cluster.placement import PoolSpec
 from gkd.cluster.pool import Pool
-from gkd.cluster.startup import WATCH
+from gkd.cluster.startup import WATCH, this_placement
 from gkd.config.schema_rollout import RolloutConfig
 from gkd.errors import EngineFailed, RankFailed
 from gkd.rollout.driver.recovery import Engines

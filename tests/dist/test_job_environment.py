@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from gkd.cluster import temporary
-from gkd.cluster.temporary import temporary_folder
+from gkd.cluster.host import temporary_folder
 from gkd.errors import ClusterError
 from tests.container import nameless, small_and_unresolved
 from tests.e2e.conftest import save_model

@@ -17,8 +17,8 @@ from gkd.actor.megatron.groups import init_groups, probe_groups
 from gkd.actor.pool import ActorPool
 from gkd.actor.worker import CONCURRENCY_GROUPS, ActorWorker
 from gkd.cluster.calls import gather
-from gkd.cluster.hang import HangReport, hang_report
 from gkd.cluster.pool import Pool
+from gkd.cluster.stacks import HangReport, hang_report
 from gkd.cluster.startup import Startup
 from gkd.config.load import load_config
 from gkd.errors import RankTimeout

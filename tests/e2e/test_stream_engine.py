@@ -72,8 +72,7 @@ def _probe(student: Path, n_vocab: int) -> dict[str, Any]:
     from transformers import AutoModelForCausalLM
 
     from gkd.config.schema_rollout import RolloutConfig
-    from gkd.rollout.engine.coalesce import Coalescer
-    from gkd.rollout.engine.loop import EngineLoop
+    from gkd.rollout.engine.loop import Coalescer, EngineLoop
     from gkd.rollout.messages import Job, Sampling
     from gkd.rollout.vllm.engine import RolloutEngine
     from tests.e2e.weight_sender import WeightSender

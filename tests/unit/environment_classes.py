@@ -96,7 +96,7 @@ class Shop:
         os.kill(os.getpid(), signal.SIGKILL)
 
     async def chatter(self, argument: str) -> Any:
-        print('{"trajectory": 0, "messages": null}', flush=True)
+        print('{"key": 0, "messages": null}', flush=True)
         os.write(1, b"{}\n")
         print("to stderr", file=sys.stderr, flush=True)
         return await self.say("quiet")
@@ -104,7 +104,7 @@ class Shop:
     async def corrupt(self, argument: str) -> None:
         for fd in range(3, 20):
             try:
-                os.write(fd, b'{"trajectory": "no number"}\n')
+                os.write(fd, b'{"key": "no number"}\n')
             except OSError:
                 continue
 

@@ -75,7 +75,7 @@ class _Worker(RolloutWorker):
     def __init__(self, engine: Any, config: Config, run_dir: Path, tokenizer: Any) -> None:
         super().__init__(0)
         self._set_up(config, torch.device("cpu"), run_dir)
-        self._set_engine(engine)
+        self._engine = engine
         self._tokenizer = tokenizer
 
 

@@ -13,7 +13,7 @@ from gkd.config.schema import Config
 from gkd.metrics.bottleneck import TeacherMeter, layout_numbers, rollout_numbers, shares
 from gkd.metrics.step import step_numbers
 from gkd.metrics.writer import MetricsWriter
-from gkd.rollout.vllm.usage import PassMeter
+from gkd.rollout.vllm.engine import PassMeter
 from gkd.tools.split_tuner.splits import Rates
 from gkd.types import EngineUsage, RolloutUsage, ScoredChunk, ScoreTimes, SyncReport, TrainStats
 from tests.rollout_chunks import chunk_of

@@ -8,7 +8,7 @@ import pytest
 from gkd.console.state import bottleneck_of
 from gkd.metrics.bottleneck import LONGEST, bottleneck, rollout_numbers, shares
 from gkd.metrics.step import step_numbers
-from gkd.rollout.vllm.usage import PassMeter
+from gkd.rollout.vllm.engine import PassMeter
 from gkd.types import EngineUsage, RolloutUsage, ScoredChunk, SyncReport, TrainStats
 from tests.rollout_chunks import chunk_of
 

@@ -13,8 +13,8 @@ import pytest
 from gkd.config.load import load_config
 from gkd.config.schema import Config
 from gkd.errors import ClusterError, DataError, RankFailed
+from gkd.rollout.driver.dispatcher import JobStream
 from gkd.rollout.driver.pool import RolloutPool
-from gkd.rollout.driver.stream import JobStream
 from gkd.types import Prompt, Rollout, RolloutChunk, VersionSpan
 from tests.processes import wait_until
 from tests.unit.local_ray import Method, worker_of

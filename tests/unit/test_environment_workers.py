@@ -20,8 +20,8 @@ import gkd.errors
 from gkd.config.declare import search_path
 from gkd.data.row_files import encode_row
 from gkd.environment.form import MAX_BYTES
-from gkd.environment.pool import Environments, Reply
-from gkd.environment.worker import Start
+from gkd.environment.pool import Environments
+from gkd.environment.worker import Answer, Start
 from gkd.user_code import Progress
 from tests.processes import is_alive, wait_until
 from tests.structure import ROOT
@@ -64,9 +64,9 @@ def shared() -> Iterator[Environments]:
     pool.close()
 
 
-def collect(pool: Environments, n: int) -> list[Reply]:
+def collect(pool: Environments, n: int) -> list[Answer]:
     """Return the next replies, at least n."""
-    found: list[Reply] = []
+    found: list[Answer] = []
     deadline_s = time.monotonic() + LIMIT_S
     while len(found) < n and time.monotonic() < deadline_s:
         pool.wait(1.0)
@@ -75,7 +75,7 @@ def collect(pool: Environments, n: int) -> list[Reply]:
     return found
 
 
-def ask(pool: Environments, text: str, key: int = 0, seed: int = 0, **columns: Any) -> Reply:
+def ask(pool: Environments, text: str, key: int = 0, seed: int = 0, **columns: Any) -> Answer:
     """Return the reply to a step."""
     pool.step(key, row(**columns), seed, text)
     (reply,) = collect(pool, 1)
@@ -83,7 +83,7 @@ def ask(pool: Environments, text: str, key: int = 0, seed: int = 0, **columns: A
     return reply
 
 
-def content(reply: Reply) -> str:
+def content(reply: Answer) -> str:
     assert reply.messages is not None, reply
     return reply.messages[-1]["content"]
 
@@ -102,7 +102,7 @@ def test_one_object_is_a_trajectory(shared: Environments) -> None:
     assert numbers[0] == numbers[1] != numbers[2]
     assert content(ask(shared, "count", 1)).split()[:2] == ["n1", "2"]
     assert shared.n_open == 3
-    assert ask(shared, "over", 1) == Reply(1)
+    assert ask(shared, "over", 1) == Answer(1)
     assert content(ask(shared, "count", 1, 5, name="n1")) == first[0]  # the same row, seed and texts: the same messages
     shared.abort([1, 2, 3])
     assert (shared.n_open, shared.tools) == (0, (SEARCH,))
@@ -130,13 +130,13 @@ def test_ends_and_aborts(shared: Environments, tmp_path: Path) -> None:
     closed = str(tmp_path / "closed")
     for key in range(4):
         ask(shared, "count", key, name=str(key), closed=closed)
-    assert ask(shared, "over 0.5", 0) == Reply(0, None, 0.5)
+    assert ask(shared, "over 0.5", 0) == Answer(0, None, 0.5)
     shared.end(1)
     shared.step(2, b"", 0, "forever")
     shared.abort([2, 77])
-    assert collect(shared, 1) == [Reply(1)]
+    assert collect(shared, 1) == [Answer(1)]
     shared.end(88)  # its first turn was the last one
-    assert shared.replies() == [Reply(88)]
+    assert shared.replies() == [Answer(88)]
     assert ask(shared, "raise_it", 3).error
     for argument in ("nan", "text"):
         assert "reward" in ask(shared, f"over {argument}").error

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 from torch.nn import attention as torch_attention
 
-from gkd.actor.build import _heads
 from gkd.actor.common import attention
 from gkd.actor.common.attention import Heads, activate, causal_attention, check_heads, use_flash_attention
+from gkd.actor.rank import _heads
 from gkd.config.load import load_config
 from gkd.errors import ConfigError
 from tests.refusals import refuses

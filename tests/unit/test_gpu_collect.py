@@ -18,10 +18,10 @@ from msgspec import structs
 
 from gkd import main_gkd
 from gkd.cluster import gpus as gpus_module
-from gkd.cluster.assignment import this_placement
 from gkd.cluster.gpu_table import TEACHER, GpuInfo, GpuMap, PoolNeed, RankPlacement, gpu_map_from_json
 from gkd.cluster.gpus import machine_gpus, parse_gpus, visible_gpus, with_processes
 from gkd.cluster.host import nearest_ancestor, process_info
+from gkd.cluster.startup import this_placement
 from gkd.config.load import config_yaml, load_config
 from gkd.config.schema import Route
 from gkd.config.schema_teacher import TeacherConfig

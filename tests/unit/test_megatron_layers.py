@@ -11,11 +11,11 @@ from megatron.core.models.common.embeddings.rope_utils import _apply_rotary_pos_
 from megatron.core.models.common.embeddings.rope_utils import _apply_rotary_pos_emb_thd as megatron_rotates_packed
 from torch._dynamo.testing import CompileCounter
 
-from gkd.actor.build import build_student
 from gkd.actor.megatron import model_config, student
 from gkd.actor.megatron.layer_spec import GroupedProduct, check_transformer_engine, is_fused
 from gkd.actor.megatron.layout import ParallelLayout
 from gkd.actor.megatron.model_config import rotate, rotate_packed
+from gkd.actor.rank import build_student
 from gkd.config.load import load_config
 from gkd.start.pools import actor_env
 from tests.refusals import refuses

@@ -6,8 +6,7 @@ import random
 
 import numpy as np
 
-from gkd.rollout.driver.dispatcher import Lane, PromptQueue
-from gkd.rollout.driver.stream import JobStream, Waiting
+from gkd.rollout.driver.dispatcher import JobStream, Lane, PromptQueue, Waiting
 from gkd.rollout.messages import Job, Sampling
 from gkd.types import Prompt
 

@@ -18,7 +18,7 @@ from gkd.memory.usage import GIB
 from gkd.rollout.engine.worker import RolloutWorker
 from gkd.rollout.messages import Sampling
 from gkd.rollout.vllm.sampling import sequence_seed
-from gkd.types import EngineUsage, Prompt, Rollout, RolloutChunk, VersionSpan
+from gkd.types import FINISH_REASONS, EngineUsage, Prompt, Rollout, RolloutChunk, VersionSpan
 from tests.unit.local_ray import worker_of
 
 WORDS = {0: "<start>", 1: "work", 2: ";", 3: "42", 4: "43"}
@@ -136,7 +136,7 @@ def test_dataset_responses_belong_to_the_group_of_their_prompt(dp_size: int, chu
         assert 0 < len(rollouts) <= chunk_size
         assert chunk.n_response.tolist() == [r.prompt_id + 1 for r in rollouts]
         assert (chunk.n_tokens - chunk.n_response).tolist() == [1] * chunk.n_sequences == [1] * len(rollouts)
-        assert (chunk.truncated.max(), chunk.versions.tolist(), chunk.on_policy) == (0, [8] * len(rollouts), False)
+        assert (chunk.sizes[3].max(), chunk.versions.tolist(), chunk.on_policy) == (0, [8] * len(rollouts), False)
         assert {r.sample_index // 3 % dp_size for r in rollouts} == {chunk.dp_rank}
         for r in rollouts:
             assert (r.on_policy, r.version_spans, r.finish_reason) == (False, (), "stop")
@@ -183,7 +183,7 @@ def test_the_4grams_of_a_chunk_are_counted_in_each_response() -> None:
     responses = ([1, 2, 3, 4, 5], [1, 2, 3, 4, 5], [7, 7, 7, 7, 7, 7], [1, 2, 3])
     rows = [Prompt(i, np.array([i], np.int32), None, np.array(r, np.int32)) for i, r in enumerate(responses)]
     ((_, chunk),) = dataset_chunks(rows, range(4), n=1, dp_size=1, chunk_size=16, policy_version=0, eos_ids={3})
-    assert chunk.n_repeated_4grams.tolist() == [0, 0, 2, 0]
+    assert chunk.sizes[5].tolist() == [0, 0, 2, 0]
 
 
 def test_a_dataset_response_without_an_end_token_counts_as_truncated() -> None:
@@ -192,7 +192,7 @@ def test_a_dataset_response_without_an_end_token_counts_as_truncated() -> None:
     ((rollouts, chunk),) = dataset_chunks(
         [truncated], [0], n=1, dp_size=1, chunk_size=16, policy_version=0, eos_ids=frozenset({3})
     )
-    assert (rollouts[0].finish_reason, chunk.truncated.tolist()) == ("length", [1])
+    assert (rollouts[0].finish_reason, chunk.sizes[3].tolist()) == ("length", [FINISH_REASONS.index("length")])
 
 
 def test_a_prompt_without_a_dataset_response_is_named() -> None:

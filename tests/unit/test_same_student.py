@@ -23,8 +23,8 @@ def _check(saved: dict[str, Any]) -> None:
         ({"strategy": "megatron"}, "strategy = megatron.* fsdp2"),
         ({"dtype": "float32"}, "dtype = float32.* bfloat16"),
         ({"shapes": {"a": [2, 3], "b": [5]}}, r"b = \[5\].* \[4\]"),
-        ({"shapes": {"a": [2, 3]}}, r"b = .* \[4\]"),
-        ({"shapes": {"a": [2, 3], "b": [4], "c": [1]}}, r"c = \[1\]"),
+        ({"shapes": {"a": [2, 3]}}, "the checkpoint does not train b"),
+        ({"shapes": {"a": [2, 3], "b": [4], "c": [1]}}, "this student does not train c"),
     ],
 )
 def test_a_different_student_is_refused(change: dict[str, Any], difference: str) -> None:

@@ -13,8 +13,7 @@ from contextlib import contextmanager
 import psutil
 import pytest
 
-from gkd.cluster.hang import describe
-from gkd.cluster.stacks import Frame, RankStack, rank_env, stacks_here
+from gkd.cluster.stacks import Frame, RankStack, describe, rank_env, stacks_here
 from gkd.cluster.startup import summary
 from gkd.spans import Phase, Progress, SpanRecorder
 from tests.processes import wait_until

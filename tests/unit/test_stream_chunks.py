@@ -11,8 +11,8 @@ from gkd.config.load import load_config
 from gkd.config.schema import Config
 from gkd.data.chunks import CHUNK_SIZE, chunk_size, reserve_size
 from gkd.pipeline.streaming import StreamChunks
-from gkd.rollout.driver.stream import JobStream, Waiting, take_missing
-from gkd.rollout.engine.coalesce import Coalescer
+from gkd.rollout.driver.dispatcher import JobStream, Waiting, take_missing
+from gkd.rollout.engine.loop import Coalescer
 from gkd.rollout.messages import Job, Sampling
 from gkd.types import PendingScores, Prompt, Rollout, VersionSpan
 from tests.rollout_chunks import chunk_of

@@ -1,52 +1,30 @@
-"""Check `actor.optim` and compute the learning rate of each step, for the optimizers of both backends."""
+"""Compute the learning rate of each step, for the optimizers of both backends."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
 
-from gkd.config.check_values import check_value
+from gkd.config.schema_actor import OptimConfig
 from gkd.errors import ConfigError
 
 
-@dataclass(frozen=True, slots=True)
-class OptimSpec:
-    """`actor.optim` and the number of steps of the run. The constructor raises ConfigError for invalid values."""
+@dataclass(frozen=True)
+class OptimSpec(OptimConfig):
+    """`actor.optim` and the number of steps of the run. Raises ConfigError: the decay does not fit into them."""
 
-    lr: float = 1e-6  # peak
-    betas: tuple[float, float] = (0.9, 0.95)
-    eps: float = 1e-8
-    weight_decay: float = 0.01  # decoupled; not applied to biases and norms
-    clip_grad: float = 1.0  # limit of the global gradient norm; 0 = off
-    schedule: str = "constant"
-    warmup_steps: int = 0  # linear; the peak is reached at this step
     total_steps: int = 1  # the decay ends at the last of them
-    decay_steps: int = 0  # wsd: number of final steps with a linear decay
-    min_lr_ratio: float = 0.0  # learning rate at the last step, as a fraction of the peak
 
     def __post_init__(self) -> None:
-        def refuse(name: str, problem: str, fix: str) -> None:
-            raise ConfigError(f"actor.optim.{name}", getattr(self, name), problem, fix)
-
-        for name in ("schedule", "min_lr_ratio"):
-            check_value(f"actor.optim.{name}", getattr(self, name))
-        for name in ("lr", "eps", "weight_decay", "clip_grad", "warmup_steps", "decay_steps"):
-            value = getattr(self, name)
-            if not (math.isfinite(value) and value >= 0):
-                refuse(name, "must be a finite number >= 0.", "Remove it for the default.")
-        if not all(0.0 <= beta < 1.0 for beta in self.betas):
-            refuse("betas", "Adam requires two, each in [0, 1).", "Use e.g. [0.9, 0.95].")
+        problem = ""
         if self.decay_steps and self.schedule != "wsd":
             problem = f"applies to the schedule wsd only, and actor.optim.schedule is {self.schedule}."
-            refuse("decay_steps", problem, "Use 0, or actor.optim.schedule=wsd.")
-        if self.schedule == "wsd":
-            if not self.decay_steps:
-                refuse("decay_steps", "the schedule wsd requires decay steps.", "Use at least 1.")
-            if self.warmup_steps + self.decay_steps > self.total_steps:
-                problem = (
-                    f"with actor.optim.warmup_steps = {self.warmup_steps} exceeds the run's {self.total_steps} steps."
-                )
-                refuse("decay_steps", problem, "Reduce one of them.")
+            fix = "Use 0, or actor.optim.schedule=wsd."
+        elif self.schedule == "wsd" and self.warmup_steps + self.decay_steps > self.total_steps:
+            problem = f"with actor.optim.warmup_steps = {self.warmup_steps} exceeds the run's {self.total_steps} steps."
+            fix = "Reduce one of them."
+        if problem:
+            raise ConfigError("actor.optim.decay_steps", self.decay_steps, problem, fix)
 
     def lr_at(self, step: int) -> float:
         """Return the learning rate of update `step`, counted from 0."""

@@ -11,6 +11,7 @@ import json
 import os
 import threading
 from collections.abc import Iterable, Iterator
+from concurrent.futures import Future
 from itertools import chain
 from pathlib import Path
 
@@ -68,13 +69,12 @@ class BackgroundWriter:
     """Write one snapshot at a time in a thread, and release its memory afterwards."""
 
     def __init__(self) -> None:
-        self._thread: threading.Thread | None = None
+        self._save: Future[dict[str, FileDigest]] | None = None  # the last one
         self._folder: Path | None = None
-        self._result: dict[str, FileDigest] | CheckpointError | None = None
 
     def check_idle(self) -> None:
         """Raise CheckpointError if a save is in progress."""
-        if self._thread is not None and self._result is None:
+        if self._save is not None and not self._save.done():
             raise CheckpointError(
                 f"the save to {self._folder} is still in progress. Fix: wait for it before the next one."
             )
@@ -82,10 +82,11 @@ class BackgroundWriter:
     def start(self, folder: Path, rank: int, snapshot: Snapshot) -> None:
         """Start to write; returns at once. Raises CheckpointError if the previous save is in progress."""
         self.check_idle()
-        self._result, self._folder = None, folder
+        save = self._save = Future()
+        self._folder = folder
         # A daemon, so that a process that ends for another reason does not wait for the disk.
-        self._thread = threading.Thread(target=self._run, args=(folder, rank, snapshot), daemon=True, name="checkpoint")
-        self._thread.start()
+        arguments = save, folder, rank, snapshot
+        threading.Thread(target=self._run, args=arguments, daemon=True, name="checkpoint").start()
 
     def finished(self, *, wait: bool) -> dict[str, FileDigest] | None:
         """Return the files of the save and their digests, or None while it is in progress; repeatable.
@@ -96,25 +97,27 @@ class BackgroundWriter:
         Raises:
             CheckpointError: the save failed, or none was started.
         """
-        if self._thread is None:
+        if self._save is None:
             raise CheckpointError("no save was started.")
-        if wait or self._result is not None:
-            self._thread.join()
-        if isinstance(self._result, CheckpointError):
-            raise self._result
-        return self._result
+        return self._save.result() if wait or self._save.done() else None
 
-    def _run(self, folder: Path, rank: int, snapshot: Snapshot) -> None:
-        result: dict[str, FileDigest] | CheckpointError
+    @staticmethod
+    def _run(save: Future[dict[str, FileDigest]], folder: Path, rank: int, snapshot: Snapshot) -> None:
+        problem: CheckpointError | None = None
+        files: dict[str, FileDigest] = {}
         try:
             os.nice(_NICENESS)  # on Linux, of this thread alone
-            result = write(folder, rank, snapshot)
+            files = write(folder, rank, snapshot)
         except CheckpointError as error:
-            result = error
+            problem = error
         except Exception as error:  # `finished` raises it; uncaught, it would be lost with the thread
-            result = CheckpointError(f"rank {rank} failed to save to {folder}: {type(error).__name__}: {error}")
+            problem = CheckpointError(f"rank {rank} failed to save to {folder}: {type(error).__name__}: {error}")
         snapshot.release()
-        self._result = result  # last, because a caller that sees it may start the next save
+        # Last, because a caller that sees it may start the next save.
+        if problem is None:
+            save.set_result(files)
+        else:
+            save.set_exception(problem)
 
 
 def _make_folder(folder: Path, rank: int) -> None:

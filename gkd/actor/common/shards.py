@@ -43,7 +43,7 @@ class Piece:
     """Consecutive elements of one part of one parameter, or of its optimizer state."""
 
     name: str  # HF name of the parameter's (first) tensor
-    kind: str  # one of KINDS, or the kind of another model, see `gkd.actor.frozen.checkpoint`
+    kind: str  # one of KINDS, or the kind of another model, see `gkd.actor.frozen.model`
     part: int  # index of the tensor-parallel part of the parameter; 0 if it is not split
     start: int  # index of the first element in the flattened part
     data: Tensor  # [n], contiguous
@@ -228,12 +228,15 @@ def check_same_student(
 ) -> None:
     """Raise CheckpointError that names the first difference between the checkpoint's student and this one.
 
+    It begins with `check_trained`.
+
     Args:
         saved: the checkpoint's meta data.
         own: this student's meta data, without the step.
         settings: keys whose values must be equal.
         model: key of the model's tensors by name, which must be equal, too.
     """
+    check_trained(folder, saved, own)
     if missing := {"step", *own} - saved.keys():
         raise CheckpointError(f"{folder} has no {', '.join(sorted(missing))} in its meta data.")
     for key in settings:

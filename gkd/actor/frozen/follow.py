@@ -43,8 +43,13 @@ class Follower:
     ) -> None:
         self._model, self._student, self._layout, self._device = model, student, layout, device
         self._interval, self._ema = updates
-        if self._interval:
-            self._check_can_follow(updates)
+        if not self._interval:
+            return
+        try:
+            model.check_plan([spec for stage in stage_plans(student, layout) for spec in stage])
+        except ModelError as error:
+            fix = f"use 0, or a {model.role}.path of the student's architecture."
+            raise ConfigError(f"{model.role}.update_interval", updates.interval, f"{error}.", fix) from error
 
     def after_step(self) -> bool:
         """Refresh the model if it is due; call it after each step of the student. Return whether it was."""
@@ -66,20 +71,11 @@ class Follower:
         """Load the model from a checkpoint of any number of ranks, if it follows the student; return whether it does.
 
         Raises:
-            CheckpointError: the checkpoint has no such model or a different one, see `gkd.actor.frozen.checkpoint`.
+            CheckpointError: the checkpoint has no such model or a different one, see `gkd.actor.frozen.model`.
         """
         if self._interval:
             self._model.load(folder)
         return bool(self._interval)
-
-    def _check_can_follow(self, updates: WeightUpdates) -> None:
-        plan = [spec for stage in stage_plans(self._student, self._layout) for spec in stage]
-        try:
-            self._model.check_plan(plan)
-        except ModelError as error:
-            role = self._model.role
-            fix = f"use 0, or a {role}.path of the student's architecture."
-            raise ConfigError(f"{role}.update_interval", updates.interval, f"{error}.", fix) from error
 
 
 def stage_plans(student: Student, layout: ParallelLayout) -> list[list[TensorPlan]]:

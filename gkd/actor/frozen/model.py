@@ -13,32 +13,33 @@ Letters: N rows of a micro-batch, H hidden size, V rows of the LM head.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from gkd.actor.common.agree import same_error
 from gkd.actor.common.host_copies import HostCopies, Snapshot
+from gkd.actor.common.shards import DTYPES, Piece, ShardReader
 from gkd.actor.common.step import empty_micro_batch
-from gkd.actor.common.torch_versions import reset
-from gkd.actor.frozen import checkpoint
-from gkd.actor.frozen.prefetch import NextLayer
+from gkd.actor.common.torch_versions import param_groups, reset
 from gkd.actor.fsdp.attention import Pack
 from gkd.actor.fsdp.model import build_on_meta, layer_list, reshard, shard
 from gkd.actor.fsdp.optim import host_threads, threads_per_rank
 from gkd.actor.fsdp.probe import probe
-from gkd.actor.fsdp.weights import Place, blend_part, full_tensor, load_weights, local_rows, match_files
+from gkd.actor.fsdp.weights import blend_part, flat_rows, full_tensor, load_weights, local_rows, match_files
 from gkd.data.batching import make_micro_batches
 from gkd.data.score_checks import check_own, check_top_ids
-from gkd.errors import ConfigError, ModelError, TeacherError
+from gkd.errors import CheckpointError, ConfigError, ModelError, TeacherError
 from gkd.hf.folder import TensorPlan
 from gkd.hf.model_folder import open_tensors, some_names
 from gkd.log import get_logger
@@ -184,29 +185,85 @@ class FrozenModel:
         """Set the weights to ema * weights + (1 - ema) * tensors, in place and in float32 arithmetic.
 
         Args:
-            tensors: whole tensors, one at a time, see `gkd.actor.frozen.model.blend`; for example `Student.export()`.
+            tensors: (name in the files, whole tensor), each once, in the same order on every rank; for example
+                `Student.export()`.
             ema: 0: copy the tensors.
 
         Raises:
-            ModelError: see `blend`.
+            ModelError: a tensor has a different shape, occurs twice, is unknown or missing. The tensors before it have
+                been blended, so the model cannot be used afterwards.
         """
         reshard(self.model)  # gathered layers are copies and would keep the old weights
         self._host_copies.settle()
+        missing = {part.name: (place, part) for place in self.places.values() for part in place.parts}
         with host_threads(self._n_threads):
-            blend(self.places, tensors, ema)
+            for name, whole in tensors:
+                found = missing.pop(name, None)
+                if found is None or tuple(whole.shape) != found[1].shape:
+                    raise ModelError(f"{name} {list(whole.shape)} does not match the frozen model, or occurred twice")
+                blend_part(*found, whole, ema)
+        if missing:
+            raise ModelError(f"the frozen model did not receive {some_names(sorted(missing))}")
 
     def snapshot(self, *, copies: bool = True) -> Snapshot:
-        """Start to copy this rank's rows to host memory, see `Student.snapshot`; the next `refresh` waits for it."""
-        reshard(self.model)
-        pieces, meta = checkpoint.pieces(self.places, self.role), checkpoint.meta(self.places, self.role)
-        return self._host_copies.snapshot(pieces, meta, {}, copies=copies)
+        """Start to copy this rank's rows to host memory, see `Student.snapshot`; the next `refresh` waits for it.
 
+        Rank 0 also has the tensors that are not sharded. The pieces are in the student's files under a kind of their
+        own, the role. So they are written, flushed, hashed and committed together, and a checkpoint has both models or
+        neither.
+        """
+        reshard(self.model)
+        pieces = [
+            Piece(name, self.role, 0, start, flat)
+            for name, start, flat in self._local_parts()
+            if dist.get_rank() == 0 or isinstance(self.places[name].tensor, DTensor)
+        ]
+        return self._host_copies.snapshot(pieces, {self.role: self._dims()}, {}, copies=copies)
+
+    @torch.no_grad()
     def load(self, folder: Path) -> None:
-        """Load the weights of a checkpoint in place. Raises CheckpointError: see `gkd.actor.frozen.checkpoint`."""
+        """Load this rank's rows in place, from a checkpoint of any number of ranks.
+
+        Raises:
+            CheckpointError: the checkpoint has no such model or a different one, or cannot be read. The model cannot be
+                used afterwards.
+        """
         reshard(self.model)
         self._host_copies.settle()
-        with same_error(self.device):
-            checkpoint.load(folder, self.places, self.role)
+        role = self.role
+        with same_error(self.device), ShardReader(folder) as reader:
+            saved, own = reader.meta.get(role), self._dims()
+            if saved is None:
+                raise CheckpointError(
+                    f"{folder} has no weights of the {role}, which {role}.update_interval above 0 requires: an "
+                    "older version wrote it. Fix: start a new run in another trainer.run_dir."
+                )
+            for name in dict.fromkeys([*own, *saved]):
+                in_checkpoint, here = saved.get(name, "missing"), own.get(name, "missing")
+                if in_checkpoint != here:
+                    raise CheckpointError(
+                        f"{folder} has a different {role}: {name} is {in_checkpoint} in the checkpoint and {here} "
+                        f"here. Fix: restore {role}.path, model.dtype and {role}.update_interval."
+                    )
+            for name, start, flat in self._local_parts():
+                flat.copy_(reader.read(name, role, 0, start, start + flat.numel()))
+
+    def _dims(self) -> dict[str, list[Any]]:
+        """Return dtype and shape of each tensor by name, which must be equal for a checkpoint to match."""
+        return {
+            name: [str(place.tensor.dtype).removeprefix("torch."), *place.shape] for name, place in self.places.items()
+        }
+
+    def _local_parts(self) -> Iterator[tuple[str, int, Tensor]]:
+        """Yield (name, index of the first element in the flattened tensor, [n] live elements) of this rank's rows.
+
+        Tensors of a dtype that the files do not support, such as integer buffers, are yielded as bytes.
+        """
+        for name, place in self.places.items():
+            start, flat = flat_rows(place.tensor)
+            if flat.dtype not in DTYPES.values():
+                start, flat = start * flat.itemsize, flat.view(torch.uint8)
+            yield name, start, flat
 
     def device_bytes(self) -> int:
         """Return the bytes of this rank's shards on its device; with `cpu_offload` on CUDA 0."""
@@ -214,9 +271,18 @@ class FrozenModel:
         return sum(shard.nbytes for shard in shards if shard.device.type == self.device.type)
 
     def check_plan(self, plan: Sequence[TensorPlan]) -> None:
-        """Check that `refresh` accepts these tensors. Raises ModelError on all ranks."""
+        """Check that `refresh` accepts these tensors. Raises ModelError on all ranks: the models' tensors differ."""
+        required = {part.name: part.shape for place in self.places.values() for part in place.parts}
+        given = {name: tuple(shape) for name, shape, _ in plan}
         with same_error(self.device):
-            check_plan(self.places, plan)
+            if missing := sorted(required.keys() - given.keys()):
+                raise ModelError(f"the student has no {some_names(missing)}, which the teacher has")
+            if unknown := sorted(given.keys() - required.keys()):
+                raise ModelError(f"the teacher has no {some_names(unknown)}, which the student has")
+            for name, shape in given.items():
+                if shape != required[name]:
+                    found = f"{list(shape)} in the student and {list(required[name])} in the teacher"
+                    raise ModelError(f"{name} is {found}")
 
     def _where(self, rollout: Rollout) -> str:
         return f"{self._name}, prompt {rollout.prompt_id}, sample {rollout.sample_index}"
@@ -294,37 +360,59 @@ def _whole(stream: RowStream, step: int) -> np.ndarray:
     return whole
 
 
-# Refresh a frozen model from a trained one, one tensor at a time: a teacher that follows its student.
+# Copy the next layer's weights to the GPU while a layer computes, for a lone rank with its shards in host memory.
+#
+# With several ranks fully_shard gathers the next layer on a stream of its own. A lone rank has nothing to gather, so
+# torch 2.11 to 2.13 copy each layer on the stream that computes: 43% of the time of a 7B model's pass over
+# micro-batches of 16,384 tokens on an H200. Depends on private names of fully_shard's records, as `into_one_block`.
 
 
-def check_plan(places: Mapping[str, Place], plan: Sequence[TensorPlan]) -> None:
-    """Check that `blend` accepts these tensors. Raises ModelError: names tensors that only one of the models has."""
-    required = {part.name: part.shape for place in places.values() for part in place.parts}
-    given = {name: tuple(shape) for name, shape, _ in plan}
-    if missing := sorted(required.keys() - given.keys()):
-        raise ModelError(f"the student has no {some_names(missing)}, which the teacher has")
-    if unknown := sorted(given.keys() - required.keys()):
-        raise ModelError(f"the teacher has no {some_names(unknown)}, which the student has")
-    for name, shape in given.items():
-        if shape != required[name]:
-            raise ModelError(f"{name} is {list(shape)} in the student and {list(required[name])} in the teacher")
+_ALIGN = 64  # bytes; a multiple of every item size
 
 
-def blend(places: Mapping[str, Place], tensors: Iterator[tuple[str, Tensor]], keep: float) -> None:
-    """Set this rank's rows to keep * frozen + (1 - keep) * given. No collectives except in `tensors`.
+class NextLayer:
+    """Hooks of a model's layers, which fully_shard gathers one at a time in a forward pass without gradients.
 
-    Args:
-        tensors: (name in the files, whole tensor), each once; in the same order on every rank.
-
-    Raises:
-        ModelError: a tensor has a different shape, occurs twice, is unknown or missing. The tensors before it have been
-            blended, so the model cannot be used afterwards.
+    The memory of one layer is allocated during a pass. A pass copies what it uses: a refresh in between counts, and a
+    pass that was not completed leaves nothing that the next one reads.
     """
-    missing = {part.name: (place, part) for place in places.values() for part in place.parts}
-    for name, whole in tensors:
-        found = missing.pop(name, None)
-        if found is None or tuple(whole.shape) != found[1].shape:
-            raise ModelError(f"{name} {list(whole.shape)} does not match the frozen model, or occurred twice")
-        blend_part(*found, whole, keep)
-    if missing:
-        raise ModelError(f"the frozen model did not receive {some_names(sorted(missing))}")
+
+    def __init__(self, layers: Sequence[nn.Module], device: torch.device) -> None:
+        self._device, self._stream = device, torch.cuda.Stream(device)
+        self._buffer: Tensor | None = None
+        self._layer: nn.Module | None = None  # whose copy is in the buffer
+        self._copies: list[tuple[Any, Tensor, Tensor]] = []  # fully_shard's record, its shard in host memory, the copy
+        # In front of fully_shard's own hooks, which read the shards, and behind them.
+        for layer, following in zip(layers, [*layers[1:], None], strict=True):
+            layer.register_forward_pre_hook(self._use, prepend=True)
+            layer.register_forward_pre_hook(partial(self._copy, following))
+
+    def _use(self, layer: nn.Module, unused: Any) -> None:
+        """Let fully_shard read the layer's copy instead of its shards."""
+        if layer is self._layer:
+            torch.cuda.current_stream(self._device).wait_stream(self._stream)
+            for record, _, on_device in self._copies:
+                record._sharded_param_data = on_device
+
+    def _copy(self, following: nn.Module | None, *unused: Any) -> None:
+        """Start to copy the layer that follows. fully_shard has read what was in the buffer."""
+        for record, at_home, _ in self._copies:
+            record._sharded_param_data = at_home
+        self._layer, self._copies = following, []
+        if following is None:
+            self._buffer = None
+            return
+        records = [record for group in param_groups(following) for record in group.fsdp_params]
+        shards: list[Tensor] = [record._sharded_param_data for record in records]
+        starts = [0]
+        for one in shards:
+            starts.append(starts[-1] - (-one.nbytes // _ALIGN) * _ALIGN)
+        if self._buffer is None or len(self._buffer) < starts[-1]:
+            torch.cuda.current_stream(self._device).wait_stream(self._stream)  # the old one is free from here on
+            self._buffer = torch.empty(starts[-1], dtype=torch.uint8, device=self._device)
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._stream):
+            for record, at_home, start in zip(records, shards, starts, strict=False):
+                on_device = self._buffer[start : start + at_home.nbytes].view(at_home.dtype).view(at_home.shape)
+                on_device.copy_(at_home, non_blocking=True)
+                self._copies.append((record, at_home, on_device))

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from gkd.actor.megatron.layout import ParallelLayout
+from gkd.actor.megatron.layout import layouts_of
 from gkd.cluster.calls import Pending, gather
 from gkd.config.schema import Config
 from gkd.config.schema_teacher import ACTOR
@@ -167,8 +167,7 @@ class PartialResults:
 
 def data_parallel_groups(world_size: int, config: Config) -> list[list[int]]:
     """Return the ranks of each data-parallel group."""
-    tp, pp = config.actor.tp, config.actor.pp
-    layouts = [ParallelLayout(tp=tp, pp=pp, world_size=world_size, rank=rank) for rank in range(world_size)]
+    layouts = layouts_of(config.actor, world_size)
     return [[each.rank for each in layouts if each.dp_rank == group] for group in range(layouts[0].dp)]
 
 

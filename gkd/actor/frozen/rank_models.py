@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 import torch
 
+from gkd.actor.common.agree import same_error
 from gkd.actor.common.base import Student
 from gkd.actor.common.host_copies import Snapshot
 from gkd.actor.megatron.layout import ParallelLayout
 from gkd.config.schema import Config
 from gkd.config.schema_teacher import weight_updates
+from gkd.data.batching import check_batch, make_micro_batches
 from gkd.text.pair import TokenizerPair
 from gkd.types import Rollout, TeacherScores
+from teacher_server.engines.base import ScoreParams
 
 if TYPE_CHECKING:
     from gkd.actor.frozen.follow import Follower
@@ -52,9 +55,20 @@ class FrozenModels:
     def init_reference(self) -> None:
         """Build the reference. Raises as `FrozenModel` and `Follower`."""
         from gkd.actor.frozen.follow import Follower
-        from gkd.actor.frozen.reference import frozen_reference
+        from gkd.actor.frozen.model import FrozenModel
 
-        self._reference, updates = frozen_reference(self._config, self._device), weight_updates(self._config.reference)
+        config, actor, derived = self._config, self._config.actor, self._config.derived
+        self._reference = FrozenModel(
+            derived.reference_folder,
+            device=self._device,
+            dtype=getattr(torch, config.model.dtype),
+            key="reference.path" if config.reference.path else "model.path",
+            cpu_offload=config.reference.fsdp_cpu_offload,
+            packing=actor.packing,
+            max_batch_tokens=actor.max_tokens_per_micro_batch or actor.micro_batch_size * derived.max_sequence_length,
+            trust_remote_code=config.model.trust_remote_code,
+        )
+        updates = weight_updates(config.reference)
         self._followers.append(Follower(self._reference, self._student, self._layout, self._device, updates))
 
     def score(
@@ -65,34 +79,50 @@ class FrozenModels:
         return self._teacher.score(sequence_indices, chunks)
 
     def reference_logprobs(self, rollouts: Sequence[Rollout]) -> list[np.ndarray]:
-        """Return the reference model's logprobs of sequences, see `frozen_logprobs`."""
-        from gkd.actor.frozen.reference import frozen_logprobs
+        """Return the reference model's logprobs of each sequence's own tokens, [M] float32, nats.
 
-        assert self._reference is not None
-        temperature, n_vocab = self._config.teacher.temperature, self._student.n_vocab
-        return frozen_logprobs(self._reference, rollouts, temperature=temperature, n_vocab=n_vocab)
-
-    def student_logprobs(self, *, disable_adapter: bool) -> Callable[[list[Rollout]], list[np.ndarray]]:
-        """Return the collective that computes the student's logprobs of sequences, see `student_logprobs`.
+        The logits of ids that the student does not have are dropped before the softmax.
 
         Args:
-            disable_adapter: without the adapters.
+            rollouts: of this rank; may be empty.
+
+        Raises:
+            TeacherError: see `FrozenModel.score`.
+        """
+        assert self._reference is not None
+        temperature, n_vocab = self._config.teacher.temperature, self._student.n_vocab
+        params = ScoreParams("sampled", temperature=temperature, n_vocab=n_vocab)
+        return [cast(np.ndarray, table) for (table,) in self._reference.score(rollouts, [params])]
+
+    def student_logprobs(self, rollouts: Sequence[Rollout], *, disable_adapter: bool) -> list[np.ndarray]:
+        """Return the student's logprobs of the same tokens.
+
+        Args:
+            rollouts: of this rank's data-parallel group; may be empty.
+            disable_adapter: of the student without its adapters: the base model.
 
         Raises:
             ValueError: the student has no adapters.
+            DataError: a sequence is invalid, see `check_batch`; on all ranks.
         """
-        from gkd.actor.frozen.reference import student_logprobs
-
-        if disable_adapter and not self._config.actor.lora.rank:
+        actor, student = self._config.actor, self._student
+        if disable_adapter and not actor.lora.rank:
             raise ValueError("disable_adapter: actor.lora.rank is 0, so the actor has no adapters")
-        return partial(
-            student_logprobs,
-            self._student,
-            self._config,
-            disable_adapter=disable_adapter,
-            device=self._device,
-            where=self._where,
+        with same_error(self._device):
+            check_batch(rollouts, None, where=self._where, n_vocab=student.n_vocab, signals=())
+        batches = make_micro_batches(
+            [replace(rollout, sample_index=i) for i, rollout in enumerate(rollouts)],
+            None,
+            micro_batch_size=actor.micro_batch_size,
+            max_tokens=actor.max_tokens_per_micro_batch,
+            packed=actor.packing,
         )
+        tables = student.compute_logprobs(batches, disable_adapter=disable_adapter)
+        indices, n_rows = [index for index, _ in batches.samples], [n for _, n in batches.samples]
+        if not indices:
+            return []
+        rows = np.split(torch.cat(tables).numpy(), np.cumsum(n_rows)[:-1])
+        return [rows[i] for i in np.argsort(indices)]
 
     def device_bytes(self) -> int:
         """Return the bytes of the models on this rank's device."""

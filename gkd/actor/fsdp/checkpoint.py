@@ -18,8 +18,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from gkd.actor.common.agree import same_error
-from gkd.actor.common.shards import KINDS, Piece, ShardReader, check_same_student, check_trained, restore_rng
-from gkd.actor.fsdp.weights import Place, first_row
+from gkd.actor.common.shards import KINDS, Piece, ShardReader, check_same_student, restore_rng
+from gkd.actor.fsdp.weights import Place, flat_rows
 
 
 def pieces(trained: Mapping[str, Place], optimizer: torch.optim.AdamW) -> list[Piece]:
@@ -47,7 +47,6 @@ def load(
     """
     step = 0
     with same_error(device), ShardReader(folder) as reader:
-        check_trained(folder, reader.meta, meta)
         settings = ("strategy", "dtype", "lora_scale", "base")
         check_same_student(folder, reader.meta, meta, settings=settings, model="shapes")
         step = int(reader.meta["step"])
@@ -98,5 +97,5 @@ def _owned(trained: Mapping[str, Place], optimizer: torch.optim.AdamW) -> Iterat
             state["step"] = torch.zeros((), device=param.to_local().device)
             state |= {kind: torch.zeros_like(param, requires_grad=False) for kind in KINDS[1:]}
         tensors = {"param": param, **{kind: state[kind] for kind in KINDS[1:]}}
-        start = first_row(param) * (param.numel() // max(1, param.shape[0]))
-        yield name, start, {kind: tensor.detach().to_local().view(-1) for kind, tensor in tensors.items()}
+        flat = {kind: flat_rows(tensor) for kind, tensor in tensors.items()}
+        yield name, flat["param"][0], {kind: elements for kind, (_, elements) in flat.items()}

@@ -28,7 +28,7 @@ def build_adamw(params: Iterable[nn.Parameter], spec: OptimSpec) -> torch.optim.
     return torch.optim.AdamW(
         [group for group in groups if group["params"]],
         lr=spec.lr,
-        betas=spec.betas,
+        betas=(spec.betas[0], spec.betas[1]),
         eps=spec.eps,
         fused=True,
     )

@@ -9,6 +9,7 @@ import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -111,34 +112,35 @@ def check_weight_files(hf: PreTrainedModel, folder: Path) -> None:
         match_files(hf, folder, tensors)
 
 
-@torch.no_grad()
 def load_weights(folder: Path, places: Mapping[str, Place]) -> None:
     """Fill every place from the folder, cast to its dtype; only this rank's rows of a sharded parameter."""
     with open_tensors(folder) as tensors:
         for place in places.values():
-            local, start = local_rows(place.tensor)
             for part in place.parts:
-                _copy_rows(part, tensors[part.name], local, start)
+                file = tensors[part.name]
+                blend_part(place, part, file.get_slice(part.name) if part.shape else file.get_tensor(part.name))
 
 
 @torch.no_grad()
-def blend_part(place: Place, part: FilePart, whole: Tensor, keep: float) -> None:
+def blend_part(place: Place, part: FilePart, whole: Any, keep: float = 0.0) -> None:
     """Blend this rank's rows of a part: keep * current values + (1 - keep) * `whole`, in float32. Not a collective.
 
     In place, so that the shard keeps its memory (and remains pinned).
 
     Args:
-        whole: the file's tensor, on any device; not changed.
+        whole: the file's tensor, on any device, or its slice on disk, of which only these rows are read.
     """
     local, start = local_rows(place.tensor)
-    if not local.ndim:
-        index: tuple[slice, ...] = ()
-        new = whole
-    elif (share := _share(part, local, start)) is not None:
-        index, rows = share
-        new = whole[None] if part.stacked else whole[rows]
-    else:
-        return
+    index: tuple[slice, ...] = ()
+    new = whole
+    if local.ndim:
+        first = max(start, part.start[0])
+        last = min(start + len(local), part.start[0] + part.sizes[0])
+        if first >= last:
+            return
+        rest = (slice(a, a + n) for a, n in zip(part.start[1:], part.sizes[1:], strict=True))
+        index = (slice(first - start, last - start), *rest)
+        new = whole[:][None] if part.stacked else whole[first - part.start[0] : last - part.start[0]]
     if not keep or not local.is_floating_point():
         local[index] = new.to(local.device, local.dtype)
         return
@@ -146,32 +148,15 @@ def blend_part(place: Place, part: FilePart, whole: Tensor, keep: float) -> None
     local[index] = blended.to(local.dtype)
 
 
-def _copy_rows(part: FilePart, file: Any, local: Tensor, start: int) -> None:
-    """Fill the rows of `local` that belong to `part`; `local` begins at row `start` of its parameter."""
-    if not local.ndim:
-        local.copy_(file.get_tensor(part.name))
-        return
-    if (share := _share(part, local, start)) is None:
-        return
-    index, source_rows = share
-    rows = file.get_slice(part.name)
-    rows = rows[:][None] if part.stacked else rows[source_rows]
-    local[index] = rows.to(local.device, local.dtype)
-
-
-def _share(part: FilePart, local: Tensor, start: int) -> tuple[tuple[slice, ...], slice] | None:
-    """Return the index of a part's rows in `local`, and which of its rows they are; None if there is no overlap."""
-    first = max(start, part.start[0])
-    last = min(start + len(local), part.start[0] + part.sizes[0])
-    if first >= last:
-        return None
-    rest = (slice(a, a + n) for a, n in zip(part.start[1:], part.sizes[1:], strict=True))
-    return (slice(first - start, last - start), *rest), slice(first - part.start[0], last - part.start[0])
-
-
 def local_rows(tensor: Tensor) -> tuple[Tensor, int]:
     """Return this rank's rows of a tensor and the index of the first one."""
     return (tensor.to_local(), first_row(tensor)) if isinstance(tensor, DTensor) else (tensor, 0)
+
+
+def flat_rows(tensor: Tensor) -> tuple[int, Tensor]:
+    """Return this rank's rows as live elements, [n], and before them the index of the first in the whole tensor."""
+    local, row = local_rows(tensor.detach())
+    return row * prod(tensor.shape[1:]), local.view(-1)
 
 
 def first_row(tensor: DTensor) -> int:

@@ -24,11 +24,10 @@ from megatron.core.optimizer import MegatronOptimizer
 from torch import Tensor
 
 from gkd.actor.common.agree import same_error
-from gkd.actor.common.shards import KINDS, Piece, ShardReader, check_same_student, check_trained, restore_rng, rng_state
-from gkd.actor.megatron.hf_mapping import Shape, TensorEntry
+from gkd.actor.common.shards import KINDS, Piece, ShardReader, check_same_student, restore_rng, rng_state
+from gkd.actor.megatron.hf_mapping import Shape, SplitVocab, TensorEntry
 from gkd.actor.megatron.lora import adapter_shapes
 from gkd.actor.megatron.model import StudentModel
-from gkd.actor.megatron.tensor_layouts import SplitVocab
 
 _TRACKER = "megatron."  # prefix of the names of Megatron's generators
 
@@ -62,7 +61,6 @@ def load(folder: str | Path, model: StudentModel, optimizer: MegatronOptimizer, 
     step = 0
     with same_error(_device(model)), ShardReader(folder) as reader:
         saved = reader.meta
-        check_trained(folder, saved, meta)
         settings = ("strategy", "dtype", *(("lora_scale",) if model.lora else ()))
         check_same_student(folder, saved, meta, settings=settings, model="dims")
         step = saved["step"]

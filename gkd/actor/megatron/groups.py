@@ -28,17 +28,8 @@ def init_groups(layout: ParallelLayout, timeout_s: float = 1800.0) -> ProcessGro
         Megatron's bundle of groups: `tp`, `pp`, `dp`, `mp`, `embd` and more.
 
     Raises:
-        ClusterError: torch.distributed is not initialized or has another size, or Megatron is already initialized with
-            other sizes.
+        ClusterError: Megatron is already initialized with other sizes.
     """
-    if not dist.is_initialized():
-        raise ClusterError("torch.distributed is not initialized; call init_process_group before building the student.")
-    actual = (dist.get_world_size(), dist.get_rank())
-    if actual != (layout.world_size, layout.rank):
-        raise ClusterError(
-            f"the layout is for rank {layout.rank} of {layout.world_size}, but torch.distributed has "
-            f"rank {actual[1]} of {actual[0]}."
-        )
     if not parallel_state.model_parallel_is_initialized():
         parallel_state.initialize_model_parallel(
             tensor_model_parallel_size=layout.tp,

@@ -7,7 +7,7 @@ for which `ParallelLayout.exports` is true. Tied embeddings are exported once, w
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -20,7 +20,6 @@ from gkd.actor.common.lora import merge
 from gkd.actor.megatron.hf_mapping import Shape, TensorEntry, stage_entries
 from gkd.actor.megatron.lora import Adapter
 from gkd.actor.megatron.model import StudentModel
-from gkd.config.schema_actor import LoraConfig
 from gkd.errors import ModelError
 from gkd.hf.folder import MAX_SHARD_BYTES, TensorPlan, exhaust, write_adapters, write_folder
 from gkd.weight_sync.buckets import Content
@@ -82,16 +81,17 @@ def iter_full(
         if not entry.exported:
             continue
         # Do not bind the gathered tensors to a name: it would keep them alive while the next ones are gathered.
-        yield from zip(entry.hf_names, _hf_tensors(entry, value(params[entry.param]), model), strict=True)
+        yield from zip(
+            entry.hf_names,
+            entry.layout.join(_gather(entry, value(params[entry.param]), model), model.dims),
+            strict=True,
+        )
 
 
-def _hf_tensors(entry: TensorEntry, shard: Tensor, model: StudentModel) -> tuple[Tensor, ...]:
-    shards = _gather(shard, model) if entry.owner is None else _from_owner(shard, entry.owner, model)
-    return entry.layout.join(shards, model.dims)
-
-
-def _gather(shard: Tensor, model: StudentModel) -> Tensor:
-    """Return the [tp, *shape] shards of all TP ranks, on every one of them."""
+def _gather(entry: TensorEntry, shard: Tensor, model: StudentModel) -> Tensor:
+    """Return the [tp, *shape] shards of all TP ranks, on every one of them; of an expert [1, *shape]."""
+    if entry.owner is not None:
+        return _from_owner(shard, entry.owner, model)
     if model.layout.tp == 1:
         return shard[None]
     shards = shard.new_empty((model.layout.tp, *shard.shape))
@@ -134,15 +134,13 @@ def save_hf(
     def write_model(tensors: Tensors, plans: Plans) -> None:
         write_folder(tensors, plans, out, source, max_shard_bytes)
 
+    def write_factors(tensors: Tensors, plans: Plans) -> None:
+        assert model.lora is not None
+        write_adapters(tensors, list(chain(*plans)), out / ADAPTER_FOLDER, model.lora, str(source))
+
     _save(model, "merged", write_model, out)
     if model.lora is not None:
-        _save(
-            model, "adapters", partial(_write_adapters, folder=out / ADAPTER_FOLDER, lora=model.lora, base=source), out
-        )
-
-
-def _write_adapters(tensors: Tensors, plans: Plans, *, folder: Path, lora: LoraConfig, base: Path) -> None:
-    write_adapters(tensors, [spec for plan in plans for spec in plan], folder, lora, str(base))
+        _save(model, "adapters", write_factors, out)
 
 
 def _save(model: StudentModel, content: Content, write: Callable[[Tensors, Plans], None], out_dir: Path) -> None:

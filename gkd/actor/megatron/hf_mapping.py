@@ -1,7 +1,7 @@
 """Map HF tensors to Megatron parameters, and load those of this rank from a HF folder, one tensor at a time.
 
-One table has names, shapes, TP layouts and owners of experts. `tensor_layouts` splits and joins the tensors; import,
-export and checkpoints use both.
+One table has names, shapes, TP layouts and owners of experts. Layouts split and join the tensors. Import, export and
+checkpoints use both.
 
 Of a folder only this rank's experts, rows and columns are read, from the mapped file into the parameter. Every rank
 first checks the headers of *all* tensors, so that a bad folder fails on all ranks and none hangs in a collective.
@@ -9,27 +9,111 @@ first checks the headers of *all* tensors, so that a bad folder fails on all ran
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
 
 import torch
+from torch import Tensor
 
 from gkd.actor.megatron.layout import ParallelLayout
-from gkd.actor.megatron.tensor_layouts import (
-    GatedMlp,
-    GroupedQkv,
-    Replicated,
-    SplitColumns,
-    SplitVocab,
-    TensorLayout,
-)
 from gkd.errors import ModelError
 from gkd.hf.model_dims import ModelDims, MoeDims
 from gkd.hf.model_folder import check_headers, open_tensors, some_names
 
+# Split HF tensors into the Megatron parameters of TP ranks, and join them again.
+#
+# Import: `TensorLayout.fill` reads one rank's part from HF tensors (or their slices on disk). Export:
+# `TensorLayout.join` combines the parts of all TP ranks. Values are only copied, so a round trip is bit-exact.
+
+
+# A Tensor or a safetensors slice: both read only the requested rows and columns.
+Sliceable: TypeAlias = Any
+
+
+class TensorLayout:
+    """How one Megatron parameter is made from its HF tensors. Here it is one tensor, split along one dimension or none.
+
+    Args:
+        partition_dim: dimension of the Megatron parameter that TP splits; None means every rank has all of it.
+    """
+
+    def __init__(self, partition_dim: int | None = 0) -> None:
+        self.partition_dim = partition_dim
+
+    def fill(self, param: Tensor, sources: Sequence[Sliceable], dims: ModelDims, tp: int, tp_rank: int) -> None:
+        """Write this TP rank's part of the HF tensors `sources` into `param`, in Megatron's row order."""
+        (source,), dim = sources, self.partition_dim
+        if dim is None:
+            param.copy_(source[:])
+            return
+        part = slice(tp_rank * param.shape[dim], (tp_rank + 1) * param.shape[dim])
+        param.copy_(source[part] if dim == 0 else source[:, part])
+
+    def join(self, shards: Tensor, dims: ModelDims) -> tuple[Tensor, ...]:
+        """Return the full HF tensors of the parts of all TP ranks, [tp, *shape of the parameter]; may alias them."""
+        if self.partition_dim is None or len(shards) == 1:
+            return (shards[0],)
+        return (shards.flatten(0, 1) if self.partition_dim == 0 else torch.cat(list(shards), dim=1),)
+
+
+REPLICATED = TensorLayout(None)  # norms and routers
+SPLIT_ROWS = TensorLayout(0)  # outputs: the second factor of a LoRA adapter
+SPLIT_COLUMNS = TensorLayout(1)  # inputs: the second matrix of attention and of the MLP
+
+
+class SplitVocab(TensorLayout):
+    """Split along the vocabulary; the last rows may be padding, zero here and absent in HF."""
+
+    def fill(self, param: Tensor, sources: Sequence[Sliceable], dims: ModelDims, tp: int, tp_rank: int) -> None:
+        rows = len(param)
+        start = min(tp_rank * rows, dims.vocab_size)
+        stop = min(start + rows, dims.vocab_size)
+        param[: stop - start].copy_(sources[0][start:stop])
+        param[stop - start :].zero_()
+
+    def join(self, shards: Tensor, dims: ModelDims) -> tuple[Tensor, ...]:
+        return (shards.flatten(0, 1)[: dims.vocab_size],)
+
+
+class GatedMlp(TensorLayout):
+    """HF gate and up projection; each rank holds [its rows of gate; its rows of up]."""
+
+    def fill(self, param: Tensor, sources: Sequence[Sliceable], dims: ModelDims, tp: int, tp_rank: int) -> None:
+        rows = len(param) // 2
+        for half, source in zip(param.split(rows), sources, strict=True):
+            half.copy_(source[tp_rank * rows : (tp_rank + 1) * rows])
+
+    def join(self, shards: Tensor, dims: ModelDims) -> tuple[Tensor, ...]:
+        gate, up = shards.chunk(2, dim=1)  # [tp, rows, hidden]
+        return gate.flatten(0, 1), up.flatten(0, 1)
+
+
+class GroupedQkv(TensorLayout):
+    """HF q, k, v; per key/value head: its query heads, then its key, then its value. TP splits heads.
+
+    Works for weights [rows, hidden] and biases [rows].
+    """
+
+    def fill(self, param: Tensor, sources: Sequence[Sliceable], dims: ModelDims, tp: int, tp_rank: int) -> None:
+        groups = dims.n_kv_heads // tp
+        grouped = param.view(groups, -1, *param.shape[1:])  # [groups, (q_per_group + 2) * head_dim, ...]
+        sizes = [dims.n_heads // dims.n_kv_heads * dims.head_dim, dims.head_dim, dims.head_dim]
+        for block, source in zip(grouped.split(sizes, dim=1), sources, strict=True):
+            rows = groups * block.shape[1]
+            block.copy_(source[tp_rank * rows : (tp_rank + 1) * rows].view(block.shape))
+
+    def join(self, shards: Tensor, dims: ModelDims) -> tuple[Tensor, ...]:
+        rows = shards.flatten(0, 1)
+        q_rows = dims.n_heads // dims.n_kv_heads * dims.head_dim
+        grouped = rows.view(dims.n_kv_heads, q_rows + 2 * dims.head_dim, *rows.shape[1:])
+        parts = torch.split(grouped, [q_rows, dims.head_dim, dims.head_dim], dim=1)
+        return tuple(part.reshape(-1, *part.shape[2:]) for part in parts)
+
+
 Shape: TypeAlias = tuple[int, ...]
+WHOLE = ParallelLayout(tp=1, pp=1, world_size=1, rank=0)  # one rank has the whole model
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,11 +148,11 @@ def _head_shape(d: ModelDims) -> tuple[Shape, ...]:
 
 
 _EMBEDDING = Rule("embedding.word_embeddings.weight", ("model.embed_tokens.weight",), SplitVocab(), _vocab_shape)
-_FINAL_NORM = Rule("decoder.final_layernorm.weight", ("model.norm.weight",), Replicated(), _hidden_shape)
+_FINAL_NORM = Rule("decoder.final_layernorm.weight", ("model.norm.weight",), REPLICATED, _hidden_shape)
 _LM_HEAD = Rule("output_layer.weight", ("lm_head.weight",), SplitVocab(), _vocab_shape)
 
 _LAYER_RULES = (
-    Rule("input_layernorm.weight", ("input_layernorm.weight",), Replicated(), _hidden_shape),
+    Rule("input_layernorm.weight", ("input_layernorm.weight",), REPLICATED, _hidden_shape),
     Rule(
         "self_attention.linear_qkv.weight",
         ("self_attn.q_proj.weight", "self_attn.k_proj.weight", "self_attn.v_proj.weight"),
@@ -85,24 +169,24 @@ _LAYER_RULES = (
     Rule(
         "self_attention.q_layernorm.weight",
         ("self_attn.q_norm.weight",),
-        Replicated(),
+        REPLICATED,
         _head_shape,
         when=lambda d: d.qk_norm,
     ),
     Rule(
         "self_attention.k_layernorm.weight",
         ("self_attn.k_norm.weight",),
-        Replicated(),
+        REPLICATED,
         _head_shape,
         when=lambda d: d.qk_norm,
     ),
     Rule(
         "self_attention.linear_proj.weight",
         ("self_attn.o_proj.weight",),
-        SplitColumns(),
+        SPLIT_COLUMNS,
         lambda d: ((d.hidden_size, _q_rows(d)),),
     ),
-    Rule("pre_mlp_layernorm.weight", ("post_attention_layernorm.weight",), Replicated(), _hidden_shape),
+    Rule("pre_mlp_layernorm.weight", ("post_attention_layernorm.weight",), REPLICATED, _hidden_shape),
 )
 
 _MLP_RULES = (
@@ -112,7 +196,7 @@ _MLP_RULES = (
         GatedMlp(),
         lambda d: ((d.ffn_size, d.hidden_size), (d.ffn_size, d.hidden_size)),
     ),
-    Rule("mlp.linear_fc2.weight", ("mlp.down_proj.weight",), SplitColumns(), lambda d: ((d.hidden_size, d.ffn_size),)),
+    Rule("mlp.linear_fc2.weight", ("mlp.down_proj.weight",), SPLIT_COLUMNS, lambda d: ((d.hidden_size, d.ffn_size),)),
 )
 
 
@@ -120,7 +204,7 @@ def _expert_shapes(d: ModelDims) -> tuple[Shape, ...]:
     return ((_moe(d).ffn_size, d.hidden_size),) * 2
 
 
-_ROUTER = Rule("mlp.router.weight", ("mlp.gate.weight",), Replicated(), lambda d: ((_moe(d).n_experts, d.hidden_size),))
+_ROUTER = Rule("mlp.router.weight", ("mlp.gate.weight",), REPLICATED, lambda d: ((_moe(d).n_experts, d.hidden_size),))
 
 # Names relative to an expert. TP does not split experts.
 _EXPERT_RULES = (
@@ -128,7 +212,7 @@ _EXPERT_RULES = (
     Rule(
         "linear_fc2.weight",
         ("down_proj.weight",),
-        SplitColumns(),
+        SPLIT_COLUMNS,
         lambda d: ((d.hidden_size, _moe(d).ffn_size),),
     ),
 )
@@ -188,8 +272,7 @@ def held_entries(dims: ModelDims, layout: ParallelLayout) -> list[TensorEntry]:
 
 def expected_hf_tensors(dims: ModelDims) -> dict[str, Shape]:
     """Return name and shape of every tensor of the whole HF model."""
-    whole = ParallelLayout(tp=1, pp=1, world_size=1, rank=0)
-    entries = stage_entries(dims, whole)
+    entries = stage_entries(dims, WHOLE)
     return {name: shape for e in entries for name, shape in zip(e.hf_names, e.hf_shapes, strict=True)}
 
 

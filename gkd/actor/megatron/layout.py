@@ -15,17 +15,13 @@ from __future__ import annotations
 import math
 from dataclasses import KW_ONLY, dataclass
 
-from gkd.errors import ConfigError
+from gkd.config.schema_actor import ActorConfig
 from gkd.hf.model_dims import ModelDims, check_actor_split, check_expert_ranks
 
 
 @dataclass(frozen=True, slots=True)
 class ParallelLayout:
-    """Coordinates of one rank. The constructor checks the sizes.
-
-    Raises:
-        ConfigError: actor.tp, actor.pp, actor.vpp or actor.ep does not divide the world or does not fit the others.
-    """
+    """Coordinates of one rank. Raises ConfigError: actor.ep does not divide the ranks of a stage."""
 
     tp: int
     pp: int
@@ -36,21 +32,6 @@ class ParallelLayout:
     ep: int = 1  # expert parallel size
 
     def __post_init__(self) -> None:
-        sizes = {"actor.tp": self.tp, "actor.pp": self.pp, "actor.vpp": self.vpp, "actor.ep": self.ep}
-        for key, value in sizes.items():
-            if value < 1:
-                raise ConfigError(key, value, "must be at least 1.", "use 1 to disable this parallelism.")
-        if self.world_size % (self.tp * self.pp):
-            raise ConfigError(
-                "actor.tp",
-                self.tp,
-                f"actor.tp * actor.pp = {self.tp} * {self.pp} does not divide the actor's {self.world_size} processes.",
-                "change actor.tp, actor.pp or the number of GPUs of the actor pool.",
-            )
-        if self.vpp > 1 and self.pp == 1:
-            raise ConfigError(
-                "actor.vpp", self.vpp, "there is no pipeline to interleave with actor.pp 1.", "use 1, or actor.pp > 1."
-            )
         check_expert_ranks(self.ep, self.tp * self.dp)
         if not 0 <= self.rank < self.world_size:
             raise ValueError(f"rank {self.rank} is not in [0, {self.world_size})")
@@ -109,3 +90,9 @@ class ParallelLayout:
     def padded_vocab_size(self, dims: ModelDims) -> int:
         """Return the vocabulary size rounded up to a multiple of TP; Megatron requires equal shards."""
         return -(-dims.vocab_size // self.tp) * self.tp
+
+
+def layouts_of(actor: ActorConfig, world_size: int) -> list[ParallelLayout]:
+    """Return the layouts of all ranks, in rank order."""
+    a, ranks = actor, range(world_size)
+    return [ParallelLayout(a.tp, a.pp, world_size, rank, vpp=a.vpp, ep=a.ep) for rank in ranks]

@@ -29,15 +29,20 @@ from megatron.core.tensor_parallel import (
 from torch import Tensor, nn
 
 from gkd.actor.common.lora import first_a, is_target
-from gkd.actor.megatron.hf_mapping import TensorEntry, stage_entries
+from gkd.actor.megatron.hf_mapping import (
+    REPLICATED,
+    SPLIT_COLUMNS,
+    SPLIT_ROWS,
+    WHOLE,
+    GatedMlp,
+    GroupedQkv,
+    TensorEntry,
+    stage_entries,
+)
 from gkd.actor.megatron.layout import ParallelLayout
-from gkd.actor.megatron.tensor_layouts import GatedMlp, GroupedQkv, Replicated, SplitColumns, SplitRows
 from gkd.config.schema_actor import LoraConfig
 from gkd.errors import ConfigError
 from gkd.hf.model_dims import ModelDims
-
-_WHOLE = ParallelLayout(tp=1, pp=1, world_size=1, rank=0)
-_LINEAR = (GroupedQkv, GatedMlp, SplitColumns)  # layouts of the weights of linear layers, except the LM head
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,13 +69,18 @@ def adapters_of(dims: ModelDims, layout: ParallelLayout, lora: LoraConfig) -> li
 
 def adapter_shapes(dims: ModelDims, lora: LoraConfig) -> dict[str, list[int]]:
     """Return the shapes of all factors of the whole model by HF name."""
-    factors = [entry for adapter in adapters_of(dims, _WHOLE, lora) for entry in (adapter.a, adapter.b)]
+    factors = [entry for adapter in adapters_of(dims, WHOLE, lora) for entry in (adapter.a, adapter.b)]
     return {entry.hf_names[0]: list(entry.hf_shapes[0]) for entry in factors}
 
 
 def _linear_entries(dims: ModelDims, layout: ParallelLayout) -> list[TensorEntry]:
-    entries = stage_entries(dims, layout)
-    return [entry for entry in entries if isinstance(entry.layout, _LINEAR) and entry.param.endswith(".weight")]
+    """Return the weights of linear layers, except the LM head."""
+    return [
+        entry
+        for entry in stage_entries(dims, layout)
+        if (isinstance(entry.layout, GroupedQkv | GatedMlp) or _splits_inputs(entry))
+        and entry.param.endswith(".weight")
+    ]
 
 
 def _layer(weight: str) -> str:
@@ -81,7 +91,7 @@ def _adapter(linear: TensorEntry, part: int, rank: int) -> Adapter:
     weight, (n_out, n_in) = linear.hf_names[part], linear.hf_shapes[part]
     name = _layer(weight)
     param = f"{_layer(linear.param)}.adapters.{name.rpartition('.')[2]}"
-    a, b = (SplitColumns(), Replicated()) if _splits_inputs(linear) else (Replicated(), SplitRows())
+    a, b = (SPLIT_COLUMNS, REPLICATED) if _splits_inputs(linear) else (REPLICATED, SPLIT_ROWS)
     return Adapter(
         weight,
         part,
@@ -93,12 +103,12 @@ def _adapter(linear: TensorEntry, part: int, rank: int) -> Adapter:
 
 def _splits_inputs(linear: TensorEntry) -> bool:
     """Return whether TP splits the inputs of a layer, not its outputs."""
-    return isinstance(linear.layout, SplitColumns)
+    return linear.layout is SPLIT_COLUMNS
 
 
 def check_targets(dims: ModelDims, lora: LoraConfig) -> None:
     """Raise ConfigError if an entry of actor.lora.targets names no linear layer, or layers of experts."""
-    owners = {_layer(name): entry.owner for entry in _linear_entries(dims, _WHOLE) for name in entry.hf_names}
+    owners = {_layer(name): entry.owner for entry in _linear_entries(dims, WHOLE) for name in entry.hf_names}
     dense = [layer for layer, owner in owners.items() if owner is None]
     experts = [layer for layer, owner in owners.items() if owner is not None]
     for target in lora.targets or [""]:
@@ -187,7 +197,7 @@ def add_adapters(
     """
     found = {adapter.weight: adapter for adapter in adapters_of(dims, layout, lora)}
     generator = torch.Generator().manual_seed(seed)
-    for adapter in adapters_of(dims, _WHOLE, lora):
+    for adapter in adapters_of(dims, WHOLE, lora):
         whole_a = first_a(adapter.a.hf_shapes[0], generator)  # drawn even for other stages, to advance the generator
         if (own := found.get(adapter.weight)) is not None:
             _add_adapter(modules[_layer(own.linear.param)], own, whole_a, dims, layout, lora)

@@ -21,12 +21,11 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from gkd.actor.common.base import no_phase
-from gkd.actor.megatron.hf_config import MegatronDims, read_megatron_dims
 from gkd.actor.megatron.hf_mapping import TensorEntry, chunk_prefix, held_entries, load_hf_weights
 from gkd.actor.megatron.layer_spec import check_transformer_engine, is_fused, layer_spec, local_name
 from gkd.actor.megatron.layout import ParallelLayout
 from gkd.actor.megatron.lora import Adapter, add_adapters, check_targets
-from gkd.actor.megatron.model_config import transformer_config
+from gkd.actor.megatron.model_config import MegatronDims, read_megatron_dims, transformer_config
 from gkd.config.schema_actor import LoraConfig
 from gkd.log import get_logger
 
@@ -211,8 +210,7 @@ def build_model(
 
     Raises:
         ModelError: the folder is unsupported or damaged.
-        ConfigError: the layout cannot split this model, it cannot have these adapters, or `layers`, `recompute` or
-            `sequence_parallel` is invalid.
+        ConfigError: the layout cannot split this model, it cannot have these adapters, or `layers` cannot be used here.
     """
     dims = read_megatron_dims(model_path)
     layout.check_model(dims, sequence_parallel=sequence_parallel)

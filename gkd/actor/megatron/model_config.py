@@ -1,7 +1,10 @@
-"""Build Megatron's TransformerConfig for a student."""
+"""Read the sizes and features of a model from its config.json, and build Megatron's TransformerConfig for it."""
 
 from __future__ import annotations
 
+import math
+from dataclasses import dataclass, fields
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -10,11 +13,65 @@ from megatron.core.models.common.embeddings import rope_utils
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 from torch._dynamo import maybe_mark_dynamic
+from transformers import AutoConfig, PretrainedConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from gkd.actor.megatron.hf_config import MegatronDims
 from gkd.actor.megatron.layer_spec import expert_settings
 from gkd.actor.megatron.layout import ParallelLayout
-from gkd.errors import ConfigError
+from gkd.errors import ModelError
+from gkd.hf.model_dims import ModelDims, check_megatron_support, read_dims
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MegatronDims(ModelDims):
+    """Sizes of a supported model, and the constants of its norms and rotary embeddings."""
+
+    norm_eps: float
+    rope_inv_freq: tuple[float, ...]  # [head_dim / 2] float32 values, rope scaling applied
+
+
+def read_megatron_dims(model_path: str | Path) -> MegatronDims:
+    """Read config.json of a local HF folder through transformers, which fills in what the file leaves out.
+
+    Raises:
+        ModelError: the folder or its config is missing or unreadable, or it has an unsupported architecture or feature.
+    """
+    folder = Path(model_path)
+    if not (folder / "config.json").is_file():
+        raise ModelError(
+            f"{folder} is not a HF model folder: it has no config.json. Fix: set model.path to a local one."
+        )
+    try:
+        config = AutoConfig.from_pretrained(folder, local_files_only=True)
+    except (OSError, ValueError, KeyError) as error:
+        raise ModelError(f"{folder}/config.json cannot be read: {error}") from error
+    config_json = config.to_dict()
+    check_megatron_support(config_json, str(folder))
+    dims = read_dims(config_json)
+    return MegatronDims(
+        **{field.name: getattr(dims, field.name) for field in fields(dims)},
+        norm_eps=config.rms_norm_eps,
+        rope_inv_freq=_rope_inv_freq(folder, config, dims.head_dim),
+    )
+
+
+def _rope_inv_freq(folder: Path, config: PretrainedConfig, head_dim: int) -> tuple[float, ...]:
+    """Return the [head_dim / 2] rotations per position, radians. transformers computes the scaled kinds.
+
+    Megatron's own llama3 scaling hard-codes three of the four numbers that a config may set.
+    """
+    # transformers 5 stores theta and scaling in rope_parameters, for old and new config files.
+    rope: dict[str, Any] = dict(config.rope_parameters)
+    kind = rope.get("rope_type", "default")
+    if kind == "default":
+        exponents = torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim
+        inv_freq = 1.0 / (float(rope["rope_theta"]) ** exponents)
+    else:
+        inv_freq, attention_scaling = ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"))
+        if not math.isclose(attention_scaling, 1.0):
+            raise ModelError(f"{folder}: rope_type {kind!r} scales attention by {attention_scaling}; not supported.")
+    return tuple(inv_freq.tolist())
+
 
 # actor.recompute -> Megatron's settings
 _RECOMPUTE: dict[str, dict[str, Any]] = {
@@ -39,15 +96,7 @@ def transformer_config(
     Args:
         recompute, sequence_parallel: see `build_model`.
         fused: compile SwiGLU and the rotary embedding to one kernel each.
-
-    Raises:
-        ConfigError: actor.recompute is not a valid choice, or actor.sequence_parallel is set with one TP rank.
     """
-    if recompute not in _RECOMPUTE:
-        choices = ", ".join(_RECOMPUTE)
-        raise ConfigError("actor.recompute", recompute, "is not a valid choice.", f"use one of {choices}.")
-    if sequence_parallel and layout.tp == 1:
-        raise ConfigError("actor.sequence_parallel", True, "there is one TP rank.", "use false, or actor.tp > 1.")
     if fused:
         install_fused_rope()
     return TransformerConfig(

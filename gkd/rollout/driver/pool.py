@@ -22,9 +22,8 @@ from gkd.data.codec import ColumnList
 from gkd.environment.worker import Start
 from gkd.errors import ClusterError, RankFailed, RankTimeout
 from gkd.memory.usage import merge
-from gkd.rollout.driver.dispatcher import Dispatcher, name_of
+from gkd.rollout.driver.dispatcher import Dispatcher, JobStream, name_of
 from gkd.rollout.driver.recovery import Engines
-from gkd.rollout.driver.stream import JobStream
 from gkd.rollout.messages import Sampling
 from gkd.types import GreedyReport, Prompt, RolloutChunk, RolloutUsage, Sample
 
@@ -195,15 +194,9 @@ class RolloutPool:
         return RolloutUsage(engines, generate_s, memory, self.engines.take_restarts())
 
     def offload_states(self, include: Sequence[str] | None = None, level: int = 1, *, blocking: bool = True) -> Pending:
-        """Release the GPU memory of all engines concurrently; see `RolloutWorker.offload_states`.
+        """See `RolloutRole.offload_states`. Until `reload_states` no engine is restarted.
 
-        Calls on an engine made after this one run after it. Until `reload_states` no engine is restarted.
-
-        Args:
-            blocking: wait for all engines. Otherwise wait on the returned handle, which also raises their errors.
-
-        Raises:
-            ClusterError: an engine refused or timed out.
+        Calls on an engine made after this one run after it. It, or the wait for it, raises ClusterError.
         """
         self.engines.hold()
         return self._pending(lambda worker: worker.offload_states.remote(include, level), "offload_states", blocking)

@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from gkd.config.schema_rollout import RolloutConfig
 from gkd.errors import EngineFailed, GkdError, RankFailed, RankTimeout, SenderFailed, WeightSyncError
@@ -23,20 +23,11 @@ from gkd.log import get_logger
 from gkd.types import EngineRestarts, SyncReport
 from gkd.weight_sync.coordinator import WeightSync
 
+if TYPE_CHECKING:
+    from gkd.rollout.driver.restart import EngineSlots
+
 log = get_logger("recovery")
 T = TypeVar("T")
-
-
-class Slots(Protocol):
-    """Starts the engines' processes; see `gkd.rollout.driver.restart.EngineSlots`."""
-
-    def start(self, index: int, attempt: int) -> Any:
-        """Kill what is left of an engine, start it in its slot and load its model; blocks. Return its handle."""
-        ...
-
-    def card(self, index: int) -> str:
-        """Return host and GPU of an engine, for messages."""
-        ...
 
 
 # States of a slot. unsynced: the process is ready, but no engine has a complete version; the next sync includes it.
@@ -65,14 +56,14 @@ class Engines:
         self._max_restarts = config.max_restarts
         self._slots = [_Slot(worker) for worker in workers]
         self._changed = threading.Condition(threading.RLock())  # guards all attributes
-        self._start: Slots | None = None
+        self._start: EngineSlots | None = None
         self._restore: Callable[[int, Any], int | None] | None = None
         self._failure: GkdError | None = None
         self._syncing = self._held = self._closed = False
         self._callbacks: list[Callable[[], None]] = []
         self._done = EngineRestarts()
 
-    def recover_with(self, slots: Slots, restore: Callable[[int, Any], int | None]) -> None:
+    def recover_with(self, slots: EngineSlots, restore: Callable[[int, Any], int | None]) -> None:
         """Restart engines from now on. Before this, and with rollout.max_restarts: 0, a failure is raised.
 
         Args:

@@ -111,7 +111,7 @@ class EngineWatch:
 
 
 class EngineSlots:
-    """Implements `gkd.rollout.driver.recovery.Slots`.
+    """Starts the engines' processes.
 
     Args:
         pool: the engines' slots.
@@ -137,7 +137,9 @@ class EngineSlots:
         self._lock = threading.Lock()
 
     def start(self, index: int, attempt: int) -> Any:
-        """See `Slots.start`. The processes of `rollout.tp` > 1 belong to the engine, too.
+        """Kill what is left of an engine, start it in its slot and load its model; blocks. Return its handle.
+
+        The processes of `rollout.tp` > 1 belong to the engine, too.
 
         Raises:
             RankFailed: the new process died or failed.
@@ -158,7 +160,7 @@ class EngineSlots:
         return worker
 
     def card(self, index: int) -> str:
-        """See `Slots.card`."""
+        """Return host and GPU of an engine, for messages."""
         row = self._rows[index]
         if self._on_cpu:
             return row.host

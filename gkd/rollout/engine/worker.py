@@ -14,28 +14,28 @@ import numpy as np
 import ray
 import torch
 
-from gkd.cluster.assignment import sort_visible_gpus, this_placement
 from gkd.cluster.gpu_table import RankPlacement
-from gkd.cluster.startup import WATCH
+from gkd.cluster.startup import WATCH, sort_visible_gpus, this_placement
 from gkd.config.schema import Config
 from gkd.data.answers import as_text, greedy_sample
 from gkd.data.chat_delta import ChatDelta
 from gkd.data.chunks import chunk_sizes, encode_sizes
 from gkd.data.codec import ColumnList, decode_prompts
 from gkd.data.prompts import load_tokenizer
+from gkd.data.scatter import map_selected
 from gkd.environment.pool import Environments
 from gkd.environment.worker import Start
 from gkd.errors import ClusterError
 from gkd.hf.hub import with_local_copies
 from gkd.log import get_logger
+from gkd.memory.offload_manager import GIB
 from gkd.memory.oom import diagnosed
 from gkd.memory.remedies import engine_advice
-from gkd.rollout.engine.coalesce import Coalescer
-from gkd.rollout.engine.loop import EngineLoop
+from gkd.rollout.engine.loop import Coalescer, EngineLoop
 from gkd.rollout.messages import Job, Pulse, Sampling
 from gkd.rollout.vllm.engine import RolloutEngine
-from gkd.rollout.vllm.self_scoring import SelfScoring
-from gkd.rollout.vllm.sleep_state import WEIGHTS, EngineStates, tags_of
+from gkd.rollout.vllm.self_scoring import self_scores
+from gkd.rollout.vllm.sleep_state import STATES, WEIGHTS, tags_of
 from gkd.rollout.vllm.start import ENGINE_PHASES, engine_folder, link_shared_memory, remove_files
 from gkd.rollout.vllm.turns import Turns
 from gkd.spans import Phase, Progress, SpanRecorder
@@ -51,7 +51,7 @@ STREAM, ADMIT = "stream", "admit"
 CONCURRENCY_GROUPS = (STREAM, ADMIT, WATCH)
 
 
-class RolloutWorker(SelfScoring):
+class RolloutWorker:
     """One rollout engine. Ray runs all methods outside of `CONCURRENCY_GROUPS` in one thread, one at a time.
 
     While a stream is open, only the `stream` thread uses the engine and executes the other methods' calls. Methods that
@@ -68,6 +68,7 @@ class RolloutWorker(SelfScoring):
         self._spans = SpanRecorder(f"engine {rank}", Phase.STARTED)
         self._loop: EngineLoop | None = None  # loop of the open stream
         self._session = 0  # number of the open stream's session
+        self._peaks: dict[str, float] = {}  # metric name -> peak since the last `usage` call
 
     def placement(self, ask_driver: bool) -> RankPlacement:
         return this_placement("rollout", self._rank, ask_driver=ask_driver)
@@ -122,21 +123,19 @@ class RolloutWorker(SelfScoring):
         self._spans.enter("starting vLLM")
         derived = config.derived
         with self._diagnosed(Phase.BUILD_ENGINE):
-            self._set_engine(
-                RolloutEngine(
-                    config.model.path,
-                    config.rollout,
-                    dtype=config.model.dtype,
-                    max_model_len=derived.max_engine_length,
-                    device=device,
-                    eos_ids=eos_ids,
-                    n_vocab=config.model.n_vocab,
-                    trust_remote_code=config.model.trust_remote_code,
-                    enable_sleep_mode=sleeps,
-                    lora=config.actor.lora if derived.engine_adapter_rank else None,
-                    turns=turns,
-                    spans=self._spans,
-                )
+            self._engine = RolloutEngine(
+                config.model.path,
+                config.rollout,
+                dtype=config.model.dtype,
+                max_model_len=derived.max_engine_length,
+                device=device,
+                eos_ids=eos_ids,
+                n_vocab=config.model.n_vocab,
+                trust_remote_code=config.model.trust_remote_code,
+                enable_sleep_mode=sleeps,
+                lora=config.actor.lora if derived.engine_adapter_rank else None,
+                turns=turns,
+                spans=self._spans,
             )
         self._spans.enter(Phase.READY)
         self._log.info("engine ready")
@@ -152,10 +151,6 @@ class RolloutWorker(SelfScoring):
 
     def _set_up(self, config: Config, device: torch.device, run_dir: Path) -> None:
         self._config, self._device, self._run_dir = config, device, run_dir
-
-    def _set_engine(self, engine: RolloutEngine) -> None:
-        self._engine = engine
-        self._states = EngineStates(engine, self._diagnosed)
 
     def greedy(self, prompts: Sequence[Prompt], marker: str, n_samples: int) -> tuple[Counter[int], list[Sample]]:
         """Return the number of greedy exact matches by route, without truncated ones, and `n_samples` responses."""
@@ -176,6 +171,25 @@ class RolloutWorker(SelfScoring):
         return [
             as_text(self._tokenizer, chunk[i]) for chunk, chosen in zip(chunks, positions, strict=True) for i in chosen
         ]
+
+    def score(self, sequence_indices: Sequence[bytes | None], *chunks: list[Rollout]) -> Any:
+        """Compute the scores of this engine's sequences, as their teacher; no stream may be open.
+
+        Args:
+            sequence_indices: of each chunk, the sequences scored by this engine, see `gkd.data.scatter`.
+
+        Returns:
+            None, and then for each chunk a list of `TeacherScores`; without chunks None alone. One object each.
+
+        Raises:
+            ClusterError, TeacherError: see `self_scores`.
+        """
+        self._ensure_awake()
+        signals, topk = self._config.derived.signals, self._config.teacher.topk
+        with self._spans.span(Phase.SCORE), self._diagnosed(Phase.SCORE):
+            compute = partial(self_scores, self._engine, signals=signals, topk=topk)
+            scores = map_selected(sequence_indices, chunks, compute)
+        return (None, *scores) if scores else None
 
     def open_stream(self, session: int, n_groups: int, chunk_size: int) -> None:
         """Reserve the engine for a following call of `stream`.
@@ -206,7 +220,9 @@ class RolloutWorker(SelfScoring):
         object, but Ray 2.60 occasionally freed objects whose handle was nested in a streamed item. The driver owns
         streamed items themselves.)
         """
-        for job, group, rollouts in self._open_loop().run():
+        if self._loop is None:
+            raise ClusterError(f"rollout engine {self._rank} has no open stream")
+        for job, group, rollouts in self._loop.run():
             yield ColumnList(rollouts)
             yield encode_sizes(chunk_sizes(group, rollouts), job)
 
@@ -233,7 +249,7 @@ class RolloutWorker(SelfScoring):
         if self._loop is not None:
             self._loop.close()
             self._loop = None
-            self._states.record(Phase.GENERATE)
+            self._record(Phase.GENERATE)
 
     def join_groups(self, specs: list[GroupSpec]) -> None:
         with self._spans.span(Phase.JOIN):
@@ -245,7 +261,7 @@ class RolloutWorker(SelfScoring):
         def receive() -> int:
             with self._diagnosed(Phase.RECEIVE):
                 n_bytes = self._engine.receive(plans, policy_version, adapters=content == "adapters")
-            self._states.record(Phase.RECEIVE)
+            self._record(Phase.RECEIVE)
             return n_bytes
 
         with self._spans.span(Phase.RECEIVE):
@@ -276,24 +292,37 @@ class RolloutWorker(SelfScoring):
             )
         tags = tags_of(include)
         with self._spans.span(Phase.OFFLOAD):
-            self._states.offload(tags, level)
-            return self._states.state_bytes()
+            with self._diagnosed(Phase.OFFLOAD):
+                self._engine.sleep(level, tags)
+            self._record(Phase.OFFLOAD)
+            return self._state_bytes()
 
     def reload_states(self, include: Sequence[str] | None = None) -> dict[str, int]:
         """Allocate the GPU memory again. Idempotent. Arguments and result as for `offload_states`."""
         tags = tags_of(include)
-        if self._loop is None:  # the engine of an open stream is awake
+        if self._loop is None:
             with self._spans.span(Phase.ONLOAD):
-                self._states.reload(tags)
+                self._ensure_awake(tags)
         return self.state_bytes()
 
     def state_bytes(self) -> dict[str, int]:
         """Return state -> bytes on the engine's GPUs."""
-        return self._on_engine(self._states.state_bytes)
+        return self._on_engine(self._state_bytes)
+
+    def _state_bytes(self) -> dict[str, int]:
+        held = self._engine.memory_bytes()
+        return {state: held[tag] for state, tag in STATES.items()}
+
+    def _record(self, phase: Phase) -> None:
+        """Record the memory held at the end of a phase."""
+        for name, n_bytes in (self._state_bytes() | self._engine.process_memory()).items():
+            metric = f"memory/{phase.metric}/rollout_{name}_gib"
+            self._peaks[metric] = max(n_bytes / GIB, self._peaks.get(metric, 0.0))
 
     def usage(self) -> EngineUsage:
         """Return and reset the engine's counters and spans, and its memory after each phase."""
-        return replace(self._engine.usage(), memory=self._states.pop_peaks(), spans=self._spans.take())
+        peaks, self._peaks = self._peaks, {}
+        return replace(self._engine.usage(), memory=peaks, spans=self._spans.take())
 
     def _generate(
         self, prompts: Sequence[Prompt], sampling: Sampling, prompt_indices: Sequence[int]
@@ -304,11 +333,12 @@ class RolloutWorker(SelfScoring):
         else:
             with self._diagnosed(Phase.GENERATE):
                 yield from self._engine.generate(prompts, sampling, prompt_indices)
-        self._on_engine(lambda: self._states.record(Phase.GENERATE))
+        self._on_engine(lambda: self._record(Phase.GENERATE))
 
     def _ensure_awake(self, tags: Sequence[str] | None = None) -> None:
         if self._loop is None:  # the engine of an open stream is awake
-            self._states.reload(tags)
+            with self._diagnosed(Phase.ONLOAD):
+                self._engine.wake_up(tags)
 
     def _on_engine(self, function: Callable[[], T]) -> T:
         """Call `function` in the thread that may use the engine."""
@@ -326,8 +356,3 @@ class RolloutWorker(SelfScoring):
             phase=phase,
             advice=lambda shortage: engine_advice(self._config, shortage),
         )
-
-    def _open_loop(self) -> EngineLoop:
-        if self._loop is None:
-            raise ClusterError(f"rollout engine {self._rank} has no open stream")
-        return self._loop

@@ -7,63 +7,36 @@ the engine's current ones: under `trainer.scheduler: sync` the ones that generat
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
-from gkd.config.schema import Config
-from gkd.data.scatter import map_selected
 from gkd.data.score_checks import check_own
 from gkd.errors import ClusterError, TeacherError
-from gkd.spans import Phase, SpanRecorder
+from gkd.rollout.vllm.engine import RolloutEngine
 from gkd.types import Rollout, TeacherScores, TeacherTopK
-
-if TYPE_CHECKING:
-    from gkd.rollout.vllm.engine import RolloutEngine
+from teacher_server.wire.protocol import Signal
 
 
-class SelfScoring(ABC):
-    """The part of `gkd.rollout.engine.worker.RolloutWorker` that scores."""
+def self_scores(
+    engine: RolloutEngine, rollouts: Sequence[Rollout], signals: Sequence[Signal], topk: int
+) -> list[TeacherScores]:
+    """Return the scores of sequences by an engine that generates nothing.
 
-    _config: Config
-    _engine: RolloutEngine
-    _spans: SpanRecorder
+    Args:
+        topk: number of ids for the signal `topk`.
 
-    @abstractmethod
-    def _ensure_awake(self, tags: Sequence[str] | None = None) -> None: ...
-
-    @abstractmethod
-    def _diagnosed(self, phase: Phase) -> AbstractContextManager[None]: ...
-
-    def score(self, sequence_indices: Sequence[bytes | None], *chunks: list[Rollout]) -> Any:
-        """Compute the scores of this engine's sequences; no stream may be open.
-
-        Args:
-            sequence_indices: of each chunk, the sequences scored by this engine, see `gkd.data.scatter`.
-
-        Returns:
-            None, and then for each chunk a list of `TeacherScores`; without chunks None alone. One object each.
-
-        Raises:
-            ClusterError: the engine is generating.
-            TeacherError: it refused a sequence.
-        """
-        self._ensure_awake()
-        with self._spans.span(Phase.SCORE), self._diagnosed(Phase.SCORE):
-            scores = map_selected(sequence_indices, chunks, self._scores)
-        return (None, *scores) if scores else None
-
-    def _scores(self, rollouts: list[Rollout]) -> list[TeacherScores]:
-        engine, signals = self._engine, self._config.derived.signals
-        if engine.n_running:
-            raise ClusterError(f"the rollout engine cannot score: {engine.n_running} sequences are unfinished")
-        n_top = self._config.teacher.topk if "topk" in signals else 0
-        sequences = [rollout.for_teacher() for rollout in rollouts]
-        tables = prompt_logprobs(engine.llm, sequences, n_top, engine.request_options)
-        return [_teacher_scores(*each, with_sampled="sampled" in signals) for each in tables]
+    Raises:
+        ClusterError: the engine is generating.
+        TeacherError: it refused a sequence.
+    """
+    if engine.n_running:
+        raise ClusterError(f"the rollout engine cannot score: {engine.n_running} sequences are unfinished")
+    n_top = topk if "topk" in signals else 0
+    sequences = [rollout.for_teacher() for rollout in rollouts]
+    tables = prompt_logprobs(engine.llm, sequences, n_top, engine.request_options)
+    return [_teacher_scores(*each, with_sampled="sampled" in signals) for each in tables]
 
 
 def prompt_logprobs(

@@ -7,18 +7,15 @@ Levels and tags have the meaning of vLLM's sleep mode. `SleepMixin` moves the me
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from gkd.errors import ClusterError, ConfigError
-from gkd.memory.offload_manager import GIB
-from gkd.memory.usage import read_usage
-from gkd.spans import Phase
+from gkd.memory.usage import read_usage, trim_heap
 from teacher_server.engines.vllm_versions import discard, sleep, wake_up
 
 WEIGHTS, KV_CACHE = "weights", "kv_cache"
@@ -39,19 +36,17 @@ class SleepState:
         self._discarded = False  # the weights were discarded, and no new version has been loaded since
         self._incomplete: set[str] = set()  # contents whose transfer began and has not ended
 
-    def awake_tags(self, tags: Iterable[str]) -> list[str]:
+    def awake_tags(self, tags: Sequence[str]) -> list[str]:
         """Return the awake ones of `tags`, in the order of `TAGS`.
 
         Raises:
-            ClusterError: unknown tag.
             ConfigError: the engine was built without sleep mode.
         """
-        chosen = _ordered(tags)
         if not self._enabled:
             problem = "the rollout engines were built without sleep mode, so their memory cannot be released."
             fix = "in a pipeline of your own open_pools(config, engines_sleep=True), else trainer.colocate=true."
             raise ConfigError("engines_sleep", False, problem, fix)
-        return [tag for tag in chosen if tag not in self._asleep]
+        return [tag for tag in TAGS if tag in tags and tag not in self._asleep]
 
     def sleep(self, tags: Sequence[str], level: int) -> None:
         """Release the memory of tags that are awake. After an error they count as asleep; `wake_up` can be retried."""
@@ -60,12 +55,9 @@ class SleepState:
         self._discarded |= level == 2 and WEIGHTS in tags
         self._call("gkd_sleep", list(tags), remaining, level)
 
-    def wake_up(self, tags: Iterable[str]) -> None:
-        """Restore the sleeping ones of `tags`. After an error all of them still count as asleep.
-
-        Raises ClusterError: unknown tag.
-        """
-        chosen = [tag for tag in _ordered(tags) if tag in self._asleep]
+    def wake_up(self, tags: Sequence[str]) -> None:
+        """Restore the sleeping ones of `tags`. After an error all of them still count as asleep."""
+        chosen = [tag for tag in TAGS if tag in tags and tag in self._asleep]
         if chosen:
             self._call("gkd_wake", chosen, WEIGHTS in chosen and self._discarded)
             self._asleep -= set(chosen)
@@ -128,64 +120,8 @@ def check_level(level: int) -> None:
         )
 
 
-def _ordered(tags: Iterable[str]) -> list[str]:
-    wanted = list(tags)
-    unknown = [tag for tag in wanted if tag not in TAGS]
-    if unknown:
-        raise ClusterError(f"a rollout engine has no tag {unknown[0]!r}. Fix: use some of {', '.join(TAGS)}")
-    return [tag for tag in TAGS if tag in wanted]
-
-
 # Names of the states, as in the actor's `offload_states` -> tags of vLLM's sleep mode.
 STATES = {"params": WEIGHTS, "kv_cache": KV_CACHE}
-
-
-class SleepingEngine(Protocol):
-    """The part of `gkd.rollout.vllm.engine.RolloutEngine` that this module uses."""
-
-    def sleep(self, level: int = 1, tags: Sequence[str] | None = None) -> None: ...
-    def wake_up(self, tags: Sequence[str] | None = None) -> None: ...
-    def memory_bytes(self) -> dict[str, int]: ...
-    def process_memory(self) -> dict[str, int]: ...
-
-
-class EngineStates:
-    """Move the states of one engine and record the memory it holds. Used by one thread at a time.
-
-    Args:
-        diagnosed: phase -> context manager that explains out-of-memory errors of this phase.
-    """
-
-    def __init__(self, engine: SleepingEngine, diagnosed: Callable[[Phase], AbstractContextManager[None]]) -> None:
-        self._engine, self._diagnosed = engine, diagnosed
-        self._peaks: dict[str, float] = {}  # metric name -> peak since the last `pop_peaks`
-
-    def offload(self, tags: Sequence[str], level: int) -> None:
-        """Release GPU memory; see `RolloutWorker.offload_states`."""
-        with self._diagnosed(Phase.OFFLOAD):
-            self._engine.sleep(level, tags)
-        self.record(Phase.OFFLOAD)
-
-    def reload(self, tags: Sequence[str] | None) -> None:
-        """Allocate the GPU memory of these tags (None means all) again; see `RolloutWorker.reload_states`."""
-        with self._diagnosed(Phase.ONLOAD):
-            self._engine.wake_up(tags)
-
-    def state_bytes(self) -> dict[str, int]:
-        """Return state -> bytes on the engine's GPUs."""
-        held = self._engine.memory_bytes()
-        return {state: held[tag] for state, tag in STATES.items()}
-
-    def record(self, phase: Phase) -> None:
-        """Record the memory held at the end of a phase."""
-        for name, n_bytes in (self.state_bytes() | self._engine.process_memory()).items():
-            metric = f"memory/{phase.metric}/rollout_{name}_gib"
-            self._peaks[metric] = max(n_bytes / GIB, self._peaks.get(metric, 0.0))
-
-    def pop_peaks(self) -> dict[str, float]:
-        """Return and reset metric name -> peak since the last call."""
-        peaks, self._peaks = self._peaks, {}
-        return peaks
 
 
 def tags_of(include: Sequence[str] | None) -> list[str]:
@@ -291,7 +227,8 @@ class SleepMixin:
         self._gkd_blocks = {
             s._cdata: known.get(s._cdata) or _Block(s, s.nbytes()) for tag in TAGS for s in storages[tag]
         }
-        kept = self._gkd_kept(level)
+        copied = self.model_runner.get_model().buffers() if level == 2 else self._gkd_tensors(WEIGHTS)
+        kept = {storage._cdata for storage in _storages(copied)}
         for tag in tags:
             for storage in storages[tag]:
                 block = self._gkd_blocks[storage._cdata]
@@ -301,8 +238,7 @@ class SleepMixin:
                     block.host = block.host or torch.UntypedStorage(block.n_bytes)
                     block.host.copy_(storage)
                 storage.resize_(0)
-        if trim := getattr(ctypes.CDLL(None), "malloc_trim", None):  # glibc keeps freed blocks of up to 32 MiB
-            trim(0)
+        trim_heap()  # glibc keeps freed blocks of up to 32 MiB
 
     def _gkd_restore(self, tags: list[str], discarded: bool) -> None:
         for tag in tags:
@@ -315,12 +251,6 @@ class SleepMixin:
                     storage.copy_(block.host)
                 else:
                     _bytes_of(storage).fill_(_NAN_BYTE if discarded and tag == WEIGHTS else 0)
-
-    def _gkd_kept(self, level: int) -> set[int]:
-        """Return the storages to copy to host memory, by identity."""
-        model = self.model_runner.get_model()
-        tensors = model.buffers() if level == 2 else self._gkd_tensors(WEIGHTS)
-        return {storage._cdata for storage in _storages(tensors)}
 
 
 def _storages(tensors: Iterable[torch.Tensor]) -> list[torch.UntypedStorage]:

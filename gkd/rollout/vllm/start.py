@@ -17,8 +17,8 @@ from typing import Any
 import psutil
 
 from gkd.cluster.garbage import quick_imports
+from gkd.cluster.host import temporary_folder
 from gkd.cluster.stacks import RANK_ENV
-from gkd.cluster.temporary import temporary_folder
 from gkd.config.schema import engine_rank
 from gkd.config.schema_actor import LoraConfig
 from gkd.config.schema_rollout import RolloutConfig
@@ -47,6 +47,9 @@ ENGINE_PHASES: dict[str, Phase | str] = {
     "initialize_from_config": Phase.CACHE,
     "compile_or_warm_up_model": "warming up",
 }
+
+
+ADAPTER_ID = 1  # an engine has one adapter
 
 
 def start_vllm(
@@ -127,8 +130,6 @@ def _adapter_settings(lora: LoraConfig) -> dict[str, Any]:
 def adapter_request() -> Any:
     """Return what makes a request compute with the adapters that the engine has received."""
     from vllm.lora.request import LoRARequest
-
-    from gkd.rollout.vllm.adapters import ADAPTER_ID
 
     return LoRARequest("student", ADAPTER_ID, "received by weight sync, never read from a path")
 

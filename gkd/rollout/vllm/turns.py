@@ -14,7 +14,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from gkd.data.chat_delta import ChatDelta
-from gkd.environment.pool import Environments, Reply
+from gkd.environment.pool import Environments
+from gkd.environment.worker import Answer
 from gkd.errors import DataError
 from gkd.log import get_logger
 from gkd.rollout.vllm.sampling import Request, sequence_seed
@@ -81,7 +82,7 @@ class Turns:
                 self._open[request.key] = _Open(request, ending)
                 self._environments.end(request.key)
 
-    def _ending(self, request: Request, reply: Reply) -> str:
+    def _ending(self, request: Request, reply: Answer) -> str:
         """Return the finish reason; empty if the trajectory continues, then with the observation."""
         if reply.error:
             return self._error(request, reply.error)

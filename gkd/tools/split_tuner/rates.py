@@ -375,7 +375,7 @@ def fit_passes(products: np.ndarray) -> tuple[np.ndarray, bool]:
     It is undetermined if all passes had about the same number of sequences.
 
     Args:
-        products: [4, 4], the sum over passes of x x^T with x = (1, b, p, seconds), see `gkd.rollout.vllm.usage`.
+        products: [4, 4], the sum over passes of x x^T with x = (1, b, p, seconds), see `gkd.rollout.vllm.engine`.
     """
     n, total, squares = products[0, 0], products[0, 1], products[1, 1]
     variance = max(0.0, squares / n - (total / n) ** 2)
