@@ -1,6 +1,6 @@
 """List every key that a line of metrics.jsonl can have: unit, meaning, healthy values, problems and their fixes.
 
-Here are the keys about learning; `catalog_system` has the others, and all sections. `python -m gkd.tools.pages` writes
+Here are the keys about learning; `catalog_system` has the others, and all sections. `python -m tests.pages` writes
 docs/metrics.md from them. Tests compare them with the keys of real runs.
 """
 

@@ -15,7 +15,7 @@ from gkd.errors import CheckpointError
 from gkd.metrics.catalog import FUNCTION, NAME, NUMBER, PLACEHOLDERS
 from gkd.metrics.catalog_system import ROWS
 from gkd.metrics.writer import MetricsWriter, read_metrics
-from gkd.tools.pages import tables, with_tables
+from tests.pages import tables, with_tables
 from tests.structure import ROOT
 
 
@@ -111,7 +111,7 @@ def test_exact_match(response: str, reference: str, correct: bool) -> None:
 def test_the_page_of_metrics_is_current() -> None:
     """Fails if docs/metrics.md is out of date, a key has two rows, or a row has an unknown placeholder."""
     page = (ROOT / "docs" / "metrics.md").read_text()
-    assert page == with_tables(page, tables()["metrics.md"]), "run python -m gkd.tools.pages"
+    assert page == with_tables(page, tables()["metrics.md"]), "run python -m tests.pages"
     used = {name for row in ROWS for name in re.findall(r"<(\w+)>", row.key)}
     assert used == PLACEHOLDERS.keys()
     examples = [re.sub(r"<(\w+)>", lambda found: _example(found[1]), row.key) for row in ROWS]

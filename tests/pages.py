@@ -1,4 +1,4 @@
-"""`python -m gkd.tools.pages`: write the tables of the docs that repeat what the code declares.
+"""`python -m tests.pages`: write the tables of the docs that repeat what the code declares.
 
 Only what stands between `BEGIN` and `END` is replaced.
 """
@@ -7,15 +7,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
-from pathlib import Path
 
 from gkd.config.dialects.table import UNSET, Dialect, Kind, Row, dialects, files
 from gkd.config.key_list import DeclaredKey, all_keys
-from gkd.health.checks import CHECKS
 from gkd.metrics.catalog import DOTTED, FUNCTION, NAME, NUMBER, PLACEHOLDERS
 from gkd.metrics.catalog_system import SECTIONS
+from tests.structure import ROOT
 
-BEGIN, END = "<!-- tables, written by python -m gkd.tools.pages -->", "<!-- end of the tables -->"
+BEGIN, END = "<!-- tables, written by python -m tests.pages -->", "<!-- end of the tables -->"
 _HEADINGS: dict[Kind, str] = {
     "mapped": "settings with a key here",
     "refused": "refused, because it decides what is trained",
@@ -31,7 +30,6 @@ def tables() -> dict[str, str]:
     return {
         "configuration.md": _config_tables(),
         "metrics.md": _metrics_tables(),
-        "health.md": _health_table(),
         **{f"from_{system}.md": _dialect_tables(system) for system in systems},
     }
 
@@ -89,15 +87,6 @@ def _values(name: str) -> str:
     )
 
 
-def _health_table() -> str:
-    rows = (
-        (f"`{c.name}`", c.alarm.format(limit=f"**{c.limit:g}**"), c.reason, f"{c.cause}.", f"{c.change}.")
-        for c in CHECKS
-    )
-    columns = ("check", "alarm", "why this threshold", "likely cause", "what to change")
-    return _table(columns, ([cell[:1].upper() + cell[1:] for cell in row] for row in rows))
-
-
 def _dialect_tables(system: str) -> str:
     """Return a table for each kind of row of the system's dialects, and of the files that they extend."""
     found = {each.name: each for each in dialects().values() if each.system == system}
@@ -133,5 +122,5 @@ def _code(names: Iterable[str]) -> str:
 
 if __name__ == "__main__":
     for name, found in tables().items():
-        path = Path("docs") / name
+        path = ROOT / "docs" / name
         path.write_text(with_tables(path.read_text(), found))
