@@ -11,7 +11,6 @@ from collections.abc import Iterable, Sequence
 from gkd.config.dialects.table import UNSET, Dialect, Kind, Row, dialects, files
 from gkd.config.key_list import DeclaredKey, all_keys
 from gkd.metrics.catalog import DOTTED, FUNCTION, NAME, NUMBER, PLACEHOLDERS
-from gkd.metrics.catalog_system import SECTIONS
 from tests.structure import ROOT
 
 BEGIN, END = "<!-- tables, written by python -m tests.pages -->", "<!-- end of the tables -->"
@@ -29,7 +28,7 @@ def tables() -> dict[str, str]:
     systems = dict.fromkeys(each.system for each in dialects().values())
     return {
         "configuration.md": _config_tables(),
-        "metrics.md": _metrics_tables(),
+        "metrics.md": _placeholders(),
         **{f"from_{system}.md": _dialect_tables(system) for system in systems},
     }
 
@@ -65,13 +64,8 @@ def _key_row(each: DeclaredKey) -> tuple[str, ...]:
     return f"`{each.name}`", each.type, f"`{each.default!r}`", key.all_limits(), resume, key.help
 
 
-def _metrics_tables() -> str:
-    found = [_table(("placeholder", "values"), ((f"`<{name}>`", _values(name)) for name in PLACEHOLDERS))]
-    columns = ("key", "unit", "in", "meaning", "healthy", "problem and what to do")
-    for heading, rows in SECTIONS.items():
-        cells = ((f"`{row.key}`", row.unit, row.when, row.meaning, row.healthy, row.problem) for row in rows)
-        found.append(_table(columns, cells, f"## {heading}"))
-    return "\n".join(found)
+def _placeholders() -> str:
+    return _table(("placeholder", "values"), ((f"`<{name}>`", _values(name)) for name in PLACEHOLDERS))
 
 
 def _values(name: str) -> str:

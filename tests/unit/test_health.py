@@ -14,7 +14,7 @@ from gkd.health import judges
 from gkd.health.checks import CHECKS, NEED_EQUAL_SAMPLING
 from gkd.health.judges import N_RECENT, History, NoNumbers
 from gkd.health.monitor import CLEAR_AFTER, PREFIX, Changes, Monitor
-from gkd.metrics.catalog_system import ROWS
+from gkd.metrics.catalog import ROWS
 
 ROOT = Path(__file__).resolve().parents[2]
 Series = dict[str, Sequence[float | None]]
