@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from gkd.metrics.catalog_system import ROWS
+from gkd.metrics.catalog import ROWS
 from gkd.metrics.writer import read_metrics
 
 

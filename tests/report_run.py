@@ -18,8 +18,7 @@ from tokenizers.models import WordLevel
 
 from gkd.cluster.gpu_table import GpuInfo, GpuMap, PoolNeed, RankPlacement
 from gkd.config.load import config_yaml, load_config
-from gkd.metrics.catalog import PLACEHOLDERS
-from gkd.metrics.catalog_system import ROWS
+from gkd.metrics.catalog import PLACEHOLDERS, ROWS
 from gkd.metrics.writer import MetricsWriter
 from gkd.types import Sample, TokenRecord
 

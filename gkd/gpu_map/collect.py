@@ -50,25 +50,6 @@ class PlacementCalls:
     refs: Sequence[Any]  # one per rank; each returns a RankPlacement
     shares_with: str = ""  # the pool that owns these GPUs
 
-    @property
-    def need(self) -> PoolNeed:
-        spec = self.spec
-        return PoolNeed(
-            name=spec.name,
-            n_ranks=spec.world_size,
-            gpus_per_rank=spec.gpus_per_worker,
-            tp=self.tp,
-            shares_with=self.shares_with,
-        )
-
-
-def _placements(calls: Sequence[PlacementCalls], timeout_s: float) -> list[RankPlacement]:
-    """Return every rank's row, pool by pool. Raises ClusterError if a rank died or did not reply in time."""
-    refs = {pool.spec.rank_name(rank): ref for pool in calls for rank, ref in enumerate(pool.refs)}
-    per_node = {pool.spec.name: pool.spec.workers_per_node for pool in calls}
-    rows: list[RankPlacement] = list(gather(refs, "GPU placement", timeout_s).values())
-    return [structs.replace(row, local_rank=row.rank % per_node[row.pool]) for row in rows]
-
 
 def make_gpu_map(
     device: str,
@@ -91,8 +72,20 @@ def make_gpu_map(
     Raises:
         ClusterError: a rank died or did not reply in time.
     """
-    rows = (*_placements(calls, timeout_s), *teacher)
-    pools = tuple(pool.need for pool in calls)
+    refs = {call.spec.rank_name(rank): ref for call in calls for rank, ref in enumerate(call.refs)}
+    per_node = {call.spec.name: call.spec.workers_per_node for call in calls}
+    ranks: list[RankPlacement] = list(gather(refs, "GPU placement", timeout_s).values())
+    rows = (*(structs.replace(row, local_rank=row.rank % per_node[row.pool]) for row in ranks), *teacher)
+    pools = tuple(
+        PoolNeed(
+            name=call.spec.name,
+            n_ranks=call.spec.world_size,
+            gpus_per_rank=call.spec.gpus_per_worker,
+            tp=call.tp,
+            shares_with=call.shares_with,
+        )
+        for call in calls
+    )
     gpus, share = tuple(sorted(cluster.gpus)), cluster.teacher_gpu_share
     return GpuMap(
         device=device,

@@ -2,7 +2,7 @@
 
 - `advice` prints the rows for the phase that ran out of memory, with the run's present and next values.
 - `gkd.footprint.combination` applies them in their order until a run fits.
-- docs/memory.md has the table for users; a test compares the two.
+- docs/memory.md has the table for users, with the next values in words; a test compares the two.
 
 Rows are in the order of the advice: large effect for little cost first. Pure: no torch.
 """
@@ -20,8 +20,8 @@ from gkd.config.schema_teacher import ACTOR, ReferenceConfig
 from gkd.spans import Phase
 
 Changes: TypeAlias = Mapping[str, float | str]  # next value by key
-_MAX_UTILIZATION = 0.95  # of a GPU that an engine may take
-_MIN_BUCKET_MIB = 16
+MAX_UTILIZATION = 0.95  # of a GPU that an engine may take
+MIN_BUCKET_MIB = 16
 _LOSS = (Phase.TRAIN, Phase.EVALUATE)
 _FORWARD = (*_LOSS, Phase.SCORE, Phase.REFERENCE)
 _OTHER_MODELS = (Phase.SCORE, Phase.REFERENCE, Phase.SEND)
@@ -32,7 +32,6 @@ class Remedy:
     """One row: a change of settings that needs less memory."""
 
     keys: tuple[str, ...]
-    step: str  # the next value in words, for docs/memory.md
     effect: str
     next: Callable[[Config], Changes]  # empty: the row does not apply to these settings
     phases: tuple[Phase, ...] = ()  # in which it helps; empty: in all
@@ -64,24 +63,15 @@ def set_to(
     effect: str,
     phases: tuple[Phase, ...] = (),
     *,
-    condition: str = "",
     applies: Callable[[Config], bool] = lambda config: True,
     **others: Any,
 ) -> Remedy:
-    """Return the row that gives `key` the value wherever it has another one and `applies`.
+    """Return the row that gives `key` the value wherever it has another one and `applies`; `others` as in `Remedy`."""
 
-    Args:
-        condition: what `applies` means, for docs/memory.md.
-        others: of `Remedy`.
-    """
-    return Remedy(
-        (key,),
-        as_yaml(value) + condition,
-        effect,
-        lambda config: {key: value} if value_of(config, key) != value and applies(config) else {},
-        phases,
-        **others,
-    )
+    def changed(config: Config) -> Changes:
+        return {key: value} if value_of(config, key) != value and applies(config) else {}
+
+    return Remedy((key,), effect, changed, phases, **others)
 
 
 def halve(
@@ -90,7 +80,6 @@ def halve(
     phases: tuple[Phase, ...] = (),
     *,
     low: int = 1,
-    condition: str = "",
     applies: Callable[[Config], bool] = lambda config: True,
     **others: Any,
 ) -> Remedy:
@@ -100,7 +89,7 @@ def halve(
         now: int = value_of(config, key)
         return {key: max(low, now // 2)} if now > low and applies(config) else {}
 
-    return Remedy((key,), "half" + (f", at least {low}" if low > 1 else condition), effect, halved, phases, **others)
+    return Remedy((key,), effect, halved, phases, **others)
 
 
 def split_further(key: str, effect: str) -> Remedy:
@@ -111,8 +100,7 @@ def split_further(key: str, effect: str) -> Remedy:
         supported = config.actor.backend.supports(key.removeprefix("actor."), 2 * value)
         return {key: 2 * value, **more_gpus(config)} if supported else {}
 
-    step = "twice as many, with actor.strategy=megatron"
-    return Remedy((key, "trainer.n_gpus_per_node"), step, effect, split, device="cuda", adds_gpus=True)
+    return Remedy((key, "trainer.n_gpus_per_node"), effect, split, device="cuda", adds_gpus=True)
 
 
 def token_budget(config: Config) -> Changes:
@@ -140,9 +128,9 @@ def less_utilization(config: Config) -> Changes:
 
 
 def more_utilization(config: Config) -> Changes:
-    """Return a larger share of the GPU for an engine, up to `_MAX_UTILIZATION`, if its KV cache has no given size."""
+    """Return a larger share of the GPU for an engine, up to `MAX_UTILIZATION`, if its KV cache has no given size."""
     now = config.rollout.gpu_memory_utilization
-    higher = min(_MAX_UTILIZATION, round(now + 0.05, 2))
+    higher = min(MAX_UTILIZATION, round(now + 0.05, 2))
     return {"rollout.gpu_memory_utilization": higher} if higher > now and not config.rollout.kv_cache_mib else {}
 
 
@@ -168,13 +156,11 @@ FSDP_CPU_OFFLOAD = set_to(
     "actor.fsdp_cpu_offload",
     True,
     "States are in host memory, and a layer is on the GPU while it is computed",
-    condition=", with actor.strategy=fsdp2",
     applies=lambda config: config.actor.backend.supports("fsdp_cpu_offload", True),
     device="cuda",
 )
 ENGINE_TP = Remedy(
     ("rollout.tp",),
-    "twice as many",
     "Each engine is split over more GPUs",
     lambda config: {"rollout.tp": 2 * config.rollout.tp},
     device="cuda",
@@ -183,7 +169,6 @@ ENGINE_TP = Remedy(
 ACTOR_REMEDIES = (
     Remedy(
         ("actor.max_tokens_per_micro_batch",),
-        "half, at least the longest sequence",
         "Fewer tokens are computed at a time",
         token_budget,
         _FORWARD,
@@ -192,7 +177,6 @@ ACTOR_REMEDIES = (
         "actor.micro_batch_size",
         "Fewer tokens are computed at a time",
         _FORWARD,
-        condition=", without a token budget",
         applies=lambda config: not config.actor.max_tokens_per_micro_batch,
     ),
     set_to("actor.fused_lm_head", True, "The logits never exist as a whole", _LOSS),
@@ -202,14 +186,12 @@ ACTOR_REMEDIES = (
         True,
         "Ranks of a tensor-parallel group share the activations between their matrices",
         _LOSS,
-        condition=", with actor.tp above 1",
         applies=lambda config: config.actor.tp > 1,
     ),
     halve("data.max_response_length", "Sequences are shorter", _LOSS, is_tried=False),
-    halve("weight_sync.bucket_mib", "Weights are sent in smaller pieces", (Phase.SEND,), low=_MIN_BUCKET_MIB),
+    halve("weight_sync.bucket_mib", "Weights are sent in smaller pieces", (Phase.SEND,), low=MIN_BUCKET_MIB),
     Remedy(
         ("actor.strategy",),
-        "fsdp2; not on resume",
         "Weights, gradients and optimizer states are sharded over all ranks",
         to_fsdp2,
     ),
@@ -227,7 +209,6 @@ ACTOR_REMEDIES = (
         "teacher.fsdp_cpu_offload",
         True,
         "The teacher's shards are in host memory",
-        condition=", with a local teacher",
         applies=lambda config: config.derived.teacher_pool == ACTOR,
         device="cuda",
     ),
@@ -235,7 +216,6 @@ ACTOR_REMEDIES = (
         "reference.fsdp_cpu_offload",
         True,
         "The reference's shards are in host memory",
-        condition=", with a reference",
         applies=lambda config: bool(config.derived.reference_folder),
         device="cuda",
     ),
@@ -256,7 +236,6 @@ ACTOR_REMEDIES = (
         "offload",
         "The student's states are in host memory while a local teacher or reference computes",
         _OTHER_MODELS,
-        condition=", if it is resident",
         applies=lambda config: config.memory.strategy == "resident",
         device="cuda",
     ),
@@ -264,7 +243,6 @@ ACTOR_REMEDIES = (
     split_further("actor.pp", "Each GPU has fewer layers"),
     Remedy(
         ("trainer.n_gpus_per_node",),
-        "twice as many",
         "Each rank has a smaller share of the optimizer states; with fsdp2 of all states",
         more_gpus,
         device="cuda",
@@ -276,24 +254,21 @@ ACTOR_REMEDIES = (
 ENGINE_REMEDIES = (
     Remedy(
         ("rollout.kv_cache_mib",),
-        "half, on a GPU if it is set",
         "The KV cache of each engine is smaller",
         smaller_cache,
         not_in=(Phase.CACHE,),
     ),
     Remedy(
         ("rollout.kv_cache_mib",),
-        "twice as much, if it is set",
         "The KV cache holds longer sequences",
         lambda config: {"rollout.kv_cache_mib": 2 * mib} if (mib := config.rollout.kv_cache_mib) else {},
         (Phase.CACHE,),
         device="cuda",
     ),
     halve("rollout.n_gpus_per_node", "Fewer engines share the memory of this host", device="cpu", is_tried=False),
-    halve("weight_sync.bucket_mib", "Weights are received in smaller pieces", (Phase.RECEIVE,), low=_MIN_BUCKET_MIB),
+    halve("weight_sync.bucket_mib", "Weights are received in smaller pieces", (Phase.RECEIVE,), low=MIN_BUCKET_MIB),
     Remedy(
         ("rollout.gpu_memory_utilization",),
-        "0.1 less",
         "The KV cache is smaller, and more of the GPU is left for weight sync and colocated ranks",
         less_utilization,
         not_in=(Phase.OFFLOAD, Phase.CACHE),
@@ -301,7 +276,6 @@ ENGINE_REMEDIES = (
     ),
     Remedy(
         ("rollout.gpu_memory_utilization",),
-        f"0.05 more, at most {_MAX_UTILIZATION}",
         "More of the GPU is left for the KV cache",
         more_utilization,
         (Phase.CACHE,),
@@ -311,7 +285,6 @@ ENGINE_REMEDIES = (
     ENGINE_TP,
     Remedy(
         ("rollout.tp", "rollout.n_gpus_per_node"),
-        "twice as many",
         "Each engine is split over more GPUs, and there are as many engines as before",
         lambda config: {
             "rollout.tp": 2 * config.rollout.tp,
@@ -325,7 +298,6 @@ ENGINE_REMEDIES = (
 FRAGMENTATION_REMEDIES = (
     Remedy(
         ("actor.max_tokens_per_micro_batch",),
-        "as many tokens as now",
         "Micro-batches have more similar sizes",
         first_token_budget,
         _FORWARD,

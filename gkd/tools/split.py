@@ -241,14 +241,7 @@ def _row(name: str, one: Candidate, own: Candidate) -> tuple[str, ...]:
 
 def settings_of(one: Candidate, config: Config, hardware: Hardware) -> Iterator[str]:
     """Yield the settings of a split as one line of `key=value`, then comments on what the user has to choose."""
-    split = one.split
-    settings: dict[str, object] = {
-        "trainer.scheduler": one.scheduler,
-        "trainer.nnodes": split.actor.nnodes,
-        "trainer.n_gpus_per_node": split.actor.per_node,
-        "rollout.nnodes": split.rollout.nnodes,
-        "rollout.n_gpus_per_node": split.rollout.per_node,
-    }
+    split, settings = one.split, one.split.settings(one.scheduler)
     if one.scheduler == STREAM:
         settings["trainer.max_staleness"] = config.trainer.max_staleness
     if config.teacher.max_in_flight:

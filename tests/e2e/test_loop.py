@@ -22,8 +22,7 @@ import pytest
 from examples.quickstart.evaluate import count_equal
 from gkd.cluster.gpu_table import gpu_map_from_json
 from gkd.console.state import MAX_LINE
-from gkd.metrics.catalog import EVERY_STEP
-from gkd.metrics.catalog_system import ROWS
+from gkd.metrics.catalog import EVERY_STEP, ROWS
 from gkd.metrics.writer import read_metrics
 from gkd.tools import check_gpus
 from gkd.tools.check_gpus import refresh

@@ -16,8 +16,8 @@ from gkd.config.schema import Config
 from gkd.config.schema_sections import DeclaredKey, all_keys, with_values
 from gkd.errors import ConfigError
 from gkd.footprint.estimate import scores_gib
-from gkd.tools.pages import tables, with_tables
 from teacher_server.config.declare import Setting
+from tests.pages import tables, with_tables
 from tests.refusals import refuses
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -547,7 +547,7 @@ def test_every_key_is_documented() -> None:
     texts = {name: each.key.help.split() for name, each in all_keys().items()}
     assert not {name: len(words) for name, words in texts.items() if not 2 < len(words) <= 40}
     page = (ROOT / "docs" / "configuration.md").read_text()
-    assert page == with_tables(page, tables()["configuration.md"]), "run python -m gkd.tools.pages"
+    assert page == with_tables(page, tables()["configuration.md"]), "run python -m tests.pages"
     assert all((ROOT / "docs" / name).is_file() for name in re.findall(r"\]\(([\w.-]+)", page))
 
 

@@ -18,7 +18,7 @@ from gkd.config.schema_sections import all_keys, sections
 from gkd.errors import ConfigError
 from gkd.loss.divergence import DIVERGENCES
 from gkd.main_gkd import main
-from gkd.tools.pages import tables, with_tables
+from tests.pages import tables, with_tables
 from tests.structure import ROOT
 
 OWN_WORDS = {word for name in all_keys() for word in name.split(".")}
@@ -218,7 +218,7 @@ def test_trl_s_beta_keeps_its_loss(beta: float) -> None:
 
 @pytest.mark.parametrize("system", sorted({each.system for each in dialects().values()}))
 def test_the_pages_list_their_tables(system: str) -> None:
-    """Fails if a page differs from its files: run python -m gkd.tools.pages."""
+    """Fails if a page differs from its files: run python -m tests.pages."""
     page = (ROOT / "docs" / f"from_{system}.md").read_text()
     assert page == with_tables(page, tables()[f"from_{system}.md"])
     assert page.count("\n| `") >= max(len(each.rows) for each in dialects().values() if each.system == system)

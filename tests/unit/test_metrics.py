@@ -12,10 +12,9 @@ import pytest
 
 from gkd.data.answers import final_answer, is_correct
 from gkd.errors import CheckpointError
-from gkd.metrics.catalog import FUNCTION, NAME, NUMBER, PLACEHOLDERS
-from gkd.metrics.catalog_system import ROWS
+from gkd.metrics.catalog import FUNCTION, NAME, NUMBER, PLACEHOLDERS, ROWS
 from gkd.metrics.writer import MetricsWriter, read_metrics
-from gkd.tools.pages import tables, with_tables
+from tests.pages import tables, with_tables
 from tests.structure import ROOT
 
 
@@ -109,9 +108,11 @@ def test_exact_match(response: str, reference: str, correct: bool) -> None:
 
 
 def test_the_page_of_metrics_is_current() -> None:
-    """Fails if docs/metrics.md is out of date, a key has two rows, or a row has an unknown placeholder."""
+    """Fails if docs/metrics.md is out of date, a row cannot be read, or a key has two rows or a wrong placeholder."""
     page = (ROOT / "docs" / "metrics.md").read_text()
-    assert page == with_tables(page, tables()["metrics.md"]), "run python -m gkd.tools.pages"
+    assert page == with_tables(page, tables()["metrics.md"]), "run python -m tests.pages"
+    assert len(ROWS) == len(re.findall(r"^\| `[^`<]*/", page, re.MULTILINE))
+    assert (ROOT / "gkd" / "metrics" / "metrics.md").readlink() == Path("../../docs/metrics.md")
     used = {name for row in ROWS for name in re.findall(r"<(\w+)>", row.key)}
     assert used == PLACEHOLDERS.keys()
     examples = [re.sub(r"<(\w+)>", lambda found: _example(found[1]), row.key) for row in ROWS]

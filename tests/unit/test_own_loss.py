@@ -15,7 +15,7 @@ from gkd.config.loss_spec import LossSpec, LossTerm, loss_spec
 from gkd.config.schema_teacher import DistillConfig, LossTermConfig
 from gkd.errors import ConfigError
 from gkd.loss.divergence_slopes import value_and_slope
-from gkd.metrics.catalog_system import ROWS
+from gkd.metrics.catalog import ROWS
 from gkd.preflight.loss_functions import check_loss_functions
 from gkd.preflight.run import preflight
 from tests.refusals import refuses

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from gkd.errors import CheckpointError, ConfigError
-from gkd.metrics.token_groups import OTHER, SAME, SURE_OF_OTHER, is_sure_and_wrong, student_choice
+from gkd.metrics.token_groups import OTHER, SAME, SURE_OF_OTHER, student_choice
 from gkd.tools.report.read import Run, json_lines
 from gkd.tools.report.samples import COLORS, TokenTexts
 
@@ -51,7 +51,6 @@ class Evaluation:
     kl: float = 0.0
     n: int = 0
     n_observed: int = 0
-    n_wrong: int = 0
     n_skipped: int = 0
     groups: dict[str, Group] = field(default_factory=lambda: {name: Group() for row in GROUPS.values() for name in row})
     missing: list[str] = field(default_factory=list)
@@ -138,7 +137,6 @@ def _add(found: Evaluation, record: dict[str, Any], kind_of: Callable[[int], str
         if listed:
             entropy = math.inf if entropy is None else entropy
             names.append(student_choice(listed, entropy)[0])
-            found.n_wrong += is_sure_and_wrong(listed, entropy)
         for name in names:
             group = found.groups[name]
             group.kl += kl

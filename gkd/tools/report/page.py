@@ -18,8 +18,7 @@ import numpy as np
 
 from gkd.config.schema_sections import all_keys
 from gkd.errors import ConfigError
-from gkd.metrics.catalog import Row
-from gkd.metrics.catalog_system import ROWS
+from gkd.metrics.catalog import ROWS, Row
 from gkd.tools.report import groups, headline, samples
 from gkd.tools.report.read import Curve, Run
 

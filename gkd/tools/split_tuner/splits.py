@@ -158,6 +158,16 @@ class Split:
     workers: int  # teacher workers
     teacher_gpus: int  # GPUs of the teacher among those to split; 0 means it has others
 
+    def settings(self, scheduler: str) -> dict[str, object]:
+        """Return the keys of a run with this split and scheduler."""
+        return {
+            "trainer.scheduler": scheduler,
+            "trainer.nnodes": self.actor.nnodes,
+            "trainer.n_gpus_per_node": self.actor.per_node,
+            "rollout.nnodes": self.rollout.nnodes,
+            "rollout.n_gpus_per_node": self.rollout.per_node,
+        }
+
     def sizes(self, config: Config) -> Sizes:
         dp = self.actor.n_gpus // (config.actor.tp * config.actor.pp)
         return Sizes(dp, self.rollout.n_gpus // config.rollout.tp, self.workers)
@@ -268,14 +278,7 @@ def with_split(config: Config, split: Split, scheduler: str) -> Config:
     GPUs and nodes of the measured run do not apply to the planned one: cluster.gpus is empty, and a pool of several
     nodes gets a Ray cluster.
     """
-    values: dict[str, object] = {
-        "trainer.nnodes": split.actor.nnodes,
-        "trainer.n_gpus_per_node": split.actor.per_node,
-        "trainer.scheduler": scheduler,
-        "rollout.nnodes": split.rollout.nnodes,
-        "rollout.n_gpus_per_node": split.rollout.per_node,
-        "cluster.gpus": [],
-    }
+    values = split.settings(scheduler) | {"cluster.gpus": []}
     if max(split.actor.nnodes, split.rollout.nnodes) > 1:
         values["cluster.ray_address"] = config.cluster.ray_address or _SOME_CLUSTER
     if scheduler != STREAM:

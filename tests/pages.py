@@ -1,4 +1,4 @@
-"""`python -m gkd.tools.pages`: write the tables of the docs that repeat what the code declares.
+"""`python -m tests.pages`: write the tables of the docs that repeat what the code declares.
 
 Only what stands between `BEGIN` and `END` is replaced.
 """
@@ -7,15 +7,17 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
-from pathlib import Path
 
 from gkd.config.dialects.table import UNSET, Dialect, Kind, Row, dialects, files
+<<<<<<< HEAD:gkd/tools/pages.py
 from gkd.config.schema_sections import DeclaredKey, all_keys
 from gkd.health.checks import CHECKS
+=======
+>>>>>>> helper-reduce2:tests/pages.py
 from gkd.metrics.catalog import DOTTED, FUNCTION, NAME, NUMBER, PLACEHOLDERS
-from gkd.metrics.catalog_system import SECTIONS
+from tests.structure import ROOT
 
-BEGIN, END = "<!-- tables, written by python -m gkd.tools.pages -->", "<!-- end of the tables -->"
+BEGIN, END = "<!-- tables, written by python -m tests.pages -->", "<!-- end of the tables -->"
 _HEADINGS: dict[Kind, str] = {
     "mapped": "settings with a key here",
     "refused": "refused, because it decides what is trained",
@@ -30,8 +32,7 @@ def tables() -> dict[str, str]:
     systems = dict.fromkeys(each.system for each in dialects().values())
     return {
         "configuration.md": _config_tables(),
-        "metrics.md": _metrics_tables(),
-        "health.md": _health_table(),
+        "metrics.md": _placeholders(),
         **{f"from_{system}.md": _dialect_tables(system) for system in systems},
     }
 
@@ -67,13 +68,8 @@ def _key_row(each: DeclaredKey) -> tuple[str, ...]:
     return f"`{each.name}`", each.type, f"`{each.default!r}`", key.all_limits(), resume, key.help
 
 
-def _metrics_tables() -> str:
-    found = [_table(("placeholder", "values"), ((f"`<{name}>`", _values(name)) for name in PLACEHOLDERS))]
-    columns = ("key", "unit", "in", "meaning", "healthy", "problem and what to do")
-    for heading, rows in SECTIONS.items():
-        cells = ((f"`{row.key}`", row.unit, row.when, row.meaning, row.healthy, row.problem) for row in rows)
-        found.append(_table(columns, cells, f"## {heading}"))
-    return "\n".join(found)
+def _placeholders() -> str:
+    return _table(("placeholder", "values"), ((f"`<{name}>`", _values(name)) for name in PLACEHOLDERS))
 
 
 def _values(name: str) -> str:
@@ -87,15 +83,6 @@ def _values(name: str) -> str:
     return ", ".join(
         "`package.module.function` for a function of your own" if value == DOTTED else f"`{value}`" for value in values
     )
-
-
-def _health_table() -> str:
-    rows = (
-        (f"`{c.name}`", c.alarm.format(limit=f"**{c.limit:g}**"), c.reason, f"{c.cause}.", f"{c.change}.")
-        for c in CHECKS
-    )
-    columns = ("check", "alarm", "why this threshold", "likely cause", "what to change")
-    return _table(columns, ([cell[:1].upper() + cell[1:] for cell in row] for row in rows))
 
 
 def _dialect_tables(system: str) -> str:
@@ -133,5 +120,5 @@ def _code(names: Iterable[str]) -> str:
 
 if __name__ == "__main__":
     for name, found in tables().items():
-        path = Path("docs") / name
+        path = ROOT / "docs" / name
         path.write_text(with_tables(path.read_text(), found))
