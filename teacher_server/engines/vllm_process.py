@@ -1,4 +1,4 @@
-"""What both kinds of vLLM engines set: their memory on a GPU, and the folder of their files."""
+"""Set what both kinds of vLLM engines need: their memory on a GPU, and the folder of their files."""
 
 from __future__ import annotations
 
