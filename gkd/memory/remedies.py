@@ -12,7 +12,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from gkd.config.schema import ALLOCATOR_VARIABLES, EXPANDABLE, Config, has_expandable_segments
+from gkd.config.schema import Config
+from gkd.config.schema_rollout import ALLOCATOR_VARIABLES, EXPANDABLE, has_expandable_segments
 from gkd.config.schema_teacher import ACTOR, ReferenceConfig
 from gkd.memory.remedy import (
     MAX_UTILIZATION,
