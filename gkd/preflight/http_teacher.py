@@ -95,15 +95,13 @@ class _Probe:
                 (scores,) = self._scores([as_rollout(ids)], ("topk", "sampled"))
             except TeacherRefusal as error:
                 fix = f"start vLLM with --max-logprobs {k}, or use less; its default is 20."
-                raise ConfigError("teacher.topk", k, f"{error}.", fix) from error
+                raise self._config.error("teacher.topk", f"{error}.", fix) from error
         self._check_rows(scores.sampled_logprobs, alone, "with and without lists")
         if n := self._config.derived.n_student_ids:
             assert scores.topk is not None
             given = replace(as_rollout(ids), top_ids=np.ascontiguousarray(scores.topk.topk_ids[:, -n:]))
             fix = "start vLLM with --enable-scale-out and VLLM_USE_V2_MODEL_RUNNER=1, or use teacher."
-            with self._refused(
-                "the teacher cannot score given ids", "distill.support", self._config.distill.support, fix
-            ):
+            with self._refused("the teacher cannot score given ids", "distill.support", fix):
                 (chosen,) = self._scores([given], ("topk",))
             assert chosen.topk is not None
             self._check_rows(chosen.topk.topk_logprobs, scores.topk.topk_logprobs, "of given and of listed ids")
@@ -171,7 +169,7 @@ class _Probe:
         return self._teacher.submit(rollouts, signals).result()
 
     @contextmanager
-    def _refused(self, problem: str, key: str = "", value: object = "", fix: str = "") -> Iterator[None]:
+    def _refused(self, problem: str, key: str = "", fix: str = "") -> Iterator[None]:
         """Raise ConfigError if the server refuses a request of the block or answers it wrongly."""
         try:
             yield
@@ -180,7 +178,7 @@ class _Probe:
         except TeacherError as error:
             if not key:
                 raise self._wrong(f"{problem}: {error}") from error
-            raise ConfigError(key, value, f"{problem}: {error}.", fix) from error
+            raise self._config.error(key, f"{problem}: {error}.", fix) from error
 
     def _wrong(self, problem: str) -> ConfigError:
         url = self._route.teacher.url[0]

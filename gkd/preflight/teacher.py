@@ -230,8 +230,7 @@ def check_limits(config: Config, route: Route, teacher: TeacherInfo, kind: str, 
     if 0 < teacher.protocol_version < 4 and (config.rollout.environment or config.data.messages_key):
         problem = f"the server has protocol version {teacher.protocol_version}: it cannot score parts of a response."
         key = "rollout.environment" if config.rollout.environment else "data.messages_key"
-        value = config.rollout.environment or config.data.messages_key
-        raise ConfigError(key, value, problem, "upgrade the teacher server.")
+        raise config.error(key, problem, "upgrade the teacher server.")
     longest = derived.max_teacher_length
     if longest > teacher.max_tokens:
         problem = (
@@ -285,15 +284,14 @@ def check_masked(
     """
     fix = "use a teacher with the student's tokens, or remove them from the data and the chat template."
     key = "model.n_vocab" if config.model.n_vocab else "model.path"
-    value = config.model.n_vocab or config.model.path
     if masked := [i for i in eos_ids if i >= n_vocab]:
         problem = f"responses end with token {masked[0]}, and the ids from {n_vocab} on are masked."
-        raise ConfigError(key, value, problem, fix)
+        raise config.error(key, problem, fix)
     for prompt in prompts:
         for ids in (prompt.token_ids, prompt.response_ids, prompt.teacher_ids if is_shared else None):
             if ids is not None and len(ids) and int(ids.max()) >= n_vocab:
                 problem = f"row {prompt.prompt_id} has the token id {int(ids.max())}; ids from {n_vocab} on are masked."
-                raise ConfigError(key, value, problem, fix)
+                raise config.error(key, problem, fix)
 
 
 def _shown(tokens: Mapping[str, object]) -> str:

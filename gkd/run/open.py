@@ -275,7 +275,7 @@ def check_same_teacher(file: Path, teacher: Mapping[str, Any], now: Config) -> N
         }
     except (ValueError, KeyError, TypeError) as error:
         problem = f"its teacher.json is damaged ({error!r})."
-        raise ConfigError("trainer.run_dir", now.trainer.run_dir, problem, "name another folder.") from error
+        raise now.error("trainer.run_dir", problem, "name another folder.") from error
     derived, own = now.derived, _by_route(teacher)
     if by_route.keys() != own.keys():
         problem = f"this run was scored by the routes {sorted(by_route)}."
@@ -320,14 +320,10 @@ def check_same_reference(file: Path, identity: Mapping[str, Any], now: Config) -
     """
     before, fingerprint = json.loads(file.read_text()).get("reference"), identity.get("reference")
     if before != fingerprint:
-        key, path = ("reference.path", now.reference.path) if now.reference.path else ("model.path", now.model.path)
-        raise ConfigError(
-            key,
-            path,
-            f"its weights ({(fingerprint or 'none')[:12]}) are not those of the reference of this run "
-            f"({(before or 'none')[:12]}).",
-            "restore the old weights to resume, or start a new run in another trainer.run_dir.",
-        )
+        own, other = ((each or "none")[:12] for each in (fingerprint, before))
+        problem = f"its weights ({own}) are not those of the reference of this run ({other})."
+        fix = "restore the old weights to resume, or start a new run in another trainer.run_dir."
+        raise now.error("reference.path" if now.reference.path else "model.path", problem, fix)
 
 
 def check_same_files(environment: Path, files: Sequence[Mapping[str, Any]], now: Config) -> None:
@@ -347,7 +343,7 @@ def check_same_files(environment: Path, files: Sequence[Mapping[str, Any]], now:
         return
     except (OSError, ValueError, LookupError, TypeError) as error:
         problem = f"the last line of {environment} is damaged ({error!r})."
-        raise ConfigError("trainer.run_dir", now.trainer.run_dir, problem, "restore it, or delete it.") from error
+        raise now.error("trainer.run_dir", problem, "restore it, or delete it.") from error
     errors = []
     for each in files:
         name, mark = (each["key"], each["file"]), _mark(each)
@@ -379,4 +375,4 @@ def _check_same_end(before: Sequence[Mapping[str, Any]], files: Sequence[Mapping
     if then != steps and now.actor.optim.schedule != "constant":
         problem = f"with the new rows the run has {steps} steps, not {then}, and its learning rates depend on that."
         fix = f"restore the files, or {_NEW_RUN}"
-        raise ConfigError("actor.optim.schedule", now.actor.optim.schedule, problem, fix)
+        raise now.error("actor.optim.schedule", problem, fix)
