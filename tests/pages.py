@@ -9,11 +9,7 @@ import re
 from collections.abc import Iterable, Sequence
 
 from gkd.config.dialects.table import UNSET, Dialect, Kind, Row, dialects, files
-<<<<<<< HEAD:gkd/tools/pages.py
 from gkd.config.schema_sections import DeclaredKey, all_keys
-from gkd.health.checks import CHECKS
-=======
->>>>>>> helper-reduce2:tests/pages.py
 from gkd.metrics.catalog import DOTTED, FUNCTION, NAME, NUMBER, PLACEHOLDERS
 from tests.structure import ROOT
 

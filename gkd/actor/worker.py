@@ -314,7 +314,7 @@ class ActorWorker(ActorRank):
             return batches, {}
         counts = self._student.sum_over_groups(torch.from_numpy(route_counts(rollouts, len(routes)))).cpu().numpy()
         weights = sequence_weights(rollouts, counts, routes, normalize)
-        return batches.weighted(weights), size_numbers(counts, routes)
+        return replace(batches, weights=weights), size_numbers(counts, routes)
 
 
 def _timed(compute: Callable[[], list[list[np.ndarray]]]) -> Any:

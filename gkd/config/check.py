@@ -29,13 +29,13 @@ from gkd.errors import ConfigError
 _NAME = re.compile(r"[A-Za-z0-9_-]+")  # part of a metric's name
 
 
-def check_routes(config: Config, derived: Derived) -> None:
+def check_routes(config: Config) -> None:
     """Check that the routes are complete, and that nothing refers to one that is not there."""
     teacher, data = config.teacher, config.data
     if not teacher.routes:
         _check_unused(config)
         return
-    for route in derived.routes:
+    for route in config.derived.routes:
         _check_route(route)
     if not data.teacher_key:
         fix = "name the column whose values are the names of the routes."
@@ -45,12 +45,13 @@ def check_routes(config: Config, derived: Derived) -> None:
         problem = "it is not one of teacher.routes."
         raise config.error("teacher.default_route", problem, f"use one of {names}.")
     _check_shares(config, names)
-    if derived.teacher_pool:
+    if config.derived.teacher_pool:
         problem = f"with teacher.backend={teacher.backend} there is one teacher."
         raise ConfigError("teacher.routes", names, problem, "remove them, or set teacher.backend=zmq.")
-    if derived.loss.has_reference and derived.loss.has_temperatures:
+    spec = config.derived.loss
+    if spec.has_reference and spec.has_temperatures:
         problem = "the reference computes at teacher.temperature, and a route has another one."
-        name, off = ("reference_kl_weight", 0) if derived.loss.reference_weight else ("teacher_reward_scale", 1)
+        name, off = ("reference_kl_weight", 0) if spec.reference_weight else ("teacher_reward_scale", 1)
         raise config.error(f"distill.{name}", problem, f"use {off}, or one temperature.")
 
 
@@ -75,13 +76,13 @@ def _check_route(route: Route) -> None:
         try:
             check_value(f"teacher.{name}", getattr(teacher, name))
         except ConfigError as error:
-            raise ConfigError(route.key(name), error.value, error.problem, error.fix) from error
+            raise route.error(name, error.problem, error.fix) from error
     if "backend" in route.own and BACKENDS[teacher.backend].pool:
         problem = "this teacher is part of the run, and routes are servers."
-        raise ConfigError(route.key("backend"), teacher.backend, problem, "use zmq or http.")
+        raise route.error("backend", problem, "use zmq or http.")
     if len(teacher.name) > MAX_NAME_LENGTH:
         fix = f"use one of the server's names, of at most {MAX_NAME_LENGTH} characters."
-        raise ConfigError(route.key("name"), teacher.name, "is too long.", fix)
+        raise route.error("name", "is too long.", fix)
 
 
 def _check_shares(config: Config, names: str) -> None:
@@ -99,7 +100,7 @@ def _check_shares(config: Config, names: str) -> None:
 # Check the functions of rewards and evaluations. `gkd.preflight.user_code` imports them.
 
 
-def check_reward(config: Config, derived: Derived) -> None:
+def check_reward(config: Config) -> None:
     """Check that all functions are named in a valid way, and that none is named twice."""
     reward, metric = config.reward, config.eval.metric
     for i, entry in enumerate(reward.functions):
@@ -114,14 +115,14 @@ def check_reward(config: Config, derived: Derived) -> None:
         _check_path("eval.metric", metric, f", or {NO_METRIC}")
     elif config.eval.n > 1:
         raise config.error("eval.n", "eval.metric is none.", "use 1, or choose a metric.")
-    if config.eval.teacher_prompts and (metric == NO_METRIC or derived.teacher_pool):
+    if config.eval.teacher_prompts and (metric == NO_METRIC or config.derived.teacher_pool):
         problem = "eval.metric is none." if metric == NO_METRIC else "there is no teacher server."
         raise config.error("eval.teacher_prompts", problem, "use 0.")
     names = [function_name(path) for path in paths]
     if len(set(names)) < len(names):
         problem = "two functions have the same name, and the metrics contain it."
         raise ConfigError("reward.functions", paths, problem, "rename one.")
-    if derived.loss.has_rewards:
+    if config.derived.loss.has_rewards:
         _check_training(config)
     if EXACT_MATCH in (metric, *paths) and not config.eval.answer_marker:
         raise config.error("eval.answer_marker", "exact_match needs one.", "set it, or use another function.")
@@ -154,9 +155,9 @@ def _check_path(key: str, path: str, more: str = "") -> None:
 # Check the keys of trajectories. `gkd.preflight.user_code` imports the environment.
 
 
-def check_environment(config: Config, derived: Derived) -> None:
+def check_environment(config: Config) -> None:
     """Check that the environment is named in a valid way, and what needs one or cannot have one."""
-    rollout, paths = config.rollout, (config.eval.metric, *derived.rewards)
+    rollout, paths = config.rollout, (config.eval.metric, *config.derived.rewards)
     if not rollout.environment:
         if ENVIRONMENT in paths:
             key = "eval.metric" if config.eval.metric == ENVIRONMENT else "reward.functions"
@@ -182,7 +183,7 @@ def check_environment(config: Config, derived: Derived) -> None:
         raise config.error("rollout.environment_timeout_s", problem, fix)
 
 
-def check_teacher_prompt(config: Config, derived: Derived) -> None:
+def check_teacher_prompt(config: Config) -> None:
     """Check the teacher's prompt, and that tokens carry loss."""
     data, template = config.data, config.teacher.prompt_template
     if template:
@@ -231,5 +232,5 @@ def check_config(config: Config) -> Derived:
     check_values(config)
     derived = config.derived
     for check in _CHECKS:
-        check(config, derived)
+        check(config)
     return derived

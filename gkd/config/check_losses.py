@@ -6,14 +6,14 @@ import re
 from fractions import Fraction
 from urllib.parse import urlsplit
 
-from gkd.config.schema import Config, Derived, Route
+from gkd.config.schema import Config, Route
 from gkd.config.schema_sections import all_keys
 from gkd.config.schema_teacher import ACTOR, BACKENDS, HTTP
 from gkd.config.schema_trainer import AHEAD, STREAM
 from gkd.errors import ConfigError
 
 
-def check_scheduler(config: Config, derived: Derived) -> None:
+def check_scheduler(config: Config) -> None:
     """Check that settings of the stream scheduler are used with it."""
     scheduler = config.trainer.scheduler
     if scheduler != STREAM:
@@ -21,14 +21,14 @@ def check_scheduler(config: Config, derived: Derived) -> None:
         config.check_unused(["trainer.max_staleness"], problem, "remove it, or set trainer.scheduler=stream.")
 
 
-def check_signal(config: Config, derived: Derived) -> None:
+def check_signal(config: Config) -> None:
     """Check that the teacher's signal contains what the losses need."""
-    t, spec = config.teacher, derived.loss
+    t, spec = config.teacher, config.derived.loss
     if t.signal == "sampled" and spec.divergences:
         names = ", ".join(term.name for term in spec.divergences)
         problem = f"{names} needs a distribution, and this signal is the probability of one token."
         raise config.error("teacher.signal", problem, "use topk, hidden or logits, or k1, k2 or k3 as distill.loss.")
-    if t.mass > 0.0 and "topk" not in derived.signals:
+    if t.mass > 0.0 and "topk" not in config.derived.signals:
         names = ", ".join(term.name for term in spec.terms)
         reason = f"for {names}" if t.signal == "topk" else f"with teacher.signal {t.signal}"
         raise config.error("teacher.mass", f"{reason} there is no top-k list to shorten.", "use 0.")
@@ -37,7 +37,7 @@ def check_signal(config: Config, derived: Derived) -> None:
         raise config.error("teacher.store", problem, "leave it out, or use a share below 1.")
 
 
-def check_tokenizer(config: Config, derived: Derived) -> None:
+def check_tokenizer(config: Config) -> None:
     """Check that what compares texts in place of tokens is used alone."""
     t = config.teacher
     if not t.tokenizer:
@@ -48,8 +48,8 @@ def check_tokenizer(config: Config, derived: Derived) -> None:
     if t.signal != "hidden":
         problem = "the teacher's tokens are not the student's, so only its whole distribution can be compared."
         raise config.error("teacher.signal", problem, "use hidden.")
-    losses = [*derived.loss.divergences, *([derived.loss.sft] if derived.loss.sft else [])]
-    if others := [term.name for term in derived.loss.terms if term not in losses]:
+    spec = config.derived.loss
+    if others := [term.name for term in spec.terms if term not in (*spec.divergences, spec.sft)]:
         problem = f"{others[0]} needs the teacher's logprob of the student's token, which is none of its tokens."
         raise ConfigError("distill.loss", others[0], problem, "use a divergence.")
     alone = (
@@ -63,13 +63,13 @@ def check_tokenizer(config: Config, derived: Derived) -> None:
         raise config.error("distill.token_weight", problem, fix)
 
 
-def check_support(config: Config, derived: Derived) -> None:
+def check_support(config: Config) -> None:
     """Check that distill.support has a list to choose the ids of, and a student to name them."""
     support, teacher = config.distill.support, config.teacher
     if support == "teacher":
         return
     problem = ""
-    if "topk" not in derived.signals:
+    if "topk" not in config.derived.signals:
         problem = f"with teacher.signal {teacher.signal} and these losses there is no list of the top-k."
     elif not config.distill.on_policy_share:
         problem = "dataset responses have the teacher's ids, and distill.on_policy_share is 0."
@@ -78,21 +78,22 @@ def check_support(config: Config, derived: Derived) -> None:
     if teacher.mass > 0.0:
         problem = f"it would drop the student's ids of distill.support={support}, to which the teacher gives little."
         raise config.error("teacher.mass", problem, "use 0.")
-    if not derived.n_student_ids:
+    n_ids = config.derived.n_student_ids
+    if not n_ids:
         problem = f"distill.support={support} takes half of the ids from the student."
         raise config.error("teacher.topk", problem, "use at least 2.")
-    if 0 < config.rollout.top_k < derived.n_student_ids:
-        problem = f"the engines name {derived.n_student_ids} ids for distill.support={support}, and rank no more."
+    if 0 < config.rollout.top_k < n_ids:
+        problem = f"the engines name {n_ids} ids for distill.support={support}, and rank no more."
         fix = "use 0 or at least that number, or a smaller teacher.topk."
         raise config.error("rollout.top_k", problem, fix)
 
 
-def check_tail(config: Config, derived: Derived) -> None:
+def check_tail(config: Config) -> None:
     """Check that distill.tail=residual has a list, sampled tokens, and the divergence that it makes unbiased."""
     if config.distill.tail != "residual":
         return
-    problem, names = "", [term.name for term in derived.loss.divergences]
-    if "topk" not in derived.signals:
+    problem, names = "", [term.name for term in config.derived.loss.divergences]
+    if "topk" not in config.derived.signals:
         problem = f"with teacher.signal {config.teacher.signal} and these losses there is no list with a tail."
     elif names != ["reverse_kl"]:
         problem = f"it is unbiased for reverse_kl only, and the losses are {', '.join(names)}."
@@ -102,19 +103,19 @@ def check_tail(config: Config, derived: Derived) -> None:
         raise config.error("distill.tail", problem, "use bucket.")
 
 
-def check_backend(config: Config, derived: Derived) -> None:
+def check_backend(config: Config) -> None:
     """Check that the teacher's keys belong to its backend, and that a local or HTTP teacher can work."""
-    teacher, is_local = config.teacher, derived.teacher_pool == ACTOR
-    own = frozenset().union(*(BACKENDS[route.teacher.backend].keys for route in derived.routes))
+    teacher, is_local = config.teacher, config.derived.teacher_pool == ACTOR
+    own = frozenset().union(*(BACKENDS[route.teacher.backend].keys for route in config.derived.routes))
     for other, backend in BACKENDS.items():
         unused = [f"teacher.{name}" for name in sorted(backend.keys - own)]
         problem = f"teacher.backend={teacher.backend} does not use this key, and {other} does."
         config.check_unused(unused, problem, f"remove it, or set teacher.backend={other}.")
-    for route in derived.routes:
+    for route in config.derived.routes:
         _check_route_keys(route)
         if route.teacher.backend == HTTP:
             _check_http_teacher(config, route)
-    if not derived.teacher_pool:
+    if not config.derived.teacher_pool:
         return
     if is_local and not teacher.path:
         raise config.error("teacher.path", "teacher.backend=local needs a model.", "give its folder, or use zmq.")
@@ -139,8 +140,7 @@ def _check_route_keys(route: Route) -> None:
     every = frozenset().union(*(backend.keys for backend in BACKENDS.values()))
     for name in sorted((route.own & every) - BACKENDS[route.teacher.backend].keys):
         problem = f"the backend of this route is {route.teacher.backend}, which does not use this key."
-        value = getattr(route.teacher, name)
-        raise ConfigError(route.key(name), value, problem, "remove it, or set the route's backend.")
+        raise route.error(name, problem, "remove it, or set the route's backend.")
 
 
 def _check_http_teacher(config: Config, route: Route) -> None:
@@ -171,7 +171,7 @@ def _check_lists(route: Route, problem: str) -> None:
         ("mass", teacher.mass == 0.0, "use 0."),
     ):
         if not works:
-            raise ConfigError(route.key(name), getattr(teacher, name), problem, fix)
+            raise route.error(name, problem, fix)
 
 
 def _is_address(url: str) -> bool:
@@ -207,13 +207,13 @@ def _check_rollout_teacher(config: Config) -> None:
     _check_lists(config.derived.routes[0], problem)
 
 
-def check_token_weights(config: Config, derived: Derived) -> None:
+def check_token_weights(config: Config) -> None:
     """Check that the tokens of a sequence can have different weights."""
     distill, weight = config.distill, config.distill.token_weight
     if weight == "none" and distill.token_share < 1.0:
         problem = "distill.token_weight is none, so no order tells which tokens to keep."
         raise config.error("distill.token_share", problem, "use 1.0, or choose a weight.")
-    if weight == "teachability" and derived.signals == ("sampled",):
+    if weight == "teachability" and config.derived.signals == ("sampled",):
         problem = "it needs the teacher's distribution, and the teacher sends the probability of one token."
         fix = "use a divergence with teacher.signal topk, hidden or logits, or another weight."
         raise config.error("distill.token_weight", problem, fix)
@@ -222,9 +222,9 @@ def check_token_weights(config: Config, derived: Derived) -> None:
         raise config.error("distill.token_weight", problem, "use none, or a share above 0.")
 
 
-def check_mixture(config: Config, derived: Derived) -> None:
+def check_mixture(config: Config) -> None:
     """Check that the losses have tokens to learn from in every step."""
-    spec, share = derived.loss, config.distill.on_policy_share
+    spec, share = config.derived.loss, config.distill.on_policy_share
     n_prompts = config.trainer.global_batch_size
     if spec.sft is not None and share == 1.0:
         problem = "the loss sft learns from dataset responses, and there are none."
@@ -247,19 +247,19 @@ def check_mixture(config: Config, derived: Derived) -> None:
         )
 
 
-def check_reference(config: Config, derived: Derived) -> None:
+def check_reference(config: Config) -> None:
     """Check that settings of the reference are used, and that its KL can be estimated."""
     weight, share = config.distill.reference_kl_weight, config.distill.on_policy_share
-    if not derived.loss.has_reference:
+    if not config.derived.loss.has_reference:
         keys = [key for key in all_keys() if key.startswith("reference.")]
         problem = "distill.reference_kl_weight is 0, so no reference is used."
         config.check_unused(keys, problem, "remove it, or set the weight.")
-    if derived.reference_is_actor:
+    if config.derived.reference_is_actor:
         problem = "with actor.lora the reference is the actor with its adapters disabled, not a second model."
         unused = ("reference.fsdp_cpu_offload", "reference.update_interval")
         config.check_unused(unused, problem, "remove it, or set reference.path.")
     scale = config.distill.teacher_reward_scale
-    if scale != 1 and not derived.loss.policy_gradients:
+    if scale != 1 and not config.derived.loss.policy_gradients:
         problem = "it scales the teacher's reward of a sampled token, and no loss uses one."
         raise config.error("distill.teacher_reward_scale", problem, "use 1, or add k1, k2 or k3 to the losses.")
     if config.reference.update_interval == 1:

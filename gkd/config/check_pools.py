@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from gkd.config.schema import ENGINE_RANKS, Config, Derived
+from gkd.config.schema import ENGINE_RANKS, Config
 from gkd.config.schema_actor import BACKENDS
 from gkd.config.schema_teacher import ACTOR
 from gkd.errors import ConfigError
 
 
-def check_strategy(config: Config, derived: Derived) -> None:
+def check_strategy(config: Config) -> None:
     """Check that the student's backend supports the settings."""
     a = config.actor
     if a.attention != "auto" and config.model.dtype == "float32":
@@ -25,10 +25,10 @@ def check_strategy(config: Config, derived: Derived) -> None:
         raise config.error("actor.layers", problem, "use auto, or actor.lora.rank=0.")
 
 
-def check_pools(config: Config, derived: Derived) -> None:
+def check_pools(config: Config) -> None:
     """Check that the parallel layout divides the pools."""
     t, a, r = config.trainer, config.actor, config.rollout
-    world = derived.world_size
+    world = config.derived.world_size
     if world % (a.tp * a.pp):
         problem = (
             f"the actor pool has {t.n_gpus_per_node} x trainer.nnodes {t.nnodes} = {world} ranks, which "
@@ -50,10 +50,10 @@ def check_pools(config: Config, derived: Derived) -> None:
         raise config.error("rollout.tp", problem, fix)
 
 
-def check_cluster(config: Config, derived: Derived) -> None:
+def check_cluster(config: Config) -> None:
     """Check nodes and GPUs."""
     t, r, c = config.trainer, config.rollout, config.cluster
-    _check_sharing(config, derived)
+    _check_sharing(config)
     if "://" in c.ray_address:
         problem = "Ray Client is not supported: the trainer must run on a node of the cluster."
         raise config.error("cluster.ray_address", problem, "give the HOST:PORT that ray start --head prints.")
@@ -77,7 +77,7 @@ def check_cluster(config: Config, derived: Derived) -> None:
         raise config.error("cluster.gpus", problem, "name more GPUs, or use smaller pools.")
 
 
-def _check_sharing(config: Config, derived: Derived) -> None:
+def _check_sharing(config: Config) -> None:
     """Check that pools which share GPUs have equal sizes and never work at the same time."""
     t, r = config.trainer, config.rollout
     moving = "trainer.colocate" if t.colocate else "actor.offload_train" if config.actor.offload_train else ""
@@ -85,7 +85,7 @@ def _check_sharing(config: Config, derived: Derived) -> None:
         problem = f"with {moving} the actor's states move between calls."
         raise config.error("memory.strategy", problem, f"use auto, or {moving}=false.")
     share, taken = config.cluster.teacher_gpu_share, r.gpu_memory_utilization
-    if share and derived.teacher_pool:
+    if share and config.derived.teacher_pool:
         problem = f"teacher.backend={config.teacher.backend} has no server."
         raise config.error("cluster.teacher_gpu_share", problem, "remove it, or use teacher.backend=zmq.")
     if share + taken > 1 and not r.kv_cache_mib:
@@ -100,10 +100,10 @@ def _check_sharing(config: Config, derived: Derived) -> None:
     if t.scheduler != "sync":
         problem = "with trainer.colocate actor and engines alternate, and this scheduler overlaps them."
         raise config.error("trainer.scheduler", problem, "use sync, or trainer.colocate=false.")
-    if derived.teacher_pool == ACTOR and not config.teacher.fsdp_cpu_offload:
+    if config.derived.teacher_pool == ACTOR and not config.teacher.fsdp_cpu_offload:
         problem = "with trainer.colocate the engines need the whole GPUs, and the teacher's shards would stay there."
         raise config.error("teacher.fsdp_cpu_offload", problem, "use true, or trainer.colocate=false.")
-    if derived.reference_folder and not config.reference.fsdp_cpu_offload:
+    if config.derived.reference_folder and not config.reference.fsdp_cpu_offload:
         problem = "with trainer.colocate the engines need the whole GPUs, and the reference's shards would stay there."
         raise config.error("reference.fsdp_cpu_offload", problem, "use true, or trainer.colocate=false.")
     if config.weight_sync.transport == "nccl":
@@ -111,10 +111,10 @@ def _check_sharing(config: Config, derived: Derived) -> None:
         raise config.error("weight_sync.transport", problem, "use auto, or trainer.colocate=false.")
 
 
-def check_adapter_sync(config: Config, derived: Derived) -> None:
+def check_adapter_sync(config: Config) -> None:
     """Check that there are adapters to send, and that engines can hold them."""
     rank = config.actor.lora.rank
-    if config.weight_sync.lora != "adapters" or derived.engine_adapter_rank:
+    if config.weight_sync.lora != "adapters" or config.derived.engine_adapter_rank:
         return
     if not rank:
         problem = "actor.lora.rank is 0, so there are no adapters."
@@ -123,21 +123,21 @@ def check_adapter_sync(config: Config, derived: Derived) -> None:
     raise config.error("weight_sync.lora", problem, "use merged, or a lower actor.lora.rank.")
 
 
-def check_sizes(config: Config, derived: Derived) -> None:
+def check_sizes(config: Config) -> None:
     """Check batch sizes, the learning rate schedule and timeouts."""
     t = config.trainer
-    dp = derived.dp_size
+    dp = config.derived.dp_size
     if t.global_batch_size < dp:
         problem = f"each of the actor's {dp} data-parallel groups needs a prompt."
         raise config.error("trainer.global_batch_size", problem, f"use at least {dp}, or a larger actor.tp / actor.pp.")
     _check_schedule(config)
-    longest = derived.max_sequence_length
+    longest = config.derived.max_sequence_length
     budget = config.actor.max_tokens_per_micro_batch
     if 0 < budget < longest:
         problem = f"one sequence may have data.max_prompt_length + data.max_response_length = {longest} tokens."
         raise config.error("actor.max_tokens_per_micro_batch", problem, f"use 0 or at least {longest}.")
     patience = config.teacher.outage_budget_s + config.teacher.request_timeout_s
-    if not derived.teacher_pool and t.stage_timeout_s <= patience:
+    if not config.derived.teacher_pool and t.stage_timeout_s <= patience:
         problem = (
             f"a teacher outage may last teacher.outage_budget_s + teacher.request_timeout_s = {patience:g} s, and the "
             "stage would time out first, without a checkpoint."

@@ -50,13 +50,22 @@ def value_errors(config: Sections) -> Iterator[ConfigError]:
     if len(config.teacher.name) > MAX_NAME_LENGTH:
         fix = f"use one of the server's names, of at most {MAX_NAME_LENGTH} characters."
         yield config.error("teacher.name", "is too long.", fix)
-    yield from _tracker_errors(config)
+    loggers = config.trainer.loggers
+    if not set(loggers) <= set(TRACKER_NAMES) or len(set(loggers)) < len(loggers):
+        fix = f"use some of {', '.join(TRACKER_NAMES)}, each once."
+        yield config.error("trainer.loggers", "is not a list of distinct trackers.", fix)
+    if not config.trainer.project_name:
+        yield config.error("trainer.project_name", "is empty.", "give a name, e.g. gkd.")
     try:
         save_interval(config.trainer.save_every)
     except ConfigError as error:
         yield error
     yield from _best_errors(config)
-    yield from _profile_errors(config)
+    try:
+        listed_steps(config.trainer.profile_steps)
+    except ValueError:
+        problem = f"an entry is neither a step from 1 on nor a range of at most {_MOST_PROFILED} steps."
+        yield config.error("trainer.profile_steps", problem, "write e.g. [3, 10-12].")
     yield from _health_errors(config)
     betas = config.actor.optim.betas
     if len(betas) != 2 or not all(0.0 <= beta < 1.0 for beta in betas):
@@ -75,15 +84,6 @@ def listed_steps(entries: Sequence[str]) -> set[int]:
     return steps
 
 
-def _profile_errors(config: Sections) -> Iterator[ConfigError]:
-    t = config.trainer
-    try:
-        listed_steps(t.profile_steps)
-    except ValueError:
-        problem = f"an entry is neither a step from 1 on nor a range of at most {_MOST_PROFILED} steps."
-        yield config.error("trainer.profile_steps", problem, "write e.g. [3, 10-12].")
-
-
 def _best_errors(config: Sections) -> Iterator[ConfigError]:
     name = config.trainer.keep_best
     if name and not name.startswith(("eval/", "domain/")):
@@ -94,15 +94,6 @@ def _best_errors(config: Sections) -> Iterator[ConfigError]:
         yield config.error("trainer.keep_best", problem, "remove it, or name files.")
     elif config.eval.metric == NO_METRIC and ("/accuracy" in name or "/pass_at_" in name):
         yield config.error("trainer.keep_best", "eval.metric is none.", "set eval.metric, or keep eval/kl.")
-
-
-def _tracker_errors(config: Sections) -> Iterator[ConfigError]:
-    loggers = config.trainer.loggers
-    if not set(loggers) <= set(TRACKER_NAMES) or len(set(loggers)) < len(loggers):
-        fix = f"use some of {', '.join(TRACKER_NAMES)}, each once."
-        yield config.error("trainer.loggers", "is not a list of distinct trackers.", fix)
-    if not config.trainer.project_name:
-        yield config.error("trainer.project_name", "is empty.", "give a name, e.g. gkd.")
 
 
 def _health_errors(config: Sections) -> Iterator[ConfigError]:

@@ -26,7 +26,7 @@ class Key(Setting):
     Args:
         limits: limits that a check of several keys or of a list enforces, for the documentation.
         required: how to set a key that has no usable default; empty means the default is valid.
-        resume: whether a resumed run may change the key; a text is the condition, see `gkd.run.resume_compat`.
+        resume: whether a resumed run may change the key; a text is the condition, see `gkd.run.open`.
     """
 
     limits: str = ""

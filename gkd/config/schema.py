@@ -12,14 +12,12 @@ from functools import cached_property
 from typing import cast
 
 from gkd.config.loss_spec import LossSpec, loss_spec, teacher_signals
-from gkd.config.schema_rollout import AUTO, GLOO, IPC, NCCL
+from gkd.config.schema_rollout import AUTO, GLOO, IPC, NCCL, has_expandable_segments
 from gkd.config.schema_sections import EXACT_MATCH, NO_METRIC, Sections
 from gkd.config.schema_teacher import ACTOR, BACKENDS, ROLLOUT, RouteConfig, TeacherConfig
+from gkd.errors import ConfigError
 from teacher_server.wire.protocol import Signal
 
-# Variables that torch's allocator reads; the second is the name before torch 2.9, which newer versions still read.
-ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
-EXPANDABLE = "expandable_segments:True"
 NUMBERED_TURNS = 8  # turns with metrics of their own
 _INHERITED = tuple(item.name for item in fields(RouteConfig) if item.name != "weight")  # keys of a route's teacher
 ENGINE_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # vLLM's choices of max_lora_rank
@@ -46,6 +44,10 @@ class Route:
     def key(self, name: str) -> str:
         """Return the dotted key that a value of `teacher` comes from."""
         return f"teacher.routes.{self.name}.{name}" if name in self.own else f"teacher.{name}"
+
+    def error(self, name: str, problem: str, fix: str) -> ConfigError:
+        """Return the error of a key of `teacher`, with its value."""
+        return ConfigError(self.key(name), getattr(self.teacher, name), problem, fix)
 
     @property
     def label(self) -> str:
@@ -190,8 +192,3 @@ def transport_of(config: Config, device: str, environ: Mapping[str, str] = os.en
     # NCCL needs a GPU for each member. With pipeline stages no card has all tensors. Not every version of torch shares
     # expandable segments with other processes.
     return GLOO if config.actor.pp > 1 or has_expandable_segments(environ) else IPC
-
-
-def has_expandable_segments(environ: Mapping[str, str]) -> bool:
-    """Return whether torch's allocator makes segments of pages, which it can join."""
-    return any(EXPANDABLE in environ.get(name, "") for name in ALLOCATOR_VARIABLES)

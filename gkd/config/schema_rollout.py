@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from gkd.config.declare import key
@@ -100,6 +101,9 @@ class RolloutConfig:
         return mib << 20 if mib else None
 
 
+# Variables that torch's allocator reads; the second is the name before torch 2.9, which newer versions still read.
+ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+EXPANDABLE = "expandable_segments:True"
 GLOO, NCCL, SHARED_MEMORY, IPC, AUTO = "gloo", "nccl", "shared_memory", "ipc", "auto"
 
 
@@ -128,3 +132,8 @@ class WeightSyncConfig:
         resume=True,
     )
     timeout_s: float = key(600.0, "Seconds one weight sync may take.", gt=0, resume=True)
+
+
+def has_expandable_segments(environ: Mapping[str, str]) -> bool:
+    """Return whether torch's allocator makes segments of pages, which it can join."""
+    return any(EXPANDABLE in environ.get(name, "") for name in ALLOCATOR_VARIABLES)

@@ -24,7 +24,7 @@ import numpy as np
 
 from gkd.config.schema_sections import DataConfig
 from gkd.data.chat_frame import ANSWER, QUESTION, START, THOUGHT, WHY, ChatFrames, Form, Message, TemplateFailed, said
-from gkd.data.conversation import Conversation, Setting, is_learned, quoted, read_tools
+from gkd.data.conversation import Conversation, Setting, is_learned, quoted, read_tools, unicode_problem
 from gkd.data.render import PromptRenderer
 from gkd.errors import ConfigError, DataError
 
@@ -138,11 +138,8 @@ class ChatDelta:
             raise DataError(f"{name} has the role {quoted(role)}, {expected}{reason and f': {reason}'}.")
         if not isinstance(content, str):
             raise DataError(f"{name} has {quoted(content)} as content, expected text.")
-        try:
-            content.encode()
-        except UnicodeEncodeError as error:
-            problem = f"is not valid Unicode (lone surrogate at character {error.start + 1}: {quoted(content)})"
-            raise DataError(f"{name} {problem}.") from error
+        if problem := unicode_problem(content):
+            raise DataError(f"{name} {problem}.")
         if found := self._marker.search(content):
             raise DataError(f"{name} is {quoted(content)}, with {found[0]!r}, which separates messages.")
 

@@ -167,26 +167,7 @@ def dataset_chunks(
     """
     groups: dict[int, list[Rollout]] = defaultdict(list)
     for prompt, prompt_index in zip(prompts, prompt_indices, strict=True):
-        response = prompt.response_ids
-        if response is None:
-            raise DataError(
-                f"prompt {prompt.prompt_id} has no dataset response: it was loaded without data.response_key"
-            )
-        groups[prompt_index % dp_size].append(
-            Rollout(
-                prompt_id=prompt.prompt_id,
-                sample_index=prompt_index * n,
-                prompt_ids=prompt.token_ids,
-                response_ids=response,
-                rollout_logprobs=np.zeros(len(response) if prompt.own is None else prompt.own.sum(), np.float32),
-                version_spans=(),
-                finish_reason="stop" if int(response[-1]) in eos_ids else "length",
-                on_policy=False,
-                route=prompt.route,
-                teacher_ids=prompt.teacher_ids,
-                own=prompt.own,
-            )
-        )
+        groups[prompt_index % dp_size].append(_dataset_rollout(prompt, prompt_index * n, eos_ids))
     for dp_rank, rollouts in sorted(groups.items()):
         for start in range(0, len(rollouts), chunk_size):
             chunk = rollouts[start : start + chunk_size]
@@ -195,6 +176,23 @@ def dataset_chunks(
 
 def dataset_rollouts(prompts: Sequence[Prompt], eos_ids: Collection[int]) -> list[Rollout]:
     """Return the dataset's response to each prompt, as `dataset_chunks`."""
-    n = len(prompts)
-    chunks = dataset_chunks(prompts, range(n), n=1, dp_size=1, chunk_size=n, policy_version=0, eos_ids=eos_ids)
-    return [rollout for rollouts, _ in chunks for rollout in rollouts]
+    return [_dataset_rollout(prompt, i, eos_ids) for i, prompt in enumerate(prompts)]
+
+
+def _dataset_rollout(prompt: Prompt, sample_index: int, eos_ids: Collection[int]) -> Rollout:
+    response = prompt.response_ids
+    if response is None:
+        raise DataError(f"prompt {prompt.prompt_id} has no dataset response: it was loaded without data.response_key")
+    return Rollout(
+        prompt_id=prompt.prompt_id,
+        sample_index=sample_index,
+        prompt_ids=prompt.token_ids,
+        response_ids=response,
+        rollout_logprobs=np.zeros(len(response) if prompt.own is None else prompt.own.sum(), np.float32),
+        version_spans=(),
+        finish_reason="stop" if int(response[-1]) in eos_ids else "length",
+        on_policy=False,
+        route=prompt.route,
+        teacher_ids=prompt.teacher_ids,
+        own=prompt.own,
+    )

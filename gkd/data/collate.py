@@ -24,6 +24,7 @@ global batch. So the result depends neither on data-parallel groups nor on micro
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import KW_ONLY, dataclass, replace
 from typing import TypeVar, overload
 
 import numpy as np
@@ -39,6 +40,7 @@ from gkd.types import SIGNAL_FIELDS, MicroBatch, Rollout, TeacherScores, TokenTa
 T = TypeVar("T")
 
 
+@dataclass(frozen=True, eq=False)
 class MicroBatches(Sequence[MicroBatch]):
     """The micro-batches of one rank, built on each access and not cached.
 
@@ -56,27 +58,23 @@ class MicroBatches(Sequence[MicroBatch]):
         DataError: only some of the sequences have one of the teacher's tables.
     """
 
-    def __init__(
-        self,
-        rollouts: Sequence[Rollout],
-        scores: Sequence[TeacherScores] | None,
-        groups: Sequence[Sequence[int]],
-        *,
-        packed: bool,
-        pad_id: int,
-        weights: np.ndarray | None = None,
-        pair: TokenizerPair | None = None,
-    ) -> None:
-        self._pair = pair
-        self._rollouts, self._scores, self._groups = rollouts, scores, groups
-        self._packed, self._pad_id, self._weights = packed, pad_id, weights
+    rollouts: Sequence[Rollout]
+    scores: Sequence[TeacherScores] | None
+    groups: Sequence[Sequence[int]]
+    _: KW_ONLY
+    packed: bool
+    pad_id: int
+    weights: np.ndarray | None = None
+    pair: TokenizerPair | None = None
+
+    def __post_init__(self) -> None:
         for name in (*SIGNAL_FIELDS.values(), "reference_logprobs"):
-            n = sum(getattr(score, name) is not None for score in scores or ())
-            if scores is not None and n not in (0, len(scores)):
-                raise DataError(f"only {n} of the {len(scores)} sequences of a batch have a {name} table")
+            n = sum(getattr(score, name) is not None for score in self.scores or ())
+            if self.scores is not None and n not in (0, len(self.scores)):
+                raise DataError(f"only {n} of the {len(self.scores)} sequences of a batch have a {name} table")
 
     def __len__(self) -> int:
-        return len(self._groups)
+        return len(self.groups)
 
     @overload
     def __getitem__(self, index: int) -> MicroBatch: ...
@@ -86,41 +84,25 @@ class MicroBatches(Sequence[MicroBatch]):
 
     def __getitem__(self, index: int | slice) -> MicroBatch | MicroBatches:
         if isinstance(index, slice):
-            return self._changed(self._groups[index], self._scores, self._weights)
-        group = self._groups[index]
-        rollouts = [self._rollouts[i] for i in group]
-        batch = _packed(rollouts) if self._packed else _padded(rollouts, self._pad_id)
-        if self._scores is not None:
-            weights = None if self._weights is None else self._weights[np.array(group)]
-            batch.targets = _targets(rollouts, [self._scores[i] for i in group], weights, self._pair)
+            return replace(self, groups=self.groups[index])
+        group = self.groups[index]
+        rollouts = [self.rollouts[i] for i in group]
+        batch = _packed(rollouts) if self.packed else _padded(rollouts, self.pad_id)
+        if self.scores is not None:
+            weights = None if self.weights is None else self.weights[np.array(group)]
+            batch.targets = _targets(rollouts, [self.scores[i] for i in group], weights, self.pair)
         return batch
-
-    def without_targets(self) -> MicroBatches:
-        """Return the same micro-batches without targets, which are most of the cost of building them."""
-        return self._changed(self._groups, None, None)
-
-    def weighted(self, weights: np.ndarray) -> MicroBatches:
-        """Return the same micro-batches with a factor of the loss for each sequence, see `weights`."""
-        return self._changed(self._groups, self._scores, weights)
-
-    def _changed(
-        self, groups: Sequence[Sequence[int]], scores: Sequence[TeacherScores] | None, weights: np.ndarray | None
-    ) -> MicroBatches:
-        packed, pad_id = self._packed, self._pad_id
-        return MicroBatches(
-            self._rollouts, scores, groups, packed=packed, pad_id=pad_id, weights=weights, pair=self._pair
-        )
 
     @property
     def samples(self) -> Iterator[tuple[int, int]]:
         """Yield (sample_index, number of rows) per sequence, in row order; builds no micro-batch."""
-        for group in self._groups:
-            yield from _samples([self._rollouts[i] for i in group])
+        for group in self.groups:
+            yield from _samples([self.rollouts[i] for i in group])
 
 
 def without_targets(batches: Sequence[MicroBatch]) -> Sequence[MicroBatch]:
-    """Return the same micro-batches; lazily built ones are built without targets."""
-    return batches.without_targets() if isinstance(batches, MicroBatches) else batches
+    """Return the same micro-batches; lazily built ones without targets, which are most of the cost of building them."""
+    return replace(batches, scores=None) if isinstance(batches, MicroBatches) else batches
 
 
 def _padded(rollouts: Sequence[Rollout], pad_id: int) -> MicroBatch:

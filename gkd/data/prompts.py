@@ -20,6 +20,7 @@ from gkd.data.chat_delta import DialogueReader, split_conversation
 from gkd.data.conversation import (
     Conversation,
     Setting,
+    TeacherPrompts,
     check_unicode,
     is_learned,
     quoted,
@@ -28,7 +29,6 @@ from gkd.data.conversation import (
 )
 from gkd.data.render import AS_IS, PromptRenderer, Rendered, Tools, has_system
 from gkd.data.row_files import Row, encode_row, read_rows
-from gkd.data.teacher_prompt import TeacherPrompts
 from gkd.errors import ConfigError
 from gkd.log import get_logger
 from gkd.spans import driver
@@ -66,27 +66,14 @@ def load_tokenizer(path: str, key: str, *, trust_remote_code: bool = False) -> A
 
 
 def load_prompts(
-    files: Sequence[str],
-    config: DataConfig,
-    tokenizer: Any,
-    key: str,
-    *,
-    response_ends: Sequence[int] | None = None,
-    teacher: TeacherConfig | None = None,
-    keep_rows: bool = False,
-    tools: Tools = (),
-    teacher_tokenizer: Any = None,
+    files: Sequence[str], key: str, reader: RowReader, *, keep_rows: bool = False
 ) -> tuple[list[Prompt], int]:
     """Tokenize all rows of `files`; also return the number of rows dropped by `data.truncation: drop`.
 
     Args:
         key: config key of the files ("data.train_files" or "data.val_files"), for errors.
-        response_ends: token ids that end a response, to load the dataset's responses, too; None = ignore
-            `data.response_key`.
-        teacher: its routes, one of which each row must name, and its prompt template; None means neither.
+        reader: new, because it counts the rows.
         keep_rows: keep all columns, for functions that judge responses and for environments.
-        tools: of rollout.environment, which every prompt offers.
-        teacher_tokenizer: of a teacher with another one; None: the teacher reads the student's tokens.
 
     Raises:
         ConfigError: a file is missing, has another format or lacks `data.prompt_key`; a prompt or a requested response
@@ -94,8 +81,7 @@ def load_prompts(
             `data.max_prompt_length` with `truncation: error`, or the teacher's its own limit.
     """
     prompts: list[Prompt] = []
-    dropped, converted = 0, Counter[str]()
-    reader = RowReader(config, tokenizer, teacher or TeacherConfig(), tools, response_ends, teacher_tokenizer)
+    config, dropped, converted = reader.config, 0, Counter[str]()
     columns = None if keep_rows else reader.columns
     rows = (found for file in files for found in read_rows(file, key, columns))
     with driver.doing(f"tokenizing {key}, row"):
@@ -153,20 +139,23 @@ class RowReader:
     """Read rows: find the prompts in the columns, render and tokenize them, and find the teacher.
 
     Args:
+        teacher: its routes, one of which each row must name, and its prompt template; None means neither.
         tools: of rollout.environment, which every prompt offers.
-        response_ends, teacher_tokenizer: see `load_prompts`.
+        response_ends: token ids that end a response, to read the dataset's responses, too; None = ignore
+            `data.response_key`.
+        teacher_tokenizer: of a teacher with another one; None: the teacher reads the student's tokens.
     """
 
     def __init__(
         self,
         config: DataConfig,
         tokenizer: Any,
-        teacher: TeacherConfig,
+        teacher: TeacherConfig | None = None,
         tools: Tools = (),
         response_ends: Sequence[int] | None = None,
         teacher_tokenizer: Any = None,
     ) -> None:
-        self._config, self._tools = config, tools
+        self.config, self._tools, teacher = config, tools, teacher or TeacherConfig()
         self._tokenizer, self._ends = tokenizer, response_ends
         self._dialogues = None
         if config.messages_key and response_ends is not None:
@@ -196,21 +185,21 @@ class RowReader:
     @property
     def columns(self) -> set[str]:
         """Return the columns that `read` uses, including answers and responses."""
-        data = self._config
+        data = self.config
         names = {data.prompt_key, data.response_key, data.answer_key, data.teacher_key, data.teacher_prompt_key}
         return names | {data.tools_key, data.messages_key} | self._views.columns
 
     def read(self, row: Row, where: str) -> ReadRow:
         """Return what the models read. Raises ConfigError: see `load_prompts`."""
-        key, turns = self._config.messages_key or self._config.prompt_key, tuple[Mapping[str, Any], ...]()
-        setting = "data.messages_key" if self._config.messages_key else "data.prompt_key", key
+        key, turns = self.config.messages_key or self.config.prompt_key, tuple[Mapping[str, Any], ...]()
+        setting = "data.messages_key" if self.config.messages_key else "data.prompt_key", key
         if key not in row:
             raise ConfigError(*setting, f"{where} has only the columns {sorted(row)}.", "name the prompts' column.")
         prompt = read_conversation(row[key], setting, where)
-        if self._config.messages_key:
+        if self.config.messages_key:
             prompt, turns = split_conversation(prompt, setting, where)
         self._check_response(prompt, setting, where)
-        if key := self._config.tools_key:
+        if key := self.config.tools_key:
             if key not in row:
                 problem = f"{where} has only the columns {sorted(row)}."
                 raise ConfigError("data.tools_key", key, problem, "name the tools' column; null stands for no tools.")
@@ -245,25 +234,54 @@ class RowReader:
     def response(self, read: ReadRow, row: Row, where: str) -> tuple[np.ndarray | None, np.ndarray | None]:
         """Return the dataset's response, [R] int32, and its own tokens, [R] bool, None for all; None if not requested.
 
+        R <= data.max_response_length. The text is the column's, or with an empty `data.response_key` the last message
+        of the prompt. It is tokenized separately, without special tokens, and an end-of-sequence token is appended
+        unless it ends with one. A longer response is truncated and then has no end-of-sequence token.
+
         Raises:
             ConfigError: the row has none that can be used.
         """
-        if self._ends is None:
+        ends, tokenizer, key = self._ends, self._tokenizer, self.config.response_key
+        if ends is None:
             return None, None
         if self._dialogues is not None:
             return self._dialogues.read(read.turns, where)
-        return read_response(read, row, self._config, self._tokenizer, self._ends, where), None
+        setting = "data.response_key", key
+        found = row.get(key) if key else None
+        message = None if key else read.response
+        if isinstance(found, list) and len(found) == 1:  # one message, as TRL's column `completion` has it
+            message = read_conversation([{"role": "user", "content": "-"}, *found], setting, where).response
+        text = found if message is None else message["content"] if is_learned(message, setting, where) else None
+        if not isinstance(text, str) or not text:
+            problem = "the last message is not the assistant's, or is not learned"
+            if key:
+                problem = f"the value is {quoted(found)}" if key in row else f"the only columns are {sorted(row)}"
+            problem = f"in {where} {problem}, expected a non-empty string."
+            fix = "correct or remove the row, or use no dataset responses: distill.on_policy_share=1."
+            raise ConfigError(*setting, problem, fix)
+        check_unicode(text, setting, where)
+        ids = list(tokenizer(text, add_special_tokens=False)["input_ids"])
+        if not ids:
+            problem = f"the response of {where} has no tokens."
+            raise ConfigError(*setting, problem, "correct or remove the row.")
+        if any(token in ends for token in ids[:-1]):
+            problem = f"the response of {where} contains an end-of-sequence token before its end."
+            fix = "remove it from the text, or from rollout.stop_token_ids if it is one of them."
+            raise ConfigError(*setting, problem, fix)
+        if ids[-1] not in ends:
+            ids.append(tokenizer.eos_token_id if tokenizer.eos_token_id is not None else ends[0])
+        return np.asarray(ids[: self.config.max_response_length], dtype=np.int32), None
 
     def log(self, key: str) -> None:
         """Log how many rows each route, the teacher's own prompt and a system message of their own have."""
-        if self._config.system_prompt and self._n_own_system:
+        if self.config.system_prompt and self._n_own_system:
             log.info("%s: %d rows have a system message, not data.system_prompt", key, self._n_own_system)
         self._routes.log(key)
         self._views.log(key)
 
     def _check_response(self, prompt: Conversation, setting: Setting, where: str) -> None:
         """Raise ConfigError if the last message is the assistant's, and data.response_key names a column."""
-        if prompt.response is not None and self._config.response_key:
+        if prompt.response is not None and self.config.response_key:
             problem = f"the last message of {where} is the assistant's: {quoted(prompt.response['content'])}."
             fix = 'remove it, or set data.response_key="" to take it as the dataset\'s response.'
             raise ConfigError(*setting, problem, fix)
@@ -301,43 +319,6 @@ def _teacher_fits(ids: list[int] | None, config: DataConfig, where: str) -> bool
         f"the teacher's prompt of {where} has {len(ids)} tokens, more than {limit}.",
         "increase it, or set data.truncation to drop.",
     )
-
-
-def read_response(
-    read: ReadRow, row: Row, config: DataConfig, tokenizer: Any, ends: Sequence[int], where: str
-) -> np.ndarray:
-    """Return the dataset's response in the form of a rollout, [R] int32, R <= data.max_response_length.
-
-    The text is the column's, or with an empty `data.response_key` the last message of the prompt. It is tokenized
-    separately, without special tokens, and an end-of-sequence token is appended unless it ends with one. A longer
-    response is truncated and then has no end-of-sequence token.
-    """
-    setting = "data.response_key", config.response_key
-    found = row.get(config.response_key) if config.response_key else None
-    message = None if config.response_key else read.response
-    if isinstance(found, list) and len(found) == 1:  # one message, as TRL's column `completion` has it
-        message = read_conversation([{"role": "user", "content": "-"}, *found], setting, where).response
-    text = found if message is None else message["content"] if is_learned(message, setting, where) else None
-    if not isinstance(text, str) or not text:
-        found = f"the value is {quoted(found)}" if config.response_key in row else f"the only columns are {sorted(row)}"
-        found = found if config.response_key else "the last message is not the assistant's, or is not learned"
-        raise ConfigError(
-            *setting,
-            f"in {where} {found}, expected a non-empty string.",
-            "correct or remove the row, or use no dataset responses: distill.on_policy_share=1.",
-        )
-    check_unicode(text, setting, where)
-    ids = list(tokenizer(text, add_special_tokens=False)["input_ids"])
-    if not ids:
-        problem = f"the response of {where} has no tokens."
-        raise ConfigError(*setting, problem, "correct or remove the row.")
-    if any(token in ends for token in ids[:-1]):
-        problem = f"the response of {where} contains an end-of-sequence token before its end."
-        fix = "remove it from the text, or from rollout.stop_token_ids if it is one of them."
-        raise ConfigError(*setting, problem, fix)
-    if ids[-1] not in ends:
-        ids.append(tokenizer.eos_token_id if tokenizer.eos_token_id is not None else ends[0])
-    return np.asarray(ids[: config.max_response_length], dtype=np.int32)
 
 
 class RowRoutes:

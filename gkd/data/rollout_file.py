@@ -11,7 +11,7 @@ import math
 import zipfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 import numpy as np
 
@@ -94,7 +94,10 @@ def read_sequences(path: Path) -> tuple[list[Rollout], list[TeacherScores] | Non
 def load_sequences(opened: IO[bytes], name: str) -> tuple[list[Rollout], list[TeacherScores] | None]:
     """Read what `write_sequences` has written to an open file. Raise CheckpointError as `read_sequences`."""
     try:
-        with _npz(opened) as file:
+        loaded = np.load(opened, allow_pickle=False)
+        if not isinstance(loaded, np.lib.npyio.NpzFile):  # np.load also accepts a single array
+            raise ValueError("it holds a single array")
+        with loaded as file:
             tables = {key: file[key] for key in file.files}
         missing = [key for key in _TABLES if key not in tables]
         if missing:
@@ -107,62 +110,41 @@ def load_sequences(opened: IO[bytes], name: str) -> tuple[list[Rollout], list[Te
         raise CheckpointError(f"{name} is not a complete recording of rollouts: {error}") from error
 
 
-def _npz(opened: IO[bytes]) -> np.lib.npyio.NpzFile:
-    loaded = np.load(opened, allow_pickle=False)
-    if not isinstance(loaded, np.lib.npyio.NpzFile):  # np.load also accepts a single array
-        raise ValueError("it holds a single array")
-    return loaded
-
-
 def _rollouts(tables: dict[str, np.ndarray]) -> list[Rollout]:
     rows = tables["sequences"].tolist()
-    prompts = _split(tables["prompt_ids"], [row[2] for row in rows])
     lengths = [row[3] for row in rows]
-    responses, n_rows = _split(tables["response_ids"], lengths), lengths
-    masks: list[np.ndarray | None] = [None] * len(rows)
-    if "own" in tables:  # the run has an environment, or conversations of the dataset
-        parts = _split(tables["own"], lengths)
-        n_rows = [int(part.sum()) for part in parts]
-        masks = [part if has else None for part, has in zip(parts, tables["has_own"].tolist(), strict=True)]
-    logprobs = _split(tables["rollout_logprobs"], n_rows)
-    views: list[np.ndarray | None] = [None] * len(rows)
-    if "teacher_ids" in tables:  # at least one sequence has a prompt for the teacher
-        own = tables["teacher_lengths"].tolist()
-        parts = _split(tables["teacher_ids"], own)
-        views = [part if n else None for n, part in zip(own, parts, strict=True)]
-    top_ids: list[np.ndarray | None] = [None] * len(rows)
-    if "top_ids" in tables:  # the run has distill.support
-        widths = tables["n_top_ids"].tolist()
-        parts = _split(tables["top_ids"], [n * length for n, length in zip(widths, n_rows, strict=True)])
-        top_ids = [part.reshape(-1, n) if n else None for n, part in zip(widths, parts, strict=True)]
-    rewards: list[float | None] = [None] * len(rows)
-    if "rewards" in tables:
-        rewards = [None if math.isnan(reward) else reward for reward in tables["rewards"].tolist()]
-    messages: list[bytes | None] = [None] * len(rows)
-    if "messages" in tables:
-        messages = [part.tobytes() or None for part in _split(tables["messages"], tables["message_lengths"].tolist())]
     spans: list[list[VersionSpan]] = [[] for _ in rows]
     for sequence, start, stop, version in tables["spans"].tolist():
         spans[sequence].append(VersionSpan(start, stop, version))
-    return [
-        Rollout(
-            prompt_id=row[0],
-            sample_index=row[1],
-            prompt_ids=prompts[i],
-            response_ids=responses[i],
-            rollout_logprobs=logprobs[i],
-            version_spans=tuple(spans[i]),
-            finish_reason=FINISH_REASONS[row[4]],
-            on_policy=bool(row[5]),
-            route=row[6] if len(row) > 6 else 0,  # older files have no routes
-            teacher_ids=views[i],
-            top_ids=top_ids[i],
-            own=masks[i],
-            reward=rewards[i],
-            messages=messages[i],
-        )
-        for i, row in enumerate(rows)
-    ]
+    columns: dict[str, Sequence[Any]] = {
+        "prompt_id": [row[0] for row in rows],
+        "sample_index": [row[1] for row in rows],
+        "prompt_ids": _split(tables["prompt_ids"], [row[2] for row in rows]),
+        "response_ids": _split(tables["response_ids"], lengths),
+        "version_spans": list(map(tuple, spans)),
+        "finish_reason": [FINISH_REASONS[row[4]] for row in rows],
+        "on_policy": [bool(row[5]) for row in rows],
+        "route": [row[6] if len(row) > 6 else 0 for row in rows],  # older files have no routes
+    }
+    n_rows = lengths
+    if "own" in tables:  # the run has an environment, or conversations of the dataset
+        parts = _split(tables["own"], lengths)
+        n_rows = [int(part.sum()) for part in parts]
+        columns["own"] = [part if has else None for part, has in zip(parts, tables["has_own"].tolist(), strict=True)]
+    columns["rollout_logprobs"] = _split(tables["rollout_logprobs"], n_rows)
+    if "teacher_ids" in tables:  # at least one sequence has a prompt for the teacher
+        parts = _split(tables["teacher_ids"], tables["teacher_lengths"].tolist())
+        columns["teacher_ids"] = [part if len(part) else None for part in parts]
+    if "top_ids" in tables:  # the run has distill.support
+        widths = tables["n_top_ids"].tolist()
+        parts = _split(tables["top_ids"], [n * length for n, length in zip(widths, n_rows, strict=True)])
+        columns["top_ids"] = [part.reshape(-1, n) if n else None for n, part in zip(widths, parts, strict=True)]
+    if "rewards" in tables:
+        columns["reward"] = [None if math.isnan(reward) else reward for reward in tables["rewards"].tolist()]
+    if "messages" in tables:
+        parts = _split(tables["messages"], tables["message_lengths"].tolist())
+        columns["messages"] = [part.tobytes() or None for part in parts]
+    return [Rollout(**{name: column[i] for name, column in columns.items()}) for i in range(len(rows))]
 
 
 def _score_tables(rollouts: Sequence[Rollout], scores: Sequence[TeacherScores]) -> dict[str, np.ndarray]:

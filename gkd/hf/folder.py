@@ -158,9 +158,7 @@ _DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 _ALIGN_BYTES = 8  # alignment of the first tensor, so that a mapped file can be read in place
 
 
-def write_safetensors(
-    path: Path, plan: Sequence[tuple[str, tuple[int, ...], torch.dtype]], tensors: Iterable[tuple[str, Tensor]]
-) -> None:
+def write_safetensors(path: Path, plan: Sequence[TensorPlan], tensors: Iterable[tuple[str, Tensor]]) -> None:
     """Write the file `path`; at most one tensor is copied at a time, and no reference is kept.
 
     Args:
@@ -174,7 +172,7 @@ def write_safetensors(
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     end = 0
     for name, shape, dtype in plan:
-        start, end = end, end + torch.Size(shape).numel() * dtype.itemsize
+        start, end = end, end + _n_bytes(shape, dtype)
         header[name] = {"dtype": _DTYPES[dtype], "shape": list(shape), "data_offsets": [start, end]}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % _ALIGN_BYTES)

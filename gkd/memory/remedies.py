@@ -13,8 +13,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-from gkd.config.schema import ALLOCATOR_VARIABLES, EXPANDABLE, Config, has_expandable_segments
+from gkd.config.schema import Config
 from gkd.config.schema_actor import BACKENDS
+from gkd.config.schema_rollout import ALLOCATOR_VARIABLES, EXPANDABLE, has_expandable_segments
 from gkd.config.schema_sections import value_of
 from gkd.config.schema_teacher import ACTOR, ReferenceConfig
 from gkd.spans import Phase

@@ -17,7 +17,8 @@ import numpy as np
 from gkd.config.schema import Config, Route
 from gkd.errors import ConfigError, TeacherError, TeacherRefusal, TeacherUnavailable
 from gkd.log import get_logger
-from gkd.run.resume_compat import SAME_PROBE, largest_difference
+from gkd.preflight.teacher import as_rollout
+from gkd.run.open import SAME_PROBE, largest_difference
 from gkd.scoring.teacher.http_client import IN_FLIGHT, HttpTeacher
 from gkd.scoring.teacher.info import Probe, TeacherInfo
 from gkd.types import Prompt, Rollout, TeacherScores
@@ -91,18 +92,16 @@ class _Probe:
         k = self._config.teacher.topk
         with self._refused("its lists are unusable"):
             try:
-                (scores,) = self._scores([_rollout(ids)], ("topk", "sampled"))
+                (scores,) = self._scores([as_rollout(ids)], ("topk", "sampled"))
             except TeacherRefusal as error:
                 fix = f"start vLLM with --max-logprobs {k}, or use less; its default is 20."
-                raise ConfigError("teacher.topk", k, f"{error}.", fix) from error
+                raise self._config.error("teacher.topk", f"{error}.", fix) from error
         self._check_rows(scores.sampled_logprobs, alone, "with and without lists")
         if n := self._config.derived.n_student_ids:
             assert scores.topk is not None
-            given = replace(_rollout(ids), top_ids=np.ascontiguousarray(scores.topk.topk_ids[:, -n:]))
+            given = replace(as_rollout(ids), top_ids=np.ascontiguousarray(scores.topk.topk_ids[:, -n:]))
             fix = "start vLLM with --enable-scale-out and VLLM_USE_V2_MODEL_RUNNER=1, or use teacher."
-            with self._refused(
-                "the teacher cannot score given ids", "distill.support", self._config.distill.support, fix
-            ):
+            with self._refused("the teacher cannot score given ids", "distill.support", fix):
                 (chosen,) = self._scores([given], ("topk",))
             assert chosen.topk is not None
             self._check_rows(chosen.topk.topk_logprobs, scores.topk.topk_logprobs, "of given and of listed ids")
@@ -163,14 +162,14 @@ class _Probe:
     def _sampled(self, sequences: Sequence[np.ndarray], problem: str) -> list[np.ndarray]:
         """Return the logprobs of each sequence's tokens from the second one on, [n - 1] float32."""
         with self._refused(problem):
-            scores = self._scores([_rollout(ids) for ids in sequences], ("sampled",))
+            scores = self._scores([as_rollout(ids) for ids in sequences], ("sampled",))
         return [each.sampled_logprobs for each in scores if each.sampled_logprobs is not None]
 
     def _scores(self, rollouts: Sequence[Rollout], signals: Sequence[Signal]) -> list[TeacherScores]:
         return self._teacher.submit(rollouts, signals).result()
 
     @contextmanager
-    def _refused(self, problem: str, key: str = "", value: object = "", fix: str = "") -> Iterator[None]:
+    def _refused(self, problem: str, key: str = "", fix: str = "") -> Iterator[None]:
         """Raise ConfigError if the server refuses a request of the block or answers it wrongly."""
         try:
             yield
@@ -179,13 +178,8 @@ class _Probe:
         except TeacherError as error:
             if not key:
                 raise self._wrong(f"{problem}: {error}") from error
-            raise ConfigError(key, value, f"{problem}: {error}.", fix) from error
+            raise self._config.error(key, f"{problem}: {error}.", fix) from error
 
     def _wrong(self, problem: str) -> ConfigError:
         url = self._route.teacher.url[0]
         return ConfigError(self._route.key("url"), url, f"{problem}.", "name a server of a teacher that fits.")
-
-
-def _rollout(ids: np.ndarray) -> Rollout:
-    zeros = np.zeros(len(ids) - 1, np.float32)
-    return Rollout(0, 0, ids[:1], ids[1:], zeros, (), "length", on_policy=False)

@@ -6,6 +6,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import replace
 
+from gkd.cluster.gpu_table import GpuInfo
 from gkd.cluster.gpus import machine_gpus, visible_gpus
 from gkd.cluster.host import host_memory_bytes
 from gkd.config.schema import Config
@@ -112,14 +113,18 @@ def smallest_gpu(cluster: ClusterConfig) -> int | None:
     if cluster.ray_address:
         return None
     if cluster.gpus:
-        gpus = visible_gpus(os.environ.get("CUDA_VISIBLE_DEVICES"), machine_gpus())
-        found = [gpu.memory_total_mib for gpu in gpus if gpu.id in map(str, cluster.gpus)]
-        known = [mib << 20 for mib in found if mib]
+        known = [gpu.memory_total_mib << 20 for gpu in _pool_gpus(cluster) if gpu.memory_total_mib]
         return min(known) if len(known) == len(cluster.gpus) else None
     import torch
 
     sizes = [torch.cuda.get_device_properties(i).total_memory for i in range(torch.cuda.device_count())]
     return min(sizes, default=None)
+
+
+def _pool_gpus(cluster: ClusterConfig) -> list[GpuInfo]:
+    """Return the GPUs of this host that the pools may use."""
+    gpus = visible_gpus(os.environ.get("CUDA_VISIBLE_DEVICES"), machine_gpus())
+    return [gpu for gpu in gpus if not cluster.gpus or gpu.id in map(str, cluster.gpus)]
 
 
 def memory_in_use(config: Config) -> int:
@@ -129,12 +134,9 @@ def memory_in_use(config: Config) -> int:
     """
     if config.cluster.ray_address:
         return 0
-    gpus = visible_gpus(os.environ.get("CUDA_VISIBLE_DEVICES"), machine_gpus())
-    if config.cluster.gpus:
-        gpus = tuple(gpu for gpu in gpus if gpu.id in map(str, config.cluster.gpus))
     used = [
         gpu.memory_total_mib - gpu.memory_free_mib
-        for gpu in gpus[: config.derived.n_gpus]
+        for gpu in _pool_gpus(config.cluster)[: config.derived.n_gpus]
         if gpu.memory_total_mib is not None and gpu.memory_free_mib is not None
     ]
     most = max(used, default=0)

@@ -12,7 +12,7 @@ from gkd.errors import CheckpointError
 from gkd.files.manifest import check_sizes, read_manifest
 from gkd.run.checkpoints import step_folder
 from gkd.run.folder import BATCHES
-from gkd.run.resume_compat import check_same_teacher, kept_value
+from gkd.run.open import check_same_teacher, kept_value
 
 # Settings of the recorded batches that must be equal. Which signals are needed depends on the loss.
 _SAME = (

@@ -16,7 +16,7 @@ from gkd.config.schema import Config, Route, planned_steps
 from gkd.config.schema_sections import with_values
 from gkd.config.schema_teacher import HTTP, ROLLOUT
 from gkd.config.schema_trainer import STREAM
-from gkd.data.prompts import load_prompts, load_tokenizer
+from gkd.data.prompts import RowReader, load_prompts, load_tokenizer
 from gkd.data.render import Tools
 from gkd.data.row_files import describe_files
 from gkd.errors import ClusterError, ConfigError, TeacherUnavailable
@@ -26,8 +26,7 @@ from gkd.hf.hub import FILES, MODELS, pinned_names, with_local_copies
 from gkd.hf.model_folder import check_engines, eos_token_ids
 from gkd.log import get_logger
 from gkd.metrics.trackers import check_trackers_installed
-from gkd.preflight.device import resolve_device
-from gkd.preflight.machine import check_machine, check_transformer_engine
+from gkd.preflight.machine import check_machine, check_transformer_engine, resolve_device
 from gkd.preflight.memory import check_memory
 from gkd.preflight.replay import check_replay
 from gkd.preflight.student import check_student, check_tokenizer_fits
@@ -222,24 +221,13 @@ def common_vocab(config: Config, teachers: Sequence[TeacherInfo], tokenizer: Any
 
 
 def training_prompts(
-    config: Config,
-    tokenizer: Any,
-    eos_ids: Sequence[int],
-    tools: Tools,
-    teacher_tokenizer: Any = None,
+    config: Config, tokenizer: Any, eos_ids: Sequence[int], tools: Tools, teacher_tokenizer: Any = None
 ) -> list[Prompt]:
     """Load and check data.train_files; log how many prompts were dropped and responses truncated."""
-    train, dropped = load_prompts(
-        config.data.train_files,
-        config.data,
-        tokenizer,
-        "data.train_files",
-        response_ends=eos_ids if config.distill.on_policy_share < 1 else None,
-        teacher=config.teacher,
-        keep_rows=bool(config.derived.rewards or config.rollout.environment),
-        tools=tools,
-        teacher_tokenizer=teacher_tokenizer,
-    )
+    ends = eos_ids if config.distill.on_policy_share < 1 else None
+    reader = RowReader(config.data, tokenizer, config.teacher, tools, ends, teacher_tokenizer)
+    keep_rows = bool(config.derived.rewards or config.rollout.environment)
+    train, dropped = load_prompts(config.data.train_files, "data.train_files", reader, keep_rows=keep_rows)
     check_answers(config, "data.train_files", train, [("reward.functions", path) for path in config.derived.rewards])
     check_shares(config, train)
     if dropped:
@@ -293,7 +281,7 @@ def check_stream_fits(config: Config, total_steps: int) -> None:
     if config.trainer.scheduler == STREAM and total_steps > most:
         problem = f"with trainer.scheduler=stream and this batch size a run has at most {most} steps."
         fix = "lower it, and continue in a new run with the export of this one as model.path."
-        raise config.error("trainer.total_steps", problem, fix)
+        raise ConfigError("trainer.total_steps", total_steps, problem, fix)
 
 
 def early_end_warning(config: Config, n_prompts: int) -> str:
@@ -317,16 +305,9 @@ def _held_out(config: Config, tokenizer: Any, tools: Tools, teacher_tokenizer: A
     """Load the held-out prompts. Raises ConfigError if eval.metric needs answers that they do not have."""
     if not config.data.val_files:
         return []
-    prompts, dropped = load_prompts(
-        config.data.val_files,
-        config.data,
-        tokenizer,
-        "data.val_files",
-        teacher=config.teacher,
-        keep_rows=bool(config.derived.metrics or config.rollout.environment),
-        tools=tools,
-        teacher_tokenizer=teacher_tokenizer,
-    )
+    reader = RowReader(config.data, tokenizer, config.teacher, tools, teacher_tokenizer=teacher_tokenizer)
+    keep_rows = bool(config.derived.metrics or config.rollout.environment)
+    prompts, dropped = load_prompts(config.data.val_files, "data.val_files", reader, keep_rows=keep_rows)
     if dropped:
         log.warning("dropped %d held-out prompts longer than data.max_prompt_length", dropped)
     check_answers(config, "data.val_files", prompts, [("eval.metric", config.eval.metric)])
@@ -410,7 +391,7 @@ def check_scoring(config: Config) -> ScoringPlan:
     for route in config.derived.routes:
         if route.teacher.backend == HTTP:
             problem = "these servers send no digest of their weights, so the store keeps no scores of them."
-            raise ConfigError(route.key("backend"), HTTP, problem, "use a teacher server: gkd teacher.")
+            raise route.error("backend", problem, "use a teacher server: gkd teacher.")
         check_reachable(route)
     config = with_local_copies(with_values(config, pinned_names(config)), (*MODELS, *FILES))
     tokenizer, n_student_vocab, eos_ids = read_student(config)

@@ -110,12 +110,12 @@ def request_info(route: Route) -> TeacherInfo:
     except TeacherRefusal as error:
         if error.code in ("http 401", "http 403"):
             fix = "name a variable that holds the server's key."
-            raise ConfigError(route.key("api_key_env"), settings.api_key_env, f"{error}.", fix) from error
+            raise route.error("api_key_env", f"{error}.", fix) from error
         if error.code.startswith("http"):
-            raise ConfigError(route.key("url"), settings.url, f"{error}.", "give the address of the server.") from error
+            raise route.error("url", f"{error}.", "give the address of the server.") from error
         if error.code != "bad_request":
             raise
-        raise ConfigError(route.key("name"), settings.name, f"{error}.", "use one of the server's names.") from error
+        raise route.error("name", f"{error}.", "use one of the server's names.") from error
     finally:
         teacher.close()
 
@@ -126,13 +126,17 @@ def _check_head(teacher: Teacher) -> None:
     Raises:
         ConfigError: the teacher refuses, because its logits are not hidden states times a matrix (bias, soft cap).
     """
-    token, nothing = np.zeros(1, np.int32), np.zeros(1, np.float32)
     try:
-        teacher.submit([Rollout(0, 0, token, token, nothing, (), "length", on_policy=False)], ["hidden"]).result()
+        teacher.submit([as_rollout(np.zeros(2, np.int32))], ["hidden"]).result()
     except TeacherUnavailable:
         raise
     except TeacherError as error:
         raise ConfigError("teacher.signal", "hidden", f"{error}.", "use topk or logits.") from error
+
+
+def as_rollout(ids: np.ndarray, index: int = 0) -> Rollout:
+    """Return a text, at least 2 ids, as a response that a teacher can score: to its first token."""
+    return Rollout(0, index, ids[:1], ids[1:], np.zeros(len(ids) - 1, np.float32), (), "length", on_policy=False)
 
 
 def rollout_teacher(config: Config, device: str) -> TeacherInfo:
@@ -195,12 +199,8 @@ def _shared_vocab(
 ) -> int:
     """Return the number of token ids that mean the same for the student and the teacher. Raises ConfigError."""
     if not teacher.tokenizer_fingerprint:
-        raise ConfigError(
-            route.key("server_port"),
-            route.teacher.server_port,
-            f"the teacher's folder {teacher.model_path} has no tokenizer to compare with the student's.",
-            "put the teacher's tokenizer files there and restart the server.",
-        )
+        problem = f"the teacher's folder {teacher.model_path} has no tokenizer to compare with the student's."
+        raise route.error("server_port", problem, "put the teacher's tokenizer files there and restart the server.")
     own = tokenizer.get_vocab()
     same = teacher.tokenizer_fingerprint == tokenizer_fingerprint(own)
     other = own if same else _teacher_vocab(teacher)
@@ -225,17 +225,12 @@ def check_limits(config: Config, route: Route, teacher: TeacherInfo, kind: str, 
         problem = f"student and teacher share only {n_vocab} token ids."
         raise config.error("teacher.topk", problem, f"use at most {n_vocab}.")
     if teacher.protocol_version == 1 and (derived.n_student_ids or derived.signals == ("topk", "sampled")):
-        raise ConfigError(
-            route.key("server_port"),
-            route.teacher.server_port,
-            "the server has protocol version 1: it cannot score given ids, nor the sampled token with the top-k.",
-            "upgrade the teacher server.",
-        )
+        problem = "the server has protocol version 1: it cannot score given ids, nor the sampled token with the top-k."
+        raise route.error("server_port", problem, "upgrade the teacher server.")
     if 0 < teacher.protocol_version < 4 and (config.rollout.environment or config.data.messages_key):
         problem = f"the server has protocol version {teacher.protocol_version}: it cannot score parts of a response."
         key = "rollout.environment" if config.rollout.environment else "data.messages_key"
-        value = config.rollout.environment or config.data.messages_key
-        raise ConfigError(key, value, problem, "upgrade the teacher server.")
+        raise config.error(key, problem, "upgrade the teacher server.")
     longest = derived.max_teacher_length
     if longest > teacher.max_tokens:
         problem = (
@@ -289,15 +284,14 @@ def check_masked(
     """
     fix = "use a teacher with the student's tokens, or remove them from the data and the chat template."
     key = "model.n_vocab" if config.model.n_vocab else "model.path"
-    value = config.model.n_vocab or config.model.path
     if masked := [i for i in eos_ids if i >= n_vocab]:
         problem = f"responses end with token {masked[0]}, and the ids from {n_vocab} on are masked."
-        raise ConfigError(key, value, problem, fix)
+        raise config.error(key, problem, fix)
     for prompt in prompts:
         for ids in (prompt.token_ids, prompt.response_ids, prompt.teacher_ids if is_shared else None):
             if ids is not None and len(ids) and int(ids.max()) >= n_vocab:
                 problem = f"row {prompt.prompt_id} has the token id {int(ids.max())}; ids from {n_vocab} on are masked."
-                raise ConfigError(key, value, problem, fix)
+                raise config.error(key, problem, fix)
 
 
 def _shown(tokens: Mapping[str, object]) -> str:

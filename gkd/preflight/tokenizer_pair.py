@@ -13,11 +13,12 @@ from gkd.data.prompts import load_tokenizer
 from gkd.errors import ConfigError, DataError
 from gkd.hf.model_folder import eos_token_ids
 from gkd.log import get_logger
+from gkd.preflight.teacher import as_rollout
 from gkd.scoring.teacher.info import TeacherInfo
 from gkd.scoring.teacher.teacher import open_teacher
 from gkd.text.byte_vocab import END, MARK, ByteVocab, token_bytes
 from gkd.text.pair import TokenizerPair
-from gkd.types import Prompt, Rollout
+from gkd.types import Prompt
 from teacher_server.wire.fingerprint import tokenizer_fingerprint
 
 log = get_logger("preflight")
@@ -172,12 +173,7 @@ def _of_teacher(route: Route, pair: TokenizerPair, texts: Sequence[np.ndarray]) 
     n_safe, masses = list[bool](), list[np.ndarray]()
     teacher = open_teacher(settings, k=min(_TOP, n), n_vocab=n, n_in_flight=8)
     try:
-        nothing = np.zeros(0, np.float32)
-        asked = [
-            Rollout(0, i, text[:1], text[1 : pair.max_tokens], nothing, (), "length", on_policy=False)
-            for i, text in enumerate(texts)
-            if len(text) > 1
-        ]
+        asked = [as_rollout(text[: pair.max_tokens], i) for i, text in enumerate(texts) if len(text) > 1]
         futures = [teacher.submit([sequence], ["topk"]) for sequence in asked]
         for sequence, future in zip(asked, futures, strict=True):
             table = future.result()[0].topk

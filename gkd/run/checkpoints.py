@@ -20,7 +20,9 @@ import secrets
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
+
+import msgspec
 
 from gkd.config.schema_trainer import SMALLER_IS_BETTER
 from gkd.errors import CheckpointError, ConfigError, DamagedCheckpoint
@@ -39,37 +41,32 @@ ACTOR, IN_FLIGHT, STATE = "actor", "in_flight", "trainer.json"
 _POINTER, _BEST, _TRASH = "latest", "best", ".trash_"
 
 
-@dataclass(frozen=True, slots=True)
-class TrainerState:
+_Count = Annotated[int, msgspec.Meta(ge=0)]
+
+
+class TrainerState(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """State that the driver needs to resume; the rest is in the actor's part of the checkpoint."""
 
-    step: int
+    step: _Count
     # On-policy prompts before this position of the sampler's order are trained on, in flight, or unfinished.
-    sampler_position: int
-    unfinished: tuple[int, ...] = ()  # positions before it that have to be generated again
+    sampler_position: _Count
+    # Positions before it that have to be generated again. Older versions did not write it.
+    unfinished: tuple[_Count, ...] = ()
 
     def to_bytes(self) -> bytes:
         """Return the content of trainer.json."""
-        return (json.dumps(asdict(self)) + "\n").encode()
+        return msgspec.json.encode(self) + b"\n"
 
 
 def read_state(folder: Path) -> TrainerState:
     """Return the driver's part of a checkpoint. Raises CheckpointError: it is missing, damaged or of another step."""
-    file = folder / STATE
     try:
-        content = json.loads(file.read_bytes())
-    except (OSError, ValueError) as error:
+        state = msgspec.json.decode((folder / STATE).read_bytes(), type=TrainerState)
+    except (OSError, msgspec.DecodeError) as error:
         raise CheckpointError(f"{folder}: {STATE} cannot be read ({error})") from error
-    keys = set(TrainerState.__slots__)
-    if not isinstance(content, dict) or {*content, "unfinished"} != keys:  # older versions did not write it
-        raise CheckpointError(f"{folder}: {STATE} has {content!r} but {', '.join(sorted(keys))} are expected")
-    unfinished = content.get("unfinished", [])
-    counts = [content["step"], content["sampler_position"], *(unfinished if type(unfinished) is list else [None])]
-    if not all(type(value) is int and value >= 0 for value in counts):
-        raise CheckpointError(f"{folder}: {STATE} has {content!r} but counts are expected")
-    if content["step"] != step_of(folder):
-        raise CheckpointError(f"{folder}: {STATE} is of step {content['step']}")
-    return TrainerState(content["step"], content["sampler_position"], tuple(unfinished))
+    if state.step != step_of(folder):
+        raise CheckpointError(f"{folder}: {STATE} is of step {state.step}")
+    return state
 
 
 def step_of(folder: Path) -> int | None:

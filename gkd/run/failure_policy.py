@@ -140,7 +140,8 @@ def may_start_again(error: GkdError, config: Config) -> bool:
     """
     if not isinstance(error, RankFailed | RankTimeout) or interrupts.requested():
         return False
-    if config.trainer.resume not in ("never", "auto") and not _has_checkpoint(config):
+    own = CheckpointStore(Path(config.trainer.run_dir) / CHECKPOINTS)
+    if config.trainer.resume not in ("never", "auto") and not own.committed():
         return False
     return n_restarts() < config.trainer.max_restarts
 
@@ -166,7 +167,3 @@ def restart_command() -> list[str]:
     """Return the words of this process's command, with trainer.resume=auto."""
     kept = [word for word in sys.orig_argv[1:] if not word.startswith(f"{_SETTING}=")]
     return [sys.executable, *kept, f"{_SETTING}=auto"]
-
-
-def _has_checkpoint(config: Config) -> bool:
-    return bool(CheckpointStore(Path(config.trainer.run_dir) / CHECKPOINTS).committed())

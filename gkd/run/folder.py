@@ -52,6 +52,7 @@ CHECKPOINTS = "checkpoints"
 ENVIRONMENT, LOG = "environment.jsonl", "log.txt"
 PLACES = "gpus.json"
 STACKS = "stacks.txt"
+EXPORT, _NEW, _OLD = "export", ".new_export", ".trash_export"
 LOCK, ORIGIN, GOING_BACK = ".lock", "branched_from", "going_back"
 _BY_STEP = ("samples", "token_losses", "profile", BATCHES)  # folders with files of each evaluation or step
 
@@ -72,7 +73,7 @@ class RunFolder:
         self.metrics_file = root / "metrics.jsonl"
         self.tuner_file = root / "tuner.jsonl"
         self.spans_file = root / "spans.jsonl"
-        self.new_export = new_export(root)
+        self.new_export = root / _NEW  # folder to write the next export to; it does not exist yet
         self.batches = root / BATCHES
         self.store = CheckpointStore(root / CHECKPOINTS)
 
@@ -182,12 +183,27 @@ class RunFolder:
         return state
 
     def publish_export(self) -> Path:
-        """Replace an earlier export with the complete one at `new_export`; return its folder.
+        """Replace an earlier export with the complete folder at `new_export`, and return its final path.
+
+        Not every file system can exchange two folders in one operation. After a kill between the two renames
+        `tidy_export` restores the earlier export.
 
         Raises:
             CheckpointError: it cannot be renamed; the earlier export stays.
         """
-        return publish_export(self.root)
+        final, old = self.root / EXPORT, self.root / _OLD
+        with naming(final):
+            if final.exists():
+                final.rename(old)
+            try:
+                self.new_export.rename(final)
+            except OSError:
+                if old.exists():
+                    old.rename(final)
+                raise
+            fsync(self.root)
+        remove(old)
+        return final
 
     def _write_of_step(self, folder: str, step: int, rows: Sequence[object]) -> None:
         file = self.root / folder / f"step_{step:08d}.jsonl"
@@ -199,38 +215,6 @@ class RunFolder:
 def teacher_json(teacher: Mapping[str, Any]) -> str:
     """Return the content of teacher.json."""
     return json.dumps(teacher, indent=2) + "\n"
-
-
-EXPORT, _NEW, _OLD = "export", ".new_export", ".trash_export"
-
-
-def new_export(root: Path) -> Path:
-    """Return the folder to write the next export to; it does not exist yet."""
-    return root / _NEW
-
-
-def publish_export(root: Path) -> Path:
-    """Replace an earlier export with the complete folder at `new_export`, and return its final path.
-
-    Not every file system can exchange two folders in one operation. After a kill between the two renames `tidy_export`
-    restores the earlier export.
-
-    Raises:
-        CheckpointError: it cannot be renamed; the earlier export stays.
-    """
-    final, old = root / EXPORT, root / _OLD
-    with naming(final):
-        if final.exists():
-            final.rename(old)
-        try:
-            new_export(root).rename(final)
-        except OSError:
-            if old.exists():
-                old.rename(final)
-            raise
-        fsync(root)
-    remove(old)
-    return final
 
 
 def tidy_export(root: Path) -> None:

@@ -66,7 +66,7 @@ def check(config: Config) -> GpuMap:
     """
     check_config(config)
     # Imported here: an invalid setting is reported before torch is imported.
-    from gkd.preflight.device import resolve_device
+    from gkd.preflight.machine import resolve_device
     from gkd.preflight.run import check_ray_installed
 
     check_ray_installed()

@@ -24,7 +24,7 @@ from gkd.metrics.writer import read_metrics
 from gkd.roles import ReferenceRole, ScoringRole
 from gkd.run.checkpoints import ACTOR, CheckpointStore, step_folder, step_of, verified
 from gkd.run.folder import BATCHES, CHECKPOINTS, ENVIRONMENT, ORIGIN
-from gkd.run.resume_compat import check_same_files, check_same_run, check_same_teacher
+from gkd.run.open import check_same_files, check_same_run, check_same_teacher
 from gkd.types import PendingScores, Prompt, ScoredChunk, TrainStats
 from teacher_server.config.command import command_parser
 
@@ -139,7 +139,7 @@ def replayed(case: Case) -> list[TrainStats]:
     from gkd.cluster.calls import gather
     from gkd.cluster.cluster import HELPER_CPUS, Cluster
     from gkd.pipeline.replay import ReplayedBatches
-    from gkd.preflight.device import resolve_device
+    from gkd.preflight.machine import resolve_device
     from gkd.roles import NoReference
     from gkd.scoring.group_endpoint import GroupEndpoint
     from gkd.scoring.pool import teacher_heads
@@ -268,14 +268,14 @@ def _judged(root: Path, scoring: ScoringRole, config: Config, endpoints: list[An
 
 def _prompts(root: Path, config: Config) -> list[Prompt]:
     """Load the training prompts of a run with their rows. Raises ConfigError, also if a file has changed."""
-    from gkd.data.prompts import load_prompts, load_tokenizer
+    from gkd.data.prompts import RowReader, load_prompts, load_tokenizer
     from gkd.data.row_files import describe_files
 
     config = with_local_copies(config, ("model.path", "data.train_files", "data.val_files"), weights=False)
     check_same_files(root / ENVIRONMENT, describe_files(config.data), config)
     tokenizer = load_tokenizer(config.model.path, "model.path", trust_remote_code=config.model.trust_remote_code)
-    files = config.data.train_files
-    prompts, _ = load_prompts(files, config.data, tokenizer, "data.train_files", teacher=config.teacher, keep_rows=True)
+    reader = RowReader(config.data, tokenizer, config.teacher)
+    prompts, _ = load_prompts(config.data.train_files, "data.train_files", reader, keep_rows=True)
     return prompts
 
 

@@ -94,7 +94,7 @@ def _run(part: str, rounds: int) -> dict[str, list[dict[str, float]]]:
     from gkd.config.schema_rollout import RolloutConfig
     from gkd.config.schema_sections import DataConfig
     from gkd.data.chat_delta import ChatDelta
-    from gkd.data.prompts import load_prompts
+    from gkd.data.prompts import RowReader, load_prompts
     from gkd.environment.pool import Environments
     from gkd.environment.worker import Start
     from gkd.hf.model_folder import eos_token_ids
@@ -108,7 +108,7 @@ def _run(part: str, rounds: int) -> dict[str, list[dict[str, float]]]:
         folder = steady_student(Path(tempfile.mkdtemp(prefix="gkd_bench_turns_")))
     tokenizer = AutoTokenizer.from_pretrained(folder)
     ends = eos_token_ids(str(folder), tokenizer)
-    prompts, _ = load_prompts([str(DATA)], DataConfig(), tokenizer, "data.train_files", keep_rows=True)
+    prompts, _ = load_prompts([str(DATA)], "data.train_files", RowReader(DataConfig(), tokenizer), keep_rows=True)
     prompts = prompts[: N_SEQUENCES[part] // N_SAMPLES]
     delta = ChatDelta(tokenizer, {}, ends, setting=("rollout.environment", part))
     max_tokens = MAX_TOKENS[part]

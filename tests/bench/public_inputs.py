@@ -83,7 +83,7 @@ def prompts(rounds: int) -> Part:
             file = Path(folder) / "p.jsonl"
             file.write_text(json.dumps({"prompt": prompt}) + "\n")
             try:
-                (found,), _ = load_prompts([str(file)], DataConfig(**settings), made, "data.train_files")
+                (found,), _ = load_prompts([str(file)], "data.train_files", RowReader(DataConfig(**settings), made))
                 now = repr(made.decode(found.token_ids))
                 silent += (
                     now.count("Q") + now.count("2+3") != 1 or now.count("<s>") > 1 or "</s>'" in now or "[{" in now
@@ -177,10 +177,10 @@ def peak(case: dict[str, Any]) -> dict[str, Any]:
     """Load a file in this process; return the growth of its memory peak in bytes, and the file's size."""
     logging.getLogger("gkd").setLevel(logging.ERROR)
     made = trained_tokenizer() if case["chat"] else tokenizer()
-    load_prompts([case["small"]], DataConfig(), made, "data.train_files")
+    load_prompts([case["small"]], "data.train_files", RowReader(DataConfig(), made))
     Path("/proc/self/clear_refs").write_text("5")  # The peak begins again. A child begins with the peak of its parent.
     before = status_bytes("VmRSS")
-    found, _ = load_prompts([case["file"]], DataConfig(), made, "data.train_files")
+    found, _ = load_prompts([case["file"]], "data.train_files", RowReader(DataConfig(), made))
     return {"grown": status_bytes("VmHWM") - before, "bytes": Path(case["file"]).stat().st_size, "prompts": len(found)}
 
 

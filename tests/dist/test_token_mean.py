@@ -182,7 +182,7 @@ def _measure(rank: int, world_size: int, root: Path) -> dict[tuple[Any, ...], tu
                 for normalize in (None, *_factors(size, packed, fused)):
                     batches = plain
                     if normalize:
-                        batches = plain.weighted(sequence_weights(mine, counts, ROUTES, normalize))
+                        batches = replace(plain, weights=sequence_weights(mine, counts, ROUTES, normalize))
                     grads = as_numpy(student.grads_by_hf_name(batches))
                     measured[normalize, name, number, size, packed, fused] = student.evaluate(batches).loss, grads
                 if fused and _factors(size, packed, fused):

@@ -33,7 +33,7 @@ def _probe(models: Path) -> dict[str, Any]:
     from gkd.config.schema_rollout import RolloutConfig
     from gkd.config.schema_sections import DataConfig
     from gkd.data.chat_delta import ChatDelta
-    from gkd.data.prompts import load_prompts
+    from gkd.data.prompts import RowReader, load_prompts
     from gkd.environment.pool import Environments
     from gkd.environment.worker import Start
     from gkd.rollout.messages import Sampling
@@ -43,7 +43,7 @@ def _probe(models: Path) -> dict[str, Any]:
     tokenizer = AutoTokenizer.from_pretrained(models / "student")
     end, result = tokenizer.eos_token_id, dict[str, Any]()
     files = [str(models / "train.jsonl")]
-    prompts, _ = load_prompts(files, DataConfig(), tokenizer, "data.train_files", keep_rows=True)
+    prompts, _ = load_prompts(files, "data.train_files", RowReader(DataConfig(), tokenizer), keep_rows=True)
     answers = [int(problem.answer) for problem in read_jsonl(models / "train.jsonl")]
     delta = ChatDelta(tokenizer, {}, [end], setting=("rollout.environment", "x"))
 

@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from gkd.config.schema import ALLOCATOR_VARIABLES
+from gkd.config.schema_rollout import ALLOCATOR_VARIABLES
 from gkd.errors import OutOfMemory
 from gkd.memory.fragmentation import FragmentationWatch, check_fragmentation, fragmentation
 from gkd.memory.oom import diagnosed

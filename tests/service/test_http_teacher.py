@@ -20,7 +20,7 @@ from gkd.errors import ConfigError
 from gkd.preflight.http_teacher import probed
 from gkd.preflight.run import teacher_identity
 from gkd.preflight.teacher import check_teacher, request_info
-from gkd.run.resume_compat import check_same_teacher
+from gkd.run.open import check_same_teacher
 from gkd.scoring.endpoint import ScoringEndpoint
 from gkd.scoring.teacher.greedy import _decode
 from gkd.scoring.teacher.info import TeacherInfo

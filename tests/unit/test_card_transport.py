@@ -16,7 +16,7 @@ from gkd.config.check import check_config
 from gkd.config.load import load_config
 from gkd.config.schema import transport_of
 from gkd.errors import WeightSyncError
-from gkd.preflight.device import resolve_device
+from gkd.preflight.machine import resolve_device
 from gkd.weight_sync import buckets, segment
 from gkd.weight_sync.buckets import TensorSpec, device_word_sum, host_word_sum
 from gkd.weight_sync.coordinator import WeightSync

@@ -18,7 +18,7 @@ import pytest
 from gkd import main_gkd
 from gkd.config.schema_sections import DataConfig
 from gkd.data.conversation import ROLES, read_conversation
-from gkd.data.prompts import load_prompts
+from gkd.data.prompts import RowReader, load_prompts
 from gkd.data.render import PromptRenderer
 from gkd.errors import ConfigError
 from gkd.preflight.teacher import template_warning
@@ -40,7 +40,7 @@ def load(tmp_path: Path, value: Any, made: Any = CHATML, ends: list[int] | None 
     row = value if isinstance(value, dict) and "prompt" in value else {"prompt": value}
     file = tmp_path / "p.jsonl"
     file.write_text(json.dumps(row) + "\n")
-    prompts, _ = load_prompts([str(file)], DataConfig(**data), made, "data.train_files", response_ends=ends)
+    prompts, _ = load_prompts([str(file)], "data.train_files", RowReader(DataConfig(**data), made, response_ends=ends))
     return prompts[0]
 
 
@@ -294,7 +294,7 @@ def test_the_column_of_tools_exists(tmp_path: Path) -> None:
         load(tmp_path, row, made, tools_key="tools", chat_template_kwargs={"tools": WEATHER})
     pq.write_table(pa.table({"prompt": ["Q", "R"], "tools": [json.dumps(WEATHER), None]}), tmp_path / "p.parquet")
     data = DataConfig(tools_key="tools")
-    prompts, _ = load_prompts([str(tmp_path / "p.parquet")], data, made, "data.train_files")
+    prompts, _ = load_prompts([str(tmp_path / "p.parquet")], "data.train_files", RowReader(data, made))
     assert ["get_time" in made.decode(prompt.token_ids) for prompt in prompts] == [True, False]
 
 
@@ -420,14 +420,16 @@ def test_large_files_are_read_by_row_and_by_column(tmp_path: Path) -> None:
     file = tmp_path / "p.jsonl"
     file.write_bytes(b'\xef\xbb\xbf{"prompt": "a\xe2\x80\xa8b"}\r\n\r\n{"prompt": "c"}')
     plain = tokenizer()
-    prompts, _ = load_prompts([str(file)], DataConfig(), plain, "data.train_files")
+    prompts, _ = load_prompts([str(file)], "data.train_files", RowReader(DataConfig(), plain))
     assert [plain.decode(p.token_ids) for p in prompts] == ["a\u2028b", "c"]
     pq.write_table(pa.table({"prompt": ["a"] * 600, "unused": ["x"] * 600}), tmp_path / "p.parquet", row_group_size=100)
-    prompts, _ = load_prompts([str(tmp_path / "p.parquet")], DataConfig(), plain, "data.train_files", keep_rows=True)
+    prompts, _ = load_prompts(
+        [str(tmp_path / "p.parquet")], "data.train_files", RowReader(DataConfig(), plain), keep_rows=True
+    )
     assert len(prompts) == 600
     (tmp_path / "a.jsonl").write_text('[\n {"prompt": "a"}\n]')
     with refuses("data.train_files"):
-        load_prompts([str(tmp_path / "a.jsonl")], DataConfig(), plain, "data.train_files")
+        load_prompts([str(tmp_path / "a.jsonl")], "data.train_files", RowReader(DataConfig(), plain))
 
 
 def test_show_prompts_prints_what_the_models_read(

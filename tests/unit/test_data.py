@@ -14,7 +14,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 from gkd.config.schema_sections import DataConfig
-from gkd.data.prompts import load_prompts, load_tokenizer
+from gkd.data.prompts import RowReader, load_prompts, load_tokenizer
 from gkd.errors import ConfigError
 from tests.refusals import refuses
 
@@ -36,7 +36,9 @@ def jsonl(path: Path, rows: list[Any]) -> str:
 def load(
     files: list[str], tokenizer: Any, response_ends: Sequence[int] | None = None, **kwargs: Any
 ) -> tuple[list[Any], int]:
-    return load_prompts(files, DataConfig(**kwargs), tokenizer, "data.train_files", response_ends=response_ends)
+    return load_prompts(
+        files, "data.train_files", RowReader(DataConfig(**kwargs), tokenizer, response_ends=response_ends)
+    )
 
 
 def test_jsonl_and_parquet_give_the_same_prompts(tmp_path: Path, tokenizer: Any) -> None:

@@ -13,7 +13,7 @@ import pytest
 from gkd.config.schema_sections import DataConfig
 from gkd.data.batching import make_micro_batches
 from gkd.data.chunks import dataset_rollouts
-from gkd.data.prompts import load_prompts
+from gkd.data.prompts import RowReader, load_prompts
 from gkd.types import Prompt
 from tests.refusals import refuses
 from tests.unit.turn_templates import FAMILIES, end_ids, tokenizer
@@ -38,7 +38,7 @@ def load(folder: Path, messages: Any, family: str = "smollm2", **settings: Any) 
     made = tokenizer(FAMILIES[family])
     config = DataConfig(messages_key="messages", **settings)
     ends = end_ids(FAMILIES[family], made)
-    (prompt,), _ = load_prompts([str(file)], config, made, "data.train_files", response_ends=ends)
+    (prompt,), _ = load_prompts([str(file)], "data.train_files", RowReader(config, made, response_ends=ends))
     return prompt, made
 
 

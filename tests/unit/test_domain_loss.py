@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -14,7 +15,7 @@ from gkd.config.loss_spec import LossSpec, LossTerm
 from gkd.config.schema import Route
 from gkd.config.schema_teacher import NORMALIZATIONS, TeacherConfig
 from gkd.data.batching import make_micro_batches
-from gkd.data.collate import route_counts, sequence_weights, size_numbers
+from gkd.data.collate import route_counts, sequence_weights, size_numbers, without_targets
 from gkd.errors import DataError
 from gkd.loss.distill_loss import DistillLoss
 from gkd.types import Rollout, TeacherScores, TokenTargets
@@ -178,10 +179,10 @@ def test_rows_carry_route_and_weight_of_their_sequence() -> None:
     for packed in (False, True):
         batches = make_micro_batches(BATCH, scores, micro_batch_size=2, max_tokens=12, packed=packed)
         assert batches[0].targets is not None and batches[0].targets.weights is None
-        for batch in batches.weighted(weights)[:]:
+        for batch in replace(batches, weights=weights)[:]:
             targets = batch.targets
             assert targets is not None and targets.routes is not None and targets.weights is not None
             of_row = [BATCH[i] for i in targets.sampled_ids.tolist()]
             assert targets.routes.tolist() == [r.route for r in of_row]
             assert targets.weights.tolist() == [float(r.sample_index) for r in of_row]
-        assert batches.weighted(weights).without_targets()[0].targets is None
+        assert without_targets(replace(batches, weights=weights))[0].targets is None

@@ -13,7 +13,7 @@ import pytest
 
 from gkd.config.check import check_config
 from gkd.config.load import load_config
-from gkd.data.prompts import load_prompts
+from gkd.data.prompts import RowReader, load_prompts
 from gkd.footprint import check, footprint
 from gkd.footprint.limits import smallest_margin
 from gkd.preflight.student import check_student
@@ -124,7 +124,7 @@ def test_thinking_is_off_in_every_prompt(name: str, tmp_path: Path) -> None:
         "{% if enable_thinking is defined and enable_thinking is false %}<think>\n\n</think>\n\n{% endif %}"
     )
     reader = tokenizer(template)
-    (prompt,), _ = load_prompts([str(file)], config.data, reader, "data.train_files", teacher=config.teacher)
+    (prompt,), _ = load_prompts([str(file)], "data.train_files", RowReader(config.data, reader, teacher=config.teacher))
     assert (prompt.teacher_ids is not None) == bool(config.teacher.prompt_template)
     for ids in (prompt.token_ids, prompt.token_ids if prompt.teacher_ids is None else prompt.teacher_ids):
         assert reader.decode(list(ids)).endswith("<think>\n\n</think>\n\n")

@@ -10,7 +10,7 @@ import pytest
 from gkd.cluster.startup import summary
 from gkd.config.schema_sections import DataConfig
 from gkd.console.terminal import Heartbeat, TeacherWatch
-from gkd.data.prompts import load_prompts
+from gkd.data.prompts import RowReader, load_prompts
 from gkd.spans import Activity, Phase, Progress, SpanRecorder, driver
 from gkd.types import TeacherHealth
 from tests.unit.console_runs import Clock
@@ -103,5 +103,5 @@ def test_tokenizing_shows_the_row(tmp_path: Path) -> None:
         seen.update(str(activity) for activity in driver.now[-1:])
         return {"input_ids": [1]}
 
-    load_prompts([str(file)], DataConfig(), tokenizer, "data.train_files")
+    load_prompts([str(file)], "data.train_files", RowReader(DataConfig(), tokenizer))
     assert sorted(name.rpartition(" ")[2] for name in seen) == ["256", "512", "row"] and driver.now == ()

@@ -17,7 +17,7 @@ import pytest
 from examples.quickstart.summary import as_table, summarize
 from gkd.config.load import load_config
 from gkd.errors import CheckpointError, ConfigError
-from gkd.preflight.device import resolve_device
+from gkd.preflight.machine import resolve_device
 from tests.refusals import refuses
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -22,7 +22,7 @@ from gkd.footprint.limits import GIB
 from gkd.footprint.rank import other_processes_bytes, with_other_processes
 from gkd.gpu_map.findings import find_problems
 from gkd.gpu_map.teacher import with_own_gpus
-from gkd.preflight.device import resolve_device
+from gkd.preflight.machine import resolve_device
 from tests.unit.test_gpu_choice import GPUS, rows
 from tests.unit.test_gpu_collect import nvidia_smi, smi_script
 from tests.unit.test_gpu_findings import gpu_info, row, teacher

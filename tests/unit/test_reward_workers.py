@@ -22,7 +22,7 @@ from examples.quickstart.addition import build_tokenizer
 from gkd.config.declare import search_path
 from gkd.config.load import load_config
 from gkd.config.schema import Config
-from gkd.data.prompts import load_prompts
+from gkd.data.prompts import RowReader, load_prompts
 from gkd.data.row_files import RowTable, decode_row, encode_row
 from gkd.errors import DataError, RewardError
 from gkd.preflight.user_code import check_answers, check_functions
@@ -237,7 +237,7 @@ def test_rows_keep_all_columns_and_their_line(tmp_path: Path) -> None:
     file = tmp_path / "rows.jsonl"
     file.write_text('{"prompt": "1", "extra": [1, 2]}\n\n{"prompt": "111111", "extra": 0}\n{"prompt": "2"}\n')
     settings = load_config(None, ["data.max_prompt_length=4", "data.truncation=drop"]).data
-    prompts, dropped = load_prompts([str(file)], settings, TOKENIZER, "data.train_files", keep_rows=True)
+    prompts, dropped = load_prompts([str(file)], "data.train_files", RowReader(settings, TOKENIZER), keep_rows=True)
     assert dropped == 1
     table = RowTable.of(prompts)
     assert decode_row(table.row(0)) == (f"{file}:1", {"prompt": "1", "extra": [1, 2]})
@@ -245,5 +245,5 @@ def test_rows_keep_all_columns_and_their_line(tmp_path: Path) -> None:
     for missing in (1, 3):
         with pytest.raises(DataError):
             table.row(missing)
-    plain, _ = load_prompts([str(file)], settings, TOKENIZER, "data.train_files")
+    plain, _ = load_prompts([str(file)], "data.train_files", RowReader(settings, TOKENIZER))
     assert [prompt.row for prompt in plain] == [None, None]

@@ -16,13 +16,13 @@ import pytest
 from gkd.config.check import check_config
 from gkd.config.load import config_yaml, load_config
 from gkd.config.schema import Config
-from gkd.data.prompts import load_prompts
+from gkd.data.prompts import RowReader, load_prompts
 from gkd.data.sampler import PromptSampler, make_sampler
 from gkd.errors import ConfigError
 from gkd.metrics.writer import read_metrics
 from gkd.preflight.run import check_shares, teacher_identity
 from gkd.run.folder import teacher_json
-from gkd.run.resume_compat import check_same_run, check_same_teacher
+from gkd.run.open import check_same_run, check_same_teacher
 from gkd.scoring.teacher.info import TeacherInfo, head_columns
 from gkd.types import GreedyReport, Prompt
 from tests.refusals import refuses
@@ -122,7 +122,7 @@ def test_each_row_names_its_route(tmp_path: Path, tokenizer: Any) -> None:
     def routes(*values: Any, default: str = "") -> list[int]:
         teacher = replace(config.teacher, default_route=default)
         prompts, _ = load_prompts(
-            [rows(tmp_path, *values)], config.data, tokenizer, "data.train_files", teacher=teacher
+            [rows(tmp_path, *values)], "data.train_files", RowReader(config.data, tokenizer, teacher=teacher)
         )
         return [prompt.route for prompt in prompts]
 

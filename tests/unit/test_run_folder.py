@@ -17,8 +17,7 @@ from gkd.config.schema import Config
 from gkd.errors import CheckpointError, ConfigError
 from gkd.run.checkpoints import TrainerState
 from gkd.run.folder import RunFolder
-from gkd.run.open import open_run_folder
-from gkd.run.resume_compat import check_same_run, may_change
+from gkd.run.open import check_same_run, may_change, open_run_folder
 from gkd.types import Sample, TokenRecord
 from tests.refusals import refuses
 from tests.unit.checkpoint_files import check_actor, written

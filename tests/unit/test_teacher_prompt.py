@@ -21,7 +21,7 @@ from gkd.data.batching import make_micro_batches, without_first
 from gkd.data.chunks import dataset_chunks
 from gkd.data.codec import decode_prompts, encode_prompts
 from gkd.data.collate import route_counts
-from gkd.data.prompts import load_prompts
+from gkd.data.prompts import RowReader, load_prompts
 from gkd.data.rollout_file import read_sequences
 from gkd.errors import ConfigError
 from gkd.preflight.replay import _check_scores
@@ -42,7 +42,7 @@ def load(tmp_path: Path, rows: list[Any], tokenizer: Any = None, template: str =
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     teacher = TeacherConfig(prompt_template=template)
     prompts, dropped = load_prompts(
-        [str(file)], DataConfig(**data), tokenizer or build_tokenizer(), "data.train_files", teacher=teacher
+        [str(file)], "data.train_files", RowReader(DataConfig(**data), tokenizer or build_tokenizer(), teacher=teacher)
     )
     assert len(prompts) + dropped == len(rows)
     return prompts
