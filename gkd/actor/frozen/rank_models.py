@@ -43,7 +43,7 @@ class FrozenModels:
         self._where = where
         self._teacher: LocalTeacher | None = None
         self._reference: FrozenModel | None = None
-        self._followers: list[Follower] = []  # of the models, in the order of the calls
+        self._followers: list[Follower] = []  # one for each model, in the order of the calls
 
     def init_teacher(self, pair: TokenizerPair | None = None) -> None:
         """Build the local teacher; its student must be on the device. Raises as `LocalTeacher`."""
