@@ -16,7 +16,7 @@ from gkd.config.schema import Config
 from gkd.log import get_logger
 from gkd.metrics.run_metrics import RunMetrics, StepMetrics
 from gkd.pipeline.batches import make_source
-from gkd.pipeline.colocation import make_gpu_sharing
+from gkd.pipeline.colocation import GpuSharing
 from gkd.pipeline.evaluate import Evaluator
 from gkd.pipeline.replay import BatchRecorder
 from gkd.pipeline.staleness import check_staleness
@@ -45,7 +45,7 @@ class Trainer:
     ) -> None:
         self.config, self.roles, self.folder, self.total_steps = config, roles, folder, total_steps
         self.step = 0  # optimizer steps made; also the version of the student's weights
-        self.gpus = make_gpu_sharing(config, roles)
+        self.gpus = GpuSharing(config, roles)
         self.source = make_source(config, roles, train_prompts, total_steps)
         self.recorder = BatchRecorder(folder, roles.scoring, enabled=config.trainer.record_batches)
         self.metrics = RunMetrics(config, roles, folder, total_steps)

@@ -7,7 +7,7 @@ names the ranks that have not replied.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import suppress
 from typing import Any, TypeVar
 
@@ -44,8 +44,7 @@ def gather(
         while pending:
             done, _ = ray.wait(pending, num_returns=1, timeout=max(0.0, deadline - time.monotonic()))
             if not done:
-                late = sorted(names[ref] for ref in pending)
-                raise RankTimeout(f"{what}: no answer within {timeout_s:.0f} s from: {', '.join(late)}", late)
+                raise _timeout(what, timeout_s, (names[ref] for ref in pending))
             done, pending = ray.wait(pending, num_returns=len(pending), timeout=0)  # one by one is quadratic
             for ref in done:
                 try:
@@ -98,9 +97,13 @@ def wait_all(refs: Mapping[str, Any], what: str, timeout_s: float) -> None:
         RankTimeout: calls have not finished in time; names them.
     """
     _, pending = ray.wait(list(refs.values()), num_returns=len(refs), timeout=timeout_s, fetch_local=False)
-    late = sorted(name for name, ref in refs.items() if ref in pending)
-    if late:
-        raise RankTimeout(f"{what}: no answer within {timeout_s:.0f} s from: {', '.join(late)}", late)
+    if pending:
+        raise _timeout(what, timeout_s, (name for name, ref in refs.items() if ref in pending))
+
+
+def _timeout(what: str, timeout_s: float, names: Iterable[str]) -> RankTimeout:
+    late = sorted(names)
+    return RankTimeout(f"{what}: no answer within {timeout_s:.0f} s from: {', '.join(late)}", late)
 
 
 def drain(streams: Mapping[str, Any], what: str, timeout_s: float) -> dict[str, list[Any]]:

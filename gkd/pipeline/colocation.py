@@ -14,7 +14,7 @@ from contextlib import contextmanager, nullcontext
 from gkd.config.schema import Config
 from gkd.config.schema_teacher import ACTOR
 from gkd.metrics.run_metrics import StepMetrics
-from gkd.roles import ActorRole, Pending, Roles, RolloutRole
+from gkd.roles import Pending, Roles
 
 KEEP_WEIGHTS, DISCARD_WEIGHTS = 1, 2  # sleep levels: weights in host memory, or none because new ones follow
 
@@ -22,23 +22,13 @@ KEEP_WEIGHTS, DISCARD_WEIGHTS = 1, 2  # sleep levels: weights in host memory, or
 class GpuSharing:
     """Context managers for the rollout phase and the training phase; no-ops if the pools have separate GPUs."""
 
-    def __init__(
-        self,
-        actor: ActorRole,
-        rollout: RolloutRole,
-        *,
-        shared: bool,
-        reload_early: bool = False,
-        keeps_weights: bool = False,
-    ) -> None:
-        """
-        Args:
-            shared: the pools share their GPUs.
-            keeps_weights: a weight sync sends only adapters, so the engines must not discard their weights.
-            reload_early: reload the actor while the teacher scores. Only if no other model needs that memory meanwhile.
-        """
-        self._actor, self._rollout = actor, rollout
-        self._shared, self._reload_early, self._keeps_weights = shared, reload_early, keeps_weights
+    def __init__(self, config: Config, roles: Roles) -> None:
+        derived = config.derived
+        self._actor, self._rollout, self._shared = roles.actor, roles.rollout, config.trainer.colocate
+        # Reload the actor while the teacher scores, unless a local teacher or a reference computes on its GPUs then.
+        self.reload_early = derived.teacher_pool != ACTOR and not derived.loss.has_reference
+        # Where a weight sync sends only adapters, the engines must not discard their weights.
+        self._keeps_weights = derived.engine_adapter_rank > 0
 
     @contextmanager
     def for_rollout(self, m: StepMetrics | None = None, *, needed: bool = True) -> Iterator[None]:
@@ -69,22 +59,8 @@ class GpuSharing:
             with m.stage("switch") if m is not None else nullcontext():
                 discard = new_weights_follow and not self._keeps_weights
                 self._rollout.offload_states(level=DISCARD_WEIGHTS if discard else KEEP_WEIGHTS)
-                if new_weights_follow and self._reload_early:
+                if new_weights_follow and self.reload_early:
                     reload = self._actor.reload_states(blocking=False)
         yield
         if reload is not None:
             reload.wait()  # long done; a failed train step has raised the same error
-
-
-def make_gpu_sharing(config: Config, roles: Roles) -> GpuSharing:
-    """Return the time-sharing that the settings require."""
-    derived = config.derived
-    # A local teacher and a reference compute on the actor's GPUs between the rollout and the training step.
-    only_the_student = derived.teacher_pool != ACTOR and not derived.loss.has_reference
-    return GpuSharing(
-        roles.actor,
-        roles.rollout,
-        shared=config.trainer.colocate,
-        reload_early=only_the_student,
-        keeps_weights=derived.engine_adapter_rank > 0,
-    )

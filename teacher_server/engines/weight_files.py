@@ -6,7 +6,6 @@ The server and the trainer call it, before either of them starts a process.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -94,7 +93,7 @@ def read_entries(file: Path) -> dict[str, TensorEntry]:
     return entries
 
 
-def read_header(file: Path) -> tuple[Mapping[str, Any], int]:
+def read_header(file: Path) -> tuple[dict[str, Any], int]:
     """Return the JSON header of a safetensors file, and the position of the first byte of data.
 
     Raises:

@@ -10,7 +10,6 @@ from statistics import median
 from gkd.actor.frozen.pools import ReferencePool
 from gkd.config.load import load_config
 from gkd.metrics.run_metrics import StepMetrics
-from gkd.pipeline.colocation import GpuSharing
 from gkd.preflight.run import preflight
 from gkd.start.launcher import started_roles
 from gkd.trainer import Trainer
@@ -31,7 +30,7 @@ def overlap(rounds: int) -> Part:
     """Reload the actor while the teacher scores, or before the training step."""
 
     def choose(trainer: Trainer, early: bool) -> None:
-        trainer.gpus = GpuSharing(trainer.roles.actor, trainer.roles.rollout, shared=True, reload_early=early)
+        trainer.gpus.reload_early = early
 
     steps = _alternate(rounds, choose, "trainer.colocate=true")
     waits, onloads = _medians(steps, "time/teacher_s", "time/train_s"), _medians(steps, "time/train/onload")

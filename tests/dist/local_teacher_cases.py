@@ -58,22 +58,22 @@ def teach(rank: int, root: Path) -> dict[str, Any]:
     follower = teacher("teacher.update_interval=2", "teacher.signal=hidden")
     before = weights(follower)
     student.step = 1
-    follower.after_step()
+    follower.follower.after_step()
     out["kept"] = _equal(weights(follower), before)
     student.step = 2
-    follower.after_step()
+    follower.follower.after_step()
     out["copied"] = weights(follower)
     out["head_copied"] = _head(student)
     average = teacher("teacher.update_interval=2", "teacher.update_ema=0.5", "teacher.signal=hidden")
     student.step = 4
-    average.after_step()
+    average.follower.after_step()
     out["average"] = weights(average)
     out["other architecture"] = caught(lambda: teacher("teacher.update_interval=1", folder="olmo2"))
     return out
 
 
 def weights(teacher: Any) -> Any:
-    return frozen_weights(teacher._model)
+    return frozen_weights(teacher.model)
 
 
 def _head(student: Any) -> np.ndarray | None:

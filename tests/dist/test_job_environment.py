@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from gkd.cluster import temporary
+from gkd.cluster import host
 from gkd.cluster.host import temporary_folder
 from gkd.errors import ClusterError
 from tests.container import nameless, small_and_unresolved
@@ -97,7 +97,7 @@ def test_a_long_temporary_folder_is_named(tmp_path: Path, monkeypatch: pytest.Mo
     long = tmp_path / ("x" * 100)
     monkeypatch.setenv("RAY_TMPDIR", str(long))
     assert temporary_folder(60) == Path("/tmp")
-    monkeypatch.setattr(temporary, "_SHORT", tmp_path / "absent")
+    monkeypatch.setattr(host, "_SHORT", tmp_path / "absent")
     n_bytes = len(str(long))
     with pytest.raises(ClusterError, match=f"RAY_TMPDIR = .* 47 .* {n_bytes}"):
         temporary_folder(60)

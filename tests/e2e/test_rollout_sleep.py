@@ -154,8 +154,6 @@ def _probe(student: Path, vocab: int) -> dict[str, Any]:
     result["still running"] = engine.n_running
     engine.abort("owner")
     refused["level"] = error_of(lambda: engine.sleep(3))
-    refused["tag"] = error_of(lambda: engine.sleep(1, ["optimizer"]))
-    refused["wake tag"] = error_of(lambda: engine.wake_up(["optimizer"]))
     result["awake"].append(engine.memory_bytes())
 
     result["rss"] = []
@@ -254,7 +252,6 @@ def test_calls_that_a_sleeping_engine_refuses(probe: dict[str, Any]) -> None:
         assert "sleep(level=2)" in refused[name]
     assert "8 sequences" in refused["running"] and probe["still running"] == 8
     assert "sleep level 3" in refused["level"]
-    assert "'optimizer'" in refused["tag"] and "'optimizer'" in refused["wake tag"]
     assert refused.pop("part of a sync").startswith("WeightSyncError")
     assert "memory" in probe["no memory"] and "asleep" in refused["generate after no memory"]
     assert all(message.startswith("ClusterError: ") for message in refused.values())

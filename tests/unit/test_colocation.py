@@ -9,7 +9,7 @@ import pytest
 
 from gkd.config.load import load_config
 from gkd.metrics.run_metrics import StepMetrics
-from gkd.pipeline.colocation import GpuSharing, make_gpu_sharing
+from gkd.pipeline.colocation import GpuSharing
 from gkd.roles import Roles
 
 
@@ -32,7 +32,10 @@ class Recorded:
 
 def sharing(calls: list[str], *, shared: bool, reload_early: bool = False) -> GpuSharing:
     actor, engines = cast(Any, Recorded("actor", calls)), cast(Any, Recorded("engines", calls))
-    return GpuSharing(actor, engines, shared=shared, reload_early=reload_early)
+    config = load_config(None, [f"trainer.colocate={shared}"])
+    gpus = GpuSharing(config, Roles(actor=actor, rollout=engines, scoring=actor, weight_sync=actor))
+    gpus.reload_early = reload_early
+    return gpus
 
 
 def test_the_actor_reloads_while_the_teacher_scores() -> None:
@@ -60,9 +63,7 @@ def test_no_early_reload_if_another_model_shares_the_gpus(settings: list[str], e
     """Fails if the student's states are on a GPU on which a local teacher or a reference needs their memory."""
     calls: list[str] = []
     role = cast(Any, Recorded("role", calls))
-    gpus = make_gpu_sharing(
-        load_config(None, settings), Roles(actor=role, rollout=role, scoring=role, weight_sync=role)
-    )
+    gpus = GpuSharing(load_config(None, settings), Roles(actor=role, rollout=role, scoring=role, weight_sync=role))
     with gpus.for_training(new_weights_follow=True):
         pass
     assert ("reload role early" in calls) == early
@@ -115,7 +116,7 @@ def test_engines_keep_weights_that_are_not_sent_again(content: str, level: int) 
     calls: list[str] = []
     role = cast(Any, Recorded("role", calls))
     config = load_config(None, ["trainer.colocate=true", "actor.lora.rank=4", f"weight_sync.lora={content}"])
-    gpus = make_gpu_sharing(config, Roles(actor=role, rollout=role, scoring=role, weight_sync=role))
+    gpus = GpuSharing(config, Roles(actor=role, rollout=role, scoring=role, weight_sync=role))
     with gpus.for_training(new_weights_follow=True):
         pass
     assert calls[0] == f"offload role {level}"

@@ -59,6 +59,7 @@ FROM_SERVER_IN = {
         *("teacher_server.engines.folder_check", "teacher_server.engines.hub", "teacher_server.engines.vllm_limits"),
         "teacher_server.engines.weight_files",
     ),
+    "gkd/actor/common/shards.py": ("teacher_server.engines.weight_files",),
     "gkd/actor/frozen/": ("teacher_server.engines.base", "teacher_server.engines.signals"),
 }
 

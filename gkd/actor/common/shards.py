@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from gkd.errors import CheckpointError
+from teacher_server.engines.weight_files import read_header
 
 FORMAT = 1
 KINDS = ("param", "exp_avg", "exp_avg_sq")
@@ -35,7 +36,6 @@ DTYPES = {
     "BF16": torch.bfloat16,
     "U8": torch.uint8,
 }
-_MAX_HEADER_BYTES = 1 << 30
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,8 +161,8 @@ class ShardReader:
 
     def _add(self, path: Path, rank: int) -> dict[str, Any]:
         """Add one file's pieces to the index and return its meta data."""
-        header, data_start, data_bytes = _read_header(path)
         try:
+            header, data_start = read_header(path)
             meta: dict[str, Any] = json.loads(header.pop("__metadata__")["gkd"])
             if meta.pop("format") != FORMAT or meta.pop("rank") != rank:
                 raise CheckpointError(f"{path} does not have format {FORMAT}, or is not of rank {rank}.")
@@ -181,10 +181,13 @@ class ShardReader:
                         raise ValueError(f"{key} is {dtype}, elsewhere {ranges[0].dtype}")
                     ranges.append(_Range(int(start), int(start) + n_elements, dtype, path, data_start + begin))
                 end = stop
+            n_bytes = path.stat().st_size - data_start
+        except OSError as error:
+            raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise CheckpointError(f"{path} is damaged: {type(error).__name__}: {error}") from error
-        if end != data_bytes:
-            raise CheckpointError(f"{path} is truncated: it has {data_bytes} bytes of data, and {end} by its header.")
+        if end != n_bytes:
+            raise CheckpointError(f"{path} is truncated: it has {n_bytes} bytes of data, and {end} by its header.")
         return meta
 
     def _fill(self, target: memoryview, path: Path, offset: int) -> None:
@@ -199,24 +202,6 @@ class ShardReader:
                 done += n_read
         except OSError as error:
             raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
-
-
-def _read_header(path: Path) -> tuple[dict[str, Any], int, int]:
-    """Return (header, offset of the data, bytes of data) of a safetensors file."""
-    try:
-        with path.open("rb") as file:
-            size = os.fstat(file.fileno()).st_size
-            n_header = int.from_bytes(file.read(8), "little")
-            if size < 8 or n_header > min(size - 8, _MAX_HEADER_BYTES):
-                raise CheckpointError(f"{path} is damaged or truncated: {size} bytes, and a header of {n_header}.")
-            header = json.loads(file.read(n_header))
-    except OSError as error:
-        raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
-    except ValueError as error:  # includes JSON and UTF-8 errors
-        raise CheckpointError(f"{path} is damaged: its header is not JSON: {error}") from error
-    if not isinstance(header, dict):
-        raise CheckpointError(f"{path} is damaged: its header is not a JSON object.")
-    return header, 8 + n_header, size - 8 - n_header
 
 
 def _describe(name: str, kind: str, part: int) -> str:

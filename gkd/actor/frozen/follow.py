@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,7 @@ class Follower:
     Args:
         layout: of the student, which maps pipeline stages to ranks.
         updates: without any the model is not part of checkpoints.
+        changed: called after each change of the weights.
 
     Raises:
         ConfigError: naming `weights` of the model's section: model and student have different architectures.
@@ -40,9 +41,10 @@ class Follower:
         layout: ParallelLayout,
         device: torch.device,
         updates: WeightUpdates,
+        changed: Callable[[], None] = lambda: None,
     ) -> None:
-        self._model, self._student, self._layout, self._device = model, student, layout, device
-        self._interval, self._ema = updates
+        self.model, self._student, self._layout, self._device = model, student, layout, device
+        (self._interval, self._ema), self._changed = updates, changed
         if not self._interval:
             return
         try:
@@ -51,13 +53,13 @@ class Follower:
             fix = f"use 0, or a {model.role}.path of the student's architecture."
             raise ConfigError(f"{model.role}.update_interval", updates.interval, f"{error}.", fix) from error
 
-    def after_step(self) -> bool:
-        """Refresh the model if it is due; call it after each step of the student. Return whether it was."""
+    def after_step(self) -> None:
+        """Refresh the model if it is due; call it after each step of the student."""
         if not self._interval or self._student.step % self._interval:
-            return False
-        self._model.refresh(whole_student(self._student, self._layout, self._device), self._ema)
-        log.info("step %d: refreshed the %s from the student (ema %g)", self._student.step, self._model.role, self._ema)
-        return True
+            return
+        self.model.refresh(whole_student(self._student, self._layout, self._device), self._ema)
+        log.info("step %d: refreshed the %s from the student (ema %g)", self._student.step, self.model.role, self._ema)
+        self._changed()
 
     def add_to(self, student: Snapshot) -> Snapshot:
         """Return the student's snapshot, joined with this rank's rows of the model if it follows the student.
@@ -65,17 +67,13 @@ class Follower:
         Not a collective. The copy to host memory is started, unless the student's states are not copied either; the
         next refresh waits for it.
         """
-        return student.join(self._model.snapshot(copies=not student.is_live)) if self._interval else student
+        return student.join(self.model.snapshot(copies=not student.is_live)) if self._interval else student
 
-    def load(self, folder: Path) -> bool:
-        """Load the model from a checkpoint of any number of ranks, if it follows the student; return whether it does.
-
-        Raises:
-            CheckpointError: the checkpoint has no such model or a different one, see `gkd.actor.frozen.model`.
-        """
+    def load(self, folder: Path) -> None:
+        """Load the model of a checkpoint, if it follows the student. Raises CheckpointError, see `FrozenModel.load`."""
         if self._interval:
-            self._model.load(folder)
-        return bool(self._interval)
+            self.model.load(folder)
+            self._changed()
 
 
 def stage_plans(student: Student, layout: ParallelLayout) -> list[list[TensorPlan]]:

@@ -43,14 +43,14 @@ class FrozenModels:
         self._where = where
         self._teacher: LocalTeacher | None = None
         self._reference: FrozenModel | None = None
-        self._followers: list[LocalTeacher | Follower] = []  # models that follow the student, in the order of the calls
+        self._followers: list[Follower] = []  # one for each model, in the order of the calls
 
     def init_teacher(self, pair: TokenizerPair | None = None) -> None:
         """Build the local teacher; its student must be on the device. Raises as `LocalTeacher`."""
         from gkd.actor.frozen.teacher import LocalTeacher
 
         self._teacher = LocalTeacher(self._config, self._student, self._layout, self._device, pair)
-        self._followers.append(self._teacher)
+        self._followers.append(self._teacher.follower)
 
     def init_reference(self) -> None:
         """Build the reference. Raises as `FrozenModel` and `Follower`."""
@@ -126,20 +126,20 @@ class FrozenModels:
 
     def device_bytes(self) -> int:
         """Return the bytes of the models on this rank's device."""
-        return sum(model.device_bytes() for model in (self._teacher, self._reference) if model is not None)
+        return sum(each.model.device_bytes() for each in self._followers)
 
     def after_step(self) -> None:
         """Let the models follow the student's training step, see `Follower.after_step`."""
-        for model in self._followers:
-            model.after_step()
+        for each in self._followers:
+            each.after_step()
 
     def add_to(self, snapshot: Snapshot) -> Snapshot:
         """Return the student's snapshot with the snapshots of the models that follow it. Not a collective."""
-        for model in self._followers:
-            snapshot = model.add_to(snapshot)
+        for each in self._followers:
+            snapshot = each.add_to(snapshot)
         return snapshot
 
     def load(self, folder: Path) -> None:
         """Load the models of a checkpoint that follow the student, see `Follower.load`."""
-        for model in self._followers:
-            model.load(folder)
+        for each in self._followers:
+            each.load(folder)

@@ -6,13 +6,11 @@ Data flow of a batch: rollout -> *teacher scores* -> micro-batches.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any, cast
 
 import torch
 
 from gkd.actor.common.base import Student
-from gkd.actor.common.host_copies import Snapshot
 from gkd.actor.frozen.follow import Follower
 from gkd.actor.frozen.model import FrozenModel, Table
 from gkd.actor.megatron.layout import ParallelLayout
@@ -51,7 +49,7 @@ class LocalTeacher:
         self._student, self._n_vocab = student, student.n_vocab if pair is None else len(pair.teacher)
         self._pair, self._units = pair, config.distill.units
         derived, updates = config.derived, weight_updates(teacher)
-        self._model = FrozenModel(
+        self.model = FrozenModel(
             teacher.path,
             device=device,
             dtype=getattr(torch, config.model.dtype),
@@ -66,7 +64,7 @@ class LocalTeacher:
         # The top-k table also holds the logprobs of the response tokens.
         requested = ("topk",) if self._signals == ("topk", "sampled") else self._signals
         self._params = [self._score_params(config, each) for each in requested]
-        self._follower = Follower(self._model, student, layout, device, updates)
+        self.follower = Follower(self.model, student, layout, device, updates, self._hand_over_head)
         self._hand_over_head()
 
     def score(
@@ -84,34 +82,16 @@ class LocalTeacher:
 
     def _of_sequences(self, rollouts: Sequence[Rollout]) -> list[TeacherScores]:
         if self._pair is None:
-            return [self._scores(t) for t in self._model.score([r.for_teacher() for r in rollouts], self._params)]
+            return [self._scores(t) for t in self.model.score([r.for_teacher() for r in rollouts], self._params)]
         texts = self._pair.for_teacher(rollouts)
         asked = [i for i, text in enumerate(texts) if len(text.response_ids)]
-        tables = self._model.score([texts[i] for i in asked], self._params)
+        tables = self.model.score([texts[i] for i in asked], self._params)
         found = {i: self._scores(each) for i, each in zip(asked, tables, strict=True)}
         return list(self._pair.completed(found, texts, self._hidden_size).values())
 
-    def device_bytes(self) -> int:
-        """Return the bytes on this rank's device, see `FrozenModel.device_bytes`."""
-        return self._model.device_bytes()
-
-    def after_step(self) -> None:
-        """Refresh the teacher every teacher.update_interval steps, see `Follower.after_step`."""
-        if self._follower.after_step():
-            self._hand_over_head()
-
-    def add_to(self, student: Snapshot) -> Snapshot:
-        """Return the student's snapshot with the teacher's, see `Follower.add_to`. Not a collective."""
-        return self._follower.add_to(student)
-
-    def load(self, folder: Path) -> None:
-        """Load the teacher of a checkpoint, see `Follower.load`. Raises CheckpointError."""
-        if self._follower.load(folder):
-            self._hand_over_head()
-
     def _hand_over_head(self) -> None:
         if "hidden" in self._signals:
-            head = self._model.lm_head()[: self._n_vocab]
+            head = self.model.lm_head()[: self._n_vocab]
             self._hidden_size = head.shape[1]
             self._student.set_teacher_head(head, self._pair, self._units)
 

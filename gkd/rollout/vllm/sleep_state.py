@@ -9,12 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 
 from gkd.errors import ClusterError, ConfigError
+from gkd.memory.states import GRADS, PARAMS, States
 from gkd.memory.usage import read_usage, trim_heap
 from teacher_server.engines.vllm_versions import discard, sleep, wake_up
 
@@ -133,23 +134,13 @@ def tags_of(include: Sequence[str] | None) -> list[str]:
     return [STATES[state] for state in states]
 
 
-# Release and restore the memory of a rollout engine's workers, for `gkd.rollout.vllm.sleep_state`.
+# Release and restore the memory of a rollout engine's workers.
 #
 # On CUDA this is vLLM's sleep mode: virtual addresses stay, the physical memory behind them is released. vLLM's CPU
-# worker ignores sleep, so there the storages of the same tensors are resized to 0 and filled again. Tensors are views
-# of their storage, so references stay valid. No code may keep a raw address; our plain linear layers and experts do
-# not.
+# worker ignores sleep, so there `States` moves the same tensors as it moves the actor's. No code may keep a raw
+# address; our plain linear layers and experts do not.
 
 _NAN_BYTE = 0xFF  # a float of any width made of these bytes is NaN
-
-
-@dataclass(slots=True)
-class _Block:
-    """A storage; several tensors may share it."""
-
-    storage: torch.UntypedStorage
-    n_bytes: int  # size while awake
-    host: torch.UntypedStorage | None = None  # host copy, reused by later sleeps
 
 
 class SleepMixin:
@@ -222,35 +213,23 @@ class SleepMixin:
             yield from model.buffers()
 
     def _gkd_release(self, tags: list[str], level: int) -> None:
-        known: dict[int, _Block] = getattr(self, "_gkd_blocks", {})
-        storages = {tag: _storages(self._gkd_tensors(tag)) for tag in TAGS}
-        self._gkd_blocks = {
-            s._cdata: known.get(s._cdata) or _Block(s, s.nbytes()) for tag in TAGS for s in storages[tag]
-        }
-        copied = self.model_runner.get_model().buffers() if level == 2 else self._gkd_tensors(WEIGHTS)
-        kept = {storage._cdata for storage in _storages(copied)}
+        weights, model = list(self._gkd_tensors(WEIGHTS)), self.model_runner.get_model()
+        self._gkd_asleep: dict[str, States] = getattr(self, "_gkd_asleep", {})
         for tag in tags:
-            for storage in storages[tag]:
-                block = self._gkd_blocks[storage._cdata]
-                if storage._cdata not in kept:
-                    block.host = None
-                elif storage.nbytes():
-                    block.host = block.host or torch.UntypedStorage(block.n_bytes)
-                    block.host.copy_(storage)
-                storage.resize_(0)
+            # As `States` calls them: parameters are copied to the host, gradients are not.
+            tensors = {GRADS: self.model_runner.kv_caches}
+            if tag == WEIGHTS:
+                tensors = {PARAMS: weights} if level == 1 else {PARAMS: [*model.buffers()], GRADS: weights}
+            self._gkd_asleep[tag] = States(self.device, partial(dict, tensors))
+            self._gkd_asleep[tag].offload_states()
         trim_heap()  # glibc keeps freed blocks of up to 32 MiB
 
     def _gkd_restore(self, tags: list[str], discarded: bool) -> None:
         for tag in tags:
-            for storage in _storages(self._gkd_tensors(tag)):
-                block = self._gkd_blocks[storage._cdata]
-                if storage.nbytes() == block.n_bytes:
-                    continue  # restored by an earlier attempt that failed at another storage
-                storage.resize_(block.n_bytes)
-                if tag == WEIGHTS and block.host is not None:
-                    storage.copy_(block.host)
-                else:
-                    _bytes_of(storage).fill_(_NAN_BYTE if discarded and tag == WEIGHTS else 0)
+            self._gkd_asleep[tag].reload_states()
+        if WEIGHTS in tags and discarded:
+            for storage in _storages(self.model_runner.get_model().parameters()):
+                _bytes_of(storage).fill_(_NAN_BYTE)
 
 
 def _storages(tensors: Iterable[torch.Tensor]) -> list[torch.UntypedStorage]:

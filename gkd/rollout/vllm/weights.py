@@ -148,7 +148,7 @@ class WeightReceiver(SleepMixin):
         """
         held = {name: digest(tensor) for name, tensor in held_tensors(self.model_runner.get_model())}
         if (adapters := self._gkd_adapters()) is not None:
-            held |= {name: digest(tensor) for name, tensor in adapters.held(_all_gather)}
+            held |= {name: digest(tensor) for name, tensor in adapters.held()}
         return held
 
 
@@ -162,7 +162,7 @@ def held_tensors(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     seen: set[int] = set()
     for prefix, module in model.named_modules():
         if isinstance(module, RoutedExperts):
-            yield from expert_tensors(prefix, module, _all_gather)
+            yield from expert_tensors(prefix, module)
             continue
         for leaf, parameter in module.named_parameters(recurse=False):
             if id(parameter) in seen:  # tied embeddings: one tensor, exported once
@@ -255,32 +255,22 @@ class EngineAdapters:
         self._manager.activate_adapter(ADAPTER_ID)
         self._ranks = {layer: len(a) for layer, (a, _) in pairs.items()}
 
-    def held(self, gather: Callable[..., Tensor]) -> Iterator[tuple[str, Tensor]]:
-        """Yield (name, full tensor) of each factor in the engine's memory. Collective over the tensor-parallel group.
-
-        Args:
-            gather: concatenates the parts of all tensor-parallel ranks along a dimension.
-        """
+    def held(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield (name, full tensor) of each factor in memory. Collective over the tensor-parallel group."""
         for wrapped, parts in self._parts.items():
             module = self._manager.modules[wrapped]
             for number, layer in enumerate(parts):
                 if rank := self._ranks.get(layer):
                     a, b = (stacked[number][0, 0] for stacked in (module.lora_a_stacked, module.lora_b_stacked))
-                    yield from zip(
-                        (layer + _A, layer + _B),
-                        _full(module.base_layer, number, a[:rank], b[:, :rank], gather),
-                        strict=True,
-                    )
-
-
-def _full(
-    base: torch.nn.Module, part: int, a: Tensor, b: Tensor, gather: Callable[..., Tensor]
-) -> tuple[Tensor, Tensor]:
-    """Return whole factors; vLLM splits the factors that are next to the split side of a layer."""
-    if isinstance(base, RowParallelLinear):
-        return gather(a, dim=1), b
-    replicas = base.num_kv_head_replicas if isinstance(base, QKVParallelLinear) and part else 1
-    return a, gather(b, dim=0, replicas=replicas)
+                    a, b, base = a[:rank], b[:, :rank], module.base_layer
+                    # vLLM splits the factors that are next to the split side of a layer.
+                    if isinstance(base, RowParallelLinear):
+                        a = _all_gather(a, dim=1)
+                    else:
+                        replicas = base.num_kv_head_replicas if isinstance(base, QKVParallelLinear) and number else 1
+                        b = _all_gather(b, dim=0, replicas=replicas)
+                    yield layer + _A, a
+                    yield layer + _B, b
 
 
 def unwrapped(name: str) -> str:
@@ -336,21 +326,18 @@ def _plain_experts(
     output.copy_(total)
 
 
-def expert_tensors(
-    prefix: str, module: RoutedExperts, gather: Callable[[Tensor, int], Tensor]
-) -> Iterator[tuple[str, Tensor]]:
+def expert_tensors(prefix: str, module: RoutedExperts) -> Iterator[tuple[str, Tensor]]:
     """Yield (Hugging Face name, full tensor) of each expert weight of a layer, one at a time.
 
     Args:
         prefix: the module's name in the model.
-        gather: concatenates the slices of all tensor-parallel ranks along a dimension.
     """
     if module.use_ep:
         raise ModelError(f"{prefix}: expert parallelism (enable_expert_parallel) is not supported by weight sync")
     for expert, (w13, w2) in enumerate(zip(module.w13_weight, module.w2_weight, strict=True)):
         gate, up = w13.chunk(2)
         for part, share, dim in (("gate_proj", gate, 0), ("up_proj", up, 0), ("down_proj", w2, 1)):
-            yield _name(prefix, expert, part), gather(share, dim)
+            yield _name(prefix, expert, part), _all_gather(share, dim)
 
 
 def expert_names(prefix: str, module: RoutedExperts) -> list[str]:
