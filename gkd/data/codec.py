@@ -1,7 +1,7 @@
 """Encode prompts, rollouts and scores for other processes as a few arrays for all of them, not several for each.
 
-A prompt for the engines has 24 bytes, and 4 per token, much less than pickled objects. The driver sends its tokens
-once, for all its samples, and the teacher's prompt if there is one. The rows that environments read follow. Reference
+A prompt for the engines has at most 24 bytes, and 4 per token, much less than pickled objects. The driver sends its
+tokens once, for all its samples, the teacher's prompt if there is one, and the row that environments read. Reference
 answers and dataset responses are not sent.
 
 Rollouts and scores of a chunk are pickled by column: pickling a short array costs as much as copying 100 kB, and each
@@ -15,34 +15,34 @@ from dataclasses import fields, is_dataclass
 from itertools import chain
 from typing import Any, TypeVar
 
+import msgspec
 import numpy as np
 
 from gkd.errors import DataError
 from gkd.types import Prompt
 
-_MAX = 2**31 - 1
-_NONE = np.zeros(0, np.int32)  # no prompt for the teacher; a real one has tokens
-_COLUMNS = 6
+
+class _Sent(msgspec.Struct, array_like=True):
+    """A prompt and its index in the batch, as the engines receive it. Token ids are the bytes of int32."""
+
+    prompt_id: int
+    index: int
+    route: int
+    token_ids: bytes
+    teacher_ids: bytes | None
+    row: bytes | None
+
+
+_DECODER = msgspec.msgpack.Decoder(list[_Sent])
 
 
 def encode_prompts(prompts: Sequence[Prompt], prompt_indices: Sequence[int]) -> bytes:
-    """Encode prompt ids, prompt indices, routes, and the tokens of the prompts and of the teacher's as int32, and rows.
-
-    Raises:
-        DataError: no prompts, or a value outside of [0, 2^31).
-    """
-    if not prompts:
-        raise DataError("cannot encode an empty list of prompts")
-    views = [_NONE if p.teacher_ids is None else p.teacher_ids for p in prompts]
-    rows = [
-        (p.prompt_id, index, len(p.token_ids), p.route, len(view), len(p.row or b""))
-        for p, index, view in zip(prompts, prompt_indices, views, strict=True)
-    ]
-    numbers = np.concatenate([[len(rows)], np.ravel(rows), *(p.token_ids for p in prompts), *views])
-    if int(numbers.min()) < 0 or int(numbers.max()) > _MAX:
-        span = f"[{int(numbers.min())}, {int(numbers.max())}]"
-        raise DataError(f"prompt ids, indices, routes and tokens are in {span}; the supported range is [0, {_MAX}].")
-    return numbers.astype("<i4").tobytes() + b"".join(p.row or b"" for p in prompts)
+    """Encode prompt ids, prompt indices, routes, the tokens of the prompts and of the teacher's, and rows."""
+    sent = []
+    for p, index in zip(prompts, prompt_indices, strict=True):
+        view = None if p.teacher_ids is None else p.teacher_ids.astype(np.int32).tobytes()
+        sent.append(_Sent(p.prompt_id, index, p.route, p.token_ids.astype(np.int32).tobytes(), view, p.row))
+    return msgspec.msgpack.encode(sent)
 
 
 def decode_prompts(data: bytes) -> tuple[list[Prompt], list[int]]:
@@ -51,23 +51,16 @@ def decode_prompts(data: bytes) -> tuple[list[Prompt], list[int]]:
     Raises:
         DataError: truncated or malformed data.
     """
-    numbers = np.frombuffer(data, "<i4", count=len(data) // 4)
-    n = int(numbers[0]) if len(numbers) else 0
-    head = numbers[1 : 1 + _COLUMNS * n]
-    rows = head[: len(head) // _COLUMNS * _COLUMNS].reshape(-1, _COLUMNS)
-    n_tokens, n_bytes = int(rows[:, [2, 4]].sum(dtype=np.int64)), int(rows[:, 5].sum(dtype=np.int64))
-    n_numbers = 1 + _COLUMNS * n + n_tokens
-    is_whole = n >= 1 and len(rows) == n and 4 * n_numbers + n_bytes == len(data)
-    if not is_whole or int(numbers[:n_numbers].min()) < 0:
-        raise DataError(f"malformed prompt data: {len(data)} bytes for {n} prompts")
-    ids = numbers[1 + _COLUMNS * n : n_numbers]
-    parts = np.split(ids, np.cumsum(np.concatenate([rows[:, 2], rows[:, 4]]))[:-1])
-    ends = (4 * n_numbers + np.cumsum(rows[:, 5], dtype=np.int64)).tolist()
-    prompts = [
-        Prompt(row[0], own, route=row[3], teacher_ids=view if row[4] else None, row=data[end - row[5] : end] or None)
-        for row, own, view, end in zip(rows.tolist(), parts[:n], parts[n:], ends, strict=True)
-    ]
-    return prompts, rows[:, 1].tolist()
+    try:
+        sent = _DECODER.decode(data)
+    except msgspec.DecodeError as error:
+        raise DataError(f"malformed prompt data: {error}") from error
+    prompts = []
+    for each in sent:
+        view = None if each.teacher_ids is None else np.frombuffer(each.teacher_ids, np.int32)
+        ids = np.frombuffer(each.token_ids, np.int32)
+        prompts.append(Prompt(each.prompt_id, ids, route=each.route, teacher_ids=view, row=each.row))
+    return prompts, [each.index for each in sent]
 
 
 T = TypeVar("T")

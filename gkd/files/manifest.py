@@ -7,6 +7,7 @@ A folder whose manifest is valid and matches its files is exactly what was saved
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -20,7 +21,6 @@ from gkd.errors import CheckpointError, DamagedCheckpoint
 
 NAME = "manifest.json"
 _FORMAT = 1
-_CHUNK_BYTES = 4 << 20  # part of a file that each thread has in memory at a time
 _N_THREADS = 4
 
 
@@ -58,12 +58,9 @@ def digest_bytes(data: bytes) -> FileDigest:
 
 def digest_file(path: Path) -> FileDigest:
     """Return size and digest of a file, read in bounded chunks. Raises OSError."""
-    hasher, buffer, n_bytes = xxhash.xxh3_128(), memoryview(bytearray(_CHUNK_BYTES)), 0
     with path.open("rb", buffering=0) as file:
-        while n_read := file.readinto(buffer):
-            hasher.update(buffer[:n_read])
-            n_bytes += n_read
-    return FileDigest(n_bytes, hasher.hexdigest())
+        hasher = hashlib.file_digest(file, xxhash.xxh3_128)
+        return FileDigest(file.tell(), hasher.hexdigest())
 
 
 def read_manifest(folder: Path) -> Manifest:

@@ -365,7 +365,7 @@ class JobStream:
         self._results: SimpleQueue[RolloutChunk | Exception | None] = SimpleQueue()
 
     def admit(self, prompts: Sequence[Prompt], *, prompt_indices: Sequence[int]) -> None:
-        """See `RolloutStream.admit`. Raises ClusterError: the stream is closed. DataError: see `encode_prompts`."""
+        """See `RolloutStream.admit`. Raises ClusterError: the stream is closed."""
         missing = all_samples(self.job)
         rows = [Waiting(self, prompt, i, missing) for prompt, i in zip(prompts, prompt_indices, strict=True)]
         self._owner.admit(self, rows)
