@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 # How a response ended: with an end token; at data.max_response_length; by a rule of `rollout.environment`, for example
-# after rollout.max_turns; by an error of the environment. Its position is the code in `RolloutChunk.sizes`.
+# after rollout.max_turns; by an error of the environment. Its position is the code of `RolloutChunk.endings`.
 FINISH_REASONS = ("stop", "length", "environment", "environment_error")
 
 
@@ -273,8 +273,8 @@ class RolloutChunk:
 
     dp_rank: int  # group whose endpoint scores it; `gkd.data.scatter` may assign some sequences to other groups
     ref: Any  # of list[Rollout], in an object store; with `sequence_indices` only some of them
-    # [8, n_sequences] int32, in the order of the rollouts: the properties below. Row 3: how the response ended, an
-    # index of FINISH_REASONS; row 5: sequences of 4 consecutive own tokens that occur earlier in the same response.
+    # [8, n_sequences] int32, in the order of the rollouts: the properties below. Row 5: sequences of 4 consecutive own
+    # tokens that occur earlier in the same response.
     sizes: np.ndarray
     on_policy: bool = True  # False: responses from the dataset
     sequence_indices: np.ndarray | None = None  # [n_sequences] positions in the list of `ref`, ascending; None: all
@@ -297,6 +297,11 @@ class RolloutChunk:
     def n_response(self) -> np.ndarray:
         """Return the student's own tokens of the response."""
         return self.sizes[2]
+
+    @property
+    def endings(self) -> np.ndarray:
+        """Return how each response ended, an index of FINISH_REASONS."""
+        return self.sizes[3]
 
     @property
     def versions(self) -> np.ndarray:

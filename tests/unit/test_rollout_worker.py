@@ -136,7 +136,7 @@ def test_dataset_responses_belong_to_the_group_of_their_prompt(dp_size: int, chu
         assert 0 < len(rollouts) <= chunk_size
         assert chunk.n_response.tolist() == [r.prompt_id + 1 for r in rollouts]
         assert (chunk.n_tokens - chunk.n_response).tolist() == [1] * chunk.n_sequences == [1] * len(rollouts)
-        assert (chunk.sizes[3].max(), chunk.versions.tolist(), chunk.on_policy) == (0, [8] * len(rollouts), False)
+        assert (chunk.endings.max(), chunk.versions.tolist(), chunk.on_policy) == (0, [8] * len(rollouts), False)
         assert {r.sample_index // 3 % dp_size for r in rollouts} == {chunk.dp_rank}
         for r in rollouts:
             assert (r.on_policy, r.version_spans, r.finish_reason) == (False, (), "stop")
@@ -192,7 +192,7 @@ def test_a_dataset_response_without_an_end_token_counts_as_truncated() -> None:
     ((rollouts, chunk),) = dataset_chunks(
         [truncated], [0], n=1, dp_size=1, chunk_size=16, policy_version=0, eos_ids=frozenset({3})
     )
-    assert (rollouts[0].finish_reason, chunk.sizes[3].tolist()) == ("length", [FINISH_REASONS.index("length")])
+    assert (rollouts[0].finish_reason, chunk.endings.tolist()) == ("length", [FINISH_REASONS.index("length")])
 
 
 def test_a_prompt_without_a_dataset_response_is_named() -> None:
