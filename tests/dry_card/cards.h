@@ -1,7 +1,7 @@
 // The machine that the other files share: its cards, the memory that processes use of them, and blocks of memory.
 //
 // A card is a number, a UUID and an amount of memory. How much each process uses of each card stands in shared memory,
-// so free memory and nvidia-smi are right across processes. Not shown: what a real context or a real driver takes.
+// so free memory and nvidia-smi are right across processes.
 #pragma once
 #include <bits/stdc++.h>
 #include <driver_types.h>  // types without the declarations of the calls, which would fix all their parameters
@@ -9,6 +9,7 @@
 #include <pthread.h>
 #include <signal.h>
 #include <sys/mman.h>
+#include <sys/stat.h>
 #include <unistd.h>
 #include <vector_types.h>
 
@@ -23,20 +24,21 @@ constexpr char CARD_NAME[] = "NVIDIA H100 80GB HBM3";
 inline auto& mutex = *new std::recursive_mutex;  // never destroyed: libraries free memory while the process exits
 #define LOCK std::lock_guard<std::recursive_mutex> lock_(mutex)
 
-// ---- Settings: the variables DRY_CARD_<name>
-inline const char* text_setting(const char* name) { return getenv((std::string("DRY_CARD_") + name).c_str()); }
-inline double setting(const char* name, double otherwise) {
-  const char* text = text_setting(name); return text && *text ? atof(text) : otherwise;
+// ---- Settings: the variables DRY_CARD_<name>; environment.py sets the first three
+inline std::string text_setting(const char* name) {
+  const char* text = getenv((std::string("DRY_CARD_") + name).c_str()); return text ? text : "";
 }
-inline int n_cards() { return (int)setting("COUNT", 1); }
-inline long card_bytes() { return (long)(setting("GIB", 8) * 1024 * MIB); }
-inline std::string machine() { return text_setting("MACHINE") ? text_setting("MACHINE") : "default"; }
-inline std::string segment(const std::string& kind) {  // a file of shared memory that environment.remove_segments() finds
-  return "/dev/shm/dry-card." + std::to_string(getuid()) + "." + machine() + "." + kind;
+inline double setting(const char* name) { return atof(text_setting(name).c_str()); }
+inline int n_cards() { return (int)setting("COUNT"); }
+inline long card_bytes() { return (long)(setting("GIB") * 1024 * MIB); }
+inline std::string machine() { return text_setting("MACHINE"); }
+inline std::string segment(const std::string& name) {  // a file in the folder that environment.remove_segments() removes
+  std::string folder = "/dev/shm/dry-card." + std::to_string(getuid()) + "." + machine() + "/";
+  return mkdir(folder.c_str(), 0700), folder + name;
 }
 API inline void dry_card_note(const char* text) {  // report something once, with DRY_CARD_VERBOSE=1
   static auto& seen = *new std::set<std::string>; LOCK;
-  if (setting("VERBOSE", 0) && seen.insert(text).second) fprintf(stderr, "[dry_card %d] %s\n", getpid(), text);
+  if (setting("VERBOSE") && seen.insert(text).second) fprintf(stderr, "[dry_card %d] %s\n", getpid(), text);
 }
 [[noreturn]] inline void stop(const char* problem) { perror((std::string("[dry_card] ") + problem).c_str()); abort(); }
 
@@ -76,11 +78,8 @@ inline long* own_bytes() {
 }
 inline std::map<int, long> users(int card) {  // bytes by process
   std::map<int, long> found;
-  std::string start = segment("memory-");
-  for (const auto& file : std::filesystem::directory_iterator("/dev/shm")) {
-    if (file.path().string().compare(0, start.size(), start)) continue;
-    int pid = atoi(file.path().c_str() + start.size());
-    long used = 0;
+  for (const auto& file : std::filesystem::directory_iterator(segment(""))) {
+    int pid = 0; long used = 0; if (sscanf(file.path().filename().c_str(), "memory-%d", &pid) != 1) continue;
     std::ifstream(file.path()).seekg(card * sizeof used).read((char*)&used, sizeof used);
     if (used > 0 && !kill(pid, 0)) found[pid] = used;
   }

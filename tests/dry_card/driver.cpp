@@ -1,8 +1,7 @@
 // The CUDA driver as torch, vLLM's sleep mode and Triton use it (libcuda), with the ways in which programs find calls,
 // and as Ray, vLLM and nvidia-smi ask it for cards, memory and processes (libnvidia-ml, NVML).
 //
-// Its error codes have the runtime's numbers. An unknown call succeeds without an effect. Not shown: whether the binary
-// of a kernel can be loaded, and multicast memory.
+// Its error codes have the runtime's numbers. An unknown call succeeds without an effect.
 #include "cards.h"
 
 #include <cuda.h>

@@ -15,6 +15,7 @@ from __future__ import annotations
 import hashlib
 import os
 import re
+import shutil
 import subprocess
 import tempfile
 import uuid
@@ -100,5 +101,4 @@ def environment(cards: int = 1, gib: float = 8.0, **settings: object) -> dict[st
 
 def remove_segments(env: dict[str, str]) -> None:
     """Remove the shared memory of the machine of `env`. Call it after the last of its processes has ended."""
-    for path in Path("/dev/shm").glob(f"dry-card.{os.getuid()}.{env['DRY_CARD_MACHINE']}.*"):
-        path.unlink(missing_ok=True)
+    shutil.rmtree(f"/dev/shm/dry-card.{os.getuid()}.{env['DRY_CARD_MACHINE']}", ignore_errors=True)

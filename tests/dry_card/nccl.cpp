@@ -2,8 +2,7 @@
 //
 // In a collective each rank writes its file and waits for those of all ranks. So all have read the files of the
 // collective before, and a rank removes its own. It runs in the calling thread and returns when the data is there; real
-// NCCL returns at once and works on the stream. Not shown: deadlocks of operations that wait for each other on the card,
-// transports, and the memory that NCCL takes.
+// NCCL returns at once and works on the stream.
 #include "cards.h"
 
 #include <cuda_bf16.h>

@@ -2,7 +2,7 @@
 //
 // Device memory is host memory. A kernel does nothing; hooks/ writes the results of torch's operations. Copies are made
 // at once, or, with DRY_CARD_LATE=1, as late as the waits of the program allow. environment.py makes stubs for calls
-// that only have to succeed. Not shown: kernels, the order of kernels on streams, speed, CUDA graphs.
+// that only have to succeed.
 #include "cards.h"
 
 typedef cudaError_t E;
@@ -52,22 +52,20 @@ API const char* cudaGetErrorString(E error) {
 ALSO(cudaGetErrorName, cudaGetErrorString)
 
 // ---- Streams and events. A stream is a queue of copies that are not made yet; it is empty unless DRY_CARD_LATE=1.
-struct Copy { void* to; const void* from; size_t n; };
-struct Stream { size_t issued = 0; std::deque<Copy> late; size_t made() { return issued - late.size(); } };
+struct Stream { size_t issued = 0; std::deque<std::function<void()>> late; size_t made() { return issued - late.size(); } };
 struct Event { Stream* stream = nullptr; size_t issued = 0; };
 static auto& streams = *new std::set<Stream*>;
 static Stream* known(void* s) { return streams.count((Stream*)s) ? (Stream*)s : nullptr; }  // not a default stream
 static E catch_up(void* stream, size_t until = ~0ul) {  // make the first `until` copies of a stream
   LOCK;
-  for (Stream* s = known(stream); s && !s->late.empty() && s->made() < until; s->late.pop_front()) {
-    memcpy(s->late.front().to, s->late.front().from, s->late.front().n);
-  }
+  for (Stream* s = known(stream); s && !s->late.empty() && s->made() < until; s->late.pop_front()) s->late.front()();
   return ready();
 }
 API void dry_card_use_stream(void* stream) { catch_up(stream); }  // an operation runs on it now
 static E copy(void* to, const void* from, size_t n, void* stream) {
-  static bool late = setting("LATE", 0); LOCK; Stream* s = known(stream);
-  s && late ? s->late.push_back({to, from, n}) : (void)memcpy(to, from, n); if (s) s->issued++;
+  static bool late = setting("LATE"); LOCK; Stream* s = known(stream);
+  auto now = [=] { memcpy(to, from, n); };
+  s && late ? s->late.push_back(now) : now(); if (s) s->issued++;
   return ready();
 }
 API E cudaStreamCreate(cudaStream_t* out) {  // never deleted: an event may refer to it
@@ -98,7 +96,7 @@ API E cudaEventQuery(cudaEvent_t event) {
 API E cudaMalloc(void** out, size_t n) {
   *out = nullptr; TRY(ready()); if (!n) return OK; TRY(charge(current, pages(n)));
   int fd = new_memory(pages(n)); *out = map_memory(pages(n), fd);
-  if (setting("POISON", 0)) memset(*out, 0xff, n);  // NaN in each floating-point type
+  if (setting("POISON")) memset(*out, 0xff, n);  // NaN in each floating-point type
   LOCK; blocks[(uintptr_t)*out] = {pages(n), current, fd, DEVICE}; return OK;
 }
 API E cudaFree(void* p) {  // a block of any kind
@@ -115,11 +113,9 @@ API E cudaMemGetInfo(size_t* free, size_t* total) {
 }
 API E cudaPointerGetAttributes(cudaPointerAttributes* out, const void* p) {
   LOCK; auto found = block_of(p); bool known = found != blocks.end(), host = !known || found->second.kind <= REGISTERED;
-  *out = {};
-  out->type = !known ? cudaMemoryTypeUnregistered : host ? cudaMemoryTypeHost : cudaMemoryTypeDevice;
-  out->device = known ? found->second.device : cudaInvalidDeviceId;
-  out->devicePointer = known ? (void*)p : nullptr, out->hostPointer = host ? (void*)p : nullptr;
-  return ready(false);
+  auto type = !known ? cudaMemoryTypeUnregistered : host ? cudaMemoryTypeHost : cudaMemoryTypeDevice;
+  int device = known ? found->second.device : cudaInvalidDeviceId;
+  *out = {type, device, known ? (void*)p : nullptr, host ? (void*)p : nullptr}; return ready(false);
 }
 API E cudaMemcpy(void* to, void* from, size_t n) { return copy(to, from, n, nullptr); }
 API E cudaMemcpyAsync(void* to, void* from, size_t n, int, void* stream) { return copy(to, from, n, stream); }

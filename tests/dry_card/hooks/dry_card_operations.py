@@ -82,7 +82,7 @@ def on_cpu(value: Any, copied: bool = False) -> Any:
 
 
 def written(result: Any, value: Any, name: str) -> Any:
-    """Return the result of CUDA code with the value of the CPU. A value None is a result that nobody reads."""
+    """Return the result of CUDA code with the value of the CPU. The value None leaves a result as it is."""
     if isinstance(result, list | tuple):
         return tuple(written(*pair, name) for pair in zip(result, value, strict=True))
     if isinstance(result, Tensor) and result.is_cuda and value is not None:
