@@ -51,7 +51,7 @@ def build_cards(folder: Path, headers: Path, users: Iterable[Path] = ()) -> Path
     # The linker prefers a call of the C++ files to a weak one.
     stub = 'API __attribute__((weak)) long {0}() {{ dry_card_note("{0} (stub)"); return 0; }}\n'
     stubs.write_text('#include "cards.h"\n' + "".join(stub.format(name) for name in needed))
-    options = [f"-Wl,--version-script={versions}", f"-I{headers}", f"-I{HERE}", "-o", library]
+    options = [f"-Wl,--version-script={versions}", f"-I{headers}", f"-I{HERE}", f"-o{library}"]
     subprocess.run([*GXX.split(), *options, *HERE.glob("*.cpp"), stubs, "-ldl", "-lpthread"], check=True)
     return library
 
