@@ -82,6 +82,7 @@ static N give(char* out, unsigned n, const std::string& text) { return snprintf(
 static N find(void** handle, long card, N error) {
   return card < 0 || card >= n_cards() ? error : (*handle = (void*)(card + 1), 0);
 }
+API N nvmlSystemGetCudaDriverVersion_v2(int* version) { *version = CUDA_VERSION; return 0; }
 API N nvmlDeviceGetCount_v2(int* n) { *n = n_cards(); return 0; }
 API N nvmlDeviceGetHandleByIndex_v2(unsigned i, void** handle) { return find(handle, i, 2); }
 API N nvmlDeviceGetHandleByPciBusId_v2(const char* text, void** handle) {
