@@ -1,26 +1,80 @@
-"""Make the environment variables with which a process finds the stand-in cards.
+"""Compile the stand-in cards, and make the environment variables with which a process finds them.
 
 env = environment(cards=2)
 try:
     subprocess.run([gpu_python(), "-m", "gkd.main_gkd", ...], env=env)
 finally:
     remove_segments(env)
+
+libcards.so has the calls of the C++ files and, for every other call that torch or vLLM needs, a stub that returns 0. It
+is compiled into a cache folder, once for each state of the sources and of the GPU environment.
 """
 
 from __future__ import annotations
 
+import hashlib
 import os
+import re
+import shutil
+import subprocess
+import tempfile
 import uuid
+from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 
-from tests.dry_card.build import HERE, build
-
+HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
+# These calls belong to libraries that the stand-in replaces, apart from some that work without a card.
+FAMILY = re.compile(
+    r"(?!cudnnGet(Version|ErrorString|CudartVersion)|cublasGetStatus|cublasLtGetVersion|cusparseLt)"
+    r"(_*cuda[A-Z]|cu[A-Z]|cublas|cudnn|cusparse|cusolver|cufft|curand|nccl|cufile)"
+)
+# vLLM, Triton and torch look these up by name, so that no library lists them as undefined.
+BY_NAME = """cudaDeviceReset cuCtxGetLimit cuCtxSetLimit cuLaunchKernel cuLaunchKernelEx nvmlInit_v2 nvmlInitWithFlags
+    nvmlShutdown nvmlDeviceGetP2PStatus nvmlDeviceGetNvLinkRemoteDeviceType nvmlDeviceGetNvLinkRemotePciInfo_v2"""
+GXX = "g++ -std=c++17 -O2 -fPIC -w -shared -Wl,-soname,libcudart.so.13"
 
 
 def gpu_python() -> Path:
     """Return the Python of the GPU environment: of $GKD_GPU_VENV, or of .venv-gpu in the repository."""
     return Path(os.environ.get("GKD_GPU_VENV") or ROOT / ".venv-gpu").absolute() / "bin" / "python"
+
+
+def build_cards(folder: Path, headers: Path, users: Iterable[Path] = ()) -> Path:
+    """Build libcards.so in `folder`, with stubs for the calls that the libraries `users` need, and return its path."""
+    library, versions, stubs = folder / "libcards.so", folder / "versions.map", folder / "stubs.cpp"
+    # A library asks for a call of libcudart in a version. The calls of all other libraries are found without one.
+    versions.write_text("libcudart.so.13 { global: cuda*; __cuda*; };\n")
+    listing = subprocess.run(["nm", "-D", "--undefined-only", *users], capture_output=True, text=True).stdout
+    needed = sorted({*filter(FAMILY.match, re.findall(r" U (\w+)", listing)), *BY_NAME.split()})
+    # The linker prefers a call of the C++ files to a weak one.
+    stub = 'API __attribute__((weak)) long {0}() {{ dry_card_note("{0} (stub)"); return 0; }}\n'
+    stubs.write_text('#include "cards.h"\n' + "".join(stub.format(name) for name in needed))
+    options = [f"-Wl,--version-script={versions}", f"-I{headers}", f"-I{HERE}", f"-o{library}"]
+    subprocess.run([*GXX.split(), *options, *HERE.glob("*.cpp"), stubs, "-ldl", "-lpthread"], check=True)
+    return library
+
+
+def build(site: Path) -> Path:
+    """Return the cache folder for the site-packages folder `site`; compile if it does not exist."""
+    state = [str(p) for name in ("torch", "vllm", "nvidia_cuda_runtime") for p in site.glob(f"{name}-*.dist-info")]
+    state += [path.read_text() for path in (*sorted(HERE.glob("*.cpp")), HERE / "cards.h", Path(__file__))]
+    digest = hashlib.sha256("\0".join(state).encode()).hexdigest()[:16]
+    done = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "gkd-dry-card" / digest
+    if done.is_dir():
+        return done
+    print("[dry_card] compiling, about half a minute", flush=True)
+    done.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=done.parent) as temporary:
+        (folder := Path(temporary) / "built").mkdir()
+        headers = next(site.glob("nvidia/*/include/cuda.h")).parent
+        build_cards(folder, headers, [*site.glob("torch/lib/*.so"), *site.glob("vllm/**/*.so")])
+        for name in ("libcuda.so", "libcuda.so.1", "libnvidia-ml.so.1", "libcudart.so.13"):
+            (folder / name).symlink_to("libcards.so")
+        with suppress(OSError):  # Another process was faster, and its result serves.
+            folder.rename(done)
+    return done
 
 
 def environment(cards: int = 1, gib: float = 8.0, **settings: object) -> dict[str, str]:
@@ -47,5 +101,4 @@ def environment(cards: int = 1, gib: float = 8.0, **settings: object) -> dict[st
 
 def remove_segments(env: dict[str, str]) -> None:
     """Remove the shared memory of the machine of `env`. Call it after the last of its processes has ended."""
-    for path in Path("/dev/shm").glob(f"dry-card.{os.getuid()}.{env['DRY_CARD_MACHINE']}.*"):
-        path.unlink(missing_ok=True)
+    shutil.rmtree(f"/dev/shm/dry-card.{os.getuid()}.{env['DRY_CARD_MACHINE']}", ignore_errors=True)

@@ -1,114 +1,40 @@
-// NCCL for the processes of one machine. The ranks of a communicator share a board with addresses of their memory.
+// NCCL for the processes of one machine. What a rank gives is a file in shared memory, which other ranks read.
 //
-// A collective puts the address of its data on the board, waits for all ranks, reads what it needs from their memory
-// (process_vm_readv, which a container has to allow), and waits until all have read. It runs in the calling thread and
-// returns when the data is there; real NCCL returns at once and works on the stream. Not shown: deadlocks of operations
-// that wait for each other on the card, transports, and the memory that NCCL takes.
+// In a collective each rank writes its file and waits for those of all ranks. So all have read the files of the
+// collective before, and a rank removes its own. It runs in the calling thread and returns when the data is there; real
+// NCCL returns at once and works on the stream.
 #include "cards.h"
 
 #include <cuda_bf16.h>
-#include <sys/prctl.h>
-#include <sys/uio.h>
 
 extern "C" void dry_card_use_stream(void* stream);
 enum { SUCCESS = 0, SYSTEM_ERROR = 2, INVALID = 4 };  // ncclResult_t
 enum { SUM, PROD, MAX, MIN, AVG, FIRST_OF_USER };  // ncclRedOp_t
-constexpr int MAX_RANKS = 64;
 #define CHECK(good) if (!(good)) return (int)SYSTEM_ERROR
 
-struct Entry { int pid, color, key; const char* data; };  // of a rank; color and key of ncclCommSplit
-struct Mail { std::atomic<uint64_t> sent, taken; const char* data; };  // from one rank to another, one at a time
-struct Board {
-  std::atomic<uint32_t> joined, arrived, generation;
-  Entry ranks[MAX_RANKS];
-  Mail mail[MAX_RANKS][MAX_RANKS];
-};
 struct Comm {
   std::string name;
-  int rank, n, splits = 0;
-  Board* board = nullptr;
+  int rank, n, round = 0;  // of collectives
+  std::map<int, int> sent, received;  // messages, by rank
   std::atomic<bool> aborted{false};
-  std::vector<char> outbox[MAX_RANKS];  // what was sent to each rank last: the program may write its own memory again
-  bool wait(const std::function<bool()>& done) {
-    for (long i = 0; !done(); i++) {
-      if (aborted) return false;
+  std::string file(int round, int rank) { return name + "-" + std::to_string(round) + "-" + std::to_string(rank); }
+  std::string message(int from, int to, int number) { return file(number, from) + "-to-" + std::to_string(to); }
+  int put(const std::string& file, const void* data, size_t n) {
+    std::ofstream out(file + ".part", std::ios::binary);
+    out.write((const char*)data, n), out.close();
+    bool good = out && !rename((file + ".part").c_str(), file.c_str());  // it appears when it is complete
+    return good ? SUCCESS : (perror("[dry_card] /dev/shm"), SYSTEM_ERROR);
+  }
+  int get(const std::string& file, void* to, size_t n, size_t first = 0) {
+    std::ifstream in(file, std::ios::binary);
+    for (long i = 0; !in.is_open(); i++, in.open(file, std::ios::binary)) {
+      CHECK(!aborted);
       if (i > 20) usleep(std::min(i, 500l));  // the ranks share few cores
     }
-    return true;
-  }
-  bool barrier() {
-    uint32_t before = board->generation;
-    if (++board->arrived < (uint32_t)n) return wait([&] { return board->generation != before; });
-    board->arrived = 0, board->generation++;
-    return true;
-  }
-  bool read(int from_rank, void* to, const char* from, size_t n) {
-    for (ssize_t done = 0; n; n -= done, from += done, to = (char*)to + done) {  // a call reads 2 GiB at most
-      iovec here{to, n}, there{(void*)from, n};
-      done = process_vm_readv(board->ranks[from_rank].pid, &here, 1, &there, 1, 0);
-      if (done <= 0) return perror("[dry_card] cannot read memory of another rank"), false;
-    }
-    return true;
+    CHECK(in.seekg(first).read((char*)to, n));
+    return SUCCESS;
   }
 };
-
-// ---- Groups: between ncclGroupStart and ncclGroupEnd operations are collected
-static thread_local int depth = 0;
-static thread_local std::deque<std::function<int()>> collected;
-API int ncclGroupStart() { depth++; return SUCCESS; }
-API int ncclGroupEnd() {
-  int result = SUCCESS;
-  if (--depth) return result;
-  for (auto& operation : std::exchange(collected, {})) result = std::max(result, operation());
-  return result;
-}
-static int submit(std::function<int()> operation) {
-  return depth ? collected.push_back(operation), SUCCESS : operation();
-}
-
-// ---- Communicators
-static int join(Comm** out, int n, const std::string& name, int rank) {
-  auto* c = *out = new Comm{name, rank, n};  // never deleted: a thread may still wait in it
-  int fd = shm_open(name.c_str(), O_RDWR | O_CREAT, 0600);
-  CHECK(fd >= 0 && !ftruncate(fd, sizeof(Board)));
-  c->board = (Board*)mmap(nullptr, sizeof(Board), PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
-  CHECK(c->board != MAP_FAILED);
-  prctl(PR_SET_PTRACER, PR_SET_PTRACER_ANY);  // some kernels admit the parent alone as a reader
-  close(fd), c->board->ranks[rank].pid = getpid(), c->board->joined++;
-  CHECK(c->wait([&] { return c->board->joined >= (uint32_t)n; }) && c->barrier());
-  if (rank == 0) shm_unlink(name.c_str());  // the mappings stay
-  return SUCCESS;
-}
-struct Id { char text[128]; };
-API int ncclGetUniqueId(Id* out) {
-  static std::random_device random;  // a process number alone may come again
-  std::string name = segment("nccl") + "-" + std::to_string(getpid()) + "-" + std::to_string(random());
-  return snprintf(out->text, sizeof out->text, "%s", name.c_str()), SUCCESS;
-}
-API int ncclCommInitRank(Comm** out, int n, Id id, int rank) {
-  return submit([=] { return join(out, n, id.text, rank); });
-}
-ALSO(ncclCommInitRankConfig, ncclCommInitRank)
-API int ncclCommSplit(Comm* c, int color, int key, Comm** out) {
-  Entry* all = c->board->ranks;
-  all[c->rank].color = color, all[c->rank].key = key;
-  CHECK(c->barrier());
-  auto before = [&](int r) { return all[r].key < key || (all[r].key == key && r < c->rank); };
-  int n = 0, rank = 0;
-  for (int r = 0; r < c->n; r++) {
-    if (all[r].color == color) n++, rank += before(r);
-  }
-  std::string name = c->name + "-" + std::to_string(c->splits++) + "-" + std::to_string(color);
-  CHECK(c->barrier());
-  return *out = nullptr, color < 0 ? (int)SUCCESS : join(out, n, name, rank);
-}
-API int ncclCommDestroy(Comm* c) { return munmap(c->board, sizeof(Board)), SUCCESS; }
-API int ncclCommAbort(Comm* c) { c->aborted = true; return SUCCESS; }
-API int ncclCommGetAsyncError(Comm*, int* error) { *error = SUCCESS; return SUCCESS; }
-API int ncclCommCount(Comm* c, int* n) { *n = c->n; return SUCCESS; }
-API int ncclGetVersion(int* version) { *version = 22907; return SUCCESS; }
-API const char* ncclGetErrorString(int result) { return result ? "an error of the stand-in for NCCL" : "no error"; }
-API const char* ncclGetLastError(Comm*) { return ""; }
 
 // ---- Reductions, in double precision for floating-point types, in int64 for integers
 static auto& factors = *new std::vector<double>;  // of ncclRedOpCreatePreMulSum
@@ -118,7 +44,7 @@ template <class T> static int reduce_as(Comm* c, size_t first, void* out, size_t
   std::vector<T> part(n);
   std::vector<decltype(wide(T()))> sum(n);
   for (int r = 0; r < c->n; r++) {
-    CHECK(c->read(r, part.data(), c->board->ranks[r].data + first * sizeof(T), n * sizeof(T)));
+    TRY(c->get(c->file(c->round, r), part.data(), n * sizeof(T), first * sizeof(T)));
     for (size_t i = 0; i < n; i++) {
       auto x = wide(part[i]), &s = sum[i];
       if (op >= FIRST_OF_USER) x *= factors[op - FIRST_OF_USER];
@@ -142,59 +68,87 @@ API int ncclRedOpCreatePreMulSum(int* op, void* x, int type) {
 // ---- Collectives. Their parameters begin with DATA, and end with ON.
 #define DATA const void* from, char* to, size_t n, int type
 #define ON Comm* c, void* stream
-static int exchange(const void* from, char* to, size_t bytes, ON, std::function<int(char*)> take) {
-  return submit([=] {
-    dry_card_use_stream(stream);
-    c->board->ranks[c->rank].data = (const char*)from;
-    CHECK(c->barrier());
-    std::vector<char> result(bytes);
-    int error = take(result.data());
-    CHECK(c->barrier());  // the result may take the place of the data
-    return memcpy(to, result.data(), bytes), error;
-  });
+static int collective(const void* from, size_t bytes, ON, std::function<int()> read) {
+  dry_card_use_stream(stream);
+  TRY(c->put(c->file(++c->round, c->rank), from, bytes));
+  TRY(read());
+  return unlink(c->file(c->round - 1, c->rank).c_str()), SUCCESS;
 }
 static int gather(DATA, int first, int last, ON) {  // from the ranks `first` to `last`
   size_t bytes = n * TYPES[type].size;
-  return exchange(from, to, bytes * (last - first + 1), c, stream, [=](char* out) {
-    for (int r = first; r <= last; r++, out += bytes) CHECK(c->read(r, out, c->board->ranks[r].data, bytes));
+  return collective(from, first <= c->rank && c->rank <= last ? bytes : 0, c, stream, [=] {
+    for (int r = 0; r < c->n; r++) {
+      bool wanted = first <= r && r <= last;
+      TRY(c->get(c->file(c->round, r), wanted ? to + (r - first) * bytes : to, wanted ? bytes : 0));
+    }
     return (int)SUCCESS;
   });
 }
-static int reduce(DATA, size_t first, int op, ON) {  // n elements, which begin at `first` in the data of each rank
+static int reduce(DATA, size_t part, size_t first, int op, ON) {  // the result has `part` elements from `first` on
   auto call = TYPES[type].reduce;
   if (!call) return fprintf(stderr, "[dry_card] no reduction of ncclDataType_t %d\n", type), INVALID;
-  return exchange(from, to, n * TYPES[type].size, c, stream, [=](char* out) { return call(c, first, out, n, op); });
+  return collective(from, n * TYPES[type].size, c, stream, [=] { return call(c, first, to, part, op); });
 }
 API int ncclAllGather(DATA, ON) { return gather(from, to, n, type, 0, c->n - 1, c, stream); }
 API int ncclBroadcast(DATA, int root, ON) { return gather(from, to, n, type, root, root, c, stream); }
 API int ncclBcast(char* data, size_t n, int type, int root, ON) {
   return ncclBroadcast(data, data, n, type, root, c, stream);
 }
-API int ncclAllReduce(DATA, int op, ON) { return reduce(from, to, n, type, 0, op, c, stream); }
-API int ncclReduceScatter(DATA, int op, ON) { return reduce(from, to, n, type, c->rank * n, op, c, stream); }
+API int ncclAllReduce(DATA, int op, ON) { return reduce(from, to, n, type, n, 0, op, c, stream); }
+API int ncclReduceScatter(DATA, int op, ON) {
+  return reduce(from, to, n * c->n, type, n, c->rank * n, op, c, stream);
+}
 API int ncclReduce(DATA, int op, int root, ON) {
-  return reduce(from, to, c->rank == root ? n : 0, type, 0, op, c, stream);
+  return reduce(from, to, n, type, c->rank == root ? n : 0, 0, op, c, stream);
 }
 
-// ---- Messages. A sender goes on at once, but it has to live until its message is taken.
-API int ncclSend(const char* from, size_t n, int type, int peer, ON) {
-  auto send = [=] {
+// ---- Messages. In a group a rank receives at the end, so that two ranks can send to each other.
+static thread_local int depth = 0;
+static thread_local std::vector<std::function<int()>> receives;
+API int ncclGroupStart() { depth++; return SUCCESS; }
+API int ncclGroupEnd() {
+  if (--depth) return SUCCESS;
+  for (auto& receive : std::exchange(receives, {})) TRY(receive());
+  return SUCCESS;
+}
+API int ncclSend(const void* from, size_t n, int type, int peer, ON) {
+  dry_card_use_stream(stream);
+  return c->put(c->message(c->rank, peer, c->sent[peer]++), from, n * TYPES[type].size);
+}
+API int ncclRecv(void* to, size_t n, int type, int peer, ON) {
+  auto receive = [=] {
     dry_card_use_stream(stream);
-    Mail& mail = c->board->mail[c->rank][peer];
-    CHECK(c->wait([&] { return mail.sent == mail.taken; }));
-    c->outbox[peer].assign(from, from + n * TYPES[type].size);
-    mail.data = c->outbox[peer].data(), mail.sent++;
-    return (int)SUCCESS;
+    std::string file = c->message(peer, c->rank, c->received[peer]++);
+    TRY(c->get(file, to, n * TYPES[type].size));
+    return unlink(file.c_str()), (int)SUCCESS;
   };
-  // In a group the sends come first, so that two ranks can send to each other.
-  return depth ? collected.push_front(send), SUCCESS : send();
+  return depth ? receives.push_back(receive), SUCCESS : receive();
 }
-API int ncclRecv(char* to, size_t n, int type, int peer, ON) {
-  return submit([=] {
-    dry_card_use_stream(stream);
-    Mail& mail = c->board->mail[peer][c->rank];
-    CHECK(c->wait([&] { return mail.sent != mail.taken; }) && c->read(peer, to, mail.data, n * TYPES[type].size));
-    mail.taken++;
-    return (int)SUCCESS;
-  });
+
+// ---- Communicators
+static int join(Comm** out, int n, const std::string& name, int rank) {
+  *out = new Comm{name, rank, n};  // never deleted: a thread may still wait in it
+  return ncclAllGather(nullptr, nullptr, 0, 0, *out, nullptr);  // wait for all ranks
 }
+struct Id { char text[128]; };
+API int ncclGetUniqueId(Id* out) {
+  static std::random_device random;  // a process number alone may come again
+  std::string name = segment("nccl") + "-" + std::to_string(getpid()) + "-" + std::to_string(random());
+  return snprintf(out->text, sizeof out->text, "%s", name.c_str()), SUCCESS;
+}
+API int ncclCommInitRank(Comm** out, int n, Id id, int rank) { return join(out, n, id.text, rank); }
+ALSO(ncclCommInitRankConfig, ncclCommInitRank)
+API int ncclCommSplit(Comm* c, int color, int key, Comm** out) {
+  std::array<int, 3> own{color, key, c->rank};
+  std::vector<std::array<int, 3>> all(c->n);
+  TRY(ncclAllGather(own.data(), (char*)all.data(), sizeof own, 0, c, nullptr));
+  int n = std::count_if(all.begin(), all.end(), [&](auto& one) { return one[0] == color; });
+  int rank = std::count_if(all.begin(), all.end(), [&](auto& one) { return one[0] == color && one < own; });
+  return *out = nullptr, color < 0 ? SUCCESS : join(out, n, c->file(c->round, color) + "-split", rank);
+}
+API int ncclCommAbort(Comm* c) { c->aborted = true; return SUCCESS; }
+API int ncclCommGetAsyncError(Comm*, int* error) { *error = SUCCESS; return SUCCESS; }
+API int ncclCommCount(Comm* c, int* n) { *n = c->n; return SUCCESS; }
+API int ncclGetVersion(int* version) { *version = 22907; return SUCCESS; }
+API const char* ncclGetErrorString(int result) { return result ? "an error of the stand-in for NCCL" : "no error"; }
+API const char* ncclGetLastError(Comm*) { return ""; }

@@ -1,8 +1,8 @@
 // The CUDA runtime (libcudart): devices, memory, streams, events, kernels.
 //
-// Device memory is host memory. A kernel does nothing; values.cpp writes the results of torch's operations. Copies are
-// made at once, or, with DRY_CARD_LATE=1, as late as the waits of the program allow. build.py makes stubs for the calls
-// that only have to succeed. Not shown: kernels, the order of kernels on streams, speed, CUDA graphs.
+// Device memory is host memory. A kernel does nothing; hooks/ writes the results of torch's operations. Copies are made
+// at once, or, with DRY_CARD_LATE=1, as late as the waits of the program allow. environment.py makes stubs for calls
+// that only have to succeed.
 #include "cards.h"
 
 typedef cudaError_t E;
@@ -21,6 +21,7 @@ API E cudaDeviceGetAttribute(int* value, cudaDeviceAttr name, int device) {
   *value = name == cudaDevAttrPciBusId ? FIRST_BUS + visible()[device] : listed.count(name) ? listed.at(name) : 1;
   return OK;
 }
+ALSO(cuDeviceGetAttribute, cudaDeviceGetAttribute)  // names and error codes have the same numbers
 API E cudaGetDeviceCount(int* n) {
   *n = (int)visible().size();
   return forked ? fail(cudaErrorInitializationError) : *n ? OK : fail(cudaErrorNoDevice);
@@ -35,11 +36,10 @@ API E cudaGetDeviceProperties(cudaDeviceProp* p, int device) {
   p->maxThreadsPerBlock = p->maxThreadsDim[0] = p->maxThreadsDim[1] = 1024, p->maxThreadsDim[2] = 64;
   p->maxGridSize[0] = 2147483647, p->maxGridSize[1] = p->maxGridSize[2] = 65535, p->maxBlocksPerMultiProcessor = 32;
   p->regsPerBlock = p->regsPerMultiprocessor = 65536, p->sharedMemPerBlock = 49152, p->sharedMemPerBlockOptin = 232448;
-  p->sharedMemPerMultiprocessor = 233472, p->reservedSharedMemPerBlock = 1024, p->l2CacheSize = 50 * MIB;
-  p->memoryBusWidth = 5120, p->unifiedAddressing = p->canMapHostMemory = p->concurrentKernels = 1; return OK;
+  p->sharedMemPerMultiprocessor = 233472, p->l2CacheSize = 50 * MIB, p->memoryBusWidth = 5120; return OK;
 }
 API E cudaDeviceGetStreamPriorityRange(int* least, int* greatest) { *least = 0, *greatest = -5; return OK; }
-API E cudaDeviceCanAccessPeer(int* can) { *can = 1; return OK; }
+API E cudaDeviceCanAccessPeer(int* can) { *can = 0; return OK; }  // so vLLM reduces with NCCL, not with kernels
 API E cudaDeviceGetPCIBusId(char* text, int n, int device) {
   return snprintf(text, n, "0000:%02x:00.0", FIRST_BUS + visible()[device]), OK;
 }
@@ -52,29 +52,26 @@ API const char* cudaGetErrorString(E error) {
 ALSO(cudaGetErrorName, cudaGetErrorString)
 
 // ---- Streams and events. A stream is a queue of copies that are not made yet; it is empty unless DRY_CARD_LATE=1.
-struct Copy { void* to; const void* from; size_t n; };
-struct Stream { size_t issued = 0; std::deque<Copy> late; size_t made() { return issued - late.size(); } };
-struct Event { double ms = -1; Stream* stream = nullptr; size_t issued = 0; };  // ms < 0: not recorded
+struct Stream { size_t issued = 0; std::deque<std::function<void()>> late; size_t made() { return issued - late.size(); } };
+struct Event { Stream* stream = nullptr; size_t issued = 0; };
 static auto& streams = *new std::set<Stream*>;
 static Stream* known(void* s) { return streams.count((Stream*)s) ? (Stream*)s : nullptr; }  // not a default stream
 static E catch_up(void* stream, size_t until = ~0ul) {  // make the first `until` copies of a stream
   LOCK;
-  for (Stream* s = known(stream); s && !s->late.empty() && s->made() < until; s->late.pop_front()) {
-    memcpy(s->late.front().to, s->late.front().from, s->late.front().n);
-  }
+  for (Stream* s = known(stream); s && !s->late.empty() && s->made() < until; s->late.pop_front()) s->late.front()();
   return ready();
 }
 API void dry_card_use_stream(void* stream) { catch_up(stream); }  // an operation runs on it now
 static E copy(void* to, const void* from, size_t n, void* stream) {
-  static bool late = setting("LATE", 0); LOCK; Stream* s = known(stream);
-  s && late ? s->late.push_back({to, from, n}) : (void)memcpy(to, from, n); if (s) s->issued++;
+  static bool late = setting("LATE"); LOCK; Stream* s = known(stream);
+  auto now = [=] { memcpy(to, from, n); };
+  s && late ? s->late.push_back(now) : now(); if (s) s->issued++;
   return ready();
 }
 API E cudaStreamCreate(cudaStream_t* out) {  // never deleted: an event may refer to it
   LOCK; *out = (cudaStream_t)*streams.insert(new Stream).first; return ready();
 }
 ALSO(cudaStreamCreateWithFlags, cudaStreamCreate) ALSO(cudaStreamCreateWithPriority, cudaStreamCreate)
-API E cudaStreamDestroy(cudaStream_t s) { LOCK; catch_up(s), streams.erase((Stream*)s); return OK; }
 API E cudaStreamSynchronize(cudaStream_t stream) { return catch_up(stream); }
 ALSO(cudaStreamQuery, cudaStreamSynchronize)
 API E cudaDeviceSynchronize() { LOCK; for (Stream* s : streams) catch_up(s); return ready(); }
@@ -84,8 +81,7 @@ API E cudaEventCreate(cudaEvent_t* event) { *event = (cudaEvent_t) new Event; re
 ALSO(cudaEventCreateWithFlags, cudaEventCreate) ALSO(cudaIpcOpenEventHandle, cudaEventCreate)
 API E cudaEventDestroy(cudaEvent_t event) { delete (Event*)event; return OK; }
 API E cudaEventRecord(cudaEvent_t event, cudaStream_t stream) {
-  LOCK; Stream* s = known(stream); auto now = std::chrono::steady_clock::now().time_since_epoch();
-  *(Event*)event = {std::chrono::duration<double, std::milli>(now).count(), s, s ? s->issued : 0};
+  LOCK; Stream* s = known(stream); *(Event*)event = {s, s ? s->issued : 0};
   return ready();
 }
 ALSO(cudaEventRecordWithFlags, cudaEventRecord)
@@ -95,45 +91,36 @@ API E cudaEventQuery(cudaEvent_t event) {
   LOCK; Stream* s = known(((Event*)event)->stream);
   return s && s->made() < ((Event*)event)->issued ? cudaErrorNotReady : ready();
 }
-API E cudaEventElapsedTime(float* ms, cudaEvent_t from, cudaEvent_t to) {
-  double a = ((Event*)from)->ms, b = ((Event*)to)->ms;
-  return a < 0 || b < 0 ? fail(cudaErrorInvalidResourceHandle) : (*ms = std::max((float)(b - a), 1e-4f), OK);
-}
-API E cudaLaunchHostFunc(cudaStream_t stream, cudaHostFn_t f, void* data) { catch_up(stream), f(data); return OK; }
+API E cudaEventElapsedTime(float* ms) { *ms = 1; return OK; }  // Triton divides by it
 
 // ---- Device memory
 API E cudaMalloc(void** out, size_t n) {
   *out = nullptr; TRY(ready()); if (!n) return OK; TRY(charge(current, pages(n)));
   int fd = new_memory(pages(n)); *out = map_memory(pages(n), fd);
-  if (setting("POISON", 0)) memset(*out, 0xff, n);  // NaN in each floating-point type
+  if (setting("POISON")) memset(*out, 0xff, n);  // NaN in each floating-point type
   LOCK; blocks[(uintptr_t)*out] = {pages(n), current, fd, DEVICE}; return OK;
 }
-API E cudaFree(void* p) {
+API E cudaFree(void* p) {  // a block of any kind
   LOCK; auto found = blocks.find((uintptr_t)p); if (!p) return ready();
-  if (found == blocks.end() || found->second.kind != DEVICE) return fail(cudaErrorInvalidValue);
-  Block block = found->second; blocks.erase(found), unmap_memory(p, block.size), close(block.fd);
-  return charge(block.device, -block.size);
+  if (found == blocks.end()) return fail(cudaErrorInvalidValue);
+  auto [size, device, fd, kind] = found->second; blocks.erase(found);
+  if (kind != REGISTERED) unmap_memory(p, size);
+  return kind == DEVICE ? close(fd), charge(device, -size) : OK;
 }
-ALSO(cudaMallocAsync, cudaMalloc) ALSO(cudaFreeAsync, cudaFree)
+ALSO(cudaFreeHost, cudaFree) ALSO(cudaHostUnregister, cudaFree) ALSO(cudaIpcCloseMemHandle, cudaFree)
 API E cudaMemGetInfo(size_t* free, size_t* total) {
   TRY(ready()); *total = card_bytes(), *free = std::max(0l, card_bytes() - used_bytes(visible()[current]));
   return OK;
 }
 API E cudaPointerGetAttributes(cudaPointerAttributes* out, const void* p) {
-  LOCK; auto found = block_of(p); bool known = found != blocks.end(), host = !known || on_host(found->second);
-  *out = {};
-  out->type = !known ? cudaMemoryTypeUnregistered : host ? cudaMemoryTypeHost : cudaMemoryTypeDevice;
-  out->device = known ? found->second.device : cudaInvalidDeviceId;
-  out->devicePointer = known ? (void*)p : nullptr, out->hostPointer = host ? (void*)p : nullptr;
-  return ready(false);
+  LOCK; auto found = block_of(p); bool known = found != blocks.end(), host = !known || found->second.kind <= REGISTERED;
+  auto type = !known ? cudaMemoryTypeUnregistered : host ? cudaMemoryTypeHost : cudaMemoryTypeDevice;
+  int device = known ? found->second.device : cudaInvalidDeviceId;
+  *out = {type, device, known ? (void*)p : nullptr, host ? (void*)p : nullptr}; return ready(false);
 }
 API E cudaMemcpy(void* to, void* from, size_t n) { return copy(to, from, n, nullptr); }
 API E cudaMemcpyAsync(void* to, void* from, size_t n, int, void* stream) { return copy(to, from, n, stream); }
 API E cudaMemcpyPeerAsync(void* to, int, void* from, int, size_t n, void* stream) { return copy(to, from, n, stream); }
-API E cudaMemcpy2DAsync(char* to, size_t step, char* from, size_t from_step, size_t n, size_t rows, int, void* stream) {
-  for (size_t i = 0; i < rows; i++) TRY(copy(to + i * step, from + i * from_step, n, stream));
-  return OK;
-}
 API E cudaMemsetAsync(void* to, int value, size_t n, void* stream) {
   TRY(catch_up(stream)); return memset(to, value, n), OK;
 }
@@ -145,12 +132,6 @@ static E pin(void* p, long n, Kind kind) {
   if (block_of(p) != blocks.end()) return fail(cudaErrorHostMemoryAlreadyRegistered);
   blocks[(uintptr_t)p] = {n, current, -1, kind}; return OK;
 }
-API E cudaHostUnregister(void* p) {
-  LOCK; auto found = blocks.find((uintptr_t)p); if (!p) return OK;
-  if (found == blocks.end() || !on_host(found->second)) return fail(cudaErrorHostMemoryNotRegistered);
-  if (found->second.kind == PINNED) munmap(p, found->second.size);
-  blocks.erase(found); return OK;
-}
 API E cudaHostRegister(void* p, size_t n) { return n && p ? pin(p, n, REGISTERED) : fail(cudaErrorInvalidValue); }
 API E cudaHostAlloc(void** out, size_t n) {
   *out = mmap(nullptr, n = std::max(n, 1ul), PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
@@ -158,9 +139,8 @@ API E cudaHostAlloc(void** out, size_t n) {
   if (error) munmap(*out, n);
   return error;
 }
-API E cudaHostGetDevicePointer(void** out, void* p, unsigned) { *out = p; return OK; }
-ALSO(cudaMallocHost, cudaHostAlloc) ALSO(cudaFreeHost, cudaHostUnregister)
-ALSO(cudaGetSymbolAddress, cudaHostGetDevicePointer)
+
+API E cudaHostGetDevicePointer(void** out, void* p) { *out = p; return OK; }
 
 // ---- CUDA IPC: the handle names a file descriptor of the process that owns the memory
 union Handle { struct { int pid, fd; long size; } memory; cudaIpcMemHandle_t bytes; };
@@ -177,25 +157,12 @@ API E cudaIpcOpenMemHandle(void** out, Handle handle, unsigned) {
   *out = map_memory(size, fd), close(fd); LOCK; blocks[(uintptr_t)*out] = {size, current, -1, FOREIGN};
   return OK;
 }
-API E cudaIpcCloseMemHandle(void* p) {
-  LOCK; auto found = blocks.find((uintptr_t)p);
-  if (found == blocks.end() || found->second.kind != FOREIGN) return fail(cudaErrorInvalidValue);
-  unmap_memory(p, found->second.size), blocks.erase(found); return OK;
-}
 
-// ---- Kernels: `kernel<<<grid, block>>>(...)` compiles to a push, a pop and a launch
-static thread_local std::vector<std::tuple<dim3, dim3, size_t, void*>> pushed;
-API unsigned __cudaPushCallConfiguration(dim3 grid, dim3 block, size_t shared, void* stream) {
-  return pushed.emplace_back(grid, block, shared, stream), 0;
-}
-API E __cudaPopCallConfiguration(dim3* grid, dim3* block, size_t* shared, void** stream) {
-  std::tie(*grid, *block, *shared, *stream) = pushed.back(); return pushed.pop_back(), OK;
-}
-API E cudaLaunchKernel(const void*, dim3 grid, dim3 block, void**, size_t, cudaStream_t) {
+// ---- Kernels: `kernel<<<grid, block>>>(...)` compiles to this call, and to a launch if its result is 0
+API unsigned __cudaPushCallConfiguration(dim3 grid, dim3 block) {
   bool good = grid.x && grid.y && grid.z && grid.y < 65536 && grid.z < 65536 && block.x * block.y * block.z - 1 < 1024;
-  return good ? ready() : fail(cudaErrorInvalidConfiguration);
+  return good ? ready() : fail(cudaErrorInvalidConfiguration), 1;
 }
-ALSO(__cudaLaunchKernel, cudaLaunchKernel) ALSO(cudaLaunchCooperativeKernel, cudaLaunchKernel)
 API E cudaFuncGetAttributes(cudaFuncAttributes* out, const void*) {
   *out = {}; out->maxThreadsPerBlock = 1024, out->numRegs = 32, out->maxDynamicSharedSizeBytes = 232448;
   out->ptxVersion = out->binaryVersion = 90; return OK;
@@ -205,11 +172,7 @@ API E cudaOccupancyMaxActiveBlocksPerMultiprocessor(int* n, const void*, int blo
 }
 ALSO(cudaOccupancyMaxActiveBlocksPerMultiprocessorWithFlags, cudaOccupancyMaxActiveBlocksPerMultiprocessor)
 
-// ---- The driver's calls with the same parameters and error codes
-ALSO(cuDeviceGetAttribute, cudaDeviceGetAttribute)
-ALSO(cuOccupancyMaxActiveBlocksPerMultiprocessor, cudaOccupancyMaxActiveBlocksPerMultiprocessor)
-
-// ---- cuBLAS and cuDNN: torch reads one result. The other calls are stubs; values.cpp writes the products.
+// ---- cuBLAS and cuDNN: torch reads one result. The other calls are stubs; hooks/ writes the products.
 API int cublasLtMatmulAlgoGetHeuristic(void*, void*, void*, void*, void*, void*, void*, int, char* out, int* n) {
   return memset(out, 0, 64), *n = 1, 0;
 }

@@ -16,8 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.dry_card.build import HERE, build_cards
-from tests.dry_card.environment import remove_segments
+from tests.dry_card.environment import HERE, build_cards, remove_segments
 from tests.dry_card.run import judged
 
 on_cards = pytest.mark.skipif("DRY_CARD_BUILD" not in os.environ, reason="run it with bash tests/dry_card/run.sh")

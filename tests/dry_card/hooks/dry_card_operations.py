@@ -1,30 +1,52 @@
-"""Give values to torch, and to operations without a CPU form: some of torch's, and vLLM's attention.
+"""Give values to torch's operations on CUDA tensors, and to vLLM's attention.
 
 torch and vLLM call `after_torch` and `after_vllm` in each process, as the entry points in this folder name them.
 """
 
 from __future__ import annotations
 
+import ctypes
 import inspect
 import os
 import sys
-from functools import partial
+import warnings
+from collections.abc import Callable
+from functools import cache, partial
 from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
+from torch.utils._pytree import tree_map_only
 
 VALUES = os.environ.get("DRY_CARD_VALUES") == "1"
-KEPT: list[torch.library.Library] = []  # A library that is collected takes its operations with it.
+CPU, CPU_KEYS = torch.device("cpu"), torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
+# These operations compute nothing, or they copy memory, which is real.
+LEFT = """empty empty_strided _efficientzerotensor resize_ set_ record_stream _local_scalar_dense _fused_sdp_choice
+    view view_as_real view_as_complex as_strided unfold _reshape_alias _nested_view_from_buffer"""
+# Without CUDA code, which would take a shape from values on the card, or make a number there that Python cannot get.
+MOVED = ("aten::pow.Scalar", "aten::searchsorted.Scalar", "aten::bucketize.Scalar")  # and of dynamic shape
+use_stream = ctypes.CDLL(None).dry_card_use_stream  # libcards.so is in LD_PRELOAD
+use_stream.argtypes = [ctypes.c_void_p]
+# A Python function gets a number where C++ code passes it as a tensor. This makes call_boxed accept it, in a thread.
+# It is the constructor of torch::jit::ToIValueAllowNumbersAsTensors, which has no name in Python.
+allow_numbers = ctypes.PyDLL("libtorch_python.so")._ZN5torch3jit29ToIValueAllowNumbersAsTensorsC1Eb
 
 
-def register(name: str, call: Any) -> None:
+@cache  # A library that is collected takes its operations with it.
+def library(namespace: str) -> torch.library.Library:
+    return torch.library.Library(namespace, "IMPL")
+
+
+def register(name: str, call: Callable[..., Any], **options: bool) -> None:
     """Make a function the CUDA form of an operation, such as aten::mm.dtype."""
-    namespace, _, operation = name.partition("::")
-    KEPT.append(library := torch.library.Library(namespace, "IMPL"))
-    library.impl(operation, call, "CUDA", allow_override=True)
+    library(name.partition("::")[0]).impl(name, call, "CUDA", **options)
+
+
+def refuse(name: str, *_: Any, **__: Any) -> None:
+    """Take the place of an operation whose kernel would leave the result as it is."""
+    raise NotImplementedError(f"[dry_card] {name} has no values. Fix: write it in {__file__}")
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, scale: float | None, causal: bool) -> Tensor:
@@ -33,68 +55,132 @@ def attention(q: Tensor, k: Tensor, v: Tensor, scale: float | None, causal: bool
     Args:
         q, k, v: [tokens, heads, size]; k and v may have fewer heads. With `causal` the last rows of q and k match.
     """
-    q, k, v = (t.cpu().transpose(0, 1) for t in (q, k, v))
-    mask = torch.ones(q.shape[1], k.shape[1], dtype=torch.bool).tril(k.shape[1] - q.shape[1]) if causal else None
+    q, k, v = (t.transpose(0, 1) for t in (q, k, v))
+    mask = torch.ones(q.shape[1], k.shape[1], dtype=torch.bool, device=CPU)
+    mask = mask.tril(k.shape[1] - q.shape[1]) if causal else None
     return scaled_dot_product_attention(q, k, v, mask, scale=scale, enable_gqa=True).transpose(0, 1)
 
 
-# ---- torch
+# ---- torch: the CPU's kernel of an operation computes, on the same memory. Then its real CUDA code runs: checks,
+# allocations, launches that do nothing. Then the CPU's results are written over the CUDA results. An operation without
+# such a kernel is refused, unless FORMS has one.
 
 
-def packed_attention(q, k, v, cu_q, cu_k, causal, scale, window):  # type: ignore
-    assert cu_q is not None, "[dry_card] padded flash attention has no values"
-    parts = zip(*(t.split(cu.diff().tolist()) for t, cu in ((q, cu_q), (k, cu_k), (v, cu_k))), strict=True)
-    causal = causal or window["window_size_right"] == 0
-    return torch.cat([attention(*part, scale=scale, causal=causal) for part in parts])
+def on_cpu(value: Any, copied: bool = False) -> Any:
+    """Return an argument for the CPU. A tensor keeps its memory unless it is to be copied."""
+    if isinstance(value, list | tuple):
+        return [on_cpu(part, copied) for part in value]
+    if isinstance(value, torch.device):
+        return CPU
+    if isinstance(value, torch.Generator):
+        return None  # That of a card has no CPU form.
+    if isinstance(value, Tensor) and value.is_cuda:
+        empty, storage = torch.empty(0, dtype=value.dtype, device=CPU), value.untyped_storage()
+        memory = torch._C._construct_storage_from_data_pointer(storage.data_ptr(), CPU, storage.nbytes())
+        value = empty.set_(memory, value.storage_offset(), value.shape, value.stride())
+    return value.clone() if copied and isinstance(value, Tensor) else value
 
 
-def flash_forward(q, k, v, cu_q, cu_k, m, n, dropout, causal, debug, *, scale=None, **window):  # type: ignore
-    sums, seed = torch.zeros(q.shape[1], len(q), device=q.device), torch.zeros(2, dtype=torch.uint64, device=q.device)
-    out = packed_attention(q, k, v, cu_q, cu_k, causal, scale, window).to(q.device)
-    return out, sums, seed, seed[0].clone(), torch.empty(0, device=q.device)
+def written(result: Any, value: Any, name: str) -> Any:
+    """Return the result of CUDA code with the value of the CPU. The value None leaves a result as it is."""
+    if isinstance(result, list | tuple):
+        return tuple(written(*pair, name) for pair in zip(result, value, strict=True))
+    if isinstance(result, Tensor) and result.is_cuda and value is not None:
+        assert result.shape == value.shape, f"[dry_card] {name}: CUDA made {result.shape}, the CPU {value.shape}"
+        on_cpu(result).copy_(value)
+    return value if isinstance(result, bool | int | float) else result
 
 
-def flash_backward(g, q, k, v, o, sums, cu_q, cu_k, m, n, dropout, causal, *_, scale=None, **window):  # type: ignore
-    leaves = [t.cpu().requires_grad_() for t in (q, k, v)]
+def copies_memory(to: Tensor, source: Tensor, non_blocking: bool = False) -> bool:
+    """Return whether aten::copy_ copies memory as it is; between devices its last part does."""
+    plain = all(t.is_contiguous() and not t.is_neg() for t in (to, source))
+    same = plain and to.dtype == source.dtype and to.shape == source.shape
+    return same or not (to.is_cuda and source.is_cuda)
+
+
+def with_values(name: str) -> Callable[..., Any]:
+    """Return a form of an operation of torch on a card that has the values of the CPU."""
+    cuda, values_of = torch.library.get_kernel(name, "CUDA"), FORMS.get(name)
+    values_of = values_of or partial(torch.library.get_kernel(name, "CPU").call_boxed, CPU_KEYS)
+    schema = cuda.op_handle.schema()
+    tags = torch._C._get_operation_overload(schema.name, schema.overload_name)[2]
+    is_moved = torch.Tag.dynamic_output_shape in tags or name in MOVED
+    writes = {argument.name for argument in schema.arguments if argument.alias_info and argument.alias_info.is_write}
+
+    def compute(keys: torch._C.DispatchKeySet, *args: Any, **named: Any) -> Any:
+        if name == "aten::copy_" and copies_memory(*args):
+            return cuda.call_boxed(keys, *args)
+        given = {parameter.name: value for parameter, value in zip(schema.arguments, args, strict=False)} | named
+        cards = [value.get_device() for value in given.values() if isinstance(value, Tensor) and value.is_cuda]
+        card = cards[0] if cards else torch.cuda.current_device()
+        use_stream(torch._C._cuda_getCurrentRawStream(card))
+        allow_numbers(ctypes.byref(ctypes.c_bool()), True)
+        given_cpu = {key: on_cpu(value, copied=key in writes) for key, value in given.items()}
+        values = values_of(**given_cpu)
+        if is_moved:
+            return tree_map_only(Tensor, lambda t: t.to(card), values)
+        results = cuda.call_boxed(keys, *args, **named)
+        for key in writes & given.keys():
+            written(given[key], given_cpu[key], name)
+        return written(results, values, name)
+
+    return compute
+
+
+def packed_attention(query, key, value, cum_seq_q, cum_seq_k, is_causal, scale=None, window_size_right=None, **_):  # type: ignore
+    assert cum_seq_q is not None, "[dry_card] padded flash attention has no values"
+    of_all = ((query, cum_seq_q), (key, cum_seq_k), (value, cum_seq_k))
+    parts = zip(*(tokens.split(cu.diff().tolist()) for tokens, cu in of_all), strict=True)
+    return torch.cat([attention(*part, scale, is_causal or window_size_right == 0) for part in parts])
+
+
+def flash_backward(grad_out, query, key, value, **rest):  # type: ignore
+    leaves = [t.requires_grad_() for t in (query, key, value)]
     # Within an operation autograd is off.
     with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.AutogradFunctionality, False), torch.enable_grad():
-        out = packed_attention(*leaves, cu_q=cu_q, cu_k=cu_k, causal=causal, scale=scale, window=window)
-        return tuple(grad.to(q.device) for grad in torch.autograd.grad(out, leaves, g.cpu()))
+        return torch.autograd.grad(packed_attention(*leaves, **rest), leaves, grad_out)
 
 
-def rms_norm_backward(*arguments: Any) -> Any:
+def rms_norm_backward(**given: Any) -> Any:
     from torch._decomp import decomposition_table  # It takes a second to import.
 
-    return decomposition_table[torch.ops.aten._fused_rms_norm_backward.default](*arguments)
+    return decomposition_table[torch.ops.aten._fused_rms_norm_backward.default](*given.values())
 
 
-def mm(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
-    return a.to(dtype) @ b.to(dtype)
+def histc(self, bins=100, min=0, max=0):  # type: ignore
+    return self.double().histc(bins, float(min), float(max)).to(self.dtype)
 
 
-def addmm(c, a, b, dtype, *, beta=1, alpha=1, out=None):  # type: ignore
-    result = c.to(dtype) * beta + mm(a, b, dtype) * alpha
-    return result if out is None else out.copy_(result)
+def addmm(self, mat1, mat2, out_dtype, out, beta=1, alpha=1):  # type: ignore
+    return out.copy_(self.to(out_dtype) * beta + mat1.to(out_dtype) @ mat2.to(out_dtype) * alpha)
 
 
-def histc(x: Tensor, bins: int = 100, min: float = 0, max: float = 0) -> Tensor:
-    """Compute aten::histc of integers, which the CPU's kernel refuses."""
-    assert not x.dtype.is_floating_point, "[dry_card] histc has values for integers alone"
-    return torch.histc(x.cpu().double(), bins, float(min), float(max)).to(x.dtype).to(x.device)
+# Operations without a kernel for the CPU, or whose kernel refuses integers (histc). Names and parameters are torch's.
+FORMS: dict[str, Callable[..., Any]] = {
+    "aten::_flash_attention_forward": lambda **given: (packed_attention(**given), None, None, None, None),
+    "aten::_flash_attention_backward": flash_backward,
+    "aten::_fused_rms_norm_backward": rms_norm_backward,
+    "aten::mm.dtype": lambda self, mat2, out_dtype: self.to(out_dtype) @ mat2.to(out_dtype),
+    "aten::addmm.dtype_out": addmm,
+    "aten::histc": histc,
+}
+
+
+def add_values(namespace: str) -> None:
+    """Give values to all operations of namespaces that begin so and compute on a card."""
+    warnings.filterwarnings("ignore", "Warning only once for all operators")  # that another kernel takes its place
+    for name in torch._C._dispatch_get_all_op_names():
+        on_card = torch._C._dispatch_has_kernel_for_dispatch_key(name, "CUDA") or name == "aten::copy_"
+        if name.startswith(namespace) and on_card and name.partition("::")[2].partition(".")[0] not in LEFT.split():
+            has_values = name in FORMS or torch._C._dispatch_has_computed_kernel_for_dispatch_key(name, "CPU")
+            register(name, with_values(name) if has_values else partial(refuse, name), with_keyset=has_values)
 
 
 def after_torch() -> None:
-    """Load the values of all operations that have a CPU form, and add the others."""
+    """Give values to the operations of torch, and choose attention that has them."""
     torch.backends.cuda.enable_cudnn_sdp(False)  # cuDNN's graphs have no stand-in.
     if VALUES:
-        torch.ops.load_library(os.path.join(os.environ["DRY_CARD_BUILD"], "values.so"))
-        register("aten::_flash_attention_forward", flash_forward)
-        register("aten::_flash_attention_backward", flash_backward)
-        register("aten::_fused_rms_norm_backward", rms_norm_backward)
-        register("aten::mm.dtype", mm)
-        register("aten::addmm.dtype", addmm)
-        register("aten::addmm.dtype_out", addmm)
-        register("aten::histc", histc)
+        add_values("aten::")
         torch.backends.cuda.enable_flash_sdp(False)
         torch.backends.cuda.enable_mem_efficient_sdp(False)
 
@@ -105,8 +191,8 @@ def after_torch() -> None:
 def reshape_and_cache_flash(key, value, key_cache, value_cache, slots, *_):  # type: ignore
     rows = slots >= 0
     at = slots[rows] // key_cache.shape[1], slots[rows] % key_cache.shape[1]
-    for cache, new in ((key_cache, key), (value_cache, value)):
-        cache[at] = new[: len(slots)][rows].to(cache.dtype)
+    for to, new in ((key_cache, key), (value_cache, value)):
+        to[at] = new[: len(slots)][rows].to(to.dtype)
 
 
 def paged_attention(q, k, v, *, out=None, cu_seqlens_q, seqused_k, softmax_scale, block_table, **_):  # type: ignore
@@ -115,37 +201,23 @@ def paged_attention(q, k, v, *, out=None, cu_seqlens_q, seqused_k, softmax_scale
     for i, ((first, last), m) in enumerate(zip(pairwise(cu_seqlens_q.tolist()), seqused_k.tolist(), strict=False)):
         if last > first and m > 0:
             of = block_table[i, : -(-m // k.shape[1])].long()
-            keys, values = (cache[of].flatten(0, 1)[:m] for cache in (k, v))
-            out[first:last] = attention(q[first:last], keys, values, softmax_scale, True).to(out.device)
+            keys, values = (cached[of].flatten(0, 1)[:m].cpu() for cached in (k, v))
+            out[first:last] = attention(q[first:last].cpu(), keys, values, softmax_scale, True).to(out.device)
     return out
 
 
-def add_lora_linear(self, y, x, lora_a, lora_b, scale, *_, **__):  # type: ignore
-    rows, out = x.flatten(0, -2).float(), y.flatten(0, -2)
-    adapter = self.token_lora_indices[: len(rows)]
-    used = (adapter >= 0)[:, None]  # -1: without an adapter
-    products = zip((a[adapter, 0].float() for a in lora_a), (b[adapter, 0].float() for b in lora_b), strict=True)
-    out += torch.cat([torch.einsum("ti,tri,tor->to", rows, a, b) for a, b in products], 1).mul(used * scale).to(y.dtype)
-
-
-def refuse(name: str, *_: Any, **__: Any) -> None:
-    """Take the place of an operation whose kernel would leave the result as it is."""
-    raise NotImplementedError(f"[dry_card] {name} has no values. Fix: write it in {__file__}")
-
-
 def after_vllm() -> None:
-    """Register vLLM's operations, and replace the kernels that it calls as functions."""
+    """Give values to vLLM's operations, and replace the kernels that it calls as functions."""
     from vllm.distributed.device_communicators import cuda_wrapper
 
     cuda_wrapper.find_loaded_library = lambda name: None  # It would find the real libcudart that torchvision has.
     if not VALUES:
         return
     from vllm import _custom_ops  # noqa: F401  It defines the operations.
-    from vllm.distributed.device_communicators.custom_all_reduce import CustomAllreduce
     from vllm.ir.op import IrOp
-    from vllm.lora.punica_wrapper import punica_gpu
     from vllm.model_executor.custom_op import CustomOp
     from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
+    from vllm.platforms import current_platform
     from vllm.v1.attention.ops import triton_reshape_and_cache_flash, triton_unified_attention
     from vllm.vllm_flash_attn import flash_attn_interface
 
@@ -153,9 +225,7 @@ def after_vllm() -> None:
     CustomOp.enabled = classmethod(lambda cls: False)
     IrOp.dispatch = lambda self, *_, **__: self.impls["native"]
     VocabParallelEmbedding.use_fused_embedding = property(lambda self: False, lambda self, value: None)
-    for name in torch._C._dispatch_get_all_op_names():
-        if name.startswith("_C") and torch._C._dispatch_has_kernel_for_dispatch_key(name, "CUDA"):
-            register(name, partial(refuse, name))
+    add_values("_C")
     register("_C_cache_ops::reshape_and_cache_flash", reshape_and_cache_flash)
     calls = {
         triton_unified_attention.unified_attention: paged_attention,
@@ -165,6 +235,4 @@ def after_vllm() -> None:
     for module in [module for name, module in sys.modules.items() if name.startswith("vllm")]:
         # A module that was imported before may have the function, too.
         vars(module).update({k: calls[v] for k, v in vars(module).items() if inspect.isfunction(v) and v in calls})
-    punica_gpu.PunicaWrapperGPU.add_lora_linear = add_lora_linear
-    # Its kernels have no values: NCCL is used instead.
-    CustomAllreduce.__init__ = lambda self, *_, **__: setattr(self, "disabled", True)
+    type(current_platform).get_punica_wrapper = lambda *_: "vllm.lora.punica_wrapper.punica_cpu.PunicaWrapperCPU"
