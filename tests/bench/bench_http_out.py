@@ -42,7 +42,9 @@ _CLIENTS = 8
 _SPEED = {"small": (240, 64), "language": (320, 16)}  # tokens of a sequence, requests of a round
 _PARTS = (*_SPEED, "memory")
 _PROMPTS, _N_RESPONSE = (256, 1024, 4000), 64
-_VLLM = {
+# Flags and variables of `vllm serve`.
+SERVE = ("--served-model-name", "teacher", "--disable-log-stats", "--kv-cache-memory-bytes", "1G")
+SERVE_ENV = {
     **{"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": str(os.cpu_count()), "VLLM_NO_USAGE_STATS": "1"},
     **{"TORCHDYNAMO_DISABLE": "1", "VLLM_LOGGING_LEVEL": "ERROR", "HF_HUB_OFFLINE": "1"},
 }
@@ -106,11 +108,10 @@ def measure(name: str, model: Path, rounds: int) -> Part:
     n_vocab = json.loads((model / "config.json").read_text())["vocab_size"]
     sequences = np.random.default_rng(0).integers(3, n_vocab, (_CLIENTS, n_tokens)).tolist()
     options = ("--engine", "vllm", "--dtype", "float32", "--threads", str(os.cpu_count()))
-    names = ("--served-model-name", "teacher", "--disable-log-stats")
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
         with (
-            VllmServer(model, folder / "vllm.log", free_port(), *names, lists=_K, env=_VLLM) as vllm,
+            VllmServer(model, folder / "vllm.log", free_port(), *SERVE, lists=_K, env=SERVE_ENV) as vllm,
             ServerProcess(model, folder, options=options) as server,
             HttpProcess(server.port, folder) as http,
         ):
