@@ -221,11 +221,10 @@ class _Run:
                 self._drive(env, "trainer.total_steps=2")
                 self._drive(env, "trainer.resume=auto")
             elif self._case.how == "nodes":
-                with (
-                    self._environment("b") as other,
-                    _nodes(env, env | other | {"DRY_CARD_MACHINE": self._mark}) as address,
-                ):
+                third = {"DRY_CARD_MACHINE": self._mark}
+                with self._environment("b") as other, _nodes(env, env | other | third) as address:
                     self._drive(env, f"cluster.ray_address={address}")
+                remove_segments(third)
             else:
                 self._drive(env)
             self.left += [f"process {p.pid} {p.name()}" for p in self._processes()]
