@@ -8,7 +8,7 @@ greedy responses to 4 prompts, which ask for one token more each time. Each roun
 that other processes of the machine count less. About three minutes.
 
 quickstart: its training with `rollout.n` 4, as it is, whose prompts of 9 tokens are too short to be shared, and with a
-rule of 200 tokens in the teacher's prompts, with both engines. Less than a minute a run, and six runs a round.
+rule of 200 tokens in the teacher's prompts. A minute a run, and four runs a round.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
-from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -165,19 +164,18 @@ def _figures(name: str, kind: str, found: dict[bool, list[Done]]) -> list[Figure
     ]
 
 
-def _whole(engine: str, settings: EngineSettings) -> Engine:
-    """Load an engine without sharing."""
+def whole(settings: EngineSettings) -> Engine:
+    """Load the engine hf without sharing: an `--engine` of the teacher server."""
     from teacher_server.engines.load import load_engine
 
-    return load_engine(replace(settings, engine=engine, share_prompts=False))
+    return load_engine(replace(settings, engine="hf", share_prompts=False))
 
 
-whole_hf, whole_vllm = partial(_whole, "hf"), partial(_whole, "vllm")  # values of the teacher server's `--engine`
 _STEPS = 20
 _RULE = ("Answer with the sum of both numbers, and write a semicolon behind it. " * 3)[:200]
 _LONG = ["data.max_teacher_prompt_length=216", f"teacher.prompt_template='{_RULE}{{prompt}}'"]
-_RUNS: dict[str, tuple[str, list[str]]] = {"as it is": ("hf", []), "rule": ("hf", _LONG), "rule, vllm": ("vllm", _LONG)}
-_FORMS = {"whole": "tests.bench.bench_prefix:whole_", "shared": ""}  # what stands before the name of the engine
+_RUNS: dict[str, list[str]] = {"as it is": [], "rule": _LONG}
+_FORMS = {"whole": "tests.bench.bench_prefix:whole", "shared": "hf"}
 
 
 def measure_quickstart(rounds: int) -> Part:
@@ -186,10 +184,9 @@ def measure_quickstart(rounds: int) -> Part:
         folder = Path(scratch)
         for i in range(rounds):
             for run, form in itertools.product(_RUNS, _FORMS if i % 2 else reversed(_FORMS)):
-                engine, more = _RUNS[run]
-                options = ("--engine", f"{_FORMS[form]}{engine}", "--dtype", "float32")
+                options = ("--engine", _FORMS[form], "--dtype", "float32")
                 with ServerProcess(Path("models/quickstart/teacher"), folder, options=options) as server:
-                    settings = [*more, "rollout.n=4", f"teacher.server_port={server.port}", "eval.every=0"]
+                    settings = [*_RUNS[run], "rollout.n=4", f"teacher.server_port={server.port}", "eval.every=0"]
                     lines, cpu = train(folder / "run", settings, _STEPS)
                 lines = [line for line in lines if "loss/total" in line]  # not the evaluation before training
                 first, last = lines[2], lines[-1]
@@ -208,7 +205,7 @@ def measure_quickstart(rounds: int) -> Part:
             step_s, used, _ = (statistics.median(column) for column in zip(*found[run, form], strict=True))
             rows.append((f"{run}, {form}", step_s, used))
     columns = ("prompts", "step, s", "CPU seconds of the teacher server a step")
-    what = f"{_STEPS} steps of the quickstart, rollout.n = 4; the rule has {len(_RULE)} tokens."
+    what = f"{_STEPS} steps of the quickstart, rollout.n = 4, engine hf; the rule has {len(_RULE)} tokens."
     return Part("quickstart", what, figures, (Table("Medians of the rounds", columns, rows),), {"rounds": rounds})
 
 
