@@ -36,7 +36,7 @@ workers="$(env -u OMP_NUM_THREADS nproc)" # nproc would take that variable for t
 export OMP_NUM_THREADS=1
 if [ "${1:-}" = --slow ]; then
     rm -f "$chromium_log"
-    exec "$bin/python" -m tests.slow "${@:2}"
+    exec "$bin/python" -m tests.by_file -m "slow and not bench and not gpu" --json docs/results/slow_tests.json "${@:2}"
 fi
 pytest() { "$bin/python" -m pytest -m "not slow and not bench and not gpu" "$@"; }
 if [ $# -gt 0 ]; then

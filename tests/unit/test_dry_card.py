@@ -17,7 +17,6 @@ from pathlib import Path
 import pytest
 
 from tests.dry_card.environment import HERE, build_cards, remove_segments
-from tests.dry_card.run import judged
 
 on_cards = pytest.mark.skipif("DRY_CARD_BUILD" not in os.environ, reason="run it with bash tests/dry_card/run.sh")
 # A program begins with it: `cuda` is the library, and new() allocates n bytes on the current card.
@@ -164,26 +163,6 @@ if not pid: os._exit(cuda.cudaMalloc(byref(c_void_p()), c_long(100)))
 print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
 """
     assert output(start(program)) == "3"
-
-
-def test_a_row_of_the_table_counts_each_outcome(tmp_path: Path) -> None:
-    """Fails if the table of test files counts an error as passed, or a dead process as a file without faults."""
-    (tmp_path / "test_some.py").write_text("""
-import pytest
-@pytest.fixture
-def broken(): raise OSError
-def test_a(): pass
-def test_b(): assert False
-def test_c(broken): pass
-@pytest.mark.parametrize("n", (1, 2))
-def test_d(n): pytest.skip("needs 6 cards")
-""")
-    report = tmp_path / "report.xml"
-    command = [sys.executable, "-m", "pytest", "-q", f"--junitxml={report}", f"--rootdir={tmp_path}", "test_some.py"]
-    code = subprocess.run(command, cwd=tmp_path, stdout=subprocess.DEVNULL, timeout=60).returncode
-    row = judged(report, code)
-    assert (row["passed"], row["failed"], row["skipped"], row["reasons"]) == (1, 2, 2, {"needs 6 cards": 2})
-    assert judged(tmp_path / "none.xml", 137)["failed"]
 
 
 @on_cards

@@ -1,4 +1,4 @@
-"""Test the runner of the slow tests: no orphans, a row for every outcome, and a table that an interrupt keeps."""
+"""Test the runner of test files: no orphans, a row for every outcome, and a table that an interrupt keeps."""
 
 from __future__ import annotations
 
@@ -6,11 +6,12 @@ import json
 import sys
 import threading
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 
-from tests import slow
+from tests import by_file
 from tests.processes import FOREVER, Commands, wait_until
 
 # A child in a session of its own, as Ray's daemons are.
@@ -51,26 +52,39 @@ def test_a_command_leaves_no_process(tmp_path: Path, interrupted: bool) -> None:
 
 
 def test_a_row_has_what_happened(tmp_path: Path) -> None:
-    """Fails if failed, skipped or unselected tests are counted wrongly, or a broken file looks like success."""
-    file = tmp_path / "test_it.py"
-    slow_one = "@pytest.mark.slow\ndef test_{}():\n    {}\n\n"
-    bodies = {"a": "pass", "b": "assert False", "c": "pytest.skip('no')", "d": "pass"}
-    file.write_text(
-        "import pytest\n\n" + "".join(slow_one.format(*one) for one in bodies.items()) + "def test_e(): 1 / 0"
-    )
-    row = slow.run_file(Commands(), str(file), 100.0, tmp_path / "log")
-    assert (row["passed"], row["failed"], row["skipped"]) == (2, 1, 1) and "problem" not in row
+    """Fails if a test is counted wrongly, or a broken file looks like success."""
+    file = tmp_path / "test_some.py"
+    file.write_text("""
+import pytest
+@pytest.fixture
+def broken(): raise OSError
+@pytest.mark.slow
+def test_a(): pass
+def test_b(): assert False
+def test_c(broken): pass
+@pytest.mark.parametrize("n", (1, 2))
+def test_d(n): pytest.skip("needs 6 cards")
+""")
+
+    def row(*options: str) -> dict[str, Any]:
+        return by_file.run_file(Commands(), str(file), options, 100.0, tmp_path / "log")
+
+    found = row()
+    assert (found["passed"], found["failed"], found["skipped"]) == (1, 2, 2) and "problem" not in found
+    assert found["reasons"] == {"needs 6 cards": 2}
+    assert (row("-m", "slow")["passed"], row("-m", "slow")["failed"]) == (1, 0)
     file.write_text("import nothing_of_this_name")
-    row = slow.run_file(Commands(), str(file), 100.0, tmp_path / "log")
-    assert row["failed"] or "problem" in row
+    assert row()["failed"] or "problem" in row()
+    file.write_text("import os, signal\n\ndef test_a(): os.kill(os.getpid(), signal.SIGKILL)")
+    assert "problem" in row()
 
 
 def test_the_table_keeps_other_files(tmp_path: Path) -> None:
     """Fails if a run of one file erases the others' rows, or a deleted file stays in the table."""
     table = tmp_path / "table.json"
     row = {"passed": 1, "failed": 0, "skipped": 0, "seconds": 2, "commit": "x"}
-    here = Path(__file__).relative_to(slow.ROOT).as_posix()
-    slow.write_table(table, [{"file": here, **row}, {"file": "tests/gone.py", **row}])
-    slow.write_table(table, [{"file": "tests/slow.py", **row, "passed": 3}])
+    here = Path(__file__).relative_to(by_file.ROOT).as_posix()
+    by_file.write_table(table, [{"file": here, **row}, {"file": "tests/gone.py", **row}])
+    by_file.write_table(table, [{"file": "tests/by_file.py", **row, "passed": 3}])
     files = {one["file"]: one["passed"] for one in json.loads(table.read_text())["files"]}
-    assert files == {here: 1, "tests/slow.py": 3}
+    assert files == {here: 1, "tests/by_file.py": 3}
