@@ -38,6 +38,10 @@ log = get_logger("data")
 
 _SHOWN_CHARACTERS = 2000  # The log shows so much of a prompt.
 _REPORT_ROWS = 256  # between reports of the progress
+# Columns in which common forms of datasets (Alpaca, ShareGPT, LLaMA-Factory, TRL) have a part of the prompt.
+_INPUT, _IN_SYSTEM, _MEDIA = "input", ("system", "tools"), ("image", "images", "videos", "audios")
+_PARTS = (_INPUT, "history", *_IN_SYSTEM, *_MEDIA)
+_EMPTY: tuple[Any, ...] = (None, "", "[]", "null", [], {})
 
 
 def load_tokenizer(path: str, key: str, *, trust_remote_code: bool = False) -> Any:
@@ -181,13 +185,13 @@ class RowReader:
         self._n_own_system = 0
         self._routes = RowRoutes(teacher, config.teacher_key)
         self._views = TeacherPrompts(config, teacher.prompt_template)
+        self._used = {config.prompt_key, config.response_key, config.answer_key, config.teacher_key, config.tools_key}
+        self._used |= {config.teacher_prompt_key, config.messages_key} | self._views.columns
 
     @property
     def columns(self) -> set[str]:
-        """Return the columns that `read` uses, including answers and responses."""
-        data = self.config
-        names = {data.prompt_key, data.response_key, data.answer_key, data.teacher_key, data.teacher_prompt_key}
-        return names | {data.tools_key, data.messages_key} | self._views.columns
+        """Return the columns that `read` looks at, including answers and responses."""
+        return self._used | {*_PARTS}
 
     def read(self, row: Row, where: str) -> ReadRow:
         """Return what the models read. Raises ConfigError: see `load_prompts`."""
@@ -214,6 +218,7 @@ class RowReader:
             self._check_response(view, self._views.setting, where)
             view = replace(view, tools=prompt.tools)
         rendered = self._renderer.render(prompt, setting, where)
+        self._check_parts(row, prompt, rendered, setting, where)
         self._n_own_system += has_system(prompt)
         if view is not None and rendered.converted == AS_IS and self._views.is_template:
             problem = (
@@ -278,6 +283,21 @@ class RowReader:
             log.info("%s: %d rows have a system message, not data.system_prompt", key, self._n_own_system)
         self._routes.log(key)
         self._views.log(key)
+
+    def _check_parts(self, row: Row, prompt: Conversation, rendered: Rendered, setting: Setting, where: str) -> None:
+        """Raise ConfigError if a column that is not read has a part of the prompt, by its name."""
+        # A text that is rendered already, and a row's own message of the system, may have the tools in them.
+        is_complete = rendered.converted == AS_IS or has_system(prompt) or self._tools
+        for name in _PARTS:
+            is_part = not is_complete if name in _IN_SYSTEM else name != _INPUT or setting[1] == "instruction"
+            if is_part and name not in self._used and row.get(name) not in _EMPTY:
+                problem = f"{where} has a part of the prompt in another column, {name!r}: {quoted(row[name])}."
+                fix = f"write it into {setting[1]!r}, and remove or rename the column."
+                if name == "tools":
+                    fix = "set data.tools_key=tools, or remove or rename the column."
+                elif name in _MEDIA:
+                    fix = "use prompts of text alone; rename the column if the prompt does without it."
+                raise ConfigError(*setting, problem, fix)
 
     def _check_response(self, prompt: Conversation, setting: Setting, where: str) -> None:
         """Raise ConfigError if the last message is the assistant's, and data.response_key names a column."""
