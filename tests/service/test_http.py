@@ -388,6 +388,7 @@ def peak_mib(pid: int) -> float:
     return int(line.split()[1]) / 1024
 
 
+@pytest.mark.real_card("a stand-in card's memory is memory of the host")
 def test_memory_does_not_hold_all_logits_or_all_json(
     wide_model: Path, wide_server: ServerProcess, tmp_path: Path
 ) -> None:
