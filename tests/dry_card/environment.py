@@ -1,11 +1,5 @@
 """Compile the stand-in cards, and make the environment variables with which a process finds them.
 
-env = environment(cards=2)
-try:
-    subprocess.run([gpu_python(), "-m", "gkd.main_gkd", ...], env=env)
-finally:
-    remove_segments(env)
-
 libcards.so has the calls of the C++ files and, for every other call that torch or vLLM needs, a stub that returns 0. It
 is compiled into a cache folder, once for each state of the sources and of the GPU environment.
 """

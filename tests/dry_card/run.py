@@ -10,8 +10,6 @@ import sys
 
 from tests.dry_card.environment import HERE, environment, gpu_python, remove_segments
 
-SELF_TEST = "tests/unit/test_dry_card.py"
-
 
 def run(command: list[str], cards: int, gib: float) -> int:
     """Run a command on a new machine, pass SIGTERM on to it, remove its shared memory, and return its exit code."""
@@ -36,8 +34,8 @@ def main() -> int:
     parser.add_argument("--cards", type=int, default=int(os.environ.get("DRY_CARD_COUNT", 1 if command else 2)))
     parser.add_argument("--gib", type=float, default=float(os.environ.get("DRY_CARD_GIB", 8)))
     options, tests = parser.parse_known_args(arguments)
-    if not command:
-        command = [str(gpu_python()), "-m", "tests.by_file", "--device", "cuda", *(tests or [SELF_TEST])]
+    tests = tests or ["tests/unit/test_dry_card.py"]
+    command = command or [str(gpu_python()), "-m", "tests.by_file", "--device", "cuda", *tests]
     return run(command, options.cards, options.gib)
 
 

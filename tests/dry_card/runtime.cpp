@@ -139,7 +139,6 @@ API E cudaHostAlloc(void** out, size_t n) {
   if (error) munmap(*out, n);
   return error;
 }
-
 API E cudaHostGetDevicePointer(void** out, void* p) { *out = p; return OK; }
 
 // ---- CUDA IPC: the handle names a file descriptor of the process that owns the memory
