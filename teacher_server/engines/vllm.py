@@ -26,7 +26,6 @@ from transformers import AutoConfig
 from teacher_server.engines.base import ENGINE_PID, RowStream, ScoreParams, Scores, TokenSequence
 from teacher_server.engines.streams import row_dtype
 from teacher_server.engines.vllm_process import gpu_memory_arguments, keep_files_in
-from teacher_server.engines.vllm_versions import choose_model_runner, with_vllm_errors
 from teacher_server.errors import ServerError
 from teacher_server.wire.protocol import RowDtype, Wire
 from teacher_server.wire.threads import thread_env
@@ -95,6 +94,7 @@ class VllmEngine:
     ) -> None:
         set_vllm_environment(device, threads)
         from vllm import EngineArgs, LLMEngine
+        from vllm.exceptions import VLLMError
         from vllm.platforms import current_platform
 
         on_cpu = device == "cpu"
@@ -107,7 +107,6 @@ class VllmEngine:
             if on_cpu and not kv_cache_mib:
                 n_tokens = max(max_tokens, 2 * max_batch_tokens)
                 kv_cache_mib = _kv_cache_mib(path, dtype, tensor_parallel_size, n_tokens)
-            choose_model_runner()
             folder = Path(tempfile.gettempdir(), f"teacher_vllm.{os.getpid()}")
             keep_files_in(folder, partial(shutil.rmtree, ignore_errors=True))
             size = kv_cache_mib << 20 or None
@@ -141,7 +140,7 @@ class VllmEngine:
             facts = self._call("teacher_start")[0]
             # The first forward pass compiles kernels, or fails if vLLM has none for this model.
             self.score([TokenSequence(np.zeros(2, np.int32), 1)], ScoreParams("sampled"))
-        except with_vllm_errors(*_LOAD_ERRORS) as error:
+        except (*_LOAD_ERRORS, VLLMError) as error:
             raise ServerError(
                 f"model folder {path}: vllm cannot load the model: {error}. Fix: if it is out of memory, lower "
                 f"--max-tokens ({max_tokens}) or --max-batch-tokens ({max_batch_tokens}); else try --engine hf."
@@ -156,11 +155,13 @@ class VllmEngine:
 
     def _call(self, method: str, *args: Any) -> list[Any]:
         """Call a method on every worker, and return the results by rank. Blocks."""
+        from vllm.exceptions import VLLMError
+
         from teacher_server.engines.vllm_extension import Failure
 
         try:
             results = self._engine.collective_rpc(method, args=args)
-        except with_vllm_errors(AssertionError) as error:  # AssertionError: the executor has lost a worker
+        except (AssertionError, VLLMError) as error:  # AssertionError: the executor has lost a worker
             raise RuntimeError(f"vllm: {type(error).__name__}: {error}") from error
         for result in results:
             if isinstance(result, Failure):
@@ -178,6 +179,7 @@ class VllmEngine:
 
     def _prefill(self, batch: Sequence[TokenSequence]) -> None:
         from vllm import SamplingParams
+        from vllm.exceptions import VLLMError
         from vllm.sampling_params import RequestOutputKind
 
         from teacher_server.engines.vllm_extension import ROW_RANGES, row_ranges
@@ -203,7 +205,7 @@ class VllmEngine:
             while running:
                 running -= {output.request_id for output in engine.step() if output.finished}
             self._has_failed = False
-        except with_vllm_errors(AssertionError) as error:
+        except (AssertionError, VLLMError) as error:
             raise RuntimeError(f"vllm: {type(error).__name__}: {error}") from error
         finally:
             if running:  # a step failed: remove its requests from the scheduler

@@ -60,9 +60,7 @@ def _save(rank: int, world_size: int, root: Path) -> dict[str, Any]:
     for name in ("tp2", "pp2"):
         student = make_student(root, Case("qwen2_tied", name), rank)
         student.save_hf(root / f"out_{name}", root / "qwen2_tied")
-    from gkd.actor.megatron.hf_export import save_hf
-
-    save_hf(student.model, root / "out_sharded", root / "qwen2_tied", max_shard_bytes=100_000)
+    student.save_hf(root / "out_sharded", root / "qwen2_tied", max_shard_bytes=100_000)
     # From here on `student` is pp2.
     result["exists"] = _message(ModelError, lambda: student.save_hf(root / "out_pp2", root / "qwen2_tied"))
     result["no_checkpoint"] = _message(CheckpointError, lambda: student.load_checkpoint(root / "nothing"))

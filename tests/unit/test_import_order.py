@@ -53,8 +53,6 @@ FROM_SERVER = ("teacher_server.wire.", "teacher_server.config.command.")
 FROM_SERVER_IN = {
     "gkd/config/": ("teacher_server.config.declare",),
     "gkd/rollout/vllm/start.py": ("teacher_server.engines.vllm_process",),
-    "gkd/rollout/vllm/sleep_state.py": ("teacher_server.engines.vllm_versions",),
-    "gkd/rollout/vllm/weights.py": ("teacher_server.engines.vllm_versions",),
     "gkd/hf/": (
         *("teacher_server.engines.folder_check", "teacher_server.engines.hub", "teacher_server.engines.vllm_limits"),
         "teacher_server.engines.weight_files",

@@ -8,18 +8,24 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
-from typing import Required, TypedDict
+from typing import Any, Required, TypedDict
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
+from gkd.actor.common.agree import same_error
 from gkd.actor.common.host_copies import HostCopies, Snapshot
 from gkd.actor.common.optim_spec import OptimSpec
 from gkd.actor.common.step import BatchSums, diagnostics, evaluation, not_finite
 from gkd.config.loss_spec import LossSpec
 from gkd.config.schema import logits_chunk_bytes
+from gkd.config.schema_actor import LoraConfig
+from gkd.errors import ModelError
+from gkd.hf.folder import MAX_SHARD_BYTES, TensorPlan, exhaust, write_adapters, write_folder
 from gkd.loss.distill_loss import DistillLoss
 from gkd.loss.divergence import divergence_of
 from gkd.loss.reduce import token_mean
@@ -43,6 +49,7 @@ def no_phase(phase: str) -> None:
 class StudentArgs(TypedDict, total=False):
     """Constructor arguments of both backends."""
 
+    lora: LoraConfig | None  # train adapters of this rank instead of all weights. Default and rank 0: all weights
     optim: Required[OptimSpec]
     loss: Required[LossSpec]
     # Activations and exported weights. Gradients and optimizer state are always float32.
@@ -68,12 +75,15 @@ class Student(ABC):
     step: int  # optimizer steps made so far
     loss: DistillLoss
     states: States  # reload offloaded states before calling a method that needs them
+    stage, n_stages = 0, 1  # pipeline stage of this rank, and number of them
+    lora: LoraConfig | None  # settings of the adapters; None: all weights are trained
     _host_copies: HostCopies
 
     def __init__(self, args: StudentArgs) -> None:
         self.step = 0
         self.optim, self.device, self._dtype = args["optim"], args["device"], args["dtype"]
-        self._fused = args.get("fused_lm_head", True)
+        lora, self._fused = args.get("lora"), args.get("fused_lm_head", True)
+        self.lora = lora if lora is not None and lora.rank else None
         self._early_sums: BatchSums | None = None  # sums over the parts of the next batch whose gradients are added
 
     @property
@@ -170,7 +180,7 @@ class Student(ABC):
         """
 
     @abstractmethod
-    def export_plan(self, content: Content = "merged") -> list[tuple[str, tuple[int, ...], torch.dtype]]:
+    def export_plan(self, content: Content = "merged") -> list[TensorPlan]:
         """Return (HF name, shape, dtype) of what `export` yields on this rank, in its order. Moves no data."""
 
     @abstractmethod
@@ -180,18 +190,80 @@ class Student(ABC):
         Adapters are float32 and not scaled.
         """
 
-    @abstractmethod
-    def save_hf(self, out_dir: str | Path, source_dir: str | Path) -> None:
+    def stage_plans(self, content: Content = "merged") -> list[list[TensorPlan]]:
+        """Return, by pipeline stage, the `export_plan` of its ranks."""
+        plans: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(plans, (self.stage, self.export_plan(content)))
+        by_stage = dict(plans)
+        return [by_stage[stage] for stage in range(self.n_stages)]
+
+    def export_whole(
+        self, plans: Sequence[Sequence[TensorPlan]], content: Content = "merged"
+    ) -> Iterator[tuple[str, Tensor]]:
+        """Yield the tensors of all stages on every rank, stage after stage, one tensor at a time.
+
+        The ranks of a stage produce its tensors by `export`; the first of them broadcasts each to all ranks.
+
+        Args:
+            plans: of `stage_plans`.
+        """
+        if self.n_stages == 1:
+            yield from self.export(content)
+            return
+        for stage, plan in enumerate(plans):
+            own = self.export(content) if self.stage == stage else iter(())
+            first = stage * dist.get_world_size() // self.n_stages  # the ranks are numbered stage after stage
+            for name, shape, dtype in plan:
+                exported = next(own, None)
+                # The broadcast overwrites the tensors of the stage's other ranks with equal ones.
+                tensor = (
+                    torch.empty(shape, dtype=dtype, device=self.device)
+                    if exported is None
+                    else exported[1].contiguous()
+                )
+                dist.broadcast(tensor, src=first)
+                yield name, tensor
+                del exported, tensor  # before the next one is gathered
+            exhaust(own)
+
+    def save_hf(self, out_dir: str | Path, source_dir: str | Path, *, max_shard_bytes: int = MAX_SHARD_BYTES) -> None:
         """Write the whole student as a HF folder; with adapters, their folder `adapter` in it, too.
 
         Args:
             out_dir: must not exist; on a file system that rank 0 can access.
             source_dir: the HF folder that the student was built from. Its config, generation config and tokenizer are
                 copied.
+            max_shard_bytes: maximum size of a file, unless a single tensor is larger.
 
         Raises:
             ModelError: `out_dir` exists or cannot be written; on every rank.
         """
+        out, source, lora = Path(out_dir), Path(source_dir), self.lora
+        plans = self.stage_plans()
+        self._write(
+            self.export_whole(plans), out, lambda tensors: write_folder(tensors, plans, out, source, max_shard_bytes)
+        )
+        if lora is not None:
+            factors = self.stage_plans("adapters")
+            plan, folder = list(chain(*factors)), out / ADAPTER_FOLDER
+            whole = self.export_whole(factors, "adapters")
+            self._write(whole, out, lambda tensors: write_adapters(tensors, plan, folder, lora, str(source)))
+
+    def _write(
+        self, tensors: Iterator[tuple[str, Tensor]], out: Path, write: Callable[[Iterator[tuple[str, Tensor]]], None]
+    ) -> None:
+        """Call `write` on rank 0. Raises ModelError on every rank."""
+        problem: Exception | None = None
+        if dist.get_rank() == 0:
+            try:
+                write(tensors)
+            except Exception as error:  # raised below, on all ranks
+                problem = error
+        exhaust(tensors)  # after an error on rank 0 the other ranks still wait in the gathers
+        with same_error(self.device):
+            if problem is not None:
+                what = f"{type(problem).__name__}: {problem}"
+                raise ModelError(f"the student cannot be saved to {out}: {what}") from problem
 
     @abstractmethod
     def snapshot(self, *, copies: bool = True) -> Snapshot:

@@ -5,7 +5,7 @@ Inputs are micro-batches; outputs are step statistics, exported weights and chec
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, Unpack
@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from gkd.actor.common.agree import same_error
-from gkd.actor.common.base import ADAPTER_FOLDER, Student, StudentArgs, build_loss, no_phase
+from gkd.actor.common.base import Student, StudentArgs, build_loss, no_phase
 from gkd.actor.common.host_copies import HostCopies, Snapshot
 from gkd.actor.common.optim_spec import clip_factor
 from gkd.actor.common.shards import rng_state
@@ -35,9 +35,7 @@ from gkd.actor.fsdp.optim import (
 from gkd.actor.fsdp.passes import run_batch, run_logprobs
 from gkd.actor.fsdp.probe import probe
 from gkd.actor.fsdp.weights import Place, full_tensor, load_weights, match_files
-from gkd.config.schema_actor import LoraConfig
-from gkd.errors import ModelError
-from gkd.hf.folder import TensorPlan, exhaust, write_adapters, write_folder
+from gkd.hf.folder import TensorPlan
 from gkd.hf.model_folder import open_tensors, weights_digest
 from gkd.log import get_logger
 from gkd.loss.reduce import sum_over_group
@@ -60,7 +58,6 @@ class FsdpStudent(Student):
         recompute: str = "none",
         packing: bool = True,
         cpu_offload: bool = False,
-        lora: LoraConfig | None = None,
         trust_remote_code: bool = False,
         **args: Unpack[StudentArgs],
     ) -> None:
@@ -71,7 +68,6 @@ class FsdpStudent(Student):
                 pass.
             packing: accept packed micro-batches. Padded ones are accepted in either case.
             cpu_offload: keep shards, gradients and optimizer state in host memory.
-            lora: train adapters of this rank instead of all weights. None or rank 0: train all weights.
             args: see `StudentArgs`. Trained weights are float32. `seed` initializes the adapters.
 
         Raises:
@@ -81,8 +77,7 @@ class FsdpStudent(Student):
         super().__init__(args)
         on_phase, dtype, device = args.get("on_phase", no_phase), args["dtype"], args["device"]
         self._packing = packing
-        folder, adapted = Path(model_path), lora is not None and lora.rank > 0
-        self._lora = lora if adapted else None
+        folder, adapted = Path(model_path), self.lora is not None
         on_phase("building the model")
         with same_error(device):
             # Trained weights are float32, so that small updates are not rounded away. Frozen weights need not be.
@@ -94,7 +89,7 @@ class FsdpStudent(Student):
             )
             with open_tensors(folder) as tensors:
                 self._places = match_files(hf, folder, tensors)
-            self._adapters = {} if self._lora is None else add_adapters(hf, self._lora, self._places)
+            self._adapters = {} if self.lora is None else add_adapters(hf, self.lora, self._places)
             self._base_digest = weights_digest(folder) if adapted else ""
             n_layers = len(layer_list(hf))
         self._n_rows: int = hf.config.get_text_config().vocab_size
@@ -160,29 +155,6 @@ class FsdpStudent(Student):
             whole = tensor if adapter is None else adapter.merged(tensor)
             for part in place.parts:
                 yield part.name, part.cut_from(whole)
-
-    def save_hf(self, out_dir: str | Path, source_dir: str | Path) -> None:
-        out, source = Path(out_dir), Path(source_dir)
-        self._save("merged", lambda tensors, plan: write_folder(tensors, [plan], out, source), out)
-        if (lora := self._lora) is not None:
-            folder = out / ADAPTER_FOLDER
-            self._save("adapters", lambda tensors, plan: write_adapters(tensors, plan, folder, lora, str(source)), out)
-
-    def _save(
-        self, content: Content, write: Callable[[Iterator[tuple[str, Tensor]], list[TensorPlan]], None], out_dir: Path
-    ) -> None:
-        """Call `write` on rank 0. Collective. Raises ModelError on every rank."""
-        tensors, problem = self.export(content), None
-        if dist.get_rank() == 0:
-            try:
-                write(tensors, self.export_plan(content))
-            except Exception as error:  # raised below, on all ranks
-                problem = error
-        exhaust(tensors)  # after an error on rank 0 the other ranks still wait in the gathers
-        with same_error(self.device):
-            if problem is not None:
-                what = f"{type(problem).__name__}: {problem}"
-                raise ModelError(f"the student cannot be saved to {out_dir}: {what}") from problem
 
     def snapshot(self, *, copies: bool = True) -> Snapshot:
         reshard(self.model)  # gathered parameters are copies; the checkpoint holds shards

@@ -22,14 +22,13 @@ from gkd.actor.common.step import BatchSums, set_teacher_head
 from gkd.actor.megatron import checkpoint
 from gkd.actor.megatron.cpu_shim import install_cpu_shim
 from gkd.actor.megatron.groups import init_groups, probe_groups
-from gkd.actor.megatron.hf_export import export_plan, iter_full, iter_hf_tensors, save_hf
+from gkd.actor.megatron.hf_export import export_plan, iter_full, iter_hf_tensors
 from gkd.actor.megatron.hf_mapping import stage_entries
 from gkd.actor.megatron.layout import ParallelLayout
 from gkd.actor.megatron.lora import disabled_adapters
 from gkd.actor.megatron.model import build_model
 from gkd.actor.megatron.optim import build_optimizer, clip_and_step, prepare_grads, set_lr
 from gkd.actor.megatron.pipeline import run_batch, run_logprobs
-from gkd.config.schema_actor import LoraConfig
 from gkd.hf.folder import TensorPlan
 from gkd.hf.model_folder import weights_digest
 from gkd.loss.reduce import sum_over_group
@@ -52,7 +51,6 @@ class MegatronStudent(Student):
         overlap_grad_reduce: bool = False,
         recompute: str = "none",
         sequence_parallel: bool = False,
-        lora: LoraConfig | None = None,
         collective_timeout_s: float = 1800.0,
         **args: Unpack[StudentArgs],
     ) -> None:
@@ -63,7 +61,6 @@ class MegatronStudent(Student):
             layers, recompute, sequence_parallel: see `build_model`.
             overlap_grad_reduce: reduce gradients during the last backward pass instead of after it. Ignored with
                 experts, of which one without tokens has no gradient to reduce, and with several chunks.
-            lora: train adapters of this rank instead of all weights. None or rank 0: train all weights.
             collective_timeout_s: timeout of a collective of Megatron's groups; the process ends when it expires.
             args: see `StudentArgs`. `seed` is for torch's generators, Megatron's RNG tracker and the adapters.
 
@@ -71,9 +68,9 @@ class MegatronStudent(Student):
             ModelError, ConfigError, ClusterError: see `build_model` and `init_groups`.
         """
         super().__init__(args)
-        self.layout = layout
+        self.layout, self.stage, self.n_stages = layout, layout.pp_rank, layout.pp
         on_phase, seed, dtype, device = args.get("on_phase", no_phase), args["seed"], args["dtype"], args["device"]
-        adapted = lora is not None and lora.rank > 0
+        adapted = self.lora is not None
         install_cpu_shim()
         on_phase("creating Megatron's process groups")
         groups = init_groups(layout, collective_timeout_s)
@@ -89,7 +86,7 @@ class MegatronStudent(Student):
             layers=layers,
             recompute=recompute,
             sequence_parallel=sequence_parallel,
-            lora=lora if adapted else None,
+            lora=self.lora,
             seed=seed,
             on_phase=on_phase,
         )
@@ -134,9 +131,6 @@ class MegatronStudent(Student):
 
     def export(self, content: Content = "merged") -> Iterator[tuple[str, Tensor]]:
         return iter_hf_tensors(self.model, content)
-
-    def save_hf(self, out_dir: str | Path, source_dir: str | Path) -> None:
-        save_hf(self.model, out_dir, source_dir)
 
     def snapshot(self, *, copies: bool = True) -> Snapshot:
         meta = self._meta() | {"step": self.step}
