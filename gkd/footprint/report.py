@@ -181,15 +181,6 @@ def totals_lines(pools: Sequence[PoolTotal], hosts: Sequence[HostTotal], host_by
     return lines
 
 
-def host_problems(hosts: Sequence[HostTotal], host_bytes: int | None) -> list[str]:
-    """Return a line for each host whose memory does not suffice."""
-    return [
-        f"{host.host} needs {gib(host.total)} of host memory, {gib(host.total - host_bytes)} more than it has"
-        for host in hosts
-        if host_bytes is not None and host.total > host_bytes
-    ]
-
-
 def combination_json(found: Combination) -> dict[str, Any]:
     """Return JSON data; sizes in bytes."""
     steps = [
