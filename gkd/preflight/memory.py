@@ -6,17 +6,19 @@ import os
 from collections.abc import Sequence
 from dataclasses import replace
 
+from gkd.cluster.gpu_findings import IDLE_MIB
 from gkd.cluster.gpu_table import GpuInfo
 from gkd.cluster.gpus import machine_gpus, visible_gpus
 from gkd.cluster.host import host_memory_bytes
 from gkd.config.schema import Config
 from gkd.config.schema_sections import ClusterConfig
 from gkd.errors import ModelError
-from gkd.footprint import RankFootprint
-from gkd.footprint.combination import OFFLOAD, Case, Combination
-from gkd.footprint.estimate import pool_totals, read_models
-from gkd.footprint.limits import gib, state_fits
-from gkd.footprint.report import (
+from gkd.log import get_logger
+from gkd.memory.footprint import RankFootprint
+from gkd.memory.footprint.combination import OFFLOAD, Case, Combination
+from gkd.memory.footprint.estimate import pool_totals, read_models
+from gkd.memory.footprint.limits import gib, state_fits
+from gkd.memory.footprint.report import (
     combination_lines,
     footprint_table,
     kv_line,
@@ -25,8 +27,6 @@ from gkd.footprint.report import (
     totals_line,
     totals_lines,
 )
-from gkd.gpu_map.findings import IDLE_MIB
-from gkd.log import get_logger
 
 log = get_logger("preflight")
 

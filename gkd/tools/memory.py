@@ -19,12 +19,13 @@ from gkd.config.check import check_config
 from gkd.config.load import load_config, parse_overrides
 from gkd.config.schema import Config
 from gkd.errors import ConfigError, GkdError
-from gkd.footprint import teacher_footprint
-from gkd.footprint.combination import Case, Combination
-from gkd.footprint.estimate import pool_totals, read_models, scores_gib
-from gkd.footprint.limits import GIB
-from gkd.footprint.rank import shared_phases_by_rank
-from gkd.footprint.report import (
+from gkd.hf.model_folder import read_model_folder
+from gkd.memory.footprint import teacher_footprint
+from gkd.memory.footprint.combination import Case, Combination
+from gkd.memory.footprint.estimate import pool_totals, read_models, scores_gib
+from gkd.memory.footprint.limits import GIB
+from gkd.memory.footprint.rank import shared_phases_by_rank
+from gkd.memory.footprint.report import (
     as_json,
     combination_json,
     combination_lines,
@@ -37,7 +38,6 @@ from gkd.footprint.report import (
     totals_json,
     totals_lines,
 )
-from gkd.hf.model_folder import read_model_folder
 from gkd.tools import exit_codes
 from teacher_server.config.command import command_parser
 

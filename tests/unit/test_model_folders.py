@@ -13,11 +13,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from gkd.actor.common.hf_folder import write_folder
 from gkd.config.load import load_config
 from gkd.config.schema import Config
 from gkd.config.schema_sections import with_values
 from gkd.errors import ConfigError, ModelError
-from gkd.hf.folder import write_folder
 from gkd.hf.model_folder import check_engines
 from gkd.preflight.meta_models import local_teacher
 from gkd.preflight.student import check_student

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from gkd.actor.common.agree import same_error
+from gkd.actor.common.hf_folder import MAX_SHARD_BYTES, TensorPlan, exhaust, write_adapters, write_folder
 from gkd.actor.common.host_copies import HostCopies, Snapshot
 from gkd.actor.common.optim_spec import OptimSpec
 from gkd.actor.common.step import BatchSums, diagnostics, evaluation, not_finite
@@ -25,7 +26,7 @@ from gkd.config.loss_spec import LossSpec
 from gkd.config.schema import logits_chunk_bytes
 from gkd.config.schema_actor import LoraConfig
 from gkd.errors import ModelError
-from gkd.hf.folder import MAX_SHARD_BYTES, TensorPlan, exhaust, write_adapters, write_folder
+from gkd.log import get_logger
 from gkd.loss.distill_loss import DistillLoss
 from gkd.loss.divergence import divergence_of
 from gkd.loss.reduce import token_mean
@@ -37,6 +38,8 @@ from gkd.text.pair import TokenizerPair
 from gkd.types import MicroBatch, TrainStats
 from gkd.weight_sync.buckets import Content
 from teacher_server.wire.protocol import Signal
+
+log = get_logger("loss")
 
 ADAPTER_FOLDER = "adapter"  # subfolder of an export
 
@@ -322,10 +325,12 @@ def build_loss(args: StudentArgs, shard: VocabShard) -> DistillLoss:
     shard = replace(shard, n_valid=args.get("n_vocab") or shard.n_valid)
     for term in args["loss"].divergences:
         divergence_of(term.name)  # a function that this host does not have is an error here, not in the first step
+    kernels = row_kernels(args["device"])
+    log.info("loss kernels: %s", kernels.name)
     return DistillLoss(
         args["loss"],
         tuple(args.get("signals", ("topk",))),
         shard,
-        row_kernels(args["device"]),
+        kernels,
         chunk_bytes=logits_chunk_bytes(on_cpu=args["device"].type == "cpu"),
     )

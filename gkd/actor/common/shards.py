@@ -24,8 +24,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from gkd.actor.common.hf_folder import DTYPES
 from gkd.errors import CheckpointError
-from gkd.hf.folder import DTYPES
 from teacher_server.engines.weight_files import read_header
 
 FORMAT = 1

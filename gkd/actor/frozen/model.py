@@ -28,6 +28,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from gkd.actor.common.agree import same_error
+from gkd.actor.common.hf_folder import DTYPES, TensorPlan
 from gkd.actor.common.host_copies import HostCopies, Snapshot
 from gkd.actor.common.shards import Piece, ShardReader
 from gkd.actor.common.step import empty_micro_batch
@@ -39,7 +40,6 @@ from gkd.actor.fsdp.weights import blend_part, flat_rows, full_tensor, load_weig
 from gkd.data.batching import make_micro_batches
 from gkd.data.score_checks import check_own, check_top_ids
 from gkd.errors import CheckpointError, ConfigError, ModelError, TeacherError
-from gkd.hf.folder import DTYPES, TensorPlan
 from gkd.hf.model_folder import open_tensors, some_names
 from gkd.log import get_logger
 from gkd.types import MicroBatch, Rollout

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from gkd.actor.common.agree import same_error
 from gkd.actor.common.base import Student, StudentArgs, build_loss, no_phase
+from gkd.actor.common.hf_folder import TensorPlan
 from gkd.actor.common.host_copies import HostCopies, Snapshot
 from gkd.actor.common.optim_spec import clip_factor
 from gkd.actor.common.shards import rng_state
@@ -35,7 +36,6 @@ from gkd.actor.fsdp.optim import (
 from gkd.actor.fsdp.passes import run_batch, run_logprobs
 from gkd.actor.fsdp.probe import probe
 from gkd.actor.fsdp.weights import Place, full_tensor, load_weights, match_files
-from gkd.hf.folder import TensorPlan
 from gkd.hf.model_folder import open_tensors, weights_digest
 from gkd.log import get_logger
 from gkd.loss.reduce import sum_over_group

@@ -17,6 +17,7 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 from torch import Tensor
 
 from gkd.actor.common.base import Student, StudentArgs, build_loss, no_phase
+from gkd.actor.common.hf_folder import TensorPlan
 from gkd.actor.common.host_copies import HostCopies, Snapshot
 from gkd.actor.common.step import BatchSums, set_teacher_head
 from gkd.actor.megatron import checkpoint
@@ -29,7 +30,6 @@ from gkd.actor.megatron.lora import disabled_adapters
 from gkd.actor.megatron.model import build_model
 from gkd.actor.megatron.optim import build_optimizer, clip_and_step, prepare_grads, set_lr
 from gkd.actor.megatron.pipeline import run_batch, run_logprobs
-from gkd.hf.folder import TensorPlan
 from gkd.hf.model_folder import weights_digest
 from gkd.loss.reduce import sum_over_group
 from gkd.loss.vocab_parallel import VocabShard

@@ -15,9 +15,10 @@ from gkd.config.schema import Config
 from gkd.config.schema_sections import with_values
 from gkd.config.schema_teacher import ACTOR
 from gkd.errors import ConfigError, ModelError
-from gkd.footprint.estimate import HostTotal, RunModels, host_problems, host_shortage, host_totals
-from gkd.footprint.limits import GIB, actor_peak, allowed_bytes, check, gib, shortages
-from gkd.footprint.rank import (
+from gkd.memory import remedies
+from gkd.memory.footprint.estimate import HostTotal, RunModels, host_problems, host_shortage, host_totals
+from gkd.memory.footprint.limits import GIB, actor_peak, allowed_bytes, check, gib, shortages
+from gkd.memory.footprint.rank import (
     GENERATE,
     WEIGHT_SYNC,
     RankFootprint,
@@ -26,8 +27,7 @@ from gkd.footprint.rank import (
     other_processes_bytes,
     with_other_processes,
 )
-from gkd.footprint.rollout import with_engine_cache, with_max_num_seqs
-from gkd.memory import remedies
+from gkd.memory.footprint.rollout import with_engine_cache, with_max_num_seqs
 from gkd.memory.remedies import Changes, Remedy, as_yaml
 from gkd.spans import Phase
 

@@ -6,10 +6,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from gkd.config.schema import Config
-from gkd.footprint.combination import HOST, Combination, Step
-from gkd.footprint.estimate import HostTotal, PoolTotal, host_shortage
-from gkd.footprint.limits import GIB, gib, smallest_margin
-from gkd.footprint.rank import (
+from gkd.hf.model_dims import ModelDims
+from gkd.memory.footprint.combination import HOST, Combination, Step
+from gkd.memory.footprint.estimate import HostTotal, PoolTotal, host_shortage
+from gkd.memory.footprint.limits import GIB, gib, smallest_margin
+from gkd.memory.footprint.rank import (
     HOST_PARTS,
     OTHER_PROCESSES,
     PHASES,
@@ -18,8 +19,7 @@ from gkd.footprint.rank import (
     engine_of,
     shared_phases_by_rank,
 )
-from gkd.footprint.rollout import kv_bytes_per_token, kv_room_bytes, max_sequences
-from gkd.hf.model_dims import ModelDims
+from gkd.memory.footprint.rollout import kv_bytes_per_token, kv_room_bytes, max_sequences
 from gkd.memory.remedies import as_yaml
 
 _ORDER = (

@@ -13,14 +13,14 @@ from gkd.config.check_values import Interval, save_interval
 from gkd.config.schema import Config
 from gkd.config.schema_teacher import ACTOR
 from gkd.errors import ModelError
-from gkd.footprint.fsdp import fsdp_footprints, groups
-from gkd.footprint.limits import gib
-from gkd.footprint.megatron import megatron_footprints
-from gkd.footprint.rank import HOST_PARTS, OFFLOADED_STATES, RankFootprint, engine_of, on_host, shared_phases
-from gkd.footprint.rollout import rollout_footprint
-from gkd.footprint.teacher import with_frozen
 from gkd.hf.model_dims import check_megatron_support, read_dims
 from gkd.hf.model_folder import ModelFolder, Tensors, read_model_folder
+from gkd.memory.footprint.fsdp import fsdp_footprints, groups
+from gkd.memory.footprint.limits import gib
+from gkd.memory.footprint.megatron import megatron_footprints
+from gkd.memory.footprint.rank import HOST_PARTS, OFFLOADED_STATES, RankFootprint, engine_of, on_host, shared_phases
+from gkd.memory.footprint.rollout import rollout_footprint
+from gkd.memory.footprint.teacher import with_frozen
 
 # Memory of a process on its GPU before the first tensor: CUDA context, kernels, cuBLAS workspaces, NCCL's buffers. An
 # allowance, not measured.
