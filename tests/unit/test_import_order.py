@@ -54,8 +54,7 @@ FROM_SERVER_IN = {
     "gkd/config/": ("teacher_server.config.declare",),
     "gkd/rollout/vllm/start.py": ("teacher_server.engines.vllm_process",),
     "gkd/hf/": (
-        *("teacher_server.engines.folder_check", "teacher_server.engines.hub", "teacher_server.engines.vllm_limits"),
-        "teacher_server.engines.weight_files",
+        *("teacher_server.engines.folder_check", "teacher_server.engines.hub", "teacher_server.engines.weight_files"),
     ),
     "gkd/actor/common/shards.py": ("teacher_server.engines.weight_files",),
     "gkd/actor/common/hf_folder.py": ("teacher_server.engines.hub",),
