@@ -21,8 +21,7 @@ from transformers import AutoModelForCausalLM, DynamicCache
 from transformers.cache_utils import DynamicLayer
 
 from teacher_server.engines.base import RowStream, ScoreParams, Scores, TokenSequence
-from teacher_server.engines.signals import score_hidden
-from teacher_server.engines.streams import MatrixStream
+from teacher_server.engines.signals import MatrixStream, score_hidden
 from teacher_server.errors import ServerError
 from teacher_server.wire.protocol import Wire
 

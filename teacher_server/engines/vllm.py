@@ -24,7 +24,7 @@ import torch
 from transformers import AutoConfig
 
 from teacher_server.engines.base import ENGINE_PID, RowStream, ScoreParams, Scores, TokenSequence
-from teacher_server.engines.streams import row_dtype
+from teacher_server.engines.signals import row_dtype
 from teacher_server.engines.vllm_process import gpu_memory_arguments, keep_files_in
 from teacher_server.errors import ServerError
 from teacher_server.wire.protocol import RowDtype, Wire
@@ -64,7 +64,7 @@ class VllmEngine:
     With tensor parallelism the workers are child processes. The kernel kills them when the thread that created
     this engine ends.
 
-    The rest of each GPU beside `gpu_memory_utilization` must hold the hidden states of a batch and the logits of one
+    What `gpu_memory_utilization` leaves of each GPU must hold the hidden states of a batch and the logits of one
     chunk, about 500 MiB. With a size of the KV cache, other processes may use the GPU during the start.
 
     Args:

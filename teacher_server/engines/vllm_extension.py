@@ -25,8 +25,7 @@ from vllm.model_executor.layers.logits_processor import LogitsProcessor
 from vllm.v1.core.sched.scheduler import Scheduler
 
 from teacher_server.engines.base import ENGINE_PID, RowStream, ScoreParams, TokenSequence
-from teacher_server.engines.signals import score_hidden
-from teacher_server.engines.streams import MatrixStream
+from teacher_server.engines.signals import MatrixStream, score_hidden
 from teacher_server.wire.payload import TopKScores
 from teacher_server.wire.protocol import RowDtype, Wire
 

@@ -98,8 +98,8 @@ def _save(rank: int, world_size: int, root: Path) -> dict[str, Any]:
     packed[1].position_ids = packed[1].position_ids + 1
     result["packed"] = _message(DataError, lambda: student.train_step(packed))
     result["empty"] = _message(DataError, lambda: student.train_step([]))
-    from gkd.actor.megatron.groups import init_groups
     from gkd.actor.megatron.layout import ParallelLayout
+    from gkd.actor.megatron.student import init_groups
 
     result["other_groups"] = _message(ClusterError, lambda: init_groups(ParallelLayout(2, 1, 2, rank)))
     # A DP rank without data must join the step and not change its result.

@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from gkd.actor.common.step import sum_over_group, token_mean
 from gkd.config.loss_spec import LossSpec, LossTerm
 from gkd.errors import DataError, NumericsError
 from gkd.loss import row_kernels
 from gkd.loss.distill_loss import DistillLoss
-from gkd.loss.reduce import sum_over_group, token_mean
 from gkd.loss.vocab_parallel import VocabShard
 from tests.unit.loss_cases import (
     KERNELS,

@@ -21,7 +21,7 @@ from gkd.actor.common.agree import same_error
 from gkd.actor.common.hf_folder import MAX_SHARD_BYTES, TensorPlan, exhaust, write_adapters, write_folder
 from gkd.actor.common.host_copies import HostCopies, Snapshot
 from gkd.actor.common.optim_spec import OptimSpec
-from gkd.actor.common.step import BatchSums, diagnostics, evaluation, not_finite
+from gkd.actor.common.step import BatchSums, diagnostics, evaluation, not_finite, token_mean
 from gkd.config.loss_spec import LossSpec
 from gkd.config.schema import logits_chunk_bytes
 from gkd.config.schema_actor import LoraConfig
@@ -29,7 +29,6 @@ from gkd.errors import ModelError
 from gkd.log import get_logger
 from gkd.loss.distill_loss import DistillLoss
 from gkd.loss.divergence import divergence_of
-from gkd.loss.reduce import token_mean
 from gkd.loss.row_kernels import row_kernels
 from gkd.loss.vocab_parallel import VocabShard
 from gkd.memory.states import States

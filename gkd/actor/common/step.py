@@ -1,5 +1,8 @@
 """Parts of a training step that both backends share: sums over a global batch, metrics, checks.
 
+The loss of a step is a sum over all loss tokens of the global batch, divided once by their number. Means of
+micro-batches or ranks are never averaged, because they have different numbers of tokens.
+
 Letters: B sequences, S columns, N loss rows, V vocabulary, D hidden size of the teacher.
 """
 
@@ -11,13 +14,13 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from gkd.config.loss_spec import SFT
 from gkd.data.collate import MicroBatches
 from gkd.errors import DataError, NumericsError
 from gkd.loss.distill_loss import DistillLoss
-from gkd.loss.reduce import token_mean
 from gkd.loss.text_units import PAIRED, UnitTables
 from gkd.loss.token_loss import (
     END_PROBABILITY,
@@ -46,6 +49,30 @@ class BatchSums:
     def plus(self, other: BatchSums) -> BatchSums:
         values = {name: value + other.values[name] for name, value in self.values.items()}
         return BatchSums(self.n_loss_tokens + other.n_loss_tokens, self.n_on_policy + other.n_on_policy, values)
+
+
+def sum_over_group(sums: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+    """Return the sum of each rank's `sums` over `group`; the same on all of its ranks.
+
+    Args:
+        sums: [...] any device; summed in float64, which counts a billion tokens exactly.
+        group: the data-parallel group; None for a single rank.
+    """
+    total = sums.to(torch.float64)
+    if group is not None:
+        total = total.clone()
+        dist.all_reduce(total, group=group)
+    return total
+
+
+def token_mean(token_sum: float, n_loss_tokens: int) -> float:
+    """Return `token_sum / n_loss_tokens`, both over the global batch. Raises DataError if there is no loss token."""
+    if n_loss_tokens <= 0:
+        raise DataError(
+            "the global batch has no loss token. Fix: check that prompts leave room for a response "
+            "(data.max_response_length), and that it is longer than distill.skip_first_tokens."
+        )
+    return token_sum / n_loss_tokens
 
 
 def not_finite(step: int, loss: float, grad_norm: float) -> NumericsError | None:

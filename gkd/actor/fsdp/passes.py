@@ -17,13 +17,19 @@ import torch.distributed as dist
 from torch import Tensor
 
 from gkd.actor.common.agree import same_error
-from gkd.actor.common.step import BatchSums, check_before, check_next_tokens, empty_micro_batch, token_counts
+from gkd.actor.common.step import (
+    BatchSums,
+    check_before,
+    check_next_tokens,
+    empty_micro_batch,
+    sum_over_group,
+    token_counts,
+)
 from gkd.actor.fsdp.attention import Pack
 from gkd.actor.fsdp.model import LossModel, passes_of
 from gkd.data.collate import without_targets
 from gkd.errors import DataError
 from gkd.loss.distill_loss import DistillLoss, logprobs_of_hidden, logprobs_of_logits
-from gkd.loss.reduce import sum_over_group
 from gkd.types import MicroBatch
 
 

@@ -21,7 +21,7 @@ from gkd.actor.common.hf_folder import TensorPlan
 from gkd.actor.common.host_copies import HostCopies, Snapshot
 from gkd.actor.common.optim_spec import clip_factor
 from gkd.actor.common.shards import rng_state
-from gkd.actor.common.step import BatchSums, set_teacher_head
+from gkd.actor.common.step import BatchSums, set_teacher_head, sum_over_group
 from gkd.actor.fsdp import checkpoint
 from gkd.actor.fsdp.lora import add_adapters, disabled_adapters, init_adapters
 from gkd.actor.fsdp.model import build_on_meta, layer_list, reshard, shard
@@ -38,7 +38,6 @@ from gkd.actor.fsdp.probe import probe
 from gkd.actor.fsdp.weights import Place, full_tensor, load_weights, match_files
 from gkd.hf.model_folder import open_tensors, weights_digest
 from gkd.log import get_logger
-from gkd.loss.reduce import sum_over_group
 from gkd.loss.vocab_parallel import VocabShard
 from gkd.memory.states import GRADS, OPTIMIZER, PARAMS, States, optimizer_tensors
 from gkd.text.pair import TokenizerPair
@@ -166,19 +165,6 @@ class FsdpStudent(Student):
         self._host_copies.settle()
         places, meta = self.trained_places(), self._meta()
         self.step = checkpoint.load(folder, places, self._optimizer, meta, rank=dist.get_rank(), device=self.device)
-
-    def grads_by_hf_name(self, micro_batches: Sequence[MicroBatch]) -> dict[str, Tensor]:
-        """Return the gradients of one global batch as full float32 tensors by HF name. For diagnosis."""
-        self._zero_grads()
-        sums = self._run(micro_batches, backward=True)
-        scale_grads(self._trained, 1.0 / sums.n_loss_tokens)
-        grads: dict[str, Tensor] = {}
-        for place in self._places.values():
-            if (grad := place.tensor.grad) is not None:
-                whole = full_tensor(grad, self.device)
-                grads |= {part.name: part.cut_from(whole) for part in place.parts}
-        self._zero_grads()
-        return grads
 
     def _run(self, micro_batches: Sequence[MicroBatch], *, backward: bool, completes: bool = True) -> BatchSums:
         del completes  # each part's gradients are reduced, and divided in the step

@@ -5,33 +5,35 @@ Inputs are micro-batches; outputs are step statistics, exported weights and chec
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, Unpack
 
 import numpy as np
 import torch
-from megatron.core import tensor_parallel
+import torch.distributed as dist
+from megatron.core import parallel_state, tensor_parallel
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import Tensor
 
+from gkd.actor.common.agree import distinct_groups, probe_group
 from gkd.actor.common.base import Student, StudentArgs, build_loss, no_phase
 from gkd.actor.common.hf_folder import TensorPlan
 from gkd.actor.common.host_copies import HostCopies, Snapshot
-from gkd.actor.common.step import BatchSums, set_teacher_head
+from gkd.actor.common.step import BatchSums, set_teacher_head, sum_over_group
 from gkd.actor.megatron import checkpoint
 from gkd.actor.megatron.cpu_shim import install_cpu_shim
-from gkd.actor.megatron.groups import init_groups, probe_groups
-from gkd.actor.megatron.hf_export import export_plan, iter_full, iter_hf_tensors
-from gkd.actor.megatron.hf_mapping import stage_entries
+from gkd.actor.megatron.hf_export import export_plan, iter_hf_tensors
 from gkd.actor.megatron.layout import ParallelLayout
 from gkd.actor.megatron.lora import disabled_adapters
 from gkd.actor.megatron.model import build_model
 from gkd.actor.megatron.optim import build_optimizer, clip_and_step, prepare_grads, set_lr
 from gkd.actor.megatron.pipeline import run_batch, run_logprobs
+from gkd.errors import ClusterError
 from gkd.hf.model_folder import weights_digest
-from gkd.loss.reduce import sum_over_group
 from gkd.loss.vocab_parallel import VocabShard
 from gkd.memory.states import GRADS, OPTIMIZER, PARAMS, States, optimizer_tensors
 from gkd.text.pair import TokenizerPair
@@ -40,7 +42,7 @@ from gkd.weight_sync.buckets import Content
 
 
 class MegatronStudent(Student):
-    """See `Student`. `export`, `export_plan` and `grads_by_hf_name` cover the tensors of this rank's pipeline stage."""
+    """See `Student`. `export` and `export_plan` cover the tensors of this rank's pipeline stage."""
 
     def __init__(
         self,
@@ -144,37 +146,11 @@ class MegatronStudent(Student):
     def _meta(self) -> dict[str, Any]:
         return checkpoint.student_meta(self.model, dtype=self._dtype, base=self._base_digest)
 
-    def grads_by_hf_name(self, micro_batches: Sequence[MicroBatch]) -> dict[str, Tensor]:
-        """Return this stage's gradients of one global batch as full float32 tensors by HF name. For diagnosis.
-
-        With adapters these are the gradients of the adapters, under the names of a checkpoint.
-        """
-        self._zero_grads()
-        self._run(micro_batches, backward=True, force_all_reduce=True)
-        entries = self.model.trained_entries() if self.model.adapters else stage_entries(self.model.dims, self.layout)
-        full = iter_full(self.model, entries, value=lambda param: param.main_grad)  # type: ignore[attr-defined]
-        grads = {name: grad.clone() for name, grad in full}
-        self._zero_grads()
-        return grads
-
-    def _run(
-        self,
-        micro_batches: Sequence[MicroBatch],
-        *,
-        backward: bool,
-        completes: bool = True,
-        force_all_reduce: bool = False,
-    ) -> BatchSums:
+    def _run(self, micro_batches: Sequence[MicroBatch], *, backward: bool, completes: bool = True) -> BatchSums:
         self._completes = completes
         with nullcontext() if completes else self._no_reduction():
             return run_batch(
-                self._ddps,
-                self.model,
-                micro_batches,
-                self.loss,
-                fused=self._fused,
-                forward_only=not backward,
-                force_all_reduce=force_all_reduce,
+                self._ddps, self.model, micro_batches, self.loss, fused=self._fused, forward_only=not backward
             )
 
     @contextmanager
@@ -233,3 +209,63 @@ class MegatronStudent(Student):
             states[GRADS] += [param.grad for param in mains if param.grad is not None]
             states[OPTIMIZER] += [*(param.data for param in mains), *optimizer_tensors(inner)]
         return states
+
+
+# Create and probe Megatron's process groups for a layout. They are global to a process.
+
+# Groups that a training step uses. Megatron creates more, which connect on first use.
+_USED = ("tp", "pp", "dp", "dp_cp", "mp", "embd", "ep", "expt_dp", "tp_ep", "tp_ep_pp", "intra_dist_opt")
+
+
+def init_groups(layout: ParallelLayout, timeout_s: float = 1800.0) -> ProcessGroupCollection:
+    """Build Megatron's process groups over torch.distributed's world, once per process. Collective.
+
+    Args:
+        timeout_s: of a collective; rounded up to minutes.
+
+    Returns:
+        Megatron's bundle of groups: `tp`, `pp`, `dp`, `mp`, `embd` and more.
+
+    Raises:
+        ClusterError: Megatron is already initialized with other sizes.
+    """
+    if not parallel_state.model_parallel_is_initialized():
+        parallel_state.initialize_model_parallel(
+            tensor_model_parallel_size=layout.tp,
+            pipeline_model_parallel_size=layout.pp,
+            virtual_pipeline_model_parallel_size=layout.vpp if layout.vpp > 1 else None,
+            expert_model_parallel_size=layout.ep,
+            expert_tensor_parallel_size=1,
+            distributed_timeout_minutes=math.ceil(timeout_s / 60),
+            # Gloo groups are used only by Megatron's own checkpoints.
+            create_gloo_process_groups=False,
+        )
+    sizes = (
+        parallel_state.get_tensor_model_parallel_world_size(),
+        parallel_state.get_pipeline_model_parallel_world_size(),
+        parallel_state.get_virtual_pipeline_model_parallel_world_size() or 1,
+        parallel_state.get_expert_model_parallel_world_size(),
+    )
+    if sizes != (layout.tp, layout.pp, layout.vpp, layout.ep):
+        tp, pp, vpp, ep = sizes
+        raise ClusterError(
+            f"Megatron's groups of this process have tp={tp} pp={pp} vpp={vpp} ep={ep}, the layout has tp={layout.tp} "
+            f"pp={layout.pp} vpp={layout.vpp} ep={layout.ep}. Fix: start a new process; groups are global to a process."
+        )
+    return ProcessGroupCollection.use_mpu_process_groups()
+
+
+def probe_groups(groups: ProcessGroupCollection, device: torch.device, on_phase: Callable[[str], None]) -> None:
+    """Run one small collective over each group of this rank that a step uses. Collective.
+
+    Args:
+        on_phase: called with the name of each group before its probe.
+
+    Raises:
+        ClusterError: see `probe_group`.
+    """
+    made = {name: getattr(groups, name) for name in _USED}
+    mine = {name: group for name, group in made.items() if isinstance(group, dist.ProcessGroup)}
+    for name, group in distinct_groups(mine).items():
+        on_phase(f"probing group {name} of ranks {dist.get_process_group_ranks(group)}")
+        probe_group(name, group, device)
