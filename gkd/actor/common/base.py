@@ -21,15 +21,16 @@ from gkd.actor.common.agree import same_error
 from gkd.actor.common.hf_folder import MAX_SHARD_BYTES, TensorPlan, exhaust, write_adapters, write_folder
 from gkd.actor.common.host_copies import HostCopies, Snapshot
 from gkd.actor.common.optim_spec import OptimSpec
-from gkd.actor.common.step import BatchSums, diagnostics, evaluation, not_finite, token_mean
+from gkd.actor.common.step import BatchSums, diagnostics, evaluation, not_finite, sum_over_group, token_mean
 from gkd.config.loss_spec import LossSpec
 from gkd.config.schema import logits_chunk_bytes
 from gkd.config.schema_actor import LoraConfig
-from gkd.errors import ModelError
+from gkd.errors import DataError, ModelError
 from gkd.log import get_logger
 from gkd.loss.distill_loss import DistillLoss
 from gkd.loss.divergence import divergence_of
 from gkd.loss.row_kernels import row_kernels
+from gkd.loss.text_units import UnitTables
 from gkd.loss.vocab_parallel import VocabShard
 from gkd.memory.states import States
 from gkd.memory.usage import trim_heap
@@ -79,6 +80,8 @@ class Student(ABC):
     states: States  # reload offloaded states before calling a method that needs them
     stage, n_stages = 0, 1  # pipeline stage of this rank, and number of them
     lora: LoraConfig | None  # settings of the adapters; None: all weights are trained
+    group: Any  # data-parallel process group
+    n_head_rows: int  # rows of the LM head on this rank; 0: it computes no loss
     _host_copies: HostCopies
 
     def __init__(self, args: StudentArgs) -> None:
@@ -99,9 +102,11 @@ class Student(ABC):
         head = self.loss.teacher_head
         return None if head is None else head.shape[1]
 
-    @abstractmethod
     def set_teacher_head(self, head: np.ndarray, pair: TokenizerPair | None = None, units: str = "nodes") -> None:
         """Keep this rank's rows of the teacher's LM head, for the signal `hidden`. No-op on ranks without a loss.
+
+        They are offloaded with the weights: 4 D bytes for each row, 2.5 GB for 152k rows of 4096. An fsdp2 rank has all
+        rows, because it has all columns of the student's logits; with tensor parallelism a rank has its shard.
 
         Args:
             head: [V, D] float32, over the vocabulary that student and teacher share; with a pair over the teacher's.
@@ -111,6 +116,19 @@ class Student(ABC):
         Raises:
             DataError: it has fewer rows than the student's vocabulary.
         """
+        loss, shard, n_local = self.loss, self.loss.shard, self.n_head_rows
+        if not n_local:
+            return
+        if pair is not None:
+            with_nodes = units == "nodes"
+            loss.units = UnitTables(pair, with_nodes=with_nodes, shard=shard, n_local=n_local, device=self.device)
+            rows = head[loss.units.teacher_rows]
+        elif head.ndim != 2 or len(head) < shard.n_valid:
+            raise DataError(f"the teacher's LM head is {head.shape}; the student's vocabulary has {shard.n_valid} rows")
+        else:
+            rows = head[shard.start : shard.start + shard.n_columns(n_local)]
+        # A copy, because memory of the object store or of numpy cannot be offloaded.
+        loss.teacher_head = torch.tensor(rows, dtype=torch.float32, device=self.device)
 
     def accumulate(self, micro_batches: Sequence[MicroBatch]) -> None:
         """Add the gradients of a part of the next step's batch; `train_step` completes the batch.
@@ -161,9 +179,9 @@ class Student(ABC):
             sums = self._run(micro_batches, backward=False)
         return evaluation(self.step, self.loss, sums)
 
-    @abstractmethod
     def sum_over_groups(self, counts: Tensor) -> Tensor:
         """Return the sum of each data-parallel group's `counts`, float64."""
+        return sum_over_group(counts.to(self.device), self.group)
 
     @abstractmethod
     def compute_logprobs(self, micro_batches: Sequence[MicroBatch], *, disable_adapter: bool = False) -> list[Tensor]:

@@ -22,10 +22,10 @@ from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl, checkpoint_wrapper
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
-from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
 
-from gkd.actor.fsdp.attention import PACKED_ATTENTION, Pack, refuse_packing, register_packed_attention
+from gkd.actor.fsdp.attention import PACKED_ATTENTION, Pack, packed_attention, refuse_packing
 from gkd.errors import ModelError
 from gkd.loss.distill_loss import DistillLoss
 from gkd.memory.host_buffer import page_lock
@@ -116,7 +116,7 @@ def build_on_meta(
         ConfigError: the model's attention cannot be replaced; the key is actor.packing.
     """
     config = read_config(model_path, trust_remote_code=trust_remote_code)
-    register_packed_attention()
+    AttentionInterface.register(PACKED_ATTENTION, packed_attention)
     # Only the model's "eager" attention implements the soft cap. None leaves the choice to transformers.
     capped = getattr(config, "attn_logit_softcapping", None) is not None
     attention = PACKED_ATTENTION if packing else "eager" if capped else None

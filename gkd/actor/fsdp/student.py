@@ -10,7 +10,6 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, Unpack
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -21,7 +20,7 @@ from gkd.actor.common.hf_folder import TensorPlan
 from gkd.actor.common.host_copies import HostCopies, Snapshot
 from gkd.actor.common.optim_spec import clip_factor
 from gkd.actor.common.shards import rng_state
-from gkd.actor.common.step import BatchSums, set_teacher_head, sum_over_group
+from gkd.actor.common.step import BatchSums
 from gkd.actor.fsdp import checkpoint
 from gkd.actor.fsdp.lora import add_adapters, disabled_adapters, init_adapters
 from gkd.actor.fsdp.model import build_on_meta, layer_list, reshard, shard
@@ -40,7 +39,6 @@ from gkd.hf.model_folder import open_tensors, weights_digest
 from gkd.log import get_logger
 from gkd.loss.vocab_parallel import VocabShard
 from gkd.memory.states import GRADS, OPTIMIZER, PARAMS, States, optimizer_tensors
-from gkd.text.pair import TokenizerPair
 from gkd.types import MicroBatch
 from gkd.weight_sync.buckets import Content
 
@@ -91,7 +89,7 @@ class FsdpStudent(Student):
             self._adapters = {} if self.lora is None else add_adapters(hf, self.lora, self._places)
             self._base_digest = weights_digest(folder) if adapted else ""
             n_layers = len(layer_list(hf))
-        self._n_rows: int = hf.config.get_text_config().vocab_size
+        self.group, self.n_head_rows = dist.group.WORLD, int(hf.config.get_text_config().vocab_size)
         self.model = shard(hf, device=device, dtype=dtype, recompute=recompute == "full", offload=cpu_offload)
         on_phase("loading weights")
         with same_error(device):
@@ -103,7 +101,7 @@ class FsdpStudent(Student):
         self._trained = [param for param in self.model.parameters() if param.requires_grad]
         self._optimizer = build_adamw(self._trained, self.optim)
         self._n_threads = threads_per_rank() if cpu_offload and device.type == "cuda" else torch.get_num_threads()
-        self.loss = build_loss(args, VocabShard(0, self._n_rows, None))
+        self.loss = build_loss(args, VocabShard(0, self.n_head_rows, None))
         self._host_copies = HostCopies(torch.device("cpu") if cpu_offload else device)
         self._on_host = cpu_offload
         self.states = States(device, self.live_states, before=self._host_copies.settle)
@@ -116,18 +114,12 @@ class FsdpStudent(Student):
             dist.get_world_size(),
         )
 
-    def sum_over_groups(self, counts: Tensor) -> Tensor:
-        return sum_over_group(counts.to(self.device), dist.group.WORLD)
-
     def compute_logprobs(self, micro_batches: Sequence[MicroBatch], *, disable_adapter: bool = False) -> list[Tensor]:
         """See `Student.compute_logprobs`."""
         with disabled_adapters(self.model) if disable_adapter else nullcontext():
             return run_logprobs(
                 self.model, micro_batches, self.loss, fused=self._fused, packing=self._packing, device=self.device
             )
-
-    def set_teacher_head(self, head: np.ndarray, pair: TokenizerPair | None = None, units: str = "nodes") -> None:
-        set_teacher_head(head, self.loss, self._n_rows, self.device, pair, units)
 
     def export_plan(self, content: Content = "merged") -> list[TensorPlan]:
         if content == "adapters":
@@ -211,15 +203,17 @@ class FsdpStudent(Student):
         return trained
 
     def _meta(self) -> dict[str, Any]:
+        """Return what must match on load, and what decides whether generators are restored; JSON data."""
         scale = next((adapter.scale for adapter in self._adapters.values()), 0.0)
-        return checkpoint.student_meta(
-            self.trained_places(),
-            dtype=self._dtype,
-            scale=scale,
-            base=self._base_digest,
-            world_size=dist.get_world_size(),
-            device=self.device,
-        )
+        return {
+            "strategy": "fsdp2",
+            "dtype": str(self._dtype).removeprefix("torch."),
+            "lora_scale": scale,
+            "base": self._base_digest,  # of the frozen weights, which are not in the checkpoint; empty without any
+            "shapes": {name: list(place.shape) for name, place in self.trained_places().items()},
+            "world_size": dist.get_world_size(),
+            "device": self.device.type,
+        }
 
     def live_states(self) -> dict[str, list[Tensor]]:
         """Return the tensors that persist between steps, by kind; with `cpu_offload` only those on the device."""

@@ -11,7 +11,6 @@ from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, Unpack
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
@@ -23,20 +22,20 @@ from gkd.actor.common.agree import distinct_groups, probe_group
 from gkd.actor.common.base import Student, StudentArgs, build_loss, no_phase
 from gkd.actor.common.hf_folder import TensorPlan
 from gkd.actor.common.host_copies import HostCopies, Snapshot
-from gkd.actor.common.step import BatchSums, set_teacher_head, sum_over_group
+from gkd.actor.common.optim_spec import clip_factor
+from gkd.actor.common.step import BatchSums
 from gkd.actor.megatron import checkpoint
 from gkd.actor.megatron.cpu_shim import install_cpu_shim
 from gkd.actor.megatron.hf_export import export_plan, iter_hf_tensors
 from gkd.actor.megatron.layout import ParallelLayout
 from gkd.actor.megatron.lora import disabled_adapters
 from gkd.actor.megatron.model import build_model
-from gkd.actor.megatron.optim import build_optimizer, clip_and_step, prepare_grads, set_lr
+from gkd.actor.megatron.optim import build_optimizer
 from gkd.actor.megatron.pipeline import run_batch, run_logprobs
 from gkd.errors import ClusterError
 from gkd.hf.model_folder import weights_digest
 from gkd.loss.vocab_parallel import VocabShard
 from gkd.memory.states import GRADS, OPTIMIZER, PARAMS, States, optimizer_tensors
-from gkd.text.pair import TokenizerPair
 from gkd.types import MicroBatch
 from gkd.weight_sync.buckets import Content
 
@@ -92,6 +91,7 @@ class MegatronStudent(Student):
             seed=seed,
             on_phase=on_phase,
         )
+        self.group, self.n_head_rows = groups.dp, len(self.model.lm_head) if layout.is_last_stage else 0
         self._base_digest = weights_digest(Path(model_path)) if adapted else ""
         on_phase("creating the optimizer")
         config = self.model.config
@@ -116,17 +116,10 @@ class MegatronStudent(Student):
         self._host_copies = HostCopies(device)
         self.states = States(device, self.live_states, before=self._host_copies.settle)
 
-    def sum_over_groups(self, counts: Tensor) -> Tensor:
-        return sum_over_group(counts.to(self.device), self.model.groups.dp)
-
     def compute_logprobs(self, micro_batches: Sequence[MicroBatch], *, disable_adapter: bool = False) -> list[Tensor]:
         """See `Student.compute_logprobs`; for `micro_batches` see `run_batch`."""
         with disabled_adapters(self.model.chunks) if disable_adapter else nullcontext():
             return run_logprobs(self._ddps, self.model, micro_batches, self.loss, fused=self._fused)
-
-    def set_teacher_head(self, head: np.ndarray, pair: TokenizerPair | None = None, units: str = "nodes") -> None:
-        if self.layout.is_last_stage:
-            set_teacher_head(head, self.loss, len(self.model.lm_head), self.device, pair, units)
 
     def export_plan(self, content: Content = "merged") -> list[TensorPlan]:
         return export_plan(self.model, content)
@@ -183,12 +176,20 @@ class MegatronStudent(Student):
         self._optimizer.zero_grad()
 
     def _grad_norm(self, n_loss_tokens: int) -> float:
-        return prepare_grads(self._optimizer)  # `finalize_model_grads` has divided by the number of tokens
+        self._optimizer.prepare_grads()
+        return float(self._optimizer.get_grad_norm())  # `finalize_model_grads` has divided by the number of tokens
 
     def _update(self, lr: float, grad_norm: float, n_loss_tokens: int) -> None:
-        set_lr(self._optimizer, self.optim, lr)
+        for group in self._optimizer.param_groups:  # the multiplier of the weight decay is 0 for norms and biases
+            group["lr"] = lr * group["lr_mult"]
+            group["weight_decay"] = self.optim.weight_decay * group["wd_mult"]
         self._host_copies.settle()
-        clip_and_step(self._optimizer, clip_grad=self.optim.clip_grad, grad_norm=grad_norm)
+        factor = clip_factor(grad_norm, self.optim.clip_grad)
+        params = [param for part in self._optimizer.chained_optimizers for param in part.get_parameters()]
+        grads = [param.grad for param in params if param.grad is not None]
+        if factor < 1 and grads:  # none if a rank's range is only padding
+            torch._foreach_mul_(grads, factor)
+        self._optimizer.step_with_ready_grads()
 
     def live_states(self) -> dict[str, list[Tensor]]:
         """Return the tensors that persist between steps, by kind.
