@@ -18,17 +18,17 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 TOP = ("gkd", "teacher_server")
 # A package or root module imports only what stands above it (tests/unit/test_import_order.py). So the loop
-# (`gkd.trainer`) sees its roles as Protocols, `gkd.footprint` predicts memory without a backend, and the teacher server
-# installs without the trainer.
+# (`gkd.trainer`) sees its roles as Protocols, `gkd.memory.footprint` predicts memory without a backend, and the
+# teacher server installs without the trainer.
 _ORDER = """
 teacher_server.errors teacher_server.log teacher_server.wire teacher_server.config teacher_server.engines
 teacher_server.broker teacher_server.worker teacher_server.http teacher_server.cli
 teacher_server.__main__
 gkd.errors gkd.log gkd.types gkd.text gkd.spans gkd.user_code gkd.files gkd.config.dialects gkd.config gkd.roles gkd.run
 gkd.console gkd.health gkd.metrics gkd.data gkd.environment gkd.pipeline gkd.trainer
-gkd.cluster gkd.hf gkd.loss gkd.memory gkd.weight_sync gkd.footprint
+gkd.cluster gkd.hf gkd.loss gkd.memory gkd.memory.footprint gkd.weight_sync
 gkd.rollout gkd.rollout.vllm gkd.rollout.engine gkd.rollout.driver
-gkd.scoring.reward gkd.scoring.teacher gkd.scoring gkd.gpu_map
+gkd.scoring.reward gkd.scoring.teacher gkd.scoring
 gkd.actor.common gkd.actor.megatron gkd.actor.fsdp gkd.actor.frozen gkd.actor
 gkd.preflight gkd.start gkd.api gkd.main_gkd
 gkd.tools.split_tuner gkd.tools.migrate gkd.tools.report gkd.tools gkd.cli

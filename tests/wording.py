@@ -36,7 +36,7 @@ _OPENING = re.compile(r"(What|Of|Which|Who|Whether)\b|[^.\n]*\?")
 # A comment behind code that needs the code to be a sentence ("of each worker"), and the folders that have none.
 _HEADLESS = re.compile(r"#+ (?:of|by|as|also|those|that|until)\b")
 _WITHOUT_HEADLESS = re.compile(
-    r"(?:teacher_server|launch|gkd/(?:actor|cluster|config|data|gpu_map|hf|metrics|pipeline|preflight|reward|rollout|run"
+    r"(?:teacher_server|launch|gkd/(?:actor|cluster|config|data|hf|metrics|pipeline|preflight|reward|rollout|run"
     r"|teacher|tools/migrate))/"
 )
 # A text without a match of this has no hit. Most files have none, and it is faster than to read their tokens.

@@ -137,7 +137,7 @@ class ActorRank:
         self._sends_weights = all_send or self._layout.exports  # see `ActorPool.exporters`
         with self._memory.diagnosed(Phase.BUILD_STUDENT):
             self._student = self._build_student(total_steps, timeout_s)
-        self._frozen = FrozenModels(config, self._student, self._layout, self._device, self._name)
+        self._frozen = FrozenModels(config, self._student, self._device, self._name)
         self._offload = OffloadController(
             self._student,
             self._device,
@@ -237,6 +237,7 @@ def build_student(
         on_phase("comparing the attention kernels")
         use_flash_attention(actor.attention, _heads(config), getattr(torch, config.model.dtype), device)
     common: StudentArgs = {
+        "lora": actor.lora,
         "optim": OptimSpec(**vars(actor.optim), total_steps=total_steps),
         "dtype": getattr(torch, config.model.dtype),
         "device": device,
@@ -265,7 +266,6 @@ def _megatron(config: Config, layout: ParallelLayout, collective_timeout_s: floa
         overlap_grad_reduce=config.trainer.nnodes > 1 and common["device"].type == "cuda",
         recompute=config.actor.recompute,
         sequence_parallel=config.actor.sequence_parallel,
-        lora=config.actor.lora,
         collective_timeout_s=collective_timeout_s,
         **common,
     )
@@ -280,7 +280,6 @@ def _fsdp(config: Config, layout: ParallelLayout, collective_timeout_s: float, c
         recompute=config.actor.recompute,
         packing=config.actor.packing,
         cpu_offload=config.actor.fsdp_cpu_offload,
-        lora=config.actor.lora,
         trust_remote_code=config.model.trust_remote_code,
         **common,
     )

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -26,7 +26,6 @@ from gkd.actor.inputs import ChunkInputs
 from gkd.actor.rank import RESTORES, ActorRank
 from gkd.cluster.startup import WATCH
 from gkd.config.check_values import listed_steps
-from gkd.config.schema_trainer import TrainerConfig
 from gkd.data.batching import check_batch, make_micro_batches, token_records, without_first
 from gkd.data.collate import MicroBatches, route_counts, sequence_weights, size_numbers
 from gkd.data.scatter import map_selected, select, with_advantages
@@ -261,9 +260,34 @@ class ActorWorker(ActorRank):
             digests |= send_kept(self._restore_group, *self._kept.complete(content))
         return digests
 
-    def _profiled(self, part: str = "") -> AbstractContextManager[None]:
-        step, trainer = self._student.step + 1, self._config.trainer
-        return profiled(step, self._rank, trainer, self._device, self._run_dir, part=part)
+    @contextmanager
+    def _profiled(self, part: str = "") -> Iterator[None]:
+        """Profile the block, which makes the next optimizer step, on rank 0 if the settings select it; else do nothing.
+
+        Writes run_dir/profile/step_N_rank_0.json.gz, a Chrome trace of the CPU's and the GPU's work, before it returns.
+        The other ranks wait for this one at their next collective.
+
+        Args:
+            part: added to N, for a part of a step.
+
+        Raises:
+            CheckpointError: the trace cannot be written.
+        """
+        step, on_cuda = self._student.step + 1, self._device.type == "cuda"
+        if self._rank or step not in listed_steps(self._config.trainer.profile_steps):
+            yield
+            return
+        file = self._run_dir / "profile" / f"step_{step:08d}{part}_rank_0.json.gz"
+        with profile(activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_cuda else [])]) as profiler:
+            yield
+            if on_cuda:
+                torch.cuda.synchronize(self._device)
+        with naming(file):
+            make_folder(file.parent)
+            fresh = file.with_name(f"{TMP}{file.name}")
+            profiler.export_chrome_trace(str(fresh))
+            fresh.replace(file)
+        log.info("wrote the profile of step %d to %s", step, file)
 
     def _training_batches(self, inputs: Sequence[Any]) -> tuple[MicroBatches, list[Rollout]]:
         has_reference, skip_first = self._config.derived.loss.has_reference, self._config.distill.skip_first_tokens
@@ -323,37 +347,3 @@ def _timed(compute: Callable[[], list[list[np.ndarray]]]) -> Any:
     results = compute()
     seconds = time.perf_counter() - began
     return (seconds, *results) if results else seconds
-
-
-@contextmanager
-def profiled(
-    step: int, rank: int, config: TrainerConfig, device: torch.device, run_dir: Path, *, part: str = ""
-) -> Iterator[None]:
-    """Profile the block on rank 0 if the settings select this step; else do nothing.
-
-    Writes run_dir/profile/step_N_rank_0.json.gz, a Chrome trace of the CPU's and the GPU's work, before it returns. The
-    other ranks wait for this one at their next collective.
-
-    Args:
-        step: the optimizer step that the block makes, from 1.
-        part: added to N, for a part of a step.
-        run_dir: absolute path of the run folder.
-
-    Raises:
-        CheckpointError: the trace cannot be written.
-    """
-    if rank or step not in listed_steps(config.profile_steps):
-        yield
-        return
-    file = run_dir / "profile" / f"step_{step:08d}{part}_rank_0.json.gz"
-    activities = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if device.type == "cuda" else [])
-    with profile(activities=activities) as profiler:
-        yield
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-    with naming(file):
-        make_folder(file.parent)
-        fresh = file.with_name(f"{TMP}{file.name}")
-        profiler.export_chrome_trace(str(fresh))
-        fresh.replace(file)
-    log.info("wrote the profile of step %d to %s", step, file)

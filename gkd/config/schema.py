@@ -108,7 +108,8 @@ def _derived(config: Sections) -> Derived:
     has_folder = loss.has_reference and not reference_is_actor
     reference_folder = (config.reference.path or config.model.path) if has_folder else ""
     # A frozen model whose shards stay on the GPU needs the room of the actor's states for its forward pass, unless
-    # memory.strategy is resident; `auto` counts as offload until preflight replaces it (`gkd.footprint.combination`).
+    # memory.strategy is resident; `auto` counts as offload until preflight replaces it, see
+    # `gkd.memory.footprint.combination`.
     # States that fsdp_cpu_offload keeps on the host need no move. With colocate the allocator's cache is released in
     # any case.
     teacher_stays = teacher_pool == ACTOR and not teacher.fsdp_cpu_offload

@@ -20,8 +20,7 @@ from gkd.config.schema import Config
 from gkd.errors import ConfigError, ModelError
 from gkd.hf.hub import local_path
 from gkd.hf.model_dims import ModelDims, read_dims
-from teacher_server.engines.folder_check import check_folder
-from teacher_server.engines.vllm_limits import check_vllm_support
+from teacher_server.engines.folder_check import check_folder, check_vllm_support
 
 INDEX_NAME, SINGLE_NAME = files.INDEX, files.SINGLE
 some_names = files.some_names

@@ -13,7 +13,6 @@
     policy_gradient.py    k1, k2, k3 on the sampled token
     policy_loss.py        the clipped policy-gradient loss of rewards
     sampled_logprobs.py   the student's logprob of the sampled token, without a loss
-    reduce.py             sums over ranks -> the global token mean
 
 `gkd.config.loss_spec` specifies the losses of a run. Process groups are arguments.
 """

@@ -100,7 +100,7 @@ def logits_buffer(hidden: Tensor, n_rows: int, n_columns: int) -> Tensor:
 
 
 class LogitsLoss(torch.autograd.Function):
-    """The loss of existing logits against a teacher's full distribution; see `DistillLoss.from_logits`."""
+    """The loss of existing logits; see `DistillLoss.from_logits`."""
 
     @staticmethod
     def forward(ctx: Any, logits_local: Tensor, targets: TokenTargets, loss: ChunkLoss) -> tuple[Tensor, Tensor]:

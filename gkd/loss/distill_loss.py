@@ -43,7 +43,6 @@ from gkd.loss.vocab_parallel import (
     RowLogprobs,
     VocabShard,
     row_logprobs,
-    vocab_parallel_logprobs,
     write_logits_gradient,
 )
 from gkd.types import TokenTargets
@@ -157,24 +156,10 @@ class DistillLoss:
             return logits_local.sum(), logits_local.new_zeros(len(self.report_names), dtype=torch.float64)
         targets = self._weighed(targets, lambda first: first.from_logits(logits_local, targets))
         logits_local = self._at_temperatures(logits_local, targets)
-        if self.is_full_vocab:
-            if not torch.is_grad_enabled():
-                logits_local = logits_local.detach()
-            loss, sums = LogitsLoss.apply(logits_local, targets, self)
-            return loss, sums
-        targets = targets.on(logits_local.device)
-        rows = vocab_parallel_logprobs(
-            logits_local,
-            _picked_ids(targets),
-            self.shard,
-            kernels=self.kernels,
-            n_listed=_n_listed(targets),
-            temperature=self.spec.temperature,
-            overwrite_logits=True,
-            check_ids=False,
-        )
-        losses = self._from_table(rows, targets, logits_local)
-        return losses.total.sum(), self._sums(losses, targets)
+        if not torch.is_grad_enabled():
+            logits_local = logits_local.detach()
+        loss, sums = LogitsLoss.apply(logits_local, targets, self)
+        return loss, sums
 
     def _weighed(self, targets: TokenTargets, compute: Callable[[DistillLoss], object]) -> TokenTargets:
         """Return the targets with the factors of distill.token_weight, from a first pass without gradients."""

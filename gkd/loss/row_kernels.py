@@ -17,9 +17,6 @@ import torch
 from torch import Tensor
 
 from gkd.errors import ConfigError
-from gkd.log import get_logger
-
-log = get_logger("loss")
 
 # Float32 elements of one piece. On CPU they should fit the cache together with their logits; on a GPU there should be
 # enough of them to occupy the device.
@@ -168,7 +165,6 @@ def row_kernels(device: torch.device) -> RowKernels:
             problem = f"triton, which computes the losses there, cannot be imported ({error})."
             raise ConfigError("trainer.device", "cuda", problem, "install triton.") from error
         kernels = TritonRows()
-    log.info("loss kernels: %s", kernels.name)
     return kernels
 
 

@@ -6,8 +6,7 @@ and the log probability of all tokens outside a list of ids. The results go to `
 
 The sum covers the model's true vocabulary: rows that only pad the vocabulary to a multiple of TP are
 excluded and get a gradient of exactly zero. No tensor of size [N, V] exists except the logits and their
-gradient: both passes process pieces of rows (`gkd.loss.row_kernels`), and the backward pass recomputes
-the softmax.
+gradient: both passes process pieces of rows (`gkd.loss.row_kernels`), and the second recomputes the softmax.
 
 Letters: N loss rows, C ids per row, V_local vocabulary columns of this rank (padding included), TP ranks.
 """
@@ -17,12 +16,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from gkd.errors import NumericsError
 from gkd.loss.row_kernels import RowKernels, statistics_dtype
@@ -45,9 +43,9 @@ class VocabShard:
         local = ids - self.start
         return torch.where((ids >= 0) & (local >= 0) & (local < self.n_columns(v_local)), local, -1)
 
-    def check(self, ids: Tensor, *, lowest: int = 0) -> None:
-        """Raise NumericsError for an id outside the vocabulary; `lowest` = -1 also allows -1."""
-        if ids.numel() and (int(ids.min()) < lowest or int(ids.max()) >= self.n_valid):
+    def check(self, ids: Tensor) -> None:
+        """Raise NumericsError for an id outside the vocabulary."""
+        if ids.numel() and (int(ids.min()) < 0 or int(ids.max()) >= self.n_valid):
             raise NumericsError(
                 f"token ids span [{int(ids.min())}, {int(ids.max())}], outside the student's vocabulary of "
                 f"{self.n_valid} tokens. The teacher and the student do not share a tokenizer; check both."
@@ -63,90 +61,22 @@ class RowLogprobs(NamedTuple):
     log_normalizer: Tensor  # [N] log sum_v exp(z), without gradient
 
 
-def vocab_parallel_logprobs(
-    logits_local: Tensor,
-    ids: Tensor,
-    shard: VocabShard,
-    *,
-    kernels: RowKernels,
-    n_listed: int = 0,
-    temperature: float = 1.0,
-    overwrite_logits: bool = False,
-    check_ids: bool = True,
+def row_logprobs(
+    logits_local: Tensor, ids: Tensor, shard: VocabShard, *, kernels: RowKernels, n_listed: int, temperature: float
 ) -> RowLogprobs:
-    """Return the log-softmax over the whole vocabulary at `ids`; differentiable in `logits_local`.
+    """Return the log-softmax over the whole vocabulary at `ids`, in float32 (float64 for float64 logits).
 
-    The forward pass makes one all-reduce of [N, 2 TP + C] numbers over `shard.group`; the backward pass is local.
+    One all-reduce of [N, 2 TP + C] numbers over `shard.group`. `write_logits_gradient` has the gradient.
 
     Args:
-        logits_local: [N, V_local] any float dtype, this rank's slice of the vocabulary. The forward pass masks the
-            listed ones temporarily, so they must not be read concurrently.
-        ids: [N, C] int64 global token ids, the same on every rank of the group; -1 = none.
+        logits_local: [N, V_local] any float dtype, this rank's slice of the vocabulary. The listed ones are masked
+            temporarily, so they must not be read concurrently.
+        ids: [N, C] int64 global token ids in the vocabulary, the same on every rank of the group; -1 = none.
         n_listed: the first `n_listed` ids of a row are a list of distinct ids, and `tail` covers the tokens outside
             it. The tail is summed over those tokens, because 1 - sum of the list has no significant digit if the list
             holds nearly all mass. The other ids may repeat one another and the list.
         temperature: divides the logits; > 0.
-        overwrite_logits: write the gradient over the logits in the backward pass. They must have no other use;
-            autograd raises RuntimeError if they do, or at a second backward pass.
-        check_ids: False for ids that have been checked already: on a GPU the check synchronizes with the device.
-
-    Returns:
-        float32 tensors (float64 for float64 logits).
-
-    Raises:
-        NumericsError: an id is outside the vocabulary.
     """
-    if check_ids:
-        shard.check(ids, lowest=-1)
-    return RowLogprobs(*_Logprobs.apply(logits_local, ids, shard, kernels, n_listed, temperature, overwrite_logits))
-
-
-class _Logprobs(torch.autograd.Function):
-    """See `row_logprobs` and `write_logits_gradient`."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        logits_local: Tensor,
-        ids: Tensor,
-        shard: VocabShard,
-        kernels: RowKernels,
-        n_listed: int,
-        temperature: float,
-        overwrite_logits: bool,
-    ) -> tuple[Tensor, ...]:
-        logits = logits_local.detach()
-        rows = row_logprobs(logits, ids, shard, kernels=kernels, n_listed=n_listed, temperature=temperature)
-        ctx.save_for_backward(logits_local, ids, *rows)
-        ctx.shard, ctx.kernels, ctx.n_listed = shard, kernels, n_listed
-        ctx.temperature, ctx.overwrite = temperature, overwrite_logits
-        ctx.mark_non_differentiable(rows.entropy, rows.log_normalizer)
-        return tuple(rows)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
-        logits_local, ids, *rows = ctx.saved_tensors
-        grad = logits_local.detach() if ctx.overwrite else torch.empty_like(logits_local)
-        write_logits_gradient(
-            logits_local,
-            grad,
-            ids,
-            RowLogprobs(*rows),
-            ctx.shard,
-            grad_logprobs=grad_outputs[0],
-            grad_tail=grad_outputs[1],
-            kernels=ctx.kernels,
-            n_listed=ctx.n_listed,
-            temperature=ctx.temperature,
-        )
-        return grad, None, None, None, None, None, None
-
-
-def row_logprobs(
-    logits_local: Tensor, ids: Tensor, shard: VocabShard, *, kernels: RowKernels, n_listed: int, temperature: float
-) -> RowLogprobs:
-    """Compute `vocab_parallel_logprobs` without autograd."""
     v_local = logits_local.shape[1]
     valid, columns = logits_local[:, : shard.n_columns(v_local)], shard.columns(ids, v_local)
     log_sum, mean, picked = local_statistics(

@@ -1,7 +1,7 @@
 """The table of what to change when memory is short: keys, their next values, and the phases in which they help.
 
 - `advice` prints the rows for the phase that ran out of memory, with the run's present and next values.
-- `gkd.footprint.combination` applies them in their order until a run fits.
+- `gkd.memory.footprint.combination` applies them in their order until a run fits.
 - docs/memory.md has the table for users, with the next values in words; a test compares the two.
 
 Rows are in the order of the advice: large effect for little cost first. Pure: no torch.
@@ -38,7 +38,7 @@ class Remedy:
     phases: tuple[Phase, ...] = ()  # in which it helps; empty: in all
     not_in: tuple[Phase, ...] = ()  # phases in which it does not help
     device: str = ""  # cuda | cpu; empty: both
-    is_tried: bool = True  # `gkd.footprint.combination` tries it; False: training changes
+    is_tried: bool = True  # `gkd.memory.footprint.combination` tries it; False: training changes
     adds_gpus: bool = False
 
     def line(self, config: Config) -> str:

@@ -6,30 +6,27 @@ import os
 from collections.abc import Sequence
 from dataclasses import replace
 
+from gkd.cluster.gpu_findings import IDLE_MIB
 from gkd.cluster.gpu_table import GpuInfo
 from gkd.cluster.gpus import machine_gpus, visible_gpus
 from gkd.cluster.host import host_memory_bytes
 from gkd.config.schema import Config
 from gkd.config.schema_sections import ClusterConfig
 from gkd.errors import ModelError
-from gkd.footprint import RankFootprint, check
-from gkd.footprint.combination import OFFLOAD, Combination, find_combination, with_strategy
-from gkd.footprint.estimate import HostTotal, host_shortage, host_totals, pool_totals, read_models
-from gkd.footprint.limits import GIB, gib, state_fits
-from gkd.footprint.rank import engine_of, other_processes_bytes, with_other_processes
-from gkd.footprint.report import (
+from gkd.log import get_logger
+from gkd.memory.footprint import RankFootprint
+from gkd.memory.footprint.combination import OFFLOAD, Case, Combination
+from gkd.memory.footprint.estimate import pool_totals, read_models
+from gkd.memory.footprint.limits import gib, state_fits
+from gkd.memory.footprint.report import (
     combination_lines,
     footprint_table,
-    host_problems,
     kv_line,
     margin_line,
     shared_phases_table,
     totals_line,
     totals_lines,
 )
-from gkd.footprint.rollout import with_engine_cache, with_max_num_seqs
-from gkd.gpu_map.findings import IDLE_MIB
-from gkd.log import get_logger
 
 log = get_logger("preflight")
 
@@ -53,29 +50,29 @@ def check_memory(config: Config, device: str, teacher_hidden: int | None, scores
     """
     config = replace(config, trainer=replace(config.trainer, device=device))
     try:
-        models = read_models(config)
         gpu_bytes = None if device == "cpu" else smallest_gpu(config.cluster)
-        others = other_processes_bytes(config, gpu_bytes, memory_in_use(config) if device == "cuda" else 0)
-
-        def refit(changed: Config) -> list[RankFootprint]:
-            found = models.footprint(changed, teacher_hidden=teacher_hidden)
-            return with_other_processes(found, others, changed)
-
-        config = with_max_num_seqs(config, engine_of(refit(config)), models.student.dims, gpu_bytes)
-        config, choice = with_strategy(config, refit, gpu_bytes)
-        found: Sequence[RankFootprint] = refit(config)
+        case = Case(
+            config,
+            read_models(config),
+            gpu_bytes,
+            host_memory_bytes(),
+            scores_gib=lambda changed: scores_gib,
+            teacher_hidden=teacher_hidden,
+            in_use=memory_in_use(config) if device == "cuda" else 0,
+        ).settled()
+        found = case.footprints()
     except ModelError as error:  # fsdp2 accepts models that name their sizes otherwise
         log.warning("cannot estimate memory: %s", error)
         strategy = OFFLOAD if config.memory.strategy == "auto" else config.memory.strategy
         return replace(config, memory=replace(config.memory, strategy=strategy))
+    config, dims = case.config, case.models.student.dims
     if device == "cpu":
         log.info("estimated memory per rank (without libraries): %s", totals_line(found))
         return config
-    if choice:
-        log.info("%s", choice)
-    found = with_engine_cache(found, gpu_bytes, config)
+    if case.choice:
+        log.info("%s", case.choice)
     log.info("estimated memory per rank:\n%s", footprint_table(found, gpu_bytes))
-    log.info(kv_line(found, models.student.dims, gpu_bytes, config))
+    log.info(kv_line(found, dims, gpu_bytes, config))
     if config.trainer.colocate:
         log.info(shared_phases_table(found, gpu_bytes, config))
     if gpu_bytes is None:
@@ -84,19 +81,13 @@ def check_memory(config: Config, device: str, teacher_hidden: int | None, scores
         log.info("GPU memory size is unknown on this host (%s): compare the totals with it yourself", reason)
         return config
 
-    def hosts(changed: Config, ranks: Sequence[RankFootprint]) -> list[HostTotal]:
-        return host_totals(ranks, round(scores_gib * GIB), changed)
-
-    host_bytes, totals = host_memory_bytes(), hosts(config, found)
-    for line in totals_lines(pool_totals(found, gpu_bytes, config), totals, host_bytes):
+    for line in totals_lines(pool_totals(found, gpu_bytes, config), case.hosts(config, found), case.host_bytes):
         log.info("%s", line)
-    problems = [*check(found, gpu_bytes, config), *host_problems(totals, host_bytes)]
+    problems = case.problems()
     if not problems:
         log.info("%s", margin_line(found, gpu_bytes, config))
         return config
-    combination = find_combination(
-        config, refit, gpu_bytes, lambda changed, ranks: host_shortage(hosts(changed, ranks), host_bytes)
-    )
+    combination = case.combination(gpu_bytes)
     _refuse_state(found, gpu_bytes, config, combination)
     for problem in problems:
         log.warning("memory: %s", problem)

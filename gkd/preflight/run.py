@@ -20,11 +20,10 @@ from gkd.data.prompts import RowReader, load_prompts, load_tokenizer
 from gkd.data.render import Tools
 from gkd.data.row_files import describe_files
 from gkd.errors import ClusterError, ConfigError, TeacherUnavailable
-from gkd.footprint.estimate import scores_gib
-from gkd.gpu_map.teacher import teacher_rows, with_own_gpus
 from gkd.hf.hub import FILES, MODELS, pinned_names, with_local_copies
 from gkd.hf.model_folder import check_engines, eos_token_ids
 from gkd.log import get_logger
+from gkd.memory.footprint.estimate import scores_gib
 from gkd.metrics.trackers import check_trackers_installed
 from gkd.preflight.machine import check_machine, check_transformer_engine, resolve_device
 from gkd.preflight.memory import check_memory
@@ -45,6 +44,7 @@ from gkd.preflight.tokenizer_pair import check_pair, teacher_tokenizer, tokenize
 from gkd.preflight.user_code import check_answers, check_functions, check_observations, environment_tools
 from gkd.run.folder import RunFolder
 from gkd.run.open import check_run_folder, open_run_folder
+from gkd.scoring.teacher.gpus import teacher_rows, with_own_gpus
 from gkd.scoring.teacher.info import TeacherInfo, head_columns
 from gkd.scoring.teacher.window import throttle_warning
 from gkd.spans import driver

@@ -7,9 +7,9 @@ from typing import Any
 
 from gkd.config.schema import Config
 from gkd.errors import ConfigError
-from gkd.footprint.megatron import check_split
 from gkd.hf.model_dims import check_engine_split, check_megatron_support, read_dims
 from gkd.hf.model_folder import checked_folder, read_config_json
+from gkd.memory.footprint.megatron import check_split
 
 _NUMBERS_OF_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")  # keys of config.json
 

@@ -25,8 +25,6 @@ from gkd.config.schema import Config
 from gkd.config.schema_teacher import ACTOR, ROLLOUT
 from gkd.data.chunks import CHUNK_SIZE, chunk_size
 from gkd.errors import GkdError, RankTimeout
-from gkd.gpu_map import collect
-from gkd.gpu_map.collect import record_end, record_placement, record_restart
 from gkd.log import get_logger
 from gkd.memory.usage import trim_heap
 from gkd.preflight.run import Plan
@@ -45,6 +43,8 @@ from gkd.scoring.pool import HEALTH, RECORDS, ScoringPool, teacher_heads
 from gkd.scoring.teacher.greedy import greedy_samples
 from gkd.scoring.teacher.window import throttle_warning, window_of_group
 from gkd.spans import driver
+from gkd.start import gpu_map as collect
+from gkd.start.gpu_map import record_end, record_placement, record_restart
 from gkd.start.pools import actor_env, cpu_threads, make_cluster, make_pools, shares_with, worker_env
 from gkd.weight_sync.coordinator import WeightSync
 

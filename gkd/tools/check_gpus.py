@@ -20,14 +20,22 @@ from typing import TYPE_CHECKING
 
 from msgspec import structs
 
-from gkd.cluster.gpu_table import RUN_ENDED, TEACHER, Finding, GpuInfo, GpuMap, RankPlacement, gpu_map_from_json
+from gkd.cluster.gpu_findings import find_problems, used_gpus
+from gkd.cluster.gpu_table import (
+    RUN_ENDED,
+    TEACHER,
+    Finding,
+    GpuInfo,
+    GpuMap,
+    RankPlacement,
+    gpu_map_from_json,
+    gpu_report,
+)
 from gkd.cluster.host import nearest_ancestor, process_info
 from gkd.config.check import check_config
 from gkd.config.load import load_config, parse_overrides
 from gkd.config.schema import Config
 from gkd.errors import ClusterError, ConfigError, GkdError
-from gkd.gpu_map.findings import find_problems, used_gpus
-from gkd.gpu_map.report import gpu_report
 from gkd.tools import exit_codes
 from teacher_server.config.command import command_parser
 
@@ -70,8 +78,8 @@ def check(config: Config) -> GpuMap:
     from gkd.preflight.run import check_ray_installed
 
     check_ray_installed()
-    from gkd.gpu_map import collect
-    from gkd.gpu_map.teacher import teacher_rows, with_own_gpus
+    from gkd.scoring.teacher.gpus import teacher_rows, with_own_gpus
+    from gkd.start import gpu_map as collect
     from gkd.start.pools import ROLLOUT, make_cluster, make_pools, pools_in_order, shares_with, worker_env
 
     tp_sizes = {"actor": config.actor.tp, "rollout": 1}  # ranks of one TP group; an engine is one rank
@@ -119,8 +127,8 @@ def check_running(run_dir: Path) -> GpuMap:
         ClusterError: gpus.json is damaged.
     """
     from gkd.cluster.gpus import machine_gpus
-    from gkd.gpu_map.teacher import teacher_rows
     from gkd.run.folder import PLACES
+    from gkd.scoring.teacher.gpus import teacher_rows
 
     try:
         saved = gpu_map_from_json((run_dir / PLACES).read_bytes(), str(run_dir / PLACES))

@@ -10,7 +10,7 @@ import json
 import shlex
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 from gkd.cluster.gpus import gpu_memory_bytes
@@ -19,25 +19,17 @@ from gkd.config.check import check_config
 from gkd.config.load import load_config, parse_overrides
 from gkd.config.schema import Config
 from gkd.errors import ConfigError, GkdError
-from gkd.footprint import RankFootprint, check, teacher_footprint
-from gkd.footprint.combination import Combination, find_combination, with_strategy
-from gkd.footprint.estimate import (
-    HostTotal,
-    RunModels,
-    host_shortage,
-    host_totals,
-    pool_totals,
-    read_models,
-    scores_gib,
-)
-from gkd.footprint.limits import GIB
-from gkd.footprint.rank import engine_of, other_processes_bytes, shared_phases_by_rank, with_other_processes
-from gkd.footprint.report import (
+from gkd.hf.model_folder import read_model_folder
+from gkd.memory.footprint import teacher_footprint
+from gkd.memory.footprint.combination import Case, Combination
+from gkd.memory.footprint.estimate import pool_totals, read_models, scores_gib
+from gkd.memory.footprint.limits import GIB
+from gkd.memory.footprint.rank import shared_phases_by_rank
+from gkd.memory.footprint.report import (
     as_json,
     combination_json,
     combination_lines,
     footprint_table,
-    host_problems,
     kv_line,
     margin_line,
     rule_of_thumb,
@@ -46,8 +38,6 @@ from gkd.footprint.report import (
     totals_json,
     totals_lines,
 )
-from gkd.footprint.rollout import with_engine_cache, with_max_num_seqs
-from gkd.hf.model_folder import ModelFolder, read_model_folder
 from gkd.tools import exit_codes
 from teacher_server.config.command import command_parser
 
@@ -68,57 +58,15 @@ def main(argv: list[str] | None = None) -> int:
     """Run the tool and return its exit code, see `_EXAMPLES`."""
     args = _parse(argv)
     case = _read(args)
-    problems, combination = case.problems(), case.combination()
+    problems, combination = case.problems(), None
+    if case.gpu_bytes is not None:
+        found = case.combination(case.gpu_bytes)
+        combination = found if len(found.steps) > 1 or not found.fits else None
     print(_json(case, problems, combination) if args.json else _text(case, problems, combination, args), flush=True)
     return 1 if problems else 0
 
 
-@dataclass(frozen=True, slots=True)
-class _Case:
-    """The settings, the models and the sizes to compare with."""
-
-    config: Config
-    models: RunModels
-    teacher: ModelFolder | None  # a teacher server's model
-    gpu_bytes: int | None
-    host_bytes: int | None
-    found: Sequence[RankFootprint] = ()  # footprints of these settings; with a teacher's folder also its worker's
-    choice: str = ""  # line on memory.strategy; may be empty
-
-    def hosts(self, config: Config, found: Sequence[RankFootprint]) -> list[HostTotal]:
-        """Return the host memory of these settings; the footprints belong to the run's own ranks."""
-        teacher = self.teacher or self.models.local_teacher or self.models.student
-        n_heldout = config.eval.max_prompts if config.data.val_files else 0
-        scores = scores_gib(config, self.models.student.dims.vocab_size, teacher.dims.hidden_size, n_heldout)
-        workers = [part for part in self.found if part.role == "teacher"]
-        ranks = [part for part in found if part.role != "teacher"]
-        return host_totals([*ranks, *workers], round(scores * GIB), config)
-
-    def refit(self, config: Config) -> list[RankFootprint]:
-        """Return the footprints of the ranks with these settings."""
-        hidden = None if self.teacher is None else self.teacher.dims.hidden_size
-        others = other_processes_bytes(config, self.gpu_bytes)
-        return with_other_processes(self.models.footprint(config, hidden), others, config)
-
-    def problems(self) -> list[str]:
-        """Return a line for each shortage of a GPU or a host."""
-        on_gpus = [] if self.gpu_bytes is None else check(self.found, self.gpu_bytes, self.config)
-        return [*on_gpus, *host_problems(self.hosts(self.config, self.found), self.host_bytes)]
-
-    def combination(self) -> Combination | None:
-        """Return what to change so that the run fits with memory.margin, or None if it does or no GPU is known."""
-        if self.gpu_bytes is None:
-            return None
-
-        def lacks_host(changed: Config, found: Sequence[RankFootprint]) -> int:
-            return host_shortage(self.hosts(changed, found), self.host_bytes or 0)
-
-        limited = lacks_host if self.host_bytes is not None else None
-        combination = find_combination(self.config, self.refit, self.gpu_bytes, limited)
-        return combination if len(combination.steps) > 1 or not combination.fits else None
-
-
-def _read(args: argparse.Namespace) -> _Case:
+def _read(args: argparse.Namespace) -> Case:
     """Read the settings and the model folders. Raises ConfigError, ModelError."""
     gpu_bytes = gpu_memory_bytes(_gib_number("--gpu-gib", args.gpu_gib))
     host_gib = _gib_number("--host-gib", args.host_gib)
@@ -135,19 +83,22 @@ def _read(args: argparse.Namespace) -> _Case:
     if teacher is not None and models.local_teacher is not None:
         problem = "teacher.backend is local: teacher.path is the teacher, and it is on the actor's ranks."
         raise ConfigError("--teacher", str(args.teacher), problem, "leave it out.")
-    case = _Case(config, models, teacher, gpu_bytes, host_bytes)
-    on_gpu = None if config.trainer.device == "cpu" else gpu_bytes
-    config = with_max_num_seqs(config, engine_of(case.refit(config)), models.student.dims, on_gpu)
-    config, choice = with_strategy(config, case.refit, gpu_bytes)
-    found = case.refit(config)
+    shown = teacher or models.local_teacher or models.student
+
+    def scores(changed: Config) -> float:
+        n_heldout = changed.eval.max_prompts if changed.data.val_files else 0
+        return scores_gib(changed, models.student.dims.vocab_size, shown.dims.hidden_size, n_heldout)
+
+    case = Case(config, models, gpu_bytes, host_bytes, scores)
     if teacher is not None:
         longest = config.derived.max_teacher_length
-        found.append(teacher_footprint(teacher.config_json, n_tokens=longest, tensors=teacher.tensors))
-    return replace(case, config=config, found=with_engine_cache(found, gpu_bytes, config), choice=choice)
+        worker = teacher_footprint(teacher.config_json, n_tokens=longest, tensors=teacher.tensors)
+        case = replace(case, teacher_hidden=teacher.dims.hidden_size, workers=(worker,))
+    return case.settled()
 
 
-def _text(case: _Case, problems: Sequence[str], combination: Combination | None, args: argparse.Namespace) -> str:
-    config, gpu_bytes, found, dims = case.config, case.gpu_bytes, case.found, case.models.student.dims
+def _text(case: Case, problems: Sequence[str], combination: Combination | None, args: argparse.Namespace) -> str:
+    config, gpu_bytes, found, dims = case.config, case.gpu_bytes, case.footprints(), case.models.student.dims
     lines = [footprint_table(found, gpu_bytes), kv_line(found, dims, gpu_bytes, config)]
     lines += [case.choice] if case.choice else []
     if config.trainer.colocate:
@@ -172,8 +123,8 @@ def _command(args: argparse.Namespace, combination: Combination) -> str:
     return shlex.join(["python", "-m", "gkd.main_gkd", "--config", args.config, *kept])
 
 
-def _json(case: _Case, problems: Sequence[str], combination: Combination | None) -> str:
-    config, found, dims = case.config, case.found, case.models.student.dims
+def _json(case: Case, problems: Sequence[str], combination: Combination | None) -> str:
+    config, found, dims = case.config, case.footprints(), case.models.student.dims
     extra = {
         "reference": rule_of_thumb(dims) if dims.is_exact else {},
         "turns": shared_phases_by_rank(found, case.gpu_bytes, config),

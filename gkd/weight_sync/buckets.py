@@ -6,7 +6,6 @@ has whole tensors; a tensor larger than the bucket size has a bucket of its own.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
@@ -98,22 +97,9 @@ def word_sum(data: torch.Tensor) -> int:
     Every change of a single word changes it. It is computed where the data are, so that no byte passes through the
     host, and is the same on every device.
     """
-    return host_word_sum(data) if data.device.type == "cpu" else device_word_sum(data)
-
-
-def host_word_sum(data: torch.Tensor) -> int:
-    """Return `word_sum` by NumPy: its product needs no memory for the terms, and the factors stay in the cache."""
-    total, factors = 0, _host_factors(_SUMMED_BYTES // 8)
-    for part in data.split(_SUMMED_BYTES):
-        words = np.from_dlpack(_words(part))
-        total = total * _FACTOR + int(np.dot(factors[: len(words)], words))
-    return total % (1 << 64)
-
-
-def device_word_sum(data: torch.Tensor) -> int:
-    """Return `word_sum` by torch."""
     total = torch.zeros((), dtype=torch.int64, device=data.device)
-    factors = torch.arange(_SUMMED_BYTES // 8, device=data.device).mul_(_FACTOR).bitwise_or_(1)
+    n_factors = -(-min(data.numel(), _SUMMED_BYTES) // 8)
+    factors = torch.arange(n_factors, device=data.device).mul_(_FACTOR).bitwise_or_(1)
     for part in data.split(_SUMMED_BYTES):
         words = _words(part)
         total = total * _FACTOR + (factors[: len(words)] * words).sum()
@@ -124,12 +110,6 @@ def _words(part: torch.Tensor) -> torch.Tensor:
     """Return the int64 words of a uint8 tensor, with zeros behind its end."""
     rest = -part.numel() % 8
     return (torch.nn.functional.pad(part, (0, rest)) if rest else part).view(torch.int64)
-
-
-@functools.cache
-def _host_factors(n: int) -> np.ndarray:
-    """Return [n] int64."""
-    return np.arange(n) * np.int64(_FACTOR) | 1
 
 
 def digest(tensor: torch.Tensor) -> str:

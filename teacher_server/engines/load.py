@@ -9,7 +9,7 @@ from pathlib import Path
 
 from teacher_server.config.declare import is_path
 from teacher_server.engines.base import Engine
-from teacher_server.engines.vllm_limits import check_vllm_support
+from teacher_server.engines.folder_check import check_vllm_support
 from teacher_server.engines.weight_files import FolderError
 from teacher_server.errors import ServerError
 
@@ -113,18 +113,7 @@ def _load_vllm(settings: EngineSettings, device: str, dtype: str) -> Engine:
     from teacher_server.engines.vllm import VllmEngine
 
     torch.set_num_threads(settings.threads)
-    return VllmEngine(
-        settings.model,
-        dtype=dtype,
-        device=device,
-        max_tokens=settings.max_tokens,
-        max_batch_tokens=settings.max_batch_tokens,
-        tensor_parallel_size=settings.tensor_parallel_size,
-        gpu_memory_utilization=settings.gpu_memory_utilization,
-        kv_cache_mib=settings.kv_cache_mib,
-        threads=settings.threads,
-        share_prompts=settings.share_prompts,
-    )
+    return VllmEngine(settings, dtype=dtype, device=device)
 
 
 def resolve_device(device: str) -> str:

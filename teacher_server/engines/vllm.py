@@ -2,8 +2,8 @@
 
 A sequence is submitted as a prompt of P + R - 1 tokens (the prediction after its last token is not needed)
 with one token to sample, which is discarded. vLLM batches, chunks and splits over GPUs as usual;
-`vllm_extension` keeps the hidden states that predict the response, and `vllm_prefix` lets vLLM reuse its KV cache of a
-prompt. The weights never change, so neither does what is cached.
+`vllm_extension` keeps the hidden states that predict the response, and lets vLLM reuse its KV cache of a prompt. The
+weights never change, so neither does what is cached.
 
 Letters: P prompt tokens, R response tokens, H hidden size, V vocabulary.
 """
@@ -17,26 +17,28 @@ import tempfile
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from transformers import AutoConfig
 
 from teacher_server.engines.base import ENGINE_PID, RowStream, ScoreParams, Scores, TokenSequence
-from teacher_server.engines.streams import row_dtype
+from teacher_server.engines.signals import row_dtype
 from teacher_server.engines.vllm_process import gpu_memory_arguments, keep_files_in
-from teacher_server.engines.vllm_versions import choose_model_runner, with_vllm_errors
 from teacher_server.errors import ServerError
 from teacher_server.wire.protocol import RowDtype, Wire
 from teacher_server.wire.threads import thread_env
+
+if TYPE_CHECKING:
+    from teacher_server.engines.load import EngineSettings
 
 log = logging.getLogger(__name__)
 
 MAX_SEQUENCES = 128  # most sequences of one forward pass; vLLM samples one token for each, from [128, V] float32
 _LOAD_ERRORS = (OSError, ValueError, RuntimeError, KeyError, ImportError, AssertionError)
 _EXTENSION = "teacher_server.engines.vllm_extension.TeacherExtension"
-_SCHEDULER = "teacher_server.engines.vllm_prefix.CappedScheduler"
+_SCHEDULER = "teacher_server.engines.vllm_extension.CappedScheduler"
 _CPU_BLOCK = 32  # tokens of a block of the KV cache; vLLM's default on a CPU is 128, and prompts share whole blocks
 
 
@@ -62,39 +64,22 @@ class VllmEngine:
     With tensor parallelism the workers are child processes. The kernel kills them when the thread that created
     this engine ends.
 
+    What `gpu_memory_utilization` leaves of each GPU must hold the hidden states of a batch and the logits of one
+    chunk, about 500 MiB. With a size of the KV cache, other processes may use the GPU during the start.
+
     Args:
-        path: model folder.
         dtype: "float32" | "bfloat16".
         device: "cpu" | "cuda"; the GPUs are the first `tensor_parallel_size` of CUDA_VISIBLE_DEVICES.
-        max_tokens: longest P + R.
-        max_batch_tokens: tokens of one forward pass; longer sequences are split over several.
-        gpu_memory_utilization: fraction of each GPU that must be free at the start, and that weights and KV cache
-            take. The rest must hold the hidden states of a batch and the logits of one chunk, about 500 MiB. Without
-            effect if the cache has a given size.
-        kv_cache_mib: KV cache on each GPU or CPU rank; 0: on a GPU what gpu_memory_utilization leaves, on a CPU enough
-            for two batches or the longest sequence. With a size, other processes may use the GPU during the start.
-        threads: CPU threads of each worker.
-        share_prompts: compute a common prompt once, if the model allows it.
     """
 
     name, pads = "vllm", False
 
-    def __init__(
-        self,
-        path: str,
-        *,
-        dtype: str,
-        device: str,
-        max_tokens: int,
-        max_batch_tokens: int,
-        tensor_parallel_size: int = 1,
-        gpu_memory_utilization: float = 0.85,
-        kv_cache_mib: int = 0,
-        threads: int = 1,
-        share_prompts: bool = True,
-    ) -> None:
-        set_vllm_environment(device, threads)
+    def __init__(self, settings: EngineSettings, *, dtype: str, device: str) -> None:
+        path, max_tokens, tp = settings.model, settings.max_tokens, settings.tensor_parallel_size
+        max_batch_tokens, kv_cache_mib = settings.max_batch_tokens, settings.kv_cache_mib
+        set_vllm_environment(device, settings.threads)
         from vllm import EngineArgs, LLMEngine
+        from vllm.exceptions import VLLMError
         from vllm.platforms import current_platform
 
         on_cpu = device == "cpu"
@@ -106,16 +91,19 @@ class VllmEngine:
         try:
             if on_cpu and not kv_cache_mib:
                 n_tokens = max(max_tokens, 2 * max_batch_tokens)
-                kv_cache_mib = _kv_cache_mib(path, dtype, tensor_parallel_size, n_tokens)
-            choose_model_runner()
+                kv_cache_mib = _kv_cache_mib(path, dtype, tp, n_tokens)
             folder = Path(tempfile.gettempdir(), f"teacher_vllm.{os.getpid()}")
             keep_files_in(folder, partial(shutil.rmtree, ignore_errors=True))
             size = kv_cache_mib << 20 or None
-            memory = {"kv_cache_memory_bytes": size} if on_cpu else gpu_memory_arguments(gpu_memory_utilization, size)
+            memory = (
+                {"kv_cache_memory_bytes": size}
+                if on_cpu
+                else gpu_memory_arguments(settings.gpu_memory_utilization, size)
+            )
             args = EngineArgs(
                 model=path,
                 dtype=dtype,
-                tensor_parallel_size=tensor_parallel_size,
+                tensor_parallel_size=tp,
                 max_model_len=max_tokens,
                 max_num_seqs=MAX_SEQUENCES,
                 max_num_batched_tokens=max(max_batch_tokens, MAX_SEQUENCES),
@@ -126,11 +114,11 @@ class VllmEngine:
                 skip_tokenizer_init=True,
                 disable_log_stats=True,
                 use_tqdm_on_load=False,
-                distributed_executor_backend="mp" if tensor_parallel_size > 1 else "uni",
+                distributed_executor_backend="mp" if tp > 1 else "uni",
                 worker_extension_cls=_EXTENSION,
                 **memory,
             )
-            if share_prompts and _may_share_prompts(args.create_model_config()):
+            if settings.share_prompts and _may_share_prompts(args.create_model_config()):
                 args.enable_prefix_caching, args.scheduler_cls = True, _SCHEDULER
                 args.block_size = _CPU_BLOCK if on_cpu else None
             self._engine = LLMEngine.from_engine_args(args)
@@ -141,7 +129,7 @@ class VllmEngine:
             facts = self._call("teacher_start")[0]
             # The first forward pass compiles kernels, or fails if vLLM has none for this model.
             self.score([TokenSequence(np.zeros(2, np.int32), 1)], ScoreParams("sampled"))
-        except with_vllm_errors(*_LOAD_ERRORS) as error:
+        except (*_LOAD_ERRORS, VLLMError) as error:
             raise ServerError(
                 f"model folder {path}: vllm cannot load the model: {error}. Fix: if it is out of memory, lower "
                 f"--max-tokens ({max_tokens}) or --max-batch-tokens ({max_batch_tokens}); else try --engine hf."
@@ -151,16 +139,18 @@ class VllmEngine:
         self.vocab_size, self.hidden_size = facts.vocab_size, facts.hidden_size
         self.dtype, self.has_plain_head = facts.dtype, facts.has_plain_head
         once, no = f"computed once, in blocks of {self.prefix_block} tokens", "not shared: its state does not allow it"
-        if share_prompts:
+        if settings.share_prompts:
             log.info("vllm: prompts that sequences have in common are %s", once if self.prefix_block else no)
 
     def _call(self, method: str, *args: Any) -> list[Any]:
         """Call a method on every worker, and return the results by rank. Blocks."""
+        from vllm.exceptions import VLLMError
+
         from teacher_server.engines.vllm_extension import Failure
 
         try:
             results = self._engine.collective_rpc(method, args=args)
-        except with_vllm_errors(AssertionError) as error:  # AssertionError: the executor has lost a worker
+        except (AssertionError, VLLMError) as error:  # AssertionError: the executor has lost a worker
             raise RuntimeError(f"vllm: {type(error).__name__}: {error}") from error
         for result in results:
             if isinstance(result, Failure):
@@ -178,6 +168,7 @@ class VllmEngine:
 
     def _prefill(self, batch: Sequence[TokenSequence]) -> None:
         from vllm import SamplingParams
+        from vllm.exceptions import VLLMError
         from vllm.sampling_params import RequestOutputKind
 
         from teacher_server.engines.vllm_extension import ROW_RANGES, row_ranges
@@ -203,7 +194,7 @@ class VllmEngine:
             while running:
                 running -= {output.request_id for output in engine.step() if output.finished}
             self._has_failed = False
-        except with_vllm_errors(AssertionError) as error:
+        except (AssertionError, VLLMError) as error:
             raise RuntimeError(f"vllm: {type(error).__name__}: {error}") from error
         finally:
             if running:  # a step failed: remove its requests from the scheduler

@@ -22,10 +22,10 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from vllm.model_executor.layers.logits_processor import LogitsProcessor
+from vllm.v1.core.sched.scheduler import Scheduler
 
 from teacher_server.engines.base import ENGINE_PID, RowStream, ScoreParams, TokenSequence
-from teacher_server.engines.signals import score_hidden
-from teacher_server.engines.streams import MatrixStream
+from teacher_server.engines.signals import MatrixStream, score_hidden
 from teacher_server.wire.payload import TopKScores
 from teacher_server.wire.protocol import RowDtype, Wire
 
@@ -244,3 +244,31 @@ def _probe_head(model: Any, probe: torch.Tensor) -> tuple[torch.Tensor, Any, boo
     own, whole = torch.nn.functional.linear(probe, weight[: end - first]).float(), logits[:, first:end].float()
     # Kernels round bfloat16 differently, by less than a factor that the model applies to its logits.
     return logits, head, bool((own - whole).abs().amax() <= 0.02 * whole.abs().amax())
+
+
+# Let vLLM reuse the KV cache of a prompt, but never of a row whose hidden state is needed.
+#
+# vLLM's prefix cache finds the longest beginning of a request that it has computed, whole blocks of it, at most all
+# tokens but the last. Cached tokens are not computed, so they have no hidden states. Two responses may begin alike, and
+# a request may be repeated; then the longest beginning reaches into the response. This scheduler ends it at the first
+# row that the request needs.
+
+
+class CappedScheduler(Scheduler):
+    """vLLM's scheduler, for requests with `ROW_RANGES`: `EngineArgs.scheduler_cls`."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        find = self.kv_cache_manager.get_computed_blocks
+        self.kv_cache_manager.get_computed_blocks = lambda request: find(_Beginning(request))
+
+
+class _Beginning:
+    """A request that ends with the first row that it needs. vLLM looks for all of its tokens but the last."""
+
+    def __init__(self, request: Any) -> None:
+        first = RowRange(*request.sampling_params.extra_args[ROW_RANGES][0]).position
+        self._request, self.num_tokens = request, min(request.num_tokens, first + 1)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._request, name)

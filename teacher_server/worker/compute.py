@@ -17,13 +17,14 @@ import numpy as np
 import zmq
 
 from teacher_server.engines.base import Engine, RowStream, Scores, TokenSequence, pads, prefix_block, request_problem
-from teacher_server.wire.payload import TopKScores
+from teacher_server.wire.payload import TopKScores, rows_per_message
 from teacher_server.wire.protocol import (
     ID_BYTES,
     ErrorCode,
     ErrorReply,
     HeadRequest,
     ProtocolError,
+    RowsReply,
     ScoreRequest,
     as_frame,
     checksum,
@@ -32,7 +33,7 @@ from teacher_server.wire.protocol import (
 )
 from teacher_server.wire.worker_protocol import Assignment, JobCancel, JobReceived, computed_tokens
 from teacher_server.worker.link import End, Event, NewConnection, Work, WorkerLink
-from teacher_server.worker.open_request import OpenRequest, OpenStream, open_request, open_stream
+from teacher_server.worker.open_request import OpenRequest, OpenStream, open_request
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -284,20 +285,30 @@ class Worker:
     ) -> None:
         self._close(job.job_id)  # closes an earlier attempt's stream, if the broker has assigned the job again
         try:
-            self._streams[job.job_id] = open_stream(
-                job,
-                request_id,
-                digest,
-                rows,
-                signal,
-                model_fingerprint=self._model_fingerprint,
-                worker=self._name,
-                queue_s=queue_s,
-                compute_s=compute_s,
-            )
-        except ProtocolError as error:
+            rows_per_message(rows.n_cols, rows.dtype)
+        except ProtocolError as error:  # a row does not fit a frame
             rows.close()
             self._refuse(job.job_id, request_id, "bad_request", str(error))
+            return
+        header = RowsReply(
+            request_id=request_id,
+            token_digest=digest,
+            model_fingerprint=self._model_fingerprint,
+            worker=self._name,
+            stream_id=job.stream_id,
+            signal=signal,  # type: ignore[arg-type]
+            index=0,
+            start=0,
+            stop=1,
+            n_rows=rows.n_rows,
+            n_cols=rows.n_cols,
+            dtype=rows.dtype,
+            checksums=[],
+            queue_s=queue_s,
+            compute_s=compute_s,
+        )
+        deadline_s = time.monotonic() + job.remaining_s
+        self._streams[job.job_id] = OpenStream(job.job_id, job.stream_id, rows, header, job.remaining_s, deadline_s)
 
     def _send_rows(self, stream: OpenStream) -> None:
         try:

@@ -5,7 +5,6 @@ The chunks stay within the window of messages that the client has not confirmed.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
@@ -174,37 +173,3 @@ class OpenStream:
             messages.append(([replies.encode(self.header), *frames], stop == self.rows.n_rows))
             self.index, self.start = self.index + 1, stop
         return messages
-
-
-def open_stream(
-    job: Assignment,
-    request_id: bytes,
-    digest: bytes,
-    rows: RowStream,
-    signal: str,
-    *,
-    model_fingerprint: str,
-    worker: str,
-    queue_s: float,
-    compute_s: float,
-) -> OpenStream:
-    """Open a stream. Raises ProtocolError if a row does not fit a frame."""
-    rows_per_message(rows.n_cols, rows.dtype)
-    header = RowsReply(
-        request_id=request_id,
-        token_digest=digest,
-        model_fingerprint=model_fingerprint,
-        worker=worker,
-        stream_id=job.stream_id,
-        signal=signal,  # type: ignore[arg-type]
-        index=0,
-        start=0,
-        stop=1,
-        n_rows=rows.n_rows,
-        n_cols=rows.n_cols,
-        dtype=rows.dtype,
-        checksums=[],
-        queue_s=queue_s,
-        compute_s=compute_s,
-    )
-    return OpenStream(job.job_id, job.stream_id, rows, header, job.remaining_s, time.monotonic() + job.remaining_s)

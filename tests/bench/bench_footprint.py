@@ -1,4 +1,4 @@
-"""Compare the memory of real ranks with the prediction of `gkd.footprint`, on a model of 113 million parameters.
+"""Compare the memory of real ranks with the prediction of `gkd.memory.footprint`, on a model of 113 million parameters.
 
     python -m tests.bench.bench_footprint [--only megatron,fsdp2,...] [--json FILE] [--device cuda]
 
@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from gkd.cluster.gpus import gpu_memory_bytes
-from gkd.footprint import footprint
+from gkd.memory.footprint import footprint
 from tests.bench.command import parsed, parser, run_parts
 from tests.bench.footprint_case import SIZES, Case, Measured, case_config, measure, save_model
 from tests.bench.footprint_memory import ENVIRONMENT

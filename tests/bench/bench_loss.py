@@ -25,7 +25,6 @@ _NAMES = {
     "usual": "usual vocab-parallel, out of place",
     "usual_in_place": "usual vocab-parallel, in place",
     "ours": "ours",
-    "ours_overwrite": "ours, overwrite_logits",
     "trl": "as TRL's generalized_jsd_loss",
     "fused": "LM head and loss fused",
     "unfused": "LM head, then loss",
@@ -37,20 +36,18 @@ Rounds = dict[str, list[Measured]]
 
 def topk(vocabulary: int, rounds: int, rows: int) -> Part:
     """The forward KL on the teacher's top-k."""
-    variants = ("dense", "usual", "usual_in_place", "ours", "ours_overwrite")
+    variants = ("dense", "usual", "usual_in_place", "ours")
     cases = {variant: Case("topk", variant, rows, vocabulary) for variant in variants}
     found = _rounds(cases | {"memcpy": Case("memcpy", "", rows, vocabulary)}, rounds)
-    figures = []
-    for ours in ("ours", "ours_overwrite"):
-        name, extra = _NAMES[ours], _extra(found["usual"])
-        figures += [
-            Figure(f"{name}: time / usual", _ratio(found, ours, "usual"), at_most=0.5),
-            Figure(f"{name}: extra memory / usual", _extra(found[ours]) / extra, at_most=0.25),
-            Figure(f"{name}: time / usual in place", _ratio(found, ours, "usual_in_place")),
-            Figure(f"{name}: time / dense", _ratio(found, ours, "dense")),
-            # A copy reads and writes once; the loss has to read twice and write once.
-            Figure(f"{name}: time / floor", _ratio(found, ours, "memcpy") / 1.5, note="floor: read, read, write"),
-        ]
+    name = _NAMES["ours"]
+    figures = [
+        Figure(f"{name}: time / usual", _ratio(found, "ours", "usual"), at_most=0.5),
+        Figure(f"{name}: extra memory / usual", _extra(found["ours"]) / _extra(found["usual"]), at_most=0.25),
+        Figure(f"{name}: time / usual in place", _ratio(found, "ours", "usual_in_place")),
+        Figure(f"{name}: time / dense", _ratio(found, "ours", "dense")),
+        # A copy reads and writes once; the loss has to read twice and write once.
+        Figure(f"{name}: time / floor", _ratio(found, "ours", "memcpy") / 1.5, note="floor: read, read, write"),
+    ]
     what = f"Forward KL on the teacher's top-{TOPK}, from logits [{rows}, {vocabulary}], float32, forward + backward."
     return Part(f"topk_{vocabulary}", what, figures, [_table(found)], {"rounds": rounds, "Liger-Kernel": _LIGER})
 

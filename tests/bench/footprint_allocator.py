@@ -1,4 +1,4 @@
-"""Compare the peak of torch's CUDA allocator in training steps with the prediction of `gkd.footprint`, item by item.
+"""Compare the peak of torch's CUDA allocator in training steps with `gkd.memory.footprint`'s prediction, item by item.
 
 On stand-in cards, without a GPU, and on a GPU:
 

@@ -18,7 +18,7 @@ import torch
 from gkd.config.load import load_config
 from gkd.config.schema import Config
 from gkd.data.batching import make_micro_batches
-from gkd.footprint import RankFootprint, footprint
+from gkd.memory.footprint import RankFootprint, footprint
 from gkd.types import Rollout, TeacherScores, TeacherTopK, VersionSpan
 from tests.bench.footprint_memory import ENVIRONMENT, Meter
 from tests.device import VARIABLE, environment

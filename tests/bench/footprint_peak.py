@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 from gkd.data.batching import make_micro_batches
-from gkd.footprint import footprint
+from gkd.memory.footprint import footprint
 from tests.bench.command import in_fresh_process
 from tests.bench.footprint_case import Case, as_metered, case_config
 from tests.bench.student_case import MIXES, TOPK, make_student, save_model, sequences

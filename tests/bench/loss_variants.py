@@ -18,7 +18,7 @@ from gkd.config.schema import logits_chunk_bytes
 from gkd.loss.distill_loss import DistillLoss
 from gkd.loss.row_kernels import TorchRows
 from gkd.loss.token_loss import topk_losses
-from gkd.loss.vocab_parallel import VocabShard, vocab_parallel_logprobs
+from gkd.loss.vocab_parallel import VocabShard
 from gkd.types import TokenTargets
 
 CHUNK_BYTES = logits_chunk_bytes(on_cpu=True)
@@ -29,18 +29,9 @@ JSD_SPEC = LossSpec((LossTerm("jsd", beta=0.5),))
 def topk_kl(variant: str, logits: Tensor, targets: TokenTargets) -> Tensor:
     """The sum over rows of the forward KL on the teacher's top-k, tail as one bucket."""
     assert targets.topk_ids is not None
+    if variant == "ours":
+        return _distill_loss(SPEC, "topk", logits.shape[1]).from_logits(logits, targets)[0]
     ids = torch.cat([targets.topk_ids, targets.sampled_ids[:, None]], dim=1)
-    if variant.startswith("ours"):
-        rows = vocab_parallel_logprobs(
-            logits,
-            ids,
-            VocabShard(0, logits.shape[1], None),
-            kernels=TorchRows(),
-            n_listed=targets.topk_ids.shape[1],
-            overwrite_logits=variant == "ours_overwrite",
-        )
-        table, entropy = rows.logprobs, rows.entropy
-        return topk_losses(SPEC, targets, table[:, :-1], table[:, -1], entropy, student_tail=rows.tail).total.sum()
     table = _logprobs(variant, logits, ids)
     # No one but us has the entropy at hand; it is a diagnostic, and its row of zeros costs nothing.
     return topk_losses(SPEC, targets, table[:, :-1], table[:, -1], torch.zeros(len(table))).total.sum()

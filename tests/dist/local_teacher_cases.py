@@ -28,7 +28,7 @@ INDICES = [([0, 2, 4], []), ([6, 1, 3, 5], [2, 0, 1])]
 def teach(rank: int, root: Path) -> dict[str, Any]:
     """Runs in a rank of two: return all results of the tests."""
     from gkd.actor.common.optim_spec import OptimSpec
-    from gkd.actor.frozen.teacher import LocalTeacher
+    from gkd.actor.frozen.rank_models import LocalTeacher
     from gkd.actor.megatron.layout import ParallelLayout
     from gkd.actor.megatron.student import MegatronStudent
 
@@ -49,7 +49,7 @@ def teach(rank: int, root: Path) -> dict[str, Any]:
         # The head covers the student's whole vocabulary.
         n_vocab = VOCAB if "teacher.signal=hidden" in overrides else CUT
         student.loss.shard = replace(student.loss.shard, n_valid=n_vocab)
-        return LocalTeacher(load_config(None, [*local, *overrides]), student, layout, rank_device())
+        return LocalTeacher(load_config(None, [*local, *overrides]), student, rank_device())
 
     chunks = [sequences(), sequences()[-3:]]
     sequence_indices = [np.array(indices, "<i4").tobytes() for indices in INDICES[rank]]

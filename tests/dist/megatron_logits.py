@@ -28,7 +28,7 @@ def logits_of(student: MegatronStudent, tokens: Tensor) -> Tensor | None:
         return module(step_tokens, columns.expand_as(step_tokens), rows), None
 
     shapes = [tokens.shape]
-    outputs = _schedule(student._ddps, model, [batch], shapes, forward_step, forward_only=True, force_all_reduce=False)
+    outputs = _schedule(student._ddps, model, [batch], shapes, forward_step, forward_only=True)
     if not model.layout.is_last_stage:
         return None
     shards = [torch.empty_like(outputs[0]) for _ in range(model.layout.tp)]

@@ -48,14 +48,12 @@ def indices_of(rank: int) -> list[int]:
 def measure_reference(rank: int, root: Path, build: Callable[..., Any]) -> dict[str, Any]:
     """Runs in a rank of two: return all results of the tests."""
     from gkd.actor.frozen.rank_models import FrozenModels
-    from gkd.actor.megatron.layout import ParallelLayout
 
     config = load_config(None, [*SETTINGS, f"model.path={root / 'qwen3'}", f"trainer.device={kind()}"])
     share = [rollouts()[i] for i in indices_of(rank)]
 
     def models(config: Config, student: Any) -> FrozenModels:
-        layout = ParallelLayout(tp=1, pp=1, world_size=2, rank=rank)
-        return FrozenModels(config, student, layout, rank_device(), f"actor rank {rank}")
+        return FrozenModels(config, student, rank_device(), f"actor rank {rank}")
 
     reference = models(config, SimpleNamespace(n_vocab=VOCAB))
     reference.init_reference()

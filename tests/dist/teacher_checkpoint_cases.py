@@ -33,7 +33,6 @@ class Pair:
     def __init__(self, root: Path, rank: int, world_size: int, kind: str, overrides: tuple[str, ...]) -> None:
         from gkd.actor.frozen.rank_models import FrozenModels
         from gkd.actor.fsdp.student import FsdpStudent
-        from gkd.actor.megatron.layout import ParallelLayout
 
         self.rank = rank
         local = ("teacher.backend=local", f"teacher.path={root / kind}_other", "model.dtype=float32")
@@ -48,8 +47,7 @@ class Pair:
             device=rank_device(),
             seed=1,
         )
-        layout = ParallelLayout(tp=1, pp=1, world_size=world_size, rank=rank)
-        self.models = FrozenModels(config, self.student, layout, rank_device(), f"rank {rank}")
+        self.models = FrozenModels(config, self.student, rank_device(), f"rank {rank}")
         self.models.init_teacher()
         self.models.init_reference()
         self.frozen = [model for model in (self.models._teacher.model, self.models._reference) if model is not None]

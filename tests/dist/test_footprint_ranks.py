@@ -18,9 +18,9 @@ import torch
 from gkd.config.load import load_config
 from gkd.config.schema import Config
 from gkd.config.schema_actor import LoraConfig
-from gkd.footprint.activations import Kernels
-from gkd.footprint.megatron import stages
 from gkd.hf.model_dims import ModelDims, read_dims
+from gkd.memory.footprint.activations import Kernels
+from gkd.memory.footprint.megatron import stages
 from tests.dist.helpers import run_ranks
 
 DEPTHS = (2, 4)

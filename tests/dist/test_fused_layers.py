@@ -16,7 +16,7 @@ from tests.device import host
 from tests.dist.helpers import run_ranks
 from tests.dist.hf_models import make_model_folder
 from tests.dist.megatron_reference import make_hf_folder, make_micro_batches
-from tests.dist.student_cases import as_numpy, build_student, packed
+from tests.dist.student_cases import as_numpy, build_student, grads_of, packed
 
 pytestmark = [
     pytest.mark.dist,
@@ -39,7 +39,7 @@ def _measure(rank: int, world_size: int, root: Path) -> dict[str, Any]:
             batches = make_micro_batches(0)
             for how, micro_batches in (("padded", batches), ("packed", [packed(batch) for batch in batches])):
                 logprobs = student.compute_logprobs(micro_batches)
-                grads = student.grads_by_hf_name(micro_batches)
+                grads = grads_of(student, micro_batches)
                 found[kind, how, fused] = [host(x) for x in logprobs], as_numpy(grads)
             parallel_state.destroy_model_parallel()
     return found

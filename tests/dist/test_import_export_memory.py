@@ -78,29 +78,28 @@ def _save_model(folder: Path, kind: str) -> None:
 
 def _measure(rank: int, world_size: int, root: Path) -> dict[str, dict[str, int]]:
     """Return, in a rank, the peak bytes of import, export and saving by case."""
-    from megatron.core import parallel_state, tensor_parallel
+    from megatron.core import parallel_state
 
-    from gkd.actor.megatron.cpu_shim import install_cpu_shim
-    from gkd.actor.megatron.groups import init_groups
-    from gkd.actor.megatron.hf_export import iter_hf_tensors, save_hf
+    from gkd.actor.common.optim_spec import OptimSpec
+    from gkd.actor.megatron.hf_export import iter_hf_tensors
     from gkd.actor.megatron.hf_mapping import load_hf_weights
     from gkd.actor.megatron.layout import ParallelLayout
-    from gkd.actor.megatron.model import build_model
+    from gkd.actor.megatron.student import MegatronStudent
+    from gkd.config.loss_spec import LossSpec
 
-    install_cpu_shim()
     peaks = {}
     for name, (tp, pp, ep, kind) in CASES.items():
         layout = ParallelLayout(tp=tp, pp=pp, world_size=world_size, rank=rank, ep=ep)
-        groups = init_groups(layout)
-        tensor_parallel.model_parallel_cuda_manual_seed(1)
-        model = build_model(root / kind, layout, groups, dtype=torch.float32, device=rank_device())
+        settings = {"optim": OptimSpec(), "loss": LossSpec(), "dtype": torch.float32, "device": rank_device()}
+        student = MegatronStudent(root / kind, layout, seed=1, **settings)  # type: ignore[arg-type]
+        model = student.model
         with PeakBytes() as loading:
             load_hf_weights(root / kind, dict(model.named_params()), model.dims, layout)
         with PeakBytes() as exporting:
             for _ in iter_hf_tensors(model) if layout.exports else ():
                 pass
         with PeakBytes() as saving:
-            save_hf(model, root / f"saved_{name}", root / kind)
+            student.save_hf(root / f"saved_{name}", root / kind)
         peaks[name] = {"loading": loading.peak, "exporting": exporting.peak, "saving": saving.peak}
         parallel_state.destroy_model_parallel()
     return peaks

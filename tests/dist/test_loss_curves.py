@@ -35,7 +35,7 @@ from tests.dist.megatron_reference import (
     train_bf16_reference,
     train_reference,
 )
-from tests.dist.student_cases import step_in_parts
+from tests.dist.student_cases import grads_of, step_in_parts
 
 N_STEPS = 20
 N_STEPS_SHORT = 5
@@ -137,7 +137,7 @@ def _curve(rank: int, case: Case, root: Path, n_steps: int) -> dict[str, Any]:
     if case.saved:
         student.save_hf(root / f"saved_{case.kind}", root / case.kind)
     with patch.object(layer_spec, "causal_attention", wraps=layer_spec.causal_attention) as counted:
-        grads = student.grads_by_hf_name(mine(0))
+        grads = grads_of(student, mine(0))
     group = case.pp if case.vpp > 1 else 1  # an interleaved pipeline pads the last group
     n_passes = -(-len(mine(0)) // group) * group * N_LAYERS // case.pp  # micro-batches times layers of this rank
     loss_sums = pipeline._loss_sums

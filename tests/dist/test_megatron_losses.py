@@ -24,7 +24,7 @@ from tests.device import rank_device
 from tests.dist.dense_loss import dense_losses
 from tests.dist.helpers import run_ranks
 from tests.dist.megatron_reference import VOCAB, make_hf_folder, make_micro_batches, read_model
-from tests.dist.student_cases import as_numpy
+from tests.dist.student_cases import as_numpy, grads_of
 
 KINDS = ("qwen3", "qwen2_tied")
 SIGNALS: tuple[Signal, ...] = ("topk", "hidden")
@@ -104,7 +104,7 @@ def _measure(rank: int, world_size: int, root: Path, names: list[str]) -> dict[t
                 student.loss.chunk_bytes = 5 * VOCAB * 4
                 if signal == "hidden":
                     student.set_teacher_head(_teacher_head())
-                grads = as_numpy(student.grads_by_hf_name(_batches(signal)))
+                grads = as_numpy(grads_of(student, _batches(signal)))
                 measured[name, kind, signal] = student.evaluate(_batches(signal)).loss, grads
         parallel_state.destroy_model_parallel()
     return measured

@@ -28,7 +28,7 @@ from tests.dist.megatron_reference import (
     train_reference,
 )
 from tests.dist.resume_cases import save
-from tests.dist.student_cases import step_in_parts, weights
+from tests.dist.student_cases import grads_of, step_in_parts, weights
 
 N_STEPS = 5
 WORLD = 2
@@ -120,7 +120,7 @@ def _measure(rank: int, world_size: int, root: Path, name: str, kind: str) -> di
     exported = weights(student) if layout.exports else {}
     result["round_trip"] = all(torch.equal(tensor, original[name]) for name, tensor in exported.items())
     result["names"], result["expected_names"] = sorted(exported), sorted(original)
-    grads = student.grads_by_hf_name(_mine(layout, 0))
+    grads = grads_of(student, _mine(layout, 0))
     result["grad_diff"] = max(_max_diff(grad, reference.grads[name]) for name, grad in grads.items())
     stats = [student.train_step(_mine(layout, 0))]
     after_one = weights(student).items()

@@ -27,7 +27,7 @@ from tests.dist.megatron_reference import (
     make_micro_batches,
     train_reference,
 )
-from tests.dist.student_cases import weights
+from tests.dist.student_cases import grads_of, weights
 
 N_STEPS = 5
 # name -> (world size, tp, pp)
@@ -110,7 +110,7 @@ def _measure(
         result["round_trip"] = all(torch.equal(tensor, original[name]) for name, tensor in exported.items())
         result["names"] = sorted(exported)
         result["expected_names"] = sorted(original)
-        grads = student.grads_by_hf_name(_mine(layout, 0))
+        grads = grads_of(student, _mine(layout, 0))
         result["grad_diff"] = max(_max_diff(grad, reference.grads[name]) for name, grad in grads.items())
         result["grad_names"] = sorted(grads)
         result["eval_loss"] = student.evaluate(_mine(layout, 0)).loss

@@ -60,9 +60,7 @@ def _save(rank: int, world_size: int, root: Path) -> dict[str, Any]:
     for name in ("tp2", "pp2"):
         student = make_student(root, Case("qwen2_tied", name), rank)
         student.save_hf(root / f"out_{name}", root / "qwen2_tied")
-    from gkd.actor.megatron.hf_export import save_hf
-
-    save_hf(student.model, root / "out_sharded", root / "qwen2_tied", max_shard_bytes=100_000)
+    student.save_hf(root / "out_sharded", root / "qwen2_tied", max_shard_bytes=100_000)
     # From here on `student` is pp2.
     result["exists"] = _message(ModelError, lambda: student.save_hf(root / "out_pp2", root / "qwen2_tied"))
     result["no_checkpoint"] = _message(CheckpointError, lambda: student.load_checkpoint(root / "nothing"))
@@ -100,8 +98,8 @@ def _save(rank: int, world_size: int, root: Path) -> dict[str, Any]:
     packed[1].position_ids = packed[1].position_ids + 1
     result["packed"] = _message(DataError, lambda: student.train_step(packed))
     result["empty"] = _message(DataError, lambda: student.train_step([]))
-    from gkd.actor.megatron.groups import init_groups
     from gkd.actor.megatron.layout import ParallelLayout
+    from gkd.actor.megatron.student import init_groups
 
     result["other_groups"] = _message(ClusterError, lambda: init_groups(ParallelLayout(2, 1, 2, rank)))
     # A DP rank without data must join the step and not change its result.

@@ -26,7 +26,7 @@ from gkd.cluster.cluster import Cluster
 from gkd.cluster.placement import PoolSpec
 from gkd.cluster.pool import Pool
 from gkd.errors import ClusterError
-from gkd.gpu_map.collect import PlacementProbe
+from gkd.start.gpu_map import PlacementProbe
 from gkd.start.pools import worker_env
 from tests.dist.ray_nodes import NodeSpec, Place, my_place, ray_nodes
 from tests.processes import wait_until

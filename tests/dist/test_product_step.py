@@ -18,7 +18,7 @@ from gkd.scoring.teacher.http_forms import Asked, scores_of
 from gkd.types import Rollout, TeacherScores, VersionSpan
 from tests.dist.helpers import Measured, destroy_groups, run_ranks
 from tests.dist.megatron_reference import BETAS, EPS, LR, TOP_K, VOCAB, make_hf_folder
-from tests.dist.student_cases import as_numpy, build_student, weights
+from tests.dist.student_cases import as_numpy, build_student, grads_of, weights
 
 pytestmark = pytest.mark.dist
 
@@ -172,8 +172,8 @@ def _one_layout(rank: int, root: Path, name: str) -> dict[str, Any]:
             packed=layout.packed,
         )
 
-    grads = student.grads_by_hf_name(batches())
-    others = as_numpy(student.grads_by_hf_name(batches(noise=1)))
+    grads = grads_of(student, batches())
+    others = as_numpy(grads_of(student, batches(noise=1)))
     stats = student.train_step(batches())
     trained = weights(student)
     out = root / f"out_{name}"

@@ -13,7 +13,7 @@ import pytest
 import torch.distributed as dist
 
 from gkd.actor.megatron.cpu_shim import install_cpu_shim
-from gkd.actor.megatron.groups import init_groups, probe_groups
+from gkd.actor.megatron.student import init_groups, probe_groups
 from gkd.actor.pool import ActorPool
 from gkd.actor.worker import CONCURRENCY_GROUPS, ActorWorker
 from gkd.cluster.calls import gather

@@ -28,7 +28,7 @@ from tests.device import host, rank_device
 from tests.dist.dense_loss import dense_factors, dense_losses
 from tests.dist.helpers import run_ranks
 from tests.dist.megatron_reference import TOP_K, VOCAB, make_hf_folder
-from tests.dist.student_cases import as_numpy
+from tests.dist.student_cases import as_numpy, grads_of
 
 SPEC = LossSpec((LossTerm("forward_kl", 0.7), LossTerm("k2", 0.5), LossTerm("sft", 0.3)))
 LENGTHS = [(3, 5), (1, 9), (6, 1), (2, 12), (4, 4), (5, 7), (2, 2)]  # (prompt, response) tokens
@@ -183,15 +183,15 @@ def _measure(rank: int, world_size: int, root: Path) -> dict[tuple[Any, ...], tu
                     batches = plain
                     if normalize:
                         batches = replace(plain, weights=sequence_weights(mine, counts, ROUTES, normalize))
-                    grads = as_numpy(student.grads_by_hf_name(batches))
+                    grads = as_numpy(grads_of(student, batches))
                     measured[normalize, name, number, size, packed, fused] = student.evaluate(batches).loss, grads
                 if fused and _factors(size, packed, fused):
                     rest = make_micro_batches(*without_first(mine, own, SKIPPED), micro_batch_size=size, packed=packed)
-                    grads = as_numpy(student.grads_by_hf_name(rest))
+                    grads = as_numpy(grads_of(student, rest))
                     measured["skip", name, number, size, packed, fused] = student.evaluate(rest).loss, grads
                     student.loss.spec = WEIGHED
                     loss = student._run(plain, backward=False)  # an evaluation has no token weights
-                    grads = as_numpy(student.grads_by_hf_name(plain))
+                    grads = as_numpy(grads_of(student, plain))
                     mean = loss.values["total"] / loss.n_loss_tokens
                     measured["weigh", name, number, size, packed, fused] = mean, grads
                     student.loss.spec = SPEC

@@ -23,6 +23,7 @@ from gkd.data.batching import make_micro_batches
 from tests.bench.command import add_device, parsed, parser, run_parts
 from tests.bench.student_case import SIZES, PlainStep, make_student, save_model, sequences
 from tests.bench.teacher_report import Figure, Part, Table
+from tests.dist.student_cases import grads_of
 
 LIMITS = {"logprobs": 1e-4, "gradients": 1e-3}  # float32: nats, and share of a gradient's norm
 N_EXPERTS, N_UNUSED = 32, 4
@@ -55,7 +56,7 @@ def measure(device: str) -> Part:
                 for kind in ("megatron", "fsdp2"):
                     student = make_student(kind, folder, dtype=dtype, device=where)
                     logprobs = torch.cat([part.cpu() for part in student.compute_logprobs(packed)])
-                    found = _errors((logprobs, student.grads_by_hf_name(packed)), exact)
+                    found = _errors((logprobs, grads_of(student, packed)), exact)
                     for what, error in found.items():
                         label = f"{model}{kind}, {str(dtype)[6:]}: {what}"
                         if dtype == torch.float32:

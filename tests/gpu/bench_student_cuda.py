@@ -27,7 +27,7 @@ import torch.distributed as dist
 from torch.profiler import profile
 
 from gkd.data.batching import make_micro_batches
-from gkd.footprint import footprint
+from gkd.memory.footprint import footprint
 from tests.bench.bench_footprint import off_by
 from tests.bench.command import add_device, parsed, parser, run_parts
 from tests.bench.footprint_case import Case, as_metered, case_config

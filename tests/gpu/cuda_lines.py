@@ -37,7 +37,6 @@ PACKAGES = ("gkd", "teacher_server")
 NOT_EXECUTED: dict[str, list[tuple[int, int, str]]] = {
     "gkd/actor/rank.py": [(235, 238, "FlashAttention-3 and -4: the stand-in computes operations of torch, no kernels")],
     "gkd/actor/common/attention.py": [(51, 52, "as above")],
-    "gkd/actor/common/torch_versions.py": [(86, 86, "a pass of FSDP2 fails; that test runs on the CPU")],
     "gkd/actor/worker.py": [(45, 45, "no run on stand-in cards writes a profile")],
     "gkd/rollout/vllm/sleep_state.py": [(58, 60, "an engine's KV cache alone sleeps, or its weights alone")],
 }

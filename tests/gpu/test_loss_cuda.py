@@ -92,7 +92,8 @@ def test_rows_beyond_32_bits_on_cuda() -> None:
 def test_logprobs_on_cuda_equal_float64(choice: str) -> None:
     """Fails if the loss on GPUs differs from the one that the CPU tests check, with any kernels."""
     from gkd.loss.row_kernels import TorchRows, row_kernels
-    from gkd.loss.vocab_parallel import VocabShard, vocab_parallel_logprobs
+    from gkd.loss.vocab_parallel import VocabShard
+    from tests.unit.loss_cases import logprobs_of
 
     torch.manual_seed(0)
     logits = torch.randn(64, 32003, device="cuda") * 4
@@ -102,9 +103,7 @@ def test_logprobs_on_cuda_equal_float64(choice: str) -> None:
     (expected * weight).sum().backward()
     leaf = logits.clone().requires_grad_()
     kernels = row_kernels(leaf.device) if choice == "triton" else TorchRows()
-    got = vocab_parallel_logprobs(
-        leaf, ids, VocabShard(start=0, n_valid=32003, group=None), temperature=1.0, kernels=kernels
-    )
+    got = logprobs_of(leaf, ids, VocabShard(start=0, n_valid=32003, group=None), kernels=kernels)
     (got.logprobs * weight).sum().backward()
     assert leaf.grad is not None and reference.grad is not None
     assert_close(got.logprobs.double(), expected, atol=1e-4, rtol=1e-5)

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from teacher_server.engines.base import ScoreParams, TokenSequence
-from teacher_server.engines.hf_prefix import SHORTEST_PROMPT
+from teacher_server.engines.hf import SHORTEST_PROMPT
 from teacher_server.wire.payload import TopKScores
 from tests.service.engine_host import (
     VOCAB,

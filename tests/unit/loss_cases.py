@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 import pytest
 import torch
@@ -15,8 +16,8 @@ from torch import Tensor
 
 from gkd.config.loss_spec import LossSpec, LossTerm, Tail
 from gkd.loss.distill_loss import DistillLoss
-from gkd.loss.row_kernels import TorchRows
-from gkd.loss.vocab_parallel import VocabShard
+from gkd.loss.row_kernels import RowKernels, TorchRows
+from gkd.loss.vocab_parallel import RowLogprobs, VocabShard, row_logprobs, write_logits_gradient
 from gkd.types import TokenTargets
 from teacher_server.wire.protocol import Signal
 
@@ -25,6 +26,41 @@ TAILS: tuple[Tail, ...] = ("bucket", "renorm", "drop")
 OWN = "examples.own_loss:alpha_divergence"  # a loss by its import path
 SHARD = VocabShard(0, V, None)
 KERNELS = TorchRows()
+
+
+class _Logprobs(torch.autograd.Function):
+    """`row_logprobs` with the gradient of `write_logits_gradient`."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, ids: Tensor, options: dict[str, Any]) -> tuple[Tensor, ...]:
+        logits = logits.detach().clone()
+        rows = row_logprobs(logits, ids, **options)
+        ctx.save_for_backward(logits, ids, *rows)
+        ctx.options = options
+        ctx.mark_non_differentiable(rows.entropy, rows.log_normalizer)
+        return tuple(rows)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        logits, ids, *rows = ctx.saved_tensors
+        out, of_rows = torch.empty_like(logits), RowLogprobs(*rows)
+        given = {"grad_logprobs": grads[0], "grad_tail": grads[1]}
+        write_logits_gradient(logits, out, ids, of_rows, **given, **ctx.options)
+        return out, None, None
+
+
+def logprobs_of(
+    logits: Tensor,
+    ids: Tensor,
+    shard: VocabShard = SHARD,
+    *,
+    kernels: RowKernels = KERNELS,
+    n_listed: int = 0,
+    temperature: float = 1.0,
+) -> RowLogprobs:
+    """Return `row_logprobs`, differentiable in the logits."""
+    options = {"shard": shard, "kernels": kernels, "n_listed": n_listed, "temperature": temperature}
+    return RowLogprobs(*_Logprobs.apply(logits, ids, options))
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -15,7 +15,7 @@ from gkd.config.load import config_yaml, load_config
 from gkd.config.schema import Config
 from gkd.config.schema_sections import DeclaredKey, all_keys, with_values
 from gkd.errors import ConfigError
-from gkd.footprint.estimate import scores_gib
+from gkd.memory.footprint.estimate import scores_gib
 from teacher_server.config.declare import Setting
 from tests.pages import tables, with_tables
 from tests.refusals import refuses

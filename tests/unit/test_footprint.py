@@ -14,9 +14,9 @@ import torch
 from gkd.config.load import load_config
 from gkd.config.schema import Config
 from gkd.errors import ConfigError, ModelError
-from gkd.footprint import RankFootprint, check, footprint, teacher_footprint
 from gkd.hf.model_dims import read_dims
 from gkd.hf.model_folder import count_params, read_model_folder
+from gkd.memory.footprint import RankFootprint, check, footprint, teacher_footprint
 from gkd.preflight import memory as preflight_memory
 from gkd.tools import memory
 from tests.refusals import refuses
@@ -168,7 +168,7 @@ def test_a_local_teacher_is_on_the_actors_ranks() -> None:
 
 def test_a_local_teachers_chunk_is_the_engines() -> None:
     """Fails if the engines compute more logits at a time than the estimate counts."""
-    from gkd.footprint.teacher import LOGITS_BYTES
+    from gkd.memory.footprint.teacher import LOGITS_BYTES
     from teacher_server.engines.signals import CHUNK_BYTES
 
     assert LOGITS_BYTES == CHUNK_BYTES

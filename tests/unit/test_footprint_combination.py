@@ -13,12 +13,12 @@ from gkd.config.check import check_config
 from gkd.config.load import load_config
 from gkd.config.schema import Config
 from gkd.errors import ConfigError, ModelError
-from gkd.footprint import RankFootprint, footprint, teacher_footprint
-from gkd.footprint.combination import HOST, find_combination
-from gkd.footprint.estimate import PROCESS_BYTES, host_shortage, host_totals, pool_totals
-from gkd.footprint.limits import check, shortages, smallest_margin
-from gkd.footprint.report import bound, combination_lines
-from gkd.footprint.rollout import with_engine_cache
+from gkd.memory.footprint import RankFootprint, footprint, teacher_footprint
+from gkd.memory.footprint.combination import HOST, find_combination
+from gkd.memory.footprint.estimate import PROCESS_BYTES, host_shortage, host_totals, pool_totals
+from gkd.memory.footprint.limits import check, shortages, smallest_margin
+from gkd.memory.footprint.report import bound, combination_lines
+from gkd.memory.footprint.rollout import with_engine_cache
 from gkd.tools import memory
 from tests.unit.test_footprint import GIB, GSM8K, QWEN25_15B, TP2, _config
 

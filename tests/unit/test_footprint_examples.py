@@ -13,10 +13,10 @@ import pytest
 from gkd.config.load import load_config
 from gkd.config.schema import Config
 from gkd.errors import ConfigError
-from gkd.footprint import check, footprint, teacher_footprint
-from gkd.footprint.combination import find_combination
-from gkd.footprint.limits import smallest_margin
-from gkd.footprint.rank import other_processes_bytes, with_other_processes
+from gkd.memory.footprint import check, footprint, teacher_footprint
+from gkd.memory.footprint.combination import find_combination
+from gkd.memory.footprint.limits import smallest_margin
+from gkd.memory.footprint.rank import other_processes_bytes, with_other_processes
 from gkd.preflight import memory as preflight_memory
 from tests.unit.test_footprint import GIB, QWEN25_15B, _config
 

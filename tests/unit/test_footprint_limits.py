@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 
 from gkd.errors import ConfigError, ModelError
-from gkd.footprint import check, footprint
-from gkd.footprint.combination import find_combination
-from gkd.footprint.limits import smallest_margin
-from gkd.footprint.report import as_json, footprint_table
-from gkd.footprint.rollout import kv_bytes_per_token, kv_room_bytes, with_engine_cache, with_max_num_seqs
 from gkd.hf.model_dims import read_dims
+from gkd.memory.footprint import check, footprint
+from gkd.memory.footprint.combination import find_combination
+from gkd.memory.footprint.limits import smallest_margin
+from gkd.memory.footprint.report import as_json, footprint_table
+from gkd.memory.footprint.rollout import kv_bytes_per_token, kv_room_bytes, with_engine_cache, with_max_num_seqs
 from tests.unit.test_footprint import EXPERTS, GIB, QWEN25_15B, SIZES, TP2, _actor, _config
 
 MOE = {"model_type": "qwen3_moe", **SIZES, **EXPERTS, "head_dim": 8}

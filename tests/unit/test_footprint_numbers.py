@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from gkd.errors import ConfigError
-from gkd.footprint import RankFootprint, footprint
-from gkd.footprint.activations import Kernels, LossShape, largest_micro_batch
-from gkd.footprint.rollout import max_sequences
 from gkd.hf.model_dims import read_dims
+from gkd.memory.footprint import RankFootprint, footprint
+from gkd.memory.footprint.activations import Kernels, LossShape, largest_micro_batch
+from gkd.memory.footprint.rollout import max_sequences
 from tests.refusals import refuses
 from tests.unit.test_footprint import EXPERTS, QWEN25_15B, SIZES, TP2, _actor, _config
 

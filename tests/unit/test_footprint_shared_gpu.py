@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 
 from gkd.config.schema import Config
-from gkd.footprint import RankFootprint, check, footprint
-from gkd.footprint.combination import find_combination
-from gkd.footprint.rank import shared_phases
-from gkd.footprint.report import shared_phases_table
-from gkd.footprint.rollout import with_engine_cache
+from gkd.memory.footprint import RankFootprint, check, footprint
+from gkd.memory.footprint.combination import find_combination
+from gkd.memory.footprint.rank import shared_phases
+from gkd.memory.footprint.report import shared_phases_table
+from gkd.memory.footprint.rollout import with_engine_cache
 from gkd.tools import memory
 from tests.unit.test_footprint import GIB, QWEN25_15B, _config
 

@@ -14,8 +14,8 @@ from gkd.config.check import check_config
 from gkd.config.load import config_yaml, load_config
 from gkd.config.schema import Config
 from gkd.errors import ConfigError
-from gkd.gpu_map import teacher as teacher_module
-from gkd.gpu_map.teacher import with_own_gpus
+from gkd.scoring.teacher import gpus as teacher_module
+from gkd.scoring.teacher.gpus import with_own_gpus
 from gkd.tools import check_gpus
 from teacher_server.wire.status import Gpu, ServerStatus, WorkerStatus
 from tests.refusals import refuses

@@ -18,18 +18,17 @@ from msgspec import structs
 
 from gkd import main_gkd
 from gkd.cluster import gpus as gpus_module
-from gkd.cluster.gpu_table import TEACHER, GpuInfo, GpuMap, PoolNeed, RankPlacement, gpu_map_from_json
+from gkd.cluster.gpu_table import TEACHER, GpuInfo, GpuMap, PoolNeed, RankPlacement, gpu_map_from_json, gpu_report
 from gkd.cluster.gpus import machine_gpus, parse_gpus, visible_gpus, with_processes
 from gkd.cluster.host import nearest_ancestor, process_info
 from gkd.cluster.startup import this_placement
 from gkd.config.load import config_yaml, load_config
 from gkd.config.schema import Route
 from gkd.config.schema_teacher import TeacherConfig
-from gkd.gpu_map.collect import record_end, record_restart
-from gkd.gpu_map.report import gpu_report
-from gkd.gpu_map.teacher import free_gpus, teacher_rows, with_driver_info
 from gkd.run.folder import RunFolder
 from gkd.run.open import open_run_folder
+from gkd.scoring.teacher.gpus import free_gpus, teacher_rows, with_driver_info
+from gkd.start.gpu_map import record_end, record_restart
 from gkd.start.pools import worker_env
 from gkd.tools import check_gpus
 from gkd.tools.check_gpus import refresh

@@ -14,8 +14,8 @@ import pytest
 from gkd.config.check import check_config
 from gkd.config.load import load_config
 from gkd.data.prompts import RowReader, load_prompts
-from gkd.footprint import check, footprint
-from gkd.footprint.limits import smallest_margin
+from gkd.memory.footprint import check, footprint
+from gkd.memory.footprint.limits import smallest_margin
 from gkd.preflight.student import check_student
 from tests.unit.chat_templates import tokenizer
 from tests.unit.model_sizes import MODELS

@@ -8,11 +8,10 @@ from typing import Any
 import pytest
 from msgspec import structs
 
-from gkd.cluster.gpu_table import TEACHER, GpuInfo, GpuMap, PoolNeed, RankPlacement, gpu_map_from_json
+from gkd.cluster.gpu_findings import find_problems
+from gkd.cluster.gpu_table import TEACHER, GpuInfo, GpuMap, PoolNeed, RankPlacement, gpu_map_from_json, gpu_report
 from gkd.errors import ClusterError
-from gkd.gpu_map.collect import check_can_run, non_adjacent
-from gkd.gpu_map.findings import find_problems
-from gkd.gpu_map.report import gpu_report
+from gkd.start.gpu_map import check_can_run, non_adjacent
 from gkd.tools.check_gpus import refresh
 
 ACTOR, ROLLOUT = (

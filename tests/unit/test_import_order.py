@@ -23,7 +23,8 @@ LIBRARIES: dict[str, tuple[str, ...]] = {
     "verifiers": ("gkd/environment/verifiers.py",),
     "transformers": ("gkd/data/prompts.py", "gkd/actor/", "gkd/preflight/", "teacher_server/"),
     "torch": (
-        *("gkd/actor/", "gkd/data/batching.py", "gkd/data/collate.py", "gkd/hf/", "gkd/loss/", "gkd/memory/"),
+        *("gkd/actor/", "gkd/data/batching.py", "gkd/data/collate.py", "gkd/loss/"),
+        *(f"gkd/memory/{name}.py" for name in ("fragmentation", "host_buffer", "oom", "states", "usage")),
         *(
             "gkd/preflight/",
             "gkd/text/targets.py",
@@ -47,19 +48,16 @@ LIBRARIES: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("jinja2", "plotly"), ("gkd/tools/report/page.py",)),
 }
 # The parts of the teacher server that the trainer may import. The local teacher computes with the server's engines.
-# Both programs declare their settings with the same helper, check model folders with the same code, and support the
-# same versions of vLLM.
+# Both programs declare their settings with the same helper, and check model folders with the same code.
 FROM_SERVER = ("teacher_server.wire.", "teacher_server.config.command.")
 FROM_SERVER_IN = {
     "gkd/config/": ("teacher_server.config.declare",),
     "gkd/rollout/vllm/start.py": ("teacher_server.engines.vllm_process",),
-    "gkd/rollout/vllm/sleep_state.py": ("teacher_server.engines.vllm_versions",),
-    "gkd/rollout/vllm/weights.py": ("teacher_server.engines.vllm_versions",),
     "gkd/hf/": (
-        *("teacher_server.engines.folder_check", "teacher_server.engines.hub", "teacher_server.engines.vllm_limits"),
-        "teacher_server.engines.weight_files",
+        *("teacher_server.engines.folder_check", "teacher_server.engines.hub", "teacher_server.engines.weight_files"),
     ),
     "gkd/actor/common/shards.py": ("teacher_server.engines.weight_files",),
+    "gkd/actor/common/hf_folder.py": ("teacher_server.engines.hub",),
     "gkd/actor/frozen/": ("teacher_server.engines.base", "teacher_server.engines.signals"),
 }
 

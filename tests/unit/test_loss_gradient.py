@@ -10,16 +10,16 @@ from torch import Tensor
 
 from gkd.config.loss_spec import DIVERGENCE_NAMES, LossSpec, LossTerm, Tail
 from gkd.loss.token_loss import topk_losses
-from gkd.loss.vocab_parallel import VocabShard, vocab_parallel_logprobs
+from gkd.loss.vocab_parallel import VocabShard
 from gkd.types import TokenTargets
 from tests.unit.loss_cases import (
-    KERNELS,
     REFERENCES,
     SHARD,
     TAILS,
     V_PADDED,
     N,
     V,
+    logprobs_of,
     normal,
     one_thread,  # noqa: F401
     topk_of_mass,
@@ -41,9 +41,7 @@ def _table_losses(
 ) -> Tensor:
     assert targets.topk_ids is not None
     ids, n_listed = torch.cat([targets.topk_ids, targets.sampled_ids[:, None]], dim=1), targets.topk_ids.shape[1]
-    rows = vocab_parallel_logprobs(
-        logits, ids, shard, kernels=KERNELS, n_listed=n_listed if exact_tail else 0, temperature=spec.temperature
-    )
+    rows = logprobs_of(logits, ids, shard, n_listed=n_listed if exact_tail else 0, temperature=spec.temperature)
     tail = rows.tail if exact_tail else None
     return topk_losses(
         spec, targets, rows.logprobs[:, :-1], rows.logprobs[:, -1], rows.entropy, student_tail=tail

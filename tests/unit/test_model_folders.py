@@ -13,16 +13,15 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from gkd.actor.common.hf_folder import write_folder
 from gkd.config.load import load_config
 from gkd.config.schema import Config
 from gkd.config.schema_sections import with_values
 from gkd.errors import ConfigError, ModelError
-from gkd.hf.folder import write_folder
 from gkd.hf.model_folder import check_engines
 from gkd.preflight.meta_models import local_teacher
 from gkd.preflight.student import check_student
-from teacher_server.engines.folder_check import check_folder
-from teacher_server.engines.vllm_limits import CPU_HEAD_SIZES
+from teacher_server.engines.folder_check import CPU_HEAD_SIZES, check_folder
 from teacher_server.engines.weight_files import FolderError
 from teacher_server.errors import ServerError
 from teacher_server.worker.model_folder import inspect_model_folder

@@ -13,9 +13,9 @@ import pytest
 from gkd.config.check import check_config
 from gkd.config.load import load_config
 from gkd.config.schema import Config
-from gkd.footprint import RankFootprint, footprint
-from gkd.footprint.combination import with_strategy
-from gkd.footprint.limits import GIB
+from gkd.memory.footprint import RankFootprint, footprint
+from gkd.memory.footprint.combination import with_strategy
+from gkd.memory.footprint.limits import GIB
 from gkd.preflight.run import preflight
 from tests.dist.megatron_reference import VOCAB, make_hf_folder
 from tests.refusals import refuses

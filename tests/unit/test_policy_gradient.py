@@ -12,12 +12,13 @@ from gkd.config.loss_spec import POLICY_GRADIENT_NAMES, LossSpec, LossTerm
 from gkd.errors import DataError
 from gkd.loss.policy_gradient import log_importance_weights, policy_gradient_loss, reverse_kl_estimate, surrogate
 from gkd.loss.token_loss import topk_losses
-from gkd.loss.vocab_parallel import VocabShard, vocab_parallel_logprobs
+from gkd.loss.vocab_parallel import VocabShard
 from gkd.types import TokenTargets
 from tests.unit.loss_cases import (
     KERNELS,
     distill_loss,
     kl,
+    logprobs_of,
     normal,
     one_thread,  # noqa: F401
 )
@@ -51,7 +52,7 @@ def _exact() -> tuple[Tensor, Tensor]:
 
 
 def _sampled_losses(spec: LossSpec, logits: Tensor) -> Tensor:
-    rows = vocab_parallel_logprobs(logits, torch.arange(V)[:, None], SHARD, kernels=KERNELS, temperature=T)
+    rows = logprobs_of(logits, torch.arange(V)[:, None], SHARD, temperature=T)
     return topk_losses(spec, _every_token(), None, rows.logprobs[:, 0], rows.entropy).total
 
 
@@ -85,7 +86,7 @@ def test_gradcheck_of_the_frozen_surrogate(name: str) -> None:
     slope = rho * (_student(Z) - LOG_P)
 
     def frozen(logits: Tensor) -> Tensor:
-        rows = vocab_parallel_logprobs(logits, torch.arange(V)[:, None], SHARD, kernels=KERNELS, temperature=T)
+        rows = logprobs_of(logits, torch.arange(V)[:, None], SHARD, temperature=T)
         return slope * rows.logprobs[:, 0]
 
     logits = Z.repeat(V, 1).requires_grad_()
@@ -187,9 +188,7 @@ def test_a_scaled_teacher_has_the_gradient_of_g_opd(name: str, scale: float) -> 
     targets = _every_token()
     targets.reference_logprobs = LOG_R
     z = Z.clone().requires_grad_()
-    rows = vocab_parallel_logprobs(
-        z.expand(V, V_PADDED), torch.arange(V)[:, None], SHARD, kernels=KERNELS, temperature=T
-    )
+    rows = logprobs_of(z.expand(V, V_PADDED), torch.arange(V)[:, None], SHARD, kernels=KERNELS, temperature=T)
     losses = topk_losses(spec, targets, None, rows.logprobs[:, 0], rows.entropy)
     (LOG_MU.exp() * losses.total).sum().backward()
     own = Z.clone().requires_grad_()

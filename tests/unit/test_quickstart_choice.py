@@ -14,15 +14,15 @@ from examples.quickstart.__main__ import choose_config, teacher_flags
 from examples.quickstart.addition import build_tokenizer
 from examples.quickstart.make_models import Recipe
 from examples.quickstart.pretrain import ModelRecipe, build_model
+from gkd.cluster.gpu_findings import find_problems
 from gkd.cluster.gpu_table import PoolNeed
 from gkd.config.check import check_config
 from gkd.config.load import load_config
-from gkd.footprint import check, footprint, teacher_footprint
-from gkd.footprint.limits import GIB
-from gkd.footprint.rank import other_processes_bytes, with_other_processes
-from gkd.gpu_map.findings import find_problems
-from gkd.gpu_map.teacher import with_own_gpus
+from gkd.memory.footprint import check, footprint, teacher_footprint
+from gkd.memory.footprint.limits import GIB
+from gkd.memory.footprint.rank import other_processes_bytes, with_other_processes
 from gkd.preflight.machine import resolve_device
+from gkd.scoring.teacher.gpus import with_own_gpus
 from tests.unit.test_gpu_choice import GPUS, rows
 from tests.unit.test_gpu_collect import nvidia_smi, smi_script
 from tests.unit.test_gpu_findings import gpu_info, row, teacher

@@ -19,9 +19,9 @@ from gkd.config.schema import Config
 from gkd.data.prompts import load_tokenizer
 from gkd.data.scatter import scatter_to_groups
 from gkd.errors import ConfigError
-from gkd.footprint import footprint
-from gkd.footprint.report import footprint_table
 from gkd.hf.model_dims import read_dims
+from gkd.memory.footprint import footprint
+from gkd.memory.footprint.report import footprint_table
 from gkd.metrics.writer import read_metrics
 from gkd.preflight.meta_models import check_reference
 from gkd.run.open import open_run_folder

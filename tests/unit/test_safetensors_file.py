@@ -11,7 +11,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 
-from gkd.hf.folder import write_safetensors
+from gkd.actor.common.hf_folder import write_safetensors
 
 
 def _tensors() -> dict[str, Tensor]:

@@ -11,8 +11,15 @@ import torch
 
 from teacher_server.engines import signals
 from teacher_server.engines.base import ScoreParams, TokenSequence, stream_rows
-from teacher_server.engines.signals import BLOCK, MIN_SHRINK, score_hidden, topk, topk_two_stage
-from teacher_server.engines.streams import LogitsStream, MatrixStream
+from teacher_server.engines.signals import (
+    BLOCK,
+    MIN_SHRINK,
+    LogitsStream,
+    MatrixStream,
+    score_hidden,
+    topk,
+    topk_two_stage,
+)
 
 
 def given(logits: torch.Tensor) -> signals.LogitsOf:

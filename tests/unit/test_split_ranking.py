@@ -11,7 +11,7 @@ from gkd.config.check import check_config
 from gkd.config.load import load_config
 from gkd.config.schema import Config
 from gkd.errors import ConfigError
-from gkd.footprint import footprint
+from gkd.memory.footprint import footprint
 from gkd.tools.split import settings_of
 from gkd.tools.split_tuner import splits
 from gkd.tools.split_tuner.splits import Candidate, Hardware, PoolSize, Ranking, Split, Workload, candidate, rank

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -17,7 +18,7 @@ from tests.dist.megatron_reference import make_hf_folder
 def test_passes_are_within_the_limit_and_lose_nothing(limit: int) -> None:
     """Fails if a sequence is computed twice or never, or short sequences are padded to long ones beyond the limit."""
     lengths = np.random.default_rng(0).geometric(1 / 40, 300).tolist()
-    passes = list(_passes(dict(enumerate(lengths)), limit))
+    passes = list(_passes(dict(enumerate(lengths)), lambda longest: limit // longest))
     assert sorted(i for group in passes for i in group) == list(range(300))
     assert all(len(group) == 1 or len(group) * max(lengths[i] for i in group) <= limit for group in passes)
     padded = sum(len(group) * max(lengths[i] for i in group) for group in passes)
@@ -26,7 +27,7 @@ def test_passes_are_within_the_limit_and_lose_nothing(limit: int) -> None:
 
 def test_without_a_limit_all_sequences_share_a_pass() -> None:
     """Fails if a GPU runs several passes for one batch."""
-    assert list(_passes({0: 5, 1: 1, 2: 900}, None)) == [[0, 1, 2]]
+    assert list(_passes({0: 5, 1: 1, 2: 900}, lambda longest: math.inf)) == [[1, 0, 2]]
 
 
 def test_a_batch_returns_its_memory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -1,15 +1,14 @@
-"""Shims for older torch and vLLM: against stubs of their names, and on real groups of the installed fully_shard."""
+"""Use what this project relies on in torch and vLLM: real groups of fully_shard, and stubs of names."""
 
 from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import make_dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -17,12 +16,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
-from torch.nn.attention.varlen import varlen_attn
+from torch.distributed.fsdp import fully_shard
 
 from gkd.actor.common import attention
-from gkd.actor.common.torch_versions import gqa_option, param_groups, reduce_unused_params, reset
-from teacher_server.engines import vllm_versions
+from gkd.errors import WeightSyncError
+from gkd.rollout.vllm.start import shared_nccl_env
 
 # torch
 
@@ -35,44 +33,26 @@ def _per_sequence(q: Tensor, k: Tensor, v: Tensor, borders: Tensor, scale: float
     return torch.cat(done)
 
 
-def old_varlen(
-    q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor, max_q: int, max_k: int, *,
-    return_aux: Any = None, scale: float | None = None, window_size: tuple[int, int] = (-1, -1),
-) -> Tensor:  # fmt: skip
-    """Has the arguments of torch 2.11's varlen_attn."""
-    assert window_size == (-1, 0)
-    return _per_sequence(q, k, v, cu_q, scale)
-
-
-def new_varlen(
+def varlen(
     q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor, max_q: int, max_k: int, *,
     return_aux: Any = None, scale: float | None = None, window_size: tuple[int, int] = (-1, -1),
     enable_gqa: bool = False,
 ) -> Tensor:  # fmt: skip
-    """Has the arguments of torch 2.12 and 2.13, and refuses shared heads that are not announced."""
+    """Has the arguments of torch 2.13, and refuses shared heads that are not announced."""
     assert enable_gqa == (q.shape[1] != k.shape[1])
     return _per_sequence(q, k, v, cu_q, scale)
 
 
-@pytest.mark.parametrize("kernel", [old_varlen, new_varlen])
 @pytest.mark.parametrize("n_kv_heads", [4, 2])
-def test_varlen_attention_of_both_versions(
-    monkeypatch: pytest.MonkeyPatch, kernel: Callable[..., Tensor], n_kv_heads: int
-) -> None:
-    """Fails if torch 2.11 gets an argument that it does not have, or 2.13 no word of shared heads."""
+def test_shared_heads_are_announced_to_the_kernel(monkeypatch: pytest.MonkeyPatch, n_kv_heads: int) -> None:
+    """Fails if the kernel gets no word of shared heads, which it then refuses."""
     torch.manual_seed(0)
     q, k, v = (torch.randn(1, heads, 12, 8, dtype=torch.float64) for heads in (4, n_kv_heads, n_kv_heads))
     borders = torch.tensor([0, 5, 6, 12], dtype=torch.int32)
     expected = attention.causal_attention(q, k, v, borders)
-    monkeypatch.setattr(attention, "varlen_attn", kernel)
+    monkeypatch.setattr(attention, "varlen_attn", varlen)
     monkeypatch.setattr(attention, "_has_varlen_kernel", lambda q: True)
     torch.testing.assert_close(attention.causal_attention(q, k, v, borders), expected, atol=0, rtol=0)
-
-
-def test_the_installed_torch() -> None:
-    """Fails if shared heads are no longer announced to a torch that refuses them then."""
-    has_option = tuple(int(n) for n in torch.__version__.split(".")[:2]) >= (2, 12)
-    assert gqa_option(varlen_attn, True) == ({"enable_gqa": True} if has_option else {})
 
 
 class Choice(nn.Module):
@@ -99,19 +79,9 @@ def sharded(tmp_path: Path) -> Iterator[Choice]:
         dist.destroy_process_group()
 
 
-@pytest.fixture(params=["pinned", "older"])
-def version(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Older: without the two methods of FSDPModule that torch 2.13 has added."""
-    if request.param == "older":
-        for name in ("set_reduce_scatter_unused_params", "reset_iter_state"):
-            monkeypatch.delattr(FSDPModule, name, raising=False)
-    return str(request.param)
-
-
-@pytest.mark.usefixtures("version")
 def test_a_parameter_without_gradient_is_reduced_as_zeros(sharded: Choice) -> None:
     """Fails if an unused parameter gets no gradient: ranks that use it would wait in another reduction."""
-    reduce_unused_params(sharded)
+    sharded.set_reduce_scatter_unused_params(True, recurse=False)
     for n_backward in (1, 2):
         sharded(torch.ones(2, 4)).sum().backward()
         grads = [param.grad.to_local() for param in (sharded.a.weight, sharded.b.weight)]  # type: ignore[union-attr]
@@ -119,20 +89,19 @@ def test_a_parameter_without_gradient_is_reduced_as_zeros(sharded: Choice) -> No
 
 
 def test_without_it_an_unused_parameter_has_no_gradient(sharded: Choice) -> None:
-    """Fails if the test above passes whatever `reduce_unused_params` does."""
+    """Fails if the test above passes whatever the option does."""
     sharded(torch.ones(2, 4)).sum().backward()
     assert sharded.b.weight.grad is None
 
 
-@pytest.mark.usefixtures("version")
 def test_a_pass_after_a_failed_one(sharded: Choice) -> None:
     """Fails if parameters stay gathered after an error, or the next pass has another result."""
     expected = sharded(torch.ones(2, 4)).detach().clone()
     with pytest.raises(ArithmeticError):
         sharded(torch.ones(2, 4), broken=True)
-    (group,) = param_groups(sharded)
+    (group,) = sharded._get_fsdp_state()._fsdp_param_groups
     assert not group.is_sharded
-    reset(sharded)
+    sharded.reset_iter_state()
     assert group.is_sharded
     again = sharded(torch.ones(2, 4))
     assert torch.equal(again, expected)
@@ -140,152 +109,14 @@ def test_a_pass_after_a_failed_one(sharded: Choice) -> None:
     assert torch.equal(sharded.a.weight.grad.to_local(), torch.full((4, 4), 2.0))  # type: ignore[union-attr]
 
 
-@pytest.mark.parametrize("group", [None, "g"])
-def test_one_group_or_a_list_of_groups(group: str | None) -> None:
-    """Fails if a module without parameters, or torch 2.11's single group, is read otherwise."""
-    found = [group] if group else []
-    for state in (SimpleNamespace(_fsdp_param_group=group), SimpleNamespace(_fsdp_param_groups=found)):
-        assert param_groups(SimpleNamespace(_get_fsdp_state=lambda state=state: state)) == found  # type: ignore
-
-
 # vLLM
 
 
-class Allocation:
-    """One of vLLM's allocations. The driver refuses to map or unmap memory twice."""
-
-    def __init__(self, tag: str) -> None:
-        self.tag, self.handle, self.is_asleep, self.mapped = tag, self, False, True
-
-
-def unmap_and_release(allocation: Allocation) -> None:
-    assert allocation.mapped, "CUDA error: unmapped twice"
-    allocation.mapped = False
-
-
-class OldWorker:
-    """Sleeps and wakes as the worker of vLLM 0.26."""
-
-    def __init__(self, allocations: dict[int, Allocation]) -> None:
-        self.allocations, self._sleep_saved_buffers = allocations, dict[str, str]()
-
-    def sleep(self, level: int) -> None:
-        if level == 2:
-            self._sleep_saved_buffers = {"rope": "cos"}
-        for allocation in self.allocations.values():
-            unmap_and_release(allocation)
-            allocation.is_asleep = True
-
-    def wake_up(self, tags: list[str]) -> None:
-        for allocation in self.allocations.values():
-            if allocation.tag in tags:
-                assert not allocation.mapped, "CUDA error: mapped twice"
-                allocation.mapped, allocation.is_asleep = True, False
-        if self._sleep_saved_buffers:
-            assert self.allocations[0].mapped, "CUDA error: illegal memory access"
-            self._sleep_saved_buffers = {}
-
-    @property
-    def saved(self) -> dict[str, str]:
-        return self._sleep_saved_buffers
-
-    @property
-    def awake(self) -> list[str]:
-        return [allocation.tag for allocation in self.allocations.values() if allocation.mapped]
-
-
-class NewWorker:
-    """Records the calls of vLLM 0.32's worker."""
-
-    def __init__(self) -> None:
-        self.calls: list[tuple[Any, ...]] = []
-        for name in ("sleep", "wake_up", "discard"):
-            setattr(self, name, lambda argument, name=name: self.calls.append((name, argument)))
-
-
-@pytest.fixture
-def old(monkeypatch: pytest.MonkeyPatch) -> OldWorker:
-    """Return a worker, whose allocator is vLLM's as far as the shims import it."""
-    allocations = {0: Allocation("weights"), 1: Allocation("kv_cache"), 2: Allocation("kv_cache")}
-    package, cumem = ModuleType("vllm.device_allocator"), ModuleType("vllm.device_allocator.cumem")
-    instance = SimpleNamespace(pointer_to_data=allocations)
-    package.get_mem_allocator_instance = lambda: instance  # type: ignore[attr-defined]
-    cumem.unmap_and_release = unmap_and_release  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "vllm", ModuleType("vllm"))
-    monkeypatch.setitem(sys.modules, package.__name__, package)
-    monkeypatch.setitem(sys.modules, cumem.__name__, cumem)
-    monkeypatch.setattr(torch.accelerator, "synchronize", lambda: None)
-    return OldWorker(allocations)
-
-
-def test_the_kv_cache_alone_sleeps_on_the_older_vllm(old: OldWorker) -> None:
-    """Fails if the weights are released too, or memory that sleeps is released or mapped once more."""
-    vllm_versions.discard(old, "kv_cache")
-    vllm_versions.discard(old, "kv_cache")
-    assert old.awake == ["weights"]
-    vllm_versions.sleep(old, 1)
-    assert old.awake == [] and len(old.allocations) == 3
-    vllm_versions.wake_up(old, ["kv_cache"])
-    vllm_versions.wake_up(old, ["weights"])
-    assert old.awake == ["weights", "kv_cache", "kv_cache"]
-
-
-def test_buffers_return_with_the_weights_on_the_older_vllm(old: OldWorker) -> None:
-    """Fails if the buffers saved at level 2 are written into weights that still sleep, or lost."""
-    vllm_versions.sleep(old, 2)
-    vllm_versions.wake_up(old, ["kv_cache"])
-    assert old.saved == {"rope": "cos"}
-    vllm_versions.wake_up(old, ["weights"])
-    assert old.saved == {}
-
-
-def test_the_newer_vllm_does_all_of_it_itself() -> None:
-    """Fails if the pinned vLLM gets other calls than its own."""
-    worker = NewWorker()
-    vllm_versions.discard(worker, "kv_cache")
-    vllm_versions.sleep(worker, 2)
-    vllm_versions.wake_up(worker, ["kv_cache"])
-    assert worker.calls == [("discard", ("kv_cache",)), ("sleep", 2), ("wake_up", ["kv_cache"])]
-
-
-@pytest.mark.parametrize("has_base", [True, False])
-def test_error_classes_of_both_versions(monkeypatch: pytest.MonkeyPatch, has_base: bool) -> None:
-    """Fails if the teacher cannot be imported with vLLM 0.26, or an error of vLLM escapes."""
-    exceptions = ModuleType("vllm.exceptions")
-    base = type("VLLMError", (Exception,), {"__module__": "vllm.exceptions"}) if has_base else Exception
-    names = {"VLLMNotFoundError": type("VLLMNotFoundError", (base,), {"__module__": "vllm.exceptions"})}
-    vars(exceptions).update(names | ({"VLLMError": base} if has_base else {"Any": Any, "OSError": OSError}))
-    package = ModuleType("vllm")
-    package.exceptions = exceptions  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "vllm", package)
-    monkeypatch.setitem(sys.modules, "vllm.exceptions", exceptions)
-    found = vllm_versions.with_vllm_errors(KeyError)
-    assert found == (KeyError, base if has_base else names["VLLMNotFoundError"])
-    assert not issubclass(OSError, found) and issubclass(names["VLLMNotFoundError"], found)
-
-
-@pytest.mark.parametrize(("lacks", "chosen"), [("", None), ("num_computed_tokens_np", "0")])
-def test_the_teacher_reads_the_batch_of_the_model_runner(
-    monkeypatch: pytest.MonkeyPatch, lacks: str, chosen: str | None
-) -> None:
-    """Fails if vLLM's first model runner is forced where the second one can be read, or is not where it cannot."""
-    monkeypatch.delenv("VLLM_USE_V2_MODEL_RUNNER", raising=False)
-    names = [name for name in ("req_ids", "query_start_loc_np", "num_computed_tokens_np") if name != lacks]
-    gpu = ModuleType("vllm.v1.worker.gpu")
-    gpu.input_batch = SimpleNamespace(InputBatch=make_dataclass("InputBatch", names))  # type: ignore[attr-defined]
-    for name in ("vllm", "vllm.v1", "vllm.v1.worker"):
-        monkeypatch.setitem(sys.modules, name, ModuleType(name))
-    monkeypatch.setitem(sys.modules, gpu.__name__, gpu)
-    vllm_versions.choose_model_runner()
-    assert os.environ.get("VLLM_USE_V2_MODEL_RUNNER") == chosen
-    monkeypatch.delenv("VLLM_USE_V2_MODEL_RUNNER", raising=False)
-
-
-def _pinned_nccl(monkeypatch: pytest.MonkeyPatch, *, before: dict[str, str | None] | None) -> None:
+def _pinned_nccl(monkeypatch: pytest.MonkeyPatch, *, before: dict[str, str | None]) -> None:
     """Install vLLM's module for NCCL.
 
     Args:
-        before: what its pins have replaced; None: a vLLM that cannot take them back.
+        before: what its pins have replaced; empty: an NCCL that cannot take them back.
     """
     monkeypatch.setenv("NCCL_ALGO", "ring")
     package, nccl = ModuleType("vllm.utils"), ModuleType("vllm.utils.nccl")
@@ -295,12 +126,11 @@ def _pinned_nccl(monkeypatch: pytest.MonkeyPatch, *, before: dict[str, str | Non
     @contextmanager
     def unpinned_nccl_env() -> Iterator[None]:
         with monkeypatch.context() as patch:
-            for name in before or {}:
+            for name in before:
                 patch.delenv(name)
             yield
 
-    if before is not None:
-        nccl.unpinned_nccl_env = unpinned_nccl_env  # type: ignore[attr-defined]
+    nccl.unpinned_nccl_env = unpinned_nccl_env  # type: ignore[attr-defined]
     for module in (ModuleType("vllm"), package, nccl):
         monkeypatch.setitem(sys.modules, module.__name__, module)
 
@@ -310,22 +140,19 @@ def test_a_shared_nccl_group_has_no_pinned_settings(monkeypatch: pytest.MonkeyPa
     _pinned_nccl(monkeypatch, before={"NCCL_ALGO": None})
     for invariant, inside in (("0", "ring"), ("1", None)):
         monkeypatch.setenv("VLLM_BATCH_INVARIANT", invariant)
-        with vllm_versions.shared_nccl_env():
+        with shared_nccl_env():
             assert os.environ.get("NCCL_ALGO") == inside
         assert os.environ["NCCL_ALGO"] == "ring", "vLLM's own groups need it"
 
 
-@pytest.mark.parametrize("before", [None, {}])
-def test_nccl_settings_that_stay_are_refused(
-    monkeypatch: pytest.MonkeyPatch, before: dict[str, str | None] | None
-) -> None:
-    """Fails if the first weight sync hangs with an older vLLM, or an NCCL that never reads its settings again."""
-    _pinned_nccl(monkeypatch, before=before)
+def test_nccl_settings_that_stay_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fails if the first weight sync hangs with an NCCL that never reads its settings again."""
+    _pinned_nccl(monkeypatch, before={})
     monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
-    with pytest.raises(RuntimeError, match="weight_sync.transport"), vllm_versions.shared_nccl_env():
+    with pytest.raises(WeightSyncError, match="weight_sync.transport"), shared_nccl_env():
         pass
     monkeypatch.delenv("VLLM_BATCH_INVARIANT")
-    with vllm_versions.shared_nccl_env():
+    with shared_nccl_env():
         assert os.environ["NCCL_ALGO"] == "ring"
 
 

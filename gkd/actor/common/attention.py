@@ -17,7 +17,6 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.varlen import varlen_attn
 
-from gkd.actor.common.torch_versions import gqa_option
 from gkd.errors import ConfigError
 
 # Supported by the flash kernels behind varlen_attn.
@@ -97,7 +96,7 @@ def _varlen(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_length: int
         longest,
         scale=scale,
         window_size=_CAUSAL_WINDOW,
-        **gqa_option(varlen_attn, q.shape[1] != k.shape[1]),
+        enable_gqa=q.shape[1] != k.shape[1],
     )
     assert isinstance(context, Tensor)  # it returns a tuple only on request
     return context.transpose(0, 1)[None]
@@ -149,7 +148,7 @@ def activate(attention: str) -> None:
     name, package = IMPLEMENTATIONS[attention]
     try:
         torch.nn.attention.activate_flash_attention_impl(name)
-    except (ImportError, OSError, RuntimeError, AttributeError) as error:  # another torch's package, or an older torch
+    except (ImportError, OSError, RuntimeError, AttributeError) as error:  # another torch's package
         problem = f"its kernels cannot be loaded: {type(error).__name__}: {error}."
         raise ConfigError(_KEY, attention, problem, f"install {package}, or {_FALLBACK}") from error
 

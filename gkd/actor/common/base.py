@@ -8,22 +8,29 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
-from typing import Required, TypedDict
+from typing import Any, Required, TypedDict
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
+from gkd.actor.common.agree import same_error
+from gkd.actor.common.hf_folder import MAX_SHARD_BYTES, TensorPlan, exhaust, write_adapters, write_folder
 from gkd.actor.common.host_copies import HostCopies, Snapshot
 from gkd.actor.common.optim_spec import OptimSpec
-from gkd.actor.common.step import BatchSums, diagnostics, evaluation, not_finite
+from gkd.actor.common.step import BatchSums, diagnostics, evaluation, not_finite, sum_over_group, token_mean
 from gkd.config.loss_spec import LossSpec
 from gkd.config.schema import logits_chunk_bytes
+from gkd.config.schema_actor import LoraConfig
+from gkd.errors import DataError, ModelError
+from gkd.log import get_logger
 from gkd.loss.distill_loss import DistillLoss
 from gkd.loss.divergence import divergence_of
-from gkd.loss.reduce import token_mean
 from gkd.loss.row_kernels import row_kernels
+from gkd.loss.text_units import UnitTables
 from gkd.loss.vocab_parallel import VocabShard
 from gkd.memory.states import States
 from gkd.memory.usage import trim_heap
@@ -31,6 +38,8 @@ from gkd.text.pair import TokenizerPair
 from gkd.types import MicroBatch, TrainStats
 from gkd.weight_sync.buckets import Content
 from teacher_server.wire.protocol import Signal
+
+log = get_logger("loss")
 
 ADAPTER_FOLDER = "adapter"  # subfolder of an export
 
@@ -43,6 +52,7 @@ def no_phase(phase: str) -> None:
 class StudentArgs(TypedDict, total=False):
     """Constructor arguments of both backends."""
 
+    lora: LoraConfig | None  # train adapters of this rank instead of all weights. Default and rank 0: all weights
     optim: Required[OptimSpec]
     loss: Required[LossSpec]
     # Activations and exported weights. Gradients and optimizer state are always float32.
@@ -68,12 +78,17 @@ class Student(ABC):
     step: int  # optimizer steps made so far
     loss: DistillLoss
     states: States  # reload offloaded states before calling a method that needs them
+    stage, n_stages = 0, 1  # pipeline stage of this rank, and number of them
+    lora: LoraConfig | None  # settings of the adapters; None: all weights are trained
+    group: Any  # data-parallel process group
+    n_head_rows: int  # rows of the LM head on this rank; 0: it computes no loss
     _host_copies: HostCopies
 
     def __init__(self, args: StudentArgs) -> None:
         self.step = 0
         self.optim, self.device, self._dtype = args["optim"], args["device"], args["dtype"]
-        self._fused = args.get("fused_lm_head", True)
+        lora, self._fused = args.get("lora"), args.get("fused_lm_head", True)
+        self.lora = lora if lora is not None and lora.rank else None
         self._early_sums: BatchSums | None = None  # sums over the parts of the next batch whose gradients are added
 
     @property
@@ -87,9 +102,11 @@ class Student(ABC):
         head = self.loss.teacher_head
         return None if head is None else head.shape[1]
 
-    @abstractmethod
     def set_teacher_head(self, head: np.ndarray, pair: TokenizerPair | None = None, units: str = "nodes") -> None:
         """Keep this rank's rows of the teacher's LM head, for the signal `hidden`. No-op on ranks without a loss.
+
+        They are offloaded with the weights: 4 D bytes for each row, 2.5 GB for 152k rows of 4096. An fsdp2 rank has all
+        rows, because it has all columns of the student's logits; with tensor parallelism a rank has its shard.
 
         Args:
             head: [V, D] float32, over the vocabulary that student and teacher share; with a pair over the teacher's.
@@ -99,6 +116,19 @@ class Student(ABC):
         Raises:
             DataError: it has fewer rows than the student's vocabulary.
         """
+        loss, shard, n_local = self.loss, self.loss.shard, self.n_head_rows
+        if not n_local:
+            return
+        if pair is not None:
+            with_nodes = units == "nodes"
+            loss.units = UnitTables(pair, with_nodes=with_nodes, shard=shard, n_local=n_local, device=self.device)
+            rows = head[loss.units.teacher_rows]
+        elif head.ndim != 2 or len(head) < shard.n_valid:
+            raise DataError(f"the teacher's LM head is {head.shape}; the student's vocabulary has {shard.n_valid} rows")
+        else:
+            rows = head[shard.start : shard.start + shard.n_columns(n_local)]
+        # A copy, because memory of the object store or of numpy cannot be offloaded.
+        loss.teacher_head = torch.tensor(rows, dtype=torch.float32, device=self.device)
 
     def accumulate(self, micro_batches: Sequence[MicroBatch]) -> None:
         """Add the gradients of a part of the next step's batch; `train_step` completes the batch.
@@ -149,9 +179,9 @@ class Student(ABC):
             sums = self._run(micro_batches, backward=False)
         return evaluation(self.step, self.loss, sums)
 
-    @abstractmethod
     def sum_over_groups(self, counts: Tensor) -> Tensor:
         """Return the sum of each data-parallel group's `counts`, float64."""
+        return sum_over_group(counts.to(self.device), self.group)
 
     @abstractmethod
     def compute_logprobs(self, micro_batches: Sequence[MicroBatch], *, disable_adapter: bool = False) -> list[Tensor]:
@@ -170,7 +200,7 @@ class Student(ABC):
         """
 
     @abstractmethod
-    def export_plan(self, content: Content = "merged") -> list[tuple[str, tuple[int, ...], torch.dtype]]:
+    def export_plan(self, content: Content = "merged") -> list[TensorPlan]:
         """Return (HF name, shape, dtype) of what `export` yields on this rank, in its order. Moves no data."""
 
     @abstractmethod
@@ -180,18 +210,80 @@ class Student(ABC):
         Adapters are float32 and not scaled.
         """
 
-    @abstractmethod
-    def save_hf(self, out_dir: str | Path, source_dir: str | Path) -> None:
+    def stage_plans(self, content: Content = "merged") -> list[list[TensorPlan]]:
+        """Return, by pipeline stage, the `export_plan` of its ranks."""
+        plans: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(plans, (self.stage, self.export_plan(content)))
+        by_stage = dict(plans)
+        return [by_stage[stage] for stage in range(self.n_stages)]
+
+    def export_whole(
+        self, plans: Sequence[Sequence[TensorPlan]], content: Content = "merged"
+    ) -> Iterator[tuple[str, Tensor]]:
+        """Yield the tensors of all stages on every rank, stage after stage, one tensor at a time.
+
+        The ranks of a stage produce its tensors by `export`; the first of them broadcasts each to all ranks.
+
+        Args:
+            plans: of `stage_plans`.
+        """
+        if self.n_stages == 1:
+            yield from self.export(content)
+            return
+        for stage, plan in enumerate(plans):
+            own = self.export(content) if self.stage == stage else iter(())
+            first = stage * dist.get_world_size() // self.n_stages  # the ranks are numbered stage after stage
+            for name, shape, dtype in plan:
+                exported = next(own, None)
+                # The broadcast overwrites the tensors of the stage's other ranks with equal ones.
+                tensor = (
+                    torch.empty(shape, dtype=dtype, device=self.device)
+                    if exported is None
+                    else exported[1].contiguous()
+                )
+                dist.broadcast(tensor, src=first)
+                yield name, tensor
+                del exported, tensor  # before the next one is gathered
+            exhaust(own)
+
+    def save_hf(self, out_dir: str | Path, source_dir: str | Path, *, max_shard_bytes: int = MAX_SHARD_BYTES) -> None:
         """Write the whole student as a HF folder; with adapters, their folder `adapter` in it, too.
 
         Args:
             out_dir: must not exist; on a file system that rank 0 can access.
             source_dir: the HF folder that the student was built from. Its config, generation config and tokenizer are
                 copied.
+            max_shard_bytes: maximum size of a file, unless a single tensor is larger.
 
         Raises:
             ModelError: `out_dir` exists or cannot be written; on every rank.
         """
+        out, source, lora = Path(out_dir), Path(source_dir), self.lora
+        plans = self.stage_plans()
+        self._write(
+            self.export_whole(plans), out, lambda tensors: write_folder(tensors, plans, out, source, max_shard_bytes)
+        )
+        if lora is not None:
+            factors = self.stage_plans("adapters")
+            plan, folder = list(chain(*factors)), out / ADAPTER_FOLDER
+            whole = self.export_whole(factors, "adapters")
+            self._write(whole, out, lambda tensors: write_adapters(tensors, plan, folder, lora, str(source)))
+
+    def _write(
+        self, tensors: Iterator[tuple[str, Tensor]], out: Path, write: Callable[[Iterator[tuple[str, Tensor]]], None]
+    ) -> None:
+        """Call `write` on rank 0. Raises ModelError on every rank."""
+        problem: Exception | None = None
+        if dist.get_rank() == 0:
+            try:
+                write(tensors)
+            except Exception as error:  # raised below, on all ranks
+                problem = error
+        exhaust(tensors)  # after an error on rank 0 the other ranks still wait in the gathers
+        with same_error(self.device):
+            if problem is not None:
+                what = f"{type(problem).__name__}: {problem}"
+                raise ModelError(f"the student cannot be saved to {out}: {what}") from problem
 
     @abstractmethod
     def snapshot(self, *, copies: bool = True) -> Snapshot:
@@ -250,10 +342,12 @@ def build_loss(args: StudentArgs, shard: VocabShard) -> DistillLoss:
     shard = replace(shard, n_valid=args.get("n_vocab") or shard.n_valid)
     for term in args["loss"].divergences:
         divergence_of(term.name)  # a function that this host does not have is an error here, not in the first step
+    kernels = row_kernels(args["device"])
+    log.info("loss kernels: %s", kernels.name)
     return DistillLoss(
         args["loss"],
         tuple(args.get("signals", ("topk",))),
         shard,
-        row_kernels(args["device"]),
+        kernels,
         chunk_bytes=logits_chunk_bytes(on_cpu=args["device"].type == "cpu"),
     )

@@ -19,8 +19,9 @@ import numpy as np
 import torch
 import xxhash
 
+from gkd.actor.common.hf_folder import safetensors_start
 from gkd.actor.common.host_copies import Snapshot
-from gkd.actor.common.shards import DTYPES, FORMAT, file_name
+from gkd.actor.common.shards import FORMAT, file_name
 from gkd.errors import CheckpointError
 from gkd.files.disk import WRITE_FIX
 from gkd.files.manifest import FileDigest
@@ -29,7 +30,6 @@ from gkd.files.manifest import FileDigest
 # acquire the interpreter lock, which takes up to 5 ms while the training thread runs Python code.
 _BLOCK_BYTES = 4 << 20
 _NICENESS = 10  # added to the niceness of the thread; 19 is the lowest priority
-_DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 def write(folder: Path, rank: int, snapshot: Snapshot) -> dict[str, FileDigest]:
@@ -48,12 +48,15 @@ def write(folder: Path, rank: int, snapshot: Snapshot) -> dict[str, FileDigest]:
     tensors |= {f"rng/{name}": state for name, state in snapshot.rng.items()}
     if len(tensors) != len(snapshot.pieces) + len(snapshot.rng):
         raise ValueError(f"rank {rank}: two pieces of a checkpoint have the same name, kind, part and start")
+    plan = [(name, (tensor.numel(),), tensor.dtype) for name, tensor in tensors.items()]
+    meta = {**snapshot.meta, "format": FORMAT, "rank": rank}
+    start = memoryview(safetensors_start(plan, {"gkd": json.dumps(meta)}))
     snapshot.wait()
     hasher, n_bytes = xxhash.xxh3_128(), 0
     try:
         _make_folder(folder, rank)
         with path.open("wb") as file:
-            for block in chain([_header(tensors, snapshot, rank)], _blocks(tensors.values())):
+            for block in chain([start], _blocks(tensors.values())):
                 hasher.update(block)
                 file.write(block)
                 n_bytes += len(block)
@@ -129,24 +132,6 @@ def _make_folder(folder: Path, rank: int) -> None:
             f"rank {rank} cannot write its checkpoint to {folder}: the parent folder, created by the driver, does not "
             "exist on this node. Fix: put trainer.run_dir on a disk that all nodes share."
         ) from error
-
-
-def _header(tensors: dict[str, torch.Tensor], snapshot: Snapshot, rank: int) -> memoryview:
-    """Return the start of the file: 8 bytes of length and the JSON, padded so that the data are aligned."""
-    meta = {**snapshot.meta, "format": FORMAT, "rank": rank}
-    header: dict[str, object] = {"__metadata__": {"gkd": json.dumps(meta)}}
-    offset = 0
-    for key, tensor in tensors.items():
-        end = offset + tensor.nbytes
-        header[key] = {
-            "dtype": _DTYPE_NAMES[tensor.dtype],
-            "shape": [tensor.numel()],
-            "data_offsets": [offset, end],
-        }
-        offset = end
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    return memoryview(len(text).to_bytes(8, "little") + text)
 
 
 def _blocks(tensors: Iterable[torch.Tensor]) -> Iterator[memoryview]:

@@ -24,18 +24,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from gkd.actor.common.hf_folder import DTYPES
 from gkd.errors import CheckpointError
 from teacher_server.engines.weight_files import read_header
 
 FORMAT = 1
 KINDS = ("param", "exp_avg", "exp_avg_sq")
-DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "U8": torch.uint8,
-}
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,5 +1,8 @@
 """Parts of a training step that both backends share: sums over a global batch, metrics, checks.
 
+The loss of a step is a sum over all loss tokens of the global batch, divided once by their number. Means of
+micro-batches or ranks are never averaged, because they have different numbers of tokens.
+
 Letters: B sequences, S columns, N loss rows, V vocabulary, D hidden size of the teacher.
 """
 
@@ -9,16 +12,15 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from gkd.config.loss_spec import SFT
 from gkd.data.collate import MicroBatches
 from gkd.errors import DataError, NumericsError
 from gkd.loss.distill_loss import DistillLoss
-from gkd.loss.reduce import token_mean
-from gkd.loss.text_units import PAIRED, UnitTables
+from gkd.loss.text_units import PAIRED
 from gkd.loss.token_loss import (
     END_PROBABILITY,
     ENDED,
@@ -29,7 +31,6 @@ from gkd.loss.token_loss import (
     domain_sum,
     turn_sum,
 )
-from gkd.text.pair import TokenizerPair
 from gkd.types import MicroBatch, TokenTargets, TrainStats
 
 _NOT_REPORTED = ("total", ENDED, LOSS_SIZE, KEPT_SIZE)
@@ -46,6 +47,30 @@ class BatchSums:
     def plus(self, other: BatchSums) -> BatchSums:
         values = {name: value + other.values[name] for name, value in self.values.items()}
         return BatchSums(self.n_loss_tokens + other.n_loss_tokens, self.n_on_policy + other.n_on_policy, values)
+
+
+def sum_over_group(sums: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+    """Return the sum of each rank's `sums` over `group`; the same on all of its ranks.
+
+    Args:
+        sums: [...] any device; summed in float64, which counts a billion tokens exactly.
+        group: the data-parallel group; None for a single rank.
+    """
+    total = sums.to(torch.float64)
+    if group is not None:
+        total = total.clone()
+        dist.all_reduce(total, group=group)
+    return total
+
+
+def token_mean(token_sum: float, n_loss_tokens: int) -> float:
+    """Return `token_sum / n_loss_tokens`, both over the global batch. Raises DataError if there is no loss token."""
+    if n_loss_tokens <= 0:
+        raise DataError(
+            "the global batch has no loss token. Fix: check that prompts leave room for a response "
+            "(data.max_response_length), and that it is longer than distill.skip_first_tokens."
+        )
+    return token_sum / n_loss_tokens
 
 
 def not_finite(step: int, loss: float, grad_norm: float) -> NumericsError | None:
@@ -117,35 +142,6 @@ def token_counts(batch: MicroBatch, targets: TokenTargets, device: torch.device)
     """Return [2] float64: loss tokens of a micro-batch, and loss tokens that the student generated."""
     counts = [batch.n_loss_tokens, int(targets.on_policy.sum())]
     return torch.tensor(counts, dtype=torch.float64, device=device)
-
-
-def set_teacher_head(
-    head: np.ndarray, loss: DistillLoss, n_local: int, device: torch.device, pair: TokenizerPair | None, units: str
-) -> None:
-    """Give the loss the rows of the teacher's LM head for this rank's part of the vocabulary, on `device`.
-
-    They are offloaded with the weights: 4 D bytes for each row, 2.5 GB for 152k rows of 4096. An fsdp2 rank has all
-    rows, because it has all columns of the student's logits; with tensor parallelism a rank has its shard.
-
-    Args:
-        head: [V, D] float32, over the vocabulary that student and teacher share; with a pair over the teacher's.
-        n_local: rows of the student's LM head on this rank.
-        pair: tokenizers of the student and of a teacher with another one.
-        units: distill.units.
-
-    Raises:
-        DataError: the head has fewer rows than the student's vocabulary.
-    """
-    shard = loss.shard
-    if pair is not None:
-        loss.units = UnitTables(pair, with_nodes=units == "nodes", shard=shard, n_local=n_local, device=device)
-        loss.teacher_head = torch.tensor(head[loss.units.teacher_rows], dtype=torch.float32, device=device)
-        return
-    if head.ndim != 2 or len(head) < shard.n_valid:
-        raise DataError(f"the teacher's LM head is {head.shape}; the student's vocabulary has {shard.n_valid} rows")
-    rows = head[shard.start : shard.start + shard.n_columns(n_local)]
-    # A copy, because memory of the object store or of numpy cannot be offloaded.
-    loss.teacher_head = torch.tensor(rows, dtype=torch.float32, device=device)
 
 
 def check_before(

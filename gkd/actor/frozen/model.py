@@ -28,19 +28,18 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from gkd.actor.common.agree import same_error
+from gkd.actor.common.hf_folder import DTYPES, TensorPlan
 from gkd.actor.common.host_copies import HostCopies, Snapshot
-from gkd.actor.common.shards import DTYPES, Piece, ShardReader
+from gkd.actor.common.shards import Piece, ShardReader
 from gkd.actor.common.step import empty_micro_batch
-from gkd.actor.common.torch_versions import param_groups, reset
-from gkd.actor.fsdp.attention import Pack
-from gkd.actor.fsdp.model import build_on_meta, layer_list, reshard, shard
+from gkd.actor.fsdp.model import build_on_meta, layer_list, passes_of, reshard, shard, shard_records
 from gkd.actor.fsdp.optim import host_threads, threads_per_rank
+from gkd.actor.fsdp.passes import forward
 from gkd.actor.fsdp.probe import probe
 from gkd.actor.fsdp.weights import blend_part, flat_rows, full_tensor, load_weights, local_rows, match_files
 from gkd.data.batching import make_micro_batches
 from gkd.data.score_checks import check_own, check_top_ids
 from gkd.errors import CheckpointError, ConfigError, ModelError, TeacherError
-from gkd.hf.folder import TensorPlan
 from gkd.hf.model_folder import open_tensors, some_names
 from gkd.log import get_logger
 from gkd.types import MicroBatch, Rollout
@@ -153,8 +152,8 @@ class FrozenModel:
                 self._check(rollout, params)
         tables: list[list[Table]] = [[] for _ in rollouts]
         problem: TeacherError | None = None
-        try:
-            # Every rank must join every all-gather, so one with fewer micro-batches runs empty ones.
+        # Every rank must join every all-gather, so one with fewer micro-batches runs empty ones.
+        with passes_of(self.model):
             for i in range(agreement.largest):
                 batch = batches[i] if i < len(batches) else empty_micro_batch()
                 indices = [index for index, _ in batch.samples]
@@ -166,10 +165,6 @@ class FrozenModel:
                 for of_params in by_params:
                     for index, table in zip(indices, of_params, strict=True):
                         tables[index].append(table)
-        except BaseException:
-            reset(self.model)
-            raise
-        reshard(self.model)
         with same_error(self.device):
             if problem is not None:
                 raise problem
@@ -320,12 +315,7 @@ class FrozenModel:
             except ArithmeticError as error:
                 fault = error
 
-        pack, positions = None, None
-        if batch.cu_seqlens is not None:
-            pack = Pack(batch.cu_seqlens.to(self.device), int(batch.cu_seqlens.diff().max()))
-            positions = batch.position_ids.to(self.device)
-        tokens, rows = batch.tokens.to(self.device), batch.loss_index.to(self.device)
-        self.model(tokens, rows, position_ids=positions, pack=pack, use=read)
+        forward(self.model, batch, self.device, use=read)
         return tables, fault
 
 
@@ -363,7 +353,7 @@ def _whole(stream: RowStream, step: int) -> np.ndarray:
 # Copy the next layer's weights to the GPU while a layer computes, for a lone rank with its shards in host memory.
 #
 # With several ranks fully_shard gathers the next layer on a stream of its own. A lone rank has nothing to gather, so
-# torch 2.11 to 2.13 copy each layer on the stream that computes: 43% of the time of a 7B model's pass over
+# torch 2.13 copies each layer on the stream that computes: 43% of the time of a 7B model's pass over
 # micro-batches of 16,384 tokens on an H200. Depends on private names of fully_shard's records, as `into_one_block`.
 
 
@@ -402,7 +392,7 @@ class NextLayer:
         if following is None:
             self._buffer = None
             return
-        records = [record for group in param_groups(following) for record in group.fsdp_params]
+        records = shard_records(following)
         shards: list[Tensor] = [record._sharded_param_data for record in records]
         starts = [0]
         for one in shards:

@@ -1,11 +1,14 @@
-"""The frozen models of one actor rank: a local teacher and a reference, each optional."""
+"""The frozen models of one actor rank, each optional: a local teacher and a reference, which may follow the student.
+
+The models' module is imported when a model is built, because it imports transformers.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import torch
@@ -13,48 +16,44 @@ import torch
 from gkd.actor.common.agree import same_error
 from gkd.actor.common.base import Student
 from gkd.actor.common.host_copies import Snapshot
-from gkd.actor.megatron.layout import ParallelLayout
 from gkd.config.schema import Config
-from gkd.config.schema_teacher import weight_updates
+from gkd.config.schema_teacher import WeightUpdates, weight_updates
 from gkd.data.batching import check_batch, make_micro_batches
+from gkd.data.scatter import map_selected
+from gkd.errors import ConfigError, ModelError
+from gkd.log import get_logger
 from gkd.text.pair import TokenizerPair
-from gkd.types import Rollout, TeacherScores
+from gkd.types import SIGNAL_FIELDS, Rollout, TeacherScores, TeacherTopK
 from teacher_server.engines.base import ScoreParams
+from teacher_server.wire.payload import TopKScores
+from teacher_server.wire.protocol import Signal, Wire
 
 if TYPE_CHECKING:
-    from gkd.actor.frozen.follow import Follower
-    from gkd.actor.frozen.model import FrozenModel
-    from gkd.actor.frozen.teacher import LocalTeacher
+    from gkd.actor.frozen.model import FrozenModel, Table
+
+log = get_logger("frozen.follow")
 
 
 class FrozenModels:
     """Build and call the frozen models. Every method but `device_bytes` and `add_to` is a collective over all ranks.
 
-    The models' modules are imported when a model is built, because they import transformers.
-
     Args:
         where: the rank's name, for errors.
     """
 
-    def __init__(
-        self, config: Config, student: Student, layout: ParallelLayout, device: torch.device, where: str
-    ) -> None:
-        self._config, self._student, self._layout, self._device = config, student, layout, device
-        self._where = where
+    def __init__(self, config: Config, student: Student, device: torch.device, where: str) -> None:
+        self._config, self._student, self._device, self._where = config, student, device, where
         self._teacher: LocalTeacher | None = None
         self._reference: FrozenModel | None = None
         self._followers: list[Follower] = []  # one for each model, in the order of the calls
 
     def init_teacher(self, pair: TokenizerPair | None = None) -> None:
         """Build the local teacher; its student must be on the device. Raises as `LocalTeacher`."""
-        from gkd.actor.frozen.teacher import LocalTeacher
-
-        self._teacher = LocalTeacher(self._config, self._student, self._layout, self._device, pair)
+        self._teacher = LocalTeacher(self._config, self._student, self._device, pair)
         self._followers.append(self._teacher.follower)
 
     def init_reference(self) -> None:
         """Build the reference. Raises as `FrozenModel` and `Follower`."""
-        from gkd.actor.frozen.follow import Follower
         from gkd.actor.frozen.model import FrozenModel
 
         config, actor, derived = self._config, self._config.actor, self._config.derived
@@ -68,8 +67,7 @@ class FrozenModels:
             max_batch_tokens=actor.max_tokens_per_micro_batch or actor.micro_batch_size * derived.max_sequence_length,
             trust_remote_code=config.model.trust_remote_code,
         )
-        updates = weight_updates(config.reference)
-        self._followers.append(Follower(self._reference, self._student, self._layout, self._device, updates))
+        self._followers.append(Follower(self._reference, self._student, weight_updates(config.reference)))
 
     def score(
         self, sequence_indices: Sequence[bytes | None], chunks: Sequence[list[Rollout]]
@@ -143,3 +141,152 @@ class FrozenModels:
         """Load the models of a checkpoint that follow the student, see `Follower.load`."""
         for each in self._followers:
             each.load(folder)
+
+
+class LocalTeacher:
+    """Every method is a collective over the actor's ranks.
+
+    Args:
+        student: of this rank. With teacher.signal `hidden` it receives the teacher's LM head, now and at each refresh.
+        pair: tokenizers of the student and of a teacher with another one.
+
+    Raises:
+        ModelError, ConfigError: see `FrozenModel`; or ConfigError naming teacher.update_interval: student and teacher
+            have different architectures.
+    """
+
+    def __init__(
+        self, config: Config, student: Student, device: torch.device, pair: TokenizerPair | None = None
+    ) -> None:
+        from gkd.actor.frozen.model import FrozenModel
+
+        teacher, actor = config.teacher, config.actor
+        self._student, self._n_vocab = student, student.n_vocab if pair is None else len(pair.teacher)
+        self._pair, self._units = pair, config.distill.units
+        derived, updates = config.derived, weight_updates(teacher)
+        self.model = FrozenModel(
+            teacher.path,
+            device=device,
+            dtype=getattr(torch, config.model.dtype),
+            key="teacher.path",
+            cpu_offload=teacher.fsdp_cpu_offload,
+            packing=actor.packing,
+            max_batch_tokens=actor.max_tokens_per_micro_batch or actor.micro_batch_size * derived.max_teacher_length,
+            float32_weights=updates.ema > 0.0,
+            trust_remote_code=config.model.trust_remote_code,
+        )
+        self._signals, self._n_student_ids = derived.signals, derived.n_student_ids
+        # The top-k table also holds the logprobs of the response tokens.
+        requested = ("topk",) if self._signals == ("topk", "sampled") else self._signals
+        self._params = [self._score_params(config, each) for each in requested]
+        self.follower = Follower(self.model, student, updates, self._hand_over_head)
+        self._hand_over_head()
+
+    def score(
+        self, sequence_indices: Sequence[bytes | None], chunks: Sequence[list[Rollout]]
+    ) -> list[list[TeacherScores]]:
+        """Return, by chunk, the scores of the sequences selected for this rank.
+
+        Args:
+            sequence_indices: of each chunk, see `gkd.data.scatter`.
+
+        Raises:
+            TeacherError: see `FrozenModel.score`.
+        """
+        return map_selected(sequence_indices, chunks, self._of_sequences)
+
+    def _of_sequences(self, rollouts: Sequence[Rollout]) -> list[TeacherScores]:
+        if self._pair is None:
+            return [self._scores(t) for t in self.model.score([r.for_teacher() for r in rollouts], self._params)]
+        texts = self._pair.for_teacher(rollouts)
+        asked = [i for i, text in enumerate(texts) if len(text.response_ids)]
+        tables = self.model.score([texts[i] for i in asked], self._params)
+        found = {i: self._scores(each) for i, each in zip(asked, tables, strict=True)}
+        return list(self._pair.completed(found, texts, self._hidden_size).values())
+
+    def _hand_over_head(self) -> None:
+        if "hidden" in self._signals:
+            head = self.model.lm_head()[: self._n_vocab]
+            self._hidden_size = head.shape[1]
+            self._student.set_teacher_head(head, self._pair, self._units)
+
+    def _score_params(self, config: Config, signal: Signal) -> ScoreParams:
+        """Return the scoring parameters of a signal. Logits have teacher.wire's precision to save host memory."""
+        teacher = config.teacher
+        wire = cast(Wire, teacher.wire) if signal == "logits" else "fp32"
+        if signal == "topk":
+            with_sampled = "sampled" in self._signals
+            return ScoreParams(
+                signal,
+                teacher.topk,
+                teacher.mass,
+                teacher.temperature,
+                self._n_vocab,
+                wire,
+                n_given=self._n_student_ids,
+                with_sampled=with_sampled,
+            )
+        temperature = 1.0 if signal == "hidden" else teacher.temperature
+        return ScoreParams(signal, temperature=temperature, n_vocab=self._n_vocab, wire=wire)
+
+    def _scores(self, tables: Sequence[Table]) -> TeacherScores:
+        """Return the scores of one sequence from its tables."""
+        fields: dict[str, Any] = {}
+        for params, table in zip(self._params, tables, strict=True):
+            if isinstance(table, TopKScores):
+                fields["topk"] = TeacherTopK(table.ids, table.logprobs, table.tail, table.counts)
+                fields["sampled_logprobs"] = table.sampled
+            else:
+                fields[SIGNAL_FIELDS[params.signal]] = table
+        return TeacherScores(**fields)
+
+
+class Follower:
+    """Update a frozen model's weights from the student's. Its methods are collectives of all ranks.
+
+    Args:
+        updates: without any the model is not part of checkpoints.
+        changed: called after each change of the weights.
+
+    Raises:
+        ConfigError: naming `weights` of the model's section: model and student have different architectures.
+    """
+
+    def __init__(
+        self,
+        model: FrozenModel,
+        student: Student,
+        updates: WeightUpdates,
+        changed: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.model, self._student = model, student
+        (self._interval, self._ema), self._changed = updates, changed
+        if not self._interval:
+            return
+        try:
+            model.check_plan([spec for stage in student.stage_plans() for spec in stage])
+        except ModelError as error:
+            fix = f"use 0, or a {model.role}.path of the student's architecture."
+            raise ConfigError(f"{model.role}.update_interval", updates.interval, f"{error}.", fix) from error
+
+    def after_step(self) -> None:
+        """Refresh the model if it is due; call it after each step of the student."""
+        if not self._interval or self._student.step % self._interval:
+            return
+        self.model.refresh(self._student.export_whole(self._student.stage_plans()), self._ema)
+        log.info("step %d: refreshed the %s from the student (ema %g)", self._student.step, self.model.role, self._ema)
+        self._changed()
+
+    def add_to(self, student: Snapshot) -> Snapshot:
+        """Return the student's snapshot, joined with this rank's rows of the model if it follows the student.
+
+        Not a collective. The copy to host memory is started, unless the student's states are not copied either; the
+        next refresh waits for it.
+        """
+        return student.join(self.model.snapshot(copies=not student.is_live)) if self._interval else student
+
+    def load(self, folder: Path) -> None:
+        """Load the model of a checkpoint, if it follows the student. Raises CheckpointError, see `FrozenModel.load`."""
+        if self._interval:
+            self.model.load(folder)
+            self._changed()

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
-from transformers import AttentionInterface
 
 from gkd.actor.common.attention import causal_attention
 from gkd.errors import ConfigError, ModelError
@@ -34,11 +33,6 @@ class Pack:
     cu_seqlens: Tensor  # [n + 1] int32, on the device of the activations
     max_length: int  # length of the longest sequence
     calls: list[str] | None = None  # list to which each call appends the class name of its attention module
-
-
-def register_packed_attention() -> None:
-    """Make `PACKED_ATTENTION` a valid value of `attn_implementation`. Idempotent."""
-    AttentionInterface.register(PACKED_ATTENTION, packed_attention)
 
 
 def packed_attention(

@@ -61,32 +61,6 @@ def load(
     return step
 
 
-def student_meta(
-    trained: Mapping[str, Place],
-    *,
-    dtype: torch.dtype,
-    scale: float,
-    base: str,
-    world_size: int,
-    device: torch.device,
-) -> dict[str, Any]:
-    """Return the metadata that must match on load, and that decides whether generators are restored; JSON data.
-
-    Args:
-        scale: alpha / rank of the adapters; 0 without adapters.
-        base: digest of the frozen weights, which are not in the checkpoint; empty if all weights are trained.
-    """
-    return {
-        "strategy": "fsdp2",
-        "dtype": str(dtype).removeprefix("torch."),
-        "lora_scale": scale,
-        "base": base,
-        "shapes": {name: list(place.shape) for name, place in trained.items()},
-        "world_size": world_size,
-        "device": device.type,
-    }
-
-
 def _owned(trained: Mapping[str, Place], optimizer: torch.optim.AdamW) -> Iterator[tuple[str, int, dict[str, Tensor]]]:
     """Yield (name, offset in the flattened parameter, live [n] float32 tensors by kind) of this rank's shards."""
     for name, place in trained.items():

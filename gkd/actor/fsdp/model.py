@@ -7,7 +7,8 @@ Letters: B sequences, S columns, N loss rows, H hidden size, V rows of the LM he
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from math import prod
 from pathlib import Path
@@ -21,11 +22,10 @@ from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl, checkpoint_wrapper
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
-from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
 
-from gkd.actor.common.torch_versions import param_groups, reduce_unused_params
-from gkd.actor.fsdp.attention import PACKED_ATTENTION, Pack, refuse_packing, register_packed_attention
+from gkd.actor.fsdp.attention import PACKED_ATTENTION, Pack, packed_attention, refuse_packing
 from gkd.errors import ModelError
 from gkd.loss.distill_loss import DistillLoss
 from gkd.memory.host_buffer import page_lock
@@ -116,7 +116,7 @@ def build_on_meta(
         ConfigError: the model's attention cannot be replaced; the key is actor.packing.
     """
     config = read_config(model_path, trust_remote_code=trust_remote_code)
-    register_packed_attention()
+    AttentionInterface.register(PACKED_ATTENTION, packed_attention)
     # Only the model's "eager" attention implements the soft cap. None leaves the choice to transformers.
     capped = getattr(config, "attn_logit_softcapping", None) is not None
     attention = PACKED_ATTENTION if packing else "eager" if capped else None
@@ -229,7 +229,7 @@ def shard(
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)
         # A parameter without gradient on a rank, such as an expert without tokens, must join the reduction as zeros.
-        reduce_unused_params(module)
+        module.set_reduce_scatter_unused_params(True, recurse=False)
     return root
 
 
@@ -254,6 +254,17 @@ def reshard(root: nn.Module) -> None:
     """Free all gathered parameters; a forward pass without a backward pass leaves some of them gathered."""
     for module in fsdp_modules(root):
         module.reshard()
+
+
+@contextmanager
+def passes_of(root: Any) -> Iterator[None]:
+    """Free all gathered parameters after the passes in the block; after an error in one, gradients are lost."""
+    try:
+        yield
+    except BaseException:
+        root.reset_iter_state()
+        raise
+    reshard(root)
 
 
 def layer_list(hf: PreTrainedModel) -> nn.ModuleList:
@@ -301,12 +312,16 @@ class RowsHead(nn.Module):
 #
 # fully_shard pins each shard separately, and torch rounds each pinned allocation up to a power of two: a 7B model in
 # bfloat16 would take 27 GiB instead of 14. One allocation of the exact size, registered with CUDA in place, has no
-# such overhead. Depends on the private names of torch 2.11 to 2.13: it replaces the memory of fully_shard's internal
-# records.
+# such overhead. Depends on private names of torch 2.13: it replaces the memory of fully_shard's internal records.
 
 _ALIGN = 64  # bytes; a multiple of every item size
 # Memory must not be freed while CUDA has it pinned; an actor's models live as long as its process.
 _PINNED: list[Tensor] = []
+
+
+def shard_records(module: Any) -> list[Any]:
+    """Return fully_shard's internal records of the parameters that are gathered with one module."""
+    return [record for group in module._get_fsdp_state()._fsdp_param_groups for record in group.fsdp_params]
 
 
 @torch.no_grad()
@@ -324,9 +339,7 @@ def into_one_block(root: nn.Module, *, pinned: bool) -> Tensor:
         MemoryError: not enough memory can be pinned.
         RuntimeError: not enough memory.
     """
-    modules = [module for module in root.modules() if isinstance(module, FSDPModule)]
-    groups = [group for module in modules for group in param_groups(module)]
-    shards: list[Any] = [shard for group in groups for shard in group.fsdp_params]
+    shards = [shard for module in fsdp_modules(root) for shard in shard_records(module)]
     n_bytes = [-(-shard._sharded_param_data.nbytes // _ALIGN) * _ALIGN for shard in shards]
     block = torch.empty(sum(n_bytes), dtype=torch.uint8)
     if pinned and block.numel():

@@ -17,14 +17,19 @@ import torch.distributed as dist
 from torch import Tensor
 
 from gkd.actor.common.agree import same_error
-from gkd.actor.common.step import BatchSums, check_before, check_next_tokens, empty_micro_batch, token_counts
-from gkd.actor.common.torch_versions import reset
+from gkd.actor.common.step import (
+    BatchSums,
+    check_before,
+    check_next_tokens,
+    empty_micro_batch,
+    sum_over_group,
+    token_counts,
+)
 from gkd.actor.fsdp.attention import Pack
-from gkd.actor.fsdp.model import LossModel, reshard
+from gkd.actor.fsdp.model import LossModel, passes_of
 from gkd.data.collate import without_targets
 from gkd.errors import DataError
 from gkd.loss.distill_loss import DistillLoss, logprobs_of_hidden, logprobs_of_logits
-from gkd.loss.reduce import sum_over_group
 from gkd.types import MicroBatch
 
 
@@ -52,19 +57,15 @@ def run_batch(
         for batch in without_targets(micro_batches):
             _check(batch, micro_batches, loss, packing=packing, needs_scores=True)
     totals = torch.zeros(2 + len(loss.report_names), dtype=torch.float64, device=device)
-    try:
+    with passes_of(model):
         for i in range(max(1, agreement.largest)):
             batch = micro_batches[i] if i < len(micro_batches) else empty_micro_batch()
             targets = batch.targets
             assert targets is not None  # checked
-            loss_sum, values = _forward(model, batch, device, targets=targets, loss=loss, fused=fused)
+            loss_sum, values = forward(model, batch, device, targets=targets, loss=loss, fused=fused)
             totals += torch.cat([token_counts(batch, targets, device), values])
             if backward:
                 loss_sum.backward()
-    except BaseException:
-        reset(model)
-        raise
-    reshard(model)  # a forward pass without a backward pass leaves parameters gathered
     n_tokens, n_on_policy, *sums = sum_over_group(totals, dist.group.WORLD).tolist()
     return BatchSums(round(n_tokens), round(n_on_policy), dict(zip(loss.report_names, sums, strict=True)))
 
@@ -95,15 +96,11 @@ def run_logprobs(
             _check(batch, micro_batches, loss, packing=packing, needs_scores=False)
             check_next_tokens(batch)
     found = []
-    try:
+    with passes_of(model):
         for i in range(agreement.largest):
             batch = micro_batches[i] if i < len(micro_batches) else empty_micro_batch()
             logprobs = _next_token_logprobs(model, batch, loss, fused=fused, device=device)
             found += [logprobs.float().cpu()] if i < len(micro_batches) else []
-    except BaseException:
-        reset(model)
-        raise
-    reshard(model)
     return found
 
 
@@ -127,12 +124,12 @@ def _next_token_logprobs(
     """Return [N] logprobs of the tokens after the loss rows."""
     ids = batch.tokens.flatten()[batch.loss_index + 1].to(device)
     if fused:
-        found: Tensor = _forward(model, batch, device, use=partial(logprobs_of_hidden, loss, ids=ids))
+        found: Tensor = forward(model, batch, device, use=partial(logprobs_of_hidden, loss, ids=ids))
         return found
-    return logprobs_of_logits(loss, _forward(model, batch, device), ids)
+    return logprobs_of_logits(loss, forward(model, batch, device), ids)
 
 
-def _forward(model: LossModel, batch: MicroBatch, device: torch.device, **arguments: Any) -> Any:
+def forward(model: LossModel, batch: MicroBatch, device: torch.device, **arguments: Any) -> Any:
     """Run the model on a micro-batch; for `arguments` and result see `LossModel.forward`."""
     pack, positions = None, None
     if batch.cu_seqlens is not None:

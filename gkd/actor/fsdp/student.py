@@ -5,22 +5,22 @@ Inputs are micro-batches; outputs are step statistics, exported weights and chec
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, Unpack
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from gkd.actor.common.agree import same_error
-from gkd.actor.common.base import ADAPTER_FOLDER, Student, StudentArgs, build_loss, no_phase
+from gkd.actor.common.base import Student, StudentArgs, build_loss, no_phase
+from gkd.actor.common.hf_folder import TensorPlan
 from gkd.actor.common.host_copies import HostCopies, Snapshot
 from gkd.actor.common.optim_spec import clip_factor
 from gkd.actor.common.shards import rng_state
-from gkd.actor.common.step import BatchSums, set_teacher_head
+from gkd.actor.common.step import BatchSums
 from gkd.actor.fsdp import checkpoint
 from gkd.actor.fsdp.lora import add_adapters, disabled_adapters, init_adapters
 from gkd.actor.fsdp.model import build_on_meta, layer_list, reshard, shard
@@ -35,15 +35,10 @@ from gkd.actor.fsdp.optim import (
 from gkd.actor.fsdp.passes import run_batch, run_logprobs
 from gkd.actor.fsdp.probe import probe
 from gkd.actor.fsdp.weights import Place, full_tensor, load_weights, match_files
-from gkd.config.schema_actor import LoraConfig
-from gkd.errors import ModelError
-from gkd.hf.folder import TensorPlan, exhaust, write_adapters, write_folder
 from gkd.hf.model_folder import open_tensors, weights_digest
 from gkd.log import get_logger
-from gkd.loss.reduce import sum_over_group
 from gkd.loss.vocab_parallel import VocabShard
 from gkd.memory.states import GRADS, OPTIMIZER, PARAMS, States, optimizer_tensors
-from gkd.text.pair import TokenizerPair
 from gkd.types import MicroBatch
 from gkd.weight_sync.buckets import Content
 
@@ -60,7 +55,6 @@ class FsdpStudent(Student):
         recompute: str = "none",
         packing: bool = True,
         cpu_offload: bool = False,
-        lora: LoraConfig | None = None,
         trust_remote_code: bool = False,
         **args: Unpack[StudentArgs],
     ) -> None:
@@ -71,7 +65,6 @@ class FsdpStudent(Student):
                 pass.
             packing: accept packed micro-batches. Padded ones are accepted in either case.
             cpu_offload: keep shards, gradients and optimizer state in host memory.
-            lora: train adapters of this rank instead of all weights. None or rank 0: train all weights.
             args: see `StudentArgs`. Trained weights are float32. `seed` initializes the adapters.
 
         Raises:
@@ -81,8 +74,7 @@ class FsdpStudent(Student):
         super().__init__(args)
         on_phase, dtype, device = args.get("on_phase", no_phase), args["dtype"], args["device"]
         self._packing = packing
-        folder, adapted = Path(model_path), lora is not None and lora.rank > 0
-        self._lora = lora if adapted else None
+        folder, adapted = Path(model_path), self.lora is not None
         on_phase("building the model")
         with same_error(device):
             # Trained weights are float32, so that small updates are not rounded away. Frozen weights need not be.
@@ -94,10 +86,10 @@ class FsdpStudent(Student):
             )
             with open_tensors(folder) as tensors:
                 self._places = match_files(hf, folder, tensors)
-            self._adapters = {} if self._lora is None else add_adapters(hf, self._lora, self._places)
+            self._adapters = {} if self.lora is None else add_adapters(hf, self.lora, self._places)
             self._base_digest = weights_digest(folder) if adapted else ""
             n_layers = len(layer_list(hf))
-        self._n_rows: int = hf.config.get_text_config().vocab_size
+        self.group, self.n_head_rows = dist.group.WORLD, int(hf.config.get_text_config().vocab_size)
         self.model = shard(hf, device=device, dtype=dtype, recompute=recompute == "full", offload=cpu_offload)
         on_phase("loading weights")
         with same_error(device):
@@ -109,7 +101,7 @@ class FsdpStudent(Student):
         self._trained = [param for param in self.model.parameters() if param.requires_grad]
         self._optimizer = build_adamw(self._trained, self.optim)
         self._n_threads = threads_per_rank() if cpu_offload and device.type == "cuda" else torch.get_num_threads()
-        self.loss = build_loss(args, VocabShard(0, self._n_rows, None))
+        self.loss = build_loss(args, VocabShard(0, self.n_head_rows, None))
         self._host_copies = HostCopies(torch.device("cpu") if cpu_offload else device)
         self._on_host = cpu_offload
         self.states = States(device, self.live_states, before=self._host_copies.settle)
@@ -122,18 +114,12 @@ class FsdpStudent(Student):
             dist.get_world_size(),
         )
 
-    def sum_over_groups(self, counts: Tensor) -> Tensor:
-        return sum_over_group(counts.to(self.device), dist.group.WORLD)
-
     def compute_logprobs(self, micro_batches: Sequence[MicroBatch], *, disable_adapter: bool = False) -> list[Tensor]:
         """See `Student.compute_logprobs`."""
         with disabled_adapters(self.model) if disable_adapter else nullcontext():
             return run_logprobs(
                 self.model, micro_batches, self.loss, fused=self._fused, packing=self._packing, device=self.device
             )
-
-    def set_teacher_head(self, head: np.ndarray, pair: TokenizerPair | None = None, units: str = "nodes") -> None:
-        set_teacher_head(head, self.loss, self._n_rows, self.device, pair, units)
 
     def export_plan(self, content: Content = "merged") -> list[TensorPlan]:
         if content == "adapters":
@@ -161,29 +147,6 @@ class FsdpStudent(Student):
             for part in place.parts:
                 yield part.name, part.cut_from(whole)
 
-    def save_hf(self, out_dir: str | Path, source_dir: str | Path) -> None:
-        out, source = Path(out_dir), Path(source_dir)
-        self._save("merged", lambda tensors, plan: write_folder(tensors, [plan], out, source), out)
-        if (lora := self._lora) is not None:
-            folder = out / ADAPTER_FOLDER
-            self._save("adapters", lambda tensors, plan: write_adapters(tensors, plan, folder, lora, str(source)), out)
-
-    def _save(
-        self, content: Content, write: Callable[[Iterator[tuple[str, Tensor]], list[TensorPlan]], None], out_dir: Path
-    ) -> None:
-        """Call `write` on rank 0. Collective. Raises ModelError on every rank."""
-        tensors, problem = self.export(content), None
-        if dist.get_rank() == 0:
-            try:
-                write(tensors, self.export_plan(content))
-            except Exception as error:  # raised below, on all ranks
-                problem = error
-        exhaust(tensors)  # after an error on rank 0 the other ranks still wait in the gathers
-        with same_error(self.device):
-            if problem is not None:
-                what = f"{type(problem).__name__}: {problem}"
-                raise ModelError(f"the student cannot be saved to {out_dir}: {what}") from problem
-
     def snapshot(self, *, copies: bool = True) -> Snapshot:
         reshard(self.model)  # gathered parameters are copies; the checkpoint holds shards
         meta = self._meta() | {"step": self.step}
@@ -194,19 +157,6 @@ class FsdpStudent(Student):
         self._host_copies.settle()
         places, meta = self.trained_places(), self._meta()
         self.step = checkpoint.load(folder, places, self._optimizer, meta, rank=dist.get_rank(), device=self.device)
-
-    def grads_by_hf_name(self, micro_batches: Sequence[MicroBatch]) -> dict[str, Tensor]:
-        """Return the gradients of one global batch as full float32 tensors by HF name. For diagnosis."""
-        self._zero_grads()
-        sums = self._run(micro_batches, backward=True)
-        scale_grads(self._trained, 1.0 / sums.n_loss_tokens)
-        grads: dict[str, Tensor] = {}
-        for place in self._places.values():
-            if (grad := place.tensor.grad) is not None:
-                whole = full_tensor(grad, self.device)
-                grads |= {part.name: part.cut_from(whole) for part in place.parts}
-        self._zero_grads()
-        return grads
 
     def _run(self, micro_batches: Sequence[MicroBatch], *, backward: bool, completes: bool = True) -> BatchSums:
         del completes  # each part's gradients are reduced, and divided in the step
@@ -253,15 +203,17 @@ class FsdpStudent(Student):
         return trained
 
     def _meta(self) -> dict[str, Any]:
+        """Return what must match on load, and what decides whether generators are restored; JSON data."""
         scale = next((adapter.scale for adapter in self._adapters.values()), 0.0)
-        return checkpoint.student_meta(
-            self.trained_places(),
-            dtype=self._dtype,
-            scale=scale,
-            base=self._base_digest,
-            world_size=dist.get_world_size(),
-            device=self.device,
-        )
+        return {
+            "strategy": "fsdp2",
+            "dtype": str(self._dtype).removeprefix("torch."),
+            "lora_scale": scale,
+            "base": self._base_digest,  # of the frozen weights, which are not in the checkpoint; empty without any
+            "shapes": {name: list(place.shape) for name, place in self.trained_places().items()},
+            "world_size": dist.get_world_size(),
+            "device": self.device.type,
+        }
 
     def live_states(self) -> dict[str, list[Tensor]]:
         """Return the tensors that persist between steps, by kind; with `cpu_offload` only those on the device."""

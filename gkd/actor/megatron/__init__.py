@@ -3,8 +3,7 @@
 student.py     the student of one rank                pipeline.py       forward, backward and loss of a global batch
 model.py       the GPT models of a rank               model_config.py   HF config.json -> Megatron's configuration
 layer_spec.py  modules of a layer, experts            hf_mapping.py     HF tensors of a parameter, TP layouts, loading
-hf_export.py   shards -> HF tensors, -> a folder      checkpoint.py     exact resume
-lora.py        adapters of Megatron's layers          groups.py         Megatron's process groups
+hf_export.py   shards -> HF tensors                   checkpoint.py     exact resume
+lora.py        adapters of Megatron's layers          optim.py          AdamW
 layout.py      ranks -> (tp, pp, dp, ep)              cpu_shim.py       Megatron without CUDA
-optim.py       AdamW, clipping, learning rate
 """

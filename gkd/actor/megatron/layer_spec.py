@@ -90,8 +90,6 @@ def local_name(param: str) -> str:
 
 def _has_grouped_product(config: TransformerConfig) -> bool:
     """Return whether torch can multiply the experts' matrices together: on CUDA bfloat16 with rows of 16 bytes."""
-    if not hasattr(torch.nn.functional, "grouped_mm"):  # an older torch
-        return False
     sizes = (config.hidden_size, config.moe_ffn_hidden_size)
     on_cuda = not config.use_cpu_initialization
     return not on_cuda or (config.params_dtype == torch.bfloat16 and all(size % 8 == 0 for size in sizes))

@@ -1,7 +1,7 @@
-"""Build and step the student's optimizer: AdamW, global-norm clipping, learning rate.
+"""Build the student's optimizer.
 
 Megatron builds it (float32 main weights for bfloat16 models, state sharded over DP). This file provides an AdamW
-with torch's arithmetic, and sets the learning rate from the step number, which is the only state of the schedule.
+with torch's arithmetic.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from megatron.core.utils import local_multi_tensor_applier
 from torch import Tensor
 from torch.optim.adamw import adamw
 
-from gkd.actor.common.optim_spec import OptimSpec, clip_factor
+from gkd.actor.common.optim_spec import OptimSpec
 
 
 class GroupStepAdamW(torch.optim.Optimizer):
@@ -109,30 +109,6 @@ def build_optimizer(
         use_distributed_optimizer=True,
     )
     return get_megatron_optimizer(config, list(ddps), use_gloo_process_groups=False)
-
-
-def set_lr(optimizer: MegatronOptimizer, spec: OptimSpec, lr: float) -> None:
-    """Set the learning rate and each group's weight decay (0 for norms and biases) for the next update."""
-    for group in optimizer.param_groups:
-        group["lr"] = lr * group["lr_mult"]
-        group["weight_decay"] = spec.weight_decay * group["wd_mult"]
-
-
-def prepare_grads(optimizer: MegatronOptimizer) -> float:
-    """Pass the reduced gradients to the optimizer and return their global norm before clipping. Collective."""
-    optimizer.prepare_grads()
-    norm: float | Tensor = optimizer.get_grad_norm()
-    return float(norm)
-
-
-def clip_and_step(optimizer: MegatronOptimizer, *, clip_grad: float, grad_norm: float) -> None:
-    """Clip the prepared gradients to norm `clip_grad` (0 = off) and update the weights. Collective over DP."""
-    factor = clip_factor(grad_norm, clip_grad)
-    params = [param for part in optimizer.chained_optimizers for param in part.get_parameters()]
-    grads = [param.grad for param in params if param.grad is not None]
-    if factor < 1 and grads:  # none if a rank's range is only padding
-        torch._foreach_mul_(grads, factor)
-    optimizer.step_with_ready_grads()
 
 
 def _install_adamw() -> None:

@@ -22,12 +22,18 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
 from gkd.actor.common.agree import same_error
-from gkd.actor.common.step import BatchSums, check_before, check_next_tokens, empty_micro_batch, token_counts
+from gkd.actor.common.step import (
+    BatchSums,
+    check_before,
+    check_next_tokens,
+    empty_micro_batch,
+    sum_over_group,
+    token_counts,
+)
 from gkd.actor.megatron.model import StudentModel
 from gkd.data.collate import without_targets
 from gkd.errors import DataError
 from gkd.loss.distill_loss import DistillLoss, logprobs_of_hidden, logprobs_of_logits
-from gkd.loss.reduce import sum_over_group
 from gkd.loss.row_kernels import statistics_dtype
 from gkd.memory.usage import trim_heap
 from gkd.types import MicroBatch
@@ -41,7 +47,6 @@ def run_batch(
     *,
     fused: bool,
     forward_only: bool,
-    force_all_reduce: bool = False,
 ) -> BatchSums:
     """Run one global batch; gradients are left in the parameters' `main_grad`. Collective over the world.
 
@@ -51,7 +56,6 @@ def run_batch(
             the last stage reads `targets`.
         fused: compute LM head and loss together; else all logits of a micro-batch first.
         forward_only: compute no gradients.
-        force_all_reduce: produce full gradients on every DP rank, even if the optimizer is sharded over DP.
 
     Raises:
         NumericsError, DataError: see `Student.train_step`.
@@ -81,7 +85,6 @@ def run_batch(
             ),
         ),
         forward_only=forward_only,
-        force_all_reduce=force_all_reduce,
     )
     names = loss.report_names
     sums = torch.zeros(2 + len(names), dtype=torch.float64, device=device)
@@ -123,7 +126,7 @@ def run_logprobs(
 
     forward = partial(_forward_step, device=device, fused=fused, loss_function=next_token_logprobs)
     shapes = [batch.tokens.shape for batch in batches]
-    outputs = _schedule(ddps, model, batches, shapes, forward, forward_only=True, force_all_reduce=False)
+    outputs = _schedule(ddps, model, batches, shapes, forward, forward_only=True)
     sizes = [len(batch.loss_index) for batch in batches]
     found = torch.cat(outputs)[: sum(sizes)] if model.layout.is_last_stage else torch.empty(sum(sizes), device=device)
     return list(_from_last_stage(found, model).cpu().split(sizes))
@@ -145,7 +148,6 @@ def _schedule(
     forward_step: Callable[..., Any],
     *,
     forward_only: bool,
-    force_all_reduce: bool,
 ) -> list[Tensor]:
     """Run Megatron's schedule and return the results of the loss function; empty except on the last stage.
 
@@ -166,7 +168,6 @@ def _schedule(
             seq_length=max((shape[1] for shape in shapes), default=1),
             micro_batch_size=max((shape[0] for shape in shapes), default=1),
             forward_only=forward_only,
-            force_all_reduce=force_all_reduce,
         )
     return outputs
 

@@ -5,43 +5,43 @@ Inputs are micro-batches; outputs are step statistics, exported weights and chec
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, Unpack
 
-import numpy as np
 import torch
-from megatron.core import tensor_parallel
+import torch.distributed as dist
+from megatron.core import parallel_state, tensor_parallel
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import Tensor
 
+from gkd.actor.common.agree import distinct_groups, probe_group
 from gkd.actor.common.base import Student, StudentArgs, build_loss, no_phase
+from gkd.actor.common.hf_folder import TensorPlan
 from gkd.actor.common.host_copies import HostCopies, Snapshot
-from gkd.actor.common.step import BatchSums, set_teacher_head
+from gkd.actor.common.optim_spec import clip_factor
+from gkd.actor.common.step import BatchSums
 from gkd.actor.megatron import checkpoint
 from gkd.actor.megatron.cpu_shim import install_cpu_shim
-from gkd.actor.megatron.groups import init_groups, probe_groups
-from gkd.actor.megatron.hf_export import export_plan, iter_full, iter_hf_tensors, save_hf
-from gkd.actor.megatron.hf_mapping import stage_entries
+from gkd.actor.megatron.hf_export import export_plan, iter_hf_tensors
 from gkd.actor.megatron.layout import ParallelLayout
 from gkd.actor.megatron.lora import disabled_adapters
 from gkd.actor.megatron.model import build_model
-from gkd.actor.megatron.optim import build_optimizer, clip_and_step, prepare_grads, set_lr
+from gkd.actor.megatron.optim import build_optimizer
 from gkd.actor.megatron.pipeline import run_batch, run_logprobs
-from gkd.config.schema_actor import LoraConfig
-from gkd.hf.folder import TensorPlan
+from gkd.errors import ClusterError
 from gkd.hf.model_folder import weights_digest
-from gkd.loss.reduce import sum_over_group
 from gkd.loss.vocab_parallel import VocabShard
 from gkd.memory.states import GRADS, OPTIMIZER, PARAMS, States, optimizer_tensors
-from gkd.text.pair import TokenizerPair
 from gkd.types import MicroBatch
 from gkd.weight_sync.buckets import Content
 
 
 class MegatronStudent(Student):
-    """See `Student`. `export`, `export_plan` and `grads_by_hf_name` cover the tensors of this rank's pipeline stage."""
+    """See `Student`. `export` and `export_plan` cover the tensors of this rank's pipeline stage."""
 
     def __init__(
         self,
@@ -52,7 +52,6 @@ class MegatronStudent(Student):
         overlap_grad_reduce: bool = False,
         recompute: str = "none",
         sequence_parallel: bool = False,
-        lora: LoraConfig | None = None,
         collective_timeout_s: float = 1800.0,
         **args: Unpack[StudentArgs],
     ) -> None:
@@ -63,7 +62,6 @@ class MegatronStudent(Student):
             layers, recompute, sequence_parallel: see `build_model`.
             overlap_grad_reduce: reduce gradients during the last backward pass instead of after it. Ignored with
                 experts, of which one without tokens has no gradient to reduce, and with several chunks.
-            lora: train adapters of this rank instead of all weights. None or rank 0: train all weights.
             collective_timeout_s: timeout of a collective of Megatron's groups; the process ends when it expires.
             args: see `StudentArgs`. `seed` is for torch's generators, Megatron's RNG tracker and the adapters.
 
@@ -71,9 +69,9 @@ class MegatronStudent(Student):
             ModelError, ConfigError, ClusterError: see `build_model` and `init_groups`.
         """
         super().__init__(args)
-        self.layout = layout
+        self.layout, self.stage, self.n_stages = layout, layout.pp_rank, layout.pp
         on_phase, seed, dtype, device = args.get("on_phase", no_phase), args["seed"], args["dtype"], args["device"]
-        adapted = lora is not None and lora.rank > 0
+        adapted = self.lora is not None
         install_cpu_shim()
         on_phase("creating Megatron's process groups")
         groups = init_groups(layout, collective_timeout_s)
@@ -89,10 +87,11 @@ class MegatronStudent(Student):
             layers=layers,
             recompute=recompute,
             sequence_parallel=sequence_parallel,
-            lora=lora if adapted else None,
+            lora=self.lora,
             seed=seed,
             on_phase=on_phase,
         )
+        self.group, self.n_head_rows = groups.dp, len(self.model.lm_head) if layout.is_last_stage else 0
         self._base_digest = weights_digest(Path(model_path)) if adapted else ""
         on_phase("creating the optimizer")
         config = self.model.config
@@ -117,26 +116,16 @@ class MegatronStudent(Student):
         self._host_copies = HostCopies(device)
         self.states = States(device, self.live_states, before=self._host_copies.settle)
 
-    def sum_over_groups(self, counts: Tensor) -> Tensor:
-        return sum_over_group(counts.to(self.device), self.model.groups.dp)
-
     def compute_logprobs(self, micro_batches: Sequence[MicroBatch], *, disable_adapter: bool = False) -> list[Tensor]:
         """See `Student.compute_logprobs`; for `micro_batches` see `run_batch`."""
         with disabled_adapters(self.model.chunks) if disable_adapter else nullcontext():
             return run_logprobs(self._ddps, self.model, micro_batches, self.loss, fused=self._fused)
-
-    def set_teacher_head(self, head: np.ndarray, pair: TokenizerPair | None = None, units: str = "nodes") -> None:
-        if self.layout.is_last_stage:
-            set_teacher_head(head, self.loss, len(self.model.lm_head), self.device, pair, units)
 
     def export_plan(self, content: Content = "merged") -> list[TensorPlan]:
         return export_plan(self.model, content)
 
     def export(self, content: Content = "merged") -> Iterator[tuple[str, Tensor]]:
         return iter_hf_tensors(self.model, content)
-
-    def save_hf(self, out_dir: str | Path, source_dir: str | Path) -> None:
-        save_hf(self.model, out_dir, source_dir)
 
     def snapshot(self, *, copies: bool = True) -> Snapshot:
         meta = self._meta() | {"step": self.step}
@@ -150,37 +139,11 @@ class MegatronStudent(Student):
     def _meta(self) -> dict[str, Any]:
         return checkpoint.student_meta(self.model, dtype=self._dtype, base=self._base_digest)
 
-    def grads_by_hf_name(self, micro_batches: Sequence[MicroBatch]) -> dict[str, Tensor]:
-        """Return this stage's gradients of one global batch as full float32 tensors by HF name. For diagnosis.
-
-        With adapters these are the gradients of the adapters, under the names of a checkpoint.
-        """
-        self._zero_grads()
-        self._run(micro_batches, backward=True, force_all_reduce=True)
-        entries = self.model.trained_entries() if self.model.adapters else stage_entries(self.model.dims, self.layout)
-        full = iter_full(self.model, entries, value=lambda param: param.main_grad)  # type: ignore[attr-defined]
-        grads = {name: grad.clone() for name, grad in full}
-        self._zero_grads()
-        return grads
-
-    def _run(
-        self,
-        micro_batches: Sequence[MicroBatch],
-        *,
-        backward: bool,
-        completes: bool = True,
-        force_all_reduce: bool = False,
-    ) -> BatchSums:
+    def _run(self, micro_batches: Sequence[MicroBatch], *, backward: bool, completes: bool = True) -> BatchSums:
         self._completes = completes
         with nullcontext() if completes else self._no_reduction():
             return run_batch(
-                self._ddps,
-                self.model,
-                micro_batches,
-                self.loss,
-                fused=self._fused,
-                forward_only=not backward,
-                force_all_reduce=force_all_reduce,
+                self._ddps, self.model, micro_batches, self.loss, fused=self._fused, forward_only=not backward
             )
 
     @contextmanager
@@ -213,12 +176,20 @@ class MegatronStudent(Student):
         self._optimizer.zero_grad()
 
     def _grad_norm(self, n_loss_tokens: int) -> float:
-        return prepare_grads(self._optimizer)  # `finalize_model_grads` has divided by the number of tokens
+        self._optimizer.prepare_grads()
+        return float(self._optimizer.get_grad_norm())  # `finalize_model_grads` has divided by the number of tokens
 
     def _update(self, lr: float, grad_norm: float, n_loss_tokens: int) -> None:
-        set_lr(self._optimizer, self.optim, lr)
+        for group in self._optimizer.param_groups:  # the multiplier of the weight decay is 0 for norms and biases
+            group["lr"] = lr * group["lr_mult"]
+            group["weight_decay"] = self.optim.weight_decay * group["wd_mult"]
         self._host_copies.settle()
-        clip_and_step(self._optimizer, clip_grad=self.optim.clip_grad, grad_norm=grad_norm)
+        factor = clip_factor(grad_norm, self.optim.clip_grad)
+        params = [param for part in self._optimizer.chained_optimizers for param in part.get_parameters()]
+        grads = [param.grad for param in params if param.grad is not None]
+        if factor < 1 and grads:  # none if a rank's range is only padding
+            torch._foreach_mul_(grads, factor)
+        self._optimizer.step_with_ready_grads()
 
     def live_states(self) -> dict[str, list[Tensor]]:
         """Return the tensors that persist between steps, by kind.
@@ -239,3 +210,63 @@ class MegatronStudent(Student):
             states[GRADS] += [param.grad for param in mains if param.grad is not None]
             states[OPTIMIZER] += [*(param.data for param in mains), *optimizer_tensors(inner)]
         return states
+
+
+# Create and probe Megatron's process groups for a layout. They are global to a process.
+
+# Groups that a training step uses. Megatron creates more, which connect on first use.
+_USED = ("tp", "pp", "dp", "dp_cp", "mp", "embd", "ep", "expt_dp", "tp_ep", "tp_ep_pp", "intra_dist_opt")
+
+
+def init_groups(layout: ParallelLayout, timeout_s: float = 1800.0) -> ProcessGroupCollection:
+    """Build Megatron's process groups over torch.distributed's world, once per process. Collective.
+
+    Args:
+        timeout_s: of a collective; rounded up to minutes.
+
+    Returns:
+        Megatron's bundle of groups: `tp`, `pp`, `dp`, `mp`, `embd` and more.
+
+    Raises:
+        ClusterError: Megatron is already initialized with other sizes.
+    """
+    if not parallel_state.model_parallel_is_initialized():
+        parallel_state.initialize_model_parallel(
+            tensor_model_parallel_size=layout.tp,
+            pipeline_model_parallel_size=layout.pp,
+            virtual_pipeline_model_parallel_size=layout.vpp if layout.vpp > 1 else None,
+            expert_model_parallel_size=layout.ep,
+            expert_tensor_parallel_size=1,
+            distributed_timeout_minutes=math.ceil(timeout_s / 60),
+            # Gloo groups are used only by Megatron's own checkpoints.
+            create_gloo_process_groups=False,
+        )
+    sizes = (
+        parallel_state.get_tensor_model_parallel_world_size(),
+        parallel_state.get_pipeline_model_parallel_world_size(),
+        parallel_state.get_virtual_pipeline_model_parallel_world_size() or 1,
+        parallel_state.get_expert_model_parallel_world_size(),
+    )
+    if sizes != (layout.tp, layout.pp, layout.vpp, layout.ep):
+        tp, pp, vpp, ep = sizes
+        raise ClusterError(
+            f"Megatron's groups of this process have tp={tp} pp={pp} vpp={vpp} ep={ep}, the layout has tp={layout.tp} "
+            f"pp={layout.pp} vpp={layout.vpp} ep={layout.ep}. Fix: start a new process; groups are global to a process."
+        )
+    return ProcessGroupCollection.use_mpu_process_groups()
+
+
+def probe_groups(groups: ProcessGroupCollection, device: torch.device, on_phase: Callable[[str], None]) -> None:
+    """Run one small collective over each group of this rank that a step uses. Collective.
+
+    Args:
+        on_phase: called with the name of each group before its probe.
+
+    Raises:
+        ClusterError: see `probe_group`.
+    """
+    made = {name: getattr(groups, name) for name in _USED}
+    mine = {name: group for name, group in made.items() if isinstance(group, dist.ProcessGroup)}
+    for name, group in distinct_groups(mine).items():
+        on_phase(f"probing group {name} of ranks {dist.get_process_group_ranks(group)}")
+        probe_group(name, group, device)

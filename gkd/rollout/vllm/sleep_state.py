@@ -17,7 +17,6 @@ import torch
 from gkd.errors import ClusterError, ConfigError
 from gkd.memory.states import GRADS, PARAMS, States
 from gkd.memory.usage import read_usage, trim_heap
-from teacher_server.engines.vllm_versions import discard, sleep, wake_up
 
 WEIGHTS, KV_CACHE = "weights", "kv_cache"
 TAGS = (WEIGHTS, KV_CACHE)
@@ -166,11 +165,11 @@ class SleepMixin:
             return
         worker: Any = self
         if WEIGHTS in tags:
-            sleep(worker, level)
+            worker.sleep(level)
             if KV_CACHE in remaining:
                 self.gkd_wake([KV_CACHE], False)
         else:
-            discard(worker, KV_CACHE)
+            worker.discard((KV_CACHE,))
 
     def gkd_wake(self, tags: list[str], discarded: bool) -> None:
         """Restore tags: the weights with their old values, the KV cache zeroed.
@@ -183,7 +182,7 @@ class SleepMixin:
             self._gkd_restore(tags, discarded)
             return
         worker: Any = self
-        wake_up(worker, tags)
+        worker.wake_up(tags)
         if KV_CACHE in tags:  # uninitialized memory may be NaN, which survives attention masks
             for storage in _storages(self.model_runner.kv_caches):
                 _bytes_of(storage).zero_()

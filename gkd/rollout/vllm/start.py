@@ -10,7 +10,8 @@ from __future__ import annotations
 import logging
 import os
 import shutil
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from gkd.cluster.stacks import RANK_ENV
 from gkd.config.schema import engine_rank
 from gkd.config.schema_actor import LoraConfig
 from gkd.config.schema_rollout import RolloutConfig
+from gkd.errors import WeightSyncError
 from gkd.spans import Phase
 from teacher_server.engines.vllm_process import gpu_memory_arguments, keep_files_in
 from teacher_server.wire.protocol import MAX_K
@@ -132,6 +134,31 @@ def adapter_request() -> Any:
     from vllm.lora.request import LoRARequest
 
     return LoRARequest("student", ADAPTER_ID, "received by weight sync, never read from a path")
+
+
+@contextmanager
+def shared_nccl_env() -> Iterator[None]:
+    """Create NCCL groups with processes that do not run vLLM, without the NCCL settings that vLLM pins for its own.
+
+    It pins them with VLLM_BATCH_INVARIANT=1, in its own processes only. Members with different settings hang. NCCL
+    reads most settings once. From version 2.29.7 on it can read them again, and vLLM uses that in `unpinned_nccl_env`.
+    Without either the settings stay, also if the variables are removed.
+
+    Raises:
+        WeightSyncError: the pinned settings would apply here, too.
+    """
+    if not int(os.environ.get("VLLM_BATCH_INVARIANT") or 0):
+        yield
+        return
+    from vllm.utils import nccl
+
+    if nccl._unpinned_env == {}:  # vLLM has found an older NCCL
+        raise WeightSyncError(
+            "VLLM_BATCH_INVARIANT = 1: the rollout engine keeps the NCCL settings that vLLM has pinned, so an NCCL "
+            "group with the actor would hang. Fix: weight_sync.transport = gloo, or NCCL 2.29.7"
+        )
+    with nccl.unpinned_nccl_env():
+        yield
 
 
 _SHARED_MEMORY = Path("/dev/shm")

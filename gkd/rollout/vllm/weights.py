@@ -33,12 +33,11 @@ from gkd.config.schema_rollout import IPC, NCCL
 from gkd.errors import ModelError, WeightSyncError
 from gkd.memory.usage import trim_heap
 from gkd.rollout.vllm.sleep_state import SleepMixin
-from gkd.rollout.vllm.start import ADAPTER_ID
+from gkd.rollout.vllm.start import ADAPTER_ID, shared_nccl_env
 from gkd.rollout.vllm.worker_errors import returns_sync_errors
 from gkd.weight_sync.buckets import Bucket, digest
 from gkd.weight_sync.group import GroupSpec, TransferGroup
 from gkd.weight_sync.transfer import receive
-from teacher_server.engines.vllm_versions import shared_nccl_env
 
 
 def keep_cpu_weights_live() -> None:
@@ -73,11 +72,8 @@ class WeightReceiver(SleepMixin):
         own = [dataclasses.replace(spec, rank=spec.rank + self.rank) for spec in specs]
         if specs[0].transport == IPC:
             own = [specs[self.rank]]
-        try:
-            with shared_nccl_env() if own[0].transport == NCCL else nullcontext():
-                self._gkd_groups = [TransferGroup(spec, self.device) for spec in own]
-        except RuntimeError as error:
-            raise WeightSyncError(str(error)) from error
+        with shared_nccl_env() if own[0].transport == NCCL else nullcontext():
+            self._gkd_groups = [TransferGroup(spec, self.device) for spec in own]
 
     @returns_sync_errors
     def gkd_receive(self, plans: list[list[Bucket]]) -> int:

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from gkd.config.schema import Config
-from gkd.footprint.rank import OTHER_PROCESSES, RankFootprint, engine_of, shared_phases
-from gkd.footprint.rollout import kv_max, kv_room_bytes, max_sequences
+from gkd.memory.footprint.rank import OTHER_PROCESSES, RankFootprint, engine_of, shared_phases
+from gkd.memory.footprint.rollout import kv_max, kv_room_bytes, max_sequences
 
 GIB = 1 << 30
 _FIXES_OF_TEACHER = {"share": " Fix: state a larger share.", "all": " Fix: more GPUs for each teacher worker."}
@@ -21,7 +21,7 @@ def allowed_bytes(gpu_bytes: int, config: Config) -> int:
 def check(footprints: Sequence[RankFootprint], gpu_bytes: int, config: Config) -> list[str]:
     """Return one line for each problem; empty if everything fits with memory.margin.
 
-    `gkd.footprint.combination` finds what to change.
+    `gkd.memory.footprint.combination` finds what to change.
 
     Args:
         footprints: of `footprint`, and of `teacher_footprint` to check the teacher, too.

@@ -14,10 +14,10 @@ from dataclasses import replace
 from gkd.config.schema import Config
 from gkd.config.schema_rollout import LEAST_SEQUENCES
 from gkd.config.schema_trainer import AHEAD, STREAM
-from gkd.footprint.adapters import adapter_params
-from gkd.footprint.fsdp import Groups
-from gkd.footprint.rank import RankFootprint, engine_of, sync_buffers
 from gkd.hf.model_dims import ModelDims, check_engine_split
+from gkd.memory.footprint.adapters import adapter_params
+from gkd.memory.footprint.fsdp import Groups
+from gkd.memory.footprint.rank import RankFootprint, engine_of, sync_buffers
 
 _FLOAT32 = 4
 _MOST_SEQUENCES = 1024  # that rollout.max_num_seqs 0 becomes; vLLM's own default on GPUs of this size

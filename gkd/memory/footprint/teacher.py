@@ -13,10 +13,10 @@ from typing import Any, Literal
 
 from gkd.config.schema import Config
 from gkd.config.schema_teacher import weight_updates
-from gkd.footprint.fsdp import gathered
-from gkd.footprint.rank import RankFootprint
 from gkd.hf.model_dims import read_dims
 from gkd.hf.model_folder import Tensors
+from gkd.memory.footprint.fsdp import gathered
+from gkd.memory.footprint.rank import RankFootprint
 
 _B, _FLOAT32 = 2, 4
 _LOGIT_ROWS = 1024  # that the engines compute at a time

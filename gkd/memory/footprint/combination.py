@@ -8,17 +8,26 @@ that gains nothing is taken back, the last one first.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from gkd.config.check import check_config
 from gkd.config.schema import Config
 from gkd.config.schema_sections import with_values
 from gkd.config.schema_teacher import ACTOR
 from gkd.errors import ConfigError, ModelError
-from gkd.footprint.limits import actor_peak, allowed_bytes, gib, shortages
-from gkd.footprint.rank import GENERATE, WEIGHT_SYNC, RankFootprint, Refit
-from gkd.footprint.rollout import with_engine_cache
 from gkd.memory import remedies
+from gkd.memory.footprint.estimate import HostTotal, RunModels, host_problems, host_shortage, host_totals
+from gkd.memory.footprint.limits import GIB, actor_peak, allowed_bytes, check, gib, shortages
+from gkd.memory.footprint.rank import (
+    GENERATE,
+    WEIGHT_SYNC,
+    RankFootprint,
+    Refit,
+    engine_of,
+    other_processes_bytes,
+    with_other_processes,
+)
+from gkd.memory.footprint.rollout import with_engine_cache, with_max_num_seqs
 from gkd.memory.remedies import Changes, Remedy, as_yaml
 from gkd.spans import Phase
 
@@ -169,3 +178,54 @@ def _changed(config: Config, strategy: str, on_gpu: Sequence[str] = ()) -> Confi
 
 def _peak(config: Config, refit: Refit, gpu_bytes: int) -> int:
     return actor_peak(with_engine_cache(refit(config), gpu_bytes, config), gpu_bytes, config)
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """The settings and models of a run, and the sizes to compare their memory with."""
+
+    config: Config
+    models: RunModels
+    gpu_bytes: int | None  # None: unknown
+    host_bytes: int | None  # None: unknown
+    scores_gib: Callable[[Config], float]  # host memory of the teacher's scores with these settings
+    teacher_hidden: int | None = None  # hidden size of a teacher server's model; None: it sends no hidden states
+    in_use: int = 0  # bytes of each GPU that other processes have before the pools start
+    workers: tuple[RankFootprint, ...] = ()  # of a teacher server, if its model is known
+    choice: str = ""  # line on memory.strategy; may be empty
+
+    def settled(self) -> Case:
+        """Return the case with memory.strategy `auto` and rollout.max_num_seqs 0 replaced by what fits."""
+        on_gpu = None if self.config.trainer.device == "cpu" else self.gpu_bytes
+        engine = engine_of(self.refit(self.config))
+        config = with_max_num_seqs(self.config, engine, self.models.student.dims, on_gpu)
+        config, choice = with_strategy(config, self.refit, self.gpu_bytes)
+        return replace(self, config=config, choice=choice)
+
+    def refit(self, config: Config) -> list[RankFootprint]:
+        """Return the footprints of the run's own ranks with these settings."""
+        others = other_processes_bytes(config, self.gpu_bytes, self.in_use)
+        return with_other_processes(self.models.footprint(config, self.teacher_hidden), others, config)
+
+    def footprints(self) -> list[RankFootprint]:
+        """Return all footprints, with the KV cache that engines allocate."""
+        return with_engine_cache([*self.refit(self.config), *self.workers], self.gpu_bytes, self.config)
+
+    def hosts(self, config: Config, found: Sequence[RankFootprint]) -> list[HostTotal]:
+        """Return the host memory with these settings; `found` are footprints of the run's own ranks."""
+        ranks = [part for part in found if part.role != "teacher"]
+        return host_totals([*ranks, *self.workers], round(self.scores_gib(config) * GIB), config)
+
+    def problems(self) -> list[str]:
+        """Return a line for each shortage of a GPU or a host."""
+        found = self.footprints()
+        on_gpus = [] if self.gpu_bytes is None else check(found, self.gpu_bytes, self.config)
+        return [*on_gpus, *host_problems(self.hosts(self.config, found), self.host_bytes)]
+
+    def combination(self, gpu_bytes: int) -> Combination:
+        """Return what to change so that the run fits, as `find_combination`."""
+
+        def lacks_host(changed: Config, found: Sequence[RankFootprint]) -> int:
+            return host_shortage(self.hosts(changed, found), self.host_bytes or 0)
+
+        return find_combination(self.config, self.refit, gpu_bytes, None if self.host_bytes is None else lacks_host)

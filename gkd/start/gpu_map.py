@@ -14,17 +14,16 @@ from typing import Any
 from msgspec import structs
 
 from gkd.cluster.calls import gather
-from gkd.cluster.gpu_table import Finding, GpuMap, PoolNeed, RankPlacement, gpu_map_from_json
+from gkd.cluster.gpu_findings import find_problems
+from gkd.cluster.gpu_table import Finding, GpuMap, PoolNeed, RankPlacement, gpu_map_from_json, gpu_report
 from gkd.cluster.placement import PoolSpec
 from gkd.cluster.startup import sort_visible_gpus, this_placement
 from gkd.config.schema import Config
 from gkd.config.schema_sections import ClusterConfig
 from gkd.errors import ClusterError
-from gkd.gpu_map.findings import find_problems
-from gkd.gpu_map.report import gpu_report
-from gkd.gpu_map.teacher import teacher_rows
 from gkd.log import get_logger
 from gkd.run.folder import RunFolder
+from gkd.scoring.teacher.gpus import teacher_rows
 
 log = get_logger("launcher")
 _CHANGING = threading.Lock()  # engines are restarted in threads, which the end of a run does not wait for

@@ -6,10 +6,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from gkd.config.schema import Config
-from gkd.footprint.combination import HOST, Combination, Step
-from gkd.footprint.estimate import HostTotal, PoolTotal, host_shortage
-from gkd.footprint.limits import GIB, gib, smallest_margin
-from gkd.footprint.rank import (
+from gkd.hf.model_dims import ModelDims
+from gkd.memory.footprint.combination import HOST, Combination, Step
+from gkd.memory.footprint.estimate import HostTotal, PoolTotal, host_shortage
+from gkd.memory.footprint.limits import GIB, gib, smallest_margin
+from gkd.memory.footprint.rank import (
     HOST_PARTS,
     OTHER_PROCESSES,
     PHASES,
@@ -18,8 +19,7 @@ from gkd.footprint.rank import (
     engine_of,
     shared_phases_by_rank,
 )
-from gkd.footprint.rollout import kv_bytes_per_token, kv_room_bytes, max_sequences
-from gkd.hf.model_dims import ModelDims
+from gkd.memory.footprint.rollout import kv_bytes_per_token, kv_room_bytes, max_sequences
 from gkd.memory.remedies import as_yaml
 
 _ORDER = (
@@ -179,15 +179,6 @@ def totals_lines(pools: Sequence[PoolTotal], hosts: Sequence[HostTotal], host_by
             verdict = f" of {gib(host_bytes)}, {'it fits' if host.total <= host_bytes else 'TOO LARGE'}"
         lines.append(f"host memory of {host.host}: {gib(host.total)}{verdict} ({parts})")
     return lines
-
-
-def host_problems(hosts: Sequence[HostTotal], host_bytes: int | None) -> list[str]:
-    """Return a line for each host whose memory does not suffice."""
-    return [
-        f"{host.host} needs {gib(host.total)} of host memory, {gib(host.total - host_bytes)} more than it has"
-        for host in hosts
-        if host_bytes is not None and host.total > host_bytes
-    ]
 
 
 def combination_json(found: Combination) -> dict[str, Any]:

@@ -12,11 +12,11 @@ from dataclasses import dataclass
 from math import prod
 
 from gkd.config.schema import Config
-from gkd.footprint.activations import Kernels, LossShape, largest_micro_batch
-from gkd.footprint.adapters import adapter_params
-from gkd.footprint.rank import RankFootprint, sync_buffers
 from gkd.hf.model_dims import ModelDims
 from gkd.hf.model_folder import Tensors, count_params
+from gkd.memory.footprint.activations import Kernels, LossShape, largest_micro_batch
+from gkd.memory.footprint.adapters import adapter_params
+from gkd.memory.footprint.rank import RankFootprint, sync_buffers
 
 _FLOAT32 = 4
 

@@ -154,8 +154,32 @@ def write_adapters(
     fsync_tree(folder)
 
 
-_DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
+# Names of the dtypes in safetensors files.
+DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "U8": torch.uint8,
+}
+_DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _ALIGN_BYTES = 8  # alignment of the first tensor, so that a mapped file can be read in place
+
+
+def safetensors_start(plan: Iterable[TensorPlan], metadata: dict[str, str]) -> bytes:
+    """Return the start of a file with these tensors: 8 bytes of length and the JSON, padded so that data are aligned.
+
+    Args:
+        plan: (name, shape, dtype) of each tensor, in their order.
+    """
+    header: dict[str, object] = {"__metadata__": metadata}
+    end = 0
+    for name, shape, dtype in plan:
+        start, end = end, end + _n_bytes(shape, dtype)
+        header[name] = {"dtype": _DTYPE_NAMES[dtype], "shape": list(shape), "data_offsets": [start, end]}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % _ALIGN_BYTES)
+    return len(text).to_bytes(8, "little") + text
 
 
 def write_safetensors(path: Path, plan: Sequence[TensorPlan], tensors: Iterable[tuple[str, Tensor]]) -> None:
@@ -169,17 +193,9 @@ def write_safetensors(path: Path, plan: Sequence[TensorPlan], tensors: Iterable[
         OSError: the file cannot be written.
         RuntimeError: `tensors` does not follow the plan.
     """
-    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
-    end = 0
-    for name, shape, dtype in plan:
-        start, end = end, end + _n_bytes(shape, dtype)
-        header[name] = {"dtype": _DTYPES[dtype], "shape": list(shape), "data_offsets": [start, end]}
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % _ALIGN_BYTES)
     stream = iter(tensors)
     with path.open("wb") as file:
-        file.write(len(text).to_bytes(8, "little"))
-        file.write(text)
+        file.write(safetensors_start(plan, {"format": "pt"}))
         for expected in plan:
             name, tensor = next(stream, ("the end", torch.empty(0)))
             if (name, tuple(tensor.shape), tensor.dtype) != expected:

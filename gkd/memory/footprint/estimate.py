@@ -13,13 +13,14 @@ from gkd.config.check_values import Interval, save_interval
 from gkd.config.schema import Config
 from gkd.config.schema_teacher import ACTOR
 from gkd.errors import ModelError
-from gkd.footprint.fsdp import fsdp_footprints, groups
-from gkd.footprint.megatron import megatron_footprints
-from gkd.footprint.rank import HOST_PARTS, OFFLOADED_STATES, RankFootprint, engine_of, on_host, shared_phases
-from gkd.footprint.rollout import rollout_footprint
-from gkd.footprint.teacher import with_frozen
 from gkd.hf.model_dims import check_megatron_support, read_dims
 from gkd.hf.model_folder import ModelFolder, Tensors, read_model_folder
+from gkd.memory.footprint.fsdp import fsdp_footprints, groups
+from gkd.memory.footprint.limits import gib
+from gkd.memory.footprint.megatron import megatron_footprints
+from gkd.memory.footprint.rank import HOST_PARTS, OFFLOADED_STATES, RankFootprint, engine_of, on_host, shared_phases
+from gkd.memory.footprint.rollout import rollout_footprint
+from gkd.memory.footprint.teacher import with_frozen
 
 # Memory of a process on its GPU before the first tensor: CUDA context, kernels, cuBLAS workspaces, NCCL's buffers. An
 # allowance, not measured.
@@ -185,6 +186,15 @@ def host_totals(footprints: Sequence[RankFootprint], scores_bytes: int, config: 
 def host_shortage(hosts: Sequence[HostTotal], host_bytes: int) -> int:
     """Return the missing bytes of the fullest host; 0 or less if all fit."""
     return max(host.total for host in hosts) - host_bytes
+
+
+def host_problems(hosts: Sequence[HostTotal], host_bytes: int | None) -> list[str]:
+    """Return a line for each host whose memory does not suffice."""
+    return [
+        f"{host.host} needs {gib(host.total)} of host memory, {gib(host.total - host_bytes)} more than it has"
+        for host in hosts
+        if host_bytes is not None and host.total > host_bytes
+    ]
 
 
 def _actor_node(footprints: Sequence[RankFootprint], process: int, config: Config) -> Counter[str]:

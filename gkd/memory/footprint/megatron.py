@@ -14,11 +14,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from gkd.config.schema import Config
-from gkd.footprint.activations import Kernels, LossShape, MicroBatchShape, largest_micro_batch
-from gkd.footprint.adapters import adapter_params
-from gkd.footprint.rank import RankFootprint, sync_buffers
 from gkd.hf.model_dims import ModelDims, check_actor_split, check_expert_ranks
 from gkd.hf.model_folder import Tensors
+from gkd.memory.footprint.activations import Kernels, LossShape, MicroBatchShape, largest_micro_batch
+from gkd.memory.footprint.adapters import adapter_params
+from gkd.memory.footprint.rank import RankFootprint, sync_buffers
 
 _FLOAT32 = 4
 

@@ -1,1 +1,0 @@
-"""Reports which rank is on which GPU, and finds problems of the placement."""
