@@ -51,7 +51,7 @@ class RewardConfig:
     )
 
 
-# Names of the checks; `gkd.health.checks` has their thresholds and reasons.
+# Names of the checks; `gkd.metrics.health_checks` has their thresholds and reasons.
 HEALTH_CHECKS = (
     *("truncated", "repetition", "end_of_sequence", "teacher_mismatch", "overlap_falls", "entropy_collapse"),
     *("importance_clipped", "gradient_spikes", "no_gap", "kl_rises", "accuracy_falls", "worse_than_start"),

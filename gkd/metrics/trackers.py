@@ -24,9 +24,9 @@ from typing import Any, Protocol
 from gkd.config.schema import Config
 from gkd.config.schema_sections import all_keys, value_of
 from gkd.errors import ConfigError
-from gkd.files.disk import naming, replace_file
 from gkd.log import get_logger
 from gkd.metrics.writer import read_metrics
+from gkd.run.disk import naming, replace_file
 from gkd.run.folder import RunFolder
 
 log = get_logger("trackers")

@@ -16,12 +16,11 @@ from gkd.cluster.calls import gather
 from gkd.config.declare import search_path
 from gkd.config.schema import Config, Derived
 from gkd.data.row_files import RowTable
-from gkd.files.manifest import FileDigest
 from gkd.log import get_logger
 from gkd.roles import Computation, Roles, ScoringRole
 from gkd.scoring.reward.advantages import with_advantages
 from gkd.scoring.reward.judging import TRAINING, VALIDATION, student_tokenizer
-from gkd.types import PendingScores, Prompt, Recording, Rollout, RolloutChunk, Sample, ScoredChunk
+from gkd.types import FileDigest, PendingScores, Prompt, Recording, Rollout, RolloutChunk, Sample, ScoredChunk
 
 log = get_logger("reward")
 
