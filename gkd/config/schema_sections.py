@@ -21,7 +21,7 @@ from gkd.errors import ConfigError
 from teacher_server.config.declare import declared
 
 EXACT_MATCH, MATH_VERIFY, LENGTH, ENVIRONMENT = "exact_match", "math_verify", "length", "environment"
-REWARD_NAMES = (EXACT_MATCH, MATH_VERIFY, LENGTH, ENVIRONMENT)  # functions of `gkd.scoring.reward.functions`
+REWARD_NAMES = (EXACT_MATCH, MATH_VERIFY, LENGTH, ENVIRONMENT)  # functions of `gkd.scoring.reward.worker`
 COMPARING = (EXACT_MATCH, MATH_VERIFY)  # functions that need the reference answer
 NO_METRIC = "none"  # eval.metric
 

@@ -1,8 +1,8 @@
 """Client of the teacher server, a `gkd.scoring.teacher.teacher.Teacher`.
 
-    ZmqTeacher -> requests, score_requests, streams    build a request; check the replies
-               -> exchange (inbox)     one thread: window of requests in flight, resends
-               -> link, outage         connection and heartbeats; when to give up
+    ZmqTeacher -> requests         build a request; check the replies
+               -> exchange         one thread: window of requests in flight, resends
+               -> link, outage     connection and heartbeats; when to give up
 
 Thread-safe. Imports numpy and zmq, but not torch.
 """
@@ -25,6 +25,7 @@ from gkd.scoring.teacher.link import TeacherLink
 from gkd.scoring.teacher.outage import OutageClock
 from gkd.scoring.teacher.requests import (
     DescriptionRequest,
+    MatrixRequest,
     PendingRequest,
     RequestMessage,
     RequestSettings,
@@ -32,7 +33,6 @@ from gkd.scoring.teacher.requests import (
     T,
     together,
 )
-from gkd.scoring.teacher.streams import MatrixRequest
 from gkd.types import Rollout, TeacherHealth, TeacherScores
 from teacher_server.wire.protocol import MAX_ID, ScoreRequest, Signal, Wire
 
