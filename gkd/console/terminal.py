@@ -27,6 +27,10 @@ from gkd.log import get_logger
 from gkd.spans import Activity, Phase, SpanRecorder, current_stage, described, driver
 from gkd.types import TeacherHealth
 
+log, teacher_log = get_logger("run"), get_logger("teacher")
+
+# Draw the live panel of a run with rich: a few lines of text in a box.
+
 FIRST_WARNING_S = 10.0  # of the teacher's silence
 _LABEL = 11  # columns
 _FLAT = 0.02  # relative change that counts as none
@@ -196,11 +200,6 @@ class LivePanel:
             handler.setStream(self._stream)
         self._moved.clear()
 
-
-# Draw the live panel of a run with rich: a few lines of text in a box.
-
-
-log, teacher_log = get_logger("run"), get_logger("teacher")
 
 FIRST_S = 4.0  # of silence; with the poll, a line comes within 5 s also on a busy machine
 PANEL, LINES, OFF = "panel", "lines", "off"

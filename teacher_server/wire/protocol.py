@@ -33,6 +33,8 @@ import msgspec
 import numpy as np
 import xxhash
 
+# Encode and decode the header frame of a message: `b"GKT" + version, xxh3-64 of the body, msgpack body`.
+
 # 2: given ids, sampled token with the top-k; 3: several sequences in a request; 4: templates, rows of own tokens only
 PROTOCOL_VERSION = 4
 MAX_HEADER_BYTES = 64 << 10
@@ -114,9 +116,6 @@ def seal(body: bytes, version: int) -> bytes:
 def checksum(data: Buffer) -> int:
     """Return xxh3-64 of one contiguous frame. It detects damage, not malicious changes."""
     return xxhash.xxh3_64_intdigest(data)
-
-
-# Encode and decode the header frame of a message: `b"GKT" + version, xxh3-64 of the body, msgpack body`.
 
 
 MAX_FRAME_BYTES = 4 << 20  # frames of 1-4 MiB travel about three times as fast as one of 32 MiB

@@ -26,6 +26,8 @@ from gkd.data.row_files import decode_row
 from gkd.errors import GkdError, RewardError
 from gkd.user_code import Progress, end_with_parent, finite_number
 
+# The functions that judge responses: this package's, and a user's own by its path.
+
 _MATH_S = 2  # limit of math_verify for parsing an answer, and for a comparison
 
 
@@ -127,9 +129,6 @@ def _math_verify(config: Config) -> Judge:
             raise Undecided from error
 
     return judge
-
-
-# The functions that judge responses: this package's, and a user's own by its path.
 
 
 @dataclass(frozen=True, slots=True)

@@ -36,6 +36,8 @@ from teacher_server.wire.protocol import (
     requests,
 )
 
+# Queue from the callers' threads to the client's thread: requests waiting for the window, and commands.
+
 AnyRequest = PendingRequest[Any]
 
 
@@ -139,9 +141,6 @@ class Inbox:
             self.n_sequences = 0
             self._changed.notify_all()
             return waiting
-
-
-# Queue from the callers' threads to the client's thread: requests waiting for the window, and commands.
 
 
 _MAX_DAMAGED = 5  # damaged messages of one request before it fails

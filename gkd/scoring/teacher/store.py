@@ -220,6 +220,9 @@ def score_key(
 
 
 # Write the scores of one sequence as the reply of a teacher server, and read them: 5 bytes an entry with wire fp16.
+#
+# The number of the header's bytes, the header, and the frames, one after the other. What the wire has rounded is not
+# rounded again, so scores that were read are those that arrived.
 
 
 _SIZE = struct.Struct("<I")

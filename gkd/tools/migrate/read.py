@@ -222,7 +222,7 @@ def _score(dialect: Dialect, old: Old) -> tuple[int, int]:
     return programs, sum(any(fnmatchcase(name, plain(pattern)) for name in found) for pattern in dialect.detect)
 
 
-# Read the commands of a shell script.
+# Read the settings of a shell script: the words of its training command, with variables and arrays replaced.
 
 
 _ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\+?)=(.*)", re.DOTALL)
