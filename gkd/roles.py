@@ -14,8 +14,8 @@ from typing import Any, Protocol
 import numpy as np
 
 from gkd.errors import RankTimeout
-from gkd.files.manifest import FileDigest
 from gkd.types import (
+    FileDigest,
     GreedyReport,
     PendingScores,
     ProcessSpans,

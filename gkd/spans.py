@@ -21,13 +21,29 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any, Literal, NamedTuple
 
+import msgspec
 from msgspec.structs import replace
-
-from gkd.types import ProcessSpans, Span
 
 MAX_SPANS = 200
 _JOIN_S = 0.05  # `extend` starts a new span after a longer gap
 _MAIN = threading.main_thread().ident
+
+
+class Span(msgspec.Struct, frozen=True, omit_defaults=True):  # many are sent and encoded: cheaper than a dataclass
+    """Something that a process did, for the trace of a run."""
+
+    name: str
+    start_s: float  # since the epoch, on the clock of the process's host
+    duration_s: float
+    args: Mapping[str, float] = {}  # "lane": row of its process
+
+
+class ProcessSpans(msgspec.Struct, frozen=True):
+    """Spans of one process since it was last read."""
+
+    process: str  # "driver", "actor 0", "engine 0", "scoring 0" or "teacher <name>"
+    host: str
+    spans: Sequence[Span]
 
 
 class Phase(Enum):

@@ -16,9 +16,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any
 
-import msgspec
 import numpy as np
 
+from gkd.spans import ProcessSpans
 from teacher_server.wire.protocol import Signal
 
 if TYPE_CHECKING:
@@ -247,23 +247,6 @@ class MicroBatch:
 # handle's `ref` names them there and is opaque to the driver.
 
 
-class Span(msgspec.Struct, frozen=True, omit_defaults=True):  # many are sent and encoded: cheaper than a dataclass
-    """Something that a process did, for the trace of a run."""
-
-    name: str
-    start_s: float  # since the epoch, on the clock of the process's host
-    duration_s: float
-    args: Mapping[str, float] = {}  # "lane": row of its process; see gkd.spans
-
-
-class ProcessSpans(msgspec.Struct, frozen=True):
-    """Spans of one process since it was last read."""
-
-    process: str  # "driver", "actor 0", "engine 0", "scoring 0" or "teacher <name>"
-    host: str
-    spans: Sequence[Span]
-
-
 # Rollouts and scores
 
 
@@ -360,6 +343,14 @@ class InFlight:
     position: int  # in the sampler's order, see `TrainerState.sampler_position`
     unfinished: tuple[int, ...] = ()  # positions without a finished rollout; generated again after a resume
     chunks: Mapping[str, Sequence[PendingScores]] = field(default_factory=dict)  # finished rollouts, by label
+
+
+@dataclass(frozen=True, slots=True)
+class FileDigest:
+    """Size and checksum of a file as it was written, to detect later damage."""
+
+    n_bytes: int
+    xxh3_128: str  # 32 hex digits
 
 
 @dataclass(frozen=True, slots=True)

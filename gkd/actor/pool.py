@@ -17,11 +17,11 @@ from gkd.config.schema import Config, transport_of
 from gkd.config.schema_rollout import IPC
 from gkd.data.scatter import gather_results, scatter_to_groups
 from gkd.errors import ConfigError
-from gkd.files.manifest import FileDigest
 from gkd.memory.usage import merge
 from gkd.run import shared_folder
+from gkd.spans import ProcessSpans
 from gkd.text.pair import TokenizerPair
-from gkd.types import PendingScores, ProcessSpans, ScoredChunk, TrainStats
+from gkd.types import FileDigest, PendingScores, ScoredChunk, TrainStats
 
 
 class ActorPool:

@@ -37,9 +37,8 @@ from gkd.memory.remedies import advice
 from gkd.memory.states import PARAMS
 from gkd.memory.usage import CountMeter, Timeline, log_gpu_memory_usage, record_allocations
 from gkd.run import shared_folder
-from gkd.spans import Phase, Progress, SpanRecorder
+from gkd.spans import Phase, ProcessSpans, Progress, SpanRecorder
 from gkd.text.pair import TokenizerPair
-from gkd.types import ProcessSpans
 
 if TYPE_CHECKING:
     from gkd.actor.common.attention import Heads

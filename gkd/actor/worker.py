@@ -30,14 +30,13 @@ from gkd.data.batching import check_batch, make_micro_batches, token_records, wi
 from gkd.data.collate import MicroBatches, route_counts, sequence_weights, size_numbers
 from gkd.data.scatter import map_selected, select, with_advantages
 from gkd.errors import CheckpointError
-from gkd.files.disk import TMP, make_folder, naming
-from gkd.files.manifest import FileDigest
 from gkd.log import get_logger
 from gkd.memory.states import OPTIMIZER, PARAMS
 from gkd.memory.usage import log_gpu_memory_usage
+from gkd.run.disk import TMP, make_folder, naming
 from gkd.spans import Phase
 from gkd.text.pair import TokenizerPair
-from gkd.types import Rollout, TrainStats
+from gkd.types import FileDigest, Rollout, TrainStats
 from gkd.weight_sync.buckets import Bucket, Content, TensorSpec
 from gkd.weight_sync.group import GroupSpec, TransferGroup
 from gkd.weight_sync.segment import KeptVersion

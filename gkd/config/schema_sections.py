@@ -21,7 +21,7 @@ from gkd.errors import ConfigError
 from teacher_server.config.declare import declared
 
 EXACT_MATCH, MATH_VERIFY, LENGTH, ENVIRONMENT = "exact_match", "math_verify", "length", "environment"
-REWARD_NAMES = (EXACT_MATCH, MATH_VERIFY, LENGTH, ENVIRONMENT)  # functions of `gkd.scoring.reward.functions`
+REWARD_NAMES = (EXACT_MATCH, MATH_VERIFY, LENGTH, ENVIRONMENT)  # functions of `gkd.scoring.reward.worker`
 COMPARING = (EXACT_MATCH, MATH_VERIFY)  # functions that need the reference answer
 NO_METRIC = "none"  # eval.metric
 
@@ -51,7 +51,7 @@ class RewardConfig:
     )
 
 
-# Names of the checks; `gkd.health.checks` has their thresholds and reasons.
+# Names of the checks; `gkd.metrics.health_checks` has their thresholds and reasons.
 HEALTH_CHECKS = (
     *("truncated", "repetition", "end_of_sequence", "teacher_mismatch", "overlap_falls", "entropy_collapse"),
     *("importance_clipped", "gradient_spikes", "no_gap", "kl_rises", "accuracy_falls", "worse_than_start"),

@@ -1,1 +1,1 @@
-"""The numbers of each step, and the file they are written to."""
+"""The numbers of each step, the file they are written to, and the health checks that judge them."""

@@ -12,7 +12,6 @@ from dataclasses import astuple
 
 from gkd.config.schema import Config
 from gkd.console.state import STEP_LINE, Forecast, RunState, step_line
-from gkd.health.monitor import HealthResponse
 from gkd.log import get_logger
 from gkd.metrics.bottleneck import (
     WITH_EVALUATION,
@@ -22,6 +21,7 @@ from gkd.metrics.bottleneck import (
     rollout_numbers,
     shares,
 )
+from gkd.metrics.health import HealthResponse
 from gkd.metrics.span_file import SpanFile
 from gkd.metrics.step import reward_numbers, step_numbers, store_numbers, turn_numbers
 from gkd.metrics.trackers import Trackers

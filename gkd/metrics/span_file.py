@@ -17,8 +17,8 @@ import msgspec
 from gkd.errors import CheckpointError
 from gkd.metrics.writer import MetricsWriter, read_metrics
 from gkd.roles import Computation
-from gkd.spans import Phase, SpanRecorder, driver, in_lanes, merged
-from gkd.types import ProcessSpans, ScoredChunk, Span
+from gkd.spans import Phase, ProcessSpans, Span, SpanRecorder, driver, in_lanes, merged
+from gkd.types import ScoredChunk
 
 _STEPS_KEPT = 1000  # whose starts are kept, for spans that arrive later
 

@@ -9,7 +9,6 @@ TensorBoard discards the earlier values of these steps. The others cannot, so th
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import math
 import os
@@ -23,10 +22,9 @@ from typing import Any, Protocol
 
 from gkd.config.schema import Config
 from gkd.config.schema_sections import all_keys, value_of
-from gkd.errors import ConfigError
-from gkd.files.disk import naming, replace_file
 from gkd.log import get_logger
 from gkd.metrics.writer import read_metrics
+from gkd.run.disk import naming, replace_file
 from gkd.run.folder import RunFolder
 
 log = get_logger("trackers")
@@ -164,14 +162,6 @@ TRACKERS: dict[str, Callable[[TrackedRun], Tracker]] = {
     "mlflow": MLflow,
     "trackio": Trackio,
 }
-
-
-def check_trackers_installed(config: Config) -> None:
-    """Import nothing, and raise ConfigError if a tracker's library, which has its name, is not installed."""
-    for name in config.trainer.loggers:
-        if importlib.util.find_spec(name) is None:
-            fix = f'python -m pip install -e ".[{name}]" in the checkout, or remove it from the list.'
-            raise ConfigError("trainer.loggers", name, "the library is not installed.", fix)
 
 
 class Trackers:

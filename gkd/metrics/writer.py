@@ -12,7 +12,7 @@ import os
 from pathlib import Path
 
 from gkd.errors import CheckpointError
-from gkd.files.disk import make_folder, naming, replace_file
+from gkd.run.disk import make_folder, naming, replace_file
 
 
 class MetricsWriter:

@@ -17,15 +17,15 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from gkd.config.schema import Config
-from gkd.files.disk import TMP, fsync, make_folder, naming, remove, replace_file, write_synced
-from gkd.files.manifest import NAME as MANIFEST
-from gkd.files.manifest import FileDigest, Manifest, verify
 from gkd.metrics.run_metrics import StepMetrics
 from gkd.pipeline.source import BatchSource
 from gkd.roles import ScoringRole
 from gkd.run.checkpoints import step_folder
+from gkd.run.disk import TMP, fsync, make_folder, naming, remove, replace_file, write_synced
 from gkd.run.folder import RunFolder
-from gkd.types import InFlight, PendingScores, Recording, ScoredChunk
+from gkd.run.manifest import NAME as MANIFEST
+from gkd.run.manifest import Manifest, verify
+from gkd.types import FileDigest, InFlight, PendingScores, Recording, ScoredChunk
 
 _LABEL = "batch"
 

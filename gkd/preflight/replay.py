@@ -9,9 +9,9 @@ from typing import Any
 from gkd.config.load import load_config
 from gkd.config.schema import Config
 from gkd.errors import CheckpointError
-from gkd.files.manifest import check_sizes, read_manifest
 from gkd.run.checkpoints import step_folder
 from gkd.run.folder import BATCHES
+from gkd.run.manifest import check_sizes, read_manifest
 from gkd.run.open import check_same_teacher, kept_value
 
 # Settings of the recorded batches that must be equal. Which signals are needed depends on the loss.

@@ -24,7 +24,6 @@ from gkd.hf.hub import FILES, MODELS, pinned_names, with_local_copies
 from gkd.hf.model_folder import check_engines, eos_token_ids
 from gkd.log import get_logger
 from gkd.memory.footprint.estimate import scores_gib
-from gkd.metrics.trackers import check_trackers_installed
 from gkd.preflight.machine import check_machine, check_transformer_engine, resolve_device
 from gkd.preflight.memory import check_memory
 from gkd.preflight.replay import check_replay
@@ -299,6 +298,14 @@ def check_ray_installed() -> None:
     """Raise ClusterError if Ray is not installed."""
     if importlib.util.find_spec("ray") is None:
         raise ClusterError("Ray is not installed in this environment. Fix: create one with launch/setup.sh.")
+
+
+def check_trackers_installed(config: Config) -> None:
+    """Import nothing, and raise ConfigError if a tracker's library, which has its name, is not installed."""
+    for name in config.trainer.loggers:
+        if importlib.util.find_spec(name) is None:
+            fix = f'python -m pip install -e ".[{name}]" in the checkout, or remove it from the list.'
+            raise ConfigError("trainer.loggers", name, "the library is not installed.", fix)
 
 
 def _held_out(config: Config, tokenizer: Any, tools: Tools, teacher_tokenizer: Any) -> list[Prompt]:

@@ -19,9 +19,9 @@ from gkd.config.schema_teacher import HTTP
 from gkd.data.chunks import dataset_rollouts
 from gkd.data.prompts import load_tokenizer
 from gkd.errors import ConfigError, TeacherError, TeacherRefusal, TeacherUnavailable
-from gkd.files.disk import replace_file
 from gkd.hf.model_folder import read_config_json, weights_digest
 from gkd.log import get_logger
+from gkd.run.disk import replace_file
 from gkd.scoring.teacher.info import TeacherInfo
 from gkd.scoring.teacher.store import dataset_keys, open_store
 from gkd.scoring.teacher.teacher import Teacher, open_teacher

@@ -26,10 +26,11 @@ import msgspec
 
 from gkd.config.schema_trainer import SMALLER_IS_BETTER
 from gkd.errors import CheckpointError, ConfigError, DamagedCheckpoint
-from gkd.files.disk import TMP, fsync, make_folder, naming, remove, replace_file, write_synced
-from gkd.files.manifest import NAME as MANIFEST
-from gkd.files.manifest import FileDigest, Manifest, check_sizes, digest_bytes, verify
 from gkd.log import get_logger
+from gkd.run.disk import TMP, fsync, make_folder, naming, remove, replace_file, write_synced
+from gkd.run.manifest import NAME as MANIFEST
+from gkd.run.manifest import Manifest, check_sizes, digest_bytes, verify
+from gkd.types import FileDigest
 
 if TYPE_CHECKING:
     from gkd.config.schema_trainer import TrainerConfig

@@ -41,11 +41,11 @@ from typing import Any, TextIO
 
 from gkd.config.load import config_yaml
 from gkd.config.schema import Config
-from gkd.files.disk import TMP, fsync, make_folder, naming, remove, replace_file
-from gkd.files.manifest import FileDigest, Manifest
 from gkd.log import log_to
 from gkd.run.checkpoints import ACTOR, STATE, Best, CheckpointStore, TrainerState, read_state
-from gkd.types import Sample, TokenRecord
+from gkd.run.disk import TMP, fsync, make_folder, naming, remove, replace_file
+from gkd.run.manifest import Manifest
+from gkd.types import FileDigest, Sample, TokenRecord
 
 BATCHES = "batches"
 CHECKPOINTS = "checkpoints"

@@ -20,11 +20,11 @@ from gkd.config.schema import Config, planned_steps
 from gkd.config.schema_sections import all_keys, value_of
 from gkd.config.schema_teacher import BACKENDS, HTTP
 from gkd.errors import ConfigError
-from gkd.files.disk import TMP, make_folder, naming, replace_file
-from gkd.files.manifest import NAME as MANIFEST
 from gkd.log import get_logger
 from gkd.run.checkpoints import STATE, CheckpointStore, step_of, verified
+from gkd.run.disk import TMP, make_folder, naming, replace_file
 from gkd.run.folder import CHECKPOINTS, ENVIRONMENT, GOING_BACK, LOCK, ORIGIN, RunFolder, teacher_json, tidy_export
+from gkd.run.manifest import NAME as MANIFEST
 
 log = get_logger("run_folder")
 

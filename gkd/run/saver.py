@@ -21,13 +21,12 @@ from pathlib import Path
 from gkd.config.check_values import save_interval
 from gkd.config.schema_trainer import TrainerConfig
 from gkd.errors import GkdError, TeacherError, TeacherUnavailable
-from gkd.files.disk import naming
-from gkd.files.manifest import FileDigest
 from gkd.log import get_logger
 from gkd.roles import ActorRole, ScoringRole
 from gkd.run.checkpoints import ACTOR, IN_FLIGHT, BestStep, TrainerState
+from gkd.run.disk import naming
 from gkd.run.folder import RunFolder
-from gkd.types import InFlight, PendingScores, Recording
+from gkd.types import FileDigest, InFlight, PendingScores, Recording
 
 log = get_logger("saver")
 

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from gkd.errors import ConfigError
-from gkd.files.disk import TMP, remove
+from gkd.run.disk import TMP, remove
 
 _PROBE = f"{TMP}probe"
 _FIX = "name a folder on a file system that all nodes share at the same path, and can write."

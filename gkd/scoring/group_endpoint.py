@@ -20,13 +20,13 @@ import numpy as np
 from gkd.config.schema import Config
 from gkd.data.chunks import chunk_sizes, encode_sizes
 from gkd.data.codec import ColumnList
-from gkd.data.rollout_file import read_sequences, write_sequences
 from gkd.data.row_files import RowTable
 from gkd.data.scatter import gather_results, select
-from gkd.files.disk import naming
-from gkd.files.manifest import FileDigest, digest_file
+from gkd.run.disk import naming
+from gkd.run.manifest import digest_file
+from gkd.run.rollout_file import read_sequences, write_sequences
 from gkd.scoring.reward.judging import Judging
-from gkd.types import SIGNAL_FIELDS, PendingScores, Rollout, ScoredChunk, ScoreTimes, TeacherScores
+from gkd.types import SIGNAL_FIELDS, FileDigest, PendingScores, Rollout, ScoredChunk, ScoreTimes, TeacherScores
 
 _SUBMITTED = struct.Struct("<d")
 T = TypeVar("T")

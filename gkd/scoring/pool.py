@@ -17,11 +17,10 @@ from gkd.cluster.calls import all_done, answers, drain, fetch, gather, wait_all
 from gkd.data.chunks import CHUNK_SIZE, decode_sizes
 from gkd.data.scatter import encode_part
 from gkd.errors import ClusterError
-from gkd.files.manifest import FileDigest
 from gkd.roles import Computation
 from gkd.scoring.group_endpoint import ScoreSummary
 from gkd.scoring.teacher.outage import merged
-from gkd.types import PendingScores, Recording, RolloutChunk, ScoredChunk, TeacherHealth
+from gkd.types import FileDigest, PendingScores, Recording, RolloutChunk, ScoredChunk, TeacherHealth
 
 # Concurrency group of the endpoints: recording and restoring run concurrently with scoring.
 RECORDS = "records"

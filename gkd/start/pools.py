@@ -10,6 +10,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from dataclasses import replace
 
 from gkd.cluster.cluster import HELPER_CPUS, Cluster
@@ -39,9 +40,9 @@ def pools_in_order(config: Config) -> list[PoolSpec]:
     return [actor, rollout]
 
 
-def make_cluster(config: Config, *, on_cpu: bool) -> Cluster:
-    """Start or join Ray, with GPUs or slots for all pools. Raises ClusterError: it cannot."""
-    own = pools_in_order(config)
+def make_cluster(config: Config, *, on_cpu: bool, pools: Sequence[PoolSpec] = ()) -> Cluster:
+    """Start or join Ray, with GPUs or slots for these pools, by default all. Raises ClusterError: it cannot."""
+    own = pools or pools_in_order(config)
     return Cluster(
         config.cluster.ray_address,
         n_slots=sum(spec.n_gpus for spec in own),

@@ -137,7 +137,6 @@ def replayed(case: Case) -> list[TrainStats]:
     from gkd.actor.frozen.pools import LocalScoring, ReferencePool
     from gkd.actor.pool import ActorPool
     from gkd.cluster.calls import gather
-    from gkd.cluster.cluster import HELPER_CPUS, Cluster
     from gkd.pipeline.replay import ReplayedBatches
     from gkd.preflight.machine import resolve_device
     from gkd.roles import NoReference
@@ -145,7 +144,7 @@ def replayed(case: Case) -> list[TrainStats]:
     from gkd.scoring.pool import teacher_heads
     from gkd.start.launcher import spawn_endpoints
     from gkd.start.pools import ACTOR as ACTOR_POOL
-    from gkd.start.pools import cpu_threads, pool_specs, worker_env
+    from gkd.start.pools import cpu_threads, make_cluster, pool_specs, worker_env
 
     device, timeout_s = resolve_device(case.config), case.config.trainer.init_timeout_s
     needs_head = "hidden" in case.config.derived.signals
@@ -154,13 +153,7 @@ def replayed(case: Case) -> list[TrainStats]:
         trainer = replace(case.config.trainer, run_dir=folder, replay=str(case.root / BATCHES), profile_steps=[])
         config = replace(case.config, trainer=trainer)
         spec = pool_specs(config)[0]
-        cluster = Cluster(
-            config.cluster.ray_address,
-            n_slots=spec.n_gpus,
-            on_cpu=device == "cpu",
-            gpus=config.cluster.gpus,
-            cpus_a_slot=1.0 + HELPER_CPUS,
-        )
+        cluster = make_cluster(config, on_cpu=device == "cpu", pools=[spec])
         try:
             slots = cluster.make_pools([spec], timeout_s)[ACTOR_POOL]
             groups = actor_worker.CONCURRENCY_GROUPS
@@ -168,8 +161,7 @@ def replayed(case: Case) -> list[TrainStats]:
             workers = slots.spawn(actor_worker.ActorWorker, env, concurrency_groups=groups)
             actor = ActorPool(workers, config)
             gather(actor.init_model(device, _total_steps(case), timeout_s), "init_model", timeout_s)
-            has_reference = bool(check_config(config).reference_folder)
-            if has_reference:
+            if config.derived.reference_folder:
                 actor.init_reference(timeout_s)
             endpoints = spawn_endpoints(config, actor, slots, device, *endpoint)
             if needs_head and config.derived.teacher_pool:
@@ -178,8 +170,8 @@ def replayed(case: Case) -> list[TrainStats]:
                 nodes = actor.last_stage_nodes(timeout_s)
                 actor.set_teacher_head(teacher_heads(endpoints, nodes, timeout_s), timeout_s, pair)
             scoring: ScoringRole = LocalScoring(lambda: workers, endpoints, config.trainer.stage_timeout_s)
-            with_reference = check_config(config).loss.has_reference
-            reference = ReferencePool(workers, endpoints, config) if with_reference else NoReference()
+            has_reference = config.derived.loss.has_reference
+            reference = ReferencePool(workers, endpoints, config) if has_reference else NoReference()
             scoring = _judged(case.root, scoring, config, endpoints)
             batches = ReplayedBatches(config, scoring)
             if case.start is not None:
@@ -259,7 +251,7 @@ def _judged(root: Path, scoring: ScoringRole, config: Config, endpoints: list[An
     """Return the scoring that also judges, if the run has rewards. Raises RewardError, ConfigError."""
     from gkd.scoring.judged import init_judging, judged_training
 
-    derived = replace(check_config(config), metrics=())
+    derived = replace(config.derived, metrics=())
     if not derived.rewards:
         return scoring
     init_judging(config, derived, _prompts(root, config), [], endpoints, config.trainer.init_timeout_s)

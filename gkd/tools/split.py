@@ -24,11 +24,11 @@ from gkd.config.load import load_config, parse_overrides
 from gkd.config.schema import Config
 from gkd.config.schema_trainer import AHEAD, STREAM
 from gkd.errors import ClusterError, ConfigError
-from gkd.files.disk import remove
 from gkd.memory.footprint import check
 from gkd.memory.footprint.estimate import read_models
 from gkd.memory.footprint.rank import other_processes_bytes, with_other_processes
 from gkd.metrics.bottleneck import MAX_NUM_SEQS
+from gkd.run.disk import remove
 from gkd.run.folder import CHECKPOINTS, delete_export
 from gkd.tools import exit_codes
 from gkd.tools.split_tuner.rates import Run, check_plannable, read_run, read_steps

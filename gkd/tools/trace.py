@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from gkd.errors import ConfigError
-from gkd.files.disk import naming
 from gkd.metrics.span_file import SpanLine, read_spans, sort_key
+from gkd.run.disk import naming
+from gkd.spans import Span
 from gkd.tools import exit_codes
-from gkd.types import Span
 from teacher_server.config.command import command_parser
 
 _EXAMPLES = """example:

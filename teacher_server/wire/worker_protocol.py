@@ -18,8 +18,18 @@ from typing import Annotated, NamedTuple
 
 import msgspec
 
-from teacher_server.wire.codec import Buffer, checksum
-from teacher_server.wire.protocol import Codec, Count, Header, Id, Name, ScoreRequest, Text, check_seconds
+from teacher_server.wire.protocol import (
+    Buffer,
+    Codec,
+    Count,
+    Header,
+    Id,
+    Name,
+    ScoreRequest,
+    Text,
+    check_seconds,
+    checksum,
+)
 from teacher_server.wire.status import Gpu
 
 LOCAL_WORKER_NAME = re.compile(r"w\d+\.\d+")  # reserved for the workers that a server starts

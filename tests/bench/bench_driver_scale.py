@@ -30,8 +30,8 @@ import psutil
 from gkd.actor.pool import ActorPool
 from gkd.cluster.garbage import collect_garbage_rarely
 from gkd.config.load import load_config
-from gkd.files.manifest import digest_bytes
 from gkd.rollout.driver.pool import RolloutPool
+from gkd.run.manifest import digest_bytes
 from gkd.run.open import open_run_folder
 from gkd.scoring.group_endpoint import ScoreSummary
 from gkd.scoring.pool import ScoringPool

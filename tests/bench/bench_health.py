@@ -24,7 +24,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from gkd.health.monitor import Monitor
+from gkd.metrics.health import Monitor
 from gkd.metrics.token_groups import evaluation_numbers
 from gkd.metrics.writer import read_metrics
 from gkd.tools.report.groups import read_evaluation

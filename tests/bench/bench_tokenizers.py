@@ -36,8 +36,8 @@ from transformers import AutoTokenizer
 
 from examples.quickstart.addition import read_jsonl
 from examples.quickstart.make_models import make_models as make_quickstart
-from gkd.data.rollout_file import read_sequences
 from gkd.run.checkpoints import step_folder
+from gkd.run.rollout_file import read_sequences
 from tests.bench import addition_pairs as pairs
 from tests.bench.quickstart_run import train
 from tests.bench.teacher_report import machine

@@ -23,8 +23,8 @@ from gkd.metrics.span_file import SpanFile, SpanLine, read_spans
 from gkd.metrics.writer import MetricsWriter, read_metrics
 from gkd.scoring.endpoint import Computations
 from gkd.scoring.pool import TAKE_EVERY_S
-from gkd.spans import Phase, SpanRecorder, driver
-from gkd.types import ProcessSpans, ScoredChunk, ScoreTimes
+from gkd.spans import Phase, ProcessSpans, SpanRecorder, driver
+from gkd.types import ScoredChunk, ScoreTimes
 from teacher_server.wire.protocol import ScoreReply
 from tests.e2e.conftest import Lab, make_lab
 from tests.rollout_chunks import chunk_of

@@ -39,7 +39,7 @@ PARTS: dict[str, tuple[str, ...]] = {
         "rich.file_proxy:FileProxy.write",
     ),
     "metrics files": ("gkd.metrics.writer:MetricsWriter.write",),
-    "health checks": ("gkd.health.monitor:HealthResponse.numbers",),
+    "health checks": ("gkd.metrics.health:HealthResponse.numbers",),
     "TensorBoard, without its thread": ("gkd.metrics.trackers:Trackers.log",),
 }
 

@@ -21,15 +21,15 @@ import torch
 
 from gkd.config.schema import Config
 from gkd.data.scatter import select
-from gkd.files.manifest import FileDigest, digest_bytes
 from gkd.rollout.engine.worker import RolloutWorker
 from gkd.rollout.messages import Sampling
 from gkd.rollout.vllm.engine import PassMeter, RolloutEngine
 from gkd.rollout.vllm.sleep_state import SleepState
+from gkd.run.manifest import digest_bytes
 from gkd.scoring.endpoint import ScoringEndpoint
-from gkd.spans import Phase, SpanRecorder
+from gkd.spans import Phase, ProcessSpans, SpanRecorder
 from gkd.tools.split_tuner.splits import Rates
-from gkd.types import ProcessSpans, Prompt, Rollout, Sample, TeacherScores, TeacherTopK, TrainStats, VersionSpan
+from gkd.types import FileDigest, Prompt, Rollout, Sample, TeacherScores, TeacherTopK, TrainStats, VersionSpan
 from gkd.weight_sync.buckets import Bucket, Content, TensorSpec
 from gkd.weight_sync.group import GroupSpec
 

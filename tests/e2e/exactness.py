@@ -10,9 +10,9 @@ import torch
 from safetensors.torch import load_file
 
 from gkd.config.load import load_config
-from gkd.data.rollout_file import read_sequences
 from gkd.data.sampler import PromptSampler
 from gkd.metrics.writer import read_metrics
+from gkd.run.rollout_file import read_sequences
 from gkd.types import Prompt, Rollout
 
 # Times, memory, the number of verified tensors, a mean over chunks in their order of arrival, and what `base_run` alone

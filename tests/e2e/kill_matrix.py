@@ -26,7 +26,7 @@ from pathlib import Path
 
 import psutil
 
-from gkd.health.checks import NEED_EQUAL_SAMPLING
+from gkd.metrics.health_checks import NEED_EQUAL_SAMPLING
 from gkd.metrics.writer import read_metrics
 from tests.e2e.conftest import Lab, make_lab
 from tests.e2e.exactness import check_stream, differences

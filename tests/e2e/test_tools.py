@@ -17,8 +17,8 @@ import numpy as np
 import pytest
 import torch
 
-from gkd.data.rollout_file import read_sequences
 from gkd.metrics.writer import read_metrics
+from gkd.run.rollout_file import read_sequences
 from tests.e2e.conftest import ALONE
 from tests.metric_keys import unlisted_keys
 from tests.service.harness import ServerProcess

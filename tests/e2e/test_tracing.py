@@ -12,8 +12,8 @@ import pytest
 
 from gkd.metrics.span_file import read_spans
 from gkd.metrics.writer import read_metrics
+from gkd.spans import Span
 from gkd.tools import replay, trace
-from gkd.types import Span
 
 pytestmark = pytest.mark.e2e
 SLACK_S = 0.02  # between the clocks and calls of two processes on one host

@@ -14,7 +14,6 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from teacher_server.wire.codec import BODY_AT, seal
 from teacher_server.wire.payload import (
     TopKScores,
     check_reply,
@@ -30,6 +29,7 @@ from teacher_server.wire.payload import (
     unpack_topk,
 )
 from teacher_server.wire.protocol import (
+    BODY_AT,
     PROTOCOL_VERSION,
     Cancel,
     DrainReply,
@@ -50,6 +50,7 @@ from teacher_server.wire.protocol import (
     checksum,
     replies,
     requests,
+    seal,
 )
 from teacher_server.wire.status import Gpu, ServerStatus, TeacherStatus, WorkerStatus, decode_status, encode_status
 from teacher_server.wire.worker_protocol import (

@@ -10,12 +10,13 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from gkd.config.schema_teacher import TeacherConfig
 from gkd.scoring.teacher.client import ZmqTeacher
 from gkd.types import Rollout, TeacherScores, TeacherTopK, VersionSpan
 from tests.device import patience
@@ -77,17 +78,11 @@ def own_turns(rollout: Rollout, seed: int = 0) -> Rollout:
 
 
 def connect(port: int, **settings: Any) -> ZmqTeacher:
-    """Connect a client with settings for tests. Any setting can be overridden."""
-    defaults: dict[str, Any] = {
-        "k": 8,
-        "temperature": 1.0,
-        "n_vocab": 0,
-        "n_in_flight": 16,
-        "request_timeout_s": 20.0,
-        "outage_budget_s": START_TIMEOUT_S,
-        "wire": "fp32",
-    }
-    return ZmqTeacher("127.0.0.1", port, **(defaults | settings))
+    """Connect a client with settings for tests: those of the section `teacher`, and the arguments of `ZmqTeacher`."""
+    of_section = {item.name for item in fields(TeacherConfig)} & settings.keys()
+    own = {name: settings.pop(name) for name in of_section}
+    own = {"request_timeout_s": 20.0, "outage_budget_s": START_TIMEOUT_S, "wire": "fp32"} | own
+    return ZmqTeacher(TeacherConfig(server_port=port, **own), **({"k": 8, "n_vocab": 0, "n_in_flight": 16} | settings))
 
 
 def submit(teacher: ZmqTeacher, rollout: Rollout, *, mass: float = 0.0) -> Future[list[TeacherScores]]:

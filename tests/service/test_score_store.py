@@ -21,8 +21,7 @@ from gkd.errors import CheckpointError, ConfigError
 from gkd.scoring.endpoint import ScoringEndpoint
 from gkd.scoring.group_endpoint import ScoreSummary
 from gkd.scoring.teacher import store as module
-from gkd.scoring.teacher.record import packed, unpacked
-from gkd.scoring.teacher.store import SUFFIX, ScoreStore, score_key
+from gkd.scoring.teacher.store import SUFFIX, ScoreStore, packed, score_key, unpacked
 from gkd.scoring.teacher.window import Window
 from gkd.types import Rollout, TeacherScores, TeacherTopK
 from teacher_server.wire.protocol import Wire

@@ -5,9 +5,10 @@ from __future__ import annotations
 import random
 from pathlib import Path
 
-from gkd.files.disk import write_synced
-from gkd.files.manifest import FileDigest, digest_bytes
 from gkd.run.checkpoints import CheckpointStore, TrainerState
+from gkd.run.disk import write_synced
+from gkd.run.manifest import digest_bytes
+from gkd.types import FileDigest
 
 FILES = ("common.pt", "rank_0/weights", "rank_1/weights")
 

@@ -19,8 +19,9 @@ from pathlib import Path
 import pytest
 
 from gkd.errors import CheckpointError, DamagedCheckpoint
-from gkd.files.manifest import FileDigest, Manifest, _seal, digest_bytes, digest_file, read_manifest, verify
 from gkd.run.checkpoints import CheckpointStore, TrainerState, read_state, step_of, verified
+from gkd.run.manifest import Manifest, _seal, digest_bytes, digest_file, read_manifest, verify
+from gkd.types import FileDigest
 from tests.unit.checkpoint_files import FILES, check_actor, commit, written
 from tests.unit.kills import in_child, kill_at
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from gkd.files.disk import make_folder, replace_file
+from gkd.run.disk import make_folder, replace_file
 from tests.unit.kills import in_child
 
 

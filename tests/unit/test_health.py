@@ -10,11 +10,10 @@ import pytest
 
 from gkd.config.load import load_config
 from gkd.config.schema_sections import HEALTH_CHECKS
-from gkd.health import judges
-from gkd.health.checks import CHECKS, NEED_EQUAL_SAMPLING
-from gkd.health.judges import N_RECENT, History, NoNumbers
-from gkd.health.monitor import CLEAR_AFTER, PREFIX, Changes, Monitor
+from gkd.metrics import health_checks as judges
 from gkd.metrics.catalog import ROWS
+from gkd.metrics.health import CLEAR_AFTER, PREFIX, Changes, Monitor
+from gkd.metrics.health_checks import CHECKS, N_RECENT, NEED_EQUAL_SAMPLING, History, NoNumbers
 
 ROOT = Path(__file__).resolve().parents[2]
 Series = dict[str, Sequence[float | None]]
@@ -223,7 +222,10 @@ PARTS = {
     "gradient_spikes": [f"in {judges.N_SPIKES} of {judges.SPIKE_STEPS} steps; from step {2 * judges.SPIKE_STEPS}"],
     "kl_rises": [f"plus {judges.KL_MARGIN:g} nats"],
     "accuracy_falls": [f"below {judges.KL_FELL:g} of"],
-    "worse_than_start": [f"plus {judges.EVAL_MARGIN:g} nats", f"more than {judges.ACCURACY_LOSS:g} below"],
+    "worse_than_start": [
+        f"plus {judges.EVAL_MARGIN:g} nats",
+        f"more than {judges.ACCURACY_LOSS:g} below",
+    ],
     "stale_rollouts": [f"above {judges.KL_MARGIN:g} nats"],
     "ends_disagree": [f"above {judges.KL_MARGIN:g} nats"],
     "sure_and_wrong": [f"times {judges.MIN_WRONG:g} if"],

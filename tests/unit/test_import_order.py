@@ -19,7 +19,7 @@ LIBRARIES: dict[str, tuple[str, ...]] = {
         *("gkd/cluster/", "gkd/rollout/driver/", "gkd/rollout/engine/worker.py", "gkd/actor/rank.py"),
         *("gkd/actor/worker.py", "gkd/start/launcher.py", "gkd/scoring/judged.py"),
     ),
-    "math_verify": ("gkd/scoring/reward/functions.py",),
+    "math_verify": ("gkd/scoring/reward/worker.py",),
     "verifiers": ("gkd/environment/verifiers.py",),
     "transformers": ("gkd/data/prompts.py", "gkd/actor/", "gkd/preflight/", "teacher_server/"),
     "torch": (

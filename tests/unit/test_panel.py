@@ -8,8 +8,8 @@ import pytest
 from rich.cells import cell_len
 from rich.console import Console
 
-from gkd.console.panel import View, panel
 from gkd.console.state import RunState
+from gkd.console.terminal import View, panel
 from gkd.spans import Activity, Phase
 from gkd.types import TeacherHealth
 from tests.unit.console_runs import line, run

@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from teacher_server.wire.codec import BODY_AT, seal
 from teacher_server.wire.fingerprint import tokenizer_fingerprint
 from teacher_server.wire.protocol import (
+    BODY_AT,
     PROTOCOL_VERSION,
     ClientMessage,
     Codec,
@@ -26,6 +26,7 @@ from teacher_server.wire.protocol import (
     checksum,
     replies,
     requests,
+    seal,
     token_digest,
 )
 from teacher_server.wire.status import ServerStatus, decode_status, encode_status

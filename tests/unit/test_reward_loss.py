@@ -20,8 +20,8 @@ from gkd.data.scatter import scatter_to_groups, select, with_advantages
 from gkd.errors import DataError
 from gkd.loss.policy_gradient import clipped_policy_loss
 from gkd.metrics.step import reward_numbers
-from gkd.scoring.reward.advantages import advantages_of
-from gkd.scoring.reward.advantages import with_advantages as of_batch
+from gkd.scoring.judged import advantages_of
+from gkd.scoring.judged import with_advantages as of_batch
 from gkd.types import Rollout, ScoredChunk, TeacherScores
 from teacher_server.wire.protocol import Signal
 from tests.unit.loss_cases import (

@@ -26,10 +26,9 @@ from gkd.data.prompts import RowReader, load_prompts
 from gkd.data.row_files import RowTable, decode_row, encode_row
 from gkd.errors import DataError, RewardError
 from gkd.preflight.user_code import check_answers, check_functions
-from gkd.scoring.reward.functions import Case, judge_of
 from gkd.scoring.reward.judging import TRAINING, VALIDATION, Judging
 from gkd.scoring.reward.pool import RewardWorkers
-from gkd.scoring.reward.worker import Request, Start, judged
+from gkd.scoring.reward.worker import Case, Request, Start, judge_of, judged
 from gkd.types import Prompt, Rollout
 from tests.refusals import refuses
 from tests.structure import ROOT

@@ -13,8 +13,8 @@ import pytest
 
 from gkd.config.load import load_config
 from gkd.data.chunks import decode_sizes
-from gkd.data.rollout_file import read_sequences, write_sequences
 from gkd.errors import CheckpointError
+from gkd.run.rollout_file import read_sequences, write_sequences
 from gkd.scoring.endpoint import ScoringEndpoint
 from gkd.scoring.group_endpoint import ScoreSummary
 from gkd.scoring.teacher.window import Window

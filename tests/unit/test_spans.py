@@ -13,9 +13,9 @@ from gkd.metrics.run_metrics import StepMetrics
 from gkd.metrics.span_file import SpanFile, SpanLine, read_spans
 from gkd.metrics.writer import MetricsWriter
 from gkd.roles import Computation
-from gkd.spans import MAX_SPANS, Phase, SpanRecorder, driver
+from gkd.spans import MAX_SPANS, Phase, ProcessSpans, Span, SpanRecorder, driver
 from gkd.tools import trace
-from gkd.types import ProcessSpans, ScoredChunk, ScoreTimes, Span
+from gkd.types import ScoredChunk, ScoreTimes
 from tests.refusals import refuses
 from tests.rollout_chunks import chunk_of
 from tests.unit.world import World, make

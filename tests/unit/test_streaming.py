@@ -13,10 +13,18 @@ import pytest
 from gkd.config.load import load_config
 from gkd.data.sampler import PromptSampler
 from gkd.errors import ClusterError
-from gkd.files.manifest import FileDigest
 from gkd.pipeline.streaming import StreamedBatches
 from gkd.run.checkpoints import TrainerState
-from gkd.types import GreedyReport, PendingScores, Prompt, Recording, RolloutChunk, RolloutUsage, ScoredChunk
+from gkd.types import (
+    FileDigest,
+    GreedyReport,
+    PendingScores,
+    Prompt,
+    Recording,
+    RolloutChunk,
+    RolloutUsage,
+    ScoredChunk,
+)
 from tests.processes import wait_until
 from tests.rollout_chunks import chunk_of
 

@@ -22,10 +22,10 @@ from gkd.data.chunks import dataset_chunks
 from gkd.data.codec import decode_prompts, encode_prompts
 from gkd.data.collate import route_counts
 from gkd.data.prompts import RowReader, load_prompts
-from gkd.data.rollout_file import read_sequences
 from gkd.errors import ConfigError
 from gkd.preflight.replay import _check_scores
 from gkd.preflight.teacher import check_teacher
+from gkd.run.rollout_file import read_sequences
 from gkd.scoring.teacher.info import TeacherInfo
 from gkd.types import Prompt
 from teacher_server.wire.fingerprint import tokenizer_fingerprint

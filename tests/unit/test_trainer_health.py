@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from gkd.errors import HealthAlarm
-from gkd.health import monitor
+from gkd.metrics import health
 from gkd.metrics.writer import read_metrics
 from gkd.trainer import Trainer
 from gkd.types import ScoredChunk, TrainStats
@@ -64,7 +64,7 @@ def test_pause_waits_for_the_users_file(
 ) -> None:
     """Fails if the loop does not wait, waits without a saved step or a sign of life, or accepts an old file."""
     world, clock_s, saved = ClippedWorld(), [0.0], list[list[str]]()
-    file = tmp_path / "run" / monitor.CONTINUE
+    file = tmp_path / "run" / health.CONTINUE
 
     def sleep(seconds: float) -> None:
         assert not file.exists() and world.events[-1] == "saved 3"
@@ -73,8 +73,8 @@ def test_pause_waits_for_the_users_file(
         if len(saved) == 3:
             file.touch()
 
-    monkeypatch.setattr(monitor, "sleep", sleep)
-    monkeypatch.setattr(monitor, "monotonic", lambda: clock_s[0])
+    monkeypatch.setattr(health, "sleep", sleep)
+    monkeypatch.setattr(health, "monotonic", lambda: clock_s[0])
     trainer = make(tmp_path, world, "trainer.total_steps=4", "health.on_alarm=pause")
     file.touch()  # of an earlier pause
     trainer.fit()
@@ -91,7 +91,7 @@ def test_an_interrupt_ends_a_pause(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
-        patched.setattr(monitor, "sleep", interrupt)
+        patched.setattr(health, "sleep", interrupt)
         make(tmp_path, ClippedWorld(), "trainer.total_steps=4", "health.on_alarm=pause").fit()
     assert checkpoints(tmp_path) == ["latest", "step_00000003"]
     make(tmp_path, ClippedWorld(), "trainer.total_steps=4", "health.on_alarm=pause", "trainer.resume=auto").fit()

@@ -16,24 +16,24 @@ import numpy as np
 from gkd.config.load import load_config
 from gkd.config.schema import Config
 from gkd.errors import CheckpointError, ClusterError, ModelError, TeacherUnavailable
-from gkd.files.manifest import FileDigest, digest_bytes
 from gkd.roles import Computation, RolloutStream
 from gkd.run.checkpoints import step_of
+from gkd.run.manifest import digest_bytes
 from gkd.run.open import open_run_folder
+from gkd.spans import ProcessSpans, Span
 from gkd.trainer import Roles, Trainer
 from gkd.types import (
     EngineRestarts,
     EngineUsage,
+    FileDigest,
     GreedyReport,
     PendingScores,
-    ProcessSpans,
     Prompt,
     Recording,
     RolloutChunk,
     RolloutUsage,
     Sample,
     ScoredChunk,
-    Span,
     SyncReport,
     TrainStats,
 )

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from gkd.config.schema_actor import LoraConfig
-from gkd.files.disk import fsync, fsync_tree
 from gkd.hf.model_folder import INDEX_NAME, SINGLE_NAME
+from gkd.run.disk import fsync, fsync_tree
 from teacher_server.engines.hub import name_of
 
 TensorPlan: TypeAlias = tuple[str, tuple[int, ...], torch.dtype]  # (HF name, shape, dtype)

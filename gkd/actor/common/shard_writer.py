@@ -23,8 +23,8 @@ from gkd.actor.common.hf_folder import safetensors_start
 from gkd.actor.common.host_copies import Snapshot
 from gkd.actor.common.shards import FORMAT, file_name
 from gkd.errors import CheckpointError
-from gkd.files.disk import WRITE_FIX
-from gkd.files.manifest import FileDigest
+from gkd.run.disk import WRITE_FIX
+from gkd.types import FileDigest
 
 # Small enough to stay in the CPU cache between the hash and the write; large enough that the thread seldom has to
 # acquire the interpreter lock, which takes up to 5 ms while the training thread runs Python code.

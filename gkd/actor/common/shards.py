@@ -66,7 +66,7 @@ class ShardReader:
 
     Raises:
         CheckpointError: there is no checkpoint, a file is missing, damaged or of another checkpoint, or two pieces
-            overlap. Digests are checked elsewhere, see `gkd.files.manifest`.
+            overlap. Digests are checked elsewhere, see `gkd.run.manifest`.
     """
 
     def __init__(self, folder: str | Path) -> None:

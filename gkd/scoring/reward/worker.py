@@ -8,19 +8,127 @@ parent ends it.
 
 from __future__ import annotations
 
+import inspect
 import math
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
+from typing import Any
 
 import msgspec
 
+from gkd.config.declare import import_function
 from gkd.config.schema import Config
+from gkd.config.schema_sections import ENVIRONMENT, EXACT_MATCH, LENGTH, MATH_VERIFY
+from gkd.data.answers import is_correct
 from gkd.data.row_files import decode_row
-from gkd.errors import GkdError
-from gkd.scoring.reward.functions import Case, Judge, Undecided, judge_of
+from gkd.errors import GkdError, RewardError
 from gkd.user_code import Progress, end_with_parent, finite_number
+
+# The functions that judge responses: this package's, and a user's own by its path.
+
+_MATH_S = 2  # limit of math_verify for parsing an answer, and for a comparison
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """Hold a response to judge."""
+
+    prompt: str  # text that the student read, without special tokens
+    response: str  # without special tokens; of a trajectory the last turn
+    row: dict[str, Any]  # all columns of the prompt's row
+    n_tokens: int  # the student's own tokens of the response
+    truncated: bool  # it reached data.max_response_length
+    messages: list[dict[str, str]] | None = None  # turns and observations; None without an environment
+    reward: float | None = None  # of the environment; NaN: it failed
+
+
+Judge = Callable[[Case], float]
+
+
+class Undecided(Exception):
+    """A function reached a time limit of its own, or an environment failed: 0, and counted in `reward/undecided`."""
+
+
+def judge_of(path: str, config: Config) -> Judge:
+    """Return the function of an entry of `reward.functions`, or of `eval.metric`.
+
+    Raises:
+        RewardError: its module cannot be imported, or has no such function.
+    """
+    if path == EXACT_MATCH:
+        marker = config.eval.answer_marker
+        return lambda case: float(not case.truncated and is_correct(case.response, _answer(case, config), marker))
+    if path == MATH_VERIFY:
+        return _math_verify(config)
+    if path == ENVIRONMENT:
+        return _environment_reward
+    if path == LENGTH:
+        return lambda case: case.n_tokens / config.data.max_response_length
+    try:
+        function = import_function(path)
+    except ImportError as error:
+        raise RewardError(str(error)) from error
+    if takes_messages(function):
+        return lambda case: function(case.prompt, case.response, dict(case.row), messages=case.messages)
+    return lambda case: function(case.prompt, case.response, dict(case.row))
+
+
+def takes_messages(function: Callable[..., Any]) -> bool:
+    """Return whether a function has a parameter `messages`: it judges a trajectory, not only its last turn."""
+    try:
+        return "messages" in inspect.signature(function).parameters
+    except (TypeError, ValueError):  # some functions of C have no signature
+        return False
+
+
+def _environment_reward(case: Case) -> float:
+    if case.reward is None and not case.truncated:
+        raise ValueError("the class of rollout.environment has no attribute `reward`")
+    if case.reward is None or math.isnan(case.reward):  # cut in its first turn, or the environment has failed
+        raise Undecided
+    return case.reward
+
+
+def _answer(case: Case, config: Config) -> str:
+    answer = case.row.get(config.data.answer_key)
+    if answer is None:
+        raise ValueError(f"the row has no {config.data.answer_key!r} (data.answer_key)")
+    return str(answer)
+
+
+def _math_verify(config: Config) -> Judge:
+    """Return the comparison of mathematical answers of the package math-verify.
+
+    A response that it cannot parse counts as wrong. One that it cannot parse or compare in 2 s raises Undecided. A
+    reference answer that it cannot parse, and an error of a comparison, are errors.
+    """
+    try:
+        from math_verify import parse, verify
+        from math_verify.errors import TimeoutException
+    except ImportError as error:
+        raise RewardError(f"{MATH_VERIFY}: needs the extra math of this package ({error})") from error
+
+    def judge(case: Case) -> float:
+        answer = _answer(case, config)
+        expected = parse(answer, parsing_timeout=_MATH_S) or parse(f"${answer}$", parsing_timeout=_MATH_S)
+        if not expected:
+            raise ValueError(f"math_verify cannot parse the reference answer {answer!r}")
+        if case.truncated:
+            return 0.0
+        try:
+            found = parse(case.response, parsing_timeout=_MATH_S, raise_on_error=True)
+        except TimeoutException as error:
+            raise Undecided from error
+        except Exception:  # the student's text cannot be parsed, for example a digit of another script
+            return 0.0
+        try:
+            return float(verify(expected, found, timeout_seconds=_MATH_S, raise_on_error=True))
+        except TimeoutException as error:
+            raise Undecided from error
+
+    return judge
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,8 +1,8 @@
 """Client of the teacher server, a `gkd.scoring.teacher.teacher.Teacher`.
 
-    ZmqTeacher -> requests, score_requests, streams    build a request; check the replies
-               -> exchange (inbox)     one thread: window of requests in flight, resends
-               -> link, outage         connection and heartbeats; when to give up
+    ZmqTeacher -> requests         build a request; check the replies
+               -> exchange         one thread: window of requests in flight, resends
+               -> link, outage     connection and heartbeats; when to give up
 
 Thread-safe. Imports numpy and zmq, but not torch.
 """
@@ -12,12 +12,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from concurrent.futures import Future
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 
-from gkd.config.check_values import check_value
-from gkd.config.schema_teacher import MAX_NAME_LENGTH
+from gkd.config.schema_teacher import TeacherConfig
 from gkd.errors import ConfigError, TeacherError
 from gkd.scoring.teacher.exchange import ClientStats, Exchange, OnScored
 from gkd.scoring.teacher.info import TeacherInfo
@@ -25,6 +24,7 @@ from gkd.scoring.teacher.link import TeacherLink
 from gkd.scoring.teacher.outage import OutageClock
 from gkd.scoring.teacher.requests import (
     DescriptionRequest,
+    MatrixRequest,
     PendingRequest,
     RequestMessage,
     RequestSettings,
@@ -32,9 +32,8 @@ from gkd.scoring.teacher.requests import (
     T,
     together,
 )
-from gkd.scoring.teacher.streams import MatrixRequest
 from gkd.types import Rollout, TeacherHealth, TeacherScores
-from teacher_server.wire.protocol import MAX_ID, ScoreRequest, Signal, Wire
+from teacher_server.wire.protocol import ScoreRequest, Signal, Wire
 
 if TYPE_CHECKING:
     from teacher_server.wire.keys import PeerKeys
@@ -43,72 +42,44 @@ MAX_WAITING = 4096
 
 
 class ZmqTeacher:
-    """A teacher at `server_ip:server_port`. Thread-safe.
+    """A teacher at `teacher.server_ip:server_port`. Thread-safe.
 
     Methods and futures raise TeacherUnavailable if the server sent no reply, or no scores, within the budgets; the
     client remains usable. They raise another TeacherError if a request was refused, scores are invalid, or the client
     is closed.
 
     Args:
-        k: top-k entries per response position.
-        temperature: divisor of the teacher's logits.
-        n_vocab: size of the common vocabulary. The teacher's rows are truncated to it and then normalized. 0 = all.
-        n_in_flight: maximum number of requests at the server; others wait in the client.
-        request_timeout_s: resend a request without a reply after this time.
-        outage_budget_s: give up if no message at all arrived for this long, or if the server is alive but returned no
-            scores for this long plus `request_timeout_s`.
-        wire: "fp16" (5 bytes per entry) or "fp32" (8 bytes, exact).
-        expected_fingerprint: of the teacher's weights; scores of other weights raise TeacherError. Empty expects
-            the weights of the first reply.
-        name: one of the server's teachers; may be empty if there is only one.
-        keys: folder with server.key and client.key_secret; empty disables encryption.
+        teacher: the settings, already checked. A request without a reply is sent again after request_timeout_s. The
+            client gives up if no message at all arrived for outage_budget_s, or if the server is alive but returned no
+            scores for that long plus request_timeout_s.
+        k, n_vocab, n_in_flight, fingerprint, on_scored: see `gkd.scoring.teacher.teacher.open_teacher`.
+        outage_budget_s: replaces the setting.
         max_waiting: requests waiting in the client before a further one blocks.
-        on_scored: as in `Exchange`.
 
     Raises:
-        ConfigError: a setting is out of range, or the keys are invalid.
+        ConfigError: the keys or the address are invalid.
     """
 
     def __init__(
         self,
-        server_ip: str,
-        server_port: int,
+        teacher: TeacherConfig,
         *,
         k: int,
-        temperature: float,
         n_vocab: int,
         n_in_flight: int,
-        request_timeout_s: float,
-        outage_budget_s: float,
-        wire: Wire = "fp16",
-        expected_fingerprint: str = "",
-        name: str = "",
-        keys: str = "",
+        fingerprint: str = "",
+        outage_budget_s: float | None = None,
         max_waiting: int = MAX_WAITING,
         on_scored: OnScored | None = None,
     ) -> None:
-        check_value("teacher.server_port", server_port)
-        check_value("teacher.topk", k)
-        check_value("teacher.temperature", temperature)
-        check_value("teacher.request_timeout_s", request_timeout_s)
-        check_value("teacher.outage_budget_s", outage_budget_s)
-        _check_range("n_vocab", n_vocab, 0, MAX_ID + 1)
-        _check_range("teacher.topk", k, 1, n_vocab or k)
-        _check_range("n_in_flight", n_in_flight, 1, 1 << 20)
-        _check_range("max_waiting", max_waiting, 1, 1 << 20)
-        if len(name) > MAX_NAME_LENGTH:
-            problem = f"longer than {MAX_NAME_LENGTH} characters."
-            raise ConfigError("teacher.name", name, problem, "use one of the server's names.")
-        self._settings = RequestSettings(name, k, temperature, n_vocab, wire, request_timeout_s)
+        wire, resend_s = cast(Wire, teacher.wire), teacher.request_timeout_s
+        self._settings = RequestSettings(teacher.name, k, teacher.temperature, n_vocab, wire, resend_s)
         self._info: TeacherInfo | None = None
-        clock = OutageClock(outage_budget_s=outage_budget_s, stall_budget_s=outage_budget_s + request_timeout_s)
-        link = TeacherLink(server_ip, server_port, clock, load_keys(keys))
+        budget_s = teacher.outage_budget_s if outage_budget_s is None else outage_budget_s
+        clock = OutageClock(outage_budget_s=budget_s, stall_budget_s=budget_s + resend_s)
+        link = TeacherLink(teacher.server_ip, teacher.server_port, clock, load_keys(teacher.keys))
         self._exchange = Exchange(
-            link,
-            n_in_flight=n_in_flight,
-            max_waiting=max_waiting,
-            fingerprint=expected_fingerprint,
-            on_scored=on_scored,
+            link, n_in_flight=n_in_flight, max_waiting=max_waiting, fingerprint=fingerprint, on_scored=on_scored
         )
 
     def __enter__(self) -> ZmqTeacher:
@@ -207,8 +178,3 @@ def load_keys(folder: str) -> PeerKeys | None:
     except KeysError as error:
         fix = "give a client's bundle, made by `python -m teacher_server keygen`."
         raise ConfigError("teacher.keys", folder, str(error), fix) from error
-
-
-def _check_range(key: str, value: float, low: float, high: float) -> None:
-    if not low <= value <= high:  # NaN is refused, too
-        raise ConfigError(key, value, f"not in [{low:g}, {high:g}].", "choose a value in this range.")

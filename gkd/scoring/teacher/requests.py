@@ -1,14 +1,13 @@
 """Requests of the teacher client: their headers and frames, and the checks of the replies.
 
 A `PendingRequest` holds one request and validates replies to it. `gkd.scoring.teacher.exchange` decides when to send
-it; after its submission only the exchange's thread uses it. Requests whose result is a matrix are in
-`gkd.scoring.teacher.streams`.
+it; after its submission only the exchange's thread uses it.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ from typing import Generic, TypeVar
 
 import msgspec
 import numpy as np
+from numpy.typing import DTypeLike
 
 from gkd.data.score_checks import MASS_SLACK, Rows, check_logprobs, check_own, validate_topk
 from gkd.errors import TeacherError
@@ -27,6 +27,7 @@ from teacher_server.wire.payload import (
     listed_problem,
     mark_own,
     pack_given,
+    unpack_rows,
     unpack_sampled,
     unpack_topk,
 )
@@ -38,6 +39,7 @@ from teacher_server.wire.protocol import (
     InfoReply,
     InfoRequest,
     ProtocolError,
+    Received,
     RowsReply,
     ScoreReply,
     ScoreRequest,
@@ -232,24 +234,9 @@ class DescriptionRequest(PendingRequest[TeacherInfo]):
     def accept(self, reply: Reply, frames: list[Buffer], now_s: float) -> TeacherInfo:
         if not isinstance(reply, InfoReply) or (self._teacher and reply.teacher != self._teacher):
             raise ProtocolError(f"not a description of teacher {self._teacher!r}")
-        return TeacherInfo(
-            teacher=reply.teacher,
-            model_name=reply.model_name,
-            model_path=reply.model_path,
-            fingerprint=reply.model_fingerprint,
-            vocab_size=reply.vocab_size,
-            hidden_size=reply.hidden_size,
-            tokenizer_fingerprint=reply.tokenizer_fingerprint,
-            max_tokens=reply.max_tokens,
-            n_workers=reply.n_workers,
-            n_streams=reply.n_streams,
-            engine=reply.engine,
-            device=reply.device,
-            dtype=reply.dtype,
-            protocol_version=reply.protocol_version,
-            template_fingerprint=reply.template_fingerprint,
-            template_example=reply.template_example,
-        )
+        content = msgspec.structs.asdict(reply)
+        del content["request_id"]
+        return TeacherInfo(fingerprint=content.pop("model_fingerprint"), **content)
 
 
 def together(names: Sequence[str]) -> str:
@@ -338,3 +325,107 @@ def _part(scores: TeacherScores, rows: slice) -> TeacherScores:
         counts = None if table.counts is None else table.counts[rows]
         part = TeacherTopK(table.topk_ids[rows], table.topk_logprobs[rows], table.tail_mass[rows], counts)
     return TeacherScores(part, None if sampled is None else sampled[rows])
+
+
+# Requests whose result is a matrix, received in row blocks, in order and without gaps.
+#
+# If a worker fails during a stream, another worker starts a new stream at row 0. The messages of a stream are numbered.
+# A message lost with a connection therefore shows as a gap, and the request is sent again under a new id.
+
+
+_MAX_SENT = 3  # sends of a request under one id while no stream has started
+
+
+class MatrixRequest(PendingRequest[T]):
+    """Request a matrix and assemble it in place: holds one message in addition to it.
+
+    Args:
+        shape: (rows, columns) of the matrix.
+        acknowledge: sends a `Received` to the server.
+        result: makes the request's result of the matrix.
+        dtype: of the matrix.
+    """
+
+    is_stream = True
+
+    def __init__(
+        self,
+        message: RequestMessage[ScoreRequest | HeadRequest],
+        shape: tuple[int, int],
+        acknowledge: Callable[[Received], None],
+        result: Callable[[np.ndarray], T],
+        dtype: DTypeLike = np.float32,
+    ) -> None:
+        super().__init__(message)
+        header = message.header
+        self._signal = header.signal if isinstance(header, ScoreRequest) else "head"
+        self._shape, self._wire, self._acknowledge = shape, header.wire, acknowledge
+        self._result, self._dtype = result, dtype
+        self._rows: np.ndarray | None = None
+        self._n_sent_before = 0  # under earlier request ids
+        self._reset_stream()
+
+    def _reset_stream(self) -> None:
+        self._stream_id, self._worker = b"", ""
+        self._ended: set[bytes] = set()  # ids of replaced streams of this request
+        self._received_s = 0.0
+        self._n_messages = self._next_row = 0  # state of the current stream
+
+    def renew_id(self) -> None:
+        super().renew_id()
+        self._reset_stream()
+        self._n_sent_before = self.n_sent
+
+    def needs_new_id(self, now_s: float) -> bool:
+        if self._stream_id:
+            return now_s - self._received_s >= self.resend_s
+        return self.n_sent - self._n_sent_before >= _MAX_SENT
+
+    def accept(self, reply: Reply, frames: list[Buffer], now_s: float) -> T | None:
+        message = self._check(reply)
+        if message.stream_id in self._ended:
+            return None
+        if message.stream_id != self._stream_id:
+            self._begin(message)
+        if message.index < self._n_messages:
+            return None  # a duplicate
+        if (message.index, message.start) != (self._n_messages, self._next_row):
+            raise ProtocolError(
+                f"message {message.index} of the stream starts at row {message.start}, expected message "
+                f"{self._n_messages} at row {self._next_row}"
+            )
+        if message.worker != self._worker:
+            raise ProtocolError(f"worker {message.worker!r} continued a stream of worker {self._worker!r}")
+        self._put(message, unpack_rows(message, frames))
+        self._n_messages, self._next_row, self._received_s = message.index + 1, message.stop, now_s
+        done = Received(request_id=self.request_id, stream_id=message.stream_id, n_messages=self._n_messages)
+        self._acknowledge(done)
+        if message.stop < message.n_rows:
+            return None
+        assert self._rows is not None  # a message has at least one row
+        return self._result(self._rows)
+
+    def _check(self, reply: Reply) -> RowsReply:
+        if not isinstance(reply, RowsReply):
+            raise ProtocolError(f"received {type(reply).__name__} for a {self._signal} request")
+        self._check_source(reply)
+        received, expected = (reply.signal, reply.n_rows, reply.n_cols), (self._signal, *self._shape)
+        if received != expected:
+            raise ProtocolError(f"(signal, rows, columns) are {received}, expected {expected}")
+        if self._wire == "fp16" and reply.dtype == "float32":
+            raise ProtocolError("received float32 rows for a request with wire fp16")
+        return reply
+
+    def _begin(self, reply: RowsReply) -> None:
+        if reply.index:
+            raise ProtocolError(f"the first message of a stream has index {reply.index}")
+        self._ended.add(self._stream_id)
+        self._stream_id, self._worker = reply.stream_id, reply.worker
+        self._n_messages = self._next_row = 0
+
+    def _put(self, message: RowsReply, rows: np.ndarray) -> None:
+        if self._signal == "logits" and rows.max(1).any():
+            raise TeacherError(f"{self.name}, from worker {message.worker!r}: the largest logit of a row is not 0")
+        if self._rows is None:
+            self._rows = np.empty(self._shape, self._dtype)
+        self._rows[message.start : message.stop] = rows

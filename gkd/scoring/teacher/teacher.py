@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from concurrent.futures import Future
-from typing import Protocol, cast
+from typing import Protocol
 
 import numpy as np
 
@@ -21,7 +21,7 @@ from gkd.scoring.teacher.client import ZmqTeacher
 from gkd.scoring.teacher.exchange import OnScored
 from gkd.scoring.teacher.info import Probe, TeacherInfo
 from gkd.types import Rollout, TeacherHealth, TeacherScores
-from teacher_server.wire.protocol import Signal, Wire
+from teacher_server.wire.protocol import Signal
 
 
 class Teacher(Protocol):
@@ -87,7 +87,7 @@ def open_teacher(
         on_scored: called with each reply of a teacher server and the number of sequences that are complete with it.
 
     Raises:
-        ConfigError: a setting is out of range, or teacher.keys or teacher.api_key_env cannot be used.
+        ConfigError: teacher.server_ip, teacher.keys or teacher.api_key_env cannot be used.
     """
     if teacher.backend == HTTP:
         from gkd.scoring.teacher.http_client import HttpTeacher  # imports aiohttp
@@ -102,17 +102,11 @@ def open_teacher(
             outage_budget_s=outage_budget_s,
         )
     return ZmqTeacher(
-        teacher.server_ip,
-        teacher.server_port,
+        teacher,
         k=k,
-        temperature=teacher.temperature,
         n_vocab=n_vocab,
         n_in_flight=n_in_flight,
-        request_timeout_s=teacher.request_timeout_s,
-        outage_budget_s=teacher.outage_budget_s if outage_budget_s is None else outage_budget_s,
-        wire=cast(Wire, teacher.wire),
-        expected_fingerprint=fingerprint,
-        name=teacher.name,
-        keys=teacher.keys,
+        fingerprint=fingerprint,
+        outage_budget_s=outage_budget_s,
         on_scored=on_scored,
     )

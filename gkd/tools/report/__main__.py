@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from gkd.errors import ConfigError, GkdError
-from gkd.files.disk import naming, replace_file
+from gkd.run.disk import naming, replace_file
 from gkd.tools.report.page import page
 from gkd.tools.report.read import folder_state, read_runs
 from teacher_server.config.command import command_parser

@@ -7,9 +7,9 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from gkd.health.checks import CHECKS
-from gkd.health.monitor import PREFIX
 from gkd.metrics.catalog import PLACEHOLDERS
+from gkd.metrics.health import PREFIX
+from gkd.metrics.health_checks import CHECKS
 from gkd.tools.report.read import Run
 
 # Key -> whether a larger value is better.

@@ -13,8 +13,8 @@ from typing import Any
 from gkd.cluster.gpu_table import GpuMap, gpu_map_from_json
 from gkd.config.load import yaml_values
 from gkd.errors import CheckpointError, ConfigError
-from gkd.files.disk import naming
 from gkd.metrics.writer import read_metrics
+from gkd.run.disk import naming
 
 _STEP_FILE = re.compile(r"step_(\d+)\.jsonl")
 # Files and folders whose change makes the page out of date.

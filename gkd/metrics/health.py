@@ -9,10 +9,9 @@ from time import monotonic, sleep
 
 from gkd.config.schema import Config
 from gkd.errors import HealthAlarm
-from gkd.files.disk import naming
-from gkd.health.checks import CHECKS, NEED_EQUAL_SAMPLING, Check
-from gkd.health.judges import History, NoNumbers
 from gkd.log import get_logger
+from gkd.metrics.health_checks import CHECKS, NEED_EQUAL_SAMPLING, Check, History, NoNumbers
+from gkd.run.disk import naming
 from gkd.run.interrupts import interruptible
 
 CLEAR_AFTER = 10  # verdicts without a finding in a row; an evaluation's check has few, see `Monitor`
@@ -67,7 +66,7 @@ class Monitor:
         self._numbers: dict[str, float] = {}
         self._remarked: set[str] = set()
         self._well: dict[str, int] = {}  # verdicts without a finding in a row
-        self.alarms: dict[str, Alarm] = {}  # that last, by check
+        self.alarms: dict[str, Alarm] = {}  # check -> its alarm that lasts
 
     @classmethod
     def of(cls, config: Config) -> Monitor:
@@ -155,7 +154,7 @@ class HealthResponse:
             return
         if self._on_alarm == "pause":
             with naming(self._file, "deleted"):
-                self._file.unlink(missing_ok=True)  # of an earlier pause
+                self._file.unlink(missing_ok=True)  # left by an earlier pause
         save()
         if self._on_alarm == "stop":
             raise HealthAlarm("; ".join(map(str, new)), [alarm.check.name for alarm in new])

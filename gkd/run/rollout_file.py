@@ -16,7 +16,7 @@ from typing import IO, Any
 import numpy as np
 
 from gkd.errors import CheckpointError
-from gkd.files.disk import naming
+from gkd.run.disk import naming
 from gkd.types import FINISH_REASONS, SIGNAL_FIELDS, Rollout, TeacherScores, TeacherTopK, VersionSpan
 
 _FORMAT = 1

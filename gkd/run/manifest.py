@@ -18,18 +18,11 @@ from typing import Any
 import xxhash
 
 from gkd.errors import CheckpointError, DamagedCheckpoint
+from gkd.types import FileDigest
 
 NAME = "manifest.json"
 _FORMAT = 1
 _N_THREADS = 4
-
-
-@dataclass(frozen=True, slots=True)
-class FileDigest:
-    """Size and checksum of a file as it was written, to detect later damage."""
-
-    n_bytes: int
-    xxh3_128: str  # 32 hex digits
 
 
 @dataclass(frozen=True, slots=True)

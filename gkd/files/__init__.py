@@ -1,1 +1,0 @@
-"""Write files durably, and keep the digests of what was written."""
