@@ -1,6 +1,6 @@
-"""Test the stand-in for CUDA cards. `bash tests/dry_card/run.sh` runs this file in the GPU environment.
+"""Test the library that stands in for CUDA cards: memory, IPC, streams, forks. Needs g++ and CUDA's headers.
 
-Elsewhere the tests of torch are skipped, and the others need g++ and CUDA's headers (nvidia-cuda-runtime).
+Training and collectives on the cards: `python -m tests.gpu.matrix --dry`, and tests/dist with tests/dry_card/run.sh.
 """
 
 from __future__ import annotations
@@ -17,9 +17,7 @@ from pathlib import Path
 import pytest
 
 from tests.dry_card.environment import HERE, build_cards, remove_segments
-from tests.dry_card.run import judged
 
-on_cards = pytest.mark.skipif("DRY_CARD_BUILD" not in os.environ, reason="run it with bash tests/dry_card/run.sh")
 # A program begins with it: `cuda` is the library, and new() allocates n bytes on the current card.
 PROGRAM = """
 import ctypes, os, sys
@@ -96,29 +94,6 @@ print(context, used(0), used(1), cuda.cudaMalloc(byref(c_void_p()), c_long(1 << 
     assert output(start(program)) == "500 0 564 2 0 500"
 
 
-def test_another_process_reads_memory_over_ipc(start: Start) -> None:
-    """Fails if weights that go over CUDA IPC do not arrive, or if a process could open its own handle."""
-    owner = start("""
-p, handle = new(100), ctypes.create_string_buffer(64)
-copy(p, b"weights", None)
-cuda.cudaIpcGetMemHandle(handle, p)
-print(handle.raw.hex(), flush=True)
-class Handle(ctypes.Structure): _fields_ = [("bytes", ctypes.c_char * 64)]
-own = cuda.cudaIpcOpenMemHandle(byref(c_void_p()), Handle.from_buffer(handle), 1)
-print(own, used(0), sys.stdin.readline())
-""")
-    assert owner.stdout is not None
-    handle = owner.stdout.readline().strip()
-    reader = f"""
-class Handle(ctypes.Structure): _fields_ = [("bytes", ctypes.c_char * 64)]
-p = c_void_p()
-assert cuda.cudaIpcOpenMemHandle(byref(p), Handle.from_buffer_copy(bytes.fromhex("{handle}")), 1) == 0
-print(ctypes.string_at(p, 7).decode(), cuda.cudaIpcCloseMemHandle(p))
-"""
-    assert output(start(reader)) == "weights 0"
-    assert output(owner, "end\n").split()[0] != "0"
-
-
 def test_a_late_copy_is_visible_after_a_wait_for_it(start: Start) -> None:
     """Fails if DRY_CARD_LATE hides a missing wait, or if a correct wait is not enough."""
     program = """
@@ -137,24 +112,6 @@ print(seen + now())
     assert output(start(program)) == "b0bbb"
 
 
-def test_a_uuid_chooses_the_card(start: Start) -> None:
-    """Fails if a process that gets its card by UUID, as from Ray or MIG, finds another one."""
-    names = "t = ctypes.create_string_buffer(96); cuda.nvmlDeviceGetUUID(c_void_p(2), t, 96); print(t.value.decode())"
-    card = output(start(names))
-    program = """
-n, bus = c_int(), ctypes.create_string_buffer(32)
-print(cuda.cudaGetDeviceCount(byref(n)), n.value, cuda.cudaDeviceGetPCIBusId(bus, 32, 0), bus.value.decode())
-"""
-    assert output(start(program, CUDA_VISIBLE_DEVICES=card)) == "0 1 0 0000:11:00.0"
-    assert output(start(program, CUDA_VISIBLE_DEVICES="0,7,1")).startswith("0 1 0 0000:10")
-
-
-def test_the_driver_describes_a_card(start: Start) -> None:
-    """Fails if Triton, which asks the driver and not the runtime, finds no shared memory and refuses each kernel."""
-    program = "n = c_int(); print(cuda.cuDeviceGetAttribute(byref(n), 97, 0), n.value)"
-    assert output(start(program)) == "0 232448"
-
-
 def test_a_fork_after_the_first_call_cannot_use_cuda(start: Start) -> None:
     """Fails if a process that forks after its first CUDA call passes, which stops with an error on a card."""
     program = """
@@ -164,75 +121,3 @@ if not pid: os._exit(cuda.cudaMalloc(byref(c_void_p()), c_long(100)))
 print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
 """
     assert output(start(program)) == "3"
-
-
-def test_a_row_of_the_table_counts_each_outcome(tmp_path: Path) -> None:
-    """Fails if the table of test files counts an error as passed, or a dead process as a file without faults."""
-    (tmp_path / "test_some.py").write_text("""
-import pytest
-@pytest.fixture
-def broken(): raise OSError
-def test_a(): pass
-def test_b(): assert False
-def test_c(broken): pass
-@pytest.mark.parametrize("n", (1, 2))
-def test_d(n): pytest.skip("needs 6 cards")
-""")
-    report = tmp_path / "report.xml"
-    command = [sys.executable, "-m", "pytest", "-q", f"--junitxml={report}", f"--rootdir={tmp_path}", "test_some.py"]
-    code = subprocess.run(command, cwd=tmp_path, stdout=subprocess.DEVNULL, timeout=60).returncode
-    row = judged(report, code)
-    assert (row["passed"], row["failed"], row["skipped"], row["reasons"]) == (1, 2, 2, {"needs 6 cards": 2})
-    assert judged(tmp_path / "none.xml", 137)["failed"]
-
-
-@on_cards
-def test_a_training_step_has_the_values_of_the_cpu() -> None:
-    """Fails if tests on stand-in cards compare wrong numbers."""
-    import torch
-    from torch.nn import functional
-
-    def step(device: str) -> list[torch.Tensor]:
-        torch.manual_seed(0)
-        x, w = torch.randn(64, 32).to(device), torch.randn(48, 32).to(device).requires_grad_()
-        loss = functional.cross_entropy(x @ w.T, torch.arange(64, device=device) % 48)
-        loss.backward()
-        torch.optim.AdamW([w], lr=0.1, fused=True).step()
-        return [loss, w.grad, w, x[x[:, 0] > 0], x.sort(-1)[1], x.bfloat16() @ x.T.bfloat16()]
-
-    for expected, found in zip(step("cpu"), step("cuda"), strict=True):
-        assert found.is_cuda
-        torch.testing.assert_close(found.cpu(), expected)
-
-
-def _rank(rank: int, store: str) -> None:
-    import torch
-    import torch.distributed as dist
-
-    torch.cuda.set_device(rank)
-    dist.init_process_group("nccl", init_method=f"file://{store}", rank=rank, world_size=2)
-    x, y = torch.arange(1000.0, device="cuda") * (rank + 1), torch.full((10,), float(rank), device="cuda")
-    dist.all_reduce(x)
-    dist.broadcast(y, 1)
-    part = torch.empty(500, device="cuda", dtype=torch.bfloat16)
-    dist.reduce_scatter_tensor(part, x.bfloat16(), op=dist.ReduceOp.AVG)
-    other = torch.empty_like(y)
-    for done in dist.batch_isend_irecv(
-        [dist.P2POp(dist.isend, y + rank, 1 - rank), dist.P2POp(dist.irecv, other, 1 - rank)]
-    ):
-        done.wait()
-    sent, gathered = torch.arange(3.0, device="cuda") + 10 * rank, torch.empty(2 + 2 * rank, device="cuda")
-    dist.all_to_all_single(gathered, sent, [1 + rank] * 2, [1, 2])  # also to itself
-    assert gathered.tolist() == ([1, 2, 11, 12] if rank else [0, 10])
-    assert x.tolist() == [3.0 * i for i in range(1000)] and y.tolist() == [1.0] * 10
-    assert torch.equal(part, x.bfloat16().chunk(2)[rank]) and other.tolist() == [2.0 - rank] * 10
-    dist.destroy_process_group()
-
-
-@on_cards
-@pytest.mark.skipif(os.environ.get("DRY_CARD_COUNT") == "1", reason="needs two cards")
-def test_two_ranks_exchange_tensors_over_nccl(tmp_path: Path) -> None:
-    """Fails if the stand-in for NCCL gives a rank wrong data."""
-    import torch.multiprocessing as mp
-
-    mp.spawn(_rank, (str(tmp_path / "store"),), nprocs=2)
