@@ -196,13 +196,13 @@ def _saved_bytes(rank: int, world_size: int, folder: Path, case: Case) -> int:
     }
     lora = LoraConfig(rank=1) if case.lora else None  # what their outputs take is not predicted
     if case.backend == "fsdp2":
-        from gkd.actor.fsdp.passes import _forward
+        from gkd.actor.fsdp.passes import forward
         from gkd.actor.fsdp.student import FsdpStudent
 
         sharded = FsdpStudent(folder, packing=case.packed, lora=lora, **settings)
         arguments = {"targets": batches[0].targets, "loss": sharded.loss, "fused": True}
         return _bytes_saved_in(
-            lambda: _forward(sharded.model, batches[0], torch.device("cpu"), **arguments), [sharded.model]
+            lambda: forward(sharded.model, batches[0], torch.device("cpu"), **arguments), [sharded.model]
         )
     from gkd.actor.megatron import model as megatron_model
     from gkd.actor.megatron.layout import ParallelLayout

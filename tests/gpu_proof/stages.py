@@ -60,7 +60,6 @@ STAGES = (
     Stage("environment", *_both(_bench("tests.gpu.bench_environment")), 60),
     Stage("dist", *_both(_tests("tests/dist", "-n", "4", *_AS_IN_CI)), 1800),
     Stage("service", *_both(_tests("tests/service", *_AS_IN_CI)), 1200),
-    Stage("nccl", *_both(_bench("tests.gpu.bench_collectives")), 120, n_gpus=2),
     Stage(
         "loss",
         _tests("tests/gpu/test_loss_cuda.py"),
@@ -84,7 +83,7 @@ STAGES = (
     Stage(
         "offload",
         _tests("tests/gpu/test_states_cuda.py"),
-        _tests("tests/unit/test_states.py", "tests/unit/test_moved_states.py"),
+        _tests("tests/unit/test_states.py"),
         240,
         min_gib=8,
     ),
@@ -93,7 +92,7 @@ STAGES = (
     Stage(
         "memory_reports",
         _tests("tests/gpu/test_memory_cuda.py"),
-        _tests("tests/unit/test_memory_fragmentation.py", "tests/unit/test_memory_oom.py"),
+        _tests("tests/unit/test_memory_oom.py"),
         120,
         min_gib=8,
     ),

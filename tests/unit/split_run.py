@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from pathlib import Path
 
 import numpy as np
@@ -19,6 +19,7 @@ from gkd.types import EngineUsage, RolloutUsage, ScoredChunk, ScoreTimes, SyncRe
 from tests.rollout_chunks import chunk_of
 
 PROMPT = 12  # tokens
+_WRITTEN: dict[tuple[Hashable, ...], dict[str, bytes]] = {}  # files of runs
 
 
 def settings(tmp_path: Path, *overrides: str) -> Config:
@@ -37,11 +38,19 @@ def write_run(
 ) -> Path:
     """sync steps with these rates; `workers` of the teacher, of one GPU each; 0: gpus.json names none.
 
+    A run that was written before is copied.
+
     Args:
         lengths: draws a step's response lengths; by default lognormal around 40.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.yaml").write_text(config_yaml(config))
+    settings_text = config_yaml(config)
+    (folder / "config.yaml").write_text(settings_text)
+    key = (settings_text.replace(config.trainer.run_dir, "RUN"), rates, n_steps, workers, lengths)
+    if key in _WRITTEN:
+        for name, content in _WRITTEN[key].items():
+            (folder / name).write_bytes(content)
+        return folder
     row = {"host": "h", "pid": 1, "cuda_visible_devices": None, "gpus": (GpuInfo(id="0"),)}
     rows = tuple(RankPlacement(pool=TEACHER, rank=i, **row) for i in range(workers))  # type: ignore[arg-type]
     (folder / "gpus.json").write_bytes(GpuMap(device="cpu", pools=(), rows=rows, findings=()).to_json())
@@ -60,6 +69,7 @@ def write_run(
         tuner.write(step, sums | meter.end_step() | layout_numbers(config, step))
     metrics.close()
     tuner.close()
+    _WRITTEN[key] = {name: (folder / name).read_bytes() for name in ("metrics.jsonl", "tuner.jsonl", "gpus.json")}
     return folder
 
 

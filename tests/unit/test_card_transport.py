@@ -38,7 +38,6 @@ EXPANDABLE = {"PYTORCH_CUDA_ALLOC_CONF": "garbage_collection_threshold:0.8,expan
         ([COLOCATE], "cuda", EXPANDABLE, "gloo"),
         ([COLOCATE, "actor.pp=2", "trainer.n_gpus_per_node=2"], "cuda", {}, "gloo"),
         ([COLOCATE], "cpu", {}, "auto"),
-        ([], "cpu", {}, "auto"),
     ],
 )
 def test_runs_on_shared_cards_use_cuda_ipc(

@@ -12,7 +12,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -20,7 +19,7 @@ import pytest
 
 from gkd.errors import CheckpointError, DamagedCheckpoint
 from gkd.run.checkpoints import CheckpointStore, TrainerState, read_state, step_of, verified
-from gkd.run.manifest import Manifest, _seal, digest_bytes, digest_file, read_manifest, verify
+from gkd.run.manifest import Manifest, _seal, digest_bytes, digest_file, read_manifest
 from gkd.types import FileDigest
 from tests.unit.checkpoint_files import FILES, check_actor, commit, written
 from tests.unit.kills import in_child, kill_at
@@ -62,6 +61,7 @@ def test_the_newest_committed_checkpoint_is_found(store: CheckpointStore) -> Non
     commit(store, 2)
     folder = commit(store, 10)
     store.begin(12)
+    (folder / "actor" / "NOTE").write_text("a file that a user adds does not invalidate it")
     assert store.newest() == folder
     state, manifest = verified(folder)
     assert state == TrainerState(10, 60)
@@ -116,60 +116,6 @@ def test_a_kill_at_every_operation_of_a_save(in_memory: Path) -> None:
     assert names(store) == ["latest", "step_00000005"]
 
 
-# Save in an endless loop and print each committed step. Every third start rewinds by one checkpoint.
-SAVING = """
-import sys
-from pathlib import Path
-from gkd.run.checkpoints import CheckpointStore, step_of
-from tests.unit.checkpoint_files import commit
-
-store = CheckpointStore(Path(sys.argv[1]))
-newest, committed = store.newest(), store.committed()
-if newest is not None:
-    if int(sys.argv[2]) % 3 == 2 and len(committed) > 1:
-        newest = committed[-2]
-    store.rewind_to(newest)
-step = step_of(newest) if newest else 0
-print("from", step, flush=True)
-while True:
-    step += 1
-    commit(store, step)
-    print(f"committed {step}\\n", end="", flush=True)  # a single write, so a kill cannot split the line
-    store.prune(keep_last=2, keep_every=5)
-"""
-
-
-@pytest.mark.parametrize("n_kills", [8, pytest.param(80, marks=pytest.mark.slow)])
-def test_kill_9_at_random_moments(in_memory: Path, n_kills: int) -> None:
-    """Fails if a killed process leaves a damaged checkpoint or loses a committed one."""
-    store = CheckpointStore(in_memory / "checkpoints")
-    rng, n_interrupted, n_committed, save_s = random.Random(n_kills), 0, 0, 0.005
-    for kill in range(n_kills):
-        process = subprocess.Popen(
-            [sys.executable, "-c", SAVING, str(store.root), str(kill)],
-            cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)}, stdout=subprocess.PIPE, text=True,
-        )  # fmt: skip
-        assert process.stdout is not None
-        output = [process.stdout.readline()]
-        assert output[0].startswith("from "), "the child cannot start; its error is on stderr"
-        if kill % 2:  # the others are killed within their first save
-            began = time.monotonic()
-            output.append(process.stdout.readline())
-            save_s = time.monotonic() - began
-        time.sleep(rng.uniform(0, save_s))
-        process.kill()
-        output += process.stdout.read().splitlines()
-        process.wait()
-        assert (newest_step(store) or 0) >= int(output[-1].split()[1]), (kill, output)
-        for folder in store.committed():
-            verified(folder)
-        n_committed += len(output) - 1
-        n_interrupted += store.root.exists() and any(name.startswith(".") for name in names(store))
-    assert n_committed >= n_kills // 2
-    assert n_interrupted >= n_kills // 8, "too few kills interrupted a save"
-    print(f"{n_kills} kills: {n_interrupted} interrupted a save, {n_committed} commits were reported")
-
-
 def flip(file: Path) -> None:
     data = bytearray(file.read_bytes())
     data[len(data) // 2] ^= 1
@@ -213,26 +159,6 @@ def test_every_flipped_bit_of_the_manifest_is_detected(store: CheckpointStore) -
     assert n_refused > 0.9 * len(data)
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "[]",
-        "{}",
-        '{"format": 2}',
-        '{"format": 1, "step": 1, "files": {}}',
-        "null",
-        "\xff",
-        '{"files": 1, "xxh3_128": 1}',
-    ],
-)
-def test_a_manifest_of_another_format_is_refused(store: CheckpointStore, text: str) -> None:
-    """Fails if a manifest of an unknown format raises an unrelated error or is accepted."""
-    folder = commit(store, 1)
-    (folder / "manifest.json").write_bytes(text.encode("latin1"))
-    with pytest.raises(CheckpointError):
-        verify(folder)
-
-
 def test_a_manifest_cannot_list_files_outside_its_folder(store: CheckpointStore) -> None:
     """Fails if a manifest may list files outside its folder, which a copy of the checkpoint would lack."""
     folder = commit(store, 1)
@@ -240,13 +166,6 @@ def test_a_manifest_cannot_list_files_outside_its_folder(store: CheckpointStore)
         (folder / "manifest.json").write_bytes(Manifest(1, {name: digest_bytes(b"")}).to_bytes())
         with pytest.raises(CheckpointError, match=re.escape(repr(name))):
             read_manifest(folder)
-
-
-def test_an_additional_file_is_ignored(store: CheckpointStore) -> None:
-    """Fails if a file that a user adds to a checkpoint invalidates it."""
-    folder = commit(store, 1)
-    (folder / "actor" / "NOTE").write_text("keep this one")
-    assert newest_step(store) == 1
 
 
 def test_a_renamed_checkpoint_is_refused(store: CheckpointStore) -> None:
@@ -257,7 +176,7 @@ def test_a_renamed_checkpoint_is_refused(store: CheckpointStore) -> None:
         verified(other)
 
 
-@pytest.mark.parametrize("pointer", ["", "step_2", "step_00000002", "step_00000002\n\n", "garbage\n", "\0" * 14])
+@pytest.mark.parametrize("pointer", ["", "step_00000002", "\0" * 14])
 def test_a_corrupted_latest_file_is_recovered(store: CheckpointStore, logged: Callable[[], str], pointer: str) -> None:
     """Fails if a corrupted `latest` file loses a checkpoint: the folders have the same information."""
     commit(store, 1)
@@ -281,17 +200,6 @@ def test_a_lost_latest_file_is_told_from_a_killed_first_save(store: CheckpointSt
     assert newest_step(store) == 2
 
 
-def test_a_deleted_newest_checkpoint_falls_back_to_the_previous_one(
-    store: CheckpointStore, logged: Callable[[], str]
-) -> None:
-    """Fails if a run cannot resume after a user deleted the newest checkpoint."""
-    commit(store, 1)
-    folder = commit(store, 2)
-    shutil.rmtree(folder)
-    assert newest_step(store) == 1
-    assert f"{folder}" in logged()
-
-
 def test_an_error_names_every_damaged_checkpoint(store: CheckpointStore) -> None:
     """Fails if a run whose checkpoints are all damaged starts at step 0, or the error does not name each problem."""
     for step in (1, 2, 3):
@@ -305,30 +213,7 @@ def test_an_error_names_every_damaged_checkpoint(store: CheckpointStore) -> None
         assert part in str(caught.value)
 
 
-def test_rewinding_discards_later_checkpoints_at_the_next_save(store: CheckpointStore) -> None:
-    """Fails if a rewound run keeps discarded checkpoints: 3 and 5 belong to the old history."""
-    for step in (1, 3, 5):
-        commit(store, step)
-    store.rewind_to(store.root / "step_00000001")
-    assert newest_step(store) == 1
-    assert names(store)[1:] == ["step_00000001", "step_00000003", "step_00000005"], "deleted by the next save only"
-    commit(store, 4)
-    assert steps(store) == [1, 4]
-    assert names(store) == ["latest", "step_00000001", "step_00000004"]
-
-
-@pytest.mark.parametrize(
-    ("keep_last", "keep_every", "kept"),
-    [
-        (1, 0, [8]),
-        (2, 0, [7, 8]),
-        (9, 0, [1, 2, 3, 4, 5, 6, 7, 8]),
-        (1, 3, [3, 6, 8]),
-        (2, 4, [4, 7, 8]),
-        (1, 1, [1, 2, 3, 4, 5, 6, 7, 8]),
-        (1, 100, [8]),
-    ],
-)
+@pytest.mark.parametrize(("keep_last", "keep_every", "kept"), [(1, 0, [8]), (2, 0, [7, 8]), (1, 3, [3, 6, 8])])
 def test_retention(store: CheckpointStore, keep_last: int, keep_every: int, kept: list[int]) -> None:
     """Fails if trainer.keep_last or trainer.keep_every keeps the wrong checkpoints."""
     for step in range(1, 9):
@@ -341,16 +226,6 @@ def test_retention(store: CheckpointStore, keep_last: int, keep_every: int, kept
     assert newest_step(store) == 8
 
 
-def test_the_next_save_removes_leftovers(store: CheckpointStore) -> None:
-    """Fails if the leftovers of a killed save stay on disk."""
-    commit(store, 1)
-    (store.begin(2) / "half").write_text("x")
-    (store.root / ".trash_step_00000000").mkdir()
-    (store.root / ".tmp_latest").write_text("step_")
-    commit(store, 3)
-    assert names(store) == ["latest", "step_00000001", "step_00000003"]
-
-
 @pytest.mark.parametrize(
     "text",
     [
@@ -358,11 +233,8 @@ def test_the_next_save_removes_leftovers(store: CheckpointStore) -> None:
         '{"step": 1, "sampler_position": 6, "unfinished": [], "epoch": 0}',
         '{"step": true, "sampler_position": 6, "unfinished": []}',
         '{"step": 1, "sampler_position": -6, "unfinished": []}',
-        '{"step": 1.0, "sampler_position": 6, "unfinished": []}',
-        '{"step": 1, "sampler_position": 6, "unfinished": 3}',
         '{"step": 1, "sampler_position": 6, "unfinished": ["3"]}',
         '{"step": 2, "sampler_position": 6, "unfinished": []}',
-        "[]",
         "{",
     ],
 )
@@ -474,7 +346,7 @@ assert store.newest() == store.root / f"step_{step - 1:08d}"
 """
 
 
-@pytest.mark.parametrize("kib", [128, 132, 136, 140, 144, 148, 152, 156, 160])
+@pytest.mark.parametrize("kib", [128, 140, 152])
 def test_a_full_disk_fails_only_the_current_save(tmp_path: Path, kib: int) -> None:
     """Fails if a disk that fills up during a save loses an earlier checkpoint. Needs a mount namespace."""
     mount = ["unshare", "-rm", "sh", "-c"]
@@ -490,37 +362,18 @@ def test_a_full_disk_fails_only_the_current_save(tmp_path: Path, kib: int) -> No
     assert done.returncode == 0, done.stderr
 
 
-def test_a_file_in_place_of_a_folder_is_named(store: CheckpointStore) -> None:
-    """Fails if a file in the place of a folder raises an error that does not name it."""
-    store.root.write_text("")
-    with pytest.raises(CheckpointError):
-        store.begin(1)
-    store.root.unlink()
-    work = store.begin(1)
-    actor = written(work, 1)
-    (store.root / "step_00000001").write_text("")
-    with pytest.raises(CheckpointError):
-        store.commit(1, {}, actor)
-    assert names(store) == ["step_00000001"] and (store.root / "step_00000001").is_file(), (
-        "a foreign file is not deleted"
-    )
-
-
 def test_a_rank_of_a_killed_run_cannot_write_into_the_next_save(store: CheckpointStore) -> None:
     """Fails if two saves of one step share a folder: files of the killed run would be committed with the next save."""
     first = store.begin(5)
     written(first, 4)
     second = CheckpointStore(store.root).begin(5)
     assert second != first and not first.exists()
-    actor = written(second, 5)
     with pytest.raises(FileNotFoundError):
         (first / "actor").mkdir(exist_ok=True)  # a rank creates it without its parent
     first.mkdir()  # even if the folder reappears, its files are ignored
     (first / "late").write_text("x")
-    store.begin(5)
+    actor = written(store.begin(5), 5)
     assert not first.exists() and not second.exists()
-    work = store.begin(5)
-    actor = written(work, 5)
     store.commit(5, {"trainer.json": TrainerState(5, 30).to_bytes()}, actor)
     assert newest_step(store) == 5
 
@@ -546,17 +399,16 @@ def failing(method: Callable[..., object], error: int, name: str) -> Callable[..
     return replacement
 
 
-@pytest.mark.parametrize("error", [errno.ESTALE, errno.EIO, errno.EACCES])
 @pytest.mark.parametrize(("method", "name"), [("open", "common.pt"), ("stat", "common.pt"), ("open", "manifest.json")])
 def test_an_io_error_is_not_damage(
-    store: CheckpointStore, monkeypatch: pytest.MonkeyPatch, error: int, method: str, name: str
+    store: CheckpointStore, monkeypatch: pytest.MonkeyPatch, method: str, name: str
 ) -> None:
     """Fails if a temporary I/O error makes a run fall back, so that its next save deletes the newest checkpoint."""
     commit(store, 1)
     commit(store, 2)
     with monkeypatch.context() as patch:
-        patch.setattr(Path, method, failing(getattr(Path, method), error, name))
-        with pytest.raises(CheckpointError, match=f"{name}.*{os.strerror(error)}") as caught:
+        patch.setattr(Path, method, failing(getattr(Path, method), errno.EIO, name))
+        with pytest.raises(CheckpointError, match=f"{name}.*{os.strerror(errno.EIO)}") as caught:
             store.newest()
         assert not isinstance(caught.value, DamagedCheckpoint)
     assert newest_step(store) == 2

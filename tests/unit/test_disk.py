@@ -1,14 +1,17 @@
-"""Files and folders that last: what is flushed, and what a failed write leaves."""
+"""Files and folders that last: what is flushed, what a failed write leaves, and whether all nodes share a folder."""
 
 from __future__ import annotations
 
 import os
 import resource
+import shutil
 from pathlib import Path
 
 import pytest
 
 from gkd.run.disk import make_folder, replace_file
+from gkd.run.shared_folder import answer, clear, collect, offer
+from tests.refusals import refuses
 from tests.unit.kills import in_child
 
 
@@ -39,3 +42,32 @@ def test_a_file_is_replaced_whole(tmp_path: Path, flushed: list[tuple[Path, int]
     assert file.read_bytes() == b"old"
     replace_file(file, b"new")
     assert file.read_bytes() == b"new" and [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+def test_a_folder_that_is_not_shared_is_found_at_the_start(tmp_path: Path) -> None:
+    """Fails if a run is first told at its first save that a node sees another folder, or may not write there."""
+    here, there = tmp_path / "here", tmp_path / "there"
+    here.mkdir()
+    there.mkdir()
+    word = offer(here)
+    answer(here, word, "actor rank 0", "a")
+    with refuses("trainer.run_dir"):
+        answer(there, word, "actor rank 1", "b")
+    for file in here.iterdir():
+        shutil.copy(file, there)  # a copy of the disk, not the disk
+    answer(there, word, "actor rank 1", "b")
+    with refuses("trainer.run_dir"):
+        collect(here, word, {"actor rank 0": "a", "actor rank 1": "b"})
+    collect(there, word, {"actor rank 0": "a", "actor rank 1": "b"})
+    for file in there.iterdir():
+        file.write_text("garbled")
+    with refuses("trainer.run_dir"):
+        answer(there, word, "actor rank 1", "b")
+    (here / f".tmp_probe_{word}_actor_rank_2").mkdir()  # nor can a file be written there
+    with refuses("trainer.run_dir"):
+        answer(here, word, "actor rank 2", "c")
+    with refuses("trainer.run_dir", str(here / "none")):
+        offer(here / "none")
+    for folder in (here, there):
+        clear(folder)
+        assert not list(folder.iterdir())

@@ -66,10 +66,9 @@ def test_the_cpu_is_refused(registered: list[str]) -> None:
     assert caught.value.key == "actor.attention" and not registered
 
 
-@pytest.mark.parametrize("heads", [HEADS, Heads(6, 1, 16), Heads(3, 3, 64)])
-def test_right_kernels_pass(heads: Heads) -> None:
+def test_right_kernels_pass() -> None:
     """Fails if bfloat16's rounding alone is refused."""
-    check_heads("fa3", heads, torch.bfloat16, CPU)
+    check_heads("fa3", HEADS, torch.bfloat16, CPU)
 
 
 def _across_sequences(q: Tensor, k: Tensor, v: Tensor, pack: Tensor | None, **options: int) -> Tensor:

@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from gkd.memory.footprint import check
 
 from gkd.config.load import load_config
 from gkd.config.schema import Config
 from gkd.errors import ConfigError, ModelError
 from gkd.hf.model_dims import read_dims
 from gkd.hf.model_folder import count_params, read_model_folder
-from gkd.memory.footprint import RankFootprint, check, footprint, teacher_footprint
+from gkd.memory.footprint.estimate import footprint
+from gkd.memory.footprint.rank import RankFootprint
 from gkd.preflight import memory as preflight_memory
 from gkd.tools import memory
 from tests.refusals import refuses
@@ -112,28 +114,12 @@ def test_state_is_what_this_project_keeps() -> None:
     assert offloaded.state_bytes == 0 and offloaded.host_bytes == (16 + 4 + 12) * n
 
 
-def test_a_pipelines_stages_differ() -> None:
-    """Fails if the first stage does not keep more micro-batches than the last, or an end lacks its embedding."""
-    first, last, engine = footprint(_config("trainer.n_gpus_per_node=4", "actor.pp=2"), QWEN25_15B)
-    assert (first.rank, last.rank, engine.role) == (0, 2, "rollout")
-    # Two micro-batches in half of the layers, and one; and each what its neighbour sent it.
-    assert 1.8 < first.parts["activations"] / last.parts["activations"] < 2.1
-    # A shared embedding is at both ends; the last norm at one.
-    assert last.parts["weights"] - first.parts["weights"] == 2 * 1536
-
-
 def test_the_teachers_lm_head_is_counted_where_it_is_kept() -> None:
     """Fails if the 4 V D bytes of teacher.signal hidden are forgotten, or not shared over TP."""
     for overrides, ranks in (((), 1), (TP2, 2)):
         config = _config("teacher.signal=hidden", *overrides)
         found = footprint(config, QWEN25_15B, teacher_hidden=3584)[0]
         assert found.parts["teacher_head"] == 4 * 151936 * 3584 // ranks
-
-
-def test_a_teacher_worker() -> None:
-    """Fails if a teacher's weights are not two bytes a parameter."""
-    found = teacher_footprint(QWEN25_15B, n_tokens=2048)
-    assert found.parts["weights"] == 2 * read_dims(QWEN25_15B).n_params
 
 
 def test_a_local_teacher_is_on_the_actors_ranks() -> None:
@@ -145,11 +131,8 @@ def test_a_local_teacher_is_on_the_actors_ranks() -> None:
         config = _config(*local, *overrides)
         return footprint(config, QWEN25_15B, local_teacher=(QWEN25_15B, None))[0]
 
-    hosted, resident, averaged = (
-        ranks(),
-        ranks("teacher.fsdp_cpu_offload=false"),
-        ranks("teacher.update_interval=1", "teacher.update_ema=0.5"),
-    )
+    hosted, resident = ranks(), ranks("teacher.fsdp_cpu_offload=false")
+    averaged = ranks("teacher.update_interval=1", "teacher.update_ema=0.5")
     n_ranks = _config().trainer.n_gpus_per_node
     assert hosted.host_bytes - plain.host_bytes == resident.parts["teacher_weights"] == -(-2 * total // n_ranks)
     assert averaged.parts["teacher_shards"] == -(-4 * total // n_ranks)
@@ -158,12 +141,6 @@ def test_a_local_teacher_is_on_the_actors_ranks() -> None:
     assert hosted.total_bytes == plain.total_bytes  # a pass takes less than a training step
     assert resident.total_bytes == plain.total_bytes + resident.parts["teacher_weights"]
     assert hosted.parts["teacher_pass"] > 2 * 151936 * 1536  # the embedding and more
-    alone = RankFootprint("actor", 0, {"weights": 1, "teacher_pass": 5, "activations": 3})
-    assert alone.total_bytes == 6
-    assert (
-        footprint(_config(*local), QWEN25_15B, local_teacher=(QWEN25_15B, None))[-1]
-        == footprint(_config(), QWEN25_15B)[-1]
-    )
 
 
 def test_a_local_teachers_chunk_is_the_engines() -> None:
@@ -182,8 +159,6 @@ def test_a_shortage_names_the_rank() -> None:
     (problem,) = check(found, 80 * GIB, config)  # 75.17 GiB
     assert "actor rank 0" in problem and "80.00 GiB" in problem and "3.17 GiB more" in problem
     assert check(found, 80 * GIB, _config("actor.layers=torch", "memory.margin=0.04")) == []
-    (problem,) = check(found, 75 * GIB, _config("actor.layers=torch", "memory.margin=0"))
-    assert " 0.17 GiB more" in problem
     problems = check(found, 3 * GIB, config)
     assert any("one sequence of 1536 tokens" in problem for problem in problems)
 
@@ -196,34 +171,11 @@ def test_an_engine_that_leaves_no_room_for_the_weight_sync() -> None:
     assert "buckets, 2.88 GiB" in problem and "rollout.gpu_memory_utilization" in problem
 
 
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [
-        ({"hidden_size": None}, "hidden_size or n_embd or d_model"),
-        ({"num_hidden_layers": -3}, "num_hidden_layers"),
-        ({"vocab_size": "many"}, "vocab_size"),
-        ({"model_type": "mamba"}, "not supported by actor.strategy=megatron"),
-        ({"model_type": "mixtral"}, "not supported by actor.strategy=megatron"),
-        ({"attention_bias": True}, "not supported by actor.strategy=megatron"),
-    ],
-)
-def test_missing_or_unsupported_sizes_are_errors(change: dict[str, Any], words: str) -> None:
-    """Fails if a missing size is guessed, or an unsupported architecture is estimated."""
-    with pytest.raises(ModelError, match=words):
-        footprint(_config(), {**QWEN25_15B, **change})
-
-
-@pytest.mark.parametrize(
-    ("key", "overrides"),
-    [
-        ("actor.pp", ("trainer.n_gpus_per_node=3", "actor.pp=3")),
-        ("actor.tp", ("trainer.n_gpus_per_node=4", "actor.tp=4")),
-    ],
-)
-def test_a_layout_that_cannot_split_the_model(key: str, overrides: tuple[str, ...]) -> None:
+@pytest.mark.parametrize(("key", "n"), [("actor.pp", 3), ("actor.tp", 4)])
+def test_a_layout_that_cannot_split_the_model(key: str, n: int) -> None:
     """Fails if a table is printed for a run that cannot start: 28 layers over 3 stages, 2 key heads over 4 ranks."""
     with refuses(key):
-        footprint(_config(*overrides), QWEN25_15B)
+        footprint(_config(f"trainer.n_gpus_per_node={n}", f"{key}={n}"), QWEN25_15B)
 
 
 def _folder(path: Path, config_json: str | None) -> Path:
@@ -252,15 +204,6 @@ def test_damaged_weight_files(tmp_path: Path) -> None:
             read_model_folder(folder, "model.path")
 
 
-def test_shapes_are_read_from_real_files(tmp_path: Path) -> None:
-    """Fails if our reader and the safetensors package disagree about a file."""
-    from safetensors.torch import save_file
-
-    folder = _folder(tmp_path / "model", json.dumps({**QWEN25_15B, "model_type": "olmo2"}))
-    save_file({"a.weight": torch.zeros(3, 4), "b": torch.zeros(5)}, folder / "model.safetensors", {"format": "pt"})
-    assert read_model_folder(folder, "model.path").tensors == {"a.weight": (3, 4), "b": (5,)}
-
-
 @pytest.fixture
 def qwen(tmp_path: Path) -> str:
     return f"model.path={_folder(tmp_path / 'qwen', json.dumps(QWEN25_15B))}"
@@ -279,12 +222,6 @@ def test_the_command(qwen: str, capsys: pytest.CaptureFixture[str]) -> None:
     larger = ("actor.max_tokens_per_micro_batch=16384", "actor.layers=torch")
     assert _tool("--gpu-gib", "80", qwen, *larger) == 1
     assert "TOO LARGE actor rank 0 needs 75.17 GiB, 3.17 GiB more" in capsys.readouterr().out
-    assert _tool("--gpu-gib", "80", qwen, *larger, "memory.margin=0.04") == 0
-    assert "it fits: actor rank 0 leaves 6%" in capsys.readouterr().out
-    assert _tool("--gpu-gib", "141", qwen) == 0
-    assert "it fits: actor rank 0 leaves 63%" in capsys.readouterr().out
-    assert _tool("--gpu-gib", "24", qwen) == 1
-    assert "TOO LARGE actor rank 0 " in capsys.readouterr().out
     path = qwen.partition("=")[2]
     assert _tool("--gpu-gib", "80", "--json", "--teacher", path, "teacher.signal=hidden", qwen) == 0
     found = json.loads(capsys.readouterr().out)
@@ -296,11 +233,7 @@ def test_the_command(qwen: str, capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (("--gpu-gib", "0"), "--gpu-gib"),
         (("--gpu-gib", "80GB"), "'80GB'"),
-        (("--gpu-gib", "nan"), "--gpu-gib"),
-        (("--gpu-gib", "1e-12"), "--gpu-gib"),
-        (("--gpu-gib", "1e305"), "--gpu-gib"),
         (("--gpu-gib", "inf"), "--gpu-gib"),
         (("model.path=nowhere",), "model.path"),
         (("--teacher", "nowhere"), "--teacher"),
@@ -315,9 +248,12 @@ def test_wrong_arguments_of_the_command(
     assert words in capsys.readouterr().err
 
 
-def _nvidia_smi(folder: Path, monkeypatch: pytest.MonkeyPatch, mib: list[int]) -> None:
-    """Put an nvidia-smi on PATH that lists GPUs with these sizes."""
-    rows = [f"{i}, GPU-{i}, Card, 00000000:{i:02x}:00.0, {size}, {size}" for i, size in enumerate(mib)]
+def list_gpus(folder: Path, monkeypatch: pytest.MonkeyPatch, gpus: Sequence[tuple[float, float]]) -> None:
+    """Put an nvidia-smi on PATH that lists GPUs with this total and free memory in GiB."""
+    rows = [
+        f"{i}, GPU-{i}, Card, 00000000:{i:02x}:00.0, {total * 1024:.0f}, {free * 1024:.0f}"
+        for i, (total, free) in enumerate(gpus)
+    ]
     script = folder / "nvidia-smi"
     script.write_text('#!/bin/sh\ncase "$1" in *gpu=*) cat <<END\n' + "\n".join(rows) + "\nEND\n;; esac\n")
     script.chmod(0o755)
@@ -333,7 +269,7 @@ def test_preflight_warns_and_refuses(
     gkd_log: pytest.LogCaptureFixture,
 ) -> None:
     """Fails if a run whose state alone is too large for its GPUs starts, or one that may fit is refused."""
-    _nvidia_smi(tmp_path, monkeypatch, [24 << 10, 40 << 10, 80 << 10])
+    list_gpus(tmp_path, monkeypatch, [(24, 24), (40, 40), (80, 80)])
     host_has(256)
     two = [qwen, "rollout.n_gpus_per_node=1", "rollout.max_num_seqs=0"]
     preflight_memory.check_memory(_config(*two, "cluster.gpus=[1,2]"), "cuda", None)
@@ -358,12 +294,11 @@ def test_only_gpus_of_the_run_count(
     qwen: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gkd_log: pytest.LogCaptureFixture
 ) -> None:
     """Fails if a valid run is refused because of a small GPU that it does not use."""
-    _nvidia_smi(tmp_path, monkeypatch, [4 << 10, 80 << 10, 48 << 10])
+    list_gpus(tmp_path, monkeypatch, [(4, 4), (80, 80), (48, 48)])
     for overrides, n_bytes in (
         (["cluster.gpus=[1]"], 80 * GIB),
         (["cluster.gpus=[2,1]"], 48 * GIB),
         (["cluster.gpus=[1,7]"], None),  # there is no GPU 7
-        (["cluster.ray_address=10.0.0.5:6379"], None),
         (["cluster.ray_address=10.0.0.5:6379", "cluster.gpus=[0]"], None),
     ):
         assert preflight_memory.smallest_gpu(_config(*overrides).cluster) == n_bytes, overrides

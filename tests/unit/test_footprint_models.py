@@ -41,8 +41,7 @@ def test_sizes_that_are_left_out(kind: str) -> None:
     [
         {},
         {"num_key_value_heads": 4, "intermediate_size": 640, "max_position_embeddings": 99},
-        {"head_dim": 24, "tie_word_embeddings": True},
-        {"sliding_window": None},
+        {"head_dim": 24, "tie_word_embeddings": True, "sliding_window": None},
     ],
 )
 def test_a_config_json_and_what_transformers_makes_of_it_have_the_same_sizes(kind: str, change: dict[str, Any]) -> None:
@@ -61,7 +60,6 @@ def test_a_config_json_and_what_transformers_makes_of_it_have_the_same_sizes(kin
 
 
 ROPES: dict[str, tuple[dict[str, Any], bool]] = {
-    "default": ({"rope_theta": 1e6}, True),
     "null": ({"rope_scaling": None}, True),
     "linear": ({"rope_scaling": {"type": "linear", "factor": 2.0}}, True),
     "llama3": (
@@ -97,25 +95,16 @@ def test_rotary_embeddings_that_megatron_supports(name: str) -> None:
 @pytest.mark.parametrize(
     ("change", "word"),
     [
+        ({"hidden_size": None}, "hidden_size or n_embd or d_model"),
         ({"num_key_value_heads": "two"}, "num_key_value_heads"),
-        ({"num_key_value_heads": -2}, "num_key_value_heads"),
-        ({"num_key_value_heads": 0}, "num_key_value_heads"),
         ({"num_key_value_heads": 5}, "num_key_value_heads"),
-        ({"num_key_value_heads": 24}, "num_key_value_heads"),
         ({"head_dim": [128]}, "head_dim"),
-        ({"head_dim": -128}, "head_dim"),
-        ({"intermediate_size": "8960"}, "intermediate_size"),
-        ({"intermediate_size": -1}, "intermediate_size"),
         ({"intermediate_size": True}, "intermediate_size"),
-        ({"hidden_size": 10**30}, "hidden_size"),
         ({"num_hidden_layers": 10**9}, "num_hidden_layers"),
         ({"vocab_size": float("nan")}, "vocab_size"),
         ({**MOE, "num_experts": -4}, "num_experts"),
-        ({**MOE, "num_experts": {}}, "num_experts"),
         ({**MOE, "num_experts_per_tok": 9}, "num_experts_per_tok = 9"),
-        ({**MOE, "moe_intermediate_size": "64"}, "moe_intermediate_size"),
         ({**MOE, "decoder_sparse_step": "one"}, "decoder_sparse_step"),
-        ({**MOE, "mlp_only_layers": 3}, "mlp_only_layers"),
         ({**MOE, "mlp_only_layers": [[]]}, "mlp_only_layers"),
     ],
 )

@@ -32,7 +32,7 @@ from gkd.config.schema_sections import DataConfig, ModelConfig, with_values
 from gkd.config.schema_trainer import TrainerConfig
 from gkd.errors import ConfigError, ModelError
 from gkd.hf.model_dims import check_engine_split
-from gkd.hf.model_folder import check_headers, open_tensors, weights_digest
+from gkd.hf.model_folder import open_tensors, weights_digest
 from gkd.preflight.meta_models import check_fsdp_student, distinct_sizes
 from gkd.preflight.student import check_student
 from tests.dist.hf_models import make_model_folder
@@ -92,33 +92,23 @@ def test_sizes_that_a_model_does_not_name_are_not_checked(folders: Path) -> None
 
 
 @pytest.mark.parametrize(
-    ("actor", "key", "text"),
+    ("kind", "actor", "key", "text"),
     [
-        ({"lora": LoraConfig(rank=2, targets=["q_proj", "c_attn"])}, "actor.lora.targets", "c_attn"),
-        ({"lora": LoraConfig(rank=2, targets=[])}, "actor.lora.targets", "q_proj"),
+        ("gemma2", {}, "actor.packing", "Gemma2"),
+        ("mixtral_window", {}, "actor.packing", "Mixtral"),
+        ("falcon", {}, "actor.packing", "falcon"),
+        ("opt", {}, "actor.fused_lm_head", "opt"),
+        ("olmo2", {"lora": LoraConfig(rank=2, targets=["q_proj", "c_attn"])}, "actor.lora.targets", "c_attn"),
+        ("olmo2", {"lora": LoraConfig(rank=2, targets=[])}, "actor.lora.targets", "q_proj"),
     ],
 )
-def test_settings_that_the_model_does_not_support(qwen3: Path, actor: dict[str, Any], key: str, text: str) -> None:
-    """Fails if such a run starts and dies on the ranks, minutes later."""
-    with pytest.raises(ConfigError) as caught:
-        check_student(_config(qwen3, **actor))
-    assert caught.value.key == key and text in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("kind", "key", "text"),
-    [
-        ("gemma2", "actor.packing", "Gemma2"),
-        ("mixtral_window", "actor.packing", "Mixtral"),
-        ("falcon", "actor.packing", "falcon"),
-        ("opt", "actor.fused_lm_head", "opt"),
-    ],
-)
-def test_models_that_do_not_support_the_settings(folders: Path, kind: str, key: str, text: str) -> None:
+def test_models_that_do_not_support_the_settings(
+    folders: Path, kind: str, actor: dict[str, Any], key: str, text: str
+) -> None:
     """Fails if an error that a pass without weights can find is raised only on the ranks, or without its key."""
-    with pytest.raises(ConfigError) as caught:
-        check_student(_config(folders / kind))
-    assert caught.value.key == key and text in str(caught.value)
+    with refuses(key) as caught:
+        check_student(_config(folders / kind, **actor))
+    assert text in str(caught.value)
 
 
 def test_changes_to_logits_named_in_config_json(folders: Path, qwen3: Path) -> None:
@@ -136,9 +126,7 @@ def test_changes_to_logits_named_in_config_json(folders: Path, qwen3: Path) -> N
     probe_folder(qwen3, logits_scaling=8.0, final_logit_softcapping=30.0, logit_scale="inv_sqrt_d_model")
 
 
-@pytest.mark.parametrize(
-    ("kind", "is_fused"), [("qwen3_moe", True), ("mixtral", True), ("olmo2", True), ("gemma2", False)]
-)
+@pytest.mark.parametrize(("kind", "is_fused"), [("qwen3_moe", True), ("olmo2", True), ("gemma2", False)])
 def test_norms_compute_with_torchs_kernel(folders: Path, kind: str, is_fused: bool) -> None:
     """Fails if a norm takes eight launches on a GPU, or if a norm that computes something else is replaced."""
     hf = build_on_meta(folders / kind, dtype=torch.bfloat16, packing=False)
@@ -172,9 +160,9 @@ def test_experts_are_found_in_the_files(folders: Path, tmp_path: Path) -> None:
     ):
         shutil.copytree(folders / "mixtral", tmp_path, dirs_exist_ok=True)
         save_file(changed, tmp_path / "model.safetensors", metadata={"format": "pt"})
-        with pytest.raises(ConfigError) as caught:
+        with refuses("model.path") as caught:
             check_student(_config(tmp_path))
-        assert caught.value.key == "model.path" and text in str(caught.value)
+        assert text in str(caught.value)
 
 
 def test_files_without_the_prefix_of_the_backbone(tmp_path: Path) -> None:
@@ -201,26 +189,6 @@ def test_unsupported_conversions_are_refused(folders: Path) -> None:
             file_parts(hf, ["model.layers.0.mlp.gate.weight"], {"model.layers.0.mlp.gate.weight": (3, 32)})
     finally:
         conversion_mapping._checkpoint_conversion_mapping_cache = None
-
-
-def test_counters_may_be_integers(tmp_path: Path) -> None:
-    """Fails if an integer buffer is refused, or quantized weights are accepted."""
-    save_file({"n": torch.zeros(2, dtype=torch.int64)}, tmp_path / "model.safetensors")
-    with open_tensors(tmp_path) as tensors:
-
-        def check(is_float: bool) -> None:
-            check_headers(
-                tmp_path,
-                tensors,
-                {"n": (2,)},
-                model_type="any",
-                is_ignorable=lambda name: False,
-                is_float=lambda name: is_float,
-            )
-
-        check(False)
-        with pytest.raises(ModelError):
-            check(True)
 
 
 def test_the_digest_distinguishes_models(qwen3: Path, tmp_path: Path) -> None:
@@ -263,27 +231,17 @@ def test_clipping_scales_down_alone() -> None:
 
 def test_a_broken_folder_is_named(qwen3: Path, tmp_path: Path) -> None:
     """Fails if the driver accepts a folder that the ranks cannot load."""
-    (tmp_path / "config.json").write_bytes((qwen3 / "config.json").read_bytes())
-    with pytest.raises(ConfigError) as caught:
-        check_student(_config(tmp_path))
-    assert caught.value.key == "model.path" and "model.safetensors" in str(caught.value)
-    (tmp_path / "model.safetensors").write_bytes((qwen3 / "model.safetensors").read_bytes())
     settings = json.loads((qwen3 / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps(settings | {"hidden_act": "no_such_function"}))
-    with pytest.raises(ConfigError) as caught:
-        check_student(_config(tmp_path))
-    assert caught.value.key == "model.path" and "no_such_function" in str(caught.value)
-    (tmp_path / "config.json").write_text('{"model_type": "no_such_model"}')
-    with pytest.raises(ConfigError) as caught:
-        check_student(_config(tmp_path))
-    assert caught.value.key == "model.path" and "no_such_model" in str(caught.value)
-
-
-def test_sequences_longer_than_the_model_are_refused(qwen3: Path) -> None:
-    """Fails if positions beyond the model's are trained silently."""
-    config = with_values(_config(qwen3), {"data.max_response_length": 33})
-    with refuses("data.max_response_length"):
-        check_student(config)
+    for config_json, text in (
+        (settings, "model.safetensors"),
+        (settings | {"hidden_act": "no_such_function"}, "no_such_function"),
+        ({"model_type": "no_such_model"}, "no_such_model"),
+    ):
+        (tmp_path / "config.json").write_text(json.dumps(config_json))
+        with refuses("model.path") as caught:
+            check_student(_config(tmp_path))
+        assert text in str(caught.value)
+        shutil.copy(qwen3 / "model.safetensors", tmp_path)
 
 
 def test_all_ranks_export_together() -> None:

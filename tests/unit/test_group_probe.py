@@ -26,7 +26,6 @@ def rank_3() -> Iterator[None]:
     ("others", "received"),
     [
         ([0, 1, 0, 0], None),
-        ([0, 0, 0, 0], "{3: 1}"),  # no other rank contributed
         ([0, 1, 1, 0], "{1: 1, 2: 1, 3: 1}"),  # a rank of another group contributed, too
         ([0, 1, 0, 1], "{1: 1, 3: 2}"),  # another process has the same rank
     ],

@@ -16,8 +16,7 @@ from gkd.actor.megatron.hf_mapping import expected_hf_tensors, held_entries, loa
 from gkd.actor.megatron.layer_spec import local_name
 from gkd.actor.megatron.layout import ParallelLayout
 from gkd.actor.megatron.model_config import MegatronDims, read_megatron_dims
-from gkd.errors import ConfigError, ModelError
-from gkd.hf.model_dims import MEGATRON_ARCHITECTURES
+from gkd.errors import ModelError
 from tests.dist.megatron_reference import KINDS, MOE_KINDS, VOCAB, make_hf_folder
 from tests.refusals import refuses
 
@@ -58,8 +57,8 @@ def _load(folder: Path, dims: MegatronDims, layout: ParallelLayout) -> dict[str,
 
 @pytest.mark.parametrize(
     ("kind", "tp", "pp", "ep"),
-    [(kind, tp, pp, 1) for kind in ALL_KINDS for tp, pp in [(1, 1), (2, 1), (1, 2), (2, 2)]]
-    + [(kind, tp, pp, ep) for kind in MOE_KINDS for tp, pp, ep in [(1, 1, 2), (1, 1, 6), (1, 2, 2), (2, 1, 3)]],
+    [(kind, tp, pp, 1) for kind in ALL_KINDS for tp, pp in [(1, 1), (2, 2)]]
+    + [(kind, tp, pp, ep) for kind in MOE_KINDS for tp, pp, ep in [(1, 1, 6), (1, 2, 2), (2, 1, 3)]],
 )
 def test_fill_then_join_is_bit_exact(folders: Path, kind: str, tp: int, pp: int, ep: int) -> None:
     """Fails if a rule and its inverse disagree, or a tensor is exported twice or not at all."""
@@ -90,14 +89,6 @@ def test_padded_rows_are_zero(folders: Path) -> None:
         assert not last[name][-1].any() and last[name][-2].any()
 
 
-@pytest.mark.parametrize("kind", ALL_KINDS)
-def test_expected_tensors_are_those_of_transformers(folders: Path, kind: str) -> None:
-    """Fails if the table lacks a tensor, has an extra one, or has a wrong shape."""
-    original = load_file(folders / kind / "model.safetensors")
-    expected = expected_hf_tensors(read_megatron_dims(folders / kind))
-    assert expected == {name: tuple(tensor.shape) for name, tensor in original.items()}
-
-
 def _broken(folders: Path, tmp_path: Path, change: Any, kind: str = "qwen2_tied") -> Path:
     """Return a copy of a folder after `change(tensors)`."""
     tensors = load_file(folders / kind / "model.safetensors")
@@ -113,66 +104,43 @@ def _drop(tensors: dict[str, torch.Tensor]) -> None:
     del tensors["model.layers.1.mlp.up_proj.weight"]
 
 
-def _add(tensors: dict[str, torch.Tensor]) -> None:
-    tensors["model.layers.2.mlp.up_proj.weight"] = torch.zeros(1)
-
-
-def _cut(tensors: dict[str, torch.Tensor]) -> None:
-    tensors["model.norm.weight"] = tensors["model.norm.weight"][:-1].clone()
-
-
 def _quantize(tensors: dict[str, torch.Tensor]) -> None:
     tensors["model.norm.weight"] = tensors["model.norm.weight"].to(torch.int8)
 
 
+def _change_experts(tensors: dict[str, torch.Tensor]) -> None:
+    name = "model.layers.1.mlp.experts.3.down_proj.weight"
+    tensors[name] = tensors[name].T.contiguous()
+    tensors[name.replace("3", "6")] = torch.zeros(1)
+
+
 @pytest.mark.parametrize(
-    ("change", "message"),
+    ("kind", "change", "message"),
     [
-        (_quantize, r"model\.norm\.weight.* I8"),
-        (_drop, r"model\.layers\.1\.mlp\.up_proj"),
-        (_add, r"model\.layers\.2\.mlp"),
-        (_cut, r"model\.norm\.weight.* \[31\]"),
+        ("qwen2_tied", _quantize, r"model\.norm\.weight.* I8"),
+        ("qwen2_tied", _drop, r"model\.layers\.1\.mlp\.up_proj"),
+        ("qwen3_moe_mixed", _change_experts, r"experts\.[36]\.down"),
     ],
 )
-def test_wrong_tensors_are_named(folders: Path, tmp_path: Path, change: Any, message: str) -> None:
+def test_wrong_tensors_are_named(folders: Path, tmp_path: Path, kind: str, change: Any, message: str) -> None:
     """Fails if a folder with missing, unexpected, misshaped or quantized tensors loads, or the error names none."""
-    folder = _broken(folders, tmp_path, change)
+    folder = _broken(folders, tmp_path, change, kind)
     dims = read_megatron_dims(folder)
-    for layout in _layouts(1, 2):  # every stage raises the error, also the one that does not hold the tensor
+    layouts = _layouts(1, 1, 2) if "moe" in kind else _layouts(1, 2)
+    for layout in layouts:  # every rank raises the error, also the one that does not hold the tensor
         with pytest.raises(ModelError, match=message):
             _load(folder, dims, layout)
 
 
-_EXPERT = "model.layers.1.mlp.experts.3.down_proj.weight"
-
-
-def _drop_expert(tensors: dict[str, torch.Tensor]) -> None:
-    del tensors[_EXPERT]
-
-
-def _add_expert(tensors: dict[str, torch.Tensor]) -> None:
-    tensors[_EXPERT.replace("3", "6")] = torch.zeros(1)
-
-
-def _turn_expert(tensors: dict[str, torch.Tensor]) -> None:
-    tensors[_EXPERT] = tensors[_EXPERT].T.contiguous()
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (_drop_expert, r"model\.layers\.1\.mlp\.experts\.3\.down"),
-        (_add_expert, r"experts\.6\.down"),
-        (_turn_expert, r"experts\.3\.down_proj\.weight.* \[24, 32\]"),
-    ],
-)
-def test_wrong_experts_are_named(folders: Path, tmp_path: Path, change: Any, message: str) -> None:
-    """Fails if a missing or extra expert in the files is not found, or only by the rank that holds it."""
-    folder = _broken(folders, tmp_path, change, "qwen3_moe_mixed")
-    dims = read_megatron_dims(folder)
-    for layout in _layouts(1, 1, 2):
-        with pytest.raises(ModelError, match=message):
-            _load(folder, dims, layout)
+def test_absent_and_truncated_files(folders: Path, tmp_path: Path) -> None:
+    """Fails if a truncated file or an empty folder gives anything but a ModelError that names the file."""
+    folder = _broken(folders, tmp_path, lambda tensors: None)
+    weights = folder / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-100])
+    with pytest.raises(ModelError, match=r"model\.safetensors"):
+        _load(folder, read_megatron_dims(folder), _layouts(1, 1)[0])
+    with pytest.raises(ModelError, match=r"config\.json"):
+        read_megatron_dims(tmp_path / "nowhere")
 
 
 def test_redundant_tensors_are_ignored(folders: Path, tmp_path: Path) -> None:
@@ -185,55 +153,12 @@ def test_redundant_tensors_are_ignored(folders: Path, tmp_path: Path) -> None:
     assert _load(folder, read_megatron_dims(folder), _layouts(1, 1)[0])
 
 
-def test_corrupt_and_absent_files(folders: Path, tmp_path: Path) -> None:
-    """Fails if a truncated file, a wrong index or an empty folder gives anything but a ModelError naming the file."""
-    dims = read_megatron_dims(folders / "qwen2_tied")
-    layout = _layouts(1, 1)[0]
-    folder = _broken(folders, tmp_path, lambda tensors: None)
-    weights = folder / "model.safetensors"
-    weights.write_bytes(weights.read_bytes()[:-100])
-    with pytest.raises(ModelError, match=r"model\.safetensors"):
-        _load(folder, dims, layout)
-    index = folder / "model.safetensors.index.json"
-    index.write_text(json.dumps({"weight_map": {"model.norm.weight": "model-00001-of-00002.safetensors"}}))
-    with pytest.raises(ModelError, match="model-00001-of-00002"):
-        _load(folder, dims, layout)
-    index.write_text("[]")
-    with pytest.raises(ModelError, match=r"index\.json"):
-        _load(folder, dims, layout)
-    index.unlink()
-    weights.unlink()
-    with pytest.raises(ModelError, match=r"model\.safetensors\.index\.json"):
-        _load(folder, dims, layout)
-    with pytest.raises(ModelError, match=r"config\.json"):
-        read_megatron_dims(tmp_path / "nowhere")
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"model_type": "gpt2"}, f"gpt2.*{', '.join(MEGATRON_ARCHITECTURES)}.*actor.strategy=fsdp2"),
-        ({"hidden_act": "gelu"}, "hidden_act = 'gelu'"),
-        ({"use_sliding_window": True}, "use_sliding_window"),
-        ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0}}, "yarn"),
-    ],
-)
-def test_unsupported_models_are_refused(folders: Path, tmp_path: Path, change: dict[str, Any], message: str) -> None:
-    """Fails if a model that Megatron would compute differently is trained silently."""
-    config = json.loads((folders / "qwen2_tied" / "config.json").read_text()) | change
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(ModelError, match=message):
-        read_megatron_dims(tmp_path)
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [
         ({"output_router_logits": True}, "output_router_logits = True"),
-        ({"num_experts_per_tok": 7}, "num_experts_per_tok = 7 .* = 6"),
         ({"num_experts_per_tok": 1}, "norm_topk_prob = True with num_experts_per_tok = 1"),
         ({"decoder_sparse_step": 0}, "decoder_sparse_step = 0"),
-        ({"use_sliding_window": True}, "use_sliding_window"),
     ],
 )
 def test_unsupported_experts_are_refused(folders: Path, tmp_path: Path, change: dict[str, Any], message: str) -> None:
@@ -269,34 +194,7 @@ def test_which_layers_have_experts(
     assert [hasattr(layer.mlp, "experts") for layer in model.model.layers] == [dims.is_moe_layer(i) for i in range(4)]
 
 
-def test_sliding_window(folders: Path, tmp_path: Path) -> None:
-    """Fails if a Mistral with a sliding window trains on longer sequences, or is refused for shorter ones."""
-    read_megatron_dims(folders / "mistral").check_sequence_length(10**6)
-    config = json.loads((folders / "mistral" / "config.json").read_text()) | {"sliding_window": 16}
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    dims = read_megatron_dims(tmp_path)
-    dims.check_sequence_length(16)
-    with pytest.raises(ModelError):
-        dims.check_sequence_length(17)
-
-
-def test_expert_parallel_errors(folders: Path) -> None:
-    """Fails if experts are split unevenly, or the error does not name the key."""
-    moe, dense = (read_megatron_dims(folders / kind) for kind in ("qwen3_moe", "qwen3"))
-    with refuses("actor.ep", 3):
-        ParallelLayout(tp=1, pp=2, world_size=8, rank=0, ep=3)
-    with refuses("actor.ep", 8):
-        ParallelLayout(tp=1, pp=1, world_size=8, rank=0, ep=8).check_model(moe)
-    with refuses("actor.ep", 2):
-        ParallelLayout(tp=1, pp=1, world_size=2, rank=0, ep=2).check_model(dense)
-    with pytest.raises(ConfigError, match=r"^actor\.(tp|sequence_parallel) = "):
-        ParallelLayout(tp=2, pp=1, world_size=2, rank=0).check_model(moe)
-    ParallelLayout(tp=2, pp=1, world_size=2, rank=0).check_model(moe, sequence_parallel=True)
-
-
-@pytest.mark.parametrize(
-    ("tp", "pp", "ep", "dp"), [(1, 2, 2, 4), (2, 1, 3, 3), (2, 2, 2, 4), (4, 1, 2, 2), (2, 1, 4, 2)]
-)
+@pytest.mark.parametrize(("tp", "pp", "ep", "dp"), [(1, 2, 2, 4), (2, 1, 3, 3), (4, 1, 2, 2)])
 def test_exporting_ranks(tp: int, pp: int, ep: int, dp: int) -> None:
     """Fails if an expert is on no exporting rank, or only part of a TP or EP group exports, which would hang."""
     layouts = [ParallelLayout(tp=tp, pp=pp, world_size=tp * pp * dp, rank=r, ep=ep) for r in range(tp * pp * dp)]
@@ -320,16 +218,12 @@ def test_rope_theta_of_old_and_new_configs(folders: Path, tmp_path: Path) -> Non
 
 
 def test_layout_coordinates_and_errors(folders: Path) -> None:
-    """Fails if two ranks have the same coordinates, or the error of an invalid split lacks key and value."""
+    """Fails if two ranks have the same coordinates, or a split that the model cannot have is accepted."""
     layouts = [ParallelLayout(tp=2, pp=3, world_size=12, rank=rank) for rank in range(12)]
     assert layouts[0].dp == 2
     places = {(layout.tp_rank, layout.dp_rank, layout.pp_rank) for layout in layouts}
     assert len(places) == 12
     dims = read_megatron_dims(folders / "qwen3")
-    with refuses("actor.tp", 4):
-        ParallelLayout(tp=4, pp=1, world_size=4, rank=0).check_model(dims)
-    with refuses("actor.pp", 4):
-        ParallelLayout(tp=1, pp=4, world_size=4, rank=0).check_model(dims)
     with refuses("actor.vpp", 2):
         ParallelLayout(tp=1, pp=2, world_size=4, rank=0, vpp=2).check_model(dims)
 

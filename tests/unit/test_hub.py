@@ -167,13 +167,12 @@ def test_an_interrupted_download_stops_at_once_and_goes_on_later(hub: Hub) -> No
 
 
 def test_a_folder_wins_over_a_name(hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fails if a download replaces the folder that the user has, or a mistyped path is looked up; or without a word."""
+    """Fails if a download replaces the folder that the user has, or a mistyped path is looked up."""
     monkeypatch.chdir(tmp_path)
     hub.push("org/tiny", model_files())
     (tmp_path / "org/tiny").mkdir(parents=True)
-    done = main(hub, tmp_path, "model.path=org/tiny", "data.train_files=[none.jsonl]", *local_run(tmp_path))
-    assert done.returncode == 2 and "org/tiny is the local folder" in done.stderr
-    (line,) = refusals(hub, "org/typo")
+    folder, line = answers(hub, "org/tiny", "org/typo")
+    assert folder == "org/tiny"
     assert "the folder org has no typo" in line and "org/typo@main" in line
     assert not hub.requests
     assert fetched(hub, "org/tiny@main").is_relative_to(hub.cache)
@@ -188,19 +187,21 @@ def test_prompts_come_from_the_hub(hub: Hub, tmp_path: Path) -> None:
     words = ("--show-prompts", "1", "model.path=org/tiny", f"data.train_files=['hf://datasets/org/sums{revision}']")
     assert "ids: 3 4" in main(hub, tmp_path, *words).stdout
     file = "hf://datasets/org/sums/main/train.jsonl"
-    converted, default = answers(hub, "hf://datasets/org/sums@refs/convert/parquet/main/train.jsonl", file)
-    assert "w3 w4" in Path(converted).read_text()
-    for each in (Path(default), fetched(hub, file, HF_HUB_OFFLINE="1")):
-        assert each.read_text() == '{"prompt": "w1 w2"}\n'
-    assert not any(BIG in request for request in hub.requests)
     problems = {
         "/main/none.jsonl": "has no file main/none.jsonl",
         "@v9/main/train.jsonl": "no revision v9",
         "/main/*.jsonl": "Wildcards are not supported",
         "": "hf://datasets/ORG/NAME[@REVISION]/FILE",
     }
-    told = refusals(hub, *(f"hf://datasets/org/sums{file}" for file in problems))
+    wrong = [f"hf://datasets/org/sums{file}" for file in problems]
+    converted, default, *told = answers(
+        hub, "hf://datasets/org/sums@refs/convert/parquet/main/train.jsonl", file, *wrong
+    )
     assert all(problem in line for problem, line in zip(problems.values(), told, strict=True))
+    assert "w3 w4" in Path(converted).read_text()
+    for each in (Path(default), fetched(hub, file, HF_HUB_OFFLINE="1")):
+        assert each.read_text() == '{"prompt": "w1 w2"}\n'
+    assert not any(BIG in request for request in hub.requests)
 
 
 def test_a_run_does_not_resume_with_another_commit(hub: Hub, tmp_path: Path) -> None:
@@ -214,12 +215,13 @@ def test_a_run_does_not_resume_with_another_commit(hub: Hub, tmp_path: Path) -> 
     (tmp_path / "run/config.yaml").write_text(config_yaml(with_values(load_config(None, words), pinned)))
     (tmp_path / "run/teacher.json").write_text("{}")
     (tmp_path / "run/metrics.jsonl").write_text("{}\n")
-    done = main(hub, tmp_path, *words)
-    assert "was started with" not in done.stderr, "the same commits"
+    (tmp_path / "torch.py").write_text("raise RuntimeError('torch is imported')")
+    path = f"{tmp_path}:{Path(__file__).parents[2]}"
+    done = main(hub, tmp_path, *words, PYTHONPATH=path)
+    assert "torch is imported" in done.stderr and "was started with" not in done.stderr, "the same commits"
     moved = hub.push("org/tiny", model_files(20))
     hub.push("datasets/org/sums", {"train.jsonl": b'{"prompt": "w3 w4"}\n'})
-    (tmp_path / "torch.py").write_text("raise RuntimeError('torch is imported')")
-    done = main(hub, tmp_path, *words, PYTHONPATH=f"{tmp_path}:{Path(__file__).parents[2]}")
+    done = main(hub, tmp_path, *words, PYTHONPATH=path)
     assert done.returncode == 2, done.stderr
     assert f"model.path = 'org/tiny@{moved}'" in done.stderr and f"was started with 'org/tiny@{first}'" in done.stderr
     assert f"was started with ['hf://datasets/org/sums@{rows}/train.jsonl']" in done.stderr

@@ -32,8 +32,6 @@ def n_bytes(value: object) -> int:
     [
         ROLLOUT,
         TeacherScores(sampled_logprobs=TABLE[:, 0]),
-        TeacherScores(hidden=TABLE),
-        TeacherScores(logits=TABLE),
         TeacherScores(TeacherTopK(TABLE.astype(np.int32), TABLE, TABLE[:, 0])),
     ],
 )

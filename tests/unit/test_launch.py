@@ -5,10 +5,8 @@ from __future__ import annotations
 import importlib.util
 import json
 import re
-import subprocess
 import sys
 from collections.abc import Callable
-from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
@@ -98,11 +96,9 @@ exit {code}"""
 @pytest.mark.parametrize(
     ("n", "driver", "code", "amd", "kind"),
     [
-        (0, "", 0, False, "cpu"),
         (0, "", 9, False, "cpu"),  # no driver behind the program
         (0, "", 0, True, "cpu"),
         (1, "580.65.06", 0, False, "gpu"),
-        (2, "595.10", 0, False, "gpu"),
         (1, "550.90.07", 0, False, "gpu"),
     ],
 )
@@ -170,15 +166,9 @@ ADAPTERS = ("actor.lora.rank=8", "weight_sync.lora=adapters")
         (["trainer.device=cuda"], 0, "trainer.device"),
         (["trainer.device=auto", "weight_sync.transport=nccl"], 0, "weight_sync.transport"),
         ([*ADAPTERS, "trainer.device=auto", "model.dtype=float32"], 4, "weight_sync.lora"),
-        ([*ADAPTERS, "trainer.device=cuda", "model.dtype=float32", "cluster.ray_address=h:1"], 0, "weight_sync.lora"),
-        ([*ADAPTERS, "trainer.device=auto", "model.dtype=bfloat16"], 4, "cuda"),
-        ([*ADAPTERS, "trainer.device=auto", "model.dtype=float32"], 0, "cpu"),
         (["trainer.device=auto", "cluster.ray_address=h:1"], 0, "trainer.device"),
         (["trainer.device=cuda", "cluster.ray_address=h:1"], 0, "cuda"),
-        (["trainer.device=cuda", "cluster.ray_address=h:1", "cluster.gpus=[6,7]"], 0, "cuda"),
-        (["trainer.device=auto", "cluster.gpus=[2,3]"], 4, "cuda"),
         (["trainer.device=auto", "cluster.gpus=[3,4]"], 4, "cluster.gpus"),
-        (["trainer.device=cpu", "cluster.gpus=[6,7]"], 0, "cpu"),
     ],
 )
 def test_the_device_is_resolved_or_refused(
@@ -200,10 +190,7 @@ def test_the_device_is_resolved_or_refused(
         ("2,3,5", 3, None),
         ("2,3,5", 0, None),  # logical
         ("2,3", 2, "CUDA_VISIBLE_DEVICES=2,3 shows no 5"),
-        ("3,-1,5", 1, "shows no 5"),
         ("GPU-aa,GPU-bb", 2, "GPU-bb shows no 5, 3"),
-        ("", 0, None),
-        ("-1", 0, None),
     ],
 )
 def test_the_gpus_are_among_the_visible_ones(
@@ -219,36 +206,3 @@ def test_the_gpus_are_among_the_visible_ones(
     with pytest.raises(ConfigError, match=re.escape(problem)) as caught:
         resolve_device(config)
     assert caught.value.key == "cluster.gpus" and "unset CUDA_VISIBLE_DEVICES" in caught.value.fix
-
-
-def test_every_folder_of_tests_is_collected(pytestconfig: pytest.Config) -> None:
-    """Fails if pytest skips a folder silently, as it does by default for one named dist."""
-    patterns = pytestconfig.getini("norecursedirs")
-    folders = {file.parent for file in (ROOT / "tests").rglob("test_*.py")}
-    assert len(folders) > 4
-    skipped = [folder.name for folder in folders if any(fnmatch(folder.name, pattern) for pattern in patterns)]
-    assert not skipped, skipped
-
-
-LINES_OF_RANKS = """
-import sys
-from pathlib import Path
-from gkd.cluster.gpu_table import RankPlacement
-from gkd.main_gkd import main
-from gkd.memory.usage import MemoryUsage
-assert "ray" not in sys.modules and main(["--config", sys.argv[1]]) == 2
-from ray._private.ray_logging import stderr_deduplicator
-for rank in range(4):
-    place = RankPlacement(pool="actor", rank=rank, host="a", pid=rank, cuda_visible_devices=str(rank))
-    lines = [place.line(), f"here: rank {rank}, {MemoryUsage('cuda:0', rank << 30).line()}", f"joined {rank}"]
-    batch = {"ip": "1", "pid": rank, "lines": lines}
-    print(sum(len(part["lines"]) for part in stderr_deduplicator.deduplicate(batch)))
-"""
-
-
-def test_the_driver_shows_the_gpus_and_the_memory_of_every_rank(tmp_path: Path) -> None:
-    """Fails if Ray drops the lines of all ranks but one, which differ in numbers alone."""
-    (tmp_path / "invalid.yaml").write_text("data: {train_files: []}\n")
-    command = [sys.executable, "-c", LINES_OF_RANKS, str(tmp_path / "invalid.yaml")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
-    assert done.stdout.split() == ["3", "2", "2", "2"], done.stderr[-2000:]

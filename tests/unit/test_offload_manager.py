@@ -1,16 +1,20 @@
-"""`state_offload_manager` and its metrics; the warning of a leak."""
+"""Where states are between calls: `state_offload_manager`, its metrics, and turns of the pools on shared GPUs."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 
 from gkd.actor.offload import OffloadController
+from gkd.config.load import load_config
 from gkd.memory.offload_manager import GIB, state_offload_manager
+from gkd.metrics.run_metrics import StepMetrics
+from gkd.pipeline.colocation import GpuSharing
+from gkd.roles import Roles
 from tests.dist.helpers import group_of_one
 
 
@@ -37,7 +41,7 @@ class Recorder:
 
 def test_it_reloads_runs_and_offloads_and_measures() -> None:
     """Fails if a block runs without its states, they stay on the device after it, or a metric is missing."""
-    strategy, metrics = Recorder(), {"loss/total": 1.0}
+    strategy, metrics = Recorder(), {"loss/total": 1.0, "time/train/onload": 100.0}
     with state_offload_manager(strategy, metrics, "train", include=["params"]):
         assert strategy.calls == [["params"]]
         strategy.bytes += GIB
@@ -49,7 +53,8 @@ def test_it_reloads_runs_and_offloads_and_measures() -> None:
         "memory/train/before_offload": 4.0,
         "memory/train/after_offload": 0.0,
     }
-    assert {"time/train/onload", "time/train/execute", "time/train/offload"} <= metrics.keys()
+    assert {"time/train/execute", "time/train/offload"} <= metrics.keys()
+    assert metrics["time/train/onload"] >= 100.0, "the seconds of two calls in a step add up"
 
 
 def test_kinds_that_the_next_call_needs_stay_except_after_an_error() -> None:
@@ -60,14 +65,6 @@ def test_kinds_that_the_next_call_needs_stay_except_after_an_error() -> None:
     with pytest.raises(ArithmeticError), state_offload_manager(strategy, {}, "train", offload=["grads", "optimizer"]):
         raise ArithmeticError
     assert strategy.offloaded == [["grads", "optimizer"], None]
-
-
-def test_seconds_under_one_infix_add_up() -> None:
-    """Fails if the time of the first of two calls in a step is lost."""
-    strategy, metrics = Recorder(), {"time/sync/onload": 100.0}
-    with state_offload_manager(strategy, metrics, "sync"):
-        pass
-    assert metrics["time/sync/onload"] >= 100.0
 
 
 @pytest.mark.parametrize(("is_offload_states", "after"), [(True, ["offload"]), (False, [])])
@@ -144,3 +141,85 @@ def test_resident_models_are_not_a_leak(gkd_log: pytest.LogCaptureFixture) -> No
         controller._warn_of_leak()
     leaks = [record.args[0] for record in gkd_log.records if isinstance(record.args, tuple)]
     assert leaks == [0.5, 1.0], "states on the device are not a leak"
+
+
+class Recorded:
+    """A role that records its calls."""
+
+    def __init__(self, name: str, calls: list[str]) -> None:
+        self._name, self._calls = name, calls
+
+    def offload_states(self, include: Sequence[str] | None = None, level: int = 1) -> None:
+        self._calls.append(f"offload {self._name} {level}")
+
+    def reload_states(self, include: Sequence[str] | None = None, *, blocking: bool = True) -> Recorded:
+        self._calls.append(f"reload {self._name}{'' if blocking else ' early'}")
+        return self
+
+    def wait(self) -> None:
+        self._calls.append("wait")
+
+
+def sharing(calls: list[str], *settings: str, shared: bool = True) -> GpuSharing:
+    actor, engines = cast(Any, Recorded("actor", calls)), cast(Any, Recorded("engines", calls))
+    config = load_config(None, [f"trainer.colocate={shared}", *settings])
+    return GpuSharing(config, Roles(actor=actor, rollout=engines, scoring=actor, weight_sync=actor))
+
+
+def test_the_actor_reloads_while_the_teacher_scores() -> None:
+    """Fails if a training step waits for a reload that could have overlapped, or the reload's error is lost."""
+    calls: list[str] = []
+    gpus = sharing(calls)
+    with gpus.for_training(new_weights_follow=True):
+        calls.append("score")
+    assert calls == ["offload engines 2", "reload actor early", "score", "wait"]
+    calls.clear()
+    with gpus.for_training():
+        calls.append("evaluate")  # needs the weights alone
+    assert calls == ["offload engines 1", "evaluate"]
+
+
+@pytest.mark.parametrize("setting", ["distill.reference_kl_weight=0.1", "teacher.backend=local"])
+def test_no_early_reload_if_another_model_shares_the_gpus(setting: str) -> None:
+    """Fails if the student's states are on a GPU on which a local teacher or a reference needs their memory."""
+    calls: list[str] = []
+    with sharing(calls, setting).for_training(new_weights_follow=True):
+        pass
+    assert "reload actor early" not in calls
+
+
+def test_one_side_offloads_before_the_other_reloads() -> None:
+    """Fails if both models are on a GPU that holds one, or weights are copied although new ones follow."""
+    calls: list[str] = []
+    gpus, m = sharing(calls, "teacher.backend=local"), StepMetrics(1)
+    with gpus.for_rollout(m), m.stage("rollout"):
+        assert calls == ["offload actor 1", "reload engines"]
+        calls.clear()
+    with gpus.for_training():
+        assert calls == ["offload engines 1"]
+        calls.clear()
+    with gpus.for_training(new_weights_follow=True):
+        assert calls == ["offload engines 2"]
+    assert {"time/switch_s", "time/rollout_s"} <= m.times().keys()
+
+
+@pytest.mark.parametrize(("shared", "needed"), [(False, True), (True, False)])
+def test_no_offload_without_shared_gpus_or_generation(shared: bool, needed: bool) -> None:
+    """Fails if disjoint pools, or a replay that generates nothing, pay for switches."""
+    calls: list[str] = []
+    m = StepMetrics(1)
+    with sharing(calls, shared=shared).for_rollout(m, needed=needed):
+        pass
+    if not shared:
+        with sharing(calls, shared=shared).for_training(m, new_weights_follow=True):
+            pass
+    assert calls == [] and "time/switch_s" not in m.times()
+
+
+@pytest.mark.parametrize(("content", "level"), [("merged", 2), ("adapters", 1)])
+def test_engines_keep_weights_that_are_not_sent_again(content: str, level: int) -> None:
+    """Fails if engines discard the base weights although only adapters follow, or copy weights that are replaced."""
+    calls: list[str] = []
+    with sharing(calls, "actor.lora.rank=4", f"weight_sync.lora={content}").for_training(new_weights_follow=True):
+        pass
+    assert calls[0] == f"offload engines {level}"

@@ -14,7 +14,8 @@ import pytest
 
 from gkd.config.schema import Route
 from gkd.config.schema_teacher import TeacherConfig
-from gkd.errors import ConfigError, TeacherUnavailable
+from gkd.errors import TeacherUnavailable
+from gkd.main_gkd import main
 from gkd.preflight.teacher import check_reachable
 from gkd.run.folder import LOCK
 from gkd.run.open import check_run_folder
@@ -60,16 +61,6 @@ def test_a_wrong_setting_is_refused_before_heavy_imports(tmp_path: Path) -> None
     lines = text.splitlines()
     assert len(lines) == 2 and all(line.startswith("config error: ") for line in lines)
     assert "distill.loss = 'rkl'" in text and "forward_kl" in text and "rollout.n = 0" in text
-    assert "actor.tp" in refused(tmp_path, "actor.tpp=2")
-    assert "teacher.path" in refused(tmp_path, "teacher.backend=local")
-
-
-def test_a_used_run_folder_is_refused_before_heavy_imports(tmp_path: Path) -> None:
-    """Fails if all prompts are tokenized before a run folder is refused."""
-    (tmp_path / "run").mkdir()
-    (tmp_path / "run" / "notes.txt").write_text("")
-    with refusing_port() as port:
-        assert "trainer.run_dir" in refused(tmp_path, f"teacher.server_port={port}")
 
 
 def test_a_missing_teacher_is_refused_before_heavy_imports(tmp_path: Path) -> None:
@@ -80,11 +71,11 @@ def test_a_missing_teacher_is_refused_before_heavy_imports(tmp_path: Path) -> No
     assert not (tmp_path / "run").exists()
 
 
-def test_settings_like_flags_get_a_hint(tmp_path: Path) -> None:
+def test_settings_like_flags_get_a_hint(own_handlers: None, capsys: pytest.CaptureFixture[str]) -> None:
     """Fails if `--trainer.total_steps=3` is only an unrecognized argument."""
-    command = [sys.executable, "-m", "gkd.main_gkd", "--config", "x.yaml", "--trainer.total_steps=3"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
-    assert done.returncode == 2 and done.stderr.rstrip().endswith("as trainer.total_steps=3")
+    with pytest.raises(SystemExit):
+        main(["--config", "x.yaml", "--trainer.total_steps=3"])
+    assert capsys.readouterr().err.rstrip().endswith("as trainer.total_steps=3")
 
 
 def test_a_refused_connection_is_an_answer() -> None:
@@ -116,7 +107,7 @@ def test_a_connection_that_times_out_is_not_a_refusal() -> None:
                 connection.close()
 
 
-@pytest.mark.parametrize("host", ["no.such.host.invalid", "a b", "x" * 70, "::1"])
+@pytest.mark.parametrize("host", ["no.such.host.invalid", "x" * 70, "::1"])
 def test_an_unknown_host_is_named(host: str) -> None:
     """Fails if a typo in the host name is reported as a server that is down."""
     with refuses("teacher.server_ip", host):
@@ -128,9 +119,8 @@ def test_the_early_check_of_a_run_folder(tmp_path: Path) -> None:
     new = run_config(tmp_path / "new")
     assert check_run_folder(new) is None and not (tmp_path / "new").exists()
     folder = open_folder(run_config(tmp_path / "run"))
-    with pytest.raises(ConfigError) as caught:  # held by this process
+    with refuses("trainer.run_dir"):
         check_run_folder(run_config(tmp_path / "run", "trainer.resume=auto"))
-    assert caught.value.key == "trainer.run_dir"
     folder.metrics_file.write_text("{}\n")
     del folder
     assert (tmp_path / "run" / LOCK).exists()

@@ -97,31 +97,13 @@ def test_a_file_is_read_bit_exact(tmp_path: Path, kind: str | None) -> None:
     assert same(again[1], scored)
 
 
-def test_a_file_without_routes_is_read(tmp_path: Path) -> None:
-    """Fails if a run cannot resume from rollouts of a version that had one teacher only."""
-    rollouts = [rollout(3 * i) for i in range(3)]
-    file = written(tmp_path / "x.npz", rollouts, None)
-    with np.load(file) as opened:
-        tables = dict(opened)
-    tables["sequences"] = tables["sequences"][:, :6]
-    np.savez(file, **tables)
-    assert same(read_sequences(file)[0], rollouts)
-
-
 def test_a_damaged_file_is_named(tmp_path: Path) -> None:
     """Fails if a truncated or foreign file is accepted or raises an untyped error."""
     file = written(tmp_path / "x.npz", [rollout(0)], None)
     data = file.read_bytes()
     single_array = io.BytesIO()
     np.save(single_array, np.arange(9))
-    for bad in (
-        b"",
-        data[:-30],
-        data[: len(data) // 2],
-        b"PK\x03\x04" + data[40:],
-        b"x" * 100,
-        single_array.getvalue(),
-    ):
+    for bad in (b"", data[:-30], b"PK\x03\x04" + data[40:], single_array.getvalue()):
         file.write_bytes(bad)
         with pytest.raises(CheckpointError, match=r"x\.npz"):
             read_sequences(file)
@@ -152,8 +134,7 @@ def chunks_of(items: Iterator[Any]) -> list[tuple[list[Rollout], list[TeacherSco
     return [(flat[i], flat[i + 1], decode_sizes(flat[i + 2], None)[1], flat[i + 3]) for i in range(0, len(flat), 4)]
 
 
-@pytest.mark.parametrize("dp_size", [1, 2, 3])
-@pytest.mark.parametrize("chunk_size", [1, 3, 16])
+@pytest.mark.parametrize(("dp_size", "chunk_size"), [(1, 16), (2, 3), (3, 1)])
 def test_an_endpoint_restores_the_sequences_of_its_group(tmp_path: Path, dp_size: int, chunk_size: int) -> None:
     """Fails if a resume with another number of groups loses or duplicates sequences."""
     written: dict[int, tuple[Rollout, TeacherScores | None]] = {}
@@ -193,12 +174,8 @@ def test_unscored_rollouts_are_restored_without_scores(tmp_path: Path) -> None:
 
 
 def test_files_that_cannot_be_written_or_read_are_typed_errors(tmp_path: Path) -> None:
-    """Fails if a full disk or a missing or truncated file raises an error without its name."""
+    """Fails if a full disk or a missing file raises an error without its name."""
     with pytest.raises(CheckpointError):
         endpoint().record(str(tmp_path / "nowhere" / "x.npz"), [None], [rollout(0)])
     with pytest.raises(CheckpointError):
         list(endpoint().restore([str(tmp_path / "gone.npz")], 0, 1, 16))
-    half = written(tmp_path / "half.npz", [rollout(0)], None)
-    half.write_bytes(half.read_bytes()[:200])
-    with pytest.raises(CheckpointError):
-        list(endpoint().restore([str(half)], 0, 1, 16))

@@ -99,6 +99,12 @@ def prompts(n: int) -> list[Prompt]:
     return [Prompt(i, np.array([i], np.int32), "42") for i in range(n)]
 
 
+def chunks_of(rows: list[Prompt], indices: Sequence[int], **changed: int) -> list[tuple[list[Rollout], RolloutChunk]]:
+    """Return the chunks of dataset responses that end with token 3, of one group unless it is changed."""
+    options = {"n": 1, "dp_size": 1, "chunk_size": 16, "policy_version": 0} | changed
+    return list(dataset_chunks(rows, indices, **options, eos_ids=frozenset({3})))
+
+
 def test_a_response_is_correct_only_if_it_is_complete_and_marked() -> None:
     """Fails if the accuracy counts truncated or unmarked responses, or uses another prompt's reference answer, or a
     sample lacks its prompt's text.
@@ -126,11 +132,7 @@ def test_dataset_responses_belong_to_the_group_of_their_prompt(dp_size: int, chu
     """Fails if a dataset response goes to another group than a rollout would, or is marked as on-policy."""
     prompt_indices = [0, 1, 4, 5, 6, 9]
     rows = [Prompt(i, np.array([i], np.int32), "42", np.array([1] * i + [3], np.int32)) for i in range(6)]
-    chunks = list(
-        dataset_chunks(
-            rows, prompt_indices, n=3, dp_size=dp_size, chunk_size=chunk_size, policy_version=8, eos_ids={3, 9}
-        )
-    )
+    chunks = chunks_of(rows, prompt_indices, n=3, dp_size=dp_size, chunk_size=chunk_size, policy_version=8)
     seen: list[tuple[int, int]] = []
     for rollouts, chunk in chunks:
         assert 0 < len(rollouts) <= chunk_size
@@ -147,13 +149,11 @@ def test_dataset_responses_belong_to_the_group_of_their_prompt(dp_size: int, chu
     assert sorted(seen) == [(i, index * 3) for i, index in enumerate(prompt_indices)]
 
 
-@pytest.mark.parametrize("n", [1, 2, 16])
-def test_encoded_chunk_sizes_are_small_and_complete(n: int) -> None:
+def test_encoded_chunk_sizes_are_small_and_complete() -> None:
     """Fails if a field is lost in the encoding, or a sequence takes more than 32 bytes."""
+    n = 16
     rows = [Prompt(i, np.arange(i + 1, dtype=np.int32), None, np.array([1] * (i + 2), np.int32)) for i in range(n)]
-    ((rollouts, chunk),) = dataset_chunks(
-        rows, range(n), n=2**20, dp_size=1, chunk_size=16, policy_version=2**30, eos_ids={3}
-    )
+    ((rollouts, chunk),) = chunks_of(rows, range(n), n=2**20, policy_version=2**30)
     data = encode_sizes(chunk)
     assert len(data) == 16 + 32 * n
     job, again = decode_sizes(encode_sizes(chunk, 7), "handle")
@@ -168,8 +168,7 @@ def test_encoded_chunk_sizes_are_small_and_complete(n: int) -> None:
             decode_sizes(bad, None)
 
 
-@pytest.mark.parametrize("length", [0, 3, 4, 5, 40, 300])
-@pytest.mark.parametrize("vocab", [1, 2, 6, 2**31 - 1])
+@pytest.mark.parametrize(("length", "vocab"), [(0, 1), (3, 1), (4, 2), (40, 6), (300, 2**31 - 1)])
 def test_distinct_4grams_are_those_of_a_set(length: int, vocab: int) -> None:
     """Fails if rollout/repeated_4gram_share counts other 4-grams than a set of tuples would, or large ids collide."""
     ids = np.random.default_rng(length).integers(0, vocab, length).astype(np.int32)
@@ -182,23 +181,17 @@ def test_the_4grams_of_a_chunk_are_counted_in_each_response() -> None:
     """Fails if a 4-gram counts as repeated because another response has it, or short responses count."""
     responses = ([1, 2, 3, 4, 5], [1, 2, 3, 4, 5], [7, 7, 7, 7, 7, 7], [1, 2, 3])
     rows = [Prompt(i, np.array([i], np.int32), None, np.array(r, np.int32)) for i, r in enumerate(responses)]
-    ((_, chunk),) = dataset_chunks(rows, range(4), n=1, dp_size=1, chunk_size=16, policy_version=0, eos_ids={3})
+    ((_, chunk),) = chunks_of(rows, range(4))
     assert chunk.sizes[5].tolist() == [0, 0, 2, 0]
 
 
 def test_a_dataset_response_without_an_end_token_counts_as_truncated() -> None:
     """Fails if the share of truncated responses misses dataset responses that exceed data.max_response_length."""
     truncated = Prompt(0, np.array([1], np.int32), None, np.array([1, 2], np.int32))
-    ((rollouts, chunk),) = dataset_chunks(
-        [truncated], [0], n=1, dp_size=1, chunk_size=16, policy_version=0, eos_ids=frozenset({3})
-    )
+    ((rollouts, chunk),) = chunks_of([truncated], [0])
     assert (rollouts[0].finish_reason, chunk.endings.tolist()) == ("length", [FINISH_REASONS.index("length")])
-
-
-def test_a_prompt_without_a_dataset_response_is_named() -> None:
-    """Fails if a prompt loaded without its response causes an unspecific error."""
-    with pytest.raises(DataError):
-        list(dataset_chunks(prompts(2)[1:], [0], n=1, dp_size=1, chunk_size=16, policy_version=0, eos_ids=()))
+    with pytest.raises(DataError):  # loaded without its response
+        chunks_of(prompts(1), [0])
 
 
 def test_encoded_prompts_hold_exactly_ids_and_tokens() -> None:
@@ -213,7 +206,7 @@ def test_encoded_prompts_hold_exactly_ids_and_tokens() -> None:
         assert (prompt.prompt_id, prompt.route) == (expected.prompt_id, expected.route)
         assert (prompt.answer, prompt.response_ids) == (None, None)
         assert prompt.token_ids.dtype == np.int32 and np.array_equal(prompt.token_ids, expected.token_ids)
-    for bad in (b"", data[:20], data[:-1], data[:-4], data + b"abcd", b"\0" * 4, data[1:]):
+    for bad in (b"", data[:20], data[:-4], data + b"abcd", data[1:]):
         with pytest.raises(DataError):
             decode_prompts(bad)
 
@@ -284,12 +277,12 @@ def out_of_memory(*_: Any, **__: Any) -> None:
     raise MemoryError("Unable to allocate 3.00 GiB for an array")
 
 
-@pytest.mark.parametrize("method", ["receive", "wake_up", "sleep", "generate"])
+@pytest.mark.parametrize("method", ["receive", "wake_up", "generate"])
 def test_out_of_memory_errors_of_the_engine_are_explained(tmp_path: Path, method: str) -> None:
     """Fails if an engine's out-of-memory error is not explained, or the advice names the actor's keys."""
     broken = type("Broken", (Engine,), {method: out_of_memory})([])
     made = worker_of(broken, load_config(None, ["trainer.device=cpu"]), tmp_path)
-    calls = {"receive": lambda: made.receive([], 1), "wake_up": made.reload_states, "sleep": made.offload_states}
+    calls = {"receive": lambda: made.receive([], 1), "wake_up": made.reload_states}
     with pytest.raises(OutOfMemory) as raised:
         calls.get(method, lambda: made.greedy(prompts(1), ";", n_samples=0))()
     assert "rollout.kv_cache_mib=0: try 128." in str(raised.value) and "actor." not in str(raised.value)

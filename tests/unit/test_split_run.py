@@ -14,7 +14,7 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
 from gkd.errors import CheckpointError, ClusterError, ConfigError, GkdError
-from gkd.metrics.bottleneck import LONGEST, MAX_NUM_SEQS, WITH_EVALUATION
+from gkd.metrics.bottleneck import LONGEST, WITH_EVALUATION
 from gkd.tools.split_tuner.rates import fit_line, fit_non_negative, fit_passes, read_run, read_steps
 from gkd.tools.split_tuner.splits import Rates, Sizes, estimate
 from tests.unit.split_run import PROMPT, settings, write_run
@@ -34,10 +34,6 @@ RATES = Rates(
 )
 
 
-def lines_of(folder: Path) -> list[dict[str, Any]]:
-    return read_steps(folder)
-
-
 def keep(folder: Path, lines: list[dict[str, Any]]) -> None:
     """Write all numbers to metrics.jsonl, as older versions did."""
     (folder / "metrics.jsonl").write_text("".join(json.dumps(step) + "\n" for step in lines))
@@ -55,14 +51,6 @@ def test_a_run_s_rates_come_out_of_its_metrics(tmp_path: Path, more: list[str]) 
     assert not any("differ too little" in note or "all passes had" in note for note in run.notes)
 
 
-def test_the_number_of_sequences_is_the_one_that_preflight_chose(tmp_path: Path) -> None:
-    """Fails if a run with rollout.max_num_seqs 0 is planned with another number than it had."""
-    folder = write_run(tmp_path, settings(tmp_path, "rollout.max_num_seqs=0"), RATES)
-    keep(folder, [line | {MAX_NUM_SEQS: 300.0} for line in lines_of(folder)])
-    run = read_run([folder])
-    assert run.workload.max_num_seqs == run.config.rollout.max_num_seqs == 300
-
-
 def test_the_run_s_own_step_is_predicted(tmp_path: Path) -> None:
     """Fails if the long tail, which all wait for, is lost between the metrics and the estimate."""
     run = read_run([write_run(tmp_path, settings(tmp_path), RATES, n_steps=40)])
@@ -75,7 +63,7 @@ def test_the_run_s_own_step_is_predicted(tmp_path: Path) -> None:
 def test_a_reference_s_pass_is_part_of_the_training(tmp_path: Path) -> None:
     """Fails if the time of a reference's pass, which all actor ranks share, does not shrink with more ranks."""
     folder = write_run(tmp_path, settings(tmp_path), RATES)
-    lines = lines_of(folder)
+    lines = read_steps(folder)
     for step in lines:
         step["time/reference_s"] = 0.5 * step["time/train_s"]
         step["time/step_s"] += step["time/reference_s"]
@@ -104,7 +92,7 @@ def test_what_equal_steps_cannot_show_is_assumed_and_said(tmp_path: Path) -> Non
 def test_a_step_of_a_stream_without_a_response_has_no_length(tmp_path: Path) -> None:
     """Fails if a step in which no response finished counts as one with responses of length 0, or ends the tool."""
     folder = write_run(tmp_path, settings(tmp_path, "trainer.scheduler=stream"), RATES)
-    lines = lines_of(folder)
+    lines = read_steps(folder)
     assert read_run([folder]).rates.hand_over_s == pytest.approx(RATES.hand_over_s)
     lines[-3][LONGEST] = 0.0
     keep(folder, lines)
@@ -121,7 +109,7 @@ def test_a_step_of_a_stream_without_a_response_has_no_length(tmp_path: Path) -> 
 def test_steps_after_an_evaluation_beside_a_stream_do_not_count(tmp_path: Path) -> None:
     """Fails if an evaluation's passes are fitted as those of a step."""
     folder = write_run(tmp_path, settings(tmp_path, "trainer.scheduler=stream"), RATES)
-    lines = lines_of(folder)
+    lines = read_steps(folder)
     lines[5] |= {WITH_EVALUATION: 1.0, "perf/pass_n": 9999.0, "perf/gap_s": 99.0}
     keep(folder, lines)
     run = read_run([folder])
@@ -134,7 +122,7 @@ def test_the_teacher_s_numbers_belong_to_an_earlier_step(tmp_path: Path) -> None
     folder = write_run(tmp_path, settings(tmp_path, "trainer.scheduler=two_step_off"), RATES)
     rates = read_run([folder]).rates
     assert rates.score_s == pytest.approx(RATES.score_s) and rates.score_token_s == pytest.approx(RATES.score_token_s)
-    lines = lines_of(folder)
+    lines = read_steps(folder)
     assert [name in lines[2] for name in ("perf/teacher_busy_1_s", "perf/teacher_sequences")] == [True, True]
     assert "perf/teacher_busy_1_s" not in lines[1], "the run promises staleness 2"
     for told in lines[2:4]:  # the teacher's numbers of steps 1 and 2
@@ -149,38 +137,18 @@ def test_only_what_a_run_did_since_its_last_start_counts(tmp_path: Path) -> None
     wide = settings(tmp_path, "trainer.n_gpus_per_node=6", "rollout.n_gpus_per_node=4", "rollout.max_num_seqs=5")
     after = write_run(tmp_path / "after", wide, RATES)
     alone = read_run([after])
-    lines = lines_of(after)
-    keep(after, [*lines_of(before), *lines])
+    lines = read_steps(after)
+    keep(after, [*read_steps(before), *lines])
     assert read_run([after]).rates == alone.rates and read_run([after]).n_steps == 10
-    keep(after, [*lines_of(before), *lines[:5]])
+    keep(after, [*read_steps(before), *lines[:5]])
     refused(after, ConfigError, "it has 3 steps")
-    keep(after, lines_of(before))  # it was resumed, and stopped before its first step
+    keep(after, read_steps(before))  # it was resumed, and stopped before its first step
     refused(after, ConfigError, "perf/dp is 6 .* 2 in")
     keep(after, [])
     refused(after, ConfigError, "it has 0 steps")
     old = [{name: value for name, value in line.items() if name != "perf/steps_since_start"} for line in lines]
     keep(after, old)
     refused(after, ConfigError, "perf/steps_since_start")
-
-
-def test_dataset_responses_have_their_own_length(tmp_path: Path) -> None:
-    """Fails if their length is what is left after a mean of means was taken for the student's."""
-    folder = write_run(tmp_path, settings(tmp_path, "distill.on_policy_share=0.75"), RATES)
-    lines = lines_of(folder)
-    for step in lines:
-        step |= {"rollout/on_policy_sequences": 18.0, "rollout/dataset_response_tokens": 6 * 25.0}
-    keep(folder, lines)
-    workload = read_run([folder]).workload
-    assert workload.dataset_tokens == 25.0 and workload.n_on_policy == 18.0
-
-
-def test_a_teacher_without_cards_is_assumed_to_have_one_each(tmp_path: Path) -> None:
-    """Fails if a plan counts a GPU for a worker that may have more, and does not say so."""
-    folder = write_run(tmp_path, settings(tmp_path), RATES, workers=0)
-    run = read_run([folder], workers=2)
-    assert run.gpus_per_worker == 1 and any("teacher worker" in n for n in run.notes)
-    known = read_run([write_run(tmp_path / "two", settings(tmp_path), RATES)])
-    assert not any("teacher worker" in n for n in known.notes)
 
 
 @pytest.mark.parametrize("shared", ["trainer.colocate=true", "teacher.backend=local"])
@@ -197,7 +165,7 @@ def test_a_run_that_had_nothing_to_do_is_refused(tmp_path: Path) -> None:
     refused(folder, ConfigError, "trainer.replay")
     for name in ("perf/pass_n", "perf/teacher_busy_1_s", LONGEST):
         folder = write_run(tmp_path / name, settings(tmp_path), RATES)
-        lines = lines_of(folder)
+        lines = read_steps(folder)
         for step in lines:
             step |= {key: 0.0 for key in step if key == name or key.startswith("perf/teacher_busy")}
         keep(folder, lines)
@@ -216,7 +184,8 @@ def test_a_folder_that_cannot_be_used_is_refused(tmp_path: Path) -> None:
     refused(write_run(tmp_path / "short", config, RATES, n_steps=5), ConfigError, "it has 3 steps")
     unknown = write_run(tmp_path / "unknown", config, RATES, workers=0)
     refused(unknown, ConfigError, "gpus.json")
-    assert read_run([unknown], workers=3).sizes.workers == 3
+    told = read_run([unknown], workers=3)
+    assert told.sizes.workers == 3 and told.gpus_per_worker == 1 and any("teacher worker" in n for n in told.notes)
     (unknown / "gpus.json").write_text("{")
     refused(unknown, ClusterError, "is not the GPU table")
     (unknown / "gpus.json").unlink()
@@ -227,27 +196,15 @@ def test_a_folder_that_cannot_be_used_is_refused(tmp_path: Path) -> None:
     refused(garbled, CheckpointError, "line 13")
 
 
-@pytest.mark.parametrize("name", ["perf/pass_n", "perf/generate_s", "perf/teacher_busy_1_s", "time/train_s", LONGEST])
+@pytest.mark.parametrize("name", ["perf/teacher_busy_1_s", LONGEST])
 def test_metrics_without_a_number_are_refused_by_its_name(tmp_path: Path, name: str) -> None:
     """Fails if the metrics of an older version, or a null in them, become a rate of zero."""
     folder = write_run(tmp_path, settings(tmp_path), RATES)
-    lines = lines_of(folder)
+    lines = read_steps(folder)
     for step in lines:
         step[name] = None
     keep(folder, lines)
     refused(folder, ConfigError, name)
-
-
-def test_the_name_of_an_older_version_is_read(tmp_path: Path) -> None:
-    """Fails if the tuner refuses run folders that were written before two metrics got other names."""
-    folder = write_run(tmp_path, settings(tmp_path), RATES)
-    expected = read_run([folder])
-    lines = lines_of(folder)
-    for step in lines:
-        step["perf/answer_s"] = step.pop("perf/generate_s")
-        step["perf/response_length_q100"] = step.pop(LONGEST)
-    keep(folder, lines)
-    assert read_run([folder]) == expected
 
 
 def test_a_line_is_believed_if_its_slope_is_sure() -> None:

@@ -1,22 +1,26 @@
-"""Groups of the weight sync whose two members are threads of this process, over real sockets."""
+"""Groups of the weight sync whose two members are threads of this process, over real sockets; errors on their way."""
 
 from __future__ import annotations
 
+import pickle
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from gkd.errors import TransferCutOff, WeightSyncError
+from gkd.errors import ClusterError, TransferCutOff, WeightSyncError
+from gkd.rollout.vllm.worker_errors import SyncFailure, raise_sync_error, returns_sync_errors
 from gkd.weight_sync import group as module
 from gkd.weight_sync.buckets import Bucket, TensorSpec
 from gkd.weight_sync.group import GroupSpec, TransferGroup
 from gkd.weight_sync.segment import KeptVersion, Segment, attached
+from gkd.weight_sync.transfer import _mover, failing_together
 from tests.dist import fake_card
 from tests.dist.helpers import free_port
 
@@ -147,3 +151,56 @@ def test_a_member_that_dies_while_the_group_forms_is_not_waited_for_as_for_a_buc
         store.set("host 1", "another host")  # and it is gone
         with pytest.raises(WeightSyncError):
             joining.result(timeout=60)
+
+
+def test_the_moving_thread_uses_the_callers_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fails if a bucket is overwritten while it is loaded: vLLM loads on a stream of its own."""
+    callers, selected = object(), list[Any]()
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: callers)
+    monkeypatch.setattr(torch.cuda, "set_stream", selected.append)
+    group: Any = SimpleNamespace(device=torch.device("cuda", 0))
+    with _mover(group) as mover:
+        mover.submit(lambda: None).result()
+    assert selected == [callers]
+
+
+def test_an_error_of_the_sender_ends_the_transfer_and_not_the_export() -> None:
+    """Fails if the other exporting ranks wait in the middle of the export, or the engines for the next bucket."""
+    closed: list[bool] = []
+    group: Any = SimpleNamespace(close=lambda: closed.append(True))
+    tensors = iter(range(5))
+    with pytest.raises(ValueError, match="first"), failing_together(group, tensors):
+        next(tensors)
+        raise ValueError("first")
+    assert closed == [True] and list(tensors) == []
+    with failing_together(group, tensors := iter(range(2))):
+        next(tensors)
+    assert closed == [True] and list(tensors) == [1]
+
+
+@returns_sync_errors
+def receive(error: Exception | None) -> int:
+    if error is not None:
+        raise error
+    return 7
+
+
+def test_a_worker_returns_no_exception() -> None:
+    """Fails if vLLM replaces a broken transfer by a RuntimeError, for which the engine is killed and started again."""
+    result = pickle.loads(pickle.dumps(receive(TransferCutOff("lost"))))
+    assert isinstance(result, SyncFailure) and not isinstance(result, BaseException)
+    assert type(result.error) is TransferCutOff and str(result.error) == "lost"
+    assert receive(None) == 7
+    with pytest.raises(ClusterError):
+        receive(ClusterError("another error"))
+
+
+def test_the_error_that_explains_the_others_is_raised() -> None:
+    """Fails if the error of a worker is hidden by those of the workers whose connection it closed."""
+    raise_sync_error([7, 7])
+    results = [receive(TransferCutOff("lost")), receive(None), receive(WeightSyncError("wrong digest"))]
+    with pytest.raises(WeightSyncError) as caught:
+        raise_sync_error(results)
+    assert caught.value is results[2].error  # type: ignore[union-attr]
+    with pytest.raises(TransferCutOff):
+        raise_sync_error(results[:2])
