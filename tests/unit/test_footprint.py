@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 import torch
-from gkd.memory.footprint import check
 
 from gkd.config.load import load_config
 from gkd.config.schema import Config
 from gkd.errors import ConfigError, ModelError
 from gkd.hf.model_dims import read_dims
 from gkd.hf.model_folder import count_params, read_model_folder
+from gkd.memory.footprint import check
 from gkd.memory.footprint.estimate import footprint
 from gkd.memory.footprint.rank import RankFootprint
 from gkd.preflight import memory as preflight_memory

@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from gkd.memory.footprint import check
 
 from gkd.config.load import load_config
 from gkd.config.schema import Config
+from gkd.memory.footprint import check
 from gkd.memory.footprint.combination import find_combination
 from gkd.memory.footprint.estimate import footprint
 from gkd.memory.footprint.limits import smallest_margin

@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from gkd.memory.footprint import check
 
 from gkd.config.schema import Config
 from gkd.errors import ConfigError, ModelError
 from gkd.hf.model_dims import read_dims
+from gkd.memory.footprint import check
 from gkd.memory.footprint.combination import find_combination
 from gkd.memory.footprint.estimate import footprint
 from gkd.memory.footprint.limits import smallest_margin

@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from gkd.memory.footprint import check
 
 from gkd.config.check import check_config
 from gkd.config.load import load_config
+from gkd.memory.footprint import check
 from gkd.memory.footprint.estimate import footprint
 from gkd.memory.footprint.limits import smallest_margin
 from gkd.preflight.student import check_student
