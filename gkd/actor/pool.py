@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from gkd.actor import shared_folder
 from gkd.actor.frozen.pools import PartialResults, call_scattered, data_parallel_groups
 from gkd.actor.inputs import ChunkInputs
 from gkd.actor.megatron.layout import layouts_of
@@ -19,7 +20,6 @@ from gkd.data.scatter import gather_results, scatter_to_groups
 from gkd.errors import ConfigError
 from gkd.files.manifest import FileDigest
 from gkd.memory.usage import merge
-from gkd.run import shared_folder
 from gkd.text.pair import TokenizerPair
 from gkd.types import PendingScores, ProcessSpans, ScoredChunk, TrainStats
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
-from gkd.run.shared_folder import answer, clear, collect, offer
+from gkd.actor.shared_folder import answer, clear, collect, offer
 from tests.refusals import refuses
 
 
