@@ -292,6 +292,8 @@ class WeightSyncRole(Protocol):
 class NoReference:
     """The reference of a run without reference KL: returns each batch unchanged."""
 
+    seconds = 0.0
+
     def compute_logprobs(
         self, batch: Sequence[PendingScores | ScoredChunk], *, blocking: bool = True
     ) -> ReferenceHandle:
@@ -299,9 +301,6 @@ class NoReference:
 
     def wait(self, batch: Sequence[ScoredChunk]) -> list[ScoredChunk]:
         return list(batch)
-
-    def tuner_numbers(self) -> dict[str, float]:
-        return {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -379,14 +378,12 @@ class LogprobsHandle(Protocol):
 
 
 class ReferenceHandle(Protocol):
+    seconds: float  # duration of the pass, after `wait`; 0 if there is none
+
     def wait(self, batch: Sequence[ScoredChunk]) -> list[ScoredChunk]:
         """Return the batch with `ScoredChunk.reference` set. Raises the error of a failed rank.
 
         Args:
             batch: the chunks of the call in the same order, scored meanwhile.
         """
-        ...
-
-    def tuner_numbers(self) -> dict[str, float]:
-        """Return the duration of the pass, for tuner.jsonl, after `wait`."""
         ...

@@ -14,6 +14,7 @@ from contextlib import closing
 
 from gkd.config.schema import Config
 from gkd.log import get_logger
+from gkd.metrics.bottleneck import REFERENCE_S
 from gkd.metrics.run_metrics import RunMetrics, StepMetrics
 from gkd.pipeline.batches import make_source
 from gkd.pipeline.colocation import GpuSharing
@@ -134,7 +135,8 @@ class Trainer:
         check_staleness(part, self.step, self.source.max_staleness, self.config.trainer.scheduler)
         with m.stage("reference"):
             part = reference.wait(part)
-        m.add_tuner(reference.tuner_numbers())
+        if reference.seconds:
+            m.add_tuner({REFERENCE_S: reference.seconds})
         return part
 
     def resume(self) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from gkd.actor import shared_folder
 from gkd.actor.frozen.pools import PartialResults, call_scattered, data_parallel_groups
 from gkd.actor.inputs import ChunkInputs
 from gkd.actor.megatron.layout import layouts_of
@@ -18,7 +19,6 @@ from gkd.config.schema_rollout import IPC
 from gkd.data.scatter import gather_results, scatter_to_groups
 from gkd.errors import ConfigError
 from gkd.memory.usage import merge
-from gkd.run import shared_folder
 from gkd.spans import ProcessSpans
 from gkd.text.pair import TokenizerPair
 from gkd.types import FileDigest, PendingScores, ScoredChunk, TrainStats

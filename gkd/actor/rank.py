@@ -15,6 +15,7 @@ import ray
 import torch
 import torch.distributed as dist
 
+from gkd.actor import shared_folder
 from gkd.actor.common.agree import probe_group
 from gkd.actor.common.base import Student
 from gkd.actor.common.optim_spec import OptimSpec
@@ -36,7 +37,6 @@ from gkd.memory.oom import diagnosed
 from gkd.memory.remedies import advice
 from gkd.memory.states import PARAMS
 from gkd.memory.usage import CountMeter, Timeline, log_gpu_memory_usage, record_allocations
-from gkd.run import shared_folder
 from gkd.spans import Phase, ProcessSpans, Progress, SpanRecorder
 from gkd.text.pair import TokenizerPair
 

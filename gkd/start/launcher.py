@@ -30,8 +30,8 @@ from gkd.memory.usage import trim_heap
 from gkd.preflight.run import Plan
 from gkd.roles import NoReference, Roles
 from gkd.rollout.driver.pool import RolloutPool
-from gkd.rollout.driver.recovery import EngineSync
 from gkd.rollout.driver.restart import EngineSlots, restarting
+from gkd.rollout.driver.weight_sync import EngineSync, WeightSync
 from gkd.rollout.engine import worker as rollout_worker
 from gkd.rollout.engine.worker import RolloutWorker
 from gkd.rollout.vllm.start import engine_folder, remove_files
@@ -46,7 +46,6 @@ from gkd.spans import driver
 from gkd.start import gpu_map as collect
 from gkd.start.gpu_map import record_end, record_placement, record_restart
 from gkd.start.pools import actor_env, cpu_threads, make_cluster, make_pools, shares_with, worker_env
-from gkd.weight_sync.coordinator import WeightSync
 
 log = get_logger("launcher")
 

@@ -1,1 +1,1 @@
-"""Send the actor's weights to the rollout engines: export, buckets, broadcast, verification by digests."""
+"""Move the actor's weights to the rollout engines: buckets, transports, digests. `gkd.rollout.driver` starts it."""

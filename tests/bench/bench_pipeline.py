@@ -43,6 +43,7 @@ from gkd.config.schema import Config
 from gkd.metrics.writer import read_metrics
 from gkd.roles import Computation
 from gkd.rollout.driver.pool import RolloutPool
+from gkd.rollout.driver.weight_sync import WeightSync
 from gkd.rollout.engine import worker as rollout_worker
 from gkd.run.open import open_run_folder
 from gkd.scoring.endpoint import ScoringEndpoint
@@ -52,7 +53,6 @@ from gkd.start.pools import worker_env
 from gkd.tools.split_tuner.splits import Rates
 from gkd.trainer import Roles, Trainer
 from gkd.types import Prompt, Rollout, TeacherScores, TeacherTopK
-from gkd.weight_sync.coordinator import WeightSync
 from tests.bench.driver_calls import NO_PROCESSOR, UNKNOWN, DriverCalls
 from tests.bench.pipeline_spans import RunSpans, kinds_s
 from tests.bench.teacher_report import machine

@@ -30,6 +30,7 @@ from gkd.config.schema_trainer import TrainerConfig
 from gkd.log import get_logger
 from gkd.metrics.writer import read_metrics
 from gkd.rollout.driver.pool import RolloutPool
+from gkd.rollout.driver.weight_sync import WeightSync
 from gkd.rollout.engine import worker as rollout_worker
 from gkd.run.open import open_run_folder
 from gkd.scoring.pool import RECORDS, ScoringPool
@@ -39,7 +40,6 @@ from gkd.tools.split_tuner.rates import WARM_UP, read_run
 from gkd.tools.split_tuner.splits import Rates, Sizes, estimate
 from gkd.trainer import Roles, Trainer
 from gkd.types import Prompt
-from gkd.weight_sync.coordinator import WeightSync
 from tests.bench.timed_roles import (
     SAVES,
     Meeting,

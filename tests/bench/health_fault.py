@@ -18,9 +18,9 @@ import gkd.trainer
 from gkd.main_gkd import main
 from gkd.metrics.run_metrics import StepMetrics
 from gkd.rollout.driver.pool import RolloutPool
+from gkd.rollout.driver.weight_sync import WeightSync
 from gkd.trainer import Trainer
 from gkd.types import RolloutChunk, SyncReport
-from gkd.weight_sync.coordinator import WeightSync
 
 STALE_EVERY = 8
 _VERIFIED = 2  # pushes whose digests weight_sync.verify=first compares; a frozen sync passes them

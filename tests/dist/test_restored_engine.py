@@ -16,7 +16,7 @@ import ray
 
 from gkd.config.schema import Config
 from gkd.errors import ClusterError, WeightSyncError
-from gkd.weight_sync.coordinator import WeightSync
+from gkd.rollout.driver.weight_sync import WeightSync
 from tests.bench.student_case import save_model
 from tests.dist.dict_engine import DictEngine
 from tests.dist.slots import actor_slots

@@ -17,9 +17,9 @@ from gkd.config.load import load_config
 from gkd.config.schema import transport_of
 from gkd.errors import WeightSyncError
 from gkd.preflight.machine import resolve_device
+from gkd.rollout.driver.weight_sync import WeightSync
 from gkd.weight_sync import buckets, segment
 from gkd.weight_sync.buckets import TensorSpec, word_sum
-from gkd.weight_sync.coordinator import WeightSync
 from gkd.weight_sync.group import GroupSpec
 from tests.refusals import refuses
 from tests.unit.local_ray import Method

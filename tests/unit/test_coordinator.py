@@ -9,8 +9,8 @@ import pytest
 
 from gkd.config.load import load_config
 from gkd.errors import GkdError, RankFailed, RankTimeout, SenderFailed, TransferCutOff, WeightSyncError
+from gkd.rollout.driver.weight_sync import WeightSync
 from gkd.weight_sync.buckets import TensorSpec
-from gkd.weight_sync.coordinator import WeightSync
 from tests.unit.local_ray import LocalRay, Method, Ref
 
 CUT_OFF = TransferCutOff("connection closed by peer")

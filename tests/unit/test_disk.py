@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from gkd.actor.shared_folder import answer, clear, collect, offer
 from gkd.run.disk import make_folder, replace_file
-from gkd.run.shared_folder import answer, clear, collect, offer
 from tests.refusals import refuses
 from tests.unit.kills import in_child
 

@@ -200,6 +200,7 @@ class Recorder:
     """A reference that records its calls and marks its batches."""
 
     world: World
+    seconds: float = 0.5
 
     def compute_logprobs(self, batch: Sequence[PendingScores | ScoredChunk], *, blocking: bool = True) -> Recorder:
         self.world.events.append("reference")
@@ -208,9 +209,6 @@ class Recorder:
     def wait(self, batch: Sequence[ScoredChunk]) -> list[ScoredChunk]:
         self.world.events.append("reference waits")
         return [replace(chunk, reference="logprobs") for chunk in batch]
-
-    def tuner_numbers(self) -> dict[str, float]:
-        return {"perf/reference_s": 0.5}
 
 
 @pytest.mark.parametrize("scheduler", ["sync", "one_step_off"])

@@ -23,7 +23,6 @@ from gkd.cluster.calls import Pending, gather
 from gkd.config.schema import Config
 from gkd.config.schema_teacher import ACTOR
 from gkd.data.scatter import scatter_to_ranks
-from gkd.metrics.bottleneck import REFERENCE_S
 from gkd.scoring.pool import RECORDS, RecordedScoring
 from gkd.types import PendingScores, Recording, RolloutChunk, ScoredChunk
 
@@ -90,7 +89,7 @@ class PendingReference:
 
     def __init__(self, begin: Callable[[], tuple[Pending, list[Any]]]) -> None:
         self._begin = functools.cache(begin)
-        self._seconds = 0.0
+        self.seconds = 0.0  # duration of the pass, after `wait`
 
     def start(self) -> Pending:
         """Start the calls now instead of in `wait`, and return them."""
@@ -103,11 +102,8 @@ class PendingReference:
             batch: the chunks of the call, scored, in the same order.
         """
         calls, handles = self._begin()
-        self._seconds = max(calls.wait(timeout_s).values())
+        self.seconds = max(calls.wait(timeout_s).values())
         return [replace(chunk, reference=handle) for chunk, handle in zip(batch, handles, strict=True)]
-
-    def tuner_numbers(self) -> dict[str, float]:
-        return {REFERENCE_S: self._seconds}
 
 
 class ReferencePool:

@@ -4,5 +4,4 @@ student.py    the student of one rank                 passes.py  forward and bac
 model.py      HF folder -> sharded module, LM head    probe.py   check that the model fits packing and the fused loss
 attention.py  packed sequences in transformers        lora.py    adapters and merged weights
 weights.py    safetensors <-> shards                  optim.py   AdamW, clipping
-checkpoint.py exact resume
 """

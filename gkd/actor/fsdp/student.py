@@ -13,15 +13,15 @@ from typing import Any, Unpack
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from gkd.actor.common.agree import same_error
 from gkd.actor.common.base import Student, StudentArgs, build_loss, no_phase
 from gkd.actor.common.hf_folder import TensorPlan
 from gkd.actor.common.host_copies import HostCopies, Snapshot
 from gkd.actor.common.optim_spec import clip_factor
-from gkd.actor.common.shards import rng_state
+from gkd.actor.common.shards import KINDS, Piece, ShardReader, check_same_student, restore_rng, rng_state
 from gkd.actor.common.step import BatchSums
-from gkd.actor.fsdp import checkpoint
 from gkd.actor.fsdp.lora import add_adapters, disabled_adapters, init_adapters
 from gkd.actor.fsdp.model import build_on_meta, layer_list, reshard, shard
 from gkd.actor.fsdp.optim import (
@@ -34,7 +34,7 @@ from gkd.actor.fsdp.optim import (
 )
 from gkd.actor.fsdp.passes import run_batch, run_logprobs
 from gkd.actor.fsdp.probe import probe
-from gkd.actor.fsdp.weights import Place, full_tensor, load_weights, match_files
+from gkd.actor.fsdp.weights import Place, flat_rows, full_tensor, load_weights, match_files
 from gkd.hf.model_folder import open_tensors, weights_digest
 from gkd.log import get_logger
 from gkd.loss.vocab_parallel import VocabShard
@@ -150,13 +150,25 @@ class FsdpStudent(Student):
     def snapshot(self, *, copies: bool = True) -> Snapshot:
         reshard(self.model)  # gathered parameters are copies; the checkpoint holds shards
         meta = self._meta() | {"step": self.step}
-        pieces = checkpoint.pieces(self.trained_places(), self._optimizer)
+        pieces = [Piece(name, kind, 0, start, own[kind]) for name, start, own in self._owned() for kind in KINDS]
         return self._host_copies.snapshot(pieces, meta, rng_state(), copies=copies)
 
     def load_checkpoint(self, folder: str | Path) -> None:
         self._host_copies.settle()
-        places, meta = self.trained_places(), self._meta()
-        self.step = checkpoint.load(folder, places, self._optimizer, meta, rank=dist.get_rank(), device=self.device)
+        own, step = self._meta(), 0
+        with same_error(self.device), ShardReader(folder) as reader:
+            settings = ("strategy", "dtype", "lora_scale", "base")
+            check_same_student(folder, reader.meta, own, settings=settings, model="shapes")
+            step = int(reader.meta["step"])
+            with torch.no_grad():
+                for name, start, tensors in self._owned():
+                    for kind, tensor in tensors.items():
+                        tensor.copy_(reader.read(name, kind, 0, start, start + tensor.numel()))
+            for place in self.trained_places().values():
+                self._optimizer.state[place.tensor]["step"].fill_(step)
+            if reader.meta["world_size"] == own["world_size"] and reader.meta["device"] == own["device"]:
+                restore_rng(reader.rng(dist.get_rank()), folder)
+        self.step = step
 
     def _run(self, micro_batches: Sequence[MicroBatch], *, backward: bool, completes: bool = True) -> BatchSums:
         del completes  # each part's gradients are reduced, and divided in the step
@@ -195,6 +207,24 @@ class FsdpStudent(Student):
             return {name: place for name, place in self._places.items() if place.tensor.requires_grad}
         return self._adapter_places()
 
+    def _owned(self) -> Iterator[tuple[str, int, dict[str, Tensor]]]:
+        """Yield (name, offset in the flattened parameter, live [n] float32 tensors by kind) of this rank's shards.
+
+        fully_shard gives each rank some rows of every parameter. Flattened, they are one range of the parameter. These
+        ranges and the moments' ranges are the pieces of `gkd.actor.common.shards`. Frozen weights are not saved; a
+        resume reads them from the model's folder.
+        """
+        for name, place in self.trained_places().items():
+            param = place.tensor
+            assert isinstance(param, DTensor)
+            state = self._optimizer.state[param]
+            if not state:  # before the first step; AdamW starts with the same values
+                state["step"] = torch.zeros((), device=param.to_local().device)
+                state |= {kind: torch.zeros_like(param, requires_grad=False) for kind in KINDS[1:]}
+            tensors = {"param": param, **{kind: state[kind] for kind in KINDS[1:]}}
+            flat = {kind: flat_rows(tensor) for kind, tensor in tensors.items()}
+            yield name, flat["param"][0], {kind: elements for kind, (_, elements) in flat.items()}
+
     def _adapter_places(self) -> dict[str, Place]:
         trained: dict[str, Place] = {}
         for name, adapter in self._adapters.items():
@@ -209,7 +239,7 @@ class FsdpStudent(Student):
             "strategy": "fsdp2",
             "dtype": str(self._dtype).removeprefix("torch."),
             "lora_scale": scale,
-            "base": self._base_digest,  # of the frozen weights, which are not in the checkpoint; empty without any
+            "base": self._base_digest,  # digest of the frozen weights, which are not saved; empty without any
             "shapes": {name: list(place.shape) for name, place in self.trained_places().items()},
             "world_size": dist.get_world_size(),
             "device": self.device.type,

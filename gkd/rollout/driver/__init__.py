@@ -1,1 +1,1 @@
-"""Drive the engines: queue of prompts, merged chunks, restart of engines that died or hang."""
+"""Drive the engines: queue of prompts, merged chunks, weight sync, restart of engines that died or hang."""

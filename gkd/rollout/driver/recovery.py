@@ -14,14 +14,12 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from gkd.config.schema_rollout import RolloutConfig
 from gkd.errors import EngineFailed, GkdError, RankFailed, RankTimeout, SenderFailed, WeightSyncError
 from gkd.log import get_logger
-from gkd.types import EngineRestarts, SyncReport
-from gkd.weight_sync.coordinator import WeightSync
+from gkd.types import EngineRestarts
 
 if TYPE_CHECKING:
     from gkd.rollout.driver.restart import EngineSlots
@@ -341,24 +339,3 @@ def fatal_error(
 def raised(cause: GkdError | None) -> str:
     """Return the error that a process raised, in one line; empty if it died or hung."""
     return cause.raised if isinstance(cause, RankFailed) else ""
-
-
-class EngineSync:
-    """Implements `gkd.roles.WeightSyncRole`.
-
-    Args:
-        timeout_s: of the wait for a restarted engine, if none is up.
-    """
-
-    def __init__(self, sync: WeightSync, engines: Engines, timeout_s: float) -> None:
-        self._sync, self._engines, self._timeout_s = sync, engines, timeout_s
-
-    def push(self, policy_version: int) -> SyncReport:
-        """Send the actor's weights to every engine that is up; blocks. A restarted engine gets them when it joins.
-
-        Raises:
-            WeightSyncError: see `WeightSync.push`; not for engines that died.
-            RankTimeout: no engine was up in time.
-        """
-        report = self._engines.sync(partial(self._sync.push, policy_version), self._timeout_s)
-        return report or SyncReport(n_bytes=0, verified_tensors=0)

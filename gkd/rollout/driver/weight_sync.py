@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from gkd.cluster.calls import gather
@@ -13,6 +14,7 @@ from gkd.config.schema import Config, transport_of
 from gkd.config.schema_rollout import AUTO, GLOO, IPC
 from gkd.errors import GkdError, RankFailed, RankTimeout, SenderFailed, TransferCutOff, WeightSyncError
 from gkd.log import get_logger
+from gkd.rollout.driver.recovery import Engines
 from gkd.types import SyncReport
 from gkd.weight_sync.buckets import Bucket, Content, differing, plan_buckets
 from gkd.weight_sync.group import GroupSpec
@@ -28,7 +30,7 @@ _EXTRA_TIMEOUT_S = 60.0
 
 
 class WeightSync:
-    """Implement `gkd.roles.WeightSyncRole`.
+    """Push weights to given engines.
 
     Args:
         exporters: by pipeline stage, the ranks that produce its tensors together; the first of each sends. With CUDA
@@ -82,7 +84,7 @@ class WeightSync:
             if engines is not None and dict(engines) != self._engines:
                 self._engines, self._stale = dict(engines), True
             contents = self._contents[-1:] if self._n_pushed and not self._stale else self._contents
-            was_stale, self._pushed, self._stale = self._stale, None, True  # until nothing has failed
+            was_stale, self._pushed, self._stale = self._stale, None, True  # a failure leaves them so
             if was_stale:
                 self._rejoin()
             n_bytes = sum(self._transfer(content, policy_version, with_digests=check) for content in contents)
@@ -271,6 +273,27 @@ class WeightSync:
             name: GroupSpec(transport, host, port, 0, world_size, timeout_s, join_s)
             for name, (host, port) in gather(refs, "rendezvous", join_s).items()
         }
+
+
+class EngineSync:
+    """Implement `gkd.roles.WeightSyncRole`: push to the engines that are up.
+
+    Args:
+        timeout_s: of the wait for a restarted engine, if none is up.
+    """
+
+    def __init__(self, sync: WeightSync, engines: Engines, timeout_s: float) -> None:
+        self._sync, self._engines, self._timeout_s = sync, engines, timeout_s
+
+    def push(self, policy_version: int) -> SyncReport:
+        """Send the actor's weights to every engine that is up; blocks. A restarted engine gets them when it joins.
+
+        Raises:
+            WeightSyncError: see `WeightSync.push`; not for engines that died.
+            RankTimeout: no engine was up in time.
+        """
+        report = self._engines.sync(partial(self._sync.push, policy_version), self._timeout_s)
+        return report or SyncReport(n_bytes=0, verified_tensors=0)
 
 
 def _errors(refs: Mapping[str, Any], what: str, timeout_s: float) -> dict[str, GkdError]:
