@@ -12,17 +12,7 @@ from gkd.errors import DataError, NumericsError
 from gkd.loss import row_kernels
 from gkd.loss.reduce import sum_over_group, token_mean
 from gkd.loss.vocab_parallel import RowLogprobs, VocabShard, vocab_parallel_logprobs
-from tests.unit.loss_cases import (
-    KERNELS,
-    SHARD,
-    V_PADDED,
-    K,
-    N,
-    V,
-    normal,
-    one_thread,  # noqa: F401
-    topk_of_mass,
-)
+from tests.unit.loss_cases import KERNELS, SHARD, V_PADDED, K, N, V, normal, topk_of_mass
 
 
 def _logits(dtype: torch.dtype = torch.float64) -> Tensor:
