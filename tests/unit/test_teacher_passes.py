@@ -24,11 +24,6 @@ def test_passes_are_within_the_limit_and_lose_nothing(limit: int) -> None:
     assert limit > 512 or padded <= 1.25 * sum(lengths)
 
 
-def test_without_a_limit_all_sequences_share_a_pass() -> None:
-    """Fails if a GPU runs several passes for one batch."""
-    assert list(_passes({0: 5, 1: 1, 2: 900}, None)) == [[0, 1, 2]]
-
-
 def test_a_batch_returns_its_memory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Fails if a teacher on a CPU keeps the freed activations of each batch: 0.2 GiB in the example."""
     trims: list[int] = []
