@@ -11,6 +11,9 @@ import pytest
 
 from tests.unit.local_ray import LocalRay
 
+# Threads only slow the small tensors of these tests down. launch/test.sh sets it for all tests.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 
 @pytest.fixture
 def in_memory(tmp_path: Path) -> Iterator[Path]:

@@ -6,11 +6,10 @@ Letters as in `gkd.types`; V_PADDED columns of the student's LM head, the last o
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor
 
@@ -61,15 +60,6 @@ def logprobs_of(
     """Return `row_logprobs`, differentiable in the logits."""
     options = {"shard": shard, "kernels": kernels, "n_listed": n_listed, "temperature": temperature}
     return RowLogprobs(*_Logprobs.apply(logits, ids, options))
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    """Use one thread in a module that imports this fixture; threads only slow such small rows down."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def normal(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Tensor:
@@ -145,6 +135,15 @@ class Batch:
     def loss(self, spec: LossSpec, signal: Signal, chunk_rows: int = 100) -> DistillLoss:
         signals: tuple[Signal, ...] = ("topk", "sampled") if signal == "topk" else (signal,)
         return distill_loss(spec, *signals, chunk_rows=chunk_rows, teacher_head=self.teacher_head)
+
+
+def train(loss: DistillLoss, batch: Batch, targets: TokenTargets, *, fused: bool, scale: float = 1.0) -> list[Tensor]:
+    """Return [loss, its sums, gradient of hidden states, of the head], with the loss scaled like a global mean."""
+    hidden, head = batch.hidden.clone().requires_grad_(), batch.head.clone().requires_grad_()
+    total, sums = loss.from_hidden(hidden, head, targets) if fused else loss.from_logits(hidden @ head.T, targets)
+    (total * scale).backward()  # type: ignore[no-untyped-call]
+    assert hidden.grad is not None and head.grad is not None
+    return [total.detach(), sums, hidden.grad, head.grad]
 
 
 def kl(a: Tensor, b: Tensor) -> Tensor:

@@ -12,10 +12,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from gkd.actor.common.step import check_micro_batch
 from gkd.data.batching import check_batch, make_micro_batches, token_records, without_first
 from gkd.errors import DataError, GkdError, TeacherError
 from gkd.types import SIGNAL_FIELDS, MicroBatch, Rollout, TeacherScores, TeacherTopK, TokenTargets, VersionSpan
 from teacher_server.wire.protocol import Signal
+from tests.dist.megatron_reference import make_micro_batches as reference_batches
+from tests.dist.megatron_reference import pack
 
 K = 3
 N_VOCAB, D = 10_000, 5
@@ -218,14 +221,6 @@ def test_every_table_follows_its_response_token(packed: bool) -> None:
     assert targets.hidden is not None and targets.hidden.equal(tokens.float()[:, None].expand(8, D))
 
 
-def test_a_truncated_response_has_no_end() -> None:
-    """Fails if loss/teacher_end_probability includes the last token of a truncated response."""
-    rollouts = [replace(make_rollout(1, 2, 3), finish_reason="length"), make_rollout(2, 1, 2)]
-    (batch,) = make_micro_batches(rollouts, [make_scores(r) for r in rollouts], micro_batch_size=2)
-    ends = targets_of(batch).ends
-    assert ends is not None and ends.tolist() == [False, False, False, False, True]
-
-
 def test_each_turn_of_a_trajectory_has_an_end() -> None:
     """Fails if an end token before an observation counts as an ordinary one, or an observed token as an end."""
     done, cut = make_rollout(1, 2, 7, own=0b1100011), make_rollout(2, 1, 5, own=0b10011)
@@ -286,14 +281,6 @@ def check(rollouts: list[Rollout], scores: list[TeacherScores] | None, signals: 
     check_batch(rollouts, scores, where="actor rank 3", n_vocab=N_VOCAB, signals=signals, hidden_size=D)  # type: ignore[arg-type]
 
 
-def test_a_valid_batch_passes_the_check() -> None:
-    """Fails if valid batches are refused, which would make the tests below meaningless."""
-    rollouts = [make_rollout(1, 2, 2), replace(make_rollout(2, 1, 1), on_policy=False)]
-    check(rollouts, [make_scores(r) for r in rollouts])
-    check(rollouts, None)
-    check(rollouts, [TeacherScores(hidden=make_scores(r).hidden) for r in rollouts], ("hidden",))
-
-
 @pytest.mark.parametrize(
     ("change", "pattern"),
     [
@@ -310,7 +297,8 @@ def test_a_valid_batch_passes_the_check() -> None:
 )
 def test_a_bad_rollout_is_refused_by_rank_and_sample(change: dict[str, np.ndarray], pattern: str) -> None:
     """Fails if an empty sequence, an invalid token or a NaN logprob is accepted, or the error does not name it."""
-    valid, bad = make_rollout(6, 2, 2, sample=1), replace(make_rollout(7, 2, 2, sample=2), **change)  # type: ignore[arg-type]
+    valid = replace(make_rollout(6, 2, 2, sample=1), on_policy=False)
+    bad = replace(make_rollout(7, 2, 2, sample=2), **change)  # type: ignore[arg-type]
     for scores in (None, [make_scores(valid), make_scores(valid)]):
         with pytest.raises(DataError, match=f"actor rank 3: prompt 7, sample 2: .*{pattern}"):
             check([valid, bad], scores)
@@ -421,3 +409,57 @@ def test_a_bad_table_among_valid_ones_is_refused_by_its_sample(
         bad = [scores[0], scores[1], replace(scores[2], topk=second), replace(scores[3], topk=third)]
         with pytest.raises(TeacherError, match="actor rank 3: prompt 2, sample 2"):
             check(rollouts, bad)
+
+
+def _pack() -> MicroBatch:
+    """Return a pack of three sequences of 13, 12 and 11 tokens."""
+    batch = pack(reference_batches(0)[2])
+    assert batch.cu_seqlens is not None and batch.cu_seqlens.tolist() == [0, 13, 25, 36]
+    return batch
+
+
+def _cu_seqlens(*borders: int) -> Callable[[MicroBatch], None]:
+    def change(batch: MicroBatch) -> None:
+        batch.cu_seqlens = torch.tensor(borders, dtype=torch.int32)
+
+    return change
+
+
+def _two_rows(batch: MicroBatch) -> None:
+    batch.tokens = batch.tokens.view(2, -1)
+    batch.position_ids = batch.position_ids.view(2, -1)
+
+
+def _int64_cu_seqlens(batch: MicroBatch) -> None:
+    assert batch.cu_seqlens is not None
+    batch.cu_seqlens = batch.cu_seqlens.long()
+
+
+def _continued_positions(batch: MicroBatch) -> None:
+    batch.position_ids = torch.arange(36)[None]
+
+
+def _no_cu_seqlens(batch: MicroBatch) -> None:
+    batch.cu_seqlens = None
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (_cu_seqlens(0, 13, 25, 35), "36 tokens"),
+        (_cu_seqlens(1, 13, 25, 36), "36 tokens"),
+        (_cu_seqlens(0, 13, 13, 36), "ascend"),
+        (_cu_seqlens(), "ascend"),
+        (_cu_seqlens(0, 12, 25, 36), "position_ids"),
+        (_continued_positions, "position_ids"),
+        (_two_rows, "cu_seqlens"),
+        (_int64_cu_seqlens, "int32"),
+        (_no_cu_seqlens, "without cu_seqlens"),
+    ],
+)
+def test_an_invalid_pack_is_refused(change: Callable[[MicroBatch], None], message: str) -> None:
+    """Fails if sequences could attend to each other, or tokens get other positions than in the rollout."""
+    batch = _pack()
+    change(batch)
+    with pytest.raises(DataError, match=message):
+        check_micro_batch(batch, needs_scores=True)

@@ -1,15 +1,27 @@
-"""Test the per-pool metrics and the bottleneck in the step line."""
+"""Test the per-pool metrics, the bottleneck in the step line, and the teacher's work against brute-force counts."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from gkd.console.state import bottleneck_of
-from gkd.metrics.bottleneck import LONGEST, bottleneck, rollout_numbers, shares
+from gkd.metrics.bottleneck import (
+    LONGEST,
+    SEQUENCES,
+    TOKENS,
+    WORKERS,
+    TeacherMeter,
+    bottleneck,
+    busy_name,
+    rollout_numbers,
+    shares,
+)
 from gkd.metrics.step import step_numbers
 from gkd.rollout.vllm.engine import PassMeter
-from gkd.types import EngineUsage, RolloutUsage, ScoredChunk, SyncReport, TrainStats
+from gkd.types import EngineUsage, RolloutUsage, ScoredChunk, ScoreTimes, SyncReport, TrainStats
 from tests.rollout_chunks import chunk_of
 
 
@@ -121,3 +133,63 @@ def test_group_tokens_max_is_the_largest_group() -> None:
     batch = [scored(2, 0), scored(1, 1), scored(2, 1)]
     m = step_numbers(batch, TrainStats(1.0, 1), SyncReport(8, 0), version=0)
     assert m["perf/group_tokens_max"] == 15
+
+
+def timed(times: ScoreTimes | None, *n_tokens: int) -> ScoredChunk:
+    return ScoredChunk(chunk_of(range(len(n_tokens)), n_tokens, n_prompt=0), None, None, 8, times)
+
+
+def busy_s(numbers: dict[str, float], workers: int) -> float:
+    return max((numbers.get(busy_name(n), 0.0) for n in WORKERS if n <= workers), default=0.0)
+
+
+@given(
+    st.lists(st.tuples(st.floats(0, 9), st.lists(st.floats(0, 9), min_size=1, max_size=5)), min_size=1, max_size=6),
+    st.floats(1, 10),
+)
+@settings(deadline=None, max_examples=60)
+def test_teacher_work_matches_its_open_requests(requests: list[tuple[float, list[float]]], end_s: float) -> None:
+    """Fails if queue time counts as work, or requests are counted for the wrong number of workers or the wrong step."""
+    now = [0.5]
+    meter = TeacherMeter(0, clock=lambda: now[0])
+    assert meter.end_step() == {}
+    meter.add([timed(ScoreTimes(t, np.array([t + s for s in after])), *[7] * len(after)) for t, after in requests])
+    now[0] = end_s
+    got = meter.end_step()
+    spans = [(t, t + s) for t, after in requests for s in after]
+    at = np.unique([0.5, end_s, *(t for span in spans for t in span if 0.5 < t < end_s)])
+    n_open = np.array([sum(a <= left and b > left for a, b in spans) for left in at[:-1]])
+    for workers in (1, 2, 4, 8):
+        expected = float(np.minimum(n_open, workers) @ np.diff(at))
+        assert busy_s(got, workers) == pytest.approx(expected, abs=1e-9)
+    if got:
+        n_done = sum(0.5 < b <= end_s and a < end_s for a, b in spans)
+        assert (got[SEQUENCES], got[TOKENS]) == (n_done, 7 * n_done)
+
+
+def test_restored_scores_do_not_count_as_work() -> None:
+    """Fails if restored scores, which have no times, count as work or raise an error."""
+    now = [0.0]
+    meter = TeacherMeter(0, clock=lambda: now[0])
+    meter.end_step()
+    meter.add([timed(None, 5, 5)])
+    now[0] = 5.0
+    assert meter.end_step() == {}
+    meter.add([timed(None, 5, 5), timed(ScoreTimes(6.0, np.array([8.0])), 9)])
+    now[0] = 10.0
+    assert meter.end_step() == {busy_name(1): 2.0, SEQUENCES: 1.0, TOKENS: 9.0}
+
+
+def test_a_step_is_reported_when_all_its_requests_are_known() -> None:
+    """Fails if a step's work is reported before all batches that overlap with it are known."""
+    now = [0.0]
+    meter = TeacherMeter(1, clock=lambda: now[0])
+    meter.end_step()
+    meter.add([timed(ScoreTimes(0.0, np.array([2.0])), 3)])
+    now[0] = 4.0
+    assert meter.end_step() == {}, "the requests of the next batch are not known yet"
+    meter.add([timed(ScoreTimes(1.0, np.array([6.0])), 4)])
+    now[0] = 8.0
+    assert meter.end_step() == {busy_name(1): 4.0, busy_name(2): 5.0, SEQUENCES: 1.0, TOKENS: 3.0}
+    now[0] = 9.0
+    assert meter.end_step() == {busy_name(1): 2.0, SEQUENCES: 1.0, TOKENS: 4.0}

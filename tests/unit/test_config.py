@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import pickle
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from gkd.config.check import check_config
 from gkd.config.load import config_yaml, load_config
-from gkd.config.schema import Config
 from gkd.config.schema_sections import DeclaredKey, all_keys, with_values
 from gkd.errors import ConfigError
 from gkd.memory.footprint.estimate import scores_gib
@@ -103,32 +100,25 @@ def test_a_key_that_is_gone_is_refused_where_it_meant_something_else(tmp_path: P
         ("actor.tpp=2", "actor.tpp", "actor.tp"),
         ("rollot.n=2", "rollot.n", "rollout.n"),
         ("actor.tp=two", "actor.tp", ""),
-        ("actor.tp=", "actor.tp", ""),
         ("model.path=", "model.path", ""),
         ("data.train_files=a.jsonl", "data.train_files", "[a.jsonl]"),
         ("data.shuffle=often", "data.shuffle", ""),
         ("health.limits=[truncated]", "health.limits", "truncated: 0.9"),
-        ("health.limits={truncated: many}", "health.limits", "truncated: 0.9"),
         ("distill.beta=x", "distill.beta", "0.5"),
         ("teacher.n_gpus_per_node=4", "teacher.n_gpus_per_node", "python -m teacher_server"),
         ("distill.losses=[{name: jsd, wieght: 1}]", "distill.losses[0].wieght", " weight"),
         ("distill.losses=[{name: k1}, {name: jsd, weight: x}]", "distill.losses[1].weight", ""),
         ("distill.losses={name: jsd}", "distill.losses", "[{name: jsd"),
         ("distill.losses=[jsd]", "distill.losses", "[{name: jsd"),
-        ("reward.functions=[{path: length, wieght: 1}]", "reward.functions[0].wieght", " weight"),
-        ("reward.functions=[{path: length, weight: x}]", "reward.functions[0].weight", ""),
         ("reward.functions=length", "reward.functions", "[length]"),
         ("actor.optm=${foo}", "actor.optm", "actor.optim"),
         ("distill.lambda=0.5", "distill.lambda", "distill.on_policy_share"),
-        ("distill.lmbda=0.5", "distill.lmbda", "distill.on_policy_share"),
         ("actor.optim.learning_rate=5", "actor.optim.learning_rate", "actor.optim.lr"),
-        ("actor_rollout_ref.rollout.top_k=5", "actor_rollout_ref.rollout.top_k", "rollout.top_k"),
         ("actor.lr=5", "actor.lr", "actor.optim.lr"),
         ("trainer.tp=2", "trainer.tp", "rollout.tp"),
         ("rollout.cpu_kv_cache_mib=64", "rollout.cpu_kv_cache_mib", "rollout.kv_cache_mib"),
         ("rollout.kv_cache_mib=2GiB", "rollout.kv_cache_mib", "integer"),
         ("trainer.logger=wandb", "trainer.logger", "trainer.loggers"),
-        ("actor.lora_rank=8", "actor.lora_rank", "actor.lora.rank"),
         ("data.zzz=8", "data.zzz", "--help"),
         ("actor.tp", "override", "key=value"),
         ("data.train_files=[a", "data.train_files", ""),
@@ -176,13 +166,42 @@ def test_an_invalid_file_is_refused(tmp_path: Path, text: str) -> None:
 
 
 @pytest.mark.parametrize(
+    "override",
+    [
+        *("actor.vpp=2", "actor.sequence_parallel=true", "actor.max_tokens_per_micro_batch=100"),
+        *("actor.optim.betas=[0.9]", "actor.fsdp_cpu_offload=true"),
+        *("cluster.ray_address=ray://h:10001", "cluster.gpus=[0]", "cluster.gpus=[0,0]"),
+        "data.train_files=[]",
+        *("distill.units=text", "distill.importance_clip=0.5"),
+        *("distill.losses=[{name: jsd}, {name: jsd}]", "distill.reward_weight=1"),
+        *("distill.teacher_reward_scale=1.25", "distill.reward_clip=[0.2]"),
+        *("distill.reward_clip=[1.0, 0.2]", "distill.reward_clip=[0.2, 0]"),
+        "eval.metric=accuracy",
+        *("health.checks_off=[truncation]", "health.checks_off=[truncated,truncated]"),
+        *("health.limits={truncation: 0.5}", "health.limits={truncated: 0}"),
+        "model.path=",
+        "reference.update_interval=2",
+        *("reward.functions=[{path: length}, {path: length}]", "reward.functions=[{path: environment}]"),
+        *("rollout.max_turns=3", "rollout.environment=shop"),
+        *("teacher.signal=sampled", "teacher.path=t", "teacher.url=http://a"),
+        *("trainer.stage_timeout_s=360", "trainer.run_dir=", "trainer.nnodes=2"),
+        *("trainer.loggers=[tensorboard,swanlab]", "trainer.loggers=[wandb,wandb]"),
+        *("trainer.profile_steps=[0]", "trainer.profile_steps=[12-10]", "trainer.profile_steps=[1-1000]"),
+        *("trainer.profile_steps=[3,x]", "trainer.project_name=", "trainer.keep_best=eval/kl"),
+        "weight_sync.lora=adapters",
+    ],
+)
+def test_a_value_that_cannot_be_meant_is_refused(override: str) -> None:
+    """Fails if a key has a value that it cannot have, or none with the other defaults, and a run starts."""
+    with refuses(override.partition("=")[0]):
+        check_config(load_config(None, [*MINIMAL, override]))
+
+
+@pytest.mark.parametrize(
     ("overrides", "key"),
     [
         (["actor.tp=2"], "trainer.n_gpus_per_node"),
-        (["actor.pp=2"], "trainer.n_gpus_per_node"),
         (["trainer.n_gpus_per_node=3", "trainer.nnodes=2", "actor.tp=2"], "actor.tp"),
-        (["actor.vpp=2"], "actor.vpp"),
-        (["actor.sequence_parallel=true"], "actor.sequence_parallel"),
         (["actor.optim.schedule=wsd"], "actor.optim.decay_steps"),
         (
             ["actor.optim={schedule: wsd, decay_steps: 5, warmup_steps: 6}", "trainer.total_steps=10"],
@@ -190,27 +209,12 @@ def test_an_invalid_file_is_refused(tmp_path: Path, text: str) -> None:
         ),
         (["rollout.n_gpus_per_node=3", "rollout.tp=2"], "rollout.tp"),
         (["trainer.n_gpus_per_node=4", "trainer.global_batch_size=2"], "trainer.global_batch_size"),
-        (["trainer.stage_timeout_s=300"], "trainer.stage_timeout_s"),
-        (["trainer.stage_timeout_s=360"], "trainer.stage_timeout_s"),
-        (["teacher.request_timeout_s=nan"], "teacher.request_timeout_s"),
-        (["actor.max_tokens_per_micro_batch=100"], "actor.max_tokens_per_micro_batch"),
         (["weight_sync.transport=nccl", "trainer.device=cpu"], "weight_sync.transport"),
         (
             ["weight_sync.transport=shared_memory", "rollout.nnodes=2", "cluster.ray_address=h:1"],
             "weight_sync.transport",
         ),
-        (["trainer.run_dir="], "trainer.run_dir"),
-        (["data.train_files=[]"], "data.train_files"),
-        (["model.path="], "model.path"),
-        (["actor.optim.betas=[0.9]"], "actor.optim.betas"),
-        (["rollout.top_p=0"], "rollout.top_p"),
-        (["rollout.temperature=nan"], "rollout.temperature"),
         (["rollout.temperature=0", "rollout.n=2"], "rollout.temperature"),
-        (["trainer.nnodes=-1"], "trainer.nnodes"),
-        (["rollout.nnodes=0"], "rollout.nnodes"),
-        (["rollout.kv_cache_mib=-1"], "rollout.kv_cache_mib"),
-        (["trainer.nnodes=2"], "trainer.nnodes"),
-        (["rollout.nnodes=2"], "rollout.nnodes"),
         (["trainer.colocate=true", "rollout.n_gpus_per_node=2"], "rollout.n_gpus_per_node"),
         (["trainer.colocate=true", "cluster.ray_address=h:1", "trainer.nnodes=2"], "rollout.nnodes"),
         (["trainer.colocate=true", "trainer.scheduler=one_step_off"], "trainer.scheduler"),
@@ -219,51 +223,15 @@ def test_an_invalid_file_is_refused(tmp_path: Path, text: str) -> None:
             ["trainer.colocate=true", "teacher.backend=local", "teacher.path=t", "teacher.fsdp_cpu_offload=false"],
             "teacher.fsdp_cpu_offload",
         ),
-        (["cluster.ray_address=ray://h:10001"], "cluster.ray_address"),
-        (["cluster.gpus=[0]"], "cluster.gpus"),
-        (["cluster.gpus=[0,0]"], "cluster.gpus"),
-        (["cluster.gpus=[-1,0]"], "cluster.gpus"),
-        (["cluster.gpus=[0,1]", "cluster.ray_address=h:1", "rollout.n_gpus_per_node=3"], "cluster.gpus"),
-        (["trainer.loggers=[tensorboard,swanlab]"], "trainer.loggers"),
-        (["trainer.loggers=[wandb,wandb]"], "trainer.loggers"),
-        (["trainer.profile_steps=[0]"], "trainer.profile_steps"),
-        (["trainer.profile_steps=[12-10]"], "trainer.profile_steps"),
-        (["trainer.profile_steps=[1-1000]"], "trainer.profile_steps"),
-        (["trainer.profile_steps=[3,x]"], "trainer.profile_steps"),
-        (["trainer.profile_steps=[3-]"], "trainer.profile_steps"),
-        (["trainer.profile_steps=[-3]"], "trainer.profile_steps"),
-        (["trainer.project_name="], "trainer.project_name"),
-        (["health.checks_off=[truncation]"], "health.checks_off"),
-        (["health.checks_off=[truncated,truncated]"], "health.checks_off"),
-        (["health.limits={truncation: 0.5}"], "health.limits"),
-        (["health.limits={truncated: 0}"], "health.limits"),
-        (["health.limits={truncated: .nan}"], "health.limits"),
-        (["data.seed=-1"], "data.seed"),
         (["eval.metric=exact_match", "eval.answer_marker="], "eval.answer_marker"),
-        (["teacher.server_port=0"], "teacher.server_port"),
-        (["teacher.server_port=65536"], "teacher.server_port"),
-        (["teacher.topk=65537"], "teacher.topk"),
-        (["teacher.temperature=1e-5"], "teacher.temperature"),
-        (["teacher.temperature=nan"], "teacher.temperature"),
-        (["teacher.max_in_flight=1048577"], "teacher.max_in_flight"),
         ([f"teacher.name={'x' * 129}"], "teacher.name"),
-        (["teacher.signal=sampled"], "teacher.signal"),
-        (["teacher.signal=sampled", "distill.losses=[{name: k1}, {name: jsd}]"], "teacher.signal"),
-        (["teacher.mass=1"], "teacher.mass"),
-        (["teacher.mass=-0.1"], "teacher.mass"),
-        (["teacher.mass=nan"], "teacher.mass"),
         (["teacher.mass=0.9", "teacher.signal=hidden"], "teacher.mass"),
-        (["distill.beta=1"], "distill.beta"),
-        (["distill.losses=[{name: jsd, beta: 0}]"], "distill.losses[0].beta"),
         (["distill.losses=[{name: k1}, {name: skew_kl, alpha: 5}]"], "distill.losses[1].alpha"),
-        (["distill.losses=[{name: skew_kl, beta: 0.3}]"], "distill.losses[0].beta"),
         (["distill.losses=[{weight: 0.5}]"], "distill.losses[0].name"),
         (["distill.losses=[{name: jsd}]", "distill.beta=0"], "distill.beta"),
         (["distill.loss=k1", "teacher.mass=0.9"], "teacher.mass"),
         (["distill.losses=[{name: k1}, {name: jsd}]", "distill.on_policy_share=0"], "distill.on_policy_share"),
         (["distill.loss=k2", "distill.on_policy_share=0.1", "trainer.global_batch_size=9"], "distill.on_policy_share"),
-        (["distill.units=text"], "distill.units"),
-        (["teacher.special_tokens={a: b}"], "teacher.special_tokens"),
         (["teacher.tokenizer=x"], "teacher.signal"),
         *(
             (["teacher.tokenizer=x", "teacher.signal=hidden", setting], setting.partition("=")[0])
@@ -272,38 +240,21 @@ def test_an_invalid_file_is_refused(tmp_path: Path, text: str) -> None:
                 *("actor.fused_lm_head=false", "rollout.environment=a:B", "eval.teacher_prompts=2"),
             )
         ),
-        ([*HTTP, "teacher.tokenizer=x"], "teacher.tokenizer"),
         (["distill.loss=sft", "distill.on_policy_share=0.9", "trainer.global_batch_size=9"], "distill.on_policy_share"),
-        (["distill.alpha=1"], "distill.alpha"),
-        (["distill.importance_clip=0.5"], "distill.importance_clip"),
-        (["distill.losses=[{name: jsd}, {name: jsd}]"], "distill.losses"),
         (["distill.losses=[{name: jsd, weight: 0}]"], "distill.losses[0].weight"),
-        (["distill.losses=[{name: kl}]"], "distill.losses[0].name"),
-        (["distill.on_policy_share=1.1"], "distill.on_policy_share"),
-        (["distill.on_policy_share=-0.1"], "distill.on_policy_share"),
-        (["distill.on_policy_share=nan"], "distill.on_policy_share"),
         (["distill.losses=[{name: forward_kl}, {name: sft}]"], "distill.on_policy_share"),
-        (["distill.losses=[{name: k1}, {name: k3}]", "distill.on_policy_share=0"], "distill.on_policy_share"),
         (["actor.strategy=fsdp2", "actor.tp=2", "trainer.n_gpus_per_node=2"], "actor.tp"),
         (["actor.strategy=fsdp2", "actor.pp=2", "trainer.n_gpus_per_node=2"], "actor.pp"),
         (["actor.strategy=fsdp2", "actor.vpp=2"], "actor.vpp"),
         (["actor.strategy=fsdp2", "actor.ep=2"], "actor.ep"),
         (["actor.strategy=fsdp2", "actor.recompute=selective"], "actor.recompute"),
         (["actor.strategy=fsdp2", "actor.sequence_parallel=true"], "actor.sequence_parallel"),
-        (["actor.fsdp_cpu_offload=true"], "actor.fsdp_cpu_offload"),
         (["actor.strategy=fsdp2", "actor.layers=torch"], "actor.layers"),
         (["actor.layers=te", "actor.lora.rank=8"], "actor.layers"),
         (["actor.attention=fa3", "model.dtype=float32"], "actor.attention"),
-        (["weight_sync.lora=adapters"], "weight_sync.lora"),
         (["weight_sync.lora=adapters", "actor.lora.rank=513"], "weight_sync.lora"),
         (["reward.functions=[{path: exact}]"], "reward.functions[0].path"),
-        (["reward.functions=[{path: length}, {path: m.fn}]"], "reward.functions[1].path"),
-        (["reward.functions=[{path: length}, {path: length}]"], "reward.functions"),
-        (["reward.functions=[{path: environment}]"], "reward.functions"),
         (["eval.metric=environment", "data.val_files=[v.jsonl]"], "eval.metric"),
-        (["rollout.max_turns=3"], "rollout.max_turns"),
-        (["rollout.environment_workers=2"], "rollout.environment_workers"),
-        (["rollout.environment=shop"], "rollout.environment"),
         ([SHOP, "data.chat_template=never"], "rollout.environment"),
         (
             [SHOP, "eval.teacher_prompts=4", "data.val_files=[v.jsonl]", "eval.metric=exact_match"],
@@ -311,130 +262,48 @@ def test_an_invalid_file_is_refused(tmp_path: Path, text: str) -> None:
         ),
         ([SHOP, "rollout.max_turns=100", "trainer.stage_timeout_s=3000"], "rollout.environment_timeout_s"),
         (["reward.functions=[{path: length, weight: 0}]"], "reward.functions[0].weight"),
-        (["reward.functions=[{path: length, weight: .nan}]"], "reward.functions[0].weight"),
         (["reward.functions=[{path: exact_match}]", "eval.metric=none", "eval.answer_marker="], "eval.answer_marker"),
         (["reward.functions=[{path: 'a:f'}, {path: 'b:f'}]"], "reward.functions"),
-        (["distill.reward_weight=1"], "distill.reward_weight"),
         ([*REWARDS, "rollout.n=1"], "distill.advantage"),
         ([*REWARDS, "distill.on_policy_share=0"], "distill.reward_weight"),
         ([*REWARDS, "rollout.temperature=0.7"], "teacher.temperature"),
         ([*REWARDS, "data.teacher_key=d", "teacher.routes={a: {}, b: {temperature: 2}}"], "teacher.temperature"),
-        (["distill.teacher_reward_scale=1.25"], "distill.teacher_reward_scale"),
         (["data.val_files=[v]", "trainer.keep_best=accuracy"], "trainer.keep_best"),
-        (["trainer.keep_best=eval/kl"], "trainer.keep_best"),
-        (["distill.reward_clip=[0.2]"], "distill.reward_clip"),
-        (["distill.reward_clip=[1.0, 0.2]"], "distill.reward_clip"),
-        (["distill.reward_clip=[0.2, 0]"], "distill.reward_clip"),
-        (["eval.metric=accuracy"], "eval.metric"),
         (["eval.metric=none", "eval.n=2"], "eval.n"),
         (["eval.metric=none", "eval.teacher_prompts=2"], "eval.teacher_prompts"),
-        (["teacher.backend=local", "teacher.path=t", "eval.teacher_prompts=2"], "eval.teacher_prompts"),
-        (["eval.metric=exact_match", "eval.answer_marker="], "eval.answer_marker"),
         (["distill.support=student", "teacher.topk=64", "rollout.top_k=20"], "rollout.top_k"),
-        (["distill.support=union", "teacher.topk=64", "rollout.top_k=20"], "rollout.top_k"),
         (["data.val_files=[v]", "trainer.keep_best=eval/accuracy"], "trainer.keep_best"),
-        (["data.val_files=[v]", "trainer.keep_best=domain/math/accuracy"], "trainer.keep_best"),
         (["teacher.backend=local"], "teacher.path"),
-        (["teacher.path=t"], "teacher.path"),
-        (["teacher.fsdp_cpu_offload=false"], "teacher.fsdp_cpu_offload"),
-        (["teacher.update_interval=2"], "teacher.update_interval"),
-        (["teacher.update_ema=0.5"], "teacher.update_ema"),
-        (["reference.update_interval=2"], "reference.update_interval"),
         ([*KL, "reference.update_interval=1"], "reference.update_interval"),
-        ([*KL, "reference.update_interval=-1"], "reference.update_interval"),
         ([*KL, *LORA, "reference.update_interval=2"], "reference.update_interval"),
         ([*LOCAL, "teacher.server_port=1"], "teacher.server_port"),
-        ([*LOCAL, "teacher.url=http://a"], "teacher.url"),
-        (["teacher.url=http://a"], "teacher.url"),
-        (["teacher.dialect=sglang"], "teacher.dialect"),
-        (["teacher.api_key_env=KEY"], "teacher.api_key_env"),
         (["teacher.backend=http"], "teacher.url"),
         *(
             (["teacher.backend=http", f"teacher.url='{url}'"], "teacher.url")
             for url in ("a:8000", "ftp://a", "http://", "http://a/v1", "http://a/v1/", "http://u:p@a", "http://a:99999")
         ),
-        ([*HTTP, "teacher.dialect=openai"], "teacher.dialect"),
         ([*HTTP, "teacher.api_key_env=sk-123"], "teacher.api_key_env"),
         ([*HTTP, "teacher.server_port=1"], "teacher.server_port"),
-        ([*HTTP, "teacher.keys=k"], "teacher.keys"),
         ([*HTTP, "teacher.signal=hidden"], "teacher.signal"),
-        ([*HTTP, "teacher.signal=logits"], "teacher.signal"),
         ([*HTTP, "teacher.temperature=0.7"], "teacher.temperature"),
         ([*HTTP, "teacher.mass=0.9"], "teacher.mass"),
         ([*HTTP, "teacher.dialect=sglang", "distill.support=union"], "distill.support"),
-        ([*ROUTES, "teacher.routes={a: {backend: http}}"], "teacher.url"),
         ([*ROUTES, "teacher.routes={a: {url: 'http://a'}}"], "teacher.routes.a.url"),
-        ([*ROUTES, "teacher.routes={a: {backend: http, url: 'http://a/v1'}}"], "teacher.routes.a.url"),
-        ([*ROUTES, "teacher.routes={a: {backend: http, url: 'http://a', keys: k}}"], "teacher.routes.a.keys"),
         (
             [*ROUTES, "teacher.routes={a: {backend: http, url: 'http://a', temperature: 2}}"],
             "teacher.routes.a.temperature",
         ),
         ([*ROUTES, "teacher.routes={a: {backend: local}}"], "teacher.routes.a.backend"),
         ([*ROUTES, "teacher.routes={a: {backend: tcp}}"], "teacher.routes.a.backend"),
-        ([*ROUTES, "teacher.routes={a: {backend: http, url: 'http://a', dialect: x}}"], "teacher.routes.a.dialect"),
-        ([*LOCAL, "teacher.name=x"], "teacher.name"),
         ([*LOCAL, "trainer.scheduler=one_step_off"], "trainer.scheduler"),
-        ([*LOCAL, "trainer.scheduler=stream"], "trainer.scheduler"),
         ([*LOCAL, "teacher.update_interval=1"], "teacher.update_interval"),
-        ([*LOCAL, "teacher.update_interval=-1"], "teacher.update_interval"),
         ([*LOCAL, "teacher.update_ema=0.5"], "teacher.update_ema"),
-        ([*LOCAL, "teacher.update_interval=1", "teacher.update_ema=1"], "teacher.update_ema"),
-        ([*LOCAL, "teacher.update_interval=1", "teacher.update_ema=nan"], "teacher.update_ema"),
     ],
 )
 def test_contradictions_between_keys_are_found_before_anything_starts(overrides: list[str], key: str) -> None:
     """Fails if a contradiction is found by a rank that hangs or crashes minutes later."""
     with refuses(key):
         check_config(load_config(None, [*MINIMAL, *overrides]))
-
-
-@pytest.mark.parametrize(
-    "overrides",
-    [
-        ["teacher.signal=sampled", "distill.loss=k1"],
-        ["teacher.signal=hidden", "distill.losses=[{name: skew_kl, alpha: 0}, {name: k3}]"],
-        ["teacher.signal=logits", "distill.loss=jsd", "distill.tail=drop"],
-        ["teacher.mass=0.99", "distill.loss=reverse_kl", "distill.tail=renorm"],
-    ],
-)
-def test_signals_that_contain_what_the_loss_needs_pass(overrides: list[str]) -> None:
-    """Fails if a loss is refused although the signal contains all it needs."""
-    check_config(load_config(None, [*MINIMAL, *overrides]))
-
-
-@pytest.mark.parametrize(
-    "overrides",
-    [
-        [],
-        ["trainer.replay=batches", "trainer.scheduler=stream"],
-        ["teacher.request_timeout_s=20", "teacher.outage_budget_s=60", "teacher.wire=fp32"],
-        ["trainer.stage_timeout_s=300"],
-        ["teacher.update_interval=2", "trainer.save_every=4", "trainer.resume=auto"],
-        ["teacher.update_interval=1", "teacher.prompt_template=Rule. {prompt}"],
-        ["teacher.update_interval=1", "teacher.update_ema=0.9", "teacher.fsdp_cpu_offload=false"],
-        ["teacher.update_interval=1", "teacher.update_ema=0.9", "trainer.save_every=3", "trainer.resume=auto"],
-        [*KL, "reference.update_interval=2"],
-    ],
-)
-def test_local_teachers_that_pass(overrides: list[str]) -> None:
-    """Fails if a valid local teacher is refused."""
-    check_config(load_config(None, [*MINIMAL, *LOCAL, *overrides]))
-
-
-@pytest.mark.parametrize(
-    "overrides",
-    [
-        [],
-        ["teacher.url=[http://a:1, 'https://b/prefix']", "teacher.name=m", "teacher.api_key_env=KEY"],
-        ["distill.support=union"],
-        ["teacher.dialect=sglang", "teacher.signal=sampled", "distill.loss=k1"],
-        ["trainer.scheduler=stream", "teacher.max_in_flight=64"],
-    ],
-)
-def test_http_teachers_that_pass(overrides: list[str]) -> None:
-    """Fails if a valid HTTP teacher is refused."""
-    check_config(load_config(None, [*MINIMAL, *HTTP, *overrides]))
 
 
 def test_routes_of_both_kinds_pass() -> None:
@@ -478,11 +347,6 @@ def test_the_memory_of_the_scores_of_a_step() -> None:
     assert scores_gib(evaluated, 150_000, 4096, n_heldout=900) == 3 * 2 * 500 * 1024 * 4 / 2**30
 
 
-def test_a_minimal_config_passes() -> None:
-    """Fails if the defaults are refused; the tests of contradictions would then prove nothing."""
-    check_config(load_config(None, MINIMAL))
-
-
 def test_a_budget_for_the_longest_sequence_passes() -> None:
     """Fails if the smallest budget that the error recommends is refused."""
     config = load_config(None, MINIMAL)
@@ -493,16 +357,26 @@ def test_a_budget_for_the_longest_sequence_passes() -> None:
 @pytest.mark.parametrize(
     "overrides",
     [
-        ["distill.on_policy_share=0"],
+        [],
         ["distill.on_policy_share=0", "distill.losses=[{name: sft}]"],
-        ["distill.on_policy_share=0.5", "distill.losses=[{name: k1}, {name: sft}]"],
         ["distill.on_policy_share=0.001", "distill.losses=[{name: k1}, {name: reverse_kl}]"],
         ["distill.on_policy_share=0.1", "distill.loss=k2", "trainer.global_batch_size=10"],
         ["distill.on_policy_share=0.9", "distill.loss=sft", "trainer.global_batch_size=10"],
+        ["teacher.signal=hidden", "distill.losses=[{name: skew_kl, alpha: 0}, {name: k3}]"],
+        ["teacher.mass=0.99", "distill.loss=reverse_kl", "distill.tail=renorm"],
+        [*LOCAL, "trainer.replay=batches", "trainer.scheduler=stream"],
+        [*LOCAL, "trainer.stage_timeout_s=300"],
+        [*LOCAL, "teacher.update_interval=2", "trainer.save_every=4", "trainer.resume=auto"],
+        [*LOCAL, "teacher.update_interval=1", "teacher.prompt_template=Rule. {prompt}"],
+        [*LOCAL, "teacher.update_interval=1", "teacher.update_ema=0.9", "teacher.fsdp_cpu_offload=false"],
+        [*KL, "reference.update_interval=2"],
+        [*HTTP, "teacher.url=[http://a:1, 'https://b/prefix']", "teacher.name=m", "teacher.api_key_env=KEY"],
+        [*HTTP, "distill.support=union"],
+        [*HTTP, "teacher.dialect=sglang", "teacher.signal=sampled", "distill.loss=k1"],
     ],
 )
-def test_mixtures_that_can_be_learned_from_pass(overrides: list[str]) -> None:
-    """Fails if a share of dataset responses is refused although a loss learns from them."""
+def test_combinations_with_a_meaning_pass(overrides: list[str]) -> None:
+    """Fails if the defaults, or a combination at the border of a refusal, are refused."""
     check_config(load_config(None, [*MINIMAL, *overrides]))
 
 
@@ -555,23 +429,3 @@ def test_every_key_is_documented() -> None:
 def test_shipped_configs_load_and_pass_the_checks(file: Path) -> None:
     """Fails if a shipped config is invalid."""
     check_config(load_config(file))
-
-
-def test_the_gsm8k_example_is_the_split_it_says() -> None:
-    """Fails if the README's example of 1 actor and 3 rollout GPUs does not match its file."""
-    config = load_config(ROOT / "configs" / "gsm8k_qwen2.5_1.5b.yaml")
-    assert config.trainer.n_gpus_per_node * config.trainer.nnodes == 1
-    assert config.rollout.n_gpus_per_node * config.rollout.nnodes == 3
-
-
-def test_config_loads_without_heavy_imports() -> None:
-    """Fails if --help and the checks take seconds because they import torch, ray or an engine."""
-    code = "import sys, gkd.config.check; print([m for m in ('torch', 'ray', 'vllm') if m in sys.modules])"
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
-
-
-def test_defaults_are_not_shared_between_configs() -> None:
-    """Fails if two configs share a list."""
-    one, two = Config(), Config()
-    one.data.train_files.append("x")
-    assert two.data.train_files == []

@@ -87,15 +87,9 @@ def test_parts_and_roles_are_converted(tmp_path: Path) -> None:
     [
         ({"messages": [USER]}, "one object"),
         ([], "list of messages"),
-        (None, "list of messages"),
-        ([USER, "x"], "message 2"),
         ([{"role": "human", "content": "x"}], "human"),
-        ([{"content": "x"}], "role"),
         ([{"role": "user"}], "content"),
-        ([{"role": "user", "content": None}], "content"),
-        ([{"role": "user", "content": {"text": "x"}}], "content"),
         ([{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}], "image_url"),
-        ([{"role": "user", "content": [{"type": "text", "text": None}]}], "text"),
         ([{"role": "user", "content": "x", "images": ["a.png"]}], "images"),
         ([{"from": "human", "value": "x"}, {"role": "user", "content": "y"}], "message 2"),
         ([{"from": "moderator", "value": "x"}], "moderator"),
@@ -104,7 +98,6 @@ def test_parts_and_roles_are_converted(tmp_path: Path) -> None:
         ([USER, {**CALL, "tool_calls": "add"}, {"role": "tool", "content": "4"}], "tool calls"),
         ("1\ud83d2", "lone surrogate at character 2"),
         ([{"role": "user", "content": "\udc00"}], "lone surrogate at character 1"),
-        (json.dumps([{"role": "narrator", "content": "x"}]), "narrator"),
         ("So: " + RENDERED, "<|im_"),
         ([{"role": "user", "content": RENDERED}], "<|im_"),
         (RENDERED.partition("<|im_start|>assistant")[0], "ends with"),
@@ -260,11 +253,8 @@ def test_the_template_gets_the_tools_of_the_row(tmp_path: Path, name: str, as_te
     ("value", "template"),
     [
         ("get_weather", TOOLS["chatml_tools"]),
-        ('{"type": "function"}', TOOLS["chatml_tools"]),
-        (3, TOOLS["chatml_tools"]),
         (WEATHER[0], TOOLS["chatml_tools"]),
         (["get_weather"], TOOLS["chatml_tools"]),
-        ([{"name": "get_weather"}], TOOLS["chatml_tools"]),
         ([{"type": "function", "function": {"name": ""}}], TOOLS["chatml_tools"]),
         ([tool("get_weather", properties={"city": None})], TOOLS["chatml_tools"]),
         ([tool("\ud800")], TOOLS["chatml_tools"]),
@@ -390,8 +380,8 @@ def check(n: int, seed: int) -> tuple[int, int]:
 
 def test_a_rendered_prompt_has_each_message_or_the_row_is_refused() -> None:
     """Fails if any family of templates, sound or faulty, drops or changes a text of a conversation silently."""
-    rendered, refused = check(2000, seed=1)
-    assert rendered > 400 and refused > 250
+    rendered, refused = check(1000, seed=1)
+    assert rendered > 200 and refused > 125
 
 
 @pytest.mark.slow

@@ -196,12 +196,6 @@ def test_a_dataset_response_gets_no_special_token_except_eos(tmp_path: Path) -> 
     assert prompt.response_ids.tolist() == [0, 1, 9]
 
 
-def test_dataset_responses_are_ignored_unless_requested(tmp_path: Path, tokenizer: Any) -> None:
-    """Fails if an on-policy run reads or tokenizes the response column."""
-    file = jsonl(tmp_path / "p.jsonl", [{"prompt": "a", "response": 3}, {"prompt": "a", "response": "b"}])
-    assert [p.response_ids for p in load([file], tokenizer)[0]] == [None, None]
-
-
 @pytest.mark.parametrize(
     "rest", ["", ', "response": null', ', "response": ""', ', "response": ["a"]', ', "response": "a>b"']
 )

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import ast
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
+import gkd.errors
+import teacher_server.errors
 from gkd.config.check import check_config
 from gkd.config.load import load_config
+from tests.mutants.mutant import problems
+from tests.mutants.numerics import MUTANTS
 from tests.structure import MAP, MAP_PAGE, ROOMS, ROOMS_PAGE, ROOT, package_map, rooms_picture, written
-from tests.wording import PLACES, files_of, headless_comments, hits_of
+from tests.wording import PLACES, files_of, hits_of
 
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "examples").rglob("*.md")])
 _LINK = re.compile(r"\]\((?!https?:)([^)#\s]*)(?:#([^)\s]*))?\)")
@@ -73,12 +78,6 @@ def test_the_listed_habits_of_wording_do_not_return() -> None:
     assert len(files) > 500 and not [hit for file in files for hit in hits_of(file)]
 
 
-def test_a_comment_without_its_noun_is_found() -> None:
-    """Fails if the list of habits misses a comment that needs its code, or reports the line of a longer one."""
-    source = "n = 1  # of each worker\nk = 1  # size of each\n# The sizes\n# of each worker.\nx = '# of'\n"
-    assert [hit.line for hit in headless_comments(source, "a.py")] == [1]
-
-
 def test_the_own_pipeline_page_runs() -> None:
     """Fails if the page's Python example is wrong."""
     (example,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "own_pipeline.md").read_text(), re.DOTALL)
@@ -91,3 +90,36 @@ def test_the_own_pipeline_stays_short() -> None:
     code = example.read_text().split('"""', 2)[2]
     assert len(code.strip().splitlines()) <= 40
     check_config(load_config(example.with_suffix(".yaml"), []))
+
+
+OWN = {"KeysError", "ProtocolError", *vars(gkd.errors), *vars(teacher_server.errors)}
+WORDS = re.compile(r"(?:[a-z]|(?<=[a-z])'(?=[a-z])|\.\*| )+")
+
+
+def compared_words(source: str) -> Iterator[str]:
+    """Yield the literals of plain words that a test compares with the message of an error of the project."""
+    for node in ast.walk(ast.parse(source)):
+        text: ast.AST | None = None
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == "pytest.raises" and node.args:
+            if OWN & {name.id for name in ast.walk(node.args[0]) if isinstance(name, ast.Name)}:
+                text = next((keyword.value for keyword in node.keywords if keyword.arg == "match"), None)
+        elif isinstance(node, ast.Compare) and re.fullmatch(
+            r"str\(\w*(error|\.value)\)", ast.unparse(node.comparators[0])
+        ):
+            text = node.left
+        if isinstance(text, ast.Constant) and WORDS.fullmatch(str(text.value)):
+            yield str(text.value)
+
+
+def test_no_test_compares_the_words_of_an_error() -> None:
+    """Fails if a test depends on the wording of a message: a better wording would then break it."""
+    found = "with pytest.raises(KeysError, match='no .* file'): assert 'two words' in str(caught.value)"
+    assert list(compared_words(found)) == ["no .* file", "two words"]
+    assert not list(compared_words("with pytest.raises((KeysError, OSError), match=\"'signal' of a.b\"): f()"))
+    tests = Path(__file__).parents[1].rglob("*.py")
+    assert not {path.name: words for path in tests if (words := list(compared_words(path.read_text())))}
+
+
+def test_every_mutant_fits_the_tree() -> None:
+    """Fails if code or tests moved away from under a mutant: `python -m tests.mutants` could not run."""
+    assert problems(MUTANTS, ROOT) == []

@@ -8,7 +8,6 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
 
 from gkd.actor.common.step import BatchSums, diagnostics
 from gkd.config.loss_spec import LossSpec, LossTerm
@@ -17,29 +16,14 @@ from gkd.config.schema_teacher import NORMALIZATIONS, TeacherConfig
 from gkd.data.batching import make_micro_batches
 from gkd.data.collate import route_counts, sequence_weights, size_numbers, without_targets
 from gkd.errors import DataError
-from gkd.loss.distill_loss import DistillLoss
-from gkd.types import Rollout, TeacherScores, TokenTargets
+from gkd.types import Rollout, TeacherScores
 from teacher_server.wire.protocol import Signal
-from tests.unit.loss_cases import (
-    Batch,
-    N,
-    one_thread,  # noqa: F401
-    written_out,
-)
+from tests.unit.loss_cases import Batch, train, written_out
 
 TERMS = (LossTerm("reverse_kl"), LossTerm("k2", 0.5), LossTerm("sft", 0.25))
 DOMAINS = ("code", "law", "math")  # no row is of law
 ROUTES = torch.tensor([0, 2, 2, 0, 2, 0, 2])
 WEIGHTS = torch.tensor([0.5, 2.0, 2.0, 0.5, 2.0, 0.5, 0.25])
-
-
-def measured(loss: DistillLoss, batch: Batch, targets: TokenTargets, *, fused: bool) -> tuple[Tensor, ...]:
-    """Return loss, sums, and the gradients of hidden states and LM head."""
-    hidden, head = batch.hidden.clone().requires_grad_(), batch.head.clone().requires_grad_()
-    total, sums = loss.from_hidden(hidden, head, targets) if fused else loss.from_logits(hidden @ head.T, targets)
-    total.backward()  # type: ignore[no-untyped-call]
-    assert hidden.grad is not None and head.grad is not None
-    return total.detach(), sums, hidden.grad, head.grad
 
 
 @pytest.mark.parametrize("fused", [True, False])
@@ -53,7 +37,7 @@ def test_weights_multiply_the_loss_of_their_rows(signal: Signal, fused: bool) ->
     slopes = WEIGHTS[:, None] * slopes
     targets = dataclasses.replace(batch.targets(signal, 1.0), routes=ROUTES, weights=WEIGHTS)
     loss = batch.loss(spec, signal, 3)
-    total, sums, *grads = measured(loss, batch, targets, fused=fused)
+    total, sums, *grads = train(loss, batch, targets, fused=fused)
     torch.testing.assert_close(total, (WEIGHTS * values["total"]).sum())
     torch.testing.assert_close(grads, [slopes @ batch.head, slopes.T @ batch.hidden])
     found = dict(zip(loss.report_names, sums.tolist(), strict=True))
@@ -88,24 +72,9 @@ def test_each_row_has_the_temperature_of_its_route(signal: Signal, fused: bool) 
         slopes = slopes + torch.autograd.grad(scalar, logits)[0] * rows[:, None]
     for base in (1.0, 0.7):  # teacher.temperature, which the routes override
         spec = LossSpec(terms, temperature=base, domains=DOMAINS, temperatures=own)
-        total, _, *grads = measured(batch.loss(spec, signal, 3), batch, targets, fused=fused)
+        total, _, *grads = train(batch.loss(spec, signal, 3), batch, targets, fused=fused)
         torch.testing.assert_close(total, expected_total)
         torch.testing.assert_close(grads, [slopes @ batch.head, slopes.T @ batch.hidden])
-
-
-def test_routes_of_one_teacher_equal_one_route_to_the_bit() -> None:
-    """Fails if routes alone change a loss or a gradient: two routes of one teacher are one teacher."""
-    for dtype in (torch.float32, torch.bfloat16):
-        batch = Batch()
-        batch = dataclasses.replace(batch, hidden=batch.hidden.to(dtype), head=batch.head.to(dtype))
-        for signal in ("topk", "logits"):
-            plain = batch.targets(signal, 1.0)  # type: ignore[arg-type]
-            weights = torch.ones(N)
-            routed = dataclasses.replace(plain, routes=ROUTES, weights=weights)
-            one = measured(batch.loss(LossSpec(TERMS), signal, 3), batch, plain, fused=True)  # type: ignore[arg-type]
-            spec = LossSpec(TERMS, domains=DOMAINS, temperatures=(1.0,) * 3)
-            two = measured(batch.loss(spec, signal, 3), batch, routed, fused=True)  # type: ignore[arg-type]
-            assert all(torch.equal(a, b[: len(a)] if a.ndim == 1 else b) for a, b in zip(one, two, strict=True))
 
 
 def test_tokens_without_a_route_are_refused() -> None:

@@ -13,7 +13,7 @@ from ray._private.worker import global_worker
 from gkd.data.chunks import CHUNK_SIZE, chunk_sizes, encode_sizes, part_of
 from gkd.data.codec import ColumnList
 from gkd.scoring.group_endpoint import ScoreSummary, summary_of
-from gkd.start.pools import inline_bytes, worker_env
+from gkd.start.pools import inline_bytes
 from gkd.types import PendingScores, Rollout, ScoreTimes, TeacherScores, TeacherTopK
 
 TIMES = ScoreTimes(1.7e9 + 2**-10, np.array([1.7e9 + 0.5, 1.7e9 + 0.25, 1.7e9 + 2]))
@@ -47,12 +47,6 @@ def test_sizes_and_summaries_are_under_the_limit(n: int) -> None:
     sizes = encode_sizes(chunk_sizes(0, [ROLLOUT] * n, 0))
     summary = summary_of([TeacherScores(sampled_logprobs=TABLE[:, 0])] * n, ScoreTimes(0.0, np.ones(n)))
     assert n_bytes(sizes) < inline_bytes(n) and n_bytes(summary.encode()) < inline_bytes(n)
-
-
-@pytest.mark.parametrize("on_cpu", [False, True])
-def test_the_limit_is_in_the_workers_environment(on_cpu: bool) -> None:
-    """Fails if workers start without the limit. tests/e2e/test_driver_bytes.py checks that Ray applies it."""
-    assert worker_env(on_cpu, 128)["RAY_max_direct_call_object_size"] == str(inline_bytes(128))
 
 
 @pytest.mark.parametrize("mass", [0.25, float("nan")])

@@ -23,7 +23,6 @@ from tests.unit.loss_cases import (
     V,
     logprobs_of,
     normal,
-    one_thread,  # noqa: F401
     topk_of_mass,
     topk_targets,
 )

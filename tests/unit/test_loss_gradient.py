@@ -21,7 +21,6 @@ from tests.unit.loss_cases import (
     V,
     logprobs_of,
     normal,
-    one_thread,  # noqa: F401
     topk_of_mass,
     topk_targets,
     with_tail,
@@ -80,18 +79,6 @@ def test_values_against_written_out_sums(name: str, tail: Tail, mass: float) -> 
     q = (logits[:, :V] / 0.7).softmax(dim=-1).gather(1, ids)
     expected = REFERENCES[name](with_tail(q, tail), with_tail(logprobs.exp(), tail), spec.terms[0])
     torch.testing.assert_close(_table_losses(logits, topk_targets(ids, logprobs), spec), expected)
-
-
-@pytest.mark.parametrize("mass", MASSES)
-def test_drop_gradient_is_mass_q_minus_p(mass: float) -> None:
-    """Fails if 'drop' ignores the factor of the teacher's mass on the student's softmax."""
-    ids, logprobs = topk_of_mass(mass)
-    logits = normal(N, V_PADDED, seed=1).requires_grad_()
-    _table_losses(logits, topk_targets(ids, logprobs), _spec("forward_kl", "drop")).sum().backward()
-    q = torch.softmax(logits.detach()[:, :V], dim=-1)
-    expected = (mass * q).scatter_add(1, ids, -logprobs.exp())
-    assert logits.grad is not None
-    torch.testing.assert_close(logits.grad[:, :V], expected)
 
 
 @pytest.mark.parametrize("tail", TAILS)

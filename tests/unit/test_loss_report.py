@@ -11,22 +11,12 @@ from gkd.config.loss_spec import LossSpec, LossTerm
 from gkd.loss.choices import N_CHOICES
 from gkd.loss.distill_loss import DistillLoss
 from gkd.loss.row_kernels import TorchRows
-from gkd.loss.token_loss import report_names, topk_losses
+from gkd.loss.token_loss import topk_losses
 from gkd.loss.vocab_parallel import VocabShard
 from gkd.types import TokenTargets
 from teacher_server.wire.protocol import Signal
-from tests.unit.loss_cases import (
-    Batch,
-    K,
-    N,
-    V,
-    normal,
-    one_thread,  # noqa: F401
-    topk_targets,
-    written_out,
-)
+from tests.unit.loss_cases import Batch, K, N, V, topk_targets, written_out
 
-_MASSES = ("teacher_topk_mass", "student_topk_mass")
 MIXTURE = (LossTerm("reverse_kl"), LossTerm("k2", 0.5), LossTerm("sft", 0.25))
 
 
@@ -76,30 +66,6 @@ def test_the_teachers_choices_of_every_token(signal: Signal, fused: bool) -> Non
     torch.testing.assert_close(torch.cat(found), torch.stack([ids.double(), p, q], dim=2))
 
 
-def test_names_and_their_order() -> None:
-    """Fails if the order depends on the rows of a rank: ranks add their sums by index."""
-    terms, distribution, masses = ("reverse_kl", "k2", "sft"), ("token_kl", "overlap"), _MASSES
-    ends = ("teacher_end_probability", "ended", "engine_kl", "student_entropy")
-    last = ("sampled_reverse_kl", "importance_weight", "importance_clipped", *ends)
-    spec = LossSpec(MIXTURE)
-    assert report_names(spec, has_distribution=True, has_topk=True, has_sampled=True) == (
-        *terms,
-        *distribution,
-        *masses,
-        *last,
-    )
-    whole = report_names(spec, has_distribution=True, has_topk=False, has_sampled=True)
-    assert whole == (*terms, *distribution, *last)
-    sampled = report_names(LossSpec(MIXTURE[1:]), has_distribution=False, has_topk=False, has_sampled=True)
-    assert sampled == (*terms[1:], *last)
-    plain = report_names(LossSpec(), has_distribution=True, has_topk=True, has_sampled=False)
-    assert plain == ("forward_kl", *distribution, *masses, *ends)
-    assert report_names(LossSpec((LossTerm("sft"),)), has_distribution=False, has_topk=False, has_sampled=False) == (
-        "sft",
-        *ends[2:],
-    )
-
-
 @pytest.mark.parametrize("with_sampled", [True, False])
 def test_the_teachers_probability_of_the_end_tokens_from_a_list(with_sampled: bool) -> None:
     """Fails if an end token is looked up in another row, or one that the list lacks counts as likely."""
@@ -124,31 +90,6 @@ def test_means_of_end_tokens_are_over_end_tokens() -> None:
     assert found["loss/teacher_end_probability"] == 0.75 and "loss/ended" not in found
     assert found["loss/engine_kl"] == 0.75
     assert "loss/teacher_end_probability" not in diagnostics(loss, BatchSums(12, 8, sums | {"ended": 0.0}))
-
-
-@pytest.mark.parametrize("signal", ["topk", "logits", "hidden", "sampled"])
-def test_names_are_those_of_the_values(signal: Signal) -> None:
-    """Fails if a loss computes a number that is not reported, or reports one that it does not compute."""
-    terms = MIXTURE[1:] if signal == "sampled" else MIXTURE
-    loss, batch = Batch().loss(LossSpec(terms), signal), Batch()
-    assert loss.report_names[0] == "total"
-    total, sums = loss.from_hidden(batch.hidden, batch.head, batch.targets(signal, 1.0))
-    assert sums.shape == (len(loss.report_names),) and float(sums[0]) == float(total)
-    empty = TokenTargets(batch.sampled_ids[:0], batch.rollout_logprobs[:0], batch.on_policy[:0])
-    assert loss.from_logits(normal(0, 14), empty)[1].shape == sums.shape
-
-
-def test_token_kl_is_the_forward_kl_for_every_loss() -> None:
-    """Fails if token_kl, which compares runs with different losses, depends on the trained loss."""
-    batch = Batch()
-    for signal in ("topk", "logits"):
-        reports = []
-        for name in ("forward_kl", "reverse_kl", "jsd"):
-            loss = batch.loss(LossSpec((LossTerm(name),)), signal)
-            sums = loss.from_hidden(batch.hidden, batch.head, batch.targets(signal, 1.0))[1]
-            reports.append(dict(zip(loss.report_names, sums.tolist(), strict=True)))
-        assert reports[0]["token_kl"] == reports[0]["forward_kl"]
-        assert {report["token_kl"] for report in reports} == {reports[0]["forward_kl"]}
 
 
 def test_padding_ids_are_not_in_the_masses() -> None:

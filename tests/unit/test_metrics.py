@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from gkd.data.answers import final_answer, is_correct
 from gkd.errors import CheckpointError
 from gkd.metrics.catalog import FUNCTION, NAME, NUMBER, PLACEHOLDERS, ROWS
 from gkd.metrics.writer import MetricsWriter, read_metrics
@@ -87,24 +86,6 @@ def test_lines_and_the_truncated_file_are_flushed(tmp_path: Path, flushed: list[
     writer.write(2, {"loss/total": 1.0})
     writer.sync()
     assert flushed[2:] == [(file, file.stat().st_size)]
-
-
-@pytest.mark.parametrize(
-    ("response", "reference", "correct"),
-    [
-        ("8+7=15,3+4+1=08;825", "825", True),
-        ("8+7=15;825 ", "work ;825", True),
-        ("825", "825", False),
-        ("8+7=15;826", "825", False),
-        ("825;", "825", False),
-        ("", "825", False),
-    ],
-)
-def test_exact_match(response: str, reference: str, correct: bool) -> None:
-    """If it fails, eval/accuracy is not the share of correct answers."""
-    assert is_correct(response, reference, ";") is correct
-    assert final_answer("a;b; c ", ";") == "c"
-    assert final_answer("abc", ";") is None
 
 
 def test_the_page_of_metrics_is_current() -> None:

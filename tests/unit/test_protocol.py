@@ -15,13 +15,11 @@ from teacher_server.wire.fingerprint import tokenizer_fingerprint
 from teacher_server.wire.protocol import (
     BODY_AT,
     PROTOCOL_VERSION,
-    ClientMessage,
     Codec,
     ErrorReply,
     InfoRequest,
     ProtocolError,
     ScoreRequest,
-    ServerMessage,
     StatusReply,
     checksum,
     replies,
@@ -46,28 +44,19 @@ from tests.service.scripted import info_reply
         {"mass": 0.5, "signal": "logits"},
         {"temperature": 0.0},
         {"temperature": float("nan")},
-        {"temperature": float("inf")},
         {"deadline_s": float("nan")},
         {"deadline_s": -1.0},
         {"prompt_length": 0},
         {"prompt_length": 40},
-        {"total_length": (1 << 20) + 1},
-        {"n_vocab": -1},
         {"request_id": b"short"},
-        {"signal": "entropy"},
-        {"teacher": "x" * 200},
-        {"wire": "bf16"},
-        {"checksum": -1},
         {"checksum": 1 << 64},
         {"k": 1 << 16, "n_vocab": 0, "total_length": 1 << 20},  # too many entries
         {"n_given": 5},
-        {"n_given": -1},
         {"n_given": 2, "mass": 0.9},
         {"n_given": 2, "signal": "sampled"},
         {"with_sampled": True, "signal": "logits"},
         {"lengths": [(10, 40)]},
         {"lengths": [(5, 20), (4, 20)]},
-        {"lengths": [(5, 20), (5, 21)]},
         {"lengths": [(9, 10), (1, 30), (0, 0)]},
         {"lengths": [(9, 9), (1, 31)]},
         {"lengths": [(5, 20), (5, 20)], "signal": "hidden"},
@@ -173,13 +162,6 @@ def test_digest_and_fingerprint_depend_on_tokens_and_order_only() -> None:
     assert one == tokenizer_fingerprint({"b": 1, "a": 0})
     assert one != tokenizer_fingerprint({"a": 1, "b": 0})
     assert tokenizer_fingerprint({"a": 0, "1:1:b": 1}) != tokenizer_fingerprint({"a0": 0, "b": 1})
-
-
-def test_every_message_has_a_tag_of_its_own() -> None:
-    """Fails if two messages of one codec share a tag."""
-    for union in (ClientMessage, ServerMessage):
-        tags = [kind.__struct_config__.tag for kind in union.__args__]
-        assert len(set(tags)) == len(tags)
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,6 @@ import pytest
 from gkd.config.schema import Route
 from gkd.config.schema_teacher import TeacherConfig
 from gkd.errors import TeacherUnavailable
-from gkd.main_gkd import main
 from gkd.preflight.teacher import check_reachable
 from gkd.run.folder import LOCK
 from gkd.run.open import check_run_folder
@@ -63,19 +62,20 @@ def test_a_wrong_setting_is_refused_before_heavy_imports(tmp_path: Path) -> None
     assert "distill.loss = 'rkl'" in text and "forward_kl" in text and "rollout.n = 0" in text
 
 
+def test_a_used_run_folder_is_refused_before_heavy_imports(tmp_path: Path) -> None:
+    """Fails if all prompts are tokenized before a run folder is refused."""
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "notes.txt").write_text("")
+    with refusing_port() as port:
+        assert "trainer.run_dir" in refused(tmp_path, f"teacher.server_port={port}")
+
+
 def test_a_missing_teacher_is_refused_before_heavy_imports(tmp_path: Path) -> None:
     """Fails if all prompts are tokenized before the teacher's port is tried, or if the run leaves a folder behind."""
     with refusing_port() as port:
         text = refused(tmp_path, f"teacher.server_port={port}")
     assert text.startswith("TeacherUnavailable: ") and f"127.0.0.1:{port}" in text
     assert not (tmp_path / "run").exists()
-
-
-def test_settings_like_flags_get_a_hint(own_handlers: None, capsys: pytest.CaptureFixture[str]) -> None:
-    """Fails if `--trainer.total_steps=3` is only an unrecognized argument."""
-    with pytest.raises(SystemExit):
-        main(["--config", "x.yaml", "--trainer.total_steps=3"])
-    assert capsys.readouterr().err.rstrip().endswith("as trainer.total_steps=3")
 
 
 def test_a_refused_connection_is_an_answer() -> None:

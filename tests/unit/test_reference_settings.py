@@ -44,9 +44,6 @@ def config(*overrides: str) -> Config:
 @pytest.mark.parametrize(
     ("overrides", "key"),
     [
-        (("distill.reference_kl_weight=-0.1",), "distill.reference_kl_weight"),
-        (("distill.reference_kl_weight=.inf",), "distill.reference_kl_weight"),
-        (("distill.reference_kl_weight=.nan",), "distill.reference_kl_weight"),
         ((ON, "distill.on_policy_share=0"), "distill.reference_kl_weight"),
         (("reference.path=other",), "reference.path"),
         (("reference.fsdp_cpu_offload=false",), "reference.fsdp_cpu_offload"),

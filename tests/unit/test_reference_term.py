@@ -18,16 +18,7 @@ from gkd.errors import DataError, TeacherError
 from gkd.loss.vocab_parallel import VocabShard
 from gkd.types import Rollout, TeacherScores, TokenTargets
 from teacher_server.wire.protocol import Signal
-from tests.unit.loss_cases import (
-    Batch,
-    N,
-    V,
-    distill_loss,
-    kl,
-    normal,
-    one_thread,  # noqa: F401
-    written_out,
-)
+from tests.unit.loss_cases import Batch, N, V, distill_loss, kl, normal, train, written_out
 
 MIXTURE = (LossTerm("reverse_kl"), LossTerm("k2", 0.5), LossTerm("sft", 0.25))
 CLIP, WEIGHT = 1.1, 0.3
@@ -61,18 +52,14 @@ def test_value_and_gradient_equal_the_formula(signal: Signal, temperature: float
     rho = rho.clamp(max=CLIP) * batch.on_policy
     expected = rho * ((-ratio).exp() - 1 + ratio)
     (scalar + WEIGHT * (rho * ratio * log_q).sum()).backward()
-    wanted = hidden.grad, head.grad
-
     loss, targets = batch.loss(spec, signal, 3), _targets(batch, signal, temperature, reference)
     tables: list[Tensor] = []
     loss.on_rows = tables.append
-    ours, our_head = batch.hidden.clone().requires_grad_(), batch.head.clone().requires_grad_()
-    total, _ = loss.from_hidden(ours, our_head, targets) if fused else loss.from_logits(ours @ our_head.T, targets)
-    total.backward()
+    _, _, *grads = train(loss, batch, targets, fused=fused)
     found = dict(zip(loss.report_names, torch.cat(tables).T, strict=True))
     torch.testing.assert_close(found["reference_kl"], expected)
     torch.testing.assert_close(found["total"], values["total"] + WEIGHT * expected)
-    torch.testing.assert_close((ours.grad, our_head.grad), wanted)
+    torch.testing.assert_close(grads, [hidden.grad, head.grad])
 
 
 def test_the_expected_gradient_is_that_of_the_kl() -> None:

@@ -44,7 +44,6 @@ def test_the_newest_checkpoint_before_the_step_is_the_start(
         (3, "batches", "", "trainer.record_batches"),
         (6, "config.yaml", "", "RUN"),
         (6, "", "actor.optim.lr=0.5", "actor.optim.lr"),
-        (6, "", "teacher.signal=hidden", "teacher.signal"),
         (6, "", "actor.no_such_key=1", "actor.no_such_key"),
     ],
 )

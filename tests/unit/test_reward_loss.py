@@ -18,18 +18,12 @@ from gkd.data.batching import make_micro_batches, without_first
 from gkd.data.chunks import chunk_sizes
 from gkd.data.scatter import scatter_to_groups, select, with_advantages
 from gkd.errors import DataError
-from gkd.loss.policy_gradient import clipped_policy_loss
 from gkd.metrics.step import reward_numbers
 from gkd.scoring.judged import advantages_of
 from gkd.scoring.judged import with_advantages as of_batch
 from gkd.types import Rollout, ScoredChunk, TeacherScores
 from teacher_server.wire.protocol import Signal
-from tests.unit.loss_cases import (
-    Batch,
-    normal,
-    one_thread,  # noqa: F401
-    written_out,
-)
+from tests.unit.loss_cases import Batch, train, written_out
 
 TERMS = (LossTerm("reverse_kl"), LossTerm("k2", 0.5), LossTerm("sft", 0.25))
 
@@ -46,11 +40,9 @@ def test_the_loss_of_rewards_is_ppos(signal: Signal, fused: bool) -> None:
     (slopes,) = torch.autograd.grad(scalar, logits)
     targets = dataclasses.replace(batch.targets(signal, 0.8), advantages=batch.advantages)
     loss = batch.loss(spec, signal, 3)
-    hidden, head = batch.hidden.clone().requires_grad_(), batch.head.clone().requires_grad_()
-    total, sums = loss.from_hidden(hidden, head, targets) if fused else loss.from_logits(hidden @ head.T, targets)
-    total.backward()  # type: ignore[no-untyped-call]
-    torch.testing.assert_close(total.detach(), values["total"].sum())
-    torch.testing.assert_close([hidden.grad, head.grad], [slopes @ batch.head, slopes.T @ batch.hidden])
+    total, sums, *grads = train(loss, batch, targets, fused=fused)
+    torch.testing.assert_close(total, values["total"].sum())
+    torch.testing.assert_close(grads, [slopes @ batch.head, slopes.T @ batch.hidden])
     found = dict(zip(loss.report_names, sums.tolist(), strict=True))
     for name in ("reward", "reward_ratio", "reward_clipped"):
         assert found[name] == pytest.approx(float(values[name].sum())), name
@@ -60,33 +52,6 @@ def test_the_loss_of_rewards_is_ppos(signal: Signal, fused: bool) -> None:
     with loss.evaluating(None):
         assert "reward" not in loss.report_names
         loss.check(batch.targets(signal, 0.8))
-
-
-def test_without_staleness_the_gradient_is_the_policy_gradient() -> None:
-    """Fails if the mean over y ~ q of the gradient is not that of E_q[A], enumerated over a vocabulary of 5."""
-    z, reward = normal(5, seed=1).requires_grad_(), normal(5, seed=2)
-    log_q = z.log_softmax(dim=-1)
-    losses, _, clipped = clipped_policy_loss(log_q, log_q.detach(), reward, (0.2, 0.2))
-    (log_q.exp().detach() * losses).sum().backward(retain_graph=True)
-    found = z.grad
-    (exact,) = torch.autograd.grad(-(log_q.exp() * reward).sum(), z)
-    torch.testing.assert_close(found, exact)
-    assert not clipped.any()
-
-
-@pytest.mark.parametrize("fused", [True, False])
-def test_a_weight_of_0_is_the_loss_without_rewards(fused: bool) -> None:
-    """Fails if rewards that are only reported change one bit of loss or gradient."""
-    batch, results = Batch(), []
-    for advantages in (None, batch.advantages):
-        targets = dataclasses.replace(batch.targets("topk", 1.0), advantages=advantages)
-        hidden, head = batch.hidden.clone().requires_grad_(), batch.head.clone().requires_grad_()
-        loss = batch.loss(LossSpec(TERMS, reward_weight=0.0), "topk", 3)
-        total, sums = loss.from_hidden(hidden, head, targets) if fused else loss.from_logits(hidden @ head.T, targets)
-        total.backward()  # type: ignore[no-untyped-call]
-        results.append((total.detach(), sums, hidden.grad, head.grad))
-    for one, other in zip(*results, strict=True):
-        assert torch.equal(one, other)  # type: ignore[arg-type]
 
 
 def test_a_run_with_weight_0_trains_as_one_without_rewards() -> None:

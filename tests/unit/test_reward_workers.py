@@ -180,6 +180,8 @@ def case(response: str, answer: object, *, truncated: bool = False) -> Case:
     [
         ("exact_match", "2*3;6", "6", 1.0),
         ("exact_match", "2*3=6", "6", 0.0),
+        ("exact_match", "2*3;7", "6", 0.0),
+        ("exact_match", "6;", "6", 0.0),
         ("length", "abcd", "", 0.5),
         ("math_verify", r"so it is $\frac{3}{6}$", "0.5", 1.0),
         ("math_verify", r"so it is $x^2 - 1$", "(x-1)(x+1)", 1.0),

@@ -89,6 +89,8 @@ def test_a_file_is_read_bit_exact(tmp_path: Path, kind: str | None) -> None:
     rollouts = [rollout(i, on_policy=i != 2) for i in range(5)]
     if kind in ("topk", "hidden"):  # an environment: trajectories of several turns, and of one
         rollouts[1], rollouts[2] = trajectory(rollouts[1], "environment_error"), trajectory(rollouts[2], "stop")
+    if kind == "mass":  # a teacher with a prompt of its own
+        rollouts[1] = replace(rollouts[1], teacher_ids=np.array([4, 5], np.int32))
     if kind == "topk":  # distill.support: ids of the rollouts, none of the dataset's response
         rollouts = [replace(r, top_ids=top_ids(r) if r.on_policy else None) for r in rollouts]
     scored = [scores(r, kind) for r in rollouts] if kind else None

@@ -30,9 +30,6 @@ OWN_PROMPT = ["teacher.prompt_template=Be brief. {prompt}"]
         ("teacher.mass", [*OWN_PROMPT, "teacher.mass=0.9"]),
         ("distill.support", [*OWN_PROMPT, "distill.support=union"]),
         ("teacher.path", [*OWN_PROMPT, "teacher.path=t"]),
-        ("teacher.update_interval", [*OWN_PROMPT, "teacher.update_interval=2"]),
-        ("teacher.update_ema", [*OWN_PROMPT, "teacher.update_ema=0.5"]),
-        ("teacher.server_port", [*OWN_PROMPT, "teacher.server_port=1"]),
         ("teacher.routes", [*OWN_PROMPT, "teacher.routes={a: {}}", "data.teacher_key=domain"]),
     ],
 )

@@ -72,9 +72,7 @@ def test_routes_to_the_same_weights_share_an_lm_head() -> None:
         ("teacher.default_route", [*TWO, "teacher.default_route=maths"]),
         ("teacher.default_route", [*BASE, "teacher.default_route=math"]),
         ("teacher.routes.math.server_port", [*TWO, "teacher.routes.math.server_port=0"]),
-        ("teacher.routes.code.temperature", [*TWO, "teacher.routes.code.temperature=0"]),
         ("teacher.routes.math.weight", [*TWO, "teacher.routes.math.weight=0"]),
-        ("teacher.routes.math.weight", [*TWO, "teacher.routes.math.weight=.inf"]),
         ("teacher.routes.math.name", [*TWO, f"teacher.routes.math.name={'x' * 129}"]),
         ("teacher.routes.math.weigth", [*TWO, "teacher.routes.math.weigth=1"]),
         ("teacher.routes.math.server_port", [*TWO, "teacher.routes.math.server_port=here"]),
@@ -83,7 +81,6 @@ def test_routes_to_the_same_weights_share_an_lm_head() -> None:
         ("teacher.routes", [*TWO, "teacher.backend=local", "teacher.path=t"]),
         ("distill.reference_kl_weight", [*TWO, "distill.reference_kl_weight=0.1"]),
         ("distill.normalize", [*BASE, "distill.normalize=domain"]),
-        ("distill.normalize", [*BASE, "distill.normalize=mean"]),
         ("data.domain_shares", [*BASE, "data.domain_shares={math: 1}"]),
         ("data.domain_shares", [*TWO, "data.domain_shares={math: 1}"]),
         ("data.domain_shares", [*TWO, "data.domain_shares={math: 1, code: 0}"]),
@@ -93,20 +90,6 @@ def test_routes_to_the_same_weights_share_an_lm_head() -> None:
 def test_settings_that_contradict_each_other_are_refused(key: str, settings: list[str]) -> None:
     """Fails if a wrong route starts a run, or the error names another key."""
     assert refused(*settings) == key
-
-
-def test_valid_settings_of_routes_are_accepted() -> None:
-    """Fails if a valid combination is refused."""
-    for more in (
-        [],
-        ["distill.normalize=domain"],
-        ["data.domain_shares={math: 0.8, code: 0.2}"],
-        ["teacher.signal=hidden"],
-    ):
-        check_config(load_config(None, [*TWO, *more]))
-    check_config(load_config(None, [*BASE, "distill.normalize=sequence"]))
-    equal = [*BASE, "data.teacher_key=d", "teacher.routes={a: {}, b: {}}", "distill.reference_kl_weight=0.1"]
-    check_config(load_config(None, equal))
 
 
 def rows(tmp_path: Path, *values: Any) -> str:

@@ -107,6 +107,7 @@ def test_a_damaged_teacher_file_is_named(tmp_path: Path) -> None:
         (("trainer.total_epochs=3", "actor.optim.schedule=linear"), "actor.optim.schedule"),
         (("data.system_prompt=Be brief.",), "data.system_prompt"),
         (("rollout.top_k=20",), "rollout.top_k"),
+        (("data.seed=2",), "data.seed"),
         (("distill.losses=[{name: jsd}]",), "distill.losses"),
     ],
 )

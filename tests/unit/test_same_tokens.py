@@ -69,8 +69,6 @@ def _tokenizer(vocab: dict[str, int]) -> Any:
     ("theirs", "is_here", "n_ids", "words"),
     [
         (OWN | {"think": 12}, True, 12, ""),
-        (OWN | {"think": 11}, True, 11, ""),
-        ({token: i for token, i in OWN.items() if i < 9}, True, 9, ""),
         (OWN | {"think": 12}, False, 0, "not on this host"),
         (OWN | {"w1": 2, "w2": 1}, True, 0, r"'w1' \(1 and 2\).*highest ids"),
     ],

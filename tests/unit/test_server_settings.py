@@ -75,8 +75,6 @@ teachers:
         ("teachers: {a: {model: /a, port: 5}}", ("teachers.a", "'port'")),
         ("teachers: {a: {model: /a}, a: {model: /b}}", ("'a'",)),
         ("model: /m\nport: 70000", ("port", "70000", "65535")),
-        ("model: /m\nport: true", ("port", "True")),
-        ("model: /m\nport: 1.5", ("port", "1.5")),
         ("model: /m\nworker_timeout_s: .nan", ("worker_timeout_s", "nan")),
         ("model: /m\nengine: vlm", ("engine", "'vlm'", "vllm")),
         ("model: /m\ninsecure: 1", (": insecure: 1 ",)),

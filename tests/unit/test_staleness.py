@@ -187,56 +187,6 @@ def test_waiting_for_a_batch_does_not_go_over_its_prompts() -> None:
     assert n_lines < 60 * size
 
 
-def test_prompts_are_taken_in_finishing_order_unless_one_is_due() -> None:
-    """Fails if short responses wait for long ones without need, or a prompt exceeds the staleness bound."""
-    scheduler = scheduler_of([2], 1, 100)
-    assert scheduler.admit_new(0) == [0, 1, 10, 11]
-    for position in (11, 1):
-        assert scheduler.choose(0) is None
-        scheduler.finish(position, 0)
-    assert scheduler.choose(0) == ([11, 1], [])
-    scheduler.remove([11, 1])
-    assert scheduler.admit_new(1) == [20, 21]
-    for position in (20, 21):
-        scheduler.finish(position, 1)
-    assert scheduler.choose(1) is None, "0 and 10 were started with version 0 and must not wait for step 2"
-    scheduler.finish(10, 0)
-    assert scheduler.choose(1) is None
-    scheduler.finish(0, 1)  # it was queued until version 1, so it may wait
-    assert scheduler.choose(1) == ([10, 20], [])
-    assert scheduler.unfinished == []
-
-
-def test_a_batch_is_determined_while_those_that_are_due_are_generated() -> None:
-    """Fails if finished prompts wait for one that is due, or the step takes others once it has begun."""
-    scheduler = scheduler_of([2], 1, 100, early_parts=True)
-    scheduler.admit_new(0)
-    for position in (11, 1, 10):
-        scheduler.finish(position, 0)
-    assert scheduler.choose(0) == ([11, 1], [])
-    scheduler.remove([11, 1])
-    scheduler.admit_new(1)
-    assert scheduler.choose(1) == ([10], [0])
-    scheduler.finish(20, 1)
-    assert scheduler.split([10, 0]) == ([10], [0]) and scheduler.split([0]) is None
-    scheduler.finish(0, 1)  # the engines started it late, so it would not have been due: the step keeps it
-    assert scheduler.split([10, 0]) == ([10, 0], [])
-
-
-def test_a_prompt_that_no_engine_has_is_not_due() -> None:
-    """Fails if a step waits for a prompt that was admitted early but is started with newer weights."""
-    scheduler = scheduler_of([2], 1, 100)
-    scheduler.admit_new(0)
-    for position in (11, 1):
-        scheduler.finish(position, 0)
-    scheduler.remove([11, 1])
-    scheduler.not_started([10, 1, 55], 1)  # 1 is not in flight any more, 55 has never been
-    scheduler.admit_new(1)
-    for position in (0, 20):
-        scheduler.finish(position, 0)
-    assert scheduler.choose(1) == ([0, 20], [])
-
-
 def test_a_prompt_that_finishes_twice_or_was_never_admitted_is_an_error() -> None:
     """Fails if a duplicate response replaces another prompt in a batch."""
     scheduler = scheduler_of([2], 0, 100)

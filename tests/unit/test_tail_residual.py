@@ -17,7 +17,7 @@ from gkd.loss.row_kernels import TorchRows
 from gkd.loss.vocab_parallel import VocabShard
 from gkd.types import TokenTargets
 from tests.refusals import refuses
-from tests.unit.loss_cases import normal, one_thread  # noqa: F401
+from tests.unit.loss_cases import normal
 
 T, WEIGHT = 0.7, 1.5
 BASE = ["data.train_files=[x]", "model.path=m", "trainer.run_dir=r", "eval.metric=none"]

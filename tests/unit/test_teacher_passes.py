@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -23,11 +22,6 @@ def test_passes_are_within_the_limit_and_lose_nothing(limit: int) -> None:
     assert all(len(group) == 1 or len(group) * max(lengths[i] for i in group) <= limit for group in passes)
     padded = sum(len(group) * max(lengths[i] for i in group) for group in passes)
     assert limit > 512 or padded <= 1.25 * sum(lengths)
-
-
-def test_without_a_limit_all_sequences_share_a_pass() -> None:
-    """Fails if a GPU runs several passes for one batch."""
-    assert list(_passes({0: 5, 1: 1, 2: 900}, lambda longest: math.inf)) == [[1, 0, 2]]
 
 
 def test_a_batch_returns_its_memory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -25,13 +25,12 @@ from gkd.data.prompts import RowReader, load_prompts
 from gkd.errors import ConfigError
 from gkd.preflight.replay import _check_scores
 from gkd.preflight.teacher import check_teacher
-from gkd.run.rollout_file import read_sequences
 from gkd.scoring.teacher.info import TeacherInfo
 from gkd.types import Prompt
 from teacher_server.wire.fingerprint import tokenizer_fingerprint
 from tests.refusals import refuses
 from tests.unit.chat_templates import FAMILIES, tokenizer
-from tests.unit.test_rollout_file import rollout, scores, written
+from tests.unit.test_rollout_file import rollout, scores
 
 BASE = ["data.train_files=[x.jsonl]", "model.path=m", "trainer.run_dir=r"]
 KEY = "teacher.prompt_template"
@@ -97,16 +96,11 @@ def test_a_template_replaces_the_last_message(tmp_path: Path) -> None:
     ("template", "n"), [("{prompt} {answer} {response}", 1), ("rule {prompt}", 0), ("{hint} {prompt} {{answer}}", 0)]
 )
 def test_a_text_that_the_student_cannot_see_is_warned_about(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, template: str, n: int
+    tmp_path: Path, gkd_log: pytest.LogCaptureFixture, template: str, n: int
 ) -> None:
     """Fails if a run starts without a word with a teacher that reads each row's answer, or a shared rule warns."""
-    logger = logging.getLogger("gkd.data")
-    logger.addHandler(caplog.handler)  # the project's loggers do not propagate to caplog's logger
-    try:
-        load(tmp_path, [{"prompt": "a", "answer": "b", "response": "c", "hint": "d"}] * 3, template=template)
-    finally:
-        logger.removeHandler(caplog.handler)
-    warnings = {record.getMessage() for record in caplog.records if record.levelno == logging.WARNING}
+    load(tmp_path, [{"prompt": "a", "answer": "b", "response": "c", "hint": "d"}] * 3, template=template)
+    warnings = {record.getMessage() for record in gkd_log.records if record.levelno == logging.WARNING}
     assert len(warnings) == n and all("{answer} and {response}" in text for text in warnings)
 
 
@@ -114,7 +108,6 @@ def test_a_text_that_the_student_cannot_see_is_warned_about(
     ("key", "row", "template", "data"),
     [
         (KEY, {"prompt": "a"}, "{prompt} {answer}", {}),
-        (KEY, {"prompt": "a", "answer": None}, "{prompt} {answer}", {}),
         (KEY, {"prompt": "a", "hint": ["x"]}, "{prompt} {hint}", {}),
         ("data.teacher_prompt_key", {"prompt": "a"}, "", {"teacher_prompt_key": "t"}),
         ("data.teacher_prompt_key", {"prompt": "a", "t": 3}, "", {"teacher_prompt_key": "t"}),
@@ -200,18 +193,6 @@ def test_the_teacher_scores_after_its_own_prompt() -> None:
     assert plain.for_teacher() is plain
     assert own.for_teacher().prompt_ids.tolist() == [5, 6, 7]
     assert own.for_teacher().response_ids is own.response_ids and own.n_tokens == plain.n_tokens
-
-
-def test_files_hold_the_teachers_prompts(tmp_path: Path) -> None:
-    """Fails if sequences that were saved before they were scored are scored after the student's prompt."""
-    rollouts = [rollout(i) for i in range(3)]
-    rollouts[1] = replace(rollouts[1], teacher_ids=np.array([4, 5], np.int32))
-    read, _ = read_sequences(written(tmp_path / "a.npz", rollouts, None))
-    assert [_list(r.teacher_ids) for r in read] == [None, [4, 5], None]
-    plain = written(tmp_path / "b.npz", [rollouts[0]], None)
-    assert read_sequences(plain)[0][0].teacher_ids is None
-    with np.load(plain) as file:
-        assert "teacher_ids" not in file.files
 
 
 def test_a_replay_refuses_scores_of_another_prompt() -> None:

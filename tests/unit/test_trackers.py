@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import struct
 import subprocess
 import sys
@@ -32,26 +31,6 @@ def offline(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("WANDB_MODE", "offline")
     for name in ("MLFLOW_TRACKING_URI", "TRACKIO_SERVER_URL", "TRACKIO_SPACE_ID"):
         monkeypatch.delenv(name, raising=False)
-
-
-class Lines(logging.Handler):
-    """Keep the lines of one logger."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.texts: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.texts.append(record.getMessage())
-
-
-@pytest.fixture
-def logged() -> Iterator[list[str]]:
-    """Yield the trackers' log lines."""
-    lines, logger = Lines(), logging.getLogger("gkd.trackers")
-    logger.addHandler(lines)
-    yield lines.texts
-    logger.removeHandler(lines)
 
 
 def read_tensorboard(run_dir: Path) -> Values:
@@ -175,7 +154,7 @@ class Unreliable:
 
 @pytest.mark.parametrize("opens", [True, False])
 def test_a_failing_tracker_does_not_end_the_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, logged: list[str], opens: bool
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gkd_log: pytest.LogCaptureFixture, opens: bool
 ) -> None:
     """Fails if a lost server ends the run, fills the log, or keeps the numbers from the other trackers."""
     monkeypatch.setitem(trackers.TRACKERS, "wandb", Unreliable)
@@ -184,6 +163,7 @@ def test_a_failing_tracker_does_not_end_the_run(
         (tmp_path / "run" / "tensorboard").write_text("not a folder")
     trainer.fit()
     assert len(read_metrics(tmp_path / "run" / "metrics.jsonl")) == 5
+    logged = [record.getMessage() for record in gkd_log.records if record.name == "gkd.trackers"]
     assert [line.split()[1] for line in logged] == (["wandb"] if opens else ["tensorboard", "wandb"])
     if opens:
         assert {step for step, _, _ in read_tensorboard(tmp_path / "run")} == {1, 2, 3, 4, 5}

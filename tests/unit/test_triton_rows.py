@@ -35,29 +35,22 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     return problems("compiled", {"TRITON_CACHE_DIR": str(tmp_path_factory.mktemp("triton"))})
 
 
-def test_statistics_equal_float64(interpreted: dict[str, str]) -> None:
-    """Fails if an iteration, a lane or the last columns are skipped, or the running maximum is wrong."""
-    assert not interpreted["statistics_equal_float64"], interpreted["statistics_equal_float64"]
-
-
-def test_statistics_of_impossible_tokens(interpreted: dict[str, str]) -> None:
-    """Fails if logits of -inf, also in whole iterations at the start, make the mean or the maximum NaN."""
-    assert not interpreted["statistics_of_impossible_tokens"], interpreted["statistics_of_impossible_tokens"]
-
-
-def test_a_nan_or_infinity_stays(interpreted: dict[str, str]) -> None:
-    """Fails if a maximum drops a NaN, so that training continues on broken logits, or a gradient's NaN is lost."""
-    assert not interpreted["a_nan_or_infinity_stays"], interpreted["a_nan_or_infinity_stays"]
-
-
-def test_strided_rows(interpreted: dict[str, str]) -> None:
-    """Fails if the padded columns of a wider matrix are read or written, or a transposed table is misread."""
-    assert not interpreted["strided_rows"], interpreted["strided_rows"]
-
-
-def test_rows_beyond_32_bits(interpreted: dict[str, str]) -> None:
-    """Fails if row offsets are 32-bit: 8192 rows of 300,000 columns have more than 2^31 elements."""
-    assert not interpreted["rows_beyond_32_bits"], interpreted["rows_beyond_32_bits"]
+@pytest.mark.parametrize(
+    "check",
+    [
+        "statistics_equal_float64",
+        "statistics_of_impossible_tokens",
+        "a_nan_or_infinity_stays",
+        "strided_rows",
+        "rows_beyond_32_bits",
+        "rounded_once",
+        "no_rows",
+        "refusals",
+    ],
+)
+def test_arithmetic(interpreted: dict[str, str], check: str) -> None:
+    """Fails if the kernels compute something else than float64 does; each check has a docstring."""
+    assert not interpreted[check], interpreted[check]
 
 
 def test_gradient_equals_float64(interpreted: dict[str, str]) -> None:
@@ -65,26 +58,7 @@ def test_gradient_equals_float64(interpreted: dict[str, str]) -> None:
     assert not interpreted["gradient_equals_float64"], interpreted["gradient_equals_float64"]
 
 
-def test_gradient_is_rounded_once(interpreted: dict[str, str]) -> None:
-    """Fails if the value at an id is summed in bfloat16, where target and share cancel completely."""
-    assert not interpreted["rounded_once"], interpreted["rounded_once"]
-
-
-def test_no_rows(interpreted: dict[str, str]) -> None:
-    """Fails if a micro-batch without loss rows launches a grid of zero programs, which CUDA refuses."""
-    assert not interpreted["no_rows"], interpreted["no_rows"]
-
-
-def test_refusals(interpreted: dict[str, str]) -> None:
-    """Fails if float64 is silently computed in float32, or a transposed matrix is read along the wrong axis."""
-    assert not interpreted["refusals"], interpreted["refusals"]
-
-
-def test_cpu_tensors_are_refused(compiled: dict[str, str]) -> None:
-    """Fails if a student on the CPU gets a driver error instead of one that names the setting."""
-    assert not compiled["cpu_tensors_are_refused"], compiled["cpu_tensors_are_refused"]
-
-
-def test_kernels_compile_for_hopper(compiled: dict[str, str]) -> None:
-    """Fails if the kernels do not compile, lack the barriers at the loop, or load less than 16 bytes at once."""
-    assert not compiled["kernels_compile_for_hopper"], compiled["kernels_compile_for_hopper"]
+@pytest.mark.parametrize("check", ["cpu_tensors_are_refused", "kernels_compile_for_hopper"])
+def test_compiled(compiled: dict[str, str], check: str) -> None:
+    """Fails if the kernels do not compile for a GPU as intended; each check has a docstring."""
+    assert not compiled[check], compiled[check]

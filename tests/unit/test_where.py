@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from gkd.metrics.token_groups import OTHER, SAME, SURE_OF_OTHER, evaluation_numbers, is_sure_and_wrong, student_choice
-from gkd.tools.report.groups import evaluations, kind, rows, sentence
+from gkd.tools.report.groups import evaluations, rows, sentence
 from gkd.tools.report.page import page
 from gkd.tools.report.read import read_runs
 from gkd.tools.where import main
@@ -114,15 +114,6 @@ def test_numbers_of_an_evaluation() -> None:
     assert evaluation_numbers([record]) == {"eval/end_kl_share": 4 / 7, "eval/sure_and_wrong_share": 1 / 7}
     assert evaluation_numbers([TokenRecord(1, 0, [2], [5], {"sampled_reverse_kl": [0.1]})]) == {}
     assert evaluation_numbers([]) == {}
-
-
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [(" 12", "digits"), ("\n\t", "space"), (" the", "words"), ("a1", "words"), ("_(", "punctuation"), ("é", "words")],
-)
-def test_kinds(text: str, expected: str) -> None:
-    """Fails if a token has the kind of another text."""
-    assert kind(text) == expected
 
 
 def test_what_is_missing_is_told(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

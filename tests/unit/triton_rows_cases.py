@@ -86,6 +86,7 @@ def check_gradient(logits: Tensor, g: dict[str, Tensor], temperature: float, *, 
 
 
 def statistics_equal_float64() -> None:
+    """Raise if an iteration, a lane or the last columns are skipped, or the running maximum is wrong."""
     for dtype, v in product(DTYPES, WIDTHS):
         check_statistics(rows(3, v, dtype), 1.0)
     for temperature in (0.7, 2.0):
@@ -95,6 +96,7 @@ def statistics_equal_float64() -> None:
 
 
 def statistics_of_impossible_tokens() -> None:
+    """Raise if logits of -inf, also in whole iterations at the start, make the mean or the maximum NaN."""
     for dtype in (torch.float32, torch.bfloat16):
         logits = rows(5, 1601, dtype)
         logits[0, :1100] = -INF  # two whole iterations and part of the third
@@ -107,6 +109,7 @@ def statistics_of_impossible_tokens() -> None:
 
 
 def a_nan_or_infinity_stays() -> None:
+    """Raise if a maximum drops a NaN, so that training continues on broken logits, or a gradient's NaN is lost."""
     for column, bad in product((0, 700, 1599), (NAN, INF)):
         logits = rows(2, 1600, torch.float32)
         logits[1, column] = bad
@@ -121,6 +124,7 @@ def a_nan_or_infinity_stays() -> None:
 
 
 def strided_rows() -> None:
+    """Raise if the padded columns of a wider matrix are read or written, or a transposed table is misread."""
     for dtype, padding in product((torch.float32, torch.bfloat16), (1, 24)):
         logits = rows(4, 1000, dtype, padding=padding)
         check_statistics(logits, 1.0)
@@ -139,6 +143,7 @@ def strided_rows() -> None:
 
 
 def rows_beyond_32_bits() -> None:
+    """Raise if row offsets are 32-bit: 8192 rows of 300,000 columns have more than 2^31 elements."""
     # Untouched memory is not allocated physically; only the pages of three rows are.
     memory = torch.empty(2**31 + 64, dtype=torch.bfloat16)
     logits = memory.as_strided((3, 40), (2**30, 1))
@@ -148,6 +153,7 @@ def rows_beyond_32_bits() -> None:
 
 
 def gradient_equals_float64() -> None:
+    """Raise if repeated ids are not summed, an id at a boundary or -1 is misplaced, or T is ignored."""
     for dtype, v, n_ids in product(DTYPES, WIDTHS, (0, 1, 65)):
         logits = rows(3, v, dtype)
         check_gradient(logits, gradient_inputs(logits, n_ids, 1.0), 1.0, in_place=n_ids == 65)
@@ -160,6 +166,7 @@ def gradient_equals_float64() -> None:
 
 
 def rounded_once() -> None:
+    """Raise if the value at an id is summed in bfloat16, where target and share cancel completely."""
     # At the id the shares of target and student nearly cancel: rounding either one first loses the difference.
     logits = torch.full((1, 600), -20.0, dtype=torch.bfloat16)
     logits[0, 3] = 5.0
@@ -174,6 +181,7 @@ def rounded_once() -> None:
 
 
 def no_rows() -> None:
+    """Raise if a micro-batch without loss rows launches a grid of zero programs, which CUDA refuses."""
     logits = rows(0, 9, torch.float32)
     assert [t.shape for t in SMALL.statistics(logits, 1.0)] == [(0,), (0,)]
     g = {name: torch.zeros(0) for name in ("row_grad", "log_normalizer")}
@@ -182,6 +190,7 @@ def no_rows() -> None:
 
 
 def refusals() -> None:
+    """Raise if float64 is silently computed in float32, or a transposed matrix is read along the wrong axis."""
     for logits, words in ((rows(2, 9, torch.float64), "float64"), (rows(9, 4, torch.float32).T, "(1, 4)")):
         try:
             SMALL.statistics(logits, 1.0)
@@ -192,6 +201,7 @@ def refusals() -> None:
 
 
 def cpu_tensors_are_refused() -> None:
+    """Raise if a student on the CPU gets a driver error instead of one that names the setting."""
     try:
         TritonRows().statistics(rows(2, 9, torch.float32), 1.0)
     except NumericsError:
@@ -200,6 +210,7 @@ def cpu_tensors_are_refused() -> None:
 
 
 def kernels_compile_for_hopper() -> None:
+    """Raise if the kernels do not compile, lack the barriers at the loop, or load less than 16 bytes at once."""
     for dtype, vector in (("bf16", 8), ("fp16", 8), ("fp32", 4)):
         shape: dict[str, int] = {"LOADS": 32 // vector, "LANES": 256, "VECTOR": vector}
         ptx = compiled(triton_rows._statistics, f"*{dtype}", shape)["ptx"]

@@ -147,15 +147,6 @@ _GEMMA = _loop(
     "<start_of_turn>model\n",
     "{{ bos_token }}",
 )
-_GEMMA3 = _loop(
-    "{% if m.role != 'system' %}"
-    + _ALTERNATE
-    + _GEMMA_TURN
-    + "{% if loop.index0 == 1 and messages[0].role == 'system' %}{{ messages[0].content ~ '\n\n' }}{% endif %}"
-    + "{{ (m.content | trim) ~ '<end_of_turn>\n' }}{% endif %}",
-    "<start_of_turn>model\n",
-    "{{ bos_token }}",
-)
 _PHI_TURN = "{{ '<|%s|>\n' ~ m.content ~ '<|end|>\n' }}"
 _PHI = {role: _PHI_TURN % role for role in ("user", "assistant")}
 _GLM = _loop(
@@ -255,16 +246,6 @@ FAMILIES: dict[str, Family] = {
         changes={"plain": BOTH, "white": BOTH, "thinking": BOTH},
         variables={"enable_thinking": False},
     ),
-    "qwen3_instruct": Family(
-        _loop(
-            _QWEN,
-            _ANSWER,
-            "{% if tools or messages[0].role == 'system' %}" + _HEAD.replace("DEFAULT", "") + "{% endif %}",
-        ),
-        ("<|im_end|>",),
-        _IM,
-        _RESPONSE,
-    ),
     "qwen3.5": Family(
         _QWEN35,
         ("<|im_end|>",),
@@ -272,14 +253,6 @@ FAMILIES: dict[str, Family] = {
         _RESPONSE,
         changes={"plain": BOTH, "white": BOTH, "thinking": USER},
         opened="<think>\n",
-    ),
-    "qwen3.5_no_think": Family(
-        _QWEN35,
-        ("<|im_end|>",),
-        _IM,
-        _RESPONSE,
-        changes={"plain": USER, "white": BOTH, "thinking": BOTH},
-        variables={"enable_thinking": False},
     ),
     "lfm2": Family(
         _loop(
@@ -302,29 +275,11 @@ FAMILIES: dict[str, Family] = {
         changes=_WHITE,
         bos="<|begin_of_text|>",
     ),
-    "llama3.2": Family(
-        _LLAMA.replace("m.content | tojson", "m.content | trim"),
-        ("<|eot_id|>",),
-        ("<|start_header_id|>", "<|end_header_id|>"),
-        changes=_WHITE,
-        bos="<|begin_of_text|>",
-    ),
     "gemma": Family(
         _GEMMA,
         ("<eos>", "<end_of_turn>"),
         ("<start_of_turn>",),
         ("\n\n", "\n\n\n"),
-        roles=USER,
-        changes=_WHITE,
-        bos="<bos>",
-        metaspace=True,
-        has_tools=False,
-    ),
-    "gemma3": Family(
-        _GEMMA3,
-        ("<end_of_turn>",),
-        ("<start_of_turn>",),
-        ("\n\n",),
         roles=USER,
         changes=_WHITE,
         bos="<bos>",
@@ -338,13 +293,6 @@ FAMILIES: dict[str, Family] = {
         roles=USER,
         metaspace=True,
         rstrip=True,
-        has_tools=False,
-    ),
-    "phi3.5": Family(
-        _loop(_cases(system=_PHI_TURN % "system", **_PHI), "<|assistant|>\n", "", "{{ eos_token }}"),
-        ("<|endoftext|>", "<|end|>"),
-        ("<|user|>", "<|assistant|>", "<|system|>"),
-        roles=USER,
         has_tools=False,
     ),
     "nemotron": Family(
