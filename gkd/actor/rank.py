@@ -91,7 +91,7 @@ class ActorRank:
         """Check that this node shares the run folder, and return its name. Raises ConfigError.
 
         Args:
-            word: see `gkd.run.shared_folder`.
+            word: see `gkd.actor.shared_folder`.
         """
         node = socket.gethostname()
         shared_folder.answer(root, word, self._name, node)

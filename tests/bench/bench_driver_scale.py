@@ -21,6 +21,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +37,7 @@ from gkd.run.open import open_run_folder
 from gkd.scoring.group_endpoint import ScoreSummary
 from gkd.scoring.pool import ScoringPool
 from gkd.trainer import Roles, Trainer
-from gkd.types import Prompt, ScoreTimes, SyncReport, TrainStats
+from gkd.types import ProcessSpans, Prompt, ScoreTimes, SyncReport, TrainStats
 from tests.bench.simulated_engines import Clock, Engine, Workload
 from tests.bench.simulated_ray import Apparatus, Ref, SimulatedRay
 from tests.bench.teacher_report import machine
@@ -46,6 +47,10 @@ N_RUNNING, N_PROMPT, MEAN_TOKENS, MAX_TOKENS = 256, 200, 400.0, 1024
 MOST_SHARE, MOST_GROWTH = 0.05, 0.02  # of a core; of the memory at a third of the run, until its end
 _SPARE = 1.1  # engines are this much faster than training
 _WARM_UP = 5
+
+
+def _no_memory(process: str) -> tuple[dict[str, float], ProcessSpans]:
+    return {}, ProcessSpans(process, "host", [])
 
 
 def _nothing(*args: Any) -> None:
@@ -77,8 +82,9 @@ class Roles1024:
                 save=self._save,
                 save_finished=self._saved,
                 export_hf=self._export,
+                memory_numbers=partial(_no_memory, f"actor {rank}"),
             )
-            for _ in range(n_actors)
+            for rank in range(n_actors)
         ]
         self.actor = ActorPool(ranks, config)
         endpoints = [
@@ -91,7 +97,7 @@ class Roles1024:
         self._clock.version = policy_version
         return SyncReport(8, 0)
 
-    def _train_step(self, *args: Any, meta: Any) -> Ref:
+    def _train_step(self, *args: Any, meta: Any = None) -> Ref:
         self._trained += 1
         is_last = self._trained % (RANKS // 2) == 0
         return Ref(self._wait_step if is_last else _stats)
@@ -100,7 +106,7 @@ class Roles1024:
         self._clock.sleep(STEP_S)
         return _stats()
 
-    def _save(self, folder: Path) -> None:
+    def _save(self, folder: Path, blocking: bool) -> None:
         folder.mkdir(exist_ok=True)
         (folder / "rank_0").write_bytes(b"nothing")
 

@@ -26,31 +26,17 @@ from teacher_server.engines.signals import BLOCK, topk_two_stage
 from tests.bench.command import add_device, in_fresh_process, parsed, parser
 from tests.bench.engine_case import SIGNALS, VOCAB, best_of, error_limit, save_reference, sequences
 from tests.bench.teacher_report import Figure, Part, as_json, as_text, machine
+from tests.random_models import save_random
 from tests.service.trivial_engine import TrivialEngine
 
 HIDDEN = 512
+SIZES = {
+    **{"intermediate_size": 1536, "num_hidden_layers": 4, "num_attention_heads": 8, "num_key_value_heads": 4},
+    **{"head_dim": 64, "max_position_embeddings": 4096, "initializer_range": 0.1},
+}
 ENGINES = ("hf", "vllm")
 MEMORY_LIMIT_MIB = 512
 PARTS = ("topk", "speed", "memory", "error")
-
-
-def save_bench_model(folder: Path) -> None:
-    from transformers import Qwen3Config, Qwen3ForCausalLM
-
-    torch.manual_seed(0)
-    config = Qwen3Config(
-        vocab_size=VOCAB,
-        hidden_size=HIDDEN,
-        intermediate_size=1536,
-        num_hidden_layers=4,
-        num_attention_heads=8,
-        num_key_value_heads=4,
-        head_dim=64,
-        max_position_embeddings=4096,
-        tie_word_embeddings=False,
-        initializer_range=0.1,
-    )
-    Qwen3ForCausalLM(config).save_pretrained(folder)
 
 
 def _measured(**job: Any) -> dict[str, Any]:
@@ -91,7 +77,7 @@ def measure(rounds: int, device: str, parts: Sequence[str]) -> dict[str, Any]:
         result |= {"topk_ms_per_row": measure_topk(5), "trivial_sequences_per_s": measure_trivial()}
     with tempfile.TemporaryDirectory(prefix="bench_engines.") as folder:
         model, reference = str(Path(folder) / "model"), Path(folder) / "reference.npz"
-        save_bench_model(Path(model))
+        save_random(Path(model), vocab_size=VOCAB, hidden_size=HIDDEN, **SIZES)
         job = {"model": model, "device": device, "reference": str(reference), "rounds": 3}
         if "speed" in parts:
             speeds: dict[str, list[dict[str, Any]]] = {engine: [] for engine in ENGINES}

@@ -7,7 +7,6 @@ Every setting scores the same sequences with the same server, in turns.
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import sys
 import tempfile
@@ -20,9 +19,11 @@ from gkd.config.load import load_config
 from gkd.preflight.teacher import request_info
 from gkd.scoring.endpoint import ScoringEndpoint
 from gkd.scoring.teacher.window import window_of_group
-from tests.bench.teacher_report import Figure, Observer, Part, Table, as_json, as_text, machine, merge_json
+from tests.bench.command import parsed, parser, run_parts
+from tests.bench.teacher_report import Figure, Part, Table
 from tests.service.harness import ServerProcess, random_rollouts, save_model
 
+PARTS = ("in_flight",)
 _VOCAB = 2000
 CASES = {
     "max_in_flight: 1": ["teacher.max_in_flight=1"],
@@ -61,17 +62,10 @@ def measure(n_sequences: int, rounds: int) -> Part:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m tests.bench.bench_in_flight", description=__doc__.splitlines()[0])
-    parser.add_argument("--json", type=Path, metavar="FILE")
-    parser.add_argument("--sequences", type=int, default=256, metavar="N", help="default: %(default)s")
-    parser.add_argument("--rounds", type=int, default=3, metavar="N", help="default: %(default)s")
-    args = parser.parse_args(argv)
-    observer = Observer()
-    part = measure(args.sequences, args.rounds)
-    print(as_text(part))
-    if args.json is not None:
-        merge_json(args.json, {"in_flight": as_json(part, machine(), observer.stop())})
-    return 0
+    made = parser("tests.bench.bench_in_flight", __doc__ or "", PARTS, rounds=3)
+    made.add_argument("--sequences", type=int, default=256, metavar="N", help="default: %(default)s")
+    args = parsed(made, PARTS, argv)
+    return run_parts(args, lambda _: measure(args.sequences, args.rounds))
 
 
 if __name__ == "__main__":

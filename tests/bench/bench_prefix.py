@@ -31,6 +31,7 @@ from tests.bench.command import parsed, parser, run_parts
 from tests.bench.quickstart_run import train
 from tests.bench.teacher_children import Child
 from tests.bench.teacher_report import Figure, Part, Table
+from tests.random_models import save_random
 from tests.service.harness import ServerProcess
 
 if TYPE_CHECKING:
@@ -63,24 +64,9 @@ TASKS = {"n = 8": Task(4, 8, 0), "n = 1": Task(16, 1, 0), "greedy": Task(4, 0, 0
 
 def save_model(folder: Path) -> Path:
     """Save a random Qwen3 of 12M parameters: as in a real teacher, its LM head is a small part of the work."""
-    import torch
-    from transformers import Qwen3Config, Qwen3ForCausalLM
-
-    torch.manual_seed(0)
-    config = Qwen3Config(
-        vocab_size=_VOCAB,
-        hidden_size=256,
-        intermediate_size=1024,
-        num_hidden_layers=10,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=64,
-        max_position_embeddings=1024,
-        tie_word_embeddings=True,
-        initializer_range=0.1,
-    )
-    Qwen3ForCausalLM(config).save_pretrained(folder)
-    return folder
+    layers = {"num_hidden_layers": 10, "hidden_size": 256, "intermediate_size": 1024, "head_dim": 64}
+    more = {"max_position_embeddings": 1024, "tie_word_embeddings": True, "initializer_range": 0.1}
+    return save_random(folder, vocab_size=_VOCAB, **layers, **more)
 
 
 def serve_engine(pipe: Connection, model: str, name: str, share_prompts: bool) -> None:

@@ -15,12 +15,13 @@ from typing import Any
 from tests.bench.teacher_report import Observer, Part, as_json, as_text, machine, merge_json
 
 
-def parser(prog: str, description: str, parts: Collection[str], rounds: int) -> argparse.ArgumentParser:
-    """--only, --json, --rounds."""
+def parser(prog: str, description: str, parts: Collection[str], rounds: int = 0) -> argparse.ArgumentParser:
+    """--only, --json, and --rounds unless there is no default of them."""
     made = argparse.ArgumentParser(prog=f"python -m {prog}", description=description.splitlines()[0])
     made.add_argument("--only", default=",".join(parts), metavar="PART,..", help="default: %(default)s")
     made.add_argument("--json", type=Path, metavar="FILE", help="put the parts that ran into this file")
-    made.add_argument("--rounds", type=int, default=rounds, metavar="N", help="default: %(default)s")
+    if rounds:
+        made.add_argument("--rounds", type=int, default=rounds, metavar="N", help="default: %(default)s")
     return made
 
 
@@ -34,7 +35,7 @@ def parsed(made: argparse.ArgumentParser, parts: Collection[str], argv: Sequence
     args = made.parse_args(argv)
     if unknown := [name for name in args.only.split(",") if name not in parts]:
         made.error(f"--only {args.only}: no part {unknown[0]!r}; there are {', '.join(parts)}")
-    if args.rounds < 1:
+    if getattr(args, "rounds", 1) < 1:
         made.error(f"--rounds {args.rounds}: at least one round")
     if getattr(args, "device", "cpu") == "cuda":
         import torch  # only here, so that children that import this file stay light

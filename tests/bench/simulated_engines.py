@@ -14,10 +14,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from gkd.data.chunks import encode_sizes
 from gkd.data.codec import decode_prompts
 from gkd.rollout.engine.loop import Coalescer
 from gkd.rollout.messages import Job
-from gkd.types import EngineUsage
+from gkd.types import EngineUsage, RolloutChunk
 from tests.bench.simulated_ray import Apparatus, Ref
 
 _TICK_S = 0.25
@@ -181,12 +182,11 @@ class Clock:
 
 
 def _encoded(job: int, group: int, rollouts: list[Any], n_prompt: int) -> bytes:
-    """Return what an engine sends of a chunk, see `gkd.data.chunks.encode_sizes`."""
-    n = len(rollouts)
-    table = np.zeros((6, n), "<i4")
-    table[0], lengths, versions = np.array(rollouts).T
-    table[1], table[2], table[4] = lengths + n_prompt, lengths, versions
-    return np.array((job, group, n, 1), "<i4").tobytes() + table.tobytes()
+    """Return what an engine sends of a chunk; every response has one turn."""
+    sizes = np.zeros((8, len(rollouts)), "<i4")
+    sizes[0], lengths, versions = np.array(rollouts).T
+    sizes[1], sizes[2], sizes[4], sizes[7] = lengths + n_prompt, lengths, versions, 1
+    return encode_sizes(RolloutChunk(group, None, sizes), job)
 
 
 def _n_sequences(sizes: bytes) -> int:

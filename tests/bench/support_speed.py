@@ -17,6 +17,7 @@ import numpy as np
 from gkd.scoring.teacher.client import ZmqTeacher
 from gkd.types import Rollout
 from tests.bench.teacher_report import Figure, Part, Table
+from tests.random_models import save_random
 from tests.service.harness import ServerProcess, connect, random_rollouts, submit
 
 IN_FLIGHT = 32
@@ -36,23 +37,9 @@ class Case(NamedTuple):
 
 def large_model(folder: Path) -> Path:
     """Save a random Qwen3 of 40M parameters with a vocabulary of 32,768, for which the ids are the usual share."""
-    import torch
-    from transformers import Qwen3Config, Qwen3ForCausalLM
-
-    torch.manual_seed(0)
-    config = Qwen3Config(
-        vocab_size=32_768,
-        hidden_size=512,
-        intermediate_size=1536,
-        num_hidden_layers=6,
-        num_attention_heads=8,
-        num_key_value_heads=4,
-        head_dim=64,
-        max_position_embeddings=1024,
-        tie_word_embeddings=True,
-    )
-    Qwen3ForCausalLM(config).save_pretrained(folder)
-    return folder
+    layers = {"num_hidden_layers": 6, "hidden_size": 512, "intermediate_size": 1536, "num_attention_heads": 8}
+    more = {"num_key_value_heads": 4, "head_dim": 64, "max_position_embeddings": 1024, "tie_word_embeddings": True}
+    return save_random(folder, vocab_size=32_768, initializer_range=0.02, **layers, **more)
 
 
 def sequences_of(case: Case) -> list[Rollout]:

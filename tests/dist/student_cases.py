@@ -11,10 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch.distributed.tensor import DTensor
 
 from gkd.config.loss_spec import LossSpec
-from gkd.memory.states import OPTIMIZER, PARAMS
 from gkd.types import MicroBatch
 from tests.device import host, rank_device
 from tests.dist.megatron_reference import BETAS, CLIP, EPS, LR, WEIGHT_DECAY
@@ -134,32 +132,6 @@ def weights(student: Any) -> dict[str, torch.Tensor]:
 
 def same_weights(one: dict[str, torch.Tensor], two: dict[str, torch.Tensor]) -> bool:
     return one.keys() == two.keys() and all(torch.equal(tensor, two[name]) for name, tensor in one.items())
-
-
-def changed_by_a_move(student: Any) -> list[str]:
-    """Offload and reload all states; return the names of kept states whose bytes have changed.
-
-    In between, their device memory is overwritten.
-    """
-    before, states = _live_bytes(student), student.states
-    states.offload_states()
-    others = [torch.full_like(value, 0xA5, device=tensor.device) for tensor, value in before.values()]
-    del others
-    states.reload_states()
-    after = _live_bytes(student)
-    same = before.keys() == after.keys()
-    return [name for name, (_, value) in before.items() if not same or not torch.equal(value, after[name][1])]
-
-
-def _live_bytes(student: Any) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
-    """Return the weights and optimizer states of this rank by kind and index, each with a copy of its bytes."""
-    found = {}
-    for kind in (PARAMS, OPTIMIZER):
-        for number, tensor in enumerate(student.live_states()[kind]):
-            local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-            copy = local.detach().to("cpu", copy=True).flatten().view(torch.uint8)
-            found[f"{kind}[{number}]"] = local, copy
-    return found
 
 
 def as_numpy(tensors: dict[str, torch.Tensor]) -> dict[str, np.ndarray]:

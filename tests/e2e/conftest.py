@@ -18,6 +18,7 @@ import pytest
 
 from tests.dist.ray_nodes import NodeSpec, ray_nodes
 from tests.metric_keys import unlisted_keys
+from tests.random_models import save_random
 from tests.service.harness import ServerProcess
 
 VOCAB = 32003
@@ -214,27 +215,22 @@ def save_model(
     folder: Path, *, seed: int, layers: int, hidden_size: int = 64, intermediate_size: int = 96, n_vocab: int = VOCAB
 ) -> None:
     """Save a random model whose top 64 of 32003 probabilities hold much of the mass, but never all of it."""
-    import torch
     from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+    from transformers import PreTrainedTokenizerFast
 
-    torch.manual_seed(seed)
-    config = Qwen3Config(
+    save_random(
+        folder,
+        seed=seed,
         vocab_size=n_vocab,
+        num_hidden_layers=layers,
         hidden_size=hidden_size,
         intermediate_size=intermediate_size,
-        num_hidden_layers=layers,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=32,
-        max_position_embeddings=64,
         tie_word_embeddings=True,
         initializer_range=0.35,
         bos_token_id=None,
         eos_token_id=EOS,
         pad_token_id=0,
     )
-    Qwen3ForCausalLM(config).float().save_pretrained(folder)
     words = {"<pad>": 0, "<eos>": EOS, **{f"w{i}": i for i in range(2, n_vocab)}}
     inner = Tokenizer(models.WordLevel(words, unk_token="<pad>"))
     inner.pre_tokenizer = pre_tokenizers.Whitespace()

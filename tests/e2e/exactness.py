@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -25,6 +26,11 @@ _NOT_COMPARED = (
     "teacher/topk_mass",
     "eval/teacher_accuracy",
 )
+
+
+def steps_of(run_dir: Path, file: str = "metrics.jsonl") -> dict[int, dict[str, Any]]:
+    """Return the lines of a run's metrics by step."""
+    return {int(line["step"]): line for line in read_metrics(run_dir / file)}
 
 
 def differences(

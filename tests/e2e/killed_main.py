@@ -15,7 +15,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +38,13 @@ POINTS = (*STAGES, *(f"{edge}_{name}" for name in CALLS for edge in ("before", "
 VICTIMS = {"actor": "ActorWorker", "engine": "RolloutWorker"}  # which end the run, unless engines are restarted
 DONE = "killed_main: signal sent to"  # in the output, so that a run that ended for another reason is not taken for it
 OTHER_VICTIMS = ("all", "driver", "engine_child", "stopped_engine", "stopped_engine_child")
+Fault = tuple[str, int, float, str]  # point, its visit, seconds after it, victim
+
+
+def with_faults(command: list[str], faults: Sequence[Fault]) -> list[str]:
+    """Return the command of a run as the command of a run with these faults."""
+    words = [str(word) for fault in faults for word in fault]
+    return [sys.executable, "-m", "tests.e2e.killed_main", *words, "--", *command[3:]] if faults else command
 
 
 def generation_of(step: int) -> int:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -15,7 +14,7 @@ from gkd.metrics.writer import read_metrics
 from tests.e2e.conftest import N_TRAIN, Lab
 from tests.e2e.engine_kills import is_engine
 from tests.e2e.exactness import check_taken, differences
-from tests.e2e.killed_main import generation_of
+from tests.e2e.killed_main import Fault, generation_of, with_faults
 from tests.e2e.test_loop import interrupt, start, wait_for_step
 from tests.processes import wait_until
 
@@ -24,15 +23,12 @@ pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(600)]
 N_STEPS = 4
 RECORD = "trainer.record_batches=true"
 MANY = "rollout.max_restarts=9"
-Fault = tuple[str, int, float, str]  # point, its visit, seconds after it, victim: see `killed_main`
 
 
 def run_with(
     faults: list[Fault], lab: Lab, run_dir: Path, port: int, *settings: str
 ) -> subprocess.CompletedProcess[str]:
-    command = lab.command(run_dir, port, *settings)
-    words = [str(word) for fault in faults for word in fault]
-    command = [sys.executable, "-m", "tests.e2e.killed_main", *words, "--", *command[3:]]
+    command = with_faults(lab.command(run_dir, port, *settings), faults)
     done = subprocess.run(command, capture_output=True, text=True, timeout=500, check=False)
     assert not left_behind(run_dir)
     return done

@@ -9,7 +9,7 @@ import pytest
 from gkd.metrics.writer import read_metrics
 from tests.e2e.conftest import Lab
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]  # in CI test_lora.py compares the first step
 
 TOLERANCE = 1e-5
 UNUSED_PORT = 15555  # the default; a local teacher does not use it
@@ -26,25 +26,6 @@ def train(lab: Lab, name: str, *overrides: str) -> Path:
     return run_dir
 
 
-@pytest.mark.slow  # in CI test_lora.py has a local teacher and compares the first step
-def test_local_losses_equal_those_of_the_server(lab: Lab, base_run: Path, shared_ray: str) -> None:
-    """If it fails, local and served scores of the same responses differ, scores are assigned to other sequences, or two
-    pipeline stages do not train like one rank.
-    """
-    # All three roles share two slots.
-    layout = ("trainer.n_gpus_per_node=2", "actor.pp=2", "rollout.n_gpus_per_node=2", "trainer.colocate=true")
-    run_dir = train(lab, "local_run", *layout, shared_ray)
-    found, expected = losses(run_dir), losses(base_run)
-    assert found.keys() == expected.keys() == {1, 2, 3, 4}
-    for step, loss in expected.items():
-        assert abs(found[step] - loss) <= TOLERANCE, (step, found, expected)
-    lines, served = (read_metrics(folder / "metrics.jsonl") for folder in (run_dir, base_run))
-    names = [{name for line in each for name in line if name.startswith("teacher/")} for each in (lines, served)]
-    assert names[0] == names[1] >= {"teacher/topk_mass", "teacher/score_bytes"}
-    assert all(line["memory/train/before_onload"] == 0 for line in lines if line["step"]), "the student is offloaded"
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "overrides",
     [
@@ -77,7 +58,6 @@ def test_local_losses_on_two_ranks_equal_those_of_the_server(
     assert max(abs(found[step] - loss) for step, loss in expected.items()) <= TOLERANCE, (found, expected)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "overrides",
     [
@@ -102,28 +82,13 @@ def test_a_refreshed_teacher_is_restored_by_a_resume(
     assert again == {step: first[step] for step in (4, 5, 6)}
 
 
-@pytest.mark.slow
-def test_a_run_with_a_local_teacher_resumes_and_replays_bit_exactly(lab: Lab) -> None:
-    """If it fails, recorded scores are computed again, or a resumed run gets other scores."""
-    settings = ("trainer.save_every=2", "trainer.record_batches=true")
-    whole = train(lab, "recorded", *settings, "trainer.keep_last=9", "actor.strategy=fsdp2")
-    first = losses(whole)
-    start = whole / "checkpoints" / "step_00000002"
-    again = losses(train(lab, "resumed", *settings, "actor.strategy=fsdp2", f"trainer.resume={start}"))
-    assert again == {step: first[step] for step in (3, 4)}
-    replayed = train(lab, "replayed", "actor.strategy=fsdp2", f"trainer.replay={whole / 'batches'}")
-    assert losses(replayed) == first
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("overrides", [(), ("distill.losses=[{name: jsd}, {name: k1}]", "rollout.n_gpus_per_node=2")])
-def test_the_engines_score_like_a_teacher_that_follows_the_student(lab: Lab, overrides: tuple[str, ...]) -> None:
+def test_the_engines_score_like_a_teacher_that_follows_the_student(lab: Lab) -> None:
     """If it fails, the engines score after another prompt, with the weights of another step, or other sequences."""
     settings = ("teacher.prompt_template=w3 w5 {prompt}", "data.max_teacher_prompt_length=14", "eval.every=2")
-    settings = (*settings, "eval.max_prompts=4", "eval.metric=none", *overrides)
-    name = f"live{len(overrides)}"
-    of_student = train(lab, name, *settings, f"teacher.path={lab.student}", "teacher.update_interval=1")
-    run_dir = lab.root / f"{name}_rollout"
+    settings = (*settings, "eval.max_prompts=4", "eval.metric=none", "rollout.n_gpus_per_node=2")
+    settings = (*settings, "distill.losses=[{name: jsd}, {name: k1}]")
+    of_student = train(lab, "live", *settings, f"teacher.path={lab.student}", "teacher.update_interval=1")
+    run_dir = lab.root / "live_rollout"
     lab.finished_run(run_dir, UNUSED_PORT, "teacher.backend=rollout", *settings)
     found, expected = losses(run_dir), losses(of_student)
     assert found.keys() == expected.keys() == {1, 2, 3, 4} and min(expected.values()) > 1e-3

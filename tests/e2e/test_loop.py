@@ -12,9 +12,9 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
@@ -27,16 +27,12 @@ from gkd.metrics.writer import read_metrics
 from gkd.tools import check_gpus
 from gkd.tools.check_gpus import refresh
 from tests.e2e.conftest import N_TRAIN, Lab, left_behind
-from tests.e2e.exactness import check_taken
-from tests.e2e.killed_main import is_engine_child
+from tests.e2e.exactness import check_taken, steps_of
+from tests.e2e.killed_main import Fault, is_engine_child, with_faults
 from tests.processes import wait_until
 
 pytestmark = pytest.mark.e2e
 N_TENSORS = 24  # of the two-layer student in Hugging Face's names
-
-
-def steps_of(run_dir: Path, file: str = "metrics.jsonl") -> dict[int, dict[str, Any]]:
-    return {int(line["step"]): line for line in read_metrics(run_dir / file)}
 
 
 def test_every_part_of_the_loop_did_its_work(base_run: Path) -> None:
@@ -155,50 +151,16 @@ def test_the_export_answers_like_the_engine(base_run: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_run_resumes_with_its_pools_split_anew(base_run: Path, lab: Lab, teacher_port: int) -> None:
-    """If it fails, a checkpoint can only be used on as many GPUs as it was written on."""
-    again = lab.root / "split_anew_run"
-    shutil.copytree(base_run, again)
-    shutil.rmtree(again / "checkpoints" / "step_00000004")
-    lab.finished_run(
-        again,
-        teacher_port,
-        "trainer.resume=auto",
-        "trainer.n_gpus_per_node=2",
-        "actor.tp=2",
-        "rollout.n_gpus_per_node=2",
-        "weight_sync.verify=always",
-    )
-    before, after = steps_of(base_run), steps_of(again)
-    for step in (3, 4):
-        assert after[step]["weight_sync/verified_tensors"] == N_TENSORS
-        assert after[step]["loss/total"] == pytest.approx(before[step]["loss/total"], rel=1e-3)
-
-
 @pytest.mark.parametrize(
     "layout",
     [
-        # In CI: TP 2 (test_losses.py), DP 2 (test_own_pipeline.py), PP 2 with two engines (test_lora.py), and two ranks
-        # of fsdp2 (test_losses.py).
+        # In CI: TP 2 (test_other_tokenizer.py), DP 2 (test_own_pipeline.py), PP 2 with two engines (test_lora.py), and
+        # two ranks of fsdp2 (test_losses.py).
+        pytest.param(("trainer.n_gpus_per_node=2", "actor.tp=2", "rollout.n_gpus_per_node=2"), id="tp2-two-engines"),
+        pytest.param(("trainer.n_gpus_per_node=2", "rollout.n_gpus_per_node=2", "rollout.tp=2"), id="dp2-engine-tp2"),
         pytest.param(
-            ("trainer.n_gpus_per_node=2", "actor.tp=2", "rollout.n_gpus_per_node=2"),
-            id="tp2-two-engines",
-            marks=pytest.mark.slow,
-        ),
-        pytest.param(
-            ("trainer.n_gpus_per_node=2", "actor.pp=2", "actor.max_tokens_per_micro_batch=64"),
-            id="pp2-token-budget",
-            marks=pytest.mark.slow,
-        ),
-        pytest.param(
-            ("trainer.n_gpus_per_node=2", "rollout.n_gpus_per_node=2", "rollout.tp=2"),
-            id="dp2-engine-tp2",
-            marks=pytest.mark.slow,  # test_lora.py, also run manually, has both, too
-        ),
-        pytest.param(
-            ("trainer.n_gpus_per_node=4", "actor.tp=2", "actor.pp=2"),
-            id="tp2-pp2",
-            marks=pytest.mark.slow,
+            ("trainer.n_gpus_per_node=4", "actor.tp=2", "actor.pp=2", "actor.max_tokens_per_micro_batch=64"),
+            id="tp2-pp2-token-budget",
         ),
     ],
 )
@@ -218,9 +180,15 @@ def test_other_layouts_train_the_same(base_run: Path, lab: Lab, teacher_port: in
 
 
 def start(
-    lab: Lab, run_dir: Path, port: int, *overrides: str, env: dict[str, str] | None = None
+    lab: Lab,
+    run_dir: Path,
+    port: int,
+    *overrides: str,
+    env: dict[str, str] | None = None,
+    faults: Sequence[Fault] = (),
 ) -> subprocess.Popen[str]:
-    command = lab.command(run_dir, port, *overrides)
+    """Start a run; `faults` kill or stop processes of it."""
+    command = with_faults(lab.command(run_dir, port, *overrides), faults)
     whole = os.environ | (env or {})
     return subprocess.Popen(
         command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, env=whole, start_new_session=True
@@ -234,7 +202,7 @@ def wait_for_step(run_dir: Path, step: int, process: subprocess.Popen[str]) -> N
         assert process.poll() is None, f"the run ended early:\n{process.stderr and process.stderr.read()[-3000:]}"
         return metrics.exists() and any(line["step"] >= step for line in read_metrics(metrics))
 
-    wait_until(reached, 200.0, f"step {step}")
+    wait_until(reached, 400.0, f"step {step}")
 
 
 def interrupt(process: subprocess.Popen[str], number: signal.Signals) -> str:
@@ -265,17 +233,12 @@ def interrupt(process: subprocess.Popen[str], number: signal.Signals) -> str:
 @pytest.mark.parametrize(
     ("number", "scheduler", "step"),
     [
-        pytest.param(signal.SIGTERM, "sync", None, id="sigterm"),  # Ctrl-C in training: test_schedulers.py
-        *(
-            pytest.param(signal.SIGINT, name, 1, id=name, marks=pytest.mark.slow)
-            for name in ("sync", "two_step_off", "stream")
-        ),
-        *(
-            pytest.param(signal.SIGINT, name, 0, id=f"{name} begins", marks=pytest.mark.slow)
-            for name in ("one_step_off", "two_step_off", "stream")
-        ),
+        pytest.param(signal.SIGTERM, "sync", None, id="sigterm"),
+        *(pytest.param(signal.SIGINT, name, 1, id=name) for name in ("sync", "two_step_off", "stream")),
+        *(pytest.param(signal.SIGINT, name, 0, id=f"{name} begins") for name in ("one_step_off", "stream")),
     ],
 )
+@pytest.mark.slow  # in CI: a signal in training (test_exact_resume.py), signals in each call of the loop (unit)
 def test_an_interrupt_leaves_a_checkpoint_and_no_process(
     lab: Lab, teacher_port: int, number: signal.Signals, scheduler: str, step: int | None
 ) -> None:

@@ -13,8 +13,8 @@ import torch
 from safetensors.torch import load_file
 
 from examples.quickstart.evaluate import count_equal
-from gkd.metrics.writer import read_metrics
 from tests.e2e.conftest import Lab
+from tests.e2e.exactness import steps_of
 
 pytestmark = pytest.mark.e2e
 
@@ -64,7 +64,7 @@ def test_adapters_are_trained_and_synced(
     assert done.returncode == 0, done.stderr[-4000:]
     base, export = (load_file(folder / "model.safetensors") for folder in (lab.student, run_dir / "export"))
     n_weights = sum(tensor.numel() for tensor in base.values())
-    lines = {int(line["step"]): line for line in read_metrics(run_dir / "metrics.jsonl")}
+    lines = steps_of(run_dir)
     assert sorted(lines) == [0, 1, 2]
     # Two factors of each of seven layers in two blocks.
     assert all(lines[step]["weight_sync/verified_tensors"] == 24 + 2 * 7 * 2 for step in (1, 2))
@@ -72,7 +72,7 @@ def test_adapters_are_trained_and_synced(
     assert all(lines[step]["loss/importance_weight"] == pytest.approx(1.0, abs=1e-4) for step in (1, 2))
     assert abs(lines[1]["loss/reference_kl"]) <= 1e-6 < lines[2]["loss/reference_kl"]
     # No adapter has moved in the first step, so it is that of the run without adapters, with the teacher server.
-    served = {int(line["step"]): line for line in read_metrics(base_run / "metrics.jsonl")}
+    served = steps_of(base_run)
     assert lines[1]["loss/forward_kl"] == pytest.approx(served[1]["loss/total"], abs=1e-5)
     assert lines[0]["eval/kl"] == pytest.approx(served[0]["eval/kl"], abs=1e-5)
     assert teacher_keys(lines[1]) == teacher_keys(served[1]) >= {"teacher/topk_mass", "teacher/score_bytes"}

@@ -1,27 +1,24 @@
-"""Test losses and teacher signals through the whole loop with real components."""
+"""Test losses, routes and prompts of a teacher through the whole loop with real components.
+
+Signals: tests/service/test_endpoint_signals.py has what arrives, tests/dist/test_megatron_losses.py what is trained.
+"""
 
 from __future__ import annotations
 
 import json
 import re
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from gkd.metrics.writer import read_metrics
 from gkd.pipeline.evaluate import KEPT_SAMPLES
 from gkd.tools.report.page import page
 from gkd.tools.report.read import read_runs
 from gkd.tools.report.samples import browser
 from tests.e2e.conftest import REWARDS, TWO_ROUTES, Lab, resized
-from tests.e2e.exactness import differences
+from tests.e2e.exactness import differences, steps_of
 
 pytestmark = pytest.mark.e2e
-
-
-def steps_of(run_dir: Path) -> dict[int, dict[str, Any]]:
-    return {int(line["step"]): line for line in read_metrics(run_dir / "metrics.jsonl")}
 
 
 def responses(samples: Path) -> list[list[int]]:
@@ -29,22 +26,9 @@ def responses(samples: Path) -> list[list[int]]:
 
 
 REFERENCE = 0.1
-EXACT = ("distill.loss=jsd", "distill.beta=0.3", "trainer.total_steps=2", "eval.metric=none")
 
 
-@pytest.fixture(scope="module")
-def hidden_run(lab: Lab, teacher_port: int, shared_ray: str) -> dict[int, dict[str, Any]]:
-    """Run JSD on the teacher's hidden states and LM head: TP 2."""
-    return hidden(lab, teacher_port, "sync", shared_ray)
-
-
-def hidden(lab: Lab, port: int, scheduler: str, shared_ray: str, *more: str) -> dict[int, dict[str, Any]]:
-    run_dir = lab.root / f"run_hidden_{scheduler}"
-    layout = ("trainer.n_gpus_per_node=2", "actor.tp=2", f"trainer.scheduler={scheduler}")
-    lab.finished_run(run_dir, port, *EXACT, "teacher.signal=hidden", *layout, shared_ray, *more)
-    return steps_of(run_dir)
-
-
+@pytest.mark.slow  # in CI test_other_tokenizer.py has hidden states in a stream, tests/service/test_routes.py routes
 def test_hidden_states_train(lab: Lab, teacher_port: int, shared_ray: str) -> None:
     """If it fails, the LM head of two routes to one teacher does not reach the actor, its logits do not reduce the KL,
     a stream of real engines does not feed the loop, a stream has other shares of the routes, or the student generates
@@ -52,10 +36,13 @@ def test_hidden_states_train(lab: Lab, teacher_port: int, shared_ray: str) -> No
     """
     wide = f"model.path={resized(lab.student, 32064)}"
     shares = ("data.domain_shares={a: 2, b: 1}", "distill.normalize=domain", "teacher.routes.b.temperature=0.9")
-    lines = hidden(lab, teacher_port, "stream", shared_ray, wide, *TWO_ROUTES, *shares)
+    loss = ("distill.loss=jsd", "distill.beta=0.3", "teacher.signal=hidden", "eval.metric=none")
+    layout = ("trainer.n_gpus_per_node=2", "actor.tp=2", "trainer.scheduler=stream", "trainer.total_steps=2")
+    run_dir = lab.root / "run_hidden"
+    lab.finished_run(run_dir, teacher_port, *loss, *layout, shared_ray, wide, *TWO_ROUTES, *shares)
+    lines = steps_of(run_dir)
     first, last = (
-        [json.loads(text) for text in (lab.root / f"run_hidden_stream/samples/step_0000000{step}.jsonl").open()]
-        for step in (0, 2)
+        [json.loads(text) for text in (run_dir / f"samples/step_0000000{step}.jsonl").open()] for step in (0, 2)
     )
     assert [row["prompt_ids"] for row in first] == [row["prompt_ids"] for row in last] and len(first) == KEPT_SAMPLES
     assert [row["prompt_id"] for row in first] == list(range(KEPT_SAMPLES)) and all(row["text"] for row in first)
@@ -74,48 +61,6 @@ def test_hidden_states_train(lab: Lab, teacher_port: int, shared_ray: str) -> No
     ]
     assert n_sequences == pytest.approx([16, 8])
     assert lines[2]["eval/kl"] < lines[0]["eval/kl"], "JSD must bring the student closer"
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "settings",
-    [
-        pytest.param(("teacher.signal=logits", "actor.fused_lm_head=false"), id="logits-unfused"),
-        pytest.param(
-            ("teacher.signal=hidden", "trainer.n_gpus_per_node=4", "actor.pp=2", "rollout.n_gpus_per_node=2"),
-            id="hidden-pp2-dp2",
-        ),
-    ],
-)
-def test_other_signals_of_the_full_distribution_train_the_same(
-    hidden_run: dict[int, dict[str, Any]], lab: Lab, teacher_port: int, settings: tuple[str, ...]
-) -> None:
-    """If it fails, the data flow of a signal (client, endpoint, LM head, chunks, layout) changes the distribution."""
-    run_dir = lab.root / f"run_{abs(hash(settings))}"
-    lab.finished_run(run_dir, teacher_port, *EXACT, *settings)
-    other = steps_of(run_dir)
-    for step in (1, 2):
-        for key in ("loss/total", "loss/token_kl", "loss/overlap", "loss/student_entropy", "optim/grad_norm"):
-            rel = 1e-4 if step == 1 else 1e-3
-            assert other[step][key] == pytest.approx(hidden_run[step][key], rel=rel), (step, key)
-
-
-@pytest.mark.slow
-def test_sampled_logprobs_train_like_the_full_distribution(lab: Lab, teacher_port: int) -> None:
-    """If it fails, training on the teacher's sampled logprobs differs from the same loss on the full distribution."""
-    settings = ("distill.loss=k3", "actor.optim.lr=0.002", "rollout.n=8", "trainer.total_steps=2", "eval.metric=none")
-    lines = {}
-    for signal in ("sampled", "hidden"):
-        run_dir = lab.root / f"run_k3_{signal}"
-        lab.finished_run(run_dir, teacher_port, *settings, f"teacher.signal={signal}")
-        lines[signal] = steps_of(run_dir)
-    sampled, hidden = lines["sampled"], lines["hidden"]
-    for step in (1, 2):
-        assert sampled[step]["loss/importance_clipped"] == 0.0
-        for key in ("loss/k3", "loss/sampled_reverse_kl", "optim/grad_norm"):
-            assert sampled[step][key] == pytest.approx(hidden[step][key], rel=1e-3), (step, key)
-    assert "eval/kl" in hidden[0] and "eval/kl" not in sampled[0]
-    assert sampled[0]["eval/reverse_kl"] > 0 and sampled[2]["eval/reverse_kl"] != sampled[0]["eval/reverse_kl"]
 
 
 def test_a_mixture_trains_adapters_on_student_and_dataset_responses(

@@ -12,6 +12,7 @@ import pytest
 from gkd.metrics.writer import read_metrics
 from gkd.tools import replay
 from tests.e2e.conftest import ALONE, Lab
+from tests.e2e.exactness import steps_of
 from tests.e2e.kill_matrix import Kill, Runs, torture
 from tests.service.harness import ServerProcess
 from tests.unit.test_text_pair import byte_level, sentence_pieces
@@ -94,17 +95,19 @@ def settings(lab: Lab, *more: str) -> tuple[str, ...]:
 
 def test_student_and_teacher_have_their_own_tokens(writers: Lab, writer_port: int, shared_ray: str) -> None:
     """If it fails, a run compares other texts than the student's, the teacher reads the student's template, tensor
-    parallelism or packing takes other rows, or the student does not come closer to the teacher.
+    parallelism or packing takes other rows, a stream of real engines does not feed the loop, or the student does not
+    come closer to the teacher.
     """
     run_dir = writers.root / "run"
-    layout = ("trainer.n_gpus_per_node=2", "actor.tp=2", "actor.packing=true", "trainer.scheduler=one_step_off")
+    layout = ("trainer.n_gpus_per_node=2", "actor.tp=2", "actor.packing=true", "trainer.scheduler=stream")
     steps = ("trainer.total_steps=4", "rollout.n=8", "trainer.record_batches=true")
     done = writers.finished_run(run_dir, writer_port, *settings(writers, *layout, *steps), shared_ray)
     assert "have the same bytes in the teacher's" in done.stderr
-    lines = {int(line["step"]): line for line in read_metrics(run_dir / "metrics.jsonl")}
+    lines = steps_of(run_dir)
     for step in (1, 2, 3, 4):
         assert lines[step]["loss/paired"] > 0.8 and 0 < lines[step]["loss/by_nodes"] < 1
         assert 0 < lines[step]["loss/canonical"] < 1
+        assert lines[step]["rollout/sequences"] == 48 and lines[step]["staleness/max"] <= 1
     assert lines[4]["eval/kl"] < lines[0]["eval/kl"]
 
 

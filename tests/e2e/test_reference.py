@@ -1,4 +1,4 @@
-"""Test the whole loop with a KL penalty to a reference model: Ray, vLLM, Megatron-core or adapters, teacher server."""
+"""Test the whole loop with a KL penalty to a reference: Ray, vLLM, Megatron-core, teacher server or local teacher."""
 
 from __future__ import annotations
 
@@ -7,16 +7,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from gkd.metrics.writer import read_metrics
 from tests.e2e.conftest import VOCAB, Lab
+from tests.e2e.exactness import steps_of
 
-pytestmark = pytest.mark.e2e
+# In CI test_own_pipeline.py has a reference of its own, test_lora.py and test_losses.py have the base.
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
 WEIGHT = 10.0
-
-
-def steps_of(run_dir: Path) -> dict[int, dict[str, float]]:
-    return {int(line["step"]): line for line in read_metrics(run_dir / "metrics.jsonl")}
 
 
 def train(lab: Lab, name: str, port: int, *overrides: str) -> dict[int, dict[str, float]]:
@@ -38,7 +35,6 @@ def distance(student: Path, initial: Path) -> float:
     return float((log_q.exp() * (log_q - log_p)).sum(-1).mean())
 
 
-@pytest.mark.slow  # in CI test_own_pipeline.py has a reference of its own, test_lora.py and test_losses.py the base
 def test_a_reference_keeps_the_student_close(lab: Lab, teacher_port: int, base_run: Path, shared_ray: str) -> None:
     """If it fails, the reference is not the initial student, its logprobs are misaligned, its term does not train, or
     an evaluation includes it; or two data-parallel ranks do not train like one.
@@ -62,24 +58,6 @@ def test_a_reference_keeps_the_student_close(lab: Lab, teacher_port: int, base_r
     assert 0 < held < 0.9 * loose, (held, loose)
 
 
-@pytest.mark.slow
-def test_adapters_use_the_base_model_as_reference(lab: Lab, teacher_port: int) -> None:
-    """If it fails, the actor without adapters is not the initial student, dataset responses count as on-policy, or the
-    reference runs during a training step under a prefetching scheduler.
-    """
-    layout = ("trainer.n_gpus_per_node=2", "trainer.scheduler=one_step_off", "actor.offload_train=true")
-    mixture = ("distill.on_policy_share=0.5", "distill.losses=[{name: jsd}, {name: k3}, {name: sft, weight: 0.1}]")
-    adapters = ("actor.strategy=fsdp2", "actor.lora.rank=8")
-    lines = train(lab, "adapters", teacher_port, *adapters, *layout, *mixture)
-    kl = {step: lines[step]["loss/reference_kl"] for step in (1, 2, 3, 4)}
-    assert abs(kl[1]) <= 1e-6 < min(kl[2], kl[3], kl[4]), kl
-    moved = [set(name for name in line if name.startswith("time/reference/")) for line in lines.values()]
-    # The states are reloaded and stay on the device for the training step.
-    expected = {f"time/reference/{name}" for name in ("onload", "execute", "barrier_wait_s")}
-    assert all(names == expected for names in moved[1:]), moved
-
-
-@pytest.mark.slow
 def test_a_reference_with_a_local_teacher_resumes_and_replays_bit_exactly(lab: Lab) -> None:
     """If it fails, a resume or replay has another reference or loses its updates, or the reference cannot share GPUs
     with engines and a local teacher.

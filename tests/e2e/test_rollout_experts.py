@@ -10,37 +10,17 @@ import pytest
 
 from gkd.types import Prompt
 from tests.engine_process import EngineProcess
+from tests.random_models import save_random
 
 pytestmark = pytest.mark.e2e
 VOCAB, EOS, N_EXPERTS = 211, 1, 4
 
 
-def _save(folder: Path, seed: int) -> None:
-    import torch
-    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
-
-    torch.manual_seed(seed)
-    config = Qwen3MoeConfig(
-        vocab_size=VOCAB,
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=32,
-        max_position_embeddings=64,
-        num_experts=N_EXPERTS,
-        num_experts_per_tok=2,
-        moe_intermediate_size=48,
-        norm_topk_prob=True,
-        mlp_only_layers=[0],
-        initializer_range=0.3,
-        tie_word_embeddings=False,
-        bos_token_id=None,
-        eos_token_id=EOS,
-        pad_token_id=0,
-    )
-    Qwen3MoeForCausalLM(config).float().save_pretrained(folder)
+def save_experts(folder: Path, seed: int, **changes: Any) -> None:
+    sizes = {"vocab_size": VOCAB, "num_experts": N_EXPERTS, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
+    ids = {"bos_token_id": None, "eos_token_id": EOS, "pad_token_id": 0}
+    layers = {"norm_topk_prob": True, "mlp_only_layers": [0]}
+    save_random(folder, "Qwen3Moe", seed=seed, **(sizes | ids | layers | changes))
 
 
 def _probe(old: Path, new: Path) -> dict[str, Any]:
@@ -88,7 +68,7 @@ def _probe(old: Path, new: Path) -> dict[str, Any]:
 def probe(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     root = tmp_path_factory.mktemp("experts")
     for seed, name in enumerate(("old", "new")):
-        _save(root / name, seed)
+        save_experts(root / name, seed)
     with EngineProcess() as process:
         found: dict[str, Any] = process.call(_probe, root / "old", root / "new")
     return found

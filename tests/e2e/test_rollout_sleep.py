@@ -16,7 +16,7 @@ from gkd.errors import WeightSyncError
 from gkd.types import Prompt
 from tests.e2e.conftest import EOS, VOCAB, Lab
 from tests.e2e.test_rollout_experts import VOCAB as EXPERTS_VOCAB
-from tests.e2e.test_rollout_experts import _save as save_experts
+from tests.e2e.test_rollout_experts import save_experts
 from tests.engine_process import EngineProcess
 
 pytestmark = pytest.mark.e2e

@@ -18,7 +18,7 @@ from gkd.scoring.teacher.store import SUFFIX
 from gkd.tools.score import _check_size
 from tests.dist.helpers import free_port
 from tests.e2e.conftest import Lab, _words
-from tests.e2e.test_losses import steps_of
+from tests.e2e.exactness import steps_of
 from tests.processes import wait_until
 
 pytestmark = pytest.mark.e2e

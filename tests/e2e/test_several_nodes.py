@@ -5,10 +5,9 @@ from __future__ import annotations
 import pytest
 
 from gkd.cluster.gpu_table import gpu_map_from_json
-from gkd.metrics.writer import read_metrics
 from tests.dist.ray_nodes import NodeSpec, ray_nodes
 from tests.e2e.conftest import Lab
-from tests.e2e.exactness import differences
+from tests.e2e.exactness import differences, steps_of
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
@@ -44,7 +43,7 @@ def test_a_training_over_three_nodes(lab: Lab, teacher_port: int) -> None:
     nodes = [row.node for row in ranks]
     assert nodes[0] == nodes[1] and nodes[2] == nodes[3] and len({nodes[0], nodes[2], nodes[4]}) == 3
     assert table.findings == () and table.gpus == (0, 1)
-    lines = {int(line["step"]): line for line in read_metrics(run_dir / "metrics.jsonl")}
+    lines = steps_of(run_dir)
     assert sorted(lines) == [0, 1, 2, 3, 4]
     assert all(lines[step]["optim/grad_norm"] > 0 and lines[step]["rollout/sequences"] == 12 for step in range(1, 5))
     assert lines[4]["eval/kl"] < 0.98 * lines[0]["eval/kl"]

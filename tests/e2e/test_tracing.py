@@ -14,6 +14,7 @@ from gkd.metrics.span_file import read_spans
 from gkd.metrics.writer import read_metrics
 from gkd.spans import Span
 from gkd.tools import replay, trace
+from tests.e2e.exactness import steps_of
 
 pytestmark = pytest.mark.e2e
 SLACK_S = 0.02  # between the clocks and calls of two processes on one host
@@ -65,7 +66,7 @@ def test_spans_of_all_processes_fit_into_the_stages_of_the_driver(base_run: Path
     computed = spans_of(base_run, "teacher", "compute")
     assert sum(span.args["sequences"] for _, span in computed) == sum(span.args["sequences"] for _, span in scores)
     assert not outside(computed, scores, ARRIVAL_S) and all(span.args["queue_s"] >= 0 for _, span in computed)
-    numbers = {int(line["step"]): line for line in read_metrics(base_run / "metrics.jsonl")}
+    numbers = steps_of(base_run)
     for step, span in spans_of(base_run, "driver", "train"):
         assert span.duration_s == pytest.approx(numbers[step]["time/train_s"], abs=1e-5)
     rows: dict[tuple[str, float], list[Span]] = {}

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import json
-import multiprocessing
 from collections import Counter
-from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from gkd.rollout.vllm.start import CPU_ENV
 from gkd.types import FINISH_REASONS, Rollout
 from tests.device import kind, on_cuda, on_stand_in, patience
 from tests.e2e.turn_environments import FAULTS
+from tests.engine_process import EngineProcess
 
 pytestmark = pytest.mark.e2e
 N_PROMPTS, N_SAMPLES, MAX_TURNS, MAX_TOKENS = 6, 2, 3, 160
@@ -115,12 +113,9 @@ def _pushed(engine: Any, version: int) -> int:
 
 @pytest.fixture(scope="module")
 def probe(acting_models: Path) -> dict[str, Any]:
-    context = multiprocessing.get_context("spawn")
-    with pytest.MonkeyPatch.context() as patch:
-        for name, value in ({} if on_cuda() else CPU_ENV).items():
-            patch.setenv(name, value)
-        with ProcessPoolExecutor(1, mp_context=context) as pool:
-            return pool.submit(_probe, acting_models).result(timeout=240 * patience())
+    with EngineProcess() as process:
+        found: dict[str, Any] = process.call(_probe, acting_models, timeout_s=240 * patience())
+    return found
 
 
 def test_own_tokens_have_the_logprobs_of_one_pass_over_the_trajectory(probe: dict[str, Any]) -> None:

@@ -1,6 +1,6 @@
 """Test offload and reload between a GPU and pinned host memory. Needs one GPU with 6 GiB free.
 
-Students that train the same: tests/dist/test_offloaded_student.py with --device cuda.
+Students that train the same: tests/dist/test_offload_layouts.py with --device cuda.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Fixtures of the service tests: two tiny models, and one server per test file for each."""
+"""Fixtures of the service tests: two tiny models with a server for each, and one without a model."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 
 from tests.device import kind
-from tests.service.harness import ServerProcess, save_model
+from tests.service.harness import TRIVIAL, ServerProcess, save_model, trivial_model
 
 TINY_VOCAB = 300
+TRIVIAL_VOCAB = 500
 WIDE_VOCAB = 32003  # odd, and above 2^15: detects errors in the id planes and padding of the vocabulary
 
 
@@ -29,7 +30,7 @@ def on_device(*options: str) -> tuple[str, ...]:
     return ("--device", kind(), "--engine", "hf", "--dtype", "float32", *options)
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def tiny_server(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
     folder, options = tmp_path_factory.mktemp("server"), on_device("--max-batch-tokens", "512")
     with ServerProcess(tiny_model, folder, options=options) as server:
@@ -39,4 +40,13 @@ def tiny_server(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> I
 @pytest.fixture(scope="module")
 def wide_server(wide_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
     with ServerProcess(wide_model, tmp_path_factory.mktemp("server"), options=on_device()) as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def trivial_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    """Start an engine without a model, whose requests of several sequences take several batches."""
+    folder = tmp_path_factory.mktemp("trivial")
+    options = (*TRIVIAL, "--max-batch-tokens", "300")
+    with ServerProcess(trivial_model(folder / "m", TRIVIAL_VOCAB), folder, options=options) as server:
         yield server

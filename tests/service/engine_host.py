@@ -24,6 +24,7 @@ from teacher_server.engines.load import EngineSettings, load_engine
 from teacher_server.wire.payload import TopKScores
 from tests.device import kind, on_cuda, patience
 from tests.engine_process import EngineProcess
+from tests.random_models import save_random
 from tests.second_runner import ENVIRONMENT
 
 VOCAB = 4099  # odd, so that tensor parallelism pads it; large enough for a top-8 in two stages
@@ -34,24 +35,8 @@ Ask = Callable[..., Any]
 
 def save_engine_model(folder: Path, *, kind: str = "Qwen3", **changes: Any) -> Path:
     """Save a random model of 2 layers with a head size that vLLM supports. Its distributions are peaked."""
-    import transformers
-
-    torch.manual_seed(0)
-    settings = {
-        "vocab_size": VOCAB,
-        "hidden_size": 64,
-        "intermediate_size": 96,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 1,
-        "head_dim": 32,
-        "max_position_embeddings": MAX_TOKENS,
-        "initializer_range": 0.3,
-        "tie_word_embeddings": False,
-    }
-    config = getattr(transformers, f"{kind}Config")(**(settings | changes))
-    getattr(transformers, f"{kind}ForCausalLM")(config).save_pretrained(folder)
-    return folder
+    sizes = {"vocab_size": VOCAB, "num_attention_heads": 2, "num_key_value_heads": 1}
+    return save_random(folder, kind, **(sizes | {"max_position_embeddings": MAX_TOKENS} | changes))
 
 
 def engine_settings(model: Path, engine: str, **changes: Any) -> EngineSettings:

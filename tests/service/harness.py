@@ -21,30 +21,15 @@ from gkd.scoring.teacher.client import ZmqTeacher
 from gkd.types import Rollout, TeacherScores, TeacherTopK, VersionSpan
 from tests.device import patience
 from tests.processes import is_alive, wait_until
+from tests.random_models import save_random
 
 START_TIMEOUT_S = 90.0  # importing torch and transformers on a busy machine; 5 s on an idle one
 
 
 def save_model(folder: Path, vocab_size: int, seed: int = 0) -> Path:
     """Save a random Qwen3 with a few thousand parameters plus embeddings. Large weights make the rows peaked."""
-    import torch
-    from transformers import Qwen3Config, Qwen3ForCausalLM
-
-    torch.manual_seed(seed)
-    config = Qwen3Config(
-        vocab_size=vocab_size,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-        max_position_embeddings=1024,
-        tie_word_embeddings=False,
-        initializer_range=0.3,
-    )
-    Qwen3ForCausalLM(config).save_pretrained(folder)
-    return folder
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "head_dim": 8, "max_position_embeddings": 1024}
+    return save_random(folder, seed=seed, vocab_size=vocab_size, **sizes)
 
 
 def random_rollouts(n: int, n_vocab: int, seed: int = 0, response: tuple[int, int] = (1, 40)) -> list[Rollout]:

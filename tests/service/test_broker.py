@@ -283,6 +283,17 @@ def test_a_worker_that_sends_bad_data_is_excluded(rig: Rig, bad: Callable[..., A
     assert isinstance(message, Dismiss), "the same process cannot join again"
 
 
+def test_the_responses_to_a_prompt_go_to_one_worker(rig: Rig) -> None:
+    """Fails if the broker does not read the prompts of requests, so that each worker computes each prompt."""
+    workers = [rig.worker(name=f"w{pid}", pid=pid, prefix_block=16, credit_tokens=1000) for pid in (1, 2)]
+    client = rig.client()
+    for i in range(8):
+        tokens = np.concatenate([make_tokens(40, seed=i % 2), make_tokens(10, seed=100 + i)])
+        client.score(tokens, prompt_length=40)
+    prompts = [{worker.job()[2][:40].tobytes() for _ in range(4)} for worker in workers]
+    assert list(map(len, prompts)) == [1, 1] and prompts[0] != prompts[1]
+
+
 def test_garbage_from_a_worker_excludes_it(rig: Rig) -> None:
     """Fails if a worker that sends unreadable messages stays in service."""
     faulty = rig.worker(name="faulty")

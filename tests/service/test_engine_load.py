@@ -15,7 +15,7 @@ import pytest
 
 from teacher_server.engines import hf
 from teacher_server.engines.base import ScoreParams
-from teacher_server.engines.load import EngineSettings, default_engine, load_engine, resolve_device
+from teacher_server.engines.load import EngineSettings, load_engine
 from teacher_server.errors import ServerError
 from tests.processes import is_alive, wait_until
 from tests.service.engine_host import (
@@ -32,11 +32,6 @@ from tests.service.test_engine_contract import TOLERANCE, check_topk
 
 pytestmark = pytest.mark.service
 BATCH = mixed_batch()
-
-
-def test_auto_is_hf_on_a_cpu_and_vllm_on_gpus() -> None:
-    """Fails if the default engine differs from the documented one."""
-    assert (default_engine("cpu"), default_engine("cuda:0")) == ("hf", "vllm")
 
 
 def test_the_share_of_a_gpu_bounds_the_engine_hf(
@@ -90,13 +85,6 @@ def test_an_engine_of_your_own_is_loaded_by_its_import_path(tmp_path: Path) -> N
     """Fails if a function of the user is not called with the settings, or load tests need a model with weights."""
     engine = load_engine(EngineSettings(model=str(trivial_model(tmp_path, 777)), max_tokens=50, engine=TRIVIAL[1]))
     assert (engine.name, engine.vocab_size, engine.max_tokens) == ("trivial", 777, 50)
-
-
-def test_auto_selects_an_available_device() -> None:
-    """Fails if `auto` selects a device that torch cannot use."""
-    import torch
-
-    assert resolve_device("auto") == ("cuda:0" if torch.cuda.is_available() else "cpu")
 
 
 def test_a_model_that_caps_its_logits_is_refused_by_hf(tmp_path: Path) -> None:

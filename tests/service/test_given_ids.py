@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 
 import msgspec
@@ -14,14 +13,15 @@ from gkd.errors import TeacherError, TeacherRefusal
 from gkd.types import Rollout
 from teacher_server.wire.payload import pack_given
 from teacher_server.wire.protocol import ErrorReply, as_frame, checksum, replies, requests
-from tests.service.harness import TRIVIAL, ServerProcess, connect, random_rollouts, submit, table_of, trivial_model
+from tests.service.conftest import TRIVIAL_VOCAB
+from tests.service.harness import ServerProcess, connect, random_rollouts, submit, table_of
 from tests.service.messages import make_request
 from tests.service.scripted import N_VOCAB as SCRIPTED_VOCAB
 from tests.service.scripted import ScriptedServer, always_valid, client
 from tests.service.trivial_engine import trivial_sampled, trivial_topk
 
 pytestmark = pytest.mark.service
-N_VOCAB, K = 500, 8
+N_VOCAB, K = TRIVIAL_VOCAB, 8
 
 # Headers as a client of version 1 encoded them: tokens 1 to 6, prompt of 2, wire fp32; topk with k = 3, and sampled.
 _OLD_END = (
@@ -41,13 +41,6 @@ OLD_SAMPLED = (
 # The fields of a reply of version 1, which refuses others.
 OLD_REPLY = {"type", "request_id", "token_digest", "model_fingerprint", "worker", "signal", "n_rows", "k"}
 OLD_REPLY |= {"n_entries", "adaptive", "wire", "checksums", "queue_s", "compute_s"}
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
-    folder = tmp_path_factory.mktemp("given")
-    with ServerProcess(trivial_model(folder / "m", N_VOCAB), folder, options=TRIVIAL) as process:
-        yield process
 
 
 def rollouts_with_ids(n: int, n_given: int, n_vocab: int = N_VOCAB) -> list[Rollout]:
@@ -72,10 +65,10 @@ def raw(port: int, frames: list[bytes]) -> list[bytes]:
 
 
 @pytest.mark.parametrize("old", [OLD_TOPK, OLD_SAMPLED], ids=["topk", "sampled"])
-def test_the_bytes_of_an_old_client_are_answered_in_its_version(server: ServerProcess, old: str) -> None:
+def test_the_bytes_of_an_old_client_are_answered_in_its_version(trivial_server: ServerProcess, old: str) -> None:
     """Fails if a client of version 1 is refused, or gets a version or a field that it refuses."""
     tokens = np.array([1, 2, 3, 4, 5, 6], np.int32)
-    header, *frames = raw(server.port, [bytes.fromhex(old), tokens.tobytes()])
+    header, *frames = raw(trivial_server.port, [bytes.fromhex(old), tokens.tobytes()])
     assert header[3] == 1
     reply = msgspec.msgpack.decode(header[12:])
     assert reply["type"] == "scores" and reply.keys() <= OLD_REPLY
@@ -89,11 +82,11 @@ def test_the_bytes_of_an_old_client_are_answered_in_its_version(server: ServerPr
 @pytest.mark.parametrize("wire", ["fp16", "fp32"])
 @pytest.mark.parametrize("n_given", [3, K])
 def test_one_request_returns_the_list_with_the_given_ids_and_the_sampled_token(
-    server: ServerProcess, wire: str, n_given: int
+    trivial_server: ServerProcess, wire: str, n_given: int
 ) -> None:
     """Fails if ids are mixed up between sequences of a batch, or a table comes from another request."""
     rollouts = rollouts_with_ids(20, n_given)
-    with connect(server.port, k=K, wire=wire) as teacher:
+    with connect(trivial_server.port, k=K, wire=wire) as teacher:
         future = teacher.submit(rollouts, ("topk", "sampled"))
         plain = [submit(teacher, rollout) for rollout in rollouts]
         n_sent = teacher.stats.n_sent
@@ -110,11 +103,11 @@ def test_one_request_returns_the_list_with_the_given_ids_and_the_sampled_token(
         np.testing.assert_array_equal(result.sampled_logprobs, trivial_sampled(tokens, len(rollout.prompt_ids)))
 
 
-def test_the_sampled_token_comes_with_a_mass_target(server: ServerProcess) -> None:
+def test_the_sampled_token_comes_with_a_mass_target(trivial_server: ServerProcess) -> None:
     """Fails if the counts of a shortened list are read as logprobs."""
     rollout = random_rollouts(1, N_VOCAB, response=(30, 30))[0]
     tokens = np.concatenate([rollout.prompt_ids, rollout.response_ids])
-    with connect(server.port, k=K) as teacher:
+    with connect(trivial_server.port, k=K) as teacher:
         result = teacher.submit([rollout], ("topk", "sampled"), mass=0.6).result(timeout=20)[0]
     assert result.topk is not None and result.topk.counts is not None
     np.testing.assert_array_equal(
@@ -152,7 +145,7 @@ def test_the_client_refuses_bad_ids(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_the_server_refuses_bad_ids(server: ServerProcess, name: str) -> None:
+def test_the_server_refuses_bad_ids(trivial_server: ServerProcess, name: str) -> None:
     """Fails if a faulty client can make the engine fail, or gets scores for other ids than it gave."""
     rollout = bad(rollouts_with_ids(1, 4)[0], name)
     assert rollout.top_ids is not None
@@ -163,14 +156,14 @@ def test_the_server_refuses_bad_ids(server: ServerProcess, name: str) -> None:
     request = make_request(tokens, prompt_length=len(rollout.prompt_ids), k=K, n_given=min(rollout.top_ids.shape[1], K))
     request.given_checksums = [checksum(frame) for frame in frames]
     header = requests.encode(request)
-    reply = replies.decode(raw(server.port, [header, *(bytes(f) for f in (as_frame(tokens), *frames))])[0])
+    reply = replies.decode(raw(trivial_server.port, [header, *(bytes(f) for f in (as_frame(tokens), *frames))])[0])
     assert isinstance(reply, ErrorReply)
     assert reply.code == ("damaged" if name in ("rows", "many") else "bad_request")
 
 
-def test_a_range_that_only_the_server_knows_is_checked_there(server: ServerProcess) -> None:
+def test_a_range_that_only_the_server_knows_is_checked_there(trivial_server: ServerProcess) -> None:
     """Fails if a client without n_vocab gets scores of ids that the teacher does not have."""
-    with connect(server.port, k=K) as teacher, pytest.raises(TeacherRefusal):
+    with connect(trivial_server.port, k=K) as teacher, pytest.raises(TeacherRefusal):
         submit(teacher, bad(rollouts_with_ids(1, 4)[0], "outside")).result(timeout=20)
 
 

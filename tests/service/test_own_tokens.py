@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -26,14 +26,15 @@ from teacher_server.wire.protocol import (
     requests,
     token_digest,
 )
-from tests.service.harness import TRIVIAL, ServerProcess, connect, own_turns, random_rollouts, trivial_model
+from tests.service.conftest import TRIVIAL_VOCAB
+from tests.service.harness import ServerProcess, connect, own_turns, random_rollouts
 from tests.service.messages import make_request
 from tests.service.scripted import N_VOCAB as SCRIPTED_VOCAB
 from tests.service.scripted import ScriptedServer, always_valid, client, valid_reply
 from tests.service.test_given_ids import raw
 
 pytestmark = pytest.mark.service
-N_VOCAB, K, N_GIVEN = 500, 8, 3
+N_VOCAB, K, N_GIVEN = TRIVIAL_VOCAB, 8, 3
 BOTH: tuple[Signal, ...] = ("topk", "sampled")
 SIGNALS: dict[str, tuple[Signal, ...]] = {
     "topk": BOTH,
@@ -43,14 +44,6 @@ SIGNALS: dict[str, tuple[Signal, ...]] = {
     "logits": ("logits",),
     "hidden": ("hidden",),
 }
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
-    folder = tmp_path_factory.mktemp("own")
-    options = (*TRIVIAL, "--max-batch-tokens", "300")
-    with ServerProcess(trivial_model(folder / "m", N_VOCAB), folder, options=options) as process:
-        yield process
 
 
 def trajectories(n: int, seed: int = 1, **changes: Any) -> list[Rollout]:
@@ -74,7 +67,7 @@ def tables_of(scores: TeacherScores) -> dict[str, np.ndarray]:
 
 @pytest.mark.parametrize("wire", ["fp16", "fp32"])
 @pytest.mark.parametrize("name", SIGNALS)
-def test_rows_are_those_of_the_whole_response(server: ServerProcess, name: str, wire: str) -> None:
+def test_rows_are_those_of_the_whole_response(trivial_server: ServerProcess, name: str, wire: str) -> None:
     """Fails if a row is of another token, an observation is not read by the teacher, or a mask changes another
     sequence of the request, whether it has a mask or not.
     """
@@ -87,7 +80,7 @@ def test_rows_are_those_of_the_whole_response(server: ServerProcess, name: str, 
         ids = [rollout.top_ids for rollout in whole]
         masked = [replace(m, top_ids=i if m.own is None else i[m.own]) for m, i in zip(masked, ids, strict=True)]  # type: ignore[index]
     size = 1 if name in ("logits", "hidden") else 12
-    with connect(server.port, n_in_flight=36, wire=wire, k=K) as teacher:
+    with connect(trivial_server.port, n_in_flight=36, wire=wire, k=K) as teacher:
         asked = [teacher.submit(masked[at : at + size], signals, mass=mass) for at in range(0, 36, size)]
         full = [teacher.submit([rollout], signals, mass=mass) for rollout in whole]
         results = [scores for future in asked for scores in future.result(timeout=20)]
@@ -103,14 +96,14 @@ def test_rows_are_those_of_the_whole_response(server: ServerProcess, name: str, 
     assert n_fewer > 100
 
 
-def test_random_masks(server: ServerProcess) -> None:
+def test_random_masks(trivial_server: ServerProcess) -> None:
     """Fails for a mask of any form: single tokens, an observation first or last, or nearly everything."""
     rng = np.random.default_rng(5)
     rollouts = random_rollouts(120, N_VOCAB, seed=7, response=(1, 12))
     masks = [rng.random(len(rollout.response_ids)) < rng.random() for rollout in rollouts]
     for mask in masks:
         mask[rng.integers(len(mask))] = True
-    with connect(server.port, n_in_flight=120, k=K) as teacher:
+    with connect(trivial_server.port, n_in_flight=120, k=K) as teacher:
         full = [teacher.submit([rollout], BOTH) for rollout in rollouts]
         masked = [replace(rollout, own=mask) for rollout, mask in zip(rollouts, masks, strict=True)]
         futures = [teacher.submit(masked[at : at + 5], BOTH) for at in range(0, 120, 5)]
@@ -128,7 +121,7 @@ def message(rollouts: list[Rollout], signal: Signal = "topk", **changes: Any) ->
     return settings.for_rollouts(rollouts, signal, **({"k": K if signal == "topk" else 0} | changes))
 
 
-def test_the_tokens_carry_the_mask(server: ServerProcess) -> None:
+def test_the_tokens_carry_the_mask(trivial_server: ServerProcess) -> None:
     """Fails if two masks of one sequence have the same digest, ids are lost, or the header has another number."""
     (rollout,) = trajectories(1, response=(20, 20))
     own = rollout.own
@@ -141,7 +134,7 @@ def test_the_tokens_carry_the_mask(server: ServerProcess) -> None:
     header = sent.header
     assert (header.n_own, header.n_rows, header.version) == (own.sum(), own.sum(), 4)
     assert sent.digest == token_digest(tokens) != message([replace(rollout, own=None)]).digest
-    reply = replies.decode(raw(server.port, [requests.encode(header), *map(bytes, sent.frames)])[0])
+    reply = replies.decode(raw(trivial_server.port, [requests.encode(header), *map(bytes, sent.frames)])[0])
     assert isinstance(reply, ScoreReply)
     assert (reply.n_rows, reply.token_digest) == (own.sum(), sent.digest)
     assert reply.version == 1, "replies have nothing new"
@@ -256,21 +249,21 @@ def malformed() -> dict[str, tuple[np.ndarray, dict[str, Any]]]:
 
 @pytest.mark.parametrize("signal", ["topk", "sampled"])
 @pytest.mark.parametrize("name", malformed())
-def test_the_server_refuses_malformed_masks(server: ServerProcess, name: str, signal: str) -> None:
+def test_the_server_refuses_malformed_masks(trivial_server: ServerProcess, name: str, signal: str) -> None:
     """Fails if a faulty client gets rows of other tokens, or ends a worker."""
     tokens, changes = malformed()[name]
     request = make_request(tokens, prompt_length=3, signal=signal, **changes)
-    reply = replies.decode(raw(server.port, [requests.encode(request), as_frame(tokens).tobytes()])[0])
+    reply = replies.decode(raw(trivial_server.port, [requests.encode(request), as_frame(tokens).tobytes()])[0])
     assert isinstance(reply, ErrorReply) and reply.code == "damaged", reply
-    with connect(server.port) as teacher:
+    with connect(trivial_server.port) as teacher:
         assert teacher.submit(trajectories(1), BOTH).result(timeout=20)
 
 
-def test_given_ids_of_all_tokens_do_not_fit_a_mask(server: ServerProcess) -> None:
+def test_given_ids_of_all_tokens_do_not_fit_a_mask(trivial_server: ServerProcess) -> None:
     """Fails if ids of the whole response are read as those of the own tokens."""
     ids = np.tile(np.arange(2, dtype=np.int32), (5, 1))
     frames = pack_given(ids)
     request = make_request(TOKENS, prompt_length=3, n_own=3, n_given=2, given_checksums=list(map(checksum, frames)))
     header = requests.encode(request)
-    reply = replies.decode(raw(server.port, [header, as_frame(TOKENS).tobytes(), *map(bytes, frames)])[0])
+    reply = replies.decode(raw(trivial_server.port, [header, as_frame(TOKENS).tobytes(), *map(bytes, frames)])[0])
     assert isinstance(reply, ErrorReply) and reply.code == "damaged"

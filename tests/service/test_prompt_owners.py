@@ -1,20 +1,17 @@
-"""Sequences with a common prompt at the broker: what they cost, and which worker gets them."""
+"""Sequences with a common prompt at the broker: what they cost, and which worker gets them.
+
+Through sockets: `test_the_responses_to_a_prompt_go_to_one_worker` of test_broker.py.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from pathlib import Path
-from typing import Any
+from collections.abc import Sequence
 
 import numpy as np
-import pytest
-import zmq
 
 from teacher_server.broker.request_queue import PromptOwners, RequestQueue
-from teacher_server.wire.protocol import ID_BYTES, ScoreReply, ScoreRequest, as_frame, replies, requests
+from teacher_server.wire.protocol import ID_BYTES, ScoreRequest, as_frame
 from teacher_server.wire.worker_protocol import computed_tokens, prompts_of
-from tests.service.conftest import TINY_VOCAB, on_device
-from tests.service.harness import ServerProcess
 from tests.service.messages import make_request
 from tests.service.test_request_queue import hello, make_queue
 
@@ -172,39 +169,3 @@ def test_the_number_of_remembered_prompts_is_bounded() -> None:
     assert [owners.preferred(job, {b"a": BLOCK}) for job in (jobs[0], jobs[1], jobs[-1])] == [b"a", None, b"a"]
     assert owners.preferred(jobs[-1], {b"b": BLOCK}) is None
     assert owners.preferred(jobs[-1], {b"a": 20}) is None, "its engine does not share prompts as short as this"
-
-
-@pytest.fixture(scope="module")
-def two_workers(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
-    folder, options = tmp_path_factory.mktemp("server"), on_device("--max-batch-tokens", "2048")
-    with ServerProcess(tiny_model, folder, n_workers=2, options=options) as server:
-        yield server
-
-
-@pytest.mark.service
-@pytest.mark.cpu_only("prompts of 80 tokens, which a GPU computes with each sequence")
-def test_two_workers_find_nearly_as_many_prompts_as_one(two_workers: ServerProcess) -> None:
-    """Fails if the responses to a prompt are spread over the workers, so that each computes the prompt again."""
-    n_prompts, n = 24, 8
-    socket: zmq.Socket[Any]
-    with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
-        socket.setsockopt(zmq.LINGER, 0)
-        socket.connect(f"tcp://127.0.0.1:{two_workers.port}")
-        prompt_of: dict[bytes, int] = {}
-        for prompt in range(n_prompts):
-            for _ in range(n):
-                tokens = tokens_of(prompt, 80, 12, TINY_VOCAB)
-                request = make_request(tokens, prompt_length=80, deadline_s=60.0)
-                prompt_of[request.request_id] = prompt
-                socket.send_multipart([requests.encode(request), as_frame(tokens)])
-        computed = set[tuple[str, int]]()
-        n_of: dict[str, int] = {}
-        for _ in range(n_prompts * n):
-            assert socket.poll(60_000)
-            reply = replies.decode(socket.recv_multipart()[0])
-            assert isinstance(reply, ScoreReply)
-            computed.add((reply.worker, prompt_of[reply.request_id]))
-            n_of[reply.worker] = n_of.get(reply.worker, 0) + 1
-    one = 1 - 1 / n  # hit rate of a single worker
-    assert 1 - len(computed) / (n_prompts * n) >= 0.9 * one
-    assert len(n_of) == 2 and min(n_of.values()) >= n_prompts * n / 5, "both work"

@@ -1,4 +1,7 @@
-"""Scores of a real server equal a plain float32 forward pass of each sequence alone."""
+"""Limits of a real server, a wide vocabulary, and calls that are abandoned.
+
+Scores of every signal: test_endpoint_signals.py, and test_engine_contract.py.
+"""
 
 from __future__ import annotations
 
@@ -20,13 +23,13 @@ from tests.service.harness import ServerProcess, connect, random_rollouts, score
 pytestmark = pytest.mark.service
 
 
-def reference_logprobs(model: Path, rollout: Rollout, temperature: float, n_vocab: int) -> np.ndarray:
-    """Compute [R, n_vocab] float32 log_softmax of the model's logits: one sequence, no padding, no chunks."""
+def reference_logprobs(model: Path, rollout: Rollout) -> np.ndarray:
+    """Compute [R, V] float32 log_softmax of the model's logits: one sequence, no padding, no chunks."""
     torch.set_num_threads(1)
     network = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
     tokens = torch.from_numpy(np.concatenate([rollout.prompt_ids, rollout.response_ids]).astype(np.int64))
     with torch.inference_mode():
-        logits = network(input_ids=tokens[None]).logits[0, :, :n_vocab] / temperature
+        logits = network(input_ids=tokens[None]).logits[0]
     rows = logits.log_softmax(-1)[len(rollout.prompt_ids) - 1 : -1]
     assert len(rows) == len(rollout.response_ids)
     return rows.numpy()
@@ -36,8 +39,6 @@ def max_error(
     model: Path,
     rollouts: Sequence[Rollout],
     scores: dict[int, TeacherTopK],
-    temperature: float,
-    n_vocab: int,
     *,
     relative: bool = False,
 ) -> float:
@@ -47,7 +48,7 @@ def max_error(
     """
     worst = 0.0
     for index, got in scores.items():
-        expected = reference_logprobs(model, rollouts[index], temperature, n_vocab)
+        expected = reference_logprobs(model, rollouts[index])
         at_ids = np.take_along_axis(expected, got.topk_ids.astype(np.int64), axis=1)
         largest = -np.sort(-expected, axis=1)[:, : got.topk_ids.shape[1]]
         scale = np.maximum(1.0, np.abs(largest)) if relative else 1.0
@@ -57,54 +58,19 @@ def max_error(
 
 
 @pytest.mark.parametrize("wire,bound", [("fp32", 1e-4), ("fp16", 1e-3)])
-def test_scores_equal_the_unbatched_forward(
-    tiny_server: ServerProcess, tiny_model: Path, wire: str, bound: float
-) -> None:
-    """Fails if padding, batching, row selection, temperature or the wire changes a number."""
-    rollouts = random_rollouts(24, TINY_VOCAB)
-    teacher = connect(tiny_server.port, wire=wire, temperature=0.7, n_vocab=TINY_VOCAB)
-    try:
-        scores = dict(score(teacher, rollouts))
-    finally:
-        teacher.close()
-    assert sorted(scores) == list(range(24))
-    assert max_error(tiny_model, rollouts, scores, 0.7, TINY_VOCAB, relative=wire == "fp16") <= bound
-
-
-@pytest.mark.parametrize("wire,bound", [("fp32", 1e-4), ("fp16", 1e-3)])
 def test_wide_vocabulary(wide_server: ServerProcess, wide_model: Path, wire: str, bound: float) -> None:
     """Fails if the planes change ids above 255 or 32767, or chunks of rows are misplaced."""
     rollouts = random_rollouts(4, WIDE_VOCAB, seed=2)
-    teacher = connect(wide_server.port, wire=wire, k=64)
-    try:
+    with connect(wide_server.port, wire=wire, k=64) as teacher:
         scores = dict(score(teacher, rollouts))
-    finally:
-        teacher.close()
-    assert max_error(wide_model, rollouts, scores, 1.0, WIDE_VOCAB, relative=wire == "fp16") <= bound
+    assert max_error(wide_model, rollouts, scores, relative=wire == "fp16") <= bound
     assert max(int(table.topk_ids.max()) for table in scores.values()) > 32767 - 1000
-
-
-def test_n_vocab_is_applied_before_normalization(tiny_server: ServerProcess, tiny_model: Path) -> None:
-    """Fails if n_vocab is applied after the softmax: with k = n_vocab each row must have the sum 1."""
-    rollouts = random_rollouts(5, TINY_VOCAB, seed=3)
-    teacher = connect(tiny_server.port, k=250, n_vocab=250)
-    try:
-        scores = dict(score(teacher, rollouts))
-    finally:
-        teacher.close()
-    assert max_error(tiny_model, rollouts, scores, 1.0, 250) <= 1e-4
-    for table in scores.values():
-        assert table.topk_ids.max() < 250
-        np.testing.assert_allclose(np.exp(table.topk_logprobs).sum(1), 1.0, atol=1e-5)
 
 
 def test_info_describes_the_model(tiny_server: ServerProcess, tiny_model: Path) -> None:
     """Fails if the description lacks what a trainer checks before the first batch: vocabulary, limits, weights."""
-    teacher = connect(tiny_server.port)
-    try:
+    with connect(tiny_server.port) as teacher:
         info = teacher.info()
-    finally:
-        teacher.close()
     assert (info.model_name, info.vocab_size, info.max_tokens) == ("tiny", TINY_VOCAB, 1024)
     assert (info.n_workers, info.engine, info.device) == (1, "hf", str(rank_device()))
     assert info.protocol_version == PROTOCOL_VERSION
@@ -123,26 +89,20 @@ def test_requests_above_the_models_limits_are_refused(
     tiny_server: ServerProcess, rollout: Rollout, settings: dict[str, int], token: str
 ) -> None:
     """Fails if the server truncates such a request silently, or the client retries it forever."""
-    teacher = connect(tiny_server.port, **settings)
-    try:
+    with connect(tiny_server.port, **settings) as teacher:
         with pytest.raises(TeacherError, match=token) as caught:
             dict(score(teacher, [rollout]))
         assert "prompt 0, sample 0" in str(caught.value)
-    finally:
-        teacher.close()
 
 
 def test_closing_a_score_early_does_not_affect_other_calls(tiny_server: ServerProcess, tiny_model: Path) -> None:
     """Fails if late replies of an abandoned call are used for the next call, or for a concurrent one."""
-    teacher = connect(tiny_server.port, n_vocab=TINY_VOCAB)
-    try:
+    with connect(tiny_server.port, n_vocab=TINY_VOCAB) as teacher:
         abandoned = score(teacher, random_rollouts(16, TINY_VOCAB, seed=5))
         next(abandoned)
         concurrent = random_rollouts(1, TINY_VOCAB, seed=7)
-        assert max_error(tiny_model, concurrent, dict(score(teacher, concurrent)), 1.0, TINY_VOCAB) <= 1e-4
+        assert max_error(tiny_model, concurrent, dict(score(teacher, concurrent))) <= 1e-4
         abandoned.close()  # type: ignore[attr-defined]
         rollouts = random_rollouts(6, TINY_VOCAB, seed=6)
         scores = dict(score(teacher, rollouts))
-    finally:
-        teacher.close()
-    assert max_error(tiny_model, rollouts, scores, 1.0, TINY_VOCAB) <= 1e-4
+    assert max_error(tiny_model, rollouts, scores) <= 1e-4

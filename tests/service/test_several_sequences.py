@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 
 import numpy as np
@@ -10,39 +9,31 @@ import pytest
 
 from gkd.errors import TeacherError, TeacherRefusal
 from teacher_server.wire.protocol import ScoreReply, ScoreRequest, as_frame, checksum, replies
+from tests.service.conftest import TRIVIAL_VOCAB
 from tests.service.harness import (
-    TRIVIAL,
     ServerProcess,
     connect,
     own_turns,
     random_rollouts,
     submit,
     table_of,
-    trivial_model,
 )
 from tests.service.scripted import N_VOCAB as SCRIPTED_VOCAB
 from tests.service.scripted import Message, ScriptedServer, client, valid_reply
 from tests.service.trivial_engine import trivial_sampled
 
 pytestmark = pytest.mark.service
-N_VOCAB = 500
+N_VOCAB = TRIVIAL_VOCAB
 BOTH = ("topk", "sampled")
 
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
-    folder = tmp_path_factory.mktemp("several")
-    options = (*TRIVIAL, "--max-batch-tokens", "300")
-    with ServerProcess(trivial_model(folder / "m", N_VOCAB), folder, options=options) as process:
-        yield process
-
-
-@pytest.mark.parametrize("mass", [0.0, 0.6])
-@pytest.mark.parametrize("wire", ["fp16", "fp32"])
-def test_each_sequence_has_the_scores_of_a_request_of_its_own(server: ServerProcess, wire: str, mass: float) -> None:
+@pytest.mark.parametrize(("wire", "mass"), [("fp16", 0.0), ("fp32", 0.6)])
+def test_each_sequence_has_the_scores_of_a_request_of_its_own(
+    trivial_server: ServerProcess, wire: str, mass: float
+) -> None:
     """Fails if rows go to another sequence of the request, also where its sequences are in several batches."""
     rollouts = random_rollouts(60, N_VOCAB)
-    with connect(server.port, n_in_flight=16, wire=wire) as teacher:
+    with connect(trivial_server.port, n_in_flight=16, wire=wire) as teacher:
         single = [table_of(submit(teacher, rollout, mass=mass).result(timeout=20)) for rollout in rollouts]
         assert teacher.stats.n_sent == 60
         futures = [teacher.submit(rollouts[at : at + 12], BOTH, mass=mass) for at in range(0, 60, 12)]
@@ -61,22 +52,22 @@ def test_each_sequence_has_the_scores_of_a_request_of_its_own(server: ServerProc
             np.testing.assert_array_equal(logprobs, trivial_sampled(tokens, len(rollout.prompt_ids)))
 
 
-def test_a_refusal_names_the_sequence(server: ServerProcess) -> None:
+def test_a_refusal_names_the_sequence(trivial_server: ServerProcess) -> None:
     """Fails if the user cannot find the sequence that the teacher refused, or the client is unusable afterwards."""
     rollouts = random_rollouts(5, N_VOCAB)
     bad = replace(rollouts[3], response_ids=np.array([1, N_VOCAB], np.int32))
-    with connect(server.port) as teacher:
+    with connect(trivial_server.port) as teacher:
         with pytest.raises(TeacherRefusal) as refused:
             teacher.submit([*rollouts[:3], bad, rollouts[4]], ("topk",)).result(timeout=20)
         assert refused.value.code == "bad_request" and str(refused.value).startswith("prompt 3, sample 0:")
         assert len(teacher.submit(rollouts, ("topk",)).result(timeout=20)) == 5
 
 
-def test_sequences_with_and_without_ids_are_not_mixed(server: ServerProcess) -> None:
+def test_sequences_with_and_without_ids_are_not_mixed(trivial_server: ServerProcess) -> None:
     """Fails if the ids of one sequence would be read as those of the next one."""
     first, second = random_rollouts(2, N_VOCAB)
     with_ids = replace(first, top_ids=np.tile(np.arange(2, dtype=np.int32), (len(first.response_ids), 1)))
-    with connect(server.port) as teacher, pytest.raises(TeacherError, match="prompt 1, sample 0"):
+    with connect(trivial_server.port) as teacher, pytest.raises(TeacherError, match="prompt 1, sample 0"):
         teacher.submit([with_ids, second], ("topk",))
 
 

@@ -1,8 +1,13 @@
-"""Memory metrics and out-of-memory diagnosis of real Ray actors of the real class, without models."""
+"""Real Ray actors of the real class, without models: memory metrics, out-of-memory errors, saves in the background.
+
+A rank without memory in a reload: test_offload_barriers.py.
+"""
 
 from __future__ import annotations
 
 import json
+import os
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,16 +15,20 @@ import pytest
 import ray
 import torch
 
+from gkd.actor.common.host_copies import HostCopies
+from gkd.actor.common.shards import Piece
 from gkd.actor.pool import ActorPool
 from gkd.actor.worker import CONCURRENCY_GROUPS, ActorWorker
 from gkd.cluster.calls import gather
 from gkd.config.load import load_config
-from gkd.errors import OutOfMemory
-from gkd.memory.states import PARAMS, States
+from gkd.errors import CheckpointError, ClusterError, OutOfMemory
+from gkd.memory.states import States
 from gkd.memory.usage import Timeline
 from gkd.start.pools import worker_env
 from tests.dist.slots import actor_slots
 from tests.fake_device import FakeDevice
+from tests.processes import wait_until
+from tests.refusals import refuses
 
 pytestmark = [pytest.mark.dist, pytest.mark.cpu_only("Ray's slots are logical CPUs")]
 
@@ -30,16 +39,17 @@ class Weights:
     """Replaces a student. Its device has 1 GiB on the first rank and 2 on the second during an export."""
 
     def __init__(self, rank: int) -> None:
-        self.rank, self.device = rank, FakeDevice()
-        self.moving: dict[str, list[torch.Tensor]] = {}
-        self.states = States(torch.device("cpu"), lambda: self.moving)
+        self.rank, self.device, self.is_full = rank, FakeDevice(), False
+        self.states = States(torch.device("cpu"), dict[str, list[torch.Tensor]])
 
     def save_hf(self, folder: Path, model: str) -> None:
         self.device.gib = 1 + self.rank
 
-    def snapshot(self, *, copies: bool) -> None:
-        if self.rank == 0:
+    def snapshot(self, *, copies: bool) -> HostCopies:
+        if self.is_full and self.rank == 0:
             torch.empty(2**50)
+        piece = Piece("w", "param", 0, 0, torch.full((1000,), float(self.rank)))
+        return HostCopies(torch.device("cpu")).snapshot([piece], {"step": 1, "world_size": N_RANKS}, {})
 
     def load_checkpoint(self, folder: Path) -> None:
         self.device.gib = 0
@@ -53,16 +63,12 @@ class Rank(ActorWorker):
         self._memory.timeline = Timeline(self._device, read=student.device.read, reset=student.device.reset_peak)
         return student
 
-    def make_states(self, *, scarce: bool) -> None:
-        """Add a tensor that moves; with `scarce`, there is no memory to reload it."""
-        self._student.moving[PARAMS] = [torch.ones(1000)]  # type: ignore[attr-defined]
-        real = torch.UntypedStorage.resize_
+    def set_full(self, is_full: bool) -> None:
+        self._student.is_full = is_full  # type: ignore[attr-defined]
 
-        def too_much(storage: torch.UntypedStorage, n_bytes: int) -> object:
-            return real(storage, 2**60 if n_bytes else 0)
-
-        if scarce:
-            torch.UntypedStorage.resize_ = too_much  # type: ignore[method-assign,assignment]
+    def hang(self, until: Path) -> None:
+        """Be in a step that ends when the file exists."""
+        wait_until(until.exists, 600.0, str(until))
 
 
 @pytest.fixture(scope="module")
@@ -100,17 +106,46 @@ def test_an_out_of_memory_error_is_diagnosed_on_the_driver(actor: ActorPool, tmp
     assert f"trainer.n_gpus_per_node={N_RANKS}" in text
     (line,) = (line for line in text.splitlines() if line.startswith("saved: "))
     assert json.loads(Path(line.removeprefix("saved: ")).read_text())["who"] == "actor rank 1"
+    ray.get([worker.set_full.remote(True) for worker in actor.workers])
     with pytest.raises(OutOfMemory, match=r"actor rank 0 .*saving a checkpoint"):
         actor.save(tmp_path / "saved")
+    ray.get([worker.set_full.remote(False) for worker in actor.workers])
 
 
-def test_an_out_of_memory_error_during_a_reload_is_diagnosed_first(actor: ActorPool) -> None:
-    """Fails if another rank raises the error on the driver before this rank has written its diagnosis."""
-    ray.get([worker.make_states.remote(scarce=rank == 0) for rank, worker in enumerate(actor.workers)])
-    actor.offload_states()
-    with pytest.raises(OutOfMemory) as raised:
-        actor.reload_states()
-    text = str(raised.value)
-    assert text.startswith("actor rank 0 ") and "reloading states" in text and "1073741824.00 GiB" in text
-    (line,) = (line for line in text.splitlines() if line.startswith("saved: "))
-    assert json.loads(Path(line.removeprefix("saved: ")).read_text())["phase"] == "reloading states"
+def test_the_ranks_and_the_driver_share_the_run_folder(actor: ActorPool, tmp_path: Path) -> None:
+    """Fails if a run starts although a rank has no access to the run folder, or the probe files are not removed."""
+    actor.check_run_dir(tmp_path, 60)
+    assert not list(tmp_path.iterdir())
+    with refuses("trainer.run_dir"):
+        ray.get(actor.workers[1].check_run_dir.remote(tmp_path, "0" * 16))
+
+
+def test_a_save_is_committed_while_a_rank_hangs(actor: ActorPool, tmp_path: Path) -> None:
+    """Fails if a save is lost because a rank hangs in its step, or the driver waits for the end of that step."""
+    folder = tmp_path / "actor"
+    folder.mkdir()
+    with pytest.raises(CheckpointError):
+        actor.save_finished(wait=True, timeout_s=30)
+    actor.save(folder)
+    until = tmp_path / "free"
+    hung = [rank.hang.remote(until) for rank in actor.workers]
+    try:
+        began = time.monotonic()
+        written = actor.save_finished(wait=True, timeout_s=3)
+        seconds = time.monotonic() - began
+        assert written is not None and sorted(written) == sorted(path.name for path in folder.iterdir())
+        assert len(written) == N_RANKS
+        assert not ray.wait(hung, num_returns=1, timeout=0)[0], "the steps still hang"
+    finally:
+        until.touch()
+    print(f"returned after {seconds:.3f} s")
+
+
+def test_a_save_that_hangs_is_a_timeout(actor: ActorPool, tmp_path: Path) -> None:
+    """Fails if a disk that hangs keeps a failed run from ending. The disk is a pipe that is never read."""
+    os.mkfifo(tmp_path / "rank_00001.safetensors")
+    actor.save(tmp_path)
+    began = time.monotonic()
+    with pytest.raises(ClusterError, match=r"save_finished.*actor rank 1"):
+        actor.save_finished(wait=True, timeout_s=1.0)
+    assert time.monotonic() - began < 5
