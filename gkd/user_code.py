@@ -18,6 +18,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 _END_S = 5.0  # a process that is killed ends at once, unless it waits for a disk
+_EXEC_S = 0.5  # bound of the time in which a process that is being started has no environment
 _MARK = "GKD_CHILD"  # environment variable; processes that the child starts have its value, too
 _N_BYTES = 16  # of a call's number, int64, and its time, float64
 
@@ -110,21 +111,31 @@ def _is_hung_up(fd: int, timeout_ms: int) -> bool:
 
 def _kill_started(leader: int, mark: str, spare: int = 0) -> None:
     """Kill the processes of a session, and those that left it, which still have the mark in their environment."""
-    seen = {spare}
-    while found := {pid for pid in _pids() if pid not in seen and _is_of(pid, leader, mark)}:
+    seen, deadline_s = {spare}, time.monotonic() + _EXEC_S
+    while True:
+        owned = {pid: _is_of(pid, leader, mark) for pid in _pids() if pid not in seen}
+        found = {pid for pid, is_owned in owned.items() if is_owned}
         for pid in found:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(pid, signal.SIGKILL)
         seen |= found  # a killed process stays in the list until its parent asks for it
+        if not found and (None not in owned.values() or time.monotonic() > deadline_s):
+            return
 
 
 def _pids() -> list[int]:
     return [int(name) for name in os.listdir("/proc") if name.isdigit()]
 
 
-def _is_of(pid: int, leader: int, mark: str) -> bool:
+def _is_of(pid: int, leader: int, mark: str) -> bool | None:
+    """Return whether to kill a process; None while it is being started, and Linux shows no environment yet."""
     try:
-        return os.getsid(pid) == leader or f"{_MARK}={mark}".encode() in Path(f"/proc/{pid}/environ").read_bytes()
+        if os.getsid(pid) == leader:
+            return True
+        if environment := Path(f"/proc/{pid}/environ").read_bytes():
+            return f"{_MARK}={mark}".encode() in environment
+        os.readlink(f"/proc/{pid}/exe")  # OSError: a thread of the kernel, or a process that has ended
+        return None
     except OSError:  # it has ended, or is another user's
         return False
 

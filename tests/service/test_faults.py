@@ -70,7 +70,7 @@ def test_pending_requests_are_sent_again_to_a_restarted_server(tmp_path: Path) -
         teacher.info()
         os.kill(server.worker_pids[0], signal.SIGSTOP)
         futures = [submit(teacher, rollout) for rollout in rollouts]
-        wait_until(lambda: teacher.health().n_queued, 20.0, "requests at the server")
+        wait_until(lambda: teacher.stats.n_sent >= len(rollouts), 20.0, "requests at the server")
         server.kill()
         wait_until(lambda: not any(is_alive(pid) for pid in server.worker_pids), 2.0, "exit of the workers")
     with teacher, ServerProcess(model, tmp_path, port=server.port, options=TRIVIAL):
