@@ -110,6 +110,8 @@ class Evaluator:
                 self._folder.write_token_losses(step, stats.tokens)
             kl = stats.extra.get("loss/token_kl")
             numbers = {"eval/reverse_kl": stats.extra["loss/sampled_reverse_kl"]} if kl is None else {"eval/kl": kl}
+            if (canonical := stats.extra.get("loss/canonical")) is not None:
+                numbers["eval/canonical"] = canonical
             numbers |= evaluation_numbers(stats.tokens)
             numbers["eval/response_tokens"] = float(stats.n_loss_tokens)
             if greedy is not None:

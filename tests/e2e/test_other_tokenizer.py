@@ -108,7 +108,7 @@ def test_student_and_teacher_have_their_own_tokens(writers: Lab, writer_port: in
         assert lines[step]["loss/paired"] > 0.8 and 0 < lines[step]["loss/by_nodes"] < 1
         assert 0 < lines[step]["loss/canonical"] < 1
         assert lines[step]["rollout/sequences"] == 48 and lines[step]["staleness/max"] <= 1
-    assert lines[4]["eval/kl"] < lines[0]["eval/kl"]
+    assert lines[4]["eval/kl"] < lines[0]["eval/kl"] and 0 < lines[0]["eval/canonical"] < 1
 
 
 @pytest.mark.slow
