@@ -1,4 +1,4 @@
-"""Compile the stand-in cards, and make the environment variables with which a process finds them.
+"""Compile the stand-in cards, make the environment variables with which a process finds them, and run commands there.
 
 libcards.so has the calls of the C++ files and, for every other call that torch or vLLM needs, a stub that returns 0. It
 is compiled into a cache folder, once for each state of the sources and of the GPU environment.
@@ -6,11 +6,14 @@ is compiled into a cache folder, once for each state of the sources and of the G
 
 from __future__ import annotations
 
+import argparse
 import hashlib
 import os
 import re
 import shutil
+import signal
 import subprocess
+import sys
 import tempfile
 import uuid
 from collections.abc import Iterable
@@ -96,3 +99,32 @@ def environment(cards: int = 1, gib: float = 8.0, **settings: object) -> dict[st
 def remove_segments(env: dict[str, str]) -> None:
     """Remove the shared memory of the machine of `env`. Call it after the last of its processes has ended."""
     shutil.rmtree(f"/dev/shm/dry-card.{os.getuid()}.{env['DRY_CARD_MACHINE']}", ignore_errors=True)
+
+
+def run(command: list[str], cards: int, gib: float) -> int:
+    """Run a command on a new machine, pass SIGTERM on to it, remove its shared memory, and return its exit code."""
+    env = environment(cards, gib)
+    process = subprocess.Popen(command, env=env)
+    signal.signal(signal.SIGINT, lambda *_: None)  # The terminal sends it to the command, too.
+    signal.signal(signal.SIGTERM, lambda *_: process.terminate())
+    try:
+        code = process.wait()
+        return code if code >= 0 else 128 - code
+    finally:
+        remove_segments(env)
+
+
+def main() -> int:
+    at = sys.argv.index("--") if "--" in sys.argv else len(sys.argv)
+    arguments, command = sys.argv[1:at], sys.argv[at + 1 :]
+    parser = argparse.ArgumentParser(prog="run.sh", usage=(HERE / "README.md").read_text(), allow_abbrev=False)
+    parser.add_argument("--cards", type=int, default=int(os.environ.get("DRY_CARD_COUNT", 1 if command else 2)))
+    parser.add_argument("--gib", type=float, default=float(os.environ.get("DRY_CARD_GIB", 8)))
+    options, tests = parser.parse_known_args(arguments)
+    tests = tests or ["tests/unit/test_dry_card.py"]
+    command = command or [str(gpu_python()), "-m", "tests.by_file", "--device", "cuda", *tests]
+    return run(command, options.cards, options.gib)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -17,4 +17,4 @@ if ! grep -qs "^cuda.*= '" "$venv"/lib/python3.*/site-packages/torch/version.py;
     echo "run.sh: torch in $venv is not a CUDA build. Fix: delete $venv, and give pip an index with the CUDA build" >&2
     exit 2
 fi
-PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}" exec "$venv/bin/python" -m tests.dry_card.run "$@"
+PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}" exec "$venv/bin/python" -m tests.dry_card.environment "$@"
