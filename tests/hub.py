@@ -45,10 +45,10 @@ class Hub:
 
         class Handler(BaseHTTPRequestHandler):
             def do_GET(self) -> None:
-                hub._reply(self, with_body=True)
+                hub.answer(self, with_body=True)
 
             def do_HEAD(self) -> None:
-                hub._reply(self, with_body=False)
+                hub.answer(self, with_body=False)
 
             def log_message(self, *args: object) -> None: ...
 
@@ -80,7 +80,7 @@ class Hub:
         own = {"HF_ENDPOINT": self.address, "HF_HOME": str(self.cache), "HF_HUB_DISABLE_XET": "1"}
         return kept | own | {"no_proxy": "127.0.0.1", "HF_HUB_DISABLE_TELEMETRY": "1"} | more
 
-    def _reply(self, request: BaseHTTPRequestHandler, *, with_body: bool) -> None:
+    def answer(self, request: BaseHTTPRequestHandler, *, with_body: bool) -> None:
         self.requests.append(f"{request.command} {request.path}")
         match = _ROUTE.fullmatch(urlparse(request.path).path)
         assert match is not None, request.path

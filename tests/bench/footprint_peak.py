@@ -136,7 +136,7 @@ def at_peak(trace: Sequence[Mapping[str, Any]]) -> Counter[str]:
     """Return the bytes of each item at the moment with the most allocated bytes.
 
     Args:
-        trace: entries of the allocator's history, oldest first, see `torch.cuda.memory._snapshot`.
+        trace: entries of the allocator's history, oldest first.
     """
     live: dict[int, Mapping[str, Any]] = {}
     fullest: list[Mapping[str, Any]] = []

@@ -58,35 +58,33 @@ def grads_of(student: Any, micro_batches: Sequence[MicroBatch]) -> dict[str, tor
 
     With adapters on Megatron these are the gradients of the adapters, under the names of a checkpoint.
     """
-    student._zero_grads()
-    grads = (
-        _megatron_grads(student, micro_batches) if hasattr(student, "layout") else _fsdp_grads(student, micro_batches)
-    )
-    student._zero_grads()
-    return grads
-
-
-def _megatron_grads(student: Any, micro_batches: Sequence[MicroBatch]) -> dict[str, torch.Tensor]:
     from gkd.actor.megatron import pipeline
-    from gkd.actor.megatron.hf_export import iter_full
-    from gkd.actor.megatron.hf_mapping import stage_entries
 
     run = pipeline.get_forward_backward_func
     with pytest.MonkeyPatch.context() as patch:  # otherwise a data-parallel rank has the gradients of its own range
         patch.setattr(pipeline, "get_forward_backward_func", lambda: partial(run(), force_all_reduce=True))
-        student._run(micro_batches, backward=True)
+        student._zero_grads()
+        sums = student._run(micro_batches, backward=True)
+    grads = _megatron_grads(student) if hasattr(student, "layout") else _fsdp_grads(student, sums.n_loss_tokens)
+    student._zero_grads()
+    return grads
+
+
+def _megatron_grads(student: Any) -> dict[str, torch.Tensor]:
+    from gkd.actor.megatron.hf_export import iter_full
+    from gkd.actor.megatron.hf_mapping import stage_entries
+
     model = student.model
     entries = model.trained_entries() if model.adapters else stage_entries(model.dims, student.layout)
     full = iter_full(model, entries, value=lambda param: param.main_grad)  # type: ignore[attr-defined]
     return {name: grad.clone() for name, grad in full}
 
 
-def _fsdp_grads(student: Any, micro_batches: Sequence[MicroBatch]) -> dict[str, torch.Tensor]:
+def _fsdp_grads(student: Any, n_loss_tokens: int) -> dict[str, torch.Tensor]:
     from gkd.actor.fsdp.optim import scale_grads
     from gkd.actor.fsdp.weights import full_tensor
 
-    sums = student._run(micro_batches, backward=True)
-    scale_grads(student._trained, 1.0 / sums.n_loss_tokens)
+    scale_grads(student._trained, 1.0 / n_loss_tokens)
     places = [(place, place.tensor.grad) for place in student._places.values()]
     whole = [(place, full_tensor(grad, student.device)) for place, grad in places if grad is not None]
     return {part.name: part.cut_from(grad) for place, grad in whole for part in place.parts}

@@ -55,18 +55,18 @@ class Echo:
     reward: float = 0.0
 
     def __init__(self, row: dict[str, Any], seed: int) -> None:
-        self._row = row
+        self.row = row
 
     async def step(self, text: str) -> list[dict[str, str]] | None:
         self.reward += 1
-        return [{"role": "tool", "content": f"{len(text)} {self._row['answer']}"}]
+        return [{"role": "tool", "content": f"{len(text)} {self.row['answer']}"}]
 
 
 class Slow(Echo):
     """Answer after some time, which differs from row to row."""
 
     async def step(self, text: str) -> list[dict[str, str]] | None:
-        await asyncio.sleep(0.02 * (int(self._row["answer"]) % 5))
+        await asyncio.sleep(0.02 * (int(self.row["answer"]) % 5))
         return await super().step(text)
 
 
@@ -74,7 +74,7 @@ class Faulty(Echo):
     """Fail as the row demands."""
 
     async def step(self, text: str) -> Any:
-        fault = FAULTS[int(self._row["answer"]) % len(FAULTS)]
+        fault = FAULTS[int(self.row["answer"]) % len(FAULTS)]
         if fault == "raise":
             raise RuntimeError("the shop is closed")
         if fault == "die":
@@ -104,9 +104,9 @@ class Killed(Echo):
             self.opened.append(self)
 
     async def step(self, text: str) -> list[dict[str, str]] | None:
-        is_second, file = self.reward == 1 and self in self.opened, Path(self._row.get("killed", ""))
+        is_second, file = self.reward == 1 and self in self.opened, Path(self.row.get("killed", ""))
         if is_second and Killed.n_made > 8 and not file.exists():  # 8 trajectories are the first batch
-            file.write_text(json.dumps([each._row["answer"] for each in self.opened]))
+            file.write_text(json.dumps([each.row["answer"] for each in self.opened]))
             os.kill(os.getpid(), signal.SIGKILL)
         return await super().step(text)
 

@@ -84,16 +84,17 @@ def test_a_prompt_goes_to_its_worker_but_does_not_wait_for_it() -> None:
     for name in (b"a", b"b"):
         queue.heartbeat(name, hello(200, name=name.decode(), prefix_block=BLOCK), 0.0)
     submit(queue, (1, 100, 10))
-    (first,) = workers_of(queue)
+    ((first, job),) = queue.assign()
     other = b"b" if first == b"a" else b"a"
     submit(queue, (2, 20, 10))
     assert workers_of(queue) == [other], "a new prompt goes to the worker with fewer tokens"
     submit(queue, (1, 100, 30))
     submit(queue, (1, 100, 30))
     submit(queue, (1, 100, 30))
-    assert workers_of(queue) == [first, other], "110 + 46 + 46 is more than its credit; the third waits for any"
-    for job in [job for job in queue._jobs.values() if job.worker == first]:
-        queue.complete(first, job.job_id)
+    (worker, second), (another, _) = queue.assign()
+    assert [worker, another] == [first, other], "110 + 46 + 46 is more than its credit; the third waits for any"
+    queue.complete(first, job.job_id)
+    queue.complete(first, second.job_id)
     assert workers_of(queue) == [first], "the other one, which had the prompt last, has no credit left"
 
 

@@ -46,7 +46,7 @@ SICK: dict[str, tuple[Series, int]] = {
     "entropy_collapse": ({"loss/student_entropy": [1.0] * 5 + [0.1] * 55, "loss/token_kl": FLAT}, 10),
     "importance_clipped": ({"loss/importance_clipped": [0.2] * 60}, 3),
     "gradient_spikes": ({"optim/grad_norm": [1.0] * 30 + [20.0, 1.0, 20.0] + [1.0] * 27}, 33),
-    "no_gap": ({"loss/token_kl": [0.001] * 60}, 5),
+    "no_gap": ({"loss/token_kl": [0.001] + [0.02] * 59}, 1),
     "kl_rises": ({"loss/token_kl": [0.2] * 10 + [0.8] * 50}, 12),
     "engine_logprobs": ({"loss/engine_kl": [0.0] * 10 + [0.1] * 50}, 11),
     "stale_rollouts": ({"loss/engine_kl": [0.6] * 60, "staleness/max": [0.0] + [1.0] * 59}, 4),

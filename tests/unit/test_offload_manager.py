@@ -135,10 +135,9 @@ def test_resident_models_are_not_a_leak(gkd_log: pytest.LogCaptureFixture) -> No
     with group_of_one():
         cpu = torch.device("cpu")
         controller = Controller(student, cpu, automatic=True, timeout_s=1.0, resident_bytes=lambda: GIB)
-        for controller.n_bytes in (GIB, GIB + GIB // 2, GIB + GIB // 2, 2 * GIB):
+        resident = [(0, GIB), (0, GIB + GIB // 2), (0, GIB + GIB // 2), (0, 2 * GIB)]
+        for on_device[0], controller.n_bytes in (*resident, (1, 9 * GIB)):
             controller._warn_of_leak()
-        on_device[0], controller.n_bytes = 1, 9 * GIB
-        controller._warn_of_leak()
     leaks = [record.args[0] for record in gkd_log.records if isinstance(record.args, tuple)]
     assert leaks == [0.5, 1.0], "states on the device are not a leak"
 
