@@ -133,6 +133,10 @@ def _read_override(override: str) -> Any:
     known = all_keys().get(key)
     if not value and known and known.type == "str" and not known.key.required and not known.key.choices:
         override = f"{key}=''"  # a shell removes the quotes of key=""
+    elif known and known.type == "str" and value not in ("", "null", "~") and value.lstrip()[0:1] not in ("'", '"'):
+        text = OmegaConf.create()  # as it is: YAML would join its lines, cut it at " #", and read 1e5 or off otherwise
+        OmegaConf.update(text, key, value)
+        return text
     try:
         return OmegaConf.from_dotlist([override])
     except Exception as error:  # yaml's errors have no common root that omegaconf exports

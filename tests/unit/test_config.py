@@ -38,6 +38,37 @@ def test_overrides_win_over_the_file_and_the_file_over_defaults(tmp_path: Path) 
     assert config.actor.optim.betas == [0.8, 0.9]
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        *(
+            "Be brief.\n\n- No lists.\n# End",
+            "hi # there",
+            "Rules: a, b",
+            "{prompt} {answer}",
+            "[x]",
+            " two ",
+            "a\r\nb",
+        ),
+        *("off", "1e5", "1.10", "010", "1:30", "2024-01-01", "#### ", "*x", "- x"),
+    ],
+)
+def test_a_text_of_the_command_line_is_kept_as_it_is(text: str, tmp_path: Path) -> None:
+    """Fails if a prompt of the command line is cut at a `#` or loses its lines, or a name becomes a number."""
+    config = load_config(None, [*MINIMAL, f"data.system_prompt={text}"])
+    assert config.data.system_prompt == text
+    (tmp_path / "c.yaml").write_text(config_yaml(config))
+    assert load_config(tmp_path / "c.yaml") == config
+
+
+def test_a_text_of_the_command_line_may_be_quoted_or_refer_to_a_key() -> None:
+    """Fails if the quotes that a YAML needs become part of a text, or ${...} and the value off are not read."""
+    words = ["data.system_prompt='a # b'", 'data.answer_key="x"', "data.response_key=${data.answer_key}y"]
+    config = load_config(None, [*MINIMAL, *words, "trainer.progress=off"])
+    assert (config.data.system_prompt, config.data.answer_key, config.data.response_key) == ("a # b", "x", "xy")
+    assert config.trainer.progress == "off"
+
+
 def test_a_saved_config_loads_as_itself(tmp_path: Path) -> None:
     """Fails if the config.yaml of a checkpoint does not describe its run."""
     config = load_config(None, [*MINIMAL, "teacher.topk=7", "data.val_files=[b, c]"])
