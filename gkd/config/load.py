@@ -16,7 +16,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from omegaconf import OmegaConf
+from omegaconf import MISSING, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from gkd.config.check_values import value_errors
@@ -65,7 +65,7 @@ def load_config(path: str | Path | None, overrides: Sequence[str] = ()) -> Confi
         except ConfigError as error:
             errors.append(error)
     merged, found = _merge(sources)
-    errors += found
+    errors += found + _missing(sources)
     try:
         config = OmegaConf.to_object(merged)
     except OmegaConfBaseException as error:
@@ -232,6 +232,16 @@ def _merge(sources: Sequence[Any]) -> tuple[Any, list[ConfigError]]:
                 raise ConfigError("config", OmegaConf.to_yaml(source), "cannot be read.", "correct it.") from error
             errors += found
     return merged, errors
+
+
+def _missing(sources: Sequence[Any]) -> list[ConfigError]:
+    """Return an error for each `???`, Hydra's mark of a value to set, that no later source sets."""
+    missing: set[str] = set()
+    for source in sources:
+        for key, value in _leaves(OmegaConf.to_container(source, resolve=False), ""):
+            (missing.add if value == MISSING else missing.discard)(key)
+    problem, fix = "has no value yet.", "write the value, or leave the key out for its default."
+    return [ConfigError(key, MISSING, problem, fix) for key in sorted(missing & all_keys().keys())]
 
 
 def _merge_by_key(merged: Any, source: Any) -> tuple[Any, list[ConfigError]]:

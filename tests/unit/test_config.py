@@ -69,6 +69,17 @@ def test_a_text_of_the_command_line_may_be_quoted_or_refer_to_a_key() -> None:
     assert config.trainer.progress == "off"
 
 
+def test_a_value_that_is_still_to_be_set_is_refused(tmp_path: Path) -> None:
+    """Fails if `???` of a Hydra file becomes the default without a word, or is refused where an argument sets it."""
+    file = tmp_path / "x.yaml"
+    file.write_text("actor:\n  optim:\n    lr: ???\n")
+    with refuses("actor.optim.lr"):
+        load_config(file, MINIMAL)
+    assert load_config(file, [*MINIMAL, "actor.optim.lr=1e-5"]).actor.optim.lr == 1e-5
+    with refuses("distill.loss"):
+        load_config(None, [*MINIMAL, "distill.loss=???"])
+
+
 def test_a_saved_config_loads_as_itself(tmp_path: Path) -> None:
     """Fails if the config.yaml of a checkpoint does not describe its run."""
     config = load_config(None, [*MINIMAL, "teacher.topk=7", "data.val_files=[b, c]"])
