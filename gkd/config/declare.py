@@ -15,6 +15,7 @@ from typing import Any
 from teacher_server.config.declare import Setting, declare
 from teacher_server.config.declare import is_path as is_path  # the server's engines have import paths, too
 
+IF_NO_REWARD = "if exact_match is not in reward.functions"
 IF_CONSTANT = "if actor.optim.schedule is constant"
 IF_MOVED = "backend, name, server_ip, server_port, keys, url, dialect, api_key_env"
 

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar, cast
 
-from gkd.config.declare import Key, key
+from gkd.config.declare import IF_NO_REWARD, Key, key
 from gkd.config.schema_actor import ActorConfig
 from gkd.config.schema_rollout import RolloutConfig, WeightSyncConfig
 from gkd.config.schema_teacher import DistillConfig, ReferenceConfig, TeacherConfig
@@ -211,7 +211,7 @@ class EvalConfig:
         "=",
         "Text before the answer in responses, and in reference answers that contain it.",
         limits="not empty for exact_match",
-        resume=True,
+        resume=IF_NO_REWARD,
     )
 
 

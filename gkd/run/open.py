@@ -14,10 +14,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TextIO
 
-from gkd.config.declare import IF_CONSTANT, IF_MOVED
+from gkd.config.declare import IF_CONSTANT, IF_MOVED, IF_NO_REWARD
 from gkd.config.load import config_yaml, load_config
 from gkd.config.schema import Config, planned_steps
-from gkd.config.schema_sections import all_keys, value_of
+from gkd.config.schema_sections import EXACT_MATCH, all_keys, value_of
 from gkd.config.schema_teacher import BACKENDS, HTTP
 from gkd.errors import ConfigError
 from gkd.log import get_logger
@@ -230,6 +230,8 @@ def may_change(key: str, now: Config) -> bool:
     rule = all_keys()[key].key.resume
     if isinstance(rule, bool) or rule == IF_MOVED:
         return rule is True  # `kept_value` leaves out what may change
+    if rule == IF_NO_REWARD:
+        return EXACT_MATCH not in now.derived.rewards
     assert rule == IF_CONSTANT, rule
     # The end of the run shapes every step of a decaying schedule, and no step of a constant one.
     return now.actor.optim.schedule == "constant"

@@ -108,6 +108,7 @@ def test_a_damaged_teacher_file_is_named(tmp_path: Path) -> None:
         (("data.system_prompt=Be brief.",), "data.system_prompt"),
         (("rollout.top_k=20",), "rollout.top_k"),
         (("data.seed=2",), "data.seed"),
+        (("eval.answer_marker=;",), ""),
         (("distill.losses=[{name: jsd}]",), "distill.losses"),
     ],
 )
@@ -118,6 +119,15 @@ def test_settings_that_a_resumed_run_may_change(tmp_path: Path, changes: tuple[s
         return check_same_run(tmp_path / "config.yaml", config(tmp_path, *changes))
     with refuses(refused):
         check_same_run(tmp_path / "config.yaml", config(tmp_path, *changes))
+
+
+def test_a_resumed_run_keeps_the_marker_that_its_rewards_are_judged_by(tmp_path: Path) -> None:
+    """Fails if a resume with another eval.answer_marker trains on other rewards than before."""
+    rewards = ("reward.functions=[{path: exact_match}]", "distill.reward_weight=1", "rollout.n=2")
+    (tmp_path / "config.yaml").write_text(config_yaml(config(tmp_path, *rewards)))
+    check_same_run(tmp_path / "config.yaml", config(tmp_path, *rewards, "eval.every=5"))
+    with refuses("eval.answer_marker"):
+        check_same_run(tmp_path / "config.yaml", config(tmp_path, *rewards, "eval.answer_marker=;"))
 
 
 def test_a_foreign_folder_is_refused(tmp_path: Path) -> None:
