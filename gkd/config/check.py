@@ -8,6 +8,7 @@ import re
 from gkd.config.check_losses import (
     check_backend,
     check_mixture,
+    check_parameters,
     check_reference,
     check_scheduler,
     check_signal,
@@ -39,6 +40,9 @@ def check_strategy(config: Config) -> None:
             other = next(other for other, backend in STUDENT_BACKENDS.items() if backend.supports(name, value))
             fix = f"use {' or '.join(map(str, limit.values))}, or actor.strategy={other}."
             raise config.error(f"actor.{name}", f"actor.strategy={a.strategy} {limit.why}.", fix)
+    if not a.lora.rank:
+        problem = "actor.lora.rank is 0, so all weights are trained."
+        config.check_unused(["actor.lora.alpha", "actor.lora.targets"], problem, "remove it, or set actor.lora.rank.")
     if a.layers == "te" and a.lora.rank:
         problem = "Transformer Engine's matrices include the preceding norm, so adapters would not get their input."
         raise config.error("actor.layers", problem, "use auto, or actor.lora.rank=0.")
@@ -181,6 +185,8 @@ def _check_schedule(config: Config) -> None:
     """Check the decay steps against total_steps; `OptimSpec` checks them against the number of steps of the data."""
     o, total_steps = config.actor.optim, config.trainer.total_steps
     if o.schedule != "wsd":
+        problem = f"it is of the schedule wsd, and actor.optim.schedule is {o.schedule}."
+        config.check_unused(["actor.optim.decay_steps"], problem, "remove it, or set actor.optim.schedule=wsd.")
         return
     if not o.decay_steps:
         raise config.error("actor.optim.decay_steps", "the schedule wsd needs decay steps.", "use at least 1.")
@@ -374,6 +380,7 @@ _CHECKS = (
     check_sizes,
     check_scheduler,
     check_signal,
+    check_parameters,
     check_support,
     check_tail,
     check_routes,

@@ -6,9 +6,10 @@ import re
 from fractions import Fraction
 from urllib.parse import urlsplit
 
+from gkd.config.declare import is_path
 from gkd.config.schema import Config, Route
 from gkd.config.schema_sections import all_keys
-from gkd.config.schema_teacher import ACTOR, BACKENDS, HTTP
+from gkd.config.schema_teacher import ACTOR, BACKENDS, DIVERGENCES, HTTP
 from gkd.config.schema_trainer import AHEAD, STREAM
 from gkd.errors import ConfigError
 
@@ -35,6 +36,19 @@ def check_signal(config: Config) -> None:
     if t.store and config.distill.on_policy_share == 1:
         problem = "it keeps the scores of dataset responses, and distill.on_policy_share is 1."
         raise config.error("teacher.store", problem, "leave it out, or use a share below 1.")
+
+
+def check_parameters(config: Config) -> None:
+    """Check that a loss of distill is not replaced, and that one of the losses has the parameters that are set."""
+    if config.distill.losses:
+        problem = "distill.losses has entries, which replace it."
+        config.check_unused(["distill.loss"], problem, "write the loss into distill.losses, or leave one of them out.")
+    terms = config.derived.loss.terms
+    for name in ("beta", "alpha"):
+        owners = [loss for loss, parameters in DIVERGENCES.items() if name in parameters]
+        if not any(term.name in owners or is_path(term.name) for term in terms):
+            problem = f"it belongs to {', '.join(owners)}, and the losses are {', '.join(term.name for term in terms)}."
+            config.check_unused([f"distill.{name}"], problem, f"remove it, or choose {owners[0]}.")
 
 
 def check_tokenizer(config: Config) -> None:

@@ -134,7 +134,8 @@ def _read_override(override: str) -> Any:
     if not value and known and known.type == "str" and not known.key.required and not known.key.choices:
         override = f"{key}=''"  # a shell removes the quotes of key=""
     elif known and known.type == "str" and value not in ("", "null", "~") and value.lstrip()[0:1] not in ("'", '"'):
-        text = OmegaConf.create()  # as it is: YAML would join its lines, cut it at " #", and read 1e5 or off otherwise
+        # YAML would join the lines of a text, cut it at " #", and read 1e5 and off as other values.
+        text = OmegaConf.create()
         OmegaConf.update(text, key, value)
         return text
     try:
