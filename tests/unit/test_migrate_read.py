@@ -42,6 +42,21 @@ def settings(folder: Path, script: str) -> dict[str, Any]:
         ("swift deploy --model t &\nNPROC_PER_NODE=2 swift rlhf --rlhf_type gkd", {"--rlhf_type": "gkd"}),
         ("python prepare.py --local_dir x\n" + TRAIN + "a.b=1 a.c=2 a.d=3", {"a.b": 1, "a.c": 2, "a.d": 3}),
         ("--lr 1e-6\n--tp 2\n", {"--lr": 1e-6, "--tp": 2}),
+        (
+            "N=1\nif [ $X = 2 ]; then\n N=2\nelse\n M=3\nfi\nK=4\n" + TRAIN + "a.b=$N a.c=$M a.d=$K",
+            {"a.b": "$N", "a.c": 3, "a.d": 4},
+        ),
+        (
+            "if a; then N=1; else N=2; fi\ncase $X in\n a) M=1 ;;\n b) M=2 ;;\nesac\n" + TRAIN + "a.b=$N a.c=$M",
+            {"a.b": "$N", "a.c": "$M"},
+        ),
+        ("if a; then\n N=1\nfi\nN=3\nM=x\nif b; then M=x; fi\n" + TRAIN + "a.b=$N a.c=$M", {"a.b": 3, "a.c": "x"}),
+        (
+            "A=(a.b=1)\nB=(b.b=1)\nif a; then\n A=(a.b=2)\n B+=(b.c=2)\nfi\n" + TRAIN + '"${A[@]}" "${B[@]}"',
+            {"--A[@]": True, "b.b": 1, "b.c": 2},
+        ),
+        ("A='--lr 1'\nif a; then\n A='--lr 2'\nfi\npython train.py $A --tp 2", {"--A[@]": True, "--tp": 2}),
+        ("source common.sh\n" + TRAIN + '"${COMMON[@]}" a.b=1 "$@"', {"--COMMON[@]": True, "a.b": 1}),
     ],
 )
 def test_a_shell_script_is_read_as_a_shell_reads_it(script: str, expected: dict[str, Any], tmp_path: Path) -> None:

@@ -34,7 +34,8 @@ STATUSES: dict[Status, str] = {
 
 # Words in names of settings that decide what is trained: loss, teacher, data or sampling.
 _DECIDING = re.compile(
-    r"(?<![a-z])(loss(es)?|kl|kld|jsd|divergence|distill(ation)?|gkd|opd|gold|teachers?|ref|reference|rewards?|adv|"
+    r"\[@\]$|(?<![a-z])(loss(es)?|kl|kld|jsd|divergence|distill(ation)?|gkd|opd|gold|"
+    r"teachers?|ref|reference|rewards?|adv|"
     r"advantage|entropy|importance|clip|alpha|beta|lmbda|lambda|data|datasets?|prompts?|question|responses?|answer|"
     r"completions?|chat|template|system|thinking|messages|tokenizer|domains?|tags?|interleave|mix|sampl(ing|er)|"
     r"temperature|top|topk|[knp]|stop|eos|seq|sequence|length|filter|truncation)(?![a-z])"
@@ -95,7 +96,7 @@ def _entry(name: str, value: Any, row: Row | None, old: OldSettings, *, is_set: 
         return Entry(name, value, "default", "not set")
     to_set = Entry(name, value, "to set", is_set=is_set, keys=row.keys)
     if is_set and "$" in str(value):
-        to_set.note = f"set {_or(row)}: the variable has no value in the file."
+        to_set.note = f"set {_or(row)}: the variable has no value in the file, or several."
         return to_set
     try:
         settings = row.settings(value, old)

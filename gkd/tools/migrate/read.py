@@ -239,6 +239,7 @@ _OPERATORS = {
     ast.Mod: operator.mod,
 }
 _SIGNS = "();&|\n"
+_OPENING, _CLOSING = ("if", "case", "for", "while", "until"), ("fi", "esac", "done")
 _MOST_NESTED = 20
 
 
@@ -251,11 +252,14 @@ def read_script(text: str, path: str) -> tuple[list[str], dict[str, str]]:
     variables = {"HOME": os.path.expanduser("~")}
     arrays: dict[str, list[str]] = {}
     commands: list[list[str]] = []
-    for command in _commands(text, path, arrays, variables):
+    for command, depth in _commands(text, path, arrays, variables):
         words = command[command[0] in ("export", "declare", "local") :]
         while words and (assigned := _ASSIGNMENT.fullmatch(words[0])) and not _is_setting(words[0]):
-            before = variables.get(assigned[1], "") if assigned[2] else ""
-            variables[assigned[1]] = before + _replaced(assigned[3], variables)
+            name, before = assigned[1], variables.get(assigned[1])
+            value = (before or "") * bool(assigned[2]) + _replaced(assigned[3], variables)
+            if depth and not assigned[2] and before not in (None, value):  # open: only some runs replace it
+                value = f"--{name}[@]" if value.lstrip().startswith("--") else f"${name}"
+            variables[name] = value
             words = words[1:]
         words = [each for word in words for each in _expanded(word, arrays, variables)]
         if not any(_SERVERS.search(word) for word in words[:6]) and words:
@@ -301,33 +305,48 @@ def _arguments(command: list[str]) -> list[str]:
     return command[programs[is_wrapped] :]
 
 
-def _commands(text: str, path: str, arrays: dict[str, list[str]], variables: dict[str, str]) -> Iterator[list[str]]:
-    """Yield the words of each command; the words of `NAME=(...)` go to the arrays instead."""
+def _commands(
+    text: str, path: str, arrays: dict[str, list[str]], variables: dict[str, str]
+) -> Iterator[tuple[list[str], int]]:
+    """Yield the words of each command, and how many conditions and loops it is in.
+
+    The words of `NAME=(...)` go to the arrays instead. An array that only some runs replace has the word `--NAME[@]`.
+    """
     text = re.sub(r"(^|\s)#[^\n]*", r"\1", text).replace("\\\n", " ")
     text = _ARITHMETIC.sub(lambda match: f"$[{''.join(match[1].split()).translate({40: 91, 41: 93})}]", text)
     parser = shlex.shlex(text, posix=True, punctuation_chars=_SIGNS)
     parser.whitespace, parser.whitespace_split, parser.commenters = " \t\r", True, ""
     command: list[str] = []
     array: list[str] | None = None
+    before: list[str] | None = None
+    name, depth = "", 0
     try:
         for word in parser:
             is_sign = set(word) <= set(_SIGNS)
             if is_sign and array is not None:
-                array = None if ")" in word else array
+                if ")" not in word:
+                    continue
+                if depth and before not in (None, array):
+                    array[:] = [f"--{name}[@]"]
+                array = None
             elif array is not None:
                 array += _expanded(word, arrays, variables)
             elif is_sign and word[0] == "(" and command and (found := re.fullmatch(r"(\w+)(\+?)=", command[-1])):
-                array = arrays[found[1]] = [*arrays.get(found[1], ())] if found[2] else []
+                name, before = found[1], None if found[2] else arrays.get(found[1])
+                array = arrays[name] = [*arrays.get(name, ())] if found[2] else []
                 command.pop()
             elif not is_sign:
                 command.append(word)
             elif command:
-                yield command
+                while command[0] in ("then", "else", "do") and command[1:]:
+                    command = command[1:]
+                depth += (command[0] in _OPENING) - (command[0] in _CLOSING and depth > 0)
+                yield command, depth
                 command = []
     except ValueError as error:
         raise ConfigError("FILE", path, f"cannot be read ({error}).", "close its quotes.") from error
     if command:
-        yield command
+        yield command, depth
 
 
 def _expanded(word: str, arrays: dict[str, list[str]], variables: dict[str, str]) -> list[str]:
@@ -335,8 +354,10 @@ def _expanded(word: str, arrays: dict[str, list[str]], variables: dict[str, str]
     if found := _ARRAY.fullmatch(word):
         if found[1] in arrays:
             return arrays[found[1]]
-        if found[1] in "@*" or "[" in word:
-            return []  # arguments of the script, and arrays of another file
+        if found[1] in "@*":
+            return []  # arguments of the script
+        if "[" in word:
+            return [f"--{found[1]}[@]"]  # an array of another file: the report names it
         if (value := variables.get(found[1], "")).lstrip().startswith("--"):
             return shlex.split(value)
     return [_replaced(word, variables)]
