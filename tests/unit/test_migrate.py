@@ -242,6 +242,7 @@ def test_flags_override_the_file(tmp_path: Path, capsys: pytest.CaptureFixture[s
         ("verl_gkd", "distillation.teacher_models.math.model_path=m data.train_batch_size=8", True),
         ("trl_gkd", "--reverse_kl_top_1_mode argmax --beta 0.5", True),
         ("roll", "domain_new_shares=0.5 pretrain=m", True),
+        ("roll", "opsd_mode=true pretrain=m", True),
         ("verl_gkd", "--COMMON[@] data.train_batch_size=8", True),
         ("verl_gkd", "trainer.own_key=1 data.train_batch_size=8", False),
         ("slime", "--own-log-level 3 --lr 1e-6 --use-opd", False),

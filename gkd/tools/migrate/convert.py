@@ -34,8 +34,8 @@ STATUSES: dict[Status, str] = {
 
 # Words in names of settings that decide what is trained: loss, teacher, data or sampling.
 _DECIDING = re.compile(
-    r"\[@\]$|(?<![a-z])(loss(es)?|kl|kld|jsd|divergence|distill(ation)?|gkd|opd|gold|"
-    r"teachers?|ref|reference|rewards?|adv|"
+    r"\[@\]$|(?<![a-z])(loss(es)?|kl|kld|jsd|kd|ce|sft|divergence|distill(ation)?|gkd|ops?d|gold|"
+    r"solution|privileged|teachers?|ref|reference|rewards?|adv|"
     r"advantage|entropy|importance|clip|alpha|beta|lmbda|lambda|data|datasets?|prompts?|question|responses?|answer|"
     r"completions?|chat|template|system|thinking|messages|tokenizer|domains?|tags?|interleave|mix|sampl(ing|er)|"
     r"temperature|top|topk|[knp]|stop|eos|seq|sequence|length|filter|truncation)(?![a-z])"
