@@ -37,6 +37,7 @@ from gkd.preflight.meta_models import check_fsdp_student, distinct_sizes
 from gkd.preflight.student import check_student
 from tests.dist.hf_models import make_model_folder
 from tests.dist.megatron_reference import VOCAB, make_hf_folder
+from tests.random_models import save_random
 from tests.refusals import refuses
 
 
@@ -50,6 +51,8 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("fsdp_models")
     for kind in ("mamba", "falcon", "opt", "gemma2", "mixtral", "olmo2", "qwen3_moe"):
         make_model_folder(root / kind, kind)
+    experts = {"num_local_experts": 4, "num_experts_per_tok": 2}
+    save_random(root / "phimoe", "Phimoe", vocab_size=64, head_dim=16, sliding_window=4, **experts)
     shutil.copytree(root / "mixtral", root / "mixtral_window")
     settings = json.loads((root / "mixtral" / "config.json").read_text())
     (root / "mixtral_window" / "config.json").write_text(json.dumps(settings | {"sliding_window": 4}))
@@ -96,6 +99,7 @@ def test_sizes_that_a_model_does_not_name_are_not_checked(folders: Path) -> None
     [
         ("gemma2", {}, "actor.packing", "Gemma2"),
         ("mixtral_window", {}, "actor.packing", "Mixtral"),
+        ("phimoe", {}, "actor.packing", "Phimoe"),
         ("falcon", {}, "actor.packing", "falcon"),
         ("opt", {}, "actor.fused_lm_head", "opt"),
         ("olmo2", {"lora": LoraConfig(rank=2, targets=["q_proj", "c_attn"])}, "actor.lora.targets", "c_attn"),
