@@ -79,6 +79,18 @@ def test_a_whole_folder_passes_with_its_sizes(qwen3: Path) -> None:
         check_student(with_values(config, {"data.max_response_length": 33}))
 
 
+@pytest.mark.parametrize("kind", ["Phi3", "Phimoe"])
+def test_a_sequence_keeps_the_frequencies_of_longrope(tmp_path: Path, kind: str) -> None:
+    """Fails if a sequence may be so long that transformers computes the others of its micro-batch differently."""
+    rope = {"rope_type": "longrope", "short_factor": [1.0] * 8, "long_factor": [2.0] * 8, "rope_theta": 1e4}
+    rope |= {"original_max_position_embeddings": 32, "short_mscale": 1.0, "long_mscale": 1.0}
+    sizes = {"vocab_size": VOCAB, "head_dim": 16, "pad_token_id": 0, "sliding_window": None}
+    config = _config(save_random(tmp_path, kind, **sizes, rope_parameters=rope, original_max_position_embeddings=32))
+    with refuses("data.max_response_length"):
+        check_student(config)
+    assert check_student(with_values(config, {"data.max_prompt_length": 16, "data.max_response_length": 16})) == VOCAB
+
+
 def test_sizes_that_a_model_does_not_name_are_not_checked(folders: Path) -> None:
     """Fails if a model without heads, or with one MLP size for each layer, is refused."""
     config = with_values(_config(folders / "mamba", packing=False), {"rollout.tp": 4})
