@@ -16,12 +16,12 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from transformers import PretrainedConfig, conversion_mapping
+from transformers import AutoModelForCausalLM, PretrainedConfig, conversion_mapping
 from transformers.conversion_mapping import register_checkpoint_conversion_mapping
 from transformers.core_model_loading import Transpose, WeightConverter
 
 from gkd.actor.common.optim_spec import OptimSpec, clip_factor
-from gkd.actor.fsdp.model import allocate, build_on_meta, layer_list
+from gkd.actor.fsdp.model import LossModel, allocate, build_on_meta, layer_list
 from gkd.actor.fsdp.optim import build_adamw
 from gkd.actor.fsdp.probe import probe_on_meta
 from gkd.actor.fsdp.weights import file_parts, match_files
@@ -158,6 +158,17 @@ def test_norms_compute_with_torchs_kernel(folders: Path, kind: str, is_fused: bo
         torch.testing.assert_close(found, plain, atol=1e-6, rtol=1e-5)
         names = {event.key for event in profiled.key_averages()}
         assert ("aten::rms_norm" in names) == is_fused
+
+
+def test_a_norm_with_a_gate_computes_with_it(tmp_path: Path) -> None:
+    """Fails if the norm of a Mamba 2 layer is replaced by one without a gate: the student cannot start."""
+    sizes = {"vocab_size": VOCAB, "num_heads": 8, "head_dim": 16, "state_size": 8, "n_groups": 1, "chunk_size": 8}
+    hf = build_on_meta(save_random(tmp_path, "Mamba2", **sizes), dtype=torch.float32, packing=False)
+    own = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).eval()
+    hf.load_state_dict(own.state_dict(), assign=True)
+    tokens = torch.arange(20)[None]
+    with torch.no_grad():
+        torch.testing.assert_close(LossModel(hf)(tokens, tokens[0]), own(tokens).logits[0], atol=1e-5, rtol=1e-5)
 
 
 def test_experts_are_found_in_the_files(folders: Path, tmp_path: Path) -> None:
