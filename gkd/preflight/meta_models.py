@@ -134,4 +134,16 @@ def _built(config: Config, folder: Path) -> PreTrainedModel:
 
 
 def _max_tokens(hf: PreTrainedModel) -> int:
-    return max(distinct_sizes(hf.config.get_text_config(), "max_position_embeddings"), default=sys.maxsize)
+    """Return the longest sequence whose logits do not depend on the other sequences of its micro-batch.
+
+    With rope_type longrope transformers takes other frequencies for a whole micro-batch as soon as one of its sequences
+    is longer than the original context.
+    """
+    config = hf.config.get_text_config()
+    longest = max(distinct_sizes(config, "max_position_embeddings"), default=sys.maxsize)
+    rope = getattr(config, "rope_parameters", None) or {}
+    # Some models have one entry for each kind of layer.
+    for each in [rope, *(value for value in rope.values() if isinstance(value, dict))]:
+        if each.get("rope_type") == "longrope":
+            longest = min(longest, int(each["original_max_position_embeddings"]))
+    return longest

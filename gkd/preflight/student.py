@@ -31,7 +31,7 @@ def check_student(config: Config) -> int:
     if longest > max_positions:
         problem = (
             f"with data.max_prompt_length {config.data.max_prompt_length} a sequence may have {longest} tokens; the "
-            f"student supports {max_positions} (max_position_embeddings)."
+            f"student supports {max_positions} (max_position_embeddings; with longrope the original ones)."
         )
         raise config.error("data.max_response_length", problem, "lower one of the two.")
     return vocab_size

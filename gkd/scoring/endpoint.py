@@ -170,17 +170,17 @@ class ScoringEndpoint(GroupEndpoint):
         return head_columns([teacher.info() for teacher in self.clients()])
 
     def _in_columns(self, scores: TeacherScores, route: int) -> TeacherScores:
-        """Return hidden states of one of several teachers as [R, D of all heads]: zeros in the others' columns.
+        """Return the hidden states of a route's teacher as [R, D of all heads]: zeros in the columns of others.
 
         So one product with the joined LM head gives each row the logits of its own teacher. They are scaled so that
         teacher.temperature divides them as the route's own would.
         """
-        if scores.hidden is None or len(self._routes) == 1:
+        scale = self._config.teacher.temperature / self._routes[route].teacher.temperature
+        if scores.hidden is None or (len(self._routes) == 1 and scale == 1):
             return scores
         starts, n_columns = self._head_columns
         wide = np.zeros((len(scores.hidden), n_columns), np.float32)
         own = wide[:, starts[route] : starts[route] + scores.hidden.shape[1]]
-        scale = self._config.teacher.temperature / self._routes[route].teacher.temperature
         np.multiply(scores.hidden, np.float32(scale), out=own)
         return replace(scores, hidden=wide)
 

@@ -16,12 +16,12 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from transformers import PretrainedConfig, conversion_mapping
+from transformers import AutoModelForCausalLM, PretrainedConfig, conversion_mapping
 from transformers.conversion_mapping import register_checkpoint_conversion_mapping
 from transformers.core_model_loading import Transpose, WeightConverter
 
 from gkd.actor.common.optim_spec import OptimSpec, clip_factor
-from gkd.actor.fsdp.model import allocate, build_on_meta, layer_list
+from gkd.actor.fsdp.model import LossModel, allocate, build_on_meta, layer_list
 from gkd.actor.fsdp.optim import build_adamw
 from gkd.actor.fsdp.probe import probe_on_meta
 from gkd.actor.fsdp.weights import file_parts, match_files
@@ -37,6 +37,7 @@ from gkd.preflight.meta_models import check_fsdp_student, distinct_sizes
 from gkd.preflight.student import check_student
 from tests.dist.hf_models import make_model_folder
 from tests.dist.megatron_reference import VOCAB, make_hf_folder
+from tests.random_models import save_random
 from tests.refusals import refuses
 
 
@@ -50,6 +51,8 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("fsdp_models")
     for kind in ("mamba", "falcon", "opt", "gemma2", "mixtral", "olmo2", "qwen3_moe"):
         make_model_folder(root / kind, kind)
+    experts = {"num_local_experts": 4, "num_experts_per_tok": 2}
+    save_random(root / "phimoe", "Phimoe", vocab_size=64, head_dim=16, sliding_window=4, **experts)
     shutil.copytree(root / "mixtral", root / "mixtral_window")
     settings = json.loads((root / "mixtral" / "config.json").read_text())
     (root / "mixtral_window" / "config.json").write_text(json.dumps(settings | {"sliding_window": 4}))
@@ -76,6 +79,18 @@ def test_a_whole_folder_passes_with_its_sizes(qwen3: Path) -> None:
         check_student(with_values(config, {"data.max_response_length": 33}))
 
 
+@pytest.mark.parametrize("kind", ["Phi3", "Phimoe"])
+def test_a_sequence_keeps_the_frequencies_of_longrope(tmp_path: Path, kind: str) -> None:
+    """Fails if a sequence may be so long that transformers computes the others of its micro-batch differently."""
+    rope = {"rope_type": "longrope", "short_factor": [1.0] * 8, "long_factor": [2.0] * 8, "rope_theta": 1e4}
+    rope |= {"original_max_position_embeddings": 32, "short_mscale": 1.0, "long_mscale": 1.0}
+    sizes = {"vocab_size": VOCAB, "head_dim": 16, "pad_token_id": 0, "sliding_window": None}
+    config = _config(save_random(tmp_path, kind, **sizes, rope_parameters=rope, original_max_position_embeddings=32))
+    with refuses("data.max_response_length"):
+        check_student(config)
+    assert check_student(with_values(config, {"data.max_prompt_length": 16, "data.max_response_length": 16})) == VOCAB
+
+
 def test_sizes_that_a_model_does_not_name_are_not_checked(folders: Path) -> None:
     """Fails if a model without heads, or with one MLP size for each layer, is refused."""
     config = with_values(_config(folders / "mamba", packing=False), {"rollout.tp": 4})
@@ -96,6 +111,7 @@ def test_sizes_that_a_model_does_not_name_are_not_checked(folders: Path) -> None
     [
         ("gemma2", {}, "actor.packing", "Gemma2"),
         ("mixtral_window", {}, "actor.packing", "Mixtral"),
+        ("phimoe", {}, "actor.packing", "Phimoe"),
         ("falcon", {}, "actor.packing", "falcon"),
         ("opt", {}, "actor.fused_lm_head", "opt"),
         ("olmo2", {"lora": LoraConfig(rank=2, targets=["q_proj", "c_attn"])}, "actor.lora.targets", "c_attn"),
@@ -142,6 +158,17 @@ def test_norms_compute_with_torchs_kernel(folders: Path, kind: str, is_fused: bo
         torch.testing.assert_close(found, plain, atol=1e-6, rtol=1e-5)
         names = {event.key for event in profiled.key_averages()}
         assert ("aten::rms_norm" in names) == is_fused
+
+
+def test_a_norm_with_a_gate_computes_with_it(tmp_path: Path) -> None:
+    """Fails if the norm of a Mamba 2 layer is replaced by one without a gate: the student cannot start."""
+    sizes = {"vocab_size": VOCAB, "num_heads": 8, "head_dim": 16, "state_size": 8, "n_groups": 1, "chunk_size": 8}
+    hf = build_on_meta(save_random(tmp_path, "Mamba2", **sizes), dtype=torch.float32, packing=False)
+    own = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).eval()
+    hf.load_state_dict(own.state_dict(), assign=True)
+    tokens = torch.arange(20)[None]
+    with torch.no_grad():
+        torch.testing.assert_close(LossModel(hf)(tokens, tokens[0]), own(tokens).logits[0], atol=1e-5, rtol=1e-5)
 
 
 def test_experts_are_found_in_the_files(folders: Path, tmp_path: Path) -> None:

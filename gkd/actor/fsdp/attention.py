@@ -6,6 +6,7 @@ be refused: a model that needs them would silently compute something else.
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
 from typing import Any
 
@@ -66,6 +67,8 @@ def packed_attention(
 def refuse_features(module: nn.Module, attention_mask: Tensor | None, kwargs: dict[str, Any]) -> None:
     """Raise ConfigError for actor.packing if the module requests a feature that plain causal attention lacks."""
     features = [text for name, text in _FEATURES.items() if kwargs.get(name) is not None]
+    if "sliding_window" not in kwargs and _has_masked_window(module):
+        features.append(_FEATURES["sliding_window"])
     if attention_mask is not None:
         features.append("its own attention mask")
     is_causal = kwargs.get("is_causal")
@@ -74,6 +77,12 @@ def refuse_features(module: nn.Module, attention_mask: Tensor | None, kwargs: di
     if features:
         problem = f"{type(module).__name__} uses {' and '.join(features)}."
         raise ConfigError("actor.packing", True, problem, _FIX)
+
+
+def _has_masked_window(module: nn.Module) -> bool:
+    """Return whether the model's code has a window in its mask only, which is not built here, as that of PhiMoE."""
+    window = getattr(getattr(module, "config", None), "sliding_window", None)
+    return window is not None and hasattr(sys.modules[type(module).__module__], "create_sliding_window_causal_mask")
 
 
 def refuse_packing(model_type: str, why: str) -> ConfigError:
