@@ -216,6 +216,18 @@ def test_a_file_that_another_process_deleted_begins_again(tmp_path: Path) -> Non
         assert store.get(key_of(rollouts[0]), rollouts[0]) is None
 
 
+def test_a_reader_survives_files_that_are_deleted_meanwhile(tmp_path: Path) -> None:
+    """Fails if a run ends because another of its processes deletes the oldest file while this one lists the folder."""
+    rollouts = from_dataset(1)
+    reader = ScoreStore(tmp_path, GIB)
+    filled(tmp_path, rollouts)
+    (tmp_path / f"0{SUFFIX}").symlink_to("gone")  # is listed, and then not there
+    reader.refresh()
+    found = reader.get(key_of(rollouts[0]), rollouts[0])
+    assert found is not None
+    assert_equal(found, scores_of(rollouts[0]))
+
+
 def test_a_full_disk_ends_the_writing_alone(tmp_path: Path) -> None:
     """Fails if a run ends because its store cannot grow."""
     rollouts = from_dataset(3)
