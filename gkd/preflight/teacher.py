@@ -344,7 +344,7 @@ def recorded_teachers(config: Config, away: TeacherUnavailable) -> tuple[Teacher
     """Return the descriptions in the store for a run that needs no teacher server.
 
     Raises:
-        TeacherUnavailable: `away`: the run needs the server, or nothing is recorded.
+        TeacherUnavailable: `away`: the run needs the server, or nothing is recorded, or other teachers of a server.
     """
     needs = config.distill.on_policy_share > 0 or config.data.val_files or config.teacher.signal == "hidden"
     try:
@@ -354,11 +354,14 @@ def recorded_teachers(config: Config, away: TeacherUnavailable) -> tuple[Teacher
         teachers = msgspec.json.decode(content, type=tuple[TeacherInfo, ...])
     except (OSError, msgspec.DecodeError):
         raise away from None
-    if len(teachers) != len(config.derived.routes):
+    names = [route.teacher.name for route in config.derived.routes]
+    if len(teachers) != len(names):
         raise away
-    names = ", ".join(f"{teacher.model_name} ({teacher.fingerprint[:12]})" for teacher in teachers)
+    if any(name not in ("", each.teacher) for name, each in zip(names, teachers, strict=True)):
+        raise away
+    shown = ", ".join(f"{teacher.model_name} ({teacher.fingerprint[:12]})" for teacher in teachers)
     log.warning(
-        "%s; teacher.store has the scores of %s: the run asks no teacher", str(away).partition(" Fix:")[0], names
+        "%s; teacher.store has the scores of %s: the run asks no teacher", str(away).partition(" Fix:")[0], shown
     )
     return teachers
 

@@ -99,14 +99,15 @@ class RequestQueue:
         """Yield the (worker, job) pairs to send now.
 
         Clients are served round-robin, each with its oldest job. Among the workers with credit it gets the one with the
-        fewest outstanding tokens, or the one that had its prompt last, if that has not many more.
+        fewest outstanding tokens, or the one that had its prompt last, if that has not many more. A job that finds no
+        credit reserves a worker: smaller jobs of the clients after it would otherwise use up each credit that returns.
         """
         for teacher, clients in self._queues.items():
-            assigned = True
+            assigned, reserved = True, set[bytes]()
             while assigned:
                 assigned = False
                 for client in list(clients):
-                    identity = self._choose_worker(teacher, clients[client][0])
+                    identity = self._choose_worker(teacher, clients[client][0], reserved)
                     if identity is not None:
                         assigned = True
                         yield identity, self._assign_next(identity, clients, client)
@@ -127,14 +128,17 @@ class RequestQueue:
             self._owners.record(job, identity)
         return job
 
-    def _choose_worker(self, teacher: str, job: Job) -> bytes | None:
+    def _choose_worker(self, teacher: str, job: Job, reserved: set[bytes]) -> bytes | None:
+        """Return a worker with credit that is not reserved; if there is none, reserve one and return None."""
         able = {k: w for k, w in self.workers.items() if w.hello.teacher == teacher and not w.leaving}
         # Without another worker, one that failed on this job or is too small for it gets it, and replies with an error.
         able = {k: w for k, w in able.items() if w.hello.name not in job.failed_workers} or able
         able = {k: w for k, w in able.items() if w.hello.max_tokens >= job.longest} or able
         costs = {k: w.cost(job) for k, w in able.items()}
-        loads = {k: w.n_tokens + costs[k] for k, w in able.items() if w.has_credit(costs[k])}
+        free = {k: w for k, w in able.items() if k not in reserved}
+        loads = {k: w.n_tokens + costs[k] for k, w in free.items() if w.has_credit(costs[k])}
         if not loads:
+            reserved.update(sorted(free, key=lambda k: (free[k].n_tokens + costs[k], k))[:1])
             return None
         least = min(loads, key=lambda k: (loads[k], k))
         # Requests of several prompts may form a chain, in which each has a prompt of the one before. Without a limit a

@@ -65,6 +65,7 @@ class HfEngine:
         self.has_plain_head = type(self._head) is torch.nn.Linear and self._head.bias is None
         self._check_head_alone(path)
         self.prefix_block = self._find_prefix_block() if share_prompts and self._device.type == "cpu" else 0
+        self._longrope_limit = _longrope_limit(self._backbone)
 
     def _find_prefix_block(self) -> int:
         problem = sharing_problem(self._backbone, self._model.config, self._device)
@@ -111,9 +112,12 @@ class HfEngine:
         for group in groups:
             sequences = [batch[i] for i in group]
             rows |= zip(group, rows_of_group(self._backbone, self._model.config, sequences, self._device), strict=True)
-        for group in _passes({i: len(batch[i].token_ids) for i in others}, self._most):
-            lengths = [batch[i].n_rows for i in group]
-            rows |= zip(group, self._rows_of_pass([batch[i] for i in group]).split(lengths), strict=True)
+        lengths = {i: len(batch[i].token_ids) for i in others}
+        for is_long in (False, True):
+            part = {i: length for i, length in lengths.items() if (length > self._longrope_limit) == is_long}
+            for group in _passes(part, self._most):
+                n_rows = [batch[i].n_rows for i in group]
+                rows |= zip(group, self._rows_of_pass([batch[i] for i in group]).split(n_rows), strict=True)
         return torch.cat([rows[i] for i in range(len(batch))])
 
     def _most(self, length: int) -> float:
@@ -135,6 +139,18 @@ class HfEngine:
     def lm_head(self, wire: Wire) -> RowStream:
         """See `Engine.lm_head`."""
         return MatrixStream(self._head.weight, wire)
+
+
+def _longrope_limit(backbone: Any) -> float:
+    """Return the length above which a pass has other rotary embeddings, for all of its sequences; inf without one."""
+    limits = [
+        parameters["original_max_position_embeddings"]
+        for module in backbone.modules()
+        if "longrope" in str(getattr(module, "rope_type", ""))
+        for parameters in (module.config.rope_parameters, *module.config.rope_parameters.values())
+        if isinstance(parameters, Mapping) and parameters.get("rope_type") == "longrope"
+    ]
+    return min(limits, default=math.inf)
 
 
 def _passes(lengths: Mapping[int, int], most: Callable[[int], float]) -> Iterator[list[int]]:

@@ -33,7 +33,7 @@ class Teachers:
 
     def __init__(self, link: BrokerLink) -> None:
         self._link = link
-        self._names: dict[str, str] = {}  # a client's name of a model -> teacher
+        self._names: dict[str, TeacherStatus] = {}  # a client's name of a model -> teacher
         self._epoch = b""  # the broker that has these
         self._window = asyncio.Semaphore(_IN_FLIGHT)
 
@@ -50,40 +50,44 @@ class Teachers:
         reply, _ = await self._link.ask(InfoRequest(request_id=os.urandom(ID_BYTES), teacher=teacher.name))
         return reply.max_tokens if isinstance(reply, InfoReply) else 0
 
-    async def find(self, model: str) -> str:
+    async def find(self, model: str) -> TeacherStatus:
         """Return the teacher of a client's model name: a teacher, its model, or the model's path.
+
+        Its fingerprint is empty before it has loaded.
 
         Raises:
             Refusal: no teacher has this name, or there are several and the request names none.
         """
-        if self._epoch != self._link.epoch or model not in self._names:
+        known, epoch = self._names.get(model), self._link.epoch
+        if self._epoch != epoch or known is None or not known.model_fingerprint:
             teachers = [each for each, _ in await self.known()]
             found: dict[str, set[str]] = {"": {each.name for each in teachers}}
             for each in teachers:
                 for name in (each.model_name, each.model_path):
                     found.setdefault(name, set()).add(each.name)
             found |= {each.name: {each.name} for each in teachers}
-            self._names = {name: next(iter(of)) for name, of in found.items() if len(of) == 1}
-            self._epoch = self._link.epoch
+            by_name = {each.name: each for each in teachers}
+            self._names = {name: by_name[next(iter(of))] for name, of in found.items() if len(of) == 1}
+            self._epoch = epoch  # of before the questions: after a restart meanwhile they are asked again
             if model not in self._names:
-                known = ", ".join(sorted(each.name for each in teachers))
+                names = ", ".join(sorted(by_name))
                 problem = "missing, and there are several teachers" if not model else "not one of the teachers"
-                raise Refusal(404, f"model = {model!r}: {problem}. Fix: one of {known}; see /v1/models.")
+                raise Refusal(404, f"model = {model!r}: {problem}. Fix: one of {names}; see /v1/models.")
         return self._names[model]
 
-    async def score(self, teacher: str, wanted: Wanted, wire: Wire) -> tuple[ScoreReply, list[Buffer]]:
+    async def score(self, teacher: TeacherStatus, wanted: Wanted, wire: Wire) -> tuple[ScoreReply, list[Buffer]]:
         """Return the reply for R rows of `wanted.depth` entries with the tokens' own logprobs, and its frames.
 
         Raises:
             ProtocolError: a value is out of the protocol's range.
-            Refusal: as `BrokerLink.ask`, or the reply does not match the request.
+            Refusal: as `BrokerLink.ask`, or the reply does not match the request, or is of another model.
         """
         tokens = check_tokens(wanted.ids)
         try:
             request = ScoreRequest(
                 request_id=os.urandom(ID_BYTES),
                 signal="topk",
-                teacher=teacher,
+                teacher=teacher.name,
                 k=wanted.depth,
                 temperature=wanted.temperature,
                 prompt_length=wanted.start,
@@ -102,10 +106,12 @@ class Teachers:
             *(reply.token_digest, reply.n_rows, reply.k, reply.wire, reply.with_sampled),
         ):
             raise Refusal(502, "the teacher server answered with the scores of another request.")
+        if teacher.model_fingerprint not in ("", reply.model_fingerprint):  # the request was sent again after a restart
+            raise Refusal(503, "the teacher server was restarted with another model. Fix: send the request again.")
         return reply, frames
 
     async def score_all(
-        self, teacher: str, wanted: Sequence[Wanted], wire: Wire
+        self, teacher: TeacherStatus, wanted: Sequence[Wanted], wire: Wire
     ) -> list[tuple[ScoreReply, list[Buffer]]]:
         """Return `score` of each sequence. The first error cancels the others. Raises as `score`."""
         tasks = [asyncio.create_task(self.score(teacher, each, wire)) for each in wanted]

@@ -22,6 +22,8 @@ from teacher_server.wire.protocol import MAX_TEXT, MAX_TOKENS
 log = logging.getLogger(__name__)
 
 _SAMPLE_BYTES = 4 << 10
+_N_SAMPLES = 1024  # at most, of a file whose form is unknown
+_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
 
 
@@ -30,7 +32,7 @@ class ModelFolder:
     path: str  # absolute
     name: str
     max_tokens: int  # the model's position limit
-    fingerprint: str  # 32 hex digits, see `_fingerprint`
+    fingerprint: str  # 32 hex digits, see `_fingerprint` and `_fingerprint_of_own`
 
 
 def inspect_model_folder(path: str, *, needs_weights: bool = True) -> ModelFolder:
@@ -48,7 +50,7 @@ def inspect_model_folder(path: str, *, needs_weights: bool = True) -> ModelFolde
         raise ServerError(
             f"model folder {path}: no such folder. Fix: give a folder with config.json and *.safetensors, or ORG/NAME."
         )
-    weights = check_folder(folder) if needs_weights else []
+    weights = check_folder(folder) if needs_weights else None
     config = read_json(folder / "config.json")
     text_config = config.get("text_config", config)
     max_tokens = text_config.get("max_position_embeddings") if isinstance(text_config, dict) else None
@@ -56,7 +58,8 @@ def inspect_model_folder(path: str, *, needs_weights: bool = True) -> ModelFolde
         raise ServerError(f"model folder {path}: config.json has no max_position_embeddings: not a causal LM.")
     resolved = folder.resolve()
     name = name_of(resolved) or resolved.name
-    return ModelFolder(str(resolved), name, min(max_tokens, MAX_TOKENS), _fingerprint(folder, weights))
+    fingerprint = _fingerprint_of_own(resolved) if weights is None else _fingerprint(folder, weights)
+    return ModelFolder(str(resolved), name, min(max_tokens, MAX_TOKENS), fingerprint)
 
 
 def describe_tokenizer(folder: ModelFolder) -> tuple[str, str, str]:
@@ -98,4 +101,23 @@ def _fingerprint(folder: Path, weights: list[Path]) -> str:
             for _, entry in sorted(read_entries(file).items()):
                 stream.seek(max(entry.start, (entry.start + entry.stop - _SAMPLE_BYTES) // 2))  # middle of the tensor
                 digest.update(stream.read(min(_SAMPLE_BYTES, entry.stop - entry.start)))
+    return digest.hexdigest()[:32]
+
+
+def _fingerprint_of_own(folder: Path) -> str:
+    """Hash config.json and what an engine with an import path may load: names, sizes and samples of weight files.
+
+    The hub's cache may have no weights yet; there the commit stands for them.
+    """
+    digest = hashlib.sha256((folder / "config.json").read_bytes())
+    if name_of(folder) is not None:
+        digest.update(folder.name.encode())
+        return digest.hexdigest()[:32]
+    for file in sorted(file for file in folder.iterdir() if file.suffix in _WEIGHTS and file.is_file()):
+        size = file.stat().st_size
+        digest.update(f"{file.name}:{size}".encode())
+        with file.open("rb") as stream:
+            for start in range(0, size, max(_SAMPLE_BYTES, -(-size // _N_SAMPLES))):
+                stream.seek(start)
+                digest.update(stream.read(_SAMPLE_BYTES))
     return digest.hexdigest()[:32]

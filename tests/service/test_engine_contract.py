@@ -262,6 +262,21 @@ def test_the_rest_of_the_batch_has_no_effect_on_a_sequence(ask: Ask) -> None:
         np.testing.assert_allclose(alone.logprobs, scored.logprobs, atol=SAME)
 
 
+def test_a_long_neighbor_does_not_change_rotary_embeddings(tmp_path: Path) -> None:
+    """Fails if a sequence is scored with the long factors of Phi-3's rotary embeddings because a longer one shares its
+    pass.
+    """
+    factors = {"short_factor": [1.0] * 16, "long_factor": [1.0 + i for i in range(16)]}
+    rope = {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 32, **factors}
+    special = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "original_max_position_embeddings": 32}
+    ask = local(engine_settings(save_engine_model(tmp_path, kind="Phi3", rope_parameters=rope, **special), "hf"))
+    rng, params = np.random.default_rng(0), ScoreParams("sampled")
+    batch = [TokenSequence(rng.integers(0, VOCAB - 99, n).astype(np.int32), 5) for n in (20, 60, 32, 33)]
+    alone = [ask("score", [sequence], params)[0] for sequence in batch]
+    for one, scored in zip(alone, ask("score", batch, params), strict=True):
+        np.testing.assert_allclose(one, scored, atol=SAME)
+
+
 @pytest.mark.parametrize("ask", ["hf", "vllm"], indirect=True)  # Triton's interpreter samples no token from NaN
 def test_a_nan_is_an_error_and_not_a_score(ask: Ask) -> None:
     """Fails if a NaN in the weights gives scores, or if a failed batch affects the next one."""

@@ -339,6 +339,24 @@ def test_a_restarted_broker_gets_the_requests_again(tmp_path: Path) -> None:
                 assert pending.result(timeout=20).status_code == 200
 
 
+def test_a_request_is_not_scored_by_the_next_model(tmp_path: Path) -> None:
+    """Fails if a request that names a model gets the scores of another one, which took its port meanwhile."""
+    options = (*TRIVIAL, "--worker-timeout-s", "60")
+    old, new = trivial_model(tmp_path / "old"), trivial_model(tmp_path / "new", vocab_size=2000)
+    with ServerProcess(old, tmp_path, options=options) as server, HttpProcess(server.port, tmp_path) as http:
+        url = f"{http.url}/v1/completions"
+        assert post(url, GOOD | {"model": "old"}).status_code == 200
+        os.kill(server.worker_pids[0], signal.SIGSTOP)
+        with ThreadPoolExecutor(1) as pool:
+            pending = pool.submit(post, url, GOOD | {"model": "old"})
+            wait_until(lambda: "1 (3 tokens)" in run("status", *address(server)).stdout, 10.0, "arrival of the request")
+            server.kill()
+            with ServerProcess(new, tmp_path, port=server.port, options=options):
+                assert pending.result(timeout=20).status_code == 503
+                wait_until(lambda: post(url, GOOD | {"model": "old"}).status_code == 404, 10.0, "the new names")
+                assert post(url, GOOD | {"model": "new"}).status_code == 200
+
+
 def test_a_client_that_leaves_cancels_its_request(tmp_path: Path) -> None:
     """Fails if the teacher computes for clients that have timed out."""
     options = (*TRIVIAL, "--worker-timeout-s", "60")

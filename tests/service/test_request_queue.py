@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
+
 from teacher_server.broker.request_queue import Admission, RequestQueue
 from teacher_server.wire.protocol import ID_BYTES, ScoreRequest
 from teacher_server.wire.worker_protocol import WorkerHello
@@ -150,6 +152,29 @@ def test_clients_are_served_round_robin() -> None:
     assert [job.request for _, job in queue.assign()] == [many[0], single]
     queue.heartbeat(b"b", hello(1000), 0.0)
     assert [job.request for _, job in queue.assign()] == many[1:], "each client's order is kept"
+
+
+@pytest.mark.parametrize("n_tokens", [90, 900])
+def test_small_requests_of_others_do_not_keep_a_large_one_waiting(n_tokens: int) -> None:
+    """Fails if a long sequence, of most of the credit or more than it, waits until all other clients are idle."""
+    queue = make_queue()
+    for worker in (b"a", b"b"):
+        queue.heartbeat(worker, hello(100), 0.0)
+    for _ in range(6):
+        submit(queue, b"many", request(30))
+    running = list(queue.assign())
+    assert len(running) == 6
+    large = request(n_tokens)
+    submit(queue, b"one", large)
+    for _ in range(20):  # whenever a request is finished, the other client has a new one
+        submit(queue, b"many", request(30))
+        worker, job = running.pop(0)
+        queue.complete(worker, job.job_id)
+        running += queue.assign()
+        assert len({worker for worker, _ in running}) == 2, "no worker is idle"
+        if large in [job.request for _, job in running]:
+            return
+    raise AssertionError("it was never assigned")
 
 
 def test_teachers_do_not_wait_for_each_other() -> None:

@@ -16,8 +16,10 @@ import pytest
 
 from gkd.config.check import check_config
 from gkd.config.load import load_config
+from gkd.config.schema import Config
 from gkd.config.schema_teacher import TeacherConfig
-from gkd.errors import CheckpointError, ConfigError
+from gkd.errors import CheckpointError, ConfigError, TeacherUnavailable
+from gkd.preflight.teacher import record_teachers, recorded_teachers
 from gkd.scoring.endpoint import ScoringEndpoint
 from gkd.scoring.group_endpoint import ScoreSummary
 from gkd.scoring.teacher import store as module
@@ -26,7 +28,7 @@ from gkd.scoring.teacher.window import Window
 from gkd.types import Rollout, TeacherScores, TeacherTopK
 from teacher_server.wire.protocol import Wire
 from tests.processes import wait_until
-from tests.service.harness import ServerProcess, connect, own_turns, random_rollouts
+from tests.service.harness import TRIVIAL, ServerProcess, connect, own_turns, random_rollouts, trivial_model
 
 pytestmark = pytest.mark.service
 GIB = 1 << 30
@@ -216,6 +218,18 @@ def test_a_file_that_another_process_deleted_begins_again(tmp_path: Path) -> Non
         assert store.get(key_of(rollouts[0]), rollouts[0]) is None
 
 
+def test_a_reader_survives_files_that_are_deleted_meanwhile(tmp_path: Path) -> None:
+    """Fails if a run ends because another of its processes deletes the oldest file while this one lists the folder."""
+    rollouts = from_dataset(1)
+    reader = ScoreStore(tmp_path, GIB)
+    filled(tmp_path, rollouts)
+    (tmp_path / f"0{SUFFIX}").symlink_to("gone")  # is listed, and then not there
+    reader.refresh()
+    found = reader.get(key_of(rollouts[0]), rollouts[0])
+    assert found is not None
+    assert_equal(found, scores_of(rollouts[0]))
+
+
 def test_a_full_disk_ends_the_writing_alone(tmp_path: Path) -> None:
     """Fails if a run ends because its store cannot grow."""
     rollouts = from_dataset(3)
@@ -254,6 +268,23 @@ def test_an_endpoint_asks_the_teacher_once(tiny_server: ServerProcess, tmp_path:
         assert one.topk is not None and other.topk is not None
         np.testing.assert_array_equal(one.topk.topk_logprobs, other.topk.topk_logprobs)
         np.testing.assert_array_equal(one.topk.topk_ids, other.topk.topk_ids)
+
+
+def test_the_recorded_teacher_is_the_one_that_the_run_names(tmp_path: Path) -> None:
+    """Fails if a run without a server trains on what another teacher of it has scored into the same folder."""
+    settings = [f"teacher.store={tmp_path}", "distill.on_policy_share=0", "data.val_files=[]"]
+    away = TeacherUnavailable("the server is away")
+
+    def configured(name: str) -> Config:
+        return load_config(None, [*settings, f"teacher.name={name}"])
+
+    with ServerProcess(trivial_model(tmp_path / "m"), tmp_path, options=TRIVIAL) as server, connect(server.port) as one:
+        math = replace(one.info(), teacher="math")
+    record_teachers(configured("math"), [math])
+    for name in ("math", ""):
+        assert recorded_teachers(configured(name), away) == (math,)
+    with pytest.raises(TeacherUnavailable):
+        recorded_teachers(configured("code"), away)
 
 
 def test_a_store_without_dataset_responses_is_refused(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from teacher_server.errors import ServerError
@@ -197,6 +198,23 @@ def test_the_fingerprint_depends_on_the_weights(tiny_model: Path, tmp_path: Path
     raw[-1] ^= 1
     weights.write_bytes(raw)
     assert inspect_model_folder(str(folder)).fingerprint != one
+
+
+@pytest.mark.parametrize("suffix", [".safetensors", ".gguf"])
+def test_the_fingerprint_of_an_own_engine_depends_on_its_weights(tmp_path: Path, suffix: str) -> None:
+    """Fails if two checkpoints of one config.json are one teacher: stored scores and a resumed run would mix them."""
+    folders = [trivial_model(tmp_path / name) for name in ("without", "a", "b", "same")]
+    weights = np.random.default_rng(0).bytes(10 << 20)
+    changed = bytearray(weights)
+    changed[5 << 20 : 6 << 20] = bytes(1 << 20)
+    for folder, data in zip(folders[1:], (weights, changed, weights), strict=True):
+        (folder / f"model{suffix}").write_bytes(data)
+    without, a, b, same = (inspect_model_folder(str(each), needs_weights=False).fingerprint for each in folders)
+    assert len({without, a, b}) == 3
+    assert same == a
+    cache = tmp_path / "models--org--name" / "snapshots"
+    snapshots = [trivial_model(cache / commit) for commit in ("1" * 40, "2" * 40)]
+    assert len({inspect_model_folder(str(each), needs_weights=False).fingerprint for each in snapshots}) == 2
 
 
 @pytest.mark.parametrize("name", ["serve", "worker", "status", "drain", "keygen"])

@@ -10,6 +10,7 @@ have changed, is never returned.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import struct
@@ -94,7 +95,10 @@ class ScoreStore:
     def refresh(self) -> None:
         """Learn of the records that other processes have written or deleted."""
         with self._lock:
-            files = {file: file.stat().st_size for file in sorted(self._folder.glob(f"*{SUFFIX}"))}
+            files: dict[Path, int] = {}
+            for file in sorted(self._folder.glob(f"*{SUFFIX}")):
+                with contextlib.suppress(FileNotFoundError):  # another process makes room
+                    files[file] = file.stat().st_size
             if gone := self._ends.keys() - files.keys():
                 self._places = {key: place for key, place in self._places.items() if place.file not in gone}
                 self._ends = {file: end for file, end in self._ends.items() if file not in gone}
@@ -104,7 +108,8 @@ class ScoreStore:
                 ):  # deleted by another process, and begun again by the one that writes it
                     self._ends[file] = 0
                 if self._ends.get(file, 0) < size:
-                    self._index(file, size)
+                    with contextlib.suppress(FileNotFoundError):
+                        self._index(file, size)
 
     def __contains__(self, key: bytes) -> bool:
         return key in self._places
