@@ -174,6 +174,9 @@ class RowReader:
         self._renderer = PromptRenderer(
             tokenizer, config.chat_template, config.chat_template_kwargs, config.system_prompt, offered
         )
+        self._end = None if response_ends is None else self._renderer.end_of_turn(response_ends)
+        if self._end is None:
+            self._end = tokenizer.eos_token_id
         self._teacher_renderer, self._has_two = self._renderer, teacher_tokenizer is not None
         if self._has_two:
             source = getattr(teacher_tokenizer, "chat_template", None) or ""
@@ -241,7 +244,8 @@ class RowReader:
 
         R <= data.max_response_length. The text is the column's, or with an empty `data.response_key` the last message
         of the prompt. It is tokenized separately, without special tokens, and an end-of-sequence token is appended
-        unless it ends with one. A longer response is truncated and then has no end-of-sequence token.
+        unless it ends with one: that of the template, else the tokenizer's. A longer response is truncated and then has
+        no end-of-sequence token.
 
         Raises:
             ConfigError: the row has none that can be used.
@@ -274,7 +278,7 @@ class RowReader:
             fix = "remove it from the text, or from rollout.stop_token_ids if it is one of them."
             raise ConfigError(*setting, problem, fix)
         if ids[-1] not in ends:
-            ids.append(tokenizer.eos_token_id if tokenizer.eos_token_id is not None else ends[0])
+            ids.append(ends[0] if self._end is None else self._end)
         return np.asarray(ids[: self.config.max_response_length], dtype=np.int32), None
 
     def log(self, key: str) -> None:

@@ -134,6 +134,13 @@ class PromptRenderer:
         self._check(text, messages, setting, where, prompt.tools)
         return Rendered(text, self._encode(text, setting, where, begins=True), prompt.converted)
 
+    def end_of_turn(self, ends: Sequence[int]) -> int | None:
+        """Return the one of these tokens that the template writes behind the assistant's text; None: it writes none."""
+        behind = self._frame(("user", "assistant")).pieces[-1:] if self._applies else ()
+        added = self._tokenizer.added_tokens_decoder
+        found = {i: str(added[i]) for i in ends if i in added and "".join(behind).lstrip().startswith(str(added[i]))}
+        return max(found, key=lambda i: len(found[i]), default=None)
+
     def _check_system(self, setting: Setting) -> None:
         """Raise ConfigError unless the model reads the system prompt."""
         name = "data.system_prompt"

@@ -132,6 +132,23 @@ def test_the_last_assistant_message_is_the_response_if_the_key_is_empty(tmp_path
         load(tmp_path, {"prompt": "a", "response": "\ud800"}, ends=[end])
 
 
+def test_a_response_ends_as_the_template_ends_a_turn(tmp_path: Path) -> None:
+    """Fails if the dataset's responses end with another token than the model's turns, as <eos> of Gemma and Phi-3."""
+    made = tokenizer(FAMILIES["turns"])
+    ends = made.convert_tokens_to_ids(["</s>", "</turn>", "<turn>"])
+    for row, data in (
+        ({"prompt": "Q", "response": "4"}, {}),
+        ({"prompt": "Q", "response": "4</turn>"}, {}),
+        ({"prompt": [USER, {"role": "assistant", "content": "4"}]}, {"response_key": ""}),
+        ({"prompt": "<s><turn>user\nQ</turn>\n<turn>model\n", "response": "4"}, {}),
+    ):
+        assert made.decode(load(tmp_path, row, made, ends=ends, **data).response_ids) == "4</turn>"
+    # Without the template, or if the model does not end with its token, the tokenizer's own is the end.
+    row = {"prompt": "Q", "response": "4"}
+    assert made.decode(load(tmp_path, row, made, ends=ends, chat_template="never").response_ids) == "4</s>"
+    assert made.decode(load(tmp_path, row, made, ends=ends[:1]).response_ids) == "4</s>"
+
+
 @pytest.mark.parametrize("template", [None, *FAMILIES.values()])
 def test_no_second_beginning_and_no_end_of_the_tokenizer(tmp_path: Path, template: str | None) -> None:
     """Fails if a text that begins with the beginning gets another one, or a prompt ends with the tokenizer's end."""
