@@ -254,6 +254,9 @@ class RowReader:
         if ends is None:
             return None, None
         if self._dialogues is not None:
+            for turn in read.turns:
+                if turn["role"] == "assistant":
+                    self._check_beginning(read, turn["content"], ("data.messages_key", self.config.messages_key), where)
             return self._dialogues.read(read.turns, where)
         setting = "data.response_key", key
         found = row.get(key) if key else None
@@ -269,6 +272,7 @@ class RowReader:
             fix = "correct or remove the row, or use no dataset responses: distill.on_policy_share=1."
             raise ConfigError(*setting, problem, fix)
         check_unicode(text, setting, where)
+        self._check_beginning(read, text, setting, where)
         ids = list(tokenizer(text, add_special_tokens=False)["input_ids"])
         if not ids:
             problem = f"the response of {where} has no tokens."
@@ -280,6 +284,12 @@ class RowReader:
         if ids[-1] not in ends:
             ids.append(ends[0] if self._end is None else self._end)
         return np.asarray(ids[: self.config.max_response_length], dtype=np.int32), None
+
+    def _check_beginning(self, read: ReadRow, text: str, setting: Setting, where: str) -> None:
+        """Raise ConfigError if a text of the assistant repeats the beginning of the answer that its prompt has."""
+        if again := self._renderer.begins_again(read.prompt.text, text):
+            problem = f"a response of {where} begins with {again!r}, with which its prompt ends: {quoted(text)}."
+            raise ConfigError(*setting, problem, "remove it from the text, because the chat template writes it.")
 
     def log(self, key: str) -> None:
         """Log how many rows each route, the teacher's own prompt and a system message of their own have."""

@@ -19,7 +19,9 @@ from gkd.errors import ConfigError
 
 _MARK = "\ue000{}\ue001"  # characters for private use, which no template changes
 AS_IS = "text that is rendered already"  # a value of `Rendered.converted`
+TAG = re.compile(r"</?[^\s<>]+>|\[/?[A-Z_]+\]")  # markers of templates
 _SHORTEST_HEAD = 4  # characters: texts begin with a shorter one by chance
+_TAIL = 200  # characters of a prompt: more than any template writes at the beginning of an answer
 Message = dict[str, Any]
 Tools = tuple[dict[str, Any], ...]
 
@@ -140,6 +142,12 @@ class PromptRenderer:
         added = self._tokenizer.added_tokens_decoder
         found = {i: str(added[i]) for i in ends if i in added and "".join(behind).lstrip().startswith(str(added[i]))}
         return max(found, key=lambda i: len(found[i]), default=None)
+
+    def begins_again(self, prompt: str, response: str) -> str:
+        """Return the end of a prompt, such as <think>, if the template writes it and a response repeats it; or ""."""
+        tail, text = prompt.rstrip()[-_TAIL:] if self._applies else "", response.lstrip()
+        ends = (tail[tag.start() :] for tag in TAG.finditer(tail))
+        return next((end for end in ends if text.startswith(end)), "")
 
     def _check_system(self, setting: Setting) -> None:
         """Raise ConfigError unless the model reads the system prompt."""

@@ -132,6 +132,25 @@ def test_the_last_assistant_message_is_the_response_if_the_key_is_empty(tmp_path
         load(tmp_path, {"prompt": "a", "response": "\ud800"}, ends=[end])
 
 
+def test_a_response_does_not_begin_twice(tmp_path: Path) -> None:
+    """Fails if the student learns <think> behind the <think> of its prompt, or a header of a turn inside of one."""
+    thinking = tokenizer(FAMILIES["chatml_thoughts"])
+    ends = [CHATML.convert_tokens_to_ids("<|im_end|>")]
+    answers = {"<think>\nx\n</think>\n4": thinking, "<|im_start|>assistant\n4": CHATML}
+    forms: list[tuple[str, Any, dict[str, Any]]] = [
+        ("data.response_key", lambda text: {"prompt": "Q", "response": text}, {}),
+        ("data.messages_key", lambda text: [USER, {"role": "assistant", "content": text}], {"messages_key": "prompt"}),
+    ]
+    for key, row_of, data in forms:
+        for answer, made in answers.items():
+            with refuses(key):
+                load(tmp_path, row_of(answer), made, ends=ends, **data)
+        found = load(tmp_path, row_of("<think>x</think>4"), CHATML, ends=ends, **data)
+        assert CHATML.decode(found.response_ids) == "<think>x</think>4<|im_end|>"
+    row = {"prompt": "<think>", "response": "<think>"}
+    assert load(tmp_path, row, thinking, ends=ends, chat_template="never").response_ids is not None
+
+
 def test_a_response_ends_as_the_template_ends_a_turn(tmp_path: Path) -> None:
     """Fails if the dataset's responses end with another token than the model's turns, as <eos> of Gemma and Phi-3."""
     made = tokenizer(FAMILIES["turns"])
