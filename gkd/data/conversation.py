@@ -65,7 +65,7 @@ def read_conversation(value: Any, setting: Setting, where: str) -> Conversation:
             Unicode.
     """
     if isinstance(value, str):
-        found = _json_messages(value)
+        found = json_messages(value)
         if found is None:
             if not value:
                 raise _refused(setting, where, "is an empty text")
@@ -151,7 +151,7 @@ def unicode_problem(text: str) -> str:
     return ""
 
 
-def _json_messages(text: str) -> list[Any] | None:
+def json_messages(text: str) -> list[Any] | None:
     """Return the messages whose JSON a text is, or None if it is another text."""
     if not text.lstrip().startswith("[") or not text.rstrip().endswith("]"):
         return None

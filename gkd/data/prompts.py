@@ -23,6 +23,7 @@ from gkd.data.conversation import (
     TeacherPrompts,
     check_unicode,
     is_learned,
+    json_messages,
     quoted,
     read_conversation,
     read_tools,
@@ -261,6 +262,8 @@ class RowReader:
         setting = "data.response_key", key
         found = row.get(key) if key else None
         message = None if key else read.response
+        if isinstance(found, str):
+            found = json_messages(found) or found
         if isinstance(found, list) and len(found) == 1:  # one message, as TRL's column `completion` has it
             message = read_conversation([{"role": "user", "content": "-"}, *found], setting, where).response
         text = found if message is None else message["content"] if is_learned(message, setting, where) else None

@@ -126,8 +126,12 @@ def test_the_last_assistant_message_is_the_response_if_the_key_is_empty(tmp_path
             load(tmp_path, [USER, {"role": "assistant", "content": "4"} | wrong], ends=[end], response_key="")
     with refuses("data.response_key"):
         load(tmp_path, [USER], ends=[end], response_key="")
-    row = {"prompt": [USER], "completion": [{"role": "assistant", "content": "4"}]}
-    assert CHATML.decode(load(tmp_path, row, ends=[end], response_key="completion").response_ids) == "4</s>"
+    answer = [{"role": "assistant", "content": "4"}]
+    for completion in (answer, json.dumps(answer)):
+        row = {"prompt": [USER], "completion": completion}
+        assert CHATML.decode(load(tmp_path, row, ends=[end], response_key="completion").response_ids) == "4</s>"
+    with refuses("data.response_key"):
+        load(tmp_path, {"prompt": "Q", "response": json.dumps([USER, *answer])}, ends=[end])
     with pytest.raises(ConfigError, match=r"p\.jsonl:1"):
         load(tmp_path, {"prompt": "a", "response": "\ud800"}, ends=[end])
 
