@@ -179,7 +179,8 @@ def _message(message: Any, i: int, sharegpt: bool, setting: Setting, where: str)
         found = f"has {sorted(_MEDIA & rest.keys())} in message {i}, and only text is supported"
         raise _refused(setting, where, found, "remove the row.")
     calls = rest.get("tool_calls", [])
-    if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
+    are_calls = isinstance(calls, list) and all(isinstance(call, dict) for call in calls)
+    if not are_calls or not all(isinstance(call.get("function") or call, dict) for call in calls):
         raise _refused(setting, where, f"has {quoted(calls)} as the tool calls of message {i}")
     content = "" if content is None and calls else content
     parts = isinstance(content, list)
@@ -189,6 +190,11 @@ def _message(message: Any, i: int, sharegpt: bool, setting: Setting, where: str)
         raise _refused(setting, where, found)
     check_unicode(text, setting, where)
     return {**rest, "role": name, "content": text}, parts
+
+
+def call_arguments(message: Mapping[str, Any]) -> list[Any]:
+    """Return the arguments of each call of a message: an object, or JSON text as in OpenAI's API."""
+    return [(call.get("function") or call).get("arguments", {}) for call in message.get("tool_calls", ())]
 
 
 def _joined(parts: Sequence[Any], i: int, setting: Setting, where: str) -> str:

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from gkd.data.conversation import Conversation, Setting, quoted, read_conversation
+from gkd.data.conversation import Conversation, Setting, call_arguments, quoted, read_conversation
 from gkd.errors import ConfigError
 
 _MARK = "\ue000{}\ue001"  # characters for private use, which no template changes
@@ -201,6 +201,10 @@ class PromptRenderer:
         if unread := [tool["function"]["name"] for tool in tools if tool["function"]["name"] not in around]:
             problem = f"the chat template leaves out the tool {unread[0]} of {where}; it writes {quoted(text)}."
             raise ConfigError(*self._tools_setting, problem, "correct the row or the template, or remove the key.")
+        for arguments in (each for message in messages for each in call_arguments(message)):
+            if isinstance(arguments, str) and arguments.strip() and json.dumps(arguments, ensure_ascii=False) in text:
+                problem = f"the chat template puts the arguments of a call of {where} in quotes: {quoted(arguments)}."
+                raise ConfigError(*setting, problem, "write an object, in parquet in messages as JSON text.")
         texts = [*(message["content"] for message in messages), ""]
         lost = [message for message in messages if "tool_calls" in message and not _has_calls(text, message)]
         if not lost and frame.pieces and text == "".join(map(str.__add__, frame.pieces, texts)):

@@ -328,6 +328,32 @@ def test_the_column_of_tools_exists(tmp_path: Path) -> None:
     assert ["get_time" in made.decode(prompt.token_ids) for prompt in prompts] == [True, False]
 
 
+_CALLS = (
+    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content }}{% for c in m.tool_calls or [] %}"
+    "{{ c.function.name + ' ' + ARGUMENTS }}{% endfor %}{{ '<|im_end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+
+
+def test_arguments_of_calls_are_objects_in_the_prompt(tmp_path: Path) -> None:
+    """Fails if a prompt has a call whose arguments are quoted twice, as Qwen2.5's template does with OpenAI's text."""
+    quoting = tokenizer(_CALLS.replace("ARGUMENTS", "(c.function.arguments | tojson)"))
+    copying = tokenizer(_CALLS.replace("ARGUMENTS", "c.function.arguments"))
+
+    def called(arguments: Any) -> list[dict[str, Any]]:
+        return [USER, {**CALL, "tool_calls": [{"function": {"name": "f", "arguments": arguments}}]}]
+
+    tail = [{"role": "user", "content": "And?"}]
+    expected = """f {"x": "é"}<|im_end|>"""
+    assert expected in text(tmp_path, [*called({"x": "é"}), *tail], quoting)
+    assert expected in text(tmp_path, [*called('{"x": "é"}'), *tail], copying)
+    for arguments in ('{"x": "é"}', "{}"):
+        with refuses("data.prompt_key"):
+            load(tmp_path, [*called(arguments), *tail], quoting)
+    with refuses("data.prompt_key"):
+        load(tmp_path, [USER, {**CALL, "tool_calls": [{"function": "f"}]}, *tail], quoting)
+
+
 def test_named_templates_have_a_default(tmp_path: Path) -> None:
     """Fails if a tokenizer with several templates renders a prompt with another one than transformers does."""
     made = tokenizer()
