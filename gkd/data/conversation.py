@@ -51,7 +51,7 @@ class Conversation:
     converted: str = ""
 
 
-def read_conversation(value: Any, setting: Setting, where: str) -> Conversation:
+def read_conversation(value: Any, setting: Setting, where: str, *, from_json: bool = False) -> Conversation:
     """Return the conversation of a column's value.
 
     Contents that are lists of text parts are joined with line feeds, as vLLM's server does.
@@ -59,10 +59,11 @@ def read_conversation(value: Any, setting: Setting, where: str) -> Conversation:
     Args:
         value: text, a list of messages with role and content or with from and value, or such a list as JSON text.
         where: file and line of the row.
+        from_json: the value was such a text.
 
     Raises:
         ConfigError: the value has another form, or parts that are not text; it has no text at all; it is not valid
-            Unicode.
+            Unicode; the arguments of a call have nulls of parquet.
     """
     if isinstance(value, str):
         found = json_messages(value)
@@ -71,7 +72,7 @@ def read_conversation(value: Any, setting: Setting, where: str) -> Conversation:
                 raise _refused(setting, where, "is an empty text")
             check_unicode(value, setting, where)
             return Conversation(text=value)
-        return replace(read_conversation(found, setting, where), converted="JSON text of messages")
+        return replace(read_conversation(found, setting, where, from_json=True), converted="JSON text of messages")
     if isinstance(value, dict):
         raise _refused(setting, where, f"is one object with the keys {sorted(value)}", "write a list of messages.")
     if not isinstance(value, list) or not value:
@@ -79,6 +80,9 @@ def read_conversation(value: Any, setting: Setting, where: str) -> Conversation:
     sharegpt = isinstance(value[0], dict) and value[0].keys() >= {"from", "value"}
     read = [_message(message, i, sharegpt, setting, where) for i, message in enumerate(value, 1)]
     messages = [message for message, _ in read]
+    if ".parquet:" in where and not from_json and _has_null([call_arguments(message) for message in messages]):
+        problem = f"has nulls in {quoted(value)}, which parquet writes for arguments that only other calls have"
+        raise _refused(setting, where, problem, "write the messages as JSON text.")
     converted = "ShareGPT messages" if sharegpt else "lists of text parts" if any(parts for _, parts in read) else ""
     response = messages.pop() if messages[-1]["role"] == "assistant" else None
     if not any(message["content"].strip() for message in messages):

@@ -354,6 +354,22 @@ def test_arguments_of_calls_are_objects_in_the_prompt(tmp_path: Path) -> None:
         load(tmp_path, [USER, {**CALL, "tool_calls": [{"function": "f"}]}, *tail], quoting)
 
 
+def test_nulls_that_parquet_adds_to_arguments_are_refused(tmp_path: Path) -> None:
+    """Fails if a call has the arguments of other rows, as null."""
+    quoting = tokenizer(_CALLS.replace("ARGUMENTS", "(c.function.arguments | tojson)"))
+
+    def row(**arguments: Any) -> list[dict[str, Any]]:
+        return [{**CALL, "tool_calls": [{"function": {"name": "f", "arguments": arguments}}]}, USER]
+
+    reader, file = partial(RowReader, DataConfig(), quoting), tmp_path / "p.parquet"
+    pq.write_table(pa.Table.from_pylist([{"prompt": row(x=1)}, {"prompt": row(y=2)}]), file)
+    with refuses("data.prompt_key"):
+        load_prompts([str(file)], "data.train_files", reader())
+    pq.write_table(pa.Table.from_pylist([{"prompt": json.dumps(row(x=1))}, {"prompt": json.dumps(row(y=None))}]), file)
+    prompts, _ = load_prompts([str(file)], "data.train_files", reader())
+    assert ['f {"y": null}' in quoting.decode(prompt.token_ids) for prompt in prompts] == [False, True]
+
+
 def test_named_templates_have_a_default(tmp_path: Path) -> None:
     """Fails if a tokenizer with several templates renders a prompt with another one than transformers does."""
     made = tokenizer()
