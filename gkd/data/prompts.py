@@ -95,7 +95,7 @@ def load_prompts(
                 driver.done(row_id)
             read = reader.read(row, where)
             converted.update({form for part in read.parts if (form := part.converted)})
-            ids = _fit(read.prompt.ids, config, where)
+            ids = reader.fit(read.prompt.ids, where)
             teacher_ids = None if read.teacher is None else read.teacher.ids
             if ids is None or not _teacher_fits(teacher_ids, config, where):
                 dropped += 1
@@ -240,6 +240,21 @@ class RowReader:
             turns,
         )
 
+    def fit(self, ids: list[int], where: str) -> list[int] | None:
+        """Apply `data.truncation` to a prompt; None = drop the row. Raises ConfigError: it is too long."""
+        limit, how = self.config.max_prompt_length, self.config.truncation
+        if len(ids) <= limit:
+            return ids
+        if how == "drop":
+            return None
+        if how != "error" and (cut := self._renderer.cut(ids, limit, how)) is not None:
+            return cut
+        problem = f"the prompt of {where} has {len(ids)} tokens."
+        if how == "right":
+            problem += " data.truncation=right would cut off the beginning of the answer, which the template writes."
+        fix = "increase it, or set data.truncation to drop, left or, without chat template, right."
+        raise ConfigError("data.max_prompt_length", limit, problem, fix)
+
     def response(self, read: ReadRow, row: Row, where: str) -> tuple[np.ndarray | None, np.ndarray | None]:
         """Return the dataset's response, [R] int32, and its own tokens, [R] bool, None for all; None if not requested.
 
@@ -322,25 +337,6 @@ class RowReader:
             problem = f"the last message of {where} is the assistant's: {quoted(prompt.response['content'])}."
             fix = 'remove it, or set data.response_key="" to take it as the dataset\'s response.'
             raise ConfigError(*setting, problem, fix)
-
-
-def _fit(ids: list[int], config: DataConfig, where: str) -> list[int] | None:
-    """Apply `data.truncation`; None = drop the row."""
-    limit = config.max_prompt_length
-    if len(ids) <= limit:
-        return ids
-    if config.truncation == "drop":
-        return None
-    if config.truncation == "left":
-        return ids[-limit:]
-    if config.truncation == "right":
-        return ids[:limit]
-    raise ConfigError(
-        "data.max_prompt_length",
-        limit,
-        f"the prompt of {where} has {len(ids)} tokens.",
-        "increase it, or set data.truncation to drop, left or right.",
-    )
 
 
 def _teacher_fits(ids: list[int] | None, config: DataConfig, where: str) -> bool:

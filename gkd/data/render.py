@@ -143,6 +143,20 @@ class PromptRenderer:
         found = {i: str(added[i]) for i in ends if i in added and "".join(behind).lstrip().startswith(str(added[i]))}
         return max(found, key=lambda i: len(found[i]), default=None)
 
+    def cut(self, ids: list[int], limit: int, side: str) -> list[int] | None:
+        """Return a prompt without the tokens above a limit; the beginning of the sequence stays.
+
+        Args:
+            side: where they are removed, "left" or "right".
+
+        Returns:
+            None: the beginning of the answer, which the template writes at the end, would be lost.
+        """
+        if side == "right":
+            return None if self._applies else ids[:limit]
+        n = len(self._begin) if ids[: len(self._begin)] == self._begin else 0
+        return [*ids[:n], *ids[len(ids) - limit + n :]][:limit]
+
     def begins_again(self, prompt: str, response: str) -> str:
         """Return the end of a prompt, such as <think>, if the template writes it and a response repeats it; or ""."""
         tail, text = prompt.rstrip()[-_TAIL:] if self._applies else "", response.lstrip()

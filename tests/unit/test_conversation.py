@@ -370,6 +370,21 @@ def test_nulls_that_parquet_adds_to_arguments_are_refused(tmp_path: Path) -> Non
     assert ['f {"y": null}' in quoting.decode(prompt.token_ids) for prompt in prompts] == [False, True]
 
 
+def test_a_cut_prompt_keeps_its_beginning_and_the_beginning_of_the_answer(tmp_path: Path) -> None:
+    """Fails if Gemma or Llama read a cut prompt without their first token, or a student goes on with a cut question."""
+    made = tokenizer(FAMILIES["turns"], post="<s> $A")
+    whole = load(tmp_path, "abcdefgh", made).token_ids.tolist()
+    n = len(whole) - 20
+    cut = load(tmp_path, "abcdefgh", made, max_prompt_length=n, truncation="left").token_ids.tolist()
+    assert cut == [whole[0], *whole[1 - n :]] and len(cut) == n
+    assert load(tmp_path, "abcdefgh", made, max_prompt_length=1, truncation="left").token_ids.tolist() == whole[:1]
+    with refuses("data.max_prompt_length"):
+        load(tmp_path, "abcdefgh", made, max_prompt_length=n, truncation="right")
+    plain = {"chat_template": "never", "max_prompt_length": 4}
+    assert text(tmp_path, "abcdefgh", made, truncation="right", **plain) == "<s>abc"
+    assert text(tmp_path, "abcdefgh", made, truncation="left", **plain) == "<s>fgh"
+
+
 def test_named_templates_have_a_default(tmp_path: Path) -> None:
     """Fails if a tokenizer with several templates renders a prompt with another one than transformers does."""
     made = tokenizer()
