@@ -102,12 +102,12 @@ def load_prompts(
                 continue
             if not prompts:
                 log.info("%s: the first prompt has %d tokens: %r", key, len(ids), read.prompt.text[:_SHOWN_CHARACTERS])
-            answer, (response, own) = row.get(config.answer_key), reader.response(read, row, where)
+            response, own = reader.response(read, row, where)
             prompts.append(
                 Prompt(
                     row_id,
                     np.asarray(ids, dtype=np.int32),
-                    None if answer is None else str(answer),
+                    _reference(row.get(config.answer_key)),
                     response,
                     read.route,
                     None if teacher_ids is None else np.asarray(teacher_ids, dtype=np.int32),
@@ -122,6 +122,12 @@ def load_prompts(
         log.info("%s: %d rows were read as %s", key, n, form)
     reader.log(key)
     return prompts, dropped
+
+
+def _reference(value: Any) -> str | None:
+    """Return a reference answer as text; None: it is missing, empty, NaN, a list or an object, which nothing equals."""
+    is_none = value is None or isinstance(value, list | dict) or value != value or not str(value).strip()
+    return None if is_none else str(value)
 
 
 @dataclass(frozen=True, slots=True)
