@@ -535,6 +535,9 @@ def test_show_prompts_prints_what_the_models_read(
     out = capsys.readouterr().out
     assert RENDERED in out and RENDERED.replace("2+2?", "2+2? Be brief.") in out
     assert "Four.</s>" in out and "ShareGPT" in out and str(CHATML.encode("W")[0]) in out
+    stop = CHATML.convert_tokens_to_ids("<|im_end|>")
+    assert main_gkd.main([*words, f"rollout.stop_token_ids=[{stop}]"]) == 0
+    assert "Four.<|im_end|>" in capsys.readouterr().out, "as the run reads it"
     assert main_gkd.main([*words, "data.prompt_key=absent"]) == 2
     told = capsys.readouterr()
     assert "data.prompt_key" in told.err and not told.out
