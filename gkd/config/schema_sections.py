@@ -132,8 +132,8 @@ class DataConfig:
     )
     truncation: str = key(
         "error",
-        "Handling of longer prompts: error, drop (omit the row; the number is logged), left (keep the end) or right "
-        "(keep the start).",
+        "Handling of longer prompts: error, drop (omit the row; the number is logged), left (keep the end, behind the "
+        "token that begins a sequence) or right (keep the start; without chat template only).",
         choices=("error", "drop", "left", "right"),
     )
     chat_template: str = key(

@@ -25,12 +25,11 @@ import numpy as np
 from gkd.config.schema_sections import DataConfig
 from gkd.data.chat_frame import ANSWER, QUESTION, START, THOUGHT, WHY, ChatFrames, Form, Message, TemplateFailed, said
 from gkd.data.conversation import Conversation, Setting, is_learned, quoted, read_tools, unicode_problem
-from gkd.data.render import PromptRenderer
+from gkd.data.render import TAG, PromptRenderer
 from gkd.errors import ConfigError, DataError
 
 OWN = "gkd_own"  # key of a turn: whether it is learned
 _SHORTEST_LINE = 4  # characters
-_TAG = re.compile(r"</?[^\s<>]+>|\[/?[A-Z_]+\]")
 
 
 class ChatDelta:
@@ -156,7 +155,7 @@ class ChatDelta:
         for frame in frames.proven.values():
             *pieces, last = frame.pieces
             for piece in (*pieces, last.removesuffix(frames.thinking)):
-                found = set(_TAG.findall(piece))
+                found = set(TAG.findall(piece))
                 # Some templates write names alone, such as "ASSISTANT:". A word of letters occurs in any text.
                 lines = {line.strip() for line in piece.splitlines()} if not found else set()
                 yield from (*found, *(line for line in lines if len(line) >= _SHORTEST_LINE and not line.isalnum()))

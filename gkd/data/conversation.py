@@ -51,7 +51,7 @@ class Conversation:
     converted: str = ""
 
 
-def read_conversation(value: Any, setting: Setting, where: str) -> Conversation:
+def read_conversation(value: Any, setting: Setting, where: str, *, from_json: bool = False) -> Conversation:
     """Return the conversation of a column's value.
 
     Contents that are lists of text parts are joined with line feeds, as vLLM's server does.
@@ -59,19 +59,20 @@ def read_conversation(value: Any, setting: Setting, where: str) -> Conversation:
     Args:
         value: text, a list of messages with role and content or with from and value, or such a list as JSON text.
         where: file and line of the row.
+        from_json: the value was such a text.
 
     Raises:
         ConfigError: the value has another form, or parts that are not text; it has no text at all; it is not valid
-            Unicode.
+            Unicode; the arguments of a call have nulls of parquet.
     """
     if isinstance(value, str):
-        found = _json_messages(value)
+        found = json_messages(value)
         if found is None:
             if not value:
                 raise _refused(setting, where, "is an empty text")
             check_unicode(value, setting, where)
             return Conversation(text=value)
-        return replace(read_conversation(found, setting, where), converted="JSON text of messages")
+        return replace(read_conversation(found, setting, where, from_json=True), converted="JSON text of messages")
     if isinstance(value, dict):
         raise _refused(setting, where, f"is one object with the keys {sorted(value)}", "write a list of messages.")
     if not isinstance(value, list) or not value:
@@ -79,6 +80,9 @@ def read_conversation(value: Any, setting: Setting, where: str) -> Conversation:
     sharegpt = isinstance(value[0], dict) and value[0].keys() >= {"from", "value"}
     read = [_message(message, i, sharegpt, setting, where) for i, message in enumerate(value, 1)]
     messages = [message for message, _ in read]
+    if ".parquet:" in where and not from_json and _has_null([call_arguments(message) for message in messages]):
+        problem = f"has nulls in {quoted(value)}, which parquet writes for arguments that only other calls have"
+        raise _refused(setting, where, problem, "write the messages as JSON text.")
     converted = "ShareGPT messages" if sharegpt else "lists of text parts" if any(parts for _, parts in read) else ""
     response = messages.pop() if messages[-1]["role"] == "assistant" else None
     if not any(message["content"].strip() for message in messages):
@@ -151,7 +155,7 @@ def unicode_problem(text: str) -> str:
     return ""
 
 
-def _json_messages(text: str) -> list[Any] | None:
+def json_messages(text: str) -> list[Any] | None:
     """Return the messages whose JSON a text is, or None if it is another text."""
     if not text.lstrip().startswith("[") or not text.rstrip().endswith("]"):
         return None
@@ -179,7 +183,8 @@ def _message(message: Any, i: int, sharegpt: bool, setting: Setting, where: str)
         found = f"has {sorted(_MEDIA & rest.keys())} in message {i}, and only text is supported"
         raise _refused(setting, where, found, "remove the row.")
     calls = rest.get("tool_calls", [])
-    if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
+    are_calls = isinstance(calls, list) and all(isinstance(call, dict) for call in calls)
+    if not are_calls or not all(isinstance(call.get("function") or call, dict) for call in calls):
         raise _refused(setting, where, f"has {quoted(calls)} as the tool calls of message {i}")
     content = "" if content is None and calls else content
     parts = isinstance(content, list)
@@ -189,6 +194,11 @@ def _message(message: Any, i: int, sharegpt: bool, setting: Setting, where: str)
         raise _refused(setting, where, found)
     check_unicode(text, setting, where)
     return {**rest, "role": name, "content": text}, parts
+
+
+def call_arguments(message: Mapping[str, Any]) -> list[Any]:
+    """Return the arguments of each call of a message: an object, or JSON text as in OpenAI's API."""
+    return [(call.get("function") or call).get("arguments", {}) for call in message.get("tool_calls", ())]
 
 
 def _joined(parts: Sequence[Any], i: int, setting: Setting, where: str) -> str:

@@ -23,6 +23,7 @@ from gkd.data.conversation import (
     TeacherPrompts,
     check_unicode,
     is_learned,
+    json_messages,
     quoted,
     read_conversation,
     read_tools,
@@ -94,19 +95,19 @@ def load_prompts(
                 driver.done(row_id)
             read = reader.read(row, where)
             converted.update({form for part in read.parts if (form := part.converted)})
-            ids = _fit(read.prompt.ids, config, where)
+            ids = reader.fit(read.prompt.ids, where)
             teacher_ids = None if read.teacher is None else read.teacher.ids
             if ids is None or not _teacher_fits(teacher_ids, config, where):
                 dropped += 1
                 continue
             if not prompts:
                 log.info("%s: the first prompt has %d tokens: %r", key, len(ids), read.prompt.text[:_SHOWN_CHARACTERS])
-            answer, (response, own) = row.get(config.answer_key), reader.response(read, row, where)
+            response, own = reader.response(read, row, where)
             prompts.append(
                 Prompt(
                     row_id,
                     np.asarray(ids, dtype=np.int32),
-                    None if answer is None else str(answer),
+                    _reference(row.get(config.answer_key)),
                     response,
                     read.route,
                     None if teacher_ids is None else np.asarray(teacher_ids, dtype=np.int32),
@@ -121,6 +122,12 @@ def load_prompts(
         log.info("%s: %d rows were read as %s", key, n, form)
     reader.log(key)
     return prompts, dropped
+
+
+def _reference(value: Any) -> str | None:
+    """Return a reference answer as text; None: it is missing, empty, NaN, a list or an object, which nothing equals."""
+    is_none = value is None or isinstance(value, list | dict) or value != value or not str(value).strip()
+    return None if is_none else str(value)
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,6 +181,9 @@ class RowReader:
         self._renderer = PromptRenderer(
             tokenizer, config.chat_template, config.chat_template_kwargs, config.system_prompt, offered
         )
+        self._end = None if response_ends is None else self._renderer.end_of_turn(response_ends)
+        if self._end is None:
+            self._end = tokenizer.eos_token_id
         self._teacher_renderer, self._has_two = self._renderer, teacher_tokenizer is not None
         if self._has_two:
             source = getattr(teacher_tokenizer, "chat_template", None) or ""
@@ -236,12 +246,28 @@ class RowReader:
             turns,
         )
 
+    def fit(self, ids: list[int], where: str) -> list[int] | None:
+        """Apply `data.truncation` to a prompt; None = drop the row. Raises ConfigError: it is too long."""
+        limit, how = self.config.max_prompt_length, self.config.truncation
+        if len(ids) <= limit:
+            return ids
+        if how == "drop":
+            return None
+        if how != "error" and (cut := self._renderer.cut(ids, limit, how)) is not None:
+            return cut
+        problem = f"the prompt of {where} has {len(ids)} tokens."
+        if how == "right":
+            problem += " data.truncation=right would cut off the beginning of the answer, which the template writes."
+        fix = "increase it, or set data.truncation to drop, left or, without chat template, right."
+        raise ConfigError("data.max_prompt_length", limit, problem, fix)
+
     def response(self, read: ReadRow, row: Row, where: str) -> tuple[np.ndarray | None, np.ndarray | None]:
         """Return the dataset's response, [R] int32, and its own tokens, [R] bool, None for all; None if not requested.
 
         R <= data.max_response_length. The text is the column's, or with an empty `data.response_key` the last message
         of the prompt. It is tokenized separately, without special tokens, and an end-of-sequence token is appended
-        unless it ends with one. A longer response is truncated and then has no end-of-sequence token.
+        unless it ends with one: that of the template, else the tokenizer's. A longer response is truncated and then has
+        no end-of-sequence token.
 
         Raises:
             ConfigError: the row has none that can be used.
@@ -250,10 +276,15 @@ class RowReader:
         if ends is None:
             return None, None
         if self._dialogues is not None:
+            for turn in read.turns:
+                if turn["role"] == "assistant":
+                    self._check_beginning(read, turn["content"], ("data.messages_key", self.config.messages_key), where)
             return self._dialogues.read(read.turns, where)
         setting = "data.response_key", key
         found = row.get(key) if key else None
         message = None if key else read.response
+        if isinstance(found, str):
+            found = json_messages(found) or found
         if isinstance(found, list) and len(found) == 1:  # one message, as TRL's column `completion` has it
             message = read_conversation([{"role": "user", "content": "-"}, *found], setting, where).response
         text = found if message is None else message["content"] if is_learned(message, setting, where) else None
@@ -265,6 +296,7 @@ class RowReader:
             fix = "correct or remove the row, or use no dataset responses: distill.on_policy_share=1."
             raise ConfigError(*setting, problem, fix)
         check_unicode(text, setting, where)
+        self._check_beginning(read, text, setting, where)
         ids = list(tokenizer(text, add_special_tokens=False)["input_ids"])
         if not ids:
             problem = f"the response of {where} has no tokens."
@@ -274,8 +306,14 @@ class RowReader:
             fix = "remove it from the text, or from rollout.stop_token_ids if it is one of them."
             raise ConfigError(*setting, problem, fix)
         if ids[-1] not in ends:
-            ids.append(tokenizer.eos_token_id if tokenizer.eos_token_id is not None else ends[0])
+            ids.append(ends[0] if self._end is None else self._end)
         return np.asarray(ids[: self.config.max_response_length], dtype=np.int32), None
+
+    def _check_beginning(self, read: ReadRow, text: str, setting: Setting, where: str) -> None:
+        """Raise ConfigError if a text of the assistant repeats the beginning of the answer that its prompt has."""
+        if again := self._renderer.begins_again(read.prompt.text, text):
+            problem = f"a response of {where} begins with {again!r}, with which its prompt ends: {quoted(text)}."
+            raise ConfigError(*setting, problem, "remove it from the text, because the chat template writes it.")
 
     def log(self, key: str) -> None:
         """Log how many rows each route, the teacher's own prompt and a system message of their own have."""
@@ -305,25 +343,6 @@ class RowReader:
             problem = f"the last message of {where} is the assistant's: {quoted(prompt.response['content'])}."
             fix = 'remove it, or set data.response_key="" to take it as the dataset\'s response.'
             raise ConfigError(*setting, problem, fix)
-
-
-def _fit(ids: list[int], config: DataConfig, where: str) -> list[int] | None:
-    """Apply `data.truncation`; None = drop the row."""
-    limit = config.max_prompt_length
-    if len(ids) <= limit:
-        return ids
-    if config.truncation == "drop":
-        return None
-    if config.truncation == "left":
-        return ids[-limit:]
-    if config.truncation == "right":
-        return ids[:limit]
-    raise ConfigError(
-        "data.max_prompt_length",
-        limit,
-        f"the prompt of {where} has {len(ids)} tokens.",
-        "increase it, or set data.truncation to drop, left or right.",
-    )
 
 
 def _teacher_fits(ids: list[int] | None, config: DataConfig, where: str) -> bool:

@@ -14,12 +14,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from gkd.data.conversation import Conversation, Setting, quoted, read_conversation
+from gkd.data.conversation import Conversation, Setting, call_arguments, quoted, read_conversation
 from gkd.errors import ConfigError
 
 _MARK = "\ue000{}\ue001"  # characters for private use, which no template changes
 AS_IS = "text that is rendered already"  # a value of `Rendered.converted`
+TAG = re.compile(r"</?[^\s<>]+>|\[/?[A-Z_]+\]")  # markers of templates
 _SHORTEST_HEAD = 4  # characters: texts begin with a shorter one by chance
+_TAIL = 200  # characters of a prompt: more than any template writes at the beginning of an answer
 Message = dict[str, Any]
 Tools = tuple[dict[str, Any], ...]
 
@@ -134,6 +136,33 @@ class PromptRenderer:
         self._check(text, messages, setting, where, prompt.tools)
         return Rendered(text, self._encode(text, setting, where, begins=True), prompt.converted)
 
+    def end_of_turn(self, ends: Sequence[int]) -> int | None:
+        """Return the one of these tokens that the template writes behind the assistant's text; None: it writes none."""
+        behind = self._frame(("user", "assistant")).pieces[-1:] if self._applies else ()
+        added = self._tokenizer.added_tokens_decoder
+        found = {i: str(added[i]) for i in ends if i in added and "".join(behind).lstrip().startswith(str(added[i]))}
+        return max(found, key=lambda i: len(found[i]), default=None)
+
+    def cut(self, ids: list[int], limit: int, side: str) -> list[int] | None:
+        """Return a prompt without the tokens above a limit; the beginning of the sequence stays.
+
+        Args:
+            side: where they are removed, "left" or "right".
+
+        Returns:
+            None: the beginning of the answer, which the template writes at the end, would be lost.
+        """
+        if side == "right":
+            return None if self._applies else ids[:limit]
+        n = len(self._begin) if ids[: len(self._begin)] == self._begin else 0
+        return [*ids[:n], *ids[len(ids) - limit + n :]][:limit]
+
+    def begins_again(self, prompt: str, response: str) -> str:
+        """Return the end of a prompt, such as <think>, if the template writes it and a response repeats it; or ""."""
+        tail, text = prompt.rstrip()[-_TAIL:] if self._applies else "", response.lstrip()
+        ends = (tail[tag.start() :] for tag in TAG.finditer(tail))
+        return next((end for end in ends if text.startswith(end)), "")
+
     def _check_system(self, setting: Setting) -> None:
         """Raise ConfigError unless the model reads the system prompt."""
         name = "data.system_prompt"
@@ -186,6 +215,10 @@ class PromptRenderer:
         if unread := [tool["function"]["name"] for tool in tools if tool["function"]["name"] not in around]:
             problem = f"the chat template leaves out the tool {unread[0]} of {where}; it writes {quoted(text)}."
             raise ConfigError(*self._tools_setting, problem, "correct the row or the template, or remove the key.")
+        for arguments in (each for message in messages for each in call_arguments(message)):
+            if isinstance(arguments, str) and arguments.strip() and json.dumps(arguments, ensure_ascii=False) in text:
+                problem = f"the chat template puts the arguments of a call of {where} in quotes: {quoted(arguments)}."
+                raise ConfigError(*setting, problem, "write an object, in parquet in messages as JSON text.")
         texts = [*(message["content"] for message in messages), ""]
         lost = [message for message in messages if "tool_calls" in message and not _has_calls(text, message)]
         if not lost and frame.pieces and text == "".join(map(str.__add__, frame.pieces, texts)):

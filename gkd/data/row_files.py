@@ -81,12 +81,21 @@ def _json_object(line: str, where: str, key: str) -> Row:
         problem = "the file is a JSON array, and one JSON object a line is needed."
         raise ConfigError(key, where, problem, "write each element of the array as one line.")
     try:
-        row = json.loads(line)
-    except json.JSONDecodeError as error:
+        row = json.loads(line, object_pairs_hook=_distinct)
+    except ValueError as error:  # A number with thousands of digits raises it, too.
         raise ConfigError(key, where, f"invalid JSON ({error}).", "correct or remove the line.") from error
     if not isinstance(row, dict):
         problem = f"the line is a JSON {type(row).__name__}, expected an object."
         raise ConfigError(key, where, problem, "correct or remove the line.")
+    return row
+
+
+def _distinct(pairs: list[tuple[str, Any]]) -> Row:
+    """Return an object. Raises ValueError: a key occurs twice, and json would keep the last value."""
+    row = dict(pairs)
+    if len(row) < len(pairs):
+        key = next(key for i, (key, _) in enumerate(pairs) if key in dict(pairs[:i]))
+        raise ValueError(f"the key {key!r} occurs twice")
     return row
 
 

@@ -27,7 +27,9 @@ def preview(config: Config, n: int) -> Iterator[str]:
         raise config.error("data.train_files", "is empty.", "name one or more prompt files.")
     config = with_local_copies(config, ("model.path", "data.train_files"), weights=False)
     tokenizer = load_tokenizer(config.model.path, "model.path", trust_remote_code=config.model.trust_remote_code)
-    ends = eos_token_ids(config.model.path, tokenizer) if config.distill.on_policy_share < 1 else None
+    ends = None
+    if config.distill.on_policy_share < 1:
+        ends = sorted({*eos_token_ids(config.model.path, tokenizer), *config.rollout.stop_token_ids})
     tools, other = environment_tools(config), teacher_tokenizer(config)
     reader = RowReader(config.data, tokenizer, config.teacher, tools, ends, other)
     key = "data.train_files"

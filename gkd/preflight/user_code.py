@@ -32,7 +32,7 @@ def check_answers(config: Config, key: str, prompts: Sequence[Prompt], functions
     """
     for setting, path in functions:
         if path in COMPARING and any(prompt.answer is None for prompt in prompts):
-            problem = f"{setting}={path} needs this column, and a row of {key} does not have it."
+            problem = f"{setting}={path} needs this column, and a row of {key} has no text or number in it."
             fix = f"name the column with the reference answer, or change {setting}."
             raise config.error("data.answer_key", problem, fix)
 

@@ -126,10 +126,50 @@ def test_the_last_assistant_message_is_the_response_if_the_key_is_empty(tmp_path
             load(tmp_path, [USER, {"role": "assistant", "content": "4"} | wrong], ends=[end], response_key="")
     with refuses("data.response_key"):
         load(tmp_path, [USER], ends=[end], response_key="")
-    row = {"prompt": [USER], "completion": [{"role": "assistant", "content": "4"}]}
-    assert CHATML.decode(load(tmp_path, row, ends=[end], response_key="completion").response_ids) == "4</s>"
+    answer = [{"role": "assistant", "content": "4"}]
+    for completion in (answer, json.dumps(answer)):
+        row = {"prompt": [USER], "completion": completion}
+        assert CHATML.decode(load(tmp_path, row, ends=[end], response_key="completion").response_ids) == "4</s>"
+    with refuses("data.response_key"):
+        load(tmp_path, {"prompt": "Q", "response": json.dumps([USER, *answer])}, ends=[end])
     with pytest.raises(ConfigError, match=r"p\.jsonl:1"):
         load(tmp_path, {"prompt": "a", "response": "\ud800"}, ends=[end])
+
+
+def test_a_response_does_not_begin_twice(tmp_path: Path) -> None:
+    """Fails if the student learns <think> behind the <think> of its prompt, or a header of a turn inside of one."""
+    thinking = tokenizer(FAMILIES["chatml_thoughts"])
+    ends = [CHATML.convert_tokens_to_ids("<|im_end|>")]
+    answers = {"<think>\nx\n</think>\n4": thinking, "<|im_start|>assistant\n4": CHATML}
+    forms: list[tuple[str, Any, dict[str, Any]]] = [
+        ("data.response_key", lambda text: {"prompt": "Q", "response": text}, {}),
+        ("data.messages_key", lambda text: [USER, {"role": "assistant", "content": text}], {"messages_key": "prompt"}),
+    ]
+    for key, row_of, data in forms:
+        for answer, made in answers.items():
+            with refuses(key):
+                load(tmp_path, row_of(answer), made, ends=ends, **data)
+        found = load(tmp_path, row_of("<think>x</think>4"), CHATML, ends=ends, **data)
+        assert CHATML.decode(found.response_ids) == "<think>x</think>4<|im_end|>"
+    row = {"prompt": "<think>", "response": "<think>"}
+    assert load(tmp_path, row, thinking, ends=ends, chat_template="never").response_ids is not None
+
+
+def test_a_response_ends_as_the_template_ends_a_turn(tmp_path: Path) -> None:
+    """Fails if the dataset's responses end with another token than the model's turns, as <eos> of Gemma and Phi-3."""
+    made = tokenizer(FAMILIES["turns"])
+    ends = made.convert_tokens_to_ids(["</s>", "</turn>", "<turn>"])
+    for row, data in (
+        ({"prompt": "Q", "response": "4"}, {}),
+        ({"prompt": "Q", "response": "4</turn>"}, {}),
+        ({"prompt": [USER, {"role": "assistant", "content": "4"}]}, {"response_key": ""}),
+        ({"prompt": "<s><turn>user\nQ</turn>\n<turn>model\n", "response": "4"}, {}),
+    ):
+        assert made.decode(load(tmp_path, row, made, ends=ends, **data).response_ids) == "4</turn>"
+    # Without the template, or if the model does not end with its token, the tokenizer's own is the end.
+    row = {"prompt": "Q", "response": "4"}
+    assert made.decode(load(tmp_path, row, made, ends=ends, chat_template="never").response_ids) == "4</s>"
+    assert made.decode(load(tmp_path, row, made, ends=ends[:1]).response_ids) == "4</s>"
 
 
 @pytest.mark.parametrize("template", [None, *FAMILIES.values()])
@@ -288,6 +328,63 @@ def test_the_column_of_tools_exists(tmp_path: Path) -> None:
     assert ["get_time" in made.decode(prompt.token_ids) for prompt in prompts] == [True, False]
 
 
+_CALLS = (
+    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content }}{% for c in m.tool_calls or [] %}"
+    "{{ c.function.name + ' ' + ARGUMENTS }}{% endfor %}{{ '<|im_end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+
+
+def test_arguments_of_calls_are_objects_in_the_prompt(tmp_path: Path) -> None:
+    """Fails if a prompt has a call whose arguments are quoted twice, as Qwen2.5's template does with OpenAI's text."""
+    quoting = tokenizer(_CALLS.replace("ARGUMENTS", "(c.function.arguments | tojson)"))
+    copying = tokenizer(_CALLS.replace("ARGUMENTS", "c.function.arguments"))
+
+    def called(arguments: Any) -> list[dict[str, Any]]:
+        return [USER, {**CALL, "tool_calls": [{"function": {"name": "f", "arguments": arguments}}]}]
+
+    tail = [{"role": "user", "content": "And?"}]
+    expected = """f {"x": "é"}<|im_end|>"""
+    assert expected in text(tmp_path, [*called({"x": "é"}), *tail], quoting)
+    assert expected in text(tmp_path, [*called('{"x": "é"}'), *tail], copying)
+    for arguments in ('{"x": "é"}', "{}"):
+        with refuses("data.prompt_key"):
+            load(tmp_path, [*called(arguments), *tail], quoting)
+    with refuses("data.prompt_key"):
+        load(tmp_path, [USER, {**CALL, "tool_calls": [{"function": "f"}]}, *tail], quoting)
+
+
+def test_nulls_that_parquet_adds_to_arguments_are_refused(tmp_path: Path) -> None:
+    """Fails if a call has the arguments of other rows, as null."""
+    quoting = tokenizer(_CALLS.replace("ARGUMENTS", "(c.function.arguments | tojson)"))
+
+    def row(**arguments: Any) -> list[dict[str, Any]]:
+        return [{**CALL, "tool_calls": [{"function": {"name": "f", "arguments": arguments}}]}, USER]
+
+    reader, file = partial(RowReader, DataConfig(), quoting), tmp_path / "p.parquet"
+    pq.write_table(pa.Table.from_pylist([{"prompt": row(x=1)}, {"prompt": row(y=2)}]), file)
+    with refuses("data.prompt_key"):
+        load_prompts([str(file)], "data.train_files", reader())
+    pq.write_table(pa.Table.from_pylist([{"prompt": json.dumps(row(x=1))}, {"prompt": json.dumps(row(y=None))}]), file)
+    prompts, _ = load_prompts([str(file)], "data.train_files", reader())
+    assert ['f {"y": null}' in quoting.decode(prompt.token_ids) for prompt in prompts] == [False, True]
+
+
+def test_a_cut_prompt_keeps_its_beginning_and_the_beginning_of_the_answer(tmp_path: Path) -> None:
+    """Fails if Gemma or Llama read a cut prompt without their first token, or a student goes on with a cut question."""
+    made = tokenizer(FAMILIES["turns"], post="<s> $A")
+    whole = load(tmp_path, "abcdefgh", made).token_ids.tolist()
+    n = len(whole) - 20
+    cut = load(tmp_path, "abcdefgh", made, max_prompt_length=n, truncation="left").token_ids.tolist()
+    assert cut == [whole[0], *whole[1 - n :]] and len(cut) == n
+    assert load(tmp_path, "abcdefgh", made, max_prompt_length=1, truncation="left").token_ids.tolist() == whole[:1]
+    with refuses("data.max_prompt_length"):
+        load(tmp_path, "abcdefgh", made, max_prompt_length=n, truncation="right")
+    plain = {"chat_template": "never", "max_prompt_length": 4}
+    assert text(tmp_path, "abcdefgh", made, truncation="right", **plain) == "<s>abc"
+    assert text(tmp_path, "abcdefgh", made, truncation="left", **plain) == "<s>fgh"
+
+
 def test_named_templates_have_a_default(tmp_path: Path) -> None:
     """Fails if a tokenizer with several templates renders a prompt with another one than transformers does."""
     made = tokenizer()
@@ -438,6 +535,9 @@ def test_show_prompts_prints_what_the_models_read(
     out = capsys.readouterr().out
     assert RENDERED in out and RENDERED.replace("2+2?", "2+2? Be brief.") in out
     assert "Four.</s>" in out and "ShareGPT" in out and str(CHATML.encode("W")[0]) in out
+    stop = CHATML.convert_tokens_to_ids("<|im_end|>")
+    assert main_gkd.main([*words, f"rollout.stop_token_ids=[{stop}]"]) == 0
+    assert "Four.<|im_end|>" in capsys.readouterr().out, "as the run reads it"
     assert main_gkd.main([*words, "data.prompt_key=absent"]) == 2
     told = capsys.readouterr()
     assert "data.prompt_key" in told.err and not told.out

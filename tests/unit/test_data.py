@@ -94,7 +94,14 @@ def test_invalid_files_are_refused_with_their_key(tmp_path: Path, tokenizer: Any
         load([everything_too_long], tokenizer, max_prompt_length=2, truncation="drop")
 
 
-@pytest.mark.parametrize("line", ["{", "[1]", '{"prompt": 3}', '{"prompt": ""}', '{"prompt": [{"role": "user"}]}'])
+@pytest.mark.parametrize(
+    "line",
+    [
+        *("{", "[1]", '{"prompt": 3}', '{"prompt": ""}', '{"prompt": [{"role": "user"}]}'),
+        *('{"prompt": "a", "prompt": "b"}', '{"prompt": [{"role": "user", "content": "a", "content": "b"}]}'),
+        '{"prompt": "a", "n": 1' + "0" * 5000 + "}",
+    ],
+)
 def test_invalid_rows_are_refused_with_their_line(tmp_path: Path, tokenizer: Any, line: str) -> None:
     """Fails if a malformed row is used, skipped silently, or refused without its line number."""
     file = tmp_path / "p.jsonl"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
 import pickle
 import signal
@@ -207,6 +208,20 @@ def test_a_missing_answer_is_an_error(config: Config) -> None:
         judge_of("math_verify", config)(case("1", ""))
     with refuses("data.answer_key"):
         check_answers(config, "data.train_files", [Prompt(0, ids("1"))], [("reward.functions", "math_verify")])
+
+
+def test_an_answer_that_is_no_text_is_refused(config: Config, tmp_path: Path) -> None:
+    """Fails if every response counts as wrong because the answers are verl's reward_model, lists, NaN or empty."""
+    functions, file = [("eval.metric", "exact_match")], tmp_path / "p.jsonl"
+    for answer in ({"ground_truth": "3"}, ["3"], float("nan"), " ", "3", 3):
+        file.write_text(json.dumps({"prompt": "1+2=", "answer": answer}) + "\n")
+        prompts, _ = load_prompts([str(file)], "data.val_files", RowReader(config.data, TOKENIZER))
+        if answer in ("3", 3):
+            check_answers(config, "data.val_files", prompts, functions)
+            assert prompts[0].answer == "3"
+        else:
+            with refuses("data.answer_key"):
+                check_answers(config, "data.val_files", prompts, functions)
 
 
 def test_math_verify_hides_no_failed_comparison(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
