@@ -74,6 +74,9 @@ class Turns:
             waiting = self._open.pop(reply.key)
             request = waiting.request
             ending = waiting.ending or self._ending(request, reply)
+            if waiting.ending and reply.error:  # of `close` or the reward; a turn that was cut stays a cut one
+                failed = self._error(request, reply.error)
+                ending = ending if ending == "length" else failed
             if not ending:
                 yield request
             elif waiting.ending or reply.error or reply.messages is None:
