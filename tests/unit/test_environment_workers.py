@@ -418,3 +418,18 @@ def test_an_environment_that_cannot_be_closed_has_failed(
     rollout = case.turn("count", finish_reason)
     assert rollout is not None and (rollout.finish_reason, rollout.reward) == (expected, None)
     assert "FileNotFoundError" in caplog.text and shared.n_open == 0
+
+
+def test_a_dropped_trajectory_leaves_no_environment(shared: Environments, tmp_path: Path) -> None:
+    """Fails if the environment of a trajectory stays open that is dropped while its next turn is generated.
+
+    A closed stream would leave what the environments hold, such as containers, until the run ends.
+    """
+    closed = tmp_path / "closed"
+    case = Trajectory(shared, 910, closed=str(closed), name="x")
+    assert case.turn("count") is None and shared.n_open == 1
+    case.turns.abort("another")
+    assert shared.n_open == 1
+    case.turns.abort("owner")
+    wait_until(lambda: shared.wait(0.0) or closed.exists(), LIMIT_S, "the end of the environment")
+    assert (shared.n_open, closed.read_text()) == (0, "x\n")
