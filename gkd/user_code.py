@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 _END_S = 5.0  # a process that is killed ends at once, unless it waits for a disk
-_EXEC_S = 0.5  # bound of the time in which a process that is being started has no environment
+EXEC_S = 0.5  # bound of the time in which a process that is being started has no environment
 _MARK = "GKD_CHILD"  # environment variable; processes that the child starts have its value, too
 _N_BYTES = 16  # of a call's number, int64, and its time, float64
 
@@ -111,7 +111,7 @@ def _is_hung_up(fd: int, timeout_ms: int) -> bool:
 
 def _kill_started(leader: int, mark: str, spare: int = 0) -> None:
     """Kill the processes of a session, and those that left it, which still have the mark in their environment."""
-    seen, deadline_s = {spare}, time.monotonic() + _EXEC_S
+    seen, deadline_s = {spare}, time.monotonic() + EXEC_S
     while True:
         owned = {pid: _is_of(pid, leader, mark) for pid in _pids() if pid not in seen}
         found = {pid for pid, is_owned in owned.items() if is_owned}

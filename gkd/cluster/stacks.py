@@ -14,12 +14,14 @@ import socket
 import time
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from io import BufferedRandom
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gkd.cluster.host import process_info
+from gkd.user_code import EXEC_S
 
 if TYPE_CHECKING:
     from gkd.spans import Progress
@@ -149,37 +151,48 @@ def stacks_here(run: str, rank: str = "") -> list[RankStack]:
 
 
 def ranks_here(run: str) -> dict[int, str]:
-    """Return {pid: rank} of the run's processes on this machine."""
+    """Return {pid: rank} of the run's processes on this machine. Waits for processes that are being started."""
     found: dict[int, str] = {}
-    for folder in Path("/proc").glob("[0-9]*"):
-        owner = _owner(folder)
-        if owner.startswith(f"{run}/"):
-            found[int(folder.name)] = owner.removeprefix(f"{run}/")
+    unknown, deadline = list(Path("/proc").glob("[0-9]*")), time.monotonic() + EXEC_S
+    while unknown:
+        owners = {folder: _owner(folder) for folder in unknown}
+        for folder, owner in owners.items():
+            if owner is not None and owner.startswith(f"{run}/"):
+                found[int(folder.name)] = owner.removeprefix(f"{run}/")
+        unknown = [folder for folder, owner in owners.items() if owner is None and time.monotonic() < deadline]
     return found
 
 
-def _owner(folder: Path) -> str:
-    """Return RUN/RANK of a process; empty if it belongs to no rank, has ended, or has another user."""
+def _owner(folder: Path) -> str | None:
+    """Return RUN/RANK of a process; empty if it belongs to no rank, has ended, or has another user.
+
+    None while it is being started, and Linux shows no environment yet.
+    """
     try:
         for link in (folder / "fd").iterdir():
-            _, marked, name = os.readlink(link).partition(f"memfd:{_FILE}:")
-            if marked:
-                return name.removesuffix(" (deleted)")
-        variables = (folder / "environ").read_bytes().split(b"\0")
+            with suppress(FileNotFoundError):  # closed since it was listed
+                _, marked, name = os.readlink(link).partition(f"memfd:{_FILE}:")
+                if marked:
+                    return name.removesuffix(" (deleted)")
+        environment = (folder / "environ").read_bytes()
+        if not environment:
+            os.readlink(folder / "exe")  # OSError: a thread of the kernel, or a process that has ended
+            return None
     except OSError:
         return ""
     mark = f"{RANK_ENV}=".encode()
-    return next((os.fsdecode(v.removeprefix(mark)) for v in variables if v.startswith(mark)), "")
+    return next((os.fsdecode(v.removeprefix(mark)) for v in environment.split(b"\0") if v.startswith(mark)), "")
 
 
 def _request_stacks(pid: int) -> tuple[Path | None, int, str]:
     """Send the signal. Return (file with the stacks, its size before, reason if there is no file)."""
     try:
         for link in Path(f"/proc/{pid}/fd").iterdir():
-            if f"memfd:{_FILE}:" in os.readlink(link):
-                size = link.stat().st_size
-                os.kill(pid, _SIGNAL)
-                return link, size, ""
+            with suppress(FileNotFoundError):  # closed since it was listed
+                if f"memfd:{_FILE}:" in os.readlink(link):
+                    size = link.stat().st_size
+                    os.kill(pid, _SIGNAL)
+                    return link, size, ""
     except OSError as error:
         return None, 0, f"stacks not accessible: {error.strerror}"
     # The signal would end a process that has not called `listen`.

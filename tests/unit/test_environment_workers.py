@@ -13,19 +13,26 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import psutil
 import pytest
 
 import gkd.errors
 from gkd.config.declare import search_path
+from gkd.data.chat_delta import ChatDelta
 from gkd.data.row_files import encode_row
 from gkd.environment.form import MAX_BYTES
 from gkd.environment.pool import Environments
 from gkd.environment.worker import Answer, Start
+from gkd.rollout.messages import Sampling
+from gkd.rollout.vllm.sampling import Request
+from gkd.rollout.vllm.turns import Turns
+from gkd.types import Prompt, Rollout
 from gkd.user_code import Progress
 from tests.processes import is_alive, wait_until
 from tests.structure import ROOT
 from tests.unit.environment_classes import SEARCH
+from tests.unit.turn_templates import FAMILIES, end_ids, tokenizer
 
 HERE = "tests.unit.environment_classes"
 LIMIT_S = 30.0  # of everything that a test waits for
@@ -366,3 +373,63 @@ def test_the_age_of_a_call_is_read_while_it_is_written() -> None:
         writer.kill()
         writer.wait()
         progress.close()
+
+
+MAX_TURNS = 2
+
+
+class Trajectory:
+    """One trajectory, whose turns are given instead of generated."""
+
+    def __init__(self, pool: Environments, key: int, **columns: Any) -> None:
+        family = FAMILIES["smollm2"]
+        self._tokenizer = tokenizer(family)
+        ends = end_ids(family, self._tokenizer)
+        self._delta = ChatDelta(self._tokenizer, {}, ends, setting=("rollout.environment", HERE))
+        self.turns = Turns(pool, self._delta, MAX_TURNS)
+        prompt = Prompt(0, np.array([1], np.int32), row=row(**columns))
+        self.request = Request("owner", prompt, 0, Sampling(1, 1.0, 1.0, 4000, seed=0), key)
+
+    def turn(self, text: str, finish_reason: str = "stop") -> Rollout | None:
+        """Return the rollout if the trajectory ends after this turn."""
+        ids = [*self._tokenizer(text, add_special_tokens=False)["input_ids"], self._delta.end_id]
+        self.request.ids.append(np.array(ids, np.int32))
+        self.request.logprobs.append(np.zeros(len(ids), np.float32))
+        self.request.record_span(self.request.n_tokens, 0)
+        self.turns.ended(self.request, finish_reason)
+        deadline_s = time.monotonic() + LIMIT_S
+        while not (found := list(self.turns.replies())):
+            assert time.monotonic() < deadline_s
+            self.turns.wait(1.0)
+        (reply,) = found
+        return reply[1] if isinstance(reply, tuple) else None
+
+
+@pytest.mark.parametrize(("finish_reason", "expected"), [("stop", "environment_error"), ("length", "length")])
+def test_an_environment_that_cannot_be_closed_has_failed(
+    shared: Environments, tmp_path: Path, caplog: pytest.LogCaptureFixture, finish_reason: str, expected: str
+) -> None:
+    """Fails if an error of `close` after the last turn is neither logged nor the end of the trajectory.
+
+    A reward function would then miss the reward of an environment that has none, and end the run.
+    """
+    case = Trajectory(shared, 900, closed=str(tmp_path / "no" / "folder"), name="x")
+    assert case.turn("count") is None
+    rollout = case.turn("count", finish_reason)
+    assert rollout is not None and (rollout.finish_reason, rollout.reward) == (expected, None)
+    assert "FileNotFoundError" in caplog.text and shared.n_open == 0
+
+
+def test_a_dropped_trajectory_leaves_no_environment(shared: Environments, tmp_path: Path) -> None:
+    """Fails if the environment of a trajectory stays open that is dropped while its next turn is generated.
+
+    A closed stream would leave what the environments hold, such as containers, until the run ends.
+    """
+    closed = tmp_path / "closed"
+    case = Trajectory(shared, 910, closed=str(closed), name="x")
+    assert case.turn("count") is None and shared.n_open == 1
+    case.turns.abort("another")
+    assert shared.n_open == 1
+    case.turns.abort("owner")
+    wait_until(lambda: shared.wait(0.0) or closed.exists(), LIMIT_S, "the end of the environment")
+    assert (shared.n_open, closed.read_text()) == (0, "x\n")

@@ -9,11 +9,12 @@ import textwrap
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import psutil
 import pytest
 
-from gkd.cluster.stacks import Frame, RankStack, describe, rank_env, stacks_here
+from gkd.cluster.stacks import Frame, RankStack, describe, rank_env, ranks_here, stacks_here
 from gkd.spans import Phase, Progress, SpanRecorder
 from tests.processes import wait_until
 
@@ -210,3 +211,28 @@ def test_ranks_come_before_children_and_other_runs_are_ignored(run: str) -> None
         own, child = stacks_here(run)
         assert (own.pid, own.is_child) == (pid, False) and "(hold)" in own.where()
         assert child.is_child and child.rank == own.rank and not child.text
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        # A process that Linux shows without an environment most of the time: it starts one program after the other.
+        ["sh", "-c", 'echo ready; exec sh "$0"'],
+        [sys.executable, "-c", "import os\nprint('ready', flush=True)\nwhile True: os.close(os.dup(0))"],
+    ],
+)
+def test_a_process_is_found_at_any_moment(run: str, command: list[str], tmp_path: Path) -> None:
+    """Fails if a process is overlooked that is being started, or that closes a file while it is looked at.
+
+    What is left of a rank would then keep its GPU.
+    """
+    script = tmp_path / "again.sh"
+    script.write_text(f'exec sh "{script}"\n')
+    environ = os.environ | rank_env(run, "actor rank 3")
+    with subprocess.Popen([*command, str(script)], env=environ, stdout=subprocess.PIPE, text=True) as started:
+        try:
+            assert started.stdout is not None and started.stdout.readline() == "ready\n"
+            looks = [ranks_here(run) for _ in range(100)]
+            assert looks == [{started.pid: "actor rank 3"}] * len(looks)
+        finally:
+            started.kill()

@@ -237,7 +237,7 @@ class RolloutEngine:
         """Load one version of the weights, or of the adapters; blocks for all senders. Return the bytes received.
 
         Unfinished sequences keep their tokens and continue with the new weights; their KV cache is recomputed. The KV
-        cache may be asleep.
+        cache may be asleep. With adapters, weights are a part of a version: `has_weights` is False until they follow.
 
         Raises ClusterError: the weights are asleep, or adapters follow weights that were discarded. After any other
         error `has_weights` is False until a transfer succeeds.
@@ -246,7 +246,9 @@ class RolloutEngine:
         if adapters:
             self._sleep_state.require_base("receive adapters")
         self._drain_async_passes()
-        with self._sleep_state.loading(adapters=adapters):
+        # Between the two, the engine would generate with the old adapters what counts as of the new version.
+        follow = bool(self.request_options) and not adapters
+        with self._sleep_state.loading(adapters=adapters, adapters_follow=follow):
             n_bytes = self._sync_workers("gkd_receive_adapters" if adapters else "gkd_receive", plans)[0]
         requests = self.llm.llm_engine.engine_core.engine_core.scheduler.requests
         n_recompute = 0

@@ -97,10 +97,14 @@ class SleepState:
         return not self._discarded and not self._incomplete
 
     @contextmanager
-    def loading(self, *, adapters: bool) -> Iterator[None]:
-        """Load a complete version of the weights, or of the adapters, in this context; an error leaves a mixture."""
+    def loading(self, *, adapters: bool, adapters_follow: bool = False) -> Iterator[None]:
+        """Load a complete version of the weights, or of the adapters, in this context; an error leaves a mixture.
+
+        Args:
+            adapters_follow: the version is complete when its adapters have been loaded, too.
+        """
         content = "adapters" if adapters else "weights"
-        self._incomplete.add(content)
+        self._incomplete |= {content, "adapters"} if adapters_follow else {content}
         yield
         self._incomplete.discard(content)
         if not adapters:

@@ -39,7 +39,7 @@ class _Open:
 
 
 class Turns:
-    """The trajectories of one engine that wait for their environments. Not thread-safe.
+    """The trajectories of one engine that have environments. Not thread-safe.
 
     Args:
         max_turns: rollout.max_turns.
@@ -48,6 +48,7 @@ class Turns:
     def __init__(self, environments: Environments, delta: ChatDelta, max_turns: int) -> None:
         self._environments, self._delta, self._max_turns = environments, delta, max_turns
         self._open: dict[int, _Open] = {}
+        self._continued: dict[int, Request] = {}  # by key; vLLM generates the next turn of an environment that is open
         self._n_errors = 0
         self._other_ends: set[int] = set()  # end tokens behind which the template writes no message
 
@@ -57,6 +58,7 @@ class Turns:
 
     def ended(self, request: Request, finish_reason: str) -> None:
         """Note that vLLM has finished a turn, with "stop" or "length"."""
+        self._continued.pop(request.key, None)
         is_cut, text = finish_reason == "length", self._delta.text(request.ids[-1])
         request.messages.append({"role": "assistant", "content": text})
         self._open[request.key] = _Open(request, "length" if is_cut else "")
@@ -74,7 +76,11 @@ class Turns:
             waiting = self._open.pop(reply.key)
             request = waiting.request
             ending = waiting.ending or self._ending(request, reply)
+            if waiting.ending and reply.error:  # of `close` or the reward; a turn that was cut stays a cut one
+                failed = self._error(request, reply.error)
+                ending = ending if ending == "length" else failed
             if not ending:
+                self._continued[request.key] = request
                 yield request
             elif waiting.ending or reply.error or reply.messages is None:
                 yield request, request.rollout(ending, reply.reward)
@@ -125,11 +131,13 @@ class Turns:
         self._environments.wait(timeout_s)
 
     def abort(self, owner: Hashable) -> None:
-        """Drop the trajectories of an owner."""
-        keys = [key for key, waiting in self._open.items() if waiting.request.owner == owner]
+        """Drop the trajectories of an owner, also those whose next turn vLLM generates."""
+        requests = [*(waiting.request for waiting in self._open.values()), *self._continued.values()]
+        keys = [request.key for request in requests if request.owner == owner]
         self._environments.abort(keys)
         for key in keys:
-            del self._open[key]
+            self._open.pop(key, None)
+            self._continued.pop(key, None)
 
     def close(self) -> None:
         """End the environments' processes."""
