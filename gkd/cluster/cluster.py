@@ -33,6 +33,7 @@ from gkd.cluster.placement import Node, PoolSpec, Room, in_order, place, shortag
 from gkd.cluster.pool import Pool
 from gkd.errors import ClusterError
 from gkd.log import get_logger, log_to_file_only
+from gkd.user_code import EXEC_S
 
 log = get_logger("pools")
 
@@ -186,12 +187,21 @@ def _kill_rest(run: str) -> None:
 
     An agent that starts while its raylet ends may wait for it for more than a minute.
     """
-    killed = []
-    for process in psutil.process_iter():
-        with suppress(psutil.Error):  # it has ended, or belongs to another user
-            if process.pid != os.getpid() and process.environ().get(_RUN) == run:
-                process.kill()
-                killed.append(process)
+    killed: set[psutil.Process] = set()
+    deadline, is_left = time.monotonic() + EXEC_S, True
+    while is_left:
+        is_left = False
+        for process in psutil.process_iter():
+            with suppress(psutil.Error):  # it has ended, or belongs to another user
+                if process.pid == os.getpid() or process in killed:
+                    continue
+                environment = process.environ()
+                if environment.get(_RUN) == run:
+                    process.kill()
+                    killed.add(process)
+                    is_left = True
+                elif not environment and process.exe():  # it is being started, and Linux shows no environment yet
+                    is_left |= time.monotonic() < deadline
     psutil.wait_procs(killed, timeout=_KILLED_S)  # they write into Ray's folder until they have ended
 
 

@@ -8,15 +8,16 @@ import sys
 import textwrap
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import psutil
 import pytest
 
+from gkd.cluster.cluster import _RUN, _kill_rest
 from gkd.cluster.stacks import Frame, RankStack, describe, rank_env, ranks_here, stacks_here
 from gkd.spans import Phase, Progress, SpanRecorder
-from tests.processes import wait_until
+from tests.processes import is_alive, wait_until
 
 IN_A_COLLECTIVE = """Thread 0x1 (most recent call first):
   File "/x/python3.11/threading.py", line 327 in wait
@@ -236,3 +237,16 @@ def test_a_process_is_found_at_any_moment(run: str, command: list[str], tmp_path
             assert looks == [{started.pid: "actor rank 3"}] * len(looks)
         finally:
             started.kill()
+
+
+def test_the_rest_of_a_cluster_is_ended_at_any_moment(run: str, tmp_path: Path) -> None:
+    """Fails if a process of the cluster outlives the run because it is being started when the others are killed."""
+    script = tmp_path / "again.sh"
+    script.write_text(f'exec sh "{script}"\n')
+    with ExitStack() as stack:
+        left = [subprocess.Popen(["sh", script], env=os.environ | {_RUN: run}) for _ in range(100)]
+        for each in left:
+            stack.callback(each.wait)
+            stack.callback(each.kill)
+        _kill_rest(run)
+        assert [each.pid for each in left if is_alive(each.pid)] == []
