@@ -152,8 +152,15 @@ class RunFolder:
         """
         documents = {STATE: state.to_bytes(), **self.identity()}
         manifest = self.store.commit(state.step, documents, written)
-        self.store.prune(self.config.trainer.keep_last, self.config.trainer.keep_every, best)
+        self.prune_checkpoints(best)
         return manifest
+
+    def prune_checkpoints(self, best: Best | None) -> None:
+        """Name the best step, and delete the checkpoints that no key of `trainer` keeps; see `CheckpointStore.prune`.
+
+        Raises CheckpointError: the name cannot be written.
+        """
+        self.store.prune(self.config.trainer.keep_last, self.config.trainer.keep_every, best)
 
     def identity(self) -> dict[str, bytes]:
         """Return the documents that identify the run, settings and teacher: file name -> content."""
