@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from gkd.config.load import load_config
 from gkd.errors import CheckpointError, TeacherUnavailable
 from gkd.metrics.writer import read_metrics
-from gkd.run.checkpoints import Best
+from gkd.run.checkpoints import Best, BestStep
 from gkd.types import GreedyReport, Prompt, ScoredChunk, TrainStats
 from tests.refusals import refuses
 from tests.unit.world import PROMPTS, World, checkpoints, make
@@ -65,6 +66,15 @@ def test_a_resumed_run_continues_with_its_best_step(tmp_path: Path) -> None:
     make(tmp_path, Learning(0, 0, 0, 0.7, 0.1), *more, val=PROMPTS[:1]).fit()
     assert best(tmp_path) == Best(3, "eval/accuracy", 0.7)
     assert checkpoints(tmp_path) == ["best", "latest", "step_00000003", "step_00000004"]
+
+
+@pytest.mark.parametrize("name", ["eval/kl", "eval/reverse_kl", "eval/end_kl_share", "eval/sure_and_wrong_share"])
+def test_the_best_share_of_bad_tokens_is_the_smallest(name: str) -> None:
+    """Fails if the student that is most often sure of what its teacher denies is the one that is kept."""
+    found = BestStep(load_config(None, ["data.val_files=[v]", f"trainer.keep_best={name}"]).trainer)
+    for step, value in enumerate((0.5, 0.3, 0.1, 0.2)):
+        found.add(step, {name: value})
+    assert found.best == Best(2, name, 0.1)
 
 
 class Interrupted(Learning):
