@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,10 @@ import pytest
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from gkd.errors import DataError
+from gkd.config.load import load_config
+from gkd.errors import ConfigError, DataError
+from gkd.preflight.tokenizer_pair import tokenizer_pair
+from gkd.scoring.teacher.info import TeacherInfo
 from gkd.text.byte_vocab import END, MARK, NO_BYTE, REST, ByteVocab, Vocab, common_nodes, token_bytes
 from gkd.text.pair import TokenizerPair
 from tests.unit.text_cases import STUDENT, TEACHER, nodes_of
@@ -173,6 +177,27 @@ def test_a_response_has_the_same_bytes_in_both(student: str, teacher: str, token
             assert _bytes(pair.teacher, others) == text.encode() + END
             assert others[-1] == tokenizers[teacher].eos_token_id
         assert pair.canonical(ids).all() or "<|end|>" in text
+
+
+@pytest.mark.parametrize("pairs", ["'<|call|>': '</s>'", "'<|call|>': '[CALL]', '<|back|>': '[CALL]'"])
+def test_a_token_of_the_teacher_is_the_pair_of_one(pairs: str, tmp_path: Path, tokenizers: dict[str, Any]) -> None:
+    """Fails if a special token takes the mark of an end or of another one, which then has no token of the teacher."""
+    student, teacher = byte_level(420), tokenizers["pieces"]
+    student.add_special_tokens({"extra_special_tokens": ["<|back|>"]})
+    numbers = {"vocab_size": len(teacher), "hidden_size": 8, "max_tokens": 99, "n_workers": 1, "n_streams": 1}
+    info = TeacherInfo(
+        "t", "t", "t", "f", tokenizer_fingerprint="", engine="", device="", dtype="", **numbers, protocol_version=1
+    )
+    settings = [f"teacher.tokenizer={tmp_path}", f"teacher.special_tokens={{{pairs}}}"]
+    with pytest.raises(ConfigError) as caught:
+        tokenizer_pair(load_config(None, settings), student, teacher, info, len(student), [student.eos_token_id])
+    assert caught.value.key.startswith("teacher.special_tokens.<|")
+    whole = tokenizer_pair(
+        load_config(None, [settings[0], "teacher.special_tokens={'<|call|>': '[CALL]'}"]),
+        *(student, teacher, info, len(student), [student.eos_token_id]),
+    )
+    called = whole.teacher_ids(np.array([student.convert_tokens_to_ids("<|call|>"), student.eos_token_id]))
+    assert called.tolist() == [teacher.convert_tokens_to_ids("[CALL]"), teacher.eos_token_id]
 
 
 def test_the_pair_ends_where_a_text_has_no_meaning_for_the_teacher(tokenizers: dict[str, Any]) -> None:
