@@ -62,12 +62,16 @@ class RunFolder:
 
     Args:
         start: the checkpoint to resume from, of this run or another; None means the run starts at step 0.
+
+    Attributes:
+        goes_back: this start, or one that ended before it loaded the checkpoint, was told to rewind to it.
     """
 
     def __init__(
         self, root: Path, config: Config, teacher: Mapping[str, Any], lock: TextIO, start: Path | None
     ) -> None:
         self.root, self.config, self.start = root, config, start
+        self.goes_back = (root / GOING_BACK).exists()
         self.teacher = teacher
         self._lock = lock  # held while this object lives
         self.metrics_file = root / "metrics.jsonl"
