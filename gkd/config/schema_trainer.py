@@ -19,7 +19,10 @@ from gkd.config.declare import IF_CONSTANT, key
 AHEAD = {"sync": 0, "one_step_off": 1, "two_step_off": 2}
 STREAM = "stream"
 
-SMALLER_IS_BETTER = ("eval/kl", "eval/reverse_kl")  # values of trainer.keep_best
+# Numbers of an evaluation whose best is the smallest; and those that trainer.keep_best cannot name: they have no best
+# value, or only the first evaluation has them.
+SMALLER_IS_BETTER = ("eval/kl", "eval/reverse_kl", "eval/end_kl_share", "eval/sure_and_wrong_share")
+NO_BEST = ("eval/response_tokens", "eval/teacher_accuracy")
 TRACKER_NAMES = ("tensorboard", "wandb", "mlflow", "trackio")
 
 
@@ -131,8 +134,8 @@ class TrainerConfig:
     keep_best: str = key(
         "",
         "Number of an evaluation, such as eval/accuracy or eval/kl: the step with the best one is saved and never "
-        "deleted; the file checkpoints/best names it. Best is the smallest KL, and the largest of any other number. "
-        "Empty = off.",
+        "deleted; the file checkpoints/best names it. Best is the smallest KL, end_kl_share or sure_and_wrong_share, "
+        "else the largest. Empty = off.",
         limits="eval/... or domain/.../accuracy, with data.val_files",
         resume=True,
     )

@@ -117,6 +117,7 @@ class RunMetrics:
         self._health.replay(past)
         for line in past:
             self.state.add_past(int(line["step"]), line)
+        self.state.step = self.state.first_step = self._first_step  # a branch has no lines of the steps before it
 
     @contextmanager
     def before_first_step(self, step: int) -> Iterator[StepMetrics]:

@@ -230,7 +230,7 @@ def _continued(config: Config, folder: RunFolder, resumed_at: int | None) -> tup
     A new run, a branch and a rewind to a named checkpoint begin a run of their own: (None, -1).
     """
     file = folder.root / _STATE
-    if resumed_at is None or config.trainer.resume != "auto" or not file.exists():
+    if resumed_at is None or config.trainer.resume != "auto" or folder.goes_back or not file.exists():
         return None, -1
     with naming(file, "read"):
         state = json.loads(file.read_bytes())

@@ -74,11 +74,13 @@ class Evaluator:
         self._folder.write_samples(step, written)
 
     def is_due_at_start(self, step: int, total_steps: int) -> bool:
-        """Return whether to evaluate before training: at step 0, or if a run stopped in its last evaluation."""
-        if not self._prompts or step not in (0, total_steps):
+        """Return whether to evaluate before training: at step 0, or if a run stopped in the evaluation of its step."""
+        if step == 0 or not self.is_due(step, total_steps):
+            return step == 0 and bool(self._prompts)
+        lines = [line for line in read_metrics(self._folder.metrics_file) if line["step"] == step]
+        if not lines and step != total_steps:  # a branch: the run that it left has evaluated this step
             return False
-        lines = read_metrics(self._folder.metrics_file)
-        return step == 0 or not any(line["step"] == step and "eval/response_tokens" in line for line in lines)
+        return not any("eval/response_tokens" in line for line in lines)
 
     def run(self, step: int, m: StepMetrics, *, overlapped: bool = False) -> None:
         """Evaluate the weights of `step` and add `eval/*` to its metrics.

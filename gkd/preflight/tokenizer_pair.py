@@ -51,7 +51,7 @@ def tokenizer_pair(
 
     Raises:
         ConfigError: the folder has another tokenizer than the teacher; the bytes of a vocabulary are not known; an
-            entry of teacher.special_tokens is not a special token.
+            entry of teacher.special_tokens is not a special token, or has a pair that another one has.
     """
     path = config.teacher.tokenizer
     if info.tokenizer_fingerprint and info.tokenizer_fingerprint != tokenizer_fingerprint(teacher.get_vocab()):
@@ -79,8 +79,15 @@ def tokenizer_pair(
             problem = "ends a response of the student; ends are paired without it."
             raise ConfigError(f"teacher.special_tokens.{name}", name, problem, "remove the entry.")
     marks = [(list(eos_ids), sorted({*ends, end}), END)]
+    taken = {*ends, end}
     for i, (name, other) in enumerate(config.teacher.special_tokens.items(), 1):
-        marks.append(([_special(student, name, name)], [_special(teacher, other, name)], MARK + bytes([i])))
+        token = _special(teacher, other, name)
+        if token in taken:  # each token of the teacher has one mark
+            problem = "ends the teacher's responses, or is the pair of another token."
+            fix = "name another token, or remove the entry."
+            raise ConfigError(f"teacher.special_tokens.{name}", other, problem, fix)
+        taken.add(token)
+        marks.append(([_special(student, name, name)], [token], MARK + bytes([i])))
     for *sides, mark in marks:
         for vocab, ids in zip(vocabs, sides, strict=True):
             for token in ids:

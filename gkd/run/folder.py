@@ -62,12 +62,16 @@ class RunFolder:
 
     Args:
         start: the checkpoint to resume from, of this run or another; None means the run starts at step 0.
+
+    Attributes:
+        goes_back: this start, or one that ended before it loaded the checkpoint, was told to rewind to it.
     """
 
     def __init__(
         self, root: Path, config: Config, teacher: Mapping[str, Any], lock: TextIO, start: Path | None
     ) -> None:
         self.root, self.config, self.start = root, config, start
+        self.goes_back = (root / GOING_BACK).exists()
         self.teacher = teacher
         self._lock = lock  # held while this object lives
         self.metrics_file = root / "metrics.jsonl"
@@ -152,8 +156,15 @@ class RunFolder:
         """
         documents = {STATE: state.to_bytes(), **self.identity()}
         manifest = self.store.commit(state.step, documents, written)
-        self.store.prune(self.config.trainer.keep_last, self.config.trainer.keep_every, best)
+        self.prune_checkpoints(best)
         return manifest
+
+    def prune_checkpoints(self, best: Best | None) -> None:
+        """Name the best step, and delete the checkpoints that no key of `trainer` keeps; see `CheckpointStore.prune`.
+
+        Raises CheckpointError: the name cannot be written.
+        """
+        self.store.prune(self.config.trainer.keep_last, self.config.trainer.keep_every, best)
 
     def identity(self) -> dict[str, bytes]:
         """Return the documents that identify the run, settings and teacher: file name -> content."""

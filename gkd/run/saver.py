@@ -75,8 +75,16 @@ class Saver:
         return state
 
     def evaluated(self, step: int, numbers: Mapping[str, float]) -> None:
-        """Note the numbers of an evaluation, for trainer.keep_best. Raises ConfigError: it is not one of them."""
+        """Note the numbers of an evaluation, for trainer.keep_best.
+
+        Raises:
+            ConfigError: it is not one of them.
+            CheckpointError: `checkpoints/best` cannot be written.
+        """
         self._best.add(step, numbers)
+        best = self._best.best
+        if best is not None and best.step == step == self.committed_step:  # saved before its evaluation had finished
+            self._folder.prune_checkpoints(best)
 
     def is_due(self, step: int) -> bool:
         """Return whether to save this finished step, as trainer.save_every demands."""

@@ -46,9 +46,10 @@ def token_bytes(tokenizer: Any) -> list[bytes | None]:
     found: list[bytes | None] = [None] * n_ids
     table = _byte_characters()
     hexadecimal = {f"<0x{byte:02X}>": bytes([byte]) for byte in range(256)}
-    if all(piece in pieces for piece in hexadecimal):
+    is_sentencepiece = all(piece in pieces for piece in hexadecimal)
+    if is_sentencepiece:
         for piece, i in pieces.items():
-            found[i] = hexadecimal.get(piece) or piece.replace("\u2581", " ").encode()
+            found[i] = hexadecimal.get(piece) or _spaced(piece)
     elif "ByteLevel" in _kinds(json.loads(backend.to_str())):
         for piece, i in pieces.items():
             if all(character in table for character in piece):
@@ -56,9 +57,15 @@ def token_bytes(tokenizer: Any) -> list[bytes | None]:
     else:
         raise DataError("it is neither byte-level BPE nor SentencePiece with a token for each byte")
     for i, token in added.items():
-        found[i] = token.content.encode()
+        # SentencePiece's user-defined symbols are added tokens, too: Gemma's of several spaces are written as pieces.
+        found[i] = _spaced(token.content) if is_sentencepiece else token.content.encode()
     # UTF-8 does not have the byte of the marks, so such a token is part of no text.
     return [None if i in special or MARK in (token or b"") else token for i, token in enumerate(found)]
+
+
+def _spaced(piece: str) -> bytes:
+    """Return the bytes of a piece of SentencePiece, which writes a space as U+2581."""
+    return piece.replace("\u2581", " ").encode()
 
 
 def _kinds(tokenizer: dict[str, Any]) -> set[str]:

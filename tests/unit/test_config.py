@@ -315,6 +315,8 @@ def test_a_value_that_cannot_be_meant_is_refused(override: str) -> None:
         ([*REWARDS, "rollout.temperature=0.7"], "teacher.temperature"),
         ([*REWARDS, "data.teacher_key=d", "teacher.routes={a: {}, b: {temperature: 2}}"], "teacher.temperature"),
         (["data.val_files=[v]", "trainer.keep_best=accuracy"], "trainer.keep_best"),
+        (["data.val_files=[v]", "trainer.keep_best=eval/response_tokens"], "trainer.keep_best"),
+        (["data.val_files=[v]", "trainer.keep_best=eval/teacher_accuracy"], "trainer.keep_best"),
         (["eval.metric=none", "eval.n=2"], "eval.n"),
         (["eval.metric=none", "eval.teacher_prompts=2"], "eval.teacher_prompts"),
         (["distill.support=student", "teacher.topk=64", "rollout.top_k=20"], "rollout.top_k"),

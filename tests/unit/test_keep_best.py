@@ -7,8 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from gkd.errors import CheckpointError
-from gkd.run.checkpoints import Best
+from gkd.config.load import load_config
+from gkd.errors import CheckpointError, TeacherUnavailable
+from gkd.metrics.writer import read_metrics
+from gkd.run.checkpoints import Best, BestStep
 from gkd.types import GreedyReport, Prompt, ScoredChunk, TrainStats
 from tests.refusals import refuses
 from tests.unit.world import PROMPTS, World, checkpoints, make
@@ -64,6 +66,51 @@ def test_a_resumed_run_continues_with_its_best_step(tmp_path: Path) -> None:
     make(tmp_path, Learning(0, 0, 0, 0.7, 0.1), *more, val=PROMPTS[:1]).fit()
     assert best(tmp_path) == Best(3, "eval/accuracy", 0.7)
     assert checkpoints(tmp_path) == ["best", "latest", "step_00000003", "step_00000004"]
+
+
+@pytest.mark.parametrize("name", ["eval/kl", "eval/reverse_kl", "eval/end_kl_share", "eval/sure_and_wrong_share"])
+def test_the_best_share_of_bad_tokens_is_the_smallest(name: str) -> None:
+    """Fails if the student that is most often sure of what its teacher denies is the one that is kept."""
+    found = BestStep(load_config(None, ["data.val_files=[v]", f"trainer.keep_best={name}"]).trainer)
+    for step, value in enumerate((0.5, 0.3, 0.1, 0.2)):
+        found.add(step, {name: value})
+    assert found.best == Best(2, name, 0.1)
+
+
+class Interrupted(Learning):
+    """Its teacher is lost in the evaluation of step 2."""
+
+    def evaluate(self, batch: Sequence[ScoredChunk], *, keep_tokens: int = 0) -> TrainStats:
+        if self.engine_version == 2:
+            raise TeacherUnavailable("gone")
+        return super().evaluate(batch, keep_tokens=keep_tokens)
+
+
+@pytest.mark.parametrize("total_steps", [2, 5])
+def test_a_step_whose_evaluation_was_interrupted_can_be_the_best_one(tmp_path: Path, total_steps: int) -> None:
+    """Fails if a resumed run leaves out the evaluation in which it stopped, so that a worse step is the best one.
+
+    Or if it does not name the step because it is saved already, or evaluates a step twice.
+    """
+    accuracies, settings = (0, 0.2, 0.9, 0.3, 0.1, 0.1), (*SETTINGS, f"trainer.total_steps={total_steps}")
+    with pytest.raises(TeacherUnavailable):
+        make(tmp_path, Interrupted(*accuracies), *settings, val=PROMPTS[:1]).fit()
+    for _ in range(2):
+        make(tmp_path, Learning(*accuracies), *settings, "trainer.resume=auto", val=PROMPTS[:1]).fit()
+        assert best(tmp_path) == Best(2, "eval/accuracy", 0.9)
+        assert "step_00000002" in checkpoints(tmp_path)
+        lines = read_metrics(tmp_path / "run" / "metrics.jsonl")
+        assert [line["step"] for line in lines if "eval/accuracy" in line] == list(range(total_steps + 1))
+
+
+def test_a_branch_does_not_repeat_the_evaluation_of_its_step(tmp_path: Path) -> None:
+    """Fails if each branch begins with an evaluation that the run it left has made."""
+    make(tmp_path, Learning(0, 0.2, 0.6, 0.4), "trainer.total_steps=2", *SETTINGS, val=PROMPTS[:1]).fit()
+    start = tmp_path / "run" / "checkpoints" / "step_00000002"
+    more = (*SETTINGS, f"trainer.resume={start}", "trainer.total_steps=3")
+    make(tmp_path / "branch", Learning(0, 0, 0, 0.4), *more, val=PROMPTS[:1]).fit()
+    lines = read_metrics(tmp_path / "branch" / "run" / "metrics.jsonl")
+    assert [line["step"] for line in lines if "eval/accuracy" in line] == [3]
 
 
 def test_another_number_starts_anew(tmp_path: Path) -> None:

@@ -16,13 +16,14 @@ import pytest
 from gkd import main_gkd
 from gkd.config.load import load_config
 from gkd.config.schema import Config
-from gkd.console.summary import COMMAND_ENV, Closing, changes, print_closing, resume_command, serve_command
+from gkd.console.summary import COMMAND_ENV, Closing, changes, print_closing, resume_command, serve_command, summary
 from gkd.errors import ClusterError
 from gkd.run.checkpoints import CheckpointStore
 from gkd.tools.memory import main as memory
 from gkd.tools.split import _parse as parse_split
 from tests.unit.checkpoint_files import commit
 from tests.unit.console_runs import line, run
+from tests.unit.world import World, make
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -45,6 +46,16 @@ def test_a_number_that_got_worse_is_marked() -> None:
     assert file.getvalue().splitlines()[-1].strip() == "vllm serve runs/mine/export"
     state.add(12, line(eval__kl=0.2665, eval__accuracy=0.14))
     assert not any(c.is_worse for c in changes(state))
+
+
+def test_a_branch_counts_its_own_steps(tmp_path: Path) -> None:
+    """Fails if the mean duration of a branch's steps is divided by those of the run that it left."""
+    make(tmp_path, World(), "trainer.total_steps=5").fit()
+    start = tmp_path / "run" / "checkpoints" / "step_00000005"
+    trainer = make(tmp_path / "branch", World(), "trainer.total_steps=7", f"trainer.resume={start}")
+    trainer.fit()
+    assert trainer.metrics.state.first_step == 5
+    assert dict(summary(trainer.metrics.state))["steps"].startswith("7 of 7, 2 of them")
 
 
 def test_a_run_without_evaluations_has_a_table() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,10 @@ import pytest
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from gkd.errors import DataError
+from gkd.config.load import load_config
+from gkd.errors import ConfigError, DataError
+from gkd.preflight.tokenizer_pair import tokenizer_pair
+from gkd.scoring.teacher.info import TeacherInfo
 from gkd.text.byte_vocab import END, MARK, NO_BYTE, REST, ByteVocab, Vocab, common_nodes, token_bytes
 from gkd.text.pair import TokenizerPair
 from tests.unit.text_cases import STUDENT, TEACHER, nodes_of
@@ -56,6 +60,19 @@ def sentence_pieces(n: int, *, prefix: bool) -> Any:
     return PreTrainedTokenizerFast(tokenizer_object=model, eos_token="</s>", unk_token="<unk>")
 
 
+def with_spaces(tokenizer: Any) -> Any:
+    """Return a SentencePiece tokenizer that has two spaces as a user-defined symbol, as Gemma's has: an added token."""
+    import json
+
+    found = json.loads(tokenizer.backend_tokenizer.to_str())
+    vocab = found["model"]["vocab"]
+    vocab["▁▁"] = 1 + max(vocab.values())
+    found["model"]["merges"].insert(0, ["▁", "▁"])
+    model = Tokenizer.from_str(json.dumps(found))
+    model.add_tokens([AddedToken("▁▁", normalized=False)])
+    return PreTrainedTokenizerFast(tokenizer_object=model, eos_token="</s>", unk_token="<unk>")
+
+
 def _without_added_bytes(text: str) -> str:
     """Return a tokenizer.json in which the tokens of bytes are pieces of the model alone, as SentencePiece has them."""
     import json
@@ -70,6 +87,7 @@ TOKENIZERS = {
     "digits": lambda: byte_level(330, digits=True),
     "pieces": lambda: sentence_pieces(380, prefix=False),
     "prefix": lambda: sentence_pieces(360, prefix=True),
+    "spaces": lambda: with_spaces(sentence_pieces(380, prefix=False)),
 }
 
 
@@ -111,7 +129,10 @@ def _has_prefix(tokenizer: Any) -> bool:
 
 @pytest.mark.parametrize("name", TOKENIZERS)
 def test_the_bytes_of_the_tokens_of_a_text_are_the_text(name: str, tokenizers: dict[str, Any]) -> None:
-    """If it fails, all sums over tokens that begin with a string are of other tokens."""
+    """If it fails, all sums over tokens that begin with a string are of other tokens.
+
+    Fails if two spaces that are one token of SentencePiece count as the characters by which it writes them.
+    """
     vocab = token_bytes(tokenizers[name])
     assert vocab[tokenizers[name].eos_token_id] is None
     for text in TEXTS:
@@ -159,7 +180,7 @@ def test_ranges_and_nodes_are_those_of_plain_loops(seed: int) -> None:
 @pytest.mark.parametrize("student", TOKENIZERS)
 def test_a_response_has_the_same_bytes_in_both(student: str, teacher: str, tokenizers: dict[str, Any]) -> None:
     """If it fails, teacher and student are compared on different texts."""
-    pair, is_pieces = pair_of(tokenizers[student], tokenizers[teacher]), {"pieces", "prefix"}
+    pair, is_pieces = pair_of(tokenizers[student], tokenizers[teacher]), {"pieces", "prefix", "spaces"}
     for text in TEXTS:
         if "▁" in text and student in is_pieces:  # it cannot write this character
             continue
@@ -173,6 +194,27 @@ def test_a_response_has_the_same_bytes_in_both(student: str, teacher: str, token
             assert _bytes(pair.teacher, others) == text.encode() + END
             assert others[-1] == tokenizers[teacher].eos_token_id
         assert pair.canonical(ids).all() or "<|end|>" in text
+
+
+@pytest.mark.parametrize("pairs", ["'<|call|>': '</s>'", "'<|call|>': '[CALL]', '<|back|>': '[CALL]'"])
+def test_a_token_of_the_teacher_is_the_pair_of_one(pairs: str, tmp_path: Path, tokenizers: dict[str, Any]) -> None:
+    """Fails if a special token takes the mark of an end or of another one, which then has no token of the teacher."""
+    student, teacher = byte_level(420), tokenizers["pieces"]
+    student.add_special_tokens({"extra_special_tokens": ["<|back|>"]})
+    numbers = {"vocab_size": len(teacher), "hidden_size": 8, "max_tokens": 99, "n_workers": 1, "n_streams": 1}
+    info = TeacherInfo(
+        "t", "t", "t", "f", tokenizer_fingerprint="", engine="", device="", dtype="", **numbers, protocol_version=1
+    )
+    settings = [f"teacher.tokenizer={tmp_path}", f"teacher.special_tokens={{{pairs}}}"]
+    with pytest.raises(ConfigError) as caught:
+        tokenizer_pair(load_config(None, settings), student, teacher, info, len(student), [student.eos_token_id])
+    assert caught.value.key.startswith("teacher.special_tokens.<|")
+    whole = tokenizer_pair(
+        load_config(None, [settings[0], "teacher.special_tokens={'<|call|>': '[CALL]'}"]),
+        *(student, teacher, info, len(student), [student.eos_token_id]),
+    )
+    called = whole.teacher_ids(np.array([student.convert_tokens_to_ids("<|call|>"), student.eos_token_id]))
+    assert called.tolist() == [teacher.convert_tokens_to_ids("[CALL]"), teacher.eos_token_id]
 
 
 def test_the_pair_ends_where_a_text_has_no_meaning_for_the_teacher(tokenizers: dict[str, Any]) -> None:

@@ -129,6 +129,26 @@ def test_a_tracker_has_every_number_once(tmp_path: Path, name: str, monkeypatch:
     assert values == pytest.approx(expected, rel=1e-6)
 
 
+class Unloadable(World):
+    def load(self, folder: Path) -> None:
+        raise ClusterError("actor rank 0: the process died")
+
+
+def test_a_rewind_whose_first_start_failed_starts_a_new_run_of_the_tracker(tmp_path: Path) -> None:
+    """Fails if trackers keep the values of discarded steps, and do not get those of the steps that replace them."""
+    settings = (*SETTINGS, "trainer.loggers=[tensorboard]")
+    make(tmp_path, World(), *settings).fit()
+    before = json.loads((tmp_path / "run" / "trackers.json").read_bytes())
+    back = tmp_path / "run" / "checkpoints" / "step_00000004"
+    with pytest.raises(ClusterError):
+        make(tmp_path, Unloadable(), *settings, f"trainer.resume={back}").fit()
+    make(tmp_path, World(), *settings, "trainer.resume=auto").fit()
+    rewound = json.loads((tmp_path / "run" / "trackers.json").read_bytes())
+    assert rewound["id"] != before["id"] and rewound["through"] == -1
+    make(tmp_path, World(), *settings, "trainer.resume=auto").fit()
+    assert json.loads((tmp_path / "run" / "trackers.json").read_bytes())["id"] == rewound["id"]
+
+
 def test_without_trackers_no_library_is_imported(tmp_path: Path) -> None:
     """Fails if a run without trackers needs or loads one of their libraries."""
     code = f"import sys, gkd.metrics.run_metrics; print([m for m in ('torch', *{TRACKER_NAMES}) if m in sys.modules])"
