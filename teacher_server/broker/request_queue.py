@@ -103,7 +103,7 @@ class RequestQueue:
         credit reserves a worker: smaller jobs of the clients after it would otherwise use up each credit that returns.
         """
         for teacher, clients in self._queues.items():
-            assigned, reserved = True, set[bytes]()
+            assigned, reserved = True, dict[bytes, Job]()
             while assigned:
                 assigned = False
                 for client in list(clients):
@@ -128,17 +128,18 @@ class RequestQueue:
             self._owners.record(job, identity)
         return job
 
-    def _choose_worker(self, teacher: str, job: Job, reserved: set[bytes]) -> bytes | None:
-        """Return a worker with credit that is not reserved; if there is none, reserve one and return None."""
+    def _choose_worker(self, teacher: str, job: Job, reserved: dict[bytes, Job]) -> bytes | None:
+        """Return a worker with credit that no other job has reserved; if there is none, reserve one and return None."""
         able = {k: w for k, w in self.workers.items() if w.hello.teacher == teacher and not w.leaving}
         # Without another worker, one that failed on this job or is too small for it gets it, and replies with an error.
         able = {k: w for k, w in able.items() if w.hello.name not in job.failed_workers} or able
         able = {k: w for k, w in able.items() if w.hello.max_tokens >= job.longest} or able
         costs = {k: w.cost(job) for k, w in able.items()}
-        free = {k: w for k, w in able.items() if k not in reserved}
+        free = {k: w for k, w in able.items() if reserved.get(k, job) is job}
         loads = {k: w.n_tokens + costs[k] for k, w in free.items() if w.has_credit(costs[k])}
         if not loads:
-            reserved.update(sorted(free, key=lambda k: (free[k].n_tokens + costs[k], k))[:1])
+            if free and job not in reserved.values():
+                reserved[min(free, key=lambda k: (free[k].n_tokens + costs[k], k))] = job
             return None
         least = min(loads, key=lambda k: (loads[k], k))
         # Requests of several prompts may form a chain, in which each has a prompt of the one before. Without a limit a

@@ -264,3 +264,21 @@ def test_a_reconnect_does_not_count_as_an_attempt() -> None:
         queue.heartbeat(b"a", hello(), 0.0)
         assert len(list(queue.assign())) == 1
         assert queue.remove_worker(b"a", blame=False) == []
+
+
+def test_a_waiting_request_reserves_one_worker_only() -> None:
+    """Fails if a large request that waits for credit keeps small ones from all other workers."""
+    queue = make_queue()
+    for worker in (b"a", b"b", b"c"):
+        queue.heartbeat(worker, hello(100), 0.0)
+    for _ in range(3):
+        submit(queue, b"many", request(40))
+    assert len({worker for worker, _ in queue.assign()}) == 3
+    submit(queue, b"one", request(90))
+    for _ in range(6):
+        submit(queue, b"many", request(20))
+    assert sorted(worker for worker, _ in queue.assign()) in (
+        [b"b"] * 3 + [b"c"] * 3,
+        [b"a"] * 3 + [b"c"] * 3,
+        [b"a"] * 3 + [b"b"] * 3,
+    )
