@@ -48,7 +48,7 @@ class Turns:
     def __init__(self, environments: Environments, delta: ChatDelta, max_turns: int) -> None:
         self._environments, self._delta, self._max_turns = environments, delta, max_turns
         self._open: dict[int, _Open] = {}
-        self._continued: dict[int, Request] = {}  # by key; vLLM generates the next turn of an environment that is open
+        self._continued: dict[int, Request] = {}  # key -> trajectory whose next turn vLLM generates
         self._n_errors = 0
         self._other_ends: set[int] = set()  # end tokens behind which the template writes no message
 
@@ -76,7 +76,7 @@ class Turns:
             waiting = self._open.pop(reply.key)
             request = waiting.request
             ending = waiting.ending or self._ending(request, reply)
-            if waiting.ending and reply.error:  # of `close` or the reward; a turn that was cut stays a cut one
+            if waiting.ending and reply.error:  # `close` or the reward failed. A turn that was cut stays a cut one.
                 failed = self._error(request, reply.error)
                 ending = ending if ending == "length" else failed
             if not ending:
