@@ -68,7 +68,7 @@ class Teachers:
             found |= {each.name: {each.name} for each in teachers}
             by_name = {each.name: each for each in teachers}
             self._names = {name: by_name[next(iter(of))] for name, of in found.items() if len(of) == 1}
-            self._epoch = epoch  # After a restart meanwhile the names are asked again.
+            self._epoch = epoch  # The broker may have restarted since then.
             if model not in self._names:
                 names = ", ".join(sorted(by_name))
                 problem = "missing, and there are several teachers" if not model else "not one of the teachers"
