@@ -78,6 +78,7 @@ class Rollout:
     own: np.ndarray | None = None  # [R] bool, the student's own tokens, at least one; None means all
     reward: float | None = None  # of the environment; None: it gives none
     messages: bytes | None = None  # JSON, turns and observations as messages; None without an environment
+    first_turn: int = 0  # the turn of the first own token; above 0 if distill.skip_first_tokens has left turns out
 
     @property
     def policy_version(self) -> int:

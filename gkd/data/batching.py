@@ -111,6 +111,7 @@ def _cut(rollout: Rollout, n: int) -> Rollout:
         prompt_ids=np.concatenate([rollout.prompt_ids, rollout.response_ids[:first]]),
         response_ids=rollout.response_ids[first:],
         own=None if rollout.own is None else rollout.own[first:],
+        first_turn=0 if rollout.own is None else replace(rollout, own=rollout.own[: first + 1]).n_turns - 1,
         rollout_logprobs=rollout.rollout_logprobs[n:],
         top_ids=None if rollout.top_ids is None else rollout.top_ids[n:],
     )

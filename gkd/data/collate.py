@@ -158,7 +158,7 @@ def _own_positions(rollout: Rollout) -> np.ndarray:
 def _turns(rollout: Rollout) -> np.ndarray:
     """Return [M] int64: the turn of each own token, counted from 0."""
     at = _own_positions(rollout)
-    return np.cumsum(np.diff(at, prepend=at[0]) > 1)
+    return rollout.first_turn + np.cumsum(np.diff(at, prepend=at[0]) > 1)
 
 
 def _ends(rollout: Rollout) -> np.ndarray:

@@ -243,6 +243,20 @@ def test_skipped_tokens_are_own_tokens() -> None:
     assert without_first([rollout], None, 4) == ([], None)
 
 
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("n", [1, 2, 3, 4, 5])
+def test_turns_keep_their_numbers_without_the_first_tokens(n: int, packed: bool) -> None:
+    """Fails if a turn counts as an earlier one because distill.skip_first_tokens has left out all tokens before it."""
+    rollouts = [make_rollout(1, 2, 9, own=0b110110011), make_rollout(2, 1, 7)]
+    whole, cut = (
+        targets_of(make_micro_batches(kept, [make_scores(r) for r in kept], micro_batch_size=2, packed=packed)[0])
+        for kept in (rollouts, without_first(rollouts, None, n)[0])
+    )
+    assert whole.turns is not None and whole.turns.tolist() == [0, 0, 1, 1, 2, 2, *[0] * 7]
+    turn_of = dict(zip(whole.sampled_ids.tolist(), whole.turns.tolist(), strict=True))
+    assert cut.turns is not None and cut.turns.tolist() == [turn_of[token] for token in cut.sampled_ids.tolist()]
+
+
 def test_tables_of_different_widths_are_padded_to_the_widest_of_their_micro_batch() -> None:
     """Fails if sequences with different K or a mass target cannot share a micro-batch, or padding counts as tokens."""
     rollouts = [make_rollout(1, 2, 2), make_rollout(2, 1, 1), make_rollout(3, 1, 3)]
