@@ -141,6 +141,30 @@ def test_any_number_of_engines_answers_each_prompt_once(n_engines: int) -> None:
     assert all(handle.engine.started and not handle.engine.running for handle in handles)
 
 
+@pytest.mark.parametrize("n_engines", [1, 2, 3])
+def test_an_evaluation_does_not_depend_on_the_number_of_engines(n_engines: int) -> None:
+    """Fails if the index of a prompt, from which its environment's seed is derived, is its place in an engine's share,
+    or the returned responses are others than the first.
+    """
+
+    class Asked(Engine):
+        def generate(self, prompts: Any, sampling: Any, prompt_indices: Any) -> Iterator[Rollout]:
+            for prompt, index in zip(prompts, prompt_indices, strict=True):
+                asked.append((prompt.prompt_id, index))
+                ids = np.array([prompt.prompt_id], np.int32)
+                yield Rollout(prompt.prompt_id, index, ids, ids, np.zeros(1, np.float32), (), "stop")
+
+    asked: list[tuple[int, int]] = []
+    config = settings("eval.answer_marker=####")
+    tokenizer = type("Tokenizer", (), {"decode": lambda self, ids, **_: f"#### {int(ids[-1])}"})()
+    engines = [worker_of(Asked(0.0, None), config, tokenizer=tokenizer) for _ in range(n_engines)]
+    handles = [type("Handle", (), {"greedy": Method(engine.greedy)})() for engine in engines]
+    rows = [Prompt(10 + i, np.array([10 + i], np.int32), answer=str(10 + i % 5)) for i in range(7)]
+    report = RolloutPool(handles, config, N_GROUPS).greedy(rows, n_samples=4)
+    assert sorted(asked) == [(10 + i, i) for i in range(7)]
+    assert [sample.prompt_id for sample in report.samples] == [10, 11, 12, 13] and report.accuracy == 5 / 7
+
+
 def test_a_slow_engine_gets_fewer_prompts() -> None:
     """Fails if prompts are dealt by place: the slow engine makes its first step after the other has most prompts."""
     config = settings("trainer.global_batch_size=8")

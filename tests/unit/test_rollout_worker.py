@@ -110,7 +110,7 @@ def test_a_response_is_correct_only_if_it_is_complete_and_marked() -> None:
     sample lacks its prompt's text.
     """
     responses = [([1, 2, 3], "stop"), ([1, 2, 3], "length"), ([3], "stop"), ([1, 2, 4], "stop")]
-    n_correct, samples = worker(responses).greedy(prompts(4), ";", n_samples=3)
+    n_correct, samples = worker(responses).greedy(prompts(4), range(4), ";", n_samples=3)
     assert n_correct == {0: 1}
     assert [(s.prompt_id, s.prompt, s.text, s.correct) for s in samples] == [
         (0, "<start>", "work;42", True),
@@ -216,7 +216,7 @@ def test_calls_reload_the_states_they_need() -> None:
     engine = Engine([([1], "stop")])
     made = worker_of(engine, load_config(None), tokenizer=Tokenizer())
     uses = [
-        lambda: made.greedy(prompts(1), ";", 1),
+        lambda: made.greedy(prompts(1), [0], ";", 1),
         lambda: made.receive([], 1),
         lambda: made.digests(),
         lambda: made.join_groups([]),
@@ -263,7 +263,7 @@ def test_states_have_the_actor_s_names() -> None:
 def test_memory_is_recorded_at_the_end_of_each_phase() -> None:
     """Fails if memory metrics are missing or reported twice."""
     made = worker([([1], "stop")])
-    made.greedy(prompts(1), ";", n_samples=0)
+    made.greedy(prompts(1), [0], ";", n_samples=0)
     made.receive([], 3)
     made.offload_states()
     memory = made.usage().memory
@@ -284,7 +284,7 @@ def test_out_of_memory_errors_of_the_engine_are_explained(tmp_path: Path, method
     made = worker_of(broken, load_config(None, ["trainer.device=cpu"]), tmp_path)
     calls = {"receive": lambda: made.receive([], 1), "wake_up": made.reload_states}
     with pytest.raises(OutOfMemory) as raised:
-        calls.get(method, lambda: made.greedy(prompts(1), ";", n_samples=0))()
+        calls.get(method, lambda: made.greedy(prompts(1), [0], ";", n_samples=0))()
     assert "rollout.kv_cache_mib=0: try 128." in str(raised.value) and "actor." not in str(raised.value)
     assert len(list((tmp_path / "memory").iterdir())) == 1
 

@@ -150,11 +150,14 @@ class RolloutPool:
             EngineFailed: an engine failed for good.
         """
         marker = self._config.eval.answer_marker
-        n_correct, samples, left = Counter[int](), list[Sample](), list(prompts)
+        n_correct, samples, left = Counter[int](), list[Sample](), list(range(len(prompts)))
         while left:
             members = self.engines.wait_up(self._config.trainer.init_timeout_s)
             shares = {index: left[place :: len(members)] for place, index in enumerate(members)}
-            calls = {i: worker.greedy.remote(shares[i], marker, n_samples) for i, worker in members.items()}
+            calls = {
+                i: worker.greedy.remote([prompts[at] for at in shares[i]], shares[i], marker, n_samples)
+                for i, worker in members.items()
+            }
             left = []
             for i, result in self._settled(members, calls, "greedy evaluation").items():
                 if result is None:

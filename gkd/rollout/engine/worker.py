@@ -152,15 +152,23 @@ class RolloutWorker:
     def _set_up(self, config: Config, device: torch.device, run_dir: Path) -> None:
         self._config, self._device, self._run_dir = config, device, run_dir
 
-    def greedy(self, prompts: Sequence[Prompt], marker: str, n_samples: int) -> tuple[Counter[int], list[Sample]]:
-        """Return the number of greedy exact matches by route, without truncated ones, and `n_samples` responses."""
+    def greedy(
+        self, prompts: Sequence[Prompt], prompt_indices: Sequence[int], marker: str, n_samples: int
+    ) -> tuple[Counter[int], list[Sample]]:
+        """Return the number of greedy exact matches by route, without truncated ones, and some responses.
+
+        Args:
+            prompt_indices: index of each prompt in the whole evaluation, from which environments get their seeds.
+            n_samples: the responses to the prompts in front of this index are returned.
+        """
         max_tokens = self._config.data.max_response_length
         sampling = Sampling(n=1, temperature=0.0, top_p=1.0, max_tokens=max_tokens, seed=0)
         n_correct = Counter[int]()
         samples: dict[int, Sample] = {}
-        for rollout in self._generate(prompts, sampling, range(len(prompts))):
+        answers = {i: prompt.answer or "" for i, prompt in zip(prompt_indices, prompts, strict=True)}
+        for rollout in self._generate(prompts, sampling, prompt_indices):
             index = rollout.sample_index
-            sample = greedy_sample(self._tokenizer, rollout, prompts[index].answer or "", marker)
+            sample = greedy_sample(self._tokenizer, rollout, answers[index], marker)
             n_correct[rollout.route] += bool(sample.correct)
             if index < n_samples:
                 samples[index] = sample
