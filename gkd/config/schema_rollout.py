@@ -19,7 +19,9 @@ class RolloutConfig:
     nnodes: int = key(1, "Nodes of the rollout pool.", gt=0, resume=True)
     tp: int = key(1, "Tensor parallel size of one vLLM engine.", gt=0, resume=True)
     n: int = key(1, "Responses sampled per prompt.", gt=0)
-    temperature: float = key(1.0, "Sampling temperature of training rollouts.", gt=0)
+    temperature: float = key(
+        1.0, "Sampling temperature of training rollouts; vLLM samples at no others.", ge=0.01, le=2
+    )
     top_p: float = key(
         1.0, "Sample from the most probable tokens that hold this probability mass; 1 = all.", gt=0, le=1
     )

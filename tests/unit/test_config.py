@@ -259,6 +259,8 @@ def test_a_value_that_cannot_be_meant_is_refused(override: str) -> None:
             "weight_sync.transport",
         ),
         (["rollout.temperature=0", "rollout.n=2"], "rollout.temperature"),
+        (["rollout.temperature=0.005"], "rollout.temperature"),  # vLLM would sample at 0.01
+        (["rollout.temperature=2.5"], "rollout.temperature"),
         (["trainer.colocate=true", "rollout.n_gpus_per_node=2"], "rollout.n_gpus_per_node"),
         (["trainer.colocate=true", "cluster.ray_address=h:1", "trainer.nnodes=2"], "rollout.nnodes"),
         (["trainer.colocate=true", "trainer.scheduler=one_step_off"], "trainer.scheduler"),
