@@ -192,6 +192,22 @@ def test_experts_are_found_in_the_files(folders: Path, tmp_path: Path) -> None:
         assert text in str(caught.value)
 
 
+def test_adapters_that_leave_out_the_experts_are_refused(tmp_path: Path) -> None:
+    """Fails if a target that names layers of experts, which get no adapters, is accepted because a dense or a shared
+    layer has that name, too, or if such a layer cannot be named.
+    """
+    sizes = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "vocab_size": 64}
+    shared = save_random(tmp_path / "shared", "Qwen2Moe", shared_expert_intermediate_size=24, **sizes)
+    mixed = save_random(tmp_path / "mixed", "Qwen3Moe", mlp_only_layers=[0], **sizes)
+    for folder, layer in ((shared, "shared_expert"), (mixed, "mlp")):
+        for targets in (LoraConfig().targets, ["q_proj", "down_proj"]):
+            with refuses("actor.lora.targets") as caught:
+                check_student(_config(folder, packing=False, lora=LoraConfig(rank=2, targets=targets)))
+            assert f"{layer}.down_proj" in str(caught.value)
+        for target in ("q_proj", f"{layer}.down_proj"):
+            check_student(_config(folder, packing=False, lora=LoraConfig(rank=2, targets=[target])))
+
+
 def test_files_without_the_prefix_of_the_backbone(tmp_path: Path) -> None:
     """Fails if names without the backbone's prefix, like those of the first gpt2, are refused or mismatched."""
     make_model_folder(tmp_path, "gpt2")

@@ -19,6 +19,8 @@ from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import WeightConverter
 from transformers.pytorch_utils import Conv1D
 
 from gkd.actor.common.lora import first_a, is_target, merge
@@ -45,17 +47,34 @@ class Adapter:
 
 
 def check_targets(hf: PreTrainedModel, lora: LoraConfig) -> None:
-    """Raise ConfigError if an entry of actor.lora.targets matches no linear layer (except the LM head)."""
+    """Raise ConfigError if an entry of actor.lora.targets matches no linear layer (except the LM head), or experts.
+
+    The experts of a layer are one tensor, which gets no adapter. So their names would match dense layers alone.
+    """
     names = [name for name, module in hf.named_modules() if isinstance(module, nn.Linear | Conv1D)]
     unmatched = [target for target in lora.targets if not any(is_target(name, target) for name in names)]
-    if unmatched or not lora.targets:
-        endings = sorted({name.rpartition(".")[2] for name in names})
-        problem = (
-            f"a {hf.config.model_type} model has no linear layer named {', '.join(unmatched)}."
-            if unmatched
-            else "no layer is named."
-        )
-        raise ConfigError("actor.lora.targets", lora.targets, problem, f"choose among {', '.join(endings)}.")
+    experts = _layers_of_experts(hf)
+    frozen = [target for target in lora.targets if target in experts]
+    if not (unmatched or frozen) and lora.targets:
+        return
+    parts = [name.split(".") for name in names]
+    endings = sorted({".".join(part[-2:] if part[-1] in experts else part[-1:]) for part in parts})
+    problem = "no layer is named."
+    if unmatched:
+        problem = f"a {hf.config.model_type} model has no linear layer named {', '.join(unmatched)}."
+    elif frozen:
+        what = ", ".join(frozen)
+        problem = f"{what} names layers of the experts of a {hf.config.model_type} model, too, which get no adapters."
+    raise ConfigError("actor.lora.targets", lora.targets, problem, f"choose among {', '.join(endings)}.")
+
+
+def _layers_of_experts(hf: PreTrainedModel) -> set[str]:
+    """Return the last parts of the names in the files of layers that are stacked in a parameter of all experts."""
+    if not any(param.ndim == 3 for param in hf.parameters()):
+        return set()
+    converters = [each for each in get_model_conversion_mapping(hf) if isinstance(each, WeightConverter)]
+    patterns = [pattern for converter in converters for pattern in converter.source_patterns]
+    return {pattern.removesuffix(".weight").rpartition(".")[2] for pattern in patterns}
 
 
 def add_adapters(hf: PreTrainedModel, lora: LoraConfig, places: Mapping[str, Place]) -> dict[str, Adapter]:
