@@ -68,12 +68,15 @@ def step_numbers(
 
 
 def store_numbers(batch: Sequence[ScoredChunk], config: Config) -> dict[str, float]:
-    """Return the share of the sequences whose scores were in `teacher.store`; nothing without one."""
-    if not config.teacher.store:
-        return {}
+    """Return the share of the sequences whose scores were in `teacher.store`; nothing without one.
+
+    Scores that a checkpoint or a recording had are not counted: where they came from is not known.
+    """
     # They are complete when they are submitted.
-    stored = sum(int((c.times.completed_s == c.times.submitted_s).sum()) for c in batch if c.times is not None)
-    return {"teacher/stored_share": stored / sum(c.rollouts.n_sequences for c in batch)}
+    are_stored = [c.times.completed_s == c.times.submitted_s for c in batch if c.times is not None]
+    if not config.teacher.store or not are_stored:
+        return {}
+    return {"teacher/stored_share": float(np.concatenate(are_stored).mean())}
 
 
 def turn_numbers(batch: Sequence[ScoredChunk], config: Config) -> dict[str, float]:

@@ -197,6 +197,7 @@ class ScoringEndpoint(GroupEndpoint):
         parts = grouped([rollouts[i] for i in asked], [1 if one else window.n_per_request for window in self._windows])
         groups = [[asked[i] for i in part] for part in parts]
         futures: list[Future[list[TeacherScores]]] = []
+        began_s = completed_s.copy()
         try:
             for group in groups:
                 future = self._submit(teachers[rollouts[group[0]].route], [rollouts[index] for index in group])
@@ -207,6 +208,8 @@ class ScoringEndpoint(GroupEndpoint):
                 if future in done:
                     with self._named(rollouts[group[0]]):
                         future.result()  # raises the error that ended the wait
+                    if completed_s[group[0]] == began_s[group[0]]:  # its callbacks have not run yet
+                        _record_time(completed_s, group, future)
             return {
                 index: found
                 for group, future in zip(groups, futures, strict=True)

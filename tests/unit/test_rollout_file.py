@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 import io
+import threading
+import time
 from collections.abc import Iterator
+from concurrent.futures import Future
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
 
 from gkd.config.load import load_config
-from gkd.data.chunks import decode_sizes
+from gkd.data.chunks import chunk_sizes, decode_sizes
 from gkd.errors import CheckpointError
+from gkd.metrics.step import store_numbers
 from gkd.run.rollout_file import read_sequences, write_sequences
 from gkd.scoring.endpoint import ScoringEndpoint
 from gkd.scoring.group_endpoint import ScoreSummary
 from gkd.scoring.teacher.window import Window
-from gkd.types import Rollout, TeacherScores, TeacherTopK, VersionSpan
+from gkd.types import Rollout, ScoredChunk, ScoreTimes, TeacherScores, TeacherTopK, VersionSpan
 
 RNG = np.random.default_rng(7)
 
@@ -181,3 +185,30 @@ def test_files_that_cannot_be_written_or_read_are_typed_errors(tmp_path: Path) -
         endpoint().record(str(tmp_path / "nowhere" / "x.npz"), [None], [rollout(0)])
     with pytest.raises(CheckpointError):
         list(endpoint().restore([str(tmp_path / "gone.npz")], 0, 1, 16))
+
+
+def test_scores_that_the_teacher_computed_do_not_count_as_stored() -> None:
+    """Fails if a sequence whose result is seen before the time of its completion is noted counts as found in
+    teacher.store, or if scores that a checkpoint had lower the share.
+    """
+
+    class SlowNote:
+        """A teacher whose client has something to do before the endpoint's own callback."""
+
+        def submit(self, rollouts: list[Rollout], signals: Any, *, mass: float) -> Future[list[TeacherScores]]:
+            future: Future[list[TeacherScores]] = Future()
+            future.add_done_callback(lambda done: time.sleep(0.2))
+            threading.Timer(0.05, future.set_result, [[scores(each, "topk") for each in rollouts]]).start()
+            return future
+
+    opened = endpoint()
+    opened._teachers = [cast(Any, SlowNote())]
+    rollouts = [replace(rollout(i, length=3), route=0) for i in range(2)]
+    sizes = chunk_sizes(0, rollouts, 0)
+    times = ScoreSummary.decode(opened.score(rollouts)[1]).times
+    assert times is not None and times.submitted_s + 0.04 < times.completed_s.min()
+    from_store = ScoreTimes(1.0, np.array([1.0, 1.0]))
+    config = load_config(None, ["teacher.store=somewhere", "rollout.n=2"])
+    batch = [ScoredChunk(sizes, None, None, 0, each) for each in (times, from_store, None)]
+    assert store_numbers(batch, config) == {"teacher/stored_share": 0.5}
+    assert store_numbers(batch[-1:], config) == {}
