@@ -100,6 +100,10 @@ def check_support(config: Config) -> None:
         problem = f"the engines name {n_ids} ids for distill.support={support}, and rank no more."
         fix = "use 0 or at least that number, or a smaller teacher.topk."
         raise config.error("rollout.top_k", problem, fix)
+    for name, all_tokens in (("top_p", 1.0), ("min_p", 0.0)):
+        if getattr(config.rollout, name) != all_tokens:
+            problem = f"the engines rank the tokens that it keeps, maybe fewer than {n_ids} (distill.support)."
+            raise config.error(f"rollout.{name}", problem, f"use {all_tokens:g}, or distill.support=teacher.")
 
 
 def check_tail(config: Config) -> None:

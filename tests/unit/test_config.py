@@ -322,6 +322,8 @@ def test_a_value_that_cannot_be_meant_is_refused(override: str) -> None:
         (["eval.metric=none", "eval.n=2"], "eval.n"),
         (["eval.metric=none", "eval.teacher_prompts=2"], "eval.teacher_prompts"),
         (["distill.support=student", "teacher.topk=64", "rollout.top_k=20"], "rollout.top_k"),
+        (["distill.support=student", "rollout.top_p=0.9"], "rollout.top_p"),
+        (["distill.support=union", "rollout.min_p=0.05"], "rollout.min_p"),
         (["data.val_files=[v]", "trainer.keep_best=eval/accuracy"], "trainer.keep_best"),
         (["teacher.backend=local"], "teacher.path"),
         ([*KL, "reference.update_interval=1"], "reference.update_interval"),
