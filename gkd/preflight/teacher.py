@@ -237,7 +237,8 @@ def check_limits(config: Config, route: Route, teacher: TeacherInfo, kind: str, 
             f"prompt and response may have {longest} tokens together, and the {kind} scores at most "
             f"{teacher.max_tokens}."
         )
-        fix = "lower data.max_prompt_length, data.max_teacher_prompt_length or data.max_response_length."
+        fix = "lower data.max_prompt_length, data.max_teacher_prompt_length or data.max_response_length"
+        fix += ", or raise --max-tokens of the teacher server, if it was set." if teacher.protocol_version else "."
         raise config.error("data.max_response_length", problem, fix)
 
 
