@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import sys
@@ -65,7 +66,18 @@ def train(config: Path, run_dir: Path, port: int, overrides: Sequence[str] = ())
     processes.run([*command, f"trainer.run_dir={run_dir}", f"teacher.server_port={port}"], "training")
 
 
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        prog="bash examples/other_tokenizer/run.sh",
+        description="Distill SmolLM2-135M into 12 of its layers that have another tokenizer, on a CPU.",
+        epilog=f"key=value arguments override {CONFIG}, e.g. trainer.total_steps=10",
+    )
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings for python -m gkd.main_gkd")
+    args = parser.parse_args()
+    return processes.run_parts(lambda: run(args.overrides))
+
+
 if __name__ == "__main__":
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     os.environ.setdefault("MALLOC_MMAP_THRESHOLD_", str(4 << 20))  # larger blocks return to the system when freed
-    sys.exit(processes.run_parts(lambda: run(sys.argv[1:])))
+    sys.exit(main())

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Distill a teacher with another tokenizer on this machine: install, write the student, start the teacher server, train.
 # Ctrl-C leaves no process. A second run reuses the models and the prompts.
-#   bash examples/other_tokenizer/run.sh [key=value ...]
+#   bash examples/other_tokenizer/run.sh [key=value ...] [--help]
 set -euo pipefail
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)"
 cd "$root"

@@ -120,7 +120,8 @@ def _read_yaml(path: str | Path) -> Any:
         raise ConfigError("--config", str(path), "this user may not read it.", "change its permissions.") from error
     except Exception as error:  # yaml's errors have no common root that omegaconf exports
         problem = f"is not valid YAML ({' '.join(str(error).split())})."
-        raise ConfigError("--config", str(path), problem, "correct the file.") from error
+        fix = "correct the file: indent it with spaces, not with tabs, and put texts with special characters in quotes."
+        raise ConfigError("--config", str(path), problem, fix) from error
     if not OmegaConf.is_dict(loaded):
         raise ConfigError("--config", str(path), "is not a mapping of sections.", "start it with e.g. `data:`.")
     return loaded

@@ -73,7 +73,10 @@ def _replaced(config: Config, keys: Iterable[str], new: Callable[[str], str]) ->
     for key in keys:
         value = value_of(config, key)
         with _named(key, value):
-            result = [new(_checked(text)) for text in value] if isinstance(value, list) else new(_checked(value))
+            if isinstance(value, list):  # data files, whose names on the hub begin with hf://
+                result: Any = [new(text) if text.startswith("hf://") else text for text in value]
+            else:
+                result = new(_checked(value))
         if result != value:
             changed[key] = result
     return changed

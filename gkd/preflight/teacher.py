@@ -23,6 +23,7 @@ from gkd.hf.model_folder import read_config_json, weights_digest
 from gkd.log import get_logger
 from gkd.run.disk import replace_file
 from gkd.scoring.teacher.info import TeacherInfo
+from gkd.scoring.teacher.link import server_command
 from gkd.scoring.teacher.store import dataset_keys, open_store
 from gkd.scoring.teacher.teacher import Teacher, open_teacher
 from gkd.types import Prompt, Rollout
@@ -74,7 +75,7 @@ def _check_port(route: Route, key: str, host: str, port: int, family: socket.Add
     except TimeoutError:
         log.info("no connection to the teacher at %s:%d within %g s; trying again", host, port, timeout_s)
     except OSError as error:
-        fix = f"start a server with: bash launch/teacher.sh --model PATH --host {host} --port {port}"
+        fix = f"start a server with: {server_command(host, port)}"
         if route.teacher.backend == HTTP:
             fix = "start the server, see docs/http_teacher.md"
         raise TeacherUnavailable(
@@ -237,7 +238,8 @@ def check_limits(config: Config, route: Route, teacher: TeacherInfo, kind: str, 
             f"prompt and response may have {longest} tokens together, and the {kind} scores at most "
             f"{teacher.max_tokens}."
         )
-        fix = "lower data.max_prompt_length, data.max_teacher_prompt_length or data.max_response_length."
+        fix = "lower data.max_prompt_length, data.max_teacher_prompt_length or data.max_response_length"
+        fix += ", or raise --max-tokens of the teacher server, if it was set." if teacher.protocol_version else "."
         raise config.error("data.max_response_length", problem, fix)
 
 

@@ -27,7 +27,7 @@ Open the file at https://ui.perfetto.dev (it stays on this machine), or without 
 Each process is a group: driver, actor ranks, engines, scoring endpoints, teacher workers. The times of a process are
 on the clock of its host: NTP keeps several hosts together.
 
-exit code: 0 the trace was written, 1 a file is missing, damaged or cannot be written, 2 wrong arguments
+exit code: 0 the trace was written, 1 a file is damaged or cannot be written, 2 wrong arguments, or no such run
 """
 _STEPS_ROW = 1000  # row of the driver that marks the steps, below its stages
 
@@ -36,6 +36,9 @@ _STEPS_ROW = 1000  # row of the driver that marks the steps, below its stages
 def main(argv: list[str] | None = None) -> int:
     """Run the tool and return its exit code, see `_EXAMPLES`."""
     args = _parse(argv)
+    if not (args.run / "spans.jsonl").is_file():
+        problem = "there is no spans.jsonl: not the folder of a run that has made a step."
+        raise ConfigError("RUN", str(args.run), problem, "give the folder of a run (trainer.run_dir).")
     chosen = select(read_spans(args.run / "spans.jsonl"), args.steps)
     trace = chrome_trace(chosen)
     with naming(args.out):

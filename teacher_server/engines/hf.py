@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, DynamicCache
 from transformers.cache_utils import DynamicLayer
+from transformers.utils import logging as transformers_logging
 
 from teacher_server.engines.base import RowStream, ScoreParams, Scores, TokenSequence
 from teacher_server.engines.signals import MatrixStream, score_hidden
@@ -47,6 +48,7 @@ class HfEngine:
     name = "hf"
 
     def __init__(self, path: str, *, dtype: str, device: str, max_tokens: int, share_prompts: bool = True) -> None:
+        transformers_logging.disable_progress_bar()  # stderr has log lines alone, which may be JSON
         try:
             # sdpa: the memory of attention is linear in S; transformers refuses models without it.
             model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=_DTYPES[dtype], attn_implementation="sdpa")

@@ -113,7 +113,7 @@ def test_a_missing_teacher_server(lab: Lab) -> None:
     port = free_port()
     with pytest.raises(TeacherUnavailable) as caught:
         planned(lab, port, "teacher.outage_budget_s=3")
-    assert f"127.0.0.1:{port}" in str(caught.value) and "launch/teacher.sh" in str(caught.value)
+    assert f"127.0.0.1:{port}" in str(caught.value) and "--model PATH" in str(caught.value)
     assert not (lab.root / "refused").exists()
 
 

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 
 from gkd.errors import TeacherUnavailable
+from gkd.scoring.teacher.link import server_command
 from gkd.scoring.teacher.outage import merged
 from gkd.types import TeacherHealth
 from teacher_server.cli.keygen import make_keys
@@ -192,6 +193,7 @@ def test_a_refused_key_is_reported_and_retried(tmp_path: Path) -> None:
         with pytest.raises(TeacherUnavailable, match=r"teacher\.keys") as caught:
             teacher.info()
         assert "server.key" not in str(caught.value), "that is the error of another server's key"
+        assert "--model" not in str(caught.value), "a second server on this port"
         allowed.write_text(text)
         assert server.authenticator is not None and server.authenticator.maybe_reload()
         assert teacher.info().n_workers == 2
@@ -234,3 +236,21 @@ def test_another_service_on_the_port_is_reported() -> None:
         ):
             teacher.info()
         listener.shutdown(socket.SHUT_RDWR)
+
+
+@pytest.mark.parametrize(
+    ("typed", "command"),
+    [
+        ("gkd train", "gkd teacher"),
+        ("bash launch/train.sh", "bash launch/teacher.sh"),
+        ("bash '/a b/launch/train.sh'", "bash '/a b/launch/teacher.sh'"),
+        ("", "python -m teacher_server"),
+        ("my_train_job", "python -m teacher_server"),
+    ],
+)
+def test_the_command_of_a_server_is_one_that_the_user_has(
+    typed: str, command: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Fails if an error of a package without the checkout advises a script of launch/."""
+    monkeypatch.setenv("GKD_COMMAND", typed)
+    assert server_command("h", 5) == f"{command} --model PATH --host h --port 5"

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import random
+import subprocess
+import sys
 from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
@@ -538,6 +540,10 @@ def test_show_prompts_prints_what_the_models_read(
     stop = CHATML.convert_tokens_to_ids("<|im_end|>")
     assert main_gkd.main([*words, f"rollout.stop_token_ids=[{stop}]"]) == 0
     assert "Four.<|im_end|>" in capsys.readouterr().out, "as the run reads it"
+    script = 'set -o pipefail; "$@" | true'  # as head, when it has enough
+    command = ["bash", "-c", script, "bash", sys.executable, "-m", "gkd.main_gkd", *words]
+    piped = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert piped.returncode == 0 and not piped.stderr
     assert main_gkd.main([*words, "data.prompt_key=absent"]) == 2
     told = capsys.readouterr()
     assert "data.prompt_key" in told.err and not told.out

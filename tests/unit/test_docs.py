@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+import shlex
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -13,6 +14,8 @@ import gkd.errors
 import teacher_server.errors
 from gkd.config.check import check_config
 from gkd.config.load import load_config
+from gkd.tools.migrate.__main__ import main as migrate
+from teacher_server.cli import serve
 from tests.mutants.mutant import problems
 from tests.mutants.numerics import MUTANTS
 from tests.structure import MAP, MAP_PAGE, ROOMS, ROOMS_PAGE, ROOT, package_map, rooms_picture, written
@@ -123,3 +126,28 @@ def test_no_test_compares_the_words_of_an_error() -> None:
 def test_every_mutant_fits_the_tree() -> None:
     """Fails if code or tests moved away from under a mutant: `python -m tests.mutants` could not run."""
     assert problems(MUTANTS, ROOT) == []
+
+
+def commands(program: str) -> Iterator[tuple[Path, list[str]]]:
+    """Yield the page and the arguments of each command line of a program in the fenced blocks of the pages."""
+    for page in PAGES:
+        for block in _FENCE.findall(page.read_text()):
+            for line in block.replace("\\\n", " ").splitlines():
+                if match := re.match(rf"\s*(?:node-\w\$ )?(?:{program}) (.*)", line):
+                    yield page, shlex.split(match[1], comments=True)
+
+
+def test_the_flags_of_the_teacher_server_on_the_pages_exist() -> None:
+    """Fails if a command that a page shows ends with "unrecognized arguments"."""
+    found = list(commands("bash launch/teacher.sh|gkd teacher|python -m teacher_server"))
+    served = [(page, words) for page, words in found if words[0].startswith("-")]
+    assert len(served) >= 8
+    for page, words in served:
+        parsed, unknown = serve.build_parser().parse_known_args(words)
+        assert not unknown and (parsed.model or parsed.teacher), (page.name, words)
+
+
+def test_the_flags_that_the_pages_migrate_are_accepted() -> None:
+    """Fails if a page shows a list of old flags that is not a distillation, which ends with exit code 3."""
+    lists = [words for _, words in commands("python -m gkd.tools.migrate") if words[1] == "--"]
+    assert lists and [migrate(words) for words in lists] == [0] * len(lists)

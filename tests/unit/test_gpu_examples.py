@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import math
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -137,3 +138,16 @@ def test_an_example_passes_preflight_and_leaves_a_margin(name: str, folder_of: C
     assert check_student(config) == FEWER["vocab_size"]
     found = footprint(config, sizes)
     assert check(found, CARD, config) == [] and smallest_margin(found, CARD, config)[1] >= 0.15
+
+
+def test_the_pages_have_the_predicted_peaks() -> None:
+    """Fails if docs/sizing.md or the README of an example states another peak than the tool predicts."""
+    page = (EXAMPLES.parent / "docs/sizing.md").read_text()
+    for name in NAMES:
+        config = load_config(EXAMPLES / name / "config.yaml")
+        found = footprint(config, MODELS[Path(config.model.path).name])
+        share = 1 - smallest_margin(found, CARD, config)[1]
+        peak = share * CARD / GIB
+        (row,) = re.findall(rf"^\| `examples/{name}`.*$", page, re.MULTILINE)
+        assert f" | {peak:.1f} | {share:.0%} | {peak / 139.8:.0%} |" in row
+        assert f" {peak:.0f} GiB" in (text := (EXAMPLES / name / "README.md").read_text()) and f"{share:.0%}" in text

@@ -178,6 +178,21 @@ def test_a_folder_wins_over_a_name(hub: Hub, tmp_path: Path, monkeypatch: pytest
     assert fetched(hub, "org/tiny@main").is_relative_to(hub.cache)
 
 
+def test_a_missing_prompt_file_is_not_looked_up_as_a_model(
+    hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Fails if a mistyped data/train.jsonl asks the hub for a model of that name."""
+    monkeypatch.chdir(tmp_path)
+    hub.push("org/tiny", model_files())
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data/train.jsonl").write_text('{"prompt": "w1 w2"}\n')
+    for file, code in (("data/train.jsonl", 0), ("date/train.jsonl", 2)):
+        words = ("--show-prompts", "1", "model.path=org/tiny", f"data.train_files=[{file}]")
+        done = main(hub, tmp_path, *words)
+        assert done.returncode == code and file in done.stdout + done.stderr
+    assert not any("models/dat" in request for request in hub.requests)
+
+
 def test_prompts_come_from_the_hub(hub: Hub, tmp_path: Path) -> None:
     """Fails if a file of a dataset has another revision's rows, or if a preview downloads the weights."""
     hub.push("org/tiny", model_files())

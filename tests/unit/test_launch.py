@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 import re
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -206,3 +208,13 @@ def test_the_gpus_are_among_the_visible_ones(
     with pytest.raises(ConfigError, match=re.escape(problem)) as caught:
         resolve_device(config)
     assert caught.value.key == "cluster.gpus" and "unset CUDA_VISIBLE_DEVICES" in caught.value.fix
+
+
+@pytest.mark.parametrize("name", ["quickstart", "real_model", "tools", "other_tokenizer"])
+def test_the_help_of_an_example_starts_nothing(name: str, tmp_path: Path) -> None:
+    """Fails if --help of an example makes models and starts a teacher server, or has another command in its usage."""
+    command = [sys.executable, "-m", f"examples.{name}", "--help"]
+    env = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0 and done.stdout.startswith("usage: bash ") and "key=value" in done.stdout
+    assert not list(tmp_path.iterdir())

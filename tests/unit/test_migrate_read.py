@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from gkd.config.dialects.table import dialects
+from gkd.config.load import yaml_values
 from gkd.errors import ConfigError
 from gkd.tools.migrate.__main__ import main
 from gkd.tools.migrate.read import find_dialect, read_file, settings_of
@@ -126,3 +129,19 @@ def test_a_named_dialect_is_taken(tmp_path: Path) -> None:
     out = tmp_path / "out.yaml"
     assert main(["trl_gkd", "--output", str(out), "--", "--beta", "0.5", "--num_processes", "1"]) == 0
     assert "read as TRL gkd" in out.read_text().splitlines()[0]
+
+
+def test_files_are_utf_8_whatever_the_locale_is(tmp_path: Path) -> None:
+    """Fails if a text of a file becomes other letters, or the tool a traceback, in a locale that is not UTF-8."""
+    flags = "--use-opd --hf-checkpoint /models/Übung --rollout-batch-size 16 --n-samples-per-prompt 4"
+    (tmp_path / "run.sh").write_text(f"python3 train.py {flags}\n", encoding="utf-8")
+    command = [sys.executable, "-m", "gkd.tools.migrate", "slime", "run.sh", "--output", "mine.yaml"]
+    locale = {
+        "LC_ALL": "C",
+        "PYTHONUTF8": "0",
+        "PYTHONCOERCECLOCALE": "0",
+        "PYTHONPATH": str(Path(__file__).parents[2]),
+    }
+    done = subprocess.run(command, cwd=tmp_path, env=os.environ | locale, capture_output=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    assert yaml_values(tmp_path / "mine.yaml")["model.path"] == "/models/Übung"

@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import logging
 import socket
+import subprocess
 import sys
 import urllib.request
+from pathlib import Path
 
 import pytest
 from prometheus_client import CollectorRegistry
@@ -17,6 +19,7 @@ from teacher_server.cli.admin import status_table
 from teacher_server.errors import ServerError
 from teacher_server.log import JsonLines
 from teacher_server.wire.status import Gpu, ServerStatus, TeacherStatus, WorkerStatus
+from tests.random_models import save_random
 
 
 def test_json_lines_carry_extra_fields_and_tracebacks() -> None:
@@ -165,3 +168,14 @@ def test_the_port_is_free_again_after_stop_and_taken_is_an_error() -> None:
     server.stop()
     with socket.create_server(("127.0.0.1", server.port), reuse_port=False):
         pass
+
+
+def test_the_transformers_engine_prints_nothing_while_it_loads(tmp_path: Path) -> None:
+    """Fails if stderr of a worker has a progress bar, which is neither a log line nor JSON."""
+    code = f"""
+from teacher_server.engines.hf import HfEngine
+HfEngine({str(save_random(tmp_path / "model"))!r}, dtype="float32", device="cpu", max_tokens=8)
+"""
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    assert done.returncode == 0 and not done.stderr, done.stderr

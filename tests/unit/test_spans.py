@@ -247,15 +247,16 @@ def test_a_damaged_line_is_refused(tmp_path: Path, line: str, capsys: pytest.Cap
     assert not (tmp_path / "t.json").exists() and "line 1" in capsys.readouterr().err
 
 
-def test_wrong_arguments_of_the_trace_are_refused(tmp_path: Path) -> None:
-    """Fails if a wrong range gives an empty trace, or a missing run a traceback."""
+def test_wrong_arguments_of_the_trace_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Fails if a wrong range gives an empty trace, or a missing run a traceback or no advice."""
     lines = [SpanLine(step, "driver", "h", (Span("train", 1.0 * step, 0.5),)) for step in (3, 4)]
     for steps in ("5-9", "x", "3-", "4-3", "-1"):
         with refuses("--steps", steps):
             trace.select(lines, steps)
     assert [len(trace.select(lines, steps)) for steps in (None, "3", "3-4")] == [2, 1, 2]
     out = str(tmp_path / "t.json")
-    assert trace.main([str(tmp_path), "--out", out]) == 1
+    assert trace.main([str(tmp_path), "--out", out]) == 2
+    assert "trainer.run_dir" in capsys.readouterr().err
     (tmp_path / "spans.jsonl").write_text("")
     assert trace.main([str(tmp_path), "--out", out]) == 2
     (tmp_path / "spans.jsonl").write_text(

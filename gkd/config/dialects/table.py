@@ -190,7 +190,7 @@ def plain(name: str) -> str:
 
 @functools.cache
 def _toml(name: str) -> dict[str, Any]:
-    return tomllib.loads((_FOLDER / f"{name}.toml").read_text())
+    return tomllib.loads((_FOLDER / f"{name}.toml").read_text(encoding="utf-8"))
 
 
 @functools.cache
@@ -313,7 +313,7 @@ def trackers(value: Any) -> list[str]:
 def content(file: Any) -> str:
     """Return the text of a file. Raises NotConvertible if it cannot be read here."""
     try:
-        return Path(file).read_text()
+        return Path(file).read_text(encoding="utf-8")
     except OSError as error:
         stop(f"copy the text of the file into data.system_prompt: {file} cannot be read here ({error.strerror}).")
 

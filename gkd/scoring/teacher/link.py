@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import math
 import os
+import re
 import socket
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
@@ -251,7 +252,15 @@ class TeacherLink:
         last = f"{self.clock.silent_s:.1f} s ago" if self.clock.ever_heard else "never"
         refused = f" Handshake failed: {self._refused}." if self._refused else ""
         trouble = f" Last error: {self.trouble}." if self.trouble else ""
-        return TeacherUnavailable(
-            f"teacher {self.address}: {problem} (last message: {last}); pending: {pending}.{refused}{trouble} "
-            f"Fix: bash launch/teacher.sh --model PATH --host {self._server_ip} --port {self._server_port}"
-        )
+        fix = server_command(self._server_ip, self._server_port)
+        if self._refused:  # a server is there
+            fix = "set teacher.keys to the bundle that its keygen made, or leave it empty if the server has no --keys"
+        told = f"{problem} (last message: {last}); pending: {pending}.{refused}{trouble} Fix: {fix}"
+        return TeacherUnavailable(f"teacher {self.address}: {told}")
+
+
+def server_command(host: str, port: int) -> str:
+    """Return the command of a server at an address, as the user typed that of the trainer: gkd, or launch/*.sh."""
+    typed = os.environ.get("GKD_COMMAND", "")
+    command = re.sub(r"\btrain(?=(\.sh)?'?$)", "teacher", typed)
+    return f"{command if command != typed else 'python -m teacher_server'} --model PATH --host {host} --port {port}"

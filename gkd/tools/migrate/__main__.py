@@ -16,7 +16,7 @@ from teacher_server.config.command import command_parser
 _EPILOG = """examples:
   python -m gkd.tools.migrate run_qwen.sh --output mine.yaml
   python -m gkd.tools.migrate trl_gkd gkd.yaml --output mine.yaml -- --num_processes 8
-  python -m gkd.tools.migrate slime -- --hf-checkpoint models/Qwen3-8B --rollout-batch-size 16
+  python -m gkd.tools.migrate slime -- --use-opd --hf-checkpoint models/Qwen3-8B --rollout-batch-size 16
 
 FILE is a YAML (.yaml, .yml, .json), or a script or list with flags and Hydra overrides. Flags after -- override it.
 SYSTEM is needed only if the settings do not show where they come from. The report is in the YAML's comments.
@@ -76,7 +76,7 @@ def _write(path: Path, text: str, *, force: bool) -> None:
     if path.exists() and not force:
         raise ConfigError("--output", str(path), "exists.", "give another name, or --force to replace it.")
     try:
-        path.write_text(text)
+        path.write_text(text, encoding="utf-8")
     except OSError as error:
         raise ConfigError(
             "--output", str(path), f"cannot be written ({error}).", "give a path in an existing folder."

@@ -202,7 +202,7 @@ def next_steps(body: str) -> list[str]:
     """Return what the checks still refuse: missing and invalid values, then the first contradiction between keys."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "settings.yaml"
-        file.write_text(body)
+        file.write_text(body, encoding="utf-8")
         config = load_config(file)
     found = _errors(config)
     return [*found, *(step for step in _errors(_fill_required(config)) if step not in found)]

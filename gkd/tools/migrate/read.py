@@ -123,7 +123,7 @@ def _text(path: Path) -> str:
         fix = "give the path of a YAML file, a script or a list of flags."
         raise ConfigError("FILE", str(path), "no such file.", fix)
     try:
-        return path.read_text()
+        return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError("FILE", str(path), f"cannot be read ({error}).", "give a text file.") from error
 
