@@ -78,6 +78,45 @@ def test_a_value_that_is_still_to_be_set_is_refused(tmp_path: Path) -> None:
     assert load_config(file, [*MINIMAL, "actor.optim.lr=1e-5"]).actor.optim.lr == 1e-5
     with refuses("distill.loss"):
         load_config(None, [*MINIMAL, "distill.loss=???"])
+    file.write_text("distill:\n  losses:\n  - name: jsd\n    weight: ???\n")
+    with refuses("distill.losses"):
+        load_config(file, MINIMAL)
+    assert load_config(file, [*MINIMAL, "distill.losses=[{name: k1}]"]).distill.losses[0].name == "k1"
+
+
+@pytest.mark.parametrize("text", ["no", "off", "1e3", "2024-01-01", "1:30", "010", "x y"])
+def test_a_text_of_a_file_is_kept_as_it_is(text: str, tmp_path: Path) -> None:
+    """Fails if a column named no or 1e3 becomes False or 1000.0, in the file or in the copy that a run saves."""
+    file = tmp_path / "x.yaml"
+    file.write_text(f"data: {{answer_key: {text}, response_key: '{text}'}}\ntrainer:\n  progress: off\n")
+    config = load_config(file, MINIMAL)
+    assert (config.data.answer_key, config.data.response_key, config.trainer.progress) == (text, text, "off")
+    file.write_text(config_yaml(config))
+    assert load_config(file) == config
+
+
+@pytest.mark.parametrize(
+    ("text", "key"),
+    [
+        ("trainer: {save_every: 1:30}", "trainer.save_every"),
+        ("actor: {tp: 010}", "actor.tp"),
+        ("health: {limits: {truncated: 1:30}}", "health.limits.truncated"),
+        ("actor.optim.lr: 1e-3", "actor.optim.lr"),
+        ("actor: {optim.lr: 1e-3}", "actor.optim.lr"),
+    ],
+)
+def test_what_yaml_reads_as_another_number_or_key_is_refused(text: str, key: str, tmp_path: Path) -> None:
+    """Fails if 1:30 becomes 90 steps and 010 eight ranks, or a key with dots does not say how to nest it."""
+    file = tmp_path / "x.yaml"
+    file.write_text(text)
+    with refuses(key):
+        load_config(file, MINIMAL)
+
+
+def test_a_number_of_the_command_line_is_not_octal() -> None:
+    """Fails if actor.tp=010 starts eight ranks."""
+    with refuses("actor.tp"):
+        load_config(None, [*MINIMAL, "actor.tp=010"])
 
 
 def test_a_saved_config_loads_as_itself(tmp_path: Path) -> None:
