@@ -25,6 +25,7 @@ KL = ["distill.reference_kl_weight=0.1"]
 LORA = ["actor.strategy=fsdp2", "actor.lora.rank=4"]
 LOCAL = ["teacher.backend=local", "teacher.path=t"]
 HTTP = ["teacher.backend=http", "teacher.url=http://127.0.0.1:8000"]
+BEST = ["data.val_files=[v]", "eval.metric=exact_match"]
 ROUTES = ["data.teacher_key=d"]
 EMA = ["teacher.update_interval=3", "teacher.update_ema=0.5"]
 
@@ -350,6 +351,14 @@ def test_a_value_that_cannot_be_meant_is_refused(override: str) -> None:
         (["reward.functions=[{path: exact_match}]", "eval.metric=none", "eval.answer_marker="], "eval.answer_marker"),
         (["reward.functions=[{path: 'a:f'}, {path: 'b:f'}]"], "reward.functions"),
         ([*REWARDS, "rollout.n=1"], "distill.advantage"),
+        ([REWARDS[0], "distill.advantage=batch"], "distill.advantage"),
+        ([REWARDS[0], "distill.reward_clip=[0.2, 0.3]"], "distill.reward_clip"),
+        (["rollout.hang_timeout_s=2000"], "rollout.hang_timeout_s"),
+        ([*BEST, "trainer.keep_best=eval/acuracy"], "trainer.keep_best"),
+        ([*BEST, "trainer.keep_best=eval/pass_at_3", "eval.n=4"], "trainer.keep_best"),
+        ([*BEST, "trainer.keep_best=eval/pass_at_1"], "trainer.keep_best"),
+        ([*BEST, "trainer.keep_best=domain/math/accuracy"], "trainer.keep_best"),
+        ([*BEST, "trainer.keep_best=eval/kl", "distill.loss=k1"], "trainer.keep_best"),
         ([*REWARDS, "distill.on_policy_share=0"], "distill.reward_weight"),
         ([*REWARDS, "rollout.temperature=0.7"], "teacher.temperature"),
         ([*REWARDS, "data.teacher_key=d", "teacher.routes={a: {}, b: {temperature: 2}}"], "teacher.temperature"),
@@ -462,6 +471,12 @@ def test_a_budget_for_the_longest_sequence_passes() -> None:
         [*KL, "reference.update_interval=2"],
         [*HTTP, "teacher.url=[http://a:1, 'https://b/prefix']", "teacher.name=m", "teacher.api_key_env=KEY"],
         [*HTTP, "distill.support=union"],
+        [REWARDS[0], "distill.advantage=group", "distill.reward_clip=[0.2, 0.2]"],
+        [*REWARDS, "distill.advantage=batch"],
+        [*BEST, "trainer.keep_best=eval/pass_at_6", "eval.n=6"],
+        [*BEST, "trainer.keep_best=eval/reverse_kl", "distill.loss=k1"],
+        [*BEST, "trainer.keep_best=eval/sure_and_wrong_share", "eval.metric=none"],
+        [*BEST, "trainer.keep_best=domain/math/accuracy", *ROUTES, "teacher.routes={math: {}, code: {}}"],
         [*HTTP, "teacher.dialect=sglang", "teacher.signal=sampled", "distill.loss=k1"],
     ],
 )
