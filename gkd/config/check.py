@@ -166,6 +166,9 @@ def check_sizes(config: Config) -> None:
             "stage would time out first, without a checkpoint."
         )
         raise config.error("trainer.stage_timeout_s", problem, f"use more than {patience:g}.")
+    if config.rollout.hang_timeout_s >= t.stage_timeout_s:
+        problem = f"trainer.stage_timeout_s {t.stage_timeout_s:g} ends the run before an engine is found to hang."
+        config.check_unused(["rollout.hang_timeout_s"], problem, "use less, or raise trainer.stage_timeout_s.")
     n_nodes = max(t.nnodes, config.rollout.nnodes)
     if config.weight_sync.transport == "shared_memory" and n_nodes > 1:
         problem = f"it needs all members on one host, and there are {n_nodes} nodes."
@@ -295,8 +298,25 @@ def check_reward(config: Config) -> None:
         raise ConfigError("reward.functions", paths, problem, "rename one.")
     if config.derived.loss.has_rewards:
         _check_training(config)
+    else:
+        problem = "distill.reward_weight is 0, so rewards are reported and nothing is trained on them."
+        unused = ("distill.advantage", "distill.reward_clip")
+        config.check_unused(unused, problem, "remove it, or set distill.reward_weight.")
     if EXACT_MATCH in (metric, *paths) and not config.eval.answer_marker:
         raise config.error("eval.answer_marker", "exact_match needs one.", "set it, or use another function.")
+
+
+def check_best(config: Config) -> None:
+    """Check that the evaluations of the run have the number of trainer.keep_best."""
+    name, n = config.trainer.keep_best, config.eval.n
+    kls = ["eval/kl", "eval/end_kl_share", "eval/sure_and_wrong_share", "eval/canonical"]
+    found = ["eval/reverse_kl"] if config.derived.signals == ("sampled",) else kls
+    if config.eval.metric != NO_METRIC:
+        found += ["eval/accuracy", *(f"domain/{route}/accuracy" for route in config.teacher.routes)]
+        found += [f"eval/pass_at_{k}" for k in range(1, n + 1) if n > 1 and (k == n or k & (k - 1) == 0)]
+    if name and name not in found:
+        problem = "the evaluations of this run do not have it."
+        raise config.error("trainer.keep_best", problem, f"use one of {', '.join(found)}.")
 
 
 def _check_training(config: Config) -> None:
@@ -391,6 +411,7 @@ _CHECKS = (
     check_teacher_prompt,
     check_reference,
     check_reward,
+    check_best,
     check_environment,
 )
 

@@ -10,12 +10,15 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import difflib
+import io
+import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
 
+import yaml
 from omegaconf import MISSING, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
@@ -113,7 +116,8 @@ def config_yaml(config: Config) -> str:
 
 def _read_yaml(path: str | Path) -> Any:
     try:
-        loaded = OmegaConf.load(path)
+        text = Path(path).read_text(encoding="utf-8")
+        loaded = OmegaConf.load(io.StringIO(text))
     except (FileNotFoundError, NotADirectoryError, IsADirectoryError) as error:
         raise ConfigError("--config", str(path), "no such file.", "give the path of a YAML file.") from error
     except PermissionError as error:
@@ -124,7 +128,34 @@ def _read_yaml(path: str | Path) -> Any:
         raise ConfigError("--config", str(path), problem, fix) from error
     if not OmegaConf.is_dict(loaded):
         raise ConfigError("--config", str(path), "is not a mapping of sections.", "start it with e.g. `data:`.")
+    for key, written in _texts(yaml.compose(text, yaml.SafeLoader), ""):
+        OmegaConf.update(loaded, key, written)
     return loaded
+
+
+def _texts(node: yaml.Node | None, key: str) -> Iterator[tuple[str, str]]:
+    """Yield the values of a file whose keys are texts, as they are written: YAML reads `no` as false, 1e3 as 1000.0.
+
+    Raises:
+        ConfigError: a name has a dot; or YAML reads a number in base 60 (1:30 is 90) or 8 (010 is 8).
+    """
+    if isinstance(node, yaml.MappingNode):
+        for name, value in node.value:
+            inner = f"{key}.{name.value}" if key else name.value
+            if "." in str(name.value) and key in ("", *sections()):
+                fix = f"write {inner.replace('.', ': {')}: VALUE{'}' * inner.count('.')}."
+                raise ConfigError(inner, value.value, "a file nests its keys; dots are for arguments.", fix)
+            yield from _texts(value, inner)
+    elif isinstance(node, yaml.SequenceNode):
+        for each in node.value:
+            yield from _texts(each, key)
+    elif isinstance(node, yaml.ScalarNode) and node.style is None and not node.tag.endswith(":null"):
+        known = all_keys().get(key)
+        if known and known.type == "str":
+            yield key, node.value
+        elif node.tag.endswith((":int", ":float")) and re.fullmatch(r"[-+]?0[0-9_]+|.*:.*", node.value):
+            problem = f"YAML reads it as {yaml.safe_load(node.value)}."
+            raise ConfigError(key, node.value, problem, "write a decimal number, or put a text into quotes.")
 
 
 def _read_override(override: str) -> Any:
@@ -140,7 +171,10 @@ def _read_override(override: str) -> Any:
         OmegaConf.update(text, key, value)
         return text
     try:
+        list(_texts(yaml.compose(value, yaml.SafeLoader), key))
         return OmegaConf.from_dotlist([override])
+    except ConfigError:
+        raise
     except Exception as error:  # yaml's errors have no common root that omegaconf exports
         raise ConfigError(key, value, "is not valid YAML.", "close brackets and quotes.") from error
 
@@ -241,9 +275,15 @@ def _missing(sources: Sequence[Any]) -> list[ConfigError]:
     missing: set[str] = set()
     for source in sources:
         for key, value in _leaves(OmegaConf.to_container(source, resolve=False), ""):
-            (missing.add if value == MISSING else missing.discard)(key)
+            (missing.add if _has_missing(value) else missing.discard)(key)
     problem, fix = "has no value yet.", "write the value, or leave the key out for its default."
     return [ConfigError(key, MISSING, problem, fix) for key in sorted(missing & all_keys().keys())]
+
+
+def _has_missing(value: Any) -> bool:
+    """Return whether a value, or a part of a list or mapping, is `???`."""
+    parts = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return value == MISSING or any(map(_has_missing, parts))
 
 
 def _merge_by_key(merged: Any, source: Any) -> tuple[Any, list[ConfigError]]:

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from gkd.actor.common.optim_spec import OptimSpec
 from gkd.config.check import check_config
 from gkd.config.declare import is_path
 from gkd.config.schema import Config, Route, planned_steps
@@ -122,6 +123,7 @@ def preflight(config: Config) -> Plan:
     total_steps = planned_steps(config, len(train))
     if warning := early_end_warning(config, len(train)):
         log.warning("%s", warning)
+    check_schedule(config, total_steps)
     check_stream_fits(config, total_steps)
     teachers = teachers or find_teachers(config, device)
     if any(route.teacher.backend == HTTP for route in derived.routes):
@@ -272,6 +274,14 @@ def check_shares(config: Config, prompts: Sequence[Prompt]) -> None:
     if config.data.domain_shares and missing:
         problem = f"no row of data.train_files names the route {missing[0]}."
         raise config.error("data.domain_shares", problem, "add rows, or remove the route.")
+
+
+def check_schedule(config: Config, total_steps: int) -> None:
+    """Raise ConfigError if the decay is longer than the run. Log a warning if the run ends with its warm-up."""
+    spec = OptimSpec(**vars(config.actor.optim), total_steps=total_steps)
+    if spec.warmup_steps >= total_steps:
+        text = "actor.optim.warmup_steps %d: the run has %d steps, so it ends at %.3g of actor.optim.lr or less"
+        log.warning(text, spec.warmup_steps, total_steps, spec.lr_at(total_steps - 1) / spec.lr)
 
 
 def check_stream_fits(config: Config, total_steps: int) -> None:

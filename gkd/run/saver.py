@@ -19,16 +19,21 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from gkd.config.check_values import save_interval
+from gkd.config.load import yaml_values
+from gkd.config.schema_sections import value_of
 from gkd.config.schema_trainer import TrainerConfig
 from gkd.errors import GkdError, TeacherError, TeacherUnavailable
 from gkd.log import get_logger
 from gkd.roles import ActorRole, ScoringRole
-from gkd.run.checkpoints import ACTOR, IN_FLIGHT, BestStep, TrainerState
+from gkd.run.checkpoints import ACTOR, IN_FLIGHT, Best, BestStep, TrainerState, step_folder
 from gkd.run.disk import naming
 from gkd.run.folder import RunFolder
 from gkd.types import FileDigest, InFlight, PendingScores, Recording
 
 log = get_logger("saver")
+
+# Keys that a resumed run may change, and that the numbers of its evaluations depend on.
+_OF_EVALUATION = ("eval.max_prompts", "eval.metric", "eval.answer_marker")
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,8 +76,20 @@ class Saver:
         state = self._folder.resume(self._actor.load)
         if state is not None and self._folder.resumes_own_checkpoint():  # a branch has no checkpoint yet
             self.committed_step = state.step
-            self._best.restore(self._folder.store.best(), state.step)
+            self._best.restore(self._comparable(self._folder.store.best()), state.step)
         return state
+
+    def _comparable(self, best: Best | None) -> Best | None:
+        """Return the best step; None if it was evaluated with other settings, so that new numbers are not compared."""
+        if best is None:
+            return None
+        before = yaml_values(self._folder.store.root / step_folder(best.step) / "config.yaml")
+        now = self._folder.config
+        changed = [key for key in _OF_EVALUATION if before.get(key, value_of(now, key)) != value_of(now, key)]
+        if changed:
+            text = "the best step %d was evaluated with another %s: trainer.keep_best starts anew, and does not keep it"
+            log.warning(text, best.step, " and ".join(changed))
+        return None if changed else best
 
     def evaluated(self, step: int, numbers: Mapping[str, float]) -> None:
         """Note the numbers of an evaluation, for trainer.keep_best.

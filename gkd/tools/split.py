@@ -52,6 +52,10 @@ _SHORT_RUN = (  # settings of a run that only measures
     "actor.optim.decay_steps=0",
     "data.val_files=[]",
     "eval.metric=none",
+    # Without evaluations these would be refused.
+    "eval.n=1",
+    "eval.teacher_prompts=0",
+    "trainer.keep_best=''",
 )
 _MIN_CONCURRENCY = 4  # the second run has a fourth of rollout.max_num_seqs, but not less
 _HEADS = ("", "scheduler", "actor", "rollout", "teacher", "step s", "speed-up", "rollout s", "scoring s", "training s")

@@ -25,6 +25,7 @@ KL = ["distill.reference_kl_weight=0.1"]
 LORA = ["actor.strategy=fsdp2", "actor.lora.rank=4"]
 LOCAL = ["teacher.backend=local", "teacher.path=t"]
 HTTP = ["teacher.backend=http", "teacher.url=http://127.0.0.1:8000"]
+BEST = ["data.val_files=[v]", "eval.metric=exact_match"]
 ROUTES = ["data.teacher_key=d"]
 EMA = ["teacher.update_interval=3", "teacher.update_ema=0.5"]
 
@@ -78,6 +79,45 @@ def test_a_value_that_is_still_to_be_set_is_refused(tmp_path: Path) -> None:
     assert load_config(file, [*MINIMAL, "actor.optim.lr=1e-5"]).actor.optim.lr == 1e-5
     with refuses("distill.loss"):
         load_config(None, [*MINIMAL, "distill.loss=???"])
+    file.write_text("distill:\n  losses:\n  - name: jsd\n    weight: ???\n")
+    with refuses("distill.losses"):
+        load_config(file, MINIMAL)
+    assert load_config(file, [*MINIMAL, "distill.losses=[{name: k1}]"]).distill.losses[0].name == "k1"
+
+
+@pytest.mark.parametrize("text", ["no", "off", "1e3", "2024-01-01", "1:30", "010", "x y"])
+def test_a_text_of_a_file_is_kept_as_it_is(text: str, tmp_path: Path) -> None:
+    """Fails if a column named no or 1e3 becomes False or 1000.0, in the file or in the copy that a run saves."""
+    file = tmp_path / "x.yaml"
+    file.write_text(f"data: {{answer_key: {text}, response_key: '{text}'}}\ntrainer:\n  progress: off\n")
+    config = load_config(file, MINIMAL)
+    assert (config.data.answer_key, config.data.response_key, config.trainer.progress) == (text, text, "off")
+    file.write_text(config_yaml(config))
+    assert load_config(file) == config
+
+
+@pytest.mark.parametrize(
+    ("text", "key"),
+    [
+        ("trainer: {save_every: 1:30}", "trainer.save_every"),
+        ("actor: {tp: 010}", "actor.tp"),
+        ("health: {limits: {truncated: 1:30}}", "health.limits.truncated"),
+        ("actor.optim.lr: 1e-3", "actor.optim.lr"),
+        ("actor: {optim.lr: 1e-3}", "actor.optim.lr"),
+    ],
+)
+def test_what_yaml_reads_as_another_number_or_key_is_refused(text: str, key: str, tmp_path: Path) -> None:
+    """Fails if 1:30 becomes 90 steps and 010 eight ranks, or a key with dots does not say how to nest it."""
+    file = tmp_path / "x.yaml"
+    file.write_text(text)
+    with refuses(key):
+        load_config(file, MINIMAL)
+
+
+def test_a_number_of_the_command_line_is_not_octal() -> None:
+    """Fails if actor.tp=010 starts eight ranks."""
+    with refuses("actor.tp"):
+        load_config(None, [*MINIMAL, "actor.tp=010"])
 
 
 def test_a_saved_config_loads_as_itself(tmp_path: Path) -> None:
@@ -313,6 +353,14 @@ def test_a_value_that_cannot_be_meant_is_refused(override: str) -> None:
         (["reward.functions=[{path: exact_match}]", "eval.metric=none", "eval.answer_marker="], "eval.answer_marker"),
         (["reward.functions=[{path: 'a:f'}, {path: 'b:f'}]"], "reward.functions"),
         ([*REWARDS, "rollout.n=1"], "distill.advantage"),
+        ([REWARDS[0], "distill.advantage=batch"], "distill.advantage"),
+        ([REWARDS[0], "distill.reward_clip=[0.2, 0.3]"], "distill.reward_clip"),
+        (["rollout.hang_timeout_s=2000"], "rollout.hang_timeout_s"),
+        ([*BEST, "trainer.keep_best=eval/acuracy"], "trainer.keep_best"),
+        ([*BEST, "trainer.keep_best=eval/pass_at_3", "eval.n=4"], "trainer.keep_best"),
+        ([*BEST, "trainer.keep_best=eval/pass_at_1"], "trainer.keep_best"),
+        ([*BEST, "trainer.keep_best=domain/math/accuracy"], "trainer.keep_best"),
+        ([*BEST, "trainer.keep_best=eval/kl", "distill.loss=k1"], "trainer.keep_best"),
         ([*REWARDS, "distill.on_policy_share=0"], "distill.reward_weight"),
         ([*REWARDS, "rollout.temperature=0.7"], "teacher.temperature"),
         ([*REWARDS, "data.teacher_key=d", "teacher.routes={a: {}, b: {temperature: 2}}"], "teacher.temperature"),
@@ -427,6 +475,12 @@ def test_a_budget_for_the_longest_sequence_passes() -> None:
         [*KL, "reference.update_interval=2"],
         [*HTTP, "teacher.url=[http://a:1, 'https://b/prefix']", "teacher.name=m", "teacher.api_key_env=KEY"],
         [*HTTP, "distill.support=union"],
+        [REWARDS[0], "distill.advantage=group", "distill.reward_clip=[0.2, 0.2]"],
+        [*REWARDS, "distill.advantage=batch"],
+        [*BEST, "trainer.keep_best=eval/pass_at_6", "eval.n=6"],
+        [*BEST, "trainer.keep_best=eval/reverse_kl", "distill.loss=k1"],
+        [*BEST, "trainer.keep_best=eval/sure_and_wrong_share", "eval.metric=none"],
+        [*BEST, "trainer.keep_best=domain/math/accuracy", *ROUTES, "teacher.routes={math: {}, code: {}}"],
         [*HTTP, "teacher.dialect=sglang", "teacher.signal=sampled", "distill.loss=k1"],
     ],
 )

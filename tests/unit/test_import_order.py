@@ -43,7 +43,7 @@ LIBRARIES: dict[str, tuple[str, ...]] = {
     "rich": ("gkd/console/",),
     "starlette": ("teacher_server/http/",),
     "uvicorn": ("teacher_server/http/",),
-    "yaml": ("teacher_server/config/settings.py",),
+    "yaml": ("teacher_server/config/settings.py", "gkd/config/load.py"),
     **dict.fromkeys(("tensorboard", "wandb", "mlflow", "trackio"), ("gkd/metrics/trackers.py",)),
     **dict.fromkeys(("jinja2", "plotly"), ("gkd/tools/report/page.py",)),
 }

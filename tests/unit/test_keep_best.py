@@ -121,6 +121,17 @@ def test_another_number_starts_anew(tmp_path: Path) -> None:
     assert best(tmp_path) == Best(3, "eval/kl", 0.9)
 
 
+@pytest.mark.parametrize("change", ["eval.max_prompts=7", "eval.answer_marker=A:", "eval.metric=math_verify"])
+def test_a_best_step_of_other_evaluations_is_not_compared(tmp_path: Path, change: str) -> None:
+    """Fails if an easy metric's number of before a resume hides every later step, so that the best is never saved."""
+    make(tmp_path, Learning(0, 0.2, 0.9), "trainer.total_steps=2", *SETTINGS, val=PROMPTS[:1]).fit()
+    more = (*SETTINGS, "trainer.resume=auto", change)
+    make(tmp_path, Learning(0, 0, 0, 0.4, 0.3), *more, "trainer.total_steps=4", val=PROMPTS[:1]).fit()
+    assert best(tmp_path) == Best(3, "eval/accuracy", 0.4)
+    make(tmp_path, Learning(0, 0, 0, 0, 0, 0.1), *more, "trainer.total_steps=5", val=PROMPTS[:1]).fit()
+    assert best(tmp_path) == Best(3, "eval/accuracy", 0.4), "the same evaluations"
+
+
 def test_a_number_that_no_evaluation_has_is_refused(tmp_path: Path) -> None:
     """Fails if a typing error keeps nothing, silently."""
     world = Learning(0, 0.2)

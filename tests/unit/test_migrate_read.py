@@ -28,6 +28,9 @@ def settings(folder: Path, script: str) -> dict[str, Any]:
     return read_file(file, {}).settings
 
 
+OPEN = {"a.b": "$N", "a.c": "$M"}  # what only some runs of a script set
+
+
 @pytest.mark.parametrize(
     ("script", "expected"),
     [
@@ -58,6 +61,12 @@ def settings(folder: Path, script: str) -> dict[str, Any]:
             "A=(a.b=1)\nB=(b.b=1)\nif a; then\n A=(a.b=2)\n B+=(b.c=2)\nfi\n" + TRAIN + '"${A[@]}" "${B[@]}"',
             {"--A[@]": True, "b.b": 1, "b.c": 2},
         ),
+        (
+            'N=1\n[ -n "$A" ] && N=2\n[ b ] && M=1 || M=2\ncd /x && K=4\n' + TRAIN + "a.b=$N a.c=$M a.d=$K",
+            OPEN | {"a.d": 4},
+        ),
+        ("N=1\nM=1\nf() {\n N=2\n}\nfunction g { M=2; }\nK=4\n" + TRAIN + "a.b=$N a.c=$M a.d=$K", OPEN | {"a.d": 4}),
+        ("A=(--lr 1)\na && A=(--lr 2)\npython train.py ${A[@]} --tp 2", {"--A[@]": True, "--tp": 2}),
         ("A='--lr 1'\nif a; then\n A='--lr 2'\nfi\npython train.py $A --tp 2", {"--A[@]": True, "--tp": 2}),
         ("source common.sh\n" + TRAIN + '"${COMMON[@]}" a.b=1 "$@"', {"--COMMON[@]": True, "a.b": 1}),
     ],

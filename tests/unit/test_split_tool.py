@@ -160,9 +160,11 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> Launched:
 
 @pytest.fixture
 def calibrated(tmp_path: Path) -> list[str]:
-    """Arguments for a calibration of settings with a schedule that ten steps are too few for."""
+    """Arguments for a calibration of settings with a schedule that ten steps are too few for, and with evaluations."""
     changed = ["actor.optim.schedule=wsd", "actor.optim.warmup_steps=30", "actor.optim.decay_steps=50"]
     changed += ["trainer.total_steps=1000", "trainer.scheduler=one_step_off", "rollout.max_num_seqs=12"]
+    changed += ["data.val_files=[v]", "eval.metric=exact_match", "trainer.keep_best=eval/pass_at_4"]
+    changed += ["eval.n=4", "eval.teacher_prompts=2"]
     (tmp_path / "c.yaml").write_text(config_yaml(settings(tmp_path / "mine", *changed)))
     return ["--gpus", "4", "--calibrate", str(tmp_path / "c.yaml"), "--schedulers", "sync"]
 
@@ -179,7 +181,7 @@ def test_a_calibration_of_an_automatic_number_of_sequences(
 def test_a_calibration_compares_like_with_like(
     calibrated: list[str], tmp_path: Path, launched: Launched, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Fails if the measured and the estimated step have different settings, wsd is refused, or a large student's
+    """Fails if the measured and the estimated step have different settings, wsd or a best step is refused, or
     checkpoints fill the disk.
     """
     assert main([*calibrated, "--json"]) == 0

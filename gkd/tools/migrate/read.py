@@ -239,7 +239,7 @@ _OPERATORS = {
     ast.Mod: operator.mod,
 }
 _SIGNS = "();&|\n"
-_OPENING, _CLOSING = ("if", "case", "for", "while", "until"), ("fi", "esac", "done")
+_OPENING, _CLOSING = ("if", "case", "for", "while", "until"), ("fi", "esac", "done", "}")
 _MOST_NESTED = 20
 
 
@@ -308,7 +308,7 @@ def _arguments(command: list[str]) -> list[str]:
 def _commands(
     text: str, path: str, arrays: dict[str, list[str]], variables: dict[str, str]
 ) -> Iterator[tuple[list[str], int]]:
-    """Yield the words of each command, and how many conditions and loops it is in.
+    """Yield the words of each command, and how many conditions, loops and functions it is in; after && and || one more.
 
     The words of `NAME=(...)` go to the arrays instead. An array that only some runs replace has the word `--NAME[@]`.
     """
@@ -319,16 +319,16 @@ def _commands(
     command: list[str] = []
     array: list[str] | None = None
     before: list[str] | None = None
-    name, depth = "", 0
+    name, depth, before_it = "", 0, ""
     try:
         for word in parser:
             is_sign = set(word) <= set(_SIGNS)
             if is_sign and array is not None:
                 if ")" not in word:
                     continue
-                if depth and before not in (None, array):
+                if (depth or before_it in ("&&", "||")) and before not in (None, array):
                     array[:] = [f"--{name}[@]"]
-                array = None
+                array, before_it = None, word.strip(")")
             elif array is not None:
                 array += _expanded(word, arrays, variables)
             elif is_sign and word[0] == "(" and command and (found := re.fullmatch(r"(\w+)(\+?)=", command[-1])):
@@ -338,15 +338,20 @@ def _commands(
             elif not is_sign:
                 command.append(word)
             elif command:
-                while command[0] in ("then", "else", "do") and command[1:]:
+                if command[0] == "function" and "{" in command:
+                    command = command[command.index("{") :]
+                depth += command[0] == "{"
+                while command[0] in ("then", "else", "do", "{") and command[1:]:
                     command = command[1:]
                 depth += (command[0] in _OPENING) - (command[0] in _CLOSING and depth > 0)
-                yield command, depth
-                command = []
+                yield command, depth + (before_it in ("&&", "||"))
+                command, before_it = [], word
+            elif is_sign:
+                before_it = word
     except ValueError as error:
         raise ConfigError("FILE", path, f"cannot be read ({error}).", "close its quotes.") from error
     if command:
-        yield command, depth
+        yield command, depth + (before_it in ("&&", "||"))
 
 
 def _expanded(word: str, arrays: dict[str, list[str]], variables: dict[str, str]) -> list[str]:
