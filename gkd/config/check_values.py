@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from gkd.config.schema_sections import HEALTH_CHECKS, NO_METRIC, Sections, all_keys, value_of
 from gkd.config.schema_teacher import MAX_NAME_LENGTH
-from gkd.config.schema_trainer import NO_BEST, TRACKER_NAMES
+from gkd.config.schema_trainer import TRACKER_NAMES
 from gkd.errors import ConfigError
 
 _MOST_PROFILED = 100  # steps of one range; each writes megabytes per rank
@@ -86,10 +86,7 @@ def listed_steps(entries: Sequence[str]) -> set[int]:
 
 def _best_errors(config: Sections) -> Iterator[ConfigError]:
     name = config.trainer.keep_best
-    if name in NO_BEST or (name and not name.startswith(("eval/", "domain/"))):
-        problem, fix = "does not tell which evaluation is better.", "use e.g. eval/accuracy or eval/kl."
-        yield config.error("trainer.keep_best", problem, fix)
-    elif name and not config.data.val_files:
+    if name and not config.data.val_files:
         problem = "data.val_files is empty, so nothing is evaluated."
         yield config.error("trainer.keep_best", problem, "remove it, or name files.")
     elif config.eval.metric == NO_METRIC and ("/accuracy" in name or "/pass_at_" in name):

@@ -19,10 +19,8 @@ from gkd.config.declare import IF_CONSTANT, key
 AHEAD = {"sync": 0, "one_step_off": 1, "two_step_off": 2}
 STREAM = "stream"
 
-# Numbers of an evaluation whose best is the smallest; and those that trainer.keep_best cannot name: they have no best
-# value, or only the first evaluation has them.
+# Numbers of an evaluation whose best is the smallest.
 SMALLER_IS_BETTER = ("eval/kl", "eval/reverse_kl", "eval/end_kl_share", "eval/sure_and_wrong_share")
-NO_BEST = ("eval/response_tokens", "eval/teacher_accuracy")
 TRACKER_NAMES = ("tensorboard", "wandb", "mlflow", "trackio")
 
 
