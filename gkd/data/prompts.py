@@ -37,6 +37,7 @@ from gkd.types import Prompt
 
 log = get_logger("data")
 
+_PROBE = "A b  c\n\td"  # a text that a tokenizer without the rules of its file loses
 _SHOWN_CHARACTERS = 2000  # The log shows so much of a prompt.
 _REPORT_ROWS = 256  # between reports of the progress
 # Columns in which common forms of datasets (Alpaca, ShareGPT, LLaMA-Factory, TRL) have a part of the prompt.
@@ -55,12 +56,17 @@ def load_tokenizer(path: str, key: str, *, trust_remote_code: bool = False) -> A
         ConfigError: the folder is missing or has no usable tokenizer.
         PermissionError: this user may not read it.
     """
+    from tokenizers import Tokenizer
     from transformers import AutoTokenizer
 
     if not Path(path).is_dir():
         raise ConfigError(key, path, "no such folder.", "use a local folder in Hugging Face format.")
     try:
-        return AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=trust_remote_code)
+        made = AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=trust_remote_code)
+        read = made.decode(made(_PROBE, add_special_tokens=False)["input_ids"], clean_up_tokenization_spaces=False)
+        file = Path(path) / "tokenizer.json"
+        inner = Tokenizer.from_file(str(file)) if read != _PROBE and file.is_file() else None
+        loses = inner is not None and inner.decode(inner.encode(_PROBE, add_special_tokens=False).ids) == _PROBE
     except PermissionError:
         raise  # The files are intact; the error has its path.
     except Exception as error:  # transformers raises many types of errors
@@ -68,6 +74,12 @@ def load_tokenizer(path: str, key: str, *, trust_remote_code: bool = False) -> A
         raise ConfigError(
             key, path, f"cannot load its tokenizer ({reason}).", "check tokenizer.json and tokenizer_config.json."
         ) from error
+    if loses:  # transformers builds the class again, with its own rules instead of those of tokenizer.json
+        problem = f"its tokenizer_class is not that of tokenizer.json: it reads {_PROBE!r} as {read!r}."
+        raise ConfigError(
+            key, path, problem, 'set "tokenizer_class": "PreTrainedTokenizerFast" in tokenizer_config.json.'
+        )
+    return made
 
 
 def load_prompts(

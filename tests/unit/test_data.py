@@ -17,6 +17,7 @@ from gkd.config.schema_sections import DataConfig
 from gkd.data.prompts import RowReader, load_prompts, load_tokenizer
 from gkd.errors import ConfigError
 from tests.refusals import refuses
+from tests.unit import chat_templates as byte_level
 
 
 @pytest.fixture(scope="module")
@@ -175,6 +176,19 @@ def test_a_folder_without_tokenizer_names_the_key(tmp_path: Path) -> None:
     for path in (tmp_path / "absent", tmp_path):
         with refuses("model.path"):
             load_tokenizer(str(path), "model.path")
+
+
+def test_a_tokenizer_that_loses_text_is_refused(tmp_path: Path) -> None:
+    """Fails if a folder whose class has other rules than its file, as DeepSeek's distilled Llama, reads no spaces."""
+    byte_level.tokenizer().save_pretrained(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))
+    for name, is_right in (("LlamaTokenizerFast", False), ("PreTrainedTokenizerFast", True)):
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": name}))
+        if is_right:
+            assert "b  c" in (made := load_tokenizer(str(tmp_path), "k")).decode(made("b  c")["input_ids"])
+        else:
+            with refuses("model.path"):
+                load_tokenizer(str(tmp_path), "model.path")
 
 
 def test_a_dataset_response_has_the_form_of_a_rollout(tmp_path: Path, tokenizer: Any) -> None:
