@@ -179,10 +179,7 @@ class RowReader:
         teacher_tokenizer: Any = None,
     ) -> None:
         self.config, self._tools, teacher = config, tools, teacher or TeacherConfig()
-        self._tokenizer, self._ends = tokenizer, response_ends
-        self._dialogues = None
-        if config.messages_key and response_ends is not None:
-            self._dialogues = DialogueReader(config, tokenizer, response_ends)
+        self._ends = response_ends
         offered = ("data.tools_key", config.tools_key) if config.tools_key else None
         if tools:
             names = ", ".join(tool["function"]["name"] for tool in tools)
@@ -193,6 +190,9 @@ class RowReader:
         self._renderer = PromptRenderer(
             tokenizer, config.chat_template, config.chat_template_kwargs, config.system_prompt, offered
         )
+        self._dialogues = None
+        if config.messages_key and response_ends is not None:
+            self._dialogues = DialogueReader(config, tokenizer, response_ends, self._renderer.answer_ids)
         self._end = None if response_ends is None else self._renderer.end_of_turn(response_ends)
         if self._end is None:
             self._end = tokenizer.eos_token_id
@@ -277,14 +277,14 @@ class RowReader:
         """Return the dataset's response, [R] int32, and its own tokens, [R] bool, None for all; None if not requested.
 
         R <= data.max_response_length. The text is the column's, or with an empty `data.response_key` the last message
-        of the prompt. It is tokenized separately, without special tokens, and an end-of-sequence token is appended
+        of the prompt. See `PromptRenderer.answer_ids`. An end-of-sequence token is appended
         unless it ends with one: that of the template, else the tokenizer's. A longer response is truncated and then has
         no end-of-sequence token.
 
         Raises:
             ConfigError: the row has none that can be used.
         """
-        ends, tokenizer, key = self._ends, self._tokenizer, self.config.response_key
+        ends, key = self._ends, self.config.response_key
         if ends is None:
             return None, None
         if self._dialogues is not None:
@@ -309,7 +309,7 @@ class RowReader:
             raise ConfigError(*setting, problem, fix)
         check_unicode(text, setting, where)
         self._check_beginning(read, text, setting, where)
-        ids = list(tokenizer(text, add_special_tokens=False)["input_ids"])
+        ids = self._renderer.answer_ids(text)
         if not ids:
             problem = f"the response of {where} has no tokens."
             raise ConfigError(*setting, problem, "correct or remove the row.")

@@ -157,6 +157,21 @@ class PromptRenderer:
         n = len(self._begin) if ids[: len(self._begin)] == self._begin else 0
         return [*ids[:n], *ids[len(ids) - limit + n :]][:limit]
 
+    def answer_ids(self, text: str) -> list[int]:
+        """Return the tokens of a text of the assistant, without special tokens.
+
+        They are those behind the beginning of an answer, as the template writes both: some tokenizers put a space in
+        front of a text that stands alone. If the beginning has other tokens then, the text is tokenized alone.
+        """
+        begin = self._frame(("user",)).pieces[-1:] if self._applies else ()
+        if begin and begin == self._frame(("user", "assistant")).pieces[1:2]:
+            front, ids = (
+                list(self._tokenizer(t, add_special_tokens=False)["input_ids"]) for t in (*begin, begin[0] + text)
+            )
+            if ids[: len(front)] == front:
+                return ids[len(front) :]
+        return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
+
     def begins_again(self, prompt: str, response: str) -> str:
         """Return the end of a prompt, such as <think>, if the template writes it and a response repeats it; or ""."""
         tail, text = prompt.rstrip()[-_TAIL:] if self._applies else "", response.lstrip()

@@ -14,6 +14,7 @@ import psutil
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from tokenizers import pre_tokenizers
 
 from gkd import main_gkd
 from gkd.config.schema_sections import DataConfig
@@ -153,6 +154,22 @@ def test_a_response_does_not_begin_twice(tmp_path: Path) -> None:
         assert CHATML.decode(found.response_ids) == "<think>x</think>4<|im_end|>"
     row = {"prompt": "<think>", "response": "<think>"}
     assert load(tmp_path, row, thinking, ends=ends, chat_template="never").response_ids is not None
+
+
+def test_a_response_begins_behind_the_beginning_of_its_turn(tmp_path: Path) -> None:
+    """Fails if the student learns a space in front of an answer, which tokenizers such as Llama 2's add to a text."""
+    made = tokenizer(FAMILIES["chatml"])
+    made.backend_tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
+    end = [CHATML.convert_tokens_to_ids("<|im_end|>")]
+    assert made.decode(made("4")["input_ids"]) == " 4"
+    conversation = [USER, {"role": "assistant", "content": "4"}]
+    for row, data in (
+        ({"prompt": "Q", "response": "4"}, {}),
+        ({"prompt": conversation}, {"messages_key": "prompt"}),
+    ):
+        assert made.decode(load(tmp_path, row, made, ends=end, **data).response_ids) == "4<|im_end|>"
+    row = {"prompt": "Q", "response": "4"}
+    assert made.decode(load(tmp_path, row, made, ends=end, chat_template="never").response_ids) == " 4</s>"
 
 
 def test_a_response_ends_as_the_template_ends_a_turn(tmp_path: Path) -> None:
