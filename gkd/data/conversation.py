@@ -218,6 +218,11 @@ def _refused(setting: Setting, where: str, found: str, fix: str = "") -> ConfigE
     return ConfigError(*setting, f"the prompt of {where} {found}.", fix)
 
 
+def as_text(value: Any) -> str:
+    """Return a value of a column as text. A whole number is no float: pandas makes floats of a column with nulls."""
+    return str(int(value) if isinstance(value, float) and value.is_integer() else value)
+
+
 def quoted(value: Any) -> str:
     """Return the representation of a value, cut to 200 characters."""
     text = repr(value)
@@ -290,11 +295,11 @@ class TeacherPrompts:
         for name in {name for _, name in self._parts if name} - texts.keys():
             texts[name] = row.get(self._columns.get(name, name))
         for name, value in texts.items():
-            if not isinstance(value, str | int | float):
+            if not isinstance(value, str | int | float) or value != value:
                 column = self._columns.get(name, name)
                 problem = f"{where} has no text in the column {column!r}; its columns are {sorted(row)}."
                 raise ConfigError(*self.setting, problem, "correct the row, or the placeholder.")
-        text = "".join(before + (str(texts[name]) if name else "") for before, name in self._parts)
+        text = "".join(before + (as_text(texts[name]) if name else "") for before, name in self._parts)
         messages = (*prompt.messages[:-1], {**last, "content": text}) if last else ()
         return replace(prompt, messages=messages, text="" if last else text)
 

@@ -21,6 +21,7 @@ from gkd.data.conversation import (
     Conversation,
     Setting,
     TeacherPrompts,
+    as_text,
     check_unicode,
     is_learned,
     json_messages,
@@ -139,7 +140,7 @@ def load_prompts(
 def _reference(value: Any) -> str | None:
     """Return a reference answer as text; None: it is missing, empty, NaN, a list or an object, which nothing equals."""
     is_none = value is None or isinstance(value, list | dict) or value != value or not str(value).strip()
-    return None if is_none else str(value)
+    return None if is_none else as_text(value)
 
 
 @dataclass(frozen=True, slots=True)
@@ -394,7 +395,7 @@ class RowRoutes:
         if not self._names:
             return 0
         found = row.get(self._column)
-        name = str(found)
+        name = as_text(found)
         if found is None or name not in self._index:
             if not self._default:
                 value = f"has {found!r}" if self._column in row else f"has only the columns {sorted(row)}"
