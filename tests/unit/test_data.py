@@ -138,6 +138,16 @@ def test_a_part_of_the_prompt_in_another_column_is_refused(tmp_path: Path, token
         tokenizer.chat_template = None
 
 
+def test_two_columns_of_one_name_are_refused(tmp_path: Path, tokenizer: Any) -> None:
+    """Fails if the prompts are those of the second column, without a word."""
+    file, columns = tmp_path / "p.parquet", [pa.array(["ab"]), pa.array(["cd"])]
+    pq.write_table(pa.Table.from_arrays(columns, names=["prompt", "prompt"]), file)
+    with refuses("data.train_files"):
+        load([str(file)], tokenizer)
+    pq.write_table(pa.Table.from_arrays([*columns, columns[0]], names=["prompt", "x", "x"]), file)
+    assert load([str(file)], tokenizer)[0][0].token_ids.tolist() == [0, 1]
+
+
 def test_bytes_that_are_not_utf8_are_refused(tmp_path: Path, tokenizer: Any) -> None:
     """Fails if a file with a wrong encoding is accepted."""
     file = tmp_path / "p.jsonl"
