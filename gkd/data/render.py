@@ -173,10 +173,14 @@ class PromptRenderer:
         return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
 
     def begins_again(self, prompt: str, response: str) -> str:
-        """Return the end of a prompt, such as <think>, if the template writes it and a response repeats it; or ""."""
+        """Return the end of a prompt, such as <think>, if the template writes it and a response repeats it; or "".
+
+        A response does not think behind thoughts that the prompt has ended.
+        """
         tail, text = prompt.rstrip()[-_TAIL:] if self._applies else "", response.lstrip()
         ends = (tail[tag.start() :] for tag in TAG.finditer(tail))
-        return next((end for end in ends if text.startswith(end)), "")
+        ended = next((end for end in ends if text.startswith(end)), "")
+        return ended or ("<think>" if tail.endswith("</think>") and text.startswith("<think>") else "")
 
     def _check_system(self, setting: Setting) -> None:
         """Raise ConfigError unless the model reads the system prompt."""

@@ -150,6 +150,9 @@ def test_a_response_does_not_begin_twice(tmp_path: Path) -> None:
         for answer, made in answers.items():
             with refuses(key):
                 load(tmp_path, row_of(answer), made, ends=ends, **data)
+        with refuses(key):  # the template has ended the thoughts
+            off = {**data, "chat_template_kwargs": {"enable_thinking": False}}
+            load(tmp_path, row_of("<think>x</think>4"), tokenizer(FAMILIES["chatml_no_thinking"]), ends=ends, **off)
         found = load(tmp_path, row_of("<think>x</think>4"), CHATML, ends=ends, **data)
         assert CHATML.decode(found.response_ids) == "<think>x</think>4<|im_end|>"
     row = {"prompt": "<think>", "response": "<think>"}
