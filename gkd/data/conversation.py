@@ -29,6 +29,8 @@ _MEDIA = {"image", "images", "audio", "audios", "video", "videos"}  # keys of a 
 # Placeholders of text that each row has for itself, and the student does not read.
 _PRIVILEGED = ("answer", "response")
 
+_NEW_CALLS = "write `tool_calls`, and the answers as messages of the role tool."
+
 Setting = tuple[str, str]  # key that a prompt comes from, and its value, for errors
 
 
@@ -85,6 +87,8 @@ def read_conversation(value: Any, setting: Setting, where: str, *, from_json: bo
         raise _refused(setting, where, problem, "write the messages as JSON text.")
     converted = "ShareGPT messages" if sharegpt else "lists of text parts" if any(parts for _, parts in read) else ""
     response = messages.pop() if messages[-1]["role"] == "assistant" else None
+    if old := [message for message in messages if message.get("function_call")]:
+        raise _refused(setting, where, f"has a function_call, which templates leave out: {quoted(old[0])}", _NEW_CALLS)
     if not any(message["content"].strip() for message in messages):
         raise _refused(setting, where, f"has no text before the response: {quoted(value)}")
     return Conversation(tuple(messages), response=response, converted=converted)

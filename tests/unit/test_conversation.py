@@ -97,6 +97,7 @@ def test_parts_and_roles_are_converted(tmp_path: Path) -> None:
         ([{"role": "system", "content": " "}], "no text"),
         ([USER, {**CALL, "content": None}, {"role": "tool", "content": "4"}], "leaves out"),
         ([USER, {**CALL, "tool_calls": "add"}, {"role": "tool", "content": "4"}], "tool calls"),
+        ([USER, {"role": "assistant", "content": "", "function_call": {"name": "f"}}, USER], "function_call"),
         ("1\ud83d2", "lone surrogate at character 2"),
         ([{"role": "user", "content": "\udc00"}], "lone surrogate at character 1"),
         ("So: " + RENDERED, "<|im_"),
