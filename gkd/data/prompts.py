@@ -41,9 +41,13 @@ log = get_logger("data")
 _PROBE = "A b  c\n\td"  # a text that a tokenizer without the rules of its file loses
 _SHOWN_CHARACTERS = 2000  # The log shows so much of a prompt.
 _REPORT_ROWS = 256  # between reports of the progress
-# Columns in which common forms of datasets (Alpaca, ShareGPT, LLaMA-Factory, TRL) have a part of the prompt.
-_INPUT, _IN_SYSTEM, _MEDIA = "input", ("system", "tools"), ("image", "images", "videos", "audios")
-_PARTS = (_INPUT, "history", *_IN_SYSTEM, *_MEDIA)
+# Columns in which common forms of datasets (Alpaca, Dolly, OpenOrca, ShareGPT, TRL) have a part of the prompt.
+_IN_USER, _IN_SYSTEM, _MEDIA = (
+    ("input", "context"),
+    ("system", "system_prompt", "tools"),
+    ("image", "images", "videos", "audios"),
+)
+_PARTS = (*_IN_USER, "history", *_IN_SYSTEM, *_MEDIA)
 _EMPTY: tuple[Any, ...] = (None, "", "[]", "null", [], {})
 
 
@@ -340,7 +344,7 @@ class RowReader:
         # A text that is rendered already, and a row's own message of the system, may have the tools in them.
         is_complete = rendered.converted == AS_IS or has_system(prompt) or self._tools
         for name in _PARTS:
-            is_part = not is_complete if name in _IN_SYSTEM else name != _INPUT or setting[1] == "instruction"
+            is_part = not is_complete if name in _IN_SYSTEM else name not in _IN_USER or setting[1] == "instruction"
             if is_part and name not in self._used and row.get(name) not in _EMPTY:
                 problem = f"{where} has a part of the prompt in another column, {name!r}: {quoted(row[name])}."
                 fix = f"write it into {setting[1]!r}, and remove or rename the column."

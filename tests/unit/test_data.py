@@ -113,7 +113,7 @@ def test_invalid_rows_are_refused_with_their_line(tmp_path: Path, tokenizer: Any
 
 @pytest.mark.parametrize("kind", ["jsonl", "parquet"])
 def test_a_part_of_the_prompt_in_another_column_is_refused(tmp_path: Path, tokenizer: Any, kind: str) -> None:
-    """Fails if Alpaca's `input`, ShareGPT's `system`, images or tools are left out of the prompt silently."""
+    """Fails if Alpaca's `input`, OpenOrca's `system_prompt`, images or tools are left out of the prompt silently."""
 
     def rows(**row: Any) -> str:
         if kind == "jsonl":
@@ -121,13 +121,14 @@ def test_a_part_of_the_prompt_in_another_column_is_refused(tmp_path: Path, token
         pq.write_table(pa.Table.from_pylist([row]), tmp_path / "p.parquet")
         return str(tmp_path / "p.parquet")
 
-    for part in ({"system": "ab"}, {"images": ["a.png"]}, {"tools": '[{"type": "function"}]'}, {"history": ["a"]}):
+    for part in ({"system": "ab"}, {"images": ["a.png"]}, {"tools": '[{"type": "function"}]'}, {"history": ["a"]}, {"system_prompt": "a"}):
         with refuses("data.prompt_key"):
             load([rows(prompt="ab", **part)], tokenizer)
-    with refuses("data.prompt_key"):
-        load([rows(instruction="ab", input="cd")], tokenizer, prompt_key="instruction")
+    for name in ("input", "context"):
+        with refuses("data.prompt_key"):
+            load([rows(instruction="ab", **{name: "cd"})], tokenizer, prompt_key="instruction")
     # Nothing is lost here: the part is empty, read, or no part of this prompt.
-    for row in ({"system": ""}, {"images": None}, {"tools": "[]"}, {"input": "cd"}):
+    for row in ({"system": ""}, {"images": None}, {"tools": "[]"}, {"input": "cd"}, {"context": "cd"}):
         load([rows(prompt="ab", **row)], tokenizer)
     load([rows(prompt="ab", system="cd")], tokenizer, answer_key="system")
     own = [{"role": "system", "content": "a"}, {"role": "user", "content": "b"}]
