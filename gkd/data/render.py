@@ -90,6 +90,8 @@ class PromptRenderer:
         self._begin = self._tokens_in_front()
         self._markers, self._heads = self._separators() if self._applies else ((), ())
         self._marker = re.compile("|".join(map(re.escape, self._markers)) or "(?!)")
+        # The template may write the beginning, and not the tokenizer. Of some models each turn begins with it.
+        self._first = [] if tokenizer.bos_token in (None, *self._heads) else [tokenizer.bos_token_id]
         self._system = system_prompt
         if system_prompt:
             self._check_system(("data.system_prompt", system_prompt))
@@ -154,7 +156,8 @@ class PromptRenderer:
         """
         if side == "right":
             return None if self._applies else ids[:limit]
-        n = len(self._begin) if ids[: len(self._begin)] == self._begin else 0
+        begin = self._begin or self._first
+        n = len(begin) if ids[: len(begin)] == begin else 0
         return [*ids[:n], *ids[len(ids) - limit + n :]][:limit]
 
     def answer_ids(self, text: str) -> list[int]:

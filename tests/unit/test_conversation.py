@@ -396,8 +396,13 @@ def test_a_cut_prompt_keeps_its_beginning_and_the_beginning_of_the_answer(tmp_pa
     made = tokenizer(FAMILIES["turns"], post="<s> $A")
     whole = load(tmp_path, "abcdefgh", made).token_ids.tolist()
     n = len(whole) - 20
-    cut = load(tmp_path, "abcdefgh", made, max_prompt_length=n, truncation="left").token_ids.tolist()
-    assert cut == [whole[0], *whole[1 - n :]] and len(cut) == n
+    for each in (made, tokenizer(FAMILIES["turns"])):  # the second one does not add what the template writes
+        cut = load(tmp_path, "abcdefgh", each, max_prompt_length=n, truncation="left").token_ids.tolist()
+        assert cut == [whole[0], *whole[1 - n :]] and len(cut) == n
+    turns = tokenizer(FAMILIES["chatml"])
+    turns.bos_token = "<|im_start|>"  # as SmolLM2's, where it begins each turn
+    found = text(tmp_path, "abcdefgh", turns, max_prompt_length=16, truncation="left")
+    assert found == "fgh<|im_end|>\n<|im_start|>assistant\n"
     assert load(tmp_path, "abcdefgh", made, max_prompt_length=1, truncation="left").token_ids.tolist() == whole[:1]
     with refuses("data.max_prompt_length"):
         load(tmp_path, "abcdefgh", made, max_prompt_length=n, truncation="right")

@@ -121,7 +121,13 @@ def test_a_part_of_the_prompt_in_another_column_is_refused(tmp_path: Path, token
         pq.write_table(pa.Table.from_pylist([row]), tmp_path / "p.parquet")
         return str(tmp_path / "p.parquet")
 
-    for part in ({"system": "ab"}, {"images": ["a.png"]}, {"tools": '[{"type": "function"}]'}, {"history": ["a"]}, {"system_prompt": "a"}):
+    for part in (
+        {"system": "ab"},
+        {"images": ["a.png"]},
+        {"tools": '[{"type": "function"}]'},
+        {"history": ["a"]},
+        {"system_prompt": "a"},
+    ):
         with refuses("data.prompt_key"):
             load([rows(prompt="ab", **part)], tokenizer)
     for name in ("input", "context"):
