@@ -223,7 +223,7 @@ def _refused(setting: Setting, where: str, found: str, fix: str = "") -> ConfigE
 
 
 def as_text(value: Any) -> str:
-    """Return a value of a column as text. A whole number is no float: pandas makes floats of a column with nulls."""
+    """Return a value of a column as text, a whole float as an integer: pandas makes floats of a column with nulls."""
     return str(int(value) if isinstance(value, float) and value.is_integer() else value)
 
 
