@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from itertools import groupby
@@ -253,13 +253,16 @@ class DialogueReader:
 
     Args:
         ends: token ids that end a turn; the template's is appended to each text.
+        answer_ids: see `PromptRenderer`.
 
     Raises:
         ConfigError: the template cannot continue a turn, see `ChatDelta`.
     """
 
-    def __init__(self, config: DataConfig, tokenizer: Any, ends: Sequence[int]) -> None:
-        self._tokenizer, self._ends, self._limit = tokenizer, ends, config.max_response_length
+    def __init__(
+        self, config: DataConfig, tokenizer: Any, ends: Sequence[int], answer_ids: Callable[[str], list[int]]
+    ) -> None:
+        self._answer_ids, self._ends, self._limit = answer_ids, ends, config.max_response_length
         self._setting = "data.messages_key", config.messages_key
         self._delta = ChatDelta(tokenizer, config.chat_template_kwargs, ends, setting=self._setting)
 
@@ -290,7 +293,7 @@ class DialogueReader:
         if len(messages) > 1:
             raise DataError("it has two messages of the assistant in a row.")
         text = messages[0]["content"]
-        ids = list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
+        ids = self._answer_ids(text)
         if not ids or any(token in self._ends for token in ids):
             raise DataError(f"a message of the assistant has no tokens, or an end token: {quoted(text)}.")
         return np.asarray([*ids, self._delta.end_id], np.int32)

@@ -29,6 +29,8 @@ _MEDIA = {"image", "images", "audio", "audios", "video", "videos"}  # keys of a 
 # Placeholders of text that each row has for itself, and the student does not read.
 _PRIVILEGED = ("answer", "response")
 
+_NEW_CALLS = "write `tool_calls`, and the answers as messages of the role tool."
+
 Setting = tuple[str, str]  # key that a prompt comes from, and its value, for errors
 
 
@@ -85,6 +87,8 @@ def read_conversation(value: Any, setting: Setting, where: str, *, from_json: bo
         raise _refused(setting, where, problem, "write the messages as JSON text.")
     converted = "ShareGPT messages" if sharegpt else "lists of text parts" if any(parts for _, parts in read) else ""
     response = messages.pop() if messages[-1]["role"] == "assistant" else None
+    if old := [message for message in messages if message.get("function_call")]:
+        raise _refused(setting, where, f"has a function_call, which templates leave out: {quoted(old[0])}", _NEW_CALLS)
     if not any(message["content"].strip() for message in messages):
         raise _refused(setting, where, f"has no text before the response: {quoted(value)}")
     return Conversation(tuple(messages), response=response, converted=converted)
@@ -218,6 +222,11 @@ def _refused(setting: Setting, where: str, found: str, fix: str = "") -> ConfigE
     return ConfigError(*setting, f"the prompt of {where} {found}.", fix)
 
 
+def as_text(value: Any) -> str:
+    """Return a value of a column as text, a whole float as an integer: pandas makes floats of a column with nulls."""
+    return str(int(value) if isinstance(value, float) and value.is_integer() else value)
+
+
 def quoted(value: Any) -> str:
     """Return the representation of a value, cut to 200 characters."""
     text = repr(value)
@@ -290,11 +299,11 @@ class TeacherPrompts:
         for name in {name for _, name in self._parts if name} - texts.keys():
             texts[name] = row.get(self._columns.get(name, name))
         for name, value in texts.items():
-            if not isinstance(value, str | int | float):
+            if not isinstance(value, str | int | float) or value != value:
                 column = self._columns.get(name, name)
                 problem = f"{where} has no text in the column {column!r}; its columns are {sorted(row)}."
                 raise ConfigError(*self.setting, problem, "correct the row, or the placeholder.")
-        text = "".join(before + (str(texts[name]) if name else "") for before, name in self._parts)
+        text = "".join(before + (as_text(texts[name]) if name else "") for before, name in self._parts)
         messages = (*prompt.messages[:-1], {**last, "content": text}) if last else ()
         return replace(prompt, messages=messages, text="" if last else text)
 

@@ -21,6 +21,7 @@ from gkd.data.conversation import (
     Conversation,
     Setting,
     TeacherPrompts,
+    as_text,
     check_unicode,
     is_learned,
     json_messages,
@@ -37,11 +38,16 @@ from gkd.types import Prompt
 
 log = get_logger("data")
 
+_PROBE = "A b  c\n\td"  # a text that a tokenizer without the rules of its file loses
 _SHOWN_CHARACTERS = 2000  # The log shows so much of a prompt.
 _REPORT_ROWS = 256  # between reports of the progress
-# Columns in which common forms of datasets (Alpaca, ShareGPT, LLaMA-Factory, TRL) have a part of the prompt.
-_INPUT, _IN_SYSTEM, _MEDIA = "input", ("system", "tools"), ("image", "images", "videos", "audios")
-_PARTS = (_INPUT, "history", *_IN_SYSTEM, *_MEDIA)
+# Columns in which common forms of datasets (Alpaca, Dolly, OpenOrca, ShareGPT, TRL) have a part of the prompt.
+_IN_USER, _IN_SYSTEM, _MEDIA = (
+    ("input", "context"),
+    ("system", "system_prompt", "tools"),
+    ("image", "images", "videos", "audios"),
+)
+_PARTS = (*_IN_USER, "history", *_IN_SYSTEM, *_MEDIA)
 _EMPTY: tuple[Any, ...] = (None, "", "[]", "null", [], {})
 
 
@@ -55,12 +61,17 @@ def load_tokenizer(path: str, key: str, *, trust_remote_code: bool = False) -> A
         ConfigError: the folder is missing or has no usable tokenizer.
         PermissionError: this user may not read it.
     """
+    from tokenizers import Tokenizer
     from transformers import AutoTokenizer
 
     if not Path(path).is_dir():
         raise ConfigError(key, path, "no such folder.", "use a local folder in Hugging Face format.")
     try:
-        return AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=trust_remote_code)
+        made = AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=trust_remote_code)
+        read = made.decode(made(_PROBE, add_special_tokens=False)["input_ids"], clean_up_tokenization_spaces=False)
+        file = Path(path) / "tokenizer.json"
+        inner = Tokenizer.from_file(str(file)) if read != _PROBE and file.is_file() else None
+        loses = inner is not None and inner.decode(inner.encode(_PROBE, add_special_tokens=False).ids) == _PROBE
     except PermissionError:
         raise  # The files are intact; the error has its path.
     except Exception as error:  # transformers raises many types of errors
@@ -68,6 +79,12 @@ def load_tokenizer(path: str, key: str, *, trust_remote_code: bool = False) -> A
         raise ConfigError(
             key, path, f"cannot load its tokenizer ({reason}).", "check tokenizer.json and tokenizer_config.json."
         ) from error
+    if loses:  # transformers builds the class again, with its own rules instead of those of tokenizer.json
+        problem = f"its tokenizer_class is not that of tokenizer.json: it reads {_PROBE!r} as {read!r}."
+        raise ConfigError(
+            key, path, problem, 'set "tokenizer_class": "PreTrainedTokenizerFast" in tokenizer_config.json.'
+        )
+    return made
 
 
 def load_prompts(
@@ -127,7 +144,7 @@ def load_prompts(
 def _reference(value: Any) -> str | None:
     """Return a reference answer as text; None: it is missing, empty, NaN, a list or an object, which nothing equals."""
     is_none = value is None or isinstance(value, list | dict) or value != value or not str(value).strip()
-    return None if is_none else str(value)
+    return None if is_none else as_text(value)
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,10 +184,7 @@ class RowReader:
         teacher_tokenizer: Any = None,
     ) -> None:
         self.config, self._tools, teacher = config, tools, teacher or TeacherConfig()
-        self._tokenizer, self._ends = tokenizer, response_ends
-        self._dialogues = None
-        if config.messages_key and response_ends is not None:
-            self._dialogues = DialogueReader(config, tokenizer, response_ends)
+        self._ends = response_ends
         offered = ("data.tools_key", config.tools_key) if config.tools_key else None
         if tools:
             names = ", ".join(tool["function"]["name"] for tool in tools)
@@ -181,6 +195,9 @@ class RowReader:
         self._renderer = PromptRenderer(
             tokenizer, config.chat_template, config.chat_template_kwargs, config.system_prompt, offered
         )
+        self._dialogues = None
+        if config.messages_key and response_ends is not None:
+            self._dialogues = DialogueReader(config, tokenizer, response_ends, self._renderer.answer_ids)
         self._end = None if response_ends is None else self._renderer.end_of_turn(response_ends)
         if self._end is None:
             self._end = tokenizer.eos_token_id
@@ -265,14 +282,14 @@ class RowReader:
         """Return the dataset's response, [R] int32, and its own tokens, [R] bool, None for all; None if not requested.
 
         R <= data.max_response_length. The text is the column's, or with an empty `data.response_key` the last message
-        of the prompt. It is tokenized separately, without special tokens, and an end-of-sequence token is appended
+        of the prompt. See `PromptRenderer.answer_ids`. An end-of-sequence token is appended
         unless it ends with one: that of the template, else the tokenizer's. A longer response is truncated and then has
         no end-of-sequence token.
 
         Raises:
             ConfigError: the row has none that can be used.
         """
-        ends, tokenizer, key = self._ends, self._tokenizer, self.config.response_key
+        ends, key = self._ends, self.config.response_key
         if ends is None:
             return None, None
         if self._dialogues is not None:
@@ -297,7 +314,7 @@ class RowReader:
             raise ConfigError(*setting, problem, fix)
         check_unicode(text, setting, where)
         self._check_beginning(read, text, setting, where)
-        ids = list(tokenizer(text, add_special_tokens=False)["input_ids"])
+        ids = self._renderer.answer_ids(text)
         if not ids:
             problem = f"the response of {where} has no tokens."
             raise ConfigError(*setting, problem, "correct or remove the row.")
@@ -327,7 +344,7 @@ class RowReader:
         # A text that is rendered already, and a row's own message of the system, may have the tools in them.
         is_complete = rendered.converted == AS_IS or has_system(prompt) or self._tools
         for name in _PARTS:
-            is_part = not is_complete if name in _IN_SYSTEM else name != _INPUT or setting[1] == "instruction"
+            is_part = not is_complete if name in _IN_SYSTEM else name not in _IN_USER or setting[1] == "instruction"
             if is_part and name not in self._used and row.get(name) not in _EMPTY:
                 problem = f"{where} has a part of the prompt in another column, {name!r}: {quoted(row[name])}."
                 fix = f"write it into {setting[1]!r}, and remove or rename the column."
@@ -382,7 +399,7 @@ class RowRoutes:
         if not self._names:
             return 0
         found = row.get(self._column)
-        name = str(found)
+        name = as_text(found)
         if found is None or name not in self._index:
             if not self._default:
                 value = f"has {found!r}" if self._column in row else f"has only the columns {sorted(row)}"

@@ -90,6 +90,8 @@ class PromptRenderer:
         self._begin = self._tokens_in_front()
         self._markers, self._heads = self._separators() if self._applies else ((), ())
         self._marker = re.compile("|".join(map(re.escape, self._markers)) or "(?!)")
+        # The template may write the beginning, and not the tokenizer. Of some models each turn begins with it.
+        self._first = [] if tokenizer.bos_token in (None, *self._heads) else [tokenizer.bos_token_id]
         self._system = system_prompt
         if system_prompt:
             self._check_system(("data.system_prompt", system_prompt))
@@ -154,14 +156,34 @@ class PromptRenderer:
         """
         if side == "right":
             return None if self._applies else ids[:limit]
-        n = len(self._begin) if ids[: len(self._begin)] == self._begin else 0
+        begin = self._begin or self._first
+        n = len(begin) if ids[: len(begin)] == begin else 0
         return [*ids[:n], *ids[len(ids) - limit + n :]][:limit]
 
+    def answer_ids(self, text: str) -> list[int]:
+        """Return the tokens of a text of the assistant, without special tokens.
+
+        They are those behind the beginning of an answer, as the template writes both: some tokenizers put a space in
+        front of a text that stands alone. If the beginning has other tokens then, the text is tokenized alone.
+        """
+        begin = self._frame(("user",)).pieces[-1:] if self._applies else ()
+        if begin and begin == self._frame(("user", "assistant")).pieces[1:2]:
+            front, ids = (
+                list(self._tokenizer(t, add_special_tokens=False)["input_ids"]) for t in (*begin, begin[0] + text)
+            )
+            if ids[: len(front)] == front:
+                return ids[len(front) :]
+        return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
+
     def begins_again(self, prompt: str, response: str) -> str:
-        """Return the end of a prompt, such as <think>, if the template writes it and a response repeats it; or ""."""
+        """Return the end of a prompt, such as <think>, if the template writes it and a response repeats it; or "".
+
+        A response does not think behind thoughts that the prompt has ended.
+        """
         tail, text = prompt.rstrip()[-_TAIL:] if self._applies else "", response.lstrip()
         ends = (tail[tag.start() :] for tag in TAG.finditer(tail))
-        return next((end for end in ends if text.startswith(end)), "")
+        ended = next((end for end in ends if text.startswith(end)), "")
+        return ended or ("<think>" if tail.endswith("</think>") and text.startswith("<think>") else "")
 
     def _check_system(self, setting: Setting) -> None:
         """Raise ConfigError unless the model reads the system prompt."""

@@ -54,13 +54,15 @@ def _parquet(file: str, key: str, columns: Collection[str] | None) -> Iterator[t
         with pq.ParquetFile(file) as source:
             names = source.schema_arrow.names
             used = [name for name in names if columns is None or name in columns]
+            if len(set(used)) < len(used):  # Of a row only the last value would be left.
+                raise ValueError(f"two of its columns have the same name: {', '.join(used)}")
             unread = dict.fromkeys(name for name in names if name not in used)
             for batch in source.iter_batches(_BATCH_ROWS, columns=used):
                 for row in batch.to_pylist() if used else [{}] * batch.num_rows:
                     line += 1
                     yield f"{file}:{line}", {**unread, **row}
     except Exception as error:  # pyarrow raises many types of errors
-        raise ConfigError(key, file, f"not a parquet file ({error}).", "create it again.") from error
+        raise ConfigError(key, file, f"cannot be read as a parquet file ({error}).", "create it again.") from error
 
 
 def _jsonl(file: str, key: str) -> Iterator[tuple[str, Row]]:

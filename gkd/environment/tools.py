@@ -51,9 +51,11 @@ def parse_calls(text: str) -> list[ToolCall | CallError]:
     <tool_call>{"name": "add", "arguments": {"a": 1, "b": 2}}</tool_call>
     <function=add><parameter=a>1</parameter><parameter=b>2</parameter></function>, also within <tool_call>
 
-    The end of the turn also ends a call. What the student only thinks, until the last </think>, does not count.
+    The end of the turn also ends a call. What the student only thinks, until the last </think> and behind a <think>
+    that it does not end, does not count.
     """
-    return [_parsed(json_form or tagged) for json_form, tagged in _CALL.findall(text.rpartition("</think>")[2])]
+    said = text.rpartition("</think>")[2].partition("<think>")[0]
+    return [_parsed(json_form or tagged) for json_form, tagged in _CALL.findall(said)]
 
 
 def _parsed(text: str) -> ToolCall | CallError:

@@ -16,6 +16,7 @@ import psutil
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from tokenizers import pre_tokenizers
 
 from gkd import main_gkd
 from gkd.config.schema_sections import DataConfig
@@ -98,6 +99,7 @@ def test_parts_and_roles_are_converted(tmp_path: Path) -> None:
         ([{"role": "system", "content": " "}], "no text"),
         ([USER, {**CALL, "content": None}, {"role": "tool", "content": "4"}], "leaves out"),
         ([USER, {**CALL, "tool_calls": "add"}, {"role": "tool", "content": "4"}], "tool calls"),
+        ([USER, {"role": "assistant", "content": "", "function_call": {"name": "f"}}, USER], "function_call"),
         ("1\ud83d2", "lone surrogate at character 2"),
         ([{"role": "user", "content": "\udc00"}], "lone surrogate at character 1"),
         ("So: " + RENDERED, "<|im_"),
@@ -151,10 +153,29 @@ def test_a_response_does_not_begin_twice(tmp_path: Path) -> None:
         for answer, made in answers.items():
             with refuses(key):
                 load(tmp_path, row_of(answer), made, ends=ends, **data)
+        with refuses(key):  # the template has ended the thoughts
+            off = {**data, "chat_template_kwargs": {"enable_thinking": False}}
+            load(tmp_path, row_of("<think>x</think>4"), tokenizer(FAMILIES["chatml_no_thinking"]), ends=ends, **off)
         found = load(tmp_path, row_of("<think>x</think>4"), CHATML, ends=ends, **data)
         assert CHATML.decode(found.response_ids) == "<think>x</think>4<|im_end|>"
     row = {"prompt": "<think>", "response": "<think>"}
     assert load(tmp_path, row, thinking, ends=ends, chat_template="never").response_ids is not None
+
+
+def test_a_response_begins_behind_the_beginning_of_its_turn(tmp_path: Path) -> None:
+    """Fails if the student learns a space in front of an answer, which tokenizers such as Llama 2's add to a text."""
+    made = tokenizer(FAMILIES["chatml"])
+    made.backend_tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
+    end = [CHATML.convert_tokens_to_ids("<|im_end|>")]
+    assert made.decode(made("4")["input_ids"]) == " 4"
+    conversation = [USER, {"role": "assistant", "content": "4"}]
+    for row, data in (
+        ({"prompt": "Q", "response": "4"}, {}),
+        ({"prompt": conversation}, {"messages_key": "prompt"}),
+    ):
+        assert made.decode(load(tmp_path, row, made, ends=end, **data).response_ids) == "4<|im_end|>"
+    row = {"prompt": "Q", "response": "4"}
+    assert made.decode(load(tmp_path, row, made, ends=end, chat_template="never").response_ids) == " 4</s>"
 
 
 def test_a_response_ends_as_the_template_ends_a_turn(tmp_path: Path) -> None:
@@ -377,8 +398,13 @@ def test_a_cut_prompt_keeps_its_beginning_and_the_beginning_of_the_answer(tmp_pa
     made = tokenizer(FAMILIES["turns"], post="<s> $A")
     whole = load(tmp_path, "abcdefgh", made).token_ids.tolist()
     n = len(whole) - 20
-    cut = load(tmp_path, "abcdefgh", made, max_prompt_length=n, truncation="left").token_ids.tolist()
-    assert cut == [whole[0], *whole[1 - n :]] and len(cut) == n
+    for each in (made, tokenizer(FAMILIES["turns"])):  # the second one does not add what the template writes
+        cut = load(tmp_path, "abcdefgh", each, max_prompt_length=n, truncation="left").token_ids.tolist()
+        assert cut == [whole[0], *whole[1 - n :]] and len(cut) == n
+    turns = tokenizer(FAMILIES["chatml"])
+    turns.bos_token = "<|im_start|>"  # as SmolLM2's, where it begins each turn
+    found = text(tmp_path, "abcdefgh", turns, max_prompt_length=16, truncation="left")
+    assert found == "fgh<|im_end|>\n<|im_start|>assistant\n"
     assert load(tmp_path, "abcdefgh", made, max_prompt_length=1, truncation="left").token_ids.tolist() == whole[:1]
     with refuses("data.max_prompt_length"):
         load(tmp_path, "abcdefgh", made, max_prompt_length=n, truncation="right")

@@ -17,6 +17,7 @@ from gkd.config.schema_sections import DataConfig
 from gkd.data.prompts import RowReader, load_prompts, load_tokenizer
 from gkd.errors import ConfigError
 from tests.refusals import refuses
+from tests.unit import chat_templates as byte_level
 
 
 @pytest.fixture(scope="module")
@@ -112,7 +113,7 @@ def test_invalid_rows_are_refused_with_their_line(tmp_path: Path, tokenizer: Any
 
 @pytest.mark.parametrize("kind", ["jsonl", "parquet"])
 def test_a_part_of_the_prompt_in_another_column_is_refused(tmp_path: Path, tokenizer: Any, kind: str) -> None:
-    """Fails if Alpaca's `input`, ShareGPT's `system`, images or tools are left out of the prompt silently."""
+    """Fails if Alpaca's `input`, OpenOrca's `system_prompt`, images or tools are left out of the prompt silently."""
 
     def rows(**row: Any) -> str:
         if kind == "jsonl":
@@ -120,13 +121,20 @@ def test_a_part_of_the_prompt_in_another_column_is_refused(tmp_path: Path, token
         pq.write_table(pa.Table.from_pylist([row]), tmp_path / "p.parquet")
         return str(tmp_path / "p.parquet")
 
-    for part in ({"system": "ab"}, {"images": ["a.png"]}, {"tools": '[{"type": "function"}]'}, {"history": ["a"]}):
+    for part in (
+        {"system": "ab"},
+        {"images": ["a.png"]},
+        {"tools": '[{"type": "function"}]'},
+        {"history": ["a"]},
+        {"system_prompt": "a"},
+    ):
         with refuses("data.prompt_key"):
             load([rows(prompt="ab", **part)], tokenizer)
-    with refuses("data.prompt_key"):
-        load([rows(instruction="ab", input="cd")], tokenizer, prompt_key="instruction")
+    for name in ("input", "context"):
+        with refuses("data.prompt_key"):
+            load([rows(instruction="ab", **{name: "cd"})], tokenizer, prompt_key="instruction")
     # Nothing is lost here: the part is empty, read, or no part of this prompt.
-    for row in ({"system": ""}, {"images": None}, {"tools": "[]"}, {"input": "cd"}):
+    for row in ({"system": ""}, {"images": None}, {"tools": "[]"}, {"input": "cd"}, {"context": "cd"}):
         load([rows(prompt="ab", **row)], tokenizer)
     load([rows(prompt="ab", system="cd")], tokenizer, answer_key="system")
     own = [{"role": "system", "content": "a"}, {"role": "user", "content": "b"}]
@@ -135,6 +143,16 @@ def test_a_part_of_the_prompt_in_another_column_is_refused(tmp_path: Path, token
         load([rows(prompt=own, system="a", tools="[1]")], tokenizer)
     finally:
         tokenizer.chat_template = None
+
+
+def test_two_columns_of_one_name_are_refused(tmp_path: Path, tokenizer: Any) -> None:
+    """Fails if the prompts are those of the second column, without a word."""
+    file, columns = tmp_path / "p.parquet", [pa.array(["ab"]), pa.array(["cd"])]
+    pq.write_table(pa.Table.from_arrays(columns, names=["prompt", "prompt"]), file)
+    with refuses("data.train_files"):
+        load([str(file)], tokenizer)
+    pq.write_table(pa.Table.from_arrays([*columns, columns[0]], names=["prompt", "x", "x"]), file)
+    assert load([str(file)], tokenizer)[0][0].token_ids.tolist() == [0, 1]
 
 
 def test_bytes_that_are_not_utf8_are_refused(tmp_path: Path, tokenizer: Any) -> None:
@@ -175,6 +193,19 @@ def test_a_folder_without_tokenizer_names_the_key(tmp_path: Path) -> None:
     for path in (tmp_path / "absent", tmp_path):
         with refuses("model.path"):
             load_tokenizer(str(path), "model.path")
+
+
+def test_a_tokenizer_that_loses_text_is_refused(tmp_path: Path) -> None:
+    """Fails if a folder whose class has other rules than its file, as DeepSeek's distilled Llama, reads no spaces."""
+    byte_level.tokenizer().save_pretrained(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))
+    for name, is_right in (("LlamaTokenizerFast", False), ("PreTrainedTokenizerFast", True)):
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": name}))
+        if is_right:
+            assert "b  c" in (made := load_tokenizer(str(tmp_path), "k")).decode(made("b  c")["input_ids"])
+        else:
+            with refuses("model.path"):
+                load_tokenizer(str(tmp_path), "model.path")
 
 
 def test_a_dataset_response_has_the_form_of_a_rollout(tmp_path: Path, tokenizer: Any) -> None:

@@ -125,6 +125,7 @@ def test_schemas_come_from_signature_and_docstring() -> None:
             [ToolCall("add", {"a": "1", "b": "x\n\ny"}, is_text=True), ToolCall("now", {}, is_text=True)],
         ),
         (f"<think>{CALL.format('sub', '{}')}</think>{CALL.format('add', '{}')}", [ToolCall("add", {})]),
+        (f"<think>{CALL.format('sub', '{}')}", []),
         ("<function=f>" + "<parameter=a>" * 50_000, [ToolCall("f", {"a": ""}, is_text=True)]),
         *(
             (f"<tool_call>{text}</tool_call>", None)

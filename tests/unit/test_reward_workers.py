@@ -213,7 +213,7 @@ def test_a_missing_answer_is_an_error(config: Config) -> None:
 def test_an_answer_that_is_no_text_is_refused(config: Config, tmp_path: Path) -> None:
     """Fails if every response counts as wrong because the answers are verl's reward_model, lists, NaN or empty."""
     functions, file = [("eval.metric", "exact_match")], tmp_path / "p.jsonl"
-    for answer in ({"ground_truth": "3"}, ["3"], float("nan"), " ", "3", 3):
+    for answer in ({"ground_truth": "3"}, ["3"], float("nan"), " ", "3", 3, 3.0):
         file.write_text(json.dumps({"prompt": "1+2=", "answer": answer}) + "\n")
         prompts, _ = load_prompts([str(file)], "data.val_files", RowReader(config.data, TOKENIZER))
         if answer in ("3", 3):

@@ -16,12 +16,12 @@ from gkd.config.check import check_config
 from gkd.config.load import load_config
 from gkd.config.schema import Route
 from gkd.config.schema_sections import DataConfig
-from gkd.config.schema_teacher import TeacherConfig
+from gkd.config.schema_teacher import RouteConfig, TeacherConfig
 from gkd.data.batching import make_micro_batches, without_first
 from gkd.data.chunks import dataset_chunks
 from gkd.data.codec import decode_prompts, encode_prompts
 from gkd.data.collate import route_counts
-from gkd.data.prompts import RowReader, load_prompts
+from gkd.data.prompts import RowReader, RowRoutes, load_prompts
 from gkd.errors import ConfigError
 from gkd.preflight.replay import _check_scores
 from gkd.preflight.teacher import check_teacher
@@ -72,6 +72,16 @@ def test_a_template_is_filled_with_the_columns_of_the_row(tmp_path: Path) -> Non
         "add: 1+{hint} {7} so {answer}.",
         "0.5: 2+6 {8} .",
     ]
+
+
+def test_numbers_of_a_column_with_nulls_are_whole(tmp_path: Path) -> None:
+    """Fails if the teacher reads 42.0 or nan, or a route has another name, because pandas made floats of a column."""
+    prompts = load(tmp_path, [{"prompt": "1", "a": 42.0}, {"prompt": "1", "a": 4.5}], template="{a}")
+    assert views(prompts) == ["42", "4.5"]
+    with refuses(KEY):
+        load(tmp_path, [{"prompt": "1", "a": float("nan")}], template="{a}")
+    routes = RowRoutes(TeacherConfig(routes={"7": RouteConfig(), "8": RouteConfig()}, default_route="7"), "d")
+    assert [routes.of({"d": value}, "row") for value in (8, 8.0, 7.0, None)] == [1, 1, 0, 0]
 
 
 def test_a_template_replaces_the_last_message(tmp_path: Path) -> None:
