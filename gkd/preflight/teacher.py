@@ -27,6 +27,7 @@ from gkd.scoring.teacher.store import dataset_keys, open_store
 from gkd.scoring.teacher.teacher import Teacher, open_teacher
 from gkd.types import Prompt, Rollout
 from teacher_server.wire.fingerprint import template_example, template_fingerprint, tokenizer_fingerprint
+from teacher_server.wire.protocol import MAX_ENTRIES
 
 log = get_logger("preflight")
 
@@ -224,6 +225,10 @@ def check_limits(config: Config, route: Route, teacher: TeacherInfo, kind: str, 
     if "topk" in derived.signals and config.teacher.topk > n_vocab:
         problem = f"student and teacher share only {n_vocab} token ids."
         raise config.error("teacher.topk", problem, f"use at most {n_vocab}.")
+    most = MAX_ENTRIES // config.data.max_response_length  # of a row, in one reply of a teacher server
+    if "topk" in derived.signals and teacher.protocol_version and config.teacher.topk > most:
+        problem = f"a reply of the teacher server holds {most} entries for each of data.max_response_length tokens."
+        raise config.error("teacher.topk", problem, f"use at most {most}, or shorter responses.")
     if teacher.protocol_version == 1 and (derived.n_student_ids or derived.signals == ("topk", "sampled")):
         problem = "the server has protocol version 1: it cannot score given ids, nor the sampled token with the top-k."
         raise route.error("server_port", problem, "upgrade the teacher server.")
