@@ -40,7 +40,7 @@ _TEMPLATE_FIX = (
     "give both folders the same chat template, set data.chat_template_kwargs, or put the teacher's form into a column "
     "and set data.teacher_prompt_key"
 )
-# In teacher.store: a list of `TeacherInfo` by route, of what has scored the responses there. A score is found by a key
+# In teacher.store: by route address and `TeacherInfo` of what has scored the responses there. A score is found by a key
 # that contains the teacher's fingerprint, so a wrong description finds none.
 _STORED = "teachers.json"
 
@@ -342,28 +342,37 @@ def template_warning(data: DataConfig, tokenizer: Any, teacher: TeacherInfo, *, 
 
 def record_teachers(config: Config, teachers: Sequence[TeacherInfo]) -> None:
     """Write the descriptions of the teachers into the store, which exists. Raises OSError."""
-    replace_file(Path(config.teacher.store) / _STORED, msgspec.json.encode(teachers))
+    replace_file(
+        Path(config.teacher.store) / _STORED, msgspec.json.encode(list(zip(_addresses(config), teachers, strict=True)))
+    )
+
+
+def _addresses(config: Config) -> list[str]:
+    return [f"{route.teacher.server_ip}:{route.teacher.server_port}" for route in config.derived.routes]
 
 
 def recorded_teachers(config: Config, away: TeacherUnavailable) -> tuple[TeacherInfo, ...]:
     """Return the descriptions in the store for a run that needs no teacher server.
 
     Raises:
-        TeacherUnavailable: `away`: the run needs the server, or nothing is recorded, or other teachers of a server.
+        TeacherUnavailable: `away`: the run needs the server, or nothing is recorded, or other teachers of a server, or
+            without a name those at another address.
     """
     needs = config.distill.on_policy_share > 0 or config.data.val_files or config.teacher.signal == "hidden"
     try:
         if needs or not config.teacher.store:
             raise away
         content = (Path(config.teacher.store) / _STORED).read_bytes()
-        teachers = msgspec.json.decode(content, type=tuple[TeacherInfo, ...])
+        recorded = msgspec.json.decode(content, type=tuple[tuple[str, TeacherInfo], ...])
     except (OSError, msgspec.DecodeError):
         raise away from None
-    names = [route.teacher.name for route in config.derived.routes]
-    if len(teachers) != len(names):
+    names, now = [route.teacher.name for route in config.derived.routes], _addresses(config)
+    if len(recorded) != len(names):
         raise away
-    if any(name not in ("", each.teacher) for name, each in zip(names, teachers, strict=True)):
-        raise away
+    for name, address, (before, teacher) in zip(names, now, recorded, strict=True):
+        if name != teacher.teacher if name else address != before:
+            raise away
+    teachers = tuple(teacher for _, teacher in recorded)
     shown = ", ".join(f"{teacher.model_name} ({teacher.fingerprint[:12]})" for teacher in teachers)
     log.warning(
         "%s; teacher.store has the scores of %s: the run asks no teacher", str(away).partition(" Fix:")[0], shown
@@ -376,7 +385,8 @@ def check_all_stored(
 ) -> None:
     """Raise TeacherUnavailable unless the store has the scores of each response."""
     store, fingerprints = open_store(config.teacher), [teacher.fingerprint for teacher in teachers]
-    keys = dataset_keys(dataset_rollouts(prompts, eos_ids), config.derived, fingerprints, n_vocab)
+    numerics = [teacher.numerics for teacher in teachers]
+    keys = dataset_keys(dataset_rollouts(prompts, eos_ids), config.derived, fingerprints, n_vocab, numerics)
     n_missing = len(prompts) - sum(key in store for key in keys.values())
     if n_missing:
         problem = f"it lacks the scores of {n_missing} of {len(prompts)} responses, and no teacher server replies."
