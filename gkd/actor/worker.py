@@ -199,7 +199,8 @@ class ActorWorker(ActorRank):
     def export_hf(self, folder: Path) -> None:
         """Export the student as a Hugging Face folder, written by rank 0. Collective."""
         with self._phase(Phase.EXPORT, [PARAMS]):
-            self._student.save_hf(folder, self._config.model.path)
+            stop_ids = self._config.rollout.stop_token_ids
+            self._student.save_hf(folder, self._config.model.path, stop_ids=stop_ids)
         log_gpu_memory_usage("exported", self._log, rank=None, device=self._device)
 
     def export_plan(self, content: Content) -> list[TensorSpec]:

@@ -28,6 +28,7 @@ from gkd.scoring.teacher.store import dataset_keys, open_store
 from gkd.scoring.teacher.teacher import Teacher, open_teacher
 from gkd.types import Prompt, Rollout
 from teacher_server.wire.fingerprint import template_example, template_fingerprint, tokenizer_fingerprint
+from teacher_server.wire.protocol import MAX_ENTRIES
 
 log = get_logger("preflight")
 
@@ -40,7 +41,7 @@ _TEMPLATE_FIX = (
     "give both folders the same chat template, set data.chat_template_kwargs, or put the teacher's form into a column "
     "and set data.teacher_prompt_key"
 )
-# In teacher.store: a list of `TeacherInfo` by route, of what has scored the responses there. A score is found by a key
+# In teacher.store: by route address and `TeacherInfo` of what has scored the responses there. A score is found by a key
 # that contains the teacher's fingerprint, so a wrong description finds none.
 _STORED = "teachers.json"
 
@@ -225,6 +226,10 @@ def check_limits(config: Config, route: Route, teacher: TeacherInfo, kind: str, 
     if "topk" in derived.signals and config.teacher.topk > n_vocab:
         problem = f"student and teacher share only {n_vocab} token ids."
         raise config.error("teacher.topk", problem, f"use at most {n_vocab}.")
+    most = MAX_ENTRIES // config.data.max_response_length  # of a row, in one reply of a teacher server
+    if "topk" in derived.signals and teacher.protocol_version and config.teacher.topk > most:
+        problem = f"a reply of the teacher server holds {most} entries for each of data.max_response_length tokens."
+        raise config.error("teacher.topk", problem, f"use at most {most}, or shorter responses.")
     if teacher.protocol_version == 1 and (derived.n_student_ids or derived.signals == ("topk", "sampled")):
         problem = "the server has protocol version 1: it cannot score given ids, nor the sampled token with the top-k."
         raise route.error("server_port", problem, "upgrade the teacher server.")
@@ -339,28 +344,37 @@ def template_warning(data: DataConfig, tokenizer: Any, teacher: TeacherInfo, *, 
 
 def record_teachers(config: Config, teachers: Sequence[TeacherInfo]) -> None:
     """Write the descriptions of the teachers into the store, which exists. Raises OSError."""
-    replace_file(Path(config.teacher.store) / _STORED, msgspec.json.encode(teachers))
+    replace_file(
+        Path(config.teacher.store) / _STORED, msgspec.json.encode(list(zip(_addresses(config), teachers, strict=True)))
+    )
+
+
+def _addresses(config: Config) -> list[str]:
+    return [f"{route.teacher.server_ip}:{route.teacher.server_port}" for route in config.derived.routes]
 
 
 def recorded_teachers(config: Config, away: TeacherUnavailable) -> tuple[TeacherInfo, ...]:
     """Return the descriptions in the store for a run that needs no teacher server.
 
     Raises:
-        TeacherUnavailable: `away`: the run needs the server, or nothing is recorded, or other teachers of a server.
+        TeacherUnavailable: `away`: the run needs the server, or nothing is recorded, or other teachers of a server, or
+            without a name those at another address.
     """
     needs = config.distill.on_policy_share > 0 or config.data.val_files or config.teacher.signal == "hidden"
     try:
         if needs or not config.teacher.store:
             raise away
         content = (Path(config.teacher.store) / _STORED).read_bytes()
-        teachers = msgspec.json.decode(content, type=tuple[TeacherInfo, ...])
+        recorded = msgspec.json.decode(content, type=tuple[tuple[str, TeacherInfo], ...])
     except (OSError, msgspec.DecodeError):
         raise away from None
-    names = [route.teacher.name for route in config.derived.routes]
-    if len(teachers) != len(names):
+    names, now = [route.teacher.name for route in config.derived.routes], _addresses(config)
+    if len(recorded) != len(names):
         raise away
-    if any(name not in ("", each.teacher) for name, each in zip(names, teachers, strict=True)):
-        raise away
+    for name, address, (before, teacher) in zip(names, now, recorded, strict=True):
+        if name != teacher.teacher if name else address != before:
+            raise away
+    teachers = tuple(teacher for _, teacher in recorded)
     shown = ", ".join(f"{teacher.model_name} ({teacher.fingerprint[:12]})" for teacher in teachers)
     log.warning(
         "%s; teacher.store has the scores of %s: the run asks no teacher", str(away).partition(" Fix:")[0], shown
@@ -373,7 +387,8 @@ def check_all_stored(
 ) -> None:
     """Raise TeacherUnavailable unless the store has the scores of each response."""
     store, fingerprints = open_store(config.teacher), [teacher.fingerprint for teacher in teachers]
-    keys = dataset_keys(dataset_rollouts(prompts, eos_ids), config.derived, fingerprints, n_vocab)
+    numerics = [teacher.numerics for teacher in teachers]
+    keys = dataset_keys(dataset_rollouts(prompts, eos_ids), config.derived, fingerprints, n_vocab, numerics)
     n_missing = len(prompts) - sum(key in store for key in keys.values())
     if n_missing:
         problem = f"it lacks the scores of {n_missing} of {len(prompts)} responses, and no teacher server replies."

@@ -15,9 +15,11 @@ that was killed after the rename, or from steps that a rewind discarded. It is n
 from __future__ import annotations
 
 import json
+import math
 import re
 import secrets
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -154,7 +156,7 @@ class CheckpointStore:
     def prune(self, keep_last: int, keep_every: int, best: Best | None = None) -> None:
         """Delete all but the newest `keep_last`, multiples of `keep_every` (0: none of them) and the best one.
 
-        The file `best` names the best one, if it is saved.
+        The file `best` names the best one, if it is saved; it does not outlive the checkpoint that it names.
 
         A folder is renamed before its files are deleted, so a kill leaves no incomplete checkpoint. If a deletion fails
         it is logged and tried again at the next save: it costs space, not the run.
@@ -170,6 +172,13 @@ class CheckpointStore:
                     self._delete(folder)
                 except OSError as error:
                     log.warning("the old checkpoint %s cannot be deleted: %s", folder, error)
+        self._forget_best()
+
+    def _forget_best(self) -> None:
+        """Delete the file `best` if it names a checkpoint that does not exist."""
+        with suppress(CheckpointError):  # a damaged file is reported where it is used
+            if self.best() is None:
+                remove(self.root / _BEST)
 
     def best(self) -> Best | None:
         """Return what `prune` was given last of the checkpoints that exist, or None if it was given nothing.
@@ -222,6 +231,7 @@ class CheckpointStore:
         if self._pointer() != step_of(folder):
             with naming(self.root / _POINTER):
                 self._point_to(folder)
+            self._forget_best()
 
     def committed(self) -> list[Path]:
         """Return the committed checkpoints, oldest first."""
@@ -333,7 +343,11 @@ class BestStep:
             problem = "the evaluations of this run do not have it."
             raise ConfigError("trainer.keep_best", self._metric, problem, f"use one of {listed}.")
         value = numbers[self._metric]
-        if step and (self.best is None or (value < self.best.value if self._smallest else value > self.best.value)):
+        if (
+            step
+            and not math.isnan(value)
+            and (self.best is None or (value < self.best.value if self._smallest else value > self.best.value))
+        ):
             self.best = Best(step, self._metric, value)
 
     def restore(self, best: Best | None, step: int) -> None:

@@ -98,7 +98,7 @@ def check_run_folder(config: Config) -> Path | None:
         problem = "it is not empty and holds no complete run of gkd."
         raise config.error("trainer.run_dir", problem, "name a new folder.")
     named = named_checkpoint(config)
-    if named is not None and named.parent == (root / CHECKPOINTS).resolve():
+    if named is not None and named.parent.resolve() == (root / CHECKPOINTS).resolve():
         return root / CHECKPOINTS / named.name
     if _holds_run(root):
         if config.trainer.resume != "auto":
@@ -120,7 +120,8 @@ def named_checkpoint(config: Config) -> Path | None:
         return None
     problem = "there is no such folder, and it is neither auto nor never."
     if os.path.isdir(resume):
-        folder = Path(resume).resolve()
+        folder = Path(resume).absolute()  # its run is above it by name: checkpoints/ may be a link to another disk
+        folder = folder if step_of(folder) is not None else folder.resolve()
         if step_of(folder) is not None and any((folder / file).exists() for file in (MANIFEST, STATE)):
             return folder
         problem = "not a checkpoint folder."

@@ -44,6 +44,7 @@ class ScoringEndpoint(GroupEndpoint):
         windows: by route, the limits of the sequences in flight.
         probes: by route, of the HTTP servers that preflight probed; empty: they are not probed again.
         pair: tokenizers of the student and of a teacher with another one.
+        numerics: by route, see `TeacherInfo`; empty: without a store.
 
     Raises:
         ConfigError: invalid loss settings.
@@ -57,9 +58,10 @@ class ScoringEndpoint(GroupEndpoint):
         windows: Sequence[Window],
         probes: Sequence[Probe | None] = (),
         pair: TokenizerPair | None = None,
+        numerics: Sequence[str] = (),
     ) -> None:
         super().__init__(config)
-        self._pair = pair
+        self._pair, self._numerics = pair, numerics
         self._probes, self._n_vocab, self._fingerprints, self._windows = probes, n_vocab, fingerprints, windows
         self._derived = derived = config.derived
         self._signals, self._routes, self._n_student_ids = derived.signals, derived.routes, derived.n_student_ids
@@ -115,7 +117,7 @@ class ScoringEndpoint(GroupEndpoint):
         store, stored, keys = self._store, dict[int, TeacherScores](), dict[int, bytes]()
         if store is not None:
             store.refresh()
-            keys = dataset_keys(rollouts, self._derived, self._fingerprints, self._n_vocab)
+            keys = dataset_keys(rollouts, self._derived, self._fingerprints, self._n_vocab, self._numerics)
             stored = {i: known for i, key in keys.items() if (known := store.get(key, rollouts[i])) is not None}
         asked = [i for i in range(len(rollouts)) if i not in stored]
         texts = rollouts if self._pair is None else self._pair.for_teacher(rollouts)

@@ -241,7 +241,14 @@ def _endpoints(config: Config, plan: Plan, actor: ActorPool, slots: Pool) -> lis
         return spawn_endpoints(config, actor, slots, plan.device, GroupEndpoint)
     probes = [info.probe for info in plan.teachers]
     n_vocab = len(plan.pair.teacher) if plan.pair else plan.n_vocab
-    args = n_vocab, [info.fingerprint for info in plan.teachers], windows, probes, plan.pair
+    args = (
+        n_vocab,
+        [info.fingerprint for info in plan.teachers],
+        windows,
+        probes,
+        plan.pair,
+        [info.numerics for info in plan.teachers],
+    )
     return spawn_endpoints(config, actor, slots, plan.device, ScoringEndpoint, *args, n_threads=n_threads)
 
 

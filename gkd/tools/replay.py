@@ -213,7 +213,8 @@ def _of_teacher(case: Case, device: str) -> tuple[tuple[Any, ...], TokenizerPair
     if derived.teacher_pool:
         return (GroupEndpoint,), pair
     windows = [window_of_group(config.teacher, info, 1) for info in teachers]
-    return (ScoringEndpoint, n_vocab, [info.fingerprint for info in teachers], windows, (), pair), pair
+    fingerprints, numerics = [info.fingerprint for info in teachers], [info.numerics for info in teachers]
+    return (ScoringEndpoint, n_vocab, fingerprints, windows, (), pair, numerics), pair
 
 
 def _scored(pending: list[PendingScores], reference: ReferenceRole, scoring: ScoringRole) -> list[ScoredChunk]:

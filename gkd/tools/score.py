@@ -62,14 +62,16 @@ def score_all(plan: ScoringPlan) -> None:
         TeacherError, TeacherUnavailable: see `gkd.scoring.teacher.teacher.Teacher`.
     """
     config, fingerprints = plan.config, [teacher.fingerprint for teacher in plan.teachers]
+    numerics = [teacher.numerics for teacher in plan.teachers]
     rollouts = dataset_rollouts(plan.prompts, plan.eos_ids)
     _check_size(plan, sum(len(rollout.response_ids) for rollout in rollouts))
-    keys, store = dataset_keys(rollouts, config.derived, fingerprints, plan.n_vocab), open_store(config.teacher)
+    keys = dataset_keys(rollouts, config.derived, fingerprints, plan.n_vocab, numerics)
+    store = open_store(config.teacher)
     left = {key: rollouts[i] for i, key in keys.items() if store.get(key, rollouts[i]) is None}  # missing, or damaged
     log.info("%d of %d responses are to score, into %s", len(left), len(rollouts), config.teacher.store)
     if left:
         windows = [window_of_group(config.teacher, teacher, 1) for teacher in plan.teachers]
-        endpoint = ScoringEndpoint(config, plan.n_vocab, fingerprints, windows)
+        endpoint = ScoringEndpoint(config, plan.n_vocab, fingerprints, windows, numerics=numerics)
         _score(endpoint, store, left, max(1, sum(window.n_in_flight for window in windows) // (_THREADS - 1)))
     _check_kept(store, keys.values())
     record_teachers(config, plan.teachers)

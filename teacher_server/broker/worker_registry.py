@@ -41,9 +41,9 @@ T = TypeVar("T")
 
 
 class WorkerEvent(NamedTuple):
-    """Event for the supervisor. `text` is the reason of `refused` and `excluded`."""
+    """Event for the supervisor. `text` is the reason of `refused` and `excluded`. `left`: not drained."""
 
-    kind: Literal["ready", "refused", "excluded", "dismissed", "drained"]
+    kind: Literal["ready", "refused", "excluded", "dismissed", "left", "drained"]
     name: str
     text: str
 
@@ -155,12 +155,12 @@ class WorkerRegistry:
     def dismiss_drained(self) -> None:
         """Dismiss the workers that are leaving and have no unfinished requests."""
         for identity in self._queue.drained_workers():
-            name = self._queue.workers[identity].hello.name
-            log.info("dismissed worker %s", name)
+            hello = self._queue.workers[identity].hello
+            log.info("dismissed worker %s", hello.name)
             self._outbox.to_worker(identity, Dismiss())
             self._outbox.remove_worker(identity)
             self._queue.remove_worker(identity)
-            self.events.put(WorkerEvent("dismissed", name, ""))
+            self.events.put(WorkerEvent("dismissed" if _process(hello) in self._leaving else "left", hello.name, ""))
 
     def _exclude(self, identity: bytes, reason: str) -> None:
         hello, reason = self._queue.workers[identity].hello, reason[:_MAX_CHARS]

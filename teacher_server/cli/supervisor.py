@@ -131,8 +131,8 @@ class Supervisor:
         now_s = time.monotonic()
         if kind == "ready":
             slot.ready_s, slot.n_failed, slot.was_ready = now_s, 0, True
-        elif kind == "dismissed":
-            slot.dismissed = True
+        elif kind in ("dismissed", "left"):  # drained by name, or by a signal from outside
+            slot.dismissed = slot.dismissed or kind == "dismissed"
             slot.kill_s = slot.kill_s or now_s + _DISMISSED_EXIT_S  # a second event does not extend it
         elif kind == "refused" and slot.kill_s is None:  # else the worker sent this hello before it was dismissed
             raise ServerError(f"worker {slot.label} cannot join: {text}")
@@ -149,7 +149,7 @@ class Supervisor:
     def _on_exit(self, slot: _Slot) -> None:
         code = slot.process.returncode
         self._broker.worker_died(slot.name)
-        if code == 0 or slot.dismissed:  # an engine's shutdown may change the exit code of a dismissed worker
+        if slot.dismissed:  # whatever the code: an engine's shutdown may change it
             slot.left = True
             log.info("worker %s has left", slot.label)
             return

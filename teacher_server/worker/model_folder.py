@@ -23,6 +23,7 @@ log = logging.getLogger(__name__)
 
 _SAMPLE_BYTES = 4 << 10
 _N_SAMPLES = 1024  # at most, of a file whose form is unknown
+_EDGE_BYTES = 8 << 20  # of each end of the embedding and of the LM head
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
 
@@ -91,16 +92,23 @@ def _fingerprint(folder: Path, weights: list[Path]) -> str:
     """Hash (sha256) config.json and, for each weight file, its name, its header, and a sample of every tensor.
 
     Hashing all bytes of 60 GB takes longer than loading them. Every tensor is sampled, because a merged
-    adapter leaves many tensors unchanged.
+    adapter leaves many tensors unchanged: in the middle, and those with a row for each token also at both ends, where
+    added tokens are.
     """
-    digest = hashlib.sha256((folder / "config.json").read_bytes())
+    digest, config = hashlib.sha256((folder / "config.json").read_bytes()), read_json(folder / "config.json")
+    n_rows = (config.get("text_config") or config).get("vocab_size")
     for file in weights:
         header = json.dumps(read_header(file)[0], sort_keys=True)
         digest.update(f"{file.name}:{file.stat().st_size}:{header}".encode())
         with file.open("rb") as stream:
             for _, entry in sorted(read_entries(file).items()):
-                stream.seek(max(entry.start, (entry.start + entry.stop - _SAMPLE_BYTES) // 2))  # middle of the tensor
-                digest.update(stream.read(min(_SAMPLE_BYTES, entry.stop - entry.start)))
+                middle, n_bytes = (entry.start + entry.stop - _SAMPLE_BYTES) // 2, entry.stop - entry.start
+                places = [(middle, _SAMPLE_BYTES)]
+                if entry.shape[:1] == (n_rows,):
+                    places += [(entry.start, _EDGE_BYTES), (entry.stop - _EDGE_BYTES, _EDGE_BYTES)]
+                for start, size in places:
+                    stream.seek(max(entry.start, start))
+                    digest.update(stream.read(min(size, n_bytes)))
     return digest.hexdigest()[:32]
 
 

@@ -50,12 +50,13 @@ def measure(rounds: int) -> Part:
         save_model(folder / "model")
         with ServerProcess(folder / "model", folder, options=("--dtype", "float32")) as server:
             with connect(server.port) as client:
-                fingerprint = client.info().fingerprint
+                info = client.info()
             for i in range(rounds):
                 store = folder / f"store_{i}"
                 overrides = [f"teacher.server_port={server.port}", f"teacher.store={store}"]
                 config = load_config(None, [*overrides, "distill.on_policy_share=0", "teacher.topk=64"])
-                endpoint = ScoringEndpoint(config, VOCAB, [fingerprint], [Window(N_IN_FLIGHT, N_PER_REQUEST)])
+                window, numerics = Window(N_IN_FLIGHT, N_PER_REQUEST), [info.numerics]
+                endpoint = ScoringEndpoint(config, VOCAB, [info.fingerprint], [window], numerics=numerics)
                 seconds, found = [], []
                 for _ in range(2):
                     began = time.perf_counter()

@@ -120,6 +120,15 @@ def test_given_ids_of_own_tokens_have_rows_for_all() -> None:
         scores_of("vllm", reply, asked, N_VOCAB)
 
 
+@pytest.mark.parametrize("with_sampled", [False, True])
+def test_minus_infinity_is_refused_as_vllm_writes_it(with_sampled: bool) -> None:
+    """Fails if a token that the teacher excludes is learned with a loss of 9999 nats."""
+    rows = [None, {"5": {"logprob": -0.1, "rank": 1}, "6": {"logprob": -9999.0, "rank": 2}}]
+    asked = Asked("x", [4, 6], 1, 1 if with_sampled else 2, with_sampled=with_sampled)
+    with pytest.raises(TeacherError, match="x: response position 0 "):
+        scores_of("vllm", msgspec.json.encode({"choices": [{"prompt_logprobs": rows}]}), asked, N_VOCAB)
+
+
 # Faults of a reply: each changes the JSON at a random place of the response and returns None, or returns other bytes.
 Fault = Callable[[Any, random.Random], bytes | None]
 

@@ -135,10 +135,11 @@ def test_keys_for_clients_and_workers(tmp_path: Path, model: Path, join: Join) -
         assert "listed" in workers(server, *bundle) and "keyless" not in workers(server, *bundle)
 
 
-def test_a_killed_worker_is_replaced(tmp_path: Path, model: Path) -> None:
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_a_killed_worker_is_replaced(tmp_path: Path, model: Path, number: signal.Signals) -> None:
     """Fails if the server continues with one copy less, or starts the new worker on another GPU."""
     with ServerProcess(model, tmp_path, n_workers=2, options=(*TRIVIAL, "--gpus", "4,5")) as server:
-        os.kill(server.worker_pids[1], signal.SIGKILL)
+        os.kill(server.worker_pids[1], number)
         wait_until(lambda: workers(server) == {"w0.0", "w1.1"}, 20.0, "another worker")
         status = json.loads(run("status", *address(server), "--json").stdout)
         gpus = {worker["name"]: worker["gpus"][0]["id"] for worker in status["workers"]}

@@ -243,17 +243,19 @@ def test_a_full_disk_ends_the_writing_alone(tmp_path: Path) -> None:
 
 
 def test_an_endpoint_asks_the_teacher_once(tiny_server: ServerProcess, tmp_path: Path) -> None:
-    """Fails if a dataset response is scored twice, if stored scores differ by a bit, or if those of another temperature
-    or of a response of the student come from the store.
+    """Fails if a dataset response is scored twice, if stored scores differ by a bit, or if those of another
+    temperature, dtype or engine, or of a response of the student come from the store.
     """
     with connect(tiny_server.port) as client:
         fingerprint = client.info().fingerprint
     rollouts = [*from_dataset(5), *map(own_turns, from_dataset(5, seed=6)), *random_rollouts(4, N_VOCAB, seed=8)]
 
-    def scored(temperature: float) -> tuple[list[TeacherScores], int]:
+    def scored(temperature: float, numerics: str = "hf float32") -> tuple[list[TeacherScores], int]:
         settings = (f"teacher.server_port={tiny_server.port}", "teacher.topk=8", "teacher.wire=fp32")
         more = (f"teacher.store={tmp_path}", f"teacher.temperature={temperature}", "distill.on_policy_share=0.5")
-        opened = ScoringEndpoint(load_config(None, [*settings, *more]), N_VOCAB, [fingerprint], [Window(6, 3)])
+        opened = ScoringEndpoint(
+            load_config(None, [*settings, *more]), N_VOCAB, [fingerprint], [Window(6, 3)], numerics=[numerics]
+        )
         with opened.clients()[0]:  # type: ignore[attr-defined]
             scores, summary = opened.score(rollouts)
         times = ScoreSummary.decode(summary).times
@@ -262,8 +264,8 @@ def test_an_endpoint_asks_the_teacher_once(tiny_server: ServerProcess, tmp_path:
 
     first, n_first = scored(0.7)
     again, n_again = scored(0.7)
-    _, n_other = scored(1.0)
-    assert (n_first, n_again, n_other) == (0, 10, 0)
+    n_others = [scored(1.0)[1], scored(0.7, "hf bfloat16")[1], scored(0.7, "vllm float32")[1]]
+    assert (n_first, n_again, n_others) == (0, 10, [0, 0, 0])
     for one, other in zip(first[:10], again[:10], strict=True):
         assert one.topk is not None and other.topk is not None
         np.testing.assert_array_equal(one.topk.topk_logprobs, other.topk.topk_logprobs)
@@ -283,8 +285,11 @@ def test_the_recorded_teacher_is_the_one_that_the_run_names(tmp_path: Path) -> N
     record_teachers(configured("math"), [math])
     for name in ("math", ""):
         assert recorded_teachers(configured(name), away) == (math,)
-    with pytest.raises(TeacherUnavailable):
-        recorded_teachers(configured("code"), away)
+    settings.append("teacher.server_port=15999")
+    assert recorded_teachers(configured("math"), away) == (math,)
+    for name in ("code", ""):
+        with pytest.raises(TeacherUnavailable):
+            recorded_teachers(configured(name), away)
 
 
 def test_a_store_without_dataset_responses_is_refused(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 from teacher_server.errors import ServerError
 from teacher_server.wire.sockets import private_endpoint
@@ -198,6 +199,22 @@ def test_the_fingerprint_depends_on_the_weights(tiny_model: Path, tmp_path: Path
     raw[-1] ^= 1
     weights.write_bytes(raw)
     assert inspect_model_folder(str(folder)).fingerprint != one
+
+
+@pytest.mark.parametrize("row", [0, 7, 19990, 19999])
+def test_the_fingerprint_depends_on_the_rows_of_added_tokens(tiny_model: Path, tmp_path: Path, row: int) -> None:
+    """Fails if two checkpoints are one teacher although they differ in the trained rows of a few added tokens."""
+    folder = tmp_path / "model"
+    shutil.copytree(tiny_model, folder)
+    weights = np.random.default_rng(0).normal(size=(20000, 512)).astype(np.float16)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"vocab_size": len(weights)}))
+    fingerprints = []
+    for change in (0, 1):
+        weights[row] += change
+        save_file({"embed": weights}, folder / "model.safetensors")
+        fingerprints.append(inspect_model_folder(str(folder)).fingerprint)
+    assert fingerprints[0] != fingerprints[1]
 
 
 @pytest.mark.parametrize("suffix", [".safetensors", ".gguf"])

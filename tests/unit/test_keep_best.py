@@ -77,6 +77,28 @@ def test_the_best_share_of_bad_tokens_is_the_smallest(name: str) -> None:
     assert found.best == Best(2, name, 0.1)
 
 
+def test_a_number_that_is_not_one_is_never_the_best() -> None:
+    """Fails if an evaluation without a number keeps its step for ever."""
+    found = BestStep(load_config(None, ["data.val_files=[v]", "trainer.keep_best=eval/accuracy"]).trainer)
+    for step, value in enumerate((0.9, float("nan"), 0.1, float("nan"))):
+        found.add(step, {"eval/accuracy": value})
+    assert found.best == Best(2, "eval/accuracy", 0.1)
+
+
+@pytest.mark.parametrize("rewinds", [False, True])
+def test_best_does_not_outlive_its_checkpoint(tmp_path: Path, rewinds: bool) -> None:
+    """Fails if checkpoints/best names a deleted step after keep_best is switched off, or a discarded one."""
+    settings = (*SETTINGS, "trainer.save_every=1", "trainer.keep_last=2")
+    make(tmp_path, Learning(0, 0.2, 0.6), "trainer.total_steps=2", *settings, val=PROMPTS[:1]).fit()
+    assert best(tmp_path).step == 2
+    if rewinds:
+        more = [f"trainer.resume={tmp_path / 'run' / 'checkpoints' / 'step_00000001'}", "trainer.total_steps=1"]
+    else:
+        more = ["trainer.resume=auto", "trainer.keep_best=", "trainer.total_steps=5"]
+    make(tmp_path, Learning(*[0.0] * 9), *settings, *more, val=PROMPTS[:1]).fit()
+    assert "best" not in checkpoints(tmp_path)
+
+
 class Interrupted(Learning):
     """Its teacher is lost in the evaluation of step 2."""
 

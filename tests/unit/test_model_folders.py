@@ -189,6 +189,23 @@ def test_an_export_leaves_out_what_belongs_to_an_adapter(tied: Path, tmp_path: P
     assert not [name for name in names if "adapter" in name] and {"config.json", SINGLE} <= names
 
 
+@pytest.mark.parametrize("eos", [{"generation_config.json": 7}, {"config.json": [7, 3]}, {}])
+def test_an_export_ends_responses_as_the_run_did(tied: Path, tmp_path: Path, eos: dict[str, Any]) -> None:
+    """Fails if an engine that serves the export generates past rollout.stop_token_ids, or past the model's own end."""
+    (tied / "generation_config.json").unlink(missing_ok=True)
+    config = json.loads((tied / "config.json").read_text())
+    config.pop("eos_token_id", None)
+    (tied / "config.json").write_text(json.dumps(config | {"eos_token_id": eos.get("config.json")}))
+    if "generation_config.json" in eos:
+        (tied / "generation_config.json").write_text(json.dumps({"eos_token_id": 7, "top_p": 0.9}))
+    weight = torch.ones(2, 3)
+    plans = [[("a", (2, 3), torch.float32)]]
+    write_folder(iter([("a", weight)]), plans, tmp_path / "export", tied, stop_ids=[5, 7])
+    found = json.loads((tmp_path / "export" / "generation_config.json").read_text())
+    assert set(found["eos_token_id"]) == {5, 7, *([3] if "config.json" in eos else [])}
+    assert found.get("top_p") == (0.9 if "generation_config.json" in eos else None)
+
+
 @pytest.mark.parametrize(
     ("change", "on_cpu", "word"),
     [

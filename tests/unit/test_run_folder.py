@@ -222,6 +222,22 @@ def test_a_branch_does_not_modify_the_original_run(tmp_path: Path) -> None:
     assert {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()} == before
 
 
+def test_a_branch_finds_the_run_of_checkpoints_on_another_disk(tmp_path: Path) -> None:
+    """Fails if changed training data is accepted because checkpoints/ is a link, so that its parent is not the run."""
+    run_with_checkpoints(tmp_path / "run")
+    shutil.move(tmp_path / "run" / "checkpoints", tmp_path / "disk")
+    (tmp_path / "run" / "checkpoints").symlink_to(tmp_path / "disk")
+    marks = [{"key": "data.train_files", "file": "a", "rows": 3, "xxh3_128": mark} for mark in ("old", "new")]
+    (tmp_path / "run" / "environment.jsonl").write_text(json.dumps({"data": marks[:1]}) + "\n")
+    branch = config(tmp_path / "branch", f"trainer.resume={tmp_path / 'run' / 'checkpoints' / 'step_00000002'}")
+    teacher = {"name": "teacher", "fingerprint": "abc"}
+    with refuses("data.train_files"):
+        open_run_folder(branch, teacher, marks[1:])
+    assert resumed_step(open_run_folder(branch, teacher, marks[:1])) == 2
+    own = config(tmp_path / "run", f"trainer.resume={tmp_path / 'disk' / 'step_00000002'}")
+    assert resumed_step(open_folder(own)) == 2
+
+
 def test_an_invalid_checkpoint_path_is_refused(tmp_path: Path) -> None:
     """Fails if a mistyped trainer.resume starts at step 0, or a named but damaged checkpoint is used."""
     two, four, six = run_with_checkpoints(tmp_path / "run")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -17,6 +18,7 @@ from gkd.preflight.teacher import check_teacher
 from gkd.rollout.vllm.sampling import read_logprobs
 from gkd.scoring.teacher.info import TeacherInfo
 from teacher_server.wire.fingerprint import tokenizer_fingerprint
+from teacher_server.wire.protocol import MAX_ENTRIES
 from tests.refusals import refuses
 from tests.unit.test_rollout_file import rollout
 
@@ -37,6 +39,18 @@ def test_a_server_of_version_1_is_refused_if_it_lacks_a_feature(setting: str) ->
     assert check_teacher(config, route, replace(info, protocol_version=2), tokenizer, 9) == 9
     with refuses("teacher.server_port"):
         check_teacher(config, route, info, tokenizer, 9)
+
+
+def test_a_reply_that_is_too_large_is_refused_before_the_start() -> None:
+    """Fails if a run ends at its first long response, because no request may ask for that many entries."""
+    tokenizer = build_tokenizer()
+    own = tokenizer_fingerprint(tokenizer.get_vocab())
+    info = TeacherInfo("t", "m", "p", "f", 10, 4, own, 9999, 1, 1, "hf", "cpu", "float32", 4)
+    for length, fits in ((MAX_ENTRIES // 4, True), (MAX_ENTRIES // 4 + 1, False)):
+        config = load_config(None, [*BASE, "teacher.topk=4", f"data.max_response_length={length}"])
+        (route,), long = config.derived.routes, replace(info, max_tokens=2 * MAX_ENTRIES)
+        with nullcontext() if fits else refuses("teacher.topk"):
+            check_teacher(config, route, long, tokenizer, 9)
 
 
 @pytest.mark.parametrize(("support", "n"), [("teacher", 0), ("student", 7), ("union", 3)])

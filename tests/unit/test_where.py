@@ -179,6 +179,12 @@ def test_a_student_that_is_sure_of_other_tokens_before_training_is_named(run: Pa
     assert text.startswith("step 4: no group stands out. step 0: sure of another: 100% of the KL on 100% of the tokens")
 
 
+def test_the_first_evaluation_of_a_branch_is_not_before_training(run: Path) -> None:
+    """Fails if a trained student that is sure of other tokens is said to have a wrong template or wrong ids."""
+    (run / "token_losses" / "step_00000000.jsonl").unlink()
+    assert not evaluations(read_runs([run])[0])[0].is_first
+
+
 def test_the_tool_needs_no_torch(run: Path) -> None:
     """Fails if the tool takes the seconds that importing torch or transformers takes."""
     code = "import sys; from gkd.tools.where import main; main(sys.argv[1:]); print(*sys.modules, file=sys.stderr)"

@@ -246,7 +246,14 @@ class Student(ABC):
                 del exported, tensor  # before the next one is gathered
             exhaust(own)
 
-    def save_hf(self, out_dir: str | Path, source_dir: str | Path, *, max_shard_bytes: int = MAX_SHARD_BYTES) -> None:
+    def save_hf(
+        self,
+        out_dir: str | Path,
+        source_dir: str | Path,
+        *,
+        max_shard_bytes: int = MAX_SHARD_BYTES,
+        stop_ids: Sequence[int] = (),
+    ) -> None:
         """Write the whole student as a HF folder; with adapters, their folder `adapter` in it, too.
 
         Args:
@@ -254,6 +261,7 @@ class Student(ABC):
             source_dir: the HF folder that the student was built from. Its config, generation config and tokenizer are
                 copied.
             max_shard_bytes: maximum size of a file, unless a single tensor is larger.
+            stop_ids: see `write_folder`.
 
         Raises:
             ModelError: `out_dir` exists or cannot be written; on every rank.
@@ -261,7 +269,9 @@ class Student(ABC):
         out, source, lora = Path(out_dir), Path(source_dir), self.lora
         plans = self.stage_plans()
         self._write(
-            self.export_whole(plans), out, lambda tensors: write_folder(tensors, plans, out, source, max_shard_bytes)
+            self.export_whole(plans),
+            out,
+            lambda tensors: write_folder(tensors, plans, out, source, max_shard_bytes, stop_ids),
         )
         if lora is not None:
             factors = self.stage_plans("adapters")

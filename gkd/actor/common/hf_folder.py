@@ -10,7 +10,7 @@ import shutil
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -35,6 +35,7 @@ def write_folder(
     out_dir: Path,
     source_dir: Path,
     max_shard_bytes: int = MAX_SHARD_BYTES,
+    stop_ids: Sequence[int] = (),
 ) -> None:
     """Write the weights, and copy config, generation config and tokenizer from `source_dir`. All or nothing.
 
@@ -42,6 +43,7 @@ def write_folder(
         tensors: the tensors of `plans`, in their order, on any device; written one at a time.
         plans: (HF name, shape, dtype) by pipeline stage.
         max_shard_bytes: a file is closed before it would grow past this size.
+        stop_ids: tokens that end a response besides the source's; they become `eos_token_id`s of the folder, too.
 
     Raises:
         OSError: `out_dir` exists or cannot be written.
@@ -54,6 +56,8 @@ def write_folder(
     partial.mkdir(parents=True)
     try:
         _fill(partial, tensors, plans, source_dir, max_shard_bytes)
+        if stop_ids:
+            _add_end_tokens(partial, stop_ids)
         fsync_tree(partial)
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)  # frees a full disk
@@ -108,6 +112,18 @@ def _set_dtype(config_path: Path, dtype: torch.dtype) -> None:
         if key in config or key == "dtype":
             config[key] = str(dtype).removeprefix("torch.")
     config_path.write_text(json.dumps(config, indent=2) + "\n")
+
+
+def _add_end_tokens(folder: Path, ids: Sequence[int]) -> None:
+    """Add end tokens to generation_config.json: engines read them there, and only there if the file names any."""
+    file = folder / "generation_config.json"
+    generation = json.loads(file.read_text()) if file.exists() else {}
+    config = json.loads((folder / "config.json").read_text())
+    sources = (generation, config, config.get("text_config") or {})  # as `eos_token_ids`
+    found: Any = next((each for source in sources if (each := source.get("eos_token_id")) is not None), [])
+    known = found if isinstance(found, list) else [found]
+    generation["eos_token_id"] = [*known, *sorted({*ids} - {*known})]
+    file.write_text(json.dumps(generation, indent=2) + "\n")
 
 
 def _n_bytes(shape: tuple[int, ...], dtype: torch.dtype) -> int:

@@ -21,6 +21,7 @@ from gkd.data.score_checks import Rows, check_logprobs, validate_topk
 from gkd.errors import TeacherError
 from gkd.types import TeacherScores, TeacherTopK
 
+_FLOOR = -9999.0  # vLLM writes it for minus infinity and NaN, which JSON does not have
 _SAME = 1e-3  # nats between the two places at which SGLang lists the logprob of one token
 
 
@@ -125,7 +126,8 @@ def scores_of(dialect: str, body: bytes, asked: Asked, n_vocab: int) -> TeacherS
             another place, or the numbers fail `validate_topk` or `check_logprobs`.
     """
     try:
-        ids, logprobs, sampled = _tables(dialect, body, asked)
+        ids, *tables = _tables(dialect, body, asked)
+        logprobs, sampled = (np.where(each <= _FLOOR, np.float32(-np.inf), each) for each in tables)
         table = TeacherTopK.without_tail(ids, logprobs) if asked.k else None
     except (msgspec.DecodeError, ValueError, OverflowError, RecursionError) as error:
         raise TeacherError(f"{asked.name}: the reply is not in the form of {dialect}: {error}") from error

@@ -39,6 +39,11 @@ class TeacherInfo:
     )
     probe: Probe | None = None  # of an HTTP server
 
+    @property
+    def numerics(self) -> str:
+        """Return what else than the weights its scores depend on."""
+        return f"{self.engine} {self.dtype}"
+
 
 def head_columns(teachers: Sequence[TeacherInfo]) -> tuple[list[int], int]:
     """Return the first column of each teacher's LM head where all heads are side by side, and the number of columns.

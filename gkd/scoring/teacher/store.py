@@ -196,28 +196,32 @@ def open_store(teacher: TeacherConfig) -> ScoreStore:
 
 
 def dataset_keys(
-    rollouts: Sequence[Rollout], derived: Derived, fingerprints: Sequence[str], n_vocab: int
+    rollouts: Sequence[Rollout],
+    derived: Derived,
+    fingerprints: Sequence[str],
+    n_vocab: int,
+    numerics: Sequence[str],
 ) -> dict[int, bytes]:
     """Return the key by position; none of the student's own responses, which never return.
 
     Args:
         fingerprints: by route. That of an HTTP teacher is its name, which other weights may have, too: no key.
         n_vocab: size of the common vocabulary.
+        numerics: by route, see `TeacherInfo`.
     """
     routes = derived.routes
+    models = [f"{weights} {engine}" for weights, engine in zip(fingerprints, numerics, strict=True)]
     return {
-        i: score_key(r, routes[r.route].teacher, fingerprints[r.route], derived.signals, n_vocab)
+        i: score_key(r, routes[r.route].teacher, models[r.route], derived.signals, n_vocab)
         for i, r in enumerate(rollouts)
         if not r.on_policy and routes[r.route].teacher.backend != HTTP
     }
 
 
-def score_key(
-    rollout: Rollout, teacher: TeacherConfig, fingerprint: str, signals: Sequence[Signal], n_vocab: int
-) -> bytes:
+def score_key(rollout: Rollout, teacher: TeacherConfig, model: str, signals: Sequence[Signal], n_vocab: int) -> bytes:
     """Return the 16 bytes under which the scores of a sequence are kept: a digest of all that they depend on."""
     sequence = rollout.for_teacher()
-    asked = fingerprint, list(signals), teacher.topk, teacher.mass, teacher.temperature, teacher.wire, n_vocab
+    asked = model, list(signals), teacher.topk, teacher.mass, teacher.temperature, teacher.wire, n_vocab
     digest = xxhash.xxh3_128(msgspec.json.encode([*asked, len(sequence.prompt_ids)]))
     for ids in (sequence.prompt_ids, mark_own(sequence.response_ids, sequence.own)):
         digest.update(np.ascontiguousarray(ids, "<i4").tobytes())

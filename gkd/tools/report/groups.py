@@ -87,8 +87,7 @@ def evaluations(run: Run) -> list[Evaluation]:
         raise ConfigError("RUN", str(run.root), "it has no token_losses/step_N.jsonl.", fix)
     texts = TokenTexts(run)
     return [
-        read_evaluation(step, kept[step], texts, is_first=step == min(kept))
-        for step in dict.fromkeys((min(kept), max(kept)))
+        read_evaluation(step, kept[step], texts, is_first=step == 0) for step in dict.fromkeys((min(kept), max(kept)))
     ]
 
 
