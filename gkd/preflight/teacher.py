@@ -226,7 +226,7 @@ def check_limits(config: Config, route: Route, teacher: TeacherInfo, kind: str, 
     if "topk" in derived.signals and config.teacher.topk > n_vocab:
         problem = f"student and teacher share only {n_vocab} token ids."
         raise config.error("teacher.topk", problem, f"use at most {n_vocab}.")
-    most = MAX_ENTRIES // config.data.max_response_length  # of a row, in one reply of a teacher server
+    most = MAX_ENTRIES // config.data.max_response_length  # entries of a row in one reply of a teacher server
     if "topk" in derived.signals and teacher.protocol_version and config.teacher.topk > most:
         problem = f"a reply of the teacher server holds {most} entries for each of data.max_response_length tokens."
         raise config.error("teacher.topk", problem, f"use at most {most}, or shorter responses.")

@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 
 _SAMPLE_BYTES = 4 << 10
 _N_SAMPLES = 1024  # at most, of a file whose form is unknown
-_EDGE_BYTES = 8 << 20  # of each end of the embedding and of the LM head
+_EDGE_BYTES = 8 << 20  # bytes hashed at each end of the embedding and of the LM head
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
 

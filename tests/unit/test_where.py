@@ -180,7 +180,7 @@ def test_a_student_that_is_sure_of_other_tokens_before_training_is_named(run: Pa
 
 
 def test_the_first_evaluation_of_a_branch_is_not_before_training(run: Path) -> None:
-    """Fails if a trained student that is sure of other tokens is said to have a wrong template or wrong ids."""
+    """Fails if a trained student that is sure of other tokens is blamed for its template or its ids."""
     (run / "token_losses" / "step_00000000.jsonl").unlink()
     assert not evaluations(read_runs([run])[0])[0].is_first
 

@@ -119,7 +119,7 @@ def _add_end_tokens(folder: Path, ids: Sequence[int]) -> None:
     file = folder / "generation_config.json"
     generation = json.loads(file.read_text()) if file.exists() else {}
     config = json.loads((folder / "config.json").read_text())
-    sources = (generation, config, config.get("text_config") or {})  # as `eos_token_ids`
+    sources = (generation, config, config.get("text_config") or {})  # the order of `eos_token_ids`
     found: Any = next((each for source in sources if (each := source.get("eos_token_id")) is not None), [])
     known = found if isinstance(found, list) else [found]
     generation["eos_token_id"] = [*known, *sorted({*ids} - {*known})]
