@@ -202,7 +202,7 @@ def test_scores_that_the_teacher_computed_do_not_count_as_stored() -> None:
             return future
 
     opened = endpoint()
-    opened._teachers = [cast(Any, SlowNote())]
+    opened.clients = lambda: [cast(Any, SlowNote())]  # type: ignore[method-assign]
     rollouts = [replace(rollout(i, length=3), route=0) for i in range(2)]
     sizes = chunk_sizes(0, rollouts, 0)
     times = ScoreSummary.decode(opened.score(rollouts)[1]).times
