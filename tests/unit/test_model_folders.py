@@ -218,12 +218,18 @@ def test_an_export_ends_responses_as_the_run_did(tied: Path, tmp_path: Path, eos
         ({"use_sliding_window": True, "max_window_layers": 2, "sliding_window": 9}, False, ""),
         ({"layer_types": ["full_attention", "sliding_attention"], "max_window_layers": 1}, False, "sliding window"),
         ({"layer_types": ["full_attention", "sliding_attention"], "model_type": "gemma3"}, False, ""),
+        ({"sliding_window": 9, "use_sliding_window": False, "model_type": "llama"}, False, "sliding_window = 9"),
+        ({"sliding_window": 9, "model_type": "llama", "layer_types": ["full_attention"] * 2}, False, ""),
+        ({"sliding_window": 1 << 20, "model_type": "llama"}, False, ""),
+        ({"sliding_window": 9, "model_type": "mistral"}, False, ""),
     ],
 )
 def test_what_vllm_cannot_compute_is_refused_early(
     models: Path, tmp_path: Path, change: dict[str, Any], on_cpu: bool, word: str
 ) -> None:
-    """Fails if a run starts all its processes for a model that vLLM refuses at the first rollout."""
+    """Fails if a run starts all its processes for a model that vLLM refuses at the first rollout, or whose rollouts
+    have a sliding window that the trainer does not.
+    """
     shutil.copy(models / "qwen3" / "config.json", tmp_path)
     _set(tmp_path, **{"layer_types": None, **change})
     if not word:
