@@ -30,7 +30,13 @@ def check_folder(folder: Path, *, full_precision: bool = False) -> list[Path]:
     _check_adapters(folder)
     config = read_json(folder / "config.json")
     files = weight_files(folder)
-    entries = {name: entry for file in files for name, entry in read_entries(file).items()}
+    entries: dict[str, TensorEntry] = {}
+    for file in files:
+        for name, entry in read_entries(file).items():
+            if name in entries:  # programs take the last one, not that of the index
+                problem = f"{name} is in {entries[name].file.name} and in {file.name}."
+                raise FolderError(folder, problem, "load the folder with transformers and save it again, or copy it.")
+            entries[name] = entry
     _check_quantization(folder, config, entries, full_precision)
     _check_tied_head(folder, config, entries)
     return files

@@ -118,6 +118,12 @@ def _lost_index(folder: Path) -> None:
     (folder / INDEX).unlink()
 
 
+def _old_copy_in_a_shard(folder: Path) -> None:
+    _split(folder)
+    tensors = load_file(folder / SHARDS[1])
+    save_file(tensors | {EMBEDDING: torch.zeros(1003, 32)}, folder / SHARDS[1], metadata={"format": "pt"})
+
+
 DAMAGES: list[tuple[Callable[[Path], None], tuple[str, ...]]] = [
     (_merged_adapter, ("adapter_config.json and adapter_model.safetensors", "next to full weights", "delete")),
     (_adapter_only, ("LoRA adapter of base", "merge it into base")),
@@ -128,6 +134,7 @@ DAMAGES: list[tuple[Callable[[Path], None], tuple[str, ...]]] = [
     (_leftover_quantization, ("full precision", "remove quantization_config")),
     (_stale_index, (INDEX, SHARDS[0], f"delete {INDEX}")),
     (_lost_index, (*SHARDS, f"copy {INDEX}")),
+    (_old_copy_in_a_shard, (EMBEDDING, *SHARDS)),
 ]
 
 
