@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import combinations
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,7 +18,7 @@ from gkd.config.load import load_config
 from gkd.data.chunks import part_of
 from gkd.metrics.writer import read_metrics
 from gkd.pipeline.evaluate import judged, pass_at_k, pass_at_numbers
-from gkd.scoring.judged import JudgedScoring, init_judging, with_judges, workers_per_endpoint
+from gkd.scoring.judged import JudgedScoring, init_judging, with_advantages, with_judges, workers_per_endpoint
 from gkd.scoring.reward.judging import TRAINING, VALIDATION
 from gkd.types import GreedyReport, PendingScores, Prompt, RolloutChunk, Sample, ScoredChunk, TrainStats
 from tests.metric_keys import unlisted_keys
@@ -64,14 +65,21 @@ def test_each_sequence_gets_its_own_values(calls: list[Any]) -> None:
     assert values == [[[5, 0.5], [7, 0.7]], None, [[0, 0], [1, 0.1]], [[4, 0.4], [6, 0.6]]]
 
 
-def test_an_undecided_value_counts_as_zero_and_is_counted(calls: list[Any]) -> None:
-    """Fails if NaN of a comparison that took too long reaches the advantages, or nothing reports it."""
-    scoring = JudgedScoring(World(), [Endpoint(calls)], 9.0, TRAINING, 2)
+def test_an_undecided_value_has_no_advantage_and_is_counted(calls: list[Any]) -> None:
+    """Fails if NaN of a comparison that took too long reaches the metrics or the loss, or the advantages are computed
+    as if it were 0, or nothing reports it.
+    """
+    advantages = partial(with_advantages, weights=[-1.0, -1.0], kind="none", n=3)
+    scoring = JudgedScoring(World(), [Endpoint(calls)], 9.0, TRAINING, 2, advantages)
     whole = scoring.submit(chunk([6, 8, 9]))
     parts = [replace(whole, rollouts=part_of(whole.rollouts, at)) for at in ([0, 1], [2])]
     batch = scoring.collect(parts)
     assert [each.rewards is not None and each.rewards.tolist() for each in batch] == [[[6, 0.6], [8, 0]], [[9, 0]]]
     assert [each.n_undecided for each in batch] == [1, 1]
+    assert [each.advantages is not None and each.advantages.tolist() for each in batch] == [
+        [pytest.approx(-6.6), 0],
+        [0],
+    ]
 
 
 def test_restored_rollouts_are_judged_again(calls: list[Any], tmp_path: Path) -> None:

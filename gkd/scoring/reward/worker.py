@@ -48,7 +48,7 @@ Judge = Callable[[Case], float]
 
 
 class Undecided(Exception):
-    """A function reached a time limit of its own, or an environment failed: 0, and counted in `reward/undecided`."""
+    """A function reached a time limit of its own, or an environment failed: `reward/undecided` counts it."""
 
 
 def judge_of(path: str, config: Config) -> Judge:
