@@ -90,14 +90,17 @@ class JudgedScoring:
         return self._inner.take_computations(wait=wait)
 
     def judge(self, samples: Sequence[Sample]) -> Sequence[float]:
-        """Return the value of each greedy response; blocks. Raises as `collect`."""
+        """Return the value of each greedy response; blocks. An undecided one counts as the worst, and as 0 at most.
+
+        Raises as `collect`.
+        """
         shares = [_rollouts(samples[group :: len(self._endpoints)]) for group in range(len(self._endpoints))]
         refs = {f"scoring endpoint {group}": self._judge(group, share) for group, share in enumerate(shares) if share}
         values = np.empty(len(samples))
         found = gather(refs, "judging greedy responses", self._timeout_s)
         for group in range(len(refs)):
             values[group :: len(self._endpoints)] = np.frombuffer(found[f"scoring endpoint {group}"], "<f8")
-        return _decided(values)[0].tolist()
+        return _decided(values, min([0.0, *values[~np.isnan(values)].tolist()]))[0].tolist()
 
     def _judged(self, pending: PendingScores) -> PendingScores:
         if not pending.rollouts.on_policy:
@@ -121,17 +124,18 @@ def _without_nan(chunk: ScoredChunk) -> ScoredChunk:
     return replace(chunk, rewards=values, n_undecided=n_undecided)
 
 
-def _decided(values: np.ndarray) -> tuple[np.ndarray, int]:
-    """Return the values with 0 in place of NaN, see `Undecided`, and the number of these."""
+def _decided(values: np.ndarray, instead: float = 0.0) -> tuple[np.ndarray, int]:
+    """Return the values with another in place of NaN, see `Undecided`, and the number of these."""
     undecided = np.isnan(values)
     if n_undecided := int(undecided.sum()):
         log.warning(
-            "%d of %d values are unknown, and 0 in the metrics: math_verify reached its time limit, or an environment "
+            "%d of %d values are unknown, and %g in the metrics: math_verify reached its time limit, or an environment "
             "failed",
             n_undecided,
             values.size,
+            instead,
         )
-    return np.where(undecided, 0.0, values), n_undecided
+    return np.where(undecided, instead, values), n_undecided
 
 
 def workers_per_endpoint(config: Config, dp_size: int) -> int:

@@ -198,6 +198,24 @@ def test_evaluations_use_the_metric(tmp_path: Path) -> None:
     assert not unlisted_keys(tmp_path / "run")
 
 
+def test_an_undecided_greedy_response_is_not_the_best(local_ray: LocalRay) -> None:
+    """Fails if a failed environment, whose reward is unknown, counts as 0 where all rewards are costs: the evaluation
+    with most failures would be the best.
+    """
+
+    class Costs:
+        def __init__(self) -> None:
+            self.judge = Method(lambda rollouts, _: np.array([[-3.0, np.nan, 0.5][r.prompt_id] for r in rollouts]))
+
+    def values(prompt_ids: Sequence[int]) -> Sequence[float]:
+        samples = [Sample(i, [1], [2], "t", "a", correct=None, prompt="p") for i in prompt_ids]
+        return JudgedScoring(World(), [Costs(), Costs()], 9.0, VALIDATION, 1).judge(samples)
+
+    assert values([1, 0, 1]) == [-3.0, -3.0, -3.0]
+    assert values([1, 2]) == [0.0, 0.5], "as a wrong answer"
+    assert values([1, 1]) == [0.0, 0.0]
+
+
 class Advantages(World):
     """A world that keeps the advantages of the chunks that the actor gets."""
 
