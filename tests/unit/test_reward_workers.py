@@ -172,6 +172,15 @@ def test_functions_are_imported_before_the_start(config: Config, path: str) -> N
         check_functions(wrong)
 
 
+def test_a_function_of_verl_is_refused(config: Config) -> None:
+    """Fails if a run starts with verl's compute_score, which would compare each response with the whole row: 0."""
+    wrong = load_config(
+        None, [f"model.path={config.model.path}", f"reward.functions=[{{path: '{HERE}:compute_score'}}]"]
+    )
+    with refuses("reward.functions"):
+        check_functions(wrong)
+
+
 def case(response: str, answer: object, *, truncated: bool = False) -> Case:
     return Case("p", response, {"answer": answer}, len(response), truncated)
 

@@ -28,6 +28,8 @@ from gkd.user_code import Progress, end_with_parent, finite_number
 
 # The functions that judge responses: this package's, and a user's own by its path.
 
+# Parameters of verl's compute_score(data_source, solution_str, ground_truth, extra_info).
+_OF_VERL = ("solution_str", "ground_truth")
 _MATH_S = 2  # limit of math_verify for parsing an answer, and for a comparison
 
 
@@ -55,7 +57,7 @@ def judge_of(path: str, config: Config) -> Judge:
     """Return the function of an entry of `reward.functions`, or of `eval.metric`.
 
     Raises:
-        RewardError: its module cannot be imported, or has no such function.
+        RewardError: its module cannot be imported, or has no such function; or it has verl's form.
     """
     if path == EXACT_MATCH:
         marker = config.eval.answer_marker
@@ -70,6 +72,9 @@ def judge_of(path: str, config: Config) -> Judge:
         function = import_function(path)
     except ImportError as error:
         raise RewardError(str(error)) from error
+    if names := [name for name in _parameters(function)[:3] if name in _OF_VERL]:
+        form = f"its parameter {names[0]} is that of verl's form, and it would get the row or the prompt instead"
+        raise RewardError(f"{path}: {form}; write a function of (prompt, response, row) that calls it")
     if takes_messages(function):
         return lambda case: function(case.prompt, case.response, dict(case.row), messages=case.messages)
     return lambda case: function(case.prompt, case.response, dict(case.row))
@@ -77,10 +82,14 @@ def judge_of(path: str, config: Config) -> Judge:
 
 def takes_messages(function: Callable[..., Any]) -> bool:
     """Return whether a function has a parameter `messages`: it judges a trajectory, not only its last turn."""
+    return "messages" in _parameters(function)
+
+
+def _parameters(function: Callable[..., Any]) -> list[str]:
     try:
-        return "messages" in inspect.signature(function).parameters
+        return list(inspect.signature(function).parameters)
     except (TypeError, ValueError):  # some functions of C have no signature
-        return False
+        return []
 
 
 def _environment_reward(case: Case) -> float:
