@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import inspect
 import math
+import re
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -31,6 +32,10 @@ from gkd.user_code import Progress, end_with_parent, finite_number
 # Parameters of verl's compute_score(data_source, solution_str, ground_truth, extra_info).
 _OF_VERL = ("solution_str", "ground_truth")
 _MATH_S = 2  # limit of math_verify for parsing an answer, and for a comparison
+# What a reference answer has that is not a formula alone: words, a unit, marks of its own. Outside of $...$ math_verify
+# finds the 2 in a formula such as 2\sqrt{3}.
+_IN_TEXT = re.compile(r"[$#\n]|\\boxed|\\[(\[]|[^\x00-\x7f]|(?<![\\A-Za-z])[A-Za-z]{3,}|^\s*\S*\d\s+[A-Za-z.]+\s*$")
+_NAMES = re.compile(r"\\(?:begin|end|text\w*|mbox|math\w+)\s*\{[^{}]*\}")  # words in a formula
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +126,10 @@ def _math_verify(config: Config) -> Judge:
 
     def judge(case: Case) -> float:
         answer = _answer(case, config)
-        expected = parse(answer, parsing_timeout=_MATH_S) or parse(f"${answer}$", parsing_timeout=_MATH_S)
+        forms = (answer, f"${answer}$") if _IN_TEXT.search(_NAMES.sub("", answer)) else (f"${answer}$", answer)
+        expected = parse(forms[0], parsing_timeout=_MATH_S)
+        if len(expected) < 2:  # nothing, or the text alone
+            expected = parse(forms[1], parsing_timeout=_MATH_S) or expected
         if not expected:
             raise ValueError(f"math_verify cannot parse the reference answer {answer!r}")
         if case.truncated:
