@@ -38,6 +38,13 @@ def compute_score(data_source: str, solution_str: str, ground_truth: str, extra_
     return float(solution_str == ground_truth)
 
 
+def takes_out(prompt: str, response: str, row: dict[str, Any], messages: list[dict[str, str]]) -> float:
+    """Change what the columns and the trajectory hold; return what is left."""
+    messages.pop()
+    row["tests"].pop()
+    return float(len(row["tests"]) + 10 * len(messages))
+
+
 def misbehave(prompt: str, response: str, row: dict[str, Any]) -> Any:
     """Do what the response demands."""
     if response == "raise":

@@ -172,6 +172,13 @@ def test_functions_are_imported_before_the_start(config: Config, path: str) -> N
         check_functions(wrong)
 
 
+def test_a_function_does_not_change_what_the_next_one_reads(config: Config) -> None:
+    """Fails if a function that changes a list of the row or the trajectory changes the value of the next function."""
+    row, messages = encode_row("f.jsonl:1", {"tests": ["a", "b", "c"]}), b'[{"role": "assistant"}, {"role": "tool"}]'
+    each = Request("1+2=", "3", 1, False, row, (0, 0), messages)
+    assert judged([each] * 2, [judge_of(f"{HERE}:takes_out", config)], lambda _: None) == ([12.0] * 4, "")
+
+
 def test_a_function_of_verl_is_refused(config: Config) -> None:
     """Fails if a run starts with verl's compute_score, which would compare each response with the whole row: 0."""
     wrong = load_config(

@@ -81,8 +81,8 @@ def judge_of(path: str, config: Config) -> Judge:
         form = f"its parameter {names[0]} is that of verl's form, and it would get the row or the prompt instead"
         raise RewardError(f"{path}: {form}; write a function of (prompt, response, row) that calls it")
     if takes_messages(function):
-        return lambda case: function(case.prompt, case.response, dict(case.row), messages=case.messages)
-    return lambda case: function(case.prompt, case.response, dict(case.row))
+        return lambda case: function(case.prompt, case.response, case.row, messages=case.messages)
+    return lambda case: function(case.prompt, case.response, case.row)
 
 
 def takes_messages(function: Callable[..., Any]) -> bool:
@@ -204,12 +204,12 @@ def judged(
     """
     numbers: list[float] = []
     for request in requests:
-        _, row = decode_row(request.row)
-        messages = None if request.messages is None else msgspec.json.decode(request.messages)
-        case = Case(
-            request.prompt, request.response, row, request.n_tokens, request.truncated, messages, request.reward
-        )
         for index in request.functions:
+            _, row = decode_row(request.row)  # for each: a function may change what is in a column
+            messages = None if request.messages is None else msgspec.json.decode(request.messages)
+            case = Case(
+                request.prompt, request.response, row, request.n_tokens, request.truncated, messages, request.reward
+            )
             begin(len(numbers))
             value = _call(judges[index], case)
             if isinstance(value, str):
