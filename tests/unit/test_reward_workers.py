@@ -212,6 +212,9 @@ def case(response: str, answer: object, *, truncated: bool = False) -> Case:
         ("math_verify", r"\boxed{\begin{pmatrix}1\\2\end{pmatrix}}", r"\begin{pmatrix} 1 \\ 2 \end{pmatrix}", 1.0),
         ("math_verify", "it is 20", "20 miles per hour", 1.0),
         ("math_verify", "it is 5", "5 m", 1.0),
+        ("math_verify", "it is 0.00001", 1e-05, 1.0),
+        ("math_verify", "it is $2 \\times 10^{16}$", 2e16, 1.0),
+        ("math_verify", "it is 1", 1e-05, 0.0),
         ("math_verify", "it is 7", "7}", 1.0),
         ("math_verify", "it is 18", "\u20ac18", 1.0),
         ("math_verify", "it is 7", "3 + 4 = <<3+4=7>>7 apples\n#### 7", 1.0),
@@ -220,7 +223,7 @@ def case(response: str, answer: object, *, truncated: bool = False) -> Case:
         ("math_verify", "$\u0663$", "3", 0.0),  # a digit at which the package's parser fails
     ],
 )
-def test_builtin_functions(config: Config, path: str, response: str, answer: str, value: float) -> None:
+def test_builtin_functions(config: Config, path: str, response: str, answer: object, value: float) -> None:
     """Fails if a function of the package judges differently than documented; truncated answers are wrong."""
     judge = judge_of(path, config)
     assert judge(case(response, answer)) == value

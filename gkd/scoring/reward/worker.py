@@ -14,6 +14,7 @@ import re
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from decimal import Decimal
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -35,6 +36,7 @@ _MATH_S = 2  # limit of math_verify for parsing an answer, and for a comparison
 # What a reference answer has that is not a formula alone: words, a unit, marks of its own. Outside of $...$ math_verify
 # finds the 2 in a formula such as 2\sqrt{3}.
 _IN_TEXT = re.compile(r"[$#\n]|\\boxed|\\[(\[]|[^\x00-\x7f]|(?<![\\A-Za-z])[A-Za-z]{3,}|^\s*\S*\d\s+[A-Za-z.]+\s*$")
+_EXPONENT = re.compile(r"[-+]?\d+(\.\d+)?[eE][-+]?\d{1,3}")  # as Python writes small and large numbers
 _NAMES = re.compile(r"\\(?:begin|end|text\w*|mbox|math\w+)\s*\{[^{}]*\}")  # words in a formula
 
 
@@ -126,6 +128,8 @@ def _math_verify(config: Config) -> Judge:
 
     def judge(case: Case) -> float:
         answer = _answer(case, config)
+        if _EXPONENT.fullmatch(answer):  # it would find the 1 in 1e-05
+            answer = f"{Decimal(answer):f}"
         forms = (answer, f"${answer}$") if _IN_TEXT.search(_NAMES.sub("", answer)) else (f"${answer}$", answer)
         expected = parse(forms[0], parsing_timeout=_MATH_S)
         if len(expected) < 2:  # nothing, or the text alone
