@@ -1,7 +1,7 @@
 """Paths and files of a run folder.
 
 run_dir/config.yaml            resolved settings
-        teacher.json           name and fingerprint of the teacher's weights; of an HTTP teacher, logprobs of a probe
+        teacher.json           name, fingerprint and dtype of the teacher; of an HTTP teacher, logprobs of a probe
         metrics.jsonl          one line per step
         tuner.jsonl            one line per step: sums that only the split tuner reads
         spans.jsonl            what each process did when; see `gkd.metrics.span_file`
