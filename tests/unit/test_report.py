@@ -228,7 +228,8 @@ def test_wrong_folders_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture
     (tmp_path / "empty").mkdir()
     for name in ("missing", "empty"):
         assert main([str(tmp_path / name)]) == 2
-        assert str(tmp_path / name) in capsys.readouterr().err
+        error = capsys.readouterr().err
+        assert str(tmp_path / name) in error and error.startswith("config error: ")
     root = make_run(tmp_path / "run", steps=1)
     assert main([str(root), "--watch", "0"]) == 2 and "--watch" in capsys.readouterr().err
     assert main([str(root), "--out", str(tmp_path / "no" / "such.html")]) == 1 and "no" in capsys.readouterr().err
