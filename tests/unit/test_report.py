@@ -58,6 +58,17 @@ def test_a_stacked_curve_shows_means() -> None:
     assert means(curve, 10) == curve
 
 
+def test_a_stage_that_few_steps_have_is_stacked_on_the_others(tmp_path: Path) -> None:
+    """Fails if an evaluation every 50 steps is drawn 50 times as large as it is, and the other stages as 0 there."""
+    lines = [
+        {"step": step, "time/train_s": 1.0} | ({"time/eval_s": 5.0} if step % 50 == 0 else {}) for step in range(3000)
+    ]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (run,) = data_of(page(read_runs([tmp_path])))["runs"]  # type: ignore[misc]
+    (steps, train), (same, evals) = run["means"]["time/train_s"], run["means"]["time/eval_s"]
+    assert steps == same and sum(evals) / sum(train) == pytest.approx(5 / 50, rel=1e-3)
+
+
 def test_charts_show_keys_of_the_catalog() -> None:
     """Fails if a chart names a key that no longer exists, so that it silently disappears from the page."""
     known = {row.key for row in ROWS}
