@@ -10,6 +10,7 @@ import sys
 import tomllib
 from html.parser import HTMLParser
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -64,7 +65,8 @@ def test_a_stage_that_few_steps_have_is_stacked_on_the_others(tmp_path: Path) ->
         {"step": step, "time/train_s": 1.0} | ({"time/eval_s": 5.0} if step % 50 == 0 else {}) for step in range(3000)
     ]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    (run,) = data_of(page(read_runs([tmp_path])))["runs"]  # type: ignore[misc]
+    runs: Any = data_of(page(read_runs([tmp_path])))["runs"]
+    run = runs[0]
     (steps, train), (same, evals) = run["means"]["time/train_s"], run["means"]["time/eval_s"]
     assert steps == same and sum(evals) / sum(train) == pytest.approx(5 / 50, rel=1e-3)
 
@@ -123,6 +125,17 @@ def test_the_headline_tells_better_from_worse(tmp_path: Path) -> None:
     assert (alarm["key"], alarm["n"], alarm["first"], alarm["last"]) == ("health/entropy_collapse", 1, 12, 12)
     assert "distill.loss" in alarm["change"]
     assert cells["Health alarms"]["text"] == "health/entropy_collapse" and cells["Health alarms"]["tone"] == "worse"
+
+
+def test_a_run_that_its_epochs_ended_is_complete(tmp_path: Path) -> None:
+    """Fails if a run that made all steps of its epochs is shown as one that stopped before trainer.total_steps."""
+    (run,) = read_runs([make_run(tmp_path / "run", "trainer.total_steps=100")])
+    file = run.root / "gpus.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"ended": True}))
+    cell = headline.headline([run])[0]["cells"][0]
+    assert cell["text"] == "12" and cell["tone"] == ""
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"ended": False}))
+    assert headline.headline([run])[0]["cells"][0]["text"] == "12 of 100"
 
 
 def test_the_sample_browser_is_bounded_by_its_rule(tmp_path: Path) -> None:
