@@ -9,6 +9,7 @@ import difflib
 import importlib
 import os
 import shlex
+import signal
 import sys
 from collections.abc import Sequence
 
@@ -44,6 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command that the words name, and return its exit code; 2 without a valid one."""
     script, *words = sys.argv if argv is None else ("gkd", *argv)
     if not words or words[0] in ("-h", "--help"):
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `gkd --help | head` ends without a traceback
         print(usage(), file=sys.stdout if words else sys.stderr)
         return 0 if words else 2
     name = words.pop(0)

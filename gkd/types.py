@@ -333,7 +333,7 @@ class ScoredChunk:
     # Handle of the reference's logprobs, list of [R] float32 in the same order; None: not requested.
     reference: Any = None
     rewards: np.ndarray | None = None  # [n_sequences, functions] float64, see `gkd.scoring.reward`; None: not judged
-    n_undecided: int = 0  # numbers of `rewards` that are 0 because the function reached a time limit of its own
+    n_undecided: int = 0  # numbers of `rewards` that are 0 because they are unknown, see `Undecided`
     advantages: np.ndarray | None = None  # [n_sequences] float32; None: the loss has no rewards
 
 

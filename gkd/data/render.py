@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -242,7 +242,7 @@ class PromptRenderer:
                 problem = f"the chat template puts the arguments of a call of {where} in quotes: {quoted(arguments)}."
                 raise ConfigError(*setting, problem, "write an object, in parquet in messages as JSON text.")
         texts = [*(message["content"] for message in messages), ""]
-        lost = [message for message in messages if "tool_calls" in message and not _has_calls(text, message)]
+        lost = self._without_calls(messages, where, tools)
         if not lost and frame.pieces and text == "".join(map(str.__add__, frame.pieces, texts)):
             return
         lost += [messages[i] for i in frame.dropped if messages[i]["content"]] or _not_in_order(text, messages)
@@ -256,6 +256,17 @@ class PromptRenderer:
             raise ConfigError(*setting, problem, fix)
         if frame.pieces and not text.endswith(frame.pieces[-1]):
             raise self._bad_end(text, frame.pieces[-1], setting, where)
+
+    def _without_calls(self, messages: Sequence[Message], where: str, tools: Tools) -> list[Message]:
+        """Return the messages with a call that the template leaves out: it writes other names for the functions."""
+        marked, names = list[Message](), list[list[str]]()
+        for i, message in enumerate(messages):
+            calls = message.get("tool_calls", ())
+            names.append([f"gkdcall{i}n{j}e" for j in range(len(calls))])
+            named = map(_renamed, calls, names[-1])
+            marked.append({**message, "tool_calls": list(named)} if calls else message)
+        text = self._apply(marked, where, tools) if any(names) else ""
+        return [message for message, own in zip(messages, names, strict=True) if any(name not in text for name in own)]
 
     def _is_rendered(self, text: str) -> bool:
         text = text.lstrip()
@@ -320,10 +331,9 @@ def _forms(message: Message) -> list[str]:
     return [form for form in forms if form]
 
 
-def _has_calls(text: str, message: Message) -> bool:
-    """Return whether the prompt has the names of the functions that a message calls."""
-    calls = [call.get("function") or call for call in message["tool_calls"]]
-    return all(str(call.get("name")) in text for call in calls)
+def _renamed(call: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """Return a call of a function with another name."""
+    return {**call, "function": _renamed(call["function"], name)} if call.get("function") else {**call, "name": name}
 
 
 def _not_in_order(text: str, messages: Sequence[Message]) -> list[Message]:

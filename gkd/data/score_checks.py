@@ -186,12 +186,12 @@ def validate_scores(
             _check_logits(rows, logits)
         else:
             hidden = _required(scores.hidden, signal, where)
+            of_teacher = rows
             if scores.response_ids is not None:  # rows of the teacher's own tokens
-                n_rows = len(scores.response_ids)
-                rows = Rows((where,), (n_rows,))
-            _check_table(where, signal, hidden, (n_rows, hidden_size), (np.float32,))
+                of_teacher = Rows((where,), (len(scores.response_ids),))
+            _check_table(where, signal, hidden, (of_teacher.n_rows[0], hidden_size), (np.float32,))
             # Finite float32 values cannot overflow a float64 sum.
-            rows.refuse(~np.isfinite(hidden.sum(1, dtype=np.float64)), "a hidden state is NaN or infinite")
+            of_teacher.refuse(~np.isfinite(hidden.sum(1, dtype=np.float64)), "a hidden state is NaN or infinite")
     if with_reference:
         if scores.reference_logprobs is None:
             raise TeacherError(f"{where}: reference_logprobs are missing, but the loss requires them")

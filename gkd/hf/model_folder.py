@@ -12,7 +12,6 @@ from math import prod
 from pathlib import Path
 from typing import Any, TypeAlias
 
-import xxhash
 from safetensors import SafetensorError, safe_open
 
 import teacher_server.engines.weight_files as files
@@ -28,7 +27,6 @@ Tensors: TypeAlias = Mapping[str, tuple[int, ...]]  # shape by tensor name
 # The name of a decoder layer's tensor has one of these words, followed by a number.
 _BLOCKS = frozenset({"layers", "h", "blocks", "block"})
 _DTYPES = ("F32", "BF16", "F16")  # names in safetensors; integers and float8 are quantized weights
-_SAMPLES, _SAMPLE_BYTES = 64, 16 << 10  # pieces of each file in its digest, and their size
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,24 +150,13 @@ def open_tensors(folder: Path) -> Iterator[dict[str, Any]]:
 
 
 def weights_digest(folder: Path) -> str:
-    """Return a digest of a model without reading all of it: xxh3 of each file's name, size, header and sampled bytes.
-
-    Training changes all weights, so a sample is enough to tell two models apart.
+    """Return a digest of a model without reading all of it, as a teacher server does: see `fingerprint_of`.
 
     Raises:
-        ModelError: as `open_tensors`.
+        ModelError: as `open_tensors`, or config.json is damaged.
     """
-    hasher = xxhash.xxh3_128()
-    for path in weight_files(folder):
-        size = path.stat().st_size
-        hasher.update(f"{path.name} {size} ".encode())
-        with path.open("rb") as file:
-            n_header = int.from_bytes(file.read(8), "little")  # size of the header, at the start of the file
-            hasher.update(file.read(min(n_header, size)))
-            for part in range(_SAMPLES):
-                file.seek(size * part // _SAMPLES)
-                hasher.update(file.read(_SAMPLE_BYTES))
-    return hasher.hexdigest()
+    with _model_errors(f"{folder}: "):
+        return files.fingerprint_of(folder, files.weight_files(folder))
 
 
 def check_headers(

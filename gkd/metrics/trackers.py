@@ -192,8 +192,9 @@ class Trackers:
             settings={name: value_of(config, name) for name in all_keys()},
         )
         self._repeated = range(run.first_step, through + 1)
+        state = {"id": run.run_id, "through": through, "folder": str(folder.root.resolve())}
         with naming(folder.root / _STATE):
-            replace_file(folder.root / _STATE, json.dumps({"id": run.run_id, "through": through}).encode())
+            replace_file(folder.root / _STATE, json.dumps(state).encode())
         for name in config.trainer.loggers:
             with self._never_fatal(name, "was not opened"):
                 self._trackers[name] = TRACKERS[name](run)
@@ -227,12 +228,23 @@ class Trackers:
 def _continued(config: Config, folder: RunFolder, resumed_at: int | None) -> tuple[str | None, int]:
     """Return the id of the trackers' run that this start continues, and the last step that they may have.
 
-    A new run, a branch and a rewind to a named checkpoint begin a run of their own: (None, -1).
+    A new run, a branch, a rewind to a named checkpoint and a copy of a folder begin a run of their own: (None, -1).
     """
     file = folder.root / _STATE
     if resumed_at is None or config.trainer.resume != "auto" or folder.goes_back or not file.exists():
         return None, -1
     with naming(file, "read"):
         state = json.loads(file.read_bytes())
+    if _is_copy(file, state):
+        return None, -1
     lines = read_metrics(folder.metrics_file) if folder.metrics_file.exists() else []
     return str(state["id"]), max([int(state["through"]), *(int(line["step"]) for line in lines)])
+
+
+def _is_copy(file: Path, state: Mapping[str, Any]) -> bool:
+    """Return whether the folder that the state names is another one, and still that of the trackers' run."""
+    try:
+        original = Path(state["folder"]) / _STATE
+        return not original.samefile(file) and json.loads(original.read_bytes())["id"] == state["id"]
+    except (OSError, ValueError, KeyError):  # the folder was moved, or the state is of an older version
+        return False

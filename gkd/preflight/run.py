@@ -253,12 +253,12 @@ def find_teachers(config: Config, device: str) -> tuple[TeacherInfo, ...]:
 
 
 def teacher_identity(routes: Sequence[Route], teachers: Sequence[TeacherInfo]) -> dict[str, Any]:
-    """Return the content of teacher.json: name and fingerprint of the teacher, and with several teachers `routes`.
+    """Return the content of teacher.json: name, fingerprint and dtype of the teacher; of several also `routes`.
 
     Of an HTTP teacher also the logprobs of its probe.
     """
     each = [
-        {"name": teacher.model_name, "fingerprint": teacher.fingerprint}
+        {"name": teacher.model_name, "fingerprint": teacher.fingerprint, "dtype": teacher.dtype}
         | ({"probe": list(teacher.probe.logprobs)} if teacher.probe else {})
         for teacher in teachers
     ]

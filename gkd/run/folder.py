@@ -1,14 +1,14 @@
 """Paths and files of a run folder.
 
 run_dir/config.yaml            resolved settings
-        teacher.json           name and fingerprint of the teacher's weights; of an HTTP teacher, logprobs of a probe
+        teacher.json           name, fingerprint and dtype of the teacher; of an HTTP teacher, logprobs of a probe
         metrics.jsonl          one line per step
         tuner.jsonl            one line per step: sums that only the split tuner reads
         spans.jsonl            what each process did when; see `gkd.metrics.span_file`
         profile/               traces of torch's profiler, with trainer.profile_steps; see `gkd.actor.worker`
         gpus.json              which rank was on which GPU at the last start, and whether the run reached its end;
                                see `gkd.cluster.gpu_table`
-        trackers.json          with trainer.loggers: id of the trackers' run; see `gkd.metrics.trackers`
+        trackers.json          with trainer.loggers: id of the trackers' run, this folder; see `gkd.metrics.trackers`
         log.txt                what all starts of the run have logged, with the lines of ranks and engines
         environment.jsonl      one line per start: command, versions, commit, machine, seeds, data, models; see
                                `gkd.preflight.environment`

@@ -263,12 +263,13 @@ def check_same_run(before: Path, now: Config) -> None:
         raise ConfigError.together(errors)
 
 
-def check_same_teacher(file: Path, teacher: Mapping[str, Any], now: Config) -> None:
-    """Raise ConfigError if another teacher scored the run so far; of several it names the route.
+def check_same_teacher(file: Path, teacher: Mapping[str, Any], now: Config, *, any_dtype: bool = False) -> None:
+    """Raise ConfigError if another teacher, or one in another dtype, scored the run so far; it names the route.
 
     Args:
-        file: teacher.json of the run or checkpoint.
+        file: teacher.json of the run or checkpoint. An older version wrote no dtype, and any is accepted.
         teacher: what this run would write into it.
+        any_dtype: the dtype may differ, because this teacher scores nothing.
     """
     try:
         recorded = json.loads(file.read_text())
@@ -291,11 +292,14 @@ def check_same_teacher(file: Path, teacher: Mapping[str, Any], now: Config) -> N
         )
         if fingerprint == new["fingerprint"]:
             moved = largest_difference(probe, new.get("probe", ()))
-            if moved <= SAME_PROBE:
+            dtype, new_dtype = (each.get("dtype") for each in (_by_route(recorded)[route.name], new))
+            if moved <= SAME_PROBE and (any_dtype or dtype in (None, new_dtype)):
                 continue
             problem = f"{name} has other weights or numerics: logprobs of its probe moved by up to {moved:.3g} nats."
+            if moved <= SAME_PROBE:
+                problem = f"{name} computes in {new_dtype}; this run was scored in {dtype}."
         key, value = route.key("server_port"), now.teacher.path or route.teacher.server_port
-        fix = "start the server with the old model to resume"
+        fix = "start the server with the old model and --dtype to resume"
         if derived.teacher_pool:
             key, fix = BACKENDS[now.teacher.backend].model, "name the old model to resume"
         elif route.teacher.backend == HTTP:

@@ -196,7 +196,9 @@ class ScoringEndpoint(GroupEndpoint):
             completed_s: gets the time of the completion of each, at its position.
         """
         one = self._signals[0] in ("hidden", "logits")  # matrices of one sequence
-        parts = grouped([rollouts[i] for i in asked], [1 if one else window.n_per_request for window in self._windows])
+        n_per_request = [1 if one else window.n_per_request for window in self._windows]
+        k = max(route.teacher.topk for route in self._routes) if "topk" in self._signals else 1
+        parts = grouped([rollouts[i] for i in asked], n_per_request, k)
         groups = [[asked[i] for i in part] for part in parts]
         futures: list[Future[list[TeacherScores]]] = []
         began_s = completed_s.copy()

@@ -38,7 +38,7 @@ class JudgedScoring:
         endpoints: the scoring endpoints, by data-parallel group.
         prompts: `TRAINING` or `VALIDATION`, the set that the chunks answer.
         n_functions: of this set.
-        advantages: adds the advantages to a whole batch; `list`: the loss has no rewards.
+        advantages: adds the advantages to a whole batch, in which NaN is undecided; `list`: the loss has no rewards.
     """
 
     def __init__(
@@ -69,10 +69,9 @@ class JudgedScoring:
         batch = []
         for chunk, p in zip(scored, pending, strict=True):
             if p.rewards is not None:
-                values, n_undecided = _decided(self._values(found[names[p.rewards]], p.rollouts))
-                chunk = replace(chunk, rewards=values, n_undecided=n_undecided)
+                chunk = replace(chunk, rewards=self._values(found[names[p.rewards]], p.rollouts))
             batch.append(chunk)
-        return self._advantages(batch)
+        return [_without_nan(chunk) for chunk in self._advantages(batch)]
 
     def restore(self, folder: Path, label: str) -> list[PendingScores]:
         return [self._judged(pending) for pending in self._inner.restore(folder, label)]
@@ -91,14 +90,17 @@ class JudgedScoring:
         return self._inner.take_computations(wait=wait)
 
     def judge(self, samples: Sequence[Sample]) -> Sequence[float]:
-        """Return the value of each greedy response; blocks. Raises as `collect`."""
+        """Return the value of each greedy response; blocks. An undecided one counts as the worst, and as 0 at most.
+
+        Raises as `collect`.
+        """
         shares = [_rollouts(samples[group :: len(self._endpoints)]) for group in range(len(self._endpoints))]
         refs = {f"scoring endpoint {group}": self._judge(group, share) for group, share in enumerate(shares) if share}
         values = np.empty(len(samples))
         found = gather(refs, "judging greedy responses", self._timeout_s)
         for group in range(len(refs)):
             values[group :: len(self._endpoints)] = np.frombuffer(found[f"scoring endpoint {group}"], "<f8")
-        return _decided(values)[0].tolist()
+        return _decided(values, min([0.0, *values[~np.isnan(values)].tolist()]))[0].tolist()
 
     def _judged(self, pending: PendingScores) -> PendingScores:
         if not pending.rollouts.on_policy:
@@ -115,16 +117,25 @@ class JudgedScoring:
         return values if at is None else values[at]
 
 
-def _decided(values: np.ndarray) -> tuple[np.ndarray, int]:
-    """Return the values with 0 in place of NaN, see `Undecided`, and the number of these."""
+def _without_nan(chunk: ScoredChunk) -> ScoredChunk:
+    if chunk.rewards is None:
+        return chunk
+    values, n_undecided = _decided(chunk.rewards)
+    return replace(chunk, rewards=values, n_undecided=n_undecided)
+
+
+def _decided(values: np.ndarray, instead: float = 0.0) -> tuple[np.ndarray, int]:
+    """Return the values with another in place of NaN, see `Undecided`, and the number of these."""
     undecided = np.isnan(values)
     if n_undecided := int(undecided.sum()):
         log.warning(
-            "%d of %d values count as 0: math_verify reached its time limit, or an environment failed",
+            "%d of %d values are unknown, and %g in the metrics: math_verify reached its time limit, or an environment "
+            "failed",
             n_undecided,
             values.size,
+            instead,
         )
-    return np.where(undecided, 0.0, values), n_undecided
+    return np.where(undecided, instead, values), n_undecided
 
 
 def workers_per_endpoint(config: Config, dp_size: int) -> int:
@@ -218,19 +229,24 @@ def advantages_of(rewards: np.ndarray, groups: np.ndarray, kind: str) -> np.ndar
     """Return (R - mean) / (std + 1e-6) of each response: [n] float64. GRPO, arXiv:2402.03300.
 
     Args:
-        rewards: [n] float64.
+        rewards: [n] float64. NaN is undecided: the response has no part in mean and std, and the advantage 0.
         groups: [n] int, the prompt of each.
         kind: distill.advantage. group: mean and standard deviation (with divisor n) of the responses of the same
             prompt. batch: of all. none: the rewards themselves.
     """
+    decided = ~np.isnan(rewards)
+    if not decided.all():
+        advantages = np.zeros(len(rewards))
+        advantages[decided] = advantages_of(rewards[decided], groups[decided], kind)
+        return advantages
     if kind == "none":
         return rewards
     _, own = np.unique(groups if kind == "group" else np.zeros_like(groups), return_inverse=True)
     n = np.bincount(own)
     centered = rewards - (np.bincount(own, rewards) / n)[own]
     std = np.sqrt(np.bincount(own, centered**2) / n)
-    advantages: np.ndarray = centered / (std[own] + _EPSILON)
-    return advantages
+    normalized: np.ndarray = centered / (std[own] + _EPSILON)
+    return normalized
 
 
 def with_advantages(batch: Sequence[ScoredChunk], weights: Sequence[float], kind: str, n: int) -> list[ScoredChunk]:
@@ -258,7 +274,10 @@ def with_advantages(batch: Sequence[ScoredChunk], weights: Sequence[float], kind
 
 
 def total_rewards(chunk: ScoredChunk, weights: Sequence[float]) -> np.ndarray:
-    """Return the weighted sum of the functions for each sequence of a judged chunk: [n_sequences] float64."""
+    """Return the weighted sum of the functions for each sequence of a judged chunk: [n_sequences] float64.
+
+    NaN: a function is undecided.
+    """
     assert chunk.rewards is not None
     total: np.ndarray = chunk.rewards @ np.asarray(weights, np.float64)
     return total

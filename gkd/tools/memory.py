@@ -93,7 +93,10 @@ def _read(args: argparse.Namespace) -> Case:
     if teacher is not None:
         longest = config.derived.max_teacher_length
         worker = teacher_footprint(teacher.config_json, n_tokens=longest, tensors=teacher.tensors)
-        case = replace(case, teacher_hidden=teacher.dims.hidden_size, workers=(worker,))
+        hidden_size = teacher.dims.hidden_size
+        if config.teacher.tokenizer:  # its head keeps its own rows: as many numbers as the student's rows of this size
+            hidden_size = -(-hidden_size * teacher.dims.vocab_size // models.student.dims.vocab_size)
+        case = replace(case, teacher_hidden=hidden_size, workers=(worker,))
     return case.settled()
 
 
@@ -107,6 +110,10 @@ def _text(case: Case, problems: Sequence[str], combination: Combination | None, 
     if dims.is_exact:
         lines.append(rule_of_thumb_table(rule_of_thumb(dims)))
     lines += [f"TOO LARGE {problem}" for problem in problems]
+    if config.teacher.signal == "hidden" and not any("teacher_head" in part.parts for part in found):
+        lines.append(
+            "not counted: the teacher's LM head on the actor's ranks; name the teacher's folder with --teacher"
+        )
     if gpu_bytes is None:
         lines.append("no GPU to compare with: give its memory with --gpu-gib")
     elif not problems:

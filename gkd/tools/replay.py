@@ -25,6 +25,7 @@ from gkd.roles import ReferenceRole, ScoringRole
 from gkd.run.checkpoints import ACTOR, CheckpointStore, step_folder, step_of, verified
 from gkd.run.folder import BATCHES, CHECKPOINTS, ENVIRONMENT, ORIGIN
 from gkd.run.open import check_same_files, check_same_run, check_same_teacher
+from gkd.tools import exit_codes
 from gkd.types import PendingScores, Prompt, ScoredChunk, TrainStats
 from teacher_server.config.command import command_parser
 
@@ -46,16 +47,13 @@ exit code: 0 all equal (bit by bit, or within --rtol; a line for each step names
 _COMPARED = {"loss/total": "loss", "optim/grad_norm": "grad_norm", "loss/tokens": "n_loss_tokens"}
 
 
+@exit_codes(GkdError, OSError)
 def main(argv: list[str] | None = None) -> int:
     """Run the tool and return its exit code, see `_EXAMPLES`."""
     args = _parse(argv)
-    try:
-        case = find_case(args.run, args.step, args.overrides)
-        print(f"replaying from {case.start or case.config.model.path}: {args.step - case.first} step(s)", flush=True)
-        steps = replayed(case)
-    except (GkdError, PermissionError) as error:
-        print(f"{type(error).__name__}: {error}", file=sys.stderr)
-        return 2
+    case = find_case(args.run, args.step, args.overrides)
+    print(f"replaying from {case.start or case.config.model.path}: {args.step - case.first} step(s)", flush=True)
+    steps = replayed(case)
     all_equal = True
     for step, stats in enumerate(steps, case.first + 1):
         table, verdict, equal = compared(case.recorded[step], stats, args.rtol)

@@ -86,6 +86,8 @@ def main(argv: list[str] | None = None) -> int:
     notes = list(run.notes)
     if gpu_bytes is None:
         notes.append("every split fits into memory: there is no GPU here, and no --gpu-gib")
+    elif config.teacher.signal == "hidden":
+        notes.append("the actor's ranks have room for the teacher's LM head, whose size the run does not record")
     if args.lengths:
         workload = replace(workload, response_tokens=args.lengths[0], longest_tokens=args.lengths[1])
     planned = candidate(config, own, config.trainer.scheduler, workload, run.rates)

@@ -41,9 +41,11 @@ T = TypeVar("T")
 
 
 class WorkerEvent(NamedTuple):
-    """Event for the supervisor. `text` is the reason of `refused` and `excluded`. `left`: not drained."""
+    """Event for the supervisor. `text` is the reason of `refused` and `excluded`. `leaving`: a
+    drain by name has begun. `left`: not drained.
+    """
 
-    kind: Literal["ready", "refused", "excluded", "dismissed", "left", "drained"]
+    kind: Literal["ready", "refused", "excluded", "leaving", "dismissed", "left", "drained"]
     name: str
     text: str
 
@@ -150,6 +152,7 @@ class WorkerRegistry:
         for worker in workers:
             worker.leaving = True
             _store(self._leaving, _process(worker.hello), name)
+            self.events.put(WorkerEvent("leaving", name, ""))
         return sum(len(worker.outstanding) for worker in workers)
 
     def dismiss_drained(self) -> None:

@@ -36,8 +36,8 @@ _DRAIN_EXAMPLES = """examples:
   one worker, by its name in the status table:
     python -m teacher_server drain --worker w0.0 --wait
 
-exit code: 0 done (without --wait: draining has started), 1 the server died before its work was finished,
-2 an error, including no reply for --timeout seconds during --wait, 130 if Ctrl-C ends it
+exit code: 0 done (without --wait: draining has started), 1 the server died before its work was finished, or the worker
+was lost, 2 an error, including no reply for --timeout seconds during --wait, 130 if Ctrl-C ends it
 """
 
 
@@ -117,12 +117,15 @@ def drain(argv: Sequence[str]) -> int:
     args = parser.parse_args(argv)
     target = f"worker {args.worker}" if args.worker else "the server"
     with _connect(args) as link:
+        n_lost = link.status().n_lost_workers if args.worker else 0
         n_left = link.drain(args.worker)
         print(f"{target} accepts no new requests; {n_left} requests left", flush=True)
         if not args.wait:
             return 0
         if args.worker:
-            _wait_for_worker(link, args.worker, n_left)
+            if not _wait_for_worker(link, args.worker, n_left, n_lost):
+                print(f"error: {target} was lost; other workers repeat its requests", file=sys.stderr)
+                return 1
         elif (unfinished := _wait_for_server(link, n_left)) > 0:
             print(f"error: the server exited with {unfinished} requests left", file=sys.stderr)
             return 1
@@ -130,11 +133,14 @@ def drain(argv: Sequence[str]) -> int:
     return 0
 
 
-def _wait_for_worker(link: AdminLink, name: str, n_left: int) -> None:
+def _wait_for_worker(link: AdminLink, name: str, n_left: int, n_lost: int) -> bool:
+    """Return whether the worker was dismissed; `n_lost` workers were lost before. False: one was lost as it left."""
     while True:
-        worker = next((worker for worker in link.status().workers if worker.name == name), None)
+        status = link.status()
+        worker = next((worker for worker in status.workers if worker.name == name), None)
         if worker is None:
-            return
+            return status.n_lost_workers == n_lost
+        n_lost = status.n_lost_workers
         if worker.n_in_flight != n_left:
             n_left = worker.n_in_flight
             print(f"{n_left} requests left", flush=True)

@@ -70,7 +70,7 @@ class _Slot:
     n_excluded: int = 0  # consecutive
     ready_s: float | None = None  # when the current process became ready
     was_ready: bool = False  # the current or an earlier process of this slot was ready
-    dismissed: bool = False  # drained by name, and about to exit
+    dismissed: bool = False  # drained by name: the slot stays empty after it
     kill_s: float | None = None  # kill the process at this time if it is still running
     left: bool = False  # the slot is empty and stays empty
 
@@ -131,6 +131,8 @@ class Supervisor:
         now_s = time.monotonic()
         if kind == "ready":
             slot.ready_s, slot.n_failed, slot.was_ready = now_s, 0, True
+        elif kind == "leaving":
+            slot.dismissed = True
         elif kind in ("dismissed", "left"):  # drained by name, or by a signal from outside
             slot.dismissed = slot.dismissed or kind == "dismissed"
             slot.kill_s = slot.kill_s or now_s + _DISMISSED_EXIT_S  # a second event does not extend it

@@ -138,11 +138,15 @@ def _check(settings: ServerSettings) -> None:
 
 
 def ipv4(flag: str, host: str) -> str:
-    """Return the IPv4 address of a host. Raises SettingsError."""
+    """Return the IPv4 address of a host. Raises SettingsError: unknown, or the name of this machine at 127.0.1.1."""
     try:
-        return str(socket.getaddrinfo(host, None, socket.AF_INET)[0][4][0])
+        address = str(socket.getaddrinfo(host, None, socket.AF_INET)[0][4][0])
     except (OSError, UnicodeError) as error:
         raise SettingsError(f"{flag} {host}: not an IPv4 address or known name ({error}).") from error
+    if ipaddress.ip_address(address).is_loopback and host[:1].isalpha() and not host.startswith("localhost"):
+        problem = f"{host} is {address} here (/etc/hosts), which no other machine reaches"
+        raise SettingsError(f"{flag} {host}: {problem}. Fix: give the address in the network, 0.0.0.0, or 127.0.0.1.")
+    return address
 
 
 def tcp_endpoint(flag: str, address: str) -> str:

@@ -30,7 +30,13 @@ def check_folder(folder: Path, *, full_precision: bool = False) -> list[Path]:
     _check_adapters(folder)
     config = read_json(folder / "config.json")
     files = weight_files(folder)
-    entries = {name: entry for file in files for name, entry in read_entries(file).items()}
+    entries: dict[str, TensorEntry] = {}
+    for file in files:
+        for name, entry in read_entries(file).items():
+            if name in entries:  # programs take the last one, not that of the index
+                problem = f"{name} is in {entries[name].file.name} and in {file.name}."
+                raise FolderError(folder, problem, "load the folder with transformers and save it again, or copy it.")
+            entries[name] = entry
     _check_quantization(folder, config, entries, full_precision)
     _check_tied_head(folder, config, entries)
     return files
@@ -121,10 +127,11 @@ def _is_equal(one: TensorEntry, other: TensorEntry) -> bool:
 CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)  # head sizes of vLLM's CPUAttentionBackend
 _COMPUTED = ("qwen2", "llama", "mistral", "mixtral")  # head_dim follows from other sizes if config.json has none
 _ONE_WINDOW = ("qwen2", "qwen3")  # vLLM's code for these has a sliding window in all layers or in none
+_NO_WINDOW = ("llama",)  # transformers' code for these ignores the key; merged models have it from a mistral or qwen2
 
 
 def check_vllm_support(folder: Path, *, on_cpu: bool) -> None:
-    """Raise FolderError if vLLM lacks the model's head size on the CPU, or its mix of sliding windows."""
+    """Raise FolderError if vLLM lacks the model's head size on the CPU, or has other sliding windows."""
     config = read_json(folder / "config.json")
     text = {**config, **inner} if isinstance(inner := config.get("text_config"), dict) else config
     head_size = _head_size(text)
@@ -132,6 +139,11 @@ def check_vllm_support(folder: Path, *, on_cpu: bool) -> None:
         sizes = ", ".join(map(str, CPU_HEAD_SIZES))
         problem = f"its attention heads have size {head_size}; vLLM's CPU attention supports {sizes}."
         raise FolderError(folder, problem, "use a model with one of these sizes.")
+    if text.get("model_type") in _NO_WINDOW and _has_unread_window(text):
+        problem = (
+            f"sliding_window = {text['sliding_window']} in config.json: vLLM applies it, and transformers does not."
+        )
+        raise FolderError(folder, problem, "remove sliding_window from config.json.")
     if text.get("model_type") in _ONE_WINDOW and _mixes_windows(text):
         window = text.get("sliding_window")
         problem = (
@@ -150,6 +162,13 @@ def _head_size(text: dict[str, Any]) -> int | None:
         return None
     size = text.get("head_dim") or hidden // heads
     return size if isinstance(size, int) else None
+
+
+def _has_unread_window(text: dict[str, Any]) -> bool:
+    """Return whether a window that transformers ignores is shorter than the longest sequence."""
+    window, longest = text.get("sliding_window"), text.get("max_position_embeddings", 2048)
+    is_shorter = isinstance(window, int) and isinstance(longest, int) and 0 < window < longest
+    return is_shorter and "sliding_attention" in (text.get("layer_types") or ["sliding_attention"])
 
 
 def _mixes_windows(text: dict[str, Any]) -> bool:

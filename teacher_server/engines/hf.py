@@ -23,6 +23,7 @@ from transformers.utils import logging as transformers_logging
 
 from teacher_server.engines.base import RowStream, ScoreParams, Scores, TokenSequence
 from teacher_server.engines.signals import MatrixStream, score_hidden
+from teacher_server.engines.weight_files import some_names
 from teacher_server.errors import ServerError
 from teacher_server.wire.protocol import Wire
 
@@ -51,9 +52,13 @@ class HfEngine:
         transformers_logging.disable_progress_bar()  # stderr has log lines alone, which may be JSON
         try:
             # sdpa: the memory of attention is linear in S; transformers refuses models without it.
-            model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=_DTYPES[dtype], attn_implementation="sdpa")
+            loaded = AutoModelForCausalLM.from_pretrained(
+                path, dtype=_DTYPES[dtype], attn_implementation="sdpa", output_loading_info=True
+            )
         except (OSError, ValueError, RuntimeError, KeyError, ImportError) as error:
             raise ServerError(f"model folder {path}: transformers cannot load the model: {error}") from error
+        model: Any = loaded[0]
+        _check_loaded(path, *loaded)
         self._device = torch.device(device)
         if self._device.type == "cpu":
             use_onednn(model)
@@ -141,6 +146,22 @@ class HfEngine:
     def lm_head(self, wire: Wire) -> RowStream:
         """See `Engine.lm_head`."""
         return MatrixStream(self._head.weight, wire)
+
+
+def _check_loaded(path: str, model: Any, info: Mapping[str, Any]) -> None:
+    """Raise ServerError if a weight is missing, which transformers makes up, or a scale or bias has no place.
+
+    Args:
+        info: output_loading_info of transformers, which only logs both.
+    """
+    modules = {name for name, _ in model.named_modules()}
+    unused = [name for name in info["unexpected_keys"] if name.rpartition(".")[0] in modules]
+    for names, problem in ((info["missing_keys"], "lacks"), (unused, "has tensors that config.json has no place for:")):
+        if names and getattr(model.config, "quantization_config", None) is None:
+            raise ServerError(
+                f"model folder {path}: it {problem} {some_names(sorted(names))}. "
+                "Fix: copy the whole folder, with the config.json and the index of these weights, or use --engine vllm."
+            )
 
 
 def _longrope_limit(backbone: Any) -> float:

@@ -5,6 +5,7 @@ The server and the trainer call it, before either of them starts a process.
 
 from __future__ import annotations
 
+import hashlib
 import json
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +15,8 @@ from teacher_server.errors import ServerError
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 _MAX_HEADER_BYTES = 100 << 20  # the format's own limit
+_SAMPLE_BYTES = 4 << 10  # hashed of each tensor
+_EDGE_BYTES = 8 << 20  # hashed at each end of the embedding and of the LM head
 _SHOWN = 5  # names in one error message
 
 
@@ -91,6 +94,30 @@ def read_entries(file: Path) -> dict[str, TensorEntry]:
     except (OSError, ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
         raise FolderError(file.parent, f"{file.name} is damaged ({error}).", "copy or download it again.") from error
     return entries
+
+
+def fingerprint_of(folder: Path, weights: list[Path]) -> str:
+    """Return 32 hex digits of a hash of config.json and of each weight file's name, header and samples of its tensors.
+
+    Hashing all bytes of 60 GB takes longer than loading them. Every tensor is sampled, because a merged
+    adapter leaves many tensors unchanged: in the middle, and those with a row for each token also at both ends, where
+    added tokens are. Raises FolderError: config.json or a weight file is damaged.
+    """
+    config, digest = read_json(folder / "config.json"), hashlib.sha256((folder / "config.json").read_bytes())
+    n_rows = (config.get("text_config") or config).get("vocab_size")
+    for file in weights:
+        header = json.dumps(read_header(file)[0], sort_keys=True)
+        digest.update(f"{file.name}:{file.stat().st_size}:{header}".encode())
+        with file.open("rb") as stream:
+            for _, entry in sorted(read_entries(file).items()):
+                middle, n_bytes = (entry.start + entry.stop - _SAMPLE_BYTES) // 2, entry.stop - entry.start
+                places = [(middle, _SAMPLE_BYTES)]
+                if entry.shape[:1] == (n_rows,):
+                    places += [(entry.start, _EDGE_BYTES), (entry.stop - _EDGE_BYTES, _EDGE_BYTES)]
+                for start, size in places:
+                    stream.seek(max(entry.start, start))
+                    digest.update(stream.read(min(size, n_bytes)))
+    return digest.hexdigest()[:32]
 
 
 def read_header(file: Path) -> tuple[dict[str, Any], int]:

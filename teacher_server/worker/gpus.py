@@ -153,6 +153,9 @@ def _groups(teacher: TeacherSettings, share: tuple[tuple[str, ...], bool]) -> li
     gpus, chosen = share
     size = teacher.tensor_parallel_size
     where = f"teacher {teacher.name}: {len(gpus)} GPUs"
+    if size > 1 and teacher.device == "cpu" and teacher.engine == "auto":
+        problem = f"--tensor-parallel-size {size} on the CPU (teacher {teacher.name}): --engine auto is hf there"
+        raise SettingsError(f"{problem}, and only vllm splits a model. Fix: --engine vllm, or leave the size out.")
     if teacher.device == "cpu" and not gpus:
         return [WorkerPlan(teacher, ()) for _ in range(1 if teacher.n_workers is None else teacher.n_workers)]
     if not gpus:

@@ -7,14 +7,13 @@ after minutes of loading.
 from __future__ import annotations
 
 import hashlib
-import json
 import logging
 from dataclasses import dataclass
 from pathlib import Path
 
 from teacher_server.engines.folder_check import check_folder
 from teacher_server.engines.hub import local_path, name_of
-from teacher_server.engines.weight_files import read_entries, read_header, read_json
+from teacher_server.engines.weight_files import fingerprint_of, read_json
 from teacher_server.errors import ServerError
 from teacher_server.wire.fingerprint import template_example, template_fingerprint, tokenizer_fingerprint
 from teacher_server.wire.protocol import MAX_TEXT, MAX_TOKENS
@@ -23,7 +22,6 @@ log = logging.getLogger(__name__)
 
 _SAMPLE_BYTES = 4 << 10
 _N_SAMPLES = 1024  # at most, of a file whose form is unknown
-_EDGE_BYTES = 8 << 20  # bytes hashed at each end of the embedding and of the LM head
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
 
@@ -33,7 +31,7 @@ class ModelFolder:
     path: str  # absolute
     name: str
     max_tokens: int  # the model's position limit
-    fingerprint: str  # 32 hex digits, see `_fingerprint` and `_fingerprint_of_own`
+    fingerprint: str  # 32 hex digits, see `fingerprint_of` and `_fingerprint_of_own`
 
 
 def inspect_model_folder(path: str, *, needs_weights: bool = True) -> ModelFolder:
@@ -59,7 +57,7 @@ def inspect_model_folder(path: str, *, needs_weights: bool = True) -> ModelFolde
         raise ServerError(f"model folder {path}: config.json has no max_position_embeddings: not a causal LM.")
     resolved = folder.resolve()
     name = name_of(resolved) or resolved.name
-    fingerprint = _fingerprint_of_own(resolved) if weights is None else _fingerprint(folder, weights)
+    fingerprint = _fingerprint_of_own(resolved) if weights is None else fingerprint_of(folder, weights)
     return ModelFolder(str(resolved), name, min(max_tokens, MAX_TOKENS), fingerprint)
 
 
@@ -86,30 +84,6 @@ def describe_tokenizer(folder: ModelFolder) -> tuple[str, str, str]:
         log.warning("%s: the chat template fails, so clients cannot show what it writes: %s", folder.path, error)
         return *fingerprints, ""
     return *fingerprints, example if n_bytes <= MAX_TEXT else ""
-
-
-def _fingerprint(folder: Path, weights: list[Path]) -> str:
-    """Hash (sha256) config.json and, for each weight file, its name, its header, and a sample of every tensor.
-
-    Hashing all bytes of 60 GB takes longer than loading them. Every tensor is sampled, because a merged
-    adapter leaves many tensors unchanged: in the middle, and those with a row for each token also at both ends, where
-    added tokens are.
-    """
-    digest, config = hashlib.sha256((folder / "config.json").read_bytes()), read_json(folder / "config.json")
-    n_rows = (config.get("text_config") or config).get("vocab_size")
-    for file in weights:
-        header = json.dumps(read_header(file)[0], sort_keys=True)
-        digest.update(f"{file.name}:{file.stat().st_size}:{header}".encode())
-        with file.open("rb") as stream:
-            for _, entry in sorted(read_entries(file).items()):
-                middle, n_bytes = (entry.start + entry.stop - _SAMPLE_BYTES) // 2, entry.stop - entry.start
-                places = [(middle, _SAMPLE_BYTES)]
-                if entry.shape[:1] == (n_rows,):
-                    places += [(entry.start, _EDGE_BYTES), (entry.stop - _EDGE_BYTES, _EDGE_BYTES)]
-                for start, size in places:
-                    stream.seek(max(entry.start, start))
-                    digest.update(stream.read(min(size, n_bytes)))
-    return digest.hexdigest()[:32]
 
 
 def _fingerprint_of_own(folder: Path) -> str:

@@ -186,6 +186,27 @@ def test_drain_one_worker_then_the_server(tmp_path: Path) -> None:
         assert "error" not in server.log_text()
 
 
+def test_a_worker_that_crashes_while_it_is_drained(tmp_path: Path) -> None:
+    """Fails if the copy that was to leave its GPU is started again there, or its loss is reported as its exit."""
+    options = (*TRIVIAL, "--worker-timeout-s", "60")
+    with ServerProcess(trivial_model(tmp_path / "model"), tmp_path, n_workers=2, options=options) as server:
+        for pid in server.worker_pids:
+            os.kill(pid, signal.SIGSTOP)  # keeps its requests unfinished
+        with sent_requests(server.port, 6) as dealer:
+            drain = ("drain", *address(server), "--worker", "w0.0")
+            wait_until(lambda: "3 requests" in run(*drain).stdout, 10.0, "arrival of the requests")
+            waiting = subprocess.Popen(command(*drain, "--wait"), stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+            assert waiting.stdout is not None and b"3 requests" in waiting.stdout.readline()
+            os.kill(server.worker_pids[0], signal.SIGKILL)
+            os.kill(server.worker_pids[1], signal.SIGCONT)
+            assert n_scored(dealer, 6) == 6
+        output, error = waiting.communicate(timeout=20)
+        assert waiting.returncode == 1 and b"w0.0" in error and not output
+        wait_until(lambda: "has left" in server.log_text(), 5.0, "the supervisor's notice")
+        status = json.loads(run("status", *address(server), "--json").stdout)
+        assert [worker["name"] for worker in status["workers"]] == ["w1.0"]
+
+
 def test_sigusr1_drains(tmp_path: Path) -> None:
     """Fails if a service manager, which can only send signals, cannot end the server without losing requests."""
     with ServerProcess(trivial_model(tmp_path / "m"), tmp_path, options=TRIVIAL) as server:

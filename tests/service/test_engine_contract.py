@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import fields, replace
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
 from teacher_server.engines.base import ScoreParams, TokenSequence
+from teacher_server.engines.load import load_engine
+from teacher_server.errors import ServerError
 from teacher_server.wire.payload import NO_ID, TopKScores
 from tests.device import on_cuda
 from tests.service.engine_host import (
@@ -275,6 +280,20 @@ def test_a_long_neighbor_does_not_change_rotary_embeddings(tmp_path: Path) -> No
     alone = [ask("score", [sequence], params)[0] for sequence in batch]
     for one, scored in zip(alone, ask("score", batch, params), strict=True):
         np.testing.assert_allclose(one, scored, atol=SAME)
+
+
+@pytest.mark.parametrize("added", ["", "self_attn.q_proj.bias", "self_attn.q_proj.weight_scale"])
+def test_a_folder_with_other_weights_than_the_models_is_refused(tmp_path: Path, added: str) -> None:
+    """Fails if a teacher with a random layer scores, or one whose float8 weights lack their scales."""
+    folder = save_engine_model(tmp_path)
+    tensors = load_file(folder / "model.safetensors")
+    if added:
+        tensors[f"model.layers.1.{added}"] = torch.ones(1)
+    else:
+        del tensors["model.layers.1.mlp.down_proj.weight"]
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ServerError, match=re.escape(f"model.layers.1.{added or 'mlp.down_proj.weight'}")):
+        load_engine(engine_settings(folder, "hf"))
 
 
 @pytest.mark.parametrize("ask", ["hf", "vllm"], indirect=True)  # Triton's interpreter samples no token from NaN

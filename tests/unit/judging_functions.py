@@ -33,6 +33,18 @@ def checksum(prompt: str, response: str, row: dict[str, Any]) -> float:
     return sum(map(ord, response)) % 7 / 7
 
 
+def compute_score(data_source: str, solution_str: str, ground_truth: str, extra_info: Any = None) -> float:
+    """Have verl's form."""
+    return float(solution_str == ground_truth)
+
+
+def takes_out(prompt: str, response: str, row: dict[str, Any], messages: list[dict[str, str]]) -> float:
+    """Change what the columns and the trajectory hold; return what is left."""
+    messages.pop()
+    row["tests"].pop()
+    return float(len(row["tests"]) + 10 * len(messages))
+
+
 def misbehave(prompt: str, response: str, row: dict[str, Any]) -> Any:
     """Do what the response demands."""
     if response == "raise":

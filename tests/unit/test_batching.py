@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any, cast
 
 import numpy as np
@@ -368,6 +369,24 @@ def test_an_error_names_the_position_in_the_response(signal: str) -> None:
     checked = ("sampled",) if signal == "reference" else (cast(Signal, signal),)
     with pytest.raises(TeacherError, match=r"prompt 3, sample 1: .*response position 5 \(1 rows\)"):
         check_batch(rollouts, [scores[0], bad], where="rank 3", n_vocab=N_VOCAB, signals=checked, with_reference=True)
+
+
+def test_a_reference_goes_with_a_teacher_of_other_tokens() -> None:
+    """Fails if the reference, which reads the student's tokens, shall have as many rows as the teacher."""
+    rollout = make_rollout(1, 2, 5)
+    scores = make_scores(rollout)
+    scores = replace(
+        scores,
+        hidden=np.ones((3, 4), np.float32),
+        response_ids=np.arange(3, dtype=np.int32),
+        reference_logprobs=scores.sampled_logprobs,
+    )
+    checked = partial(check_batch, [rollout], where="rank 3", n_vocab=N_VOCAB, signals=("hidden",), with_reference=True)
+    checked([scores])
+    with pytest.raises(TeacherError):
+        checked([replace(scores, reference_logprobs=np.zeros(3, np.float32))])
+    with pytest.raises(TeacherError):
+        checked([replace(scores, hidden=np.ones((5, 4), np.float32))])
 
 
 def test_scores_of_another_number_of_sequences_are_refused() -> None:

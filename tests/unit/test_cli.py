@@ -52,6 +52,15 @@ def test_a_command_describes_itself_as_it_was_typed(name: str, tmp_path: Path) -
     assert not {"torch", "ray"} & set(done.stderr.rpartition("modules:")[2].split())
 
 
+def test_the_help_may_be_cut_off(tmp_path: Path) -> None:
+    """Fails if `gkd --help | head` may end in a traceback."""
+    gkd(tmp_path)
+    env = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
+    cut_off = f"{tmp_path}/bin/gkd --help | true"
+    done = subprocess.run(["bash", "-c", cut_off], env=env, capture_output=True, text=True, timeout=60, check=False)
+    assert "Error" not in done.stderr
+
+
 @pytest.mark.parametrize(("words", "hint"), [(["trian"], "train"), (["checkgpus"], "check-gpus"), (["x"], "teacher")])
 def test_an_unknown_command(words: list[str], hint: str, tmp_path: Path) -> None:
     """Fails if a typo is a traceback, ends with success, or has no suggestion."""

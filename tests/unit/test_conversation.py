@@ -377,6 +377,21 @@ def test_arguments_of_calls_are_objects_in_the_prompt(tmp_path: Path) -> None:
         load(tmp_path, [USER, {**CALL, "tool_calls": [{"function": "f"}]}, *tail], quoting)
 
 
+@pytest.mark.parametrize("tools", [[], [tool("add_numbers")]])
+def test_a_call_that_the_template_leaves_out_is_refused(tmp_path: Path, tools: Any) -> None:
+    """Fails if the name in a tool, in a question or in another call passes for a call that the prompt lacks."""
+    first_only = _CALLS.replace("m.tool_calls or []", "(m.tool_calls or [])[:1]").replace("ARGUMENTS", "''")
+    named, answer = {"role": "user", "content": "Use add_numbers."}, {"role": "tool", "content": "4"}
+    row = {"prompt": [named, CALL, answer], "t": tools}
+    with refuses("data.prompt_key"):
+        load(tmp_path, row, tokenizer(TOOLS["chatml_tools"]), tools_key="t")
+    assert "add_numbers " in text(tmp_path, row["prompt"], tokenizer(first_only))
+    twice = {**CALL, "tool_calls": CALL["tool_calls"] * 2}
+    assert text(tmp_path, [named, twice, answer], tokenizer(_CALLS.replace("ARGUMENTS", "''"))).count("add") == 3
+    with refuses("data.prompt_key"):
+        load(tmp_path, [named, twice, answer], tokenizer(first_only))
+
+
 def test_nulls_that_parquet_adds_to_arguments_are_refused(tmp_path: Path) -> None:
     """Fails if a call has the arguments of other rows, as null."""
     quoting = tokenizer(_CALLS.replace("ARGUMENTS", "(c.function.arguments | tojson)"))

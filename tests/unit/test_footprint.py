@@ -228,6 +228,18 @@ def test_the_command(qwen: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert [rank["role"] for rank in found["ranks"]] == ["actor", "rollout", "teacher"]
     assert found["ranks"][0]["parts"]["teacher_head"] == 4 * 151936 * 1536
     assert found["card_bytes"] == 80 * GIB and found["problems"] == []
+    assert _tool("--gpu-gib", "80", "teacher.signal=hidden", qwen) == 0
+    assert "--teacher" in capsys.readouterr().out, "the head that it cannot count"
+
+
+def test_the_head_of_a_teacher_with_another_tokenizer(
+    qwen: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Fails if the LM head of a teacher with more token ids than the student is counted with the student's rows."""
+    path = _folder(tmp_path / "teacher", json.dumps(QWEN25_15B | {"vocab_size": 303872}))
+    signal = ("teacher.signal=hidden", f"teacher.tokenizer={path}")
+    _tool("--gpu-gib", "80", "--json", "--teacher", str(path), *signal, qwen)
+    assert json.loads(capsys.readouterr().out)["ranks"][0]["parts"]["teacher_head"] == 4 * 303872 * 1536
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from gkd.memory.footprint.combination import find_combination
 from gkd.memory.footprint.estimate import footprint
 from gkd.memory.footprint.limits import smallest_margin
 from gkd.memory.footprint.rank import RankFootprint, shared_phases
-from gkd.memory.footprint.report import as_json, footprint_table, shared_phases_table
+from gkd.memory.footprint.report import as_json, footprint_table, kv_line, shared_phases_table
 from gkd.memory.footprint.rollout import kv_bytes_per_token, kv_room_bytes, with_engine_cache, with_max_num_seqs
 from gkd.tools import memory
 from tests.unit.test_footprint import EXPERTS, GIB, QWEN25_15B, SIZES, TP2, _config
@@ -44,6 +44,19 @@ def test_an_engines_row_on_a_gpu() -> None:
     # A key or value head is never cut; with more ranks than heads they are repeated.
     for tp in (2, 4):
         assert kv_bytes_per_token(_config(f"rollout.tp={tp}"), read_dims(QWEN25_15B)) == 14336
+
+
+def test_the_length_of_an_engine_that_is_the_teacher() -> None:
+    """Fails if a message about the cache names a shorter sequence than the one that it was computed for."""
+    words = ("teacher.backend=rollout", "data.teacher_prompt_key=t", "data.max_teacher_prompt_length=4096")
+    config = _config(*words, "trainer.colocate=false")
+    longest = config.derived.max_engine_length
+    assert longest > config.derived.max_sequence_length
+    found = footprint(config, QWEN25_15B)
+    assert any(f"one sequence of {longest} tokens" in problem for problem in check(found, 3 * GIB, config))
+    line = kv_line(found, read_dims(QWEN25_15B), 80 * GIB, config)
+    room = kv_room_bytes(found[-1], 80 * GIB, config) // kv_bytes_per_token(config, read_dims(QWEN25_15B))
+    assert f"{longest} tokens" in line and f"({room // longest} such" in line
 
 
 def test_a_kv_cache_of_a_given_size() -> None:

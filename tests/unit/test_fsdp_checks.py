@@ -235,9 +235,24 @@ def test_unsupported_conversions_are_refused(folders: Path) -> None:
 
 
 def test_the_digest_distinguishes_models(qwen3: Path, tmp_path: Path) -> None:
-    """Fails if adapters resume with changed base weights, or do not resume with a copy of their own."""
+    """Fails if adapters resume with changed base weights or not with a copy of their own, or if a teacher or reference
+    on the actor's ranks may change rows of added tokens, or numbers of its config.json.
+    """
     shutil.copytree(qwen3, tmp_path / "copy")
     assert weights_digest(tmp_path / "copy") == weights_digest(qwen3)
+    config = json.loads((qwen3 / "config.json").read_text())
+    (tmp_path / "copy" / "config.json").write_text(json.dumps(config | {"rms_norm_eps": 1e-3}))
+    assert weights_digest(tmp_path / "copy") != weights_digest(qwen3)
+    large = tmp_path / "large"  # in a larger file, rows of single tokens are between the samples
+    large.mkdir()
+    (large / "config.json").write_text(json.dumps(config | {"vocab_size": 20000}))
+    tensors = {"model.embed_tokens.weight": torch.zeros(20000, 64), "model.norm.weight": torch.ones(64)}
+    digests = set()
+    for row in (0, 19990, 19999):
+        tensors["model.embed_tokens.weight"][row] += 1
+        save_file(tensors, large / "model.safetensors", metadata={"format": "pt"})
+        digests.add(weights_digest(large))
+    assert len(digests) == 3
     weights = load_file(qwen3 / "model.safetensors")
     moved = {name: tensor * 1.01 for name, tensor in weights.items()}
     save_file(moved, tmp_path / "copy" / "model.safetensors", metadata={"format": "pt"})

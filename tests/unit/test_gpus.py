@@ -65,12 +65,15 @@ def test_wrong_gpus_are_errors(flags: tuple[str, ...], tokens: tuple[str, ...]) 
 
 
 def test_without_a_gpu() -> None:
-    """Fails if --gpus without any GPU starts on the CPU, or --device cuda fails only later in torch."""
+    """Fails if --gpus without any GPU starts on the CPU, or a setting fails only later in the worker."""
     assert groups("--model", "/m", found=NONE) == [()]
     with pytest.raises(SettingsError, match="--gpus"):
         groups("--model", "/m", "--gpus", "0", found=NONE)
     with pytest.raises(SettingsError):
         groups("--model", "/m", "--device", "cuda", found=NONE)
+    with pytest.raises(SettingsError):  # the engine is hf, and does not split a model
+        groups("--model", "/m", "--tensor-parallel-size", "2", found=NONE)
+    assert groups("--model", "/m", "--tensor-parallel-size", "2", "--engine", "vllm", found=NONE) == [()]
     # Without a driver, the list of the user is accepted.
     assert groups("--model", "/m", "--device", "cuda", "--gpus", "0,1", found=NONE) == [("0",), ("1",)]
 

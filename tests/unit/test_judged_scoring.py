@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import combinations
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,7 +18,7 @@ from gkd.config.load import load_config
 from gkd.data.chunks import part_of
 from gkd.metrics.writer import read_metrics
 from gkd.pipeline.evaluate import judged, pass_at_k, pass_at_numbers
-from gkd.scoring.judged import JudgedScoring, init_judging, with_judges, workers_per_endpoint
+from gkd.scoring.judged import JudgedScoring, init_judging, with_advantages, with_judges, workers_per_endpoint
 from gkd.scoring.reward.judging import TRAINING, VALIDATION
 from gkd.types import GreedyReport, PendingScores, Prompt, RolloutChunk, Sample, ScoredChunk, TrainStats
 from tests.metric_keys import unlisted_keys
@@ -64,14 +65,21 @@ def test_each_sequence_gets_its_own_values(calls: list[Any]) -> None:
     assert values == [[[5, 0.5], [7, 0.7]], None, [[0, 0], [1, 0.1]], [[4, 0.4], [6, 0.6]]]
 
 
-def test_an_undecided_value_counts_as_zero_and_is_counted(calls: list[Any]) -> None:
-    """Fails if NaN of a comparison that took too long reaches the advantages, or nothing reports it."""
-    scoring = JudgedScoring(World(), [Endpoint(calls)], 9.0, TRAINING, 2)
+def test_an_undecided_value_has_no_advantage_and_is_counted(calls: list[Any]) -> None:
+    """Fails if NaN of a comparison that took too long reaches the metrics or the loss, or the advantages are computed
+    as if it were 0, or nothing reports it.
+    """
+    advantages = partial(with_advantages, weights=[-1.0, -1.0], kind="none", n=3)
+    scoring = JudgedScoring(World(), [Endpoint(calls)], 9.0, TRAINING, 2, advantages)
     whole = scoring.submit(chunk([6, 8, 9]))
     parts = [replace(whole, rollouts=part_of(whole.rollouts, at)) for at in ([0, 1], [2])]
     batch = scoring.collect(parts)
     assert [each.rewards is not None and each.rewards.tolist() for each in batch] == [[[6, 0.6], [8, 0]], [[9, 0]]]
     assert [each.n_undecided for each in batch] == [1, 1]
+    assert [each.advantages is not None and each.advantages.tolist() for each in batch] == [
+        [pytest.approx(-6.6), 0],
+        [0],
+    ]
 
 
 def test_restored_rollouts_are_judged_again(calls: list[Any], tmp_path: Path) -> None:
@@ -188,6 +196,24 @@ def test_evaluations_use_the_metric(tmp_path: Path) -> None:
     assert "greedy 4" in world.events, "all responses are judged"
     assert len([event for event in world.events if event.startswith("generate n=2 seed=2147483648")]) == 2
     assert not unlisted_keys(tmp_path / "run")
+
+
+def test_an_undecided_greedy_response_is_not_the_best(local_ray: LocalRay) -> None:
+    """Fails if a failed environment, whose reward is unknown, counts as 0 where all rewards are costs: the evaluation
+    with most failures would be the best.
+    """
+
+    class Costs:
+        def __init__(self) -> None:
+            self.judge = Method(lambda rollouts, _: np.array([[-3.0, np.nan, 0.5][r.prompt_id] for r in rollouts]))
+
+    def values(prompt_ids: Sequence[int]) -> Sequence[float]:
+        samples = [Sample(i, [1], [2], "t", "a", correct=None, prompt="p") for i in prompt_ids]
+        return JudgedScoring(World(), [Costs(), Costs()], 9.0, VALIDATION, 1).judge(samples)
+
+    assert values([1, 0, 1]) == [-3.0, -3.0, -3.0]
+    assert values([1, 2]) == [0.0, 0.5], "as a wrong answer"
+    assert values([1, 1]) == [0.0, 0.0]
 
 
 class Advantages(World):

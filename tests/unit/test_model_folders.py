@@ -118,6 +118,12 @@ def _lost_index(folder: Path) -> None:
     (folder / INDEX).unlink()
 
 
+def _old_copy_in_a_shard(folder: Path) -> None:
+    _split(folder)
+    tensors = load_file(folder / SHARDS[1])
+    save_file(tensors | {EMBEDDING: torch.zeros(1003, 32)}, folder / SHARDS[1], metadata={"format": "pt"})
+
+
 DAMAGES: list[tuple[Callable[[Path], None], tuple[str, ...]]] = [
     (_merged_adapter, ("adapter_config.json and adapter_model.safetensors", "next to full weights", "delete")),
     (_adapter_only, ("LoRA adapter of base", "merge it into base")),
@@ -128,6 +134,7 @@ DAMAGES: list[tuple[Callable[[Path], None], tuple[str, ...]]] = [
     (_leftover_quantization, ("full precision", "remove quantization_config")),
     (_stale_index, (INDEX, SHARDS[0], f"delete {INDEX}")),
     (_lost_index, (*SHARDS, f"copy {INDEX}")),
+    (_old_copy_in_a_shard, (EMBEDDING, *SHARDS)),
 ]
 
 
@@ -218,12 +225,18 @@ def test_an_export_ends_responses_as_the_run_did(tied: Path, tmp_path: Path, eos
         ({"use_sliding_window": True, "max_window_layers": 2, "sliding_window": 9}, False, ""),
         ({"layer_types": ["full_attention", "sliding_attention"], "max_window_layers": 1}, False, "sliding window"),
         ({"layer_types": ["full_attention", "sliding_attention"], "model_type": "gemma3"}, False, ""),
+        ({"sliding_window": 9, "use_sliding_window": False, "model_type": "llama"}, False, "sliding_window = 9"),
+        ({"sliding_window": 9, "model_type": "llama", "layer_types": ["full_attention"] * 2}, False, ""),
+        ({"sliding_window": 1 << 20, "model_type": "llama"}, False, ""),
+        ({"sliding_window": 9, "model_type": "mistral"}, False, ""),
     ],
 )
 def test_what_vllm_cannot_compute_is_refused_early(
     models: Path, tmp_path: Path, change: dict[str, Any], on_cpu: bool, word: str
 ) -> None:
-    """Fails if a run starts all its processes for a model that vLLM refuses at the first rollout."""
+    """Fails if a run starts all its processes for a model that vLLM refuses at the first rollout, or whose rollouts
+    have a sliding window that the trainer does not.
+    """
     shutil.copy(models / "qwen3" / "config.json", tmp_path)
     _set(tmp_path, **{"layer_types": None, **change})
     if not word:

@@ -10,6 +10,7 @@ import sys
 import tomllib
 from html.parser import HTMLParser
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -56,6 +57,18 @@ def test_a_stacked_curve_shows_means() -> None:
     found = means(curve, 5)
     assert list(found.steps) == [0, 2, 4, 6, 8] and list(found.values) == [2.0, 5.0, 1.0, None, 8.0]
     assert means(curve, 10) == curve
+
+
+def test_a_stage_that_few_steps_have_is_stacked_on_the_others(tmp_path: Path) -> None:
+    """Fails if an evaluation every 50 steps is drawn 50 times as large as it is, and the other stages as 0 there."""
+    lines = [
+        {"step": step, "time/train_s": 1.0} | ({"time/eval_s": 5.0} if step % 50 == 0 else {}) for step in range(3000)
+    ]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    runs: Any = data_of(page(read_runs([tmp_path])))["runs"]
+    run = runs[0]
+    (steps, train), (same, evals) = run["means"]["time/train_s"], run["means"]["time/eval_s"]
+    assert steps == same and sum(evals) / sum(train) == pytest.approx(5 / 50, rel=1e-3)
 
 
 def test_charts_show_keys_of_the_catalog() -> None:
@@ -112,6 +125,17 @@ def test_the_headline_tells_better_from_worse(tmp_path: Path) -> None:
     assert (alarm["key"], alarm["n"], alarm["first"], alarm["last"]) == ("health/entropy_collapse", 1, 12, 12)
     assert "distill.loss" in alarm["change"]
     assert cells["Health alarms"]["text"] == "health/entropy_collapse" and cells["Health alarms"]["tone"] == "worse"
+
+
+def test_a_run_that_its_epochs_ended_is_complete(tmp_path: Path) -> None:
+    """Fails if a run that made all steps of its epochs is shown as one that stopped before trainer.total_steps."""
+    (run,) = read_runs([make_run(tmp_path / "run", "trainer.total_steps=100")])
+    file = run.root / "gpus.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"ended": True}))
+    cell = headline.headline([run])[0]["cells"][0]
+    assert cell["text"] == "12" and cell["tone"] == ""
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"ended": False}))
+    assert headline.headline([run])[0]["cells"][0]["text"] == "12 of 100"
 
 
 def test_the_sample_browser_is_bounded_by_its_rule(tmp_path: Path) -> None:
@@ -228,7 +252,8 @@ def test_wrong_folders_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture
     (tmp_path / "empty").mkdir()
     for name in ("missing", "empty"):
         assert main([str(tmp_path / name)]) == 2
-        assert str(tmp_path / name) in capsys.readouterr().err
+        error = capsys.readouterr().err
+        assert str(tmp_path / name) in error and error.startswith("config error: ")
     root = make_run(tmp_path / "run", steps=1)
     assert main([str(root), "--watch", "0"]) == 2 and "--watch" in capsys.readouterr().err
     assert main([str(root), "--out", str(tmp_path / "no" / "such.html")]) == 1 and "no" in capsys.readouterr().err

@@ -100,6 +100,24 @@ def test_advantages(kind: str) -> None:
     assert kind != "group" or (found[order // 3 == 1] == 0).all(), "equal rewards have no advantage"
 
 
+@pytest.mark.parametrize("kind", ["group", "batch", "none"])
+def test_an_undecided_response_is_no_part_of_its_group(kind: str) -> None:
+    """Fails if an unknown reward counts as 0, which is the best of a group whose rewards are costs, or moves the
+    advantages of the others.
+    """
+    costs = np.array([-1.0, -3.0, np.nan, -2.0, np.nan, np.nan, -4.0, -4.0, -1.0])
+    values = np.stack([costs, np.full(9, 7.0)], axis=1)
+    parts = [[0, 2, 5], [1, 3, 4, 6, 7, 8]]
+    batch = [dataclasses.replace(chunk(part, [0.0] * len(part)), rewards=values[part]) for part in parts]
+    found = np.empty(9, np.float32)
+    for part, each in zip(parts, of_batch(batch, [2.0, 1.0], kind, 3), strict=True):
+        found[part] = each.advantages
+    decided = ~np.isnan(costs)
+    expected = advantages_of(2 * costs[decided] + 7, (np.arange(9) // 3)[decided], kind)
+    np.testing.assert_allclose(found[decided], expected, rtol=1e-6)
+    assert (found[~decided] == 0).all()
+
+
 @pytest.mark.parametrize("kind", ["group", "batch"])
 def test_each_row_gets_the_advantage_of_its_sequence(kind: str) -> None:
     """Fails if means are those of a chunk or a data-parallel group, balancing mixes up sequences, or a sequence whose

@@ -172,6 +172,22 @@ def test_functions_are_imported_before_the_start(config: Config, path: str) -> N
         check_functions(wrong)
 
 
+def test_a_function_does_not_change_what_the_next_one_reads(config: Config) -> None:
+    """Fails if a function that changes a list of the row or the trajectory changes the value of the next function."""
+    row, messages = encode_row("f.jsonl:1", {"tests": ["a", "b", "c"]}), b'[{"role": "assistant"}, {"role": "tool"}]'
+    each = Request("1+2=", "3", 1, False, row, (0, 0), messages)
+    assert judged([each] * 2, [judge_of(f"{HERE}:takes_out", config)], lambda _: None) == ([12.0] * 4, "")
+
+
+def test_a_function_of_verl_is_refused(config: Config) -> None:
+    """Fails if a run starts with verl's compute_score, which would compare each response with the whole row: 0."""
+    wrong = load_config(
+        None, [f"model.path={config.model.path}", f"reward.functions=[{{path: '{HERE}:compute_score'}}]"]
+    )
+    with refuses("reward.functions"):
+        check_functions(wrong)
+
+
 def case(response: str, answer: object, *, truncated: bool = False) -> Case:
     return Case("p", response, {"answer": answer}, len(response), truncated)
 
@@ -187,11 +203,27 @@ def case(response: str, answer: object, *, truncated: bool = False) -> Case:
         ("math_verify", r"so it is $\frac{3}{6}$", "0.5", 1.0),
         ("math_verify", r"so it is $x^2 - 1$", "(x-1)(x+1)", 1.0),
         ("math_verify", "it is 7", "0.5", 0.0),
+        # Reference answers of data sets: a formula without marks, never a number in it.
+        ("math_verify", r"\boxed{2\sqrt{3}}", r"2\sqrt{3}", 1.0),
+        ("math_verify", r"\boxed{2}", r"2\sqrt{3}", 0.0),
+        ("math_verify", "it is $100000$", "10^{5}", 1.0),
+        ("math_verify", r"\boxed{6-5i}", "6 - 5i", 1.0),
+        ("math_verify", r"\boxed{\frac{3}{2}}", r"1 \frac{1}{2}", 1.0),
+        ("math_verify", r"\boxed{\begin{pmatrix}1\\2\end{pmatrix}}", r"\begin{pmatrix} 1 \\ 2 \end{pmatrix}", 1.0),
+        ("math_verify", "it is 20", "20 miles per hour", 1.0),
+        ("math_verify", "it is 5", "5 m", 1.0),
+        ("math_verify", "it is 0.00001", 1e-05, 1.0),
+        ("math_verify", "it is $2 \\times 10^{16}$", 2e16, 1.0),
+        ("math_verify", "it is 1", 1e-05, 0.0),
+        ("math_verify", "it is 7", "7}", 1.0),
+        ("math_verify", "it is 18", "\u20ac18", 1.0),
+        ("math_verify", "it is 7", "3 + 4 = <<3+4=7>>7 apples\n#### 7", 1.0),
+        ("math_verify", "it is 7", r"so it is \boxed{7}", 1.0),
         ("math_verify", "no answer", "0.5", 0.0),
         ("math_verify", "$\u0663$", "3", 0.0),  # a digit at which the package's parser fails
     ],
 )
-def test_builtin_functions(config: Config, path: str, response: str, answer: str, value: float) -> None:
+def test_builtin_functions(config: Config, path: str, response: str, answer: object, value: float) -> None:
     """Fails if a function of the package judges differently than documented; truncated answers are wrong."""
     judge = judge_of(path, config)
     assert judge(case(response, answer)) == value

@@ -210,12 +210,12 @@ def test_a_resumed_run_refuses_other_routes(tmp_path: Path) -> None:
 class Info:
     probe = ()
 
-    def __init__(self, mark: str) -> None:
-        self.model_name, self.fingerprint = f"model-{mark}", mark * 32
+    def __init__(self, mark: str, dtype: str = "bfloat16") -> None:
+        self.model_name, self.fingerprint, self.dtype = f"model-{mark}", mark * 32, dtype
 
 
 def test_a_resumed_run_refuses_another_model_of_a_route(tmp_path: Path) -> None:
-    """Fails if one of several teachers may change its weights unnoticed, or the error names another route."""
+    """Fails if one of several teachers may change its weights or dtype unnoticed, or an older run cannot resume."""
     config, file = load_config(None, TWO), tmp_path / "teacher.json"
     routes: Any = config.derived.routes
     same: Any = teacher_identity(routes, [Info("a"), Info("b")])  # type: ignore[list-item]
@@ -225,6 +225,16 @@ def test_a_resumed_run_refuses_another_model_of_a_route(tmp_path: Path) -> None:
         changed: Any = teacher_identity(routes, [Info(mark) for mark in infos])  # type: ignore[misc]
         with refuses(key):
             check_same_teacher(file, changed, config)
+    other: Any = teacher_identity(routes, [Info("a"), Info("b", "float32")])  # type: ignore[list-item]
+    with refuses("teacher.routes.math.server_port"):
+        check_same_teacher(file, other, config)
+    check_same_teacher(file, other, config, any_dtype=True)
+    older: Any = {
+        name: {"name": f"model-{mark}", "fingerprint": mark * 32}
+        for name, mark in zip(same["routes"], "ab", strict=True)
+    }
+    file.write_text(teacher_json({**older[next(iter(older))], "routes": older}))
+    check_same_teacher(file, other, config)
     one = load_config(None, BASE)
     with refuses("teacher.routes"):
         check_same_teacher(file, teacher_identity(one.derived.routes, [Info("a")]), one)  # type: ignore[list-item]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from pathlib import Path
 
 import pytest
@@ -125,6 +126,17 @@ def test_beyond_loopback_with_keys_or_the_explicit_flag() -> None:
     """Fails if a server with keys, or with --insecure, cannot serve other hosts."""
     assert settings_of("--model", "/m", "--host", "0.0.0.0", "--keys", "k").address == "0.0.0.0"
     assert settings_of("--model", "/m", "--host", "0.0.0.0", "--insecure").address == "0.0.0.0"
+
+
+def test_the_name_of_this_machine_is_not_loopback(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fails if --host with a name that /etc/hosts has at 127.0.1.1, as on Debian, listens where no other host is."""
+    found = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", ("127.0.1.1", 0))]
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_: found)
+    for flag in ("--host", "--metrics-host"):
+        with pytest.raises(SettingsError):
+            settings_of("--model", "/m", flag, "node7", "--insecure")
+    for host in ("127.0.1.1", "localhost"):
+        assert settings_of("--model", "/m", "--host", host).address == "127.0.1.1"
 
 
 def test_a_teacher_without_a_folder_is_for_joining_workers() -> None:

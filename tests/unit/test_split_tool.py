@@ -76,6 +76,10 @@ def test_splits_that_do_not_fit_into_memory_are_excluded(tmp_path: Path, capsys:
     assert "actor rank 0 needs" in capsys.readouterr().err
     assert main([*args, "--gpu-gib", "0"]) == 2
     assert "--gpu-gib = 0.0" in capsys.readouterr().err
+    # The missing head of the teacher is among the assumptions.
+    hidden = settings(tmp_path, f"model.path={model}", "actor.recompute=full", "teacher.signal=hidden")
+    assert main([*args[:-1], str(write_run(tmp_path / "hidden", hidden, RATES)), "--gpu-gib", "80"]) == 0
+    assert len(json.loads(capsys.readouterr().out)["run"]["assumed"]) == len(told["80"]["run"]["assumed"]) + 1
     # A reference on the actor's ranks needs memory, too.
     held = ["distill.reference_kl_weight=0.1", "reference.fsdp_cpu_offload=false"]
     beside = settings(tmp_path, f"model.path={model}", "actor.recompute=full", "data.max_response_length=512", *held)

@@ -10,6 +10,7 @@ import pytest
 
 from gkd.config.schema_teacher import TeacherConfig
 from gkd.scoring.teacher.info import TeacherInfo
+from gkd.scoring.teacher.requests import RequestSettings
 from gkd.scoring.teacher.window import Window, grouped, throttle_warning, window_of_group
 from tests.service.harness import random_rollouts
 
@@ -54,6 +55,16 @@ def test_sequences_of_a_request_have_one_route_and_one_number_of_ids() -> None:
         kinds = {(rollouts[i].route, rollouts[i].top_ids is None) for i in group}
         assert len(kinds) == 1 and len(group) <= [3, 5][rollouts[group[0]].route]
     assert max(map(len, groups)) == 5
+
+
+def test_several_sequences_fit_into_one_reply() -> None:
+    """Fails if sequences that fit one by one make a request that a teacher server refuses: the run would end."""
+    rollouts = [replace(rollout, response_ids=np.zeros(2000, np.int32)) for rollout in random_rollouts(4, 99)]
+    for k in (1, 64, 1 << 13, 1 << 14):
+        groups = grouped(rollouts, [256], k)
+        assert sorted(index for group in groups for index in group) == list(range(4))
+        for group in groups:
+            RequestSettings("t", k, 1.0, 1 << 17, "fp32", 1.0).for_rollouts([rollouts[i] for i in group], "topk", k=k)
 
 
 def test_only_a_limit_below_the_announced_number_is_warned_about() -> None:

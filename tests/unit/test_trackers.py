@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import struct
 import subprocess
 import sys
@@ -147,6 +148,22 @@ def test_a_rewind_whose_first_start_failed_starts_a_new_run_of_the_tracker(tmp_p
     assert rewound["id"] != before["id"] and rewound["through"] == -1
     make(tmp_path, World(), *settings, "trainer.resume=auto").fit()
     assert json.loads((tmp_path / "run" / "trackers.json").read_bytes())["id"] == rewound["id"]
+
+
+def test_a_copy_of_a_run_folder_is_another_run_of_the_tracker(tmp_path: Path) -> None:
+    """Fails if a run that goes on in a copy writes into the original's run, or a moved folder begins another one."""
+    settings = (*SETTINGS, "trainer.loggers=[tensorboard]")
+    make(tmp_path / "a", World(), *settings).fit()
+    before = json.loads((tmp_path / "a" / "run" / "trackers.json").read_bytes())
+    shutil.copytree(tmp_path / "a", tmp_path / "copy")
+    make(tmp_path / "copy", World(), *settings, "trainer.resume=auto").fit()
+    copied = json.loads((tmp_path / "copy" / "run" / "trackers.json").read_bytes())
+    assert copied["id"] != before["id"]
+    (tmp_path / "a").rename(tmp_path / "moved")
+    make(tmp_path / "moved", World(), *settings, "trainer.resume=auto").fit()
+    assert json.loads((tmp_path / "moved" / "run" / "trackers.json").read_bytes())["id"] == before["id"]
+    make(tmp_path / "copy", World(), *settings, "trainer.resume=auto").fit()
+    assert json.loads((tmp_path / "copy" / "run" / "trackers.json").read_bytes())["id"] == copied["id"]
 
 
 def test_without_trackers_no_library_is_imported(tmp_path: Path) -> None:

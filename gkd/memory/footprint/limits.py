@@ -134,7 +134,7 @@ def _sentence(part: RankFootprint, need: str, lack: int, case: _Case) -> str:
     gpu_bytes, config = case.gpu_bytes, case.config
     name = f"{part.role} rank {part.rank}"
     if need == "sequence":
-        longest = config.derived.max_sequence_length
+        longest = config.derived.max_engine_length
         return f"{name}: the KV cache of one sequence of {longest} tokens needs {gib(lack)} more"
     if need == "sync":
         share, bucket = config.rollout.gpu_memory_utilization, gib(part.parts["weight_sync"])

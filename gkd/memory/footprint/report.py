@@ -87,7 +87,7 @@ def rule_of_thumb_table(found: Mapping[str, Mapping[str, int]]) -> str:
 
 def kv_line(footprints: Sequence[RankFootprint], dims: ModelDims, gpu_bytes: int | None, config: Config) -> str:
     """Return a line with the size of an engine's KV cache, in tokens and in sequences of full length."""
-    engine, each, longest = engine_of(footprints), kv_bytes_per_token(config, dims), config.derived.max_sequence_length
+    engine, each, longest = engine_of(footprints), kv_bytes_per_token(config, dims), config.derived.max_engine_length
     line = (
         f"KV cache of an engine: {each} bytes per token and rank; up to {max_sequences(config)} sequences of up to "
         f"{longest} tokens run at a time"

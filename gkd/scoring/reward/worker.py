@@ -10,9 +10,11 @@ from __future__ import annotations
 
 import inspect
 import math
+import re
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from decimal import Decimal
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -28,7 +30,14 @@ from gkd.user_code import Progress, end_with_parent, finite_number
 
 # The functions that judge responses: this package's, and a user's own by its path.
 
+# Parameters of verl's compute_score(data_source, solution_str, ground_truth, extra_info).
+_OF_VERL = ("solution_str", "ground_truth")
 _MATH_S = 2  # limit of math_verify for parsing an answer, and for a comparison
+# What a reference answer has that is not a formula alone: words, a unit, marks of its own. Outside of $...$ math_verify
+# finds the 2 in a formula such as 2\sqrt{3}.
+_IN_TEXT = re.compile(r"[$#\n]|\\boxed|\\[(\[]|[^\x00-\x7f]|(?<![\\A-Za-z])[A-Za-z]{3,}|^\s*\S*\d\s+[A-Za-z.]+\s*$")
+_EXPONENT = re.compile(r"[-+]?\d+(\.\d+)?[eE][-+]?\d{1,3}")  # as Python writes small and large numbers
+_NAMES = re.compile(r"\\(?:begin|end|text\w*|mbox|math\w+)\s*\{[^{}]*\}")  # words in a formula
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,14 +57,14 @@ Judge = Callable[[Case], float]
 
 
 class Undecided(Exception):
-    """A function reached a time limit of its own, or an environment failed: 0, and counted in `reward/undecided`."""
+    """A function reached a time limit of its own, or an environment failed: `reward/undecided` counts it."""
 
 
 def judge_of(path: str, config: Config) -> Judge:
     """Return the function of an entry of `reward.functions`, or of `eval.metric`.
 
     Raises:
-        RewardError: its module cannot be imported, or has no such function.
+        RewardError: its module cannot be imported, or has no such function; or it has verl's form.
     """
     if path == EXACT_MATCH:
         marker = config.eval.answer_marker
@@ -70,17 +79,24 @@ def judge_of(path: str, config: Config) -> Judge:
         function = import_function(path)
     except ImportError as error:
         raise RewardError(str(error)) from error
+    if names := [name for name in _parameters(function)[:3] if name in _OF_VERL]:
+        form = f"its parameter {names[0]} is that of verl's form, and it would get the row or the prompt instead"
+        raise RewardError(f"{path}: {form}; write a function of (prompt, response, row) that calls it")
     if takes_messages(function):
-        return lambda case: function(case.prompt, case.response, dict(case.row), messages=case.messages)
-    return lambda case: function(case.prompt, case.response, dict(case.row))
+        return lambda case: function(case.prompt, case.response, case.row, messages=case.messages)
+    return lambda case: function(case.prompt, case.response, case.row)
 
 
 def takes_messages(function: Callable[..., Any]) -> bool:
     """Return whether a function has a parameter `messages`: it judges a trajectory, not only its last turn."""
+    return "messages" in _parameters(function)
+
+
+def _parameters(function: Callable[..., Any]) -> list[str]:
     try:
-        return "messages" in inspect.signature(function).parameters
+        return list(inspect.signature(function).parameters)
     except (TypeError, ValueError):  # some functions of C have no signature
-        return False
+        return []
 
 
 def _environment_reward(case: Case) -> float:
@@ -112,7 +128,12 @@ def _math_verify(config: Config) -> Judge:
 
     def judge(case: Case) -> float:
         answer = _answer(case, config)
-        expected = parse(answer, parsing_timeout=_MATH_S) or parse(f"${answer}$", parsing_timeout=_MATH_S)
+        if _EXPONENT.fullmatch(answer):  # it would find the 1 in 1e-05
+            answer = f"{Decimal(answer):f}"
+        forms = (answer, f"${answer}$") if _IN_TEXT.search(_NAMES.sub("", answer)) else (f"${answer}$", answer)
+        expected = parse(forms[0], parsing_timeout=_MATH_S)
+        if len(expected) < 2:  # nothing, or the text alone
+            expected = parse(forms[1], parsing_timeout=_MATH_S) or expected
         if not expected:
             raise ValueError(f"math_verify cannot parse the reference answer {answer!r}")
         if case.truncated:
@@ -187,12 +208,12 @@ def judged(
     """
     numbers: list[float] = []
     for request in requests:
-        _, row = decode_row(request.row)
-        messages = None if request.messages is None else msgspec.json.decode(request.messages)
-        case = Case(
-            request.prompt, request.response, row, request.n_tokens, request.truncated, messages, request.reward
-        )
         for index in request.functions:
+            _, row = decode_row(request.row)  # for each: a function may change what is in a column
+            messages = None if request.messages is None else msgspec.json.decode(request.messages)
+            case = Case(
+                request.prompt, request.response, row, request.n_tokens, request.truncated, messages, request.reward
+            )
             begin(len(numbers))
             value = _call(judges[index], case)
             if isinstance(value, str):

@@ -11,7 +11,7 @@ from typing import NamedTuple
 from gkd.config.schema_teacher import TeacherConfig
 from gkd.scoring.teacher.info import TeacherInfo
 from gkd.types import Rollout
-from teacher_server.wire.protocol import MAX_SEQUENCES
+from teacher_server.wire.protocol import MAX_ENTRIES, MAX_SEQUENCES
 
 _REQUESTS_IN_FLIGHT = 4
 _MOST_TOKENS = 4096  # limit of a request with several sequences: half a batch of the teacher server's default
@@ -44,14 +44,16 @@ def throttle_warning(teacher: TeacherConfig, info: TeacherInfo) -> str:
     return f"teacher.max_in_flight={teacher.max_in_flight} slows the teacher down; set 0, or at least {info.n_streams}"
 
 
-def grouped(rollouts: Sequence[Rollout], n_per_request: Sequence[int]) -> list[list[int]]:
+def grouped(rollouts: Sequence[Rollout], n_per_request: Sequence[int], k: int = 1) -> list[list[int]]:
     """Return the indices of the sequences of each request.
 
     A request has one route, and its rollouts have the same number of `top_ids`, or none.
 
     Args:
         n_per_request: by route, most sequences of a request.
+        k: entries of a row, of which a reply holds `MAX_ENTRIES`.
     """
+    most_tokens = min(_MOST_TOKENS, MAX_ENTRIES // k)
     groups: list[list[int]] = []
     open_groups: dict[tuple[int, int], tuple[list[int], int]] = {}  # its indices and tokens
     for index, rollout in enumerate(rollouts):
@@ -59,7 +61,7 @@ def grouped(rollouts: Sequence[Rollout], n_per_request: Sequence[int]) -> list[l
         n_tokens = rollout.for_teacher().n_tokens
         key = rollout.route, n_given
         group, held = open_groups.get(key, ([], 0))
-        if not group or len(group) == n_per_request[rollout.route] or held + n_tokens > _MOST_TOKENS:
+        if not group or len(group) == n_per_request[rollout.route] or held + n_tokens > most_tokens:
             group, held = [], 0
             groups.append(group)
         group.append(index)

@@ -8,8 +8,9 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from gkd.errors import ConfigError, GkdError
+from gkd.errors import ConfigError
 from gkd.run.disk import naming, replace_file
+from gkd.tools import exit_codes
 from gkd.tools.report.page import page
 from gkd.tools.report.read import folder_state, read_runs
 from teacher_server.config.command import command_parser
@@ -23,22 +24,17 @@ exit code: 0 written; 1 a file of a run is damaged, or the page cannot be writte
 """
 
 
+@exit_codes(ConfigError)
 def main(argv: list[str] | None = None) -> int:
+    """Return the exit code, see `_EXAMPLES`."""
     args = _parse(argv)
     out = args.out or (args.runs[0] / "report.html" if len(args.runs) == 1 else Path("report.html"))
-    try:
-        if args.watch is not None and args.watch <= 0:
-            raise ConfigError("--watch", args.watch, "is not above 0.", "give seconds, for example --watch 10.")
-        if args.watch is None:
-            _write(args.runs, out)
-        else:
-            _watch(args.runs, out, args.watch)
-    except ConfigError as error:
-        print(f"{type(error).__name__}: {error}", file=sys.stderr)
-        return 2
-    except (GkdError, PermissionError) as error:
-        print(f"{type(error).__name__}: {error}", file=sys.stderr)
-        return 1
+    if args.watch is not None and args.watch <= 0:
+        raise ConfigError("--watch", args.watch, "is not above 0.", "give seconds, for example --watch 10.")
+    if args.watch is None:
+        _write(args.runs, out)
+    else:
+        _watch(args.runs, out, args.watch)
     return 0
 
 

@@ -59,7 +59,7 @@ def _steps(run: Run) -> dict[str, str]:
     gpus = run.gpu_map()
     text = f"{run.last_step} of {total}" if total else str(run.last_step)
     if gpus is not None and gpus.ended:
-        return _cell(text, "" if not total or run.last_step >= total else "worse", "ended")
+        return _cell(str(run.last_step) if run.last_step < total else text, "", "ended")  # total_epochs may end it
     last = run.curves.get("time/unix_s")
     if last is None or not last.values[-1]:
         return _cell(text, "", "in progress or killed")

@@ -49,7 +49,9 @@ def page(runs: Sequence[Run], reload_s: float = 0) -> str:
             {
                 "name": run.name,
                 "curves": {key: _columns(key, extremes(curve, n_points)) for key, curve in run.curves.items()},
-                "means": {key: _columns(key, means(run.curves[key], n_points)) for key in stacked & run.curves.keys()},
+                "means": {
+                    key: _columns(key, means(on_all_lines(run, key), n_points)) for key in stacked & run.curves.keys()
+                },
                 "samples": samples.browser(run, len(runs)),
             }
             for run in runs
@@ -168,6 +170,11 @@ def extremes(curve: Curve, max_points: int = MAX_POINTS) -> Curve:
     kept = np.unique(np.concatenate([[0, n - 1], lowest, highest, lost]))
     kept = kept[kept < n]
     return Curve([curve.steps[i] for i in kept], [curve.values[i] for i in kept])
+
+
+def on_all_lines(run: Run, key: str) -> Curve:
+    """Return a curve with 0 for lines without the key, like time/eval_s: all curves of a stacked chart have one x."""
+    return Curve([int(line["step"] or 0) for line in run.lines], [line.get(key, 0.0) for line in run.lines])
 
 
 def means(curve: Curve, max_points: int = MAX_POINTS) -> Curve:
