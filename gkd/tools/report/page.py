@@ -50,7 +50,8 @@ def page(runs: Sequence[Run], reload_s: float = 0) -> str:
                 "name": run.name,
                 "curves": {key: _columns(key, extremes(curve, n_points)) for key, curve in run.curves.items()},
                 "means": {
-                    key: _columns(key, means(on_all_lines(run, key), n_points)) for key in stacked & run.curves.keys()
+                    key: _columns(key, means(_on_one_x(run, key, n_points), n_points))
+                    for key in stacked & run.curves.keys()
                 },
                 "samples": samples.browser(run, len(runs)),
             }
@@ -172,8 +173,13 @@ def extremes(curve: Curve, max_points: int = MAX_POINTS) -> Curve:
     return Curve([curve.steps[i] for i in kept], [curve.values[i] for i in kept])
 
 
-def on_all_lines(run: Run, key: str) -> Curve:
-    """Return a curve with 0 for lines without the key, like time/eval_s: all curves of a stacked chart have one x."""
+def _on_one_x(run: Run, key: str, max_points: int) -> Curve:
+    """Return the curve of a stacked chart. If it has buckets, lines without the key, like time/eval_s, count as 0.
+
+    The buckets of all curves of the chart have the same steps then.
+    """
+    if len(run.lines) <= max_points:
+        return run.curves[key]
     return Curve([int(line["step"] or 0) for line in run.lines], [line.get(key, 0.0) for line in run.lines])
 
 
