@@ -373,7 +373,8 @@ def recorded_teachers(config: Config, away: TeacherUnavailable) -> tuple[Teacher
         raise away
     for name, address, (before, teacher) in zip(names, now, recorded, strict=True):
         if name != teacher.teacher if name else address != before:
-            raise away
+            fix = f"or set teacher.name={teacher.teacher} to train without a server on the scores in teacher.store"
+            raise TeacherUnavailable(f"{away}, {fix}: those of {teacher.model_name}, from {before}")
     teachers = tuple(teacher for _, teacher in recorded)
     shown = ", ".join(f"{teacher.model_name} ({teacher.fingerprint[:12]})" for teacher in teachers)
     log.warning(

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -42,7 +42,7 @@ class Weights:
         self.rank, self.device, self.is_full = rank, FakeDevice(), False
         self.states = States(torch.device("cpu"), dict[str, list[torch.Tensor]])
 
-    def save_hf(self, folder: Path, model: str) -> None:
+    def save_hf(self, folder: Path, model: str, *, stop_ids: Sequence[int]) -> None:
         self.device.gib = 1 + self.rank
 
     def snapshot(self, *, copies: bool) -> HostCopies:

@@ -46,7 +46,8 @@ def test_a_scored_dataset_trains_without_a_teacher(
     assert scored.returncode == 0 and "scored 40/40" in scored.stderr, scored.stderr[-4000:]
     assert not (lab.root / "unused").exists()
     closed = free_port()
-    done = lab.train_run(offline, closed, shared_ray, *DATASET, store)
+    name = json.loads((tmp_path / "store" / "teachers.json").read_text())[0][1]["teacher"]
+    done = lab.train_run(offline, closed, shared_ray, *DATASET, store, f"teacher.name={name}")
     assert done.returncode == 0, done.stderr[-4000:]
     lines, stored = steps_of(online), steps_of(offline)
     for step in (1, 2, 3):
@@ -89,6 +90,9 @@ def test_an_interrupted_scoring_goes_on(lab: Lab, teacher_port: int, tmp_path: P
         assert n_left in expected, done.stderr[-3000:]
 
     run = [*command[len(SCORE) + 2 :], f"teacher.server_port={free_port()}", f"trainer.run_dir={tmp_path / 'run'}"]
+    with pytest.raises(TeacherUnavailable):  # another address may have another teacher
+        preflight(load_config(None, run))
+    run.append(f"teacher.name={json.loads((store / 'teachers.json').read_text())[0][1]['teacher']}")
     for more in ("teacher.topk=32", "distill.on_policy_share=0.5", f"data.val_files=[{lab.heldout}]"):
         with pytest.raises(TeacherUnavailable):
             preflight(load_config(None, [*run, more]))
