@@ -87,7 +87,7 @@ class Saver:
         now = self._folder.config
         changed = [key for key in _OF_EVALUATION if before.get(key, value_of(now, key)) != value_of(now, key)]
         if changed:
-            text = "the best step %d was evaluated with another %s: trainer.keep_best starts anew, and does not keep it"
+            text = "step %d, the best so far, had another %s: trainer.keep_best compares from now on and may delete it"
             log.warning(text, best.step, " and ".join(changed))
         return None if changed else best
 

@@ -75,11 +75,7 @@ def build(site: Path) -> Path:
 
 
 def environment(cards: int = 1, gib: float = 8.0, **settings: object) -> dict[str, str]:
-    """Return the variables of this process plus those of a machine with stand-in cards; compile if needed.
-
-    Args:
-        settings: the variables DRY_CARD_* of README.md, such as late=1. They win over those of this process.
-    """
+    """Return this process's variables and those of a machine with cards. `settings`: README.md's, such as late=1."""
     built = build(next(gpu_python().parents[1].glob("lib/python3.*/site-packages")))
     library = str(built / "libcards.so")
     env = {"OMP_NUM_THREADS": "1", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}
@@ -101,29 +97,23 @@ def remove_segments(env: dict[str, str]) -> None:
     shutil.rmtree(f"/dev/shm/dry-card.{os.getuid()}.{env['DRY_CARD_MACHINE']}", ignore_errors=True)
 
 
-def run(command: list[str], cards: int, gib: float) -> int:
-    """Run a command on a new machine, pass SIGTERM on to it, remove its shared memory, and return its exit code."""
-    env = environment(cards, gib)
-    process = subprocess.Popen(command, env=env)
-    signal.signal(signal.SIGINT, lambda *_: None)  # The terminal sends it to the command, too.
-    signal.signal(signal.SIGTERM, lambda *_: process.terminate())
-    try:
-        code = process.wait()
-        return code if code >= 0 else 128 - code
-    finally:
-        remove_segments(env)
-
-
 def main() -> int:
+    """Run a command or tests on a new machine, pass SIGTERM on, and return the exit code. run.sh calls it."""
     at = sys.argv.index("--") if "--" in sys.argv else len(sys.argv)
     arguments, command = sys.argv[1:at], sys.argv[at + 1 :]
     parser = argparse.ArgumentParser(prog="run.sh", usage=(HERE / "README.md").read_text(), allow_abbrev=False)
     parser.add_argument("--cards", type=int, default=int(os.environ.get("DRY_CARD_COUNT", 1 if command else 2)))
     parser.add_argument("--gib", type=float, default=float(os.environ.get("DRY_CARD_GIB", 8)))
     options, tests = parser.parse_known_args(arguments)
-    tests = tests or ["tests/unit/test_dry_card.py"]
-    command = command or [str(gpu_python()), "-m", "tests.by_file", "--device", "cuda", *tests]
-    return run(command, options.cards, options.gib)
+    on_cards = [str(gpu_python()), "-m", "tests.by_file", "--device", "cuda"]
+    env = environment(options.cards, options.gib)
+    process = subprocess.Popen(command or [*on_cards, *(tests or ["tests/unit/test_dry_card.py"])], env=env)
+    signal.signal(signal.SIGINT, lambda *_: None)  # The terminal sends it to the command, too.
+    signal.signal(signal.SIGTERM, lambda *_: process.terminate())
+    try:
+        return code if (code := process.wait()) >= 0 else 128 - code
+    finally:
+        remove_segments(env)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,4 @@
-"""Give values to torch's operations on CUDA tensors, and to vLLM's attention.
-
-torch and vLLM call `after_torch` and `after_vllm` in each process, as the entry points in this folder name them.
-"""
+"""Give values to torch's operations on CUDA tensors and vLLM's attention: each calls its entry point in here."""
 
 from __future__ import annotations
 
@@ -50,11 +47,7 @@ def refuse(name: str, *_: Any, **__: Any) -> None:
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, scale: float | None, causal: bool) -> Tensor:
-    """Compute attention of one sequence on the CPU.
-
-    Args:
-        q, k, v: [tokens, heads, size]; k and v may have fewer heads. With `causal` the last rows of q and k match.
-    """
+    """Compute attention of one sequence, [tokens, heads, size]. With `causal` the last rows of q and k match."""
     q, k, v = (t.transpose(0, 1) for t in (q, k, v))
     mask = torch.ones(q.shape[1], k.shape[1], dtype=torch.bool, device=CPU)
     mask = mask.tril(k.shape[1] - q.shape[1]) if causal else None
