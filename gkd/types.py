@@ -160,7 +160,7 @@ class TeacherScores:
     logits: np.ndarray | None = None
     # [M, D] float32, final hidden states; hidden @ lm_head.T = logits before the temperature.
     hidden: np.ndarray | None = None
-    # [R'] int32, the response in the tokens of a teacher with another tokenizer: the rows of `hidden` in place of M.
+    # [R'] int32, the response in the tokens of a teacher with another tokenizer: the rows of its tables in place of M.
     response_ids: np.ndarray | None = None
     # [M] float32, nats, reference logprobs of the own tokens; added on the training ranks.
     reference_logprobs: np.ndarray | None = None
@@ -173,6 +173,9 @@ SIGNAL_FIELDS: dict[Signal, str] = {
     "logits": "logits",
     "hidden": "hidden",
 }
+
+
+_OF_LISTS = ("topk_ids", "topk_logprobs", "tail_mass", "sampled_logprobs")
 
 
 @dataclass(slots=True)
@@ -196,14 +199,15 @@ class TokenTargets:
     advantages: torch.Tensor | None = None  # [N] float32, of the reward of each token's response
     weights: torch.Tensor | None = None  # [N] float32, factor of the loss, see `gkd.data.collate`; None means all 1
     sequences: torch.Tensor | None = None  # [N] int64, the row's sequence, counted from 0 in the micro-batch
-    text: TextTargets | None = None  # of a teacher with another tokenizer, whose tokens are the rows of `hidden`
+    text: TextTargets | None = None  # of a teacher with another tokenizer, whose tokens are the rows of its tables
 
     def __len__(self) -> int:
         return int(self.sampled_ids.numel())
 
     def rows(self, rows: slice) -> TokenTargets:
-        """Return views of these rows, without `text`."""
-        return self._each(lambda name, table: None if name in ("text", "hidden") and self.text else table[rows])
+        """Return views of these rows, without `text` and the tables of its tokens."""
+        others = () if self.text is None else ("text", "hidden", *_OF_LISTS)
+        return self._each(lambda name, table: None if name in others else table[rows])
 
     def on(self, device: torch.device) -> TokenTargets:
         """Move all tables to `device` except `logits` and `hidden`, which the loss moves in chunks."""
@@ -327,7 +331,8 @@ class ScoredChunk:
 
     rollouts: RolloutChunk
     ref: Any  # of list[TeacherScores], in the same order; only the last pipeline stage fetches it
-    teacher_mass: float | None  # sum over positions of the teacher's mass on its top-k; None: no top-k was requested
+    # The teacher's mass on its top-k, sum over the own tokens of their sequence's mean; None: no top-k was requested.
+    teacher_mass: float | None
     n_teacher_bytes: int
     times: ScoreTimes | None = None  # None: scored before the run resumed, or by a local teacher
     # Handle of the reference's logprobs, list of [R] float32 in the same order; None: not requested.

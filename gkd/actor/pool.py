@@ -177,7 +177,7 @@ class ActorPool:
         """Send the teacher's LM head to the ranks that compute the loss; blocks.
 
         Args:
-            heads: by data-parallel rank, a handle of [V, D] float32 on the host of that group's last stage.
+            heads: by data-parallel rank, a handle of [V, D] float32 on the host of that group's last stage, or None.
             pair: tokenizers of the student and of a teacher with another one.
         """
         refs = {

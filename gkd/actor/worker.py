@@ -157,11 +157,11 @@ class ActorWorker(ActorRank):
         with self._phase(phase, [PARAMS], is_offload_states):
             return _timed(partial(map_selected, sequence_indices, chunks, compute))
 
-    def set_teacher_head(self, head: np.ndarray, pair: TokenizerPair | None) -> None:
+    def set_teacher_head(self, head: np.ndarray | None, pair: TokenizerPair | None) -> None:
         """Set the teacher's LM head, for the signal `hidden`. On the last pipeline stage only.
 
         Args:
-            head: [V, D] float32.
+            head: [V, D] float32; None: the teacher sends lists.
             pair: tokenizers of the student and of a teacher with another one.
         """
         self._pair = pair
@@ -318,6 +318,7 @@ class ActorWorker(ActorRank):
                 n_vocab=self._student.n_vocab,
                 signals=self._config.derived.signals,
                 hidden_size=self._student.teacher_hidden_size,
+                n_teacher_vocab=0 if self._pair is None else len(self._pair.teacher),
                 with_reference=with_reference,
             )
             rollouts, scores = without_first(rollouts, scores, skip_first)

@@ -59,20 +59,20 @@ def check_tokenizer(config: Config) -> None:
         fix = "name the folder of the teacher's tokenizer, or remove the key."
         config.check_unused(["teacher.special_tokens", "distill.units"], problem, fix)
         return
-    if t.signal != "hidden":
-        problem = "the teacher's tokens are not the student's, so only its whole distribution can be compared."
-        raise config.error("teacher.signal", problem, "use hidden.")
     spec = config.derived.loss
     if others := [term.name for term in spec.terms if term not in (*spec.divergences, spec.sft)]:
         problem = f"{others[0]} needs the teacher's logprob of the student's token, which is none of its tokens."
         raise ConfigError("distill.loss", others[0], problem, "use a divergence.")
     alone = (
         *("teacher.routes", "teacher.store", "teacher.update_interval", "rollout.environment", "data.messages_key"),
-        *("eval.teacher_prompts", "distill.teacher_reward_scale", "distill.skip_first_tokens", "actor.fused_lm_head"),
+        *("eval.teacher_prompts", "distill.teacher_reward_scale", "distill.skip_first_tokens", "distill.support"),
+        *("distill.tail", "actor.fused_lm_head"),
     )
     problem = "this does not work with a teacher that has another tokenizer (teacher.tokenizer)."
     fix = "leave it out, or use a teacher with the student's tokens."
     config.check_unused(alone, problem, fix)
+    if t.signal not in ("topk", "hidden"):
+        raise config.error("teacher.signal", problem, "use topk or hidden.")
     if config.distill.token_weight not in ("none", "entropy"):
         raise config.error("distill.token_weight", problem, fix)
 

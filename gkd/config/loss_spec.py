@@ -184,8 +184,11 @@ def teacher_signals(spec: LossSpec, signal: Signal) -> tuple[Signal, ...]:
     """Return the signals to request from the teacher for each sequence, in one request.
 
     The top-k may lack the sampled token, so divergences request both signals if policy gradients, a residual of the
-    tail, or token_weight position need its logprob. Logits and hidden states contain both.
+    tail, or token_weight position need its logprob; or texts, to know what else could stand in its place. Logits and
+    hidden states contain both.
     """
+    if signal == "topk" and spec.compares_texts:
+        return ("topk", "sampled")
     if signal == "topk" and (spec.policy_gradients or spec.has_residual or spec.token_weight == "position"):
         return ("topk", "sampled") if spec.divergences else ("sampled",)
     return (signal,)

@@ -45,7 +45,7 @@ ZMQ, HTTP = "zmq", "http"
 DIALECTS = ("vllm", "sglang")
 _SERVER_KEYS = "server_ip server_port name keys max_in_flight store store_gib tokenizer special_tokens"
 _LOCAL_KEYS = "path fsdp_cpu_offload update_interval update_ema tokenizer special_tokens"
-_HTTP_KEYS = "url dialect api_key_env name max_in_flight"
+_HTTP_KEYS = "url dialect api_key_env name max_in_flight tokenizer special_tokens"
 BACKENDS = {
     ZMQ: TeacherBackend("", "teacher.server_port", frozenset(_SERVER_KEYS.split())),
     HTTP: TeacherBackend("", "teacher.url", frozenset(_HTTP_KEYS.split())),
@@ -190,8 +190,8 @@ class TeacherConfig:
     )
     tokenizer: str = key(
         "",
-        "zmq, local: folder with the teacher's tokenizer, if its tokens are not the student's; needs "
-        "teacher.signal=hidden. Empty = the same tokens. docs/other_tokenizer.md.",
+        "zmq, http, local: folder with the teacher's tokenizer, if its tokens are not the student's; needs "
+        "teacher.signal topk or hidden. Empty = the same tokens. docs/other_tokenizer.md.",
         limits="empty with several teachers",
         resume=True,
     )

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from gkd.data.collate import MicroBatches
-from gkd.data.score_checks import Rows, validate_lists, validate_scores
+from gkd.data.score_checks import rows_of, validate_lists, validate_scores
 from gkd.errors import DataError
 from gkd.text.pair import TokenizerPair
 from gkd.types import Rollout, TeacherScores, TeacherTopK, TokenRecord
@@ -32,6 +32,7 @@ def check_batch(
     n_vocab: int,
     signals: Sequence[Signal],
     hidden_size: int | None = None,
+    n_teacher_vocab: int = 0,
     with_reference: bool = False,
 ) -> None:
     """Check rollouts and scores before `make_micro_batches`.
@@ -42,6 +43,7 @@ def check_batch(
         n_vocab: token ids are below it.
         signals: required by the loss, see `gkd.config.loss_spec.teacher_signals`.
         hidden_size: D of the teacher; None allows any.
+        n_teacher_vocab: ids of a teacher with another tokenizer are below it.
         with_reference: the loss requires reference logprobs.
 
     Raises:
@@ -57,8 +59,11 @@ def check_batch(
     if scores is None:
         return
     if "topk" in signals:
-        rows = Rows(names, [rollout.n_own for rollout in rollouts], [rollout.own for rollout in rollouts])
-        validate_lists(scores, n_vocab, rows)
+        # The text of a response may have no token of the teacher.
+        some = [i for i, score in enumerate(scores) if score.response_ids is None or len(score.response_ids)]
+        listed = [scores[i] for i in some]
+        rows = rows_of([rollouts[i] for i in some], listed, [names[i] for i in some])
+        validate_lists(listed, n_teacher_vocab or n_vocab, rows)
     others = [signal for signal in signals if signal != "topk"]
     for score, rollout, name in zip(scores, rollouts, names, strict=True):
         validate_scores(score, rollout, n_vocab, others, name, hidden_size, with_reference=with_reference)

@@ -59,6 +59,13 @@ class Rows:
         raise TeacherError(f"{where} ({n_bad} rows): {problem}")
 
 
+def rows_of(rollouts: Sequence[Rollout], scores: Sequence[TeacherScores], names: Sequence[str]) -> Rows:
+    """Return the rows of the teacher's tables: the own tokens, or all tokens of a teacher with another tokenizer."""
+    theirs = [score.response_ids for score in scores]
+    n_rows = [r.n_own if ids is None else len(ids) for r, ids in zip(rollouts, theirs, strict=True)]
+    return Rows(names, n_rows, [r.own if ids is None else None for r, ids in zip(rollouts, theirs, strict=True)])
+
+
 def check_own(rollout: Rollout, where: str) -> None:
     """Raise TeacherError if `own` is not [R] bool with at least one own token."""
     own, expected = rollout.own, rollout.response_ids.shape
@@ -173,8 +180,8 @@ def validate_scores(
             logprob is positive or not finite; a logit is NaN or +inf, or all logits of a row are -inf; a hidden state
             is not finite.
     """
-    n_rows = rollout.n_own
-    rows = Rows((where,), (n_rows,), (rollout.own,))
+    rows = rows_of([rollout], [scores], [where])
+    (n_rows,) = rows.n_rows
     for signal in signals:
         if signal == "topk":
             validate_topk(_required(scores.topk, signal, where), n_vocab, rows)
@@ -186,16 +193,14 @@ def validate_scores(
             _check_logits(rows, logits)
         else:
             hidden = _required(scores.hidden, signal, where)
-            of_teacher = rows
-            if scores.response_ids is not None:  # rows of the teacher's own tokens
-                of_teacher = Rows((where,), (len(scores.response_ids),))
-            _check_table(where, signal, hidden, (of_teacher.n_rows[0], hidden_size), (np.float32,))
+            _check_table(where, signal, hidden, (n_rows, hidden_size), (np.float32,))
             # Finite float32 values cannot overflow a float64 sum.
-            of_teacher.refuse(~np.isfinite(hidden.sum(1, dtype=np.float64)), "a hidden state is NaN or infinite")
+            rows.refuse(~np.isfinite(hidden.sum(1, dtype=np.float64)), "a hidden state is NaN or infinite")
     if with_reference:
         if scores.reference_logprobs is None:
             raise TeacherError(f"{where}: reference_logprobs are missing, but the loss requires them")
-        check_logprobs(Rows((f"{where}: the reference",), (n_rows,), (rollout.own,)), scores.reference_logprobs)
+        own = Rows((f"{where}: the reference",), (rollout.n_own,), (rollout.own,))
+        check_logprobs(own, scores.reference_logprobs)
 
 
 def _required(table: T | None, signal: Signal, where: str) -> T:

@@ -26,7 +26,7 @@ from gkd.loss.choices import listed_choices
 from gkd.loss.chunked import HeadLoss, LogitsLoss
 from gkd.loss.full_vocab import full_vocab_losses
 from gkd.loss.row_kernels import RowKernels, statistics_dtype
-from gkd.loss.text_units import BY_NODES, PAIRED, UnitTables, text_losses
+from gkd.loss.text_units import BY_NODES, PAIRED, TeacherList, UnitTables, text_losses
 from gkd.loss.token_loss import (
     CANONICAL,
     GROUP_SUMS,
@@ -57,7 +57,7 @@ class DistillLoss:
         signals: tables that the teacher sends, see `gkd.config.loss_spec.teacher_signals`.
         chunk_bytes: size of the logits of one chunk, including the teacher's logits if there are any.
         teacher_head: [V_local, D] float32, this rank's rows of the teacher's LM head, for the signal `hidden`.
-        units: of a teacher with another tokenizer; set together with its `teacher_head`.
+        units: of a teacher with another tokenizer.
         on_rows: called with a table of each chunk's tokens, in row order: [n, number of names without the domains'].
         on_choices: called after it with the teacher's most probable tokens, [n, C, 3], see `gkd.loss.choices`; not
             called if the teacher sends no distribution. Set on all ranks of the shard's group or on none.
@@ -109,8 +109,8 @@ class DistillLoss:
         names = report_names(
             spec,
             has_distribution=has_topk or self.is_full_vocab,
-            has_topk=has_topk,
-            has_sampled="sampled" in self.signals or (self.is_full_vocab and not spec.compares_texts),
+            has_topk=has_topk and not spec.compares_texts,
+            has_sampled=("sampled" in self.signals or self.is_full_vocab) and not spec.compares_texts,
         )
         if spec.compares_texts:  # on all ranks: those of other pipeline stages have no units
             names = (*names, PAIRED, BY_NODES, CANONICAL)
@@ -238,14 +238,22 @@ class DistillLoss:
     def _text_losses(
         self, logits: Tensor, targets: TokenTargets, chunk: TokenTargets, first: int, rows: slice, *, with_grad: bool
     ) -> TokenLosses:
-        assert targets.text is not None and targets.hidden is not None  # checked
-        assert self.units is not None and self.teacher_head is not None  # checked
-        text, teacher = targets.text.part(first, rows)
+        assert targets.text is not None and self.units is not None  # checked
+        text, at = targets.text.part(first, rows)
         dtype = statistics_dtype(logits)
-        hidden = targets.hidden[teacher].to(logits.device, dtype)
+        teacher: Tensor | TeacherList
+        if targets.hidden is None:
+            assert targets.topk_ids is not None and targets.topk_logprobs is not None  # checked
+            assert targets.sampled_logprobs is not None  # checked
+            logprobs = targets.topk_logprobs[at].to(dtype)
+            teacher = TeacherList(targets.topk_ids[at], logprobs, targets.sampled_logprobs[at].to(dtype))
+        else:
+            assert self.teacher_head is not None  # checked
+            hidden = targets.hidden[at].to(logits.device, dtype)
+            teacher = (hidden @ self.teacher_head.to(dtype).T).div_(self.spec.temperature)
         return text_losses(
             logits,
-            (hidden @ self.teacher_head.to(dtype).T).div_(self.spec.temperature),
+            teacher,
             chunk,
             text.on(logits.device),
             targets.sampled_ids[first : rows.stop],

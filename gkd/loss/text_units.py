@@ -20,6 +20,10 @@ What only one of the models can tell apart is one outcome, bytes that begin toke
 of a row is the sum over its positions, so it is an estimate of the divergence of the two models over texts, by the
 chain rule; exact up to tokenizations that leave the canonical one earlier than the last token.
 
+A teacher that sends a list of its most probable tokens gives the same sums without what the list leaves out. Outcomes
+of which the list has nothing are one outcome, together with the rest, in both models. Inside of a token of the teacher
+the next byte is compared only if the list has at least `SAFE_SHARE` of the tokens that may begin like it.
+
 These are sums over probabilities: tables = A softmax(z), with A of zeros and ones. So with g the gradient of the
 tables, d loss / d z_v = q_v ((A^T g)_v - <g, tables>), and with tensor parallelism only tables are reduced.
 
@@ -29,6 +33,7 @@ Letters: n rows of the chunk, v columns of this rank (n', v' of the teacher), W 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -51,6 +56,7 @@ SAFE_SHARE = 0.95
 PAIRED, BY_NODES = "paired", "by_nodes"
 _OUTCOMES = NO_BYTE + 1  # bytes, and the rest
 _ENTRIES = 1 << 22  # entries of range sums that are computed at once
+_LEAST = -60.0  # nats, of the tokens of a teacher that sends lists
 
 
 class Side:
@@ -89,6 +95,29 @@ class Side:
         self.alike_columns = tensor(by_node[own_alike] - start)
         self.alike = tensor(n_alike_before[alike])
         self.is_alone = tensor(alike[:, 1] - alike[:, 0] <= 1)  # no other token of its node begins with it
+
+
+class TeacherList(NamedTuple):
+    """The teacher's most probable tokens in n' rows; its tokens of the rows are in addition to them."""
+
+    ids: Tensor  # [n', K] int64; -1 beyond the row's count
+    logprobs: Tensor  # [n', K] nats
+    sampled: Tensor  # [n'] nats, of `TextTargets.teacher_ids`
+
+    def spread(self, ids: Tensor, side: Side, n_columns: int) -> Tensor:
+        """Return this rank's columns of the distribution, 0 for tokens that are not listed: [n', n_columns].
+
+        Args:
+            ids: [n'] int64, `TextTargets.teacher_ids`.
+        """
+        listed = torch.cat([self.ids, ids[:, None]], dim=1)
+        # With a probability of 0 for its own token nothing could be compared behind it.
+        p = torch.cat([self.logprobs, self.sampled[:, None].clamp(min=_LEAST)], dim=1).exp()
+        columns = listed - side.start
+        others = (listed < 0) | (columns < 0) | (columns >= n_columns)
+        out = p.new_zeros((len(p), max(1, n_columns)))
+        # Not their sum: the row's token may be in the list, too.
+        return out.scatter_reduce_(1, columns.masked_fill(others, 0), p.masked_fill(others, 0.0), "amax")[:, :n_columns]
 
 
 class UnitTables:
@@ -130,7 +159,7 @@ class UnitTables:
 
 def text_losses(
     logits: Tensor,
-    teacher_logits: Tensor,
+    teacher_scores: Tensor | TeacherList,
     targets: TokenTargets,
     text: TextTargets,
     previous: Tensor,
@@ -146,7 +175,8 @@ def text_losses(
 
     Args:
         logits: [o + n, v] the student's; o is 1 if the row in front of the chunk is there, else 0.
-        teacher_logits: [n', v'] float32 (float64 for float64 logits), divided by the temperature; overwritten.
+        teacher_scores: a list, or [n', v'] float32 (float64 for float64 logits), divided by the temperature, which
+            are overwritten.
         targets: of the n rows. Their weights multiply the gradient, but not yet the returned losses.
         text: their positions, see `TextTargets.part`.
         previous: [o + n] int64, the student's token of each row.
@@ -165,14 +195,17 @@ def text_losses(
     shares = (log_sums - norm[:, None]).exp()
     losses.values["student_entropy"] = (shares * (norm[:, None] - means)).sum(dim=-1)[n_before:]
 
-    none = torch.zeros((len(teacher_logits), 0), dtype=torch.int64, device=logits.device)
-    log_sum, _, picked = local_statistics(teacher_logits, none, kernels=kernels, temperature=1.0)
-    log_sums, _ = sum_over_shards(shard, [log_sum], picked)
     q = (logits.to(norm.dtype) / temperature).sub_(norm[:, None]).exp_()
-    p = teacher_logits.sub_(log_sums.logsumexp(dim=-1)[:, None]).exp_()
+    if is_list := isinstance(teacher_scores, TeacherList):
+        p = teacher_scores.spread(text.teacher_ids, tables.teacher, len(tables.teacher.node))
+    else:
+        none = torch.zeros((len(teacher_scores), 0), dtype=torch.int64, device=logits.device)
+        log_sum, _, picked = local_statistics(teacher_scores, none, kernels=kernels, temperature=1.0)
+        log_sums, _ = sum_over_shards(shard, [log_sum], picked)
+        p = teacher_scores.sub_(log_sums.logsumexp(dim=-1)[:, None]).exp_()
     student = _Model(q, tables.student, tables, shard, previous, text.row, text.depth, text.is_first)
     teacher = _Model(
-        p, tables.teacher, tables, shard, text.teacher_ids, text.teacher_row, text.teacher_depth, text.is_first
+        p, tables.teacher, tables, shard, text.teacher_ids, text.teacher_row, text.teacher_depth, text.is_first, is_list
     )
 
     by_node = torch.zeros_like(text.is_first)
@@ -236,6 +269,7 @@ class _Model:
         p: [r, v] this rank's columns.
         ids: [r] int64, the token of each row.
         row, depth, is_first: of the positions.
+        is_list: p has only some tokens of the rows.
     """
 
     def __init__(
@@ -248,10 +282,18 @@ class _Model:
         row: Tensor,
         depth: Tensor,
         is_first: Tensor,
+        is_list: bool = False,
     ) -> None:
         self._p, self._side, self._tables, self._group = p, side, tables, shard.group
         self._ids, self.row, self.depth, self.is_first = ids, row, depth, is_first
         self.sums = self._reduced(p.new_zeros((len(p), tables.n_nodes)).index_add_(1, side.node, p))
+        self.missing: Tensor | None = None  # [r] probability outside of the list; None: p has all tokens
+        if is_list:  # rounded for the wire, so the sum may be above 1
+            self.missing = (1.0 - self.sums.sum(dim=1)).clamp(min=torch.finfo(p.dtype).eps)
+            self.sums[:, REST] += self.missing
+            total = self.sums.sum(dim=1, keepdim=True)
+            self.sums.div_(total)
+            p.div_(total)
         self.grad_sums = torch.zeros_like(self.sums)  # derivative of the losses in the sums
         self._asked: tuple[Tensor, Tensor, Tensor, Tensor] | None = None  # of `masses`
         self._grad_masses = self._masses = p.new_zeros((0, _OUTCOMES))
@@ -302,6 +344,13 @@ class _Model:
             out.index_add_(0, asked * _OUTCOMES + slot, self._p[rows[asked], columns])
         self._masses = self._reduced(out.view(len(at), _OUTCOMES))
         return self._masses
+
+    def tells(self, at: Tensor) -> Tensor:
+        """Return whether the next byte at some positions is known well enough, [A] bool; always without a list."""
+        if self.missing is None:
+            return torch.ones_like(at, dtype=torch.bool)
+        found = self.masses(at).sum(dim=1)
+        return (self.depth[at] == 0) | (found >= SAFE_SHARE * (found + self.missing[self.row[at]]))
 
     def add_gradient(self, at: Tensor, grad_first_bytes: Tensor, grad_masses: Tensor) -> None:
         """Take the derivatives in `first_bytes` and in the last result of `masses`."""
@@ -361,6 +410,11 @@ def _compare_nodes(
         part = at[some]
         row, of_student = rows[part], student.row[part]
         q, p = student.sums[of_student], teacher.sums[teacher.row[part]]
+        if teacher.missing is not None:  # outcomes that are not listed are compared as part of `REST`
+            others = p <= 0
+            others[:, REST] = False
+            q[:, REST] += (q * others).sum(dim=1)
+            q.masked_fill_(others, 0.0)
         log_q, log_p = q.clamp(min=tiny).log_(), p.clamp(min=tiny).log_()
         values = [forward_kl(log_q, log_p, PLAIN), torch.minimum(p, q).sum(dim=-1), torch.ones_like(weights[row])]
         slope = torch.zeros_like(log_q)
@@ -370,6 +424,8 @@ def _compare_nodes(
             slope.add_(each, alpha=term.weight)
         sums.index_add_(0, row, torch.stack(values, dim=1))
         slope.mul_(weights[row, None]).div_(q.clamp_(min=tiny))
+        if teacher.missing is not None:
+            slope = torch.where(others, slope[:, REST, None], slope)
         student.grad_sums.index_add_(0, of_student, slope)
 
 
@@ -377,6 +433,7 @@ def _compare_text(
     sums: Tensor, student: _Model, teacher: _Model, at: Tensor, rows: Tensor, weights: Tensor, spec: LossSpec
 ) -> None:
     """Add the divergences over the next byte at some positions, and their gradients."""
+    at = at[teacher.tells(at)]
     sides = []
     for model in (student, teacher):
         begins = (model.depth[at] == 0)[:, None]
@@ -386,6 +443,9 @@ def _compare_text(
     known = torch.ones((len(at), _OUTCOMES), dtype=torch.bool, device=at.device)
     for _, masses, begins, _ in sides:
         known &= begins | (masses > 0)
+    if teacher.missing is not None:
+        first_bytes, masses, begins, _ = sides[1]
+        known[:, :NO_BYTE] &= ((masses > 0) | (begins & (first_bytes > 0)))[:, :NO_BYTE]
     leaves = [tensor.requires_grad_() for tensor in (sides[0][0].detach(), sides[0][1].detach())]
     with torch.enable_grad():
         log_q = _next_byte(leaves[0], leaves[1], *sides[0][2:], known)

@@ -39,9 +39,9 @@ def probed(
     """Probe each server of an HTTP teacher; return its description with the probe of the first.
 
     Args:
-        tokenizer: of the student.
+        tokenizer: of the teacher: the student's, or the one of teacher.tokenizer.
         prompts: whose first texts the teacher must find probable.
-        n_vocab: ids of the student.
+        n_vocab: ids of the tokenizer.
 
     Raises:
         ConfigError: a probe failed, or the servers of teacher.url differ.
@@ -79,7 +79,7 @@ class _Probe:
     def run(self, prompts: Sequence[Prompt]) -> Probe:
         """Return the tokens that are recorded, and their logprobs. Raises ConfigError, TeacherUnavailable."""
         ids = np.random.default_rng(0).choice(self._ids, _N_IDS)
-        ids[_N_IDS // 2] = self._ids[-1]  # a teacher without the student's last token refuses it
+        ids[_N_IDS // 2] = self._ids[-1]  # a teacher without the last token refuses it
         (alone,) = self._sampled([ids], "it does not score the token ids that it is sent")
         if "topk" in self._config.derived.signals:
             self._check_lists(ids, alone)
@@ -149,14 +149,15 @@ class _Probe:
         log.warning("%s: %s", self._route.label, problem)
 
     def _same_tokens(self, texts: Sequence[np.ndarray]) -> bool:
-        """Return whether the server turns texts into the student's ids; False: unknown. Raises ConfigError."""
+        """Return whether the server turns texts into the tokenizer's ids; False: unknown. Raises ConfigError."""
         for ids in texts:
             text = self._tokenizer.decode(ids.tolist(), skip_special_tokens=False)
             theirs = self._teacher.tokenize(text)
             if theirs is None:
                 return False
             if theirs != self._tokenizer.encode(text, add_special_tokens=False):
-                raise self._wrong(f"its tokenizer differs from the student's: it splits {text[:80]!r} otherwise")
+                whose = "the one of teacher.tokenizer" if self._config.teacher.tokenizer else "the student's"
+                raise self._wrong(f"its tokenizer differs from {whose}: it splits {text[:80]!r} otherwise")
         return bool(texts)
 
     def _sampled(self, sequences: Sequence[np.ndarray], problem: str) -> list[np.ndarray]:

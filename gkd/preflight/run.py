@@ -129,8 +129,11 @@ def preflight(config: Config) -> Plan:
     if any(route.teacher.backend == HTTP for route in derived.routes):
         from gkd.preflight.http_teacher import probed  # imports aiohttp
 
+        theirs, n_ids = other_tokenizer, config.model.n_vocab or n_student_vocab
+        if theirs is not None:
+            n_ids = 1 + max(theirs.get_vocab().values())
         teachers = tuple(
-            probed(config, route, teacher, tokenizer, train, config.model.n_vocab or n_student_vocab)
+            probed(config, route, teacher, theirs or tokenizer, train, n_ids)
             if route.teacher.backend == HTTP
             else teacher
             for route, teacher in zip(derived.routes, teachers, strict=True)
@@ -144,7 +147,7 @@ def preflight(config: Config) -> Plan:
     if other_tokenizer is not None:
         n_vocab = config.model.n_vocab or n_student_vocab
         pair = tokenizer_pair(config, tokenizer, other_tokenizer, teachers[0], n_vocab, eos_ids)
-        check_limits(config, derived.routes[0], teachers[0], "teacher", n_vocab)
+        check_limits(config, derived.routes[0], teachers[0], "teacher", len(pair.teacher))
         check_pair(config, derived.routes[0], pair, train)
     else:
         n_vocab = common_vocab(config, teachers, tokenizer, n_student_vocab)

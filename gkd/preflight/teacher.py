@@ -224,7 +224,7 @@ def check_limits(config: Config, route: Route, teacher: TeacherInfo, kind: str, 
     """Check that the teacher can answer the requests of this run. Raises ConfigError."""
     derived = config.derived
     if "topk" in derived.signals and config.teacher.topk > n_vocab:
-        problem = f"student and teacher share only {n_vocab} token ids."
+        problem = f"the teacher can list only {n_vocab} token ids."
         raise config.error("teacher.topk", problem, f"use at most {n_vocab}.")
     most = MAX_ENTRIES // config.data.max_response_length  # entries of a row in one reply of a teacher server
     if "topk" in derived.signals and teacher.protocol_version and config.teacher.topk > most:

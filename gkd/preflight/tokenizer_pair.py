@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 
 from gkd.config.schema import Config, Route
-from gkd.config.schema_teacher import ZMQ
 from gkd.data.prompts import load_tokenizer
 from gkd.errors import ConfigError, DataError
 from gkd.hf.model_folder import eos_token_ids
@@ -26,7 +25,6 @@ log = get_logger("preflight")
 LEAST_COMMON = 0.8  # share of the student's token boundaries, below which distill.units=nodes is refused
 LEAST_PAIRED = 0.5  # share of the student's tokens, below which the tokenizer is refused
 _N_TEXTS, _TEXT_TOKENS = 64, 512
-_TOP = 64  # tokens of the teacher's list, from which the shares of its probability are computed
 SAFE_SHARE = 0.95  # the one of gkd.loss.text_units, which imports torch
 _ANSWER = "\ue000answer\ue001"  # characters for private use, which no template changes
 
@@ -69,6 +67,7 @@ def tokenizer_pair(
             raise ConfigError(
                 key, value, problem, "use byte-level BPE, or SentencePiece with byte fallback."
             ) from error
+        n = n or len(tokens)  # an HTTP teacher does not tell the rows of its LM head
         vocabs.append(tokens[:n] + [None] * (n - len(tokens)))
     ends = eos_token_ids(path, teacher)
     end = _turn_end(teacher, config.data.chat_template != "never")
@@ -138,7 +137,7 @@ def check_pair(config: Config, route: Route, pair: TokenizerPair, prompts: Seque
         raise config.error("teacher.tokenizer", problem, fix)
     common = sum(int(at.is_common.sum()) for at in found) / n_begins
     shares = ""
-    if route.teacher.backend == ZMQ:
+    if not config.derived.teacher_pool:
         safe, mass = _of_teacher(route, pair, others)
         shares = (
             f"{safe:.1%} of the teacher's boundaries are safe; {mass:.1%} of its probability is on common strings; "
@@ -178,7 +177,7 @@ def _of_teacher(route: Route, pair: TokenizerPair, texts: Sequence[np.ndarray]) 
     settings = route.teacher
     n = len(pair.teacher)
     n_safe, masses = list[bool](), list[np.ndarray]()
-    teacher = open_teacher(settings, k=min(_TOP, n), n_vocab=n, n_in_flight=8)
+    teacher = open_teacher(settings, k=min(settings.topk, n), n_vocab=n, n_in_flight=8)
     try:
         asked = [as_rollout(text[: pair.max_tokens], i) for i, text in enumerate(texts) if len(text) > 1]
         futures = [teacher.submit([sequence], ["topk"]) for sequence in asked]

@@ -36,7 +36,7 @@ T = TypeVar("T")
 class ScoreSummary:
     """Summary of a chunk's scores for the driver; encoded in 8 bytes and 16 per sequence."""
 
-    masses: np.ndarray  # [n] float32, sum over positions of the teacher's mass on its top-k; NaN: none was requested
+    masses: np.ndarray  # [n] float32, mean over positions of the teacher's mass on its top-k; NaN: none was requested
     n_bytes: np.ndarray  # [n] int64, of all arrays
     times: ScoreTimes | None = None  # None: from a checkpoint, or a local teacher
 
@@ -63,7 +63,7 @@ class ScoreSummary:
         if at is not None:
             masses, n_bytes = masses[at], n_bytes[at]
             times = None if times is None else ScoreTimes(times.submitted_s, times.completed_s[at])
-        mass = float(masses.sum(dtype=np.float64))
+        mass = float(masses.astype(np.float64) @ pending.rollouts.n_response)
         return ScoredChunk(pending.rollouts, pending.ref, None if math.isnan(mass) else mass, int(n_bytes.sum()), times)
 
 
@@ -187,6 +187,7 @@ def summary_of(scores: Sequence[TeacherScores], times: ScoreTimes | None = None)
         arrays = [getattr(score, name) for signal, name in SIGNAL_FIELDS.items() if signal != "topk"]
         if score.topk is not None:
             arrays += [score.topk.topk_ids, score.topk.topk_logprobs, score.topk.tail_mass, score.topk.counts]
-            masses[i] = np.exp(score.topk.topk_logprobs, dtype=np.float64).sum()
+            n_rows = len(score.topk.topk_logprobs)  # 0: the teacher's tokenizer does not have the text
+            masses[i] = np.exp(score.topk.topk_logprobs, dtype=np.float64).sum() / max(1, n_rows)
         n_bytes[i] = sum(array.nbytes for array in arrays if array is not None)
     return ScoreSummary(masses, n_bytes, times)

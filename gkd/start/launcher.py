@@ -136,8 +136,10 @@ def _start(
     gather({_endpoint_name(i): e.is_up.remote() for i, e in enumerate(endpoints)}, "start", startup.left_s())
     init_judging(config, config.derived, plan.train_prompts, plan.val_prompts, endpoints, startup.left_s())
     trim_heap()  # what the checks and the start have used, tokenizers above all
-    if config.teacher.signal == "hidden" and not config.derived.teacher_pool:
-        heads = teacher_heads(endpoints, actor.last_stage_nodes(startup.left_s()), startup.left_s())
+    if (config.teacher.signal == "hidden" or plan.pair) and not config.derived.teacher_pool:
+        heads: list[Any] = [None] * actor.dp_size
+        if config.teacher.signal == "hidden":
+            heads = teacher_heads(endpoints, actor.last_stage_nodes(startup.left_s()), startup.left_s())
         actor.set_teacher_head(heads, startup.left_s(), plan.pair)
     sync = WeightSync(actor.exporters(plan.device), rollout_workers, config, plan.device, startup.left_s())
     engine_slots = EngineSlots(

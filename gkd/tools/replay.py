@@ -146,7 +146,8 @@ def replayed(case: Case) -> list[TrainStats]:
 
     device, timeout_s = resolve_device(case.config), case.config.trainer.init_timeout_s
     needs_head = "hidden" in case.config.derived.signals
-    endpoint, pair = _of_teacher(case, device) if needs_head else ((GroupEndpoint,), None)
+    needs_teacher = needs_head or bool(case.config.teacher.tokenizer)
+    endpoint, pair = _of_teacher(case, device) if needs_teacher else ((GroupEndpoint,), None)
     with tempfile.TemporaryDirectory(prefix="gkd_replay_") as folder:
         trainer = replace(case.config.trainer, run_dir=folder, replay=str(case.root / BATCHES), profile_steps=[])
         config = replace(case.config, trainer=trainer)
@@ -162,11 +163,13 @@ def replayed(case: Case) -> list[TrainStats]:
             if config.derived.reference_folder:
                 actor.init_reference(timeout_s)
             endpoints = spawn_endpoints(config, actor, slots, device, *endpoint)
-            if needs_head and config.derived.teacher_pool:
+            if needs_teacher and config.derived.teacher_pool:
                 actor.init_teacher(timeout_s, pair)
-            elif needs_head:
-                nodes = actor.last_stage_nodes(timeout_s)
-                actor.set_teacher_head(teacher_heads(endpoints, nodes, timeout_s), timeout_s, pair)
+            elif needs_teacher:
+                heads: list[Any] = [None]
+                if needs_head:
+                    heads = teacher_heads(endpoints, actor.last_stage_nodes(timeout_s), timeout_s)
+                actor.set_teacher_head(heads, timeout_s, pair)
             scoring: ScoringRole = LocalScoring(lambda: workers, endpoints, config.trainer.stage_timeout_s)
             has_reference = config.derived.loss.has_reference
             reference = ReferencePool(workers, endpoints, config) if has_reference else NoReference()

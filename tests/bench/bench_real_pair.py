@@ -2,9 +2,10 @@
 
     python -m tests.bench.bench_real_pair          # about 40 minutes on two idle cores
 
-pair: examples/other_tokenizer/real_pair.yaml. same: these settings and prompts, and a student of the same layers with
-the teacher's tokens. Both have teacher.signal=hidden and one teacher server. Responses differ in length, so the time of
-a step is divided by its response tokens. The first steps and the last one, which evaluates, are left out of it.
+pair: examples/other_tokenizer/real_pair.yaml, with teacher.signal=hidden. list: the same with teacher.signal=topk.
+same: as pair, with a student of the same layers that has the teacher's tokens. All have one teacher server. Responses
+differ in length, so the time of a step is divided by its response tokens. The first steps and the last one, which
+evaluates, are left out of it.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from tests.bench.teacher_report import Figure, Part, Table
 PARTS = ("real_pair",)
 PAIRED = "loss/paired"  # share of the response tokens that have a loss; metrics.jsonl of a pair
 _OF_PAIRS = (("teacher", "tokenizer"), ("teacher", "special_tokens"), ("distill", "units"))
-_WARM_UP = 3
+_WARM_UP, _TOPK = 3, 64
 _SAME_STEPS = 20  # of the run with the same tokenizer, whose KL has no goal: enough for the time of a step
 _COLUMNS = (
     "run",
@@ -39,7 +40,7 @@ _COLUMNS = (
     "response tokens a step",
     "step, ms a token",
 )
-_COLUMNS = (*_COLUMNS, "training, ms a token", "rows without a pair, %")
+_COLUMNS = (*_COLUMNS, "training, ms a token", "rows without a pair, %", "teacher's bytes a token")
 
 
 def same_tokenizer(settings: dict[str, Any]) -> dict[str, Any]:
@@ -68,6 +69,7 @@ def summary(lines: Sequence[Mapping[str, Any]]) -> list[float]:
         fmean(tokens),
         *per_token,
         100 * (1 - paired),
+        sum(line["teacher/score_bytes"] for line in timed) / sum(tokens),
     ]
 
 
@@ -75,23 +77,27 @@ def measure(steps: int, rounds: int) -> Part:
     out = RUNS / f"bench-{os.getpid()}"
     out.mkdir(parents=True)
     settings = yaml.safe_load(CONFIG.read_text())
-    found: dict[str, list[list[float]]] = {"pair": [], "same": []}
+    found: dict[str, list[list[float]]] = {"pair": [], "list": [], "same": []}
+    a_list = {**settings, "teacher": {**settings["teacher"], "signal": "topk", "topk": _TOPK}}
     with process_family():
         prepare()
-        for name, content in (("pair", settings), ("same", same_tokenizer(settings))):
+        for name, content in (("pair", settings), ("list", a_list), ("same", same_tokenizer(settings))):
             (out / f"{name}.yaml").write_text(yaml.safe_dump(content))
         with teacher_server(out) as port:
             for i in range(rounds):
                 for name, runs in found.items():
-                    n = steps if name == "pair" else min(steps, _SAME_STEPS)
+                    n = steps if name != "same" else min(steps, _SAME_STEPS)
                     train(out / f"{name}.yaml", out / f"{name}_{i}", port, [f"trainer.total_steps={n}"])
                     runs.append(summary(read_metrics(out / f"{name}_{i}" / "metrics.jsonl")))
     means = {name: [fmean(column) for column in zip(*runs, strict=True)] for name, runs in found.items()}
-    pair, same = means["pair"], means["same"]
+    pair, listed, same = means["pair"], means["list"], means["same"]
     figures = [
         Figure(f"fall of the KL of the text in {steps} steps", pair[2], "%", at_least=60),
+        Figure(f"the same with lists of {_TOPK} tokens", listed[2], "%", at_least=60),
         Figure("time of a step for each response token, pair / same", pair[5] / same[5], at_most=1.3),
         Figure("training for each response token, pair / same", pair[6] / same[6]),
+        Figure("time of a step for each response token, list / same", listed[5] / same[5]),
+        Figure("bytes that the teacher sends for each response token, pair / list", pair[8] / listed[8]),
     ]
     table = Table("Means of the rounds", _COLUMNS, [[name, *row] for name, row in means.items()])
     what = "12 layers of SmolLM2-135M with SentencePiece tokens, taught by SmolLM2, and 12 layers with SmolLM2's tokens"

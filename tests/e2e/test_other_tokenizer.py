@@ -4,17 +4,23 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from gkd.metrics.writer import read_metrics
+from gkd.preflight.teacher import as_rollout
+from gkd.text.pair import TokenizerPair
 from gkd.tools import replay
+from gkd.types import TeacherScores
 from tests.e2e.conftest import ALONE, Lab
 from tests.e2e.exactness import steps_of
 from tests.e2e.kill_matrix import Kill, Runs, torture
 from tests.service.harness import ServerProcess
+from tests.service.http_out import HttpProcess
 from tests.unit.test_text_pair import byte_level, sentence_pieces
 
 pytestmark = pytest.mark.e2e
@@ -81,6 +87,10 @@ def writer_port(writers: Lab) -> Iterator[int]:
         yield server.port
 
 
+ALL_TOKENS = ("teacher.signal=topk", "teacher.topk=360")
+LIST = ("teacher.signal=topk", "teacher.topk=64")
+
+
 def settings(lab: Lab, *more: str) -> tuple[str, ...]:
     pair = (f"teacher.tokenizer={lab.teacher}", "teacher.signal=hidden", "eval.metric=none")
     return (
@@ -94,12 +104,12 @@ def settings(lab: Lab, *more: str) -> tuple[str, ...]:
 
 
 def test_student_and_teacher_have_their_own_tokens(writers: Lab, writer_port: int, shared_ray: str) -> None:
-    """If it fails, a run compares other texts than the student's, the teacher reads the student's template, tensor
-    parallelism or packing takes other rows, a stream of real engines does not feed the loop, or the student does not
-    come closer to the teacher.
+    """If it fails, a run compares other texts than the student's, the teacher reads the student's template, its lists
+    get the rows of the student's tokens, tensor parallelism or packing takes other rows, a stream of real engines does
+    not feed the loop, or the student does not come closer to the teacher.
     """
     run_dir = writers.root / "run"
-    layout = ("trainer.n_gpus_per_node=2", "actor.tp=2", "actor.packing=true", "trainer.scheduler=stream")
+    layout = ("trainer.n_gpus_per_node=2", "actor.tp=2", "actor.packing=true", "trainer.scheduler=stream", *LIST)
     steps = ("trainer.total_steps=4", "rollout.n=8", "trainer.record_batches=true")
     done = writers.finished_run(run_dir, writer_port, *settings(writers, *layout, *steps), shared_ray)
     assert "have the same bytes in the teacher's" in done.stderr
@@ -107,6 +117,7 @@ def test_student_and_teacher_have_their_own_tokens(writers: Lab, writer_port: in
     for step in (1, 2, 3, 4):
         assert lines[step]["loss/paired"] > 0.8 and 0 < lines[step]["loss/by_nodes"] < 1
         assert 0 < lines[step]["loss/canonical"] < 1
+        assert 0.5 < lines[step]["teacher/topk_mass"] < 1
         assert lines[step]["rollout/sequences"] == 48 and lines[step]["staleness/max"] <= 1
     assert lines[4]["eval/kl"] < lines[0]["eval/kl"] and 0 < lines[0]["eval/canonical"] < 1
 
@@ -119,6 +130,8 @@ def test_student_and_teacher_have_their_own_tokens(writers: Lab, writer_port: in
         pytest.param(("actor.pp=2", "actor.tp=2", "trainer.n_gpus_per_node=4"), id="pp2-tp2"),
         pytest.param(("trainer.scheduler=stream", "distill.units=text"), id="stream-text"),
         pytest.param(("teacher.backend=local", "trainer.n_gpus_per_node=2"), id="local"),
+        pytest.param(ALL_TOKENS, id="list"),
+        pytest.param((*ALL_TOKENS, "teacher.backend=local"), id="list-local"),
     ],
 )
 def test_other_layouts_train_the_same(writers: Lab, writer_port: int, layout: tuple[str, ...]) -> None:
@@ -137,6 +150,46 @@ def test_other_layouts_train_the_same(writers: Lab, writer_port: int, layout: tu
     if "trainer.scheduler=stream" not in layout:  # its batches depend on time
         assert found[0]["loss/total"] == pytest.approx(found[1]["loss/total"], rel=1e-4)
         assert found[0]["optim/grad_norm"] == pytest.approx(found[1]["optim/grad_norm"], rel=1e-4)
+
+
+def test_an_http_teacher_scores_the_same_tokens(writers: Lab, writer_port: int) -> None:
+    """If it fails, a teacher behind an HTTP server gets other texts or other ids than on the teacher server."""
+    from gkd.config.check import check_config
+    from gkd.config.load import load_config
+    from gkd.preflight.run import read_student
+    from gkd.preflight.teacher import request_info
+    from gkd.preflight.tokenizer_pair import teacher_tokenizer, tokenizer_pair
+    from gkd.scoring.endpoint import ScoringEndpoint
+    from gkd.scoring.teacher.window import Window
+
+    found: list[tuple[TokenizerPair, list[TeacherScores]]] = []
+    with HttpProcess(writer_port, writers.root) as server:
+        for more in ((f"teacher.server_port={writer_port}",), ("teacher.backend=http", f"teacher.url=[{server.url}]")):
+            folders = (f"model.path={writers.student}", f"data.train_files=[{writers.train}]", "trainer.run_dir=x")
+            config = load_config(None, [*folders, *settings(writers, *LIST, "teacher.wire=fp32", *more)])
+            check_config(config)
+            tokenizer, n_vocab, eos_ids = read_student(config)
+            theirs, info = teacher_tokenizer(config), request_info(config.derived.routes[0])
+            pair = tokenizer_pair(config, tokenizer, theirs, info, n_vocab, eos_ids)
+            assert theirs is not None
+            ids = [np.array(tokenizer.encode(text) + eos_ids[:1] * (i % 2), np.int32) for i, text in enumerate(WORDS)]
+            ids.append(np.array([tokenizer.convert_tokens_to_ids("<|call|>")], np.int32))  # nothing has a pair
+            asked = np.array(theirs.encode("[user] x"), np.int32)
+            rollouts = [replace(as_rollout(text), response_ids=text, teacher_ids=asked) for text in ids]
+            endpoint = ScoringEndpoint(config, len(pair.teacher), [info.fingerprint], [Window(4, 1)], pair=pair)
+            found.append((pair, list(endpoint.score(rollouts)[0])))
+    (pair, scores), (other_pair, others) = found
+    assert (pair.teacher, pair.student) == (other_pair.teacher, other_pair.student)
+    lengths = []
+    for one, other in zip(scores, others, strict=True):
+        assert one.topk is not None and other.topk is not None and one.sampled_logprobs is not None
+        assert one.response_ids is not None and other.response_ids is not None and other.sampled_logprobs is not None
+        assert one.response_ids.tolist() == other.response_ids.tolist()
+        np.testing.assert_array_equal(one.topk.topk_ids, other.topk.topk_ids)
+        np.testing.assert_allclose(one.topk.topk_logprobs, other.topk.topk_logprobs, atol=1e-5)
+        np.testing.assert_allclose(one.sampled_logprobs, other.sampled_logprobs, atol=1e-5)
+        lengths.append(len(one.topk.topk_ids))
+    assert min(lengths[:-1]) > 2 and lengths[-1] == 0
 
 
 @pytest.mark.slow

@@ -320,12 +320,12 @@ def test_a_value_that_cannot_be_meant_is_refused(override: str) -> None:
         (["distill.loss=k1", "teacher.mass=0.9"], "teacher.mass"),
         (["distill.losses=[{name: k1}, {name: jsd}]", "distill.on_policy_share=0"], "distill.on_policy_share"),
         (["distill.loss=k2", "distill.on_policy_share=0.1", "trainer.global_batch_size=9"], "distill.on_policy_share"),
-        (["teacher.tokenizer=x"], "teacher.signal"),
         *(
-            (["teacher.tokenizer=x", "teacher.signal=hidden", setting], setting.partition("=")[0])
+            (["teacher.tokenizer=x", setting], setting.partition("=")[0])
             for setting in (
                 *("distill.loss=k1", "distill.token_weight=teachability", "distill.skip_first_tokens=2"),
                 *("actor.fused_lm_head=false", "rollout.environment=a:B", "eval.teacher_prompts=2"),
+                *("teacher.signal=logits", "distill.tail=drop", "distill.support=union"),
             )
         ),
         (["distill.loss=sft", "distill.on_policy_share=0.9", "trainer.global_batch_size=9"], "distill.on_policy_share"),

@@ -63,6 +63,6 @@ def test_a_score_summary_is_decoded_exactly(mass: float) -> None:
     part = part_of(chunk_sizes(0, rollouts, 0), [0, 2])
     scored = again.scored(PendingScores(part, "scores", "summary"))
     assert (scored.ref, scored.n_teacher_bytes, scored.rollouts) == ("scores", 1, part)
-    assert scored.teacher_mass == (None if np.isnan(mass) else 5 * mass)
+    assert scored.teacher_mass == (None if np.isnan(mass) else 5 * mass * len(ROLLOUT.response_ids))
     assert scored.times is not None and scored.times.submitted_s == TIMES.submitted_s
     assert scored.times.completed_s.tolist() == TIMES.completed_s[[0, 2]].tolist()

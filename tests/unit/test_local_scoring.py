@@ -29,7 +29,7 @@ def test_parts_are_gathered_in_the_chunks_order() -> None:
     masses = [float(np.exp(s.topk.topk_logprobs[0, 0])) for s in scores if s.topk is not None]
     np.testing.assert_allclose(masses, [0.0625, 0.1, 0.2, 0.3], rtol=1e-6)
     summary = ScoreSummary.decode(encoded)
-    assert summary.masses.sum() == pytest.approx(2 * sum(masses))
+    assert summary.masses.sum() == pytest.approx(sum(masses))
     assert summary.n_bytes.sum() == 4 * 2 * 12 and summary.times is None
 
 

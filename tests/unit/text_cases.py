@@ -6,9 +6,8 @@ The loops use strings and Python's sums over the whole vocabulary, no sorted ran
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 
 import numpy as np
 import torch
@@ -24,6 +23,7 @@ from gkd.text.byte_vocab import END
 from gkd.text.pair import TokenizerPair
 from gkd.text.targets import TextTargets
 from gkd.types import TokenTargets
+from teacher_server.wire.protocol import Signal
 
 LETTERS = [bytes([byte]) for byte in b"abc "]
 # Special tokens without a pair and with one, two tokens of the same bytes, strings that only one of them has.
@@ -56,6 +56,7 @@ class TextCase:
     n_sequences: int = 5
     scale: float = 2.0  # of the student's hidden states: large values make boundaries safe
     seed: int = 0
+    k: int = 0  # the teacher sends a list of k tokens; 0: hidden states
 
     def __post_init__(self) -> None:
         rng, generator = random.Random(self.seed), torch.Generator().manual_seed(self.seed)
@@ -79,6 +80,11 @@ class TextCase:
         self.teacher_hidden, self.teacher_head = self.scale * normal(n_teacher, D), normal(len(self.teacher), D)
         self.weights = torch.rand(n, generator=generator, dtype=torch.float64)
 
+    def in_float32(self) -> TextCase:
+        self.hidden, self.teacher_hidden = self.hidden.float(), self.teacher_hidden.float()
+        self.head, self.teacher_head = self.head.float(), self.teacher_head.float()
+        return self
+
     def targets(self, dtype: torch.dtype = torch.float64) -> TokenTargets:
         parts, n_rows, n_teacher, n_positions = [], 0, 0, 0
         for ours, theirs in self.responses:
@@ -89,11 +95,17 @@ class TextCase:
             n_rows, n_teacher, n_positions = n_rows + len(ours), n_teacher + len(theirs), n_positions + len(at.row)
         columns = [torch.from_numpy(np.concatenate(column)) for column in zip(*parts, strict=True)]
         theirs = torch.tensor([i for _, ids in self.responses for i in ids])
+        log_p = (self.teacher_hidden @ self.teacher_head.T).log_softmax(dim=-1).to(dtype)
+        logprobs, ids = log_p.topk(self.k or 1, dim=-1)
+        listed = {} if not self.k else {"topk_ids": ids, "topk_logprobs": logprobs, "tail_mass": ids[:, 0] * torch.nan}
+        if self.k:
+            listed |= {"sampled_logprobs": log_p.gather(1, theirs[:, None])[:, 0]}
         return TokenTargets(
             torch.tensor([i for ids, _ in self.responses for i in ids]),
             torch.zeros(n_rows, dtype=dtype),
             torch.arange(n_rows) % 3 != 1,
-            hidden=self.teacher_hidden.to(dtype),
+            hidden=None if self.k else self.teacher_hidden.to(dtype),
+            **listed,
             weights=self.weights.to(dtype),
             sequences=torch.repeat_interleave(
                 torch.arange(len(self.responses)), torch.tensor([len(ours) for ours, _ in self.responses])
@@ -117,17 +129,23 @@ class TextCase:
         units = UnitTables(self.pair, with_nodes=with_nodes, shard=shard, n_local=n_local, device=device)
         head = self.teacher_head[units.teacher_rows].to(device)
         spec = replace(spec, compares_texts=True)
-        return DistillLoss(spec, ("hidden",), shard, TorchRows(), chunk_bytes, head, units)
+        signals: tuple[Signal, ...] = ("topk", "sampled") if self.k else ("hidden",)
+        return DistillLoss(spec, signals, shard, TorchRows(), chunk_bytes, None if self.k else head, units)
 
     def written_out(self, spec: LossSpec, *, with_nodes: bool = True) -> tuple[Tensor, Tensor]:
         """Return the weighed sum of the losses, differentiable in `hidden` and `head`, and [N] the loss of each row."""
         q = (self.hidden @ self.head.T / spec.temperature).softmax(dim=-1)
-        p = (self.teacher_hidden @ self.teacher_head.T / spec.temperature).softmax(dim=-1)
+        # A list has the logprobs at the temperature of the request, which `targets` leaves at 1.
+        p = (self.teacher_hidden @ self.teacher_head.T / (1.0 if self.k else spec.temperature)).softmax(dim=-1)
+        if self.k:
+            theirs = torch.tensor([i for _, ids in self.responses for i in ids])[:, None]
+            is_listed = torch.zeros_like(p, dtype=torch.bool).scatter_(1, p.topk(self.k).indices, True)
+            p = p * is_listed.scatter_(1, theirs, True)
         rows = [q.new_zeros(()) for _ in range(len(q))]
         first = first_teacher = 0
         for ours, theirs in self.responses:
             a = _Sequence(self.student, ours, q[first : first + len(ours)])
-            b = _Sequence(self.teacher, theirs, p[first_teacher : first_teacher + len(theirs)])
+            b = _Sequence(self.teacher, theirs, p[first_teacher : first_teacher + len(theirs)], is_list=self.k > 0)
             for row, loss in _losses(a, b, nodes_of(self.student, self.teacher), spec, with_nodes):
                 rows[first + row] = rows[first + row] + loss
             first, first_teacher = first + len(ours), first_teacher + len(theirs)
@@ -160,8 +178,10 @@ def nodes_of(student: Vocab, teacher: Vocab) -> dict[bytes, bytes]:
 class _Sequence:
     """A response of one model: the token that holds each byte, and the probabilities at each row."""
 
-    def __init__(self, vocab: Vocab, ids: Sequence[int], p: Tensor) -> None:
-        self.vocab, self.ids, self.p = vocab, ids, p
+    def __init__(self, vocab: Vocab, ids: Sequence[int], p: Tensor, *, is_list: bool = False) -> None:
+        self.is_list, missing = is_list, is_list * (1.0 - p.sum(dim=1)).clamp(min=torch.finfo(p.dtype).eps)
+        total = p.sum(dim=1) + missing
+        self.vocab, self.ids, self.p, self.missing = vocab, ids, p / total[:, None], missing / total
         self.strings: list[bytes] = []
         self.places: list[tuple[int, int]] = []
         for row, i in enumerate(ids):
@@ -179,29 +199,30 @@ class _Sequence:
     def next_bytes(self, row: int, depth: int, nodes: dict[bytes, bytes]) -> tuple[list[Tensor], list[bool]]:
         """Return 257 probabilities given the text, and which outcomes this model can have, the last one: all else."""
 
-        def behind(row: int, begin: bytes) -> list[Tensor]:
+        def behind(row: int, begin: bytes, without: Collection[bytes] = ()) -> list[Tensor]:
             strings = [begin + bytes([x]) for x in range(256)]
             used, none = {*b"".join(token or b"" for token in self.vocab)}, self.p.new_zeros(())
-            return [self.mass(row, partial(_begins_with, begin=s)) if s[-1] in used else none for s in strings]
+            tests = [lambda t, s=s: _begins_with(t, s) and t not in without for s in strings]
+            return [self.mass(row, test) if s[-1] in used else none for s, test in zip(strings, tests, strict=True)]
 
         if depth:
             begin = self.strings[row][:depth]
             longer = behind(row, begin)
             parts = [*longer, self.mass(row, lambda t: t == begin)]
             total = torch.stack(parts).sum()
+            if total < SAFE_SHARE * (total + self.missing[row]):
+                return parts, [False] * 257  # the list has too little of the tokens that may stand here
             return [x / total for x in parts], [bool(x > 0) for x in parts]
         others = {token for token in self.vocab if token and not nodes[token]}  # share no beginning: the rest
-        first = behind(row, b"")
-        for token in others:
-            first[token[0]] = first[token[0]] - self.mass(row, lambda t, token=token: t == token)
-        plain = [*first, self.mass(row, lambda t: not t or t in others)]
+        first = behind(row, b"", others)
+        plain = [*first, self.mass(row, lambda t: not t or t in others) + self.missing[row]]
         if row:
             before = self.strings[row - 1]
             own = self.mass(row - 1, lambda t: t == before)
             longer = behind(row - 1, before)
             plain = [x * own + (longer[i] if i < 256 else 0.0) for i, x in enumerate(plain)]
         total = torch.stack(plain).sum()
-        return [x / total for x in plain], [True] * 257
+        return [x / total for x in plain], [not self.is_list or bool(x > 0) for x in plain]
 
     def own_share(self, row: int, nodes: dict[bytes, bytes]) -> float:
         """Return the share of the token before `row` of those of its node that begin with it."""
@@ -233,6 +254,12 @@ def _losses(
                 torch.stack([s.mass(line, lambda t, name=name: nodes.get(t or b"", b"") == name) for name in names])
                 for s, line in lines
             )
+            if b.is_list:
+                p = torch.cat([p[:1] + b.missing[other], p[1:]])
+                listed = [i for i, x in enumerate(p) if x > 0]  # the rest is the first
+                unlisted = [i for i, x in enumerate(p) if not x > 0]
+                q = torch.cat([q[:1] + q[unlisted].sum(), q[listed[1:]]])
+                p = p[listed]
         else:
             (x, known), (y, known_too) = a.next_bytes(row, depth, nodes), b.next_bytes(other, other_depth, nodes)
             both = [i for i in range(256) if known[i] and known_too[i]]

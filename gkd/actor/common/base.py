@@ -102,7 +102,9 @@ class Student(ABC):
         head = self.loss.teacher_head
         return None if head is None else head.shape[1]
 
-    def set_teacher_head(self, head: np.ndarray, pair: TokenizerPair | None = None, units: str = "nodes") -> None:
+    def set_teacher_head(
+        self, head: np.ndarray | None, pair: TokenizerPair | None = None, units: str = "nodes"
+    ) -> None:
         """Keep this rank's rows of the teacher's LM head, for the signal `hidden`. No-op on ranks without a loss.
 
         They are offloaded with the weights: 4 D bytes for each row, 2.5 GB for 152k rows of 4096. An fsdp2 rank has all
@@ -110,6 +112,7 @@ class Student(ABC):
 
         Args:
             head: [V, D] float32, over the vocabulary that student and teacher share; with a pair over the teacher's.
+                None: the teacher sends lists, and only the pair is set.
             pair: tokenizers of the student and of a teacher with another one.
             units: distill.units.
 
@@ -122,6 +125,9 @@ class Student(ABC):
         if pair is not None:
             with_nodes = units == "nodes"
             loss.units = UnitTables(pair, with_nodes=with_nodes, shard=shard, n_local=n_local, device=self.device)
+        if head is None:
+            return
+        if loss.units is not None:
             rows = head[loss.units.teacher_rows]
         elif head.ndim != 2 or len(head) < shard.n_valid:
             raise DataError(f"the teacher's LM head is {head.shape}; the student's vocabulary has {shard.n_valid} rows")

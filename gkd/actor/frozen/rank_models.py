@@ -162,7 +162,7 @@ class LocalTeacher:
 
         teacher, actor = config.teacher, config.actor
         self._student, self._n_vocab = student, student.n_vocab if pair is None else len(pair.teacher)
-        self._pair, self._units = pair, config.distill.units
+        self._pair, self._units, self._teacher, self._hidden_size = pair, config.distill.units, teacher, 0
         derived, updates = config.derived, weight_updates(teacher)
         self.model = FrozenModel(
             teacher.path,
@@ -202,13 +202,15 @@ class LocalTeacher:
         asked = [i for i, text in enumerate(texts) if len(text.response_ids)]
         tables = self.model.score([texts[i] for i in asked], self._params)
         found = {i: self._scores(each) for i, each in zip(asked, tables, strict=True)}
-        return list(self._pair.completed(found, texts, self._hidden_size).values())
+        return list(self._pair.completed(found, texts, self._teacher, self._hidden_size).values())
 
     def _hand_over_head(self) -> None:
         if "hidden" in self._signals:
             head = self.model.lm_head()[: self._n_vocab]
             self._hidden_size = head.shape[1]
             self._student.set_teacher_head(head, self._pair, self._units)
+        elif self._pair is not None:
+            self._student.set_teacher_head(None, self._pair, self._units)
 
     def _score_params(self, config: Config, signal: Signal) -> ScoreParams:
         """Return the scoring parameters of a signal. Logits have teacher.wire's precision to save host memory."""

@@ -195,7 +195,8 @@ class LossShape:
     @property
     def is_full(self) -> bool:
         """Return whether the teacher's full distribution exists as logits."""
-        return not {"logits", "hidden"}.isdisjoint(self.config.derived.signals)
+        # A list of a teacher with another tokenizer is written into a row of its vocabulary.
+        return not {"logits", "hidden"}.isdisjoint(self.config.derived.signals) or bool(self.config.teacher.tokenizer)
 
     @property
     def rows_at_once(self) -> int:
