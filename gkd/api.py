@@ -64,10 +64,11 @@ def open_pools(config: Config, *, engines_sleep: bool = False) -> Iterator[Pools
         facts = describe_start(config, plan)
     plan.folder.add_start(facts)
     log.info(
-        "teacher %s (%s), %d shared token ids; %d training prompts, %d held-out prompts; device %s; run folder %s",
+        "teacher %s (%s), %d %s token ids; %d training prompts, %d held-out prompts; device %s; run folder %s",
         ", ".join(teacher.model_name for teacher in plan.teachers),
         plan.teachers[0].engine,
         plan.n_vocab,
+        "shared" if plan.pair is None else "student",
         len(plan.train_prompts),
         len(plan.val_prompts),
         plan.device,
