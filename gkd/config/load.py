@@ -73,9 +73,8 @@ def load_config(path: str | Path | None, overrides: Sequence[str] = ()) -> Confi
         config = OmegaConf.to_object(merged)
     except OmegaConfBaseException as error:
         key, problem = str(error.full_key or "config"), "its interpolation ${...} cannot be resolved."
-        raise ConfigError.together(
-            [*errors, ConfigError(key, "${...}", problem, "name an existing key, or write the value.")]
-        ) from error
+        fix = r"name an existing key, or write the value; \${ stands for the characters ${."
+        raise ConfigError.together([*errors, ConfigError(key, "${...}", problem, fix)]) from error
     assert isinstance(config, Config)
     if errors:
         wrong = {error.key for error in errors}
@@ -111,7 +110,16 @@ def yaml_values(path: str | Path) -> dict[str, Any]:
 
 def config_yaml(config: Config) -> str:
     """Return the resolved settings as YAML; `load_config` of a file with it gives the same config."""
-    return OmegaConf.to_yaml(OmegaConf.structured(config))
+    return OmegaConf.to_yaml(OmegaConf.create(_escaped(dataclasses.asdict(config))))
+
+
+def _escaped(value: Any) -> Any:
+    r"""Return a value with \${ for each ${ of its texts, which would stand for the value of another key."""
+    if isinstance(value, dict):
+        return {name: _escaped(each) for name, each in value.items()}
+    if isinstance(value, list):
+        return [_escaped(each) for each in value]
+    return re.sub(r"(\\*)\$\{", r"\1\1\\${", value) if isinstance(value, str) else value
 
 
 def _read_yaml(path: str | Path) -> Any:
