@@ -42,6 +42,7 @@ _EXPECTED = {
     "list[float]": "a list of numbers, e.g. [0.9, 0.95]",
     "dict[str, float]": "names with numbers, e.g. {truncated: 0.9}",
     "dict[str, Any]": "names with values, e.g. {enable_thinking: false}",
+    "dict[str, str]": "names with texts, e.g. {<|im_end|>: <|eot_id|>}",
     "dict[str, RouteConfig]": "routes, e.g. {math: {server_port: 15555}, code: {server_port: 15556, weight: 2.0}}",
     "list[LossTermConfig]": "a list, e.g. [{name: jsd, weight: 0.5}, {name: k1}]",
     "list[RewardFunctionConfig]": "a list, e.g. [{path: exact_match}, {path: my.module:fn, weight: 0.5}]",
@@ -51,6 +52,8 @@ _ENTRIES: dict[str, type] = {
     "teacher.routes": RouteConfig,
     "reward.functions": RewardFunctionConfig,
 }
+
+_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # as OmegaConf's: only the one in C permits tabs before a value
 
 
 def load_config(path: str | Path | None, overrides: Sequence[str] = ()) -> Config:
@@ -125,7 +128,7 @@ def _escaped(value: Any) -> Any:
 def _read_yaml(path: str | Path) -> Any:
     try:
         text = Path(path).read_text(encoding="utf-8")
-        loaded = OmegaConf.load(io.StringIO(text))
+        loaded, root = OmegaConf.load(io.StringIO(text)), yaml.compose(text, _LOADER)
     except (FileNotFoundError, NotADirectoryError, IsADirectoryError) as error:
         raise ConfigError("--config", str(path), "no such file.", "give the path of a YAML file.") from error
     except PermissionError as error:
@@ -136,7 +139,7 @@ def _read_yaml(path: str | Path) -> Any:
         raise ConfigError("--config", str(path), problem, fix) from error
     if not OmegaConf.is_dict(loaded):
         raise ConfigError("--config", str(path), "is not a mapping of sections.", "start it with e.g. `data:`.")
-    for key, written in _texts(yaml.compose(text, yaml.SafeLoader), ""):
+    for key, written in _texts(root, ""):
         OmegaConf.update(loaded, key, written)
     return loaded
 
@@ -148,6 +151,7 @@ def _texts(node: yaml.Node | None, key: str) -> Iterator[tuple[str, str]]:
         ConfigError: a name has a dot; or YAML reads a number in base 60 (1:30 is 90) or 8 (010 is 8).
     """
     if isinstance(node, yaml.MappingNode):
+        yaml.constructor.SafeConstructor().flatten_mapping(node)  # what `<<` merges comes first
         for name, value in node.value:
             inner = f"{key}.{name.value}" if key else name.value
             if "." in str(name.value) and key in ("", *sections()):
@@ -157,7 +161,7 @@ def _texts(node: yaml.Node | None, key: str) -> Iterator[tuple[str, str]]:
     elif isinstance(node, yaml.SequenceNode):
         for each in node.value:
             yield from _texts(each, key)
-    elif isinstance(node, yaml.ScalarNode) and node.style is None and not node.tag.endswith(":null"):
+    elif isinstance(node, yaml.ScalarNode) and not node.style and not node.tag.endswith(":null"):
         known = all_keys().get(key)
         if known and known.type == "str":
             yield key, node.value
@@ -173,13 +177,13 @@ def _read_override(override: str) -> Any:
     known = all_keys().get(key)
     if not value and known and known.type == "str" and not known.key.required and not known.key.choices:
         override = f"{key}=''"  # a shell removes the quotes of key=""
-    elif known and known.type == "str" and value not in ("", "null", "~") and value.lstrip()[0:1] not in ("'", '"'):
-        # YAML would join the lines of a text, cut it at " #", and read 1e5 and off as other values.
-        text = OmegaConf.create()
-        OmegaConf.update(text, key, value)
-        return text
     try:
-        list(_texts(yaml.compose(value, yaml.SafeLoader), key))
+        if known and known.type == "str" and value not in ("", "null", "~") and value.lstrip()[0:1] not in ("'", '"'):
+            # YAML would join the lines of a text, cut it at " #", and read 1e5 and off as other values.
+            text = OmegaConf.create()
+            OmegaConf.update(text, key, value)
+            return text
+        list(_texts(yaml.compose(value, _LOADER), key))
         return OmegaConf.from_dotlist([override])
     except ConfigError:
         raise
@@ -328,6 +332,8 @@ def _wrong_type(key: str, value: object, error: Exception) -> ConfigError:
     if value is None:
         fix = all_keys()[key].key.required or f"give {expected}, or leave the key out."
         return ConfigError(key, "", "is empty.", fix)
+    if isinstance(value, dict) and (names := [name for name in value if not isinstance(name, str)]):
+        return ConfigError(key, value, f"YAML reads a name as {names[0]!r}.", "put the name into quotes.")
     if isinstance(error, OmegaConfBaseException) and (entries := _entries(key, value)):
         return _wrong_entry(key, entries, error)
     if kind.startswith("list") and isinstance(value, str | int | float):

@@ -96,6 +96,46 @@ def test_a_text_of_a_file_is_kept_as_it_is(text: str, tmp_path: Path) -> None:
     assert load_config(file) == config
 
 
+def test_a_text_that_a_file_merges_is_kept_as_it_is(tmp_path: Path) -> None:
+    """Fails if `<<: *name` makes 1000.0 of a folder 1e3, or wins over a key that is written out."""
+    file = tmp_path / "x.yaml"
+    file.write_text("teacher: &t {path: 1e3}\nreference: {<<: *t}\nmodel: {path: 2e3, <<: *t}\n")
+    config = load_config(file)
+    assert (config.teacher.path, config.reference.path, config.model.path) == ("1e3", "1e3", "2e3")
+
+
+def test_a_tab_behind_a_key_is_a_space(tmp_path: Path) -> None:
+    """Fails if a file with a tab before a value or a comment ends in a traceback."""
+    (tmp_path / "x.yaml").write_text("actor:\n  tp:\t2\t# ranks\n")
+    assert load_config(tmp_path / "x.yaml").actor.tp == 2
+
+
+@pytest.mark.parametrize("text", ["costs ${answer}", r"a \${model.path} ${x", "\\"])
+def test_the_copy_of_a_run_keeps_a_dollar_with_a_brace(text: str, tmp_path: Path) -> None:
+    """Fails if the config.yaml of a run replaces ${model.path} in its prompt, or cannot be read to resume it."""
+    written = re.sub(r"(\\*)\$\{", r"\1\1\\${", text)
+    config = load_config(None, [*MINIMAL, f"data.system_prompt={written}"])
+    assert config.data.system_prompt == text
+    (tmp_path / "c.yaml").write_text(config_yaml(config))
+    assert load_config(tmp_path / "c.yaml") == config
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "teacher.special_tokens=[a]",
+        "teacher.special_tokens={1: a}",
+        "teacher.routes={no: {server_port: 1}}",
+        "data.domain_shares={1: 0.5, 2: 0.5}",
+        "data.system_prompt=an ${open brace",
+    ],
+)
+def test_a_wrong_value_of_any_type_is_refused(override: str) -> None:
+    """Fails if a mapping with a wrong name or another type, or an open ${, is a traceback."""
+    with refuses(override.partition("=")[0]):
+        load_config(None, [*MINIMAL, override])
+
+
 @pytest.mark.parametrize(
     ("text", "key"),
     [
