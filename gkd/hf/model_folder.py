@@ -88,13 +88,16 @@ def eos_token_ids(path: str, tokenizer: Any) -> list[int]:
     """Return the tokens of generation_config.json or, if it has none, of config.json; and the tokenizer's own.
 
     Raises:
-        ModelError: the model defines none, or a file is damaged.
+        ModelError: the model defines none, or not by numbers, or a file is damaged.
     """
     named = (Path(path) / name for name in ("generation_config.json", "config.json"))
     generation, config = (read_json(file) if file.is_file() else {} for file in named)
     sources = (generation, config, config.get("text_config") or {})
     found: Any = next((each for source in sources if (each := source.get("eos_token_id")) is not None), [])
-    ids: set[int] = set(found if isinstance(found, list) else [found])
+    listed = found if isinstance(found, list) else [found]
+    if any(type(each) is not int for each in listed):
+        raise ModelError(f"{path} has the eos_token_id {found!r}.", "name ids of tokens, as numbers.")
+    ids = set(listed)
     if tokenizer.eos_token_id is not None:
         ids.add(tokenizer.eos_token_id)
     if not ids:

@@ -56,6 +56,15 @@ def test_no_end_token_and_a_damaged_file_are_refused(tmp_path: Path) -> None:
         eos_token_ids(str(tmp_path), _tokenizer(eos_token="w12"))
 
 
+@pytest.mark.parametrize("value", ["</s>", "2", 2.0, True, [2, "</s>"], [[2]]])
+@pytest.mark.parametrize("name", ["generation_config.json", "config.json"])
+def test_end_tokens_that_are_no_numbers_are_refused(tmp_path: Path, name: str, value: Any) -> None:
+    """Fails if a token's text in the place of its id is a traceback, or true counts as token 1."""
+    (tmp_path / name).write_text(json.dumps({"eos_token_id": value}))
+    with pytest.raises(ModelError):
+        eos_token_ids(str(tmp_path), _tokenizer(eos_token="w12"))
+
+
 def test_end_tokens_outside_of_the_vocabulary_are_refused(tmp_path: Path) -> None:
     """Fails if a run starts all its processes before the engines refuse an end token of a wrong file or setting."""
     folder = make_hf_folder(tmp_path / "model", "qwen3")
