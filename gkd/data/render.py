@@ -12,6 +12,7 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from datetime import datetime
 from typing import Any
 
 from gkd.data.conversation import Conversation, Setting, call_arguments, quoted, read_conversation
@@ -58,6 +59,9 @@ class PromptRenderer:
         system_prompt: data.system_prompt.
         tools: key that the tools come from, and its value; None: no prompt offers tools.
 
+    Attributes:
+        dated: the date that the template has written into a prompt; empty if it writes none.
+
     Raises:
         ConfigError: `always` without a template; a variable, a system message or tools that the template does not have.
     """
@@ -74,6 +78,9 @@ class PromptRenderer:
         has_template = getattr(tokenizer, "chat_template", None) is not None
         self._source = tokenizer.get_chat_template() if has_template else ""
         self._applies = has_template and chat_template != "never"
+        self._began, self._date, self.dated = datetime.now(), "", ""
+        if isinstance(self._source, str) and "strftime_now" in self._source:  # a function of transformers
+            self._variables = {"strftime_now": self._today, **variables}
         if chat_template == "always" and not has_template:
             problem = "this tokenizer has no chat template."
             raise ConfigError("data.chat_template", chat_template, problem, "use auto or never.")
@@ -95,6 +102,10 @@ class PromptRenderer:
         self._system = system_prompt
         if system_prompt:
             self._check_system(("data.system_prompt", system_prompt))
+
+    def _today(self, form: str) -> str:
+        self._date = self._began.strftime(form)
+        return self._date
 
     def _check_variable(self, name: str, source: str, key: str, value: Any) -> None:
         """Raise ConfigError unless a template uses a variable."""
@@ -136,6 +147,8 @@ class PromptRenderer:
             messages = ({"role": "system", "content": self._system}, *messages)
         text = self._apply(messages, where, prompt.tools)
         self._check(text, messages, setting, where, prompt.tools)
+        if self._date and self._date in text:
+            self.dated = self._date
         return Rendered(text, self._encode(text, setting, where, begins=True), prompt.converted)
 
     def end_of_turn(self, ends: Sequence[int]) -> int | None:

@@ -7,6 +7,7 @@ import random
 import subprocess
 import sys
 from dataclasses import replace
+from datetime import datetime
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -238,6 +239,19 @@ def test_variables_of_the_template_are_set(tmp_path: Path) -> None:
 
 
 SYSTEM = {"role": "system", "content": "Be brief."}
+
+
+def test_a_date_in_the_prompts_is_told(tmp_path: Path, gkd_log: pytest.LogCaptureFixture) -> None:
+    """Fails if prompts of another day differ, as with Llama 3.2, and no line tells; or one tells falsely."""
+    date = "{% if not date_string is defined %}{% set date_string = strftime_now('%d %b %Y') %}{% endif %}"
+    made = tokenizer(date + "{% if messages[0].role == 'user' %}{{ date_string }}{% endif %}" + FAMILIES["chatml"])
+    assert datetime.now().strftime("%Y") in text(tmp_path, [USER], made)
+    assert "data.chat_template_kwargs.date_string" in gkd_log.text
+    gkd_log.clear()
+    assert text(tmp_path, [USER], made, chat_template_kwargs={"date_string": "26 Jul 2024"}).startswith("26 Jul 2024")
+    load(tmp_path, [SYSTEM, USER], made)
+    load(tmp_path, [USER])
+    assert "date" not in gkd_log.text
 
 
 @pytest.mark.parametrize("name", sorted(FAMILIES.keys() - {"turns"}))
