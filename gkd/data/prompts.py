@@ -335,12 +335,8 @@ class RowReader:
     def log(self, key: str) -> None:
         """Log how many rows each route, the teacher's own prompt and a system message have; warn about dates."""
         if key == "data.train_files" and (date := self._renderer.dated or self._teacher_renderer.dated):
-            log.warning(
-                "the chat template writes the date of this start, %s, into prompts: they differ if the run resumes on "
-                "another day, and teacher.store has scores of one day. Fix: set data.chat_template_kwargs.date_string "
-                "if the template has it, or write a date in place of strftime_now in the template",
-                date,
-            )
+            text = "the template writes today's date, %s, into prompts. Fix: data.chat_template_kwargs.date_string"
+            log.warning(text, date)
         if self.config.system_prompt and self._n_own_system:
             log.info("%s: %d rows have a system message, not data.system_prompt", key, self._n_own_system)
         self._routes.log(key)

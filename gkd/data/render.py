@@ -59,9 +59,6 @@ class PromptRenderer:
         system_prompt: data.system_prompt.
         tools: key that the tools come from, and its value; None: no prompt offers tools.
 
-    Attributes:
-        dated: the date that the template has written into a prompt; empty if it writes none.
-
     Raises:
         ConfigError: `always` without a template; a variable, a system message or tools that the template does not have.
     """
@@ -78,7 +75,7 @@ class PromptRenderer:
         has_template = getattr(tokenizer, "chat_template", None) is not None
         self._source = tokenizer.get_chat_template() if has_template else ""
         self._applies = has_template and chat_template != "never"
-        self._began, self._date, self.dated = datetime.now(), "", ""
+        self._began, self._date, self.dated = datetime.now(), "", ""  # dated: the date that is in a prompt
         if isinstance(self._source, str) and "strftime_now" in self._source:  # a function of transformers
             self._variables = {"strftime_now": self._today, **variables}
         if chat_template == "always" and not has_template:
@@ -147,8 +144,7 @@ class PromptRenderer:
             messages = ({"role": "system", "content": self._system}, *messages)
         text = self._apply(messages, where, prompt.tools)
         self._check(text, messages, setting, where, prompt.tools)
-        if self._date and self._date in text:
-            self.dated = self._date
+        self.dated = self.dated or (self._date if self._date in text else "")
         return Rendered(text, self._encode(text, setting, where, begins=True), prompt.converted)
 
     def end_of_turn(self, ends: Sequence[int]) -> int | None:
