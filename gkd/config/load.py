@@ -11,6 +11,7 @@ import argparse
 import dataclasses
 import difflib
 import io
+import os
 import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -26,7 +27,7 @@ from gkd.config.check_values import value_errors
 from gkd.config.foreign_keys import flag_suggestion, is_hydra_flag, suggestion
 from gkd.config.schema import Config
 from gkd.config.schema_rollout import CPU_KV_CACHE_MIB
-from gkd.config.schema_sections import RewardFunctionConfig, all_keys, sections
+from gkd.config.schema_sections import RewardFunctionConfig, all_keys, sections, value_of, with_values
 from gkd.config.schema_teacher import LossTermConfig, RouteConfig
 from gkd.config.schema_trainer import SMALLER_IS_BETTER
 from gkd.errors import ConfigError
@@ -52,7 +53,10 @@ _ENTRIES: dict[str, type] = {
     "teacher.routes": RouteConfig,
     "reward.functions": RewardFunctionConfig,
 }
-
+_PATHS = (
+    *("data.train_files", "data.val_files", "model.path", "reference.path", "teacher.keys", "teacher.path"),
+    *("teacher.store", "teacher.tokenizer", "trainer.replay", "trainer.resume", "trainer.run_dir"),
+)
 _LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # as OmegaConf's: only the one in C permits tabs before a value
 
 
@@ -82,7 +86,12 @@ def load_config(path: str | Path | None, overrides: Sequence[str] = ()) -> Confi
     if errors:
         wrong = {error.key for error in errors}
         raise ConfigError.together([*errors, *(error for error in value_errors(config) if error.key not in wrong)])
-    return config
+    return with_values(config, {key: _at_home(value_of(config, key)) for key in _PATHS})
+
+
+def _at_home(value: Any) -> Any:
+    """Return paths with the user's home in place of a `~`, which no shell has replaced in a file or behind a `=`."""
+    return [*map(_at_home, value)] if isinstance(value, list) else os.path.expanduser(value)
 
 
 def parse_overrides(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> argparse.Namespace:

@@ -104,6 +104,15 @@ def test_a_text_that_a_file_merges_is_kept_as_it_is(tmp_path: Path) -> None:
     assert (config.teacher.path, config.reference.path, config.model.path) == ("1e3", "1e3", "2e3")
 
 
+def test_a_tilde_is_the_home_of_the_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fails if a run writes into a folder named ~ below the working folder, and its log names the user's home."""
+    monkeypatch.setenv("HOME", "/home/me")
+    (tmp_path / "x.yaml").write_text("trainer: {run_dir: ~/runs/x}\ndata: {system_prompt: ~/}\n")
+    config = load_config(tmp_path / "x.yaml", ["data.train_files=[~/a.jsonl, ~b]", "teacher.store=~/s"])
+    assert (config.trainer.run_dir, config.teacher.store) == ("/home/me/runs/x", "/home/me/s")
+    assert config.data.train_files == ["/home/me/a.jsonl", "~b"] and config.data.system_prompt == "~/"
+
+
 def test_a_tab_behind_a_key_is_a_space(tmp_path: Path) -> None:
     """Fails if a file with a tab before a value or a comment ends in a traceback."""
     (tmp_path / "x.yaml").write_text("actor:\n  tp:\t2\t# ranks\n")
