@@ -57,7 +57,7 @@ _PATHS = (
     *("data.train_files", "data.val_files", "model.path", "reference.path", "teacher.keys", "teacher.path"),
     *("teacher.store", "teacher.tokenizer", "trainer.replay", "trainer.resume", "trainer.run_dir"),
 )
-_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # as OmegaConf's: only the one in C permits tabs before a value
+_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # OmegaConf has the same one; C permits tabs before a value
 
 
 def load_config(path: str | Path | None, overrides: Sequence[str] = ()) -> Config:
