@@ -23,11 +23,12 @@ from gkd.preflight.teacher import record_teachers, recorded_teachers
 from gkd.scoring.endpoint import ScoringEndpoint
 from gkd.scoring.group_endpoint import ScoreSummary
 from gkd.scoring.teacher import store as module
-from gkd.scoring.teacher.store import SUFFIX, ScoreStore, packed, score_key, unpacked
+from gkd.scoring.teacher.store import SUFFIX, ScoreStore, open_store, packed, score_key, unpacked
 from gkd.scoring.teacher.window import Window
 from gkd.types import Rollout, TeacherScores, TeacherTopK
 from teacher_server.wire.protocol import Wire
 from tests.processes import wait_until
+from tests.refusals import refuses
 from tests.service.harness import TRIVIAL, ServerProcess, connect, own_turns, random_rollouts, trivial_model
 
 pytestmark = pytest.mark.service
@@ -64,6 +65,14 @@ def filled(folder: Path, rollouts: Sequence[Rollout]) -> ScoreStore:
     for rollout in rollouts:
         store.put(key_of(rollout), rollout, scores_of(rollout))
     return store
+
+
+def test_a_store_that_cannot_be_a_folder_names_the_key(tmp_path: Path) -> None:
+    """Fails if a file in the place of teacher.store ends a run or `gkd score` with an error that does not name it."""
+    (tmp_path / "file").write_text("")
+    for path in (tmp_path / "file", tmp_path / "file" / "below"):
+        with refuses("teacher.store"):
+            open_store(TeacherConfig(store=str(path)))
 
 
 def test_what_one_process_writes_another_reads(tmp_path: Path) -> None:

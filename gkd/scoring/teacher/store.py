@@ -26,7 +26,7 @@ import xxhash
 
 from gkd.config.schema import Derived
 from gkd.config.schema_teacher import HTTP, TeacherConfig
-from gkd.errors import CheckpointError
+from gkd.errors import CheckpointError, ConfigError
 from gkd.log import get_logger
 from gkd.types import Rollout, TeacherScores, TeacherTopK
 from teacher_server.wire.payload import (
@@ -103,9 +103,7 @@ class ScoreStore:
                 self._places = {key: place for key, place in self._places.items() if place.file not in gone}
                 self._ends = {file: end for file, end in self._ends.items() if file not in gone}
             for file, size in files.items():
-                if (
-                    self._ends.get(file, 0) > size
-                ):  # deleted by another process, and begun again by the one that writes it
+                if self._ends.get(file, 0) > size:  # another process deleted it, and the one that writes it began again
                     self._ends[file] = 0
                 if self._ends.get(file, 0) < size:
                     with contextlib.suppress(FileNotFoundError):
@@ -191,8 +189,11 @@ class ScoreStore:
 
 
 def open_store(teacher: TeacherConfig) -> ScoreStore:
-    """Return the store of a run. Raises OSError."""
-    return ScoreStore(Path(teacher.store), int(teacher.store_gib * 2**30), cast(Wire, teacher.wire))
+    """Return the store of a run. Raises ConfigError: the folder cannot be made or read."""
+    try:
+        return ScoreStore(Path(teacher.store), int(teacher.store_gib * 2**30), cast(Wire, teacher.wire))
+    except OSError as error:
+        raise ConfigError("teacher.store", teacher.store, f"is unusable ({error}).", "name another folder.") from error
 
 
 def dataset_keys(
