@@ -161,6 +161,13 @@ def test_values_that_cannot_be_converted_are_left_to_the_user(system: str, words
     assert entry.status == "to set" and entry.note and not entry.settings
 
 
+def test_a_default_of_a_value_that_is_unknown_is_left_to_the_user() -> None:
+    """Fails if runs of a script that names them by its date share the folder `checkpoints/verl/run-$(now)`."""
+    entries = entries_of("verl_gkd", "trainer.project_name=verl", "trainer.experiment_name=run-$(now)")
+    assert entries["trainer.default_local_dir"].status == "to set"
+    assert "trainer.run_dir" not in settings_of(list(entries.values()))
+
+
 def test_a_file_with_a_system_prompt_becomes_the_system_prompt(tmp_path: Path) -> None:
     """Fails if the prompt loses a line, or the file of all datasets wins over that of the training data."""
     text = 'Think: "step by step".\n\nThen answer.\n'

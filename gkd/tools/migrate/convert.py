@@ -95,13 +95,14 @@ def _entry(name: str, value: Any, row: Row | None, old: OldSettings, *, is_set: 
     if value is None:
         return Entry(name, value, "default", "not set")
     to_set = Entry(name, value, "to set", is_set=is_set, keys=row.keys)
+    unknown = "the variable has no value in the file, or several."
     if is_set and "$" in str(value):
-        to_set.note = f"set {_or(row)}: the variable has no value in the file, or several."
+        to_set.note = f"set {_or(row)}: {unknown}"
         return to_set
     try:
         settings = row.settings(value, old)
         entry = Entry(name, value, "mapped", row.note, settings, is_set, row.keys, row.commands(value, old))
-        problem = _wrong_type(settings)
+        problem = unknown if not is_set and "$" in str(settings) else _wrong_type(settings)
     except NotConvertible as reason:
         to_set.note = str(reason)
         return to_set
