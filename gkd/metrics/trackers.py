@@ -88,7 +88,11 @@ class TensorBoard:
 
 
 class WandB:
-    """Weights & Biases. WANDB_MODE selects online or offline; unset: online if there is an API key."""
+    """Weights & Biases. WANDB_MODE selects online or offline; unset: online if there is an API key.
+
+    Its own steps only count up: it drops or moves a line of a step that it has, such as an evaluation made at resume.
+    So the x axis of the charts is the number `step`.
+    """
 
     def __init__(self, run: TrackedRun) -> None:
         import wandb
@@ -96,9 +100,13 @@ class WandB:
         mode = os.environ.get("WANDB_MODE") or ("online" if wandb.api.api_key else "offline")
         names = {"project": run.project, "name": run.name, "id": run.run_id}
         self._run = wandb.init(dir=run.folder, config=run.settings, mode=mode, resume="allow", **names)
+        self._run.define_metric("*", step_metric="step")
+        self._next = self._run.starting_step
 
     def log(self, step: int, numbers: Mapping[str, float]) -> None:
-        self._run.log(dict(numbers), step=step)
+        own = max(step, self._next)
+        self._next = own + 1
+        self._run.log({**numbers, "step": step}, step=own)
 
     def close(self) -> None:
         self._run.finish()

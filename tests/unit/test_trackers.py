@@ -17,7 +17,7 @@ from gkd.config.dialects.table import TRACKERS, NotConvertible, OldSettings, dia
 from gkd.config.load import load_config
 from gkd.config.schema_sections import all_keys
 from gkd.config.schema_trainer import TRACKER_NAMES
-from gkd.errors import ClusterError, ConfigError
+from gkd.errors import ClusterError, ConfigError, TeacherUnavailable
 from gkd.metrics import trackers
 from gkd.metrics.writer import read_metrics
 from gkd.preflight.run import preflight
@@ -128,6 +128,45 @@ def test_a_tracker_has_every_number_once(tmp_path: Path, name: str, monkeypatch:
     kept = {line["step"]: line for line in lines} | ({} if name == "tensorboard" else {3: lost[0]})
     expected = {(int(step), key): value for step, line in kept.items() for key, value in line.items() if key != "step"}
     assert values == pytest.approx(expected, rel=1e-6)
+
+
+class FakeWandB:
+    """The module wandb with a server: a run that resumes drops a line whose step the server has."""
+
+    def __init__(self) -> None:
+        self.rows: list[Mapping[str, float]] = []
+        self.starting_step = 0
+        self._last = -1
+        self.axes: dict[str, str] = {}
+
+    def init(self, **_: object) -> FakeWandB:
+        self.starting_step = self._last + 1
+        return self
+
+    def define_metric(self, name: str, step_metric: str) -> None:
+        self.axes[name] = step_metric
+
+    def log(self, numbers: Mapping[str, float], step: int) -> None:
+        if step > self._last:
+            self.rows.append(numbers)
+            self._last = step
+
+    def finish(self) -> None:
+        pass
+
+
+def test_wandb_has_an_evaluation_made_at_resume_at_its_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fails if W&B drops the evaluation of a step that it has, or shows it, or a line after it, at another step."""
+    server, first = FakeWandB(), World()
+    monkeypatch.setitem(sys.modules, "wandb", server)
+    settings = (*SETTINGS, "trainer.loggers=[wandb]", "eval.every=2")
+    first.teacher_dies_at = 2  # in the evaluation of step 2, which is saved
+    with pytest.raises(TeacherUnavailable):
+        make(tmp_path, first, *settings, val=PROMPTS[:1]).fit()
+    make(tmp_path, World(), *settings, "trainer.resume=auto", val=PROMPTS[:1]).fit()
+    evaluated = [row[server.axes["*"]] for row in server.rows if "eval/kl" in row]
+    trained = [row[server.axes["*"]] for row in server.rows if "loss/total" in row]
+    assert (evaluated, trained) == ([0, 2, 4, 5], [1, 2, 3, 4, 5])
 
 
 class Unloadable(World):
