@@ -337,8 +337,8 @@ class ScoredChunk:
     times: ScoreTimes | None = None  # None: scored before the run resumed, or by a local teacher
     # Handle of the reference's logprobs, list of [R] float32 in the same order; None: not requested.
     reference: Any = None
-    rewards: np.ndarray | None = None  # [n_sequences, functions] float64, see `gkd.scoring.reward`; None: not judged
-    n_undecided: int = 0  # numbers of `rewards` that are 0 because they are unknown, see `Undecided`
+    # [n_sequences, functions] float64, see `gkd.scoring.reward`; NaN: unknown, see `Undecided`. None: not judged.
+    rewards: np.ndarray | None = None
     advantages: np.ndarray | None = None  # [n_sequences] float32; None: the loss has no rewards
 
 

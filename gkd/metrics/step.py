@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Sequence
 
@@ -98,27 +99,32 @@ def turn_numbers(batch: Sequence[ScoredChunk], config: Config) -> dict[str, floa
 def reward_numbers(batch: Sequence[ScoredChunk], config: Config) -> dict[str, float]:
     """Return mean and spread of the rewards, the mean of each function, and prompts and responses without a signal.
 
-    Nothing for a batch that no function judges.
+    Unknown values have no part in them. Nothing for a batch that no function judges.
     """
     judged = [chunk for chunk in batch if chunk.rewards is not None]
     if not judged:
         return {}
     functions = config.reward.functions
     values = np.concatenate([chunk.rewards for chunk in judged if chunk.rewards is not None])
-    rewards = values @ np.array([entry.weight for entry in functions])
+    rewards, known = values @ np.array([entry.weight for entry in functions]), ~np.isnan(values)
     groups = np.concatenate([chunk.rollouts.sample_index for chunk in judged]) // config.rollout.n
     _, own = np.unique(groups, return_inverse=True)
     highest, lowest = np.full(own.max() + 1, -np.inf), np.full(own.max() + 1, np.inf)
-    np.maximum.at(highest, own, rewards)
-    np.minimum.at(lowest, own, rewards)
-    means = zip(functions, values.mean(axis=0).tolist(), strict=True)
+    whole = known.all(axis=1)
+    np.maximum.at(highest, own[whole], rewards[whole])
+    np.minimum.at(lowest, own[whole], rewards[whole])
+    columns = [values[known[:, i], i] for i in range(len(functions))]
     return {
-        "reward/mean": float(rewards.mean()),
-        "reward/std": float(rewards.std()),
-        "reward/flat_groups": float((highest == lowest).mean()),
-        "reward/undecided": float(sum(chunk.n_undecided for chunk in judged)),
-        **{f"reward/{function_name(entry.path)}/mean": mean for entry, mean in means},
+        "reward/mean": _mean(rewards[whole]),
+        "reward/std": float(rewards[whole].std()) if whole.any() else math.nan,
+        "reward/flat_groups": float((highest <= lowest).mean()),
+        "reward/undecided": float((~known).sum()),
+        **{f"reward/{function_name(entry.path)}/mean": _mean(x) for entry, x in zip(functions, columns, strict=True)},
     }
+
+
+def _mean(values: np.ndarray) -> float:
+    return float(values.mean()) if len(values) else math.nan
 
 
 def _heaviest_group(chunks: Sequence[RolloutChunk]) -> int:

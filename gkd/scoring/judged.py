@@ -38,7 +38,7 @@ class JudgedScoring:
         endpoints: the scoring endpoints, by data-parallel group.
         prompts: `TRAINING` or `VALIDATION`, the set that the chunks answer.
         n_functions: of this set.
-        advantages: adds the advantages to a whole batch, in which NaN is undecided; `list`: the loss has no rewards.
+        advantages: adds the advantages to a whole batch; `list`: the loss has no rewards.
     """
 
     def __init__(
@@ -71,7 +71,8 @@ class JudgedScoring:
             if p.rewards is not None:
                 chunk = replace(chunk, rewards=self._values(found[names[p.rewards]], p.rollouts))
             batch.append(chunk)
-        return [_without_nan(chunk) for chunk in self._advantages(batch)]
+        _warn(np.concatenate([np.zeros(0), *(chunk.rewards.ravel() for chunk in batch if chunk.rewards is not None)]))
+        return self._advantages(batch)
 
     def restore(self, folder: Path, label: str) -> list[PendingScores]:
         return [self._judged(pending) for pending in self._inner.restore(folder, label)]
@@ -100,7 +101,10 @@ class JudgedScoring:
         found = gather(refs, "judging greedy responses", self._timeout_s)
         for group in range(len(refs)):
             values[group :: len(self._endpoints)] = np.frombuffer(found[f"scoring endpoint {group}"], "<f8")
-        return _decided(values, min([0.0, *values[~np.isnan(values)].tolist()]))[0].tolist()
+        _warn(values)
+        worst = min([0.0, *values[~np.isnan(values)].tolist()])
+        decided: list[float] = np.where(np.isnan(values), worst, values).tolist()
+        return decided
 
     def _judged(self, pending: PendingScores) -> PendingScores:
         if not pending.rollouts.on_policy:
@@ -117,25 +121,11 @@ class JudgedScoring:
         return values if at is None else values[at]
 
 
-def _without_nan(chunk: ScoredChunk) -> ScoredChunk:
-    if chunk.rewards is None:
-        return chunk
-    values, n_undecided = _decided(chunk.rewards)
-    return replace(chunk, rewards=values, n_undecided=n_undecided)
-
-
-def _decided(values: np.ndarray, instead: float = 0.0) -> tuple[np.ndarray, int]:
-    """Return the values with another in place of NaN, see `Undecided`, and the number of these."""
-    undecided = np.isnan(values)
-    if n_undecided := int(undecided.sum()):
-        log.warning(
-            "%d of %d values are unknown, and %g in the metrics: math_verify reached its time limit, or an environment "
-            "failed",
-            n_undecided,
-            values.size,
-            instead,
-        )
-    return np.where(undecided, instead, values), n_undecided
+def _warn(values: np.ndarray) -> None:
+    """Log the number of unknown values, see `Undecided`."""
+    if n := int(np.isnan(values).sum()):
+        text = "%d of %d values are unknown: math_verify reached its time limit, or an environment failed"
+        log.warning(text, n, values.size)
 
 
 def workers_per_endpoint(config: Config, dp_size: int) -> int:

@@ -152,7 +152,7 @@ def test_reward_numbers() -> None:
     config = load_config(None, [functions, "rollout.n=3"])
     values = np.stack([REWARDS, np.ones(9)], axis=1)
     parts = [[0, 3, 4, 5, 6], [1, 2, 7, 8]]
-    batch = [dataclasses.replace(chunk(part, [0.0] * len(part)), rewards=values[part], n_undecided=2) for part in parts]
+    batch = [dataclasses.replace(chunk(part, [0.0] * len(part)), rewards=values[part]) for part in parts]
     numbers = reward_numbers([*batch, chunk([27], None)], config)
     total = 2 * REWARDS - 1
     assert numbers == pytest.approx(
@@ -160,9 +160,33 @@ def test_reward_numbers() -> None:
             "reward/mean": total.mean(),
             "reward/std": total.std(),
             "reward/flat_groups": 1 / 3,
-            "reward/undecided": 4,
+            "reward/undecided": 0,
             "reward/length/mean": REWARDS.mean(),
             "reward/unit/mean": 1.0,
         }
     )
     assert reward_numbers([chunk([27], None)], config) == {}
+
+
+def test_unknown_rewards_are_no_part_of_the_metrics() -> None:
+    """Fails if a time-out raises or lowers the reward, or hides that a prompt has no gradient."""
+    config = load_config(
+        None, ["reward.functions=[{path: length}, {path: 'my.module:unit', weight: 2.0}]", "rollout.n=3"]
+    )
+    values = np.array([[-1, -5], [-1, -5], [np.nan, -5], [-4, np.nan], [-3, -5], [-2, -5], *[[np.nan, -5]] * 3])
+    batch = [
+        dataclasses.replace(chunk(part, [0.0] * len(part)), rewards=values[part])
+        for part in ([0, 3, 8], [1, 2, 4, 5, 6, 7])
+    ]
+    total = np.array([-11, -11, -13, -12])
+    expected = {
+        "reward/mean": total.mean(),
+        "reward/std": total.std(),
+        "reward/flat_groups": 2 / 3,
+        "reward/undecided": 5,
+        "reward/length/mean": -11 / 5,
+        "reward/unit/mean": -5,
+    }
+    assert reward_numbers(batch, config) == pytest.approx(expected)
+    nothing = reward_numbers([dataclasses.replace(chunk([6, 7], [0.0] * 2), rewards=values[6:8])], config)
+    assert np.isnan([nothing["reward/mean"], nothing["reward/std"], nothing["reward/length/mean"]]).all()
