@@ -128,6 +128,16 @@ def test_what_is_missing_is_told(run: Path, tmp_path: Path, capsys: pytest.Captu
     assert "log q - log p of the token: 0.2500 at step 0, 0.5000 at step 4 nats" in out
 
 
+def test_tokens_without_a_pair_do_not_lower_the_kl(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Fails if the mean KL of a teacher with another tokenizer is not that of eval/kl, over tokens with a pair."""
+    values = {**RECORD["values"], "paired": [1.0, 0.0, 1.0, 1.0, 0.0, 1.0, 1.0, 1.0]}
+    write(run, 4, {**RECORD, "values": values})
+    assert main([str(run)]) == 0
+    out = capsys.readouterr().out
+    assert f"{8 / 6:.4f} at step 4 nats a token; 6 tokens" in out
+    assert "teacher.tokenizer" in out
+
+
 @pytest.mark.parametrize(
     ("text", "named"),
     [

@@ -123,10 +123,15 @@ def _add(found: Evaluation, record: dict[str, Any], kind_of: Callable[[int], str
     if "ended" not in values:
         missing["no `ended` in the records: end tokens count by their text"] = None
     ends, entropies = values.get("ended") or [0.0] * len(own), values.get("student_entropy") or [math.inf] * len(own)
-    rows = zip(own, values[name], ends, entropies, choices or [()] * len(own), strict=True)
+    paired = values.get("paired") or [1.0] * len(own)
+    if not all(paired):
+        missing["tokens without a pair are left out (teacher.tokenizer)"] = None
+    rows = zip(own, values[name], ends, entropies, choices or [()] * len(own), paired, strict=True)
     found.n_observed += len(observed)
     found.groups["observation"].n += len(observed)
-    for i, kl, ended, entropy, listed in rows:
+    for i, kl, ended, entropy, listed, has_pair in rows:
+        if not has_pair:
+            continue
         if kl is None:
             found.n_skipped += 1
             continue
