@@ -36,8 +36,8 @@ class Evaluations:
     n: int = 0
 
     def add(self, step: int, numbers: Mapping[str, float]) -> None:
-        if "time/eval_s" in numbers:
-            found = {key: value for key, value in numbers.items() if key.startswith("eval/") and value is not None}
+        found = {key: value for key, value in numbers.items() if key.startswith("eval/") and value is not None}
+        if found:  # an evaluation that was interrupted has none, but a time
             self.first = self.first or found
             self.last, self.step, self.n = found, step, self.n + 1
 

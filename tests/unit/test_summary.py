@@ -17,13 +17,13 @@ from gkd import main_gkd
 from gkd.config.load import load_config
 from gkd.config.schema import Config
 from gkd.console.summary import COMMAND_ENV, Closing, changes, print_closing, resume_command, serve_command, summary
-from gkd.errors import ClusterError
+from gkd.errors import ClusterError, TeacherUnavailable
 from gkd.run.checkpoints import CheckpointStore
 from gkd.tools.memory import main as memory
 from gkd.tools.split import _parse as parse_split
 from tests.unit.checkpoint_files import commit
 from tests.unit.console_runs import line, run
-from tests.unit.world import World, make
+from tests.unit.world import PROMPTS, World, make
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -56,6 +56,21 @@ def test_a_branch_counts_its_own_steps(tmp_path: Path) -> None:
     trainer.fit()
     assert trainer.metrics.state.first_step == 5
     assert dict(summary(trainer.metrics.state))["steps"].startswith("7 of 7, 2 of them")
+
+
+def test_an_interrupted_evaluation_does_not_hide_the_one_before(tmp_path: Path) -> None:
+    """Fails if a run that stops in an evaluation ends without its last KL, or counts that evaluation."""
+    world = World()
+    world.teacher_dies_at = 4
+    trainer = make(tmp_path, world, "trainer.total_steps=5", "eval.every=2", val=PROMPTS[:1])
+    with pytest.raises(TeacherUnavailable):
+        trainer.fit()
+    assert [(c.before, c.after) for c in changes(trainer.metrics.state)][1:] == [
+        ("0.3000", "0.3000"),
+        ("50.0%", "50.0%"),
+    ]
+    found = trainer.metrics.state.evaluations
+    assert (found.n, found.step) == (2, 2)
 
 
 def test_a_run_without_evaluations_has_a_table() -> None:
