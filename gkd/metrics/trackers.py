@@ -4,7 +4,8 @@ Each tracker is written by its own library, which is imported only if the tracke
 not end the run. Without the address of a server in its environment variables a library writes into the run folder.
 
 A run that resumes with trainer.resume=auto continues the tracker's run, and repeats the steps after its checkpoint.
-TensorBoard discards the earlier values of these steps. The others cannot, so they do not receive these steps again.
+TensorBoard discards the earlier values of these steps. The others cannot, so they receive of these steps only numbers
+that the earlier lines lack, such as those of an evaluation in which a rank failed.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import math
 import os
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -186,10 +187,10 @@ class Trackers:
     def __init__(self, config: Config, folder: RunFolder, resumed_at: int | None) -> None:
         self._trackers: dict[str, Tracker] = {}
         self._failed: set[str] = set()
-        self._repeated = range(0)  # steps that trackers of an earlier start have already
+        self._repeated: dict[int, set[str] | None] = {}  # step -> numbers that trackers have already; None: all
         if not config.trainer.loggers:
             return
-        run_id, through = _continued(config, folder, resumed_at)
+        run_id, through, lines = _continued(config, folder, resumed_at)
         run = TrackedRun(
             folder.root,
             run_id or uuid.uuid4().hex[:8],
@@ -199,7 +200,10 @@ class Trackers:
             is_continued=run_id is not None,
             settings={name: value_of(config, name) for name in all_keys()},
         )
-        self._repeated = range(run.first_step, through + 1)
+        self._repeated = dict.fromkeys(range(run.first_step, through + 1))
+        for line in lines:
+            if (step := int(line["step"])) in self._repeated:
+                self._repeated[step] = {*line, *(self._repeated[step] or ())}
         state = {"id": run.run_id, "through": through, "folder": str(folder.root.resolve())}
         with naming(folder.root / _STATE):
             replace_file(folder.root / _STATE, json.dumps(state).encode())
@@ -210,10 +214,12 @@ class Trackers:
     def log(self, step: int, numbers: Mapping[str, float]) -> None:
         """Send the finite numbers of one line to every tracker."""
         finite = {name: value for name, value in numbers.items() if math.isfinite(value)}
+        has = self._repeated.get(step, set())
+        news = {} if has is None else {name: value for name, value in finite.items() if name not in has}
         for name, tracker in self._trackers.items():
-            if step not in self._repeated or isinstance(tracker, TensorBoard):
+            if sent := finite if isinstance(tracker, TensorBoard) else news:
                 with self._never_fatal(name, f"did not receive step {step}"):
-                    tracker.log(step, finite)
+                    tracker.log(step, sent)
 
     def close(self) -> None:
         """End the trackers' runs; waits until they have sent what is pending."""
@@ -233,20 +239,22 @@ class Trackers:
             self._failed.add(name)
 
 
-def _continued(config: Config, folder: RunFolder, resumed_at: int | None) -> tuple[str | None, int]:
-    """Return the id of the trackers' run that this start continues, and the last step that they may have.
+def _continued(
+    config: Config, folder: RunFolder, resumed_at: int | None
+) -> tuple[str | None, int, Sequence[Mapping[str, float]]]:
+    """Return the id of the trackers' run that this start continues, the last step that they may have, and the lines.
 
-    A new run, a branch, a rewind to a named checkpoint and a copy of a folder begin a run of their own: (None, -1).
+    A new run, a branch, a rewind to a named checkpoint and a copy of a folder begin a run of their own: (None, -1, ()).
     """
     file = folder.root / _STATE
     if resumed_at is None or config.trainer.resume != "auto" or folder.goes_back or not file.exists():
-        return None, -1
+        return None, -1, ()
     with naming(file, "read"):
         state = json.loads(file.read_bytes())
     if _is_copy(file, state):
-        return None, -1
+        return None, -1, ()
     lines = read_metrics(folder.metrics_file) if folder.metrics_file.exists() else []
-    return str(state["id"]), max([int(state["through"]), *(int(line["step"]) for line in lines)])
+    return str(state["id"]), max([int(state["through"]), *(int(line["step"]) for line in lines)]), lines
 
 
 def _is_copy(file: Path, state: Mapping[str, Any]) -> bool:

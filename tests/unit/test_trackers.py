@@ -8,7 +8,7 @@ import struct
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import pytest
@@ -21,6 +21,7 @@ from gkd.errors import ClusterError, ConfigError, TeacherUnavailable
 from gkd.metrics import trackers
 from gkd.metrics.writer import read_metrics
 from gkd.preflight.run import preflight
+from gkd.types import ScoredChunk, TrainStats
 from tests.unit.world import PROMPTS, World, make
 
 SETTINGS = ("trainer.total_steps=5", "trainer.save_every=2", "trainer.project_name=p", "trainer.experiment_name=e")
@@ -167,6 +168,28 @@ def test_wandb_has_an_evaluation_made_at_resume_at_its_step(tmp_path: Path, monk
     evaluated = [row[server.axes["*"]] for row in server.rows if "eval/kl" in row]
     trained = [row[server.axes["*"]] for row in server.rows if "loss/total" in row]
     assert (evaluated, trained) == ([0, 2, 4, 5], [1, 2, 3, 4, 5])
+
+
+class LostInEvaluation(World):
+    """Its rank fails in the evaluation of step 4, so that the step is not saved."""
+
+    def evaluate(self, batch: Sequence[ScoredChunk], *, keep_tokens: int = 0) -> TrainStats:
+        if self.engine_version == 4:
+            raise ClusterError("actor rank 1: the process died")
+        return super().evaluate(batch, keep_tokens=keep_tokens)
+
+
+def test_a_repeated_step_brings_the_evaluation_that_it_lacked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fails if an evaluation in which a rank failed is never in a tracker, or a number of a step is there twice."""
+    server = FakeWandB()
+    monkeypatch.setitem(sys.modules, "wandb", server)
+    settings = ("trainer.total_steps=5", "trainer.save_every=3", "trainer.loggers=[wandb]", "eval.every=4")
+    with pytest.raises(ClusterError):
+        make(tmp_path, LostInEvaluation(), *settings, val=PROMPTS[:1]).fit()
+    make(tmp_path, World(), *settings, "trainer.resume=auto", val=PROMPTS[:1]).fit()
+    counts = Counter((row["step"], key) for row in server.rows for key in row if key != "step")
+    assert [step for step, key in counts if key == "eval/kl"] == [0, 4, 5]
+    assert set(counts.values()) == {1}
 
 
 class Unloadable(World):
