@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 import shutil
 import subprocess
 import sys
@@ -105,6 +106,18 @@ def test_differences_are_found_whatever_a_number_is_written_as(tmp_path: Path) -
     changed = {row["key"]: (row["value"], row["default"]) for row in from_defaults(runs[1])}
     assert changed["trainer.scheduler"] == ("stream", "sync") and "rollout.temperature" not in changed
     assert changed["old.key"] == ("1", "")
+
+
+@pytest.mark.parametrize(
+    ("setting", "warned"),
+    [("distill.reward_weight=0.5", ["loss"]), ("teacher.topk=8", ["loss", "eval"]), ("actor.optim.lr=1e-3", [])],
+)
+def test_numbers_that_cannot_be_compared_are_named(tmp_path: Path, setting: str, warned: list[str]) -> None:
+    """Fails if the report compares losses of other settings, or validation KLs that are measured in another way."""
+    runs = read_runs([make_run(tmp_path / "a"), make_run(tmp_path / "b", setting)])
+    found = re.findall(r'<p class="warning" id="losses-differ".*?</p>', page(runs))
+    assert len(found) == bool(warned)
+    assert all(("Compare <code>eval/kl</code>" in text) != ("eval" in warned) for text in found)
 
 
 def test_the_headline_tells_better_from_worse(tmp_path: Path) -> None:

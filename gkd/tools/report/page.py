@@ -69,6 +69,7 @@ def page(runs: Sequence[Run], reload_s: float = 0) -> str:
         headline=headline.headline(runs),
         differences=differences(runs) if len(runs) > 1 else [],
         losses_differ=len(losses) > 1,
+        kl_differs=len({measured_kl(run) for run in runs}) > 1,
         sections=sections,
         n_points=n_points,
         rules=samples,
@@ -347,11 +348,25 @@ def differences(runs: Sequence[Run]) -> list[dict[str, Any]]:
     return rows
 
 
+# What the KL of an evaluation is measured with.
+_KL = (
+    *("teacher.signal", "teacher.topk", "teacher.mass", "teacher.temperature", "teacher.tokenizer"),
+    *("distill.tail", "distill.support", "distill.units"),
+)
+
+
 def trained_loss(run: Run) -> str:
-    """Return the trained loss, with what makes its values incomparable."""
-    terms = run.settings.get("distill.losses") or run.settings.get("distill.loss", "")
-    others = {key: run.settings.get(key) for key in ("distill.tail", "distill.beta", "distill.alpha")}
-    return json.dumps([_plain(terms), others])
+    """Return what makes values of loss/total incomparable."""
+    return _values(run, [name for name in all_keys() if name.startswith("distill.") or name in _KL])
+
+
+def measured_kl(run: Run) -> str:
+    """Return what makes values of eval/kl incomparable."""
+    return _values(run, _KL)
+
+
+def _values(run: Run, names: Iterable[str]) -> str:
+    return json.dumps([_plain(run.settings.get(name, all_keys()[name].default)) for name in names])
 
 
 def shown(value: Any) -> str:
