@@ -42,16 +42,17 @@ def is_sure_and_wrong(choices: Sequence[Choice], entropy: float) -> bool:
 def evaluation_numbers(records: Sequence[TokenRecord]) -> dict[str, float]:
     """Return `eval/end_kl_share` and `eval/sure_and_wrong_share`; empty without a distribution of the teacher."""
     tokens = [
-        (kl, ended, is_sure_and_wrong(choices, entropy))
+        (kl, ended, bool(choices) and is_sure_and_wrong(choices, entropy))
         for record in records
         if record.choices and {"token_kl", "ended"} <= record.values.keys()
-        for kl, ended, choices, entropy in zip(
+        for kl, ended, choices, entropy, paired in zip(
             *(record.values[name] for name in ("token_kl", "ended")),
             record.choices,
             record.values["student_entropy"],
+            record.values.get("paired") or [1.0] * len(record.choices),
             strict=True,
         )
-        if choices and math.isfinite(kl)
+        if paired and math.isfinite(kl)
     ]
     total = sum(kl for kl, *_ in tokens)
     if not total > 0:

@@ -112,6 +112,10 @@ def test_numbers_of_an_evaluation() -> None:
     assert evaluation_numbers([record]) == expected
     record.values["token_kl"][0] = math.inf
     assert evaluation_numbers([record]) == {"eval/end_kl_share": 4 / 7, "eval/sure_and_wrong_share": 1 / 7}
+    record.values["paired"] = [1.0, 0.0, *[1.0] * 6]
+    assert evaluation_numbers([record]) == {"eval/end_kl_share": 4 / 7, "eval/sure_and_wrong_share": 1 / 6}, "token 1"
+    record.choices[2] = []  # a teacher with another tokenizer has not chosen a token there, but there is a KL
+    assert evaluation_numbers([record]) == {"eval/end_kl_share": 4 / 7, "eval/sure_and_wrong_share": 1 / 6}
     assert evaluation_numbers([TokenRecord(1, 0, [2], [5], {"sampled_reverse_kl": [0.1]})]) == {}
     assert evaluation_numbers([]) == {}
 
