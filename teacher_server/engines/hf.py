@@ -149,13 +149,15 @@ class HfEngine:
 
 
 def _check_loaded(path: str, model: Any, info: Mapping[str, Any]) -> None:
-    """Raise ServerError if a weight is missing, which transformers makes up, or a scale or bias has no place.
+    """Raise ServerError if a weight is missing, which transformers makes up, or one of the layers has no place.
 
     Args:
         info: output_loading_info of transformers, which only logs both.
     """
-    modules = {name for name, _ in model.named_modules()}
-    unused = [name for name in info["unexpected_keys"] if name.rpartition(".")[0] in modules]
+    modules = dict(model.named_modules())
+    lists = tuple(f"{name}." for name, module in modules.items() if isinstance(module, torch.nn.ModuleList))
+    # The tower of a multimodal model, which is not built, is outside of these.
+    unused = [name for name in info["unexpected_keys"] if name.rpartition(".")[0] in modules or name.startswith(lists)]
     for names, problem in ((info["missing_keys"], "lacks"), (unused, "has tensors that config.json has no place for:")):
         if names and getattr(model.config, "quantization_config", None) is None:
             raise ServerError(

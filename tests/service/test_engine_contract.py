@@ -282,9 +282,11 @@ def test_a_long_neighbor_does_not_change_rotary_embeddings(tmp_path: Path) -> No
         np.testing.assert_allclose(one, scored, atol=SAME)
 
 
-@pytest.mark.parametrize("added", ["", "self_attn.q_proj.bias", "self_attn.q_proj.weight_scale"])
+@pytest.mark.parametrize(
+    "added", ["", "self_attn.q_proj.bias", "self_attn.q_proj.weight_scale", "self_attn.extra_norm.weight"]
+)
 def test_a_folder_with_other_weights_than_the_models_is_refused(tmp_path: Path, added: str) -> None:
-    """Fails if a teacher with a random layer scores, or one whose float8 weights lack their scales."""
+    """Fails if a teacher with a random layer scores, or one without the scales or a norm that its files have."""
     folder = save_engine_model(tmp_path)
     tensors = load_file(folder / "model.safetensors")
     if added:
@@ -294,6 +296,14 @@ def test_a_folder_with_other_weights_than_the_models_is_refused(tmp_path: Path, 
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(ServerError, match=re.escape(f"model.layers.1.{added or 'mlp.down_proj.weight'}")):
         load_engine(engine_settings(folder, "hf"))
+
+
+def test_a_folder_with_more_layers_than_its_config_is_refused(tmp_path: Path) -> None:
+    """Fails if the first layers of a teacher score in place of all of them."""
+    config = save_engine_model(tmp_path, kind="Llama") / "config.json"
+    config.write_text(config.read_text().replace('"num_hidden_layers": 2', '"num_hidden_layers": 1'))
+    with pytest.raises(ServerError, match=re.escape("model.layers.1.")):
+        load_engine(engine_settings(tmp_path, "hf"))
 
 
 @pytest.mark.parametrize("ask", ["hf", "vllm"], indirect=True)  # Triton's interpreter samples no token from NaN
