@@ -129,6 +129,21 @@ def test_minus_infinity_is_refused_as_vllm_writes_it(with_sampled: bool) -> None
         scores_of("vllm", msgspec.json.encode({"choices": [{"prompt_logprobs": rows}]}), asked, N_VOCAB)
 
 
+def test_the_last_id_is_scored_as_sglang_writes_it() -> None:
+    """Fails if a teacher of SGLang without padding rows is refused, because SGLang writes 0 for its last token."""
+    last = N_VOCAB - 1
+    asked = Asked("x", [4, last, 6, last], 2, 2, with_sampled=True)
+    own: list[list[Any]] = [[None, 0, None], [-0.5, 6, None], [-0.2, 0, None]]
+    top = [None, [[-0.5, 6, None], [-1.5, 3, None]], [[-0.2, last, None], [-3.0, 0, None]]]
+    meta = {"input_token_logprobs": own, "input_top_logprobs": top}
+    scores = scores_of("sglang", msgspec.json.encode({"meta_info": meta}), asked, N_VOCAB)
+    assert scores.topk is not None and scores.topk.topk_ids.tolist() == [[6, 3], [last, 0]]
+    np.testing.assert_allclose(scores.sampled_logprobs, [-0.5, -0.2])  # type: ignore[arg-type]
+    own[1][1] = 0
+    with pytest.raises(TeacherError, match="^x: "):
+        scores_of("sglang", msgspec.json.encode({"meta_info": meta}), asked, N_VOCAB)
+
+
 # Faults of a reply: each changes the JSON at a random place of the response and returns None, or returns other bytes.
 Fault = Callable[[Any, random.Random], bytes | None]
 

@@ -126,7 +126,7 @@ def scores_of(dialect: str, body: bytes, asked: Asked, n_vocab: int) -> TeacherS
             another place, or the numbers fail `validate_topk` or `check_logprobs`.
     """
     try:
-        ids, *tables = _tables(dialect, body, asked)
+        ids, *tables = _tables(dialect, body, asked, n_vocab)
         logprobs, sampled = (np.where(each <= _FLOOR, np.float32(-np.inf), each) for each in tables)
         table = TeacherTopK.without_tail(ids, logprobs) if asked.k else None
     except (msgspec.DecodeError, ValueError, OverflowError, RecursionError) as error:
@@ -165,10 +165,10 @@ def _n_listed(asked: Asked) -> int | None:
     return 0 if asked.with_sampled else None
 
 
-def _tables(dialect: str, body: bytes, asked: Asked) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def _tables(dialect: str, body: bytes, asked: Asked, n_vocab: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Return ids [M, K] int32, logprobs [M, K] float32, and the own tokens' [M] float32. Raises ValueError."""
     if dialect == "sglang":
-        return _sglang_tables(msgspec.json.decode(body, type=_SGLangReply).meta_info, asked)
+        return _sglang_tables(msgspec.json.decode(body, type=_SGLangReply).meta_info, asked, n_vocab)
     if asked.given is None:
         rows = msgspec.json.decode(body, type=_Completion).choices[0].prompt_logprobs
         _check_distinct(body, rows)
@@ -211,15 +211,17 @@ def _vllm_tables(rows: _VllmRows, asked: Asked, k: int) -> tuple[np.ndarray, np.
     return _arrays(listed, k)
 
 
-def _sglang_tables(meta: _Meta, asked: Asked) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def _sglang_tables(meta: _Meta, asked: Asked, n_vocab: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     own, top, listed = meta.input_token_logprobs, meta.input_top_logprobs or [], []
     expected = asked.tokens[asked.n_prompt - 1 :]
-    if [token for _, token, _ in own] != expected:
+    # SGLang writes 0 in place of the last id of its vocabulary: it takes ids from there on for those of images.
+    written = [0 if token == n_vocab - 1 else token for token in expected]
+    if [token for _, token, _ in own] not in (expected, written):
         raise ValueError(f"{len(own)} tokens, which are not the {len(expected)} from the end of the prompt on")
     if asked.k and len(top) != len(expected):
         raise ValueError(f"{len(top)} lists for {len(expected)} tokens")
     for row in (1 + asked.rows).tolist():
-        (logprob, token, _), entries = own[row], (top[row] or [] if asked.k else [])
+        logprob, token, entries = own[row][0], expected[row], (top[row] or [] if asked.k else [])
         if logprob is None or len(entries) != asked.k:
             raise ValueError(f"response position {row - 1}: logprob {logprob}, {len(entries)} of {asked.k} entries")
         at = {i: listed_at for listed_at, i, _ in entries}
