@@ -230,7 +230,10 @@ def text_losses(
     is_paired = torch.zeros_like(norm[n_before:]).index_fill_(0, rows, 1.0)
     losses.values |= {
         "token_kl": token_kl,
-        "overlap": torch.where(n_compared > 0, overlap / n_compared.clamp(min=1.0), is_paired),
+        # Rows of which a list cannot tell any position agree as little as those without a pair.
+        "overlap": torch.where(
+            n_compared > 0, overlap / n_compared.clamp(min=1.0), is_paired.index_fill(0, rows[by_text], 0.0)
+        ),
         PAIRED: is_paired,
         BY_NODES: torch.zeros_like(is_paired).index_fill_(0, rows[by_node], 1.0),
         CANONICAL: text.canonical.to(norm.dtype),

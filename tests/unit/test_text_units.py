@@ -83,6 +83,16 @@ def test_a_token_that_the_teacher_finds_impossible_does_not_spoil_the_next_one()
     assert table.isfinite().all() and table.max() < likely.max() + 10.0
 
 
+def test_tokens_that_a_list_cannot_tell_do_not_overlap() -> None:
+    """Fails if tokens without a loss count as full agreement, which hides a teacher of other tokens from the checks."""
+    whole, listed = TextCase(scale=0.5), TextCase(scale=0.5, k=1)
+    names = whole.loss(LossSpec()).evaluation_names
+    tables = [_with_gradients(case.loss(LossSpec()), case, case.targets())[3] for case in (whole, listed)]
+    kl, overlap = (tables[1][:, names.index(name)] for name in ("token_kl", "overlap"))
+    untold = (tables[0][:, names.index("token_kl")] > 0) & (kl == 0)
+    assert untold.any() and not overlap[untold].any() and overlap[kl > 0].all()
+
+
 @pytest.mark.parametrize("chunk_bytes", [1, 3000, 9000])
 def test_the_result_does_not_depend_on_the_chunks(chunk_bytes: int) -> None:
     """If it fails, the loss depends on the memory limit of a chunk: a chunk lacks a row of the one before."""
