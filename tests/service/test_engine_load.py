@@ -87,9 +87,11 @@ def test_an_engine_of_your_own_is_loaded_by_its_import_path(tmp_path: Path) -> N
     assert (engine.name, engine.vocab_size, engine.max_tokens) == ("trivial", 777, 50)
 
 
-def test_a_model_that_caps_its_logits_is_refused_by_hf(tmp_path: Path) -> None:
-    """Fails if a model that caps its logits after the LM head is served with wrong logits."""
-    model = save_engine_model(tmp_path, kind="Gemma2", final_logit_softcapping=1.0, vocab_size=50)
+@pytest.mark.parametrize(("cap", "spread"), [(1.0, 0.3), (30.0, 0.05)])
+def test_a_model_that_caps_its_logits_is_refused_by_hf(tmp_path: Path, cap: float, spread: float) -> None:
+    """Fails if a model that caps its logits after the LM head is served with wrong logits, large or small."""
+    changes = {"final_logit_softcapping": cap, "initializer_range": spread, "vocab_size": 50}
+    model = save_engine_model(tmp_path, kind="Gemma2", **changes)
     with pytest.raises(ServerError):
         load_engine(engine_settings(model, "hf"))
 
