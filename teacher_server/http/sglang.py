@@ -27,6 +27,9 @@ from teacher_server.http.question import (
 )
 from teacher_server.wire.payload import TopKScores
 
+# What is generated, other models, and images.
+_REFUSED = ("stream", "token_ids_logprob", "lora_path", "image_data", "video_data", "audio_data", "input_embeds")
+
 
 class _Sampling(msgspec.Struct):
     max_new_tokens: int | None = None
@@ -44,6 +47,11 @@ class _Generate(msgspec.Struct):
     # Refused:
     stream: bool | None = None
     token_ids_logprob: object = None
+    lora_path: object = None
+    image_data: object = None
+    video_data: object = None
+    audio_data: object = None
+    input_embeds: object = None
 
 
 _decoder = msgspec.json.Decoder(_Generate)
@@ -52,7 +60,7 @@ _decoder = msgspec.json.Decoder(_Generate)
 def _read(body: bytes) -> Question:
     asked = _decoder.decode(body)
     sequences = sequences_of("input_ids", asked.text if asked.input_ids is None else asked.input_ids)
-    others = {"n": asked.sampling_params.n, "stream": asked.stream, "token_ids_logprob": asked.token_ids_logprob}
+    others = {"n": asked.sampling_params.n, **{name: getattr(asked, name) for name in _REFUSED}}
     check_generation("max_new_tokens", asked.sampling_params.max_new_tokens, others)
     if not asked.return_logprob:
         raise Refusal(400, "return_logprob = false: this server returns nothing else. Fix: return_logprob = true.")

@@ -28,6 +28,11 @@ from teacher_server.http.question import (
 )
 from teacher_server.wire.payload import TopKScores
 
+# Other tokens than the prompt's, images, and what is generated.
+_REFUSED = (
+    *("n", "stream", "echo", "logprobs", "logprob_token_ids", "prompt_logprob_token_ids"),
+    *("truncate_prompt_tokens", "prompt_embeds", "features", "content_parts"),
+)
 _ERRORS = {400: "BadRequestError", 401: "AuthenticationError", 404: "NotFoundError", 503: "ServiceUnavailableError"}
 
 
@@ -48,6 +53,10 @@ class _Sampling(msgspec.Struct):
     logprobs: object = None
     logprob_token_ids: object = None
     prompt_logprob_token_ids: object = None
+    truncate_prompt_tokens: object = None
+    prompt_embeds: object = None
+    features: object = None
+    content_parts: object = None
 
 
 class _Completions(_Sampling, kw_only=True):
@@ -61,6 +70,8 @@ class _Generate(msgspec.Struct):
     model: str | None = None
     request_id: str | None = None
     stream: bool | None = None
+    features: object = None
+    content_parts: object = None
 
 
 _completions, _generate = msgspec.json.Decoder(_Completions), msgspec.json.Decoder(_Generate)
@@ -88,7 +99,8 @@ def _read_completions(body: bytes) -> Question:
 
 def _read_generate(body: bytes) -> Question:
     asked = _generate.decode(body)
-    asked.sampling_params.stream = asked.stream
+    for name in ("stream", "features", "content_parts"):
+        setattr(asked.sampling_params, name, getattr(asked, name))
     (wanted,) = (_wanted(ids, asked.sampling_params) for ids in sequences_of("token_ids", [asked.token_ids]))
 
     def write(scores: Sequence[TopKScores]) -> Iterator[bytes]:
@@ -101,8 +113,8 @@ def _read_generate(body: bytes) -> Question:
 
 
 def _wanted(ids: np.ndarray, asked: _Sampling) -> Wanted:
-    refused = ("n", "stream", "echo", "logprobs", "logprob_token_ids", "prompt_logprob_token_ids")
-    check_generation("max_tokens", asked.max_tokens, {name: getattr(asked, name) for name in refused})
+    others = {name: getattr(asked, name) for name in _REFUSED}
+    check_generation("max_tokens", asked.max_tokens, others)
     if asked.prompt_logprobs is None:
         raise Refusal(400, "prompt_logprobs is missing: this server returns nothing else. Fix: prompt_logprobs = K.")
     return Wanted("prompt_logprobs", ids, 1, asked.prompt_logprobs, asked.temperature or 1.0)

@@ -208,6 +208,10 @@ SGLANG = {
         ("/generate", SGLANG | {"logprob_start_len": 2}, 400, "logprob_start_len = 2"),
         ("/generate", SGLANG | {"top_logprobs_num": 1025}, 400, "top_logprobs_num = 1025"),
         ("/generate", SGLANG | {"token_ids_logprob": [1]}, 400, "token_ids_logprob"),
+        ("/generate", SGLANG | {"image_data": ["data:image/png;base64,"]}, 400, "image_data"),
+        ("/generate", SGLANG | {"lora_path": "adapter"}, 400, "lora_path"),
+        ("/inference/v1/generate", GENERATE | {"features": {"mm_hashes": {}}}, 400, "features"),
+        ("/v1/completions", GOOD | {"truncate_prompt_tokens": 2}, 400, "truncate_prompt_tokens"),
         ("/v1/chat/completions", {"messages": []}, 404, "/v1/completions"),
     ],
 )
