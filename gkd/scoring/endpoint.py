@@ -131,8 +131,8 @@ class ScoringEndpoint(GroupEndpoint):
             for i in keys.keys() & found.keys():
                 store.put(keys[i], rollouts[i], found[i])
         if self._pair is not None:
-            hidden_size = self._head_columns[1] if "hidden" in self._signals else 0
-            found = self._pair.completed(found, texts, self._config.teacher, hidden_size)
+            teacher, hidden_size = self._config.teacher, self._head_columns[1] if "hidden" in self._signals else 0
+            found = self._pair.completed(found, texts, hidden_size, teacher.topk, teacher.mass > 0)
         both = found | stored
         scores = [self._in_columns(both[i], rollout.route) for i, rollout in enumerate(rollouts)]
         return ColumnList(scores), summary_of(scores, ScoreTimes(submitted_s, np.array(completed_s))).encode()

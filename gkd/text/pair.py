@@ -23,7 +23,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-from gkd.config.schema_teacher import TeacherConfig
 from gkd.text.byte_vocab import END, MARK, Nodes, Vocab, common_nodes
 from gkd.types import Rollout, TeacherScores, TeacherTopK
 
@@ -96,7 +95,12 @@ class TokenizerPair:
         return texts
 
     def completed(
-        self, scores: Mapping[int, TeacherScores], texts: Sequence[Rollout], teacher: TeacherConfig, hidden_size: int
+        self,
+        scores: Mapping[int, TeacherScores],
+        texts: Sequence[Rollout],
+        hidden_size: int,
+        topk: int,
+        by_mass: bool,
     ) -> dict[int, TeacherScores]:
         """Return the scores of all sequences, with the teacher's tokens, by position.
 
@@ -104,12 +108,12 @@ class TokenizerPair:
             scores: of the sequences whose responses are not empty, by position.
             texts: of `for_teacher`.
             hidden_size: columns of their hidden states; 0: they are lists.
+            topk: columns of the lists, whose rows have fewer entries `by_mass`.
         """
         nothing = TeacherScores(hidden=np.zeros((0, hidden_size), np.float32))
         if not hidden_size:
-            none, ids = np.zeros((0, teacher.topk), np.float32), np.zeros((0, teacher.topk), np.int32)
-            topk = TeacherTopK(ids, none, none[:, 0], ids[:, 0] if teacher.mass else None)
-            nothing = TeacherScores(topk, none[:, 0])
+            none, ids = np.zeros((0, topk), np.float32), np.zeros((0, topk), np.int32)
+            nothing = TeacherScores(TeacherTopK(ids, none, none[:, 0], ids[:, 0] if by_mass else None), none[:, 0])
         return {i: replace(scores.get(i, nothing), response_ids=text.response_ids) for i, text in enumerate(texts)}
 
     def teacher_ids(self, response: np.ndarray) -> np.ndarray:

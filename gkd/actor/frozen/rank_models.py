@@ -201,8 +201,8 @@ class LocalTeacher:
         texts = self._pair.for_teacher(rollouts)
         asked = [i for i, text in enumerate(texts) if len(text.response_ids)]
         tables = self.model.score([texts[i] for i in asked], self._params)
-        found = {i: self._scores(each) for i, each in zip(asked, tables, strict=True)}
-        return list(self._pair.completed(found, texts, self._teacher, self._hidden_size).values())
+        found, teacher = {i: self._scores(t) for i, t in zip(asked, tables, strict=True)}, self._teacher
+        return list(self._pair.completed(found, texts, self._hidden_size, teacher.topk, teacher.mass > 0).values())
 
     def _hand_over_head(self) -> None:
         if "hidden" in self._signals:
