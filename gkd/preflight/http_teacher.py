@@ -29,7 +29,7 @@ log = get_logger("preflight")
 _N_IDS = 16  # tokens of the probe that teacher.json records
 _N_TEXTS, _TEXT_TOKENS = 32, 64
 _BETTER = 2.0  # nats per token by which texts must score better than other ids
-_REPEATABLE = 0.05  # nats
+_REPEATABLE, _ONE_MODEL = 0.05, 2.0  # nats by which a sequence's logprobs may differ without a warning, and at all
 _BUDGET_S = 10.0
 
 
@@ -118,6 +118,9 @@ class _Probe:
         again += self._sampled([*others[:4], *[ids] * 4, *others[4:]], problem)[4:8]
         moved = max(float(np.abs(each - alone).max()) for each in again)
         log.info("the teacher's logprobs of a repeated sequence differ by up to %.2g nats", moved)
+        if moved > _ONE_MODEL:
+            which = "a load balancer has servers of different models, or the scores are random"
+            raise self._wrong(f"logprobs of the same sequence differ by up to {moved:.3g} nats: {which}")
         if moved > _REPEATABLE:
             log.warning(
                 "%s: logprobs of the same sequence differ by up to %.3g nats between requests: its kernels depend on "

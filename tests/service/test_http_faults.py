@@ -3,26 +3,35 @@
 from __future__ import annotations
 
 import base64
+import contextlib
 import copy
 import io
+import itertools
 import json
 import random
 import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import msgspec
 import numpy as np
 import pytest
+from transformers import AutoTokenizer
 
+from gkd.config.load import load_config
 from gkd.errors import ConfigError, TeacherError, TeacherRefusal, TeacherUnavailable
+from gkd.preflight.http_teacher import probed
+from gkd.preflight.teacher import request_info
 from gkd.scoring.teacher.http_forms import Asked, request_of, scores_of
 from gkd.scoring.teacher.info import Probe
 from gkd.types import Rollout
 from tests.dist.helpers import free_port
+from tests.e2e.conftest import save_model
 from tests.processes import wait_until
+from tests.refusals import refuses
 from tests.service.harness import own_turns, random_rollouts
 from tests.service.http_servers import N_VOCAB, ScriptedHttp, distributions, http_teacher, valid_reply
 
@@ -142,6 +151,27 @@ def test_the_last_id_is_scored_as_sglang_writes_it() -> None:
     own[1][1] = 0
     with pytest.raises(TeacherError, match="^x: "):
         scores_of("sglang", msgspec.json.encode({"meta_info": meta}), asked, N_VOCAB)
+
+
+@pytest.mark.parametrize("n_models", [1, 2])
+def test_different_models_behind_one_address_are_refused(tmp_path: Path, n_models: int) -> None:
+    """Fails if a student learns from two models in turn, because a load balancer has servers of both."""
+    save_model(tmp_path, seed=0, layers=1, n_vocab=N_VOCAB)
+    served = itertools.count()
+
+    def script(path: str, request: Any) -> tuple[int, bytes]:
+        if path != "/v1/completions":
+            return good(path, request)
+        return 200, json.dumps(valid_reply(path, request, [next(served) % n_models])).encode()
+
+    with ScriptedHttp(script) as server, contextlib.ExitStack() as stack:
+        settings = ("teacher.backend=http", f"teacher.url={server.url}", "teacher.signal=sampled", "distill.loss=k1")
+        config = load_config(None, ["data.train_files=[t]", "model.path=m", "trainer.run_dir=r", *settings])
+        (route,) = config.derived.routes
+        if n_models > 1:
+            stack.enter_context(refuses("teacher.url"))
+        tokenizer = AutoTokenizer.from_pretrained(tmp_path)
+        assert probed(config, route, request_info(route), tokenizer, [], N_VOCAB).probe is not None
 
 
 # Faults of a reply: each changes the JSON at a random place of the response and returns None, or returns other bytes.
