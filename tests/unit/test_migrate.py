@@ -105,6 +105,8 @@ def test_each_old_key_has_a_line(tmp_path: Path) -> None:
          "actor.max_tokens_per_micro_batch", 8192),
         ("slime", "--update-weight-buffer-size 1073741824", "weight_sync.bucket_mib", 1024),
         ("slime", "--lr 1e-6", "distill.normalize", "sequence"),
+        ("verl_gkd", "+data.apply_chat_template_kwargs.enable_thinking=false", "data.chat_template_kwargs",
+         {"enable_thinking": False}),
         ("slime", "--calculate-per-token-loss", "distill.normalize", None),
         ("slime", "--label-key label", "data.answer_key", "label"),
         ("slime", "--min-lr 1e-7 --lr 1e-6", "actor.optim.min_lr_ratio", 0.1),
