@@ -36,6 +36,7 @@ OPEN = {"a.b": "$N", "a.c": "$M"}  # what only some runs of a script set
     [
         ("N=3\n" + TRAIN + "a.b=$((N * (2 + 4) / 2 - 1)) a.c=$(( $N%2 ))", {"a.b": 8, "a.c": 1}),
         (TRAIN + "a.b=$((UNKNOWN * 2))", {"a.b": "$[UNKNOWN*2]"}),
+        ("N=3\nR=${R:-$((N + 1))}\n" + TRAIN + "a.b=$R a.c=$((R * 2))", {"a.b": 4, "a.c": 8}),
         (TRAIN + "a.b=$(nproc)", {"a.b": "$"}),
         (TRAIN + "data.train_files=$HOME/data/x.parquet", {"data.train_files": os.path.expanduser("~/data/x.parquet")}),
         (TRAIN + "a.b=${A:-${B:-x}/y} a.c=${A:-$B/x}", {"a.b": "x/y", "a.c": "${A:-$B/x}"}),

@@ -374,11 +374,13 @@ def _replaced(word: str, variables: dict[str, str]) -> str:
     def value(match: re.Match[str]) -> str:
         return variables.get(match[1] or match[3], match[0] if match[2] is None else match[2])
 
-    for _ in range(_MOST_NESTED):
-        if (found := _VARIABLE.sub(value, word)) == word:
+    for _ in range(_MOST_NESTED):  # ${A:-$((B - C))} has the value of the arithmetic as its default
+        found = _VARIABLE.sub(value, word)
+        found = re.sub(r"\$\[(.*)\]", lambda match: _computed(match[1], variables, match[0]), found)
+        if found == word:
             break
         word = found
-    return re.sub(r"\$\[(.*)\]", lambda match: _computed(match[1], variables, match[0]), word)
+    return word
 
 
 def _computed(text: str, variables: dict[str, str], otherwise: str) -> str:
