@@ -90,8 +90,8 @@ def load_config(path: str | Path | None, overrides: Sequence[str] = ()) -> Confi
 
 
 def _at_home(value: Any) -> Any:
-    """Return paths with the user's home in place of a `~`, which no shell has replaced in a file or behind a `=`."""
-    return [*map(_at_home, value)] if isinstance(value, list) else os.path.expanduser(value)
+    """Return paths with the user's home in place of ~, and variables; no shell replaces them in a file."""
+    return [*map(_at_home, value)] if isinstance(value, list) else os.path.expandvars(os.path.expanduser(value))
 
 
 def parse_overrides(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> argparse.Namespace:

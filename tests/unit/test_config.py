@@ -107,10 +107,11 @@ def test_a_text_that_a_file_merges_is_kept_as_it_is(tmp_path: Path) -> None:
 def test_a_tilde_is_the_home_of_the_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Fails if a run writes into a folder named ~ below the working folder, and its log names the user's home."""
     monkeypatch.setenv("HOME", "/home/me")
-    (tmp_path / "x.yaml").write_text("trainer: {run_dir: ~/runs/x}\ndata: {system_prompt: ~/}\n")
+    (tmp_path / "x.yaml").write_text("trainer: {run_dir: ~/runs/x, resume: $HOME/r}\ndata: {system_prompt: ~/$HOME}\n")
     config = load_config(tmp_path / "x.yaml", ["data.train_files=[~/a.jsonl, ~b]", "teacher.store=~/s"])
-    assert (config.trainer.run_dir, config.teacher.store) == ("/home/me/runs/x", "/home/me/s")
-    assert config.data.train_files == ["/home/me/a.jsonl", "~b"] and config.data.system_prompt == "~/"
+    found = (config.trainer.run_dir, config.trainer.resume, config.teacher.store)
+    assert found == ("/home/me/runs/x", "/home/me/r", "/home/me/s")
+    assert config.data.train_files == ["/home/me/a.jsonl", "~b"] and config.data.system_prompt == "~/$HOME"
 
 
 def test_a_tab_behind_a_key_is_a_space(tmp_path: Path) -> None:
