@@ -86,12 +86,17 @@ def load_config(path: str | Path | None, overrides: Sequence[str] = ()) -> Confi
     if errors:
         wrong = {error.key for error in errors}
         raise ConfigError.together([*errors, *(error for error in value_errors(config) if error.key not in wrong)])
-    return with_values(config, {key: _at_home(value_of(config, key)) for key in _PATHS})
+    return with_values(config, {key: _expanded(key, value_of(config, key)) for key in _PATHS})
 
 
-def _at_home(value: Any) -> Any:
+def _expanded(key: str, value: Any) -> Any:
     """Return paths with the user's home in place of ~, and variables; no shell replaces them in a file."""
-    return [*map(_at_home, value)] if isinstance(value, list) else os.path.expandvars(os.path.expanduser(value))
+    if isinstance(value, list):
+        return [_expanded(key, each) for each in value]
+    path = os.path.expandvars(os.path.expanduser(value))
+    if unset := re.search(r"\$\w+", path):
+        raise ConfigError(key, value, f"{unset[0]} is no variable of the environment.", "set it, or write the path.")
+    return path
 
 
 def parse_overrides(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> argparse.Namespace:

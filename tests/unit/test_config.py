@@ -112,6 +112,8 @@ def test_a_tilde_is_the_home_of_the_user(tmp_path: Path, monkeypatch: pytest.Mon
     found = (config.trainer.run_dir, config.trainer.resume, config.teacher.store)
     assert found == ("/home/me/runs/x", "/home/me/r", "/home/me/s")
     assert config.data.train_files == ["/home/me/a.jsonl", "~b"] and config.data.system_prompt == "~/$HOME"
+    with refuses("trainer.run_dir"):  # a folder of this name
+        load_config(tmp_path / "x.yaml", ["trainer.run_dir=$NOT_SET/x"])
 
 
 def test_a_tab_behind_a_key_is_a_space(tmp_path: Path) -> None:
