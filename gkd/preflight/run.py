@@ -126,31 +126,19 @@ def preflight(config: Config) -> Plan:
     check_schedule(config, total_steps)
     check_stream_fits(config, total_steps)
     teachers = teachers or find_teachers(config, device)
-    if any(route.teacher.backend == HTTP for route in derived.routes):
-        from gkd.preflight.http_teacher import probed  # imports aiohttp
-
-        theirs, n_ids = other_tokenizer, config.model.n_vocab or n_student_vocab
-        if theirs is not None:
-            n_ids = 1 + max(theirs.get_vocab().values())
-        teachers = tuple(
-            probed(config, route, teacher, theirs or tokenizer, train, n_ids)
-            if route.teacher.backend == HTTP
-            else teacher
-            for route, teacher in zip(derived.routes, teachers, strict=True)
-        )
+    teachers = _probed(config, teachers, other_tokenizer or tokenizer, train, n_student_vocab)
     with_gpus = config
     if device == "cuda":
         with_gpus = with_own_gpus(config, device, teacher_rows(derived.routes, device)[0])
     identity = teacher_identity(derived.routes, teachers)
     check_replay(with_values(config, on_hub), total_steps, identity)
-    pair = None
-    if other_tokenizer is not None:
+    if other_tokenizer is None:
+        pair, n_vocab = None, common_vocab(config, teachers, tokenizer, n_student_vocab)
+    else:
         n_vocab = config.model.n_vocab or n_student_vocab
         pair = tokenizer_pair(config, tokenizer, other_tokenizer, teachers[0], n_vocab, eos_ids)
         check_limits(config, derived.routes[0], teachers[0], "teacher", len(pair.teacher))
         check_pair(config, derived.routes[0], pair, train)
-    else:
-        n_vocab = common_vocab(config, teachers, tokenizer, n_student_vocab)
     if is_offline:
         check_all_stored(config, train, teachers, n_vocab, eos_ids)
     if n_vocab < n_student_vocab:
@@ -253,6 +241,27 @@ def find_teachers(config: Config, device: str) -> tuple[TeacherInfo, ...]:
     from gkd.preflight.meta_models import local_teacher  # imports torch and transformers
 
     return (local_teacher(config, device),)
+
+
+def _probed(
+    config: Config, teachers: tuple[TeacherInfo, ...], tokenizer: Any, train: Sequence[Prompt], n_student_vocab: int
+) -> tuple[TeacherInfo, ...]:
+    """Return the teachers, with what probes tell of those behind HTTP. Raises as `gkd.preflight.http_teacher.probed`.
+
+    Args:
+        tokenizer: whose ids the teachers read.
+    """
+    if all(route.teacher.backend != HTTP for route in config.derived.routes):
+        return teachers
+    from gkd.preflight.http_teacher import probed  # imports aiohttp
+
+    n_ids = config.model.n_vocab or n_student_vocab
+    if config.teacher.tokenizer:
+        n_ids = 1 + max(tokenizer.get_vocab().values())
+    return tuple(
+        probed(config, route, teacher, tokenizer, train, n_ids) if route.teacher.backend == HTTP else teacher
+        for route, teacher in zip(config.derived.routes, teachers, strict=True)
+    )
 
 
 def teacher_identity(routes: Sequence[Route], teachers: Sequence[TeacherInfo]) -> dict[str, Any]:
