@@ -214,7 +214,7 @@ def _vllm_tables(rows: _VllmRows, asked: Asked, k: int) -> tuple[np.ndarray, np.
 def _sglang_tables(meta: _Meta, asked: Asked, n_vocab: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     own, top, listed = meta.input_token_logprobs, meta.input_top_logprobs or [], []
     expected = asked.tokens[asked.n_prompt - 1 :]
-    # SGLang writes 0 in place of the last id of its vocabulary: it takes ids from there on for those of images.
+    # SGLang writes 0 in place of the last id of its vocabulary: it takes ids from there on for ids of images.
     written = [0 if token == n_vocab - 1 else token for token in expected]
     if [token for _, token, _ in own] not in (expected, written):
         raise ValueError(f"{len(own)} tokens, which are not the {len(expected)} from the end of the prompt on")
