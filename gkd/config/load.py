@@ -94,7 +94,7 @@ def _expanded(key: str, value: Any) -> Any:
     if isinstance(value, list):
         return [_expanded(key, each) for each in value]
     path = os.path.expandvars(os.path.expanduser(value))
-    if unset := re.search(r"\$\w+", path):
+    if unset := re.search(r"\$[A-Za-z_]\w*", path):
         raise ConfigError(key, value, f"{unset[0]} is no variable of the environment.", "set it, or write the path.")
     return path
 

@@ -335,8 +335,8 @@ class RowReader:
     def log(self, key: str) -> None:
         """Log how many rows each route, the teacher's own prompt and a system message have; warn about dates."""
         if key == "data.train_files" and (date := self._renderer.dated or self._teacher_renderer.dated):
-            text = "the template writes today's date, %s, into prompts. Fix: data.chat_template_kwargs.date_string"
-            log.warning(text, date)
+            fix = "set data.chat_template_kwargs.date_string if the template has it; docs/data.md has the other cases"
+            log.warning("the chat template writes today's date, %s: prompts of another day differ. Fix: %s", date, fix)
         if self.config.system_prompt and self._n_own_system:
             log.info("%s: %d rows have a system message, not data.system_prompt", key, self._n_own_system)
         self._routes.log(key)
