@@ -1,16 +1,20 @@
 """Compare a teacher with another tokenizer with one that has the student's: fall of the KL, and time of a step.
 
-    python -m tests.bench.bench_real_pair          # about 50 minutes on two idle cores
+    python -m tests.bench.bench_real_pair          # about 50 minutes on two idle cores; --only lists: 1 minute
 
 pair: examples/other_tokenizer/real_pair.yaml, with teacher.signal=hidden. list: the same with teacher.signal=topk.
 same: as pair, with a student of the same layers that has the teacher's tokens. All have one teacher server. Responses
 differ in length, so the time of a step is divided by its response tokens. The first steps and the last one, which
 evaluates, are left out of it. The KL of lists has fewer outcomes: their student is evaluated with the pair's, too.
+
+The part `lists` compares what the teacher's K most probable tokens hold with its K most probable nodes, which a server
+would have to sum up: probability in the mean over the rows of its greedy responses to the held-out prompts.
 """
 
 from __future__ import annotations
 
 import copy
+import json
 import os
 import sys
 from collections.abc import Mapping, Sequence
@@ -20,16 +24,18 @@ from typing import Any
 
 import yaml
 
-from examples.other_tokenizer.__main__ import BASE, CONFIG, N_LAYERS, RUNS, prepare, teacher_server, train
+from examples.other_tokenizer.__main__ import BASE, CONFIG, MODELS, N_LAYERS, RUNS, prepare, teacher_server, train
 from examples.quickstart.processes import process_family
 from gkd.metrics.writer import read_metrics
+from gkd.text.byte_vocab import common_nodes, token_bytes
 from tests.bench.command import parsed, parser, run_parts
 from tests.bench.teacher_report import Figure, Part, Table
 
-PARTS = ("real_pair",)
+PARTS = ("real_pair", "lists")
 PAIRED = "loss/paired"  # share of the response tokens that have a loss; metrics.jsonl of a pair
 _OF_PAIRS = (("teacher", "tokenizer"), ("teacher", "special_tokens"), ("distill", "units"))
 _WARM_UP, _TOPK = 3, 64
+_LISTS, _N_PROMPTS, _N_TOKENS = (16, 64, 256), 48, 48  # lengths of lists; prompts, and tokens of each response
 _SAME_STEPS = 20  # of the run with the same tokenizer, whose KL has no goal: enough for the time of a step
 _COLUMNS = (
     "run",
@@ -115,6 +121,34 @@ def measure(steps: int, rounds: int) -> Part:
     return Part("real_pair", what, figures, [table], {"steps": steps, "rounds": rounds})
 
 
+def measure_lists() -> Part:
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    with process_family():
+        prepare()
+    folders = MODELS / "student", BASE / "whole"
+    student, teacher = (AutoTokenizer.from_pretrained(folder) for folder in folders)
+    nodes = common_nodes(token_bytes(student), token_bytes(teacher))
+    model = AutoModelForCausalLM.from_pretrained(folders[1], dtype=torch.float32).eval()
+    held: dict[int, list[torch.Tensor]] = {k: [] for k in _LISTS}
+    for line in (MODELS / "heldout.jsonl").read_text().splitlines()[:_N_PROMPTS]:
+        messages = json.loads(line)["prompt"]
+        ids = teacher.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt")["input_ids"]
+        answer = model.generate(ids, max_new_tokens=_N_TOKENS, do_sample=False)
+        with torch.inference_mode():
+            p = model(answer).logits[0, ids.shape[1] - 1 : -1].softmax(dim=-1)
+        sums = p.new_zeros((len(p), nodes.n)).index_add_(1, torch.from_numpy(nodes.teacher), p)
+        for k, found in held.items():
+            found.append(torch.stack([each.topk(k).values.sum(dim=1) for each in (p, sums)]))
+    rows = [[k, *torch.cat(found, dim=1).mean(dim=1).tolist()] for k, found in held.items()]
+    table = Table("Mean probability of a list", ("length", "tokens", "nodes"), rows)
+    gain = max(of_nodes - of_tokens for _, of_tokens, of_nodes in rows)
+    figures = [Figure("most that nodes hold beyond tokens", 100 * gain, "points")]
+    settings = {"prompts": _N_PROMPTS, "tokens": _N_TOKENS}
+    return Part("lists", "SmolLM2 as the teacher of SentencePiece tokens", figures, [table], settings)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Return the exit code: 1 if a goal was missed."""
     made = parser("tests.bench.bench_real_pair", __doc__ or "", PARTS, 1)
@@ -123,7 +157,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parsed(made, PARTS, argv)
     if args.steps < _WARM_UP + 2:
         made.error(f"--steps {args.steps}: at least {_WARM_UP + 2}")
-    return run_parts(args, lambda _: measure(args.steps, args.rounds))
+    return run_parts(args, lambda name: measure_lists() if name == "lists" else measure(args.steps, args.rounds))
 
 
 if __name__ == "__main__":

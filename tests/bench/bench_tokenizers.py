@@ -10,7 +10,7 @@ control, with the same tokens. Programs, with the same prompts, batch, learning 
 nodes, text     this system with teacher.tokenizer and distill.units; tokens: without them, left<-left only
 list, list_text the same with the teacher's most probable tokens instead of its hidden states
 equal           a loop of transformers: forward KL over the strings that are tokens of both, at common boundaries
-boundaries      the same over the nodes of all tokens, the most that a teacher's list of its most probable nodes serves
+boundaries      the same over the nodes of all tokens, and nothing elsewhere
 gold            TRL's GOLDTrainer, unmodified, in its own Python: its loss for other tokenizers with the defaults
 gold_hybrid     the same with uld_use_hybrid_loss, the token merge strategy "bayesian", and the forward KL (beta 0)
 
