@@ -8,6 +8,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import hypothesis
 import pytest
 from xdist.scheduler import LoadScopeScheduling
 
@@ -34,6 +35,10 @@ class ByFile(LoadScopeScheduling):
         if file in ENGINES:
             return "engines"
         return SYSTEM if file.startswith(f"{SYSTEM}/") else file
+
+
+hypothesis.settings.register_profile("tests", deadline=None)  # timing decides no test
+hypothesis.settings.load_profile("tests")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

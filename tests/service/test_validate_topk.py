@@ -41,7 +41,7 @@ def test_good_scores_pass() -> None:
     check(TeacherTopK(np.array([[0, 1]], np.int32), rounded, np.zeros(1, np.float32)), 2)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.integers(1, 4000), st.floats(0.0, 20.0), st.integers(0, 1 << 30))
 def test_valid_scores_rounded_to_float16_pass(k: int, spread: float, seed: int) -> None:
     """Fails if the accumulated rounding of many equal logprobs is refused."""

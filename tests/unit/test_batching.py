@@ -73,7 +73,7 @@ def rows_of(batch: MicroBatch) -> list[tuple[int, int, int]]:
     ]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     st.lists(st.tuples(st.integers(1, 6), st.integers(1, 7), st.integers(0, 127)), min_size=1, max_size=9),
     st.integers(1, 4),
@@ -129,7 +129,7 @@ def check_packed(batch: MicroBatch, lengths: list[int]) -> None:
     assert owner.tolist() == [i for i, (_, n_rows) in enumerate(batch.samples) for _ in range(n_rows)]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.lists(st.integers(2, 40), min_size=1, max_size=40), st.integers(40, 90))
 def test_packed_micro_batches_are_few(lengths: list[int], max_tokens: int) -> None:
     """Fails if packing leaves room into which a later sequence fits, which costs forward passes."""

@@ -147,7 +147,7 @@ def busy_s(numbers: dict[str, float], workers: int) -> float:
     st.lists(st.tuples(st.floats(0, 9), st.lists(st.floats(0, 9), min_size=1, max_size=5)), min_size=1, max_size=6),
     st.floats(1, 10),
 )
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 def test_teacher_work_matches_its_open_requests(requests: list[tuple[float, list[float]]], end_s: float) -> None:
     """Fails if queue time counts as work, or requests are counted for the wrong number of workers or the wrong step."""
     now = [0.5]

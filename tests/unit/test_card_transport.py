@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from gkd.actor.pool import ActorPool
@@ -167,7 +167,6 @@ def test_memory_that_cannot_be_shared_is_refused(monkeypatch: pytest.MonkeyPatch
 
 
 @given(st.binary(min_size=1, max_size=300), st.integers(1, 9), st.data())
-@settings(deadline=None)
 def test_the_checksum_on_a_device(content: bytes, n_words: int, data: st.DataObject) -> None:
     """Fails if it is not the sum that its formula gives, or a damaged byte leaves it as it is."""
     tensor = torch.frombuffer(bytearray(content), dtype=torch.uint8)

@@ -19,7 +19,7 @@ from teacher_server.wire.protocol import Signal
 from tests.unit.loss_cases import TAILS, distill_loss, topk_targets
 
 # The same examples in every run, so a failure is caused by a change of the code.
-examples = settings(max_examples=60, deadline=None, derandomize=True)
+examples = settings(max_examples=60, derandomize=True)
 
 TERMS = st.builds(
     LossTerm,

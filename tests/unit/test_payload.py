@@ -205,7 +205,7 @@ def test_tokens_must_match_the_header() -> None:
         unpack_tokens(make_request(tokens, checksum=checksum(negative.tobytes())), [negative.tobytes()])
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(data=st.data())
 def test_marks_return_the_mask_or_are_refused(data: st.DataObject) -> None:
     """Fails if a worker reads other ids or another mask than the client gave, or accepts a damaged one."""
@@ -236,7 +236,7 @@ def test_marks_return_the_mask_or_are_refused(data: st.DataObject) -> None:
         assert (sequence.own is None) == is_whole and sequence.n_rows == mask.sum()
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(data=st.data(), wire=st.sampled_from(WIRES), mass=st.booleans())
 def test_mutated_messages_are_errors_or_equal(data: st.DataObject, wire: Wire, mass: bool) -> None:
     """Fails if damage anywhere in a message can give wrong numbers, or an exception other than ProtocolError."""

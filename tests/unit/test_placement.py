@@ -46,7 +46,7 @@ def shared(chosen: list[list[int]] | tuple[tuple[int, ...], ...]) -> int:
     return sum(sum(i in its for its in chosen) > 1 for i in range(4))
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(ROOMS, st.lists(SPECS, min_size=1, max_size=2))
 def test_choice_against_all_choices(has: list[Room], specs: list[PoolSpec]) -> None:
     """Fails if pools that fit are refused, a pool gets a node twice, a node is overloaded, or a node is shared

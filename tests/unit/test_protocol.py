@@ -121,7 +121,7 @@ def test_other_versions_and_services_have_their_own_errors() -> None:
         requests.decode(b"GET / HTTP/1.1\r\n\r\n")
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=500)
 @given(body=st.binary(max_size=300), flips=st.lists(st.tuples(st.integers(0, 400), st.integers(0, 255)), max_size=4))
 def test_hostile_headers_are_errors_or_valid(body: bytes, flips: list[tuple[int, int]]) -> None:
     """Fails if an invalid header with a valid checksum raises anything but ProtocolError."""

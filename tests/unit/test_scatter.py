@@ -99,7 +99,7 @@ def test_a_chunk_without_a_selected_sequence_is_refused() -> None:
         select([None], [rollouts], [[TeacherScores()] * 2])
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(
     st.lists(st.lists(st.integers(1, 300), min_size=1, max_size=16), min_size=1, max_size=8),
     st.integers(1, 9),
@@ -185,7 +185,7 @@ def totals(lengths: Lengths, groups: list[np.ndarray]) -> list[int]:
     return [int(flat[group].sum()) for group in groups]
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(
     st.lists(st.lists(st.integers(1, 200), max_size=9), min_size=1, max_size=6),
     st.randoms(use_true_random=False),
@@ -209,7 +209,7 @@ def test_balance_keeps_every_sequence_once_and_never_makes_it_worse(lengths: Len
     assert [g.tolist() for g in shuffled] == [g.tolist() for g in groups]
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.lists(st.integers(1, 20), min_size=1, max_size=12), st.lists(st.floats(-5, 30), min_size=1, max_size=12))
 def test_nearest_is_that_of_a_search_over_all_sequences(lengths: list[int], wanted: list[float]) -> None:
     """Fails if the bisection finds another sequence than a plain search: layouts of earlier runs would change."""

@@ -106,7 +106,7 @@ def test_dataset_responses_cost_no_rollout() -> None:
     st.booleans(),
     st.lists(st.floats(0.0, 1.0), min_size=11, max_size=11),
 )
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=150)
 def test_more_gpus_and_faster_stages_never_make_a_slower_step(
     scheduler: str,
     n_prompts: int,

@@ -218,7 +218,7 @@ def test_a_line_is_believed_if_its_slope_is_sure() -> None:
 
 
 @given(st.lists(st.floats(0, 5), min_size=3, max_size=3), st.integers(0, 1000))
-@hypothesis_settings(deadline=None, max_examples=60)
+@hypothesis_settings(max_examples=60)
 def test_the_fit_finds_what_made_the_times(true: list[float], seed: int) -> None:
     """Fails if a pass's parts are not told apart, or one of them is below zero."""
     rng = np.random.default_rng(seed)

@@ -38,7 +38,7 @@ def scheduler_of(
     )
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(
     st.lists(st.integers(0, 4), min_size=1, max_size=3),
     st.integers(0, 3),
@@ -125,7 +125,7 @@ class PlainScheduler:
         return chosen[len(late) :], late
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(
     st.lists(st.integers(0, 5), min_size=1, max_size=3),
     st.integers(0, 4),
