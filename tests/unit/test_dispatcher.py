@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Hashable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -92,11 +93,19 @@ class Engine:
 class Handle:
     """Handle of a real `RolloutWorker`."""
 
+    stream: Method
+
     def __init__(self, config: Config, pace_s: float = 0.001, dies_at: int | None = None) -> None:
         self.engine = Engine(pace_s, dies_at)
         worker = worker_of(self.engine, config)
-        self.open_stream, self.close_stream = Method(worker.open_stream), Method(worker.close_stream)
-        self.admit, self.stream, self.waiting = Method(worker.admit), Method(worker.stream), Method(worker.waiting)
+        self.n_calls = 0
+        for name in ("open_stream", "close_stream", "admit", "stream", "waiting"):
+            setattr(self, name, Method(partial(self._call, getattr(worker, name))))
+        self.close = Method(lambda: None)  # it removes files of vLLM
+
+    def _call(self, function: Callable[..., Any], *args: Any) -> Any:
+        self.n_calls += 1
+        return function(*args)
 
 
 def settings(*overrides: str) -> Config:
@@ -270,6 +279,29 @@ def test_a_reader_without_a_time_limit_is_woken_by_close() -> None:
     stream.close()
     reader.join(10)
     assert results == [[]] and not reader.is_alive()
+
+
+def test_engines_get_no_call_behind_their_end() -> None:
+    """Fails if a thread that generates in an interrupted run waits on, or calls an engine while Ray stops.
+
+    Ray ends such a process with exit code 1, before it has removed anything.
+    """
+    config = settings()
+    handles = [Handle(config, pace_s=0.01) for i in range(2)]
+    pool = RolloutPool(handles, config, N_GROUPS)
+    stream = pool.open_stream(n=N, temperature=1.0, seed=0)
+    stream.admit(prompts(40), prompt_indices=range(40))
+    batch = pool.generate(prompts(40), prompt_indices=range(40), n=N, temperature=1.0, seed=0)
+    next(batch)
+    pool.close()
+    n_calls = [handle.n_calls for handle in handles]
+    for ends in (lambda: list(batch), lambda: take(stream, 40 * N)):
+        with pytest.raises(ClusterError):
+            ends()
+    stream.waiting()
+    stream.close()
+    wait_until(lambda: not any(handle.engine.running for handle in handles), 10.0, "the end of what was started")
+    assert n_calls == [handle.n_calls for handle in handles]
 
 
 def test_every_job_gets_the_error_of_a_refused_prompt() -> None:

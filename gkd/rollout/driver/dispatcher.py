@@ -152,6 +152,15 @@ class Dispatcher:
         with self._changing:
             self._end(stream)
 
+    def close(self) -> None:
+        """End all jobs with an error, and call the engines no more.
+
+        Threads may still generate in an interrupted run, and Ray ends a process that calls an actor while it stops.
+        """
+        with self._lock:
+            self._session, self._open = self._session + 1, {}
+        self._fail(ClusterError("the rollout engines are being stopped"))
+
     def _end(self, stream: JobStream) -> None:
         with self._lock:
             if stream.closed:
@@ -184,7 +193,7 @@ class Dispatcher:
 
     def _refresh(self) -> None:
         with self._changing:
-            if not self._jobs:
+            if not self._jobs or self._error is not None:
                 return
             try:
                 self._engines.check()

@@ -65,10 +65,11 @@ class RolloutPool:
         return worker.init_model.remote(*arguments)
 
     def close(self) -> None:
-        """Remove the files of vLLM on all hosts, except files of dead engines. Call it before they are killed.
+        """End all jobs, and remove the files of vLLM on all hosts, except files of dead engines.
 
-        Raises RankTimeout: an engine did not reply in time.
+        Call it before the engines are killed. Raises RankTimeout: an engine did not reply in time.
         """
+        self._dispatcher.close()
         calls = {name_of(i): worker.close.remote() for i, worker in self.engines.up().items()}
         gather(calls, "removing the files of vLLM", _CLOSE_S, failed={})
 
