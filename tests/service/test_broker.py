@@ -6,7 +6,6 @@ Clients and workers are bare sockets, so each test controls the exact bytes on t
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -399,7 +398,7 @@ def test_rows_of_an_earlier_attempt_are_dropped_without_exclusion(tmp_path: Path
     old_id, rows, digest = worker.stream_id, np.zeros((30, V), np.float32), token_digest(tokens)
     worker.reply(job_id, *rows_message(request, digest, rows, 0, 10, old_id, 0), final=False)
     client.receive()
-    time.sleep(0.8)  # longer than the time-out, so the worker is marked lost
+    wait_until(lambda: not client.status().workers, 5.0, "the loss of the silent worker")
     worker.hello()
     assert worker.job()[0] == job_id and worker.stream_id != old_id
     worker.reply(job_id, *rows_message(request, digest, rows, 10, 30, old_id, 1))
@@ -425,7 +424,7 @@ def test_requests_of_a_silent_worker_are_reassigned(tmp_path: Path) -> None:
     slow, client = rig.worker(name="slow", pid=1), rig.client()
     sent = client.score()
     job_id, request, tokens = slow.job()
-    time.sleep(0.8)
+    wait_until(lambda: not client.status().workers, 5.0, "the loss of the silent worker")
     quick = rig.worker(name="w", pid=2)
     again, request, _ = quick.job()
     assert again == job_id

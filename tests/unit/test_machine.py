@@ -16,6 +16,7 @@ import torch
 from gkd.config.load import load_config
 from gkd.errors import ConfigError
 from gkd.preflight import machine, run
+from tests.processes import FOREVER
 from tests.refusals import refuses
 from tests.unit.test_launch import put_tool
 
@@ -157,7 +158,7 @@ def test_what_kernels_need_is_warned_of(
         ("", (), ""),
         ("raise ImportError('undefined symbol')", ("te",), "ImportError: undefined symbol"),
         ("raise OSError('libcudart.so.11: no such file')", ("auto", "torch", "te"), "OSError: libcudart.so.11"),
-        ("import time; time.sleep(60)", ("auto", "torch", "te"), "0.2 s"),
+        (FOREVER, ("auto", "torch", "te"), "0.2 s"),
     ],
 )
 def test_transformer_engine_of_another_cuda_is_refused(
@@ -170,7 +171,7 @@ def test_transformer_engine_of_another_cuda_is_refused(
         (tmp_path / "transformer_engine" / "pytorch.py").write_text(code)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    monkeypatch.setattr(machine, "_IMPORT_S", 0.2 if "sleep" in (code or "") else 20.0)
+    monkeypatch.setattr(machine, "_IMPORT_S", 0.2 if code == FOREVER else 20.0)
     for layers in ("auto", "torch", "te"):
         if layers not in refused:
             machine.check_transformer_engine(layers)
