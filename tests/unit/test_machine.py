@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import shutil
 import subprocess
 import sys
@@ -9,6 +10,7 @@ import sysconfig
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -96,8 +98,8 @@ def test_cuda_compat_makes_an_old_driver_sufficient(good: Path, monkeypatch: pyt
     """Fails if a cluster with an old kernel driver and NVIDIA's newer library for it is refused."""
 
     def version_of(number: int) -> object:
-        def get(pointer: object) -> int:
-            pointer._obj.value = number  # type: ignore[attr-defined]
+        def get(pointer: Any) -> int:
+            ctypes.cast(pointer, ctypes.POINTER(ctypes.c_int)).contents.value = number
             return 0
 
         return SimpleNamespace(cuDriverGetVersion=get)

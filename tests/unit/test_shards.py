@@ -98,7 +98,7 @@ def test_training_waits_only_for_the_copy() -> None:
     for number, snapshot in enumerate(snapshots, start=1):
         assert all(bool((piece.data == number).all()) for piece in snapshot.pieces)
     with pytest.raises(RuntimeError):  # a copy that fails is not a snapshot
-        copies._copy([torch.zeros(3)], [torch.zeros(4)])()
+        copies.snapshot([Piece("w", "param", 0, 0, torch.empty(4, device="meta"))], {}, {}).wait()
     with pytest.raises(RuntimeError):
         copies.settle()
 
