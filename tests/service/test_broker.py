@@ -604,16 +604,18 @@ def test_names_of_local_workers_are_reserved(tmp_path: Path) -> None:
     rig.close()
 
 
-def test_a_dead_broker_thread_can_be_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_dead_broker_thread_can_be_stopped(tmp_path: Path) -> None:
     """Fails if only SIGKILL ends a server whose broker thread has died."""
-    rig = Rig(tmp_path)
-    monkeypatch.setattr(rig.broker, "_tick", lambda now_s: 1 / 0)
-    rig.client().send(Ping())
-    wait_until(lambda: not rig.broker.alive, 5.0, "the broker's end")
-    assert not rig.broker.alive
-    rig.broker.worker_died("w0.0")
-    rig.broker.stop()
-    rig.context.destroy(linger=0)
+
+    class Dying(Broker):
+        def _tick(self, now_s: float) -> None:
+            raise ZeroDivisionError
+
+    broker = Dying("127.0.0.1", 0, f"ipc://{tmp_path}/workers")
+    broker.start()
+    wait_until(lambda: not broker.alive, 5.0, "the broker's end")
+    broker.worker_died("w0.0")
+    broker.stop()
 
 
 def test_an_engine_error_is_final_without_another_worker(rig: Rig) -> None:

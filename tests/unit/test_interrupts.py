@@ -6,7 +6,7 @@ import os
 import pty
 import signal
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -16,17 +16,10 @@ from gkd.run import interrupts
 from gkd.types import ScoredChunk, TrainStats
 from tests.unit.world import PROMPTS, World, checkpoints, make
 
-NUMBERS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGALRM)
-
 
 @pytest.fixture(autouse=True)
-def installed() -> Iterator[None]:
-    before = {number: signal.getsignal(number) for number in NUMBERS}
+def installed(own_handlers: None) -> None:
     interrupts.install()
-    yield
-    signal.setitimer(signal.ITIMER_REAL, 0.0)
-    for number, handler in before.items():
-        signal.signal(number, handler)
 
 
 def interrupt(times: int = 1, number: signal.Signals = signal.SIGINT) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -59,11 +58,7 @@ def test_rotation_is_compiled_a_few_times(monkeypatch: pytest.MonkeyPatch, packs
     numbers. Queries and keys, both passes, with and without gradients; without packs also batches of one sequence.
     """
     generator, graphs = torch.Generator().manual_seed(0), list[torch.fx.GraphModule]()
-
-    def backend(graph: torch.fx.GraphModule, inputs: Any) -> Callable[..., Any]:
-        graphs.append(graph)
-        return graph.forward
-
+    backend: Any = lambda graph, inputs: graphs.append(graph) or graph.forward  # noqa: E731
     for name in ("_turned", "_turned_back"):
         plain = inspect.unwrap(getattr(model_config, name))
         monkeypatch.setattr(model_config, name, torch.compile(plain, dynamic=False, backend=backend))

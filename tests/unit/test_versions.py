@@ -45,16 +45,20 @@ def varlen(
     return _per_sequence(q, k, v, cu_q, scale)
 
 
+class OnCard(Tensor):
+    is_cuda = True
+
+
 @pytest.mark.parametrize("n_kv_heads", [4, 2])
 def test_shared_heads_are_announced_to_the_kernel(monkeypatch: pytest.MonkeyPatch, n_kv_heads: int) -> None:
     """Fails if the kernel gets no word of shared heads, which it then refuses."""
     torch.manual_seed(0)
-    q, k, v = (torch.randn(1, heads, 12, 8, dtype=torch.float64) for heads in (4, n_kv_heads, n_kv_heads))
+    q, k, v = (torch.randn(1, heads, 12, 8, dtype=torch.bfloat16) for heads in (4, n_kv_heads, n_kv_heads))
     borders = torch.tensor([0, 5, 6, 12], dtype=torch.int32)
     expected = attention.causal_attention(q, k, v, borders)
     monkeypatch.setattr(attention, "varlen_attn", varlen)
-    monkeypatch.setattr(attention, "_has_varlen_kernel", lambda q: True)
-    torch.testing.assert_close(attention.causal_attention(q, k, v, borders), expected, atol=0, rtol=0)
+    found = attention.causal_attention(q.as_subclass(OnCard), k, v, borders)
+    torch.testing.assert_close(found.as_subclass(Tensor), expected, atol=0, rtol=0)
 
 
 class Choice(nn.Module):
