@@ -13,6 +13,7 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -155,7 +156,8 @@ def measured_run(lab: Lab, port: int) -> tuple[Path, dict[str, float], range]:
         step = _step(run)
         if WARM_UP <= step < N_STEPS and step not in at:  # the last step is followed by an evaluation and the export
             at[step] = _cpu_s(psutil.Process(process.pid))
-        time.sleep(0.02)
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(0.02)
     assert process.returncode == 0 and len(at) > 1, (process.returncode, at)
     first, last = min(at), max(at)
     return run, {name: at[last][name] - at[first][name] for name in at[last]}, range(first + 1, last + 1)

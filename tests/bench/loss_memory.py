@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import threading
-import time
 from pathlib import Path
 
 _SAMPLE_S = 0.001
@@ -39,9 +38,8 @@ class PeakMeter:
         self.peak_bytes = peak - self._start
 
     def _sample(self) -> None:
-        while not self._stop.is_set():
+        while not self._stop.wait(_SAMPLE_S):
             self._sampled = max(self._sampled, _status_bytes("VmRSS"))
-            time.sleep(_SAMPLE_S)
 
 
 def _status_bytes(name: str) -> int:

@@ -222,7 +222,7 @@ def _allocated(device: torch.device, state: list[Tensor]) -> int:
     """On CUDA of the process; else what the state itself has on "the device"."""
     if device.type == "cuda":
         return torch.cuda.memory_allocated(device)
-    return sum({t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in state}.values())
+    return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in state}.values())
 
 
 def _reset_peak(device: torch.device, empty_cache: Callable[[], None]) -> None:

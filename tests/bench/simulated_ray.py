@@ -10,6 +10,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 from gkd.cluster import calls
@@ -61,10 +62,7 @@ class SimulatedRay:
         Args:
             methods: return a result; `stream` an iterator; with `num_returns=2` a pair.
         """
-        handle = _Handle()
-        for name, method in methods.items():
-            setattr(handle, name, _Method(self, name, method))
-        return handle
+        return SimpleNamespace(**{name: _Method(self, name, method) for name, method in methods.items()})
 
     def wait(
         self, refs: Sequence[Ref], *, num_returns: int = 1, timeout: float | None = None, fetch_local: bool = True
@@ -82,10 +80,6 @@ class SimulatedRay:
         with self.apparatus.not_counted(), self._lock:
             self.n_calls[name] += 1
             self.n_handles[name] += sum(isinstance(arg, Ref) for arg in args)
-
-
-class _Handle:
-    """Has one `_Method` per method of the actor."""
 
 
 class _Method:

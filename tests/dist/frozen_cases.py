@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from gkd.actor.fsdp.optim import host_threads
 from gkd.types import Rollout
 from teacher_server.engines.base import ScoreParams
 from tests.device import host, rank_device
@@ -142,10 +143,10 @@ def _once(root: Path, batch: Sequence[Rollout]) -> dict[str, Any]:
         half.score(batch, (ScoreParams("sampled"), ScoreParams("hidden"))),
         {p.dtype for p in half.model.parameters()} == {torch.bfloat16},
     ]
-    reference = build(root / "qwen3", key="reference.path")
+    with host_threads(2):
+        reference = build(root / "qwen3", key="reference.path")
     out["named"] = [_poisoned(each, batch, PLAIN[0], True) for each in (reference, build(root / "qwen3"))]
     n_threads: list[int] = []
-    reference._n_threads = 2
 
     def tensors() -> Iterator[tuple[str, torch.Tensor]]:
         for pair in _tensors(root / "qwen3"):

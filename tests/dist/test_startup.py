@@ -6,8 +6,8 @@ import os
 import re
 import signal
 import socket
-import time
 from collections.abc import Iterator
+from logging.handlers import BufferingHandler
 
 import pytest
 import torch.distributed as dist
@@ -22,6 +22,7 @@ from gkd.cluster.stacks import HangReport, hang_report
 from gkd.cluster.startup import Startup
 from gkd.config.load import load_config
 from gkd.errors import RankTimeout
+from gkd.log import get_logger
 from gkd.start.pools import worker_env
 from tests.dist.slots import actor_slots
 
@@ -43,13 +44,13 @@ class Rank(ActorWorker):
         assert any("group tp " in line for line in lines) and any("intra_dist_opt " in line for line in lines), lines
         if self._rank == LATE:
             self._spans.enter("reading a hanging disk")
-            read_from_a_dead_disk(total_steps)
+            read_from_a_dead_disk()
         self._spans.enter("at the barrier")
         dist.barrier()
 
 
-def read_from_a_dead_disk(seconds: float) -> None:
-    time.sleep(seconds)
+def read_from_a_dead_disk() -> None:
+    os.read(os.pipe()[0], 1)  # nobody writes
 
 
 @pytest.fixture(scope="module")
@@ -66,14 +67,15 @@ def hung(slots: Pool, tmp_path_factory: pytest.TempPathFactory) -> tuple[RankTim
     base = ["data.train_files=[a]", "model.path=m", f"trainer.run_dir={tmp_path_factory.mktemp('run')}"]
     config = load_config(None, [*base, f"trainer.n_gpus_per_node={N_RANKS}", f"actor.tp={N_RANKS}"])
     workers = slots.spawn(Rank, worker_env(on_cpu=True), concurrency_groups=CONCURRENCY_GROUPS)
-    actor, logged = ActorPool(workers, config), []
+    actor, lines, logger = ActorPool(workers, config), BufferingHandler(1000), get_logger("startup")
     gather({n: w.node_id.remote() for n, w in slots.named(workers).items()}, "process", 240)  # imports are slow
     startup = Startup(timeout_s=4, log_every_s=0.5)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("gkd.cluster.startup.log.info", lambda text, *args: logged.append(text % args))
-        with pytest.raises(RankTimeout) as raised, startup:
-            startup.watch(slots.named(workers))
-            gather(actor.init_model("cpu", 600, startup.left_s()), "init_model", startup.left_s())
+    logger.addHandler(lines)
+    with pytest.raises(RankTimeout) as raised, startup:
+        startup.watch(slots.named(workers))
+        gather(actor.init_model("cpu", 1, startup.left_s()), "init_model", startup.left_s())
+    logger.removeHandler(lines)
+    logged = [record.getMessage() for record in lines.buffer]
     report = hang_report(slots.run, startup.names, startup.poll(), raised.value.late)
     os.kill(next(int(line.split("pid ")[1].split(")")[0]) for line in report.lines if "disk" in line), signal.SIGSTOP)
     stopped = hang_report(slots.run, [*startup.names, "actor rank 9"], startup.poll(0.5), []).lines

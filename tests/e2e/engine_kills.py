@@ -27,6 +27,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -102,8 +103,7 @@ class Killer:
         for step in self._steps:
             wait_until(lambda step=step: self._step >= step, RUN_S, f"step {step}")
             time.sleep(self._rng.uniform(0.0, STEPS_A_KILL * self._step_s))
-            while not self._hit():
-                time.sleep(0.2)  # the only engine has just been hit
+            wait_until(self._hit, RUN_S, "an engine")  # the only one may just have been hit
             self._file.write_text(json.dumps([asdict(hit) for hit in self._hits]))
 
     def _hit(self) -> bool:
@@ -148,7 +148,8 @@ def launch(command: Sequence[str], log: Path) -> None:
             family |= {p.pid: p for p in psutil.Process(process.pid).children(recursive=True)}
         except psutil.NoSuchProcess:
             break
-        time.sleep(0.2)
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(0.2)
     if process.poll() is None:
         process.send_signal(signal.SIGINT)
         process.wait(120)
@@ -214,13 +215,9 @@ def with_actor_kills(lab: Lab, port: int, root: Path) -> dict[str, Any]:
     with (root / "killed.log").open("w") as output:
         command = lab.command(run, port, *settings, f"trainer.max_restarts={len(kills)}")
         process = subprocess.Popen(command, stdout=output, stderr=output)
-    began_s = time.monotonic()
     for step in kills:
-        while last_step(run) < step:
-            assert process.poll() is None and time.monotonic() - began_s < RUN_S, (root / "killed.log").read_text()[
-                -3000:
-            ]
-            time.sleep(0.05)
+        wait_until(lambda n=step: last_step(run) >= n or process.poll() is not None, RUN_S, f"step {step}")  # type: ignore[misc]
+        assert process.poll() is None, (root / "killed.log").read_text()[-3000:]
         for child in psutil.Process(process.pid).children(recursive=True):
             if "ActorWorker" in " ".join(child.cmdline()):
                 child.kill()

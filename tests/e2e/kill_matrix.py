@@ -21,6 +21,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -184,7 +185,8 @@ class Runs:
                 family |= {p.pid: p for p in psutil.Process(process.pid).children(recursive=True)}
             except psutil.NoSuchProcess:
                 break
-            time.sleep(0.05)
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(0.05)
         code = process.wait()
         self._orphans |= family
         if kill is None or kill.victim != "driver":

@@ -14,7 +14,6 @@ import os
 import signal
 import sys
 import threading
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -65,13 +64,11 @@ class Killer:
         if self._left:
             return
         if self._after_s > 0:
-            threading.Thread(target=self._later, daemon=True).start()
+            timer = threading.Timer(self._after_s, self._kill)
+            timer.daemon = True
+            timer.start()
         else:
             self._kill()
-
-    def _later(self) -> None:
-        time.sleep(self._after_s)
-        self._kill()
 
     def _kill(self) -> None:
         me = psutil.Process()

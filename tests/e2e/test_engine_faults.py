@@ -30,19 +30,14 @@ def run_with(
 ) -> subprocess.CompletedProcess[str]:
     command = with_faults(lab.command(run_dir, port, *settings), faults)
     done = subprocess.run(command, capture_output=True, text=True, timeout=500, check=False)
-    assert not left_behind(run_dir)
+    wait_until(lambda: not left_behind(run_dir), 20.0, "the end of all processes")
     return done
 
 
 def left_behind(run_dir: Path) -> list[str]:
-    """Return the commands of processes that name the run, or an engine, after a while in which they may end."""
-    deadline = time.monotonic() + 20
-    while True:
-        found = [" ".join(p.info["cmdline"] or ()) for p in psutil.process_iter(["cmdline"])]
-        found = [text for text in found if str(run_dir) in text]
-        if not found or time.monotonic() > deadline:
-            return found
-        time.sleep(0.5)
+    """Return the commands of processes that name the run."""
+    found = [" ".join(p.info["cmdline"] or ()) for p in psutil.process_iter(["cmdline"])]
+    return [text for text in found if str(run_dir) in text]
 
 
 def n_restarts(run_dir: Path) -> float:

@@ -257,7 +257,8 @@ class _Run:
             deadline, killed = time.monotonic() + RUN_S, False
             try:
                 while process.poll() is None and time.monotonic() < deadline:
-                    time.sleep(2)
+                    with suppress(subprocess.TimeoutExpired):
+                        process.wait(2)
                     found = _pids_on_cards(env)
                     self.ranks, self.contexts = self.ranks + bool(found), self.contexts + (process.pid in found)
                     self.looks += 1

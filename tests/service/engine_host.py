@@ -17,6 +17,8 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import nn
+from torch.nn.modules.module import register_module_forward_pre_hook
 
 from teacher_server.engines import base, signals
 from teacher_server.engines.base import Engine, ScoreParams, TokenSequence, request_problem, stream_rows
@@ -140,7 +142,12 @@ def stream_facts(engine: Engine, batch: list[TokenSequence], params: ScoreParams
 def head_rows(engine: Any, batch: list[TokenSequence], params: ScoreParams) -> int:
     """Return the rows that the Transformers engine's LM head computes for a batch."""
     rows: list[int] = []
-    hook = engine._head.register_forward_pre_hook(lambda _, args: rows.append(len(args[0])))
+
+    def count(module: nn.Module, args: Any) -> None:
+        if isinstance(module, nn.Linear) and module.out_features == engine.vocab_size:
+            rows.append(len(args[0]))
+
+    hook = register_module_forward_pre_hook(count)
     try:
         score(engine, batch, params)
     finally:
@@ -201,9 +208,12 @@ def counted(engine: Any) -> Iterator[list[int]]:
     """Yield a list that gets the tokens of each forward pass, padding included."""
     passes: list[int] = []
     if engine.name == "hf":
-        hook = engine._backbone.register_forward_pre_hook(
-            lambda _, args, kwargs: passes.append(kwargs["input_ids"].numel()), with_kwargs=True
-        )
+
+        def count(module: nn.Module, args: Any) -> None:
+            if isinstance(module, nn.Embedding):
+                passes.append(args[0].numel())
+
+        hook = register_module_forward_pre_hook(count)
         try:
             yield passes
         finally:

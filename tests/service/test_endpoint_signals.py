@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -278,13 +277,13 @@ def test_a_chunk_stays_within_the_window() -> None:
     rollouts = random_rollouts(12, SCRIPTED_VOCAB)
     with (
         ScriptedServer(script) as server,
-        endpoint(server.port, n_vocab=SCRIPTED_VOCAB, window=(6,)) as (opened, _),
+        endpoint(server.port, n_vocab=SCRIPTED_VOCAB, window=(6,)) as (opened, client),
         ThreadPoolExecutor(1) as pool,
     ):
         scores = pool.submit(opened.score, rollouts)
         for _ in range(2):
             wait_until(lambda: len(held) >= 6, 5.0, "six sequences in flight")
-            time.sleep(0.2)  # a seventh would arrive
+            assert client.info()  # a seventh would arrive before this request
             server.do(release)
         got = scores.result(timeout=10)[0]
         assert n_sent_at_once == [6, 6] and len(server.identities) == 1

@@ -509,20 +509,23 @@ def test_a_cancelled_or_closed_request_ends() -> None:
 
 def test_no_more_than_the_window_is_in_flight() -> None:
     """Fails if a chunk of sequences arrives at the server at once, whatever teacher.max_in_flight is."""
-    lock, now, most = threading.Lock(), [0], [0]
+    lock, now, most, three = threading.Lock(), [0], [0], threading.Event()
 
     def script(path: str, request: Any) -> tuple[int, bytes]:
         if path == "/v1/completions":
             with lock:
                 now[0] += 1
                 most[0] = max(most[0], now[0])
-            time.sleep(0.02)
+            assert three.wait(20)
             with lock:
                 now[0] -= 1
         return good(path, request)
 
     with ScriptedHttp(script) as server, http_teacher(server.url, k=K, n_vocab=N_VOCAB, n_in_flight=3) as teacher:
-        for future in [teacher.submit([rollout], BOTH) for rollout in rollouts(30)]:
+        futures = [teacher.submit([rollout], BOTH) for rollout in rollouts(30)]
+        wait_until(lambda: most[0] >= 3, 5.0, "three requests")
+        three.set()
+        for future in futures:
             future.result(timeout=30)
     assert most[0] == 3
 

@@ -218,10 +218,11 @@ def test_cancelled_requests_release_queue_bytes_and_credit() -> None:
     """Fails if cancelled requests keep a worker busy, or their bytes keep the queue full."""
     queue = make_queue()
     queue.heartbeat(b"a", hello(40), 0.0)
-    for _ in range(2):
-        submit(queue, b"c", request(40), n_bytes=100)
+    for later in (first := request(40), request(40)):
+        submit(queue, b"c", later, n_bytes=100)
     ((_, running),) = queue.assign()
-    waiting = next(job for job in queue._jobs.values() if job is not running)
+    waiting = queue.find_request(b"c", later.request_id)
+    assert running.request is first and waiting is not None
     queue.cancel(waiting)
     assert (queue.n_queued, queue.queued_bytes) == (0, 0)
     queue.cancel(running)

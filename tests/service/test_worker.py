@@ -42,9 +42,8 @@ from teacher_server.wire.worker_protocol import (
     from_worker,
     to_worker,
 )
-from teacher_server.worker.compute import Worker, WorkItem
-from teacher_server.worker.link import MakeFrames, WorkerLink
-from teacher_server.worker.open_request import open_request
+from teacher_server.worker.compute import Worker
+from teacher_server.worker.link import WorkerLink
 from tests.processes import wait_until
 from tests.service.messages import make_hello, make_request, make_scores, make_tokens
 
@@ -109,11 +108,17 @@ class ScriptedBroker:
         self.router = self._context.socket(zmq.ROUTER)
         self.port = self.router.bind_to_random_port("tcp://127.0.0.1")
         self.link = WorkerLink(f"tcp://127.0.0.1:{self.port}", make_hello())
-        self.reasons: list[str] = []
+        self.reasons: list[str] = []  # why the loop ended
         worker = Worker(engine, self.link, "f", "w", max_batch_tokens=200)  # type: ignore[arg-type]
-        self.thread = threading.Thread(target=lambda: self.reasons.append(worker.run()), daemon=True)
+        self.thread = threading.Thread(target=self._run, args=(worker,), daemon=True)
         self.thread.start()
         self.identity = self.next_hello()[0]
+
+    def _run(self, worker: Worker) -> None:
+        try:
+            self.reasons.append(worker.run())
+        except RuntimeError as error:
+            self.reasons.append(str(error))
 
     def receive(self) -> tuple[bytes, Any, list[bytes]]:
         assert self.router.poll(TIMEOUT_MS), "no message"
@@ -366,36 +371,14 @@ def test_the_reason_of_a_dismissal_is_returned(broker: ScriptedBroker) -> None:
     assert broker.reasons == ["NaN in logprobs"]
 
 
-def test_a_failed_device_ends_the_worker() -> None:
+def test_a_failed_device_ends_the_worker(broker: ScriptedBroker) -> None:
     """Fails if a worker with a failed device refuses every request instead of exiting."""
-
-    class Link:
-        """Record the error codes."""
-
-        def __init__(self) -> None:
-            self.codes: list[str] = []
-
-        def send_reply(self, job_id: bytes, make: MakeFrames, *, final: bool = True) -> None:
-            header = replies.decode(make()[0])
-            assert isinstance(header, ErrorReply)
-            self.codes.append(header.code)
-
-        def computing(self) -> contextlib.AbstractContextManager[None]:
-            return contextlib.nullcontext()
-
-    def fail(worker: Worker, token: int) -> None:
-        tokens = tokens_with(token)
-        job = Assignment(job_id=bytes(16), stream_id=bytes(16), waited_s=0.0, remaining_s=9.0)
-        request, sequences = open_request(job, make_request(tokens), [as_frame(tokens)], time.monotonic())
-        worker._score([WorkItem(request, 0, sequences[0])])
-
-    link = Link()
-    worker = Worker(StubEngine(), link, "f", "w", 100)  # type: ignore[arg-type]
-    for token in (13, 14, 13, 13):  # 14: caused by the model, not by the device
-        fail(worker, token)
-    with pytest.raises(RuntimeError, match="out of memory"):
-        fail(worker, 13)
-    assert link.codes == ["engine"] * 5
+    for job, token in enumerate((13, 14, 13, 13, 13)):  # 14: caused by the model, not by the device
+        assert broker.reasons == []
+        broker.assign(job, tokens_with(token))
+        assert broker.reply()[1].code == "engine"
+    broker.thread.join(timeout=5)
+    assert "out of memory" in broker.reasons[0]
 
 
 _HANGS = """

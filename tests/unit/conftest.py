@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -32,9 +33,13 @@ def host_has(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
 
 
 @pytest.fixture
-def own_handlers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let `gkd.main_gkd.main` leave pytest's handlers of signals as they are."""
-    monkeypatch.setattr("gkd.run.interrupts.install", lambda: None)
+def own_handlers() -> Iterator[None]:
+    """Restore pytest's handlers of signals."""
+    before = {n: signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGALRM)}
+    yield
+    signal.setitimer(signal.ITIMER_REAL, 0.0)
+    for number, handler in before.items():
+        signal.signal(number, handler)
 
 
 @pytest.fixture
@@ -52,7 +57,8 @@ def flushed(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Path, int]]:
 
 @pytest.fixture
 def local_ray(monkeypatch: pytest.MonkeyPatch) -> LocalRay:
-    """Let the functions of `gkd.cluster.calls` wait for calls of `tests.unit.local_ray.Method`."""
+    """Let the functions of `gkd.cluster.calls` wait for calls of `tests.unit.local_ray.Method`, and judging, too."""
     ray = LocalRay()
-    monkeypatch.setattr("gkd.cluster.calls.ray", ray)
+    for module in ("gkd.cluster.calls", "gkd.scoring.judged"):
+        monkeypatch.setattr(f"{module}.ray", ray)
     return ray

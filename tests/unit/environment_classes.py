@@ -11,6 +11,8 @@ import sys
 import time
 from typing import Any
 
+from tests.processes import FOREVER
+
 SEARCH = {"type": "function", "function": {"name": "search", "parameters": {"type": "object", "properties": {}}}}
 NOT_A_CLASS = 3
 GIANT = "x" * 10_000_000
@@ -71,7 +73,7 @@ class Shop:
             options["start_new_session"] = True
         if argument == "group":
             options |= {"process_group": 0, "env": {}}
-        child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(977)"], **options)
+        child = subprocess.Popen([sys.executable, "-c", FOREVER], **options)
         return [{"role": "tool", "content": str(child.pid)}]
 
     async def clutter(self, argument: str) -> Any:

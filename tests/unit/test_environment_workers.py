@@ -29,7 +29,7 @@ from gkd.rollout.vllm.sampling import Request
 from gkd.rollout.vllm.turns import Turns
 from gkd.types import Prompt, Rollout
 from gkd.user_code import Progress
-from tests.processes import is_alive, wait_until
+from tests.processes import FOREVER, is_alive, wait_until
 from tests.structure import ROOT
 from tests.unit.environment_classes import SEARCH
 from tests.unit.turn_templates import FAMILIES, end_ids, tokenizer
@@ -318,10 +318,10 @@ def test_close_leaves_nothing(tmp_path: Path, temporary_is: Callable[[Path], Non
 def test_nothing_outlives_a_parent_that_was_killed(tmp_path: Path, turn: str) -> None:
     """Fails if workers, what they started, or their folders outlive a run that was killed."""
     code = (
-        "import sys, time; from tests.unit.test_environment_workers import *; pool = make(); pool.wait_ready(60); "
+        "from tests.unit.test_environment_workers import *; pool = make(); pool.wait_ready(60); "
         "facts = content(ask(pool, 'facts')); child = content(ask(pool, 'start session', 1)); "
         f"pool.step(2, row(), 0, '{turn}'); pool.wait(0.5); "
-        "print(facts, child, sep='|', flush=True); time.sleep(600)"
+        f"print(facts, child, sep='|', flush=True); {FOREVER}"
     )
     with subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE, text=True) as parent:
         assert parent.stdout is not None

@@ -16,8 +16,8 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from transformers import AutoModelForCausalLM, PretrainedConfig, conversion_mapping
-from transformers.conversion_mapping import register_checkpoint_conversion_mapping
+from transformers import AutoModelForCausalLM, PretrainedConfig
+from transformers.conversion_mapping import get_checkpoint_conversion_mapping, register_checkpoint_conversion_mapping
 from transformers.core_model_loading import Transpose, WeightConverter
 
 from gkd.actor.common.optim_spec import OptimSpec, clip_factor
@@ -226,12 +226,13 @@ def test_unsupported_conversions_are_refused(folders: Path) -> None:
     """Fails if a tensor is loaded unchanged although transformers would convert it."""
     hf = build_on_meta(folders / "mixtral", dtype=torch.float32, packing=True)
     transposed = [WeightConverter("mlp.gate.weight", "mlp.gate.weight", [Transpose(0, 1)])]
+    before = get_checkpoint_conversion_mapping("mixtral")
     register_checkpoint_conversion_mapping("mixtral", transposed, overwrite=True)
     try:
         with pytest.raises(ModelError):
             file_parts(hf, ["model.layers.0.mlp.gate.weight"], {"model.layers.0.mlp.gate.weight": (3, 32)})
     finally:
-        conversion_mapping._checkpoint_conversion_mapping_cache = None
+        register_checkpoint_conversion_mapping("mixtral", before, overwrite=True)
 
 
 def test_the_digest_distinguishes_models(qwen3: Path, tmp_path: Path) -> None:

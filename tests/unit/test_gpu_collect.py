@@ -332,26 +332,28 @@ def test_a_restarted_engine_takes_the_row_of_the_dead_one(tmp_path: Path) -> Non
     assert after.rows[2] == structs.replace(rows[2], pid=77)
 
 
-def test_a_restart_does_not_undo_the_end_of_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_restart_does_not_undo_the_end_of_a_run(tmp_path: Path) -> None:
     """Fails if check_gpus would wait for a run that has ended, because an engine was restarted at its end."""
     folder = open_run_folder(load_config(None, [f"trainer.run_dir={tmp_path / 'run'}"]), {"name": "t"})
     row = RankPlacement(pool="rollout", rank=0, host="h", pid=1, cuda_visible_devices="0", local_rank=0)
     folder.write_places(GpuMap(device="cpu", pools=(), rows=(row,), findings=()).to_json())
-    has_read, ended, read = threading.Event(), threading.Event(), RunFolder.read_places
+    has_read, ended = threading.Event(), threading.Event()
 
-    def slow_read(self: RunFolder) -> bytes:
-        data = read(self)
-        if threading.current_thread() is restart:
+    class SlowFolder(RunFolder):
+        def __init__(self) -> None:
+            vars(self).update(vars(folder))
+
+        def read_places(self) -> bytes:
+            data = super().read_places()
             has_read.set()
             ended.wait(0.5)
-        return data
+            return data
 
-    monkeypatch.setattr(RunFolder, "read_places", slow_read)
-    restart = threading.Thread(target=record_restart, args=(folder, structs.replace(row, pid=2)))
+    restart = threading.Thread(target=record_restart, args=(SlowFolder(), structs.replace(row, pid=2)))
     restart.start()
     assert has_read.wait(10)
     record_end(folder)
     ended.set()
     restart.join()
-    after = gpu_map_from_json(read(folder), "test")
+    after = gpu_map_from_json(folder.read_places(), "test")
     assert after.ended and after.rows[0].pid == 2

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from gkd.actor.common.agree import distinct_groups, probe_group
 from gkd.errors import ClusterError
@@ -17,7 +16,7 @@ from gkd.errors import ClusterError
 @pytest.fixture
 def rank_3() -> Iterator[None]:
     """This process is rank 3 of 4. There are no others: torch's fake backend sends nothing."""
-    dist.init_process_group("fake", rank=3, world_size=4, store=FakeStore())
+    dist.init_process_group("fake", rank=3, world_size=4)
     yield
     dist.destroy_process_group()
 

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from examples.quickstart.addition import build_tokenizer
 from gkd.config.load import load_config
 from gkd.data.chunks import part_of
 from gkd.metrics.writer import read_metrics
@@ -96,20 +97,20 @@ def test_restored_rollouts_are_judged_again(calls: list[Any], tmp_path: Path) ->
     ("workers", "groups", "each"), [(1, 1, 1), (1, 4, 1), (4, 4, 1), (5, 4, 2), (6, 2, 3), (7, 2, 4)]
 )
 def test_each_group_gets_its_part_of_the_workers(
-    monkeypatch: pytest.MonkeyPatch, local_ray: LocalRay, calls: list[Any], workers: int, groups: int, each: int
+    calls: list[Any], tmp_path: Path, workers: int, groups: int, each: int
 ) -> None:
     """Fails if a run has fewer workers than `reward.workers`, or each group has all of them, or a group has none; or if
     an endpoint has to load the tokenizer, which imports torch.
     """
-    monkeypatch.setattr("gkd.scoring.judged.ray", local_ray)
-    monkeypatch.setattr("gkd.scoring.judged.student_tokenizer", lambda config: "tokenizer")
+    build_tokenizer().save_pretrained(tmp_path)
     layout = (f"trainer.n_gpus_per_node={groups}", f"reward.workers={workers}", "reward.functions=[{path: length}]")
-    config = load_config(None, layout)
+    config = load_config(None, [*layout, f"model.path={tmp_path}"])
     derived = config.derived
     assert derived.dp_size == groups and workers_per_endpoint(config, groups) == each
     started = Method(lambda *args: calls.append((args[0], args[1], args[-1])))
     init_judging(config, derived, [], [], [SimpleNamespace(init_judging=started)] * groups, 9.0)
-    assert [(own[TRAINING], n, tokenizer) for own, n, tokenizer in calls] == [(("length",), each, "tokenizer")] * groups
+    assert [(own[TRAINING], n) for own, n, _ in calls] == [(("length",), each)] * groups
+    assert all(tokenizer.get_vocab() == build_tokenizer().get_vocab() for _, _, tokenizer in calls)
 
 
 def sample(prompt_id: int) -> Sample:

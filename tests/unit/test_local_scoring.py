@@ -10,8 +10,9 @@ import pytest
 from gkd.actor.frozen.pools import LocalScoring
 from gkd.config.load import load_config
 from gkd.scoring.group_endpoint import GroupEndpoint, ScoreSummary
-from gkd.types import PendingScores, TeacherScores, TeacherTopK
+from gkd.types import TeacherScores, TeacherTopK
 from tests.rollout_chunks import chunk_of
+from tests.unit.local_ray import Ref
 
 
 def score(mass: float, n_rows: int = 2) -> TeacherScores:
@@ -33,12 +34,14 @@ def test_parts_are_gathered_in_the_chunks_order() -> None:
     assert summary.n_bytes.sum() == 4 * 2 * 12 and summary.times is None
 
 
+@pytest.mark.usefixtures("local_ray")
 def test_chunks_with_scores_are_not_scored_again() -> None:
     """Fails if a batch that was scored before a resume, or in the run that is replayed, is scored again."""
     chunk = chunk_of(range(2), [1, 2])
     scoring = LocalScoring(list, [], timeout_s=1.0)
     pending = scoring.submit(chunk)
     assert (pending.ref, pending.summary) == (None, None)
-    restored = replace(pending, ref="scores", summary="summary")
-    assert scoring._with_scores([restored]) == [PendingScores(restored.rollouts, "scores", "summary")]
+    summary = ScoreSummary(np.full(2, 0.5, np.float32), np.array([8, 16]))
+    (scored,) = scoring.collect([replace(pending, ref="scores", summary=Ref(summary.encode()))])
+    assert (scored.rollouts, scored.ref, scored.n_teacher_bytes) == (chunk, "scores", 24)
     assert scoring.collect([]) == []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import shutil
 import subprocess
 import sys
@@ -9,6 +10,7 @@ import sysconfig
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -16,6 +18,7 @@ import torch
 from gkd.config.load import load_config
 from gkd.errors import ConfigError
 from gkd.preflight import machine, run
+from tests.processes import FOREVER
 from tests.refusals import refuses
 from tests.unit.test_launch import put_tool
 
@@ -95,8 +98,8 @@ def test_cuda_compat_makes_an_old_driver_sufficient(good: Path, monkeypatch: pyt
     """Fails if a cluster with an old kernel driver and NVIDIA's newer library for it is refused."""
 
     def version_of(number: int) -> object:
-        def get(pointer: object) -> int:
-            pointer._obj.value = number  # type: ignore[attr-defined]
+        def get(pointer: Any) -> int:
+            ctypes.cast(pointer, ctypes.POINTER(ctypes.c_int)).contents.value = number
             return 0
 
         return SimpleNamespace(cuDriverGetVersion=get)
@@ -157,7 +160,7 @@ def test_what_kernels_need_is_warned_of(
         ("", (), ""),
         ("raise ImportError('undefined symbol')", ("te",), "ImportError: undefined symbol"),
         ("raise OSError('libcudart.so.11: no such file')", ("auto", "torch", "te"), "OSError: libcudart.so.11"),
-        ("import time; time.sleep(60)", ("auto", "torch", "te"), "0.2 s"),
+        (FOREVER, ("auto", "torch", "te"), "0.2 s"),
     ],
 )
 def test_transformer_engine_of_another_cuda_is_refused(
@@ -170,7 +173,7 @@ def test_transformer_engine_of_another_cuda_is_refused(
         (tmp_path / "transformer_engine" / "pytorch.py").write_text(code)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    monkeypatch.setattr(machine, "_IMPORT_S", 0.2 if "sleep" in (code or "") else 20.0)
+    monkeypatch.setattr(machine, "_IMPORT_S", 0.2 if code == FOREVER else 20.0)
     for layers in ("auto", "torch", "te"):
         if layers not in refused:
             machine.check_transformer_engine(layers)

@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from gkd.actor.rank import RankMemory
 from gkd.config.load import load_config
@@ -80,7 +79,7 @@ def test_the_largest_allocations_are_named_by_their_lines(monkeypatch: pytest.Mo
 @pytest.fixture
 def second_of_three() -> Iterator[None]:
     """Make this process rank 1 of a process group of 3 whose other ranks do not exist."""
-    dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=3)
+    dist.init_process_group("fake", rank=1, world_size=3)
     yield
     dist.destroy_process_group()
 

@@ -148,9 +148,9 @@ def test_a_slow_function_is_stopped_with_its_processes(workers: list[RewardWorke
 def test_workers_end_with_a_killed_parent(config: Config, tmp_path: Path) -> None:
     """Fails if workers outlive a run that was killed, also while a function runs."""
     code = (
-        "import sys, pickle; from gkd.scoring.reward.pool import Worker; "
+        "import sys, pickle, psutil; from gkd.scoring.reward.pool import Worker; "
         "start, request = pickle.load(open(sys.argv[1], 'rb')); worker = Worker(start); worker.wait_ready(60); "
-        "print(worker._process.pid, flush=True); worker.values([request], 60)"
+        "print(*[p.pid for p in psutil.Process().children()], flush=True); worker.values([request], 60)"
     )
     start = Start(config, (f"{HERE}:misbehave",), search_path())
     (tmp_path / "args").write_bytes(pickle.dumps((start, request("sleep"))))

@@ -8,7 +8,6 @@ import random
 import re
 import resource
 import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -99,7 +98,7 @@ def test_training_waits_only_for_the_copy() -> None:
     for number, snapshot in enumerate(snapshots, start=1):
         assert all(bool((piece.data == number).all()) for piece in snapshot.pieces)
     with pytest.raises(RuntimeError):  # a copy that fails is not a snapshot
-        copies._copy([torch.zeros(3)], [torch.zeros(4)])()
+        copies.snapshot([Piece("w", "param", 0, 0, torch.empty(4, device="meta"))], {}, {}).wait()
     with pytest.raises(RuntimeError):
         copies.settle()
 
@@ -161,13 +160,13 @@ def test_the_background_writer_writes_one_at_a_time(tmp_path: Path) -> None:
     writer = BackgroundWriter()
     with pytest.raises(CheckpointError):
         writer.finished(wait=False)
-    os.mkfifo(tmp_path / file_name(0))  # its writer blocks until it is read: a slow save
-    writer.start(tmp_path, 0, snapshot_of(piece_of(0, 1000)))
-    time.sleep(0.05)
-    assert writer.finished(wait=False) is None
-    with pytest.raises(CheckpointError, match=f"{tmp_path} "):
-        writer.start(tmp_path / "other", 0, snapshot_of(piece_of(0, 10)))
-    (tmp_path / file_name(0)).read_bytes()
+    os.mkfifo(tmp_path / file_name(0))  # its writer blocks until all is read: a slow save
+    writer.start(tmp_path, 0, snapshot_of(Piece("w", "param", 0, 0, torch.zeros(1 << 20))))
+    with (tmp_path / file_name(0)).open("rb") as slow:  # waits for the writer
+        assert writer.finished(wait=False) is None
+        with pytest.raises(CheckpointError, match=f"{tmp_path} "):
+            writer.start(tmp_path / "other", 0, snapshot_of(piece_of(0, 10)))
+        slow.read()
     with pytest.raises(CheckpointError):  # a pipe has no fsync
         writer.finished(wait=True)
     writer.start(tmp_path / "other", 0, snapshot_of(piece_of(0, 10)))
@@ -179,9 +178,12 @@ def test_the_background_writer_writes_one_at_a_time(tmp_path: Path) -> None:
 def test_the_next_save_may_start_after_the_result_of_the_last(tmp_path: Path) -> None:
     """Fails if a result is returned before the writer accepts the next save, or before the memory is free."""
 
+    both = threading.Barrier(2, timeout=10.0)
+
     class SlowCopies(HostCopies):
         def give_back(self, buffer: HostBuffer) -> None:
-            time.sleep(0.05)
+            both.wait()  # the test may look
+            both.wait()  # it has looked
             super().give_back(buffer)
 
     writer, copies, addresses = BackgroundWriter(), SlowCopies(CPU), set()
@@ -189,8 +191,10 @@ def test_the_next_save_may_start_after_the_result_of_the_last(tmp_path: Path) ->
         snapshot = copies.snapshot([piece_of(0, 10)], {"step": 1, "world_size": 1}, {})
         addresses.add(address(snapshot))
         writer.start(tmp_path, 0, snapshot)
-        while writer.finished(wait=False) is None:  # at once after the result: no pause
-            pass
+        both.wait()
+        assert writer.finished(wait=False) is None
+        both.wait()
+        writer.finished(wait=True)
     assert len(addresses) == 1
 
 

@@ -172,15 +172,11 @@ def test_a_late_span_belongs_to_the_step_in_which_it_started(tmp_path: Path) -> 
     assert len(found[2, "engine 0"]) == len(found[3, "engine 0"]) == 1
 
 
-def test_a_stage_that_starts_with_its_step_is_not_drawn_in_the_step_before(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_stage_that_starts_with_its_step_is_not_drawn_in_the_step_before(tmp_path: Path) -> None:
     """Fails if the driver's stages and the starts of steps are put on the wall clock by two different readings."""
     skews = iter(np.linspace(0.0, -1.0, 200).tolist())  # of the wall clock: each reading is earlier than the last one
-    wall_s = time.time()
-    monkeypatch.setattr(time, "time", lambda: wall_s + next(skews))
-    seconds = 0.0
-    own = SpanRecorder("driver", clock=lambda: seconds, wall=time.time)
+    wall_s, seconds = time.time(), 0.0
+    own = SpanRecorder("driver", clock=lambda: seconds, wall=lambda: wall_s + next(skews))
     file = opened(tmp_path, own=own)
     for step in (1, 2, 3):
         seconds += 10.0

@@ -154,7 +154,7 @@ SCRIPT = """
         {body}
     hold()
 """
-IN_HOLD = "import time; time.sleep(60)"
+IN_HOLD = "input()"
 STOPPED = "import os, signal; os.kill(os.getpid(), signal.SIGSTOP)"
 LISTEN = "stacks.listen()"
 RETITLE = "import setproctitle; stacks.listen(); setproctitle.setproctitle('VLLM::Worker_TP0')"

@@ -256,7 +256,7 @@ def test_a_step_takes_the_finished_prompts_out_of_chunks() -> None:
     resumed = make(again)
     resumed.restore(Path("x"), TrainerState(1, 8, ()))
     assert samples_of(batch_of(resumed, 1)) == [6, 7, 10, 11]
-    assert resumed._scheduler.unfinished == []
+    assert resumed.in_flight(1).unfinished == ()
     resumed.close(wait=True)
 
 

@@ -9,6 +9,7 @@ import pty
 import sys
 import threading
 from collections.abc import Iterator
+from contextlib import redirect_stderr
 
 import pytest
 
@@ -49,25 +50,23 @@ def screen(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[io.TextIOBase, lis
     os.close(reader)
 
 
-def test_a_panel_is_drawn_on_a_terminal(
-    screen: tuple[io.TextIOBase, list[bytes]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_panel_is_drawn_on_a_terminal(screen: tuple[io.TextIOBase, list[bytes]]) -> None:
     """Fails if there is no panel on a terminal, a log line tears it, a step line doubles it, it is not drawn again by
     itself, or it stays at the end.
     """
     stream, arrived = screen
-    monkeypatch.setattr(sys, "stderr", stream)  # here, since pytest replaces it after the fixtures
     clock = Clock()
     state = run(120, clock=clock)
-    with Terminal("auto", "runs/mine", doing=SpanRecorder("driver", clock=clock)) as terminal:
-        assert terminal.mode == PANEL and sys.stderr is not stream
-        with terminal.watching(state, lambda: None):
-            state.add(1, line())
-            log.info("an event")
-            log.info("a step line", extra=STEP_LINE)
-            print("printed by a library", file=sys.stderr)
-            wait_for("1/120", arrived)
-    assert sys.stderr is stream
+    with redirect_stderr(stream):  # here, since pytest replaces it after the fixtures
+        with Terminal("auto", "runs/mine", doing=SpanRecorder("driver", clock=clock)) as terminal:
+            assert terminal.mode == PANEL and sys.stderr is not stream
+            with terminal.watching(state, lambda: None):
+                state.add(1, line())
+                log.info("an event")
+                log.info("a step line", extra=STEP_LINE)
+                print("printed by a library", file=sys.stderr)
+                wait_for("1/120", arrived)
+        assert sys.stderr is stream
     log.info("after the end", extra=STEP_LINE)
     stream.flush()
     os.write(stream.fileno(), b"END")

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import logging
+import os
+import signal
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,6 +17,7 @@ from gkd.metrics import health
 from gkd.metrics.writer import read_metrics
 from gkd.trainer import Trainer
 from gkd.types import ScoredChunk, TrainStats
+from tests.processes import wait_until
 from tests.unit.world import World, checkpoints, make
 
 SICK_FROM = 3  # first step whose importance weights are clipped; the alarm is at the next step, or at step 3
@@ -84,14 +88,15 @@ def test_pause_waits_for_the_users_file(
     assert len(notices) == 1 + 3
 
 
-def test_an_interrupt_ends_a_pause(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupt_ends_a_pause(tmp_path: Path, gkd_log: pytest.LogCaptureFixture) -> None:
     """Fails if Ctrl-C has no effect during a pause, or the paused step cannot be resumed."""
 
-    def interrupt(seconds: float) -> None:
-        raise KeyboardInterrupt
+    def interrupt() -> None:
+        wait_until(lambda: "paused by" in gkd_log.text, 20.0, "the pause")
+        os.kill(os.getpid(), signal.SIGINT)
 
-    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
-        patched.setattr(health, "sleep", interrupt)
+    with ThreadPoolExecutor(1) as threads, pytest.raises(KeyboardInterrupt):
+        threads.submit(interrupt)
         make(tmp_path, ClippedWorld(), "trainer.total_steps=4", "health.on_alarm=pause").fit()
     assert checkpoints(tmp_path) == ["latest", "step_00000003"]
     make(tmp_path, ClippedWorld(), "trainer.total_steps=4", "health.on_alarm=pause", "trainer.resume=auto").fit()
