@@ -104,6 +104,24 @@ def test_a_text_that_a_file_merges_is_kept_as_it_is(tmp_path: Path) -> None:
     assert (config.teacher.path, config.reference.path, config.model.path) == ("1e3", "1e3", "2e3")
 
 
+def test_texts_in_lists_and_entries_are_kept_as_they_are(tmp_path: Path) -> None:
+    """Fails if a file 010 or on in a list, or a teacher named off in a route, becomes 8, True or False."""
+    routes = "{a: &a {name: off, keys: 1e3, server_port: 10}, b: {<<: *a, name: 1_0}}"
+    pairs = '{"a.b": on, c: 1e3}'
+    file = tmp_path / "x.yaml"
+    file.write_text(f"data: {{train_files: [010, on, 1e-3]}}\nteacher: {{routes: {routes}, special_tokens: {pairs}}}\n")
+    written = load_config(file)
+    lists = ["data.train_files=[010, on, 1e-3]", f"teacher.routes={routes}", f"teacher.special_tokens={pairs}"]
+    for config in (written, load_config(None, lists)):
+        assert config.data.train_files == ["010", "on", "1e-3"]
+        assert config.teacher.special_tokens == {"a.b": "on", "c": "1e3"}
+        found = {name: (route.name, route.keys, route.server_port) for name, route in config.teacher.routes.items()}
+        assert found == {"a": ("off", "1e3", 10), "b": ("1_0", "1e3", 10)}
+    assert load_config(None, ["teacher.routes.a.name=off"]).teacher.routes["a"].name == "off"
+    with refuses("teacher.routes.a.server_port"):
+        load_config(None, ["teacher.routes={a: {server_port: 010}}"])
+
+
 def test_a_tilde_is_the_home_of_the_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Fails if a run writes into a folder named ~ below the working folder, and its log names the user's home."""
     monkeypatch.setenv("HOME", "/home/me")
