@@ -53,10 +53,6 @@ _ENTRIES: dict[str, type] = {
     "teacher.routes": RouteConfig,
     "reward.functions": RewardFunctionConfig,
 }
-_PATHS = (
-    *("data.train_files", "data.val_files", "model.path", "reference.path", "teacher.keys", "teacher.path"),
-    *("teacher.store", "teacher.tokenizer", "trainer.replay", "trainer.resume", "trainer.run_dir"),
-)
 _LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # OmegaConf has the same one; C permits tabs before a value
 
 
@@ -86,7 +82,13 @@ def load_config(path: str | Path | None, overrides: Sequence[str] = ()) -> Confi
     if errors:
         wrong = {error.key for error in errors}
         raise ConfigError.together([*errors, *(error for error in value_errors(config) if error.key not in wrong)])
-    return with_values(config, {key: _expanded(key, value_of(config, key)) for key in _PATHS})
+    paths = {name: _expanded(name, value_of(config, name)) for name, each in all_keys().items() if each.key.is_file}
+    routes = dict(config.teacher.routes)
+    for name, route in routes.items():
+        own = {key: value for key, value in vars(route).items() if value and f"teacher.{key}" in paths}
+        own = {key: _expanded(f"teacher.routes.{name}.{key}", value) for key, value in own.items()}
+        routes[name] = dataclasses.replace(route, **own)
+    return with_values(config, {**paths, "teacher.routes": routes})
 
 
 def _expanded(key: str, value: Any) -> Any:

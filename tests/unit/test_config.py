@@ -130,6 +130,10 @@ def test_a_tilde_is_the_home_of_the_user(tmp_path: Path, monkeypatch: pytest.Mon
     found = (config.trainer.run_dir, config.trainer.resume, config.teacher.store)
     assert found == ("/home/me/runs/x", "/home/me/r", "/home/me/s")
     assert config.data.train_files == ["/home/me/a.jsonl", "~b"] and config.data.system_prompt == "~/$HOME"
+    routes = load_config(None, ["teacher.routes={a: {keys: ~/k}, b: {keys: $HOME/k, name: ~}}"]).teacher.routes
+    assert routes["a"].keys == routes["b"].keys == "/home/me/k" and routes["b"].name is None
+    with refuses("teacher.routes.a.keys"):
+        load_config(None, ["teacher.routes.a.keys=$NOT_SET/x"])
     with refuses("trainer.run_dir"):  # a folder of this name
         load_config(tmp_path / "x.yaml", ["trainer.run_dir=$NOT_SET/x"])
 
