@@ -31,6 +31,7 @@ from gkd.config.schema_sections import RewardFunctionConfig, all_keys, sections,
 from gkd.config.schema_teacher import LossTermConfig, RouteConfig
 from gkd.config.schema_trainer import SMALLER_IS_BETTER
 from gkd.errors import ConfigError
+from teacher_server.config.declare import OTHER_BASE
 
 _EXPECTED = {
     "int": "an integer, e.g. 100",
@@ -183,7 +184,7 @@ def _with_texts(node: yaml.Node | None, value: Any, key: str = "", kind: str = "
     elif isinstance(node, yaml.ScalarNode) and not node.style and not node.tag.endswith(":null"):
         if kind == "str":
             return node.value
-        if node.tag.endswith((":int", ":float")) and re.fullmatch(r"[-+]?0[0-9_]+|.*:.*", node.value):
+        if node.tag.endswith((":int", ":float")) and OTHER_BASE.fullmatch(node.value):
             problem = f"YAML reads it as {yaml.safe_load(node.value)}."
             raise ConfigError(key, node.value, problem, "write a decimal number, or put a text into quotes.")
     return value

@@ -17,6 +17,7 @@ from typing import Any
 
 import yaml
 
+from teacher_server.config.declare import OTHER_BASE
 from teacher_server.config.options import file_values, given_flags
 from teacher_server.config.schema import N_WORKERS, SERVER_OPTIONS, TEACHER_OPTIONS, ServerSettings, TeacherSettings
 from teacher_server.errors import SettingsError
@@ -92,7 +93,7 @@ def read_yaml(path: str) -> dict[Any, Any]:
     except OSError as error:
         raise SettingsError(f"--config {path}: {error.strerror}.") from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise SettingsError(f"--config {path}: not YAML: {' '.join(str(error).split())}") from error
+        raise SettingsError(f"--config {path}: invalid YAML: {' '.join(str(error).split())}") from error
     if content is None:
         return {}
     if not isinstance(content, dict):
@@ -101,7 +102,13 @@ def read_yaml(path: str) -> dict[Any, Any]:
 
 
 class _StrictLoader(yaml.SafeLoader):
-    """Refuse duplicate keys: YAML would use the last one and drop a teacher that is named twice."""
+    """Refuse duplicate keys: YAML would drop a teacher that is named twice. Refuse 010, which YAML reads as 8."""
+
+    def construct_scalar(self, node: Any) -> Any:
+        if node.tag.endswith((":int", ":float")) and OTHER_BASE.fullmatch(node.value):
+            problem = f"{node.value} is no decimal number; write one, or put a text into quotes"
+            raise yaml.MarkedYAMLError(problem=problem, problem_mark=node.start_mark)
+        return super().construct_scalar(node)
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         keys = [self.construct_object(key, deep=True) for key, _ in node.value]

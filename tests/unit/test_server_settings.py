@@ -75,6 +75,9 @@ teachers:
         ("teachers: {a: {model: /a, thread: 5}}", ("teachers.a", "'thread'", "threads")),
         ("teachers: {a: {model: /a, port: 5}}", ("teachers.a", "'port'")),
         ("teachers: {a: {model: /a}, a: {model: /b}}", ("'a'",)),
+        ("model: /m\nport: 010", ("010",)),
+        ("model: /m\nworker_timeout_s: 1:30", ("1:30",)),
+        ("model: /m\ngpus: [0, 010]", ("010",)),
         ("model: /m\nport: 70000", ("port", "70000", "65535")),
         ("model: /m\nworker_timeout_s: .nan", ("worker_timeout_s", "nan")),
         ("model: /m\nengine: vlm", ("engine", "'vlm'", "vllm")),
@@ -93,7 +96,7 @@ teachers:
     ],
 )
 def test_an_invalid_file_is_refused_by_key(tmp_path: Path, text: str, words: tuple[str, ...]) -> None:
-    """Fails if a typo in the file is ignored, or ends in a traceback."""
+    """Fails if a typo in the file is ignored, 010 is read as 8, or one of them ends in a traceback."""
     with pytest.raises(SettingsError) as caught:
         settings_of(*in_file(tmp_path, text))
     for word in words:
