@@ -107,13 +107,18 @@ def check_support(config: Config) -> None:
 
 
 def check_tail(config: Config) -> None:
-    """Check that distill.tail=residual has a list, sampled tokens, and the divergence that it makes unbiased."""
-    if config.distill.tail != "residual":
-        return
-    problem, names = "", [term.name for term in config.derived.loss.divergences]
+    """Check that distill.tail has a list, residual the divergence that it makes unbiased, and the clip a weight."""
+    spec = config.derived.loss
     if "topk" not in config.derived.signals:
         problem = f"with teacher.signal {config.teacher.signal} and these losses there is no list with a tail."
-    elif names != ["reverse_kl"]:
+        config.check_unused(["distill.tail"], problem, "use bucket.")
+    if not spec.uses_samples:
+        problem = f"it limits importance weights, and {', '.join(term.name for term in spec.terms)} has none."
+        config.check_unused(["distill.importance_clip"], problem, "remove it, or choose k1, k2 or k3.")
+    if config.distill.tail != "residual":
+        return
+    problem, names = "", [term.name for term in spec.divergences]
+    if names != ["reverse_kl"]:
         problem = f"it is unbiased for reverse_kl only, and the losses are {', '.join(names)}."
     elif not config.distill.on_policy_share:
         problem = "it needs tokens that the student generated, and distill.on_policy_share is 0."
