@@ -130,10 +130,14 @@ def check_backend(config: Config) -> None:
     """Check that the teacher's keys belong to its backend, and that a local or HTTP teacher can work."""
     teacher, is_local = config.teacher, config.derived.teacher_pool == ACTOR
     own = frozenset().union(*(BACKENDS[route.teacher.backend].keys for route in config.derived.routes))
+    backends = " or ".join(sorted({route.teacher.backend for route in config.derived.routes}))
     for other, backend in BACKENDS.items():
         unused = [f"teacher.{name}" for name in sorted(backend.keys - own)]
-        problem = f"teacher.backend={teacher.backend} does not use this key, and {other} does."
-        config.check_unused(unused, problem, f"remove it, or set teacher.backend={other}.")
+        problem = f"teacher.backend={backends} does not use this key, and {other} does."
+        fix = f"remove it, or set teacher.backend={other}."
+        if teacher.routes:
+            problem, fix = f"each of teacher.routes has backend {backends}, which does not use this key.", "remove it."
+        config.check_unused(unused, problem, fix)
     for route in config.derived.routes:
         _check_route_keys(route)
         if route.teacher.backend == HTTP:

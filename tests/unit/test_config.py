@@ -492,6 +492,15 @@ def test_routes_of_both_kinds_pass() -> None:
     assert [route.teacher.url for route in derived.routes] == [["http://a"], [], ["http://b"]]
 
 
+def test_a_key_that_no_route_uses_names_the_routes() -> None:
+    """Fails if teacher.server_ip with HTTP routes is refused because of teacher.backend=zmq, which uses it."""
+    routes = [*ROUTES, "teacher.routes={a: {backend: http, url: 'http://a'}}", "teacher.server_ip=10.0.0.1"]
+    with pytest.raises(ConfigError) as caught:
+        check_config(load_config(None, [*MINIMAL, *routes]))
+    assert caught.value.key == "teacher.server_ip" and "teacher.routes" in caught.value.problem
+    assert "http" in caught.value.problem and "teacher.backend" not in str(caught.value)
+
+
 def test_an_address_with_a_password_is_not_shown() -> None:
     """Fails if a password or a key that was written into the settings appears in an error."""
     for override in ("teacher.url=http://u:hidden-one@a", "teacher.api_key_env=hidden-one"):
