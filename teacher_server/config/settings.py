@@ -123,6 +123,10 @@ def _check(settings: ServerSettings) -> None:
     for teacher in settings.teachers:
         if teacher.n_workers == 0 and settings.worker_port is None:
             raise SettingsError("--n-workers 0: no worker can join. Fix: add --worker-port.")
+        alone = all(each.n_workers == 0 for each in settings.teachers)
+        if teacher.n_workers == 0 and (teacher.gpus or (settings.gpus and alone)):
+            problem = "workers of other hosts choose their own GPUs. Fix: remove one of them"
+            raise SettingsError(f"--gpus with --n-workers 0 (teacher {teacher.name}): {problem}.")
         if not teacher.model and teacher.n_workers != 0:
             raise SettingsError(f"teacher {teacher.name}: no model. Fix: --teacher {teacher.name}=PATH.")
         if teacher.engine == "hf" and teacher.tensor_parallel_size > 1:
@@ -138,7 +142,9 @@ def _check(settings: ServerSettings) -> None:
             "Fix: use 127.0.0.1, or --keys DIR (made by `python -m teacher_server keygen DIR`), or --insecure in a "
             "trusted network."
         )
-    ipv4("--metrics-host", settings.metrics_host)
+    is_default = ipaddress.ip_address(ipv4("--metrics-host", settings.metrics_host)).is_loopback
+    if settings.metrics_port is None and not is_default:
+        raise SettingsError(f"--metrics-host {settings.metrics_host}: there are no metrics. Fix: add --metrics-port.")
     ports = [port for port in (settings.port, settings.worker_port, settings.metrics_port) if port]
     if len(set(ports)) < len(ports):
         raise SettingsError("--port, --worker-port and --metrics-port are not different. Fix: change one, or use 0.")
