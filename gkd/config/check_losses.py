@@ -107,13 +107,18 @@ def check_support(config: Config) -> None:
 
 
 def check_tail(config: Config) -> None:
-    """Check that distill.tail=residual has a list, sampled tokens, and the divergence that it makes unbiased."""
-    if config.distill.tail != "residual":
-        return
-    problem, names = "", [term.name for term in config.derived.loss.divergences]
+    """Check that distill.tail has a list, residual the divergence that it makes unbiased, and the clip a weight."""
+    spec = config.derived.loss
     if "topk" not in config.derived.signals:
         problem = f"with teacher.signal {config.teacher.signal} and these losses there is no list with a tail."
-    elif names != ["reverse_kl"]:
+        config.check_unused(["distill.tail"], problem, "use bucket.")
+    if not spec.uses_samples:
+        problem = f"it limits importance weights, and {', '.join(term.name for term in spec.terms)} has none."
+        config.check_unused(["distill.importance_clip"], problem, "remove it, or choose k1, k2 or k3.")
+    if config.distill.tail != "residual":
+        return
+    problem, names = "", [term.name for term in spec.divergences]
+    if names != ["reverse_kl"]:
         problem = f"it is unbiased for reverse_kl only, and the losses are {', '.join(names)}."
     elif not config.distill.on_policy_share:
         problem = "it needs tokens that the student generated, and distill.on_policy_share is 0."
@@ -125,10 +130,14 @@ def check_backend(config: Config) -> None:
     """Check that the teacher's keys belong to its backend, and that a local or HTTP teacher can work."""
     teacher, is_local = config.teacher, config.derived.teacher_pool == ACTOR
     own = frozenset().union(*(BACKENDS[route.teacher.backend].keys for route in config.derived.routes))
+    backends = " or ".join(sorted({route.teacher.backend for route in config.derived.routes}))
     for other, backend in BACKENDS.items():
         unused = [f"teacher.{name}" for name in sorted(backend.keys - own)]
-        problem = f"teacher.backend={teacher.backend} does not use this key, and {other} does."
-        config.check_unused(unused, problem, f"remove it, or set teacher.backend={other}.")
+        problem = f"teacher.backend={backends} does not use this key, and {other} does."
+        fix = f"remove it, or set teacher.backend={other}."
+        if teacher.routes:
+            problem, fix = f"each of teacher.routes has backend {backends}, which does not use this key.", "remove it."
+        config.check_unused(unused, problem, fix)
     for route in config.derived.routes:
         _check_route_keys(route)
         if route.teacher.backend == HTTP:

@@ -28,11 +28,13 @@ class Key(Setting):
         limits: limits that a check of several keys or of a list enforces, for the documentation.
         required: how to set a key that has no usable default; empty means the default is valid.
         resume: whether a resumed run may change the key; a text is the condition, see `gkd.run.open`.
+        is_file: whether it names files or folders, in which ~ and variables of the environment are replaced.
     """
 
     limits: str = ""
     required: str = ""
     resume: bool | str = False
+    is_file: bool = False
 
     def all_limits(self) -> str:
         """Return the valid values in words, whichever check enforces them; empty means no limits."""
@@ -42,6 +44,11 @@ class Key(Setting):
 def key(default: Any, help: str, **options: Any) -> Any:
     """Return a dataclass field; `options` are the arguments of `Key`."""
     return declare(default, Key(help=help, **options))
+
+
+def file_key(default: Any, help: str, **options: Any) -> Any:
+    """Return the field of a key that names a file or folder, or a list of them."""
+    return key(default, help, is_file=True, **options)
 
 
 def function_name(path: str) -> str:

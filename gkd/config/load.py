@@ -31,6 +31,7 @@ from gkd.config.schema_sections import RewardFunctionConfig, all_keys, sections,
 from gkd.config.schema_teacher import LossTermConfig, RouteConfig
 from gkd.config.schema_trainer import SMALLER_IS_BETTER
 from gkd.errors import ConfigError
+from teacher_server.config.declare import OTHER_BASE
 
 _EXPECTED = {
     "int": "an integer, e.g. 100",
@@ -53,10 +54,6 @@ _ENTRIES: dict[str, type] = {
     "teacher.routes": RouteConfig,
     "reward.functions": RewardFunctionConfig,
 }
-_PATHS = (
-    *("data.train_files", "data.val_files", "model.path", "reference.path", "teacher.keys", "teacher.path"),
-    *("teacher.store", "teacher.tokenizer", "trainer.replay", "trainer.resume", "trainer.run_dir"),
-)
 _LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # OmegaConf has the same one; C permits tabs before a value
 
 
@@ -86,7 +83,13 @@ def load_config(path: str | Path | None, overrides: Sequence[str] = ()) -> Confi
     if errors:
         wrong = {error.key for error in errors}
         raise ConfigError.together([*errors, *(error for error in value_errors(config) if error.key not in wrong)])
-    return with_values(config, {key: _expanded(key, value_of(config, key)) for key in _PATHS})
+    paths = {name: _expanded(name, value_of(config, name)) for name, each in all_keys().items() if each.key.is_file}
+    routes = dict(config.teacher.routes)
+    for name, route in routes.items():
+        own = {key: value for key, value in vars(route).items() if value and f"teacher.{key}" in paths}
+        own = {key: _expanded(f"teacher.routes.{name}.{key}", value) for key, value in own.items()}
+        routes[name] = dataclasses.replace(route, **own)
+    return with_values(config, {**paths, "teacher.routes": routes})
 
 
 def _expanded(key: str, value: Any) -> Any:
@@ -153,35 +156,46 @@ def _read_yaml(path: str | Path) -> Any:
         raise ConfigError("--config", str(path), problem, fix) from error
     if not OmegaConf.is_dict(loaded):
         raise ConfigError("--config", str(path), "is not a mapping of sections.", "start it with e.g. `data:`.")
-    for key, written in _texts(root, ""):
-        OmegaConf.update(loaded, key, written)
-    return loaded
+    return OmegaConf.create(_with_texts(root, OmegaConf.to_container(loaded, resolve=False)))
 
 
-def _texts(node: yaml.Node | None, key: str) -> Iterator[tuple[str, str]]:
-    """Yield the values of a file whose keys are texts, as they are written: YAML reads `no` as false, 1e3 as 1000.0.
+def _with_texts(node: yaml.Node | None, value: Any, key: str = "", kind: str = "") -> Any:
+    """Return the value of a node with its texts as they are written: YAML reads `no` as false, 1e3 as 1000.0.
+
+    Args:
+        kind: type of the value, if it is a part of a key's value.
 
     Raises:
         ConfigError: a name has a dot; or YAML reads a number in base 60 (1:30 is 90) or 8 (010 is 8).
     """
-    if isinstance(node, yaml.MappingNode):
+    if not kind and key in all_keys():
+        kind = all_keys()[key].type
+    if isinstance(node, yaml.MappingNode) and isinstance(value, dict):
         yaml.constructor.SafeConstructor().flatten_mapping(node)  # what `<<` merges comes first
-        for name, value in node.value:
-            inner = f"{key}.{name.value}" if key else name.value
-            if "." in str(name.value) and key in ("", *sections()):
+        for name, each in {name.value: each for name, each in node.value}.items():
+            inner = f"{key}.{name}" if key else name
+            if "." in str(name) and key in ("", *sections()):
                 fix = f"write {inner.replace('.', ': {')}: VALUE{'}' * inner.count('.')}."
-                raise ConfigError(inner, value.value, "a file nests its keys; dots are for arguments.", fix)
-            yield from _texts(value, inner)
-    elif isinstance(node, yaml.SequenceNode):
-        for each in node.value:
-            yield from _texts(each, key)
+                raise ConfigError(inner, each.value, "a file nests its keys; dots are for arguments.", fix)
+            if name in value:
+                value[name] = _with_texts(each, value[name], inner, _part(kind, name))
+    elif isinstance(node, yaml.SequenceNode) and isinstance(value, list):
+        return [_with_texts(each, part, key, _part(kind)) for each, part in zip(node.value, value, strict=True)]
     elif isinstance(node, yaml.ScalarNode) and not node.style and not node.tag.endswith(":null"):
-        known = all_keys().get(key)
-        if known and known.type == "str":
-            yield key, node.value
-        elif node.tag.endswith((":int", ":float")) and re.fullmatch(r"[-+]?0[0-9_]+|.*:.*", node.value):
+        if kind == "str":
+            return node.value
+        if node.tag.endswith((":int", ":float")) and OTHER_BASE.fullmatch(node.value):
             problem = f"YAML reads it as {yaml.safe_load(node.value)}."
             raise ConfigError(key, node.value, problem, "write a decimal number, or put a text into quotes.")
+    return value
+
+
+def _part(kind: str, name: str = "") -> str:
+    """Return the type of an entry of a list or of names, or of the key of an entry."""
+    for entry in _ENTRIES.values():
+        if kind == entry.__name__:
+            return next((str(item.type) for item in dataclasses.fields(entry) if item.name == name), "").split(" |")[0]
+    return re.sub(r"(list\[|dict\[str, )(.+)\]", r"\2", kind)
 
 
 def _read_override(override: str) -> Any:
@@ -197,8 +211,11 @@ def _read_override(override: str) -> Any:
             text = OmegaConf.create()
             OmegaConf.update(text, key, value)
             return text
-        list(_texts(yaml.compose(value, _LOADER), key))
-        return OmegaConf.from_dotlist([override])
+        node = yaml.compose(value, _LOADER)
+        for part in reversed(key.split(".")):
+            node = yaml.MappingNode("", [(yaml.ScalarNode("", part), node)])
+        loaded = OmegaConf.from_dotlist([override])
+        return OmegaConf.create(_with_texts(node, OmegaConf.to_container(loaded, resolve=False)))
     except ConfigError:
         raise
     except Exception as error:  # yaml's errors have no common root that omegaconf exports

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar, cast
 
-from gkd.config.declare import IF_NO_REWARD, Key, key
+from gkd.config.declare import IF_NO_REWARD, Key, file_key, key
 from gkd.config.schema_actor import ActorConfig
 from gkd.config.schema_rollout import RolloutConfig, WeightSyncConfig
 from gkd.config.schema_teacher import DistillConfig, ReferenceConfig, TeacherConfig
@@ -79,13 +79,13 @@ class HealthConfig:
 
 @dataclass(frozen=True)
 class DataConfig:
-    train_files: list[str] = key(
+    train_files: list[str] = file_key(
         [],
         "Prompt files, JSONL or parquet by their ending; also hf://datasets/ORG/NAME[@REVISION]/FILE. Required. "
         "docs/operations.md.",
         required="name one or more prompt files, like [data/train.jsonl].",
     )
-    val_files: list[str] = key([], "Held-out prompt files for evaluation; empty = no evaluation.")
+    val_files: list[str] = file_key([], "Held-out prompt files for evaluation; empty = no evaluation.")
     allow_changed_files: bool = key(
         False,
         "Let a resumed run read train_files whose content has changed since its last start. The order is then that "
@@ -164,7 +164,7 @@ class DataConfig:
 
 @dataclass(frozen=True)
 class ModelConfig:
-    path: str = key(
+    path: str = file_key(
         "",
         "The student: a folder in Hugging Face format (config.json, safetensors, tokenizer), or a model on the hub: "
         "ORG/NAME[@REVISION]. Required. docs/operations.md.",

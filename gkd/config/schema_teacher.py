@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, TypeAlias, get_args
 
-from gkd.config.declare import IF_MOVED, key
+from gkd.config.declare import IF_MOVED, file_key, key
 from teacher_server.wire.protocol import MAX_K, Signal
 
 Tail: TypeAlias = Literal["bucket", "renorm", "drop", "residual"]
@@ -79,7 +79,7 @@ class TeacherConfig:
         "trainer.scheduler=sync and no keys of a server.",
         choices=tuple(BACKENDS),
     )
-    path: str = key("", "local: the teacher, as model.path.", limits="required for local, else empty", resume=True)
+    path: str = file_key("", "local: the teacher, as model.path.", limits="required for local, else empty", resume=True)
     fsdp_cpu_offload: bool = key(
         True,
         "local: keep the teacher's shards in host memory and one layer on the GPU. Off: they stay on the GPU; "
@@ -108,7 +108,7 @@ class TeacherConfig:
         limits=f"at most {MAX_NAME_LENGTH} characters",
         resume=True,
     )
-    keys: str = key(
+    keys: str = file_key(
         "",
         "Folder with server.key and client.key_secret, made by `python -m teacher_server keygen`; empty = no "
         "encryption.",
@@ -139,7 +139,7 @@ class TeacherConfig:
         le=1 << 20,
         resume=True,
     )
-    store: str = key(
+    store: str = file_key(
         "",
         "Folder that keeps the scores of dataset responses for later epochs and runs; empty = none. It is on each host "
         "of the actor pool, or shared.",
@@ -188,7 +188,7 @@ class TeacherConfig:
         limits="names of letters, digits, _ and -; weights > 0",
         resume=IF_MOVED,
     )
-    tokenizer: str = key(
+    tokenizer: str = file_key(
         "",
         "zmq, http, local: folder with the teacher's tokenizer, if its tokens are not the student's; needs "
         "teacher.signal topk or hidden. Empty = the same tokens. docs/other_tokenizer.md.",
@@ -343,7 +343,7 @@ class DistillConfig:
 
 @dataclass(frozen=True)
 class ReferenceConfig:
-    path: str = key(
+    path: str = file_key(
         "",
         "The reference, as model.path, with the student's tokenizer. Empty = the initial student in model.path; with "
         "LoRA that is the actor with its adapters disabled, without a second model.",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from gkd.config.declare import IF_CONSTANT, key
+from gkd.config.declare import IF_CONSTANT, file_key, key
 
 # Values of `trainer.scheduler`: how far rollouts run ahead of training, and what a step trains on.
 #
@@ -53,7 +53,7 @@ class TrainerConfig:
     record_batches: bool = key(
         False, "Keep the rollouts and scores of every step in run_dir/batches, for trainer.replay.", resume=True
     )
-    replay: str = key(
+    replay: str = file_key(
         "",
         "Batches folder of a run with record_batches: train on its batches, in its order. With the same settings and "
         "layout the results are bit-exact. Empty = off.",
@@ -73,7 +73,7 @@ class TrainerConfig:
     global_batch_size: int = key(
         64, "Prompts of one optimizer step; each gets rollout.n responses.", gt=0, limits=">= data-parallel size"
     )
-    run_dir: str = key(
+    run_dir: str = file_key(
         "",
         "Folder of the run: resolved config, metrics.jsonl, checkpoints, export. Required.",
         required="name a folder, e.g. runs/my_run.",
@@ -106,7 +106,7 @@ class TrainerConfig:
         limits="steps >= 1, or ranges of them like 10-12",
         resume=True,
     )
-    resume: str = key(
+    resume: str = file_key(
         "never",
         "never: refuse a run_dir with a run in it. auto: resume from its newest undamaged checkpoint. A checkpoint "
         "folder (.../checkpoints/step_N): rewind to it, or branch into a new run_dir. See docs/operations.md.",

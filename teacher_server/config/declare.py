@@ -13,6 +13,7 @@ import re
 from dataclasses import dataclass, field
 from typing import Any
 
+OTHER_BASE = re.compile(r"[-+]?0[0-9_]+|.*:.*")  # numbers that YAML reads in base 8 (010) or 60 (1:30)
 _METADATA = "setting"
 _PATH = r"[^\W\d]\w*(?:\.[^\W\d]\w*)*:[^\W\d]\w*"
 

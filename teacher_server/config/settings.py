@@ -17,6 +17,7 @@ from typing import Any
 
 import yaml
 
+from teacher_server.config.declare import OTHER_BASE
 from teacher_server.config.options import file_values, given_flags
 from teacher_server.config.schema import N_WORKERS, SERVER_OPTIONS, TEACHER_OPTIONS, ServerSettings, TeacherSettings
 from teacher_server.errors import SettingsError
@@ -92,7 +93,7 @@ def read_yaml(path: str) -> dict[Any, Any]:
     except OSError as error:
         raise SettingsError(f"--config {path}: {error.strerror}.") from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise SettingsError(f"--config {path}: not YAML: {' '.join(str(error).split())}") from error
+        raise SettingsError(f"--config {path}: invalid YAML: {' '.join(str(error).split())}") from error
     if content is None:
         return {}
     if not isinstance(content, dict):
@@ -101,7 +102,13 @@ def read_yaml(path: str) -> dict[Any, Any]:
 
 
 class _StrictLoader(yaml.SafeLoader):
-    """Refuse duplicate keys: YAML would use the last one and drop a teacher that is named twice."""
+    """Refuse duplicate keys: YAML would drop a teacher that is named twice. Refuse 010, which YAML reads as 8."""
+
+    def construct_scalar(self, node: Any) -> Any:
+        if node.tag.endswith((":int", ":float")) and OTHER_BASE.fullmatch(node.value):
+            problem = f"{node.value} is no decimal number; write one, or put a text into quotes"
+            raise yaml.MarkedYAMLError(problem=problem, problem_mark=node.start_mark)
+        return super().construct_scalar(node)
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         keys = [self.construct_object(key, deep=True) for key, _ in node.value]
@@ -116,6 +123,10 @@ def _check(settings: ServerSettings) -> None:
     for teacher in settings.teachers:
         if teacher.n_workers == 0 and settings.worker_port is None:
             raise SettingsError("--n-workers 0: no worker can join. Fix: add --worker-port.")
+        alone = all(each.n_workers == 0 for each in settings.teachers)
+        if teacher.n_workers == 0 and (teacher.gpus or (settings.gpus and alone)):
+            problem = "workers of other hosts choose their own GPUs. Fix: remove one of them"
+            raise SettingsError(f"--gpus with --n-workers 0 (teacher {teacher.name}): {problem}.")
         if not teacher.model and teacher.n_workers != 0:
             raise SettingsError(f"teacher {teacher.name}: no model. Fix: --teacher {teacher.name}=PATH.")
         if teacher.engine == "hf" and teacher.tensor_parallel_size > 1:
@@ -131,7 +142,9 @@ def _check(settings: ServerSettings) -> None:
             "Fix: use 127.0.0.1, or --keys DIR (made by `python -m teacher_server keygen DIR`), or --insecure in a "
             "trusted network."
         )
-    ipv4("--metrics-host", settings.metrics_host)
+    is_default = ipaddress.ip_address(ipv4("--metrics-host", settings.metrics_host)).is_loopback
+    if settings.metrics_port is None and not is_default:
+        raise SettingsError(f"--metrics-host {settings.metrics_host}: there are no metrics. Fix: add --metrics-port.")
     ports = [port for port in (settings.port, settings.worker_port, settings.metrics_port) if port]
     if len(set(ports)) < len(ports):
         raise SettingsError("--port, --worker-port and --metrics-port are not different. Fix: change one, or use 0.")

@@ -64,6 +64,9 @@ class HfEngine:
             use_onednn(model)
         self._model = model.to(self._device).eval().requires_grad_(False)
         self._backbone = self._model.base_model
+        if self._backbone is self._model:  # transformers does not find it, as with Llama 4
+            kind = type(model).__name__
+            raise ServerError(f"model folder {path}: engine hf finds no backbone in {kind}. Fix: use --engine vllm.")
         self._head = self._model.get_output_embeddings()
         self.device = device
         self.dtype = dtype

@@ -96,6 +96,19 @@ def test_a_model_that_caps_its_logits_is_refused_by_hf(tmp_path: Path, cap: floa
         load_engine(engine_settings(model, "hf"))
 
 
+def test_a_model_whose_backbone_is_not_found_is_refused(tmp_path: Path) -> None:
+    """Fails if Llama 4, whose head transformers does not separate, ends in a traceback."""
+    import torch
+    from transformers import Llama4ForCausalLM, Llama4TextConfig
+
+    sizes = {"hidden_size": 32, "intermediate_size": 32, "intermediate_size_mlp": 32, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16, "num_local_experts": 2}
+    torch.manual_seed(0)
+    Llama4ForCausalLM(Llama4TextConfig(vocab_size=50, **sizes, **heads)).save_pretrained(tmp_path)
+    with pytest.raises(ServerError):
+        load_engine(engine_settings(tmp_path, "hf"))
+
+
 def test_a_nan_is_not_mistaken_for_a_cap(tmp_path: Path) -> None:
     """Fails if damaged weights are reported as an unsupported model, or served."""
     from safetensors.torch import load_file, save_file

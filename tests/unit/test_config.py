@@ -104,6 +104,24 @@ def test_a_text_that_a_file_merges_is_kept_as_it_is(tmp_path: Path) -> None:
     assert (config.teacher.path, config.reference.path, config.model.path) == ("1e3", "1e3", "2e3")
 
 
+def test_texts_in_lists_and_entries_are_kept_as_they_are(tmp_path: Path) -> None:
+    """Fails if a file 010 or on in a list, or a teacher named off in a route, becomes 8, True or False."""
+    routes = "{a: &a {name: off, keys: 1e3, server_port: 10}, b: {<<: *a, name: 1_0}}"
+    pairs = '{"a.b": on, c: 1e3}'
+    file = tmp_path / "x.yaml"
+    file.write_text(f"data: {{train_files: [010, on, 1e-3]}}\nteacher: {{routes: {routes}, special_tokens: {pairs}}}\n")
+    written = load_config(file)
+    lists = ["data.train_files=[010, on, 1e-3]", f"teacher.routes={routes}", f"teacher.special_tokens={pairs}"]
+    for config in (written, load_config(None, lists)):
+        assert config.data.train_files == ["010", "on", "1e-3"]
+        assert config.teacher.special_tokens == {"a.b": "on", "c": "1e3"}
+        found = {name: (route.name, route.keys, route.server_port) for name, route in config.teacher.routes.items()}
+        assert found == {"a": ("off", "1e3", 10), "b": ("1_0", "1e3", 10)}
+    assert load_config(None, ["teacher.routes.a.name=off"]).teacher.routes["a"].name == "off"
+    with refuses("teacher.routes.a.server_port"):
+        load_config(None, ["teacher.routes={a: {server_port: 010}}"])
+
+
 def test_a_tilde_is_the_home_of_the_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Fails if a run writes into a folder named ~ below the working folder, and its log names the user's home."""
     monkeypatch.setenv("HOME", "/home/me")
@@ -112,6 +130,10 @@ def test_a_tilde_is_the_home_of_the_user(tmp_path: Path, monkeypatch: pytest.Mon
     found = (config.trainer.run_dir, config.trainer.resume, config.teacher.store)
     assert found == ("/home/me/runs/x", "/home/me/r", "/home/me/s")
     assert config.data.train_files == ["/home/me/a.jsonl", "~b"] and config.data.system_prompt == "~/$HOME"
+    routes = load_config(None, ["teacher.routes={a: {keys: ~/k}, b: {keys: $HOME/k, name: ~}}"]).teacher.routes
+    assert routes["a"].keys == routes["b"].keys == "/home/me/k" and routes["b"].name is None
+    with refuses("teacher.routes.a.keys"):
+        load_config(None, ["teacher.routes.a.keys=$NOT_SET/x"])
     with refuses("trainer.run_dir"):  # a folder of this name
         load_config(tmp_path / "x.yaml", ["trainer.run_dir=$NOT_SET/x"])
 
@@ -310,7 +332,7 @@ def test_an_invalid_file_is_refused(tmp_path: Path, text: str) -> None:
         *("distill.losses=[{name: jsd}, {name: jsd}]", "distill.reward_weight=1"),
         *("distill.teacher_reward_scale=1.25", "distill.reward_clip=[0.2]"),
         *("distill.reward_clip=[1.0, 0.2]", "distill.reward_clip=[0.2, 0]"),
-        *("distill.beta=0.1", "distill.alpha=0.5"),
+        *("distill.beta=0.1", "distill.alpha=0.5", "distill.importance_clip=5"),
         *("actor.lora.alpha=32", "actor.lora.targets=[q_proj]", "actor.optim.decay_steps=10"),
         "eval.metric=accuracy",
         *("health.checks_off=[truncation]", "health.checks_off=[truncated,truncated]"),
@@ -364,6 +386,9 @@ def test_a_value_that_cannot_be_meant_is_refused(override: str) -> None:
         (["eval.metric=exact_match", "eval.answer_marker="], "eval.answer_marker"),
         ([f"teacher.name={'x' * 129}"], "teacher.name"),
         (["teacher.mass=0.9", "teacher.signal=hidden"], "teacher.mass"),
+        (["distill.tail=renorm", "teacher.signal=hidden"], "distill.tail"),
+        (["distill.tail=drop", "distill.loss=k1"], "distill.tail"),
+        ([*REWARDS, "distill.importance_clip=5"], "distill.importance_clip"),
         (["distill.losses=[{name: k1}, {name: skew_kl, alpha: 5}]"], "distill.losses[1].alpha"),
         (["distill.losses=[{weight: 0.5}]"], "distill.losses[0].name"),
         (["distill.losses=[{name: jsd}]", "distill.beta=0"], "distill.beta"),
@@ -467,6 +492,15 @@ def test_routes_of_both_kinds_pass() -> None:
     assert [route.teacher.url for route in derived.routes] == [["http://a"], [], ["http://b"]]
 
 
+def test_a_key_that_no_route_uses_names_the_routes() -> None:
+    """Fails if teacher.server_ip with HTTP routes is refused because of teacher.backend=zmq, which uses it."""
+    routes = [*ROUTES, "teacher.routes={a: {backend: http, url: 'http://a'}}", "teacher.server_ip=10.0.0.1"]
+    with pytest.raises(ConfigError) as caught:
+        check_config(load_config(None, [*MINIMAL, *routes]))
+    assert caught.value.key == "teacher.server_ip" and "teacher.routes" in caught.value.problem
+    assert "http" in caught.value.problem and "teacher.backend" not in str(caught.value)
+
+
 def test_an_address_with_a_password_is_not_shown() -> None:
     """Fails if a password or a key that was written into the settings appears in an error."""
     for override in ("teacher.url=http://u:hidden-one@a", "teacher.api_key_env=hidden-one"):
@@ -516,6 +550,7 @@ def test_a_budget_for_the_longest_sequence_passes() -> None:
         ["distill.on_policy_share=0.9", "distill.loss=sft", "trainer.global_batch_size=10"],
         ["teacher.signal=hidden", "distill.losses=[{name: skew_kl, alpha: 0}, {name: k3}]"],
         ["teacher.mass=0.99", "distill.loss=reverse_kl", "distill.tail=renorm"],
+        [*KL, "distill.importance_clip=5"],
         ["distill.loss=jsd", "distill.beta=0.1"],
         ["distill.losses=[{name: skew_reverse_kl}, {name: k1}]", "distill.alpha=0.5"],
         ["distill.loss=own:loss", "distill.beta=0.1", "distill.alpha=0.5"],

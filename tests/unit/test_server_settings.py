@@ -75,6 +75,9 @@ teachers:
         ("teachers: {a: {model: /a, thread: 5}}", ("teachers.a", "'thread'", "threads")),
         ("teachers: {a: {model: /a, port: 5}}", ("teachers.a", "'port'")),
         ("teachers: {a: {model: /a}, a: {model: /b}}", ("'a'",)),
+        ("model: /m\nport: 010", ("010",)),
+        ("model: /m\nworker_timeout_s: 1:30", ("1:30",)),
+        ("model: /m\ngpus: [0, 010]", ("010",)),
         ("model: /m\nport: 70000", ("port", "70000", "65535")),
         ("model: /m\nworker_timeout_s: .nan", ("worker_timeout_s", "nan")),
         ("model: /m\nengine: vlm", ("engine", "'vlm'", "vllm")),
@@ -86,6 +89,7 @@ teachers:
         ("teachers: [a]", ("teachers", "{model: PATH}")),
         ("teachers: {a: /a}", ("teachers.a", "{model: PATH}")),
         ("teachers: {'a b': {model: /a}}", ("'a b'",)),
+        ("worker_port: 0\nteachers: {a: {model: /a, n_workers: 0, gpus: [1]}}", ("teacher a", "--gpus")),
         ("teachers: {a: {threads: 2}}", ("teacher a", "--teacher a=PATH")),
         ("port: 5", ("--model", "--teacher")),
         ("- 5", ("--config",)),
@@ -93,7 +97,7 @@ teachers:
     ],
 )
 def test_an_invalid_file_is_refused_by_key(tmp_path: Path, text: str, words: tuple[str, ...]) -> None:
-    """Fails if a typo in the file is ignored, or ends in a traceback."""
+    """Fails if a typo in the file is ignored, 010 is read as 8, or one of them ends in a traceback."""
     with pytest.raises(SettingsError) as caught:
         settings_of(*in_file(tmp_path, text))
     for word in words:
@@ -105,6 +109,8 @@ def test_an_invalid_file_is_refused_by_key(tmp_path: Path, text: str, words: tup
     [
         (("--port", "x"), ("--port", "'x'", "65535")),
         (("--n-workers", "0"), ("--n-workers 0", "--worker-port")),
+        (("--n-workers", "0", "--worker-port", "0", "--gpus", "4"), ("--n-workers 0", "--gpus")),
+        (("--metrics-host", "0.0.0.0"), ("--metrics-host 0.0.0.0", "--metrics-port")),
         (("--tensor-parallel-size", "2", "--engine", "hf"), ("--tensor-parallel-size 2", "vllm")),
         (("--host", "0.0.0.0"), ("--host 0.0.0.0", "--keys", "--insecure")),
         (("--host", "no.such.host.invalid"), ("--host no.such.host.invalid",)),
@@ -115,7 +121,7 @@ def test_an_invalid_file_is_refused_by_key(tmp_path: Path, text: str, words: tup
     ],
 )
 def test_invalid_flags_are_refused_by_name(flags: tuple[str, ...], words: tuple[str, ...]) -> None:
-    """Fails if contradicting flags, or flags that open the server unintentionally, are accepted."""
+    """Fails if flags that contradict, have no effect, or open the server unintentionally, are accepted."""
     with pytest.raises(SettingsError) as caught:
         settings_of("--model", "/m", *flags)
     for word in words:
@@ -134,7 +140,7 @@ def test_the_name_of_this_machine_is_not_loopback(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(socket, "getaddrinfo", lambda *_: found)
     for flag in ("--host", "--metrics-host"):
         with pytest.raises(SettingsError):
-            settings_of("--model", "/m", flag, "node7", "--insecure")
+            settings_of("--model", "/m", flag, "node7", "--insecure", "--metrics-port", "0")
     for host in ("127.0.1.1", "localhost"):
         assert settings_of("--model", "/m", "--host", host).address == "127.0.1.1"
 
@@ -143,3 +149,4 @@ def test_a_teacher_without_a_folder_is_for_joining_workers() -> None:
     """Fails if the broker's host needs the model that only the workers' hosts have."""
     words = ("--teacher", "a", "--n-workers", "0", "--worker-port", "0")
     assert settings_of(*words).teachers[0].model == ""
+    assert len(settings_of(*words, "--teacher", "b=/b", "--metrics-host", "127.0.0.1").teachers) == 2
