@@ -68,6 +68,10 @@ def _check_quantization(
     if {entry.dtype for entry in entries.values()} <= _FLOATS and not online:
         problem = "config.json has quantization_config, but all weights have full precision."
         raise FolderError(folder, problem, "remove quantization_config from config.json.")
+    modules = {name.rpartition(".")[0] for name in entries if "scale" in name.rpartition(".")[2]}
+    eights = [name for name, entry in entries.items() if entry.dtype == "F8_E4M3" and name.endswith(".weight")]
+    if modules and (lost := [name for name in eights if name.rpartition(".")[0] not in modules]):
+        raise FolderError(folder, f"there is no scale of the float8 weights {lost[0]}.", "copy it again.")
     if full_precision:
         method = quantization.get("quant_method") if isinstance(quantization, dict) else None
         problem = f"its weights are quantized (quantization_config in config.json: {method})."

@@ -162,8 +162,10 @@ def _check_loaded(path: str, model: Any, info: Mapping[str, Any]) -> None:
     lists = tuple(f"{name}." for name, module in modules.items() if isinstance(module, torch.nn.ModuleList))
     # The tower of a multimodal model, which is not built, is outside of these.
     unused = [name for name in info["unexpected_keys"] if name.rpartition(".")[0] in modules or name.startswith(lists)]
+    if getattr(model.config, "quantization_config", None) is not None:
+        unused = []
     for names, problem in ((info["missing_keys"], "lacks"), (unused, "has tensors that config.json has no place for:")):
-        if names and getattr(model.config, "quantization_config", None) is None:
+        if names:
             raise ServerError(
                 f"model folder {path}: it {problem} {some_names(sorted(names))}. "
                 "Fix: copy the whole folder, with the config.json and the index of these weights, or use --engine vllm."

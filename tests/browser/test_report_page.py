@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -163,6 +164,21 @@ def test_tokens_are_colored_by_their_kl(run: Path, single: Path, open_page: Open
         assert [drawn[i] for i in order] == sorted(drawn) and len(set(drawn)) > 2
         seen.append(drawn)
     assert seen[0] != seen[1]
+
+
+def test_a_token_without_a_pair_has_no_color(other: Path, open_page: Open, tmp_path: Path) -> None:
+    """Fails if a token that a teacher with another tokenizer cannot compare is shown as one with a KL of 0."""
+    root = Path(shutil.copytree(other, tmp_path / "run"))
+    for file in (root / "token_losses").iterdir():
+        records = [json.loads(line) for line in file.read_text().splitlines()]
+        for record in records:
+            record["values"]["paired"] = [1.0, 0.0, *[1.0] * (len(record["response_ids"]) - 2)]
+        file.write_text("".join(json.dumps(record) + "\n" for record in records))
+    page = open_page(written(tmp_path / "r.html", root))
+    drawn = page.locator(".tokens span").evaluate_all("nodes => nodes.map(n => n.style.backgroundColor !== '')")
+    assert drawn == [i != 1 for i in range(len(drawn))]
+    page.locator(".tokens span").nth(1).hover()
+    assert "not compared" in page.locator("#tip").inner_text() and "nats" not in page.locator("#tip").inner_text()
 
 
 def test_two_runs_are_compared(run: Path, other: Path, open_page: Open, tmp_path: Path) -> None:

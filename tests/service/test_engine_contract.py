@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator
 from dataclasses import fields, replace
@@ -304,6 +305,27 @@ def test_a_folder_with_more_layers_than_its_config_is_refused(tmp_path: Path) ->
     config.write_text(config.read_text().replace('"num_hidden_layers": 2', '"num_hidden_layers": 1'))
     with pytest.raises(ServerError, match=re.escape("model.layers.1.")):
         load_engine(engine_settings(tmp_path, "hf"))
+
+
+def test_a_quantized_folder_that_lacks_a_norm_is_refused(tmp_path: Path) -> None:
+    """Fails if a norm that transformers makes up in a quantized teacher is one line of the server's log."""
+    folder = save_engine_model(tmp_path, kind="Llama")
+    tensors, config = load_file(folder / "model.safetensors"), json.loads((folder / "config.json").read_text())
+    for name in [name for name in tensors if name.endswith("proj.weight")]:
+        tensors[f"{name}_scale"] = tensors[name].abs().amax(1, keepdim=True) / 448
+        tensors[name] = (tensors[name] / tensors[f"{name}_scale"]).to(torch.float8_e4m3fn)
+    weights = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "channel", "dynamic": False}
+    config["quantization_config"] = {
+        **{"quant_method": "compressed-tensors", "format": "float-quantized", "quantization_status": "compressed"},
+        **{"ignore": ["lm_head"], "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights}}},
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    load_engine(engine_settings(folder, "hf"))
+    del tensors["model.norm.weight"]
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ServerError):
+        load_engine(engine_settings(folder, "hf"))
 
 
 @pytest.mark.parametrize("ask", ["hf", "vllm"], indirect=True)  # Triton's interpreter samples no token from NaN

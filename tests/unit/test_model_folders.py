@@ -187,6 +187,18 @@ def test_quantized_weights_are_for_servers_only(tied: Path) -> None:
         check_student(_config(tied))
 
 
+def test_a_float8_weight_without_its_scale_is_refused(tied: Path) -> None:
+    """Fails if one lost scale, without which transformers reads the weight as it is, gives a teacher other scores."""
+    names = [f"model.layers.{i}.mlp.up_proj.weight" for i in range(2)]
+    _leftover_quantization(tied)
+    scales = {f"{name}_scale_inv": torch.ones(1, 1) for name in names}
+    _change(tied, lambda t: t.update({**{name: t[name].to(torch.float8_e4m3fn) for name in names}, **scales}))
+    assert check_folder(tied) == [tied / SINGLE]
+    _change(tied, lambda t: t.pop(f"{names[1]}_scale_inv"))
+    with pytest.raises(ServerError):
+        check_folder(tied)
+
+
 def test_an_export_leaves_out_what_belongs_to_an_adapter(tied: Path, tmp_path: Path) -> None:
     """Fails if transformers looks for an adapter in an export and cannot load it."""
     _merged_adapter(tied)

@@ -109,6 +109,7 @@ def _responses(file: Path, texts: TokenTexts, used: set[int]) -> dict[str, dict[
             "n_tokens": len(record["response_ids"]),
             "kind": COLORS[color] if color else "",
             "observed": sorted(observed & set(range(len(ids)))),
+            "unpaired": [i for i, paired in zip(own, values.get("paired", ()), strict=False) if not paired],
             "color": _spread([_short(v) for v in values[color][: len(own)]], own, ids) if color else [None] * len(ids),
             "entropy": _spread([_short(value) for value in values.get("student_entropy", ())[: len(own)]], own, ids),
             "choices": choices,

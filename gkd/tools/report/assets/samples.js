@@ -67,14 +67,14 @@ function drawResponse(body, legend, samples) {
   const full = fullColor(samples, SAMPLES.response);
   legend.append(`${record.kind}, nats: 0`, element("i"), `${full.toPrecision(2)} and more`);
   body.append(element("p", { class: "prompt" }, record.prompt ?? "The prompt is not in this file: it was written by an older version."));
-  const observed = new Set(record.observed);
+  const observed = new Set(record.observed), unpaired = new Set(record.unpaired);
   if (observed.size) legend.append(element("span", { class: "observed" }, "text of the environment"));
   const tokens = element("div", { class: "tokens", tabindex: "0", "aria-label": "Tokens of the response; arrow keys move between them" });
   record.ids.forEach((id, i) => {
     const text = samples.vocabulary[id];
     const special = /^<.*>$|^\[\d+\]$/.test(text) ? "special" : "";
     const span = element("span", { "data-i": i, class: observed.has(i) ? `observed ${special}` : special }, text.replace(/\n/g, "\u21b5\n"));
-    if (!observed.has(i)) {
+    if (!observed.has(i) && !unpaired.has(i)) {
       const share = (record.color[i] ?? null) === null ? 1 : Math.min(Math.abs(record.color[i]) / full, 1);
       span.style.backgroundColor = `rgba(var(--heat), ${(0.75 * share).toFixed(3)})`;
     }
@@ -108,6 +108,7 @@ function tipOf(samples, record, i) {
   const value = record.color[i];
   const lines = [element("div", {}, element("b", {}, quoted(samples.vocabulary[record.ids[i]])), ` id ${record.ids[i]}, token ${i + 1}`)];
   if (record.observed.includes(i)) return [...lines, element("div", { class: "note" }, "The environment wrote this token. It is read, and carries no loss.")];
+  if (record.unpaired.includes(i)) return [...lines, element("div", { class: "note" }, "The teacher's tokens have no pair for it: it is not compared.")];
   lines.push(element("div", {}, `${record.kind}: ${value === null ? "not finite" : value} nats`));
   if (record.entropy.length) lines.push(element("div", {}, `entropy of the student: ${record.entropy[i]} nats`));
   const choices = record.choices[i];
