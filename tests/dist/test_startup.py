@@ -50,7 +50,7 @@ class Rank(ActorWorker):
 
 
 def read_from_a_dead_disk() -> None:
-    os.read(os.pipe()[0], 1)  # nobody writes
+    os.read(os.pipe()[0], 1)  # no process writes into the pipe
 
 
 @pytest.fixture(scope="module")
