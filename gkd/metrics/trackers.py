@@ -187,10 +187,11 @@ class Trackers:
     def __init__(self, config: Config, folder: RunFolder, resumed_at: int | None) -> None:
         self._trackers: dict[str, Tracker] = {}
         self._failed: set[str] = set()
+        self._had_lines: set[str] = set()  # trackers that have lines of the run before this start
         self._repeated: dict[int, set[str] | None] = {}  # step -> numbers that trackers have already; None: all
         if not config.trainer.loggers:
             return
-        run_id, through, lines = _continued(config, folder, resumed_at)
+        run_id, through, lines, self._had_lines = _continued(config, folder, resumed_at)
         run = TrackedRun(
             folder.root,
             run_id or uuid.uuid4().hex[:8],
@@ -204,7 +205,8 @@ class Trackers:
         for line in lines:
             if (step := int(line["step"])) in self._repeated:
                 self._repeated[step] = {*line, *(self._repeated[step] or ())}
-        state = {"id": run.run_id, "through": through, "folder": str(folder.root.resolve())}
+        loggers = sorted(self._had_lines | set(config.trainer.loggers))
+        state = {"id": run.run_id, "through": through, "folder": str(folder.root.resolve()), "loggers": loggers}
         with naming(folder.root / _STATE):
             replace_file(folder.root / _STATE, json.dumps(state).encode())
         for name in config.trainer.loggers:
@@ -217,7 +219,8 @@ class Trackers:
         has = self._repeated.get(step, set())
         news = {} if has is None else {name: value for name, value in finite.items() if name not in has}
         for name, tracker in self._trackers.items():
-            if sent := finite if isinstance(tracker, TensorBoard) else news:
+            # TensorBoard discards the steps from a restart on; a tracker that the resume adds never had them.
+            if sent := finite if isinstance(tracker, TensorBoard) or name not in self._had_lines else news:
                 with self._never_fatal(name, f"did not receive step {step}"):
                     tracker.log(step, sent)
 
@@ -241,20 +244,21 @@ class Trackers:
 
 def _continued(
     config: Config, folder: RunFolder, resumed_at: int | None
-) -> tuple[str | None, int, Sequence[Mapping[str, float]]]:
-    """Return the id of the trackers' run that this start continues, the last step that they may have, and the lines.
+) -> tuple[str | None, int, Sequence[Mapping[str, float]], set[str]]:
+    """Return the id of the trackers' run that this start continues, the last step, lines and trackers that it may have.
 
-    A new run, a branch, a rewind to a named checkpoint and a copy of a folder begin a run of their own: (None, -1, ()).
+    A new run, a branch, a rewind to a named checkpoint and a copy of a folder begin a run of their own, without lines.
     """
     file = folder.root / _STATE
     if resumed_at is None or config.trainer.resume != "auto" or folder.goes_back or not file.exists():
-        return None, -1, ()
+        return None, -1, (), set()
     with naming(file, "read"):
         state = json.loads(file.read_bytes())
     if _is_copy(file, state):
-        return None, -1, ()
+        return None, -1, (), set()
     lines = read_metrics(folder.metrics_file) if folder.metrics_file.exists() else []
-    return str(state["id"]), max([int(state["through"]), *(int(line["step"]) for line in lines)]), lines
+    through = max([int(state["through"]), *(int(line["step"]) for line in lines)])
+    return str(state["id"]), through, lines, set(state.get("loggers", config.trainer.loggers))
 
 
 def _is_copy(file: Path, state: Mapping[str, Any]) -> bool:

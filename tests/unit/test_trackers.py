@@ -192,6 +192,19 @@ def test_a_repeated_step_brings_the_evaluation_that_it_lacked(tmp_path: Path, mo
     assert set(counts.values()) == {1}
 
 
+def test_a_tracker_that_a_resume_adds_has_the_repeated_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fails if its charts begin behind the last step of the trackers before it, or later resumes repeat steps in it."""
+    server = FakeWandB()
+    monkeypatch.setitem(sys.modules, "wandb", server)
+    settings = ("trainer.save_every=3", "eval.every=4", "trainer.loggers=[tensorboard]")
+    with pytest.raises(ClusterError):
+        make(tmp_path, LostInEvaluation(), *settings, "trainer.total_steps=5", val=PROMPTS[:1]).fit()
+    for n_steps in (5, 6):
+        more = ("trainer.loggers=[tensorboard,wandb]", "trainer.resume=auto", f"trainer.total_steps={n_steps}")
+        make(tmp_path, World(), *settings, *more, val=PROMPTS[:1]).fit()
+    assert [row["step"] for row in server.rows if "loss/total" in row] == [4, 5, 6]
+
+
 class Unloadable(World):
     def load(self, folder: Path) -> None:
         raise ClusterError("actor rank 0: the process died")
