@@ -230,6 +230,8 @@ def _check_rollout_teacher(config: Config) -> None:
     if config.distill.support != "teacher":
         problem = "with teacher.backend=rollout vLLM returns the teacher's most probable ids, and no others."
         raise config.error("distill.support", problem, "use teacher.")
+    problem = "with teacher.backend=rollout vLLM's probabilities are those of all rows, also of masked ones."
+    config.check_unused(["model.n_vocab"], problem, "use 0, or local with teacher.update_interval=1.")
     problem = "with teacher.backend=rollout vLLM returns top-k lists of one length at temperature 1."
     _check_lists(config.derived.routes[0], problem)
 

@@ -28,6 +28,7 @@ OWN_PROMPT = ["teacher.prompt_template=Be brief. {prompt}"]
         ("teacher.signal", [*OWN_PROMPT, "teacher.signal=hidden"]),
         ("teacher.temperature", [*OWN_PROMPT, "teacher.temperature=0.7"]),
         ("teacher.mass", [*OWN_PROMPT, "teacher.mass=0.9"]),
+        ("model.n_vocab", [*OWN_PROMPT, "model.n_vocab=9"]),
         ("distill.support", [*OWN_PROMPT, "distill.support=union"]),
         ("teacher.path", [*OWN_PROMPT, "teacher.path=t"]),
         ("teacher.routes", [*OWN_PROMPT, "teacher.routes={a: {}}", "data.teacher_key=domain"]),
