@@ -431,5 +431,5 @@ def test_a_dropped_trajectory_leaves_no_environment(shared: Environments, tmp_pa
     case.turns.abort("another")
     assert shared.n_open == 1
     case.turns.abort("owner")
-    wait_until(lambda: shared.wait(0.0) or closed.exists(), LIMIT_S, "the end of the environment")
+    wait_until(lambda: shared.wait(0.0) or (closed.exists() and closed.read_text()), LIMIT_S, "the end of the object")
     assert (shared.n_open, closed.read_text()) == (0, "x\n")
