@@ -318,7 +318,7 @@ class ActorWorker(ActorRank):
                 n_vocab=self._student.n_vocab,
                 signals=self._config.derived.signals,
                 hidden_size=self._student.teacher_hidden_size,
-                n_teacher_vocab=0 if self._pair is None else len(self._pair.teacher),
+                n_teacher_vocab=0 if self._pair is None else self._pair.n_listed,
                 with_reference=with_reference,
             )
             rollouts, scores = without_first(rollouts, scores, skip_first)

@@ -9,7 +9,7 @@ from urllib.parse import urlsplit
 from gkd.config.declare import is_path
 from gkd.config.schema import Config, Route
 from gkd.config.schema_sections import all_keys
-from gkd.config.schema_teacher import ACTOR, BACKENDS, DIVERGENCES, HTTP
+from gkd.config.schema_teacher import ACTOR, BACKENDS, BY_UNITS, DIVERGENCES, HTTP, ZMQ
 from gkd.config.schema_trainer import AHEAD, STREAM
 from gkd.errors import ConfigError
 
@@ -58,6 +58,9 @@ def check_tokenizer(config: Config) -> None:
         problem = "it is of a teacher with another tokenizer, and teacher.tokenizer is empty."
         fix = "name the folder of the teacher's tokenizer, or remove the key."
         config.check_unused(["teacher.special_tokens", "distill.units"], problem, fix)
+        if t.signal == BY_UNITS:
+            problem = "these are sums over strings of two tokenizers, and teacher.tokenizer is empty."
+            raise config.error("teacher.signal", problem, "use topk, or name the teacher's tokenizer.")
         return
     spec = config.derived.loss
     if others := [term.name for term in spec.terms if term not in (*spec.divergences, spec.sft)]:
@@ -71,8 +74,10 @@ def check_tokenizer(config: Config) -> None:
     problem = "this does not work with a teacher that has another tokenizer (teacher.tokenizer)."
     fix = "leave it out, or use a teacher with the student's tokens."
     config.check_unused(alone, problem, fix)
-    if t.signal not in ("topk", "hidden"):
-        raise config.error("teacher.signal", problem, "use topk or hidden.")
+    if t.signal not in ("topk", "hidden", BY_UNITS):
+        raise config.error("teacher.signal", problem, "use topk, hidden or units.")
+    if t.signal == BY_UNITS and t.backend != ZMQ:
+        raise config.error("teacher.signal", "only a teacher server sums over units.", "use topk.")
     if config.distill.token_weight not in ("none", "entropy"):
         raise config.error("distill.token_weight", problem, fix)
 

@@ -14,7 +14,7 @@ from typing import cast
 from gkd.config.loss_spec import LossSpec, loss_spec, teacher_signals
 from gkd.config.schema_rollout import AUTO, GLOO, IPC, NCCL, has_expandable_segments
 from gkd.config.schema_sections import EXACT_MATCH, NO_METRIC, Sections
-from gkd.config.schema_teacher import ACTOR, BACKENDS, ROLLOUT, RouteConfig, TeacherConfig
+from gkd.config.schema_teacher import ACTOR, BACKENDS, BY_UNITS, ROLLOUT, RouteConfig, TeacherConfig
 from gkd.errors import ConfigError
 from teacher_server.wire.protocol import Signal
 
@@ -121,7 +121,7 @@ def _derived(config: Sections) -> Derived:
     return Derived(
         loss=loss,
         routes=routes,
-        signals=teacher_signals(loss, cast(Signal, teacher.signal)),
+        signals=teacher_signals(loss, cast(Signal, "topk" if teacher.signal == BY_UNITS else teacher.signal)),
         n_student_ids={"teacher": 0, "student": teacher.topk, "union": teacher.topk // 2}[config.distill.support],
         max_sequence_length=longest,
         max_teacher_length=longest_of_teacher,

@@ -11,6 +11,7 @@ from teacher_server.wire.protocol import MAX_K, Signal
 Tail: TypeAlias = Literal["bucket", "renorm", "drop", "residual"]
 SUPPORTS = ("teacher", "student", "union")
 UNITS = ("nodes", "text")
+BY_UNITS = "units"  # the value of teacher.signal whose lists have sums
 
 # Name of each divergence, and of its function in gkd/loss -> the keys of `distill` that it uses.
 DIVERGENCES: dict[str, tuple[str, ...]] = {
@@ -150,9 +151,9 @@ class TeacherConfig:
     )
     signal: str = key(
         "topk",
-        "Signal requested per response token: topk, sampled (logprob of the response token; for k1, k2, k3, sft), "
-        "hidden or logits (full distribution). Size and exactness: docs/losses.md.",
-        choices=get_args(Signal),
+        "Signal per response token: topk, sampled (logprob of the response token; for k1, k2, k3, sft), hidden or logits "
+        "(all tokens), units (topk of strings of both tokenizers). Exactness: docs/losses.md.",
+        choices=(*get_args(Signal), BY_UNITS),
     )
     topk: int = key(64, "Entries of the teacher's distribution per position.", ge=1, le=MAX_K)
     mass: float = key(
@@ -191,7 +192,7 @@ class TeacherConfig:
     tokenizer: str = file_key(
         "",
         "zmq, http, local: folder with the teacher's tokenizer, if its tokens are not the student's; needs "
-        "teacher.signal topk or hidden. Empty = the same tokens. docs/other_tokenizer.md.",
+        "teacher.signal topk, hidden or units. Empty = the same tokens. docs/other_tokenizer.md.",
         limits="empty with several teachers",
         resume=True,
     )

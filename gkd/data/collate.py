@@ -222,6 +222,8 @@ def _text(rollouts: Sequence[Rollout], scores: Sequence[TeacherScores], pair: To
         n_teacher_rows += len(score.response_ids)
     columns = [np.concatenate(column) for column in zip(*tables, strict=True)]
     ids = np.concatenate([score.response_ids for score in scores if score.response_ids is not None])
+    if pair.units is not None:
+        ids = pair.units.of_token[ids]
     return TextTargets(*map(torch.from_numpy, [*columns, ids.astype(np.int64), np.concatenate(canonical)]))
 
 

@@ -26,7 +26,8 @@ from gkd.loss.choices import listed_choices
 from gkd.loss.chunked import HeadLoss, LogitsLoss
 from gkd.loss.full_vocab import full_vocab_losses
 from gkd.loss.row_kernels import RowKernels, statistics_dtype
-from gkd.loss.text_units import BY_NODES, PAIRED, TeacherList, UnitTables, text_losses
+from gkd.loss.text_tables import TeacherList, UnitTables
+from gkd.loss.text_units import BY_NODES, PAIRED, text_losses
 from gkd.loss.token_loss import (
     CANONICAL,
     GROUP_SUMS,

@@ -20,9 +20,10 @@ What only one of the models can tell apart is one outcome, bytes that begin toke
 of a row is the sum over its positions, so it is an estimate of the divergence of the two models over texts, by the
 chain rule; exact up to tokenizations that leave the canonical one earlier than the last token.
 
-A teacher that sends a list of its most probable tokens gives the same sums without what the list leaves out. Outcomes
-of which the list has nothing are one outcome, together with the rest, in both models. Inside of a token of the teacher
-the next byte is compared only if the list has at least `SAFE_SHARE` of the tokens that may begin like it.
+A teacher that sends a list of its most probable tokens or units gives the same sums without what the list leaves out.
+Outcomes of which the list has nothing are one outcome, together with the rest, in both models. Inside of a token of the
+teacher the next byte is compared only if the list has at least `SAFE_SHARE` of the tokens that may begin like it. Bytes
+that units do not tell apart are not compared.
 
 These are sums over probabilities: tables = A softmax(z), with A of zeros and ones. So with g the gradient of the
 tables, d loss / d z_v = q_v ((A^T g)_v - <g, tables>), and with tensor parallelism only tables are reduced.
@@ -33,9 +34,7 @@ Letters: n rows of the chunk, v columns of this rank (n', v' of the teacher), W 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import NamedTuple
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -45,10 +44,10 @@ from gkd.loss.choices import N_CHOICES
 from gkd.loss.divergence import divergence_of, forward_kl
 from gkd.loss.divergence_slopes import value_and_slope
 from gkd.loss.row_kernels import RowKernels, pieces
+from gkd.loss.text_tables import Side, TeacherList, UnitTables
 from gkd.loss.token_loss import CANONICAL, PLAIN, TokenLosses, add_ends, sampled_losses
 from gkd.loss.vocab_parallel import VocabShard, local_statistics, sum_over_shards
-from gkd.text.byte_vocab import END, NO_BYTE, REST, ByteVocab, Vocab
-from gkd.text.pair import TokenizerPair
+from gkd.text.byte_vocab import MARK, NO_BYTE, REST
 from gkd.text.targets import TextTargets
 from gkd.types import TokenTargets
 
@@ -56,105 +55,6 @@ SAFE_SHARE = 0.95
 PAIRED, BY_NODES = "paired", "by_nodes"
 _OUTCOMES = NO_BYTE + 1  # bytes, and the rest
 _ENTRIES = 1 << 22  # entries of range sums that are computed at once
-_LEAST = -60.0  # nats, of the tokens of a teacher that sends lists
-
-
-class Side:
-    """This rank's part of one model's vocabulary: tables for sums over tokens.
-
-    Args:
-        tokens: of the whole vocabulary, see `gkd.text.byte_vocab`.
-        node: [V] their nodes.
-        start, n_columns: this rank's columns.
-    """
-
-    def __init__(self, tokens: Vocab, node: np.ndarray, start: int, n_columns: int, device: torch.device) -> None:
-        vocab = ByteVocab(tokens)
-        starts, bounds = vocab.ranges
-        place = np.zeros(vocab.n, np.int64)
-        place[vocab.order] = np.arange(len(vocab.order))
-        own = (vocab.order >= start) & (vocab.order < start + n_columns)
-        n_before = np.concatenate([[0], np.cumsum(own)])
-        # The tokens of each node, by their bytes: those that begin with one token are a range there, too.
-        by_node = vocab.order[np.argsort(node[vocab.order], kind="stable")]
-        key = node[by_node] * (len(vocab.order) + 1) + place[by_node]
-        whole = np.where(vocab.lengths > 0, starts[1:] - 1, 0)  # of the whole token, in `bounds`
-        alike = np.searchsorted(key, node[:, None] * (len(vocab.order) + 1) + bounds[whole])
-        alike[vocab.lengths == 0] = 0
-        own_alike = (by_node >= start) & (by_node < start + n_columns)
-        n_alike_before = np.concatenate([[0], np.cumsum(own_alike)])
-
-        def tensor(values: np.ndarray) -> Tensor:
-            return torch.from_numpy(np.ascontiguousarray(values)).to(device)
-
-        self.start = start
-        self.node = tensor(node[start : start + n_columns])
-        self.columns = tensor(vocab.order[own] - start)
-        self.text, self.sizes = tensor(vocab.text[own]), tensor(vocab.lengths[vocab.order[own]])
-        self.lengths, self.starts, self.bounds = tensor(vocab.lengths), tensor(starts[:-1]), tensor(n_before[bounds])
-        self.alike_columns = tensor(by_node[own_alike] - start)
-        self.alike = tensor(n_alike_before[alike])
-        self.is_alone = tensor(alike[:, 1] - alike[:, 0] <= 1)  # no other token of its node begins with it
-
-
-class TeacherList(NamedTuple):
-    """The teacher's most probable tokens in n' rows; its tokens of the rows are in addition to them."""
-
-    ids: Tensor  # [n', K] int64; -1 beyond the row's count
-    logprobs: Tensor  # [n', K] nats
-    sampled: Tensor  # [n'] nats, of `TextTargets.teacher_ids`
-
-    def spread(self, ids: Tensor, side: Side, n_columns: int) -> Tensor:
-        """Return this rank's columns of the distribution, 0 for tokens that are not listed: [n', n_columns].
-
-        Args:
-            ids: [n'] int64, `TextTargets.teacher_ids`.
-        """
-        listed = torch.cat([self.ids, ids[:, None]], dim=1)
-        # With a probability of 0 for its own token nothing could be compared behind it.
-        p = torch.cat([self.logprobs, self.sampled[:, None].clamp(min=_LEAST)], dim=1).exp()
-        columns = listed - side.start
-        others = (listed < 0) | (columns < 0) | (columns >= n_columns)
-        out = p.new_zeros((len(p), max(1, n_columns)))
-        # Not their sum: the row's token may be in the list, too.
-        return out.scatter_reduce_(1, columns.masked_fill(others, 0), p.masked_fill(others, 0.0), "amax")[:, :n_columns]
-
-
-class UnitTables:
-    """Both vocabularies, for one rank of the student's last pipeline stage.
-
-    Args:
-        pair: the tokenizers, with as many tokens as the models have rows.
-        with_nodes: distill.units is nodes; otherwise all positions are compared by the next byte.
-        shard: the student's part of this rank. The teacher's vocabulary is divided evenly over the same ranks.
-        n_local: rows of the student's LM head on this rank.
-    """
-
-    def __init__(
-        self,
-        pair: TokenizerPair,
-        *,
-        with_nodes: bool,
-        shard: VocabShard,
-        n_local: int,
-        device: torch.device,
-    ) -> None:
-        student, teacher, nodes = pair.student, pair.teacher, pair.nodes
-        self.student = Side(student, nodes.student, shard.start, shard.n_columns(n_local), device)
-        size, rank = (1, 0) if shard.group is None else (dist.get_world_size(shard.group), dist.get_rank(shard.group))
-        self.n_teacher_rows = step = -(-len(teacher) // size)  # the last ranks may have fewer
-        self.teacher_rows = slice(min(rank * step, len(teacher)), min((rank + 1) * step, len(teacher)))
-        n_rows = self.teacher_rows.stop - self.teacher_rows.start
-        self.teacher = Side(teacher, nodes.teacher, self.teacher_rows.start, n_rows, device)
-        self.with_nodes, self.n_nodes = with_nodes, nodes.n
-        self.first_byte = torch.from_numpy(nodes.first_byte).to(device)
-        ends = [i for i, token in enumerate(student) if token == END]
-        self.end_node = int(nodes.student[ends[0]])
-        name = np.full(nodes.n, -1, np.int64)  # the student's shortest token of each node stands for it in reports
-        longest_first = sorted(range(len(student)), key=lambda i: -len(student[i] or b""))
-        name[nodes.student[longest_first]] = longest_first
-        name[REST] = -1
-        self.names = torch.from_numpy(name).to(device)
 
 
 def text_losses(
@@ -309,7 +209,9 @@ class _Model:
         """
         shares = self._p.new_ones(len(self.row))
         at = torch.nonzero(where & ~self.is_first).flatten()
-        at = at[~self._side.is_alone[self._ids[self.row[at] - 1]]]
+        before = self._ids[self.row[at] - 1]
+        shares[at[self._side.is_open[before]]] = 0.0
+        at = at[~(self._side.is_alone | self._side.is_open)[before]]
         rows = self.row[at] - 1
         ids = self._ids[rows]
         sums = self._p.new_zeros((len(at), 2))
@@ -339,7 +241,8 @@ class _Model:
         # A first position has no token before it: whatever stands there is not used, and may have no bytes.
         place = (self._side.starts[ids] + (depth - 1).clamp(min=0)).clamp(max=len(self._side.bounds) - 1)
         bounds = self._side.bounds[place]
-        bounds = torch.where((self.is_first[at] | (depth == 0))[:, None], 0, bounds)
+        untold = ~begins & (depth >= self._side.lengths[ids])  # bytes behind the string of a unit
+        bounds = torch.where((self.is_first[at] | (depth == 0) | untold)[:, None], 0, bounds)
         self._asked = rows, depth, bounds, at
         out = self._p.new_zeros(len(at) * _OUTCOMES)
         for asked, columns, places in self._entries(bounds, self._side.columns):
@@ -352,8 +255,11 @@ class _Model:
         """Return whether the next byte at some positions is known well enough, [A] bool; always without a list."""
         if self.missing is None:
             return torch.ones_like(at, dtype=torch.bool)
-        found = self.masses(at).sum(dim=1)
-        return (self.depth[at] == 0) | (found >= SAFE_SHARE * (found + self.missing[self.row[at]]))
+        found, rows = self.masses(at).sum(dim=1), self.row[at]
+        is_listed = found >= SAFE_SHARE * (found + self.missing[rows])
+        # What is longer than a token of an open unit is not known.
+        is_open = self._side.is_open[self._ids[(rows - 1).clamp(min=0)]] & ~self.is_first[at]
+        return torch.where(self.depth[at] == 0, ~is_open, is_listed)
 
     def add_gradient(self, at: Tensor, grad_first_bytes: Tensor, grad_masses: Tensor) -> None:
         """Take the derivatives in `first_bytes` and in the last result of `masses`."""
@@ -441,18 +347,21 @@ def _compare_text(
     for model in (student, teacher):
         begins = (model.depth[at] == 0)[:, None]
         sides.append((model.first_bytes(at), model.masses(at), begins, begins & ~model.is_first[at, None]))
+    # Units of longer tokens go on with a mark, which no token has behind other bytes. It is not told from all else.
+    longer = sides[1][1][:, MARK[0], None].clone()
+    sides[1][1][:, MARK[0]] = 0.0
     # The last outcome is all else; inside of a token, that the token may end here. Where no token ends here, all else
     # has no probability only because the row's tokens are given, and is not compared.
     known = torch.ones((len(at), _OUTCOMES), dtype=torch.bool, device=at.device)
-    for _, masses, begins, _ in sides:
-        known &= begins | (masses > 0)
+    for (_, masses, begins, _), more in zip(sides, (torch.zeros_like(longer), longer), strict=True):
+        known &= begins | (torch.cat([masses[:, :NO_BYTE], masses[:, NO_BYTE:] + more], dim=1) > 0)
     if teacher.missing is not None:
         first_bytes, masses, begins, _ = sides[1]
         known[:, :NO_BYTE] &= ((masses > 0) | (begins & (first_bytes > 0)))[:, :NO_BYTE]
     leaves = [tensor.requires_grad_() for tensor in (sides[0][0].detach(), sides[0][1].detach())]
     with torch.enable_grad():
         log_q = _next_byte(leaves[0], leaves[1], *sides[0][2:], known)
-        log_p = _next_byte(*sides[1], known)
+        log_p = _next_byte(*sides[1], known, longer)
         values = [divergence_of(term.name)(log_q, log_p, term) for term in spec.divergences]
         weighed = [term.weight * value for term, value in zip(spec.divergences, values, strict=True)]
         total = torch.stack(weighed).sum(dim=0).dot(weights[rows[at]]) if weighed else weights[:0].sum()
@@ -464,7 +373,9 @@ def _compare_text(
         student.add_gradient(at, *torch.autograd.grad(total, leaves))
 
 
-def _next_byte(first_bytes: Tensor, masses: Tensor, begins: Tensor, follows: Tensor, known: Tensor) -> Tensor:
+def _next_byte(
+    first_bytes: Tensor, masses: Tensor, begins: Tensor, follows: Tensor, known: Tensor, longer: Tensor | float = 0.0
+) -> Tensor:
     """Return the logprob of each next byte that both models can tell apart, and of all else: [A, `_OUTCOMES`].
 
     An outcome that is not compared has the logprob of the smallest number in both models.
@@ -474,13 +385,14 @@ def _next_byte(first_bytes: Tensor, masses: Tensor, begins: Tensor, follows: Ten
         begins: [A, 1] bool, whether a token begins at the position.
         follows: [A, 1] bool, whether one does behind another token of the response.
         known: [A, `_OUTCOMES`] bool, what both can tell apart; the last column: whether both can have all else.
+        longer: [A, 1] mass of units whose tokens go on with unknown bytes.
     """
-    longer = torch.cat([masses[:, :NO_BYTE], torch.zeros_like(masses[:, NO_BYTE:])], dim=1)
-    given_text = longer + masses[:, NO_BYTE:] * first_bytes
+    following = torch.cat([masses[:, :NO_BYTE], torch.zeros_like(masses[:, NO_BYTE:])], dim=1)
+    given_text = following + masses[:, NO_BYTE:] * first_bytes
     p = torch.where(follows, given_text, torch.where(begins, first_bytes, masses))
     tiny = torch.finfo(p.dtype).tiny
     bytes_known = known[:, :NO_BYTE]
-    rest = torch.where(bytes_known, 0.0, p[:, :NO_BYTE]).sum(dim=1, keepdim=True) + p[:, NO_BYTE:]
+    rest = torch.where(bytes_known, 0.0, p[:, :NO_BYTE]).sum(dim=1, keepdim=True) + p[:, NO_BYTE:] + longer
     p = torch.where(known, torch.cat([p[:, :NO_BYTE], rest], dim=1), 0.0)
     return (p / p.sum(dim=1, keepdim=True).clamp(min=tiny)).clamp(min=tiny).log()
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from gkd.config.load import load_config
 from gkd.config.schema import Config
+from gkd.config.schema_teacher import BY_UNITS
 from gkd.errors import CheckpointError
 from gkd.run.checkpoints import step_folder
 from gkd.run.folder import BATCHES
@@ -17,7 +18,7 @@ from gkd.run.open import check_same_teacher, kept_value
 # Settings of the recorded batches that must be equal. Which signals are needed depends on the loss.
 _SAME = (
     *("teacher.temperature", "teacher.topk", "teacher.mass", "teacher.routes", "teacher.prompt_template"),
-    *("data.teacher_prompt_key", "distill.support", "rollout.n", "trainer.global_batch_size"),
+    *("teacher.special_tokens", "data.teacher_prompt_key", "distill.support", "rollout.n", "trainer.global_batch_size"),
 )
 
 
@@ -63,6 +64,13 @@ def _check_scores(recorded: Config, now: Config) -> None:
         before = kept_value(recorded, key)
         if before != kept_value(now, key):
             raise now.error(key, f"the recorded batches have {before!r}.", "use the same value.")
+    for key, values in (
+        ("teacher.tokenizer", [bool(config.teacher.tokenizer) for config in (recorded, now)]),
+        ("teacher.signal", [config.teacher.signal == BY_UNITS for config in (recorded, now)]),
+    ):
+        if values[0] != values[1]:
+            problem = f"the recorded batches have {kept_value(recorded, key)!r}, whose lists mean something else."
+            raise now.error(key, problem, "use the recorded run's value.")
     for config, whose in ((recorded, "the recorded run's"), (now, "this run's")):
         if "hidden" in now.derived.signals and config.teacher.update_interval:
             problem = (

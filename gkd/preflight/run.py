@@ -137,7 +137,7 @@ def preflight(config: Config) -> Plan:
     else:
         n_vocab = config.model.n_vocab or n_student_vocab
         pair = tokenizer_pair(config, tokenizer, other_tokenizer, teachers[0], n_vocab, eos_ids)
-        check_limits(config, derived.routes[0], teachers[0], "teacher", len(pair.teacher))
+        check_limits(config, derived.routes[0], teachers[0], "teacher", pair.n_listed)
         check_pair(config, derived.routes[0], pair, train)
     if is_offline:
         check_all_stored(config, train, teachers, n_vocab, eos_ids)

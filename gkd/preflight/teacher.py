@@ -15,7 +15,7 @@ import numpy as np
 
 from gkd.config.schema import Config, Route
 from gkd.config.schema_sections import DataConfig, value_of
-from gkd.config.schema_teacher import HTTP
+from gkd.config.schema_teacher import BY_UNITS, HTTP
 from gkd.data.chunks import dataset_rollouts
 from gkd.data.prompts import load_tokenizer
 from gkd.errors import ConfigError, TeacherError, TeacherRefusal, TeacherUnavailable
@@ -237,6 +237,9 @@ def check_limits(config: Config, route: Route, teacher: TeacherInfo, kind: str, 
         problem = f"the server has protocol version {teacher.protocol_version}: it cannot score parts of a response."
         key = "rollout.environment" if config.rollout.environment else "data.messages_key"
         raise config.error(key, problem, "upgrade the teacher server.")
+    if config.teacher.signal == BY_UNITS and teacher.protocol_version < 5:
+        problem = f"the server has protocol version {teacher.protocol_version}: it cannot sum over units."
+        raise config.error("teacher.signal", problem, "upgrade the teacher server, or use topk.")
     longest = derived.max_teacher_length
     if longest > teacher.max_tokens:
         problem = (

@@ -8,8 +8,9 @@ from typing import Any
 import numpy as np
 
 from gkd.config.schema import Config, Route
+from gkd.config.schema_teacher import BY_UNITS
 from gkd.data.prompts import load_tokenizer
-from gkd.errors import ConfigError, DataError
+from gkd.errors import ConfigError, DataError, TeacherRefusal
 from gkd.hf.model_folder import eos_token_ids
 from gkd.log import get_logger
 from gkd.preflight.teacher import as_rollout
@@ -93,7 +94,8 @@ def tokenizer_pair(
                 if token < len(vocab):
                     vocab[token] = mark
     ours, theirs = (tokenizer.backend_tokenizer.to_str() for tokenizer in (student, teacher))
-    return TokenizerPair(vocabs[0], vocabs[1], ours, theirs, end, info.max_tokens)
+    by_units = config.teacher.signal == BY_UNITS
+    return TokenizerPair(vocabs[0], vocabs[1], ours, theirs, end, info.max_tokens, by_units)
 
 
 def _special(tokenizer: Any, name: str, key: str) -> int:
@@ -142,6 +144,8 @@ def check_pair(config: Config, route: Route, pair: TokenizerPair, prompts: Seque
         shares = (
             f"{safe:.1%} of the teacher's boundaries are safe; {mass:.1%} of its probability is on common strings; "
         )
+        if pair.units is not None and len(longest := max(others, key=len)) > 1:
+            _check_units(config, route, pair, longest)
     canonical = np.concatenate([pair.canonical(text) for text in texts]).mean()
     log.info(
         "the teacher's tokens are not the student's. On %d texts of this run: %.1f%% of the student's tokens have the "
@@ -155,6 +159,19 @@ def check_pair(config: Config, route: Route, pair: TokenizerPair, prompts: Seque
             f"{100 * LEAST_COMMON:.0f}%."
         )
         raise config.error("distill.units", problem, "set distill.units=text.")
+
+
+def _check_units(config: Config, route: Route, pair: TokenizerPair, text: np.ndarray) -> None:
+    """Raise ConfigError if the teacher refuses to list units, as an engine of one's own does."""
+    assert pair.units is not None
+    settings, n = route.teacher, pair.n_listed
+    teacher = open_teacher(settings, k=settings.topk, n_vocab=n, n_in_flight=1, units=pair.units.of_token)
+    try:
+        teacher.submit([as_rollout(text[: pair.max_tokens])], config.derived.signals).result()
+    except TeacherRefusal as error:
+        raise config.error("teacher.signal", f"{error}.", "use topk.") from error
+    finally:
+        teacher.close()
 
 
 def _text(pair: TokenizerPair, prompt: Prompt) -> np.ndarray:

@@ -92,6 +92,7 @@ class ScoringEndpoint(GroupEndpoint):
             n_in_flight=self._windows[route].n_in_flight,
             fingerprint=self._fingerprints[route],
             probe=self._probes[route] if self._probes else None,
+            units=None if self._pair is None or self._pair.units is None else self._pair.units.of_token,
             on_scored=functools.partial(self._computations.note, route=self._routes[route].name),
         )
 

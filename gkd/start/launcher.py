@@ -242,7 +242,7 @@ def _endpoints(config: Config, plan: Plan, actor: ActorPool, slots: Pool) -> lis
     if config.derived.teacher_pool:
         return spawn_endpoints(config, actor, slots, plan.device, GroupEndpoint)
     probes = [info.probe for info in plan.teachers]
-    n_vocab = len(plan.pair.teacher) if plan.pair else plan.n_vocab
+    n_vocab = plan.pair.n_listed if plan.pair else plan.n_vocab
     args = (
         n_vocab,
         [info.fingerprint for info in plan.teachers],

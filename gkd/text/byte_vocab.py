@@ -24,6 +24,7 @@ MARK = b"\xff"
 END = MARK + b"\x00"  # the mark of every end token
 Vocab = Sequence[bytes | None]
 REST = 0  # node of the tokens that share no beginning with the other vocabulary, and of special tokens without a pair
+WHOLE, CLOSED, OPEN = range(3)  # in `Units.kind`
 NO_BYTE = 256  # in `Nodes.first_byte`: of `REST`
 
 
@@ -130,6 +131,29 @@ class ByteVocab:
         return starts, bounds
 
 
+def alike(tokens: Vocab, node: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return for each token which tokens of its node begin with it.
+
+    Args:
+        node: [V] of the tokens.
+
+    Returns:
+        [S] int64, the tokens with bytes by node and bytes; [V, 2] int64, first and last place + 1 in it, of each token
+        the ones that begin with it; equal for tokens without bytes.
+    """
+    vocab = ByteVocab(tokens)
+    starts, bounds = vocab.ranges
+    place = np.zeros(vocab.n, np.int64)
+    place[vocab.order] = np.arange(len(vocab.order))
+    # The tokens of each node, by their bytes: those that begin with one token are a range there, too.
+    by_node = vocab.order[np.argsort(node[vocab.order], kind="stable")]
+    key = node[by_node] * (len(vocab.order) + 1) + place[by_node]
+    whole = np.where(vocab.lengths > 0, starts[1:] - 1, 0)  # of the whole token, in `bounds`
+    found = np.searchsorted(key, node[:, None] * (len(vocab.order) + 1) + bounds[whole])
+    found[vocab.lengths == 0] = 0
+    return by_node, found
+
+
 class Nodes(NamedTuple):
     """The strings that are beginnings of tokens in two vocabularies."""
 
@@ -137,10 +161,39 @@ class Nodes(NamedTuple):
     teacher: np.ndarray  # [V_teacher] int64
     first_byte: np.ndarray  # [W] int64, of the node's string; `NO_BYTE` for `REST`
     lengths: np.ndarray  # [W] int64, bytes of the node's string; 0 for `REST`
+    strings: list[bytes]  # of the nodes; empty for `REST`
 
     @property
     def n(self) -> int:
         return len(self.lengths)
+
+
+class Units(NamedTuple):
+    """Sets of the teacher's tokens whose sums it lists in place of tokens; all of a set belong to one node.
+
+    A node has up to three units: its string as a token (`WHOLE`), the longer tokens of which each is the beginning of
+    no other (`CLOSED`), and those that may begin a longer one (`OPEN`). How a longer token goes on is not known: a mark
+    stands for it.
+    """
+
+    of_token: np.ndarray  # [V_teacher] int32
+    vocab: Vocab  # bytes of each unit: the node's string, of longer tokens with a mark behind it; None: of `REST`
+    node: np.ndarray  # [U] int64
+    kind: np.ndarray  # [U] int64, `WHOLE`, `CLOSED` or `OPEN`
+
+
+def units_of(teacher: Vocab, nodes: Nodes) -> Units:
+    """Return the units of a teacher's tokens."""
+    sizes = np.array([len(token or b"") for token in teacher], np.int64)
+    _, range_of = alike(teacher, nodes.teacher)
+    kind_of_token = np.where(range_of[:, 1] - range_of[:, 0] <= 1, CLOSED, OPEN)
+    kind_of_token[sizes == nodes.lengths[nodes.teacher]] = WHOLE
+    kind_of_token[nodes.teacher == REST] = OPEN
+    found, of_token = np.unique(nodes.teacher * 3 + kind_of_token, return_inverse=True)
+    node, kind = found // 3, found % 3
+    strings = [nodes.strings[i] + (b"" if k == WHOLE else MARK) for i, k in zip(node, kind, strict=True)]
+    vocab = [None if i == REST else string for i, string in zip(node, strings, strict=True)]
+    return Units(of_token.astype(np.int32), vocab, node, kind)
 
 
 def common_nodes(student: Vocab, teacher: Vocab) -> Nodes:
@@ -172,8 +225,10 @@ def common_nodes(student: Vocab, teacher: Vocab) -> Nodes:
     for side, ids in zip(holders, maps, strict=True):
         for string, members in side.items():
             ids[members] = node[string]
-    first = [string[0] if string else NO_BYTE for string in node]
-    return Nodes(maps[0], maps[1], np.array(first, np.int64), np.array([len(string) for string in node], np.int64))
+    strings = list(node)
+    first = [string[0] if string else NO_BYTE for string in strings]
+    sizes = [len(string) for string in strings]
+    return Nodes(maps[0], maps[1], np.array(first, np.int64), np.array(sizes, np.int64), strings)
 
 
 def _longest_beginnings(tokens: Vocab, other: Vocab) -> list[bytes]:

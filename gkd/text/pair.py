@@ -23,7 +23,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from gkd.text.byte_vocab import END, MARK, Nodes, Vocab, common_nodes
+from gkd.text.byte_vocab import END, MARK, Nodes, Units, Vocab, common_nodes, units_of
 from gkd.types import Rollout, TeacherScores, TeacherTopK
 
 _MARKS = re.compile(re.escape(MARK) + b"(.)", re.DOTALL)
@@ -56,6 +56,7 @@ class TokenizerPair:
         student_json, teacher_json: their tokenizer.json.
         end: the teacher's id that ends a response.
         max_tokens: of prompt and response together, that the teacher takes.
+        by_units: the teacher lists units in place of tokens (teacher.signal units).
     """
 
     student: Vocab
@@ -64,6 +65,7 @@ class TokenizerPair:
     teacher_json: str
     end: int
     max_tokens: int
+    by_units: bool = False
 
     def __getstate__(self) -> dict[str, object]:
         return {name: self.__dict__[name] for name in self.__dataclass_fields__}  # without what is computed
@@ -71,6 +73,16 @@ class TokenizerPair:
     @cached_property
     def nodes(self) -> Nodes:
         return common_nodes(self.student, self.teacher)
+
+    @cached_property
+    def units(self) -> Units | None:
+        """Return what the teacher's lists have in place of its tokens; None if they have tokens."""
+        return units_of(self.teacher, self.nodes) if self.by_units else None
+
+    @property
+    def n_listed(self) -> int:
+        """Return the number that the ids in the teacher's lists are below."""
+        return len(self.teacher) if self.units is None else len(self.units.vocab)
 
     @cached_property
     def _encoders(self) -> tuple[_Encoder, _Encoder]:

@@ -17,7 +17,7 @@ class TextTargets:
     teacher_depth: torch.Tensor  # [P] int64
     cover: torch.Tensor  # [P] int64, see `Alignment.cover`; of the micro-batch's positions
     is_first: torch.Tensor  # [P] bool, the first position of its sequence
-    teacher_ids: torch.Tensor  # [N'] int64, the teacher's tokens
+    teacher_ids: torch.Tensor  # [N'] int64, the teacher's tokens; their units if it lists units
     canonical: torch.Tensor  # [N] bool, see `TokenizerPair.canonical`; False for tokens that it did not sample
 
     def on(self, device: torch.device) -> TextTargets:

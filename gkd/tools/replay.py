@@ -210,7 +210,7 @@ def _of_teacher(case: Case, device: str) -> tuple[tuple[Any, ...], TokenizerPair
     else:
         n_student_ids = config.model.n_vocab or n_student_ids
         pair = tokenizer_pair(config, tokenizer, other, teachers[0], n_student_ids, eos_ids)
-        n_vocab = len(pair.teacher)
+        n_vocab = pair.n_listed
     if derived.teacher_pool:
         return (GroupEndpoint,), pair
     windows = [window_of_group(config.teacher, info, 1) for info in teachers]

@@ -119,7 +119,7 @@ class Worker:
             self.prompts -= Counter(digests)  # drops counts of 0
 
 
-_WORKER_ERRORS = ("engine", "bad_request", "damaged", "deadline")
+_WORKER_ERRORS = ("engine", "bad_request", "damaged", "deadline", "units")
 
 
 def check_worker_reply(

@@ -8,7 +8,7 @@ H hidden size, C columns.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import numpy as np
@@ -17,6 +17,14 @@ from teacher_server.wire.payload import TopKScores, given_problem
 from teacher_server.wire.protocol import RowDtype, Signal, Wire
 
 ENGINE_PID = "TEACHER_ENGINE_PID"  # environment variable: the process whose children are vLLM's workers
+
+
+@dataclass(frozen=True, slots=True)
+class UnitMap:
+    """The unit of each token, of a client that asks for sums over units. Equal digests are equal maps."""
+
+    digest: bytes
+    units: np.ndarray = field(compare=False)  # [V'] int32, below ScoreParams.n_vocab; V' <= V, others are left out
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +39,7 @@ class ScoreParams:
     wire: Wire = "fp32"  # dtype of the rows of a stream
     n_given: int = 0
     with_sampled: bool = False
+    units: UnitMap | None = None  # topk: `n_vocab` units are listed in place of tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +102,8 @@ class Engine(Protocol):
     """A loaded model. Call it from one thread.
 
     One that computes a common prompt once for the sequences of a batch also has the attribute `prefix_block`, an int,
-    and one that pads no sequence `pads = False`; see the functions of these names.
+    and one that pads no sequence `pads = False`; see the functions of these names. One that computes
+    `ScoreParams.units` has `sums_units = True`.
     """
 
     name: str  # "hf", "vllm", or a name of your own
@@ -155,21 +165,34 @@ class Limits(Protocol):
     def has_plain_head(self) -> bool: ...
 
 
+def sums_units(engine: object) -> bool:
+    """Return whether the engine lists sums over units; one of your own would list tokens without knowing it."""
+    return getattr(engine, "sums_units", False)
+
+
 def request_problem(engine: Limits, sequence: TokenSequence, params: ScoreParams) -> str | None:
     """Return why this engine cannot process a request, or None. Call it before building the batch."""
     if len(sequence.token_ids) > engine.max_tokens:
         return f"{len(sequence.token_ids)} tokens are more than this model's {engine.max_tokens}"
     if int(sequence.token_ids.max()) >= engine.vocab_size:
         return f"token id {int(sequence.token_ids.max())} is not below this model's vocab_size {engine.vocab_size}"
-    if params.n_vocab > engine.vocab_size:
+    n_vocab = params.n_vocab or engine.vocab_size  # the ids in the reply are below it
+    n_ids = n_vocab  # the response tokens are below it
+    if params.units is not None:
+        n_ids = len(params.units.units)
+        if not sums_units(engine):
+            return "this engine cannot sum probabilities over units. Fix: use signal topk, or engine hf or vllm"
+        if n_ids > engine.vocab_size:
+            return f"the map of units has {n_ids} tokens, more than this model's vocabulary of {engine.vocab_size}"
+    elif params.n_vocab > engine.vocab_size:
         return f"n_vocab = {params.n_vocab} is more than this model's vocabulary of {engine.vocab_size}"
-    if params.k > (params.n_vocab or engine.vocab_size):
-        return f"k = {params.k} is more than the vocabulary of {params.n_vocab or engine.vocab_size}"
+    if params.k > n_vocab:
+        return f"k = {params.k} is more than the vocabulary of {n_vocab}"
     needs_response = params.signal == "sampled" or params.with_sampled
-    if needs_response and int(sequence.own_ids.max()) >= (params.n_vocab or engine.vocab_size):
-        return f"a response token is not below n_vocab = {params.n_vocab}, so its logprob is undefined"
+    if needs_response and int(sequence.own_ids.max()) >= n_ids:
+        return f"a response token is not below n_vocab = {n_ids}, so its logprob is undefined"
     if sequence.given is not None:
-        problem = given_problem(sequence.given, sequence.n_rows, params.n_vocab or engine.vocab_size)
+        problem = given_problem(sequence.given, sequence.n_rows, n_vocab)
         if problem:
             return problem
     if params.signal == "hidden" and not engine.has_plain_head:

@@ -46,7 +46,7 @@ class HfEngine:
         share_prompts: compute a common prompt once on a CPU, if the model allows it; a GPU is faster without it.
     """
 
-    name = "hf"
+    name, sums_units = "hf", True
 
     def __init__(self, path: str, *, dtype: str, device: str, max_tokens: int, share_prompts: bool = True) -> None:
         transformers_logging.disable_progress_bar()  # stderr has log lines alone, which may be JSON

@@ -66,33 +66,38 @@ def topk_rows(
     With l the logits below n_vocab, m their maximum and T the temperature, e = exp((l - m) / T), the logprob of an
     entry is (l - m) / T - log(sum e), and the tail is the sum of e over all other ids divided by sum e. Summing the
     rest, instead of computing 1 - mass, keeps a tail of 1e-12 exact.
+
+    With `ScoreParams.units` the ids are units, and exp(l / T) is the sum over the tokens of the unit.
     """
     n_rows, k, device = len(hidden), params.k, hidden.device
     if len({None if sequence.given is None else sequence.given.shape[1] for sequence in batch}) > 1:
         raise ValueError("the sequences of a batch have different numbers of given ids")
     given = _columns([sequence.given for sequence in batch if sequence.given is not None], device)  # [N, G]
-    targets = _columns([sequence.own_ids for sequence in batch], device) if params.with_sampled else None  # [N]
+    own_ids, temperature = [sequence.own_ids for sequence in batch], params.temperature
+    if params.units is not None:
+        own_ids, temperature = [params.units.units[ids] for ids in own_ids], 1.0  # the sums are divided already
+    targets = _columns(own_ids, device) if params.with_sampled else None  # [N]
     ids = torch.empty(n_rows, k, dtype=torch.int32, device=device)
     logprobs = torch.empty(n_rows, k, dtype=torch.float32, device=device)
     tail = torch.empty(n_rows, dtype=torch.float32, device=device)
     counts = torch.empty(n_rows, dtype=torch.int32, device=device) if params.mass else None
     sampled = torch.empty(n_rows, dtype=torch.float32, device=device) if params.with_sampled else None
-    for chunk, logits in _chunks(hidden, logits_of, vocab_size, params.n_vocab or vocab_size):
+    for chunk, logits in _chunks(hidden, logits_of, vocab_size, params):
         own = None if targets is None else logits.gather(1, targets[chunk, None])  # [C, 1]
         if given is None:
             values, columns = topk(logits, k)
             top = values[:, :1].clone()
         else:
             values, columns, top = _topk_with(logits, given[chunk], k)
-        rest = _exp_in_place(logits, top, params.temperature).scatter_(1, columns, 0.0).sum(-1)  # [C]
-        scaled = values.sub_(top).div_(params.temperature)
+        rest = _exp_in_place(logits, top, temperature).scatter_(1, columns, 0.0).sum(-1)  # [C]
+        scaled = values.sub_(top).div_(temperature)
         kept = scaled.exp()
         total = rest + kept.sum(-1)
         ids[chunk] = columns.int()
         # Rounding may give +1e-7 for a token with probability 1.
         logprobs[chunk] = scaled.sub_(total.log()[:, None]).clamp_(max=0.0)
         if sampled is not None and own is not None:
-            sampled[chunk] = (own - top).div_(params.temperature)[:, 0].sub_(total.log()).clamp_(max=0.0)
+            sampled[chunk] = (own - top).div_(temperature)[:, 0].sub_(total.log()).clamp_(max=0.0)
         if counts is not None:
             reached = (kept.double().cumsum(-1) / total[:, None] < params.mass).sum(-1)  # entries before the target
             count = (reached + 1).clamp_(max=k)
@@ -141,7 +146,7 @@ def sampled_rows(
     columns = _columns([sequence.own_ids for sequence in batch], hidden.device)
     assert columns is not None  # a batch has sequences
     logprobs = torch.empty(len(hidden), dtype=torch.float32, device=hidden.device)
-    for chunk, logits in _chunks(hidden, logits_of, vocab_size, params.n_vocab or vocab_size):
+    for chunk, logits in _chunks(hidden, logits_of, vocab_size, params):
         top = logits.amax(-1, keepdim=True)
         own = (logits.gather(1, columns[chunk, None]) - top).div_(params.temperature)[:, 0]  # [C]
         total = _exp_in_place(logits, top, params.temperature).sum(-1)
@@ -152,13 +157,26 @@ def sampled_rows(
 
 
 def _chunks(
-    hidden: torch.Tensor, logits_of: LogitsOf, vocab_size: int, n_vocab: int
+    hidden: torch.Tensor, logits_of: LogitsOf, vocab_size: int, params: ScoreParams
 ) -> Iterator[tuple[slice, torch.Tensor]]:
-    """Yield (rows, their float32 logits below n_vocab). The caller may overwrite the logits."""
+    """Yield (rows, their float32 logits below n_vocab), which the caller may overwrite.
+
+    With units these are the logs of the units' sums at the temperature.
+    """
     step = max(1, CHUNK_BYTES[hidden.device.type] // (4 * vocab_size))
+    n_ids, units = params.n_vocab or vocab_size, None
+    if params.units is not None:
+        # int64, because index_add_ takes six times as long with int32.
+        units = torch.from_numpy(params.units.units).to(hidden.device, torch.int64)
+        n_ids = len(units)
     for start in range(0, len(hidden), step):
         chunk = slice(start, start + step)
-        yield chunk, logits_of(hidden[chunk])[:, :n_vocab].float()
+        logits = logits_of(hidden[chunk])[:, :n_ids].float()
+        if units is not None:
+            p = _exp_in_place(logits, logits.amax(-1, keepdim=True), params.temperature)
+            sums = p.new_zeros(len(p), params.n_vocab).index_add_(1, units, p)
+            logits = sums.clamp_(min=torch.finfo(sums.dtype).tiny).log_()  # a unit may have no token
+        yield chunk, logits
 
 
 def _exp_in_place(logits: torch.Tensor, top: torch.Tensor, temperature: float) -> torch.Tensor:

@@ -72,7 +72,7 @@ class VllmEngine:
         device: "cpu" | "cuda"; the GPUs are the first `tensor_parallel_size` of CUDA_VISIBLE_DEVICES.
     """
 
-    name, pads = "vllm", False
+    name, pads, sums_units = "vllm", False, True
 
     def __init__(self, settings: EngineSettings, *, dtype: str, device: str) -> None:
         path, max_tokens, tp = settings.model, settings.max_tokens, settings.tensor_parallel_size

@@ -8,7 +8,7 @@ An array is sent as flat little-endian planes, each split into frames of at most
     rows     [rows, columns], one frame
 
 The ids that a client gives with a `topk` request, [R, G], follow the token frame as two planes, the low 16 and the high
-8 bits of each id: 3 bytes an id.
+8 bits of each id: 3 bytes an id. The map of units, [V], is one int32 plane there.
 
 In fp16 mode an entry is 5 bytes: a float16 logprob (KL error 8e-5 on average) and an id as a uint16
 and a uint8 plane; `tail` and `counts` add at most 4 bytes a position. fp32 mode is lossless.
@@ -38,6 +38,7 @@ from teacher_server.wire.protocol import (
     ScoreRequest,
     as_frame,
     checksum,
+    token_digest,
 )
 
 NO_ID = -1  # id of the entries that a mass target leaves out of a row; their logprob is -inf
@@ -344,7 +345,9 @@ def unpack_rows(reply: RowsReply, frames: Sequence[Buffer]) -> np.ndarray:
 
 
 def given_planes(request: ScoreRequest) -> list[Plane]:
-    """Return the planes in the frames after the token ids; none without given ids."""
+    """Return the planes in the frames after the token ids; none without given ids or a map of units."""
+    if request.n_mapped:
+        return _unit_planes(request.n_mapped)
     n_items = request.n_rows * request.n_given
     return [Plane("low", "<u2", n_items), Plane("high", "u1", n_items)]
 
@@ -368,6 +371,34 @@ def unpack_given(request: ScoreRequest, frames: Sequence[Buffer]) -> np.ndarray 
     arrays = join_planes(planes, frames)
     ids = arrays["low"].astype(np.int32) | arrays["high"].astype(np.int32) << 16
     return ids.reshape(request.n_rows, request.n_given)
+
+
+def _unit_planes(n_tokens: int) -> list[Plane]:
+    return [Plane("units", "<i4", n_tokens)]
+
+
+def pack_units(units: np.ndarray) -> list[memoryview]:
+    """Return the frames of a map of units, [V] int32."""
+    return cut_planes(_unit_planes(len(units)), {"units": units})
+
+
+def unpack_units(request: ScoreRequest, frames: Sequence[Buffer]) -> np.ndarray | None:
+    """Return the map of units of a request, [n_mapped] int32; None if it has none.
+
+    Args:
+        frames: those after the token ids, which `unpack_given` has checked.
+
+    Raises:
+        ProtocolError: the map has another digest, or a unit that is not within [0, n_vocab).
+    """
+    if not request.n_mapped:
+        return None
+    units = join_planes(given_planes(request), frames)["units"]
+    if token_digest(units) != request.units:
+        raise ProtocolError("the map of units has another digest")
+    if units.min() < 0 or units.max() >= request.n_vocab:
+        raise ProtocolError(f"units {units.min()} to {units.max()} are not within [0, {request.n_vocab})")
+    return units
 
 
 def given_problem(ids: np.ndarray, n_rows: int, n_vocab: int) -> str:

@@ -1,4 +1,4 @@
-"""Protocol between a client (the trainer) and the teacher server, versions 1 to 3: all headers and their codec.
+"""Protocol between a client (the trainer) and the teacher server, versions 1 to 5: all headers and their codec.
 
 A message is a list of byte frames. The first is the header, `b"GKT" + version, xxh3-64 of the body,
 msgpack body`. The others are raw little-endian arrays of at most 4 MiB each, described in
@@ -35,8 +35,9 @@ import xxhash
 
 # Encode and decode the header frame of a message: `b"GKT" + version, xxh3-64 of the body, msgpack body`.
 
-# 2: given ids, sampled token with the top-k; 3: several sequences in a request; 4: templates, rows of own tokens only
-PROTOCOL_VERSION = 4
+# 2: given ids, sampled token with the top-k; 3: several sequences in a request; 4: templates, rows of own tokens only;
+# 5: sums over units
+PROTOCOL_VERSION = 5
 MAX_HEADER_BYTES = 64 << 10
 
 _MAGIC = b"GKT"
@@ -133,7 +134,7 @@ STREAM_WINDOW = 8  # messages of a stream that may be sent before they are confi
 Signal = Literal["topk", "sampled", "logits", "hidden"]
 Wire = Literal["fp16", "fp32"]  # compact (2 bytes a number), or with the engine's precision
 RowDtype = Literal["float16", "bfloat16", "float32"]
-ErrorCode = Literal["busy", "draining", "deadline", "damaged", "bad_request", "worker_lost", "engine"]
+ErrorCode = Literal["busy", "draining", "deadline", "damaged", "bad_request", "worker_lost", "engine", "units"]
 Id = Annotated[bytes, msgspec.Meta(min_length=ID_BYTES, max_length=ID_BYTES)]
 Text = Annotated[str, msgspec.Meta(max_length=MAX_TEXT)]
 Name = Annotated[str, msgspec.Meta(max_length=128)]
@@ -158,13 +159,15 @@ def check_seconds(**values: float) -> None:
 
 class ScoreRequest(Header, tag="score", kw_only=True, omit_defaults=True):
     """Score the responses of one or several sequences. The first frame holds the P + R token ids of one sequence after
-    the other, int32; given ids may follow. The reply has the rows of one sequence after the other: one for each
-    response token, or with `n_own` > 0 for M of them; the frame has the others as bitwise complements (`mark_own`).
+    the other, int32; given ids or a map of units may follow. The reply has the rows of one sequence after the other:
+    one for each response token, or with `n_own` > 0 for M of them; the frame has the others as bitwise complements
+    (`mark_own`).
 
     signal: values returned for each of the M positions that predict a token with a row
         topk     the K most probable ids, their logprobs, and the total probability of all other ids; with
                  `mass` > 0 only the entries needed to reach that mass, at most K; with `n_given` > 0 the K
-                 entries are the given ids of the row and the most probable others
+                 entries are the given ids of the row and the most probable others; with `units` the entries are
+                 units, sets of tokens that the client has chosen, with the logprobs of their sums
         sampled  the logprob of the response token
         logits   all V logits / temperature, each row shifted so that its maximum is 0
         hidden   the H final hidden states; multiply by the matrix of `HeadRequest` for the logits
@@ -183,10 +186,14 @@ class ScoreRequest(Header, tag="score", kw_only=True, omit_defaults=True):
     deadline_s: float  # the server drops the request after this time
     checksum: Checksum  # checksum of the token frame
     n_given: Annotated[int, msgspec.Meta(ge=0, le=MAX_K)] = 0  # topk: given ids per row, see `pack_given`
-    given_checksums: Checksums = []  # one checksum for each frame of given ids
+    given_checksums: Checksums = []  # one checksum for each frame of given ids, or of the map of units
     with_sampled: bool = False  # topk: return the logprob of the response token, too
     lengths: Lengths = []  # P and P + R of each, if there are several sequences; only for topk and sampled
     n_own: Annotated[int, msgspec.Meta(ge=0, le=MAX_TOKENS)] = 0  # M, of several sequences the sum; 0 = R
+    # topk: digest of the map from token to unit, of which there are `n_vocab`. A worker that does not know it replies
+    # with the error `units`, and the client sends the request again with the map.
+    units: Annotated[bytes, msgspec.Meta(max_length=ID_BYTES)] = b""
+    n_mapped: Annotated[int, msgspec.Meta(ge=0, le=MAX_ID + 1)] = 0  # tokens of the map in this message; 0 = without it
 
     def __post_init__(self) -> None:
         check_seconds(deadline_s=self.deadline_s, temperature=self.temperature, mass=self.mass)
@@ -198,6 +205,10 @@ class ScoreRequest(Header, tag="score", kw_only=True, omit_defaults=True):
             raise ValueError(f"k = {self.k} with signal {self.signal}: must be >= 1 for topk, 0 for others")
         if self.mass > 1 or (self.mass > 0 and self.signal != "topk"):
             raise ValueError(f"mass = {self.mass} with signal {self.signal}: must be in [0, 1] for topk, 0 for others")
+        if self.units and (len(self.units) < ID_BYTES or self.signal != "topk" or self.n_given or not self.n_vocab):
+            raise ValueError("units need a whole digest, signal topk and n_vocab, and no given ids")
+        if self.n_mapped and not self.units:
+            raise ValueError("a map of units without its digest")
         if 0 < self.n_vocab < self.k:
             raise ValueError(f"k = {self.k} is more than n_vocab = {self.n_vocab}")
         if self.n_given > self.k or (self.n_given and self.mass):
@@ -243,6 +254,8 @@ class ScoreRequest(Header, tag="score", kw_only=True, omit_defaults=True):
 
     @property
     def version(self) -> int:
+        if self.units:
+            return 5
         if self.n_own:
             return 4
         if self.lengths:
@@ -365,7 +378,7 @@ class RowsReply(Header, tag="rows"):
 
 
 class ErrorReply(Header, tag="error", omit_defaults=True):
-    """The request failed. Send it again after busy, draining, deadline and damaged; other codes are final."""
+    """The request failed. Send it again after busy, draining, deadline, damaged, and units; other codes are final."""
 
     request_id: Id
     code: ErrorCode
@@ -378,7 +391,7 @@ class ErrorReply(Header, tag="error", omit_defaults=True):
 
     @property
     def version(self) -> int:
-        return 3 if self.sequence else 1
+        return 5 if self.code == "units" else 3 if self.sequence else 1
 
 
 class InfoReply(Header, tag="info", omit_defaults=True):

@@ -33,7 +33,7 @@ from teacher_server.wire.protocol import (
 )
 from teacher_server.wire.worker_protocol import Assignment, JobCancel, JobReceived, computed_tokens
 from teacher_server.worker.link import End, Event, NewConnection, Work, WorkerLink
-from teacher_server.worker.open_request import OpenRequest, OpenStream, open_request
+from teacher_server.worker.open_request import OpenRequest, OpenStream, UnitMaps, open_request
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -145,6 +145,7 @@ class Worker:
         self._max_batch_tokens, self._prefix_block, self._pads = max_batch_tokens, prefix_block(engine), pads(engine)
         self._waiting: list[WorkItem] = []
         self._streams: dict[bytes, OpenStream] = {}  # job_id -> open stream
+        self._unit_maps = UnitMaps()
         self._n_runtime_errors = self._n_nans = 0
 
     def run(self) -> str:
@@ -198,7 +199,11 @@ class Worker:
             if isinstance(request, HeadRequest):
                 self._open_head(job, request)
                 return
-            opened, sequences = open_request(job, request, [frame.buffer for frame in frames[1:]], now_s)
+            buffers = [frame.buffer for frame in frames[1:]]
+            opened, sequences = open_request(job, request, buffers, now_s, self._unit_maps)
+        except LookupError as error:
+            self._refuse(job.job_id, request_id, "units", str(error))
+            return
         except ProtocolError as error:
             # The broker has checked this header, so without a request id no client can get the error.
             log.error("refused job %s: %s", job.job_id.hex(), error)

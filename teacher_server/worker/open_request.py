@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from teacher_server.engines.base import RowStream, ScoreParams, Scores, TokenSequence
+from teacher_server.engines.base import RowStream, ScoreParams, Scores, TokenSequence, UnitMap
 from teacher_server.wire.payload import (
     TopKScores,
     pack_rows,
@@ -20,10 +20,12 @@ from teacher_server.wire.payload import (
     unmarked,
     unpack_given,
     unpack_tokens,
+    unpack_units,
 )
 from teacher_server.wire.protocol import (
     STREAM_WINDOW,
     Buffer,
+    ProtocolError,
     RowsReply,
     ScoreReply,
     ScoreRequest,
@@ -32,6 +34,8 @@ from teacher_server.wire.protocol import (
     token_digest,
 )
 from teacher_server.wire.worker_protocol import Assignment
+
+_MAX_MAPS = 16  # 600 kB each for 150k tokens
 
 
 @dataclass(slots=True, eq=False)
@@ -45,13 +49,15 @@ class OpenRequest:
     scores: dict[int, Scores] = field(default_factory=dict)  # sequence's index -> scores
     started_s: float = 0.0  # start of the forward pass of its first sequence
     refused: bool = False
+    units: UnitMap | None = None
     params: ScoreParams = field(init=False)
 
     def __post_init__(self) -> None:
         r = self.header
         # Only streams depend on the wire format before packing; scores of both formats share a batch.
         wire = r.wire if r.signal in ("logits", "hidden") else "fp32"
-        self.params = ScoreParams(r.signal, r.k, r.mass, r.temperature, r.n_vocab, wire, r.n_given, r.with_sampled)
+        numbers = r.k, r.mass, r.temperature, r.n_vocab
+        self.params = ScoreParams(r.signal, *numbers, wire, r.n_given, r.with_sampled, self.units)
 
     @property
     def deadline_s(self) -> float:
@@ -93,8 +99,34 @@ class OpenRequest:
         return [replies.encode(header), *frames]
 
 
+class UnitMaps:
+    """Maps of units that clients have sent, the last ones, so that a client sends its map once to each worker."""
+
+    def __init__(self) -> None:
+        self._known: dict[bytes, UnitMap] = {}  # digest -> map, in the order of their last use
+
+    def of(self, header: ScoreRequest, frames: Sequence[Buffer]) -> UnitMap | None:
+        """Return the map of a request, None if it asks for tokens. Raises as `open_request`.
+
+        Args:
+            frames: those after the token ids, which `unpack_given` has checked.
+        """
+        if not header.units:
+            return None
+        sent = unpack_units(header, frames)
+        known = self._known.pop(header.units, None) or (None if sent is None else UnitMap(header.units, sent.copy()))
+        if known is None:
+            raise LookupError("the map of units is not known here")
+        if known.units.max() >= header.n_vocab:  # only a map that is in the message was checked
+            raise ProtocolError(f"the map of units has more than {header.n_vocab} units")
+        self._known[header.units] = known
+        if len(self._known) > _MAX_MAPS:
+            del self._known[next(iter(self._known))]
+        return known
+
+
 def open_request(
-    job: Assignment, header: ScoreRequest, frames: Sequence[Buffer], now_s: float
+    job: Assignment, header: ScoreRequest, frames: Sequence[Buffer], now_s: float, maps: UnitMaps
 ) -> tuple[OpenRequest, list[TokenSequence]]:
     """Return a request that has arrived, and its sequences.
 
@@ -103,8 +135,10 @@ def open_request(
 
     Raises:
         ProtocolError: the frames do not match the header.
+        LookupError: the map of units is not known here, and the request does not have it.
     """
     tokens, given = unpack_tokens(header, frames[:1]), unpack_given(header, frames[1:])
+    units = maps.of(header, frames[1:])
     sequences, at, row = [], 0, 0
     for n_prompt, n_total in header.sequences:
         marked = tokens[at : at + n_total]
@@ -113,7 +147,7 @@ def open_request(
         rows = slice(row, row := row + sequence.n_rows)
         sequences.append(sequence if given is None else replace(sequence, given=given[rows]))
         at += n_total
-    return OpenRequest(job, header, token_digest(tokens), now_s), sequences
+    return OpenRequest(job, header, token_digest(tokens), now_s, units=units), sequences
 
 
 def _join(parts: Sequence[TopKScores | np.ndarray | RowStream]) -> TopKScores | np.ndarray:

@@ -1,14 +1,15 @@
 """Compare a teacher with another tokenizer with one that has the student's: fall of the KL, and time of a step.
 
-    python -m tests.bench.bench_real_pair          # about 50 minutes on two idle cores; --only lists: 1 minute
+    python -m tests.bench.bench_real_pair          # 70 minutes on two idle cores; --only units: 20, lists: 1 minute
 
-pair: examples/other_tokenizer/real_pair.yaml, with teacher.signal=hidden. list: the same with teacher.signal=topk.
-same: as pair, with a student of the same layers that has the teacher's tokens. All have one teacher server. Responses
-differ in length, so the time of a step is divided by its response tokens. The first steps and the last one, which
-evaluates, are left out of it. The KL of lists has fewer outcomes: their student is evaluated with the pair's, too.
+pair: examples/other_tokenizer/real_pair.yaml, with teacher.signal=hidden. list, units: the same with teacher.signal
+topk and units. same: as pair, with a student of the same layers that has the teacher's tokens. All have one teacher
+server. Responses differ in length, so the time of a step is divided by its response tokens. The first steps and the
+last one, which evaluates, are left out of it. The KL of lists has fewer outcomes: their student is evaluated with the
+pair's, too.
 
-The part `lists` compares what the teacher's K most probable tokens hold with its K most probable nodes, which a server
-would have to sum up: probability in the mean over the rows of its greedy responses to the held-out prompts.
+The part `lists` compares what the teacher's K most probable tokens hold with its K most probable units, and with nodes,
+which are coarser: probability in the mean over the rows of its greedy responses to the held-out prompts.
 """
 
 from __future__ import annotations
@@ -27,11 +28,11 @@ import yaml
 from examples.other_tokenizer.__main__ import BASE, CONFIG, MODELS, N_LAYERS, RUNS, prepare, teacher_server, train
 from examples.quickstart.processes import process_family
 from gkd.metrics.writer import read_metrics
-from gkd.text.byte_vocab import common_nodes, token_bytes
+from gkd.text.byte_vocab import common_nodes, token_bytes, units_of
 from tests.bench.command import parsed, parser, run_parts
 from tests.bench.teacher_report import Figure, Part, Table
 
-PARTS = ("real_pair", "lists")
+PARTS = ("real_pair", "units", "lists")
 PAIRED = "loss/paired"  # share of the response tokens that have a loss; metrics.jsonl of a pair
 _OF_PAIRS = (("teacher", "tokenizer"), ("teacher", "special_tokens"), ("distill", "units"))
 _WARM_UP, _TOPK = 3, 64
@@ -86,16 +87,26 @@ def whole_kl(out: Path, student: Path, port: int) -> float:
     return float(next(line["eval/kl"] for line in read_metrics(run_dir / "metrics.jsonl") if "eval/kl" in line))
 
 
-def measure(steps: int, rounds: int) -> Part:
+def measure(steps: int, rounds: int, kinds: Sequence[str]) -> Part:
+    """Return the part of runs with the teacher's signals `kinds`, and of one with the same tokenizer.
+
+    Args:
+        kinds: pair, list or units.
+    """
     out = RUNS / f"bench-{os.getpid()}"
     out.mkdir(parents=True)
     settings = yaml.safe_load(CONFIG.read_text())
-    found: dict[str, list[list[float]]] = {"pair": [], "list": [], "same": []}
-    kl_after_lists = list[float]()
-    a_list = {**settings, "teacher": {**settings["teacher"], "signal": "topk", "topk": _TOPK}}
+    signals = {"list": "topk", "units": "units"}
+    contents = {"pair": settings, "same": same_tokenizer(settings)}
+    contents |= {
+        name: {**settings, "teacher": {**settings["teacher"], "signal": signal, "topk": _TOPK}}
+        for name, signal in signals.items()
+    }
+    found: dict[str, list[list[float]]] = {name: [] for name in (*kinds, "same")}
+    start_kl, kl_after = list[float](), {kind: list[float]() for kind in kinds}
     with process_family():
         prepare()
-        for name, content in (("pair", settings), ("list", a_list), ("same", same_tokenizer(settings))):
+        for name, content in contents.items():
             (out / f"{name}.yaml").write_text(yaml.safe_dump(content))
         with teacher_server(out) as port:
             for i in range(rounds):
@@ -103,22 +114,24 @@ def measure(steps: int, rounds: int) -> Part:
                     n = steps if name != "same" else min(steps, _SAME_STEPS)
                     train(out / f"{name}.yaml", out / f"{name}_{i}", port, [f"trainer.total_steps={n}"])
                     runs.append(summary(read_metrics(out / f"{name}_{i}" / "metrics.jsonl")))
-                kl_after_lists.append(whole_kl(out, out / f"list_{i}" / "export", port))
+                start_kl.append(whole_kl(out, MODELS / "student", port))
+                for kind in kinds:
+                    kl_after[kind].append(whole_kl(out, out / f"{kind}_{i}" / "export", port))
     means = {name: [fmean(column) for column in zip(*runs, strict=True)] for name, runs in found.items()}
-    pair, listed, same = means["pair"], means["list"], means["same"]
-    fall_with_lists = 100 * (1 - fmean(kl_after_lists) / pair[0])
-    figures = [
-        Figure(f"fall of the KL of the text in {steps} steps", pair[2], "%", at_least=60),
-        Figure(f"the same after lists of {_TOPK} tokens", fall_with_lists, "%", at_least=60),
-        Figure(f"fall of the KL over lists of {_TOPK} tokens", listed[2], "%"),
-        Figure("time of a step for each response token, pair / same", pair[5] / same[5], at_most=1.3),
-        Figure("training for each response token, pair / same", pair[6] / same[6]),
-        Figure("time of a step for each response token, list / same", listed[5] / same[5]),
-        Figure("bytes that the teacher sends for each response token, pair / list", pair[8] / listed[8]),
-    ]
+    same, figures = means["same"], list[Figure]()
+    for kind in kinds:
+        fall = 100 * (1 - fmean(kl_after[kind]) / fmean(start_kl))
+        figures += [
+            Figure(f"{kind}: fall of the KL of the text in {steps} steps", fall, "%", at_least=60),
+            Figure(f"{kind}: time of a step for each response token, / same", means[kind][5] / same[5], at_most=1.3),
+            Figure(f"{kind}: training for each response token, / same", means[kind][6] / same[6]),
+            Figure(f"{kind}: bytes that the teacher sends for each response token", means[kind][8], "bytes"),
+        ]
     table = Table("Means of the rounds", _COLUMNS, [[name, *row] for name, row in means.items()])
     what = "12 layers of SmolLM2-135M with SentencePiece tokens, taught by SmolLM2, and 12 layers with SmolLM2's tokens"
-    return Part("real_pair", what, figures, [table], {"steps": steps, "rounds": rounds})
+    return Part(
+        "units" if "units" in kinds else "real_pair", what, figures, [table], {"steps": steps, "rounds": rounds}
+    )
 
 
 def measure_lists() -> Part:
@@ -129,7 +142,10 @@ def measure_lists() -> Part:
         prepare()
     folders = MODELS / "student", BASE / "whole"
     student, teacher = (AutoTokenizer.from_pretrained(folder) for folder in folders)
-    nodes = common_nodes(token_bytes(student), token_bytes(teacher))
+    tokens = token_bytes(teacher)
+    nodes = common_nodes(token_bytes(student), tokens)
+    units = units_of(tokens, nodes)
+    maps = [(torch.from_numpy(units.of_token).long(), len(units.vocab)), (torch.from_numpy(nodes.teacher), nodes.n)]
     model = AutoModelForCausalLM.from_pretrained(folders[1], dtype=torch.float32).eval()
     held: dict[int, list[torch.Tensor]] = {k: [] for k in _LISTS}
     for line in (MODELS / "heldout.jsonl").read_text().splitlines()[:_N_PROMPTS]:
@@ -138,13 +154,17 @@ def measure_lists() -> Part:
         answer = model.generate(ids, max_new_tokens=_N_TOKENS, do_sample=False)
         with torch.inference_mode():
             p = model(answer).logits[0, ids.shape[1] - 1 : -1].softmax(dim=-1)
-        sums = p.new_zeros((len(p), nodes.n)).index_add_(1, torch.from_numpy(nodes.teacher), p)
+        p = p[:, : len(tokens)]
+        sums = [p.new_zeros((len(p), n)).index_add_(1, ids, p) for ids, n in maps]
         for k, found in held.items():
-            found.append(torch.stack([each.topk(k).values.sum(dim=1) for each in (p, sums)]))
+            found.append(torch.stack([each.topk(k).values.sum(dim=1) for each in (p, *sums)]))
     rows = [[k, *torch.cat(found, dim=1).mean(dim=1).tolist()] for k, found in held.items()]
-    table = Table("Mean probability of a list", ("length", "tokens", "nodes"), rows)
-    gain = max(of_nodes - of_tokens for _, of_tokens, of_nodes in rows)
-    figures = [Figure("most that nodes hold beyond tokens", 100 * gain, "points")]
+    table = Table("Mean probability of a list", ("length", "tokens", "units", "nodes"), rows)
+    gains = [max(row[i] - row[1] for row in rows) for i in (2, 3)]
+    figures = [
+        Figure(f"most that {name} hold beyond tokens", 100 * gain, "points")
+        for name, gain in zip(("units", "nodes"), gains, strict=True)
+    ]
     settings = {"prompts": _N_PROMPTS, "tokens": _N_TOKENS}
     return Part("lists", "SmolLM2 as the teacher of SentencePiece tokens", figures, [table], settings)
 
@@ -157,7 +177,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parsed(made, PARTS, argv)
     if args.steps < _WARM_UP + 2:
         made.error(f"--steps {args.steps}: at least {_WARM_UP + 2}")
-    return run_parts(args, lambda name: measure_lists() if name == "lists" else measure(args.steps, args.rounds))
+    kinds = {"real_pair": ("pair", "list"), "units": ("units",)}
+    return run_parts(
+        args, lambda name: measure_lists() if name == "lists" else measure(args.steps, args.rounds, kinds[name])
+    )
 
 
 if __name__ == "__main__":

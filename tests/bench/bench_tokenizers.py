@@ -8,7 +8,8 @@ Pairs of tokenizers (student<-teacher, see `tests.bench.addition_pairs`): left<-
 control, with the same tokens. Programs, with the same prompts, batch, learning rate and steps:
 
 nodes, text     this system with teacher.tokenizer and distill.units; tokens: without them, left<-left only
-list, list_text the same with the teacher's most probable tokens instead of its hidden states
+list, list_text the same with the teacher's most probable tokens instead of its hidden states; units, units_text: with
+                its most probable units
 equal           a loop of transformers: forward KL over the strings that are tokens of both, at common boundaries
 boundaries      the same over the nodes of all tokens, and nothing elsewhere
 gold            TRL's GOLDTrainer, unmodified, in its own Python: its loss for other tokenizers with the defaults
@@ -47,8 +48,8 @@ from tests.service.harness import ServerProcess
 ROOT = Path(__file__).resolve().parents[2]
 EVERY, GOAL = 100, 0.95
 PAIRS = ("left<-char", "right<-left", "left<-left")
-OURS = ("nodes", "text", "list", "list_text", "tokens")
-TOPK = 16  # tokens of a list
+OURS = ("nodes", "text", "list", "list_text", "units", "units_text", "tokens")
+TOPK = 16  # entries of a list
 GOLD: dict[str, dict[str, Any]] = {
     "gold": {},
     "gold_hybrid": {"uld_use_hybrid_loss": True, "uld_token_merge_strategy": "bayesian", "beta": 0.0},
@@ -68,8 +69,8 @@ def run_ours(method: str, student: Path, teacher: Path, data: Path, seed: int, s
         *(f"actor.optim.warmup_steps={pairs.WARM_UP}", f"actor.optim.min_lr_ratio={pairs.FINAL_LR_SHARE}"),
         f"actor.optim.clip_grad={pairs.CLIP}",
     ]
-    is_list = method.startswith("list")
-    settings += ["teacher.signal=topk", f"teacher.topk={TOPK}"] if is_list else ["teacher.signal=hidden"]
+    signal = {"list": "topk", "units": "units"}.get(method.removesuffix("_text"), "hidden")
+    settings += [f"teacher.signal={signal}", *([f"teacher.topk={TOPK}"] if signal != "hidden" else [])]
     if method != "tokens":
         units = "text" if method.endswith("text") else "nodes"
         settings += [f"teacher.tokenizer={teacher}", f"distill.units={units}"]

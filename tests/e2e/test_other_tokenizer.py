@@ -89,6 +89,7 @@ def writer_port(writers: Lab) -> Iterator[int]:
 
 ALL_TOKENS = ("teacher.signal=topk", "teacher.topk=360")
 LIST = ("teacher.signal=topk", "teacher.topk=64")
+UNITS = ("teacher.signal=units", "teacher.topk=64")
 
 
 def settings(lab: Lab, *more: str) -> tuple[str, ...]:
@@ -104,12 +105,12 @@ def settings(lab: Lab, *more: str) -> tuple[str, ...]:
 
 
 def test_student_and_teacher_have_their_own_tokens(writers: Lab, writer_port: int, shared_ray: str) -> None:
-    """If it fails, a run compares other texts than the student's, the teacher reads the student's template, its lists
+    """If it fails, a run compares other texts than the student's, the teacher reads the student's template, its units
     get the rows of the student's tokens, tensor parallelism or packing takes other rows, a stream of real engines does
     not feed the loop, or the student does not come closer to the teacher.
     """
     run_dir = writers.root / "run"
-    layout = ("trainer.n_gpus_per_node=2", "actor.tp=2", "actor.packing=true", "trainer.scheduler=stream", *LIST)
+    layout = ("trainer.n_gpus_per_node=2", "actor.tp=2", "actor.packing=true", "trainer.scheduler=stream", *UNITS)
     steps = ("trainer.total_steps=4", "rollout.n=8", "trainer.record_batches=true")
     done = writers.finished_run(run_dir, writer_port, *settings(writers, *layout, *steps), shared_ray)
     assert "have the same bytes in the teacher's" in done.stderr
@@ -219,6 +220,7 @@ def test_what_cannot_be_paired_is_refused_before_the_start(writers: Lab, writer_
         ("data.prompt_key", f"data.train_files=[{rendered}]"),
         ("teacher.special_tokens.<|end|>", "teacher.special_tokens={'<|end|>': '</s>'}"),
         ("teacher.special_tokens.the", "teacher.special_tokens={the: the}"),
+        ("teacher.topk", "teacher.signal=units", "teacher.topk=350"),
     ):
         command = writers.command(writers.root / "refused", writer_port, *settings(writers, *more))
         with pytest.raises(ConfigError) as caught:

@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from teacher_server.engines.base import ScoreParams, TokenSequence
+from teacher_server.engines.base import ScoreParams, TokenSequence, UnitMap
 from teacher_server.engines.load import load_engine
 from teacher_server.errors import ServerError
 from teacher_server.wire.payload import NO_ID, TopKScores
@@ -141,6 +141,24 @@ def test_given_ids_and_the_sampled_token_equal_plain_transformers(
         np.testing.assert_allclose(others, largest, atol=TOLERANCE, rtol=0)
         sampled = np.take_along_axis(plain_logprobs(logits, params), sequence.response[:, None], 1)[:, 0]
         np.testing.assert_allclose(scored.sampled, sampled, atol=TOLERANCE, rtol=0)
+
+
+def test_units_are_sums_over_their_tokens(ask: Ask, plain: list[np.ndarray]) -> None:
+    """Fails if a token is summed into another unit, one outside of the map counts, or the temperature comes after."""
+    n_units, n_mapped, k = 40, VOCAB - 99, 9
+    units = np.random.default_rng(0).integers(0, n_units, n_mapped).astype(np.int32)
+    units[units == 17] = 18  # unit 17 has no token
+    params = ScoreParams("topk", k=k, temperature=0.6, n_vocab=n_units, with_sampled=True, units=UnitMap(b"", units))
+    for scored, logits, sequence in zip(ask("score", BATCH, params), plain, BATCH, strict=True):
+        p = np.exp(plain_logprobs(logits, ScoreParams("topk", k=k, temperature=0.6, n_vocab=n_mapped)))
+        sums = np.stack([p[:, units == unit].sum(-1) for unit in range(n_units)], -1)
+        listed = np.take_along_axis(sums, scored.ids, 1)
+        np.testing.assert_allclose(np.exp(scored.logprobs), listed, atol=TOLERANCE, rtol=0)
+        np.testing.assert_allclose(listed, np.sort(sums, -1)[:, : -k - 1 : -1], atol=TOLERANCE, rtol=0)
+        np.testing.assert_allclose(scored.tail, 1 - listed.sum(-1), atol=TOLERANCE, rtol=0)
+        own = np.take_along_axis(sums, units[sequence.response][:, None], 1)[:, 0]
+        np.testing.assert_allclose(np.exp(scored.sampled), own, atol=TOLERANCE, rtol=0)
+    assert "vocabulary" in str(ask("problem", BATCH[0], replace(params, units=UnitMap(b"", np.zeros(VOCAB + 1, "i4")))))
 
 
 def test_sampled_equals_plain_transformers(ask: Ask, plain: list[np.ndarray]) -> None:

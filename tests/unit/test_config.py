@@ -405,6 +405,14 @@ def test_a_value_that_cannot_be_meant_is_refused(override: str) -> None:
                 *("teacher.signal=logits", "distill.tail=drop", "distill.support=union"),
             )
         ),
+        (["teacher.signal=units"], "teacher.signal"),
+        *(
+            (["teacher.tokenizer=x", "teacher.signal=units", *backend], "teacher.signal")
+            for backend in (
+                ("teacher.backend=local", "teacher.path=t"),
+                ("teacher.backend=http", "teacher.url=[http://h]"),
+            )
+        ),
         (["distill.loss=sft", "distill.on_policy_share=0.9", "trainer.global_batch_size=9"], "distill.on_policy_share"),
         (["distill.losses=[{name: jsd, weight: 0}]"], "distill.losses[0].weight"),
         (["distill.losses=[{name: forward_kl}, {name: sft}]"], "distill.on_policy_share"),

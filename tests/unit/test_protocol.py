@@ -81,11 +81,20 @@ def test_a_message_has_the_lowest_version_that_has_its_fields() -> None:
     old, new = make_request(tokens), make_request(tokens, with_sampled=True)
     several = make_request(tokens, lengths=[(5, 20), (5, 20)])
     own = make_request(tokens, n_own=29)
+    units = make_request(tokens, units=bytes(16), n_vocab=9)
     assert (old.n_rows, own.n_rows, own.n_response) == (30, 29, 30)
-    for header, version in ((old, 1), (new, 2), (make_request(tokens, n_given=2), 2), (several, 3), (own, 4)):
+    for header, version in (
+        (old, 1),
+        (new, 2),
+        (make_request(tokens, n_given=2), 2),
+        (several, 3),
+        (own, 4),
+        (units, 5),
+    ):
         assert requests.encode(header)[3] == version
     error = ErrorReply(request_id=bytes(16), code="engine", text="x", sequence=1)
     assert [replies.encode(msgspec.structs.replace(error, sequence=n))[3] for n in (0, 1)] == [1, 3]
+    assert replies.encode(msgspec.structs.replace(error, code="units"))[3] == 5
     ask = InfoRequest(request_id=bytes(16))
     asks = (ask, msgspec.structs.replace(ask, with_template=True))
     assert [requests.encode(each)[3] for each in asks] == [1, 4]
@@ -102,6 +111,8 @@ def test_a_message_has_the_lowest_version_that_has_its_fields() -> None:
         "with_sampled",
         "lengths",
         "n_own",
+        "units",
+        "n_mapped",
         "sequence",
     }
     for header in (ask, info_reply(ask), old, make_reply(old, tokens)[0], msgspec.structs.replace(error, sequence=0)):

@@ -150,6 +150,24 @@ def test_hidden_states_of_a_refreshed_teacher_are_refused(before: int, now: int)
     _check_scores(settings(0, "hidden"), settings(0, "hidden"))
 
 
+@pytest.mark.parametrize(
+    ("other", "key"),
+    [
+        ("teacher.signal=topk", "teacher.signal"),
+        ("teacher.tokenizer=''", "teacher.tokenizer"),
+        ("teacher.special_tokens={a: b}", "teacher.special_tokens"),
+    ],
+)
+def test_lists_of_other_ids_are_refused(other: str, key: str) -> None:
+    """Fails if recorded units are read as tokens, or the teacher's tokens as the student's."""
+    settings = ["teacher.tokenizer=t", "teacher.signal=units", "trainer.replay=batches"]
+    recorded, now = load_config(None, settings), load_config(None, [*settings, other])
+    _check_scores(recorded, recorded)
+    for before, after in ((recorded, now), (now, recorded)):
+        with refuses(key):
+            _check_scores(before, after)
+
+
 def test_scores_of_another_teacher_are_refused(tmp_path: Path, recorded: Path) -> None:
     """Fails if a run with one teacher replays the recorded scores of another."""
     trainer = make(tmp_path, World(), STEPS, f"trainer.replay={recorded}")

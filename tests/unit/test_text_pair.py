@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -51,7 +52,12 @@ def sentence_pieces(n: int, *, prefix: bool) -> Any:
     tokens.normalizer = normalizers.Sequence([*steps, normalizers.Replace(" ", "▁")])
     tokens.pre_tokenizer = pre_tokenizers.Split(Regex("▁?[^▁]+|▁"), "isolated")
     special = ["<unk>", "</s>", "[CALL]", *(f"<0x{byte:02X}>" for byte in range(256))]
-    trainer = trainers.BpeTrainer(vocab_size=n, special_tokens=special, limit_alphabet=40)
+    # The trainer's own choice between characters of equal frequency differs from process to process.
+    counts = Counter("".join(CORPUS).replace(" ", "▁"))
+    alphabet = sorted(counts, key=lambda character: (-counts[character], character))[:40]
+    trainer = trainers.BpeTrainer(
+        vocab_size=n, special_tokens=special, limit_alphabet=len(alphabet), initial_alphabet=alphabet
+    )
     tokens.train_from_iterator(CORPUS, trainer)
     steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
     tokens.decoder = decoders.Sequence([*steps, *([decoders.Strip(" ", 1, 0)] if prefix else [])])

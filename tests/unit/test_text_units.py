@@ -47,8 +47,28 @@ def test_loss_and_gradient_are_those_of_plain_loops(name: str, with_nodes: bool,
 
     With a list of k tokens: or what the list leaves out is compared as if it were impossible.
     """
-    case, spec = TextCase(scale=scale, k=k), SPECS[name]
-    close = 1e-7 if k else 1e-12  # what a list leaves out is 1 - its sum, which has few digits
+    table = _compare_with_loops(TextCase(scale=scale, k=k), SPECS[name], with_nodes)
+    if with_nodes and name == "forward_kl":
+        by_nodes = table[:, TextCase().loss(LossSpec()).evaluation_names.index("by_nodes")]
+        assert 0 < by_nodes.sum() < len(by_nodes), "the case compares some rows by nodes, and some by text"
+
+
+@pytest.mark.parametrize("k", [3, 12])
+@pytest.mark.parametrize("with_nodes", [True, False])
+@pytest.mark.parametrize("name", ["mixture", "own"])
+def test_units_are_compared_as_far_as_they_tell_tokens_apart(name: str, with_nodes: bool, k: int) -> None:
+    """If it fails, the student learns from bytes behind the string of a unit, which may be any, or from an end of a
+    token that may have been a longer one.
+    """
+    # In the node of "a" are "a", "aa", which may begin a longer token, and "aaab", which may not.
+    vocab = [*TEACHER, b"aaab"]
+    case = TextCase(scale=6.0, k=k, by_units=True, teacher=vocab, letters=b"aaab ", seed=4)
+    _compare_with_loops(case, SPECS[name], with_nodes)
+
+
+def _compare_with_loops(case: TextCase, spec: LossSpec, with_nodes: bool) -> Tensor:
+    """Compare loss and gradient with loops, and return the table of the rows."""
+    close = 1e-7 if case.k else 1e-12  # what a list leaves out is 1 - its sum, which has few digits
     case.hidden.requires_grad_(), case.head.requires_grad_()
     expected, rows = case.written_out(spec, with_nodes=with_nodes)
     grads = torch.autograd.grad(expected, (case.hidden, case.head))
@@ -57,9 +77,7 @@ def test_loss_and_gradient_are_those_of_plain_loops(name: str, with_nodes: bool,
     for one, other in zip(found[1:3], grads, strict=True):
         torch.testing.assert_close(one, other, rtol=1e2 * close, atol=close)
     torch.testing.assert_close(found[3][:, 0], rows * case.weights, rtol=close, atol=close)
-    if with_nodes and name == "forward_kl":
-        by_nodes = found[3][:, case.loss(spec).evaluation_names.index("by_nodes")]
-        assert 0 < by_nodes.sum() < len(by_nodes), "the case compares some rows by nodes, and some by text"
+    return found[3]
 
 
 @pytest.mark.parametrize("name", SPECS)
@@ -83,9 +101,11 @@ def test_a_token_that_the_teacher_finds_impossible_does_not_spoil_the_next_one()
     assert table.isfinite().all() and table.max() < likely.max() + 10.0
 
 
-def test_tokens_that_a_list_cannot_tell_do_not_overlap() -> None:
+@pytest.mark.parametrize(("k", "by_units"), [(1, False), (14, True)])
+def test_tokens_that_a_list_cannot_tell_do_not_overlap(k: int, by_units: bool) -> None:
     """Fails if tokens without a loss count as full agreement, which hides a teacher of other tokens from the checks."""
-    whole, listed = TextCase(scale=0.5), TextCase(scale=0.5, k=1)
+    whole = TextCase(scale=0.5, teacher=[*TEACHER, b"aaab"], letters=b"aaab ", seed=4)
+    listed = TextCase(scale=0.5, teacher=whole.teacher, letters=whole.letters, k=k, by_units=by_units, seed=4)
     names = whole.loss(LossSpec()).evaluation_names
     tables = [_with_gradients(case.loss(LossSpec()), case, case.targets())[3] for case in (whole, listed)]
     kl, overlap = (tables[1][:, names.index(name)] for name in ("token_kl", "overlap"))

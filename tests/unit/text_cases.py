@@ -17,9 +17,10 @@ from gkd.config.loss_spec import LossSpec
 from gkd.loss.distill_loss import DistillLoss
 from gkd.loss.divergence import divergence_of
 from gkd.loss.row_kernels import TorchRows
-from gkd.loss.text_units import SAFE_SHARE, UnitTables
+from gkd.loss.text_tables import UnitTables
+from gkd.loss.text_units import SAFE_SHARE
 from gkd.loss.vocab_parallel import VocabShard
-from gkd.text.byte_vocab import END
+from gkd.text.byte_vocab import CLOSED, END, MARK, OPEN, WHOLE
 from gkd.text.pair import TokenizerPair
 from gkd.text.targets import TextTargets
 from gkd.types import TokenTargets
@@ -33,8 +34,8 @@ H, D = 6, 5
 Vocab = Sequence[bytes | None]
 
 
-def pair_of(student: Vocab = STUDENT, teacher: Vocab = TEACHER) -> TokenizerPair:
-    return TokenizerPair(student, teacher, "", "", teacher.index(END), 999)
+def pair_of(student: Vocab = STUDENT, teacher: Vocab = TEACHER, *, by_units: bool = False) -> TokenizerPair:
+    return TokenizerPair(student, teacher, "", "", teacher.index(END), 999, by_units)
 
 
 def segment(rng: random.Random, vocab: Vocab, text: bytes) -> list[int]:
@@ -56,14 +57,16 @@ class TextCase:
     n_sequences: int = 5
     scale: float = 2.0  # of the student's hidden states: large values make boundaries safe
     seed: int = 0
+    letters: bytes = b"abc "
     k: int = 0  # the teacher sends a list of k tokens; 0: hidden states
+    by_units: bool = False  # of k units
 
     def __post_init__(self) -> None:
         rng, generator = random.Random(self.seed), torch.Generator().manual_seed(self.seed)
-        self.pair = pair_of(self.student, self.teacher)
+        self.pair = pair_of(self.student, self.teacher, by_units=self.by_units)
         self.responses: list[tuple[list[int], list[int]]] = []
         for i in range(self.n_sequences):
-            text = bytes(rng.choice(b"abc ") for _ in range(12))
+            text = bytes(rng.choice(self.letters) for _ in range(12))
             if b"\xff\x01" in self.student:
                 text = text[:5] + b"\xff\x01" + text[5:]
             ours, theirs = (segment(rng, vocab, text + (END if i else b"")) for vocab in (self.student, self.teacher))
@@ -80,6 +83,17 @@ class TextCase:
         self.teacher_hidden, self.teacher_head = self.scale * normal(n_teacher, D), normal(len(self.teacher), D)
         self.weights = torch.rand(n, generator=generator, dtype=torch.float64)
 
+    def of_units(self, p: Tensor) -> Tensor:
+        """Return what the teacher lists of its tokens' probabilities: these, or their sums over units."""
+        if self.pair.units is None:
+            return p
+        ids = torch.from_numpy(self.pair.units.of_token.astype(np.int64))
+        return p.new_zeros(len(p), self.pair.n_listed).index_add(1, ids, p)
+
+    def listed_ids(self, ids: Sequence[int]) -> list[int]:
+        units = self.pair.units
+        return [i if units is None else int(units.of_token[i]) for i in ids]
+
     def in_float32(self) -> TextCase:
         self.hidden, self.teacher_hidden = self.hidden.float(), self.teacher_hidden.float()
         self.head, self.teacher_head = self.head.float(), self.teacher_head.float()
@@ -94,8 +108,8 @@ class TextCase:
             parts.append((at.row + n_rows, at.depth, at.teacher_row + n_teacher, at.teacher_depth, cover, first))
             n_rows, n_teacher, n_positions = n_rows + len(ours), n_teacher + len(theirs), n_positions + len(at.row)
         columns = [torch.from_numpy(np.concatenate(column)) for column in zip(*parts, strict=True)]
-        theirs = torch.tensor([i for _, ids in self.responses for i in ids])
-        log_p = (self.teacher_hidden @ self.teacher_head.T).log_softmax(dim=-1).to(dtype)
+        theirs = torch.tensor([i for _, ids in self.responses for i in self.listed_ids(ids)])
+        log_p = self.of_units((self.teacher_hidden @ self.teacher_head.T).softmax(dim=-1)).log().to(dtype)
         logprobs, ids = log_p.topk(self.k or 1, dim=-1)
         listed = {} if not self.k else {"topk_ids": ids, "topk_logprobs": logprobs, "tail_mass": ids[:, 0] * torch.nan}
         if self.k:
@@ -137,8 +151,13 @@ class TextCase:
         q = (self.hidden @ self.head.T / spec.temperature).softmax(dim=-1)
         # A list has the logprobs at the temperature of the request, which `targets` leaves at 1.
         p = (self.teacher_hidden @ self.teacher_head.T / (1.0 if self.k else spec.temperature)).softmax(dim=-1)
+        p, nodes, kinds = self.of_units(p), nodes_of(self.student, self.teacher), None
+        if self.pair.units is not None:
+            kinds = self.pair.units.kind.tolist()
+            for string in {*nodes.values()}:
+                nodes[string + MARK] = nodes[string] = string
         if self.k:
-            theirs = torch.tensor([i for _, ids in self.responses for i in ids])[:, None]
+            theirs = torch.tensor([i for _, ids in self.responses for i in self.listed_ids(ids)])[:, None]
             is_listed = torch.zeros_like(p, dtype=torch.bool).scatter_(1, p.topk(self.k).indices, True)
             p = p * is_listed.scatter_(1, theirs, True)
         rows = [q.new_zeros(()) for _ in range(len(q))]
@@ -146,7 +165,9 @@ class TextCase:
         for ours, theirs in self.responses:
             a = _Sequence(self.student, ours, q[first : first + len(ours)])
             b = _Sequence(self.teacher, theirs, p[first_teacher : first_teacher + len(theirs)], is_list=self.k > 0)
-            for row, loss in _losses(a, b, nodes_of(self.student, self.teacher), spec, with_nodes):
+            if self.pair.units is not None:
+                b.vocab, b.ids, b.kinds = self.pair.units.vocab, self.listed_ids(theirs), kinds
+            for row, loss in _losses(a, b, nodes, spec, with_nodes):
                 rows[first + row] = rows[first + row] + loss
             first, first_teacher = first + len(ours), first_teacher + len(theirs)
         found = torch.stack(rows)
@@ -178,6 +199,8 @@ def nodes_of(student: Vocab, teacher: Vocab) -> dict[bytes, bytes]:
 class _Sequence:
     """A response of one model: the token that holds each byte, and the probabilities at each row."""
 
+    kinds: list[int] | None = None  # of the units, if `vocab`, `ids` and `p` have these in place of tokens
+
     def __init__(self, vocab: Vocab, ids: Sequence[int], p: Tensor, *, is_list: bool = False) -> None:
         self.is_list, missing = is_list, is_list * (1.0 - p.sum(dim=1)).clamp(min=torch.finfo(p.dtype).eps)
         total = p.sum(dim=1) + missing
@@ -196,6 +219,9 @@ class _Sequence:
         which = [i for i, token in enumerate(self.vocab) if test(token)]
         return self.p[row, which].sum()
 
+    def kind(self, row: int) -> int:
+        return WHOLE if self.kinds is None else self.kinds[self.ids[row]]
+
     def next_bytes(self, row: int, depth: int, nodes: dict[bytes, bytes]) -> tuple[list[Tensor], list[bool]]:
         """Return 257 probabilities given the text, and which outcomes this model can have, the last one: all else."""
 
@@ -205,10 +231,16 @@ class _Sequence:
             tests = [lambda t, s=s: _begins_with(t, s) and t not in without for s in strings]
             return [self.mass(row, test) if s[-1] in used else none for s, test in zip(strings, tests, strict=True)]
 
+        kind, at = self.kind(row - (not depth)), MARK[0]
+        if depth and kind != WHOLE and depth >= len(self.vocab[self.ids[row]] or b""):
+            return [self.p.new_zeros(())] * 257, [False] * 257  # the unit does not tell its tokens' bytes
+        if row and not depth and kind == OPEN:
+            return [self.p.new_zeros(())] * 257, [False] * 257  # nor whether the token before might be longer
         if depth:
             begin = self.strings[row][:depth]
             longer = behind(row, begin)
             parts = [*longer, self.mass(row, lambda t: t == begin)]
+            parts[256], parts[at] = parts[256] + parts[at], parts[at] * 0.0  # longer tokens, of which no byte is known
             total = torch.stack(parts).sum()
             if total < SAFE_SHARE * (total + self.missing[row]):
                 return parts, [False] * 257  # the list has too little of the tokens that may stand here
@@ -217,15 +249,18 @@ class _Sequence:
         first = behind(row, b"", others)
         plain = [*first, self.mass(row, lambda t: not t or t in others) + self.missing[row]]
         if row:
-            before = self.strings[row - 1]
+            before = self.strings[row - 1] if kind == WHOLE else self.vocab[self.ids[row - 1]] or b""
             own = self.mass(row - 1, lambda t: t == before)
             longer = behind(row - 1, before)
+            plain[256], longer[at] = plain[256] + longer[at] / own, longer[at] * 0.0
             plain = [x * own + (longer[i] if i < 256 else 0.0) for i, x in enumerate(plain)]
         total = torch.stack(plain).sum()
         return [x / total for x in plain], [not self.is_list or bool(x > 0) for x in plain]
 
     def own_share(self, row: int, nodes: dict[bytes, bytes]) -> float:
         """Return the share of the token before `row` of those of its node that begin with it."""
+        if self.kind(row - 1) != WHOLE:
+            return float(self.kind(row - 1) == CLOSED)
         before = self.strings[row - 1]
         alike = self.mass(row - 1, lambda t: _begins_with(t, before) and nodes[t or b""] == nodes[before])
         return float((self.p[row - 1, self.ids[row - 1]] / alike).detach())

@@ -30,7 +30,7 @@ from gkd.log import get_logger
 from gkd.loss.distill_loss import DistillLoss
 from gkd.loss.divergence import divergence_of
 from gkd.loss.row_kernels import row_kernels
-from gkd.loss.text_units import UnitTables
+from gkd.loss.text_tables import UnitTables
 from gkd.loss.vocab_parallel import VocabShard
 from gkd.memory.states import States
 from gkd.memory.usage import trim_heap

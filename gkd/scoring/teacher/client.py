@@ -52,7 +52,7 @@ class ZmqTeacher:
         teacher: the settings, already checked. A request without a reply is sent again after request_timeout_s. The
             client gives up if no message at all arrived for outage_budget_s, or if the server is alive but returned no
             scores for that long plus request_timeout_s.
-        k, n_vocab, n_in_flight, fingerprint, on_scored: see `gkd.scoring.teacher.teacher.open_teacher`.
+        k, n_vocab, n_in_flight, fingerprint, on_scored, units: see `gkd.scoring.teacher.teacher.open_teacher`.
         outage_budget_s: replaces the setting.
         max_waiting: requests waiting in the client before a further one blocks.
 
@@ -71,9 +71,10 @@ class ZmqTeacher:
         outage_budget_s: float | None = None,
         max_waiting: int = MAX_WAITING,
         on_scored: OnScored | None = None,
+        units: np.ndarray | None = None,
     ) -> None:
         wire, resend_s = cast(Wire, teacher.wire), teacher.request_timeout_s
-        self._settings = RequestSettings(teacher.name, k, teacher.temperature, n_vocab, wire, resend_s)
+        self._settings = RequestSettings(teacher.name, k, teacher.temperature, n_vocab, wire, resend_s, units)
         self._info: TeacherInfo | None = None
         budget_s = teacher.outage_budget_s if outage_budget_s is None else outage_budget_s
         clock = OutageClock(outage_budget_s=budget_s, stall_budget_s=budget_s + resend_s)

@@ -349,7 +349,9 @@ class Exchange:
             self._schedule_resend(request, max(error.retry_after_s, _RETRY_S))
         elif error.code == "deadline":
             self._schedule_resend(request, _RETRY_S)
-        elif error.code == "damaged":
+        elif error.code == "units" and request.add_units():
+            self._schedule_resend(request, 0.0)
+        elif error.code in ("damaged", "units"):
             self._on_damaged(request, error.text)
         else:
             of_one = error.code in ("bad_request", "engine") and error.sequence < len(request.names)

@@ -27,6 +27,7 @@ from teacher_server.wire.payload import (
     listed_problem,
     mark_own,
     pack_given,
+    pack_units,
     unpack_rows,
     unpack_sampled,
     unpack_topk,
@@ -70,6 +71,7 @@ class RequestMessage(Generic[H]):
     given: np.ndarray | None = None  # [M, G] ids that each row of the reply must list, M of all sequences
     n_rows: Sequence[int] = ()  # of each sequence
     own: Sequence[np.ndarray | None] = ()  # of each sequence, see `Rollout`
+    units: np.ndarray | None = None  # map of the units that the reply lists, which a server may ask for
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +84,7 @@ class RequestSettings:
     n_vocab: int
     wire: Wire
     resend_s: float
+    units: np.ndarray | None = None  # [V'] int32, the unit of each token; lists have these `n_vocab` units
 
     def for_rollouts(
         self, rollouts: Sequence[Rollout], signal: Signal, *, k: int = 0, mass: float = 0.0, with_sampled: bool = False
@@ -126,10 +129,12 @@ class RequestSettings:
                 with_sampled=with_sampled,
                 lengths=lengths if len(lengths) > 1 else [],
                 n_own=n_own,
+                units=b"" if signal != "topk" or self.units is None else token_digest(self.units),
             )
         frames = [as_frame(tokens), *frames]
         own = [rollout.own for rollout in rollouts]
-        return RequestMessage(names, header, frames, token_digest(tokens), self.resend_s, given, n_rows, own)
+        digest = token_digest(tokens)
+        return RequestMessage(names, header, frames, digest, self.resend_s, given, n_rows, own, self.units)
 
     def _checked_given(self, rollouts: Sequence[Rollout], names: Sequence[str]) -> np.ndarray:
         """Return the `top_ids` of all rollouts, [M, G]. Raises TeacherError."""
@@ -199,6 +204,10 @@ class PendingRequest(Generic[T]):
         """
         raise NotImplementedError
 
+    def add_units(self) -> bool:
+        """Add the map of units, which the server does not know. Returns False if there is none, or it was sent."""
+        return False
+
     def needs_new_id(self, now_s: float) -> bool:
         """Return whether a resend must use a new request id, because the server ignores it under the old one."""
         return False
@@ -267,7 +276,16 @@ class ScoresRequest(PendingRequest[list[TeacherScores]]):
         super().__init__(message)
         self.n_sequences = len(message.names)
         self._sent, self._given, self._n_vocab = message.header, message.given, n_vocab
-        self._n_rows, self._own = message.n_rows, message.own
+        self._n_rows, self._own, self._units = message.n_rows, message.own, message.units
+
+    def add_units(self) -> bool:
+        if self._units is None or self._sent.n_mapped:
+            return False
+        frames = pack_units(self._units)
+        fields = {"n_mapped": len(self._units), "given_checksums": [checksum(frame) for frame in frames]}
+        self._header = self._sent = msgspec.structs.replace(self._sent, **fields)
+        self.frames = [requests.encode(self._sent), self.frames[1], *frames]
+        return True
 
     def accept(self, reply: Reply, frames: list[Buffer], now_s: float) -> list[TeacherScores]:
         checked = self._check(reply)

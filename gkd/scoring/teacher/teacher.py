@@ -73,6 +73,7 @@ def open_teacher(
     probe: Probe | None = None,
     outage_budget_s: float | None = None,
     on_scored: OnScored | None = None,
+    units: np.ndarray | None = None,
 ) -> Teacher:
     """Return the teacher that these settings name.
 
@@ -85,6 +86,7 @@ def open_teacher(
         probe: expected weights of an HTTP server, see `HttpTeacher`.
         outage_budget_s: replaces the setting.
         on_scored: called with each reply of a teacher server and the number of sequences that are complete with it.
+        units: [V'] int32, the unit of each of the teacher's tokens: a teacher server lists `n_vocab` units.
 
     Raises:
         ConfigError: teacher.server_ip, teacher.keys or teacher.api_key_env cannot be used.
@@ -109,4 +111,5 @@ def open_teacher(
         fingerprint=fingerprint,
         outage_budget_s=outage_budget_s,
         on_scored=on_scored,
+        units=units,
     )
