@@ -19,7 +19,8 @@ import sys
 import sysconfig
 import time
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -125,14 +126,9 @@ def install_cpu(project: dict) -> None:  # type: ignore[type-arg]
     settings = project["tool"]["gkd"]["install"]
     pip("vLLM (CPU build)", "--no-deps", *settings["cpu_no_deps"])
     rest = requirements_of(settings["cpu_no_deps"][0].partition("==")[0], set(settings["cpu_left_out"]))
-    pip(
-        "Ray, Megatron-core, vLLM's requirements and the project",
-        "-c",
-        str(CONSTRAINTS["cpu"]),
-        "-e",
-        f"{ROOT}[cpu,dev]",
-        *rest,
-    )
+    what = "Ray, Megatron-core, vLLM's requirements and the project"
+    with compiling(1):  # the packages of the steps before; pip has one process
+        pip(what, "-c", str(CONSTRAINTS["cpu"]), "-e", f"{ROOT}[cpu,dev]", *rest)
 
 
 def requirements_of(package: str, left_out: set[str]) -> list[str]:
@@ -146,12 +142,24 @@ def requirements_of(package: str, left_out: set[str]) -> list[str]:
     return [f"{r.name}{'[' + ','.join(sorted(r.extras)) + ']' if r.extras else ''}{r.specifier}" for r in chosen]
 
 
+@contextmanager
+def compiling(n_processes: int) -> Iterator[subprocess.Popen[bytes]]:
+    """Write the bytecode of packages that have none, at most until the block ends; 0: one process for each core."""
+    command = [sys.executable, "-m", "compileall", "-q", "-j", str(n_processes), sysconfig.get_path("purelib")]
+    # Templates that are not valid Python, which some packages contain, fail here as they do under pip.
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        yield process
+    finally:
+        process.terminate()
+        process.wait()
+
+
 def compile_packages() -> None:
     """Write the bytecode of all packages, on all cores; pip would use one."""
     print("[setup] compiling the packages to bytecode", flush=True)
-    command = [sys.executable, "-m", "compileall", "-q", "-j", "0", sysconfig.get_path("purelib")]
-    # Templates that are not valid Python, which some packages contain, fail here as they do under pip.
-    subprocess.run(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, check=False)
+    with compiling(0) as process:
+        process.wait()
 
 
 def pip(what: str, *args: str, may_fail: bool = False) -> int:

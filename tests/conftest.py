@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import tempfile
@@ -35,6 +36,14 @@ class ByFile(LoadScopeScheduling):
         if file in ENGINES:
             return "engines"
         return SYSTEM if file.startswith(f"{SYSTEM}/") else file
+
+
+gc.disable()  # until all tests are collected: it would take a quarter of that time, and find nothing
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()  # what has been imported stays
+    gc.enable()
 
 
 hypothesis.settings.register_profile("tests", deadline=None)  # timing decides no test

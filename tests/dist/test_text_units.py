@@ -19,8 +19,8 @@ SPEC = LossSpec((LossTerm("forward_kl"), LossTerm("jsd", 0.5)), temperature=1.3)
 def difference(rank: int, world_size: int, n_student: int) -> float:
     """Return, in a rank, the largest difference from plain loops of loss, gradients, and what evaluations show."""
     largest = 0.0
-    for with_nodes, k in ((True, 0), (False, 0), (True, 3)):
-        case = TextCase(student=STUDENT[:n_student], n_sequences=3, k=k)
+    for with_nodes, k, by_units in ((True, 0, False), (False, 0, False), (True, 3, False), (True, 4, True)):
+        case = TextCase(student=STUDENT[:n_student], n_sequences=3, k=k, by_units=by_units)
         rows = -(-n_student // world_size)
         shard = VocabShard(rank * rows, n_student, dist.group.WORLD if world_size > 1 else None)
         head = torch.full((rows * world_size, case.head.shape[1]), 50.0, dtype=torch.float64)  # padding

@@ -136,6 +136,9 @@ CASES = {
     "other_tokenizer": Case(2, PAIR),
     "other_tokenizer_tp2": Case(3, (*PAIR, TWO_RANKS, "actor.tp=2", "distill.units=text")),
     "other_tokenizer_lists": Case(2, (*PAIR, "teacher.signal=topk", "teacher.topk=32"), {"DRY_CARD_POISON": "1"}),
+    "other_tokenizer_units": Case(
+        3, (*PAIR, TWO_RANKS, "actor.tp=2", "teacher.signal=units", "teacher.topk=32"), {"DRY_CARD_POISON": "1"}
+    ),
     "rollout_tp2": Case(3, ("rollout.n_gpus_per_node=2", "rollout.tp=2")),
     "resumed": Case(2, ("trainer.save_every=1",), how="resumed"),
     "engine_killed": Case(2, shows="is up again after", how="killed"),

@@ -167,7 +167,7 @@ class ServerProcess:
             self.process.terminate()  # as a user does, so that the server removes its temporary folder
             self.process.wait(timeout=10)
         self.kill()
-        wait_until(lambda: not any(is_alive(pid) for pid in self.worker_pids), 5.0, "exit of the workers")
+        wait_until(lambda: not any(is_alive(pid) for pid in self.worker_pids), 30.0, "exit of the workers")
 
     def log_text(self) -> str:
         return self._log.read_text()

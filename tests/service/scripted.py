@@ -174,7 +174,7 @@ class ScriptedServer:
         def rebind() -> None:
             self.router.close()
             self.epoch = epoch or self.epoch
-            wait_until(self._try_bind, 5.0, "the port")
+            wait_until(self._try_bind, 30.0, "the port")
 
         self.do(rebind)
 

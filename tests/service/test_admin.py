@@ -170,10 +170,10 @@ def test_drain_one_worker_then_the_server(tmp_path: Path) -> None:
         status = json.loads(run("status", *address(server), "--json").stdout)
         assert [worker["name"] for worker in status["workers"]] == ["w1.0"]
         drained, running = server.worker_pids
-        wait_until(lambda: not is_alive(drained), 5.0, "exit of the drained worker")
+        wait_until(lambda: not is_alive(drained), 30.0, "exit of the drained worker")
         os.kill(running, signal.SIGSTOP)  # keeps its requests unfinished
         with sent_requests(server.port, 5) as dealer:
-            wait_until(lambda: "5 requests" in run("drain", *address(server)).stdout, 10.0, "arrival of five requests")
+            wait_until(lambda: "5 requests" in run("drain", *address(server)).stdout, 30.0, "arrival of five requests")
             waiting = subprocess.Popen(command("drain", *address(server), "--wait"), stdout=subprocess.PIPE, text=True)
             with sent_requests(server.port, 1) as late:
                 assert n_scored(late, 1) == 0, "a draining server must refuse new requests"
@@ -194,7 +194,7 @@ def test_a_worker_that_crashes_while_it_is_drained(tmp_path: Path) -> None:
             os.kill(pid, signal.SIGSTOP)  # keeps its requests unfinished
         with sent_requests(server.port, 6) as dealer:
             drain = ("drain", *address(server), "--worker", "w0.0")
-            wait_until(lambda: "3 requests" in run(*drain).stdout, 10.0, "arrival of the requests")
+            wait_until(lambda: "3 requests" in run(*drain).stdout, 30.0, "arrival of the requests")
             waiting = subprocess.Popen(command(*drain, "--wait"), stdout=subprocess.PIPE, stderr=subprocess.PIPE)
             assert waiting.stdout is not None and b"3 requests" in waiting.stdout.readline()
             os.kill(server.worker_pids[0], signal.SIGKILL)
@@ -202,7 +202,7 @@ def test_a_worker_that_crashes_while_it_is_drained(tmp_path: Path) -> None:
             assert n_scored(dealer, 6) == 6
         output, error = waiting.communicate(timeout=20)
         assert waiting.returncode == 1 and b"w0.0" in error and not output
-        wait_until(lambda: "has left" in server.log_text(), 5.0, "the supervisor's notice")
+        wait_until(lambda: "has left" in server.log_text(), 30.0, "the supervisor's notice")
         status = json.loads(run("status", *address(server), "--json").stdout)
         assert [worker["name"] for worker in status["workers"]] == ["w1.0"]
 
@@ -230,7 +230,7 @@ def test_drain_reports_a_server_that_died(tmp_path: Path) -> None:
     with ServerProcess(trivial_model(tmp_path / "m"), tmp_path, options=options) as server:
         os.kill(server.worker_pids[0], signal.SIGSTOP)
         with sent_requests(server.port, 2):
-            wait_until(lambda: "2 requests" in run("drain", *address(server)).stdout, 10.0, "arrival of two requests")
+            wait_until(lambda: "2 requests" in run("drain", *address(server)).stdout, 30.0, "arrival of two requests")
             waiting = subprocess.Popen(
                 command("drain", *address(server), "--wait"), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
             )
@@ -269,7 +269,7 @@ def test_drain_does_not_report_a_silent_server_as_drained(tmp_path: Path) -> Non
     with ServerProcess(trivial_model(tmp_path / "m"), tmp_path, options=options) as server:
         os.kill(server.worker_pids[0], signal.SIGSTOP)
         with sent_requests(server.port, 1):
-            wait_until(lambda: "1 requests" in run("drain", *address(server)).stdout, 10.0, "arrival of the request")
+            wait_until(lambda: "1 requests" in run("drain", *address(server)).stdout, 30.0, "arrival of the request")
             words = command(
                 "drain", *address(server), "--wait", "--timeout", "4"
             )  # longer than heartbeats of other sockets

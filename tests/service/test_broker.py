@@ -398,7 +398,7 @@ def test_rows_of_an_earlier_attempt_are_dropped_without_exclusion(tmp_path: Path
     old_id, rows, digest = worker.stream_id, np.zeros((30, V), np.float32), token_digest(tokens)
     worker.reply(job_id, *rows_message(request, digest, rows, 0, 10, old_id, 0), final=False)
     client.receive()
-    wait_until(lambda: not client.status().workers, 5.0, "the loss of the silent worker")
+    wait_until(lambda: not client.status().workers, 30.0, "the loss of the silent worker")
     worker.hello()
     assert worker.job()[0] == job_id and worker.stream_id != old_id
     worker.reply(job_id, *rows_message(request, digest, rows, 10, 30, old_id, 1))
@@ -424,7 +424,7 @@ def test_requests_of_a_silent_worker_are_reassigned(tmp_path: Path) -> None:
     slow, client = rig.worker(name="slow", pid=1), rig.client()
     sent = client.score()
     job_id, request, tokens = slow.job()
-    wait_until(lambda: not client.status().workers, 5.0, "the loss of the silent worker")
+    wait_until(lambda: not client.status().workers, 30.0, "the loss of the silent worker")
     quick = rig.worker(name="w", pid=2)
     again, request, _ = quick.job()
     assert again == job_id
@@ -613,7 +613,7 @@ def test_a_dead_broker_thread_can_be_stopped(tmp_path: Path) -> None:
 
     broker = Dying("127.0.0.1", 0, f"ipc://{tmp_path}/workers")
     broker.start()
-    wait_until(lambda: not broker.alive, 5.0, "the broker's end")
+    wait_until(lambda: not broker.alive, 30.0, "the broker's end")
     broker.worker_died("w0.0")
     broker.stop()
 

@@ -117,7 +117,7 @@ def test_a_stream_that_is_always_damaged_is_an_error() -> None:
         server.on_next = lambda stream, index: [] if index == 5 else [stream.message(index)]
         with pytest.raises(TeacherError):
             rows(teacher, timeout_s=10)
-        wait_until(lambda: len(server.of(Cancel)) == 6, 2.0, "the cancellations")
+        wait_until(lambda: len(server.of(Cancel)) == 6, 30.0, "the cancellations")
 
 
 @pytest.mark.parametrize("signal", ["hidden", "logits"])
@@ -181,9 +181,9 @@ def test_a_cancelled_stream_ends_at_the_server() -> None:
     with StreamingServer() as server, client(server) as teacher:
         server.on_next = lambda stream, index: [stream.message(index)] if index < 5 else []
         future = teacher.submit([rollout()], ["logits"])
-        wait_until(lambda: server.of(Received), 2.0, "the first rows")
+        wait_until(lambda: server.of(Received), 30.0, "the first rows")
         assert future.cancel()
-        wait_until(lambda: server.of(Cancel), 2.0, "the cancellation")
+        wait_until(lambda: server.of(Cancel), 30.0, "the cancellation")
         server.on_next = lambda stream, index: [stream.message(index)]
         assert rows(teacher).shape == (N_ROWS, N_HIDDEN)
 
@@ -199,7 +199,7 @@ def test_logits_that_are_not_shifted_are_refused() -> None:
         server.on_next = on_next
         with pytest.raises(TeacherError, match="prompt 0, sample 0.*'w0'.*logit"):
             rows(teacher, "logits")
-        wait_until(lambda: server.of(Cancel), 2.0, "the cancellation")
+        wait_until(lambda: server.of(Cancel), 30.0, "the cancellation")
 
 
 def test_an_outage_in_the_middle_of_a_stream() -> None:

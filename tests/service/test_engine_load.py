@@ -231,5 +231,5 @@ def test_no_process_outlives_a_killed_engine(tmp_path: Path) -> None:
             processes = [engine, *engine.children(recursive=True)]
             assert len(processes) >= 3  # the engine and two ranks
             os.kill(engine.pid, signal.SIGKILL)
-            wait_until(lambda: not any(is_alive(process.pid) for process in processes), 5.0, "exit of the ranks")
+            wait_until(lambda: not any(is_alive(process.pid) for process in processes), 30.0, "exit of the ranks")
             ask("facts")

@@ -72,7 +72,7 @@ def test_pending_requests_are_sent_again_to_a_restarted_server(tmp_path: Path) -
         futures = [submit(teacher, rollout) for rollout in rollouts]
         wait_until(lambda: teacher.stats.n_sent >= len(rollouts), 20.0, "requests at the server")
         server.kill()
-        wait_until(lambda: not any(is_alive(pid) for pid in server.worker_pids), 2.0, "exit of the workers")
+        wait_until(lambda: not any(is_alive(pid) for pid in server.worker_pids), 30.0, "exit of the workers")
     with teacher, ServerProcess(model, tmp_path, port=server.port, options=TRIVIAL):
         for rollout, future in zip(rollouts, futures, strict=True):
             assert len(table_of(future.result(timeout=60)).topk_ids) == len(rollout.response_ids)

@@ -461,7 +461,7 @@ def test_a_stuck_server_that_answers_pings_is_an_outage() -> None:
     limits = {"outage_budget_s": 1.5, "request_timeout_s": 0.5}
     with ScriptedHttp(script) as server, http_teacher(server.url, k=K, **limits) as teacher:
         futures = [teacher.submit([rollout], BOTH) for rollout in rollouts(3)]
-        wait_until(lambda: teacher.health().n_in_flight == 3, 5.0, "three requests")
+        wait_until(lambda: teacher.health().n_in_flight == 3, 30.0, "three requests")
         for future in futures:
             with pytest.raises(TeacherUnavailable):
                 future.result(timeout=20)
@@ -496,9 +496,9 @@ def test_a_cancelled_or_closed_request_ends() -> None:
     with ScriptedHttp(script) as server:
         teacher = http_teacher(server.url, k=K)
         first, second = (teacher.submit([rollout], BOTH) for rollout in rollouts(2))
-        wait_until(lambda: teacher.health().n_in_flight == 2, 5.0, "two requests")
+        wait_until(lambda: teacher.health().n_in_flight == 2, 30.0, "two requests")
         first.cancel()
-        wait_until(lambda: teacher.health().n_in_flight == 1, 5.0, "the end of one")
+        wait_until(lambda: teacher.health().n_in_flight == 1, 30.0, "the end of one")
         teacher.close()
         with pytest.raises(TeacherError):
             second.result(timeout=5)
@@ -523,7 +523,7 @@ def test_no_more_than_the_window_is_in_flight() -> None:
 
     with ScriptedHttp(script) as server, http_teacher(server.url, k=K, n_vocab=N_VOCAB, n_in_flight=3) as teacher:
         futures = [teacher.submit([rollout], BOTH) for rollout in rollouts(30)]
-        wait_until(lambda: most[0] >= 3, 5.0, "three requests")
+        wait_until(lambda: most[0] >= 3, 30.0, "three requests")
         three.set()
         for future in futures:
             future.result(timeout=30)

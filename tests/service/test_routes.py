@@ -113,7 +113,7 @@ def test_a_silent_teacher_is_named_while_the_run_waits(server: ServerProcess) ->
             rollouts = routed(random_rollouts(4, CUT, seed=4), 2)
             failed = threading.Thread(target=lambda: pytest.raises(TeacherUnavailable, opened.score, rollouts))
             failed.start()
-            wait_until(lambda: (health := opened.health()) is not None and health.silent_s > 1, 10.0, "the silence")
+            wait_until(lambda: (health := opened.health()) is not None and health.silent_s > 1, 30.0, "the silence")
             health = opened.health()
             assert health is not None and health.route == "math" and health.label == "teacher math"
             assert health.n_workers == 1 and health.n_in_flight == 2

@@ -167,7 +167,7 @@ class ScriptedBroker:
                 return True
             return False
 
-        wait_until(is_bound, 10.0, "the port")
+        wait_until(is_bound, 30.0, "the port")
 
     def close(self) -> None:
         end_s = time.monotonic() + 10
@@ -279,7 +279,7 @@ def test_a_stream_waits_for_receipts(broker: ScriptedBroker, engine: StubEngine)
             receipt = JobReceived(job_id=bytes([1] * 16), stream_id=header.stream_id, n_messages=len(seen))
             broker.send(receipt)
     assert seen == [(start, start + 3) for start in range(0, 30, 3)]
-    wait_until(lambda: engine.streams[0].closed, 5, "the stream to close")  # after its last message
+    wait_until(lambda: engine.streams[0].closed, 30.0, "the stream to close")  # after its last message
 
 
 def test_other_requests_are_served_while_a_stream_waits(broker: ScriptedBroker) -> None:
@@ -298,7 +298,7 @@ def test_a_cancelled_stream_is_closed(broker: ScriptedBroker, engine: StubEngine
     for _ in range(STREAM_WINDOW):
         broker.reply()
     broker.send(JobCancel(job_id=bytes([1] * 16)))
-    wait_until(lambda: engine.streams[0].closed, 5, "the stream to close")
+    wait_until(lambda: engine.streams[0].closed, 30.0, "the stream to close")
     assert broker.receives_only_hellos(0.2)
 
 
@@ -324,7 +324,7 @@ def test_a_broken_connection_is_a_new_worker(broker: ScriptedBroker, engine: Stu
     broker.identity = identity
     broker.assign(2, harmless(20))
     assert isinstance(broker.reply()[1], ScoreReply)
-    wait_until(lambda: engine.streams[0].closed, 5, "the stream of the old connection to close")
+    wait_until(lambda: engine.streams[0].closed, 30.0, "the stream of the old connection to close")
 
 
 def test_leave_is_announced_and_dismissal_ends_the_loop(broker: ScriptedBroker) -> None:

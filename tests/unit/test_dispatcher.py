@@ -261,7 +261,7 @@ def test_prompts_that_no_engine_has_started_are_known(n_engines: int) -> None:
     assert stream.waiting() == []
     stream.admit(prompts(40), prompt_indices=range(40))
     n_started = n_engines * SLOTS // N
-    wait_until(lambda: sum(len(handle.engine.started) for handle in handles) == n_started, 10.0, "the first prompts")
+    wait_until(lambda: sum(len(handle.engine.started) for handle in handles) == n_started, 30.0, "the first prompts")
     started = {prompt for handle in handles for prompt in handle.engine.started}
     assert sorted(stream.waiting()) == sorted(set(range(40)) - started) and len(started) == n_started
     may_step.set()
@@ -300,7 +300,7 @@ def test_engines_get_no_call_behind_their_end() -> None:
             ends()
     stream.waiting()
     stream.close()
-    wait_until(lambda: not any(handle.engine.running for handle in handles), 10.0, "the end of what was started")
+    wait_until(lambda: not any(handle.engine.running for handle in handles), 30.0, "the end of what was started")
     assert n_calls == [handle.n_calls for handle in handles]
 
 

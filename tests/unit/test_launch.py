@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import json
 import os
@@ -33,7 +34,8 @@ def install(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
     module.STAMP = tmp_path / "stamp"
     module.calls = []
     module.pip = lambda what, *args, may_fail=False: module.calls.append(args) or 0
-    module.compile_packages, module.requirements_of = lambda: None, lambda package, left_out: ["x>=1"]
+    module.compile_packages, module.compiling = lambda: None, lambda n_processes: contextlib.nullcontext()
+    module.requirements_of = lambda package, left_out: ["x>=1"]
     module.AMD_DRIVER = tmp_path / "kfd"
     monkeypatch.setenv("PATH", str(tmp_path / "bin"))  # no nvidia-smi
     return module

@@ -172,7 +172,7 @@ def process(run: str, before: str, body: str = IN_HOLD, **more: bytes) -> Iterat
         try:
             assert started.stdout is not None and started.stdout.readline() == "ready\n"
             if body is STOPPED:
-                wait_until(lambda: psutil.Process(started.pid).status() == psutil.STATUS_STOPPED, 5.0, "the stop")
+                wait_until(lambda: psutil.Process(started.pid).status() == psutil.STATUS_STOPPED, 30.0, "the stop")
             yield started.pid
             assert started.poll() is None, "the signal ended the process"
         finally:

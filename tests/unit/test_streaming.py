@@ -145,7 +145,7 @@ def batch_of(source: StreamedBatches, step: int) -> list[PendingScores]:
 
 
 def wait_for(condition: Callable[[], bool]) -> None:
-    wait_until(condition, 5.0, "the stream")
+    wait_until(condition, 30.0, "the stream")
 
 
 def test_prompts_are_admitted_up_to_the_bound_and_taken_as_they_finish() -> None:
