@@ -21,12 +21,14 @@ from teacher_server.wire.payload import (
     pack_given,
     pack_sampled,
     pack_topk,
+    pack_units,
     unmarked,
     unpack_given,
     unpack_rows,
     unpack_sampled,
     unpack_tokens,
     unpack_topk,
+    unpack_units,
 )
 from teacher_server.wire.protocol import (
     BODY_AT,
@@ -51,6 +53,7 @@ from teacher_server.wire.protocol import (
     replies,
     requests,
     seal,
+    token_digest,
 )
 from teacher_server.wire.status import Gpu, ServerStatus, TeacherStatus, WorkerStatus, decode_status, encode_status
 from teacher_server.wire.worker_protocol import (
@@ -98,6 +101,10 @@ def corpus() -> list[Message]:
     ids = np.array([[3, 1 << 20, 0], [7, 5, 6]], np.int32)
     given = make_request(tokens, request_id=some_id, n_given=3, given_checksums=checksums(pack_given(ids)))
     messages.append((given, [as_frame(tokens), *pack_given(ids)]))
+    units = np.arange(5, dtype=np.int32) % 3
+    mapped = {"n_mapped": 5, "given_checksums": checksums(pack_units(units)), "units": token_digest(units)}
+    listed = make_request(tokens, request_id=some_id, k=2, n_vocab=3, **mapped)
+    messages.append((listed, [as_frame(tokens), *pack_units(units)]))
     several = make_request(tokens, request_id=some_id, prompt_length=5, lengths=[(2, 5), (3, 7)])
     messages.append((several, [as_frame(tokens)]))
     marked = np.where(np.arange(12) % 4 == 2, ~tokens, tokens)
@@ -230,6 +237,7 @@ def check(message: Message, *, correct_checksums: bool = True) -> bool:
         if correct_checksums and isinstance(header, ScoreRequest) and frames:
             header.checksum = checksum(frames[0])
             header.given_checksums = [checksum(frame) for frame in frames[1:]]
+            header.units = token_digest(b"".join(frames[1:])) if header.n_mapped else header.units
         try:
             _decode_frames(header, frames)
         except ProtocolError:
@@ -244,7 +252,9 @@ def _decode_frames(header: Any, frames: Message) -> None:
         assert tokens.shape == (header.total_length,) and unmarked(tokens).min() >= 0
         assert np.count_nonzero(tokens >= 0) == header.prompt_length + header.n_rows
         assert sum(total - prompt for prompt, total in header.sequences) == header.n_response
-        assert (given is None) == (header.n_given == 0)
+        assert (given is None) == (header.n_given == 0 or header.n_mapped > 0)
+        if (units := unpack_units(header, frames[1:])) is not None:
+            assert len(units) == header.n_mapped and 0 <= units.min() <= units.max() < header.n_vocab
         if given is not None:
             assert given.shape == (header.n_rows, header.n_given) and given.min() >= 0
             assert isinstance(given_problem(given, header.n_rows, header.n_vocab or 50), str)

@@ -36,7 +36,7 @@ from teacher_server.wire.protocol import (
     replies,
 )
 from teacher_server.wire.worker_protocol import Assignment
-from teacher_server.worker.open_request import open_request
+from teacher_server.worker.open_request import UnitMaps, open_request
 from tests.service.messages import make_reply, make_request, make_scores, make_tokens
 
 WIRES: list[Wire] = ["fp16", "fp32"]
@@ -224,7 +224,7 @@ def test_marks_return_the_mask_or_are_refused(data: st.DataObject) -> None:
     job = Assignment(job_id=bytes(16), stream_id=bytes(16), waited_s=0.0, remaining_s=1.0)
     try:
         request = make_request(frame, prompt_length=len(frame) - n_response, signal="sampled", **own)
-        _, sequences = open_request(job, request, [frame.tobytes()], 0.0)
+        _, sequences = open_request(job, request, [frame.tobytes()], 0.0, UnitMaps())
     except (ProtocolError, ValueError):
         assert damaged is not None or not good
         return
