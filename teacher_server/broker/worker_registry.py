@@ -218,8 +218,9 @@ class WorkerRegistry:
             log.warning("worker %s failed on a request (%s); another worker retries", worker.hello.name, error.text)
             return
         self._queue.complete(identity, job.job_id)
-        self._board.n_errors[error.code] += 1
-        self._metrics.refused(error.code)
+        if error.code != "units":  # the worker asks for a map, with which the request comes again
+            self._board.n_errors[error.code] += 1
+            self._metrics.refused(error.code)
         self._outbox.to_client(job.client, frames)
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
+import subprocess
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,7 +19,7 @@ from teacher_server.wire.payload import pack_units
 from teacher_server.wire.protocol import ErrorReply, as_frame, checksum, replies, requests, token_digest
 from tests.processes import wait_until
 from tests.service.conftest import TINY_VOCAB, TRIVIAL_VOCAB
-from tests.service.harness import ServerProcess, connect, random_rollouts
+from tests.service.harness import ServerProcess, command, connect, random_rollouts
 from tests.service.messages import make_request
 from tests.service.test_given_ids import raw
 from tests.service.test_scores import reference_logprobs
@@ -49,6 +51,8 @@ def test_lists_have_the_sums_of_the_whole_distribution(tiny_server: ServerProces
     with connect(tiny_server.port, k=K, n_vocab=N_UNITS, units=UNITS) as teacher:
         found = [teacher.submit([each], ("topk", "sampled")).result(timeout=30)[0] for each in ROLLOUTS]
         assert teacher.stats.n_sent <= len(ROLLOUTS) + 1
+        status = subprocess.check_output(command("status", "--port", str(tiny_server.port), "--json"), text=True)
+        assert "units" not in json.loads(status)["n_errors"], "a question of a worker is no error"
         check(tiny_model, found)
         shorter = teacher.submit(ROLLOUTS[:3], ("topk", "sampled"), mass=0.5).result(timeout=30)
     for whole, short in zip(found, shorter, strict=False):
