@@ -42,7 +42,7 @@ class Side:
         starts, bounds = vocab.ranges
         own = (vocab.order >= start) & (vocab.order < start + n_columns)
         n_before = np.concatenate([[0], np.cumsum(own)])
-        by_node, range_of = alike(tokens, node)
+        by_node, range_of = alike(vocab, node)
         own_alike = (by_node >= start) & (by_node < start + n_columns)
         n_alike_before = np.concatenate([[0], np.cumsum(own_alike)])
 
@@ -63,7 +63,7 @@ class Side:
 
 
 class TeacherList(NamedTuple):
-    """The teacher's most probable tokens in n' rows; its tokens of the rows are in addition to them."""
+    """The teacher's most probable tokens in n' rows, in addition to its tokens of the rows; or units in their place."""
 
     ids: Tensor  # [n', K] int64; -1 beyond the row's count
     logprobs: Tensor  # [n', K] nats

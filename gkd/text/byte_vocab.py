@@ -131,7 +131,7 @@ class ByteVocab:
         return starts, bounds
 
 
-def alike(tokens: Vocab, node: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def alike(vocab: ByteVocab, node: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Return for each token which tokens of its node begin with it.
 
     Args:
@@ -141,7 +141,6 @@ def alike(tokens: Vocab, node: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         [S] int64, the tokens with bytes by node and bytes; [V, 2] int64, first and last place + 1 in it, of each token
         the ones that begin with it; equal for tokens without bytes.
     """
-    vocab = ByteVocab(tokens)
     starts, bounds = vocab.ranges
     place = np.zeros(vocab.n, np.int64)
     place[vocab.order] = np.arange(len(vocab.order))
@@ -184,10 +183,10 @@ class Units(NamedTuple):
 
 def units_of(teacher: Vocab, nodes: Nodes) -> Units:
     """Return the units of a teacher's tokens."""
-    sizes = np.array([len(token or b"") for token in teacher], np.int64)
-    _, range_of = alike(teacher, nodes.teacher)
+    tokens = ByteVocab(teacher)
+    _, range_of = alike(tokens, nodes.teacher)
     kind_of_token = np.where(range_of[:, 1] - range_of[:, 0] <= 1, CLOSED, OPEN)
-    kind_of_token[sizes == nodes.lengths[nodes.teacher]] = WHOLE
+    kind_of_token[tokens.lengths == nodes.lengths[nodes.teacher]] = WHOLE
     kind_of_token[nodes.teacher == REST] = OPEN
     found, of_token = np.unique(nodes.teacher * 3 + kind_of_token, return_inverse=True)
     node, kind = found // 3, found % 3
