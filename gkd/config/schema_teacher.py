@@ -151,8 +151,8 @@ class TeacherConfig:
     )
     signal: str = key(
         "topk",
-        "Signal per response token: topk, sampled (logprob of the response token; for k1, k2, k3, sft), hidden or logits "
-        "(all tokens), units (topk of strings of both tokenizers). Exactness: docs/losses.md.",
+        "Signal per response token: topk, sampled (logprob of the response token; for k1, k2, k3, sft), hidden or "
+        "logits (all tokens), units (topk of strings of both tokenizers). Exactness: docs/losses.md.",
         choices=(*get_args(Signal), BY_UNITS),
     )
     topk: int = key(64, "Entries of the teacher's distribution per position.", ge=1, le=MAX_K)
