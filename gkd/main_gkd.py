@@ -43,7 +43,7 @@ def main(argv: list[str] | None = None) -> int:
                 for text in preview(config, args.show_prompts):
                     print(text, flush=True)
             except BrokenPipeError:  # the reader has enough, for example head
-                os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # for what Python writes at its end
+                os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # takes what Python writes at its end
             return 0
         closing = Closing(config, sys.argv[1:] if argv is None else argv)
         run(config, closing)

@@ -37,9 +37,9 @@ class Computation:
 
     worker: str
     received_s: float  # first reply of the batch; since the epoch, on the clock of the endpoint's host
-    queue_s: float  # that this request waited at the server
+    queue_s: float  # time that this request waited at the server
     compute_s: float
-    n_sequences: int  # of this endpoint
+    n_sequences: int  # sequences of this endpoint
 
 
 class MovableStates(Protocol):

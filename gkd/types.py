@@ -76,7 +76,7 @@ class Rollout:
     advantage: float | None = None  # computed from the reward; added on the training ranks if the loss needs it
     top_ids: np.ndarray | None = None  # [M, G] int32, the student's most probable ids, for distill.support; on-policy
     own: np.ndarray | None = None  # [R] bool, the student's own tokens, at least one; None means all
-    reward: float | None = None  # of the environment; None: it gives none
+    reward: float | None = None  # the environment's; None: it gives none
     messages: bytes | None = None  # JSON, turns and observations as messages; None without an environment
     first_turn: int = 0  # the turn of the first own token; above 0 if distill.skip_first_tokens has left turns out
 
@@ -145,7 +145,7 @@ class TeacherTopK:
             ids: [R, K] int32.
             logprobs: [R, K] float32, nats.
         """
-        with np.errstate(over="ignore"):  # of logprobs that the checks refuse
+        with np.errstate(over="ignore"):  # logprobs that the checks refuse overflow
             tail = np.clip(1.0 - np.exp(logprobs.astype(np.float64)).sum(axis=1), 0.0, 1.0).astype(np.float32)
         return cls(np.ascontiguousarray(ids), np.ascontiguousarray(logprobs), tail)
 
@@ -199,7 +199,7 @@ class TokenTargets:
     advantages: torch.Tensor | None = None  # [N] float32, of the reward of each token's response
     weights: torch.Tensor | None = None  # [N] float32, factor of the loss, see `gkd.data.collate`; None means all 1
     sequences: torch.Tensor | None = None  # [N] int64, the row's sequence, counted from 0 in the micro-batch
-    text: TextTargets | None = None  # of a teacher with another tokenizer, whose tokens are the rows of its tables
+    text: TextTargets | None = None  # positions of the text, if the tables have the rows of other tokens
 
     def __len__(self) -> int:
         return int(self.sampled_ids.numel())
@@ -260,7 +260,7 @@ class RolloutChunk:
     """Handle of finished rollouts of one data-parallel group, possibly of several prompts; or of a part of them."""
 
     dp_rank: int  # group whose endpoint scores it; `gkd.data.scatter` may assign some sequences to other groups
-    ref: Any  # of list[Rollout], in an object store; with `sequence_indices` only some of them
+    ref: Any  # points to list[Rollout] in an object store; with `sequence_indices` only some of them
     # [8, n_sequences] int32, in the order of the rollouts: the properties below. Row 5: sequences of 4 consecutive own
     # tokens that occur earlier in the same response.
     sizes: np.ndarray
@@ -330,7 +330,7 @@ class ScoredChunk:
     """A rollout chunk and the handle of its teacher scores."""
 
     rollouts: RolloutChunk
-    ref: Any  # of list[TeacherScores], in the same order; only the last pipeline stage fetches it
+    ref: Any  # points to list[TeacherScores] in the same order; only the last pipeline stage fetches it
     # The teacher's mass on its top-k, sum over the own tokens of their sequence's mean; None: no top-k was requested.
     teacher_mass: float | None
     n_teacher_bytes: int
@@ -346,7 +346,7 @@ class ScoredChunk:
 class InFlight:
     """Rollouts that were started and not yet trained on. Checkpoints store them, so a resumed run continues them."""
 
-    position: int  # in the sampler's order, see `TrainerState.sampler_position`
+    position: int  # place in the sampler's order, see `TrainerState.sampler_position`
     unfinished: tuple[int, ...] = ()  # positions without a finished rollout; generated again after a resume
     chunks: Mapping[str, Sequence[PendingScores]] = field(default_factory=dict)  # finished rollouts, by label
 
@@ -370,7 +370,7 @@ class Recording:
 class EngineUsage:
     """Counters of one engine since the previous `usage` call."""
 
-    busy_s: float  # in forward passes
+    busy_s: float  # time in forward passes
     gap_s: float  # between passes while sequences were unfinished: finished rollouts were handed over
     products: np.ndarray  # [4, 4] float64: sum over passes of x x^T with x = (1, b, p, seconds)
     longest_response: int  # tokens of the longest response that finished; 0 if none did
@@ -382,7 +382,7 @@ class EngineUsage:
 class EngineRestarts:
     """Rollout engines that were started again because they died or hung."""
 
-    restarts: int = 0  # that succeeded
+    restarts: int = 0  # restarts that succeeded
     seconds: float = 0.0  # sum over them, from the failure until the engine held the current weights
     prompts: int = 0  # generated again
 
@@ -394,7 +394,7 @@ class EngineRestarts:
 class RolloutUsage:
     """Counters of the rollout pool since the previous `usage` call."""
 
-    engines: Sequence[EngineUsage]  # of those that are up
+    engines: Sequence[EngineUsage]  # one for each that is up
     generate_s: float  # time in `generate`, from its first call to an engine to its last chunk
     memory: Mapping[str, float] = field(default_factory=dict)  # metric name -> maximum over the engines
     restarts: EngineRestarts = EngineRestarts()

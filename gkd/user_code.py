@@ -20,7 +20,7 @@ from pathlib import Path
 _END_S = 5.0  # a process that is killed ends at once, unless it waits for a disk
 EXEC_S = 0.5  # bound of the time in which a process that is being started has no environment
 _MARK = "GKD_CHILD"  # environment variable; processes that the child starts have its value, too
-_N_BYTES = 16  # of a call's number, int64, and its time, float64
+_N_BYTES = 16  # bytes of a call's number, int64, and its time, float64
 
 
 class Child:

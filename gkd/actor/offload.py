@@ -69,7 +69,7 @@ class OffloadController:
         self._timeout, self._diagnosed = timedelta(seconds=timeout_s), diagnosed
         self._resident_bytes, self._span = resident_bytes, span
         self._group: Any = None  # process group of the barriers
-        self._waited_s = 0.0  # in the barriers so far
+        self._waited_s = 0.0  # time in the barriers so far
         self._alone = False  # skip the barriers: other ranks do not make this call, or have left it
         self._metrics: dict[str, float] = {}
         self._reported_bytes = 0

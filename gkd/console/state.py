@@ -32,7 +32,7 @@ class Evaluations:
 
     first: dict[str, float] = field(default_factory=dict)
     last: dict[str, float] = field(default_factory=dict)
-    step: int = 0  # of the newest one
+    step: int = 0  # the newest one
     n: int = 0
 
     def add(self, step: int, numbers: Mapping[str, float]) -> None:
@@ -63,7 +63,7 @@ class RunState:
         self.evaluations = Evaluations()
         self.step_s = self.tokens = 0.0  # sums over the steps of this start
         self.alarms: dict[str, int] = {}  # name -> number of steps with it
-        self.active_alarms: list[str] = []  # of the newest line
+        self.active_alarms: list[str] = []  # alarms of the newest line
         self.first_losses: list[float] = []
         self.last_losses: deque[float] = deque(maxlen=_ENDS)
         self._kls: deque[float] = deque(maxlen=TREND_STEPS)

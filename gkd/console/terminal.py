@@ -31,7 +31,7 @@ log, teacher_log = get_logger("run"), get_logger("teacher")
 
 # Draw the live panel of a run with rich: a few lines of text in a box.
 
-FIRST_WARNING_S = 10.0  # of the teacher's silence
+FIRST_WARNING_S = 10.0  # silence of the teacher before it
 _LABEL = 11  # columns
 _FLAT = 0.02  # relative change that counts as none
 _SCORES = {"eval/kl": "KL", "eval/reverse_kl": "k1", "eval/accuracy": "accuracy"}
@@ -201,7 +201,7 @@ class LivePanel:
         self._moved.clear()
 
 
-FIRST_S = 4.0  # of silence; with the poll, a line comes within 5 s also on a busy machine
+FIRST_S = 4.0  # silence before the first line; with the poll, a line comes within 5 s also on a busy machine
 PANEL, LINES, OFF = "panel", "lines", "off"
 _TICK_S = 0.5
 _PROBE_S = {True: 2.5, False: 15.0}  # between requests of the teacher's health: in a long stage, and otherwise
@@ -330,7 +330,7 @@ class Heartbeat:
 
     def __init__(self) -> None:
         self._since_s: float | None = None  # begin of the silence
-        self._next_s = FIRST_S  # of silence
+        self._next_s = FIRST_S  # silence before the next line
 
     def line(self, now_s: float, spoke_s: float, doing: Sequence[Activity]) -> str:
         """Return the line that is due now, or an empty string.

@@ -23,7 +23,7 @@ from gkd.errors import EnvironmentError
 from gkd.user_code import finite_number
 
 ROLES = ("tool", "user")
-MAX_BYTES = 2**20  # of the text of a reply, in UTF-8
+MAX_BYTES = 2**20  # longest text of a reply, in UTF-8
 _SHOWN = 200  # characters of a value in a message
 
 

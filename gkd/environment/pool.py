@@ -24,11 +24,11 @@ from gkd.errors import EnvironmentError
 from gkd.user_code import Child, Progress
 
 _POLL_S = 0.25  # a process that hangs, or shall start again, does not wake a `wait`
-_CLOSE_S = 2.0  # for the `close` of objects that are still open
+_CLOSE_S = 2.0  # limit of the `close` of objects that are still open
 
 _READ_BYTES, _READS = 2**18, 16  # a process that writes without end does not keep the caller
 _MAX_LINE = 2**23  # an answer has 1 MiB of text, which JSON may escape
-_EXIT_S = 0.5  # from the end of its connection to that of a process
+_EXIT_S = 0.5  # limit from the end of its connection to that of a process
 _BACKOFF_S = (0.0, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 30.0)  # before a start, by the deaths without an answer in between
 
 
@@ -165,7 +165,7 @@ class _Trajectory:
     """Hold an open trajectory of the caller."""
 
     process: Process
-    waits: bool = False  # for the answer to a call
+    waits: bool = False  # a call has no answer yet
     lost: str = ""  # why its process has ended
 
 
@@ -178,9 +178,9 @@ class Environments:
     """
 
     def __init__(self, start: Start, n: int, timeout_s: float, grace_s: float = 5.0) -> None:
-        self.tools: tuple[dict[str, Any], ...] = ()  # of the class, for the chat template; `wait_ready` sets it
+        self.tools: tuple[dict[str, Any], ...] = ()  # tools of the class, for the chat template; `wait_ready` sets them
         self._path = start.path
-        self._open: dict[int, _Trajectory] = {}  # by key
+        self._open: dict[int, _Trajectory] = {}  # key -> trajectory
         self._replies: list[Answer] = []
         self._closed = False
         start = msgspec.structs.replace(start, timeout_s=timeout_s)

@@ -39,7 +39,7 @@ from gkd.user_code import Progress, end_with_parent
 
 MAX_LINE = 2**26  # a call has a row of the data and a turn
 _BEAT_S = 0.5
-_N_THREADS = 256  # of asyncio.to_thread; those whose calls never end are lost until the process ends
+_N_THREADS = 256  # threads of asyncio.to_thread; those whose calls never end are lost until the process ends
 
 log = get_logger(__name__)
 
@@ -63,7 +63,7 @@ class Start(msgspec.Struct, frozen=True):
 class Call(msgspec.Struct, frozen=True, omit_defaults=True):
     """Ask for a step (`text`), for the end of a trajectory (`end`), or for its end without an answer."""
 
-    key: int  # of the trajectory
+    key: int  # names the trajectory
     text: str | None = None
     end: bool = False
     row: str = ""  # Base64, with the first call; see `gkd.data.row_files`
@@ -82,7 +82,7 @@ class Answer(msgspec.Struct, frozen=True):
 
     key: int
     messages: list[dict[str, str]] | None = None
-    reward: float | None = None  # of a trajectory that is over, if its environment has one
+    reward: float | None = None  # that of the environment, if the trajectory is over and it has one
     error: str = ""
 
 
@@ -236,7 +236,7 @@ def main(fd: int, progress_fd: int, folder: str) -> None:
     end_with_parent(fd, folder)
     for inherited in (fd, progress_fd):
         os.set_inheritable(inherited, False)  # not for the processes that tools start
-    for left in Path(folder).iterdir():  # of the process before this one
+    for left in Path(folder).iterdir():  # files of the process before this one
         if left.is_dir() and not left.is_symlink():
             shutil.rmtree(left, ignore_errors=True)
         else:

@@ -58,7 +58,7 @@ class HeadLoss(torch.autograd.Function):
         if needs_head_grad and head_grad_sum is None:
             head_grad = torch.zeros_like(head, dtype=statistics_dtype(head))
         sums = torch.zeros(len(loss.report_names), dtype=torch.float64, device=hidden.device)
-        step = loss.rows_per_chunk(len(head), hidden.element_size())  # from the padded size: equal on all ranks
+        step = loss.rows_per_chunk(len(head), hidden.element_size())  # counts the padded size: equal on all ranks
         chunks = loss.chunks(targets, len(hidden), step)
         buffer = logits_buffer(hidden, max((rows.stop - first for first, rows in chunks), default=0), v_valid)
         for first, rows in chunks:

@@ -115,7 +115,7 @@ def text_losses(
         by_node = common & (shares >= SAFE_SHARE)
     by_text = ~by_node & ~((text.cover >= 0) & by_node[text.cover.clamp(min=0)])
     weights = norm.new_ones(n) if targets.weights is None else targets.weights.to(norm.dtype)
-    rows = text.row - n_before  # of the chunk
+    rows = text.row - n_before  # rows of the chunk
     # Sums over the positions of each row: divergences, forward KL, overlap, number of positions.
     sums = norm.new_zeros((n, len(spec.divergences) + 3))
     _compare_nodes(sums, student, teacher, torch.nonzero(by_node).flatten(), rows, weights, spec)
@@ -198,7 +198,7 @@ class _Model:
             self.sums.div_(total)
             p.div_(total)
         self.grad_sums = torch.zeros_like(self.sums)  # derivative of the losses in the sums
-        self._asked: tuple[Tensor, Tensor, Tensor, Tensor] | None = None  # of `masses`
+        self._asked: tuple[Tensor, Tensor, Tensor, Tensor] | None = None  # state of the last `masses`
         self._grad_masses = self._masses = p.new_zeros((0, _OUTCOMES))
 
     def own_shares(self, where: Tensor) -> Tensor:

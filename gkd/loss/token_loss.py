@@ -41,7 +41,7 @@ GROUP_SUMS = ("tokens", "token_kl", "total")
 LOSS_SIZE, KEPT_SIZE = "loss_size", "kept_size"
 SUPPORT_MASS = "support_mass"  # the teacher's probability of the student's most probable tokens, see `token_weights`
 
-PLAIN = LossTerm("forward_kl")  # for diagnostics
+PLAIN = LossTerm("forward_kl")  # the KL of diagnostics
 _REFERENCE_ESTIMATE = "k3"  # low variance while student and reference are close, which the term enforces
 
 

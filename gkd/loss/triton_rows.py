@@ -168,7 +168,7 @@ def _statistics(
     lane_share = tl.exp2(lane_log)
     dot_row = tl.sum(lane_share * (dot + total * lane_log), axis=0)
     total_row = tl.sum(lane_share * total, axis=0)
-    row_max = row_max * (scale * _LN_2)  # from here on in units of z
+    row_max = row_max * (scale * _LN_2)  # now in units of z
     tl.store(log_sum + row, row_max + tl.log(total_row))
     # A row of only -inf has no mean; the 0 has no weight when the shards of a vocabulary are combined.
     tl.store(mean + row, tl.where(total_row == 0.0, 0.0, row_max + dot_row / total_row * _LN_2))

@@ -42,10 +42,10 @@ class Fragmentation:
     allocated: int  # blocks in use, rounded up as the allocator does
     pending: int  # released, but another stream may still use them: neither allocated nor free
     reserved: int
-    free: int  # in free blocks, including `elsewhere`
+    free: int  # bytes in free blocks, including `elsewhere`
     largest_free: int
-    releasable: int  # of the free bytes, those that `empty_cache` returns to the device
-    elsewhere: int  # of the free bytes, those in pools for small tensors and in private pools (CUDA graphs)
+    releasable: int  # free bytes that `empty_cache` returns to the device
+    elsewhere: int  # free bytes in pools for small tensors and in private pools (CUDA graphs)
 
     @property
     def external_ratio(self) -> float:

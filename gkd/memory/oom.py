@@ -36,9 +36,9 @@ UNCLEAR: Verdict = "unclear"
 _UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40, "PiB": 2**50, "EiB": 2**60}
 _SIZE = r"(\d+(?:\.\d+)?) (bytes|[KMGTPE]iB)"
 _CPU = "can't allocate memory: you tried to allocate "
-PINNED = "pinned host memory"  # in the error of a failed pinned allocation, see `gkd.memory.host_buffer`
+PINNED = "pinned host memory"  # text in the error of a failed pinned allocation, see `gkd.memory.host_buffer`
 _SMALL = 1 << 20  # bytes; larger tensors are never put into the allocator's small pools
-_MAX_LINES = 12  # of the largest allocations
+_MAX_LINES = 12  # lines of the largest allocations
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,11 +46,11 @@ class Request:
     """The numbers in an out-of-memory error, in bytes; None: not in the message."""
 
     requested: int | None = None
-    total: int | None = None  # of the device
+    total: int | None = None  # memory of the device
     device_free: int | None = None
     allowed: int | None = None  # limit of this process, if there is one
-    allocated: int | None = None  # in tensors of this process
-    cached: int | None = None  # in free blocks of torch's allocator
+    allocated: int | None = None  # bytes in tensors of this process
+    cached: int | None = None  # bytes in free blocks of torch's allocator
 
     @property
     def free(self) -> int | None:

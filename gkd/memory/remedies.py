@@ -21,7 +21,7 @@ from gkd.config.schema_teacher import ACTOR, ReferenceConfig
 from gkd.spans import Phase
 
 Changes: TypeAlias = Mapping[str, float | str]  # next value by key
-MAX_UTILIZATION = 0.95  # of a GPU that an engine may take
+MAX_UTILIZATION = 0.95  # share of a GPU that an engine may take
 MIN_BUCKET_MIB = 16
 _LOSS = (Phase.TRAIN, Phase.EVALUATE)
 _FORWARD = (*_LOSS, Phase.SCORE, Phase.REFERENCE)
@@ -35,7 +35,7 @@ class Remedy:
     keys: tuple[str, ...]
     effect: str
     next: Callable[[Config], Changes]  # empty: the row does not apply to these settings
-    phases: tuple[Phase, ...] = ()  # in which it helps; empty: in all
+    phases: tuple[Phase, ...] = ()  # phases in which it helps; empty means all
     not_in: tuple[Phase, ...] = ()  # phases in which it does not help
     device: str = ""  # cuda | cpu; empty: both
     is_tried: bool = True  # `gkd.memory.footprint.combination` tries it; False: training changes

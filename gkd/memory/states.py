@@ -42,7 +42,7 @@ class _Kind:
     """The offloaded storages of one kind of states, and their host memory."""
 
     buffer: HostBuffer
-    away: dict[int, _Away] = field(default_factory=dict)  # by the address of the storage object
+    away: dict[int, _Away] = field(default_factory=dict)  # address of the storage object -> its copy
 
 
 class States:

@@ -26,7 +26,7 @@ from gkd.spans import Phase
 log = get_logger("memory")
 
 _ROOT = f"{Path(__file__).parents[2]}/"
-_OF_PHASE = ("allocated", "reserved", "peak", "host_rss")  # of `MemoryUsage`, recorded by `Timeline`
+_OF_PHASE = ("allocated", "reserved", "peak", "host_rss")  # fields of `MemoryUsage` that `Timeline` records
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,9 +34,9 @@ class MemoryUsage:
     """Memory in use, in bytes. The numbers of a device are None without CUDA."""
 
     where: str  # "cuda:0", "cpu"
-    host_rss: int  # of this process, including memory that it shares with others
-    allocated: int | None = None  # in tensors
-    reserved: int | None = None  # by the caching allocator
+    host_rss: int  # memory of this process, including memory that it shares with others
+    allocated: int | None = None  # bytes in tensors
+    reserved: int | None = None  # bytes of the caching allocator
     peak: int | None = None  # maximum of `allocated` since `reset_peak`
     free: int | None = None  # on the whole device, after all its processes
     total: int | None = None

@@ -400,7 +400,7 @@ class ScoringPlan:
     """Hold what to score, and the teachers of it."""
 
     config: Config
-    prompts: list[Prompt]  # with their responses
+    prompts: list[Prompt]  # dataset prompts with their responses
     eos_ids: list[int]
     teachers: tuple[TeacherInfo, ...]  # one per route
     n_vocab: int  # ids that student and teachers share

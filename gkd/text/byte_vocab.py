@@ -24,8 +24,8 @@ MARK = b"\xff"
 END = MARK + b"\x00"  # the mark of every end token
 Vocab = Sequence[bytes | None]
 REST = 0  # node of the tokens that share no beginning with the other vocabulary, and of special tokens without a pair
-WHOLE, CLOSED, OPEN = range(3)  # in `Units.kind`
-NO_BYTE = 256  # in `Nodes.first_byte`: of `REST`
+WHOLE, CLOSED, OPEN = range(3)  # kinds of `Units`
+NO_BYTE = 256  # the value for `REST` in `Nodes.first_byte`
 
 
 def token_bytes(tokenizer: Any) -> list[bytes | None]:
@@ -147,7 +147,7 @@ def alike(vocab: ByteVocab, node: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     # The tokens of each node, by their bytes: those that begin with one token are a range there, too.
     by_node = vocab.order[np.argsort(node[vocab.order], kind="stable")]
     key = node[by_node] * (len(vocab.order) + 1) + place[by_node]
-    whole = np.where(vocab.lengths > 0, starts[1:] - 1, 0)  # of the whole token, in `bounds`
+    whole = np.where(vocab.lengths > 0, starts[1:] - 1, 0)  # places of whole tokens in `bounds`
     found = np.searchsorted(key, node[:, None] * (len(vocab.order) + 1) + bounds[whole])
     found[vocab.lengths == 0] = 0
     return by_node, found
@@ -160,7 +160,7 @@ class Nodes(NamedTuple):
     teacher: np.ndarray  # [V_teacher] int64
     first_byte: np.ndarray  # [W] int64, of the node's string; `NO_BYTE` for `REST`
     lengths: np.ndarray  # [W] int64, bytes of the node's string; 0 for `REST`
-    strings: list[bytes]  # of the nodes; empty for `REST`
+    strings: list[bytes]  # one for each node; empty for `REST`
 
     @property
     def n(self) -> int:

@@ -37,7 +37,7 @@ from teacher_server.config.command import command_parser
 
 SCHEDULERS = (*AHEAD, STREAM)
 _LONGEST = 1 << 20  # tokens, limit of --lengths
-_STEPS = 10  # of a run of --calibrate
+_STEPS = 10  # steps of a run of --calibrate
 _SHORT_RUN = (  # settings of a run that only measures
     "trainer.scheduler=sync",  # stages of different steps do not overlap
     "trainer.max_staleness=1",

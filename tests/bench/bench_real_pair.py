@@ -1,6 +1,6 @@
 """Compare a teacher with another tokenizer with one that has the student's: fall of the KL, and time of a step.
 
-    python -m tests.bench.bench_real_pair          # 70 minutes on two idle cores; --only units: 20, lists: 1 minute
+    python -m tests.bench.bench_real_pair          # 70 minutes on two idle cores; --only units: 20, lists: 2
 
 pair: examples/other_tokenizer/real_pair.yaml, with teacher.signal=hidden. list, units: the same with teacher.signal
 topk and units. same: as pair, with a student of the same layers that has the teacher's tokens. All have one teacher

@@ -62,7 +62,7 @@ class Kernels:
     tp: int = 1
     sequence_parallel: bool = False
     frozen: bool = False  # only adapters are trained; the tensors that they save, r numbers per token, are left out
-    n_sequences: int = 1  # of a padded micro-batch, which share one table of positions
+    n_sequences: int = 1  # sequences of a padded micro-batch, which share one table of positions
     fused: bool = False  # SwiGLU saves its input alone, the rotary embedding nothing
 
     @property

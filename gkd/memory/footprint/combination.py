@@ -191,7 +191,7 @@ class Case:
     scores_gib: Callable[[Config], float]  # host memory of the teacher's scores with these settings
     teacher_hidden: int | None = None  # hidden size of a teacher server's model; None: it sends no hidden states
     in_use: int = 0  # bytes of each GPU that other processes have before the pools start
-    workers: tuple[RankFootprint, ...] = ()  # of a teacher server, if its model is known
+    workers: tuple[RankFootprint, ...] = ()  # workers of a teacher server, if its model is known
     choice: str = ""  # line on memory.strategy; may be empty
 
     def settled(self) -> Case:

@@ -26,9 +26,9 @@ class Groups:
     """Numbers of parameters that are gathered together."""
 
     total: int
-    layer: int  # of the largest layer
-    embedding: int  # of the embedding; an untied LM head has as many
-    lora: int = 0  # of all adapters, which are trained instead
+    layer: int  # numbers of the largest layer
+    embedding: int  # numbers of the embedding; an untied LM head has as many
+    lora: int = 0  # numbers of all adapters, which are trained instead
 
 
 def groups(config: Config, dims: ModelDims, tensors: Tensors | None) -> Groups:

@@ -85,7 +85,7 @@ def gib(n_bytes: float) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Case:
-    footprints: Sequence[RankFootprint]  # of all ranks
+    footprints: Sequence[RankFootprint]  # one for each rank
     gpu_bytes: int
     config: Config
 

@@ -20,7 +20,7 @@ from gkd.memory.footprint.fsdp import Groups
 from gkd.memory.footprint.rank import RankFootprint, engine_of, sync_buffers
 
 _FLOAT32 = 4
-_MOST_SEQUENCES = 1024  # that rollout.max_num_seqs 0 becomes; vLLM's own default on GPUs of this size
+_MOST_SEQUENCES = 1024  # value for rollout.max_num_seqs 0: vLLM's own default on GPUs of this size
 # Tokens of vLLM's largest batch, by its default for offline use: per rank on the CPU; on CUDA, for GPUs above 70 GiB.
 BATCHED_TOKENS = {True: 4096, False: 16384}  # on the CPU, on CUDA
 

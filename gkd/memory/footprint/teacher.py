@@ -19,7 +19,7 @@ from gkd.memory.footprint.fsdp import gathered
 from gkd.memory.footprint.rank import RankFootprint
 
 _B, _FLOAT32 = 2, 4
-_LOGIT_ROWS = 1024  # that the engines compute at a time
+_LOGIT_ROWS = 1024  # rows that the engines compute at a time
 LOGITS_BYTES = {"cpu": 32 << 20, "cuda": 256 << 20}  # `teacher_server.engines.signals.CHUNK_BYTES`, without torch
 
 
@@ -70,7 +70,7 @@ def with_frozen(
     dims, actor, updates = read_dims(config_json), config.actor, weight_updates(settings)
     total, layer, embedding = gathered(dims, tensors)
     b = _FLOAT32 if config.model.dtype == "float32" else _B
-    shard_b = _FLOAT32 if updates.ema > 0.0 else b  # of a parameter at home, and of the layer that is prefetched
+    shard_b = _FLOAT32 if updates.ema > 0.0 else b  # bytes of a parameter at home, and in the layer that is prefetched
     derived = config.derived
     longest = derived.max_teacher_length if name == "teacher" else derived.max_sequence_length
     n_tokens = max(actor.max_tokens_per_micro_batch or actor.micro_batch_size * longest, longest)

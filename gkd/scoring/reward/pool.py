@@ -20,7 +20,7 @@ from gkd.errors import RewardError
 from gkd.scoring.reward.worker import Request, Start
 from gkd.user_code import Child, Progress
 
-_END_S = 5.0  # from the end of its connection to that of a process
+_END_S = 5.0  # limit from the end of its connection to that of a process
 
 
 class Worker:

@@ -50,7 +50,7 @@ class Case:
     n_tokens: int  # the student's own tokens of the response
     truncated: bool  # it reached data.max_response_length
     messages: list[dict[str, str]] | None = None  # turns and observations; None without an environment
-    reward: float | None = None  # of the environment; NaN: it failed
+    reward: float | None = None  # the environment's; NaN: it failed
 
 
 Judge = Callable[[Case], float]

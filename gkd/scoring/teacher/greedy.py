@@ -26,7 +26,7 @@ from gkd.types import Prompt, Rollout, Sample
 
 log = get_logger("teacher")
 
-_OWN_PROMPTS, _OWN_TOKENS = 8, 64  # of the answers that are scored again
+_OWN_PROMPTS, _OWN_TOKENS = 8, 64  # numbers of answers that are scored again, and of their tokens
 _MIN_OWN_LOGPROB = -1.0  # nats a token
 
 

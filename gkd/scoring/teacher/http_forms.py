@@ -55,7 +55,7 @@ class _Entry(msgspec.Struct):
     rank: int
 
 
-_VllmRows = list[dict[int, _Entry] | None]  # of each token; None: the first
+_VllmRows = list[dict[int, _Entry] | None]  # one for each token; the first is None
 _Listed = tuple[float, int, Any]  # logprob, id, text
 
 
@@ -73,7 +73,7 @@ class _Generated(msgspec.Struct):
 
 
 class _Meta(msgspec.Struct):
-    input_token_logprobs: list[tuple[float | None, int, Any]]  # of each token from the last one of the prompt on
+    input_token_logprobs: list[tuple[float | None, int, Any]]  # one for each token from the last one of the prompt on
     input_top_logprobs: list[list[_Listed] | None] | None = None
 
 

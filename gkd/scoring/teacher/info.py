@@ -37,7 +37,7 @@ class TeacherInfo:
     template_example: str = (
         ""  # a prompt as its template writes it, sent by the server, at most 4,096 characters; may be empty
     )
-    probe: Probe | None = None  # of an HTTP server
+    probe: Probe | None = None  # what proves the weights of an HTTP server
 
     @property
     def numerics(self) -> str:

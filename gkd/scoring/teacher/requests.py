@@ -69,8 +69,8 @@ class RequestMessage(Generic[H]):
     digest: bytes  # digest of the tokens; zeros if there are none
     resend_s: float  # send again if no reply arrived for this long
     given: np.ndarray | None = None  # [M, G] ids that each row of the reply must list, M of all sequences
-    n_rows: Sequence[int] = ()  # of each sequence
-    own: Sequence[np.ndarray | None] = ()  # of each sequence, see `Rollout`
+    n_rows: Sequence[int] = ()  # rows of each sequence
+    own: Sequence[np.ndarray | None] = ()  # one for each sequence, see `Rollout`
     units: np.ndarray | None = None  # map of the units that the reply lists, which a server may ask for
 
 

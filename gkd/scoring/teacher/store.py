@@ -64,7 +64,7 @@ _HEADER = struct.Struct("<4s16sQQ")  # magic, key, bytes of the body, xxh3-64 of
 
 class _Place(NamedTuple):
     file: Path
-    start: int  # of the body
+    start: int  # place of the body
     n_bytes: int
     checksum: int
 
@@ -86,7 +86,7 @@ class ScoreStore:
         self._folder, self._limit_bytes, self._wire = folder, limit_bytes, wire
         self._lock = threading.Lock()
         self._places: dict[bytes, _Place] = {}
-        self._ends: dict[Path, int] = {}  # where the next record of each file starts
+        self._ends: dict[Path, int] = {}  # file -> place of its next record
         self._own: Path | None = None  # the file of this process
         self._is_writable = True
         self._remarks: set[str] = set()

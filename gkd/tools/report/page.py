@@ -23,9 +23,9 @@ from gkd.tools.report import groups, headline, samples
 from gkd.tools.report.read import Curve, Run
 
 _SCRIPTS = ("charts.js", "samples.js", "main.js")
-MAX_POINTS = 1000  # of a curve: 500 buckets
+MAX_POINTS = 1000  # points of a curve: 500 buckets
 MIN_POINTS = 100
-ALL_POINTS = 250_000  # of a page; with more curves each has fewer points
+ALL_POINTS = 250_000  # points of a page; with more curves each has fewer points
 
 
 def page(runs: Sequence[Run], reload_s: float = 0) -> str:
