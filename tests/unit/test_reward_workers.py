@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -29,7 +30,7 @@ from gkd.errors import DataError, RewardError
 from gkd.preflight.user_code import check_answers, check_functions
 from gkd.scoring.reward.judging import TRAINING, VALIDATION, Judging
 from gkd.scoring.reward.pool import RewardWorkers
-from gkd.scoring.reward.worker import Case, Request, Start, judge_of, judged
+from gkd.scoring.reward.worker import Case, Request, Start, Undecided, judge_of, judged
 from gkd.types import Prompt, Rollout
 from tests.refusals import refuses
 from tests.structure import ROOT
@@ -226,9 +227,17 @@ def case(response: str, answer: object, *, truncated: bool = False) -> Case:
 def test_builtin_functions(config: Config, path: str, response: str, answer: object, value: float) -> None:
     """Fails if a function of the package judges differently than documented; truncated answers are wrong."""
     judge = judge_of(path, config)
-    assert judge(case(response, answer)) == value
+    assert decided(judge, case(response, answer)) == value
     if path != "length":
-        assert judge(case(response, answer, truncated=True)) == 0.0
+        assert decided(judge, case(response, answer, truncated=True)) == 0.0
+
+
+def decided(judge: Callable[[Case], float | None], case: Case) -> float | None:
+    """Return the value of a function that a busy machine may leave no time."""
+    for _ in range(20):
+        with contextlib.suppress(Undecided):
+            return judge(case)
+    raise AssertionError("undecided 20 times")
 
 
 def test_a_missing_answer_is_an_error(config: Config) -> None:
@@ -257,7 +266,9 @@ def test_an_answer_that_is_no_text_is_refused(config: Config, tmp_path: Path) ->
 
 
 def test_math_verify_hides_no_failed_comparison(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fails if an error within the package, or a comparison that takes too long, silently counts as wrong."""
+    """Fails if an error within the package, or a comparison that takes too long, silently counts as wrong, or if a
+    reference answer that takes too long ends the run.
+    """
     judge, requests = judge_of("math_verify", config), [request("it is 7")]
     requests[0] = dataclasses.replace(requests[0], row=encode_row("f.jsonl:7", {"answer": "8"}))
 
@@ -272,6 +283,7 @@ def test_math_verify_hides_no_failed_comparison(config: Config, monkeypatch: pyt
     for where, call, undecided in (
         ("grader.sympy_expr_eq", failing(TypeError("no such unit")), False),
         ("grader.sympy_expr_eq", failing(TimeoutException()), True),
+        ("parser.extract_target_from_pred", failing(TimeoutException(), "$8$"), True),
         ("parser.extract_target_from_pred", failing(TimeoutException(), "it is 7"), True),
     ):
         monkeypatch.setattr(f"math_verify.{where}", call)

@@ -117,7 +117,7 @@ def _answer(case: Case, config: Config) -> str:
 def _math_verify(config: Config) -> Judge:
     """Return the comparison of mathematical answers of the package math-verify.
 
-    A response that it cannot parse counts as wrong. One that it cannot parse or compare in 2 s raises Undecided. A
+    A response that it cannot parse counts as wrong. What it cannot parse or compare in 2 s raises Undecided. A
     reference answer that it cannot parse, and an error of a comparison, are errors.
     """
     try:
@@ -126,24 +126,29 @@ def _math_verify(config: Config) -> Judge:
     except ImportError as error:
         raise RewardError(f"{MATH_VERIFY}: needs the extra math of this package ({error})") from error
 
+    def parsed(text: str) -> list[Any]:
+        """Return what it finds in a text; nothing if the text cannot be parsed, as a digit of another script."""
+        try:
+            found: list[Any] = parse(text, parsing_timeout=_MATH_S, raise_on_error=True)
+        except TimeoutException as error:
+            raise Undecided from error
+        except Exception:  # the package names no exceptions
+            return []
+        return found
+
     def judge(case: Case) -> float:
         answer = _answer(case, config)
         if _EXPONENT.fullmatch(answer):  # it would find the 1 in 1e-05
             answer = f"{Decimal(answer):f}"
         forms = (answer, f"${answer}$") if _IN_TEXT.search(_NAMES.sub("", answer)) else (f"${answer}$", answer)
-        expected = parse(forms[0], parsing_timeout=_MATH_S)
+        expected = parsed(forms[0])
         if len(expected) < 2:  # nothing, or the text alone
-            expected = parse(forms[1], parsing_timeout=_MATH_S) or expected
+            expected = parsed(forms[1]) or expected
         if not expected:
             raise ValueError(f"math_verify cannot parse the reference answer {answer!r}")
         if case.truncated:
             return 0.0
-        try:
-            found = parse(case.response, parsing_timeout=_MATH_S, raise_on_error=True)
-        except TimeoutException as error:
-            raise Undecided from error
-        except Exception:  # the student's text cannot be parsed, for example a digit of another script
-            return 0.0
+        found = parsed(case.response)
         try:
             return float(verify(expected, found, timeout_seconds=_MATH_S, raise_on_error=True))
         except TimeoutException as error:
