@@ -46,6 +46,7 @@ _JOB_ENV = {"worker_process_setup_hook": "gkd.cluster.stacks.listen"}
 _GRANT_S = 5.0  # Ray grants what is free within milliseconds
 _POLL_S = 0.2
 _KILLED_S = 5.0
+_LOOKS, _LOOK_S = 25, 0.002
 _LOG_EVERY_S = 15.0  # between log lines while resources are not free
 _RUN = "GKD_CLUSTER_RUN"  # environment variable of all processes of a cluster started here: its `Cluster.run`
 _NODE_ID = "ray.io/node-id"  # a label of every Ray node
@@ -196,11 +197,18 @@ def _kill_rest(run: str) -> None:
                 if process.pid == os.getpid() or process in killed:
                     continue
                 environment = process.environ()
+                if is_new := not environment and bool(process.exe()):  # a thread of the kernel has no program either
+                    # It is being started, and Linux shows no environment yet. A pass over all processes may take as
+                    # long as EXEC_S on a busy machine, so it is looked at again at once.
+                    for _ in range(_LOOKS):
+                        time.sleep(_LOOK_S)
+                        if environment := process.environ():
+                            break
                 if environment.get(_RUN) == run:
                     process.kill()
                     killed.add(process)
                     is_left = True
-                elif not environment and process.exe():  # it is being started, and Linux shows no environment yet
+                elif is_new:
                     is_left |= time.monotonic() < deadline
     psutil.wait_procs(killed, timeout=_KILLED_S)  # they write into Ray's folder until they have ended
 
