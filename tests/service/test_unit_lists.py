@@ -61,6 +61,21 @@ def test_lists_have_the_sums_of_the_whole_distribution(tiny_server: ServerProces
         np.testing.assert_array_equal(short.topk.counts, np.minimum((first < 0.5).sum(axis=1) + 1, K))
 
 
+def test_the_requests_of_a_window_send_the_map_once(
+    tiny_server: ServerProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Fails if each request that a worker refuses brings the map: megabytes for each of them."""
+    packed = list[int]()
+    monkeypatch.setattr(
+        "gkd.scoring.teacher.requests.pack_units", lambda units: packed.append(len(units)) or pack_units(units)
+    )
+    units = UNITS[::-1].copy()  # no other test has sent this map
+    with connect(tiny_server.port, k=K, n_vocab=N_UNITS, units=units) as teacher:
+        futures = [teacher.submit([each], ("topk", "sampled")) for each in ROLLOUTS]
+        assert all(len(future.result(timeout=60)) == 1 for future in futures)
+    assert packed == [N_MAPPED]
+
+
 def test_a_new_worker_learns_the_map(tiny_model: Path, tmp_path: Path) -> None:
     """Fails if requests fail after a worker was replaced, which does not know the map."""
     options = ("--engine", "hf", "--dtype", "float32")

@@ -349,6 +349,8 @@ class Exchange:
             self._schedule_resend(request, max(error.retry_after_s, _RETRY_S))
         elif error.code == "deadline":
             self._schedule_resend(request, _RETRY_S)
+        elif error.code == "units" and not request.with_units and any(r.with_units for r in self._pending.values()):
+            self._schedule_resend(request, _DOUBT_S)  # a worker gets the map from another request
         elif error.code == "units" and request.add_units():
             self._schedule_resend(request, 0.0)
         elif error.code in ("damaged", "units"):

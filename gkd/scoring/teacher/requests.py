@@ -176,6 +176,7 @@ class PendingRequest(Generic[T]):
 
     n_sequences = 1  # sequences that count toward n_in_flight
     is_stream = False
+    with_units = False  # it has the map of units
 
     def __init__(self, message: RequestMessage[Header]) -> None:
         self.names, self.resend_s = message.names, message.resend_s
@@ -279,12 +280,13 @@ class ScoresRequest(PendingRequest[list[TeacherScores]]):
         self._n_rows, self._own, self._units = message.n_rows, message.own, message.units
 
     def add_units(self) -> bool:
-        if self._units is None or self._sent.n_mapped:
+        if self._units is None or self.with_units:
             return False
         frames = pack_units(self._units)
         fields = {"n_mapped": len(self._units), "given_checksums": [checksum(frame) for frame in frames]}
         self._header = self._sent = msgspec.structs.replace(self._sent, **fields)
         self.frames = [requests.encode(self._sent), self.frames[1], *frames]
+        self.with_units = True
         return True
 
     def accept(self, reply: Reply, frames: list[Buffer], now_s: float) -> list[TeacherScores]:
