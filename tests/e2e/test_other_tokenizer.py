@@ -19,7 +19,7 @@ from gkd.types import TeacherScores
 from tests.e2e.conftest import ALONE, Lab
 from tests.e2e.exactness import steps_of
 from tests.e2e.kill_matrix import Kill, Runs, torture
-from tests.service.harness import ServerProcess
+from tests.service.harness import TRIVIAL, ServerProcess
 from tests.service.http_out import HttpProcess
 from tests.unit.test_text_pair import byte_level, sentence_pieces
 
@@ -210,6 +210,12 @@ def test_what_cannot_be_paired_is_refused_before_the_start(writers: Lab, writer_
     from gkd.errors import ConfigError
     from gkd.preflight.run import preflight
 
+    def check(port: int, key: str, *more: str) -> None:
+        command = writers.command(writers.root / "refused", port, *settings(writers, *more))
+        with pytest.raises(ConfigError) as caught:
+            preflight(load_config(None, command[command.index("--config") + 2 :]))
+        assert caught.value.key == key
+
     rendered, numbers = (writers.root / f"{name}.jsonl" for name in ("rendered", "numbers"))
     rendered.write_text(json.dumps({"prompt": "<|call|>the cat"}) + "\n")
     numbers.write_text(json.dumps({"prompt": [{"role": "user", "content": "10 20 10 20 10 20"}]}) + "\n")
@@ -222,7 +228,6 @@ def test_what_cannot_be_paired_is_refused_before_the_start(writers: Lab, writer_
         ("teacher.special_tokens.the", "teacher.special_tokens={the: the}"),
         ("teacher.topk", "teacher.signal=units", "teacher.topk=350"),
     ):
-        command = writers.command(writers.root / "refused", writer_port, *settings(writers, *more))
-        with pytest.raises(ConfigError) as caught:
-            preflight(load_config(None, command[command.index("--config") + 2 :]))
-        assert caught.value.key == key
+        check(writer_port, key, *more)
+    with ServerProcess(writers.teacher, writers.root, options=TRIVIAL) as server:
+        check(server.port, "teacher.signal", *UNITS)  # an engine of one's own, which knows no units
