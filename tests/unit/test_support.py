@@ -27,7 +27,7 @@ MIXTURE = "distill.losses=[{name: jsd}, {name: k3}]"
 
 
 @pytest.mark.parametrize("setting", [MIXTURE, "distill.support=union"])
-def test_a_server_of_version_1_is_refused_if_it_lacks_a_feature(setting: str) -> None:
+def test_an_old_server_is_refused_if_it_lacks_a_feature(setting: str) -> None:
     """Fails if an old server refuses the first request of a run, or serves no run any more."""
     tokenizer = build_tokenizer()
     own = tokenizer_fingerprint(tokenizer.get_vocab())
@@ -39,6 +39,10 @@ def test_a_server_of_version_1_is_refused_if_it_lacks_a_feature(setting: str) ->
     assert check_teacher(config, route, replace(info, protocol_version=2), tokenizer, 9) == 9
     with refuses("teacher.server_port"):
         check_teacher(config, route, info, tokenizer, 9)
+    config = load_config(None, [*BASE, "teacher.tokenizer=x", "teacher.signal=units"])
+    assert check_teacher(config, route, replace(info, protocol_version=5), tokenizer, 9) == 9
+    with refuses("teacher.signal"):
+        check_teacher(config, route, replace(info, protocol_version=4), tokenizer, 9)
 
 
 def test_a_reply_that_is_too_large_is_refused_before_the_start() -> None:
