@@ -230,4 +230,4 @@ def test_what_cannot_be_paired_is_refused_before_the_start(writers: Lab, writer_
     ):
         check(writer_port, key, *more)
     with ServerProcess(writers.teacher, writers.root, options=TRIVIAL) as server:
-        check(server.port, "teacher.signal", *UNITS)  # an engine of one's own, which knows no units
+        check(server.port, "teacher.signal", *UNITS)  # an engine of one's own, without units
