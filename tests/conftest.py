@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import logging
 import os
+import signal
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -56,6 +57,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # also where a shell's `&` had it ignored
     os.environ[device.VARIABLE] = config.getoption("--device")
     if device.on_cuda() and not device.n_cards():
         raise pytest.UsageError("--device = cuda: torch finds no CUDA device. Fix: run on a machine that has one.")

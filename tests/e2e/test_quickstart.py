@@ -58,7 +58,6 @@ def test_interrupt_leaves_no_process(folder: Path, seen: str, then_s: float) -> 
             stdout=output,
             stderr=subprocess.STDOUT,
             start_new_session=True,
-            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
         )
     try:
         wait_until(lambda: seen in log.read_text() or process.poll() is not None, 120.0, seen)

@@ -81,7 +81,7 @@ def test_watch_repeats_until_ctrl_c(server: ServerProcess, *, ignored: bool) -> 
         command("status", *address(server), "--watch", "0.1", "--json"),
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, handler),  # not the handler that the tests inherited
+        preexec_fn=lambda: signal.signal(signal.SIGINT, handler),
     )
     try:
         assert watching.stdout is not None and watching.stderr is not None

@@ -32,12 +32,11 @@ def host_has(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
     return lambda gib: monkeypatch.setattr("gkd.preflight.memory.host_memory_bytes", lambda: gib << 30)
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def own_handlers() -> Iterator[None]:
-    """Restore pytest's handlers of signals."""
+    """Restore the handlers of signals, which the main functions replace: no test may depend on those before it."""
     before = {n: signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGALRM)}
     yield
-    signal.setitimer(signal.ITIMER_REAL, 0.0)
     for number, handler in before.items():
         signal.signal(number, handler)
 

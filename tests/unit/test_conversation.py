@@ -576,9 +576,7 @@ def test_large_files_are_read_by_row_and_by_column(tmp_path: Path) -> None:
         load_prompts([str(tmp_path / "a.jsonl")], "data.train_files", RowReader(DataConfig(), plain))
 
 
-def test_show_prompts_prints_what_the_models_read(
-    tmp_path: Path, own_handlers: None, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_show_prompts_prints_what_the_models_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Fails if the preview starts a process, needs a teacher, or hides the teacher's prompt, response or conversion."""
     CHATML.save_pretrained(tmp_path / "model")
     value = [{"from": "human", "value": "What is 2+2?"}, {"from": "gpt", "value": "Four."}]

@@ -258,7 +258,6 @@ def test_invalid_command_lines(
 @pytest.mark.parametrize("main", [check_gpus.main, main_gkd.main], ids=["check_gpus", "main_gkd"])
 def test_without_ray(
     main: Callable[[list[str]], int],
-    own_handlers: None,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],

@@ -18,7 +18,7 @@ from tests.unit.world import PROMPTS, World, checkpoints, make
 
 
 @pytest.fixture(autouse=True)
-def installed(own_handlers: None) -> None:
+def installed() -> None:
     interrupts.install()
 
 
