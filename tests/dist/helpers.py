@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import multiprocessing as mp
 import os
+import random
 import socket
 import sys
 import time
@@ -33,11 +35,12 @@ CUDA_ENV = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", "CUDA_DEVICE_MAX_CONNECTIONS": "1
 
 
 def free_port() -> int:
-    """A TCP port on loopback that was free a moment ago."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
+    """Return a TCP port on loopback that is free, and that the kernel gives to no connection of another test."""
+    while True:
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            port = random.SystemRandom().randrange(20_000, 32_000)  # between Ray's ports and the kernel's own choice
+            probe.bind(("127.0.0.1", port))
+            return port
 
 
 def run_ranks(
