@@ -64,6 +64,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print_gpu_problems()
     started = time.monotonic()
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    pip("a faster pip", project["tool"]["gkd"]["install"]["pip"], may_fail=True)  # an older one installs the same
     if extra == "cpu":
         install_cpu(project)
     else:

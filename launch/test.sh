@@ -31,7 +31,7 @@ if [ -n "$chromium_pid" ] && ! wait "$chromium_pid"; then
 fi
 bin="${GKD_VENV:-$root/.venv}/bin"
 # The tests start hundreds of processes. With PYTHONDONTWRITEBYTECODE set, each of them would compile the project again.
-"$bin/python" -m compileall -q gkd teacher_server examples tests
+"$bin/python" -m compileall -q -j 0 gkd teacher_server examples tests
 workers="$(env -u OMP_NUM_THREADS nproc)" # nproc would take that variable for the number of cores
 export OMP_NUM_THREADS=1
 if [ "${1:-}" = --slow ]; then

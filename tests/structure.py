@@ -166,11 +166,16 @@ def package_map(root: Path = ROOT) -> str:
     return "\n".join(["| package | content |", "|---|---|", *rows])
 
 
+def room_of(module: str) -> str:
+    """Return the room of a module: `teacher_server`, or a file or package in the root of `gkd`."""
+    return "teacher_server" if module.startswith("teacher_server") else ".".join(module.split(".")[:2])
+
+
 def room_imports(root: Path = ROOT) -> dict[str, set[str]]:
-    """Return room -> rooms that it imports. A room is a file or package in the root of `gkd`, or `teacher_server`."""
+    """Return room -> rooms that it imports, see `room_of`."""
     edges: dict[str, set[str]] = {}
     for module, used in file_imports(root).items():
-        edges.setdefault(_room(module), set()).update({_room(other) for other in used} - {_room(module)})
+        edges.setdefault(room_of(module), set()).update({room_of(other) for other in used} - {room_of(module)})
     del edges["gkd"]
     return {room: used - {"gkd"} for room, used in edges.items()}
 
@@ -200,10 +205,6 @@ def written(text: str, part: str, borders: tuple[str, str]) -> str:
     before, _, rest = text.partition(borders[0])
     _, _, after = rest.partition(borders[1])
     return f"{before}{borders[0]}\n{part}\n{borders[1]}{after}"
-
-
-def _room(module: str) -> str:
-    return "teacher_server" if module.startswith("teacher_server") else ".".join(module.split(".")[:2])
 
 
 def _function_lengths(path: Path) -> Iterator[int]:

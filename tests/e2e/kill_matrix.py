@@ -32,7 +32,7 @@ from gkd.metrics.writer import read_metrics
 from tests.e2e.conftest import Lab, make_lab
 from tests.e2e.exactness import check_stream, differences
 from tests.e2e.killed_main import DONE, POINTS, VICTIMS, generation_of
-from tests.e2e.turn_environments import small_models
+from tests.e2e.turn_models import small_models
 from tests.service.harness import ServerProcess
 
 N_STEPS = 16

@@ -221,10 +221,10 @@ def interrupt(process: subprocess.Popen[str], number: signal.Signals) -> str:
     _, stderr = process.communicate(timeout=60)
     assert process.returncode in (130, -signal.SIGINT), stderr[-3000:]  # a shell shows 130 for both
     assert time.monotonic() - began < 40
-    _, alive = psutil.wait_procs(family, timeout=15)
+    _, alive = psutil.wait_procs(family, timeout=30)
     assert not alive, [p.cmdline()[:3] for p in alive]
     begun = [p for p in psutil.process_iter() if environment(p).get("GKD_TEST_RUN") == mark]
-    _, left = psutil.wait_procs(begun, timeout=15)
+    _, left = psutil.wait_procs(begun, timeout=30)
     assert not left, f"begun after the signal: {[p.cmdline()[:3] for p in left]}\n{stderr[-3000:]}"
     assert "Traceback" not in stderr, stderr[-3000:]
     return stderr

@@ -252,7 +252,7 @@ class Deployment:
     def close(self) -> None:
         for process in (self._faulty, *self._remotes, self._server):
             process.kill()
-            process.wait(timeout=10)
+            process.wait(timeout=30)
         self.client_network.close()
         self._worker_network.close()
         self._log.close()

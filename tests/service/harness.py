@@ -165,7 +165,7 @@ class ServerProcess:
     def __exit__(self, *_: object) -> None:
         if self.process.poll() is None:
             self.process.terminate()  # as a user does, so that the server removes its temporary folder
-            self.process.wait(timeout=10)
+            self.process.wait(timeout=30)
         self.kill()
         wait_until(lambda: not any(is_alive(pid) for pid in self.worker_pids), 30.0, "exit of the workers")
 
@@ -175,6 +175,6 @@ class ServerProcess:
     def kill(self) -> None:
         """Send SIGKILL, as in a crash. The kernel then kills the workers."""
         self.process.send_signal(signal.SIGKILL)
-        self.process.wait(timeout=5)
+        self.process.wait(timeout=30)
         if self.process.stdout is not None:
             self.process.stdout.close()

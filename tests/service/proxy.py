@@ -43,10 +43,10 @@ class Proxy:
         self.cut()
         self._call(asyncio.sleep(0.05))
         self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join(timeout=5)
+        self._thread.join(timeout=30)
 
     def _call(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
-        return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result(timeout=5)
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result(timeout=30)
 
     def _abort(self) -> None:
         for writer in list(self._writers):

@@ -157,7 +157,7 @@ class ScriptedServer:
 
     def __exit__(self, *_: object) -> None:
         self._ended.set()
-        self._thread.join(timeout=5)
+        self._thread.join(timeout=30)
         if self.authenticator is not None:
             self.authenticator.stop()
         self._context.destroy(linger=0)
@@ -166,7 +166,7 @@ class ScriptedServer:
         """Run `action` in the server's thread, and wait for it."""
         done = threading.Event()
         self._actions.put(lambda: (action(), done.set())[0])
-        assert done.wait(5)
+        assert done.wait(30)
 
     def reconnect(self, *, epoch: bytes = b"") -> None:
         """Close every connection, and accept new ones on the same port. With a new epoch it is a restart."""

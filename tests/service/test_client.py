@@ -176,7 +176,7 @@ def test_an_unreadable_request_or_reply_is_retried_at_once() -> None:
     started_s = time.monotonic()
     order, stats = run(script, n=1, request_timeout_s=60.0)
     assert order == [0] and stats.n_resent == 2
-    assert time.monotonic() - started_s < 4
+    assert time.monotonic() - started_s < 30
 
 
 def test_another_model_on_the_same_address_ends_the_run() -> None:
@@ -214,7 +214,7 @@ def test_a_mass_target_gives_counts(wire: Any) -> None:
     """Fails if rows of different lengths are misread, or their padding is used as scores."""
     rollout = random_rollouts(1, N_VOCAB, response=(20, 20))[0]
     with ScriptedServer(always_valid) as server, client(server, wire=wire) as teacher:
-        scores = table_of(submit(teacher, rollout, mass=0.5).result(timeout=5))
+        scores = table_of(submit(teacher, rollout, mass=0.5).result(timeout=30))
     assert scores.counts is not None and server.of(ScoreRequest)[0].mass == 0.5
     np.testing.assert_array_equal(scores.counts, np.arange(20) % K + 1)
     for row in range(20):
@@ -231,14 +231,14 @@ def test_a_missed_mass_target_is_an_error() -> None:
         client(server) as teacher,
         pytest.raises(TeacherError, match="1 of 8 .*0.5.*0.9"),
     ):
-        submit(teacher, random_rollouts(1, N_VOCAB)[0], mass=0.9).result(timeout=5)
+        submit(teacher, random_rollouts(1, N_VOCAB)[0], mass=0.9).result(timeout=30)
 
 
 def test_the_sampled_tokens_logprobs() -> None:
     """Fails if the sampled signal is read as a top-1 reply."""
     rollout = random_rollouts(1, N_VOCAB)[0]
     with ScriptedServer(always_valid) as server, client(server) as teacher:
-        got = teacher.submit([rollout], ("sampled",)).result(timeout=5)[0].sampled_logprobs
+        got = teacher.submit([rollout], ("sampled",)).result(timeout=30)[0].sampled_logprobs
     np.testing.assert_array_equal(got, -rollout.response_ids.astype(np.float32))
 
 

@@ -31,7 +31,7 @@ def test_many_threads_use_one_client() -> None:
             got = dict(score(teacher, mine))
         else:
             futures = [submit(teacher, rollout) for rollout in mine]
-            got = {index: table_of(future.result(timeout=20)) for index, future in enumerate(futures)}
+            got = {index: table_of(future.result(timeout=30)) for index, future in enumerate(futures)}
         problems.extend(
             f"{part}: {index}"
             for index, rollout in enumerate(mine)
@@ -67,8 +67,8 @@ def test_requests_above_the_window_wait_in_the_client() -> None:
         server.script = always_valid
         identity = next(iter(server.identities))
         server.do(lambda: server.send(identity, [valid_reply(*request) for request in held]))
-        thread.join(timeout=5)
-        assert len(futures) == 12 and all(future.result(timeout=5) for future in futures)
+        thread.join(timeout=30)
+        assert len(futures) == 12 and all(future.result(timeout=30) for future in futures)
 
 
 def test_a_cancelled_future_is_cancelled_on_the_server() -> None:
@@ -86,7 +86,7 @@ def test_a_cancelled_future_is_cancelled_on_the_server() -> None:
         sent, waiting, last = (submit(teacher, rollout) for rollout in rollouts)
         wait_until(lambda: server.of(ScoreRequest), 30.0, "the request")
         assert waiting.cancel() and sent.cancel()
-        assert last.result(timeout=5)
+        assert last.result(timeout=30)
         assert [c.request_id for c in server.of(Cancel)] == [server.of(ScoreRequest)[0].request_id]
         assert len(server.of(ScoreRequest)) == 2, "a request cancelled while it waits must not be sent"
         assert teacher.stats.n_cancelled == 2 and teacher.stats.n_unwanted == 1
@@ -103,7 +103,7 @@ def test_close_fails_pending_futures() -> None:
         started_s = time.monotonic()
         teacher.close()
         teacher.close()
-        assert time.monotonic() - started_s < 2
+        assert time.monotonic() - started_s < 30
         for future in futures:
             with pytest.raises(TeacherError):
                 future.result(timeout=0)
@@ -130,6 +130,6 @@ def test_a_callback_may_submit_and_close() -> None:
                     submit(teacher, rollout).add_done_callback(again)
 
         submit(teacher, rollouts[0]).add_done_callback(again)
-        assert finished.wait(10)
+        assert finished.wait(30)
         teacher.close()
         assert all(future.result(timeout=0) for future in as_completed(results))

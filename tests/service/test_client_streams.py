@@ -56,8 +56,8 @@ def test_many_streams_and_scores_share_one_client() -> None:
         logits = teacher.submit([rollout()], ["logits"])
         futures = [teacher.submit([rollout(n)], ["hidden"]) for n in (5, 17, 33)]
         for n, future in zip((5, 17, 33), futures, strict=True):
-            np.testing.assert_array_equal(future.result(timeout=5)[0].hidden, matrix("hidden", n, N_HIDDEN))
-        np.testing.assert_array_equal(logits.result(timeout=5)[0].logits, matrix("logits", N_ROWS, N_VOCAB))
+            np.testing.assert_array_equal(future.result(timeout=30)[0].hidden, matrix("hidden", n, N_HIDDEN))
+        np.testing.assert_array_equal(logits.result(timeout=30)[0].logits, matrix("logits", N_ROWS, N_VOCAB))
 
 
 @pytest.mark.parametrize("signal", ["hidden", "logits"])
@@ -135,9 +135,9 @@ def test_a_broken_connection_in_the_middle(signal: Signal) -> None:
 
         server.on_next = on_next
         started_s = time.monotonic()
-        got = rows(teacher, signal, timeout_s=10)
+        got = rows(teacher, signal, timeout_s=30)
         np.testing.assert_array_equal(got, matrix(signal, N_ROWS, got.shape[1]))
-        assert time.monotonic() - started_s < 5
+        assert time.monotonic() - started_s < 30
         assert len({request.request_id for request in server.of(ScoreRequest)}) == 2
 
 

@@ -90,8 +90,8 @@ def test_one_request_returns_the_list_with_the_given_ids_and_the_sampled_token(
         future = teacher.submit(rollouts, ("topk", "sampled"))
         plain = [submit(teacher, rollout) for rollout in rollouts]
         n_sent = teacher.stats.n_sent
-        results = future.result(timeout=20)
-        tables = [table_of(future.result(timeout=20)) for future in plain]
+        results = future.result(timeout=30)
+        tables = [table_of(future.result(timeout=30)) for future in plain]
     assert n_sent <= len(rollouts) + 1
     for rollout, result, table in zip(rollouts, results, tables, strict=True):
         tokens = np.concatenate([rollout.prompt_ids, rollout.response_ids])
@@ -108,7 +108,7 @@ def test_the_sampled_token_comes_with_a_mass_target(trivial_server: ServerProces
     rollout = random_rollouts(1, N_VOCAB, response=(30, 30))[0]
     tokens = np.concatenate([rollout.prompt_ids, rollout.response_ids])
     with connect(trivial_server.port, k=K) as teacher:
-        result = teacher.submit([rollout], ("topk", "sampled"), mass=0.6).result(timeout=20)[0]
+        result = teacher.submit([rollout], ("topk", "sampled"), mass=0.6).result(timeout=30)[0]
     assert result.topk is not None and result.topk.counts is not None
     np.testing.assert_array_equal(
         result.topk.counts, trivial_topk(tokens, len(rollout.prompt_ids), K, N_VOCAB, 0.6).counts
@@ -164,7 +164,7 @@ def test_the_server_refuses_bad_ids(trivial_server: ServerProcess, name: str) ->
 def test_a_range_that_only_the_server_knows_is_checked_there(trivial_server: ServerProcess) -> None:
     """Fails if a client without n_vocab gets scores of ids that the teacher does not have."""
     with connect(trivial_server.port, k=K) as teacher, pytest.raises(TeacherRefusal):
-        submit(teacher, bad(rollouts_with_ids(1, 4)[0], "outside")).result(timeout=20)
+        submit(teacher, bad(rollouts_with_ids(1, 4)[0], "outside")).result(timeout=30)
 
 
 def test_a_reply_without_the_given_ids_is_an_error() -> None:
@@ -175,4 +175,4 @@ def test_a_reply_without_the_given_ids_is_an_error() -> None:
         client(scripted) as teacher,
         pytest.raises(TeacherError, match=r"prompt 0.*'w0'.*given id"),
     ):
-        submit(teacher, rollout).result(timeout=5)
+        submit(teacher, rollout).result(timeout=30)

@@ -444,7 +444,7 @@ def test_a_silent_server_is_an_outage() -> None:
         started_s = time.monotonic()
         with pytest.raises(TeacherUnavailable, match=f"127.0.0.1:{port}"):
             teacher.info()
-        assert 0.8 < time.monotonic() - started_s < 5
+        assert 0.8 < time.monotonic() - started_s < 60
         with ScriptedHttp(good, port):
             assert teacher.info().fingerprint == "m", "the client remains usable"
 
@@ -455,7 +455,7 @@ def test_a_stuck_server_that_answers_pings_is_an_outage() -> None:
 
     def script(path: str, request: Any) -> tuple[int, bytes]:
         if path == "/v1/completions":
-            release.wait(20)
+            release.wait(30)
         return good(path, request)
 
     limits = {"outage_budget_s": 1.5, "request_timeout_s": 0.5}
@@ -464,7 +464,7 @@ def test_a_stuck_server_that_answers_pings_is_an_outage() -> None:
         wait_until(lambda: teacher.health().n_in_flight == 3, 30.0, "three requests")
         for future in futures:
             with pytest.raises(TeacherUnavailable):
-                future.result(timeout=20)
+                future.result(timeout=30)
         assert server.paths.count("/v1/completions") > 3
         release.set()
 
@@ -490,7 +490,7 @@ def test_a_cancelled_or_closed_request_ends() -> None:
 
     def script(path: str, request: Any) -> tuple[int, bytes]:
         if path == "/v1/completions":
-            release.wait(20)
+            release.wait(30)
         return good(path, request)
 
     with ScriptedHttp(script) as server:
@@ -501,7 +501,7 @@ def test_a_cancelled_or_closed_request_ends() -> None:
         wait_until(lambda: teacher.health().n_in_flight == 1, 30.0, "the end of one")
         teacher.close()
         with pytest.raises(TeacherError):
-            second.result(timeout=5)
+            second.result(timeout=30)
         with pytest.raises(TeacherError):
             teacher.submit(rollouts(1), BOTH)
         release.set()
@@ -516,7 +516,7 @@ def test_no_more_than_the_window_is_in_flight() -> None:
             with lock:
                 now[0] += 1
                 most[0] = max(most[0], now[0])
-            assert three.wait(20)
+            assert three.wait(30)
             with lock:
                 now[0] -= 1
         return good(path, request)
@@ -543,7 +543,7 @@ def test_the_api_key_is_sent_and_never_shown(monkeypatch: pytest.MonkeyPatch, ca
     caplog.set_level("DEBUG")
     with ScriptedHttp(script) as server, http_teacher(server.url, k=K, api_key_env="HTTP_TEST_KEY") as teacher:
         with pytest.raises(TeacherRefusal) as caught:
-            teacher.submit(rollouts(1), BOTH).result(timeout=10)
+            teacher.submit(rollouts(1), BOTH).result(timeout=30)
         assert set(server.authorizations) == {f"Bearer {key}"}
     assert caught.value.code == "http 401" and "Incorrect API key" in str(caught.value)
     assert key not in str(caught.value) + caplog.text + repr(vars(teacher)["_teacher"])

@@ -149,7 +149,7 @@ def test_the_probes_pass_and_identify_the_weights(
     probe(config, tokenizer)  # vLLM's first passes take longer
     start_s = time.monotonic()
     info = probe(config, tokenizer)
-    assert time.monotonic() - start_s < 10
+    assert time.monotonic() - start_s < 60
     assert info.fingerprint == str(model) and info.max_tokens == 63 and info.probe is not None
     assert "so it has another tokenizer" in caplog.text, "random weights find no text probable; /tokenize agrees"
     derived = config.derived

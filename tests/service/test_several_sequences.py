@@ -34,12 +34,12 @@ def test_each_sequence_has_the_scores_of_a_request_of_its_own(
     """Fails if rows go to another sequence of the request, also where its sequences are in several batches."""
     rollouts = random_rollouts(60, N_VOCAB)
     with connect(trivial_server.port, n_in_flight=16, wire=wire) as teacher:
-        single = [table_of(submit(teacher, rollout, mass=mass).result(timeout=20)) for rollout in rollouts]
+        single = [table_of(submit(teacher, rollout, mass=mass).result(timeout=30)) for rollout in rollouts]
         assert teacher.stats.n_sent == 60
         futures = [teacher.submit(rollouts[at : at + 12], BOTH, mass=mass) for at in range(0, 60, 12)]
-        together = [scores for future in futures for scores in future.result(timeout=20)]
+        together = [scores for future in futures for scores in future.result(timeout=30)]
         assert teacher.stats.n_sent == 65
-        larger = teacher.submit(rollouts, ("sampled",)).result(timeout=20)
+        larger = teacher.submit(rollouts, ("sampled",)).result(timeout=30)
         assert len(larger) == 60, "a request that is larger than the window is sent when the window is empty"
     for rollout, one, several, sampled in zip(rollouts, single, together, larger, strict=True):
         table, tokens = several.topk, np.concatenate([rollout.prompt_ids, rollout.response_ids])
@@ -58,9 +58,9 @@ def test_a_refusal_names_the_sequence(trivial_server: ServerProcess) -> None:
     bad = replace(rollouts[3], response_ids=np.array([1, N_VOCAB], np.int32))
     with connect(trivial_server.port) as teacher:
         with pytest.raises(TeacherRefusal) as refused:
-            teacher.submit([*rollouts[:3], bad, rollouts[4]], ("topk",)).result(timeout=20)
+            teacher.submit([*rollouts[:3], bad, rollouts[4]], ("topk",)).result(timeout=30)
         assert refused.value.code == "bad_request" and str(refused.value).startswith("prompt 3, sample 0:")
-        assert len(teacher.submit(rollouts, ("topk",)).result(timeout=20)) == 5
+        assert len(teacher.submit(rollouts, ("topk",)).result(timeout=30)) == 5
 
 
 def test_sequences_with_and_without_ids_are_not_mixed(trivial_server: ServerProcess) -> None:
@@ -91,4 +91,4 @@ def test_invalid_scores_name_the_sequence() -> None:
     with ScriptedServer(script) as scripted, client(scripted, wire="fp32") as teacher:
         future = teacher.submit(rollouts, ("topk",))
         with pytest.raises(TeacherError, match=f"prompt 2, sample 0, .*position {position} "):
-            future.result(timeout=20)
+            future.result(timeout=30)

@@ -267,7 +267,7 @@ def test_folders_of_dead_servers_are_removed(short_path: Path, temporary_is: Cal
     """Fails if folders of killed servers stay, or the folder of a running server is removed."""
     temporary_is(short_path)
     exited = subprocess.Popen([sys.executable, "-c", ""])
-    exited.wait(timeout=20)
+    exited.wait(timeout=30)
     dead, listening = short_path / f"teacher_server.{exited.pid}.a", short_path / f"teacher_server.{exited.pid}.b"
     alive, other = short_path / f"teacher_server.{os.getppid()}.c", short_path / "teacher_server.notes"
     for folder in (dead, listening, alive, other):

@@ -97,7 +97,7 @@ def test_an_engine_of_ones_own_that_knows_no_units_refuses_them(trivial_server: 
         connect(trivial_server.port, k=1, n_vocab=1, units=units) as teacher,
         pytest.raises(TeacherRefusal, match="bad_request"),
     ):
-        teacher.submit(random_rollouts(1, TRIVIAL_VOCAB), ("topk", "sampled")).result(timeout=20)
+        teacher.submit(random_rollouts(1, TRIVIAL_VOCAB), ("topk", "sampled")).result(timeout=30)
 
 
 @pytest.mark.parametrize(

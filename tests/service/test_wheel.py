@@ -76,5 +76,5 @@ def test_the_installed_command_works_without_the_checkout(installed: Path, tmp_p
             assert f"127.0.0.1:{port}" in run("teacher", "status", "--port", str(port)).stdout
         finally:
             server.send_signal(signal.SIGTERM)
-            server.communicate(timeout=20)
+            server.communicate(timeout=30)
     assert server.returncode == 0

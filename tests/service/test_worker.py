@@ -335,7 +335,7 @@ def test_leave_is_announced_and_dismissal_ends_the_loop(broker: ScriptedBroker) 
     broker.assign(1, harmless(20))
     assert isinstance(broker.reply()[1], ScoreReply), "requests in flight must be completed"
     broker.send(Dismiss())
-    broker.thread.join(timeout=5)
+    broker.thread.join(timeout=30)
     assert broker.reasons == [""]
 
 
@@ -343,7 +343,7 @@ def test_leaving_does_not_wait_for_an_unreachable_broker(broker: ScriptedBroker)
     """Fails if SIGTERM does not end a worker without a broker before a service manager's time-out."""
     broker.router.close(linger=0)
     broker.link.leave()
-    broker.thread.join(timeout=5)
+    broker.thread.join(timeout=30)
     assert broker.reasons == [""]
     broker.restart()
 
@@ -367,7 +367,7 @@ def test_refused_connections_are_retried_with_a_backoff() -> None:
 def test_the_reason_of_a_dismissal_is_returned(broker: ScriptedBroker) -> None:
     """Fails if an excluded worker exits without the reason, which its log needs."""
     broker.send(Dismiss(why="NaN in logprobs"))
-    broker.thread.join(timeout=5)
+    broker.thread.join(timeout=30)
     assert broker.reasons == ["NaN in logprobs"]
 
 
@@ -377,7 +377,7 @@ def test_a_failed_device_ends_the_worker(broker: ScriptedBroker) -> None:
         assert broker.reasons == []
         broker.assign(job, tokens_with(token))
         assert broker.reply()[1].code == "engine"
-    broker.thread.join(timeout=5)
+    broker.thread.join(timeout=30)
     assert "out of memory" in broker.reasons[0]
 
 

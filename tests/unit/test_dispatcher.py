@@ -194,7 +194,7 @@ def test_the_prompts_of_a_dead_engine_are_answered_by_the_others() -> None:
 
     class Slots:
         def start(self, index: int, attempt: int) -> Any:
-            assert (index, attempt) == (0, 1) and may_start.wait(10)
+            assert (index, attempt) == (0, 1) and may_start.wait(30)
             return again
 
         def card(self, index: int) -> str:
@@ -277,7 +277,7 @@ def test_a_reader_without_a_time_limit_is_woken_by_close() -> None:
     reader = threading.Thread(target=lambda: results.append(stream.finished()))
     reader.start()
     stream.close()
-    reader.join(10)
+    reader.join(30)
     assert results == [[]] and not reader.is_alive()
 
 

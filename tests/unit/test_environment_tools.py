@@ -395,7 +395,7 @@ def test_the_calculator_refuses(expression: str) -> None:
     began_s = time.monotonic()
     ((text,),), _ = play(Calculator, [CALL.format("calculate", f'{{"expression": "{expression}"}}')])
     assert text.startswith("Error: ")
-    assert time.monotonic() - began_s < 10
+    assert time.monotonic() - began_s < 60
 
 
 def test_the_python_tool(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

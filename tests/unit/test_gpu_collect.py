@@ -123,9 +123,9 @@ def test_a_driver_that_is_stuck_absent_or_broken(
 ) -> None:
     """Fails if the start of a training blocks on a hung driver, or fails without a driver."""
     monkeypatch.setattr(gpus_module, "_LIMIT_S", 0.3)
-    nvidia_smi("exec sleep 60")
+    nvidia_smi("exec sleep 300")
     began = time.monotonic()
-    assert machine_gpus() == [] and time.monotonic() - began < 5
+    assert machine_gpus() == [] and time.monotonic() - began < 60
     nvidia_smi("echo NVIDIA-SMI has failed; exit 9")
     assert machine_gpus() == []
     monkeypatch.setenv("PATH", str(tmp_path / "nothing"))
@@ -222,7 +222,7 @@ def test_rows_of_the_teacher_workers(tmp_path: Path) -> None:
     assert (known[0].gpus[0].id, known[0].gpus[0].memory_free_mib) == ("3", 100)
     began = time.monotonic()
     rows, found = teacher_rows([Route("", replace(teacher, outage_budget_s=0.5))], "cpu")
-    assert rows == [] and [finding.kind for finding in found] == ["teacher_silent"] and time.monotonic() - began < 5
+    assert rows == [] and [finding.kind for finding in found] == ["teacher_silent"] and time.monotonic() - began < 60
     assert "Fix:" not in found[0].problem + found[0].fix and "--model PATH" in found[0].fix
 
 
@@ -350,7 +350,7 @@ def test_a_restart_does_not_undo_the_end_of_a_run(tmp_path: Path) -> None:
 
     restart = threading.Thread(target=record_restart, args=(SlowFolder(), structs.replace(row, pid=2)))
     restart.start()
-    assert has_read.wait(10)
+    assert has_read.wait(30)
     record_end(folder)
     ended.set()
     restart.join()

@@ -65,7 +65,7 @@ def test_children_die_with_their_parent() -> None:
     child = psutil.Process(int(parent.stdout.readline()))
     parent.kill()
     parent.wait()
-    psutil.wait_procs([child], timeout=5)
+    psutil.wait_procs([child], timeout=30)
     assert not child.is_running() or child.status() == psutil.STATUS_ZOMBIE
 
 
@@ -80,6 +80,6 @@ def test_a_failed_child_is_an_error_that_names_it(tmp_path: Path) -> None:
     began = time.monotonic()
     with pytest.raises(ClusterError):
         processes.wait_for_file(tmp_path / "ready", sleeper, "the server", timeout_s=0.3)
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < 60
     sleeper.kill()
     sleeper.wait()

@@ -82,8 +82,8 @@ def test_a_refused_connection_is_an_answer() -> None:
     """Fails if a closed port is waited for, or a port that listens is refused."""
     began = time.monotonic()
     with refusing_port() as port, pytest.raises(TeacherUnavailable, match=f"127.0.0.1:{port}"):
-        check_reachable(Route("", TeacherConfig(server_port=port)), timeout_s=30)
-    assert time.monotonic() - began < 10
+        check_reachable(Route("", TeacherConfig(server_port=port)), timeout_s=300)
+    assert time.monotonic() - began < 60
     with socket.create_server(("127.0.0.1", 0)) as server:
         check_reachable(Route("", TeacherConfig(server_port=server.getsockname()[1])))
 

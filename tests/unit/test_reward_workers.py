@@ -139,10 +139,10 @@ def test_a_slow_function_is_stopped_with_its_processes(workers: list[RewardWorke
     assert workers[-1].values([request("nap")] * 4).tolist() == [[1.0]] * 4
     with pytest.raises(RewardError, match=r"misbehave.*f\.jsonl:7.*reward\.timeout_s"):
         workers.pop().values([request("nap", 6), request("sleep"), request("fine", 8)])
-    assert time.monotonic() - began_s < 20
+    assert time.monotonic() - began_s < 60
     started = [p for p in psutil.process_iter(["cmdline"]) if p.info["cmdline"] == ["sleep", "977"]]
     # The kernel ends a killed process a little later; it is a zombie until its parent asks for it.
-    _, left = psutil.wait_procs(started, timeout=10)
+    _, left = psutil.wait_procs(started, timeout=30)
     assert not [p for p in left if p.status() != psutil.STATUS_ZOMBIE]
 
 
@@ -161,7 +161,7 @@ def test_workers_end_with_a_killed_parent(config: Config, tmp_path: Path) -> Non
         pid = int(parent.stdout.readline())
         worker = psutil.Process(pid)
         os.kill(parent.pid, signal.SIGKILL)
-    psutil.wait_procs([worker], timeout=10)
+    psutil.wait_procs([worker], timeout=30)
     assert not psutil.pid_exists(pid) or worker.status() == psutil.STATUS_ZOMBIE
 
 

@@ -46,7 +46,7 @@ def screen(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[io.TextIOBase, lis
     yield stream, arrived
     logging.getLogger("gkd").removeHandler(handler)
     stream.close()
-    thread.join(5.0)
+    thread.join(30)
     os.close(reader)
 
 

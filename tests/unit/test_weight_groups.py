@@ -43,7 +43,7 @@ def join(members: ThreadPoolExecutor) -> Join:
         port, barrier = free_port(), threading.Barrier(2)
 
         def member(rank: int) -> TransferGroup:
-            barrier.wait(20)  # so that each has a thread of its own
+            barrier.wait(30)  # so that each has a thread of its own
             return TransferGroup(GroupSpec(transport, "127.0.0.1", port, rank, 2, timeout_s, 20.0), CPU)
 
         sender, receiver = [members.submit(member, rank) for rank in range(2)]
@@ -76,8 +76,8 @@ def test_an_engine_on_the_card_does_not_wait_for_the_kept_copy(
     sender, receiver = join("ipc")
     bucket, received = torch.arange(8, dtype=torch.uint8), torch.zeros(8, dtype=torch.uint8)
     receiving: Any = members.submit(receiver.receive_bucket, 8, received)
-    members.submit(sender.send_bucket, bucket, kept, None).result(20)
-    assert at_handle == [[0] * 8] and kept.tolist() == receiving.result(20).tolist() == list(range(8))
+    members.submit(sender.send_bucket, bucket, kept, None).result(30)
+    assert at_handle == [[0] * 8] and kept.tolist() == receiving.result(30).tolist() == list(range(8))
 
 
 @pytest.fixture
@@ -93,7 +93,7 @@ def test_auto_crosses_hosts_by_gloo(members: ThreadPoolExecutor, join: Join) -> 
     assert sender.transport == receiver.transport == "gloo"
     receiving: Any = members.submit(receiver.receive_bucket, 4, torch.zeros(4, dtype=torch.uint8))
     sender.send_bucket(torch.arange(4, dtype=torch.uint8), None, None)
-    assert receiving.result(20).tolist() == [0, 1, 2, 3]
+    assert receiving.result(30).tolist() == [0, 1, 2, 3]
 
 
 @pytest.mark.usefixtures("two_hosts")
