@@ -8,10 +8,12 @@ Imports neither torch nor ray nor an engine, so that a wrong setting is refused 
 from __future__ import annotations
 
 import argparse
+import copy
 import dataclasses
 import difflib
 import io
 import os
+import pickle
 import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -291,17 +293,20 @@ def _new_names(source: Any) -> Any:
 
 
 @cache
+def _pickled_defaults() -> bytes:
+    return pickle.dumps(OmegaConf.structured(Config))
+
+
 def _defaults() -> Any:
-    return OmegaConf.structured(Config)
+    return pickle.loads(_pickled_defaults())  # takes a seventh of the time of a deep copy
 
 
 def _merge(sources: Sequence[Any]) -> tuple[Any, list[ConfigError]]:
     """Merge sources into the defaults, all at once if they are right, because each merge copies the settings."""
-    merged = _defaults()
     try:
-        return OmegaConf.merge(merged, *sources), []
+        return OmegaConf.unsafe_merge(_defaults(), *copy.deepcopy(sources)), []  # unsafe: it changes its arguments
     except (OmegaConfBaseException, TypeError):
-        errors: list[ConfigError] = []
+        merged, errors = _defaults(), list[ConfigError]()
     for source in sources:
         try:
             merged = OmegaConf.merge(merged, source)

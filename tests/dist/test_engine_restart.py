@@ -9,7 +9,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Set
 from typing import Any
 
 import pytest
@@ -85,6 +85,9 @@ class Slots:
         worker = self.pool.start(index, Engine, {}, concurrency_groups=[WATCH], attempt=next(_tests))
         gather({"engine": worker.pulse.remote()}, "start", WAIT_S)
         return worker
+
+    def close(self, indices: Set[int]) -> None:
+        pass
 
     def card(self, index: int) -> str:
         return f"host, GPU {index}"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence, Set
 from functools import partial
 from typing import Any
 
@@ -196,6 +196,9 @@ def test_the_prompts_of_a_dead_engine_are_answered_by_the_others() -> None:
         def start(self, index: int, attempt: int) -> Any:
             assert (index, attempt) == (0, 1) and may_start.wait(30)
             return again
+
+        def close(self, indices: Set[int]) -> None:
+            pass
 
         def card(self, index: int) -> str:
             return "a card"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Set
 from typing import Any
 
 import pytest
@@ -36,6 +36,10 @@ class Slots:
         if error is not None:
             raise error
         return f"engine {index} process {attempt}"
+
+    def close(self, indices: Set[int]) -> None:
+        self.closed = set(indices)
+        self.gate.set()
 
     def card(self, index: int) -> str:
         return f"host7, GPU {index + 4}"
@@ -284,15 +288,14 @@ def test_no_engine_starts_while_another_pool_has_the_gpus() -> None:
 
 
 def test_nothing_starts_after_the_pools_are_closed() -> None:
-    """Fails if Ctrl-C during a restart leaves an engine behind, or blocks the end."""
+    """Fails if Ctrl-C during a restart leaves an engine behind, blocks the end, or leaves a thread that calls Ray."""
     engines, slots = pool()
     slots.gate.clear()
     slots.errors = [RankFailed("killed by the end of the run")]
     engines.lost(0, "engine 0", DIED)
     assert slots.entered.wait(SOON_S)
     engines.close()
-    slots.gate.set()
-    until(lambda: not any(thread.name.startswith("restart ") for thread in threading.enumerate()))
+    assert slots.closed == {0} and not any(thread.name.startswith("restart ") for thread in threading.enumerate())
     assert slots.started == [(0, 1)] and engines.up() == {1: "engine 1"}
     engines.lost(1, "engine 1", DIED)
     assert slots.started == [(0, 1)]

@@ -89,10 +89,11 @@ class Kernels:
     def _norm(self, dims: ModelDims) -> int:
         """Return the bytes that an RMSNorm saves per input number, excluding its output."""
         # FSDP2 replaces the norms of transformers by torch's; those of an unknown architecture may differ, and stay.
-        if not self.on_cpu and (self.backend == "megatron" or dims.is_exact):
-            return self.itemsize  # torch's kernel saves the input
+        is_torchs = self.backend == "megatron" or dims.is_exact
+        if not self.on_cpu and is_torchs:
+            return self.itemsize  # its kernel saves the input
         # Elsewhere: the input in float32, and the normalized one if the weight is trained.
-        return _FLOAT32 + (0 if self.frozen else self.itemsize if self.backend == "fsdp2" else _FLOAT32)
+        return _FLOAT32 + (0 if self.frozen else _FLOAT32 if is_torchs else self.itemsize)
 
     def _in_one_call(self, dims: ModelDims) -> bool:
         """Return whether one kernel computes a pack, from copies of q, k and v; see `gkd.actor.common.attention`."""

@@ -28,6 +28,8 @@ log = get_logger("recovery")
 T = TypeVar("T")
 
 
+_CLOSE_S = 10.0  # a restart whose process is killed fails within a second
+
 # States of a slot. unsynced: the process is ready, but no engine has a complete version; the next sync includes it.
 _UP, _DOWN, _UNSYNCED = "up", "down", "unsynced"
 
@@ -187,10 +189,20 @@ class Engines:
             return done
 
     def close(self) -> None:
-        """Start no more processes. Call it before the cluster is closed."""
+        """Start no more processes, and end those that are being started. Call it before the cluster is closed.
+
+        Ray ends this process at once, without any clean-up, if a thread calls it while it stops. So the threads of
+        restarts are waited for.
+        """
         with self._changed:
             self._closed = True
+            threads = {i: slot.restart for i, slot in enumerate(self._slots) if slot.restart is not None}
             self._changed.notify_all()
+        if self._start is not None:
+            self._start.close(threads.keys())
+        deadline = time.monotonic() + _CLOSE_S
+        for thread in threads.values():
+            thread.join(max(0.0, deadline - time.monotonic()))
 
     def _begin_sync(self, timeout_s: float) -> dict[int, Any]:
         """Wait until no other sync runs; return the engines that it has to reach, none if none is left."""
@@ -270,7 +282,7 @@ class Engines:
 
     def _announce(self) -> None:
         """Call the callbacks; no lock of this object is held."""
-        for callback in self._callbacks:
+        for callback in () if self._closed else self._callbacks:
             callback()
 
     def _join(self, index: int, worker: Any) -> None:

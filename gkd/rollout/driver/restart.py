@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -16,7 +16,7 @@ from gkd.cluster.calls import fetch, gather
 from gkd.cluster.gpu_table import RankPlacement
 from gkd.cluster.pool import Pool
 from gkd.config.schema_rollout import RolloutConfig
-from gkd.errors import GkdError, RankFailed, RankTimeout
+from gkd.errors import ClusterError, GkdError, RankFailed, RankTimeout
 from gkd.log import get_logger
 from gkd.rollout.driver.recovery import Engines
 from gkd.rollout.engine.worker import CONCURRENCY_GROUPS, RolloutWorker
@@ -134,7 +134,9 @@ class EngineSlots:
     ) -> None:
         self._pool, self._env, self._rows, self._on_cpu = pool, env, list(rows), on_cpu
         self._build, self._started, self._timeout_s = build, started, timeout_s
-        self._lock = threading.Lock()
+        self._newest: dict[int, Any] = {}  # processes that `start` has made
+        self._closed = False
+        self._lock = threading.Lock()  # several engines may start at once
 
     def start(self, index: int, attempt: int) -> Any:
         """Kill what is left of an engine, start it in its slot and load its model; blocks. Return its handle.
@@ -144,20 +146,30 @@ class EngineSlots:
         Raises:
             RankFailed: the new process died or failed.
             RankTimeout: it was not ready in time.
-            ClusterError: the old one does not end.
+            ClusterError: the old one does not end; or after `close`.
         """
         name = self._pool.spec.rank_name(index)
         killed = self._pool.kill(index)
         log.info("%s: starting it again; killed: %s", name, ", ".join(killed) or "nothing, it was dead")
-        worker = self._pool.start(
-            index, RolloutWorker, self._env, concurrency_groups=CONCURRENCY_GROUPS, attempt=attempt
-        )
+        with self._lock:
+            if self._closed:
+                raise ClusterError(f"{name} is not started again: the run ends")
+            worker = self._newest[index] = self._pool.start(
+                index, RolloutWorker, self._env, concurrency_groups=CONCURRENCY_GROUPS, attempt=attempt
+            )
         row = gather({name: worker.placement.remote(not self._on_cpu)}, "start", self._timeout_s)[name]
-        with self._lock:  # several engines may start at once
+        with self._lock:
             self._started(name, worker, row)
             self._rows[index] = row
         gather({name: self._build(worker)}, "init_model", self._timeout_s)
         return worker
+
+    def close(self, indices: Set[int]) -> None:
+        """Start no more processes, and kill the newest ones of these engines: calls that wait for them fail."""
+        with self._lock:
+            self._closed = True
+            for index in indices & self._newest.keys():
+                ray.kill(self._newest[index])
 
     def card(self, index: int) -> str:
         """Return host and GPU of an engine, for messages."""
