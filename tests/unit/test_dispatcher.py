@@ -297,6 +297,7 @@ def test_engines_get_no_call_behind_their_end() -> None:
     batch = pool.generate(prompts(40), prompt_indices=range(40), n=N, temperature=1.0, seed=0)
     next(batch)
     pool.close()
+    assert not any(thread.name.startswith("read ") for thread in threading.enumerate()), "they call Ray, too"
     n_calls = [handle.n_calls for handle in handles]
     for ends in (lambda: list(batch), lambda: take(stream, 40 * N)):
         with pytest.raises(ClusterError):

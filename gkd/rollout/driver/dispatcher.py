@@ -17,7 +17,6 @@ import threading
 from collections import defaultdict, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from queue import Empty, SimpleQueue
 from typing import Any
 
@@ -51,6 +50,7 @@ class _Engine:
     n_sequences: int = 0  # sequences assigned and not yet returned
     lane: Lane | None = None  # lane of its last prompt
     held: dict[tuple[int, int], Waiting] = field(default_factory=dict)  # (job, prompt index) -> unfinished prompt
+    reader: threading.Thread = field(init=False)
 
 
 class Dispatcher:
@@ -153,13 +153,17 @@ class Dispatcher:
             self._end(stream)
 
     def close(self) -> None:
-        """End all jobs with an error, and call the engines no more.
+        """End all jobs with an error, close the engines' streams, and call the engines no more.
 
-        Threads may still generate in an interrupted run, and Ray ends a process that calls an actor while it stops.
+        Ray ends a process of which a thread calls it while it stops, so the readers are waited for.
         """
         with self._lock:
-            self._session, self._open = self._session + 1, {}
+            self._session, closing, self._open = self._session + 1, self._open.values(), {}
         self._fail(ClusterError("the rollout engines are being stopped"))
+        for engine in closing:
+            engine.worker.close_stream.remote()
+        for engine in closing:
+            engine.reader.join(5 * _WAITING_S / len(closing))  # a stream ends behind the current pass, unless it hangs
 
     def _end(self, stream: JobStream) -> None:
         with self._lock:
@@ -220,10 +224,11 @@ class Dispatcher:
             if name_of(i) in failed:
                 self._engines.lost(i, worker, failed[name_of(i)])
                 continue
-            opened.append(_Engine(i, worker, worker.admit.options(num_returns=0)))
-            chunks = worker.stream.options(num_returns="streaming").remote()
-            read = partial(self._read, opened[-1], session, chunks)
-            threading.Thread(target=read, name=f"read {name_of(i)}", daemon=True).start()
+            engine = _Engine(i, worker, worker.admit.options(num_returns=0))
+            read = engine, session, worker.stream.options(num_returns="streaming").remote()
+            engine.reader = threading.Thread(target=self._read, args=read, name=f"read {name_of(i)}", daemon=True)
+            engine.reader.start()
+            opened.append(engine)
         with self._lock:
             self._open |= {engine.index: engine for engine in opened}
             self._assign()
