@@ -36,6 +36,7 @@ def _probe(student: Path, n_vocab: int) -> dict[Any, Any]:
     from transformers import AutoModelForCausalLM
     from vllm.config import CacheConfig
     from vllm.usage.usage_lib import is_usage_stats_enabled
+    from vllm.v1.sample.ops import topk_topp_sampler
     from vllm.v1.worker.utils import request_memory
 
     from gkd.config.schema_rollout import RolloutConfig
@@ -48,6 +49,7 @@ def _probe(student: Path, n_vocab: int) -> dict[Any, Any]:
     from teacher_server.engines.vllm_process import gpu_memory_arguments
     from tests.e2e.weight_sender import WeightSender
 
+    topk_topp_sampler.HAS_TRITON = False  # Triton's interpreter cannot run this kernel of the second runner
     # With blocks of 32 tokens, sequences cross a border of KV blocks while they decode.
     vllm.LLM = partial(vllm.LLM, block_size=32)
     config = RolloutConfig(kv_cache_mib=32, max_num_seqs=8)
