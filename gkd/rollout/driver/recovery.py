@@ -282,7 +282,9 @@ class Engines:
 
     def _announce(self) -> None:
         """Call the callbacks; no lock of this object is held."""
-        for callback in () if self._closed else self._callbacks:
+        if self._closed:  # they call the engines, and Ray may have stopped
+            return
+        for callback in self._callbacks:
             callback()
 
     def _join(self, index: int, worker: Any) -> None:
