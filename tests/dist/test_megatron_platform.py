@@ -39,7 +39,7 @@ def _added_in_place(rank: int, world_size: int, folder: Path) -> dict[str, Any]:
     grads: list[torch.Tensor | None] = []
     (embedding,) = (param for name, param in student.model.named_params() if "word_embeddings" in name)
     embedding.register_hook(grads.append)
-    pipeline.trim_heap = lambda: trims.append(1)  # type: ignore[assignment]
+    pipeline.trim_heap = lambda keep: trims.append(keep)  # type: ignore[assignment]
     batches = make_micro_batches(3)
     student.evaluate(batches)
     in_evaluation = len(trims)

@@ -52,6 +52,18 @@ def test_the_hosts_memory_is_this_processs() -> None:
     assert 0.9 * block.nbytes < after - before < 1.5 * block.nbytes
 
 
+def test_a_heap_of_small_blocks_is_returned_unless_it_may_be_kept() -> None:
+    """Fails if freed memory stays in the process, or if a small model's step returns memory that it needs again."""
+    blocks = [b"x" * 50_000 for _ in range(2000)]
+    del blocks[::2]  # blocks between others: the C library does not return them by itself
+    before = read_usage(CPU).host_rss
+    trim_heap(1 << 40)
+    kept = read_usage(CPU).host_rss
+    trim_heap()
+    assert before - kept < 5 * MIB and kept - read_usage(CPU).host_rss > 30 * MIB
+    assert len(blocks) == 1000
+
+
 def test_the_largest_allocations_are_named_by_their_lines(monkeypatch: pytest.MonkeyPatch) -> None:
     """Fails if blocks of one line are not added up, or other devices, freed blocks or blocks without a stack count."""
     root = Path(__file__).parents[2]

@@ -33,7 +33,7 @@ from gkd.loss.row_kernels import row_kernels
 from gkd.loss.text_tables import UnitTables
 from gkd.loss.vocab_parallel import VocabShard
 from gkd.memory.states import States
-from gkd.memory.usage import trim_heap
+from gkd.memory.usage import STEP_KEEPS, trim_heap
 from gkd.text.pair import TokenizerPair
 from gkd.types import MicroBatch, TrainStats
 from gkd.weight_sync.buckets import Content
@@ -158,7 +158,7 @@ class Student(ABC):
         """
         sums = self._add(micro_batches, completes=True)
         if self.device.type == "cpu":
-            trim_heap()  # the activations' memory, before the optimizer and the weight sync need buffers
+            trim_heap(STEP_KEEPS)  # the activations' memory, before the optimizer and the weight sync need buffers
         loss = token_mean(sums.values["total"], sums.n_loss_tokens)
         grad_norm = self._grad_norm(sums.n_loss_tokens)
         if (error := not_finite(self.step, loss, grad_norm)) is not None:

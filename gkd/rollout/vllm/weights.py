@@ -31,7 +31,7 @@ from vllm.platforms import current_platform
 from gkd.cluster import stacks
 from gkd.config.schema_rollout import IPC, NCCL
 from gkd.errors import ModelError, WeightSyncError
-from gkd.memory.usage import trim_heap
+from gkd.memory.usage import STEP_KEEPS, trim_heap
 from gkd.rollout.vllm.sleep_state import SleepMixin
 from gkd.rollout.vllm.start import ADAPTER_ID, shared_nccl_env
 from gkd.rollout.vllm.worker_errors import returns_sync_errors
@@ -122,7 +122,7 @@ class WeightReceiver(SleepMixin):
     ) -> int:
         n_bytes = sum(receive(group, buckets, load) for group, buckets in zip(self._gkd_groups, plans, strict=True))
         if self.device.type == "cpu":
-            trim_heap()  # buckets, and at the first sync what vLLM has used to load the model
+            trim_heap(STEP_KEEPS)  # buckets, and at the first sync what vLLM has used to load the model
         return n_bytes
 
     def _gkd_adapters(self) -> EngineAdapters | None:
