@@ -87,17 +87,7 @@ def preflight(config: Config) -> Plan:
         TeacherUnavailable: no teacher server replies at teacher.server_ip:server_port, and the run needs one.
     """
     derived = check_config(config)
-    check_ray_installed()
-    check_trackers_installed(config)
-    on_hub = pinned_names(config)
-    check_run_folder(with_values(config, on_hub))  # open_run_folder reads the checkpoint
-    teachers: tuple[TeacherInfo, ...] = ()  # known without a server, see `recorded_teachers`
-    if not derived.teacher_pool:
-        try:
-            for route in derived.routes:
-                check_reachable(route)
-        except TeacherUnavailable as error:
-            teachers = recorded_teachers(config, error)
+    on_hub, teachers = _checked_without_torch(config)
     is_offline = bool(teachers)
     if any(is_path(term.name) for term in derived.loss.terms):
         from gkd.preflight.loss_functions import check_loss_functions  # imports torch
@@ -108,12 +98,6 @@ def preflight(config: Config) -> Plan:
     device = _checked_device(config)
     tokenizer, n_student_vocab, eos_ids = read_student(config)
     check_engines(config, device)
-    if config.trainer.global_batch_size < derived.n_engines:
-        log.warning(
-            "trainer.global_batch_size %d is less than the number of engines (%d): some engines will be idle",
-            config.trainer.global_batch_size,
-            derived.n_engines,
-        )
     tools = environment_tools(config)
     check_observations(config, tokenizer, eos_ids, tools)
     other_tokenizer = teacher_tokenizer(config)
@@ -132,13 +116,7 @@ def preflight(config: Config) -> Plan:
         with_gpus = with_own_gpus(config, device, teacher_rows(derived.routes, device)[0])
     identity = teacher_identity(derived.routes, teachers)
     check_replay(with_values(config, on_hub), total_steps, identity)
-    if other_tokenizer is None:
-        pair, n_vocab = None, common_vocab(config, teachers, tokenizer, n_student_vocab)
-    else:
-        n_vocab = config.model.n_vocab or n_student_vocab
-        pair = tokenizer_pair(config, tokenizer, other_tokenizer, teachers[0], n_vocab, eos_ids)
-        check_limits(config, derived.routes[0], teachers[0], "teacher", pair.n_listed)
-        check_pair(config, derived.routes[0], pair, train)
+    pair, n_vocab = _shared_ids(config, teachers, tokenizer, other_tokenizer, n_student_vocab, eos_ids, train)
     if is_offline:
         check_all_stored(config, train, teachers, n_vocab, eos_ids)
     if n_vocab < n_student_vocab:
@@ -154,9 +132,7 @@ def preflight(config: Config) -> Plan:
     if pair is not None:  # the head has the teacher's rows: as many numbers as one of the student's rows and this size
         hidden_size = -(-hidden_size * len(pair.teacher) // n_vocab)
     settled = check_memory(with_gpus, device, hidden_size, gib)
-    if config.actor.offload_train and config.actor.fsdp_cpu_offload:
-        log.warning("actor.offload_train is ignored: actor.fsdp_cpu_offload keeps the states in host memory already")
-    warn_about_losses(config, gib)
+    warn_about_settings(config, gib)
     data_files = describe_files(config.data)
     return Plan(
         device=device,
@@ -171,6 +147,53 @@ def preflight(config: Config) -> Plan:
         folder=open_run_folder(with_values(config, on_hub), identity, data_files),
         pair=pair,
     )
+
+
+def _checked_without_torch(config: Config) -> tuple[dict[str, Any], tuple[TeacherInfo, ...]]:
+    """Check what needs no torch. Raises as `preflight`.
+
+    Returns:
+        The commits of models and files of the hub, and the teachers, if they are known without a server (see
+        `recorded_teachers`).
+    """
+    check_ray_installed()
+    check_trackers_installed(config)
+    on_hub = pinned_names(config)
+    check_run_folder(with_values(config, on_hub))  # open_run_folder reads the checkpoint
+    teachers: tuple[TeacherInfo, ...] = ()
+    if not config.derived.teacher_pool:
+        try:
+            for route in config.derived.routes:
+                check_reachable(route)
+        except TeacherUnavailable as error:
+            teachers = recorded_teachers(config, error)
+    return on_hub, teachers
+
+
+def _shared_ids(
+    config: Config,
+    teachers: Sequence[TeacherInfo],
+    tokenizer: Any,
+    other_tokenizer: Any,
+    n_student_vocab: int,
+    eos_ids: Sequence[int],
+    train: Sequence[Prompt],
+) -> tuple[TokenizerPair | None, int]:
+    """Return the pair of different tokenizers, and the number of the student's ids that the loss compares.
+
+    Args:
+        other_tokenizer: the teacher's, if its tokens are others.
+
+    Raises:
+        ConfigError: the tokenizers or the limits of a teacher do not fit.
+    """
+    if other_tokenizer is None:
+        return None, common_vocab(config, teachers, tokenizer, n_student_vocab)
+    n_vocab = config.model.n_vocab or n_student_vocab
+    pair = tokenizer_pair(config, tokenizer, other_tokenizer, teachers[0], n_vocab, eos_ids)
+    check_limits(config, config.derived.routes[0], teachers[0], "teacher", pair.n_listed)
+    check_pair(config, config.derived.routes[0], pair, train)
+    return pair, n_vocab
 
 
 def _checked_device(config: Config) -> str:
@@ -351,12 +374,20 @@ def stale_losses(config: Config) -> list[str]:
     return [term.name for term in spec.terms if term.name == "reverse_kl" or term in spec.policy_gradients]
 
 
-def warn_about_losses(config: Config, gib: float) -> None:
+def warn_about_settings(config: Config, gib: float) -> None:
     """Log warnings about valid settings that may be unintended.
 
     Args:
         gib: result of `scores_gib`.
     """
+    if config.trainer.global_batch_size < config.derived.n_engines:
+        log.warning(
+            "trainer.global_batch_size %d is less than the number of engines (%d): some engines will be idle",
+            config.trainer.global_batch_size,
+            config.derived.n_engines,
+        )
+    if config.actor.offload_train and config.actor.fsdp_cpu_offload:
+        log.warning("actor.offload_train is ignored: actor.fsdp_cpu_offload keeps the states in host memory already")
     if gib > LARGE_SCORES_GIB:
         log.warning(
             "teacher.signal=%s: scores may take %.1f GiB of host memory over all data-parallel groups, and twice that "

@@ -7,7 +7,7 @@ import pytest
 from gkd.config.load import load_config
 from gkd.config.loss_spec import LossSpec, LossTerm, loss_spec, teacher_signals
 from gkd.config.schema_teacher import DistillConfig, LossTermConfig
-from gkd.preflight.run import stale_losses, warn_about_losses
+from gkd.preflight.run import stale_losses, warn_about_settings
 from teacher_server.wire.protocol import Signal
 from tests.refusals import refuses
 
@@ -89,6 +89,6 @@ def test_stale_losses(settings: list[str], expected: list[str], gkd_log: pytest.
     """Fails if a run that may lose quality starts without a warning, or any other run warns."""
     config = load_config(None, settings)
     assert stale_losses(config) == expected
-    warn_about_losses(config, 0.0)
+    warn_about_settings(config, 0.0)
     about = [text for text in gkd_log.messages if "trainer.scheduler" in text]
     assert len(about) == bool(expected) and all(name in about[0] for name in expected)
