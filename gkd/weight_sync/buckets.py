@@ -102,7 +102,9 @@ def word_sum(data: torch.Tensor) -> int:
     factors = torch.arange(n_factors, device=data.device).mul_(_FACTOR).bitwise_or_(1)
     for part in data.split(_SUMMED_BYTES):
         words = _words(part)
-        total = total * _FACTOR + (factors[: len(words)] * words).sum()
+        own = factors[: len(words)]
+        # torch.dot needs no memory for the terms, and has no integers on a GPU.
+        total = total * _FACTOR + (torch.dot(own, words) if data.device.type == "cpu" else (own * words).sum())
     return int(total) % (1 << 64)
 
 
