@@ -28,6 +28,8 @@ from tests.bench.teacher_report import Figure, Part, Table
 _HERE = Path(__file__).resolve().parents[2]
 _LIMIT_S = 3600.0
 _MOST = 1.1  # goal of every row of ours
+# Since 36de2df the engine has vLLM's own scheduler on a CPU, too: up to a fifth was accepted for less code.
+_MOST_OF_QUICKSTART = 1.2
 # Same program in both checkouts.
 _CONTROLS = ("TRL", "memcpy", "tensor by tensor", "dense", "usual", "as TRL", "floor")
 Seconds = dict[str, float]
@@ -113,8 +115,9 @@ def compare(name: str, before: Path, rounds: int, measure: Callable[[Path], Seco
         rows.append(
             (row, round(old, 4), round(new, 4), round(median(each[row][1] / each[row][0] for each in found), 3))
         )
+    most = _MOST_OF_QUICKSTART if name == "quickstart" else _MOST
     figures = [
-        Figure(f"{row}: after / before", ratio, at_most=None if any(word in row for word in _CONTROLS) else _MOST)
+        Figure(f"{row}: after / before", ratio, at_most=None if any(word in row for word in _CONTROLS) else most)
         for row, _, _, ratio in rows
     ]
     title = "seconds for 1,000 sequences" if name == "trl" else "seconds"
