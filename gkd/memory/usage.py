@@ -200,7 +200,7 @@ class _MallInfo(ctypes.Structure):
 
 
 # What the C library may keep between the parts of a step. Getting 200 MiB back page by page takes 0.1 s, which was 40%
-# of a training step of the quickstart. A step of a model that frees more takes much longer.
+# of a training step of the quickstart.
 STEP_KEEPS = 256 << 20
 
 

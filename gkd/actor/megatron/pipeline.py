@@ -35,7 +35,6 @@ from gkd.data.collate import without_targets
 from gkd.errors import DataError
 from gkd.loss.distill_loss import DistillLoss, logprobs_of_hidden, logprobs_of_logits
 from gkd.loss.row_kernels import statistics_dtype
-from gkd.memory.usage import STEP_KEEPS, trim_heap
 from gkd.types import MicroBatch
 
 
@@ -186,10 +185,6 @@ def _forward_step(
         loss_function: of the last stage's output and, by keyword, the batch; returns what Megatron requires of a loss.
     """
     batch = next(batches)
-    if device.type == "cpu" and torch.is_grad_enabled():
-        trim_heap(
-            STEP_KEEPS
-        )  # what the micro-batch before has freed is in pieces that most activations do not fit into
     output = module(
         batch.tokens.to(device),
         batch.position_ids.to(device),
