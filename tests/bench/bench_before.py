@@ -5,7 +5,7 @@
 
 Each command is the checkout's own, run with this environment's packages. A figure is the median over the rounds of
 seconds after / seconds before. `kills` is a short form of tests/e2e/kill_matrix.py: eight kills at random times, each
-of which must leave a run that continues to the bit. TRL's folder: see tests/bench/bench_trl.py. About 50 minutes on
+of which must leave a run that continues bit-equal. TRL's folder: see tests/bench/bench_trl.py. About 50 minutes on
 two idle cores. Rows of TRL, of memcpy and of common implementations are the same program in both: their ratio is noise.
 """
 
