@@ -134,6 +134,8 @@ def summary(root: Path = ROOT) -> dict[str, object]:
         "edges_between_units": sum(len(used) for used in units.values()),
         "cycles_between_units": cycles(units),
         "cycles_between_files": cycles(files),
+        "config_keys": len(re.findall(r"^\| `\w+\.[\w.]+` \|", (root / "docs/configuration.md").read_text(), re.M)),
+        "words_of_architecture": len((root / "docs/architecture.md").read_text().split()),
         "tests": test_figures(root),
     }
 

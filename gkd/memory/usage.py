@@ -199,8 +199,8 @@ class _MallInfo(ctypes.Structure):
     _fields_ = [(f"_{i}", ctypes.c_size_t) for i in range(8)] + [(name, ctypes.c_size_t) for name in ("free", "keep")]
 
 
-# What the C library may keep between the parts of a step. Getting 200 MiB back page by page takes 0.1 s, which was 40%
-# of a training step of the quickstart.
+# What the C library may keep at the end of a step. The next one would get it back page by page, which took the
+# quickstart, whose activations have 200 MiB, as long as a third of its computation.
 STEP_KEEPS = 256 << 20
 
 
