@@ -14,7 +14,7 @@ from gkd.actor.frozen.pools import PartialResults, call_scattered, data_parallel
 from gkd.actor.inputs import ChunkInputs
 from gkd.actor.megatron.layout import layouts_of
 from gkd.cluster.calls import Pending, fetch, gather
-from gkd.config.schema import Config, transport_of
+from gkd.config.schema import Config
 from gkd.config.schema_rollout import IPC
 from gkd.data.scatter import gather_results, scatter_to_groups
 from gkd.errors import ConfigError
@@ -156,7 +156,7 @@ class ActorPool:
         Args:
             device: "cpu" | "cuda".
         """
-        if self._config.actor.backend.shards_every_tensor or transport_of(self._config, device) == IPC:
+        if self._config.actor.backend.shards_every_tensor or self._config.transport(device) == IPC:
             return [self.workers]
         stages: list[list[Any]] = [[] for _ in range(self._config.actor.pp)]
         for worker, layout in zip(self.workers, self._layouts, strict=True):

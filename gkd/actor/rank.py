@@ -25,7 +25,7 @@ from gkd.actor.offload import OffloadController
 from gkd.cluster.garbage import quick_imports
 from gkd.cluster.gpu_table import RankPlacement
 from gkd.cluster.startup import WATCH, this_placement
-from gkd.config.schema import Config, transport_of
+from gkd.config.schema import Config
 from gkd.config.schema_rollout import IPC
 from gkd.config.schema_teacher import ACTOR
 from gkd.hf.hub import with_local_copies
@@ -132,7 +132,7 @@ class ActorRank:
         probe_group("of all actor ranks", None, self._device)
         self._log.info("joined the actor group of %d", derived.world_size)
         self._layout = layouts_of(actor, derived.world_size)[self._rank]
-        all_send = actor.backend.shards_every_tensor or transport_of(config, device) == IPC
+        all_send = actor.backend.shards_every_tensor or config.transport(device) == IPC
         self._sends_weights = all_send or self._layout.exports  # see `ActorPool.exporters`
         with self._memory.diagnosed(Phase.BUILD_STUDENT):
             self._student = self._build_student(total_steps, timeout_s)

@@ -8,7 +8,7 @@ import string
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from gkd.config.schema_sections import HEALTH_CHECKS, NO_METRIC, Sections, all_keys, value_of
+from gkd.config.schema_sections import HEALTH_CHECKS, NO_METRIC, Sections, all_keys
 from gkd.config.schema_teacher import MAX_NAME_LENGTH
 from gkd.config.schema_trainer import TRACKER_NAMES
 from gkd.errors import ConfigError
@@ -45,7 +45,7 @@ def value_error(name: str, value: object) -> ConfigError | None:
 def value_errors(config: Sections) -> Iterator[ConfigError]:
     """Yield an error for each value that is not valid by itself."""
     for name in all_keys():
-        if error := value_error(name, value_of(config, name)):
+        if error := value_error(name, config.value(name)):
             yield error
     if len(config.teacher.name) > MAX_NAME_LENGTH:
         fix = f"use one of the server's names, of at most {MAX_NAME_LENGTH} characters."

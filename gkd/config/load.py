@@ -29,7 +29,7 @@ from gkd.config.check_values import value_errors
 from gkd.config.foreign_keys import flag_suggestion, is_hydra_flag, suggestion
 from gkd.config.schema import Config
 from gkd.config.schema_rollout import CPU_KV_CACHE_MIB
-from gkd.config.schema_sections import RewardFunctionConfig, all_keys, sections, value_of, with_values
+from gkd.config.schema_sections import RewardFunctionConfig, all_keys, sections
 from gkd.config.schema_teacher import LossTermConfig, RouteConfig
 from gkd.config.schema_trainer import SMALLER_IS_BETTER
 from gkd.errors import ConfigError
@@ -85,13 +85,13 @@ def load_config(path: str | Path | None, overrides: Sequence[str] = ()) -> Confi
     if errors:
         wrong = {error.key for error in errors}
         raise ConfigError.together([*errors, *(error for error in value_errors(config) if error.key not in wrong)])
-    paths = {name: _expanded(name, value_of(config, name)) for name, each in all_keys().items() if each.key.is_file}
+    paths = {name: _expanded(name, config.value(name)) for name, each in all_keys().items() if each.key.is_file}
     routes = dict(config.teacher.routes)
     for name, route in routes.items():
         own = {key: value for key, value in vars(route).items() if value and f"teacher.{key}" in paths}
         own = {key: _expanded(f"teacher.routes.{name}.{key}", value) for key, value in own.items()}
         routes[name] = dataclasses.replace(route, **own)
-    return with_values(config, {**paths, "teacher.routes": routes})
+    return config.with_values({**paths, "teacher.routes": routes})
 
 
 def _expanded(key: str, value: Any) -> Any:

@@ -87,58 +87,79 @@ class Config(Sections):
     @cached_property
     def derived(self) -> Derived:
         """Return what follows from the settings. Raises ConfigError: the loss is not valid."""
-        return _derived(self)
+        t, a, r, teacher, data = self.trainer, self.actor, self.rollout, self.teacher, self.data
+        loss, routes = loss_spec(self.distill, teacher.temperature), _routes(teacher)
+        if teacher.routes:
+            temperatures = tuple(route.teacher.temperature for route in routes)
+            loss = replace(loss, domains=tuple(route.name for route in routes), temperatures=temperatures)
+        if teacher.tokenizer:
+            loss = replace(loss, compares_texts=True)
+        if r.environment:
+            loss = replace(loss, turns=min(r.max_turns, NUMBERED_TURNS))
+        world_size, engine_gpus = t.n_gpus_per_node * t.nnodes, r.n_gpus_per_node * r.nnodes
+        teacher_pool = BACKENDS[teacher.backend].pool
+        longest = data.max_prompt_length + data.max_response_length
+        longest_of_teacher = max(data.max_prompt_length, data.max_teacher_prompt_length) + data.max_response_length
+        reference_is_actor = loss.has_reference and a.lora.rank > 0 and not self.reference.path
+        has_folder = loss.has_reference and not reference_is_actor
+        reference_folder = (self.reference.path or self.model.path) if has_folder else ""
+        # A frozen model whose shards stay on the GPU needs the room of the actor's states for its forward pass, unless
+        # memory.strategy is resident; `auto` counts as offload until preflight replaces it, see
+        # `gkd.memory.footprint.combination`. States that fsdp_cpu_offload keeps on the host need no move. With colocate
+        # the allocator's cache is released in any case.
+        teacher_stays = teacher_pool == ACTOR and not teacher.fsdp_cpu_offload
+        reference_stays = bool(reference_folder) and not self.reference.fsdp_cpu_offload
+        needs_room = a.offload_train or ((teacher_stays or reference_stays) and self.memory.strategy != "resident")
+        moves_states = t.colocate or (needs_room and not a.fsdp_cpu_offload)
+        # Engines alone compare their greedy responses.
+        engines_judge = self.eval.metric == EXACT_MATCH and self.eval.n == 1
+        has_metric = bool(data.val_files) and self.eval.metric != NO_METRIC and not engines_judge
+        # The loss of each token contains a sum over the batch: of sequences, of a teacher's tokens, of rewards.
+        needs_whole_batch = self.distill.normalize != "token" or bool(teacher.routes or self.reward.functions)
+        return Derived(
+            loss=loss,
+            routes=routes,
+            signals=teacher_signals(loss, cast(Signal, "topk" if teacher.signal == BY_UNITS else teacher.signal)),
+            n_student_ids={"teacher": 0, "student": teacher.topk, "union": teacher.topk // 2}[self.distill.support],
+            max_sequence_length=longest,
+            max_teacher_length=longest_of_teacher,
+            max_engine_length=longest_of_teacher + 1 if teacher_pool == ROLLOUT else longest,
+            world_size=world_size,
+            dp_size=world_size // (a.tp * a.pp),
+            n_engines=engine_gpus // r.tp,
+            n_gpus=world_size if t.colocate else world_size + engine_gpus,
+            teacher_pool=teacher_pool,
+            reference_is_actor=reference_is_actor,
+            reference_folder=reference_folder,
+            engine_adapter_rank=engine_rank(a.lora.rank) if self.weight_sync.lora == "adapters" else 0,
+            moves_states=moves_states,
+            early_parts=not needs_whole_batch and not moves_states,
+            rewards=tuple(entry.path for entry in self.reward.functions),
+            metrics=(self.eval.metric,) if has_metric else (),
+        )
 
+    def planned_steps(self, n_prompts: int) -> int:
+        """Return the optimizer steps of a run: total_epochs in steps, at least 1, at most total_steps (0: no limit)."""
+        by_epochs = max(1, n_prompts * self.trainer.total_epochs // self.trainer.global_batch_size)
+        return min(by_epochs, self.trainer.total_steps) if self.trainer.total_steps else by_epochs
 
-def _derived(config: Sections) -> Derived:
-    t, a, r, teacher, data = config.trainer, config.actor, config.rollout, config.teacher, config.data
-    loss, routes = loss_spec(config.distill, teacher.temperature), _routes(teacher)
-    if teacher.routes:
-        temperatures = tuple(route.teacher.temperature for route in routes)
-        loss = replace(loss, domains=tuple(route.name for route in routes), temperatures=temperatures)
-    if teacher.tokenizer:
-        loss = replace(loss, compares_texts=True)
-    if r.environment:
-        loss = replace(loss, turns=min(r.max_turns, NUMBERED_TURNS))
-    world_size, engine_gpus = t.n_gpus_per_node * t.nnodes, r.n_gpus_per_node * r.nnodes
-    teacher_pool = BACKENDS[teacher.backend].pool
-    longest = data.max_prompt_length + data.max_response_length
-    longest_of_teacher = max(data.max_prompt_length, data.max_teacher_prompt_length) + data.max_response_length
-    reference_is_actor = loss.has_reference and a.lora.rank > 0 and not config.reference.path
-    has_folder = loss.has_reference and not reference_is_actor
-    reference_folder = (config.reference.path or config.model.path) if has_folder else ""
-    # A frozen model whose shards stay on the GPU needs the room of the actor's states for its forward pass, unless
-    # memory.strategy is resident; `auto` counts as offload until preflight replaces it, see
-    # `gkd.memory.footprint.combination`.
-    # States that fsdp_cpu_offload keeps on the host need no move. With colocate the allocator's cache is released in
-    # any case.
-    teacher_stays = teacher_pool == ACTOR and not teacher.fsdp_cpu_offload
-    reference_stays = bool(reference_folder) and not config.reference.fsdp_cpu_offload
-    needs_room = a.offload_train or ((teacher_stays or reference_stays) and config.memory.strategy != "resident")
-    moves_states = t.colocate or (needs_room and not a.fsdp_cpu_offload)
-    # The loss of each token contains a sum over the batch: of sequences, of a teacher's tokens, of rewards.
-    needs_whole_batch = config.distill.normalize != "token" or bool(teacher.routes or config.reward.functions)
-    return Derived(
-        loss=loss,
-        routes=routes,
-        signals=teacher_signals(loss, cast(Signal, "topk" if teacher.signal == BY_UNITS else teacher.signal)),
-        n_student_ids={"teacher": 0, "student": teacher.topk, "union": teacher.topk // 2}[config.distill.support],
-        max_sequence_length=longest,
-        max_teacher_length=longest_of_teacher,
-        max_engine_length=longest_of_teacher + 1 if teacher_pool == ROLLOUT else longest,
-        world_size=world_size,
-        dp_size=world_size // (a.tp * a.pp),
-        n_engines=engine_gpus // r.tp,
-        n_gpus=world_size if t.colocate else world_size + engine_gpus,
-        teacher_pool=teacher_pool,
-        reference_is_actor=reference_is_actor,
-        reference_folder=reference_folder,
-        engine_adapter_rank=engine_rank(a.lora.rank) if config.weight_sync.lora == "adapters" else 0,
-        moves_states=moves_states,
-        early_parts=not needs_whole_batch and not moves_states,
-        rewards=tuple(entry.path for entry in config.reward.functions),
-        metrics=_metrics(config),
-    )
+    def transport(self, device: str, environ: Mapping[str, str] = os.environ) -> str:
+        """Return how the bytes of a run travel; AUTO: the members of a group choose, by their hosts.
+
+        Args:
+            device: "cpu" | "cuda".
+            environ: of the trainer; its ranks have the same.
+        """
+        wanted = self.weight_sync.transport
+        if wanted != AUTO:
+            return wanted
+        if device != "cuda":
+            return AUTO
+        if not self.trainer.colocate:
+            return NCCL
+        # NCCL needs a GPU for each member. With pipeline stages no card has all tensors. Not every version of torch
+        # shares expandable segments with other processes.
+        return GLOO if self.actor.pp > 1 or has_expandable_segments(environ) else IPC
 
 
 def _routes(teacher: TeacherConfig) -> tuple[Route, ...]:
@@ -148,19 +169,6 @@ def _routes(teacher: TeacherConfig) -> tuple[Route, ...]:
         own = {key: value for key in _INHERITED if (value := getattr(entry, key)) is not None}
         found.append(Route(name, replace(teacher, **own), entry.weight, frozenset(own)))
     return tuple(found) or (Route("", teacher),)
-
-
-def _metrics(config: Sections) -> tuple[str, ...]:
-    """Return eval.metric; nothing where the engines alone compare their greedy responses, or there is no metric."""
-    metric = config.eval.metric
-    engines_judge = metric == EXACT_MATCH and config.eval.n == 1
-    return () if metric == NO_METRIC or engines_judge or not config.data.val_files else (metric,)
-
-
-def planned_steps(config: Sections, n_prompts: int) -> int:
-    """Return the optimizer steps of the run: total_epochs in steps, at least 1, at most total_steps (0 = no limit)."""
-    by_epochs = max(1, n_prompts * config.trainer.total_epochs // config.trainer.global_batch_size)
-    return min(by_epochs, config.trainer.total_steps) if config.trainer.total_steps else by_epochs
 
 
 def logits_chunk_bytes(*, on_cpu: bool) -> int:
@@ -174,22 +182,3 @@ def logits_chunk_bytes(*, on_cpu: bool) -> int:
 def engine_rank(rank: int) -> int:
     """Return the smallest of `ENGINE_RANKS` that holds adapters of this rank; 0 without adapters, or if none does."""
     return next((each for each in ENGINE_RANKS if each >= rank), 0) if rank else 0
-
-
-def transport_of(config: Config, device: str, environ: Mapping[str, str] = os.environ) -> str:
-    """Return how the bytes of a run travel; AUTO: the members of a group choose, by their hosts.
-
-    Args:
-        device: "cpu" | "cuda".
-        environ: of the trainer; its ranks have the same.
-    """
-    wanted = config.weight_sync.transport
-    if wanted != AUTO:
-        return wanted
-    if device != "cuda":
-        return AUTO
-    if not config.trainer.colocate:
-        return NCCL
-    # NCCL needs a GPU for each member. With pipeline stages no card has all tensors. Not every version of torch shares
-    # expandable segments with other processes.
-    return GLOO if config.actor.pp > 1 or has_expandable_segments(environ) else IPC

@@ -1,4 +1,4 @@
-"""Declare every setting of a run, one dataclass per section; list the keys, and read and replace their values.
+"""Declare every setting of a run, one dataclass per section; list the keys, read and replace their values.
 
 `gkd.config.load` reads them from YAML and `key=value` overrides, `gkd.config.check` checks them. Help, limits and the
 rule for a resumed run stand at each field; `python -m gkd.main_gkd --help` and docs/configuration.md print them.
@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, TypeVar, cast
+from typing import Any, Self
 
 from gkd.config.declare import IF_NO_REWARD, Key, file_key, key
 from gkd.config.schema_actor import ActorConfig
@@ -279,18 +280,30 @@ class Sections:
     memory: MemoryConfig = field(default_factory=MemoryConfig)
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
 
+    def value(self, name: str) -> Any:
+        """Return the value of a dotted key."""
+        return functools.reduce(getattr, name.split("."), self)
+
+    def with_values(self, values: Mapping[str, object]) -> Self:
+        """Return a copy with other values of dotted keys; nothing is checked."""
+        changed: Any = self
+        for name, value in values.items():
+            *sections, last = name.split(".")
+            owners = list(itertools.accumulate(sections, getattr, initial=changed))
+            changed = value
+            for owner, item in zip(reversed(owners), (last, *reversed(sections)), strict=True):
+                changed = dataclasses.replace(owner, **{item: changed})
+        return changed
+
     def error(self, name: str, problem: str, fix: str) -> ConfigError:
         """Return the error of a dotted key, with its value."""
-        return ConfigError(name, value_of(self, name), problem, fix)
+        return ConfigError(name, self.value(name), problem, fix)
 
     def check_unused(self, keys: Iterable[str], problem: str, fix: str) -> None:
         """Raise ConfigError if one of these keys, which have no effect here, has another value than its default."""
         for name in keys:
-            if value_of(self, name) != all_keys()[name].default:
+            if self.value(name) != all_keys()[name].default:
                 raise self.error(name, problem, fix)
-
-
-C = TypeVar("C")
 
 
 @dataclass(frozen=True, slots=True)
@@ -312,20 +325,6 @@ def all_keys() -> Mapping[str, DeclaredKey]:
 def sections() -> set[str]:
     """Return the dotted names of all sections, e.g. `actor` and `actor.optim`."""
     return {name.rpartition(".")[0] for name in all_keys()}
-
-
-def value_of(config: Sections, name: str) -> Any:
-    """Return the value of a dotted key."""
-    return functools.reduce(getattr, name.split("."), config)
-
-
-def with_values(config: C, values: Mapping[str, object]) -> C:
-    """Return a copy of the settings with other values of dotted keys; nothing is checked."""
-    for name, value in values.items():
-        section, _, rest = name.partition(".")
-        inner = with_values(getattr(config, section), {rest: value}) if rest else value
-        config = dataclasses.replace(cast(Any, config), **{section: inner})
-    return config
 
 
 def _walk(cls: type, prefix: str) -> Iterator[DeclaredKey]:

@@ -14,7 +14,6 @@ from typing import Any
 
 import teacher_server.engines.hub as hub
 from gkd.config.schema import Config
-from gkd.config.schema_sections import value_of, with_values
 from gkd.errors import ConfigError
 from gkd.log import get_logger
 from teacher_server.engines.weight_files import FolderError
@@ -50,7 +49,7 @@ def with_local_copies(config: Config, keys: Iterable[str] = MODELS, *, weights: 
     Raises:
         ConfigError: see `HubName.local`.
     """
-    return with_values(config, _replaced(config, keys, partial(hub.local_path, weights=weights)))
+    return config.with_values(_replaced(config, keys, partial(hub.local_path, weights=weights)))
 
 
 def local_path(path: str, key: str, *, weights: bool = True) -> str:
@@ -71,7 +70,7 @@ def _replaced(config: Config, keys: Iterable[str], new: Callable[[str], str]) ->
     """Return the changed values by key. Raises ConfigError."""
     changed: dict[str, Any] = {}
     for key in keys:
-        value = value_of(config, key)
+        value = config.value(key)
         with _named(key, value):
             if isinstance(value, list):  # data files, whose names on the hub begin with hf://
                 result: Any = [new(text) if text.startswith("hf://") else text for text in value]

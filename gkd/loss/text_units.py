@@ -96,24 +96,13 @@ def text_losses(
     losses.values["student_entropy"] = (shares * (norm[:, None] - means)).sum(dim=-1)[n_before:]
 
     q = (logits.to(norm.dtype) / temperature).sub_(norm[:, None]).exp_()
-    if is_list := isinstance(teacher_scores, TeacherList):
-        p = teacher_scores.spread(text.teacher_ids, tables.teacher, len(tables.teacher.node))
-    else:
-        none = torch.zeros((len(teacher_scores), 0), dtype=torch.int64, device=logits.device)
-        log_sum, _, picked = local_statistics(teacher_scores, none, kernels=kernels, temperature=1.0)
-        log_sums, _ = sum_over_shards(shard, [log_sum], picked)
-        p = teacher_scores.sub_(log_sums.logsumexp(dim=-1)[:, None]).exp_()
+    p = _teacher_shares(teacher_scores, text, tables, shard, kernels)
+    is_list = isinstance(teacher_scores, TeacherList)
     student = _Model(q, tables.student, tables, shard, previous, text.row, text.depth, text.is_first)
     teacher = _Model(
         p, tables.teacher, tables, shard, text.teacher_ids, text.teacher_row, text.teacher_depth, text.is_first, is_list
     )
-
-    by_node = torch.zeros_like(text.is_first)
-    if tables.with_nodes:
-        common = text.is_common
-        shares = torch.minimum(student.own_shares(common), teacher.own_shares(common))
-        by_node = common & (shares >= SAFE_SHARE)
-    by_text = ~by_node & ~((text.cover >= 0) & by_node[text.cover.clamp(min=0)])
+    by_node, by_text = _compared_positions(student, teacher, text, with_nodes=tables.with_nodes)
     weights = norm.new_ones(n) if targets.weights is None else targets.weights.to(norm.dtype)
     rows = text.row - n_before  # rows of the chunk
     # Sums over the positions of each row: divergences, forward KL, overlap, number of positions.
@@ -150,6 +139,33 @@ def text_losses(
         grad.scatter_add_(1, columns.clamp(min=0), slope[:, None].masked_fill(columns < 0, 0.0))
         logits.copy_(grad.div_(temperature))
     return losses
+
+
+def _teacher_shares(
+    scores: Tensor | TeacherList, text: TextTargets, tables: UnitTables, shard: VocabShard, kernels: RowKernels
+) -> Tensor:
+    """Return the teacher's probabilities of its tokens, [n', v']; overwrite `scores` if they are a tensor."""
+    if isinstance(scores, TeacherList):
+        return scores.spread(text.teacher_ids, tables.teacher, len(tables.teacher.node))
+    none = torch.zeros((len(scores), 0), dtype=torch.int64, device=scores.device)
+    log_sum, _, picked = local_statistics(scores, none, kernels=kernels, temperature=1.0)
+    log_sums, _ = sum_over_shards(shard, [log_sum], picked)
+    return scores.sub_(log_sums.logsumexp(dim=-1)[:, None]).exp_()
+
+
+def _compared_positions(
+    student: _Model, teacher: _Model, text: TextTargets, *, with_nodes: bool
+) -> tuple[Tensor, Tensor]:
+    """Return where nodes are compared, and where text is: [P] bool each.
+
+    Nodes are compared at safe boundaries. Positions that the nodes of the boundary before cover are in neither.
+    """
+    by_node = torch.zeros_like(text.is_first)
+    if with_nodes:
+        common = text.is_common
+        shares = torch.minimum(student.own_shares(common), teacher.own_shares(common))
+        by_node = common & (shares >= SAFE_SHARE)
+    return by_node, ~by_node & ~((text.cover >= 0) & by_node[text.cover.clamp(min=0)])
 
 
 def _sampled(spec: LossSpec, targets: TokenTargets, student_sampled: Tensor) -> tuple[TokenLosses, Tensor]:

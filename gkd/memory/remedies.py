@@ -16,7 +16,6 @@ from typing import Any, TypeAlias
 from gkd.config.schema import Config
 from gkd.config.schema_actor import BACKENDS
 from gkd.config.schema_rollout import ALLOCATOR_VARIABLES, EXPANDABLE, has_expandable_segments
-from gkd.config.schema_sections import value_of
 from gkd.config.schema_teacher import ACTOR, ReferenceConfig
 from gkd.spans import Phase
 
@@ -44,7 +43,7 @@ class Remedy:
     def line(self, config: Config) -> str:
         """Return `key=value: try NEXT. EFFECT` for these settings, to which the row applies."""
         changes = self.next(config)
-        now = ", ".join(f"{key}={value_of(config, key)}" for key in changes)
+        now = ", ".join(f"{key}={config.value(key)}" for key in changes)
         return f"{now}: try {', '.join(as_yaml(value) for value in changes.values())}. {self.effect}."
 
     def helps(self, config: Config, phase: Phase | None, *, on_cuda: bool) -> bool:
@@ -70,7 +69,7 @@ def set_to(
     """Return the row that gives `key` the value wherever it has another one and `applies`; `others` as in `Remedy`."""
 
     def changed(config: Config) -> Changes:
-        return {key: value} if value_of(config, key) != value and applies(config) else {}
+        return {key: value} if config.value(key) != value and applies(config) else {}
 
     return Remedy((key,), effect, changed, phases, **others)
 
@@ -87,7 +86,7 @@ def halve(
     """Return the row that halves `key` down to `low`, wherever it is larger and `applies`; arguments as `set_to`."""
 
     def halved(config: Config) -> Changes:
-        now: int = value_of(config, key)
+        now: int = config.value(key)
         return {key: max(low, now // 2)} if now > low and applies(config) else {}
 
     return Remedy((key,), effect, halved, phases, **others)
@@ -97,7 +96,7 @@ def split_further(key: str, effect: str) -> Remedy:
     """Return the row that doubles `key`, actor.tp or actor.pp, and the GPUs of the pool, if the backend has it."""
 
     def split(config: Config) -> Changes:
-        value: int = value_of(config, key)
+        value: int = config.value(key)
         supported = config.actor.backend.supports(key.removeprefix("actor."), 2 * value)
         return {key: 2 * value, **more_gpus(config)} if supported else {}
 

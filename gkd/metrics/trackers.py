@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from gkd.config.schema import Config
-from gkd.config.schema_sections import all_keys, value_of
+from gkd.config.schema_sections import all_keys
 from gkd.log import get_logger
 from gkd.metrics.writer import read_metrics
 from gkd.run.disk import naming, replace_file
@@ -199,7 +199,7 @@ class Trackers:
             config.trainer.experiment_name or folder.root.resolve().name,
             first_step=0 if resumed_at is None else resumed_at + 1,
             is_continued=run_id is not None,
-            settings={name: value_of(config, name) for name in all_keys()},
+            settings={name: config.value(name) for name in all_keys()},
         )
         self._repeated = dict.fromkeys(range(run.first_step, through + 1))
         for line in lines:

@@ -17,7 +17,7 @@ from typing import Any
 
 from gkd.cluster.gpus import driver_version, machine_gpus
 from gkd.config.schema import Config
-from gkd.config.schema_sections import all_keys, value_of
+from gkd.config.schema_sections import all_keys
 from gkd.preflight.run import Plan
 
 PACKAGES = ("gkd", "torch", "vllm", "megatron-core", "ray", "transformers", "safetensors", "numpy", "pyzmq")
@@ -51,7 +51,7 @@ def describe_start(config: Config, plan: Plan) -> dict[str, Any]:
         "host": platform.node(),
         "device": plan.device,
         **describe_machine(),
-        "seeds": {name: value_of(config, name) for name in seeds},
+        "seeds": {name: config.value(name) for name in seeds},
         "data": plan.data_files,
         "model": {"path": config.model.path},
         "teacher": {**plan.folder.teacher, "engine": plan.teachers[0].engine},

@@ -13,8 +13,7 @@ from typing import Any
 from gkd.actor.common.optim_spec import OptimSpec
 from gkd.config.check import check_config
 from gkd.config.declare import is_path
-from gkd.config.schema import Config, Route, planned_steps
-from gkd.config.schema_sections import with_values
+from gkd.config.schema import Config, Route
 from gkd.config.schema_teacher import HTTP, ROLLOUT
 from gkd.config.schema_trainer import STREAM
 from gkd.data.prompts import RowReader, load_prompts, load_tokenizer
@@ -93,7 +92,7 @@ def preflight(config: Config) -> Plan:
         from gkd.preflight.loss_functions import check_loss_functions  # imports torch
 
         check_loss_functions(config)
-    config = with_local_copies(with_values(config, on_hub), (*MODELS, *FILES))
+    config = with_local_copies(config.with_values(on_hub), (*MODELS, *FILES))
     log.info("checking the model, the prompts and the teacher")
     device = _checked_device(config)
     tokenizer, n_student_vocab, eos_ids = read_student(config)
@@ -104,7 +103,7 @@ def preflight(config: Config) -> Plan:
     train = training_prompts(config, tokenizer, eos_ids, tools, other_tokenizer)
     val = _held_out(config, tokenizer, tools, other_tokenizer)
     check_functions(config)
-    total_steps = planned_steps(config, len(train))
+    total_steps = config.planned_steps(len(train))
     if warning := early_end_warning(config, len(train)):
         log.warning("%s", warning)
     check_schedule(config, total_steps)
@@ -115,7 +114,7 @@ def preflight(config: Config) -> Plan:
     if device == "cuda":
         with_gpus = with_own_gpus(config, device, teacher_rows(derived.routes, device)[0])
     identity = teacher_identity(derived.routes, teachers)
-    check_replay(with_values(config, on_hub), total_steps, identity)
+    check_replay(config.with_values(on_hub), total_steps, identity)
     pair, n_vocab = _shared_ids(config, teachers, tokenizer, other_tokenizer, n_student_vocab, eos_ids, train)
     if is_offline:
         check_all_stored(config, train, teachers, n_vocab, eos_ids)
@@ -142,9 +141,9 @@ def preflight(config: Config) -> Plan:
         teachers=teachers,
         n_vocab=n_vocab,
         total_steps=total_steps,
-        config=with_values(replace(settled, trainer=config.trainer), on_hub),
+        config=replace(settled, trainer=config.trainer).with_values(on_hub),
         data_files=data_files,
-        folder=open_run_folder(with_values(config, on_hub), identity, data_files),
+        folder=open_run_folder(config.with_values(on_hub), identity, data_files),
         pair=pair,
     )
 
@@ -159,7 +158,7 @@ def _checked_without_torch(config: Config) -> tuple[dict[str, Any], tuple[Teache
     check_ray_installed()
     check_trackers_installed(config)
     on_hub = pinned_names(config)
-    check_run_folder(with_values(config, on_hub))  # open_run_folder reads the checkpoint
+    check_run_folder(config.with_values(on_hub))  # open_run_folder reads the checkpoint
     teachers: tuple[TeacherInfo, ...] = ()
     if not config.derived.teacher_pool:
         try:
@@ -330,7 +329,7 @@ def check_stream_fits(config: Config, total_steps: int) -> None:
 
 def early_end_warning(config: Config, n_prompts: int) -> str:
     """Return a sentence if the epochs end the run before total_steps, else "": in TRL, steps override epochs."""
-    t, steps = config.trainer, planned_steps(config, n_prompts)
+    t, steps = config.trainer, config.planned_steps(n_prompts)
     if steps >= t.total_steps:
         return ""
     return (
@@ -453,7 +452,7 @@ def check_scoring(config: Config) -> ScoringPlan:
             problem = "these servers send no digest of their weights, so the store keeps no scores of them."
             raise route.error("backend", problem, "use a teacher server: gkd teacher.")
         check_reachable(route)
-    config = with_local_copies(with_values(config, pinned_names(config)), (*MODELS, *FILES))
+    config = with_local_copies(config.with_values(pinned_names(config)), (*MODELS, *FILES))
     tokenizer, n_student_vocab, eos_ids = read_student(config)
     prompts = training_prompts(config, tokenizer, eos_ids, environment_tools(config))
     teachers = find_teachers(config, "cpu")

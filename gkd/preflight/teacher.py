@@ -14,7 +14,7 @@ import msgspec
 import numpy as np
 
 from gkd.config.schema import Config, Route
-from gkd.config.schema_sections import DataConfig, value_of
+from gkd.config.schema_sections import DataConfig
 from gkd.config.schema_teacher import BY_UNITS, HTTP
 from gkd.data.chunks import dataset_rollouts
 from gkd.data.prompts import load_tokenizer
@@ -164,7 +164,7 @@ def own_teacher(config: Config, key: str, **facts: Any) -> TeacherInfo:
         key: that names the model's folder.
         facts: of `TeacherInfo`, those that the kind of the teacher decides.
     """
-    path = value_of(config, key)
+    path = config.value(key)
     tokenizer = load_tokenizer(path, key, trust_remote_code=config.model.trust_remote_code)
     return TeacherInfo(
         teacher="",

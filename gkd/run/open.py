@@ -16,8 +16,8 @@ from typing import Any, TextIO
 
 from gkd.config.declare import IF_CONSTANT, IF_MOVED, IF_NO_REWARD
 from gkd.config.load import config_yaml, load_config
-from gkd.config.schema import Config, planned_steps
-from gkd.config.schema_sections import EXACT_MATCH, all_keys, value_of
+from gkd.config.schema import Config
+from gkd.config.schema_sections import EXACT_MATCH, all_keys
 from gkd.config.schema_teacher import BACKENDS, HTTP
 from gkd.errors import ConfigError
 from gkd.log import get_logger
@@ -240,7 +240,7 @@ def may_change(key: str, now: Config) -> bool:
 
 def kept_value(config: Config, key: str) -> object:
     """Return the part of a value that a resumed run must keep, unless it may change the whole key."""
-    value = value_of(config, key)
+    value = config.value(key)
     if all_keys()[key].key.resume != IF_MOVED:
         return value
     return {name: (route.temperature, route.weight) for name, route in sorted(value.items())}  # a server may move
@@ -377,7 +377,7 @@ def _mark(file: Mapping[str, Any]) -> str:
 def _check_same_end(before: Sequence[Mapping[str, Any]], files: Sequence[Mapping[str, Any]], now: Config) -> None:
     """Raise ConfigError if the new number of rows moves the end of a schedule that decays."""
     then, steps = (
-        planned_steps(now, sum(each["rows"] for each in some if each["key"] == _TRAINING)) for some in (before, files)
+        now.planned_steps(sum(each["rows"] for each in some if each["key"] == _TRAINING)) for some in (before, files)
     )
     if then != steps and now.actor.optim.schedule != "constant":
         problem = f"with the new rows the run has {steps} steps, not {then}, and its learning rates depend on that."

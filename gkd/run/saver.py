@@ -20,7 +20,6 @@ from pathlib import Path
 
 from gkd.config.check_values import save_interval
 from gkd.config.load import yaml_values
-from gkd.config.schema_sections import value_of
 from gkd.config.schema_trainer import TrainerConfig
 from gkd.errors import GkdError, TeacherError, TeacherUnavailable
 from gkd.log import get_logger
@@ -85,7 +84,7 @@ class Saver:
             return None
         before = yaml_values(self._folder.store.root / step_folder(best.step) / "config.yaml")
         now = self._folder.config
-        changed = [key for key in _OF_EVALUATION if before.get(key, value_of(now, key)) != value_of(now, key)]
+        changed = [key for key in _OF_EVALUATION if before.get(key, now.value(key)) != now.value(key)]
         if changed:
             text = "step %d, the best so far, had another %s: trainer.keep_best compares from now on and may delete it"
             log.warning(text, best.step, " and ".join(changed))

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from gkd.config.check import check_config
 from gkd.config.load import load_config, parse_overrides
-from gkd.config.schema import Config, planned_steps
+from gkd.config.schema import Config
 from gkd.errors import ConfigError, GkdError
 from gkd.hf.hub import with_local_copies
 from gkd.metrics.writer import read_metrics
@@ -246,7 +246,7 @@ def _total_steps(case: Case) -> int:
     config = case.config
     if config.actor.optim.schedule == "constant":
         return case.step
-    return planned_steps(config, len(_prompts(case.root, config)))
+    return config.planned_steps(len(_prompts(case.root, config)))
 
 
 def _judged(root: Path, scoring: ScoringRole, config: Config, endpoints: list[Any]) -> ScoringRole:

@@ -22,7 +22,6 @@ from pathlib import Path
 from typing import Any
 
 from gkd.config.load import load_config
-from gkd.config.schema_sections import value_of
 from gkd.errors import ConfigError
 from gkd.tools.migrate.__main__ import migrate
 
@@ -54,7 +53,7 @@ def compare(example: dict[str, Any], file: Path | None, folder: Path) -> dict[st
     written = folder / "migrated.yaml"
     written.write_text(text)
     config = load_config(written)
-    found = {key: value_of(config, key) for key in example["resolved"]}
+    found = {key: config.value(key) for key in example["resolved"]}
     expected = json.loads(os.path.expandvars(json.dumps(example["resolved"])))  # paths below $HOME
     different = {
         key: {"theirs": wanted, "ours": plain(found[key])}

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from gkd.config.schema import Config
-from gkd.config.schema_sections import DataConfig, with_values
+from gkd.config.schema_sections import DataConfig
 from gkd.config.schema_teacher import TeacherConfig
 from gkd.data.prompts import RowReader, load_prompts
 from gkd.errors import ConfigError
@@ -109,7 +109,7 @@ def folders(rounds: int) -> Part:
             folder = Path(shutil.copytree(sound, Path(root) / name))
             damages[name](folder)
             lengths = {"data.max_prompt_length": 16, "data.max_response_length": 16}
-            config = with_values(Config(), {"model.path": str(folder), **lengths})
+            config = Config().with_values({"model.path": str(folder), **lengths})
             try:
                 check_student(config)
                 now, accepted = "accepted", accepted + 1

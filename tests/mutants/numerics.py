@@ -214,24 +214,4 @@ MUTANTS = (
         "if not checksum(frame):",
         ("test_payload.py",),
     ),
-    # Digests, and the weights that engines hold.
-    Mutant("digest_without_shape", "gkd", "{tuple(data.shape)} {word_sum", "{word_sum", ("test_buckets.py",)),
-    Mutant(
-        "missing_tensor_is_equal",
-        "gkd/weight_sync",
-        ".keys() | ",
-        ".keys() & ",
-        (
-            "test_buckets.py",
-            "test_coordinator.py",
-        ),
-    ),
-    Mutant("first_sync_alone_verified", "gkd", "self._n_pushed < 2", "self._n_pushed < 1", ("test_coordinator.py",)),
-    Mutant(
-        "digest_not_compared",
-        "gkd",
-        "same = digest_file(folder / name) == manifest.files[name]",
-        "same = digest_file(folder / name).n_bytes == manifest.files[name].n_bytes",
-        ("test_checkpoints.py::test_a_damaged_checkpoint_falls_back_to_the_previous_one",),
-    ),
 )

@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 from gkd.actor.pool import ActorPool
 from gkd.config.check import check_config
 from gkd.config.load import load_config
-from gkd.config.schema import transport_of
 from gkd.errors import WeightSyncError
 from gkd.preflight.machine import resolve_device
 from gkd.rollout.driver.weight_sync import WeightSync
@@ -44,7 +43,7 @@ def test_runs_on_shared_cards_use_cuda_ipc(
     overrides: list[str], device: str, environ: dict[str, str], expected: str
 ) -> None:
     """Fails if a colocated run sends its weights through host memory, or uses CUDA IPC where it cannot work."""
-    assert transport_of(load_config(None, overrides), device, environ) == expected
+    assert load_config(None, overrides).transport(device, environ) == expected
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import pytest
 
 from gkd.config.check import check_config
 from gkd.config.load import config_yaml, load_config
-from gkd.config.schema_sections import DeclaredKey, all_keys, with_values
+from gkd.config.schema_sections import DeclaredKey, all_keys
 from gkd.errors import ConfigError
 from gkd.memory.footprint.estimate import scores_gib
 from teacher_server.config.declare import Setting
@@ -537,7 +537,7 @@ def test_the_memory_of_the_scores_of_a_step() -> None:
         None, [*MINIMAL, *sizes, "teacher.signal=sampled", "distill.loss=k3", "eval.max_prompts=500"]
     )
     assert scores_gib(evaluated, 150_000, 4096, n_heldout=900) == 2 * 500 * 1024 * 4 / 2**30
-    evaluated = with_values(evaluated, {"eval.n": 3})
+    evaluated = evaluated.with_values({"eval.n": 3})
     assert scores_gib(evaluated, 150_000, 4096, n_heldout=900) == 3 * 2 * 500 * 1024 * 4 / 2**30
 
 
@@ -545,7 +545,7 @@ def test_a_budget_for_the_longest_sequence_passes() -> None:
     """Fails if the smallest budget that the error recommends is refused."""
     config = load_config(None, MINIMAL)
     longest = config.data.max_prompt_length + config.data.max_response_length
-    check_config(with_values(config, {"actor.max_tokens_per_micro_batch": longest}))
+    check_config(config.with_values({"actor.max_tokens_per_micro_batch": longest}))
 
 
 @pytest.mark.parametrize(
@@ -609,7 +609,7 @@ def test_every_bound_refuses_the_next_number() -> None:
     assert len(wrong) > 60
     for name, value in wrong:
         with refuses(name):
-            check_config(with_values(load_config(None, MINIMAL), {name: value}))
+            check_config(load_config(None, MINIMAL).with_values({name: value}))
 
 
 def test_bounds_accept_what_they_include() -> None:

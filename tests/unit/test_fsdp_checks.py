@@ -28,7 +28,7 @@ from gkd.actor.fsdp.weights import file_parts, match_files
 from gkd.actor.pool import ActorPool
 from gkd.config.schema import Config
 from gkd.config.schema_actor import ActorConfig, LoraConfig
-from gkd.config.schema_sections import DataConfig, ModelConfig, with_values
+from gkd.config.schema_sections import DataConfig, ModelConfig
 from gkd.config.schema_trainer import TrainerConfig
 from gkd.errors import ConfigError, ModelError
 from gkd.hf.model_dims import check_engine_split
@@ -74,9 +74,9 @@ def test_a_whole_folder_passes_with_its_sizes(qwen3: Path) -> None:
     assert check_fsdp_student(config) == (VOCAB, 64)
     assert check_student(config) == VOCAB
     with refuses("rollout.tp"):
-        check_student(with_values(config, {"rollout.tp": 3}))
+        check_student(config.with_values({"rollout.tp": 3}))
     with pytest.raises(ConfigError, match="65 tokens"):
-        check_student(with_values(config, {"data.max_response_length": 33}))
+        check_student(config.with_values({"data.max_response_length": 33}))
 
 
 @pytest.mark.parametrize("kind", ["Phi3", "Phimoe"])
@@ -88,17 +88,17 @@ def test_a_sequence_keeps_the_frequencies_of_longrope(tmp_path: Path, kind: str)
     config = _config(save_random(tmp_path, kind, **sizes, rope_parameters=rope, original_max_position_embeddings=32))
     with refuses("data.max_response_length"):
         check_student(config)
-    assert check_student(with_values(config, {"data.max_prompt_length": 16, "data.max_response_length": 16})) == VOCAB
+    assert check_student(config.with_values({"data.max_prompt_length": 16, "data.max_response_length": 16})) == VOCAB
 
 
 def test_sizes_that_a_model_does_not_name_are_not_checked(folders: Path) -> None:
     """Fails if a model without heads, or with one MLP size for each layer, is refused."""
-    config = with_values(_config(folders / "mamba", packing=False), {"rollout.tp": 4})
+    config = _config(folders / "mamba", packing=False).with_values({"rollout.tp": 4})
     assert check_fsdp_student(config)[1] == sys.maxsize
     falcon = _config(folders / "falcon", packing=False)
     check_student(falcon)
     with refuses("rollout.tp"):
-        check_student(with_values(falcon, {"rollout.tp": 3}))
+        check_student(falcon.with_values({"rollout.tp": 3}))
     by_layer = PretrainedConfig(intermediate_size=[48, 96, 48])
     assert distinct_sizes(by_layer, "intermediate_size") == (48, 96)
     with pytest.raises(ConfigError) as caught:
@@ -308,7 +308,7 @@ def test_all_ranks_export_together() -> None:
     ranks = ["rank 0", "rank 1", "rank 2"]  # instead of handles, which are only passed on
     config = Config(actor=ActorConfig(strategy="fsdp2"), trainer=TrainerConfig(n_gpus_per_node=3))
     assert ActorPool(ranks, config).exporters() == [ranks]
-    config = with_values(config, {"actor.strategy": "megatron"})
+    config = config.with_values({"actor.strategy": "megatron"})
     assert ActorPool(ranks, config).exporters() == [["rank 0"]]
 
 

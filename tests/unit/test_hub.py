@@ -13,7 +13,6 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from gkd.config.load import config_yaml, load_config
-from gkd.config.schema_sections import with_values
 from tests.hub import Hub
 
 # What a process does that loads the student's weights. It prints the folder of each name, or its error.
@@ -184,12 +183,9 @@ def test_a_missing_prompt_file_is_not_looked_up_as_a_model(
     """Fails if a mistyped data/train.jsonl asks the hub for a model of that name."""
     monkeypatch.chdir(tmp_path)
     hub.push("org/tiny", model_files())
-    (tmp_path / "data").mkdir()
-    (tmp_path / "data/train.jsonl").write_text('{"prompt": "w1 w2"}\n')
-    for file, code in (("data/train.jsonl", 0), ("date/train.jsonl", 2)):
-        words = ("--show-prompts", "1", "model.path=org/tiny", f"data.train_files=[{file}]")
-        done = main(hub, tmp_path, *words)
-        assert done.returncode == code and file in done.stdout + done.stderr
+    file = "date/train.jsonl"
+    done = main(hub, tmp_path, "--show-prompts", "1", "model.path=org/tiny", f"data.train_files=[{file}]")
+    assert done.returncode == 2 and file in done.stderr
     assert not any("models/dat" in request for request in hub.requests)
 
 
@@ -231,7 +227,7 @@ def test_a_run_does_not_resume_with_another_commit(hub: Hub, tmp_path: Path) -> 
     words = ["model.path=org/tiny", f"data.train_files=[{data}]", "trainer.resume=auto", *local_run(tmp_path)]
     pinned = {"model.path": f"org/tiny@{first}", "data.train_files": [data.replace("sums", f"sums@{rows}")]}
     (tmp_path / "run").mkdir()
-    (tmp_path / "run/config.yaml").write_text(config_yaml(with_values(load_config(None, words), pinned)))
+    (tmp_path / "run/config.yaml").write_text(config_yaml(load_config(None, words).with_values(pinned)))
     (tmp_path / "run/teacher.json").write_text("{}")
     (tmp_path / "run/metrics.jsonl").write_text("{}\n")
     (tmp_path / "torch.py").write_text("raise RuntimeError('torch is imported')")

@@ -10,7 +10,7 @@ import pytest
 from gkd.config.check import check_config
 from gkd.config.load import load_config
 from gkd.config.schema import Config
-from gkd.config.schema_sections import all_keys, value_of
+from gkd.config.schema_sections import all_keys
 from gkd.memory import remedies
 from gkd.memory.remedies import (
     ACTOR_REMEDIES,
@@ -46,7 +46,7 @@ def check_line(line: str, run: Config) -> None:
     """Check that the line begins with keys of the settings and their present values, and that next values follow."""
     now, _, rest = line.partition(": try ")
     pairs = [pair.split("=") for pair in now.split(", ")]
-    assert all(str(value_of(run, key)) == value for key, value in pairs), line
+    assert all(str(run.value(key)) == value for key, value in pairs), line
     assert len(rest.partition(". ")[0].split(", ")) == len(pairs), line
 
 
@@ -89,7 +89,7 @@ def test_every_row_changes_the_keys_that_it_names_and_nothing_else(overrides: li
             continue
         applied += 1
         assert set(row.keys) <= set(changes) and set(changes) <= set(all_keys())
-        assert all(value_of(run, key) != value for key, value in changes.items()), row
+        assert all(run.value(key) != value for key, value in changes.items()), row
         if "n_gpus_per_node" not in str(row.keys) and "tp" not in str(row.keys):  # those depend on the model and pools
             check_config(config(*overrides, *(f"{key}={as_yaml(value)}" for key, value in changes.items())))
     assert applied > 10

@@ -18,7 +18,6 @@ from gkd.actor.common.hf_folder import write_folder
 from gkd.config.load import load_config
 from gkd.config.schema import Config
 from gkd.config.schema_actor import LoraConfig
-from gkd.config.schema_sections import with_values
 from gkd.errors import ConfigError, GkdError
 from gkd.hf.model_folder import check_engines
 from gkd.preflight.meta_models import local_teacher
@@ -49,7 +48,7 @@ def tied(models: Path, tmp_path: Path) -> Path:
 
 def _config(folder: Path, strategy: str = "megatron") -> Config:
     lengths = {"data.max_prompt_length": 16, "data.max_response_length": 16}
-    return with_values(Config(), {"model.path": str(folder), "actor.strategy": strategy, **lengths})
+    return Config().with_values({"model.path": str(folder), "actor.strategy": strategy, **lengths})
 
 
 def _set(folder: Path, **changes: Any) -> None:
@@ -294,7 +293,7 @@ def _four_ranks(folder: Path, **actor: object) -> Config:
     """Return settings with 4 actor ranks and sequences of up to 32 tokens."""
     values = {"model.path": str(folder), "trainer.n_gpus_per_node": 4}
     lengths = {"data.max_prompt_length": 16, "data.max_response_length": 16}
-    return with_values(Config(), values | lengths | {f"actor.{key}": value for key, value in actor.items()})
+    return Config().with_values(values | lengths | {f"actor.{key}": value for key, value in actor.items()})
 
 
 def _refusal(config: Config) -> GkdError:
@@ -341,7 +340,7 @@ def test_engines_with_experts_get_merged_weights(folders: Path, strategy: str) -
     for folder, refused in (("qwen3_moe", True), ("qwen3", False)):
         config = _four_ranks(folders / folder, lora=lora, strategy=strategy)
         check_student(config)
-        config = with_values(config, {"weight_sync.lora": "adapters"})
+        config = config.with_values({"weight_sync.lora": "adapters"})
         if refused:
             error = _refusal(config)
             assert isinstance(error, ConfigError) and error.key == "weight_sync.lora"
@@ -362,7 +361,7 @@ def test_experts_that_the_engines_cannot_split(folders: Path, tmp_path: Path) ->
     content = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(content | {"moe_intermediate_size": 23}))
     check_student(config)
-    error = _refusal(with_values(config, {"rollout.tp": 2}))
+    error = _refusal(config.with_values({"rollout.tp": 2}))
     assert isinstance(error, ConfigError) and error.key == "rollout.tp" and "23" in str(error)
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 
 from gkd.config.load import load_config
-from gkd.config.schema import planned_steps
 from gkd.preflight.run import check_schedule, early_end_warning
 from tests.refusals import refuses
 
@@ -19,7 +18,7 @@ def test_the_epochs_may_end_a_run_early(epochs: int, limit: int, n_prompts: int,
     settings = [f"trainer.total_epochs={epochs}", f"trainer.total_steps={limit}", "trainer.global_batch_size=32"]
     config = load_config(None, settings)
     warning = early_end_warning(config, n_prompts)
-    assert planned_steps(config, n_prompts) == steps and bool(warning) is is_early
+    assert config.planned_steps(n_prompts) == steps and bool(warning) is is_early
     if is_early:
         assert all(f"{key} = {value}" in warning for key, value in (("total_steps", limit), ("total_epochs", epochs)))
 

@@ -12,7 +12,6 @@ from dataclasses import dataclass, replace
 
 from gkd.config.check import check_config
 from gkd.config.schema import Config
-from gkd.config.schema_sections import with_values
 from gkd.config.schema_teacher import ACTOR
 from gkd.errors import ConfigError, ModelError
 from gkd.memory import remedies
@@ -102,7 +101,7 @@ def find_combination(config: Config, refit: Refit, gpu_bytes: int, lacks_host: L
     def after(steps: list[Step], *later: Changes) -> list[Step]:
         """Return the steps and those of later changes; empty if one of these is refused."""
         for changes in later:
-            changed = with_values(steps[-1].config if steps else config, changes)
+            changed = (steps[-1].config if steps else config).with_values(changes)
             refused = (ConfigError, ModelError) if steps else ()  # errors of the settings as given are raised
             try:
                 check_config(changed)
@@ -173,7 +172,7 @@ def _frozen_models(config: Config) -> list[str]:
 def _changed(config: Config, strategy: str, on_gpu: Sequence[str] = ()) -> Config:
     """Return the settings with this strategy, and with the frozen models of these sections on the GPU."""
     on_device = {f"{section}.fsdp_cpu_offload": False for section in on_gpu}
-    return with_values(config, {"memory.strategy": strategy, **on_device})
+    return config.with_values({"memory.strategy": strategy, **on_device})
 
 
 def _peak(config: Config, refit: Refit, gpu_bytes: int) -> int:

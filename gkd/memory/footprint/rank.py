@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
-from gkd.config.schema import Config, transport_of
+from gkd.config.schema import Config
 from gkd.config.schema_rollout import IPC
 
 STATES = ("weights", "gradients", "optimizer")
@@ -103,7 +103,7 @@ def sync_buffers(config: Config, largest: int, total: int) -> int:
 
 def on_host(config: Config) -> bool:
     """Return whether the weights of a run on GPUs travel through host memory."""
-    return config.trainer.colocate and transport_of(config, "cuda") != IPC
+    return config.trainer.colocate and config.transport("cuda") != IPC
 
 
 def shared_phases(actor: RankFootprint, engine: RankFootprint, gpu_bytes: int | None, config: Config) -> dict[str, int]:

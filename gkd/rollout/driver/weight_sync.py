@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any
 
 from gkd.cluster.calls import gather
-from gkd.config.schema import Config, transport_of
+from gkd.config.schema import Config
 from gkd.config.schema_rollout import AUTO, GLOO, IPC
 from gkd.errors import GkdError, RankFailed, RankTimeout, SenderFailed, TransferCutOff, WeightSyncError
 from gkd.log import get_logger
@@ -51,7 +51,7 @@ class WeightSync:
         timeout_s: float,
     ) -> None:
         self._exporters, self._engines, self._config = exporters, dict(enumerate(engines)), config
-        self._transport = transport_of(config, device)
+        self._transport = config.transport(device)
         self._keepers = self._senders()  # the ranks that keep the last version for engines that are started again
         self._lock = threading.Lock()  # a push and a restoration exclude each other
         self._n_pushed = 0

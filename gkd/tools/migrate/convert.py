@@ -17,7 +17,7 @@ from gkd.config.check import check_config
 from gkd.config.dialects.table import UNSET, Dialect, NotConvertible, OldSettings, Row
 from gkd.config.load import load_config
 from gkd.config.schema import Config
-from gkd.config.schema_sections import all_keys, value_of, with_values
+from gkd.config.schema_sections import all_keys
 from gkd.errors import ConfigError
 
 Status = Literal["mapped", "to set", "refused", "not supported", "not recognized", "default", "meaningless"]
@@ -220,8 +220,8 @@ def _errors(config: Config) -> list[str]:
 
 def _fill_required(config: Config) -> Config:
     """Return the settings with a value for each required key that is empty, so that the checks of several keys run."""
-    empty = [each for name, each in all_keys().items() if each.key.required and not value_of(config, name)]
-    return with_values(config, {key.name: ["file.jsonl"] if "list" in key.type else "folder" for key in empty})
+    empty = [each for name, each in all_keys().items() if each.key.required and not config.value(name)]
+    return config.with_values({key.name: ["file.jsonl"] if "list" in key.type else "folder" for key in empty})
 
 
 def _line(entry: Entry, dialect: Dialect) -> str:

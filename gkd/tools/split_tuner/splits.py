@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from gkd.config.schema import Config
-from gkd.config.schema_sections import with_values
 from gkd.config.schema_trainer import AHEAD, STREAM, TrainerConfig
 from gkd.errors import ConfigError
 
@@ -283,7 +282,7 @@ def with_split(config: Config, split: Split, scheduler: str) -> Config:
         values["cluster.ray_address"] = config.cluster.ray_address or _SOME_CLUSTER
     if scheduler != STREAM:
         values["trainer.max_staleness"] = TrainerConfig().max_staleness
-    return with_values(config, values)
+    return config.with_values(values)
 
 
 def own_split(config: Config, workers: int, gpus_per_worker: int, *, elsewhere: bool) -> Split:
