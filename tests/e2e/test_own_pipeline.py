@@ -1,4 +1,4 @@
-"""Run the example of a pipeline of one's own (`gkd.api`): Ray, vLLM, Megatron-core, reference, teacher server."""
+"""Run the example of a pipeline of one's own (`gkd.api`): Ray, vLLM, FSDP2, reference, teacher server."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def test_the_example_trains_and_moves_states(lab: Lab, teacher_port: int, shared
     engines' ids, without which it refuses to score.
     """
     run_dir = lab.root / "own_pipeline"
-    more = ("trainer.n_gpus_per_node=2", "distill.support=union", "trainer.total_steps=2")
+    more = ("trainer.n_gpus_per_node=2", "actor.strategy=fsdp2", "distill.support=union", "trainer.total_steps=2")
     settings = lab.command(run_dir, teacher_port, shared_ray, *more)[5:]
     command = [sys.executable, str(EXAMPLE), str(EXAMPLE.with_suffix(".yaml")), *settings]
     done = subprocess.run(command, capture_output=True, text=True, timeout=280, check=False, cwd=ROOT)
