@@ -114,15 +114,16 @@ def _words(part: torch.Tensor) -> torch.Tensor:
     return (torch.nn.functional.pad(part, (0, rest)) if rest else part).view(torch.int64)
 
 
-def digest(tensor: torch.Tensor) -> str:
+def digest(tensor: torch.Tensor, device: torch.device | None = None) -> str:
     """Return dtype, shape and a checksum of a tensor; tensors that differ in one word have different digests.
 
-    A run on GPUs compares versions kept on the host with tensors on a GPU, so that all of its processes need
-    `word_sum`. A run on the CPU has xxh3, which is faster there. Each process of a run finds the same of both.
+    Args:
+        device: where the run has its weights; None means where the tensor is. Equal tensors of one run have equal
+            digests: xxh3 on the CPU, which is the fastest, and `word_sum` on GPUs, also of versions kept on the host.
     """
     data = tensor.detach().contiguous()
     raw = data.reshape(-1).view(torch.uint8)
-    value = word_sum(raw) if torch.cuda.is_available() else checksum(raw)
+    value = checksum(raw) if (device or tensor.device).type == "cpu" else word_sum(raw)
     return f"{data.dtype} {tuple(data.shape)} {value:016x}"
 
 

@@ -66,11 +66,12 @@ class TransferGroup:
 
     Attributes:
         transport: GLOO, NCCL, SHARED_MEMORY or IPC.
+        own_device: where this member has its weights.
         device: where the buckets are; host memory unless with NCCL or IPC.
     """
 
     def __init__(self, spec: GroupSpec, device: torch.device, store: dist.TCPStore | None = None) -> None:
-        self.spec = spec
+        self.spec, self.own_device = spec, device
         self._gloo: Any = None
         self._nccl: Any = None
         join_time, timeout = timedelta(seconds=spec.join_s), timedelta(seconds=spec.timeout_s)

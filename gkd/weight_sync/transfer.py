@@ -140,7 +140,7 @@ def _send_filled(
     def leave(i: int, buffer: torch.Tensor) -> None:
         group.send_bucket(buffer, hosts[i], None if kept is None else (kept, offsets[i]))
         if with_digests:
-            digests.update((name, digest(view)) for name, view in buckets[i].views(buffer))
+            digests.update((name, digest(view, group.own_device)) for name, view in buckets[i].views(buffer))
 
     with _mover(group) as mover:
         leaving: Future[None] | None = None

@@ -75,7 +75,9 @@ def _exchange(rank: int, world_size: int, ports: list[int], transport: str) -> d
         groups = [join(port, 1 + rank - n_senders) for port in ports]
         for _ in range(2):
             for group, buckets in zip(groups, plans, strict=True):
-                receive(group, buckets, lambda tensors: digests.update({n: digest(t) for n, t in tensors}))
+                receive(
+                    group, buckets, lambda tensors: digests.update({n: digest(t, rank_device()) for n, t in tensors})
+                )
     return digests
 
 

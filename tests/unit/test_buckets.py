@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
@@ -32,14 +33,15 @@ def test_tensors_round_trip_through_buckets(
     assert all(torch.equal(got[name], tensors[name]) for name in tensors)
 
 
-def test_a_digest_depends_on_every_bit_the_dtype_and_the_shape() -> None:
-    """Fails if a damaged or reinterpreted weight passes verification."""
+@pytest.mark.parametrize("device", [None, torch.device("cuda")])
+def test_a_digest_depends_on_every_bit_the_dtype_and_the_shape(device: torch.device | None) -> None:
+    """Fails if a damaged or reinterpreted weight passes verification, in a run on the CPU or on GPUs."""
     tensor = torch.zeros(4, 6)
     flipped = tensor.clone()
     flipped.view(torch.int32)[3, 5] ^= 1
     views = [tensor, flipped, tensor.view(6, 4), tensor.to(torch.bfloat16), -tensor]
-    assert len({digest(v) for v in views}) == len(views)
-    assert digest(tensor.t().contiguous().t()) == digest(tensor)
+    assert len({digest(v, device) for v in views}) == len(views)
+    assert digest(tensor.t().contiguous().t(), device) == digest(tensor, device)
 
 
 def test_a_tensor_can_be_offloaded_after_its_digest() -> None:
