@@ -22,7 +22,7 @@ from gkd.config.declare import function_name, is_path
 from gkd.config.schema import ENGINE_RANKS, Config, Derived, Route
 from gkd.config.schema_actor import BACKENDS as STUDENT_BACKENDS
 from gkd.config.schema_sections import ENVIRONMENT, EXACT_MATCH, NO_METRIC, REWARD_NAMES
-from gkd.config.schema_teacher import ACTOR, BACKENDS, MAX_NAME_LENGTH
+from gkd.config.schema_teacher import ACTOR, MAX_NAME_LENGTH
 from gkd.errors import ConfigError
 
 # Check the sizes of pools, nodes and batches, and what shares GPUs.
@@ -251,7 +251,7 @@ def _check_route(route: Route) -> None:
             check_value(f"teacher.{name}", getattr(teacher, name))
         except ConfigError as error:
             raise route.error(name, error.problem, error.fix) from error
-    if "backend" in route.own and BACKENDS[teacher.backend].pool:
+    if "backend" in route.own and teacher.kind.pool:
         problem = "this teacher is part of the run, and routes are servers."
         raise route.error("backend", problem, "use zmq or http.")
     if len(teacher.name) > MAX_NAME_LENGTH:

@@ -134,7 +134,7 @@ def check_tail(config: Config) -> None:
 def check_backend(config: Config) -> None:
     """Check that the teacher's keys belong to its backend, and that a local or HTTP teacher can work."""
     teacher, is_local = config.teacher, config.derived.teacher_pool == ACTOR
-    own = frozenset().union(*(BACKENDS[route.teacher.backend].keys for route in config.derived.routes))
+    own = frozenset().union(*(route.teacher.kind.keys for route in config.derived.routes))
     backends = " or ".join(sorted({route.teacher.backend for route in config.derived.routes}))
     for other, backend in BACKENDS.items():
         unused = [f"teacher.{name}" for name in sorted(backend.keys - own)]
@@ -170,7 +170,7 @@ def check_backend(config: Config) -> None:
 def _check_route_keys(route: Route) -> None:
     """Check that a route sets only keys of its backend."""
     every = frozenset().union(*(backend.keys for backend in BACKENDS.values()))
-    for name in sorted((route.own & every) - BACKENDS[route.teacher.backend].keys):
+    for name in sorted((route.own & every) - route.teacher.kind.keys):
         problem = f"the backend of this route is {route.teacher.backend}, which does not use this key."
         raise route.error(name, problem, "remove it, or set the route's backend.")
 

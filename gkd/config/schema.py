@@ -14,7 +14,7 @@ from typing import cast
 from gkd.config.loss_spec import LossSpec, loss_spec, teacher_signals
 from gkd.config.schema_rollout import AUTO, GLOO, IPC, NCCL, has_expandable_segments
 from gkd.config.schema_sections import EXACT_MATCH, NO_METRIC, Sections
-from gkd.config.schema_teacher import ACTOR, BACKENDS, BY_UNITS, ROLLOUT, RouteConfig, TeacherConfig
+from gkd.config.schema_teacher import ACTOR, BY_UNITS, ROLLOUT, RouteConfig, TeacherConfig
 from gkd.errors import ConfigError
 from teacher_server.wire.protocol import Signal
 
@@ -97,7 +97,7 @@ class Config(Sections):
         if r.environment:
             loss = replace(loss, turns=min(r.max_turns, NUMBERED_TURNS))
         world_size, engine_gpus = t.n_gpus_per_node * t.nnodes, r.n_gpus_per_node * r.nnodes
-        teacher_pool = BACKENDS[teacher.backend].pool
+        teacher_pool = teacher.kind.pool
         longest = data.max_prompt_length + data.max_response_length
         longest_of_teacher = max(data.max_prompt_length, data.max_teacher_prompt_length) + data.max_response_length
         reference_is_actor = loss.has_reference and a.lora.rank > 0 and not self.reference.path

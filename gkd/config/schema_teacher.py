@@ -39,6 +39,9 @@ class TeacherBackend(NamedTuple):
     # Keys of `teacher` that the backend uses and at least one other backend does not. teacher.wire, request_timeout_s
     # and outage_budget_s are in no list: shared config files contain them, and other backends may ignore them.
     keys: frozenset[str]
+    # Whether the teacher tells its tokens and a digest of its weights. Others are probed before the start, and what is
+    # scored by them is not stored.
+    is_described: bool = True
 
 
 ACTOR, ROLLOUT = "actor", "rollout"  # names of the pools
@@ -49,7 +52,7 @@ _LOCAL_KEYS = "path fsdp_cpu_offload update_interval update_ema tokenizer specia
 _HTTP_KEYS = "url dialect api_key_env name max_in_flight tokenizer special_tokens"
 BACKENDS = {
     ZMQ: TeacherBackend("", "teacher.server_port", frozenset(_SERVER_KEYS.split())),
-    HTTP: TeacherBackend("", "teacher.url", frozenset(_HTTP_KEYS.split())),
+    HTTP: TeacherBackend("", "teacher.url", frozenset(_HTTP_KEYS.split()), is_described=False),
     "local": TeacherBackend(ACTOR, "teacher.path", frozenset(_LOCAL_KEYS.split())),
     "rollout": TeacherBackend(ROLLOUT, "model.path", frozenset()),
 }
@@ -214,6 +217,10 @@ class TeacherConfig:
         "Route of rows whose data.teacher_key has another value or none; empty = such a row is an error.",
         limits="a name in routes",
     )
+
+    @property
+    def kind(self) -> TeacherBackend:
+        return BACKENDS[self.backend]
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from gkd.actor.common.optim_spec import OptimSpec
 from gkd.config.check import check_config
 from gkd.config.declare import is_path
 from gkd.config.schema import Config, Route
-from gkd.config.schema_teacher import HTTP, ROLLOUT
+from gkd.config.schema_teacher import ROLLOUT
 from gkd.config.schema_trainer import STREAM
 from gkd.data.prompts import RowReader, load_prompts, load_tokenizer
 from gkd.data.render import Tools
@@ -268,12 +268,14 @@ def find_teachers(config: Config, device: str) -> tuple[TeacherInfo, ...]:
 def _probed(
     config: Config, teachers: tuple[TeacherInfo, ...], tokenizer: Any, train: Sequence[Prompt], n_student_vocab: int
 ) -> tuple[TeacherInfo, ...]:
-    """Return the teachers, with what probes tell of those behind HTTP. Raises as `gkd.preflight.http_teacher.probed`.
+    """Return the teachers, with what probes tell of those that are not described.
+
+    Raises as `gkd.preflight.http_teacher.probed`.
 
     Args:
         tokenizer: whose ids the teachers read.
     """
-    if all(route.teacher.backend != HTTP for route in config.derived.routes):
+    if all(route.teacher.kind.is_described for route in config.derived.routes):
         return teachers
     from gkd.preflight.http_teacher import probed  # imports aiohttp
 
@@ -281,7 +283,7 @@ def _probed(
     if config.teacher.tokenizer:
         n_ids = 1 + max(tokenizer.get_vocab().values())
     return tuple(
-        probed(config, route, teacher, tokenizer, train, n_ids) if route.teacher.backend == HTTP else teacher
+        teacher if route.teacher.kind.is_described else probed(config, route, teacher, tokenizer, train, n_ids)
         for route, teacher in zip(config.derived.routes, teachers, strict=True)
     )
 
@@ -448,7 +450,7 @@ def check_scoring(config: Config) -> ScoringPlan:
         fix = "name a folder, and use distill.on_policy_share below 1."
         raise config.error("teacher.store", "scores need a folder that keeps them.", fix)
     for route in config.derived.routes:
-        if route.teacher.backend == HTTP:
+        if not route.teacher.kind.is_described:
             problem = "these servers send no digest of their weights, so the store keeps no scores of them."
             raise route.error("backend", problem, "use a teacher server: gkd teacher.")
         check_reachable(route)

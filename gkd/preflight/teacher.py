@@ -189,8 +189,8 @@ def check_teacher(config: Config, route: Route, teacher: TeacherInfo, tokenizer:
         The number of shared token ids.
     """
     kind = f"teacher of route {route.name}," if route.name else "teacher"
-    n_vocab = student_vocab  # the ids behind HTTP are unknown, see `gkd.preflight.http_teacher`
-    if route.teacher.backend != HTTP:
+    n_vocab = student_vocab  # if the teacher's ids are unknown, see `gkd.preflight.http_teacher`
+    if route.teacher.kind.is_described:
         n_vocab = _shared_vocab(config, route, teacher, kind, tokenizer, student_vocab)
     check_limits(config, route, teacher, kind, n_vocab)
     return n_vocab

@@ -18,7 +18,7 @@ from gkd.config.declare import IF_CONSTANT, IF_MOVED, IF_NO_REWARD
 from gkd.config.load import config_yaml, load_config
 from gkd.config.schema import Config
 from gkd.config.schema_sections import EXACT_MATCH, all_keys
-from gkd.config.schema_teacher import BACKENDS, HTTP
+from gkd.config.schema_teacher import HTTP
 from gkd.errors import ConfigError
 from gkd.log import get_logger
 from gkd.run.checkpoints import STATE, CheckpointStore, step_of, verified
@@ -301,7 +301,7 @@ def check_same_teacher(file: Path, teacher: Mapping[str, Any], now: Config, *, a
         key, value = route.key("server_port"), now.teacher.path or route.teacher.server_port
         fix = "start the server with the old model and --dtype to resume"
         if derived.teacher_pool:
-            key, fix = BACKENDS[now.teacher.backend].model, "name the old model to resume"
+            key, fix = now.teacher.kind.model, "name the old model to resume"
         elif route.teacher.backend == HTTP:
             key, value = route.key("url"), ", ".join(route.teacher.url)
         raise ConfigError(key, value, problem, f"{fix}, or start a new run in another trainer.run_dir.")
