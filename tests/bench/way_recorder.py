@@ -20,8 +20,7 @@ from pathlib import Path
 from types import CodeType, ModuleType
 from typing import Any
 
-FOLDER = "GKD_WAY"  # environment variable with the folder of the records
-ROOT = Path(__file__).resolve().parents[2]
+FOLDER, CHECKOUT = "GKD_WAY", "GKD_WAY_CHECKOUT"  # environment variables: folder of the records, and the checkout
 TICKS = 10  # a second
 _WRITE_S = 0.5
 _SETTINGS = "gkd.config.schema"  # modules of the config and its sections
@@ -55,10 +54,10 @@ class Recorder:
 class _Loader(SourceFileLoader):
     def get_code(self, fullname: str) -> CodeType:
         path = self.get_filename(fullname)
-        tree = ast.parse(self.get_data(path))
+        tree, root = ast.parse(self.get_data(path)), os.environ[CHECKOUT]
         for node in ast.walk(tree):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-                call = ast.parse(f"__way__({os.path.relpath(path, ROOT)!r}, locals())").body
+                call = ast.parse(f"__way__({os.path.relpath(path, root)!r}, locals())").body
                 node.body[:0] = [ast.copy_location(each, node.body[0]) for each in call]
         code: CodeType = compile(ast.fix_missing_locations(tree), path, "exec", dont_inherit=True)
         return code
@@ -70,7 +69,7 @@ class _Finder(MetaPathFinder):
     ) -> ModuleSpec | None:
         if fullname.partition(".")[0] not in ("gkd", "teacher_server"):
             return None
-        spec = PathFinder.find_spec(fullname, path or [str(ROOT)], target)
+        spec = PathFinder.find_spec(fullname, path or [os.environ[CHECKOUT]], target)
         if spec is not None and spec.origin is not None:
             spec.loader = _Loader(fullname, spec.origin)
         return spec

@@ -9,7 +9,7 @@ import pytest
 from gkd.metrics.writer import read_metrics
 from tests.e2e.conftest import Lab
 
-pytestmark = [pytest.mark.e2e, pytest.mark.slow]  # in CI test_lora.py compares the first step
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]  # in CI test_lora.py compares an evaluation
 
 TOLERANCE = 1e-5
 UNUSED_PORT = 15555  # the default; a local teacher does not use it

@@ -10,7 +10,7 @@ import torch
 from tests.e2e.conftest import VOCAB, Lab
 from tests.e2e.exactness import steps_of
 
-# In CI test_own_pipeline.py has a reference of its own, test_lora.py and test_losses.py have the base.
+# In CI test_own_pipeline.py has a reference of its own, test_lora.py has the base.
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
 WEIGHT = 10.0
