@@ -220,6 +220,7 @@ class TeacherConfig:
 
     @property
     def kind(self) -> TeacherBackend:
+        """Return the facts of the backend."""
         return BACKENDS[self.backend]
 
 
