@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from gkd.actor.common.optim_spec import OptimSpec
+from gkd.actor.common.step import total_norm
 
 
 def build_adamw(params: Iterable[nn.Parameter], spec: OptimSpec) -> torch.optim.AdamW:
@@ -37,9 +38,7 @@ def build_adamw(params: Iterable[nn.Parameter], spec: OptimSpec) -> torch.optim.
 @torch.no_grad()
 def global_grad_norm(params: Sequence[nn.Parameter], device: torch.device) -> float:
     """Return the norm over all ranks' shards, summed in float64. Collective over the world."""
-    norms = [torch.linalg.vector_norm(grad) for grad in local_grads(params)]
-    # Summed on the gradients' device; only one number moves.
-    total = torch.stack(norms).double().square().sum().to(device) if norms else torch.zeros((), device=device).double()
+    total = total_norm(local_grads(params)).square().to(device)
     dist.all_reduce(total)
     return float(total.sqrt())
 

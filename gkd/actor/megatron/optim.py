@@ -24,6 +24,7 @@ from torch import Tensor
 from torch.optim.adamw import adamw
 
 from gkd.actor.common.optim_spec import OptimSpec
+from gkd.actor.common.step import total_norm
 
 
 class GroupStepAdamW(torch.optim.Optimizer):
@@ -128,4 +129,4 @@ def _l2_norm(
 ) -> tuple[Tensor, None]:
     """Return the [1] float32 norm of all tensors together, with the signature of apex's kernel."""
     del chunk_size, overflow, per_tensor
-    return torch.stack(list(torch._foreach_norm(tensors[0]))).norm().reshape(1), None
+    return total_norm(tensors[0]).float().reshape(1), None
