@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +19,9 @@ from gkd.cluster.calls import Pending, fetch, gather
 from gkd.config.schema import Config
 from gkd.config.schema_rollout import IPC
 from gkd.data.scatter import gather_results, scatter_to_groups
-from gkd.errors import ConfigError
+from gkd.errors import ConfigError, ModelError
+from gkd.hf.model_dims import attention_length
+from gkd.hf.model_folder import read_config_json
 from gkd.memory.usage import merge
 from gkd.spans import ProcessSpans
 from gkd.text.pair import TokenizerPair
@@ -33,6 +37,14 @@ class ActorPool:
         self._layouts = layouts_of(config.actor, len(workers))
         self.dp_size = self._layouts[0].dp
         self._spans: list[ProcessSpans] = []
+
+    @cached_property
+    def _attention_length(self) -> float:
+        """See `attention_length`. Infinite for a model that has other names for its sizes: then tokens count alone."""
+        try:
+            return attention_length(read_config_json(self._config.model.path, "model.path"))
+        except (ConfigError, ModelError):
+            return math.inf
 
     def init_model(self, device: str, total_steps: int, timeout_s: float) -> dict[str, Any]:
         """Start `ActorWorker.init_model` on all ranks. Return the handles by rank's name, to be gathered.
@@ -112,7 +124,10 @@ class ActorPool:
         options = _options(meta, "disable_adapter")
         chunks = [chunk.rollouts for chunk in batch]
         groups = data_parallel_groups(len(self.workers), self._config)
-        calls, parts = call_scattered(self.workers, "compute_logprobs", chunks, groups=groups, **options)
+        length = self._attention_length
+        calls, parts = call_scattered(
+            self.workers, "compute_logprobs", chunks, groups=groups, attention_length=length, **options
+        )
         pending = Pending(calls, "compute_logprobs", self._timeout_s)
         if blocking:
             pending.wait()
@@ -195,7 +210,7 @@ class ActorPool:
 
     def _on_batch(self, method: str, batch: Sequence[ScoredChunk], **options: Any) -> list[TrainStats]:
         """Call a method of all ranks on a batch. Return the results by rank; all have the same numbers."""
-        groups = scatter_to_groups(batch, self.dp_size)
+        groups = scatter_to_groups(batch, self.dp_size, self._attention_length)
         refs = {}
         for worker, layout in zip(self.workers, self._layouts, strict=True):
             inputs = ChunkInputs.of_parts(groups[layout.dp_rank], layout)

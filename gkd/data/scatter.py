@@ -13,6 +13,7 @@ names, as little-endian int32 bytes; None selects the whole list. A batch may ha
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
@@ -75,16 +76,21 @@ def decode_indices(sequence_indices: bytes | None, n_sequences: int) -> list[int
     return indices
 
 
-def scatter_to_groups(batch: Sequence[ScoredChunk], dp_size: int) -> list[list[GroupPart]]:
+def scatter_to_groups(
+    batch: Sequence[ScoredChunk], dp_size: int, attention_length: float = math.inf
+) -> list[list[GroupPart]]:
     """Return, by data-parallel group, its parts of the chunks that it has any sequence of, in the order of `batch`.
 
-    Sequences leave the group that they were generated for if this evens out the tokens of the groups.
+    Sequences leave the group that they were generated for if this evens out the work of the groups.
+
+    Args:
+        attention_length: of the model, see `work`.
     """
     chunks = [c.rollouts for c in batch]
     n_sequences = [chunk.n_sequences for chunk in chunks]
     samples = _joined([chunk.sample_index for chunk in chunks])
     group_of = np.repeat(np.array([chunk.dp_rank for chunk in chunks], np.int32), n_sequences)
-    lengths = _joined([chunk.n_tokens for chunk in chunks])
+    lengths = work(_joined([chunk.n_tokens for chunk in chunks]), attention_length)
     groups = [np.flatnonzero(group_of == group) for group in range(dp_size)]
     order = np.argsort(samples)
     for group, own in enumerate(even_groups([samples[g] for g in groups], [lengths[g] for g in groups])):
@@ -98,15 +104,20 @@ def scatter_to_groups(batch: Sequence[ScoredChunk], dp_size: int) -> list[list[G
     return parts
 
 
-def scatter_to_ranks(chunks: Sequence[RolloutChunk], n_ranks: int) -> list[list[RankPart]]:
-    """Return, by rank, the parts of the chunks that it computes, with about the same number of tokens for each rank.
+def scatter_to_ranks(
+    chunks: Sequence[RolloutChunk], n_ranks: int, attention_length: float = math.inf
+) -> list[list[RankPart]]:
+    """Return, by rank, the parts of the chunks that it computes, with about the same work for each rank.
 
     The result does not depend on the composition of the chunks, which depends on timing. Sequences with neighboring
     sample indices stay together where possible, so that few chunks are split.
+
+    Args:
+        attention_length: of the model, see `work`.
     """
     if not chunks:
         return [[] for _ in range(n_ranks)]
-    n_tokens = np.concatenate([chunk.n_tokens for chunk in chunks]).astype(np.int64)
+    n_tokens = work(_joined([chunk.n_tokens for chunk in chunks]), attention_length)
     chunk_of = np.repeat(np.arange(len(chunks)), [chunk.n_sequences for chunk in chunks])
     index_of = np.concatenate([np.arange(chunk.n_sequences) for chunk in chunks])
     order = np.argsort(_joined([chunk.sample_index for chunk in chunks]), kind="stable")
@@ -115,7 +126,7 @@ def scatter_to_ranks(chunks: Sequence[RolloutChunk], n_ranks: int) -> list[list[
     first_guess = np.minimum(middle * n_ranks // n_tokens.sum(), n_ranks - 1)
     groups = [np.flatnonzero(first_guess == rank).astype(np.int32) for rank in range(n_ranks)]
     ranks: list[list[RankPart]] = []
-    for own in even_groups(groups, [n_tokens[group].astype(np.int32) for group in groups]):
+    for own in even_groups(groups, [n_tokens[group] for group in groups]):
         parts = []
         for i in np.unique(chunk_of[own]).tolist():
             parts.append(RankPart(i, encode_part(chunks[i], np.sort(index_of[own[chunk_of[own] == i]]))))
@@ -208,13 +219,25 @@ def _joined(tables: Sequence[np.ndarray]) -> np.ndarray:
     return np.concatenate([np.zeros(0, np.int32), *tables])
 
 
-# Even out the tokens of data-parallel groups (or ranks) by moving sequences between them.
+# Even out the work of data-parallel groups (or ranks) by moving sequences between them.
 #
 # A training step takes as long as its heaviest group. The prompt index decides which group a sequence is generated
 # and scored for; once all lengths are known, a few sequences move from heavy groups to light ones. The loss is a
 # token mean over the global batch, so it does not depend on which group computes which part of it.
 #
-# The weight of a sequence is its tokens, prompt and response; the quadratic cost of attention is neglected.
+# The weight of a sequence is its work: its tokens, prompt and response, and the quadratic cost of attention.
+
+
+def work(n_tokens: np.ndarray, attention_length: float) -> np.ndarray:
+    """Return the work of sequences in tokens of a linear layer: n + n^2 / attention_length, rounded, [n] int64.
+
+    Args:
+        attention_length: tokens of a sequence whose scores take as long as the linear layers, see
+            `gkd.hf.model_dims.attention_length`.
+    """
+    n = n_tokens.astype(np.int64)
+    return n + np.rint(n.astype(np.float64) ** 2 / attention_length).astype(np.int64)
+
 
 # The heaviest group may exceed the mean by this share: below it, another move costs more than it gains.
 TOLERANCE = 0.01
@@ -229,7 +252,7 @@ def even_groups(samples: Sequence[np.ndarray], lengths: Sequence[np.ndarray]) ->
 
     Args:
         samples: by group, [n] int32, identifiers of its sequences: unique over all groups.
-        lengths: by group, [n] their tokens, same order.
+        lengths: by group, [n] integers, their work, same order.
 
     Returns:
         By group, the samples that it has afterwards, ascending.

@@ -9,6 +9,7 @@ Letters: H hidden size, D head size, F columns of an MLP, E experts, V vocabular
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -211,6 +212,26 @@ def read_dims(config_json: Mapping[str, Any]) -> ModelDims:
         sliding_window=(window or None) if kind == "mistral" else None,
         **sizes,
     )
+
+
+def attention_length(config_json: Mapping[str, Any]) -> float:
+    """Return the tokens of a sequence whose causal scores take as many operations as its linear layers.
+
+    Infinite for a model without full attention.
+
+    With P weights of the layers that a token uses, A layers of full attention and Q query columns, a sequence of L
+    tokens takes 2 P L + 2 A Q L^2 operations: L = P / (A Q).
+
+    Raises:
+        ModelError: as `read_dims`.
+    """
+    dims, inner = read_dims(config_json), config_json.get("text_config")
+    config = inner if isinstance(inner, Mapping) else config_json
+    kinds = config.get("layer_types") or ["full_attention"] * dims.n_layers
+    share = 0.0 if dims.moe is None else dims.moe.n_active / dims.n_experts
+    linear = sum(dims.dense_params(i) + share * dims.expert_params(i) for i in range(dims.n_layers))
+    quadratic = kinds.count("full_attention") * dims.q_columns
+    return linear / quadratic if quadratic else math.inf
 
 
 def _moe(config: Mapping[str, Any], model_type: str, n_layers: int) -> MoeDims | None:

@@ -13,6 +13,7 @@ training step: `trainer.scheduler` is sync, or batches are replayed.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -173,6 +174,7 @@ def call_scattered(
     chunks: Sequence[RolloutChunk],
     *,
     groups: Sequence[Sequence[int]] | None = None,
+    attention_length: float = math.inf,
     of: str = ACTOR_RANK,
     **options: Any,
 ) -> tuple[dict[str, Any], list[PartialResults]]:
@@ -182,6 +184,7 @@ def call_scattered(
         method: of `ActorWorker`; called with the sequence_indices of each chunk and the chunks' rollouts. It returns
             a value for the whole call, and then a list of results for each chunk.
         groups: ranks that compute the same sequences together and return the same. None: each rank computes its own.
+        attention_length: of the model that computes, see `gkd.data.scatter.work`.
         of: what the workers are, for errors.
         options: keyword arguments of the call.
 
@@ -192,7 +195,7 @@ def call_scattered(
     results = [PartialResults() for _ in chunks]
     # Every rank is called, also one without a sequence: each layer's weights are gathered from all of them.
     groups = groups or [[rank] for rank in range(len(workers))]
-    for ranks, parts in zip(groups, scatter_to_ranks(chunks, len(groups)), strict=True):
+    for ranks, parts in zip(groups, scatter_to_ranks(chunks, len(groups), attention_length), strict=True):
         sequence_indices = [part.sequence_indices for part in parts]
         rollouts = [chunks[part.chunk_index].ref for part in parts]
         for rank in ranks:
