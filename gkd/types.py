@@ -204,8 +204,8 @@ class TokenTargets:
     def __len__(self) -> int:
         return int(self.sampled_ids.numel())
 
-    def rows(self, rows: slice) -> TokenTargets:
-        """Return views of these rows, without `text` and the tables of its tokens."""
+    def rows(self, rows: slice | torch.Tensor) -> TokenTargets:
+        """Return these rows, views if they are a slice, without `text` and the tables of its tokens."""
         others = () if self.text is None else ("text", "hidden", *_OF_LISTS)
         return self._each(lambda name, table: None if name in others else table[rows])
 

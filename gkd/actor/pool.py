@@ -181,7 +181,7 @@ class ActorPool:
 
     def last_stage_ranks(self) -> list[int]:
         """Return the first rank of each data-parallel group's last pipeline stage, by data-parallel rank."""
-        return [layout.rank for layout in self._layouts if layout.is_last_stage and layout.tp_rank == 0]
+        return [each.rank for each in self._layouts if each.is_last_stage and each.tp_rank == each.cp_rank == 0]
 
     def last_stage_nodes(self, timeout_s: float) -> list[str]:
         """Return the Ray ids of the nodes of `last_stage_ranks`."""

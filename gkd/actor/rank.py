@@ -278,7 +278,9 @@ def _fsdp(config: Config, layout: ParallelLayout, collective_timeout_s: float, c
         config.model.path,
         recompute=config.actor.recompute,
         packing=config.actor.packing,
+        cp=config.actor.cp,
         cpu_offload=config.actor.fsdp_cpu_offload,
+        collective_timeout_s=collective_timeout_s,
         trust_remote_code=config.model.trust_remote_code,
         **common,
     )
@@ -290,18 +292,18 @@ _BUILD = {"megatron": _megatron, "fsdp2": _fsdp}
 def _heads(config: Config) -> Iterator[Heads]:
     """Yield the attention shapes of one rank: of the student, and of frozen models, whose heads are not split."""
     derived = config.derived
-    yield _heads_of(config.model.path, "model.path", config.actor.tp)
+    yield _heads_of(config.model.path, "model.path", config.actor.tp * config.actor.cp)
     if derived.teacher_pool == ACTOR:
         yield _heads_of(config.teacher.path, "teacher.path")
     if derived.reference_folder:
         yield _heads_of(derived.reference_folder, "reference.path" if config.reference.path else "model.path")
 
 
-def _heads_of(folder: str, key: str, tp: int = 1) -> Heads:
+def _heads_of(folder: str, key: str, n_ranks: int = 1) -> Heads:
     from gkd.actor.common.attention import Heads
 
     dims = read_dims(read_config_json(folder, key))
-    return Heads(dims.n_heads // tp, max(1, dims.n_kv_heads // tp), dims.head_dim)
+    return Heads(dims.n_heads // n_ranks, max(1, dims.n_kv_heads // n_ranks), dims.head_dim)
 
 
 # Measure one rank's memory in each phase of its work, and diagnose out-of-memory errors.

@@ -1,7 +1,8 @@
 """Ray surface of one actor rank: train, evaluate, score, save, export, send weights.
 
-Every rank of a data-parallel group builds the same micro-batches from the same handles. Only the last pipeline stage
-fetches the teacher's scores, because only it computes the loss.
+Every rank of a data-parallel group builds the same micro-batches from the same handles, also if context-parallel ranks
+then compute different columns of them. Only the last pipeline stage fetches the teacher's scores, because only it
+computes the loss.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from gkd.actor.rank import RESTORES, ActorRank
 from gkd.cluster.startup import WATCH
 from gkd.config.check_values import listed_steps
 from gkd.data.batching import check_batch, make_micro_batches, token_records, without_first
-from gkd.data.collate import MicroBatches, route_counts, sequence_weights, size_numbers
+from gkd.data.collate import MicroBatches, route_counts, sequence_weights, size_numbers, without_targets
 from gkd.data.scatter import map_selected, select, with_advantages
 from gkd.errors import CheckpointError
 from gkd.log import get_logger
@@ -108,6 +109,10 @@ class ActorWorker(ActorRank):
                 on_choices = (lambda table: choices.append(table.cpu())) if collects else None
                 stats = self._student.evaluate(batches, on_rows, on_choices)
         if not keeps:
+            return stats
+        columns, sizes = self._student.columns, without_targets(batches)
+        tables, choices = columns.whole(tables, sizes), columns.whole(choices, sizes)
+        if columns.rank:
             return stats
         kept = [rollout for rollout in rollouts if rollout.sample_index < keep_tokens]
         names = self._student.loss.evaluation_names

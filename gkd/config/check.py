@@ -43,21 +43,34 @@ def check_strategy(config: Config) -> None:
     if not a.lora.rank:
         problem = "actor.lora.rank is 0, so all weights are trained."
         config.check_unused(["actor.lora.alpha", "actor.lora.targets"], problem, "remove it, or set actor.lora.rank.")
+    if a.cp > 1:
+        _check_context_parallel(config)
     if a.layers == "te" and a.lora.rank:
         problem = "Transformer Engine's matrices include the preceding norm, so adapters would not get their input."
         raise config.error("actor.layers", problem, "use auto, or actor.lora.rank=0.")
+
+
+def _check_context_parallel(config: Config) -> None:
+    """Check that no text is compared over several ranks' columns, and that attention is the project's."""
+    if config.teacher.tokenizer:
+        problem = f"a text may begin in one rank's columns and end in another's, and actor.cp is {config.actor.cp}."
+        raise config.error("teacher.tokenizer", problem, "remove it, or use actor.cp=1.")
+    if config.actor.strategy == "fsdp2" and not config.actor.packing:
+        problem = "without packing the model's own attention is used, which needs whole sequences."
+        raise config.error("actor.cp", problem, "use 1, or actor.packing=true.")
 
 
 def check_pools(config: Config) -> None:
     """Check that the parallel layout divides the pools."""
     t, a, r = config.trainer, config.actor, config.rollout
     world = config.derived.world_size
-    if world % (a.tp * a.pp):
+    if world % (a.tp * a.cp * a.pp):
         problem = (
             f"the actor pool has {t.n_gpus_per_node} x trainer.nnodes {t.nnodes} = {world} ranks, which "
-            f"actor.tp {a.tp} x actor.pp {a.pp} = {a.tp * a.pp} does not divide."
+            f"actor.tp {a.tp} x actor.cp {a.cp} x actor.pp {a.pp} = {a.tp * a.cp * a.pp} does not divide."
         )
-        raise config.error("trainer.n_gpus_per_node", problem, "make the pool a multiple of actor.tp x actor.pp.")
+        fix = "make the pool a multiple of actor.tp x actor.cp x actor.pp."
+        raise config.error("trainer.n_gpus_per_node", problem, fix)
     if a.vpp > 1 and a.pp == 1:
         problem = "with actor.pp 1 there is no pipeline to interleave."
         raise config.error("actor.vpp", problem, "use 1, or actor.pp > 1.")

@@ -68,6 +68,7 @@ class Derived:
     max_engine_length: int  # tokens of a sequence in the rollout engines; if they are the teacher, with one to generate
     world_size: int  # actor ranks, on all nodes
     dp_size: int  # data-parallel groups of the actor
+    n_shards: int  # ranks that share the optimizer states of the same weights: data- and context-parallel ones
     n_engines: int  # vLLM engines, on all nodes
     n_gpus: int  # GPUs of both pools, on all nodes; colocated ones count once
     teacher_pool: str  # pool whose processes score, see `TeacherBackend`; empty: a teacher outside of the run
@@ -125,7 +126,8 @@ class Config(Sections):
             max_teacher_length=longest_of_teacher,
             max_engine_length=longest_of_teacher + 1 if teacher_pool == ROLLOUT else longest,
             world_size=world_size,
-            dp_size=world_size // (a.tp * a.pp),
+            dp_size=world_size // (a.tp * a.cp * a.pp),
+            n_shards=world_size // (a.tp * a.pp),
             n_engines=engine_gpus // r.tp,
             n_gpus=world_size if t.colocate else world_size + engine_gpus,
             teacher_pool=teacher_pool,

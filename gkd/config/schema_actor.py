@@ -30,7 +30,7 @@ class StudentBackend(NamedTuple):
         return name not in self.limits or value in self.limits[name].values
 
 
-_DATA_PARALLEL = Limit((1,), "is data parallel only")
+_DATA_PARALLEL = Limit((1,), "is data and context parallel only")
 BACKENDS = {
     "megatron": StudentBackend(
         {"fsdp_cpu_offload": Limit((False,), "does not shard its weights")},
@@ -88,7 +88,7 @@ class ActorConfig:
     strategy: str = key(
         "megatron",
         "Training backend. megatron: Megatron-core with tensor, pipeline and expert parallelism. fsdp2: fully_shard "
-        "around the Hugging Face model, data parallel only. Supported models: docs/student.md.",
+        "around the Hugging Face model, data and context parallel only. Supported models: docs/student.md.",
         choices=tuple(BACKENDS),
     )
     tp: int = key(1, "Tensor parallel size.", gt=0, resume=True)
@@ -96,6 +96,14 @@ class ActorConfig:
     vpp: int = key(
         1,
         "Model chunks of each pipeline stage (interleaved 1F1B): smaller pipeline bubbles, more messages; 1 = off.",
+        gt=0,
+        resume=True,
+    )
+    cp: int = key(
+        1,
+        "Context parallel size: neighboring ranks that share each micro-batch, a part of the columns each, so that "
+        "activations of a sequence are split. In attention they exchange columns for heads, so cp divides the model's "
+        "attention heads / tp.",
         gt=0,
         resume=True,
     )
@@ -151,7 +159,7 @@ class ActorConfig:
     )
     max_tokens_per_micro_batch: int = key(
         0,
-        "Tokens of one forward pass, padding included; 0 = use micro_batch_size.",
+        "Tokens of one forward pass, padding included, on all cp ranks together; 0 = use micro_batch_size.",
         ge=0,
         limits="0, or >= data.max_prompt_length + data.max_response_length",
         resume=True,

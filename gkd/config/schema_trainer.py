@@ -65,7 +65,7 @@ class TrainerConfig:
     total_steps: int = key(0, "Optimizer steps; 0 = no limit.", ge=0, resume=IF_CONSTANT)
     n_gpus_per_node: int = key(
         1,
-        "GPUs per node of the actor pool. Times trainer.nnodes: actor.tp x actor.pp x data parallel.",
+        "GPUs per node of the actor pool. Times trainer.nnodes: actor.tp x actor.cp x actor.pp x data parallel.",
         gt=0,
         resume=True,
     )

@@ -32,6 +32,7 @@ import torch
 from numpy.typing import DTypeLike
 
 from gkd.config.schema import Route
+from gkd.data.columns import ALL_COLUMNS, Columns
 from gkd.errors import DataError
 from gkd.text.pair import TokenizerPair
 from gkd.text.targets import TextTargets
@@ -53,6 +54,7 @@ class MicroBatches(Sequence[MicroBatch]):
         packed: concatenate sequences in one row; otherwise pad to the longest with `pad_id`.
         weights: [len(rollouts)] float32, factor of the loss of each sequence's tokens; None means all 1.
         pair: tokenizers of the student and of a teacher with another one, whose scores have `response_ids`.
+        columns: of this rank; each micro-batch is its part, and only the targets of its rows are built.
 
     Raises:
         DataError: only some of the sequences have one of the teacher's tables.
@@ -66,6 +68,7 @@ class MicroBatches(Sequence[MicroBatch]):
     pad_id: int
     weights: np.ndarray | None = None
     pair: TokenizerPair | None = None
+    columns: Columns = ALL_COLUMNS
 
     def __post_init__(self) -> None:
         for name in (*SIGNAL_FIELDS.values(), "reference_logprobs"):
@@ -87,10 +90,12 @@ class MicroBatches(Sequence[MicroBatch]):
             return replace(self, groups=self.groups[index])
         group = self.groups[index]
         rollouts = [self.rollouts[i] for i in group]
-        batch = _packed(rollouts) if self.packed else _padded(rollouts, self.pad_id)
+        whole = _packed(rollouts) if self.packed else _padded(rollouts, self.pad_id)
+        batch = self.columns.part_of(whole)
         if self.scores is not None:
             weights = None if self.weights is None else self.weights[np.array(group)]
-            batch.targets = _targets(rollouts, [self.scores[i] for i in group], weights, self.pair)
+            parts = _parts(self.columns.rows(whole).numpy(), [r.n_own for r in rollouts])
+            batch.targets = _targets(rollouts, [self.scores[i] for i in group], parts, weights, self.pair)
         return batch
 
     @property
@@ -103,6 +108,13 @@ class MicroBatches(Sequence[MicroBatch]):
 def without_targets(batches: Sequence[MicroBatch]) -> Sequence[MicroBatch]:
     """Return the same micro-batches; lazily built ones without targets, which are most of the cost of building them."""
     return replace(batches, scores=None) if isinstance(batches, MicroBatches) else batches
+
+
+def parts_of(batches: Sequence[MicroBatch], columns: Columns) -> Sequence[MicroBatch]:
+    """Return a rank's columns of the micro-batches; lazily built ones stay lazy."""
+    if isinstance(batches, MicroBatches):
+        return replace(batches, columns=columns)
+    return [columns.part_of(batch) for batch in batches]
 
 
 def _padded(rollouts: Sequence[Rollout], pad_id: int) -> MicroBatch:
@@ -168,22 +180,34 @@ def _ends(rollout: Rollout) -> np.ndarray:
     return last & rollout.on_policy
 
 
+def _parts(rows: np.ndarray, n_own: Sequence[int]) -> list[slice]:
+    """Return which of its own tokens' rows each sequence has among `rows`, see `Columns.rows`."""
+    borders = np.cumsum([0, *n_own])
+    stops = np.searchsorted(rows, borders)
+    counts = np.diff(stops)
+    firsts = [int(rows[at] - border) if n else 0 for at, border, n in zip(stops, borders, counts, strict=False)]
+    return [slice(first, first + int(n)) for first, n in zip(firsts, counts, strict=True)]
+
+
 def _targets(
     rollouts: Sequence[Rollout],
     scores: Sequence[TeacherScores],
+    parts: Sequence[slice],
     weights: np.ndarray | None,
     pair: TokenizerPair | None,
 ) -> TokenTargets:
-    n_rows = [r.n_own for r in rollouts]
-    logprobs = [r.rollout_logprobs if r.on_policy else np.zeros(n) for r, n in zip(rollouts, n_rows, strict=True)]
-    ends = np.concatenate([_ends(r) for r in rollouts])
+    listed = (
+        parts if pair is None else [slice(None)] * len(parts)
+    )  # rows of the teacher's tables, which has other tokens
+    n_rows = [part.stop - part.start for part in parts]
+    logprobs = [r.rollout_logprobs if r.on_policy else np.zeros(r.n_own) for r in rollouts]
     targets = TokenTargets(
-        sampled_ids=_rows([r.own_ids for r in rollouts], np.int64),
-        rollout_logprobs=_rows(logprobs, np.float32),
+        sampled_ids=_rows([r.own_ids for r in rollouts], parts, np.int64),
+        rollout_logprobs=_rows(logprobs, parts, np.float32),
         on_policy=torch.from_numpy(np.repeat([r.on_policy for r in rollouts], n_rows)),
-        ends=torch.from_numpy(ends),
+        ends=_rows([_ends(r) for r in rollouts], parts, np.bool_),
         routes=torch.from_numpy(np.repeat([r.route for r in rollouts], n_rows)),
-        turns=torch.from_numpy(np.concatenate([_turns(r) for r in rollouts])),
+        turns=_rows([_turns(r) for r in rollouts], parts, np.int64),
         weights=None if weights is None else torch.from_numpy(np.repeat(weights, n_rows)),
         sequences=torch.from_numpy(np.repeat(np.arange(len(n_rows)), n_rows)),
     )
@@ -191,20 +215,27 @@ def _targets(
         targets.advantages = torch.from_numpy(np.repeat(np.array(advantages, np.float32), n_rows))
     if topk := _present([s.topk for s in scores]):
         width = max(t.topk_ids.shape[1] for t in topk)
-        targets.topk_ids = _rows([_pad_columns(t.topk_ids, width, -1) for t in topk], np.int64)
-        targets.topk_logprobs = _rows([_pad_columns(t.topk_logprobs, width, -np.inf) for t in topk], np.float32)
-        targets.tail_mass = _rows([t.tail_mass for t in topk], np.float32)
+        targets.topk_ids = _rows([_pad_columns(t.topk_ids, width, -1) for t in topk], listed, np.int64)
+        logprobs = [_pad_columns(t.topk_logprobs, width, -np.inf) for t in topk]
+        targets.topk_logprobs = _rows(logprobs, listed, np.float32)
+        targets.tail_mass = _rows([t.tail_mass for t in topk], listed, np.float32)
     if sampled := _present([s.sampled_logprobs for s in scores]):
-        targets.sampled_logprobs = _rows(sampled, np.float32)
+        targets.sampled_logprobs = _rows(sampled, listed, np.float32)
     if logits := _present([s.logits for s in scores]):
-        targets.logits = _rows(logits, logits[0].dtype)
+        targets.logits = _rows(logits, listed, logits[0].dtype)
     if hidden := _present([s.hidden for s in scores]):
-        targets.hidden = _rows(hidden, np.float32)
+        targets.hidden = _rows(hidden, listed, np.float32)
     if pair is not None:
         targets.text = _text(rollouts, scores, pair)
     if reference := _present([s.reference_logprobs for s in scores]):
-        targets.reference_logprobs = _rows(reference, np.float32)
+        targets.reference_logprobs = _rows(reference, parts, np.float32)
     return targets
+
+
+def _rows(tables: Sequence[np.ndarray], parts: Sequence[slice], dtype: DTypeLike) -> torch.Tensor:
+    """Concatenate a part of each table into new memory: arrays from the object store are read-only."""
+    own = [table[part] for table, part in zip(tables, parts, strict=True)]
+    return torch.from_numpy(np.concatenate(own, dtype=dtype, casting="same_kind"))
 
 
 def _text(rollouts: Sequence[Rollout], scores: Sequence[TeacherScores], pair: TokenizerPair) -> TextTargets:
@@ -236,11 +267,6 @@ def _pad_columns(table: np.ndarray, width: int, filler: float) -> np.ndarray:
     """Pad [R, K] to [R, width]."""
     missing = width - table.shape[1]
     return table if missing == 0 else np.pad(table, ((0, 0), (0, missing)), constant_values=filler)
-
-
-def _rows(tables: Sequence[np.ndarray], dtype: DTypeLike) -> torch.Tensor:
-    """Concatenate into new memory: arrays from the object store are read-only."""
-    return torch.from_numpy(np.concatenate(tables, dtype=dtype, casting="same_kind"))
 
 
 def route_counts(rollouts: Sequence[Rollout], n_routes: int) -> np.ndarray:

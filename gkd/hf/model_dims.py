@@ -313,6 +313,18 @@ def check_actor_split(dims: ModelDims, *, tp: int, pp: int, vpp: int, ep: int, s
         raise ConfigError("actor.sequence_parallel", False, problem, "Set it, or use actor.tp=1 and actor.ep.")
 
 
+def check_context_split(cp: int, heads: Sequence[int], kv_heads: Sequence[int]) -> None:
+    """Raise ConfigError if `cp` ranks cannot share the heads of a tensor-parallel rank. Unknown counts are empty."""
+    for count in heads:
+        if count % cp:
+            problem = f"does not divide the {count} attention heads of a tensor-parallel rank."
+            raise ConfigError("actor.cp", cp, problem, f"Choose a divisor of {count}.")
+    for count in kv_heads:
+        if count % cp and cp % count:
+            problem = f"is neither a divisor nor a multiple of the {count} key/value heads of a tensor-parallel rank."
+            raise ConfigError("actor.cp", cp, problem, f"Choose a divisor of {count}.")
+
+
 def check_engine_split(
     tp: int, heads: Sequence[int], kv_heads: Sequence[int], columns: Mapping[str, Sequence[int]]
 ) -> None:

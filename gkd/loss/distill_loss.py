@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from gkd.config.loss_spec import LossSpec
+from gkd.data.columns import ALL_COLUMNS, Columns
 from gkd.errors import DataError
 from gkd.loss.choices import listed_choices
 from gkd.loss.chunked import HeadLoss, LogitsLoss
@@ -63,6 +64,7 @@ class DistillLoss:
         on_choices: called after it with the teacher's most probable tokens, [n, C, 3], see `gkd.loss.choices`; not
             called if the teacher sends no distribution. Set on all ranks of the shard's group or on none.
         with_support: also report the teacher's probability of the student's most probable tokens.
+        columns: of the micro-batch whose loss rows this rank has; distill.token_weight needs the others' of a sequence.
     """
 
     spec: LossSpec
@@ -75,6 +77,7 @@ class DistillLoss:
     on_rows: Callable[[Tensor], None] | None = None
     on_choices: Callable[[Tensor], None] | None = None
     with_support: bool = False
+    columns: Columns = ALL_COLUMNS
 
     @property
     def is_full_vocab(self) -> bool:
@@ -153,9 +156,9 @@ class DistillLoss:
     def from_logits(self, logits_local: Tensor, targets: TokenTargets) -> tuple[Tensor, Tensor]:
         """Compute the same from [N, V_local] logits, which the gradient overwrites: they must have no other use."""
         self.check(targets)
+        targets = self._weighed(targets, lambda first: first.from_logits(logits_local, targets))
         if len(targets) == 0:  # a rank without data; its tables may be missing
             return logits_local.sum(), logits_local.new_zeros(len(self.report_names), dtype=torch.float64)
-        targets = self._weighed(targets, lambda first: first.from_logits(logits_local, targets))
         logits_local = self._at_temperatures(logits_local, targets)
         if not torch.is_grad_enabled():
             logits_local = logits_local.detach()
@@ -163,8 +166,11 @@ class DistillLoss:
         return loss, sums
 
     def _weighed(self, targets: TokenTargets, compute: Callable[[DistillLoss], object]) -> TokenTargets:
-        """Return the targets with the factors of distill.token_weight, from a first pass without gradients."""
-        if self.spec.token_weight == "none" or len(targets) == 0:
+        """Return the targets with the factors of distill.token_weight, from a first pass without gradients.
+
+        Collective over the ranks that share the micro-batch, also for one without a loss row.
+        """
+        if self.spec.token_weight == "none" or targets.sequences is None:  # None: of a filler
             return targets
         tables: list[Tensor] = []
         first = replace(
@@ -175,7 +181,9 @@ class DistillLoss:
         )
         with torch.no_grad():
             compute(first)
-        return with_token_weights(targets, self.spec, dict(zip(first.report_names, torch.cat(tables).T, strict=False)))
+        table = torch.cat(tables) if tables else torch.zeros(0, len(first.report_names))
+        values = dict(zip(first.report_names, table.T, strict=False))
+        return with_token_weights(targets, self.spec, values, self.columns)
 
     def chunks(self, targets: TokenTargets, n_rows: int, step: int) -> list[tuple[int, slice]]:
         """Divide the rows into parts of about `step`; each with the first row whose logits it needs."""

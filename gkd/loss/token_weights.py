@@ -13,7 +13,7 @@ R u / (sum of u over them), so that they are 1 on average over the sequence: its
 without. If u is 0 on all of them they are equal. Other tokens have the factor 0.
 
 A sequence is in one micro-batch, so neither micro-batches, packing nor data-parallel groups change the factors; all
-tensor-parallel ranks compute them from the same numbers.
+tensor-parallel ranks compute them from the same numbers. Context-parallel ranks gather the numbers of whole sequences.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 
 from gkd.config.loss_spec import LossSpec
+from gkd.data.columns import Columns
 from gkd.loss.row_kernels import pieces, statistics_dtype
 from gkd.loss.token_loss import SUPPORT_MASS
 from gkd.loss.vocab_parallel import RowLogprobs, VocabShard, sum_over_shards
@@ -38,19 +39,29 @@ LEAST_RANGE = 1e-6  # below, the differences are rounding errors, which dividing
 GAIN = 0.5  # gamma of IW-OPD
 
 
-def with_token_weights(targets: TokenTargets, spec: LossSpec, values: Mapping[str, Tensor]) -> TokenTargets:
+def with_token_weights(
+    targets: TokenTargets, spec: LossSpec, values: Mapping[str, Tensor], columns: Columns
+) -> TokenTargets:
     """Return the targets with the factors of their tokens, in addition to those they have.
 
     Args:
-        targets: N > 0 rows, with their sequences.
+        targets: N rows, with their sequences.
         values: [N] each, by the names of `gkd.loss.token_loss.report_names`, without gradient.
+        columns: of this rank; the call is a collective over the ranks that share the micro-batch.
     """
     assert targets.sequences is not None  # checked
-    _, lengths = torch.unique_consecutive(targets.sequences.cpu(), return_counts=True)
-    raw_of, columns = RAW[spec.token_weight], [values[name] for name in NEEDS[spec.token_weight]]
-    parts = [column.double().cpu().split(lengths.tolist()) for column in columns]
-    factors = torch.cat([_factors(raw_of(*each), spec.token_share) for each in zip(*parts, strict=True)])
-    factors = factors.to(columns[0].dtype)
+    needed = [values[name] for name in NEEDS[spec.token_weight]]
+    own = targets.sequences.cpu(), torch.stack(needed, dim=1).double().cpu()
+    parts = columns.gather(own)
+    sequences, table = (torch.cat(each) for each in zip(*parts, strict=True))
+    # A sequence's rows are in the order of the ranks; padded, each rank has rows of all sequences.
+    order = sequences.argsort(stable=True)
+    _, lengths = sequences[order].unique_consecutive(return_counts=True)
+    factors = torch.zeros(len(order), dtype=torch.float64)
+    for at in order.split(lengths.tolist()):
+        factors[at] = _factors(RAW[spec.token_weight](*table[at].T), spec.token_share)
+    first = sum(len(rows) for rows, _ in parts[: columns.rank])
+    factors = factors[first : first + len(targets)].to(needed[0].dtype)
     return replace(targets, weights=factors if targets.weights is None else targets.weights.cpu() * factors)
 
 

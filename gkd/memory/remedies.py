@@ -93,7 +93,7 @@ def halve(
 
 
 def split_further(key: str, effect: str) -> Remedy:
-    """Return the row that doubles `key`, actor.tp or actor.pp, and the GPUs of the pool, if the backend has it."""
+    """Return the row that doubles `key`, actor.cp, tp or pp, and the GPUs of the pool, if the backend has it."""
 
     def split(config: Config) -> Changes:
         value: int = config.value(key)
@@ -239,6 +239,7 @@ ACTOR_REMEDIES = (
         applies=lambda config: config.memory.strategy == "resident",
         device="cuda",
     ),
+    split_further("actor.cp", "Each sequence is split over more GPUs"),
     split_further("actor.tp", "Each layer is split over more GPUs"),
     split_further("actor.pp", "Each GPU has fewer layers"),
     Remedy(

@@ -20,7 +20,7 @@ from gkd.actor.fsdp.weights import check_weight_files
 from gkd.config.schema import Config
 from gkd.data.prompts import load_tokenizer
 from gkd.errors import ConfigError
-from gkd.hf.model_dims import check_engine_split
+from gkd.hf.model_dims import check_context_split, check_engine_split
 from gkd.hf.model_folder import checked_folder, weights_digest
 from gkd.preflight.teacher import own_teacher, shared_ids
 from gkd.scoring.teacher.info import TeacherInfo
@@ -37,7 +37,7 @@ def check_fsdp_student(config: Config) -> tuple[int, int]:
 
     Raises:
         ModelError, ConfigError: as `FsdpStudent` would, except for errors that need a forward pass with weights; or
-            rollout.tp cannot split the model.
+            actor.cp or rollout.tp cannot split the model.
     """
     actor, hf = config.actor, _built(config, Path(config.model.path))
     if actor.lora.rank > 0:
@@ -49,6 +49,7 @@ def check_fsdp_student(config: Config) -> tuple[int, int]:
         "MLP columns": distinct_sizes(text, "intermediate_size"),
         "expert columns": distinct_sizes(text, "moe_intermediate_size"),
     }
+    check_context_split(actor.cp, heads, kv_heads)
     check_engine_split(config.rollout.tp, heads, kv_heads, columns)
     return text.vocab_size, _max_tokens(hf)
 

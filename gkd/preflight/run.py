@@ -387,6 +387,15 @@ def warn_about_settings(config: Config, gib: float) -> None:
             config.trainer.global_batch_size,
             config.derived.n_engines,
         )
+    actor, per_node = config.actor, config.trainer.n_gpus_per_node
+    if actor.cp > 1 and per_node % (actor.tp * actor.cp):
+        log.warning(
+            "actor.cp %d: trainer.n_gpus_per_node %d is not a multiple of actor.tp x actor.cp = %d, so some groups of "
+            "ranks that exchange queries, keys and values have members on two nodes",
+            actor.cp,
+            per_node,
+            actor.tp * actor.cp,
+        )
     if config.actor.offload_train and config.actor.fsdp_cpu_offload:
         log.warning("actor.offload_train is ignored: actor.fsdp_cpu_offload keeps the states in host memory already")
     if gib > LARGE_SCORES_GIB:

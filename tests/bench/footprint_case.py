@@ -144,7 +144,7 @@ def full_sequences(
 def _train(rank: int, world_size: int, config: Config, n_steps: int, device: str) -> tuple[int, int, list[float]]:
     """Runs in a rank: (state, peak, losses), see `Measured`."""
     student, meter = _build(rank, world_size, config, device)
-    data, dp_size = config.data, world_size // (config.actor.tp * config.actor.pp)
+    data, dp_size = config.data, config.derived.dp_size
     rollouts, scores = full_sequences(
         config.trainer.global_batch_size * config.rollout.n // dp_size,
         data.max_prompt_length,
@@ -182,12 +182,17 @@ def _build(rank: int, world_size: int, config: Config, device: str) -> tuple[Any
         from gkd.actor.fsdp.student import FsdpStudent
 
         meter = Meter(where)
-        settings = {"packing": actor.packing, "cpu_offload": actor.fsdp_cpu_offload, "lora": actor.lora}
+        settings = {
+            "packing": actor.packing,
+            "cp": actor.cp,
+            "cpu_offload": actor.fsdp_cpu_offload,
+            "lora": actor.lora,
+        }
         return FsdpStudent(config.model.path, **settings, **common), meter
-    from gkd.actor.megatron.layout import ParallelLayout
+    from gkd.actor.megatron.layout import layouts_of
     from gkd.actor.megatron.student import MegatronStudent
 
-    layout = ParallelLayout(tp=actor.tp, pp=actor.pp, world_size=world_size, rank=rank, vpp=actor.vpp, ep=actor.ep)
+    layout = layouts_of(actor, world_size)[rank]
     meter = Meter(where)
     student = MegatronStudent(config.model.path, layout, sequence_parallel=actor.sequence_parallel, **common)
     return student, meter

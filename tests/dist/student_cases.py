@@ -28,6 +28,8 @@ def build_student(
     tp: int = 1,
     pp: int = 1,
     ep: int = 1,
+    cp: int = 1,
+    vpp: int = 1,
     **changes: Any,
 ) -> Any:
     """Build a student with the settings of `train_reference`; ranks are data parallel by default."""
@@ -45,11 +47,11 @@ def build_student(
     if backend == "fsdp2":
         from gkd.actor.fsdp.student import FsdpStudent
 
-        return FsdpStudent(folder, **settings)
+        return FsdpStudent(folder, cp=cp, **settings)
     from gkd.actor.megatron.layout import ParallelLayout
     from gkd.actor.megatron.student import MegatronStudent
 
-    layout = ParallelLayout(tp=tp, pp=pp, ep=ep, world_size=world_size, rank=rank)
+    layout = ParallelLayout(tp=tp, pp=pp, ep=ep, cp=cp, vpp=vpp, world_size=world_size, rank=rank)
     return MegatronStudent(folder, layout, **settings)
 
 

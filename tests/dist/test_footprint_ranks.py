@@ -65,6 +65,7 @@ class Case:
     sequence_parallel: bool = False
     lora: bool = False
     fused: bool = False
+    cp: int = 1
 
 
 CASES = [
@@ -85,6 +86,12 @@ CASES = [
     Case("megatron", "qwen3", "float32", packed=True, tp=2, sequence_parallel=True),
     Case("megatron", "qwen2", "bfloat16", packed=True, fused=True),
     Case("megatron", "qwen3_moe", "float32", packed=False, fused=True),
+    Case("megatron", "qwen3", "float32", packed=True, cp=2),
+    Case("megatron", "qwen2", "bfloat16", packed=False, cp=2),
+    Case("megatron", "qwen3", "bfloat16", packed=True, cp=2, recompute="selective"),
+    Case("megatron", "qwen2", "float32", packed=True, cp=2, recompute="full"),
+    Case("fsdp2", "qwen2", "float32", packed=True, cp=2),
+    Case("fsdp2", "qwen3", "bfloat16", packed=True, cp=2),
 ]
 
 
@@ -142,6 +149,7 @@ def _kernels(case: Case) -> Kernels:
         frozen=case.lora,
         n_sequences=N_SEQUENCES,
         fused=case.fused,
+        cp=case.cp,
     )
 
 
@@ -171,7 +179,7 @@ def _measure(rank: int, world_size: int, root: Path) -> list[float]:
     found = []
     for case in CASES:
         few, many = (_saved_bytes(rank, world_size, root / f"{case.kind}{depth}", case) for depth in DEPTHS)
-        n_tokens = N_SEQUENCES * (N_PROMPT + N_RESPONSE)
+        n_tokens = N_SEQUENCES * (N_PROMPT + N_RESPONSE) // case.cp
         found.append((many - few) / (DEPTHS[1] - DEPTHS[0]) / n_tokens)
     return found
 
@@ -199,19 +207,18 @@ def _saved_bytes(rank: int, world_size: int, folder: Path, case: Case) -> int:
         from gkd.actor.fsdp.passes import forward
         from gkd.actor.fsdp.student import FsdpStudent
 
-        sharded = FsdpStudent(folder, packing=case.packed, lora=lora, **settings)
-        arguments = {"targets": batches[0].targets, "loss": sharded.loss, "fused": True}
-        return _bytes_saved_in(
-            lambda: forward(sharded.model, batches[0], torch.device("cpu"), **arguments), [sharded.model]
-        )
+        sharded = FsdpStudent(folder, packing=case.packed, cp=case.cp, lora=lora, **settings)
+        part = sharded.columns.part_of(batches[0])
+        arguments = {"targets": part.targets, "loss": sharded.loss, "fused": True}
+        return _bytes_saved_in(lambda: forward(sharded.model, part, torch.device("cpu"), **arguments), [sharded.model])
     from gkd.actor.megatron import model as megatron_model
     from gkd.actor.megatron.layout import ParallelLayout
     from gkd.actor.megatron.student import MegatronStudent
 
     megatron_model.is_fused = lambda layers, device: case.fused  # type: ignore[assignment]
-    layout = ParallelLayout(tp=case.tp, pp=1, world_size=world_size, rank=rank)
+    layout = ParallelLayout(tp=case.tp, pp=1, world_size=world_size, rank=rank, cp=case.cp)
     student = MegatronStudent(folder, layout, sequence_parallel=case.sequence_parallel, lora=lora, **settings)
-    batch, (chunk,) = batches[0], student.model.chunks
+    batch, (chunk,) = student.columns.part_of(batches[0]), student.model.chunks
     try:
         return _bytes_saved_in(
             lambda: chunk(

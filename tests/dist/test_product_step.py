@@ -29,6 +29,7 @@ class Layout(NamedTuple):
 
     tp: int = 1
     pp: int = 1
+    cp: int = 1
     size: int = 3
     max_tokens: int = 0
     packed: bool = False
@@ -36,7 +37,7 @@ class Layout(NamedTuple):
 
     @property
     def dp(self) -> int:
-        return N_RANKS // (self.tp * self.pp)
+        return N_RANKS // (self.tp * self.cp * self.pp)
 
 
 PACKS = {"max_tokens": 45, "packed": True}  # of the three trajectories in a row, and of the others
@@ -49,6 +50,10 @@ LAYOUTS = {
     "dp2-packed": Layout(**PACKS),
     "fsdp2": Layout(backend="fsdp2", size=2),
     "fsdp2-packed": Layout(backend="fsdp2", **PACKS),
+    "cp2": Layout(cp=2, size=2),
+    "cp2-packed": Layout(cp=2, **PACKS),
+    "fsdp2-cp2": Layout(backend="fsdp2", cp=2, size=2),
+    "fsdp2-cp2-packed": Layout(backend="fsdp2", cp=2, **PACKS),
 }
 LENGTHS = [(3, 5), (1, 9), (6, 1), (2, 12), (4, 4), (5, 7), (2, 2)]  # of prompt and response
 # Tokens of a response that are the student's own. Trajectories begin and end with either kind.
@@ -148,11 +153,11 @@ def _one_layout(rank: int, root: Path, name: str) -> dict[str, Any]:
 
     layout = LAYOUTS[name]
     optim = OptimSpec(lr=LR, betas=BETAS, eps=EPS, weight_decay=0.0, clip_grad=0.0)
-    ranks = {"tp": layout.tp, "pp": layout.pp} if layout.backend == "megatron" else {}
+    ranks = {"tp": layout.tp, "pp": layout.pp, "cp": layout.cp}
 
     student = build_student(layout.backend, root / "hf", rank, N_RANKS, optim=optim, **ranks)
     place = getattr(student, "layout", None)
-    dp_rank, is_last = (rank, True) if place is None else (place.dp_rank, place.is_last_stage)
+    dp_rank, is_last = (rank // layout.cp, True) if place is None else (place.dp_rank, place.is_last_stage)
 
     def batches(noise: int = 0) -> MicroBatches:
         rollouts, scores = _scored_batch(noise)

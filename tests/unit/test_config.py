@@ -22,6 +22,7 @@ MINIMAL = ["data.train_files=[a.jsonl]", "model.path=m", "trainer.run_dir=r"]
 SHOP = "rollout.environment=shop:Shop"
 REWARDS = ["reward.functions=[{path: length}]", "distill.reward_weight=1", "rollout.n=2"]
 KL = ["distill.reference_kl_weight=0.1"]
+CP = ["actor.cp=2", "trainer.n_gpus_per_node=2"]
 LORA = ["actor.strategy=fsdp2", "actor.lora.rank=4"]
 LOCAL = ["teacher.backend=local", "teacher.path=t"]
 HTTP = ["teacher.backend=http", "teacher.url=http://127.0.0.1:8000"]
@@ -456,6 +457,9 @@ def test_a_value_that_cannot_be_meant_is_refused(override: str) -> None:
         (["eval.metric=none", "eval.teacher_prompts=2"], "eval.teacher_prompts"),
         (["distill.support=student", "teacher.topk=64", "rollout.top_k=20"], "rollout.top_k"),
         (["distill.support=student", "rollout.top_p=0.9"], "rollout.top_p"),
+        (["actor.cp=2", "trainer.n_gpus_per_node=3"], "trainer.n_gpus_per_node"),
+        ([*CP, "actor.strategy=fsdp2", "actor.packing=false"], "actor.cp"),
+        ([*CP, "teacher.tokenizer=t"], "teacher.tokenizer"),
         (["distill.support=union", "rollout.min_p=0.05"], "rollout.min_p"),
         (["data.val_files=[v]", "trainer.keep_best=eval/accuracy"], "trainer.keep_best"),
         (["teacher.backend=local"], "teacher.path"),

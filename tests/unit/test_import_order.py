@@ -23,7 +23,7 @@ LIBRARIES: dict[str, tuple[str, ...]] = {
     "verifiers": ("gkd/environment/verifiers.py",),
     "transformers": ("gkd/data/prompts.py", "gkd/actor/", "gkd/preflight/", "teacher_server/"),
     "torch": (
-        *("gkd/actor/", "gkd/data/batching.py", "gkd/data/collate.py", "gkd/loss/"),
+        *("gkd/actor/", "gkd/data/batching.py", "gkd/data/collate.py", "gkd/data/columns.py", "gkd/loss/"),
         *(f"gkd/memory/{name}.py" for name in ("fragmentation", "host_buffer", "oom", "states", "usage")),
         *(
             "gkd/preflight/",

@@ -14,7 +14,7 @@ from megatron.core.models.common.embeddings.rope_utils import _apply_rotary_pos_
 from gkd.actor.megatron import model_config, student
 from gkd.actor.megatron.layer_spec import GroupedProduct, check_transformer_engine, is_fused
 from gkd.actor.megatron.layout import ParallelLayout
-from gkd.actor.megatron.model_config import rotate, rotate_packed
+from gkd.actor.megatron.model_config import PositionAngles, rotate
 from gkd.actor.rank import build_student
 from gkd.config.load import load_config
 from gkd.start.pools import actor_env
@@ -35,21 +35,23 @@ def test_rotation_is_that_of_megatron() -> None:
     """Fails if a position in a pack, or the pairs that are rotated, differ from Megatron's."""
     generator = torch.Generator().manual_seed(0)
     cu_seqlens = torch.tensor([0, 3, 4, 10], dtype=torch.int32)
-    angles = torch.rand(6, 1, 1, 8, generator=generator)
-    angles[..., 4:] = angles[..., :4]
+    angles_of = PositionAngles(torch.rand(4, generator=generator))
+    angles_of.positions = torch.arange(6)
+    whole = angles_of()
+    angles_of.positions = torch.tensor([0, 1, 2, 0, 0, 1, 2, 3, 4, 5])
+    angles = angles_of()
     heads = torch.randn(10, 2, 8, generator=generator, requires_grad=True)
-    plain = megatron_rotates_packed(heads, cu_seqlens, angles, cp_group=OneRank())
-    ours = rotate_packed(heads, cu_seqlens, angles, cp_size=1, cp_rank=0)
+    plain = megatron_rotates_packed(heads, cu_seqlens, whole, cp_group=OneRank())
+    ours = rotate(heads[:, None], angles)[:, 0]
     assert torch.equal(ours, plain)
     weights = torch.randn(ours.shape, generator=generator)
     (mine,), (theirs,) = (torch.autograd.grad((out * weights).sum(), [heads]) for out in (ours, plain))
     assert torch.equal(mine, theirs)
     padded = torch.randn(6, 3, 2, 8, generator=generator)
-    assert torch.equal(rotate(padded, angles, interleaved=False), megatron_rotates(padded, angles))
-    # The same boundaries with values of another dtype, and with other angles.
-    for values, turns in ((heads.bfloat16(), angles), (heads, angles * 2)):
-        turned = rotate_packed(values, cu_seqlens, turns)
-        assert torch.equal(turned, megatron_rotates_packed(values, cu_seqlens, turns, cp_group=OneRank()))
+    assert torch.equal(rotate(padded, whole, interleaved=False), megatron_rotates(padded, whole))
+    # The same angles for values of another dtype.
+    turned = rotate(heads[:, None].bfloat16(), angles)[:, 0]
+    assert torch.equal(turned, megatron_rotates_packed(heads.bfloat16(), cu_seqlens, whole, cp_group=OneRank()))
 
 
 @pytest.mark.parametrize(("packs", "n_variants"), [(True, 4), (False, 8)])
@@ -63,17 +65,12 @@ def test_rotation_is_compiled_a_few_times(monkeypatch: pytest.MonkeyPatch, packs
         plain = inspect.unwrap(getattr(model_config, name))
         monkeypatch.setattr(model_config, name, torch.compile(plain, dynamic=False, backend=backend))
     for grad, n, length in [(True, 3, 6), (False, 1, 4), (True, 1, 8), (False, 3, 2), (True, 5, 12), (True, 7, 8)]:
-        lead = (n * length,) if packs else (length, n)
+        lead = (n * length, 1) if packs else (length, n)
         qkv = torch.randn(*lead, 2, 4 * 8, generator=generator, requires_grad=grad)  # a key head has 2 query heads
-        angles = torch.rand(length, 1, 1, 4, generator=generator).repeat(1, 1, 1, 2)
-        cu_seqlens = torch.arange(0, n * length + 1, length, dtype=torch.int32)
+        angles = torch.rand(lead[0], 1, 1, 4, generator=generator).repeat(1, 1, 1, 2)
         queries, keys, _ = qkv.split([16, 8, 8], dim=-1)
         for values in (queries.reshape(*lead, 4, 8), keys):
-            if packs:
-                ours = rotate_packed(values, cu_seqlens, angles)
-                plain = megatron_rotates_packed(values, cu_seqlens, angles, cp_group=OneRank())
-            else:
-                ours, plain = rotate(values, angles), megatron_rotates(values, angles)
+            ours, plain = rotate(values, angles), megatron_rotates(values, angles)
             assert torch.equal(ours, plain)
             if grad:
                 of_attention = torch.randn(values.transpose(0, -2).shape, generator=generator).transpose(0, -2)

@@ -13,6 +13,7 @@ from gkd.actor.common.step import BatchSums, diagnostics
 from gkd.config.load import load_config
 from gkd.config.loss_spec import LossSpec, LossTerm, loss_spec
 from gkd.config.schema_teacher import DistillConfig, LossTermConfig
+from gkd.data.columns import ALL_COLUMNS
 from gkd.errors import ConfigError
 from gkd.loss.divergence_slopes import value_and_slope
 from gkd.metrics.catalog import ROWS
@@ -133,7 +134,7 @@ def test_a_host_without_the_function_fails_at_the_start() -> None:
     """Fails if a rank on a host without the module starts, and ends the run in its first step."""
     args: StudentArgs = {"loss": LossSpec((LossTerm("no_such_module:loss"),)), "device": torch.device("cpu")}
     with refuses("distill.loss"):
-        build_loss(args, SHARD)
+        build_loss(args, SHARD, ALL_COLUMNS)
 
 
 def test_the_metric_has_a_name_that_trackers_accept() -> None:

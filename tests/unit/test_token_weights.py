@@ -14,6 +14,7 @@ from gkd.config.check import check_config
 from gkd.config.load import load_config
 from gkd.config.loss_spec import LossSpec, LossTerm, teacher_signals
 from gkd.config.schema_teacher import TOKEN_WEIGHTS
+from gkd.data.columns import ALL_COLUMNS
 from gkd.errors import DataError
 from gkd.loss import token_weights
 from gkd.loss.distill_loss import DistillLoss
@@ -106,7 +107,9 @@ def test_factors_of_known_sequences() -> None:
     def factors(weight: str, share: float, **values: list[float]) -> list[float]:
         targets = TokenTargets(sequences, torch.zeros(5), torch.ones(5, dtype=torch.bool), sequences=sequences)
         tables = {name: torch.tensor(column, dtype=torch.float32) for name, column in values.items()}
-        weights = with_token_weights(targets, LossSpec(token_weight=weight, token_share=share), tables).weights
+        weights = with_token_weights(
+            targets, LossSpec(token_weight=weight, token_share=share), tables, ALL_COLUMNS
+        ).weights
         assert weights is not None and weights.dtype == torch.float32
         return weights.tolist()
 

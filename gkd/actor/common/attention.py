@@ -12,11 +12,13 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
 import torch.nn.attention
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.varlen import varlen_attn
 
+from gkd.actor.common.context_parallel import all_columns, own_columns
 from gkd.errors import ConfigError
 
 # Supported by the flash kernels behind varlen_attn.
@@ -33,6 +35,7 @@ def causal_attention(
     *,
     max_length: int | None = None,
     scale: float | None = None,
+    group: dist.ProcessGroup | None = None,
 ) -> Tensor:
     """Return softmax(scale q k^T) v, where each position attends to itself and the earlier ones of its sequence.
 
@@ -45,6 +48,8 @@ def causal_attention(
             to S, B = 1. None means each row is one sequence.
         max_length: length of the longest sequence, if known; on CUDA it saves a synchronization with the device.
         scale: of the scores; None means 1 / sqrt(D).
+        group: ranks that have neighboring columns of the same rows; q, k, v and the result are of this rank's columns,
+            and `cu_seqlens` of all. The call is a collective.
 
     Returns:
         [B, heads, S, D].
@@ -52,6 +57,9 @@ def causal_attention(
     Raises:
         ValueError: `cu_seqlens` with B > 1.
     """
+    if group is not None and group.size() > 1:
+        q, k, v = all_columns(q, k, v, group)
+        return own_columns(causal_attention(q, k, v, cu_seqlens, max_length=max_length, scale=scale), group)
     if cu_seqlens is None:
         return _sdpa(q, k, v, scale)
     if q.shape[0] != 1:

@@ -25,6 +25,7 @@ from gkd.actor.common.step import BatchSums, diagnostics, evaluation, not_finite
 from gkd.config.loss_spec import LossSpec
 from gkd.config.schema import logits_chunk_bytes
 from gkd.config.schema_actor import LoraConfig
+from gkd.data.columns import ALL_COLUMNS, Columns
 from gkd.errors import DataError, ModelError
 from gkd.log import get_logger
 from gkd.loss.distill_loss import DistillLoss
@@ -80,7 +81,8 @@ class Student(ABC):
     states: States  # reload offloaded states before calling a method that needs them
     stage, n_stages = 0, 1  # pipeline stage of this rank, and number of them
     lora: LoraConfig | None  # settings of the adapters; None: all weights are trained
-    group: Any  # data-parallel process group
+    group: Any  # process group of the ranks that compute other sequences or columns: data- and context-parallel ones
+    columns: Columns = ALL_COLUMNS  # this rank's columns of each micro-batch
     n_head_rows: int  # rows of the LM head on this rank; 0: it computes no loss
     _host_copies: HostCopies
 
@@ -149,7 +151,7 @@ class Student(ABC):
 
         Args:
             micro_batches: of this data-parallel rank, in host memory. May be empty. Their number and sizes may differ
-                between data-parallel ranks.
+                between data-parallel ranks. Context-parallel ranks pass the same ones.
 
         Raises:
             NumericsError: the loss or the gradient is not finite, or a token id is outside the vocabulary.
@@ -186,8 +188,8 @@ class Student(ABC):
         return evaluation(self.step, self.loss, sums)
 
     def sum_over_groups(self, counts: Tensor) -> Tensor:
-        """Return the sum of each data-parallel group's `counts`, float64."""
-        return sum_over_group(counts.to(self.device), self.group)
+        """Return the sum of each data-parallel group's `counts`, float64; context-parallel ranks have the same ones."""
+        return sum_over_group(counts.to(self.device), self.group) / self.columns.size
 
     @abstractmethod
     def compute_logprobs(self, micro_batches: Sequence[MicroBatch], *, disable_adapter: bool = False) -> list[Tensor]:
@@ -350,8 +352,8 @@ class Student(ABC):
         """Clip the gradients, wait for `_host_copies`, and update weights and optimizer state."""
 
 
-def build_loss(args: StudentArgs, shard: VocabShard) -> DistillLoss:
-    """Return the loss of a student whose rank has the logits of `shard`.
+def build_loss(args: StudentArgs, shard: VocabShard, columns: Columns) -> DistillLoss:
+    """Return the loss of a student whose rank has the logits of `shard`, of the loss rows in its columns.
 
     Raises ConfigError: this host does not have a loss, or triton for a GPU.
     """
@@ -366,4 +368,5 @@ def build_loss(args: StudentArgs, shard: VocabShard) -> DistillLoss:
         shard,
         kernels,
         chunk_bytes=logits_chunk_bytes(on_cpu=args["device"].type == "cpu"),
+        columns=columns,
     )

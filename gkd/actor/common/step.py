@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
@@ -55,7 +55,7 @@ def sum_over_group(sums: Tensor, group: dist.ProcessGroup | None) -> Tensor:
 
     Args:
         sums: [...] any device; summed in float64, which counts a billion tokens exactly.
-        group: the data-parallel group; None for a single rank.
+        group: of the ranks that have different ones; None for a single rank.
     """
     total = sums.to(torch.float64)
     if group is not None:
@@ -203,10 +203,16 @@ def check_micro_batch(batch: MicroBatch, *, needs_scores: bool = True) -> None:
         raise DataError(f"a micro-batch has {n_rows} loss rows, and targets for {n_targets}")
 
 
-def check_next_tokens(batch: MicroBatch) -> None:
-    """Raise DataError if no token follows the last loss row of a micro-batch."""
-    if batch.n_loss_tokens and int(batch.loss_index.max()) + 1 >= batch.tokens.numel():
+def with_next_tokens(batch: MicroBatch) -> MicroBatch:
+    """Return a micro-batch whose targets are the tokens after its loss rows, which may be in another rank's columns.
+
+    Raises DataError: no token follows the last row.
+    """
+    n_rows = batch.n_loss_tokens
+    if n_rows and int(batch.loss_index.max()) + 1 >= batch.tokens.numel():
         raise DataError("a loss row is the last position of its micro-batch, so no token follows it")
+    ids = batch.tokens.flatten()[batch.loss_index + 1]
+    return replace(batch, targets=TokenTargets(ids, torch.zeros(n_rows), torch.zeros(n_rows, dtype=torch.bool)))
 
 
 def _check_pack(batch: MicroBatch, cu_seqlens: Tensor) -> None:

@@ -10,6 +10,7 @@ import sys
 from dataclasses import dataclass
 from typing import Any
 
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from gkd.actor.common.attention import causal_attention
@@ -31,9 +32,10 @@ _FEATURES = {
 class Pack:
     """Boundaries of the sequences in a packed row; passed through the model's forward as the keyword `pack`."""
 
-    cu_seqlens: Tensor  # [n + 1] int32, on the device of the activations
-    max_length: int  # length of the longest sequence
+    cu_seqlens: Tensor | None  # [n + 1] int32, on the device of the activations; None: each row is one sequence
+    max_length: int | None  # length of the longest sequence
     calls: list[str] | None = None  # list to which each call appends the class name of its attention module
+    group: dist.ProcessGroup | None = None  # ranks that have other columns of the same rows
 
 
 def packed_attention(
@@ -59,8 +61,10 @@ def packed_attention(
         raise ModelError(f"{type(module).__name__} requests attention dropout {dropout}; the student trains without.")
     if pack is not None and pack.calls is not None:
         pack.calls.append(type(module).__name__)
-    boundaries, longest = (None, None) if pack is None else (pack.cu_seqlens, pack.max_length)
-    context = causal_attention(query, key, value, boundaries, max_length=longest, scale=scaling)
+    of = pack or Pack(None, None)
+    context = causal_attention(
+        query, key, value, of.cu_seqlens, max_length=of.max_length, scale=scaling, group=of.group
+    )
     return context.transpose(1, 2).contiguous(), None
 
 

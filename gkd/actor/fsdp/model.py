@@ -27,6 +27,7 @@ from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, P
 from transformers.initialization import no_init_weights
 
 from gkd.actor.fsdp.attention import PACKED_ATTENTION, Pack, packed_attention, refuse_packing
+from gkd.data.columns import ALL_COLUMNS
 from gkd.errors import ModelError
 from gkd.loss.distill_loss import DistillLoss
 from gkd.memory.host_buffer import page_lock
@@ -35,6 +36,8 @@ from gkd.types import TokenTargets
 
 class LossModel(nn.Module):
     """The whole student. Its forward pass includes the loss, so that fully_shard gathers the LM head for the loss."""
+
+    columns = ALL_COLUMNS  # the columns of a micro-batch that this rank computes
 
     def __init__(self, hf: PreTrainedModel) -> None:
         super().__init__()

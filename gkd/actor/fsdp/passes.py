@@ -20,14 +20,14 @@ from gkd.actor.common.agree import same_error
 from gkd.actor.common.step import (
     BatchSums,
     check_before,
-    check_next_tokens,
     empty_micro_batch,
     sum_over_group,
     token_counts,
+    with_next_tokens,
 )
 from gkd.actor.fsdp.attention import Pack
 from gkd.actor.fsdp.model import LossModel, passes_of
-from gkd.data.collate import without_targets
+from gkd.data.collate import parts_of, without_targets
 from gkd.errors import DataError
 from gkd.loss.distill_loss import DistillLoss, logprobs_of_hidden, logprobs_of_logits
 from gkd.types import MicroBatch
@@ -57,9 +57,10 @@ def run_batch(
         for batch in without_targets(micro_batches):
             _check(batch, micro_batches, loss, packing=packing, needs_scores=True)
     totals = torch.zeros(2 + len(loss.report_names), dtype=torch.float64, device=device)
+    own, filler = parts_of(micro_batches, model.columns), model.columns.part_of(empty_micro_batch())
     with passes_of(model):
         for i in range(max(1, agreement.largest)):
-            batch = micro_batches[i] if i < len(micro_batches) else empty_micro_batch()
+            batch = own[i] if i < len(own) else filler
             targets = batch.targets
             assert targets is not None  # checked
             loss_sum, values = forward(model, batch, device, targets=targets, loss=loss, fused=fused)
@@ -92,16 +93,18 @@ def run_logprobs(
         NumericsError, DataError: see `Student.train_step`.
     """
     with same_error(device, count=len(micro_batches)) as agreement:
+        batches = []
         for batch in without_targets(micro_batches):
             _check(batch, micro_batches, loss, packing=packing, needs_scores=False)
-            check_next_tokens(batch)
+            batches.append(with_next_tokens(batch))
+    own, filler = parts_of(batches, model.columns), model.columns.part_of(empty_micro_batch())
     found = []
     with passes_of(model):
         for i in range(agreement.largest):
-            batch = micro_batches[i] if i < len(micro_batches) else empty_micro_batch()
+            batch = own[i] if i < len(own) else filler
             logprobs = _next_token_logprobs(model, batch, loss, fused=fused, device=device)
-            found += [logprobs.float().cpu()] if i < len(micro_batches) else []
-    return found
+            found += [logprobs.float().cpu()] if i < len(own) else []
+    return model.columns.whole(found, batches)
 
 
 def _check(
@@ -122,7 +125,8 @@ def _next_token_logprobs(
     model: LossModel, batch: MicroBatch, loss: DistillLoss, *, fused: bool, device: torch.device
 ) -> Tensor:
     """Return [N] logprobs of the tokens after the loss rows."""
-    ids = batch.tokens.flatten()[batch.loss_index + 1].to(device)
+    assert batch.targets is not None
+    ids = batch.targets.sampled_ids.to(device)
     if fused:
         found: Tensor = forward(model, batch, device, use=partial(logprobs_of_hidden, loss, ids=ids))
         return found
@@ -130,11 +134,14 @@ def _next_token_logprobs(
 
 
 def forward(model: LossModel, batch: MicroBatch, device: torch.device, **arguments: Any) -> Any:
-    """Run the model on a micro-batch; for `arguments` and result see `LossModel.forward`."""
-    pack, positions = None, None
+    """Run the model on its columns of a micro-batch; for `arguments` and result see `LossModel.forward`."""
+    pack, positions, group = None, None, model.columns.group
     if batch.cu_seqlens is not None:
         longest = int(batch.cu_seqlens.diff().max())
-        pack = Pack(batch.cu_seqlens.to(device), longest)
+        pack = Pack(batch.cu_seqlens.to(device), longest, group=group)
+    elif group is not None:
+        pack = Pack(None, None, group=group)
+    if pack is not None:
         positions = batch.position_ids.to(device)
     tokens, rows = batch.tokens.to(device), batch.loss_index.to(device)
     return model(tokens, rows, position_ids=positions, pack=pack, **arguments)

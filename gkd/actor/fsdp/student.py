@@ -1,4 +1,4 @@
-"""Train the student with torch's fully_shard; one object per rank. Every rank of the world is a data-parallel rank.
+"""Train the student with torch's fully_shard; one object per rank. All ranks of the world share its states.
 
 Inputs are micro-batches; outputs are step statistics, exported weights and checkpoint snapshots.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, Unpack
 
@@ -15,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from gkd.actor.common.agree import same_error
+from gkd.actor.common.agree import probe_group, same_error
 from gkd.actor.common.base import Student, StudentArgs, build_loss, no_phase
 from gkd.actor.common.hf_folder import TensorPlan
 from gkd.actor.common.host_copies import HostCopies, Snapshot
@@ -35,6 +36,7 @@ from gkd.actor.fsdp.optim import (
 from gkd.actor.fsdp.passes import run_batch, run_logprobs
 from gkd.actor.fsdp.probe import probe
 from gkd.actor.fsdp.weights import Place, flat_rows, full_tensor, load_weights, match_files
+from gkd.data.columns import Columns
 from gkd.hf.model_folder import open_tensors, weights_digest
 from gkd.log import get_logger
 from gkd.loss.vocab_parallel import VocabShard
@@ -54,7 +56,9 @@ class FsdpStudent(Student):
         *,
         recompute: str = "none",
         packing: bool = True,
+        cp: int = 1,
         cpu_offload: bool = False,
+        collective_timeout_s: float = 1800.0,
         trust_remote_code: bool = False,
         **args: Unpack[StudentArgs],
     ) -> None:
@@ -64,12 +68,15 @@ class FsdpStudent(Student):
             recompute: none | full. full: keep only the inputs of each layer and repeat its forward pass in the backward
                 pass.
             packing: accept packed micro-batches. Padded ones are accepted in either case.
+            cp: neighboring ranks that share each micro-batch; above 1 it needs `packing`.
             cpu_offload: keep shards, gradients and optimizer state in host memory.
+            collective_timeout_s: timeout of a collective of the group of `cp` ranks.
             args: see `StudentArgs`. Trained weights are float32. `seed` initializes the adapters.
 
         Raises:
             ModelError: the folder is damaged or does not hold a causal language model.
             ConfigError: the model does not support packing, the fused LM head or these adapters.
+            ClusterError: see `probe_group`.
         """
         super().__init__(args)
         on_phase, dtype, device = args.get("on_phase", no_phase), args["dtype"], args["device"]
@@ -91,6 +98,11 @@ class FsdpStudent(Student):
             n_layers = len(layer_list(hf))
         self.group, self.n_head_rows = dist.group.WORLD, int(hf.config.get_text_config().vocab_size)
         self.model = shard(hf, device=device, dtype=dtype, recompute=recompute == "full", offload=cpu_offload)
+        if cp > 1:
+            group, _ = dist.new_subgroups(cp, timeout=timedelta(seconds=collective_timeout_s))
+            on_phase(f"probing group cp of ranks {dist.get_process_group_ranks(group)}")
+            probe_group("cp", group, device)
+            self.model.columns = self.columns = Columns(group)
         on_phase("loading weights")
         with same_error(device):
             load_weights(folder, self._places)
@@ -101,7 +113,7 @@ class FsdpStudent(Student):
         self._trained = [param for param in self.model.parameters() if param.requires_grad]
         self._optimizer = build_adamw(self._trained, self.optim)
         self._n_threads = threads_per_rank() if cpu_offload and device.type == "cuda" else torch.get_num_threads()
-        self.loss = build_loss(args, VocabShard(0, self.n_head_rows, None))
+        self.loss = build_loss(args, VocabShard(0, self.n_head_rows, None), self.columns)
         self._host_copies = HostCopies(torch.device("cpu") if cpu_offload else device)
         self._on_host = cpu_offload
         self.states = States(device, self.live_states, before=self._host_copies.settle)

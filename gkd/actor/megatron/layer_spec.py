@@ -124,9 +124,9 @@ class RmsNorm(torch.nn.RMSNorm):
 class CausalSdpaAttention(MegatronModule):
     """Replace Megatron's `DotProductAttention` in a causal decoder without attention dropout."""
 
-    def __init__(self, config: TransformerConfig, layer_number: int, **_: Any) -> None:
+    def __init__(self, config: TransformerConfig, layer_number: int, *, pg_collection: Any = None, **_: Any) -> None:
         super().__init__(config=config)
-        self.layer_number = layer_number
+        self.layer_number, self._group = layer_number, getattr(pg_collection, "cp", None)
 
     def forward(
         self,
@@ -140,16 +140,15 @@ class CausalSdpaAttention(MegatronModule):
     ) -> Tensor:
         """Compute attention of [S, B, heads, D] queries and [S, B, kv_heads, D] keys and values: [S, B, heads * D].
 
-        Packed sequences ("thd") have no dimension B.
+        Args:
+            packed_seq_params: boundaries of packed sequences (B = 1); None: each row is one sequence.
         """
         if attention_mask is not None or attention_bias is not None:
             raise ValueError("CausalSdpaAttention supports only the causal mask; pass neither a mask nor a bias")
-        if packed_seq_params is None:
-            q, k, v = (tensor.permute(1, 2, 0, 3) for tensor in (query, key, value))  # [B, heads, S, D]
-            return causal_attention(q, k, v, None).permute(2, 0, 1, 3).flatten(2)
-        q, k, v = (tensor.transpose(0, 1)[None] for tensor in (query, key, value))  # [1, heads, S, D]
-        context = causal_attention(q, k, v, packed_seq_params.cu_seqlens_q, max_length=packed_seq_params.max_seqlen_q)
-        return context.squeeze(0).transpose(0, 1).flatten(1)
+        pack = packed_seq_params or PackedSeqParams()
+        q, k, v = (tensor.permute(1, 2, 0, 3) for tensor in (query, key, value))  # [B, heads, S, D]
+        context = causal_attention(q, k, v, pack.cu_seqlens_q, max_length=pack.max_seqlen_q, group=self._group)
+        return context.permute(2, 0, 1, 3).flatten(2)
 
 
 def expert_settings(dims: ModelDims, layout: ParallelLayout) -> dict[str, Any]:

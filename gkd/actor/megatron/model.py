@@ -1,6 +1,6 @@
 """Build this rank's part of the student: Megatron GPTModels with the weights of a HF folder.
 
-Letters: B sequences, S padded or packed length, S' the same padded for sequence parallelism, H hidden size,
+Letters: B sequences, S padded or packed length / CP, a multiple of TP under sequence parallelism, H hidden size,
 N selected rows, V_local padded vocabulary / TP.
 """
 
@@ -25,8 +25,9 @@ from gkd.actor.megatron.hf_mapping import TensorEntry, chunk_prefix, held_entrie
 from gkd.actor.megatron.layer_spec import check_transformer_engine, is_fused, layer_spec, local_name
 from gkd.actor.megatron.layout import ParallelLayout
 from gkd.actor.megatron.lora import Adapter, add_adapters, check_targets
-from gkd.actor.megatron.model_config import MegatronDims, read_megatron_dims, transformer_config
+from gkd.actor.megatron.model_config import MegatronDims, PositionAngles, read_megatron_dims, transformer_config
 from gkd.config.schema_actor import LoraConfig
+from gkd.data.columns import Columns
 from gkd.log import get_logger
 
 
@@ -52,30 +53,25 @@ class StudentGPT(GPTModel):
 
         Args:
             tokens: [B, S] int64, right-padded or, with `cu_seqlens`, packed.
-            position_ids: [B, S] int64. Unused by rotary embeddings, which count columns of a sequence.
+            position_ids: [B, S] int64, the same in all rows.
             rows: [N] int64 into the flattened [B * S] positions.
-            cu_seqlens: [n + 1] int32 boundaries of the packed sequences, on the CPU.
+            cu_seqlens: [n + 1] int32 boundaries of the packed sequences, on the CPU; with CP those of the whole pack.
             with_logits: False: the last stage stops before its LM head.
 
         Returns:
-            On the last chunk of the last stage [N, V_local] logits or [N, H] hidden states. Elsewhere [S', B, H]
-            hidden states, or this rank's part of their positions under sequence parallelism.
+            On the last chunk of the last stage [N, V_local] logits or [N, H] hidden states. Elsewhere [S, B, H] hidden
+            states, or this rank's part of their positions under sequence parallelism.
         """
         n_sequences, length = tokens.shape
-        if self.config.sequence_parallel:
-            tokens, position_ids, cu_seqlens = _pad_columns(
-                tokens, position_ids, cu_seqlens, self.config.tensor_model_parallel_size
-            )
         self._position_major = rows % length * n_sequences + rows // length
         self._with_logits = with_logits
+        self.rotary_pos_emb.positions = position_ids[0]
         try:
             output: Tensor = super().forward(
                 tokens,
                 position_ids,
                 attention_mask=None,
-                packed_seq_params=None
-                if cu_seqlens is None
-                else _packed_params(cu_seqlens, tokens.device, fused=self.config.apply_rope_fusion),
+                packed_seq_params=None if cu_seqlens is None else _packed_params(cu_seqlens, tokens.device),
             )
         finally:
             self._position_major, self._with_logits = None, True
@@ -104,34 +100,13 @@ class StudentGPT(GPTModel):
         return output.flatten(0, 1)
 
 
-def _pad_columns(
-    tokens: Tensor, position_ids: Tensor, cu_seqlens: Tensor | None, multiple: int
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Pad columns on the right to a multiple of TP; in a packed row the padding is one more sequence."""
-    length = tokens.shape[1]
-    missing = -length % multiple
-    if missing == 0:
-        return tokens, position_ids, cu_seqlens
-    if cu_seqlens is not None:
-        cu_seqlens = F.pad(cu_seqlens, (0, 1), value=length + missing)
-    return F.pad(tokens, (0, missing)), F.pad(position_ids, (0, missing)), cu_seqlens
+def _packed_params(cu_seqlens: Tensor, device: torch.device) -> PackedSeqParams:
+    """Return the boundaries that Megatron passes to `CausalSdpaAttention`.
 
-
-def _packed_params(cu_seqlens: Tensor, device: torch.device, *, fused: bool) -> PackedSeqParams:
-    """Return the boundaries that Megatron passes to the rotary embedding and to attention."""
-    on_device = cu_seqlens.to(device, non_blocking=True)
+    The format is not "thd": Megatron then treats the pack as a batch of one row, which it is but for attention.
+    """
     longest = int(cu_seqlens.diff().max())
-    return PackedSeqParams(
-        qkv_format="thd",
-        cu_seqlens_q=on_device,
-        cu_seqlens_kv=on_device,
-        # The rotary embedding prefers these. Megatron's converts them to lists in every layer, without a device sync if
-        # they are on the CPU. The compiled one reads them on the device.
-        cu_seqlens_q_padded=on_device if fused else cu_seqlens,
-        cu_seqlens_kv_padded=on_device if fused else cu_seqlens,
-        max_seqlen_q=longest,
-        max_seqlen_kv=longest,
-    )
+    return PackedSeqParams(cu_seqlens_q=cu_seqlens.to(device, non_blocking=True), max_seqlen_q=longest)
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,6 +142,12 @@ class StudentModel:
     def config(self) -> TransformerConfig:
         config: TransformerConfig = self.chunks[0].config
         return config
+
+    @property
+    def columns(self) -> Columns:
+        """The columns of a micro-batch that this rank computes."""
+        group = self.groups.cp if self.layout.cp > 1 else None
+        return Columns(group, self.layout.tp if self.config.sequence_parallel else 1)
 
     @property
     def device(self) -> torch.device:
@@ -241,7 +222,7 @@ def build_model(
             vp_stage=vp_stage,
         )
         chunk.to(device=device, dtype=dtype)  # Megatron leaves the norms in float32
-        chunk.rotary_pos_emb.inv_freq = torch.tensor(dims.rope_inv_freq, dtype=torch.float32, device=device)
+        chunk.rotary_pos_emb = PositionAngles(torch.tensor(dims.rope_inv_freq, dtype=torch.float32, device=device))
         chunks.append(chunk)
     model = StudentModel(chunks=tuple(chunks), dims=dims, layout=layout, groups=groups)
     params = dict(model.named_params())

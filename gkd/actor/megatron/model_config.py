@@ -148,13 +148,34 @@ def transformer_config(
     )
 
 
+class PositionAngles(torch.nn.Module):
+    """Replace Megatron's rotary embedding, which counts the columns of a row: the angles of any positions.
+
+    Args:
+        inv_freq: [D / 2] float32, rotations per position, radians.
+    """
+
+    positions: Tensor  # [S] of the current micro-batch's columns
+
+    def __init__(self, inv_freq: Tensor) -> None:
+        super().__init__()
+        self.inv_freq = inv_freq
+
+    def get_rotary_seq_len(self, *_: Any) -> int:
+        return len(self.positions)
+
+    def forward(self, *_: Any, **unused: Any) -> Tensor:
+        """Return [S, 1, 1, D] float32."""
+        angles = torch.outer(self.positions.to(torch.float32), self.inv_freq)
+        return torch.cat((angles, angles), dim=-1)[:, None, None]
+
+
 # Compile the rotary embedding to one kernel, in the place where Megatron looks for Transformer Engine's.
 
 
 def install_fused_rope() -> None:
-    """Let models with `apply_rope_fusion` use the functions below. Models without it are not affected."""
+    """Let models with `apply_rope_fusion` use `rotate`. Models without it are not affected."""
     rope_utils.fused_apply_rotary_pos_emb = rotate
-    rope_utils.fused_apply_rotary_pos_emb_thd = rotate_packed
 
 
 def rotate(values: Tensor, angles: Tensor, interleaved: bool = False) -> Tensor:
@@ -162,38 +183,20 @@ def rotate(values: Tensor, angles: Tensor, interleaved: bool = False) -> Tensor:
 
     RoPE, arXiv:2104.09864, equation 34, with the pairs of Llama.
     """
-    return _Rotation.apply(values, *_table(values, angles, None))
+    return _Rotation.apply(values, *_table(values, angles))
 
 
-def rotate_packed(values: Tensor, cu_seqlens: Tensor, angles: Tensor, cp_size: int = 1, cp_rank: int = 0) -> Tensor:
-    """Rotate [T, heads, D] queries or keys of packed sequences, each from position 0.
+def _table(values: Tensor, angles: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the cosines and sines of [S, 1, 1, D] angles.
 
-    Args:
-        cu_seqlens: [n + 1] int32 boundaries of the sequences, from 0 to T, on the device of `values`.
-        angles: [at least the longest sequence, 1, 1, D] float32.
+    All layers of a micro-batch use the same, which are kept in an attribute of the angles.
     """
-    return _Rotation.apply(values, *_table(values, angles, cu_seqlens))
-
-
-def _table(values: Tensor, angles: Tensor, cu_seqlens: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Return the cosines and sines of [S, 1, 1, D] angles or, for a pack, of its tokens: [T, 1, D].
-
-    All layers of a micro-batch use the same, which are kept in an attribute of the boundaries, or else of the angles.
-    """
-    owner = angles if cu_seqlens is None else cu_seqlens
-    found, source = getattr(owner, "gkd_rotation", (None, None))
-    # A recomputed layer gets another tensor object with the same angles.
-    is_same = source is None or source.data_ptr() == angles.data_ptr()
-    if found is None or not is_same or found[0].dtype != values.dtype:
-        turns = angles
-        if cu_seqlens is not None:
-            source, n_tokens = angles, len(values)
-            starts = cu_seqlens[:-1].repeat_interleave(cu_seqlens.diff(), output_size=n_tokens)
-            turns = angles[torch.arange(n_tokens, device=starts.device) - starts, 0]
-        found = turns.cos().to(values.dtype), turns.sin().to(values.dtype)
+    found = getattr(angles, "gkd_rotation", None)
+    if found is None or found[0].dtype != values.dtype:
+        found = angles.cos().to(values.dtype), angles.sin().to(values.dtype)
         for part in found:
             maybe_mark_dynamic(part, 0)
-        owner.gkd_rotation = found, source  # type: ignore[attr-defined]
+        angles.gkd_rotation = found  # type: ignore[attr-defined]
     return found
 
 

@@ -25,13 +25,13 @@ from gkd.actor.common.agree import same_error
 from gkd.actor.common.step import (
     BatchSums,
     check_before,
-    check_next_tokens,
     empty_micro_batch,
     sum_over_group,
     token_counts,
+    with_next_tokens,
 )
 from gkd.actor.megatron.model import StudentModel
-from gkd.data.collate import without_targets
+from gkd.data.collate import parts_of, without_targets
 from gkd.errors import DataError
 from gkd.loss.distill_loss import DistillLoss, logprobs_of_hidden, logprobs_of_logits
 from gkd.loss.row_kernels import statistics_dtype
@@ -51,7 +51,7 @@ def run_batch(
 
     Args:
         ddps: the model chunks of this stage, in the order of `model.chunks`.
-        micro_batches: see `Student.train_step`. TP and PP ranks of one DP rank pass the same ones, except that only
+        micro_batches: see `Student.train_step`. TP, CP and PP ranks of one DP rank pass the same ones, except that only
             the last stage reads `targets`.
         fused: compute LM head and loss together; else all logits of a micro-batch first.
         forward_only: compute no gradients.
@@ -88,7 +88,7 @@ def run_batch(
     names = loss.report_names
     sums = torch.zeros(2 + len(names), dtype=torch.float64, device=device)
     if model.layout.is_last_stage:
-        sums = sum_over_group(torch.stack(outputs).sum(dim=0), model.groups.dp)
+        sums = sum_over_group(torch.stack(outputs).sum(dim=0), model.groups.dp_cp)
     n_tokens, n_on_policy, *values = _from_last_stage(sums, model).tolist()
     return BatchSums(round(n_tokens), round(n_on_policy), dict(zip(names, values, strict=True)))
 
@@ -112,23 +112,24 @@ def run_logprobs(
     Raises:
         NumericsError, DataError: as `run_batch`.
     """
-    device, batches = model.device, without_targets(micro_batches)
+    device, batches = model.device, []
     with same_error(device):
-        for batch in batches:
+        for batch in without_targets(micro_batches):
             check_before(loss, batch, micro_batches, needs_scores=False)
-            check_next_tokens(batch)
+            batches.append(with_next_tokens(batch))
 
     def next_token_logprobs(output: Tensor, batch: MicroBatch) -> tuple[Tensor, Tensor, Tensor]:
-        ids = batch.tokens.flatten()[batch.loss_index + 1].to(device)
+        assert batch.targets is not None
+        ids = batch.targets.sampled_ids.to(device)
         found = logprobs_of_hidden(loss, output, model.lm_head, ids) if fused else logprobs_of_logits(loss, output, ids)
         return torch.zeros((), device=device), torch.ones((), dtype=torch.int, device=device), found.float()
 
     forward = partial(_forward_step, device=device, fused=fused, loss_function=next_token_logprobs)
     shapes = [batch.tokens.shape for batch in batches]
     outputs = _schedule(ddps, model, batches, shapes, forward, forward_only=True)
-    sizes = [len(batch.loss_index) for batch in batches]
+    sizes = [len(model.columns.rows(batch)) for batch in batches]
     found = torch.cat(outputs)[: sum(sizes)] if model.layout.is_last_stage else torch.empty(sum(sizes), device=device)
-    return list(_from_last_stage(found, model).cpu().split(sizes))
+    return model.columns.whole(_from_last_stage(found, model).cpu().split(sizes), batches)
 
 
 def _from_last_stage(tensor: Tensor, model: StudentModel) -> Tensor:
@@ -153,10 +154,11 @@ def _schedule(
     Micro-batches without loss are appended if this rank has too few.
     """
     n_batches = _n_common(len(batches), model)
-    fillers = [empty_micro_batch()] * (n_batches - len(batches))
+    own, columns = parts_of(batches, model.columns), model.columns
+    fillers = [columns.part_of(empty_micro_batch())] * (n_batches - len(batches))
     # Only the chunk with the LM head reads the teacher's tables.
     holds_head = [model.layout.holds_head(chunk) for chunk in range(len(ddps))]
-    iterators = [chain(batches if holds else without_targets(batches), fillers) for holds in holds_head]
+    iterators = [chain(own if holds else without_targets(own), fillers) for holds in holds_head]
     with torch.set_grad_enabled(not forward_only):
         outputs: list[Tensor] = get_forward_backward_func()(
             forward_step_func=forward_step,

@@ -91,7 +91,8 @@ class MegatronStudent(Student):
             seed=seed,
             on_phase=on_phase,
         )
-        self.group, self.n_head_rows = groups.dp, len(self.model.lm_head) if layout.is_last_stage else 0
+        self.group, self.columns = groups.dp_cp, self.model.columns
+        self.n_head_rows = len(self.model.lm_head) if layout.is_last_stage else 0
         self._base_digest = weights_digest(Path(model_path)) if adapted else ""
         on_phase("creating the optimizer")
         config = self.model.config
@@ -106,7 +107,9 @@ class MegatronStudent(Student):
             if "word_embeddings" in name and layout.world_size == 1 and hasattr(param, "main_grad"):
                 param.adds_gradient_in_place = True  # type: ignore[attr-defined]
         tp_group = groups.tp if layout.tp > 1 else None
-        self.loss = build_loss(args, VocabShard(self.model.vocab_start, self.model.dims.vocab_size, tp_group))
+        self.loss = build_loss(
+            args, VocabShard(self.model.vocab_start, self.model.dims.vocab_size, tp_group), self.columns
+        )
         no_sync = [ddp.no_sync for ddp in self._ddps]
         config.no_sync_func = no_sync if layout.vpp > 1 else no_sync[0]
         config.finalize_model_grads_func = self._finalize_grads
@@ -163,7 +166,7 @@ class MegatronStudent(Student):
         """Reduce the gradients of a complete batch, and divide them by its number of loss tokens.
 
         Args:
-            n_tokens: of the last part, on this data-parallel rank; 0 but on the last pipeline stage.
+            n_tokens: of the last part, on this rank; 0 but on the last pipeline stage.
         """
         self._n_tokens = self._n_tokens + n_tokens
         if self._completes:
@@ -215,7 +218,7 @@ class MegatronStudent(Student):
 # Create and probe Megatron's process groups for a layout. They are global to a process.
 
 # Groups that a training step uses. Megatron creates more, which connect on first use.
-_USED = ("tp", "pp", "dp", "dp_cp", "mp", "embd", "ep", "expt_dp", "tp_ep", "tp_ep_pp", "intra_dist_opt")
+_USED = ("tp", "cp", "pp", "dp", "dp_cp", "mp", "embd", "ep", "expt_dp", "tp_ep", "tp_ep_pp", "intra_dist_opt")
 
 
 def init_groups(layout: ParallelLayout, timeout_s: float = 1800.0) -> ProcessGroupCollection:
@@ -235,6 +238,7 @@ def init_groups(layout: ParallelLayout, timeout_s: float = 1800.0) -> ProcessGro
             tensor_model_parallel_size=layout.tp,
             pipeline_model_parallel_size=layout.pp,
             virtual_pipeline_model_parallel_size=layout.vpp if layout.vpp > 1 else None,
+            context_parallel_size=layout.cp,
             expert_model_parallel_size=layout.ep,
             expert_tensor_parallel_size=1,
             distributed_timeout_minutes=math.ceil(timeout_s / 60),
@@ -246,12 +250,14 @@ def init_groups(layout: ParallelLayout, timeout_s: float = 1800.0) -> ProcessGro
         parallel_state.get_pipeline_model_parallel_world_size(),
         parallel_state.get_virtual_pipeline_model_parallel_world_size() or 1,
         parallel_state.get_expert_model_parallel_world_size(),
+        parallel_state.get_context_parallel_world_size(),
     )
-    if sizes != (layout.tp, layout.pp, layout.vpp, layout.ep):
-        tp, pp, vpp, ep = sizes
+    own = (layout.tp, layout.pp, layout.vpp, layout.ep, layout.cp)
+    if sizes != own:
+        found, wanted = (" ".join(map("{}={}".format, ("tp", "pp", "vpp", "ep", "cp"), each)) for each in (sizes, own))
         raise ClusterError(
-            f"Megatron's groups of this process have tp={tp} pp={pp} vpp={vpp} ep={ep}, the layout has tp={layout.tp} "
-            f"pp={layout.pp} vpp={layout.vpp} ep={layout.ep}. Fix: start a new process; groups are global to a process."
+            f"Megatron's groups of this process have {found}, the layout has {wanted}. "
+            "Fix: start a new process; groups are global to a process."
         )
     return ProcessGroupCollection.use_mpu_process_groups()
 

@@ -24,7 +24,7 @@ _FLOAT32, _INT64 = 4, 8
 
 @dataclass(frozen=True, slots=True)
 class MicroBatchShape:
-    """The largest micro-batch of one data-parallel group, with sequences of full length."""
+    """A rank's columns of the largest micro-batch of its data-parallel group, with sequences of full length."""
 
     n_tokens: int  # padding included
     n_rows: int  # positions with a loss
@@ -47,7 +47,8 @@ def largest_micro_batch(config: Config) -> MicroBatchShape:
         n_sequences = min(actor.micro_batch_size, n_in_group)
         n_tokens, n_rows = n_sequences * longest, n_sequences * data.max_response_length
     n_batches = -(-n_in_group * longest // n_tokens)
-    return MicroBatchShape(n_tokens, n_rows, n_sequences, n_batches, actor.packing)
+    n_own = -(-n_tokens // actor.cp)  # of which all may be of responses
+    return MicroBatchShape(n_own, min(n_rows, n_own), n_sequences, n_batches, actor.packing)
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +65,7 @@ class Kernels:
     frozen: bool = False  # only adapters are trained; the tensors that they save, r numbers per token, are left out
     n_sequences: int = 1  # sequences of a padded micro-batch, which share one table of positions
     fused: bool = False  # SwiGLU saves its input alone, the rotary embedding nothing
+    cp: int = 1  # after the exchange for attention a rank has all columns of its heads
 
     @property
     def _share(self) -> float:
@@ -109,12 +111,23 @@ class Kernels:
         own = self.backend == "megatron" or self.packed  # otherwise transformers' attention
         return own and not self.on_cpu and self.itemsize == _FLOAT32 and dims.n_kv_heads < dims.n_heads
 
+    def _exchanged(self, dims: ModelDims) -> float:
+        """Return the columns that attention saves if context-parallel ranks exchange them.
+
+        Queries, keys, values, context, and the context of its own columns. Several ranks may get the same key head.
+        """
+        q, kv = dims.q_columns / self.tp, dims.kv_columns / self.tp
+        return 3 * q + 2 * (q if self._repeats(dims) else kv * max(1, self.cp * self.tp // dims.n_kv_heads))
+
     def _megatron_attention(self, dims: ModelDims) -> float:
         b, q, kv = self.itemsize, dims.q_columns / self.tp, dims.kv_columns / self.tp
         hidden = dims.hidden_size * self._share
         kept = (self._norm(dims) + b) * hidden
         copies_values = (self._repeats(dims) or self._in_one_call(dims)) and self.recompute != "selective"
-        if self._repeats(dims) and copies_values:
+        copies_values = copies_values or (self.cp > 1 and self.recompute != "selective")
+        if self.cp > 1 and copies_values:
+            kept += b * self._exchanged(dims)
+        elif self._repeats(dims) and copies_values:
             kept += b * 4 * q  # queries, keys, values and context
         else:
             # Rotated queries and keys, the context, and values that are copied for the kernel.
@@ -125,7 +138,7 @@ class Kernels:
         if not self.fused:  # sines and cosines, twice
             kept += 4 * b * dims.head_dim / (1 if self.packed else self.n_sequences)
         if self.recompute != "selective":
-            kept += _FLOAT32 * dims.n_heads / self.tp + b * q * self._pieces(dims)
+            kept += _FLOAT32 * dims.n_heads / self.tp + b * q * (self._pieces(dims) if self.cp == 1 else 0)
         if dims.qk_norm:
             kept += self._query_key_norms(dims, q)
         return kept
@@ -155,9 +168,10 @@ class Kernels:
 
     def _hf_attention(self, dims: ModelDims) -> float:
         b, q, kv = self.itemsize, dims.q_columns, dims.kv_columns
-        kept = (self._norm(dims) + b) * dims.hidden_size
+        kept: float = (self._norm(dims) + b) * dims.hidden_size
         keys = q if self._repeats(dims) else kv
-        kept += b * (2 * q + 2 * keys + q * self._pieces(dims)) + _FLOAT32 * dims.n_heads
+        of_attention = self._exchanged(dims) if self.cp > 1 else 2 * q + 2 * keys + q * self._pieces(dims)
+        kept += b * of_attention + _FLOAT32 * dims.n_heads
         return kept + (self._norm(dims) * (q + kv) if dims.qk_norm else 0)
 
     def _hf_mlp(self, dims: ModelDims, layer: int) -> float:

@@ -48,7 +48,7 @@ def fsdp_footprints(
     config: Config, dims: ModelDims, tensors: Tensors | None, *, on_cpu: bool, teacher_hidden: int | None
 ) -> Iterable[RankFootprint]:
     """Yield the footprint of rank 0, which stands for all ranks."""
-    actor, dp = config.actor, config.derived.dp_size
+    actor, dp = config.actor, config.derived.n_shards
     b = _FLOAT32 if config.model.dtype == "float32" else 2
     found, batch = groups(config, dims, tensors), largest_micro_batch(config)
     frozen = actor.lora.rank > 0
@@ -64,7 +64,9 @@ def fsdp_footprints(
         # Shards are pinned in one block. Gradients come to the host one by one, and torch rounds the pinned memory of
         # each up to a power of two: less than twice its size.
         parts = {"offloaded": sum(state.values()) + state["gradients"]}
-    kernels = Kernels("fsdp2", on_cpu, b, batch.packed, actor.recompute, frozen=frozen, n_sequences=batch.n_sequences)
+    kernels = Kernels(
+        "fsdp2", on_cpu, b, batch.packed, actor.recompute, frozen=frozen, n_sequences=batch.n_sequences, cp=actor.cp
+    )
     whole = [kernels.layer(dims, layer) * batch.n_tokens for layer in range(dims.n_layers)]
     boundary = kernels.boundary(dims) * batch.n_tokens
     activations = boundary * dims.n_layers if actor.recompute == "full" else sum(whole)

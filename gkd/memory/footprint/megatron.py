@@ -14,7 +14,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from gkd.config.schema import Config
-from gkd.hf.model_dims import ModelDims, check_actor_split, check_expert_ranks
+from gkd.hf.model_dims import ModelDims, check_actor_split, check_context_split, check_expert_ranks
 from gkd.hf.model_folder import Tensors
 from gkd.memory.footprint.activations import Kernels, LossShape, MicroBatchShape, largest_micro_batch
 from gkd.memory.footprint.adapters import adapter_params
@@ -46,7 +46,7 @@ def stages(config: Config, dims: ModelDims) -> list[Stage]:
     """Return the pipeline's stages in their order; see `gkd.actor.megatron.layout`. Raises as `check_split`."""
     actor = config.actor
     check_split(config, dims)
-    dp = config.derived.dp_size
+    dp = config.derived.n_shards
     per_chunk = dims.n_layers // (actor.pp * actor.vpp)
     found = []
     for number in range(actor.pp):
@@ -77,6 +77,7 @@ def check_split(config: Config, dims: ModelDims) -> None:
     check_actor_split(
         dims, tp=actor.tp, pp=actor.pp, vpp=actor.vpp, ep=actor.ep, sequence_parallel=actor.sequence_parallel
     )
+    check_context_split(actor.cp, (dims.n_heads // actor.tp,), (dims.n_kv_heads // actor.tp,))
     dims.check_sequence_length(config.derived.max_sequence_length)
 
 
@@ -125,6 +126,7 @@ def _training_peak(
         frozen=stage.adapter_params > 0,
         n_sequences=batch.n_sequences,
         fused=not on_cpu and actor.layers != "torch",
+        cp=actor.cp,
     )
     in_flight = _chunks_in_flight(config, stage, batch)
     whole = [kernels.layer(dims, layer) * batch.n_tokens for layer in stage.layers]
