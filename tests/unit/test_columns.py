@@ -1,155 +1,94 @@
-"""Columns of context-parallel ranks, their loss rows and targets; the heads that ranks share; even groups; norms."""
+"""Chunks of rollouts and scores cross processes by column, see `gkd.data.codec`."""
 
 from __future__ import annotations
 
-from dataclasses import fields
+import pickle
+from dataclasses import fields, is_dataclass
 from typing import Any
 
 import numpy as np
-import pytest
-import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
-from gkd.actor.common.step import total_norm, with_next_tokens
-from gkd.config.load import load_config
-from gkd.data.batching import make_micro_batches
-from gkd.data.collate import parts_of
-from gkd.data.columns import Columns
-from gkd.data.scatter import decode_indices, scatter_to_groups, work
-from gkd.hf.model_dims import attention_length, check_context_split
-from gkd.preflight.run import warn_about_settings
-from gkd.types import MicroBatch, ScoredChunk, TokenTargets
-from tests.refusals import refuses
-from tests.rollout_chunks import chunk_of
-from tests.unit.test_batching import make_rollout, make_scores
+from gkd.data.codec import ColumnList
+from gkd.types import Rollout, TeacherScores, TeacherTopK, VersionSpan
+
+LENGTHS = st.lists(st.integers(1, 9), max_size=6)
 
 
-class Group:
-    """A process group whose collectives are not used."""
-
-    def __init__(self, rank: int, size: int) -> None:
-        self.rank, self.size = lambda: rank, lambda: size
-
-
-def of_rank(rank: int, cp: int, multiple: int = 1) -> Columns:
-    group: Any = Group(rank, cp)
-    return Columns(group, multiple)
-
-
-# (prompt tokens, response tokens, bits of the mask of own tokens) of each sequence
-SEQUENCES = st.lists(st.tuples(st.integers(1, 6), st.integers(1, 12), st.integers(0, 4095)), min_size=1, max_size=5)
-
-
-def targets_equal(one: TokenTargets, other: TokenTargets) -> None:
-    for item in fields(TokenTargets):
-        first, second = getattr(one, item.name), getattr(other, item.name)
-        assert (first is None) == (second is None) and (first is None or torch.equal(first, second)), item.name
+def _rollout(i: int, n: int, *, on_policy: bool = True, n_ids: int | None = None) -> Rollout:
+    return Rollout(
+        prompt_id=i,
+        sample_index=2 * i,
+        prompt_ids=np.arange(i, dtype=np.int32),
+        response_ids=np.arange(n, dtype=np.int32) + i,
+        rollout_logprobs=-np.arange(n, dtype=np.float32) / 7,
+        version_spans=(VersionSpan(0, 1, i), VersionSpan(1, n, i + 1)) if on_policy else (),
+        finish_reason="stop" if n % 2 else "length",
+        on_policy=on_policy,
+        route=n % 3,
+        teacher_ids=np.arange(3, dtype=np.int32) if n > 4 else None,
+        top_ids=None if n_ids is None else np.full((n, n_ids), i, np.int32),
+    )
 
 
-@settings(max_examples=60, deadline=None)
-@given(SEQUENCES, st.integers(1, 5), st.integers(1, 3), st.booleans(), st.booleans())
-def test_the_ranks_of_a_group_have_each_column_row_and_target_once(
-    lengths: list[tuple[int, int, int]], cp: int, multiple: int, packed: bool, lazy: bool
-) -> None:
-    """Fails if a token is computed twice or never, or a loss row gets another token, position or teacher's row."""
-    rollouts = [make_rollout(i, n, r, sample=i, own=own & (1 << r) - 1) for i, (n, r, own) in enumerate(lengths)]
-    made = make_micro_batches(rollouts, [make_scores(r) for r in rollouts], micro_batch_size=3, packed=packed)
-    parts = [parts_of(made if lazy else list(made), of_rank(rank, cp, multiple)) for rank in range(cp)]
-    for number, whole in enumerate(made):
-        own: list[MicroBatch] = [batches[number] for batches in parts]
-        length = whole.tokens.shape[1]
-        tokens = torch.cat([part.tokens for part in own], dim=1)
-        assert torch.equal(tokens[:, :length], whole.tokens) and tokens.shape[1] % (cp * multiple) == 0
-        assert len({part.tokens.shape for part in own}) == 1, "an exchange between ranks has parts of one size"
-        seen: list[torch.Tensor] = []
-        for rank, part in enumerate(own):
-            rows = of_rank(rank, cp, multiple).rows(whole)
-            seen.append(rows)
-            at = whole.loss_index[rows]
-            assert torch.equal(part.tokens.flatten()[part.loss_index], whole.tokens.flatten()[at])
-            assert torch.equal(part.position_ids.flatten()[part.loss_index], whole.position_ids.flatten()[at])
-            assert part.targets is not None and whole.targets is not None
-            targets_equal(part.targets, whole.targets.rows(rows))
-            if packed:
-                assert part.cu_seqlens is not None and part.cu_seqlens[-1] == tokens.shape[1]
-        assert sorted(torch.cat(seen).tolist()) == list(range(whole.n_loss_tokens))
+def _scores(n: int, k: int, *, counts: bool) -> TeacherScores:
+    table = np.arange(n * k).reshape(n, k)
+    n_listed = np.full(n, k, np.int32) if counts else None
+    top = TeacherTopK(table.astype(np.int32), -table.astype(np.float32), np.zeros(n, np.float32), n_listed)
+    return TeacherScores(top, -np.ones(n, np.float32), logits=np.zeros((n, 4), np.float16))
 
 
-def test_the_next_token_may_be_in_another_rank_s_columns() -> None:
-    """Fails if a logprob at the border of two ranks is that of another token."""
-    (batch,) = make_micro_batches([make_rollout(7, 2, 6)], None, micro_batch_size=1, packed=True)
-    found = [of_rank(rank, 2).part_of(with_next_tokens(batch)).targets for rank in range(2)]
-    assert [table.sampled_ids.tolist() for table in found if table is not None] == [
-        [7002, 7003, 7004],
-        [7005, 7006, 7007],
-    ]
+def _sent(items: list[Any]) -> tuple[list[Any], int]:
+    """Return the list as another process gets it, and the number of arrays that travelled."""
+    buffers: list[pickle.PickleBuffer] = []
+    data = pickle.dumps(ColumnList(items), protocol=5, buffer_callback=buffers.append)
+    return pickle.loads(data, buffers=[bytes(buffer.raw()) for buffer in buffers]), len(buffers)
 
 
-@pytest.mark.parametrize(("cp", "heads", "kv_heads"), [(3, 8, 4), (8, 28, 4), (6, 12, 4), (4, 2, 2)])
-def test_heads_that_cannot_be_shared_are_refused(cp: int, heads: int, kv_heads: int) -> None:
-    """Fails if a rank gets a part of a head, or two ranks share a key head that their query heads do not have."""
-    with refuses("actor.cp"):
-        check_context_split(cp, [heads], [kv_heads])
-    for possible in (1, 2):
-        check_context_split(possible, [heads], [kv_heads])
-    check_context_split(8, [32], [4])  # two ranks have the same key head
+def _differs(a: Any, b: Any) -> bool:
+    if type(a) is not type(b):
+        return True
+    if isinstance(a, np.ndarray):
+        return a.dtype != b.dtype or a.shape != b.shape or bool((a != b).any())
+    if is_dataclass(a):
+        return any(_differs(getattr(a, f.name), getattr(b, f.name)) for f in fields(a))
+    if isinstance(a, list | tuple):
+        return len(a) != len(b) or any(map(_differs, a, b))
+    return bool(a != b)
 
 
-def test_a_group_over_two_nodes_is_warned_of(gkd_log: pytest.LogCaptureFixture) -> None:
-    """Fails if a run whose attention waits for the network starts without a word, or another one warns."""
-    ranks = ["trainer.nnodes=3", "actor.cp=4"]
-    for per_node in (4, 6):
-        warn_about_settings(load_config(None, [*ranks, f"trainer.n_gpus_per_node={per_node}"]), 0.0)
-        assert [text for text in gkd_log.messages if "actor.cp" in text] == gkd_log.messages[: per_node == 6]
+@given(LENGTHS, st.booleans(), st.sampled_from([None, 3]))
+def test_rollouts_arrive_as_they_were_sent(lengths: list[int], on_policy: bool, n_ids: int | None) -> None:
+    """Otherwise ranks train on tokens of another sequence, or the teacher scores them."""
+    sent = [_rollout(i, n, on_policy=on_policy, n_ids=n_ids) for i, n in enumerate(lengths)]
+    assert not _differs(_sent(sent)[0], ColumnList(sent))
 
 
-QWEN3_8B = {
-    **{"model_type": "qwen3", "hidden_size": 4096, "num_hidden_layers": 36, "num_attention_heads": 32},
-    **{"num_key_value_heads": 8, "head_dim": 128, "intermediate_size": 12288, "vocab_size": 151936},
-}
-QWEN3_30B_A3B = QWEN3_8B | {
-    **{"model_type": "qwen3_moe", "hidden_size": 2048, "num_hidden_layers": 48, "num_key_value_heads": 4},
-    **{"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768},
-}
+@given(LENGTHS, st.integers(1, 4), st.booleans())
+def test_scores_arrive_as_they_were_sent(lengths: list[int], k: int, counts: bool) -> None:
+    """Otherwise a sequence is trained towards the scores of another."""
+    sent = [_scores(n, k, counts=counts) for n in lengths]
+    assert not _differs(_sent(sent)[0], ColumnList(sent))
 
 
-def test_the_length_at_which_attention_equals_the_linear_layers() -> None:
-    """Fails if the sizes of a model give another balance of its groups; the numbers are counted by hand."""
-    matrices = 4096 * 128 * (2 * 32 + 2 * 8) + 3 * 4096 * 12288
-    assert attention_length(QWEN3_8B) == pytest.approx(matrices / 4096, rel=1e-3)
-    active = 2048 * 128 * (2 * 32 + 2 * 4) + 2048 * 128 + 8 * 3 * 2048 * 768  # the router chooses 8 experts
-    assert attention_length(QWEN3_30B_A3B) == pytest.approx(active / 4096, rel=1e-3)
-    windows = ["sliding_attention", "sliding_attention", "full_attention"] * 12
-    assert attention_length(QWEN3_8B | {"layer_types": windows}) == pytest.approx(3 * attention_length(QWEN3_8B))
-    assert attention_length(QWEN3_8B | {"layer_types": ["linear_attention"] * 36}) == np.inf
+def test_columns_that_do_not_fit_together_stay_apart() -> None:
+    """An array of another width, a missing table or a plain object must not be lost or converted."""
+    sent = [_scores(3, 2, counts=True), _scores(3, 4, counts=False), TeacherScores(), _rollout(1, 3), None, "text"]
+    for part in (sent, sent[:2], sent[1:3], [np.zeros((), np.float32)] * 2):
+        assert not _differs(_sent(part)[0], ColumnList(part))
 
 
-@pytest.mark.parametrize(("model", "uneven"), [(QWEN3_8B, 1.05), (QWEN3_30B_A3B, 1.1)])
-def test_groups_of_long_tailed_lengths_have_the_same_work(model: dict[str, Any], uneven: float) -> None:
-    """Fails if the group with the longest responses still delays each step of a run with long contexts."""
-    rng, length = np.random.default_rng(0), attention_length(model)
-    heaviest: dict[float, list[float]] = {np.inf: [], length: []}
-    for _ in range(10):
-        n_tokens = np.minimum(rng.lognormal(np.log(4000), 1.2, (8, 64)), 65536).astype(int) + 500
-        batch = [
-            ScoredChunk(chunk_of(range(64 * i, 64 * i + 64), n, n_prompt=0, dp_rank=i), None, None, 0)
-            for i, n in enumerate(n_tokens)
-        ]
-        for by, found in heaviest.items():
-            totals = []
-            for parts in scatter_to_groups(batch, 8, by):
-                chosen = [(part.chunk.rollouts.n_tokens, decode_indices(part.sequence_indices, 64)) for part in parts]
-                totals.append(sum(int(work(n[at], length).sum()) for n, at in chosen))
-            found.append(max(totals) / np.mean(totals))
-    by_tokens, by_work = (float(np.mean(found)) for found in heaviest.values())
-    assert by_tokens > uneven and by_work < 1.015
+def test_the_number_of_arrays_does_not_grow_with_the_sequences() -> None:
+    """If it did, the processes between engine and ranks would pay for each sequence again."""
+    for chunk in ([_rollout(i, 3) for i in range(200)], [_scores(3, 4, counts=True) for _ in range(200)]):
+        assert _sent(chunk)[1] == _sent(chunk[:2])[1] <= 6
 
 
-def test_the_norm_of_millions_of_numbers_is_exact() -> None:
-    """Fails if the gradient of a large table is clipped by a norm with the rounding of a long float32 sum."""
-    generator = torch.Generator().manual_seed(0)
-    tensors = [torch.randn(shape, generator=generator) for shape in ((2_000_003,), (30, 70), (0,), ())]
-    exact = torch.cat([tensor.double().flatten() for tensor in tensors]).norm()
-    assert float(total_norm(tensors)) == pytest.approx(float(exact), rel=1e-8)
-    assert float(total_norm([])) == 0.0
+def test_large_arrays_are_not_copied() -> None:
+    """A copy of the teacher's logits would take the host memory that `teacher.signal: logits` is planned with."""
+    large = [TeacherScores(logits=np.zeros((64, 1024), np.float32)) for _ in range(3)]
+    buffers: list[pickle.PickleBuffer] = []
+    pickle.dumps(ColumnList(large), protocol=5, buffer_callback=buffers.append)
+    places = [np.frombuffer(buffer.raw(), np.uint8).__array_interface__["data"][0] for buffer in buffers]
+    assert places == [score.logits.__array_interface__["data"][0] for score in large if score.logits is not None]
