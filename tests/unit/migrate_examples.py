@@ -109,7 +109,7 @@ EXAMPLES: dict[str, tuple[str, str, dict[str, Any], int]] = {
         "trainer.n_gpus_per_node": 4, "trainer.experiment_name": "first", "trainer.save_every": 0,
         "trainer.run_dir": "checkpoints/verl_examples/first",
         "trainer.resume": "auto", "eval.every": 25, "actor.tp": 2, "actor.sequence_parallel": True,
-        "actor.recompute": "full", "actor.max_tokens_per_micro_batch": 6000, "actor.optim.lr": 2e-6,
+        "actor.recompute": "full", "actor.max_tokens_per_micro_batch": 12000, "actor.cp": 2, "actor.optim.lr": 2e-6,
         "actor.optim.betas": [0.9, 0.999], "actor.optim.schedule": "cosine", "actor.optim.warmup_steps": 10,
         "actor.optim.min_lr_ratio": 0.5, "rollout.tp": 2, "rollout.n_gpus_per_node": 2, "teacher.server_port": 16000,
         "teacher.topk": 256, "distill.loss": "forward_kl", "distill.tail": "drop",

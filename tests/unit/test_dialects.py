@@ -93,9 +93,7 @@ def test_an_old_name_gets_the_key_that_means_the_same(key: str, expected: str) -
     assert caught.value.key == key and expected in named_keys(caught.value.fix)
 
 
-@pytest.mark.parametrize(
-    "key", ["rollout.name", "actor.context_parallel_size", "algorithm.adv_estimator", "offload_nccl"]
-)
+@pytest.mark.parametrize("key", ["rollout.name", "etp", "algorithm.adv_estimator", "offload_nccl"])
 def test_what_has_no_counterpart_gets_a_reason(key: str) -> None:
     """Fails if a setting that does not exist here is answered with a key of a similar name."""
     rows = [row for _, row in old_rows(key, OWN_WORDS)]

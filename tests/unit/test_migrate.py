@@ -63,7 +63,7 @@ def test_each_old_key_has_a_line(tmp_path: Path) -> None:
     text, *_ = migrate("verl_gkd", file)
     assert all(f"{name} = " in text for name in values)
     assert entries["trainer.own_key"].status == "not recognized"
-    assert entries["actor_rollout_ref.actor.megatron.context_parallel_size"].status == "not supported"
+    assert entries["actor_rollout_ref.actor.megatron.context_parallel_size"].settings == {"actor.cp": 2}
     assert entries["actor_rollout_ref.rollout.name"].status == "not supported"
     assert entries["--config-name"].status == "meaningless"
     assert entries["trainer.save_freq"].settings == {"trainer.save_every": 0}
@@ -103,6 +103,8 @@ def test_each_old_key_has_a_line(tmp_path: Path) -> None:
          "trainer.global_batch_size", 4),
         ("slime", "--max-tokens-per-gpu 4096 --use-dynamic-batch-size --context-parallel-size 2",
          "actor.max_tokens_per_micro_batch", 8192),
+        ("verl_gkd", "actor_rollout_ref.actor.use_dynamic_bsz=true actor_rollout_ref.actor.max_token_len=4096 "
+         "actor_rollout_ref.actor.megatron.context_parallel_size=2", "actor.max_tokens_per_micro_batch", 8192),
         ("slime", "--update-weight-buffer-size 1073741824", "weight_sync.bucket_mib", 1024),
         ("slime", "--lr 1e-6", "distill.normalize", "sequence"),
         ("verl_gkd", "+data.apply_chat_template_kwargs.enable_thinking=false", "data.chat_template_kwargs",
