@@ -64,10 +64,10 @@ def check_pools(config: Config) -> None:
     """Check that the parallel layout divides the pools."""
     t, a, r = config.trainer, config.actor, config.rollout
     world = config.derived.world_size
-    if world % (a.tp * a.cp * a.pp):
+    if world % a.group_size:
         problem = (
             f"the actor pool has {t.n_gpus_per_node} x trainer.nnodes {t.nnodes} = {world} ranks, which "
-            f"actor.tp {a.tp} x actor.cp {a.cp} x actor.pp {a.pp} = {a.tp * a.cp * a.pp} does not divide."
+            f"actor.tp {a.tp} x actor.cp {a.cp} x actor.pp {a.pp} = {a.group_size} does not divide."
         )
         fix = "make the pool a multiple of actor.tp x actor.cp x actor.pp."
         raise config.error("trainer.n_gpus_per_node", problem, fix)

@@ -126,7 +126,7 @@ class Config(Sections):
             max_teacher_length=longest_of_teacher,
             max_engine_length=longest_of_teacher + 1 if teacher_pool == ROLLOUT else longest,
             world_size=world_size,
-            dp_size=world_size // (a.tp * a.cp * a.pp),
+            dp_size=world_size // a.group_size,
             n_shards=world_size // (a.tp * a.pp),
             n_engines=engine_gpus // r.tp,
             n_gpus=world_size if t.colocate else world_size + engine_gpus,

@@ -174,6 +174,11 @@ class ActorConfig:
     lora: LoraConfig = field(default_factory=LoraConfig)
 
     @property
+    def group_size(self) -> int:
+        """Ranks of a data-parallel group."""
+        return self.tp * self.cp * self.pp
+
+    @property
     def backend(self) -> StudentBackend:
         """The facts of `strategy`."""
         return BACKENDS[self.strategy]

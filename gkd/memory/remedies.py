@@ -188,6 +188,13 @@ ACTOR_REMEDIES = (
         _LOSS,
         applies=lambda config: config.actor.tp > 1,
     ),
+    Remedy(
+        ("actor.cp",),
+        "Each sequence is split over more ranks, and there are fewer data-parallel groups",
+        lambda config: {} if config.derived.dp_size % 2 else {"actor.cp": 2 * config.actor.cp},
+        _LOSS,
+        device="cuda",
+    ),
     halve("data.max_response_length", "Sequences are shorter", _LOSS, is_tried=False),
     halve("weight_sync.bucket_mib", "Weights are sent in smaller pieces", (Phase.SEND,), low=MIN_BUCKET_MIB),
     Remedy(

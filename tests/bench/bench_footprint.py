@@ -3,8 +3,8 @@
     python -m tests.bench.bench_footprint [--only megatron,fsdp2,...] [--json FILE] [--device cuda]
 
 Memory is counted from after the imports. A ratio is predicted / measured, of the rank with the largest error. The goal:
-0.85 to 1.15. A run replaces the parts of the JSON file that it measured. Half an hour on an idle core; the processes
-take up to 5 GB together. With --device cuda (one GPU, cases of one rank) torch's allocator is read (not tested).
+0.85 to 1.15. A run replaces the parts of the JSON file that it measured. An hour on two idle cores; the processes take
+up to 5 GB together. With --device cuda (one GPU, cases of one rank) torch's allocator is read (not tested).
 """
 
 from __future__ import annotations
@@ -55,6 +55,28 @@ CASES: dict[str, tuple[Case, ...]] = {
         Case("bfloat16, LoRA of rank 16", (*_FSDP, *_BF16, "actor.lora.rank=16")),
     ),
 }
+# Context parallelism: one sequence a step, of a small model whose MLPs are wide, so that its layers outweigh libraries.
+_SMALL = {
+    **{"vocab_size": 2000, "hidden_size": 128, "intermediate_size": 1536, "num_hidden_layers": 3},
+    **{"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 40960},
+}
+_ONE = ("trainer.global_batch_size=1", "actor.micro_batch_size=1", "data.max_prompt_length=1024")
+_LONG = {
+    "8k tokens": ("data.max_response_length=7168",),
+    "8k tokens, recompute full": ("data.max_response_length=7168", *_FULL),
+    "32k tokens, recompute full": ("data.max_response_length=31744", *_FULL),
+}
+for _backend in ("megatron", "fsdp2"):
+    CASES[f"{_backend}_cp"] = tuple(
+        Case(
+            f"{name}, cp {cp}",
+            (*_ONE, *settings, f"actor.strategy={_backend}", f"actor.cp={cp}", f"trainer.n_gpus_per_node={cp}"),
+            sizes=_SMALL,
+            alone=f"{name}, cp 1",
+        )
+        for name, settings in _LONG.items()
+        for cp in (1, 2, 4)
+    )
 # Prompts and responses of the engine's case; together they fill nine tenths of its cache on the CPU.
 N_PROMPTS = 9
 KV_CACHE_MIB = {"cpu": 128, "cuda": 0}  # on a GPU the prediction is what vLLM takes by itself
@@ -71,6 +93,7 @@ def students(name: str, device: str) -> Part:
     """Training steps of every case of a part."""
     figures: list[Figure] = []
     rows: list[tuple[str | float, ...]] = []
+    seconds: dict[str, float] = {}
     with tempfile.TemporaryDirectory(prefix="gkd_bench_") as folder:
         for case in CASES[name]:
             if device != "cpu" and any(key.startswith("trainer.n_gpus") for key in case.overrides):
@@ -80,12 +103,18 @@ def students(name: str, device: str) -> Part:
             print(f"  {case.name}: {worst.peak_ratio:.3f}", file=sys.stderr, flush=True)
             figures.append(off_by(case.name, worst.peak_ratio))
             rows += [_row(case.name, one) for one in found]
-    columns = ("case", "rank", "state, MB", "predicted", "ratio", "peak, MB", "predicted", "ratio")
+            seconds[case.name] = sum(one.cpu_s for one in found)
+            if len(found) == 2 and case.alone:
+                ratio = seconds[case.name] / seconds[case.alone]
+                figures.append(Figure(f"{case.name}: CPU of both ranks / of one", ratio, at_most=1.15))
+    sizes = ("state, MB", "predicted", "ratio", "peak, MB", "predicted", "ratio", "saved, MB")
+    columns = ("case", "rank", *sizes, "CPU s of a step", "wall s")
     what = (
         "Training steps on real ranks, two sequences of 256 tokens in a micro-batch, two micro-batches a step. "
-        "State: after a step; fsdp2 has no gradients then. Peak: within the steps."
+        "State: after a step; fsdp2 has no gradients then. Peak: within the steps. Saved: by a forward pass. "
+        "Parts with cp: one sequence a step."
     )
-    return Part(name, what, figures, [Table("", columns, rows)], {**SIZES, "device": device})
+    return Part(name, what, figures, [Table("", columns, rows)], {**CASES[name][0].sizes, "device": device})
 
 
 def rollout(device: str) -> Part:
@@ -138,6 +167,9 @@ def _row(name: str, one: Measured) -> tuple[str | float, ...]:
         round(one.peak / 1e6),
         round(one.predicted.total_bytes / 1e6),
         round(one.peak_ratio, 3),
+        round(one.saved / 1e6),
+        round(one.cpu_s, 2),
+        round(one.wall_s, 2),
     )
 
 

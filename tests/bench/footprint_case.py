@@ -7,8 +7,10 @@ joined torch.distributed.
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +21,7 @@ from gkd.config.load import load_config
 from gkd.config.schema import Config
 from gkd.data.batching import make_micro_batches
 from gkd.memory.footprint import RankFootprint, footprint
-from gkd.types import Rollout, TeacherScores, TeacherTopK, VersionSpan
+from gkd.types import MicroBatch, Rollout, TeacherScores, TeacherTopK, VersionSpan
 from tests.bench.footprint_memory import ENVIRONMENT, Meter
 from tests.device import VARIABLE, environment
 from tests.dist.helpers import run_ranks
@@ -42,6 +44,8 @@ class Case:
     overrides: tuple[str, ...] = ()
     tied: bool = True
     n_steps: int = 2
+    sizes: Mapping[str, int] = field(default_factory=lambda: SIZES)  # of the model
+    alone: str = ""  # name of the case that computes the same on one rank
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +58,9 @@ class Measured:
     predicted: RankFootprint
     keeps_gradients: bool
     losses: list[float] = field(default_factory=list)
+    saved: int = 0  # bytes of what the forward pass of the first micro-batch saves
+    cpu_s: float = 0.0  # of the last step
+    wall_s: float = 0.0
 
     @property
     def predicted_state(self) -> int:
@@ -69,12 +76,12 @@ class Measured:
         return self.predicted.total_bytes / self.peak
 
 
-def measure(case: Case, folder: Path, *, device: str = "cpu", timeout_s: float = 600.0) -> list[Measured]:
+def measure(case: Case, folder: Path, *, device: str = "cpu", timeout_s: float = 1800.0) -> list[Measured]:
     """Runs the case; one result for each rank. `folder` keeps the model's files; one that is there is taken."""
     config = case_config(case, folder, device)
     model = Path(config.model.path)
     if not model.exists():
-        save_model(model, tied=case.tied)
+        save_model(model, tied=case.tied, sizes=case.sizes)
     world_size = config.trainer.n_gpus_per_node
     with environment(ENVIRONMENT | {VARIABLE: device}):
         found = run_ranks(_train, world_size, config, case.n_steps, device, timeout_s=timeout_s, start="spawn")
@@ -83,8 +90,8 @@ def measure(case: Case, folder: Path, *, device: str = "cpu", timeout_s: float =
     keeps = config.actor.strategy == "megatron"
     per_stage = world_size // config.actor.pp if keeps else world_size
     return [
-        Measured(rank, state, peak, actors[rank // per_stage], keeps, losses)
-        for rank, (state, peak, losses) in enumerate(found)
+        Measured(rank, state, peak, actors[rank // per_stage], keeps, *others)
+        for rank, (state, peak, *others) in enumerate(found)
     ]
 
 
@@ -141,8 +148,10 @@ def full_sequences(
     return rollouts, scores
 
 
-def _train(rank: int, world_size: int, config: Config, n_steps: int, device: str) -> tuple[int, int, list[float]]:
-    """Runs in a rank: (state, peak, losses), see `Measured`."""
+def _train(
+    rank: int, world_size: int, config: Config, n_steps: int, device: str
+) -> tuple[int, int, list[float], int, float, float]:
+    """Runs in a rank: (state, peak, losses, saved, cpu_s, wall_s), see `Measured`."""
     student, meter = _build(rank, world_size, config, device)
     data, dp_size = config.data, config.derived.dp_size
     rollouts, scores = full_sequences(
@@ -160,8 +169,44 @@ def _train(rank: int, world_size: int, config: Config, n_steps: int, device: str
         packed=config.actor.packing,
     )
     meter.forget_peak()
-    losses = [float(student.train_step(batches).loss) for _ in range(n_steps)]
-    return meter.now(), meter.peak(), losses
+    losses = []
+    for _ in range(n_steps):
+        began = time.process_time(), time.perf_counter()
+        losses.append(float(student.train_step(batches).loss))
+    spent = time.process_time() - began[0], time.perf_counter() - began[1]
+    held = meter.now(), meter.peak()
+    return *held, losses, saved_bytes(student, batches[0]) if config.actor.pp == 1 else 0, *spent
+
+
+def saved_bytes(student: Any, whole: MicroBatch) -> int:
+    """Bytes of the storages that a forward pass of one stage saves, parameters left out. Collective.
+
+    Those that fully_shard gathers around a layer are freed when it is over, so bytes are counted at the end.
+    """
+    saved: dict[int, Any] = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        saved[storage.data_ptr()] = storage
+        return tensor
+
+    batch = student.columns.part_of(whole)
+    if hasattr(student, "layout"):
+        (module,) = student.model.chunks
+        tensors = batch.tokens, batch.position_ids, batch.loss_index
+        forward = partial(module, *tensors, cu_seqlens=batch.cu_seqlens, with_logits=False)
+    else:
+        from gkd.actor.fsdp import passes
+
+        module = student.model
+        options = {"targets": batch.targets, "loss": student.loss, "fused": True}
+        forward = partial(passes.forward, module, batch, student.device, **options)
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        result = forward()
+    own = {p.untyped_storage().data_ptr() for p in module.parameters() if type(p) is torch.nn.Parameter}
+    n_bytes = sum(storage.nbytes() for key, storage in saved.items() if key not in own)
+    del result  # it kept the graph, and with it the tensors, alive
+    return n_bytes
 
 
 def _build(rank: int, world_size: int, config: Config, device: str) -> tuple[Any, Meter]:

@@ -7,7 +7,6 @@ depths of the same model are compared, so that what comes before and after the l
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -190,7 +189,7 @@ def _saved_bytes(rank: int, world_size: int, folder: Path, case: Case) -> int:
     from gkd.actor.common.optim_spec import OptimSpec
     from gkd.config.loss_spec import LossSpec
     from gkd.data.batching import make_micro_batches
-    from tests.bench.footprint_case import full_sequences
+    from tests.bench.footprint_case import full_sequences, saved_bytes
 
     rollouts, scores = full_sequences(N_SEQUENCES, N_PROMPT, N_RESPONSE, vocab=256, topk=4)
     batches = make_micro_batches(rollouts, scores, micro_batch_size=N_SEQUENCES, packed=case.packed)
@@ -204,13 +203,9 @@ def _saved_bytes(rank: int, world_size: int, folder: Path, case: Case) -> int:
     }
     lora = LoraConfig(rank=1) if case.lora else None  # what their outputs take is not predicted
     if case.backend == "fsdp2":
-        from gkd.actor.fsdp.passes import forward
         from gkd.actor.fsdp.student import FsdpStudent
 
-        sharded = FsdpStudent(folder, packing=case.packed, cp=case.cp, lora=lora, **settings)
-        part = sharded.columns.part_of(batches[0])
-        arguments = {"targets": part.targets, "loss": sharded.loss, "fused": True}
-        return _bytes_saved_in(lambda: forward(sharded.model, part, torch.device("cpu"), **arguments), [sharded.model])
+        return saved_bytes(FsdpStudent(folder, packing=case.packed, cp=case.cp, lora=lora, **settings), batches[0])
     from gkd.actor.megatron import model as megatron_model
     from gkd.actor.megatron.layout import ParallelLayout
     from gkd.actor.megatron.student import MegatronStudent
@@ -218,39 +213,10 @@ def _saved_bytes(rank: int, world_size: int, folder: Path, case: Case) -> int:
     megatron_model.is_fused = lambda layers, device: case.fused  # type: ignore[assignment]
     layout = ParallelLayout(tp=case.tp, pp=1, world_size=world_size, rank=rank, cp=case.cp)
     student = MegatronStudent(folder, layout, sequence_parallel=case.sequence_parallel, lora=lora, **settings)
-    batch, (chunk,) = student.columns.part_of(batches[0]), student.model.chunks
     try:
-        return _bytes_saved_in(
-            lambda: chunk(
-                batch.tokens, batch.position_ids, batch.loss_index, cu_seqlens=batch.cu_seqlens, with_logits=False
-            ),
-            [chunk],
-        )
+        return saved_bytes(student, batches[0])
     finally:
         parallel_state.destroy_model_parallel()
-
-
-def _bytes_saved_in(forward: Callable[[], Any], modules: Sequence[torch.nn.Module]) -> int:
-    """Bytes of the storages that a forward pass saves, parameters left out.
-
-    Those that fully_shard gathers around a layer are freed when it is over, so bytes are counted at the end.
-    """
-    saved: dict[int, Any] = {}
-
-    def keep(tensor: torch.Tensor) -> torch.Tensor:
-        saved[_key(tensor)] = tensor.untyped_storage()
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        result = forward()
-    own = {_key(p) for module in modules for p in module.parameters() if type(p) is torch.nn.Parameter}
-    n_bytes = sum(storage.nbytes() for key, storage in saved.items() if key not in own)
-    del result  # it kept the graph, and with it the tensors, alive
-    return n_bytes
-
-
-def _key(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage().data_ptr()
 
 
 def _config(overrides: tuple[str, ...]) -> Config:

@@ -244,8 +244,8 @@ def _teacher_is_here(config: Config) -> bool:
 def scores_gib(config: Config, n_vocab: int, hidden_size: int, n_heldout: int) -> float:
     """Return the peak host memory of the teacher's scores in GiB, for the batches in flight or an evaluation.
 
-    The object store, in shared memory, holds them once, and each tensor- or context-parallel rank that trains on them
-    once more (ids in 64 bits).
+    The object store, in shared memory, holds them once, and each tensor-parallel rank that trains on them once more
+    (ids in 64 bits).
     """
     bytes_per_logit = 2 if config.teacher.wire == "fp16" else 4  # see `ScoringEndpoint.score`
     logits, hidden, topk = bytes_per_logit * n_vocab, 4 * hidden_size, config.teacher.topk
@@ -253,7 +253,7 @@ def scores_gib(config: Config, n_vocab: int, hidden_size: int, n_heldout: int) -
     trained_on = stored | {"topk": 12 * topk}
     signals = config.derived.signals
     held = sum(stored[signal] for signal in signals) + 4 * config.derived.n_student_ids  # those are in the rollouts
-    used = config.actor.tp * config.actor.cp * sum(trained_on[signal] for signal in signals)
+    used = config.actor.tp * sum(trained_on[signal] for signal in signals)
     evaluated = min(n_heldout, config.eval.max_prompts or n_heldout) * config.eval.n
     batch = config.trainer.global_batch_size * config.rollout.n
     # Prefetched batches wait in the object store.

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from math import prod
 
 from gkd.config.schema import Config
-from gkd.hf.model_dims import ModelDims
+from gkd.hf.model_dims import ModelDims, check_context_split
 from gkd.hf.model_folder import Tensors, count_params
 from gkd.memory.footprint.activations import Kernels, LossShape, largest_micro_batch
 from gkd.memory.footprint.adapters import adapter_params
@@ -47,9 +47,10 @@ def gathered(dims: ModelDims, tensors: Tensors | None) -> tuple[int, int, int]:
 def fsdp_footprints(
     config: Config, dims: ModelDims, tensors: Tensors | None, *, on_cpu: bool, teacher_hidden: int | None
 ) -> Iterable[RankFootprint]:
-    """Yield the footprint of rank 0, which stands for all ranks."""
+    """Yield the footprint of rank 0, which stands for all ranks. Raises ConfigError: actor.cp cannot split the model."""
     actor, dp = config.actor, config.derived.n_shards
     b = _FLOAT32 if config.model.dtype == "float32" else 2
+    check_context_split(actor.cp, (dims.n_heads,), (dims.n_kv_heads,))
     found, batch = groups(config, dims, tensors), largest_micro_batch(config)
     frozen = actor.lora.rank > 0
     trained = found.lora if frozen else found.total

@@ -168,8 +168,9 @@ class Split:
         }
 
     def sizes(self, config: Config) -> Sizes:
-        dp = self.actor.n_gpus // (config.actor.tp * config.actor.pp)
-        return Sizes(dp, self.rollout.n_gpus // config.rollout.tp, self.workers)
+        return Sizes(
+            self.actor.n_gpus // config.actor.group_size, self.rollout.n_gpus // config.rollout.tp, self.workers
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,8 +237,8 @@ def rank(
     if not found:
         a, worker = config.actor, 0 if hardware.workers_elsewhere else hardware.gpus_per_worker
         problem = (
-            f"no split has actor.tp {a.tp} x actor.pp {a.pp} GPUs for the actor (with actor.ep {a.ep}: "
-            f"{_actor_unit(config)}), rollout.tp {config.rollout.tp} for an engine and {worker} for the teacher, "
+            f"no split has actor.tp {a.tp} x actor.cp {a.cp} x actor.pp {a.pp} GPUs for the actor (with actor.ep "
+            f"{a.ep}: {_actor_unit(config)}), rollout.tp {config.rollout.tp} for an engine and {worker} for the teacher, "
             f"on nodes of {hardware.per_node}."
         )
         raise ConfigError("--gpus", hardware.n_gpus, problem, "use more GPUs, or smaller parallel sizes.")
@@ -294,7 +295,7 @@ def own_split(config: Config, workers: int, gpus_per_worker: int, *, elsewhere: 
 
 def _actor_unit(config: Config) -> int:
     """Return the unit of the actor pool: whole data-parallel groups, with ranks per stage divisible by actor.ep."""
-    return config.actor.pp * math.lcm(config.actor.tp, config.actor.ep)
+    return config.actor.pp * math.lcm(config.actor.tp * config.actor.cp, config.actor.ep)
 
 
 def splits(config: Config, hardware: Hardware) -> Iterator[Split]:
@@ -308,10 +309,10 @@ def splits(config: Config, hardware: Hardware) -> Iterator[Split]:
 
 def _all_splits(config: Config, hardware: Hardware) -> Iterator[Split]:
     a, r = config.actor, config.rollout
-    actors = list(_pool_sizes(_actor_unit(config), a.tp, hardware))
+    actors = list(_pool_sizes(_actor_unit(config), a.tp * a.cp, hardware))
     rollouts = list(_pool_sizes(r.tp, r.tp, hardware))
     for actor in actors:
-        if actor.n_gpus // (a.tp * a.pp) > config.trainer.global_batch_size:
+        if actor.n_gpus // a.group_size > config.trainer.global_batch_size:
             continue  # each data-parallel group needs a prompt
         for rollout in rollouts:
             if actor.n_gpus + rollout.n_gpus > hardware.n_gpus:
@@ -335,7 +336,7 @@ def _undominated(found: Iterable[Split]) -> Iterator[Split]:
 
 
 def _pool_sizes(unit: int, tp: int, hardware: Hardware) -> Iterator[PoolSize]:
-    """Yield multiples of `unit`, each on as few nodes as possible, without a tensor-parallel group across nodes."""
+    """Yield multiples of `unit`, each on as few nodes as possible, without a group of `tp` ranks across nodes."""
     for n_gpus in range(unit, hardware.n_gpus + 1, unit):
         if n_gpus <= hardware.per_node:
             yield PoolSize(1, n_gpus)
