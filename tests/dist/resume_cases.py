@@ -22,19 +22,22 @@ from tests.dist.megatron_reference import make_micro_batches
 from tests.dist.peft_reference import LORA
 
 DEEP = "deep"  # folder of a model with enough layers for four chunks
-# name -> (processes, tp, pp, vpp, sequence parallel)
+# name -> (processes, tp, pp, vpp, cp, sequence parallel)
 LAYOUTS = {
-    "one": (1, 1, 1, 1, False),
-    "tp2": (2, 2, 1, 1, False),
-    "tp2sp": (2, 2, 1, 1, True),
-    "pp2": (2, 1, 2, 1, False),
-    "pp2vpp2": (2, 1, 2, 2, False),
-    "dp2": (2, 1, 1, 1, False),
-    "tp2pp2": (4, 2, 2, 1, False),
-    "tp2pp2vpp2sp": (4, 2, 2, 2, True),
-    "tp2dp2": (4, 2, 1, 1, False),
-    "pp2dp2": (4, 1, 2, 1, False),
-    "pp2dp2vpp2": (4, 1, 2, 2, False),
+    "one": (1, 1, 1, 1, 1, False),
+    "tp2": (2, 2, 1, 1, 1, False),
+    "tp2sp": (2, 2, 1, 1, 1, True),
+    "pp2": (2, 1, 2, 1, 1, False),
+    "pp2vpp2": (2, 1, 2, 2, 1, False),
+    "dp2": (2, 1, 1, 1, 1, False),
+    "tp2pp2": (4, 2, 2, 1, 1, False),
+    "tp2pp2vpp2sp": (4, 2, 2, 2, 1, True),
+    "tp2dp2": (4, 2, 1, 1, 1, False),
+    "pp2dp2": (4, 1, 2, 1, 1, False),
+    "cp2": (2, 1, 1, 1, 2, False),
+    "cp4": (4, 1, 1, 1, 4, False),
+    "tp2cp2sp": (4, 2, 1, 1, 2, True),
+    "pp2dp2vpp2": (4, 1, 2, 2, 1, False),
 }
 SAVED_AT, LAST = 2, 4  # steps
 
@@ -64,12 +67,12 @@ def make_student(root: Path, case: Case, rank: int) -> Any:
     from gkd.actor.megatron.student import MegatronStudent
     from gkd.config.loss_spec import LossSpec
 
-    world_size, tp, pp, vpp, sequence_parallel = LAYOUTS[case.layout]
+    world_size, tp, pp, vpp, cp, sequence_parallel = LAYOUTS[case.layout]
     if parallel_state.model_parallel_is_initialized():
         destroy_groups()
     return MegatronStudent(
         root / case.kind,
-        ParallelLayout(tp=tp, pp=pp, world_size=world_size, rank=rank, vpp=vpp),
+        ParallelLayout(tp=tp, pp=pp, world_size=world_size, rank=rank, vpp=vpp, cp=cp),
         optim=OptimSpec(lr=1e-3, schedule="cosine", warmup_steps=2, total_steps=6),
         loss=LossSpec(),
         dtype=case.dtype,

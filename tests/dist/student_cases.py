@@ -119,7 +119,7 @@ def share(batches: list[MicroBatch], rank: int, world_size: int) -> list[MicroBa
     return batches if world_size == 1 else batches[:-1] if rank == 0 else batches[-1:]
 
 
-def step_in_parts(student: Any, batches: list[MicroBatch]) -> Any:
+def step_in_parts(student: Any, batches: Sequence[MicroBatch]) -> Any:
     """Make one step: the first micro-batch is accumulated before the rest is given. Return the step's statistics."""
     student.accumulate(batches[:1])
     return student.train_step(batches[1:])

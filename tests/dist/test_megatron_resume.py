@@ -37,6 +37,7 @@ QUICK = [
     Case("qwen2_tied", "dp2", torch.bfloat16),
     Case(DEEP, "pp2vpp2"),
     Case("qwen3", "tp2sp", torch.bfloat16, lora=True),
+    Case("qwen2_tied", "cp2"),
 ]
 QUICK_PAIRS = [
     (QUICK[0], "pp2"),
@@ -47,6 +48,8 @@ QUICK_PAIRS = [
     (QUICK[2], "pp2"),
     (QUICK[3], "tp2"),
     (QUICK[4], "pp2"),
+    (QUICK[1], "cp2"),
+    (QUICK[5], "tp2"),
 ]
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 2e-2}  # of losses in another layout, where sums have another order
 

@@ -63,7 +63,7 @@ MASKS = {1: [1, 1, 0, 0, 0, 1, 1, 1, 0], 3: [1, 1, 1, 0, 0, 1, 1, 0, 1, 1, 1, 1]
 CLOSE = 1e-6
 
 
-def _scored_batch(noise: int = 0) -> tuple[list[Rollout], list[TeacherScores]]:
+def scored_batch(noise: int = 0) -> tuple[list[Rollout], list[TeacherScores]]:
     """Return seven sequences of different lengths, one with a single response token; top-k mass 0.3 to 0.9.
 
     A teacher replies with rows for all tokens of the responses, also for those that the student read.
@@ -117,7 +117,7 @@ def _reference(folder: Path) -> dict[str, Any]:
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64, attn_implementation="eager")
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR, betas=BETAS, eps=EPS, weight_decay=0.0)
     total, n_tokens = torch.zeros((), dtype=torch.float64), 0
-    for rollout, scores in zip(*_scored_batch(), strict=True):
+    for rollout, scores in zip(*scored_batch(), strict=True):
         score = scores.topk
         assert score is not None
         tokens = torch.from_numpy(np.concatenate([rollout.prompt_ids, rollout.response_ids])).long()[None]
@@ -160,7 +160,7 @@ def _one_layout(rank: int, root: Path, name: str) -> dict[str, Any]:
     dp_rank, is_last = (rank // layout.cp, True) if place is None else (place.dp_rank, place.is_last_stage)
 
     def batches(noise: int = 0) -> MicroBatches:
-        rollouts, scores = _scored_batch(noise)
+        rollouts, scores = scored_batch(noise)
         own = [i for i in range(len(rollouts)) if i % layout.dp == dp_rank]
         return make_micro_batches(
             [rollouts[i] for i in own],
@@ -219,7 +219,7 @@ def test_a_step_equals_plain_training(results: Any, layout: str) -> None:
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_nothing_depends_on_the_teacher_at_tokens_that_the_student_read(results: Any, layout: str) -> None:
     """Fails if a row of an observation reaches the loss: its teacher's scores, or a token that no own one follows."""
-    clean, noisy = _scored_batch(), _scored_batch(noise=1)
+    clean, noisy = scored_batch(), scored_batch(noise=1)
     assert clean[0][1].response_ids[-1] != noisy[0][1].response_ids[-1]  # the noise is there
     for rank in results[1][layout]:
         assert rank["grads"].keys() == rank["other_grads"].keys()

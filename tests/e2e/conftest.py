@@ -211,9 +211,7 @@ def _words(rng: np.random.Generator) -> str:
     return " ".join(f"w{i}" for i in rng.integers(2, VOCAB, rng.integers(3, 13)))
 
 
-def save_model(
-    folder: Path, *, seed: int, layers: int, hidden_size: int = 64, intermediate_size: int = 96, n_vocab: int = VOCAB
-) -> None:
+def save_model(folder: Path, *, seed: int, layers: int, n_vocab: int = VOCAB, **sizes: int) -> None:
     """Save a random model whose top 64 of 32003 probabilities hold much of the mass, but never all of it."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
@@ -223,13 +221,12 @@ def save_model(
         seed=seed,
         vocab_size=n_vocab,
         num_hidden_layers=layers,
-        hidden_size=hidden_size,
-        intermediate_size=intermediate_size,
         tie_word_embeddings=True,
         initializer_range=0.35,
         bos_token_id=None,
         eos_token_id=EOS,
         pad_token_id=0,
+        **sizes,
     )
     words = {"<pad>": 0, "<eos>": EOS, **{f"w{i}": i for i in range(2, n_vocab)}}
     inner = Tokenizer(models.WordLevel(words, unk_token="<pad>"))

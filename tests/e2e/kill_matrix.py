@@ -53,6 +53,7 @@ LAYOUTS = {
     "one_rank": (),
     "dp2": ("trainer.n_gpus_per_node=2",),
     "fsdp2": ("trainer.n_gpus_per_node=2", "actor.strategy=fsdp2"),
+    "cp2": ("trainer.n_gpus_per_node=2", "actor.cp=2"),
     "one_step_off": ("trainer.scheduler=one_step_off",),
     "two_step_off": ("trainer.scheduler=two_step_off", "trainer.n_gpus_per_node=2"),
     "stream": (

@@ -214,4 +214,29 @@ MUTANTS = (
         "if not checksum(frame):",
         ("test_payload.py",),
     ),
+    # Context parallelism: the exchange, columns and targets of a rank, sums over the ranks.
+    *(
+        Mutant(f"cp_{name}", "gkd", old, new, ("dist/test_context_parallel.py",))
+        for name, old, new in (
+            ("no_exchange", "if group is not None and group.size() > 1:", "if group is not None and group.size() > 9:"),
+            ("heads_in_another_order", "found.movedim(0, 2).flatten(2, 3)", "found.movedim(0, 3).flatten(2, 3)"),
+            (
+                "key_heads_repeated_in_turn",
+                "tensor[:, :, None].expand(-1, -1, copies, -1, -1).flatten(1, 2)",
+                "tensor[:, None].expand(-1, copies, -1, -1, -1).flatten(1, 2)",
+            ),
+            ("no_gradient_back", "_AllToAll.apply(grads[0], ctx.group), None", "grads[0], None"),
+            (
+                "positions_from_0",
+                "F.pad(batch.position_ids, (0, missing))[:, first : first + n_own]",
+                "F.pad(batch.position_ids, (0, missing))[:, :n_own]",
+            ),
+            ("rows_shifted", "own % length - first,", "(own % length - first - 1).clamp(min=0),"),
+            ("targets_of_the_first_rows", "int(rows[at] - border) if n else 0", "0"),
+            ("sums_of_one_rank", ".sum(dim=0), model.groups.dp_cp)", ".sum(dim=0), model.groups.dp)"),
+            ("counts_of_each_rank", "self.group) / self.columns.size", "self.group)"),
+            ("rows_in_rank_order", "values[rows.argsort()].split(sizes)", "values.split(sizes)"),
+            ("weights_of_a_part", "parts = columns.gather(own)", "parts = [own] * columns.size"),
+        )
+    ),
 )

@@ -52,12 +52,14 @@ def _qwen3(hidden: int, intermediate: int, layers: int, heads: int, kv_heads: in
     }
 
 
+_YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
 _EXPERTS = {"num_experts": 128, "num_experts_per_tok": 8, "norm_topk_prob": True, "decoder_sparse_step": 1}
 MODELS = {
     "Qwen2.5-1.5B-Instruct": QWEN25_15B,
     "Qwen3-1.7B": _qwen3(2048, 6144, 28, 16, 8, tie_word_embeddings=True),
     "Qwen3-4B": _qwen3(2560, 9728, 36, 32, 8, tie_word_embeddings=True),
     "Qwen3-8B": _qwen3(4096, 12288, 36, 32, 8),
+    "Qwen3-8B-YaRN": _qwen3(4096, 12288, 36, 32, 8, max_position_embeddings=131072, rope_scaling=_YARN),
     "Qwen3-32B": _qwen3(5120, 25600, 64, 64, 8),
     "Qwen3-30B-A3B-Instruct-2507": _qwen3(
         2048, 6144, 48, 32, 4, moe_intermediate_size=768, mlp_only_layers=[], **_EXPERTS

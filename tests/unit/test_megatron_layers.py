@@ -49,7 +49,6 @@ def test_rotation_is_that_of_megatron() -> None:
     assert torch.equal(mine, theirs)
     padded = torch.randn(6, 3, 2, 8, generator=generator)
     assert torch.equal(rotate(padded, whole, interleaved=False), megatron_rotates(padded, whole))
-    # The same angles for values of another dtype.
     turned = rotate(heads[:, None].bfloat16(), angles)[:, 0]
     assert torch.equal(turned, megatron_rotates_packed(heads.bfloat16(), cu_seqlens, whole, cp_group=OneRank()))
 
