@@ -90,6 +90,13 @@ static int reduce(DATA, size_t part, size_t first, int op, ON) {  // the result 
   return collective(from, n * TYPES[type].size, c, stream, [=] { return call(c, first, to, part, op); });
 }
 API int ncclAllGather(DATA, ON) { return gather(from, to, n, type, 0, c->n - 1, c, stream); }
+API int ncclAlltoAll(DATA, ON) {  // n elements for each rank
+  size_t bytes = n * TYPES[type].size;
+  return collective(from, c->n * bytes, c, stream, [=] {
+    for (int r = 0; r < c->n; r++) TRY(c->get(c->file(c->round, r), to + r * bytes, bytes, c->rank * bytes));
+    return (int)SUCCESS;
+  });
+}
 API int ncclBroadcast(DATA, int root, ON) { return gather(from, to, n, type, root, root, c, stream); }
 API int ncclBcast(char* data, size_t n, int type, int root, ON) {
   return ncclBroadcast(data, data, n, type, root, c, stream);
