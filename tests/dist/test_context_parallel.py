@@ -70,17 +70,18 @@ BACKENDS, FORMS = ("megatron", "fsdp2"), (True, False)
 # Some mistakes show in only one of cp 2 and cp 4: with cp 4 two ranks have the same key head.
 BOTH: list[dict[str, Any]] = [{}, {"cp": 4}, {"dp": 2}, {"kind": "qwen2_tied", "options": FULL}]
 CASES = [
-    *(Case(backend, variant="weighted", packed=packed, cp=4) for backend in BACKENDS for packed in FORMS),
+    *(Case(backend, variant="weighted", packed=backend == "fsdp2", cp=4) for backend in BACKENDS),
     *(Case(backend, variant=name) for backend in BACKENDS for name in ("weighted not fused", "hidden", "lora")),
     *(Case(backend, "qwen2_tied", packed=False, options=FULL) for backend in BACKENDS),
-    *(Case("megatron", packed=packed, tp=2, options=SP) for packed in FORMS),
+    Case("megatron", tp=2, options=SP),
     Case("megatron", pp=2),
     Case("megatron", "qwen3_moe", ep=2),
     Case("fsdp2", dp=2),
 ]
 _MORE = [
+    *(Case(backend, variant="weighted", packed=packed, cp=4) for backend in BACKENDS for packed in FORMS),
     *(Case(backend, packed=packed, **sizes) for backend in BACKENDS for packed in FORMS for sizes in BOTH),
-    *(Case("megatron", packed=packed, tp=2) for packed in FORMS),
+    *(Case("megatron", packed=packed, tp=2, options=options) for packed in FORMS for options in ({}, SP)),
     Case("megatron", packed=False, pp=2),
     Case("megatron", "qwen2_tied", pp=2, options=FULL),
     Case("megatron", DEEP, pp=2, vpp=2),

@@ -11,7 +11,7 @@ from tests.e2e.exactness import steps_of
 from tests.e2e.test_local_teacher import UNUSED_PORT
 from tests.service.harness import ServerProcess
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]  # in CI test_own_pipeline.py has two ranks that share sequences
 CP = ("actor.cp=2", "trainer.n_gpus_per_node=2")
 LONG = 33000  # tokens of the longest sequence
 SAME = ("loss/total", "optim/grad_norm", "loss/tokens", "loss/token_kl")
@@ -34,7 +34,6 @@ def test_a_run_goes_on_with_ranks_that_share_sequences(base_run: Path, lab: Lab,
     check_same(base_run, run_dir, first=3)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "settings",
     [
@@ -57,7 +56,6 @@ def test_a_run_computes_the_same_on_two_ranks(
     check_same(one, two)
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(2400)
 def test_responses_of_32k_tokens(tmp_path: Path) -> None:
     """Fails if an engine, the teacher, a rank or a limit does not reach responses of 32,768 tokens."""

@@ -13,13 +13,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gkd.actor.common.step import total_norm
-from gkd.config.load import load_config
 from gkd.data.batching import make_micro_batches
 from gkd.data.collate import parts_of
 from gkd.data.columns import Columns
 from gkd.data.scatter import decode_indices, scatter_to_groups, work
 from gkd.hf.model_dims import attention_length, check_context_split
-from gkd.preflight.run import warn_about_settings
 from gkd.types import MicroBatch, ScoredChunk
 from tests.refusals import refuses
 from tests.rollout_chunks import chunk_of
@@ -71,14 +69,6 @@ def test_heads_that_cannot_be_shared_are_refused(cp: int, heads: int, kv_heads: 
     with refuses("actor.cp"):
         check_context_split(cp, [heads], [kv_heads])
     check_context_split(2, [heads], [kv_heads])
-
-
-def test_a_group_over_two_nodes_is_warned_of(gkd_log: pytest.LogCaptureFixture) -> None:
-    """Fails if a run whose attention waits for the network starts without a word, or another one warns."""
-    ranks = ["trainer.nnodes=3", "actor.cp=4"]
-    for per_node in (4, 6):
-        warn_about_settings(load_config(None, [*ranks, f"trainer.n_gpus_per_node={per_node}"]), 0.0)
-        assert [text for text in gkd_log.messages if "actor.cp" in text] == gkd_log.messages[: per_node == 6]
 
 
 QWEN3_8B = {
