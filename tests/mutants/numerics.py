@@ -1,4 +1,4 @@
-"""Mutants of the numerics: loss, policy gradient, normalization, checks of scores."""
+"""Mutants of the numerics: loss, policy gradient, normalization, context parallelism, checks of scores."""
 
 from __future__ import annotations
 
