@@ -40,7 +40,13 @@ class ActorPool:
 
     @cached_property
     def _attention_length(self) -> float:
-        """See `attention_length`. Infinite for a model that has other names for its sizes: then tokens count alone."""
+        """See `attention_length`. Infinite, so that tokens count alone, for a model that has other names for its sizes.
+
+        Also where all ranks run their micro-batches in step: a group of less tokens and as much work has fewer of them,
+        and waits.
+        """
+        if self._config.actor.strategy == "fsdp2" or self._config.actor.ep > 1:
+            return math.inf
         try:
             return attention_length(read_config_json(self._config.model.path, "model.path"))
         except (ConfigError, ModelError):

@@ -165,7 +165,7 @@ def check_sizes(config: Config) -> None:
     dp = config.derived.dp_size
     if t.global_batch_size < dp:
         problem = f"each of the actor's {dp} data-parallel groups needs a prompt."
-        raise config.error("trainer.global_batch_size", problem, f"use at least {dp}, or a larger actor.tp / actor.pp.")
+        raise config.error("trainer.global_batch_size", problem, f"use at least {dp}, or a larger actor.tp, cp or pp.")
     _check_schedule(config)
     longest = config.derived.max_sequence_length
     budget = config.actor.max_tokens_per_micro_batch

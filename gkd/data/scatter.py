@@ -81,10 +81,7 @@ def scatter_to_groups(
 ) -> list[list[GroupPart]]:
     """Return, by data-parallel group, its parts of the chunks that it has any sequence of, in the order of `batch`.
 
-    Sequences leave the group that they were generated for if this evens out the work of the groups.
-
-    Args:
-        attention_length: of the model, see `work`.
+    Sequences leave the group that they were generated for if this evens out the work of the groups, see `work`.
     """
     chunks = [c.rollouts for c in batch]
     n_sequences = [chunk.n_sequences for chunk in chunks]
@@ -110,10 +107,7 @@ def scatter_to_ranks(
     """Return, by rank, the parts of the chunks that it computes, with about the same work for each rank.
 
     The result does not depend on the composition of the chunks, which depends on timing. Sequences with neighboring
-    sample indices stay together where possible, so that few chunks are split.
-
-    Args:
-        attention_length: of the model, see `work`.
+    sample indices stay together where possible, so that few chunks are split. For `attention_length` see `work`.
     """
     if not chunks:
         return [[] for _ in range(n_ranks)]

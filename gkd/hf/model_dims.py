@@ -226,12 +226,11 @@ def attention_length(config_json: Mapping[str, Any]) -> float:
         ModelError: as `read_dims`.
     """
     dims, inner = read_dims(config_json), config_json.get("text_config")
-    config = inner if isinstance(inner, Mapping) else config_json
-    kinds = config.get("layer_types") or ["full_attention"] * dims.n_layers
+    kinds = {**config_json, **(inner if isinstance(inner, Mapping) else {})}.get("layer_types")
+    n_full = kinds.count("full_attention") if isinstance(kinds, list) else dims.n_layers
     share = 0.0 if dims.moe is None else dims.moe.n_active / dims.n_experts
     linear = sum(dims.dense_params(i) + share * dims.expert_params(i) for i in range(dims.n_layers))
-    quadratic = kinds.count("full_attention") * dims.q_columns
-    return linear / quadratic if quadratic else math.inf
+    return linear / (n_full * dims.q_columns) if n_full else math.inf
 
 
 def _moe(config: Mapping[str, Any], model_type: str, n_layers: int) -> MoeDims | None:

@@ -93,7 +93,7 @@ def halve(
 
 
 def split_further(key: str, effect: str) -> Remedy:
-    """Return the row that doubles `key`, actor.cp, tp or pp, and the GPUs of the pool, if the backend has it."""
+    """Return the row that doubles `key`, actor.tp or actor.pp, and the GPUs of the pool, if the backend has it."""
 
     def split(config: Config) -> Changes:
         value: int = config.value(key)
@@ -152,6 +152,12 @@ def more_gpus(config: Config) -> dict[str, float | str]:
     return {**pools, "rollout.n_gpus_per_node": doubled} if config.trainer.colocate else pools
 
 
+def more_cp(config: Config) -> Changes:
+    """Return twice the ranks that share a sequence, if the settings allow it; see `check_strategy`."""
+    whole = config.teacher.tokenizer or (config.actor.strategy == "fsdp2" and not config.actor.packing)
+    return {} if whole else {"actor.cp": 2 * config.actor.cp}
+
+
 FSDP_CPU_OFFLOAD = set_to(
     "actor.fsdp_cpu_offload",
     True,
@@ -191,7 +197,7 @@ ACTOR_REMEDIES = (
     Remedy(
         ("actor.cp",),
         "Each sequence is split over more ranks, and there are fewer data-parallel groups",
-        lambda config: {} if config.derived.dp_size % 2 else {"actor.cp": 2 * config.actor.cp},
+        lambda config: {} if config.derived.dp_size % 2 else more_cp(config),
         _LOSS,
         device="cuda",
     ),
@@ -246,7 +252,13 @@ ACTOR_REMEDIES = (
         applies=lambda config: config.memory.strategy == "resident",
         device="cuda",
     ),
-    split_further("actor.cp", "Each sequence is split over more GPUs"),
+    Remedy(
+        ("actor.cp", "trainer.n_gpus_per_node"),
+        "Each sequence is split over more GPUs",
+        lambda config: {**changes, **more_gpus(config)} if (changes := more_cp(config)) else {},
+        device="cuda",
+        adds_gpus=True,
+    ),
     split_further("actor.tp", "Each layer is split over more GPUs"),
     split_further("actor.pp", "Each GPU has fewer layers"),
     Remedy(

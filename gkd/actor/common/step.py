@@ -193,8 +193,7 @@ def check_micro_batch(batch: MicroBatch, *, needs_scores: bool = True) -> None:
     if batch.cu_seqlens is not None:
         _check_pack(batch, batch.cu_seqlens)
     else:
-        columns = torch.arange(batch.tokens.shape[1]).expand_as(batch.tokens).flatten()
-        if not torch.equal(batch.position_ids.flatten()[batch.loss_index], columns[batch.loss_index]):
+        if not torch.equal(batch.position_ids, torch.arange(batch.tokens.shape[1]).expand_as(batch.tokens)):
             raise DataError(
                 "position_ids are not column indices: without cu_seqlens, sequences must be padded on the right"
             )

@@ -47,7 +47,7 @@ def gathered(dims: ModelDims, tensors: Tensors | None) -> tuple[int, int, int]:
 def fsdp_footprints(
     config: Config, dims: ModelDims, tensors: Tensors | None, *, on_cpu: bool, teacher_hidden: int | None
 ) -> Iterable[RankFootprint]:
-    """Yield the footprint of rank 0, which stands for all ranks. Raises ConfigError: actor.cp cannot split the model."""
+    """Yield the footprint of rank 0, which stands for all ranks. Raises ConfigError as `check_context_split`."""
     actor, dp = config.actor, config.derived.n_shards
     b = _FLOAT32 if config.model.dtype == "float32" else 2
     check_context_split(actor.cp, (dims.n_heads,), (dims.n_kv_heads,))

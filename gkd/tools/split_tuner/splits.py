@@ -237,8 +237,8 @@ def rank(
     if not found:
         a, worker = config.actor, 0 if hardware.workers_elsewhere else hardware.gpus_per_worker
         problem = (
-            f"no split has actor.tp {a.tp} x actor.cp {a.cp} x actor.pp {a.pp} GPUs for the actor (with actor.ep "
-            f"{a.ep}: {_actor_unit(config)}), rollout.tp {config.rollout.tp} for an engine and {worker} for the teacher, "
+            f"no split has actor.tp {a.tp} x actor.cp {a.cp} x actor.pp {a.pp} GPUs for the actor (with actor.ep {a.ep}"
+            f": {_actor_unit(config)}), rollout.tp {config.rollout.tp} for an engine and {worker} for the teacher, "
             f"on nodes of {hardware.per_node}."
         )
         raise ConfigError("--gpus", hardware.n_gpus, problem, "use more GPUs, or smaller parallel sizes.")
@@ -309,7 +309,7 @@ def splits(config: Config, hardware: Hardware) -> Iterator[Split]:
 
 def _all_splits(config: Config, hardware: Hardware) -> Iterator[Split]:
     a, r = config.actor, config.rollout
-    actors = list(_pool_sizes(_actor_unit(config), a.tp * a.cp, hardware))
+    actors = list(_pool_sizes(_actor_unit(config), a.tp, hardware))
     rollouts = list(_pool_sizes(r.tp, r.tp, hardware))
     for actor in actors:
         if actor.n_gpus // a.group_size > config.trainer.global_batch_size:
@@ -336,7 +336,7 @@ def _undominated(found: Iterable[Split]) -> Iterator[Split]:
 
 
 def _pool_sizes(unit: int, tp: int, hardware: Hardware) -> Iterator[PoolSize]:
-    """Yield multiples of `unit`, each on as few nodes as possible, without a group of `tp` ranks across nodes."""
+    """Yield multiples of `unit`, each on as few nodes as possible, without a tensor-parallel group across nodes."""
     for n_gpus in range(unit, hardware.n_gpus + 1, unit):
         if n_gpus <= hardware.per_node:
             yield PoolSize(1, n_gpus)
