@@ -110,8 +110,10 @@ class ActorWorker(ActorRank):
                 stats = self._student.evaluate(batches, on_rows, on_choices)
         if not keeps:
             return stats
-        columns, sizes = self._student.columns, without_targets(batches)
-        tables, choices = columns.whole(tables, sizes), columns.whole(choices, sizes)
+        columns = self._student.columns
+        whole = without_targets(batches)
+        tables = columns.whole(tables, whole)
+        choices = columns.whole(choices, whole)
         if columns.rank:
             return stats
         kept = [rollout for rollout in rollouts if rollout.sample_index < keep_tokens]

@@ -135,7 +135,8 @@ def _next_token_logprobs(
 
 def forward(model: LossModel, batch: MicroBatch, device: torch.device, **arguments: Any) -> Any:
     """Run the model on its columns of a micro-batch; for `arguments` and result see `LossModel.forward`."""
-    pack, positions, group = None, None, model.columns.group
+    pack, positions = None, None
+    group = model.columns.group
     if batch.cu_seqlens is not None:
         longest = int(batch.cu_seqlens.diff().max())
         pack = Pack(batch.cu_seqlens.to(device), longest, group=group)

@@ -112,7 +112,8 @@ def run_logprobs(
     Raises:
         NumericsError, DataError: as `run_batch`.
     """
-    device, batches = model.device, []
+    device = model.device
+    batches = []
     with same_error(device):
         for batch in without_targets(micro_batches):
             check_before(loss, batch, micro_batches, needs_scores=False)
@@ -154,8 +155,8 @@ def _schedule(
     Micro-batches without loss are appended if this rank has too few.
     """
     n_batches = _n_common(len(batches), model)
-    own, columns = parts_of(batches, model.columns), model.columns
-    fillers = [columns.part_of(empty_micro_batch())] * (n_batches - len(batches))
+    own = parts_of(batches, model.columns)
+    fillers = [model.columns.part_of(empty_micro_batch())] * (n_batches - len(batches))
     # Only the chunk with the LM head reads the teacher's tables.
     holds_head = [model.layout.holds_head(chunk) for chunk in range(len(ddps))]
     iterators = [chain(own if holds else without_targets(own), fillers) for holds in holds_head]
