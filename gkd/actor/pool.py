@@ -22,10 +22,13 @@ from gkd.data.scatter import gather_results, scatter_to_groups
 from gkd.errors import ConfigError, ModelError
 from gkd.hf.model_dims import attention_length
 from gkd.hf.model_folder import read_config_json
+from gkd.log import get_logger
 from gkd.memory.usage import merge
 from gkd.spans import ProcessSpans
 from gkd.text.pair import TokenizerPair
 from gkd.types import FileDigest, PendingScores, ScoredChunk, TrainStats
+
+log = get_logger("actor")
 
 
 class ActorPool:
@@ -49,7 +52,8 @@ class ActorPool:
             return math.inf
         try:
             return attention_length(read_config_json(self._config.model.path, "model.path"))
-        except (ConfigError, ModelError):
+        except (ConfigError, ModelError) as error:
+            log.info("groups are balanced by tokens alone: %s", error)
             return math.inf
 
     def init_model(self, device: str, total_steps: int, timeout_s: float) -> dict[str, Any]:

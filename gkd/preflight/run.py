@@ -387,7 +387,8 @@ def warn_about_settings(config: Config, gib: float) -> None:
             config.trainer.global_batch_size,
             config.derived.n_engines,
         )
-    actor, per_node = config.actor, config.trainer.n_gpus_per_node
+    actor = config.actor
+    per_node = config.trainer.n_gpus_per_node
     if actor.cp > 1 and per_node % (actor.tp * actor.cp):
         log.warning(
             "actor.cp %d: trainer.n_gpus_per_node %d is not a multiple of actor.tp x actor.cp = %d, so some groups of "

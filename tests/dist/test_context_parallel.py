@@ -114,7 +114,8 @@ def _one(rank: int, world_size: int, root: Path, case: Case) -> dict[str, Any]:
     hidden = [rng.normal(size=(r.n_own, TEACHER_HIDDEN)).astype(np.float32) for r in rollouts]
     scores = [replace(score, hidden=table) for score, table in zip(scores, hidden, strict=True)]
     own = [i for i in range(len(rollouts)) if case.dp == 1 or (i < 5) == (group == 0)]  # unequal numbers
-    chosen, limit = [scores[i] for i in own] if is_last else None, 30 if case.packed else 0
+    chosen = [scores[i] for i in own] if is_last else None
+    limit = 30 if case.packed else 0
     rollouts = [rollouts[i] for i in own]
     mine = make_micro_batches(rollouts, chosen, micro_batch_size=3, max_tokens=limit, packed=case.packed)
 

@@ -28,7 +28,8 @@ def check_same(plain: Path, shared: Path, first: int = 1) -> None:
 
 def test_a_run_goes_on_with_ranks_that_share_sequences(base_run: Path, lab: Lab, teacher_port: int) -> None:
     """Fails if a checkpoint of one rank is read otherwise by two, or sequences, scores or weights do not reach both."""
-    run_dir, begin = lab.root / "cp_resumed", base_run / "checkpoints" / "step_00000002"
+    run_dir = lab.root / "cp_resumed"
+    begin = base_run / "checkpoints" / "step_00000002"
     settings = (f"trainer.resume={begin}", f"trainer.replay={base_run / 'batches'}", "weight_sync.verify=always")
     lab.finished_run(run_dir, teacher_port, *CP, *settings)
     check_same(base_run, run_dir, first=3)
