@@ -39,17 +39,12 @@ class ActorPool:
         self._timeout_s = config.trainer.stage_timeout_s
         self._layouts = layouts_of(config.actor, len(workers))
         self.dp_size = self._layouts[0].dp
+        self._in_step = config.actor.strategy == "fsdp2" or config.actor.ep > 1  # collectives in each micro-batch
         self._spans: list[ProcessSpans] = []
 
     @cached_property
     def _attention_length(self) -> float:
-        """See `attention_length`. Infinite, so that tokens count alone, for a model that has other names for its sizes.
-
-        Also where all ranks run their micro-batches in step: a group of less tokens and as much work has fewer of them,
-        and waits.
-        """
-        if self._config.actor.strategy == "fsdp2" or self._config.actor.ep > 1:
-            return math.inf
+        """See `attention_length`. Infinite, so that tokens count alone, for a model with other names of its sizes."""
         try:
             return attention_length(read_config_json(self._config.model.path, "model.path"))
         except (ConfigError, ModelError) as error:
@@ -134,7 +129,7 @@ class ActorPool:
         options = _options(meta, "disable_adapter")
         chunks = [chunk.rollouts for chunk in batch]
         groups = data_parallel_groups(len(self.workers), self._config)
-        length = self._attention_length
+        length = math.inf if self._in_step else self._attention_length
         calls, parts = call_scattered(
             self.workers, "compute_logprobs", chunks, groups=groups, attention_length=length, **options
         )
@@ -220,7 +215,7 @@ class ActorPool:
 
     def _on_batch(self, method: str, batch: Sequence[ScoredChunk], **options: Any) -> list[TrainStats]:
         """Call a method of all ranks on a batch. Return the results by rank; all have the same numbers."""
-        groups = scatter_to_groups(batch, self.dp_size, self._attention_length)
+        groups = scatter_to_groups(batch, self.dp_size, self._attention_length, in_step=self._in_step)
         refs = {}
         for worker, layout in zip(self.workers, self._layouts, strict=True):
             inputs = ChunkInputs.of_parts(groups[layout.dp_rank], layout)

@@ -77,17 +77,23 @@ def decode_indices(sequence_indices: bytes | None, n_sequences: int) -> list[int
 
 
 def scatter_to_groups(
-    batch: Sequence[ScoredChunk], dp_size: int, attention_length: float = math.inf
+    batch: Sequence[ScoredChunk], dp_size: int, attention_length: float = math.inf, *, in_step: bool = False
 ) -> list[list[GroupPart]]:
     """Return, by data-parallel group, its parts of the chunks that it has any sequence of, in the order of `batch`.
 
-    Sequences leave the group that they were generated for if this evens out the work of the groups, see `work`.
+    Sequences leave the group that they were generated for if this evens out the work of the groups, see `work`. With
+    `in_step` the groups wait for each other in each micro-batch, not only at the end of the batch: equal tokens then
+    give them equally many micro-batches, and long sequences are dealt so that these have about the same work.
     """
     chunks = [c.rollouts for c in batch]
     n_sequences = [chunk.n_sequences for chunk in chunks]
     samples = _joined([chunk.sample_index for chunk in chunks])
     group_of = np.repeat(np.array([chunk.dp_rank for chunk in chunks], np.int32), n_sequences)
-    lengths = work(_joined([chunk.n_tokens for chunk in chunks]), attention_length)
+    lengths = n_tokens = _joined([chunk.n_tokens for chunk in chunks])
+    if in_step:
+        _deal(group_of, n_tokens, samples, dp_size, attention_length / 4)  # attention is a fifth of the work
+    else:
+        lengths = work(n_tokens, attention_length)
     groups = [np.flatnonzero(group_of == group) for group in range(dp_size)]
     order = np.argsort(samples)
     for group, own in enumerate(even_groups([samples[g] for g in groups], [lengths[g] for g in groups])):
@@ -231,6 +237,14 @@ def work(n_tokens: np.ndarray, attention_length: float) -> np.ndarray:
     """
     n = n_tokens.astype(np.int64)
     return n + np.rint(n.astype(np.float64) ** 2 / attention_length).astype(np.int64)
+
+
+def _deal(group_of: np.ndarray, n_tokens: np.ndarray, samples: np.ndarray, dp_size: int, longer_than: float) -> None:
+    """Assign the sequences of more tokens than `longer_than`, longest first, to the group with the least of them."""
+    dealt = np.zeros(dp_size, np.int64)
+    for i in np.lexsort((samples, -n_tokens))[: np.count_nonzero(n_tokens > longer_than)]:
+        group_of[i] = dealt.argmin()
+        dealt[group_of[i]] += n_tokens[i]
 
 
 # The heaviest group may exceed the mean by this share: below it, another move costs more than it gains.
