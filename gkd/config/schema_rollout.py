@@ -133,7 +133,6 @@ class WeightSyncConfig:
         choices=("always", "first", "never"),
         resume=True,
     )
-    timeout_s: float = key(600.0, "Seconds one weight sync may take.", gt=0, resume=True)
 
 
 def has_expandable_segments(environ: Mapping[str, str]) -> bool:

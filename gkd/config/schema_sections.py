@@ -87,12 +87,6 @@ class DataConfig:
         required="name one or more prompt files, like [data/train.jsonl].",
     )
     val_files: list[str] = file_key([], "Held-out prompt files for evaluation; empty = no evaluation.")
-    allow_changed_files: bool = key(
-        False,
-        "Let a resumed run read train_files whose content has changed since its last start. The order is then that "
-        "of the new rows: rows of the current epoch may repeat or be left out. docs/operations.md.",
-        resume=True,
-    )
     prompt_key: str = key(
         "prompt",
         "Column of the prompt: text, or messages for the chat template: {role, content} or {from, value}, as a list or "

@@ -47,7 +47,7 @@ class TeacherBackend(NamedTuple):
 ACTOR, ROLLOUT = "actor", "rollout"  # names of the pools
 ZMQ, HTTP = "zmq", "http"
 DIALECTS = ("vllm", "sglang")
-_SERVER_KEYS = "server_ip server_port name keys max_in_flight store store_gib tokenizer special_tokens"
+_SERVER_KEYS = "server_ip server_port name keys max_in_flight store tokenizer special_tokens"
 _LOCAL_KEYS = "path fsdp_cpu_offload update_interval update_ema tokenizer special_tokens"
 _HTTP_KEYS = "url dialect api_key_env name max_in_flight tokenizer special_tokens"
 BACKENDS = {
@@ -148,9 +148,6 @@ class TeacherConfig:
         "Folder that keeps the scores of dataset responses for later epochs and runs; empty = none. It is on each host "
         "of the actor pool, or shared.",
         resume=True,
-    )
-    store_gib: float = key(
-        32.0, "Size of `teacher.store`; beyond it the oldest files are deleted.", ge=0.5, le=1e6, resume=True
     )
     signal: str = key(
         "topk",

@@ -128,7 +128,6 @@ class TrainerConfig:
         resume=True,
     )
     keep_last: int = key(2, "Newest checkpoints to keep.", gt=0, resume=True)
-    keep_every: int = key(0, "Keep every checkpoint whose step is a multiple of this; 0 = none.", ge=0, resume=True)
     keep_best: str = key(
         "",
         "Number of an evaluation, such as eval/accuracy or eval/kl: the step with the best one is saved and never "
@@ -152,8 +151,8 @@ class TrainerConfig:
     )
     stage_timeout_s: float = key(
         1800.0,
-        "Seconds to wait for a training step, scores or the next rollout before the run stops and reports where ranks "
-        "hang.",
+        "Seconds to wait for a training step, scores, a weight sync or the next rollout before the run stops and "
+        "reports where ranks hang.",
         gt=0,
         limits="zmq: > teacher.outage_budget_s + teacher.request_timeout_s",
         resume=True,

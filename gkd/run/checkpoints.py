@@ -153,8 +153,8 @@ class CheckpointStore:
             raise
         return manifest
 
-    def prune(self, keep_last: int, keep_every: int, best: Best | None = None) -> None:
-        """Delete all but the newest `keep_last`, multiples of `keep_every` (0: none of them) and the best one.
+    def prune(self, keep_last: int, best: Best | None = None) -> None:
+        """Delete all but the newest `keep_last` and the best one.
 
         The file `best` names the best one, if it is saved; it does not outlive the checkpoint that it names.
 
@@ -167,7 +167,7 @@ class CheckpointStore:
             with naming(self.root / _BEST):
                 replace_file(self.root / _BEST, best.to_bytes())
         for folder in committed[:-keep_last]:
-            if folder != kept and (not keep_every or (step_of(folder) or 0) % keep_every):
+            if folder != kept:
                 try:
                     self._delete(folder)
                 except OSError as error:

@@ -164,7 +164,7 @@ class RunFolder:
 
         Raises CheckpointError: the name cannot be written.
         """
-        self.store.prune(self.config.trainer.keep_last, self.config.trainer.keep_every, best)
+        self.store.prune(self.config.trainer.keep_last, best)
 
     def identity(self) -> dict[str, bytes]:
         """Return the documents that identify the run, settings and teacher: file name -> content."""

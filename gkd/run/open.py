@@ -357,29 +357,13 @@ def check_same_files(environment: Path, files: Sequence[Mapping[str, Any]], now:
         if before.get(name, mark) == mark:
             continue
         problem = f"the file has changed since the last start of this run: it had {before[name]}, and has {mark}."
-        if each["key"] == _TRAINING and not now.data.allow_changed_files:
-            fix = "restore the file, start a new run, or accept its rows with data.allow_changed_files=true."
-            errors.append(ConfigError(*name, problem, fix))
-        elif each["key"] == _TRAINING and now.reward.functions and now.trainer.scheduler != "sync":
-            problem += " Functions of reward.functions would judge the responses in flight by the new rows."
+        if each["key"] == _TRAINING:
             errors.append(ConfigError(*name, problem, f"restore the file, or {_NEW_RUN}"))
         else:
             log.warning("%s = %r: %s", *name, problem)
     if errors:
         raise ConfigError.together(errors)
-    _check_same_end(recorded, files, now)
 
 
 def _mark(file: Mapping[str, Any]) -> str:
     return f"{file['rows']} rows, xxh3_128 {file['xxh3_128']}"
-
-
-def _check_same_end(before: Sequence[Mapping[str, Any]], files: Sequence[Mapping[str, Any]], now: Config) -> None:
-    """Raise ConfigError if the new number of rows moves the end of a schedule that decays."""
-    then, steps = (
-        now.planned_steps(sum(each["rows"] for each in some if each["key"] == _TRAINING)) for some in (before, files)
-    )
-    if then != steps and now.actor.optim.schedule != "constant":
-        problem = f"with the new rows the run has {steps} steps, not {then}, and its learning rates depend on that."
-        fix = f"restore the files, or {_NEW_RUN}"
-        raise now.error("actor.optim.schedule", problem, fix)

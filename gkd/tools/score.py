@@ -21,7 +21,7 @@ from gkd.preflight.run import ScoringPlan, check_scoring
 from gkd.preflight.teacher import record_teachers
 from gkd.run import interrupts
 from gkd.scoring.endpoint import ScoringEndpoint
-from gkd.scoring.teacher.store import FILE_BYTES, ScoreStore, dataset_keys, open_store
+from gkd.scoring.teacher.store import ScoreStore, dataset_keys, open_store
 from gkd.scoring.teacher.window import window_of_group
 from gkd.tools import exit_codes
 from gkd.types import Rollout
@@ -57,14 +57,12 @@ def score_all(plan: ScoringPlan) -> None:
     """Score what the store lacks, and log the progress.
 
     Raises:
-        ConfigError: the scores need more than teacher.store_gib.
         CheckpointError: the store has not kept them.
         TeacherError, TeacherUnavailable: see `gkd.scoring.teacher.teacher.Teacher`.
     """
     config, fingerprints = plan.config, [teacher.fingerprint for teacher in plan.teachers]
     numerics = [teacher.numerics for teacher in plan.teachers]
     rollouts = dataset_rollouts(plan.prompts, plan.eos_ids)
-    _check_size(plan, sum(len(rollout.response_ids) for rollout in rollouts))
     keys = dataset_keys(rollouts, config.derived, fingerprints, plan.n_vocab, numerics)
     store = open_store(config.teacher)
     left = {key: rollouts[i] for i, key in keys.items() if store.get(key, rollouts[i]) is None}  # missing, or damaged
@@ -106,20 +104,8 @@ def _score(endpoint: ScoringEndpoint, store: ScoreStore, left: Mapping[bytes, Ro
 def _check_kept(store: ScoreStore, keys: Collection[bytes]) -> None:
     """Raise CheckpointError if the store lacks some of these keys; the log has the cause."""
     if n_missing := sum(key not in store for key in keys):
-        fix = "free the disk, or increase teacher.store_gib, and run the command again"
+        fix = "free the disk, and run the command again"
         raise CheckpointError(f"teacher.store has not kept the scores of {n_missing} responses. Fix: {fix}")
-
-
-def _check_size(plan: ScoringPlan, n_tokens: int) -> None:
-    """Raise ConfigError if the store would delete the first scores to keep the last ones."""
-    teacher, hidden = plan.config.teacher, max(info.hidden_size for info in plan.teachers)
-    small = teacher.wire == "fp16"
-    sizes = {"topk": (5 if small else 8) * teacher.topk + 4, "sampled": 4, "hidden": 4 * hidden}
-    sizes["logits"] = (2 if small else 4) * plan.n_vocab
-    needed_gib = (n_tokens * sum(sizes[signal] for signal in plan.config.derived.signals) + 2 * FILE_BYTES) / 2**30
-    if needed_gib > teacher.store_gib:
-        problem = f"the scores of {n_tokens} response tokens need up to {needed_gib:.1f} GiB."
-        raise ConfigError("teacher.store_gib", teacher.store_gib, problem, f"use at least {needed_gib + 0.1:.1f}.")
 
 
 def _parse(argv: list[str] | None) -> argparse.Namespace:

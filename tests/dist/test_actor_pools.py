@@ -305,7 +305,7 @@ def synced(ranks: list[Any], tmp_path_factory: pytest.TempPathFactory) -> Actor:
     """Return an actor whose weights have several buckets."""
     folder = tmp_path_factory.mktemp("larger")
     save_model(folder, hidden_size=256, intermediate_size=512, num_hidden_layers=4, num_attention_heads=4, head_dim=64)
-    sync = ("weight_sync.verify=never", "weight_sync.timeout_s=60", "weight_sync.bucket_mib=1")
+    sync = ("weight_sync.verify=never", "trainer.stage_timeout_s=60", "weight_sync.bucket_mib=1")
     return Actor(ranks, folder, "actor.strategy=fsdp2", *sync)
 
 

@@ -42,7 +42,6 @@ SETTINGS = (
     f"trainer.total_steps={N_STEPS}",
     "trainer.save_every=1",
     "trainer.keep_last=2",
-    "trainer.keep_every=4",
     "trainer.resume=auto",
     "eval.every=3",
     "trainer.init_timeout_s=600",  # busy cores shall not end a run

@@ -15,7 +15,6 @@ from gkd.config.load import load_config
 from gkd.errors import ConfigError, TeacherUnavailable
 from gkd.preflight.run import check_scoring, preflight
 from gkd.scoring.teacher.store import SUFFIX
-from gkd.tools.score import _check_size
 from tests.dist.helpers import free_port
 from tests.e2e.conftest import Lab, _words
 from tests.e2e.exactness import steps_of
@@ -116,8 +115,3 @@ def test_what_cannot_be_stored_is_refused(lab: Lab, teacher_port: int, tmp_path:
         with pytest.raises(ConfigError) as caught:
             check_scoring(load_config(None, [*words(lab, teacher_port)[2:], *more]))
         assert caught.value.key == key
-    plan = check_scoring(load_config(None, [*words(lab, teacher_port)[2:], store]))
-    _check_size(plan, 60_000_000)
-    with pytest.raises(ConfigError) as caught:
-        _check_size(plan, 70_000_000)
-    assert caught.value.key == "teacher.store_gib"

@@ -22,7 +22,6 @@ from gkd.errors import CheckpointError, ConfigError, TeacherUnavailable
 from gkd.preflight.teacher import record_teachers, recorded_teachers
 from gkd.scoring.endpoint import ScoringEndpoint
 from gkd.scoring.group_endpoint import ScoreSummary
-from gkd.scoring.teacher import store as module
 from gkd.scoring.teacher.store import SUFFIX, ScoreStore, open_store, packed, score_key, unpacked
 from gkd.scoring.teacher.window import Window
 from gkd.types import Rollout, TeacherScores, TeacherTopK
@@ -32,7 +31,6 @@ from tests.refusals import refuses
 from tests.service.harness import TRIVIAL, ServerProcess, connect, own_turns, random_rollouts, trivial_model
 
 pytestmark = pytest.mark.service
-GIB = 1 << 30
 N_VOCAB = 250
 
 
@@ -61,7 +59,7 @@ def assert_equal(found: TeacherScores, expected: TeacherScores) -> None:
 
 
 def filled(folder: Path, rollouts: Sequence[Rollout]) -> ScoreStore:
-    store = ScoreStore(folder, GIB)
+    store = ScoreStore(folder)
     for rollout in rollouts:
         store.put(key_of(rollout), rollout, scores_of(rollout))
     return store
@@ -78,11 +76,11 @@ def test_a_store_that_cannot_be_a_folder_names_the_key(tmp_path: Path) -> None:
 def test_what_one_process_writes_another_reads(tmp_path: Path) -> None:
     """Fails if a score changes by a bit, or groups of ranks do not see each other's scores."""
     rollouts = from_dataset(30)
-    reader, writer = ScoreStore(tmp_path, GIB), filled(tmp_path, rollouts[:20])
+    reader, writer = ScoreStore(tmp_path), filled(tmp_path, rollouts[:20])
     assert reader.get(key_of(rollouts[0]), rollouts[0]) is None
     reader.refresh()
     for rollout in rollouts[:20]:
-        for store in (reader, writer, ScoreStore(tmp_path, GIB)):
+        for store in (reader, writer, ScoreStore(tmp_path)):
             found = store.get(key_of(rollout), rollout)
             assert found is not None
             assert_equal(found, scores_of(rollout))
@@ -156,7 +154,7 @@ def test_damage_is_never_returned(tmp_path: Path) -> None:
         else:
             del data[rng.integers(len(data)) :]
         file.write_bytes(data)
-        store = ScoreStore(tmp_path, GIB)
+        store = ScoreStore(tmp_path)
         for rollout in rollouts:
             found = store.get(key_of(rollout), rollout)
             n_missing += found is None
@@ -170,7 +168,7 @@ import sys
 from pathlib import Path
 from tests.service.test_score_store import from_dataset, key_of, scores_of
 from gkd.scoring.teacher.store import ScoreStore
-store = ScoreStore(Path(sys.argv[1]), 1 << 30)
+store = ScoreStore(Path(sys.argv[1]))
 for rollout in from_dataset(20_000):
     store.put(key_of(rollout), rollout, scores_of(rollout))
 """
@@ -185,58 +183,12 @@ def test_a_killed_writer_leaves_nothing_wrong(tmp_path: Path) -> None:
         time.sleep(delay_s)
         process.send_signal(signal.SIGKILL)
         process.wait()
-    rollouts, store = from_dataset(20_000), ScoreStore(tmp_path, GIB)
+    rollouts, store = from_dataset(20_000), ScoreStore(tmp_path)
     found = [(rollout, store.get(key_of(rollout), rollout)) for rollout in rollouts[:2000]]
     assert sum(scores is not None for _, scores in found) > 20
     for rollout, scores in found:
         if scores is not None:
             assert_equal(scores, scores_of(rollout))
-
-
-@pytest.fixture
-def small_files(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "FILE_BYTES", 20_000)
-
-
-@pytest.mark.usefixtures("small_files")
-def test_the_oldest_files_make_room(tmp_path: Path) -> None:
-    """Fails if the folder grows without a limit, or the newest scores are deleted."""
-    rollouts = from_dataset(200)
-    store = ScoreStore(tmp_path, 100_000)
-    for rollout in rollouts:
-        store.put(key_of(rollout), rollout, scores_of(rollout))
-    assert sum(file.stat().st_size for file in tmp_path.glob(f"*{SUFFIX}")) <= 110_000
-    for one in (store, ScoreStore(tmp_path, 100_000)):
-        assert one.get(key_of(rollouts[0]), rollouts[0]) is None
-        assert one.get(key_of(rollouts[-1]), rollouts[-1]) is not None
-
-
-@pytest.mark.usefixtures("small_files")
-def test_a_file_that_another_process_deleted_begins_again(tmp_path: Path) -> None:
-    """Fails if scores are lost, or read at a wrong place, because another process made room in the middle of a file."""
-    rollouts = from_dataset(60)
-    slow, fast = filled(tmp_path, rollouts[:3]), ScoreStore(tmp_path, 60_000)
-    for rollout in rollouts[10:]:
-        fast.put(key_of(rollout), rollout, scores_of(rollout))
-    slow.put(key_of(rollouts[3]), rollouts[3], scores_of(rollouts[3]))
-    for store in (slow, fast, ScoreStore(tmp_path, GIB)):
-        store.refresh()
-        found = store.get(key_of(rollouts[3]), rollouts[3])
-        assert found is not None
-        assert_equal(found, scores_of(rollouts[3]))
-        assert store.get(key_of(rollouts[0]), rollouts[0]) is None
-
-
-def test_a_reader_survives_files_that_are_deleted_meanwhile(tmp_path: Path) -> None:
-    """Fails if a run ends because another of its processes deletes the oldest file while this one lists the folder."""
-    rollouts = from_dataset(1)
-    reader = ScoreStore(tmp_path, GIB)
-    filled(tmp_path, rollouts)
-    (tmp_path / f"0{SUFFIX}").symlink_to("gone")  # is listed, and then not there
-    reader.refresh()
-    found = reader.get(key_of(rollouts[0]), rollouts[0])
-    assert found is not None
-    assert_equal(found, scores_of(rollouts[0]))
 
 
 def test_a_full_disk_ends_the_writing_alone(tmp_path: Path) -> None:

@@ -94,7 +94,7 @@ def test_a_kill_at_every_operation_of_a_save(in_memory: Path) -> None:
             store.rewind_to(store.root / "step_00000004")
             commit(store, 5)
             os.close(os.open(committed, os.O_CREAT | os.O_WRONLY))
-            store.prune(keep_last=1, keep_every=0)
+            store.prune(keep_last=1)
 
         code = in_child(work)
         found = newest_step(store)
@@ -213,14 +213,14 @@ def test_an_error_names_every_damaged_checkpoint(store: CheckpointStore) -> None
         assert part in str(caught.value)
 
 
-@pytest.mark.parametrize(("keep_last", "keep_every", "kept"), [(1, 0, [8]), (2, 0, [7, 8]), (1, 3, [3, 6, 8])])
-def test_retention(store: CheckpointStore, keep_last: int, keep_every: int, kept: list[int]) -> None:
-    """Fails if trainer.keep_last or trainer.keep_every keeps the wrong checkpoints."""
+@pytest.mark.parametrize(("keep_last", "kept"), [(1, [8]), (2, [7, 8])])
+def test_retention(store: CheckpointStore, keep_last: int, kept: list[int]) -> None:
+    """Fails if trainer.keep_last keeps the wrong checkpoints."""
     for step in range(1, 9):
         commit(store, step)
-        store.prune(keep_last, keep_every)
+        store.prune(keep_last)
     work = store.begin(9)
-    store.prune(keep_last, keep_every)
+    store.prune(keep_last)
     assert work.is_dir(), "a save in progress is kept"
     assert steps(store) == kept
     assert newest_step(store) == 8

@@ -103,9 +103,9 @@ def test_a_sender_that_dies_while_it_restores_an_engine_is_named() -> None:
 
 
 def test_a_sync_that_takes_too_long_ends_the_run(local_ray: LocalRay) -> None:
-    """Fails if weight_sync.timeout_s has no effect, a hang is taken for a lost engine, or the groups are used again."""
+    """Fails if trainer.stage_timeout_s has no effect, a hang is a lost engine, or the groups are used again."""
     engine = Engine()
-    sync, _ = make([engine], "weight_sync.verify=never", "weight_sync.timeout_s=7")
+    sync, _ = make([engine], "weight_sync.verify=never", "trainer.stage_timeout_s=7")
     received, engine.receive = engine.receive, Method(lambda *_: Ref(hangs=True))
     with pytest.raises(RankTimeout) as caught:
         sync.push(1)

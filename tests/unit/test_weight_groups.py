@@ -143,7 +143,7 @@ def test_an_incomplete_version_is_not_given_to_an_engine() -> None:
 
 
 def test_a_member_that_dies_while_the_group_forms_is_not_waited_for_as_for_a_bucket() -> None:
-    """Fails if the others wait for it for weight_sync.timeout_s, in which no engine can be given weights."""
+    """Fails if the others wait for it for trainer.stage_timeout_s, in which no engine can be given weights."""
     spec = GroupSpec("gloo", "127.0.0.1", free_port(), 0, 2, timeout_s=600.0, join_s=2.0)
     with ThreadPoolExecutor(1) as threads:
         joining = threads.submit(TransferGroup, spec, CPU)

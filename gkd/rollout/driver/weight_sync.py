@@ -118,7 +118,7 @@ class WeightSync:
             self._stale = True
             if not self._n_pushed or self._pushed is None:
                 return self._pushed if self._n_pushed else 0
-            name, limit_s = f"rollout engine {index}", self._config.weight_sync.timeout_s
+            name, limit_s = f"rollout engine {index}", self._config.trainer.stage_timeout_s
             transport = GLOO if self._config.weight_sync.transport == GLOO else AUTO  # the bytes are in host memory
             senders = self._keepers
             specs = self._specs(senders, transport, 1 + self._config.rollout.tp, _REJOIN_S)
@@ -155,13 +155,13 @@ class WeightSync:
             f"rollout engine {i}": engine.receive.remote(plans, policy_version, content)
             for i, engine in self._engines.items()
         }
-        results = self._gather(senders, receivers, "weight sync", self._config.weight_sync.timeout_s)
+        results = self._gather(senders, receivers, "weight sync", self._config.trainer.stage_timeout_s)
         for name in senders:
             self._sent |= results[name]
         return int(results[next(iter(receivers))])
 
     def _compare(self, sent: dict[str, str], refs: Mapping[str, Any]) -> None:
-        for name, received in self._gather({}, refs, "weight digests", self._config.weight_sync.timeout_s).items():
+        for name, received in self._gather({}, refs, "weight digests", self._config.trainer.stage_timeout_s).items():
             wrong = differing(sent, received)
             if wrong:
                 raise WeightSyncError(
@@ -210,12 +210,12 @@ class WeightSync:
     def _rejoin(self) -> None:
         """Make new groups; once more if the members missed each other: one may have waited for an engine that died."""
         try:
-            self._join(self._config.weight_sync.timeout_s, _REJOIN_S)
+            self._join(self._config.trainer.stage_timeout_s, _REJOIN_S)
         except WeightSyncError as error:
             if error.lost:
                 raise
             log.warning("joining the weight-sync groups once more: %s", error)
-            self._join(self._config.weight_sync.timeout_s, _REJOIN_S)
+            self._join(self._config.trainer.stage_timeout_s, _REJOIN_S)
 
     def _join(self, timeout_s: float, join_s: float) -> None:
         """Make new groups.
@@ -268,7 +268,7 @@ class WeightSync:
     ) -> dict[str, GroupSpec]:
         """Return, by sender, its arguments for joining its new group; the other members have other ranks."""
         refs = {name: sender.rendezvous.remote() for name, sender in senders.items()}
-        timeout_s = self._config.weight_sync.timeout_s + _EXTRA_TIMEOUT_S
+        timeout_s = self._config.trainer.stage_timeout_s + _EXTRA_TIMEOUT_S
         return {
             name: GroupSpec(transport, host, port, 0, world_size, timeout_s, join_s)
             for name, (host, port) in gather(refs, "rendezvous", join_s).items()

@@ -3,14 +3,13 @@
     <folder>/<time>-<host>-<process>.scores     records, one after the other
 
 A record is a header (key, bytes, checksum) and the reply of a teacher server to the request of one sequence: its header
-and its frames, 5 bytes an entry with `teacher.wire: fp16`. It is written in one call. Each process appends to files of
+and its frames, 5 bytes an entry with `teacher.wire: fp16`. It is written in one call. Each process appends to a file of
 its own and reads all files, so nothing is locked. What a killed process has left incomplete, and a record whose bytes
 have changed, is never returned.
 """
 
 from __future__ import annotations
 
-import contextlib
 import os
 import socket
 import struct
@@ -57,7 +56,6 @@ from teacher_server.wire.protocol import (
 log = get_logger("store")
 
 SUFFIX = ".scores"
-FILE_BYTES = 256 << 20  # a file that has reached this size gets no further records
 _MAGIC = b"gkd2"
 _HEADER = struct.Struct("<4s16sQQ")  # magic, key, bytes of the body, xxh3-64 of the body
 
@@ -74,40 +72,30 @@ class ScoreStore:
 
     Args:
         folder: is made if it is missing.
-        limit_bytes: the oldest files are deleted when all together exceed it.
         wire: precision in which the scores arrive.
 
     Raises:
         OSError: the folder cannot be made or listed.
     """
 
-    def __init__(self, folder: Path, limit_bytes: int, wire: Wire = "fp32") -> None:
+    def __init__(self, folder: Path, wire: Wire = "fp32") -> None:
         folder.mkdir(parents=True, exist_ok=True)
-        self._folder, self._limit_bytes, self._wire = folder, limit_bytes, wire
+        self._folder, self._wire = folder, wire
         self._lock = threading.Lock()
         self._places: dict[bytes, _Place] = {}
         self._ends: dict[Path, int] = {}  # file -> place of its next record
-        self._own: Path | None = None  # the file of this process
+        self._own = folder / f"{time.time_ns()}-{socket.gethostname()}-{os.getpid()}{SUFFIX}"  # of this process
         self._is_writable = True
         self._remarks: set[str] = set()
         self.refresh()
 
     def refresh(self) -> None:
-        """Learn of the records that other processes have written or deleted."""
+        """Learn of the records that other processes have written."""
         with self._lock:
-            files: dict[Path, int] = {}
             for file in sorted(self._folder.glob(f"*{SUFFIX}")):
-                with contextlib.suppress(FileNotFoundError):  # another process makes room
-                    files[file] = file.stat().st_size
-            if gone := self._ends.keys() - files.keys():
-                self._places = {key: place for key, place in self._places.items() if place.file not in gone}
-                self._ends = {file: end for file, end in self._ends.items() if file not in gone}
-            for file, size in files.items():
-                if self._ends.get(file, 0) > size:  # another process deleted it, and the one that writes it began again
-                    self._ends[file] = 0
+                size = file.stat().st_size
                 if self._ends.get(file, 0) < size:
-                    with contextlib.suppress(FileNotFoundError):
-                        self._index(file, size)
+                    self._index(file, size)
 
     def __contains__(self, key: bytes) -> bool:
         return key in self._places
@@ -138,31 +126,16 @@ class ScoreStore:
         record = _HEADER.pack(_MAGIC, key, len(data), checksum) + data
         with self._lock:
             try:
-                file = self._file_for(len(data))
-                with file.open("ab", buffering=0) as opened:
-                    start = opened.tell() + _HEADER.size  # where the file ends, also if another process has deleted it
+                with self._own.open("ab", buffering=0) as opened:
+                    start = opened.tell() + _HEADER.size
                     if opened.write(record) < len(record):
                         raise OSError("the disk is full")
             except OSError as error:
                 self._is_writable = False  # the file may end in the middle of a record
                 self._remark(f"{self._folder} gets no further scores: {error}")
                 return
-            self._ends[file] = start + len(data)
-            self._places[key] = _Place(file, start, len(data), checksum)
-
-    def _file_for(self, n_bytes: int) -> Path:
-        """Return the file of this process; start a new one, and delete the oldest, if it is full."""
-        if self._own is None or self._ends.get(self._own, 0) > FILE_BYTES:
-            name = f"{time.time_ns()}-{socket.gethostname()}-{os.getpid()}{SUFFIX}"
-            self._own = self._folder / name
-            others = sorted(file for file in self._ends if file != self._own)
-            total = sum(self._ends.values()) + FILE_BYTES + n_bytes
-            while others and total > self._limit_bytes:
-                oldest = others.pop(0)
-                oldest.unlink(missing_ok=True)
-                total -= self._ends.pop(oldest)
-                self._places = {key: place for key, place in self._places.items() if place.file != oldest}
-        return self._own
+            self._ends[self._own] = start + len(data)
+            self._places[key] = _Place(self._own, start, len(data), checksum)
 
     def _index(self, file: Path, size: int) -> None:
         """Add the complete records behind those that are known."""
@@ -191,7 +164,7 @@ class ScoreStore:
 def open_store(teacher: TeacherConfig) -> ScoreStore:
     """Return the store of a run. Raises ConfigError: the folder cannot be made or read."""
     try:
-        return ScoreStore(Path(teacher.store), int(teacher.store_gib * 2**30), cast(Wire, teacher.wire))
+        return ScoreStore(Path(teacher.store), cast(Wire, teacher.wire))
     except OSError as error:
         raise ConfigError("teacher.store", teacher.store, f"is unusable ({error}).", "name another folder.") from error
 
