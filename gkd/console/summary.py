@@ -6,19 +6,17 @@ import os
 import shlex
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
 from importlib import metadata
-from importlib.util import find_spec
 from pathlib import Path
-from typing import TextIO
+from statistics import fmean
 
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from gkd.config.schema import Config
-from gkd.console.numbers import count, seconds, short
-from gkd.console.state import RunState, is_worse
+from gkd.console.numbers import count, seconds
+from gkd.console.state import SCORES, RunState, changed
 from gkd.run.checkpoints import CheckpointStore, step_of
 from gkd.run.folder import CHECKPOINTS, EXPORT
 
@@ -28,48 +26,18 @@ COMMAND_ENV = "GKD_COMMAND"  # set by launch/train.sh: what the user typed befor
 def serve_command(folder: Path) -> str:
     """Return the command that serves a model folder with this environment's vLLM, quoted for a shell.
 
-    With the CPU build `vllm serve` fails: it looks for a package with the name vllm, and that of the build has another
-    one. Its KV cache would also take nearly all of the host's memory.
+    The CPU build is a package with another name, which `vllm serve` does not find, and its KV cache would take nearly
+    all of the host's memory.
     """
     try:
         is_cpu_build = "cpu" in metadata.version("vllm")
     except metadata.PackageNotFoundError:
-        is_cpu_build = find_spec("vllm") is not None
+        is_cpu_build = True
     if is_cpu_build:
         words = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(folder)]
         return shlex.join([*words, "--kv-cache-memory-bytes", "1G", "--enforce-eager"])
     vllm = Path(sys.executable).with_name("vllm")  # the shell may not have activated this environment
-    return shlex.join([str(vllm) if vllm.is_file() else "vllm", "serve", str(folder)])
-
-
-@dataclass(frozen=True, slots=True)
-class Change:
-    """A number before and after the run, as text."""
-
-    name: str
-    before: str
-    after: str
-    is_worse: bool = False
-
-
-def changes(state: RunState) -> list[Change]:
-    """Return loss, KL and accuracy before and after; without evaluations only the loss."""
-    rows = []
-    if state.first_losses:
-        before, after = (sum(x) / len(x) for x in (state.first_losses, state.last_losses))
-        rows.append(_change("loss/total", "loss (mean of 5 steps)", before, after))
-    found = state.evaluations
-    names = {"eval/kl": "validation KL", "eval/reverse_kl": "validation k1", "eval/accuracy": "validation accuracy"}
-    for key, name in names.items():
-        if key in found.last:
-            rows.append(_change(key, name, found.first.get(key) if found.n > 1 else None, found.last[key]))
-    return rows
-
-
-def _change(key: str, name: str, before: float | None, after: float) -> Change:
-    is_share = key == "eval/accuracy"
-    before_text, after_text = ("-" if x is None else f"{x:.1%}" if is_share else short(x) for x in (before, after))
-    return Change(name, before_text, after_text, before is not None and is_worse(key, before, after))
+    return shlex.join([str(vllm), "serve", str(folder)])
 
 
 def resume_command(arguments: Sequence[str]) -> str:
@@ -85,65 +53,33 @@ def resume_command(arguments: Sequence[str]) -> str:
 
 
 def summary(state: RunState) -> list[tuple[str, str]]:
-    """Return the facts about a run: label and text."""
+    """Return the facts about a run, and loss, KL and accuracy before and after: label and text.
+
+    The text of a number that became worse ends with "worse".
+    """
     n_steps = state.step - state.first_step
-    text = f"{state.step} of {state.total_steps}" + (
-        f", {n_steps} of them since the resume" if state.first_step else ""
-    )
+    resumed = f", {n_steps} of them since the resume" if state.first_step else ""
     mean = f", mean step {seconds(state.step_s / n_steps)}" if n_steps else ""
-    alarms = ", ".join(f"{name} ({n} steps)" for name, n in state.alarms.items()) or "none"
-    return [
-        ("steps", text),
+    rows = [
+        ("steps", f"{state.step} of {state.total_steps}{resumed}"),
         ("time", seconds(state.elapsed_s) + mean),
         ("tokens trained", count(state.tokens)),
-        ("health alarms", alarms),
+        ("health alarms", ", ".join(f"{name} ({n} steps)" for name, n in state.alarms.items()) or "none"),
     ]
-
-
-def print_closing(
-    stream: TextIO, title: str, state: RunState | None, facts: Sequence[tuple[str, str]], commands: Sequence[str]
-) -> None:
-    """Print the closing table, red where a number became worse, and commands to copy, one per line.
-
-    Args:
-        state: None: the run has not reached its loop.
-        facts: more rows: label and text.
-        commands: quoted for a shell; they are not wrapped.
-    """
-    console = Console(file=stream, highlight=False, width=None if stream.isatty() else 200)
-    table = Table(box=None, show_header=False, padding=(0, 2, 0, 0), pad_edge=False)
-    for label, text in [] if state is None else summary(state):
-        table.add_row(f"  {label}", text)
-    for change in [] if state is None else changes(state):
-        after = f"{change.after}  worse" if change.is_worse else change.after
-        style = "bold red" if change.is_worse else "bold"
-        table.add_row(
-            f"  {change.name}", Text("" if change.before == "-" else f"{change.before} -> ").append(after, style)
-        )
-    for label, text in facts:
-        table.add_row(f"  {label}", Text(text, overflow="fold"))
-    with console.capture() as captured:
-        console.print(Text(title, "bold"), soft_wrap=True)
-        console.print(table)
-        if commands:
-            console.print(Text("next:", "bold"))
-        for command in commands:
-            console.print(Text(f"  {command}"), soft_wrap=True)
-    stream.write("\n".join(line.rstrip() for line in captured.get().split("\n")))
-    stream.flush()
+    if state.losses:
+        loss = changed("loss/total", fmean(state.losses[:5]), fmean(state.losses[-5:]))
+        rows.append(("loss (mean of 5 steps)", loss))
+    return rows + [(f"validation {SCORES[key]}", changed(key, *values)) for key, values in state.scores().items()]
 
 
 _TITLES = {0: "run finished", 1: "run failed", 130: "run interrupted"}
 
 
 class Closing:
-    """The closing words of one run of `gkd.main_gkd`.
+    """The closing words of a run that `gkd.main_gkd` started with these command-line arguments.
 
     Attributes:
         state: None means the run has not reached its loop.
-
-    Args:
-        arguments: of the command line.
     """
 
     def __init__(self, config: Config, arguments: Sequence[str]) -> None:
@@ -152,7 +88,7 @@ class Closing:
         self.state: RunState | None = None
 
     def print(self, code: int) -> None:
-        """Print the table and the commands to stderr.
+        """Print the table, red where a number became worse, and the commands, one a line, to stderr.
 
         Args:
             code: the exit code: 0, 1 or 130.
@@ -161,11 +97,20 @@ class Closing:
         if self.state is None and not saved:
             return  # nothing was made, and the error is on the screen
         checkpoint = f"step {step_of(saved[-1])}, {saved[-1]}" if saved else "none: a resumed run starts at step 0"
-        facts = [("newest checkpoint", checkpoint)]
+        facts = [] if self.state is None else summary(self.state)
+        facts.append(("newest checkpoint", checkpoint))
         if code == 0:
             facts.append(("student", str(self._root / EXPORT)))
         commands = self._next_commands() if code == 0 else [resume_command(self._arguments)]
-        print_closing(sys.stderr, f"{_TITLES[code]}: {self._root}", self.state, facts, commands)
+        table = Table.grid(padding=(0, 2, 0, 0))
+        for label, text in facts:
+            table.add_row(f"  {label}", Text(text, "bold red" if text.endswith("worse") else "", overflow="fold"))
+        console = Console(stderr=True, highlight=False, width=None if sys.stderr.isatty() else 200)
+        console.print(Text(f"{_TITLES[code]}: {self._root}", "bold"), soft_wrap=True)
+        console.print(table)
+        console.print(Text("next:", "bold"))
+        for command in commands:  # not wrapped, to copy
+            console.print(Text(f"  {command}"), soft_wrap=True)
 
     def _next_commands(self) -> list[str]:
         """Return commands to use the student, to read the report, and to find a faster split of the GPUs."""

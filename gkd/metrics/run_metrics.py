@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import astuple
 
 from gkd.config.schema import Config
-from gkd.console.state import STEP_LINE, Forecast, RunState, step_line
+from gkd.console.state import STEP_LINE, RunState, step_line
 from gkd.log import get_logger
 from gkd.metrics.bottleneck import (
     WITH_EVALUATION,
@@ -92,8 +92,7 @@ class RunMetrics:
         self._trackers: Trackers | None = None
         self._health = HealthResponse(config, folder.root)
         self.teacher = TeacherMeter(config.trainer.staleness_bound)
-        evaluates = bool(config.data.val_files)
-        self.state = RunState(total_steps, Forecast(total_steps, config.eval.every, evaluates=evaluates))
+        self.state = RunState(total_steps)
 
     def add_scored(self, batch: Sequence[ScoredChunk]) -> None:
         """Add a batch that the teacher has scored."""

@@ -14,18 +14,21 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
+from gkd.log import get_logger
+
+log = get_logger("run")
+
 LIMIT_S = 120.0  # time from the first signal in the loop until the last save has to be finished
 STOP_S = 30.0  # stopping all processes takes seconds
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-_NOTICE = (
-    f"interrupted: the last step is finished and saved, within {LIMIT_S:.0f} s; a second Ctrl-C stops without saving\n"
-)
+_NOTICE = "interrupted: the last step is finished and saved, within %.0f s; a second Ctrl-C stops without saving"
 
 
 class _State:
@@ -112,7 +115,8 @@ def _receive(number: int, frame: FrameType | None) -> None:
         raise KeyboardInterrupt
     _state.received = True
     signal.setitimer(signal.ITIMER_REAL, LIMIT_S)
-    os.write(2, _NOTICE.encode())  # a logger is not safe in a signal handler
+    # The handler may have interrupted the logger, or the panel that it prints through: another thread waits for them.
+    threading.Thread(target=log.warning, args=(_NOTICE, LIMIT_S), daemon=True).start()
     if _state.may_stop:
         _stop_between_steps()
 

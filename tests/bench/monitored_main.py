@@ -35,7 +35,7 @@ PARTS: dict[str, tuple[str, ...]] = {
         "gkd.metrics.run_metrics:log.info",
     ),
     "panel, heartbeat": (
-        *("gkd.console.terminal:Terminal._tick", "rich.live:Live.refresh"),
+        *("gkd.console.terminal:Terminal.tick", "rich.live:Live.refresh"),
         "rich.file_proxy:FileProxy.write",
     ),
     "metrics files": ("gkd.metrics.writer:MetricsWriter.write",),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from gkd.console.state import Forecast, RunState
+from gkd.console.state import RunState
 
 
 class Clock:
@@ -49,6 +49,6 @@ def line(**changes: float | None) -> dict[str, float]:
     return m
 
 
-def run(total_steps: int = 120, *, eval_every: int = 0, evaluates: bool = True, clock: Clock | None = None) -> RunState:
+def run(total_steps: int = 120, *, clock: Clock | None = None) -> RunState:
     """Return the state of a run without a step."""
-    return RunState(total_steps, Forecast(total_steps, eval_every, evaluates=evaluates), clock or Clock())
+    return RunState(total_steps, clock or Clock())

@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
+import logging
+
 import pytest
 
 from gkd.cluster.startup import summary
 from gkd.console.terminal import Heartbeat, TeacherWatch
 from gkd.spans import Activity, Phase, Progress
 from gkd.types import TeacherHealth
+from tests.unit.console_runs import Clock
 
 STEP = Activity(Phase.STEP, 0.0, 3, 9)
 
 
 def spoken(outermost: Activity, until_s: int) -> list[float]:
     """Return the seconds at which a run that does one thing for a long time prints a line."""
-    heartbeat, doing = Heartbeat(), [outermost, Activity("teacher", 2.0)]
-    return [t / 4 for t in range(4 * until_s) if heartbeat.line(t / 4, 0.0, doing)]
+    clock, times = Clock(), []
+    heartbeat, began_s = Heartbeat(clock), clock.now_s
+    for _ in range(4 * until_s):
+        if heartbeat.line([outermost, Activity("teacher", 2.0)]):
+            times.append(clock.now_s - began_s)
+        clock.now_s += 0.25
+    return times
 
 
 def test_lines_in_a_silence() -> None:
@@ -27,11 +35,19 @@ def test_lines_in_a_silence() -> None:
 
 def test_a_line_of_the_run_starts_a_new_silence() -> None:
     """Fails if heartbeats come although the run prints lines, or stay rare after a long stage."""
-    heartbeat, doing = Heartbeat(), [STEP, Activity("rollout", 0.0)]
-    assert heartbeat.line(4.6, 0.0, doing) and heartbeat.line(20.0, 0.0, doing)
-    assert not heartbeat.line(23.9, 20.0, doing)
-    assert heartbeat.line(24.1, 20.0, doing)
-    assert not heartbeat.line(99.0, 20.0, [])
+    clock, doing = Clock(), [STEP, Activity("rollout", 0.0)]
+    heartbeat = Heartbeat(clock)
+    clock.now_s += 4.6
+    assert heartbeat.line(doing)
+    clock.now_s += 15.4
+    assert heartbeat.line(doing)
+    heartbeat.handle(logging.makeLogRecord({"msg": "a line of the run"}))
+    clock.now_s += 3.9
+    assert not heartbeat.line(doing)
+    clock.now_s += 0.2
+    assert heartbeat.line(doing)
+    clock.now_s += 99.0
+    assert not heartbeat.line([])
 
 
 def test_an_outage_of_the_teacher_is_reported_at_growing_intervals(gkd_log: pytest.LogCaptureFixture) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import os
 import shlex
 import subprocess
@@ -16,7 +15,7 @@ import pytest
 from gkd import main_gkd
 from gkd.config.load import load_config
 from gkd.config.schema import Config
-from gkd.console.summary import COMMAND_ENV, Closing, changes, print_closing, resume_command, serve_command, summary
+from gkd.console.summary import COMMAND_ENV, Closing, resume_command, serve_command, summary
 from gkd.errors import ClusterError, TeacherUnavailable
 from gkd.run.checkpoints import CheckpointStore
 from gkd.tools.memory import main as memory
@@ -35,17 +34,13 @@ def test_a_number_that_got_worse_is_marked() -> None:
     for step in range(1, 11):
         state.add(step, line(loss__total=0.2 if step < 6 else 0.1))
     state.add(11, line(loss__total=0.1, eval__kl=0.442, eval__accuracy=0.0))
-    assert [(c.before, c.after, c.is_worse) for c in changes(state)] == [
-        ("0.2000", "0.1000", False),
-        ("0.2660", "0.4420", True),
-        ("14.0%", "0.0%", True),
+    assert list(dict(summary(state)).items())[-3:] == [
+        ("loss (mean of 5 steps)", "0.2000 -> 0.1000"),
+        ("validation KL", "0.2660 -> 0.4420  worse"),
+        ("validation accuracy", "14.0% -> 0.0%  worse"),
     ]
-    file = io.StringIO()
-    print_closing(file, "run finished", state, [("student", "runs/mine/export")], ["vllm serve runs/mine/export"])
-    assert file.getvalue().count("worse") == 2 and "\x1b" not in file.getvalue()
-    assert file.getvalue().splitlines()[-1].strip() == "vllm serve runs/mine/export"
     state.add(12, line(eval__kl=0.2665, eval__accuracy=0.14))
-    assert not any(c.is_worse for c in changes(state))
+    assert not any("worse" in text for _, text in summary(state))
 
 
 def test_a_branch_counts_its_own_steps(tmp_path: Path) -> None:
@@ -65,23 +60,19 @@ def test_an_interrupted_evaluation_does_not_hide_the_one_before(tmp_path: Path) 
     trainer = make(tmp_path, world, "trainer.total_steps=5", "eval.every=2", val=PROMPTS[:1])
     with pytest.raises(TeacherUnavailable):
         trainer.fit()
-    assert [(c.before, c.after) for c in changes(trainer.metrics.state)][1:] == [
-        ("0.3000", "0.3000"),
-        ("50.0%", "50.0%"),
-    ]
-    found = trainer.metrics.state.evaluations
-    assert (found.n, found.step) == (2, 2)
+    rows = dict(summary(trainer.metrics.state))
+    assert (rows["validation KL"], rows["validation accuracy"]) == ("0.3000 -> 0.3000", "50.0% -> 50.0%")
+    assert [step for step, _ in trainer.metrics.state.evaluations] == [0, 2]
 
 
 def test_a_run_without_evaluations_has_a_table() -> None:
     """Fails if a run without validation prompts, or one that ended before its first step, ends in an error."""
     state = run()
-    assert changes(state) == []
+    n_facts = len(summary(state))
     state.add(1, line(loss__token_kl=None))
-    assert [c.name.split()[0] for c in changes(state)] == ["loss"]
+    assert [label for label, _ in summary(state)[n_facts:]] == ["loss (mean of 5 steps)"]
     state.add(2, line(eval__kl=0.3))
-    assert [(c.before, c.after) for c in changes(state)][-1] == ("-", "0.3000"), "one evaluation alone"
-    print_closing(io.StringIO(), "", None, [], [])
+    assert summary(state)[-1] == ("validation KL", "0.3000"), "one evaluation alone"
 
 
 def closed(

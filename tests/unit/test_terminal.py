@@ -1,4 +1,4 @@
-"""Test the terminal of a run: a real pseudo-terminal, and streams that are none."""
+"""Test the terminal of a run: a real process on a pseudo-terminal, and streams that are none."""
 
 from __future__ import annotations
 
@@ -6,95 +6,127 @@ import io
 import logging
 import os
 import pty
+import re
 import sys
-import threading
-from collections.abc import Iterator
 from contextlib import redirect_stderr
 
 import pytest
 
 from gkd.console.state import STEP_LINE
-from gkd.console.terminal import LINES, OFF, PANEL, Terminal, resolve_mode
+from gkd.console.terminal import LINES, OFF, PANEL, Terminal
 from gkd.log import get_logger
 from gkd.spans import Phase, SpanRecorder
 from gkd.types import TeacherHealth
-from tests.unit.console_runs import Clock, line, run
+from tests.unit.console_runs import Clock, run
 
 log = get_logger("test")
 
+# A process with the logger of a library that keeps the first stderr, a step that goes on after the signal, and an end.
+RUN = """
+import logging, sys, time
+library = logging.getLogger("library")
+library.addHandler(logging.StreamHandler())
+from gkd.console.state import STEP_LINE
+from gkd.console.terminal import Terminal
+from gkd.log import get_logger
+from gkd.run import interrupts
+from tests.unit.console_runs import line, run
+log = get_logger("test")
+interrupts.install()
+state = run()
+try:
+    with Terminal(sys.argv[1], "runs/mine") as terminal, interrupts.training_loop():
+        with terminal.watching(state, lambda: None):
+            state.add(1, line())
+            log.info("a step line", extra=STEP_LINE)
+            log.info("an event")
+            library.warning("logged by a library")
+            print("printed by a library", file=sys.stderr)
+            print("printed to stdout")
+            time.sleep(1.5)
+            print("ready")
+            time.sleep(4.0)
+            log.info("the step is finished")
+            with interrupts.interruptible():
+                raise AssertionError("the signal was not held")
+except KeyboardInterrupt:
+    log.info("after the panel: %s", interrupts.came_between_steps(), extra=STEP_LINE)
+"""
 
-@pytest.fixture
-def screen(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[io.TextIOBase, list[bytes]]]:
-    """Return a pseudo-terminal, to which the loggers print, and what has arrived at its other end."""
-    reader, writer = pty.openpty()
-    stream = os.fdopen(writer, "w", buffering=1)
-    arrived: list[bytes] = []
 
-    def read() -> None:
-        try:
-            while data := os.read(reader, 65536):
-                arrived.append(data)  # may end within a character
-        except OSError:  # the writer is closed
-            return
-
-    thread = threading.Thread(target=read, daemon=True)
-    thread.start()
-    monkeypatch.setenv("TERM", "xterm-256color")
-    monkeypatch.setenv("COLUMNS", "100")
-    handler = logging.StreamHandler(stream)
-    logging.getLogger("gkd").addHandler(handler)
-    yield stream, arrived
-    logging.getLogger("gkd").removeHandler(handler)
-    stream.close()
-    thread.join(30)
-    os.close(reader)
+def shown(written: str) -> list[str]:
+    """Return the rows of a terminal, those that scrolled away included, after the characters and sequences of rich."""
+    rows, row, column = [""], 0, 0
+    for part in re.findall(r"\x1b\[[\d;?]*[A-Za-z]|[\r\n]|[^\x1b\r\n]+", written):
+        if part == "\r":
+            column = 0
+        elif part == "\n":
+            row += 1
+            rows += [""] * (row == len(rows))
+        elif part[0] != "\x1b":
+            rows[row] = rows[row].ljust(column)[:column] + part + rows[row][column + len(part) :]
+            column += len(part)
+        elif part[-1] == "A":  # cursor up
+            row = max(0, row - int(part[2:-1] or 1))
+        elif part == "\x1b[2K":  # erase the row
+            rows[row] = ""
+    return [text.rstrip() for text in rows]
 
 
-def test_a_panel_is_drawn_on_a_terminal(screen: tuple[io.TextIOBase, list[bytes]]) -> None:
-    """Fails if there is no panel on a terminal, a log line tears it, a step line doubles it, it is not drawn again by
-    itself, or it stays at the end.
+def run_on_a_terminal(setting: str) -> tuple[list[str], list[str]]:
+    """Return the rows of a terminal shortly before Ctrl-C, and at the end of a run that got it in a step."""
+    pid, terminal = pty.fork()
+    if pid == 0:
+        environment = os.environ | {"TERM": "xterm-256color", "COLUMNS": "150"}
+        os.execve(sys.executable, [sys.executable, "-c", RUN, setting], environment)
+    written, rows = b"", list[str]()
+    try:
+        while data := os.read(terminal, 65536):
+            written += data
+            if b"ready" in written and not rows:
+                rows = shown(written.decode(errors="replace"))  # it may end within a character
+                os.write(terminal, b"\x03")
+    except OSError:  # the process has closed its end
+        pass
+    finally:
+        os.close(terminal)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0, written.decode()
+    return rows, shown(written.decode())
+
+
+PRINTED = ["an event", "logged by a library", "printed by a library", "printed to stdout", "ready"]
+
+
+def test_what_is_printed_stays_above_the_panel() -> None:
+    """Fails if the panel covers the answer to Ctrl-C or what a library prints, leaves pieces of itself, is not drawn
+    again by itself, doubles the step line, or stays at the end.
     """
-    stream, arrived = screen
-    clock = Clock()
-    state = run(120, clock=clock)
-    with redirect_stderr(stream):  # here, since pytest replaces it after the fixtures
-        with Terminal("auto", "runs/mine", doing=SpanRecorder("driver", clock=clock)) as terminal:
-            assert terminal.mode == PANEL and sys.stderr is not stream
-            with terminal.watching(state, lambda: None):
-                state.add(1, line())
-                log.info("an event")
-                log.info("a step line", extra=STEP_LINE)
-                print("printed by a library", file=sys.stderr)
-                wait_for("1/120", arrived)
-        assert sys.stderr is stream
-    log.info("after the end", extra=STEP_LINE)
-    stream.flush()
-    os.write(stream.fileno(), b"END")
-    text = wait_for("END", arrived)
-    assert "runs/mine" in text and "1/120" in text and "an event" in text and "printed by a library" in text
-    assert "a step line" not in text and "after the end" in text
-    assert text.index("an event") < text.rindex("╭"), "the panel is drawn again below the line"
-    assert "\x1b[2K" in text[text.rindex("╰") :], "the panel is erased at the end"
+    before, rows = run_on_a_terminal("auto")
+    assert any("1/120" in row for row in before) and any(row.startswith("╰") for row in before)
+    texts = [row for row in rows if row]
+    assert not [row for row in texts if row[0] in "╭│╰"], "pieces of the panel"
+    ends = [*PRINTED, "a second Ctrl-C stops without saving", "the step is finished", "after the panel: True"]
+    assert len(texts) == len(ends) and all(row.endswith(end) for row, end in zip(texts, ends, strict=True)), texts
 
 
-def wait_for(mark: str, arrived: list[bytes]) -> str:
-    waited = threading.Event()
-    for _ in range(200):
-        if mark in (text := b"".join(arrived).decode(errors="replace")):
-            return text
-        waited.wait(0.05)
-    raise AssertionError(f"no {mark!r} arrived")
+def test_the_answer_to_an_interrupt_without_a_panel() -> None:
+    """Fails if Ctrl-C has no answer, or lines on a terminal come with control sequences."""
+    _, rows = run_on_a_terminal("lines")
+    texts = [row for row in rows if row and "so far" not in row]
+    ends = ["a step line", *PRINTED, "a second Ctrl-C stops without saving", "the step is finished"]
+    assert all(row.endswith(end) for row, end in zip(texts, [*ends, "after the panel: True"], strict=True)), texts
 
 
 def test_a_stream_that_is_no_terminal_gets_lines(monkeypatch: pytest.MonkeyPatch) -> None:
     """Fails if control sequences get into a log file, or a dumb terminal gets a panel."""
-    assert resolve_mode("auto", io.StringIO()) == LINES and resolve_mode("panel", io.StringIO()) == PANEL
+    with redirect_stderr(io.StringIO()):
+        assert Terminal("auto", "").mode == LINES and Terminal("panel", "").mode == PANEL
     reader, writer = pty.openpty()
-    with os.fdopen(writer, "w") as terminal:
+    with os.fdopen(writer, "w") as terminal, redirect_stderr(terminal):
         monkeypatch.setenv("TERM", "xterm")
-        assert resolve_mode("auto", terminal) == PANEL and resolve_mode("lines", terminal) == LINES
+        assert Terminal("auto", "").mode == PANEL and Terminal("lines", "").mode == LINES
         monkeypatch.setenv("TERM", "dumb")
-        assert resolve_mode("auto", terminal) == LINES
+        assert Terminal("auto", "").mode == LINES
     os.close(reader)
 
 
@@ -106,18 +138,15 @@ def test_step_lines_can_be_switched_off(setting: str, lines: list[str]) -> None:
     logging.getLogger("gkd").addHandler(handler)
     doing = SpanRecorder("driver", clock=clock)
     try:
-        with Terminal(setting, "", stream, doing) as terminal:
+        with redirect_stderr(stream), Terminal(setting, "", doing) as terminal:
             assert terminal.mode == (OFF if setting == "off" else LINES)
             log.info("a step", extra=STEP_LINE)
             log.info("an event")
             if setting == "lines":
                 with doing.doing(Phase.STEP, 2, 1), doing.span("teacher"):
-                    clock.now_s += 5.0
-                    terminal.tick()
-                    clock.now_s += 1.0
-                    terminal.tick()
-                    clock.now_s += 4.0
-                    terminal.tick()
+                    for waited_s in (5.0, 1.0, 4.0):
+                        clock.now_s += waited_s
+                        terminal.tick()
     finally:
         logging.getLogger("gkd").removeHandler(handler)
     printed = stream.getvalue().splitlines()
@@ -125,35 +154,30 @@ def test_step_lines_can_be_switched_off(setting: str, lines: list[str]) -> None:
     assert ["teacher" in text for text in printed[len(lines) :]] == ([True, True] if setting == "lines" else [])
 
 
-def test_the_health_of_the_teacher_is_requested_only_in_long_stages(gkd_log: pytest.LogCaptureFixture) -> None:
-    """Fails if short stages cost a request each, an outage or its end is not reported, or one follows the loop."""
+def test_the_health_of_the_teacher_is_requested_within_the_loop(gkd_log: pytest.LogCaptureFixture) -> None:
+    """Fails if each poll costs a request, an outage or its end is not reported, or a request follows the loop."""
     gkd_log.set_level(logging.WARNING)
     clock, n_probes, silent_s = Clock(), 0, 0.0
-    doing = SpanRecorder("driver", clock=clock)
 
     def probe() -> TeacherHealth:
         nonlocal n_probes
         n_probes += 1
         return TeacherHealth(silent_s, 300.0, 1, 1, 0)
 
-    def short_stages(n: int) -> None:
+    def wait(n: int) -> None:
         for _ in range(n):
-            with doing.doing(Phase.STEP, 2, 1), doing.span("teacher"):
-                clock.now_s += 3.0
-                terminal.tick()
+            clock.now_s += 1.0
+            terminal.tick()
 
-    terminal = Terminal("lines", "", io.StringIO(), doing)  # not entered: this test is its thread
+    terminal = Terminal("lines", "", SpanRecorder("driver", clock=clock))  # not entered: this test is its thread
     with terminal.watching(run(), probe):
-        short_stages(20)
-        assert n_probes == 0
-        with doing.doing(Phase.STEP, 2, 2), doing.span("teacher"):
-            for _ in range(15):
-                clock.now_s, silent_s = clock.now_s + 1.0, silent_s + 1.0
-                terminal.tick()
-        assert n_probes == 4 and len(gkd_log.messages) == 1
+        wait(20)
+        assert n_probes == 4 and not gkd_log.messages
+        silent_s = 12.0
+        wait(10)
+        assert len(gkd_log.messages) == 1
         silent_s = 0.0
-        short_stages(5)
-        assert n_probes == 5 and len(gkd_log.messages) == 2
-    clock.now_s += 100.0
-    terminal.tick()
-    assert n_probes == 5
+        wait(10)
+        assert n_probes == 8 and len(gkd_log.messages) == 2
+    wait(100)
+    assert n_probes == 8
