@@ -16,7 +16,8 @@ import sys
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any, Literal, NamedTuple
@@ -27,6 +28,7 @@ from msgspec.structs import replace
 MAX_SPANS = 200
 _JOIN_S = 0.05  # `extend` starts a new span after a longer gap
 _MAIN = threading.main_thread().ident
+Block = AbstractContextManager[None]
 
 
 class Span(msgspec.Struct, frozen=True, omit_defaults=True):  # many are sent and encoded: cheaper than a dataclass
@@ -177,7 +179,7 @@ class SpanRecorder:
             outermost: the block raises RuntimeError inside another recorded one, whose seconds would count twice, or
                 whose peak of memory would be lost.
         """
-        return Block(self, Activity(what, 0.0, is_span=True), outermost=outermost)
+        return self._block(Activity(what, 0.0, is_span=True), outermost=outermost)
 
     def doing(self, what: Phase | str, total: int = 0, done: int = 0) -> Block:
         """Return a context manager that shows its block, and does not record it.
@@ -185,7 +187,31 @@ class SpanRecorder:
         Args:
             total: number of its parts, for `done`.
         """
-        return Block(self, Activity(what, 0.0, done, total))
+        return self._block(Activity(what, 0.0, done, total))
+
+    @contextmanager
+    def _block(self, activity: Activity, *, outermost: bool = False) -> Iterator[None]:
+        outer = self.now if self._is_shown() else None
+        spans = [each.what for each in outer or () if each.is_span and activity.is_span]
+        if outermost and spans:
+            raise RuntimeError(f"{activity.what} starts inside {spans[-1]}, which does not nest")
+        if activity.what in spans:
+            yield
+            return
+        began_s = self.clock()
+        if outer is not None:
+            self._show((*outer, activity._replace(since_s=began_s)))
+        try:
+            yield
+        finally:
+            ended_s = self.clock()
+            if outer is not None and self._has_base and len(outer) == 1:  # it rests from now on
+                outer = (outer[0]._replace(since_s=ended_s),)
+            if outer is not None:
+                self._show(outer)
+            if activity.is_span:
+                name = activity.what.span if isinstance(activity.what, Phase) else activity.what
+                self.add(name, began_s, ended_s)
 
     def enter(self, what: Phase | str) -> None:
         """Show from now on, in place of the innermost block, what it has come to."""
@@ -238,15 +264,8 @@ class SpanRecorder:
         return dict(seconds)
 
     def to_wall_s(self) -> float:
-        """Return the wall clock minus the monotonic one, from the fastest of three readings.
-
-        The process may lose the processor between the two clocks; that would shift every span.
-        """
-        readings = []
-        for _ in range(3):
-            before_s, wall_s, after_s = self.clock(), self._wall(), self.clock()
-            readings.append((after_s - before_s, wall_s - before_s))
-        return min(readings)[1]
+        """Return the wall clock minus the monotonic one."""
+        return self._wall() - self.clock()
 
     def take(self, to_wall_s: float | None = None) -> ProcessSpans:
         """Return the spans since the last call, in order of their starts, on the wall clock of this host.
@@ -256,9 +275,8 @@ class SpanRecorder:
         """
         with self._lock:
             spans, self._spans = self._spans, []
-        if to_wall_s is None:
-            to_wall_s = self.to_wall_s()
-        moved = [replace(span, start_s=span.start_s + to_wall_s) for span in spans]
+        offset_s = self.to_wall_s() if to_wall_s is None else to_wall_s
+        moved = [replace(span, start_s=span.start_s + offset_s) for span in spans]
         return ProcessSpans(self.process, self._host, in_lanes(merged(moved)))
 
     def _is_shown(self) -> bool:
@@ -275,42 +293,6 @@ class SpanRecorder:
         self._spans.append(span)
         if len(self._spans) > 2 * MAX_SPANS:
             self._spans = merged(self._spans)
-
-
-class Block:
-    """Show a block, and record it. A class, since steps of a second enter dozens of them."""
-
-    __slots__ = ("_activity", "_outer", "_outermost", "_recorder")
-
-    def __init__(self, recorder: SpanRecorder, activity: Activity, *, outermost: bool = False) -> None:
-        self._recorder, self._activity, self._outermost = recorder, activity, outermost
-        self._outer: tuple[Activity, ...] | None = None  # None means that it is not shown
-
-    def __enter__(self) -> None:
-        recorder, activity = self._recorder, self._activity
-        if recorder._is_shown():
-            if activity.is_span:
-                spans = [each.what for each in recorder.now if each.is_span]
-                if self._outermost and spans:
-                    raise RuntimeError(f"{activity.what} starts inside {spans[-1]}, which does not nest")
-                if activity.what in spans:
-                    self._activity = activity._replace(is_span=False)
-                    return
-            self._outer = recorder.now
-        self._activity = Activity(activity.what, recorder.clock(), *activity[2:])
-        if self._outer is not None:
-            recorder._show((*self._outer, self._activity))
-
-    def __exit__(self, *_: object) -> None:
-        recorder, activity, outer = self._recorder, self._activity, self._outer
-        ended_s = recorder.clock()
-        if outer is not None:
-            if recorder._has_base and len(outer) == 1:  # it rests from now on
-                outer = (outer[0]._replace(since_s=ended_s),)
-            recorder._show(outer)
-        if activity.is_span:
-            name = activity.what.span if isinstance(activity.what, Phase) else activity.what
-            recorder.add(name, activity.since_s, ended_s)
 
 
 def merged(spans: Sequence[Span]) -> list[Span]:

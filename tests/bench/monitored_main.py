@@ -26,7 +26,7 @@ from tests.bench.driver_calls import wrap
 # Part -> its functions, as module:attribute.attribute.
 PARTS: dict[str, tuple[str, ...]] = {
     "activities": (
-        *("gkd.spans:Block.__enter__", "gkd.spans:Block.__exit__"),
+        *("gkd.spans:SpanRecorder._show", "gkd.spans:SpanRecorder.add"),
         *("gkd.spans:SpanRecorder.doing", "gkd.spans:SpanRecorder.span", "gkd.spans:SpanRecorder.done"),
     ),
     "state, step line": (
