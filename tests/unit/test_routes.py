@@ -57,7 +57,7 @@ def test_a_route_inherits_what_it_leaves_out() -> None:
 
 def test_routes_to_the_same_weights_share_an_lm_head() -> None:
     """Fails if a head is held twice, its memory counted twice, or the head of another precision taken for it."""
-    of_a = TeacherInfo("a", "m", "p", "f", 300, 32, "", 99, 1, 1, "hf", "cpu", "float32", 3)
+    of_a = TeacherInfo("a", "m", "p", "f", 300, 32, "", 99, 1, 1, "hf", "cpu", "float32", True)
     of_b = replace(of_a, fingerprint="g", hidden_size=48)
     assert head_columns([of_a]) == ([0], 32)
     assert head_columns([of_a, of_b, of_a, of_b]) == ([0, 32, 0, 32], 80)
