@@ -32,8 +32,7 @@ actor_rollout_ref.actor.distill_loss.name | distill.loss distill.tail | kl becom
 becomes reverse_kl with renorm. kl_rkl and jsd have no equal.
 distillation.distillation_loss.loss_mode | distill.loss distill.tail | forward_kl_topk becomes forward_kl with drop. \
 k1 and k2 keep their names and need teacher.signal sampled.
-distillation.distillation_loss.use_policy_gradient | distill.loss | true belongs to k1, and false to k2 and \
-forward_kl_topk. Other pairs have no equal.
+distillation.distillation_loss.use_policy_gradient | distill.loss | k1 needs true. Others need false.
 distillation.distillation_loss.topk | teacher.topk | It has an effect with forward_kl_topk only.
 distillation.distillation_loss.use_task_rewards | reward.functions distill.reward_weight | false needs no key.
 distillation.distillation_loss.loss_max_clamp | | The loss of a token has no limit here.
@@ -43,8 +42,7 @@ distillation.teacher_key | data.teacher_key | It has an effect with several teac
 distillation.n_gpus_per_node | | It is --gpus of gkd teacher.
 reward_model | reward.functions distill.reward_weight | Write rewards as functions.
 trainer.total_training_steps | trainer.total_steps | main_ppo counts batches of train_batch_size.
-trainer.v1.trainer_mode | trainer.scheduler trainer.colocate | sync becomes trainer.colocate true. separate_async \
-becomes trainer.scheduler stream.
+trainer.v1.trainer_mode | trainer.scheduler trainer.colocate | sync becomes colocate. separate_async becomes stream.
 """,
     "Megatron (verl, slime, ROLL, ms-swift, NeMo-RL)": """\
 tensor_model_parallel_size | actor.tp |
@@ -82,18 +80,14 @@ num_processes | trainer.n_gpus_per_node rollout.n_gpus_per_node | Divide it by t
 """,
     "TRL and ms-swift": """\
 lmbda | distill.on_policy_share |
-beta | distill.loss distill.beta | 0 becomes forward_kl. 1 becomes reverse_kl. A value between them becomes jsd \
-with this beta.
-temperature | rollout.temperature teacher.temperature | TRL's GKDTrainer and ROLL sample with it only: \
-teacher.temperature stays 1 then.
+beta | distill.loss distill.beta | 0 becomes forward_kl, 1 reverse_kl, another value jsd with this beta.
+temperature | rollout.temperature teacher.temperature | GKDTrainer of TRL and ROLL keep teacher.temperature 1.
 max_new_tokens | data.max_response_length |
 max_completion_length | data.max_response_length |
 max_length | data.max_prompt_length data.max_response_length | It limits prompt and response together there.
 num_generations | rollout.n |
-teacher_model_name_or_path | teacher.path | Set teacher.backend local, teacher.signal hidden and \
-trainer.colocate true, or start gkd teacher --model.
-teacher_model_server_url | teacher.server_ip teacher.server_port | Start gkd teacher. A server of vLLM needs \
-teacher.backend http and teacher.url.
+teacher_model_name_or_path | teacher.path | Set teacher.backend local and teacher.signal hidden, or start gkd teacher.
+teacher_model_server_url | teacher.server_ip teacher.server_port | A server of vLLM needs teacher.backend http.
 seq_kd | | Write responses of the teacher into data.response_key.
 loss_top_k | teacher.topk |
 loss_add_tail | distill.tail | true becomes bucket, false becomes renorm.
@@ -105,8 +99,7 @@ vllm_tensor_parallel_size | rollout.tp |
 rlhf_type | distill.loss | gkd uses the loss of beta. grpo with a teacher becomes k1 with teacher.signal sampled.
 model | model.path |
 teacher_model | teacher.path | Set teacher.backend local and trainer.colocate true, or start gkd teacher --model.
-teacher_model_server | teacher.server_ip teacher.server_port | Start gkd teacher. A server of vLLM needs \
-teacher.backend http and teacher.url. A list becomes teacher.routes.
+teacher_model_server | teacher.server_ip teacher.routes | A server of vLLM needs teacher.backend http.
 teacher_kl_coef | distill.losses | It is the weight of k1.
 gkd_logits_topk | teacher.topk | Set distill.tail renorm. Files without it need teacher.signal hidden.
 sft_alpha | distill.losses | It is the weight of sft.
@@ -123,8 +116,7 @@ teacher.gpus | | It is --gpus of gkd teacher.
 --use-opd | distill.loss teacher.signal | It becomes k1 with teacher.signal sampled.
 --opd-kl-coef | distill.losses | It is the weight of k1.
 --opd-type | teacher.backend | sglang becomes zmq, megatron becomes local.
---rm-url | teacher.server_ip teacher.server_port | Start gkd teacher. A server of SGLang needs teacher.backend http \
-and teacher.url.
+--rm-url | teacher.server_ip teacher.server_port | A server of SGLang needs teacher.backend http.
 --custom-rm-path | reward.functions | The reward function of the distillation needs no key.
 --kl-loss-coef | distill.reference_kl_weight | verl does not use it without task rewards.
 --calculate-per-token-loss | distill.normalize | It becomes token, the default. Scripts without it need sequence.
@@ -152,8 +144,7 @@ teacher_pretrain | teacher.path | It needs teacher.backend local, or is --model 
 teacher.model_args.model_name_or_path | teacher.path | It needs teacher.backend local, or is --model of gkd teacher.
 teacher.device_mapping | teacher.backend | GPUs of the training need local. Others are --gpus of gkd teacher.
 opd_kl_coef | distill.losses | It is the weight of k1, which needs teacher.signal sampled.
-kd_objective | distill.loss distill.tail | Set distill.tail renorm. js_divergence becomes jsd. skewed_forward_kl \
-becomes skew_kl.
+kd_objective | distill.loss distill.tail | Set distill.tail renorm. js_divergence becomes jsd.
 distill_loss_weight | distill.losses | It is the weight of the divergence. The weight of sft is 1 minus it.
 kd_temperature | teacher.temperature |
 teacher_temperature | | One temperature divides the logits of both models.
@@ -170,8 +161,7 @@ and of student_infer. The same GPUs become trainer.colocate true.
 strategy_name | actor.strategy | megatron_train becomes megatron. fsdp2_train and deepspeed_train become fsdp2.
 """,
     "NeMo-RL": """\
-loss_fn.kl_type | distill.loss distill.losses distill.tail | Set distill.tail renorm. mixed becomes two entries of \
-distill.losses.
+loss_fn.kl_type | distill.loss distill.tail | Set distill.tail renorm. mixed becomes distill.losses with two entries.
 loss_fn.mixed_kl_weight | distill.losses | It is the weight of forward_kl. The weight of reverse_kl is 1 minus it.
 loss_fn.zero_outside_topk | | distill.tail bucket compares the probability outside of the list.
 distillation.topk_logits_k | teacher.topk |
@@ -191,7 +181,6 @@ train_mb_tokens | actor.max_tokens_per_micro_batch |
 cluster.gpus_per_node | trainer.n_gpus_per_node rollout.n_gpus_per_node |
 """,
 }
-HYDRA_FLAGS = ("--config-name", "-cn", "--config-path", "-cp", "--config-dir")
 _OTHER_ROLES = ("teacher", "reference", "critic", "rewards", "validation")  # not the student's optimizer.lr
 
 

@@ -15,7 +15,6 @@ import io
 import os
 import pickle
 import re
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
@@ -26,7 +25,7 @@ from omegaconf import MISSING, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from gkd.config.check_values import value_errors
-from gkd.config.foreign_keys import HYDRA_FLAGS, old_answer, suggestion
+from gkd.config.foreign_keys import old_answer, suggestion
 from gkd.config.schema import Config
 from gkd.config.schema_sections import RewardFunctionConfig, all_keys, sections
 from gkd.config.schema_teacher import LossTermConfig, RouteConfig
@@ -104,9 +103,6 @@ def _expanded(key: str, value: Any) -> Any:
 
 def parse_overrides(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> argparse.Namespace:
     """Parse a command line with `key=value` overrides; exits with a hint if an override is written like a flag."""
-    for word in sys.argv[1:] if argv is None else argv:
-        if word.partition("=")[0] in HYDRA_FLAGS:  # before argparse reports that --config is missing
-            parser.error(f"{word}: there is no Hydra here. Use --config FILE.yaml with all settings.")
     args, unknown = parser.parse_known_intermixed_args(argv)
     if unknown:
         flags = [word for word in unknown if word.startswith("--")]  # the others may be their values
