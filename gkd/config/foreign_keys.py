@@ -31,7 +31,7 @@ actor_rollout_ref.ref | | See section reference.
 actor_rollout_ref.actor.distill_loss.name | distill.loss distill.tail | kl becomes forward_kl with drop, and rkl \
 becomes reverse_kl with renorm. kl_rkl and jsd have no equal.
 distillation.distillation_loss.loss_mode | distill.loss distill.tail | forward_kl_topk becomes forward_kl with drop. \
-k1 and k2 keep their names and need teacher.signal sampled.
+k1 and k2 keep their names and need teacher.signal sampled. For k3 use forward_kl.
 distillation.distillation_loss.use_policy_gradient | distill.loss | k1 needs true. Others need false.
 distillation.distillation_loss.topk | teacher.topk | It has an effect with forward_kl_topk only.
 distillation.distillation_loss.use_task_rewards | reward.functions distill.reward_weight | false needs no key.
@@ -181,7 +181,7 @@ train_mb_tokens | actor.max_tokens_per_micro_batch |
 cluster.gpus_per_node | trainer.n_gpus_per_node rollout.n_gpus_per_node |
 """,
 }
-_OTHER_ROLES = ("teacher", "reference", "critic", "rewards", "validation")  # not the student's optimizer.lr
+_OTHER_ROLES = ("teacher", "reference", "critic", "reward", "rewards", "validation")  # not the student's optimizer.lr
 
 
 def suggestion(key: str) -> str:
