@@ -29,7 +29,6 @@ COMMANDS = {
     "where": ("gkd.tools.where", "show which tokens the KL of a run is at", "runs/mine"),
     "replay": ("gkd.tools.replay", "make a recorded step again and compare", "runs/mine --step 20"),
     "trace": ("gkd.tools.trace", "write what each process did, for Perfetto", "runs/mine --steps 10-12"),
-    "migrate": ("gkd.tools.migrate.__main__", "write a YAML from another system's", "verl.sh --output mine.yaml"),
 }
 
 
@@ -52,6 +51,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if name not in COMMANDS:
         close = difflib.get_close_matches(name, COMMANDS, n=1)
         hint = f"did you mean {close[0]}?" if close else f"use one of {', '.join(COMMANDS)}."
+        if name == "migrate":
+            hint = "run gkd train --config OLD_FILE: its error lists the keys of today, as docs/coming_from.md does."
         print(f"error: gkd {name}: this is not a command. Fix: {hint}", file=sys.stderr)
         return 2
     if name == "train":  # the words with which a run tells how to resume it

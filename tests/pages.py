@@ -8,28 +8,20 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 
-from gkd.config.dialects.table import UNSET, Dialect, Kind, Row, dialects, files
+from gkd.config.foreign_keys import tables as old_names
 from gkd.config.schema_sections import DeclaredKey, all_keys
 from gkd.metrics.catalog import DOTTED, FUNCTION, NAME, NUMBER, PLACEHOLDERS
 from tests.structure import ROOT
 
 BEGIN, END = "<!-- tables, written by python -m tests.pages -->", "<!-- end of the tables -->"
-_HEADINGS: dict[Kind, str] = {
-    "mapped": "settings with a key here",
-    "refused": "refused, because it decides what is trained",
-    "unsupported": "not supported",
-    "default": "default here",
-    "meaningless": "nothing to set",
-}
 
 
 def tables() -> dict[str, str]:
     """Return page -> its tables as Markdown, for each page in `docs` that has any."""
-    systems = dict.fromkeys(each.system for each in dialects().values())
     return {
         "configuration.md": _config_tables(),
         "metrics.md": _placeholders(),
-        **{f"from_{system}.md": _dialect_tables(system) for system in systems},
+        "coming_from.md": "\n".join(_old_table(system, rows) for system, rows in old_names().items()),
     }
 
 
@@ -81,33 +73,9 @@ def _values(name: str) -> str:
     )
 
 
-def _dialect_tables(system: str) -> str:
-    """Return a table for each kind of row of the system's dialects, and of the files that they extend."""
-    found = {each.name: each for each in dialects().values() if each.system == system}
-    waiting = [base for each in found.values() for base in each.extends]
-    while waiting:
-        base = files()[waiting.pop(0)]
-        found[base.name] = base
-        waiting += base.extends
-    return "\n".join(_kind_table(file, kind) for file in found.values() for kind in _HEADINGS if _rows(file, kind))
-
-
-def _rows(file: Dialect, kind: Kind) -> list[Row]:
-    return [row for row in file.own if row.kind == kind]
-
-
-def _kind_table(file: Dialect, kind: Kind) -> str:
-    columns = ("old", "here", "remark") if kind == "mapped" else ("old", "remark")
-    return _table(columns, map(_setting_row, _rows(file, kind)), f"### {file.title}: {_HEADINGS[kind]}")
-
-
-def _setting_row(row: Row) -> list[str]:
-    note = row.note if row.default is UNSET else f"{row.note} Unset: {row.default}.".strip()
-    names: dict[str, str] = {}
-    for name in row.names:  # of names that differ in the first word alone, which is that of a role, the first
-        names.setdefault(name.partition(".")[2] or name, name)
-    keys = [_code(row.keys)] if row.kind == "mapped" else []
-    return [_code(names.values()), *keys, note]
+def _old_table(system: str, rows: Iterable[Sequence[str]]) -> str:
+    cells = ((f"`{name}`", _code(keys.split()) or "none", change) for name, keys, change in rows)
+    return _table(("old", "here", "how the value changes"), cells, f"### {system}")
 
 
 def _code(names: Iterable[str]) -> str:

@@ -24,14 +24,14 @@ _ORDER = """
 teacher_server.errors teacher_server.log teacher_server.wire teacher_server.config teacher_server.engines
 teacher_server.broker teacher_server.worker teacher_server.http teacher_server.cli
 teacher_server.__main__
-gkd.errors gkd.log gkd.spans gkd.types gkd.text gkd.user_code gkd.config.dialects gkd.config gkd.roles gkd.run
+gkd.errors gkd.log gkd.spans gkd.types gkd.text gkd.user_code gkd.config gkd.roles gkd.run
  gkd.console gkd.metrics gkd.data gkd.environment gkd.pipeline gkd.trainer
  gkd.cluster gkd.hf gkd.loss gkd.memory gkd.memory.footprint gkd.weight_sync
 gkd.rollout gkd.rollout.vllm gkd.rollout.engine gkd.rollout.driver
 gkd.scoring.reward gkd.scoring.teacher gkd.scoring
 gkd.actor.common gkd.actor.megatron gkd.actor.fsdp gkd.actor.frozen gkd.actor
 gkd.preflight gkd.start gkd.api gkd.main_gkd
-gkd.tools.split_tuner gkd.tools.migrate gkd.tools.report gkd.tools gkd.cli
+gkd.tools.split_tuner gkd.tools.report gkd.tools gkd.cli
 """
 ORDER = tuple(_ORDER.split())
 _BY = "written by python -m tests.structure --write-map -->"

@@ -37,7 +37,7 @@ _OPENING = re.compile(r"(What|Of|Which|Who|Whether)\b|[^.\n]*\?")
 _HEADLESS = re.compile(r"#+ (?:of|by|as|also|those|that|until)\b")
 _WITHOUT_HEADLESS = re.compile(
     r"(?:teacher_server|launch|gkd/(?:actor|cluster|config|data|hf|metrics|pipeline|preflight|reward|rollout|run"
-    r"|teacher|tools/migrate))/"
+    r"|teacher))/"
 )
 # A text without a match of this has no hit. Most files have none, and it is faster than to read their tokens.
 _SUSPECT = re.compile(

@@ -1,144 +1,244 @@
-"""Suggest a key for one that does not exist: the setting of another system that it is, else the nearest key."""
+"""Say what to write instead of a key that does not exist: the key for a name of another system, or a similar key."""
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Collection, Sequence
-from fnmatch import fnmatchcase
+import difflib
+from functools import cache
 
-from gkd.config.dialects.table import Dialect, Row, files, plain, read
 from gkd.config.schema_sections import all_keys, sections
 
-_MOST = 3  # keys of one suggestion
+# System -> its names that decide what is trained and on how many GPUs: old name | keys here | how the value changes.
+# Names without a key have no equal. docs/coming_from.md has the same tables; `python -m tests.pages` writes them.
+TABLES = {
+    "verl": """\
+data.train_batch_size | trainer.global_batch_size | With main_ppo use the value of ppo_mini_batch_size.
+data.apply_chat_template_kwargs | data.chat_template_kwargs |
+data.filter_overlong_prompts | data.truncation | true becomes drop.
+actor_rollout_ref.actor.strategy | actor.strategy | fsdp becomes fsdp2.
+actor_rollout_ref.actor.ppo_mini_batch_size | trainer.global_batch_size | The GKD recipe does not use it.
+actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu | actor.micro_batch_size | The GKD recipe does not use it.
+actor_rollout_ref.actor.max_token_len | actor.max_tokens_per_micro_batch | Multiply it by actor.cp.
+actor_rollout_ref.actor.ppo_max_token_len_per_gpu | actor.max_tokens_per_micro_batch | Multiply it by actor.cp.
+actor_rollout_ref.actor.ulysses_sequence_parallel_size | actor.cp |
+actor_rollout_ref.actor.grad_clip | actor.optim.clip_grad |
+actor_rollout_ref.actor.optim.lr_warmup_steps | actor.optim.warmup_steps | main_ppo counts batches of train_batch_size.
+actor_rollout_ref.actor.optim.lr_warmup_steps_ratio | actor.optim.warmup_steps | Multiply it by the number of steps.
+actor_rollout_ref.rollout.temperature | rollout.temperature | main_ppo divides the logits of the student by it, too.
+actor_rollout_ref.rollout.tensor_model_parallel_size | rollout.tp |
+actor_rollout_ref.rollout.pipeline_model_parallel_size | | An engine is split by rollout.tp only.
+actor_rollout_ref.rollout.val_kwargs | eval.n | Evaluations sample as training does.
+actor_rollout_ref.ref | | See section reference.
+actor_rollout_ref.actor.distill_loss.name | distill.loss distill.tail | kl becomes forward_kl with drop, and rkl \
+becomes reverse_kl with renorm. kl_rkl and jsd have no equal.
+distillation.distillation_loss.loss_mode | distill.loss distill.tail | forward_kl_topk becomes forward_kl with drop. \
+k1 and k2 keep their names and need teacher.signal sampled. For k3 use forward_kl.
+distillation.distillation_loss.use_policy_gradient | distill.loss | k1 needs true. Others need false.
+distillation.distillation_loss.topk | teacher.topk | It has an effect with forward_kl_topk only.
+distillation.distillation_loss.use_task_rewards | reward.functions distill.reward_weight | false needs no key.
+distillation.distillation_loss.loss_max_clamp | | The loss of a token has no limit here.
+distillation.distillation_loss.log_prob_min_clamp | | Logprobs have no limit here.
+distillation.teacher_models | teacher.routes | Start gkd teacher for each model. One teacher needs no route.
+distillation.teacher_key | data.teacher_key | It has an effect with several teachers only.
+distillation.n_gpus_per_node | | It is --gpus of gkd teacher.
+reward_model | reward.functions distill.reward_weight | Write rewards as functions.
+trainer.total_training_steps | trainer.total_steps | main_ppo counts batches of train_batch_size.
+trainer.v1.trainer_mode | trainer.scheduler trainer.colocate | sync becomes colocate. separate_async becomes stream.
+""",
+    "Megatron (verl, slime, ROLL, ms-swift, NeMo-RL)": """\
+tensor_model_parallel_size | actor.tp |
+pipeline_model_parallel_size | actor.pp |
+context_parallel_size | actor.cp |
+expert_model_parallel_size | actor.ep |
+micro_batch_size | actor.micro_batch_size |
+global_batch_size | trainer.global_batch_size | Divide it by the responses per prompt: prompts are counted here.
+lr | actor.optim.lr |
+min_lr | actor.optim.min_lr_ratio | Divide it by lr.
+lr_decay_style | actor.optim.schedule |
+lr_warmup_iters | actor.optim.warmup_steps |
+lr_warmup_fraction | actor.optim.warmup_steps | Multiply it by the number of steps.
+clip_grad | actor.optim.clip_grad |
+""",
+    "Hugging Face Trainer (TRL, ms-swift, ROLL)": """\
+model_name_or_path | model.path actor.strategy | fsdp2 takes every causal language model of transformers.
+per_device_train_batch_size | trainer.global_batch_size actor.micro_batch_size | The global batch is this value x \
+gradient_accumulation_steps x processes / responses per prompt.
+gradient_accumulation_steps | trainer.global_batch_size | It multiplies the global batch.
+learning_rate | actor.optim.lr |
+lr_scheduler_type | actor.optim.schedule | constant_with_warmup becomes constant. cosine_with_min_lr becomes cosine.
+warmup_steps | actor.optim.warmup_steps |
+warmup_ratio | actor.optim.warmup_steps | Multiply it by the number of steps.
+weight_decay | actor.optim.weight_decay |
+adam_beta1 | actor.optim.betas | It is the first of two.
+adam_beta2 | actor.optim.betas | It is the second of two.
+max_grad_norm | actor.optim.clip_grad |
+num_train_epochs | trainer.total_epochs | Epochs are integers.
+max_steps | trainer.total_steps | Raise trainer.total_epochs, so that the data suffice.
+seed | data.seed |
+top_p | rollout.top_p |
+top_k | rollout.top_k | -1 becomes 0. The number of the teacher is teacher.topk.
+num_processes | trainer.n_gpus_per_node rollout.n_gpus_per_node | Divide it by the number of nodes.
+""",
+    "TRL and ms-swift": """\
+lmbda | distill.on_policy_share |
+beta | distill.loss distill.beta | 0 becomes forward_kl, 1 reverse_kl, another value jsd with this beta.
+temperature | rollout.temperature teacher.temperature | GKDTrainer of TRL and ROLL keep teacher.temperature 1.
+max_new_tokens | data.max_response_length |
+max_completion_length | data.max_response_length |
+max_length | data.max_prompt_length data.max_response_length | It limits prompt and response together there.
+num_generations | rollout.n |
+teacher_model_name_or_path | teacher.path | Set teacher.backend local and teacher.signal hidden, or start gkd teacher.
+teacher_model_server_url | teacher.server_ip teacher.server_port | A server of vLLM needs teacher.backend http.
+seq_kd | | Write responses of the teacher into data.response_key.
+loss_top_k | teacher.topk |
+loss_add_tail | distill.tail | true becomes bucket, false becomes renorm.
+use_uld_loss | teacher.tokenizer | Common texts are compared here, not sorted probabilities.
+dataset_name | data.train_files | Write the dataset as JSONL or parquet.
+vllm_tensor_parallel_size | rollout.tp |
+""",
+    "ms-swift": """\
+rlhf_type | distill.loss | gkd uses the loss of beta. grpo with a teacher becomes k1 with teacher.signal sampled.
+model | model.path |
+teacher_model | teacher.path | Set teacher.backend local and trainer.colocate true, or start gkd teacher --model.
+teacher_model_server | teacher.server_ip teacher.routes | A server of vLLM needs teacher.backend http.
+teacher_kl_coef | distill.losses | It is the weight of k1.
+gkd_logits_topk | teacher.topk | Set distill.tail renorm. Files without it need teacher.signal hidden.
+sft_alpha | distill.losses | It is the weight of sft.
+dataset | data.train_files | Write the dataset as JSONL or parquet. Rows with messages need data.prompt_key messages.
+system | data.system_prompt |
+truncation_strategy | data.truncation | delete becomes drop.
+vllm_mode | trainer.colocate | colocate becomes true, server becomes false.
+train_iters | trainer.total_steps | Raise trainer.total_epochs, so that the data suffice.
+train.gpus | trainer.n_gpus_per_node | Divide it by the number of nodes.
+rollout.gpus | rollout.n_gpus_per_node | Divide it by the number of nodes.
+teacher.gpus | | It is --gpus of gkd teacher.
+""",
+    "slime": """\
+--use-opd | distill.loss teacher.signal | It becomes k1 with teacher.signal sampled.
+--opd-kl-coef | distill.losses | It is the weight of k1.
+--opd-type | teacher.backend | sglang becomes zmq, megatron becomes local.
+--rm-url | teacher.server_ip teacher.server_port | A server of SGLang needs teacher.backend http.
+--custom-rm-path | reward.functions | The reward function of the distillation needs no key.
+--kl-loss-coef | distill.reference_kl_weight | verl does not use it without task rewards.
+--calculate-per-token-loss | distill.normalize | It becomes token, the default. Scripts without it need sequence.
+--prompt-data | data.train_files |
+--input-key | data.prompt_key |
+--apply-chat-template | data.chat_template | It becomes always. Scripts without it need never.
+--rollout-max-response-len | data.max_response_length |
+--rollout-batch-size | trainer.global_batch_size | Divide it by the optimizer steps of a rollout.
+--n-samples-per-prompt | rollout.n |
+--num-rollout | trainer.total_steps | Multiply it by the optimizer steps of a rollout.
+--hf-checkpoint | model.path |
+--max-tokens-per-gpu | actor.max_tokens_per_micro_batch | Multiply it by --context-parallel-size.
+--actor-num-nodes | trainer.nnodes |
+--actor-num-gpus-per-node | trainer.n_gpus_per_node |
+--rollout-num-gpus | rollout.n_gpus_per_node | Divide it by rollout.nnodes.
+--rollout-num-gpus-per-engine | rollout.tp |
+--colocate | trainer.colocate |
+--rollout-temperature | rollout.temperature teacher.temperature |
+--rollout-stop-token-ids | rollout.stop_token_ids |
+""",
+    "ROLL": """\
+student_pretrain | model.path |
+pretrain | model.path |
+teacher_pretrain | teacher.path | It needs teacher.backend local, or is --model of gkd teacher.
+teacher.model_args.model_name_or_path | teacher.path | It needs teacher.backend local, or is --model of gkd teacher.
+teacher.device_mapping | teacher.backend | GPUs of the training need local. Others are --gpus of gkd teacher.
+opd_kl_coef | distill.losses | It is the weight of k1, which needs teacher.signal sampled.
+kd_objective | distill.loss distill.tail | Set distill.tail renorm. js_divergence becomes jsd.
+distill_loss_weight | distill.losses | It is the weight of the divergence. The weight of sft is 1 minus it.
+kd_temperature | teacher.temperature |
+teacher_temperature | | One temperature divides the logits of both models.
+logits_topk | teacher.topk | 0 becomes teacher.signal logits.
+loss_agg_mode | distill.normalize | token-mean becomes token, seq-mean-token-mean becomes sequence.
+data_args.file_name | data.train_files |
+answer_key | data.response_key | data.answer_key is for rewards and metrics.
+prompt_length | data.max_prompt_length | Set data.truncation drop.
+response_length | data.max_response_length |
+num_return_sequences_in_group | rollout.n |
+rollout_batch_size | trainer.global_batch_size | Divide it by the optimizer steps of a pipeline step.
+device_mapping | trainer.n_gpus_per_node rollout.n_gpus_per_node trainer.colocate | Count the GPUs of student_train \
+and of student_infer. The same GPUs become trainer.colocate true.
+strategy_name | actor.strategy | megatron_train becomes megatron. fsdp2_train and deepspeed_train become fsdp2.
+""",
+    "NeMo-RL": """\
+loss_fn.kl_type | distill.loss distill.tail | Set distill.tail renorm. mixed becomes distill.losses with two entries.
+loss_fn.mixed_kl_weight | distill.losses | It is the weight of forward_kl. The weight of reverse_kl is 1 minus it.
+loss_fn.zero_outside_topk | | distill.tail bucket compares the probability outside of the list.
+distillation.topk_logits_k | teacher.topk |
+distillation.num_generations_per_prompt | rollout.n |
+distillation.max_num_steps | trainer.total_steps | Multiply it by the optimizer steps of a rollout.
+on_policy_distillation | distill.loss teacher.routes | It becomes k1 with teacher.signal sampled. Models become routes.
+policy.model_name | model.path |
+policy.max_total_sequence_length | data.max_prompt_length data.max_response_length | It limits both together there.
+policy.train_global_batch_size | trainer.global_batch_size | Divide it by num_generations_per_prompt.
+policy.dtensor_cfg.enabled | actor.strategy | true becomes fsdp2.
+policy.megatron_cfg.enabled | actor.strategy | true becomes megatron.
+policy.generation.temperature | rollout.temperature teacher.temperature |
+policy.generation.colocated.enabled | trainer.colocate |
+teacher.model_name | teacher.path | It needs teacher.backend local, or is --model of gkd teacher.
+tensor_parallel_size | rollout.tp | dtensor_cfg.tensor_parallel_size has no equal.
+train_mb_tokens | actor.max_tokens_per_micro_batch |
+cluster.gpus_per_node | trainer.n_gpus_per_node rollout.n_gpus_per_node |
+""",
+}
+_OTHER_ROLES = ("teacher", "reference", "critic", "reward", "rewards", "validation")  # not the student's optimizer.lr
 
 
 def suggestion(key: str) -> str:
-    """Return what to write instead of a key that does not exist, as a sentence."""
-    if rows := old_rows(key, _own_words()):
-        return _instead(rows)
-    found = nearest_keys(key)
-    return f"did you mean {' or '.join(found)}?" if found else "python -m gkd.main_gkd --help lists all keys."
+    """Return what to write instead of a key that does not exist; empty if no known name is like it."""
+    if name := _old_name(_plain(key)):
+        return old_answer(name)
+    near = nearest_keys(key)
+    return f"did you mean {' or '.join(near)}?" if near else ""
+
+
+def old_answer(name: str) -> str:
+    """Return what to write instead of a name of another system, which may be a flag; empty means it is not listed."""
+    if (row := _rows().get(_plain(name))) is None:
+        return ""
+    keys, change = row
+    todo = f"use {' and '.join(keys.split())}." if keys else "remove it."
+    return f"{todo} {change}".rstrip()
 
 
 def nearest_keys(key: str) -> list[str]:
-    """Return the keys or sections that differ by a typing error, else the keys of this name in other sections."""
-    typed = [name for name in (*all_keys(), *sections()) if _is_typing_error(key, name)]
-    last = key.rpartition(".")[2]
-    return (typed or [name for name in all_keys() if name.rpartition(".")[2] == last])[:_MOST]
+    """Return the keys that differ by a typing error, else the key at its end, else those of this name elsewhere."""
+    if typed := difflib.get_close_matches(key, (*all_keys(), *sections()), n=3, cutoff=0.9):
+        return typed
+    if ends := [name for name in all_keys() if key.endswith(f".{name}") and _is_student_s(key)]:
+        return ends
+    section, _, last = key.rpartition(".")
+    is_ours = section in ("", *sections())
+    return [name for name in all_keys() if is_ours and name.rpartition(".")[2] == last][:3]
 
 
-def old_rows(key: str, own_words: Collection[str]) -> list[tuple[str, Row]]:
-    """Return the rows that a key may come from, each with the title of its dialect.
-
-    A key matches a name if both end in the same word and one has all words of the other in order: `actor.param_offload`
-    matches `actor_rollout_ref.actor.megatron.param_offload`, and `trainer.max_steps` matches `max_steps`. Names that
-    have all words of the key come before shorter ones.
-
-    Args:
-        own_words: words of the keys here. They are too common to match a shorter name or to begin a pattern.
-    """
-    if row := files()["common"].find(key):
-        return [("", row)]
-    wanted = plain(key).split(".")
-    found = _of_all(wanted, functools.partial(_has_all, own_words))
-    return found if found or wanted[-1] in own_words else _of_all(wanted, _is_part)
+def tables() -> dict[str, list[list[str]]]:
+    """Return system -> its rows of old name, keys here and how the value changes."""
+    return {
+        system: [[cell.strip() for cell in line.split("|")] for line in table.splitlines()]
+        for system, table in TABLES.items()
+    }
 
 
-def _of_all(wanted: list[str], matches: Callable[[list[str], list[str]], bool]) -> list[tuple[str, Row]]:
-    """Return the best rows of each file; if some have a key here, those alone."""
-    found = [(each.title, row) for each in files().values() if each.title for row in _best(wanted, each, matches)]
-    return [(title, row) for title, row in found if row.keys] or found
+@cache
+def _rows() -> dict[str, tuple[str, str]]:
+    return {_plain(name): (keys, change) for table in tables().values() for name, keys, change in table}
 
 
-def _best(wanted: list[str], file: Dialect, matches: Callable[[list[str], list[str]], bool]) -> list[Row]:
-    """Return the matching row with the fewest other words; for a key of one word, a row for each key here."""
-    found = [
-        (not row.keys, "*" in words[-1], abs(len(words) - len(wanted)), row)
-        for row, words in file.words
-        if matches(wanted, words)
-    ]
-    rows: dict[str, Row] = {}
-    for *_, row in sorted(found, key=lambda item: item[:3]):
-        rows.setdefault(" ".join(row.keys), row)
-    best = list(rows.values())
-    return [row for row in best if row.keys] if len(wanted) == 1 and best and best[0].keys else best[:1]
+def _plain(name: str) -> str:
+    """Return a name without the signs of flags and of Hydra's overrides: `--save-interval` -> `save_interval`."""
+    return name.lstrip("-+~").replace("-", "_")
 
 
-def _has_all(own_words: Collection[str], wanted: list[str], words: list[str]) -> bool:
-    if "*" in words[-1] and (len(words) > 2 or words[0] not in own_words):
-        return fnmatchcase(".".join(wanted), ".".join(words))
-    return words[-1] == wanted[-1] and _in_order(wanted, words)
-
-
-def _is_part(wanted: list[str], words: list[str]) -> bool:
-    return words[-1] == wanted[-1] and _in_order(words, wanted)
-
-
-def _in_order(few: list[str], many: list[str]) -> bool:
-    rest = iter(many)
-    return all(word in rest for word in few)
-
-
-def flag_suggestion(word: str) -> str:
-    """Return what to write instead of a flag of another system; empty means it is not listed."""
-    flag = word.partition("=")[0]
-    found = [(each.title, row) for each in files().values() if (row := each.find(flag)) in each.own]
-    return _instead(found) if flag.startswith("-") else ""
-
-
-def is_hydra_flag(word: str) -> bool:
-    """Return whether a word is a flag of Hydra's own, such as --config-name."""
-    row = read("verl_common").find("--config-name") if word.startswith("-") else None
-    return row is not None and word.partition("=")[0] in row.names
-
-
-def _instead(rows: Sequence[tuple[str, Row]]) -> str:
-    """Return the answers of the systems, each once."""
-    answers: dict[str, list[tuple[str, Row]]] = {}
-    for title, row in rows:
-        answers.setdefault(" ".join(row.keys) or row.note, []).append((title, row))
-    if len(answers) > 1:
-        return " ".join(
-            f"{' and '.join(t for t, _ in found)}: {_text(*found[0][1:], '')}" for found in answers.values()
-        )
-    notes = {row.note for _, row in rows}
-    return next((_text(row, row.note if len(notes) == 1 else "") for _, row in rows), "")
-
-
-def _text(row: Row, note: str) -> str:
-    if row.keys:
-        remark = f" ({note.rstrip('.')})" if note else ""
-        return f"use {' and '.join(row.keys)}{remark}."
-    return f"Remove it. {row.note}"
-
-
-def _is_typing_error(key: str, name: str) -> bool:
-    """Return whether each part differs by at most two letters (one if it has up to five), or only dots are confused.
-
-    In words of up to three letters, such as tp and pp, every letter matters; only one too many or too few is an error.
-    """
-    ours, theirs = key.split("."), name.split(".")
-    if len(ours) != len(theirs):
-        return key.replace(".", "_") == name.replace(".", "_")
-    return all(
-        a == b or _edits(a, b) <= (2 if len(b) > 5 else 1 if len(b) > 3 or len(a) != len(b) else 0)
-        for a, b in zip(ours, theirs, strict=True)
+def _old_name(key: str) -> str:
+    """Return the longest name that a key is, or is below; else that it ends with; else that ends with it; or ""."""
+    found = (
+        [name for name in _rows() if f"{key}.".startswith(f"{name}.")],
+        [name for name in _rows() if key.endswith(f".{name}") and _is_student_s(key)],
+        [name for name in _rows() if name.endswith(f".{key}")],
     )
+    return max(next(filter(None, found), [""]), key=len)
 
 
-def _edits(a: str, b: str) -> int:
-    """Return how many letters to insert, delete or replace to turn a text into another; exact up to 2."""
-    if abs(len(a) - len(b)) > 2:
-        return 3  # or more
-    above = list(range(len(b) + 1))
-    for i, left in enumerate(a, start=1):
-        row = [i]
-        for j, right in enumerate(b, start=1):
-            row.append(min(above[j] + 1, row[-1] + 1, above[j - 1] + (left != right)))
-        above = row
-    return above[-1]
-
-
-@functools.cache
-def _own_words() -> frozenset[str]:
-    return frozenset(word for name in all_keys() for word in name.split("."))
+def _is_student_s(key: str) -> bool:
+    return key.partition(".")[0] not in _OTHER_ROLES

@@ -15,7 +15,6 @@ import io
 import os
 import pickle
 import re
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
@@ -26,12 +25,10 @@ from omegaconf import MISSING, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from gkd.config.check_values import value_errors
-from gkd.config.foreign_keys import flag_suggestion, is_hydra_flag, suggestion
+from gkd.config.foreign_keys import old_answer, suggestion
 from gkd.config.schema import Config
-from gkd.config.schema_rollout import CPU_KV_CACHE_MIB
 from gkd.config.schema_sections import RewardFunctionConfig, all_keys, sections
 from gkd.config.schema_teacher import LossTermConfig, RouteConfig
-from gkd.config.schema_trainer import SMALLER_IS_BETTER
 from gkd.errors import ConfigError
 from teacher_server.config.declare import OTHER_BASE
 
@@ -63,11 +60,11 @@ def load_config(path: str | Path | None, overrides: Sequence[str] = ()) -> Confi
     """Return the defaults, updated by a YAML file and then by `key=value` overrides.
 
     Raises:
-        ConfigError: the file is not readable; or it names every unknown key (with the nearest known one), every wrong
+        ConfigError: the file is not readable; or it names every unknown key (with what to write instead), every wrong
             type and malformed override, and then also every value outside its limits.
     """
     errors: list[ConfigError] = []
-    sources = [] if path is None else [_new_names(_as_lists(_read_yaml(path)))]
+    sources = [] if path is None else [_as_lists(_read_yaml(path))]
     for override in overrides:
         try:
             sources.append(_as_lists(_read_override(override)))
@@ -106,19 +103,18 @@ def _expanded(key: str, value: Any) -> Any:
 
 def parse_overrides(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> argparse.Namespace:
     """Parse a command line with `key=value` overrides; exits with a hint if an override is written like a flag."""
-    for word in sys.argv[1:] if argv is None else argv:
-        if is_hydra_flag(word):  # before argparse reports that --config is missing
-            parser.error(f"{word}: {flag_suggestion(word)}")
     args, unknown = parser.parse_known_intermixed_args(argv)
-    for word in unknown:
-        if hint := flag_suggestion(word):
-            parser.error(f"{word}: {hint}")
-        key, _, value = word.lstrip("-").partition("=")
-        if key.partition(".")[0] in sections():
-            parser.error(f"{word}: write settings without the dashes, as {key}={value or 'VALUE'}")
     if unknown:
-        parser.error(f"unrecognized arguments: {' '.join(unknown)}")
+        flags = [word for word in unknown if word.startswith("--")]  # the others may be their values
+        parser.error("\n".join(f"{word}: {_flag_hint(word)}" for word in flags or unknown))
     return args
+
+
+def _flag_hint(word: str) -> str:
+    key, _, value = word.lstrip("-").partition("=")
+    if key.partition(".")[0] in sections():
+        return f"write settings without the dashes, as {key}={value or 'VALUE'}"
+    return old_answer(word.partition("=")[0]) or "there is no such argument."
 
 
 def yaml_values(path: str | Path) -> dict[str, Any]:
@@ -239,59 +235,6 @@ def _as_lists(source: Any) -> Any:
     return source
 
 
-# Keys that are none any more -> the value which means what holds now without them.
-_REMOVED: dict[str, object] = {
-    "actor.balance": True,
-    "actor.logits_chunk_mib": 0,
-    "actor.loss_kernel": "auto",
-    "cluster.order": ["actor", "rollout"],
-    "eval.keep_token_losses": 8,
-    "memory.fragmentation_warn": 0.2,
-    "memory.timeline": True,
-    "memory.timeline_of_ranks": False,
-    "reference.update_ema": 0,
-    "reference.weights": "frozen",
-    "rollout.enable_sleep_mode": False,
-    "teacher.n_server_workers": 0,
-    "teacher.overlap_rollout": True,
-    "teacher.weights": "frozen",
-    "trainer.async_save": True,
-    "trainer.keep_best_is": "max",
-    "trainer.profile_ranks": [0],
-    "trainer.spans_every": 1,
-}
-
-
-def _new_names(source: Any) -> Any:
-    """Return the settings of a file with the keys of today: the config.yaml of an older run has its keys.
-
-    A removed key is refused if it means something else than what holds now. rollout.cpu_kv_cache_mib had no effect on
-    GPUs. Another size than the default is refused if the device is unknown.
-    """
-    plain: Any = OmegaConf.to_container(source, resolve=False)
-    trainer, teacher, reference, rollout = (
-        found if isinstance(found := plain.get(name), dict) else {}
-        for name in ("trainer", "teacher", "reference", "rollout")
-    )
-    meant = dict(_REMOVED)
-    if trainer.get("keep_best") in SMALLER_IS_BETTER:
-        meant["trainer.keep_best_is"] = "min"
-    for name, model in (("teacher", teacher), ("reference", reference)):
-        if model.get("weights") in ("live", "ema"):
-            meant[f"{name}.weights"] = model["weights"]
-            source[name].update_interval = model.get("update_interval") or 1
-    for name, value in meant.items():
-        section, _, key = name.partition(".")
-        if isinstance(plain.get(section), dict) and plain[section].get(key) == value:
-            del source[section][key]
-    size, device = rollout.get("cpu_kv_cache_mib"), trainer.get("device")
-    if size is not None and (device in ("cpu", "cuda") or size == CPU_KV_CACHE_MIB):
-        del source.rollout.cpu_kv_cache_mib
-        if device == "cpu":
-            source.rollout.kv_cache_mib = size
-    return source
-
-
 @cache
 def _pickled_defaults() -> bytes:
     return pickle.dumps(OmegaConf.structured(Config))
@@ -336,12 +279,15 @@ def _has_missing(value: Any) -> bool:
 
 def _merge_by_key(merged: Any, source: Any) -> tuple[Any, list[ConfigError]]:
     """Merge each key of a source on its own. Return the result and an error for each key that cannot be merged."""
-    errors, result = [], merged
+    errors: list[ConfigError] = []
+    unknown: dict[str, Any] = {}
+    result = merged
     for key, value in _leaves(OmegaConf.to_container(source, resolve=False), ""):
         if key in sections():
-            errors.append(ConfigError(key, value, "is a section, not a key.", f"set its keys, as {key}.KEY=VALUE."))
+            fix = old_answer(key) or f"set its keys, as {key}.KEY=VALUE."
+            errors.append(ConfigError(key, value, "is a section, not a key.", fix))
         elif key not in all_keys():
-            errors.append(ConfigError(key, value, "there is no such key.", suggestion(key)))
+            unknown[key] = value
         else:
             leaf: Any = value
             for part in reversed(key.split(".")):
@@ -350,7 +296,19 @@ def _merge_by_key(merged: Any, source: Any) -> tuple[Any, list[ConfigError]]:
                 result = OmegaConf.merge(result, leaf)
             except (OmegaConfBaseException, TypeError) as error:
                 errors.append(_wrong_type(key, value, error))
-    return result, errors
+    return result, [*_unknown(unknown), *errors]
+
+
+def _unknown(values: Mapping[str, Any]) -> list[ConfigError]:
+    """Return an error for each key that does not exist; more than one that no known name is like share the last one."""
+    hints = {key: suggestion(key) for key in values}
+    errors = [ConfigError(key, values[key], "there is no such key.", hint) for key, hint in hints.items() if hint]
+    if others := [key for key in values if not hints[key]]:
+        name = others[0] if len(others) == 1 else f"{len(others)} other keys"
+        value = values[name] if len(others) == 1 else others
+        fix = "remove it, or see the keys in gkd train --help and the names of other systems in docs/coming_from.md."
+        errors.append(ConfigError(name, value, "there is no such key.", fix))
+    return errors
 
 
 def _leaves(tree: Any, prefix: str) -> Iterator[tuple[str, Any]]:

@@ -159,7 +159,7 @@ def _report(
         "who": who,
         "phase": str(phase),
         "verdict": judged,
-        "request": {"asked": request.requested, **asdict(request)},  # the first name is of older readers
+        "request": asdict(request),
         "usage": None if usage is None else asdict(usage),
         "fragmentation": None if found is None else asdict(found),
         "largest_allocations": largest,

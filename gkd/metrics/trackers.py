@@ -258,7 +258,7 @@ def _continued(
         return None, -1, (), set()
     lines = read_metrics(folder.metrics_file) if folder.metrics_file.exists() else []
     through = max([int(state["through"]), *(int(line["step"]) for line in lines)])
-    return str(state["id"]), through, lines, set(state.get("loggers", config.trainer.loggers))
+    return str(state["id"]), through, lines, set(state["loggers"])
 
 
 def _is_copy(file: Path, state: Mapping[str, Any]) -> bool:
@@ -266,5 +266,5 @@ def _is_copy(file: Path, state: Mapping[str, Any]) -> bool:
     try:
         original = Path(state["folder"]) / _STATE
         return not original.samefile(file) and json.loads(original.read_bytes())["id"] == state["id"]
-    except (OSError, ValueError, KeyError):  # the folder was moved, or the state is of an older version
+    except (OSError, ValueError):  # the folder was moved
         return False

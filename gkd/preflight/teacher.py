@@ -15,7 +15,7 @@ import numpy as np
 
 from gkd.config.schema import Config, Route
 from gkd.config.schema_sections import DataConfig
-from gkd.config.schema_teacher import BY_UNITS, HTTP
+from gkd.config.schema_teacher import HTTP
 from gkd.data.chunks import dataset_rollouts
 from gkd.data.prompts import load_tokenizer
 from gkd.errors import ConfigError, TeacherError, TeacherRefusal, TeacherUnavailable
@@ -174,7 +174,7 @@ def own_teacher(config: Config, key: str, **facts: Any) -> TeacherInfo:
         tokenizer_fingerprint=tokenizer_fingerprint(tokenizer.get_vocab()),
         n_streams=1,
         dtype=config.model.dtype,
-        protocol_version=0,
+        is_server=False,
         **facts,
     )
 
@@ -227,19 +227,9 @@ def check_limits(config: Config, route: Route, teacher: TeacherInfo, kind: str, 
         problem = f"the teacher can list only {n_vocab} token ids."
         raise config.error("teacher.topk", problem, f"use at most {n_vocab}.")
     most = MAX_ENTRIES // config.data.max_response_length  # entries of a row in one reply of a teacher server
-    if "topk" in derived.signals and teacher.protocol_version and config.teacher.topk > most:
+    if "topk" in derived.signals and teacher.is_server and config.teacher.topk > most:
         problem = f"a reply of the teacher server holds {most} entries for each of data.max_response_length tokens."
         raise config.error("teacher.topk", problem, f"use at most {most}, or shorter responses.")
-    if teacher.protocol_version == 1 and (derived.n_student_ids or derived.signals == ("topk", "sampled")):
-        problem = "the server has protocol version 1: it cannot score given ids, nor the sampled token with the top-k."
-        raise route.error("server_port", problem, "upgrade the teacher server.")
-    if 0 < teacher.protocol_version < 4 and (config.rollout.environment or config.data.messages_key):
-        problem = f"the server has protocol version {teacher.protocol_version}: it cannot score parts of a response."
-        key = "rollout.environment" if config.rollout.environment else "data.messages_key"
-        raise config.error(key, problem, "upgrade the teacher server.")
-    if config.teacher.signal == BY_UNITS and teacher.protocol_version < 5:
-        problem = f"the server has protocol version {teacher.protocol_version}: it cannot sum over units."
-        raise config.error("teacher.signal", problem, "upgrade the teacher server, or use topk.")
     longest = derived.max_teacher_length
     if longest > teacher.max_tokens:
         problem = (
@@ -247,7 +237,7 @@ def check_limits(config: Config, route: Route, teacher: TeacherInfo, kind: str, 
             f"{teacher.max_tokens}."
         )
         fix = "lower data.max_prompt_length, data.max_teacher_prompt_length or data.max_response_length"
-        fix += ", or raise --max-tokens of the teacher server, if it was set." if teacher.protocol_version else "."
+        fix += ", or raise --max-tokens of the teacher server, if it was set." if teacher.is_server else "."
         raise config.error("data.max_response_length", problem, fix)
 
 

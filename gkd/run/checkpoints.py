@@ -53,7 +53,7 @@ class TrainerState(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     step: _Count
     # On-policy prompts before this position of the sampler's order are trained on, in flight, or unfinished.
     sampler_position: _Count
-    # Positions before it that have to be generated again. Older versions did not write it.
+    # Positions before it that have to be generated again.
     unfinished: tuple[_Count, ...] = ()
 
     def to_bytes(self) -> bytes:

@@ -267,7 +267,7 @@ def check_same_teacher(file: Path, teacher: Mapping[str, Any], now: Config, *, a
     """Raise ConfigError if another teacher, or one in another dtype, scored the run so far; it names the route.
 
     Args:
-        file: teacher.json of the run or checkpoint. An older version wrote no dtype, and any is accepted.
+        file: teacher.json of the run or checkpoint.
         teacher: what this run would write into it.
         any_dtype: the dtype may differ, because this teacher scores nothing.
     """
@@ -293,7 +293,7 @@ def check_same_teacher(file: Path, teacher: Mapping[str, Any], now: Config, *, a
         if fingerprint == new["fingerprint"]:
             moved = largest_difference(probe, new.get("probe", ()))
             dtype, new_dtype = (each.get("dtype") for each in (_by_route(recorded)[route.name], new))
-            if moved <= SAME_PROBE and (any_dtype or dtype in (None, new_dtype)):
+            if moved <= SAME_PROBE and (any_dtype or dtype == new_dtype):
                 continue
             problem = f"{name} has other weights or numerics: logprobs of its probe moved by up to {moved:.3g} nats."
             if moved <= SAME_PROBE:

@@ -124,7 +124,7 @@ def _rollouts(tables: dict[str, np.ndarray]) -> list[Rollout]:
         "version_spans": list(map(tuple, spans)),
         "finish_reason": [FINISH_REASONS[row[4]] for row in rows],
         "on_policy": [bool(row[5]) for row in rows],
-        "route": [row[6] if len(row) > 6 else 0 for row in rows],  # older files have no routes
+        "route": [row[6] for row in rows],
     }
     n_rows = lengths
     if "own" in tables:  # the run has an environment, or conversations of the dataset

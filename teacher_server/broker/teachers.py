@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 
 from teacher_server.broker.request_queue import RequestQueue
-from teacher_server.wire.protocol import PROTOCOL_VERSION, ErrorReply, InfoReply, InfoRequest
+from teacher_server.wire.protocol import ErrorReply, InfoReply, InfoRequest
 from teacher_server.wire.status import TeacherStatus
 from teacher_server.wire.worker_protocol import WorkerHello
 
@@ -72,7 +72,6 @@ class Teachers:
             return ErrorReply(request_id=request_id, code="busy", text=text, retry_after_s=0.5)
         return InfoReply(
             request_id=request_id,
-            protocol_version=PROTOCOL_VERSION,
             teacher=name,
             model_name=hellos[0].model_name,
             model_path=hellos[0].model_path,
@@ -86,8 +85,8 @@ class Teachers:
             engine=_all_of(hello.engine for hello in hellos),
             device=_all_of(hello.device for hello in hellos),
             dtype=hellos[0].dtype,
-            template_fingerprint=hellos[0].template_fingerprint if request.with_template else "",
-            template_example=hellos[0].template_example if request.with_template else "",
+            template_fingerprint=hellos[0].template_fingerprint,
+            template_example=hellos[0].template_example,
         )
 
     def statuses(self, request_queue: RequestQueue) -> list[TeacherStatus]:

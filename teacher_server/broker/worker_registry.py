@@ -16,7 +16,6 @@ from teacher_server.broker.request_queue import RequestQueue
 from teacher_server.broker.status_board import StatusBoard
 from teacher_server.broker.teachers import Teachers
 from teacher_server.wire.protocol import (
-    PROTOCOL_VERSION,
     ErrorReply,
     ProtocolError,
     RowsReply,
@@ -114,9 +113,6 @@ class WorkerRegistry:
                 self.mark_lost(other, "it reconnected", blame=False)
             elif worker.hello.name == hello.name:
                 return f"the name {hello.name} is used by another worker, on {worker.hello.host}"
-        if hello.protocol_version < PROTOCOL_VERSION:
-            version = hello.protocol_version
-            return f"its protocol_version {version} differs from the {PROTOCOL_VERSION} of this server: upgrade it"
         return self._teachers.refusal(hello)
 
     def mark_lost_by_name(self, name: str, reason: str) -> None:

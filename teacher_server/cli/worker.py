@@ -25,7 +25,6 @@ from teacher_server.engines.base import prefix_block
 from teacher_server.errors import ServerError, SettingsError
 from teacher_server.log import log_to_stderr
 from teacher_server.wire.keys import load_peer_keys
-from teacher_server.wire.protocol import PROTOCOL_VERSION
 from teacher_server.wire.threads import thread_env
 from teacher_server.wire.worker_protocol import LOCAL_WORKER_NAME, WorkerHello
 from teacher_server.worker.compute import CREDIT_BATCHES, Worker
@@ -159,7 +158,6 @@ def _hello(
     values: dict[str, Any],
 ) -> WorkerHello:
     return WorkerHello(
-        protocol_version=PROTOCOL_VERSION,
         name=name,
         teacher=teacher,
         host=socket.gethostname()[:128],

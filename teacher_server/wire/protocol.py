@@ -1,4 +1,4 @@
-"""Protocol between a client (the trainer) and the teacher server, versions 1 to 5: all headers and their codec.
+"""Protocol between a client (the trainer) and the teacher server: all headers and their codec.
 
 A message is a list of byte frames. The first is the header, `b"GKT" + version, xxh3-64 of the body,
 msgpack body`. The others are raw little-endian arrays of at most 4 MiB each, described in
@@ -18,8 +18,7 @@ of every frame, so a damaged message is an error and never gives wrong numbers.
                                              ErrorReply  [header]                to any request
 
 Both sides run the same checks (`Codec.encode` decodes its own output), and every failure is a
-`ProtocolError`. This module imports neither zmq nor torch. A message has the lowest version that has its fields
-(`Header.version`), so a peer of version 1 can read every reply to its requests.
+`ProtocolError`. This module imports neither zmq nor torch. A peer of another version is refused.
 
 Letters: P prompt tokens, R response tokens, M of them have rows, K top-k entries, V vocabulary, H hidden size.
 """
@@ -33,11 +32,7 @@ import msgspec
 import numpy as np
 import xxhash
 
-# Encode and decode the header frame of a message: `b"GKT" + version, xxh3-64 of the body, msgpack body`.
-
-# 2: given ids, sampled token with the top-k; 3: several sequences in a request; 4: templates, rows of own tokens only;
-# 5: sums over units
-PROTOCOL_VERSION = 5
+PROTOCOL_VERSION = 1
 MAX_HEADER_BYTES = 64 << 10
 
 _MAGIC = b"GKT"
@@ -52,11 +47,6 @@ class ProtocolError(Exception):
 
 class Header(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     """Base class of the headers. The `tag` of a subclass is its message type."""
-
-    @property
-    def version(self) -> int:
-        """Return the lowest protocol version that has its fields."""
-        return 1
 
 
 M = TypeVar("M", bound=Header)
@@ -78,7 +68,7 @@ class Codec(Generic[M]):
             body = self._encoder.encode(header)
         except (TypeError, ValueError, OverflowError) as error:
             raise ProtocolError(f"cannot encode {type(header).__name__}: {error}") from error
-        frame = seal(body, header.version)
+        frame = seal(body)
         self.decode(frame)
         return frame
 
@@ -92,26 +82,22 @@ class Codec(Generic[M]):
             raise ProtocolError(
                 f"not a teacher protocol message: it begins with {begin!r}. Is another service on this port?"
             )
-        version = frame[3]
-        if not 1 <= version <= PROTOCOL_VERSION:
+        if frame[3] != PROTOCOL_VERSION:
             raise ProtocolError(
-                f"protocol version {version} of the peer, this side has {PROTOCOL_VERSION}: upgrade one"
+                f"protocol version {frame[3]} of the peer, this side has {PROTOCOL_VERSION}: upgrade one"
             )
         body = frame[BODY_AT:]
         if checksum(body) != int.from_bytes(frame[4:BODY_AT], "little"):
             raise ProtocolError("header checksum does not match")
         try:
-            header = self._decoder.decode(body)
+            return self._decoder.decode(body)
         except REFUSALS as error:
             raise ProtocolError(f"header refused: {error}") from error
-        if header.version > version:
-            raise ProtocolError(f"a header of version {version} with fields of version {header.version}")
-        return header
 
 
-def seal(body: bytes, version: int) -> bytes:
+def seal(body: bytes) -> bytes:
     """Return a header frame: magic, version, checksum, body."""
-    return _MAGIC + bytes([version]) + checksum(body).to_bytes(8, "little") + body
+    return _MAGIC + bytes([PROTOCOL_VERSION]) + checksum(body).to_bytes(8, "little") + body
 
 
 def checksum(data: Buffer) -> int:
@@ -252,16 +238,6 @@ class ScoreRequest(Header, tag="score", kw_only=True, omit_defaults=True):
         """Return the largest P + R."""
         return max(total for _, total in self.sequences)
 
-    @property
-    def version(self) -> int:
-        if self.units:
-            return 5
-        if self.n_own:
-            return 4
-        if self.lengths:
-            return 3
-        return 2 if self.n_given or self.given_checksums or self.with_sampled else 1
-
 
 class HeadRequest(Header, tag="head_request", kw_only=True):
     """Request the LM head, [V, H], as a stream. With the `hidden` signal it gives the exact distribution."""
@@ -294,11 +270,6 @@ class InfoRequest(Header, tag="info_request", omit_defaults=True):
 
     request_id: Id
     teacher: Name = ""
-    with_template: bool = False  # whether the reply has `template_fingerprint` and `template_example`
-
-    @property
-    def version(self) -> int:
-        return 4 if self.with_template else 1
 
 
 class StatusRequest(Header, tag="status_request"):
@@ -338,10 +309,6 @@ class ScoreReply(Header, tag="scores", kw_only=True, omit_defaults=True):
     queue_s: float  # time from arrival at the broker to the start of the forward pass
     compute_s: float  # time from the start of the first sequence's batch to the end of the last one's
     with_sampled: bool = False  # the request's value
-
-    @property
-    def version(self) -> int:
-        return 2 if self.with_sampled else 1
 
     def __post_init__(self) -> None:
         check_seconds(queue_s=self.queue_s, compute_s=self.compute_s)
@@ -389,16 +356,11 @@ class ErrorReply(Header, tag="error", omit_defaults=True):
     def __post_init__(self) -> None:
         check_seconds(retry_after_s=self.retry_after_s)
 
-    @property
-    def version(self) -> int:
-        return 5 if self.code == "units" else 3 if self.sequence else 1
-
 
 class InfoReply(Header, tag="info", omit_defaults=True):
     """Description of a teacher. The fingerprints are empty if the model folder has no tokenizer or no chat template."""
 
     request_id: Id
-    protocol_version: Count
     teacher: Name
     model_name: Name
     model_path: Text
@@ -414,10 +376,6 @@ class InfoReply(Header, tag="info", omit_defaults=True):
     dtype: Name
     template_fingerprint: Name = ""
     template_example: Text = ""  # see `fingerprint.template_example`; empty: unknown, or longer than a `Text`
-
-    @property
-    def version(self) -> int:
-        return 4 if self.template_fingerprint or self.template_example else 1
 
 
 class StatusReply(Header, tag="status"):

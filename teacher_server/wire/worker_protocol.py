@@ -63,7 +63,6 @@ class WorkerHello(Header, tag="hello"):
     template_example: Text = ""
     nonce: Annotated[bytes, msgspec.Meta(max_length=16)] = b""  # distinguishes two processes with one pid
     cuda_visible_devices: Text | None = None  # variable of the worker's process; None = unset
-    protocol_version: Count = 1  # version of the requests that it understands
     leaving: bool = False  # assign no more requests, and dismiss the worker when it has finished
 
 

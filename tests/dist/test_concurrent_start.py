@@ -26,7 +26,7 @@ pytestmark = [pytest.mark.dist, pytest.mark.cpu_only("Ray's slots are logical CP
 # Name of each rank -> its GPU. The actor gets the first ids.
 GPUS = {"actor worker 0": 2, "rollout worker 0": 5}
 LIMIT_S = 60.0
-TEACHER = TeacherInfo("t", "t", "t", "f", 9, 9, "", 99, 1, 1, "hf", "cpu", "float32", 1)
+TEACHER = TeacherInfo("t", "t", "t", "f", 9, 9, "", 99, 1, 1, "hf", "cpu", "float32", True)
 
 
 class Met(GkdError):

@@ -32,7 +32,6 @@ from teacher_server.wire.payload import (
 )
 from teacher_server.wire.protocol import (
     BODY_AT,
-    PROTOCOL_VERSION,
     Cancel,
     DrainReply,
     DrainRequest,
@@ -83,7 +82,6 @@ def corpus() -> list[Message]:
         (Received(request_id=some_id, stream_id=some_id, n_messages=3), []),
         (Cancel(request_id=some_id), []),
         (InfoRequest(request_id=some_id, teacher="math"), []),
-        (InfoRequest(request_id=some_id, with_template=True), []),
         (StatusRequest(request_id=some_id), []),
         (DrainRequest(request_id=some_id, worker="w"), []),
         (Ping(), []),
@@ -224,7 +222,7 @@ def check(message: Message, *, correct_checksums: bool = True) -> bool:
         with contextlib.suppress(ProtocolError):
             codec.decode(message[0])  # unmodified: magic, version and checksum may be damaged
     body, frames = message[0], message[1:]
-    sealed = seal(body, PROTOCOL_VERSION)
+    sealed = seal(body)
     valid = False
     for codec in _CODECS:
         try:

@@ -11,7 +11,6 @@ import numpy as np
 from teacher_server.wire.payload import TopKScores, pack_topk
 from teacher_server.wire.protocol import (
     ID_BYTES,
-    PROTOCOL_VERSION,
     ScoreReply,
     ScoreRequest,
     as_frame,
@@ -42,7 +41,6 @@ def make_hello(**changes: Any) -> WorkerHello:
         "gpus": [],
         "credit_tokens": 100,
         "n_streams": 4,
-        "protocol_version": PROTOCOL_VERSION,
     }
     return WorkerHello(**(fields | changes))
 

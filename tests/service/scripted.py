@@ -17,7 +17,6 @@ from gkd.scoring.teacher.client import ZmqTeacher
 from teacher_server.wire.keys import Authenticator, ServerKeys, secure_server
 from teacher_server.wire.payload import TopKScores, pack_sampled, pack_topk, unpack_tokens
 from teacher_server.wire.protocol import (
-    PROTOCOL_VERSION,
     Buffer,
     ClientMessage,
     ErrorReply,
@@ -96,7 +95,6 @@ def valid_reply(request: ScoreRequest, tokens: np.ndarray, **changes: Any) -> Me
 def info_reply(request: InfoRequest) -> InfoReply:
     return InfoReply(
         request_id=request.request_id,
-        protocol_version=PROTOCOL_VERSION,
         teacher=request.teacher or "only",
         model_name="m",
         model_path="p",

@@ -1,10 +1,9 @@
-"""Requests of protocol version 2 at a real server: given ids, the sampled token with the top-k, and old clients."""
+"""Requests with given ids, or for the sampled token with the top-k, at a real server."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
-import msgspec
 import numpy as np
 import pytest
 import zmq
@@ -22,25 +21,6 @@ from tests.service.trivial_engine import trivial_sampled, trivial_topk
 
 pytestmark = pytest.mark.service
 N_VOCAB, K = TRIVIAL_VOCAB, 8
-
-# Headers as a client of version 1 encoded them: tokens 1 to 6, prompt of 2, wire fp32; topk with k = 3, and sampled.
-_OLD_END = (
-    "a46d617373cb0000000000000000ab74656d7065726174757265cb3ff0000000000000a76e5f766f63616200ad70726f6d70745f6c656e"
-    "67746802ac746f74616c5f6c656e67746806a477697265a466703332aa646561646c696e655f73cb404e000000000000a8636865636b73"
-    "756dcf09dec43837b41329"
-)
-_OLD_ID = "aa726571756573745f6964c410000102030405060708090a0b0c0d0e0f"
-OLD_TOPK = (
-    f"474b54013d7e84682c2626628da474797065a573636f7265{_OLD_ID}a67369676e616ca4746f706ba774656163686572a0a16b03"
-    + _OLD_END
-)
-OLD_SAMPLED = (
-    f"474b5401ded9a7dec3353ac18da474797065a573636f7265{_OLD_ID}a67369676e616ca773616d706c6564a774656163686572a0a16b00"
-    + _OLD_END
-)
-# The fields of a reply of version 1, which refuses others.
-OLD_REPLY = {"type", "request_id", "token_digest", "model_fingerprint", "worker", "signal", "n_rows", "k"}
-OLD_REPLY |= {"n_entries", "adaptive", "wire", "checksums", "queue_s", "compute_s"}
 
 
 def rollouts_with_ids(n: int, n_given: int, n_vocab: int = N_VOCAB) -> list[Rollout]:
@@ -62,21 +42,6 @@ def raw(port: int, frames: list[bytes]) -> list[bytes]:
         socket.send_multipart(frames)
         assert socket.poll(10_000), "no reply"
         return socket.recv_multipart()
-
-
-@pytest.mark.parametrize("old", [OLD_TOPK, OLD_SAMPLED], ids=["topk", "sampled"])
-def test_the_bytes_of_an_old_client_are_answered_in_its_version(trivial_server: ServerProcess, old: str) -> None:
-    """Fails if a client of version 1 is refused, or gets a version or a field that it refuses."""
-    tokens = np.array([1, 2, 3, 4, 5, 6], np.int32)
-    header, *frames = raw(trivial_server.port, [bytes.fromhex(old), tokens.tobytes()])
-    assert header[3] == 1
-    reply = msgspec.msgpack.decode(header[12:])
-    assert reply["type"] == "scores" and reply.keys() <= OLD_REPLY
-    if old == OLD_SAMPLED:
-        np.testing.assert_array_equal(np.frombuffer(frames[0], "<f4"), trivial_sampled(tokens, 2))
-    else:
-        expected = trivial_topk(tokens, 2, 3, N_VOCAB)
-        np.testing.assert_array_equal(np.frombuffer(frames[1], "<i4").reshape(4, 3), expected.ids)
 
 
 @pytest.mark.parametrize("wire", ["fp16", "fp32"])

@@ -1,4 +1,4 @@
-"""Rows of the student's own tokens only, of protocol version 4: a real server, old servers, malformed masks."""
+"""Rows of the student's own tokens only, at a real server, and malformed masks."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ from gkd.types import Rollout, TeacherScores
 from teacher_server.wire.payload import pack_given
 from teacher_server.wire.protocol import (
     ErrorReply,
-    InfoRequest,
     ScoreReply,
     ScoreRequest,
     Signal,
@@ -30,7 +29,7 @@ from tests.service.conftest import TRIVIAL_VOCAB
 from tests.service.harness import ServerProcess, connect, own_turns, random_rollouts
 from tests.service.messages import make_request
 from tests.service.scripted import N_VOCAB as SCRIPTED_VOCAB
-from tests.service.scripted import ScriptedServer, always_valid, client, valid_reply
+from tests.service.scripted import ScriptedServer, client, valid_reply
 from tests.service.test_given_ids import raw
 
 pytestmark = pytest.mark.service
@@ -132,16 +131,15 @@ def test_the_tokens_carry_the_mask(trivial_server: ServerProcess) -> None:
     np.testing.assert_array_equal(tokens[: len(rollout.prompt_ids)], rollout.prompt_ids)
     np.testing.assert_array_equal(response, np.where(own, rollout.response_ids, -1 - rollout.response_ids))
     header = sent.header
-    assert (header.n_own, header.n_rows, header.version) == (own.sum(), own.sum(), 4)
+    assert (header.n_own, header.n_rows) == (own.sum(), own.sum())
     assert sent.digest == token_digest(tokens) != message([replace(rollout, own=None)]).digest
     reply = replies.decode(raw(trivial_server.port, [requests.encode(header), *map(bytes, sent.frames)])[0])
     assert isinstance(reply, ScoreReply)
     assert (reply.n_rows, reply.token_digest) == (own.sum(), sent.digest)
-    assert reply.version == 1, "replies have nothing new"
 
 
 def test_without_observations_nothing_new_is_sent() -> None:
-    """Fails if a run without an environment sends other bytes than before, or needs a newer server."""
+    """Fails if a run without an environment sends a mask."""
     plain = random_rollouts(3, N_VOCAB)
     marked = [replace(rollout, own=np.ones(len(rollout.response_ids), bool)) for rollout in plain]
     for rollouts in (plain, marked):
@@ -149,7 +147,7 @@ def test_without_observations_nothing_new_is_sent() -> None:
             sent, expected = message(some), message([replace(rollout, own=None) for rollout in some])
             header = msgspec.structs.replace(sent.header, request_id=expected.header.request_id)
             assert requests.encode(header) == requests.encode(expected.header)
-            assert b"n_own" not in requests.encode(header) and header.version == (3 if len(some) > 1 else 1)
+            assert b"n_own" not in requests.encode(header)
             assert [bytes(frame) for frame in sent.frames] == [bytes(frame) for frame in expected.frames]
 
 
@@ -192,23 +190,6 @@ def test_a_negative_id_is_not_taken_for_a_mark() -> None:
     rollout.response_ids[np.flatnonzero(rollout.own)[0]] = -4  # type: ignore[arg-type]
     with pytest.raises(TeacherError, match=r"prompt 0, sample 0: .*token ids -4"):
         message([rollout])
-
-
-@pytest.mark.parametrize("version", [2, 3])
-def test_an_older_server_is_not_asked(version: int) -> None:
-    """Fails if a server of version 3 gets what it refuses five times, or whole responses are no longer scored there."""
-    rollout = own_turns(random_rollouts(1, SCRIPTED_VOCAB, response=(20, 20))[0])
-    with (
-        ScriptedServer(always_valid, info={"protocol_version": version}) as scripted,
-        client(scripted) as teacher,
-    ):
-        for signals in (BOTH, ("logits",)):
-            with pytest.raises(TeacherError, match=rf"^prompt 0, .*own.* version {version}.* Fix: upgrade the teacher"):
-                teacher.submit([rollout], signals)
-        assert not scripted.of(ScoreRequest)
-        (scores,) = teacher.submit([replace(rollout, own=None)], ("topk",)).result(timeout=30)
-        assert scores.topk is not None and len(scores.topk.topk_ids) == 20
-        assert len(scripted.of(InfoRequest)) == 1, "the version is asked once"
 
 
 def test_a_reply_with_other_rows_is_damaged() -> None:

@@ -15,7 +15,6 @@ from transformers import AutoModelForCausalLM
 
 from gkd.errors import TeacherError
 from gkd.types import Rollout, TeacherTopK
-from teacher_server.wire.protocol import PROTOCOL_VERSION
 from tests.device import rank_device
 from tests.service.conftest import TINY_VOCAB, WIDE_VOCAB
 from tests.service.harness import ServerProcess, connect, random_rollouts, score
@@ -73,7 +72,7 @@ def test_info_describes_the_model(tiny_server: ServerProcess, tiny_model: Path) 
         info = teacher.info()
     assert (info.model_name, info.vocab_size, info.max_tokens) == ("tiny", TINY_VOCAB, 1024)
     assert (info.n_workers, info.engine, info.device) == (1, "hf", str(rank_device()))
-    assert info.protocol_version == PROTOCOL_VERSION
+    assert info.is_server
     assert len(info.fingerprint) == 32 and info.tokenizer_fingerprint == ""
 
 

@@ -1,4 +1,4 @@
-"""Requests of several sequences, of protocol version 3, at a real server."""
+"""Requests of several sequences at a real server."""
 
 from __future__ import annotations
 

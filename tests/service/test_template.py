@@ -53,24 +53,16 @@ def test_the_start_shows_both_texts(tmp_path: Path, caplog: pytest.LogCaptureFix
                 assert all(part in line for part in (repr(CHATML), repr(ANGLE), "data.teacher_prompt_key"))
 
 
-def described(**info: Any) -> tuple[TeacherInfo, list[bool]]:
-    """Return what a client reads from a server with these fields, and whether each request asked for the template."""
+def described(**info: Any) -> TeacherInfo:
+    """Return what a client reads from a server with these fields."""
     with ScriptedServer(always_valid, info=info) as server, client(server) as teacher:
-        return teacher.info(), [request.with_template for request in server.of(InfoRequest)]
-
-
-def test_an_older_server_is_not_asked_for_its_template() -> None:
-    """Fails if a client sends a server of version 3 a question that it refuses, or a server of version 4 none."""
-    for version, asked in ((3, [False]), (4, [False, True])):
-        info, requests = described(protocol_version=version)
-        assert (info.protocol_version, requests) == (version, asked)
-        assert not template_warning(DataConfig(), tokenizer(FAMILIES["chatml"]), info, trust_remote_code=False)
+        return teacher.info()
 
 
 def test_the_text_of_a_server_is_not_trusted() -> None:
     """Fails if a server's text can write lines or control characters to the log, or has no limit."""
     hostile = "\x1b[2J\n12:00:00 [gkd] step 1\u202e"
-    info, _ = described(template_example=hostile)
+    info = described(template_example=hostile)
     warning = template_warning(DataConfig(), tokenizer(FAMILIES["chatml"]), info, trust_remote_code=False)
     assert info.template_example == hostile and repr(hostile) in warning and warning.isprintable()
     longest = msgspec.structs.replace(info_reply(InfoRequest(request_id=bytes(16))), template_example="x" * MAX_TEXT)
@@ -84,7 +76,7 @@ def test_variables_of_the_template_change_the_text_of_the_student_alone() -> Non
     difference that may come from them is shown without saying so.
     """
     student = tokenizer(FAMILIES["chatml_no_thinking"])
-    info = replace(described()[0], template_fingerprint="another", template_example=CHATML + "<think></think>")
+    info = replace(described(), template_fingerprint="another", template_example=CHATML + "<think></think>")
     for thinking in (False, True):
         data = DataConfig(chat_template_kwargs={"enable_thinking": thinking})
         warning = template_warning(data, student, info, trust_remote_code=False)

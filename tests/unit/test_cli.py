@@ -68,6 +68,15 @@ def test_an_unknown_command(words: list[str], hint: str, tmp_path: Path) -> None
     assert done.returncode == 2 and not done.stdout and hint in done.stderr
 
 
+def test_migrate_says_in_one_line_what_to_do_instead(tmp_path: Path) -> None:
+    """Fails if a script of users that calls `gkd migrate` ends with success, or they do not learn how to go on."""
+    done = gkd(tmp_path, "migrate", "verl.sh", "--output", "mine.yaml")
+    answer, _, _ = done.stderr.partition("\nmodules:")
+    assert done.returncode == 2 and not done.stdout and "\n" not in answer
+    assert "gkd train --config" in answer and "docs/coming_from.md" in answer
+    assert "migrate" not in gkd(tmp_path, "--help").stdout
+
+
 def test_exit_codes_are_those_of_the_programs(tmp_path: Path) -> None:
     """Fails if a script cannot tell a wrong setting, or a server that is not there, from success."""
     assert gkd(tmp_path).returncode == 2

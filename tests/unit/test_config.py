@@ -202,58 +202,9 @@ def test_a_saved_config_loads_as_itself(tmp_path: Path) -> None:
     assert load_config(tmp_path / "c.yaml") == config
 
 
-@pytest.mark.parametrize(("device", "before", "mib"), [("cpu", 64, 64), ("cuda", 64, 0), ("auto", 256, 0)])
-def test_the_settings_of_an_older_run_are_read(tmp_path: Path, device: str, before: int, mib: int) -> None:
-    """Fails if an older run cannot be resumed, or a size that only counted on the CPU becomes that of GPUs."""
-    file = tmp_path / "config.yaml"
-    file.write_text(f"trainer: {{device: {device}}}\nrollout: {{cpu_kv_cache_mib: {before}, n: 3}}\n")
-    assert load_config(file).rollout == load_config(None, [f"rollout.kv_cache_mib={mib}", "rollout.n=3"]).rollout
-    file.write_text("trainer: {device: auto}\nrollout: {cpu_kv_cache_mib: 64}\n")
-    with pytest.raises(ConfigError) as caught:
-        load_config(file)
-    assert caught.value.key == "rollout.cpu_kv_cache_mib" and "rollout.kv_cache_mib" in caught.value.fix
-
-
-@pytest.mark.parametrize(
-    ("text", "now"),
-    [
-        ("{actor: {loss_kernel: auto, balance: true}, cluster: {order: [actor, rollout]}, eval: {n: 2}}", ["eval.n=2"]),
-        ("{trainer: {spans_every: 1, keep_best: eval/kl, keep_best_is: min}}", ["trainer.keep_best=eval/kl"]),
-        ("{teacher: {weights: live, update_interval: 0, update_ema: 0.0}}", ["teacher.update_interval=1"]),
-        ("{teacher: {weights: ema, update_interval: 3, update_ema: 0.5}}", EMA),
-        ("{reference: {weights: frozen, update_interval: 0, update_ema: 0.0}}", []),
-    ],
-)
-def test_keys_of_an_older_run_that_are_gone_are_read(tmp_path: Path, text: str, now: list[str]) -> None:
-    """Fails if a run of an older version cannot be resumed, or its teacher no longer follows the student."""
-    file = tmp_path / "config.yaml"
-    file.write_text(text)
-    assert load_config(file) == load_config(None, now)
-
-
-@pytest.mark.parametrize(
-    ("text", "key"),
-    [
-        ("{trainer: {spans_every: 10}}", "trainer.spans_every"),
-        ("{trainer: {keep_best: eval/kl, keep_best_is: max}}", "trainer.keep_best_is"),
-        ("{reference: {weights: ema, update_ema: 0.5}}", "reference.update_ema"),
-        ("{cluster: {order: [rollout, actor]}}", "cluster.order"),
-    ],
-)
-def test_a_key_that_is_gone_is_refused_where_it_meant_something_else(tmp_path: Path, text: str, key: str) -> None:
-    """Fails if a setting of an older file is ignored without a word."""
-    file = tmp_path / "config.yaml"
-    file.write_text(text)
-    with pytest.raises(ConfigError) as caught:
-        load_config(file)
-    assert caught.value.key == key and caught.value.fix
-
-
 @pytest.mark.parametrize(
     ("override", "key", "hint"),
     [
-        ("teacher.weights=live", "teacher.weights", "teacher.update_interval"),
-        ("trainer.spans_every=0", "trainer.spans_every", "Remove it"),
         ("actor.tpp=2", "actor.tpp", "actor.tp"),
         ("rollot.n=2", "rollot.n", "rollout.n"),
         ("actor.tp=two", "actor.tp", ""),
@@ -262,18 +213,16 @@ def test_a_key_that_is_gone_is_refused_where_it_meant_something_else(tmp_path: P
         ("data.shuffle=often", "data.shuffle", ""),
         ("health.limits=[truncated]", "health.limits", "truncated: 0.9"),
         ("distill.beta=x", "distill.beta", "0.5"),
-        ("teacher.n_gpus_per_node=4", "teacher.n_gpus_per_node", "python -m teacher_server"),
         ("distill.losses=[{name: jsd, wieght: 1}]", "distill.losses[0].wieght", " weight"),
         ("distill.losses=[{name: k1}, {name: jsd, weight: x}]", "distill.losses[1].weight", ""),
         ("distill.losses={name: jsd}", "distill.losses", "[{name: jsd"),
         ("distill.losses=[jsd]", "distill.losses", "[{name: jsd"),
         ("reward.functions=length", "reward.functions", "[length]"),
         ("actor.optm=${foo}", "actor.optm", "actor.optim"),
-        ("distill.lambda=0.5", "distill.lambda", "distill.on_policy_share"),
+        ("distill.lmbda=0.5", "distill.lmbda", "distill.on_policy_share"),
         ("actor.optim.learning_rate=5", "actor.optim.learning_rate", "actor.optim.lr"),
         ("actor.lr=5", "actor.lr", "actor.optim.lr"),
         ("trainer.tp=2", "trainer.tp", "rollout.tp"),
-        ("rollout.cpu_kv_cache_mib=64", "rollout.cpu_kv_cache_mib", "rollout.kv_cache_mib"),
         ("rollout.kv_cache_mib=2GiB", "rollout.kv_cache_mib", "integer"),
         ("trainer.logger=wandb", "trainer.logger", "trainer.loggers"),
         ("data.zzz=8", "data.zzz", "--help"),

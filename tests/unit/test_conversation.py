@@ -451,7 +451,7 @@ def test_named_templates_have_a_default(tmp_path: Path) -> None:
 
 def test_templates_that_differ_are_named(tmp_path: Path) -> None:
     """Fails if a teacher scores prompts in a form that its own template does not write, and nothing tells."""
-    info = TeacherInfo("", "t", str(tmp_path), "", 1, 1, "", 1, 1, 1, "hf", "cpu", "float32", 3)
+    info = TeacherInfo("", "t", str(tmp_path), "", 1, 1, "", 1, 1, 1, "hf", "cpu", "float32", True)
     for template in (FAMILIES["chatml"], FAMILIES["angle"], None):
         tokenizer(template).save_pretrained(tmp_path)
         warning = template_warning(DataConfig(), CHATML, info, trust_remote_code=False)

@@ -14,7 +14,6 @@ import gkd.errors
 import teacher_server.errors
 from gkd.config.check import check_config
 from gkd.config.load import load_config
-from gkd.tools.migrate.__main__ import main as migrate
 from teacher_server.cli import serve
 from tests.mutants.mutant import problems
 from tests.mutants.numerics import MUTANTS
@@ -145,9 +144,3 @@ def test_the_flags_of_the_teacher_server_on_the_pages_exist() -> None:
     for page, words in served:
         parsed, unknown = serve.build_parser().parse_known_args(words)
         assert not unknown and (parsed.model or parsed.teacher), (page.name, words)
-
-
-def test_the_flags_that_the_pages_migrate_are_accepted() -> None:
-    """Fails if a page shows a list of old flags that is not a distillation, which ends with exit code 3."""
-    lists = [words for _, words in commands("python -m gkd.tools.migrate") if words[1] == "--"]
-    assert lists and [migrate(words) for words in lists] == [0] * len(lists)

@@ -308,7 +308,7 @@ def test_a_real_failure_of_the_host_is_explained(tmp_path: Path, kind: str) -> N
     (file,) = (tmp_path / "memory").iterdir()
     assert f"saved: {file}" in text and file.name.endswith("_actor_rank_1_training_step.json")
     report = json.loads(file.read_text())
-    assert report["verdict"] == SHORTAGE and report["request"]["asked"] >= 2**52
+    assert report["verdict"] == SHORTAGE and report["request"]["requested"] >= 2**52
     assert any("too_much" in line for line in report["traceback"])
     assert report["usage"]["where"] == "cpu" and report["fragmentation"] is None
 

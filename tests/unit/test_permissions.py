@@ -82,6 +82,8 @@ def test_a_run_folder_that_cannot_be_written_is_refused_first(folder: Path) -> N
 
 def test_a_teacher_on_another_host_may_have_a_path_that_is_closed_here(folder: Path) -> None:
     """Fails if a run needs permissions for a path of the teacher's host."""
-    info = TeacherInfo("", "t", str(folder / "data" / "t"), "", 1, 1, "", 1, 1, 1, "hf", "cpu", "float32", 4, "f", "Q")
+    info = TeacherInfo(
+        "", "t", str(folder / "data" / "t"), "", 1, 1, "", 1, 1, 1, "hf", "cpu", "float32", True, "f", "Q"
+    )
     with locked(folder / "data"):
         assert repr("Q") in template_warning(DataConfig(), tokenizer(None), info, trust_remote_code=False)

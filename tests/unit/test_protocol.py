@@ -14,10 +14,8 @@ from hypothesis import strategies as st
 from teacher_server.wire.fingerprint import tokenizer_fingerprint
 from teacher_server.wire.protocol import (
     BODY_AT,
-    PROTOCOL_VERSION,
     Codec,
     ErrorReply,
-    InfoRequest,
     ProtocolError,
     ScoreRequest,
     StatusReply,
@@ -30,7 +28,6 @@ from teacher_server.wire.protocol import (
 from teacher_server.wire.status import ServerStatus, decode_status, encode_status
 from teacher_server.wire.worker_protocol import Done, WorkerHello, from_worker, to_worker
 from tests.service.messages import make_reply, make_request, make_tokens
-from tests.service.scripted import info_reply
 
 
 @pytest.mark.parametrize(
@@ -75,53 +72,6 @@ def test_out_of_range_requests_are_refused_by_the_sender(changes: dict[str, Any]
         requests.encode(make_request(**changes))
 
 
-def test_a_message_has_the_lowest_version_that_has_its_fields() -> None:
-    """Fails if a peer of version 1 gets a version or a field that it refuses, or new fields hide in an old version."""
-    tokens = make_tokens()
-    old, new = make_request(tokens), make_request(tokens, with_sampled=True)
-    several = make_request(tokens, lengths=[(5, 20), (5, 20)])
-    own = make_request(tokens, n_own=29)
-    units = make_request(tokens, units=bytes(16), n_vocab=9)
-    assert (old.n_rows, own.n_rows, own.n_response) == (30, 29, 30)
-    for header, version in (
-        (old, 1),
-        (new, 2),
-        (make_request(tokens, n_given=2), 2),
-        (several, 3),
-        (own, 4),
-        (units, 5),
-    ):
-        assert requests.encode(header)[3] == version
-    error = ErrorReply(request_id=bytes(16), code="engine", text="x", sequence=1)
-    assert [replies.encode(msgspec.structs.replace(error, sequence=n))[3] for n in (0, 1)] == [1, 3]
-    assert replies.encode(msgspec.structs.replace(error, code="units"))[3] == 5
-    ask = InfoRequest(request_id=bytes(16))
-    asks = (ask, msgspec.structs.replace(ask, with_template=True))
-    assert [requests.encode(each)[3] for each in asks] == [1, 4]
-    answers = [
-        msgspec.structs.replace(info_reply(ask), **{f"template_{field}": "t"}) for field in ("fingerprint", "example")
-    ]
-    assert [replies.encode(each)[3] for each in (info_reply(ask), *answers)] == [1, 4, 4]
-    new_fields = {
-        "with_template",
-        "template_fingerprint",
-        "template_example",
-        "n_given",
-        "given_checksums",
-        "with_sampled",
-        "lengths",
-        "n_own",
-        "units",
-        "n_mapped",
-        "sequence",
-    }
-    for header in (ask, info_reply(ask), old, make_reply(old, tokens)[0], msgspec.structs.replace(error, sequence=0)):
-        assert not new_fields & msgspec.msgpack.decode(msgspec.msgpack.encode(header)).keys()
-    with pytest.raises(ProtocolError):
-        requests.decode(seal(msgspec.msgpack.encode(new), 1))
-    assert requests.decode(seal(msgspec.msgpack.encode(old), 2)) == old
-
-
 def test_other_versions_and_services_have_their_own_errors() -> None:
     """Fails if the error for a peer of another version lacks the two versions."""
     frame = bytearray(requests.encode(make_request()))
@@ -140,7 +90,7 @@ def test_hostile_headers_are_errors_or_valid(body: bytes, flips: list[tuple[int,
     for at, value in flips:
         valid[at % len(valid)] = value
     for raw in (body, bytes(valid)):
-        sealed = seal(raw, PROTOCOL_VERSION)
+        sealed = seal(raw)
         codecs: tuple[Codec[Any], ...] = (requests, replies, from_worker, to_worker)
         for codec in codecs:
             try:
@@ -155,7 +105,7 @@ def test_bad_utf8_is_a_protocol_error() -> None:
     good = replies.encode(ErrorReply(request_id=bytes(16), code="engine", text="AAAAAAAA"))
     raw = good[BODY_AT:].replace(b"AAAAAAAA", b"\xff" * 8)
     with pytest.raises(ProtocolError):
-        replies.decode(seal(raw, 1))
+        replies.decode(seal(raw))
 
 
 def test_a_worker_message_is_not_a_client_message() -> None:

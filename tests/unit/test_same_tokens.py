@@ -81,7 +81,7 @@ def test_a_teacher_with_other_tokens(
     if is_here:
         tokenizer.save_pretrained(tmp_path)
     fingerprint = tokenizer_fingerprint(tokenizer.get_vocab())
-    info = TeacherInfo("t", "m", str(tmp_path), "f", 16, 4, fingerprint, 9999, 1, 1, "hf", "cpu", "float32", 3)
+    info = TeacherInfo("t", "m", str(tmp_path), "f", 16, 4, fingerprint, 9999, 1, 1, "hf", "cpu", "float32", True)
     config = load_config(None, ["data.train_files=[x]", "model.path=m", "trainer.run_dir=r", "teacher.topk=2"])
     route = Route("", config.teacher)
     if not words:
@@ -96,6 +96,6 @@ def test_a_teacher_with_other_tokens(
 def test_a_student_with_more_rows_is_masked() -> None:
     """Fails if a student that is padded to more rows than the teacher is refused, or its rows count."""
     fingerprint = tokenizer_fingerprint(OWN)
-    info = TeacherInfo("t", "m", "p", "f", 11, 4, fingerprint, 9999, 1, 1, "hf", "cpu", "float32", 3)
+    info = TeacherInfo("t", "m", "p", "f", 11, 4, fingerprint, 9999, 1, 1, "hf", "cpu", "float32", True)
     config = load_config(None, ["data.train_files=[x]", "model.path=m", "trainer.run_dir=r", "teacher.topk=2"])
     assert check_teacher(config, Route("", config.teacher), info, _tokenizer(OWN), N_ROWS) == 11

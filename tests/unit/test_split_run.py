@@ -14,7 +14,7 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
 from gkd.errors import CheckpointError, ClusterError, ConfigError, GkdError
-from gkd.metrics.bottleneck import LONGEST, WITH_EVALUATION
+from gkd.metrics.bottleneck import LONGEST, REFERENCE_S, WITH_EVALUATION
 from gkd.tools.split_tuner.rates import fit_line, fit_non_negative, fit_passes, read_run, read_steps
 from gkd.tools.split_tuner.splits import Rates, Sizes, estimate
 from tests.unit.split_run import PROMPT, settings, write_run
@@ -35,7 +35,7 @@ RATES = Rates(
 
 
 def keep(folder: Path, lines: list[dict[str, Any]]) -> None:
-    """Write all numbers to metrics.jsonl, as older versions did."""
+    """Write all numbers to metrics.jsonl, where they are found, too."""
     (folder / "metrics.jsonl").write_text("".join(json.dumps(step) + "\n" for step in lines))
     (folder / "tuner.jsonl").unlink(missing_ok=True)
 
@@ -65,8 +65,9 @@ def test_a_reference_s_pass_is_part_of_the_training(tmp_path: Path) -> None:
     folder = write_run(tmp_path, settings(tmp_path), RATES)
     lines = read_steps(folder)
     for step in lines:
-        step["time/reference_s"] = 0.5 * step["time/train_s"]
-        step["time/step_s"] += step["time/reference_s"]
+        step[REFERENCE_S] = 0.5 * step["time/train_s"]
+        step["time/reference_s"] = step[REFERENCE_S]
+        step["time/step_s"] += step[REFERENCE_S]
     keep(folder, lines)
     rates = read_run([folder]).rates
     assert rates.train_token_s == pytest.approx(1.5 * RATES.train_token_s, rel=0.02)
@@ -198,7 +199,7 @@ def test_a_folder_that_cannot_be_used_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["perf/teacher_busy_1_s", LONGEST])
 def test_metrics_without_a_number_are_refused_by_its_name(tmp_path: Path, name: str) -> None:
-    """Fails if the metrics of an older version, or a null in them, become a rate of zero."""
+    """Fails if a missing number, or a null, becomes a rate of zero."""
     folder = write_run(tmp_path, settings(tmp_path), RATES)
     lines = read_steps(folder)
     for step in lines:

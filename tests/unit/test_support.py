@@ -23,33 +23,13 @@ from tests.refusals import refuses
 from tests.unit.test_rollout_file import rollout
 
 BASE = ["data.train_files=[x]", "model.path=m", "trainer.run_dir=r", "eval.metric=none", "teacher.topk=2"]
-MIXTURE = "distill.losses=[{name: jsd}, {name: k3}]"
-
-
-@pytest.mark.parametrize("setting", [MIXTURE, "distill.support=union"])
-def test_an_old_server_is_refused_if_it_lacks_a_feature(setting: str) -> None:
-    """Fails if an old server refuses the first request of a run, or serves no run any more."""
-    tokenizer = build_tokenizer()
-    own = tokenizer_fingerprint(tokenizer.get_vocab())
-    info = TeacherInfo("t", "m", "p", "f", 10, 4, own, 9999, 1, 1, "hf", "cpu", "float32", 1)
-    config = load_config(None, BASE)
-    (route,) = config.derived.routes
-    assert check_teacher(config, route, info, tokenizer, 9) == 9
-    config = load_config(None, [*BASE, setting])
-    assert check_teacher(config, route, replace(info, protocol_version=2), tokenizer, 9) == 9
-    with refuses("teacher.server_port"):
-        check_teacher(config, route, info, tokenizer, 9)
-    config = load_config(None, [*BASE, "teacher.tokenizer=x", "teacher.signal=units"])
-    assert check_teacher(config, route, replace(info, protocol_version=5), tokenizer, 9) == 9
-    with refuses("teacher.signal"):
-        check_teacher(config, route, replace(info, protocol_version=4), tokenizer, 9)
 
 
 def test_a_reply_that_is_too_large_is_refused_before_the_start() -> None:
     """Fails if a run ends at its first long response, because no request may ask for that many entries."""
     tokenizer = build_tokenizer()
     own = tokenizer_fingerprint(tokenizer.get_vocab())
-    info = TeacherInfo("t", "m", "p", "f", 10, 4, own, 9999, 1, 1, "hf", "cpu", "float32", 4)
+    info = TeacherInfo("t", "m", "p", "f", 10, 4, own, 9999, 1, 1, "hf", "cpu", "float32", True)
     for length, fits in ((MAX_ENTRIES // 4, True), (MAX_ENTRIES // 4 + 1, False)):
         config = load_config(None, [*BASE, "teacher.topk=4", f"data.max_response_length={length}"])
         (route,), long = config.derived.routes, replace(info, max_tokens=2 * MAX_ENTRIES)

@@ -171,7 +171,7 @@ def test_the_teachers_limit_is_that_of_its_own_prompt() -> None:
     assert (config.derived.max_sequence_length, config.derived.max_teacher_length) == (16, 33)
     tokenizer = build_tokenizer()
     own = tokenizer_fingerprint(tokenizer.get_vocab())
-    info = TeacherInfo("t", "m", "p", "f", 10, 4, own, 99, 1, 1, "hf", "cpu", "float32", 1)
+    info = TeacherInfo("t", "m", "p", "f", 10, 4, own, 99, 1, 1, "hf", "cpu", "float32", True)
     route = Route("", config.teacher)
     assert check_teacher(config, route, replace(info, max_tokens=33), tokenizer, 9) == 9
     with pytest.raises(ConfigError) as caught:

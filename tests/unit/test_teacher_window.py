@@ -15,8 +15,8 @@ from gkd.scoring.teacher.window import Window, grouped, throttle_warning, window
 from tests.service.harness import random_rollouts
 
 
-def info(n_streams: int, version: int = 3) -> TeacherInfo:
-    return TeacherInfo("t", "m", "p", "f", 10, 4, "x", 99, 1, n_streams, "hf", "cpu", "float32", version)
+def info(n_streams: int, is_server: bool = True) -> TeacherInfo:
+    return TeacherInfo("t", "m", "p", "f", 10, 4, "x", 99, 1, n_streams, "hf", "cpu", "float32", is_server)
 
 
 @pytest.mark.parametrize("n_groups", [1, 3, 8])
@@ -34,10 +34,10 @@ def test_the_limit_holds_for_all_groups_together() -> None:
     assert window_of_group(TeacherConfig(max_in_flight=8), info(64), 2) == Window(4)
 
 
-def test_requests_share_the_window_and_old_servers_get_single_sequences() -> None:
-    """If it fails, one request fills the window, so server and client take turns, or an old server refuses it."""
+def test_requests_share_the_window_and_http_servers_get_single_sequences() -> None:
+    """If it fails, one request fills the window, so they take turns, or HTTP requests wait for others."""
     assert window_of_group(TeacherConfig(), info(64), 1) == Window(64, 16)
-    assert window_of_group(TeacherConfig(), info(64, version=2), 1) == Window(64, 1)
+    assert window_of_group(TeacherConfig(), info(64, is_server=False), 1) == Window(64, 1)
     assert window_of_group(TeacherConfig(max_in_flight=3), info(64), 1).n_per_request == 1
 
 

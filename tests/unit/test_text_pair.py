@@ -209,7 +209,7 @@ def test_a_token_of_the_teacher_is_the_pair_of_one(pairs: str, tmp_path: Path, t
     student.add_special_tokens({"extra_special_tokens": ["<|back|>"]})
     numbers = {"vocab_size": len(teacher), "hidden_size": 8, "max_tokens": 99, "n_workers": 1, "n_streams": 1}
     info = TeacherInfo(
-        "t", "t", "t", "f", tokenizer_fingerprint="", engine="", device="", dtype="", **numbers, protocol_version=1
+        "t", "t", "t", "f", tokenizer_fingerprint="", engine="", device="", dtype="", **numbers, is_server=True
     )
     settings = [f"teacher.tokenizer={tmp_path}", f"teacher.special_tokens={{{pairs}}}"]
     with pytest.raises(ConfigError) as caught:

@@ -13,7 +13,6 @@ from pathlib import Path
 
 import pytest
 
-from gkd.config.dialects.table import TRACKERS, NotConvertible, OldSettings, dialects
 from gkd.config.load import load_config
 from gkd.config.schema_sections import all_keys
 from gkd.config.schema_trainer import TRACKER_NAMES
@@ -292,15 +291,3 @@ def test_a_library_that_is_not_installed_is_refused_first(name: str, monkeypatch
         preflight(config)
     assert (caught.value.key, caught.value.value) == ("trainer.loggers", name)
     assert f'pip install -e ".[{name}]"' in caught.value.fix
-
-
-def test_old_names_of_trackers_become_a_list() -> None:
-    """Fails if the logger of a verl run is refused, or a tracker that does not exist here is taken over."""
-    assert set(TRACKERS) == set(TRACKER_NAMES)
-    dialect = dialects()["verl_gkd"]
-    row, old = dialect.find("trainer.logger"), OldSettings({}, dialect)
-    assert row is not None
-    expected = {"trainer.loggers": ["wandb"]}
-    assert row.settings(["console", "wandb", "file"], old) == row.settings("wandb", old) == expected
-    with pytest.raises(NotConvertible):
-        row.settings(["console", "swanlab"], old)

@@ -230,8 +230,8 @@ class FrozenModel:
             saved, own = reader.meta.get(role), self._dims()
             if saved is None:
                 raise CheckpointError(
-                    f"{folder} has no weights of the {role}, which {role}.update_interval above 0 requires: an "
-                    "older version wrote it. Fix: start a new run in another trainer.run_dir."
+                    f"{folder} has no weights of the {role}, which {role}.update_interval above 0 requires. Fix: start "
+                    "a new run in another trainer.run_dir."
                 )
             for name in dict.fromkeys([*own, *saved]):
                 in_checkpoint, here = saved.get(name, "missing"), own.get(name, "missing")

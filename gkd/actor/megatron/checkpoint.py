@@ -68,7 +68,7 @@ def load(folder: str | Path, model: StudentModel, optimizer: MegatronOptimizer, 
         for part in optimizer.chained_optimizers:
             for group in part.param_groups:
                 group["step"] = step
-        if {"cp": 1, **saved["layout"]} == _layout(model):  # without cp: of a version that did not have it
+        if saved["layout"] == _layout(model):
             _restore_rng(folder, reader.rng(model.layout.rank))
     _share_params(optimizer)
     return step

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, cast
 import numpy as np
 
 from gkd.config.schema_teacher import TeacherConfig
-from gkd.errors import ConfigError, TeacherError
+from gkd.errors import ConfigError
 from gkd.scoring.teacher.exchange import ClientStats, Exchange, OnScored
 from gkd.scoring.teacher.info import TeacherInfo
 from gkd.scoring.teacher.link import TeacherLink
@@ -26,14 +26,12 @@ from gkd.scoring.teacher.requests import (
     DescriptionRequest,
     MatrixRequest,
     PendingRequest,
-    RequestMessage,
     RequestSettings,
     ScoresRequest,
     T,
-    together,
 )
 from gkd.types import Rollout, TeacherHealth, TeacherScores
-from teacher_server.wire.protocol import ScoreRequest, Signal, Wire
+from teacher_server.wire.protocol import Signal, Wire
 
 if TYPE_CHECKING:
     from teacher_server.wire.keys import PeerKeys
@@ -104,17 +102,13 @@ class ZmqTeacher:
 
     def info(self) -> TeacherInfo:
         """See `Teacher.info`; blocks until the server has loaded a model or the outage budget is spent."""
-        info: TeacherInfo = self._send(DescriptionRequest(self._settings.teacher)).result()
-        if info.protocol_version >= 4:  # an older server refuses the question
-            info = self._send(DescriptionRequest(self._settings.teacher, with_template=True)).result()
-        self._info = info
-        return info
+        self._info = self._send(DescriptionRequest(self._settings.teacher)).result()
+        return self._info
 
     def submit(
         self, rollouts: Sequence[Rollout], signals: Sequence[Signal], *, mass: float = 0.0
     ) -> Future[list[TeacherScores]]:
-        """See `Teacher.submit`. A server of version 2 takes one sequence; signals hidden and logits take one at a time.
-        Rollouts with `own` need a server of version 4.
+        """See `Teacher.submit`; signals hidden and logits take one sequence at a time.
 
         Blocks only while `max_waiting` requests wait in the client.
         """
@@ -128,26 +122,15 @@ class ZmqTeacher:
             mass=mass if topk else 0.0,
             with_sampled=topk and "sampled" in signals,
         )
-        self._check_version(message)
         return self._send(ScoresRequest(message, self._vocab_size()))
 
     def _submit_rows(self, rollout: Rollout, signal: Signal) -> Future[list[TeacherScores]]:
         message = self._settings.for_rollouts([rollout], signal)
-        self._check_version(message)
         n_columns, dtype = self._vocab_size(), np.float16 if self._settings.wire == "fp16" else np.float32
         if signal == "hidden":
             n_columns, dtype = (self._info or self.info()).hidden_size, np.float32
         shape = message.header.n_rows, n_columns
         return self._send(MatrixRequest(message, shape, self._exchange.acknowledge, partial(_scores, signal), dtype))
-
-    def _check_version(self, message: RequestMessage[ScoreRequest]) -> None:
-        """Raise TeacherError if rows of own tokens only are requested of a server that refuses them."""
-        if message.header.n_own and (version := (self._info or self.info()).protocol_version) < 4:
-            problem = (
-                f"it has tokens that are not the student's own, and the teacher server has protocol version {version}"
-            )
-            fix = "upgrade the teacher server: version 4 returns rows of own tokens only"
-            raise TeacherError(f"{together(message.names)}: cannot be scored: {problem}. Fix: {fix}")
 
     def lm_head(self) -> np.ndarray:
         """See `Teacher.lm_head`."""

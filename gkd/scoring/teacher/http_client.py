@@ -128,7 +128,7 @@ class HttpTeacher:
             engine=self._teacher.dialect,
             device="",
             dtype="",
-            protocol_version=0,
+            is_server=False,
         )
 
     def submit(

@@ -32,7 +32,7 @@ class TeacherInfo:
     engine: str
     device: str
     dtype: str
-    protocol_version: int
+    is_server: bool  # a teacher server, which takes several sequences in a request
     template_fingerprint: str = ""  # fingerprint of its chat template; empty if it has none or it is not known
     template_example: str = (
         ""  # a prompt as its template writes it, sent by the server, at most 4,096 characters; may be empty

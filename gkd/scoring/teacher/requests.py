@@ -105,7 +105,7 @@ class RequestSettings:
         lengths = [(len(rollout.prompt_ids), rollout.n_tokens) for rollout in rollouts]
         n_rows = [rollout.n_own for rollout in rollouts]
         n_own = sum(n_rows) if sum(n_rows) < sum(len(rollout.response_ids) for rollout in rollouts) else 0
-        with _refusals_of(together(names)):
+        with _refusals_of(_together(names)):
             tokens = check_tokens(np.concatenate([ids for r in rollouts for ids in (r.prompt_ids, r.response_ids)]))
             if n_own:
                 marked = [ids for r in rollouts for ids in (r.prompt_ids, mark_own(r.response_ids, r.own))]
@@ -190,7 +190,7 @@ class PendingRequest(Generic[T]):
 
     @property
     def name(self) -> str:
-        return together(self.names)
+        return _together(self.names)
 
     @property
     def request_id(self) -> bytes:
@@ -231,13 +231,12 @@ class DescriptionRequest(PendingRequest[TeacherInfo]):
 
     Args:
         teacher: its name; empty if the server has one teacher.
-        with_template: also request the fields of its chat template, which a server of version 4 has.
     """
 
     n_sequences = 0
 
-    def __init__(self, teacher: str, *, with_template: bool = False) -> None:
-        header = InfoRequest(request_id=os.urandom(ID_BYTES), teacher=teacher, with_template=with_template)
+    def __init__(self, teacher: str) -> None:
+        header = InfoRequest(request_id=os.urandom(ID_BYTES), teacher=teacher)
         super().__init__(RequestMessage(["the teacher's description"], header, [], bytes(ID_BYTES), _INFO_RESEND_S))
         self._teacher = teacher
 
@@ -246,10 +245,10 @@ class DescriptionRequest(PendingRequest[TeacherInfo]):
             raise ProtocolError(f"not a description of teacher {self._teacher!r}")
         content = msgspec.structs.asdict(reply)
         del content["request_id"]
-        return TeacherInfo(fingerprint=content.pop("model_fingerprint"), **content)
+        return TeacherInfo(fingerprint=content.pop("model_fingerprint"), is_server=True, **content)
 
 
-def together(names: Sequence[str]) -> str:
+def _together(names: Sequence[str]) -> str:
     """Return one name for the sequences of a request."""
     return names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more sequences"
 

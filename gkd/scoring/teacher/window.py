@@ -34,7 +34,7 @@ def window_of_group(teacher: TeacherConfig, info: TeacherInfo, n_groups: int) ->
     n_in_flight = max(1, limit // n_groups) if limit else -(-info.n_streams // n_groups)
     # Several requests in flight: the server computes one while this side reads the reply to another.
     several = min(max(1, n_in_flight // _REQUESTS_IN_FLIGHT), MAX_SEQUENCES)
-    return Window(n_in_flight, several if info.protocol_version >= 3 else 1)
+    return Window(n_in_flight, several if info.is_server else 1)
 
 
 def throttle_warning(teacher: TeacherConfig, info: TeacherInfo) -> str:

@@ -42,8 +42,6 @@ WARM_UP = 2  # steps that are excluded: loading, compiling and first caches
 _MIN_STEPS = 4  # after them
 _STAGES = ("rollout", "teacher", "reference", "train", "weight_sync")
 _OF_TEACHER = (SEQUENCES, TOKENS, *map(busy_name, WORKERS))
-# Names in run folders of older versions.
-_OLDER = {GENERATE_S: "perf/answer_s", REFERENCE_S: "time/reference_s", LONGEST: "perf/response_length_q100"}
 _SURE = 0.2  # maximum relative standard error of an accepted slope
 _ROUNDING = 1e-12  # share of a sum of squares
 _SPREAD = 0.02  # relative spread of the sequences per pass; below it the slope is undetermined
@@ -137,17 +135,13 @@ class _Table:
 
 
 def read_steps(folder: Path) -> list[dict[str, float]]:
-    """Return the lines of metrics.jsonl, each with the numbers of its step in tuner.jsonl.
-
-    Runs of older versions have no tuner.jsonl: all their numbers are in metrics.jsonl, some under another name.
-    """
+    """Return the lines of metrics.jsonl, each with the numbers of its step in tuner.jsonl."""
     lines = read_metrics(folder / "metrics.jsonl")
     tuner = folder / "tuner.jsonl"
     by_step = {line["step"]: line for line in read_metrics(tuner)} if tuner.exists() else {}
-    merged = [
+    return [
         line | by_step[line["step"]] if "loss/total" in line and line["step"] in by_step else line for line in lines
     ]
-    return [{name: line[old] for name, old in _OLDER.items() if old in line} | line for line in merged]
 
 
 def _steps(folder: Path, last: int) -> list[dict[str, float]]:

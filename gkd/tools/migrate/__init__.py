@@ -1,1 +1,0 @@
-"""Write a YAML of this system from the settings of another one."""
