@@ -103,6 +103,10 @@ class TimedEngine(RolloutEngine):
                 self._queue.append(_Sequence(owner, prompt, index, n_tokens))
                 self._meter.added(len(prompt.token_ids))
 
+    def step(self) -> None:
+        if self.n_running:
+            self._meter.time_pass(self._step)
+
     def _step(self) -> None:
         rates, n_read = self._stages.rates, self._unread
         self._unread = 0
@@ -286,7 +290,7 @@ class TimedEndpoint(ScoringEndpoint):
     def ask(self, teacher: Any) -> None:
         self._timed = teacher
 
-    def _clients(self) -> list[Any]:
+    def clients(self) -> list[Any]:
         return [self._timed]
 
     def _submit(self, teacher: Any, rollouts: Sequence[Rollout]) -> Future[Any]:

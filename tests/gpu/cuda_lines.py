@@ -19,7 +19,6 @@ within seconds write nothing, so the list of lines that were executed nowhere is
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import subprocess
 import sys

@@ -102,7 +102,7 @@ ACTS = (
     "teacher.backend=local",
     "teacher.path=models/tools/teacher",
 )
-# models/tokenizers: made by tests.bench.bench_tokenizers
+# models/tokenizers: made by `python -m tests.bench.bench_tokenizers --only-models`
 PAIR = (
     "model.path=models/tokenizers/student_left",
     "teacher.tokenizer=models/quickstart/teacher",

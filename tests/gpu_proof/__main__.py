@@ -142,9 +142,8 @@ def _judged_figures(code: int, results: Path, lines: Sequence[str]) -> dict[str,
     """Judge a benchmark by its figures, which tests/bench/teacher_report.py writes, and by its exit code."""
     found = json.loads(results.read_text())["parts"] if results.exists() else {}
     figures = [figure for part in found.values() for figure in part["figures"]]
-    missed = [
-        f"{f['name']} = {f['value']:.4g}, {f['goal']} wanted. {f.get('note', '')}" for f in figures if f.get("met") is False
-    ]
+    wrong = [figure for figure in figures if figure.get("met") is False]
+    missed = [f"{f['name']} = {f['value']:.4g}, {f['goal']} wanted. {f.get('note', '')}" for f in wrong]
     if not missed and (code or not figures):
         missed = [f"exit code {code}, {len(figures)} figures; the log ends: {lines[-1][:200]}"]
     return _row(FAIL if missed else PASS, "; ".join(missed), figures)
