@@ -56,7 +56,7 @@ SETTINGS = {
 
 
 class Rank:
-    """Trains for as long as the clock says; the last one of a step waits for it."""
+    """Trains for the time of a step on the clock; the last rank of a step waits for it."""
 
     def __init__(self, number: int, clock: Clock) -> None:
         self._number, self._clock = number, clock

@@ -59,7 +59,7 @@ def load(rounds: int, seconds: float) -> Part:
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="bench.")))
         echo, server = _start_echo(stack, folder), _start_server(stack, folder)
-        bare = server._replace(name="server, bare clients", kind="bare")
+        bare = server._replace(name=f"{server.name}, bare clients", kind="bare")
         targets = [echo, bare, server]
         clients = [stack.enter_context(Child(serve_client, seed)) for seed in range(N_CLIENTS)]
         samples: dict[str, list[Sample]] = {target.name: [] for target in targets}
@@ -128,7 +128,7 @@ def _start_echo(stack: contextlib.ExitStack, folder: Path) -> Target:
     port = proxy.answer()
     worker = stack.enter_context(Child(serve_echo_worker, endpoint))
     worker.ask([K])
-    return Target("bare echo", "bare", port, proxy.pid, [worker.pid], K)
+    return Target("bare echo, zmq.proxy", "bare", port, proxy.pid, [worker.pid], K)
 
 
 def _start_server(stack: contextlib.ExitStack, folder: Path) -> Target:
@@ -136,7 +136,7 @@ def _start_server(stack: contextlib.ExitStack, folder: Path) -> Target:
     model.mkdir()
     (model / "config.json").write_text(json.dumps({"vocab_size": VOCAB, "max_position_embeddings": 4096}))
     server = stack.enter_context(ServerProcess(model, folder, options=TRIVIAL))
-    return Target("server", "teacher", server.port, server.process.pid, server.worker_pids, K)
+    return Target("server, 1 worker", "teacher", server.port, server.process.pid, server.worker_pids, K)
 
 
 def _measure(clients: list[Child], target: Target, seconds: float) -> Sample:
