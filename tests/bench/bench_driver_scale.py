@@ -126,9 +126,9 @@ def measure(n_steps: int) -> Part:
             prefetch(step)
 
         def waiting_early_part(step: int) -> Any:
-            clock.set_waiting(True)
+            clock.is_waiting = True
             part = early_part(step)
-            clock.set_waiting(False)
+            clock.is_waiting = False
             return part
 
         trainer.source.prefetch = counting_prefetch  # type: ignore[method-assign]

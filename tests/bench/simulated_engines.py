@@ -6,6 +6,7 @@ The clock moves only while the driver waits. Chunks are the product's.
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections import Counter, deque
@@ -73,8 +74,8 @@ class _Method:
     def remote(self, *args: Any, **kwargs: Any) -> Any:
         result = self._ray.call(self._method, args, kwargs)
         if self._num_returns == 2:
-            return tuple(partial(_same, one) for one in result)
-        return result if callable(result) or self._num_returns == "streaming" else partial(_same, result)
+            return tuple((lambda value=one: value) for one in result)
+        return result if callable(result) or self._num_returns == "streaming" else lambda: result
 
 
 N, N_RUNNING, N_PROMPT = 8, 256, 200  # samples of a prompt; sequences of an engine; tokens of a prompt
@@ -154,16 +155,9 @@ class Clock:
 
     def __init__(self, engines: list[Engine]) -> None:
         self.engines, self.version, self.now_s, self.cpu_s = engines, 0, 0.0, 0.0
-        self._is_waiting = False
-        self._alarm_s: float | None = None
-        self._changed = threading.Condition()
+        self.is_waiting = False  # the driver waits for the engines
+        self._alarm_s, self._rang = math.inf, threading.Event()
         threading.Thread(target=self._run, name="clock", daemon=True).start()
-
-    def set_waiting(self, value: bool) -> None:
-        """Tell whether the driver waits for the engines."""
-        with self._changed:
-            self._is_waiting = value
-            self._changed.notify_all()
 
     def push(self, policy_version: int) -> SyncReport:
         """Synchronize no weights, only their version."""
@@ -172,24 +166,23 @@ class Clock:
 
     def sleep(self, duration_s: float) -> None:
         """Wait for a time on this clock."""
-        with self._changed:
-            self._alarm_s = self.now_s + duration_s
-            self._changed.notify_all()
-            if not self._changed.wait_for(lambda: self._alarm_s is None, timeout=60.0):
-                raise RuntimeError("the simulated clock has stopped: see the error of its thread")
+        self._rang.clear()
+        self._alarm_s = self.now_s + duration_s
+        if not self._rang.wait(60.0):
+            raise RuntimeError("the simulated clock has stopped: see the error of its thread")
 
     def _run(self) -> None:
         while True:
-            with self._changed:
-                self._changed.wait_for(lambda: self._is_waiting or self._alarm_s is not None)
-                self.now_s += _TICK_S
+            if not self.is_waiting and self._alarm_s == math.inf:
+                time.sleep(0.001)
+                continue
+            self.now_s += _TICK_S
             for engine in self.engines:  # one after the other: at 80 chunks per second few come together
                 engine.advance(self.now_s, self.version)
             self.cpu_s = time.thread_time()
-            with self._changed:
-                if self._alarm_s is not None and self.now_s >= self._alarm_s:
-                    self._alarm_s = None
-                    self._changed.notify_all()
+            if self.now_s >= self._alarm_s:
+                self._alarm_s = math.inf
+                self._rang.set()
 
 
 def _encoded(job: int, group: int, rollouts: list[Any]) -> bytes:
@@ -198,7 +191,3 @@ def _encoded(job: int, group: int, rollouts: list[Any]) -> bytes:
     sizes[0], lengths, versions = np.array(rollouts).T
     sizes[1], sizes[2], sizes[4], sizes[7] = lengths + N_PROMPT, lengths, versions, 1
     return encode_sizes(RolloutChunk(group, None, sizes), job)
-
-
-def _same(value: Any) -> Any:
-    return value
