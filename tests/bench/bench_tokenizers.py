@@ -75,7 +75,7 @@ def run(method: str, student: Path, teacher: Path, data: Path, seed: int, steps:
     tokenizer, found = AutoTokenizer.from_pretrained(student), []
     for line in read_metrics(work / "run" / "metrics.jsonl"):
         if "eval/accuracy" in line:
-            step = line["step"]
+            step = int(line["step"])
             # step 1: by the first weights
             batches = [step_folder(n) for n in range(max(1, step - 3), max(1, step) + 1)]
             files = [file for batch in batches for file in (work / "run/batches" / batch).glob("*.npz")]
