@@ -19,6 +19,7 @@ import queue
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Sequence
 from concurrent.futures import Future
 from pathlib import Path
@@ -92,6 +93,9 @@ class ClockTeacher:
     def __init__(self, token_s: float) -> None:
         self._token_s, self._clock = token_s, Clock()
         self._queue: queue.SimpleQueue[tuple[int, Future[Any]]] = queue.SimpleQueue()
+        self._lock = threading.Lock()  # guards the next two lines
+        self._computed: list[Computation] = []  # periods without a pause
+        self._since_s: float | None = None  # start of the period in progress
         self._one = np.zeros((1, 1), np.float32)
         threading.Thread(target=self._run, daemon=True).start()
 
@@ -100,16 +104,32 @@ class ClockTeacher:
         self._queue.put((n_tokens, future))
         return future
 
+    def take(self) -> list[Computation]:
+        with self._lock:
+            self._cut(time.time())
+            taken, self._computed = self._computed, []
+        return taken
+
     def _run(self) -> None:
         while True:
-            is_idle = self._queue.empty()
             n_tokens, future = self._queue.get()
-            if is_idle:
-                self._clock.start()
+            with self._lock:
+                if self._since_s is None:
+                    self._since_s = time.time()
+                    self._clock.start()
             self._clock.hold(self._token_s * n_tokens)
+            if self._queue.empty():
+                with self._lock:
+                    self._cut(time.time())
+                    self._since_s = None
             if future.set_running_or_notify_cancel():
                 table = TeacherTopK(self._one.astype(np.int32), self._one, self._one[0])
                 future.set_result([TeacherScores(table)])
+
+    def _cut(self, now_s: float) -> None:
+        if self._since_s is not None and now_s > self._since_s:
+            self._computed.append(Computation("clock", now_s, 0.0, now_s - self._since_s, 1))
+            self._since_s = now_s
 
 
 class ClockEndpoint(ScoringEndpoint):
@@ -127,7 +147,7 @@ class ClockEndpoint(ScoringEndpoint):
         return submitted
 
     def take_computations(self) -> list[Computation]:
-        return []
+        return self._clock_teacher.take()
 
 
 class Processes:
