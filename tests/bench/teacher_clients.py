@@ -44,6 +44,7 @@ class Measured(NamedTuple):
 
 def serve_client(pipe: Connection, seed: int) -> None:
     sequences = _sequences(seed)
+    pipe.send("ready")
     while True:
         task: Task = pipe.recv()
         clock = _Clock(task)

@@ -62,6 +62,8 @@ def load(rounds: int, seconds: float) -> Part:
         bare = server._replace(name=f"{server.name}, bare clients", kind="bare")
         targets = [echo, bare, server]
         clients = [stack.enter_context(Child(serve_client, seed)) for seed in range(N_CLIENTS)]
+        for client in clients:
+            client.answer()
         samples: dict[str, list[Sample]] = {target.name: [] for target in targets}
         for _ in range(rounds):
             for target in targets:
