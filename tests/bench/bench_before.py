@@ -4,9 +4,8 @@
     python -m tests.bench.bench_before --before CHECKOUT [--trl DIR] [--only PART,..] [--rounds N] [--json FILE]
 
 Each command is the checkout's own, run with this environment's packages. A figure is the median over the rounds of
-seconds after / seconds before. `kills` is a short form of tests/e2e/kill_matrix.py: eight kills at random times, each
-of which must leave a run that continues bit-equal. TRL's folder: see tests/bench/bench_trl.py. About an hour on
-two idle cores. Rows of TRL, of memcpy and of common implementations are the same program in both: their ratio is noise.
+seconds after / seconds before. TRL's folder: see tests/bench/bench_trl.py. About 50 minutes on two idle cores. Rows of
+TRL, of memcpy and of common implementations are the same program in both: their ratio is noise.
 """
 
 from __future__ import annotations
@@ -99,19 +98,6 @@ def teacher(checkout: Path) -> Seconds:
     return {str(target): 1000 / float(per_s) for target, per_s, *_ in rows}
 
 
-def kills(checkout: Path) -> Seconds:
-    words = ("--layouts", "one_rank", "--no-points", "--random", "7")
-    with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder, "out.json")
-        seconds = _run(checkout, "tests.e2e.kill_matrix", *words, "--json", str(file), result=file)
-        found = json.loads(file.read_text())["one_rank"]
-        if found["kills"] != 8 or found["bit_equal"] != 8:
-            raise RuntimeError(
-                f"{checkout}: of 8 kills {found['kills']} took place, {found['bit_equal']} were bit-equal"
-            )
-        return {"8 kills, 8 bit-equal": seconds}
-
-
 def compare(name: str, before: Path, rounds: int, measure: Callable[[Path], Seconds]) -> Part:
     """Measure both checkouts in turn, `rounds` times."""
     found: list[Mapping[str, Sequence[float]]] = []
@@ -147,7 +133,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         "weight_sync": weight_sync,
         "loss": loss,
         "teacher": teacher,
-        "kills": kills,
         "trl": lambda checkout: trl(checkout, str(args.trl)),
     }
     made = parser("tests.bench.bench_before", __doc__ or "", measures, rounds=2)

@@ -3,10 +3,9 @@
     python -m tests.bench.bench_tokenizers --work DIR [--json docs/results/tokenizers_addition.json] [--seeds N]
                                            [--methods nodes,units] [--pairs 'left<-char'] [--only-models]
 
-Pairs of tokenizers (student<-teacher, see `tests.bench.addition_pairs`): left<-char, right<-left; left<-left is the
-control, with the same tokens. Methods: teacher.tokenizer with distill.units `nodes` or `text`; `list` and `list_text`
-with the teacher's most probable tokens instead of its hidden states, `units` and `units_text` with its most probable
-units; `tokens`, left<-left only, is without them.
+Pairs of tokenizers (student<-teacher, see `tests.bench.addition_pairs`): left<-char, right<-left. Methods:
+teacher.tokenizer with distill.units `nodes` or `text`; `list` and `list_text` with the teacher's most probable tokens
+instead of its hidden states, `units` and `units_text` with its most probable units.
 
 Accuracy: greedy, on 256 held-out problems. Canonical: share of the sampled responses of the last four batches that are
 the tokenizer's own encoding of their text. A run that the file has is not repeated. On one core a run takes 2 to 6
@@ -40,8 +39,8 @@ from tests.results import write_results
 from tests.service.harness import ServerProcess
 
 EVERY, GOAL = 100, 0.95
-PAIRS = ("left<-char", "right<-left", "left<-left")
-METHODS = ("nodes", "text", "list", "list_text", "units", "units_text", "tokens")
+PAIRS = ("left<-char", "right<-left")
+METHODS = ("nodes", "text", "list", "list_text", "units", "units_text")
 TOPK = 16  # entries of a list
 BATCH = 64
 _LIMIT_S = 1800.0
@@ -62,9 +61,8 @@ def run(method: str, student: Path, teacher: Path, data: Path, seed: int, steps:
     ]
     signal = {"list": "topk", "units": "units"}.get(method.removesuffix("_text"), "hidden")
     settings += [f"teacher.signal={signal}", *([f"teacher.topk={TOPK}"] if signal != "hidden" else [])]
-    if method != "tokens":
-        units = "text" if method.endswith("text") else "nodes"
-        settings += [f"teacher.tokenizer={teacher}", f"distill.units={units}"]
+    units = "text" if method.endswith("text") else "nodes"
+    settings += [f"teacher.tokenizer={teacher}", f"distill.units={units}"]
     command = [sys.executable, "-m", "gkd.main_gkd", "--config", "configs/quickstart_cpu.yaml", *settings]
     with (
         ServerProcess(teacher, work, options=("--dtype", "float32")) as server,
@@ -105,7 +103,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--work", type=Path, required=True, help="folder of the logs")
     parser.add_argument("--json", type=Path, help="file of the results; runs that it has are not repeated")
     parser.add_argument("--methods", default="nodes,text", help="default: %(default)s")
-    parser.add_argument("--pairs", default="left<-char,right<-left", help="default: %(default)s")
+    parser.add_argument("--pairs", default=",".join(PAIRS), help="default: %(default)s")
     parser.add_argument("--seeds", type=int, default=3, help="default: %(default)s")
     parser.add_argument("--steps", type=int, default=300, help="default: %(default)s")
     args = parser.parse_args(argv)
