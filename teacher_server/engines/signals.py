@@ -207,7 +207,6 @@ def _split_topk(flat: TopKScores, lengths: Sequence[int]) -> Iterator[TopKScores
 # `torch.topk` runs its selection on all V numbers. But the k blocks with the largest maxima contain k numbers that
 # are at least as large as any number outside of them. So a maximum per block (one pass at memory speed) leaves k *
 # BLOCK candidates of V = 152k. The result is exact for any input; ties may be broken in either order.
-# `tests/bench/bench_engines.py` measures both methods.
 #
 # Letters: C rows, V columns, K top-k entries.
 

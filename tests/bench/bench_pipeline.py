@@ -1,28 +1,21 @@
-"""Time of a step under each scheduler against the time of its slowest stage, and what the rest of it is.
+"""Time of a step under each scheduler against the time of its slowest stage.
 
-    python -m tests.bench.bench_pipeline [--json FILE] [--steps N] [--shapes A,B] [--schedulers A,B] [--keep DIR]
-    python -m tests.bench.bench_pipeline --real MODELS [--json FILE] [--steps 20]
+    python -m tests.bench.bench_pipeline [--json FILE] [--steps N] [--shapes A,B] [--schedulers A,B]
 
 The trainer, schedulers, dispatcher, engine loops, scoring endpoints and Ray's actors are the product's own. A stage
 waits for a clock instead of computing (`tests.bench.timed_roles`), so two cores suffice: an engine holds each pass for
 a time that depends on its sequences, the teacher and the actor hold for a time in proportion to tokens, and a weight
-sync takes a constant. Responses have a long tail. About 20 minutes. The second form distills the quickstart's models
-(`examples.quickstart.make_models`) under each scheduler, with all stages real; about 5 minutes.
+sync takes a constant. Responses have a long tail. About 20 minutes.
 
-A step is compared with its slowest stage. The time of a stage is what its clock holds for the step's tokens. A batch of
-rollouts that starts together ends with engines half empty, so the time of the rollout is that of the `sync` run of the
-same shape; under `stream` engines need never be empty, so there it is that of full engines. With real stages it is what
-the processes recorded under `sync`. A step is divided into what the processes recorded as computation and, where none
-computes, what the driver did (`tests.bench.driver_calls`). "named" is all but the time in which the driver was neither
-in a call nor on a processor.
+The time of a stage is what its clock holds for the step's tokens. A batch of rollouts that starts together ends with
+engines half empty, so the time of the rollout is that of the `sync` run of the same shape; under `stream` engines need
+never be empty, so there it is that of full engines.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import queue
-import subprocess
 import sys
 import tempfile
 import threading
@@ -53,11 +46,9 @@ from gkd.start.pools import worker_env
 from gkd.tools.split_tuner.splits import Rates
 from gkd.trainer import Roles, Trainer
 from gkd.types import Prompt, Rollout, TeacherScores, TeacherTopK
-from tests.bench.driver_calls import NO_PROCESSOR, UNKNOWN, DriverCalls
-from tests.bench.pipeline_spans import RunSpans, kinds_s
 from tests.bench.teacher_report import machine
 from tests.bench.timed_roles import SAVES, Clock, Meeting, Stages, TimedActorWorker, TimedRolloutWorker
-from tests.service.harness import ServerProcess
+from tests.results import write_results
 
 # Settings of each; `stream_1` and `stream_4` are `stream` with other bounds, the default one among them.
 SCHEDULERS: dict[str, dict[str, Any]] = {
@@ -75,8 +66,7 @@ BATCH, N_ENGINES, MAX_RUNNING, PROMPT, MEAN, LONGEST, WARM_UP = 64, 2, 16, 12, 3
 # Of each run. At "rollout" a few long responses decide how long a step waits, so more of them are drawn.
 STEPS, ROLLOUT_STEPS = 20, 100
 MOST = {"one_step_off": 1.25, "two_step_off": 1.10, "stream": 1.10, "stream_4": 1.10}  # goals: step / slowest stage
-LEAST_SPEED_UP, LEAST_NAMED = 1.8, 0.95
-CALLS_FILE = "calls.npz"
+LEAST_SPEED_UP = 1.8  # at balance
 
 
 def stages(shape: str) -> Stages:
@@ -148,7 +138,7 @@ class ClockEndpoint(ScoringEndpoint):
     def prepare(self, token_s: float) -> None:
         self._clock_teacher = ClockTeacher(token_s)
 
-    def _clients(self) -> list[Any]:
+    def clients(self) -> list[Any]:
         return [self._clock_teacher]
 
     def _submit(self, teacher: Any, rollouts: Sequence[Rollout]) -> Future[Any]:
@@ -210,158 +200,94 @@ def config_of(folder: Path, scheduler: str, n_steps: int) -> Config:
     return load_config(None, [f"{key}={value}" for key, value in settings.items()])
 
 
-def run(processes: Processes, config: Config, shape: str, calls: DriverCalls) -> None:
-    n_steps = config.trainer.total_steps
+def run(processes: Processes, folder: Path, shape: str, scheduler: str, n_steps: int) -> dict[str, Any]:
+    """Return step time, and seconds of each stage: what its clock holds for the tokens of a mean step.
+
+    The first steps are left out, and those at the end that have nothing more to prefetch.
+    """
+    config, timed = config_of(folder, scheduler, n_steps), stages(shape)
     prompts = [Prompt(i, np.ones(PROMPT, np.int32)) for i in range(BATCH * n_steps)]
     opened = open_run_folder(config, {"name": "timed", "fingerprint": "none"})
-    Trainer(config, processes.roles(config, stages(shape)), prompts, [], opened, n_steps).fit()
-    calls.take(opened.root / CALLS_FILE)
+    Trainer(config, processes.roles(config, timed), prompts, [], opened, n_steps).fit()
+    lines = read_metrics(folder / "metrics.jsonl")[WARM_UP : n_steps - 2]
 
+    def mean(key: str) -> float:
+        return float(np.mean([line[key] for line in lines]))
 
-def figures(folder: Path, shape: str, scheduler: str, n_steps: int) -> dict[str, Any]:
-    """Return step time, time of each stage and breakdown of a run; without its first steps and those at the end that
-    have nothing more to prefetch.
-    """
-    spans = RunSpans(folder, folder / CALLS_FILE, WARM_UP + 1, n_steps - 1)
-    parts, step_s = spans.breakdown(), spans.step_s()
-    kinds = kinds_s(parts)
-    stage_s = {
-        "rollout": spans.stage_s("rollout"),
-        "teacher": spans.busy_s("teacher", "compute"),
-        "train": spans.busy_s("actor", "train"),
-    }
+    responses, rates = mean("rollout/response_tokens"), timed.rates
+    tokens = responses + mean("rollout/prompt_tokens")
+    full_engines_s = responses / (N_ENGINES * MAX_RUNNING) * (rates.pass_s + MAX_RUNNING * rates.sequence_s)
     return {
         "shape": shape,
         "scheduler": scheduler,
-        "step_s": step_s,
-        "stage_s": stage_s,
-        "parts_s": parts,
-        "kinds_s": kinds,
-        "named": 1 - (kinds[NO_PROCESSOR] + kinds[UNKNOWN]) / step_s,
-        "overhead": 1 - kinds["compute"] / step_s,
+        "step_s": mean("time/step_s"),
+        "rollout_s": full_engines_s if scheduler.startswith("stream") else mean("time/rollout_s"),
+        "teacher_s": tokens * rates.score_token_s,
+        "train_s": tokens * rates.train_token_s,
     }
 
 
-def clocks_s(folder: Path, rates: Rates, n_steps: int) -> dict[str, float]:
-    """Return stage -> seconds that its clock holds for the tokens of a mean step, with engines that are always full."""
-    lines = read_metrics(folder / "metrics.jsonl")[WARM_UP : n_steps - 2]
-    responses = np.mean([line["rollout/response_tokens"] for line in lines])
-    tokens = responses + np.mean([line["rollout/prompt_tokens"] for line in lines])
-    passes = responses / (N_ENGINES * MAX_RUNNING)
-    held = {
-        "rollout": passes * (rates.pass_s + MAX_RUNNING * rates.sequence_s),
-        "teacher": tokens * rates.score_token_s,
-        "train": tokens * rates.train_token_s,
-    }
-    return {stage: float(seconds) for stage, seconds in held.items()}
-
-
-def compare(runs: list[dict[str, Any]]) -> None:
-    """Add to each run its ratio to the slowest stage, and to `sync`, of the `sync` run of its shape."""
-    alone = {run["shape"]: run for run in runs if run["scheduler"] == "sync"}
-    for run in runs:
-        if (sync := alone.get(run["shape"])) is None:
-            continue
-        stage_s = run.get("clocks_s", sync["stage_s"])
-        if not run["scheduler"].startswith("stream"):
-            stage_s = stage_s | {"rollout": sync["stage_s"]["rollout"]}
-        run["slowest"] = max(stage_s, key=lambda stage: stage_s[stage])
-        run["ratio"] = run["step_s"] / stage_s[run["slowest"]]
-        run["speed_up"] = sync["step_s"] / run["step_s"]
+def compare(run: dict[str, Any], sync: dict[str, Any]) -> None:
+    """Add to a run its ratio to the slowest stage, and to the `sync` run of its shape."""
+    if not run["scheduler"].startswith("stream"):
+        run["rollout_s"] = sync["rollout_s"]
+    run["slowest"] = max(("rollout", "teacher", "train"), key=lambda stage: run[f"{stage}_s"])
+    run["ratio"] = run["step_s"] / run[f"{run['slowest']}_s"]
+    run["speed_up"] = sync["step_s"] / run["step_s"]
 
 
 def missed(runs: list[dict[str, Any]]) -> list[str]:
-    """Return what the runs miss of the goals; the ratios are goals of runs with clocks."""
-    found = []
-    for run in runs:
-        name = f"{run['shape']}, {run['scheduler']}"
-        if "clocks_s" in run and run.get("ratio", 0.0) > MOST.get(run["scheduler"], np.inf):
-            found.append(f"{name}: {run['ratio']:.2f} of the slowest stage")
-        if run["named"] < LEAST_NAMED:
-            found.append(f"{name}: {run['named']:.1%} named")
-    fastest = max((r["speed_up"] for r in runs if r["shape"] == "balanced" and "speed_up" in r), default=np.inf)
+    """Return what the runs miss of the goals."""
+    found = [
+        f"{run['shape']}, {run['scheduler']}: {run['ratio']:.2f} of the slowest stage"
+        for run in runs
+        if run["ratio"] > MOST.get(run["scheduler"], np.inf)
+    ]
+    fastest = max((r["speed_up"] for r in runs if r["shape"] == "balanced"), default=np.inf)
     return found + ([f"speed-up at balance: {fastest:.2f}"] if fastest < LEAST_SPEED_UP else [])
 
 
-def as_table(runs: list[dict[str, Any]]) -> str:
-    rows = [f"{'shape':10}{'scheduler':14}{'step s':>8}{'slowest':>9}{'ratio':>7}{'speed-up':>9}{'named':>7}  parts, s"]
-    for r in runs:
-        parts = ", ".join(f"{k} {v:.3f}" for k, v in sorted(r["parts_s"].items(), key=lambda p: -p[1]) if v >= 0.002)
-        rows.append(
-            f"{r['shape']:10}{r['scheduler']:14}{r['step_s']:8.3f}{r.get('slowest', '-'):>9}"
-            f"{r.get('ratio', np.nan):7.2f}{r.get('speed_up', np.nan):9.2f}{r['named']:7.1%}  {parts}"
-        )
-    return "\n".join(rows)
+def as_row(run: dict[str, Any]) -> str:
+    numbers = f"{run['step_s']:8.3f}{run['slowest']:>9}{run['ratio']:7.2f}{run['speed_up']:9.2f}"
+    return f"{run['shape']:10}{run['scheduler']:14}{numbers}"
 
 
 def measure(root: Path, shapes: list[str], schedulers: list[str], steps: int) -> list[dict[str, Any]]:
     runs: list[dict[str, Any]] = []
-    calls = DriverCalls()
     processes = Processes(config_of(root / "none", "sync", 1))
+    print(f"{'shape':10}{'scheduler':14}{'step s':>8}{'slowest':>9}{'ratio':>7}{'speed-up':>9}")
     try:
         for shape in shapes:
             n_steps = steps or (ROLLOUT_STEPS if shape == "rollout" else STEPS)
-            for scheduler in schedulers:
+            sync: dict[str, Any] = {}
+            for scheduler in ("sync", *schedulers):
                 if scheduler == "stream_4" and shape != "rollout":
                     continue  # a bound of 2 is enough
-                folder = root / f"{shape}_{scheduler}"
-                if not (folder / "export").exists():
-                    run(processes, config_of(folder, scheduler, n_steps), shape, calls)
-                held = {"clocks_s": clocks_s(folder, stages(shape).rates, n_steps)}
-                runs.append(figures(folder, shape, scheduler, n_steps) | held)
-                compare(runs)
-                print(as_table(runs[-1:]).splitlines()[-1], file=sys.stderr, flush=True)
+                found = run(processes, root / f"{shape}_{scheduler}", shape, scheduler, n_steps)
+                sync = sync or found
+                compare(found, sync)
+                runs.append(found)
+                print(as_row(found), flush=True)
     finally:
         processes.close()
-    return runs
-
-
-def measure_real(root: Path, models: Path, schedulers: list[str], n_steps: int) -> list[dict[str, Any]]:
-    runs: list[dict[str, Any]] = []
-    with ServerProcess(models / "teacher", root, options=("--dtype", "float32")) as server:
-        for scheduler in schedulers:
-            folder = root / f"real_{scheduler}"
-            settings = [
-                *(f"data.train_files=[{models / 'train.jsonl'}]", f"model.path={models / 'student'}"),
-                *(f"trainer.run_dir={folder}", f"trainer.total_steps={n_steps}"),
-                *(f"{key}={value}" for key, value in SCHEDULERS[scheduler].items()),
-                *("data.val_files=[]", "eval.metric=none", f"teacher.server_port={server.port}"),
-            ]
-            calls = str(folder / CALLS_FILE)
-            command = [sys.executable, "-m", "tests.bench.driver_calls", calls]
-            command += ["--config", "configs/quickstart_cpu.yaml", *settings]
-            with (root / f"{scheduler}.log").open("wb") as log:
-                subprocess.run(command, stdout=log, stderr=subprocess.STDOUT, timeout=600.0, check=True)
-            runs.append(figures(folder, "real", scheduler, n_steps))
-            compare(runs)
-            print(as_table(runs[-1:]).splitlines()[-1], file=sys.stderr, flush=True)
     return runs
 
 
 def main() -> int:
     """Return 1 if a goal is missed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", type=Path, metavar="F", help="put the results into this file; other parts of it stay")
+    parser.add_argument("--json", type=Path, metavar="F", help="write the results to this file")
     parser.add_argument("--steps", type=int, default=0, help=f"of each run; default: {STEPS} or {ROLLOUT_STEPS}")
     parser.add_argument("--shapes", type=lambda text: text.split(","), default=list(SHAPES), metavar="A,B")
-    parser.add_argument("--schedulers", type=lambda text: text.split(","), default=list(SCHEDULERS), metavar="A,B")
-    parser.add_argument("--keep", type=Path, metavar="DIR", help="keep the runs here, and take those that are there")
-    parser.add_argument("--real", type=Path, metavar="MODELS", help="the quickstart's models: all stages are real")
+    others = [name for name in SCHEDULERS if name != "sync"]
+    parser.add_argument("--schedulers", type=lambda text: text.split(","), default=others, metavar="A,B")
     args = parser.parse_args()
-    with tempfile.TemporaryDirectory(prefix="bench_pipeline.") as temporary:
-        root = (args.keep or Path(temporary)).absolute()
-        root.mkdir(parents=True, exist_ok=True)
-        if args.real:
-            runs = measure_real(root, args.real.absolute(), args.schedulers, args.steps or STEPS)
-        else:
-            runs = measure(root, args.shapes, args.schedulers, args.steps)
+    with tempfile.TemporaryDirectory(prefix="bench_pipeline.") as root:
+        runs = measure(Path(root), args.shapes, args.schedulers, args.steps)
     goals = missed(runs)
-    print(as_table(runs), *(f"missed: {goal}" for goal in goals), sep="\n")
+    print(*(f"missed: {goal}" for goal in goals), sep="\n")
     if args.json is not None:
-        kept = json.loads(args.json.read_text()) if args.json.exists() else {}
-        part = {"machine": machine(), "runs": runs, "missed": goals}
-        result = kept | {"real" if args.real else "clocks": part}
-        args.json.write_text(json.dumps(result, indent=1) + "\n")
+        write_results(args.json, {"machine": machine(), "runs": runs, "missed": goals}, levels=2)
     return 1 if goals else 0
 
 

@@ -23,6 +23,7 @@ from typing import Any
 
 from gkd.metrics.writer import read_metrics
 from tests.bench.teacher_report import machine
+from tests.results import write_results
 from tests.service.harness import ServerProcess
 
 LOSSES = ("forward_kl", "reverse_kl", "jsd")
@@ -113,7 +114,7 @@ def main(argv: list[str] | None = None) -> int:
             run(*case, models=models, out=out, port=server.port, steps=args.steps)
             results = [json.loads(path.read_text()) for path in sorted(out.glob("*/result.json"))]
             if args.json is not None:
-                args.json.write_text(json.dumps({"machine": machine(), "runs": results}, indent=1) + "\n")
+                write_results(args.json, {"machine": machine(), "runs": results})
     print(as_table(results))
     accuracy = {
         (loss, name): mean(r["accuracy"] for r in results if (r["loss"], r["scheduler"]) == (loss, name))

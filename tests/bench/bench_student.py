@@ -1,9 +1,9 @@
-"""Measure the student on CPU: training steps compared with plain Hugging Face ones, packing, checkpoints.
+"""Measure the student on CPU: training steps compared with plain Hugging Face ones, and packing.
 
-    python -m tests.bench.bench_student [--only speed,packing,checkpoint] [--json FILE] [--rounds N]
+    python -m tests.bench.bench_student [--only speed,packing] [--json FILE] [--rounds N]
 
 The variants of a part take turns in one process, one thread; a ratio is the median over the rounds of ratios within a
-round. A run replaces the parts of the JSON file that it measured. About ten minutes on an idle core; see
+round. A run replaces the parts of the JSON file that it measured. About five minutes on an idle core; see
 `cpu_of_others` in the JSON for how idle it was.
 """
 
@@ -60,13 +60,6 @@ def packing(rounds: int) -> Part:
     return Part("packing", what, figures, tables, {"rounds": rounds})
 
 
-def checkpoint(rounds: int) -> Part:
-    """Saving and loading."""
-    from tests.bench.bench_checkpoint import checkpoint_part
-
-    return checkpoint_part(rounds)
-
-
 def _measured(case: Case) -> Measured:
     found = measure(case)
     expected = next(iter(found.losses.values()))
@@ -88,7 +81,7 @@ def _table(found: Measured, title: str = "steps") -> Table:
     return Table(title, ("variant", "median, s", "fastest, s", "tokens/s"), rows)
 
 
-PARTS: dict[str, Callable[[int], Part]] = {"speed": speed, "packing": packing, "checkpoint": checkpoint}
+PARTS: dict[str, Callable[[int], Part]] = {"speed": speed, "packing": packing}
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -1,35 +1,27 @@
-"""Measure the overhead of the teacher server relative to a bare engine, a bare socket and a bare proxy.
+"""Measure the teacher server: speed next to a bare engine and a bare proxy, and exactness of what a client gets.
 
-    python -m tests.bench.bench_teacher [--only transport,load] [--json FILE] [--markdown FILE] [--quick]
+    python -m tests.bench.bench_teacher [--only engines,load,exactness] [--json FILE] [--quick]
 
-Every figure compares two things that are measured in turns in the same run. The files hold all
-parts; a run replaces those it measured. About twelve minutes on two cores, 3 GB of memory; give it
-an idle machine, and see `cpu_of_others` in the JSON for how idle it was.
+Ratios are of two things that are measured in turns in the same run. The file holds all parts; a run replaces those it
+measured. About ten minutes on two cores, 3 GB of memory; give it an idle machine, and see `cpu_of_others` in the JSON
+for how idle it was.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 from argparse import Namespace
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
 from tests.bench.command import add_device, parsed, parser, run_parts
-from tests.bench.teacher_report import Part, as_markdown
+from tests.bench.teacher_report import Part
 
 
 def _engines(args: Namespace) -> Part:
     from tests.bench.teacher_engines import engines
 
     return engines(rounds=1 if args.quick else 3, seconds=4.0 if args.quick else 20.0, device=args.device)
-
-
-def _transport(args: Namespace) -> Part:
-    from tests.bench.teacher_transport import transport
-
-    return transport(rounds=3 if args.quick else 15)
 
 
 def _load(args: Namespace) -> Part:
@@ -47,7 +39,6 @@ def _exactness(args: Namespace) -> Part:
 # Imported only when asked for, so that the spawned children, which import this file, stay light.
 PARTS: dict[str, Callable[[Namespace], Part]] = {
     "engines": _engines,
-    "transport": _transport,
     "load": _load,
     "exactness": _exactness,
 }
@@ -56,22 +47,14 @@ PARTS: dict[str, Callable[[Namespace], Part]] = {
 def main(argv: Sequence[str] | None = None) -> int:
     """Exit code: 1 if a figure missed its goal."""
     made = parser("tests.bench.bench_teacher", __doc__ or "", PARTS)
-    made.add_argument("--markdown", type=Path, metavar="FILE", help="tables of all that is in the JSON file")
     made.add_argument("--quick", action="store_true", help="a minute or two, to see that it runs; noisy")
     add_device(made, "cpu")
     args = parsed(made, PARTS, argv)
     if args.device == "cuda" and args.only != "engines":
         made.error("--device cuda: only the part engines computes on a GPU; give --only engines, too")
-    if args.markdown is not None and args.json is None:
-        made.error("--markdown shows what is in the JSON file: give --json, too")
     for variable in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
         os.environ[variable] = "1"  # for this process and its children, which read it when they import numpy or torch
-    code = run_parts(args, lambda name: PARTS[name](args))
-    if args.markdown is not None:
-        parts = json.loads(args.json.read_text())["parts"]
-        args.markdown.parent.mkdir(parents=True, exist_ok=True)
-        args.markdown.write_text(as_markdown({name: parts[name] for name in PARTS if name in parts}))
-    return code
+    return run_parts(args, lambda name: PARTS[name](args))
 
 
 if __name__ == "__main__":

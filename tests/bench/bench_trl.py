@@ -15,7 +15,7 @@ responses sampled at temperature 1. Lengths: see `tests.bench.trl_models`. --rea
 which its run.sh makes; our loss has the teacher's 64 most probable tokens there. TRL's asynchronous trainer sends
 weights over NCCL, so it does not run on CPU.
 
-`--rounds N` repeats the series. CPU time is of all processes of a run.
+`--rounds N` repeats the series.
 """
 
 from __future__ import annotations
@@ -33,7 +33,6 @@ from typing import Any
 from examples.real_model.memory import peak_memory
 from gkd.metrics.writer import read_metrics
 from tests.bench.command import parsed, parser, run_parts
-from tests.bench.cpu_time import CpuTime
 from tests.bench.teacher_report import Figure, Part, Table
 from tests.bench.trl_models import LEARNING_RATE, SHAPES, Shape, link_files, make_files
 from tests.service.harness import ServerProcess
@@ -50,11 +49,10 @@ _ROOT = Path(__file__).resolve().parents[2]
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """One run: seconds of its measured steps, CPU seconds per sequence by process kind, and lengths."""
+    """One run: seconds of its measured steps, and lengths."""
 
     name: str
     step_s: list[float]
-    cpu_ms: dict[str, float]
     mean_response: float
     truncated: float
     peak_gib: float  # of all its processes
@@ -77,19 +75,17 @@ def run_trl(name: str, shape: Shape, folder: Path, trl: Path) -> Run:
         "TRL_EXPERIMENTAL_SILENCE": "1",
     }
     command = [sys.executable, "-m", "tests.bench.trl_run", json.dumps(case)]
-    with (folder / "log.txt").open("wb") as log, CpuTime() as cpu, peak_memory() as peak_gib:
+    with (folder / "log.txt").open("wb") as log, peak_memory() as peak_gib:
         process = subprocess.Popen(command, env=environment, cwd=_ROOT, stdout=subprocess.PIPE, stderr=log)
         output, _ = process.communicate(timeout=_LIMIT_S)
     if process.returncode:
         raise RuntimeError(f"TRL ended with exit code {process.returncode}:\n{_tail(folder / 'log.txt')}")
     result: dict[str, Any] = json.loads(output.splitlines()[-1])
-    ends = result["ends_s"]
-    lengths = result["mean_response"], result["truncated"]
-    return Run(name, _differences(ends), _per_sequence(cpu, ends, shape), *lengths, peak_gib[0])
+    return Run(name, _differences(result["ends_s"]), result["mean_response"], result["truncated"], peak_gib[0])
 
 
 def run_ours(scheduler: str, shape: Shape, folder: Path) -> Run:
-    with tempfile.TemporaryDirectory(dir=folder) as out, CpuTime() as cpu, peak_memory() as peak_gib:
+    with tempfile.TemporaryDirectory(dir=folder) as out, peak_memory() as peak_gib:
         run_dir = Path(out) / "run"
         with ServerProcess(folder / "teacher", folder, options=("--dtype", shape.dtype)) as server:
             settings = {
@@ -124,16 +120,11 @@ def run_ours(scheduler: str, shape: Shape, folder: Path) -> Run:
     steps = lines[1:]
     mean = sum(line["rollout/response_tokens"] for line in steps) / (shape.batch * len(steps))
     truncated = sum(line["rollout/truncated_share"] for line in steps) / len(steps)
-    return Run(scheduler, _differences(ends), _per_sequence(cpu, ends, shape), mean, truncated, peak_gib[0])
+    return Run(scheduler, _differences(ends), mean, truncated, peak_gib[0])
 
 
 def _differences(ends_s: Sequence[float]) -> list[float]:
     return [end - start for start, end in zip(ends_s, ends_s[1:], strict=False)]
-
-
-def _per_sequence(cpu: CpuTime, ends_s: Sequence[float], shape: Shape) -> dict[str, float]:
-    n = shape.batch * (len(ends_s) - 1)
-    return {kind: 1e3 * seconds / n for kind, seconds in cpu.between(ends_s[0], ends_s[-1]).items()}
 
 
 def _tail(log: Path) -> str:
@@ -167,34 +158,19 @@ def measure(name: str, trl: Path, rounds: int, only: Sequence[str], real: Path |
         if system in rates
     ]
     rows: list[list[str | float]] = []
-    kinds: list[list[str | float]] = []
     for system, made in by_name.items():
         for run in made:
             per_step = [shape.batch / seconds for seconds in run.step_s]
             title = f"TRL {system}" if system in _TRL else system
-            cpu_ms = sum(run.cpu_ms.values())
-            rows.append(
-                [title, _rate([run], shape), min(per_step), max(per_step), cpu_ms]
-                + [run.mean_response, run.truncated, run.peak_gib]
-            )
-            kinds += [[system, kind, ms] for kind, ms in sorted(run.cpu_ms.items())]
-    columns = [
-        "program",
-        "sequences/s",
-        "slowest step",
-        "fastest step",
-        "CPU ms per sequence",
-        "mean response",
-        "cut",
-        "GiB",
-    ]
+            speeds = [_rate([run], shape), min(per_step), max(per_step)]
+            rows.append([title, *speeds, run.mean_response, run.truncated, run.peak_gib])
+    columns = ["program", "sequences/s", "slowest step", "fastest step", "mean response", "cut", "GiB"]
     what = (
         f"Student {shape.student}, teacher {shape.teacher} (hidden size, layers), {shape.dtype}, "
         f"prompts of up to {shape.max_prompt} tokens, at most {shape.max_response} response tokens, "
         f"{shape.batch} sequences a step. Interleaved runs."
     )
-    tables = [Table("runs", columns, rows), Table("CPU ms per sequence", ["program", "process", "ms"], kinds)]
-    return Part(name, what, figures, tables, {"rounds": rounds})
+    return Part(name, what, figures, [Table("runs", columns, rows)], {"rounds": rounds})
 
 
 def _rate(runs: Sequence[Run], shape: Shape) -> float:

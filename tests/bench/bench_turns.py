@@ -1,15 +1,13 @@
-"""Measure what an environment costs the rollout engine.
+"""Measure what a slow tool costs the rollout engine.
 
-    python -m tests.bench.bench_turns [--json docs/results/turns.json] [--only trivial,slow] [--rounds 3]
+    python -m tests.bench.bench_turns [--json docs/results/turns.json] [--rounds 3]
 
-trivial: 256 sequences of examples/tools' student, as single turns and through an environment that ends each trajectory
-    at once, in turns in one engine.
-slow: 64 trajectories in a stream, each of exactly 4 turns, with a tool that answers at once and one that takes 0.5 s.
-    Their student has the layers of SmolLM2-135M, so a pass takes as long as its passes, and ends its turn with a fixed
-    probability, 1 of 16 tokens: real students end their trajectories early. Four turns exceed the 512 tokens of a
-    response with a probability of 1e-9.
+64 trajectories in a stream, each of exactly 4 turns, with a tool that answers at once and one that takes 0.5 s. Their
+student has the layers of SmolLM2-135M, so a pass takes as long as its passes, and ends its turn with a fixed
+probability, 1 of 16 tokens: real students end their trajectories early. Four turns exceed the 512 tokens of a response
+with a probability of 1e-9.
 
-Needs models/tools (bash examples/tools/run.sh). About five minutes on two idle cores.
+Needs models/tools (bash examples/tools/run.sh). About four minutes on two idle cores.
 """
 
 from __future__ import annotations
@@ -29,25 +27,17 @@ from gkd.rollout.vllm.start import CPU_ENV
 from tests.bench.command import in_fresh_process, parsed, parser, run_parts
 from tests.bench.teacher_report import Figure, Part, Table
 
-PARTS = ("trivial", "slow")
+PARTS = ("slow",)
 STUDENT, DATA = Path("models/tools/student"), Path("models/tools/train.jsonl")
-N_SEQUENCES = {"trivial": 256, "slow": 64}
-N_SAMPLES, MAX_RUNNING, MAX_TURNS = 4, {"trivial": 64, "slow": 16}, 4
-MAX_TOKENS = {"trivial": 64, "slow": 512}
+N_SEQUENCES, N_SAMPLES, MAX_RUNNING, MAX_TURNS, MAX_TOKENS = 64, 4, 16, 4, 512
 DELAY_S, TURN_TOKENS = 0.5, 16
 _TIMEOUT_S = 1500.0
 
 
-class Over:
-    """End each trajectory after its first turn."""
+class Asking:
+    """Answer each turn at once."""
 
     def __init__(self, row: dict[str, Any], seed: int) -> None: ...
-
-    async def step(self, text: str) -> None: ...
-
-
-class Asking(Over):
-    """Answer each turn at once."""
 
     async def step(self, text: str) -> Any:
         return [{"role": "tool", "content": "12345"}]
@@ -63,9 +53,7 @@ class AskingSlowly(Asking):
 
 def measure(name: str, rounds: int) -> Part:
     """Measure a part in a process of its own, in which vLLM has one engine."""
-    found = in_fresh_process(
-        "tests.bench.bench_turns", {"part": name, "rounds": rounds}, threads=1, timeout_s=_TIMEOUT_S
-    )
+    found = in_fresh_process("tests.bench.bench_turns", {"rounds": rounds}, threads=1, timeout_s=_TIMEOUT_S)
     kinds = list(found)
     rates = {kind: [run["tokens"] / run["seconds"] for run in found[kind]] for kind in kinds}
     ratio = statistics.median(b / a for a, b in zip(*(rates[kind] for kind in kinds), strict=True))
@@ -74,17 +62,16 @@ def measure(name: str, rounds: int) -> Part:
         for kind in kinds
         for run in found[kind]
     ]
-    limit = 0.95 if name == "trivial" else 0.9
-    title = f"{N_SEQUENCES[name]} sequences, at most {MAX_RUNNING[name]} at a time"
+    title = f"{N_SEQUENCES} sequences, at most {MAX_RUNNING} at a time"
     return Part(
         name,
         f"Own tokens per second: {kinds[0]}, and {kinds[1]}, in alternation in one engine.",
-        [Figure(f"{kinds[1]} / {kinds[0]}, tokens per second", ratio, at_least=limit)],
+        [Figure(f"{kinds[1]} / {kinds[0]}, tokens per second", ratio, at_least=0.9)],
         [Table(title, ["environment", "own tokens", "turns", "seconds", "tokens/s"], rows)],
     )
 
 
-def _run(part: str, rounds: int) -> dict[str, list[dict[str, float]]]:
+def _run(rounds: int) -> dict[str, list[dict[str, float]]]:
     import os
 
     os.environ.update(CPU_ENV)
@@ -103,62 +90,48 @@ def _run(part: str, rounds: int) -> dict[str, list[dict[str, float]]]:
     from gkd.rollout.vllm.engine import RolloutEngine
     from gkd.rollout.vllm.turns import Turns
 
-    folder, most = STUDENT, MAX_RUNNING[part]
-    if part == "slow":
-        folder = steady_student(Path(tempfile.mkdtemp(prefix="gkd_bench_turns_")))
+    folder = steady_student(Path(tempfile.mkdtemp(prefix="gkd_bench_turns_")))
     tokenizer = AutoTokenizer.from_pretrained(folder)
     ends = eos_token_ids(str(folder), tokenizer)
     prompts, _ = load_prompts([str(DATA)], "data.train_files", RowReader(DataConfig(), tokenizer), keep_rows=True)
-    prompts = prompts[: N_SEQUENCES[part] // N_SAMPLES]
-    delta = ChatDelta(tokenizer, {}, ends, setting=("rollout.environment", part))
-    max_tokens = MAX_TOKENS[part]
+    prompts = prompts[: N_SEQUENCES // N_SAMPLES]
+    delta = ChatDelta(tokenizer, {}, ends, setting=("rollout.environment", "slow"))
     engine = RolloutEngine(
         str(folder),
-        RolloutConfig(kv_cache_mib=512, max_num_seqs=most),
+        RolloutConfig(kv_cache_mib=512, max_num_seqs=MAX_RUNNING),
         dtype="float32",
-        max_model_len=max_tokens + 128,
+        max_model_len=MAX_TOKENS + 128,
         device="cpu",
         eos_ids=ends,
     )
-    sampling = Sampling(N_SAMPLES, 1.0, 1.0, max_tokens, seed=1)
+    sampling = Sampling(N_SAMPLES, 1.0, 1.0, MAX_TOKENS, seed=1)
 
-    def timed(kind: type | None) -> dict[str, float]:
-        turns = None
-        if kind is not None:
-            start = Start(f"tests.bench.bench_turns:{kind.__name__}", search_path())
-            environments = Environments(start, 1, 30.0)
-            environments.wait_ready(60.0)
-            turns = Turns(environments, delta, MAX_TURNS)
-        engine._turns = turns
-        loop = EngineLoop(engine, most, Coalescer(1, 16))
+    def timed(kind: type) -> dict[str, float]:
+        environments = Environments(Start(f"tests.bench.bench_turns:{kind.__name__}", search_path()), 1, 30.0)
+        environments.wait_ready(60.0)
+        engine._turns = turns = Turns(environments, delta, MAX_TURNS)
+        loop = EngineLoop(engine, MAX_RUNNING, Coalescer(1, 16))
         loop.admit(Job(1, sampling, 2.5), prompts, range(len(prompts)))
         began_s, rollouts = time.perf_counter(), []
         for _, _, finished in loop.run():
             rollouts += finished
-            if len(rollouts) == N_SEQUENCES[part]:
+            if len(rollouts) == N_SEQUENCES:
                 break
         seconds = time.perf_counter() - began_s
-        if turns is not None:
-            turns.close()
-        if part == "slow":
-            assert {rollout.n_turns for rollout in rollouts} == {MAX_TURNS}
+        turns.close()
+        assert {rollout.n_turns for rollout in rollouts} == {MAX_TURNS}
         return {
             "seconds": seconds,
             "tokens": sum(rollout.n_own for rollout in rollouts),
             "turns": sum(rollout.n_turns for rollout in rollouts),
         }
 
-    kinds: dict[str, type | None] = {"single turn": None, "trivial environment": Over}
-    if part == "slow":
-        kinds = {"tool at once": Asking, f"tool of {DELAY_S} s": AskingSlowly}
-    if part == "trivial":
-        timed(None)  # warm up
+    kinds = {"tool at once": Asking, f"tool of {DELAY_S} s": AskingSlowly}
     found: dict[str, list[dict[str, float]]] = {name: [] for name in kinds}
     for _ in range(rounds):
         for name, kind in kinds.items():
             found[name].append(timed(kind))
-    if part == "slow":
-        shutil.rmtree(folder)
+    shutil.rmtree(folder)
     return found
 
 
@@ -203,7 +176,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 if __name__ == "__main__":
     if len(sys.argv) == 2 and sys.argv[1].startswith("{"):
-        case = json.loads(sys.argv[1])
-        print(json.dumps(_run(case["part"], case["rounds"])))
+        print(json.dumps(_run(**json.loads(sys.argv[1]))))
     else:
         sys.exit(main())

@@ -27,6 +27,7 @@ from typing import Any
 from gkd.metrics.writer import read_metrics
 from tests import structure
 from tests.bench import way_recorder
+from tests.results import write_results
 
 # gkd.health was a room of its own before it became a part of the metrics.
 WATCHING = ("gkd.console", "gkd.health", "gkd.log", "gkd.memory", "gkd.metrics", "gkd.run", "gkd.spans")
@@ -97,7 +98,7 @@ def main() -> None:
     for name, value in figures.items():
         print(f"{name:24} {value}")
     if args.json:
-        args.json.write_text(json.dumps({**figures, "names": files}, indent=1) + "\n")
+        write_results(args.json, figures)
 
 
 if __name__ == "__main__":

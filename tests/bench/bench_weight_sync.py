@@ -1,11 +1,9 @@
 """Measure a weight sync of a student with 0.5 billion parameters between two processes of this host.
 
-    python -m tests.bench.bench_weight_sync [--only qwen25_05b,delta] [--json FILE] [--rounds N]
-                                            [--device cpu|cuda] [--gpus 1]
+    python -m tests.bench.bench_weight_sync [--json FILE] [--rounds N] [--device cpu|cuda] [--gpus 1]
 
 The student has the shapes of Qwen2.5-0.5B, random weights, 2 GB in float32. The receiver is a real vLLM engine. In each
-round every way is measured once, interleaved, after one round that is not counted. The part `delta` measures whether it
-would pay to send only what a step has changed. Needs 12 GB and up to 5 minutes in all.
+round every way is measured once, interleaved, after one round that is not counted. Needs 12 GB and up to 4 minutes.
 
 cuda: with one GPU sender and engine share it, as in a colocated run: over CUDA IPC, and over gloo, which passes through
 host memory. With two, NCCL connects them. Figures have goals on the CPU and for CUDA IPC; every verified way must give
@@ -18,7 +16,6 @@ import argparse
 import multiprocessing
 import sys
 import tempfile
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
@@ -31,10 +28,9 @@ from gkd.weight_sync.group import GroupSpec
 from tests.bench import weight_sync_peers as peers
 from tests.bench.command import add_device, parsed, parser, run_parts
 from tests.bench.teacher_report import Figure, Part, Table
-from tests.bench.weight_delta import measure_delta
 from tests.dist.helpers import free_port
 
-_PARTS = ("qwen25_05b", "delta")
+_PARTS = ("qwen25_05b",)
 _SIZES = {
     "vocab_size": 151936,
     "hidden_size": 896,
@@ -233,10 +229,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     made.add_argument("--gpus", type=int, choices=(1, 2), default=1, help="with --device cuda; default: %(default)s")
     add_device(made, "cpu")
     args: argparse.Namespace = parsed(made, _PARTS, argv)
-    n_gpus, began = args.gpus if args.device == "cuda" else 0, time.monotonic()
-    code = run_parts(args, lambda name: measure_delta(args.rounds) if name == "delta" else measure(args.rounds, n_gpus))
-    print(f"{time.monotonic() - began:.0f} s in all", file=sys.stderr)
-    return code
+    n_gpus = args.gpus if args.device == "cuda" else 0
+    return run_parts(args, lambda name: measure(args.rounds, n_gpus))
 
 
 if __name__ == "__main__":

@@ -65,8 +65,12 @@ def in_fresh_process(module: str, case: Mapping[str, Any], *, threads: int, time
     return found
 
 
-def run_parts(args: argparse.Namespace, measure: Callable[[str], Part]) -> int:
-    """Measures, prints and keeps each part that was asked for. Exit code: 1 if a figure missed its goal."""
+def run_parts(args: argparse.Namespace, measure: Callable[[str], Part], *, levels: int = 6) -> int:
+    """Measures, prints and keeps each part that was asked for. Exit code: 1 if a figure missed its goal.
+
+    Args:
+        levels: of the JSON file that are opened, see `tests.results`; 2 writes a line for each part.
+    """
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     where, missed = machine(), 0
     for name in args.only.split(","):
@@ -77,5 +81,5 @@ def run_parts(args: argparse.Namespace, measure: Callable[[str], Part]) -> int:
         missed += sum(figure.met is False for figure in part.figures)
         print(f"{as_text(part)}\n", flush=True)
         if args.json is not None:
-            merge_json(args.json, {part.name: result})
+            merge_json(args.json, {part.name: result}, levels=levels)
     return 1 if missed else 0

@@ -134,7 +134,7 @@ def _started(
 
 
 def _compare(bare: Child, server: ServerProcess, folder: Path, rounds: int, seconds: float) -> _Found:
-    errors: dict[str, float] = bare.ask(folder / REFERENCE)
+    error: float = bare.ask(folder / REFERENCE)
     with connect(server.port, k=K) as asking:
         n_streams = asking.info().n_streams
     with connect(
@@ -152,7 +152,7 @@ def _compare(bare: Child, server: ServerProcess, folder: Path, rounds: int, seco
             through_server_s = _score(teacher, n_sequences)
             second: Done = bare.ask(in_order, 5 * seconds + 60)
             found.append(Round(n_tokens / first.seconds, n_tokens / second.seconds, n_tokens / through_server_s))
-    return _Found(max(errors.values()), found, n_sequences, first, second)
+    return _Found(error, found, n_sequences, first, second)
 
 
 def _score(teacher: ZmqTeacher, n_sequences: int) -> float:

@@ -58,18 +58,12 @@ class Target(NamedTuple):
 def load(rounds: int, seconds: float) -> Part:
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="bench.")))
-        echo, echo_in_python = (_start_echo(stack, folder, in_python) for in_python in (False, True))
-        server, server_of_two = (_start_server(stack, folder, n) for n in (1, 2))
-        bare = server._replace(name="server, 1 worker, bare clients", kind="bare")
-        targets = [
-            echo,
-            echo_in_python,
-            bare,
-            server,
-            server_of_two,
-            server._replace(name=f"{server.name}, k = 8", k=8),
-        ]
+        echo, server = _start_echo(stack, folder), _start_server(stack, folder)
+        bare = server._replace(name=f"{server.name}, bare clients", kind="bare")
+        targets = [echo, bare, server]
         clients = [stack.enter_context(Child(serve_client, seed)) for seed in range(N_CLIENTS)]
+        for client in clients:
+            client.answer()
         samples: dict[str, list[Sample]] = {target.name: [] for target in targets}
         for _ in range(rounds):
             for target in targets:
@@ -116,9 +110,6 @@ def load(rounds: int, seconds: float) -> Part:
                 note="what the broker's checks, its ledger and the worker cost",
             ),
             Figure(
-                "the same, echo with a proxy in Python", ratio(bare, echo_in_python), note="as the broker is Python"
-            ),
-            Figure(
                 "server with ZmqTeacher clients / bare echo with bare clients",
                 ratio(server, echo),
                 note="the clients' unpacking and validation compete for the same cores",
@@ -133,25 +124,21 @@ def load(rounds: int, seconds: float) -> Part:
     )
 
 
-def _start_echo(stack: contextlib.ExitStack, folder: Path, in_python: bool) -> Target:
-    endpoint = f"ipc://{folder}/echo-{in_python:d}"
-    proxy = stack.enter_context(Child(serve_echo_proxy, endpoint, in_python))
+def _start_echo(stack: contextlib.ExitStack, folder: Path) -> Target:
+    endpoint = f"ipc://{folder}/echo"
+    proxy = stack.enter_context(Child(serve_echo_proxy, endpoint))
     port = proxy.answer()
     worker = stack.enter_context(Child(serve_echo_worker, endpoint))
     worker.ask([K])
-    name = "bare echo, proxy in Python" if in_python else "bare echo, zmq.proxy"
-    return Target(name, "bare", port, proxy.pid, [worker.pid], K)
+    return Target("bare echo, zmq.proxy", "bare", port, proxy.pid, [worker.pid], K)
 
 
-def _start_server(stack: contextlib.ExitStack, folder: Path, n_workers: int) -> Target:
-    model = folder / f"trivial-{n_workers}"
+def _start_server(stack: contextlib.ExitStack, folder: Path) -> Target:
+    model = folder / "trivial"
     model.mkdir()
     (model / "config.json").write_text(json.dumps({"vocab_size": VOCAB, "max_position_embeddings": 4096}))
-    server = stack.enter_context(
-        ServerProcess(model, folder, n_workers=n_workers, options=TRIVIAL)
-    )  # fmt: skip
-    name = f"server, {n_workers} worker{'s' * (n_workers > 1)}"
-    return Target(name, "teacher", server.port, server.process.pid, server.worker_pids, K)
+    server = stack.enter_context(ServerProcess(model, folder, options=TRIVIAL))
+    return Target("server, 1 worker", "teacher", server.port, server.process.pid, server.worker_pids, K)
 
 
 def _measure(clients: list[Child], target: Target, seconds: float) -> Sample:

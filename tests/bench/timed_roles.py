@@ -19,6 +19,7 @@ import numpy as np
 import ray
 import torch
 
+from gkd.actor.inputs import ChunkInputs
 from gkd.config.schema import Config
 from gkd.data.scatter import select
 from gkd.rollout.engine.worker import RolloutWorker
@@ -102,6 +103,10 @@ class TimedEngine(RolloutEngine):
                 n_tokens = self._stages.length(sampling.seed, index, sampling.max_tokens)
                 self._queue.append(_Sequence(owner, prompt, index, n_tokens))
                 self._meter.added(len(prompt.token_ids))
+
+    def step(self) -> None:
+        if self.n_running:
+            self._meter.time_pass(self._step)
 
     def _step(self) -> None:
         rates, n_read = self._stages.rates, self._unread
@@ -222,13 +227,13 @@ class TimedActorWorker:
     def node_id(self) -> str:
         return str(ray.get_runtime_context().get_node_id())
 
-    def accumulate(self, sequence_indices: Sequence[bytes | None], *lists: list[Any]) -> None:
-        self.train_step(sequence_indices, *lists)
+    def accumulate(self, *inputs: Any) -> None:
+        self.train_step(*inputs)
 
-    def train_step(self, sequence_indices: Sequence[bytes | None], *lists: list[Any], meta: Any = None) -> TrainStats:
+    def train_step(self, *inputs: Any, meta: Any = None) -> TrainStats:
         del meta
-        n_chunks = len(sequence_indices)
-        rollouts, _ = select(sequence_indices, lists[:n_chunks], lists[n_chunks:])
+        given = ChunkInputs.of_args(*inputs)
+        rollouts, _ = select(given.indices, given.rollouts, None)
         n_tokens = sum(rollout.n_tokens for rollout in rollouts)
         with self._spans.span(Phase.TRAIN):
             time.sleep(self._stages.rates.train_s + self._stages.rates.train_token_s * n_tokens)
@@ -286,7 +291,7 @@ class TimedEndpoint(ScoringEndpoint):
     def ask(self, teacher: Any) -> None:
         self._timed = teacher
 
-    def _clients(self) -> list[Any]:
+    def clients(self) -> list[Any]:
         return [self._timed]
 
     def _submit(self, teacher: Any, rollouts: Sequence[Rollout]) -> Future[Any]:

@@ -41,6 +41,7 @@ from gkd.metrics.writer import read_metrics
 from tests.e2e.conftest import ALONE, N_TRAIN, Lab, make_lab
 from tests.e2e.exactness import check_stream, check_taken, differences
 from tests.processes import wait_until
+from tests.results import write_results
 from tests.service.harness import ServerProcess
 
 MAX_STALENESS = 2  # of the stream
@@ -278,7 +279,7 @@ def main() -> int:
                 )
                 report |= totals(report)
                 if args.json:
-                    args.json.write_text(json.dumps(report, indent=1) + "\n")
+                    write_results(args.json, report)
     print(f"{report['kills']} kills; recovery median {report['recovery_s']['median']:.1f} s, worst "
           f"{report['recovery_s']['worst']:.1f} s")  # fmt: skip
     return 0

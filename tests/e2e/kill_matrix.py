@@ -20,9 +20,10 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
@@ -33,6 +34,7 @@ from tests.e2e.conftest import Lab, make_lab
 from tests.e2e.exactness import check_stream, differences
 from tests.e2e.killed_main import DONE, POINTS, VICTIMS, generation_of
 from tests.e2e.turn_models import small_models
+from tests.results import write_results
 from tests.service.harness import ServerProcess
 
 N_STEPS = 16
@@ -356,9 +358,10 @@ def _write(file: Path, layout: str, outcomes: Sequence[Outcome]) -> None:
         "kills": len(outcomes),
         "kills_at_random_times": n_random,
         "bit_equal": len(outcomes),  # a difference raises an error
-        "outcomes": [asdict(o) for o in outcomes],
+        "kills_by_point": Counter(o.kill.point for o in outcomes),
+        "kills_by_victim": Counter(o.kill.victim for o in outcomes),
     }
-    file.write_text(json.dumps(report, indent=1) + "\n")
+    write_results(file, report)
 
 
 if __name__ == "__main__":

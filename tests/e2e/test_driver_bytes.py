@@ -1,6 +1,6 @@
 """Test that the driver handles references only: its traffic does not grow with tokens or scores.
 
-`tests.bench.driver_bytes` lists the counted bytes.
+`tests.e2e.driver_bytes` lists the counted bytes.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def test_driver_traffic_is_at_most_100_bytes_per_sequence(lab: Lab, teacher_port
     command = lab.command(
         lab.root / "run_driver_bytes", teacher_port, "trainer.n_gpus_per_node=2", "data.max_response_length=48"
     )
-    command[command.index("gkd.main_gkd")] = "tests.bench.driver_bytes"
+    command[command.index("gkd.main_gkd")] = "tests.e2e.driver_bytes"
     done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
     assert done.returncode == 0, done.stderr[-4000:]
     measured = json.loads(done.stdout.splitlines()[-1])

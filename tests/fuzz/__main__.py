@@ -24,6 +24,7 @@ from typing import Any
 
 from tests.fuzz.mutate import mutate
 from tests.fuzz.targets import check, corpus, join
+from tests.results import write_results
 
 _MAX_GROWTH_MIB = 32
 
@@ -119,7 +120,7 @@ def main() -> int:
     results["peak MiB of the driver"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024
     print(json.dumps(results, indent=2))
     if args.json:
-        args.json.write_text(json.dumps(results, indent=2) + "\n")
+        write_results(args.json, results)
     return 0
 
 

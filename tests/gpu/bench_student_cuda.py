@@ -35,6 +35,7 @@ from tests.bench.student_case import MIXES, TOPK, PlainStep, make_student, save_
 from tests.bench.teacher_report import Figure, Part, Table
 from tests.gpu.peaks import peak_tflops, share_of_peak
 from tests.gpu.timing import median_ms
+from tests.results import write_results
 
 COMMON = {"vocab_size": 151_936, "head_dim": 128, "max_position_embeddings": 40_960, "tie_word_embeddings": True}
 _7B = {"num_attention_heads": 28, "num_key_value_heads": 4, "tie_word_embeddings": False, "vocab_size": 152_064}
@@ -183,7 +184,7 @@ def trace(step: Callable[[], Any], file: Path) -> None:
             ms, n = found.get(event["name"], (0.0, 0))
             found[event["name"]] = ms + event["dur"] / 1e3, n + 1
     rows = sorted(((ms, n, name) for name, (ms, n) in found.items()), reverse=True)
-    Path(f"{file}.json").write_text(json.dumps(rows, indent=0))
+    write_results(Path(f"{file}.json"), rows)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -19,7 +19,6 @@ within seconds write nothing, so the list of lines that were executed nowhere is
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import subprocess
 import sys
@@ -30,6 +29,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from tests.dry_card.environment import gpu_python
+from tests.results import write_results
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("gkd", "teacher_server")
@@ -183,7 +183,7 @@ def compare(cpu: Path, cuda: Path, to: Path | None) -> int:
             "n_not_executed": n_listed,
             "share": round(share, 3),
         }
-        to.write_text(json.dumps(result, indent=1) + "\n")
+        write_results(to, result)
     return int(share < 0.9)
 
 

@@ -37,7 +37,7 @@ import psutil
 from gkd.cluster.gpus import machine_gpus
 from gkd.metrics.writer import read_metrics
 from tests.bench.command import parser, run_parts
-from tests.bench.teacher_report import Figure, Part, Table
+from tests.bench.teacher_report import Figure, Part
 from tests.dist.helpers import free_port
 from tests.dry_card.environment import environment, gpu_python, remove_segments
 from tests.service.harness import ServerProcess
@@ -102,7 +102,7 @@ ACTS = (
     "teacher.backend=local",
     "teacher.path=models/tools/teacher",
 )
-# models/tokenizers: made by tests.bench.bench_tokenizers
+# models/tokenizers: made by `python -m tests.bench.bench_tokenizers --only-models`
 PAIR = (
     "model.path=models/tokenizers/student_left",
     "teacher.tokenizer=models/quickstart/teacher",
@@ -183,10 +183,9 @@ def measure(name: str, *, dry: bool, teacher_port: int) -> Part:
         if any(figure.met is False for figure in figures):
             print(f"{text[-6000:]}\n{replay[-2000:]}", file=sys.stderr, flush=True)
     seconds = time.monotonic() - began_s
-    table = Table("step by step", ("number", "cards", "CPU"), rows)
     where = "stand-in cards: kernels computed on the CPU" if dry else "cards"
     what = f"{' '.join(case.settings) or 'default settings'}; {case.how}, {case.cards} {where}."
-    return Part(name, what, figures, (table,), {**case.variables, **_versions(dry), "seconds": round(seconds)})
+    return Part(name, what, figures, (), {**case.variables, **_versions(dry), "seconds": round(seconds)})
 
 
 def _versions(dry: bool) -> dict[str, str]:
@@ -370,7 +369,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         tempfile.TemporaryDirectory(prefix="gkd-matrix-") as folder,
         ServerProcess(MODELS / "teacher", Path(folder), options=("--device", "cpu")) as teacher,
     ):
-        return run_parts(args, lambda name: measure(name, dry=args.dry, teacher_port=teacher.port))
+        return run_parts(args, lambda name: measure(name, dry=args.dry, teacher_port=teacher.port), levels=2)
 
 
 if __name__ == "__main__":

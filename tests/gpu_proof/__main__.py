@@ -22,6 +22,7 @@ from gkd.cluster.gpus import machine_gpus, visible_gpus
 from gkd.preflight.environment import describe_machine
 from tests.device import VARIABLE
 from tests.gpu_proof.stages import DEVICE, JSON, STAGES, Stage
+from tests.results import write_results
 
 ROOT = Path(__file__).resolve().parents[2]
 PASS, FAIL, SKIPPED, TIMED_OUT = "pass", "fail", "skipped", "timed out"
@@ -71,7 +72,7 @@ def _run(stages: Sequence[Stage], device: str, gpus_gib: Sequence[float], out: P
             rows.pop(stage.name, None)
             rows[stage.name] = row = run_stage(stage, device, gpus_gib, out, grace_s)
             partial = file.with_suffix(".partial")
-            partial.write_text(json.dumps({"device": device, "machine": describe_machine(), "stages": rows}, indent=1))
+            write_results(partial, {"device": device, "machine": describe_machine(), "stages": rows}, levels=2)
             partial.replace(file)  # in one step, so the file is complete whenever the run is killed
             print(f"    {row['verdict']}, {row['seconds']:.0f} s  {row['reason']}", flush=True)
     except KeyboardInterrupt:
@@ -141,7 +142,8 @@ def _judged_figures(code: int, results: Path, lines: Sequence[str]) -> dict[str,
     """Judge a benchmark by its figures, which tests/bench/teacher_report.py writes, and by its exit code."""
     found = json.loads(results.read_text())["parts"] if results.exists() else {}
     figures = [figure for part in found.values() for figure in part["figures"]]
-    missed = [f"{f['name']} = {f['value']:.4g}, {f['goal']} wanted. {f['note']}" for f in figures if f["met"] is False]
+    wrong = [figure for figure in figures if figure.get("met") is False]
+    missed = [f"{f['name']} = {f['value']:.4g}, {f['goal']} wanted. {f.get('note', '')}" for f in wrong]
     if not missed and (code or not figures):
         missed = [f"exit code {code}, {len(figures)} figures; the log ends: {lines[-1][:200]}"]
     return _row(FAIL if missed else PASS, "; ".join(missed), figures)
@@ -152,8 +154,8 @@ def _table(rows: Mapping[str, Mapping[str, Any]]) -> str:
     lines = [f"{'stage':16}{'verdict':11}{'s':>5}"]
     for name, row in rows.items():
         lines.append(f"{name:16}{row['verdict']:11}{row['seconds']:5.0f}  {row['reason']}")
-        barred = [figure for figure in row["figures"] if figure["met"] is not None]
-        lines += [f"    {f['name']}: {f['value']:.4g} {f['unit']} (bar: {f['goal']})" for f in barred]
+        barred = [figure for figure in row["figures"] if "met" in figure]
+        lines += [f"    {f['name']}: {f['value']:.4g} {f.get('unit', '')} (bar: {f['goal']})" for f in barred]
     return "\n".join([*lines, ""])
 
 

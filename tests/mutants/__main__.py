@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import os
 import queue
 import re
@@ -31,6 +30,7 @@ from typing import Any
 from tests.mutants.mutant import Mutant, problems
 from tests.mutants.numerics import MUTANTS
 from tests.processes import Commands
+from tests.results import write_results
 
 ROOT = Path(__file__).parents[2]
 _COPIED = (
@@ -203,7 +203,7 @@ def main() -> int:
     if results is None:
         return 2
     if arguments.json:
-        arguments.json.write_text(json.dumps(results, indent=1) + "\n")
+        write_results(arguments.json, results)
     print(", ".join(f"{name} {value}" for name, value in results["totals"].items()))
     return 1 if results["totals"]["survived"] or results["totals"]["error"] else 0
 

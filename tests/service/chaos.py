@@ -38,6 +38,7 @@ from gkd.types import Rollout, TeacherScores, TeacherTopK
 from teacher_server.cli.admin_link import AdminLink
 from teacher_server.wire.protocol import MAX_FRAME_BYTES
 from tests.processes import wait_until
+from tests.results import write_results
 from tests.service.faulty_worker import KINDS
 from tests.service.harness import TRIVIAL, connect, random_rollouts, save_model, server_command, submit, table_of
 from tests.service.proxy import Proxy
@@ -348,7 +349,7 @@ def main() -> int:
         result = run_chaos(args.faults, args.requests, args.seed, Path(folder), say=say)
     print(json.dumps(result, indent=2))
     if args.json:
-        args.json.write_text(json.dumps(result, indent=2) + "\n")
+        write_results(args.json, result)
     bad = result["lost"] or result["wrong"] or result["doubled"] or result["honest workers excluded"]
     return int(bool(bad) or result["recovery_s max"] > 5 or result["latency_s p99"] > 2)
 

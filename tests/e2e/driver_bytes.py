@@ -1,6 +1,6 @@
 """Count the bytes per sequence that pass through the driver, for batches of two sizes and two lengths.
 
-    python -m tests.bench.driver_bytes --config X.yaml key=value ...
+    python -m tests.e2e.driver_bytes --config X.yaml key=value ...
 
 Accepts the arguments of `gkd.main_gkd` (a teacher server must be running), starts the run's pools, processes some
 batches (rollout, scores, train step), and prints one JSON object: for each batch its name and these numbers. The last
