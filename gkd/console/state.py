@@ -46,7 +46,7 @@ class RunState:
     """Numbers of a run so far.
 
     Attributes:
-        numbers: of the newest step; those of metrics.jsonl and of tuner.jsonl.
+        numbers: of the newest step.
         step: optimizer steps made.
         first_step: step at which this start of the run began.
 
@@ -133,14 +133,11 @@ def bottleneck_of(numbers: Mapping[str, float]) -> tuple[str, float] | None:
 
 
 def rates_of(numbers: Mapping[str, float]) -> dict[str, float]:
-    """Return tokens per second of each pool while it works: generated, scored, trained.
-
-    The teacher's are those of an earlier step, see `gkd.metrics.bottleneck`.
-    """
+    """Return tokens per second of engines and actor while they work: generated, trained."""
     response = numbers.get("rollout/response_tokens", 0.0)
+    generating_s = numbers["time/step_s"] - numbers.get("time/eval_s", 0.0)
     parts = {
-        "rollout": (response, numbers.get("perf/generate_s") or numbers.get("time/rollout_s")),
-        "teacher": (numbers.get("perf/teacher_tokens"), numbers.get("perf/teacher_busy_1_s")),
+        "rollout": (response, numbers.get("perf/rollout_busy_share", 0.0) * generating_s),
         "actor": (response + numbers.get("rollout/prompt_tokens", 0.0), numbers.get("time/train_s")),
     }
     return {pool: tokens / spent_s for pool, (tokens, spent_s) in parts.items() if tokens and spent_s}

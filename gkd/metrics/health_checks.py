@@ -198,10 +198,11 @@ class Check:
 
 def _checks(page: str) -> tuple[Check, ...]:
     cells = {name.strip("`"): texts for name, *texts in table_rows(page, 5)}
-    return tuple(
-        Check(name, *limit_and_judge, *cells[name][2:], clear_after=1 if name in _OF_EVALUATIONS else 10)
-        for name, limit_and_judge in _JUDGES.items()
-    )
+    checks = []
+    for name, (limit, judge) in _JUDGES.items():
+        *_, cause, change = cells[name]
+        checks.append(Check(name, limit, judge, cause, change, clear_after=1 if name in _OF_EVALUATIONS else 10))
+    return tuple(checks)
 
 
 CHECKS = _checks((files("gkd.metrics") / "health.md").read_text(encoding="utf-8"))
