@@ -127,7 +127,7 @@ def steps_of(run: Run, config: Config) -> Sequence[Mapping[str, float]]:
     begun_s = starts[-1]["unix_s"] if starts else 0.0  # an earlier start may have had other pools
     lines = [{key: value for key, value in line.items() if value is not None} for line in run.lines]
     trained = [line for line in lines if "loss/total" in line and line["time/unix_s"] > begun_s]
-    # With prefetching, the engines have nothing left to do in the last steps.
+    # Prefetching engines have nothing left to do in the last steps.
     found = [line for line in trained[WARM_UP : len(trained) - ahead] if "time/eval_s" not in line]
     if len(found) < _MIN_STEPS:
         problem = f"{len(found)} steps since its last start can be measured: not the first, last and evaluated ones."

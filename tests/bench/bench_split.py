@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import tempfile
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -44,18 +45,24 @@ RATES = Rates(0.004, 0.0005, 0.0, score_token_s=0.00005, train_s=0.0, train_toke
 STAGES = Stages(RATES, mean_tokens=24.0, sigma=0.6)
 
 
-def run(config: Config) -> None:
-    """Make one run in processes of its own."""
-    n_ranks, n_engines, n_steps = config.derived.dp_size, config.derived.n_engines, config.trainer.total_steps
-    cluster, env = Cluster("", n_slots=n_ranks + n_engines, on_cpu=True), worker_env(True)
-    try:
+class Slots:
+    """The processes of the largest split, started once; a run uses some of them."""
+
+    def __init__(self) -> None:
+        n_ranks, n_engines = (max(column) for column in zip(*SPLITS, strict=True))
+        self.cluster, env = Cluster("", n_slots=n_ranks + n_engines, on_cpu=True), worker_env(True)
         specs = [PoolSpec("actor", 1, n_ranks, 1), PoolSpec("rollout", 1, n_engines, 1)]
-        pools, groups = cluster.make_pools(specs, 60.0), rollout_worker.CONCURRENCY_GROUPS
-        ranks = pools["actor"].spawn(TimedActorWorker, env, concurrency_groups=(SAVES,))
-        engines = pools["rollout"].spawn(TimedRolloutWorker, env, concurrency_groups=groups)
+        pools, groups = self.cluster.make_pools(specs, 60.0), rollout_worker.CONCURRENCY_GROUPS
+        self._ranks = pools["actor"].spawn(TimedActorWorker, env, concurrency_groups=(SAVES,))
+        self._engines = pools["rollout"].spawn(TimedRolloutWorker, env, concurrency_groups=groups)
         options = {"num_cpus": HELPER_CPUS, "max_concurrency": 8, "runtime_env": {"env_vars": env}}
         made = ray.remote(concurrency_groups={RECORDS: 1})(ClockEndpoint).options(**options)
-        endpoints = [made.remote(config, 0, [""], [Window(64)]) for _ in ranks]
+        config = load_config(None, ["trainer.device=cpu"])
+        self._endpoints = [made.remote(config, 0, [""], [Window(64)]) for _ in self._ranks]
+
+    def run(self, config: Config) -> None:
+        n_ranks, n_engines, n_steps = config.derived.dp_size, config.derived.n_engines, config.trainer.total_steps
+        ranks, engines, endpoints = self._ranks[:n_ranks], self._engines[:n_engines], self._endpoints[:n_ranks]
         meeting = ray.remote(Meeting).options(num_cpus=0).remote(n_engines)
         calls = {f"rank {i}": rank.prepare.remote(STAGES) for i, rank in enumerate(ranks)}
         calls |= {f"engine {i}": one.prepare.remote(config, STAGES, meeting) for i, one in enumerate(engines)}
@@ -67,18 +74,16 @@ def run(config: Config) -> None:
         prompts = [Prompt(i, np.ones(PROMPT, np.int32)) for i in range(BATCH * n_steps)]
         folder = open_run_folder(config, {"name": "timed", "fingerprint": "none"})
         Trainer(config, roles, prompts, [], folder, n_steps).fit()
-    finally:
-        cluster.close()
 
 
-def measured(folder: Path, scheduler: str, split: tuple[int, int], n_steps: int) -> Measured:
+def measured(slots: Slots, folder: Path, scheduler: str, split: tuple[int, int], n_steps: int) -> Measured:
     """Make a run and return its mean step, as `gkd split` reads it."""
     names = "data.train_files=[none] model.path=none eval.metric=none trainer.device=cpu weight_sync.verify=never"
     sizes = f"trainer.n_gpus_per_node={split[0]} rollout.n_gpus_per_node={split[1]} trainer.total_steps={n_steps}"
     limits = f"rollout.max_num_seqs={MAX_RUNNING} data.max_response_length=90 trainer.global_batch_size={BATCH}"
     settings = f"{names} {sizes} {limits} trainer.run_dir={folder} trainer.scheduler={scheduler}"
     config = load_config(None, settings.split())
-    run(config)
+    slots.run(config)
     (found,) = read_runs([folder])
     return measure(found, config, steps_of(found, config), elsewhere=True)
 
@@ -90,9 +95,12 @@ def main() -> int:
     parser.add_argument("--only", choices=SCHEDULERS, help="default: all")
     args = parser.parse_args()
     rows: list[dict[str, Any]] = []
-    with tempfile.TemporaryDirectory(prefix="bench_split.") as root:
+    slots = Slots()
+    with closing(slots.cluster), tempfile.TemporaryDirectory(prefix="bench_split.") as root:
         for scheduler in [args.only] if args.only else SCHEDULERS:
-            runs = {s: measured(Path(root, scheduler, f"{s[0]}_{s[1]}"), scheduler, s, args.steps) for s in SPLITS}
+            runs = {
+                s: measured(slots, Path(root, scheduler, f"{s[0]}_{s[1]}"), scheduler, s, args.steps) for s in SPLITS
+            }
             for (student, rollout), one in runs.items():
                 estimated_s = runs[SPLITS[0]].on(Split(rollout, 0, student)).step_s
                 row = {"scheduler": scheduler, "student": student, "rollout": rollout, "measured_s": one.step_s}

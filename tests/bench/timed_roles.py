@@ -112,7 +112,10 @@ class TimedEngine(RolloutEngine):
                 n_tokens = self._stages.length(sampling.seed, index, sampling.max_tokens)
                 self._queue.append(_Sequence(owner, prompt, index, n_tokens))
 
-    def _step(self) -> None:
+    def step(self) -> None:
+        self._meter.time_pass(self._pass)
+
+    def _pass(self) -> None:
         rates, n_read = self._stages.rates, self._unread
         self._unread = 0
         if not self._moving:

@@ -217,7 +217,7 @@ def test_wrong_folders_and_numbers_have_their_exit_codes(tmp_path: Path, capsys:
 
 
 def test_full_engines_have_no_remark(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Fails if the user is not told that the longest response decides, or is told so of engines with a queue."""
+    """Fails if the remark on engines that are not full is missing, or is printed for engines with a queue."""
     main([str(write_run(tmp_path / "queue"))])
     assert "at once" not in capsys.readouterr().out
     main([str(write_run(tmp_path / "all", "rollout.max_num_seqs=64"))])
