@@ -143,7 +143,7 @@ class ClockEndpoint(ScoringEndpoint):
     def prepare(self, token_s: float) -> None:
         self._clock_teacher = ClockTeacher(token_s)
 
-    def _clients(self) -> list[Any]:
+    def clients(self) -> list[Any]:
         return [self._clock_teacher]
 
     def _submit(self, teacher: Any, rollouts: Sequence[Rollout]) -> Future[Any]:

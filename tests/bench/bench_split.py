@@ -1,6 +1,6 @@
 """Compare the step times that `gkd split` estimates from one run of each scheduler with those of runs on other splits.
 
-    python -m tests.bench.bench_split [--json docs/results/split_cpu.json] [--steps 14] [--only stream]
+    python -m tests.bench.bench_split --json docs/results/split_cpu.json
 
 The loop, schedulers, Ray's actors, streams, endpoints and weight sync are the product's own. A stage holds for the time
 that its tokens would take (`tests.bench.timed_roles`), so slots of processes need no GPU. The teacher has slots of its
@@ -14,7 +14,6 @@ import json
 import tempfile
 from contextlib import closing
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import ray
@@ -40,7 +39,7 @@ from tests.bench.timed_roles import SAVES, Meeting, Rates, Stages, TimedActorWor
 
 SPLITS = ((1, 2), (1, 1), (1, 3), (1, 4), (2, 1), (2, 2))  # ranks, engines; the first is the run that is read
 SCHEDULERS = ("sync", "one_step_off", "stream")
-BATCH, MAX_RUNNING, PROMPT = 96, 8, 12
+BATCH, MAX_RUNNING, PROMPT, N_STEPS = 96, 8, 12, 14
 RATES = Rates(0.004, 0.0005, 0.0, score_token_s=0.00005, train_s=0.0, train_token_s=0.0002, sync_s=0.02)
 STAGES = Stages(RATES, mean_tokens=24.0, sigma=0.6)
 
@@ -61,7 +60,7 @@ class Slots:
         self._endpoints = [made.remote(config, 0, [""], [Window(64)]) for _ in self._ranks]
 
     def run(self, config: Config) -> None:
-        n_ranks, n_engines, n_steps = config.derived.dp_size, config.derived.n_engines, config.trainer.total_steps
+        n_ranks, n_engines = config.derived.dp_size, config.derived.n_engines
         ranks, engines, endpoints = self._ranks[:n_ranks], self._engines[:n_engines], self._endpoints[:n_ranks]
         meeting = ray.remote(Meeting).options(num_cpus=0).remote(n_engines)
         calls = {f"rank {i}": rank.prepare.remote(STAGES) for i, rank in enumerate(ranks)}
@@ -71,15 +70,15 @@ class Slots:
         actor = ActorPool(ranks, config)
         sync = WeightSync(actor.exporters(), engines, config, "cpu", timeout_s=60.0)
         roles = Roles(actor, RolloutPool(engines, config, n_ranks), ScoringPool(endpoints, 120.0), sync)
-        prompts = [Prompt(i, np.ones(PROMPT, np.int32)) for i in range(BATCH * n_steps)]
+        prompts = [Prompt(i, np.ones(PROMPT, np.int32)) for i in range(BATCH * N_STEPS)]
         folder = open_run_folder(config, {"name": "timed", "fingerprint": "none"})
-        Trainer(config, roles, prompts, [], folder, n_steps).fit()
+        Trainer(config, roles, prompts, [], folder, N_STEPS).fit()
 
 
-def measured(slots: Slots, folder: Path, scheduler: str, split: tuple[int, int], n_steps: int) -> Measured:
+def measured(slots: Slots, folder: Path, scheduler: str, n_ranks: int, n_engines: int) -> Measured:
     """Make a run and return its mean step, as `gkd split` reads it."""
     names = "data.train_files=[none] model.path=none eval.metric=none trainer.device=cpu weight_sync.verify=never"
-    sizes = f"trainer.n_gpus_per_node={split[0]} rollout.n_gpus_per_node={split[1]} trainer.total_steps={n_steps}"
+    sizes = f"trainer.n_gpus_per_node={n_ranks} rollout.n_gpus_per_node={n_engines} trainer.total_steps={N_STEPS}"
     limits = f"rollout.max_num_seqs={MAX_RUNNING} data.max_response_length=90 trainer.global_batch_size={BATCH}"
     settings = f"{names} {sizes} {limits} trainer.run_dir={folder} trainer.scheduler={scheduler}"
     config = load_config(None, settings.split())
@@ -88,28 +87,20 @@ def measured(slots: Slots, folder: Path, scheduler: str, split: tuple[int, int],
     return measure(found, config, steps_of(found, config), elsewhere=True)
 
 
-def main() -> int:
+def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", type=Path, metavar="F", help="write the figures here, too")
-    parser.add_argument("--steps", type=int, default=14, help="of each run; default: %(default)s")
-    parser.add_argument("--only", choices=SCHEDULERS, help="default: all")
+    parser.add_argument("--json", type=Path, metavar="F", required=True, help="write the figures here")
     args = parser.parse_args()
-    rows: list[dict[str, Any]] = []
-    slots = Slots()
+    rows, slots = list[str](), Slots()
     with closing(slots.cluster), tempfile.TemporaryDirectory(prefix="bench_split.") as root:
-        for scheduler in [args.only] if args.only else SCHEDULERS:
-            runs = {
-                s: measured(slots, Path(root, scheduler, f"{s[0]}_{s[1]}"), scheduler, s, args.steps) for s in SPLITS
-            }
+        for scheduler in SCHEDULERS:
+            runs = {(s, r): measured(slots, Path(root, f"{scheduler}_{s}_{r}"), scheduler, s, r) for s, r in SPLITS}
             for (student, rollout), one in runs.items():
                 estimated_s = runs[SPLITS[0]].on(Split(rollout, 0, student)).step_s
                 row = {"scheduler": scheduler, "student": student, "rollout": rollout, "measured_s": one.step_s}
-                rows.append(row | {"estimated_s": estimated_s, "off": estimated_s / one.step_s - 1})
-                print(json.dumps(rows[-1]), flush=True)
-    if args.json is not None:
-        text = ",\n  ".join(map(json.dumps, rows))
-        args.json.write_text(f'{{\n "steps": {args.steps},\n "runs": [\n  {text}\n ]\n}}\n')
-    return 0
+                rows.append(json.dumps(row | {"estimated_s": estimated_s, "off": estimated_s / one.step_s - 1}))
+                print(rows[-1], flush=True)
+    args.json.write_text('{\n "runs": [\n  ' + ",\n  ".join(rows) + "\n ]\n}\n")
 
 
 if __name__ == "__main__":

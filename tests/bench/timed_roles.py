@@ -18,6 +18,7 @@ import numpy as np
 import ray
 import torch
 
+from gkd.actor.inputs import ChunkInputs
 from gkd.config.schema import Config
 from gkd.data.scatter import select
 from gkd.rollout.engine.worker import RolloutWorker
@@ -230,13 +231,12 @@ class TimedActorWorker:
     def node_id(self) -> str:
         return str(ray.get_runtime_context().get_node_id())
 
-    def accumulate(self, sequence_indices: Sequence[bytes | None], *lists: list[Any]) -> None:
-        self.train_step(sequence_indices, *lists)
+    def accumulate(self, *inputs: Any) -> None:
+        self.train_step(*inputs)
 
-    def train_step(self, sequence_indices: Sequence[bytes | None], *lists: list[Any], meta: Any = None) -> TrainStats:
-        del meta
-        n_chunks = len(sequence_indices)
-        rollouts, _ = select(sequence_indices, lists[:n_chunks], lists[n_chunks:])
+    def train_step(self, *inputs: Any) -> TrainStats:
+        found = ChunkInputs.of_args(*inputs)
+        rollouts, _ = select(found.indices, found.rollouts, found.scores)
         n_tokens = sum(rollout.n_tokens for rollout in rollouts)
         with self._spans.span(Phase.TRAIN):
             time.sleep(self._stages.rates.train_s + self._stages.rates.train_token_s * n_tokens)
