@@ -292,8 +292,6 @@ class WeightSyncRole(Protocol):
 class NoReference:
     """The reference of a run without reference KL: returns each batch unchanged."""
 
-    seconds = 0.0
-
     def compute_logprobs(
         self, batch: Sequence[PendingScores | ScoredChunk], *, blocking: bool = True
     ) -> ReferenceHandle:
@@ -378,8 +376,6 @@ class LogprobsHandle(Protocol):
 
 
 class ReferenceHandle(Protocol):
-    seconds: float  # duration of the pass, after `wait`; 0 if there is none
-
     def wait(self, batch: Sequence[ScoredChunk]) -> list[ScoredChunk]:
         """Return the batch with `ScoredChunk.reference` set. Raises the error of a failed rank.
 

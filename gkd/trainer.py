@@ -14,7 +14,6 @@ from contextlib import closing
 
 from gkd.config.schema import Config
 from gkd.log import get_logger
-from gkd.metrics.bottleneck import REFERENCE_S
 from gkd.metrics.run_metrics import RunMetrics, StepMetrics
 from gkd.pipeline.batches import make_source
 from gkd.pipeline.colocation import GpuSharing
@@ -104,7 +103,6 @@ class Trainer:
                 self.step += 1
             with m.stage("rollout"):
                 self.source.wait_until_idle()
-            m.add_tuner(self.metrics.teacher.end_step())  # before the weight sync
             with m.stage("weight_sync"):
                 sync = self.roles.weight_sync.push(self.step)
         chunks = [chunk for part in parts for chunk in part]
@@ -134,10 +132,7 @@ class Trainer:
         self.metrics.add_scored(part)
         check_staleness(part, self.step, self.source.max_staleness, self.config.trainer.scheduler)
         with m.stage("reference"):
-            part = reference.wait(part)
-        if reference.seconds:
-            m.add_tuner({REFERENCE_S: reference.seconds})
-        return part
+            return reference.wait(part)
 
     def resume(self) -> None:
         """Load the checkpoint that the run resumes from, if any, and truncate the metrics to its step."""

@@ -371,9 +371,6 @@ class EngineUsage:
     """Counters of one engine since the previous `usage` call."""
 
     busy_s: float  # time in forward passes
-    gap_s: float  # between passes while sequences were unfinished: finished rollouts were handed over
-    products: np.ndarray  # [4, 4] float64: sum over passes of x x^T with x = (1, b, p, seconds)
-    longest_response: int  # tokens of the longest response that finished; 0 if none did
     memory: Mapping[str, float] = field(default_factory=dict)  # metric name -> peak value
     spans: ProcessSpans | None = None  # None: not recorded
 
@@ -395,7 +392,6 @@ class RolloutUsage:
     """Counters of the rollout pool since the previous `usage` call."""
 
     engines: Sequence[EngineUsage]  # one for each that is up
-    generate_s: float  # time in `generate`, from its first call to an engine to its last chunk
     memory: Mapping[str, float] = field(default_factory=dict)  # metric name -> maximum over the engines
     restarts: EngineRestarts = EngineRestarts()
 

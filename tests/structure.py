@@ -31,7 +31,7 @@ gkd.rollout gkd.rollout.vllm gkd.rollout.engine gkd.rollout.driver
 gkd.scoring.reward gkd.scoring.teacher gkd.scoring
 gkd.actor.common gkd.actor.megatron gkd.actor.fsdp gkd.actor.frozen gkd.actor
 gkd.preflight gkd.start gkd.api gkd.main_gkd
-gkd.tools.split_tuner gkd.tools.report gkd.tools gkd.cli
+gkd.tools.report gkd.tools gkd.cli
 """
 ORDER = tuple(_ORDER.split())
 _BY = "written by python -m tests.structure --write-map -->"

@@ -7,8 +7,7 @@ computes the loss.
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from functools import partial
@@ -134,15 +133,15 @@ class ActorWorker(ActorRank):
         """
         with self._memory.during(Phase.SCORE):
             scores = self._frozen.score(sequence_indices, chunks)
-        return (None, *scores) if scores else None
+        return _objects(scores)
 
     def reference_logprobs(self, sequence_indices: Sequence[bytes | None], *chunks: list[Rollout]) -> Any:
         """Compute the reference model's logprobs, arguments as for `score`. The student's states are not moved.
 
-        Returns the seconds of the pass, and then for each chunk a list of [R] float32 arrays. Raises TeacherError.
+        Returns None, and then for each chunk a list of [R] float32 arrays. Raises TeacherError.
         """
         with self._memory.during(Phase.REFERENCE):
-            return _timed(partial(map_selected, sequence_indices, chunks, self._frozen.reference_logprobs))
+            return _objects(map_selected(sequence_indices, chunks, self._frozen.reference_logprobs))
 
     def compute_logprobs(
         self,
@@ -162,7 +161,7 @@ class ActorWorker(ActorRank):
         phase = Phase.REFERENCE if disable_adapter else Phase.LOGPROBS
         compute = partial(self._frozen.student_logprobs, disable_adapter=disable_adapter)
         with self._phase(phase, [PARAMS], is_offload_states):
-            return _timed(partial(map_selected, sequence_indices, chunks, compute))
+            return _objects(map_selected(sequence_indices, chunks, compute))
 
     def set_teacher_head(self, head: np.ndarray | None, pair: TokenizerPair | None) -> None:
         """Set the teacher's LM head, for the signal `hidden`. On the last pipeline stage only.
@@ -349,9 +348,6 @@ class ActorWorker(ActorRank):
         return replace(batches, weights=weights), size_numbers(counts, routes)
 
 
-def _timed(compute: Callable[[], list[list[np.ndarray]]]) -> Any:
-    """Return the seconds of a computation, and its result for each chunk; without chunks the seconds alone."""
-    began = time.perf_counter()
-    results = compute()
-    seconds = time.perf_counter() - began
-    return (seconds, *results) if results else seconds
+def _objects(results: Sequence[Any]) -> Any:
+    """Return None, and then the result for each chunk, as Ray takes several objects; without chunks None alone."""
+    return (None, *results) if results else None

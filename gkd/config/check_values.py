@@ -94,13 +94,11 @@ def _best_errors(config: Sections) -> Iterator[ConfigError]:
 
 
 def _health_errors(config: Sections) -> Iterator[ConfigError]:
-    off, limits, names = config.health.checks_off, config.health.limits, ", ".join(HEALTH_CHECKS)
-    if not set(off) <= set(HEALTH_CHECKS) or len(set(off)) < len(off):
-        yield config.error("health.checks_off", "is not a list of distinct checks.", f"use some of {names}.")
+    limits = config.health.limits
     if unknown := sorted(set(limits) - set(HEALTH_CHECKS)):
-        yield ConfigError("health.limits", unknown[0], "there is no such check.", f"use some of {names}.")
-    if not all(0 < limit < math.inf for limit in limits.values()):
-        yield config.error("health.limits", "has a limit that is not a positive number.", "use numbers > 0.")
+        yield ConfigError("health.limits", unknown[0], "there is no such check.", f"use {', '.join(HEALTH_CHECKS)}.")
+    if not all(0 <= limit < math.inf for limit in limits.values()):
+        yield config.error("health.limits", "has a limit that is not a number.", "use numbers >= 0; 0 switches off.")
 
 
 _SECONDS = {"s": 1, "min": 60, "h": 3600}

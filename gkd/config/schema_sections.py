@@ -54,10 +54,8 @@ class RewardConfig:
 
 # Names of the checks; `gkd.metrics.health_checks` has their thresholds and reasons.
 HEALTH_CHECKS = (
-    *("truncated", "repetition", "end_of_sequence", "teacher_mismatch", "overlap_falls", "entropy_collapse"),
-    *("importance_clipped", "gradient_spikes", "no_gap", "kl_rises", "accuracy_falls", "worse_than_start"),
-    *("engine_logprobs", "stale_rollouts", "environment_errors", "ends_disagree", "sure_and_wrong"),
-    *("paired", "canonical"),
+    *("truncated", "repetition", "end_of_sequence", "teacher_mismatch", "overlap_falls", "no_gap"),
+    *("kl_rises", "engine_logprobs", "stale_rollouts", "ends_disagree"),
 )
 
 
@@ -70,11 +68,11 @@ class HealthConfig:
         choices=("warn", "pause", "stop"),
         resume=True,
     )
-    checks_off: list[str] = key(
-        [], "Checks to leave out.", limits=f"of {', '.join(HEALTH_CHECKS)}, each once", resume=True
-    )
     limits: dict[str, float] = key(
-        {}, "Other limits of some checks, e.g. {truncated: 0.9}. See docs/health.md.", limits="numbers > 0", resume=True
+        {},
+        "Other limits of some checks, e.g. {truncated: 0.9, no_gap: 0}; 0 leaves a check out. See docs/health.md.",
+        limits=f"numbers >= 0 for {', '.join(HEALTH_CHECKS)}",
+        resume=True,
     )
 
 

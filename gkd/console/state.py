@@ -25,7 +25,7 @@ class RunState:
     Attributes:
         evaluations: step and numbers of each one.
         losses: of each step.
-        numbers: of the newest step; those of metrics.jsonl and of tuner.jsonl.
+        numbers: of the newest step.
         step: optimizer steps made.
         first_step: step at which this start of the run began.
 

@@ -114,10 +114,8 @@ class Closing:
 
     def _next_commands(self) -> list[str]:
         """Return commands to use the student, to read the report, and to find a faster split of the GPUs."""
-        trainer, rollout = self._config.trainer, self._config.rollout
         run, python = shlex.quote(str(self._root)), shlex.quote(sys.executable)
         commands = [serve_command(self._root / EXPORT), f"{python} -m gkd.tools.report {run}"]
-        if trainer.colocate or self._config.derived.teacher_pool:
+        if self._config.trainer.colocate or self._config.derived.teacher_pool:
             return [*commands, f"{python} -m gkd.tools.memory --config {run}/config.yaml"]
-        n_gpus = trainer.nnodes * trainer.n_gpus_per_node + rollout.nnodes * rollout.n_gpus_per_node
-        return [*commands, f"{python} -m gkd.tools.split --run {run} --gpus {n_gpus} --teacher-elsewhere"]
+        return [*commands, f"{python} -m gkd.tools.split {run}"]

@@ -67,11 +67,11 @@ def _pattern(placeholder: str) -> str:
     return values if isinstance(values, str) else f"(?:{'|'.join(values)})"
 
 
-def _rows(page: str) -> tuple[Row, ...]:
-    """Return the rows of all tables with the columns of `Row`; in a cell `\\|` is a bar."""
+def table_rows(page: str, n_columns: int) -> list[list[str]]:
+    """Return the cells of a page's table rows with this number of columns and code in the first; `\\|` is a bar."""
     cells = [re.split(r"(?<!\\)\|", line)[1:-1] for line in page.splitlines() if line.startswith("| `")]
-    texts = [[cell.strip().replace(r"\|", "|") for cell in row] for row in cells if len(row) == len(fields(Row))]
-    return tuple(Row(key.strip("`"), *others) for key, *others in texts)
+    return [[cell.strip().replace(r"\|", "|") for cell in row] for row in cells if len(row) == n_columns]
 
 
-ROWS = _rows((files("gkd.metrics") / "metrics.md").read_text(encoding="utf-8"))
+_PAGE = (files("gkd.metrics") / "metrics.md").read_text(encoding="utf-8")
+ROWS = tuple(Row(key.strip("`"), *others) for key, *others in table_rows(_PAGE, len(fields(Row))))

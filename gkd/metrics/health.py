@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from time import monotonic, sleep
+from time import sleep
 
 from gkd.config.schema import Config
 from gkd.errors import HealthAlarm
@@ -14,7 +14,6 @@ from gkd.metrics.health_checks import CHECKS, NEED_EQUAL_SAMPLING, Check, Histor
 from gkd.run.disk import naming
 from gkd.run.interrupts import interruptible
 
-CLEAR_AFTER = 10  # verdicts without a finding in a row; an evaluation's check has few, see `Monitor`
 PREFIX = "health/"
 
 
@@ -27,9 +26,8 @@ class Alarm:
     evidence: str
 
     def __str__(self) -> str:
-        check = self.check
-        cause, change = f"Likely cause: {check.cause}.", f"Change: {check.change}."
-        return f"{check.name} at step {self.step}: {self.evidence}. {cause} {change}".replace("`", "")
+        advice = f"Likely cause: {self.check.cause} Change: {self.check.change}".replace("`", "")
+        return f"{self.check.name} at step {self.step}: {self.evidence}. {advice}"
 
 
 @dataclass(slots=True)
@@ -41,41 +39,41 @@ class Changes:
         numbers: `health/<check>` of each check that has had a verdict: 1 while its alarm lasts, else 0.
     """
 
-    numbers: dict[str, float] = field(default_factory=dict)
     started: list[Alarm] = field(default_factory=list)
     cleared: list[Alarm] = field(default_factory=list)
     remarks: list[str] = field(default_factory=list)
+    numbers: dict[str, float] = field(default_factory=dict)
 
 
 class Monitor:
     """The checks of one run. Its state depends only on the lines, so a resumed run rebuilds it from the file.
 
-    An alarm starts with the first finding. It clears after `CLEAR_AFTER` verdicts without one in a row, so that a value
-    around the limit gives one alarm; the checks of evaluations clear with the next good evaluation.
+    An alarm starts with the first finding. It clears after `Check.clear_after` verdicts without one in a row, so that a
+    value around the limit gives one alarm.
+
+    Attributes:
+        alarms: check -> its alarm that lasts.
 
     Args:
-        off: checks to leave out.
-        limits: by check, instead of `Check.limit`.
+        limits: check -> its limit instead of `Check.limit`; 0 leaves the check out.
     """
 
-    def __init__(self, off: Collection[str] = (), limits: Mapping[str, float] | None = None) -> None:
-        self._checks: Sequence[tuple[Check, float]] = [
-            (check, (limits or {}).get(check.name, check.limit)) for check in CHECKS if check.name not in off
-        ]
+    def __init__(self, limits: Mapping[str, float] | None = None) -> None:
+        limit_of = {check.name: check.limit for check in CHECKS} | dict(limits or {})
+        self._checks = [(check, limit_of[check.name]) for check in CHECKS if limit_of[check.name]]
         self._history = History()
-        self._numbers: dict[str, float] = {}
-        self._remarked: set[str] = set()
+        self._remarks: set[str] = set()  # checks that have had one
         self._well: dict[str, int] = {}  # verdicts without a finding in a row
-        self.alarms: dict[str, Alarm] = {}  # check -> its alarm that lasts
+        self.alarms: dict[str, Alarm] = {}
 
     @classmethod
     def of(cls, config: Config) -> Monitor:
         """Return the monitor of a run, without the checks that its settings make meaningless."""
-        rollout, off = config.rollout, list(config.health.checks_off)
+        rollout, limits = config.rollout, dict(config.health.limits)
         temperatures = {route.teacher.temperature for route in config.derived.routes}
         if temperatures != {rollout.temperature} or rollout.truncation or config.trainer.replay:
-            off += NEED_EQUAL_SAMPLING
-        return cls(off, config.health.limits)
+            limits |= dict.fromkeys(NEED_EQUAL_SAMPLING, 0.0)
+        return cls(limits)
 
     def feed(self, line: Mapping[str, float | None]) -> Changes:
         """Add one line, with its step, and return what it changes."""
@@ -87,17 +85,16 @@ class Monitor:
             except NoNumbers:
                 continue
             name = check.name
-            if verdict.remark and name not in self._remarked:
-                self._remarked.add(name)
+            if verdict.remark and name not in self._remarks:
+                self._remarks.add(name)
                 changes.remarks.append(verdict.remark)
             self._well[name] = 0 if verdict.is_sick else self._well.get(name, 0) + 1
             if verdict.is_sick and name not in self.alarms:
                 self.alarms[name] = Alarm(check, int(line["step"] or 0), verdict.evidence)
                 changes.started.append(self.alarms[name])
-            elif name in self.alarms and self._well[name] >= (1 if check.is_of_evaluation else CLEAR_AFTER):
+            elif name in self.alarms and self._well[name] >= check.clear_after:
                 changes.cleared.append(self.alarms.pop(name))
-            self._numbers[PREFIX + name] = float(name in self.alarms)
-        changes.numbers = dict(self._numbers)
+        changes.numbers = {PREFIX + name: float(name in self.alarms) for name in self._well}
         return changes
 
 
@@ -105,7 +102,6 @@ log = get_logger("health")
 
 CONTINUE = "continue"  # file of the run folder that ends a pause
 _POLL_S = 0.2
-_FIRST_NOTICE_S, _LONGEST_NOTICE_S = 60.0, 3600.0
 
 
 class HealthResponse:
@@ -162,14 +158,10 @@ class HealthResponse:
 
     def _pause(self, alarms: Iterable[Alarm]) -> None:
         names = ", ".join(alarm.check.name for alarm in alarms)
-        began_s, notice_s = monotonic(), _FIRST_NOTICE_S
         log.warning("paused by %s; the step is saved. To continue: touch %s. Ctrl-C ends the run", names, self._file)
         with interruptible():
             while not self._file.exists():
                 sleep(_POLL_S)
-                if monotonic() - began_s >= notice_s:
-                    log.warning("paused for %.0f min by %s. To continue: touch %s", notice_s / 60, names, self._file)
-                    notice_s += min(notice_s, _LONGEST_NOTICE_S)
         with naming(self._file, "deleted"):
             self._file.unlink(missing_ok=True)
         log.info("the run continues")

@@ -1,4 +1,4 @@
-"""Put the numbers of each step together: one line in metrics.jsonl, and one in tuner.jsonl for the split tuner.
+"""Put the numbers of each step together, as one line in metrics.jsonl.
 
 The trackers of `trainer.loggers` get the line of metrics.jsonl, too. spans.jsonl gets what each process did.
 """
@@ -9,18 +9,12 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import astuple
+from statistics import fmean
 
 from gkd.config.schema import Config
 from gkd.console.state import STEP_LINE, RunState, step_line
 from gkd.log import get_logger
-from gkd.metrics.bottleneck import (
-    WITH_EVALUATION,
-    TeacherMeter,
-    layout_numbers,
-    restart_numbers,
-    rollout_numbers,
-    shares,
-)
+from gkd.metrics.bottleneck import restart_numbers, shares
 from gkd.metrics.health import HealthResponse
 from gkd.metrics.span_file import SpanFile
 from gkd.metrics.step import reward_numbers, step_numbers, store_numbers, turn_numbers
@@ -40,6 +34,7 @@ class StepMetrics:
     Attributes:
         step: the optimizer step that is being made, from 1; before the first step the number of steps made.
         is_trained: the optimizer step is made, so the line is written whatever happens next.
+        engine_busy_s: seconds in passes, mean over the engines; None: they are not known for this step alone.
 
     Args:
         spans: writes the stages.
@@ -50,8 +45,8 @@ class StepMetrics:
         if spans is not None:
             spans.begin(step)
         self.numbers: dict[str, float] = {}
-        self.tuner: dict[str, float] = {}
         self.is_trained = False
+        self.engine_busy_s: float | None = None
 
     def stage(self, name: Stage) -> Block:
         """Return a context manager that measures a stage. Stages do not nest, so they add up."""
@@ -68,16 +63,11 @@ class StepMetrics:
         """Add numbers to the line in metrics.jsonl."""
         self.numbers |= numbers
 
-    def add_tuner(self, numbers: Mapping[str, float]) -> None:
-        """Add numbers to the line in tuner.jsonl; numbers of several parts of a batch are summed."""
-        self.tuner |= {name: self.tuner.get(name, 0.0) + number for name, number in numbers.items()}
-
 
 class RunMetrics:
     """The metrics of a run.
 
     Attributes:
-        teacher: receives every batch that the teacher has scored.
         state: what the terminal shows of the run.
     """
 
@@ -87,36 +77,32 @@ class RunMetrics:
         self._scheduler, self._total_steps = config.trainer.scheduler, total_steps
         self._overlapped_evaluation = False
         self._restarts = EngineRestarts()  # since the last line, also during an evaluation
-        self._first_step = 0
         self._files: list[MetricsWriter] = []
         self._trackers: Trackers | None = None
         self._health = HealthResponse(config, folder.root)
-        self.teacher = TeacherMeter(config.trainer.staleness_bound)
         self.state = RunState(total_steps)
 
     def add_scored(self, batch: Sequence[ScoredChunk]) -> None:
         """Add a batch that the teacher has scored."""
-        self.teacher.add(batch)
         self._spans.add_scored(batch)
 
     def open(self, resumed_at: int | None) -> None:
-        """Open the trackers and both files, without the lines after step `resumed_at`. None means a new run.
+        """Open the trackers and the files, without the lines after step `resumed_at`. None means a new run.
 
         Raises CheckpointError: a file of the run folder cannot be read, written or deleted.
         """
         keep_through = -1 if resumed_at is None else resumed_at
         self._trackers = Trackers(self._config, self._folder, resumed_at)
         self._folder.forget_after(keep_through)
-        self._first_step = resumed_at or 0
-        files = (self._folder.metrics_file, self._folder.tuner_file, self._folder.spans_file)
+        files = (self._folder.metrics_file, self._folder.spans_file)
         self._files = [MetricsWriter(file, keep_through) for file in files]
         servers = sorted({route.teacher.server_ip for route in self._config.derived.routes})
-        self._spans = SpanFile(self._files[2], ", ".join(servers))
+        self._spans = SpanFile(self._files[1], ", ".join(servers))
         past = read_metrics(self._folder.metrics_file)
         self._health.replay(past)
         for line in past:
             self.state.add_past(int(line["step"]), line)
-        self.state.step = self.state.first_step = self._first_step  # a branch has no lines of the steps before it
+        self.state.step = self.state.first_step = resumed_at or 0  # a branch has no lines of the steps before it
 
     @contextmanager
     def before_first_step(self, step: int) -> Iterator[StepMetrics]:
@@ -129,7 +115,6 @@ class RunMetrics:
             m.add(memory | m.times())
             self.state.add(step, self._write_line(step, m.numbers))
         self._spans.end()
-        self.teacher.end_step()  # discard scoring done before the first step
 
     @contextmanager
     def of_step(self, step: int, save: Callable[[], object]) -> Iterator[StepMetrics]:
@@ -162,10 +147,9 @@ class RunMetrics:
         m.add(usage.memory)
         m.add(restart_numbers(self._restarts))
         self._restarts = EngineRestarts()
-        m.add_tuner(rollout_numbers(usage) | layout_numbers(self._config, m.step - self._first_step))
-        if self._overlapped_evaluation:
-            m.add_tuner({WITH_EVALUATION: 1.0})
-            self._overlapped_evaluation = False
+        if usage.engines and not self._overlapped_evaluation:
+            m.engine_busy_s = fmean(engine.busy_s for engine in usage.engines)
+        self._overlapped_evaluation = False
         m.is_trained = True
 
     def exclude_evaluation(self, *, overlapped: bool) -> None:
@@ -213,10 +197,8 @@ class RunMetrics:
     def _write(self, m: StepMetrics) -> None:
         m.add(m.times())
         m.add({"perf/response_tokens_per_s": m.numbers["rollout/response_tokens"] / m.numbers["time/step_s"]})
-        m.add(shares(m.numbers | m.tuner, self._scheduler))
-        line = self._write_line(m.step, m.numbers)
-        self._files[1].write(m.step, m.tuner)
-        self.state.add(m.step, line | m.tuner)
+        m.add(shares(m.numbers, self._scheduler, m.engine_busy_s))
+        self.state.add(m.step, self._write_line(m.step, m.numbers))
 
     def _write_line(self, step: int, numbers: dict[str, float]) -> dict[str, float]:
         line = {"time/unix_s": time.time(), **numbers, **self._health.numbers(step, numbers)}

@@ -3,7 +3,6 @@
 run_dir/config.yaml            resolved settings
         teacher.json           name, fingerprint and dtype of the teacher; of an HTTP teacher, logprobs of a probe
         metrics.jsonl          one line per step
-        tuner.jsonl            one line per step: sums that only the split tuner reads
         spans.jsonl            what each process did when; see `gkd.metrics.span_file`
         profile/               traces of torch's profiler, with trainer.profile_steps; see `gkd.actor.worker`
         gpus.json              which rank was on which GPU at the last start, and whether the run reached its end;
@@ -75,7 +74,6 @@ class RunFolder:
         self.teacher = teacher
         self._lock = lock  # held while this object lives
         self.metrics_file = root / "metrics.jsonl"
-        self.tuner_file = root / "tuner.jsonl"
         self.spans_file = root / "spans.jsonl"
         self.new_export = root / _NEW  # folder to write the next export to; it does not exist yet
         self.batches = root / BATCHES

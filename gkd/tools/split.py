@@ -1,352 +1,299 @@
-"""`python -m gkd.tools.split --gpus 8 --run RUN_DIR | --calibrate CONFIG`: the split with the fastest steps.
+"""`python -m gkd.tools.split RUN`: the rates of a run's stages, and the split of the GPUs with the fastest steps.
 
-Measures the rates of a run's stages, estimates the step time of every other split under every scheduler, and prints the
-best splits with their settings. With `--calibrate` it makes the run first: a few steps at two concurrencies. The first
-has that of the settings, the second one less, which shows the cost of a sequence in an engine.
+Reads what the loop waited for from metrics.jsonl, and how long engines, teacher workers and ranks computed from
+spans.jsonl. The time of a stage is its work by its GPUs. See docs/split.md.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import os
-import re
-import subprocess
+import itertools
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, replace
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from statistics import fmean
+from typing import NamedTuple
 
-from gkd.cluster.gpus import gpu_memory_bytes
+from gkd.cluster.gpu_table import TEACHER
 from gkd.config.check import check_config
-from gkd.config.load import load_config, parse_overrides
+from gkd.config.load import load_config
 from gkd.config.schema import Config
-from gkd.config.schema_trainer import AHEAD, STREAM
-from gkd.errors import ClusterError, ConfigError
-from gkd.memory.footprint import check
-from gkd.memory.footprint.estimate import read_models
-from gkd.memory.footprint.rank import other_processes_bytes, with_other_processes
-from gkd.metrics.bottleneck import MAX_NUM_SEQS
-from gkd.run.disk import remove
-from gkd.run.folder import CHECKPOINTS, delete_export
+from gkd.config.schema_trainer import AHEAD
+from gkd.console.state import plain_s
+from gkd.errors import ConfigError
+from gkd.metrics.span_file import read_spans
+from gkd.spans import Phase
 from gkd.tools import exit_codes
-from gkd.tools.split_tuner.rates import Run, check_plannable, read_run, read_steps
-from gkd.tools.split_tuner.splits import Candidate, Hardware, Ranking, candidate, own_split, rank
+from gkd.tools.report.read import Run, read_runs
 from teacher_server.config.command import command_parser
 
-SCHEDULERS = (*AHEAD, STREAM)
-_LONGEST = 1 << 20  # tokens, limit of --lengths
-_STEPS = 10  # steps of a run of --calibrate
-_SHORT_RUN = (  # settings of a run that only measures
-    "trainer.scheduler=sync",  # stages of different steps do not overlap
-    "trainer.max_staleness=1",
-    f"trainer.total_steps={_STEPS}",
-    "trainer.resume=never",
-    "trainer.save_every=0",
-    "trainer.record_batches=false",
-    "trainer.replay=''",
-    # Other schedules may require more steps.
-    "actor.optim.schedule=constant",
-    "actor.optim.warmup_steps=0",
-    "actor.optim.decay_steps=0",
-    "data.val_files=[]",
-    "eval.metric=none",
-    # Without evaluations these would be refused.
-    "eval.n=1",
-    "eval.teacher_prompts=0",
-    "trainer.keep_best=''",
-)
-_MIN_CONCURRENCY = 4  # the second run has a fourth of rollout.max_num_seqs, but not less
-_HEADS = ("", "scheduler", "actor", "rollout", "teacher", "step s", "speed-up", "rollout s", "scoring s", "training s")
+WARM_UP = 2  # first steps, which are left out: loading, compiling and first caches
+_MIN_STEPS = 4  # after them
+_SHOWN = 3  # splits
+_WAITS = ("rollout", "teacher", "reference", "train")  # stages in which the loop waits for a pool
+_ENGINE, _FROZEN = (Phase.GENERATE.span,), (Phase.REFERENCE.span, Phase.LOGPROBS.span)
+_SOME_CLUSTER = "planned:6379"  # stands for the planned run's Ray cluster while its settings are checked
 _EXAMPLES = """examples:
-  python -m gkd.tools.split --gpus 8 --run runs/mine
-  python -m gkd.tools.split --gpus 64 --gpu-gib 80 --run runs/mine --schedulers stream,one_step_off --lengths 2000,9000
-  python -m gkd.tools.split --gpus 16 --run runs/mine --teacher-elsewhere --json | jq '.ranking[0].split'
-  python -m gkd.tools.split --gpus 8 --calibrate mine.yaml teacher.server_ip=10.0.0.5     # the server must be up
+  python -m gkd.tools.split runs/mine
+  python -m gkd.tools.split runs/mine --gpus 16 --gpus-per-node 8
+  python -m gkd.tools.split runs/mine --gpus 6 --teacher-elsewhere     # the teacher keeps its GPUs, which do not count
 
-The run may still be in progress. --gpus are split between actor, rollout and teacher; actor and rollout keep their
-tensor and pipeline parallel sizes, a teacher worker its number of GPUs.
-
-exit code: 0 a ranking was printed, 1 the run's metrics are damaged, or a calibration failed, 2 wrong arguments or
-settings, no split is possible with the settings or fits into memory, or a folder that cannot be used (a run without
-metrics or with few steps, a non-empty calibration folder)
+exit code: 0 a split was printed, 1 a file of the run is damaged, 2 wrong arguments, no split is possible with the
+settings, or a run that cannot be measured (too few steps, roles that share GPUs)
 """
+
+
+class Split(NamedTuple):
+    """GPUs of each pool. A pool that is larger than a node has whole nodes. A teacher elsewhere has 0."""
+
+    rollout: int
+    teacher: int
+    student: int
+
+
+class Estimate(NamedTuple):
+    """Seconds of a step, and of the work of all pools in it: of equally fast splits the one with more room is first."""
+
+    step_s: float
+    work_s: float
+    split: Split
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """A mean step of a run, without evaluation, checkpoint and recording, and what it ran on.
+
+    Attributes:
+        teacher_s: compute time of a teacher worker.
+        student_s: training, with the teacher's LM head if the ranks have it, and the reference's pass.
+        late_s: from the last response to its score.
+        rest_s: weight sync, and what else does not depend on the sizes of the pools.
+    """
+
+    step_s: float
+    rollout_s: float
+    teacher_s: float
+    student_s: float
+    late_s: float
+    rest_s: float
+    split: Split
+    gpus_per_worker: int  # GPUs of a teacher worker; 0: the teacher has its own
+    is_sync: bool
+    bound: Mapping[str, float]  # pool of `perf/bound_by_<pool>` -> share of the steps
+
+    def on(self, other: Split) -> Estimate:
+        """Return the estimate for another split."""
+        fewer = self.split.teacher / other.teacher if other.teacher else 1.0
+        rollout_s = self.rollout_s * self.split.rollout / other.rollout
+        student_s = self.student_s * self.split.student / other.student
+        teacher_s = self.teacher_s * fewer
+        if self.is_sync:  # the teacher scores while the rollouts are generated
+            step_s = max(rollout_s + self.late_s * fewer, teacher_s) + student_s + self.rest_s
+        else:
+            step_s = max(rollout_s, teacher_s, student_s) + self.rest_s
+        return Estimate(step_s, rollout_s + teacher_s + student_s, other)
 
 
 @exit_codes(ConfigError)
 def main(argv: list[str] | None = None) -> int:
     """Return the exit code, see `_EXAMPLES`."""
     args = _parse(argv)
-    gpu_bytes = gpu_memory_bytes(args.gpu_gib)
-    run = _calibrated(args) if args.calibrate else _measured([Path(args.run)], args)
-    workload, config = run.workload, run.config
-    own = own_split(config, run.sizes.workers, run.gpus_per_worker, elsewhere=args.teacher_elsewhere)
-    same = candidate(config, own, run.scheduler, workload, run.rates)
-    notes = list(run.notes)
-    if gpu_bytes is None:
-        notes.append("every split fits into memory: there is no GPU here, and no --gpu-gib")
-    elif config.teacher.signal == "hidden":
-        notes.append("the actor's ranks have room for the teacher's LM head, whose size the run does not record")
-    if args.lengths:
-        workload = replace(workload, response_tokens=args.lengths[0], longest_tokens=args.lengths[1])
-    planned = candidate(config, own, config.trainer.scheduler, workload, run.rates)
-    elsewhere = run.sizes.workers if args.teacher_elsewhere else 0
-    hardware = Hardware(args.gpus, args.gpus_per_node, run.gpus_per_worker, elsewhere)
-    ranking = rank(config, hardware, args.schedulers, workload, run.rates, _check(config, gpu_bytes))
-    if args.json:
-        facts = {
-            "scheduler": run.scheduler,
-            "steps": run.n_steps,
-            "measured_step_s": run.step_s,
-            "estimated_step_s": same.time.step_s,
-            "sizes": asdict(run.sizes),
-            "rates": asdict(run.rates),
-            "workload": asdict(workload),
-            "assumed": notes,
-        }
-        excluded = [{"scheduler": e.scheduler, "n": e.n, "first": str(e.first)} for e in ranking.excluded]
-        told = {"run": facts, "n_splits": ranking.n_splits, "excluded": excluded, "own": asdict(planned)}
-        print(json.dumps(told | {"ranking": [asdict(one) for one in ranking.candidates]}, indent=1), flush=True)
-    else:
-        print("\n".join(_text(run, same, notes, ranking, planned, hardware, args.top)), flush=True)
+    (run,) = read_runs([args.run])
+    config = load_config(run.root / "config.yaml")
+    lines = steps_of(run, config)
+    measured = measure(run, config, lines, elsewhere=args.teacher_elsewhere)
+    found = ranked(config, measured, args.gpus or sum(measured.split), args.gpus_per_node)
+    print("\n".join(_text(config, lines, measured, found, args.gpus_per_node)), flush=True)
     return 0
 
 
-def _check(config: Config, gpu_bytes: int | None) -> Callable[[Config], None]:
-    """Return a check of settings, and that the pools and the teacher servers on the same GPUs fit into them.
+def steps_of(run: Run, config: Config) -> Sequence[Mapping[str, float]]:
+    """Return the lines of the steps to measure.
+
+    Raises:
+        ConfigError: too few steps, or none that shows the work of three separate roles.
+        CheckpointError: environment.jsonl is damaged.
+    """
+    for key, is_unfit, problem in (
+        ("trainer.colocate", config.trainer.colocate, "actor and engines share their GPUs."),
+        ("teacher.backend", bool(config.derived.teacher_pool), "the teacher is on the GPUs of another role."),
+        ("trainer.replay", bool(config.trainer.replay), "engines and teacher of a replay are idle."),
+    ):
+        if is_unfit:
+            raise ConfigError(key, config.value(key), problem, "measure a run whose roles work on GPUs of their own.")
+    starts, ahead = run.environment(), config.trainer.staleness_bound
+    begun_s = starts[-1]["unix_s"] if starts else 0.0  # an earlier start may have had other pools
+    lines = [{key: value for key, value in line.items() if value is not None} for line in run.lines]
+    trained = [line for line in lines if "loss/total" in line and line["time/unix_s"] > begun_s]
+    # Prefetching engines have nothing left to do in the last steps.
+    found = [line for line in trained[WARM_UP : len(trained) - ahead] if "time/eval_s" not in line]
+    if len(found) < _MIN_STEPS:
+        problem = f"{len(found)} steps since its last start can be measured: not the first, last and evaluated ones."
+        fix = f"let it make {WARM_UP + _MIN_STEPS + ahead} steps without an evaluation."
+        raise ConfigError("RUN", str(run.root), problem, fix)
+    return found
+
+
+def measure(run: Run, config: Config, lines: Sequence[Mapping[str, float]], *, elsewhere: bool) -> Measured:
+    """Return the mean step of some lines of a run.
 
     Args:
-        gpu_bytes: None means that the memory is not checked.
+        elsewhere: the teacher keeps its GPUs, which do not count.
 
     Raises:
-        ConfigError: a model folder of the run is missing.
-        ModelError: its config.json lacks sizes.
+        CheckpointError, ClusterError: spans.jsonl or gpus.json is damaged.
     """
-    models = None if gpu_bytes is None else read_models(config)
-
-    def checked(changed: Config) -> None:
-        check_config(changed)
-        if models is None or gpu_bytes is None:
-            return
-        others = other_processes_bytes(changed, gpu_bytes)
-        if problems := check(with_other_processes(models.footprint(changed), others, changed), gpu_bytes, changed):
-            problem = f"{problems[0]}."
-            raise ConfigError(
-                "--gpu-gib", gpu_bytes / 2**30, problem, "use more GPUs, or settings that need less memory."
-            )
-
-    return checked
-
-
-def _measured(folders: Sequence[Path], args: argparse.Namespace) -> Run:
-    """Read run folders; raises as `read_run`."""
-    return read_run(folders, workers=args.teacher_workers, gpus_per_worker=args.gpus_per_teacher_worker, last=args.last)
-
-
-def _calibrated(args: argparse.Namespace) -> Run:
-    """Make two short runs, the second with a fourth of the concurrency, and read both. Blocks.
-
-    Raises:
-        ConfigError: as `read_run`; the settings are wrong, a run was refused, or the folder is not empty.
-        ClusterError: a run failed; its error is on stderr.
-    """
-    config = load_config(args.calibrate, args.overrides)
-    check_config(config)
-    check_plannable(config)
-    # Like trainer.run_dir it must be shared by all nodes.
-    root = Path(args.calibration_dir or f"{os.path.abspath(config.trainer.run_dir)}_calibration")
-    if root.exists() and (not root.is_dir() or any(root.iterdir())):
-        problem = "it is a file, or not empty. It may hold an earlier calibration, which --run can read."
-        raise ConfigError("--calibration-dir", str(root), problem, "delete it, or name a new folder.")
-    most = config.rollout.max_num_seqs
-    folders = [_short_run(args, root, most)]
-    if not most:  # preflight chose the number
-        most = int(read_steps(folders[0])[-1][MAX_NUM_SEQS])
-    fewer = max(min(_MIN_CONCURRENCY, most), most // 4)
-    if fewer != most:
-        folders.append(_short_run(args, root, fewer))
-    print(f"calibrated: the measured runs are in {root} (--calibration-dir)", file=sys.stderr)
-    return replace(_measured(folders, args), config=config)
-
-
-def _short_run(args: argparse.Namespace, root: Path, concurrency: int) -> Path:
-    """Make one run, and return its folder, without checkpoints and exports. Raises as `_calibrated`."""
-    folder, file = root / f"max_num_seqs_{concurrency}", args.calibrate
-    print(
-        f"calibrating: {_STEPS} steps, {concurrency or 'auto'} sequences per engine, in {folder} ...", file=sys.stderr
+    places = run.gpu_map()
+    workers = [max(len(row.gpus), 1) for row in places.rows if row.pool == TEACHER] if places is not None else []
+    per_worker = 0 if elsewhere or len(config.derived.routes) > 1 else max(workers, default=0)
+    engine_gpus = config.rollout.nnodes * config.rollout.n_gpus_per_node
+    own = Split(engine_gpus, per_worker * len(workers), config.derived.world_size)
+    busy, n = _busy_s(run.root, {int(line["step"]) for line in lines}), len(lines)
+    by_worker = [seconds for (process, _), seconds in busy.items() if process.startswith("teacher ")]
+    rollout_s, reference_s = (
+        max((seconds for (_, span), seconds in busy.items() if span in names), default=0.0) / n
+        for names in (_ENGINE, _FROZEN)
     )
-    settings = [f"trainer.run_dir={folder}", f"rollout.max_num_seqs={concurrency}", *_SHORT_RUN]
-    code = launched([sys.executable, "-m", "gkd.main_gkd", "--config", file, *args.overrides, *settings])
-    remove(folder / CHECKPOINTS)
-    delete_export(folder)
-    if code == 2:
-        problem = f"the run in {folder} was refused, see above."
-        raise ConfigError("--calibrate", file, problem, "correct it, or name another folder: --calibration-dir.")
-    if code:
-        where = f"its files are in {folder}; delete {root} or name another --calibration-dir before the next one"
-        raise ClusterError(f"the calibration run of {file} ended with exit code {code}, see above; {where}")
-    return folder
+    teacher_s = sum(by_worker) / n / max(len(workers), len(by_worker), 1)
+    waited_s = {stage: fmean(line.get(f"time/{stage}_s", 0.0) for line in lines) for stage in _WAITS}
+    step_s, stages_s = fmean(map(plain_s, lines)), sum(waited_s.values())
+    rest_s = max(0.0, step_s - stages_s)
+    student_s = waited_s["train"] + max(reference_s, waited_s["reference"])
+    late_s = max(0.0, stages_s - waited_s["rollout"] - student_s)  # a reference computes while the teacher scores
+    bound = {pool: fmean(line[f"perf/bound_by_{pool}"] for line in lines) for pool in ("rollout", "teacher", "actor")}
+    if is_sync := AHEAD.get(config.trainer.scheduler) == 0:
+        rollout_s = waited_s["rollout"]
+    else:  # the loop waited for the slowest stage, which took as long as the step
+        slowest = max(bound, key=lambda pool: bound[pool])
+        rollout_s = max(rollout_s, stages_s) if slowest == "rollout" else rollout_s
+        teacher_s = max(teacher_s, stages_s) if slowest == "teacher" else teacher_s
+    return Measured(step_s, rollout_s, teacher_s, student_s, late_s, rest_s, own, per_worker, is_sync, bound)
 
 
-def launched(command: Sequence[str]) -> int:
-    """Run a command and return its exit code. Its stdout goes to stderr, since stdout is for the ranking."""
-    return subprocess.run(command, stdout=sys.stderr, check=False).returncode
+def _busy_s(folder: Path, steps: set[int]) -> dict[tuple[str, str], float]:
+    """Return (process, span) -> seconds of the spans that start in these steps."""
+    busy: defaultdict[tuple[str, str], float] = defaultdict(float)
+    for line in read_spans(folder / "spans.jsonl"):
+        if line.step in steps:
+            for span in line.spans:  # merged spans know how long they were busy
+                busy[line.process, span.name] += span.args.get("busy_s", span.duration_s)
+    return busy
+
+
+def ranked(config: Config, run: Measured, n_gpus: int, per_node: int) -> list[Estimate]:
+    """Return the fastest splits that a run would accept, at most `_SHOWN`.
+
+    Raises:
+        ConfigError: too few GPUs for all roles, or the settings, such as actor.tp, forbid each split.
+    """
+    found: list[Estimate] = []
+    refused: list[ConfigError] = []
+    for one in sorted(map(run.on, splits(n_gpus, per_node, run.gpus_per_worker))):
+        planned = settings_of(one.split, per_node) | {"cluster.gpus": []}
+        if n_gpus > per_node:
+            planned["cluster.ray_address"] = config.cluster.ray_address or _SOME_CLUSTER
+        try:
+            check_config(config.with_values(planned))
+            found.append(one)
+        except ConfigError as error:
+            refused.append(error)
+        if len(found) == _SHOWN:
+            break
+    if not found:
+        problem = "some role would have no GPU."
+        raise refused[0] if refused else ConfigError("--gpus", n_gpus, problem, "use more, or --teacher-elsewhere.")
+    return found
+
+
+def splits(n_gpus: int, per_node: int, gpus_per_worker: int) -> Iterator[Split]:
+    """Yield the splits of nodes of `per_node` GPUs; the teacher has the ones that remain, 0 if it has its own."""
+    nodes = [per_node] * (n_gpus // per_node) + [n_gpus % per_node]
+    sizes = [n for n in range(1, n_gpus) if n <= per_node or n % per_node == 0]
+    for student, rollout in itertools.product(sizes, sizes):
+        if (free := _free(nodes, max(student, rollout), min(student, rollout), per_node)) is None:
+            continue
+        n_workers = sum(size // gpus_per_worker for size in free) if gpus_per_worker else 0
+        if n_workers or not gpus_per_worker:
+            yield Split(rollout, n_workers * gpus_per_worker, student)
+
+
+def _free(nodes: Sequence[int], larger: int, smaller: int, per_node: int) -> list[int] | None:
+    """Return the GPUs of each node that two pools leave, each on the fullest node that has room; None: no room."""
+    free = list(nodes)
+    for n_gpus in [min(per_node, pool - at) for pool in (larger, smaller) for at in range(0, pool, per_node)]:
+        room = [size for size in free if size >= n_gpus]
+        if not room:
+            return None
+        free[free.index(min(room))] -= n_gpus
+    return free
+
+
+def settings_of(split: Split, per_node: int) -> dict[str, object]:
+    """Return the keys of a run with this split."""
+    found: dict[str, object] = {}
+    for section, n_gpus in (("trainer", split.student), ("rollout", split.rollout)):
+        found[f"{section}.nnodes"] = max(1, n_gpus // per_node)
+        found[f"{section}.n_gpus_per_node"] = min(n_gpus, per_node)
+    return found
 
 
 def _text(
-    run: Run,
-    same: Candidate,
-    notes: Sequence[str],
-    ranking: Ranking,
-    own: Candidate,
-    hardware: Hardware,
-    top: int,
+    config: Config, lines: Sequence[Mapping[str, float]], run: Measured, found: Sequence[Estimate], per_node: int
 ) -> Iterator[str]:
-    """Yield the lines to print.
-
-    Args:
-        same: the measured split, with the scheduler and the lengths of the measured steps.
-        own: the split of the run to plan for.
-        top: splits of each scheduler.
-    """
-    r, w, off = run.rates, run.workload, same.time.step_s / run.step_s - 1
-    yield (
-        f"measured over {run.n_steps} steps of {run.scheduler}: step {run.step_s:.3g} s; estimate for the same split: "
-        f"{same.time.step_s:.3g} s ({off:+.0%})"
+    """Yield the lines to print."""
+    responses, prompts, dataset, observed = (
+        fmean(line.get(f"rollout/{name}_tokens", 0.0) for line in lines)
+        for name in ("response", "prompt", "dataset_response", "observed")
     )
-    yield (
-        f"engine pass {r.pass_s:.3g} s + {r.sequence_s:.3g} s per sequence; teacher {_rate(r.score_token_s)} tokens/s "
-        f"per worker; actor {_rate(r.train_token_s)} per data-parallel group; weight sync {r.sync_s:.3g} s; responses "
-        f"of {w.response_tokens:.0f} tokens, the longest of a step {w.longest_tokens:.0f}"
-    )
-    yield from (f"assumed: {note}" for note in notes)
-    yield f"\n{hardware.n_gpus} GPUs: {ranking.n_splits} splits"
-    best = {
-        name: [c for c in ranking.candidates if c.scheduler == name][:top]
-        for name in dict.fromkeys(c.scheduler for c in ranking.candidates)
-    }
-    rows = [_row(f"{i}", c, own) for some in best.values() for i, c in enumerate(some, start=1)]
-    rows = [_HEADS, *rows, _row("own", own, own)]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for row in rows:
-        yield "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-    for e in ranking.excluded:
-        yield f"excluded: {e.n} splits under {e.scheduler}, the first because of {e.first}"
-    for first, *_ in best.values():
-        yield "\n" + "\n".join(settings_of(first, run.config, hardware))
-
-
-def _row(name: str, one: Candidate, own: Candidate) -> tuple[str, ...]:
-    s, t = one.split, one.time
-    gpus = (str(s.actor), str(s.rollout), str(s.teacher_gpus or "elsewhere"))
-    speed_up = f"{own.time.step_s / t.step_s:.2f}x"
-    seconds = (f"{t.rollout_s:.3g}", f"{t.scoring_s:.3g}", f"{t.training_s:.3g}")
-    return (name, one.scheduler, *gpus, f"{t.step_s:.3g}", speed_up, *seconds)
-
-
-def settings_of(one: Candidate, config: Config, hardware: Hardware) -> Iterator[str]:
-    """Yield the settings of a split as one line of `key=value`, then comments on what the user has to choose."""
-    split, settings = one.split, one.split.settings(one.scheduler)
-    if one.scheduler == STREAM:
-        settings["trainer.max_staleness"] = config.trainer.max_staleness
-    if config.teacher.max_in_flight:
-        settings["teacher.max_in_flight"] = 0
-    yield " ".join(f"{key}={value}" for key, value in settings.items())
-    if not config.cluster.ray_address and split.actor.n_gpus + split.rollout.n_gpus > hardware.per_node:
-        yield "# the pools are on several nodes: start a Ray cluster, and set cluster.ray_address"
+    tokens, own = responses + prompts + observed, run.split
+    yield f"{len(lines)} steps of {config.trainer.scheduler}, {run.step_s:.3g} s without evaluations and checkpoints"
+    yield f"{'pool':10}{'GPUs':>5}{'s a step':>10}{'tokens/s per GPU':>18}{'waited for':>12}{'bottleneck':>12}"
+    for pool, key, n_gpus, seconds, n_tokens in (
+        ("rollout", "rollout", own.rollout, run.rollout_s, responses - dataset),
+        ("teacher", "teacher", own.teacher, run.teacher_s, tokens),
+        ("student", "actor", own.student, run.student_s, tokens),
+    ):
+        rate = f"{n_tokens / seconds / n_gpus:.4g}" if seconds and n_gpus else "-"
+        waited = fmean(line[f"perf/waited_{key}_share"] for line in lines)
+        yield f"{pool:10}{n_gpus or '-':>5}{seconds:>10.3g}{rate:>18}{waited:>12.0%}{run.bound[key]:>12.0%}"
+    yield f"{'the rest':15}{run.rest_s:>10.3g}"
+    if not run.gpus_per_worker:
+        yield "the teacher keeps its GPUs, which do not count"
+    running = config.trainer.global_batch_size * config.rollout.n * config.rollout.tp / own.rollout
+    if running <= config.rollout.sequence_limit:
+        yield f"an engine runs all its {running:.0f} sequences at once: more engines gain less than estimated"
+    yield f"\n{'split':10}{'rollout':>8}{'teacher':>8}{'student':>8}{'s a step':>10}{'speed-up':>10}"
+    same = run.on(own)
+    for name, one in [*((f"{i}", one) for i, one in enumerate(found, start=1)), ("this run", same)]:
+        gpus = f"{one.split.rollout:>8}{one.split.teacher or '-':>8}{one.split.student:>8}"
+        yield f"{name:10}{gpus}{one.step_s:>10.3g}{same.step_s / one.step_s:>9.2f}x"
+    best = found[0].split
+    yield "\nset " + " ".join(f"{key}={value}" for key, value in settings_of(best, per_node).items())
+    if best.teacher:
+        yield f"give `gkd teacher --gpus` {best.teacher} GPUs, for {best.teacher // run.gpus_per_worker} workers"
     if config.cluster.gpus:
-        yield f"# cluster.gpus is {list(config.cluster.gpus)}: set it to the GPUs of this split, or remove it"
-    if split.teacher_gpus:
-        size = hardware.gpus_per_worker
-        flags = f"--n-workers {split.workers}" + f" --tensor-parallel-size {size}" * (size > 1)
-        yield f"# teacher server: python -m teacher_server serve ... {flags}   # {split.teacher_gpus} GPUs"
+        yield f"set cluster.gpus to {best.rollout + best.student} GPUs that the teacher does not have, or remove it"
+    yield "`gkd memory` with these keys tells whether the split fits"
 
 
-def _rate(token_s: float) -> str:
-    return f"{1 / token_s:.3g}" if token_s > 0 else "any"
-
-
-def _lengths(text: str) -> tuple[float, float]:
-    found = re.fullmatch(r"([0-9.]+),([0-9.]+)", text)
-    if not found or not 1 <= float(found[1]) <= float(found[2]) <= _LONGEST:
-        raise argparse.ArgumentTypeError(
-            f"{text!r}: expected MEAN,LONGEST of a step's responses in tokens, like 800,4096"
-        )
-    return float(found[1]), float(found[2])
-
-
-def _schedulers(text: str) -> tuple[str, ...]:
-    names = tuple(dict.fromkeys(text.split(",")))
-    if unknown := [name for name in names if name not in SCHEDULERS]:
-        raise argparse.ArgumentTypeError(f"unknown scheduler {unknown[0]!r}; use one of {', '.join(SCHEDULERS)}")
-    return names
-
-
-def _at_least(lowest: int) -> Any:
-    def number(text: str) -> int:
-        if not text.isdecimal() or int(text) < lowest:
-            raise argparse.ArgumentTypeError(f"{text!r}: expected an integer of at least {lowest}")
-        return int(text)
-
-    return number
+def _positive(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r}: expected an integer of at least 1")
+    return int(text)
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = command_parser(
-        "python -m gkd.tools.split",
-        "Recommend a split of the GPUs and a scheduler from the measured rates of a run.",
-        _EXAMPLES,
-    )
-    which = parser.add_mutually_exclusive_group(required=True)
-    which.add_argument("--run", metavar="RUN_DIR", help="run folder of a finished or running job")
-    which.add_argument("--calibrate", metavar="X.yaml", help="make two short runs of these settings first")
-    parser.add_argument("--gpus", type=_at_least(1), required=True, metavar="N", help="GPUs to split, at least 3")
-    parser.add_argument("--gpus-per-node", type=_at_least(1), default=8, metavar="N", help="default: %(default)s")
+    about = "Print the rates of a run's stages, and the split of the GPUs with the fastest steps."
+    parser = command_parser("python -m gkd.tools.split", about, _EXAMPLES)
+    parser.add_argument("run", type=Path, metavar="RUN", help="run folder of a finished or running job")
+    parser.add_argument("--gpus", type=_positive, metavar="N", help="GPUs to split; default: those of the run")
     parser.add_argument(
-        "--teacher-elsewhere", action="store_true", help="the teacher keeps its own GPUs, which are not part of --gpus"
+        "--gpus-per-node", type=_positive, default=8, metavar="N", help="GPUs of a node; default: %(default)s"
     )
-    parser.add_argument(
-        "--teacher-workers",
-        type=_at_least(1),
-        default=0,
-        metavar="N",
-        help="workers that the run had; default: as in gpus.json",
-    )
-    parser.add_argument(
-        "--gpus-per-teacher-worker", type=_at_least(1), default=0, metavar="N", help="default: as in gpus.json"
-    )
-    parser.add_argument("--schedulers", type=_schedulers, default=SCHEDULERS, metavar="A,B", help="default: all")
-    parser.add_argument(
-        "--lengths",
-        type=_lengths,
-        metavar="MEAN,LONGEST",
-        help="mean and longest response of a step, in tokens; default: measured",
-    )
-    parser.add_argument("--last", type=_at_least(1), default=0, metavar="N", help="steps of the run; default: all")
-    parser.add_argument(
-        "--calibration-dir", metavar="DIR", help="folder for the runs of --calibrate; default: RUN_DIR_calibration"
-    )
-    parser.add_argument(
-        "--top", type=_at_least(1), default=3, metavar="N", help="splits of each scheduler; default: %(default)s"
-    )
-    parser.add_argument("--gpu-gib", type=float, metavar="80", help="memory of a GPU; default: of this machine's GPUs")
-    parser.add_argument("--json", action="store_true", help="print a JSON object with every ranked split")
-    parser.add_argument(
-        "overrides", nargs="*", metavar="key=value", help="with --calibrate: settings that differ from the file"
-    )
-    args = parse_overrides(parser, argv)
-    least = 2 if args.teacher_elsewhere else 3
-    if args.gpus < least:
-        pools = "actor and rollout" if args.teacher_elsewhere else "actor, rollout and teacher"
-        parser.error(f"argument --gpus: {args.gpus} GPUs, but {pools} need at least one each: use {least} or more")
-    if args.teacher_elsewhere and args.gpus_per_teacher_worker:
-        parser.error(
-            "--gpus-per-teacher-worker does not apply with --teacher-elsewhere: its workers take none of --gpus"
-        )
-    if args.run and (args.overrides or args.calibration_dir):
-        parser.error("--run uses the run's settings: remove key=value and --calibration-dir")
-    return args
+    parser.add_argument("--teacher-elsewhere", action="store_true", help="--gpus are those of student and rollout")
+    return parser.parse_args(argv)
 
 
 if __name__ == "__main__":

@@ -27,7 +27,7 @@ HTTP_TEACHER = "fdbb5573"  # a commit of this repository
 # Name of a patch -> arguments of pytest.
 TESTS: dict[str, tuple[str, ...]] = {
     "divergence": ("tests/unit", "-k", "loss or slopes"),
-    "scheduler": ("tests/unit/test_prefetch.py", "tests/unit/test_staleness.py", "tests/unit/test_split_estimate.py"),
+    "scheduler": ("tests/unit/test_prefetch.py", "tests/unit/test_staleness.py"),
     "config_key": ("tests/unit/test_trainer.py", "tests/unit/test_config.py"),
 }
 

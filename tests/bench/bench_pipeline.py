@@ -43,11 +43,10 @@ from gkd.scoring.endpoint import ScoringEndpoint
 from gkd.scoring.pool import RECORDS, ScoringPool
 from gkd.scoring.teacher.window import Window
 from gkd.start.pools import worker_env
-from gkd.tools.split_tuner.splits import Rates
 from gkd.trainer import Roles, Trainer
 from gkd.types import Prompt, Rollout, TeacherScores, TeacherTopK
 from tests.bench.teacher_report import machine
-from tests.bench.timed_roles import SAVES, Clock, Meeting, Stages, TimedActorWorker, TimedRolloutWorker
+from tests.bench.timed_roles import SAVES, Clock, Meeting, Rates, Stages, TimedActorWorker, TimedRolloutWorker
 from tests.results import write_results
 
 # Settings of each; `stream_1` and `stream_4` are `stream` with other bounds, the default one among them.
@@ -75,14 +74,10 @@ def stages(shape: str) -> Stages:
         pass_s=0.005,
         sequence_s=0.00025,
         prefill_s=0.0,
-        hand_over_s=0.0,
-        batch_s=0.0,
-        score_s=0.0,
         score_token_s=teacher_s,
         train_s=0.0,
         train_token_s=train_s,
         sync_s=0.01,
-        other_s=0.0,
     )
     return Stages(rates, mean_tokens=MEAN, sigma=0.8)
 

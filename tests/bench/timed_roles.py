@@ -1,4 +1,4 @@
-"""The processes of a run whose stages only hold for the time that they would take, for bench_split and bench_pipeline.
+"""The processes of a run whose stages only hold for the time that they would take, for bench_pipeline.
 
 Everything around the stages is the product's own: the pools and Ray's actors, the engine's loop and its streams,
 chunks, endpoints, the scoring pool, the weight-sync coordinator. A stage sleeps, so eight slots fit onto two cores.
@@ -10,10 +10,9 @@ import asyncio
 import time
 from collections import deque
 from collections.abc import Hashable, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import ray
@@ -27,14 +26,25 @@ from gkd.rollout.messages import Sampling
 from gkd.rollout.vllm.engine import PassMeter, RolloutEngine
 from gkd.rollout.vllm.sleep_state import SleepState
 from gkd.run.manifest import digest_bytes
-from gkd.scoring.endpoint import ScoringEndpoint
 from gkd.spans import Phase, ProcessSpans, SpanRecorder
-from gkd.tools.split_tuner.splits import Rates
-from gkd.types import FileDigest, Prompt, Rollout, Sample, TeacherScores, TeacherTopK, TrainStats, VersionSpan
+from gkd.types import FileDigest, Prompt, Rollout, Sample, TrainStats, VersionSpan
 from gkd.weight_sync.buckets import Bucket, Content, TensorSpec
 from gkd.weight_sync.group import GroupSpec
 
 SAVES = "saves"
+
+
+@dataclass(frozen=True, slots=True)
+class Rates:
+    """Seconds. A pass that decodes b sequences and prefills p tokens takes pass_s + sequence_s b + prefill_s p."""
+
+    pass_s: float
+    sequence_s: float
+    prefill_s: float
+    score_token_s: float  # time of the teacher per token, prompt and response
+    train_s: float  # time of the actor, per step
+    train_token_s: float  # and per token
+    sync_s: float  # duration of a weight sync
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +85,7 @@ class TimedEngine(RolloutEngine):
     def __init__(self, config: Config, stages: Stages, meeting: Any, spans: SpanRecorder) -> None:
         self.policy_version = 0
         self._stages, self._meeting, self._max_running = stages, meeting, config.rollout.sequence_limit
-        self._meter = PassMeter(self._max_running, spans)
+        self._meter = PassMeter(spans)
         self._sleep_state = SleepState(lambda *_: [], enabled=False)
         self._clock = Clock()
         self._finished: Any = {}
@@ -102,13 +112,12 @@ class TimedEngine(RolloutEngine):
             for index in range(position * sampling.n, (position + 1) * sampling.n):
                 n_tokens = self._stages.length(sampling.seed, index, sampling.max_tokens)
                 self._queue.append(_Sequence(owner, prompt, index, n_tokens))
-                self._meter.added(len(prompt.token_ids))
 
     def step(self) -> None:
         if self.n_running:
-            self._meter.time_pass(self._step)
+            self._meter.time_pass(self._pass)
 
-    def _step(self) -> None:
+    def _pass(self) -> None:
         rates, n_read = self._stages.rates, self._unread
         self._unread = 0
         if not self._moving:
@@ -124,14 +133,12 @@ class TimedEngine(RolloutEngine):
         done = [s for s in self._moving if s.n_written == s.n_tokens]
         self._moving = [s for s in self._moving if s.n_written < s.n_tokens]
         for sequence in done:
-            self._meter.finished(sequence.n_tokens)
             self._finished.setdefault(sequence.owner, []).append(sequence.rollout(self.policy_version))
 
     def abort(self, owner: Hashable) -> None:
         self._queue = deque(s for s in self._queue if s.owner != owner)
         self._moving = [s for s in self._moving if s.owner != owner]
         self._finished.pop(owner, None)
-        self._meter.dropped(self.n_running)
 
     def synchronize(self) -> None:
         """Do nothing: no work is in flight between two passes."""
@@ -152,9 +159,7 @@ class TimedEngine(RolloutEngine):
         del plans, adapters
         ray.get(self._meeting.arrive.remote(policy_version))
         time.sleep(self._stages.rates.sync_s)
-        n_tokens = sum(len(s.prompt.token_ids) + s.n_written for s in self._moving)
-        self._unread += n_tokens
-        self._meter.paused(n_tokens)
+        self._unread += sum(len(s.prompt.token_ids) + s.n_written for s in self._moving)
         self.policy_version = policy_version
         self._clock.start()
         return 8
@@ -271,29 +276,3 @@ class TimedActorWorker:
     ) -> dict[str, str]:
         del buckets, with_digests, content, meta
         return {}
-
-
-class TimedTeacher:
-    """As many threads as the teacher has workers; each scores one sequence at a time."""
-
-    def __init__(self, rates: Rates) -> None:
-        self._rates = rates
-
-    def score(self, n_tokens: int) -> list[TeacherScores]:
-        time.sleep(self._rates.score_s + self._rates.score_token_s * n_tokens)
-        one = np.zeros((1, 1), np.float32)
-        return [TeacherScores(TeacherTopK(one.astype(np.int32), one, one[0]))]
-
-
-class TimedEndpoint(ScoringEndpoint):
-    """Asks a `TimedTeacher` about each sequence instead of a server; a request has one sequence."""
-
-    def ask(self, teacher: Any) -> None:
-        self._timed = teacher
-
-    def clients(self) -> list[Any]:
-        return [self._timed]
-
-    def _submit(self, teacher: Any, rollouts: Sequence[Rollout]) -> Future[Any]:
-        (rollout,) = rollouts
-        return cast("Future[Any]", teacher.score.remote(rollout.n_tokens).future())

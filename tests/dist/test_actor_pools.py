@@ -232,7 +232,6 @@ def test_non_blocking_calls_and_errors(reference: ReferencePool) -> None:
     expected = logprobs(reference.compute_logprobs(good).wait(good))
     pending = reference.compute_logprobs(good, blocking=False)
     assert same(logprobs(pending.wait(good, 60)), expected) and same(logprobs(pending.wait(good, 60)), expected)
-    assert pending.seconds > 0
     assert all((table < 0).all() for chunk in expected for table in chunk)
     first, second = good
     rollouts = ray.get(second.rollouts.ref)

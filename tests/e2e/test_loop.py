@@ -23,6 +23,7 @@ from examples.quickstart.evaluate import count_equal
 from gkd.cluster.gpu_table import gpu_map_from_json
 from gkd.console.state import MAX_LINE
 from gkd.metrics.catalog import EVERY_STEP, ROWS
+from gkd.metrics.span_file import read_spans
 from gkd.metrics.writer import read_metrics
 from gkd.tools import check_gpus
 from gkd.tools.check_gpus import refresh
@@ -76,7 +77,7 @@ def test_the_terminal_shows_the_run_and_nothing_foreign(base_run: Path, lab: Lab
     foreign = ("\x1b", "%|", "it/s]", "WARNING", "Warning", "[W", "Triton")
     assert not [line for line in lines if any(mark in line for mark in foreign)]
     assert all(str(path) in closing for path in (base_run / "export", base_run / "checkpoints" / "step_00000004"))
-    assert lines[-1].split()[:4] == [sys.executable, "-m", "gkd.tools.split", "--run"]
+    assert lines[-1].split() == [sys.executable, "-m", "gkd.tools.split", str(base_run)]
 
 
 def test_the_run_folder_describes_the_run(base_run: Path, lab: Lab) -> None:
@@ -106,19 +107,24 @@ def test_a_step_has_the_metrics_that_the_page_promises(base_run: Path) -> None:
 
 
 def test_what_each_pool_did_is_counted(base_run: Path) -> None:
-    """If it fails, the split tuner fits its rates to other passes, prompts or scores than the real engines made."""
+    """If it fails, `gkd split` reads other work than that of the real engines, teacher workers and ranks."""
+    spans = [(line.step, line.process, span) for line in read_spans(base_run / "spans.jsonl") for span in line.spans]
     for step in range(1, 5):
-        m = steps_of(base_run)[step] | steps_of(base_run, "tuner.jsonl")[step]
-        assert m["perf/pass_b"] == m["rollout/response_tokens"], "each sequence of a pass is a token"
-        assert m["perf/pass_p"] == m["rollout/prompt_tokens"]
-        assert m["perf/response_length_max"] <= m["perf/pass_n"] <= m["perf/response_length_max"] + 2
-        assert 0 < m["perf/pass_s"] == m["perf/engine_busy_max_s"] < m["perf/generate_s"] <= m["time/rollout_s"] + 0.1
-        assert m["perf/teacher_sequences"] == m["rollout/sequences"]
-        assert m["perf/teacher_tokens"] == m["rollout/prompt_tokens"] + m["rollout/response_tokens"]
-        assert 0 < m["perf/teacher_busy_1_s"] < m["time/rollout_s"] + m["time/teacher_s"]
+        m = steps_of(base_run)[step]
+        busy_s = {
+            name: sum(
+                span.duration_s for at, who, span in spans if at == step and f"{who.split()[0]} {span.name}" == name
+            )
+            for name in ("engine generate", "teacher compute", "actor train")
+        }
         not_each_s = m.get("time/eval_s", 0.0) + m["time/checkpoint_s"] + m["time/record_s"]
         of_each_step_s = m["time/step_s"] - not_each_s
         assert m["perf/waited_rollout_share"] == pytest.approx(m["time/rollout_s"] / of_each_step_s)
+        engine_s = m["perf/rollout_busy_share"] * (m["time/step_s"] - m.get("time/eval_s", 0.0))
+        assert 0 < engine_s < m["time/rollout_s"] + 0.1
+        assert busy_s["teacher compute"] > 0 and 0 < busy_s["actor train"] < m["time/train_s"]
+        if "time/eval_s" not in m:  # spans of an evaluation are in its step, too
+            assert engine_s - 0.1 < busy_s["engine generate"] < m["time/rollout_s"] + 0.1
 
 
 def test_gpu_placement_is_recorded(base_run: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import subprocess
-import sys
 import threading
 import time
 import types
@@ -21,7 +20,6 @@ from examples.tools.python_tool import Python, python
 from gkd.environment.form import checked_messages, checked_reward, import_environment
 from gkd.environment.tools import CallError, ToolCall, ToolEnvironment, parse_calls, schema
 from gkd.environment.trl import TrlEnvironment
-from gkd.environment.verifiers import VerifiersEnvironment
 from tests.processes import is_alive, wait_until
 
 LOOP = "loop of"  # name of the thread in which coroutines run
@@ -306,67 +304,6 @@ def test_classes_that_trl_ships(tmp_path: Path) -> None:
     assert guessing.tools[0]["function"]["parameters"]["properties"]["n"]["type"] == "integer"
     messages, reward = play(guessing, [CALL.format("guess", '{"n": 3}'), "done"], {"task_index": 0})
     assert messages[0] == ["guess {'n': 3}"] and reward == 0.75
-
-
-class Fake:
-    """Imitate what the adapter uses of `verifiers.MultiTurnEnv`, with the forms of version 0.3.1."""
-
-    tool_defs = [types.SimpleNamespace(name="add", description="Add.", parameters={"type": "object", "properties": {}})]
-
-    def __init__(self) -> None:
-        self.rubric, self.cleaned = self, 0
-
-    async def init_state(self, row: dict[str, Any], client: Any, model: str) -> dict[str, Any]:
-        return {**row, "trajectory": [], "trajectory_id": "x", "final_env_response": None}
-
-    async def setup_state(self, state: dict[str, Any]) -> None:
-        state["tries"] = 0  # changed in place: some environments return nothing
-
-    async def add_trajectory_step(self, state: dict[str, Any], step: dict[str, Any]) -> None:
-        state["trajectory"].append(step)
-
-    async def is_completed(self, state: dict[str, Any]) -> bool:
-        return len(state["trajectory"]) >= 3
-
-    async def get_prompt_messages(self, state: dict[str, Any]) -> list[Any]:
-        last = state["trajectory"][-1]
-        turn = last["completion"][-1]
-        state["tries"] += 1
-        if turn.content == state["answer"]:
-            state["final_env_response"] = [{"role": "user", "content": "right"}]
-        if turn.content == "rewrite":
-            return [{"role": "user", "content": "summary"}]
-        calls = [f"{call.name}({call.arguments})" for call in turn.tool_calls or ()]
-        return [*last["prompt"], turn, {"role": "user", "content": f"{state['tries']} {calls}"}]
-
-    async def cleanup(self, state: dict[str, Any]) -> None:
-        self.cleaned += 1
-
-    async def score_rollout(self, state: dict[str, Any]) -> None:
-        state["reward"] = float(self.cleaned and state["tries"])
-
-
-def test_environments_of_verifiers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fails if trajectories share a state, a stop condition or the rubric is not used, or calls are not passed on."""
-    fake = types.ModuleType("verifiers.types")
-    vars(fake).update(dict.fromkeys(("ClientConfig", "AssistantMessage", "ToolCall"), types.SimpleNamespace))
-    monkeypatch.setitem(sys.modules, "verifiers.types", fake)
-
-    class Guess(VerifiersEnvironment):
-        @staticmethod
-        def load() -> Fake:
-            return Fake()
-
-    row = {"prompt": [{"role": "user", "content": "guess"}], "answer": "7"}
-    assert Guess.tools[0]["function"]["name"] == "add"
-    assert play(Guess, ["1", "2", "3"], row) == ([["1 []"], ["2 []"], None], 2.0)
-    calls = "<function=add><parameter=a>1</parameter><parameter=b>x</parameter></function><tool_call>{"
-    (content,), _ = play(Guess, [calls], row)
-    assert content[0].startswith("""1 ['add({"a": 1, "b": "x"})', '(""")
-    assert play(Guess, ["7"], row) == ([None], 1.0)
-    assert play(Guess, [], row) == ([], None)
-    with pytest.raises(ValueError):
-        play(Guess, ["rewrite"], row)
 
 
 @pytest.mark.parametrize(

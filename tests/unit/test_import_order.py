@@ -20,7 +20,6 @@ LIBRARIES: dict[str, tuple[str, ...]] = {
         *("gkd/actor/worker.py", "gkd/start/launcher.py", "gkd/scoring/judged.py"),
     ),
     "math_verify": ("gkd/scoring/reward/worker.py",),
-    "verifiers": ("gkd/environment/verifiers.py",),
     "transformers": ("gkd/data/prompts.py", "gkd/actor/", "gkd/preflight/", "teacher_server/"),
     "torch": (
         *("gkd/actor/", "gkd/data/batching.py", "gkd/data/collate.py", "gkd/data/columns.py", "gkd/loss/"),

@@ -226,5 +226,3 @@ def test_it_is_computed_before_each_training_step_only(tmp_path: Path, scheduler
     assert trained == [["logprobs"] * 2] * 2
     lines = read_metrics(tmp_path / "run" / "metrics.jsonl")
     assert [line["step"] for line in lines if "time/reference_s" in line] == [1, 2]
-    tuner = read_metrics(tmp_path / "run" / "tuner.jsonl")
-    assert [line["perf/reference_s"] for line in tuner] == [0.5, 0.5]

@@ -124,7 +124,7 @@ def test_the_headline_tells_better_from_worse(tmp_path: Path) -> None:
     """Fails if a run that got worse is shown as one that learned, or numbers differ from metrics.jsonl."""
     root = make_run(tmp_path / "run")
     lines = [json.loads(line) for line in (root / "metrics.jsonl").read_text().splitlines()]
-    lines[-1]["eval/kl"], lines[-1]["eval/accuracy"], lines[-1]["health/entropy_collapse"] = 9.0, 0.05, 1.0
+    lines[-1]["eval/kl"], lines[-1]["eval/accuracy"], lines[-1]["health/kl_rises"] = 9.0, 0.05, 1.0
     lines[4]["eval/kl"] = 0.01
     (root / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     (run,) = read_runs([root])
@@ -135,9 +135,9 @@ def test_the_headline_tells_better_from_worse(tmp_path: Path) -> None:
     assert cells["eval/accuracy"]["tone"] == "worse" and cells["loss/total"]["tone"] == ""
     assert cells["Steps"]["text"] == "12 of 12" and cells["Bottleneck"]["text"] == "teacher"
     (alarm,) = headline.alarms(run)
-    assert (alarm["key"], alarm["n"], alarm["first"], alarm["last"]) == ("health/entropy_collapse", 1, 12, 12)
-    assert "distill.loss" in alarm["change"]
-    assert cells["Health alarms"]["text"] == "health/entropy_collapse" and cells["Health alarms"]["tone"] == "worse"
+    assert (alarm["key"], alarm["n"], alarm["first"], alarm["last"]) == ("health/kl_rises", 1, 12, 12)
+    assert "actor.optim.lr" in alarm["change"]
+    assert cells["Health alarms"]["text"] == "health/kl_rises" and cells["Health alarms"]["tone"] == "worse"
 
 
 def test_a_run_that_its_epochs_ended_is_complete(tmp_path: Path) -> None:

@@ -47,7 +47,7 @@ class Engine:
         return {"host_rss": GIB}
 
     def usage(self) -> EngineUsage:
-        return EngineUsage(0.5, 0.0, np.zeros((4, 4)), 0)
+        return EngineUsage(0.5)
 
     def receive(self, plans: Any, policy_version: int, *, adapters: bool = False) -> int:
         self.calls.append("receive")

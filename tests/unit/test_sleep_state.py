@@ -126,7 +126,7 @@ class EngineWithAdapters(RolloutEngine):
         self.llm = SimpleNamespace(
             llm_engine=engine, collective_rpc=lambda *_, **__: [8], reset_prefix_cache=lambda **_: True
         )
-        self.policy_version, self._running, self._meter = 0, {}, PassMeter(1)
+        self.policy_version, self._running, self._meter = 0, {}, PassMeter()
         self.request_options = {"lora_request": "student"}
         self._sleep_state = SleepState(Workers(), enabled=False)
 

@@ -171,7 +171,7 @@ def test_the_next_commands_can_be_typed(tmp_path: Path, shared: str, capsys: pyt
         assert ended.value.code == 0
     else:
         parsed = parse_split(last[3:])
-        assert (parsed.run, parsed.gpus, parsed.teacher_elsewhere) == (folder, 4, True)
+        assert (parsed.run, parsed.gpus, parsed.teacher_elsewhere) == (Path(folder), None, False)
 
 
 @pytest.mark.parametrize(("error", "code"), [(None, 0), (ClusterError("a rank died"), 1), (KeyboardInterrupt(), 130)])

@@ -118,9 +118,9 @@ class World:
         ][:n_samples]
 
     def usage(self) -> RolloutUsage:
-        engines = [EngineUsage(0.0, 0.0, np.zeros((4, 4)), 0)]
+        engines = [EngineUsage(0.0)]
         restarts, self.restarts = self.restarts, EngineRestarts()
-        return RolloutUsage(engines, 0.0, restarts=restarts)
+        return RolloutUsage(engines, restarts=restarts)
 
     def submit(self, chunk: RolloutChunk) -> PendingScores:
         self.events.append("submit")

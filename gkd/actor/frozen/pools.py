@@ -90,7 +90,6 @@ class PendingReference:
 
     def __init__(self, begin: Callable[[], tuple[Pending, list[Any]]]) -> None:
         self._begin = functools.cache(begin)
-        self.seconds = 0.0  # duration of the pass, after `wait`
 
     def start(self) -> Pending:
         """Start the calls now instead of in `wait`, and return them."""
@@ -103,7 +102,7 @@ class PendingReference:
             batch: the chunks of the call, scored, in the same order.
         """
         calls, handles = self._begin()
-        self.seconds = max(calls.wait(timeout_s).values())
+        calls.wait(timeout_s)
         return [replace(chunk, reference=handle) for chunk, handle in zip(batch, handles, strict=True)]
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import threading
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
@@ -44,7 +43,6 @@ class RolloutPool:
         self._dispatcher = Dispatcher(self.engines, config, dp_size)
         self._generating = threading.Lock()  # one batch at a time
         self._stream: JobStream | None = None
-        self._generate_s = 0.0  # spent in `generate` since the last `usage` call
 
     def init_model(self, device: str, eos_ids: Sequence[int], *, sleeps: bool = False) -> dict[str, Any]:
         """Start building all engines; return their refs by name, to be gathered.
@@ -88,7 +86,6 @@ class RolloutPool:
         """
         config = self._config
         with self._generating:
-            began_s = time.monotonic()
             job = self._dispatcher.start(self._sampling(n, temperature, seed), lingers=False, first=True)
             try:
                 job.admit(prompts, prompt_indices=prompt_indices)
@@ -107,7 +104,6 @@ class RolloutPool:
                     yield from chunks
             finally:
                 job.close()
-            self._generate_s += time.monotonic() - began_s
 
     def up(self) -> list[Any]:
         """Return the handles of all engines that are up; block until there is one. Raises RankTimeout."""
@@ -193,9 +189,8 @@ class RolloutPool:
         members = self.engines.up()
         calls = {index: worker.usage.remote() for index, worker in members.items()}
         engines = [usage for usage in self._settled(members, calls, "usage").values() if usage is not None]
-        generate_s, self._generate_s = self._generate_s, 0.0
         memory = merge([engine.memory for engine in engines])
-        return RolloutUsage(engines, generate_s, memory, self.engines.take_restarts())
+        return RolloutUsage(engines, memory, self.engines.take_restarts())
 
     def offload_states(self, include: Sequence[str] | None = None, level: int = 1, *, blocking: bool = True) -> Pending:
         """See `RolloutRole.offload_states`. Until `reload_states` no engine is restarted.

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import defaultdict, deque
+from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any
 
@@ -71,7 +71,7 @@ class RolloutEngine:
         self._running: dict[str, Request] = {}  # vLLM's request id -> sequence whose turn vLLM generates
         self._turns = turns
         self._finished: defaultdict[Hashable, list[Rollout]] = defaultdict(list)
-        self._eos_ids, self._meter = list(eos_ids), PassMeter(config.sequence_limit, spans)
+        self._eos_ids, self._meter = list(eos_ids), PassMeter(spans)
         self.llm = start_vllm(
             model_path,
             config,
@@ -141,7 +141,6 @@ class RolloutEngine:
                     self._start_turn(Request(owner, prompt, sample_index, sampling, self._n_requests + 1))
                 except (ValueError, VLLMValidationError) as error:
                     raise DataError(f"the rollout engine refused prompt {prompt.prompt_id}: {error}") from error
-                self._meter.added(len(prompt.token_ids))
 
     def _start_turn(self, request: Request) -> None:
         """Let vLLM generate the next turn of a sequence."""
@@ -188,7 +187,7 @@ class RolloutEngine:
 
     def usage(self) -> EngineUsage:
         """Return and reset the counters since the last call. Thread-safe."""
-        return self._meter.pop_usage()
+        return EngineUsage(self._meter.pop_busy_s())
 
     def _step(self) -> None:
         for output in self.llm.llm_engine.step():
@@ -197,7 +196,6 @@ class RolloutEngine:
 
     def _end_turn(self, request: Request, completion: Any) -> None:
         request.add_turn(completion.logprobs, completion.token_ids, self.policy_version)
-        self._meter.finished(request.n_tokens)
         if self._turns is None:
             self._finished[request.owner].append(request.rollout(str(completion.finish_reason)))
         else:
@@ -207,7 +205,6 @@ class RolloutEngine:
         """Go on with the trajectories whose environments have replied."""
         for reply in turns.replies():
             if isinstance(reply, Request):
-                self._meter.added(len(reply.ids[-1]))  # the prefix cache has the tokens before, until a weight sync
                 self._start_turn(reply)
             else:
                 request, rollout = reply
@@ -227,7 +224,6 @@ class RolloutEngine:
         if self._turns is not None:
             self._turns.abort(owner)
         self._finished.pop(owner, None)
-        self._meter.dropped(len(self._running))
 
     def join_groups(self, specs: list[GroupSpec]) -> None:
         """Join the weight-sync group of every sender with all workers of this engine; blocks."""
@@ -251,13 +247,9 @@ class RolloutEngine:
         with self._sleep_state.loading(adapters=adapters, adapters_follow=follow):
             n_bytes = self._sync_workers("gkd_receive_adapters" if adapters else "gkd_receive", plans)[0]
         requests = self.llm.llm_engine.engine_core.engine_core.scheduler.requests
-        n_recompute = 0
         for request in self._running.values():
             n_generated = request.n_tokens + requests[request.engine_id].num_output_tokens
             request.record_span(n_generated, self.policy_version)
-            if n_generated:  # sequences that have not started hold no cache
-                n_recompute += len(request.prompt.token_ids) + n_generated
-        self._meter.paused(n_recompute)
         self._reset_prefix_cache()
         self.policy_version = policy_version
         return int(n_bytes)
@@ -353,80 +345,34 @@ class RolloutEngine:
         return self.llm.collective_rpc("gkd_digests")[0]
 
 
-# Timing of the engine's forward passes; `gkd.tools.split` predicts other GPU splits from it.
-#
-# A pass takes about pass_s + sequence_s * b + prefill_s * p seconds, where b sequences advance by one token each and p
-# prompt tokens are prefilled. The meter keeps the sums that a least-squares fit of the three coefficients needs, so its
-# size does not grow with the number of passes.
-
-
 class PassMeter:
-    """Measures the passes of one engine, which starts waiting sequences first come, first served.
+    """Measures the time of one engine's passes.
 
-    One thread runs the passes. Any thread may call `pop_usage`, which does not wait for the current pass.
+    One thread runs the passes. Any thread may call `pop_busy_s`, which does not wait for the current pass.
 
     Args:
-        max_running: maximum number of sequences in a pass.
         spans: records the periods of successive passes as `generate`; on the same clock.
     """
 
-    def __init__(
-        self, max_running: int, spans: SpanRecorder | None = None, clock: Callable[[], float] = time.perf_counter
-    ) -> None:
-        self._max_running, self._spans, self._clock = max_running, spans, clock
-        self._waiting: deque[int] = deque()  # prompt tokens of each sequence that has not started
-        self._n_running = 0
-        self._lock = threading.Lock()  # guards the sums: products, lengths, gap
+    def __init__(self, spans: SpanRecorder | None = None, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._spans, self._clock = spans, clock
+        self._lock = threading.Lock()  # guards the sum
+        self._busy_s = 0.0
         self.n_passes = 0  # finished since the start
-        self._n_recompute = 0  # tokens that the next pass prefills in addition to new prompts
-        self._products, self._longest = np.zeros((4, 4)), 0
-        self._gap_s = 0.0
-        self._ended_s: float | None = None  # end of the last pass; None if the time until the next pass is not a gap
-
-    def added(self, n_prompt_tokens: int) -> None:
-        self._waiting.append(n_prompt_tokens)
-
-    def finished(self, n_response_tokens: int) -> None:
-        self._n_running -= 1
-        with self._lock:
-            self._longest = max(self._longest, n_response_tokens)
-
-    def dropped(self, n_left: int) -> None:
-        """Note that sequences were aborted; of the `n_left` others, the last added ones are still waiting."""
-        self._n_running = min(self._n_running, n_left)
-        while len(self._waiting) > n_left - self._n_running:
-            self._waiting.pop()
-        if not n_left:
-            self._ended_s = None
-
-    def paused(self, n_recompute: int) -> None:
-        """Note an interruption after which the KV cache of `n_recompute` tokens must be recomputed."""
-        self._n_recompute += n_recompute
-        self._ended_s = None
 
     def time_pass(self, step: Callable[[], None]) -> None:
         """Run one pass and measure it."""
-        n_prefill, self._n_recompute = self._n_recompute, 0
-        while self._waiting and self._n_running < self._max_running:
-            n_prefill += self._waiting.popleft()
-            self._n_running += 1
-        n_running, began_s = self._n_running, self._clock()
-        gap_s = 0.0 if self._ended_s is None else began_s - self._ended_s
+        began_s = self._clock()
         step()
-        self.n_passes += 1
         ended_s = self._clock()
-        self._ended_s = ended_s if self._n_running or self._waiting else None
+        self.n_passes += 1
         if self._spans is not None:
             self._spans.extend(Phase.GENERATE, began_s, ended_s)
-        x = np.array([1.0, n_running, n_prefill, ended_s - began_s])
         with self._lock:
-            self._products += np.outer(x, x)
-            self._gap_s += gap_s
+            self._busy_s += ended_s - began_s
 
-    def pop_usage(self) -> EngineUsage:
-        """Return and reset the sums since the last call."""
+    def pop_busy_s(self) -> float:
+        """Return and reset the seconds in passes since the last call."""
         with self._lock:
-            products, self._products = self._products, np.zeros((4, 4))
-            longest, self._longest = self._longest, 0
-            gap_s, self._gap_s = self._gap_s, 0.0
-        return EngineUsage(float(products[0, 3]), gap_s, products, longest)
+            busy_s, self._busy_s = self._busy_s, 0.0
+        return busy_s
