@@ -53,7 +53,7 @@ def write_run(
         return folder
     row = {"host": "h", "pid": 1, "cuda_visible_devices": None, "gpus": (GpuInfo(id="0"),)}
     rows = tuple(RankPlacement(pool=TEACHER, rank=i, **row) for i in range(workers))  # type: ignore[arg-type]
-    (folder / "gpus.json").write_bytes(GpuMap(device="cpu", pools=(), rows=rows, findings=()).to_json())
+    (folder / "gpus.json").write_bytes(GpuMap(device="cpu", rows=rows, findings=()).to_json())
     metrics, tuner = (MetricsWriter(folder / f"{name}.jsonl", -1) for name in ("metrics", "tuner"))
     rng = np.random.default_rng(0)
     draw = lengths or (lambda rng, n: np.clip(rng.lognormal(3.5, 0.6, n), 1, 300).astype(int))
