@@ -11,7 +11,6 @@ from gkd.cluster.gpu_table import TEACHER, GpuInfo, RankPlacement
 from gkd.config.check import check_config
 from gkd.config.load import config_yaml, load_config
 from gkd.config.schema import Config
-from gkd.errors import ConfigError
 from gkd.scoring.teacher.gpus import with_own_gpus
 from tests.refusals import refuses
 from tests.unit.test_gpu_collect import GOOD, nvidia_smi, smi_script
@@ -101,6 +100,5 @@ def test_the_word_auto(tmp_path: Path) -> None:
     (tmp_path / "y.yaml").write_text(config_yaml(config))
     assert load_config(tmp_path / "y.yaml") == config
     for wrong in ("cluster.gpus=all", "cluster=auto"):
-        with pytest.raises(ConfigError) as caught:
+        with refuses(wrong.partition("=")[0]):
             load_config(None, [*GOOD, wrong])
-        assert caught.value.key == wrong.partition("=")[0]
