@@ -16,7 +16,7 @@ from tokenizers import Tokenizer
 from tokenizers.decoders import Fuse
 from tokenizers.models import WordLevel
 
-from gkd.cluster.gpu_table import GpuInfo, GpuMap, PoolNeed, RankPlacement
+from gkd.cluster.gpu_table import GpuInfo, GpuMap, RankPlacement
 from gkd.config.load import config_yaml, load_config
 from gkd.metrics.catalog import PLACEHOLDERS, ROWS
 from gkd.metrics.writer import MetricsWriter
@@ -128,8 +128,7 @@ def _write_rest(root: Path) -> None:
     make_tokenizer(root / "export")
     gpu = GpuInfo(id="3", name="GPU <b>X</b>", memory_total_mib=81920)
     row = RankPlacement(pool="actor", rank=0, host="a", pid=1, cuda_visible_devices="3", gpus=(gpu,))
-    pool = PoolNeed(name="actor", n_ranks=1, gpus_per_rank=1)
-    table = GpuMap(device="cuda", pools=(pool,), rows=(row,), findings=(), ended=True)
+    table = GpuMap(device="cuda", rows=(row,), findings=(), ended=True)
     (root / "gpus.json").write_bytes(table.to_json())
     start = {"versions": {"torch": "2.13.0"}, "commit": "abc", "seeds": {"data": 1}, "data": [{"file": "<x>"}]}
     (root / "environment.jsonl").write_text(2 * (json.dumps(start) + "\n"))

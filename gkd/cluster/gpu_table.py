@@ -1,46 +1,26 @@
-"""Define the GPU map: one row per rank with its GPUs, the problems found; as a JSON document, and as text. Pure.
-
-`startup.this_placement` fills a row, `gpu_findings` finds the problems.
-"""
+"""Define the GPU map: one row per rank with its GPUs, the problems found; as a JSON document, and as text. Pure."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from typing import Literal
 
 import msgspec
 
 from gkd.errors import ClusterError
 
-RUN_ENDED: Literal["run_ended"] = "run_ended"  # the only finding that is not a problem
 TEACHER = "teacher"  # the pool name of the rows from the teacher server's status; not a Ray pool
-
-Kind = Literal[
-    "shared_gpu",
-    "teacher_overlap",
-    "too_few_gpus",
-    "unset",
-    "reordered",
-    "split_tp_group",
-    "memory_taken",
-    "teacher_silent",
-    "process_gone",
-    "wrong_gpu",
-    "outside_gpus",
-    "run_ended",
-]
+_NOSET = "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES"  # with it, Ray does not set CUDA_VISIBLE_DEVICES
+_HEADS = ("RANK", "HOST", "PID", "CUDA_VISIBLE_DEVICES", "GPU IDS", "VISIBLE", "GPU", "UUID", "PCI BUS", "FREE MEMORY")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GpuInfo:
+class GpuInfo(msgspec.Struct, frozen=True, kw_only=True):
     """One GPU. All fields except the id are None if no driver reports them, as with logical GPUs."""
 
     id: str  # CUDA_VISIBLE_DEVICES syntax
     uuid: str | None = None
     name: str | None = None
     pci_bus: str | None = None
-    numa_node: int | None = None
     memory_total_mib: int | None = None
     memory_free_mib: int | None = None
     pids: tuple[int, ...] = ()  # compute processes on it, as far as the driver lists them
@@ -54,42 +34,37 @@ class RankPlacement(msgspec.Struct, frozen=True, kw_only=True):
     host: str
     pid: int
     cuda_visible_devices: str | None  # None = unset
-    local_rank: int | None = None  # index among the pool's ranks of its node
     name: str = ""  # name of a teacher worker
     node: str = ""  # Ray's node id; empty if it is not a Ray process
     started: int | None = None  # clock ticks after boot; distinguishes two processes with the same pid
-    ray_gpu_ids: tuple[str, ...] | None = None  # assigned by Ray; None if it is not a Ray process
-    current_device: int | None = None  # index into `gpus`; None if there is no GPU, or it is unknown
-    gpus: tuple[GpuInfo, ...] = msgspec.field(default=(), name="cards")  # visible ones, in order: cuda:0, cuda:1, ...
+    ray_gpu_ids: tuple[str, ...] = ()  # assigned by Ray; empty: a teacher worker, or an engine on the actor's GPUs
+    gpus: tuple[GpuInfo, ...] = ()  # visible ones, in order: cuda:0, cuda:1, ...
 
     @property
     def label(self) -> str:
         return f"{self.pool} {self.rank} ({self.name})" if self.name else f"{self.pool} {self.rank}"
 
+    @property
+    def visible(self) -> str:
+        return "unset" if self.cuda_visible_devices is None else self.cuda_visible_devices or "empty"
+
+    @property
+    def used_gpus(self) -> tuple[GpuInfo, ...]:
+        """Return the first visible GPUs, as many as Ray assigned; all, if Ray assigned none."""
+        return self.gpus[: len(self.ray_gpu_ids) or None]
+
     def line(self) -> str:
         return (
-            f"{self.pool} worker {self.rank}: CUDA_VISIBLE_DEVICES={self.cuda_visible_devices}, "
+            f"{self.pool} worker {self.rank}: CUDA_VISIBLE_DEVICES={self.visible}, "
             f"GPU count={len(self.gpus)}, host={self.host}, pid={self.pid}"
         )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PoolNeed:
-    """GPUs that the config requests for a pool. Ranks r * tp ... (r + 1) * tp - 1 form a tensor-parallel group."""
+class Finding(msgspec.Struct, frozen=True, kw_only=True):
+    """A problem, the affected ranks, and the fix."""
 
-    name: str
-    n_ranks: int
-    gpus_per_rank: int
-    tp: int = 1
-    shares_with: str = ""  # the pool that owns these GPUs; empty means this pool
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Finding:
-    """A problem, the affected ranks, and the fix; or that the run has ended."""
-
-    kind: Kind
-    ranks: tuple[str, ...]  # labels; empty if it is not about particular ranks
+    kind: Literal["shared_gpu", "outside_gpus", "too_few_gpus", "teacher_overlap", "teacher_silent"]
+    ranks: tuple[str, ...] = ()  # labels; empty if it is not about particular ranks
     problem: str
     fix: str
 
@@ -101,117 +76,126 @@ class GpuMap(msgspec.Struct, frozen=True, kw_only=True):
     """The rows of all ranks with the problems found: `gpus.json` of a run, and the output of `check_gpus --json`."""
 
     device: str  # "cpu" | "cuda"
-    pools: tuple[PoolNeed, ...]
     rows: tuple[RankPlacement, ...]
-    findings: tuple[Finding, ...] = msgspec.field(name="verdicts")
-    notes: tuple[str, ...] = ()  # checks that were skipped, with the reason; possible improvements
+    findings: tuple[Finding, ...]
+    note: str = ""  # which rows are not of now
     gpus: tuple[int, ...] = ()  # cluster.gpus, ascending
-    teacher_gpu_share: float = 0.0  # cluster.teacher_gpu_share
     ended: bool = False  # the run reached its end; its ranks were stopped
-    version: Literal[1] = 1
-
-    @property
-    def has_problems(self) -> bool:
-        return any(finding.kind != RUN_ENDED for finding in self.findings)
 
     def to_json(self) -> bytes:
         return msgspec.json.format(msgspec.json.encode(self), indent=1) + b"\n"
 
+    def text(self) -> str:
+        """Format one row per rank, then settings, note and findings. Columns without a value are left out."""
+        table = zip(_HEADS, *map(_cells, self.rows), strict=True)
+        columns = [column for column in table if set(column[1:]) != {"-"}]
+        widths = [max(map(len, column)) for column in columns]
+        lines = ["  ".join(map(str.ljust, cells, widths)).rstrip() for cells in zip(*columns, strict=True)]
+        on_cpu = " On the CPU an id numbers a process, not a GPU." if self.device == "cpu" else ""
+        lines.append(f"cluster.gpus: {','.join(map(str, self.gpus)) or 'all'}. The actor gets the lowest ids.{on_cpu}")
+        lines += [f"note: {self.note}"] if self.note else []
+        lines += [f"WRONG {finding.kind}: {finding}" for finding in self.findings] or ["no problems found"]
+        # A teacher worker chooses its name, and must not control the terminal.
+        return "\n".join("".join(char if char.isprintable() else "?" for char in line) for line in lines)
+
 
 def gpu_map_from_json(data: bytes, where: str) -> GpuMap:
-    """Decode a `GpuMap`.
-
-    Args:
-        where: name of the source, for the error.
-
-    Raises:
-        ClusterError: the bytes are not the output of `GpuMap.to_json`.
-    """
+    """Decode the output of `GpuMap.to_json`. Raises ClusterError, naming `where`: the bytes are something else."""
     try:
         return msgspec.json.decode(data, type=GpuMap)
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise ClusterError(f"{where} is not the GPU table of a run: {error}") from error
 
 
-# The map as a human-readable table.
+def find_problems(rows: Sequence[RankPlacement], gpus: Sequence[int], *, with_teacher: bool = False) -> list[Finding]:
+    """Return the problems of a placement, worst first.
 
-_HEADS = (
-    *("POOL", "RANK", "LOCAL", "HOST", "PID", "CUDA_VISIBLE_DEVICES", "GPU IDS", "VISIBLE", "CURRENT"),
-    *("GPU", "UUID", "PCI BUS", "NUMA", "FREE MEMORY"),
-)
-
-
-def gpu_report(gpu_map: GpuMap) -> str:
-    """Format one row per rank, then the settings, notes and findings. Columns without a value are left out."""
-    rows = [_cells(row) for row in gpu_map.rows]
-    columns = [
-        (head, *cells)
-        for head, *cells in zip(_HEADS, *rows, strict=True)
-        if not cells or any(cell != "-" for cell in cells)
-    ]
-    widths = [max(map(len, column)) for column in columns]
-    table = [
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-        for row in zip(*columns, strict=True)
-    ]
-    gpus = ",".join(map(str, gpu_map.gpus)) or "all"
-    on_cpu = " On the CPU an id numbers a process, not a GPU." if gpu_map.device == "cpu" else ""
-    settings = [f"cluster.gpus: {gpus}. The actor gets the lowest ids.{on_cpu}"]
-    notes = [f"note: {_printable(note)}" for note in gpu_map.notes]
-    findings = [_verdict(finding) for finding in gpu_map.findings]
-    return "\n".join([*table, *settings, *notes, *(findings or ["no problems found"])])
+    Args:
+        gpus: cluster.gpus, the only GPUs that the pools may use; empty means all.
+        with_teacher: the pools may use the teacher's GPUs (cluster.teacher_gpu_share).
+    """
+    ranks = [row for row in rows if row.pool != TEACHER]
+    teacher = [row for row in rows if row.pool == TEACHER and not with_teacher]
+    return [*_shared(ranks), *_overlaps(ranks, teacher), *_outside(ranks, gpus), *_too_few(ranks)]
 
 
-def _cells(row: RankPlacement) -> tuple[str, ...]:
-    visible = row.cuda_visible_devices
-    cells = (
-        row.pool,
-        f"{row.rank} ({row.name})" if row.name else str(row.rank),
-        _text(row.local_rank),
+def _shared(ranks: Sequence[RankPlacement]) -> Iterator[Finding]:
+    users: dict[str, list[RankPlacement]] = {}
+    for row in ranks:
+        for gpu in row.used_gpus:  # without UUIDs by node: simulated nodes on one host have GPUs with the same ids
+            users.setdefault(gpu.uuid or f"number {gpu.id} of node {row.node}", []).append(row)
+    for device, rows in users.items():
+        n_owners = sum(bool(row.ray_gpu_ids) for row in rows)
+        if max(n_owners, len(rows) - n_owners) > 1:  # with trainer.colocate an owner and an engine take turns
+            problem = f"{_with_visible(rows)} use the same GPU, {device}."
+            fix = "start Ray, or without cluster.ray_address the trainer, without "
+            fix += f"{_NOSET} and with a CUDA_VISIBLE_DEVICES that names each GPU once."
+            yield Finding(kind="shared_gpu", ranks=_labels(rows), problem=problem, fix=fix)
+
+
+def _overlaps(ranks: Sequence[RankPlacement], teacher: Sequence[RankPlacement]) -> Iterator[Finding]:
+    workers = {gpu.uuid or (row.host, gpu.id): row for row in teacher for gpu in row.gpus}
+    for row in ranks:
+        for gpu in row.used_gpus:
+            if worker := workers.get(gpu.uuid or (row.host, gpu.id)):
+                problem = f"{row.label} on {row.host} uses GPU {gpu.uuid or gpu.id} of {worker.label}."
+                fix = "set other GPUs for the teacher (its --gpus) or for the trainer (cluster.gpus), or state the "
+                fix += "teacher's share of them in cluster.teacher_gpu_share."
+                yield Finding(kind="teacher_overlap", ranks=(row.label, worker.label), problem=problem, fix=fix)
+
+
+def _outside(ranks: Sequence[RankPlacement], gpus: Sequence[int]) -> Iterator[Finding]:
+    ids = ",".join(map(str, gpus))
+    if outside := [row for row in ranks if row.ray_gpu_ids and not _is_inside(row, gpus)]:
+        given = "; ".join(f"{row.label} on {row.host}: {','.join(row.ray_gpu_ids)}" for row in outside)
+        problem = f"{_with_visible(outside)} use GPUs outside cluster.gpus [{ids}], or other ones than Ray assigned "
+        problem += f"({given})."
+        fix = f"start Ray on each node as CUDA_VISIBLE_DEVICES={ids or 'IDS'} ray start ..., without {_NOSET}, "
+        fix += "or change cluster.gpus."
+        yield Finding(kind="outside_gpus", ranks=_labels(outside), problem=problem, fix=fix)
+
+
+def _is_inside(row: RankPlacement, gpus: Sequence[int]) -> bool:
+    used = {gpu.id for gpu in row.used_gpus}
+    return used <= {*row.ray_gpu_ids} and (not gpus or {*row.ray_gpu_ids} <= {*map(str, gpus)})
+
+
+def _too_few(ranks: Sequence[RankPlacement]) -> Iterator[Finding]:
+    if short := [row for row in ranks if len(row.used_gpus) < max(1, len(row.ray_gpu_ids))]:
+        problem = f"{_with_visible(short)} see fewer GPUs than they need, or none."
+        fix = "start Ray with a CUDA_VISIBLE_DEVICES that names existing GPUs, or lower the pool's n_gpus_per_node."
+        yield Finding(kind="too_few_gpus", ranks=_labels(short), problem=problem, fix=fix)
+
+
+def _labels(rows: Sequence[RankPlacement]) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(row.label for row in rows))
+
+
+def _with_visible(rows: Sequence[RankPlacement]) -> str:
+    return ", ".join(f"{row.label} (CUDA_VISIBLE_DEVICES {row.visible})" for row in rows)
+
+
+def _cells(row: RankPlacement) -> list[str]:
+    ids = row.ray_gpu_ids or [gpu.id for gpu in row.gpus] or ["cpu" if row.pool == TEACHER else "-"]
+    return [
+        row.label,
         row.host,
         str(row.pid),
-        "unset" if visible is None else visible or "empty",
-        _ids(row),
+        row.visible,
+        ",".join(ids),
         str(len(row.gpus)),
-        _text(row.current_device),
-        _each(row.gpus, lambda gpu: gpu.name),
-        _each(row.gpus, lambda gpu: gpu.uuid),
-        _each(row.gpus, lambda gpu: gpu.pci_bus),
-        _each(row.gpus, lambda gpu: gpu.numa_node),
-        _each(row.gpus, _memory),
-    )
-    return tuple(_printable(cell) for cell in cells)
+        _each([gpu.name or "-" for gpu in row.gpus]),
+        _each([gpu.uuid or "-" for gpu in row.gpus]),
+        _each([gpu.pci_bus or "-" for gpu in row.gpus]),
+        _each([_memory(gpu) for gpu in row.gpus]),
+    ]
 
 
-def _verdict(finding: Finding) -> str:
-    if finding.kind == RUN_ENDED:
-        return f"run ended: {_printable(finding.problem)}"
-    return f"WRONG {finding.kind}: {_printable(str(finding))}"
-
-
-def _ids(row: RankPlacement) -> str:
-    """Return the ids that Ray assigned, or that a teacher's worker announces: without a GPU the labels of --gpus."""
-    if row.ray_gpu_ids is not None:
-        return ",".join(row.ray_gpu_ids)
-    return ",".join(gpu.id for gpu in row.gpus) or ("cpu" if row.pool == TEACHER else "-")
-
-
-def _each(gpus: Iterable[GpuInfo], field: Callable[[GpuInfo], object]) -> str:
-    """Format a field of every GPU; a single value if all are equal."""
-    texts = [_text(field(gpu)) for gpu in gpus]
+def _each(texts: list[str]) -> str:
     return ", ".join(texts if len(set(texts)) > 1 else texts[:1]) or "-"
 
 
-def _memory(gpu: GpuInfo) -> str | None:
+def _memory(gpu: GpuInfo) -> str:
     if gpu.memory_free_mib is None or gpu.memory_total_mib is None:
-        return None
+        return "-"
     return f"{gpu.memory_free_mib / 1024:.1f} of {gpu.memory_total_mib / 1024:.1f} GiB"
-
-
-def _text(value: object) -> str:
-    return "-" if value is None else str(value)
-
-
-def _printable(text: str) -> str:
-    """Replace control characters: a teacher worker chooses its name, and must not control the terminal."""
-    return "".join(char if char.isprintable() else "?" for char in text)

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
-from itertools import takewhile
-from pathlib import Path
+
+from msgspec import structs
 
 from gkd.cluster.gpu_table import GpuInfo
 from gkd.errors import ConfigError
@@ -15,110 +14,62 @@ from teacher_server.wire.nvidia_smi import SmiError, run_nvidia_smi, visible_ids
 log = get_logger("gpus")
 
 _LIMIT_S = 10.0
-_LEAST_GIB, _MOST_GIB = 2**-10, 2**20  # 1 MiB to 1 PiB
 _GPUS = "--query-gpu=index,uuid,name,pci.bus_id,memory.total,memory.free"
 _PROCESSES = "--query-compute-apps=gpu_uuid,pid"
-_SYS = Path("/sys/bus/pci/devices")
 
 
 def machine_gpus() -> list[GpuInfo]:
     """Return all GPUs; empty if `nvidia-smi` is missing, may not be run, or fails (a failure is logged)."""
-    gpus = parse_gpus(_query(_GPUS))
-    return with_processes(gpus, _query(_PROCESSES)) if gpus else []
+    listed = _query(_GPUS)
+    return parse_gpus(listed, _query(_PROCESSES)) if listed else []
 
 
 def driver_version() -> str | None:
     """Return the version of the GPU driver, or None if it is unknown, as for `machine_gpus`."""
-    listed = _query("--query-gpu=driver_version").split()
-    return listed[0] if listed else None
+    return next(iter(_query("--query-gpu=driver_version").split()), None)
 
 
 def gpu_memory_bytes(gpu_gib: float | None) -> int | None:
-    """Return the memory per GPU that a tool plans with: the given size, else the smallest GPU here, else None.
-
-    Raises:
-        ConfigError: `gpu_gib` (from `--gpu-gib`) is out of range.
-    """
+    """Return the bytes per GPU that a tool plans with: of --gpu-gib (ConfigError: not a size), or the smallest here."""
     if gpu_gib is None:
         sizes = [gpu.memory_total_mib for gpu in machine_gpus() if gpu.memory_total_mib]
         return min(sizes) << 20 if sizes else None
-    if not _LEAST_GIB <= gpu_gib <= _MOST_GIB:  # NaN is refused, too
-        fix = "give the GPU's memory in GiB, for example 80."
-        raise ConfigError("--gpu-gib", gpu_gib, f"not between {_LEAST_GIB} and {_MOST_GIB} GiB.", fix)
+    if not 0 < gpu_gib < float("inf"):  # NaN is refused, too
+        raise ConfigError("--gpu-gib", gpu_gib, "not a size.", "give the GPU's memory in GiB, for example 80.")
     return round(gpu_gib * 2**30)
 
 
 def visible_gpus(visible: str | None, machine: Sequence[GpuInfo]) -> tuple[GpuInfo, ...]:
     """Return the GPUs that a process with this CUDA_VISIBLE_DEVICES sees, in its order and with its ids.
 
-    Args:
-        machine: all GPUs; empty if unknown: then every entry counts.
+    If the machine's GPUs are unknown, every entry counts.
     """
     if visible is None:
         return tuple(machine)
-    entries = visible_ids(visible)
-    if not machine:
-        return tuple(GpuInfo(id=entry) for entry in entries)
-    found = (_find(entry, machine) for entry in entries)
-    return tuple(gpu for gpu in takewhile(lambda gpu: gpu is not None, found) if gpu is not None)
+    gpus = []
+    for entry in visible_ids(visible):
+        known = [gpu for gpu in machine if gpu.id == entry or (gpu.uuid or "").startswith(entry)]
+        if entry.startswith("MIG-") or not machine:  # the list has no slices of GPUs
+            known = [GpuInfo(id=entry, uuid=entry if machine else None)]
+        if not known:
+            break  # CUDA stops at the first id without a GPU
+        gpus.append(structs.replace(known[0], id=entry))
+    return tuple(gpus)
 
 
-def parse_gpus(listing: str) -> list[GpuInfo]:
-    """Parse `nvidia-smi --query-gpu=... --format=csv,noheader,nounits`; values in brackets ("[N/A]") become None."""
+def parse_gpus(listing: str, processes: str = "") -> list[GpuInfo]:
+    """Parse the CSV of `nvidia-smi` for `_GPUS` and `_PROCESSES`; a memory of "[N/A]" becomes None."""
+    running = [line.partition(", ")[::2] for line in processes.splitlines()]
     gpus = []
     for line in listing.splitlines():
-        parts = [part.strip() for part in line.split(",")]
-        if len(parts) == 6 and parts[0].isdecimal():
-            index, uuid, name, bus, total, free = (None if part.startswith("[") else part for part in parts)
-            assert index is not None
-            gpus.append(
-                GpuInfo(
-                    id=index,
-                    uuid=uuid,
-                    name=name,
-                    pci_bus=bus,
-                    numa_node=_numa_node(bus) if bus else None,
-                    memory_total_mib=_number(total),
-                    memory_free_mib=_number(free),
-                )
-            )
+        parts = line.split(", ")
+        if len(parts) == 6:
+            index, uuid, name, bus, *mib = parts
+            total, free = (int(size) if size.isdecimal() else None for size in mib)
+            pids = tuple(int(pid) for where, pid in running if where == uuid and pid.isdecimal())
+            sizes = {"memory_total_mib": total, "memory_free_mib": free}
+            gpus.append(GpuInfo(id=index, uuid=uuid, name=name, pci_bus=bus, pids=pids, **sizes))
     return gpus
-
-
-def with_processes(gpus: Sequence[GpuInfo], listing: str) -> list[GpuInfo]:
-    """Add the processes of `nvidia-smi --query-compute-apps=gpu_uuid,pid` to the GPUs."""
-    pids: dict[str, list[int]] = {}
-    for line in listing.splitlines():
-        uuid, _, pid = (part.strip() for part in line.partition(","))
-        if pid.isdecimal():
-            pids.setdefault(uuid, []).append(int(pid))
-    return [replace(gpu, pids=tuple(pids.get(gpu.uuid or "", ()))) for gpu in gpus]
-
-
-def _find(entry: str, machine: Sequence[GpuInfo]) -> GpuInfo | None:
-    if entry.startswith("MIG-"):  # a slice of a GPU; --query-gpu does not list slices
-        return GpuInfo(id=entry, uuid=entry)
-    for gpu in machine:
-        if gpu.id == entry or (entry.startswith("GPU-") and (gpu.uuid or "").startswith(entry)):
-            return replace(gpu, id=entry)
-    return None
-
-
-def _numa_node(bus: str) -> int | None:
-    """Return the NUMA node of a PCI address; None if unknown.
-
-    nvidia-smi writes 00000000:18:00.0, the kernel 0000:18:00.0; the kernel reports -1 without NUMA.
-    """
-    file = _SYS / bus[-12:].lower() / "numa_node"
-    try:
-        node = int(file.read_text())
-    except (OSError, ValueError):
-        return None
-    return node if node >= 0 else None
-
-
-def _number(text: str | None) -> int | None:
-    return int(text) if text is not None and text.isdecimal() else None
 
 
 def _query(query: str) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import socket
-import sys
 import threading
 import time
 from collections import defaultdict
@@ -145,7 +144,6 @@ def this_placement(pool: str, rank: int, *, ask_driver: bool = False) -> RankPla
     gpus = visible_gpus(visible, machine_gpus() if ask_driver else ())
     process = process_info(os.getpid())
     context = ray.get_runtime_context() if ray.is_initialized() else None
-    ids = _ray_gpu_ids()
     return RankPlacement(
         pool=pool,
         rank=rank,
@@ -154,8 +152,7 @@ def this_placement(pool: str, rank: int, *, ask_driver: bool = False) -> RankPla
         cuda_visible_devices=visible,
         node=str(context.get_node_id()) if context is not None else "",
         started=process.started if process is not None else None,
-        ray_gpu_ids=tuple(ids) if ids is not None else None,
-        current_device=_current_device() if ask_driver and gpus else None,
+        ray_gpu_ids=_ray_gpu_ids(),
         gpus=gpus,
     )
 
@@ -171,15 +168,9 @@ def sort_visible_gpus() -> None:
         os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(ids)
 
 
-def _ray_gpu_ids() -> list[str] | None:
-    """Return the ids that Ray assigned to this process, ascending; None outside of Ray."""
+def _ray_gpu_ids() -> tuple[str, ...]:
+    """Return the ids that Ray assigned to this process, ascending; empty outside of Ray."""
     if not ray.is_initialized():
-        return None
+        return ()
     ids = ray.get_runtime_context().get_accelerator_ids().get("GPU", ())
-    return sorted(ids, key=lambda gpu: (int(gpu) if gpu.isdecimal() else 0, gpu))
-
-
-def _current_device() -> int:
-    """Return the default CUDA device of this process; 0 before CUDA is initialized."""
-    torch = sys.modules.get("torch")
-    return int(torch.cuda.current_device()) if torch is not None and torch.cuda.is_initialized() else 0
+    return tuple(sorted(ids, key=lambda gpu: (int(gpu) if gpu.isdecimal() else 0, gpu)))

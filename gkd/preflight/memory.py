@@ -6,7 +6,6 @@ import os
 from collections.abc import Sequence
 from dataclasses import replace
 
-from gkd.cluster.gpu_findings import IDLE_MIB
 from gkd.cluster.gpu_table import GpuInfo
 from gkd.cluster.gpus import machine_gpus, visible_gpus
 from gkd.cluster.host import host_memory_bytes
@@ -29,6 +28,8 @@ from gkd.memory.footprint.report import (
 )
 
 log = get_logger("preflight")
+
+_IDLE_MIB = 1024  # an unused GPU has less memory than this allocated, by its driver
 
 
 def check_memory(config: Config, device: str, teacher_hidden: int | None, scores_gib: float = 0.0) -> Config:
@@ -131,7 +132,7 @@ def memory_in_use(config: Config) -> int:
         if gpu.memory_total_mib is not None and gpu.memory_free_mib is not None
     ]
     most = max(used, default=0)
-    return most << 20 if most > IDLE_MIB else 0
+    return most << 20 if most > _IDLE_MIB else 0
 
 
 def _refuse_state(found: Sequence[RankFootprint], gpu_bytes: int, config: Config, combination: Combination) -> None:

@@ -112,7 +112,7 @@ def preflight(config: Config) -> Plan:
     teachers = _probed(config, teachers, other_tokenizer or tokenizer, train, n_student_vocab)
     with_gpus = config
     if device == "cuda":
-        with_gpus = with_own_gpus(config, device, teacher_rows(derived.routes, device)[0])
+        with_gpus = with_own_gpus(config, device, teacher_rows(derived.routes)[0])
     identity = teacher_identity(derived.routes, teachers)
     check_replay(config.with_values(on_hub), total_steps, identity)
     pair, n_vocab = _shared_ids(config, teachers, tokenizer, other_tokenizer, n_student_vocab, eos_ids, train)

@@ -43,9 +43,8 @@ from gkd.scoring.pool import HEALTH, RECORDS, ScoringPool, teacher_heads
 from gkd.scoring.teacher.greedy import greedy_samples
 from gkd.scoring.teacher.window import throttle_warning, window_of_group
 from gkd.spans import driver
-from gkd.start import gpu_map as collect
 from gkd.start.gpu_map import record_end, record_placement, record_restart
-from gkd.start.pools import actor_env, cpu_threads, make_cluster, make_pools, shares_with, worker_env
+from gkd.start.pools import actor_env, cpu_threads, make_cluster, make_pools, worker_env
 
 log = get_logger("launcher")
 
@@ -118,16 +117,10 @@ def _start(
     rollout_workers = rollout_slots.spawn(RolloutWorker, env, concurrency_groups=rollout_worker.CONCURRENCY_GROUPS)
     rollout = RolloutPool(rollout_workers, config, actor.dp_size)
     ending.callback(attempt, "closing the engines", rollout.close)
-    startup.watch(actor_slots.named(actor_workers) | rollout_slots.named(rollout_workers))
+    ranks = actor_slots.named(actor_workers) | rollout_slots.named(rollout_workers)
+    startup.watch(ranks)
     # Each rank reports its GPU before it builds its model; the GPU map is made meanwhile.
-    calls = [
-        collect.PlacementCalls(
-            actor_slots.spec, config.actor.tp, [w.placement.remote(not on_cpu) for w in actor_workers]
-        ),
-        collect.PlacementCalls(
-            rollout_slots.spec, 1, [w.placement.remote(not on_cpu) for w in rollout_workers], shares_with(config)
-        ),
-    ]
+    calls = {name: worker.placement.remote(not on_cpu) for name, worker in ranks.items()}
     # Both pools build at the same time; they first need each other for the weight-sync groups.
     building = rollout.init_model(plan.device, plan.eos_ids, sleeps=engines_sleep)
     endpoints = _endpoints(config, plan, actor, actor_slots)  # their processes start meanwhile
@@ -164,7 +157,7 @@ def _load_models(
     actor: ActorPool,
     rollout: RolloutPool,
     building: Mapping[str, Any],
-    calls: Sequence[collect.PlacementCalls],
+    calls: Mapping[str, Any],
 ) -> GpuMap:
     """Load all models on the actor's ranks, wait for the engines, and return the GPU map.
 

@@ -60,11 +60,6 @@ def make_pools(cluster: Cluster, config: Config, timeout_s: float) -> dict[str, 
     return pools
 
 
-def shares_with(config: Config) -> str:
-    """Return the pool whose GPUs the engines share; empty if they have their own."""
-    return ACTOR if config.trainer.colocate else ""
-
-
 # The most bytes of a chunk's sizes or of the summary of its scores: of the chunk, and per sequence.
 _SIZES_BYTES = 640, 32
 

@@ -221,13 +221,13 @@ def test_the_checker_lists_every_node_and_ranks_outside_of_gpus(address: str, cl
     for expected in (ray.__version__, "2.40.0", "Fix: "):
         assert expected in done.stderr
     table = json.loads(done.stdout)
-    rows = [(row["pool"], row["rank"], row["local_rank"], row["ray_gpu_ids"]) for row in table["rows"]]
-    assert rows == [("actor", 0, 0, ["0"]), ("actor", 1, 0, ["4"]), ("rollout", 0, 0, ["0"])]
+    rows = [(row["pool"], row["rank"], row["ray_gpu_ids"]) for row in table["rows"]]
+    assert rows == [("actor", 0, ["0"]), ("actor", 1, ["4"]), ("rollout", 0, ["0"])]
     assert len({row["node"] for row in table["rows"]}) == 3
     assert table["gpus"] == [0, 1, 2, 3]
-    assert [verdict["kind"] for verdict in table["verdicts"]] == ["outside_gpus", "teacher_silent"]
-    assert table["verdicts"][0]["ranks"] == ["actor 1"]
-    assert "CUDA_VISIBLE_DEVICES=0,1,2,3 ray start" in table["verdicts"][0]["fix"]
+    assert [finding["kind"] for finding in table["findings"]] == ["outside_gpus", "teacher_silent"]
+    assert table["findings"][0]["ranks"] == ["actor 1"]
+    assert "CUDA_VISIBLE_DEVICES=0,1,2,3 ray start" in table["findings"][0]["fix"]
     until_free(12)
 
 

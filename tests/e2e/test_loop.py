@@ -26,7 +26,6 @@ from gkd.metrics.catalog import EVERY_STEP, ROWS
 from gkd.metrics.span_file import read_spans
 from gkd.metrics.writer import read_metrics
 from gkd.tools import check_gpus
-from gkd.tools.check_gpus import refresh
 from tests.e2e.conftest import N_TRAIN, Lab, left_behind
 from tests.e2e.exactness import check_taken, steps_of
 from tests.e2e.killed_main import Fault, is_engine_child, with_faults
@@ -134,15 +133,8 @@ def test_gpu_placement_is_recorded(base_run: Path, capsys: pytest.CaptureFixture
     table = gpu_map_from_json((base_run / "gpus.json").read_bytes(), "gpus.json")
     assert [(row.label, row.cuda_visible_devices) for row in table.rows[:2]] == [("actor 0", "4"), ("rollout 0", "6")]
     assert [row.pool for row in table.rows[2:]] == ["teacher"] and table.findings == ()
-
-    def ended() -> list[tuple[str, tuple[str, ...]]]:
-        return [(v.kind, v.ranks) for v in refresh(table, table.rows[0].host, [], []).findings]
-
-    # Ray's processes end by themselves, within seconds of the run's own.
-    wait_until(lambda: len(ended()) == 2, 20.0, "the ranks' end")
-    assert ended() == [("process_gone", ("actor 0",)), ("process_gone", ("rollout 0",))]
     assert check_gpus.main(["--running", str(base_run)]) == 0, "this run has reached its end, so that is no problem"
-    assert "run ended" in capsys.readouterr().out.splitlines()[-1]
+    assert "has reached its end" in capsys.readouterr().out
 
 
 def test_the_student_learned_from_the_teacher(base_run: Path) -> None:

@@ -51,15 +51,20 @@ def test_port_in_use(tiny_model: Path) -> None:
     assert f"tcp://127.0.0.1:{port}" in line and "--port" in line
 
 
-def test_a_remote_host_requires_keys_or_insecure(tiny_model: Path) -> None:
-    """Fails if a typo in --host opens an unauthenticated service to the network."""
-    line = start_error(tiny_model, "--host", "0.0.0.0", "--worker-port", "0")
-    assert "--host 0.0.0.0" in line and "--keys" in line and "--insecure" in line
-
-
-def test_missing_folder() -> None:
-    """Fails if a mistyped path causes a download or a traceback."""
-    assert "/no/such/model" in start_error(Path("/no/such/model"))
+@pytest.mark.parametrize(
+    "words,tokens",
+    [
+        # A typo in --host opens an unauthenticated service to the network.
+        (("--host", "0.0.0.0", "--worker-port", "0"), ("--host 0.0.0.0", "--keys", "--insecure")),
+        (("--model", "/no/such/model"), ("/no/such/model",)),
+        (("--gpus", "a,a"), ("GPU a ",)),
+        (("--gpus", "a,b,c", "--tensor-parallel-size", "2", "--engine", "vllm"), ("3 GPUs",)),
+    ],
+)
+def test_wrong_options(tiny_model: Path, words: tuple[str, ...], tokens: tuple[str, ...]) -> None:
+    """Fails if a wrong option is found after minutes of loading, by a traceback, or not at all."""
+    line = start_error(tiny_model, *words)
+    assert all(token in line for token in tokens)
 
 
 def test_taken_worker_and_metrics_ports(tiny_model: Path) -> None:
@@ -77,12 +82,6 @@ def test_secret_keys_that_other_users_can_read(tiny_model: Path, tmp_path: Path)
     subprocess.run(command("keygen", keys, "--client", "c"), check=True, capture_output=True, timeout=20)
     (tmp_path / "keys/server.key_secret").chmod(0o644)
     assert f"chmod 600 {keys}/server.key_secret" in start_error(tiny_model, "--keys", keys)
-
-
-def test_wrong_gpus(tiny_model: Path) -> None:
-    """Fails if a repeated GPU, or one too few for a group, is only detected after minutes of loading."""
-    assert "GPU a " in start_error(tiny_model, "--gpus", "a,a")
-    assert "3 GPUs" in start_error(tiny_model, "--gpus", "a,b,c", "--tensor-parallel-size", "2", "--engine", "vllm")
 
 
 def test_a_worker_that_cannot_load_ends_the_server(tmp_path: Path) -> None:
@@ -123,26 +122,8 @@ def test_a_worker_with_wrong_settings_exits(tmp_path: Path, words: tuple[str, ..
     assert done.returncode == 2 and done.stderr.splitlines()[-1].startswith("error: ") and token in done.stderr
 
 
-def _drop_config(folder: Path) -> None:
-    (folder / "config.json").unlink()
-
-
-def _break_config(folder: Path) -> None:
-    (folder / "config.json").write_text("{")
-
-
-def _drop_weights(folder: Path) -> None:
-    (folder / "model.safetensors").unlink()
-
-
-def _cut_weights(folder: Path) -> None:
-    weights = folder / "model.safetensors"
-    weights.write_bytes(weights.read_bytes()[:-100])
-
-
-def _cut_header(folder: Path) -> None:
-    weights = folder / "model.safetensors"
-    weights.write_bytes(weights.read_bytes()[:40])
+def _cut(file: Path, n_bytes: int) -> None:
+    file.write_bytes(file.read_bytes()[:n_bytes])
 
 
 def _lose_a_shard(folder: Path) -> None:
@@ -158,21 +139,20 @@ def _leave_an_adapter(folder: Path) -> None:
     "damage,file",
     [
         (_leave_an_adapter, "adapter_config.json"),
-        (_drop_config, "config.json"),
-        (_break_config, "config.json"),
-        (_drop_weights, "safetensors"),
-        (_cut_weights, "model.safetensors"),
-        (_cut_header, "model.safetensors"),
+        (lambda folder: (folder / "config.json").unlink(), "config.json"),
+        (lambda folder: (folder / "config.json").write_text("{"), "config.json"),
+        (lambda folder: (folder / "model.safetensors").unlink(), "safetensors"),
+        (lambda folder: _cut(folder / "model.safetensors", -100), "model.safetensors"),
+        (lambda folder: _cut(folder / "model.safetensors", 40), "model.safetensors"),
         (_lose_a_shard, "model-2.safetensors"),
     ],
 )
 def test_damaged_folders_are_detected_without_loading(
-    tiny_model: Path, tmp_path: Path, damage: object, file: str
+    tiny_model: Path, tmp_path: Path, damage: Callable[[Path], object], file: str
 ) -> None:
     """Fails if an interrupted download is only detected after minutes of loading."""
     folder = tmp_path / "model"
     shutil.copytree(tiny_model, folder)
-    assert callable(damage)
     damage(folder)
     with pytest.raises(ServerError, match=file):
         inspect_model_folder(str(folder))

@@ -343,9 +343,8 @@ def test_the_template_gets_the_tools_of_the_row(tmp_path: Path, name: str, as_te
 def test_tools_that_the_model_would_not_read_are_refused(tmp_path: Path, value: Any, template: Any) -> None:
     """Fails if a prompt has other tools than its row, also if the user's text has the name of the tool that is lost."""
     row = {"prompt": "Call get_weather.", "t": value}
-    with pytest.raises(ConfigError) as caught:
+    with refuses("data.tools_key") as caught:
         load(tmp_path, row, tokenizer(template), tools_key="t")
-    assert caught.value.key == "data.tools_key" and caught.value.fix
     assert ("p.jsonl:1" in caught.value.problem) == (template not in (None, FAMILIES["chatml"]))
 
 

@@ -14,8 +14,7 @@ from examples.quickstart.__main__ import choose_config, teacher_flags
 from examples.quickstart.addition import build_tokenizer
 from examples.quickstart.make_models import Recipe
 from examples.quickstart.pretrain import ModelRecipe, build_model
-from gkd.cluster.gpu_findings import find_problems
-from gkd.cluster.gpu_table import PoolNeed
+from gkd.cluster.gpu_table import find_problems
 from gkd.config.check import check_config
 from gkd.config.load import load_config
 from gkd.memory.footprint import check, footprint, teacher_footprint
@@ -25,7 +24,7 @@ from gkd.preflight.machine import resolve_device
 from gkd.scoring.teacher.gpus import with_own_gpus
 from tests.unit.test_gpu_choice import GPUS, rows
 from tests.unit.test_gpu_collect import nvidia_smi, smi_script
-from tests.unit.test_gpu_findings import gpu_info, row, teacher
+from tests.unit.test_gpu_table import row, teacher
 from tests.unit.test_server_settings import settings_of
 
 __all__ = ["nvidia_smi"]  # a fixture
@@ -60,12 +59,9 @@ def test_one_gpu_is_shared_on_purpose(nvidia_smi: Callable[[str], None], monkeyp
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     config = load_config(ONE_GPU)
     assert with_own_gpus(config, "cuda", rows("0")) == config
-    needs = [PoolNeed(name="actor", n_ranks=1, gpus_per_rank=1)]
-    needs.append(PoolNeed(name="rollout", n_ranks=1, gpus_per_rank=1, shares_with="actor"))
-    on_card = {"gpus": (gpu_info(0, pids=(1,), memory_free_mib=9),)}
-    all_rows = [row("actor", 0, 0, **on_card), row("rollout", 0, 0, **on_card), teacher(0)]
-    assert find_problems(all_rows, needs, teacher_gpu_share=config.cluster.teacher_gpu_share) == []
-    assert [finding.kind for finding in find_problems(all_rows, needs)] == ["teacher_overlap"]
+    all_rows = [row("actor", 0, 0), row("rollout", 0, 0, ray_gpu_ids=()), teacher(0)]
+    assert find_problems(all_rows, (), with_teacher=config.cluster.teacher_gpu_share > 0) == []
+    assert {finding.kind for finding in find_problems(all_rows, ())} == {"teacher_overlap"}
 
 
 @pytest.mark.parametrize(("gib", "fits"), [(8, True), (16, True), (79.1, True), (139.8, True), (3, False)])

@@ -18,7 +18,6 @@ from gkd.config.load import config_yaml, load_config
 from gkd.config.schema import Config
 from gkd.data.prompts import RowReader, load_prompts
 from gkd.data.sampler import PromptSampler, make_sampler
-from gkd.errors import ConfigError
 from gkd.metrics.writer import read_metrics
 from gkd.preflight.run import check_shares, teacher_identity
 from gkd.run.folder import teacher_json
@@ -31,13 +30,6 @@ from tests.unit.world import World, make
 
 BASE = ["data.train_files=[x]", "model.path=m", "trainer.run_dir=r", "eval.metric=none"]
 TWO = [*BASE, "data.teacher_key=domain", "teacher.routes={math: {server_port: 7}, code: {weight: 2, temperature: 0.5}}"]
-
-
-def refused(*settings: str) -> str:
-    """Return the key of the error for these settings."""
-    with pytest.raises(ConfigError) as caught:
-        check_config(load_config(None, settings))
-    return caught.value.key
 
 
 def test_a_route_inherits_what_it_leaves_out() -> None:
@@ -89,7 +81,8 @@ def test_routes_to_the_same_weights_share_an_lm_head() -> None:
 )
 def test_settings_that_contradict_each_other_are_refused(key: str, settings: list[str]) -> None:
     """Fails if a wrong route starts a run, or the error names another key."""
-    assert refused(*settings) == key
+    with refuses(key):
+        check_config(load_config(None, settings))
 
 
 def rows(tmp_path: Path, *values: Any) -> str:
@@ -111,9 +104,9 @@ def test_each_row_names_its_route(tmp_path: Path, tokenizer: Any) -> None:
 
     assert routes({"domain": "math"}, {"domain": "code"}, {"domain": "math"}) == [1, 0, 1]
     for bad in ({"domain": "law"}, {"domain": None}, {}):
-        with pytest.raises(ConfigError) as caught:
+        with refuses("data.teacher_key") as caught:
             routes({"domain": "math"}, bad)
-        assert caught.value.key == "data.teacher_key" and "rows.jsonl:2" in caught.value.problem
+        assert "rows.jsonl:2" in caught.value.problem
     assert routes({"domain": "law"}, {"domain": None}, {}, {"domain": "math"}, default="code") == [0, 0, 0, 1]
 
 
@@ -201,10 +194,9 @@ def test_a_resumed_run_refuses_other_routes(tmp_path: Path) -> None:
         "data.domain_shares={math: 1, code: 1}",
         "distill.normalize=domain",
     ):
-        with pytest.raises(ConfigError) as caught:
-            check_same_run(before, load_config(None, [*TWO, change]))
         key = change.partition("=")[0]
-        assert caught.value.key == ("teacher.routes" if key.startswith("teacher.routes") else key)
+        with refuses("teacher.routes" if key.startswith("teacher.routes") else key):
+            check_same_run(before, load_config(None, [*TWO, change]))
 
 
 class Info:
