@@ -49,6 +49,7 @@ checks() {
     "$bin/ruff" check . || bad=1
     "$bin/ruff" format --check . || bad=1
     "$bin/mypy" || bad=1
+    "$bin/python" -m tests.structure --bounds || bad=1
     return $bad
 }
 # The checks run concurrently with the tests; their output is kept together.

@@ -1,4 +1,4 @@
-"""Print the package structure: `python -m tests.structure [--json FILE] [--root DIR]`.
+"""Print the package structure: `python -m tests.structure [--json FILE] [--root DIR]`. CI checks `--bounds`.
 
 A unit is a package (a folder with `__init__.py`) or a module in the root of `gkd` or `teacher_server`. An edge is an
 import from one unit to another, lazy imports included, imports under `TYPE_CHECKING` not.
@@ -14,6 +14,7 @@ import re
 import statistics
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 TOP = ("gkd", "teacher_server")
@@ -34,6 +35,18 @@ gkd.preflight gkd.start gkd.api gkd.main_gkd
 gkd.tools.report gkd.tools gkd.cli
 """
 ORDER = tuple(_ORDER.split())
+# The largest figures of the project. A commit that needs more gives the reason, and raises a bound.
+BOUNDS = {
+    "lines": 54_700,
+    "files": 315,
+    "assignments of tuples": 824,  # `a, b = x, y`: two statements in one line
+    "config_keys": 158,
+    "lines of tests": 64_000,
+    "lines of benches": 6_000,
+    "lines of results": 8_000,
+    "lines of the longest result": 200,
+    "words of docs": 80_000,
+}
 _BY = "written by python -m tests.structure --write-map -->"
 # Page -> the borders of its generated part.
 MAP_PAGE, MAP = ROOT / "CONTRIBUTING.md", (f"<!-- package map, {_BY}", "<!-- end of the map -->")
@@ -112,7 +125,7 @@ def cycles(edges: Mapping[str, set[str]]) -> list[list[str]]:
     return [list(group) for group in sorted(groups)]
 
 
-def summary(root: Path = ROOT) -> dict[str, object]:
+def summary(root: Path = ROOT) -> dict[str, Any]:
     """Return the figures of the tree at `root`."""
     lengths = {path: len(path.read_text().splitlines()) for path in source_files(root)}
     functions = [length for path in lengths for length in _function_lengths(path)]
@@ -137,7 +150,31 @@ def summary(root: Path = ROOT) -> dict[str, object]:
         "config_keys": len(re.findall(r"^\| `\w+\.[\w.]+` \|", (root / "docs/configuration.md").read_text(), re.M)),
         "words_of_architecture": len((root / "docs/architecture.md").read_text().split()),
         "tests": test_figures(root),
+        **sizes(root),
     }
+
+
+def sizes(root: Path = ROOT) -> dict[str, int]:
+    """Return what the product is surrounded by, see `BOUNDS`."""
+    results = [n for _, n in _lines_of(root, "docs/results/**/*")]
+    trees = [ast.parse(path.read_text()) for path in source_files(root)]
+    return {
+        "assignments of tuples": sum(_is_tuple(node) for tree in trees for node in ast.walk(tree)),
+        "lines of tests": sum(n for path, n in _lines_of(root, "tests/**/*") if path.suffix == ".py"),
+        "lines of benches": sum(n for _, n in _lines_of(root, "tests/bench/**/*")),
+        "lines of results": sum(results),
+        "lines of the longest result": max(results),
+        "words of docs": sum(len(path.read_text().split()) for path, _ in _lines_of(root, "docs/**/*.md")),
+    }
+
+
+def _lines_of(root: Path, pattern: str) -> list[tuple[Path, int]]:
+    files = [path for path in sorted(root.glob(pattern)) if path.is_file() and "__pycache__" not in path.parts]
+    return [(path, len(path.read_text().splitlines())) for path in files]
+
+
+def _is_tuple(node: ast.AST) -> bool:
+    return isinstance(node, ast.Assign) and isinstance(node.value, ast.Tuple) and isinstance(node.targets[0], ast.Tuple)
 
 
 _HABITS = {
@@ -221,11 +258,17 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="also write the figures here")
     parser.add_argument("--edges", action="store_true", help="print each unit's imports, too")
     parser.add_argument("--write-map", action="store_true", help="update CONTRIBUTING.md and docs/architecture.md")
+    parser.add_argument("--bounds", action="store_true", help="print the bounds; exit code 1 if one is exceeded")
     args = parser.parse_args()
     if args.write_map:
         MAP_PAGE.write_text(written(MAP_PAGE.read_text(), package_map(args.root), MAP))
         ROOMS_PAGE.write_text(written(ROOMS_PAGE.read_text(), rooms_picture(args.root), ROOMS))
     figures = summary(args.root)
+    if args.bounds:
+        found = {name: (figures[name], bound) for name, bound in BOUNDS.items()}
+        for name, (value, bound) in found.items():
+            print(f"{name:28} {value:>7} of {bound:>7}{'  exceeded' if value > bound else ''}")
+        raise SystemExit(any(value > bound for value, bound in found.values()))
     for name, value in figures.items():
         print(f"{name:24} {value}")
     if args.edges:
