@@ -310,7 +310,6 @@ class Roles:
         teacher_health: returns what is known of the teacher server, within seconds, in any thread; None: nothing.
         diagnose_hang: returns the error with a report of which ranks hang where.
         judge: scores and judges held-out responses; None: the engines compare greedy responses.
-        teacher_samples: generates the teacher's own greedy responses to some held-out prompts; None: not wanted.
         evaluation: scores held-out responses if there is no judge; None: `scoring`.
     """
 
@@ -324,7 +323,6 @@ class Roles:
     diagnose_hang: Callable[[RankTimeout], RankTimeout] = lambda error: error
     judge: JudgeRole | None = None
     evaluation: ScoringRole | None = None
-    teacher_samples: Callable[[], list[Sample]] | None = None
 
 
 class Pending(Protocol):

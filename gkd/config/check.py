@@ -228,9 +228,6 @@ def check_routes(config: Config) -> None:
         fix = "name the column whose values are the names of the routes."
         raise config.error("data.teacher_key", "teacher.routes has entries, and no row names one.", fix)
     names = ", ".join(teacher.routes)
-    if teacher.default_route and teacher.default_route not in teacher.routes:
-        problem = "it is not one of teacher.routes."
-        raise config.error("teacher.default_route", problem, f"use one of {names}.")
     _check_shares(config, names)
     if config.derived.teacher_pool:
         problem = f"with teacher.backend={teacher.backend} there is one teacher."
@@ -247,7 +244,7 @@ def _check_unused(config: Config) -> None:
     if config.distill.normalize == "domain":
         problem, fix = "without teacher.routes there is one domain.", "use token, or set teacher.routes."
         raise config.error("distill.normalize", problem, fix)
-    keys = ("data.teacher_key", "data.domain_shares", "teacher.default_route")
+    keys = ("data.teacher_key", "data.domain_shares")
     config.check_unused(keys, "teacher.routes is empty.", "remove it, or set teacher.routes.")
 
 
@@ -302,9 +299,6 @@ def check_reward(config: Config) -> None:
         _check_path("eval.metric", metric, f", or {NO_METRIC}")
     elif config.eval.n > 1:
         raise config.error("eval.n", "eval.metric is none.", "use 1, or choose a metric.")
-    if config.eval.teacher_prompts and (metric == NO_METRIC or config.derived.teacher_pool):
-        problem = "eval.metric is none." if metric == NO_METRIC else "there is no teacher server."
-        raise config.error("eval.teacher_prompts", problem, "use 0.")
     names = [function_name(path) for path in paths]
     if len(set(names)) < len(names):
         problem = "two functions have the same name, and the metrics contain it."
@@ -376,9 +370,6 @@ def check_environment(config: Config) -> None:
     if config.data.chat_template == "never":
         problem = "a chat template writes the observations, and data.chat_template is never."
         raise config.error("rollout.environment", problem, "use auto, or no environment.")
-    if config.eval.teacher_prompts:
-        problem = "the teacher writes one response, and rollout.environment answers the student alone."
-        raise config.error("eval.teacher_prompts", problem, "use 0.")
     longest_s, limit_s = rollout.max_turns * rollout.environment_timeout_s, config.trainer.stage_timeout_s
     if longest_s >= limit_s:
         problem = f"rollout.max_turns {rollout.max_turns} times this is {longest_s:g} s for one trajectory, and a step "

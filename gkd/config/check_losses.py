@@ -68,7 +68,7 @@ def check_tokenizer(config: Config) -> None:
         raise ConfigError("distill.loss", others[0], problem, "use a divergence.")
     alone = (
         *("teacher.routes", "teacher.store", "teacher.update_interval", "rollout.environment", "data.messages_key"),
-        *("eval.teacher_prompts", "distill.teacher_reward_scale", "distill.skip_first_tokens", "distill.support"),
+        *("distill.teacher_reward_scale", "distill.skip_first_tokens", "distill.support"),
         *("distill.tail", "actor.fused_lm_head"),
     )
     problem = "this does not work with a teacher that has another tokenizer (teacher.tokenizer)."

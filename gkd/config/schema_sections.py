@@ -192,14 +192,6 @@ class EvalConfig:
         gt=0,
         resume=True,
     )
-    teacher_prompts: int = key(
-        0,
-        "Held-out prompts that the teacher answers greedily before the first step, for eval/teacher_accuracy; 0 = "
-        "none. The server scores one token at a time: an answer of R tokens costs R requests.",
-        ge=0,
-        limits="0 without a teacher server or eval.metric",
-        resume=True,
-    )
     answer_marker: str = key(
         "=",
         "Text before the answer in responses, and in reference answers that contain it.",

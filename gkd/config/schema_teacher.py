@@ -184,8 +184,8 @@ class TeacherConfig:
     routes: dict[str, RouteConfig] = key(
         {},
         "Several teachers: for each value of data.teacher_key {backend (zmq or http), name, server_ip, server_port, "
-        "keys, url, dialect, api_key_env, temperature, weight}. What an entry leaves out is that of this section; "
-        "weight (1) multiplies the loss of its tokens. See docs/losses.md.",
+        "keys, url, dialect, api_key_env, temperature, weight}, or else those of this section; weight multiplies the "
+        "loss of its tokens. An entry `default` is for all other rows. docs/losses.md.",
         limits="names of letters, digits, _ and -; weights > 0",
         resume=IF_MOVED,
     )
@@ -208,11 +208,6 @@ class TeacherConfig:
         "{response} (the columns of data.prompt_key, answer_key, response_key) or any other {COLUMN}. Empty = that of "
         "data.teacher_prompt_key. docs/losses.md.",
         limits="at least one placeholder; {{ and }} for braces",
-    )
-    default_route: str = key(
-        "",
-        "Route of rows whose data.teacher_key has another value or none; empty = such a row is an error.",
-        limits="a name in routes",
     )
 
     @property

@@ -380,6 +380,9 @@ def _teacher_fits(ids: list[int] | None, config: DataConfig, where: str) -> bool
     )
 
 
+_DEFAULT = "default"  # name of the route that takes rows of no other route
+
+
 class RowRoutes:
     """Return the route of each row, and count them.
 
@@ -388,13 +391,13 @@ class RowRoutes:
     """
 
     def __init__(self, teacher: TeacherConfig, column: str) -> None:
-        self._names, self._default, self._column = sorted(teacher.routes), teacher.default_route, column
+        self._names, self._column = sorted(teacher.routes), column
         self._index = {name: i for i, name in enumerate(self._names)}
         self._by_default = 0
         self._counts = Counter[str]()
 
     def of(self, row: Mapping[str, Any], where: str) -> int:
-        """Return the index of a row's route. Raises ConfigError: it names none, and there is no teacher.default_route.
+        """Return the index of a row's route. Raises ConfigError: it names none, and there is no route `default`.
 
         Args:
             where: file and line of the row.
@@ -404,17 +407,18 @@ class RowRoutes:
         found = row.get(self._column)
         name = as_text(found)
         if found is None or name not in self._index:
-            if not self._default:
+            if _DEFAULT not in self._index:
                 value = f"has {found!r}" if self._column in row else f"has only the columns {sorted(row)}"
                 problem = f"{where} {value}, and teacher.routes are {', '.join(self._names)}."
-                fix = "correct the row, add the route, or set teacher.default_route."
+                fix = f"correct the row, add the route, or a route {_DEFAULT} for all other rows."
                 raise ConfigError("data.teacher_key", self._column, problem, fix)
-            name, self._by_default = self._default, self._by_default + 1
+            name = _DEFAULT
+            self._by_default += 1
         self._counts[name] += 1
         return self._index[name]
 
     def log(self, key: str) -> None:
-        """Log the rows of each route, and how many of them teacher.default_route has taken."""
+        """Log the rows of each route, and how many of them have no route of their own."""
         if self._names:
             counts = ", ".join(f"{name} {self._counts[name]}" for name in self._names)
-            log.info("%s: rows by route: %s; %d by teacher.default_route", key, counts, self._by_default)
+            log.info("%s: rows by route: %s; %d without a route of their own", key, counts, self._by_default)

@@ -126,8 +126,6 @@ class Evaluator:
                 self._folder.write_samples(step, greedy.samples[:KEPT_SAMPLES])
             else:
                 self._write_texts(step, scored, self._config.n)
-            if step == 0 and self._roles.teacher_samples is not None:
-                numbers["eval/teacher_accuracy"] = self._accuracy(self._roles.teacher_samples())
             if self._config.n > 1:
                 numbers |= pass_at_numbers(scored, self._config.n)
             self._metrics.exclude_evaluation(overlapped=overlapped)
@@ -144,11 +142,6 @@ class Evaluator:
             return rollout.greedy(self._prompts, n_samples=KEPT_SAMPLES)
         samples = rollout.greedy(self._prompts, n_samples=len(self._prompts)).samples
         return judged(samples, judge.judge(samples), {prompt.prompt_id: prompt.route for prompt in self._prompts})
-
-    def _accuracy(self, samples: Sequence[Sample]) -> float:
-        """Return the mean of eval.metric."""
-        judge = self._roles.judge
-        return float(np.mean([bool(sample.correct) for sample in samples] if judge is None else judge.judge(samples)))
 
 
 def judged(samples: Sequence[Sample], values: Sequence[float], route_of: Mapping[int, int]) -> GreedyReport:

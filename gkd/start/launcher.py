@@ -40,7 +40,6 @@ from gkd.scoring.endpoint import ScoringEndpoint
 from gkd.scoring.group_endpoint import GroupEndpoint
 from gkd.scoring.judged import JUDGING, init_judging, with_judges, workers_per_endpoint
 from gkd.scoring.pool import HEALTH, RECORDS, ScoringPool, teacher_heads
-from gkd.scoring.teacher.greedy import greedy_samples
 from gkd.scoring.teacher.window import throttle_warning, window_of_group
 from gkd.spans import driver
 from gkd.start.gpu_map import record_end, record_placement, record_restart
@@ -199,11 +198,7 @@ def _connect(
     throttled = [info.n_streams for info in plan.teachers if throttle_warning(config.teacher, info)]
     remark = f"set teacher.max_in_flight to {max(throttled)}" if throttled else ""
     pool = ScoringPool(endpoints, timeout_s)
-    roles = Roles(actor, rollout, pool, pushes, reference, remark, pool.health)
-    if prompts := plan.val_prompts[: config.eval.teacher_prompts]:
-        settings = (config, config.derived.routes, plan.teachers, plan.n_vocab, plan.eos_ids)
-        return replace(roles, teacher_samples=partial(greedy_samples, *settings, prompts))
-    return roles
+    return Roles(actor, rollout, pool, pushes, reference, remark, pool.health)
 
 
 def _record_restart(plan: Plan, startup: Startup, name: str, worker: Any, row: RankPlacement) -> None:

@@ -191,7 +191,7 @@ def base_run(lab: Lab, teacher_port: int) -> Path:
     """
     run_dir = lab.root / "base_run"
     settings = ("trainer.save_every=2", "trainer.keep_last=9", "weight_sync.verify=always", "cluster.gpus=[6,4]")
-    kept = ("trainer.record_batches=true", "trainer.profile_steps=[2]", "eval.teacher_prompts=4")
+    kept = ("trainer.record_batches=true", "trainer.profile_steps=[2]")
     with tempfile.TemporaryDirectory() as temporary, pytest.MonkeyPatch.context() as job:
         for name, value in JOB.items():
             job.setenv(name, value)

@@ -24,7 +24,6 @@ _NOT_COMPARED = (
     "memory/",
     "weight_sync/verified_tensors",
     "teacher/topk_mass",
-    "eval/teacher_accuracy",
 )
 
 

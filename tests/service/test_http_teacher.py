@@ -22,7 +22,6 @@ from gkd.preflight.run import teacher_identity
 from gkd.preflight.teacher import check_teacher, request_info
 from gkd.run.open import check_same_teacher
 from gkd.scoring.endpoint import ScoringEndpoint
-from gkd.scoring.teacher.greedy import _decode
 from gkd.scoring.teacher.info import TeacherInfo
 from gkd.scoring.teacher.window import window_of_group
 from gkd.types import Prompt, Rollout, TeacherScores, TeacherTopK
@@ -99,17 +98,6 @@ def test_scores_equal_those_of_the_teacher_server(
         rows = TeacherTopK(*(table[trajectory.own] for table in tables))
         rows_of_own = TeacherScores(rows, reference.sampled_logprobs[trajectory.own])
         check_equal(teacher.submit([trajectory], BOTH).result(), [rows_of_own])
-
-
-def test_greedy_answers_are_those_of_the_teacher_server(vllm_server: VllmServer, zmq_port: int) -> None:
-    """Fails if eval/teacher_accuracy of a served model is that of other answers, or a request of it is refused."""
-    rng = np.random.default_rng(6)
-    asked = [Prompt(i, rng.integers(0, N_VOCAB, rng.integers(1, 16)).astype(np.int32)) for i in range(6)]
-    with connect(zmq_port, k=1) as zmq, http_teacher(vllm_server.url, k=1, n_vocab=N_VOCAB) as http:
-        expected = _decode([zmq], [4], asked, frozenset(), 10)
-        ends = frozenset({expected[0][4], expected[1][0]})
-        assert _decode([http], [1], asked, frozenset(), 10) == expected
-        assert _decode([http], [1], asked, ends, 10) == _decode([zmq], [4], asked, ends, 10)
 
 
 def settings(url: str, *overrides: str) -> Config:

@@ -238,7 +238,7 @@ def test_all_flags_of_another_system_are_answered(capsys: pytest.CaptureFixture[
 
 
 def test_a_setting_that_is_written_as_a_flag_is_answered(capsys: pytest.CaptureFixture[str]) -> None:
-    """Fails if a user who writes --actor.tp=2 does not learn how settings are written."""
+    """Fails if --actor.tp=2 is refused without the way in which settings are written."""
     with pytest.raises(SystemExit) as caught:
         main(["--config", "x.yaml", "--actor.tp=2"])
     answer = capsys.readouterr().err.rpartition("error: ")[2].partition(": ")[2]

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,7 @@ import pytest
 from gkd.config.check import check_config
 from gkd.config.load import config_yaml, load_config
 from gkd.config.schema import Config
+from gkd.config.schema_teacher import RouteConfig
 from gkd.data.prompts import RowReader, load_prompts
 from gkd.data.sampler import PromptSampler, make_sampler
 from gkd.metrics.writer import read_metrics
@@ -61,8 +63,6 @@ def test_routes_to_the_same_weights_share_an_lm_head() -> None:
     [
         ("data.teacher_key", [*TWO, "data.teacher_key="]),
         ("data.teacher_key", [*BASE, "data.teacher_key=domain"]),
-        ("teacher.default_route", [*TWO, "teacher.default_route=maths"]),
-        ("teacher.default_route", [*BASE, "teacher.default_route=math"]),
         ("teacher.routes.math.server_port", [*TWO, "teacher.routes.math.server_port=0"]),
         ("teacher.routes.math.weight", [*TWO, "teacher.routes.math.weight=0"]),
         ("teacher.routes.math.name", [*TWO, f"teacher.routes.math.name={'x' * 129}"]),
@@ -95,8 +95,8 @@ def test_each_row_names_its_route(tmp_path: Path, tokenizer: Any) -> None:
     """Fails if a row gets another teacher, or one that names none does not stop the start."""
     config = load_config(None, TWO)
 
-    def routes(*values: Any, default: str = "") -> list[int]:
-        teacher = replace(config.teacher, default_route=default)
+    def routes(*values: Any, more: Mapping[str, RouteConfig] = MappingProxyType({})) -> list[int]:
+        teacher = replace(config.teacher, routes={**config.teacher.routes, **more})
         prompts, _ = load_prompts(
             [rows(tmp_path, *values)], "data.train_files", RowReader(config.data, tokenizer, teacher=teacher)
         )
@@ -107,7 +107,12 @@ def test_each_row_names_its_route(tmp_path: Path, tokenizer: Any) -> None:
         with refuses("data.teacher_key") as caught:
             routes({"domain": "math"}, bad)
         assert "rows.jsonl:2" in caught.value.problem
-    assert routes({"domain": "law"}, {"domain": None}, {}, {"domain": "math"}, default="code") == [0, 0, 0, 1]
+    assert routes({"domain": "law"}, {"domain": None}, {}, {"domain": "math"}, more={"default": RouteConfig()}) == [
+        1,
+        1,
+        1,
+        2,
+    ]
 
 
 def prompts(*counts: int) -> list[Prompt]:
@@ -189,7 +194,6 @@ def test_a_resumed_run_refuses_other_routes(tmp_path: Path) -> None:
         "teacher.routes.math.weight=3",
         "teacher.routes.code.temperature=0.7",
         "teacher.routes.law={}",
-        "teacher.default_route=math",
         "data.teacher_key=topic",
         "data.domain_shares={math: 1, code: 1}",
         "distill.normalize=domain",

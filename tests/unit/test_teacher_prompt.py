@@ -80,8 +80,8 @@ def test_numbers_of_a_column_with_nulls_are_whole(tmp_path: Path) -> None:
     assert views(prompts) == ["42", "4.5"]
     with refuses(KEY):
         load(tmp_path, [{"prompt": "1", "a": float("nan")}], template="{a}")
-    routes = RowRoutes(TeacherConfig(routes={"7": RouteConfig(), "8": RouteConfig()}, default_route="7"), "d")
-    assert [routes.of({"d": value}, "row") for value in (8, 8.0, 7.0, None)] == [1, 1, 0, 0]
+    routes = RowRoutes(TeacherConfig(routes={"7": RouteConfig(), "8": RouteConfig(), "default": RouteConfig()}), "d")
+    assert [routes.of({"d": value}, "row") for value in (8, 8.0, 7.0, None)] == [1, 1, 0, 2]
 
 
 def test_a_template_replaces_the_last_message(tmp_path: Path) -> None:

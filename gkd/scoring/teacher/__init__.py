@@ -1,1 +1,1 @@
-"""The trainer's side of the teacher: what a teacher is, the ZMQ client, greedy responses."""
+"""The trainer's side of the teacher: what a teacher is, the ZMQ client."""

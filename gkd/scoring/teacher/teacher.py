@@ -3,7 +3,7 @@
     ZmqTeacher     a model of the teacher server                       gkd.scoring.teacher.client
     HttpTeacher    a model of a vLLM or SGLang server                  gkd.scoring.teacher.http_client
 
-Scoring endpoints, the checks before a start and the teacher's greedy responses know this interface alone, and get a
+Scoring endpoints, and the checks before a start know this interface alone, and get a
 teacher from `open_teacher`. Teachers in a pool of the run (`TeacherBackend.pool`) answer no requests: their processes
 score a whole batch in one call (`gkd.actor.frozen.pools.LocalScoring`).
 """
