@@ -24,7 +24,7 @@ N = 3  # steps whose mean most checks compare
 KL = ("loss/token_kl", "loss/sampled_reverse_kl")  # the gap to the teacher; the second without a distribution
 # loss/engine_kl, see `History.add`
 FRESH_KL, STALE_KL = "loss/engine_kl at staleness 0", "loss/engine_kl of stale rollouts"
-# Not limits of a check but parts of its definition; docs/health.md has the reasons.
+# These are not limits of a check but parts of its definition; docs/health.md has the reasons.
 FAR_KL = 4.0  # nats: teacher_mismatch without a distribution
 KL_MARGIN = 0.05  # nats: kl_rises, stale_rollouts, ends_disagree
 

@@ -35,6 +35,7 @@ from gkd.tools.split import Measured, Split, measure, steps_of
 from gkd.trainer import Roles, Trainer
 from gkd.types import Prompt
 from tests.bench.bench_pipeline import ClockEndpoint
+from tests.bench.teacher_report import machine
 from tests.bench.timed_roles import SAVES, Meeting, Rates, Stages, TimedActorWorker, TimedRolloutWorker
 
 SPLITS = ((1, 2), (1, 1), (1, 3), (1, 4), (2, 1), (2, 2))  # ranks, engines; the first is the run that is read
@@ -100,7 +101,8 @@ def main() -> None:
                 row = {"scheduler": scheduler, "student": student, "rollout": rollout, "measured_s": one.step_s}
                 rows.append(json.dumps(row | {"estimated_s": estimated_s, "off": estimated_s / one.step_s - 1}))
                 print(rows[-1], flush=True)
-    args.json.write_text('{\n "runs": [\n  ' + ",\n  ".join(rows) + "\n ]\n}\n")
+    runs_text = ",\n  ".join(rows)
+    args.json.write_text(f'{{\n "machine": {json.dumps(machine())},\n "runs": [\n  {runs_text}\n ]\n}}\n')
 
 
 if __name__ == "__main__":

@@ -51,10 +51,8 @@ def write_run(
     rows = tuple(RankPlacement(pool=TEACHER, rank=i, **row) for i in range(workers))
     (folder / "gpus.json").write_bytes(GpuMap(device="cpu", pools=(), rows=rows, findings=()).to_json())
     now_s = [0.0]
-    metrics, own = (
-        MetricsWriter(folder / "metrics.jsonl", -1),
-        SpanRecorder("driver", clock=lambda: now_s[0], wall=lambda: BEGAN_S + now_s[0]),
-    )
+    metrics = MetricsWriter(folder / "metrics.jsonl", -1)
+    own = SpanRecorder("driver", clock=lambda: now_s[0], wall=lambda: BEGAN_S + now_s[0])
     spans = SpanFile(MetricsWriter(folder / "spans.jsonl", -1), "t", own)
     batch = [ScoredChunk(chunk_of(range(BATCH), RESPONSE, n_prompt=PROMPT), None, None, 8)]
     for step in range(1, n_steps + 1):
