@@ -145,19 +145,18 @@ def _overlaps(ranks: Sequence[RankPlacement], teacher: Sequence[RankPlacement]) 
 
 
 def _outside(ranks: Sequence[RankPlacement], gpus: Sequence[int]) -> Iterator[Finding]:
+    moved = [row for row in ranks if row.ray_gpu_ids and {gpu.id for gpu in row.used_gpus} - {*row.ray_gpu_ids}]
+    beyond = [row for row in ranks if gpus and {*row.ray_gpu_ids} - {*map(str, gpus)}]
     ids = ",".join(map(str, gpus))
-    if outside := [row for row in ranks if row.ray_gpu_ids and not _is_inside(row, gpus)]:
-        given = "; ".join(f"{row.label} on {row.host}: {','.join(row.ray_gpu_ids)}" for row in outside)
-        problem = f"{_with_visible(outside)} use GPUs outside cluster.gpus [{ids}], or other ones than Ray assigned "
-        problem += f"({given})."
-        fix = f"start Ray on each node as CUDA_VISIBLE_DEVICES={ids or 'IDS'} ray start ..., without {_NOSET}, "
-        fix += "or change cluster.gpus."
-        yield Finding(kind="outside_gpus", ranks=_labels(outside), problem=problem, fix=fix)
-
-
-def _is_inside(row: RankPlacement, gpus: Sequence[int]) -> bool:
-    used = {gpu.id for gpu in row.used_gpus}
-    return used <= {*row.ray_gpu_ids} and (not gpus or {*row.ray_gpu_ids} <= {*map(str, gpus)})
+    start = f"start Ray on each node as CUDA_VISIBLE_DEVICES={ids} ray start ..., or change cluster.gpus."
+    for rows, which, fix in (
+        (moved, "other GPUs than Ray assigned", f"start Ray without {_NOSET}, so that it sets CUDA_VISIBLE_DEVICES."),
+        (beyond, f"GPUs outside cluster.gpus [{ids}]", start),
+    ):
+        if rows:
+            given = "; ".join(f"{row.label} on {row.host}: {','.join(row.ray_gpu_ids)}" for row in rows)
+            problem = f"{_with_visible(rows)} use {which}. Ray assigned {given}."
+            yield Finding(kind="outside_gpus", ranks=_labels(rows), problem=problem, fix=fix)
 
 
 def _too_few(ranks: Sequence[RankPlacement]) -> Iterator[Finding]:
