@@ -108,7 +108,8 @@ def _roles(ray: SimulatedRay, clock: Clock, config: Any) -> Roles:
 
 
 def measure(n_steps: int) -> Part:
-    ray, process = SimulatedRay(), psutil.Process()
+    ray = SimulatedRay()
+    process = psutil.Process()
     token_s = STEP_S / _SPARE * N_ENGINES * N_RUNNING / (N_SEQUENCES * MEAN_TOKENS)
     clock = Clock([Engine(token_s, seed) for seed in range(N_ENGINES)])
     seen: list[tuple[float, int, int]] = []  # until each step: CPU seconds of the driver, its memory, chunks
@@ -135,7 +136,8 @@ def measure(n_steps: int) -> Part:
         trainer.source.early_part = waiting_early_part  # type: ignore[method-assign]
         collect_garbage_rarely()
         trainer.fit()
-    last, third = n_steps - MAX_STALENESS - 2, n_steps // 3
+    last = n_steps - MAX_STALENESS - 2
+    third = n_steps // 3
     cpu_s, n_chunks = ((seen[last][i] - seen[_WARM_UP][i]) / (last - _WARM_UP) for i in (0, 2))
     before, after = (float(np.median([rss for _, rss, _ in part])) for part in (seen[third : third + 20], seen[-20:]))
     figures = [

@@ -200,7 +200,9 @@ def run(processes: Processes, folder: Path, shape: str, scheduler: str, n_steps:
 
     The first steps are left out, and those at the end that have nothing more to prefetch.
     """
-    config, timed = config_of(folder, scheduler, n_steps), stages(shape)
+    config = config_of(folder, scheduler, n_steps)
+    timed = stages(shape)
+    rates = timed.rates
     prompts = [Prompt(i, np.ones(PROMPT, np.int32)) for i in range(BATCH * n_steps)]
     opened = open_run_folder(config, {"name": "timed", "fingerprint": "none"})
     Trainer(config, processes.roles(config, timed), prompts, [], opened, n_steps).fit()
@@ -209,7 +211,7 @@ def run(processes: Processes, folder: Path, shape: str, scheduler: str, n_steps:
     def mean(key: str) -> float:
         return float(np.mean([line[key] for line in lines]))
 
-    responses, rates = mean("rollout/response_tokens"), timed.rates
+    responses = mean("rollout/response_tokens")
     tokens = responses + mean("rollout/prompt_tokens")
     full_engines_s = responses / (N_ENGINES * MAX_RUNNING) * (rates.pass_s + MAX_RUNNING * rates.sequence_s)
     return {

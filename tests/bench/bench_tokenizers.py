@@ -70,7 +70,8 @@ def run(method: str, student: Path, teacher: Path, data: Path, seed: int, steps:
     ):
         command.append(f"teacher.server_port={server.port}")
         subprocess.run(command, stdout=log, stderr=subprocess.STDOUT, timeout=_LIMIT_S, check=True)
-    tokenizer, found = AutoTokenizer.from_pretrained(student), []
+    tokenizer = AutoTokenizer.from_pretrained(student)
+    found = []
     for line in read_metrics(work / "run" / "metrics.jsonl"):
         if "eval/accuracy" in line:
             step = int(line["step"])

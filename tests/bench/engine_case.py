@@ -54,7 +54,8 @@ def _plain_logprobs(model: str, dtype: torch.dtype, device: str, vocab: int) -> 
 
 def measure_error(engine: Engine, reference: Path, vocab: int) -> float:
     """Return the largest difference of a listed logprob, nats."""
-    expected, worst = np.load(reference), 0.0
+    expected = np.load(reference)
+    worst = 0.0
     for i, scored in enumerate(engine.score(_sequences(vocab), _PARAMS)):
         assert isinstance(scored, TopKScores)
         wanted = np.take_along_axis(expected[f"arr_{i}"], scored.ids.astype(np.int64), 1)
