@@ -24,9 +24,8 @@ from gkd.config.load import load_config, parse_overrides
 from gkd.config.schema import Config
 from gkd.config.schema_trainer import AHEAD, STREAM
 from gkd.errors import ClusterError, ConfigError
-from gkd.memory.footprint import check
+from gkd.memory.footprint import check, footprint
 from gkd.memory.footprint.estimate import read_models
-from gkd.memory.footprint.rank import other_processes_bytes, with_other_processes
 from gkd.metrics.bottleneck import MAX_NUM_SEQS
 from gkd.run.disk import remove
 from gkd.run.folder import CHECKPOINTS, delete_export
@@ -129,8 +128,7 @@ def _check(config: Config, gpu_bytes: int | None) -> Callable[[Config], None]:
         check_config(changed)
         if models is None or gpu_bytes is None:
             return
-        others = other_processes_bytes(changed, gpu_bytes)
-        if problems := check(with_other_processes(models.footprint(changed), others, changed), gpu_bytes, changed):
+        if problems := check(footprint(changed, models, gpu_bytes), gpu_bytes, changed):
             problem = f"{problems[0]}."
             raise ConfigError(
                 "--gpu-gib", gpu_bytes / 2**30, problem, "use more GPUs, or settings that need less memory."
