@@ -23,7 +23,8 @@ SEQUENCE = 1536 * 28672  # bytes of the KV cache of a sequence of full length
 
 def case_of(config: Config, gib: float | None, host_gib: int | None = None, model: Any = None) -> Case:
     local = folder_of(QWEN25_15B) if config.teacher.backend == "local" else None
-    models = RunModels(folder_of(model or QWEN25_15B), local)
+    reference = folder_of(QWEN25_15B) if config.derived.reference_folder else None
+    models = RunModels(folder_of(model or QWEN25_15B), local, reference)
     return Case(config, models, None if gib is None else round(gib * GIB), host_gib and host_gib * GIB)
 
 
@@ -263,7 +264,13 @@ def test_changes_of_a_model_that_cannot_be_split_are_not_proposed() -> None:
         case_of(config_of("rollout.n_gpus_per_node=2", "rollout.tp=2"), 4, model=odd).footprints()
 
 
-@pytest.mark.parametrize("frozen", [(*LOCAL, "teacher.fsdp_cpu_offload=false")])
+@pytest.mark.parametrize(
+    "frozen",
+    [
+        (*LOCAL, "teacher.fsdp_cpu_offload=false"),
+        ("distill.reference_kl_weight=0.1", "reference.fsdp_cpu_offload=false"),
+    ],
+)
 def test_the_strategy_is_resident_where_all_models_fit(frozen: tuple[str, ...]) -> None:
     """Fails if the student's states move on a card where all models fit, or stay where they do not fit."""
 
@@ -273,7 +280,7 @@ def test_the_strategy_is_resident_where_all_models_fit(frozen: tuple[str, ...]) 
     resident = config_of("actor.recompute=full", *frozen, "memory.strategy=resident")
     peak = max(need.n_bytes for need in case_of(resident, 80).needs() if need.role == "actor") / GIB
     assert chosen(peak / 0.89) == "resident" and chosen(peak / 0.91) == "offload" == chosen(None)
-    assert chosen(80, "trainer.device=cpu") == "offload" == chosen(80, "teacher.fsdp_cpu_offload=true")
+    assert chosen(80, "trainer.device=cpu") == "offload" == chosen(80, f"{frozen[-1].partition('=')[0]}=true")
     assert [chosen(24, f"memory.strategy={name}") for name in ("resident", "offload")] == ["resident", "offload"]
 
 

@@ -71,9 +71,9 @@ def test_splits_that_do_not_fit_into_memory_are_excluded(tmp_path: Path, capsys:
     # On 24 GiB the optimizer has to be spread over two ranks of the actor or more.
     assert {c["split"]["actor"]["per_node"] for c in told["24"]["ranking"]} == {2, 3, 4, 5, 6}
     (excluded,) = told["24"]["excluded"]
-    assert excluded["n"] == 6 and "actor rank 0 needs" in excluded["first"]
+    assert excluded["n"] == 6 and "actor rank 0 (training step) needs" in excluded["first"]
     assert main([*args, "--gpu-gib", "6"]) == 2
-    assert "actor rank 0 needs" in capsys.readouterr().err
+    assert "actor rank 0 (training step) needs" in capsys.readouterr().err
     assert main([*args, "--gpu-gib", "0"]) == 2
     assert "--gpu-gib = 0.0" in capsys.readouterr().err
     # The missing head of the teacher is among the assumptions.

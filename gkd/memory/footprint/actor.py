@@ -189,11 +189,11 @@ def layer_bytes(config: Config, dims: ModelDims, layer: int, *, on_cpu: bool) ->
     share = 1 / actor.tp if actor.sequence_parallel else 1.0  # of the tokens between two tensor-parallel regions
     q, kv = dims.q_columns / actor.tp, dims.kv_columns / actor.tp
     attention = 2 * (q + kv) + (q if actor.cp > 1 else 0)  # queries, keys, values, context, and its own columns of it
-    if dims.qk_norm:
-        attention += 2 * (q + kv) if is_megatron else q + kv
-    elif is_megatron and (on_cpu or actor.recompute == "selective"):
-        attention += q + kv  # values are a view of the projection, and keep all of it
     norm = 2 * FLOAT32 if on_cpu else b  # their input: on the CPU in float32, and normalized
+    if is_megatron and (dims.qk_norm or on_cpu or actor.recompute == "selective"):
+        attention += q + kv  # values are a view of the projection, and keep all of it
+    if dims.qk_norm:
+        attention += (q + kv) * norm / b
     hidden = 2 * (norm + b) * dims.hidden_size * share
     is_fused = is_megatron and not on_cpu and actor.layers != "torch"
     per_column = 3 if is_fused else 5 if is_megatron else 4  # numbers per column of an MLP
