@@ -16,7 +16,7 @@ import torch
 from gkd.config.schema_rollout import ALLOCATOR_VARIABLES, EXPANDABLE
 
 _WARN = 0.2
-_WORTH_A_WARNING = 512 << 20  # bytes
+_LEAST = 512 << 20  # bytes
 ADVICE = (
     f"If memory runs out: set {ALLOCATOR_VARIABLES[1]}={EXPANDABLE} in the environment that the trainer is started in "
     "(with cluster.ray_address: in that of `ray start` on each node), or set a smaller "
@@ -34,7 +34,7 @@ def fragmentation(device: torch.device) -> float:
 def warn_of_fragmentation(device: torch.device, logger: logging.Logger) -> float:
     """Return the ratio. Warn with advice if it is above 0.2, unless less than 512 MiB are reserved."""
     ratio = fragmentation(device)
-    if ratio > _WARN and torch.cuda.memory_reserved(device) >= _WORTH_A_WARNING:
+    if ratio > _WARN and torch.cuda.memory_reserved(device) >= _LEAST:
         text = "memory of %s is fragmented: %.0f%% of torch's segments are free blocks in segments in use. %s"
         logger.warning(text, device, 100 * ratio, ADVICE)
     return ratio

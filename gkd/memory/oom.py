@@ -1,8 +1,4 @@
-"""Turn an out-of-memory error into a report: torch's message, the states in memory, and what to change.
-
-with diagnosed(folder, device=device, who="actor rank 0", phase=Phase.TRAIN, advice=keys_to_change):
-    student.train_step(batches)
-"""
+"""Turn an out-of-memory error into a report: torch's message, the states in memory, and what to change."""
 
 from __future__ import annotations
 

@@ -53,11 +53,8 @@ def check_memory(config: Config, device: str, teacher_hidden: int | None, scores
 
 
 def smallest_gpu(cluster: ClusterConfig) -> int | None:
-    """Return the bytes of the GPU with the least memory that the pools may use, or None if it is unknown.
-
-    The GPUs of a Ray cluster are on other hosts, and may differ from this host's.
-    """
-    if cluster.ray_address:
+    """Return the bytes of the GPU with the least memory that the pools may use, or None if it is unknown."""
+    if cluster.ray_address:  # its GPUs are on other hosts
         return None
     if cluster.gpus:  # ids of nvidia-smi; torch may count in another order
         gpus = visible_gpus(os.environ.get("CUDA_VISIBLE_DEVICES"), machine_gpus())

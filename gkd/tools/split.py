@@ -24,8 +24,8 @@ from gkd.config.load import load_config, parse_overrides
 from gkd.config.schema import Config
 from gkd.config.schema_trainer import AHEAD, STREAM
 from gkd.errors import ClusterError, ConfigError
-from gkd.memory.footprint import check, footprint
-from gkd.memory.footprint.estimate import read_models
+from gkd.memory.footprint.estimate import footprint, read_models
+from gkd.memory.footprint.fit import check
 from gkd.metrics.bottleneck import MAX_NUM_SEQS
 from gkd.run.disk import remove
 from gkd.run.folder import CHECKPOINTS, delete_export

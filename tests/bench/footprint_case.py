@@ -22,8 +22,7 @@ from gkd.config.schema import Config
 from gkd.data.batching import make_micro_batches
 from gkd.hf.model_dims import read_dims
 from gkd.hf.model_folder import ModelFolder
-from gkd.memory.footprint import RankFootprint, footprint
-from gkd.memory.footprint.estimate import STATES, RunModels
+from gkd.memory.footprint.estimate import STATES, RankFootprint, RunModels, footprint
 from gkd.types import Rollout, TeacherScores, TeacherTopK, VersionSpan
 from tests.device import VARIABLE, environment
 from tests.dist.helpers import run_ranks

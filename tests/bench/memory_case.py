@@ -27,7 +27,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from gkd.actor.fsdp.model import build_on_meta, reshard, shard
-from gkd.memory.fragmentation import fragmentation
 from gkd.memory.states import OPTIMIZER, PARAMS, States
 from tests.bench.student_case import SIZES
 
@@ -38,8 +37,8 @@ OTHERS = {"cuda": (25_000_000_000, 64 * MIB), "cpu": (32 * MIB, MIB)}
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """`how`: manual (`module.cpu()` and empty_cache, `module.cuda()`) | states (ours) | fsdp (CPUOffloadPolicy, a layer
-    at a time). `moments`: with two float32 tensors for each parameter, as of Adam; not for fsdp.
+    """`how`: manual (`module.cpu()` and empty_cache, `module.cuda()`) | states (ours). `moments`: with two float32
+    tensors for each parameter, as of Adam.
     """
 
     how: str
@@ -64,8 +63,6 @@ class Measured:
     left: list[int] = field(default_factory=list)  # allocated after each round
     peak: int = 0  # allocated, of the model and of the blocks in between
     peak_reserved: int = 0
-    external: list[float] = field(default_factory=list)
-    unused: list[float] = field(default_factory=list)
     empty_cache_calls: int = 0
     host_rss: list[int] = field(default_factory=list)
     outputs_equal: bool = True
@@ -101,21 +98,21 @@ def _measure(case: Case, device: torch.device, folder: Path) -> Measured:
     torch.cuda.empty_cache = counted
     tokens = torch.arange(1, case.seq_len + 1, device=device)[None] % case.sizes["vocab_size"]
     first: Tensor | None = None
-    _reset_peak(device, real)
+    if device.type == "cuda":
+        real()  # of building the model and of the copies; not counted
+        torch.cuda.reset_peak_memory_stats(device)
     for number in range(case.rounds):
-        for name, step in (("on_s", come), ("forward_s", lambda: forward(case, model, tokens)), ("off_s", go)):
+        for name, step in (("on_s", come), ("forward_s", lambda: forward(model, tokens)), ("off_s", go)):
             began = time.perf_counter()
             answer = step()
             if isinstance(answer, Tensor):
                 first = answer if first is None else first
                 measured.outputs_equal &= torch.equal(answer, first)
-            _synchronize(device)
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
             getattr(measured, name).append(time.perf_counter() - began)
         measured.left.append(_allocated(device, [*local_weights(model), *moments]))
         _blocks_in_between(device, number)
-        found = fragmentation(device)
-        measured.external.append(found.external_ratio)
-        measured.unused.append(found.unused_ratio)
         measured.host_rss.append(psutil.Process().memory_info().rss)
     if device.type == "cuda":
         measured.peak, measured.peak_reserved = (
@@ -131,7 +128,7 @@ def built(case: Case, device: torch.device, folder: Path) -> tuple[nn.Module, li
     dtype = getattr(torch, case.dtype)
     hf = build_on_meta(folder, dtype=dtype, packing=False)
     hf.requires_grad_(False)
-    model = shard(hf, device=device, dtype=dtype, recompute=False, offload=case.how == "fsdp")
+    model = shard(hf, device=device, dtype=dtype, recompute=False, offload=False)
     torch.manual_seed(0)
     weights = local_weights(model)
     for weight in weights:
@@ -150,8 +147,6 @@ def switch(
     case: Case, device: torch.device, model: nn.Module, moments: list[Tensor]
 ) -> tuple[Callable[[], object], Callable[[], object]]:
     """(come, go), and the state is away."""
-    if case.how == "fsdp":
-        return _nothing, lambda: reshard(model)
     if case.how == "states":
         states = States(device, lambda: {PARAMS: local_weights(model), OPTIMIZER: moments})
 
@@ -179,12 +174,11 @@ def switch(
 
 
 @torch.no_grad()
-def forward(case: Case, model: nn.Module, tokens: Tensor) -> Tensor:
+def forward(model: nn.Module, tokens: Tensor) -> Tensor:
     """[16] logits of the last position. Optimizer states take part by being there."""
     rows = torch.tensor([tokens.shape[1] - 1], device=tokens.device)
     logits: Tensor = model(tokens, rows)
-    if case.how != "fsdp":
-        reshard(model)  # what is gathered of one rank's shards is a copy
+    reshard(model)  # what is gathered of one rank's shards is a copy
     return logits[0, :16].float().clone()
 
 
@@ -223,21 +217,6 @@ def _allocated(device: torch.device, state: list[Tensor]) -> int:
     if device.type == "cuda":
         return torch.cuda.memory_allocated(device)
     return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in state}.values())
-
-
-def _reset_peak(device: torch.device, empty_cache: Callable[[], None]) -> None:
-    if device.type == "cuda":
-        empty_cache()  # of building the model and of the copies; not counted
-        torch.cuda.reset_peak_memory_stats(device)
-
-
-def _synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
-def _nothing() -> None:
-    """Layers come by themselves."""
 
 
 def share_of_copy(measured: Measured) -> tuple[float, float]:

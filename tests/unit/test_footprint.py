@@ -17,8 +17,7 @@ from gkd.config.schema import Config
 from gkd.errors import ConfigError, ModelError
 from gkd.hf.model_dims import read_dims
 from gkd.hf.model_folder import ModelFolder, Tensors, count_params, read_model_folder
-from gkd.memory.footprint import RankFootprint, footprint
-from gkd.memory.footprint.estimate import HOST_PARTS, LOGITS_BYTES, STATES, RunModels
+from gkd.memory.footprint.estimate import HOST_PARTS, LOGITS_BYTES, STATES, RankFootprint, RunModels, footprint
 from gkd.preflight import memory as preflight_memory
 from gkd.tools import memory
 from tests.refusals import refuses

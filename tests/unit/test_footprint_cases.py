@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from gkd.config.load import load_config
-from gkd.memory.footprint import check
+from gkd.memory.footprint.fit import check
 from tests.bench.bench_footprint import predicted_again
 from tests.bench.footprint_case import Case, predict
 from tests.unit.test_footprint import GIB, QWEN25_15B, ranks_of
@@ -42,7 +42,7 @@ def test_recorded_peaks_of_the_cuda_allocator(row: list[Any], tmp_path: Path) ->
     (found,) = predict(Case(name, (f"actor.strategy={strategy}", *settings), config_json), tmp_path, "cuda")
     spare = found.parts["gradients"] if name.endswith("one micro-batch") else 0
     assert 0.95 * peak < found.total_bytes < 1.05 * peak + spare
-    if saved > 0.2 * peak and "model.dtype=float32" not in settings and strategy == "megatron":
+    if saved and saved > 0.2 * peak and "model.dtype=float32" not in settings and strategy == "megatron":
         assert found.parts["activations"] == pytest.approx(saved, rel=0.05), "not hidden behind another term"
 
 

@@ -9,9 +9,8 @@ import pytest
 from gkd.config.check import check_config
 from gkd.config.schema import Config
 from gkd.errors import ConfigError, ModelError
-from gkd.memory.footprint import check
 from gkd.memory.footprint.estimate import RunModels, engine_limit, max_sequences
-from gkd.memory.footprint.fit import Case, gpu_phases, host_bytes, needs, remedy_lines, table
+from gkd.memory.footprint.fit import Case, check, gpu_phases, host_bytes, needs, remedy_lines, table
 from gkd.memory.remedies import overrides
 from gkd.spans import Phase
 from tests.unit.test_footprint import GIB, QWEN25_15B, TP2, actor_of, config_of, folder_of, ranks_of

@@ -14,8 +14,7 @@ import pytest
 
 from gkd.config.check import check_config
 from gkd.config.load import load_config
-from gkd.memory.footprint import check
-from gkd.memory.footprint.fit import needs
+from gkd.memory.footprint.fit import check, needs
 from gkd.preflight.student import check_student
 from tests.unit.chat_templates import tokenizer
 from tests.unit.test_footprint import GIB, QWEN25_15B, ranks_of

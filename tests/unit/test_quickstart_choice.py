@@ -17,8 +17,7 @@ from gkd.cluster.gpu_findings import find_problems
 from gkd.cluster.gpu_table import PoolNeed
 from gkd.config.check import check_config
 from gkd.config.load import load_config
-from gkd.memory.footprint import check
-from gkd.memory.footprint.fit import GIB
+from gkd.memory.footprint.fit import GIB, check
 from gkd.preflight.machine import resolve_device
 from gkd.scoring.teacher.gpus import with_own_gpus
 from tests.unit.test_footprint import ranks_of

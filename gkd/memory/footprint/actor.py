@@ -33,7 +33,6 @@ class Stage:
     """The layers and the numbers of parameters of one rank of a pipeline stage; of fsdp2, those before sharding."""
 
     layers: Sequence[int]
-    first: bool
     last: bool
     params: int
     owned: int  # parameters that the rank's optimizer updates
@@ -122,7 +121,7 @@ def megatron_stages(config: Config, model: ModelFolder) -> list[Stage]:
         if actor.vpp > 1:
             ahead = (actor.pp - number - 1) * 2 + (actor.vpp - 1) * actor.pp + 1
             in_flight = min(ahead, -(-n_batches // actor.pp) * actor.pp * actor.vpp)
-        found.append(Stage(layers, first, last, dense + experts, owned, adapters, in_flight))
+        found.append(Stage(layers, last, dense + experts, owned, adapters, in_flight))
     return found
 
 
@@ -133,7 +132,7 @@ def fsdp_stages(config: Config, model: ModelFolder) -> list[Stage]:
     total, _, _ = gathered(model)
     adapters = adapter_params(config, dims, layers)
     owned = -(-(adapters or total) // config.derived.n_shards)
-    return [Stage(layers, True, True, total, owned, adapters)]
+    return [Stage(layers, True, total, owned, adapters)]
 
 
 # Value of `actor.strategy` -> the function that returns its stages.
@@ -274,9 +273,7 @@ def _loss(config: Config, dims: ModelDims, n_rows: int, *, frozen: bool, on_cpu:
 def _weight_sync(config: Config, model: ModelFolder, stage: Stage) -> int:
     """Return the bytes of the buckets, and of the largest tensor: gathered, and with TP joined."""
     dims, b = model.dims, itemsize(config)
-    matrices = [dims.hidden_size * max(dims.ffn_size, dims.q_columns)]
-    if stage.first or stage.last:
-        matrices.append(dims.vocab_size * dims.hidden_size)
+    matrices = [dims.hidden_size * max(dims.ffn_size, dims.q_columns), dims.vocab_size * dims.hidden_size]
     joined = 2 if config.actor.tp > 1 else 0
     if config.actor.backend.shards_every_tensor:  # all experts of a layer are one tensor for two of their matrices
         experts = 0 if dims.moe is None else 2 * dims.moe.n_experts * dims.moe.ffn_size * dims.hidden_size

@@ -164,7 +164,6 @@ def _engine(
     check_engine_split(rollout.tp, (dims.n_heads,), (dims.n_kv_heads,), dims.mlp_columns)
     total, _, embedding = gathered(model)
     adapters = adapter_params(config, dims, range(dims.n_layers), rollout.tp) // max(1, config.actor.lora.rank)
-    # The trial pass is as large as the engine's limits, however few sequences the run has.
     n_tokens = min(_BATCHED_TOKENS[on_cpu] * (rollout.tp if on_cpu else 1), rollout.sequence_limit * longest)
     # Of one layer: its input, the residual and a norm's output; both halves of the MLP's projection and their product.
     widest = 3 * dims.hidden_size + 3 * max(dims.ffn_size, dims.q_columns) // rollout.tp
@@ -189,11 +188,7 @@ def _engine(
 
 
 def max_sequences(config: Config) -> int:
-    """Return the maximum number of sequences that an engine decodes at a time.
-
-    Schedulers that run ahead start one batch at a time; a stream starts as many as its staleness allows. They continue
-    during an evaluation, whose prompts are in the engines as well.
-    """
+    """Return the maximum number of sequences that an engine decodes at a time, of training and of an evaluation."""
     trainer, limit = config.trainer, config.rollout.sequence_limit
     n_batches = trainer.max_staleness + 1 if trainer.scheduler == STREAM else 1
     training = n_batches * trainer.global_batch_size * config.rollout.n
@@ -234,6 +229,5 @@ def scores_gib(config: Config, n_vocab: int, hidden_size: int, n_heldout: int) -
     used = config.actor.tp * sum(trained_on[signal] for signal in signals)
     evaluated = min(n_heldout, config.eval.max_prompts or n_heldout) * config.eval.n
     batch = trainer.global_batch_size * config.rollout.n
-    # Prefetched batches wait in the object store.
     bytes_per_position = max(batch * ((1 + trainer.staleness_bound) * held + used), evaluated * (held + used))
     return bytes_per_position * config.data.max_response_length / 2**30

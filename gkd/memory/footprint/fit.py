@@ -193,7 +193,9 @@ def table(case: Case) -> str:
         parts = ", ".join(f"{'host: ' * (name in HOST_PARTS)}{name} {size / GIB:.2f}" for size, name in reversed(sizes))
         peak, phase = max((size, str(phase)) for phase, size in phases.items())
         share = "" if case.gpu_bytes is None else f", {peak / case.gpu_bytes:.0%} of the GPU"
-        lines.append(f"{part.name}: peak {gib(peak)} ({phase}){share}; GiB: {parts}")
+        n_fit = part.parts.get("kv_cache", 0) // max(1, part.sequence_bytes)
+        cached = f" (cache for {n_fit} sequences of full length)" if part.role == "rollout" else ""
+        lines.append(f"{part.name}: peak {gib(peak)} ({phase}){share}; GiB: {parts}{cached}")
     return "\n".join(lines)
 
 
