@@ -28,6 +28,7 @@ from torch import Tensor, nn
 
 from gkd.actor.fsdp.model import build_on_meta, reshard, shard
 from gkd.memory.states import OPTIMIZER, PARAMS, States
+from gkd.memory.usage import trim_heap
 from tests.bench.student_case import SIZES
 
 MIB = 1 << 20
@@ -47,16 +48,14 @@ class Case:
     dtype: str
     rounds: int
     moments: bool = False
-    seq_len: int = 512
 
 
 @dataclass(slots=True)
 class Measured:
-    """Seconds of each reload, computation and offload. Sizes are bytes on the device unless noted otherwise."""
+    """Seconds of each reload and offload. Sizes are bytes on the device unless noted otherwise."""
 
     n_bytes: int
     on_s: list[float] = field(default_factory=list)
-    forward_s: list[float] = field(default_factory=list)
     off_s: list[float] = field(default_factory=list)
     copy_to_host: float = 0.0  # bytes a second, one pinned copy of the same size
     copy_to_device: float = 0.0
@@ -72,11 +71,10 @@ def run(case: Case) -> Measured:
     from transformers import Qwen3Config
 
     device = torch.device(case.device)
+    backend = "nccl" if device.type == "cuda" else "gloo"
     with tempfile.TemporaryDirectory(prefix="gkd_bench_") as folder:
         Qwen3Config(**(SIZES | case.sizes)).save_pretrained(folder)
-        dist.init_process_group(
-            "nccl" if device.type == "cuda" else "gloo", init_method=f"file://{folder}/rendezvous", rank=0, world_size=1
-        )
+        dist.init_process_group(backend, init_method=f"file://{folder}/rendezvous", rank=0, world_size=1)
         try:
             return _measure(case, device, Path(folder))
         finally:
@@ -84,10 +82,19 @@ def run(case: Case) -> Measured:
 
 
 def _measure(case: Case, device: torch.device, folder: Path) -> Measured:
-    model, moments = built(case, device, folder)
-    come, go = switch(case, device, model, moments)
-    measured = Measured(sum(t.numel() * t.itemsize for t in [*local_weights(model), *moments]))
-    if device.type == "cuda" and case.how == "states":
+    dtype, on_card = getattr(torch, case.dtype), device.type == "cuda"
+    hf = build_on_meta(folder, dtype=dtype, packing=False)
+    hf.requires_grad_(False)
+    model = shard(hf, device=device, dtype=dtype, recompute=False, offload=False)
+    torch.manual_seed(0)
+    # What fully_shard holds. `to_local()` returns views: what is assigned to these moves nothing.
+    weights = [param._local_tensor for param in model.parameters()]  # type: ignore[attr-defined]
+    for weight in weights:
+        weight.fill_(1.0) if weight.ndim == 1 else weight.normal_(std=0.02)
+    moments = [torch.zeros(w.shape, device=device) for w in weights for _ in range(2 * case.moments)]
+    come, go = _switch(case, device, model, moments)
+    measured = Measured(sum(t.numel() * t.itemsize for t in [*weights, *moments]))
+    if on_card and case.how == "states":
         measured.copy_to_host, measured.copy_to_device = _copy_rates(min(measured.n_bytes, 4 << 30), device)
     calls, real = [0], torch.cuda.empty_cache
 
@@ -96,65 +103,48 @@ def _measure(case: Case, device: torch.device, folder: Path) -> Measured:
         real()
 
     torch.cuda.empty_cache = counted
-    tokens = torch.arange(1, case.seq_len + 1, device=device)[None] % case.sizes["vocab_size"]
+    tokens = torch.arange(1, 513, device=device)[None] % case.sizes["vocab_size"]
     first: Tensor | None = None
-    if device.type == "cuda":
+    if on_card:
         real()  # of building the model and of the copies; not counted
         torch.cuda.reset_peak_memory_stats(device)
     for number in range(case.rounds):
-        for name, step in (("on_s", come), ("forward_s", lambda: forward(model, tokens)), ("off_s", go)):
-            began = time.perf_counter()
-            answer = step()
-            if isinstance(answer, Tensor):
-                first = answer if first is None else first
-                measured.outputs_equal &= torch.equal(answer, first)
-            if device.type == "cuda":
-                torch.cuda.synchronize(device)
-            getattr(measured, name).append(time.perf_counter() - began)
-        measured.left.append(_allocated(device, [*local_weights(model), *moments]))
+        measured.on_s.append(_seconds(come, device))
+        logits = _forward(model, tokens)
+        first = logits if first is None else first
+        measured.outputs_equal &= torch.equal(logits, first)
+        measured.off_s.append(_seconds(go, device))
+        storages = [param._local_tensor.untyped_storage() for param in model.parameters()]  # type: ignore[attr-defined]
+        storages += [moment.untyped_storage() for moment in moments]
+        on_cpu = sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+        measured.left.append(torch.cuda.memory_allocated(device) if on_card else on_cpu)
         _blocks_in_between(device, number)
+        trim_heap()  # what the C library keeps of freed blocks is no growth
         measured.host_rss.append(psutil.Process().memory_info().rss)
-    if device.type == "cuda":
-        measured.peak, measured.peak_reserved = (
-            torch.cuda.max_memory_allocated(device),
-            torch.cuda.max_memory_reserved(device),
-        )
+    if on_card:
+        measured.peak = torch.cuda.max_memory_allocated(device)
+        measured.peak_reserved = torch.cuda.max_memory_reserved(device)
     measured.empty_cache_calls = calls[0]
     return measured
 
 
-def built(case: Case, device: torch.device, folder: Path) -> tuple[nn.Module, list[Tensor]]:
-    """The model, on the device if it moves as a whole, and the optimizer's states."""
-    dtype = getattr(torch, case.dtype)
-    hf = build_on_meta(folder, dtype=dtype, packing=False)
-    hf.requires_grad_(False)
-    model = shard(hf, device=device, dtype=dtype, recompute=False, offload=False)
-    torch.manual_seed(0)
-    weights = local_weights(model)
-    for weight in weights:
-        weight.fill_(1.0) if weight.ndim == 1 else weight.normal_(std=0.02)
-    if not case.moments:
-        return model, []
-    return model, [torch.zeros(weight.shape, device=device) for weight in weights for _ in range(2)]
+def _seconds(step: Callable[[], object], device: torch.device) -> float:
+    began = time.perf_counter()
+    step()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter() - began
 
 
-def local_weights(model: nn.Module) -> list[Tensor]:
-    """The tensors that fully_shard holds. `to_local()` returns views: what is assigned to these moves nothing."""
-    return [param._local_tensor for param in model.parameters()]  # type: ignore[attr-defined]
-
-
-def switch(
+def _switch(
     case: Case, device: torch.device, model: nn.Module, moments: list[Tensor]
 ) -> tuple[Callable[[], object], Callable[[], object]]:
     """(come, go), and the state is away."""
     if case.how == "states":
-        states = States(device, lambda: {PARAMS: local_weights(model), OPTIMIZER: moments})
-
-        def go() -> None:
-            states.offload_states()
-
-        go()
-        return states.reload_states, go
+        weights = [param._local_tensor for param in model.parameters()]  # type: ignore[attr-defined]
+        states = States(device, lambda: {PARAMS: weights, OPTIMIZER: moments})
+        states.offload_states()
+        return states.reload_states, states.offload_states
 
     def move(where: torch.device) -> None:
         # On the CPU both sides are host memory, and without a copy nothing would move.
@@ -174,7 +164,7 @@ def switch(
 
 
 @torch.no_grad()
-def forward(model: nn.Module, tokens: Tensor) -> Tensor:
+def _forward(model: nn.Module, tokens: Tensor) -> Tensor:
     """[16] logits of the last position. Optimizer states take part by being there."""
     rows = torch.tensor([tokens.shape[1] - 1], device=tokens.device)
     logits: Tensor = model(tokens, rows)
@@ -210,13 +200,6 @@ def _copy_rates(n_bytes: int, device: torch.device) -> tuple[float, float]:
             best = min(best, time.perf_counter() - began)
         rates.append(n_bytes / best)
     return rates[0], rates[1]
-
-
-def _allocated(device: torch.device, state: list[Tensor]) -> int:
-    """On CUDA of the process; else what the state itself has on "the device"."""
-    if device.type == "cuda":
-        return torch.cuda.memory_allocated(device)
-    return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in state}.values())
 
 
 def share_of_copy(measured: Measured) -> tuple[float, float]:

@@ -359,7 +359,7 @@ def test_preflight_warns_and_refuses(
 def test_weights_of_an_engine_that_no_share_holds_are_refused(
     qwen: str, tmp_path: Path, host_has: Callable[[int], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Fails if a run starts all its processes before vLLM says that the weights are larger than the GPU."""
+    """Fails if a run starts all its processes, and vLLM then fails on weights that are larger than the GPU."""
     list_gpus(tmp_path, monkeypatch, [(2, 2), (2, 2)])
     host_has(256)
     small = ("trainer.n_gpus_per_node=1", "rollout.n_gpus_per_node=1", "cluster.gpus=[0,1]")

@@ -168,7 +168,7 @@ def actor_parts(
 def _states(config: Config, stage: Stage) -> dict[str, int]:
     """Return weights, gradients and optimizer states: two moments, and with Megatron masters of bfloat16 weights.
 
-    All are float32 but for Megatron's weights, and those beside adapters, which have no gradients and moments.
+    All are float32 but for Megatron's weights, and frozen weights, which have no gradients and moments.
     """
     b, shards_all = itemsize(config), config.actor.backend.shards_every_tensor
     n_shards = config.derived.n_shards if shards_all else 1

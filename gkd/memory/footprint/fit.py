@@ -19,7 +19,7 @@ HOST = "host"
 
 @dataclass(frozen=True, slots=True)
 class Need:
-    """What a rank, or a host, needs in a phase, and what it may have; in bytes."""
+    """Hold what a rank, or a host, needs in a phase, and what it may have; in bytes."""
 
     role: str  # actor | rollout, whose settings help; or `HOST`
     who: str
@@ -128,7 +128,7 @@ class Case:
     def settled(self) -> Case:
         """Return the case with memory.strategy `auto` and rollout.max_num_seqs 0 replaced by what fits.
 
-        `auto` becomes `resident` if frozen models stay on the GPU, and the student's states fit beside them.
+        `auto` becomes `resident` if frozen models stay on the GPU, and the student's states fit there, too.
         """
         gpu_bytes = None if self.config.trainer.device == "cpu" else self.gpu_bytes
         *_, engine = self.footprints()
