@@ -158,5 +158,8 @@ def advice(config: Config, role: str, phase: Phase, *, on_cuda: bool) -> list[st
             now = overrides({key: config.value(key) for key in changes})
             lines.append(f"{' '.join(now)}: try {' '.join(overrides(changes))}. {row.effect}.")
     tool = f"gkd memory --config {config.trainer.run_dir}/config.yaml"
-    larger = "adapters (actor.lora.rank), a GPU with more memory" if on_cuda else "a host with more memory"
-    return [*lines, f"or use shorter sequences (data.max_response_length), {larger}; a combination that fits: {tool}"]
+    larger = f"{'a GPU' if on_cuda else 'a host'} with more memory"
+    return [
+        *lines,
+        f"or use shorter sequences (data.max_response_length), or {larger}; a combination that fits: {tool}",
+    ]

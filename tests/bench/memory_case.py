@@ -119,7 +119,7 @@ def _measure(case: Case, device: torch.device, folder: Path) -> Measured:
         on_cpu = sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
         measured.left.append(torch.cuda.memory_allocated(device) if on_card else on_cpu)
         _blocks_in_between(device, number)
-        trim_heap()  # what the C library keeps of freed blocks is no growth
+        trim_heap()  # without what the C library keeps of freed blocks
         measured.host_rss.append(psutil.Process().memory_info().rss)
     if on_card:
         measured.peak = torch.cuda.max_memory_allocated(device)
