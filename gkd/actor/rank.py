@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import socket
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from pathlib import Path
@@ -32,7 +32,7 @@ from gkd.hf.hub import with_local_copies
 from gkd.hf.model_dims import read_dims
 from gkd.hf.model_folder import read_config_json
 from gkd.log import get_logger
-from gkd.memory.fragmentation import FragmentationWatch
+from gkd.memory.fragmentation import warn_of_fragmentation
 from gkd.memory.oom import diagnosed
 from gkd.memory.remedies import advice
 from gkd.memory.states import PARAMS
@@ -137,6 +137,7 @@ class ActorRank:
         with self._memory.diagnosed(Phase.BUILD_STUDENT):
             self._student = self._build_student(total_steps, timeout_s)
         self._frozen = FrozenModels(config, self._student, self._device, self._name)
+        self._memory.states = self._state_bytes
         self._offload = OffloadController(
             self._student,
             self._device,
@@ -189,6 +190,9 @@ class ActorRank:
     def allocated_bytes(self) -> int:
         """Return the bytes on the device, see `OffloadController.allocated_bytes`."""
         return self._offload.allocated_bytes()
+
+    def _state_bytes(self) -> dict[str, int]:
+        return {**self._student.states.device_bytes(), "frozen models": self._frozen.device_bytes()}
 
     def memory_numbers(self) -> tuple[dict[str, float], ProcessSpans]:
         """Return the metrics of `RankMemory.take` and of `OffloadController.take_metrics`, and this rank's spans."""
@@ -313,7 +317,7 @@ class RankMemory:
     """Memory time-line, fragmentation and out-of-memory diagnosis of one rank.
 
     Args:
-        run_dir: the run's folder; diagnoses are written to `memory/` in it.
+        run_dir: the run's folder; snapshots of torch's allocator are written to `memory/` in it.
         name: the rank's name, "actor rank 0".
         spans: also records each phase.
     """
@@ -324,8 +328,9 @@ class RankMemory:
         self._config, self._device, self._folder = config, device, run_dir / "memory"
         self._name, self._spans = name, spans
         self.timeline = Timeline(device)
-        self._fragmentation = FragmentationWatch(device, log)
         self._counts = CountMeter(device)
+        self._log, self._metrics = log, dict[str, float]()
+        self.states: Callable[[], Mapping[str, int]] = dict  # bytes on the device by kind of state
 
     @contextmanager
     def during(self, phase: Phase) -> Iterator[None]:
@@ -340,15 +345,19 @@ class RankMemory:
             device=self._device,
             who=self._name,
             phase=phase,
-            advice=lambda shortage: advice(self._config, shortage, os.environ),
+            states=self.states,
+            advice=lambda on_cuda: advice(self._config, "actor", phase, on_cuda=on_cuda),
         )
 
     def after_step(self) -> None:
         """Measure fragmentation; call it at the end of a training step."""
-        self._fragmentation.after_step()
+        if self._device.type == "cuda":
+            self._metrics["memory/fragmentation"] = warn_of_fragmentation(self._device, self._log)
 
     def take(self) -> dict[str, float]:
         """Return and reset the metrics of the phases since the last call, see `Timeline.take`, of fragmentation, and of
         the allocator's calls.
         """
-        return self.timeline.take() | self._fragmentation.take() | self._counts.take()
+        found = self.timeline.take() | self._metrics | self._counts.take()
+        self._metrics = {}
+        return found

@@ -106,7 +106,7 @@ class Config(Sections):
         reference_folder = (self.reference.path or self.model.path) if has_folder else ""
         # A frozen model whose shards stay on the GPU needs the room of the actor's states for its forward pass, unless
         # memory.strategy is resident; `auto` counts as offload until preflight replaces it, see
-        # `gkd.memory.footprint.combination`. States that fsdp_cpu_offload keeps on the host need no move. With colocate
+        # `gkd.memory.footprint.fit`. States that fsdp_cpu_offload keeps on the host need no move. With colocate
         # the allocator's cache is released in any case.
         teacher_stays = teacher_pool == ACTOR and not teacher.fsdp_cpu_offload
         reference_stays = bool(reference_folder) and not self.reference.fsdp_cpu_offload

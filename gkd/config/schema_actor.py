@@ -19,7 +19,7 @@ class Limit(NamedTuple):
 class StudentBackend(NamedTuple):
     """Hold the facts of one value of `actor.strategy`.
 
-    `gkd.actor.rank`, `gkd.memory.footprint.estimate` and `gkd.preflight.student` list its functions.
+    `gkd.actor.rank`, `gkd.memory.footprint.actor` and `gkd.preflight.student` list its functions.
     """
 
     limits: Mapping[str, Limit]  # a key that is missing has none

@@ -205,17 +205,9 @@ class MemoryConfig:
     strategy: str = key(
         "auto",
         "Where the student's states are while a local teacher or reference with fsdp_cpu_offload=false computes: "
-        "resident (on the GPU; nothing moves), offload (in host memory) or auto (resident if the prediction fits the "
-        "GPU with memory.margin, else offload).",
+        "resident (on the GPU; nothing moves), offload (in host memory) or auto (resident if the prediction leaves a "
+        "tenth of the GPU free, else offload).",
         choices=("auto", "resident", "offload"),
-        resume=True,
-    )
-    margin: float = key(
-        0.1,
-        "GPUs: share of each that a prediction has to leave free before it counts as fitting, for fragmentation and "
-        "what no estimate counts (docs/sizing.md).",
-        ge=0,
-        lt=1,
         resume=True,
     )
 

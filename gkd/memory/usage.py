@@ -229,11 +229,11 @@ def gib(n_bytes: int) -> str:
 # on, only slower: such a run has no error, and cudaMalloc and cudaFree in every step.
 
 
-_COUNTS = {  # name here -> name in torch.cuda.memory_stats, and in logs
-    "alloc_retries": ("num_alloc_retries", "retries after a failed cudaMalloc"),
-    "ooms": ("num_ooms", "out-of-memory errors"),  # because the repeated cudaMalloc failed, too
-    "device_allocs": ("num_device_alloc", "cudaMalloc"),  # or cuMemMap of expandable segments
-    "device_frees": ("num_device_free", "cudaFree"),  # or cuMemUnmap
+_COUNTS = {  # name here -> name in torch.cuda.memory_stats
+    "alloc_retries": "num_alloc_retries",  # after a failed cudaMalloc
+    "ooms": "num_ooms",  # because the repeated cudaMalloc failed, too
+    "device_allocs": "num_device_alloc",  # cudaMalloc, or cuMemMap of expandable segments
+    "device_frees": "num_device_free",  # cudaFree, or cuMemUnmap
 }
 
 
@@ -242,12 +242,7 @@ def read_counts(device: torch.device) -> dict[str, int]:
     if device.type != "cuda":
         return {}
     stats = torch.cuda.memory_stats(device)  # empty before the first allocation
-    return {name: stats.get(of_torch, 0) for name, (of_torch, _) in _COUNTS.items()}
-
-
-def counts_line(counts: Mapping[str, int]) -> str:
-    """Return a human-readable line."""
-    return ", ".join(f"{n} {_COUNTS[name][1]}" for name, n in counts.items())
+    return {name: stats.get(of_torch, 0) for name, of_torch in _COUNTS.items()}
 
 
 class CountMeter:

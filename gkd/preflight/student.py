@@ -8,8 +8,8 @@ from typing import Any
 from gkd.config.schema import Config
 from gkd.errors import ConfigError
 from gkd.hf.model_dims import check_engine_split, check_megatron_support, read_dims
-from gkd.hf.model_folder import checked_folder, read_config_json
-from gkd.memory.footprint.megatron import check_split
+from gkd.hf.model_folder import ModelFolder, checked_folder, read_config_json
+from gkd.memory.footprint.actor import megatron_stages
 
 _NUMBERS_OF_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")  # keys of config.json
 
@@ -57,7 +57,7 @@ def _check_megatron(config: Config) -> tuple[int, int]:
         from gkd.actor.megatron.lora import check_targets  # imports Megatron
 
         check_targets(dims, actor.lora)
-    check_split(config, dims)
+    megatron_stages(config, ModelFolder(config_json, dims, None))
     check_engine_split(config.rollout.tp, (dims.n_heads,), (dims.n_kv_heads,), dims.mlp_columns)
     return dims.vocab_size, dims.max_positions
 

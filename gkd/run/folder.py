@@ -15,7 +15,7 @@ run_dir/config.yaml            resolved settings
         checkpoints/           see `gkd.run.checkpoints`
         branched_from          checkpoint of another run that this run started from, if any
         going_back             earlier checkpoint that a rewind was asked for, until it is loaded
-        memory/                reports of ranks that ran out of memory; see `gkd.memory.oom`
+        memory/                snapshots of allocators that ran out of memory; see `gkd.memory.oom`
         samples/step_N.jsonl   responses as text, see `Sample`
         token_losses/step_N.jsonl  each token of some responses of an evaluation, see `TokenRecord`
         batches/step_N/        with trainer.record_batches: the batch of each step; see `gkd.pipeline.replay`

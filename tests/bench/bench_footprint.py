@@ -1,34 +1,29 @@
 """Compare the memory of real ranks with the prediction of `gkd.memory.footprint`, on a model of 113 million parameters.
 
-    python -m tests.bench.bench_footprint [--only megatron,fsdp2,...] [--json FILE] [--device cuda]
+    python -m tests.bench.bench_footprint [--only megatron,fsdp2,...] [--json FILE] [--device cuda] [--predict]
 
-Memory is counted from after the imports. A ratio is predicted / measured, of the rank with the largest error. The goal:
-0.85 to 1.15. A run replaces the parts of the JSON file that it measured. An hour on two idle cores; the processes take
-up to 5 GB together. With --device cuda (one GPU, cases of one rank) torch's allocator is read (not tested).
+A ratio is predicted / measured. The goal is 0.85 to 1.15. With --json a part replaces its rows in the file; --predict
+measures nothing and compares the measurements in the file with the prediction of this version. An hour on two idle
+cores; the processes take up to 5 GB. With --device cuda (one GPU, cases of one rank) torch's allocator is read.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import os
-import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
-from gkd.cluster.gpus import gpu_memory_bytes
-from gkd.memory.footprint import footprint
-from tests.bench.command import parsed, parser, run_parts
-from tests.bench.footprint_case import SIZES, Case, Measured, case_config, measure, save_model
-from tests.bench.footprint_memory import ENVIRONMENT
-from tests.bench.teacher_report import Figure, Part, Table
+from tests.bench.footprint_case import SIZES, Case, measure, predict
 
 _TWO = ("trainer.n_gpus_per_node=2",)
 _FSDP = ("actor.strategy=fsdp2",)
 _BF16 = ("model.dtype=bfloat16",)
 _FULL = ("actor.recompute=full",)
+_UNTIED = SIZES | {"tie_word_embeddings": False}
 CASES: dict[str, tuple[Case, ...]] = {
     "megatron_parallel": (
         Case("TP 2", (*_TWO, "actor.tp=2")),
@@ -41,22 +36,21 @@ CASES: dict[str, tuple[Case, ...]] = {
         Case("recompute full", _FULL),
         Case("padded", ("actor.packing=false",)),
         Case("all logits at once", ("actor.fused_lm_head=false",)),
-        Case("untied", tied=False),
+        Case("untied", (), _UNTIED),
     ),
     "megatron_bf16": (Case("one rank", _BF16), Case("recompute full", (*_BF16, *_FULL))),
     "fsdp2": (
         Case("one rank", _FSDP),
         Case("DP 2", (*_FSDP, *_TWO, "trainer.global_batch_size=8")),
         Case("recompute full", (*_FSDP, *_FULL)),
-        Case("untied", _FSDP, tied=False),
+        Case("untied", _FSDP, _UNTIED),
         Case("all logits at once", (*_FSDP, "actor.fused_lm_head=false")),
-        Case("offload (host memory is the device's here)", (*_FSDP, "actor.fsdp_cpu_offload=true")),
         Case("bfloat16", (*_FSDP, *_BF16)),
         Case("bfloat16, LoRA of rank 16", (*_FSDP, *_BF16, "actor.lora.rank=16")),
     ),
 }
 # Context parallelism: one sequence a step, of a small model whose MLPs are wide, so that its layers outweigh libraries.
-_SMALL = {
+_SMALL = SIZES | {
     **{"vocab_size": 2000, "hidden_size": 128, "intermediate_size": 1536, "num_hidden_layers": 3},
     **{"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 40960},
 }
@@ -71,118 +65,71 @@ for _backend in ("megatron", "fsdp2"):
         Case(
             f"{name}, cp {cp}",
             (*_ONE, *settings, f"actor.strategy={_backend}", f"actor.cp={cp}", f"trainer.n_gpus_per_node={cp}"),
-            sizes=_SMALL,
-            alone=f"{name}, cp 1",
+            _SMALL,
         )
         for name, settings in _LONG.items()
         for cp in (1, 2, 4)
     )
-# Prompts and responses of the engine's case; together they fill nine tenths of its cache on the CPU.
-N_PROMPTS = 9
-KV_CACHE_MIB = {"cpu": 128, "cuda": 0}  # on a GPU the prediction is what vLLM takes by itself
-ENGINE = (
-    "data.max_prompt_length=448",
-    "data.max_response_length=32",
-    f"trainer.global_batch_size={N_PROMPTS}",
-    f"rollout.max_num_seqs={N_PROMPTS}",
-)
-PARTS = (*CASES, "rollout")
+COLUMNS = ("part", "case", "rank", "measured peak, MB", "predicted, MB", "predicted / measured")
 
 
-def students(name: str, device: str) -> Part:
-    """Training steps of every case of a part."""
-    figures: list[Figure] = []
-    rows: list[tuple[str | float, ...]] = []
-    seconds: dict[str, float] = {}
+def rows_of(part: str, device: str) -> Iterator[list[Any]]:
+    """Measure the cases of a part; yield a row for each, of the rank with the largest error."""
     with tempfile.TemporaryDirectory(prefix="gkd_bench_") as folder:
-        for case in CASES[name]:
+        for case in CASES[part]:
             if device != "cpu" and any(key.startswith("trainer.n_gpus") for key in case.overrides):
                 continue
-            found = measure(case, Path(folder), device=device)
-            worst = max(found, key=lambda one: abs(one.peak_ratio - 1))
-            print(f"  {case.name}: {worst.peak_ratio:.3f}", file=sys.stderr, flush=True)
-            figures.append(off_by(case.name, worst.peak_ratio))
-            rows += [_row(case.name, one) for one in ([worst] if case.alone else found)]
-            seconds[case.name] = sum(one.cpu_s for one in found)
-            if len(found) == 2 and case.alone:
-                ratio = seconds[case.name] / seconds[case.alone]
-                figures.append(Figure(f"{case.name}: CPU of both ranks / of one", ratio, at_most=1.15))
-    sizes = ("state, MB", "predicted", "ratio", "peak, MB", "predicted", "ratio", "saved, MB")
-    columns = ("case", "rank", *sizes, "CPU s of a step", "wall s")
-    what = (
-        "Training steps on real ranks, two sequences of 256 tokens in a micro-batch, two micro-batches a step. "
-        "State: after a step; fsdp2 has no gradients then. Peak: within the steps. Saved: by a forward pass. "
-        "Parts with cp: one sequence a step."
-    )
-    return Part(name, what, figures, [Table("", columns, rows)], {**CASES[name][0].sizes, "device": device})
+            worst = max(measure(case, Path(folder), device=device), key=lambda one: abs(one.peak_ratio - 1))
+            yield row(part, case.name, worst.rank, worst.peak / 1e6, worst.predicted.total_bytes / 1e6)
 
 
-def rollout(device: str) -> Part:
-    """The real engine, its cache nearly full."""
-    with tempfile.TemporaryDirectory(prefix="gkd_bench_") as name:
-        cache = f"rollout.kv_cache_mib={KV_CACHE_MIB[device]}"
-        config = case_config(Case("engine", (*ENGINE, cache)), Path(name), device)
-        save_model(Path(config.model.path), tied=True)
-        shape = json.loads((Path(config.model.path) / "config.json").read_text())
-        (predicted,) = (part for part in footprint(config, shape) if part.role == "rollout")
-        from gkd.rollout.vllm.start import CPU_ENV
-
-        command = [sys.executable, "-m", "tests.bench.footprint_engine", config.model.path, device, str(N_PROMPTS)]
-        command.append(str(KV_CACHE_MIB[device]))
-        done = subprocess.run(
-            command,
-            env=os.environ | CPU_ENV | ENVIRONMENT | {"VLLM_LOGGING_LEVEL": "ERROR"},
-            cwd=Path(__file__).resolve().parents[2],
-            stdout=subprocess.PIPE,
-            text=True,
-            timeout=900.0,
-            check=True,
-        )
-    found = json.loads(done.stdout.splitlines()[-1])
-    if device == "cuda":  # it takes its share; the context in it is not torch's
-        card = gpu_memory_bytes(None)
-        assert card is not None, "nvidia-smi does not tell the card's memory"
-        wanted = round(config.rollout.gpu_memory_utilization * card) - predicted.parts["context"]
-    else:
-        momentary = predicted.parts["activations"] + predicted.parts["logits"]
-        wanted = predicted.parts["weights"] + predicted.parts["kv_cache"] + momentary
-    parts = ", ".join(f"{part} {size / 1e6:.0f}" for part, size in predicted.parts.items())
-    what = f"One vLLM engine that answers {N_PROMPTS} prompts of 448 tokens; no weight sync. Predicted, MB: {parts}."
-    row = (round(found["state"] / 1e6), round(found["peak"] / 1e6), round(wanted / 1e6))
-    table = Table("", ("engine up, MB", "peak, MB", "predicted"), [row])
-    return Part("rollout", what, [off_by("engine", wanted / found["peak"])], [table], {**SIZES, "device": device})
+def row(part: str, case: str, rank: int, measured: float, predicted: float) -> list[Any]:
+    """Return a row of `COLUMNS`."""
+    return [part, case, rank, round(measured), round(predicted), round(predicted / measured, 3)]
 
 
-def off_by(name: str, ratio: float) -> Figure:
-    """Return how far off a prediction is, either way, with the goal of 0.85 to 1.15: `Figure` takes one bound."""
-    return Figure(f"{name}: off by", abs(ratio - 1), at_most=0.15, note=f"predicted / measured = {ratio:.3f}")
+def predicted_again(rows: Sequence[Sequence[Any]]) -> Iterator[list[Any]]:
+    """Yield the rows with the prediction of this version; one of a case that is gone is left out."""
+    with tempfile.TemporaryDirectory(prefix="gkd_bench_") as folder:
+        for part, name, rank, measured, *_ in rows:
+            for case in (case for case in CASES.get(part, ()) if case.name == name):
+                stages = predict(case, Path(folder))
+                n_bytes = stages[min(rank, len(stages) - 1)].total_bytes
+                yield row(part, name, rank, measured, n_bytes / 1e6)
 
 
-def _row(name: str, one: Measured) -> tuple[str | float, ...]:
-    state = (round(one.state / 1e6), round(one.predicted_state / 1e6), round(one.state_ratio, 3))
-    return (
-        name,
-        one.rank,
-        *state,
-        round(one.peak / 1e6),
-        round(one.predicted.total_bytes / 1e6),
-        round(one.peak_ratio, 3),
-        round(one.saved / 1e6),
-        round(one.cpu_s, 2),
-        round(one.wall_s, 2),
-    )
+def write(file: Path, found: Mapping[str, Any]) -> None:
+    """Write a result with one row on a line."""
+    lines = ",\n  ".join(json.dumps(one) for one in found["rows"])
+    head = json.dumps({key: value for key, value in found.items() if key != "rows"}, indent=1)
+    file.write_text(f'{head[:-2]},\n "rows": [\n  {lines}\n ]\n}}\n')
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Exit code: 1 if a figure missed its goal."""
-    made: argparse.ArgumentParser = parser("tests.bench.bench_footprint", __doc__ or "", PARTS, rounds=1)
-    made.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="default: %(default)s")
-    args = parsed(made, PARTS, argv)
-    return run_parts(args, lambda name: rollout(args.device) if name == "rollout" else students(name, args.device))
+    """Exit code: 1 if a ratio missed the goal."""
+    parser = argparse.ArgumentParser(prog="python -m tests.bench.bench_footprint", description=__doc__.splitlines()[0])  # type: ignore[union-attr]
+    parser.add_argument("--only", default=",".join(CASES), metavar="PART,..", help="default: %(default)s")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="put the rows of these parts into this file")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="default: %(default)s")
+    parser.add_argument("--predict", action="store_true", help="compare what --json has measured; measure nothing")
+    args = parser.parse_args(argv)
+    if unknown := [name for name in args.only.split(",") if name not in CASES]:
+        parser.error(f"--only {args.only}: no part {unknown[0]!r}; there are {', '.join(CASES)}")
+    found: dict[str, Any] = {"what": "", "columns": COLUMNS, "rows": []}
+    if args.json is not None and args.json.exists():
+        found = json.loads(args.json.read_text())
+    if args.predict:
+        rows = list(predicted_again(found["rows"]))
+    else:
+        only = args.only.split(",")
+        rows = [one for one in found["rows"] if one[0] not in only]
+        for part in only:
+            rows += rows_of(part, args.device)
+    print("\n".join("  ".join(map(str, one)) for one in rows))
+    if args.json is not None:
+        write(args.json, {**found, "rows": rows})
+    return 1 if any(abs(one[-1] - 1) > 0.15 for one in rows) else 0
 
 
 if __name__ == "__main__":
-    try:
-        sys.exit(main())
-    except KeyboardInterrupt:
-        sys.exit(130)
+    sys.exit(main())

@@ -1,7 +1,7 @@
-"""States that go and come: ours against `.cpu()`/`.cuda()` and FSDP2's CPU offload; and pools that take turns.
+"""States that go and come: ours against `.cpu()`/`.cuda()`.
 
-    python -m tests.bench.bench_memory [--only switch,optimizer,colocate,overlap,transfers,reference]
-                                       [--ways manual,states,fsdp] [--device cpu|cuda] [--json FILE] [--rounds N]
+    python -m tests.bench.bench_memory [--only switch,optimizer] [--ways manual,states] [--device cpu|cuda]
+                                       [--json FILE] [--rounds N]
 
 On a GPU: a 7B-shaped model in bfloat16 that only computes forwards, and a 1.5B-shaped one with full optimizer state.
 Times are given as a share of one pinned copy of the same size. Without a GPU both sides of a switch are host memory:
@@ -11,72 +11,37 @@ the bookkeeping is measured then (bytes left, growth of the host, equal outputs)
 from __future__ import annotations
 
 import sys
-import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict
-from pathlib import Path
-from statistics import fmean, median
-from typing import Any
+from statistics import median
 
-from gkd.metrics.writer import read_metrics
 from tests.bench.command import add_device, in_fresh_process, parsed, parser, run_parts
 from tests.bench.memory_case import Case, Measured, share_of_copy
-from tests.bench.step_variants import overlap, reference, transfers
 from tests.bench.teacher_report import Figure, Part, Table
 
-_GIB = 1 << 30
-_7B = {
-    "vocab_size": 152064,
-    "hidden_size": 3584,
-    "intermediate_size": 18944,
-    "num_hidden_layers": 28,
-    "num_attention_heads": 28,
-    "num_key_value_heads": 4,
-    "head_dim": 128,
-    "tie_word_embeddings": False,
-}
-_1_5B = _7B | {
-    "vocab_size": 151936,
-    "hidden_size": 1536,
-    "intermediate_size": 8960,
-    "num_attention_heads": 12,
-    "num_key_value_heads": 2,
-    "tie_word_embeddings": True,
-}
-_SMALL = {
-    "vocab_size": 4096,
-    "hidden_size": 512,
-    "intermediate_size": 1536,
-    "num_hidden_layers": 12,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 4,
-    "head_dim": 64,
-    "tie_word_embeddings": False,
-}
-_NAMES = {"manual": ".cpu() / .cuda()", "states": "offload / reload", "fsdp": "FSDP2 CPUOffloadPolicy"}
+_HEADS = ("num_attention_heads", "num_key_value_heads", "head_dim")
+_WIDTHS = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", *_HEADS, "tie_word_embeddings")
+_7B = dict(zip(_WIDTHS, (152064, 3584, 18944, 28, 28, 4, 128, False), strict=True))
+_1_5B = dict(zip(_WIDTHS, (151936, 1536, 8960, 28, 12, 2, 128, True), strict=True))
+_SMALL = dict(zip(_WIDTHS, (4096, 512, 1536, 12, 8, 4, 64, False), strict=True))
+_NAMES = {"manual": ".cpu() / .cuda()", "states": "offload / reload"}
 
 
 def moving(name: str, ways: Sequence[str], device: str, rounds: int) -> Part:
     """switch: a model that only computes forwards, as a teacher or a reference does. optimizer: one with two float32
-    moments for each parameter; FSDP2's offload has none here.
+    moments for each parameter.
     """
     moments = name == "optimizer"
     sizes = _SMALL if device == "cpu" else _1_5B if moments else _7B
-    moved = [how for how in _NAMES if how in ways and not (moments and how == "fsdp")]
-    cases = [asdict(Case(how, device, sizes, "bfloat16", rounds, moments)) for how in moved]
+    cases = [asdict(Case(how, device, sizes, "bfloat16", rounds, moments)) for how in ways]
     found = [in_fresh_process("tests.bench.memory_case", case, threads=1, timeout_s=900.0) for case in cases]
-    results = {how: Measured(**one) for how, one in zip(moved, found, strict=True)}
+    results = {how: Measured(**one) for how, one in zip(ways, found, strict=True)}
     ours = results["states"]
+    is_equal = all(r.outputs_equal for r in results.values())
     figures = [
+        Figure("outputs are the same each time, to the bit (1: all)", float(is_equal), at_least=1.0),
         Figure(
-            "outputs are the same each time, to the bit (1: all)",
-            float(all(r.outputs_equal for r in results.values())),
-            at_least=1.0,
-        ),
-        Figure(
-            "bytes that differ after the last offload from after the first",
-            float(ours.left[-1] - ours.left[0]),
-            at_most=0.0,
+            "bytes left after the last offload, less after the first", float(ours.left[-1] - ours.left[0]), at_most=0
         ),
     ]
     if rounds > 2:
@@ -85,100 +50,39 @@ def moving(name: str, ways: Sequence[str], device: str, rounds: int) -> Part:
         figures.append(Figure(what, growth, "of the states", at_most=0.01))
     if device == "cuda":
         come, go = share_of_copy(ours)
-        figures += [
-            Figure("reload, share of one pinned copy's bandwidth", come, at_least=0.8),
-            Figure("offload, share of one pinned copy's bandwidth", go, at_least=0.8),
-        ]
+        figures.append(Figure("reload, share of one pinned copy's bandwidth", come, at_least=0.8))
+        figures.append(Figure("offload, share of one pinned copy's bandwidth", go, at_least=0.8))
         if name == "switch" and "manual" in results:
             figures += _claims(results["manual"], ours)
-    columns = ["", "GiB", "left after going, MiB", "peak, GiB", "peak reserved, GiB"]
-    columns += ["external ratio", "unused ratio", "empty_cache a round"]
-    timed = ["come, s", "compute, s", "go, s"] if device == "cuda" else []
-    rows = [
-        [_NAMES[how], *_numbers(how, device, result), *(_times(result) if timed else [])]
-        for how, result in results.items()
-    ]
+    rows = [[_NAMES[how], one.n_bytes / 2**30, median(one.on_s), median(one.off_s)] for how, one in results.items()]
     where = "host memory on both sides, which says nothing of a GPU's transfers" if device == "cpu" else "one GPU"
     what = f"{rounds} rounds of coming, a forward pass of 512 tokens, going, and somebody else's blocks; {where}."
-    return Part(
-        name, what, figures, [Table("", [*columns, *timed], rows)], {"device": device, "rounds": rounds, **sizes}
-    )
+    table = Table("", ["", "GiB", "come, s", "go, s"], rows)
+    return Part(name, what, figures, [table], {"device": device, "rounds": rounds, **sizes})
 
 
 def _claims(manual: Measured, ours: Measured) -> list[Figure]:
     """Return what is claimed of offloading without `.cpu()` and `.cuda()`; a missed goal refutes the claim.
 
     The claims: a peak of 25 GB instead of 40, fragmentation of 1-5% instead of 30-40%, and no call of empty_cache in an
-    iteration instead of 2 to 4. They fit together if the peak is that of reserved memory, which the card must have, and
-    fragmentation the share of it that was never in use at once: 1 - 25/40. Both ways allocate the same at once. With
-    `.cuda()` 15 GB of weights are new memory, on top of the 25 GB of cache that was filled in between; ours
-    return to their own blocks. The bar of the ratio is below 40/25, because both numbers are rounded.
+    iteration instead of 2 to 4. Both ways allocate the same at once; the peak is that of reserved memory, and
+    fragmentation the share of it that was never in use at once. The bar of the ratio is below 40/25, because both
+    numbers are rounded.
     """
     unused = {name: 1 - one.peak / one.peak_reserved for name, one in (("manual", manual), ("ours", ours))}
     peak = manual.peak_reserved / ours.peak_reserved
+    calls = {name: one.empty_cache_calls / len(one.on_s) for name, one in (("manual", manual), ("ours", ours))}
     return [
         Figure("claim: peak of reserved memory, .cpu() / .cuda() as a multiple of ours", peak, at_least=1.5),
         Figure("claim: share of it that is not in use at the peak, .cpu() / .cuda()", unused["manual"], at_least=0.3),
         Figure("claim: share of it that is not in use at the peak, ours", unused["ours"], at_most=0.05),
-        Figure("claim: empty_cache a round, .cpu() / .cuda()", _empty_cache(manual), note="claimed: 2 to 4"),
-        Figure("claim: empty_cache a round, ours", _empty_cache(ours), at_most=0.0),
-        Figure("peak of allocated memory, .cpu() / .cuda() as a multiple of ours", manual.peak / ours.peak),
+        Figure("claim: empty_cache a round, .cpu() / .cuda()", calls["manual"], note="claimed: 2 to 4"),
+        Figure("claim: empty_cache a round, ours", calls["ours"], at_most=0.0),
     ]
-
-
-def _empty_cache(measured: Measured) -> float:
-    return measured.empty_cache_calls / len(measured.on_s)
-
-
-def _numbers(how: str, device: str, measured: Measured) -> list[str]:
-    """Without a GPU only our own moves leave anything, and nothing has a peak or fragments."""
-    numbers = [f"{measured.n_bytes / _GIB:.2f}", f"{measured.left[-1] / (1 << 20):.1f}"]
-    numbers += [f"{size / _GIB:.2f}" for size in (measured.peak, measured.peak_reserved)]
-    numbers += [f"{fmean(measured.external):.3f}", f"{fmean(measured.unused):.3f}"]
-    numbers.append(f"{_empty_cache(measured):.1f}")
-    known = {"states": 2}.get(how, 1) if device == "cpu" else len(numbers)
-    return [*numbers[:known], *["-"] * (len(numbers) - known)]
-
-
-def _times(measured: Measured) -> list[str]:
-    return [f"{median(seconds):.3f}" for seconds in (measured.on_s, measured.forward_s, measured.off_s)]
-
-
-def colocate(rounds: int) -> Part:
-    """The whole loop on one slot, actor and engine in turns, against one slot for each; real processes."""
-    from tests.e2e.conftest import make_lab
-    from tests.service.harness import ServerProcess
-
-    def rate(lab: Any, port: int, run: Path, *more: str) -> float:
-        """Response tokens a second, of the steps after the second."""
-        done = lab.train_run(run, port, f"trainer.total_steps={rounds}", *more, timeout_s=600.0)
-        if done.returncode:
-            raise RuntimeError(done.stderr[-3000:])
-        lines = [line for line in read_metrics(run / "metrics.jsonl") if line["step"] > 2]
-        seconds = sum(line["time/step_s"] for line in lines)
-        return sum(line["rollout/response_tokens"] for line in lines) / seconds
-
-    with tempfile.TemporaryDirectory(prefix="gkd_bench_") as folder:
-        lab = make_lab(Path(folder))
-        with ServerProcess(lab.teacher, lab.root) as server:
-            work = ["data.max_response_length=48", "trainer.global_batch_size=16", "rollout.kv_cache_mib=64"]
-            own = rate(lab, server.port, Path(folder) / "own", *work)
-            shared = rate(lab, server.port, Path(folder) / "shared", *work, "trainer.colocate=true")
-    figures = [
-        Figure("throughput a slot, in turns / disjoint", shared / (own / 2)),
-        Figure("throughput, in turns on one slot / disjoint on two", shared / own),
-    ]
-    rows = [["disjoint", "2", f"{own:.1f}", f"{own / 2:.1f}"], ["in turns", "1", f"{shared:.1f}", f"{shared:.1f}"]]
-    table = Table("response tokens a second", ["", "slots", "all", "a slot"], rows)
-    what = (
-        "The end-to-end tests' models, scheduler sync, a core for each process; a slot is a GPU's place without a GPU, "
-        "and what moves is copied within host memory."
-    )
-    return Part("colocate", what, figures, [table], {"steps": rounds})
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parts = ("switch", "optimizer", "colocate", "overlap", "transfers", "reference")
+    parts = ("switch", "optimizer")
     made = parser("tests.bench.bench_memory", __doc__ or "", parts, rounds=10)
     made.add_argument("--ways", default=",".join(_NAMES), metavar="WAY,..", help="of moving; default: %(default)s")
     add_device(made, "cpu")
@@ -186,12 +90,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     ways = args.ways.split(",")
     if not {"states"} <= set(ways) <= set(_NAMES):
         made.error(f"--ways {args.ways}: give states, and others of {', '.join(_NAMES)}")
-    loops = {"colocate": colocate, "overlap": overlap, "transfers": transfers, "reference": reference}
-
-    def part(name: str) -> Part:
-        return loops[name](args.rounds) if name in loops else moving(name, ways, args.device, args.rounds)
-
-    return run_parts(args, part)
+    return run_parts(args, lambda name: moving(name, ways, args.device, args.rounds))
 
 
 if __name__ == "__main__":

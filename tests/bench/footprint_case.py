@@ -1,16 +1,16 @@
-"""Measure one case of `bench_footprint`: the memory of a student's ranks in training, and the prediction.
+"""Measure one case of `bench_footprint`: the memory of a student's ranks in training, and the prediction. Linux only.
 
-The ranks are separate processes, as in training. Each reports the growth of its memory since its imports and since it
-joined torch.distributed.
+The ranks are separate processes, as in training. Each reports the growth of its memory since its imports. Allocations
+of 64 KiB and more are mapped one by one (`ENVIRONMENT`) and go back to the kernel when they are freed, so resident
+memory is live memory. On CUDA, torch's allocator is read instead.
 """
 
 from __future__ import annotations
 
+import gc
 import json
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,14 +20,18 @@ import torch
 from gkd.config.load import load_config
 from gkd.config.schema import Config
 from gkd.data.batching import make_micro_batches
-from gkd.memory.footprint import RankFootprint, footprint
-from gkd.types import MicroBatch, Rollout, TeacherScores, TeacherTopK, VersionSpan
-from tests.bench.footprint_memory import ENVIRONMENT, Meter
+from gkd.hf.model_dims import read_dims
+from gkd.hf.model_folder import ModelFolder
+from gkd.memory.footprint.estimate import STATES, RankFootprint, RunModels, footprint
+from gkd.types import Rollout, TeacherScores, TeacherTopK, VersionSpan
 from tests.device import VARIABLE, environment
 from tests.dist.helpers import run_ranks
 
+# To be in the environment of a process when it starts: glibc reads it once.
+ENVIRONMENT = {"MALLOC_MMAP_THRESHOLD_": str(64 << 10), "MALLOC_MMAP_MAX_": str(1 << 20), "MALLOC_ARENA_MAX": "1"}
 # 113 million parameters.
-SIZES = {
+SIZES: dict[str, Any] = {
+    "model_type": "qwen2",
     "vocab_size": 32000,
     "hidden_size": 768,
     "intermediate_size": 2048,
@@ -35,6 +39,7 @@ SIZES = {
     "num_attention_heads": 12,
     "num_key_value_heads": 4,
     "max_position_embeddings": 2048,
+    "tie_word_embeddings": True,
 }
 
 
@@ -42,57 +47,33 @@ SIZES = {
 class Case:
     name: str
     overrides: tuple[str, ...] = ()
-    tied: bool = True
-    n_steps: int = 2
-    sizes: Mapping[str, int] = field(default_factory=lambda: SIZES)  # of the model
-    alone: str = ""  # name of the case that computes the same on one rank
+    sizes: Mapping[str, Any] = field(default_factory=lambda: SIZES)  # config.json of the model
 
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """Growth of one rank in bytes, and the prediction for its type of rank."""
+    """Growth of one rank in bytes, and the prediction for its kind of rank."""
 
     rank: int
-    state: int  # after the last step, everything momentary gone
-    peak: int  # over the training steps
+    state: int  # after the last step
+    peak: int  # over two training steps
     predicted: RankFootprint
-    keeps_gradients: bool
-    losses: list[float] = field(default_factory=list)
-    saved: int = 0  # bytes of what the forward pass of the first micro-batch saves
-    cpu_s: float = 0.0  # of the last step
-    wall_s: float = 0.0
-
-    @property
-    def predicted_state(self) -> int:
-        """fsdp2 gives its gradients back between steps; Megatron's have a buffer."""
-        return self.predicted.state_bytes - (0 if self.keeps_gradients else self.predicted.parts["gradients"])
+    keeps_gradients: bool  # between two steps
 
     @property
     def state_ratio(self) -> float:
-        return self.predicted_state / self.state
+        kept = STATES if self.keeps_gradients else ("weights", "optimizer")
+        return self.predicted.sum_of(kept) / self.state
 
     @property
     def peak_ratio(self) -> float:
         return self.predicted.total_bytes / self.peak
 
 
-def measure(case: Case, folder: Path, *, device: str = "cpu", timeout_s: float = 1800.0) -> list[Measured]:
-    """Runs the case; one result for each rank. `folder` keeps the model's files; one that is there is taken."""
-    config = case_config(case, folder, device)
-    model = Path(config.model.path)
-    if not model.exists():
-        save_model(model, tied=case.tied, sizes=case.sizes)
-    world_size = config.trainer.n_gpus_per_node
-    with environment(ENVIRONMENT | {VARIABLE: device}):
-        found = run_ranks(_train, world_size, config, case.n_steps, device, timeout_s=timeout_s, start="spawn")
-    shape = json.loads((model / "config.json").read_text())
-    actors = [as_metered(part) for part in footprint(config, shape) if part.role == "actor"]
-    keeps = config.actor.strategy == "megatron"
-    per_stage = world_size // config.actor.pp if keeps else world_size
-    return [
-        Measured(rank, state, peak, actors[rank // per_stage], keeps, *others)
-        for rank, (state, peak, *others) in enumerate(found)
-    ]
+def predict(case: Case, folder: Path, device: str = "cpu") -> list[RankFootprint]:
+    """Return the prediction for each pipeline stage, without what a meter does not see."""
+    model = ModelFolder(case.sizes, read_dims(case.sizes), None)
+    return [as_metered(part) for part in footprint(case_config(case, folder, device), RunModels(model))[:-1]]
 
 
 def as_metered(part: RankFootprint) -> RankFootprint:
@@ -100,14 +81,29 @@ def as_metered(part: RankFootprint) -> RankFootprint:
     return replace(part, parts={k: size for k, size in part.parts.items() if k not in ("weight_sync", "context")})
 
 
+def measure(case: Case, folder: Path, *, device: str = "cpu", timeout_s: float = 1800.0) -> list[Measured]:
+    """Run the case; return one result for each rank. `folder` keeps the model's files; one that is there is taken."""
+    config = case_config(case, folder, device)
+    if not Path(config.model.path).exists():
+        save_model(Path(config.model.path), case.sizes)
+    world_size = config.trainer.n_gpus_per_node
+    with environment(ENVIRONMENT | {VARIABLE: device}):
+        found = run_ranks(_train, world_size, config, device, timeout_s=timeout_s, start="spawn")
+    actors = predict(case, folder, device)
+    keeps = config.actor.strategy == "megatron"
+    per_stage = world_size // len(actors)
+    return [Measured(rank, state, peak, actors[rank // per_stage], keeps) for rank, (state, peak) in enumerate(found)]
+
+
 def case_config(case: Case, folder: Path, device: str) -> Config:
     """Write a config with two micro-batches of 2 sequences of 256 tokens per step, except for the case's settings."""
     path = folder / "config.yaml"
+    tied = "tied" if case.sizes["tie_word_embeddings"] else "untied"
     path.write_text(
         json.dumps(
             {
                 "data": {"train_files": ["none"], "max_prompt_length": 64, "max_response_length": 192},
-                "model": {"path": str(folder / ("tied" if case.tied else "untied")), "dtype": "float32"},
+                "model": {"path": str(folder / tied), "dtype": "float32"},
                 "trainer": {"device": device, "global_batch_size": 4, "run_dir": str(folder / "run")},
                 "actor": {"micro_batch_size": 2},
             }
@@ -116,12 +112,12 @@ def case_config(case: Case, folder: Path, device: str) -> Config:
     return load_config(path, list(case.overrides))
 
 
-def save_model(folder: Path, *, tied: bool, sizes: Mapping[str, int] = SIZES) -> None:
-    """A random Qwen2."""
-    from transformers import Qwen2Config, Qwen2ForCausalLM
+def save_model(folder: Path, sizes: Mapping[str, Any]) -> None:
+    """Save a random model."""
+    from transformers import AutoConfig, AutoModelForCausalLM
 
     torch.manual_seed(0)
-    Qwen2ForCausalLM(Qwen2Config(**sizes, tie_word_embeddings=tied)).save_pretrained(folder)
+    AutoModelForCausalLM.from_config(AutoConfig.for_model(**sizes)).save_pretrained(folder)
 
 
 def full_sequences(
@@ -148,10 +144,8 @@ def full_sequences(
     return rollouts, scores
 
 
-def _train(
-    rank: int, world_size: int, config: Config, n_steps: int, device: str
-) -> tuple[int, int, list[float], int, float, float]:
-    """Runs in a rank: (state, peak, losses, saved, cpu_s, wall_s), see `Measured`."""
+def _train(rank: int, world_size: int, config: Config, device: str) -> tuple[int, int]:
+    """Runs in a rank: (bytes after two steps, their peak)."""
     student, meter = _build(rank, world_size, config, device)
     data, dp_size = config.data, config.derived.dp_size
     rollouts, scores = full_sequences(
@@ -169,44 +163,9 @@ def _train(
         packed=config.actor.packing,
     )
     meter.forget_peak()
-    losses = []
-    for _ in range(n_steps):
-        began = time.process_time(), time.perf_counter()
-        losses.append(float(student.train_step(batches).loss))
-    spent = time.process_time() - began[0], time.perf_counter() - began[1]
-    held = meter.now(), meter.peak()
-    return *held, losses, saved_bytes(student, batches[0]) if config.actor.pp == 1 else 0, *spent
-
-
-def saved_bytes(student: Any, whole: MicroBatch) -> int:
-    """Bytes of the storages that a forward pass of one stage saves, parameters left out. Collective.
-
-    Those that fully_shard gathers around a layer are freed when it is over, so bytes are counted at the end.
-    """
-    saved: dict[int, Any] = {}
-
-    def keep(tensor: torch.Tensor) -> torch.Tensor:
-        storage = tensor.untyped_storage()
-        saved[storage.data_ptr()] = storage
-        return tensor
-
-    batch = student.columns.part_of(whole)
-    if hasattr(student, "layout"):
-        (module,) = student.model.chunks
-        tensors = batch.tokens, batch.position_ids, batch.loss_index
-        forward = partial(module, *tensors, cu_seqlens=batch.cu_seqlens, with_logits=False)
-    else:
-        from gkd.actor.fsdp import passes
-
-        module = student.model
-        options = {"targets": batch.targets, "loss": student.loss, "fused": True}
-        forward = partial(passes.forward, module, batch, student.device, **options)
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        result = forward()
-    own = {p.untyped_storage().data_ptr() for p in module.parameters() if type(p) is torch.nn.Parameter}
-    n_bytes = sum(storage.nbytes() for key, storage in saved.items() if key not in own)
-    del result  # it kept the graph, and with it the tensors, alive
-    return n_bytes
+    for _ in range(2):
+        student.train_step(batches)
+    return meter.now(), meter.peak()
 
 
 def _build(rank: int, world_size: int, config: Config, device: str) -> tuple[Any, Meter]:
@@ -241,3 +200,40 @@ def _build(rank: int, world_size: int, config: Config, device: str) -> tuple[Any
     meter = Meter(where)
     student = MegatronStudent(config.model.path, layout, sequence_parallel=actor.sequence_parallel, **common)
     return student, meter
+
+
+class Meter:
+    """Bytes beyond those that were there when it was made, after imports and before any model."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        gc.collect()
+        if device.type == "cuda":
+            self._base = torch.cuda.memory_allocated(device)
+        else:
+            self._base, self._base_anonymous = _status("VmRSS"), _status("RssAnon", "RssShmem")
+
+    def now(self) -> int:
+        """Mapped files left out: weights are read through them."""
+        gc.collect()
+        if self._device.type == "cuda":
+            return int(torch.cuda.memory_allocated(self._device)) - self._base
+        return _status("RssAnon", "RssShmem") - self._base_anonymous
+
+    def forget_peak(self) -> None:
+        """Peaks count from here on."""
+        if self._device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self._device)
+        else:
+            Path("/proc/self/clear_refs").write_text("5")
+
+    def peak(self) -> int:
+        if self._device.type == "cuda":
+            return int(torch.cuda.max_memory_allocated(self._device)) - self._base
+        return _status("VmHWM") - self._base
+
+
+def _status(*names: str) -> int:
+    """Return the bytes of these lines of /proc/self/status together."""
+    lines = (line.partition(":") for line in Path("/proc/self/status").read_text().splitlines())
+    return sum(int(value.split()[0]) << 10 for key, _, value in lines if key in names)

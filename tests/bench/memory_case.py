@@ -27,8 +27,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from gkd.actor.fsdp.model import build_on_meta, reshard, shard
-from gkd.memory.fragmentation import fragmentation
 from gkd.memory.states import OPTIMIZER, PARAMS, States
+from gkd.memory.usage import trim_heap
 from tests.bench.student_case import SIZES
 
 MIB = 1 << 20
@@ -38,8 +38,8 @@ OTHERS = {"cuda": (25_000_000_000, 64 * MIB), "cpu": (32 * MIB, MIB)}
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """`how`: manual (`module.cpu()` and empty_cache, `module.cuda()`) | states (ours) | fsdp (CPUOffloadPolicy, a layer
-    at a time). `moments`: with two float32 tensors for each parameter, as of Adam; not for fsdp.
+    """`how`: manual (`module.cpu()` and empty_cache, `module.cuda()`) | states (ours). `moments`: with two float32
+    tensors for each parameter, as of Adam.
     """
 
     how: str
@@ -48,24 +48,20 @@ class Case:
     dtype: str
     rounds: int
     moments: bool = False
-    seq_len: int = 512
 
 
 @dataclass(slots=True)
 class Measured:
-    """Seconds of each reload, computation and offload. Sizes are bytes on the device unless noted otherwise."""
+    """Seconds of each reload and offload. Sizes are bytes on the device unless noted otherwise."""
 
     n_bytes: int
     on_s: list[float] = field(default_factory=list)
-    forward_s: list[float] = field(default_factory=list)
     off_s: list[float] = field(default_factory=list)
     copy_to_host: float = 0.0  # bytes a second, one pinned copy of the same size
     copy_to_device: float = 0.0
     left: list[int] = field(default_factory=list)  # allocated after each round
     peak: int = 0  # allocated, of the model and of the blocks in between
     peak_reserved: int = 0
-    external: list[float] = field(default_factory=list)
-    unused: list[float] = field(default_factory=list)
     empty_cache_calls: int = 0
     host_rss: list[int] = field(default_factory=list)
     outputs_equal: bool = True
@@ -75,11 +71,10 @@ def run(case: Case) -> Measured:
     from transformers import Qwen3Config
 
     device = torch.device(case.device)
+    backend = "nccl" if device.type == "cuda" else "gloo"
     with tempfile.TemporaryDirectory(prefix="gkd_bench_") as folder:
         Qwen3Config(**(SIZES | case.sizes)).save_pretrained(folder)
-        dist.init_process_group(
-            "nccl" if device.type == "cuda" else "gloo", init_method=f"file://{folder}/rendezvous", rank=0, world_size=1
-        )
+        dist.init_process_group(backend, init_method=f"file://{folder}/rendezvous", rank=0, world_size=1)
         try:
             return _measure(case, device, Path(folder))
         finally:
@@ -87,10 +82,19 @@ def run(case: Case) -> Measured:
 
 
 def _measure(case: Case, device: torch.device, folder: Path) -> Measured:
-    model, moments = built(case, device, folder)
-    come, go = switch(case, device, model, moments)
-    measured = Measured(sum(t.numel() * t.itemsize for t in [*local_weights(model), *moments]))
-    if device.type == "cuda" and case.how == "states":
+    dtype, on_card = getattr(torch, case.dtype), device.type == "cuda"
+    hf = build_on_meta(folder, dtype=dtype, packing=False)
+    hf.requires_grad_(False)
+    model = shard(hf, device=device, dtype=dtype, recompute=False, offload=False)
+    torch.manual_seed(0)
+    # What fully_shard holds. `to_local()` returns views: what is assigned to these moves nothing.
+    weights = [param._local_tensor for param in model.parameters()]  # type: ignore[attr-defined]
+    for weight in weights:
+        weight.fill_(1.0) if weight.ndim == 1 else weight.normal_(std=0.02)
+    moments = [torch.zeros(w.shape, device=device) for w in weights for _ in range(2 * case.moments)]
+    come, go = _switch(case, device, model, moments)
+    measured = Measured(sum(t.numel() * t.itemsize for t in [*weights, *moments]))
+    if on_card and case.how == "states":
         measured.copy_to_host, measured.copy_to_device = _copy_rates(min(measured.n_bytes, 4 << 30), device)
     calls, real = [0], torch.cuda.empty_cache
 
@@ -99,67 +103,48 @@ def _measure(case: Case, device: torch.device, folder: Path) -> Measured:
         real()
 
     torch.cuda.empty_cache = counted
-    tokens = torch.arange(1, case.seq_len + 1, device=device)[None] % case.sizes["vocab_size"]
+    tokens = torch.arange(1, 513, device=device)[None] % case.sizes["vocab_size"]
     first: Tensor | None = None
-    _reset_peak(device, real)
+    if on_card:
+        real()  # of building the model and of the copies; not counted
+        torch.cuda.reset_peak_memory_stats(device)
     for number in range(case.rounds):
-        for name, step in (("on_s", come), ("forward_s", lambda: forward(case, model, tokens)), ("off_s", go)):
-            began = time.perf_counter()
-            answer = step()
-            if isinstance(answer, Tensor):
-                first = answer if first is None else first
-                measured.outputs_equal &= torch.equal(answer, first)
-            _synchronize(device)
-            getattr(measured, name).append(time.perf_counter() - began)
-        measured.left.append(_allocated(device, [*local_weights(model), *moments]))
+        measured.on_s.append(_seconds(come, device))
+        logits = _forward(model, tokens)
+        first = logits if first is None else first
+        measured.outputs_equal &= torch.equal(logits, first)
+        measured.off_s.append(_seconds(go, device))
+        storages = [param._local_tensor.untyped_storage() for param in model.parameters()]  # type: ignore[attr-defined]
+        storages += [moment.untyped_storage() for moment in moments]
+        on_cpu = sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+        measured.left.append(torch.cuda.memory_allocated(device) if on_card else on_cpu)
         _blocks_in_between(device, number)
-        found = fragmentation(device)
-        measured.external.append(found.external_ratio)
-        measured.unused.append(found.unused_ratio)
+        trim_heap()  # without what the C library keeps of freed blocks
         measured.host_rss.append(psutil.Process().memory_info().rss)
-    if device.type == "cuda":
-        measured.peak, measured.peak_reserved = (
-            torch.cuda.max_memory_allocated(device),
-            torch.cuda.max_memory_reserved(device),
-        )
+    if on_card:
+        measured.peak = torch.cuda.max_memory_allocated(device)
+        measured.peak_reserved = torch.cuda.max_memory_reserved(device)
     measured.empty_cache_calls = calls[0]
     return measured
 
 
-def built(case: Case, device: torch.device, folder: Path) -> tuple[nn.Module, list[Tensor]]:
-    """The model, on the device if it moves as a whole, and the optimizer's states."""
-    dtype = getattr(torch, case.dtype)
-    hf = build_on_meta(folder, dtype=dtype, packing=False)
-    hf.requires_grad_(False)
-    model = shard(hf, device=device, dtype=dtype, recompute=False, offload=case.how == "fsdp")
-    torch.manual_seed(0)
-    weights = local_weights(model)
-    for weight in weights:
-        weight.fill_(1.0) if weight.ndim == 1 else weight.normal_(std=0.02)
-    if not case.moments:
-        return model, []
-    return model, [torch.zeros(weight.shape, device=device) for weight in weights for _ in range(2)]
+def _seconds(step: Callable[[], object], device: torch.device) -> float:
+    began = time.perf_counter()
+    step()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter() - began
 
 
-def local_weights(model: nn.Module) -> list[Tensor]:
-    """The tensors that fully_shard holds. `to_local()` returns views: what is assigned to these moves nothing."""
-    return [param._local_tensor for param in model.parameters()]  # type: ignore[attr-defined]
-
-
-def switch(
+def _switch(
     case: Case, device: torch.device, model: nn.Module, moments: list[Tensor]
 ) -> tuple[Callable[[], object], Callable[[], object]]:
     """(come, go), and the state is away."""
-    if case.how == "fsdp":
-        return _nothing, lambda: reshard(model)
     if case.how == "states":
-        states = States(device, lambda: {PARAMS: local_weights(model), OPTIMIZER: moments})
-
-        def go() -> None:
-            states.offload_states()
-
-        go()
-        return states.reload_states, go
+        weights = [param._local_tensor for param in model.parameters()]  # type: ignore[attr-defined]
+        states = States(device, lambda: {PARAMS: weights, OPTIMIZER: moments})
+        states.offload_states()
+        return states.reload_states, states.offload_states
 
     def move(where: torch.device) -> None:
         # On the CPU both sides are host memory, and without a copy nothing would move.
@@ -179,12 +164,11 @@ def switch(
 
 
 @torch.no_grad()
-def forward(case: Case, model: nn.Module, tokens: Tensor) -> Tensor:
+def _forward(model: nn.Module, tokens: Tensor) -> Tensor:
     """[16] logits of the last position. Optimizer states take part by being there."""
     rows = torch.tensor([tokens.shape[1] - 1], device=tokens.device)
     logits: Tensor = model(tokens, rows)
-    if case.how != "fsdp":
-        reshard(model)  # what is gathered of one rank's shards is a copy
+    reshard(model)  # what is gathered of one rank's shards is a copy
     return logits[0, :16].float().clone()
 
 
@@ -216,28 +200,6 @@ def _copy_rates(n_bytes: int, device: torch.device) -> tuple[float, float]:
             best = min(best, time.perf_counter() - began)
         rates.append(n_bytes / best)
     return rates[0], rates[1]
-
-
-def _allocated(device: torch.device, state: list[Tensor]) -> int:
-    """On CUDA of the process; else what the state itself has on "the device"."""
-    if device.type == "cuda":
-        return torch.cuda.memory_allocated(device)
-    return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in state}.values())
-
-
-def _reset_peak(device: torch.device, empty_cache: Callable[[], None]) -> None:
-    if device.type == "cuda":
-        empty_cache()  # of building the model and of the copies; not counted
-        torch.cuda.reset_peak_memory_stats(device)
-
-
-def _synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
-def _nothing() -> None:
-    """Layers come by themselves."""
 
 
 def share_of_copy(measured: Measured) -> tuple[float, float]:

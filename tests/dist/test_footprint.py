@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.bench.footprint_case import SIZES, Case, measure, save_model
+from tests.bench.footprint_case import SIZES, Case, measure
 
 pytestmark = [
     pytest.mark.dist,
@@ -22,8 +22,8 @@ def test_memory_grows_as_predicted(tmp_path: Path) -> None:
     """Fails if a real rank takes 15% more or less memory than the table predicts, after building and during a training
     step: then a tensor of the size of the model, or the activations of half a layer, was added or removed.
     """
-    save_model(tmp_path / "tied", tied=True, sizes=SIZES | SMALLER | {"num_attention_heads": 8})
-    (found,) = measure(Case("activations", TOKENS), tmp_path, timeout_s=300.0)
+    sizes = SIZES | SMALLER | {"num_attention_heads": 8}
+    (found,) = measure(Case("activations", TOKENS, sizes), tmp_path, timeout_s=300.0)
     parts = found.predicted.parts
     assert parts["weights"] > 4 * 20e6
     assert parts["activations"] > 0.4 * found.predicted.total_bytes, parts

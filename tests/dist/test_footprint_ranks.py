@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +18,10 @@ import torch
 from gkd.config.load import load_config
 from gkd.config.schema import Config
 from gkd.config.schema_actor import LoraConfig
-from gkd.hf.model_dims import ModelDims, read_dims
-from gkd.memory.footprint.activations import Kernels
-from gkd.memory.footprint.megatron import stages
+from gkd.hf.model_dims import read_dims
+from gkd.hf.model_folder import ModelFolder
+from gkd.memory.footprint.actor import itemsize, layer_bytes, megatron_stages
+from gkd.types import MicroBatch
 from tests.dist.helpers import run_ranks
 
 DEPTHS = (2, 4)
@@ -58,39 +60,31 @@ class Case:
     backend: str
     kind: str
     dtype: str
-    packed: bool
+    packed: bool = True
     recompute: str = "none"
     tp: int = 1
     sequence_parallel: bool = False
     lora: bool = False
-    fused: bool = False
     cp: int = 1
 
 
 CASES = [
     Case("megatron", "qwen2", "float32", packed=False),
-    Case("megatron", "qwen3", "float32", packed=True),
-    Case("megatron", "qwen3", "bfloat16", packed=True),
-    Case("megatron", "qwen2", "bfloat16", packed=False, recompute="selective"),
-    Case("megatron", "qwen2", "float32", packed=True, recompute="full"),
-    Case("megatron", "qwen3_moe", "bfloat16", packed=True),
-    Case("fsdp2", "qwen2", "float32", packed=True),
+    Case("megatron", "qwen3", "bfloat16"),
+    Case("megatron", "qwen2", "float32", recompute="full"),
+    Case("megatron", "qwen3_moe", "bfloat16"),
+    Case("megatron", "qwen2", "float32", lora=True),
+    Case("megatron", "qwen2", "bfloat16", tp=2),
+    Case("megatron", "qwen3", "float32", tp=2, sequence_parallel=True),
+    Case("megatron", "qwen2", "bfloat16", packed=False, cp=2),
+    Case("megatron", "qwen3", "bfloat16", cp=2, recompute="selective"),
+    Case("megatron", "qwen2", "float32", cp=2, recompute="full"),
+    Case("fsdp2", "qwen2", "float32"),
     Case("fsdp2", "qwen3", "bfloat16", packed=False),
     Case("fsdp2", "qwen3_moe", "float32", packed=False),
-    Case("fsdp2", "qwen2", "bfloat16", packed=True, recompute="full"),
-    Case("fsdp2", "qwen2", "bfloat16", packed=True, lora=True),
-    Case("megatron", "qwen2", "float32", packed=True, lora=True),
-    Case("megatron", "qwen3", "bfloat16", packed=True, lora=True),
-    Case("megatron", "qwen2", "bfloat16", packed=True, tp=2),
-    Case("megatron", "qwen3", "float32", packed=True, tp=2, sequence_parallel=True),
-    Case("megatron", "qwen2", "bfloat16", packed=True, fused=True),
-    Case("megatron", "qwen3_moe", "float32", packed=False, fused=True),
-    Case("megatron", "qwen3", "float32", packed=True, cp=2),
-    Case("megatron", "qwen2", "bfloat16", packed=False, cp=2),
-    Case("megatron", "qwen3", "bfloat16", packed=True, cp=2, recompute="selective"),
-    Case("megatron", "qwen2", "float32", packed=True, cp=2, recompute="full"),
-    Case("fsdp2", "qwen2", "float32", packed=True, cp=2),
-    Case("fsdp2", "qwen3", "bfloat16", packed=True, cp=2),
+    Case("fsdp2", "qwen2", "bfloat16", recompute="full"),
+    Case("fsdp2", "qwen2", "float32", cp=2),
+    Case("fsdp2", "qwen3", "bfloat16", cp=2),
 ]
 
 
@@ -101,15 +95,23 @@ def looked(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
     return root, run_ranks(_look, 2, root, timeout_s=300.0)
 
 
-def test_a_layer_keeps_what_the_formula_says(looked: tuple[Path, Any]) -> None:
-    """Fails if a new version of torch, Megatron or transformers saves other tensors, or the formula forgets one."""
+def test_a_layer_keeps_what_the_coefficient_says(looked: tuple[Path, Any]) -> None:
+    """Fails if a new version of torch, Megatron or transformers saves other tensors, or the formula forgets one that is
+    a sixth of a layer; what recomputation keeps is exact.
+    """
     root, ((found, _), _) = looked
     ratios = {}
     for case, measured in zip(CASES, found, strict=True):
-        shape, kernels = _shape(root / f"{case.kind}2"), _kernels(case)
-        wanted = kernels.boundary(shape) if case.recompute == "full" else kernels.layer(shape, 0)
+        config, dims = _case_config(case), _model(root / f"{case.kind}2").dims
+        wanted = layer_bytes(config, dims, 0, on_cpu=True)
+        if case.recompute == "full":
+            wanted = itemsize(config) * dims.hidden_size
         ratios[case] = wanted / measured
-    wrong = [f"{case}: {ratio:.3f}" for case, ratio in ratios.items() if not 0.98 < ratio < 1.02]
+    wrong = [
+        f"{case}: {ratio:.3f}"
+        for case, ratio in ratios.items()
+        if abs(ratio - 1) > (0.02 if case.recompute == "full" else 0.17)
+    ]
     assert not wrong, "\n".join(wrong)
 
 
@@ -118,8 +120,8 @@ def test_every_rank_holds_the_parameters_that_are_counted(looked: tuple[Path, An
     root, ranks = looked
     found = [held for _, held in ranks]
     for name, (overrides, kind) in LAYOUTS.items():
-        config, shape = _config(overrides), _shape(root / f"{kind}4")
-        expected = _expected(config, shape)
+        config, model = _config(overrides), _model(root / f"{kind}4")
+        expected = _expected(config, model)
         for rank, held in enumerate(found):
             want = expected[rank] if config.actor.pp == 2 else expected[0]
             params, grads, owned = held[name]
@@ -127,7 +129,7 @@ def test_every_rank_holds_the_parameters_that_are_counted(looked: tuple[Path, An
             # Buffers are padded, and the share of a rank ends where the other's begins, within a parameter.
             assert want[1] <= grads <= want[1] + 2 * 2**10, (name, rank)
             assert owned == pytest.approx(want[2], abs=2 * 2**10), (name, rank)
-        if config.actor.pp == 1 and shape.moe is None and config.actor.tp == 1:
+        if config.actor.pp == 1 and model.dims.moe is None and config.actor.tp == 1:
             assert sum(held[name][2] for held in found) == expected[0][0], name
 
 
@@ -136,24 +138,17 @@ def _look(rank: int, world_size: int, root: Path) -> tuple[list[float], dict[str
     return _measure(rank, world_size, root), _held(rank, world_size, root)
 
 
-def _kernels(case: Case) -> Kernels:
-    return Kernels(
-        backend=case.backend,
-        on_cpu=True,
-        itemsize=getattr(torch, case.dtype).itemsize,
-        packed=case.packed,
-        recompute=case.recompute,
-        tp=case.tp,
-        sequence_parallel=case.sequence_parallel,
-        frozen=case.lora,
-        n_sequences=N_SEQUENCES,
-        fused=case.fused,
-        cp=case.cp,
-    )
+def _case_config(case: Case) -> Config:
+    sequence_parallel = str(case.sequence_parallel).lower()
+    lora = ("actor.lora.rank=1",) if case.lora else ()
+    layout = (f"actor.tp={case.tp}", f"actor.cp={case.cp}", f"actor.sequence_parallel={sequence_parallel}")
+    settings = (f"actor.strategy={case.backend}", f"model.dtype={case.dtype}", f"actor.recompute={case.recompute}")
+    return _config((*settings, *layout, *lora))
 
 
-def _shape(folder: Path) -> ModelDims:
-    return read_dims(json.loads((folder / "config.json").read_text()))
+def _model(folder: Path) -> ModelFolder:
+    config_json = json.loads((folder / "config.json").read_text())
+    return ModelFolder(config_json, read_dims(config_json), None)
 
 
 def _save_models(root: Path) -> None:
@@ -189,7 +184,7 @@ def _saved_bytes(rank: int, world_size: int, folder: Path, case: Case) -> int:
     from gkd.actor.common.optim_spec import OptimSpec
     from gkd.config.loss_spec import LossSpec
     from gkd.data.batching import make_micro_batches
-    from tests.bench.footprint_case import full_sequences, saved_bytes
+    from tests.bench.footprint_case import full_sequences
 
     rollouts, scores = full_sequences(N_SEQUENCES, N_PROMPT, N_RESPONSE, vocab=256, topk=4)
     batches = make_micro_batches(rollouts, scores, micro_batch_size=N_SEQUENCES, packed=case.packed)
@@ -206,11 +201,9 @@ def _saved_bytes(rank: int, world_size: int, folder: Path, case: Case) -> int:
         from gkd.actor.fsdp.student import FsdpStudent
 
         return saved_bytes(FsdpStudent(folder, packing=case.packed, cp=case.cp, lora=lora, **settings), batches[0])
-    from gkd.actor.megatron import model as megatron_model
     from gkd.actor.megatron.layout import ParallelLayout
     from gkd.actor.megatron.student import MegatronStudent
 
-    megatron_model.is_fused = lambda layers, device: case.fused  # type: ignore[assignment]
     layout = ParallelLayout(tp=case.tp, pp=1, world_size=world_size, rank=rank, cp=case.cp)
     student = MegatronStudent(folder, layout, sequence_parallel=case.sequence_parallel, lora=lora, **settings)
     try:
@@ -219,19 +212,46 @@ def _saved_bytes(rank: int, world_size: int, folder: Path, case: Case) -> int:
         parallel_state.destroy_model_parallel()
 
 
+def saved_bytes(student: Any, whole: MicroBatch) -> int:
+    """Bytes of the storages that a forward pass of one stage saves, parameters left out. Collective.
+
+    Those that fully_shard gathers around a layer are freed when it is over, so bytes are counted at the end.
+    """
+    saved: dict[int, Any] = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        saved[storage.data_ptr()] = storage
+        return tensor
+
+    batch = student.columns.part_of(whole)
+    if hasattr(student, "layout"):
+        (module,) = student.model.chunks
+        tensors = batch.tokens, batch.position_ids, batch.loss_index
+        forward = partial(module, *tensors, cu_seqlens=batch.cu_seqlens, with_logits=False)
+    else:
+        from gkd.actor.fsdp import passes
+
+        module = student.model
+        options = {"targets": batch.targets, "loss": student.loss, "fused": True}
+        forward = partial(passes.forward, module, batch, student.device, **options)
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        result = forward()
+    own = {p.untyped_storage().data_ptr() for p in module.parameters() if type(p) is torch.nn.Parameter}
+    n_bytes = sum(storage.nbytes() for key, storage in saved.items() if key not in own)
+    del result  # it kept the graph, and with it the tensors, alive
+    return n_bytes
+
+
 def _config(overrides: tuple[str, ...]) -> Config:
     return load_config(QUICKSTART, ["trainer.n_gpus_per_node=2", "model.dtype=float32", *overrides])
 
 
-def _expected(config: Config, shape: ModelDims) -> list[tuple[int, int, int]]:
+def _expected(config: Config, model: ModelFolder) -> list[tuple[int, int, int]]:
     """(parameters, of them trained, of them updated here) of each stage's ranks."""
     return [
-        (
-            stage.params + stage.adapter_params,
-            stage.adapter_params or stage.params,
-            stage.dense_owned + stage.expert_owned,
-        )
-        for stage in stages(config, shape)
+        (stage.params + stage.adapters, stage.adapters or stage.params, stage.owned)
+        for stage in megatron_stages(config, model)
     ]
 
 

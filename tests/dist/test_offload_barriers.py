@@ -71,7 +71,7 @@ def _diagnosed(rank: int, reports: Path) -> dict[str, Any]:
 
     def diagnose(phase: Phase) -> AbstractContextManager[None]:
         who = f"actor rank {rank}"
-        return diagnosed(reports, device=DEVICE, who=who, phase=phase, advice=lambda shortage: ["a.key: lower it"])
+        return diagnosed(reports, device=DEVICE, who=who, phase=phase, advice=lambda on_cuda: ["a.key: lower it"])
 
     states = States(DEVICE, lambda: found)
     found = {PARAMS: [torch.ones(1000, device=DEVICE)]}
@@ -86,7 +86,6 @@ def _diagnosed(rank: int, reports: Path) -> dict[str, Any]:
     result: dict[str, Any] = {}
     with _scarce(rank == 0):
         result["explicit"] = caught(controller.reload_states)
-        result["n_reports"] = len(list(reports.glob("*.json")))
         controller.offload_states()
         result["in_call"] = caught(call)
         result["after_call"] = states.allocated_bytes()
@@ -184,15 +183,12 @@ def test_a_failed_move_fails_on_all_ranks(ranks: list[dict[str, Any]]) -> None:
 
 
 def test_an_out_of_memory_error_is_diagnosed_before_the_others_learn_of_it(ranks: list[dict[str, Any]]) -> None:
-    """Fails if the driver, which ends the run at the first error, can receive one without a diagnosis, or before the
-    report is written.
-    """
+    """Fails if the driver, which ends the run at the first error, can receive one without a diagnosis."""
     for rank in ranks:
         result = rank["diagnosed"]
         for kind, text in (result["explicit"], result["in_call"], result["kept"][:2]):
             assert kind == "OutOfMemory" and "actor rank 0" in text and "reloading states" in text
-            assert "a.key: lower it" in text and ".json" in text
-        assert result["n_reports"] == 1
+            assert "a.key: lower it" in text
 
 
 def test_states_are_offloaded_if_another_rank_cannot_reload(ranks: list[dict[str, Any]]) -> None:

@@ -1,9 +1,10 @@
-"""Footprints: parameters of real models, the published numbers of Qwen2.5-1.5B, shortages, the command."""
+"""Footprints: parameters of real models, states to the byte, the command, preflight."""
 
 from __future__ import annotations
 
 import json
 import logging
+import shlex
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,10 +16,8 @@ from gkd.config.load import load_config
 from gkd.config.schema import Config
 from gkd.errors import ConfigError, ModelError
 from gkd.hf.model_dims import read_dims
-from gkd.hf.model_folder import count_params, read_model_folder
-from gkd.memory.footprint import check
-from gkd.memory.footprint.estimate import footprint
-from gkd.memory.footprint.rank import RankFootprint
+from gkd.hf.model_folder import ModelFolder, Tensors, count_params, read_model_folder
+from gkd.memory.footprint.estimate import HOST_PARTS, LOGITS_BYTES, STATES, RankFootprint, RunModels, footprint
 from gkd.preflight import memory as preflight_memory
 from gkd.tools import memory
 from tests.refusals import refuses
@@ -58,12 +57,22 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def _config(*overrides: str) -> Config:
+def config_of(*overrides: str) -> Config:
     return load_config(GSM8K, ["actor.max_tokens_per_micro_batch=16384", *overrides])
 
 
-def _actor(*overrides: str, shape: dict[str, Any] = QWEN25_15B) -> RankFootprint:
-    return footprint(_config(*overrides), shape)[0]
+def folder_of(config_json: dict[str, Any], tensors: Tensors | None = None) -> ModelFolder:
+    return ModelFolder(config_json, read_dims(config_json), tensors)
+
+
+def ranks_of(config: Config, config_json: dict[str, Any] = QWEN25_15B, **more: Any) -> tuple[RankFootprint, ...]:
+    """Return the footprints of a student of these sizes; `more` as in `RunModels`, and `gpu_bytes`."""
+    gpu_bytes = more.pop("gpu_bytes", None)
+    return footprint(config, RunModels(folder_of(config_json), **more), gpu_bytes)
+
+
+def actor_of(*overrides: str, config_json: dict[str, Any] = QWEN25_15B, **more: Any) -> RankFootprint:
+    return ranks_of(config_of(*overrides), config_json, **more)[0]
 
 
 def _on_meta(kind: str, settings: dict[str, Any]) -> Any:
@@ -94,48 +103,71 @@ def test_other_models_are_counted_in_their_files(kind: str, settings: dict[str, 
     assert total == sum(param.numel() for param in model.parameters())
     assert layer == sum(param.numel() for param in model.base_model.layers[0].parameters())
     assert embedding == SIZES["vocab_size"] * SIZES["hidden_size"]
-    shape = json.loads(model.config.to_json_string(use_diff=False))
-    found = footprint(_config("actor.strategy=fsdp2"), shape, tensors=tensors)[0]
-    assert found.state_bytes == 16 * total
+    config_json = json.loads(model.config.to_json_string(use_diff=False))
+    found, _ = footprint(config_of("actor.strategy=fsdp2"), RunModels(folder_of(config_json, tensors)))
+    assert found.sum_of(STATES) == 16 * total
 
 
-def test_state_is_what_this_project_keeps() -> None:
+def test_states_are_what_the_ranks_keep() -> None:
     """Fails if float32 gradients, masters or moments are forgotten, or masters counted where weights are their own."""
     n = 1_543_714_304  # as published
     assert read_dims(QWEN25_15B).n_params == n
-    assert _actor().state_bytes == (2 + 4 + 12) * n
-    assert _actor("model.dtype=float32").state_bytes == (4 + 4 + 8) * n
-    assert _actor("actor.strategy=fsdp2").state_bytes == (4 + 4 + 8) * n
-    sharded = _actor("trainer.n_gpus_per_node=4")
+    assert actor_of().sum_of(STATES) == (2 + 4 + 12) * n
+    assert actor_of("model.dtype=float32").sum_of(STATES) == (4 + 4 + 8) * n
+    assert actor_of("actor.strategy=fsdp2").sum_of(STATES) == (4 + 4 + 8) * n
+    sharded = actor_of("trainer.n_gpus_per_node=4")
     assert (sharded.parts["weights"], sharded.parts["optimizer"]) == (2 * n, 12 * n // 4)
-    assert _actor("trainer.n_gpus_per_node=4", "actor.strategy=fsdp2").state_bytes == 16 * n // 4
-    offloaded = _actor("actor.strategy=fsdp2", "actor.fsdp_cpu_offload=true")
+    assert actor_of("trainer.n_gpus_per_node=4", "actor.strategy=fsdp2").sum_of(STATES) == 16 * n // 4
+    offloaded = actor_of("actor.strategy=fsdp2", "actor.fsdp_cpu_offload=true", "trainer.save_every=0")
     # Gradients are pinned one by one, which makes less than twice of them.
-    assert offloaded.state_bytes == 0 and offloaded.host_bytes == (16 + 4 + 12) * n
+    assert offloaded.sum_of(STATES) == 0 and offloaded.sum_of(HOST_PARTS) == (16 + 4) * n
+    assert actor_of("trainer.save_every=0", "trainer.keep_best=eval/kl").parts["saved_copy"] == 12 * n
+
+
+@pytest.mark.parametrize(("overrides", "tp"), [((), 1), (TP2, 2)])
+def test_the_states_of_adapters(overrides: tuple[str, ...], tp: int) -> None:
+    """Fails if frozen weights are charged for gradients or moments, a factor that TP splits is counted whole, or the
+    adapters that an engine holds are not padded to one of vLLM's ranks.
+    """
+    lora = ("actor.lora.rank=20", "actor.lora.targets=[q_proj,v_proj,down_proj]")
+    n = 20 * 28 * ((1536 + 1536 // tp) + (1536 + 256 // tp) + (8960 // tp + 1536))
+    found, whole = actor_of(*lora, *overrides), actor_of(*overrides)
+    assert found.parts["weights"] - whole.parts["weights"] == 4 * n
+    assert (found.parts["gradients"], found.parts["optimizer"], found.parts["saved_copy"]) == (4 * n, 8 * n, 12 * n)
+    merged, beside = (
+        ranks_of(config_of(*lora, f"weight_sync.lora={content}"))[-1].parts["weights"]
+        for content in ("merged", "adapters")
+    )
+    assert beside - merged == 2 * 32 * 28 * ((1536 + 1536) + (1536 + 256) + (8960 + 1536))
+
+
+def test_experts_have_no_adapters() -> None:
+    """Fails if adapters are counted for expert MLPs, which are not linear layers."""
+    shape = {"model_type": "qwen3_moe", **SIZES, **EXPERTS, "head_dim": 8, "mlp_only_layers": [1]}
+    overrides = ("actor.strategy=fsdp2", "actor.lora.rank=4", "actor.lora.targets=[mlp.up_proj,q_proj]")
+    assert actor_of(*overrides, config_json=shape).parts["gradients"] == 4 * 4 * ((48 + 80) + 3 * (48 + 48))
 
 
 def test_the_teachers_lm_head_is_counted_where_it_is_kept() -> None:
     """Fails if the 4 V D bytes of teacher.signal hidden are forgotten, or not shared over TP."""
     for overrides, ranks in (((), 1), (TP2, 2)):
-        config = _config("teacher.signal=hidden", *overrides)
-        found = footprint(config, QWEN25_15B, teacher_hidden=3584)[0]
+        found = actor_of("teacher.signal=hidden", *overrides, teacher_hidden=3584)
         assert found.parts["teacher_head"] == 4 * 151936 * 3584 // ranks
 
 
 def test_a_local_teacher_is_on_the_actors_ranks() -> None:
     """Fails if a local teacher's shards are in no sum, or its pass is added to a training step's, which it never is."""
     local, total = ["teacher.backend=local", "teacher.path=t"], read_dims(QWEN25_15B).n_params
-    plain = _actor()
+    plain = actor_of()
 
     def ranks(*overrides: str) -> RankFootprint:
-        config = _config(*local, *overrides)
-        return footprint(config, QWEN25_15B, local_teacher=(QWEN25_15B, None))[0]
+        return actor_of(*local, *overrides, local_teacher=folder_of(QWEN25_15B))
 
     hosted, resident = ranks(), ranks("teacher.fsdp_cpu_offload=false")
     averaged = ranks("teacher.update_interval=1", "teacher.update_ema=0.5")
-    n_ranks = _config().trainer.n_gpus_per_node
-    assert hosted.host_bytes - plain.host_bytes == resident.parts["teacher_weights"] == -(-2 * total // n_ranks)
-    assert averaged.parts["teacher_shards"] == -(-4 * total // n_ranks)
+    hosted_bytes = hosted.sum_of(HOST_PARTS) - plain.sum_of(HOST_PARTS)
+    assert hosted_bytes == resident.parts["teacher_weights"] == 2 * total
+    assert averaged.parts["teacher_shards"] == 4 * total
     follows = ranks("teacher.update_interval=2")
     assert follows.parts["saved_copy"] - plain.parts["saved_copy"] == follows.parts["teacher_shards"]
     assert hosted.total_bytes == plain.total_bytes  # a pass takes less than a training step
@@ -144,38 +176,56 @@ def test_a_local_teacher_is_on_the_actors_ranks() -> None:
 
 
 def test_a_local_teachers_chunk_is_the_engines() -> None:
-    """Fails if the engines compute more logits at a time than the estimate counts."""
-    from gkd.memory.footprint.teacher import LOGITS_BYTES
+    """Fails if the engines compute more logits at a time than the prediction counts."""
     from teacher_server.engines.signals import CHUNK_BYTES
 
     assert LOGITS_BYTES == CHUNK_BYTES
 
 
-def test_a_shortage_names_the_rank() -> None:
-    """Fails if a shortage is missed or invented, or does not name its rank and sizes."""
-    config = _config("actor.layers=torch")
-    found = footprint(config, QWEN25_15B)
-    assert check(found, 86 * GIB, config) == []
-    (problem,) = check(found, 80 * GIB, config)  # 75.17 GiB
-    assert "actor rank 0" in problem and "80.00 GiB" in problem and "3.17 GiB more" in problem
-    assert check(found, 80 * GIB, _config("actor.layers=torch", "memory.margin=0.04")) == []
-    problems = check(found, 3 * GIB, config)
-    assert any("one sequence of 1536 tokens" in problem for problem in problems)
+def test_the_weight_sync() -> None:
+    """Fails if a bucket is thought to be smaller than the tensor in it, or a gathered tensor is forgotten."""
+    n, table = read_dims(QWEN25_15B).n_params, 151936 * 1536
+    assert actor_of().parts["weight_sync"] == 2 * 2 * table  # one is sent while the next is filled
+    assert actor_of("weight_sync.bucket_mib=1024").parts["weight_sync"] == 2048 << 20
+    assert actor_of("weight_sync.bucket_mib=2048").parts["weight_sync"] == 2 * n, "more than all weights"
+    assert actor_of(*TP2).parts["weight_sync"] == 4 * 2 * table
+    assert actor_of("actor.strategy=fsdp2").parts["weight_sync"] == 3 * 2 * table
 
 
-def test_an_engine_that_leaves_no_room_for_the_weight_sync() -> None:
-    """Fails if a cache that takes the whole GPU passes, so that the first weight sync runs out of memory."""
-    small = "actor.max_tokens_per_micro_batch=8192"
-    config = _config(small, "rollout.gpu_memory_utilization=0.99", "weight_sync.bucket_mib=2048")
-    (problem,) = check(footprint(config, QWEN25_15B), 80 * GIB, config)
-    assert "buckets, 2.88 GiB" in problem and "rollout.gpu_memory_utilization" in problem
+@pytest.mark.parametrize(
+    ("words", "overrides", "model"),
+    [
+        ("does not divide the model's 28 layers", ("trainer.n_gpus_per_node=3", "actor.pp=3"), QWEN25_15B),
+        ("key/value heads", ("trainer.n_gpus_per_node=4", "actor.tp=4"), QWEN25_15B),
+        ("attention heads of a tensor", ("trainer.n_gpus_per_node=8", "actor.cp=8"), QWEN25_15B),
+        ("sequence_parallel", TP2, {"model_type": "qwen3_moe", **SIZES, **EXPERTS, "head_dim": 8}),
+        ("use_sliding_window", (), {**QWEN25_15B, "use_sliding_window": True}),
+        ("12 attention heads", ("rollout.tp=5", "rollout.n_gpus_per_node=5"), QWEN25_15B),
+    ],
+)
+def test_a_split_that_the_run_refuses_has_no_prediction(
+    words: str, overrides: tuple[str, ...], model: dict[str, Any]
+) -> None:
+    """Fails if a table is printed for a model or a split that the actor or the engines refuse."""
+    with pytest.raises((ConfigError, ModelError), match=words):
+        ranks_of(config_of(*overrides), model)
 
 
-@pytest.mark.parametrize(("key", "n"), [("actor.pp", 3), ("actor.tp", 4)])
-def test_a_layout_that_cannot_split_the_model(key: str, n: int) -> None:
-    """Fails if a table is printed for a run that cannot start: 28 layers over 3 stages, 2 key heads over 4 ranks."""
-    with refuses(key):
-        footprint(_config(f"trainer.n_gpus_per_node={n}", f"{key}={n}"), QWEN25_15B)
+@pytest.mark.parametrize(
+    ("overrides", "boundaries"),
+    [
+        # One batch has 12 micro-batches. A stage of 7 layers keeps their inputs, what came in and what went out.
+        (("trainer.n_gpus_per_node=4", "actor.pp=4"), [4 * 9, 3 * 9, 2 * 9, 1 * 9 + 1]),
+        # Chunks of 7 layers: 5 of the first stage are in flight, 3 of the second.
+        (("trainer.n_gpus_per_node=2", "actor.pp=2", "actor.vpp=2"), [5 * 9, 3 * 9 + 1]),
+        # Of a single micro-batch each stage has one.
+        (("trainer.n_gpus_per_node=2", "actor.pp=2", "trainer.global_batch_size=8"), [16 * 0.75, 17 * 0.75]),
+    ],
+)
+def test_micro_batches_under_way(overrides: tuple[str, ...], boundaries: list[float]) -> None:
+    """Fails if a pipeline's stage is thought to hold more or fewer micro-batches than 1F1B gives it."""
+    found = ranks_of(config_of("actor.recompute=full", *overrides))[:-1]
+    assert [part.parts["activations"] / (2 * 1536 * 16384) for part in found] == boundaries
 
 
 def _folder(path: Path, config_json: str | None) -> Path:
@@ -214,38 +264,41 @@ def _tool(*arguments: str) -> int:
 
 
 def test_the_command(qwen: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """Fails if the exit code or the table do not show whether the run fits."""
+    """Fails if the exit code or the lines do not show whether the run fits, or the printed command does not fit."""
     assert _tool("--gpu-gib", "80", qwen) == 0
-    text = capsys.readouterr().out
-    assert all(number in text for number in (" 3.1", " 6.2", " 12.3"))
-    assert "it fits: actor rank 0 leaves 36%" in text
-    larger = ("actor.max_tokens_per_micro_batch=16384", "actor.layers=torch")
-    assert _tool("--gpu-gib", "80", qwen, *larger) == 1
-    assert "TOO LARGE actor rank 0 needs 75.17 GiB, 3.17 GiB more" in capsys.readouterr().out
-    path = qwen.partition("=")[2]
-    assert _tool("--gpu-gib", "80", "--json", "--teacher", path, "teacher.signal=hidden", qwen) == 0
+    assert "actor rank 0: peak 51.50 GiB (training step), 64% of the GPU" in capsys.readouterr().out
+    larger = (qwen, "data.prompt_key=my question", "actor.max_tokens_per_micro_batch=16384", "actor.layers=torch")
+    card = ("--gpu-gib", "80", "--host-gib", "256")
+    assert _tool(*card, *larger) == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert "TOO LARGE actor rank 0 (training step) needs 74." in "\n".join(lines)
+    words = shlex.split(lines[-1].partition("it fits with: ")[2])
+    assert words[:5] == ["python", "-m", "gkd.main_gkd", "--config", str(GSM8K)]
+    assert load_config(words[4], words[5:]).data.prompt_key == "my question"
+    assert _tool(*card, *words[5:]) == 0
+    capsys.readouterr()
+    assert _tool("--gpu-gib", "24", "--json", qwen) == 1
     found = json.loads(capsys.readouterr().out)
-    assert [rank["role"] for rank in found["ranks"]] == ["actor", "rollout", "teacher"]
-    assert found["ranks"][0]["parts"]["teacher_head"] == 4 * 151936 * 1536
-    assert found["card_bytes"] == 80 * GIB and found["problems"] == []
-    assert _tool("--gpu-gib", "80", "teacher.signal=hidden", qwen) == 0
+    assert list(found["ranks"]) == ["actor rank 0", "rollout rank 0"]
+    assert found["ranks"]["actor rank 0"]["weights"] == 2 * 1_543_714_304 and len(found["problems"]) == 2
+    assert _tool("--gpu-gib", "24", qwen, *found["changes"]) == 0
+    assert _tool("--gpu-gib", "24", "--host-gib", "8", qwen, *found["changes"]) == 1
+    assert "a host" in capsys.readouterr().out
+
+
+def test_the_command_counts_the_teachers_head(qwen: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Fails if a head is left out silently, or one with more token ids is counted with the student's rows."""
+    assert _tool("teacher.signal=hidden", qwen) == 0
     assert "--teacher" in capsys.readouterr().out, "the head that it cannot count"
-
-
-def test_the_head_of_a_teacher_with_another_tokenizer(
-    qwen: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Fails if the LM head of a teacher with more token ids than the student is counted with the student's rows."""
     path = _folder(tmp_path / "teacher", json.dumps(QWEN25_15B | {"vocab_size": 303872}))
     signal = ("teacher.signal=hidden", f"teacher.tokenizer={path}")
     _tool("--gpu-gib", "80", "--json", "--teacher", str(path), *signal, qwen)
-    assert json.loads(capsys.readouterr().out)["ranks"][0]["parts"]["teacher_head"] == 4 * 303872 * 1536
+    assert json.loads(capsys.readouterr().out)["ranks"]["actor rank 0"]["teacher_head"] == 4 * 303872 * 1536
 
 
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (("--gpu-gib", "80GB"), "'80GB'"),
         (("--gpu-gib", "inf"), "--gpu-gib"),
         (("model.path=nowhere",), "model.path"),
         (("--teacher", "nowhere"), "--teacher"),
@@ -280,26 +333,39 @@ def test_preflight_warns_and_refuses(
     monkeypatch: pytest.MonkeyPatch,
     gkd_log: pytest.LogCaptureFixture,
 ) -> None:
-    """Fails if a run whose state alone is too large for its GPUs starts, or one that may fit is refused."""
+    """Fails if a run whose states alone are too large for its GPUs starts, or one that may fit is refused."""
     list_gpus(tmp_path, monkeypatch, [(24, 24), (40, 40), (80, 80)])
     host_has(256)
     two = [qwen, "rollout.n_gpus_per_node=1", "rollout.max_num_seqs=0"]
-    preflight_memory.check_memory(_config(*two, "cluster.gpus=[1,2]"), "cuda", None)
-    assert "actor rank 0 needs" in gkd_log.text and "40.00 GiB" in gkd_log.text
-    (line,) = [line for line in gkd_log.text.splitlines() if line.startswith("  actor.")]
+    preflight_memory.check_memory(config_of(*two, "cluster.gpus=[1,2]"), "cuda", None)
+    assert "actor rank 0 (training step) needs" in gkd_log.text and "40.00 GiB" in gkd_log.text
+    (line,) = [line for line in gkd_log.text.splitlines() if line.startswith("it fits with: ")]
     gkd_log.clear()
-    preflight_memory.check_memory(_config(*two, "cluster.gpus=[1,2]", *line.split()), "cuda", None)
+    preflight_memory.check_memory(config_of(*two, "cluster.gpus=[1,2]", *line.split()[3:]), "cuda", None)
     assert not [record for record in gkd_log.records if record.levelno > logging.INFO], "the overrides that it printed"
     with pytest.raises(ConfigError) as caught:
-        preflight_memory.check_memory(_config(*two, "cluster.gpus=[0,2]"), "cuda", None)
+        preflight_memory.check_memory(config_of(*two, "cluster.gpus=[0,2]"), "cuda", None)
     assert caught.value.key == "trainer.n_gpus_per_node" and "actor.fsdp_cpu_offload=true" in caught.value.fix
+    assert "25.88 GiB" in caught.value.problem and "24.00 GiB" in caught.value.problem
     gkd_log.clear()
     host_has(8)
-    run = preflight_memory.check_memory(_config(*two, "cluster.gpus=[2,1]", "actor.recompute=full"), "cuda", None)
-    assert run.rollout.max_num_seqs == 500 and "of host memory" in gkd_log.text and "TOO LARGE" in gkd_log.text
+    run = preflight_memory.check_memory(config_of(*two, "cluster.gpus=[2,1]", "actor.recompute=full"), "cuda", None)
+    assert run.rollout.max_num_seqs == 500 and "a host" in gkd_log.text
     gkd_log.clear()
-    assert preflight_memory.check_memory(_config(*two), "cpu", None).rollout.max_num_seqs == 128
+    assert preflight_memory.check_memory(config_of(*two), "cpu", None).rollout.max_num_seqs == 128
     assert "actor rank 0" in gkd_log.text
+
+
+def test_weights_of_an_engine_that_no_share_holds_are_refused(
+    qwen: str, tmp_path: Path, host_has: Callable[[int], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Fails if a run starts all its processes, and vLLM then fails on weights that are larger than the GPU."""
+    list_gpus(tmp_path, monkeypatch, [(2, 2), (2, 2)])
+    host_has(256)
+    small = ("trainer.n_gpus_per_node=1", "rollout.n_gpus_per_node=1", "cluster.gpus=[0,1]")
+    with refuses("rollout.tp"):
+        host = ("actor.strategy=fsdp2", "actor.fsdp_cpu_offload=true")
+        preflight_memory.check_memory(config_of(qwen, *small, *host), "cuda", None)
 
 
 def test_only_gpus_of_the_run_count(
@@ -310,28 +376,24 @@ def test_only_gpus_of_the_run_count(
     for overrides, n_bytes in (
         (["cluster.gpus=[1]"], 80 * GIB),
         (["cluster.gpus=[2,1]"], 48 * GIB),
-        (["cluster.gpus=[1,7]"], None),  # there is no GPU 7
         (["cluster.ray_address=10.0.0.5:6379", "cluster.gpus=[0]"], None),
     ):
-        assert preflight_memory.smallest_gpu(_config(*overrides).cluster) == n_bytes, overrides
+        assert preflight_memory.smallest_gpu(config_of(*overrides).cluster) == n_bytes, overrides
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,1")  # ids stay nvidia-smi's
-    assert preflight_memory.smallest_gpu(_config("cluster.gpus=[1]").cluster) == 80 * GIB
-    preflight_memory.check_memory(_config(qwen, "cluster.ray_address=10.0.0.5:6379"), "cuda", None)
-    assert "weights" in gkd_log.text and "10.0.0.5:6379" in gkd_log.text
+    assert preflight_memory.smallest_gpu(config_of("cluster.gpus=[1]").cluster) == 80 * GIB
+    preflight_memory.check_memory(config_of(qwen, "cluster.ray_address=10.0.0.5:6379"), "cuda", None)
+    assert "weights" in gkd_log.text
     assert not [record for record in gkd_log.records if record.levelno > logging.INFO]
 
 
 def test_the_command_counts_a_local_teacher(
     qwen: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], gkd_log: pytest.LogCaptureFixture
 ) -> None:
-    """Fails if the teacher of the settings is left out, counted as a worker of a server, or by preflight alone."""
+    """Fails if the teacher of the settings is left out, or counted by preflight alone."""
     teacher = _folder(tmp_path / "teacher", json.dumps(QWEN25_15B))
     local = [qwen, "teacher.backend=local", f"teacher.path={teacher}"]
     assert _tool(*local, "--json") == 0
-    ranks = json.loads(capsys.readouterr().out)["ranks"]
-    assert [rank["role"] for rank in ranks] == ["actor", "rollout"]
-    assert "teacher_shards" in ranks[0]["parts"] and "teacher_shards" not in ranks[1]["parts"]
-    assert _tool(*local, "--teacher", str(teacher)) == 2
-    assert "teacher.path" in capsys.readouterr().err
-    preflight_memory.check_memory(_config(*local), "cuda", None)
-    assert "teacher_shards" in gkd_log.text
+    actor, engine = json.loads(capsys.readouterr().out)["ranks"].values()
+    assert "teacher_shards" in actor and "teacher_shards" not in engine
+    preflight_memory.check_memory(config_of(*local), "cuda", None)
+    assert "host: teacher_shards" in gkd_log.text

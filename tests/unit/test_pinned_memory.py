@@ -13,8 +13,7 @@ from gkd.actor.common.shards import Piece
 from gkd.errors import OutOfMemory
 from gkd.memory import host_buffer
 from gkd.memory.host_buffer import HostBuffer
-from gkd.memory.oom import diagnosed, is_out_of_memory, parse
-from gkd.memory.remedies import Shortage
+from gkd.memory.oom import diagnosed, is_out_of_memory
 from gkd.memory.states import PARAMS, States
 from gkd.spans import Phase
 from gkd.weight_sync.buckets import Bucket, TensorSpec
@@ -102,7 +101,7 @@ def test_memory_that_cannot_be_pinned_is_the_host_s(cudart: Cudart) -> None:
     cudart.code = 2
     with pytest.raises(MemoryError, match="Unable to allocate 512 bytes of pinned host memory") as raised:
         host_buffer.page_lock(torch.empty(512, dtype=torch.uint8))
-    assert is_out_of_memory(raised.value) and parse(str(raised.value)).requested == 512
+    assert is_out_of_memory(raised.value) and "allocate 512 bytes" in str(raised.value)
 
 
 def test_kept_weights_are_pinned_until_they_are_freed(cudart: Cudart) -> None:
@@ -144,10 +143,10 @@ def test_it_is_the_host_that_is_short(tmp_path: Path) -> None:
     first, weights = torch.ones(16), torch.arange(1000.0)
     states = States(CPU, lambda: {PARAMS: [first, weights]})
     states._kinds[PARAMS].buffer = buffer = HostBuffer(pinned=True, slab_bytes=64)
-    told: list[Shortage] = []
+    told: list[bool] = []
 
-    def keys(shortage: Shortage) -> list[str]:
-        told.append(shortage)
+    def keys(on_cuda: bool) -> list[str]:
+        told.append(on_cuda)
         return ["a.key=1: lower it"]
 
     with (
@@ -156,7 +155,7 @@ def test_it_is_the_host_that_is_short(tmp_path: Path) -> None:
     ):
         states.offload_states()
     assert str(raised.value).startswith("actor rank 0 ran out of memory of the host (pinned) (offloading states): ")
-    assert "GiB failed" in str(raised.value) and not told[0].on_cuda
+    assert "Unable to allocate" in str(raised.value) and told == [False]
     assert torch.equal(weights, torch.arange(1000.0)) and buffer.mark == 0 and not states.away()
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +16,10 @@ from examples.quickstart.pretrain import ModelRecipe, build_model
 from gkd.cluster.gpu_table import find_problems
 from gkd.config.check import check_config
 from gkd.config.load import load_config
-from gkd.memory.footprint import check, footprint, teacher_footprint
-from gkd.memory.footprint.limits import GIB
-from gkd.memory.footprint.rank import other_processes_bytes, with_other_processes
+from gkd.memory.footprint.fit import GIB, check
 from gkd.preflight.machine import resolve_device
 from gkd.scoring.teacher.gpus import with_own_gpus
+from tests.unit.test_footprint import ranks_of
 from tests.unit.test_gpu_choice import GPUS, rows
 from tests.unit.test_gpu_collect import nvidia_smi, smi_script
 from tests.unit.test_gpu_table import row, teacher
@@ -67,12 +65,10 @@ def test_one_gpu_is_shared_on_purpose(nvidia_smi: Callable[[str], None], monkeyp
 @pytest.mark.parametrize(("gib", "fits"), [(8, True), (16, True), (79.1, True), (139.8, True), (3, False)])
 def test_the_one_gpu_settings_fit_a_small_card(gib: float, fits: bool) -> None:
     """Fails if the first run on a common card ends out of memory, or a phase leaves out the teacher."""
-    config, gpu_bytes, recipe = load_config(ONE_GPU), round(gib * GIB), Recipe()
-    share = other_processes_bytes(config, gpu_bytes)
-    found = with_other_processes(footprint(config, config_json(recipe.student)), share, config)
-    assert share == round(0.1 * gpu_bytes) and found[0].parts["other_processes"] == share
-    server = teacher_footprint(config_json(recipe.teacher), n_tokens=8192)
-    assert (check([*found, server], gpu_bytes, config) == []) == fits
-    alone = replace(config, cluster=replace(config.cluster, teacher_gpu_share=0.0))
-    if fits:
-        assert check(with_other_processes(found, round(0.65 * gpu_bytes), alone), gpu_bytes, alone) != []
+    config, gpu_bytes = load_config(ONE_GPU), round(gib * GIB)
+    student = config_json(Recipe().student)
+    found = ranks_of(config, student, gpu_bytes=gpu_bytes)
+    assert found[0].parts["teacher_server"] == round(0.1 * gpu_bytes)
+    assert (check(found, gpu_bytes, config) == []) == fits
+    larger = config.with_values({"cluster.teacher_gpu_share": 0.7})
+    assert check(ranks_of(larger, student, gpu_bytes=gpu_bytes), gpu_bytes, larger) != []

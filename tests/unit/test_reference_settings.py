@@ -20,8 +20,7 @@ from gkd.data.prompts import load_tokenizer
 from gkd.data.scatter import scatter_to_groups
 from gkd.errors import ConfigError
 from gkd.hf.model_dims import read_dims
-from gkd.memory.footprint import footprint
-from gkd.memory.footprint.report import footprint_table
+from gkd.memory.footprint.estimate import HOST_PARTS
 from gkd.metrics.writer import read_metrics
 from gkd.preflight.meta_models import check_reference
 from gkd.run.open import open_run_folder
@@ -30,7 +29,7 @@ from tests.dist.hf_models import make_model_folder
 from tests.dist.megatron_reference import VOCAB, make_hf_folder
 from tests.refusals import refuses
 from tests.rollout_chunks import chunk_of
-from tests.unit.test_footprint import GSM8K, QWEN25_15B
+from tests.unit.test_footprint import GSM8K, QWEN25_15B, folder_of, ranks_of
 from tests.unit.world import PROMPTS, World, make
 
 ON = "distill.reference_kl_weight=0.1"
@@ -163,15 +162,13 @@ def test_the_memory_estimate_includes_the_reference() -> None:
     total = read_dims(QWEN25_15B).n_params
 
     def rank(*overrides: str, held: bool = True) -> Any:
-        reference = (QWEN25_15B, None) if held else None
-        return footprint(load_config(GSM8K, [ON, *overrides]), QWEN25_15B, reference=reference)[0]
+        reference = folder_of(QWEN25_15B) if held else None
+        return ranks_of(load_config(GSM8K, [ON, *overrides]), reference=reference)[0]
 
     plain, hosted, resident = rank(held=False), rank(), rank("reference.fsdp_cpu_offload=false")
     assert hosted.parts["reference_shards"] == resident.parts["reference_weights"] == 2 * total
-    assert hosted.host_bytes - plain.host_bytes == 2 * total and hosted.total_bytes == plain.total_bytes
+    assert hosted.sum_of(HOST_PARTS) - plain.sum_of(HOST_PARTS) == 2 * total and hosted.total_bytes == plain.total_bytes
     assert resident.total_bytes == plain.total_bytes + 2 * total and hosted.parts["reference_pass"] > 2 * 151936 * 1536
-    table = footprint_table([hosted, resident])
-    assert "host: reference_shards" in table and "reference_weights" in table
 
 
 def test_only_ranks_that_compute_the_loss_get_logprobs() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -15,17 +14,11 @@ from torch import Tensor, nn
 
 from gkd.config.check import check_config
 from gkd.config.load import load_config
-from gkd.config.schema import Config
-from gkd.memory.footprint.combination import with_strategy
-from gkd.memory.footprint.estimate import footprint
-from gkd.memory.footprint.rank import RankFootprint
 from gkd.memory.host_buffer import HostBuffer
-from gkd.memory.offload_manager import GIB
 from gkd.memory.states import GRADS, OPTIMIZER, PARAMS, States
 from gkd.preflight.run import preflight
 from tests.dist.megatron_reference import VOCAB, make_hf_folder
 from tests.refusals import refuses
-from tests.unit.test_footprint import QWEN25_15B
 
 CPU = torch.device("cpu")
 
@@ -252,35 +245,6 @@ def test_the_setting_without_effect_is_named(tmp_path: Path, gkd_log: pytest.Log
         warnings = [record.getMessage() for record in gkd_log.records if record.levelno == logging.WARNING]
         keys = [key for key in ("actor.offload_train", "actor.fsdp_cpu_offload") if any(key in w for w in warnings)]
         assert len(keys) == (2 if name == "both" else 0), warnings
-
-
-@pytest.mark.parametrize("frozen", [RESIDENT_TEACHER, REFERENCE_ON_GPU])
-def test_the_strategy_is_resident_where_all_models_fit(frozen: tuple[str, ...]) -> None:
-    """Fails if the student's states move on a card where all models fit, or stay where they do not fit."""
-
-    def refit(config: Config) -> Sequence[RankFootprint]:
-        of_teacher = (QWEN25_15B, None) if config.derived.teacher_pool == "actor" else None
-        of_reference = (QWEN25_15B, None) if config.derived.reference_folder else None
-        return footprint(config, QWEN25_15B, local_teacher=of_teacher, reference=of_reference)
-
-    def settings(*overrides: str) -> Config:
-        return load_config(None, ["model.path=m", "actor.recompute=full", "trainer.device=cuda", *frozen, *overrides])
-
-    def chosen(gib: int | None, *overrides: str) -> tuple[str, str]:
-        config, line = with_strategy(settings(*overrides), refit, gib and gib * GIB)
-        return config.memory.strategy, line
-
-    resident = refit(settings("memory.strategy=resident"))
-    together = max(part.total_bytes for part in resident if part.role == "actor")
-    enough = math.ceil(together / (1 - settings().memory.margin) / GIB)
-    assert chosen(enough)[0] == "resident" and chosen(enough - 1)[0] == "offload" == chosen(None)[0]
-    assert f"{together / GIB:.2f}" in chosen(enough)[1] and not chosen(None)[1]
-    for by_hand in ("resident", "offload"):
-        assert chosen(24, f"memory.strategy={by_hand}")[0] == by_hand
-    section = frozen[-1].partition(".")[0]
-    strategy, hint = chosen(enough, f"{section}.fsdp_cpu_offload=true")
-    assert strategy == "offload" and f"{section}.fsdp_cpu_offload=false" in hint
-    assert chosen(24, f"{section}.fsdp_cpu_offload=true") == ("offload", "")
 
 
 @pytest.mark.parametrize("moving", ["trainer.colocate=true", "actor.offload_train=true"])

@@ -30,7 +30,7 @@ from gkd.hf.hub import with_local_copies
 from gkd.log import get_logger
 from gkd.memory.offload_manager import GIB
 from gkd.memory.oom import diagnosed
-from gkd.memory.remedies import engine_advice
+from gkd.memory.remedies import advice
 from gkd.rollout.engine.loop import Coalescer, EngineLoop
 from gkd.rollout.messages import Job, Pulse, Sampling
 from gkd.rollout.vllm.engine import RolloutEngine
@@ -362,5 +362,5 @@ class RolloutWorker:
             device=self._device,
             who=f"rollout engine {self._rank}",
             phase=phase,
-            advice=lambda shortage: engine_advice(self._config, shortage),
+            advice=lambda on_cuda: advice(self._config, "rollout", phase, on_cuda=on_cuda),
         )
