@@ -25,7 +25,6 @@ actor_rollout_ref.actor.optim.lr_warmup_steps | actor.optim.warmup_steps | main_
 actor_rollout_ref.actor.optim.lr_warmup_steps_ratio | actor.optim.warmup_steps | Multiply it by the number of steps.
 actor_rollout_ref.rollout.temperature | rollout.temperature | main_ppo divides the logits of the student by it, too.
 actor_rollout_ref.rollout.tensor_model_parallel_size | rollout.tp |
-actor_rollout_ref.rollout.pipeline_model_parallel_size | | An engine is split by rollout.tp only.
 actor_rollout_ref.rollout.val_kwargs | eval.n | Evaluations sample as training does.
 actor_rollout_ref.ref | | See section reference.
 actor_rollout_ref.actor.distill_loss.name | distill.loss distill.tail | kl becomes forward_kl with drop, and rkl \
@@ -41,6 +40,7 @@ distillation.teacher_models | teacher.routes | Start gkd teacher for each model.
 distillation.teacher_key | data.teacher_key | It has an effect with several teachers only.
 distillation.n_gpus_per_node | | It is --gpus of gkd teacher.
 reward_model | reward.functions distill.reward_weight | Write rewards as functions.
+trainer.experiment_name | trainer.run_dir | The name of this folder is that of the run.
 trainer.total_training_steps | trainer.total_steps | main_ppo counts batches of train_batch_size.
 trainer.v1.trainer_mode | trainer.scheduler trainer.colocate | sync becomes colocate. separate_async becomes stream.
 """,

@@ -87,10 +87,10 @@ class TrainerConfig:
         resume=True,
     )
     project_name: str = key(
-        "gkd", "Project of wandb and trackio, experiment of mlflow.", limits="not empty", resume=True
-    )
-    experiment_name: str = key(
-        "", "Name of the run in wandb, mlflow and trackio; empty = the name of the folder run_dir.", resume=True
+        "gkd",
+        "Project of wandb and trackio, experiment of mlflow. A run there has the name of its folder.",
+        limits="not empty",
+        resume=True,
     )
     progress: str = key(
         "auto",

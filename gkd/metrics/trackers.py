@@ -196,7 +196,7 @@ class Trackers:
             folder.root,
             run_id or uuid.uuid4().hex[:8],
             config.trainer.project_name,
-            config.trainer.experiment_name or folder.root.resolve().name,
+            folder.root.resolve().name,
             first_step=0 if resumed_at is None else resumed_at + 1,
             is_continued=run_id is not None,
             settings={name: config.value(name) for name in all_keys()},

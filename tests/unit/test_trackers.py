@@ -23,7 +23,7 @@ from gkd.preflight.run import preflight
 from gkd.types import ScoredChunk, TrainStats
 from tests.unit.world import PROMPTS, World, make
 
-SETTINGS = ("trainer.total_steps=5", "trainer.save_every=2", "trainer.project_name=p", "trainer.experiment_name=e")
+SETTINGS = ("trainer.total_steps=5", "trainer.save_every=2", "trainer.project_name=p")
 Values = Counter[tuple[int, str, float]]  # (step, key, value) -> how often the tracker has it
 
 
@@ -47,7 +47,7 @@ def read_mlflow(run_dir: Path) -> Values:
 
     client = MlflowClient(f"sqlite:///{run_dir / 'mlflow.db'}")
     (run,) = client.search_runs([client.get_experiment_by_name("p").experiment_id])
-    assert run.info.run_name == "e" and run.data.params.keys() == all_keys().keys()
+    assert run.info.run_name == "run" and run.data.params.keys() == all_keys().keys()
     assert run.data.params["trainer.total_steps"] == "5"
     points = [point for key in run.data.metrics for point in client.get_metric_history(run.info.run_id, key)]
     return Counter((point.step, point.key, point.value) for point in points)
@@ -58,8 +58,8 @@ def read_trackio(run_dir: Path) -> Values:
     from trackio.sqlite_storage import SQLiteStorage
 
     (run,) = trackio.Api().runs("p")
-    assert run.name == "e" and run.config["trainer.total_steps"] == 5
-    lines = SQLiteStorage.get_logs("p", "e")
+    assert run.name == "run" and run.config["trainer.total_steps"] == 5
+    lines = SQLiteStorage.get_logs("p", "run")
     return Counter((line["step"], key, value) for line in lines for key, value in line.items() if "/" in key)
 
 
@@ -73,7 +73,7 @@ def read_wandb(run_dir: Path) -> Values:
         for content in wandb_records(file.read_bytes()):
             record = Record.FromString(content)
             if record.WhichOneof("record_type") == "run":
-                assert (record.run.project, record.run.display_name) == ("p", "e")
+                assert (record.run.project, record.run.display_name) == ("p", "run")
             items = {item.key or item.nested_key[0]: json.loads(item.value_json) for item in record.history.item}
             step = record.history.step.num
             values += Counter((step, key, value) for key, value in items.items() if "/" in key)
