@@ -9,7 +9,7 @@ from msgspec import structs
 from gkd.cluster.gpu_table import GpuInfo
 from gkd.errors import ConfigError
 from gkd.log import get_logger
-from teacher_server.wire.nvidia_smi import SmiError, run_nvidia_smi, visible_ids
+from teacher_server.wire.machine import SmiError, run_nvidia_smi, visible_ids
 
 log = get_logger("gpus")
 

@@ -14,10 +14,9 @@ from statistics import fmean
 from gkd.config.schema import Config
 from gkd.console.state import STEP_LINE, RunState, step_line
 from gkd.log import get_logger
-from gkd.metrics.bottleneck import restart_numbers, shares
 from gkd.metrics.health import HealthResponse
 from gkd.metrics.span_file import SpanFile
-from gkd.metrics.step import reward_numbers, step_numbers, store_numbers, turn_numbers
+from gkd.metrics.step import restart_numbers, reward_numbers, shares, step_numbers, store_numbers, turn_numbers
 from gkd.metrics.trackers import Trackers
 from gkd.metrics.writer import MetricsWriter, read_metrics
 from gkd.roles import Roles

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 from gkd.config.schema_rollout import IPC, NCCL, has_expandable_segments
 from gkd.errors import ConfigError
 from gkd.log import get_logger
-from teacher_server.wire.nvidia_smi import SmiError, run_nvidia_smi, visible_ids
+from teacher_server.wire.machine import SmiError, run_nvidia_smi, visible_ids
 
 if TYPE_CHECKING:
     from gkd.config.schema import Config

@@ -20,7 +20,7 @@ from gkd.config.schema import Config
 from gkd.config.schema_teacher import ACTOR, ROLLOUT
 from gkd.data.chunks import CHUNK_SIZE
 from gkd.rollout.vllm.start import CPU_ENV
-from teacher_server.wire.threads import thread_env
+from teacher_server.wire.machine import thread_env
 
 
 def pool_specs(config: Config) -> tuple[PoolSpec, PoolSpec]:

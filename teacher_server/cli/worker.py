@@ -25,7 +25,7 @@ from teacher_server.engines.base import prefix_block
 from teacher_server.errors import ServerError, SettingsError
 from teacher_server.log import log_to_stderr
 from teacher_server.wire.keys import load_peer_keys
-from teacher_server.wire.threads import thread_env
+from teacher_server.wire.machine import thread_env
 from teacher_server.wire.worker_protocol import LOCAL_WORKER_NAME, WorkerHello
 from teacher_server.worker.compute import CREDIT_BATCHES, Worker
 from teacher_server.worker.gpus import own_gpus

@@ -27,8 +27,8 @@ from teacher_server.engines.base import ENGINE_PID, RowStream, ScoreParams, Scor
 from teacher_server.engines.signals import row_dtype
 from teacher_server.engines.vllm_process import gpu_memory_arguments, keep_files_in
 from teacher_server.errors import ServerError
+from teacher_server.wire.machine import thread_env
 from teacher_server.wire.protocol import RowDtype, Wire
-from teacher_server.wire.threads import thread_env
 
 if TYPE_CHECKING:
     from teacher_server.engines.load import EngineSettings

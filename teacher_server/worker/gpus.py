@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 
 from teacher_server.config.schema import ServerSettings, TeacherSettings
 from teacher_server.errors import SettingsError
-from teacher_server.wire.nvidia_smi import SmiError, SmiTimeout, run_nvidia_smi, visible_ids
+from teacher_server.wire.machine import SmiError, SmiTimeout, run_nvidia_smi, visible_ids
 from teacher_server.wire.status import Gpu
 
 _NVIDIA_SMI_S = 20.0  # it may first have to start the driver

@@ -17,7 +17,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tests.bench.footprint_case import SIZES, Case, measure, predict
+from tests.footprint_case import SIZES, Case, measure, predict
 
 _TWO = ("trainer.n_gpus_per_node=2",)
 _FSDP = ("actor.strategy=fsdp2",)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.bench.footprint_case import SIZES, Case, measure
+from tests.footprint_case import SIZES, Case, measure
 
 pytestmark = [
     pytest.mark.dist,

@@ -184,7 +184,7 @@ def _saved_bytes(rank: int, world_size: int, folder: Path, case: Case) -> int:
     from gkd.actor.common.optim_spec import OptimSpec
     from gkd.config.loss_spec import LossSpec
     from gkd.data.batching import make_micro_batches
-    from tests.bench.footprint_case import full_sequences
+    from tests.footprint_case import full_sequences
 
     rollouts, scores = full_sequences(N_SEQUENCES, N_PROMPT, N_RESPONSE, vocab=256, topk=4)
     batches = make_micro_batches(rollouts, scores, micro_batch_size=N_SEQUENCES, packed=case.packed)

@@ -28,9 +28,9 @@ from torch.profiler import profile
 
 from gkd.data.batching import make_micro_batches
 from tests.bench.command import add_device, parsed, parser, run_parts
-from tests.bench.footprint_case import Case, predict
 from tests.bench.student_case import MIXES, TOPK, PlainStep, make_student, save_model, sequences
 from tests.bench.teacher_report import Figure, Part, Table
+from tests.footprint_case import Case, predict
 from tests.gpu.peaks import peak_tflops, share_of_peak
 from tests.gpu.timing import median_ms
 from tests.results import write_results

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from gkd.console.state import bottleneck_of
-from gkd.metrics.bottleneck import bottleneck, shares
-from gkd.metrics.step import step_numbers
+from gkd.metrics.step import bottleneck, shares, step_numbers
 from gkd.rollout.vllm.engine import PassMeter
 from gkd.types import ScoredChunk, SyncReport, TrainStats
 from tests.rollout_chunks import chunk_of

@@ -11,7 +11,7 @@ import pytest
 from gkd.config.load import load_config
 from gkd.memory.footprint.fit import check
 from tests.bench.bench_footprint import predicted_again
-from tests.bench.footprint_case import Case, predict
+from tests.footprint_case import Case, predict
 from tests.unit.test_footprint import GIB, QWEN25_15B, ranks_of
 
 ROOT = Path(__file__).resolve().parents[2]

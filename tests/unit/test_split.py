@@ -11,9 +11,8 @@ import pytest
 
 from gkd.cluster.gpu_table import TEACHER, GpuInfo, GpuMap, RankPlacement
 from gkd.config.load import config_yaml, load_config
-from gkd.metrics.bottleneck import shares
 from gkd.metrics.span_file import SpanFile
-from gkd.metrics.step import step_numbers
+from gkd.metrics.step import shares, step_numbers
 from gkd.metrics.writer import MetricsWriter
 from gkd.spans import ProcessSpans, Span, SpanRecorder
 from gkd.tools.split import WARM_UP, main
@@ -49,7 +48,7 @@ def write_run(
     gpus = tuple(GpuInfo(id=f"{i}") for i in range(gpus_per_worker))
     row = {"host": "h", "pid": 1, "cuda_visible_devices": None, "gpus": gpus}
     rows = tuple(RankPlacement(pool=TEACHER, rank=i, **row) for i in range(workers))
-    (folder / "gpus.json").write_bytes(GpuMap(device="cpu", pools=(), rows=rows, findings=()).to_json())
+    (folder / "gpus.json").write_bytes(GpuMap(device="cpu", rows=rows, findings=()).to_json())
     now_s = [0.0]
     metrics = MetricsWriter(folder / "metrics.jsonl", -1)
     own = SpanRecorder("driver", clock=lambda: now_s[0], wall=lambda: BEGAN_S + now_s[0])

@@ -26,8 +26,8 @@ from gkd.config.schema_rollout import RolloutConfig
 from gkd.errors import WeightSyncError
 from gkd.spans import Phase
 from teacher_server.engines.vllm_process import gpu_memory_arguments, keep_files_in
+from teacher_server.wire.machine import thread_env
 from teacher_server.wire.protocol import MAX_K
-from teacher_server.wire.threads import thread_env
 
 # vLLM reads these variables at import, so they are set in the environment of the Ray actor.
 CPU_ENV = {

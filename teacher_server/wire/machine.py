@@ -1,12 +1,16 @@
-"""Run `nvidia-smi` with a time limit, and read CUDA_VISIBLE_DEVICES. Used by the trainer and by the teacher server.
+"""Run `nvidia-smi` with a time limit, read CUDA_VISIBLE_DEVICES, set the threads of a process; for trainer and server.
 
-The program is used and not NVML: a call into a driver that is stuck never returns, but a program can be abandoned.
+`nvidia-smi` is used and not NVML: a call into a driver that is stuck never returns, but a program can be abandoned.
 """
 
 from __future__ import annotations
 
 import subprocess
 from itertools import takewhile
+
+# Libraries read them once, at their import, and job scripts set some of them. If they differ, torch and vLLM disagree
+# about the number of threads, and vLLM's kernels for the CPU end the process.
+_THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS")
 
 
 class SmiError(Exception):
@@ -40,3 +44,8 @@ def run_nvidia_smi(*args: str, timeout_s: float) -> str:
 def visible_ids(visible: str) -> tuple[str, ...]:
     """Return the valid entries of a CUDA_VISIBLE_DEVICES: CUDA stops at the first that is empty or -1."""
     return tuple(takewhile(lambda entry: entry not in ("", "-1"), (part.strip() for part in visible.split(","))))
+
+
+def thread_env(n_threads: int) -> dict[str, str]:
+    """Return the environment of a process with this number of CPU threads."""
+    return dict.fromkeys(_THREADS, str(n_threads))
