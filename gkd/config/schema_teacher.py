@@ -184,8 +184,8 @@ class TeacherConfig:
     routes: dict[str, RouteConfig] = key(
         {},
         "Several teachers: for each value of data.teacher_key {backend (zmq or http), name, server_ip, server_port, "
-        "keys, url, dialect, api_key_env, temperature, weight}, or else those of this section; weight multiplies the "
-        "loss of its tokens. An entry `default` is for all other rows. docs/losses.md.",
+        "keys, url, dialect, api_key_env, temperature, weight}, else as here; weight multiplies the loss. `default` is "
+        "for all other rows. docs/losses.md.",
         limits="names of letters, digits, _ and -; weights > 0",
         resume=IF_MOVED,
     )

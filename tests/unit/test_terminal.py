@@ -83,7 +83,7 @@ def run_on_a_terminal(setting: str) -> tuple[list[str], list[str]]:
     try:
         while data := os.read(terminal, 65536):
             written += data
-            if b"ready" in written and not rows:
+            if b"ready\r\n" in written and not rows:  # whole, so that the echo of Ctrl-C is behind it
                 rows = shown(written.decode(errors="replace"))  # it may end within a character
                 os.write(terminal, b"\x03")
     except OSError:  # the process has closed its end
