@@ -52,7 +52,7 @@ from tests.service.messages import make_hello, make_reply, make_request, make_st
 
 CODECS: tuple[Codec[Any], ...] = (requests, replies, from_worker, to_worker)
 SOME_ID = bytes(range(16))
-NUMBERS = st.integers(-2, 60) | st.integers(-(2**63), 2**64 - 1) | st.floats()
+NUMBERS = st.integers(-2, 60) | st.integers(-(2**63), 2**64 - 1) | st.floats() | st.just(float("nan"))
 PAIRS = st.lists(st.tuples(st.integers(0, 12), st.integers(0, 12)), max_size=3)
 VALUES = st.none() | st.booleans() | NUMBERS | st.text(max_size=9) | st.binary(max_size=17) | st.lists(NUMBERS) | PAIRS
 Message = list[bytes]
@@ -217,7 +217,7 @@ def test_damage_is_noticed(data: st.DataObject, message: Message) -> None:
     assert not is_accepted(frame, received, corrected=False) or [frame, *received] == sent
 
 
-@settings(max_examples=1500)
+@settings(max_examples=3000)
 @given(st.data(), MESSAGES)
 def test_hostile_messages_are_refused_or_valid(data: st.DataObject, message: Message) -> None:
     """Fails if wrong values with right checksums raise anything but ProtocolError, or break what receivers rely on."""

@@ -249,7 +249,7 @@ def test_the_command(qwen: str, capsys: pytest.CaptureFixture[str]) -> None:
     card = ("--gpu-gib", "80", "--host-gib", "256")
     assert _tool(*card, *larger) == 1
     lines = capsys.readouterr().out.splitlines()
-    assert "TOO LARGE actor rank 0 (training step) needs 74." in "\n".join(lines)
+    assert "TOO LARGE actor rank 0 (training step) needs 74.68 GiB, 2.68 GiB more than 90%" in "\n".join(lines)
     words = shlex.split(lines[-1].partition("it fits with: ")[2])
     assert words[:5] == ["python", "-m", "gkd.main_gkd", "--config", str(GSM8K)]
     assert load_config(words[4], words[5:]).data.prompt_key == "my question"

@@ -10,7 +10,7 @@ from gkd.config.check import check_config
 from gkd.config.schema import Config
 from gkd.errors import ConfigError, ModelError
 from gkd.memory.footprint.estimate import RunModels, engine_limit, max_sequences
-from gkd.memory.footprint.fit import Case, check, gpu_phases, host_bytes, needs, remedy_lines, table
+from gkd.memory.footprint.fit import Case, check, gpu_phases, host_bytes, remedy_lines, table
 from gkd.memory.remedies import overrides
 from gkd.spans import Phase
 from tests.unit.test_footprint import GIB, QWEN25_15B, TP2, actor_of, config_of, folder_of, ranks_of
@@ -26,16 +26,6 @@ def case_of(config: Config, gib: float | None, host_gib: int | None = None, mode
     reference = folder_of(QWEN25_15B) if config.derived.reference_folder else None
     models = RunModels(folder_of(model or QWEN25_15B), local, reference)
     return Case(config, models, None if gib is None else round(gib * GIB), host_gib and host_gib * GIB)
-
-
-def test_a_shortage_names_the_rank_and_the_phase() -> None:
-    """Fails if a shortage is missed or invented, or does not name its rank and sizes."""
-    config = config_of("actor.layers=torch")
-    found = ranks_of(config, gpu_bytes=86 * GIB)
-    assert check(found, 86 * GIB, config) == []
-    found = ranks_of(config, gpu_bytes=80 * GIB)
-    (problem,) = check(found, 80 * GIB, config)  # 74.68 GiB
-    assert problem.startswith("actor rank 0 (training step) needs 74.68 GiB, 2.68 GiB more than 90%")
 
 
 def test_an_engines_share_of_a_gpu() -> None:
@@ -184,8 +174,8 @@ def test_the_memory_of_a_host() -> None:
 @pytest.mark.parametrize(
     ("gib", "given"),
     [
-        (24, ()),
         (24, COLOCATED),
+        (8, ("actor.max_tokens_per_micro_batch=0",)),
         (12, ("trainer.n_gpus_per_node=2", "actor.tp=2", "actor.sequence_parallel=true", "actor.recompute=selective")),
         (80, ("rollout.gpu_memory_utilization=0.99", "weight_sync.bucket_mib=2048")),
     ],
@@ -216,24 +206,23 @@ def test_a_long_sequence_gets_context_parallelism() -> None:
         assert changes["actor.cp"] == 2 and key in changes and not result.problems()
 
 
-def test_what_does_not_fit_is_said_and_the_host_is_not_overfilled() -> None:
-    """Fails if changes that do not suffice are printed as if they did, or states are moved to a host without room."""
+def test_what_does_not_fit_is_said() -> None:
+    """Fails if changes that do not suffice are printed as if they did."""
     case = case_of(config_of(), 3)
     lines = remedy_lines(case, "run")
     assert lines[0].startswith("it does not fit") and len(lines) > 1 and "fsdp_cpu_offload=true" in lines[0]
-    small = case_of(config_of("rollout.n_gpus_per_node=1"), 24, host_gib=24)
-    changes, _ = small.fitting()
-    assert "actor.fsdp_cpu_offload" not in changes and changes["trainer.n_gpus_per_node"] > 1
     assert remedy_lines(case_of(config_of(), 80), "run") == ["it fits with: run"]
 
 
 def test_more_gpus_are_the_last_resort() -> None:
-    """Fails if more GPUs are demanded although less would do, or are not found where nothing else helps."""
+    """Fails if more GPUs are demanded although less would do, or are not found where nothing else helps, or states are
+    moved to a host without room.
+    """
     deep = QWEN25_15B | {"num_hidden_layers": 280}
     changes, result = case_of(config_of(), 80, model=deep).fitting()
     assert result.problems() == [] and "trainer.n_gpus_per_node" not in changes
     changes, _ = case_of(config_of(), 80, host_gib=64, model=deep).fitting()
-    assert "trainer.n_gpus_per_node" in changes
+    assert "trainer.n_gpus_per_node" in changes and "actor.fsdp_cpu_offload" not in changes
 
 
 def test_changes_of_a_model_that_cannot_be_split_are_not_proposed() -> None:
@@ -270,4 +259,3 @@ def test_the_table_names_the_fullest_phase() -> None:
     """Fails if the phase of a shared GPU that is the fullest is not shown, or states on the host look like a GPU's."""
     lines = table(case_of(config_of(*COLOCATED, "actor.recompute=full"), 80)).splitlines()
     assert "peak 69.00 GiB (generating), 86% of the GPU" in lines[0] and "host: moved_states 20.13" in lines[0]
-    assert len(needs(ranks_of(config_of(), gpu_bytes=80 * GIB), 80 * GIB, config_of())) == 4

@@ -201,7 +201,6 @@ GOOD = ["data.train_files=[x]", "model.path=m", "trainer.run_dir=r", "eval.metri
     [
         (["--config", "absent.yaml"], 2, "absent.yaml"),
         (["--running", "absent"], 2, "gpus.json"),
-        ([*GOOD, "trainer.n_gpus_per_node=0"], 2, "trainer.n_gpus_per_node"),
         ([*GOOD, "trainer.device=cuda"], 2, "trainer.device"),
         ([*GOOD, "trainer.device=cpu", "cluster.ray_address=127.0.0.1:1"], 1, "cluster.ray_address = '127.0.0.1:1'"),
     ],

@@ -30,9 +30,6 @@ def _qwen3(hidden: int, intermediate: int, layers: int, heads: int, kv_heads: in
         "head_dim": 128,
         "vocab_size": 151936,
         "max_position_embeddings": 40960,
-        "rope_theta": 1e6,
-        "hidden_act": "silu",
-        "attention_bias": False,
         "tie_word_embeddings": False,
         **more,
     }
