@@ -43,7 +43,6 @@ MODELS = {
     "Qwen3-4B": _qwen3(2560, 9728, 36, 32, 8, tie_word_embeddings=True),
     "Qwen3-8B": _qwen3(4096, 12288, 36, 32, 8),
     "Qwen3-8B-YaRN": _qwen3(4096, 12288, 36, 32, 8, max_position_embeddings=131072, rope_scaling=_YARN),
-    "Qwen3-32B": _qwen3(5120, 25600, 64, 64, 8),
     "Qwen3-30B-A3B-Instruct-2507": _qwen3(
         2048, 6144, 48, 32, 4, moe_intermediate_size=768, mlp_only_layers=[], **_EXPERTS
     ),
