@@ -28,7 +28,6 @@ from teacher_server.wire.payload import (
 from teacher_server.wire.protocol import (
     BODY_AT,
     Codec,
-    DrainReply,
     ErrorReply,
     HeadRequest,
     InfoRequest,
@@ -47,7 +46,7 @@ from teacher_server.wire.protocol import (
     token_digest,
 )
 from teacher_server.wire.status import ServerStatus, decode_status, encode_status
-from teacher_server.wire.worker_protocol import Assignment, Dismiss, JobReceived, from_worker, to_worker
+from teacher_server.wire.worker_protocol import Assignment, Dismiss, from_worker, to_worker
 from tests.service.messages import make_hello, make_reply, make_request, make_status, make_tokens
 
 CODECS: tuple[Codec[Any], ...] = (requests, replies, from_worker, to_worker)
@@ -108,11 +107,9 @@ def corpus() -> list[Message]:
         Received(request_id=SOME_ID, stream_id=SOME_ID, n_messages=3),
         InfoRequest(request_id=SOME_ID, teacher="math"),
         Pong(epoch=SOME_ID, n_workers=1, n_queued=2),
-        DrainReply(request_id=SOME_ID, n_left=1),
         ErrorReply(request_id=SOME_ID, code="busy", text="full", retry_after_s=0.2),
         make_hello(),
         Assignment(job_id=SOME_ID, stream_id=SOME_ID, waited_s=1.0, remaining_s=2.0),
-        JobReceived(job_id=SOME_ID, stream_id=SOME_ID, n_messages=1),
         Dismiss(why="NaN"),
     ]
     headers = [*((header, []) for header in plain), *score_requests(tokens), *score_replies(tokens)]
