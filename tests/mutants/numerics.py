@@ -212,7 +212,7 @@ MUTANTS = (
         "teacher_server",
         "if checksum(frame) != expected:",
         "if not checksum(frame):",
-        ("test_payload.py",),
+        ("test_damaged_messages.py",),
     ),
     # Context parallelism: the exchange, columns and targets of a rank, sums over the ranks.
     *(

@@ -17,6 +17,7 @@ from teacher_server.wire.protocol import (
     checksum,
     token_digest,
 )
+from teacher_server.wire.status import ServerStatus
 from teacher_server.wire.worker_protocol import WorkerHello
 
 V, H = 50, 8  # of the model that `make_hello` announces
@@ -43,6 +44,23 @@ def make_hello(**changes: Any) -> WorkerHello:
         "n_streams": 4,
     }
     return WorkerHello(**(fields | changes))
+
+
+def make_status() -> ServerStatus:
+    return ServerStatus(
+        epoch="e",
+        uptime_s=1.0,
+        draining=False,
+        n_queued=1,
+        queued_bytes=2,
+        n_answered=3,
+        n_errors={"busy": 4},
+        n_retried=5,
+        n_lost_workers=6,
+        excluded={"w1": "NaN"},
+        teachers=[],
+        workers=[],
+    )
 
 
 def make_tokens(n: int = 40, seed: int = 0) -> np.ndarray:

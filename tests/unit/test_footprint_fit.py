@@ -10,13 +10,14 @@ from gkd.config.check import check_config
 from gkd.config.schema import Config
 from gkd.errors import ConfigError, ModelError
 from gkd.memory.footprint.estimate import RunModels, engine_limit, max_sequences
-from gkd.memory.footprint.fit import Case, check, gpu_phases, host_bytes, needs, remedy_lines, table
+from gkd.memory.footprint.fit import Case, check, gpu_phases, host_bytes, remedy_lines, table
 from gkd.memory.remedies import overrides
 from gkd.spans import Phase
 from tests.unit.test_footprint import GIB, QWEN25_15B, TP2, actor_of, config_of, folder_of, ranks_of
 
 COLOCATED = ("trainer.colocate=true", "trainer.n_gpus_per_node=1", "rollout.n_gpus_per_node=1")
 LOCAL = ("teacher.backend=local", "teacher.path=t")
+STAYS, MOVES = "teacher.fsdp_cpu_offload=true", "actor.offload_train=true"
 SEQUENCE = 1536 * 28672  # bytes of the KV cache of a sequence of full length
 
 
@@ -25,19 +26,6 @@ def case_of(config: Config, gib: float | None, host_gib: int | None = None, mode
     reference = folder_of(QWEN25_15B) if config.derived.reference_folder else None
     models = RunModels(folder_of(model or QWEN25_15B), local, reference)
     return Case(config, models, None if gib is None else round(gib * GIB), host_gib and host_gib * GIB)
-
-
-def test_a_shortage_names_the_rank_and_the_phase() -> None:
-    """Fails if a shortage is missed or invented, or does not name its rank and sizes."""
-    config = config_of("actor.layers=torch")
-    found = ranks_of(config, gpu_bytes=86 * GIB)
-    assert check(found, 86 * GIB, config) == []
-    found = ranks_of(config, gpu_bytes=80 * GIB)
-    (problem,) = check(found, 80 * GIB, config)  # 74.68 GiB
-    assert problem.startswith("actor rank 0 (training step) needs 74.68 GiB, 2.68 GiB more than 90%")
-    assert any(
-        "a sequence of 1536 tokens" in line for line in check(ranks_of(config, gpu_bytes=3 * GIB), 3 * GIB, config)
-    )
 
 
 def test_an_engines_share_of_a_gpu() -> None:
@@ -78,9 +66,7 @@ AUTO = ("rollout.max_num_seqs=0", "rollout.n_gpus_per_node=1", "trainer.global_b
         (AUTO, 80, 1024),  # the most
         (AUTO, 24, None),
         (AUTO, 6, 128),  # the least
-        (AUTO, None, 128),
         ((*AUTO, "trainer.global_batch_size=700"), 80, 700),  # all that the run has
-        ((*AUTO, "rollout.max_num_seqs=40"), 80, 40),
         ((*AUTO, "rollout.kv_cache_mib=10500"), 80, 250),  # 42 MiB each
     ],
 )
@@ -105,12 +91,9 @@ def test_the_number_of_sequences_follows_from_the_kv_cache(
     [
         # 128 prompts a step on 3 engines, and 500 in an evaluation.
         (("data.val_files=[]",), 43),
-        ((), 167),
         (("eval.max_prompts=0",), 256),  # their number is unknown
         (("trainer.scheduler=one_step_off",), 210),
-        (("trainer.scheduler=two_step_off", "data.val_files=[]"), 43),  # one batch at a time
         (("trainer.scheduler=stream", "trainer.max_staleness=3", "data.val_files=[]"), 171),
-        (("rollout.max_num_seqs=100",), 100),
     ],
 )
 def test_sequences_of_an_engine(overrides: tuple[str, ...], n: int) -> None:
@@ -119,7 +102,7 @@ def test_sequences_of_an_engine(overrides: tuple[str, ...], n: int) -> None:
 
 
 def test_each_phase_counts_what_is_on_the_gpu() -> None:
-    """Fails if offloaded memory is counted, or the second copy of a weight sync is not."""
+    """Fails if offloaded memory is counted, or resident states or the second copy of a weight sync are not."""
     config = config_of(*COLOCATED, *LOCAL, "rollout.gpu_memory_utilization=0.5")
     actor, engine = case_of(config, 80).footprints()
     a, e = actor.parts, engine.parts
@@ -132,20 +115,12 @@ def test_each_phase_counts_what_is_on_the_gpu() -> None:
     }
     assert a["moved_states"] == a["weights"] + a["optimizer"]
     assert e["moved_states"] == e["weights"], "an evaluation keeps them on the host"
+    phases = {given: actor_of(*LOCAL, given, local_teacher=folder_of(QWEN25_15B)).phases() for given in (STAYS, MOVES)}
+    assert phases[STAYS][Phase.SCORE] - phases[MOVES][Phase.SCORE] == states
+    assert phases[STAYS][Phase.SEND] - phases[MOVES][Phase.SEND] == states - a["weights"]
     given = config_of(*COLOCATED, "rollout.kv_cache_mib=4096")
     actor, engine = case_of(given, 80).footprints()
     assert gpu_phases(actor, engine, given)[Phase.GENERATE] == engine.total_bytes + GIB < 11 * GIB
-
-
-def test_resident_states_count_in_every_phase() -> None:
-    """Fails if the states of a rank that does not offload them are left out of a local teacher's pass."""
-    frozen = {"local_teacher": folder_of(QWEN25_15B)}
-    stays = actor_of(*LOCAL, "teacher.fsdp_cpu_offload=true", **frozen)
-    moves = actor_of(*LOCAL, "actor.offload_train=true", **frozen)
-    states = [stays.parts[name] for name in ("weights", "gradients", "optimizer")]
-    assert stays.phases()[Phase.SCORE] - moves.phases()[Phase.SCORE] == sum(states)
-    assert stays.phases()[Phase.SEND] - moves.phases()[Phase.SEND] == sum(states[1:])
-    assert stays.phases()[Phase.TRAIN] == moves.phases()[Phase.TRAIN]
 
 
 def test_a_teacher_server_on_the_same_gpu_counts_in_every_phase() -> None:
@@ -199,12 +174,10 @@ def test_the_memory_of_a_host() -> None:
 @pytest.mark.parametrize(
     ("gib", "given"),
     [
-        (24, ()),
         (24, COLOCATED),
         (8, ("actor.max_tokens_per_micro_batch=0",)),
         (12, ("trainer.n_gpus_per_node=2", "actor.tp=2", "actor.sequence_parallel=true", "actor.recompute=selective")),
         (80, ("rollout.gpu_memory_utilization=0.99", "weight_sync.bucket_mib=2048")),
-        (80, ("trainer.colocate=true", "rollout.n_gpus_per_node=1", "rollout.gpu_memory_utilization=0.99")),
     ],
 )
 def test_the_changes_fit_and_none_is_needless(gib: int, given: tuple[str, ...]) -> None:
@@ -233,24 +206,23 @@ def test_a_long_sequence_gets_context_parallelism() -> None:
         assert changes["actor.cp"] == 2 and key in changes and not result.problems()
 
 
-def test_what_does_not_fit_is_said_and_the_host_is_not_overfilled() -> None:
-    """Fails if changes that do not suffice are printed as if they did, or states are moved to a host without room."""
+def test_what_does_not_fit_is_said() -> None:
+    """Fails if changes that do not suffice are printed as if they did."""
     case = case_of(config_of(), 3)
     lines = remedy_lines(case, "run")
     assert lines[0].startswith("it does not fit") and len(lines) > 1 and "fsdp_cpu_offload=true" in lines[0]
-    small = case_of(config_of("rollout.n_gpus_per_node=1"), 24, host_gib=24)
-    changes, _ = small.fitting()
-    assert "actor.fsdp_cpu_offload" not in changes and changes["trainer.n_gpus_per_node"] > 1
     assert remedy_lines(case_of(config_of(), 80), "run") == ["it fits with: run"]
 
 
 def test_more_gpus_are_the_last_resort() -> None:
-    """Fails if more GPUs are demanded although less would do, or are not found where nothing else helps."""
+    """Fails if more GPUs are demanded although less would do, or are not found where nothing else helps, or states are
+    moved to a host without room.
+    """
     deep = QWEN25_15B | {"num_hidden_layers": 280}
     changes, result = case_of(config_of(), 80, model=deep).fitting()
     assert result.problems() == [] and "trainer.n_gpus_per_node" not in changes
     changes, _ = case_of(config_of(), 80, host_gib=64, model=deep).fitting()
-    assert "trainer.n_gpus_per_node" in changes
+    assert "trainer.n_gpus_per_node" in changes and "actor.fsdp_cpu_offload" not in changes
 
 
 def test_changes_of_a_model_that_cannot_be_split_are_not_proposed() -> None:
@@ -287,4 +259,3 @@ def test_the_table_names_the_fullest_phase() -> None:
     """Fails if the phase of a shared GPU that is the fullest is not shown, or states on the host look like a GPU's."""
     lines = table(case_of(config_of(*COLOCATED, "actor.recompute=full"), 80)).splitlines()
     assert "peak 69.00 GiB (generating), 86% of the GPU" in lines[0] and "host: moved_states 20.13" in lines[0]
-    assert len(needs(ranks_of(config_of(), gpu_bytes=80 * GIB), 80 * GIB, config_of())) == 4

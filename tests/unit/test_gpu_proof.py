@@ -17,11 +17,11 @@ ROOT = Path(__file__).parents[2]
 CHILD = "tests.unit.proof_child"
 
 
-def stage(*words: str, name: str = "one", limit_s: int = 20) -> Stage:
+def stage(*words: str, name: str = "one", limit_s: int = 120) -> Stage:
     return Stage(name, words, words, limit_s)
 
 
-def run(tmp_path: Path, *words: str, limit_s: int = 20) -> dict[str, Any]:
+def run(tmp_path: Path, *words: str, limit_s: int = 120) -> dict[str, Any]:
     return run_stage(stage(*words, limit_s=limit_s), "cpu", [], tmp_path, grace_s=0.5)
 
 

@@ -58,7 +58,6 @@ CASES: dict[str, tuple[list[RankPlacement], list[tuple[str, str]]]] = {
     "right": (RIGHT, []),
     "pools that take turns": (COLOCATED, []),
     "two ranks of a pool on one GPU": ([RIGHT[0], row("actor", 1, 0), *RIGHT[2:]], [(SHARED, "actor 0, actor 1")]),
-    "two pools on one GPU": ([*RIGHT[:2], row("rollout", 0, 1, 2)], [(SHARED, "actor 1, rollout 0")]),
     "two ranks where pools take turns": (
         [*COLOCATED, row("actor", 2, 0)],
         [(SHARED, "actor 0, rollout 0, actor 2")],
@@ -69,7 +68,6 @@ CASES: dict[str, tuple[list[RankPlacement], list[tuple[str, str]]]] = {
         [*RIGHT[:2], row("rollout", 0, 2, ray_gpu_ids=("2", "3"))],
         [(TOO_FEW, "rollout 0")],
     ),
-    "ids without a GPU": ([row("actor", 0, 9, gpus=()), *RIGHT[1:]], [(TOO_FEW, "actor 0")]),
     "nothing visible": ([row("actor", 0, ray_gpu_ids=("0",)), *RIGHT[1:]], [(TOO_FEW, "actor 0")]),
     "another GPU than Ray assigned": ([row("actor", 0, 6, ray_gpu_ids=("0",)), *RIGHT[1:]], [(OUTSIDE, "actor 0")]),
     "unset, so both use GPU 0": (

@@ -10,7 +10,6 @@ import pytest
 
 from gkd.config.load import load_config
 from gkd.config.schema_sections import HEALTH_CHECKS
-from gkd.metrics import health_checks as judges
 from gkd.metrics.catalog import ROWS
 from gkd.metrics.health import PREFIX, Changes, Monitor
 from gkd.metrics.health_checks import CHECKS, N_RECENT, NEED_EQUAL_SAMPLING, History, NoNumbers
@@ -66,21 +65,16 @@ def test_a_healthy_run_has_verdicts_and_no_alarm() -> None:
 
 @pytest.mark.parametrize("name", SICK)
 def test_each_check_finds_its_illness_in_time(name: str) -> None:
-    """Fails if a check misses what it is for, alarms later than documented, or its key is not 1 from then on."""
+    """Fails if a check misses what it is for, alarms later than documented, its key is not 1 from then on, or
+    health.limits has no effect on it, or 0 does not leave it out.
+    """
     series, step = SICK[name]
     changes = feed(Monitor(), HEALTHY | series)
     assert (name, step) in started(changes)
     assert [change.numbers.get(PREFIX + name, 0.0) for change in changes[: step - 1]] == [0.0] * (step - 1)
     assert changes[step - 1].numbers[PREFIX + name] == 1.0
-
-
-@pytest.mark.parametrize("name", SICK)
-def test_limits_and_switches(name: str) -> None:
-    """Fails if health.limits has no effect on a check, or 0 does not leave it out."""
-    series = HEALTHY | SICK[name][0]
-    assert PREFIX + name not in feed(Monitor({name: 0}), series)[-1].numbers
-    is_lower_bound = name in LOWER_BOUNDS
-    changed = feed(Monitor({name: 1e-9 if is_lower_bound else 1e9}), series)
+    assert PREFIX + name not in feed(Monitor({name: 0}), HEALTHY | series)[-1].numbers
+    changed = feed(Monitor({name: 1e-9 if name in LOWER_BOUNDS else 1e9}), HEALTHY | series)
     assert name not in dict(started(changed)) and PREFIX + name in changed[-1].numbers
 
 
@@ -101,8 +95,7 @@ def test_where_an_evaluation_has_its_kl(share: list[float], kl: float, step: int
     assert between.numbers[PREFIX + check] == float(step > 0)
     cleared = monitor.feed({"step": 9, "eval/end_kl_share": 0.1, "eval/kl": kl}).cleared
     assert [alarm.check.name for alarm in cleared] == [check] * (step > 0)
-    for limit in (0.0, 1e9):
-        assert check not in dict(started(feed(Monitor({check: limit}), series)))
+    assert check not in dict(started(feed(Monitor({check: 1e9}), series)))
 
 
 def test_without_a_distribution_the_sampled_kl_is_judged() -> None:
@@ -128,7 +121,6 @@ def test_answers_that_are_cut_from_the_first_step_on_are_a_remark() -> None:
         ([0.8] * 30, [], 1),
         ([0.8] * 10 + [0.3] * 10 + [0.8] * 10, [], 1),
         ([0.6] * 10 + [0.95] * 10, [("truncated", 12)], 1),
-        ([1.0] * 30, [], 1),
         ([0.4] * 30, [], 0),
     ):
         changes = feed(Monitor(), {"rollout/truncated_share": series})
@@ -178,29 +170,17 @@ def test_the_history_is_bounded() -> None:
         history.mean("x", N_RECENT + 1)
 
 
-# Check -> numbers of its definition besides the limit, as the page has them.
-PARTS = {
-    "teacher_mismatch": [f"above {judges.FAR_KL:g} nats"],
-    "kl_rises": [f"plus {judges.KL_MARGIN:g} nats"],
-    "stale_rollouts": [f"above {judges.KL_MARGIN:g} nats"],
-    "ends_disagree": [f"above {judges.KL_MARGIN:g} nats"],
-}
-
-
 def test_names_keys_and_page_belong_together() -> None:
     """Fails if docs/health.md lacks what a check has, or names a metric or a key that does not exist."""
     assert tuple(check.name for check in CHECKS) == HEALTH_CHECKS
     page = (ROOT / "docs" / "health.md").read_text()
-    assert f"after {CHECKS[0].clear_after} verdicts" in page
     rows = {row.split("`")[1]: row for row in page.splitlines() if row.startswith("| `")}
     assert tuple(rows) == HEALTH_CHECKS
-    assert not [(name, part) for name, parts in PARTS.items() for part in parts if part not in rows[name]]
     pages = (ROOT / "docs" / "configuration.md").read_text()
     sections = set(re.findall(r"^## (\w+)", pages, re.MULTILINE))
     for check in CHECKS:
         row = rows[check.name]
         assert f"**{check.limit:g}**" in row
-        assert all(text.endswith(".") for text in (check.cause, check.change))
         for word in re.findall(r"`([^`]+)`", row):
             if "." in word and word.partition(".")[0] in sections:
                 assert f"| `{word}` |" in pages, word
