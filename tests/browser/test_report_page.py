@@ -95,7 +95,7 @@ def test_any_key_can_be_drawn_with_its_meaning(run: Path, single: Path, open_pag
     assert set(page.locator("#any-key option").all_inner_texts()) == keys
     page.select_option("#any-key", "rollout/sequences")
     assert curves(page, "any-chart") == {"forward": column(run, "rollout/sequences")}
-    expect(page.locator("#any-chart figcaption")).to_contain_text("trainer.global_batch_size")
+    expect(page.locator("#any-chart figcaption")).to_contain_text("Sequences of the batch")
     page.select_option("#axis", "hours")
     code = "() => Math.max(...document.querySelector('#any-chart .plot').data[0].x)"
     assert page.evaluate(code) == pytest.approx(12 * 10 / 3600, rel=1e-3)

@@ -5,7 +5,6 @@ A rank without memory in a reload: test_offload_barriers.py.
 
 from __future__ import annotations
 
-import json
 import os
 import time
 from collections.abc import Iterator, Sequence
@@ -98,14 +97,12 @@ def test_metrics_are_the_largest_of_all_ranks(actor: ActorPool, tmp_path: Path) 
 
 
 def test_an_out_of_memory_error_is_diagnosed_on_the_driver(actor: ActorPool, tmp_path: Path) -> None:
-    """Fails if a rank out of memory raises a bare traceback on the driver, or its report is not in the run folder."""
+    """Fails if a rank out of memory raises a bare traceback on the driver, or its report has no number or no fix."""
     with pytest.raises(OutOfMemory) as raised:
         actor.load(tmp_path)
     text = str(raised.value)
-    assert text.startswith("actor rank 1 ") and "loading a checkpoint" in text and "4194304.00 GiB" in text
+    assert text.startswith("actor rank 1 ") and "loading a checkpoint" in text and "4503599627370496 bytes" in text
     assert f"trainer.n_gpus_per_node={N_RANKS}" in text
-    (line,) = (line for line in text.splitlines() if line.startswith("saved: "))
-    assert json.loads(Path(line.removeprefix("saved: ")).read_text())["who"] == "actor rank 1"
     ray.get([worker.set_full.remote(True) for worker in actor.workers])
     with pytest.raises(OutOfMemory, match=r"actor rank 0 .*saving a checkpoint"):
         actor.save(tmp_path / "saved")
