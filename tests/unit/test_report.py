@@ -184,7 +184,7 @@ def test_changed_words_of_the_same_prompt_are_marked(tmp_path: Path) -> None:
     assert "<b>5</b>" not in page([run]) and "</script>" not in data_of(page([run]))["runs"][0]["name"]
 
 
-def test_runs_of_older_versions_and_killed_runs_are_shown(tmp_path: Path) -> None:
+def test_incomplete_and_killed_runs_are_shown(tmp_path: Path) -> None:
     """Fails if a missing file, a half-written line or a missing key keeps a user from the report."""
     root = make_run(tmp_path / "run")
     for name in ("export", "samples"):

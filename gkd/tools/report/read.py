@@ -1,4 +1,4 @@
-"""Read the files of a run folder that the report shows. A run may be in progress, killed, or of an older version."""
+"""Read the files of a run folder that the report shows. A run may be in progress, or killed."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Run:
     Args:
         name: the folder's name; if two runs have the same one, its path.
         lines: of metrics.jsonl, in order.
-        settings: of config.yaml by dotted key, as written; keys of older versions included.
+        settings: of config.yaml by dotted key, as written.
     """
 
     name: str

@@ -66,7 +66,7 @@ function drawResponse(body, legend, samples) {
   }
   const full = fullColor(samples, SAMPLES.response);
   legend.append(`${record.kind}, nats: 0`, element("i"), `${full.toPrecision(2)} and more`);
-  body.append(element("p", { class: "prompt" }, record.prompt ?? "The prompt is not in this file: it was written by an older version."));
+  body.append(element("p", { class: "prompt" }, record.prompt ?? "The prompt is not in this file."));
   const observed = new Set(record.observed), unpaired = new Set(record.unpaired);
   if (observed.size) legend.append(element("span", { class: "observed" }, "text of the environment"));
   const tokens = element("div", { class: "tokens", tabindex: "0", "aria-label": "Tokens of the response; arrow keys move between them" });
@@ -119,7 +119,7 @@ function tipOf(samples, record, i) {
     lines.push(element("table", {}, head, ...rows));
     if (!choices.some(([id]) => id === record.ids[i])) lines.push(element("div", { class: "note" }, "The student's token is not among them."));
   } else {
-    lines.push(element("div", { class: "note" }, "Without the teacher's choices: it sent no distribution, or the run is of an older version."));
+    lines.push(element("div", { class: "note" }, "Without the teacher's choices: it sent no distribution."));
   }
   return lines;
 }
