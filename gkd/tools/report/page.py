@@ -324,7 +324,7 @@ _PLACES = frozenset({"trainer.run_dir", "teacher.server_port", "teacher.url"})
 
 
 def from_defaults(run: Run) -> list[dict[str, str]]:
-    """Return key, value, default and help of each setting that is not the default; no help if it is no key here."""
+    """Return key, value, default and help of each setting that is not the default; unknown keys have no help."""
     rows = []
     for name, value in run.settings.items():
         declared = all_keys().get(name)
