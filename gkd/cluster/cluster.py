@@ -208,6 +208,7 @@ def _kill_rest(run: str) -> None:
                     process.kill()
                     killed.add(process)
                     is_left = True
+                    deadline = time.monotonic() + EXEC_S  # the others may have waited for a core until now
                 elif is_new:
                     is_left |= time.monotonic() < deadline
     psutil.wait_procs(killed, timeout=_KILLED_S)  # they write into Ray's folder until they have ended
