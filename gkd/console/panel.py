@@ -26,7 +26,8 @@ def panel(
         teacher: None: not known, or a local teacher.
         began_s: start of the program, on the clock of `driver`.
     """
-    doing, now_s = driver.now, driver.clock()
+    doing = driver.now
+    now_s = driver.clock()
     rows = Table.grid(padding=(0, 3, 0, 0), expand=True)
     rows.add_column(style="dim", no_wrap=True)
     rows.add_column(ratio=1, no_wrap=True, overflow="crop")

@@ -50,10 +50,13 @@ def largest_micro_batch(config: Config) -> tuple[int, int, int]:
 
     With a token budget all tokens may be of responses, as prompts may be short.
     """
-    actor, longest, n_response = config.actor, config.derived.max_sequence_length, config.data.max_response_length
+    actor = config.actor
+    longest = config.derived.max_sequence_length
+    n_response = config.data.max_response_length
     n_in_group = -(-config.trainer.global_batch_size // config.derived.dp_size) * config.rollout.n
     n_sequences = min(actor.micro_batch_size, n_in_group)
-    n_tokens, n_rows = n_sequences * longest, n_sequences * n_response
+    n_tokens = n_sequences * longest
+    n_rows = n_sequences * n_response
     if actor.max_tokens_per_micro_batch:
         n_tokens = min(max(actor.max_tokens_per_micro_batch, longest), n_in_group * longest)
         n_rows = n_in_group * n_response
@@ -63,7 +66,10 @@ def largest_micro_batch(config: Config) -> tuple[int, int, int]:
 
 def adapter_params(config: Config, dims: ModelDims, layers: Sequence[int], tp: int = 1) -> int:
     """Return the parameters of the adapters of these layers on one of `tp` tensor-parallel ranks; experts have none."""
-    h, f, q, kv = dims.hidden_size, dims.ffn_size, dims.q_columns, dims.kv_columns
+    h = dims.hidden_size
+    f = dims.ffn_size
+    q = dims.q_columns
+    kv = dims.kv_columns
     sides = {"q_proj": (h, q), "k_proj": (h, kv), "v_proj": (h, kv), "o_proj": (q, h), "down_proj": (f, h)}
     dense = [layer for layer in layers if not dims.is_moe_layer(layer)]
     if dims.moe is not None and not config.actor.backend.adapts_moe_models:
@@ -93,7 +99,9 @@ def megatron_stages(config: Config, model: ModelFolder) -> list[Stage]:
         ConfigError: naming the key that cannot split this model.
         ModelError: Megatron does not support the model; a sequence may be longer than its sliding window.
     """
-    dims, actor, n_shards = model.dims, config.actor, config.derived.n_shards
+    dims = model.dims
+    actor = config.actor
+    n_shards = config.derived.n_shards
     check_megatron_support(model.config_json)
     check_expert_ranks(actor.ep, config.derived.world_size // actor.pp)
     check_actor_split(
@@ -105,7 +113,8 @@ def megatron_stages(config: Config, model: ModelFolder) -> list[Stage]:
     _, _, n_batches = largest_micro_batch(config)
     found = []
     for number in range(actor.pp):
-        first, last = number == 0, number == actor.pp - 1
+        first = number == 0
+        last = number == actor.pp - 1
         starts = [(chunk * actor.pp + number) * per_chunk for chunk in range(actor.vpp)]
         layers = [layer for start in starts for layer in range(start, start + per_chunk)]
         # Both ends of a pipeline have a tied embedding.
@@ -127,7 +136,8 @@ def megatron_stages(config: Config, model: ModelFolder) -> list[Stage]:
 
 def fsdp_stages(config: Config, model: ModelFolder) -> list[Stage]:
     """Return the one stage of all ranks. Raises ConfigError as `check_context_split`."""
-    dims, layers = model.dims, range(model.dims.n_layers)
+    dims = model.dims
+    layers = range(dims.n_layers)
     check_context_split(config.actor.cp, (dims.n_heads,), (dims.n_kv_heads,))
     total, _, _ = gathered(model)
     adapters = adapter_params(config, dims, layers)
