@@ -83,7 +83,9 @@ def run_on_a_terminal(setting: str) -> tuple[list[str], list[str]]:
     try:
         while data := os.read(terminal, 65536):
             written += data
-            if b"ready\r\n" in written and not rows:  # whole, so that the echo of Ctrl-C is behind it
+            _, ready, behind = written.partition(b"ready\r\n")
+            drawn = setting == "lines" or "╯".encode() in behind  # the panel comes back behind what is printed
+            if ready and drawn and not rows:  # whole, so that the echo of Ctrl-C is behind it
                 rows = shown(written.decode(errors="replace"))  # it may end within a character
                 os.write(terminal, b"\x03")
     except OSError:  # the process has closed its end
