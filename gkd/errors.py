@@ -117,6 +117,10 @@ class TeacherError(GkdError):
     """The teacher refused a request or returned invalid scores."""
 
 
+class TeacherChanged(TeacherError):
+    """The teacher server serves another model than at the start of the run."""
+
+
 class TeacherRefusal(TeacherError):
     """The teacher server refused a request; a resend would be refused, too.
 

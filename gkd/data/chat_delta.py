@@ -16,7 +16,6 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
 from itertools import groupby
 from typing import Any
 
@@ -24,11 +23,10 @@ import numpy as np
 
 from gkd.config.schema_sections import DataConfig
 from gkd.data.chat_frame import ANSWER, QUESTION, START, THOUGHT, WHY, ChatFrames, Form, Message, TemplateFailed, said
-from gkd.data.conversation import Conversation, Setting, is_learned, quoted, read_tools, unicode_problem
+from gkd.data.conversation import OWN, Conversation, Setting, quoted, read_tools, unicode_problem
 from gkd.data.render import TAG, PromptRenderer
 from gkd.errors import ConfigError, DataError
 
-OWN = "gkd_own"  # key of a turn: whether it is learned
 _SHORTEST_LINE = 4  # characters
 
 
@@ -229,23 +227,6 @@ def _text(frames: ChatFrames, messages: Sequence[Message]) -> str:
         return frames.render(messages)
     except TemplateFailed:
         return ""
-
-
-def split_conversation(whole: Conversation, setting: Setting, where: str) -> tuple[Conversation, tuple[Message, ...]]:
-    """Return the prompt, and the messages from the first to the last one of the assistant that is learned.
-
-    Raises:
-        ConfigError: there are no messages, no assistant's that is learned, none before it; or see `is_learned`.
-    """
-    messages = whole.messages if whole.response is None else (*whole.messages, whole.response)
-    roles = [message["role"] for message in messages]
-    own = [i for i, role in enumerate(roles) if role == "assistant" and is_learned(messages[i], setting, where)]
-    if not own or own[0] == 0:
-        found = f"has the roles {roles}, and {len(own)} messages to learn" if messages else "is a text"
-        fix = "write messages: of the user, then of the assistant, and so on."
-        raise ConfigError(*setting, f"the conversation of {where} {found}.", fix)
-    turns = tuple({**messages[i], OWN: i in own} for i in range(own[0], own[-1] + 1))
-    return replace(whole, messages=tuple(messages[: own[0]]), response=None), turns
 
 
 class DialogueReader:

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import json
+import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from decimal import Decimal
+from functools import cache
 from typing import Any
 
 from gkd.config.check_values import template_parts
@@ -21,16 +25,48 @@ _SHAREGPT = {
     **dict.fromkeys(("tool", "observation", "function_response"), "tool"),
     "system": "system",
 }
-# Keys that include or exclude a message in OpenAI's and Mistral's, ms-swift's and axolotl's datasets.
-_LEARNED = ("weight", "loss", "train", "training")
+# What a key of a message or a column means in datasets of other frameworks (OpenAI, Mistral, TRL, verl, slime, NeMo-RL,
+# ms-swift, LlamaFactory, axolotl, torchtune), by its name in snake case. `meaning` finds others by their words.
+_NAMES = {
+    "learned": ("step_loss_mask",),
+    "mask": ("mask", "masks"),  # a value for each token, or one whose meaning differs
+    "label": ("label", "labels", "kto_tag"),  # ids of tokens, a judgment of the answer, or a class
+    "variables": (
+        *("chat_template_kwargs", "apply_chat_template_kwargs", "chat_template_args", "template_kwargs"),
+        *("enable_thinking", "thinking", "thinking_mode", "thinking_budget", "preserve_thinking", "clear_thinking"),
+        *("keep_all_reasoning", "reasoning_effort", "reasoning_mode", "date_string", "model_identity"),
+        *("custom_instructions", "builtin_tools", "custom_tools", "xml_tools", "python_tools"),
+    ),
+    "user": ("input", "context"),  # next to Alpaca's and Dolly's `instruction`
+    "system": ("system", "system_prompt"),
+    **{name: (name,) for name in ("history", "documents")},
+    "tools": ("tools", "functions"),
+    "media": ("image", "images", "audio", "audios", "video", "videos"),  # no text stands for them
+}
+_MEANINGS = {name: kind for kind, names in _NAMES.items() for name in names}
+# Names such as loss_mask, train_on_turn, isMasked and exclude_from_loss consist of these words alone.
+_WORDS = {
+    "learned": re.compile("loss(mask)?|train(ing|able|ed)?|learn(ed|able)?|supervised?|weights?"),
+    "unlearned": re.compile("masked|ignored?|skip(ped)?|excluded?|no|not|dont"),
+    "": re.compile(
+        "masks?|is|has|do|should|used?|with|to|on|in|for|from|this|per|turns?|tokens?|messages?|samples?|"
+        "assistant|completion|response|target|action|detail|flag|enabled|scale|calc(ulate)?|computed?|included?"
+    ),
+}
+ON_LEARNING = ("learned", "unlearned", "mask", "label")  # results of `meaning`
+_LIST = re.compile(r"\[(?:true|false|none|null|[-\s\[\],.\de+])*\]")  # numbers, in Python's form and in JSON
+_FLAGS = {"0": False, "0.0": False, "false": False, "1": True, "1.0": True, "true": True}
+_EMPTY: tuple[Any, ...] = (None, "", "[]", "{}", "null", [], {})
 _OTHER_PARTS = ("tool_calls", "function_call", "reasoning_content", "reasoning", "thinking")  # parts of an answer
-_MEDIA = {"image", "images", "audio", "audios", "video", "videos"}  # keys of a message that no text stands for
+
+OWN = "gkd_own"  # key of a turn of a dataset's conversation: whether it is learned
 
 # Placeholders of text that each row has for itself, and the student does not read.
 _PRIVILEGED = ("answer", "response")
 
 _NEW_CALLS = "write `tool_calls`, and the answers as messages of the role tool."
 
+Message = dict[str, Any]
 Setting = tuple[str, str]  # key that a prompt comes from, and its value, for errors
 
 
@@ -94,20 +130,80 @@ def read_conversation(value: Any, setting: Setting, where: str, *, from_json: bo
     return Conversation(tuple(messages), response=response, converted=converted)
 
 
+@cache
+def meaning(name: str) -> str:
+    """Return what a key of a message or a column of this name means; empty: nothing of it.
+
+    The value 1 of a "learned" name includes a text, that of an "unlearned" one excludes it. Others are in `_NAMES`.
+    """
+    words = re.sub(r"(?<=[a-z])(?=[A-Z])|\W+", "_", name).lower().split("_")
+    known = _MEANINGS.get("_".join(words), "")
+    kinds = [next((kind for kind, pattern in _WORDS.items() if pattern.fullmatch(word)), "other") for word in words]
+    if known or "other" in kinds:
+        return known
+    if "masked" in words or {"learned", "unlearned"} <= {*kinds}:
+        return "unlearned"
+    return "learned" if "learned" in kinds and words[0] != "mask" else "mask" if {"mask", "masks"} & {*words} else ""
+
+
+def is_empty(value: Any) -> bool:
+    """Return whether a value stands for null in a file."""
+    return value in _EMPTY or value != value
+
+
 def is_learned(message: Mapping[str, Any], setting: Setting, where: str) -> bool:
-    """Return whether a message of the assistant is learned: its content alone, unless the row excludes it.
+    """Return whether a message is learned: the content of the assistant's, unless a key of it excludes it.
 
     Raises:
-        ConfigError: it has other parts than its content, or a weight that is neither 0 nor 1.
+        ConfigError: it has other parts than its content; a key about learning is neither 0 nor 1, or not clear; it is
+            not the assistant's, and a key includes it.
     """
+    said = {key: value for key, value in message.items() if meaning(key) in ON_LEARNING and not is_empty(value)}
+    flags = {key: value for key, value in said.items() if meaning(key).endswith("learned")}
+    fix = "use weight, 0 or 1, and remove other keys; distill.token_weight weighs tokens."
+    if (role := message["role"]) != "assistant":
+        if any(value == (meaning(key) == "learned") for key, value in flags.items() if key != "weight"):
+            raise ConfigError(*setting, f"a message of {where} ({role}) shall be learned: {quoted(flags)}.", fix)
+        return False
     if others := {key: message[key] for key in _OTHER_PARTS if message.get(key)}:
         problem = f"{where} has parts of an answer outside of its content: {quoted(others)}."
         raise ConfigError(*setting, problem, "write them into the content, in the form that the student shall learn.")
-    flags = {key: message[key] for key in _LEARNED if message.get(key) is not None}
-    if any(value not in (0, 1) for value in flags.values()):
-        fix = "use 0 or 1; distill.token_weight weighs tokens."
-        raise ConfigError(*setting, f"a message of the assistant in {where} has {quoted(flags)}.", fix)
-    return all(flags.values())
+    unclear = {key for key in said.keys() - flags.keys() if meaning(key) != "label" or not isinstance(said[key], str)}
+    if unclear or any(value not in (0, 1) for value in flags.values()):
+        raise ConfigError(*setting, f"a message of the assistant in {where} has {quoted(said)}.", fix)
+    return all(value == (meaning(key) == "learned") for key, value in flags.items())
+
+
+def split_conversation(whole: Conversation, setting: Setting, where: str) -> tuple[Conversation, tuple[Message, ...]]:
+    """Return the prompt, and the messages from the first to the last one of the assistant that is learned.
+
+    Raises:
+        ConfigError: there are no messages, no assistant's that is learned, none before it; or see `is_learned`.
+    """
+    messages = whole.messages if whole.response is None else (*whole.messages, whole.response)
+    roles = [message["role"] for message in messages]
+    own = [i for i, message in enumerate(messages) if is_learned(message, setting, where)]
+    if not own or own[0] == 0:
+        found = f"has the roles {roles}, and {len(own)} messages to learn" if messages else "is a text"
+        fix = "write messages: of the user, then of the assistant, and so on."
+        raise ConfigError(*setting, f"the conversation of {where} {found}.", fix)
+    read = [{key: value for key, value in each.items() if meaning(key) not in ON_LEARNING} for each in messages]
+    turns = tuple({**read[i], OWN: i in own} for i in range(own[0], own[-1] + 1))
+    return replace(whole, messages=tuple(read[: own[0]]), response=None), turns
+
+
+def excludes(name: str, value: Any) -> bool:
+    """Return whether a column excludes the response of its row from learning, in whole or in part."""
+    kind, text = meaning(name), str(value).strip().lower()
+    if _LIST.fullmatch(text):  # one number for each token or message
+        return kind != "label" or "-100" in text
+    if kind == "label":  # numbers are classes
+        return value is False
+    flag = _FLAGS.get(text)
+    if flag is None:  # a mask or weight, or something else, as the loss of another model
+        is_weight = "weight" in name.lower() and isinstance(value, int | float)
+        return is_weight or re.search("loss_?(mask|scale)", name.lower()) is not None
+    return kind == "mask" or flag != (kind == "learned")
 
 
 def read_tools(value: Any, setting: Setting, where: str) -> tuple[dict[str, Any], ...]:
@@ -183,8 +279,8 @@ def _message(message: Any, i: int, sharegpt: bool, setting: Setting, where: str)
         known = sorted(_SHAREGPT) if sharegpt else ROLES
         found = f"has {quoted(role)} as the role of message {i}, which has the keys {sorted(message)}"
         raise _refused(setting, where, found, f"use {', '.join(known)}.")
-    if not rest.keys().isdisjoint(_MEDIA):
-        found = f"has {sorted(_MEDIA & rest.keys())} in message {i}, and only text is supported"
+    if media := [key for key in rest if meaning(key) == "media" and not is_empty(rest[key])]:
+        found = f"has {media} in message {i}, and only text is supported"
         raise _refused(setting, where, found, "remove the row.")
     calls = rest.get("tool_calls", [])
     are_calls = isinstance(calls, list) and all(isinstance(call, dict) for call in calls)
@@ -223,8 +319,17 @@ def _refused(setting: Setting, where: str, found: str, fix: str = "") -> ConfigE
 
 
 def as_text(value: Any) -> str:
-    """Return a value of a column as text, a whole float as an integer: pandas makes floats of a column with nulls."""
-    return str(int(value) if isinstance(value, float) and value.is_integer() else value)
+    """Return a value of a column as text, a number in digits: 42.0 as 42, because pandas makes floats of integers."""
+    if not isinstance(value, float | Decimal) or not math.isfinite(value):
+        return str(value)
+    digits = f"{Decimal(str(value)) or 0:f}"  # -0.0 is 0, too
+    return digits.rstrip("0").rstrip(".") if "." in digits else digits
+
+
+def reference_text(value: Any) -> str | None:
+    """Return a reference answer as text; None: it is missing, empty, NaN, a list or an object, which nothing equals."""
+    is_none = value is None or isinstance(value, list | dict | bytes) or value != value or not str(value).strip()
+    return None if is_none else as_text(value)
 
 
 def quoted(value: Any) -> str:

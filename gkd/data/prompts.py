@@ -16,18 +16,24 @@ import numpy as np
 
 from gkd.config.schema_sections import DataConfig
 from gkd.config.schema_teacher import TeacherConfig
-from gkd.data.chat_delta import DialogueReader, split_conversation
+from gkd.data.chat_delta import DialogueReader
 from gkd.data.conversation import (
+    ON_LEARNING,
     Conversation,
     Setting,
     TeacherPrompts,
     as_text,
     check_unicode,
+    excludes,
+    is_empty,
     is_learned,
     json_messages,
+    meaning,
     quoted,
     read_conversation,
     read_tools,
+    reference_text,
+    split_conversation,
 )
 from gkd.data.render import AS_IS, PromptRenderer, Rendered, Tools, has_system
 from gkd.data.row_files import Row, encode_row, read_rows
@@ -41,14 +47,15 @@ log = get_logger("data")
 _PROBE = "A b  c\n\td"  # a text that a tokenizer without the rules of its file loses
 _SHOWN_CHARACTERS = 2000  # The log shows so much of a prompt.
 _REPORT_ROWS = 256  # between reports of the progress
-# Columns in which common forms of datasets (Alpaca, Dolly, OpenOrca, ShareGPT, TRL) have a part of the prompt.
-_IN_USER, _IN_SYSTEM, _MEDIA = (
-    ("input", "context"),
-    ("system", "system_prompt", "tools"),
-    ("image", "images", "videos", "audios"),
-)
-_PARTS = (*_IN_USER, "history", *_IN_SYSTEM, *_MEDIA)
-_EMPTY: tuple[Any, ...] = (None, "", "[]", "null", [], {})
+# What a column that is not read asks for, and what to do about it, by its `meaning`; of others see `_PART`.
+_PART = "a part of the prompt", "write it into the prompt, and remove or rename the column."
+_LEARNING = "what is learned", "write weight, 0 or 1, into messages (data.messages_key); remove the row or the column."
+_ASKS = {
+    "tools": ("tools", "name the column in data.tools_key, with tools in its form, or remove or rename the column."),
+    "media": ("media", "use prompts of text alone; rename the column if the prompt does without it."),
+    "variables": ("variables of the template", "set data.chat_template_kwargs for all rows, or rename the column."),
+    **dict.fromkeys(ON_LEARNING, _LEARNING),
+}
 
 
 def load_tokenizer(path: str, key: str, *, trust_remote_code: bool = False) -> Any:
@@ -104,7 +111,7 @@ def load_prompts(
     """
     prompts: list[Prompt] = []
     config, dropped, converted = reader.config, 0, Counter[str]()
-    columns = None if keep_rows else reader.columns
+    columns = None if keep_rows else reader.reads
     rows = (found for file in files for found in read_rows(file, key, columns))
     with driver.doing(f"tokenizing {key}, row"):
         for row_id, (where, row) in enumerate(rows):
@@ -124,7 +131,7 @@ def load_prompts(
                 Prompt(
                     row_id,
                     np.asarray(ids, dtype=np.int32),
-                    _reference(row.get(config.answer_key)),
+                    reference_text(row.get(config.answer_key)),
                     response,
                     read.route,
                     None if teacher_ids is None else np.asarray(teacher_ids, dtype=np.int32),
@@ -141,10 +148,7 @@ def load_prompts(
     return prompts, dropped
 
 
-def _reference(value: Any) -> str | None:
-    """Return a reference answer as text; None: it is missing, empty, NaN, a list or an object, which nothing equals."""
-    is_none = value is None or isinstance(value, list | dict) or value != value or not str(value).strip()
-    return None if is_none else as_text(value)
+_Views = tuple[Conversation, Conversation | None]  # the student's prompt, and the teacher's own
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,10 +219,9 @@ class RowReader:
         self._used = {config.prompt_key, config.response_key, config.answer_key, config.teacher_key, config.tools_key}
         self._used |= {config.teacher_prompt_key, config.messages_key} | self._views.columns
 
-    @property
-    def columns(self) -> set[str]:
-        """Return the columns that `read` looks at, including answers and responses."""
-        return self._used | {*_PARTS}
+    def reads(self, column: str) -> bool:
+        """Return whether `read` looks at a column, including answers and responses."""
+        return column in self._used or bool(meaning(column))
 
     def read(self, row: Row, where: str) -> ReadRow:
         """Return what the models read. Raises ConfigError: see `load_prompts`."""
@@ -245,7 +248,6 @@ class RowReader:
             self._check_response(view, self._views.setting, where)
             view = replace(view, tools=prompt.tools)
         rendered = self._renderer.render(prompt, setting, where)
-        self._check_parts(row, prompt, rendered, setting, where)
         self._n_own_system += has_system(prompt)
         if view is not None and rendered.converted == AS_IS and self._views.is_template:
             problem = (
@@ -255,13 +257,15 @@ class RowReader:
         if self._has_two and is_same and rendered.converted == AS_IS:
             problem = f"the prompt of {where} is rendered already, with the student's template and not the teacher's."
             raise ConfigError(*setting, problem, "write messages, or use data.teacher_prompt_key.")
-        return ReadRow(
+        read = ReadRow(
             rendered,
             None if view is None else self._teacher_renderer.render(view, self._views.setting, where),
             prompt.response,
             self._routes.of(row, where),
             turns,
         )
+        self._check_columns(row, read, (prompt, view), setting, where)
+        return read
 
     def fit(self, ids: list[int], where: str) -> list[int] | None:
         """Apply `data.truncation` to a prompt; None = drop the row. Raises ConfigError: it is too long."""
@@ -342,19 +346,26 @@ class RowReader:
         self._routes.log(key)
         self._views.log(key)
 
-    def _check_parts(self, row: Row, prompt: Conversation, rendered: Rendered, setting: Setting, where: str) -> None:
-        """Raise ConfigError if a column that is not read has a part of the prompt, by its name."""
+    def _check_columns(self, row: Row, read: ReadRow, views: _Views, setting: Setting, where: str) -> None:
+        """Raise ConfigError if a column that is not read asks for something else than is done, by its name."""
         # A text that is rendered already, and a row's own message of the system, may have the tools in them.
-        is_complete = rendered.converted == AS_IS or has_system(prompt) or self._tools
-        for name in _PARTS:
-            is_part = not is_complete if name in _IN_SYSTEM else name not in _IN_USER or setting[1] == "instruction"
-            if is_part and name not in self._used and row.get(name) not in _EMPTY:
-                problem = f"{where} has a part of the prompt in another column, {name!r}: {quoted(row[name])}."
-                fix = f"write it into {setting[1]!r}, and remove or rename the column."
-                if name == "tools":
-                    fix = "set data.tools_key=tools, or remove or rename the column."
-                elif name in _MEDIA:
-                    fix = "use prompts of text alone; rename the column if the prompt does without it."
+        is_rendered = read.prompt.converted == AS_IS
+        is_whole = is_rendered or has_system(views[0]) or bool(self._tools)
+        done = {"user": setting[1] != "instruction", "documents": is_rendered, "system": is_whole, "tools": is_whole}
+        for name, value in row.items():
+            kind = meaning(name)
+            if not kind or name in self._used or is_empty(value):
+                continue
+            asks = not done.get(kind, False)
+            if kind in ON_LEARNING:
+                asks = self._ends is not None and excludes(name, value)
+            elif kind == "variables":
+                asks = self._renderer.changes(read.prompt, views[0], name, value)
+                if read.teacher is not None and views[1] is not None:
+                    asks = asks or self._teacher_renderer.changes(read.teacher, views[1], name, value)
+            if asks:
+                what, fix = _ASKS.get(kind, _PART)
+                problem = f"{where} has {what} in a column that is not read, {name!r}: {quoted(value)}."
                 raise ConfigError(*setting, problem, fix)
 
     def _check_response(self, prompt: Conversation, setting: Setting, where: str) -> None:

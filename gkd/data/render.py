@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
@@ -146,6 +147,21 @@ class PromptRenderer:
         self._check(text, messages, setting, where, prompt.tools)
         self.dated = self.dated or (self._date if self._date in text else "")
         return Rendered(text, self._encode(text, setting, where, begins=True), prompt.converted)
+
+    def changes(self, rendered: Rendered, prompt: Conversation, name: str, value: Any) -> bool:
+        """Return whether a prompt is another one, or none, with variables that a column has: one, or an object."""
+        with suppress(ValueError):
+            value = json.loads(value) if isinstance(value, str) else value
+        if not isinstance(value, dict) and name.endswith("args"):
+            return True
+        own, more = self._variables, value if isinstance(value, dict) else {name: value}
+        self._variables = own | {key: each for key, each in more.items() if each is not None}
+        try:
+            return self.render(prompt, ("", ""), "").text != rendered.text
+        except ConfigError:
+            return True
+        finally:
+            self._variables = own
 
     def end_of_turn(self, ends: Sequence[int]) -> int | None:
         """Return the one of these tokens that the template writes behind the assistant's text; None: it writes none."""

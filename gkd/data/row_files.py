@@ -6,7 +6,7 @@ import json
 import os
 import pickle
 from bisect import bisect_left
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,12 +23,12 @@ _BATCH_ROWS = 256  # A parquet file is read in such batches.
 Row = dict[str, Any]
 
 
-def read_rows(file: str, key: str, columns: Collection[str] | None = None) -> Iterator[tuple[str, Row]]:
+def read_rows(file: str, key: str, reads: Callable[[str], bool] | None = None) -> Iterator[tuple[str, Row]]:
     """Yield each row with its file and line, "FILE:LINE". Memory does not grow with the file.
 
     Args:
         key: config key of the file, for errors.
-        columns: that are used; of a parquet file the others are not read, and have None as their value. None means all.
+        reads: whether a column is used; others of a parquet file are not read, and have None as value. None means all.
 
     Raises:
         ConfigError: the file is missing, has another format, or has a line that is not a JSON object in UTF-8.
@@ -39,21 +39,21 @@ def read_rows(file: str, key: str, columns: Collection[str] | None = None) -> It
     if not os.access(path, os.R_OK):
         raise ConfigError(key, file, "this user may not read it.", "change its permissions.")
     if path.suffix == ".parquet":
-        yield from _parquet(file, key, columns)
+        yield from _parquet(file, key, reads)
     elif path.suffix == ".jsonl":
         yield from _jsonl(file, key)
     else:
         raise ConfigError(key, file, f"unknown file type {path.suffix!r}.", "use .jsonl or .parquet.")
 
 
-def _parquet(file: str, key: str, columns: Collection[str] | None) -> Iterator[tuple[str, Row]]:
+def _parquet(file: str, key: str, reads: Callable[[str], bool] | None) -> Iterator[tuple[str, Row]]:
     import pyarrow.parquet as pq
 
     line = 0
     try:
         with pq.ParquetFile(file) as source:
             names = source.schema_arrow.names
-            used = [name for name in names if columns is None or name in columns]
+            used = [name for name in names if reads is None or reads(name)]
             if len(set(used)) < len(used):  # Of a row only the last value would be left.
                 raise ValueError(f"two of its columns have the same name: {', '.join(used)}")
             unread = dict.fromkeys(name for name in names if name not in used)

@@ -12,6 +12,7 @@ import asyncio
 import inspect
 import json
 import re
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, get_type_hints
@@ -86,9 +87,11 @@ def schema(function: Callable[..., Any]) -> dict[str, Any]:
     """Return the schema of a function in OpenAI's form: from its type hints, and its docstring in Google's style.
 
     Raises:
-        TypeError: a parameter has no type hint, or one that JSON has no form for.
+        TypeError: a parameter has no type hint, or one that JSON has no form for; Python has removed the docstring.
     """
     name, doc = function.__name__, f"\n{inspect.getdoc(function) or ''}"
+    if sys.flags.optimize >= 2 and not doc.strip():
+        raise TypeError(f"tool {name}: its description is its docstring, which PYTHONOPTIMIZE=2 removes; unset it")
     section = _ARGUMENTS.search(doc)
     about = {name: " ".join(text.split()) for name, text in _ARGUMENT.findall(section[1])} if section else {}
     properties: dict[str, Any] = {}

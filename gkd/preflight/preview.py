@@ -33,7 +33,7 @@ def preview(config: Config, n: int) -> Iterator[str]:
     tools, other = environment_tools(config), teacher_tokenizer(config)
     reader = RowReader(config.data, tokenizer, config.teacher, tools, ends, other)
     key = "data.train_files"
-    rows = (row for file in config.data.train_files for row in read_rows(file, key, reader.columns))
+    rows = (row for file in config.data.train_files for row in read_rows(file, key, reader.reads))
     for where, row in islice(rows, n):
         read = reader.read(row, where)
         yield f"---- {where}: {_described(read.prompt, config.data.max_prompt_length)}"

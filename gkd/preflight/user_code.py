@@ -31,14 +31,16 @@ def check_answers(config: Config, key: str, prompts: Sequence[Prompt], functions
         functions: (key, path) of each function that judges responses to these prompts.
     """
     for setting, path in functions:
-        if path in COMPARING and any(prompt.answer is None for prompt in prompts):
-            problem = f"{setting}={path} needs this column, and a row of {key} has no text or number in it."
+        without = [prompt for prompt in prompts if prompt.answer is None] if path in COMPARING else []
+        if without:
+            row = without[0].prompt_id + 1
+            problem = f"{setting}={path} needs this column, and row {row} of {key} has no text or number in it."
             fix = f"name the column with the reference answer, or change {setting}."
             raise config.error("data.answer_key", problem, fix)
 
 
 def check_functions(config: Config) -> None:
-    """Raise ConfigError if a function cannot be imported."""
+    """Raise ConfigError if a function cannot be imported, or has another form."""
     for key, paths in (("reward.functions", config.derived.rewards), ("eval.metric", config.derived.metrics)):
         if not paths:
             continue
@@ -46,7 +48,7 @@ def check_functions(config: Config) -> None:
         try:
             workers.wait_ready(_IMPORT_S)
         except RewardError as error:
-            fix = "name a function of a module that this folder or PYTHONPATH has, or install what it needs."
+            fix = "name a function in a module that this folder or PYTHONPATH has, see docs/losses.md."
             raise ConfigError(key, list(paths), f"{error}.", fix) from error
         finally:
             workers.close()

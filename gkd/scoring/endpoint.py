@@ -21,7 +21,7 @@ import numpy as np
 from gkd.config.schema import Config
 from gkd.data.codec import ColumnList
 from gkd.data.score_checks import check_top_ids
-from gkd.errors import TeacherError, TeacherUnavailable
+from gkd.errors import TeacherChanged, TeacherError, TeacherUnavailable
 from gkd.roles import Computation
 from gkd.scoring.group_endpoint import GroupEndpoint, summary_of
 from gkd.scoring.teacher.info import Probe, head_columns
@@ -45,6 +45,7 @@ class ScoringEndpoint(GroupEndpoint):
         probes: by route, of the HTTP servers that preflight probed; empty: they are not probed again.
         pair: tokenizers of the student and of a teacher with another one.
         numerics: by route, see `TeacherInfo`; empty: without a store.
+        names: by route, of the models, for errors.
 
     Raises:
         ConfigError: invalid loss settings.
@@ -59,9 +60,10 @@ class ScoringEndpoint(GroupEndpoint):
         probes: Sequence[Probe | None] = (),
         pair: TokenizerPair | None = None,
         numerics: Sequence[str] = (),
+        names: Sequence[str] = (),
     ) -> None:
         super().__init__(config)
-        self._pair, self._numerics = pair, numerics
+        self._pair, self._numerics, self._names = pair, numerics, names
         self._probes, self._n_vocab, self._fingerprints, self._windows = probes, n_vocab, fingerprints, windows
         self._derived = derived = config.derived
         self._signals, self._routes, self._n_student_ids = derived.signals, derived.routes, derived.n_student_ids
@@ -231,8 +233,19 @@ class ScoringEndpoint(GroupEndpoint):
         try:
             yield
         except TeacherError as error:
-            route = self._routes[rollout.route]
-            raise type(error)(f"{route.label}: {error}") if route.name else error from error
+            route, found = self._routes[rollout.route], error
+            if isinstance(error, TeacherChanged):
+                found = self._changed(rollout.route, error)
+            raise type(found)(f"{route.label}: {found}") if route.name else found from error
+
+    def _changed(self, route: int, error: TeacherChanged) -> TeacherChanged:
+        """Return an error with the names of both models: `info` of the server fails with that of the new one."""
+        try:
+            self.clients()[route].info()
+        except TeacherError as named:
+            error = named if isinstance(named, TeacherChanged) else error
+        name = f" ({self._names[route]})" if self._names else ""
+        return TeacherChanged(f"{error}{name}. Fix: start the server with that model and resume, or begin a new run")
 
     def _submit(self, teacher: Teacher, rollouts: Sequence[Rollout]) -> Future[list[TeacherScores]]:
         """Request all signals of the sequences of one request."""

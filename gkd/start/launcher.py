@@ -238,6 +238,7 @@ def _endpoints(config: Config, plan: Plan, actor: ActorPool, slots: Pool) -> lis
         probes,
         plan.pair,
         [info.numerics for info in plan.teachers],
+        [info.model_name for info in plan.teachers],
     )
     return spawn_endpoints(config, actor, slots, plan.device, ScoringEndpoint, *args, n_threads=n_threads)
 

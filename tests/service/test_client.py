@@ -11,7 +11,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from gkd.config.load import load_config
 from gkd.errors import TeacherError
+from gkd.scoring.endpoint import ScoringEndpoint
+from gkd.scoring.teacher.window import Window
 from teacher_server.wire.protocol import NO_REQUEST, Cancel, ErrorReply, ScoreRequest
 from tests.refusals import refuses
 from tests.service.harness import connect, random_rollouts, score, submit, table_of
@@ -189,6 +192,17 @@ def test_another_model_on_the_same_address_ends_the_run() -> None:
         )
     with pytest.raises(TeacherError, match="model-a.*model-x"):
         run(always_valid, fingerprint="model-x")
+
+
+def test_another_model_is_named() -> None:
+    """Fails if the error about a teacher that was replaced during a run has only digests, and not the models' names."""
+    other = {"model_fingerprint": "model-b"}
+    with ScriptedServer(lambda r, t, n: [valid_reply(r, t, **other)], info={**other, "model_name": "new"}) as server:
+        config = load_config(None, [f"teacher.server_port={server.port}", f"teacher.topk={K}"])
+        endpoint = ScoringEndpoint(config, N_VOCAB, ["model-a"], [Window(4, 1)], names=["old"])
+        with pytest.raises(TeacherError, match=r"new \(model-b\).*model-a \(old\)"):
+            endpoint.score(random_rollouts(2, N_VOCAB))
+        endpoint.clients()[0].close()
 
 
 def test_invalid_scores_end_the_run() -> None:

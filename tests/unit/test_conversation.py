@@ -238,6 +238,28 @@ def test_variables_of_the_template_are_set(tmp_path: Path) -> None:
             load(tmp_path, "Q", other, chat_template=setting, **off)
 
 
+def test_variables_of_a_row_that_change_its_prompt_are_refused(tmp_path: Path) -> None:
+    """Fails if a row's own variables of the template are left out silently, or stop a run that has them already."""
+    made, off = tokenizer(FAMILIES["chatml_no_thinking"]), {"enable_thinking": False}
+    settings, rendered = {"chat_template_kwargs": off}, text(tmp_path, "Q", made)
+    same = [{"enable_thinking": True}, {"enable_thinking": None}, {"chat_template_kwargs": {}}, {"thinking": "Hm."}]
+    for row in (off, {"enable_thinking": "false"}, {"chat_template_kwargs": off}, {"template_kwargs": json.dumps(off)}):
+        with refuses("data.prompt_key"):
+            load(tmp_path, {"prompt": "Q", **row}, made)
+        pq.write_table(pa.Table.from_pylist([{"prompt": "Q", **row}]), tmp_path / "p.parquet")
+        with refuses("data.prompt_key"):
+            load_prompts([str(tmp_path / "p.parquet")], "data.train_files", RowReader(DataConfig(), made))
+        assert text(tmp_path, {"prompt": "Q", **row}, made, **settings).endswith("<think></think>")
+        assert text(tmp_path, {"prompt": rendered, **row}, made) == rendered, "rendered already"
+        load(tmp_path, {"prompt": "Q", **row}, CHATML)  # which has no such variable
+    with refuses("data.prompt_key"):
+        load(tmp_path, {"prompt": "Q", "enable_thinking": True}, made, **settings)
+    with refuses("data.prompt_key"):
+        load(tmp_path, {"prompt": "Q", "t": "R", **off}, made, teacher_prompt_key="t")
+    for row in same:
+        assert text(tmp_path, {"prompt": "Q", **row}, made) == rendered
+
+
 SYSTEM = {"role": "system", "content": "Be brief."}
 
 

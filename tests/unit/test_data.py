@@ -126,6 +126,9 @@ def test_a_part_of_the_prompt_in_another_column_is_refused(tmp_path: Path, token
         {"tools": '[{"type": "function"}]'},
         {"history": ["a"]},
         {"system_prompt": "a"},
+        {"functions": [{"name": "f"}]},
+        {"documents": [{"text": "a"}]},
+        {"audio": "a.wav"},
     ):
         with refuses("data.prompt_key"):
             load([rows(prompt="ab", **part)], tokenizer)
@@ -133,7 +136,8 @@ def test_a_part_of_the_prompt_in_another_column_is_refused(tmp_path: Path, token
         with refuses("data.prompt_key"):
             load([rows(instruction="ab", **{name: "cd"})], tokenizer, prompt_key="instruction")
     # Nothing is lost here: the part is empty, read, or no part of this prompt.
-    for row in ({"system": ""}, {"images": None}, {"tools": "[]"}, {"input": "cd"}, {"context": "cd"}):
+    empty: list[dict[str, Any]] = [{"system": ""}, {"images": None}, {"tools": "[]"}, {"documents": []}]
+    for row in (*empty, {"input": "cd"}, {"context": "cd"}):
         load([rows(prompt="ab", **row)], tokenizer)
     load([rows(prompt="ab", system="cd")], tokenizer, answer_key="system")
     own = [{"role": "system", "content": "a"}, {"role": "user", "content": "b"}]

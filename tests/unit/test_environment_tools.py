@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import subprocess
+import sys
 import threading
 import time
 import types
@@ -21,6 +22,7 @@ from gkd.environment.form import checked_messages, checked_reward, import_enviro
 from gkd.environment.tools import CallError, ToolCall, ToolEnvironment, parse_calls, schema
 from gkd.environment.trl import TrlEnvironment
 from tests.processes import is_alive, wait_until
+from tests.structure import ROOT
 
 LOOP = "loop of"  # name of the thread in which coroutines run
 CALL = '<tool_call>{{"name": "{}", "arguments": {}}}</tool_call>'
@@ -103,6 +105,14 @@ def test_schemas_come_from_signature_and_docstring() -> None:
     for function in (no_hint, no_json, any_number):
         with pytest.raises(TypeError):
             schema(function)
+
+
+def test_tools_without_docstrings_are_refused() -> None:
+    """Fails if Python's option -OO, which removes docstrings, trains with tools that nothing describes."""
+    code = "from gkd.environment.form import import_environment as load; load('examples.tools.calculator:Calculator')"
+    command = [sys.executable, "-B", "-OO", "-c", code]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 1 and "EnvironmentError" in done.stderr and "PYTHONOPTIMIZE" in done.stderr
 
 
 @pytest.mark.parametrize(

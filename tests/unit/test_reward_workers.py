@@ -12,11 +12,15 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from decimal import Decimal
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import psutil
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from math_verify.errors import TimeoutException
 
@@ -180,6 +184,33 @@ def test_a_function_does_not_change_what_the_next_one_reads(config: Config) -> N
     assert judged([each] * 2, [judge_of(f"{HERE}:takes_out", config)], lambda _: None) == ([12.0] * 4, "")
 
 
+@pytest.mark.parametrize(
+    "form",
+    [
+        *("prompts, completions, answer, **kwargs", "completions, **kwargs", "completions, prompt, row"),
+        *("prompt, response", "*, prompt, response, row", "prompt, response, row, extra", "response, prompt, row"),
+        *("prompt, messages, row", "prompt, response, row, *, extra", "", "async", "yield", "class", "3"),
+    ],
+)
+def test_a_function_of_another_form_is_refused(
+    form: str, config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Fails if a run starts with a function of TRL's form, or one that cannot judge a response, and ends later."""
+    names, body = "(prompt, response, row)", "return 1.0"
+    others = {
+        "async": f"async def judge{names}: {body}",
+        "yield": f"def judge{names}: yield 1.0",
+        "class": f"class judge:\n    def __init__{names}: pass",
+        "3": "judge = 3",
+    }
+    name = f"rewards_{tmp_path.name}"
+    (tmp_path / f"{name}.py").write_text(others.get(form, f"def judge({form}): {body}") + f"\ndef fine(*_): {body}\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(RewardError):
+        judge_of(f"{name}:judge", config)
+    assert judge_of(f"{name}:fine", config)(case("4", "4")) == 1.0
+
+
 def test_a_function_of_verl_is_refused(config: Config) -> None:
     """Fails if a run starts with verl's compute_score, which would compare each response with the whole row: 0."""
     wrong = load_config(
@@ -200,6 +231,7 @@ def case(response: str, answer: object, *, truncated: bool = False) -> Case:
         ("exact_match", "2*3=6", "6", 0.0),
         ("exact_match", "2*3;7", "6", 0.0),
         ("exact_match", "6;", "6", 0.0),
+        ("exact_match", ";0.5", 0.5, 1.0),
         ("length", "abcd", "", 0.5),
         ("math_verify", r"so it is $\frac{3}{6}$", "0.5", 1.0),
         ("math_verify", r"so it is $x^2 - 1$", "(x-1)(x+1)", 1.0),
@@ -242,13 +274,31 @@ def decided(judge: Callable[[Case], float | None], case: Case) -> float | None:
 
 def test_a_missing_answer_is_an_error(config: Config) -> None:
     """Fails if a row without the answer silently counts as wrong."""
-    for path in ("exact_match", "math_verify"):
-        with pytest.raises(ValueError):
-            judge_of(path, config)(case("1", None))
+    for path, answer in product(("exact_match", "math_verify"), (None, ["1"], {"a": "1"}, float("nan"))):
+        sent = dataclasses.replace(request("1"), row=encode_row("f.jsonl:7", {"answer": answer}))
+        numbers, problem = judged([sent], [judge_of(path, config)], lambda _: None)
+        assert not numbers and problem
     with pytest.raises(ValueError):
         judge_of("math_verify", config)(case("1", ""))
     with refuses("data.answer_key"):
         check_answers(config, "data.train_files", [Prompt(0, ids("1"))], [("reward.functions", "math_verify")])
+
+
+@pytest.mark.parametrize(
+    ("answer", "said"),
+    [
+        *((42.0, "42"), (42, "42"), (Decimal("42.00"), "42"), (1e6, "1000000"), (1e22, "1" + 22 * "0"), ("4.0", "4.0")),
+        *((Decimal("-0.50"), "-0.5"), (0.5, "0.5"), (1e-5, "0.00001"), (-0.0, "0"), (Decimal("9" * 38), "9" * 38)),
+    ],
+)
+def test_a_number_is_the_same_answer_everywhere(config: Config, tmp_path: Path, answer: object, said: str) -> None:
+    """Fails if a reward compares with another text than an evaluation, as 42.0, which no response has."""
+    file = tmp_path / "p.parquet"
+    pq.write_table(pa.Table.from_pylist([{"prompt": "1+2=", "answer": answer}]), file)
+    (prompt,), _ = load_prompts([str(file)], "data.val_files", RowReader(config.data, TOKENIZER), keep_rows=True)
+    assert prompt.answer == said and prompt.row is not None
+    sent = dataclasses.replace(request(f"so ;{said}"), row=prompt.row)
+    assert judged([sent], [judge_of("exact_match", config)], lambda _: None) == ([1.0], "")
 
 
 def test_an_answer_that_is_no_text_is_refused(config: Config, tmp_path: Path) -> None:
@@ -261,8 +311,9 @@ def test_an_answer_that_is_no_text_is_refused(config: Config, tmp_path: Path) ->
             check_answers(config, "data.val_files", prompts, functions)
             assert prompts[0].answer == "3"
         else:
-            with refuses("data.answer_key"):
+            with refuses("data.answer_key") as caught:
                 check_answers(config, "data.val_files", prompts, functions)
+            assert "row 1 of" in caught.value.problem
 
 
 def test_math_verify_hides_no_failed_comparison(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:

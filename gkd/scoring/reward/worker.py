@@ -24,14 +24,16 @@ from gkd.config.declare import import_function
 from gkd.config.schema import Config
 from gkd.config.schema_sections import ENVIRONMENT, EXACT_MATCH, LENGTH, MATH_VERIFY
 from gkd.data.answers import is_correct
+from gkd.data.conversation import reference_text
 from gkd.data.row_files import decode_row
 from gkd.errors import GkdError, RewardError
 from gkd.user_code import Progress, end_with_parent, finite_number
 
 # The functions that judge responses: this package's, and a user's own by its path.
 
-# Parameters of verl's compute_score(data_source, solution_str, ground_truth, extra_info).
-_OF_VERL = ("solution_str", "ground_truth")
+# Parameters of functions of other frameworks, which get other arguments, or a whole batch.
+_OTHER_FORMS = {"solution_str": "verl", "ground_truth": "verl", "prompts": "TRL", "completions": "TRL"}
+_ARGUMENTS = ("prompt", "response", "row")
 _MATH_S = 2  # limit of math_verify for parsing an answer, and for a comparison
 # What a reference answer has that is not a formula alone: words, a unit, marks of its own. Outside of $...$ math_verify
 # finds the 2 in a formula such as 2\sqrt{3}.
@@ -64,7 +66,7 @@ def judge_of(path: str, config: Config) -> Judge:
     """Return the function of an entry of `reward.functions`, or of `eval.metric`.
 
     Raises:
-        RewardError: its module cannot be imported, or has no such function; or it has verl's form.
+        RewardError: its module cannot be imported, or has no such function; or it has another form.
     """
     if path == EXACT_MATCH:
         marker = config.eval.answer_marker
@@ -79,24 +81,40 @@ def judge_of(path: str, config: Config) -> Judge:
         function = import_function(path)
     except ImportError as error:
         raise RewardError(str(error)) from error
-    if names := [name for name in _parameters(function)[:3] if name in _OF_VERL]:
-        form = f"its parameter {names[0]} is that of verl's form, and it would get the row or the prompt instead"
-        raise RewardError(f"{path}: {form}; write a function of (prompt, response, row) that calls it")
+    if problem := _problem_of(function):
+        raise RewardError(f"{path}: {problem}; write a function of (prompt, response, row) that calls it")
     if takes_messages(function):
         return lambda case: function(case.prompt, case.response, case.row, messages=case.messages)
     return lambda case: function(case.prompt, case.response, case.row)
 
 
+def _problem_of(function: Callable[..., Any]) -> str:
+    """Return why a function cannot judge a response when it is called with `_ARGUMENTS`; empty if it can."""
+    names = list(_signature(function).parameters)
+    if others := [name for name in names[:3] if name in _OTHER_FORMS]:
+        return f"its parameter {others[0]} is that of {_OTHER_FORMS[others[0]]}'s form"
+    if any(name in names[:3] and names.index(name) != place for place, name in enumerate(_ARGUMENTS)):
+        return f"its parameters are {', '.join(names)}, in another order"
+    kinds = inspect.isclass, inspect.iscoroutinefunction, inspect.isgeneratorfunction, inspect.isasyncgenfunction
+    if any(is_other(each) for is_other in kinds for each in (function, type(function).__call__)):
+        return "it is a class, or is async or a generator, and returns no number"
+    try:
+        _signature(function).bind(*_ARGUMENTS, **({"messages": None} if takes_messages(function) else {}))
+    except TypeError as error:
+        return f"it cannot be called with three arguments ({error})"
+    return ""
+
+
 def takes_messages(function: Callable[..., Any]) -> bool:
     """Return whether a function has a parameter `messages`: it judges a trajectory, not only its last turn."""
-    return "messages" in _parameters(function)
+    return "messages" in _signature(function).parameters
 
 
-def _parameters(function: Callable[..., Any]) -> list[str]:
+def _signature(function: Callable[..., Any]) -> inspect.Signature:
     try:
-        return list(inspect.signature(function).parameters)
-    except (TypeError, ValueError):  # some functions of C have no signature
-        return []
+        return inspect.signature(function)
+    except (TypeError, ValueError):  # some functions of C have none
+        return inspect.signature(lambda *_: None)
 
 
 def _environment_reward(case: Case) -> float:
@@ -108,10 +126,11 @@ def _environment_reward(case: Case) -> float:
 
 
 def _answer(case: Case, config: Config) -> str:
-    answer = case.row.get(config.data.answer_key)
+    found = case.row.get(config.data.answer_key)
+    answer = reference_text(found)
     if answer is None:
-        raise ValueError(f"the row has no {config.data.answer_key!r} (data.answer_key)")
-    return str(answer)
+        raise ValueError(f"the row has {found!r} as {config.data.answer_key!r} (data.answer_key), no text or number")
+    return answer
 
 
 def _math_verify(config: Config) -> Judge:

@@ -19,7 +19,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
-from gkd.errors import TeacherError, TeacherRefusal, TeacherUnavailable
+from gkd.errors import TeacherChanged, TeacherError, TeacherRefusal, TeacherUnavailable
 from gkd.scoring.teacher.link import POLL_S, Message, TeacherLink
 from gkd.scoring.teacher.requests import PendingRequest
 from gkd.types import TeacherHealth
@@ -325,7 +325,7 @@ class Exchange:
             if isinstance(header, ErrorReply):
                 self._retry_or_raise(request, header)
             elif isinstance(header, ScoreReply | RowsReply | InfoReply):
-                self._check_model(header.model_fingerprint)
+                self._check_model(header)
                 result = request.accept(header, frames, self._clock.now_s)
                 self._clock.progressed()
                 if self._on_scored is not None and isinstance(header, ScoreReply | RowsReply):
@@ -373,9 +373,11 @@ class Exchange:
             self._renew_id(request)
         self._schedule_resend(request, _RETRY_S)
 
-    def _check_model(self, fingerprint: str) -> None:
+    def _check_model(self, header: ScoreReply | RowsReply | InfoReply) -> None:
+        fingerprint = header.model_fingerprint
         if self._fingerprint and fingerprint != self._fingerprint:
-            raise TeacherError(f"teacher {self._link.address} now serves {fingerprint}, expected {self._fingerprint}")
+            now = f"{header.model_name} ({fingerprint})" if isinstance(header, InfoReply) else fingerprint
+            raise TeacherChanged(f"teacher {self._link.address} now serves {now}, expected {self._fingerprint}")
         self._fingerprint = fingerprint
 
     # Completion
