@@ -295,10 +295,7 @@ def _messages(answer: str, begun: str) -> Iterator[Message]:
 
 
 def _answer_in(written: str, begun: str, answer: str) -> str | None:
-    """Return an answer as it is written behind its beginning; its own text if only its thoughts are lacking.
-
-    None: a part of it is lacking or repeated, or it has another beginning.
-    """
+    """Return an answer as it is written behind its beginning, or its own text if only thoughts are lacking; or None."""
     found = written.removeprefix(begun)
     parts = [part.strip() for part in _THOUGHT_TAG.split(answer)]
     ends = {tag for tag in _THOUGHT_TAG.findall(answer) if "/" in tag}

@@ -42,6 +42,7 @@ log = get_logger("data")
 _PROBE = "A b  c\n\td"  # a text that a tokenizer without the rules of its file loses
 _SHOWN = 2000  # The log shows so much of a prompt.
 _UNENDED = "%d of %d responses never end the %s that the template opens. Fix: write %s into the responses, or %s"
+_HEADER = 20  # characters in front of a message: without them it is not the system's
 _REPORT_ROWS = 256  # between reports of the progress
 # Columns in which common forms of datasets (Alpaca, Dolly, OpenOrca, ShareGPT, TRL) have a part of the prompt.
 _IN_USER, _IN_SYSTEM, _MEDIA = (
@@ -270,9 +271,10 @@ class RowReader:
         if how == "drop":
             return None
         if how != "error" and (cut := self._renderer.cut(prompt, limit, how)) is not None:
-            lost = [m for m in prompt.messages if m["role"] in SYSTEM and m["content"].strip() not in cut.text]
+            systems = (message["content"].strip() for message in prompt.messages if message["role"] in SYSTEM)
+            whole = [prompt.text.partition(text)[0][-_HEADER:] + text for text in systems]
             self._n_cut += 1
-            self._n_without_system += bool(lost)
+            self._n_without_system += any(text not in cut.text for text in whole)
             return cut
         problem = f"the prompt of {where} has {len(prompt.ids)} tokens."
         if how == "right":
