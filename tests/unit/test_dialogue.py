@@ -241,6 +241,25 @@ def test_forms_of_answers(name: str, answer: str, expected: str | None) -> None:
     assert "f:1" in caught.value.problem and caught.value.problem.count("<|im_start|>assistant") == 2, "both texts"
 
 
+@pytest.mark.parametrize("thinking", [True, False])
+def test_thoughts_that_a_template_drops_are_learned_once(thinking: bool) -> None:
+    """Fails if an answer's thoughts are lost, or are learned behind those that the prompt has ended (DeepSeek-V3.1)."""
+    end = "<think>" if thinking else "</think>"
+    turn = "'<|assistant|></think>' + m.content.split('</think>')[-1] + '<|end|>'"
+    made = chat_templates.tokenizer(
+        "{% for m in messages %}{{ '<|user|>' + m.content if m.role == 'user' else " + turn + " }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '<|assistant|>" + end + "' }}{% endif %}"
+    )
+    reader = RowReader(DataConfig(), made, response_ends=[made.convert_tokens_to_ids("<|end|>")])
+    for answer, is_right in (("t</think>x", thinking), ("x", not thinking)):
+        row = {"prompt": "a", "response": answer}
+        if is_right:
+            assert learned(row, reader, made) == [answer + "<|end|>"]
+        else:
+            with refuses("data.response_key"):
+                learned(row, reader, made)
+
+
 @pytest.mark.parametrize(
     ("name", "end", "answer", "expected"),
     [
