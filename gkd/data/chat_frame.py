@@ -302,6 +302,6 @@ def _answer_in(written: str, begun: str, answer: str) -> str | None:
     is_whole = found.rstrip().endswith(parts[-1]) and all(part in found for part in parts)
     if is_whole and written.startswith(begun) and all(found.count(end) == answer.count(end) for end in ends):
         return found
-    has_ended = "/" in "".join(_THOUGHT_TAG.findall(begun))
-    dropped = _words(written) == parts[-1] and not has_ended if ends else written.strip() == answer.strip()
-    return answer if dropped and written.startswith(_THOUGHT_TAG.split(begun)[0]) else None
+    is_same = written.strip() == answer.strip()
+    drops = bool(ends) and "/" not in "".join(_THOUGHT_TAG.findall(begun)) and _words(written) == parts[-1]
+    return answer if (is_same or drops) and written.startswith(_THOUGHT_TAG.split(begun)[0]) else None
