@@ -22,9 +22,9 @@ from typing import Any
 import numpy as np
 
 from gkd.config.schema_sections import DataConfig
-from gkd.data.chat_frame import ANSWER, QUESTION, START, THOUGHT, WHY, ChatFrames, Form, Message, TemplateFailed, said
+from gkd.data.chat_frame import ANSWER, QUESTION, START, TAG, THOUGHT, WHY, ChatFrames, Message, TemplateFailed, said
 from gkd.data.conversation import OWN, Conversation, Setting, quoted, read_tools, unicode_problem
-from gkd.data.render import TAG, PromptRenderer
+from gkd.data.render import PromptRenderer, Rendered
 from gkd.errors import ConfigError, DataError
 
 _SHORTEST_LINE = 4  # characters
@@ -69,7 +69,7 @@ class ChatDelta:
         except (ConfigError, TemplateFailed) as error:
             problem = error.problem if isinstance(error, ConfigError) else f"{error}."
             raise ConfigError(*setting, problem, "use another model, or correct its template.") from error
-        self._forms: dict[str, Form] = {}
+        self._forms: dict[str, Callable[[str], str]] = {}
         self._reasons: dict[str, str] = {}
         for role in ("tool", "user"):
             try:
@@ -233,48 +233,49 @@ class DialogueReader:
     """Return the tokens of the turns behind a prompt.
 
     Args:
-        ends: token ids that end a turn; the template's is appended to each text.
-        answer_ids: see `PromptRenderer`.
+        ends: token ids that end a turn.
+        renderer: of the prompts.
 
     Raises:
         ConfigError: the template cannot continue a turn, see `ChatDelta`.
     """
 
-    def __init__(
-        self, config: DataConfig, tokenizer: Any, ends: Sequence[int], answer_ids: Callable[[str], list[int]]
-    ) -> None:
-        self._answer_ids, self._ends, self._limit = answer_ids, ends, config.max_response_length
+    def __init__(self, config: DataConfig, tokenizer: Any, ends: Sequence[int], renderer: PromptRenderer) -> None:
+        self._renderer, self._ends, self._limit = renderer, ends, config.max_response_length
         self._setting = "data.messages_key", config.messages_key
         self._delta = ChatDelta(tokenizer, config.chat_template_kwargs, ends, setting=self._setting)
 
-    def read(self, turns: Sequence[Message], where: str) -> tuple[np.ndarray, np.ndarray]:
+    def read(self, prompt: Rendered, turns: Sequence[Message], where: str) -> tuple[np.ndarray, np.ndarray]:
         """Return the response, [R] int32, and which of its tokens are the assistant's own, [R] bool.
 
         What exceeds the limit is cut off; the response then ends with an own token that need not be an end token.
 
         Raises:
-            ConfigError: a text has an end token or no tokens; the template cannot write a message between the turns.
+            ConfigError: see `PromptRenderer.answer_ids`; the template cannot write a message between the turns.
         """
         parts: list[tuple[np.ndarray, bool]] = []
+        history: list[dict[str, Any]] = []
         for is_turn, group in groupby(turns, lambda message: message["role"] == "assistant"):
             messages = list(group)
             is_own = bool(messages[0][OWN])
             read = [{key: value for key, value in message.items() if key != OWN} for message in messages]
+            here = self._renderer.continued(prompt, history, where) if is_turn and history else prompt
             try:
-                parts.append((self._turn(read) if is_turn else self._delta.ids(read), is_own))
+                parts.append((self._turn(here, read, where) if is_turn else self._delta.ids(read), is_own))
             except DataError as error:
                 problem = f"the conversation of {where} cannot be read: {error}"
                 raise ConfigError(*self._setting, problem, "correct or remove the row.") from error
+            history += read
         ids = np.concatenate([part for part, _ in parts])[: self._limit]
         own = np.repeat([is_own for _, is_own in parts], [len(part) for part, _ in parts])[: self._limit]
         n = int(np.flatnonzero(own)[-1]) + 1
         return ids[:n].astype(np.int32), own[:n]
 
-    def _turn(self, messages: Sequence[Message]) -> np.ndarray:
+    def _turn(self, prompt: Rendered, messages: Sequence[Message], where: str) -> np.ndarray:
         if len(messages) > 1:
             raise DataError("it has two messages of the assistant in a row.")
         text = messages[0]["content"]
-        ids = self._answer_ids(text)
-        if not ids or any(token in self._ends for token in ids):
-            raise DataError(f"a message of the assistant has no tokens, or an end token: {quoted(text)}.")
-        return np.asarray([*ids, self._delta.end_id], np.int32)
+        ids = self._renderer.answer_ids(prompt, text, self._ends, self._setting, where)
+        if not self._delta.follows(ids[-1]):
+            raise DataError(f"a message of the assistant has another end than the template writes: {quoted(text)}.")
+        return np.asarray(ids, np.int32)

@@ -2,6 +2,7 @@
 
 `gkd.data.chat_delta` appends that text to trajectories. This is right only if the template writes it in every
 conversation, and if its tokens are those that it has in the whole text. Conversations with marks as texts prove both.
+`AnswerTexts` finds what the template writes for an answer of a dataset.
 """
 
 from __future__ import annotations
@@ -13,14 +14,20 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from gkd.errors import DataError
+from gkd.data.conversation import quoted
+from gkd.errors import ConfigError, DataError
 
 Message = Mapping[str, Any]
 Form = Callable[[str], str]
+# messages, tools, whether an answer begins behind them; ConfigError: the template fails
+Render = Callable[[Sequence[Message], tuple[Any, ...], bool], str]
 
 ANSWER, _MARK = "\ue000answer\ue001", "\ue000{}\ue001"  # characters for private use, which no template changes
 WHY = "\ue000why\ue001"
 THOUGHT = f"<think>\n{WHY}\n</think>\n\n"
+_THOUGHT_TAG = re.compile(r"[<\[]/?[\w:]*(?:think|thought|reason)\w*[>\]]", re.IGNORECASE)
+TAG = re.compile(r"</?[^\s<>]+>|\[/?[A-Z_]+\]")  # markers of templates
+_SHOWN = 60  # characters of a text in front of the place where another one differs
 _CALL = '<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>\n'
 _PROBE = ' \n A"b\\<é>🙂\tz\n '  # a text that shows what a template changes
 _FORMS: tuple[Form, ...] = (  # Templates write a text in one of them.
@@ -200,3 +207,101 @@ def _histories() -> Iterator[list[dict[str, str]]]:
     yield [*earlier, *START]
     yield [*earlier, said("tool", "w"), START[1]]
     yield [QUESTION, said("assistant", THOUGHT + _CALL + ANSWER)]
+
+
+class AnswerTexts:
+    """Find the text of an answer behind its prompt: what the template writes in the conversation with the answer.
+
+    The shortest conversation counts if the template moves the system's text to the last message, so that none goes on
+    from this prompt. The answer's own text counts if the template drops its thoughts, if it begins as the template
+    begins answers, or if a prompt that came as a text has begun the answer in another way.
+    """
+
+    def __init__(self, render: Render) -> None:
+        self._render = render
+        asked = said("user", _MARK.format(0))
+        prompt, closed = (render([asked], (), generate) for generate in (True, False))
+        opening = prompt[len(os.path.commonprefix([prompt, closed])) :] or prompt.partition(asked["content"])[2]
+        header = _THOUGHT_TAG.split(opening)[0]
+        self._header = header.rstrip() or header
+        front = prompt[: len(prompt) - len(opening) + len(self._header)]
+        written, _, self._behind = render([asked, said("assistant", ANSWER)], (), False).partition(ANSWER)
+        self._lead = written.removeprefix(front) if written.startswith(front) else ""  # between header and answer
+        self._shortest = [asked], (), front
+
+    def find(self, prompt: str, messages: Sequence[Message], tools: tuple[Any, ...], answer: str) -> tuple[str, str]:
+        """Return the answer's text, and the text behind it, in which an end token may be.
+
+        Without messages the prompt came as a text. Raises DataError: the template does not write the answer behind it.
+        """
+        before, header, begun = prompt.rpartition(self._header) if self._header else (prompt, "", "")
+        is_known = bool(before or header) and not (messages and _words(begun))  # the header of this prompt's answer
+        begun = begun if is_known else ""
+        if self._has_form(answer, begun) and not begun.strip():
+            answer = self._lead[: len(self._lead) - len(self._lead.lstrip())].removeprefix(begun) + answer.lstrip()
+        if self._has_form(answer, begun) or not (is_known or messages):
+            return answer, self._behind
+        histories = [(messages, tools, prompt.removesuffix(begun))] if messages else []
+        histories += [self._shortest] if is_known else []
+        texts = list[str]()
+        for history, offered, front in histories:
+            for message in _messages(answer, begun):
+                try:
+                    texts.append(self._render([*history, message], offered, False))
+                except ConfigError as error:
+                    texts.append(error.problem)
+                if texts[-1].startswith(front) and texts[-1].endswith(self._behind):
+                    written = texts[-1].removeprefix(front).removesuffix(self._behind)
+                    if (found := _answer_in(written, begun, answer)) is not None:
+                        return found, self._behind
+        if not messages and _words(begun):
+            return answer, self._behind
+        at = max(0, len(os.path.commonprefix([prompt, texts[0]])) - _SHOWN)
+        written = texts[0][at:].replace(_MARK.format(0), "...")
+        raise DataError(f"the prompt ends with {quoted(prompt[at:])}, and with the answer it is {quoted(written)}")
+
+    def _has_form(self, answer: str, begun: str) -> bool:
+        """Return whether an answer begins as the template begins answers: with a channel, or unfinished thoughts."""
+        tag = TAG.search(self._lead)
+        first = self._lead[: tag.end() if tag else None].strip()
+        thinks = _THOUGHT_TAG.fullmatch(first)
+        begins = ("" if thinks else begun.lstrip()) + answer.lstrip()
+        return bool(first) and begins.startswith(first) and not (thinks and end_of_thought(first) in answer)
+
+
+def opened_thought(prompt: str) -> str:
+    """Return the tag with which a prompt begins thoughts; empty if it begins none."""
+    tail = prompt.rstrip()
+    last = tail[max(tail.rfind("<"), tail.rfind("["), 0) :]
+    return last if _THOUGHT_TAG.fullmatch(last) and "/" not in last else ""
+
+
+def end_of_thought(tag: str) -> str:
+    """Return the tag that ends the thoughts which another one begins."""
+    return f"{tag[0]}/{tag[1:]}"
+
+
+def _words(text: str) -> str:
+    return _THOUGHT_TAG.sub("", text).strip()
+
+
+def _messages(answer: str, begun: str) -> Iterator[Message]:
+    """Yield messages that stand for an answer: templates read its thoughts in the text, or in a key."""
+    yield said("assistant", answer)
+    if begun.strip():
+        yield said("assistant", begun.lstrip() + answer)
+    if end := next((tag for tag in _THOUGHT_TAG.finditer(answer) if "/" in tag[0]), None):
+        yield {**said("assistant", answer[end.end() :]), "reasoning_content": _words(answer[: end.start()])}
+
+
+def _answer_in(written: str, begun: str, answer: str) -> str | None:
+    """Return an answer as it is written behind its beginning, or its own text if only thoughts are lacking; or None."""
+    found = written.removeprefix(begun)
+    parts = [part.strip() for part in _THOUGHT_TAG.split(answer)]
+    ends = {tag for tag in _THOUGHT_TAG.findall(answer) if "/" in tag}
+    is_whole = found.rstrip().endswith(parts[-1]) and all(part in found for part in parts)
+    if is_whole and written.startswith(begun) and all(found.count(end) == answer.count(end) for end in ends):
+        return found
+    is_same = written.strip() == answer.strip()
+    drops = bool(ends) and "/" not in "".join(_THOUGHT_TAG.findall(begun)) and _words(written) == parts[-1]
+    return answer if (is_same or drops) and written.startswith(_THOUGHT_TAG.split(begun)[0]) else None

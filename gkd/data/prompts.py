@@ -17,6 +17,7 @@ import numpy as np
 from gkd.config.schema_sections import DataConfig
 from gkd.config.schema_teacher import TeacherConfig
 from gkd.data.chat_delta import DialogueReader
+from gkd.data.chat_frame import end_of_thought
 from gkd.data.conversation import (
     ON_LEARNING,
     Conversation,
@@ -35,7 +36,7 @@ from gkd.data.conversation import (
     reference_text,
     split_conversation,
 )
-from gkd.data.render import AS_IS, PromptRenderer, Rendered, Tools, has_system
+from gkd.data.render import AS_IS, NO_THOUGHTS, SYSTEM, PromptRenderer, Rendered, Tools, has_system
 from gkd.data.row_files import Row, encode_row, read_rows
 from gkd.errors import ConfigError
 from gkd.log import get_logger
@@ -45,7 +46,9 @@ from gkd.types import Prompt
 log = get_logger("data")
 
 _PROBE = "A b  c\n\td"  # a text that a tokenizer without the rules of its file loses
-_SHOWN_CHARACTERS = 2000  # The log shows so much of a prompt.
+_SHOWN = 2000  # The log shows so much of a prompt.
+_UNENDED = "%d of %d responses never end the %s that the template opens. Fix: write %s into the responses, or %s"
+_HEADER = 20  # characters in front of a message: without them it is not the system's
 _REPORT_ROWS = 256  # between reports of the progress
 # What a column that is not read asks for, and what to do about it, by its `meaning`; of others see `_PART`.
 _PART = "a part of the prompt", "write it into the prompt, and remove or rename the column."
@@ -119,18 +122,18 @@ def load_prompts(
                 driver.done(row_id)
             read = reader.read(row, where)
             converted.update({form for part in read.parts if (form := part.converted)})
-            ids = reader.fit(read.prompt.ids, where)
+            prompt = reader.fit(read.prompt, where)
             teacher_ids = None if read.teacher is None else read.teacher.ids
-            if ids is None or not _teacher_fits(teacher_ids, config, where):
+            if prompt is None or not _teacher_fits(teacher_ids, config, where):
                 dropped += 1
                 continue
             if not prompts:
-                log.info("%s: the first prompt has %d tokens: %r", key, len(ids), read.prompt.text[:_SHOWN_CHARACTERS])
+                log.info("%s: the first prompt has %d tokens: %r", key, len(prompt.ids), prompt.text[:_SHOWN])
             response, own = reader.response(read, row, where)
             prompts.append(
                 Prompt(
                     row_id,
-                    np.asarray(ids, dtype=np.int32),
+                    np.asarray(prompt.ids, dtype=np.int32),
                     reference_text(row.get(config.answer_key)),
                     response,
                     read.route,
@@ -146,9 +149,6 @@ def load_prompts(
         log.info("%s: %d rows were read as %s", key, n, form)
     reader.log(key)
     return prompts, dropped
-
-
-_Views = tuple[Conversation, Conversation | None]  # the student's prompt, and the teacher's own
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,10 +201,7 @@ class RowReader:
         )
         self._dialogues = None
         if config.messages_key and response_ends is not None:
-            self._dialogues = DialogueReader(config, tokenizer, response_ends, self._renderer.answer_ids)
-        self._end = None if response_ends is None else self._renderer.end_of_turn(response_ends)
-        if self._end is None:
-            self._end = tokenizer.eos_token_id
+            self._dialogues = DialogueReader(config, tokenizer, response_ends, self._renderer)
         self._teacher_renderer, self._has_two = self._renderer, teacher_tokenizer is not None
         if self._has_two:
             source = getattr(teacher_tokenizer, "chat_template", None) or ""
@@ -213,7 +210,7 @@ class RowReader:
             self._teacher_renderer = PromptRenderer(
                 teacher_tokenizer, template, variables, config.system_prompt, offered
             )
-        self._n_own_system = 0
+        self._n_own_system = self._n_cut = self._n_without_system = 0
         self._routes = RowRoutes(teacher, config.teacher_key)
         self._views = TeacherPrompts(config, teacher.prompt_template)
         self._used = {config.prompt_key, config.response_key, config.answer_key, config.teacher_key, config.tools_key}
@@ -264,19 +261,23 @@ class RowReader:
             self._routes.of(row, where),
             turns,
         )
-        self._check_columns(row, read, (prompt, view), setting, where)
+        self._check_columns(row, read, prompt, setting, where)
         return read
 
-    def fit(self, ids: list[int], where: str) -> list[int] | None:
+    def fit(self, prompt: Rendered, where: str) -> Rendered | None:
         """Apply `data.truncation` to a prompt; None = drop the row. Raises ConfigError: it is too long."""
         limit, how = self.config.max_prompt_length, self.config.truncation
-        if len(ids) <= limit:
-            return ids
+        if len(prompt.ids) <= limit:
+            return prompt
         if how == "drop":
             return None
-        if how != "error" and (cut := self._renderer.cut(ids, limit, how)) is not None:
+        if how != "error" and (cut := self._renderer.cut(prompt, limit, how)) is not None:
+            systems = (message["content"].strip() for message in prompt.messages if message["role"] in SYSTEM)
+            whole = [prompt.text.partition(text)[0][-_HEADER:] + text for text in systems]
+            self._n_cut += 1
+            self._n_without_system += any(text not in cut.text for text in whole)
             return cut
-        problem = f"the prompt of {where} has {len(ids)} tokens."
+        problem = f"the prompt of {where} has {len(prompt.ids)} tokens."
         if how == "right":
             problem += " data.truncation=right would cut off the beginning of the answer, which the template writes."
         fix = "increase it, or set data.truncation to drop, left or, without chat template, right."
@@ -286,8 +287,7 @@ class RowReader:
         """Return the dataset's response, [R] int32, and its own tokens, [R] bool, None for all; None if not requested.
 
         R <= data.max_response_length. The text is the column's, or with an empty `data.response_key` the last message
-        of the prompt. See `PromptRenderer.answer_ids`. An end-of-sequence token is appended
-        unless it ends with one: that of the template, else the tokenizer's. A longer response is truncated and then has
+        of the prompt. Its tokens are those of `PromptRenderer.answer_ids`. A longer response is truncated and then has
         no end-of-sequence token.
 
         Raises:
@@ -297,10 +297,7 @@ class RowReader:
         if ends is None:
             return None, None
         if self._dialogues is not None:
-            for turn in read.turns:
-                if turn["role"] == "assistant":
-                    self._check_beginning(read, turn["content"], ("data.messages_key", self.config.messages_key), where)
-            return self._dialogues.read(read.turns, where)
+            return self._dialogues.read(read.prompt, read.turns, where)
         setting = "data.response_key", key
         found = row.get(key) if key else None
         message = None if key else read.response
@@ -317,40 +314,32 @@ class RowReader:
             fix = "correct or remove the row, or use no dataset responses: distill.on_policy_share=1."
             raise ConfigError(*setting, problem, fix)
         check_unicode(text, setting, where)
-        self._check_beginning(read, text, setting, where)
-        ids = self._renderer.answer_ids(text)
-        if not ids:
-            problem = f"the response of {where} has no tokens."
-            raise ConfigError(*setting, problem, "correct or remove the row.")
-        if any(token in ends for token in ids[:-1]):
-            problem = f"the response of {where} contains an end-of-sequence token before its end."
-            fix = "remove it from the text, or from rollout.stop_token_ids if it is one of them."
-            raise ConfigError(*setting, problem, fix)
-        if ids[-1] not in ends:
-            ids.append(ends[0] if self._end is None else self._end)
+        ids = self._renderer.answer_ids(read.prompt, text, ends, setting, where)
         return np.asarray(ids[: self.config.max_response_length], dtype=np.int32), None
 
-    def _check_beginning(self, read: ReadRow, text: str, setting: Setting, where: str) -> None:
-        """Raise ConfigError if a text of the assistant repeats the beginning of the answer that its prompt has."""
-        if again := self._renderer.begins_again(read.prompt.text, text):
-            problem = f"a response of {where} begins with {again!r}, with which its prompt ends: {quoted(text)}."
-            raise ConfigError(*setting, problem, "remove it from the text, because the chat template writes it.")
-
     def log(self, key: str) -> None:
-        """Log how many rows each route, the teacher's own prompt and a system message have; warn about dates."""
+        """Log how many rows each route, the teacher's own prompt and a system message have; warn about the prompts."""
         if key == "data.train_files" and (date := self._renderer.dated or self._teacher_renderer.dated):
             fix = "set data.chat_template_kwargs.date_string if the template has it; docs/data.md has the other cases"
             log.warning("the chat template writes today's date, %s: prompts of another day differ. Fix: %s", date, fix)
+        if self._n_cut:
+            kind = "training" if key == "data.train_files" else "held-out"
+            text = "truncated %d %s prompts to data.max_prompt_length, %d of them lose a message of the system"
+            log.warning(text, self._n_cut, kind, self._n_without_system)
+        counts = self._renderer.thoughts
+        for tag in sorted({tag for tag, is_ended in counts if not is_ended}):
+            n_all = counts[tag, False] + counts[tag, True]
+            log.warning(_UNENDED, counts[tag, False], n_all, tag, end_of_thought(tag), NO_THOUGHTS)
         if self.config.system_prompt and self._n_own_system:
             log.info("%s: %d rows have a system message, not data.system_prompt", key, self._n_own_system)
         self._routes.log(key)
         self._views.log(key)
 
-    def _check_columns(self, row: Row, read: ReadRow, views: _Views, setting: Setting, where: str) -> None:
+    def _check_columns(self, row: Row, read: ReadRow, prompt: Conversation, setting: Setting, where: str) -> None:
         """Raise ConfigError if a column that is not read asks for something else than is done, by its name."""
         # A text that is rendered already, and a row's own message of the system, may have the tools in them.
         is_rendered = read.prompt.converted == AS_IS
-        is_whole = is_rendered or has_system(views[0]) or bool(self._tools)
+        is_whole = is_rendered or has_system(prompt) or bool(self._tools)
         done = {"user": setting[1] != "instruction", "documents": is_rendered, "system": is_whole, "tools": is_whole}
         for name, value in row.items():
             kind = meaning(name)
@@ -360,9 +349,8 @@ class RowReader:
             if kind in ON_LEARNING:
                 asks = self._ends is not None and excludes(name, value)
             elif kind == "variables":
-                asks = self._renderer.changes(read.prompt, views[0], name, value)
-                if read.teacher is not None and views[1] is not None:
-                    asks = asks or self._teacher_renderer.changes(read.teacher, views[1], name, value)
+                asks = self._renderer.changes(read.prompt, name, value)
+                asks |= read.teacher is not None and self._teacher_renderer.changes(read.teacher, name, value)
             if asks:
                 what, fix = _ASKS.get(kind, _PART)
                 problem = f"{where} has {what} in a column that is not read, {name!r}: {quoted(value)}."

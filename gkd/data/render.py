@@ -10,20 +10,24 @@ from __future__ import annotations
 
 import json
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime
+from functools import cached_property, partial
 from typing import Any
 
+from gkd.data.chat_frame import TAG, AnswerTexts, end_of_thought, opened_thought
 from gkd.data.conversation import Conversation, Setting, call_arguments, quoted, read_conversation
-from gkd.errors import ConfigError
+from gkd.errors import ConfigError, DataError
 
 _MARK = "\ue000{}\ue001"  # characters for private use, which no template changes
 AS_IS = "text that is rendered already"  # a value of `Rendered.converted`
-TAG = re.compile(r"</?[^\s<>]+>|\[/?[A-Z_]+\]")  # markers of templates
 _SHORTEST_HEAD = 4  # characters: texts begin with a shorter one by chance
 _TAIL = 200  # characters of a prompt: more than any template writes at the beginning of an answer
+SYSTEM = ("system", "developer")  # roles
+NO_THOUGHTS = "set data.chat_template_kwargs: {enable_thinking: false} if the template has it"
 Message = dict[str, Any]
 Tools = tuple[dict[str, Any], ...]
 
@@ -36,11 +40,14 @@ class Rendered:
         text: with the special tokens of the template.
         ids: its tokens.
         converted: the form of the row that was converted; empty if there was none.
+        messages, tools: that the template got; without messages it was not applied.
     """
 
     text: str
     ids: list[int]
     converted: str
+    messages: tuple[Message, ...] = ()
+    tools: Tools = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +84,7 @@ class PromptRenderer:
         self._source = tokenizer.get_chat_template() if has_template else ""
         self._applies = has_template and chat_template != "never"
         self._began, self._date, self.dated = datetime.now(), "", ""  # dated: the date that is in a prompt
+        self.thoughts = Counter[tuple[str, bool]]()  # tag that ends prompts, whether answers end it -> answers
         if isinstance(self._source, str) and "strftime_now" in self._source:  # a function of transformers
             self._variables = {"strftime_now": self._today, **variables}
         if chat_template == "always" and not has_template:
@@ -143,34 +151,31 @@ class PromptRenderer:
         messages = prompt.messages or ({"role": "user", "content": prompt.text},)
         if self._system and not has_system(prompt):
             messages = ({"role": "system", "content": self._system}, *messages)
-        text = self._apply(messages, where, prompt.tools)
+        text = self._apply(messages, prompt.tools, where=where)
         self._check(text, messages, setting, where, prompt.tools)
         self.dated = self.dated or (self._date if self._date in text else "")
-        return Rendered(text, self._encode(text, setting, where, begins=True), prompt.converted)
+        ids = self._encode(text, setting, where, begins=True)
+        return Rendered(text, ids, prompt.converted, tuple(messages), prompt.tools)
 
-    def changes(self, rendered: Rendered, prompt: Conversation, name: str, value: Any) -> bool:
+    def changes(self, prompt: Rendered, name: str, value: Any) -> bool:
         """Return whether a prompt is another one, or none, with variables that a column has: one, or an object."""
         with suppress(ValueError):
             value = json.loads(value) if isinstance(value, str) else value
         if not isinstance(value, dict) and name.endswith("args"):
             return True
-        own, more = self._variables, value if isinstance(value, dict) else {name: value}
-        self._variables = own | {key: each for key, each in more.items() if each is not None}
+        more = value if isinstance(value, dict) else {name: value}
+        more = {key: each for key, each in more.items() if each is not None}
         try:
-            return self.render(prompt, ("", ""), "").text != rendered.text
+            return bool(prompt.messages) and self._apply(prompt.messages, prompt.tools, where="", **more) != prompt.text
         except ConfigError:
             return True
-        finally:
-            self._variables = own
 
-    def end_of_turn(self, ends: Sequence[int]) -> int | None:
-        """Return the one of these tokens that the template writes behind the assistant's text; None: it writes none."""
-        behind = self._frame(("user", "assistant")).pieces[-1:] if self._applies else ()
-        added = self._tokenizer.added_tokens_decoder
-        found = {i: str(added[i]) for i in ends if i in added and "".join(behind).lstrip().startswith(str(added[i]))}
-        return max(found, key=lambda i: len(found[i]), default=None)
+    def continued(self, prompt: Rendered, messages: Sequence[Message], where: str) -> Rendered:
+        """Return a prompt with more messages, without tokens: those of a trajectory are others."""
+        messages = (*prompt.messages, *messages)
+        return Rendered(self._apply(messages, prompt.tools, where=where), [], "", messages, prompt.tools)
 
-    def cut(self, ids: list[int], limit: int, side: str) -> list[int] | None:
+    def cut(self, prompt: Rendered, limit: int, side: str) -> Rendered | None:
         """Return a prompt without the tokens above a limit; the beginning of the sequence stays.
 
         Args:
@@ -179,28 +184,73 @@ class PromptRenderer:
         Returns:
             None: the beginning of the answer, which the template writes at the end, would be lost.
         """
-        if side == "right":
-            return None if self._applies else ids[:limit]
+        if side == "right" and self._applies:
+            return None
         begin = self._begin or self._first
-        n = len(begin) if ids[: len(begin)] == begin else 0
-        return [*ids[:n], *ids[len(ids) - limit + n :]][:limit]
+        n = len(begin) if prompt.ids[: len(begin)] == begin else 0
+        left = [*prompt.ids[:n], *prompt.ids[len(prompt.ids) - limit + n :]]
+        ids = (left if side == "left" else prompt.ids)[:limit]
+        text = self._tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        return replace(prompt, text=text, ids=ids)
 
-    def answer_ids(self, text: str) -> list[int]:
-        """Return the tokens of a text of the assistant, without special tokens.
+    def answer_ids(self, prompt: Rendered, text: str, ends: Sequence[int], setting: Setting, where: str) -> list[int]:
+        """Return the tokens of an answer and its end behind a prompt, as the template writes them: see `AnswerTexts`.
 
-        They are those behind the beginning of an answer, as the template writes both: some tokenizers put a space in
-        front of a text that stands alone. If the beginning has other tokens then, the text is tokenized alone.
+        Without an end token of the template, the tokenizer's is appended. One that the answer has stays. Tokens of the
+        prompt do not change: if they would merge with white space of the answer, it is tokenized alone.
+
+        Raises:
+            ConfigError: the answer repeats the end of its prompt, has no tokens, or an end token before its end; the
+                template fails, or does not write it behind its prompt.
         """
-        begin = self._frame(("user",)).pieces[-1:] if self._applies else ()
-        if begin and begin == self._frame(("user", "assistant")).pieces[1:2]:
-            front, ids = (
-                list(self._tokenizer(t, add_special_tokens=False)["input_ids"]) for t in (*begin, begin[0] + text)
-            )
-            if ids[: len(front)] == front:
-                return ids[len(front) :]
-        return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
+        if again := self._begins_again(prompt.text, text):
+            problem = f"a response of {where} begins with {again!r}, with which its prompt ends: {quoted(text)}."
+            raise ConfigError(*setting, problem, "remove it from the text, because the chat template writes it.")
+        added = self._tokenizer.added_tokens_decoder
+        names = {str(added[i]): i for i in ends if i in added}
+        own = max((name for name in names if text.endswith(name)), key=len, default="")
+        answer, behind = self._answer(prompt, text.removesuffix(own), setting, where)
+        places = ((behind.find(name), -len(name), name) for name in names if name in behind)
+        at, _, end = min(places, default=(0, 0, ""))
+        ids = self._ids_behind(prompt.text, answer + behind[:at])
+        if not answer or not ids:
+            raise ConfigError(*setting, f"the response of {where} has no tokens.", "correct or remove the row.")
+        if any(token in ends for token in ids[:-1]):
+            problem = f"the response of {where} contains an end-of-sequence token before its end: {quoted(text)}."
+            fix = "remove it from the text, or from rollout.stop_token_ids if it is one of them."
+            raise ConfigError(*setting, problem, fix)
+        if ids[-1] not in ends:
+            eos = self._tokenizer.eos_token_id
+            ids.append(names.get(own or end, ends[0] if eos is None else eos))
+        return ids
 
-    def begins_again(self, prompt: str, response: str) -> str:
+    def _answer(self, prompt: Rendered, text: str, setting: Setting, where: str) -> tuple[str, str]:
+        """Return an answer and the text behind it; count whether it ends the thoughts that its prompt begins."""
+        if not self._applies:
+            return text, ""
+        tag = opened_thought(prompt.text)
+        try:
+            answer, behind = self._answers.find(prompt.text, prompt.messages, prompt.tools, text)
+        except DataError as error:
+            problem = f"the chat template does not write the response of {where} behind its prompt: {error}."
+            thinks = f"end the thoughts with {end_of_thought(tag)} in the response, or {NO_THOUGHTS}." if tag else ""
+            raise ConfigError(*setting, problem, thinks or "write it in the template's form.") from error
+        if tag:
+            self.thoughts[tag, end_of_thought(tag) in answer] += 1
+        return answer, behind
+
+    @cached_property
+    def _answers(self) -> AnswerTexts:
+        return AnswerTexts(partial(self._apply, where="a question and its answer"))
+
+    def _ids_behind(self, prompt: str, text: str) -> list[int]:
+        """Return the tokens of a text. Some tokenizers put a space in front of one that stands alone."""
+        tail = prompt[-_TAIL:] if self._applies else ""
+        encode = partial(self._tokenizer, add_special_tokens=False)
+        front, ids = (list(encode(each)["input_ids"]) for each in (tail, tail + text))
+        return ids[len(front) :] if ids[: len(front)] == front else list(encode(text)["input_ids"])
+
+    def _begins_again(self, prompt: str, response: str) -> str:
         """Return the end of a prompt, such as <think>, if the template writes it and a response repeats it; or "".
 
         A response does not think behind thoughts that the prompt has ended.
@@ -236,15 +286,17 @@ class PromptRenderer:
         starts = (i for i in range(len(whole) - len(plain) + 1) if whole[i : i + len(plain)] == plain)
         return whole[: next(starts, 0)] if plain else []
 
-    def _apply(self, messages: Sequence[Message], where: str, tools: Tools) -> str:
-        variables = {**self._variables, "tools": list(tools)} if tools else self._variables
+    def _apply(
+        self, messages: Sequence[Mapping[str, Any]], tools: Tools, generate: bool = True, *, where: str, **more: Any
+    ) -> str:
+        variables = {**self._variables, **({"tools": list(tools)} if tools else {}), **more}
         try:
             text: str = self._tokenizer.apply_chat_template(
-                list(messages), add_generation_prompt=True, tokenize=False, **variables
+                list(messages), add_generation_prompt=generate, tokenize=False, **variables
             )
         except Exception as error:  # a template is a program and may raise any error
             problem = f"the chat template failed for the prompt of {where} ({error})."
-            raise ConfigError("data.chat_template", self._setting, problem, "correct the row.") from error
+            raise ConfigError("data.chat_template", self._setting, problem, "correct it or the row.") from error
         return text
 
     def _check(self, text: str, messages: Sequence[Message], setting: Setting, where: str, tools: Tools) -> None:
@@ -290,7 +342,7 @@ class PromptRenderer:
             names.append([f"gkdcall{i}n{j}e" for j in range(len(calls))])
             named = map(_renamed, calls, names[-1])
             marked.append({**message, "tool_calls": list(named)} if calls else message)
-        text = self._apply(marked, where, tools) if any(names) else ""
+        text = self._apply(marked, tools, where=where) if any(names) else ""
         return [message for message, own in zip(messages, names, strict=True) if any(name not in text for name in own)]
 
     def _is_rendered(self, text: str) -> bool:
@@ -319,7 +371,7 @@ class PromptRenderer:
         marks = [_MARK.format(i) for i in range(len(roles))]
         try:
             messages = [{"role": role, "content": mark} for role, mark in zip(roles, marks, strict=True)]
-            text = self._apply(messages, "marks", tools)
+            text = self._apply(messages, tools, where="marks")
         except ConfigError:  # It may still render the row, and is judged by the texts then.
             return _Frame()
         dropped = tuple(i for i, mark in enumerate(marks) if mark not in text)
@@ -342,7 +394,7 @@ class PromptRenderer:
 
 def has_system(prompt: Conversation) -> bool:
     """Return whether a conversation has a message of the system, or of the developer, as some templates call it."""
-    return any(message["role"] in ("system", "developer") for message in prompt.messages)
+    return any(message["role"] in SYSTEM for message in prompt.messages)
 
 
 def _forms(message: Message) -> list[str]:

@@ -463,6 +463,17 @@ def test_a_cut_prompt_keeps_its_beginning_and_the_beginning_of_the_answer(tmp_pa
     assert text(tmp_path, "abcdefgh", made, truncation="left", **plain) == "<s>fgh"
 
 
+def test_cut_prompts_are_counted_and_shown_as_they_are_used(tmp_path: Path, gkd_log: pytest.LogCaptureFixture) -> None:
+    """Fails if prompts lose their system message without a word, or the log shows what no model reads."""
+    rows: list[Any] = [[SYSTEM, {"role": "user", "content": "x" * n}] for n in (60, 30, 1)]
+    (tmp_path / "p.jsonl").write_text("".join(json.dumps({"prompt": row}) + "\n" for row in [*rows, "y" * 90]))
+    reader = RowReader(DataConfig(max_prompt_length=62, truncation="left"), CHATML)
+    prompts, _ = load_prompts([str(tmp_path / "p.jsonl")], "data.train_files", reader)
+    shown, cut = (record.getMessage() for record in gkd_log.records[-2:])
+    assert repr(CHATML.decode(prompts[0].token_ids)) in shown and SYSTEM["content"] not in shown
+    assert [int(word) for word in cut.split() if word.isdigit()] == [3, 2], "the second one keeps a text without header"
+
+
 def test_named_templates_have_a_default(tmp_path: Path) -> None:
     """Fails if a tokenizer with several templates renders a prompt with another one than transformers does."""
     made = tokenizer()

@@ -1,9 +1,10 @@
-"""Conversations of a dataset (data.messages_key): which tokens are prompt, own and read."""
+"""Conversations and responses of a dataset: which tokens are prompt, own and read, and that they are the template's."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -11,13 +12,17 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from gkd.config.schema_sections import DataConfig
 from gkd.data.batching import make_micro_batches
 from gkd.data.chunks import dataset_rollouts
 from gkd.data.prompts import RowReader, load_prompts
+from gkd.errors import ConfigError
 from gkd.types import Prompt
 from tests.refusals import refuses
+from tests.unit import chat_templates
 from tests.unit.turn_templates import FAMILIES, end_ids, tokenizer
 
 Message = dict[str, Any]
@@ -170,3 +175,186 @@ def test_a_column_that_says_what_is_learned_is_refused(column: dict[str, Any], t
 def test_a_column_that_says_nothing_else_is_accepted(column: dict[str, Any], tmp_path: Path) -> None:
     """Fails if a plain column of a dataset, or a mask that excludes nothing, stops a run."""
     assert load(tmp_path, LONG, columns=column)[0].own is not None
+
+
+# End token of each family of `chat_templates`, by the beginning of its name.
+_ENDS = {"inst_": "</s>", "inst": "</s>", "angle_eos": "</s>", "chatml": "<|im_end|>", "named": "<|im_end|>"}
+_ENDS |= {"headers": "<|eot|>", "turns": "</turn>", "angle": "<|end|>", "channels": "<|end|>"}
+_SMALL = chat_templates.FAMILIES | chat_templates.TOOLS
+# Templates that move the system's text, drop thoughts or refuse plain answers behind thoughts: the text is not theirs.
+_LATE, _DROP, _REFUSE = ("inst_late_system", "mistral"), ("chatml_thoughts", "deepseek"), ("nemotron",)
+_WITHOUT_SYSTEM = ("turns", "gemma", "phi3")
+_ONE_TURN = ("inst_late_system", "mistral")  # their second question is written otherwise
+_CANNOT_CONTINUE = ("instruction", "names_one_line", "plain", "glm4", "gpt_oss", "small names")
+_TEXT = st.text("abX 0.<>|[]\n\té漢", min_size=1, max_size=9).map(lambda text: text.strip() or "x")
+
+
+@cache
+def chat(name: str) -> tuple[Any, list[int]]:
+    """Return a tokenizer of a family of either file, and its end tokens."""
+    if name in FAMILIES:
+        made = tokenizer(FAMILIES[name])
+        return made, end_ids(FAMILIES[name], made)
+    small = name.removeprefix("small ")
+    made = chat_templates.tokenizer(_SMALL[small])
+    end = next((end for begin, end in _ENDS.items() if small.startswith(begin)), "</s>")
+    return made, [made.convert_tokens_to_ids(end)]
+
+
+@cache
+def reader_of(name: str, template: str = "", **data: str) -> RowReader:
+    made, ends = chat(name)
+    made = chat_templates.tokenizer(template) if template else made
+    variables = FAMILIES[name].variables if name in FAMILIES else {}
+    return RowReader(DataConfig(chat_template_kwargs=dict(variables), **data), made, response_ends=ends)
+
+
+def learned(row: dict[str, Any], reader: RowReader, made: Any) -> list[str]:
+    """Return the texts that are learned of a row."""
+    ids, own = reader.response(reader.read(row, "f:1"), row, "f:1")
+    assert ids is not None
+    parts = [ids] if own is None else np.split(ids, np.flatnonzero(np.diff(own)) + 1)[::2]
+    return [made.decode(part) for part in parts]
+
+
+@pytest.mark.parametrize("key", ["data.response_key", "data.messages_key"])
+@pytest.mark.parametrize("name", [*(f"small {name}" for name in _SMALL), *FAMILIES])
+@settings(max_examples=6)
+@given(st.lists(st.tuples(_TEXT, _TEXT), min_size=1, max_size=3), st.booleans())
+def test_learned_is_what_the_template_writes(name: str, key: str, texts: list[tuple[str, str]], system: bool) -> None:
+    """Fails if an answer lacks what the template writes around its text, or has more, in either form of a dataset."""
+    family, (made, ends) = name.removeprefix("small "), chat(name)
+    system &= family not in _WITHOUT_SYSTEM
+    is_whole = key == "data.messages_key"
+    texts = texts[: 1 if is_whole and family in _ONE_TURN else None]
+    messages: list[Message] = [{"role": "system", "content": "Be brief."}] if system else []
+    for question, answer in texts:
+        messages += [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+    variables = FAMILIES[name].variables if name in FAMILIES else {}
+    data = {"messages_key": "m"} if is_whole else {"prompt_key": "m", "response_key": ""}
+    try:
+        found = learned({"m": messages}, reader_of(name, **data), made)
+    except ConfigError as error:
+        assert error.key == key and (family in _REFUSE or (is_whole and {name, family} & {*_CANNOT_CONTINUE}))
+        return
+    places = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+    for i, text in zip(places if is_whole else places[-1:], found, strict=True):
+        prompt = made.apply_chat_template(messages[:i], add_generation_prompt=True, tokenize=False, **variables)
+        whole = made.apply_chat_template(messages[: i + 1], tokenize=False, **variables)
+        answer = messages[i]["content"]
+        if family in _DROP or (family in _LATE and system):
+            assert not whole.startswith(prompt) and text == answer + made.decode(ends[:1])
+        else:
+            assert whole.startswith(prompt)
+            written = whole[len(prompt) :]
+            ends_at = [(written.find(end), end) for end in made.batch_decode([[i] for i in ends]) if end in written]
+            at, end = min(ends_at, default=(len(written.rstrip()), made.eos_token))
+            assert text == written[:at] + end
+
+
+@pytest.mark.parametrize(
+    ("name", "answer", "expected"),
+    [
+        ("small channels", "x", "<|message|>x<|end|>"),
+        ("small channels", "<|message|>x<|end|>", "<|message|>x<|end|>"),  # has the form already
+        ("gpt_oss", "x", "<|channel|>final<|message|>x<|return|>"),
+        ("gpt_oss", "<|channel|>analysis<|message|>t", "<|channel|>analysis<|message|>t<|return|>"),
+        ("small inst", " x ", " x </s>"),
+        ("small inst", "x</s>", " x </s>"),
+        ("small headers", " x\n", "x<|eot|>"),
+        ("small chatml", " x\n", " x\n<|im_end|>"),
+        ("qwen3", "x", "<think>\n\n</think>\n\nx<|im_end|>"),
+        ("qwen3", "<think>\nt\n</think>\n\nx", "<think>\nt\n</think>\n\nx<|im_end|>"),
+        ("qwen3", "t\n</think>\n\nx", "<think>\nt\n</think>\n\nx<|im_end|>"),
+        ("qwen3", "<think>\nt", "<think>\nt<|im_end|>"),  # cut within the thoughts
+        ("qwen3_no_think", "x", "x<|im_end|>"),
+        ("qwen3_no_think", "t\n</think>\n\nx", None),
+        ("qwen3.5", "x", "\n</think>\n\nx<|im_end|>"),
+        ("qwen3.5", "t\n</think>\n\nx", "t\n</think>\n\nx<|im_end|>"),
+        ("deepseek", "x", "x<|end_of_sentence|>"),
+        ("deepseek", "t\n</think>\n\nx", "t\n</think>\n\nx<|end_of_sentence|>"),
+        ("nemotron", "x", None),
+        ("nemotron", "t\n</think>x", "t\n</think>x<|im_end|>"),
+    ],
+)
+def test_forms_of_answers(name: str, answer: str, expected: str | None) -> None:
+    """Fails if a channel, a space, or thoughts are lost, doubled, or learned behind thoughts that have ended."""
+    row = {"prompt": "a", "response": answer}
+    if expected is not None:
+        assert learned(row, reader_of(name), chat(name)[0]) == [expected]
+        return
+    with refuses("data.response_key") as caught:
+        learned(row, reader_of(name), chat(name)[0])
+    assert "f:1" in caught.value.problem and caught.value.problem.count("<|im_start|>assistant") == 2, "both texts"
+
+
+@pytest.mark.parametrize("thinking", [True, False])
+def test_thoughts_that_a_template_drops_are_learned_once(thinking: bool) -> None:
+    """Fails if an answer's thoughts are lost, or are learned behind those that the prompt has ended (DeepSeek-V3.1)."""
+    end = "<think>" if thinking else "</think>"
+    turn = "'<|assistant|></think>' + m.content.split('</think>')[-1] + '<|end|>'"
+    made = chat_templates.tokenizer(
+        "{% for m in messages %}{{ '<|user|>' + m.content if m.role == 'user' else " + turn + " }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '<|assistant|>" + end + "' }}{% endif %}"
+    )
+    reader = RowReader(DataConfig(), made, response_ends=[made.convert_tokens_to_ids("<|end|>")])
+    for answer, is_right in (("t</think>x", thinking), ("x", not thinking)):
+        row = {"prompt": "a", "response": answer}
+        if is_right:
+            assert learned(row, reader, made) == [answer + "<|end|>"]
+        else:
+            with refuses("data.response_key"):
+                learned(row, reader, made)
+
+
+@pytest.mark.parametrize(
+    ("name", "end", "answer", "expected"),
+    [
+        ("small channels", "<|start|>user<|message|>a<|end|><|start|>assistant", "x", "<|message|>x<|end|>"),
+        ("small channels", "<|start|>user<|message|>a<|end|><|start|>assistant<|message|>So", " x", " x<|end|>"),
+        ("small inst", "<s>[INST] a [/INST] ", "x", "x </s>"),
+        ("qwen3", "<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\n<think>\n", "t\n</think>\n\nx", None),
+        ("qwen3", "<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\nSo", " x", " x<|im_end|>"),
+        ("small chatml", "<|im_start|>user\na<|im_end|>\n<|im_start|>bot\n", "x", "x<|im_end|>"),
+    ],
+)
+def test_an_answer_goes_on_from_a_rendered_prompt(name: str, end: str, answer: str, expected: str | None) -> None:
+    """Fails if a response is written as behind the template's prompt, when the row's own has begun the answer."""
+    assert learned({"prompt": end, "response": answer}, reader_of(name), chat(name)[0]) == [
+        expected or f"{answer}<|im_end|>"
+    ]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        ("{{ '<|im_start|>assistant\n' }}", "{{ '<|im_start|>bot\n' }}"),  # another name
+        ("{{ '<|im_start|>assistant\n' }}", "{{ '<|im_start|>assistant ' }}"),  # other white space
+        ("for m in messages", "for m in messages if m.role != 'assistant'"),
+        ("m.content", "(m.content | lower)"),
+        ("{% for m", "{{ raise_exception('no') if messages[-1].role == 'assistant' }}{% for m"),
+    ],
+)
+def test_an_answer_that_is_not_written_behind_its_prompt_is_refused(change: tuple[str, str]) -> None:
+    """Fails if the student learns another text than its template's, in a form that no prompt leads to."""
+    template = chat_templates.FAMILIES["chatml"].replace("'TAIL'", "'<|im_start|>assistant\n'")
+    changed = template.replace(*change)
+    assert changed != template
+    for row, data in (({"prompt": "a", "response": "X"}, {}), ({"m": LONG[1:3]}, {"messages_key": "m"})):
+        with pytest.raises(ConfigError):
+            learned(row, reader_of("small chatml", changed, **data), None)
+
+
+def test_responses_that_never_end_their_thoughts_are_counted(gkd_log: pytest.LogCaptureFixture, tmp_path: Path) -> None:
+    """Fails if the student learns to answer within its thoughts, and no line tells how often, or one tells falsely."""
+    made, ends = chat("small chatml_thoughts")
+    file = tmp_path / "p.jsonl"
+    for texts, told in (
+        (["x", "t</think>x", "y"], ["2 of 3", "<think>", "enable_thinking", "</think>"]),
+        (["</think>x"], []),
+    ):
+        gkd_log.clear()
+        file.write_text("".join(json.dumps({"prompt": "a", "response": text}) + "\n" for text in texts))
+        load_prompts([str(file)], "data.train_files", RowReader(DataConfig(), made, response_ends=ends))
+        warnings = [record.getMessage() for record in gkd_log.records if record.levelname == "WARNING"]
+        assert len(warnings) == bool(told) and all(each in warnings[0] for each in told)
