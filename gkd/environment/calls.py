@@ -1,7 +1,6 @@
 """Calls of tools in the forms in which models write them: one table, and what a chat template writes.
 
-vLLM's parsers are not used. They import vLLM, which the processes of environments do without, and need the tokenizer or
-the ids. And they take a turn with one unreadable call for an answer: the student would read no error.
+docs/development/design-decisions.md tells why this does not use vLLM's parsers.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ _FORMS = {
     r"(?P<deepseek_name>[^<\n{]+)(?:<｜tool▁sep｜>|\n```(?:json)?)\s*)?",
     "harmony": r"(?:\A\s*(?=to=functions)|<\|start\|>assistant\s*|<\|channel\|>\w+\s*)to=(?:functions\.)?"
     r"(?:(?P<harmony_name>[\w.-]+)(?:\s*<\|(?:channel|constrain)\|>\s*\w+|\s+\w+){0,4}\s*<\|message\|>\s*)?",
-    "llama": r"<\|(?:python_tag|tool_call)\|>\s*",
+    "llama": r"<\|(?:python_tag|tool_call(?:_start)?)\|>\s*",
 }
 _ALONE = re.compile(  # Llama's form without its mark
     r'\s*(?=\{\s*("type"\s*:\s*"function"\s*,\s*)?"name"\s*:\s*"(?P<name>[^"]*)"\s*,\s*"(parameters|arguments)")'

@@ -142,7 +142,10 @@ BAD = (
     function("x</parameter></function></tool_call> y"),
 )
 MARKED = (
-    *(f"{mark}add(1)" for mark in (_BEGIN, "[TOOL_CALLS]", "<|python_tag|>", " to=functions.f ")),
+    *(
+        f"{mark}add(1)"
+        for mark in (_BEGIN, "[TOOL_CALLS]", "<|python_tag|>", "<|tool_call_start|>", " to=functions.f ")
+    ),
     *('{"name": "add", "parameters": {"a": 1}', f"{ONE} is what I call"),
     *(mark * 10_000 for mark in ("<tool_call>", "<function=f><parameter=a>", "[TOOL_CALLS]", _BEGIN, '<tool_call>["')),
 )
