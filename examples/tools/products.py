@@ -25,7 +25,7 @@ from transformers import PreTrainedTokenizerFast
 
 from examples.tools.calculator import Calculator, calculate
 from gkd.data.chat_delta import ChatDelta
-from gkd.environment.tools import ToolCall, parse_calls
+from gkd.environment.calls import ToolCall, parse_calls
 
 LOWEST, HIGHEST = 320, 999  # factors of three digits and products of six, so that all trajectories have one length
 MARKER = "The result is "

@@ -1,4 +1,4 @@
-"""Plain functions as tools, and the two common ways in which models write calls of tools as text.
+"""Plain functions as tools, which the student calls in the form of its chat template.
 
     class Calculator(ToolEnvironment):
         functions = (add, multiply)
@@ -14,73 +14,21 @@ import json
 import re
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, ClassVar, get_type_hints
 
 import msgspec
 
+from gkd.environment.calls import NAMES, CallError, ToolCall, are_probe, parse_calls
 from gkd.environment.form import encodable, shown
+from gkd.errors import EnvironmentError
 
-_CALL = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)|(<function=.*?(?:</function>|\Z))", re.DOTALL)
 _SECTION = re.compile(r"\n\s*(?:Args|Arguments|Returns|Raises|Yields|Example|Examples|Note):\s*\n")
 _ARGUMENTS = re.compile(
     r"\n\s*(?:Args|Arguments):\s*\n(.*?)(?=\n\s*(?:Returns|Raises|Yields|Examples?|Note):|\Z)", re.DOTALL
 )
 _ARGUMENT = re.compile(r"^\s*(\w+)\s*(?:\([^)]*\))?:\s*(.*?)(?=^\s*\w+\s*(?:\([^)]*\))?:|\Z)", re.DOTALL | re.MULTILINE)
 
-
-class CallError(Exception):
-    """A call cannot be made; the student reads the text."""
-
-
-@dataclass(frozen=True, slots=True)
-class ToolCall:
-    """Hold a call that the student wrote.
-
-    Args:
-        is_text: the values of `arguments` are text as the student wrote it, not JSON.
-    """
-
-    name: str
-    arguments: dict[str, Any]
-    is_text: bool = False
-
-
-def parse_calls(text: str) -> list[ToolCall | CallError]:
-    """Return the calls in a turn in their order, and a CallError for each that has another form than these:
-
-    <tool_call>{"name": "add", "arguments": {"a": 1, "b": 2}}</tool_call>
-    <function=add><parameter=a>1</parameter><parameter=b>2</parameter></function>, also within <tool_call>
-
-    The end of the turn also ends a call. What the student only thinks, until the last </think> and behind a <think>
-    that it does not end, does not count.
-    """
-    said = text.rpartition("</think>")[2].partition("<think>")[0]
-    return [_parsed(json_form or tagged) for json_form, tagged in _CALL.findall(said)]
-
-
-def _parsed(text: str) -> ToolCall | CallError:
-    text = text.strip()
-    if text.startswith("<function="):
-        name, _, body = text.removeprefix("<function=").partition("</function>")[0].partition(">")
-        if not body.strip().startswith("{"):
-            # No regular expression: it would take minutes for a student that repeats the opening tag.
-            pairs = [part.partition("</parameter>")[0].partition(">") for part in body.split("<parameter=")[1:]]
-            values = {key: value.removeprefix("\n").removesuffix("\n") for key, _, value in pairs}
-            return ToolCall(name, values, is_text=True)
-        text = f'{{"name": {json.dumps(name)}, "arguments": {body}}}'
-    try:
-        call = json.loads(text)
-        arguments = call.get("arguments", call.get("parameters", {}))
-        if isinstance(arguments, str):  # some models write them as JSON within JSON
-            arguments = json.loads(arguments)
-        if isinstance(call["name"], str) and isinstance(arguments, dict):
-            return ToolCall(call["name"], arguments)
-    except (ValueError, AttributeError, KeyError, RecursionError) as error:
-        # No part of the call: a student that writes a marker of the template in it would end its trajectory.
-        where = f" ({error})" if isinstance(error, json.JSONDecodeError) else ""
-        return CallError(f'the call is no JSON object with "name" and "arguments"{where}')
-    return CallError('"name" must be text, and "arguments" an object')
+_WORDS = {"True": "true", "False": "false", "None": "null"}  # as Qwen-Coder's template writes them
 
 
 def schema(function: Callable[..., Any]) -> dict[str, Any]:
@@ -159,7 +107,7 @@ def value_of(value: Any, hint: Any, is_text: bool) -> Any:
     """
     if is_text and hint is not str:
         try:
-            value = json.loads(value)
+            value = json.loads(_WORDS.get(value, value))
         except ValueError:  # text without quotes, for a hint such as Literal or str | None
             return msgspec.convert(value, hint)
     return msgspec.convert(value, hint)
@@ -173,18 +121,33 @@ class ToolEnvironment:
 
     functions: ClassVar[Sequence[Callable[..., Any]]] = ()
     tools: ClassVar[Sequence[dict[str, Any]]] = ()
+    parse = staticmethod(parse_calls)  # a subclass may read another form
+    _json_is_call: ClassVar[bool] = False
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
         if "functions" in cls.__dict__:
             cls.tools = [schema(function) for function in cls.functions]
 
+    @classmethod
+    def learn_form(cls, written: Sequence[str]) -> None:
+        """Learn from the chat template's own calls, see `written_calls`, whether JSON alone is a call of any tool.
+
+        Raises:
+            EnvironmentError: `parse` does not read them.
+        """
+        cls._json_is_call = any(turn.startswith("{") for turn in written)
+        if written and not any(are_probe(cls.parse(turn, None), turn) for turn in written):
+            problem = f"the chat template writes calls as {shown(written[0])}, which the environment does not read"
+            fix = "use a model that writes one of these forms, or give the class a function `parse` that reads this one"
+            raise EnvironmentError(f"{problem}. It reads the forms of {NAMES}. Fix: {fix}")
+
     def __init__(self, row: dict[str, Any], seed: int) -> None:
         self.row, self.seed = row, seed
 
     async def step(self, text: str) -> list[dict[str, str]] | None:
         """Answer each call of a turn with a message."""
-        calls = parse_calls(text)
+        calls = self.parse(text, None if self._json_is_call else self.callables())
         if not calls:
             return None
         return [{"role": "tool", "content": content} for content in await answer(calls, self.callables())]

@@ -33,6 +33,7 @@ import msgspec
 
 from gkd.data.row_files import decode_row
 from gkd.environment.form import Fault, checked_messages, checked_reward, encodable, import_environment, shown
+from gkd.environment.tools import ToolEnvironment
 from gkd.errors import EnvironmentError
 from gkd.log import get_logger
 from gkd.user_code import Progress, end_with_parent
@@ -52,12 +53,14 @@ class Start(msgspec.Struct, frozen=True):
         search_path: folders in which the driver finds modules.
         memory_gib: limit of the address space of each process, those that tools start included; 0: none.
         timeout_s: limit of one `step`, and of one `close`; `Environments` sets it.
+        written: calls of tools as the chat template writes them, see `gkd.environment.calls`.
     """
 
     path: str
     search_path: tuple[str, ...]
     memory_gib: float = 32.0
     timeout_s: float = 0.0
+    written: tuple[str, ...] = ()
 
 
 class Call(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -206,6 +209,8 @@ async def serve(connection: socket.socket, progress: Progress) -> None:
         _limit(resource.RLIMIT_AS, int(start.memory_gib * 2**30))
     try:
         kind = import_environment(start.path)
+        if issubclass(kind, ToolEnvironment):
+            kind.learn_form(start.written)
     except EnvironmentError as error:
         send(Ready([], encodable(str(error))))
         await writer.drain()

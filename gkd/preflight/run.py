@@ -97,7 +97,7 @@ def preflight(config: Config) -> Plan:
     device = _checked_device(config)
     tokenizer, n_student_vocab, eos_ids = read_student(config)
     check_engines(config, device)
-    tools = environment_tools(config)
+    tools = environment_tools(config, tokenizer)
     check_observations(config, tokenizer, eos_ids, tools)
     other_tokenizer = teacher_tokenizer(config)
     train = training_prompts(config, tokenizer, eos_ids, tools, other_tokenizer)
@@ -466,7 +466,7 @@ def check_scoring(config: Config) -> ScoringPlan:
         check_reachable(route)
     config = with_local_copies(config.with_values(pinned_names(config)), (*MODELS, *FILES))
     tokenizer, n_student_vocab, eos_ids = read_student(config)
-    prompts = training_prompts(config, tokenizer, eos_ids, environment_tools(config))
+    prompts = training_prompts(config, tokenizer, eos_ids, environment_tools(config, tokenizer))
     teachers = find_teachers(config, "cpu")
     n_vocab = common_vocab(config, teachers, tokenizer, n_student_vocab)
     if n_vocab < n_student_vocab:

@@ -11,6 +11,7 @@ from gkd.config.schema_sections import COMPARING
 from gkd.data.chat_delta import ChatDelta
 from gkd.data.render import Tools
 from gkd.environment import worker as environment_worker
+from gkd.environment.calls import written_calls
 from gkd.environment.pool import Environments
 from gkd.errors import ConfigError, EnvironmentError, RewardError
 from gkd.log import get_logger
@@ -54,22 +55,27 @@ def check_functions(config: Config) -> None:
             workers.close()
 
 
-def environment_tools(config: Config) -> Tools:
+def environment_tools(config: Config, tokenizer: Any) -> Tools:
     """Return the tools that the class of rollout.environment offers; nothing without one.
 
     Raises:
-        ConfigError: the class cannot be imported, or has the wrong form.
+        ConfigError: the class cannot be imported, has the wrong form, or does not read the template's calls of tools.
     """
     path = config.rollout.environment
     if not path:
         return ()
-    environments = Environments(environment_worker.Start(path, search_path()), 1, config.rollout.environment_timeout_s)
+    written = written_calls(tokenizer, config.data.chat_template_kwargs)
+    start = environment_worker.Start(path, search_path(), written=written)
+    environments = Environments(start, 1, config.rollout.environment_timeout_s)
     try:
         environments.wait_ready(_IMPORT_S)
+        if environments.tools and not written:
+            log.info("the chat template writes no calls of tools: see docs/environments.md for the forms that are read")
         return environments.tools
     except EnvironmentError as error:
-        fix = "name a class of a module that this folder or PYTHONPATH has, see docs/environments.md."
-        raise config.error("rollout.environment", f"{error}.", fix) from error
+        problem, _, fix = str(error).partition(". Fix: ")
+        fix = fix or "name a class of a module that this folder or PYTHONPATH has, see docs/environments.md"
+        raise config.error("rollout.environment", f"{problem}.", f"{fix}.") from error
     finally:
         environments.close()
 

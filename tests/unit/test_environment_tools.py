@@ -19,7 +19,7 @@ import pytest
 from examples.tools.calculator import Calculator
 from examples.tools.python_tool import Python, python
 from gkd.environment.form import checked_messages, checked_reward, import_environment
-from gkd.environment.tools import CallError, ToolCall, ToolEnvironment, parse_calls, schema
+from gkd.environment.tools import ToolEnvironment, schema
 from gkd.environment.trl import TrlEnvironment
 from tests.processes import is_alive, wait_until
 from tests.structure import ROOT
@@ -115,43 +115,6 @@ def test_tools_without_docstrings_are_refused() -> None:
     assert done.returncode == 1 and "EnvironmentError" in done.stderr and "PYTHONOPTIMIZE" in done.stderr
 
 
-@pytest.mark.parametrize(
-    ("text", "calls"),
-    [
-        ("The answer is 4.", []),
-        (CALL.format("add", '{"a": 1}'), [ToolCall("add", {"a": 1})]),
-        (
-            'I add.\n<tool_call>\n{"arguments": "{\\"a\\": 1}", "name": "add"}\n</tool_call>',
-            [ToolCall("add", {"a": 1})],
-        ),
-        ('<tool_call>{"name": "add", "parameters": {"a": 1}}', [ToolCall("add", {"a": 1})]),
-        ('<tool_call>{"name": "now"}</tool_call>', [ToolCall("now", {})]),
-        ('<function=add>{"a": 1}</function>', [ToolCall("add", {"a": 1})]),
-        (
-            "<tool_call>\n<function=add>\n<parameter=a>\n1\n</parameter>\n<parameter=b>x\n\ny</parameter>\n</function>\n"
-            "</tool_call><function=now></function>",
-            [ToolCall("add", {"a": "1", "b": "x\n\ny"}, is_text=True), ToolCall("now", {}, is_text=True)],
-        ),
-        (f"<think>{CALL.format('sub', '{}')}</think>{CALL.format('add', '{}')}", [ToolCall("add", {})]),
-        (f"<think>{CALL.format('sub', '{}')}", []),
-        ("<function=f>" + "<parameter=a>" * 50_000, [ToolCall("f", {"a": ""}, is_text=True)]),
-        *(
-            (f"<tool_call>{text}</tool_call>", None)
-            for text in ("", "{", "[]", "3", '{"name": 3}', '{"name": "f"', "[" * 99999)
-        ),
-        ('<tool_call>{"name": "add", "arguments": [1]}</tool_call>', None),
-        ('<tool_call>{"name": "add", "arguments": "1"}</tool_call>', None),
-    ],
-)
-def test_calls_are_found_in_text(text: str, calls: list[ToolCall] | None) -> None:
-    """Fails if a call is overlooked, which ends the trajectory, or made with other arguments."""
-    found = parse_calls(text)
-    if calls is None:
-        assert [type(call) for call in found] == [CallError]
-    else:
-        assert found == calls
-
-
 def test_the_student_reads_results_and_its_mistakes() -> None:
     """Fails if a mistake of the student ends its trajectory, as the template's markers in an answer do, or a tool gets
     arguments of undeclared types.
@@ -160,9 +123,11 @@ def test_the_student_reads_results_and_its_mistakes() -> None:
         CALL.format("add", '{"a": 1}') + CALL.format("add", '{"a": 2, "b": 3}'),
         "<function=add><parameter=a>4</parameter></function>",
         '<function=repeat><parameter=text>4</parameter><parameter=modes>["a"]</parameter></function>',
+        "<function=repeat><parameter=text>4</parameter><parameter=modes>[]</parameter><parameter=strict>True</parameter>",
         "fine",
     ]
-    assert play(Tools, turns) == ([["2", "5"], ["5"], ["'4' ['a'] None True"], None], None)
+    expected = [["2", "5"], ["5"], ["'4' ['a'] None True"], ["'4' [] True True"], None]
+    assert play(Tools, turns) == (expected, None)
     mistakes = [
         *(CALL.format("add", arguments) for arguments in ("{}", '{"a": "1"}', '{"a": 1, "c": 2}', '{"a": true}')),
         *(CALL.format("sub", "{}"), CALL.format("add", '{"a": 13}'), "<tool_call>{", "<function=add"),

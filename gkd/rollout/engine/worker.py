@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
+import msgspec
 import numpy as np
 import ray
 import torch
@@ -23,6 +24,7 @@ from gkd.data.chunks import chunk_sizes, encode_sizes
 from gkd.data.codec import ColumnList, decode_prompts
 from gkd.data.prompts import load_tokenizer
 from gkd.data.scatter import map_selected
+from gkd.environment.calls import written_calls
 from gkd.environment.pool import Environments
 from gkd.environment.worker import Start
 from gkd.errors import ClusterError
@@ -143,9 +145,10 @@ class RolloutWorker:
     def _start_environments(self, config: Config, start: Start, eos_ids: Sequence[int]) -> Turns:
         self._spans.enter("starting the environments")
         rollout = config.rollout
+        variables, setting = config.data.chat_template_kwargs, ("rollout.environment", rollout.environment)
+        start = msgspec.structs.replace(start, written=written_calls(self._tokenizer, variables))
         environments = Environments(start, rollout.environment_workers, rollout.environment_timeout_s)
         environments.wait_ready(config.trainer.init_timeout_s)
-        variables, setting = config.data.chat_template_kwargs, ("rollout.environment", rollout.environment)
         delta = ChatDelta(self._tokenizer, variables, eos_ids, environments.tools, setting=setting)
         return Turns(environments, delta, rollout.max_turns)
 

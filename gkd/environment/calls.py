@@ -1,0 +1,214 @@
+"""Calls of tools in the forms in which models write them: one table, and what a chat template writes.
+
+docs/development/design-decisions.md tells why this does not use vLLM's parsers.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Collection, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from itertools import product
+from os.path import commonprefix
+from typing import Any
+
+from gkd.data.chat_frame import QUESTION, START, ChatFrames, TemplateFailed
+
+NAMES = "Hermes, Qwen-Coder, GLM-4.5, Llama 3.1, Mistral, DeepSeek and Harmony"  # of the forms
+
+# Form -> its mark, with the name of the tool if that stands in front of the arguments. No pattern backtracks far, and
+# no end is looked for twice: a student may repeat a tag 10,000 times.
+_FORMS = {
+    "block": r"<tool_call>\s*(?:(?P<block_name>[A-Za-z_][\w.-]*)\s*(?=<arg_key>|</tool_call>|\Z))?",
+    "function": r"(?=<function=)",
+    "mistral": r"\[TOOL_CALLS\]\s*(?:(?P<mistral_name>[^\s\[\]{}]+)\s*(?:\[CALL_ID\][^\[\]]*)?(?:\[ARGS\])?\s*)?",
+    # Version 3 writes a type in front of the name, and a fence around the arguments; 3.1 neither.
+    "deepseek": r"<｜tool▁calls?▁begin｜>\s*(?:<｜tool▁call▁begin｜>)?(?:(?:[^<\n]*<｜tool▁sep｜>(?!\s*\{))?"
+    r"(?P<deepseek_name>[^<\n{]+)(?:<｜tool▁sep｜>|\n```(?:json)?)\s*)?",
+    "harmony": r"(?:\A\s*(?=to=functions)|<\|start\|>assistant\s*|<\|channel\|>\w+\s*)to=(?:functions\.)?"
+    r"(?:(?P<harmony_name>[\w.-]+)(?:\s*<\|(?:channel|constrain)\|>\s*\w+|\s+\w+){0,4}\s*<\|message\|>\s*)?",
+    "llama": r"<\|(?:python_tag|tool_call(?:_start)?)\|>\s*",
+}
+_ALONE = re.compile(  # Llama's form without its mark
+    r'\s*(?=\{\s*("type"\s*:\s*"function"\s*,\s*)?"name"\s*:\s*"(?P<name>[^"]*)"\s*,\s*"(parameters|arguments)")'
+)
+_THOUGHTS = {"<think>": "</think>", "[THINK]": "[/THINK]", "<|channel|>analysis<|message|>": "<|end|>"}
+_CLOSED = ("</think>", "[/THINK]")  # also of thoughts that the prompt has opened
+_CUT = ("</parameter>", "</arg_value>")
+_MARKS = [f"(?P<{name}>{mark})" for name, mark in _FORMS.items()]
+_NEXT = re.compile("|".join([*_MARKS, *map(re.escape, (*_THOUGHTS, *_CLOSED, *_CUT))]))
+_LAST = re.compile("</tool_call>|</function>|<｜tool▁call▁end｜>")
+_MORE = re.compile(r"[\s,;]*(?=\{|\[\s*\{)")
+_END_OF_JSON = re.compile(r"[\s`]*(?=[<\[]|\Z)")
+_FUNCTION = re.compile(r"<function=([^>\n]*)>\s*")
+_PARAMETER = (r"\s*<parameter=([^>\n]*)>\n?", r"\n?</parameter>(?=\s*(?:<parameter=|</function>|</tool_call>|\Z))")
+_GLM = (r"\s*<arg_key>([^<]*)</arg_key>\s*<arg_value>", r"</arg_value>(?=\s*(?:<arg_key>|</tool_call>|\Z))")
+_THOUGHT_OF = re.compile(r"</think>\s*<(?:tool_call>|function=)")  # the value begins in thoughts
+_END = re.compile(r"\s*(?:</function>|</tool_call>|\Z)")
+
+
+class CallError(Exception):
+    """A call cannot be read from a character of the turn on, or cannot be made. The student reads the text.
+
+    The text has no part of the call: with a marker of the template in it the trajectory would end.
+    """
+
+    def __init__(self, text: str, at: int = 0) -> None:
+        super().__init__(text)
+        self.at = at
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCall:
+    """Hold a call that the student wrote.
+
+    Args:
+        is_text: the values of `arguments` are text as the student wrote it, not JSON.
+    """
+
+    name: str
+    arguments: dict[str, Any]
+    is_text: bool = False
+
+
+def _json_calls(text: str, at: int, name: str = "") -> tuple[list[ToolCall], int]:
+    """Read objects with a name and arguments, or lists of them; behind a name its arguments."""
+    calls: list[ToolCall] = []
+    more = None
+    while not calls or more:
+        begin = more.end() if more else at
+        try:
+            value, at = json.JSONDecoder().raw_decode(text, begin)
+        except (ValueError, RecursionError) as error:
+            where = getattr(error, "pos", begin)
+            problem = f"{getattr(error, 'msg', 'too deep')}: character {where - begin}"
+            raise CallError(f"the call cannot be read as JSON ({problem})", where) from None
+        values = [{"name": name, "arguments": value}] if name else value if isinstance(value, list) else [value]
+        calls += [_json_call(one, at) for one in values or [None]]
+        more = None if name else _MORE.match(text, at)
+    if _END_OF_JSON.match(text, at) is None:
+        raise CallError("the call has text behind its JSON", at)
+    return calls, at
+
+
+def _json_call(value: Any, at: int) -> ToolCall:
+    with suppress(AttributeError, KeyError, ValueError, RecursionError):
+        arguments = value.get("arguments", value.get("parameters", {}))
+        if isinstance(arguments, str):  # some models write them as JSON within JSON
+            arguments = json.loads(arguments)
+        if isinstance(value["name"], str) and isinstance(arguments, dict):
+            return ToolCall(value["name"], arguments)
+    raise CallError('the call must be a JSON object with "name" and "arguments"', at)
+
+
+def _texts(text: str, at: int, name: str, tags: tuple[str, str]) -> tuple[list[ToolCall], int]:
+    """Read arguments between tags. What closes one has another one or the end of the call behind it."""
+    values: dict[str, Any] = {}
+    key, end = map(re.compile, tags)
+    while head := key.match(text, at):
+        close = end.search(text, head.end())
+        if close is None or head[1] in values or _THOUGHT_OF.search(text, head.end(), close.start()):
+            raise CallError("an argument of the call has no end, or stands there twice", head.end())
+        values[head[1]] = text[head.end() : close.start()]
+        at = close.end()
+    if (last := _END.match(text, at)) is None:
+        raise CallError("the call has text that belongs to no argument", at)
+    return [ToolCall(name, values, is_text=True)], last.end()
+
+
+def _tagged(text: str, at: int, name: str) -> tuple[list[ToolCall], int]:
+    """Read GLM's arguments behind a name, a function in Qwen-Coder's form or with JSON, or Hermes' JSON."""
+    if name:
+        return _texts(text, at, name, _GLM)
+    if (head := _FUNCTION.match(text, at)) is None:
+        return _json_calls(text, at)
+    if text.startswith("{", head.end()):
+        return _json_calls(text, head.end(), head[1])
+    return _texts(text, head.end(), head[1], _PARAMETER)
+
+
+def parse_calls(text: str, names: Collection[str] | None = None) -> list[ToolCall | CallError]:
+    """Return the calls in a turn in their order, and a CallError for each that is marked as one and cannot be read.
+
+    The end of the turn also ends a call. Thoughts do not count: what stands between <think> and </think>. If the prompt
+    has the <think>, they end at the first </think> outside of an argument.
+
+    Args:
+        names: tools of which a JSON object alone is a call, as Llama 3.1 writes them; None: of any.
+    """
+    calls: list[ToolCall | CallError] = []
+    at = answer = 0  # where the text goes on, and where the answer begins
+    while True:
+        alone = _ALONE.match(text, at) if at == answer else None
+        if alone and (names is None or alone["name"] in names):
+            at = _read("llama", alone, calls, thinks=not answer)
+        if (found := _NEXT.search(text, at)) is None:
+            return calls
+        at = found.end()
+        if found.lastgroup:
+            at = _read(found.lastgroup, found, calls, thinks=not answer)
+        elif close := _THOUGHTS.get(found[0]):
+            if (end := text.find(close, at)) < 0:
+                return calls
+            at = answer = end + len(close)
+        elif found[0] in _CLOSED and not answer:  # the prompt has opened the thoughts
+            calls.clear()
+            answer = at
+        elif found[0] in _CUT and calls and getattr(calls[-1], "is_text", False):
+            calls[-1] = CallError("a value of the call has the text that ends a call", at)
+
+
+def _read(form: str, mark: re.Match[str], calls: list[ToolCall | CallError], thinks: bool) -> int:
+    """Append the calls behind a mark, and return where they end."""
+    text, read = mark.string, _tagged if form in ("block", "function") else _json_calls
+    try:
+        found, end = read(text, mark.end(), mark.groupdict().get(f"{form}_name") or "")
+        calls += found
+    except CallError as error:
+        calls.append(error)
+        last = _LAST.search(text, error.at)
+        end = last.end() if last else len(text)
+        if thinks:  # the mark may stand in thoughts, which end within what is left out here
+            end = min([end, *(place for close in _CLOSED if (place := text.find(close, error.at, end)) >= 0)])
+    return end
+
+
+# Calls with values of several types, for the template to write.
+PROBE = (
+    ToolCall("find_item", {"query": 'a "quoted"\n<b> é', "count": 3, "filter": {"max": [2.5, None]}}),
+    ToolCall("add_note", {"text": "12"}),
+)
+
+
+def written_calls(tokenizer: Any, variables: dict[str, Any]) -> tuple[str, ...]:
+    """Return turns of both calls in `PROBE`, and of the first, in each way in which the chat template writes them.
+
+    Some templates want arguments as an object, others as JSON text. Nothing: the template fails, or leaves out calls.
+
+    Args:
+        variables: data.chat_template_kwargs.
+    """
+    about = {"description": "-", "parameters": {"type": "object", "properties": {}}}
+    tools = [{"type": "function", "function": {"name": call.name, **about}} for call in PROBE]
+    turns = []
+    for calls, form in product((PROBE, PROBE[:1]), (dict, json.dumps)):
+        functions = [{"name": call.name, "arguments": form(call.arguments)} for call in calls]
+        made = [{"id": f"call{i:05}", "type": "function", "function": one} for i, one in enumerate(functions)]
+        with suppress(TemplateFailed):
+            frames = ChatFrames(tokenizer, {**variables, "tools": tools}, ())
+            plain = frames.render(START, generate=False)
+            message = {"role": "assistant", "content": "", "tool_calls": made}
+            whole = frames.render([QUESTION, message], generate=False)
+            turn = whole[len(commonprefix([plain, whole])) :]
+            turns.append(turn[: len(turn) - len(commonprefix([plain[::-1], turn[::-1]]))])
+    return tuple(turn for turn in turns if PROBE[0].name in turn)
+
+
+def are_probe(found: Sequence[ToolCall | CallError], turn: str) -> bool:
+    """Return whether these are the calls of `PROBE` that a turn names."""
+    expected = [call for call in PROBE if call.name in turn]
+    texts = [{k: v if isinstance(v, str) else json.dumps(v) for k, v in call.arguments.items()} for call in expected]
+    as_text = [ToolCall(call.name, text, is_text=True) for call, text in zip(expected, texts, strict=True)]
+    return [*found] in (expected, as_text)
