@@ -100,6 +100,8 @@ class Cluster:
                 self._folder = make_ray_folder()
                 # "local", because without an address Ray would join a cluster that runs on this machine.
                 local |= {"address": "local", "_temp_dir": str(self._folder)}
+                # They grow without an end, and only Ray's dashboard, which is not started, reads them.
+                os.environ.setdefault("RAY_task_events_report_interval_ms", "0")
             if address:
                 _check_answers(address)
                 with _signals_held():
