@@ -443,7 +443,7 @@ class TokenRecord:
 class TrainStats:
     """Result of one global batch; identical on every rank."""
 
-    loss: float  # token mean over the global batch, nats
+    loss: float  # token mean over the global batch, nats; NaN without a loss token, as grad_norm
     n_loss_tokens: int
     grad_norm: float = 0.0  # global, before clipping; 0 in evaluation
     lr: float = 0.0  # learning rate of this update; 0 in evaluation

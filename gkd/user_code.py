@@ -19,6 +19,7 @@ from pathlib import Path
 
 _END_S = 5.0  # a process that is killed ends at once, unless it waits for a disk
 EXEC_S = 0.5  # bound of the time in which a process that is being started has no environment
+BATCH_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)  # batch systems send them before they kill a job
 _MARK = "GKD_CHILD"  # environment variable; processes that the child starts have its value, too
 _N_BYTES = 16  # bytes of a call's number, int64, and its time, float64
 
@@ -77,13 +78,16 @@ class Child:
 
 
 def end_with_parent(fd: int, folder: str = "") -> None:
-    """Let this process, a `Child`, ignore Ctrl-C, and end with all it has started when its parent has ended.
+    """Let this process, a `Child`, ignore what stops a run, and end with all it has started when its parent has ended.
 
     Args:
         fd: a socket whose other end the parent holds.
         folder: removed before the end.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    for number in BATCH_SIGNALS:
+        signal.signal(number, lambda *_: None)  # not SIG_IGN, which programs that the code starts would inherit
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, BATCH_SIGNALS)  # Ray's processes block them, and so would the programs
     own = os.dup(fd)  # the program may close the other
     watch = threading.Thread(target=_wait_for_parents_end, args=(own, os.getppid(), folder), daemon=True)
     watch.start()

@@ -31,9 +31,10 @@ from ray.util.placement_group import PlacementGroup, placement_group, remove_pla
 from gkd.cluster.host import make_ray_folder, remove_ray_folder
 from gkd.cluster.placement import Node, PoolSpec, Room, in_order, place, shortage
 from gkd.cluster.pool import Pool
+from gkd.cluster.stacks import listen
 from gkd.errors import ClusterError
 from gkd.log import get_logger, log_to_file_only
-from gkd.user_code import EXEC_S
+from gkd.user_code import BATCH_SIGNALS, EXEC_S
 
 log = get_logger("pools")
 
@@ -41,8 +42,7 @@ log = get_logger("pools")
 HELPER_CPUS = 0.1
 
 _CONNECT_S = 10.0
-# Every process of the job can report its stacks from its start.
-_JOB_ENV = {"worker_process_setup_hook": "gkd.cluster.stacks.listen"}
+_JOB_ENV = {"worker_process_setup_hook": "gkd.cluster.cluster.begin_process"}
 _GRANT_S = 5.0  # Ray grants what is free within milliseconds
 _POLL_S = 0.2
 _KILLED_S = 5.0
@@ -93,8 +93,6 @@ class Cluster:
         # Logical CPUs, so that processes share the cores of a machine that has too few: some with a GPU have two.
         cpus = math.ceil(n_slots * cpus_a_slot) + 2
         local: dict[str, Any] = common | {"include_dashboard": False, "num_cpus": cpus}
-        on_sigterm, on_sighup = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGHUP)
-        signal.signal(signal.SIGHUP, signal.SIG_IGN)  # the daemons inherit it, and outlive a terminal
         log_worker_lines()
         try:
             if self._is_own:
@@ -102,15 +100,18 @@ class Cluster:
                 self._folder = make_ray_folder()
                 # "local", because without an address Ray would join a cluster that runs on this machine.
                 local |= {"address": "local", "_temp_dir": str(self._folder)}
+                # They grow without an end, and only Ray's dashboard, which is not started, reads them.
+                os.environ.setdefault("RAY_task_events_report_interval_ms", "0")
             if address:
                 _check_answers(address)
-                ray.init(address=address, **common)
+                with _signals_held():
+                    ray.init(address=address, **common)
             elif on_cpu:
                 # Ray refuses more slots than CUDA_VISIBLE_DEVICES lists, which job scripts and users set for real GPUs.
-                with _visible(gpus, forget=True):
+                with _visible(gpus, forget=True), _signals_held():
                     ray.init(num_gpus=len(gpus) or n_slots, object_store_memory=512 << 20, **local)
             else:
-                with _visible(gpus):
+                with _visible(gpus), _signals_held():
                     ray.init(**local)
         except Exception as error:  # Ray raises plain ones, too
             problem = " ".join(str(error).split())
@@ -133,8 +134,6 @@ class Cluster:
             raise
         finally:
             del os.environ[_RUN]
-            signal.signal(signal.SIGTERM, on_sigterm)  # ray.init replaces it
-            signal.signal(signal.SIGHUP, on_sighup)
 
     def make_pools(self, specs: Sequence[PoolSpec], timeout_s: float) -> dict[str, Pool]:
         """Reserve all pools or none; return them by name. The first pool gets the lowest GPU ids.
@@ -175,16 +174,46 @@ class Cluster:
 
         The folder of the stopped Ray is removed. While an error is handled, its logs stay.
         """
+        left = _children_of_daemons() if self._is_own else []
         ray.shutdown()
         if self._is_own:
-            _kill_rest(self.run)
+            _kill_rest(self.run, left)
         if self._folder is not None:
             remove_ray_folder(self._folder, keep_logs=isinstance(sys.exc_info()[1], Exception))
             self._folder = None
 
 
-def _kill_rest(run: str) -> None:
-    """Kill the processes of a cluster that `ray.shutdown` has left.
+def begin_process() -> None:
+    """Prepare a process of Ray for the run. Call it in the main thread, before Ray's loop."""
+    ray._private.utils.set_sigterm_handler = lambda handler: None  # the loop's handler would end the process
+    listen()
+
+
+@contextmanager
+def _signals_held() -> Iterator[None]:
+    """Block what stops a run while Ray starts: its daemons inherit that, and live until the last save."""
+    on_sigterm = signal.getsignal(signal.SIGTERM)
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, (*BATCH_SIGNALS, signal.SIGHUP))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, on_sigterm)  # ray.init replaces it
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _children_of_daemons() -> list[psutil.Process]:
+    """Return what `ray.shutdown` leaves, because it kills the daemons: they block SIGTERM, for which it would wait."""
+    children: list[psutil.Process] = []
+    node = ray._private.worker._global_node
+    for daemon in [info.process for infos in (node.all_processes if node else {}).values() for info in infos]:
+        daemon.terminate = daemon.kill
+        with suppress(psutil.NoSuchProcess):
+            children += psutil.Process(daemon.pid).children(recursive=True)
+    return children
+
+
+def _kill_rest(run: str, left: Sequence[psutil.Process] = ()) -> None:
+    """Kill the processes of a cluster that `ray.shutdown` has left, some of them known: titles hide the environment.
 
     An agent that starts while its raylet ends may wait for it for more than a minute.
     """
@@ -204,7 +233,7 @@ def _kill_rest(run: str) -> None:
                         time.sleep(_LOOK_S)
                         if environment := process.environ():
                             break
-                if environment.get(_RUN) == run:
+                if environment.get(_RUN) == run or process in left:
                     process.kill()
                     killed.add(process)
                     is_left = True

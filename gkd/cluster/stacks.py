@@ -125,12 +125,16 @@ def rank_env(run: str, rank: str) -> dict[str, str]:
 
 
 def listen() -> None:
-    """Make this process write its stacks on the signal. Repeated calls have no effect."""
+    """Make this process write its stacks on the signal, and one of a rank ignore what stops a run. May be repeated."""
     global _file
     if _file is None:
+        if RANK_ENV in os.environ:
+            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):  # the driver saves, and ends this process
+                signal.signal(number, signal.SIG_IGN)
         # The file name identifies the rank: a process that changes its title overwrites its readable environment.
         _file = os.fdopen(os.memfd_create(f"{_FILE}:{os.environ.get(RANK_ENV, '')}"), "w+b")
         faulthandler.register(_SIGNAL, file=_file, all_threads=True, chain=False)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, (_SIGNAL,))  # Ray's processes block it
 
 
 def stacks_here(run: str, rank: str = "") -> list[RankStack]:

@@ -24,7 +24,7 @@ class RunState:
 
     Attributes:
         evaluations: step and numbers of each one.
-        losses: of each step.
+        losses: of each step that had a loss token.
         numbers: of the newest step.
         step: optimizer steps made.
         first_step: step at which this start of the run began.
@@ -68,7 +68,7 @@ class RunState:
         self.active_alarms = [key[7:] for key, value in numbers.items() if key.startswith("health/") and value]
         for name in self.active_alarms:
             self.alarms[name] = self.alarms.get(name, 0) + 1
-        if "loss/total" in numbers:
+        if numbers.get("loss/tokens") != 0 and "loss/total" in numbers:
             self.losses.append(numbers["loss/total"])
         if (kl := kl_of(numbers)[1]) is not None:
             self._kls.append(kl)
@@ -141,7 +141,7 @@ def loss_fields(state: RunState) -> list[str]:
     """Return loss, KL and its trend."""
     label, kl = kl_of(state.numbers)
     trend = "" if state.trend is None else f" {max(-9.99, min(9.99, state.trend)):+.0%}"
-    loss = f"loss {short(state.numbers['loss/total'])}"
+    loss = f"loss {short(state.numbers['loss/total'])}" if state.numbers.get("loss/tokens") != 0 else "no loss token"
     return [loss] if kl is None else [loss, f"{label} {short(kl)}{trend}"]
 
 

@@ -300,7 +300,7 @@ def size_numbers(counts: np.ndarray, routes: Sequence[Route]) -> dict[str, float
     """Return the share of the tokens and the mean response length of each route; nothing for a single teacher."""
     numbers = {}
     for route, (n_tokens, n_sequences) in zip(routes, counts.tolist(), strict=True):
-        if route.name:
+        if route.name and counts.any():
             numbers[f"domain/{route.name}/tokens_share"] = n_tokens / counts[:, 0].sum()
             if n_sequences:
                 numbers[f"domain/{route.name}/length"] = n_tokens / n_sequences

@@ -8,9 +8,10 @@ from pathlib import Path
 from time import sleep
 
 from gkd.config.schema import Config
-from gkd.errors import HealthAlarm
+from gkd.errors import DataError, HealthAlarm
 from gkd.log import get_logger
 from gkd.metrics.health_checks import CHECKS, NEED_EQUAL_SAMPLING, Check, History, NoNumbers
+from gkd.metrics.step import NO_LOSS
 from gkd.run.disk import naming
 from gkd.run.interrupts import interruptible
 
@@ -102,6 +103,7 @@ log = get_logger("health")
 
 CONTINUE = "continue"  # file of the run folder that ends a pause
 _POLL_S = 0.2
+_MOST_EMPTY = 20  # batches without a loss token in a row; a mistake, if all have been without one
 
 
 class HealthResponse:
@@ -111,7 +113,11 @@ class HealthResponse:
         run_dir: the run folder.
     """
 
-    def __init__(self, config: Config, run_dir: Path) -> None:
+    def __init__(self, config: Config, run_dir: Path, total_steps: int) -> None:
+        self._skip_first = config.distill.skip_first_tokens
+        self._most_empty = min(_MOST_EMPTY, total_steps)
+        self._n_empty = 0  # batches without a loss token in a row, up to the newest
+        self._has_warned = False  # a warning has counted responses without a loss token
         self._on_alarm, self._file = config.health.on_alarm, run_dir / CONTINUE
         self._monitor = Monitor.of(config)
         self._new: list[Alarm] = []
@@ -124,7 +130,9 @@ class HealthResponse:
             log.warning("alarm that still lasts: %s", alarm)
 
     def numbers(self, step: int, line: Mapping[str, float]) -> dict[str, float]:
-        """Return `health/<check>` for a line, and log the alarms that start or clear with it."""
+        """Return `health/<check>` for a line, and log the alarms that start or clear with it, and what has no loss."""
+        if NO_LOSS in line:
+            self._count_short(step, line)
         changes = self._monitor.feed({"step": step, **line})
         for alarm in changes.cleared:
             log.info("alarm cleared at step %d: %s, which began at step %d", step, alarm.check.name, alarm.step)
@@ -143,8 +151,14 @@ class HealthResponse:
 
         Raises:
             HealthAlarm: health.on_alarm is stop.
+            DataError: too many batches in a row had no loss token.
             CheckpointError: the step cannot be saved.
         """
+        if self._n_empty >= self._most_empty:
+            save()
+            most = f"all answers had at most distill.skip_first_tokens = {self._skip_first} tokens"
+            fix = "start a new run with a smaller value. The last step is saved; a resume tries the batches behind it."
+            raise DataError(f"the last {self._n_empty} batches had no loss token: {most}. Fix: {fix}")
         new, self._new = self._new, []
         if not new or self._on_alarm == "warn":
             return
@@ -155,6 +169,18 @@ class HealthResponse:
         if self._on_alarm == "stop":
             raise HealthAlarm("; ".join(map(str, new)), [alarm.check.name for alarm in new])
         self._pause(new)
+
+    def _count_short(self, step: int, line: Mapping[str, float]) -> None:
+        """Warn of a batch without a loss token, and of the first responses without one."""
+        n = line["rollout/sequences"]
+        self._n_empty = 0 if line["loss/tokens"] else self._n_empty + 1
+        if self._n_empty:
+            text = "step %d leaves its batch out: %d answers of at most %d tokens (distill.skip_first_tokens), no loss"
+            log.warning(text, step, n, self._skip_first)
+        elif line[NO_LOSS] and not self._has_warned:
+            self._has_warned = True
+            text = "step %d: %d of %d answers have at most distill.skip_first_tokens = %d tokens, so none carries loss"
+            log.warning(text, step, line[NO_LOSS], n, self._skip_first)
 
     def _pause(self, alarms: Iterable[Alarm]) -> None:
         names = ", ".join(alarm.check.name for alarm in alarms)

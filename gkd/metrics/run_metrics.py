@@ -78,7 +78,7 @@ class RunMetrics:
         self._restarts = EngineRestarts()  # since the last line, also during an evaluation
         self._files: list[MetricsWriter] = []
         self._trackers: Trackers | None = None
-        self._health = HealthResponse(config, folder.root)
+        self._health = HealthResponse(config, folder.root, total_steps)
         self.state = RunState(total_steps)
 
     def add_scored(self, batch: Sequence[ScoredChunk]) -> None:
@@ -122,7 +122,7 @@ class RunMetrics:
         Args:
             save: saves the step, if health.on_alarm pauses or stops the run.
 
-        Raises HealthAlarm: health.on_alarm is stop.
+        Raises HealthAlarm, DataError: see `HealthResponse.respond`.
         """
         m = StepMetrics(step, self._spans)
         try:
@@ -140,7 +140,7 @@ class RunMetrics:
         """Add all numbers of an optimizer step, and what the engines did since the last one."""
         with m.stage("usage"):
             usage = self._usage()
-        m.add(step_numbers(batch, stats, sync, version=m.step - 1))
+        m.add(step_numbers(batch, stats, sync, version=m.step - 1, skip_first=self._config.distill.skip_first_tokens))
         m.add(reward_numbers(batch, self._config) | store_numbers(batch, self._config))
         m.add(turn_numbers(batch, self._config))
         m.add(usage.memory)

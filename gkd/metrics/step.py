@@ -15,6 +15,7 @@ from gkd.console.state import plain_s
 from gkd.types import FINISH_REASONS, EngineRestarts, RolloutChunk, ScoredChunk, SyncReport, TrainStats
 
 DATASET_TOKENS = "rollout/dataset_response_tokens"
+NO_LOSS = "rollout/no_loss_sequences"
 _BLOCKED = 0.05  # share of a step; a pool that the loop waits for less than this is not the bottleneck
 _STAGES = {"rollout": ("rollout",), "teacher": ("teacher",), "actor": ("reference", "train")}
 
@@ -36,12 +37,13 @@ def staleness_numbers(batch: Sequence[ScoredChunk], version: int) -> dict[str, f
 
 
 def step_numbers(
-    batch: Sequence[ScoredChunk], stats: TrainStats, sync: SyncReport, *, version: int
+    batch: Sequence[ScoredChunk], stats: TrainStats, sync: SyncReport, *, version: int, skip_first: int = 0
 ) -> dict[str, float]:
     """Return all numbers of a step but its times; `rollout/` includes the dataset's responses.
 
     Args:
         version: of the weights that trained on the batch.
+        skip_first: distill.skip_first_tokens.
     """
     chunks = [c.rollouts for c in batch]
     sizes = np.concatenate([chunk.sizes for chunk in chunks], axis=1)
@@ -60,6 +62,7 @@ def step_numbers(
         "rollout/response_tokens": float(n_tokens),
         DATASET_TOKENS: float(n_response[~on_policy].sum()),
         "rollout/response_length_mean": n_tokens / len(n_response),
+        **({NO_LOSS: float((n_response <= skip_first).sum())} if skip_first else {}),
         "rollout/truncated_share": float((endings == FINISH_REASONS.index("length")).mean()),
         **({"rollout/repeated_4gram_share": float(n_repeated[on_policy].sum()) / n_4grams} if n_4grams else {}),
         "perf/group_tokens_max": float(_heaviest_group(chunks)),

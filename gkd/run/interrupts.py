@@ -1,9 +1,10 @@
-"""Handle SIGINT, SIGTERM and SIGHUP so that the loop stops only between optimizer steps.
+"""Handle SIGINT, SIGHUP and what batch systems send so that the loop stops only between optimizer steps.
 
     before and after the loop   the first signal raises KeyboardInterrupt at once
     in the loop                 the first signal is held until the loop is in an `interruptible` block; then the last
                                 finished step can be saved
-    held, or during that save   a second signal, or the end of LIMIT_S, raises KeyboardInterrupt at once
+    held, or during that save   Ctrl-C at least AGAIN_S later, or the end of LIMIT_S, raises KeyboardInterrupt at once.
+                                Other signals have no effect: `timeout` and batch systems send several
     after KeyboardInterrupt     signals are ignored for STOP_S, so that nothing interrupts the end of the processes
 
 Signal handlers belong to the process, so this state does, too. Without `install` (a loop of one's own) Python's
@@ -21,20 +22,22 @@ from contextlib import contextmanager
 from types import FrameType
 
 from gkd.log import get_logger
+from gkd.user_code import BATCH_SIGNALS
 
 log = get_logger("run")
 
 LIMIT_S = 120.0  # time from the first signal in the loop until the last save has to be finished
 STOP_S = 30.0  # stopping all processes takes seconds
+AGAIN_S = 2.0  # signals that come sooner than this after the first one are copies of it
 
-_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_SIGNALS = (signal.SIGINT, signal.SIGHUP, *BATCH_SIGNALS)
 _NOTICE = "interrupted: the last step is finished and saved, within %.0f s; a second Ctrl-C stops without saving"
 
 
 class _State:
     in_loop = False
     may_stop = False  # an `interruptible` block is running
-    received = False  # the first signal in the loop
+    received_s: float | None = None  # clock at the first signal in the loop
     between_steps = False  # KeyboardInterrupt was raised in an `interruptible` block
     requested = False  # any signal has come
     stopping_s: float | None = None  # clock when the processes began to stop
@@ -45,7 +48,7 @@ _state = _State()
 
 
 def install() -> None:
-    """Receive SIGINT, SIGTERM and SIGHUP in this process from now on. Call it in the main thread.
+    """Receive the signals in this process from now on. Call it in the main thread.
 
     SIGHUP stays ignored if it is (nohup).
     """
@@ -64,9 +67,10 @@ def training_loop() -> Iterator[None]:
     try:
         yield
     finally:
-        if _state.received:
+        if _state.received_s is not None:
             signal.setitimer(signal.ITIMER_REAL, 0.0)
-        _state.in_loop = _state.received = False
+        _state.in_loop = False
+        _state.received_s = None
 
 
 @contextmanager
@@ -77,7 +81,7 @@ def interruptible() -> Iterator[None]:
     """
     _state.may_stop = _state.in_loop
     try:
-        if _state.may_stop and _state.received:
+        if _state.may_stop and _state.received_s is not None:
             _stop_between_steps()
         yield
     finally:
@@ -106,14 +110,19 @@ def _receive(number: int, frame: FrameType | None) -> None:
         return
     if number == signal.SIGHUP:
         _leave_terminal()
+    now_s = time.monotonic()
     _state.requested = True
-    if _state.stopping_s is not None and time.monotonic() - _state.stopping_s < STOP_S:
+    if _state.stopping_s is not None and now_s - _state.stopping_s < STOP_S:
         return
-    if not _state.in_loop or _state.received:
+    if _state.received_s is not None:
+        is_again = number == signal.SIGINT and now_s - _state.received_s >= AGAIN_S
+        if not is_again and number != signal.SIGALRM:
+            return
+    if not _state.in_loop or _state.received_s is not None:
         _state.between_steps = False
         ignore_signals()
         raise KeyboardInterrupt
-    _state.received = True
+    _state.received_s = now_s
     signal.setitimer(signal.ITIMER_REAL, LIMIT_S)
     # The handler may have interrupted the logger, or the panel that it prints through: another thread waits for them.
     threading.Thread(target=log.warning, args=(_NOTICE, LIMIT_S), daemon=True).start()

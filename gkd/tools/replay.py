@@ -223,7 +223,7 @@ def _scored(pending: list[PendingScores], reference: ReferenceRole, scoring: Sco
     return logprobs.wait(scoring.collect(pending))
 
 
-def compared(recorded: dict[str, float], stats: TrainStats, rtol: float) -> tuple[str, str, bool]:
+def compared(recorded: dict[str, Any], stats: TrainStats, rtol: float) -> tuple[str, str, bool]:
     """Return a table of the numbers, the verdict, and whether they are equal.
 
     Args:
@@ -233,10 +233,11 @@ def compared(recorded: dict[str, float], stats: TrainStats, rtol: float) -> tupl
     rows = [f"{'':<16}{'recorded':>24}{'replayed':>24}{'difference':>14}"]
     exact, close = True, True
     for key, attribute in _COMPARED.items():
-        before, now = recorded[key], float(getattr(stats, attribute))
+        before, now = float(recorded[key] if recorded[key] is not None else "nan"), float(getattr(stats, attribute))
         rows.append(f"{key:<16}{before!r:>24}{now!r:>24}{now - before:>14.3g}")
         limit = 0.0 if attribute == "n_loss_tokens" else rtol * abs(before)
-        exact, close = exact and now == before, close and abs(now - before) <= limit
+        is_same = repr(now) == repr(before)  # both NaN: the batch has no loss token
+        exact, close = exact and is_same, close and (is_same or abs(now - before) <= limit)
     verdict = "equal, bit by bit" if exact else f"equal within --rtol {rtol:g}" if close else "DIFFERENT"
     return "\n".join(rows), verdict, close
 

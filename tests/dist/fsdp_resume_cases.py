@@ -14,7 +14,7 @@ from gkd.actor.common.shard_writer import write
 from tests.dist.helpers import group_of_one
 from tests.dist.megatron_reference import make_micro_batches
 from tests.dist.peft_reference import LORA
-from tests.dist.resume_cases import LAST, SAVED_AT, late_snapshot, weights
+from tests.dist.resume_cases import LAST, SAVED_AT, late_snapshot, leave_out, weights
 from tests.dist.student_cases import build_student, share
 
 SETTINGS: dict[str, dict[str, Any]] = {"plain": {}, "offloaded": {"cpu_offload": True}, "lora": {"lora": LORA}}
@@ -28,7 +28,8 @@ def save_all(root: Path, rank: int, world_size: int, names: list[str]) -> dict[s
     results = {}
     for name in names:
         student = _student(root, rank, world_size, name)
-        _train(student, 0, SAVED_AT)
+        _train(student, 0, SAVED_AT - 1)
+        leave_out(student)
         saved = weights(student)
         snapshot = late_snapshot(student) if name == names[0] else student.snapshot()
         losses = _train(student, SAVED_AT, LAST)

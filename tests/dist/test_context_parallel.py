@@ -135,7 +135,7 @@ def _one(rank: int, world_size: int, root: Path, case: Case) -> dict[str, Any]:
     errors = []
     if case.variant != "hidden":  # a NaN in the rows of one rank is an error of all ranks, and changes nothing
         bad = [with_nan(batch) for batch in mine] if is_last else mine
-        errors = [caught(partial(student.train_step, batches))[0] for batches in (bad, [])]
+        errors = [caught(call)[0] for call in (partial(student.train_step, bad), partial(student.evaluate, []))]
     stats = [evaluated, student.train_step(mine), student.train_step(mine)]
     stats.append(step_in_parts(student, mine))
     numbers = [{"loss": s.loss, "norm": s.grad_norm, "tokens": s.n_loss_tokens, **s.extra} for s in stats]

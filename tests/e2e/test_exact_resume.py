@@ -11,9 +11,11 @@ import signal
 import tempfile
 from pathlib import Path
 
+import psutil
 import pytest
 
 from gkd.metrics.writer import read_metrics
+from gkd.user_code import BATCH_SIGNALS
 from tests.e2e.conftest import Lab, left_behind
 from tests.e2e.exactness import steps_of
 from tests.e2e.kill_matrix import Kill, Runs, torture
@@ -26,8 +28,8 @@ pytestmark = pytest.mark.e2e
 @pytest.mark.timeout(600)
 def test_a_resumed_run_replaces_its_engine_and_ends_at_a_signal(base_run: Path, lab: Lab, teacher_port: int) -> None:
     """If it fails, a resumed run trains on other tokens or with other states, an engine that dies is not replaced or
-    gets other weights, or a run that is stopped in training loses a finished step, or keeps GPUs, ports, Ray daemons or
-    files of vLLM.
+    gets other weights, or a run that is stopped in training loses a finished step, also because the signals
+    reach its other processes or come again, or it keeps GPUs, ports, Ray daemons or files of vLLM.
     """
     run_dir, temporary = lab.root / "resumed", tempfile.mkdtemp()
     begin = base_run / "checkpoints" / "step_00000002"
@@ -37,7 +39,12 @@ def test_a_resumed_run_replaces_its_engine_and_ends_at_a_signal(base_run: Path, 
     process = start(lab, run_dir, teacher_port, *settings, env=env, faults=[killed])
     try:
         wait_for_step(run_dir, 5, process)
-        stderr = interrupt(process, signal.SIGTERM)
+        for child in psutil.Process(process.pid).children(recursive=True):
+            for number in (signal.SIGINT, *BATCH_SIGNALS):
+                child.send_signal(number)
+        wait_for_step(run_dir, 8, process)
+        # Before the time limit, and at the limit to the process and to its group.
+        stderr = interrupt(process, signal.SIGUSR1, signal.SIGTERM, signal.SIGTERM)
     finally:
         process.kill()
     assert not left_behind(temporary)

@@ -202,7 +202,7 @@ def wait_for_step(run_dir: Path, step: int, process: subprocess.Popen[str]) -> N
     wait_until(reached, 400.0, f"step {step}")
 
 
-def interrupt(process: subprocess.Popen[str], number: signal.Signals) -> str:
+def interrupt(process: subprocess.Popen[str], *numbers: signal.Signals) -> str:
     """Interrupt a run that `start` has started with GKD_TEST_RUN in its environment, and return its stderr.
 
     Assert that it ends as interrupted, and that no process of it is left or begins afterwards.
@@ -211,10 +211,11 @@ def interrupt(process: subprocess.Popen[str], number: signal.Signals) -> str:
     mark = environment(psutil.Process(process.pid))["GKD_TEST_RUN"]
     assert any("raylet" in p.name() for p in family)
     began = time.monotonic()
-    if number == signal.SIGINT:
-        os.killpg(process.pid, number)  # as a terminal does: to all processes of the run
-    else:
-        process.send_signal(number)
+    for number in numbers:  # to all processes of the run, as terminals and batch systems do
+        for each in (psutil.Process(process.pid), *family):
+            with suppress(psutil.NoSuchProcess):
+                each.send_signal(number)
+        time.sleep(0.05)
     _, stderr = process.communicate(timeout=60)
     assert process.returncode in (130, -signal.SIGINT), stderr[-3000:]  # a shell shows 130 for both
     assert time.monotonic() - began < 40
@@ -231,6 +232,7 @@ def interrupt(process: subprocess.Popen[str], number: signal.Signals) -> str:
     ("number", "scheduler", "step"),
     [
         pytest.param(signal.SIGTERM, "sync", None, id="sigterm"),
+        pytest.param(signal.SIGUSR1, "sync", 1, id="sigusr1"),
         *(pytest.param(signal.SIGINT, name, 1, id=name) for name in ("sync", "two_step_off", "stream")),
         *(pytest.param(signal.SIGINT, name, 0, id=f"{name} begins") for name in ("one_step_off", "stream")),
     ],

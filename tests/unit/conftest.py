@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from gkd.user_code import BATCH_SIGNALS
 from tests.unit.local_ray import LocalRay
 
 # Threads only slow the small tensors of these tests down. launch/test.sh sets it for all tests.
@@ -35,7 +36,8 @@ def host_has(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
 @pytest.fixture(autouse=True)
 def own_handlers() -> Iterator[None]:
     """Restore the handlers of signals, which the main functions replace: no test may depend on those before it."""
-    before = {n: signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGALRM)}
+    numbers = (signal.SIGINT, signal.SIGHUP, signal.SIGALRM, *BATCH_SIGNALS)
+    before = {n: signal.getsignal(n) for n in numbers}
     yield
     for number, handler in before.items():
         signal.signal(number, handler)

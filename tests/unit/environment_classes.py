@@ -110,7 +110,10 @@ class Shop:
     async def facts(self, argument: str) -> Any:
         with open("left", "w") as file:
             file.write("x")
-        found = os.getcwd(), os.environ["CUDA_VISIBLE_DEVICES"], str(signal.getsignal(signal.SIGINT)), os.getpid()
+        os.kill(os.getpid(), signal.SIGTERM)
+        ended = subprocess.run(["sh", "-c", "kill -TERM $$"], check=False).returncode
+        interrupt = str(signal.getsignal(signal.SIGINT))
+        found = os.getcwd(), os.environ["CUDA_VISIBLE_DEVICES"], interrupt, ended, os.getpid()
         return [{"role": "tool", "content": "|".join(map(str, found))}]
 
     async def memory(self, argument: str) -> Any:

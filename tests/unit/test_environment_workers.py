@@ -28,7 +28,7 @@ from gkd.rollout.messages import Sampling
 from gkd.rollout.vllm.sampling import Request
 from gkd.rollout.vllm.turns import Turns
 from gkd.types import Prompt, Rollout
-from gkd.user_code import Progress
+from gkd.user_code import BATCH_SIGNALS, Progress
 from tests.processes import FOREVER, is_alive, wait_until
 from tests.structure import ROOT
 from tests.unit.environment_classes import SEARCH
@@ -64,8 +64,10 @@ def environments() -> Iterator[Callable[..., Environments]]:
 
 @pytest.fixture(scope="module")
 def shared() -> Iterator[Environments]:
-    """Return one pool with generous limits, for tests that leave it working."""
+    """Return one pool with generous limits, for tests that leave it working. It starts as in a process of Ray."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, BATCH_SIGNALS)
     pool = make()
+    signal.pthread_sigmask(signal.SIG_SETMASK, before)
     pool.wait_ready(LIMIT_S)
     yield pool
     pool.close()
@@ -185,10 +187,12 @@ def test_a_faulty_row_ends_its_trajectory_alone(shared: Environments) -> None:
 
 
 def test_prints_do_not_break_the_protocol(shared: Environments, tmp_path: Path) -> None:
-    """Fails if what an environment writes to stdout or stderr is taken for a message."""
+    """Fails if what an environment writes to stdout or stderr is taken for a message, a signal to all processes of the
+    run ends it, or `timeout` cannot end a program that it starts.
+    """
     assert ask(shared, "chatter", 0).messages
-    folder, devices, interrupt, _ = content(ask(shared, "facts", 0)).split("|")
-    assert (devices, interrupt) == ("", str(signal.SIG_IGN))
+    folder, devices, interrupt, ended, _ = content(ask(shared, "facts", 0)).split("|")
+    assert (devices, interrupt, ended) == ("", str(signal.SIG_IGN), str(-signal.SIGTERM))
     assert Path(folder).parent == Path(tempfile.gettempdir())
     shared.abort([0])
 

@@ -18,7 +18,8 @@ from tests.unit.world import PROMPTS, World, checkpoints, make
 
 
 @pytest.fixture(autouse=True)
-def installed() -> None:
+def installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(interrupts, "AGAIN_S", 0.0)
     interrupts.install()
 
 
@@ -69,6 +70,8 @@ def trained(world: World) -> list[int]:
         ("usage", False, 2, signal.SIGINT),  # step 2 is made, and its metrics line is not complete
         ("evaluate", True, 2, signal.SIGINT),
         ("save", False, 2, signal.SIGTERM),
+        ("collect", True, 2, signal.SIGUSR1),
+        ("train_step", True, 3, signal.SIGUSR2),
     ],
 )
 def test_an_interrupt_saves_the_last_finished_step(
@@ -184,6 +187,26 @@ except KeyboardInterrupt:
     print("a line during the save", flush=True)
     Path(sys.argv[1]).write_text(str(interrupts.came_between_steps()))
 """
+
+
+@pytest.mark.parametrize(
+    ("numbers", "again_s"),
+    [
+        ((signal.SIGTERM, signal.SIGTERM), 60.0),  # `timeout`: to the process and to its group
+        ((signal.SIGINT, signal.SIGINT), 60.0),
+        ((signal.SIGUSR1, signal.SIGTERM), 0.0),  # before the time limit, and at it
+    ],
+)
+def test_only_a_later_ctrl_c_cuts_the_save_off(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, numbers: tuple[signal.Signals, ...], again_s: float
+) -> None:
+    """Fails if a copy of the first signal, or a batch system's last one, costs the steps since the last save."""
+    monkeypatch.setattr(interrupts, "AGAIN_S", again_s)
+    world = Interrupted("train_step", 2, receive=lambda: [interrupt(number=each) for each in numbers] and None)
+    work = world.save_finished
+    world.save_finished = lambda **options: (interrupt(number=numbers[1]), work(**options))[1]  # type: ignore[method-assign,misc]
+    fit_interrupted(tmp_path, world)
+    assert checkpoints(tmp_path) == ["latest", "step_00000003"]
 
 
 @pytest.mark.parametrize(("ignored", "saved"), [(False, "True"), (True, "went on")])

@@ -90,3 +90,6 @@ def test_numbers_are_compared(loss: float, norm: float, tokens: int, equal: bool
     table, _, found = replay.compared(RECORDED, stats, rtol=1e-3)
     assert found is equal and len(table.splitlines()) == 4
     assert replay.compared(RECORDED, stats, rtol=0.0)[2] is (stats == TrainStats(0.5, 12, 2.0))
+    empty = {"loss/total": None, "optim/grad_norm": None, "loss/tokens": 0.0}
+    assert replay.compared(empty, TrainStats(float("nan"), 0, float("nan")), rtol=0.0)[2]
+    assert not replay.compared(empty, stats, rtol=1e9)[2]

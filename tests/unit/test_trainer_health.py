@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 import signal
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from gkd.errors import HealthAlarm
+from gkd.errors import DataError, HealthAlarm
 from gkd.metrics import health
 from gkd.metrics.writer import read_metrics
 from gkd.trainer import Trainer
@@ -106,3 +107,43 @@ def test_checks_that_are_off_write_nothing(tmp_path: Path) -> None:
     settings = ("trainer.total_steps=4", "health.on_alarm=stop", "health.limits={repetition: 0}")
     make(tmp_path, LoopingWorld(), *settings).fit()
     assert numbers(tmp_path) == [None] * 4
+
+
+class ShortWorld(World):
+    """A student whose answers of 8 tokens are all left out by distill.skip_first_tokens in some steps."""
+
+    def __init__(self, short: Iterable[int]) -> None:
+        super().__init__()
+        self.short = set(short)
+
+    def train_step(self, batch: Sequence[ScoredChunk]) -> TrainStats:
+        stats = super().train_step(batch)
+        return TrainStats(math.nan, 0, math.nan, 0.01) if self.engine_version + 1 in self.short else stats
+
+
+def test_a_batch_without_a_loss_token_is_left_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Fails if a batch of short answers ends the run, its line looks like a step, or a resume takes other prompts."""
+    settings = ("trainer.total_steps=5", "trainer.scheduler=two_step_off", "distill.skip_first_tokens=8")
+    world, resumed = ShortWorld({2, 3}), ShortWorld({2, 3})
+    make(tmp_path, world, *settings, "trainer.save_every=1", "trainer.keep_last=9").fit()
+    lines = read_metrics(tmp_path / "run" / "metrics.jsonl")
+    assert [(line["loss/total"], line["loss/tokens"]) for line in lines[1:4]] == [(None, 0), (None, 0), (1.0, 4)]
+    assert [line["rollout/no_loss_sequences"] for line in lines] == [2.0] * 5
+    warned = [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING]
+    assert sum("2 answers of at most 8 tokens" in text for text in warned) == 2 and len(warned) == 3
+    start = tmp_path / "run" / "checkpoints" / "step_00000001"
+    make(tmp_path / "resumed", resumed, *settings, f"trainer.resume={start}").fit()
+    assert resumed.trained == world.trained[1:]
+
+
+def test_a_run_whose_batches_never_have_a_loss_token_ends(tmp_path: Path) -> None:
+    """Fails if a run that trains on nothing goes on to its end, or cannot be resumed behind such batches."""
+    settings = ("trainer.total_steps=30", "trainer.save_every=0", "distill.skip_first_tokens=8")
+    with pytest.raises(DataError, match=r"distill\.skip_first_tokens = 8"):
+        make(tmp_path, ShortWorld(range(4, 31)), *settings).fit()
+    assert checkpoints(tmp_path) == ["latest", "step_00000023"]
+    again = ShortWorld(range(4, 20))
+    make(tmp_path, again, *settings, "trainer.resume=auto").fit()
+    assert len(again.trained) == 7
+    with pytest.raises(DataError):  # also in a run of fewer batches
+        make(tmp_path / "few", ShortWorld(range(9)), "trainer.total_steps=3", "distill.skip_first_tokens=8").fit()

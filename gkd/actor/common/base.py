@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -76,7 +77,8 @@ class Student(ABC):
     torch.distributed must be initialized.
     """
 
-    step: int  # optimizer steps made so far
+    step: int  # steps made so far
+    skipped: int  # steps without an update: their batches had no loss token
     loss: DistillLoss
     states: States  # reload offloaded states before calling a method that needs them
     stage, n_stages = 0, 1  # pipeline stage of this rank, and number of them
@@ -87,7 +89,7 @@ class Student(ABC):
     _host_copies: HostCopies
 
     def __init__(self, args: StudentArgs) -> None:
-        self.step = 0
+        self.step = self.skipped = 0
         self.optim, self.device, self._dtype = args["optim"], args["device"], args["dtype"]
         lora, self._fused = args.get("lora"), args.get("fused_lm_head", True)
         self.lora = lora if lora is not None and lora.rank else None
@@ -149,24 +151,31 @@ class Student(ABC):
     def train_step(self, micro_batches: Sequence[MicroBatch]) -> TrainStats:
         """Make one optimizer step on one global batch, or on the rest of one, and increment `self.step`.
 
+        A batch without a loss token updates nothing, but counts as a step. Its loss and gradient norm are NaN.
+
         Args:
             micro_batches: of this data-parallel rank, in host memory. May be empty. Their number and sizes may differ
                 between data-parallel ranks. Context-parallel ranks pass the same ones.
 
         Raises:
             NumericsError: the loss or the gradient is not finite, or a token id is outside the vocabulary.
-            DataError: the global batch has no loss token, or a micro-batch is malformed.
+            DataError: a micro-batch is malformed, or a batch to evaluate has no loss token.
                 After either error, weights, optimizer state and `self.step` are unchanged.
         """
         sums = self._add(micro_batches, completes=True)
         if self.device.type == "cpu":
             trim_heap(STEP_KEEPS)  # the activations' memory, before the optimizer and the weight sync need buffers
+        lr = self.optim.lr_at(self.step)
+        if not sums.n_loss_tokens:
+            self._zero_grads()
+            self.step += 1
+            self.skipped += 1
+            return TrainStats(math.nan, 0, math.nan, lr)
         loss = token_mean(sums.values["total"], sums.n_loss_tokens)
         grad_norm = self._grad_norm(sums.n_loss_tokens)
         if (error := not_finite(self.step, loss, grad_norm)) is not None:
             self._zero_grads()
             raise error
-        lr = self.optim.lr_at(self.step)
         self._update(lr, grad_norm, sums.n_loss_tokens)
         self.step += 1
         return TrainStats(loss, sums.n_loss_tokens, grad_norm, lr, diagnostics(self.loss, sums))

@@ -81,10 +81,7 @@ def total_norm(tensors: list[Tensor]) -> Tensor:
 def token_mean(token_sum: float, n_loss_tokens: int) -> float:
     """Return `token_sum / n_loss_tokens`, both over the global batch. Raises DataError if there is no loss token."""
     if n_loss_tokens <= 0:
-        raise DataError(
-            "the global batch has no loss token. Fix: check that prompts leave room for a response "
-            "(data.max_response_length), and that it is longer than distill.skip_first_tokens."
-        )
+        raise DataError("the global batch has no loss token: all of its responses are empty.")
     return token_sum / n_loss_tokens
 
 

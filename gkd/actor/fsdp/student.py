@@ -161,26 +161,29 @@ class FsdpStudent(Student):
 
     def snapshot(self, *, copies: bool = True) -> Snapshot:
         reshard(self.model)  # gathered parameters are copies; the checkpoint holds shards
-        meta = self._meta() | {"step": self.step}
+        meta = self._meta() | {"step": self.step, "skipped": self.skipped}
         pieces = [Piece(name, kind, 0, start, own[kind]) for name, start, own in self._owned() for kind in KINDS]
         return self._host_copies.snapshot(pieces, meta, rng_state(), copies=copies)
 
     def load_checkpoint(self, folder: str | Path) -> None:
         self._host_copies.settle()
-        own, step = self._meta(), 0
+        own = self._meta()
+        step = skipped = 0
         with same_error(self.device), ShardReader(folder) as reader:
             settings = ("strategy", "dtype", "lora_scale", "base")
             check_same_student(folder, reader.meta, own, settings=settings, model="shapes")
             step = int(reader.meta["step"])
+            skipped = int(reader.meta.get("skipped", 0))
             with torch.no_grad():
                 for name, start, tensors in self._owned():
                     for kind, tensor in tensors.items():
                         tensor.copy_(reader.read(name, kind, 0, start, start + tensor.numel()))
             for place in self.trained_places().values():
-                self._optimizer.state[place.tensor]["step"].fill_(step)
+                self._optimizer.state[place.tensor]["step"].fill_(step - skipped)
             if reader.meta["world_size"] == own["world_size"] and reader.meta["device"] == own["device"]:
                 restore_rng(reader.rng(dist.get_rank()), folder)
         self.step = step
+        self.skipped = skipped
 
     def _run(self, micro_batches: Sequence[MicroBatch], *, backward: bool, completes: bool = True) -> BatchSums:
         del completes  # each part's gradients are reduced, and divided in the step

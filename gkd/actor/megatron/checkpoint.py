@@ -48,30 +48,33 @@ def generators() -> dict[str, Tensor]:
     return rng_state() | {_TRACKER + name: state for name, state in tracker.items()}
 
 
-def load(folder: str | Path, model: StudentModel, optimizer: MegatronOptimizer, meta: Mapping[str, Any]) -> int:
+def load(
+    folder: str | Path, model: StudentModel, optimizer: MegatronOptimizer, meta: Mapping[str, Any]
+) -> tuple[int, int]:
     """Load model and optimizer from a checkpoint, and the generators if the layout is the same. Collective; blocks.
 
     Returns:
-        The number of optimizer steps after which the checkpoint was saved.
+        The number of steps after which the checkpoint was saved, and of those among them without an update.
 
     Raises:
         CheckpointError: there is none, or it is damaged or belongs to another model. The student cannot be used
             afterwards.
     """
-    step = 0
+    step = skipped = 0
     with same_error(_device(model)), ShardReader(folder) as reader:
         saved = reader.meta
         settings = ("strategy", "dtype", *(("lora_scale",) if model.lora else ()))
         check_same_student(folder, saved, meta, settings=settings, model="dims")
         step = saved["step"]
+        skipped = saved.get("skipped", 0)
         _fill(reader, model, optimizer)
         for part in optimizer.chained_optimizers:
             for group in part.param_groups:
-                group["step"] = step
+                group["step"] = step - skipped
         if saved["layout"] == _layout(model):
             _restore_rng(folder, reader.rng(model.layout.rank))
     _share_params(optimizer)
-    return step
+    return step, skipped
 
 
 def _owned(

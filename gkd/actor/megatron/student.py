@@ -131,13 +131,13 @@ class MegatronStudent(Student):
         return iter_hf_tensors(self.model, content)
 
     def snapshot(self, *, copies: bool = True) -> Snapshot:
-        meta = self._meta() | {"step": self.step}
+        meta = self._meta() | {"step": self.step, "skipped": self.skipped}
         pieces = checkpoint.pieces(self.model, self._optimizer)
         return self._host_copies.snapshot(pieces, meta, checkpoint.generators(), copies=copies)
 
     def load_checkpoint(self, folder: str | Path) -> None:
         self._host_copies.settle()
-        self.step = checkpoint.load(folder, self.model, self._optimizer, self._meta())
+        self.step, self.skipped = checkpoint.load(folder, self.model, self._optimizer, self._meta())
 
     def _meta(self) -> dict[str, Any]:
         return checkpoint.student_meta(self.model, dtype=self._dtype, base=self._base_digest)
