@@ -19,7 +19,7 @@ from tests import device
 SYSTEM = "tests/e2e"
 # Files that start vLLM's engines and no run. Their processes are forks of one, see `tests.engine_process`.
 ENGINES = (
-    *(f"{SYSTEM}/test_rollout_{name}.py" for name in ("engine", "sleep", "adapters", "experts")),
+    *(f"{SYSTEM}/test_rollout_{name}.py" for name in ("engine", "sleep", "adapters", "experts", "folders")),
     *(f"{SYSTEM}/test_{name}.py" for name in ("stream_engine", "turns")),
     *(f"tests/service/test_{name}.py" for name in ("engine_contract", "prefix_sharing", "engine_load")),
 )

@@ -5,7 +5,7 @@ The teacher server's code finds the weight files; its errors become ModelErrors.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from math import prod
@@ -193,6 +193,19 @@ def check_headers(
             raise ModelError(
                 f"{folder}: {name} has dtype {dtype}, supported are {', '.join(_DTYPES)}. Convert quantized weights."
             )
+
+
+def check_prefix(folder: Path, own: Collection[str]) -> None:
+    """Raise ModelError if the folder was saved from the backbone: transformers adds the prefix, and vLLM does not.
+
+    vLLM adds other prefixes: the first folders of GPT-2 and BLOOM have none.
+
+    Args:
+        own: the whole model's names of its tensors.
+    """
+    if any(name.partition(".")[0] in _BLOCKS and f"model.{name}" in own for name in tensor_shapes(folder)):
+        problem = f'{folder}: the tensors have no prefix "model.".'
+        raise ModelError(problem, "load the folder with AutoModelForCausalLM and save it again (save_pretrained).")
 
 
 def weight_files(folder: Path) -> list[Path]:

@@ -16,12 +16,12 @@ from gkd.actor.frozen.model import head_refusal
 from gkd.actor.fsdp.lora import check_targets
 from gkd.actor.fsdp.model import build_on_meta, layer_list
 from gkd.actor.fsdp.probe import probe_on_meta
-from gkd.actor.fsdp.weights import check_weight_files
+from gkd.actor.fsdp.weights import check_weight_files, named_places
 from gkd.config.schema import Config
 from gkd.data.prompts import load_tokenizer
 from gkd.errors import ConfigError
 from gkd.hf.model_dims import check_context_split, check_engine_split
-from gkd.hf.model_folder import checked_folder, weights_digest
+from gkd.hf.model_folder import check_prefix, checked_folder, weights_digest
 from gkd.preflight.teacher import own_teacher, shared_ids
 from gkd.scoring.teacher.info import TeacherInfo
 
@@ -40,6 +40,7 @@ def check_fsdp_student(config: Config) -> tuple[int, int]:
             actor.cp or rollout.tp cannot split the model.
     """
     actor, hf = config.actor, _built(config, Path(config.model.path))
+    check_prefix(Path(config.model.path), named_places(hf)[0])
     if actor.lora.rank > 0:
         check_targets(hf, actor.lora)
     probe_on_meta(hf, n_layers=len(layer_list(hf)), packing=actor.packing, fused=actor.fused_lm_head)

@@ -8,7 +8,7 @@ from typing import Any
 from gkd.config.schema import Config
 from gkd.errors import ConfigError
 from gkd.hf.model_dims import check_engine_split, check_megatron_support, read_dims
-from gkd.hf.model_folder import ModelFolder, checked_folder, read_config_json
+from gkd.hf.model_folder import ModelFolder, check_prefix, checked_folder, read_config_json
 from gkd.memory.footprint.actor import megatron_stages
 
 _NUMBERS_OF_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")  # keys of config.json
@@ -50,8 +50,9 @@ def _check_megatron(config: Config) -> tuple[int, int]:
     config_json = read_config_json(path, "model.path")
     check_megatron_support(config_json, path)
     dims = read_dims(config_json)
-    from gkd.actor.megatron.hf_mapping import check_weight_files  # imports torch
+    from gkd.actor.megatron.hf_mapping import check_weight_files, expected_hf_tensors  # imports torch
 
+    check_prefix(Path(path), expected_hf_tensors(dims))
     check_weight_files(Path(path), dims)
     if actor.lora.rank > 0:
         from gkd.actor.megatron.lora import check_targets  # imports Megatron

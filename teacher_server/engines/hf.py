@@ -11,19 +11,23 @@ from __future__ import annotations
 import ctypes
 import logging
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from transformers import AutoModelForCausalLM, DynamicCache
+from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 from transformers.cache_utils import DynamicLayer
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 from transformers.utils import logging as transformers_logging
 
 from teacher_server.engines.base import RowStream, ScoreParams, Scores, TokenSequence
 from teacher_server.engines.signals import MatrixStream, score_hidden
-from teacher_server.engines.weight_files import some_names
+from teacher_server.engines.weight_files import read_json, some_names
 from teacher_server.errors import ServerError
 from teacher_server.wire.protocol import Wire
 
@@ -153,23 +157,54 @@ class HfEngine:
 
 
 def _check_loaded(path: str, model: Any, info: Mapping[str, Any]) -> None:
-    """Raise ServerError if a weight is missing, which transformers makes up, or one of the layers has no place.
+    """Raise ServerError if a weight is missing, which transformers makes up, or one has no place in the model.
 
     Args:
         info: output_loading_info of transformers, which only logs both.
     """
-    modules = dict(model.named_modules())
-    lists = tuple(f"{name}." for name, module in modules.items() if isinstance(module, torch.nn.ModuleList))
-    # The tower of a multimodal model, which is not built, is outside of these.
-    unused = [name for name in info["unexpected_keys"] if name.rpartition(".")[0] in modules or name.startswith(lists)]
+    unused = _without_place(path, model, info["unexpected_keys"])
     if getattr(model.config, "quantization_config", None) is not None:
         unused = []
     for names, problem in ((info["missing_keys"], "lacks"), (unused, "has tensors that config.json has no place for:")):
         if names:
             raise ServerError(
                 f"model folder {path}: it {problem} {some_names(sorted(names))}. "
-                "Fix: copy the whole folder, with the config.json and the index of these weights, or use --engine vllm."
+                "Fix: copy the whole folder, with the config.json and the index of these weights."
             )
+
+
+def _without_place(path: str, model: Any, unexpected: Iterable[str]) -> list[str]:
+    """Return the tensors that the model has no place for. Of a multimodal folder, those of a tower have none."""
+    if "text_config" not in read_json(Path(path, "config.json")):
+        return list(unexpected)
+    modules = dict(model.named_modules())
+    lists = tuple(f"{name}." for name, module in modules.items() if isinstance(module, torch.nn.ModuleList))
+    return [name for name in unexpected if name.rpartition(".")[0] in modules or name.startswith(lists)]
+
+
+def needed_tensors(path: str, names: Sequence[str]) -> list[str]:
+    """Return which of the folder's tensors an engine may not leave out. Reads no weights.
+
+    It may leave out what transformers ignores, and further copies of tied weights; all are needed if transformers
+    cannot build the model.
+    """
+    try:
+        with torch.device("meta"):
+            model: Any = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(path))
+    except Exception as error:  # a model may have code of its own
+        log.warning("%s: transformers cannot build the model: %s", path, error)
+        return list(names)
+    ignored = [*(model._keys_to_ignore_on_load_unexpected or ()), r"rotary_emb\.inv_freq$", r"(^|\.)position_ids$"]
+    state = model.state_dict()
+    copies = tuple(model.all_tied_weights_keys)
+    names = [name for name in names if not name.endswith(copies)]
+    conversions = get_model_conversion_mapping(model)
+    renamings = [each for each in conversions if isinstance(each, WeightRenaming)]
+    converters = [each for each in conversions if isinstance(each, WeightConverter)]
+    rename = partial(rename_source_key, base_model_prefix=model.base_model_prefix, meta_state_dict=state)
+    read = [name for name in names if name in state or rename(name, renamings, converters)[0] in state]
+    others = [name for name in names if name not in read and not any(re.search(p, name) for p in ignored)]
+    return [*read, *_without_place(path, model, others)]
 
 
 def _longrope_limit(backbone: Any) -> float:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
+import logging
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +14,8 @@ from teacher_server.engines.base import Engine
 from teacher_server.engines.folder_check import check_vllm_support
 from teacher_server.engines.weight_files import FolderError
 from teacher_server.errors import ServerError
+
+log = logging.getLogger(__name__)
 
 ENGINES = ("hf", "vllm")
 
@@ -38,7 +42,7 @@ def default_engine(device: str) -> str:
 
     On a CPU "hf": vllm scores 15 to 27% more tokens per second (docs/results/teacher.json), but starts some
     seconds later, and supports certain head sizes only. On a GPU "vllm", because only vllm splits a model over
-    GPUs; the speed was not measured.
+    GPUs; the speed was not measured. `load_engine` takes "hf" for a model that vllm would not compute as a whole.
     """
     return "hf" if device == "cpu" else "vllm"
 
@@ -55,8 +59,18 @@ def load_engine(settings: EngineSettings) -> Engine:
     name = default_engine(device) if settings.engine == "auto" else settings.engine
     dtype = settings.dtype if settings.dtype != "auto" else ("float32" if device == "cpu" else "bfloat16")
     if name == "vllm":
-        return _load_vllm(settings, device, dtype)
-    if name != "hf":
+        may_take_hf = settings.engine == "auto" and settings.tensor_parallel_size == 1 and not settings.kv_cache_mib
+        try:
+            return _load_vllm(settings, device, dtype)
+        except FolderError as error:
+            if not may_take_hf:
+                raise
+            log.warning("%s --engine auto takes hf instead", error)
+        if "vllm" in sys.modules:  # it has loaded the model, and holds its memory until now
+            from vllm.distributed import cleanup_dist_env_and_memory
+
+            cleanup_dist_env_and_memory()
+    elif name != "hf":
         raise ServerError(f"--engine {name}: no such engine. Fix: use auto or one of {', '.join(ENGINES)}.")
     if settings.tensor_parallel_size > 1:
         raise ServerError(
@@ -104,10 +118,11 @@ def _load_vllm(settings: EngineSettings, device: str, dtype: str) -> Engine:
             f"--device {device} with --engine vllm: vllm uses the first visible GPUs. "
             "Fix: use --device cuda and set CUDA_VISIBLE_DEVICES."
         )
+    folder = Path(settings.model)
     try:
-        check_vllm_support(Path(settings.model), on_cpu=device == "cpu")
+        check_vllm_support(folder, on_cpu=device == "cpu")
     except FolderError as error:
-        raise ServerError(f"model folder {settings.model}: {error.problem} Fix: use --engine hf.") from error
+        raise FolderError(folder, error.problem, "use --engine hf.") from error
     import torch
 
     from teacher_server.engines.vllm import VllmEngine

@@ -23,9 +23,9 @@ import numpy as np
 import torch
 from transformers import AutoConfig
 
+from teacher_server.engines import vllm_process
 from teacher_server.engines.base import ENGINE_PID, RowStream, ScoreParams, Scores, TokenSequence
 from teacher_server.engines.signals import row_dtype
-from teacher_server.engines.vllm_process import gpu_memory_arguments, keep_files_in
 from teacher_server.errors import ServerError
 from teacher_server.wire.machine import thread_env
 from teacher_server.wire.protocol import RowDtype, Wire
@@ -45,6 +45,7 @@ _CPU_BLOCK = 32  # tokens of a block of the KV cache; vLLM's default on a CPU is
 def set_vllm_environment(device: str, threads: int) -> None:
     """Set the environment variables of vLLM and its workers. Call it before importing vllm."""
     os.environ[ENGINE_PID] = str(os.getpid())
+    os.environ.pop("VLLM_USE_MODELSCOPE", None)  # the model is a local folder
     os.environ.update(
         VLLM_ENABLE_V1_MULTIPROCESSING="0",  # run the scheduler in this process
         VLLM_WORKER_MULTIPROC_METHOD="spawn",  # this process has threads, which are lost in a fork
@@ -60,6 +61,8 @@ def set_vllm_environment(device: str, threads: int) -> None:
 
 class VllmEngine:
     """vLLM implementation of `Engine`. Raises ServerError if vLLM cannot load the model or is for another device.
+
+    Raises FolderError if vLLM would compute with something else than the folder holds.
 
     With tensor parallelism the workers are child processes. The kernel kills them when the thread that created
     this engine ends.
@@ -93,12 +96,12 @@ class VllmEngine:
                 n_tokens = max(max_tokens, 2 * max_batch_tokens)
                 kv_cache_mib = _kv_cache_mib(path, dtype, tp, n_tokens)
             folder = Path(tempfile.gettempdir(), f"teacher_vllm.{os.getpid()}")
-            keep_files_in(folder, partial(shutil.rmtree, ignore_errors=True))
+            vllm_process.keep_files_in(folder, partial(shutil.rmtree, ignore_errors=True))
             size = kv_cache_mib << 20 or None
             memory = (
                 {"kv_cache_memory_bytes": size}
                 if on_cpu
-                else gpu_memory_arguments(settings.gpu_memory_utilization, size)
+                else vllm_process.gpu_memory_arguments(settings.gpu_memory_utilization, size)
             )
             args = EngineArgs(
                 model=path,
@@ -116,12 +119,14 @@ class VllmEngine:
                 use_tqdm_on_load=False,
                 distributed_executor_backend="mp" if tp > 1 else "uni",
                 worker_extension_cls=_EXTENSION,
+                **vllm_process.architecture_arguments(path),
                 **memory,
             )
             if settings.share_prompts and _may_share_prompts(args.create_model_config()):
                 args.enable_prefix_caching, args.scheduler_cls = True, _SCHEDULER
                 args.block_size = _CPU_BLOCK if on_cpu else None
             self._engine = LLMEngine.from_engine_args(args)
+            vllm_process.check_taken(path, self._engine.collective_rpc(vllm_process.load_record))
             cache = self._engine.vllm_config.cache_config
             # vLLM may have turned it off: for attention with latents on a CPU, or attention that is not causal.
             self.prefix_block = int(cache.block_size) if cache.enable_prefix_caching else 0

@@ -1,13 +1,29 @@
-"""Set what both kinds of vLLM engines need: their memory on a GPU, and the folder of their files."""
+"""Set what both kinds of vLLM engines need, and check that they compute with all that the model's folder holds.
+
+vLLM's loaders are generous: some skip a tensor that their model has no place for, and some read the first rows of one
+that is larger than their parameter. So each worker records what vLLM reads of each tensor, and writes of each
+parameter, while it loads the folder. This needs no list of models.
+"""
 
 from __future__ import annotations
 
 import atexit
+import functools
 import os
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from math import prod
 from pathlib import Path
-from typing import Any
+from textwrap import shorten
+from typing import Any, NamedTuple
 from uuid import uuid4
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from teacher_server.engines.weight_files import FolderError, read_json, some_names
 
 # vLLM does not start unless `gpu_memory_utilization` of the GPU is free (`request_memory` of its worker), also if the
 # size of the KV cache is given. The share decides nothing else then: such an engine needs its weights, one forward pass
@@ -27,6 +43,20 @@ def gpu_memory_arguments(share: float, kv_cache_bytes: int | None) -> dict[str, 
     return {"gpu_memory_utilization": _FREE, "kv_cache_memory_bytes": kv_cache_bytes}
 
 
+def architecture_arguments(folder: str) -> dict[str, Any]:
+    """Return arguments of vLLM that name the class of a model whose config.json does not, or names it without its head.
+
+    vLLM takes such a model for one that computes embeddings; transformers goes by `model_type`.
+    """
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_MAPPING_NAMES
+
+    config = read_json(Path(folder, "config.json"))
+    named, kind = config.get("architectures"), config.get("model_type")
+    if kind not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES or (named and named != [MODEL_MAPPING_NAMES.get(kind)]):
+        return {}
+    return {"hf_overrides": {"architectures": [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[kind]]}}
+
+
 def keep_files_in(folder: Path, remove: Callable[[Path], None]) -> None:
     """Make the engine that this process starts next keep its files in this folder; `remove` it at exit.
 
@@ -39,3 +69,167 @@ def keep_files_in(folder: Path, remove: Callable[[Path], None]) -> None:
     os.environ["VLLM_RPC_BASE_PATH"] = str(folder)
     for executor in (multiproc_executor, uniproc_executor):
         executor.get_file_store_init_method = lambda: f"file://{folder}/vllm_dist_{uuid4().hex}"
+
+
+class Part(NamedTuple):
+    """A part of a folder's tensor that vLLM has read. Distances are in elements."""
+
+    sizes: tuple[int, ...]
+    strides: tuple[int, ...]  # in the tensor
+    offset: int
+    place: str = ""  # parameter or buffer that holds these numbers; empty: vLLM has computed something with them
+    place_strides: tuple[int, ...] = ()
+    place_offset: int = 0
+
+
+class LoadRecord(NamedTuple):
+    """The tensors of the folder that a worker has loaded; none of a quantized model, which holds others."""
+
+    kind: str = ""  # class of vLLM's model
+    read: Mapping[str, tuple[tuple[int, ...], list[Part]]] = {}  # tensor -> its shape, and what was read of it
+    unfilled: Sequence[str] = ()  # parameters of which only a part was written
+
+
+_records = [LoadRecord()]
+
+
+def load_record(worker: object = None) -> LoadRecord:
+    """Return what this process has loaded last. With a worker of vLLM it is a function for `collective_rpc`."""
+    return _records[-1]
+
+
+@functools.cache
+def record_loading() -> None:
+    """Record what vLLM loads in this process. The module of the workers' extension calls it at import."""
+    from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
+
+    load = DefaultModelLoader.load_weights
+
+    def load_and_record(self: Any, model: torch.nn.Module, model_config: Any) -> None:
+        if model_config.quantization is not None:
+            load(self, model, model_config)
+            return
+        recorder = _Recorder(model)
+        weights = self.get_all_weights
+        self.get_all_weights = lambda *given: recorder.watched(weights(*given))
+        try:
+            with recorder:
+                load(self, model, model_config)
+        except torch.OutOfMemoryError:
+            raise
+        except (AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
+            text = shorten(str(error), 200) or type(error).__name__
+            reason = f"{type(model).__name__} cannot load {recorder.current}: {text}"
+            raise FolderError(Path(model_config.model), f"vLLM's {reason}.", _FIX) from error
+        _records.append(recorder.record(model))
+
+    DefaultModelLoader.load_weights = load_and_record
+
+
+_FIX = "copy the whole folder, or try --engine hf."
+
+
+def check_taken(path: str, records: Sequence[LoadRecord]) -> None:
+    """Check that the workers of an engine, together, have read every tensor of the folder and filled their parameters.
+
+    Raises:
+        FolderError: naming the tensors. What transformers ignores, too, may be left out.
+    """
+    lost: dict[str, str] = {}
+    for name, (shape, _) in records[0].read.items():
+        parts = [part for record in records for part in record.read[name][1]]
+        n_read = _n_elements({_region(part.sizes, part.strides, part.offset) for part in parts})
+        if n_read < prod(shape):
+            lost[name] = f"{n_read} of the {prod(shape)} numbers of {name}"
+    if lost:
+        from teacher_server.engines.hf import needed_tensors
+
+        lost = {name: lost[name] for name in needed_tensors(path, list(lost))}
+    unfilled = sorted({name for record in records for name in record.unfilled})
+    for what, names in (("reads", list(lost.values())), ("gets only a part of its", unfilled)):
+        if names:
+            problem = f"vLLM's {records[0].kind} {what} {some_names(names)}, so it is another model."
+            raise FolderError(Path(path), problem, _FIX)
+
+
+class _Recorder(TorchDispatchMode):
+    """Record, of each operator within its block, what it reads of the folder's tensors and writes of the model."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        super().__init__()
+        self.current = ""  # tensor that is loaded
+        self._read: dict[str, tuple[tuple[int, ...], list[Part]]] = {}
+        held = (*model.named_parameters(), *model.named_buffers())
+        self._places = {_storage(tensor): (name, _layout(tensor)[2]) for name, tensor in held}
+        self._written: defaultdict[str, set[Region]] = defaultdict(set)  # key: place
+        self._computed: set[str] = set()  # places that were written again, with other numbers
+        # All views of a tensor have its storage. The weak reference keeps the address from being used again.
+        self._names: dict[int, tuple[str, StorageWeakRef]] = {}
+
+    def watched(self, weights: Iterator[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield the folder's tensors."""
+        for name, tensor in weights:
+            self.current = f"{name} {list(tensor.shape)}"
+            self._read[name] = tuple(tensor.shape), []
+            self._names[_storage(tensor)] = name, StorageWeakRef(tensor.untyped_storage())
+            yield name, tensor
+        self.current = "its parameters"
+
+    def record(self, model: torch.nn.Module) -> LoadRecord:
+        """Return what was recorded. vLLM itself refuses a parameter of which nothing was written."""
+        filled = {name: _n_elements(regions) for name, regions in self._written.items()}
+        unfilled = [name for name, each in model.named_parameters() if filled.get(name, each.numel()) < each.numel()]
+        for _, parts in self._read.values():
+            parts[:] = [part._replace(place="") if part.place in self._computed else part for part in parts]
+        return LoadRecord(type(model).__name__, self._read, unfilled)
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        read: list[torch.Tensor] = []
+        written: list[torch.Tensor] = []
+        for argument, value in zip(func._schema.arguments, args, strict=False):
+            is_written = argument.alias_info is not None and argument.alias_info.is_write
+            (written if is_written else read).extend(_tensors(value))
+        views = set() if written else set(map(_storage, _tensors(result)))
+        read = [t for t in read if _storage(t) in self._names and _storage(t) not in views]
+        place, start = self._places.get(_storage(written[0]), ("", 0)) if written else ("", 0)
+        if place:
+            region = _region(*_layout(written[0]))
+            if not read and region in self._written[place]:
+                self._computed.add(place)
+            self._written[place].add(region)
+        for tensor in read:
+            name, _ = self._names[_storage(tensor)]
+            part = Part(*_layout(tensor))
+            if place and func is torch.ops.aten.copy_.default:
+                _, strides, offset = _layout(written[0])
+                part = Part(*_layout(tensor.expand(written[0].shape)), place, strides, offset - start)
+            self._read[name][1].append(part)
+        return result
+
+
+# A part of a storage: the first element, and distance and number of the elements of each dimension, sorted.
+Region = tuple[int, tuple[tuple[int, int], ...]]
+
+
+def _layout(tensor: torch.Tensor) -> tuple[tuple[int, ...], tuple[int, ...], int]:
+    """Return sizes, strides and the first element in the storage."""
+    return tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset())
+
+
+def _region(sizes: Sequence[int], strides: Sequence[int], offset: int) -> Region:
+    return offset, tuple(sorted((stride, n) for stride, n in zip(strides, sizes, strict=True) if stride and n != 1))
+
+
+def _n_elements(regions: set[Region]) -> int:
+    return sum(prod(n for _, n in dimensions) for _, dimensions in regions)
+
+
+def _tensors(value: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage()._cdata

@@ -23,6 +23,8 @@ log = logging.getLogger(__name__)
 _SAMPLE_BYTES = 4 << 10
 _N_SAMPLES = 1024  # at most, of a file whose form is unknown
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
+# Keys of config.json for the longest sequence: the usual one, and those of GPT-2 and of other early families.
+_LENGTHS = ("max_position_embeddings", "n_positions", "n_ctx", "seq_length", "max_seq_len")
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
 
 
@@ -52,9 +54,13 @@ def inspect_model_folder(path: str, *, needs_weights: bool = True) -> ModelFolde
     weights = check_folder(folder) if needs_weights else None
     config = read_json(folder / "config.json")
     text_config = config.get("text_config", config)
-    max_tokens = text_config.get("max_position_embeddings") if isinstance(text_config, dict) else None
-    if not isinstance(max_tokens, int) or max_tokens < 2:
-        raise ServerError(f"model folder {path}: config.json has no max_position_embeddings: not a causal LM.")
+    lengths = [text_config.get(key) for key in _LENGTHS] if isinstance(text_config, dict) else []
+    max_tokens = next((length for length in lengths if isinstance(length, int) and length > 1), None)
+    if max_tokens is None:
+        raise ServerError(
+            f"model folder {path}: config.json does not say how long a sequence may be ({', '.join(_LENGTHS)}). "
+            f"Fix: add {_LENGTHS[0]} to it."
+        )
     resolved = folder.resolve()
     name = name_of(resolved) or resolved.name
     fingerprint = _fingerprint_of_own(resolved) if weights is None else fingerprint_of(folder, weights)

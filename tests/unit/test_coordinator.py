@@ -76,6 +76,17 @@ def test_a_difference_in_any_engine_stops_the_run(digests: dict[str, str]) -> No
 
 
 @pytest.mark.usefixtures("local_ray")
+def test_a_tensor_in_another_form_is_not_counted_as_verified() -> None:
+    """Fails if a tensor that an engine cannot read back ends the run, or counts as compared."""
+    held = {"a": "1", "b": "", "c": "3"}
+    sync, _ = make([Engine(held)], "weight_sync.verify=always")
+    assert [sync.push(version).verified_tensors for version in range(2)] == [2, 2]
+    held["c"] = "x"
+    with pytest.raises(WeightSyncError, match="'c'"):
+        sync.push(2)
+
+
+@pytest.mark.usefixtures("local_ray")
 def test_adapters_follow_the_base_alone() -> None:
     """Fails if the base is sent again after the first sync, adapters are not, or a changed base passes verification."""
     held = {"a": "1", "q.lora_A.weight": "2"}

@@ -40,7 +40,7 @@ def _restored_environment(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     executors = SimpleNamespace(multiproc_executor=SimpleNamespace(), uniproc_executor=SimpleNamespace())
     monkeypatch.setitem(sys.modules, "vllm.v1.executor", executors)
     before = dict(os.environ)
-    os.environ["VLLM_NO_USAGE_STATS"] = "0"
+    os.environ |= {"VLLM_NO_USAGE_STATS": "0", "VLLM_USE_MODELSCOPE": "True"}
     yield
     os.environ.clear()
     os.environ.update(before)
@@ -48,7 +48,7 @@ def _restored_environment(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.mark.parametrize(("device", "mib", "expected"), [("cpu", 0, 256), ("cuda", 0, None), ("cuda", 1024, 1024)])
 def test_a_rollout_engine_gets_the_size(
-    monkeypatch: pytest.MonkeyPatch, device: str, mib: int, expected: int | None
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, device: str, mib: int, expected: int | None
 ) -> None:
     """Fails if rollout.kv_cache_mib does not reach vLLM on one of the devices, or 0 is taken as a size.
 
@@ -57,9 +57,12 @@ def test_a_rollout_engine_gets_the_size(
     monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(LLM=stop))
     config = load_config(None, [f"rollout.kv_cache_mib={mib}"]).rollout
     model: dict[str, Any] = {"dtype": "bfloat16", "max_model_len": 8, "trust_remote_code": False}
+    named = '["GPT2Model"]' if mib else "null"  # none, or the one without the head
+    (tmp_path / "config.json").write_text(f'{{"model_type": "gpt2", "architectures": {named}}}')
     with pytest.raises(Given) as found:
-        start_vllm("x", config, **model, device=device, enable_sleep_mode=False, lora=None)
+        start_vllm(str(tmp_path), config, **model, device=device, enable_sleep_mode=False, lora=None)
     check_arguments(found.value.args[0], device, expected)
+    assert found.value.args[0]["hf_overrides"] == {"architectures": ["GPT2LMHeadModel"]}
 
 
 @pytest.mark.parametrize(
@@ -90,8 +93,11 @@ def test_a_teacher_engine_gets_the_size(
 
 
 def check_arguments(arguments: dict[str, Any], device: str, mib: int | None) -> None:
-    """Check memory, and that vLLM reports nothing to its makers; tests/e2e/test_rollout_engine.py has its side."""
-    assert os.environ["VLLM_NO_USAGE_STATS"] == "1"
+    """Check memory, and that vLLM reports nothing to its makers and loads no model of another hub than the folder.
+
+    tests/e2e/test_rollout_engine.py has its side.
+    """
+    assert os.environ["VLLM_NO_USAGE_STATS"] == "1" and "VLLM_USE_MODELSCOPE" not in os.environ
     assert arguments.get("kv_cache_memory_bytes") == (None if mib is None else mib << 20)
     share = arguments.get("gpu_memory_utilization")
     if device == "cpu":

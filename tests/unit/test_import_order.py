@@ -51,7 +51,7 @@ LIBRARIES: dict[str, tuple[str, ...]] = {
 FROM_SERVER = ("teacher_server.wire.", "teacher_server.config.command.")
 FROM_SERVER_IN = {
     "gkd/config/": ("teacher_server.config.declare",),
-    "gkd/rollout/vllm/start.py": ("teacher_server.engines.vllm_process",),
+    "gkd/rollout/vllm/": ("teacher_server.engines.vllm_process", "teacher_server.engines.weight_files"),
     "gkd/hf/": (
         *("teacher_server.engines.folder_check", "teacher_server.engines.hub", "teacher_server.engines.weight_files"),
     ),

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
 
 from gkd.actor.common.hf_folder import write_folder
 from gkd.config.load import load_config
@@ -176,6 +177,47 @@ def test_folders_with_one_meaning_are_accepted(tied: Path, models: Path) -> None
     _split(tied)
     assert check_folder(tied) == [tied / shard for shard in SHARDS]
     assert check_student(_config(tied)) == check_student(_config(tied, "fsdp2"))
+
+
+def _without_prefix(folder: Path) -> None:
+    tensors = load_file(folder / SINGLE)
+    save_file({name.removeprefix("model."): t for name, t in tensors.items()}, folder / SINGLE, {"format": "pt"})
+
+
+@pytest.mark.parametrize("strategy", ["megatron", "fsdp2"])
+def test_a_student_saved_from_its_backbone_is_refused(tied: Path, strategy: str) -> None:
+    """Fails if the engines of a run find after a minute that they have no module of these names, or a complete folder
+    is called incomplete; or if the fix does not help.
+    """
+    whole = load_file(tied / SINGLE)
+    _without_prefix(tied)
+    with refuses("model.path", str(tied)) as caught:
+        check_student(_config(tied, strategy))
+    assert '"model."' in caught.value.problem and "AutoModelForCausalLM" in caught.value.fix
+    AutoModelForCausalLM.from_pretrained(tied, dtype=torch.float32).save_pretrained(tied)
+    assert check_student(_config(tied, strategy)) and load_file(tied / SINGLE).keys() == whole.keys()
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        ({"n_positions": 96}, 96),
+        ({"n_ctx": 96, "max_position_embeddings": None}, 96),
+        ({"seq_length": 96}, 96),
+        ({"max_position_embeddings": 64, "n_positions": 96}, 64),
+        ({}, None),
+    ],
+)
+def test_a_server_reads_the_length_of_each_family(tied: Path, change: dict[str, Any], expected: int | None) -> None:
+    """Fails if GPT-2, whose key is n_positions, is called a model that is none, or an unknown length is guessed."""
+    config = json.loads((tied / "config.json").read_text())
+    del config["max_position_embeddings"]
+    (tied / "config.json").write_text(json.dumps(config | change))
+    if expected is not None:
+        assert inspect_model_folder(str(tied)).max_tokens == expected
+        return
+    with pytest.raises(ServerError, match="n_positions"):
+        inspect_model_folder(str(tied))
 
 
 def test_quantized_weights_are_for_servers_only(tied: Path) -> None:

@@ -12,6 +12,7 @@ import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +24,9 @@ from gkd.cluster.stacks import RANK_ENV
 from gkd.config.schema import engine_rank
 from gkd.config.schema_actor import LoraConfig
 from gkd.config.schema_rollout import RolloutConfig
-from gkd.errors import WeightSyncError
+from gkd.errors import ConfigError, WeightSyncError
 from gkd.spans import Phase
-from teacher_server.engines.vllm_process import gpu_memory_arguments, keep_files_in
+from teacher_server.engines.weight_files import FolderError
 from teacher_server.wire.machine import thread_env
 from teacher_server.wire.protocol import MAX_K
 
@@ -65,7 +66,12 @@ def start_vllm(
     enable_sleep_mode: bool,
     lora: LoraConfig | None,
 ) -> Any:
-    """Return a vLLM `LLM` that is ready to generate; blocks. Arguments as for `RolloutEngine`."""
+    """Return a vLLM `LLM` that is ready to generate; blocks. Arguments as for `RolloutEngine`.
+
+    Raises:
+        ConfigError: naming model.path: vLLM cannot load the folder, or would compute with something else than it holds.
+    """
+    os.environ.pop("VLLM_USE_MODELSCOPE", None)  # the model is a local folder
     os.environ.update(VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_NO_USAGE_STATS="1")
     # vLLM sets this level only after its first modules have logged that Triton has no backend for the CPU.
     logging.getLogger("vllm").setLevel(os.environ.get("VLLM_LOGGING_LEVEL", "ERROR"))
@@ -75,10 +81,13 @@ def start_vllm(
     with quick_imports():
         from vllm import LLM
 
-        keep_files_in(folder, remove_files)
+        import teacher_server.engines.vllm_process as both
+
+        both.keep_files_in(folder, remove_files)
     on_cpu = device == "cpu"
     kv_cache_bytes = config.kv_cache_bytes(on_cpu=on_cpu)
-    llm = LLM(
+    start = partial(
+        LLM,
         model=model_path,
         dtype=dtype,
         tensor_parallel_size=config.tp,
@@ -95,6 +104,7 @@ def start_vllm(
         # vLLM's default inside a Ray actor, "ray", would wait for GPUs that this actor already holds.
         distributed_executor_backend="mp" if config.tp > 1 else "uni",
         worker_extension_cls="gkd.rollout.vllm.weights.WeightReceiver",
+        **both.architecture_arguments(model_path),
         **({} if lora is None else _adapter_settings(lora)),
         **(
             {
@@ -112,12 +122,18 @@ def start_vllm(
             # free. It also profiles its own peak, and fails if another process frees memory meanwhile. It does not
             # account for memory that others allocate later.
             else {
-                **gpu_memory_arguments(config.gpu_memory_utilization, kv_cache_bytes),
+                **both.gpu_memory_arguments(config.gpu_memory_utilization, kv_cache_bytes),
                 "moe_backend": "triton",
                 "enable_sleep_mode": enable_sleep_mode,
             }
         ),
     )
+    try:
+        llm = start()
+        both.check_taken(model_path, llm.collective_rpc(both.load_record))
+    except FolderError as error:
+        fix = "copy the whole folder again; if it is complete, vLLM does not compute this model: use another one."
+        raise ConfigError("model.path", model_path, error.problem, fix) from error
     link_shared_memory(folder)
     return llm
 

@@ -11,21 +11,20 @@ parameter itself: slightly slower, but the weights used in the forward pass can 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any
 
 import torch
 import vllm.model_executor.layers.utils as layer_utils
 from torch import Tensor
+from torch.distributed import ReduceOp
 from torch.nn.functional import linear, silu
 from vllm.distributed import get_tp_group
 from vllm.lora.lora_model import LoRAModel
 from vllm.lora.lora_weights import LoRALayerWeights
 from vllm.model_executor.layers.fused_moe.activation import MoEActivation
-from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
-from vllm.model_executor.layers.linear import ColumnParallelLinear, QKVParallelLinear, RowParallelLinear
-from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
+from vllm.model_executor.layers.linear import QKVParallelLinear, RowParallelLinear
 from vllm.platforms import current_platform
 
 from gkd.cluster import stacks
@@ -38,6 +37,7 @@ from gkd.rollout.vllm.worker_errors import returns_sync_errors
 from gkd.weight_sync.buckets import Bucket, digest
 from gkd.weight_sync.group import GroupSpec, TransferGroup
 from gkd.weight_sync.transfer import receive
+from teacher_server.engines.vllm_process import Part, load_record, record_loading
 
 
 def keep_cpu_weights_live() -> None:
@@ -80,7 +80,7 @@ class WeightReceiver(SleepMixin):
         """Load one weight version, one plan per sender; returns the number of bytes received.
 
         Raises:
-            WeightSyncError: a parameter of the model, or the part of one expert, was not received.
+            WeightSyncError: a parameter of the model, or a tensor that it was loaded from, was not received.
         """
         model = self.model_runner.get_model()
         received: set[str] = set()
@@ -92,9 +92,9 @@ class WeightReceiver(SleepMixin):
 
         n_bytes = self._gkd_receive_all(plans, load)
         missed = sorted({unwrapped(name) for name, _ in model.named_parameters()} - loaded)
-        for prefix, module in model.named_modules():
-            if isinstance(module, RoutedExperts):  # vLLM reports the fused parameter as loaded after one expert
-                missed += sorted(set(expert_names(prefix, module)) - received)
+        # vLLM reports a fused parameter as loaded after one of its tensors.
+        held = _places(model)
+        missed += sorted({name for name, (_, parts) in load_record().read.items() if _is_held(parts, held)} - received)
         if missed:
             raise WeightSyncError(f"the weight sync did not send these parameters of the rollout engine: {missed[:8]}")
         return n_bytes
@@ -140,60 +140,52 @@ class WeightReceiver(SleepMixin):
     def gkd_digests(self) -> dict[str, str]:
         """Return Hugging Face name -> digest of every tensor of the model and of its adapters.
 
-        They are full tensors, gathered over TP ranks.
+        They are full tensors, gathered over TP ranks. The digest is empty of those that vLLM holds in another form.
         """
-        held = {name: digest(tensor) for name, tensor in held_tensors(self.model_runner.get_model())}
+        tensors = held_tensors(self.model_runner.get_model(), self.model_runner.model_config.dtype)
+        held = {name: "" if tensor is None else digest(tensor) for name, tensor in tensors}
         if (adapters := self._gkd_adapters()) is not None:
             held |= {name: digest(tensor) for name, tensor in adapters.held()}
         return held
 
 
-def held_tensors(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield (Hugging Face name, full tensor) of the model, splitting the parameters that vLLM fuses.
+def held_tensors(model: torch.nn.Module, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor | None]]:
+    """Yield (name in the folder, full tensor) of what the model holds; None if it holds what vLLM computed from it.
 
-    Collective over the tensor-parallel group. Names of the parts come from the model's `packed_modules_mapping`, their
-    sizes from the layer.
+    Collective over the tensor-parallel group: each rank copies back the parts that it loaded at its start.
+
+    Args:
+        dtype: of the tensors that are sent.
     """
-    packed: dict[str, list[str]] = getattr(model, "packed_modules_mapping", {})
-    seen: set[int] = set()
-    for prefix, module in model.named_modules():
-        if isinstance(module, RoutedExperts):
-            yield from expert_tensors(prefix, module)
-            continue
-        for leaf, parameter in module.named_parameters(recurse=False):
-            if id(parameter) in seen:  # tied embeddings: one tensor, exported once
-                continue
-            seen.add(id(parameter))
-            layer = unwrapped(prefix)
-            parent, _, own = layer.rpartition(".")
-            if own in packed:
-                for part, tensor in zip(packed[own], _fused_parts(module, parameter), strict=True):
-                    yield f"{parent}.{part}.{leaf}", tensor
-            else:
-                yield f"{layer}.{leaf}", _gathered(module, leaf, parameter)
+    held = _places(model)
+    group = get_tp_group()
+    device = next(model.parameters()).device
+    for name, (shape, parts) in load_record().read.items():
+        sources = [(part, _view(held[part.place], part)) for part in parts if part.place in held]
+        whole = torch.empty(shape, dtype=dtype, device="meta")
+        if group.world_size == 1 and [(part.sizes, part.strides) for part, _ in sources] == [(shape, whole.stride())]:
+            whole = sources[0][1].to(dtype).contiguous()  # no copy, as a rule
+        else:
+            whole = torch.zeros_like(whole, device=device)
+            for part, source in sources:
+                whole.as_strided(part.sizes, part.strides, part.offset).copy_(source)
+            if group.world_size > 1:  # the other ranks have zeros, or the same numbers
+                torch.distributed.all_reduce(whole.view(-1).view(torch.uint8), ReduceOp.MAX, group.device_group)
+        if _is_held(parts, held):
+            yield name, whole if len(sources) == len(parts) else None
 
 
-def _fused_parts(module: torch.nn.Module, parameter: torch.Tensor) -> list[torch.Tensor]:
-    if isinstance(module, QKVParallelLinear):
-        sizes = [module.num_heads * module.head_size] + [module.num_kv_heads * module.head_size] * 2
-        replicas = [1, module.num_kv_head_replicas, module.num_kv_head_replicas]
-    else:
-        sizes = list(module.output_partition_sizes)  # type: ignore[arg-type]
-        replicas = [1] * len(sizes)
-    return [
-        _all_gather(part, dim=0, replicas=count)
-        for part, count in zip(parameter.split(sizes, dim=0), replicas, strict=True)
-    ]
+def _places(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    return {unwrapped(name): tensor for name, tensor in (*model.named_parameters(), *model.named_buffers())}
 
 
-def _gathered(module: torch.nn.Module, leaf: str, parameter: torch.Tensor) -> torch.Tensor:
-    if isinstance(module, VocabParallelEmbedding):
-        return _all_gather(parameter, dim=0)[: module.org_vocab_size]
-    if isinstance(module, RowParallelLinear) and leaf == "weight":
-        return _all_gather(parameter, dim=1)
-    if isinstance(module, ColumnParallelLinear):
-        return _all_gather(parameter, dim=0)
-    return parameter
+def _is_held(parts: Sequence[Part], held: Mapping[str, torch.Tensor]) -> bool:
+    """Return whether the model uses what it has read of a tensor. vLLM drops a copy of a tied head after loading."""
+    return bool(parts) and all(part.place in held for part in parts if part.place)
+
+
+def _view(place: torch.Tensor, part: Part) -> torch.Tensor:
+    return place.as_strided(part.sizes, part.place_strides, place.storage_offset() + part.place_offset)
 
 
 def _all_gather(tensor: torch.Tensor, dim: int, replicas: int = 1) -> torch.Tensor:
@@ -274,7 +266,7 @@ def unwrapped(name: str) -> str:
     return ".".join(part for part in name.split(".") if part != "base_layer")
 
 
-# Mixture-of-experts layers of a rollout engine: keep their weights loadable, and read them back.
+# Mixture-of-experts layers of a rollout engine: keep their weights loadable.
 #
 # vLLM keeps all experts of a layer in two parameters of its `RoutedExperts`. Each tensor-parallel rank holds a slice
 # of every expert's MLP: w13_weight [E, 2 * I / tp, H] (gate rows, then up rows) and w2_weight [E, H, I / tp].
@@ -322,30 +314,7 @@ def _plain_experts(
     output.copy_(total)
 
 
-def expert_tensors(prefix: str, module: RoutedExperts) -> Iterator[tuple[str, Tensor]]:
-    """Yield (Hugging Face name, full tensor) of each expert weight of a layer, one at a time.
-
-    Args:
-        prefix: the module's name in the model.
-    """
-    if module.use_ep:
-        raise ModelError(f"{prefix}: expert parallelism (enable_expert_parallel) is not supported by weight sync")
-    for expert, (w13, w2) in enumerate(zip(module.w13_weight, module.w2_weight, strict=True)):
-        gate, up = w13.chunk(2)
-        for part, share, dim in (("gate_proj", gate, 0), ("up_proj", up, 0), ("down_proj", w2, 1)):
-            yield _name(prefix, expert, part), _all_gather(share, dim)
-
-
-def expert_names(prefix: str, module: RoutedExperts) -> list[str]:
-    """Return the Hugging Face names that `expert_tensors` yields."""
-    parts = ("gate_proj", "up_proj", "down_proj")
-    return [_name(prefix, expert, part) for expert in range(len(module.w13_weight)) for part in parts]
-
-
-def _name(prefix: str, expert: int, part: str) -> str:
-    return f"{prefix.removesuffix('.routed_experts')}.{expert}.{part}.weight"
-
-
 # At import, because vLLM spawns its workers itself if tp > 1, and they need the handler of stack dumps, too.
 keep_cpu_weights_live()
+record_loading()
 stacks.listen()
