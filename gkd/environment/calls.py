@@ -42,7 +42,7 @@ _MARKS = [f"(?P<{name}>{mark})" for name, mark in _FORMS.items()]
 _NEXT = re.compile("|".join([*_MARKS, *map(re.escape, (*_THOUGHTS, *_CUT)), _CLOSED.pattern]))
 _LAST = re.compile("</tool_call>|</function>|<｜tool▁call▁end｜>")
 _MORE = re.compile(r"[\s,;]*(?=\{|\[\s*\{)")
-_END_OF_JSON = re.compile(r"[\s`]*(?=[<\[]|\Z)")
+_END_OF_JSON = re.compile(r"[\s`]*(?=[<\[]|```json|\Z)")
 _FUNCTION = re.compile(r"<function=([^>\n]*)>\s*")
 _PARAMETER = (r"\s*<parameter=([^>\n]*)>\n?", r"\n?</parameter>(?=\s*(?:<parameter=|</function>|</tool_call>|\Z))")
 _GLM = (r"\s*<arg_key>([^<]*)</arg_key>\s*<arg_value>", r"</arg_value>(?=\s*(?:<arg_key>|</tool_call>|\Z))")

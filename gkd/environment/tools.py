@@ -133,7 +133,8 @@ class ToolEnvironment:
         try:
             reads = [any(are_probe(cls.parse(turn, names), turn) for turn in written) for names in ((), None)]
         except Exception as error:  # a user's `parse` may raise any error
-            raise EnvironmentError(f"{cls.__name__}.parse raised {type(error).__name__}: {shown(error)}") from error
+            problem = f"{cls.__name__}.parse raised {type(error).__name__}: {shown(error)}. Fix: correct it"
+            raise EnvironmentError(problem) from error
         cls._json_is_call = reads == [False, True]
         if written and not any(reads):
             problem = f"the chat template writes calls as {shown(written[0])}, which the environment does not read"

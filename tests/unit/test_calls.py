@@ -208,3 +208,9 @@ def test_json_alone_is_a_call_where_the_template_writes_it() -> None:
     Llama.learn_form(written_calls(make(FORMS["llama3.1"], "llama3.1"), {}))
     made, wrong, answered = play(Llama, turns)[0]
     assert made == ["2"] and wrong[0].startswith("Error: ") and answered is None
+
+    class Fence(Llama):
+        pass
+
+    Fence.learn_form(written_calls(make('\n```json\n{"name": "{{ c.name }}", "arguments": {{ a }}}\n```'), {}))
+    assert play(Fence, [f"I add.\n```json\n{ONE}\n```\n```json\n{ONE}\n```"])[0] == [["2", "2"]]
