@@ -9,7 +9,7 @@ import json
 import re
 from collections.abc import Collection, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from os.path import commonprefix
 from typing import Any
@@ -215,4 +215,5 @@ def are_probe(found: Sequence[ToolCall | CallError], turn: str) -> bool:
     """Return whether these are the calls of `PROBE` that a turn names."""
     expected = [call for call in PROBE if call.name in turn]
     texts = [{k: v if isinstance(v, str) else json.dumps(v) for k, v in call.arguments.items()} for call in expected]
-    return [*found] in (expected, list(map(ToolCall, [call.name for call in expected], texts, [True] * len(texts))))
+    as_text = [replace(call, arguments=text, is_text=True) for call, text in zip(expected, texts, strict=True)]
+    return [*found] in (expected, as_text)
