@@ -9,7 +9,7 @@ import json
 import re
 from collections.abc import Collection, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from os.path import commonprefix
 from typing import Any
@@ -30,23 +30,26 @@ _FORMS = {
     "harmony": r"(?:\A\s*(?=to=functions)|<\|start\|>assistant\s*|<\|channel\|>\w+\s*)to=(?:functions\.)?"
     r"(?:(?P<harmony_name>[\w.-]+)(?:\s*<\|(?:channel|constrain)\|>\s*\w+|\s+\w+){0,4}\s*<\|message\|>\s*)?",
     "llama": r"<\|(?:python_tag|tool_call(?:_start)?)\|>\s*",
+    # Llama's form without its mark: at the beginning of a line, or behind a marker
+    "alone": r"(?:(?m:^)|(?<=[>\]]))[ \t]*(?=(?:\[\s*)?\{\s*(?:'type'\s*:\s*'function'\s*,\s*)?"
+    r"'name'\s*:\s*'(?P<tool>[^'\n]*)'\s*,\s*'(?:parameters|arguments)')".replace("'", '"'),
 }
-_ALONE = re.compile(  # Llama's form without its mark
-    r'\s*(?=\{\s*("type"\s*:\s*"function"\s*,\s*)?"name"\s*:\s*"(?P<name>[^"]*)"\s*,\s*"(parameters|arguments)")'
-)
 _THOUGHTS = {"<think>": "</think>", "[THINK]": "[/THINK]", "<|channel|>analysis<|message|>": "<|end|>"}
-_CLOSED = ("</think>", "[/THINK]")  # also of thoughts that the prompt has opened
+_CLOSED = re.compile(r"</think>|\[/THINK\]")  # also of thoughts that the prompt has opened
+_MOST = 100  # calls in a turn: a student that repeats a mark shall not read an error for each
 _CUT = ("</parameter>", "</arg_value>")
 _MARKS = [f"(?P<{name}>{mark})" for name, mark in _FORMS.items()]
-_NEXT = re.compile("|".join([*_MARKS, *map(re.escape, (*_THOUGHTS, *_CLOSED, *_CUT))]))
+_NEXT = re.compile("|".join([*_MARKS, *map(re.escape, (*_THOUGHTS, *_CUT)), _CLOSED.pattern]))
 _LAST = re.compile("</tool_call>|</function>|<｜tool▁call▁end｜>")
 _MORE = re.compile(r"[\s,;]*(?=\{|\[\s*\{)")
-_END_OF_JSON = re.compile(r"[\s`]*(?=[<\[]|\Z)")
+_END_OF_JSON = re.compile(r"[\s`]*(?=[<\[]|```json|\Z)")
 _FUNCTION = re.compile(r"<function=([^>\n]*)>\s*")
 _PARAMETER = (r"\s*<parameter=([^>\n]*)>\n?", r"\n?</parameter>(?=\s*(?:<parameter=|</function>|</tool_call>|\Z))")
 _GLM = (r"\s*<arg_key>([^<]*)</arg_key>\s*<arg_value>", r"</arg_value>(?=\s*(?:<arg_key>|</tool_call>|\Z))")
-_THOUGHT_OF = re.compile(r"</think>\s*<(?:tool_call>|function=)")  # the value begins in thoughts
+# A value that begins in thoughts, or in which the next one begins, has no end.
+_ENDLESS = re.compile(r"</think>[^<]*<(?:tool_call>|function=)|(?m:^)<parameter=|</arg_key>\s*<arg_value>")
 _END = re.compile(r"\s*(?:</function>|</tool_call>|\Z)")
+_SPACE = re.compile(r"\s*")
 
 
 class CallError(Exception):
@@ -62,15 +65,11 @@ class CallError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
-    """Hold a call that the student wrote.
-
-    Args:
-        is_text: the values of `arguments` are text as the student wrote it, not JSON.
-    """
+    """Hold a call that the student wrote."""
 
     name: str
     arguments: dict[str, Any]
-    is_text: bool = False
+    is_text: bool = False  # the values are text as the student wrote it, not JSON
 
 
 def _json_calls(text: str, at: int, name: str = "") -> tuple[list[ToolCall], int]:
@@ -83,7 +82,7 @@ def _json_calls(text: str, at: int, name: str = "") -> tuple[list[ToolCall], int
             value, at = json.JSONDecoder().raw_decode(text, begin)
         except (ValueError, RecursionError) as error:
             where = getattr(error, "pos", begin)
-            problem = f"{getattr(error, 'msg', 'too deep')}: character {where - begin}"
+            problem = f"{getattr(error, 'msg', 'too deep, or a number too long')}: character {where - begin}"
             raise CallError(f"the call cannot be read as JSON ({problem})", where) from None
         values = [{"name": name, "arguments": value}] if name else value if isinstance(value, list) else [value]
         calls += [_json_call(one, at) for one in values or [None]]
@@ -109,7 +108,7 @@ def _texts(text: str, at: int, name: str, tags: tuple[str, str]) -> tuple[list[T
     key, end = map(re.compile, tags)
     while head := key.match(text, at):
         close = end.search(text, head.end())
-        if close is None or head[1] in values or _THOUGHT_OF.search(text, head.end(), close.start()):
+        if close is None or head[1] in values or _ENDLESS.search(text, head.end(), close.start()):
             raise CallError("an argument of the call has no end, or stands there twice", head.end())
         values[head[1]] = text[head.end() : close.start()]
         at = close.end()
@@ -136,24 +135,30 @@ def parse_calls(text: str, names: Collection[str] | None = None) -> list[ToolCal
     has the <think>, they end at the first </think> outside of an argument.
 
     Args:
-        names: tools of which a JSON object alone is a call, as Llama 3.1 writes them; None: of any.
+        names: tools of which JSON alone, as Llama 3.1 writes it, is a call if an answer begins with it; None: of any,
+            also behind text.
     """
     calls: list[ToolCall | CallError] = []
     at = answer = 0  # where the text goes on, and where the answer begins
     while True:
-        alone = _ALONE.match(text, at) if at == answer else None
-        if alone and (names is None or alone["name"] in names):
-            at = _read("llama", alone, calls, thinks=not answer)
+        if len(calls) > _MOST:
+            calls = [CallError(f"the turn has more than {_MOST} calls, and none is made")]
+            if answer or (closed := _CLOSED.search(text, at)) is None:
+                return calls
+            at = closed.start()
         if (found := _NEXT.search(text, at)) is None:
             return calls
         at = found.end()
-        if found.lastgroup:
+        is_alone = found.lastgroup == "alone"
+        if is_alone and names is not None and not (found["tool"] in names and _SPACE.fullmatch(text, answer, at)):
+            at += 1  # JSON of an answer
+        elif found.lastgroup:
             at = _read(found.lastgroup, found, calls, thinks=not answer)
         elif close := _THOUGHTS.get(found[0]):
             if (end := text.find(close, at)) < 0:
                 return calls
             at = answer = end + len(close)
-        elif found[0] in _CLOSED and not answer:  # the prompt has opened the thoughts
+        elif _CLOSED.match(found[0]) and not answer:  # the prompt has opened the thoughts
             calls.clear()
             answer = at
         elif found[0] in _CUT and calls and getattr(calls[-1], "is_text", False):
@@ -170,8 +175,8 @@ def _read(form: str, mark: re.Match[str], calls: list[ToolCall | CallError], thi
         calls.append(error)
         last = _LAST.search(text, error.at)
         end = last.end() if last else len(text)
-        if thinks:  # the mark may stand in thoughts, which end within what is left out here
-            end = min([end, *(place for close in _CLOSED if (place := text.find(close, error.at, end)) >= 0)])
+        if thinks and (closed := _CLOSED.search(text, error.at, end)):
+            end = closed.start()  # the mark may stand in thoughts, which end within what is left out here
     return end
 
 
@@ -210,5 +215,5 @@ def are_probe(found: Sequence[ToolCall | CallError], turn: str) -> bool:
     """Return whether these are the calls of `PROBE` that a turn names."""
     expected = [call for call in PROBE if call.name in turn]
     texts = [{k: v if isinstance(v, str) else json.dumps(v) for k, v in call.arguments.items()} for call in expected]
-    as_text = [ToolCall(call.name, text, is_text=True) for call, text in zip(expected, texts, strict=True)]
+    as_text = [replace(call, arguments=text, is_text=True) for call, text in zip(expected, texts, strict=True)]
     return [*found] in (expected, as_text)

@@ -13,7 +13,8 @@ import inspect
 import json
 import re
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any, ClassVar, get_type_hints
 
 import msgspec
@@ -61,21 +62,19 @@ def schema(function: Callable[..., Any]) -> dict[str, Any]:
 def _hints(function: Callable[..., Any]) -> dict[str, Any]:
     hints = get_type_hints(function)
     for parameter in inspect.signature(function).parameters.values():
-        if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD) or parameter.name not in hints:
+        has_name = parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
+        if not has_name or parameter.name not in hints:
             raise TypeError(f"tool {function.__name__}: parameter {parameter.name} must have a name and a type hint")
     hints.pop("return", None)
     return hints
 
 
-async def answer(calls: Iterable[ToolCall | CallError], functions: Mapping[str, Callable[..., Any]]) -> list[str]:
-    """Make calls one after the other, and return a text for each; what is wrong with one is its text."""
-    texts = []
-    for call in calls:
-        try:
-            texts.append(encodable(str(await _result(call, functions))))
-        except CallError as error:
-            texts.append(f"Error: {error}")
-    return texts
+async def _answer(call: ToolCall | CallError, functions: Mapping[str, Callable[..., Any]]) -> str:
+    """Make a call and return its result; what is wrong with it is the text."""
+    try:
+        return encodable(str(await _result(call, functions)))
+    except CallError as error:
+        return f"Error: {error}"
 
 
 async def _result(call: ToolCall | CallError, functions: Mapping[str, Callable[..., Any]]) -> Any:
@@ -90,7 +89,8 @@ async def _result(call: ToolCall | CallError, functions: Mapping[str, Callable[.
         hints = _hints(function)
         arguments = {name: value_of(value, hints[name], call.is_text) for name, value in call.arguments.items()}
     except (TypeError, msgspec.ValidationError) as error:
-        raise CallError(f"wrong arguments of {call.name}: {shown(error)}") from error
+        text = re.sub(r"('\w*')|'.*", lambda quoted: quoted[1] or "...", shown(error), flags=re.DOTALL)  # see CallError
+        raise CallError(f"wrong arguments of {call.name}: {text}") from error
     try:
         if inspect.iscoroutinefunction(function):
             return await function(**arguments)
@@ -100,16 +100,10 @@ async def _result(call: ToolCall | CallError, functions: Mapping[str, Callable[.
 
 
 def value_of(value: Any, hint: Any, is_text: bool) -> Any:
-    """Return an argument with the type of a hint. Raises msgspec.ValidationError: it has another one.
-
-    Args:
-        is_text: see `ToolCall`.
-    """
-    if is_text and hint is not str:
-        try:
-            value = json.loads(_WORDS.get(value, value))
-        except ValueError:  # text without quotes, for a hint such as Literal or str | None
-            return msgspec.convert(value, hint)
+    """Return an argument of a ToolCall with the type of a hint. Raises msgspec.ValidationError: it has another one."""
+    if is_text and hint is not str and value[:1] != '"':  # no form writes quotes around a text
+        with suppress(ValueError, RecursionError):  # else text without quotes, for a hint such as Literal or str | None
+            return msgspec.convert(json.loads(_WORDS.get(value, value)), hint)
     return msgspec.convert(value, hint)
 
 
@@ -136,8 +130,13 @@ class ToolEnvironment:
         Raises:
             EnvironmentError: `parse` does not read them.
         """
-        cls._json_is_call = any(turn.startswith("{") for turn in written)
-        if written and not any(are_probe(cls.parse(turn, None), turn) for turn in written):
+        try:
+            reads = [any(are_probe(cls.parse(turn, names), turn) for turn in written) for names in ((), None)]
+        except Exception as error:  # a user's `parse` may raise any error
+            problem = f"{cls.__name__}.parse raised {type(error).__name__}: {shown(error)}. Fix: correct it"
+            raise EnvironmentError(problem) from error
+        cls._json_is_call = reads == [False, True]
+        if written and not any(reads):
             problem = f"the chat template writes calls as {shown(written[0])}, which the environment does not read"
             fix = "use a model that writes one of these forms, or give the class a function `parse` that reads this one"
             raise EnvironmentError(f"{problem}. It reads the forms of {NAMES}. Fix: {fix}")
@@ -147,10 +146,9 @@ class ToolEnvironment:
 
     async def step(self, text: str) -> list[dict[str, str]] | None:
         """Answer each call of a turn with a message."""
-        calls = self.parse(text, None if self._json_is_call else self.callables())
-        if not calls:
-            return None
-        return [{"role": "tool", "content": content} for content in await answer(calls, self.callables())]
+        functions = self.callables()
+        calls = self.parse(text, None if self._json_is_call else functions)
+        return [{"role": "tool", "content": await _answer(call, functions)} for call in calls] or None
 
     def callables(self) -> dict[str, Callable[..., Any]]:
         """Return the functions of this trajectory by name."""

@@ -19,16 +19,16 @@ from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
 from teacher_server.http import sglang, vllm
-from teacher_server.http.binary import MEDIA_TYPE, as_message
 from teacher_server.http.link import BrokerLink
 from teacher_server.http.question import Dialect, Refusal
 from teacher_server.http.teachers import Teachers
-from teacher_server.wire.payload import unpack_topk
+from teacher_server.wire.payload import as_message, unpack_topk
 from teacher_server.wire.protocol import ProtocolError
 
 log = logging.getLogger(__name__)
 
 MAX_BODY = 64 << 20
+MEDIA_TYPE = "application/x-gkt"  # Such answers are in the wire format, 5 bytes an entry.
 _DIALECTS = {
     "/v1/completions": vllm.COMPLETIONS,
     "/inference/v1/generate": vllm.GENERATE,

@@ -20,9 +20,8 @@ from transformers import AutoModelForCausalLM
 
 from gkd.types import Rollout
 from teacher_server.__main__ import main
-from teacher_server.http.app import MAX_BODY
-from teacher_server.http.binary import MEDIA_TYPE, read_messages
-from teacher_server.wire.payload import TopKScores, unpack_topk
+from teacher_server.http.app import MAX_BODY, MEDIA_TYPE
+from teacher_server.wire.payload import TopKScores, read_messages, unpack_topk
 from tests.processes import wait_until
 from tests.service.commands import address, run
 from tests.service.conftest import TINY_VOCAB

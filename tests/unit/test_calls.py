@@ -49,7 +49,7 @@ FORMS: dict[str, str] = {
 OTHERS = {
     "pythonic": "[{{ c.name }}(" + _ITEMS + "{{ k }}={{ v | tojson }}, {% endfor %})]",
     "invoke": '<invoke name="{{ c.name }}">{{ a }}</invoke>',
-    "fenced": '```json\n{"name": "{{ c.name }}", "arguments": {{ a }}}\n```',
+    "fenced": '```json {"name": "{{ c.name }}", "arguments": {{ a }}} ```',
     "gemma4": "<|tool_call>call:{{ c.name }}{{ a }}<tool_call|>",
 }
 ONE_A_TURN = ("llama3.1", "harmony")
@@ -69,10 +69,11 @@ def make(form: str, name: str = "") -> Any:
     )
 
 
-# Behind a tag that ends a value stands a character: directly in front of another tag it would be the end.
+# A character stands next to a tag that would end a value in front of another one, or begin the next one.
 MARKS = (
-    *("<think>", "</think>.", "<tool_call>", "</tool_call>", "<function=x>", "</function>", "</parameter>'", "[ARGS]{"),
-    *("<parameter=x>", "[TOOL_CALLS]", "<|call|>", _END_OF_ONE, "\n```", "<arg_key>", "</arg_value>'", "\n", '"', "}"),
+    *("<think>", "</think><b>", "<tool_call>", "</tool_call>", "<function=x>", "</function>", "</parameter>'", "\n"),
+    *("'<parameter=x>", "[TOOL_CALLS]", "<|call|>", _END_OF_ONE, "\n```", "<arg_key>", "</arg_value>'", '"', "}"),
+    "[ARGS]{",
 )
 TEXTS = st.lists(st.one_of(st.sampled_from(MARKS), st.text(max_size=5)), max_size=5).map("".join)
 SCALARS = st.one_of(st.none(), st.booleans(), st.integers(), st.floats(allow_nan=False, allow_infinity=False), TEXTS)
@@ -127,12 +128,16 @@ GOOD: dict[str, list[ToolCall]] = {
     f"<think>{OTHER}": [],
     f"{OTHER}</think><tool_call>{ONE}</tool_call> What does </think> mean?": [ADD],
     f"Use <function=f><parameter=a>.</think>\n\n<tool_call>{function('1')}": [ToolCall("f", {"a": "1"}, True)],
+    f"Use <function=f><parameter=a>.</think>\n\nI add.\n<tool_call>{function('1')}": [ToolCall("f", {"a": "1"}, True)],
     "Should I use <tool_call>? No.</think>It is 4.": [],
     f"<|channel|>analysis<|message|>{OTHER}<|end|><|start|>assistant<|channel|>final<|message|>4": [],
     '<|channel|>commentary to=functions.add <|constrain|>json<|message|>{"a": 1}': [ADD],
+    # JSON alone
+    f'[{{"name": "add", "arguments": {{"a": 1}}}}, {ONE}]': [ADD, ADD],
+    f"I add.\n{ONE}": [],
     # Answers
     **dict.fromkeys(('{"name": "Bob", "parameters": {"x": 1}}', '{"name": "add", "sum": 3}', "[1, 2]", "{"), []),
-    **{mark * 10_000: [] for mark in ("<think>", "</think>", "</parameter>\n\n")},
+    **{mark * 10_000: [] for mark in ("<think>", "</think>", "</parameter>\n\n", f"x\n{ONE}")},
 }
 BAD = (
     *("", "{", "[]", "3", '{"name": 3}', '{"name": "f"', "[" * 99999, f"{ONE} so"),
@@ -140,6 +145,8 @@ BAD = (
     *('{"name": "add", "arguments": [1]}', '{"name": "add", "arguments": "1"}'),
     *('{"name": "add", "arguments": {"a": "</think>"', function("1\n</parameter>\n<parameter=a>\n2")),
     function("x</parameter></function></tool_call> y"),
+    *(function(f"1\n<parameter=b>\n{value}") for value in ("2", "2\n</parameter>\n<parameter=c>\n3")),
+    "f<arg_key>a</arg_key><arg_value>1<arg_key>b</arg_key><arg_value>2</arg_value>",
 )
 MARKED = (
     *(
@@ -148,6 +155,7 @@ MARKED = (
     ),
     *('{"name": "add", "parameters": {"a": 1}', f"{ONE} is what I call"),
     *(mark * 10_000 for mark in ("<tool_call>", "<function=f><parameter=a>", "[TOOL_CALLS]", _BEGIN, '<tool_call>["')),
+    *(mark * 10_000 for mark in ("<tool_call></tool_call>", OTHER)),
 )
 ERRORS = [*MARKED, *(f"<tool_call>{text}</tool_call>" for text in BAD)]
 
@@ -179,6 +187,8 @@ def test_a_template_whose_calls_are_not_read_is_refused() -> None:
     for form in OTHERS.values():
         with pytest.raises(EnvironmentError):
             Own.learn_form(written_calls(make(form), {}))
+    with pytest.raises(EnvironmentError):
+        type("Wrong", (Tools,), {"parse": len}).learn_form(written_calls(make(FORMS["hermes"]), {}))
     assert written_calls(tokenizer("{% for m in messages %}{{ m.content }}<|eot|>{% endfor %}"), {}) == ()
     config = load_config(None, ["rollout.environment=examples.tools.calculator:Calculator"])
     assert [tool["function"]["name"] for tool in environment_tools(config, make(FORMS["glm4.5"]))] == ["calculate"]
@@ -193,8 +203,14 @@ def test_json_alone_is_a_call_where_the_template_writes_it() -> None:
     class Llama(ToolEnvironment):
         functions = (add,)
 
-    turns = ['{"name": "add", "parameters": {"a": 1}}', '{"name": "sum", "parameters": {"a": 1}}', '{"sum": 2}']
-    assert play(Llama, turns)[0] == [["2"], None, None]
+    turns = ['I add.\n{"name": "add", "parameters": {"a": 1}}', '{"name": "sum", "parameters": {"a": 1}}', '{"sum": 2}']
+    assert play(Llama, [turns[0][7:], *turns])[0] == [["2"], None, None, None]
     Llama.learn_form(written_calls(make(FORMS["llama3.1"], "llama3.1"), {}))
     made, wrong, answered = play(Llama, turns)[0]
     assert made == ["2"] and wrong[0].startswith("Error: ") and answered is None
+
+    class Fence(Llama):
+        pass
+
+    Fence.learn_form(written_calls(make('\n```json\n{"name": "{{ c.name }}", "arguments": {{ a }}}\n```'), {}))
+    assert play(Fence, [f"I add.\n```json\n{ONE}\n```\n```json\n{ONE}\n```"])[0] == [["2", "2"]]

@@ -51,12 +51,16 @@ def add(a: int, b: int = 1) -> int:
     return a + b
 
 
+def pick(name: str | None, mode: Literal["1", "2"] = "1") -> str:
+    return f"{name!r} {mode!r}"
+
+
 async def repeat(text: str, modes: list[Literal["a", "b"]], strict: bool | None = None) -> str:
     return f"{text!r} {modes} {strict} {threading.current_thread().name.startswith(LOOP)}"
 
 
 class Tools(ToolEnvironment):
-    functions = (add, repeat)
+    functions = (add, repeat, pick)
 
 
 def play(kind: Any, turns: Sequence[str], row: dict[str, Any] | None = None) -> tuple[list[Any], float | None]:
@@ -94,7 +98,7 @@ def test_schemas_come_from_signature_and_docstring() -> None:
     }
     properties = schema(repeat)["function"]["parameters"]["properties"]
     assert properties["modes"] == {"type": "array", "items": {"enum": ["a", "b"]}}
-    assert Tools.tools == [schema(add), schema(repeat)]
+    assert Tools.tools == [schema(add), schema(repeat), schema(pick)]
 
     def no_hint(a) -> None: ...  # type: ignore[no-untyped-def]
 
@@ -102,7 +106,9 @@ def test_schemas_come_from_signature_and_docstring() -> None:
 
     def any_number(*values: int) -> None: ...
 
-    for function in (no_hint, no_json, any_number):
+    def no_name(a: int, /) -> None: ...
+
+    for function in (no_hint, no_json, any_number, no_name):
         with pytest.raises(TypeError):
             schema(function)
 
@@ -124,14 +130,18 @@ def test_the_student_reads_results_and_its_mistakes() -> None:
         "<function=add><parameter=a>4</parameter></function>",
         '<function=repeat><parameter=text>4</parameter><parameter=modes>["a"]</parameter></function>',
         "<function=repeat><parameter=text>4</parameter><parameter=modes>[]</parameter><parameter=strict>True</parameter>",
+        "<function=pick><parameter=name>12</parameter><parameter=mode>2</parameter></function>"
+        '<function=pick><parameter=name>"a"</parameter></function>',
         "fine",
     ]
-    expected = [["2", "5"], ["5"], ["'4' ['a'] None True"], ["'4' [] True True"], None]
+    expected = [["2", "5"], ["5"], ["'4' ['a'] None True"], ["'4' [] True True"], ["'12' '2'", "'\"a\"' '1'"], None]
     assert play(Tools, turns) == (expected, None)
     mistakes = [
         *(CALL.format("add", arguments) for arguments in ("{}", '{"a": "1"}', '{"a": 1, "c": 2}', '{"a": true}')),
         *(CALL.format("sub", "{}"), CALL.format("add", '{"a": 13}'), "<tool_call>{", "<function=add"),
         *('<tool_call>{"name": "<|end|>"', CALL.format("<|end|>", "{}"), "<function=<|end|>></function>"),
+        *(CALL.format("pick", a) for a in ('{"name": "a", "mode": "<|end|>"}', '{"name": "a", "<|end|>": 1}')),
+        f"<function=repeat><parameter=text>4</parameter><parameter=modes>{'[' * 99999}</parameter></function>",
         *("<function=add><parameter=a>x</parameter></function>", '<tool_call>{"name": "\\ud800"}</tool_call>'),
     ]
     for content in play(Tools, ["".join(mistakes[:6]), *mistakes])[0]:
