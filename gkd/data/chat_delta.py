@@ -16,6 +16,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from functools import cached_property
 from itertools import groupby
 from typing import Any
 
@@ -236,14 +237,16 @@ class DialogueReader:
         ends: token ids that end a turn.
         renderer: of the prompts.
 
-    Raises:
-        ConfigError: the template cannot continue a turn, see `ChatDelta`.
     """
 
     def __init__(self, config: DataConfig, tokenizer: Any, ends: Sequence[int], renderer: PromptRenderer) -> None:
         self._renderer, self._ends, self._limit = renderer, ends, config.max_response_length
         self._setting = "data.messages_key", config.messages_key
-        self._delta = ChatDelta(tokenizer, config.chat_template_kwargs, ends, setting=self._setting)
+        self._tokenizer, self._variables = tokenizer, config.chat_template_kwargs
+
+    @cached_property
+    def _delta(self) -> ChatDelta:  # The first row with messages between its turns needs it.
+        return ChatDelta(self._tokenizer, self._variables, self._ends, setting=self._setting)
 
     def read(self, prompt: Rendered, turns: Sequence[Message], where: str) -> tuple[np.ndarray, np.ndarray]:
         """Return the response, [R] int32, and which of its tokens are the assistant's own, [R] bool.
@@ -251,7 +254,8 @@ class DialogueReader:
         What exceeds the limit is cut off; the response then ends with an own token that need not be an end token.
 
         Raises:
-            ConfigError: see `PromptRenderer.answer_ids`; the template cannot write a message between the turns.
+            ConfigError: see `PromptRenderer.answer_ids`; the template cannot continue a turn, see `ChatDelta`, or
+                cannot write a message between the turns.
         """
         parts: list[tuple[np.ndarray, bool]] = []
         history: list[dict[str, Any]] = []
@@ -261,11 +265,11 @@ class DialogueReader:
             read = [{key: value for key, value in message.items() if key != OWN} for message in messages]
             here = self._renderer.continued(prompt, history, where) if is_turn and history else prompt
             try:
-                parts.append((self._turn(here, read, where) if is_turn else self._delta.ids(read), is_own))
+                parts.append((self._turn(here, read, where) if is_turn else self._between(parts[-1][0], read), is_own))
             except DataError as error:
                 problem = f"the conversation of {where} cannot be read: {error}"
                 raise ConfigError(*self._setting, problem, "correct or remove the row.") from error
-            history += read
+            history = [*history[:1], *read]  # as short as the conversations of `ChatDelta`: the time is linear
         ids = np.concatenate([part for part, _ in parts])[: self._limit]
         own = np.repeat([is_own for _, is_own in parts], [len(part) for part, _ in parts])[: self._limit]
         n = int(np.flatnonzero(own)[-1]) + 1
@@ -274,8 +278,10 @@ class DialogueReader:
     def _turn(self, prompt: Rendered, messages: Sequence[Message], where: str) -> np.ndarray:
         if len(messages) > 1:
             raise DataError("it has two messages of the assistant in a row.")
-        text = messages[0]["content"]
-        ids = self._renderer.answer_ids(prompt, text, self._ends, self._setting, where)
-        if not self._delta.follows(ids[-1]):
-            raise DataError(f"a message of the assistant has another end than the template writes: {quoted(text)}.")
+        ids = self._renderer.answer_ids(prompt, messages[0]["content"], self._ends, self._setting, where)
         return np.asarray(ids, np.int32)
+
+    def _between(self, turn: np.ndarray, messages: Sequence[Message]) -> np.ndarray:
+        if not self._delta.follows(int(turn[-1])):
+            raise DataError(f"the turn in front of {quoted(messages[0])} has another end than the template writes.")
+        return self._delta.ids(messages)

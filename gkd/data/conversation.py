@@ -6,6 +6,7 @@ import json
 import math
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from decimal import Decimal
 from functools import cache
@@ -49,13 +50,13 @@ _WORDS = {
     "learned": re.compile("loss(mask)?|train(ing|able|ed)?|learn(ed|able)?|supervised?|weights?"),
     "unlearned": re.compile("masked|ignored?|skip(ped)?|excluded?|no|not|dont"),
     "": re.compile(
-        "masks?|is|has|do|should|used?|with|to|on|in|for|from|this|per|turns?|tokens?|messages?|samples?|"
+        "masks?|is|has|do|should|use|with|to|on|in|for|from|this|per|turns?|tokens?|messages?|samples?|"
         "assistant|completion|response|target|action|detail|flag|enabled|scale|calc(ulate)?|computed?|included?"
     ),
 }
 ON_LEARNING = ("learned", "unlearned", "mask", "label")  # results of `meaning`
 _LIST = re.compile(r"\[(?:true|false|none|null|[-\s\[\],.\de+])*\]")  # numbers, in Python's form and in JSON
-_FLAGS = {"0": False, "0.0": False, "false": False, "1": True, "1.0": True, "true": True}
+_FLAGS = {**dict.fromkeys(("0", "false", "no", "off"), False), **dict.fromkeys(("1", "true", "yes", "on"), True)}
 _EMPTY: tuple[Any, ...] = (None, "", "[]", "{}", "null", [], {})
 _OTHER_PARTS = ("tool_calls", "function_call", "reasoning_content", "reasoning", "thinking")  # parts of an answer
 
@@ -199,9 +200,12 @@ def excludes(name: str, value: Any) -> bool:
         return kind != "label" or "-100" in text
     if kind == "label":  # numbers are classes
         return value is False
+    with suppress(ValueError, TypeError):
+        value = float(value)
+        text = as_text(value)
     flag = _FLAGS.get(text)
     if flag is None:  # a mask or weight, or something else, as the loss of another model
-        is_weight = "weight" in name.lower() and isinstance(value, int | float)
+        is_weight = "weight" in name.lower() and isinstance(value, float)
         return is_weight or re.search("loss_?(mask|scale)", name.lower()) is not None
     return kind == "mask" or flag != (kind == "learned")
 

@@ -273,7 +273,7 @@ class RowReader:
             return None
         if how != "error" and (cut := self._renderer.cut(prompt, limit, how)) is not None:
             systems = (message["content"].strip() for message in prompt.messages if message["role"] in SYSTEM)
-            whole = [prompt.text.partition(text)[0][-_HEADER:] + text for text in systems]
+            whole = [prompt.text.partition(text)[0][-_HEADER:] + text for text in systems if text]
             self._n_cut += 1
             self._n_without_system += any(text not in cut.text for text in whole)
             return cut

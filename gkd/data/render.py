@@ -167,7 +167,7 @@ class PromptRenderer:
         more = {key: each for key, each in more.items() if each is not None}
         try:
             return bool(prompt.messages) and self._apply(prompt.messages, prompt.tools, where="", **more) != prompt.text
-        except ConfigError:
+        except (ConfigError, TypeError):  # a name of an argument, as `tools`
             return True
 
     def continued(self, prompt: Rendered, messages: Sequence[Message], where: str) -> Rendered:
@@ -209,11 +209,12 @@ class PromptRenderer:
         added = self._tokenizer.added_tokens_decoder
         names = {str(added[i]): i for i in ends if i in added}
         own = max((name for name in names if text.endswith(name)), key=len, default="")
-        answer, behind = self._answer(prompt, text.removesuffix(own), setting, where)
+        text = text.removesuffix(own)
+        answer, behind = self._answer(prompt, text, setting, where)
         places = ((behind.find(name), -len(name), name) for name in names if name in behind)
         at, _, end = min(places, default=(0, 0, ""))
         ids = self._ids_behind(prompt.text, answer + behind[:at])
-        if not answer or not ids:
+        if not (text.strip() and answer and ids):
             raise ConfigError(*setting, f"the response of {where} has no tokens.", "correct or remove the row.")
         if any(token in ends for token in ids[:-1]):
             problem = f"the response of {where} contains an end-of-sequence token before its end: {quoted(text)}."
