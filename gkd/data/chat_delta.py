@@ -16,7 +16,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from functools import cached_property
+from functools import cache, partial
 from itertools import groupby
 from typing import Any
 
@@ -24,7 +24,7 @@ import numpy as np
 
 from gkd.config.schema_sections import DataConfig
 from gkd.data.chat_frame import ANSWER, QUESTION, START, TAG, THOUGHT, WHY, ChatFrames, Message, TemplateFailed, said
-from gkd.data.conversation import OWN, Conversation, Setting, quoted, read_tools, unicode_problem
+from gkd.data.conversation import Conversation, Setting, Turn, quoted, read_tools, unicode_problem
 from gkd.data.render import PromptRenderer, Rendered
 from gkd.errors import ConfigError, DataError
 
@@ -236,19 +236,15 @@ class DialogueReader:
     Args:
         ends: token ids that end a turn.
         renderer: of the prompts.
-
     """
 
     def __init__(self, config: DataConfig, tokenizer: Any, ends: Sequence[int], renderer: PromptRenderer) -> None:
         self._renderer, self._ends, self._limit = renderer, ends, config.max_response_length
         self._setting = "data.messages_key", config.messages_key
-        self._tokenizer, self._variables = tokenizer, config.chat_template_kwargs
+        # The first row with messages between its turns needs it: not all templates can continue a turn.
+        self._delta = cache(partial(ChatDelta, tokenizer, config.chat_template_kwargs, ends, setting=self._setting))
 
-    @cached_property
-    def _delta(self) -> ChatDelta:  # The first row with messages between its turns needs it.
-        return ChatDelta(self._tokenizer, self._variables, self._ends, setting=self._setting)
-
-    def read(self, prompt: Rendered, turns: Sequence[Message], where: str) -> tuple[np.ndarray, np.ndarray]:
+    def read(self, prompt: Rendered, turns: Sequence[Turn], where: str) -> tuple[np.ndarray, np.ndarray]:
         """Return the response, [R] int32, and which of its tokens are the assistant's own, [R] bool.
 
         What exceeds the limit is cut off; the response then ends with an own token that need not be an end token.
@@ -259,29 +255,28 @@ class DialogueReader:
         """
         parts: list[tuple[np.ndarray, bool]] = []
         history: list[dict[str, Any]] = []
-        for is_turn, group in groupby(turns, lambda message: message["role"] == "assistant"):
-            messages = list(group)
-            is_own = bool(messages[0][OWN])
-            read = [{key: value for key, value in message.items() if key != OWN} for message in messages]
-            here = self._renderer.continued(prompt, history, where) if is_turn and history else prompt
+        for is_turn, group in groupby(turns, lambda turn: turn[0]["role"] == "assistant"):
+            read, flags = map(list, zip(*group, strict=True))
             try:
-                parts.append((self._turn(here, read, where) if is_turn else self._between(parts[-1][0], read), is_own))
+                ids = self._turn(prompt, history, read, where) if is_turn else self._between(parts[-1][0], read)
             except DataError as error:
                 problem = f"the conversation of {where} cannot be read: {error}"
                 raise ConfigError(*self._setting, problem, "correct or remove the row.") from error
+            parts.append((ids, flags[0]))
             history = [*history[:1], *read]  # as short as the conversations of `ChatDelta`: the time is linear
-        ids = np.concatenate([part for part, _ in parts])[: self._limit]
+        whole = np.concatenate([part for part, _ in parts])[: self._limit]
         own = np.repeat([is_own for _, is_own in parts], [len(part) for part, _ in parts])[: self._limit]
         n = int(np.flatnonzero(own)[-1]) + 1
-        return ids[:n].astype(np.int32), own[:n]
+        return whole[:n].astype(np.int32), own[:n]
 
-    def _turn(self, prompt: Rendered, messages: Sequence[Message], where: str) -> np.ndarray:
+    def _turn(self, prompt: Rendered, history: list[Any], messages: Sequence[Message], where: str) -> np.ndarray:
         if len(messages) > 1:
             raise DataError("it has two messages of the assistant in a row.")
-        ids = self._renderer.answer_ids(prompt, messages[0]["content"], self._ends, self._setting, where)
-        return np.asarray(ids, np.int32)
+        here = self._renderer.continued(prompt, history, where) if history else prompt
+        text = messages[0]["content"]
+        return np.asarray(self._renderer.answer_ids(here, text, self._ends, self._setting, where), np.int32)
 
     def _between(self, turn: np.ndarray, messages: Sequence[Message]) -> np.ndarray:
-        if not self._delta.follows(int(turn[-1])):
+        if not self._delta().follows(int(turn[-1])):
             raise DataError(f"the turn in front of {quoted(messages[0])} has another end than the template writes.")
-        return self._delta.ids(messages)
+        return self._delta().ids(messages)

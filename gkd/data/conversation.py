@@ -60,14 +60,13 @@ _FLAGS = {**dict.fromkeys(("0", "false", "no", "off"), False), **dict.fromkeys((
 _EMPTY: tuple[Any, ...] = (None, "", "[]", "{}", "null", [], {})
 _OTHER_PARTS = ("tool_calls", "function_call", "reasoning_content", "reasoning", "thinking")  # parts of an answer
 
-OWN = "gkd_own"  # key of a turn of a dataset's conversation: whether it is learned
-
 # Placeholders of text that each row has for itself, and the student does not read.
 _PRIVILEGED = ("answer", "response")
 
 _NEW_CALLS = "write `tool_calls`, and the answers as messages of the role tool."
 
 Message = dict[str, Any]
+Turn = tuple[Message, bool]  # a message of a dataset's conversation, and whether it is learned
 Setting = tuple[str, str]  # key that a prompt comes from, and its value, for errors
 
 
@@ -175,7 +174,7 @@ def is_learned(message: Mapping[str, Any], setting: Setting, where: str) -> bool
     return all(value == (meaning(key) == "learned") for key, value in flags.items())
 
 
-def split_conversation(whole: Conversation, setting: Setting, where: str) -> tuple[Conversation, tuple[Message, ...]]:
+def split_conversation(whole: Conversation, setting: Setting, where: str) -> tuple[Conversation, tuple[Turn, ...]]:
     """Return the prompt, and the messages from the first to the last one of the assistant that is learned.
 
     Raises:
@@ -189,7 +188,7 @@ def split_conversation(whole: Conversation, setting: Setting, where: str) -> tup
         fix = "write messages: of the user, then of the assistant, and so on."
         raise ConfigError(*setting, f"the conversation of {where} {found}.", fix)
     read = [{key: value for key, value in each.items() if meaning(key) not in ON_LEARNING} for each in messages]
-    turns = tuple({**read[i], OWN: i in own} for i in range(own[0], own[-1] + 1))
+    turns = tuple((read[i], i in own) for i in range(own[0], own[-1] + 1))
     return replace(whole, messages=tuple(read[: own[0]]), response=None), turns
 
 

@@ -23,6 +23,7 @@ from gkd.data.conversation import (
     Conversation,
     Setting,
     TeacherPrompts,
+    Turn,
     as_text,
     check_unicode,
     excludes,
@@ -159,7 +160,7 @@ class ReadRow:
     teacher: Rendered | None
     response: Mapping[str, Any] | None
     route: int
-    turns: tuple[Mapping[str, Any], ...] = ()  # messages behind the prompt, see data.messages_key
+    turns: tuple[Turn, ...] = ()  # messages behind the prompt, see data.messages_key
 
     @property
     def parts(self) -> list[Rendered]:
@@ -222,7 +223,7 @@ class RowReader:
 
     def read(self, row: Row, where: str) -> ReadRow:
         """Return what the models read. Raises ConfigError: see `load_prompts`."""
-        key, turns = self.config.messages_key or self.config.prompt_key, tuple[Mapping[str, Any], ...]()
+        key, turns = self.config.messages_key or self.config.prompt_key, tuple[Turn, ...]()
         setting = "data.messages_key" if self.config.messages_key else "data.prompt_key", key
         if key not in row:
             raise ConfigError(*setting, f"{where} has only the columns {sorted(row)}.", "name the prompts' column.")
@@ -326,10 +327,9 @@ class RowReader:
             kind = "training" if key == "data.train_files" else "held-out"
             text = "truncated %d %s prompts to data.max_prompt_length, %d of them lose a message of the system"
             log.warning(text, self._n_cut, kind, self._n_without_system)
-        counts = self._renderer.thoughts
-        for tag in sorted({tag for tag, is_ended in counts if not is_ended}):
-            n_all = counts[tag, False] + counts[tag, True]
-            log.warning(_UNENDED, counts[tag, False], n_all, tag, end_of_thought(tag), NO_THOUGHTS)
+        for tag, ended in sorted(self._renderer.thoughts.items()):
+            if not all(ended):
+                log.warning(_UNENDED, ended.count(False), len(ended), tag, end_of_thought(tag), NO_THOUGHTS)
         if self.config.system_prompt and self._n_own_system:
             log.info("%s: %d rows have a system message, not data.system_prompt", key, self._n_own_system)
         self._routes.log(key)
