@@ -250,33 +250,31 @@ class DialogueReader:
         What exceeds the limit is cut off; the response then ends with an own token that need not be an end token.
 
         Raises:
-            ConfigError: see `PromptRenderer.answer_ids`; the template cannot continue a turn, see `ChatDelta`, or
-                cannot write a message between the turns.
+            ConfigError: see `PromptRenderer.answer_ids` and `ChatDelta`; the template cannot write a message between.
         """
-        parts: list[tuple[np.ndarray, bool]] = []
+        parts: list[tuple[list[int], bool]] = []
         history: list[dict[str, Any]] = []
         for is_turn, group in groupby(turns, lambda turn: turn[0]["role"] == "assistant"):
             read, flags = map(list, zip(*group, strict=True))
             try:
-                ids = self._turn(prompt, history, read, where) if is_turn else self._between(parts[-1][0], read)
+                part = self._turn(prompt, history, read, where) if is_turn else self._between(parts[-1][0], read)
             except DataError as error:
                 problem = f"the conversation of {where} cannot be read: {error}"
                 raise ConfigError(*self._setting, problem, "correct or remove the row.") from error
-            parts.append((ids, flags[0]))
-            history = [*history[:1], *read]  # as short as the conversations of `ChatDelta`: the time is linear
-        whole = np.concatenate([part for part, _ in parts])[: self._limit]
+            parts.append((part, flags[0]))
+            history = [*history[:1], *read]  # A short history, as that of `ChatDelta`, makes the time linear.
+        ids = np.concatenate([part for part, _ in parts])[: self._limit]
         own = np.repeat([is_own for _, is_own in parts], [len(part) for part, _ in parts])[: self._limit]
         n = int(np.flatnonzero(own)[-1]) + 1
-        return whole[:n].astype(np.int32), own[:n]
+        return ids[:n].astype(np.int32), own[:n]
 
-    def _turn(self, prompt: Rendered, history: list[Any], messages: Sequence[Message], where: str) -> np.ndarray:
+    def _turn(self, prompt: Rendered, history: list[Any], messages: Sequence[Message], where: str) -> list[int]:
         if len(messages) > 1:
             raise DataError("it has two messages of the assistant in a row.")
         here = self._renderer.continued(prompt, history, where) if history else prompt
-        text = messages[0]["content"]
-        return np.asarray(self._renderer.answer_ids(here, text, self._ends, self._setting, where), np.int32)
+        return self._renderer.answer_ids(here, messages[0]["content"], self._ends, self._setting, where)
 
-    def _between(self, turn: np.ndarray, messages: Sequence[Message]) -> np.ndarray:
-        if not self._delta().follows(int(turn[-1])):
+    def _between(self, turn: list[int], messages: Sequence[Message]) -> list[int]:
+        if not self._delta().follows(turn[-1]):
             raise DataError(f"the turn in front of {quoted(messages[0])} has another end than the template writes.")
-        return self._delta().ids(messages)
+        return list(map(int, self._delta().ids([self._renderer.known(message) for message in messages])))

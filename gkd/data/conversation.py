@@ -195,17 +195,16 @@ def split_conversation(whole: Conversation, setting: Setting, where: str) -> tup
 def excludes(name: str, value: Any) -> bool:
     """Return whether a column excludes the response of its row from learning, in whole or in part."""
     kind, text = meaning(name), str(value).strip().lower()
-    if _LIST.fullmatch(text):  # one number for each token or message
-        return kind != "label" or "-100" in text
     if kind == "label":  # numbers are classes
-        return value is False
+        return value is False or (text.startswith("[") and "-100" in text)
     with suppress(ValueError, TypeError):
         value = float(value)
         text = as_text(value)
     flag = _FLAGS.get(text)
     if flag is None:  # a mask or weight, or something else, as the loss of another model
+        is_list = _LIST.fullmatch(text) is not None  # one number for each token or message
         is_weight = "weight" in name.lower() and isinstance(value, float)
-        return is_weight or re.search("loss_?(mask|scale)", name.lower()) is not None
+        return is_list or is_weight or re.search("loss_?(mask|scale)", name.lower()) is not None
     return kind == "mask" or flag != (kind == "learned")
 
 

@@ -200,9 +200,7 @@ class RowReader:
         self._renderer = PromptRenderer(
             tokenizer, config.chat_template, config.chat_template_kwargs, config.system_prompt, offered
         )
-        self._dialogues = None
-        if config.messages_key and response_ends is not None:
-            self._dialogues = DialogueReader(config, tokenizer, response_ends, self._renderer)
+        self._dialogues = DialogueReader(config, tokenizer, response_ends or (), self._renderer)
         self._teacher_renderer, self._has_two = self._renderer, teacher_tokenizer is not None
         if self._has_two:
             source = getattr(teacher_tokenizer, "chat_template", None) or ""
@@ -297,7 +295,7 @@ class RowReader:
         ends, key = self._ends, self.config.response_key
         if ends is None:
             return None, None
-        if self._dialogues is not None:
+        if self.config.messages_key:
             return self._dialogues.read(read.prompt, read.turns, where)
         setting = "data.response_key", key
         found = row.get(key) if key else None

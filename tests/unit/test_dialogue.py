@@ -101,6 +101,16 @@ def test_a_conversation_becomes_loss_rows_of_own_tokens(tmp_path: Path) -> None:
     assert predicted == prompt.response_ids[prompt.own].tolist() and batch.n_loss_tokens == rollout.n_own
 
 
+def test_keys_that_the_template_does_not_have_change_nothing(tmp_path: Path) -> None:
+    """Fails if conversations with the time or an id of each message are refused, or keys that are written are lost."""
+    marked = [{**message, "timestamp": "2024-05-01", "toxic": False, "language": None} for message in LONG]
+    plain, found = (load(tmp_path, messages)[0] for messages in (LONG, marked))
+    assert np.array_equal(plain.response_ids, found.response_ids) and np.array_equal(plain.own, found.own)
+    named = [{"role": message["role"], "content": message["content"], "m": "x"} for message in LONG]
+    with refuses("data.messages_key", "messages"):  # `m` is a word of the template
+        load(tmp_path, named)
+
+
 @pytest.mark.parametrize("limit", [1, 9, 24, 40])
 def test_a_long_conversation_ends_with_an_own_token(limit: int, tmp_path: Path) -> None:
     """Fails if a cut conversation ends with text of others, or exceeds the limit."""
