@@ -51,7 +51,7 @@ _WORDS = {
     "unlearned": re.compile("masked|ignored?|skip(ped)?|excluded?|no|not|dont"),
     "": re.compile(
         "masks?|is|has|do|should|use|with|to|on|in|for|from|this|per|turns?|tokens?|messages?|samples?|"
-        "assistant|completion|response|target|action|detail|flag|enabled|scale|calc(ulate)?|computed?|included?"
+        "assistant|completion|response|target|action|detail|flag|enabled?|sft|scale|calc(ulate)?|computed?|included?"
     ),
 }
 ON_LEARNING = ("learned", "unlearned", "mask", "label")  # results of `meaning`

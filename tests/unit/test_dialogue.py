@@ -67,7 +67,7 @@ def test_the_tokens_are_those_of_the_template_and_the_assistants_are_own(tmp_pat
 @pytest.mark.parametrize(
     "key",
     [
-        *("weight", "loss", "train", "training", "loss_mask", "trainable", "train_on_turn", "calculate_loss"),
+        *("weight", "loss", "train", "training", "loss_mask", "sft_weight", "train_on_turn", "calculate_loss"),
         *("step_loss_mask", "loss_scale", "isTrainable", "not masked", "not is_masked", "not exclude_from_training"),
     ],
 )
