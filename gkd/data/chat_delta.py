@@ -254,10 +254,11 @@ class DialogueReader:
         """
         parts: list[tuple[list[int], bool]] = []
         history: list[dict[str, Any]] = []
-        for is_turn, group in groupby(turns, lambda turn: turn[0]["role"] == "assistant"):
-            read, flags = map(list, zip(*group, strict=True))
+        for is_turn, found in groupby(turns, lambda turn: turn[0]["role"] == "assistant"):
+            read, flags = map(list, zip(*found, strict=True))
+            group = prompt, history, read, where
             try:
-                part = self._turn(prompt, history, read, where) if is_turn else self._between(parts[-1][0], read)
+                part = self._turn(*group) if is_turn else self._between(*group, parts[-1][0][-1])
             except DataError as error:
                 problem = f"the conversation of {where} cannot be read: {error}"
                 raise ConfigError(*self._setting, problem, "correct or remove the row.") from error
@@ -274,7 +275,9 @@ class DialogueReader:
         here = self._renderer.continued(prompt, history, where) if history else prompt
         return self._renderer.answer_ids(here, messages[0]["content"], self._ends, self._setting, where)
 
-    def _between(self, turn: list[int], messages: Sequence[Message]) -> list[int]:
-        if not self._delta().follows(turn[-1]):
+    def _between(self, prompt: Rendered, history: list[Any], messages: list[Any], where: str, end: int) -> list[int]:
+        if not self._delta().follows(end):
             raise DataError(f"the turn in front of {quoted(messages[0])} has another end than the template writes.")
-        return list(map(int, self._delta().ids([self._renderer.known(message) for message in messages])))
+        plain = [said(message["role"], message["content"]) for message in messages]  # without its time, for example
+        read = (self._renderer.continued(prompt, [*history, *each], where).text for each in (plain, messages))
+        return list(map(int, self._delta().ids(plain if plain != messages and next(read) == next(read) else messages)))

@@ -170,10 +170,6 @@ class PromptRenderer:
         except (ConfigError, TypeError):  # a name of an argument, as `tools`
             return True
 
-    def known(self, message: Mapping[str, Any]) -> Message:
-        """Return a message without keys that the template does not have, such as its time."""
-        return {key: value for key, value in message.items() if re.search(rf"\b{re.escape(key)}\b", self._source)}
-
     def continued(self, prompt: Rendered, messages: Sequence[Message], where: str) -> Rendered:
         """Return a prompt with more messages, without tokens: those of a trajectory are others."""
         messages = (*prompt.messages, *messages)

@@ -106,9 +106,12 @@ def test_keys_that_the_template_does_not_have_change_nothing(tmp_path: Path) -> 
     marked = [{**message, "timestamp": "2024-05-01", "toxic": False, "language": None} for message in LONG]
     plain, found = (load(tmp_path, messages)[0] for messages in (LONG, marked))
     assert np.array_equal(plain.response_ids, found.response_ids) and np.array_equal(plain.own, found.own)
-    named = [{"role": message["role"], "content": message["content"], "m": "x"} for message in LONG]
-    with refuses("data.messages_key", "messages"):  # `m` is a word of the template
-        load(tmp_path, named)
+    template = chat_templates.FAMILIES["chatml"].replace("m.content", "(m.name or '') + m.content")
+    reader = reader_of("small chatml", template, messages_key="m")
+    timed, named = ({"m": [*LONG[1:3], {**LONG[5], key: "x"}, LONG[6]]} for key in ("time", "name"))
+    assert len(learned(timed, reader, chat("small chatml")[0])) == 2
+    with refuses("data.messages_key", "m"):
+        learned(named, reader, None)
 
 
 @pytest.mark.parametrize("limit", [1, 9, 24, 40])
