@@ -16,6 +16,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from functools import cache, partial
 from itertools import groupby
 from typing import Any
 
@@ -23,7 +24,7 @@ import numpy as np
 
 from gkd.config.schema_sections import DataConfig
 from gkd.data.chat_frame import ANSWER, QUESTION, START, TAG, THOUGHT, WHY, ChatFrames, Message, TemplateFailed, said
-from gkd.data.conversation import OWN, Conversation, Setting, quoted, read_tools, unicode_problem
+from gkd.data.conversation import Conversation, Setting, Turn, quoted, read_tools, unicode_problem
 from gkd.data.render import PromptRenderer, Rendered
 from gkd.errors import ConfigError, DataError
 
@@ -235,47 +236,48 @@ class DialogueReader:
     Args:
         ends: token ids that end a turn.
         renderer: of the prompts.
-
-    Raises:
-        ConfigError: the template cannot continue a turn, see `ChatDelta`.
     """
 
     def __init__(self, config: DataConfig, tokenizer: Any, ends: Sequence[int], renderer: PromptRenderer) -> None:
         self._renderer, self._ends, self._limit = renderer, ends, config.max_response_length
         self._setting = "data.messages_key", config.messages_key
-        self._delta = ChatDelta(tokenizer, config.chat_template_kwargs, ends, setting=self._setting)
+        # The first row with messages between its turns needs it: not all templates can continue a turn.
+        self._delta = cache(partial(ChatDelta, tokenizer, config.chat_template_kwargs, ends, setting=self._setting))
 
-    def read(self, prompt: Rendered, turns: Sequence[Message], where: str) -> tuple[np.ndarray, np.ndarray]:
+    def read(self, prompt: Rendered, turns: Sequence[Turn], where: str) -> tuple[np.ndarray, np.ndarray]:
         """Return the response, [R] int32, and which of its tokens are the assistant's own, [R] bool.
 
         What exceeds the limit is cut off; the response then ends with an own token that need not be an end token.
 
         Raises:
-            ConfigError: see `PromptRenderer.answer_ids`; the template cannot write a message between the turns.
+            ConfigError: see `PromptRenderer.answer_ids` and `ChatDelta`; the template cannot write a message between.
         """
-        parts: list[tuple[np.ndarray, bool]] = []
+        parts: list[tuple[list[int], bool]] = []
         history: list[dict[str, Any]] = []
-        for is_turn, group in groupby(turns, lambda message: message["role"] == "assistant"):
-            messages = list(group)
-            is_own = bool(messages[0][OWN])
-            read = [{key: value for key, value in message.items() if key != OWN} for message in messages]
-            here = self._renderer.continued(prompt, history, where) if is_turn and history else prompt
+        for is_turn, found in groupby(turns, lambda turn: turn[0]["role"] == "assistant"):
+            read, flags = map(list, zip(*found, strict=True))
+            group = prompt, history, read, where
             try:
-                parts.append((self._turn(here, read, where) if is_turn else self._delta.ids(read), is_own))
+                part = self._turn(*group) if is_turn else self._between(*group, parts[-1][0][-1])
             except DataError as error:
                 problem = f"the conversation of {where} cannot be read: {error}"
                 raise ConfigError(*self._setting, problem, "correct or remove the row.") from error
-            history += read
+            parts.append((part, flags[0]))
+            history = [*history[:1], *read]  # A short history, as that of `ChatDelta`, makes the time linear.
         ids = np.concatenate([part for part, _ in parts])[: self._limit]
         own = np.repeat([is_own for _, is_own in parts], [len(part) for part, _ in parts])[: self._limit]
         n = int(np.flatnonzero(own)[-1]) + 1
         return ids[:n].astype(np.int32), own[:n]
 
-    def _turn(self, prompt: Rendered, messages: Sequence[Message], where: str) -> np.ndarray:
+    def _turn(self, prompt: Rendered, history: list[Any], messages: Sequence[Message], where: str) -> list[int]:
         if len(messages) > 1:
             raise DataError("it has two messages of the assistant in a row.")
-        text = messages[0]["content"]
-        ids = self._renderer.answer_ids(prompt, text, self._ends, self._setting, where)
-        if not self._delta.follows(ids[-1]):
-            raise DataError(f"a message of the assistant has another end than the template writes: {quoted(text)}.")
-        return np.asarray(ids, np.int32)
+        here = self._renderer.continued(prompt, history, where) if history else prompt
+        return self._renderer.answer_ids(here, messages[0]["content"], self._ends, self._setting, where)
+
+    def _between(self, prompt: Rendered, history: list[Any], messages: list[Any], where: str, end: int) -> list[int]:
+        if not self._delta().follows(end):
+            raise DataError(f"the turn in front of {quoted(messages[0])} has another end than the template writes.")
+        plain = [said(message["role"], message["content"]) for message in messages]  # without its time, for example
+        read = (self._renderer.continued(prompt, [*history, *each], where).text for each in (plain, messages))
+        return list(map(int, self._delta().ids(plain if plain != messages and next(read) == next(read) else messages)))

@@ -22,7 +22,7 @@ Form = Callable[[str], str]
 # messages, tools, whether an answer begins behind them; ConfigError: the template fails
 Render = Callable[[Sequence[Message], tuple[Any, ...], bool], str]
 
-ANSWER, _MARK = "\ue000answer\ue001", "\ue000{}\ue001"  # characters for private use, which no template changes
+ANSWER, MARK = "\ue000answer\ue001", "\ue000{}\ue001"  # characters for private use, which no template changes
 WHY = "\ue000why\ue001"
 THOUGHT = f"<think>\n{WHY}\n</think>\n\n"
 _THOUGHT_TAG = re.compile(r"[<\[]/?[\w:]*(?:think|thought|reason)\w*[>\]]", re.IGNORECASE)
@@ -159,7 +159,7 @@ class ChatFrames:
         return form
 
     def _prove(self, roles: tuple[str, ...]) -> Frame:
-        marks = [_MARK.format(i) for i in range(len(roles))]
+        marks = [MARK.format(i) for i in range(len(roles))]
         messages = list(map(said, roles, marks))
         front, end, delta = self.split([*START, *messages])
         for history in _histories():
@@ -219,7 +219,7 @@ class AnswerTexts:
 
     def __init__(self, render: Render) -> None:
         self._render = render
-        asked = said("user", _MARK.format(0))
+        asked = said("user", MARK.format(0))
         prompt, closed = (render([asked], (), generate) for generate in (True, False))
         opening = prompt[len(os.path.commonprefix([prompt, closed])) :] or prompt.partition(asked["content"])[2]
         header = _THOUGHT_TAG.split(opening)[0]
@@ -257,7 +257,7 @@ class AnswerTexts:
         if not messages and _words(begun):
             return answer, self._behind
         at = max(0, len(os.path.commonprefix([prompt, texts[0]])) - _SHOWN)
-        written = texts[0][at:].replace(_MARK.format(0), "...")
+        written = texts[0][at:].replace(MARK.format(0), "...")
         raise DataError(f"the prompt ends with {quoted(prompt[at:])}, and with the answer it is {quoted(written)}")
 
     def _has_form(self, answer: str, begun: str) -> bool:

@@ -6,6 +6,7 @@ import json
 import math
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from decimal import Decimal
 from functools import cache
@@ -49,17 +50,15 @@ _WORDS = {
     "learned": re.compile("loss(mask)?|train(ing|able|ed)?|learn(ed|able)?|supervised?|weights?"),
     "unlearned": re.compile("masked|ignored?|skip(ped)?|excluded?|no|not|dont"),
     "": re.compile(
-        "masks?|is|has|do|should|used?|with|to|on|in|for|from|this|per|turns?|tokens?|messages?|samples?|"
-        "assistant|completion|response|target|action|detail|flag|enabled|scale|calc(ulate)?|computed?|included?"
+        "masks?|is|has|do|should|use|with|to|on|in|for|from|this|per|turns?|tokens?|messages?|samples?|"
+        "assistant|completion|response|target|action|detail|flag|enabled?|sft|scale|calc(ulate)?|computed?|included?"
     ),
 }
 ON_LEARNING = ("learned", "unlearned", "mask", "label")  # results of `meaning`
 _LIST = re.compile(r"\[(?:true|false|none|null|[-\s\[\],.\de+])*\]")  # numbers, in Python's form and in JSON
-_FLAGS = {"0": False, "0.0": False, "false": False, "1": True, "1.0": True, "true": True}
+_FLAGS = {**dict.fromkeys(("0", "false", "no", "off"), False), **dict.fromkeys(("1", "true", "yes", "on"), True)}
 _EMPTY: tuple[Any, ...] = (None, "", "[]", "{}", "null", [], {})
 _OTHER_PARTS = ("tool_calls", "function_call", "reasoning_content", "reasoning", "thinking")  # parts of an answer
-
-OWN = "gkd_own"  # key of a turn of a dataset's conversation: whether it is learned
 
 # Placeholders of text that each row has for itself, and the student does not read.
 _PRIVILEGED = ("answer", "response")
@@ -67,6 +66,7 @@ _PRIVILEGED = ("answer", "response")
 _NEW_CALLS = "write `tool_calls`, and the answers as messages of the role tool."
 
 Message = dict[str, Any]
+Turn = tuple[Message, bool]  # a message of a dataset's conversation, and whether it is learned
 Setting = tuple[str, str]  # key that a prompt comes from, and its value, for errors
 
 
@@ -174,7 +174,7 @@ def is_learned(message: Mapping[str, Any], setting: Setting, where: str) -> bool
     return all(value == (meaning(key) == "learned") for key, value in flags.items())
 
 
-def split_conversation(whole: Conversation, setting: Setting, where: str) -> tuple[Conversation, tuple[Message, ...]]:
+def split_conversation(whole: Conversation, setting: Setting, where: str) -> tuple[Conversation, tuple[Turn, ...]]:
     """Return the prompt, and the messages from the first to the last one of the assistant that is learned.
 
     Raises:
@@ -188,21 +188,23 @@ def split_conversation(whole: Conversation, setting: Setting, where: str) -> tup
         fix = "write messages: of the user, then of the assistant, and so on."
         raise ConfigError(*setting, f"the conversation of {where} {found}.", fix)
     read = [{key: value for key, value in each.items() if meaning(key) not in ON_LEARNING} for each in messages]
-    turns = tuple({**read[i], OWN: i in own} for i in range(own[0], own[-1] + 1))
+    turns = tuple((read[i], i in own) for i in range(own[0], own[-1] + 1))
     return replace(whole, messages=tuple(read[: own[0]]), response=None), turns
 
 
 def excludes(name: str, value: Any) -> bool:
     """Return whether a column excludes the response of its row from learning, in whole or in part."""
     kind, text = meaning(name), str(value).strip().lower()
-    if _LIST.fullmatch(text):  # one number for each token or message
-        return kind != "label" or "-100" in text
     if kind == "label":  # numbers are classes
-        return value is False
+        return value is False or (text.startswith("[") and "-100" in text)
+    with suppress(ValueError, TypeError):
+        value = float(value)
+        text = as_text(value)
     flag = _FLAGS.get(text)
     if flag is None:  # a mask or weight, or something else, as the loss of another model
-        is_weight = "weight" in name.lower() and isinstance(value, int | float)
-        return is_weight or re.search("loss_?(mask|scale)", name.lower()) is not None
+        is_list = _LIST.fullmatch(text) is not None  # one number for each token or message
+        is_weight = "weight" in name.lower() and isinstance(value, float)
+        return is_list or is_weight or re.search("loss_?(mask|scale)", name.lower()) is not None
     return kind == "mask" or flag != (kind == "learned")
 
 

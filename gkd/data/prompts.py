@@ -23,6 +23,7 @@ from gkd.data.conversation import (
     Conversation,
     Setting,
     TeacherPrompts,
+    Turn,
     as_text,
     check_unicode,
     excludes,
@@ -159,7 +160,7 @@ class ReadRow:
     teacher: Rendered | None
     response: Mapping[str, Any] | None
     route: int
-    turns: tuple[Mapping[str, Any], ...] = ()  # messages behind the prompt, see data.messages_key
+    turns: tuple[Turn, ...] = ()  # messages behind the prompt, see data.messages_key
 
     @property
     def parts(self) -> list[Rendered]:
@@ -199,9 +200,7 @@ class RowReader:
         self._renderer = PromptRenderer(
             tokenizer, config.chat_template, config.chat_template_kwargs, config.system_prompt, offered
         )
-        self._dialogues = None
-        if config.messages_key and response_ends is not None:
-            self._dialogues = DialogueReader(config, tokenizer, response_ends, self._renderer)
+        self._dialogues = DialogueReader(config, tokenizer, response_ends or (), self._renderer)
         self._teacher_renderer, self._has_two = self._renderer, teacher_tokenizer is not None
         if self._has_two:
             source = getattr(teacher_tokenizer, "chat_template", None) or ""
@@ -222,7 +221,7 @@ class RowReader:
 
     def read(self, row: Row, where: str) -> ReadRow:
         """Return what the models read. Raises ConfigError: see `load_prompts`."""
-        key, turns = self.config.messages_key or self.config.prompt_key, tuple[Mapping[str, Any], ...]()
+        key, turns = self.config.messages_key or self.config.prompt_key, tuple[Turn, ...]()
         setting = "data.messages_key" if self.config.messages_key else "data.prompt_key", key
         if key not in row:
             raise ConfigError(*setting, f"{where} has only the columns {sorted(row)}.", "name the prompts' column.")
@@ -273,7 +272,7 @@ class RowReader:
             return None
         if how != "error" and (cut := self._renderer.cut(prompt, limit, how)) is not None:
             systems = (message["content"].strip() for message in prompt.messages if message["role"] in SYSTEM)
-            whole = [prompt.text.partition(text)[0][-_HEADER:] + text for text in systems]
+            whole = [prompt.text.partition(text)[0][-_HEADER:] + text for text in systems if text]
             self._n_cut += 1
             self._n_without_system += any(text not in cut.text for text in whole)
             return cut
@@ -296,7 +295,7 @@ class RowReader:
         ends, key = self._ends, self.config.response_key
         if ends is None:
             return None, None
-        if self._dialogues is not None:
+        if self.config.messages_key:
             return self._dialogues.read(read.prompt, read.turns, where)
         setting = "data.response_key", key
         found = row.get(key) if key else None
@@ -326,10 +325,9 @@ class RowReader:
             kind = "training" if key == "data.train_files" else "held-out"
             text = "truncated %d %s prompts to data.max_prompt_length, %d of them lose a message of the system"
             log.warning(text, self._n_cut, kind, self._n_without_system)
-        counts = self._renderer.thoughts
-        for tag in sorted({tag for tag, is_ended in counts if not is_ended}):
-            n_all = counts[tag, False] + counts[tag, True]
-            log.warning(_UNENDED, counts[tag, False], n_all, tag, end_of_thought(tag), NO_THOUGHTS)
+        for tag, ended in sorted(self._renderer.thoughts.items()):
+            if not all(ended):
+                log.warning(_UNENDED, ended.count(False), len(ended), tag, end_of_thought(tag), NO_THOUGHTS)
         if self.config.system_prompt and self._n_own_system:
             log.info("%s: %d rows have a system message, not data.system_prompt", key, self._n_own_system)
         self._routes.log(key)

@@ -10,19 +10,18 @@ from __future__ import annotations
 
 import json
 import re
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import datetime
-from functools import cached_property, partial
+from functools import cache, partial
 from typing import Any
 
-from gkd.data.chat_frame import TAG, AnswerTexts, end_of_thought, opened_thought
+from gkd.data.chat_frame import MARK, TAG, AnswerTexts, end_of_thought, opened_thought
 from gkd.data.conversation import Conversation, Setting, call_arguments, quoted, read_conversation
 from gkd.errors import ConfigError, DataError
 
-_MARK = "\ue000{}\ue001"  # characters for private use, which no template changes
 AS_IS = "text that is rendered already"  # a value of `Rendered.converted`
 _SHORTEST_HEAD = 4  # characters: texts begin with a shorter one by chance
 _TAIL = 200  # characters of a prompt: more than any template writes at the beginning of an answer
@@ -84,7 +83,7 @@ class PromptRenderer:
         self._source = tokenizer.get_chat_template() if has_template else ""
         self._applies = has_template and chat_template != "never"
         self._began, self._date, self.dated = datetime.now(), "", ""  # dated: the date that is in a prompt
-        self.thoughts = Counter[tuple[str, bool]]()  # tag that ends prompts, whether answers end it -> answers
+        self.thoughts = defaultdict[str, list[bool]](list)  # tag that ends prompts -> whether the answers end it
         if isinstance(self._source, str) and "strftime_now" in self._source:  # a function of transformers
             self._variables = {"strftime_now": self._today, **variables}
         if chat_template == "always" and not has_template:
@@ -100,6 +99,7 @@ class PromptRenderer:
                 raise ConfigError(*tools, problem, "remove one of them.")
         self._tools_setting = tools or ("data.tools_key", "")
         self._frames: dict[tuple[str, ...], _Frame] = {}
+        self._answers = cache(partial(AnswerTexts, partial(self._apply, where="a question and its answer")))
         self._begin = self._tokens_in_front()
         self._markers, self._heads = self._separators() if self._applies else ((), ())
         self._marker = re.compile("|".join(map(re.escape, self._markers)) or "(?!)")
@@ -167,7 +167,7 @@ class PromptRenderer:
         more = {key: each for key, each in more.items() if each is not None}
         try:
             return bool(prompt.messages) and self._apply(prompt.messages, prompt.tools, where="", **more) != prompt.text
-        except ConfigError:
+        except (ConfigError, TypeError):  # a name of an argument, as `tools`
             return True
 
     def continued(self, prompt: Rendered, messages: Sequence[Message], where: str) -> Rendered:
@@ -209,11 +209,12 @@ class PromptRenderer:
         added = self._tokenizer.added_tokens_decoder
         names = {str(added[i]): i for i in ends if i in added}
         own = max((name for name in names if text.endswith(name)), key=len, default="")
-        answer, behind = self._answer(prompt, text.removesuffix(own), setting, where)
+        text = text.removesuffix(own)
+        answer, behind = self._answer(prompt, text, setting, where)
         places = ((behind.find(name), -len(name), name) for name in names if name in behind)
         at, _, end = min(places, default=(0, 0, ""))
         ids = self._ids_behind(prompt.text, answer + behind[:at])
-        if not answer or not ids:
+        if not (text.strip() and answer and ids):
             raise ConfigError(*setting, f"the response of {where} has no tokens.", "correct or remove the row.")
         if any(token in ends for token in ids[:-1]):
             problem = f"the response of {where} contains an end-of-sequence token before its end: {quoted(text)}."
@@ -230,18 +231,14 @@ class PromptRenderer:
             return text, ""
         tag = opened_thought(prompt.text)
         try:
-            answer, behind = self._answers.find(prompt.text, prompt.messages, prompt.tools, text)
+            answer, behind = self._answers().find(prompt.text, prompt.messages, prompt.tools, text)
         except DataError as error:
             problem = f"the chat template does not write the response of {where} behind its prompt: {error}."
             thinks = f"end the thoughts with {end_of_thought(tag)} in the response, or {NO_THOUGHTS}." if tag else ""
             raise ConfigError(*setting, problem, thinks or "write it in the template's form.") from error
         if tag:
-            self.thoughts[tag, end_of_thought(tag) in answer] += 1
+            self.thoughts[tag].append(end_of_thought(tag) in answer)
         return answer, behind
-
-    @cached_property
-    def _answers(self) -> AnswerTexts:
-        return AnswerTexts(partial(self._apply, where="a question and its answer"))
 
     def _ids_behind(self, prompt: str, text: str) -> list[int]:
         """Return the tokens of a text. Some tokenizers put a space in front of one that stands alone."""
@@ -368,7 +365,7 @@ class PromptRenderer:
         return self._frames[roles]
 
     def _frame_of(self, roles: tuple[str, ...], tools: Tools) -> _Frame:
-        marks = [_MARK.format(i) for i in range(len(roles))]
+        marks = [MARK.format(i) for i in range(len(roles))]
         try:
             messages = [{"role": role, "content": mark} for role, mark in zip(roles, marks, strict=True)]
             text = self._apply(messages, tools, where="marks")

@@ -258,6 +258,8 @@ def test_variables_of_a_row_that_change_its_prompt_are_refused(tmp_path: Path) -
         load(tmp_path, {"prompt": "Q", "t": "R", **off}, made, teacher_prompt_key="t")
     for row in same:
         assert text(tmp_path, {"prompt": "Q", **row}, made) == rendered
+    with refuses("data.prompt_key"):
+        load(tmp_path, {"prompt": "Q", "chat_template_kwargs": {"tools": [1]}}, made)
 
 
 SYSTEM = {"role": "system", "content": "Be brief."}
@@ -466,12 +468,13 @@ def test_a_cut_prompt_keeps_its_beginning_and_the_beginning_of_the_answer(tmp_pa
 def test_cut_prompts_are_counted_and_shown_as_they_are_used(tmp_path: Path, gkd_log: pytest.LogCaptureFixture) -> None:
     """Fails if prompts lose their system message without a word, or the log shows what no model reads."""
     rows: list[Any] = [[SYSTEM, {"role": "user", "content": "x" * n}] for n in (60, 30, 1)]
+    rows.append([{"role": "system", "content": ""}, {"role": "user", "content": "x" * 60}])
     (tmp_path / "p.jsonl").write_text("".join(json.dumps({"prompt": row}) + "\n" for row in [*rows, "y" * 90]))
     reader = RowReader(DataConfig(max_prompt_length=62, truncation="left"), CHATML)
     prompts, _ = load_prompts([str(tmp_path / "p.jsonl")], "data.train_files", reader)
     shown, cut = (record.getMessage() for record in gkd_log.records[-2:])
     assert repr(CHATML.decode(prompts[0].token_ids)) in shown and SYSTEM["content"] not in shown
-    assert [int(word) for word in cut.split() if word.isdigit()] == [3, 2], "the second one keeps a text without header"
+    assert [int(word) for word in cut.split() if word.isdigit()] == [4, 2], "the second one keeps a text without header"
 
 
 def test_named_templates_have_a_default(tmp_path: Path) -> None:

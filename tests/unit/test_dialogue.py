@@ -67,7 +67,7 @@ def test_the_tokens_are_those_of_the_template_and_the_assistants_are_own(tmp_pat
 @pytest.mark.parametrize(
     "key",
     [
-        *("weight", "loss", "train", "training", "loss_mask", "trainable", "train_on_turn", "calculate_loss"),
+        *("weight", "loss", "train", "training", "loss_mask", "sft_weight", "train_on_turn", "calculate_loss"),
         *("step_loss_mask", "loss_scale", "isTrainable", "not masked", "not is_masked", "not exclude_from_training"),
     ],
 )
@@ -101,6 +101,19 @@ def test_a_conversation_becomes_loss_rows_of_own_tokens(tmp_path: Path) -> None:
     assert predicted == prompt.response_ids[prompt.own].tolist() and batch.n_loss_tokens == rollout.n_own
 
 
+def test_keys_that_the_template_does_not_have_change_nothing(tmp_path: Path) -> None:
+    """Fails if conversations with the time or an id of each message are refused, or keys that are written are lost."""
+    marked = [{**message, "timestamp": "2024-05-01", "toxic": False, "language": None} for message in LONG]
+    plain, found = (load(tmp_path, messages)[0] for messages in (LONG, marked))
+    assert np.array_equal(plain.response_ids, found.response_ids) and np.array_equal(plain.own, found.own)
+    template = chat_templates.FAMILIES["chatml"].replace("m.content", "(m.name or '') + m.content")
+    reader = reader_of("small chatml", template, messages_key="m")
+    timed, named = ({"m": [*LONG[1:3], {**LONG[5], key: "x"}, LONG[6]]} for key in ("time", "name"))
+    assert len(learned(timed, reader, chat("small chatml")[0])) == 2
+    with refuses("data.messages_key", "m"):
+        learned(named, reader, None)
+
+
 @pytest.mark.parametrize("limit", [1, 9, 24, 40])
 def test_a_long_conversation_ends_with_an_own_token(limit: int, tmp_path: Path) -> None:
     """Fails if a cut conversation ends with text of others, or exceeds the limit."""
@@ -132,12 +145,31 @@ def test_a_long_conversation_ends_with_an_own_token(limit: int, tmp_path: Path) 
         lambda m: [*m[:2], {"role": "assistant", "content": "one<|im_end|>two"}, *m[3:]],
         lambda m: [*m[:3], {"role": "tool", "content": "<|im_end|>\n<|im_start|>assistant\n"}, *m[4:]],
         lambda m: [*m[:3], {"role": "system", "content": "now be rude"}, *m[4:]],
+        lambda m: [*m[:-1], {"role": "assistant", "content": ""}],
+        lambda m: [*m[:4], {"role": "assistant", "content": " \n"}, *m[5:]],
     ],
 )
 def test_conversations_that_cannot_be_learned_are_refused(change: Callable[[Any], Any], tmp_path: Path) -> None:
-    """Fails if a row is silently trained on in another form than it has."""
-    with refuses("data.messages_key", "messages"):
-        load(tmp_path, change(LONG))
+    """Fails if a row is silently trained on in another form than it has, as an empty answer with empty thoughts."""
+    for family in ("smollm2", "qwen3"):
+        with refuses("data.messages_key", "messages"):
+            load(tmp_path, change(LONG), family)
+
+
+@pytest.mark.parametrize("name", ["qwen3", "llama3.1", "small chatml"])
+def test_the_time_of_a_conversation_is_linear(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fails if each turn renders all turns in front of it, so that a file of long conversations takes hours."""
+    made, counts, render = chat(name)[0], [0], chat(name)[0].apply_chat_template
+
+    def counted(messages: list[Message], **variables: Any) -> str:
+        counts[-1] += len(messages)
+        return str(render(messages, **variables))
+
+    monkeypatch.setattr(made, "apply_chat_template", counted)
+    for n in (1, 20, 40):  # the first one proves the frames
+        counts.append(0)
+        learned({"m": LONG[5:] * n}, reader_of(name, messages_key="m"), made)
+    assert counts[3] < 2.2 * counts[2]
 
 
 def test_a_template_without_the_role_is_refused(tmp_path: Path) -> None:
@@ -151,11 +183,13 @@ SAYS_OTHER: list[dict[str, Any]] = [
     *({"loss_mask": [0, 0, 1]}, {"loss_mask": "[0, 1]"}, {"loss_mask": 0}, {"assistant_masks": [[0, 1]]}),
     *({"labels": [-100, 7]}, {"label": False}, {"completion_mask": [1]}, {"masked": True}, {"mask": [0, 1]}),
     *({"weight": 0.5}, {"sample_weight": 0}, {"train": False}, {"train": "false"}, {"loss_scale": "last_round"}),
+    *({"weight": "0.5"}, {"loss_weight": -1}, {"train": "no"}, {"masked": "Yes"}),
 ]
 SAYS_NOTHING: list[dict[str, Any]] = [
     *({"loss_mask": None}, {"loss_mask": []}, {"loss_mask": 1}, {"masked": False}, {"train": True}, {"weight": 1.0}),
     *({"weight": "70 kg"}, {"label": 0}, {"label": "good"}, {"labels": ["a"]}, {"loss": 0.7}, {"split": "train"}),
     *({"attention_mask": [1, 1]}, {"mask": "a.png"}, {"training_step": 0}, {"learning_rate": 0.1}),
+    *({"train": "yes"}, {"used_in_training": "no"}, {"weight": "1.0"}),
 ]
 
 
@@ -235,7 +269,8 @@ def test_learned_is_what_the_template_writes(name: str, key: str, texts: list[tu
     try:
         found = learned({"m": messages}, reader_of(name, **data), made)
     except ConfigError as error:
-        assert error.key == key and (family in _REFUSE or (is_whole and {name, family} & {*_CANNOT_CONTINUE}))
+        several = is_whole and len(texts) > 1
+        assert error.key == key and (family in _REFUSE or (several and {name, family} & {*_CANNOT_CONTINUE}))
         return
     places = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
     for i, text in zip(places if is_whole else places[-1:], found, strict=True):
@@ -340,7 +375,8 @@ def test_an_answer_that_is_not_written_behind_its_prompt_is_refused(change: tupl
     template = chat_templates.FAMILIES["chatml"].replace("'TAIL'", "'<|im_start|>assistant\n'")
     changed = template.replace(*change)
     assert changed != template
-    for row, data in (({"prompt": "a", "response": "X"}, {}), ({"m": LONG[1:3]}, {"messages_key": "m"})):
+    turns = [LONG[1], {"role": "assistant", "content": "X"}]
+    for row, data in (({"prompt": "a", "response": "X"}, {}), ({"m": turns}, {"messages_key": "m"})):
         with pytest.raises(ConfigError):
             learned(row, reader_of("small chatml", changed, **data), None)
 
