@@ -23,7 +23,7 @@ from gkd.data.batching import make_micro_batches
 from gkd.hf.model_dims import read_dims
 from gkd.hf.model_folder import ModelFolder
 from gkd.memory.footprint.estimate import STATES, RankFootprint, RunModels, footprint
-from gkd.types import Rollout, TeacherScores, TeacherTopK, VersionSpan
+from tests.bench.student_case import random_sequences
 from tests.device import VARIABLE, environment
 from tests.dist.helpers import run_ranks
 
@@ -120,41 +120,13 @@ def save_model(folder: Path, sizes: Mapping[str, Any]) -> None:
     AutoModelForCausalLM.from_config(AutoConfig.for_model(**sizes)).save_pretrained(folder)
 
 
-def full_sequences(
-    n: int, n_prompt: int, n_response: int, *, vocab: int, topk: int
-) -> tuple[list[Rollout], list[TeacherScores]]:
-    """Random tokens, all sequences as long as they may be, and a teacher whose top-k holds 0.8 of the mass."""
-    rng = np.random.default_rng(3)
-    rollouts, scores = [], []
-    for i in range(n):
-        rollouts.append(
-            Rollout(
-                prompt_id=i,
-                sample_index=i,
-                prompt_ids=rng.integers(0, vocab, n_prompt, dtype=np.int32),
-                response_ids=rng.integers(0, vocab, n_response, dtype=np.int32),
-                rollout_logprobs=np.zeros(n_response, np.float32),
-                version_spans=(VersionSpan(0, n_response, 0),),
-                finish_reason="stop",
-            )
-        )
-        ids = ((rng.integers(0, vocab, (n_response, 1)) + np.arange(topk) * (vocab // topk)) % vocab).astype(np.int32)
-        logprobs = np.full((n_response, topk), np.log(0.8 / topk), np.float32)
-        scores.append(TeacherScores(TeacherTopK(ids, logprobs, np.full(n_response, 0.2, np.float32))))
-    return rollouts, scores
-
-
 def _train(rank: int, world_size: int, config: Config, device: str) -> tuple[int, int]:
     """Runs in a rank: (bytes after two steps, their peak)."""
     student, meter = _build(rank, world_size, config, device)
     data, dp_size = config.data, config.derived.dp_size
-    rollouts, scores = full_sequences(
-        config.trainer.global_batch_size * config.rollout.n // dp_size,
-        data.max_prompt_length,
-        data.max_response_length,
-        vocab=student.n_vocab,
-        topk=config.teacher.topk,
-    )
+    lengths = [(data.max_prompt_length, data.max_response_length)]
+    lengths *= config.trainer.global_batch_size * config.rollout.n // dp_size
+    rollouts, scores = random_sequences(lengths, np.random.default_rng(3), student.n_vocab, config.teacher.topk)
     batches = make_micro_batches(
         rollouts,
         scores,

@@ -56,12 +56,9 @@ def _run(tests: list[str]) -> dict[str, list[str]]:
     for test in tests:
         file, *names = test.split("::")
         name = ".".join(["tests", *file.removesuffix(".py").split("/"), *names])
-        found[test] = [_problem(case) for case in cases if f"{_id_of(case)}.".startswith(f"{name}.")]
+        ids = [f"{case.get('classname')}.{case.get('name', '').partition('[')[0]}." for case in cases]
+        found[test] = [_problem(case) for case, own in zip(cases, ids, strict=True) if own.startswith(f"{name}.")]
     return found
-
-
-def _id_of(case: ElementTree.Element) -> str:
-    return f"{case.get('classname')}.{case.get('name', '').partition('[')[0]}"
 
 
 def _problem(case: ElementTree.Element) -> str:

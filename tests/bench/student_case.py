@@ -12,7 +12,7 @@ import json
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -108,10 +108,17 @@ def save_model(folder: Path, *, device: str = "cpu", dtype: torch.dtype = torch.
 
 
 def sequences(mix: str, vocab: int = VOCAB) -> tuple[list[Rollout], list[TeacherScores]]:
-    """Random tokens of the mix's lengths, and a teacher whose top-k holds 0.8 of the mass."""
+    """Random sequences of the mix's lengths."""
     rng = np.random.default_rng(3)
+    return random_sequences(MIXES[mix](rng), rng, vocab, TOPK)
+
+
+def random_sequences(
+    lengths: Iterable[tuple[int, int]], rng: np.random.Generator, vocab: int, topk: int
+) -> tuple[list[Rollout], list[TeacherScores]]:
+    """Random tokens, and a teacher whose top-k holds 0.8 of the mass. Lengths are of prompt and response."""
     rollouts, scores = [], []
-    for i, (n_prompt, n_response) in enumerate(MIXES[mix](rng)):
+    for i, (n_prompt, n_response) in enumerate(lengths):
         rollouts.append(
             Rollout(
                 prompt_id=i,
@@ -124,8 +131,8 @@ def sequences(mix: str, vocab: int = VOCAB) -> tuple[list[Rollout], list[Teacher
             )
         )
         first = rng.integers(0, vocab, (n_response, 1))
-        ids = ((first + np.arange(TOPK) * (vocab // TOPK)) % vocab).astype(np.int32)
-        shares = rng.random((n_response, TOPK)) + 0.05
+        ids = ((first + np.arange(topk) * (vocab // topk)) % vocab).astype(np.int32)
+        shares = rng.random((n_response, topk)) + 0.05
         logprobs = np.log(0.8 * shares / shares.sum(1, keepdims=True)).astype(np.float32)
         scores.append(TeacherScores(TeacherTopK(ids, logprobs, np.full(n_response, 0.2, np.float32))))
     return rollouts, scores

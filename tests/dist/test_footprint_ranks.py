@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -181,9 +182,9 @@ def _saved_bytes(rank: int, world_size: int, folder: Path, case: Case) -> int:
     from gkd.actor.common.optim_spec import OptimSpec
     from gkd.config.loss_spec import LossSpec
     from gkd.data.batching import make_micro_batches
-    from tests.footprint_case import full_sequences
+    from tests.bench.student_case import random_sequences
 
-    rollouts, scores = full_sequences(N_SEQUENCES, N_PROMPT, N_RESPONSE, vocab=256, topk=4)
+    rollouts, scores = random_sequences([(N_PROMPT, N_RESPONSE)] * N_SEQUENCES, np.random.default_rng(3), 256, 4)
     batches = make_micro_batches(rollouts, scores, micro_batch_size=N_SEQUENCES, packed=case.packed)
     settings: dict[str, Any] = {
         "optim": OptimSpec(),

@@ -183,13 +183,9 @@ def test_a_response_ends_as_the_template_ends_a_turn(tmp_path: Path) -> None:
     """Fails if the dataset's responses end with another token than the model's turns, as <eos> of Gemma and Phi-3."""
     made = tokenizer(FAMILIES["turns"])
     ends = made.convert_tokens_to_ids(["</s>", "</turn>", "<turn>"])
-    for row, data in (
-        ({"prompt": "Q", "response": "4"}, {}),
-        ({"prompt": "Q", "response": "4</turn>"}, {}),
-        ({"prompt": [USER, {"role": "assistant", "content": "4"}]}, {"response_key": ""}),
-        ({"prompt": "<s><turn>user\nQ</turn>\n<turn>model\n", "response": "4"}, {}),
-    ):
-        assert made.decode(load(tmp_path, row, made, ends=ends, **data).response_ids) == "4</turn>"
+    for prompt, response in (("Q", "4"), ("Q", "4</turn>"), ("<s><turn>user\nQ</turn>\n<turn>model\n", "4")):
+        row = {"prompt": prompt, "response": response}
+        assert made.decode(load(tmp_path, row, made, ends=ends).response_ids) == "4</turn>"
     # Without the template, or if the model does not end with its token, the tokenizer's own is the end.
     row = {"prompt": "Q", "response": "4"}
     assert made.decode(load(tmp_path, row, made, ends=ends, chat_template="never").response_ids) == "4</s>"
