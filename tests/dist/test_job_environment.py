@@ -44,8 +44,8 @@ finally:
 
 @pytest.mark.parametrize(("end", "visible", "long"), [("end", "NoDevFiles", True), ("error", "GPU-4d0a9a1f", False)])
 def test_a_job_environment(tmp_path: Path, end: str, visible: str, long: bool) -> None:
-    """Fails if Ray does not start where HOME cannot be written, TMPDIR is long, shared memory is small, few files may be
-    open, the host has no address, CUDA_VISIBLE_DEVICES hides the GPUs, or the user id has no name (only root can try
+    """Fails if Ray does not start where HOME cannot be written, TMPDIR is long, shared memory is small, few files may
+    be open, the host has no address, CUDA_VISIBLE_DEVICES hides the GPUs, or the user id has no name (only root can try
     it); if the threads of a job script reach a rank; or if each run leaves a folder. A failed one must leave its logs.
     """
     job = {"HOME": "/dev/null/home", "CUDA_VISIBLE_DEVICES": visible, "MKL_NUM_THREADS": "2", "OMP_NUM_THREADS": "7"}
