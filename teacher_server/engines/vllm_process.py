@@ -146,7 +146,7 @@ def check_taken(path: str, records: Sequence[LoadRecord]) -> None:
 
         lost = {name: lost[name] for name in needed_tensors(path, list(lost))}
     unfilled = sorted({name for record in records for name in record.unfilled})
-    for what, names in (("reads", list(lost.values())), ("gets only a part of its", unfilled)):
+    for what, names in (("reads", list(lost.values())), ("does not get all of its", unfilled)):
         if names:
             problem = f"vLLM's {records[0].kind} {what} {some_names(names)}, so it is another model."
             raise FolderError(Path(path), problem, _FIX)
@@ -159,7 +159,7 @@ class _Recorder(TorchDispatchMode):
         super().__init__()
         self.current = ""  # tensor that is loaded
         self._read: dict[str, tuple[tuple[int, ...], list[Part]]] = {}
-        held = (*model.named_parameters(), *model.named_buffers())
+        held = (*model.named_buffers(), *model.named_parameters())  # vLLM has buffers that are views of parameters
         self._places = {_storage(tensor): (name, _layout(tensor)[2]) for name, tensor in held}
         self._written: defaultdict[str, set[Region]] = defaultdict(set)  # key: place
         self._computed: set[str] = set()  # places that were written again, with other numbers
@@ -176,9 +176,9 @@ class _Recorder(TorchDispatchMode):
         self.current = "its parameters"
 
     def record(self, model: torch.nn.Module) -> LoadRecord:
-        """Return what was recorded. vLLM itself refuses a parameter of which nothing was written."""
+        """Return what was recorded. vLLM itself refuses no linear layer of which nothing was written."""
         filled = {name: _n_elements(regions) for name, regions in self._written.items()}
-        unfilled = [name for name, each in model.named_parameters() if filled.get(name, each.numel()) < each.numel()]
+        unfilled = [name for name, each in model.named_parameters() if filled.get(name, 0) < each.numel()]
         for _, parts in self._read.values():
             parts[:] = [part._replace(place="") if part.place in self._computed else part for part in parts]
         return LoadRecord(type(model).__name__, self._read, unfilled)
