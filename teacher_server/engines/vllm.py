@@ -126,7 +126,7 @@ class VllmEngine:
                 args.enable_prefix_caching, args.scheduler_cls = True, _SCHEDULER
                 args.block_size = _CPU_BLOCK if on_cpu else None
             self._engine = LLMEngine.from_engine_args(args)
-            vllm_process.check_taken(path, self._engine.collective_rpc(vllm_process.load_record))
+            vllm_process.check_taken(path, self._engine)
             cache = self._engine.vllm_config.cache_config
             # vLLM may have turned it off: for attention with latents on a CPU, or attention that is not causal.
             self.prefix_block = int(cache.block_size) if cache.enable_prefix_caching else 0

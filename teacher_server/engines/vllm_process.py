@@ -44,15 +44,17 @@ def gpu_memory_arguments(share: float, kv_cache_bytes: int | None) -> dict[str, 
 
 
 def architecture_arguments(folder: str) -> dict[str, Any]:
-    """Return arguments of vLLM that name the class of a model whose config.json does not, or names it without its head.
+    """Return arguments of vLLM that name the model's class: vLLM goes by `architectures`, transformers by `model_type`.
 
-    vLLM takes such a model for one that computes embeddings; transformers goes by `model_type`.
+    A class may be missing, without a head, or of a trainer or of another family. A folder with several models or with
+    code of its own keeps the class that it names.
     """
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_MAPPING_NAMES
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
     config = read_json(Path(folder, "config.json"))
-    named, kind = config.get("architectures"), config.get("model_type")
-    if kind not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES or (named and named != [MODEL_MAPPING_NAMES.get(kind)]):
+    kind = config.get("model_type")
+    keeps = config.get("architectures") and ("text_config" in config or "auto_map" in config)
+    if keeps or kind not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
         return {}
     return {"hf_overrides": {"architectures": [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[kind]]}}
 
@@ -129,12 +131,13 @@ def record_loading() -> None:
 _FIX = "copy the whole folder, or try --engine hf."
 
 
-def check_taken(path: str, records: Sequence[LoadRecord]) -> None:
-    """Check that the workers of an engine, together, have read every tensor of the folder and filled their parameters.
+def check_taken(path: str, engine: Any) -> None:
+    """Check that the workers of vLLM's engine, together, have read all of the folder and filled their parameters.
 
     Raises:
         FolderError: naming the tensors. What transformers ignores, too, may be left out.
     """
+    records: list[LoadRecord] = engine.collective_rpc(load_record)
     lost: dict[str, str] = {}
     for name, (shape, _) in records[0].read.items():
         parts = [part for record in records for part in record.read[name][1]]
@@ -142,9 +145,12 @@ def check_taken(path: str, records: Sequence[LoadRecord]) -> None:
         if n_read < prod(shape):
             lost[name] = f"{n_read} of the {prod(shape)} numbers of {name}"
     if lost:
+        from vllm.config import set_current_vllm_config
+
         from teacher_server.engines.hf import needed_tensors
 
-        lost = {name: lost[name] for name in needed_tensors(path, list(lost))}
+        with set_current_vllm_config(engine.vllm_config):  # vLLM changes the classes of transformers that it runs
+            lost = {name: lost[name] for name in needed_tensors(path, list(lost))}
     unfilled = sorted({name for record in records for name in record.unfilled})
     for what, names in (("reads", list(lost.values())), ("does not get all of its", unfilled)):
         if names:
@@ -157,7 +163,7 @@ class _Recorder(TorchDispatchMode):
 
     def __init__(self, model: torch.nn.Module) -> None:
         super().__init__()
-        self.current = ""  # tensor that is loaded
+        self.current = "its files"  # or the tensor that is loaded
         self._read: dict[str, tuple[tuple[int, ...], list[Part]]] = {}
         held = (*model.named_buffers(), *model.named_parameters())  # vLLM has buffers that are views of parameters
         self._places = {_storage(tensor): (name, _layout(tensor)[2]) for name, tensor in held}
@@ -176,9 +182,10 @@ class _Recorder(TorchDispatchMode):
         self.current = "its parameters"
 
     def record(self, model: torch.nn.Module) -> LoadRecord:
-        """Return what was recorded. vLLM itself refuses no linear layer of which nothing was written."""
+        """Return what was recorded. vLLM itself finds no linear layer or embedding of which nothing was written."""
         filled = {name: _n_elements(regions) for name, regions in self._written.items()}
-        unfilled = [name for name, each in model.named_parameters() if filled.get(name, 0) < each.numel()]
+        made = {name: each.numel() for name, each in model.named_parameters() if _storage(each) in self._places}
+        unfilled = [name for name, n_all in made.items() if filled.get(name, 0) < n_all]
         for _, parts in self._read.values():
             parts[:] = [part._replace(place="") if part.place in self._computed else part for part in parts]
         return LoadRecord(type(model).__name__, self._read, unfilled)

@@ -57,7 +57,7 @@ def test_a_rollout_engine_gets_the_size(
     monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(LLM=stop))
     config = load_config(None, [f"rollout.kv_cache_mib={mib}"]).rollout
     model: dict[str, Any] = {"dtype": "bfloat16", "max_model_len": 8, "trust_remote_code": False}
-    named = '["GPT2Model"]' if mib else "null"  # none, or the one without the head
+    named = '["GemmaForCausalLM"]' if mib else "null"  # none, or one of another family
     (tmp_path / "config.json").write_text(f'{{"model_type": "gpt2", "architectures": {named}}}')
     with pytest.raises(Given) as found:
         start_vllm(str(tmp_path), config, **model, device=device, enable_sleep_mode=False, lora=None)

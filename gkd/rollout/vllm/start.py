@@ -130,7 +130,7 @@ def start_vllm(
     )
     try:
         llm = start()
-        both.check_taken(model_path, llm.collective_rpc(both.load_record))
+        both.check_taken(model_path, llm.llm_engine)
     except FolderError as error:
         fix = "copy the whole folder again; if it is complete, vLLM does not compute this model: use another one."
         raise ConfigError("model.path", model_path, error.problem, fix) from error
