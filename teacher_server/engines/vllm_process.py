@@ -89,7 +89,8 @@ class LoadRecord(NamedTuple):
 
     kind: str = ""  # class of vLLM's model
     read: Mapping[str, tuple[tuple[int, ...], list[Part]]] = {}  # tensor -> its shape, and what was read of it
-    unfilled: Sequence[str] = ()  # parameters of which only a part was written
+    unfilled: Sequence[str] = ()  # parameters of which not all was written
+    problem: str = ""  # why loading failed
 
 
 _records = [LoadRecord()]
@@ -117,13 +118,14 @@ def record_loading() -> None:
         try:
             with recorder:
                 load(self, model, model_config)
-        except torch.OutOfMemoryError:
+            record = recorder.record(model)
+        except (torch.OutOfMemoryError, torch.AcceleratorError):
             raise
         except (AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
+            # `check_taken` raises it: of a worker process that ends, vLLM does not tell why.
             text = shorten(str(error), 200) or type(error).__name__
-            reason = f"{type(model).__name__} cannot load {recorder.current}: {text}"
-            raise FolderError(Path(model_config.model), f"vLLM's {reason}.", _FIX) from error
-        _records.append(recorder.record(model))
+            record = LoadRecord(type(model).__name__, problem=f"cannot load {recorder.current}: {text}")
+        _records.append(record)
 
     DefaultModelLoader.load_weights = load_and_record
 
@@ -138,6 +140,9 @@ def check_taken(path: str, engine: Any) -> None:
         FolderError: naming the tensors. What transformers ignores, too, may be left out.
     """
     records: list[LoadRecord] = engine.collective_rpc(load_record)
+    for record in records:
+        if record.problem:
+            raise FolderError(Path(path), f"vLLM's {record.kind} {record.problem}.", _FIX)
     lost: dict[str, str] = {}
     for name, (shape, _) in records[0].read.items():
         parts = [part for record in records for part in record.read[name][1]]
