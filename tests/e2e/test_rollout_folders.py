@@ -49,18 +49,18 @@ def _settings(folder: Path, engine: str) -> EngineSettings:
     return EngineSettings(model=str(folder), max_tokens=32, max_batch_tokens=128, engine=engine, device="cpu")
 
 
-def _rollout_engine(folder: Path) -> Any:
+def _rollout_engine(folder: Path, tp: int = 1) -> Any:
     from gkd.config.schema_rollout import RolloutConfig
     from gkd.rollout.vllm.engine import RolloutEngine
 
-    config = RolloutConfig(kv_cache_mib=32, max_num_seqs=8)
+    config = RolloutConfig(kv_cache_mib=32, max_num_seqs=8, tp=tp)
     return RolloutEngine(str(folder), config, dtype="float32", max_model_len=32, device="cpu", eos_ids=[1])
 
 
 def _refusal(folder: Path, engine: str) -> str:
     """Run in a child process."""
     try:
-        load_engine(_settings(folder, "vllm")) if engine == "teacher" else _rollout_engine(folder)
+        load_engine(_settings(folder, "vllm")) if engine == "teacher" else _rollout_engine(folder, int(engine[-1]))
     except (ServerError, ConfigError) as error:
         assert getattr(error, "key", "model.path") == "model.path" and str(folder) in str(error)
         return str(error)
@@ -81,7 +81,11 @@ def damaged(whole: Path, tmp_path: Path, damage: str) -> Path:
     return tmp_path
 
 
-CASES = [*((damage, "rollout") for damage in DAMAGES), ("fewer rows", "teacher")]
+CASES = [
+    *((damage, "rollout 1") for damage in DAMAGES),
+    ("fewer rows", "teacher"),
+    pytest.param("one of no layer", "rollout 2", marks=pytest.mark.slow),  # two workers
+]
 
 
 @pytest.mark.parametrize(("damage", "engine"), CASES)
