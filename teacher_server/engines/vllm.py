@@ -59,9 +59,7 @@ def set_vllm_environment(device: str, threads: int) -> None:
 
 
 class VllmEngine:
-    """vLLM implementation of `Engine`. Raises ServerError if vLLM cannot load the model or is for another device.
-
-    Raises FolderError if vLLM would compute with something else than the folder holds.
+    """vLLM implementation of `Engine`. Raises ServerError if vLLM cannot compute the model or is for another device.
 
     With tensor parallelism the workers are child processes. The kernel kills them when the thread that created
     this engine ends.

@@ -46,17 +46,14 @@ def gpu_memory_arguments(share: float, kv_cache_bytes: int | None) -> dict[str, 
 def architecture_arguments(folder: str) -> dict[str, Any]:
     """Return arguments of vLLM that name the model's class: vLLM goes by `architectures`, transformers by `model_type`.
 
-    A class may be missing, without a head, or of a trainer or of another family. A folder with several models or with
-    code of its own keeps the class that it names.
+    A folder with several models or with code of its own keeps the class that it names.
     """
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
     config = read_json(Path(folder, "config.json"))
-    kind = config.get("model_type")
+    name = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(config.get("model_type"))
     keeps = config.get("architectures") and ("text_config" in config or "auto_map" in config)
-    if keeps or kind not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
-        return {}
-    return {"hf_overrides": {"architectures": [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[kind]]}}
+    return {} if keeps or name is None else {"hf_overrides": {"architectures": [name]}}
 
 
 def keep_files_in(folder: Path, remove: Callable[[Path], None]) -> None:
@@ -89,8 +86,7 @@ class LoadRecord(NamedTuple):
 
     kind: str = ""  # class of vLLM's model
     read: Mapping[str, tuple[tuple[int, ...], list[Part]]] = {}  # tensor -> its shape, and what was read of it
-    unfilled: Sequence[str] = ()  # parameters of which not all was written
-    problem: str = ""  # why loading failed
+    problem: str = ""  # why loading failed, or which parameters were not filled
 
 
 _records = [LoadRecord()]
@@ -155,11 +151,9 @@ def check_taken(path: str, engine: Any) -> None:
         from teacher_server.engines.hf import needed_tensors
 
         with set_current_vllm_config(engine.vllm_config):  # vLLM changes the classes of transformers that it runs
-            lost = {name: lost[name] for name in needed_tensors(path, list(lost))}
-    unfilled = sorted({name for record in records for name in record.unfilled})
-    for what, names in (("reads", list(lost.values())), ("does not get all of its", unfilled)):
-        if names:
-            problem = f"vLLM's {records[0].kind} {what} {some_names(names)}, so it is another model."
+            needed = [lost[name] for name in needed_tensors(path, list(lost))]
+        if needed:
+            problem = f"vLLM's {records[0].kind} reads {some_names(needed)}, so it is another model."
             raise FolderError(Path(path), problem, _FIX)
 
 
@@ -188,12 +182,12 @@ class _Recorder(TorchDispatchMode):
 
     def record(self, model: torch.nn.Module) -> LoadRecord:
         """Return what was recorded. vLLM itself finds no linear layer or embedding of which nothing was written."""
-        filled = {name: _n_elements(regions) for name, regions in self._written.items()}
-        made = {name: each.numel() for name, each in model.named_parameters() if _storage(each) in self._places}
-        unfilled = [name for name, n_all in made.items() if filled.get(name, 0) < n_all]
+        made = [(name, each) for name, each in model.named_parameters() if _storage(each) in self._places]
+        unfilled = [name for name, each in made if _n_elements(self._written[name]) < each.numel()]
+        problem = f"does not get all of its {some_names(unfilled)}, so it is another model" if unfilled else ""
         for _, parts in self._read.values():
             parts[:] = [part._replace(place="") if part.place in self._computed else part for part in parts]
-        return LoadRecord(type(model).__name__, self._read, unfilled)
+        return LoadRecord(type(model).__name__, self._read, problem)
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None

@@ -22,10 +22,7 @@ from tests.random_models import save_random
 pytestmark = pytest.mark.e2e
 SINGLE, VOCAB = "model.safetensors", 211
 Tensors = dict[str, torch.Tensor]
-Q, K, OUT, UP = (
-    f"model.layers.1.{name}.weight"
-    for name in ("self_attn.q_proj", "self_attn.k_proj", "self_attn.o_proj", "mlp.up_proj")
-)
+Q, K, OUT, UP = (f"model.layers.1.{x}_proj.weight" for x in ("self_attn.q", "self_attn.k", "self_attn.o", "mlp.up"))
 BIAS = OUT.replace("weight", "bias")
 
 
@@ -81,11 +78,7 @@ def damaged(whole: Path, tmp_path: Path, damage: str) -> Path:
     return tmp_path
 
 
-CASES = [
-    *((damage, "rollout 1") for damage in DAMAGES),
-    ("fewer rows", "teacher"),
-    pytest.param("one of no layer", "rollout 2", marks=pytest.mark.slow),  # two workers
-]
+CASES = [*((d, "rollout 1") for d in DAMAGES), pytest.param("one of no layer", "rollout 2", marks=pytest.mark.slow)]
 
 
 @pytest.mark.parametrize(("damage", "engine"), CASES)
@@ -108,7 +101,7 @@ def _digests(folder: Path) -> tuple[dict[str, str], dict[str, str]]:
 
     held = _rollout_engine(folder).digests()
     tensors = load_file(folder / SINGLE)
-    ignored = (".attn.bias", *(["lm_head.weight"] if "wte.weight" in tensors else []))
+    ignored = (".attn.bias", ".attention.bias", *(["lm_head.weight"] if "wte.weight" in tensors else []))
     return held, {name: digest(tensor) for name, tensor in tensors.items() if not name.endswith(ignored)}
 
 
@@ -131,6 +124,7 @@ def _save_gpt2(folder: Path) -> None:
 MORE: list[tuple[str, dict[str, Any]]] = [
     ("Phi3", {"hidden_size": 128, "original_max_position_embeddings": 64}),
     ("Mixtral", {"num_local_experts": 4}),
+    ("GPTNeoX", {"num_attention_heads": 2}),
 ]
 
 
@@ -144,6 +138,9 @@ def test_an_engine_reads_back_what_it_has_loaded(tmp_path: Path, kind: str) -> N
         _save_gpt2(tmp_path)
     else:
         _save(tmp_path, kind, **dict(MORE)[kind])
+    if kind == "GPTNeoX":  # vLLM changes its class of transformers, which ignores masks
+        mask = {"gpt_neox.layers.0.attention.bias": torch.ones(1, 1, 64, 64).tril()}
+        save_file(load_file(tmp_path / SINGLE) | mask, tmp_path / SINGLE, {"format": "pt"})
     with EngineProcess() as process:
         held, expected = process.call(_digests, tmp_path)
     assert held == expected

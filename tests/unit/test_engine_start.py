@@ -26,7 +26,7 @@ from teacher_server.engines import load
 from teacher_server.engines import vllm as teacher_vllm
 
 
-class Given(Exception):
+class Given(BaseException):
     """The arguments that vLLM was called with."""
 
 
@@ -74,10 +74,8 @@ def test_a_teacher_engine_gets_the_size(
 ) -> None:
     """Fails if --kv-cache-mib does not reach vLLM on one of the devices, or 0 is taken as a size; as for rollouts."""
     platform = SimpleNamespace(current_platform=SimpleNamespace(is_cpu=lambda: device == "cpu"))
-    errors = SimpleNamespace(VLLMError=LookupError)
     fake = SimpleNamespace(EngineArgs=stop, LLMEngine=None, __spec__="it is installed")
     monkeypatch.setitem(sys.modules, "vllm", fake)
-    monkeypatch.setitem(sys.modules, "vllm.exceptions", errors)
     monkeypatch.setitem(sys.modules, "vllm.platforms", platform)
     batch = SimpleNamespace(InputBatch=make_dataclass("InputBatch", []))
     monkeypatch.setitem(sys.modules, "vllm.v1.worker.gpu", SimpleNamespace(input_batch=batch))
