@@ -132,7 +132,7 @@ class VllmEngine:
             self.score([TokenSequence(np.zeros(2, np.int32), 1)], ScoreParams("sampled"))
         except ServerError:
             raise
-        except Exception as error:  # of vLLM's code for one of many models
+        except Exception as error:  # vLLM has code for each model, which may raise any error
             raise ServerError(
                 f"model folder {path}: vllm cannot load the model: {error}. Fix: if it is out of memory, lower "
                 f"--max-tokens ({max_tokens}) or --max-batch-tokens ({max_batch_tokens}); else try --engine hf."
