@@ -59,11 +59,10 @@ def load_engine(settings: EngineSettings) -> Engine:
     name = default_engine(device) if settings.engine == "auto" else settings.engine
     dtype = settings.dtype if settings.dtype != "auto" else ("float32" if device == "cpu" else "bfloat16")
     if name == "vllm":
-        may_take_hf = settings.engine == "auto" and settings.tensor_parallel_size == 1 and not settings.kv_cache_mib
         try:
             return _load_vllm(settings, device, dtype)
         except FolderError as error:
-            if not may_take_hf:
+            if settings.engine != "auto" or settings.tensor_parallel_size > 1 or settings.kv_cache_mib:
                 raise
             log.warning("%s --engine auto takes hf instead", error)
         if "vllm" in sys.modules:  # it has loaded the model, and holds its memory until now

@@ -36,7 +36,6 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 MAX_SEQUENCES = 128  # most sequences of one forward pass; vLLM samples one token for each, from [128, V] float32
-_LOAD_ERRORS = (OSError, ValueError, RuntimeError, KeyError, ImportError, AssertionError)
 _EXTENSION = "teacher_server.engines.vllm_extension.TeacherExtension"
 _SCHEDULER = "teacher_server.engines.vllm_extension.CappedScheduler"
 _CPU_BLOCK = 32  # tokens of a block of the KV cache; vLLM's default on a CPU is 128, and prompts share whole blocks
@@ -60,9 +59,7 @@ def set_vllm_environment(device: str, threads: int) -> None:
 
 
 class VllmEngine:
-    """vLLM implementation of `Engine`. Raises ServerError if vLLM cannot load the model or is for another device.
-
-    Raises FolderError if vLLM would compute with something else than the folder holds.
+    """vLLM implementation of `Engine`. Raises ServerError if vLLM cannot compute the model or is for another device.
 
     With tensor parallelism the workers are child processes. The kernel kills them when the thread that created
     this engine ends.
@@ -82,7 +79,6 @@ class VllmEngine:
         max_batch_tokens, kv_cache_mib = settings.max_batch_tokens, settings.kv_cache_mib
         set_vllm_environment(device, settings.threads)
         from vllm import EngineArgs, LLMEngine
-        from vllm.exceptions import VLLMError
         from vllm.platforms import current_platform
 
         on_cpu = device == "cpu"
@@ -126,7 +122,7 @@ class VllmEngine:
                 args.enable_prefix_caching, args.scheduler_cls = True, _SCHEDULER
                 args.block_size = _CPU_BLOCK if on_cpu else None
             self._engine = LLMEngine.from_engine_args(args)
-            vllm_process.check_taken(path, self._engine.collective_rpc(vllm_process.load_record))
+            vllm_process.check_taken(path, self._engine)
             cache = self._engine.vllm_config.cache_config
             # vLLM may have turned it off: for attention with latents on a CPU, or attention that is not causal.
             self.prefix_block = int(cache.block_size) if cache.enable_prefix_caching else 0
@@ -134,7 +130,9 @@ class VllmEngine:
             facts = self._call("teacher_start")[0]
             # The first forward pass compiles kernels, or fails if vLLM has none for this model.
             self.score([TokenSequence(np.zeros(2, np.int32), 1)], ScoreParams("sampled"))
-        except (*_LOAD_ERRORS, VLLMError) as error:
+        except ServerError:
+            raise
+        except Exception as error:  # vLLM has code for each model, which may raise any error
             raise ServerError(
                 f"model folder {path}: vllm cannot load the model: {error}. Fix: if it is out of memory, lower "
                 f"--max-tokens ({max_tokens}) or --max-batch-tokens ({max_batch_tokens}); else try --engine hf."

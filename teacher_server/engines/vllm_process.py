@@ -44,17 +44,16 @@ def gpu_memory_arguments(share: float, kv_cache_bytes: int | None) -> dict[str, 
 
 
 def architecture_arguments(folder: str) -> dict[str, Any]:
-    """Return arguments of vLLM that name the class of a model whose config.json does not, or names it without its head.
+    """Return arguments of vLLM that name the model's class: vLLM goes by `architectures`, transformers by `model_type`.
 
-    vLLM takes such a model for one that computes embeddings; transformers goes by `model_type`.
+    A folder with several models or with code of its own keeps the class that it names.
     """
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_MAPPING_NAMES
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
     config = read_json(Path(folder, "config.json"))
-    named, kind = config.get("architectures"), config.get("model_type")
-    if kind not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES or (named and named != [MODEL_MAPPING_NAMES.get(kind)]):
-        return {}
-    return {"hf_overrides": {"architectures": [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[kind]]}}
+    name = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(config.get("model_type"))
+    keeps = config.get("architectures") and ("text_config" in config or "auto_map" in config)
+    return {} if keeps or name is None else {"hf_overrides": {"architectures": [name]}}
 
 
 def keep_files_in(folder: Path, remove: Callable[[Path], None]) -> None:
@@ -87,7 +86,7 @@ class LoadRecord(NamedTuple):
 
     kind: str = ""  # class of vLLM's model
     read: Mapping[str, tuple[tuple[int, ...], list[Part]]] = {}  # tensor -> its shape, and what was read of it
-    unfilled: Sequence[str] = ()  # parameters of which only a part was written
+    problem: str = ""  # why loading failed, or which parameters were not filled
 
 
 _records = [LoadRecord()]
@@ -115,13 +114,14 @@ def record_loading() -> None:
         try:
             with recorder:
                 load(self, model, model_config)
-        except torch.OutOfMemoryError:
+            record = recorder.record(model)
+        except (torch.OutOfMemoryError, torch.AcceleratorError):
             raise
         except (AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
+            # `check_taken` raises it: of a worker process that ends, vLLM does not tell why.
             text = shorten(str(error), 200) or type(error).__name__
-            reason = f"{type(model).__name__} cannot load {recorder.current}: {text}"
-            raise FolderError(Path(model_config.model), f"vLLM's {reason}.", _FIX) from error
-        _records.append(recorder.record(model))
+            record = LoadRecord(type(model).__name__, problem=f"cannot load {recorder.current}: {text}")
+        _records.append(record)
 
     DefaultModelLoader.load_weights = load_and_record
 
@@ -129,12 +129,16 @@ def record_loading() -> None:
 _FIX = "copy the whole folder, or try --engine hf."
 
 
-def check_taken(path: str, records: Sequence[LoadRecord]) -> None:
-    """Check that the workers of an engine, together, have read every tensor of the folder and filled their parameters.
+def check_taken(path: str, engine: Any) -> None:
+    """Check that the workers of vLLM's engine, together, have read all of the folder and filled their parameters.
 
     Raises:
         FolderError: naming the tensors. What transformers ignores, too, may be left out.
     """
+    records: list[LoadRecord] = engine.collective_rpc(load_record)
+    for record in records:
+        if record.problem:
+            raise FolderError(Path(path), f"vLLM's {record.kind} {record.problem}.", _FIX)
     lost: dict[str, str] = {}
     for name, (shape, _) in records[0].read.items():
         parts = [part for record in records for part in record.read[name][1]]
@@ -142,13 +146,14 @@ def check_taken(path: str, records: Sequence[LoadRecord]) -> None:
         if n_read < prod(shape):
             lost[name] = f"{n_read} of the {prod(shape)} numbers of {name}"
     if lost:
+        from vllm.config import set_current_vllm_config
+
         from teacher_server.engines.hf import needed_tensors
 
-        lost = {name: lost[name] for name in needed_tensors(path, list(lost))}
-    unfilled = sorted({name for record in records for name in record.unfilled})
-    for what, names in (("reads", list(lost.values())), ("gets only a part of its", unfilled)):
-        if names:
-            problem = f"vLLM's {records[0].kind} {what} {some_names(names)}, so it is another model."
+        with set_current_vllm_config(engine.vllm_config):  # vLLM changes the classes of transformers that it runs
+            needed = [lost[name] for name in needed_tensors(path, list(lost))]
+        if needed:
+            problem = f"vLLM's {records[0].kind} reads {some_names(needed)}, so it is another model."
             raise FolderError(Path(path), problem, _FIX)
 
 
@@ -157,9 +162,9 @@ class _Recorder(TorchDispatchMode):
 
     def __init__(self, model: torch.nn.Module) -> None:
         super().__init__()
-        self.current = ""  # tensor that is loaded
+        self.current = "its files"  # or the tensor that is loaded
         self._read: dict[str, tuple[tuple[int, ...], list[Part]]] = {}
-        held = (*model.named_parameters(), *model.named_buffers())
+        held = (*model.named_buffers(), *model.named_parameters())  # vLLM has buffers that are views of parameters
         self._places = {_storage(tensor): (name, _layout(tensor)[2]) for name, tensor in held}
         self._written: defaultdict[str, set[Region]] = defaultdict(set)  # key: place
         self._computed: set[str] = set()  # places that were written again, with other numbers
@@ -176,12 +181,13 @@ class _Recorder(TorchDispatchMode):
         self.current = "its parameters"
 
     def record(self, model: torch.nn.Module) -> LoadRecord:
-        """Return what was recorded. vLLM itself refuses a parameter of which nothing was written."""
-        filled = {name: _n_elements(regions) for name, regions in self._written.items()}
-        unfilled = [name for name, each in model.named_parameters() if filled.get(name, each.numel()) < each.numel()]
+        """Return what was recorded. vLLM itself finds no linear layer or embedding of which nothing was written."""
+        made = [(name, each) for name, each in model.named_parameters() if _storage(each) in self._places]
+        unfilled = [name for name, each in made if _n_elements(self._written[name]) < each.numel()]
+        problem = f"does not get all of its {some_names(unfilled)}, so it is another model" if unfilled else ""
         for _, parts in self._read.values():
             parts[:] = [part._replace(place="") if part.place in self._computed else part for part in parts]
-        return LoadRecord(type(model).__name__, self._read, unfilled)
+        return LoadRecord(type(model).__name__, self._read, problem)
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None

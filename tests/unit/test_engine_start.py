@@ -26,7 +26,7 @@ from teacher_server.engines import load
 from teacher_server.engines import vllm as teacher_vllm
 
 
-class Given(Exception):
+class Given(BaseException):
     """The arguments that vLLM was called with."""
 
 
@@ -57,7 +57,7 @@ def test_a_rollout_engine_gets_the_size(
     monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(LLM=stop))
     config = load_config(None, [f"rollout.kv_cache_mib={mib}"]).rollout
     model: dict[str, Any] = {"dtype": "bfloat16", "max_model_len": 8, "trust_remote_code": False}
-    named = '["GPT2Model"]' if mib else "null"  # none, or the one without the head
+    named = '["GemmaForCausalLM"]' if mib else "null"  # none, or one of another family
     (tmp_path / "config.json").write_text(f'{{"model_type": "gpt2", "architectures": {named}}}')
     with pytest.raises(Given) as found:
         start_vllm(str(tmp_path), config, **model, device=device, enable_sleep_mode=False, lora=None)
@@ -74,10 +74,8 @@ def test_a_teacher_engine_gets_the_size(
 ) -> None:
     """Fails if --kv-cache-mib does not reach vLLM on one of the devices, or 0 is taken as a size; as for rollouts."""
     platform = SimpleNamespace(current_platform=SimpleNamespace(is_cpu=lambda: device == "cpu"))
-    errors = SimpleNamespace(VLLMError=LookupError)
     fake = SimpleNamespace(EngineArgs=stop, LLMEngine=None, __spec__="it is installed")
     monkeypatch.setitem(sys.modules, "vllm", fake)
-    monkeypatch.setitem(sys.modules, "vllm.exceptions", errors)
     monkeypatch.setitem(sys.modules, "vllm.platforms", platform)
     batch = SimpleNamespace(InputBatch=make_dataclass("InputBatch", []))
     monkeypatch.setitem(sys.modules, "vllm.v1.worker.gpu", SimpleNamespace(input_batch=batch))

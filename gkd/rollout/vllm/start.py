@@ -12,7 +12,6 @@ import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -86,8 +85,7 @@ def start_vllm(
         both.keep_files_in(folder, remove_files)
     on_cpu = device == "cpu"
     kv_cache_bytes = config.kv_cache_bytes(on_cpu=on_cpu)
-    start = partial(
-        LLM,
+    llm = LLM(
         model=model_path,
         dtype=dtype,
         tensor_parallel_size=config.tp,
@@ -129,8 +127,7 @@ def start_vllm(
         ),
     )
     try:
-        llm = start()
-        both.check_taken(model_path, llm.collective_rpc(both.load_record))
+        both.check_taken(model_path, llm.llm_engine)
     except FolderError as error:
         fix = "copy the whole folder again; if it is complete, vLLM does not compute this model: use another one."
         raise ConfigError("model.path", model_path, error.problem, fix) from error
