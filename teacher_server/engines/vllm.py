@@ -27,7 +27,7 @@ from teacher_server.engines import vllm_process
 from teacher_server.engines.base import ENGINE_PID, RowStream, ScoreParams, Scores, TokenSequence
 from teacher_server.engines.signals import row_dtype
 from teacher_server.errors import ServerError
-from teacher_server.wire.machine import thread_env
+from teacher_server.wire.machine import OTHER_MODELS, thread_env
 from teacher_server.wire.protocol import RowDtype, Wire
 
 if TYPE_CHECKING:
@@ -44,7 +44,8 @@ _CPU_BLOCK = 32  # tokens of a block of the KV cache; vLLM's default on a CPU is
 def set_vllm_environment(device: str, threads: int) -> None:
     """Set the environment variables of vLLM and its workers. Call it before importing vllm."""
     os.environ[ENGINE_PID] = str(os.getpid())
-    os.environ.pop("VLLM_USE_MODELSCOPE", None)  # the model is a local folder
+    for name in OTHER_MODELS:
+        os.environ.pop(name, None)
     os.environ.update(
         VLLM_ENABLE_V1_MULTIPROCESSING="0",  # run the scheduler in this process
         VLLM_WORKER_MULTIPROC_METHOD="spawn",  # this process has threads, which are lost in a fork

@@ -11,6 +11,7 @@ from itertools import takewhile
 # Libraries read them once, at their import, and job scripts set some of them. If they differ, torch and vLLM disagree
 # about the number of threads, and vLLM's kernels for the CPU end the process.
 _THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS")
+OTHER_MODELS = ("VLLM_USE_MODELSCOPE", "VLLM_MODEL_REDIRECT_PATH")  # with them vLLM loads another model than the folder
 
 
 class SmiError(Exception):

@@ -40,7 +40,7 @@ def _restored_environment(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     executors = SimpleNamespace(multiproc_executor=SimpleNamespace(), uniproc_executor=SimpleNamespace())
     monkeypatch.setitem(sys.modules, "vllm.v1.executor", executors)
     before = dict(os.environ)
-    os.environ |= {"VLLM_NO_USAGE_STATS": "0", "VLLM_USE_MODELSCOPE": "True"}
+    os.environ |= {"VLLM_NO_USAGE_STATS": "0", "VLLM_USE_MODELSCOPE": "True", "VLLM_MODEL_REDIRECT_PATH": "x"}
     yield
     os.environ.clear()
     os.environ.update(before)
@@ -95,7 +95,8 @@ def check_arguments(arguments: dict[str, Any], device: str, mib: int | None) -> 
 
     tests/e2e/test_rollout_engine.py has its side.
     """
-    assert os.environ["VLLM_NO_USAGE_STATS"] == "1" and "VLLM_USE_MODELSCOPE" not in os.environ
+    assert os.environ["VLLM_NO_USAGE_STATS"] == "1"
+    assert not {"VLLM_USE_MODELSCOPE", "VLLM_MODEL_REDIRECT_PATH"} & os.environ.keys()
     assert arguments.get("kv_cache_memory_bytes") == (None if mib is None else mib << 20)
     share = arguments.get("gpu_memory_utilization")
     if device == "cpu":

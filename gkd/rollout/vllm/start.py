@@ -26,7 +26,7 @@ from gkd.config.schema_rollout import RolloutConfig
 from gkd.errors import ConfigError, WeightSyncError
 from gkd.spans import Phase
 from teacher_server.engines.weight_files import FolderError
-from teacher_server.wire.machine import thread_env
+from teacher_server.wire.machine import OTHER_MODELS, thread_env
 from teacher_server.wire.protocol import MAX_K
 
 # vLLM reads these variables at import, so they are set in the environment of the Ray actor.
@@ -70,7 +70,8 @@ def start_vllm(
     Raises:
         ConfigError: naming model.path: vLLM cannot load the folder, or would compute with something else than it holds.
     """
-    os.environ.pop("VLLM_USE_MODELSCOPE", None)  # the model is a local folder
+    for name in OTHER_MODELS:
+        os.environ.pop(name, None)
     os.environ.update(VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_NO_USAGE_STATS="1")
     # vLLM sets this level only after its first modules have logged that Triton has no backend for the CPU.
     logging.getLogger("vllm").setLevel(os.environ.get("VLLM_LOGGING_LEVEL", "ERROR"))
