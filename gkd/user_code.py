@@ -84,10 +84,10 @@ def end_with_parent(fd: int, folder: str = "") -> None:
         fd: a socket whose other end the parent holds.
         folder: removed before the end.
     """
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    for number in BATCH_SIGNALS:
+    for number in (signal.SIGINT, signal.SIGHUP, *BATCH_SIGNALS):
         signal.signal(number, lambda *_: None)  # not SIG_IGN, which programs that the code starts would inherit
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, BATCH_SIGNALS)  # Ray's processes block them, and so would the programs
+    os.register_at_fork(after_in_child=lambda: signal.signal(signal.SIGTERM, signal.SIG_DFL))  # ends a forked worker
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())  # Ray's processes block signals, and so would the programs
     own = os.dup(fd)  # the program may close the other
     watch = threading.Thread(target=_wait_for_parents_end, args=(own, os.getppid(), folder), daemon=True)
     watch.start()

@@ -175,7 +175,8 @@ class Cluster:
         The folder of the stopped Ray is removed. While an error is handled, its logs stay.
         """
         left = _children_of_daemons() if self._is_own else []
-        ray.shutdown()
+        with _signals_held():
+            ray.shutdown()
         if self._is_own:
             _kill_rest(self.run, left)
         if self._folder is not None:
@@ -191,13 +192,13 @@ def begin_process() -> None:
 
 @contextmanager
 def _signals_held() -> Iterator[None]:
-    """Block what stops a run while Ray starts: its daemons inherit that, and live until the last save."""
+    """Block what stops a run while Ray starts, for its daemons inherit that, or stops, which takes the handler away."""
     on_sigterm = signal.getsignal(signal.SIGTERM)
     before = signal.pthread_sigmask(signal.SIG_BLOCK, (*BATCH_SIGNALS, signal.SIGHUP))
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, on_sigterm)  # ray.init replaces it
+        signal.signal(signal.SIGTERM, on_sigterm)  # Ray has replaced it
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
