@@ -15,6 +15,7 @@ import threading
 import time
 import uuid
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 _END_S = 5.0  # a process that is killed ends at once, unless it waits for a disk
@@ -86,8 +87,12 @@ def end_with_parent(fd: int, folder: str = "") -> None:
     """
     for number in (signal.SIGINT, signal.SIGHUP, *BATCH_SIGNALS):
         signal.signal(number, lambda *_: None)  # not SIG_IGN, which programs that the code starts would inherit
-    os.register_at_fork(after_in_child=lambda: signal.signal(signal.SIGTERM, signal.SIG_DFL))  # ends a forked worker
     signal.pthread_sigmask(signal.SIG_SETMASK, ())  # Ray's processes block signals, and so would the programs
+    # SIGTERM ends what the code forks, as multiprocessing expects, also if it comes at once.
+    os.register_at_fork(after_in_child=partial(signal.signal, signal.SIGTERM, signal.SIG_DFL))
+    free = partial(signal.pthread_sigmask, signal.SIG_UNBLOCK, [signal.SIGTERM])
+    hold = partial(signal.pthread_sigmask, signal.SIG_BLOCK, [signal.SIGTERM])
+    os.register_at_fork(before=hold, after_in_parent=free, after_in_child=free)
     own = os.dup(fd)  # the program may close the other
     watch = threading.Thread(target=_wait_for_parents_end, args=(own, os.getppid(), folder), daemon=True)
     watch.start()

@@ -92,6 +92,7 @@ class Cluster:
         common: dict[str, Any] = {"logging_level": "WARNING", "log_to_driver": True, "runtime_env": _JOB_ENV}
         # Logical CPUs, so that processes share the cores of a machine that has too few: some with a GPU have two.
         cpus = math.ceil(n_slots * cpus_a_slot) + 2
+        of_cpu = {"num_gpus": len(gpus) or n_slots, "object_store_memory": 512 << 20}
         local: dict[str, Any] = common | {"include_dashboard": False, "num_cpus": cpus}
         log_worker_lines()
         try:
@@ -106,13 +107,10 @@ class Cluster:
                 _check_answers(address)
                 with _signals_held():
                     ray.init(address=address, **common)
-            elif on_cpu:
-                # Ray refuses more slots than CUDA_VISIBLE_DEVICES lists, which job scripts and users set for real GPUs.
-                with _visible(gpus, forget=True), _signals_held():
-                    ray.init(num_gpus=len(gpus) or n_slots, object_store_memory=512 << 20, **local)
             else:
-                with _visible(gpus), _signals_held():
-                    ray.init(**local)
+                # Ray refuses more slots than CUDA_VISIBLE_DEVICES lists, which job scripts and users set for real GPUs.
+                with _visible(gpus, forget=on_cpu), _signals_held():
+                    ray.init(**local, **(of_cpu if on_cpu else {}))
         except Exception as error:  # Ray raises plain ones, too
             problem = " ".join(str(error).split())
             fix = ""
