@@ -88,8 +88,7 @@ def end_with_parent(fd: int, folder: str = "") -> None:
     for number in (signal.SIGINT, signal.SIGHUP, *BATCH_SIGNALS):
         signal.signal(number, lambda *_: None)  # not SIG_IGN, which programs that the code starts would inherit
     signal.pthread_sigmask(signal.SIG_SETMASK, ())  # Ray's processes block signals, and so would the programs
-    # SIGTERM ends what the code forks, as multiprocessing expects, also if it comes at once.
-    os.register_at_fork(after_in_child=partial(signal.signal, signal.SIGTERM, signal.SIG_DFL))
+    os.register_at_fork(after_in_child=partial(signal.signal, signal.SIGTERM, signal.SIG_DFL))  # ends forks, also soon
     free = partial(signal.pthread_sigmask, signal.SIG_UNBLOCK, [signal.SIGTERM])
     hold = partial(signal.pthread_sigmask, signal.SIG_BLOCK, [signal.SIGTERM])
     os.register_at_fork(before=hold, after_in_parent=free, after_in_child=free)

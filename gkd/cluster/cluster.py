@@ -19,6 +19,7 @@ import time
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -173,8 +174,11 @@ class Cluster:
         The folder of the stopped Ray is removed. While an error is handled, its logs stay.
         """
         left = _children_of_daemons() if self._is_own else []
-        with _signals_held():
-            ray.shutdown()
+        state: Any = ray._private.state.state
+        restore = partial(signal.signal, signal.SIGTERM, signal.getsignal(signal.SIGTERM))
+        state.disconnect = lambda: (restore(), type(state).disconnect(state))  # called once Ray has set the default one
+        ray.shutdown()
+        del state.disconnect
         if self._is_own:
             _kill_rest(self.run, left)
         if self._folder is not None:
@@ -190,7 +194,7 @@ def begin_process() -> None:
 
 @contextmanager
 def _signals_held() -> Iterator[None]:
-    """Block what stops a run while Ray starts, for its daemons inherit that, or stops, which takes the handler away."""
+    """Block what stops a run while Ray starts: its daemons inherit that, and live until the last save."""
     on_sigterm = signal.getsignal(signal.SIGTERM)
     before = signal.pthread_sigmask(signal.SIG_BLOCK, (*BATCH_SIGNALS, signal.SIGHUP))
     try:

@@ -104,8 +104,7 @@ def ignore_signals() -> None:
     _state.stopping_s = time.monotonic()
 
 
-def _receive(number: int, frame: FrameType | None) -> None:
-    del frame
+def _receive(number: int, _: FrameType | None) -> None:
     if number == signal.SIGALRM and not _state.in_loop:
         return
     if number == signal.SIGHUP:
