@@ -15,6 +15,7 @@ import threading
 import time
 import uuid
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 _END_S = 5.0  # a process that is killed ends at once, unless it waits for a disk
@@ -84,10 +85,13 @@ def end_with_parent(fd: int, folder: str = "") -> None:
         fd: a socket whose other end the parent holds.
         folder: removed before the end.
     """
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    for number in BATCH_SIGNALS:
+    for number in (signal.SIGINT, signal.SIGHUP, *BATCH_SIGNALS):
         signal.signal(number, lambda *_: None)  # not SIG_IGN, which programs that the code starts would inherit
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, BATCH_SIGNALS)  # Ray's processes block them, and so would the programs
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())  # Ray's processes block signals, and so would the programs
+    os.register_at_fork(after_in_child=partial(signal.signal, signal.SIGTERM, signal.SIG_DFL))  # ends forks, also soon
+    free = partial(signal.pthread_sigmask, signal.SIG_UNBLOCK, [signal.SIGTERM])
+    hold = partial(signal.pthread_sigmask, signal.SIG_BLOCK, [signal.SIGTERM])
+    os.register_at_fork(before=hold, after_in_parent=free, after_in_child=free)
     own = os.dup(fd)  # the program may close the other
     watch = threading.Thread(target=_wait_for_parents_end, args=(own, os.getppid(), folder), daemon=True)
     watch.start()

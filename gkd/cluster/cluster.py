@@ -19,6 +19,7 @@ import time
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -92,6 +93,7 @@ class Cluster:
         common: dict[str, Any] = {"logging_level": "WARNING", "log_to_driver": True, "runtime_env": _JOB_ENV}
         # Logical CPUs, so that processes share the cores of a machine that has too few: some with a GPU have two.
         cpus = math.ceil(n_slots * cpus_a_slot) + 2
+        of_cpu = {"num_gpus": len(gpus) or n_slots, "object_store_memory": 512 << 20}
         local: dict[str, Any] = common | {"include_dashboard": False, "num_cpus": cpus}
         log_worker_lines()
         try:
@@ -106,13 +108,10 @@ class Cluster:
                 _check_answers(address)
                 with _signals_held():
                     ray.init(address=address, **common)
-            elif on_cpu:
-                # Ray refuses more slots than CUDA_VISIBLE_DEVICES lists, which job scripts and users set for real GPUs.
-                with _visible(gpus, forget=True), _signals_held():
-                    ray.init(num_gpus=len(gpus) or n_slots, object_store_memory=512 << 20, **local)
             else:
-                with _visible(gpus), _signals_held():
-                    ray.init(**local)
+                # Ray refuses more slots than CUDA_VISIBLE_DEVICES lists, which job scripts and users set for real GPUs.
+                with _visible(gpus, forget=on_cpu), _signals_held():
+                    ray.init(**local, **(of_cpu if on_cpu else {}))
         except Exception as error:  # Ray raises plain ones, too
             problem = " ".join(str(error).split())
             fix = ""
@@ -175,7 +174,11 @@ class Cluster:
         The folder of the stopped Ray is removed. While an error is handled, its logs stay.
         """
         left = _children_of_daemons() if self._is_own else []
+        state: Any = ray._private.state.state
+        restore = partial(signal.signal, signal.SIGTERM, signal.getsignal(signal.SIGTERM))
+        state.disconnect = lambda: (restore(), type(state).disconnect(state))  # called once Ray has set the default one
         ray.shutdown()
+        del state.disconnect
         if self._is_own:
             _kill_rest(self.run, left)
         if self._folder is not None:
@@ -197,7 +200,7 @@ def _signals_held() -> Iterator[None]:
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, on_sigterm)  # ray.init replaces it
+        signal.signal(signal.SIGTERM, on_sigterm)  # Ray has replaced it
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 

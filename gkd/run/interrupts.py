@@ -13,6 +13,7 @@ handlers stay, and nothing here has an effect.
 
 from __future__ import annotations
 
+import atexit
 import os
 import signal
 import threading
@@ -48,16 +49,15 @@ _state = _State()
 
 
 def install() -> None:
-    """Receive the signals in this process from now on. Call it in the main thread.
-
-    SIGHUP stays ignored if it is (nohup).
-    """
+    """Receive the signals in this process from now on, but no SIGHUP that is ignored (nohup). For the main thread."""
     global _state
     _state = _State()
     _state.terminals = tuple(fd for fd in (1, 2) if os.isatty(fd))
     for number in (*_SIGNALS, signal.SIGALRM):
         if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
             signal.signal(number, _receive)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, (*_SIGNALS, signal.SIGALRM))  # whoever started it may have blocked them
+    atexit.register(signal.signal, signal.SIGTERM, signal.SIG_IGN)  # Python takes its handlers away before it ends
 
 
 @contextmanager
@@ -104,8 +104,7 @@ def ignore_signals() -> None:
     _state.stopping_s = time.monotonic()
 
 
-def _receive(number: int, frame: FrameType | None) -> None:
-    del frame
+def _receive(number: int, _: FrameType | None) -> None:
     if number == signal.SIGALRM and not _state.in_loop:
         return
     if number == signal.SIGHUP:
@@ -114,10 +113,9 @@ def _receive(number: int, frame: FrameType | None) -> None:
     _state.requested = True
     if _state.stopping_s is not None and now_s - _state.stopping_s < STOP_S:
         return
-    if _state.received_s is not None:
-        is_again = number == signal.SIGINT and now_s - _state.received_s >= AGAIN_S
-        if not is_again and number != signal.SIGALRM:
-            return
+    is_again = number == signal.SIGALRM or (number == signal.SIGINT and now_s - (_state.received_s or now_s) >= AGAIN_S)
+    if _state.received_s is not None and not is_again:
+        return
     if not _state.in_loop or _state.received_s is not None:
         _state.between_steps = False
         ignore_signals()

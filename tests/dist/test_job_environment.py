@@ -21,11 +21,12 @@ pytestmark = [pytest.mark.dist, pytest.mark.cpu_only("Ray's slots are logical CP
 
 # Run a task in a slot, then end as the argument names it.
 _RUN = """
-import os, resource, sys, ray
+import os, resource, signal, sys, ray
 resource.setrlimit(resource.RLIMIT_NOFILE, (256, 256))
 from gkd.cluster.cluster import Cluster
 from gkd.errors import GkdError
 from gkd.start.pools import worker_env
+signal.signal(signal.SIGTERM, lambda *_: None)
 cluster = Cluster("", n_slots=2, on_cpu=True)
 print(cluster._folder)
 
@@ -39,6 +40,7 @@ try:
         raise GkdError("a rank failed")
 finally:
     cluster.close()
+    os.kill(os.getpid(), signal.SIGTERM)  # the handler is still there
 """
 
 

@@ -15,7 +15,6 @@ import psutil
 import pytest
 
 from gkd.metrics.writer import read_metrics
-from gkd.user_code import BATCH_SIGNALS
 from tests.e2e.conftest import Lab, left_behind
 from tests.e2e.exactness import steps_of
 from tests.e2e.kill_matrix import Kill, Runs, torture
@@ -40,7 +39,7 @@ def test_a_resumed_run_replaces_its_engine_and_ends_at_a_signal(base_run: Path, 
     try:
         wait_for_step(run_dir, 5, process)
         for child in psutil.Process(process.pid).children(recursive=True):
-            for number in (signal.SIGINT, *BATCH_SIGNALS):
+            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
                 child.send_signal(number)
         wait_for_step(run_dir, 8, process)
         # Before the time limit, and at the limit to the process and to its group.

@@ -11,10 +11,12 @@ import sys
 import time
 from typing import Any
 
+from gkd.user_code import BATCH_SIGNALS
 from tests.processes import FOREVER
 
 SEARCH = {"type": "function", "function": {"name": "search", "parameters": {"type": "object", "properties": {}}}}
 NOT_A_CLASS = 3
+NUMBERS = (*map(int, BATCH_SIGNALS), 1, 2)  # and SIGHUP, SIGINT
 GIANT = "x" * 10_000_000
 
 
@@ -110,10 +112,14 @@ class Shop:
     async def facts(self, argument: str) -> Any:
         with open("left", "w") as file:
             file.write("x")
-        os.kill(os.getpid(), signal.SIGTERM)
-        ended = subprocess.run(["sh", "-c", "kill -TERM $$"], check=False).returncode
-        interrupt = str(signal.getsignal(signal.SIGINT))
-        found = os.getcwd(), os.environ["CUDA_VISIBLE_DEVICES"], interrupt, ended, os.getpid()
+        for number in NUMBERS:
+            os.kill(os.getpid(), number)
+        ended = [subprocess.run(["sh", "-c", f"kill -{number} $$"], check=False).returncode for number in NUMBERS]
+        if not (forked := os.fork()):
+            os.kill(os.getpid(), signal.SIGTERM)  # as multiprocessing ends its processes
+            os._exit(0)
+        ended.append(os.waitstatus_to_exitcode(os.waitpid(forked, 0)[1]))
+        found = os.getcwd(), os.environ["CUDA_VISIBLE_DEVICES"], ended, os.getpid()
         return [{"role": "tool", "content": "|".join(map(str, found))}]
 
     async def memory(self, argument: str) -> Any:

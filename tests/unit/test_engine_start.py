@@ -91,10 +91,7 @@ def test_a_teacher_engine_gets_the_size(
 
 
 def check_arguments(arguments: dict[str, Any], device: str, mib: int | None) -> None:
-    """Check memory, and that vLLM reports nothing to its makers and loads no model of another hub than the folder.
-
-    tests/e2e/test_rollout_engine.py has its side.
-    """
+    """Check memory, and that vLLM reports nothing to its makers and loads no other model than the folder's."""
     assert os.environ["VLLM_NO_USAGE_STATS"] == "1"
     assert not {"VLLM_USE_MODELSCOPE", "VLLM_MODEL_REDIRECT_PATH"} & os.environ.keys()
     assert arguments.get("kv_cache_memory_bytes") == (None if mib is None else mib << 20)

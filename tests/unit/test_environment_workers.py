@@ -28,10 +28,10 @@ from gkd.rollout.messages import Sampling
 from gkd.rollout.vllm.sampling import Request
 from gkd.rollout.vllm.turns import Turns
 from gkd.types import Prompt, Rollout
-from gkd.user_code import BATCH_SIGNALS, Progress
+from gkd.user_code import Progress
 from tests.processes import FOREVER, is_alive, wait_until
 from tests.structure import ROOT
-from tests.unit.environment_classes import SEARCH
+from tests.unit.environment_classes import NUMBERS, SEARCH
 from tests.unit.turn_templates import FAMILIES, end_ids, tokenizer
 
 HERE = "tests.unit.environment_classes"
@@ -65,7 +65,7 @@ def environments() -> Iterator[Callable[..., Environments]]:
 @pytest.fixture(scope="module")
 def shared() -> Iterator[Environments]:
     """Return one pool with generous limits, for tests that leave it working. It starts as in a process of Ray."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, BATCH_SIGNALS)
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, NUMBERS)
     pool = make()
     signal.pthread_sigmask(signal.SIG_SETMASK, before)
     pool.wait_ready(LIMIT_S)
@@ -188,11 +188,11 @@ def test_a_faulty_row_ends_its_trajectory_alone(shared: Environments) -> None:
 
 def test_prints_do_not_break_the_protocol(shared: Environments, tmp_path: Path) -> None:
     """Fails if what an environment writes to stdout or stderr is taken for a message, a signal to all processes of the
-    run ends it, or `timeout` cannot end a program that it starts.
+    run ends it, or a signal cannot end a program that it starts, or SIGTERM a process that it forks.
     """
     assert ask(shared, "chatter", 0).messages
-    folder, devices, interrupt, ended, _ = content(ask(shared, "facts", 0)).split("|")
-    assert (devices, interrupt, ended) == ("", str(signal.SIG_IGN), str(-signal.SIGTERM))
+    folder, devices, ended, _ = content(ask(shared, "facts", 0)).split("|")
+    assert (devices, ended) == ("", str([-number for number in (*NUMBERS, signal.SIGTERM)]))
     assert Path(folder).parent == Path(tempfile.gettempdir())
     shared.abort([0])
 
