@@ -56,7 +56,7 @@ def install() -> None:
     for number in (*_SIGNALS, signal.SIGALRM):
         if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
             signal.signal(number, _receive)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, (*_SIGNALS, signal.SIGALRM))  # whoever started it may have blocked them
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, (*_SIGNALS, signal.SIGALRM))  # its parent may have blocked them
     atexit.register(signal.signal, signal.SIGTERM, signal.SIG_IGN)  # Python takes its handlers away before it ends
 
 
