@@ -221,7 +221,8 @@ class RowReader:
 
     def read(self, row: Row, where: str) -> ReadRow:
         """Return what the models read. Raises ConfigError: see `load_prompts`."""
-        key, turns = self.config.messages_key or self.config.prompt_key, tuple[Turn, ...]()
+        key = self.config.messages_key or self.config.prompt_key
+        turns = tuple[Turn, ...]()
         setting = "data.messages_key" if self.config.messages_key else "data.prompt_key", key
         if key not in row:
             raise ConfigError(*setting, f"{where} has only the columns {sorted(row)}.", "name the prompts' column.")

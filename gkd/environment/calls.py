@@ -167,7 +167,8 @@ def parse_calls(text: str, names: Collection[str] | None = None) -> list[ToolCal
 
 def _read(form: str, mark: re.Match[str], calls: list[ToolCall | CallError], thinks: bool) -> int:
     """Append the calls behind a mark, and return where they end."""
-    text, read = mark.string, _tagged if form in ("block", "function") else _json_calls
+    text = mark.string
+    read = _tagged if form in ("block", "function") else _json_calls
     try:
         found, end = read(text, mark.end(), mark.groupdict().get(f"{form}_name") or "")
         calls += found

@@ -233,9 +233,8 @@ class ScoringEndpoint(GroupEndpoint):
         try:
             yield
         except TeacherError as error:
-            route, found = self._routes[rollout.route], error
-            if isinstance(error, TeacherChanged):
-                found = self._changed(rollout.route, error)
+            route = self._routes[rollout.route]
+            found = self._changed(rollout.route, error) if isinstance(error, TeacherChanged) else error
             raise type(found)(f"{route.label}: {found}") if route.name else found from error
 
     def _changed(self, route: int, error: TeacherChanged) -> TeacherChanged:

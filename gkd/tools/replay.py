@@ -237,7 +237,8 @@ def compared(recorded: dict[str, Any], stats: TrainStats, rtol: float) -> tuple[
         rows.append(f"{key:<16}{before!r:>24}{now!r:>24}{now - before:>14.3g}")
         limit = 0.0 if attribute == "n_loss_tokens" else rtol * abs(before)
         is_same = repr(now) == repr(before)  # both NaN: the batch has no loss token
-        exact, close = exact and is_same, close and (is_same or abs(now - before) <= limit)
+        exact &= is_same
+        close &= is_same or abs(now - before) <= limit
     verdict = "equal, bit by bit" if exact else f"equal within --rtol {rtol:g}" if close else "DIFFERENT"
     return "\n".join(rows), verdict, close
 

@@ -444,7 +444,8 @@ def read_messages(body: Buffer) -> list[tuple[ScoreReply, list[Buffer]]]:
         ProtocolError, ValueError: the body is damaged.
     """
     found: list[tuple[ScoreReply, list[Buffer]]] = []
-    at, body = 0, memoryview(body)
+    at = 0
+    body = memoryview(body)
     while at < body.nbytes:
         n_frames = int(np.frombuffer(body, "<u4", 1, at)[0])
         sizes = np.frombuffer(body, "<u4", n_frames, at + 4).tolist()

@@ -32,7 +32,8 @@ def main() -> int:
 
 def _measured(chosen: list[str]) -> Part:
     results = _run(sorted({test for number in chosen for test in CASES[number][2]}))
-    rows, n_wrong = [], 0
+    rows = []
+    n_wrong = 0
     for number in chosen:
         problem, right, tests = CASES[number]
         missing = [f"{test} did not run" for test in tests if not results[test]]

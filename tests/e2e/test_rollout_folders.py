@@ -78,7 +78,8 @@ def damaged(whole: Path, tmp_path: Path, damage: str) -> Path:
     return tmp_path
 
 
-CASES = [*((d, "rollout 1") for d in DAMAGES), pytest.param("one of no layer", "rollout 2", marks=pytest.mark.slow)]
+SLOW = [("one of no layer", "rollout 2"), *((damage, "teacher") for damage in DAMAGES)]
+CASES = [*((d, "rollout 1") for d in DAMAGES), *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW)]
 
 
 @pytest.mark.parametrize(("damage", "engine"), CASES)

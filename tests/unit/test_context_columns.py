@@ -112,7 +112,8 @@ def test_groups_of_long_tailed_lengths_have_the_same_work(model: dict[str, Any],
 def of_equal_work(n: np.ndarray, length: float, budget: int) -> list[int]:
     """Return the work of micro-batches that share it evenly: each sequence goes to the one with the least, and room."""
     for n_batches in range(-(-int(n.sum()) // budget), len(n) + 1):
-        works, room = [0] * n_batches, [budget] * n_batches
+        works = [0] * n_batches
+        room = [budget] * n_batches
         for size in np.sort(n)[::-1].tolist():
             fits = [i for i in range(n_batches) if room[i] >= size]
             if not fits:

@@ -168,19 +168,22 @@ class FsdpStudent(Student):
     def load_checkpoint(self, folder: str | Path) -> None:
         self._host_copies.settle()
         own = self._meta()
+        step = skipped = 0
         with same_error(self.device), ShardReader(folder) as reader:
             settings = ("strategy", "dtype", "lora_scale", "base")
             check_same_student(folder, reader.meta, own, settings=settings, model="shapes")
-            self.step = int(reader.meta["step"])
-            self.skipped = int(reader.meta.get("skipped", 0))
+            step = int(reader.meta["step"])
+            skipped = int(reader.meta.get("skipped", 0))
             with torch.no_grad():
                 for name, start, tensors in self._owned():
                     for kind, tensor in tensors.items():
                         tensor.copy_(reader.read(name, kind, 0, start, start + tensor.numel()))
             for place in self.trained_places().values():
-                self._optimizer.state[place.tensor]["step"].fill_(self.step - self.skipped)
+                self._optimizer.state[place.tensor]["step"].fill_(step - skipped)
             if reader.meta["world_size"] == own["world_size"] and reader.meta["device"] == own["device"]:
                 restore_rng(reader.rng(dist.get_rank()), folder)
+        self.step = step
+        self.skipped = skipped
 
     def _run(self, micro_batches: Sequence[MicroBatch], *, backward: bool, completes: bool = True) -> BatchSums:
         del completes  # each part's gradients are reduced, and divided in the step

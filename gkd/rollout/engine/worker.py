@@ -145,7 +145,8 @@ class RolloutWorker:
     def _start_environments(self, config: Config, start: Start, eos_ids: Sequence[int]) -> Turns:
         self._spans.enter("starting the environments")
         rollout = config.rollout
-        variables, setting = config.data.chat_template_kwargs, ("rollout.environment", rollout.environment)
+        variables = config.data.chat_template_kwargs
+        setting = "rollout.environment", rollout.environment
         start = msgspec.structs.replace(start, written=written_calls(self._tokenizer, variables))
         environments = Environments(start, rollout.environment_workers, rollout.environment_timeout_s)
         environments.wait_ready(config.trainer.init_timeout_s)
