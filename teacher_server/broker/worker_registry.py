@@ -65,6 +65,7 @@ class WorkerRegistry:
         self._outbox, self._metrics = outbox, metrics
         self._banned: dict[Process, str] = {}  # process -> why it was excluded
         self._leaving: dict[Process, str] = {}  # process -> name; a new connection must not undo a drain
+        self._dismissed: dict[bytes, str] = {}  # identity -> name; its last hello can arrive after the dismissal
 
     def on_message(self, socket: zmq.Socket[bytes], identity: bytes, frames: list[zmq.Frame], *, own: bool) -> None:
         """Process one message. `own`: it came over the private socket of the local workers."""
@@ -86,6 +87,8 @@ class WorkerRegistry:
     # Registration
 
     def _on_hello(self, socket: zmq.Socket[bytes], identity: bytes, hello: WorkerHello, *, own: bool) -> None:
+        if identity in self._dismissed:
+            return
         if identity not in self._queue.workers:
             self._outbox.add_worker(identity, socket)
             reason = self._refusal(hello, own=own)[:_MAX_CHARS]
@@ -159,6 +162,7 @@ class WorkerRegistry:
             self._outbox.to_worker(identity, Dismiss())
             self._outbox.remove_worker(identity)
             self._queue.remove_worker(identity)
+            _store(self._dismissed, identity, hello.name)
             self.events.put(WorkerEvent("dismissed" if _process(hello) in self._leaving else "left", hello.name, ""))
 
     def _exclude(self, identity: bytes, reason: str) -> None:
