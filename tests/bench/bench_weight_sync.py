@@ -17,7 +17,7 @@ import multiprocessing
 import sys
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 from statistics import median
@@ -40,6 +40,7 @@ _SIZES = {
     "num_key_value_heads": 2,
     "tie_word_embeddings": True,
 }
+_TINY = {"vocab_size": 4096, "num_hidden_layers": 2}
 _TRANSPORTS = ((GLOO, SHARED_MEMORY), (GLOO, IPC), (NCCL,))  # by the number of GPUs
 # Loaded, verified, and kept in host memory as with rollout.max_restarts.
 _WAYS, _KEPT = ((False, False, False), (True, False, False), (True, True, False)), (True, False, True)
@@ -48,14 +49,14 @@ _MEMCPY = "memcpy"
 _TENSORS = "tensor by tensor over gloo"
 
 
-def save_model(folder: Path) -> None:
-    """Write a random Qwen2 of `_SIZES` in float32."""
+def save_model(folder: Path, sizes: dict[str, Any]) -> None:
+    """Write a random Qwen2 in float32."""
     import torch
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
     torch.manual_seed(0)
     with torch.device("meta"):
-        model = Qwen2ForCausalLM(Qwen2Config(**_SIZES, max_position_embeddings=128))
+        model = Qwen2ForCausalLM(Qwen2Config(**sizes, max_position_embeddings=128))
     model = model.to_empty(device="cpu")
     for parameter in model.parameters():
         parameter.data.uniform_(-0.02, 0.02)
@@ -166,10 +167,11 @@ def _named(transport: str, loads: bool, with_digests: bool) -> str:
     return transport + (", loaded" if loads else "") + (" and verified by digests" if with_digests else "")
 
 
-def measure(rounds: int, n_gpus: int) -> Part:
+def measure(rounds: int, n_gpus: int, *, tiny: bool) -> Part:
+    sizes = _SIZES | _TINY if tiny else _SIZES
     with tempfile.TemporaryDirectory() as name:
         print("making the student", file=sys.stderr, flush=True)
-        save_model(Path(name))
+        save_model(Path(name), sizes)
         print("starting the engine", file=sys.stderr, flush=True)
         pair = Pair(Path(name), n_gpus)
         try:
@@ -182,6 +184,8 @@ def measure(rounds: int, n_gpus: int) -> Part:
             pair.close()
     seconds = {way: median(time for time, _, _ in times) for way, times in pair.times.items()}
     figures = _figures(seconds, n_gpus)
+    if tiny:
+        figures = [replace(figure, at_least=None) for figure in figures]
     gigabytes = pair.n_bytes / 1e9
     rows = [
         [way, f"{seconds[way]:.3f}", f"{gigabytes / seconds[way]:.2f}", f"{seconds[_MEMCPY] / seconds[way]:.0%}",
@@ -190,7 +194,7 @@ def measure(rounds: int, n_gpus: int) -> Part:
     ]  # fmt: skip
     columns = ["way", "seconds", "GB/s", "of memcpy", "CPU s, sender", "CPU s, engine"]
     what = f"Sync of {gigabytes:.2f} GB from one process to a vLLM engine in another; median of {rounds} rounds."
-    settings = {"rounds": rounds, "bytes": pair.n_bytes, "bucket_bytes": peers.BUCKET_BYTES} | _SIZES
+    settings = {"rounds": rounds, "bytes": pair.n_bytes, "bucket_bytes": peers.BUCKET_BYTES} | sizes
     return Part(_PARTS[0], what, figures, [Table("weight sync", columns, rows)], settings)
 
 
@@ -230,7 +234,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     add_device(made, "cpu")
     args: argparse.Namespace = parsed(made, _PARTS, argv)
     n_gpus = args.gpus if args.device == "cuda" else 0
-    return run_parts(args, lambda name: measure(args.rounds, n_gpus))
+    return run_parts(args, lambda name: measure(args.rounds, n_gpus, tiny=args.tiny))
 
 
 if __name__ == "__main__":

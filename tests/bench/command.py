@@ -26,8 +26,9 @@ def parser(prog: str, description: str, parts: Collection[str], rounds: int = 0)
 
 
 def add_device(made: argparse.ArgumentParser, default: str) -> None:
-    """--device."""
+    """--device and --tiny."""
     made.add_argument("--device", choices=("cuda", "cpu"), default=default, help="default: %(default)s")
+    made.add_argument("--tiny", action="store_true", help="the sizes of a CPU on cuda, too: a rehearsal without times")
 
 
 def parsed(made: argparse.ArgumentParser, parts: Collection[str], argv: Sequence[str] | None) -> argparse.Namespace:
@@ -42,6 +43,8 @@ def parsed(made: argparse.ArgumentParser, parts: Collection[str], argv: Sequence
 
         if not torch.cuda.is_available():
             made.error("--device cuda: torch sees no CUDA device")
+    elif made.get_default("device") == "cuda":  # the other benchmarks have their own sizes for a CPU
+        args.tiny = True
     return args
 
 

@@ -45,12 +45,12 @@ class Done(NamedTuple):
     padding: float  # padded tokens of all batches / real ones
 
 
-def save_model(folder: Path, device: str = "cpu") -> Path:
-    """A random Qwen3 with 4 layers, on a GPU with 24 wider ones; weights large enough for peaked rows."""
+def save_model(folder: Path, device: str = "cpu", *, tiny: bool = True) -> Path:
+    """A random Qwen3 with 4 layers, or with 24 wider ones; weights large enough for peaked rows."""
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
-    n_layers, hidden = (GPU_LAYERS, GPU_HIDDEN) if device == "cuda" else (N_LAYERS, HIDDEN)
+    n_layers, hidden = (N_LAYERS, HIDDEN) if tiny else (GPU_LAYERS, GPU_HIDDEN)
     torch.manual_seed(0)
     config = Qwen3Config(
         vocab_size=VOCAB,

@@ -37,8 +37,7 @@ PARAMS = (ScoreParams("topk", k=64),)
 
 def measure(place: str, folder: Path, sizes: dict[str, Any], args: Any) -> Part:
     """Build the teacher with its weights in `place`, and score the batch with each size of a micro-batch."""
-    on_card = args.device == "cuda"
-    n, prompt, response = (128, 256, 512) if on_card else (8, 16, 32)
+    n, prompt, response = (8, 16, 32) if args.tiny else (128, 256, 512)
     rng, none = np.random.default_rng(0), np.zeros(0, np.float32)
 
     def ids(count: int) -> np.ndarray:
@@ -46,8 +45,9 @@ def measure(place: str, folder: Path, sizes: dict[str, Any], args: Any) -> Part:
 
     batch = [Rollout(i, 0, ids(prompt), ids(response), none, (), "length", on_policy=False) for i in range(n)]
     tflop = useful_flops(sizes, [prompt + response] * n, n * response) / 3 / 1e12  # no backward pass
-    peak = peak_tflops(torch.cuda.get_device_name()) if on_card else None
-    dtype, device = (torch.bfloat16, torch.device("cuda", 0)) if on_card else (torch.float32, torch.device("cpu"))
+    peak = None if args.tiny else peak_tflops(torch.cuda.get_device_name())
+    dtype = torch.float32 if args.tiny else torch.bfloat16
+    device = torch.device("cuda", 0) if args.device == "cuda" else torch.device("cpu")
     figures: list[Figure] = []
     rows: list[tuple[Any, ...]] = []
     for n_tokens in map(int, args.batch_tokens.split(",")):
@@ -78,12 +78,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     made.add_argument("--trace", type=Path, metavar="DIR", help="also profile a pass")
     add_device(made, "cuda")
     args = parsed(made, PLACES, argv)
-    on_card = args.device == "cuda"
-    sizes = COMMON | SHAPES["7b"] | {"num_hidden_layers": 28} if on_card else SIZES
+    sizes = SIZES if args.tiny else COMMON | SHAPES["7b"] | {"num_hidden_layers": 28}
     with tempfile.TemporaryDirectory(prefix="gkd_bench_") as name, environment({VARIABLE: args.device}), group_of_one():
         folder = Path(name)
-        save_model(folder, device=args.device, dtype=torch.bfloat16 if on_card else torch.float32, **sizes)
-        if on_card:
+        save_model(folder, device=args.device, dtype=torch.float32 if args.tiny else torch.bfloat16, **sizes)
+        if args.device == "cuda":
             torch.cuda.empty_cache()  # `save_model` made float32 weights
         return run_parts(args, lambda place: measure(place, folder, sizes, args))
 

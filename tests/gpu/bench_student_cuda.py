@@ -1,14 +1,15 @@
 """Measure training steps of random students on one GPU: share of the peak, compared with HF + AdamW.
 
-    python -m tests.gpu.bench_student_cuda [--only 0.6b,1.5b,7b,offload] [--device cuda|cpu] [--json FILE]
+    python -m tests.gpu.bench_student_cuda [--only 0.6b,1.5b,7b,offload,long] [--device cuda|cpu] [--json FILE]
                                            [--tokens 8192] [--rounds 10] [--peak-tflops X] [--trace DIR]
 
 bfloat16, `--tokens` of 8 sequences: a batch for the plain step, one pack for ours. A step's useful work is 6 operations
 a parameter and token for the matrices, and attention's, causal, forward and backward; what is recomputed does not count
 (model FLOPs utilisation, as in PaLM, arXiv:2204.02311, appendix B). The plain step keeps bfloat16 weights and states.
 7b: layers of Qwen2.5-7B's shape, 8 of 28, because an 80 GB card does not hold all states. offload: FSDP2 with host
-memory against without. The peak of torch's allocator is compared with what preflight predicts for these settings.
-On a CPU: tiny shapes in float32, and the peak is that of a matrix product in the same run.
+memory against without. long: 1.5b, `--tokens` of one sequence. The peak of torch's allocator is compared with what
+preflight predicts for these settings. --tiny, and on a CPU: small shapes in float32, and the peak is that of a matrix
+product in the same run.
 """
 
 from __future__ import annotations
@@ -43,13 +44,13 @@ SHAPES: dict[str, dict[str, Any]] = {
     "7b": {"hidden_size": 3584, "intermediate_size": 18_944, "num_hidden_layers": 8} | _7B,
 }
 SHAPES["0.6b"]["num_key_value_heads"], SHAPES["1.5b"]["num_key_value_heads"] = 8, 2
-SHAPES["offload"] = SHAPES["0.6b"]
+SHAPES |= {"offload": SHAPES["0.6b"], "long": SHAPES["1.5b"]}
 _TINY = {"hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 2, "num_attention_heads": 4} | {
     "num_key_value_heads": 2, "head_dim": 64, "vocab_size": 4096, "max_position_embeddings": 4096,
 }  # fmt: skip
 GOAL = 0.45
 # The states of 7b fill most of a card, and the plain step's logits the rest.
-VARIANTS = {"offload": ("fsdp2", "fsdp2, host memory"), "7b": ("megatron",)}
+VARIANTS = {"offload": ("fsdp2", "fsdp2, host memory"), "7b": ("megatron",), "long": ("fsdp2", "megatron")}
 
 
 def useful_flops(sizes: dict[str, Any], lengths: Sequence[int], n_loss_tokens: int) -> float:
@@ -63,26 +64,27 @@ def useful_flops(sizes: dict[str, Any], lengths: Sequence[int], n_loss_tokens: i
     return matrices + head + attention
 
 
-def matmul_tflops(device: str, dtype: torch.dtype) -> float:
-    """Return the rate of one large square product."""
-    n = 8192 if device == "cuda" else 1024
+def matmul_tflops(device: str, dtype: torch.dtype, n: int) -> float:
+    """Return the rate of one square product of size n."""
     a, b = torch.randn(n, n, device=device, dtype=dtype), torch.randn(n, n, device=device, dtype=dtype)
     return 2 * n**3 / median_ms(lambda: a @ b, 10, device=device) / 1e9
 
 
 def measure(name: str, args: Any) -> Part:
     on_card = args.device == "cuda"
-    dtype = torch.bfloat16 if on_card else torch.float32
-    sizes = COMMON | SHAPES[name] | ({} if on_card else _TINY)
-    n_tokens = args.tokens if on_card else 1024
-    MIXES["one_pack"] = lambda rng: [(n_tokens // 64, n_tokens // 8 - n_tokens // 64)] * 8
+    dtype = torch.float32 if args.tiny else torch.bfloat16
+    sizes = COMMON | SHAPES[name] | (_TINY if args.tiny else {})
+    n_tokens = 1024 if args.tiny else args.tokens
+    n_sequences = 1 if name == "long" else 8
+    MIXES["one_pack"] = lambda rng: [(n_tokens // 64, n_tokens // n_sequences - n_tokens // 64)] * n_sequences
     rollouts, scores = sequences("one_pack", sizes["vocab_size"])
     packed, padded = (
-        make_micro_batches(rollouts, scores, micro_batch_size=8, packed=is_packed) for is_packed in (True, False)
+        make_micro_batches(rollouts, scores, micro_batch_size=n_sequences, packed=is_packed)
+        for is_packed in (True, False)
     )
     flops = useful_flops(sizes, [r.n_tokens for r in rollouts], packed[0].n_loss_tokens)
-    product = matmul_tflops(args.device, dtype)
-    peak = args.peak_tflops or peak_tflops(torch.cuda.get_device_name()) if on_card else product
+    product = matmul_tflops(args.device, dtype, 1024 if args.tiny else 8192)
+    peak = product if args.tiny else args.peak_tflops or peak_tflops(torch.cuda.get_device_name())
     variants = VARIANTS.get(name, ("hf", "fsdp2", "megatron"))
     table: dict[str, tuple[float, float, float, float, float]] = {}
     with tempfile.TemporaryDirectory(prefix="gkd_bench_") as folder:
@@ -98,7 +100,7 @@ def measure(name: str, args: Any) -> Part:
             step = _step(variant, model, dtype, args.device, packed, padded)
             seconds = median_ms(step, args.rounds, warm_up=2, device=args.device) / 1e3
             gib = (torch.cuda.max_memory_allocated() - before) / 2**30 if on_card else 0.0
-            expected_gib = predicted_gib(variant, Path(folder), n_tokens, dtype, args.device)
+            expected_gib = predicted_gib(variant, Path(folder), n_tokens, n_sequences, dtype, args.device)
             rates = (sum(r.n_tokens for r in rollouts) / seconds, flops / seconds / 1e12)
             table[variant] = (seconds, *rates, gib, expected_gib)
             print(f"  {variant}: {seconds:.3f} s, {rates[1]:.1f} TFLOP/s", file=sys.stderr, flush=True)
@@ -112,19 +114,25 @@ def measure(name: str, args: Any) -> Part:
     peaks = f"peak {'unknown' if peak is None else f'{peak:.1f}'} TFLOP/s, a product {product:.1f}"
     what = f"Training steps of {n_tokens} tokens, {str(dtype)[6:]}; {peaks}."
     return Part(
-        name, what, _figures(table, on_card, peak), [Table("medians", columns, rows)], {"device": args.device, **sizes}
+        name,
+        what,
+        _figures(table, args.tiny, peak),
+        [Table("medians", columns, rows)],
+        {"device": args.device, **sizes},
     )
 
 
-def predicted_gib(variant: str, folder: Path, n_tokens: int, dtype: torch.dtype, device: str) -> float:
+def predicted_gib(
+    variant: str, folder: Path, n_tokens: int, n_sequences: int, dtype: torch.dtype, device: str
+) -> float:
     """Return the peak of these steps in torch's allocator as preflight predicts it; 0 for the plain step."""
     if variant == "hf":
         return 0.0
     strategy, _, where = variant.partition(", ")
     prompt = n_tokens // 64
     settings = (
-        f"data.max_prompt_length={prompt}", f"data.max_response_length={n_tokens // 8 - prompt}",
-        "trainer.global_batch_size=8", "actor.micro_batch_size=8", f"teacher.topk={TOPK}",
+        f"data.max_prompt_length={prompt}", f"data.max_response_length={n_tokens // n_sequences - prompt}",
+        f"trainer.global_batch_size={n_sequences}", f"actor.micro_batch_size={n_sequences}", f"teacher.topk={TOPK}",
         f"model.dtype={str(dtype)[6:]}", f"actor.strategy={strategy}",
         f"actor.fsdp_cpu_offload={str(bool(where)).lower()}",
     )  # fmt: skip
@@ -136,22 +144,23 @@ def predicted_gib(variant: str, folder: Path, n_tokens: int, dtype: torch.dtype,
 
 
 def _figures(
-    table: dict[str, tuple[float, float, float, float, float]], on_card: bool, peak: float | None
+    table: dict[str, tuple[float, float, float, float, float]], tiny: bool, peak: float | None
 ) -> list[Figure]:
     ours = [variant for variant in table if variant != "hf"]
-    off = {variant: abs(table[variant][4] / table[variant][3] - 1) for variant in ours if on_card}
+    off = {variant: abs(table[variant][4] / table[variant][3] - 1) for variant in ours if not tiny}
     memory = [
         Figure(f"{variant}: predicted peak memory: off by", value, at_most=0.15) for variant, value in off.items()
     ]
     if "megatron" not in table:
         resident, offloaded = table["fsdp2"], table["fsdp2, host memory"]
         figures = [Figure("FSDP2 step, host memory / resident", offloaded[0] / resident[0])]
-        if on_card:
+        if not tiny:
             figures.append(Figure("FSDP2 peak memory, host memory / resident", offloaded[3] / resident[3], at_most=0.8))
         return figures + memory
-    figures = [share_of_peak("megatron: MFU", table["megatron"][2], peak, at_least=GOAL if on_card else None)]
-    if "hf" in table:
+    figures = [share_of_peak("megatron: MFU", table["megatron"][2], peak, at_least=None if tiny else GOAL)]
+    if "fsdp2" in table:
         figures.append(share_of_peak("fsdp2: MFU", table["fsdp2"][2], peak))
+    if "hf" in table:
         for backend in ("megatron", "fsdp2"):
             figures.append(Figure(f"{backend}: tokens/s / plain Hugging Face", table[backend][1] / table["hf"][1]))
     return figures + memory
