@@ -11,6 +11,7 @@ from collections.abc import Iterable, Sequence
 from gkd.config.foreign_keys import tables as old_names
 from gkd.config.schema_sections import DeclaredKey, all_keys
 from gkd.metrics.catalog import DOTTED, FUNCTION, NAME, NUMBER, PLACEHOLDERS
+from tests.gpu.page import section
 from tests.structure import ROOT
 
 BEGIN, END = "<!-- tables, written by python -m tests.pages -->", "<!-- end of the tables -->"
@@ -21,6 +22,7 @@ def tables() -> dict[str, str]:
     return {
         "configuration.md": _config_tables(),
         "metrics.md": _placeholders(),
+        "results.md": section(ROOT / "docs" / "results"),
         "coming_from.md": "\n".join(_old_table(system, rows) for system, rows in old_names().items()),
     }
 

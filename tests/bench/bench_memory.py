@@ -39,7 +39,7 @@ def moving(name: str, ways: Sequence[str], device: str, rounds: int) -> Part:
     ours = results["states"]
     is_equal = all(r.outputs_equal for r in results.values())
     figures = [
-        Figure("outputs are the same each time, to the bit (1: all)", float(is_equal), at_least=1.0),
+        Figure("outputs are the same each time, bit for bit (1: all)", float(is_equal), at_least=1.0),
         Figure(
             "bytes left after the last offload, less after the first", float(ours.left[-1] - ours.left[0]), at_most=0
         ),

@@ -1,4 +1,4 @@
-"""List the stages of `python -m tests.gpu_proof`: commands and limits. docs/gpu_proof.md explains each.
+"""List the stages of the plans of `python -m tests.gpu_proof`: commands and limits. docs/gpu_proof.md explains each.
 
 The bars are in the tests and benchmarks themselves. A limit is several times what an H100 with 16 cores is expected to
 need, including two to four minutes for the quickstart's models.
@@ -6,7 +6,7 @@ need, including two to four minutes for the quickstart's models.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 JSON, DEVICE = "{json}", "{device}"
 
@@ -20,6 +20,8 @@ class Stage:
         cpu: the words on a machine without a GPU; None means the stage needs one.
         limit_s: the stage is stopped after this time.
         min_gib: memory of each GPU; on a smaller one the stage is skipped.
+        minutes: what an H200 is expected to need; with less time left the stage is skipped.
+        needs: packages besides torch, Transformers and Megatron-core; without them the stage is skipped.
     """
 
     name: str
@@ -28,6 +30,8 @@ class Stage:
     limit_s: int
     n_gpus: int = 1
     min_gib: int = 0
+    minutes: float = 0.0
+    needs: tuple[str, ...] = ()
 
 
 def _tests(*words: str) -> tuple[str, ...]:
@@ -98,7 +102,6 @@ STAGES = (
     ),
     Stage("rollout", *_both(_tests("tests/e2e/test_stream_engine.py")), 300),
     Stage("turns", *_both(_tests("tests/e2e/test_turns.py")), 300),
-    Stage("local_teacher", *_both(_bench("tests.gpu.bench_local_teacher")), 240, min_gib=40),
     Stage(
         "sleep",
         _tests("tests/gpu/test_engine_sleep_cuda.py", "-k", "graphs"),
@@ -114,6 +117,42 @@ STAGES = (
     Stage("sync", _bench(*_SYNC, "2"), _bench(*_SYNC, "1"), 300),
     Stage("sync_nccl", _bench(*_SYNC, "3", "--gpus", "2"), None, 300, n_gpus=2),
     Stage("loop", *_both(_LOOP), 600),
-    Stage("scale", *_both(_bench("tests.gpu.bench_scale")), 420, min_gib=100),
+    Stage("step", *_both(_bench("tests.gpu.bench_step")), 420, min_gib=100),
     Stage("loop_two", (*_LOOP, "--gpus", "2"), None, 600, n_gpus=2),
 )
+
+
+def _short(name: str, minutes: float, *needs: str) -> Stage:
+    """Return a stage of the proof with the time that it takes on an H200."""
+    stage = next(one for one in STAGES if one.name == name)
+    return replace(stage, minutes=minutes, needs=needs, limit_s=min(stage.limit_s, round(120 * minutes) + 30))
+
+
+_RUN, _TRL = ("vllm", "ray"), ("vllm", "ray", "trl")
+_PAIR, _BESIDE = "tests.gpu.bench_real_pair", _bench("tests.bench.bench_trl", "--only", "card")
+_LONG = _bench("tests.gpu.bench_student_cuda", "--only", "long", "--tokens", "32768", "--rounds", "3")
+
+
+def _pair(program: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    return _bench(_PAIR, "--only", program), _bench(_PAIR, "--only", program, "--seconds", "10")
+
+
+# For a card that is at hand for some minutes, most valuable first.
+TWELVE_MINUTES = (
+    _short("environment", 0.1),
+    _short("loss", 0.3),
+    _short("attention", 0.3),
+    _short("parity", 1.0),
+    *(
+        Stage(f"step_{name}", *_both(_bench("tests.gpu.bench_step", "--only", name)), 240, 1, 100, 2.5, _RUN)
+        for name in ("megatron", "fsdp2")
+    ),
+    Stage("trl", *_both(_BESIDE), 420, min_gib=100, minutes=4.0, needs=_TRL),
+    Stage("real_pair", *_pair("ours"), 420, min_gib=20, minutes=5.5, needs=(*_RUN, "gguf")),
+    Stage("real_pair_trl", *_pair("trl"), 420, min_gib=20, minutes=5.5, needs=(*_TRL, "gguf")),
+    Stage("long", *_both(_LONG), 180, min_gib=120, minutes=1.0),
+    _short("sync", 1.7, *_RUN),
+    _short("teacher", 1.4, *_RUN),
+    _short("attention_speed", 0.3),
+)
+PLANS = {"gpu_proof": STAGES, "twelve_minutes": TWELVE_MINUTES}

@@ -562,7 +562,7 @@ def test_a_drained_worker_finishes_and_is_dismissed(rig: Rig) -> None:
     assert isinstance(client.receive()[0], ScoreReply)
     assert worker.receive()[0] == Dismiss()
     assert rig.event("dismissed")[1] == "w"
-    worker.hello()  # it was under way when the broker dismissed the worker, and must not bring it back
+    worker.hello()  # it was on its way when the broker dismissed the worker, and must not bring it back
     assert drain("w").n_left == 0, "a repeated drain is harmless"
     assert not client.status().workers
     assert drain("unknown").code == "bad_request"

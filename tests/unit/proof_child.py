@@ -14,7 +14,9 @@ def main(mode: str, file: str) -> int:
         print("out of memory", file=sys.stderr)
         os.kill(os.getpid(), signal.SIGKILL)
     figure = {"name": "speed", "value": 0.5, "unit": "GB/s", "goal": ">= 0.4", "met": mode != "missed", "note": ""}
-    Path(file).write_text(json.dumps({"parts": {"a": {"figures": [figure]}}}))
+    Path(file).write_text(json.dumps({"parts": {"a": {"figures": [figure], "tables": []}}}))
+    if mode == "hangs":
+        signal.pause()
     return {"met": 0, "missed": 1}.get(mode, 3)
 
 

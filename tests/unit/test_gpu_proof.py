@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import json
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -9,9 +11,11 @@ from typing import Any
 
 import pytest
 
+from tests.gpu.page import section
 from tests.gpu.peaks import peak_tflops, share_of_peak
-from tests.gpu_proof.__main__ import FAIL, PASS, SKIPPED, missing, run_stage
-from tests.gpu_proof.stages import JSON, STAGES, Stage
+from tests.gpu_proof.__main__ import FAIL, PASS, SKIPPED, TIMED_OUT, main, missing, run_stage
+from tests.gpu_proof.stages import JSON, PLANS, STAGES, Stage
+from tests.results import write_results
 
 ROOT = Path(__file__).parents[2]
 CHILD = "tests.unit.proof_child"
@@ -38,6 +42,49 @@ def test_verdicts_of_a_benchmark(tmp_path: Path, mode: str, verdict: str, n_figu
     assert mode != "crashes" or ("out of memory" in row["reason"] and "-9" in row["reason"])
 
 
+def test_a_stage_that_is_stopped_keeps_its_figures(tmp_path: Path) -> None:
+    """Fails if the figures of the parts before the limit are lost, or count as measured."""
+    row = run(tmp_path, CHILD, "hangs", JSON, limit_s=8)
+    assert (row["verdict"], row["figures"][0]["value"]) == (TIMED_OUT, 0.5)
+
+
+def test_a_later_call_measures_what_has_no_figures_of_this_commit(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Fails if minutes of a card go to what is measured, old figures pass as new, or a skipped stage takes a row."""
+    words = ["--plan", "twelve_minutes", "--device", "cpu", "--only", "environment", "--out", str(tmp_path)]
+
+    def call(*more: str) -> tuple[dict[str, Any], str]:
+        assert main([*words, *more]) == 0
+        stages = json.loads((tmp_path / "twelve_minutes.json").read_text())["stages"]
+        return stages.get("environment", {}), capfd.readouterr().out
+
+    assert call("--minutes", "0.01")[0]["verdict"] == SKIPPED
+    measured, output = call()
+    assert measured["verdict"] == PASS and measured["machine"]["versions"] and "has figures" not in output
+    row, output = call()
+    assert row == measured and f"has figures of commit {row['commit'][:8]}" in output
+    write_results(tmp_path / "twelve_minutes.json", {"stages": {"environment": row | {"commit": "older"}}})
+    row, output = call("--minutes", "0.01")
+    assert row["commit"] == "older" and "skipped" in output
+    assert call()[0]["commit"] == measured["commit"]
+
+
+def test_the_section_has_what_was_measured(tmp_path: Path) -> None:
+    """Fails if a missed bar, a response of a model, or a stage without figures is not on the page."""
+    figure = {"name": "speed", "value": 0.5, "unit": "GB/s", "goal": ">= 0.4", "met": True}
+    gpu = {"name": "NVIDIA H200", "mib": 143771}
+    row = {"verdict": "fail", "reason": "", "commit": "c" * 40, "figures": [figure, figure | {"met": False}]} | {
+        "machine": {"gpus": [gpu], "driver": "580", "cpus": 16, "python": "3.12", "versions": {"torch": "2.13.0"}},
+        "tables": [{"title": "responses", "columns": ["prompt", "after"], "rows": [["Hi", "a |\nb"]]}],
+    }
+    write_results(tmp_path / "twelve_minutes.json", {"stages": {"trl": row}})
+    lines = section(tmp_path).splitlines()
+    assert "| `trl` | cccccccc | **fail** | speed 0.5 GB/s, bar >= 0.4; speed 0.5 GB/s |" in lines
+    assert r"| Hi | a \| b |" in lines
+    assert any(line.startswith("Not measured yet:") and "`long`" in line and "`trl`" not in line for line in lines)
+
+
 @pytest.mark.parametrize(
     ("body", "verdict", "named"),
     [
@@ -62,6 +109,7 @@ def test_a_machine_skips_what_does_not_fit(gpus_gib: list[float], n_gpus: int, l
     large = replace(stage(CHILD, "met", JSON), min_gib=70, n_gpus=n_gpus)
     assert bool(missing(large, "cuda", gpus_gib)) == lacks
     assert missing(replace(large, cpu=None), "cpu", []) and not missing(large, "cpu", [])
+    assert "no_such_package" in missing(replace(large, needs=("torch", "no_such_package")), "cpu", [])
 
 
 def test_the_peak_of_a_card_follows_from_its_name() -> None:
@@ -77,8 +125,9 @@ def test_the_peak_of_a_card_follows_from_its_name() -> None:
 
 def test_every_stage_starts_something_that_exists() -> None:
     """Fails if a stage names a test file, a benchmark, or one of its options, that is not there."""
-    assert len({one.name for one in STAGES}) == len(STAGES)
-    for one in STAGES:
+    for plan in PLANS.values():
+        assert len({one.name for one in plan}) == len(plan)
+    for one in itertools.chain(*PLANS.values()):
         for words in (one.gpu, one.cpu or one.gpu):
             if words[0] == "pytest":
                 files = [word for word in words if word.startswith("tests/")]

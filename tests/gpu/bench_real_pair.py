@@ -1,0 +1,181 @@
+"""Distill a real pair for the same minutes with this project and with TRL, and judge both students in the same way.
+
+    python -m tests.gpu.bench_real_pair [--only ours,trl] [--seconds 240] [--trl DIR] [--device cuda|cpu] [--json FILE]
+
+12 of SmolLM2-135M-Instruct's 30 layers learn from all of them, on prompts of examples/real_model: forward KL, 128
+responses of up to 96 tokens a step, bfloat16. The time counts from the first step; models are loaded before. A student
+is judged by Transformers on 32 held-out prompts: the mean KL(teacher || student) a token of its own greedy responses,
+and how many different tokens these have ("The's a a a" has few). --tiny, and on a CPU: tiny models with random weights.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from argparse import Namespace
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from examples.real_model.prompts import write_prompts
+from tests.bench.command import add_device, parsed, parser, run_parts
+from tests.bench.teacher_report import Figure, Part, Table
+from tests.bench.trl_models import SHAPES, link_files, make_files
+
+ROOT = Path(__file__).resolve().parents[2]
+PROGRAMS = ("ours", "trl")
+N_HELDOUT, N_SHOWN, LEARNING_RATE = 32, 4, 3e-4
+BATCH, MAX_PROMPT, MAX_RESPONSE = 128, 64, 96
+TINY_BATCH, TINY_RESPONSE = 8, 16
+
+
+def measure(program: str, args: Namespace) -> Part:
+    """Train for the time, and judge the student before and after.
+
+    Raises:
+        subprocess.CalledProcessError: a program failed.
+    """
+    dtype = "float32" if args.tiny else "bfloat16"
+    with tempfile.TemporaryDirectory(prefix="gkd_bench_") as name:
+        folder = Path(name)
+        heldout = _make_files(folder, tiny=args.tiny)
+        trained, n_steps = (_ours if program == "ours" else _trl)(folder, dtype, args)
+        before, after = (
+            judge(path, folder / "teacher", heldout, args.device, TINY_RESPONSE if args.tiny else MAX_RESPONSE)
+            for path in (folder / "student", trained)
+        )
+    figures = [
+        Figure("KL(teacher || student) before", before["kl"], "nats"),
+        Figure("KL(teacher || student) after", after["kl"], "nats", at_most=before["kl"]),
+        Figure("different tokens a response, before", before["distinct"]),
+        Figure("different tokens a response, after", after["distinct"], at_least=None if args.tiny else 20.0),
+        Figure("steps", float(n_steps)),
+    ]
+    rows = list(zip(heldout, before["texts"], after["texts"], strict=True))[:N_SHOWN]
+    what = (
+        f"{args.seconds:g} s of training; {len(heldout)} held-out prompts, greedy, judged by Transformers in float32."
+    )
+    settings = {"device": args.device, "dtype": dtype, "learning_rate": LEARNING_RATE}
+    return Part(program, what, figures, [Table("responses", ("prompt", "before", "after"), rows)], settings)
+
+
+def _make_files(folder: Path, *, tiny: bool) -> list[str]:
+    """Write or link student, teacher, and prompts.jsonl; return the held-out prompts as the model reads them."""
+    if tiny:
+        make_files(SHAPES["short"], folder, 400 + N_HELDOUT)
+        rows = [json.loads(line) for line in (folder / "prompts.jsonl").read_text().splitlines()]
+    else:
+        made = ROOT / "models" / "smollm2"
+        command = [sys.executable, "-m", "examples.real_model.model", "--out", str(made), "--layers", "12"]
+        subprocess.run(command, cwd=ROOT, check=True)
+        write_prompts(made)
+        link_files(made, folder, sys.maxsize)
+        rows = [json.loads(line) for line in (folder / "prompts.jsonl").read_text().splitlines()]
+    heldout, training = rows[:N_HELDOUT], rows[N_HELDOUT:]
+    (folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in training))
+    return [row.get("rendered", row["prompt"]) for row in heldout]
+
+
+def _ours(folder: Path, dtype: str, args: Namespace) -> tuple[Path, int]:
+    """Return the folder of the trained student, and the number of steps."""
+    batch, response = (TINY_BATCH, TINY_RESPONSE) if args.tiny else (BATCH, MAX_RESPONSE)
+    settings = {
+        "data": {
+            "train_files": [str(folder / "prompts.jsonl")],
+            "max_prompt_length": MAX_PROMPT,
+            "max_response_length": response,
+        },
+        "model": {"path": str(folder / "student"), "dtype": dtype},
+        "trainer": {
+            "device": args.device,
+            "colocate": True,
+            "run_dir": str(folder / "run"),
+            "total_epochs": 1_000_000,
+            "total_steps": 1_000_000,
+            "global_batch_size": batch,
+        },
+        "actor": {"max_tokens_per_micro_batch": 16384, "optim": {"lr": LEARNING_RATE}},
+        "rollout": {"max_num_seqs": batch, "enforce_eager": args.tiny, "gpu_memory_utilization": 0.3},
+        "teacher": {"backend": "local", "path": str(folder / "teacher"), "topk": 32 if args.tiny else 64},
+    }
+    (folder / "run.yaml").write_text(json.dumps(settings))  # JSON is YAML
+    command = [sys.executable, "-m", "tests.gpu.timed_run", str(folder / "run.yaml"), "--seconds", str(args.seconds)]
+    subprocess.run(command, cwd=ROOT, check=True)
+    return folder / "run" / "export", len((folder / "run" / "metrics.jsonl").read_text().splitlines())
+
+
+def _trl(folder: Path, dtype: str, args: Namespace) -> tuple[Path, int]:
+    """Return the folder of the trained student, and the number of steps."""
+    case = {
+        "trainer": "distillation",
+        "folder": str(folder),
+        "output": str(folder / "trl"),
+        "batch": TINY_BATCH if args.tiny else BATCH,
+        "steps": 1_000_000,
+        "seconds": args.seconds,
+        "max_response": TINY_RESPONSE if args.tiny else MAX_RESPONSE,
+        "dtype": dtype,
+        "device": args.device,
+        "learning_rate": LEARNING_RATE,
+    }
+    path = os.pathsep.join(filter(None, [str(args.trl or ""), os.environ.get("PYTHONPATH", "")]))
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.bench.trl_run", json.dumps(case)],
+        cwd=ROOT, env=os.environ | {"PYTHONPATH": path, "TRL_EXPERIMENTAL_SILENCE": "1"}, stdout=subprocess.PIPE,
+        text=True, check=True,
+    )  # fmt: skip
+    return folder / "trl" / "student", len(json.loads(done.stdout.splitlines()[-1])["ends_s"])
+
+
+def judge(student: Path, teacher: Path, prompts: Sequence[str], device: str, n_tokens: int) -> dict[str, Any]:
+    """Return `kl`, nats a token of the student's greedy responses; `distinct`, tokens of a response; `texts`."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(teacher, padding_side="left")
+    models = [
+        AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval().to(device) for path in (student, teacher)
+    ]
+    inputs = tokenizer(list(prompts), return_tensors="pt", padding=True).to(device)
+    n_prompt = inputs["input_ids"].shape[1]
+    with torch.inference_mode():
+        made = models[0].generate(
+            input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"],
+            max_new_tokens=n_tokens, do_sample=False, pad_token_id=tokenizer.pad_token_id,
+        )  # fmt: skip
+        responses = made[:, n_prompt:]
+        ended = (responses == tokenizer.eos_token_id).cumsum(1)
+        counts = (ended == 0) | ((responses == tokenizer.eos_token_id) & (ended == 1))  # the first end is a token, too
+        mask = torch.cat([inputs["attention_mask"], counts.long()], dim=1)
+        positions = (mask.cumsum(1) - 1).clamp(min=0)
+        log_q, log_p = (
+            model(input_ids=made, attention_mask=mask, position_ids=positions)
+            .logits[:, n_prompt - 1 : -1]
+            .log_softmax(-1)
+            for model in models
+        )
+        kl = (log_p.exp() * (log_p - log_q)).sum(-1)[counts].mean()
+    written = [row[count].tolist() for row, count in zip(responses, counts, strict=True)]
+    return {
+        "kl": float(kl),
+        "distinct": sum(len(set(tokens)) for tokens in written) / len(written),
+        "texts": [tokenizer.decode(tokens, skip_special_tokens=True) for tokens in written],
+    }
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Exit code: 1 if a figure missed its goal."""
+    made = parser("tests.gpu.bench_real_pair", __doc__ or "", PROGRAMS)
+    made.add_argument("--seconds", type=float, default=240.0, help="of training; default: %(default)s")
+    made.add_argument("--trl", type=Path, metavar="DIR", help="folder with TRL, if it is not installed")
+    add_device(made, "cuda")
+    args = parsed(made, PROGRAMS, argv)
+    return run_parts(args, lambda program: measure(program, args))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
