@@ -67,18 +67,21 @@ def measure(program: str, args: Namespace) -> Part:
 def _make_files(folder: Path, *, tiny: bool) -> list[str]:
     """Write or link student, teacher, and prompts.jsonl; return the held-out prompts as the model reads them."""
     if tiny:
-        make_files(SHAPES["short"], folder, 400 + N_HELDOUT)
-        rows = [json.loads(line) for line in (folder / "prompts.jsonl").read_text().splitlines()]
-    else:
-        made = ROOT / "models" / "smollm2"
-        command = [sys.executable, "-m", "examples.real_model.model", "--out", str(made), "--layers", "12"]
-        subprocess.run(command, cwd=ROOT, check=True)
-        write_prompts(made)
-        link_files(made, folder, sys.maxsize)
-        rows = [json.loads(line) for line in (folder / "prompts.jsonl").read_text().splitlines()]
-    heldout, training = rows[:N_HELDOUT], rows[N_HELDOUT:]
-    (folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in training))
-    return [row.get("rendered", row["prompt"]) for row in heldout]
+        make_files(SHAPES["short"], folder, 400)
+        return [json.loads(line)["prompt"] for line in (folder / "prompts.jsonl").read_text().splitlines()[-N_HELDOUT:]]
+    from transformers import AutoTokenizer
+
+    made = ROOT / "models" / "smollm2"
+    command = [sys.executable, "-m", "examples.real_model.model", "--out", str(made), "--layers", "12"]
+    subprocess.run(command, cwd=ROOT, check=True)
+    write_prompts(made, N_HELDOUT)
+    link_files(made, folder, sys.maxsize)
+    tokenizer = AutoTokenizer.from_pretrained(folder / "student")
+    turns = [
+        [{"role": "user", "content": json.loads(line)["prompt"]}]
+        for line in (made / "heldout.jsonl").read_text().splitlines()
+    ]
+    return [tokenizer.apply_chat_template(one, tokenize=False, add_generation_prompt=True) for one in turns]
 
 
 def _ours(folder: Path, dtype: str, args: Namespace) -> tuple[Path, int]:
