@@ -74,7 +74,7 @@ def measure(name: str, args: Any) -> Part:
     on_card = args.device == "cuda"
     dtype = torch.float32 if args.tiny else torch.bfloat16
     sizes = COMMON | SHAPES[name] | (_TINY if args.tiny else {})
-    n_tokens = 1024 if args.tiny else args.tokens
+    n_tokens = 256 if args.tiny else args.tokens
     n_sequences = 1 if name == "long" else 8
     MIXES["one_pack"] = lambda rng: [(n_tokens // 64, n_tokens // n_sequences - n_tokens // 64)] * n_sequences
     rollouts, scores = sequences("one_pack", sizes["vocab_size"])
