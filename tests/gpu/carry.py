@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
-SETS = ("train", "models", "trl", "all")
+SETS = ("train", "trl", "models", "all")
 TRAIN = ("torch", "triton", "pytest", "pytest-timeout", "pytest-xdist", "hypothesis")  # and the dependencies, less Ray
 TRL = ("trl==1.16.0", "datasets==5.2.0", "pandas==3.1.1", "multiprocess==0.70.19")  # see tests/bench/bench_trl.py
 LIMIT = 60 * 10**6  # bytes of a part: 64 MiB travel with a call, and 6.5 MB of them are the working tree
@@ -75,7 +75,7 @@ def make(out: Path, python: str, have: Path | None, without: Sequence[str], only
     wheels = _download([*pins, *TRL, model], out / f"wheels_{python}", python)
     there = re.findall(r"^(.+)==(.+?)(?:\+cu.*)?$", have.read_text(), re.M) if have else []
     versions = {_canonical(name): version for name, version in there}
-    closures = {one: _closure(roots[one], wheels, python, {*map(_canonical, without)}) for one in SETS}
+    closures = {one: closure(roots[one], wheels, python, {*map(_canonical, without)}) for one in SETS}
     closures["models"].add(_canonical(model.split("==")[0]))  # what it requires belongs to another program
     files: dict[Path, list[str]] = {}
     for one in sorted(only, key=SETS.index):
@@ -89,7 +89,7 @@ def make(out: Path, python: str, have: Path | None, without: Sequence[str], only
     manifest = write_parts(files, out, {"commit": commit.strip(), "python": python})
     sizes = {file.name: file.stat().st_size / 1e6 for file in files}
     print(f"{'set':7}{'packages':>9}{'MB':>8}  parts")
-    for one in only:
+    for one in sorted(only, key=SETS.index):
         own = [name for name, entry in manifest["files"].items() if one in entry["sets"]]
         parts = sorted({chunk["part"] for name in own for chunk in manifest["files"][name]["chunks"]})
         print(f"{one:7}{len(own):9}{sum(sizes[name] for name in own):8.1f}  {' '.join(map(str, parts))}")
@@ -120,7 +120,7 @@ def _download(pins: Sequence[str], folder: Path, python: str) -> dict[str, Path]
     return {_canonical(name): found[_canonical(name), version] for name, version in (pin.split("==") for pin in pins)}
 
 
-def _closure(roots: Sequence[str], wheels: Mapping[str, Path], python: str, left_out: set[str]) -> set[str]:
+def closure(roots: Sequence[str], wheels: Mapping[str, Path], python: str, left_out: set[str]) -> set[str]:
     """Return the packages that the roots and their extras require on the target."""
     from packaging.requirements import Requirement
 
