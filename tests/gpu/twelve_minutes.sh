@@ -24,7 +24,7 @@ if [ "$python" = python3 ]; then
     python3 tests/gpu/carry.py install --store "$store" "${GKD_PARTS:-parts}"/part_* || [ $? = 3 ] # 3: no parts yet
     [ ! -f "$store/env.sh" ] || . "$store/env.sh"
 fi
-nvidia-smi --query-gpu=name,memory.total,driver_version --format=csv,noheader || echo "no GPU: nvidia-smi failed"
+nvidia-smi --query-gpu=name,memory.total,driver_version --format=csv,noheader 2>&1 || echo "no GPU is visible"
 df -h --output=avail "$store" | sed -n "2s|^ *\(.*\)|\1 free in $store|p"
 free -h | sed -n 's/^Mem: *\(\S*\).*/\1 memory/p'
 "$python" - <<'END'
