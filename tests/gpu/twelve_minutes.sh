@@ -30,6 +30,7 @@ free -h | sed -n 's/^Mem: *\(\S*\).*/\1 memory/p'
 "$python" - <<'END'
 import sys
 from importlib.metadata import distributions
+from importlib.util import find_spec
 
 print(f"Python {sys.version.split()[0]}: {sys.executable}")
 found = {one.metadata["Name"]: one.version for one in reversed(list(distributions()))}  # the first on the path counts
@@ -37,5 +38,7 @@ sets = {"torch": "train", "megatron-core": "train", "vllm": "all", "ray": "all",
 print("\n".join(f"    {package:14}{found.get(package, 'missing')}" for package in sets))
 if lack := sorted({name for package, name in sets.items() if package not in found}):
     print("where there is a package index: python -m tests.gpu.carry make --out parts --only", ",".join(lack))
+if unmet := [name for name in ("msgspec", "omegaconf", "psutil", "zmq") if find_spec(name) is None]:
+    sys.exit(f"the program that runs the stages imports {', '.join(unmet)}: bring the parts of the set train")
 END
 exec "$python" -m tests.gpu_proof --plan twelve_minutes "$@"
