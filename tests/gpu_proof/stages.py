@@ -141,7 +141,7 @@ def _pair(program: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
 TWELVE_MINUTES = (
     _short("environment", 0.1),
     _short("loss", 0.3),
-    _short("attention", 0.3),
+    _short("attention", 0.3, "ray"),  # what tests/unit share imports Ray
     _short("parity", 1.0),
     *(
         Stage(f"step_{name}", *_both(_bench("tests.gpu.bench_step", "--only", name)), 240, 1, 100, 2.5, _RUN)
