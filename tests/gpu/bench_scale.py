@@ -49,7 +49,7 @@ def measure(device: str, steps: int, tokens: int) -> Part:
         folder = Path(name)
         for role, sizes in (("student", student), ("teacher", teacher)):
             save_model(folder / role, device=device, dtype=dtype, **sizes)
-            _save_tokenizer(folder / role, student["vocab_size"])
+            save_tokenizer(folder / role, student["vocab_size"])
         if on_card:
             torch.cuda.empty_cache()  # the run has other processes
         rng = np.random.default_rng(0)
@@ -110,7 +110,7 @@ def _part(
     return Part("scale", what, figures, tables, {"device": device, **sizes})
 
 
-def _save_tokenizer(folder: Path, n_words: int) -> None:
+def save_tokenizer(folder: Path, n_words: int) -> None:
     """Write a tokenizer whose words are t2, t3, ...: each id of the models has one."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
