@@ -8,9 +8,8 @@ so small that this does not change.
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -32,7 +31,7 @@ class Shape:
     batch: int
     steps: int  # measured ones of this system; one for each scheduler
     trl_steps: int
-    goal: float  # ratio to TRL
+    goal: float | None  # ratio to TRL
     dtype: str = "float32"
     is_real: bool = False  # 12 of SmolLM2-135M-Instruct's 30 layers as the student, all of them as the teacher
     micro_batch: int = 0  # sequences; 0: all of a step
@@ -52,25 +51,25 @@ class Shape:
         """Return the length of our teacher's list; TRL's loss has the whole vocabulary."""
         return 64 if self.is_real else VOCAB
 
+    def on(self, device: str, *, is_tiny: bool) -> Shape:
+        """Return this shape for a device. A colocated one is tiny on a CPU, too."""
+        if not self.is_colocated or (device == "cuda" and not is_tiny):
+            return self
+        small = replace(self, student=(64, 2), teacher=(128, 3), max_response=16, batch=8, goal=None, is_tiny=True)
+        dtype = self.dtype if device == "cuda" else "float32"
+        return replace(small, micro_batch=4, trl_micro_batch=2, dtype=dtype, device=device)
+
 
 SHAPES = {
     "long_tail": Shape((256, 4), (384, 6), 256, 64, steps=10, trl_steps=4, goal=3.0),
     "short": Shape((64, 2), (128, 3), 24, 256, steps=30, trl_steps=20, goal=0.7),
     "real": Shape((576, 12), (576, 30), 64, 16, steps=4, trl_steps=3, goal=2.0, is_real=True, micro_batch=2),
     "real_bfloat16": Shape((576, 12), (576, 30), 64, 16, 4, 3, goal=2.0, dtype="bfloat16", is_real=True, micro_batch=2),
+    # Qwen2.5-1.5B's shape and 7B's, and prompts as long as responses
+    "card": Shape(
+        (1536, 28), (3584, 28), 256, 64, 4, 4, 2.0, "bfloat16", False, 32, 16, device="cuda", is_colocated=True
+    ),
 }
-
-
-def card_shape(device: str, *, is_tiny: bool) -> Shape:
-    """Return the part card: Qwen2.5-1.5B's shape and 7B's, or tiny models, with prompts as long as responses."""
-    is_tiny = is_tiny or device == "cpu"
-    sizes: Any = {"student": (1536, 28), "teacher": (3584, 28), "max_response": 256, "batch": 64}
-    if is_tiny:
-        sizes = {"student": (64, 2), "teacher": (128, 3), "max_response": 16, "batch": 8}
-    sizes |= {"micro_batch": sizes["batch"] // 2, "trl_micro_batch": sizes["batch"] // 4}
-    dtype = "bfloat16" if device == "cuda" else "float32"
-    where = {"dtype": dtype, "device": device, "is_tiny": is_tiny}
-    return Shape(**sizes, steps=4, trl_steps=4, goal=2.0, is_colocated=True, **where)
 
 
 def make_files(shape: Shape, folder: Path, n_prompts: int) -> None:
@@ -109,11 +108,10 @@ def _save_card_models(shape: Shape, folder: Path) -> int:
     import torch
 
     from tests.bench.student_case import SIZES, save_model
+    from tests.gpu import bench_student_cuda as large
     from tests.gpu.bench_scale import save_tokenizer
-    from tests.gpu.bench_student_cuda import COMMON
-    from tests.gpu.bench_student_cuda import SHAPES as LARGE
 
-    student, teacher = COMMON | LARGE["1.5b"], COMMON | LARGE["7b"]
+    student, teacher = (large.COMMON | large.SHAPES[name] for name in ("1.5b", "7b"))
     if shape.is_tiny:
         student = teacher = SIZES | {"vocab_size": 1024}  # a block of TRL's kernels, whose interpreter is slow
     for role, sizes, (hidden, layers) in (("student", student, shape.student), ("teacher", teacher, shape.teacher)):

@@ -51,21 +51,18 @@ def prompts_of(folder: str) -> list[str]:
 
 
 def colocated(case: dict[str, Any]) -> dict[str, Any]:
-    """Return the settings of a run with vLLM on the student's device, where prompts keep their order.
-
-    With `is_eager` vLLM does not compile, for which TRL has no setting.
-    """
+    """Return the settings of a run with vLLM on the student's device, where prompts keep their order."""
     if case["device"] == "cpu":
         from gkd.rollout.vllm.weights import keep_cpu_weights_live
 
         keep_cpu_weights_live()  # TRL cannot replace the packed weights of vLLM's layers for the CPU
-    if case["is_eager"]:
+    if case["is_tiny"]:  # eager, for which TRL has no setting
         from trl.generation import vllm_generation  # type: ignore[import-not-found]
 
         vllm_generation.LLM = partial(vllm_generation.LLM, enforce_eager=True)
     return {
-        "per_device_train_batch_size": case["micro_batch"],
-        "gradient_accumulation_steps": case["batch"] // case["micro_batch"],
+        "per_device_train_batch_size": case["trl_micro_batch"],
+        "gradient_accumulation_steps": case["batch"] // case["trl_micro_batch"],
         "shuffle_dataset": False,
         "use_cpu": case["device"] == "cpu",
         "bf16": case["dtype"] == "bfloat16",
@@ -73,8 +70,6 @@ def colocated(case: dict[str, Any]) -> dict[str, Any]:
         "vllm_mode": "colocate",
         "vllm_max_model_length": case["max_prompt"] + case["max_response"],
         "vllm_gpu_memory_utilization": GPU_SHARE,
-        "logging_strategy": "steps",
-        "logging_steps": 1,
     }
 
 
@@ -99,7 +94,7 @@ def run(case: dict[str, Any]) -> dict[str, Any]:
         "use_cpu": True,
         "bf16": False,
         "gradient_checkpointing": False,
-        "logging_strategy": "no",
+        "logging_steps": 1,
         "save_strategy": "no",
         "report_to": "none",
         "disable_tqdm": True,
