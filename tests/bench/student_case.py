@@ -107,6 +107,18 @@ def save_model(folder: Path, *, device: str = "cpu", dtype: torch.dtype = torch.
     model.to(dtype).save_pretrained(folder)
 
 
+def save_tokenizer(folder: Path, n_words: int) -> None:
+    """Write a tokenizer whose words are t2, t3, ...: each id of the models has one."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    special = {"pad_token": "<pad>", "eos_token": "<end>"}  # as words of their own: they are found inside words, too
+    words = [*special.values(), *(f"t{i}" for i in range(2, n_words))]
+    tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<pad>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special).save_pretrained(folder)
+
+
 def sequences(mix: str, vocab: int = VOCAB) -> tuple[list[Rollout], list[TeacherScores]]:
     """Random sequences of the mix's lengths."""
     rng = np.random.default_rng(3)

@@ -2,7 +2,8 @@
 
     PYTHONPATH=DIR_OF_TRL python -m tests.bench.trl_run '{"trainer": "gkd", "folder": ..., "batch": 64, ...}'
 
-prints a JSON line: the time of the end of each step, the mean response length and the share of truncated responses.
+prints a JSON line: the time of the end of each step, the losses that it logs, the mean response length and the share of
+truncated responses.
 """
 
 from __future__ import annotations
@@ -11,22 +12,28 @@ import json
 import sys
 import time
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 
-from tests.bench.trl_models import LEARNING_RATE
+from tests.bench.trl_models import GPU_SHARE
 
 
 class StepClock(TrainerCallback):
-    """Record when each step ends."""
+    """Record when each step ends, and end the training `seconds` after the begin of the first one."""
 
-    def __init__(self) -> None:
+    def __init__(self, seconds: float) -> None:
         self.ends_s: list[float] = []
+        self._left_s, self._until_s = seconds, float("inf")
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._until_s = min(self._until_s, time.time() + self._left_s)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.ends_s.append(time.time())
+        control.should_training_stop |= self.ends_s[-1] >= self._until_s
 
 
 class Lengths:
@@ -48,30 +55,58 @@ def prompts_of(folder: str) -> list[str]:
         return [row.get("rendered", row["prompt"]) for row in map(json.loads, file)]
 
 
+def colocated(case: dict[str, Any]) -> dict[str, Any]:
+    """Return the settings of a run with vLLM on the student's device, where prompts keep their order."""
+    if case["device"] == "cpu":
+        from gkd.rollout.vllm.weights import keep_cpu_weights_live
+
+        keep_cpu_weights_live()  # TRL cannot replace the packed weights of vLLM's layers for the CPU
+    if case["is_tiny"]:  # eager, for which TRL has no setting
+        from trl.generation import vllm_generation  # type: ignore[import-not-found]
+
+        vllm_generation.LLM = partial(vllm_generation.LLM, enforce_eager=True)
+    return {
+        "per_device_train_batch_size": case["trl_micro_batch"],
+        "gradient_accumulation_steps": case["batch"] // case["trl_micro_batch"],
+        "shuffle_dataset": False,
+        "use_cpu": case["device"] == "cpu",
+        "bf16": case["dtype"] == "bfloat16",
+        "use_vllm": True,
+        "vllm_mode": "colocate",
+        "vllm_max_model_length": case["max_prompt"] + case["max_response"],
+        "vllm_gpu_memory_utilization": GPU_SHARE,
+    }
+
+
 def run(case: dict[str, Any]) -> dict[str, Any]:
     from datasets import Dataset  # type: ignore[import-not-found]
 
-    folder, clock, dtype = case["folder"], StepClock(), getattr(torch, case["dtype"])
+    folder, clock, dtype = case["folder"], StepClock(case["seconds"]), getattr(torch, case["dtype"])
     tokenizer = AutoTokenizer.from_pretrained(f"{folder}/student", padding_side="left")
     lengths = Lengths(tokenizer.eos_token_id)
+    # With mixed precision TRL's own default: the student's weights and states are float32, as ours are.
     student, teacher = (
-        AutoModelForCausalLM.from_pretrained(f"{folder}/{role}", dtype=dtype) for role in ("student", "teacher")
+        AutoModelForCausalLM.from_pretrained(f"{folder}/{role}", dtype=role_dtype)
+        for role, role_dtype in (("student", torch.float32 if case["is_colocated"] else dtype), ("teacher", dtype))
     )
     shared = {
         "output_dir": case["output"],
         "per_device_train_batch_size": case["batch"],
         "max_steps": case["steps"],
-        "learning_rate": LEARNING_RATE,
+        "learning_rate": case["learning_rate"],
+        "lr_scheduler_type": "constant",
         "temperature": 1.0,
         "beta": 0.0,  # forward KL
         "use_cpu": True,
         "bf16": False,
         "gradient_checkpointing": False,
-        "logging_strategy": "no",
+        "logging_steps": 1,
         "save_strategy": "no",
         "report_to": "none",
         "disable_tqdm": True,
     }
+    if case["is_colocated"]:
+        shared |= colocated(case)
     dataset = Dataset.from_list([{"prompt": prompt} for prompt in prompts_of(folder)])
     if case["trainer"] == "gkd":
         from trl.experimental.gkd import GKDConfig, GKDTrainer  # type: ignore[import-not-found]
@@ -116,8 +151,11 @@ def run(case: dict[str, Any]) -> dict[str, Any]:
             callbacks=[clock],
         )
     trainer.train()
+    if case["student_to"]:
+        trainer.save_model(case["student_to"])
     return {
         "ends_s": clock.ends_s,
+        "losses": [line["loss"] for line in trainer.state.log_history if "loss" in line],
         "mean_response": lengths.n_tokens / lengths.n_responses,
         "truncated": 1 - lengths.n_ended / lengths.n_responses,
     }

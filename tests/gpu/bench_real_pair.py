@@ -2,16 +2,16 @@
 
     python -m tests.gpu.bench_real_pair [--only ours,trl] [--seconds 240] [--trl DIR] [--device cuda|cpu] [--json FILE]
 
-12 of SmolLM2-135M-Instruct's 30 layers learn from all of them, on prompts of examples/real_model: forward KL, 128
-responses of up to 96 tokens a step, bfloat16. The time counts from the first step; models are loaded before. A student
-is judged by Transformers on 32 held-out prompts: the mean KL(teacher || student) a token of its own greedy responses,
-and how many different tokens these have ("The's a a a" has few). --tiny, and on a CPU: tiny models with random weights.
+12 of SmolLM2-135M-Instruct's 30 layers learn from all of them, on prompts of examples/real_model: forward KL over the
+whole vocabulary, 128 responses of up to 96 tokens a step, as `tests.bench.bench_trl` compares them. The time counts
+from the first step; models are loaded before. A student is judged by Transformers on 32 held-out prompts: the mean
+KL(teacher || student) a token of its own greedy responses, and how many different tokens these have ("The's a a a" has
+few). --tiny, and on a CPU: tiny models with random weights.
 """
 
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 import tempfile
@@ -23,30 +23,31 @@ from typing import Any
 import torch
 
 from examples.real_model.prompts import write_prompts
+from gkd.metrics.writer import read_metrics
+from tests.bench.bench_trl import our_settings, run_trl
 from tests.bench.command import add_device, parsed, parser, run_parts
 from tests.bench.teacher_report import Figure, Part, Table
-from tests.bench.trl_models import SHAPES, link_files, make_files
+from tests.bench.trl_models import SHAPES, Shape, link_files, make_files
 
 ROOT = Path(__file__).resolve().parents[2]
 PROGRAMS = ("ours", "trl")
-N_HELDOUT, N_SHOWN, LEARNING_RATE = 32, 4, 3e-4
-BATCH, MAX_PROMPT, MAX_RESPONSE = 128, 64, 96
-TINY_BATCH, TINY_RESPONSE = 8, 16
+N_HELDOUT, N_SHOWN, LEARNING_RATE, STEPS = 32, 4, 3e-4, 1_000_000
+PAIR = Shape((576, 12), (576, 30), 96, 128, 0, 0, None, "bfloat16", True, 128, 32, device="cuda", is_colocated=True)
 
 
 def measure(program: str, args: Namespace) -> Part:
     """Train for the time, and judge the student before and after.
 
     Raises:
-        subprocess.CalledProcessError: a program failed.
+        subprocess.CalledProcessError, RuntimeError: a program failed.
     """
-    dtype = "float32" if args.tiny else "bfloat16"
+    shape = SHAPES["card"].on(args.device, is_tiny=True) if args.tiny else PAIR
     with tempfile.TemporaryDirectory(prefix="gkd_bench_") as name:
         folder = Path(name)
-        heldout = _make_files(folder, tiny=args.tiny)
-        trained, n_steps = (_ours if program == "ours" else _trl)(folder, dtype, args)
+        heldout = _make_files(shape, folder)
+        trained, n_steps = (_ours if program == "ours" else _trl)(shape, folder, args)
         before, after = (
-            judge(path, folder / "teacher", heldout, args.device, TINY_RESPONSE if args.tiny else MAX_RESPONSE)
+            judge(path, folder / "teacher", heldout, args.device, shape.max_response)
             for path in (folder / "student", trained)
         )
     figures = [
@@ -60,14 +61,14 @@ def measure(program: str, args: Namespace) -> Part:
     what = (
         f"{args.seconds:g} s of training; {len(heldout)} held-out prompts, greedy, judged by Transformers in float32."
     )
-    settings = {"device": args.device, "dtype": dtype, "learning_rate": LEARNING_RATE}
+    settings = {"device": args.device, "dtype": shape.dtype, "learning_rate": LEARNING_RATE}
     return Part(program, what, figures, [Table("responses", ("prompt", "before", "after"), rows)], settings)
 
 
-def _make_files(folder: Path, *, tiny: bool) -> list[str]:
+def _make_files(shape: Shape, folder: Path) -> list[str]:
     """Write or link student, teacher, and prompts.jsonl; return the held-out prompts as the model reads them."""
-    if tiny:
-        make_files(SHAPES["short"], folder, 400)
+    if shape.is_tiny:
+        make_files(shape, folder, 400)
         return [json.loads(line)["prompt"] for line in (folder / "prompts.jsonl").read_text().splitlines()[-N_HELDOUT:]]
     from transformers import AutoTokenizer
 
@@ -84,55 +85,22 @@ def _make_files(folder: Path, *, tiny: bool) -> list[str]:
     return [tokenizer.apply_chat_template(one, tokenize=False, add_generation_prompt=True) for one in turns]
 
 
-def _ours(folder: Path, dtype: str, args: Namespace) -> tuple[Path, int]:
+def _ours(shape: Shape, folder: Path, args: Namespace) -> tuple[Path, int]:
     """Return the folder of the trained student, and the number of steps."""
-    batch, response = (TINY_BATCH, TINY_RESPONSE) if args.tiny else (BATCH, MAX_RESPONSE)
-    settings = {
-        "data": {
-            "train_files": [str(folder / "prompts.jsonl")],
-            "max_prompt_length": MAX_PROMPT,
-            "max_response_length": response,
-        },
-        "model": {"path": str(folder / "student"), "dtype": dtype},
-        "trainer": {
-            "device": args.device,
-            "colocate": True,
-            "run_dir": str(folder / "run"),
-            "total_epochs": 1_000_000,
-            "total_steps": 1_000_000,
-            "global_batch_size": batch,
-        },
-        "actor": {"max_tokens_per_micro_batch": 16384, "optim": {"lr": LEARNING_RATE}},
-        "rollout": {"max_num_seqs": batch, "enforce_eager": args.tiny, "gpu_memory_utilization": 0.3},
-        "teacher": {"backend": "local", "path": str(folder / "teacher"), "topk": 32 if args.tiny else 64},
-    }
-    (folder / "run.yaml").write_text(json.dumps(settings))  # JSON is YAML
+    (folder / "run.yaml").write_text("{}\n")
     command = [sys.executable, "-m", "tests.gpu.timed_run", str(folder / "run.yaml"), "--seconds", str(args.seconds)]
-    subprocess.run(command, cwd=ROOT, check=True)
-    return folder / "run" / "export", len((folder / "run" / "metrics.jsonl").read_text().splitlines())
+    with our_settings(shape, folder) as settings:
+        settings |= {"trainer.run_dir": folder / "run", "trainer.total_steps": STEPS, "trainer.total_epochs": STEPS}
+        settings["actor.optim.lr"] = LEARNING_RATE
+        subprocess.run([*command, *(f"{key}={value}" for key, value in settings.items())], cwd=ROOT, check=True)
+    return folder / "run" / "export", len(list(read_metrics(folder / "run" / "metrics.jsonl")))
 
 
-def _trl(folder: Path, dtype: str, args: Namespace) -> tuple[Path, int]:
+def _trl(shape: Shape, folder: Path, args: Namespace) -> tuple[Path, int]:
     """Return the folder of the trained student, and the number of steps."""
-    case = {
-        "trainer": "distillation",
-        "folder": str(folder),
-        "output": str(folder / "trl"),
-        "batch": TINY_BATCH if args.tiny else BATCH,
-        "steps": 1_000_000,
-        "seconds": args.seconds,
-        "max_response": TINY_RESPONSE if args.tiny else MAX_RESPONSE,
-        "dtype": dtype,
-        "device": args.device,
-        "learning_rate": LEARNING_RATE,
-    }
-    path = os.pathsep.join(filter(None, [str(args.trl or ""), os.environ.get("PYTHONPATH", "")]))
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.bench.trl_run", json.dumps(case)],
-        cwd=ROOT, env=os.environ | {"PYTHONPATH": path, "TRL_EXPERIMENTAL_SILENCE": "1"}, stdout=subprocess.PIPE,
-        text=True, check=True,
-    )  # fmt: skip
-    return folder / "trl" / "student", len(json.loads(done.stdout.splitlines()[-1])["ends_s"])
+    student = folder / "trl" / "student"
+    more = {"seconds": args.seconds, "steps": STEPS, "learning_rate": LEARNING_RATE, "student_to": str(student)}
+    return student, len(run_trl("distillation", shape, folder, args, **more).losses)
 
 
 def judge(student: Path, teacher: Path, prompts: Sequence[str], device: str, n_tokens: int) -> dict[str, Any]:

@@ -23,7 +23,7 @@ import numpy as np
 import torch
 
 from tests.bench.command import add_device, parsed, parser, run_parts
-from tests.bench.student_case import SIZES, save_model
+from tests.bench.student_case import SIZES, save_model, save_tokenizer
 from tests.bench.teacher_report import Figure, Part, Table
 from tests.gpu.bench_student_cuda import COMMON, SHAPES, useful_flops
 from tests.gpu.peaks import peak_tflops, share_of_peak
@@ -127,18 +127,6 @@ def _figures(
             at_least=0.9,
         ),
     ]
-
-
-def save_tokenizer(folder: Path, n_words: int) -> None:
-    """Write a tokenizer whose words are t2, t3, ...: each id of the models has one."""
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    special = {"pad_token": "<pad>", "eos_token": "<end>"}  # as words of their own: they are found inside words, too
-    words = [*special.values(), *(f"t{i}" for i in range(2, n_words))]
-    tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<pad>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special).save_pretrained(folder)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

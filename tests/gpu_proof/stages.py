@@ -147,7 +147,7 @@ TWELVE_MINUTES = (
         Stage(f"step_{name}", *_both(_bench("tests.gpu.bench_step", "--only", name)), 240, 1, 100, 2.5, _RUN)
         for name in ("megatron", "fsdp2")
     ),
-    Stage("trl", *_both(_BESIDE), 420, min_gib=100, minutes=4.0, needs=_TRL),
+    Stage("trl", *_both(_BESIDE), 540, min_gib=130, minutes=5.0, needs=_TRL),
     Stage("real_pair", *_pair("ours"), 420, min_gib=20, minutes=5.5, needs=(*_RUN, "gguf")),
     Stage("real_pair_trl", *_pair("trl"), 420, min_gib=20, minutes=5.5, needs=(*_TRL, "gguf")),
     Stage("long", *_both(_LONG), 180, min_gib=120, minutes=1.0),

@@ -154,6 +154,7 @@ FORMS: dict[str, Callable[..., Any]] = {
     "aten::_flash_attention_backward": flash_backward,
     "aten::_fused_rms_norm_backward": rms_norm_backward,
     "aten::mm.dtype": lambda self, mat2, out_dtype: self.to(out_dtype) @ mat2.to(out_dtype),
+    "aten::mm.dtype_out": lambda self, mat2, out_dtype, out: out.copy_(self.to(out_dtype) @ mat2.to(out_dtype)),
     "aten::addmm.dtype_out": addmm,
     "aten::histc": histc,
 }
