@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # Prove what only a card can prove on one that is lent for a quarter of an hour: what matters most comes first.
 #   bash tests/gpu/twelve_minutes.sh [--list] [--only STAGE,..]     arguments go to python -m tests.gpu_proof
-# Nothing is downloaded. Python is that of $GKD_VENV (default: .venv, then .venv-gpu) if it has the CUDA build, else
-# python3 with the packages from ${GKD_PARTS:-parts}/part_*, which tests/gpu/carry.py makes. They are joined and
+# Nothing is downloaded. Python is that of $GKD_VENV, or of .venv or .venv-gpu if it has the CUDA build, else python3
+# with the packages from ${GKD_PARTS:-parts}/part_*, which tests/gpu/carry.py makes. They are joined and
 # installed in ${GKD_CARRY_STORE:-/tmp/gkd_carry}, so parts may come with several calls. A stage whose packages are
 # missing is skipped.
 set -euo pipefail
@@ -15,10 +15,11 @@ fi
 store="${GKD_CARRY_STORE:-/tmp/gkd_carry}"
 mkdir -p "$store"
 python=python3
-for venv in .venv-gpu "${GKD_VENV:-.venv}"; do
+for venv in .venv-gpu .venv; do
     build="$("$venv/bin/python" -c 'from importlib.metadata import version; print(version("torch"))' 2>&1 || true)"
     [[ ! "$build" =~ ^[0-9.]+(\+cu[0-9]+)?$ ]] || python="$venv/bin/python"
 done
+[ -z "${GKD_VENV:-}" ] || python="$GKD_VENV/bin/python"
 if [ "$python" = python3 ]; then
     shopt -s nullglob
     python3 tests/gpu/carry.py install --store "$store" "${GKD_PARTS:-parts}"/part_* || [ $? = 3 ] # 3: no parts yet
