@@ -91,9 +91,13 @@ class HfEngine:
     def _check_head_alone(self, path: str) -> None:
         """Check that the logits have no NaN, and come from the LM head alone: some models scale or cap them."""
         probe = torch.arange(1, min(9, self.vocab_size), device=self._device)[None]  # [1, 8]
-        with torch.inference_mode():
-            whole = self._model(input_ids=probe, use_cache=False).logits[0].float()
-            alone = self._head(self._hidden(probe)[0]).float()
+        try:
+            with torch.inference_mode():
+                whole = self._model(input_ids=probe, use_cache=False).logits[0].float()
+                alone = self._head(self._hidden(probe)[0]).float()
+        except (IndexError, RuntimeError, TypeError, ValueError) as error:
+            fix = "if it is not about memory or the device, copy config.json again."
+            raise ServerError(f"model folder {path}: transformers cannot compute it: {error}. Fix: {fix}") from error
         if torch.isnan(whole).any():
             raise ServerError(
                 f"model folder {path}: the model's logits contain a NaN (dtype {self.dtype}). "

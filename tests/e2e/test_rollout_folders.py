@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from gkd.errors import ConfigError
+from gkd.errors import ConfigError, RankFailed
 from teacher_server.engines.base import ScoreParams, TokenSequence
 from teacher_server.engines.load import EngineSettings, load_engine
 from teacher_server.errors import ServerError
@@ -94,6 +94,15 @@ def test_transformers_takes_the_whole_folder(damaged: Path) -> None:
     """Fails if the engine hf serves a model with a tensor that is left out or made up."""
     with pytest.raises(ServerError, match=str(damaged)):
         load_engine(_settings(damaged, "hf"))
+
+
+def test_an_error_of_vllm_is_a_sentence(whole: Path, tmp_path: Path) -> None:
+    """Fails if the user reads vLLM's traceback, and no fix, when an engine cannot start with a model."""
+    config = json.loads((whole / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 16}))
+    (tmp_path / SINGLE).symlink_to(whole / SINGLE)
+    with EngineProcess() as process, pytest.raises(RankFailed, match="(?s)model.path = .*max_model_len.* Fix: "):
+        process.call(_rollout_engine, tmp_path)
 
 
 def _digests(folder: Path) -> tuple[dict[str, str], dict[str, str]]:

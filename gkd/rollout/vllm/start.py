@@ -23,7 +23,8 @@ from gkd.cluster.stacks import RANK_ENV
 from gkd.config.schema import engine_rank
 from gkd.config.schema_actor import LoraConfig
 from gkd.config.schema_rollout import RolloutConfig
-from gkd.errors import ConfigError, WeightSyncError
+from gkd.errors import ConfigError, RankFailed, WeightSyncError
+from gkd.memory.oom import is_out_of_memory
 from gkd.spans import Phase
 from teacher_server.engines.weight_files import FolderError
 from teacher_server.wire.machine import OTHER_MODELS, thread_env
@@ -69,6 +70,7 @@ def start_vllm(
 
     Raises:
         ConfigError: naming model.path: vLLM cannot load the folder, or would compute with something else than it holds.
+        RankFailed: vLLM failed otherwise, but for errors of memory, which pass.
     """
     for name in OTHER_MODELS:
         os.environ.pop(name, None)
@@ -86,52 +88,59 @@ def start_vllm(
         both.keep_files_in(folder, remove_files)
     on_cpu = device == "cpu"
     kv_cache_bytes = config.kv_cache_bytes(on_cpu=on_cpu)
-    llm = LLM(
-        model=model_path,
-        dtype=dtype,
-        tensor_parallel_size=config.tp,
-        max_model_len=max_model_len,
-        max_num_seqs=config.sequence_limit,
-        enforce_eager=config.enforce_eager or on_cpu,
-        skip_tokenizer_init=True,
-        trust_remote_code=trust_remote_code,
-        disable_log_stats=True,
-        use_tqdm_on_load=False,
-        # Logprobs of the sampling distribution, after temperature, top-p, top-k and min-p.
-        logprobs_mode="processed_logprobs",
-        max_logprobs=MAX_K,  # vLLM's limit of 20 protects public servers; teacher.topk is the limit here
-        # vLLM's default inside a Ray actor, "ray", would wait for GPUs that this actor already holds.
-        distributed_executor_backend="mp" if config.tp > 1 else "uni",
-        worker_extension_cls="gkd.rollout.vllm.weights.WeightReceiver",
-        **both.architecture_arguments(model_path),
-        **({} if lora is None else _adapter_settings(lora)),
-        **(
-            {
-                "kv_cache_memory_bytes": kv_cache_bytes,
-                "async_scheduling": False,
-                # A pass computes a sequence's prefix as a whole. After a part of it vLLM would rewind the sequence's
-                # random generator, which torch cannot do on the CPU.
-                "enable_chunked_prefill": False,
-            }
-            if on_cpu
-            # The triton MoE kernel uses the expert weights as they are loaded; other kernels reorder them once, at
-            # start-up, so later weight syncs would not reach them.
-            #
-            # Without the size of the KV cache vLLM fails to start if less than gpu_memory_utilization of the GPU is
-            # free. It also profiles its own peak, and fails if another process frees memory meanwhile. It does not
-            # account for memory that others allocate later.
-            else {
-                **both.gpu_memory_arguments(config.gpu_memory_utilization, kv_cache_bytes),
-                "moe_backend": "triton",
-                "enable_sleep_mode": enable_sleep_mode,
-            }
-        ),
-    )
     try:
+        llm = LLM(
+            model=model_path,
+            dtype=dtype,
+            tensor_parallel_size=config.tp,
+            max_model_len=max_model_len,
+            max_num_seqs=config.sequence_limit,
+            enforce_eager=config.enforce_eager or on_cpu,
+            skip_tokenizer_init=True,
+            trust_remote_code=trust_remote_code,
+            disable_log_stats=True,
+            use_tqdm_on_load=False,
+            # Logprobs of the sampling distribution, after temperature, top-p, top-k and min-p.
+            logprobs_mode="processed_logprobs",
+            max_logprobs=MAX_K,  # vLLM's limit of 20 protects public servers; teacher.topk is the limit here
+            # vLLM's default inside a Ray actor, "ray", would wait for GPUs that this actor already holds.
+            distributed_executor_backend="mp" if config.tp > 1 else "uni",
+            worker_extension_cls="gkd.rollout.vllm.weights.WeightReceiver",
+            **both.architecture_arguments(model_path),
+            **({} if lora is None else _adapter_settings(lora)),
+            **(
+                {
+                    "kv_cache_memory_bytes": kv_cache_bytes,
+                    "async_scheduling": False,
+                    # A pass computes a sequence's prefix as a whole. After a part of it vLLM would rewind the
+                    # sequence's random generator, which torch cannot do on the CPU.
+                    "enable_chunked_prefill": False,
+                }
+                if on_cpu
+                # The triton MoE kernel uses the expert weights as they are loaded; other kernels reorder them once, at
+                # start-up, so later weight syncs would not reach them.
+                #
+                # Without the size of the KV cache vLLM fails to start if less than gpu_memory_utilization of the GPU is
+                # free. It also profiles its own peak, and fails if another process frees memory meanwhile. It does not
+                # account for memory that others allocate later.
+                else {
+                    **both.gpu_memory_arguments(config.gpu_memory_utilization, kv_cache_bytes),
+                    "moe_backend": "triton",
+                    "enable_sleep_mode": enable_sleep_mode,
+                }
+            ),
+        )
         both.check_taken(model_path, llm.llm_engine)
     except FolderError as error:
         fix = "copy the whole folder again; if it is complete, vLLM does not compute this model: use another one."
         raise ConfigError("model.path", model_path, error.problem, fix) from error
+    except Exception as error:  # vLLM has code for each model, which may raise any error
+        if is_out_of_memory(error):
+            raise
+        what = f"{type(error).__name__}: {error}"
+        fix = "if it is not about memory or the device, use a model that vLLM computes."
+        text = f"vLLM cannot start with model.path = {model_path!r}: {what}. Fix: {fix}"
+        raise RankFailed(text, what.partition("\n")[0]) from error
     link_shared_memory(folder)
     return llm
 
