@@ -1,15 +1,13 @@
-"""Compare the loss's two passes over the logits with the lower bound of the memory bandwidth, and with Liger-Kernel.
+"""Compare the loss's two passes over the logits with the lower bound of the memory bandwidth.
 
-    python -m tests.gpu.bench_loss_cuda [--json docs/results/loss_cuda.json] [--rounds 20] [--device cuda|cpu] [--tune]
+    python -m tests.gpu.bench_loss_cuda [--json docs/results/loss_cuda.json] [--rounds 20] [--device cuda|cpu]
 
 The bound: the logits are read twice and the gradient is written once, at the bandwidth that a large copy reaches in the
-same run. Everything is in place, as in training. 8 GB of GPU memory. --tune: also torch's kernels and Triton's with
-other blocks, which takes a minute. On a CPU: torch's kernels, small.
+same run. Everything is in place, as in training. 8 GB of GPU memory. On a CPU: torch's kernels, small.
 """
 
 from __future__ import annotations
 
-import importlib.util
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -23,7 +21,6 @@ from tests.bench.teacher_report import Figure, Part, Table
 from tests.gpu.timing import median_ms
 
 VOCAB, TOP_K = 151_936, 64
-CONFIGURATIONS = [(block, warps) for block in (4096, 8192, 16384) for warps in (4, 8, 16)]
 GOAL = 1.2  # times the bound, of the kernels that training uses on a GPU
 
 
@@ -50,63 +47,40 @@ def passes_ms(kernels: RowKernels, logits: Tensor, rounds: int) -> tuple[float, 
     )
 
 
-def liger_ms(logits: Tensor, rounds: int) -> float:
-    """Return the time of Liger-Kernel's cross-entropy forward, which also writes the gradient in place."""
-    from liger_kernel.transformers.functional import liger_cross_entropy
-
-    target = torch.randint(0, logits.shape[1], (len(logits),), device=logits.device)
-    leaf = logits.requires_grad_()
-    try:
-        return median_ms(lambda: liger_cross_entropy(leaf, target), rounds)
-    finally:
-        logits.requires_grad_(False)
-
-
-def _kernels(device: str, tune: bool) -> dict[str, RowKernels]:
-    """Return those of training first."""
+def kernels_of(device: str) -> tuple[str, RowKernels]:
+    """Return the kernels of training, and their name."""
     if device == "cpu":
-        return {"torch": TorchRows()}
+        return "torch", TorchRows()
     from gkd.loss.triton_rows import TritonRows
 
-    if not tune:
-        return {"triton": TritonRows()}
-    tried: dict[str, RowKernels] = {f"triton, block {b}, {w} warps": TritonRows(b, w) for b, w in CONFIGURATIONS}
-    return {"triton": TritonRows(), "torch": TorchRows(), **tried}
+    return "triton", TritonRows()
 
 
-def measure(device: str, rounds: int, *, tune: bool, tiny: bool) -> Part:
+def measure(device: str, rounds: int, *, tiny: bool) -> Part:
     torch.manual_seed(0)
     n_tokens = 64 if tiny else 8192
     logits = torch.empty(n_tokens, VOCAB, dtype=torch.bfloat16, device=device)
     bandwidth = copy_bytes_per_ms(logits.normal_(std=4.0), rounds)
     floor = 3 * logits.nbytes / bandwidth
-    figures: list[Figure] = []
-    rows: list[tuple[str | float, ...]] = []
-    for name, kernels in _kernels(device, tune).items():
-        statistics, gradient = passes_ms(kernels, logits.normal_(std=4.0), rounds)
-        both = statistics + gradient
-        rows.append((name, statistics, gradient, both, both / floor))
-        if not figures:
-            goal = None if tiny else GOAL
-            figures.append(Figure(f"both passes / three-pass floor ({name})", both / floor, at_most=goal))
-            figures.append(Figure("bandwidth of the copy", bandwidth / 1e6, "GB/s"))
-            ours = both
-    if device == "cuda" and importlib.util.find_spec("liger_kernel") is not None:
-        liger = liger_ms(logits.normal_(std=4.0), rounds)
-        rows.append(("Liger-Kernel's cross-entropy", "", "", liger, liger / floor))
-        figures.append(Figure("both passes / Liger-Kernel's cross-entropy", ours / liger, at_most=1.0))
+    name, kernels = kernels_of(device)
+    statistics, gradient = passes_ms(kernels, logits.normal_(std=4.0), rounds)
+    both = statistics + gradient
+    figures = [
+        Figure(f"both passes / three-pass floor ({name})", both / floor, at_most=None if tiny else GOAL),
+        Figure("bandwidth of the copy", bandwidth / 1e6, "GB/s"),
+    ]
     columns = ("kernels", "statistics, ms", "gradient, ms", "both, ms", "x floor")
+    table = Table("medians", columns, [(name, statistics, gradient, both, both / floor)])
     what = f"The loss's passes over logits [{n_tokens}, {VOCAB}], bfloat16, in place, {TOP_K} columns with a gradient."
-    return Part("loss", what, figures, [Table("medians", columns, rows)], {"device": device, "rounds": rounds})
+    return Part("loss", what, figures, [table], {"device": device, "rounds": rounds})
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Exit code: 1 if a figure missed its goal."""
     made = parser("tests.gpu.bench_loss_cuda", __doc__ or "", ("loss",), rounds=20)
-    made.add_argument("--tune", action="store_true", help="also other kernels and sizes of their blocks")
     add_device(made, "cuda")
     args = parsed(made, ("loss",), argv)
-    return run_parts(args, lambda _: measure(args.device, args.rounds, tune=args.tune, tiny=args.tiny))
+    return run_parts(args, lambda _: measure(args.device, args.rounds, tiny=args.tiny))
 
 
 if __name__ == "__main__":
