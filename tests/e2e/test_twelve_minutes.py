@@ -18,9 +18,9 @@ from tests.gpu_proof.stages import TWELVE_MINUTES
 from tests.processes import wait_until
 from tests.structure import ROOT
 
-pytestmark = [pytest.mark.e2e, pytest.mark.slow]
-TRL = Path(os.environ.get("GKD_TRL", "/nonexistent"))  # a folder with TRL, see tests/bench/bench_trl.py
 LIMIT_S = 5400.0
+pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(2 * LIMIT_S)]
+TRL = Path(os.environ.get("GKD_TRL", "/nonexistent"))  # a folder with TRL, see tests/bench/bench_trl.py
 
 
 def copy_of_tree(folder: Path) -> Path:
@@ -50,17 +50,21 @@ def test_the_rehearsal_goes_on_in_another_folder(tmp_path: Path, device: str) ->
     env = card | {"GKD_VENV": str(python.parents[1]), "GKD_COMMIT": "a" * 40, "GKD_TRL": str(TRL)}
     trees = [copy_of_tree(tmp_path / name) for name in ("first", "second")]
     file = trees[0] / "figures" / "twelve_minutes.json"
+    calls: list[subprocess.Popen[bytes]] = []
     try:
-        stopped = start(trees[0], device, env)
+        calls.append(stopped := start(trees[0], device, env))
         wait_until(lambda: "attention" in rows_in(file) or stopped.poll() is not None, LIMIT_S, "the third stage")
         stopped.send_signal(signal.SIGINT)
         assert stopped.wait(120) == 130, (trees[0] / "log.txt").read_text()
         kept = rows_in(file)
         assert list(kept)[:3] == ["environment", "loss", "attention"]
         shutil.copy(file, trees[1] / "docs" / "results" / "twelve_minutes.json")
-        rest = start(trees[1], device, env)
+        calls.append(rest := start(trees[1], device, env))
         code = rest.wait(LIMIT_S)
     finally:
+        for call in calls:
+            call.terminate()  # it stops its own processes
+            call.wait(120)
         if device == "cuda":
             remove_segments(env)
     rows = rows_in(trees[1] / "figures" / "twelve_minutes.json")
