@@ -7,6 +7,7 @@ trainer's loaders disagree about what is refused here: one applies a leftover, a
 from __future__ import annotations
 
 from collections.abc import Mapping
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -135,7 +136,7 @@ _NO_WINDOW = ("llama",)  # transformers' code for these ignores the key; merged 
 
 
 def check_vllm_support(folder: Path, *, on_cpu: bool) -> None:
-    """Raise FolderError if vLLM lacks the model's head size on the CPU, or has other sliding windows."""
+    """Raise FolderError if vLLM lacks the model's head size on the CPU or a package, or has other sliding windows."""
     config = read_json(folder / "config.json")
     text = {**config, **inner} if isinstance(inner := config.get("text_config"), dict) else config
     head_size = _head_size(text)
@@ -155,6 +156,9 @@ def check_vllm_support(folder: Path, *, on_cpu: bool) -> None:
         )
         fix = f"if no sequence is longer than {window}, set use_sliding_window to false and remove layer_types there."
         raise FolderError(folder, problem, fix)
+    if text is not config and find_spec("torchvision") is None:
+        problem = "its model reads images, for which vLLM imports torchvision, and that is not installed."
+        raise FolderError(folder, problem, "install the torchvision of the index that torch was installed from.")
 
 
 def _head_size(text: dict[str, Any]) -> int | None:
