@@ -162,31 +162,34 @@ class HfEngine:
 
 
 def auto_class(config: Any) -> Any:
-    """Return the class of transformers that builds the model of a config: most that read images are no causal ones."""
+    """Return transformers' class for the model of a config. For most that read images it has no causal one."""
     is_causal = config.model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES or hasattr(config, "auto_map")
-    reads_images = config.model_type in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
+    has_decoder = config.get_text_config() is not config and not config.is_encoder_decoder
+    reads_images = has_decoder and config.model_type in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
     return AutoModelForImageTextToText if reads_images and not is_causal else AutoModelForCausalLM
 
 
 def keep_language_model(model: Any) -> None:
-    """Remove from a model what it does not need for text: all but the decoder and the LM head.
+    """Remove from a model that reads images what it does not need for text: all but its decoder and LM head.
 
-    A tower would take memory, and a trained one would decay without a gradient. See `outside_names`.
+    A tower would take memory and, if it is trained, decay without a gradient. See `outside_names`.
     """
-    decoder, head, removed = model.get_decoder(), model.get_output_embeddings(), []
-    path = next(name for name, module in model.named_modules() if module is decoder)
-    if not path or model.config.get_text_config() is model.config:
+    if model.config.get_text_config() is model.config:
         return
+    decoder, head = model.get_decoder(), model.get_output_embeddings()
+    path = next(name for name, module in model.named_modules() if module is decoder)
+    removed: list[str] = []
     parent, where = model, ""
     for step in path.split("."):
         for name, child in [*parent.named_children()]:
             if name != step and child is not head:
                 setattr(parent, name, None)
                 removed.append(f"{where}{name}.")
-        for name in [name for name, param in parent._parameters.items() if param is not None]:
-            parent.register_parameter(name, None)  # such as the line break of LLaVA-NeXT's images
+        for name, _ in [*parent.named_parameters(recurse=False)]:  # such as that of the ends of lines of LLaVA-NeXT
+            parent.register_parameter(name, None)
             removed.append(where + name)
-        parent, where = getattr(parent, step), f"{where}{step}."
+        parent = getattr(parent, step)
+        where += f"{step}."
     model.removed_prefixes = tuple(removed)
 
 

@@ -181,9 +181,11 @@ class Reference:
 
 def read_model(folder: Path, **options: Any) -> Any:
     """Return the model of a folder. All rows of its embedding get gradients, unlike in transformers the padding row."""
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
-    model = AutoModelForCausalLM.from_pretrained(folder, **options)
+    config = AutoConfig.from_pretrained(folder)
+    auto = AutoModelForCausalLM if config.get_text_config() is config else AutoModelForImageTextToText
+    model = auto.from_pretrained(folder, **options)
     model.get_input_embeddings().padding_idx = None
     return model
 

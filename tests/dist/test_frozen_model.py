@@ -25,6 +25,7 @@ from tests.dist.frozen_cases import (
     N_GIVEN,
     PARAMS,
     PLAIN,
+    build,
     distributions,
     measure,
     sequences,
@@ -32,9 +33,9 @@ from tests.dist.frozen_cases import (
     with_top_ids,
 )
 from tests.dist.helpers import Measured, group_of_one, run_ranks
-from tests.dist.hf_models import make_model_folder
+from tests.dist.hf_models import IMAGE_KINDS, make_model_folder
 from tests.dist.local_teacher_cases import INDICES
-from tests.dist.megatron_reference import VOCAB, make_hf_folder
+from tests.dist.megatron_reference import VOCAB, make_hf_folder, read_model
 from tests.service.engine_host import own_rows
 
 pytestmark = pytest.mark.dist
@@ -222,6 +223,21 @@ def test_bad_input_is_one_error_on_all_ranks(ranks: Any, world_size: int) -> Non
         kind, message = errors.pop()
         assert kind == "TeacherError" and text in message and "sample 7" in message, (name, message)
         assert all(rank["bad"][name][1] for rank in ranks[world_size]), name
+
+
+@pytest.mark.parametrize("kind", IMAGE_KINDS)
+def test_the_language_model_of_a_model_that_reads_images(tmp_path: Path, kind: str) -> None:
+    """Fails if the engine hf, or a local teacher, computes text with another part of the folder than transformers."""
+    model = read_model(make_model_folder(tmp_path, kind), dtype=torch.float32)
+    by_engine = engine_scores(tmp_path, PARAMS)
+    with group_of_one():
+        tables = build(tmp_path, packing=kind != "gemma3").score(sequences(), PARAMS)
+    for i, rollout in enumerate(sequences()):
+        assert max(difference(table, by_engine[n][i]) for n, table in enumerate(tables[i])) <= TOLERANCE
+        with torch.no_grad():
+            logits = model(torch.tensor([[*rollout.prompt_ids, *rollout.response_ids]])).logits[0]
+        expected = logits.log_softmax(-1)[len(rollout.prompt_ids) - 1 : -1].topk(8).values.numpy()
+        np.testing.assert_allclose(by_engine[0][i].logprobs, expected, atol=TOLERANCE)
 
 
 def test_errors_name_the_model(root: Path, ranks: Any) -> None:

@@ -19,8 +19,8 @@ from safetensors.torch import load_file, save_file
 from gkd.config.schema_actor import LoraConfig
 from tests.device import rank_device
 from tests.dist.fsdp_resume_cases import OTHER_WORLD, SAME_WORLD, in_two, resume_in_one, save_in_one
-from tests.dist.helpers import caught, run_ranks
-from tests.dist.hf_models import make_model_folder
+from tests.dist.helpers import caught, group_of_one, run_ranks
+from tests.dist.hf_models import IMAGE_KINDS, language_model, make_model_folder
 from tests.dist.megatron_reference import (
     BETAS,
     CLIP,
@@ -30,13 +30,15 @@ from tests.dist.megatron_reference import (
     dense_bucket_loss_sum,
     make_hf_folder,
     make_micro_batches,
+    read_model,
     train_reference,
 )
 from tests.dist.peft_reference import LORA, train_peft
 from tests.dist.reference_cases import indices_of, measure_reference, plain_logprobs
 from tests.dist.resume_cases import SAVED_AT
-from tests.dist.student_cases import as_numpy, build_student, packed, same_weights, share, weights
+from tests.dist.student_cases import as_numpy, build_student, grads_of, packed, same_weights, share, weights
 
+SINGLE = "model.safetensors"
 N_CURVE, N_SHORT = 20, 4
 BF16_LR = 2e-4
 # name -> whether it supports packing and the fused head. The files of the last three differ from the parameters.
@@ -370,6 +372,42 @@ def test_any_architecture(ranks: Any, root: Path, kind: str) -> None:
         round_trip, losses = rank["architectures"][kind]
         assert round_trip
         assert losses == pytest.approx(reference.losses, abs=1e-5)
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize(("kind", "pack"), [(kind, pack) for kind in IMAGE_KINDS for pack in {False, kind != "gemma3"}])
+def test_a_model_that_reads_images(tmp_path: Path, kind: str, pack: bool) -> None:
+    """Fails if loss or gradients on text are not those of the whole model, if anything but the language model is
+    trained or sent, or if the export lacks a tensor, renames one or changes a frozen one.
+    """
+    folder, batches = make_model_folder(tmp_path / kind, kind), make_micro_batches(0)
+    source, n_tokens = load_file(folder / SINGLE), sum(batch.n_loss_tokens for batch in batches)
+
+    def plain_loss(path: Path) -> tuple[Any, torch.Tensor]:
+        model = read_model(path, dtype=torch.float32, attn_implementation="eager")
+        return model, torch.stack([dense_bucket_loss_sum(model(b.tokens).logits, b) for b in batches]).sum() / n_tokens
+
+    plain, loss = plain_loss(folder)
+    loss.backward()
+    with torch.no_grad():
+        for param in plain.parameters():
+            param.copy_(torch.zeros_like(param) if param.grad is None else param.grad)
+    plain.save_pretrained(tmp_path / "gradients")  # under the names of the files
+    gradients = load_file(tmp_path / "gradients" / SINGLE)
+    own = [packed(batch) for batch in batches] if pack else batches
+    with group_of_one():
+        student = build_student("fsdp2", folder, 0, 1, packing=pack)
+        assert student.evaluate(own).loss == pytest.approx(float(loss), abs=1e-6)
+        grads = grads_of(student, own)
+        assert grads.keys() == weights(student).keys() == language_model(source)
+        assert max(float((grad - gradients[name]).abs().max()) for name, grad in grads.items()) <= 1e-6
+        student.train_step(own)
+        assert len(student._optimizer.state) == len(list(student.model.parameters())) == len(grads)
+        student.save_hf(tmp_path / "export", folder)
+        exported = load_file(tmp_path / "export" / SINGLE)
+        assert exported.keys() == source.keys()
+        assert {n for n, t in exported.items() if not torch.equal(t, source[n])} == language_model(source)
+        assert student.evaluate(own).loss == pytest.approx(float(plain_loss(tmp_path / "export")[1]), abs=1e-5)
 
 
 @pytest.mark.dist
