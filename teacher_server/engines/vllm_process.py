@@ -58,6 +58,14 @@ def architecture_arguments(folder: str) -> dict[str, Any]:
     return text_alone if keeps or name is None else text_alone | {"hf_overrides": {"architectures": [name]}}
 
 
+def has_state(folder: str, **arguments: Any) -> bool:
+    """Return whether layers of the model keep a state instead of keys and values, such as Mamba's."""
+    from vllm import EngineArgs
+
+    config = EngineArgs(folder, skip_tokenizer_init=True, **architecture_arguments(folder), **arguments)
+    return bool(config.create_model_config().is_hybrid)
+
+
 def keep_files_in(folder: Path, remove: Callable[[Path], None]) -> None:
     """Make the engine that this process starts next keep its files in this folder; `remove` it at exit.
 

@@ -212,7 +212,7 @@ def train_reference(folder: Path, n_steps: int, *, n_batches: int | None = None)
         optimizer.zero_grad()
         loss.backward()
         if step == 0:
-            reference.grads = by_file_name(model, lambda p: p.grad)
+            reference.grads = by_file_name(model, lambda p: torch.zeros_like(p) if p.grad is None else p.grad)
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)
         optimizer.step()
         reference.losses.append(float(loss))

@@ -25,7 +25,6 @@ from tests.dist.frozen_cases import (
     N_GIVEN,
     PARAMS,
     PLAIN,
-    build,
     distributions,
     measure,
     sequences,
@@ -50,7 +49,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("frozen")
     for kind in ("qwen3", "qwen2_tied"):
         make_hf_folder(root / kind, kind)
-    for kind in ("gpt2", "gemma2", "mixtral", "olmo2"):
+    for kind in ("gpt2", "gemma2", "mixtral", "olmo2", *IMAGE_KINDS):
         make_model_folder(root / kind, kind)
     make_hf_folder(root / "qwen3_other", "qwen3")
     tensors = load_file(root / "qwen3" / "model.safetensors")
@@ -126,17 +125,16 @@ def test_scores_equal_those_of_the_servers_engine(root: Path, ranks: Any, world_
     assert 0.0 < worst <= TOLERANCE, worst
 
 
+@pytest.mark.parametrize("kind", ["qwen3", *IMAGE_KINDS])
 @pytest.mark.parametrize("world_size", WORLDS)
-def test_sampled_logprobs_are_right_in_float64(root: Path, ranks: Any, world_size: int) -> None:
+def test_sampled_logprobs_are_right_in_float64(root: Path, ranks: Any, world_size: int, kind: str) -> None:
     """Fails if both teachers have the same error: this reference is plain transformers."""
-    from transformers import AutoModelForCausalLM
-
-    plain = AutoModelForCausalLM.from_pretrained(root / "qwen3", dtype=torch.float64).eval()
+    plain = read_model(root / kind, dtype=torch.float64).eval()
     at = next(i for i, params in enumerate(PARAMS) if params.signal == "sampled")
     name, by_rank = next(iter(distributions(world_size).items()))
     batch = sequences()
     for rank, indices in enumerate(by_rank):
-        for index, tables in zip(indices, ranks[world_size][rank]["scores"]["qwen3", name], strict=True):
+        for index, tables in zip(indices, ranks[world_size][rank]["scores"][kind, name], strict=True):
             ids = torch.from_numpy(np.concatenate([batch[index].prompt_ids, batch[index].response_ids]).astype(int))
             first = len(batch[index].prompt_ids)
             with torch.inference_mode():
@@ -223,21 +221,6 @@ def test_bad_input_is_one_error_on_all_ranks(ranks: Any, world_size: int) -> Non
         kind, message = errors.pop()
         assert kind == "TeacherError" and text in message and "sample 7" in message, (name, message)
         assert all(rank["bad"][name][1] for rank in ranks[world_size]), name
-
-
-@pytest.mark.parametrize("kind", IMAGE_KINDS)
-def test_the_language_model_of_a_model_that_reads_images(tmp_path: Path, kind: str) -> None:
-    """Fails if the engine hf, or a local teacher, computes text with another part of the folder than transformers."""
-    model = read_model(make_model_folder(tmp_path, kind), dtype=torch.float32)
-    by_engine = engine_scores(tmp_path, PARAMS)
-    with group_of_one():
-        tables = build(tmp_path, packing=kind != "gemma3").score(sequences(), PARAMS)
-    for i, rollout in enumerate(sequences()):
-        assert max(difference(table, by_engine[n][i]) for n, table in enumerate(tables[i])) <= TOLERANCE
-        with torch.no_grad():
-            logits = model(torch.tensor([[*rollout.prompt_ids, *rollout.response_ids]])).logits[0]
-        expected = logits.log_softmax(-1)[len(rollout.prompt_ids) - 1 : -1].topk(8).values.numpy()
-        np.testing.assert_allclose(by_engine[0][i].logprobs, expected, atol=TOLERANCE)
 
 
 def test_errors_name_the_model(root: Path, ranks: Any) -> None:

@@ -56,12 +56,12 @@ def _settings(folder: Path, engine: str) -> EngineSettings:
     return EngineSettings(model=str(folder), max_tokens=32, max_batch_tokens=128, engine=engine, device="cpu")
 
 
-def _rollout_engine(folder: Path, tp: int = 1, lora: LoraConfig | None = None) -> Any:
+def _rollout_engine(folder: Path, tp: int = 1, *, lora: LoraConfig | None = None, dtype: str = "float32") -> Any:
     from gkd.config.schema_rollout import RolloutConfig
     from gkd.rollout.vllm.engine import RolloutEngine
 
     config = RolloutConfig(kv_cache_mib=32, max_num_seqs=8, tp=tp)
-    place = {"dtype": "float32", "max_model_len": 32, "device": "cpu", "eos_ids": [1], "lora": lora}
+    place = {"dtype": dtype, "max_model_len": 32, "device": "cpu", "eos_ids": [1], "lora": lora}
     return RolloutEngine(str(folder), config, **place)
 
 
@@ -196,6 +196,35 @@ def test_auto_takes_the_engine_that_computes_the_model(tmp_path: Path, kind: str
     np.testing.assert_allclose(scores, _logprobs(tmp_path, torch.arange(2, 22)), atol=1e-4)
 
 
+def _rollouts(engine: Any) -> list[Any]:
+    from gkd.rollout.messages import Sampling
+    from gkd.types import Prompt
+
+    prompts = [Prompt(i, np.arange(5 + i, 12 + 2 * i, dtype=np.int32)) for i in range(3)]
+    return list(engine.generate(prompts, Sampling(1, 1.0, 1.0, 12, seed=11)))
+
+
+def _check_rollouts(folder: Path, rollouts: list[Any], tolerance: float) -> None:
+    for rollout in rollouts:
+        tokens = torch.tensor([*rollout.prompt_ids, *rollout.response_ids])
+        expected = _logprobs(folder, tokens)[len(rollout.prompt_ids) - 1 :]
+        np.testing.assert_allclose(rollout.rollout_logprobs, expected, atol=tolerance)
+
+
+def _rollouts_of(folder: Path) -> list[Any]:
+    """Run in a child process."""
+    return _rollouts(_rollout_engine(folder, dtype="bfloat16"))
+
+
+def test_linear_attention_on_a_cpu(tmp_path: Path) -> None:
+    """Fails if vLLM takes weights that are kept as they were sent for packed ones, or does not start without chunks."""
+    sizes = {"linear_num_key_heads": 1, "linear_num_value_heads": 2, "num_experts": 2, "num_experts_per_tok": 1}
+    layers = {"layer_types": ["linear_attention", "full_attention"], "initializer_range": 0.1}
+    _save(tmp_path, "Qwen3Next", **sizes, **layers)
+    with EngineProcess() as process:
+        _check_rollouts(tmp_path, process.call(_rollouts_of, tmp_path), 0.1)
+
+
 # Models that read images: text alone.
 
 NAMES = Path(__file__).resolve().parents[1] / "torchvision_names"
@@ -215,13 +244,7 @@ def _enter() -> None:
 
 
 def _synced(folder: Path, later: Path, targets: list[str]) -> tuple[bool, str, list[Any]]:
-    """Run in a child process: return if an engine got the later language model, an error, and rollouts in between.
-
-    Args:
-        targets: of adapters, which are sent, too.
-    """
-    from gkd.rollout.messages import Sampling
-    from gkd.types import Prompt
+    """Run in a child process: return if an engine got the later language model, and adapters; an error; rollouts."""
     from gkd.weight_sync.buckets import differing
     from tests.e2e.weight_sender import WeightSender
 
@@ -235,9 +258,7 @@ def _synced(folder: Path, later: Path, targets: list[str]) -> tuple[bool, str, l
         factors = {f"{name}.lora_A.weight": 0.1 * torch.randn(4, layer.in_features) for name, layer in layers}
         factors |= {f"{name}.lora_B.weight": 0.1 * torch.randn(layer.out_features, 4) for name, layer in layers}
         sent |= sender.push(factors, 2, adapters=True)[0]
-    held = engine.digests()
-    prompts = [Prompt(i, np.arange(5 + i, 12 + 2 * i, dtype=np.int32)) for i in range(3)]
-    rollouts = list(engine.generate(prompts, Sampling(1, 1.0, 1.0, 12, seed=11)))
+    held, rollouts = engine.digests(), _rollouts(engine)
     kept = {name: tensor for name, tensor in tensors.items() if not name.endswith(LOST)}
     error = str(caught(lambda: sender.push(kept, 3, **({"adapters": False} if targets else {}))))
     return not differing(sent, held) and held.keys() == sent.keys(), error, rollouts
@@ -252,10 +273,8 @@ def test_a_sync_replaces_the_language_model(tmp_path: Path, kind: str, targets: 
         process.call(_enter)
         is_same, error, rollouts = process.call(_synced, folder, later, targets)
     assert is_same and LOST in error
-    for rollout in rollouts if not targets else ():
-        tokens = torch.tensor([*rollout.prompt_ids, *rollout.response_ids])
-        expected = _logprobs(later, tokens)[len(rollout.prompt_ids) - 1 :]
-        np.testing.assert_allclose(rollout.rollout_logprobs, expected, atol=1e-4)
+    if not targets:
+        _check_rollouts(later, rollouts, 1e-4)
 
 
 @pytest.mark.parametrize("kind", IMAGE_KINDS)

@@ -16,6 +16,7 @@ from contextlib import nullcontext
 from typing import Any
 
 import torch
+import vllm._custom_ops as custom_ops
 import vllm.model_executor.layers.utils as layer_utils
 from torch import Tensor
 from torch.distributed import ReduceOp
@@ -50,7 +51,18 @@ def keep_cpu_weights_live() -> None:
         setattr(layer, "cpu_linear", torch.nn.functional.linear)  # noqa: B010  (vLLM's attribute, not torch's)
 
     layer_utils.dispatch_cpu_unquantized_gemm = use_plain_linear
+    for name in ("causal_conv1d_fwd_cpu", "causal_conv1d_update_cpu"):
+        setattr(custom_ops, name, _convolution(getattr(custom_ops, name)))
     keep_cpu_experts_live()
+
+
+def _convolution(kernel: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Return a convolution of vLLM's gated delta nets that computes with the parameter; vLLM has packed it here."""
+
+    def convolve(*, weight: Tensor, is_weight_packed: bool, **arguments: Any) -> Tensor:
+        return kernel(weight=weight.flatten(1), is_weight_packed=False, **arguments)
+
+    return convolve
 
 
 class WeightReceiver(SleepMixin):
@@ -91,12 +103,9 @@ class WeightReceiver(SleepMixin):
             loaded.update(model.load_weights(tensors))
 
         n_bytes = self._gkd_receive_all(plans, load)
-        # A model that reads images may hold more than the language model, such as the ends of lines of LLaVA-NeXT.
-        trained = getattr(model, "get_language_model", lambda: model)()
-        own = set(map(id, (*trained.parameters(), *trained.buffers())))
-        missed = sorted({unwrapped(name) for name, param in model.named_parameters() if id(param) in own} - loaded)
+        held = _places(model)
+        missed = sorted(({unwrapped(name) for name, _ in model.named_parameters()} & held.keys()) - loaded)
         # vLLM reports a fused parameter as loaded after one of its tensors.
-        held = {name: tensor for name, tensor in _places(model).items() if id(tensor) in own}
         missed += sorted({name for name, (_, parts) in load_record().read.items() if _is_held(parts, held)} - received)
         if missed:
             raise WeightSyncError(f"the weight sync did not send these parameters of the rollout engine: {missed[:8]}")
@@ -179,7 +188,11 @@ def held_tensors(model: torch.nn.Module, dtype: torch.dtype) -> Iterator[tuple[s
 
 
 def _places(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    return {unwrapped(name): tensor for name, tensor in (*model.named_parameters(), *model.named_buffers())}
+    """Return parameters and buffers of the language model: LLaVA-NeXT has one for the ends of an image's lines, too."""
+    trained = getattr(model, "get_language_model", lambda: model)()
+    own = set(map(id, (*trained.parameters(), *trained.buffers())))
+    held = (*model.named_parameters(), *model.named_buffers())
+    return {unwrapped(name): tensor for name, tensor in held if id(tensor) in own}
 
 
 def _is_held(parts: Sequence[Part], held: Mapping[str, torch.Tensor]) -> bool:
