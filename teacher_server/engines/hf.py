@@ -163,7 +163,8 @@ class HfEngine:
 
 def auto_class(config: Any) -> Any:
     """Return transformers' class for the model of a config. For most that read images it has no causal one."""
-    is_causal = config.model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES or hasattr(config, "auto_map")
+    own_code = getattr(config, "auto_map", None) or {}
+    is_causal = config.model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES or AutoModelForCausalLM.__name__ in own_code
     has_decoder = config.get_text_config() is not config and not config.is_encoder_decoder
     reads_images = has_decoder and config.model_type in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
     return AutoModelForImageTextToText if reads_images and not is_causal else AutoModelForCausalLM

@@ -171,7 +171,7 @@ def held_tensors(model: torch.nn.Module, dtype: torch.dtype) -> Iterator[tuple[s
     """
     held = _places(model)
     group = get_tp_group()
-    device = next(model.parameters()).device
+    device = next(iter(held.values())).device
     for name, (shape, parts) in load_record().read.items():
         sources = [(part, _view(held[part.place], part)) for part in parts if part.place in held]
         whole = torch.empty(shape, dtype=dtype, device="meta")
