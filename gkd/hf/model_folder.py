@@ -5,6 +5,7 @@ The teacher server's code finds the weight files; its errors become ModelErrors.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -51,7 +52,10 @@ def read_model_folder(path: str | Path, key: str) -> ModelFolder:
     """
     config_json = read_config_json(local_path(str(path), key, weights=False), key)
     dims = read_dims(config_json)
-    return ModelFolder(config_json, dims, None if dims.is_exact else tensor_shapes(Path(local_path(str(path), key))))
+    tensors: Tensors | None = None if dims.is_exact else tensor_shapes(Path(local_path(str(path), key)))
+    if tensors is not None and "text_config" in config_json:
+        tensors = _language_model(tensors, dims.n_layers)
+    return ModelFolder(config_json, dims, tensors)
 
 
 def read_config_json(path: str | Path, key: str) -> dict[str, Any]:
@@ -71,17 +75,35 @@ def count_params(tensors: Tensors) -> tuple[int, int, int]:
     layers: dict[str, int] = {}
     embedding = total = 0
     for name, shape in tensors.items():
-        n, words = prod(shape), name.split(".")
+        n = prod(shape)
         total += n
-        numbers = [i for i, word in enumerate(words) if word.isdecimal() and i and words[i - 1] in _BLOCKS]
-        if numbers:
-            block = ".".join(words[: numbers[0] + 1])
+        if block := _block(name):
             layers[block] = layers.get(block, 0) + n
         elif len(shape) == 2:
             embedding = max(embedding, n)
     if not embedding:
         raise ModelError("the model's weight files have no embedding, so its memory cannot be estimated.")
     return total, max(layers.values(), default=0), embedding
+
+
+def _block(name: str) -> str:
+    """Return the name of the layer that a tensor belongs to; empty if it belongs to none."""
+    words = name.split(".")
+    numbers = [i for i, word in enumerate(words) if word.isdecimal() and i and words[i - 1] in _BLOCKS]
+    return ".".join(words[: numbers[0] + 1]) if numbers else ""
+
+
+def _language_model(tensors: Tensors, n_layers: int) -> Tensors:
+    """Return the tensors that a run holds: of the largest part with `n_layers` layers, and of the head."""
+    parts = Counter[str]()
+    layers: dict[str, set[str]] = {}
+    for name, shape in tensors.items():
+        part = _block(name).rpartition(".")[0].rpartition(".")[0]
+        parts[part] += prod(shape)
+        layers.setdefault(part, set()).add(_block(name))
+    part = max(parts, key=lambda part: (len(layers[part]) == n_layers, parts[part]))
+    prefix = f"{part}." if part else ""
+    return {name: shape for name, shape in tensors.items() if name.startswith(prefix) or "lm_head" in name}
 
 
 def eos_token_ids(path: str, tokenizer: Any) -> list[int]:
@@ -129,7 +151,7 @@ def checked_folder(key: str, path: str) -> Iterator[None]:
 def check_engines(config: Config, device: str) -> None:
     """Raise ConfigError if vLLM, which generates the rollouts, cannot compute the student on `device`: cpu or cuda."""
     try:
-        check_vllm_support(Path(config.model.path), on_cpu=device == "cpu")
+        check_vllm_support(Path(config.model.path), on_cpu=device == "cpu", dtype=config.model.dtype)
     except files.FolderError as error:
         raise config.error("model.path", error.problem, error.fix) from error
 

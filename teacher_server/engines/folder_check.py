@@ -7,6 +7,7 @@ trainer's loaders disagree about what is refused here: one applies a leftover, a
 from __future__ import annotations
 
 from collections.abc import Mapping
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -134,8 +135,8 @@ _ONE_WINDOW = ("qwen2", "qwen3")  # vLLM's code for these has a sliding window i
 _NO_WINDOW = ("llama",)  # transformers' code for these ignores the key; merged models have it from a mistral or qwen2
 
 
-def check_vllm_support(folder: Path, *, on_cpu: bool) -> None:
-    """Raise FolderError if vLLM lacks the model's head size on the CPU, or has other sliding windows."""
+def check_vllm_support(folder: Path, *, on_cpu: bool, dtype: str) -> None:
+    """Raise FolderError if vLLM lacks a kernel for the CPU or a package, or has other sliding windows."""
     config = read_json(folder / "config.json")
     text = {**config, **inner} if isinstance(inner := config.get("text_config"), dict) else config
     head_size = _head_size(text)
@@ -143,6 +144,9 @@ def check_vllm_support(folder: Path, *, on_cpu: bool) -> None:
         sizes = ", ".join(map(str, CPU_HEAD_SIZES))
         problem = f"its attention heads have size {head_size}; vLLM's CPU attention supports {sizes}."
         raise FolderError(folder, problem, "use a model with one of these sizes.")
+    if on_cpu and dtype == "float32" and "linear_key_head_dim" in text:
+        problem = "vLLM's CPU kernel for its layers of linear attention computes in bfloat16, not in float32."
+        raise FolderError(folder, problem, "set the dtype to bfloat16.")
     if text.get("model_type") in _NO_WINDOW and _has_unread_window(text):
         problem = (
             f"sliding_window = {text['sliding_window']} in config.json: vLLM applies it, and transformers does not."
@@ -155,6 +159,9 @@ def check_vllm_support(folder: Path, *, on_cpu: bool) -> None:
         )
         fix = f"if no sequence is longer than {window}, set use_sliding_window to false and remove layer_types there."
         raise FolderError(folder, problem, fix)
+    if text is not config and find_spec("torchvision") is None:
+        problem = "its model reads images, for which vLLM imports torchvision, and that is not installed."
+        raise FolderError(folder, problem, "install the torchvision of the index that torch was installed from.")
 
 
 def _head_size(text: dict[str, Any]) -> int | None:

@@ -19,10 +19,14 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, DynamicCache
 from transformers.cache_utils import DynamicLayer
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+)
 from transformers.utils import logging as transformers_logging
 
 from teacher_server.engines.base import RowStream, ScoreParams, Scores, TokenSequence
@@ -56,13 +60,14 @@ class HfEngine:
         transformers_logging.disable_progress_bar()  # stderr has log lines alone, which may be JSON
         try:
             # sdpa: the memory of attention is linear in S; transformers refuses models without it.
-            loaded = AutoModelForCausalLM.from_pretrained(
+            loaded = auto_class(AutoConfig.from_pretrained(path)).from_pretrained(
                 path, dtype=_DTYPES[dtype], attn_implementation="sdpa", output_loading_info=True
             )
         except (OSError, ValueError, RuntimeError, KeyError, ImportError) as error:
             raise ServerError(f"model folder {path}: transformers cannot load the model: {error}") from error
         model: Any = loaded[0]
         _check_loaded(path, *loaded)
+        keep_language_model(model)
         self._device = torch.device(device)
         if self._device.type == "cpu":
             use_onednn(model)
@@ -160,6 +165,48 @@ class HfEngine:
         return MatrixStream(self._head.weight, wire)
 
 
+def auto_class(config: Any) -> Any:
+    """Return transformers' class for the model of a config. For most that read images it has no causal one."""
+    own_code = getattr(config, "auto_map", None) or {}
+    is_causal = config.model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES or AutoModelForCausalLM.__name__ in own_code
+    has_decoder = config.get_text_config() is not config and not config.is_encoder_decoder
+    reads_images = has_decoder and config.model_type in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
+    return AutoModelForImageTextToText if reads_images and not is_causal else AutoModelForCausalLM
+
+
+def keep_language_model(model: Any) -> None:
+    """Remove from a model that reads images what it does not need for text: all but its decoder and LM head.
+
+    A tower would take memory and, if it is trained, decay without a gradient. See `outside_names`.
+    """
+    if model.config.get_text_config() is model.config:
+        return
+    decoder, head = model.get_decoder(), model.get_output_embeddings()
+    path = next(name for name, module in model.named_modules() if module is decoder)
+    removed: list[str] = []
+    parent, where = model, ""
+    for step in path.split("."):
+        for name, child in [*parent.named_children()]:
+            if name != step and child is not head:
+                setattr(parent, name, None)
+                removed.append(f"{where}{name}.")
+        for name, _ in [*parent.named_parameters(recurse=False)]:  # such as that of the ends of lines of LLaVA-NeXT
+            parent.register_parameter(name, None)
+            removed.append(where + name)
+        parent = getattr(parent, step)
+        where += f"{step}."
+    model.removed_prefixes = tuple(removed)
+
+
+def outside_names(model: Any, names: Iterable[str]) -> set[str]:
+    """Return which tensors of the folder belong to what `keep_language_model` has removed."""
+    removed = getattr(model, "removed_prefixes", ())
+    renamings = [each for each in get_model_conversion_mapping(model) if isinstance(each, WeightRenaming)]
+    own = {name: rename_source_key(name, renamings, [])[0] for name in names}
+    base = model.base_model_prefix
+    return {name for name in own if own[name].startswith(removed) or f"{base}.{own[name]}".startswith(removed)}
+
+
 def _check_loaded(path: str, model: Any, info: Mapping[str, Any]) -> None:
     """Raise ServerError if a weight is missing, which transformers makes up, or one has no place in the model.
 
@@ -189,12 +236,14 @@ def _without_place(path: str, model: Any, unexpected: Iterable[str]) -> list[str
 def needed_tensors(path: str, names: Sequence[str]) -> list[str]:
     """Return which of the folder's tensors an engine may not leave out. Reads no weights.
 
-    It may leave out what transformers ignores, and further copies of tied weights; all are needed if transformers
-    cannot build the model.
+    It may leave out what transformers ignores, what is not of the language model, and further copies of tied weights;
+    all are needed if transformers cannot build the model.
     """
     try:
         with torch.device("meta"):
-            model: Any = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(path))
+            config = AutoConfig.from_pretrained(path)
+            model: Any = auto_class(config).from_config(config)
+            keep_language_model(model)
     except Exception as error:  # a model may have code of its own
         log.warning("%s: transformers cannot build the model: %s", path, error)
         return list(names)
@@ -206,9 +255,11 @@ def needed_tensors(path: str, names: Sequence[str]) -> list[str]:
     renamings = [each for each in conversions if isinstance(each, WeightRenaming)]
     converters = [each for each in conversions if isinstance(each, WeightConverter)]
     rename = partial(rename_source_key, base_model_prefix=model.base_model_prefix, meta_state_dict=state)
-    read = [name for name in names if name in state or rename(name, renamings, converters)[0] in state]
-    others = [name for name in names if name not in read and not any(re.search(p, name) for p in ignored)]
-    return [*read, *_without_place(path, model, others)]
+    own = {name: rename(name, renamings, converters)[0] for name in names}
+    read = [name for name in names if name in state or own[name] in state]
+    known = {*read, *outside_names(model, names)}
+    others = {own[name]: name for name in names if name not in known and not any(re.search(p, name) for p in ignored)}
+    return [*read, *(others[name] for name in _without_place(path, model, others))]
 
 
 def _longrope_limit(backbone: Any) -> float:

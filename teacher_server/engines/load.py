@@ -119,7 +119,7 @@ def _load_vllm(settings: EngineSettings, device: str, dtype: str) -> Engine:
         )
     folder = Path(settings.model)
     try:
-        check_vllm_support(folder, on_cpu=device == "cpu")
+        check_vllm_support(folder, on_cpu=device == "cpu", dtype=dtype)
     except FolderError as error:
         raise FolderError(folder, error.problem, "use --engine hf.") from error
     import torch

@@ -46,14 +46,24 @@ def gpu_memory_arguments(share: float, kv_cache_bytes: int | None) -> dict[str, 
 def architecture_arguments(folder: str) -> dict[str, Any]:
     """Return arguments of vLLM that name the model's class: vLLM goes by `architectures`, transformers by `model_type`.
 
-    A folder with several models or with code of its own keeps the class that it names.
+    A folder with several models or with code of its own keeps the class that it names. Of several models only the
+    language model is built: a processor of images would need a tokenizer, and its tower memory.
     """
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
     config = read_json(Path(folder, "config.json"))
     name = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(config.get("model_type"))
     keeps = config.get("architectures") and ("text_config" in config or "auto_map" in config)
-    return {} if keeps or name is None else {"hf_overrides": {"architectures": [name]}}
+    text_alone = {"language_model_only": True} if "text_config" in config else {}
+    return text_alone if keeps or name is None else text_alone | {"hf_overrides": {"architectures": [name]}}
+
+
+def has_state(folder: str, **arguments: Any) -> bool:
+    """Return whether layers of the model keep a state instead of keys and values, such as Mamba's."""
+    from vllm import EngineArgs
+
+    config = EngineArgs(folder, skip_tokenizer_init=True, **architecture_arguments(folder), **arguments)
+    return bool(config.create_model_config().is_hybrid)
 
 
 def keep_files_in(folder: Path, remove: Callable[[Path], None]) -> None:

@@ -37,7 +37,7 @@ def _serve(path: str, engine: str, checks: bool) -> tuple[str, Any]:
     try:
         folder_check.check_folder(Path(path))
         if engine == "rollout":
-            folder_check.check_vllm_support(Path(path), on_cpu=True)
+            folder_check.check_vllm_support(Path(path), on_cpu=True, dtype="float32")
             sizes = RolloutConfig(kv_cache_mib=64, max_num_seqs=8)
             student = RolloutEngine(path, sizes, dtype="float32", max_model_len=64, device="cpu", eos_ids=[])
             (got,) = student.generate([Prompt(0, _TOKENS[:20])], Sampling(1, 1.0, 1.0, max_tokens=16, seed=0))

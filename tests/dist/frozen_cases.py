@@ -20,7 +20,7 @@ from tests.dist.student_cases import build_student, same_weights, share, weights
 
 CUT = VOCAB - 50  # n_vocab of some tables
 # Folder -> whether sequences are packed. gpt2 has biases, learned positions and no rotary embedding.
-KINDS = {"qwen3": True, "qwen2_tied": False, "gpt2": True}
+KINDS = {"qwen3": True, "qwen2_tied": False, "gpt2": True, "mistral3": True, "gemma3": False, "qwen2_5_vl": True}
 PARAMS = (
     ScoreParams("topk", k=8),
     ScoreParams("topk", k=20, mass=0.7, temperature=2.0, n_vocab=CUT),

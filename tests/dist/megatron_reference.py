@@ -181,9 +181,11 @@ class Reference:
 
 def read_model(folder: Path, **options: Any) -> Any:
     """Return the model of a folder. All rows of its embedding get gradients, unlike in transformers the padding row."""
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
-    model = AutoModelForCausalLM.from_pretrained(folder, **options)
+    config = AutoConfig.from_pretrained(folder)
+    auto = AutoModelForCausalLM if config.get_text_config() is config else AutoModelForImageTextToText
+    model = auto.from_pretrained(folder, **options)
     model.get_input_embeddings().padding_idx = None
     return model
 
@@ -210,7 +212,7 @@ def train_reference(folder: Path, n_steps: int, *, n_batches: int | None = None)
         optimizer.zero_grad()
         loss.backward()
         if step == 0:
-            reference.grads = by_file_name(model, lambda p: p.grad)
+            reference.grads = by_file_name(model, lambda p: torch.zeros_like(p) if p.grad is None else p.grad)
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)
         optimizer.step()
         reference.losses.append(float(loss))

@@ -32,9 +32,9 @@ from tests.dist.frozen_cases import (
     with_top_ids,
 )
 from tests.dist.helpers import Measured, group_of_one, run_ranks
-from tests.dist.hf_models import make_model_folder
+from tests.dist.hf_models import IMAGE_KINDS, make_model_folder
 from tests.dist.local_teacher_cases import INDICES
-from tests.dist.megatron_reference import VOCAB, make_hf_folder
+from tests.dist.megatron_reference import VOCAB, make_hf_folder, read_model
 from tests.service.engine_host import own_rows
 
 pytestmark = pytest.mark.dist
@@ -49,7 +49,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("frozen")
     for kind in ("qwen3", "qwen2_tied"):
         make_hf_folder(root / kind, kind)
-    for kind in ("gpt2", "gemma2", "mixtral", "olmo2"):
+    for kind in ("gpt2", "gemma2", "mixtral", "olmo2", *IMAGE_KINDS):
         make_model_folder(root / kind, kind)
     make_hf_folder(root / "qwen3_other", "qwen3")
     tensors = load_file(root / "qwen3" / "model.safetensors")
@@ -125,17 +125,16 @@ def test_scores_equal_those_of_the_servers_engine(root: Path, ranks: Any, world_
     assert 0.0 < worst <= TOLERANCE, worst
 
 
+@pytest.mark.parametrize("kind", ["qwen3", *IMAGE_KINDS])
 @pytest.mark.parametrize("world_size", WORLDS)
-def test_sampled_logprobs_are_right_in_float64(root: Path, ranks: Any, world_size: int) -> None:
+def test_sampled_logprobs_are_right_in_float64(root: Path, ranks: Any, world_size: int, kind: str) -> None:
     """Fails if both teachers have the same error: this reference is plain transformers."""
-    from transformers import AutoModelForCausalLM
-
-    plain = AutoModelForCausalLM.from_pretrained(root / "qwen3", dtype=torch.float64).eval()
+    plain = read_model(root / kind, dtype=torch.float64).eval()
     at = next(i for i, params in enumerate(PARAMS) if params.signal == "sampled")
     name, by_rank = next(iter(distributions(world_size).items()))
     batch = sequences()
     for rank, indices in enumerate(by_rank):
-        for index, tables in zip(indices, ranks[world_size][rank]["scores"]["qwen3", name], strict=True):
+        for index, tables in zip(indices, ranks[world_size][rank]["scores"][kind, name], strict=True):
             ids = torch.from_numpy(np.concatenate([batch[index].prompt_ids, batch[index].response_ids]).astype(int))
             first = len(batch[index].prompt_ids)
             with torch.inference_mode():

@@ -19,8 +19,8 @@ from safetensors.torch import load_file, save_file
 from gkd.config.schema_actor import LoraConfig
 from tests.device import rank_device
 from tests.dist.fsdp_resume_cases import OTHER_WORLD, SAME_WORLD, in_two, resume_in_one, save_in_one
-from tests.dist.helpers import caught, run_ranks
-from tests.dist.hf_models import make_model_folder
+from tests.dist.helpers import caught, group_of_one, run_ranks
+from tests.dist.hf_models import IMAGE_KINDS, language_model, make_model_folder
 from tests.dist.megatron_reference import (
     BETAS,
     CLIP,
@@ -30,13 +30,15 @@ from tests.dist.megatron_reference import (
     dense_bucket_loss_sum,
     make_hf_folder,
     make_micro_batches,
+    read_model,
     train_reference,
 )
 from tests.dist.peft_reference import LORA, train_peft
 from tests.dist.reference_cases import indices_of, measure_reference, plain_logprobs
 from tests.dist.resume_cases import SAVED_AT
-from tests.dist.student_cases import as_numpy, build_student, packed, same_weights, share, weights
+from tests.dist.student_cases import as_numpy, build_student, grads_of, packed, same_weights, share, weights
 
+SINGLE = "model.safetensors"
 N_CURVE, N_SHORT = 20, 4
 BF16_LR = 2e-4
 # name -> whether it supports packing and the fused head. The files of the last three differ from the parameters.
@@ -370,6 +372,32 @@ def test_any_architecture(ranks: Any, root: Path, kind: str) -> None:
         round_trip, losses = rank["architectures"][kind]
         assert round_trip
         assert losses == pytest.approx(reference.losses, abs=1e-5)
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize(("kind", "pack"), [(kind, pack) for kind in IMAGE_KINDS for pack in {False, kind != "gemma3"}])
+def test_a_model_that_reads_images(tmp_path: Path, kind: str, pack: bool) -> None:
+    """Fails if loss or gradients on text are not those of the whole model, if anything but the language model is
+    trained or sent, or if the export lacks a tensor, renames one or changes a frozen one.
+    """
+    folder = make_model_folder(tmp_path / kind, kind)
+    source, reference = load_file(folder / SINGLE), train_reference(folder, 2)
+    trained = language_model(source)
+    first, second = ([packed(b) if pack else b for b in make_micro_batches(step)] for step in range(2))
+    with group_of_one():
+        student = build_student("fsdp2", folder, 0, 1, packing=pack)
+        grads = grads_of(student, first)
+        assert grads.keys() == weights(student).keys() == trained
+        for own, place in student._places.items():
+            torch.testing.assert_close(grads[place.parts[0].name], reference.grads[own], atol=1e-6, rtol=0.0)
+        assert student.train_step(first).loss == pytest.approx(reference.losses[0], abs=1e-6)
+        assert student.evaluate(second).loss == pytest.approx(reference.losses[1], abs=1e-5)
+        assert len(student._optimizer.state) == len(list(student.model.parameters())) == len(trained)
+        student.save_hf(tmp_path / "export", folder)
+        exported, held = load_file(tmp_path / "export" / SINGLE), weights(student)
+    assert exported.keys() == source.keys()
+    assert all(torch.equal(tensor, (held if name in trained else source)[name]) for name, tensor in exported.items())
+    read_model(tmp_path / "export")
 
 
 @pytest.mark.dist

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
+import sys
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +16,16 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from gkd.config.schema_actor import LoraConfig
 from gkd.errors import ConfigError, RankFailed
 from teacher_server.engines.base import ScoreParams, TokenSequence
 from teacher_server.engines.load import EngineSettings, load_engine
 from teacher_server.errors import ServerError
+from tests.dist.helpers import caught
+from tests.dist.hf_models import IMAGE_KINDS, language_model, make_model_folder
+from tests.dist.megatron_reference import read_model
+from tests.e2e.conftest import VOCAB as LAB_VOCAB
+from tests.e2e.conftest import Lab
 from tests.engine_process import EngineProcess
 from tests.random_models import save_random
 
@@ -46,12 +56,13 @@ def _settings(folder: Path, engine: str) -> EngineSettings:
     return EngineSettings(model=str(folder), max_tokens=32, max_batch_tokens=128, engine=engine, device="cpu")
 
 
-def _rollout_engine(folder: Path, tp: int = 1) -> Any:
+def _rollout_engine(folder: Path, tp: int = 1, *, lora: LoraConfig | None = None, dtype: str = "float32") -> Any:
     from gkd.config.schema_rollout import RolloutConfig
     from gkd.rollout.vllm.engine import RolloutEngine
 
     config = RolloutConfig(kv_cache_mib=32, max_num_seqs=8, tp=tp)
-    return RolloutEngine(str(folder), config, dtype="float32", max_model_len=32, device="cpu", eos_ids=[1])
+    place = {"dtype": dtype, "max_model_len": 32, "device": "cpu", "eos_ids": [1], "lora": lora}
+    return RolloutEngine(str(folder), config, **place)
 
 
 def _refusal(folder: Path, engine: str) -> str:
@@ -156,6 +167,13 @@ def test_an_engine_reads_back_what_it_has_loaded(tmp_path: Path, kind: str) -> N
     assert held == expected
 
 
+def _logprobs(folder: Path, tokens: torch.Tensor) -> np.ndarray:
+    """Return those of transformers for all tokens but the first."""
+    with torch.no_grad():
+        rows = read_model(folder, dtype=torch.float32)(tokens[None]).logits[0].log_softmax(-1)
+    return rows[:-1].gather(-1, tokens[1:, None])[:, 0].numpy()
+
+
 def _scores_of_auto(folder: Path) -> tuple[str, np.ndarray]:
     """Run in a child process: as on a GPU, where vLLM is the first choice."""
     from teacher_server.engines import load
@@ -177,17 +195,126 @@ def _scores_of_auto(folder: Path) -> tuple[str, np.ndarray]:
 )
 def test_auto_takes_the_engine_that_computes_the_model(tmp_path: Path, kind: str, settings: dict[str, Any]) -> None:
     """Fails if a teacher on a GPU is scored by a vLLM that reads a part of its heads, or no bias of o_proj."""
-    from transformers import AutoModelForCausalLM
-
     _save(tmp_path, kind, **settings)
     tensors = load_file(tmp_path / SINGLE)
     save_file({name: t + 0.3 * torch.randn_like(t) for name, t in tensors.items()}, tmp_path / SINGLE, {"format": "pt"})
     with EngineProcess() as process:
         assert "self_attn." in process.call(_refusal, tmp_path, "teacher")
         name, scores = process.call(_scores_of_auto, tmp_path)
-    tokens = torch.arange(2, 22)
-    with torch.no_grad():
-        logits = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)(tokens[None]).logits[0]
-    expected = logits.log_softmax(-1)[:-1].gather(-1, tokens[1:, None])[:, 0]
     assert name == "hf"
-    np.testing.assert_allclose(scores, expected.numpy(), atol=1e-4)
+    np.testing.assert_allclose(scores, _logprobs(tmp_path, torch.arange(2, 22)), atol=1e-4)
+
+
+def _rollouts(engine: Any) -> list[Any]:
+    from gkd.rollout.messages import Sampling
+    from gkd.types import Prompt
+
+    prompts = [Prompt(i, np.arange(5 + i, 12 + 2 * i, dtype=np.int32)) for i in range(3)]
+    return list(engine.generate(prompts, Sampling(1, 1.0, 1.0, 12, seed=11)))
+
+
+def _check_rollouts(folder: Path, rollouts: list[Any], tolerance: float) -> None:
+    for rollout in rollouts:
+        tokens = torch.tensor([*rollout.prompt_ids, *rollout.response_ids])
+        expected = _logprobs(folder, tokens)[len(rollout.prompt_ids) - 1 :]
+        np.testing.assert_allclose(rollout.rollout_logprobs, expected, atol=tolerance)
+
+
+def _rollouts_of(folder: Path) -> list[Any]:
+    """Run in a child process."""
+    return _rollouts(_rollout_engine(folder, dtype="bfloat16"))
+
+
+def test_linear_attention_on_a_cpu(tmp_path: Path) -> None:
+    """Fails if vLLM takes weights that are kept as they were sent for packed ones, or does not start without chunks."""
+    sizes = {"linear_num_key_heads": 1, "linear_num_value_heads": 2, "num_experts": 2, "num_experts_per_tok": 1}
+    layers = {"layer_types": ["linear_attention", "full_attention"], "initializer_range": 0.1}
+    _save(tmp_path, "Qwen3Next", **sizes, **layers)
+    with EngineProcess() as process:
+        _check_rollouts(tmp_path, process.call(_rollouts_of, tmp_path), 0.1)
+
+
+# Models that read images: text alone.
+
+NAMES = Path(__file__).resolve().parents[1] / "torchvision_names"
+LOST, TARGETS = "layers.1.self_attn.o_proj.weight", ["q_proj", "down_proj"]
+
+
+def _import_path() -> str:
+    """Return the PYTHONPATH of processes that import torchvision."""
+    own = [] if find_spec("torchvision") else [str(NAMES)]
+    return os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), *own]))
+
+
+def _enter() -> None:
+    """Call this in a child process. vLLM inspects a model's code in a further one."""
+    os.environ["PYTHONPATH"] = _import_path()
+    sys.path.append(str(NAMES))
+
+
+def _synced(folder: Path, later: Path, targets: list[str]) -> tuple[bool, str, list[Any]]:
+    """Run in a child process: return if an engine got the later language model, and adapters; an error; rollouts."""
+    from gkd.weight_sync.buckets import differing
+    from tests.e2e.weight_sender import WeightSender
+
+    engine = _rollout_engine(folder, lora=LoraConfig(rank=4, targets=targets) if targets else None)
+    sender, tensors = WeightSender(engine), load_file(later / SINGLE)
+    tensors = {name: tensors[name] for name in language_model(tensors)}
+    sent, _ = sender.push(tensors, 1, **({"adapters": False} if targets else {}))
+    if targets:  # under the names of transformers, as a student sends them
+        modules = [*read_model(later).get_decoder().named_modules(prefix="model.language_model")]
+        layers = [(name, layer) for name, layer in modules if name.endswith(tuple(targets))]
+        factors = {f"{name}.lora_A.weight": 0.1 * torch.randn(4, layer.in_features) for name, layer in layers}
+        factors |= {f"{name}.lora_B.weight": 0.1 * torch.randn(layer.out_features, 4) for name, layer in layers}
+        sent |= sender.push(factors, 2, adapters=True)[0]
+    held, rollouts = engine.digests(), _rollouts(engine)
+    kept = {name: tensor for name, tensor in tensors.items() if not name.endswith(LOST)}
+    error = str(caught(lambda: sender.push(kept, 3, **({"adapters": False} if targets else {}))))
+    return not differing(sent, held) and held.keys() == sent.keys(), error, rollouts
+
+
+@pytest.mark.parametrize("targets", [[], TARGETS])
+@pytest.mark.parametrize("kind", IMAGE_KINDS)
+def test_a_sync_replaces_the_language_model(tmp_path: Path, kind: str, targets: list[str]) -> None:
+    """Fails if vLLM requires the tower, computes text otherwise, does not know names, or keeps what a step changed."""
+    folder, later = make_model_folder(tmp_path / "a", kind), make_model_folder(tmp_path / "b", kind, seed=1)
+    with EngineProcess() as process:
+        process.call(_enter)
+        is_same, error, rollouts = process.call(_synced, folder, later, targets)
+    assert is_same and LOST in error
+    if not targets:
+        _check_rollouts(later, rollouts, 1e-4)
+
+
+@pytest.mark.parametrize("kind", IMAGE_KINDS)
+def test_a_teacher_of_vllm_scores_as_transformers(tmp_path: Path, kind: str) -> None:
+    """Fails if it scores with another part of the folder, or starts without a tensor of the language model."""
+    folder, damaged = make_model_folder(tmp_path / "a", kind), make_model_folder(tmp_path / "b", kind)
+    kept = {name: t for name, t in load_file(folder / SINGLE).items() if not name.endswith(LOST)}
+    save_file(kept, damaged / SINGLE, {"format": "pt"})
+    with EngineProcess() as process:
+        process.call(_enter)
+        assert LOST in process.call(_refusal, damaged, "teacher")
+        name, scores = process.call(_scores_of_auto, folder)
+    assert name == "vllm"
+    np.testing.assert_allclose(scores, _logprobs(folder, torch.arange(2, 22)), atol=1e-4)
+
+
+@pytest.mark.slow
+def test_a_run_distills_text_into_a_model_that_reads_images(
+    lab: Lab, teacher_port: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Fails if a part of the system does not know such a folder, or the export is not a whole one."""
+    student = make_model_folder(tmp_path / "gemma3", "gemma3", n_vocab=LAB_VOCAB)
+    for file in lab.student.glob("*token*"):
+        shutil.copyfile(file, student / file.name)
+    (student / "generation_config.json").write_text(json.dumps({"eos_token_id": 1, "pad_token_id": 0}))
+    monkeypatch.setenv("PYTHONPATH", _import_path())
+    run_dir, own = tmp_path / "run", ("actor.strategy=fsdp2", "actor.packing=false", f"model.path={student}")
+    lab.finished_run(run_dir, teacher_port, *own, "trainer.total_steps=2", "weight_sync.verify=always")
+    source, exported = load_file(student / SINGLE), load_file(run_dir / "export" / SINGLE)
+    trained = language_model(source)
+    assert exported.keys() == source.keys()
+    assert {name for name in source if not torch.equal(source[name], exported[name])} == trained
+    steps = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    assert [row["weight_sync/verified_tensors"] for row in steps if row["step"]] == [len(trained)] * 2

@@ -32,10 +32,12 @@ from gkd.config.schema_sections import DataConfig, ModelConfig
 from gkd.config.schema_trainer import TrainerConfig
 from gkd.errors import ConfigError, ModelError
 from gkd.hf.model_dims import check_engine_split
-from gkd.hf.model_folder import open_tensors, weights_digest
+from gkd.hf.model_folder import check_engines, open_tensors, read_model_folder, tensor_shapes, weights_digest
 from gkd.preflight.meta_models import check_fsdp_student, distinct_sizes
 from gkd.preflight.student import check_student
-from tests.dist.hf_models import make_model_folder
+from teacher_server.engines.hf import HfEngine
+from teacher_server.errors import ServerError
+from tests.dist.hf_models import IMAGE_KINDS, language_model, make_model_folder
 from tests.dist.megatron_reference import VOCAB, make_hf_folder
 from tests.random_models import save_random
 from tests.refusals import refuses
@@ -125,6 +127,28 @@ def test_models_that_do_not_support_the_settings(
     with refuses(key) as caught:
         check_student(_config(folders / kind, **actor))
     assert text in str(caught.value)
+
+
+@pytest.mark.parametrize("kind", IMAGE_KINDS)
+def test_models_that_read_images(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    """Fails if a user has to remove the tower from a folder, or if what it or an engine lacks is found after the start.
+
+    Or if all that is missing is taken for a part of the tower.
+    """
+    config = _config(make_model_folder(tmp_path, kind), packing=kind != "gemma3", lora=LoraConfig(rank=2))
+    assert check_student(config) == VOCAB
+    with refuses("model.path"):
+        check_student(config.with_values({"actor.strategy": "megatron"}))
+    monkeypatch.setattr("teacher_server.engines.folder_check.find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match="torchvision"):
+        check_engines(config, "cpu")
+    assert (read_model_folder(tmp_path, "model.path").tensors or {}).keys() == language_model(tensor_shapes(tmp_path))
+    lost, file = "layers.1.mlp.up_proj.weight", tmp_path / "model.safetensors"
+    save_file({n: t for n, t in load_file(file).items() if not n.endswith(lost)}, file, {"format": "pt"})
+    with pytest.raises(ConfigError, match=lost):
+        check_student(config)
+    with pytest.raises(ServerError, match=lost):
+        HfEngine(str(tmp_path), dtype="float32", device="cpu", max_tokens=8)
 
 
 def test_changes_to_logits_named_in_config_json(folders: Path, qwen3: Path) -> None:

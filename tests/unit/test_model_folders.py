@@ -275,6 +275,7 @@ def test_an_export_ends_responses_as_the_run_did(tied: Path, tmp_path: Path, eos
         ({"head_dim": None}, True, "size 8"),  # hidden size 32, 4 heads
         ({"kv_lora_rank": 4, "head_dim": 16}, True, ""),
         ({"text_config": {"head_dim": 48}}, True, "size 48"),
+        ({"head_dim": 32, "linear_key_head_dim": 8}, True, "bfloat16"),
         ({"use_sliding_window": True, "max_window_layers": 1, "sliding_window": 9}, False, "sliding window"),
         ({"use_sliding_window": True, "max_window_layers": 2, "sliding_window": 9}, False, ""),
         ({"layer_types": ["full_attention", "sliding_attention"], "max_window_layers": 1}, False, "sliding window"),
@@ -293,10 +294,11 @@ def test_what_vllm_cannot_compute_is_refused_early(
     """
     shutil.copy(models / "qwen3" / "config.json", tmp_path)
     _set(tmp_path, **{"layer_types": None, **change})
+    config = _config(tmp_path).with_values({"model.dtype": "float32"})
     if not word:
-        return check_engines(_config(tmp_path), "cpu" if on_cpu else "cuda")
+        return check_engines(config, "cpu" if on_cpu else "cuda")
     with pytest.raises(ConfigError, match=word) as caught:
-        check_engines(_config(tmp_path), "cpu" if on_cpu else "cuda")
+        check_engines(config, "cpu" if on_cpu else "cuda")
     assert caught.value.key == "model.path" and "GPU" not in str(caught.value)
 
 

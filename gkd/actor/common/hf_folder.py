@@ -9,6 +9,7 @@ import json
 import shutil
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -17,7 +18,7 @@ import torch
 from torch import Tensor
 
 from gkd.config.schema_actor import LoraConfig
-from gkd.hf.model_folder import INDEX_NAME, SINGLE_NAME
+from gkd.hf.model_folder import INDEX_NAME, SINGLE_NAME, open_tensors
 from gkd.run.disk import fsync, fsync_tree
 from teacher_server.engines.hub import name_of
 
@@ -37,7 +38,10 @@ def write_folder(
     max_shard_bytes: int = MAX_SHARD_BYTES,
     stop_ids: Sequence[int] = (),
 ) -> None:
-    """Write the weights, and copy config, generation config and tokenizer from `source_dir`. All or nothing.
+    """Write the weights, and copy what the student does not hold from `source_dir`. All or nothing.
+
+    That is config, generation config and tokenizer; and tensors, such as a vision tower's or those that predict further
+    tokens: a folder without them is another model, for which transformers makes them up.
 
     Args:
         tensors: the tensors of `plans`, in their order, on any device; written one at a time.
@@ -79,11 +83,18 @@ def _fill(
         elif source.is_file() and not source.name.endswith(_WEIGHT_SUFFIXES + _LEFT_OUT):
             shutil.copyfile(source, partial / source.name)  # sets no mode: files of a shared model store are read-only
     specs = {spec[0]: spec for plan in plans for spec in plan}
-    sizes = {name: _n_bytes(shape, dtype) for name, shape, dtype in specs.values()}
     _set_dtype(partial / "config.json", plans[0][0][2])
-    files = _split_into_files(sizes, max_shard_bytes)
-    for file_name, names in files.items():
-        write_safetensors(partial / file_name, [specs[name] for name in names], tensors)
+    with open_tensors(source_dir) as held:
+        # The student holds its head; one that it does not export is the source's copy of tied embeddings.
+        others = [name for name in held if name not in specs and not name.endswith("lm_head.weight")]
+        for name in others:
+            header = held[name].get_slice(name)
+            specs[name] = (name, tuple(header.get_shape()), _COPIED_DTYPES[header.get_dtype()])
+        sizes = {name: _n_bytes(shape, dtype) for name, shape, dtype in specs.values()}
+        files = _split_into_files(sizes, max_shard_bytes)
+        all_tensors = chain(tensors, ((name, held[name].get_tensor(name)) for name in others))
+        for file_name, names in files.items():
+            write_safetensors(partial / file_name, [specs[name] for name in names], all_tensors)
     if len(files) > 1:
         weight_map = {name: file_name for file_name, names in files.items() for name in names}
         index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": weight_map}
@@ -178,7 +189,17 @@ DTYPES = {
     "BF16": torch.bfloat16,
     "U8": torch.uint8,
 }
-_DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+# Those of tensors that an export copies: counters, masks, weights in 8 bits.
+_COPIED_DTYPES = DTYPES | {
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "BOOL": torch.bool,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+}
+_DTYPE_NAMES = {dtype: name for name, dtype in _COPIED_DTYPES.items()}
 _ALIGN_BYTES = 8  # alignment of the first tensor, so that a mapped file can be read in place
 
 

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl, checkpoint_wrapper
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
-from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import AttentionInterface, AutoConfig, PretrainedConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
 
 from gkd.actor.fsdp.attention import PACKED_ATTENTION, Pack, packed_attention, refuse_packing
@@ -32,6 +32,7 @@ from gkd.errors import ModelError
 from gkd.loss.distill_loss import DistillLoss
 from gkd.memory.host_buffer import page_lock
 from gkd.types import TokenTargets
+from teacher_server.engines.hf import auto_class, keep_language_model
 
 
 class LossModel(nn.Module):
@@ -111,6 +112,8 @@ def build_on_meta(
 ) -> PreTrainedModel:
     """Build the model of a folder with parameters on the meta device and real buffers. Reads no weights.
 
+    Of a model that reads images it is the language model: images are refused, so nothing else has a gradient.
+
     Args:
         dtype: of the parameters.
         packing: replace the attention by one that accepts packed sequences; else use the model's own.
@@ -122,12 +125,12 @@ def build_on_meta(
     config = read_config(model_path, trust_remote_code=trust_remote_code)
     AttentionInterface.register(PACKED_ATTENTION, packed_attention)
     # Only the model's "eager" attention implements the soft cap. None leaves the choice to transformers.
-    capped = getattr(config, "attn_logit_softcapping", None) is not None
+    capped = getattr(config.get_text_config(), "attn_logit_softcapping", None) is not None
     attention = PACKED_ATTENTION if packing else "eager" if capped else None
     try:
         # Buffers keep their values: non-persistent ones, such as rotary frequencies, are not in the files.
         with no_init_weights(), init_empty_weights(include_buffers=False):
-            hf: PreTrainedModel = AutoModelForCausalLM.from_config(
+            hf: PreTrainedModel = auto_class(config).from_config(
                 config, dtype=dtype, attn_implementation=attention, trust_remote_code=trust_remote_code
             )
     except Exception as error:  # a model's own code may raise anything
@@ -136,6 +139,7 @@ def build_on_meta(
             raise refuse_packing(config.model_type, f"has no attention that can be replaced ({error})") from error
         what = f"{type(error).__name__}: {error}"
         raise ModelError(f"{model_path} cannot be built as a causal language model: {what}") from error
+    keep_language_model(hf)
     if packing and not hf._supports_attention_backend:
         raise refuse_packing(config.model_type, "does not let its attention be replaced")
     head = hf.get_output_embeddings()

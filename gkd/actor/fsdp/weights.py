@@ -29,6 +29,7 @@ from transformers.core_model_loading import (
 
 from gkd.errors import ModelError
 from gkd.hf.model_folder import check_headers, open_tensors
+from teacher_server.engines.hf import outside_names
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,12 +82,12 @@ def match_files(hf: PreTrainedModel, folder: Path, tensors: Mapping[str, Any]) -
         parts = file_parts(hf, tensors, {name: place.shape for name, place in places.items()} | aliases)
     except ModelError as error:
         raise ModelError(f"{folder}: {error}") from error
-    repeated = {part.name for name in aliases for part in parts.get(name, [])}
+    unread = {part.name for name in aliases for part in parts.get(name, [])} | outside_names(hf, tensors)
     ignored = tuple(hf._keys_to_ignore_on_load_unexpected or ())
 
     def is_ignorable(name: str) -> bool:
         by_model = any(re.search(pattern, name) for pattern in ignored)
-        return name in repeated or name.endswith("rotary_emb.inv_freq") or by_model
+        return name in unread or name.endswith("rotary_emb.inv_freq") or by_model
 
     shapes: dict[str, tuple[int, ...]] = {}
     floats: set[str] = set()

@@ -16,6 +16,7 @@ from contextlib import nullcontext
 from typing import Any
 
 import torch
+import vllm._custom_ops as custom_ops
 import vllm.model_executor.layers.utils as layer_utils
 from torch import Tensor
 from torch.distributed import ReduceOp
@@ -50,7 +51,18 @@ def keep_cpu_weights_live() -> None:
         setattr(layer, "cpu_linear", torch.nn.functional.linear)  # noqa: B010  (vLLM's attribute, not torch's)
 
     layer_utils.dispatch_cpu_unquantized_gemm = use_plain_linear
+    for name in ("causal_conv1d_fwd_cpu", "causal_conv1d_update_cpu"):
+        setattr(custom_ops, name, _convolution(getattr(custom_ops, name)))
     keep_cpu_experts_live()
+
+
+def _convolution(kernel: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Return a convolution of vLLM's gated delta nets that computes with the parameter; vLLM has packed it here."""
+
+    def convolve(*, weight: Tensor, is_weight_packed: bool, **arguments: Any) -> Tensor:
+        return kernel(weight=weight.flatten(1), is_weight_packed=False, **arguments)
+
+    return convolve
 
 
 class WeightReceiver(SleepMixin):
@@ -91,9 +103,9 @@ class WeightReceiver(SleepMixin):
             loaded.update(model.load_weights(tensors))
 
         n_bytes = self._gkd_receive_all(plans, load)
-        missed = sorted({unwrapped(name) for name, _ in model.named_parameters()} - loaded)
-        # vLLM reports a fused parameter as loaded after one of its tensors.
         held = _places(model)
+        missed = sorted(({unwrapped(name) for name, _ in model.named_parameters()} & held.keys()) - loaded)
+        # vLLM reports a fused parameter as loaded after one of its tensors.
         missed += sorted({name for name, (_, parts) in load_record().read.items() if _is_held(parts, held)} - received)
         if missed:
             raise WeightSyncError(f"the weight sync did not send these parameters of the rollout engine: {missed[:8]}")
@@ -159,7 +171,7 @@ def held_tensors(model: torch.nn.Module, dtype: torch.dtype) -> Iterator[tuple[s
     """
     held = _places(model)
     group = get_tp_group()
-    device = next(model.parameters()).device
+    device = next(iter(held.values())).device
     for name, (shape, parts) in load_record().read.items():
         sources = [(part, _view(held[part.place], part)) for part in parts if part.place in held]
         whole = torch.empty(shape, dtype=dtype, device="meta")
@@ -176,7 +188,11 @@ def held_tensors(model: torch.nn.Module, dtype: torch.dtype) -> Iterator[tuple[s
 
 
 def _places(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    return {unwrapped(name): tensor for name, tensor in (*model.named_parameters(), *model.named_buffers())}
+    """Return parameters and buffers of the language model: LLaVA-NeXT has one for the ends of an image's lines, too."""
+    trained = getattr(model, "get_language_model", lambda: model)()
+    own = set(map(id, (*trained.parameters(), *trained.buffers())))
+    held = (*model.named_parameters(), *model.named_buffers())
+    return {unwrapped(name): tensor for name, tensor in held if id(tensor) in own}
 
 
 def _is_held(parts: Sequence[Part], held: Mapping[str, torch.Tensor]) -> bool:
@@ -219,7 +235,9 @@ class EngineAdapters:
             name: manager.packed_modules.get(name, [name]) for name in manager.modules
         }  # layers of the files by the wrapped layer that computes them
         self._wrapped = {part for parts in self._parts.values() for part in parts}
-        self._ranks: dict[str, int] = {}  # layer -> rank of its adapter, where one is set
+        mapper = getattr(manager.model, "hf_to_vllm_mapper", None)  # vLLM may have other prefixes
+        self._own_name: Callable[[str], str] = str if mapper is None else mapper.get_rename_mapper().map_name
+        self._sent: dict[str, tuple[str, int]] = {}  # layer -> its name in the sync, and the rank of its adapter
 
     def replace(self, factors: Mapping[str, Tensor]) -> None:
         """Set all adapters; layers without one compute with the base weights.
@@ -230,25 +248,27 @@ class EngineAdapters:
         Raises:
             WeightSyncError: a factor has no partner, or vLLM cannot add an adapter to its layer.
         """
-        layers = {name.removesuffix(_A): None for name in factors if name.endswith(_A)}
+        layers = {name.removesuffix(_A): self._own_name(name.removesuffix(_A)) for name in factors if name.endswith(_A)}
         expected = {layer + factor for layer in layers for factor in (_A, _B)}
-        if wrong := sorted((expected ^ factors.keys()) | (layers.keys() - self._wrapped)):
+        unknown = {name for name, layer in layers.items() if layer not in self._wrapped}
+        if wrong := sorted((expected ^ factors.keys()) | unknown):
             raise WeightSyncError(f"the rollout engine cannot use these adapters of the weight sync: {wrong[:8]}")
         # On the host: vLLM keeps them, and copies them to the device once.
-        pairs = {layer: (factors[layer + _A].cpu(), factors[layer + _B].cpu()) for layer in layers}
+        pairs = {layer: (factors[name + _A].cpu(), factors[name + _B].cpu()) for name, layer in layers.items()}
         rank = max(len(a) for a, _ in pairs.values())
         loras = {layer: LoRALayerWeights(layer, len(a), len(a), a, b) for layer, (a, b) in pairs.items()}
         self._manager.remove_adapter(ADAPTER_ID)
         self._manager.add_adapter(LoRAModel(ADAPTER_ID, rank, loras))
         self._manager.activate_adapter(ADAPTER_ID)
-        self._ranks = {layer: len(a) for layer, (a, _) in pairs.items()}
+        self._sent = {layer: (name, len(pairs[layer][0])) for name, layer in layers.items()}
 
     def held(self) -> Iterator[tuple[str, Tensor]]:
         """Yield (name, full tensor) of each factor in memory. Collective over the tensor-parallel group."""
         for wrapped, parts in self._parts.items():
             module = self._manager.modules[wrapped]
             for number, layer in enumerate(parts):
-                if rank := self._ranks.get(layer):
+                if layer in self._sent:
+                    name, rank = self._sent[layer]
                     a, b = (stacked[number][0, 0] for stacked in (module.lora_a_stacked, module.lora_b_stacked))
                     a, b, base = a[:rank], b[:, :rank], module.base_layer
                     # vLLM splits the factors that are next to the split side of a layer.
@@ -257,8 +277,8 @@ class EngineAdapters:
                     else:
                         replicas = base.num_kv_head_replicas if isinstance(base, QKVParallelLinear) and number else 1
                         b = _all_gather(b, dim=0, replicas=replicas)
-                    yield layer + _A, a
-                    yield layer + _B, b
+                    yield name + _A, a
+                    yield name + _B, b
 
 
 def unwrapped(name: str) -> str:
