@@ -83,10 +83,16 @@ def _run(stages: Sequence[Stage], args: argparse.Namespace, gpus_gib: Sequence[f
     file, code, began = out / f"{args.plan}.json", 0, time.monotonic()
     keeps = args.plan == "twelve_minutes"
     known = next((each for each in (file, FIGURES) if each.exists() and (keeps or each == file)), None)
-    rows: dict[str, dict[str, Any]] = json.loads(known.read_text())["stages"] if known is not None else {}
+    try:
+        rows: dict[str, dict[str, Any]] = json.loads(known.read_text())["stages"] if known is not None else {}
+    except (ValueError, LookupError, TypeError) as error:
+        sys.exit(f"{known} is damaged ({error!r}): replace it by a whole copy, or remove it and measure all again")
     machine = describe_machine()
+    commit = (machine["git"] or {}).get("commit") or os.environ.get("GKD_COMMIT")
+    if keeps and not commit:
+        sys.exit("this tree has no .git, so figures would have no commit: set GKD_COMMIT to the commit of its code")
     where = {
-        "commit": (machine.pop("git") or {}).get("commit") or os.environ.get("GKD_COMMIT", "unknown"),
+        "commit": commit or "unknown",
         "device": args.device,
         "tiny": args.tiny,
         "machine": machine,
@@ -101,21 +107,23 @@ def _run(stages: Sequence[Stage], args: argparse.Namespace, gpus_gib: Sequence[f
             row = run_stage(stage, args.device, gpus_gib, out, tiny=args.tiny, left_s=left_s)
             if row["verdict"] != SKIPPED or stage.name not in rows:
                 rows[stage.name] = row | where
-            partial = file.with_suffix(".partial")
-            write_results(partial, {"stages": rows}, levels=2)
-            partial.replace(file)  # in one step, so the file is complete whenever the run is killed
+            write_results(file, {"stages": rows}, levels=2)
             print(f"    {row['verdict']}, {row['seconds']:.0f} s  {row['reason']}", flush=True)
     except KeyboardInterrupt:
         print("interrupted; every process of the stage is stopped", file=sys.stderr)
         code = 130
+    except OSError as error:
+        print(f"the run cannot go on: {error}; the table has what was measured", file=sys.stderr)
+        code = 1
     print(f"\n{_table(rows)}\nJSON and logs: {out}")
     return code or int(any(row["verdict"] in (FAIL, TIMED_OUT) for row in rows.values()))
 
 
 def _is_measured(row: Mapping[str, Any] | None, where: Mapping[str, Any]) -> bool:
-    """Return whether the row has figures of this code; what timed out or was skipped has none."""
-    same = ("commit", "device", "tiny")
-    return row is not None and row["verdict"] in (PASS, FAIL) and all(row.get(key) == where[key] for key in same)
+    """Return whether the row has figures of this code; what was skipped, timed out or crashed has to run again."""
+    if row is None or any(row.get(key) != where[key] for key in ("commit", "device", "tiny")):
+        return False
+    return row["verdict"] == PASS or (row["verdict"] == FAIL and bool(row["figures"]))
 
 
 def missing(stage: Stage, device: str, gpus_gib: Sequence[float]) -> str:
