@@ -18,7 +18,6 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 from examples.quickstart import processes
@@ -74,7 +73,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         # A shell ignores SIGINT for what it starts in the background; nohup ignores SIGHUP on purpose.
         if number == signal.SIGINT or signal.getsignal(number) != signal.SIG_IGN:
-            signal.signal(number, _as_interrupt)
+            signal.signal(number, signal.default_int_handler)  # raises KeyboardInterrupt
     return _run(chosen, args, [(gpu.memory_total_mib or math.inf) / 1024 for gpu in gpus], out)
 
 
@@ -228,11 +227,6 @@ def _table(rows: Mapping[str, Mapping[str, Any]]) -> str:
         barred = [figure for figure in row["figures"] if "met" in figure]
         lines += [f"    {f['name']}: {f['value']:.4g} {f.get('unit', '')} (bar: {f['goal']})" for f in barred]
     return "\n".join([*lines, ""])
-
-
-def _as_interrupt(signum: int, frame: FrameType | None) -> None:
-    del signum, frame
-    raise KeyboardInterrupt
 
 
 if __name__ == "__main__":
