@@ -42,11 +42,7 @@ def _exactness(args: Namespace) -> Part:
 
 
 # Imported only when asked for, so that the spawned children, which import this file, stay light.
-PARTS: dict[str, Callable[[Namespace], Part]] = {
-    "engines": _engines,
-    "load": _load,
-    "exactness": _exactness,
-}
+PARTS: dict[str, Callable[[Namespace], Part]] = {"engines": _engines, "load": _load, "exactness": _exactness}
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -1,8 +1,8 @@
 """Write the section "On an NVIDIA H200" of docs/results.md from the figure files: `python -m tests.pages` calls it.
 
 A row of the table is a stage of `tests.gpu_proof`. Rows of twelve_minutes.json replace those of gpu_proof_h200.json
-with the same name; `notes` in a file are sentences about its figures, which follow the table. Rows of rehearsals, and
-of stages that were skipped, are no measurements: they are left out.
+with the same name; `notes` in a file are sentences about its figures, which follow the table. Rows of rehearsals and
+of skipped stages do not hold measurements, so they are left out.
 """
 
 from __future__ import annotations

@@ -10,6 +10,7 @@ import importlib.util
 import json
 import math
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -90,12 +91,7 @@ def _run(stages: Sequence[Stage], args: argparse.Namespace, gpus_gib: Sequence[f
     commit = (machine["git"] or {}).get("commit") or os.environ.get("GKD_COMMIT")
     if keeps and not commit:
         sys.exit("this tree has no .git, so figures would have no commit: set GKD_COMMIT to the commit of its code")
-    where = {
-        "commit": commit or "unknown",
-        "device": args.device,
-        "tiny": args.tiny,
-        "machine": machine,
-    }
+    where = {"commit": commit or "unknown", "device": args.device, "tiny": args.tiny, "machine": machine}
     try:
         for number, stage in enumerate(stages, 1):
             print(f"[{number}/{len(stages)}] {stage.name} (at most {stage.limit_s} s)", flush=True)
@@ -206,7 +202,9 @@ def _judged_figures(code: int, results: Path, lines: Sequence[str]) -> dict[str,
     wrong = [figure for figure in figures if figure.get("met") is False]
     missed = [f"{f['name']} = {f['value']:.4g}, {f['goal']} wanted. {f.get('note', '')}" for f in wrong]
     if not missed and (code or not figures):
-        missed = [f"exit code {code}, {len(figures)} figures; the log ends: {lines[-1][:200]}"]
+        # A benchmark whose run failed ends with the command of the run, which does not say why.
+        errors = [line for line in lines if re.match(r"(?!subprocess)[\w.]*(Error|Exception)\b", line)] or lines
+        missed = [f"exit code {code}, {len(figures)} figures; the log says: {errors[-1][:200]}"]
     return _row(FAIL if missed else PASS, "; ".join(missed), figures)
 
 
