@@ -21,12 +21,7 @@ from tests.bench.teacher_report import Part
 def _engines(args: Namespace) -> Part:
     from tests.bench.teacher_engines import engines
 
-    return engines(
-        rounds=1 if args.quick else 3,
-        seconds=4.0 if args.quick else 20.0,
-        device=args.device,
-        tiny=args.tiny or args.device == "cpu",
-    )
+    return engines(1 if args.quick else 3, 4.0 if args.quick else 20.0, args.device, tiny=args.tiny)
 
 
 def _load(args: Namespace) -> Part:
