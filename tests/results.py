@@ -10,9 +10,11 @@ _MOST_CHARACTERS = 400  # of an object with others inside, on one line
 
 
 def write_results(file: Path, value: Any, *, levels: int = 6) -> None:
-    """Write a JSON file, see `as_rows`."""
-    file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text(as_rows(value, levels) + "\n")
+    """Write a JSON file in one step, so that it is whole whenever the writer is killed; see `as_rows`."""
+    partial = file.with_name(f"{file.name}.partial")
+    partial.parent.mkdir(parents=True, exist_ok=True)
+    partial.write_text(as_rows(value, levels) + "\n")
+    partial.replace(file)
 
 
 def as_rows(value: Any, levels: int, indent: int = 0) -> str:

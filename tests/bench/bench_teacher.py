@@ -21,12 +21,7 @@ from tests.bench.teacher_report import Part
 def _engines(args: Namespace) -> Part:
     from tests.bench.teacher_engines import engines
 
-    return engines(
-        rounds=1 if args.quick else 3,
-        seconds=4.0 if args.quick else 20.0,
-        device=args.device,
-        tiny=args.tiny or args.device == "cpu",
-    )
+    return engines(1 if args.quick else 3, 4.0 if args.quick else 20.0, args.device, tiny=args.tiny)
 
 
 def _load(args: Namespace) -> Part:
@@ -42,11 +37,7 @@ def _exactness(args: Namespace) -> Part:
 
 
 # Imported only when asked for, so that the spawned children, which import this file, stay light.
-PARTS: dict[str, Callable[[Namespace], Part]] = {
-    "engines": _engines,
-    "load": _load,
-    "exactness": _exactness,
-}
+PARTS: dict[str, Callable[[Namespace], Part]] = {"engines": _engines, "load": _load, "exactness": _exactness}
 
 
 def main(argv: Sequence[str] | None = None) -> int:

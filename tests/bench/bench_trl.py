@@ -232,7 +232,7 @@ def measure(name: str, args: Any) -> Part:
     what = (
         f"Student {shape.student}, teacher {shape.teacher} (hidden size, layers), {shape.dtype}, "
         f"prompts of up to {shape.max_prompt} tokens, at most {shape.max_response} response tokens, "
-        f"{shape.batch} sequences a step. Interleaved runs."
+        f"{shape.batch} sequences a step. Runs in this order: {', '.join(series)}."
     )
     return Part(name, what, figures, [Table("runs", columns, rows)], {"rounds": args.rounds, "device": shape.device})
 

@@ -165,7 +165,7 @@ def _columns(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 def show(value: float) -> str:
     """Four digits are more than any of these measurements has."""
-    if value == int(value) and abs(value) < 1e6:
+    if value % 1 == 0 and abs(value) < 1e6:  # neither NaN nor infinity
         return str(int(value))
     if abs(value) >= 1000:
         return f"{value:,.0f}"

@@ -95,6 +95,8 @@ def run(case: dict[str, Any]) -> dict[str, Any]:
         "max_steps": case["steps"],
         "learning_rate": case["learning_rate"],
         "lr_scheduler_type": "constant",
+        "adam_beta2": 0.95,  # it and the decay are the defaults of ours
+        "weight_decay": 0.01,
         "temperature": 1.0,
         "beta": 0.0,  # forward KL
         "use_cpu": True,

@@ -52,8 +52,7 @@ def measure(backend: str, device: str, rounds: int, *, tiny: bool) -> Part:
         for role, sizes in (("student", student), ("teacher", teacher)):
             save_model(folder / role, device=device, dtype=dtype, **sizes)
             save_tokenizer(folder / role, student["vocab_size"])
-        if device == "cuda":
-            torch.cuda.empty_cache()  # the run has other processes
+        torch.cuda.empty_cache()  # the run has other processes
         rng = np.random.default_rng(0)
         with (folder / "prompts.jsonl").open("w") as file:
             for row in range(size * steps):
@@ -108,11 +107,7 @@ def _median(lines: Sequence[Mapping[str, Any]], key: str) -> float:
 
 
 def _figures(
-    lengths: Sequence[int],
-    lines: Sequence[Mapping[str, Any]],
-    sizes: dict[str, Any],
-    n_loss: int,
-    peak: float | None,
+    lengths: Sequence[int], lines: Sequence[Mapping[str, Any]], sizes: dict[str, Any], n_loss: int, peak: float | None
 ) -> list[Figure]:
     step_s = _median(lines, "time/step_s")
     tflops = useful_flops(sizes, lengths, n_loss) / _median(lines, "time/train_s") / 1e12

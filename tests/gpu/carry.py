@@ -2,7 +2,7 @@
 
     python -m tests.gpu.carry make --out DIR [--have FREEZE] [--without NAME,..] [--only SET,..]    with a package index
     python3 tests/gpu/carry.py join --store STORE [--need SET,..] [PART_FOLDER ...]                 on the target
-    python3 tests/gpu/carry.py install --store STORE [--need SET,..] [--site DIR] [PART_FOLDER ...]
+    python3 tests/gpu/carry.py install --store STORE [--need SET,..] [PART_FOLDER ...]
 
 `train` has what the student and the benchmarks of tests/gpu import; `trl`, `models` and `all` (Ray, vLLM) have what is
 needed in addition. A set is what its roots require, in the versions of launch/constraints-gpu-*.txt; no root requires
@@ -40,7 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("command", choices=("make", "join", "install"))
     parser.add_argument("parts", type=Path, nargs="*")
-    for name in ("--out", "--have", "--store", "--site"):
+    for name in ("--out", "--have", "--store"):
         parser.add_argument(name, type=Path)
     parser.add_argument("--python", choices=("3.11", "3.12"), default="3.12", help="version on the target")
     for name in ("--without", "--only", "--need"):
@@ -55,8 +55,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not lack or any(lack.get(one, [0]) for one in needed):
         return MISSING
     if args.command == "install":
-        site = (args.site or args.store / "site").resolve()
-        install(args.store.resolve(), site, {one for one in needed or lack if not lack[one]})
+        install(args.store.resolve(), {one for one in needed or lack if not lack[one]})
     return 0
 
 
@@ -159,8 +158,11 @@ def join(store: Path, parts: Sequence[Path]) -> dict[str, list[int]]:
     """Take the chunks of the parts, join the files that are complete, and return the missing parts of each set."""
     chunks, wheels, kept = store / "chunks", store / "wheels", store / MANIFEST
     for manifest in (part / MANIFEST for part in parts):
-        text = manifest.read_bytes()
-        json.loads(text)  # fails before a damaged one is kept
+        try:
+            text = manifest.read_bytes()
+            json.loads(text)
+        except (OSError, ValueError) as error:
+            sys.exit(f"{manifest} is damaged or missing ({error}): send {manifest.parent.name} again")
         if kept.exists() and kept.read_bytes() != text:
             sys.exit(f"{manifest} differs from {kept}: join the parts of one `make`, or use another --store")
         _write(text, kept, hashlib.sha256(text).hexdigest())
@@ -197,8 +199,9 @@ def _write(content: bytes, target: Path, digest: str) -> bool:
     return is_right
 
 
-def install(store: Path, site: Path, sets: set[str]) -> None:
-    """Install the wheels of these sets that the site lacks, and write the file with its variables."""
+def install(store: Path, sets: set[str]) -> None:
+    """Install the wheels of these sets that STORE/site lacks, and write the file with its variables."""
+    site = store / "site"
     files = json.loads((store / MANIFEST).read_text())["files"]
     stamp, partial = site / "carried.txt", site.with_name(f"{site.name}.partial")
     done = set(stamp.read_text().split() if stamp.exists() else ())

@@ -1,7 +1,8 @@
 """Write the section "On an NVIDIA H200" of docs/results.md from the figure files: `python -m tests.pages` calls it.
 
 A row of the table is a stage of `tests.gpu_proof`. Rows of twelve_minutes.json replace those of gpu_proof_h200.json
-with the same name; `notes` in a file are sentences about its figures, which follow the table.
+with the same name; `notes` in a file are sentences about its figures, which follow the table. Rows of rehearsals and
+of skipped stages do not hold measurements, so they are left out.
 """
 
 from __future__ import annotations
@@ -22,17 +23,17 @@ SHOWN = 5  # figures of a stage, besides those that missed their bar
 def section(results: Path) -> str:
     """Return the Markdown of the section without its heading."""
     rows: dict[str, dict[str, Any]] = {}
-    machines: dict[str, Mapping[str, Any]] = {}
+    machines: dict[str, None] = {}  # in the order of the rows, each once
     notes: list[str] = []
     for name in FILES:
         if (results / name).exists():
             found = json.loads((results / name).read_text())
             for stage, row in found["stages"].items():
-                rows[stage] = {"file": name} | row
-                machines[name] = row.get("machine") or found["machine"]
+                if row["verdict"] != "skipped" and not row.get("tiny") and row.get("device") != "cpu":
+                    rows[stage] = row
+                    machines[f"- {_machine(row.get('machine') or found['machine'])}: [figures](results/{name})."] = None
             notes += found.get("notes", [])
-    lines = [f"- {_machine(machine)}: [figures](results/{name})." for name, machine in machines.items()]
-    lines += ["", "| stage | commit | verdict | figures |", "|---|---|---|---|"]
+    lines = [*machines, "", "| stage | commit | verdict | figures |", "|---|---|---|---|"]
     lines += [f"| `{stage}` | {row['commit'][:8]} | {_verdict(row)} | {_figures(row)} |" for stage, row in rows.items()]
     if missing := [stage.name for stage in TWELVE_MINUTES if stage.name not in rows]:
         lines += ["", f"Not measured yet: {', '.join(f'`{name}`' for name in missing)}."]
@@ -69,8 +70,9 @@ def _figures(row: Mapping[str, Any]) -> str:
     """Return what missed its bar first, then the first of the other figures."""
     missed = [f"{_figure(figure)}, bar {figure['goal']}" for figure in row["figures"] if figure.get("met") is False]
     others = [_figure(figure) for figure in row["figures"] if figure.get("met") is not False]
-    more = [f"{len(others) - SHOWN} more, within their bars"] if len(others) > SHOWN else []
-    reason = [re.sub(r"passed(.*) in [\d.]+s$", r"passed\1", row["reason"])] if not row["figures"] else []
+    more = [f"{len(others) - SHOWN} more"] if len(others) > SHOWN else []
+    is_told = missed or (row["verdict"] == "pass" and others)
+    reason = [] if is_told else [re.sub(r"passed(.*) in [\d.]+s$", r"passed\1", row["reason"])]
     return "; ".join([*missed, *others[:SHOWN], *more, *reason]).replace("|", r"\|")
 
 

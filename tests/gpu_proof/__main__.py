@@ -10,6 +10,7 @@ import importlib.util
 import json
 import math
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -18,7 +19,6 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 from examples.quickstart import processes
@@ -74,7 +74,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         # A shell ignores SIGINT for what it starts in the background; nohup ignores SIGHUP on purpose.
         if number == signal.SIGINT or signal.getsignal(number) != signal.SIG_IGN:
-            signal.signal(number, _as_interrupt)
+            signal.signal(number, signal.default_int_handler)  # raises KeyboardInterrupt
     return _run(chosen, args, [(gpu.memory_total_mib or math.inf) / 1024 for gpu in gpus], out)
 
 
@@ -83,14 +83,15 @@ def _run(stages: Sequence[Stage], args: argparse.Namespace, gpus_gib: Sequence[f
     file, code, began = out / f"{args.plan}.json", 0, time.monotonic()
     keeps = args.plan == "twelve_minutes"
     known = next((each for each in (file, FIGURES) if each.exists() and (keeps or each == file)), None)
-    rows: dict[str, dict[str, Any]] = json.loads(known.read_text())["stages"] if known is not None else {}
+    try:
+        rows: dict[str, dict[str, Any]] = json.loads(known.read_text())["stages"] if known is not None else {}
+    except (ValueError, LookupError, TypeError) as error:
+        sys.exit(f"{known} is damaged ({error!r}): replace it by a whole copy, or remove it and measure all again")
     machine = describe_machine()
-    where = {
-        "commit": (machine.pop("git") or {}).get("commit") or os.environ.get("GKD_COMMIT", "unknown"),
-        "device": args.device,
-        "tiny": args.tiny,
-        "machine": machine,
-    }
+    commit = (machine["git"] or {}).get("commit") or os.environ.get("GKD_COMMIT")
+    if keeps and not commit:
+        sys.exit("this tree has no .git, so figures would have no commit: set GKD_COMMIT to the commit of its code")
+    where = {"commit": commit or "unknown", "device": args.device, "tiny": args.tiny, "machine": machine}
     try:
         for number, stage in enumerate(stages, 1):
             print(f"[{number}/{len(stages)}] {stage.name} (at most {stage.limit_s} s)", flush=True)
@@ -101,21 +102,23 @@ def _run(stages: Sequence[Stage], args: argparse.Namespace, gpus_gib: Sequence[f
             row = run_stage(stage, args.device, gpus_gib, out, tiny=args.tiny, left_s=left_s)
             if row["verdict"] != SKIPPED or stage.name not in rows:
                 rows[stage.name] = row | where
-            partial = file.with_suffix(".partial")
-            write_results(partial, {"stages": rows}, levels=2)
-            partial.replace(file)  # in one step, so the file is complete whenever the run is killed
+            write_results(file, {"stages": rows}, levels=2)
             print(f"    {row['verdict']}, {row['seconds']:.0f} s  {row['reason']}", flush=True)
     except KeyboardInterrupt:
         print("interrupted; every process of the stage is stopped", file=sys.stderr)
         code = 130
+    except OSError as error:
+        print(f"the run cannot go on: {error}; the table has what was measured", file=sys.stderr)
+        code = 1
     print(f"\n{_table(rows)}\nJSON and logs: {out}")
     return code or int(any(row["verdict"] in (FAIL, TIMED_OUT) for row in rows.values()))
 
 
 def _is_measured(row: Mapping[str, Any] | None, where: Mapping[str, Any]) -> bool:
-    """Return whether the row has figures of this code; what timed out or was skipped has none."""
-    same = ("commit", "device", "tiny")
-    return row is not None and row["verdict"] in (PASS, FAIL) and all(row.get(key) == where[key] for key in same)
+    """Return whether the row has figures of this code; what was skipped, timed out or crashed has to run again."""
+    if row is None or any(row.get(key) != where[key] for key in ("commit", "device", "tiny")):
+        return False
+    return row["verdict"] == PASS or (row["verdict"] == FAIL and bool(row["figures"]))
 
 
 def missing(stage: Stage, device: str, gpus_gib: Sequence[float]) -> str:
@@ -199,7 +202,9 @@ def _judged_figures(code: int, results: Path, lines: Sequence[str]) -> dict[str,
     wrong = [figure for figure in figures if figure.get("met") is False]
     missed = [f"{f['name']} = {f['value']:.4g}, {f['goal']} wanted. {f.get('note', '')}" for f in wrong]
     if not missed and (code or not figures):
-        missed = [f"exit code {code}, {len(figures)} figures; the log ends: {lines[-1][:200]}"]
+        # A benchmark whose run failed ends with the command of the run, which does not say why.
+        errors = [line for line in lines if re.match(r"(?!subprocess)[\w.]*(Error|Exception)\b", line)] or lines
+        missed = [f"exit code {code}, {len(figures)} figures; the log says: {errors[-1][:200]}"]
     return _row(FAIL if missed else PASS, "; ".join(missed), figures)
 
 
@@ -220,11 +225,6 @@ def _table(rows: Mapping[str, Mapping[str, Any]]) -> str:
         barred = [figure for figure in row["figures"] if "met" in figure]
         lines += [f"    {f['name']}: {f['value']:.4g} {f.get('unit', '')} (bar: {f['goal']})" for f in barred]
     return "\n".join([*lines, ""])
-
-
-def _as_interrupt(signum: int, frame: FrameType | None) -> None:
-    del signum, frame
-    raise KeyboardInterrupt
 
 
 if __name__ == "__main__":

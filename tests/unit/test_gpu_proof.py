@@ -49,9 +49,12 @@ def test_a_stage_that_is_stopped_keeps_its_figures(tmp_path: Path) -> None:
 
 
 def test_a_later_call_measures_what_has_no_figures_of_this_commit(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Fails if minutes of a card go to what is measured, old figures pass as new, or a skipped stage takes a row."""
+    """Fails if measured stages run again, old figures or those of no commit pass as new, or a skipped stage has a row.
+
+    A stage that crashed has no figures, so it runs again.
+    """
     words = ["--plan", "twelve_minutes", "--device", "cpu", "--only", "environment", "--out", str(tmp_path)]
 
     def call(*more: str) -> tuple[dict[str, Any], str]:
@@ -68,21 +71,33 @@ def test_a_later_call_measures_what_has_no_figures_of_this_commit(
     row, output = call("--minutes", "0.01")
     assert row["commit"] == "older" and "skipped" in output
     assert call()[0]["commit"] == measured["commit"]
+    crashed = row | {"commit": measured["commit"], "verdict": FAIL, "figures": []}
+    write_results(tmp_path / "twelve_minutes.json", {"stages": {"environment": crashed}})
+    assert call()[0]["verdict"] == PASS
+    monkeypatch.setenv("PATH", "")  # there is no git
+    monkeypatch.delenv("GKD_COMMIT", raising=False)
+    with pytest.raises(SystemExit, match="set GKD_COMMIT"):
+        call()
+    (tmp_path / "twelve_minutes.json").write_text("{")
+    with pytest.raises(SystemExit, match="twelve_minutes.json is damaged"):
+        call()
 
 
 def test_the_section_has_what_was_measured(tmp_path: Path) -> None:
-    """Fails if a missed bar, a response of a model, or a stage without figures is not on the page."""
+    """Fails if a missed bar, a response of a model, or a stage without figures is missing, or a rehearsal is there."""
     figure = {"name": "speed", "value": 0.5, "unit": "GB/s", "goal": ">= 0.4", "met": True}
     gpu = {"name": "NVIDIA H200", "mib": 143771}
     row = {"verdict": "fail", "reason": "", "commit": "c" * 40, "figures": [figure, figure | {"met": False}]} | {
         "machine": {"gpus": [gpu], "driver": "580", "cpus": 16, "python": "3.12", "versions": {"torch": "2.13.0"}},
         "tables": [{"title": "responses", "columns": ["prompt", "after"], "rows": [["Hi", "a |\nb"]]}],
     }
-    write_results(tmp_path / "twelve_minutes.json", {"stages": {"trl": row}})
+    stages = {"trl": row, "long": row | {"tiny": True}, "sync": row | {"verdict": SKIPPED}}
+    write_results(tmp_path / "twelve_minutes.json", {"stages": stages})
     lines = section(tmp_path).splitlines()
     assert "| `trl` | cccccccc | **fail** | speed 0.5 GB/s, bar >= 0.4; speed 0.5 GB/s |" in lines
     assert r"| Hi | a \| b |" in lines
-    assert any(line.startswith("Not measured yet:") and "`long`" in line and "`trl`" not in line for line in lines)
+    (missing_ones,) = (line for line in lines if line.startswith("Not measured yet:"))
+    assert "`long`, `sync`" in missing_ones and "`trl`" not in missing_ones
 
 
 @pytest.mark.parametrize(
