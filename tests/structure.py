@@ -37,12 +37,12 @@ gkd.tools.report gkd.tools gkd.cli
 ORDER = tuple(_ORDER.split())
 # The largest figures of the project. A commit that needs more gives the reason, and raises a bound.
 BOUNDS = {
-    "lines": 54_700,
+    "lines": 54_820,
     "files": 315,
     "assignments of tuples": 824,  # `a, b = x, y`: two statements in one line
     "config_keys": 158,
-    "lines of tests": 64_900,
-    "lines of benches": 6_150,
+    "lines of tests": 65_920,
+    "lines of benches": 6_400,
     "lines of results": 8_000,
     "lines of the longest result": 200,
     "words of docs": 80_000,
