@@ -81,7 +81,9 @@ def colocated(case: dict[str, Any]) -> dict[str, Any]:
 def run(case: dict[str, Any]) -> dict[str, Any]:
     from datasets import Dataset  # type: ignore[import-not-found]
 
-    folder, clock, dtype = case["folder"], StepClock(case["seconds"]), getattr(torch, case["dtype"])
+    folder = case["folder"]
+    clock = StepClock(case["seconds"])
+    dtype = getattr(torch, case["dtype"])
     tokenizer = AutoTokenizer.from_pretrained(f"{folder}/student", padding_side="left")
     lengths = Lengths(tokenizer.eos_token_id)
     # With mixed precision TRL's own default: the student's weights and states are float32, as ours are.

@@ -22,14 +22,10 @@ def measure(device: str, *, tiny: bool) -> Part:
     figures: list[Figure] = []
     if device == "cuda":
         problems = [*map(str, driver_problems(cuda or "0")), *map(str, build_problems()), *problems]
+        note = "another process on the card?"
         figures = [
             Figure("GPUs that torch sees", float(torch.cuda.device_count()), at_least=1.0),
-            Figure(
-                "free share of the GPUs' memory",
-                _free_share(),
-                at_least=None if tiny else 0.95,
-                note="another process on the card?",
-            ),
+            Figure("free share of the GPUs' memory", _free_share(), at_least=None if tiny else 0.95, note=note),
         ]
     figures.insert(0, Figure("problems of the machine", float(len(problems)), at_most=0.0, note="; ".join(problems)))
     rows = [(f"{gpu.id}: {gpu.name}", gpu.memory_total_mib or 0, gpu.memory_free_mib or 0) for gpu in machine_gpus()]

@@ -84,10 +84,7 @@ def measure(backend: str, device: str, rounds: int, *, tiny: bool) -> Part:
         lines = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
     counted = [line for line in lines if line["step"] > len(lengths)]
     peak = None if tiny else peak_tflops(torch.cuda.get_device_name())
-    by_size = {
-        n + response: [line for line in counted if (line["step"] - 1) % len(lengths) == i]
-        for i, n in enumerate(lengths)
-    }
+    by_size = {n + response: counted[i :: len(lengths)] for i, n in enumerate(lengths)}
     figures = [
         figure for n, found in by_size.items() for figure in _figures([n] * size, found, student, size * response, peak)
     ]

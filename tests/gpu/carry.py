@@ -135,7 +135,8 @@ def write_parts(files: Mapping[Path, list[str]], out: Path, head: dict[str, str]
     for old in out.glob("part_*"):
         shutil.rmtree(old)
     entries: dict[str, Any] = {}
-    used, room = 0, limit - limit // 100  # a hundredth is for the manifest
+    used = 0
+    room = limit - limit // 100  # a hundredth is for the manifest
     for file, sets in files.items():
         whole, chunks = hashlib.sha256(), {}
         with file.open("rb") as source:
@@ -156,7 +157,9 @@ def write_parts(files: Mapping[Path, list[str]], out: Path, head: dict[str, str]
 
 def join(store: Path, parts: Sequence[Path]) -> dict[str, list[int]]:
     """Take the chunks of the parts, join the files that are complete, and return the missing parts of each set."""
-    chunks, wheels, kept = store / "chunks", store / "wheels", store / MANIFEST
+    chunks = store / "chunks"
+    wheels = store / "wheels"
+    kept = store / MANIFEST
     for manifest in (part / MANIFEST for part in parts):
         try:
             text = manifest.read_bytes()

@@ -50,7 +50,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     stages = PLANS[args.plan]
     names = [stage.name for stage in stages]
-    first, wanted = args.first or names[0], names if args.only is None else args.only.split(",")
+    first = args.first or names[0]
+    wanted = names if args.only is None else args.only.split(",")
     if unknown := [name for name in (first, *wanted) if name not in names]:
         parser.error(f"no stage {unknown[0]!r}; there are {', '.join(names)}")
     chosen = [stage for stage in stages[names.index(first) :] if stage.name in wanted]
@@ -80,7 +81,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run(stages: Sequence[Stage], args: argparse.Namespace, gpus_gib: Sequence[float], out: Path) -> int:
     """Run the stages, and add their rows to the rows of earlier calls."""
-    file, code, began = out / f"{args.plan}.json", 0, time.monotonic()
+    code = 0
+    file = out / f"{args.plan}.json"
+    began = time.monotonic()
     keeps = args.plan == "twelve_minutes"
     known = next((each for each in (file, FIGURES) if each.exists() and (keeps or each == file)), None)
     try:

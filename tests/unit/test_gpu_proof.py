@@ -51,10 +51,7 @@ def test_a_stage_that_is_stopped_keeps_its_figures(tmp_path: Path) -> None:
 def test_a_later_call_measures_what_has_no_figures_of_this_commit(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Fails if measured stages run again, old figures or those of no commit pass as new, or a skipped stage has a row.
-
-    A stage that crashed has no figures, so it runs again.
-    """
+    """Fails if what is measured runs again, a crash does not, old figures pass as new, or a skipped stage counts."""
     words = ["--plan", "twelve_minutes", "--device", "cpu", "--only", "environment", "--out", str(tmp_path)]
 
     def call(*more: str) -> tuple[dict[str, Any], str]:
