@@ -42,6 +42,7 @@ def measure(program: str, args: Namespace) -> Part:
         subprocess.CalledProcessError, RuntimeError: a program failed.
     """
     shape = SHAPES["card"].on(args.device, is_tiny=True) if args.tiny else PAIR
+    args.seconds = min(args.seconds, 10.0) if args.tiny else args.seconds
     with tempfile.TemporaryDirectory(prefix="gkd_bench_") as name:
         folder = Path(name)
         heldout = _make_files(shape, folder)

@@ -8,6 +8,7 @@
 set -euo pipefail
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)"
 cd "$root"
+export PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}" # an environment may have the package of another checkout
 if [ "${1:-}" = --help ]; then
     sed -n '2,/^set /{/^set /d;s/^# \?//p}' "$0"
     exit
@@ -25,7 +26,7 @@ if [ "$python" = python3 ]; then
     python3 tests/gpu/carry.py install --store "$store" "${GKD_PARTS:-parts}"/part_* || [ $? = 3 ] # 3: no parts yet
     [ ! -f "$store/env.sh" ] || . "$store/env.sh"
 elif [ -n "${GKD_TRL:-}" ]; then
-    export PYTHONPATH="${PYTHONPATH:+$PYTHONPATH:}$GKD_TRL" # a folder with TRL, see tests/bench/bench_trl.py
+    export PYTHONPATH="$PYTHONPATH:$GKD_TRL" # a folder with TRL, see tests/bench/bench_trl.py
 fi
 nvidia-smi --query-gpu=name,memory.total,driver_version --format=csv,noheader 2>&1 || echo "no GPU is visible"
 df -h --output=avail "$store" | sed -n "2s|^ *\(.*\)|\1 free in $store|p"

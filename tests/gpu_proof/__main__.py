@@ -91,6 +91,8 @@ def _run(stages: Sequence[Stage], args: argparse.Namespace, gpus_gib: Sequence[f
     except (ValueError, LookupError, TypeError) as error:
         sys.exit(f"{known} is damaged ({error!r}): replace it by a whole copy, or remove it and measure all again")
     machine = describe_machine()
+    del machine["platform"]  # a kernel's name and the cards' identities are of one machine
+    machine["gpus"] = [{name: gpu[name] for name in ("name", "mib")} for gpu in machine["gpus"]]
     commit = (machine["git"] or {}).get("commit") or os.environ.get("GKD_COMMIT")
     if keeps and not commit:
         sys.exit("this tree has no .git, so figures would have no commit: set GKD_COMMIT to the commit of its code")
@@ -207,7 +209,8 @@ def _judged_figures(code: int, results: Path, lines: Sequence[str]) -> dict[str,
     if not missed and (code or not figures):
         # A benchmark whose run failed ends with the command of the run, which does not say why.
         errors = [line for line in lines if re.match(r"(?!subprocess)[\w.]*(Error|Exception)\b", line)] or lines
-        missed = [f"exit code {code}, {len(figures)} figures; the log says: {errors[-1][:200]}"]
+        said = errors[-1].replace(f"{ROOT}/", "")
+        missed = [f"exit code {code}, {len(figures)} figures; the log says: {said[:200]}"]
     return _row(FAIL if missed else PASS, "; ".join(missed), figures)
 
 

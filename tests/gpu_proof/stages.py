@@ -121,10 +121,6 @@ _PAIR, _BESIDE = "tests.gpu.bench_real_pair", _bench("tests.bench.bench_trl", "-
 _LONG = _bench("tests.gpu.bench_student_cuda", "--only", "long", "--tokens", "32768", "--rounds", "3")
 
 
-def _pair(program: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    return _bench(_PAIR, "--only", program), _bench(_PAIR, "--only", program, "--seconds", "10")
-
-
 # For a card that is at hand for some minutes, most valuable first.
 TWELVE_MINUTES = (
     _short("environment", 0.1),
@@ -137,8 +133,8 @@ TWELVE_MINUTES = (
         for name in ("megatron", "fsdp2")
     ),
     Stage("trl", *_both(_BESIDE), 540, min_gib=130, minutes=6.0, needs=_TRL),
-    Stage("real_pair", *_pair("ours"), 540, min_gib=20, minutes=6.5, needs=(*_RUN, "gguf")),
-    Stage("real_pair_trl", *_pair("trl"), 540, min_gib=20, minutes=6.5, needs=(*_TRL, "gguf")),
+    Stage("real_pair", *_both(_bench(_PAIR, "--only", "ours")), 540, min_gib=20, minutes=6.5, needs=(*_RUN, "gguf")),
+    Stage("real_pair_trl", *_both(_bench(_PAIR, "--only", "trl")), 540, min_gib=20, minutes=6.5, needs=(*_TRL, "gguf")),
     Stage("long", *_both(_LONG), 180, min_gib=120, minutes=1.0),
     _short("sync", 1.7, *_RUN),
     _short("teacher", 1.4, *_RUN),
