@@ -58,12 +58,13 @@ def architecture_arguments(folder: str) -> dict[str, Any]:
     return text_alone if keeps or name is None else text_alone | {"hf_overrides": {"architectures": [name]}}
 
 
-def has_state(folder: str, **arguments: Any) -> bool:
+def has_state(folder: str, trust_remote_code: bool) -> bool:
     """Return whether layers of the model keep a state instead of keys and values, such as Mamba's."""
     from vllm import EngineArgs
 
-    config = EngineArgs(folder, skip_tokenizer_init=True, **architecture_arguments(folder), **arguments)
-    return bool(config.create_model_config().is_hybrid)
+    own = {"skip_tokenizer_init": True, "trust_remote_code": trust_remote_code}
+    config = EngineArgs(folder, **own, **architecture_arguments(folder)).create_model_config()
+    return bool(config.is_hybrid or config.is_attention_free)
 
 
 def keep_files_in(folder: Path, remove: Callable[[Path], None]) -> None:

@@ -53,7 +53,8 @@ def test_the_rehearsal_goes_on_in_another_folder(tmp_path: Path, device: str) ->
     calls: list[subprocess.Popen[bytes]] = []
     try:
         calls.append(stopped := start(trees[0], device, env))
-        wait_until(lambda: "attention" in rows_in(file) or stopped.poll() is not None, LIMIT_S, "the third stage")
+        log = file.with_name("parity.log")  # of the fourth stage, once it runs
+        wait_until(lambda: log.exists() and log.stat().st_size or stopped.poll() is not None, LIMIT_S, "parity")
         stopped.send_signal(signal.SIGINT)
         assert stopped.wait(120) == 130, (trees[0] / "log.txt").read_text()
         kept = rows_in(file)

@@ -54,7 +54,9 @@ def test_a_rollout_engine_gets_the_size(
 
     With a size vLLM must not require rollout.gpu_memory_utilization of a shared GPU to be free.
     """
-    model_config = SimpleNamespace(create_model_config=lambda: SimpleNamespace(is_hybrid=False))
+    model_config = SimpleNamespace(
+        create_model_config=lambda: SimpleNamespace(is_hybrid=False, is_attention_free=False)
+    )
     fake = SimpleNamespace(LLM=stop, EngineArgs=lambda *_, **__: model_config)
     monkeypatch.setitem(sys.modules, "vllm", fake)
     config = load_config(None, [f"rollout.kv_cache_mib={mib}"]).rollout

@@ -115,8 +115,8 @@ def start_vllm(
                     # A pass computes a sequence's prefix as a whole. After a part of it vLLM would rewind the
                     # sequence's random generator, which torch cannot do on the CPU.
                     "enable_chunked_prefill": False,
-                    # Without it, vLLM has no prefixes of recurrent layers.
-                    "enable_prefix_caching": not both.has_state(model_path, trust_remote_code=trust_remote_code),
+                    # Without it, vLLM has no prefixes of recurrent layers. None: vLLM's default.
+                    "enable_prefix_caching": False if both.has_state(model_path, trust_remote_code) else None,
                 }
                 if on_cpu
                 # The triton MoE kernel uses the expert weights as they are loaded; other kernels reorder them once, at
