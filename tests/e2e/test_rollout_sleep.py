@@ -229,7 +229,7 @@ def test_memory_is_returned_to_the_system(probe: dict[str, Any]) -> None:
     for left, asleep, awake in probe["rss"]:
         assert left == 0
         assert awake - asleep == pytest.approx(held, rel=0.05)
-    assert abs(probe["rss"][-1][1] - probe["rss"][1][1]) < MIB
+    assert probe["rss"][-1][1] - probe["rss"][1][1] < MIB  # a busy machine may take pages back
     assert probe["rss"][-1][1] - probe["rss without copy"] > probe["weights"] - MIB
 
 
