@@ -45,7 +45,7 @@ def start(tree: Path, device: str, env: Mapping[str, str]) -> subprocess.Popen[b
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_the_rehearsal_goes_on_in_another_folder(tmp_path: Path, device: str) -> None:
     """Fails if a stage fails with tiny models, a stop loses figures, or a second call measures again what has some."""
-    card = environment(1, 6.0) if device == "cuda" else dict(os.environ)
+    card = environment(1, 8.0) if device == "cuda" else dict(os.environ)
     python = gpu_python() if device == "cuda" else ROOT / ".venv" / "bin" / "python"
     env = card | {"GKD_VENV": str(python.parents[1]), "GKD_COMMIT": "a" * 40, "GKD_TRL": str(TRL)}
     trees = [copy_of_tree(tmp_path / name) for name in ("first", "second")]
