@@ -184,7 +184,8 @@ def keep_language_model(model: Any) -> None:
     decoder, head = model.get_decoder(), model.get_output_embeddings()
     path = next(name for name, module in model.named_modules() if module is decoder)
     removed: list[str] = []
-    parent, where = model, ""
+    parent = model
+    where = ""
     for step in path.split("."):
         for name, child in [*parent.named_children()]:
             if name != step and child is not head:

@@ -311,7 +311,8 @@ def test_a_run_distills_text_into_a_model_that_reads_images(
         shutil.copyfile(file, student / file.name)
     (student / "generation_config.json").write_text(json.dumps({"eos_token_id": 1, "pad_token_id": 0}))
     monkeypatch.setenv("PYTHONPATH", _import_path())
-    run_dir, own = tmp_path / "run", ("actor.strategy=fsdp2", "actor.packing=false", f"model.path={student}")
+    run_dir = tmp_path / "run"
+    own = "actor.strategy=fsdp2", "actor.packing=false", f"model.path={student}"
     lab.finished_run(run_dir, teacher_port, *own, "trainer.total_steps=2", "weight_sync.verify=always")
     source, exported = load_file(student / SINGLE), load_file(run_dir / "export" / SINGLE)
     trained = language_model(source)

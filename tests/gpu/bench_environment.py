@@ -10,10 +10,9 @@ from collections.abc import Sequence
 
 import torch
 
-from gkd.cluster.gpus import machine_gpus
 from gkd.preflight.machine import build_problems, driver_problems, toolchain_problems
 from tests.bench.command import add_device, parsed, parser, run_parts
-from tests.bench.teacher_report import Figure, Part, Table
+from tests.bench.teacher_report import Figure, Part
 
 
 def measure(device: str, *, tiny: bool) -> Part:
@@ -28,9 +27,8 @@ def measure(device: str, *, tiny: bool) -> Part:
             Figure("free share of the GPUs' memory", _free_share(), at_least=None if tiny else 0.95, note=note),
         ]
     figures.insert(0, Figure("problems of the machine", float(len(problems)), at_most=0.0, note="; ".join(problems)))
-    rows = [(f"{gpu.id}: {gpu.name}", gpu.memory_total_mib or 0, gpu.memory_free_mib or 0) for gpu in machine_gpus()]
     what = f"This machine; torch {torch.__version__}, CUDA {cuda}, NCCL {_nccl()}."
-    return Part("environment", what, figures, [Table("GPUs", ("GPU", "MiB", "free MiB"), rows)], {"device": device})
+    return Part("environment", what, figures, (), {"device": device})
 
 
 def _free_share() -> float:

@@ -62,7 +62,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def make(out: Path, python: str, have: Path | None, without: Sequence[str], only: Sequence[str]) -> int:
     """Download the wheels, write the parts, and print a table."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    needed, gpu = project["dependencies"], project["optional-dependencies"]["gpu"]
+    needed = project["dependencies"]
+    gpu = project["optional-dependencies"]["gpu"]
     pins = (ROOT / "launch" / f"constraints-gpu-py{python.replace('.', '')}.txt").read_text().splitlines()[1:]
     model = (ROOT / "examples" / "real_model" / "requirements.txt").read_text().splitlines()[-1].split()[0]
     wheels = _download([*pins, *TRL, model], out / f"wheels_{python}", python)
@@ -76,8 +77,6 @@ def make(out: Path, python: str, have: Path | None, without: Sequence[str], only
     for one in (one for one in SETS if one in only):
         for package in sorted(closures[one] - (closures["train"] if one != "train" else set())):
             version = wheels[package].name.split("-")[1]
-            if package in versions and versions[package] != version and wheels[package] not in files:
-                print(f"the target has {package} {versions[package]}, so {version} travels")
             if versions.get(package) != version:
                 files.setdefault(wheels[package], []).append(one)
     commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
@@ -87,7 +86,6 @@ def make(out: Path, python: str, have: Path | None, without: Sequence[str], only
         own = [name for name in entries if one in entries[name]["sets"]]
         parts = sorted({part for name in own for part, _ in entries[name]["chunks"].values()})
         print(f"{one:7}{len(own):4} packages{sum(map(sizes.get, own)):8.1f} MB, parts {' '.join(map(str, parts))}")
-    print(*(f"{sizes[name]:8.1f} MB  {name}" for name in sorted(sizes, key=lambda name: -sizes[name])[:12]), sep="\n")
     print(f"{sum(sizes.values()):.1f} MB, and a call for each of {len(list(out.glob('part_*')))} parts: {out}/part_*")
     return 0
 
@@ -141,7 +139,8 @@ def write_parts(files: Mapping[Path, list[str]], out: Path, head: dict[str, str]
         whole, chunks = hashlib.sha256(), {}
         with file.open("rb") as source:
             while content := source.read(room - used % room):  # a part is filled before the next one begins
-                part, name = used // room + 1, f"{file.name}.{len(chunks):03}"
+                part = used // room + 1
+                name = f"{file.name}.{len(chunks):03}"
                 (out / f"part_{part:02}").mkdir(parents=True, exist_ok=True)
                 (out / f"part_{part:02}" / name).write_bytes(content)
                 whole.update(content)
@@ -206,7 +205,8 @@ def install(store: Path, sets: set[str]) -> None:
     """Install the wheels of these sets that STORE/site lacks, and write the file with its variables."""
     site = store / "site"
     files = json.loads((store / MANIFEST).read_text())["files"]
-    stamp, partial = site / "carried.txt", site.with_name(f"{site.name}.partial")
+    stamp = site / "carried.txt"
+    partial = site.with_name(f"{site.name}.partial")
     done = set(stamp.read_text().split() if stamp.exists() else ())
     if new := sorted({name for name, entry in files.items() if sets & set(entry["sets"])} - done):
         # Into a folder of its own: pip replaces folders of an existing --target, and many packages share nvidia/.

@@ -3,7 +3,7 @@
 #   bash tests/gpu/twelve_minutes.sh [--list] [--only STAGE,..]     arguments go to python -m tests.gpu_proof
 # Nothing is downloaded. Python is that of $GKD_VENV, or of .venv or .venv-gpu if it has the CUDA build, else python3
 # with the packages from ${GKD_PARTS:-parts}/part_*, which tests/gpu/carry.py makes. They are joined and
-# installed in ${GKD_CARRY_STORE:-/tmp/gkd_carry}, so parts may come with several calls. A stage whose packages are
+# installed in ${GKD_CARRY_STORE:-runs/carry}, so parts may come with several calls. A stage whose packages are
 # missing is skipped.
 set -euo pipefail
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)"
@@ -13,7 +13,7 @@ if [ "${1:-}" = --help ]; then
     sed -n '2,/^set /{/^set /d;s/^# \?//p}' "$0"
     exit
 fi
-store="${GKD_CARRY_STORE:-/tmp/gkd_carry}"
+store="${GKD_CARRY_STORE:-runs/carry}"
 mkdir -p "$store"
 python=python3
 for venv in .venv-gpu .venv; do

@@ -132,7 +132,7 @@ TWELVE_MINUTES = (
         Stage(f"step_{name}", *_both(_bench("tests.gpu.bench_step", "--only", name)), 420, 1, 100, 3.5, _RUN)
         for name in ("megatron", "fsdp2")
     ),
-    Stage("trl", *_both(_BESIDE), 540, min_gib=130, minutes=6.0, needs=_TRL),
+    Stage("trl", *_both(_BESIDE), 590, min_gib=130, minutes=8.5, needs=_TRL),
     Stage("real_pair", *_both(_bench(_PAIR, "--only", "ours")), 540, min_gib=20, minutes=6.5, needs=(*_RUN, "gguf")),
     Stage("real_pair_trl", *_both(_bench(_PAIR, "--only", "trl")), 540, min_gib=20, minutes=6.5, needs=(*_TRL, "gguf")),
     Stage("long", *_both(_LONG), 180, min_gib=120, minutes=1.0),

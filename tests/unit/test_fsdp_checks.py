@@ -143,7 +143,8 @@ def test_models_that_read_images(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     with pytest.raises(ConfigError, match="torchvision"):
         check_engines(config, "cpu")
     assert (read_model_folder(tmp_path, "model.path").tensors or {}).keys() == language_model(tensor_shapes(tmp_path))
-    lost, file = "layers.1.mlp.up_proj.weight", tmp_path / "model.safetensors"
+    lost = "layers.1.mlp.up_proj.weight"
+    file = tmp_path / "model.safetensors"
     save_file({n: t for n, t in load_file(file).items() if not n.endswith(lost)}, file, {"format": "pt"})
     with pytest.raises(ConfigError, match=lost):
         check_student(config)
