@@ -19,8 +19,8 @@ weights over NCCL, so it does not run on CPU.
 card: TRL's DistillationTrainer and ours, each with teacher and vLLM on the student's card, or tiny ones on the CPU. The
 weights are random, so nearly all responses reach the limit. Both compute the divergence over the whole vocabulary, in
 bfloat16 with float32 weights of the student, recompute nothing, and give the engine the same share of the card. TRL's
-micro-batches are half as large: its models all stay on the card. Responses are the most probable ones, so that losses
-are those of the same tokens. GiB: what the card uses above that at the start.
+micro-batches are half as large: its models all stay on the card. The first losses have the same prompts and weights,
+but other samples. GiB: what the card uses above that at the start.
 
 `--rounds N` repeats the series.
 """
@@ -99,7 +99,6 @@ def run_trl(name: str, shape: Shape, folder: Path, args: Any, **more: Any) -> Ru
         "learning_rate": LEARNING_RATE,
         "seconds": 1e9,
         "student_to": "",
-        "top_k": int(shape.is_colocated),  # the most probable token: both programs train on the same responses
         **more,
     }
     environment = os.environ | {
@@ -159,7 +158,6 @@ def run_ours(scheduler: str, shape: Shape, folder: Path, args: Any) -> Run:
                 "trainer.scheduler": scheduler,
                 "trainer.total_steps": _WARM_UP + shape.steps + _COOL_DOWN,
                 "actor.optim.lr": LEARNING_RATE,
-                "rollout.top_k": int(shape.is_colocated),
             }
             config = Path(out) / "config.yaml"
             config.write_text("{}\n")
@@ -218,9 +216,9 @@ def measure(name: str, args: Any) -> Part:
     ]
     if shape.is_colocated and by_name["distillation"] and by_name["sync"]:
         trl, ours = (by_name[system] for system in ("distillation", "sync"))
-        pairs = [losses for a in ours for b in trl for losses in zip(a.losses[:3], b.losses[:3], strict=True)]
-        off = max(abs(one / other - 1) for one, other in pairs)  # a tie of two tokens changes a response
-        figures.append(Figure("losses of the first 3 steps, ours / TRL: off by", off, at_most=0.01))
+        # The mean over 128 tokens varies by 0.005. Over a step's 16384 it varies by far less.
+        off = max(abs(a.losses[0] / b.losses[0] - 1) for a in ours for b in trl)
+        figures.append(Figure("first loss, ours / TRL: off by", off, at_most=0.05 if shape.is_tiny else 0.01))
         figures.append(Figure("peak memory, ours / TRL", max(a.peak_gib for a in ours) / max(b.peak_gib for b in trl)))
     rows: list[list[str | float]] = []
     for system, made in by_name.items():

@@ -72,7 +72,6 @@ def colocated(case: dict[str, Any]) -> dict[str, Any]:
         "use_cpu": case["device"] == "cpu",
         "bf16": case["dtype"] == "bfloat16",
         "use_vllm": True,
-        "top_k": case["top_k"],
         "vllm_mode": "colocate",
         "vllm_max_model_length": case["max_prompt"] + case["max_response"],
         "vllm_gpu_memory_utilization": GPU_SHARE,
