@@ -41,8 +41,8 @@ BOUNDS = {
     "files": 315,
     "assignments of tuples": 824,  # `a, b = x, y`: two statements in one line
     "config_keys": 158,
-    "lines of tests": 65_925,
-    "lines of benches": 6_402,
+    "lines of tests": 65_920,
+    "lines of benches": 6_400,
     "lines of results": 8_000,
     "lines of the longest result": 200,
     "words of docs": 80_000,

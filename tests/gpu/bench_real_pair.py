@@ -100,13 +100,7 @@ def _ours(shape: Shape, folder: Path, args: Namespace) -> tuple[Path, int]:
 def _trl(shape: Shape, folder: Path, args: Namespace) -> tuple[Path, int]:
     """Return the folder of the trained student, and the number of steps."""
     student = folder / "trl" / "student"
-    more = {
-        "top_k": 0,
-        "seconds": args.seconds,
-        "steps": STEPS,
-        "learning_rate": LEARNING_RATE,
-        "student_to": str(student),
-    }
+    more = {"seconds": args.seconds, "steps": STEPS, "learning_rate": LEARNING_RATE, "student_to": str(student)}
     return student, len(run_trl("distillation", shape, folder, args, **more).losses)
 
 
